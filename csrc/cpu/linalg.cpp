@@ -1,0 +1,191 @@
+#include "linalg.h"
+
+#include <ATen/ATen.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+
+#include <cmath>
+#include <limits>
+
+namespace flash_dmattn {
+namespace {
+
+template <typename acc_t>
+constexpr DataType kDataType = sizeof(acc_t) == 8 ? DataType::kFloat64 : DataType::kFloat32;
+
+// The tensor that ATen's matrix product wants to see; nothing is copied.
+template <typename acc_t>
+at::Tensor as_tensor(const Matrix<acc_t>& m, bool transposed = false) {
+    const auto type = c10::CppTypeToScalarType<acc_t>::value;
+    if (transposed) return at::from_blob(m.data, {m.cols, m.rows}, {1, m.stride}, type);
+    return at::from_blob(m.data, {m.rows, m.cols}, {m.stride, 1}, type);
+}
+
+// ATen's own entry to the CPU's BLAS (MKL, OpenBLAS, ...), without the dispatcher.
+template <typename acc_t>
+void gemm(const at::Tensor& a, const at::Tensor& b, acc_t alpha, acc_t beta, const Matrix<acc_t>& c) {
+    at::Tensor out = as_tensor(c);
+    at::cpu::addmm_out(out, out, a, b, beta, alpha);
+}
+
+// Calls f(T) with a value of the C++ type behind `dtype`.
+template <typename F>
+void with_type(DataType dtype, F&& f) {
+    switch (dtype) {
+        case DataType::kFloat16: return f(at::Half());
+        case DataType::kBFloat16: return f(at::BFloat16());
+        case DataType::kFloat32: return f(float());
+        case DataType::kFloat64: return f(double());
+    }
+}
+
+template <typename acc_t>
+using Vec = at::vec::Vectorized<acc_t>;
+
+}  // namespace
+
+template <typename acc_t>
+void product_nt(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c) {
+    gemm<acc_t>(as_tensor(a), as_tensor(b, true), alpha, 0, c);
+}
+
+template <typename acc_t>
+void add_product(const Matrix<acc_t>& w, bool transpose_w, const Matrix<acc_t>& b, acc_t alpha, bool exact,
+                 const Matrix<acc_t>& c) {
+    if (!exact) return gemm<acc_t>(as_tensor(w, transpose_w), as_tensor(b), alpha, 1, c);
+    for (int64_t i = 0; i < w.rows; ++i) {
+        for (int64_t j = 0; j < w.cols; ++j) {
+            const acc_t weight = alpha * w.row(i)[j];
+            if (weight == 0) continue;
+            const acc_t* from = b.row(transpose_w ? i : j);
+            acc_t* to = c.row(transpose_w ? j : i);
+            for (int64_t d = 0; d < c.cols; ++d) to[d] += weight * from[d];
+        }
+    }
+}
+
+template <typename acc_t>
+Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
+                   acc_t* scratch) {
+    if (dtype == kDataType<acc_t>) {
+        return {const_cast<acc_t*>(static_cast<const acc_t*>(data)) + offset, rows, cols, stride};
+    }
+    const Matrix<acc_t> widened{scratch, rows, cols, cols};
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const T* from = static_cast<const T*>(data) + offset;
+        for (int64_t i = 0; i < rows; ++i) at::vec::convert<T, acc_t>(from + i * stride, widened.row(i), cols);
+    });
+    return widened;
+}
+
+template <typename acc_t>
+void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offset, int64_t stride) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        T* to = static_cast<T*>(data) + offset;
+        for (int64_t i = 0; i < matrix.rows; ++i)
+            at::vec::convert<acc_t, T>(matrix.row(i), to + i * stride, matrix.cols);
+    });
+}
+
+template <typename acc_t>
+bool all_finite(const Matrix<acc_t>& matrix) {
+    // x - x is 0 for a finite x, else NaN, and a NaN stays in the sum.
+    acc_t sum = 0;
+    for (int64_t i = 0; i < matrix.rows; ++i) {
+        sum += at::vec::map_reduce_all<acc_t>([](Vec<acc_t> x) { return x - x; },
+                                              [](Vec<acc_t> x, Vec<acc_t> y) { return x + y; }, matrix.row(i), matrix.cols);
+    }
+    return sum == 0;
+}
+
+template <typename acc_t>
+acc_t row_max(const acc_t* x, int64_t n) {
+    return at::vec::reduce_all<acc_t>([](Vec<acc_t> a, Vec<acc_t> b) { return at::vec::maximum(a, b); }, x, n);
+}
+
+template <typename acc_t>
+acc_t row_exp(acc_t* x, acc_t shift, int64_t n) {
+    constexpr int64_t width = Vec<acc_t>::size();
+    const Vec<acc_t> shifts(shift);
+    Vec<acc_t> sums(0);
+    int64_t j = 0;
+    for (; j + width <= n; j += width) {
+        const Vec<acc_t> e = (Vec<acc_t>::loadu(x + j) - shifts).exp();
+        e.store(x + j);
+        sums = sums + e;
+    }
+    acc_t sum = at::vec::vec_reduce_all<acc_t>([](Vec<acc_t> a, Vec<acc_t> b) { return a + b; }, sums);
+    if (j < n) {
+        const Vec<acc_t> e = (Vec<acc_t>::loadu(x + j, n - j) - shifts).exp();
+        e.store(x + j, n - j);
+        for (; j < n; ++j) sum += x[j];
+    }
+    return sum;
+}
+
+template <typename acc_t>
+void row_scale(acc_t* x, acc_t factor, int64_t n) {
+    at::vec::map<acc_t>([factor](Vec<acc_t> v) { return v * Vec<acc_t>(factor); }, x, x, n);
+}
+
+template <typename acc_t>
+void row_add(acc_t* x, const acc_t* y, int64_t n) {
+    at::vec::map2<acc_t>([](Vec<acc_t> a, Vec<acc_t> b) { return a + b; }, x, x, y, n);
+}
+
+template <typename acc_t>
+acc_t row_dot(const acc_t* x, const acc_t* y, int64_t n) {
+    return at::vec::map2_reduce_all<acc_t>([](Vec<acc_t> a, Vec<acc_t> b) { return a * b; },
+                                           [](Vec<acc_t> a, Vec<acc_t> b) { return a + b; }, x, y, n);
+}
+
+template <typename acc_t>
+void row_add_bias(acc_t* x, const acc_t* bias, int64_t n) {
+    const Vec<acc_t> hidden(-std::numeric_limits<acc_t>::infinity());
+    at::vec::map2<acc_t>([hidden](Vec<acc_t> s, Vec<acc_t> b) { return Vec<acc_t>::blendv(s + b, hidden, b == hidden); },
+                         x, x, bias, n);
+}
+
+template <typename acc_t>
+void row_dx(acc_t* dp, const acc_t* p, acc_t delta, int64_t n) {
+    const Vec<acc_t> zero(0), deltas(delta);
+    at::vec::map2<acc_t>(
+        [=](Vec<acc_t> gradient, Vec<acc_t> prob) {
+            return Vec<acc_t>::blendv(prob * (gradient - deltas), zero, prob == zero);
+        },
+        dp, dp, p, n);
+}
+
+template <typename acc_t>
+void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
+    const acc_t inverse = 1 / softcap;
+    at::vec::map<acc_t>([inverse](Vec<acc_t> v) { return (v * Vec<acc_t>(inverse)).tanh(); }, x, x, n);
+    if (slope != nullptr) {
+        at::vec::map<acc_t>([](Vec<acc_t> t) { return Vec<acc_t>(1) - t * t; }, slope, x, n);
+    }
+    row_scale<acc_t>(x, softcap, n);
+}
+
+#define INSTANTIATE(acc_t)                                                                                           \
+    template void product_nt(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);               \
+    template void add_product(const Matrix<acc_t>&, bool, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \
+    template Matrix<acc_t> load(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);                  \
+    template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                    \
+    template bool all_finite(const Matrix<acc_t>&);                                                                  \
+    template acc_t row_max(const acc_t*, int64_t);                                                                   \
+    template acc_t row_exp(acc_t*, acc_t, int64_t);                                                                  \
+    template void row_scale(acc_t*, acc_t, int64_t);                                                                 \
+    template void row_add(acc_t*, const acc_t*, int64_t);                                                            \
+    template acc_t row_dot(const acc_t*, const acc_t*, int64_t);                                                     \
+    template void row_add_bias(acc_t*, const acc_t*, int64_t);                                                       \
+    template void row_dx(acc_t*, const acc_t*, acc_t, int64_t);                                                      \
+    template void row_softcap(acc_t*, acc_t*, acc_t, int64_t);
+
+INSTANTIATE(float)
+INSTANTIATE(double)
+#undef INSTANTIATE
+
+}  // namespace flash_dmattn

@@ -1,0 +1,62 @@
+// Matrices and rows in the accumulation type (float or double): products, conversions, and vectorized row operations.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace flash_dmattn {
+
+// Row-major; stride counts elements.
+template <typename acc_t>
+struct Matrix {
+    acc_t* data;
+    int64_t rows;
+    int64_t cols;
+    int64_t stride;
+
+    acc_t* row(int64_t i) const { return data + i * stride; }
+};
+
+// c = alpha * a b^T
+template <typename acc_t>
+void product_nt(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c);
+
+// c += alpha * w b, or w^T b. Where `exact`, an element of w that is 0 adds nothing whatever stands in b, NaN and
+// infinity too: slow, for the rare tile whose fast product came out not finite.
+template <typename acc_t>
+void add_product(const Matrix<acc_t>& w, bool transpose_w, const Matrix<acc_t>& b, acc_t alpha, bool exact,
+                 const Matrix<acc_t>& c);
+
+// `rows` x `cols` numbers of `dtype` as a matrix of acc_t: where they are that already, in place, else in `scratch`.
+template <typename acc_t>
+Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
+                   acc_t* scratch);
+template <typename acc_t>
+void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offset, int64_t stride);
+
+template <typename acc_t>
+bool all_finite(const Matrix<acc_t>& matrix);
+
+template <typename acc_t>
+acc_t row_max(const acc_t* x, int64_t n);
+// x = exp(x - shift); returns the sum.
+template <typename acc_t>
+acc_t row_exp(acc_t* x, acc_t shift, int64_t n);
+template <typename acc_t>
+void row_scale(acc_t* x, acc_t factor, int64_t n);
+template <typename acc_t>
+void row_add(acc_t* x, const acc_t* y, int64_t n);
+template <typename acc_t>
+acc_t row_dot(const acc_t* x, const acc_t* y, int64_t n);
+// x += bias, but -inf where the bias is -inf: chosen, not added, for the score of an invisible pair may be NaN.
+template <typename acc_t>
+void row_add_bias(acc_t* x, const acc_t* bias, int64_t n);
+// dp = p (dp - delta), but 0 where p is 0: chosen, not multiplied, for <do, v> of an invisible pair may be NaN.
+template <typename acc_t>
+void row_dx(acc_t* dp, const acc_t* p, acc_t delta, int64_t n);
+// x = softcap * tanh(x / softcap); slope, where given, is the derivative, 1 - tanh^2.
+template <typename acc_t>
+void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n);
+
+}  // namespace flash_dmattn

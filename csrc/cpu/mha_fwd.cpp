@@ -1,0 +1,113 @@
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "attention.h"
+#include "scores.h"
+
+namespace flash_dmattn {
+namespace {
+
+constexpr int64_t kRows = 128;
+constexpr int64_t kKeys = 512;
+
+// out and lse of one tile of query rows; owns its scratch memory, one object a thread.
+template <typename acc_t>
+class ForwardUnit {
+public:
+    explicit ForwardUnit(const FwdParams& params)
+        : p_(params),
+          max_rows_(std::min(kRows, params.seqlen_q)),
+          max_keys_(std::min(kKeys, params.seqlen_k)),
+          query_(max_rows_ * p_.head_dim),
+          key_(max_keys_ * p_.head_dim),
+          probs_(max_rows_ * max_keys_),
+          bias_row_(max_keys_),
+          out_(max_rows_ * p_.head_dim),
+          max_(max_rows_),
+          sum_(max_rows_) {}
+
+    void operator()(const Sequence& sequence, int64_t head, int64_t row) {
+        const int64_t rows = std::min(kRows, sequence.rows - row);
+        const Matrix<acc_t> out{out_.data(), rows, p_.head_dim, p_.head_dim};
+        attend(sequence, head, row, out, /*exact=*/false);
+        // Zero times what stands in an invisible value may have been NaN.
+        if (!all_finite(out)) attend(sequence, head, row, out, /*exact=*/true);
+        finish(sequence, head, row, out);
+    }
+
+private:
+    void attend(const Sequence& sequence, int64_t head, int64_t row, const Matrix<acc_t>& out, bool exact) {
+        const int64_t kv_head = head / (p_.heads / p_.kv_heads);
+        const int64_t end = p_.is_causal ? sequence.causal_end(row + out.rows - 1) : sequence.keys;
+        std::fill(out.data, out.row(out.rows), acc_t(0));
+        std::fill(max_.begin(), max_.end(), -std::numeric_limits<acc_t>::infinity());
+        std::fill(sum_.begin(), sum_.end(), 0.0);
+        const auto query = load_rows(p_, p_.query, sequence, row, out.rows, head, query_.data());
+
+        for (int64_t j = 0; j < end; j += kKeys) {
+            const Tile tile{sequence, head, row, out.rows, j, std::min(kKeys, end - j)};
+            if (mask_hides(p_, tile)) continue;
+            const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, tile.keys};
+            const auto key = load_keys(p_, p_.key, sequence, j, tile.keys, kv_head, key_.data());
+            score_tile<acc_t>(p_, tile, query, key, bias_row_.data(), probs, nullptr);
+            online_softmax(probs, out);
+            const auto value = load_keys(p_, p_.value, sequence, j, tile.keys, kv_head, key_.data());
+            add_product<acc_t>(probs, false, value, 1, exact, out);
+        }
+    }
+
+    // Scores to exp(score - the row's largest so far); what was summed before is brought to the new largest.
+    void online_softmax(const Matrix<acc_t>& scores, const Matrix<acc_t>& out) {
+        for (int64_t i = 0; i < scores.rows; ++i) {
+            const acc_t before = max_[i];
+            const acc_t largest = row_max(scores.row(i), scores.cols);
+            const acc_t now = largest <= before ? before : largest;  // NaN wins
+            if (now == -std::numeric_limits<acc_t>::infinity()) {
+                std::fill_n(scores.row(i), scores.cols, acc_t(0));
+                continue;
+            }
+            const acc_t correction = std::exp(before - now);
+            sum_[i] = sum_[i] * correction + row_exp(scores.row(i), now, scores.cols);
+            if (correction != 1) row_scale(out.row(i), correction, out.cols);
+            max_[i] = now;
+        }
+    }
+
+    void finish(const Sequence& sequence, int64_t head, int64_t row, const Matrix<acc_t>& out) {
+        acc_t* lse = row_stats<acc_t>(p_.lse, sequence, head, row);
+        for (int64_t i = 0; i < out.rows; ++i) {
+            const bool empty = max_[i] == -std::numeric_limits<acc_t>::infinity();
+            lse[i] = empty ? max_[i] : static_cast<acc_t>(max_[i] + std::log(sum_[i]));
+            if (!empty) row_scale(out.row(i), static_cast<acc_t>(1 / sum_[i]), out.cols);
+        }
+        store_rows(p_, out, p_.out, sequence, row, head);
+    }
+
+    const FwdParams& p_;
+    int64_t max_rows_, max_keys_;
+    std::vector<acc_t> query_, key_, probs_, bias_row_, out_, max_;
+    std::vector<double> sum_;
+};
+
+template <typename acc_t>
+void run(const FwdParams& params) {
+    const int64_t row_tiles = ceil_div(params.seqlen_q, kRows);
+    for_each_unit(params.batch * params.heads * row_tiles, [&] {
+        return [&params, row_tiles, unit = ForwardUnit<acc_t>(params)](int64_t index) mutable {
+            // The last rows come first: under causality they are the longest.
+            const int64_t row = (row_tiles - 1 - index % row_tiles) * kRows;
+            const int64_t head = index / row_tiles % params.heads;
+            const Sequence sequence(params, index / row_tiles / params.heads);
+            if (row < sequence.rows) unit(sequence, head, row);
+        };
+    });
+}
+
+}  // namespace
+
+void mha_fwd_cpu(const FwdParams& params) {
+    params.dtype == DataType::kFloat64 ? run<double>(params) : run<float>(params);
+}
+
+}  // namespace flash_dmattn

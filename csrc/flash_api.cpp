@@ -1,0 +1,338 @@
+// The Python module: check the tensors, fill the params, hand them to the device's runner. Nothing else.
+#include <ATen/ATen.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+
+#include "cpu/attention.h"
+#include "params.h"
+
+namespace flash_dmattn {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+#define CHECK_DEVICE(tensor, other)                                                                         \
+    TORCH_CHECK((tensor).device() == (other).device(), #tensor " must be on ", (other).device(), ", got ", \
+                (tensor).device())
+#define CHECK_DTYPE(tensor, dtype)                                                                          \
+    TORCH_CHECK_TYPE((tensor).scalar_type() == (dtype), #tensor " must be ", (dtype), ", got ", (tensor).scalar_type())
+#define CHECK_LAST_CONTIGUOUS(tensor)                                                                       \
+    TORCH_CHECK_VALUE((tensor).stride(-1) == 1 || (tensor).size(-1) <= 1, #tensor                           \
+                      " must be contiguous in its last dimension, got strides ", (tensor).strides())
+
+void check_shape(const Tensor& tensor, const char* name, at::IntArrayRef shape) {
+    TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", tensor.sizes());
+}
+
+// Sequences of variable length; absent where the length is fixed.
+struct Varlen {
+    Tensor cu_seqlens_q, cu_seqlens_k;
+    int64_t max_seqlen_q, max_seqlen_k;
+};
+using OptionalVarlen = std::optional<Varlen>;
+
+struct Options {
+    double softmax_scale, softcap;
+    bool is_causal;
+};
+
+DataType data_type(const Tensor& tensor, const char* name) {
+    switch (tensor.scalar_type()) {
+        case at::kHalf: return DataType::kFloat16;
+        case at::kBFloat16: return DataType::kBFloat16;
+        case at::kFloat: return DataType::kFloat32;
+        case at::kDouble: return DataType::kFloat64;
+        default: TORCH_CHECK_TYPE(false, name, " must be float16, bfloat16, float32 or float64, got ", tensor.scalar_type());
+    }
+}
+
+at::ScalarType accumulation_type(const Tensor& query) {
+    return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// A stride of 0 where the dimension has one element: it serves every index.
+int64_t broadcast_stride(const Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
+
+RowsView rows_view(const Tensor& t, bool varlen) {
+    if (varlen) return {t.data_ptr(), 0, t.stride(0), t.stride(1)};
+    return {t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+RowStatView row_stat_view(const Tensor& t, bool varlen) {
+    if (varlen) return {t.data_ptr(), 0, t.stride(0)};
+    return {t.data_ptr(), t.stride(0), t.stride(1)};
+}
+
+// A mask or bias: 4 dimensions of fixed length; of variable length 2 (one number a key) or 3 (one a pair).
+PairView pair_view(const Tensor& t) {
+    PairView view;
+    view.data = t.data_ptr();
+    view.heads = t.size(1);
+    view.head_stride = broadcast_stride(t, 1);
+    if (t.dim() == 4) {
+        view.batches = t.size(0);
+        view.batch_stride = broadcast_stride(t, 0);
+        view.row_stride = broadcast_stride(t, 2);
+        view.col_stride = broadcast_stride(t, 3);
+        view.per_key = t.size(2) == 1;
+    } else if (t.dim() == 3) {
+        view.row_stride = t.stride(0);
+        view.col_stride = t.stride(2);
+    } else {
+        view.col_stride = t.stride(0);
+        view.per_key = true;
+    }
+    return view;
+}
+
+void check_pairs(const Tensor& t, const char* name, const AttentionParams& p, const OptionalVarlen& varlen,
+                 int64_t total_q, int64_t total_k) {
+    const auto fits = [&](int64_t dim, std::initializer_list<int64_t> sizes) {
+        return std::find(sizes.begin(), sizes.end(), t.size(dim)) != sizes.end();
+    };
+    const bool heads_fit = t.dim() >= 2 && fits(1, {p.heads, p.kv_heads, 1});
+    if (!varlen) {
+        TORCH_CHECK_VALUE(t.dim() == 4 && heads_fit && fits(0, {p.batch, 1}) && fits(2, {p.seqlen_q, 1}) &&
+                              fits(3, {p.seqlen_k, 1}),
+                          name, " must be ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), got ", t.sizes());
+        return;
+    }
+    const bool per_key = t.dim() == 2 && fits(0, {total_k});
+    const bool per_pair = t.dim() == 3 && fits(0, {total_q}) && fits(2, {p.seqlen_k});
+    TORCH_CHECK_VALUE(heads_fit && (per_key || per_pair), name,
+                      " must be (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k), got ", t.sizes());
+}
+
+// What forward and backward have in common; `out` and `lse` have been allocated or come from the forward.
+void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+          const OptionalTensor& bias, const OptionalVarlen& varlen, const Options& options) {
+    const int64_t ndim = varlen ? 3 : 4;
+    TORCH_CHECK_VALUE(query.dim() == ndim && key.dim() == ndim, "query and key must have ", ndim, " dimensions, got ",
+                      query.sizes(), " and ", key.sizes());
+    p.batch = varlen ? varlen->cu_seqlens_q.numel() - 1 : query.size(0);
+    p.seqlen_q = varlen ? varlen->max_seqlen_q : query.size(1);
+    p.seqlen_k = varlen ? varlen->max_seqlen_k : key.size(1);
+    p.heads = query.size(-2);
+    p.kv_heads = key.size(-2);
+    p.head_dim = query.size(-1);
+    p.dtype = data_type(query, "query");
+    p.softmax_scale = options.softmax_scale;
+    p.softcap = options.softcap;
+    p.is_causal = options.is_causal;
+
+    const int64_t total_q = query.size(0), total_k = key.size(0);
+    varlen ? check_shape(key, "key", {total_k, p.kv_heads, p.head_dim})
+           : check_shape(key, "key", {p.batch, p.seqlen_k, p.kv_heads, p.head_dim});
+    check_shape(value, "value", key.sizes());
+    TORCH_CHECK_VALUE(p.kv_heads > 0 ? p.heads % p.kv_heads == 0 : p.heads == 0,
+                      "query's head count must be a multiple of key's, got ", p.heads, " and ", p.kv_heads);
+    TORCH_CHECK_VALUE(p.head_dim > 0 && p.head_dim <= 256 && p.head_dim % 8 == 0,
+                      "query's head dimension must be a multiple of 8 up to 256, got ", p.head_dim);
+    for (const Tensor* tensor : {&key, &value}) {
+        CHECK_DTYPE(*tensor, query.scalar_type());
+        CHECK_DEVICE(*tensor, query);
+        CHECK_LAST_CONTIGUOUS(*tensor);
+    }
+    CHECK_LAST_CONTIGUOUS(query);
+    p.query = rows_view(query, varlen.has_value());
+    p.key = rows_view(key, varlen.has_value());
+    p.value = rows_view(value, varlen.has_value());
+
+    if (varlen) {
+        for (const Tensor* cu_seqlens : {&varlen->cu_seqlens_q, &varlen->cu_seqlens_k}) {
+            CHECK_DTYPE(*cu_seqlens, at::kInt);
+            CHECK_DEVICE(*cu_seqlens, query);
+            check_shape(*cu_seqlens, "cu_seqlens", {p.batch + 1});
+            TORCH_CHECK_VALUE(cu_seqlens->is_contiguous(), "cu_seqlens must be contiguous");
+        }
+        p.cu_seqlens_q = varlen->cu_seqlens_q.const_data_ptr<int32_t>();
+        p.cu_seqlens_k = varlen->cu_seqlens_k.const_data_ptr<int32_t>();
+    }
+    if (mask) {
+        CHECK_DTYPE(*mask, at::kBool);
+        CHECK_DEVICE(*mask, query);
+        check_pairs(*mask, "mask", p, varlen, total_q, total_k);
+        p.mask = pair_view(*mask);
+    }
+    if (bias) {
+        CHECK_DEVICE(*bias, query);
+        check_pairs(*bias, "bias", p, varlen, total_q, total_k);
+        static_cast<PairView&>(p.bias) = pair_view(*bias);
+        p.bias.kind = p.bias.per_key ? BiasKind::kKey : BiasKind::kDense;
+        p.bias.dtype = data_type(*bias, "bias");
+        TORCH_CHECK_TYPE(p.bias.dtype == p.dtype || (p.bias.per_key && bias->scalar_type() == at::kFloat),
+                         "bias must have query's dtype ", query.scalar_type(), " (or float32 where it is one number a key), got ",
+                         bias->scalar_type());
+    }
+}
+
+template <typename Params>
+void run(const Params& params, const at::Device& device) {
+    TORCH_CHECK(device.is_cpu(), "flash_dmattn was built without CUDA kernels, got tensors on ", device);
+    if constexpr (std::is_same_v<Params, FwdParams>) {
+        mha_fwd_cpu(params);
+    } else {
+        mha_bwd_cpu(params);
+    }
+}
+
+bool nothing_to_do(const AttentionParams& p) { return p.batch == 0 || p.heads == 0; }
+
+std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                   const OptionalTensor& mask, const OptionalTensor& bias, const OptionalVarlen& varlen,
+                                   const Options& options) {
+    FwdParams p;
+    fill(p, query, key, value, mask, bias, varlen, options);
+    Tensor out = at::empty(query.sizes(), query.options());
+    const auto lse_options = query.options().dtype(accumulation_type(query));
+    Tensor lse = varlen ? at::empty({p.heads, query.size(0)}, lse_options)
+                        : at::empty({p.batch, p.heads, p.seqlen_q}, lse_options);
+    p.out = rows_view(out, varlen.has_value());
+    p.lse = row_stat_view(lse, varlen.has_value());
+    if (!nothing_to_do(p)) run(p, query.device());
+    return {out, lse};
+}
+
+// Column sums of a key bias's gradient, [B, {H|Hkv}, 1, Sk] or [{H|Hkv}, total_k], to the bias's shape and dtype.
+Tensor sum_to_bias(const Tensor& column_sums, const Tensor& bias, bool varlen) {
+    if (varlen) {
+        const Tensor sums = bias.size(1) == 1 ? column_sums.sum(0, /*keepdim=*/true) : column_sums;
+        return sums.t().to(bias.scalar_type()).contiguous();
+    }
+    return column_sums.sum_to_size(bias.sizes()).to(bias.scalar_type());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Tensor& dlse, const Tensor& query,
+                                                    const Tensor& key, const Tensor& value, const Tensor& out,
+                                                    const Tensor& lse, const OptionalTensor& mask,
+                                                    const OptionalTensor& bias, const OptionalVarlen& varlen,
+                                                    const Options& options, bool deterministic, bool needs_dbias) {
+    BwdParams p;
+    fill(p, query, key, value, mask, bias, varlen, options);
+    TORCH_CHECK_VALUE(!needs_dbias || bias, "a gradient of the bias was asked for, but there is no bias");
+    for (const Tensor* tensor : {&dout, &out}) {
+        check_shape(*tensor, "dout and out", query.sizes());
+        CHECK_DTYPE(*tensor, query.scalar_type());
+        CHECK_DEVICE(*tensor, query);
+    }
+    const auto accumulation = query.options().dtype(accumulation_type(query));
+    for (const Tensor* tensor : {&dlse, &lse}) {
+        varlen ? check_shape(*tensor, "dlse and lse", {p.heads, query.size(0)})
+               : check_shape(*tensor, "dlse and lse", {p.batch, p.heads, p.seqlen_q});
+        CHECK_DTYPE(*tensor, accumulation_type(query));
+        CHECK_DEVICE(*tensor, query);
+    }
+    const bool is_varlen = varlen.has_value();
+    const Tensor dout_rows = dout.stride(-1) == 1 ? dout : dout.contiguous();
+    const Tensor dlse_rows = dlse.contiguous();
+    const Tensor delta = at::empty_like(dlse_rows);
+    Tensor dquery = at::empty(query.sizes(), query.options());
+    Tensor dkey = at::empty(key.sizes(), key.options());
+    Tensor dvalue = at::empty(value.sizes(), value.options());
+    p.out = rows_view(out, is_varlen);
+    p.lse = row_stat_view(lse, is_varlen);
+    p.dout = rows_view(dout_rows, is_varlen);
+    p.dlse = row_stat_view(dlse_rows, is_varlen);
+    p.delta = row_stat_view(delta, is_varlen);
+    p.dquery = rows_view(dquery, is_varlen);
+    p.dkey = rows_view(dkey, is_varlen);
+    p.dvalue = rows_view(dvalue, is_varlen);
+    p.deterministic = deterministic;
+
+    Tensor dbias = at::empty({0}, query.options());
+    if (needs_dbias && p.bias.kind == BiasKind::kKey) {
+        const int64_t heads = p.bias.heads == p.heads ? p.heads : p.kv_heads;
+        if (is_varlen) {
+            dbias = at::zeros({heads, key.size(0)}, accumulation);
+            p.dbias.head_stride = dbias.stride(0);
+        } else {
+            dbias = at::zeros({p.batch, heads, 1, p.seqlen_k}, accumulation);
+            p.dbias.batch_stride = dbias.stride(0);
+            p.dbias.head_stride = dbias.stride(1);
+        }
+        p.dbias.data = dbias.data_ptr();
+        p.dbias.batches = p.batch;
+        p.dbias.heads = heads;
+        p.dbias.col_stride = 1;
+        p.dbias.per_key = true;
+    } else if (needs_dbias) {
+        // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them.
+        dbias = is_varlen || nothing_to_do(p) ? at::zeros(bias->sizes(), bias->options())
+                                              : at::empty(bias->sizes(), bias->options());
+        p.dbias = pair_view(dbias);
+    }
+
+    if (!nothing_to_do(p)) run(p, query.device());
+    if (needs_dbias && p.bias.kind == BiasKind::kKey) dbias = sum_to_bias(dbias, *bias, is_varlen);
+    return {dquery, dkey, dvalue, dbias};
+}
+
+// What the CPU kernels were compiled for may be missing where they run.
+std::optional<std::string> why_not_usable() {
+#if defined(CPU_CAPABILITY_AVX512)
+    const bool usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#elif defined(CPU_CAPABILITY_AVX2)
+    const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+    const bool usable = true;
+#endif
+    if (usable) return std::nullopt;
+    return "flash_dmattn's CPU kernels were compiled for a processor with more vector instructions than this one; "
+           "build it here, or elsewhere with FLASH_DMATTN_CPU_CAPABILITY=DEFAULT";
+}
+
+}  // namespace
+}  // namespace flash_dmattn
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    using namespace flash_dmattn;
+    namespace py = pybind11;
+    const auto no_gil = py::call_guard<py::gil_scoped_release>();
+
+    m.def("why_not_usable", &why_not_usable, "None, or why the compiled kernels cannot run on this machine.");
+    m.def("has_cuda", [] { return false; }, "Whether the CUDA kernels were built.");
+
+    m.def(
+        "mha_fwd",
+        [](const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+           const OptionalTensor& bias, double softmax_scale, double softcap, bool is_causal) {
+            return forward(query, key, value, mask, bias, std::nullopt, {softmax_scale, softcap, is_causal});
+        },
+        no_gil, "(out, lse) of fixed length.");
+    m.def(
+        "mha_varlen_fwd",
+        [](const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+           const OptionalTensor& bias, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
+           int64_t max_seqlen_k, double softmax_scale, double softcap, bool is_causal) {
+            const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
+            return forward(query, key, value, mask, bias, varlen, {softmax_scale, softcap, is_causal});
+        },
+        no_gil, "(out, lse) of variable length.");
+    m.def(
+        "mha_bwd",
+        [](const Tensor& dout, const Tensor& dlse, const Tensor& query, const Tensor& key, const Tensor& value,
+           const Tensor& out, const Tensor& lse, const OptionalTensor& mask, const OptionalTensor& bias,
+           double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
+            return backward(dout, dlse, query, key, value, out, lse, mask, bias, std::nullopt,
+                            {softmax_scale, softcap, is_causal}, deterministic, needs_dbias);
+        },
+        no_gil, "(dquery, dkey, dvalue, dbias) of fixed length; dbias is empty where it is not needed.");
+    m.def(
+        "mha_varlen_bwd",
+        [](const Tensor& dout, const Tensor& dlse, const Tensor& query, const Tensor& key, const Tensor& value,
+           const Tensor& out, const Tensor& lse, const OptionalTensor& mask, const OptionalTensor& bias,
+           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+           double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
+            const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
+            return backward(dout, dlse, query, key, value, out, lse, mask, bias, varlen,
+                            {softmax_scale, softcap, is_causal}, deterministic, needs_dbias);
+        },
+        no_gil, "(dquery, dkey, dvalue, dbias) of variable length; dbias is empty where it is not needed.");
+}

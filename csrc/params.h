@@ -1,0 +1,100 @@
+// What a kernel is given: plain structs that CPU and CUDA runners share. Shapes stand beside every pointer in the
+// notation of docs/design: B batches, H query heads, Hkv key/value heads, Sq query rows, Sk keys, D head dimension.
+// Every stride counts elements and is 64 bits wide; a broadcast dimension has stride 0.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_dmattn {
+
+enum class DataType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+// Query-like or key-like rows; D is contiguous. Of variable length: batch_stride is 0 and row 0 is the first row of
+// the first sequence.
+struct RowsView {
+    void* data = nullptr;  // [B, S, heads, D] or [total, heads, D]
+    int64_t batch_stride = 0;
+    int64_t row_stride = 0;
+    int64_t head_stride = 0;
+};
+
+// One number a row and head: lse, D_i and their gradients, in the accumulation type.
+struct RowStatView {
+    void* data = nullptr;  // [B, H, Sq] or [H, total_q]
+    int64_t batch_stride = 0;
+    int64_t head_stride = 0;
+};
+
+// One number a (query row, key) pair: mask, bias and the gradient of the bias.
+struct PairView {
+    void* data = nullptr;  // [{B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}]; of variable length [total_k, heads] or [total_q, heads, Sk]
+    int64_t batch_stride = 0;
+    int64_t head_stride = 0;
+    int64_t row_stride = 0;
+    int64_t col_stride = 0;
+    int64_t batches = 1;  // size of the batch dimension: B or 1
+    int64_t heads = 1;    // size of the head dimension: H, Hkv or 1
+    bool per_key = false;  // one number a key; of variable length the first dimension then counts keys, not rows
+
+    bool present() const { return data != nullptr; }
+    // The query heads [h * H / heads, (h + 1) * H / heads) share head h of this view.
+    int64_t head_of(int64_t query_head, int64_t query_heads) const { return query_head / (query_heads / heads); }
+};
+
+enum class BiasKind : int32_t {
+    kNone,
+    kKey,    // the same for every query row: [.., 1, Sk]
+    kDense,  // [.., Sq, Sk]
+};
+
+// bool, true = visible.
+using MaskView = PairView;
+
+struct BiasView : PairView {
+    BiasKind kind = BiasKind::kNone;
+    DataType dtype = DataType::kFloat32;
+};
+
+// The problem: everything that forward and backward have in common.
+struct AttentionParams {
+    int64_t batch = 0;
+    int64_t heads = 0;
+    int64_t kv_heads = 0;
+    int64_t seqlen_q = 0;  // the longest, of variable length
+    int64_t seqlen_k = 0;
+    int64_t head_dim = 0;
+    const int32_t* cu_seqlens_q = nullptr;  // [B + 1], or null where every sequence has seqlen_q rows
+    const int32_t* cu_seqlens_k = nullptr;  // [B + 1]
+
+    DataType dtype = DataType::kFloat32;  // of query, key, value, out and their gradients
+    double softmax_scale = 1.0;
+    double softcap = 0.0;  // 0: none
+    bool is_causal = false;
+
+    RowsView query;  // [B, Sq, H, D]
+    RowsView key;    // [B, Sk, Hkv, D]
+    RowsView value;  // [B, Sk, Hkv, D]
+    RowsView out;    // [B, Sq, H, D]
+    RowStatView lse;
+    MaskView mask;
+    BiasView bias;
+};
+
+struct FwdParams : AttentionParams {};
+
+struct BwdParams : AttentionParams {
+    RowsView dout;      // [B, Sq, H, D]
+    RowStatView dlse;
+    RowStatView delta;  // D_i = <do_i, o_i> - dlse_i, scratch
+
+    RowsView dquery;
+    RowsView dkey;
+    RowsView dvalue;
+    // Absent where no gradient of the bias is asked for. Of a dense bias: the gradient itself, in the bias's shape and
+    // dtype, keys contiguous. Of a key bias: column sums in the accumulation type [B, {H|Hkv}, 1, Sk], or of variable
+    // length [{H|Hkv}, total_k]; the caller sums what the bias broadcasts beyond that.
+    PairView dbias;
+    bool deterministic = false;
+};
+
+}  // namespace flash_dmattn

@@ -1,0 +1,357 @@
+"""Train a small byte-level language model whose attention is dynamic-mask attention.
+
+    python examples/train_lm.py --plot loss.png                          # about a minute on two CPU cores
+    python examples/train_lm.py --device cuda --seq-len 4096 --window 512 --text shakespeare.txt
+
+It is a decoder-only transformer (RMSNorm, rotary positions, SwiGLU, tied head). Its attention learns which keys are
+worth keeping: every token gets one number per key/value head, its bias. Each query attends to the `window` keys of
+largest bias among those that are not in its future, and the same bias is added to their scores, so it is trained
+through its gradient.
+"""
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from pydoc_data import topics
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor, nn
+
+from flash_dmattn import create_mask, flash_dmattn_func_auto
+
+VOCABULARY = 256  # bytes: no tokenizer to train or to download
+PROMPT, CONTINUATION = 48, 160  # bytes of held-out text given, and of text sampled after it
+DTYPES = ["float32", "bfloat16"]
+BACKENDS = ["cuda", "cpu", "triton", "flex", "reference"]
+
+
+def option(default, help: str, **argparse_options):
+    """A field of Config that is also a command line argument."""
+    kind = str if default is None else type(default)
+    return field(default=default, metadata={"help": help, "type": kind, **argparse_options})
+
+
+@dataclass(frozen=True)
+class Config:
+    """What can be chosen; see argument_parser."""
+
+    text: str | None = option(None, "file to learn (default: the topics of Python's own help)")
+    steps: int = option(300, "optimizer steps")
+    batch_size: int = option(16, "sequences a step")
+    seq_len: int = option(128, "bytes in a sequence")
+    window: int = option(32, "keys that a query keeps")
+    dim: int = option(128, "width of the model")
+    layers: int = option(4, "transformer blocks")
+    heads: int = option(4, "query heads")
+    kv_heads: int = option(2, "key/value heads")
+    lr: float = option(3e-3, "peak learning rate")
+    device: str = option("cpu", "where to train", choices=["cpu", "cuda"])
+    dtype: str | None = option(None, "of autocast (default: float32 on cpu, bfloat16 on cuda)", choices=DTYPES)
+    backend: str | None = option(None, "what computes the attention (default: by device)", choices=BACKENDS)
+    seed: int = option(0, "of the weights, the batches and the samples")
+    plot: str | None = option(None, "PNG file to draw the loss curve in (default: none)")
+    samples: int = option(3, "texts to sample at the end")
+    deterministic: bool = option(False, "make the same seed give bitwise the same losses", action="store_true")
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "seq_len", "window", "dim", "layers", "heads", "kv_heads", "lr"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.samples < 0:
+            raise ValueError(f"samples must not be negative, got {self.samples}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.dim % (2 * self.heads):
+            raise ValueError(f"dim ({self.dim}) must be a multiple of 2 * heads ({2 * self.heads}): rotary pairs")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device cuda: this PyTorch finds no CUDA device")
+        if self.backend in ("cpu", "cuda") and self.backend != self.device:
+            raise ValueError(f"backend {self.backend} does not run on device {self.device}")
+        if self.device == "cuda" and self.dtype == "float32" and self.backend in (None, "cuda"):
+            raise ValueError("the CUDA kernels take no float32: choose dtype bfloat16, or another backend")
+        if self.plot and not Path(self.plot).absolute().parent.is_dir():
+            raise ValueError(f"plot: there is no folder {Path(self.plot).parent}")
+
+    def autocast(self) -> torch.autocast:
+        dtype = getattr(torch, self.dtype or {"cpu": "float32", "cuda": "bfloat16"}[self.device])
+        return torch.autocast(self.device, dtype, enabled=dtype != torch.float32)
+
+
+# The model
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x (B, S, H, D): the pair (x[d], x[d + D/2]) turns with the position."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).type_as(x)
+
+
+class DynamicMaskAttention(nn.Module):
+    def __init__(self, config: Config, attention: Callable[..., Tensor]):
+        super().__init__()
+        self.attention = attention
+        self.window = config.window
+        self.head_dim = head_dim = config.dim // config.heads
+        self.q_proj = nn.Linear(config.dim, config.heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, config.kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, config.kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(config.heads * head_dim, config.dim, bias=False)
+        self.dt_proj = nn.Linear(config.kv_heads * head_dim, config.kv_heads, bias=False)
+        # Not zero: dt_proj's gradient is a multiple of A, and a constant bias is no preference.
+        self.A = nn.Parameter(torch.ones(config.kv_heads))
+
+    def key_bias(self, value: Tensor) -> Tensor:
+        """(B, S, Hkv, D) -> (B, Hkv, 1, S): how much each token is worth keeping, exp(A softplus(W_dt v))."""
+        with torch.autocast(value.device.type, enabled=False):  # float32: in bfloat16 many biases would be equal
+            dt = F.softplus(self.dt_proj(value.flatten(2).float()))
+            return torch.exp(self.A * dt).transpose(1, 2).unsqueeze(2)
+
+    @torch.no_grad()
+    def dynamic_mask(self, bias: Tensor) -> Tensor:
+        """(B, Hkv, 1, S) -> bool (B, Hkv, S, S): each row's `window` largest biases among the keys up to it."""
+        batch, _, _, seq_len = bias.shape
+        causal = torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool, device=bias.device).tril()
+        return create_mask(bias, causal, batch, seq_len, seq_len, self.window, torch.finfo(bias.dtype).min)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        query, key, value = (
+            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        bias = self.key_bias(value)
+        mask = self.dynamic_mask(bias)
+        out = self.attention(query, key, value, attn_mask=mask, attn_bias=bias, is_causal=True)
+        return self.o_proj(out.flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        hidden = 8 * math.ceil(dim / 3)  # 8/3 dim: three matrices then weigh as much as two of 4 dim
+        self.gate_proj = nn.Linear(dim, hidden, bias=False)
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, attention: Callable[..., Tensor]):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim)
+        self.attention = DynamicMaskAttention(config, attention)
+        self.mlp_norm = nn.RMSNorm(config.dim)
+        self.mlp = SwiGLU(config.dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        attention = flash_dmattn_func_auto(backend=config.backend or config.device)
+        attention = partial(attention, deterministic=config.deterministic)
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)  # it is also the head
+
+        head_dim = config.dim // config.heads
+        frequencies = 10000.0 ** -torch.arange(0, 1, 2 / head_dim)
+        angles = torch.outer(torch.arange(config.seq_len), frequencies).unsqueeze(1)  # (S, 1, D/2): alike in every head
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, S) -> (B, S, VOCABULARY): logits of the byte after each."""
+        seq_len = tokens.shape[1]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos[:seq_len], self.sin[:seq_len])
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+# Training
+
+
+def load_text(config: Config) -> tuple[Tensor, Tensor]:
+    """The text's bytes, as (training, validation): the last tenth is held out."""
+    text = Path(config.text).read_bytes() if config.text else "\n\n".join(topics.topics.values()).encode()
+    held_out = len(text) // 10
+    if held_out <= config.seq_len:
+        raise ValueError(
+            f"the text is too short: a tenth of its {len(text)} bytes is held out, "
+            f"and that must be longer than a sequence (seq_len = {config.seq_len})"
+        )
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return data[:-held_out], data[-held_out:]
+
+
+def random_batch(data: Tensor, config: Config, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random sequences of the text, and the byte that follows each of their bytes."""
+    starts = torch.randint(len(data) - config.seq_len, (config.batch_size, 1), generator=generator)
+    sequences = data[starts + torch.arange(config.seq_len + 1)].to(config.device, torch.long)
+    return sequences[:, :-1], sequences[:, 1:]
+
+
+def loss_of(model: LanguageModel, batch: tuple[Tensor, Tensor], config: Config) -> Tensor:
+    """Cross entropy, in nats a byte."""
+    tokens, targets = batch
+    with config.autocast():
+        logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up over the first tenth, then a cosine down to a tenth."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.55 + 0.45 * math.cos(math.pi * progress)
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    validation_loss: float | None  # measured about ten times in a run
+    tokens_per_second: float  # since the first step, validation left out
+
+
+def training_steps(model: LanguageModel, config: Config, training: Tensor, validation: Tensor) -> Iterator[Step]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=config.steps))
+
+    generator = torch.Generator().manual_seed(config.seed)
+    validation_batches = [random_batch(validation, config, generator) for _ in range(2)]
+    validate_every = max(1, config.steps // 10)
+    seconds = 0.0
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        loss = loss_of(model, random_batch(training, config, generator), config)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+        loss = loss.item()  # waits for the device, so that the clock is read after the work
+        seconds += time.perf_counter() - started
+
+        validation_loss = None
+        if step == 1 or step % validate_every == 0 or step == config.steps:
+            with torch.no_grad():
+                losses = [loss_of(model, batch, config) for batch in validation_batches]
+            validation_loss = torch.stack(losses).mean().item()
+        yield Step(loss, validation_loss, step * config.batch_size * config.seq_len / seconds)
+
+
+def build_model(config: Config) -> LanguageModel:
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it on CUDA
+        torch.use_deterministic_algorithms(True)
+    torch.manual_seed(config.seed)
+    return LanguageModel(config).to(config.device)
+
+
+def train(config: Config) -> list[float]:
+    """The training loss of every step."""
+    return [step.loss for step in training_steps(build_model(config), config, *load_text(config))]
+
+
+# What it shows
+
+
+@torch.no_grad()
+def sample(model: LanguageModel, config: Config, prompts: Tensor, temperature: float = 0.8) -> Tensor:
+    """Continue every prompt (B, S) by CONTINUATION bytes."""
+    tokens = prompts.to(config.device, torch.long)
+    for _ in range(CONTINUATION):
+        with config.autocast():
+            logits = model(tokens[:, -config.seq_len :])[:, -1]
+        following = torch.multinomial(torch.softmax(logits.float() / temperature, dim=-1), 1)
+        tokens = torch.cat([tokens, following], dim=1)
+    return tokens
+
+
+def print_samples(model: LanguageModel, config: Config, validation: Tensor, console: Console) -> None:
+    prompt = min(PROMPT, config.seq_len)
+    starts = torch.randint(len(validation) - prompt, (config.samples, 1))
+    prompts = validation[starts + torch.arange(prompt)]
+    for tokens in sample(model, config, prompts).tolist():
+        given, continued = (bytes(part).decode(errors="replace") for part in (tokens[:prompt], tokens[prompt:]))
+        console.rule("sample", style="dim")
+        console.print(Text(given, style="dim") + Text(continued))
+
+
+def plot_losses(steps: list[Step], path: str) -> None:
+    numbers = range(1, len(steps) + 1)
+    validated = [number for number in numbers if steps[number - 1].validation_loss is not None]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(numbers, [step.loss for step in steps], linewidth=1, alpha=0.6, label="training")
+    axes.plot(validated, [steps[number - 1].validation_loss for number in validated], marker=".", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats a byte)")
+    axes.legend()
+    figure.savefig(path, format="png", dpi=150)
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for argument in fields(Config):
+        options = {"default": argument.default, **argument.metadata}
+        if argument.type is bool:
+            del options["type"]
+        elif argument.default is not None:
+            options["help"] += " (default: %(default)s)"
+        parser.add_argument("--" + argument.name.replace("_", "-"), **options)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argument_parser()
+    try:
+        config = Config(**vars(parser.parse_args(arguments)))
+        training, validation = load_text(config)
+        model = build_model(config)
+    except (ValueError, RuntimeError, OSError) as error:
+        parser.error(str(error))
+
+    console = Console()
+    parameters = sum(p.numel() for p in model.parameters())
+    console.print(f"{parameters:,} parameters; {len(training):,} bytes to learn, {len(validation):,} held out")
+
+    steps = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=config.steps)
+        for step in training_steps(model, config, training, validation):
+            steps.append(step)
+            description = f"loss {step.loss:.3f}  {step.tokens_per_second:,.0f} tokens/s"
+            progress.update(task, advance=1, description=description)
+            if step.validation_loss is not None:
+                console.print(f"step {len(steps):5}  loss {step.loss:.3f}  validation {step.validation_loss:.3f}")
+
+    if config.samples:
+        print_samples(model, config, validation, console)
+    console.rule(style="dim")
+    console.print(f"{steps[-1].tokens_per_second:,.0f} tokens/s")
+    if config.plot:
+        plot_losses(steps, config.plot)
+        console.print(f"loss curve: {config.plot}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Dynamic-mask attention: exact attention whose mask and additive bias a model makes itself, with gradients for both
+the rows and the bias."""
+
+from .backends import get_available_backends, is_available
+from .interface import (
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    flash_dmattn_kvpacked_func,
+    flash_dmattn_qkvpacked_func,
+    flash_dmattn_varlen_func,
+    flash_dmattn_varlen_kvpacked_func,
+    flash_dmattn_varlen_qkvpacked_func,
+)
+from .masks import create_mask
+from .padding import pad_input, unpad_input
+
+__version__ = "0.1.0"
+
+_AVAILABLE = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
+
+
+def __getattr__(name: str) -> bool:
+    # Looked up when asked for: finding out imports Triton and FlexAttention.
+    if name in _AVAILABLE:
+        return is_available(_AVAILABLE[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "CUDA_AVAILABLE",
+    "FLEX_AVAILABLE",
+    "TRITON_AVAILABLE",
+    "create_mask",
+    "flash_dmattn_func",
+    "flash_dmattn_func_auto",
+    "flash_dmattn_kvpacked_func",
+    "flash_dmattn_qkvpacked_func",
+    "flash_dmattn_varlen_func",
+    "flash_dmattn_varlen_kvpacked_func",
+    "flash_dmattn_varlen_qkvpacked_func",
+    "get_available_backends",
+    "pad_input",
+    "unpad_input",
+]

@@ -1,0 +1,37 @@
+"""What the compiled backends share: the custom ops, called for one device type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .. import ops
+from ..checks import Varlen
+
+
+def attention_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The `attention` function of the backend that runs on `device_type`."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        *,
+        softmax_scale: float,
+        is_causal: bool,
+        softcap: float,
+        deterministic: bool,
+        varlen: Varlen | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if query.device.type != device_type:
+            raise RuntimeError(f"the backend '{device_type}' takes {device_type} tensors, got query on {query.device}")
+        lengths = varlen or (None, None, None, None)
+        return ops.attention_forward(
+            *(query, key, value, mask, bias, *lengths),
+            *(float(softmax_scale), float(softcap), is_causal, deterministic),
+        )
+
+    return attention

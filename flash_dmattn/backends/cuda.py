@@ -1,0 +1,23 @@
+"""The compiled CUDA kernels (csrc/cuda)."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import ops
+from .compiled import attention_on
+
+NAME = "cuda"
+
+
+def why_unavailable() -> str | None:
+    if ops.WHY_NOT_BUILT:
+        return ops.WHY_NOT_BUILT
+    if not ops.cuda_is_built():
+        return "flash_dmattn was built without CUDA kernels; see `Install` in README.md"
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    return None
+
+
+attention = attention_on("cuda")

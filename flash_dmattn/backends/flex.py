@@ -1,0 +1,120 @@
+"""FlexAttention (torch.nn.attention.flex_attention), for comparison.
+
+Compiled on CUDA; on the CPU, where PyTorch has no compiled backward of it, run operation by operation. Its block
+masks are made from N x N indices and its gradient of the bias goes through atomics, so it is not deterministic.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+NAME = "flex"
+
+
+def why_unavailable() -> str | None:
+    try:
+        from torch.nn.attention.flex_attention import AuxRequest  # noqa: F401
+    except ImportError as error:
+        return f"this PyTorch has no FlexAttention with auxiliary outputs ({error})"
+    return None
+
+
+def refuse_unsupported(query: Tensor, deterministic: bool) -> None:
+    if deterministic:
+        raise ValueError("the backend 'flex' has no deterministic gradient of the bias; pass deterministic=False")
+    if query.dtype == torch.float64 and query.device.type == "cuda":
+        raise TypeError("the backend 'flex' takes float16, bfloat16 and float32 on CUDA, got float64")
+    if query.numel() == 0:
+        raise ValueError(f"the backend 'flex' takes no empty tensors, got query of shape {tuple(query.shape)}")
+
+
+def entry(pairs: Tensor, heads: int):
+    """The function (b, h, i, j) -> pairs[b, h, i, j] that minds the dimensions which are broadcast."""
+    group = heads // pairs.shape[1]
+    batches, rows, cols = pairs.shape[0], pairs.shape[2], pairs.shape[3]
+
+    def at(b, h, i, j):
+        zero = torch.zeros_like(b)
+        return pairs[
+            b if batches > 1 else zero, h // group if group < heads else zero, i if rows > 1 else zero, j if cols > 1 else zero
+        ]
+
+    return at
+
+
+@functools.cache
+def functions(compiled: bool):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if not compiled:
+        return flex_attention, create_block_mask
+    return torch.compile(flex_attention), torch.compile(create_block_mask)
+
+
+def score_mod_of(bias: Tensor | None, softcap: float, heads: int):
+    bias_at = None if bias is None else entry(bias, heads)
+
+    def score_mod(score, b, h, i, j):
+        if softcap > 0:
+            score = softcap * torch.tanh(score / softcap)
+        return score if bias_at is None else score + bias_at(b, h, i, j)
+
+    return None if bias is None and softcap <= 0 else score_mod
+
+
+def block_mask_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, make=None):
+    """The BlockMask of a bool mask and causality, or None where every pair is visible."""
+    if mask is None and not is_causal:
+        return None
+    (batch, seqlen_q, heads, _), seqlen_k = query.shape, key.shape[1]
+    mask_at = None if mask is None else entry(mask, heads)
+
+    def mask_mod(b, h, i, j):
+        visible = j <= i + (seqlen_k - seqlen_q) if is_causal else None
+        if mask_at is None:
+            return visible
+        return mask_at(b, h, i, j) if visible is None else mask_at(b, h, i, j) & visible
+
+    per_batch = batch if mask is not None and mask.shape[0] > 1 else None
+    per_head = heads if mask is not None and mask.shape[1] > 1 else None
+    make = make or functions(query.device.type == "cuda")[1]
+    return make(mask_mod, per_batch, per_head, seqlen_q, seqlen_k, device=query.device)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    *,
+    softmax_scale: float,
+    is_causal: bool,
+    softcap: float,
+    deterministic: bool,
+    block_mask=None,
+) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, H, D) and lse (B, H, Sq); `block_mask` spares making it anew from `mask` and `is_causal`."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    refuse_unsupported(query, deterministic)
+    if key.shape[1] == 0:
+        raise ValueError(f"the backend 'flex' takes no empty tensors, got key of shape {tuple(key.shape)}")
+    heads, kv_heads = query.shape[2], key.shape[2]
+    flex_attention, _ = functions(query.device.type == "cuda")
+    with warnings.catch_warnings():
+        # It warns that the uncompiled form materializes the scores: on the CPU that is meant.
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        out, aux = flex_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            score_mod=score_mod_of(bias, softcap, heads),
+            block_mask=block_mask_of(query, key, mask, is_causal) if block_mask is None else block_mask,
+            scale=softmax_scale,
+            enable_gqa=heads != kv_heads,
+            return_aux=AuxRequest(lse=True),
+        )
+    return out.transpose(1, 2), aux.lse

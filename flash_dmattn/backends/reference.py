@@ -1,0 +1,97 @@
+"""Attention as its formulas read, materialized: the truth that every other backend is compared with.
+
+Plain PyTorch, differentiable any number of times, in any dtype: in float64 it is the reference of the tests, in a
+tested dtype it is the "eager" of their tolerance. The formulas are those of docs/semantics.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NAME = "reference"
+
+
+def why_unavailable() -> str | None:
+    return None
+
+
+def expand_heads(pairs: Tensor, heads: int) -> Tensor:
+    """(.., {H|Hkv|1}, Sq, Sk) to one entry for every query head."""
+    return pairs.repeat_interleave(heads // pairs.shape[1], dim=1) if pairs.shape[1] not in (1, heads) else pairs
+
+
+def visible_pairs(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> Tensor:
+    """bool (B, H, Sq, Sk): mask_ij and causal_ij and bias_ij > -inf."""
+    batch, seqlen_q, heads, _ = query.shape
+    seqlen_k = key.shape[1]
+    visible = torch.ones(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
+    if mask is not None:
+        visible = visible & expand_heads(mask, heads)
+    if bias is not None:
+        visible = visible & (expand_heads(bias, heads) != -torch.inf)
+    if is_causal:
+        visible = visible.tril(seqlen_k - seqlen_q)
+    return visible
+
+
+def probabilities(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    *,
+    softmax_scale: float,
+    is_causal: bool,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """p_ij (B, H, Sq, Sk), lse_i (B, H, Sq) and the visible pairs, all in the precision of the inputs."""
+    heads = query.shape[2]
+    visible = visible_pairs(query, key, mask, bias, is_causal)
+    scores = torch.einsum("bihd,bjhd->bhij", query, key.repeat_interleave(heads // max(key.shape[2], 1), dim=2))
+    scores = scores * softmax_scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + expand_heads(bias, heads)
+
+    # A row that sees nothing is kept out of the softmax, whose gradient there is NaN.
+    empty = ~visible.any(dim=-1)
+    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(empty[..., None], 0)
+    if scores.shape[-1] == 0:
+        lse = scores.new_full(scores.shape[:-1], -torch.inf)
+    else:
+        lse = torch.logsumexp(scores, dim=-1)
+    probs = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)
+    return probs, lse.masked_fill(empty, -torch.inf), visible
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    *,
+    softmax_scale: float,
+    is_causal: bool,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32 (float64 for float64)."""
+    batch, seqlen_q, heads, _ = query.shape
+    kv_heads = max(key.shape[2], 1)
+    # Rows and keys that take no part may hold anything: zero times NaN must not reach a sum.
+    visible = visible_pairs(query, key, mask, bias, is_causal)
+    seen = visible.unflatten(1, (kv_heads, heads // kv_heads)).any(dim=3).any(dim=2) if heads else None
+    if heads:
+        query = query.masked_fill(~visible.any(dim=3).transpose(1, 2)[..., None], 0)
+        key = key.masked_fill(~seen.transpose(1, 2)[..., None], 0)
+        value = value.masked_fill(~seen.transpose(1, 2)[..., None], 0)
+
+    probs, lse, _ = probabilities(
+        query, key, mask, bias, softmax_scale=softmax_scale, is_causal=is_causal, softcap=softcap
+    )
+    value = value.repeat_interleave(heads // kv_heads, dim=2)
+    out = torch.einsum("bhij,bjhd->bihd", probs.to(value.dtype), value)
+    return out, lse if lse.dtype == torch.float64 else lse.float()

@@ -1,0 +1,784 @@
+"""Attention as Triton kernels: fp16, bf16 and fp32 on a GPU, or on the CPU under Triton's interpreter.
+
+Every output has one owner, so nothing is atomic and every gradient is bitwise reproducible:
+
+    _forward_kernel      a tile of query rows     out, lse
+    _delta_kernel        a tile of query rows     D_i = <do_i, o_i> - dlse_i
+    _dq_kernel           a tile of query rows     dq, and dbias where it is dense and no dimension of it is broadcast
+    _dkdv_kernel         a tile of keys           dk, dv, and the column sums of dx for a key bias
+    _dbias_kernel        a tile of the bias       dbias where it is dense and broadcast over batches or heads
+
+All of them take the scores, and which pairs are visible, from `_scores`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+
+    INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+except ImportError:
+    triton = tl = INTERPRETED = None
+
+    def jit(function):
+        return function
+
+
+NAME = "triton"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def why_unavailable() -> str | None:
+    if triton is None:
+        return "triton is not installed"
+    if not INTERPRETED.value and not torch.cuda.is_available():
+        return "no GPU is visible, and TRITON_INTERPRET was not 1 when the backend was imported"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Device functions. A tile of pairs is (rows, keys) or (keys, rows): `rows` and `keys` are index tensors that broadcast
+# to it. Index arithmetic that meets a stride is 64-bit.
+
+
+@jit
+def _dot(a, b):
+    if INTERPRETED:
+        # numpy has no bfloat16. Widening is exact: a tensor core multiplies without rounding, too.
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@jit
+def _tanh(y):
+    decay = tl.exp(-2.0 * tl.abs(y))
+    far = (1.0 - decay) / (1.0 + decay)
+    # Near zero 1 - decay cancels: the odd series instead.
+    z = y * y
+    near = 1.0 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835 + z * (-1382 / 155925)))))
+    return tl.where(z < 0.16, y * near, tl.where(y < 0, -far, far))
+
+
+@jit
+def _at_head(base, strides, b, h):
+    """Where the (seqlen, head_dim) matrix of batch `b` and head `h` begins; strides are (batch, row, head)."""
+    return base + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
+
+
+@jit
+def _load_rows(base, row_stride, rows, seqlen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(len(rows), BLOCK_D) of a (seqlen, HEAD_DIM) matrix; zero outside, which is never read."""
+    dims = tl.arange(0, BLOCK_D)
+    inside = (rows < seqlen)[:, None] & (dims < HEAD_DIM)[None, :]
+    return tl.load(base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :], mask=inside, other=0.0)
+
+
+@jit
+def _store_rows(base, row_stride, rows, seqlen, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    dims = tl.arange(0, BLOCK_D)
+    inside = (rows < seqlen)[:, None] & (dims < HEAD_DIM)[None, :]
+    pointers = base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@jit
+def _pairs_at_head(base, strides, b, h, KIND: tl.constexpr):
+    """(pointer, row stride, key stride) of a mask's or bias's matrix; strides are (batch, head, row, key, group)."""
+    if KIND != "none":
+        base += b.to(tl.int64) * strides[0] + (h // strides[4]).to(tl.int64) * strides[1]
+    return base, strides[2], strides[3]
+
+
+@jit
+def _load_pairs(view, rows, keys, seqlen_q, seqlen_k, other, KIND: tl.constexpr):
+    """The tile of a dense mask or bias, or the one row of a key mask or key bias; `other` outside."""
+    base, row_stride, key_stride = view
+    pointers = base + keys.to(tl.int64) * key_stride
+    inside = keys < seqlen_k
+    if KIND == "dense":
+        pointers += rows.to(tl.int64) * row_stride
+        inside &= rows < seqlen_q
+    return tl.load(pointers, mask=inside, other=other)
+
+
+@jit
+def _scores(
+    product,
+    rows,
+    keys,
+    seqlen_q,
+    seqlen_k,
+    mask,
+    bias,
+    softmax_scale,
+    softcap,
+    IS_CAUSAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """(x, visible, slope) of a tile of pairs from its `product` <q_i, k_j>.
+
+    x is the score with softcap and bias, -inf where the pair is invisible; slope is ds after softcap over ds before.
+    `visible` broadcasts to the tile: what is alike for all rows is kept as one. Only a tile with EDGE meets the end of
+    the sequences or the causal diagonal.
+    """
+    s = product * softmax_scale
+    slope = tl.full(product.shape, 1.0, tl.float32)
+    if HAS_SOFTCAP:
+        capped = _tanh(s / softcap)
+        s = softcap * capped
+        slope = 1.0 - capped * capped
+
+    visible = tl.full([1, 1], 1, tl.int1)
+    if EDGE:
+        visible = (rows < seqlen_q) & (keys < seqlen_k)
+        if IS_CAUSAL:
+            visible &= keys <= rows + (seqlen_k - seqlen_q)
+    if MASK != "none":
+        visible = visible & (_load_pairs(mask, rows, keys, seqlen_q, seqlen_k, 0, MASK) != 0)
+    if BIAS != "none":
+        bias_tile = _load_pairs(bias, rows, keys, seqlen_q, seqlen_k, float("-inf"), BIAS).to(tl.float32)
+        visible = visible & (bias_tile != float("-inf"))
+        s += bias_tile
+    return tl.where(visible, s, float("-inf")), visible, slope
+
+
+@jit
+def _zero_unseen(tile, visible):
+    """`tile`, which has a row for each column of `visible`, with zeros where that column is empty: 0 * NaN is NaN."""
+    if visible.shape[0] * visible.shape[1] > 1:
+        seen = tl.max(visible.to(tl.int32), axis=0) > 0
+        tile = tl.where(seen[:, None], tile, 0.0).to(tile.dtype)
+    return tile
+
+
+@jit
+def _load_statistics(base, rows, seqlen_q, other):
+    """lse or delta of the rows; base is where the head's (seqlen_q) begin."""
+    return tl.load(base + rows, mask=rows < seqlen_q, other=other)
+
+
+@jit
+def _gradients(x, visible, slope, dp, lse, delta):
+    """(p, dx, ds) of a tile of pairs; dp is <do_i, v_j>."""
+    # lse is -inf where the row sees nothing, and so is every x of it: keep -inf - -inf, which is NaN, out.
+    p = tl.exp(x - tl.where(lse == float("-inf"), 0.0, lse))
+    dx = tl.where(visible, p * (dp - delta), 0.0)
+    ds = tl.where(visible, dx * slope, 0.0)
+    return p, dx, ds
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tile bounds
+
+
+@jit
+def _row_tile(seqlen_q, HEAVY_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(first row, batch-and-head index) of a program that owns a tile of rows."""
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    if HEAVY_FIRST:
+        tile = tiles - 1 - tile
+    return tile * BLOCK_M, tl.program_id(0) // tiles
+
+
+@jit
+def _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(whole, end): the rows of the tile at `row` see no key from `end` on; tiles before `whole` need no edge test."""
+    whole = seqlen_k
+    end = seqlen_k
+    if IS_CAUSAL:
+        diagonal = row + (seqlen_k - seqlen_q)
+        whole = tl.minimum(whole, tl.maximum(diagonal + 1, 0))
+        end = tl.minimum(end, tl.maximum(diagonal + BLOCK_M, 0))
+    return whole // BLOCK_N * BLOCK_N, end
+
+
+@jit
+def _row_bounds(key, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(begin, whole): rows that see any key of the tile at `key` begin at `begin`; from `whole` on they see all of it.
+
+    Rows and keys past the end are harmless to the owner of a key tile, and need no edge test: see _dkdv_kernel.
+    """
+    begin = 0
+    whole = 0
+    if IS_CAUSAL:
+        diagonal = key - (seqlen_k - seqlen_q)
+        begin = tl.maximum(diagonal, 0) // BLOCK_M * BLOCK_M
+        whole = tl.cdiv(tl.maximum(diagonal + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M
+    return begin, whole
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels. Strides of q, k, v, out, do are (batch, row, head); lse, delta and dlse are contiguous (B, H, Sq).
+
+
+@jit
+def _forward_kernel(
+    query,
+    key,
+    value,
+    mask,
+    bias,
+    out,
+    lse,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_strides,
+    bias_strides,
+    out_strides,
+    heads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    softmax_scale,
+    softcap,
+    IS_CAUSAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row, bh = _row_tile(seqlen_q, IS_CAUSAL, BLOCK_M)
+    b, h = bh // heads, bh % heads
+    rows = row + tl.arange(0, BLOCK_M)
+    key = _at_head(key, k_strides, b, h // group)
+    value = _at_head(value, v_strides, b, h // group)
+    mask = _pairs_at_head(mask, mask_strides, b, h, MASK)
+    bias = _pairs_at_head(bias, bias_strides, b, h, BIAS)
+    q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    whole, end = _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    for EDGE in tl.static_range(2):
+        for start in range(whole if EDGE else 0, end if EDGE else whole, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            k = _load_rows(key, k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+            x, visible, _ = _scores(
+                _dot(q, tl.trans(k)),
+                *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, mask, bias, softmax_scale, softcap),
+                *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
+            )
+            new_max = tl.maximum(row_max, tl.max(x, axis=1))
+            anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp(x - anchor[:, None])
+            rescale = tl.exp(row_max - anchor)
+            v = _load_rows(value, v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+            v = _zero_unseen(v, visible)
+            total = total * rescale[:, None] + _dot(p.to(v.dtype), v)
+            row_sum = row_sum * rescale + tl.sum(p, axis=1)
+            row_max = new_max
+
+    is_empty = row_sum == 0.0
+    total = total / tl.where(is_empty, 1.0, row_sum)[:, None]
+    _store_rows(_at_head(out, out_strides, b, h), out_strides[1], rows, seqlen_q, total, HEAD_DIM, BLOCK_D)
+    row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(tl.where(is_empty, 1.0, row_sum)))
+    tl.store(lse + bh.to(tl.int64) * seqlen_q + rows, row_lse, mask=rows < seqlen_q)
+
+
+@jit
+def _delta_kernel(
+    out,
+    dout,
+    dlse,
+    delta,
+    out_strides,
+    do_strides,
+    heads,
+    seqlen_q,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    row, bh = _row_tile(seqlen_q, False, BLOCK_M)
+    b, h = bh // heads, bh % heads
+    rows = row + tl.arange(0, BLOCK_M)
+    o = _load_rows(_at_head(out, out_strides, b, h), out_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+    do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+    first = bh.to(tl.int64) * seqlen_q
+    dots = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
+    row_delta = dots - _load_statistics(dlse + first, rows, seqlen_q, 0.0)
+    tl.store(delta + first + rows, row_delta, mask=rows < seqlen_q)
+
+
+@jit
+def _dq_kernel(
+    query,
+    key,
+    value,
+    mask,
+    bias,
+    lse,
+    dout,
+    delta,
+    dq,
+    dbias,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_strides,
+    bias_strides,
+    do_strides,
+    dq_strides,
+    heads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    softmax_scale,
+    softcap,
+    STORE_DBIAS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dbias, where STORE_DBIAS, is contiguous (B, H, Sq, Sk), and zero already where causality hides whole tiles."""
+    row, bh = _row_tile(seqlen_q, IS_CAUSAL, BLOCK_M)
+    b, h = bh // heads, bh % heads
+    rows = row + tl.arange(0, BLOCK_M)
+    key = _at_head(key, k_strides, b, h // group)
+    value = _at_head(value, v_strides, b, h // group)
+    mask = _pairs_at_head(mask, mask_strides, b, h, MASK)
+    bias = _pairs_at_head(bias, bias_strides, b, h, BIAS)
+    q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+    do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+    first = bh.to(tl.int64) * seqlen_q
+    row_lse = _load_statistics(lse + first, rows, seqlen_q, float("inf"))
+    row_delta = _load_statistics(delta + first, rows, seqlen_q, 0.0)
+
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    whole, end = _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    for EDGE in tl.static_range(2):
+        for start in range(whole if EDGE else 0, end if EDGE else whole, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            k = _load_rows(key, k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+            v = _load_rows(value, v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+            x, visible, slope = _scores(
+                _dot(q, tl.trans(k)),
+                *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, mask, bias, softmax_scale, softcap),
+                *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
+            )
+            dp = _dot(do, tl.trans(v))
+            _, dx, ds = _gradients(x, visible, slope, dp, row_lse[:, None], row_delta[:, None])
+            if STORE_DBIAS:
+                pointers = dbias + (first + rows)[:, None] * seqlen_k + keys[None, :]
+                inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
+                tl.store(pointers, dx.to(dbias.dtype.element_ty), mask=inside)
+            k = _zero_unseen(k, visible)
+            total += _dot(ds.to(k.dtype), k)
+
+    total *= softmax_scale
+    _store_rows(_at_head(dq, dq_strides, b, h), dq_strides[1], rows, seqlen_q, total, HEAD_DIM, BLOCK_D)
+
+
+@jit
+def _dkdv_kernel(
+    query,
+    key,
+    value,
+    mask,
+    bias,
+    lse,
+    dout,
+    delta,
+    dk,
+    dv,
+    column_sums,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_strides,
+    bias_strides,
+    do_strides,
+    dk_strides,
+    dv_strides,
+    heads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    softmax_scale,
+    softcap,
+    STORE_COLUMN_SUMS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """column_sums, where STORE_COLUMN_SUMS, is contiguous float32 (B, H, Sk): dx summed over the rows.
+
+    Tiles of pairs are (keys, rows), as the products with do and q take them. A row past the end has lse = inf, hence
+    p = 0, and q = do = 0; a key past the end is not stored. So only the causal diagonal is an edge here.
+    """
+    tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    start_key = tl.program_id(0) % tiles * BLOCK_N
+    kv_heads = heads // group
+    b, kv_head = tl.program_id(0) // tiles // kv_heads, tl.program_id(0) // tiles % kv_heads
+    keys = start_key + tl.arange(0, BLOCK_N)
+    k = _load_rows(_at_head(key, k_strides, b, kv_head), k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+    v = _load_rows(_at_head(value, v_strides, b, kv_head), v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+
+    total_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    total_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    begin, whole = _row_bounds(start_key, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    for member in range(0, group):
+        h = kv_head * group + member
+        head_query = _at_head(query, q_strides, b, h)
+        head_dout = _at_head(dout, do_strides, b, h)
+        head_mask = _pairs_at_head(mask, mask_strides, b, h, MASK)
+        head_bias = _pairs_at_head(bias, bias_strides, b, h, BIAS)
+        bh = (b * heads + h).to(tl.int64)
+        total_dx = tl.zeros([BLOCK_N], tl.float32)
+        for EDGE in tl.static_range(IS_CAUSAL + 1):
+            for row in range(begin if EDGE else whole, tl.minimum(whole, seqlen_q) if EDGE else seqlen_q, BLOCK_M):
+                rows = row + tl.arange(0, BLOCK_M)
+                q = _load_rows(head_query, q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+                do = _load_rows(head_dout, do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+                row_lse = _load_statistics(lse + bh * seqlen_q, rows, seqlen_q, float("inf"))
+                row_delta = _load_statistics(delta + bh * seqlen_q, rows, seqlen_q, 0.0)
+                x, visible, slope = _scores(
+                    _dot(k, tl.trans(q)),
+                    *(rows[None, :], keys[:, None], seqlen_q, seqlen_k, head_mask, head_bias, softmax_scale, softcap),
+                    *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
+                )
+                dp = _dot(v, tl.trans(do))
+                p, dx, ds = _gradients(x, visible, slope, dp, row_lse[None, :], row_delta[None, :])
+                q = _zero_unseen(q, visible)
+                do = _zero_unseen(do, visible)
+                total_dv += _dot(p.to(do.dtype), do)
+                total_dk += _dot(ds.to(q.dtype), q)
+                if STORE_COLUMN_SUMS:
+                    total_dx += tl.sum(dx, axis=1)
+        if STORE_COLUMN_SUMS:
+            tl.store(column_sums + bh * seqlen_k + keys, total_dx, mask=keys < seqlen_k)
+
+    total_dk *= softmax_scale
+    _store_rows(_at_head(dk, dk_strides, b, kv_head), dk_strides[1], keys, seqlen_k, total_dk, HEAD_DIM, BLOCK_D)
+    _store_rows(_at_head(dv, dv_strides, b, kv_head), dv_strides[1], keys, seqlen_k, total_dv, HEAD_DIM, BLOCK_D)
+
+
+@jit
+def _dbias_kernel(
+    query,
+    key,
+    value,
+    mask,
+    bias,
+    lse,
+    dout,
+    delta,
+    dbias,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_strides,
+    bias_strides,
+    do_strides,
+    heads,
+    group,
+    bias_heads,
+    batches_per_bias,
+    heads_per_bias,
+    seqlen_q,
+    seqlen_k,
+    softmax_scale,
+    softcap,
+    IS_CAUSAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dbias is contiguous (B / batches_per_bias, bias_heads, Sq, Sk): one tile of it, summed over all that share it."""
+    key_tiles, row_tiles = tl.cdiv(seqlen_k, BLOCK_N), tl.cdiv(seqlen_q, BLOCK_M)
+    start_key = tl.program_id(0) % key_tiles * BLOCK_N
+    row = tl.program_id(0) // key_tiles % row_tiles * BLOCK_M
+    bias_bh = tl.program_id(0) // key_tiles // row_tiles
+    first_b, first_h = bias_bh // bias_heads * batches_per_bias, bias_bh % bias_heads * heads_per_bias
+    rows = row + tl.arange(0, BLOCK_M)
+    keys = start_key + tl.arange(0, BLOCK_N)
+
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    end = _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)[1]
+    sharers = tl.where(start_key < end, batches_per_bias * heads_per_bias, 0)
+    for sharer in range(0, sharers):
+        b, h = first_b + sharer // heads_per_bias, first_h + sharer % heads_per_bias
+        head_mask = _pairs_at_head(mask, mask_strides, b, h, MASK)
+        head_bias = _pairs_at_head(bias, bias_strides, b, h, BIAS)
+        q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+        k = _load_rows(_at_head(key, k_strides, b, h // group), k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+        x, visible, slope = _scores(
+            _dot(q, tl.trans(k)),
+            *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, head_mask, head_bias, softmax_scale, softcap),
+            *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, True),
+        )
+        do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+        v = _load_rows(_at_head(value, v_strides, b, h // group), v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+        first = (b * heads + h).to(tl.int64) * seqlen_q
+        row_lse = _load_statistics(lse + first, rows, seqlen_q, float("inf"))
+        row_delta = _load_statistics(delta + first, rows, seqlen_q, 0.0)
+        _, dx, _ = _gradients(x, visible, slope, _dot(do, tl.trans(v)), row_lse[:, None], row_delta[:, None])
+        total += dx
+
+    pointers = dbias + (bias_bh.to(tl.int64) * seqlen_q + rows)[:, None] * seqlen_k + keys[None, :]
+    inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
+    tl.store(pointers, total.to(dbias.dtype.element_ty), mask=inside)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launches
+
+
+class Tile(NamedTuple):
+    """Query rows and keys of a tile of pairs, and how its program runs."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# By kernel, bytes of an element and padded head dimension (the first that is large enough).
+TILES = {
+    "forward": {
+        2: {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
+        4: {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)},
+    },
+    "dq": {
+        2: {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 1)},
+        4: {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    },
+    "dkdv": {
+        2: {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+        4: {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    },
+    "dbias": {
+        2: {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 1)},
+        4: {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+    },
+}
+# Small, so that short sequences still have several tiles, and unequal, so that the two are not mixed up.
+INTERPRETED_TILE = Tile(32, 64, 1, 1)
+DELTA_ROWS = 64
+
+
+def padded_head_dim(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def tile_for(kernel: str, query: Tensor) -> Tile:
+    if INTERPRETED.value:
+        return INTERPRETED_TILE
+    tiles = TILES[kernel][query.element_size()]
+    return next(tile for head_dim, tile in tiles.items() if query.shape[3] <= head_dim)
+
+
+def tile_options(tile: Tile) -> dict[str, int]:
+    return {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def head_dim_options(query: Tensor) -> dict[str, int]:
+    return {"HEAD_DIM": query.shape[3], "BLOCK_D": padded_head_dim(query.shape[3])}
+
+
+def pairs_kind(pairs: Tensor | None) -> str:
+    """What a mask or bias varies over: "none"; "key", alike for all rows; "dense"."""
+    if pairs is None:
+        return "none"
+    return "key" if pairs.shape[2] == 1 else "dense"
+
+
+def pairs_strides(pairs: Tensor | None, heads: int) -> tuple[int, ...]:
+    """(batch, head, row, key, query heads to a head of `pairs`), 0 where a dimension is broadcast."""
+    if pairs is None:
+        return (0, 0, 0, 0, 1)
+    strides = (0 if size == 1 else stride for size, stride in zip(pairs.shape, pairs.stride(), strict=True))
+    return (*strides, heads // pairs.shape[1])
+
+
+def input_pointers(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
+    # No device function can return None, so a pointer that is never read stands in.
+    return query, key, value, query if mask is None else mask, query if bias is None else bias
+
+
+def input_strides(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
+    heads = query.shape[2]
+    rows = (x.stride()[:3] for x in (query, key, value))
+    return *rows, pairs_strides(mask, heads), pairs_strides(bias, heads)
+
+
+def has_pairs(query: Tensor, key: Tensor) -> bool:
+    return query.numel() > 0 and key.numel() > 0
+
+
+class _Attention(torch.autograd.Function):
+    """(out, lse) of (query, key, value, mask, bias, softmax_scale, is_causal, softcap); see `attention`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        softmax_scale: float,
+        is_causal: bool,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
+        (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = query.shape, key.shape
+        if not has_pairs(query, key):
+            out = query.new_zeros(query.shape)
+            lse = query.new_full((batch, heads, seqlen_q), float("-inf"), dtype=torch.float32)
+            ctx.save_for_backward(query, key, value, mask, bias, out, lse)
+            return out, lse
+
+        if mask is not None:
+            mask = mask.view(torch.uint8)  # a Triton pointer to bool would load single bits
+        ctx.sizes = (seqlen_q, seqlen_k, softmax_scale, softcap)
+        ctx.options = {
+            "IS_CAUSAL": is_causal,
+            "HAS_SOFTCAP": softcap > 0,
+            "MASK": pairs_kind(mask),
+            "BIAS": pairs_kind(bias),
+            **head_dim_options(query),
+        }
+        out = query.new_empty(query.shape)
+        lse = query.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+        tile = tile_for("forward", query)
+        with torch.cuda.device_of(query):
+            _forward_kernel[(triton.cdiv(seqlen_q, tile.rows) * batch * heads,)](
+                *(*input_pointers(query, key, value, mask, bias), out, lse),
+                *input_strides(query, key, value, mask, bias),
+                out.stride()[:3],
+                *(heads, heads // kv_heads, *ctx.sizes),
+                **ctx.options,
+                **tile_options(tile),
+            )
+        ctx.save_for_backward(query, key, value, mask, bias, out, lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, bias, out, lse = ctx.saved_tensors
+        needs_dq, needs_dk, needs_dv, _, needs_dbias, *_ = ctx.needs_input_grad
+        if not has_pairs(query, key):
+            wanted = zip((query, key, value, mask, bias), ctx.needs_input_grad[:5], strict=True)
+            return *(torch.zeros_like(x) if needed else None for x, needed in wanted), None, None, None
+
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = query.shape, key.shape
+        bias_kind = ctx.options["BIAS"] if needs_dbias else "none"
+        is_shared = bias_kind != "none" and bias.shape[:2] != (batch, heads)
+        dq = dk = dv = dbias = column_sums = None
+        if bias_kind == "key":
+            column_sums = lse.new_empty((batch, heads, seqlen_k))
+        elif bias_kind == "dense":
+            # The dq kernel never visits the tiles that causality hides.
+            dbias = bias.new_zeros(bias.shape) if ctx.options["IS_CAUSAL"] else bias.new_empty(bias.shape)
+
+        with torch.cuda.device_of(query):
+            delta = torch.empty_like(lse)
+            _delta_kernel[(triton.cdiv(seqlen_q, DELTA_ROWS) * batch * heads,)](
+                *(out, dout, dlse.contiguous(), delta, out.stride()[:3], dout.stride()[:3], heads, seqlen_q),
+                **head_dim_options(query),
+                BLOCK_M=DELTA_ROWS,
+            )
+            inputs = (*input_pointers(query, key, value, mask, bias), lse, dout, delta)
+            strides = (*input_strides(query, key, value, mask, bias), dout.stride()[:3])
+
+            stores_dbias = bias_kind == "dense" and not is_shared
+            if needs_dq or stores_dbias:
+                dq = query.new_empty(query.shape)
+                tile = tile_for("dq", query)
+                _dq_kernel[(triton.cdiv(seqlen_q, tile.rows) * batch * heads,)](
+                    *(*inputs, dq, dbias, *strides, dq.stride()[:3]),
+                    *(heads, heads // kv_heads, *ctx.sizes),
+                    STORE_DBIAS=stores_dbias,
+                    **ctx.options,
+                    **tile_options(tile),
+                )
+            if needs_dk or needs_dv or column_sums is not None:
+                dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
+                tile = tile_for("dkdv", query)
+                _dkdv_kernel[(triton.cdiv(seqlen_k, tile.keys) * batch * kv_heads,)](
+                    *(*inputs, dk, dv, column_sums, *strides, dk.stride()[:3], dv.stride()[:3]),
+                    *(heads, heads // kv_heads, *ctx.sizes),
+                    STORE_COLUMN_SUMS=column_sums is not None,
+                    **ctx.options,
+                    **tile_options(tile),
+                )
+            if bias_kind == "dense" and is_shared:
+                bias_batch, bias_heads = bias.shape[:2]
+                tile = tile_for("dbias", query)
+                tiles = triton.cdiv(seqlen_q, tile.rows) * triton.cdiv(seqlen_k, tile.keys)
+                _dbias_kernel[(tiles * bias_batch * bias_heads,)](
+                    *(*inputs, dbias, *strides, heads, heads // kv_heads),
+                    *(bias_heads, batch // bias_batch, heads // bias_heads, *ctx.sizes),
+                    **ctx.options,
+                    **tile_options(tile),
+                )
+        if column_sums is not None:
+            shared = (bias.shape[0], batch // bias.shape[0], bias.shape[1], heads // bias.shape[1], seqlen_k)
+            dbias = column_sums.view(shared).sum(dim=(1, 3)).unsqueeze(2).to(bias.dtype)
+        return dq, dk, dv, None, dbias, None, None, None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    *,
+    softmax_scale: float,
+    is_causal: bool,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32, differentiable once.
+
+    `deterministic` asks for what is so in any case: no sum here depends on the order in which programs run.
+
+    Raises TypeError for a dtype other than float16, bfloat16 and float32; RuntimeError where Triton cannot run, and for
+    tensors on the CPU without Triton's interpreter.
+    """
+    if (reason := why_unavailable()) is not None:
+        raise RuntimeError(f"the backend 'triton' is not available: {reason}")
+    if query.dtype not in DTYPES:
+        raise TypeError(f"the backend 'triton' takes float16, bfloat16 and float32, got query in {query.dtype}")
+    if query.device.type != "cuda" and not INTERPRETED.value:
+        raise RuntimeError(
+            f"the backend 'triton' takes tensors on a GPU, got query on {query.device}; "
+            "set TRITON_INTERPRET=1 before it is imported to run its kernels in Triton's interpreter"
+        )
+    return _Attention.apply(query, key, value, mask, bias, softmax_scale, is_causal, softcap)

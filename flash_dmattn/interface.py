@@ -1,0 +1,356 @@
+"""The public functions: dynamic-mask attention of separate, packed and variable-length inputs.
+
+Every form comes down to `attend` (fixed length) or `attend_varlen`, which check the inputs, bring them into the form
+that the backends take, call one, and undo what was done to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import backends, checks
+from .backends import reference
+from .checks import Varlen
+
+HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
+
+
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Exact attention with a mask and an additive bias, differentiable in query, key, value and bias.
+
+    For row i and key j of a batch element and head:
+
+        s_ij = softmax_scale * <q_i, k_j>, then softcap * tanh(s_ij / softcap) where softcap > 0
+        p_ij = softmax over the visible keys j of (s_ij + bias_ij)
+        o_i  = sum_j p_ij v_j
+
+    A key is visible where attn_mask is True, causality allows it and its bias is above -inf. A row that sees no key
+    gives 0 and zero gradients. CUDA tensors go to the CUDA kernels, CPU tensors to the CPU kernels.
+
+    Args:
+        query: (B, Sq, H, D), float16 or bfloat16; on the CPU float32 and float64 too. D from 1 to 256.
+        key: (B, Sk, Hkv, D) in query's dtype. H is a multiple of Hkv; query head h uses key/value head h // (H / Hkv).
+        value: (B, Sk, Hkv, D) in query's dtype.
+        attn_mask: bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible. Never copied.
+        attn_bias: ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype, added to the scores; where it is the same for
+            every row, [.., 1, Sk], float32 is accepted too. Its gradient comes in its own shape and dtype, summed in
+            float32 over what was broadcast.
+        softmax_scale: 1 / sqrt(D) by default.
+        is_causal: key j is visible to row i only where j <= i + (Sk - Sq): aligned to the bottom right corner.
+        softcap: 0 for none, else the bound of the capped scores.
+        deterministic: the same inputs give bitwise the same gradients.
+        return_attn_probs: also return lse and the probabilities. For tests: materializes (B, H, Sq, Sk).
+        return_lse: also return lse. It is differentiable: two calls over disjoint keys merge exactly.
+
+    Returns:
+        out (B, Sq, H, D) in query's dtype;
+        with return_lse (out, lse), lse (B, H, Sq) in natural logarithms, float32 (float64 for float64), -inf where a
+        row sees nothing;
+        with return_attn_probs (out, lse, probs), probs (B, H, Sq, Sk) in query's dtype, without a gradient.
+
+    Raises:
+        ValueError: a shape or value that does not fit.
+        TypeError: a dtype or type that does not fit.
+        RuntimeError: tensors on different devices, or kernels that were not built.
+    """
+    return attend(
+        kernels_for(query),
+        *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),
+        *(deterministic, return_attn_probs, return_lse),
+    )
+
+
+def flash_dmattn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
+    """`flash_dmattn_func` of qkv (B, S, 3, H, D): query, key and value along the third dimension.
+
+    The other arguments, results and errors are those of `flash_dmattn_func` from attn_mask on.
+    """
+    checks.check_packed("qkv", qkv, "(B, S, 3, H, D)", 3)
+    return flash_dmattn_func(*qkv.unbind(dim=2), *args, **kwargs)
+
+
+def flash_dmattn_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
+    """`flash_dmattn_func` of query (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D): key and value along the third dimension.
+
+    The other arguments, results and errors are those of `flash_dmattn_func` from attn_mask on.
+    """
+    checks.check_packed("kv", kv, "(B, Sk, 2, Hkv, D)", 2)
+    return flash_dmattn_func(query, *kv.unbind(dim=2), *args, **kwargs)
+
+
+def flash_dmattn_varlen_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """`flash_dmattn_func` of sequences of different lengths, packed one after the other.
+
+    Args:
+        query: (total_q, H, D).
+        key: (total_k, Hkv, D) in query's dtype.
+        value: (total_k, Hkv, D) in query's dtype.
+        attn_mask: bool, True = visible: one a key (total_k, {H|Hkv|1}), or one a pair
+            (total_q, {H|Hkv|1}, max_seqlen_k), whose last dimension counts from the sequence's first key.
+        attn_bias: in the same shapes in query's dtype; one number a key may be float32.
+        cu_seqlens_q: int32 (B + 1): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. On CUDA the
+            values are the caller's to get right: looking at them would make the GPU wait.
+        cu_seqlens_k: int32 (B + 1), the same for keys.
+        max_seqlen_q: at least the longest sequence of rows.
+        max_seqlen_k: at least the longest sequence of keys.
+        softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`; causality holds in each sequence.
+        return_attn_probs, return_lse: as in `flash_dmattn_func`.
+
+    Returns:
+        out (total_q, H, D), or (out, lse) with lse (H, total_q), or (out, lse, probs) with probs
+        (B, H, max_seqlen_q, max_seqlen_k), zero beyond a sequence's rows and keys.
+
+    Raises:
+        As `flash_dmattn_func`.
+    """
+    return attend_varlen(
+        kernels_for(query),
+        *(query, key, value, attn_mask, attn_bias, Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
+        *(softmax_scale, is_causal, softcap, deterministic, return_attn_probs, return_lse),
+    )
+
+
+def flash_dmattn_varlen_qkvpacked_func(
+    qkv: Tensor, attn_mask: Tensor | None, attn_bias: Tensor | None, cu_seqlens: Tensor, max_seqlen: int, *args, **kwargs
+) -> Tensor | tuple[Tensor, ...]:
+    """`flash_dmattn_varlen_func` of qkv (total, 3, H, D): query, key and value along the second dimension.
+
+    The other arguments, results and errors are those of `flash_dmattn_varlen_func` from softmax_scale on.
+    """
+    checks.check_packed("qkv", qkv, "(total, 3, H, D)", 3)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_dmattn_varlen_func(*qkv.unbind(dim=1), attn_mask, attn_bias, *lengths, *args, **kwargs)
+
+
+def flash_dmattn_varlen_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
+    """`flash_dmattn_varlen_func` of query (total_q, H, D) and kv (total_k, 2, Hkv, D): key and value along dimension 1.
+
+    The other arguments, results and errors are those of `flash_dmattn_varlen_func` from attn_mask on.
+    """
+    checks.check_packed("kv", kv, "(total_k, 2, Hkv, D)", 2)
+    return flash_dmattn_varlen_func(query, *kv.unbind(dim=1), *args, **kwargs)
+
+
+def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    """`flash_dmattn_func` on a backend of one's choice: "cuda", "cpu", "triton", "flex" or "reference".
+
+    Args:
+        backend: its name; None takes the best that is available here.
+
+    Returns:
+        A function with the arguments, results and errors of `flash_dmattn_func`. What its backend cannot do it
+        refuses; it never falls back to another.
+
+    Raises:
+        ValueError: an unknown name.
+        RuntimeError: a backend that is not available here.
+    """
+    name = backend if backend is not None else backends.get_available_backends()[0]
+    module = backends.require(name)
+
+    @functools.wraps(flash_dmattn_func)
+    def function(
+        query,
+        key,
+        value,
+        attn_mask=None,
+        attn_bias=None,
+        softmax_scale=None,
+        is_causal=False,
+        softcap=0.0,
+        deterministic=False,
+        return_attn_probs=False,
+        *,
+        return_lse=False,
+    ):
+        return attend(
+            module.attention,
+            *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),
+            *(deterministic, return_attn_probs, return_lse),
+        )
+
+    return function
+
+
+def kernels_for(query: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The compiled backend of the tensors' device."""
+    checks.require_tensor("query", query)
+    device = query.device.type
+    if device not in ("cpu", "cuda"):
+        raise RuntimeError(f"query must be on a cpu or cuda device, got {query.device}")
+    return backends.require(device).attention
+
+
+def attend(
+    attention: Callable[..., tuple[Tensor, Tensor]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    softmax_scale: float | None,
+    is_causal: bool,
+    softcap: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, ...]:
+    """Attention of fixed length through `attention`, the function of a backend."""
+    checks.check_scalars(softmax_scale, softcap)
+    query, key, value, bias = autocast(query, key, value, bias)
+    checks.check_fixed(query, key, value, mask, bias)
+    bias, row_bias = split_row_bias(bias, key.shape[1])
+    options = {
+        "softmax_scale": default_scale(softmax_scale, query),
+        "is_causal": bool(is_causal),
+        "softcap": softcap,
+    }
+    out, lse = attention(*map(kernel_rows, (query, key, value)), mask, bias, **options, deterministic=bool(deterministic))
+    out = out[..., : query.shape[-1]]
+    if row_bias is not None:
+        out, lse = add_row_bias(out, lse, row_bias)
+
+    if return_attn_probs:
+        with torch.no_grad():
+            hidden_rows = None if row_bias is None else reference.expand_heads(row_bias, query.shape[2]) == -torch.inf
+            probs, *_ = reference.probabilities(query, key, mask, bias, **options)
+            probs = probs if hidden_rows is None else probs.masked_fill(hidden_rows, 0)
+        return out, lse, probs.to(query.dtype)
+    return (out, lse) if return_lse else out
+
+
+def attend_varlen(
+    attention: Callable[..., tuple[Tensor, Tensor]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    varlen: Varlen,
+    softmax_scale: float | None,
+    is_causal: bool,
+    softcap: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, ...]:
+    """Attention of variable length through `attention`, the function of a compiled backend."""
+    checks.check_scalars(softmax_scale, softcap)
+    query, key, value, bias = autocast(query, key, value, bias)
+    checks.check_varlen(query, key, value, mask, bias, varlen)
+    options = {
+        "softmax_scale": default_scale(softmax_scale, query),
+        "is_causal": bool(is_causal),
+        "softcap": softcap,
+    }
+    rows = map(kernel_rows, (query, key, value))
+    out, lse = attention(*rows, mask, bias, **options, deterministic=bool(deterministic), varlen=varlen)
+    out = out[..., : query.shape[-1]]
+    if return_attn_probs:
+        return out, lse, varlen_probabilities(query, key, mask, bias, varlen, **options)
+    return (out, lse) if return_lse else out
+
+
+def autocast(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The inputs as torch.autocast wants them: in its dtype, but for a bias of one number a key in float32."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        checks.require_tensor(name, tensor)
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    if isinstance(bias, Tensor):
+        one_row = bias.ndim == 2 or (bias.ndim == 4 and bias.shape[2] == 1)
+        bias = bias if one_row and bias.dtype == torch.float32 else cast(bias)
+    return cast(query), cast(key), cast(value), bias
+
+
+def default_scale(softmax_scale: float | None, query: Tensor) -> float:
+    return 1.0 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
+
+
+def kernel_rows(rows: Tensor) -> Tensor:
+    """Rows as the kernels read them: D contiguous and padded with zeros to a multiple of 8."""
+    rows = pad(rows, (0, -rows.shape[-1] % HEAD_DIM_MULTIPLE)) if rows.shape[-1] % HEAD_DIM_MULTIPLE else rows
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def split_row_bias(bias: Tensor | None, seqlen_k: int) -> tuple[Tensor | None, Tensor | None]:
+    """A bias as (what the softmax sees, what it does not see: a bias that is constant along the keys)."""
+    if bias is not None and bias.shape[3] == 1 and seqlen_k != 1:
+        return None, bias
+    return bias, None
+
+
+def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """A bias ({B|1}, {H|Hkv|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else; -inf hides its whole row."""
+    row_bias = reference.expand_heads(row_bias, lse.shape[1])[..., 0].to(lse.dtype)
+    hidden = row_bias == -torch.inf
+    lse = (lse + row_bias.masked_fill(hidden, 0)).masked_fill(hidden, -torch.inf)
+    return out.masked_fill(hidden.transpose(1, 2)[..., None], 0), lse
+
+
+@torch.no_grad()
+def varlen_probabilities(
+    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, varlen: Varlen, **options
+) -> Tensor:
+    """probs (B, H, max_seqlen_q, max_seqlen_k) in query's dtype, a sequence at a time, zero beyond its ends."""
+    offsets_q, offsets_k = varlen.cu_seqlens_q.tolist(), varlen.cu_seqlens_k.tolist()
+    batch = len(offsets_q) - 1
+    probs = query.new_zeros(batch, query.shape[1], varlen.max_seqlen_q, varlen.max_seqlen_k)
+
+    def pairs_of(pairs: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+        if pairs is None:
+            return None
+        if pairs.ndim == 2:
+            return pairs[keys].T[None, :, None, :]
+        return pairs[rows, :, : keys.stop - keys.start].transpose(0, 1)[None]
+
+    for b in range(batch):
+        rows, keys = slice(*offsets_q[b : b + 2]), slice(*offsets_k[b : b + 2])
+        pairs = (pairs_of(mask, rows, keys), pairs_of(bias, rows, keys))
+        one, *_ = reference.probabilities(query[None, rows], key[None, keys], *pairs, **options)
+        probs[b, :, : one.shape[2], : one.shape[3]] = one[0]
+    return probs

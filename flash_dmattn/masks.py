@@ -1,0 +1,118 @@
+"""Masks that a model makes from its own biases."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def create_mask(
+    attention_bias: Tensor,
+    attention_mask: Tensor | None,
+    batch_size: int,
+    query_len: int,
+    key_len: int,
+    window_size: int,
+    min_dtype: float,
+    block_size: int | None = None,
+    type: str = "topk",
+) -> Tensor:
+    """The dynamic mask of a bias: for every row, the visible keys that its bias chooses.
+
+    Args:
+        attention_bias: floating ({B|1}, {H|Hkv|1}, {Sq|1}, Sk).
+        attention_mask: the keys to choose from: bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible; or a padding
+            mask (B, Sk), bool or integer, not 0 = a real token; or None: all.
+        batch_size, query_len, key_len: B, Sq and Sk.
+        window_size: how many keys "topk" keeps a row. At least 0; a row that has no more keys keeps them all.
+        min_dtype: keys whose bias is not above this are never chosen (torch.finfo(dtype).min, or -inf).
+        block_size: where given, each run of this many keys is kept whole if more than half of it was chosen, and
+            dropped otherwise; a key that `attention_mask` hides stays hidden.
+        type: "topk" keeps the `window_size` largest biases of a row, ties to the later key; "relu" keeps those above 0.
+
+    Returns:
+        bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible, with the batch and head dimensions of bias and mask together.
+
+    Raises:
+        ValueError: a shape, size or type that does not fit.
+        TypeError: an attention_mask that is neither bool nor a 2-dimensional integer padding mask.
+    """
+    if type not in ("topk", "relu"):
+        raise ValueError(f"type must be 'topk' or 'relu', got {type!r}")
+    if window_size < 0:
+        raise ValueError(f"window_size must not be negative, got {window_size}")
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size must be at least 1 or None, got {block_size}")
+    _check_bias(attention_bias, batch_size, query_len, key_len)
+    visible = _visible_keys(attention_mask, batch_size, query_len, key_len)
+
+    bias = attention_bias.detach()
+    candidates = (bias > min_dtype) & visible if visible is not None else bias > min_dtype
+    bias, candidates = torch.broadcast_tensors(bias, candidates)
+    chosen = topk_mask(bias, candidates, window_size) if type == "topk" else candidates & (bias > 0)
+    if block_size is not None:
+        chosen = smooth_blocks(chosen, block_size) & candidates
+    return chosen.expand(-1, -1, query_len, -1)
+
+
+def topk_mask(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
+    """bool (.., Sk): the `window_size` largest biases among the candidates of each row, ties to the later key."""
+    window_size = min(window_size, bias.shape[-1])
+    if window_size == 0:
+        return torch.zeros_like(candidates)
+    bias = bias.masked_fill(~candidates, -torch.inf)
+    threshold = bias.topk(window_size, dim=-1, sorted=True).values[..., -1:]
+    above = bias > threshold
+    at = (bias == threshold) & candidates
+    room = window_size - above.sum(dim=-1, keepdim=True)
+    later_or_same = at.flip(-1).cumsum(dim=-1).flip(-1)
+    return above | (at & (later_or_same <= room))
+
+
+def smooth_blocks(mask: Tensor, block_size: int) -> Tensor:
+    """bool (.., Sk): each run of `block_size` keys becomes all True if more than half of it is, else all False."""
+    key_len = mask.shape[-1]
+    runs = -(-key_len // block_size)
+    padded = torch.nn.functional.pad(mask, (0, runs * block_size - key_len)).unflatten(-1, (runs, block_size))
+    sizes = torch.full((runs,), block_size, device=mask.device)
+    sizes[-1:] = key_len - (runs - 1) * block_size
+    keep = 2 * padded.sum(dim=-1) > sizes
+    return keep.repeat_interleave(block_size, dim=-1)[..., :key_len]
+
+
+def _check_bias(bias: Tensor, batch_size: int, query_len: int, key_len: int) -> None:
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        raise TypeError(f"attention_bias must be a floating tensor, got {getattr(bias, 'dtype', bias.__class__.__name__)}")
+    _check_shape("attention_bias", bias, "({B|1}, {H|Hkv|1}, {Sq|1}, Sk)", batch_size, query_len, (key_len,))
+
+
+def _check_shape(name: str, tensor: Tensor, layout: str, batch_size: int, query_len: int, key_lens: tuple) -> None:
+    fits = (
+        tensor.ndim == 4
+        and tensor.shape[0] in (batch_size, 1)
+        and tensor.shape[2] in (query_len, 1)
+        and tensor.shape[3] in key_lens
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} must be {layout} with B = {batch_size}, Sq = {query_len}, Sk = {key_lens[0]}, "
+            f"got shape {tuple(tensor.shape)}"
+        )
+
+
+def _visible_keys(mask: Tensor | None, batch_size: int, query_len: int, key_len: int) -> Tensor | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor or None, got {mask.__class__.__name__}")
+    if mask.ndim == 2:
+        if mask.shape != (batch_size, key_len):
+            raise ValueError(f"attention_mask must be (B, Sk) = {(batch_size, key_len)}, got {tuple(mask.shape)}")
+        if mask.is_floating_point() or mask.is_complex():
+            raise TypeError(f"attention_mask (B, Sk) must be bool or integer, got {mask.dtype}")
+        return mask[:, None, None, :] != 0
+    if mask.dtype != torch.bool:
+        raise TypeError(f"attention_mask must be bool (True = visible), got {mask.dtype}")
+    layout = "({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) or a padding mask (B, Sk)"
+    _check_shape("attention_mask", mask, layout, batch_size, query_len, (key_len, 1))
+    return mask

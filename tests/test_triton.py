@@ -1,0 +1,413 @@
+"""The Triton backend against the float64 reference: on a GPU where there is one, else in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.importorskip("triton")
+
+from flash_dmattn.backends import reference  # noqa: E402
+from flash_dmattn.backends import triton as backend  # noqa: E402
+
+pytestmark = pytest.mark.skipif(backend.why_unavailable() is not None, reason=str(backend.why_unavailable()))
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Several tiles either way, none of them whole at the end.
+LONG, LONGER = (300, 417) if DEVICE == "cuda" else (70, 93)
+PLAIN = {"softmax_scale": 0.2, "is_causal": False, "softcap": 0.0, "deterministic": True}
+NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def rand_mask(*shape, visible=0.6):
+    return torch.rand(*shape, device=DEVICE) < visible
+
+
+def inputs(batch=1, seqlen_q=LONG, seqlen_k=LONGER, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32):
+    torch.manual_seed(0)
+    query = randn(batch, seqlen_q, heads, head_dim, dtype=dtype)
+    key, value = (randn(batch, seqlen_k, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    return query, key, value
+
+
+def run(attention, tensors, mask, bias, dout, dlse, causal, softcap):
+    """(out, lse, dq, dk, dv, dbias); no dbias without a bias."""
+    leaves = [x.detach().requires_grad_() for x in (*tensors, bias) if x is not None]
+    bias_leaf = leaves[3] if bias is not None else None
+    options = {**PLAIN, "is_causal": causal, "softcap": softcap}
+    out, lse = attention(*leaves[:3], mask, bias_leaf, **options)
+    outputs, gradients = [out], [dout.to(out.dtype)]
+    if dlse is not None:
+        outputs, gradients = [out, lse], [dout.to(out.dtype), dlse.to(lse.dtype)]
+    return out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)
+
+
+def assert_close(ours, eager, exact, dtype, names=NAMES):
+    for name, x, y, z in zip(names, ours, eager, exact, strict=False):
+        assert x.shape == z.shape, name
+        infinite = z.isinf()
+        assert torch.equal(x[infinite].double(), z[infinite]), f"{name}: -inf in the wrong places"
+        x, y, z = x[~infinite].double(), y[~infinite].double(), z[~infinite]
+        if z.numel():
+            ours_off, eager_off = (x - z).abs().max().item(), (y - z).abs().max().item()
+            limit = 2 * eager_off + (1e-6 if dtype == torch.float32 else 1e-5)
+            assert ours_off <= limit, f"{name} is off by {ours_off:.2e}, eager by {eager_off:.2e}"
+
+
+def check(tensors, mask=None, bias=None, *, causal=False, softcap=0.0, dout=None, dlse="random"):
+    """Compares everything with the reference, and returns ours."""
+    batch, seqlen_q, heads, _ = tensors[0].shape
+    dout = torch.randn_like(tensors[0]) if dout is None else dout
+    dlse = randn(batch, heads, seqlen_q) if dlse == "random" else dlse
+    ours = run(backend.attention, tensors, mask, bias, dout, dlse, causal, softcap)
+    eager = run(reference.attention, tensors, mask, bias, dout, dlse, causal, softcap)
+    doubled = [x.double() for x in tensors], mask, None if bias is None else bias.double()
+    exact = run(reference.attention, *doubled, dout, dlse, causal, softcap)
+    for name, x, like in zip(NAMES[2:], ours[2:], (*tensors, bias), strict=False):
+        assert x.dtype == like.dtype, name
+    assert ours[0].dtype == tensors[0].dtype and ours[1].dtype == torch.float32
+    assert_close(ours, eager, exact, tensors[0].dtype)
+    return ours
+
+
+def within(tensor, fill):
+    """The same values as a view into memory that holds `fill` all around, in every dimension."""
+    around = torch.full([size + 8 for size in tensor.shape], fill, dtype=tensor.dtype, device=tensor.device)
+    view = around[tuple(slice(4, 4 + size) for size in tensor.shape)]
+    view.copy_(tensor)
+    return view
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_plain(dtype, causal):
+    check(inputs(dtype=dtype, head_dim=64), causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 96, 128, 192, 256] if DEVICE == "cuda" else [8, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_head_dim(head_dim, dtype):
+    check(inputs(head_dim=head_dim, dtype=dtype), bias=randn(1, 2, LONG, LONGER, dtype=dtype), causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_everything_at_once(dtype):
+    tensors = inputs(batch=2, heads=4, kv_heads=2, head_dim=40, dtype=dtype)
+    mask, bias = rand_mask(2, 1, LONG, LONGER), randn(1, 2, LONG, LONGER, dtype=dtype)
+    check(tensors, mask, bias, causal=True, softcap=2.0)
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k",
+    [(1, 1), (1, 65), (65, 1), (63, 64), (64, 63), (33, 129), (129, 33), (96, 128)],
+)
+def test_causal_lengths(seqlen_q, seqlen_k):
+    """Aligned to the bottom right: with Sq > Sk the first rows see nothing."""
+    out, lse, dq, *_ = check(inputs(seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads=1), causal=True)
+    blind = max(seqlen_q - seqlen_k, 0)
+    assert (out[:, :blind] == 0).all() and (dq[:, :blind] == 0).all() and (lse[..., :blind] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_softcap(softcap):
+    """0.5 saturates tanh, 30 leaves it near zero: its two branches."""
+    check(inputs(), softcap=softcap)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_grouped_heads(kv_heads):
+    tensors = inputs(batch=2, heads=4, kv_heads=kv_heads, seqlen_q=9, seqlen_k=20)
+    check(tensors, rand_mask(2, kv_heads, 9, 20), randn(2, kv_heads, 1, 20))
+
+
+@pytest.mark.parametrize("rows, keys", [(9, 20), (1, 20), (9, 1), (1, 1)])
+@pytest.mark.parametrize("batch, heads", [(2, 4), (1, 2), (2, 1), (1, 1)])
+def test_mask_broadcast(batch, heads, rows, keys):
+    query, key, value = inputs(batch=2, heads=4, kv_heads=2, seqlen_q=9, seqlen_k=20)
+    mask = rand_mask(batch, heads, rows, keys)
+    ours = backend.attention(query, key, value, mask, None, **PLAIN)
+    eager = reference.attention(query, key, value, mask, None, **PLAIN)
+    exact = reference.attention(query.double(), key.double(), value.double(), mask, None, **PLAIN)
+    assert_close(ours, eager, exact, torch.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("batch, heads", [(2, 4), (1, 4), (2, 2), (1, 2), (2, 1), (1, 1)])
+def test_bias_broadcast(batch, heads, rows):
+    tensors = inputs(batch=2, heads=4, kv_heads=2, seqlen_q=9, seqlen_k=20)
+    check(tensors, bias=randn(batch, heads, rows, 20))
+
+
+@pytest.mark.parametrize("rows", [1, LONG])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_bias_of_several_tiles(rows, heads):
+    check(inputs(dtype=torch.float16), bias=randn(1, heads, rows, LONGER, dtype=torch.float16), causal=True)
+
+
+def test_float32_key_bias():
+    """It is not rounded to the query's dtype, and neither is its gradient."""
+    tensors = inputs(dtype=torch.bfloat16, seqlen_k=64)
+    bias = 8 + randn(1, 1, 1, 64) / 64  # bfloat16 would keep about none of the differences
+    *_, dbias = check(tensors, bias=bias)
+    assert dbias.dtype == torch.float32
+    assert not torch.equal(dbias, dbias.bfloat16().float())
+
+
+def test_key_mask_and_key_bias():
+    """Kept as one row for the tile; with causality it becomes a tile of its own."""
+    for causal in (False, True):
+        check(inputs(), rand_mask(1, 1, 1, LONGER), randn(1, 2, 1, LONGER), causal=causal)
+
+
+def test_expanded_bias():
+    """A caller's expand has stride 0 but its full shape, hence a gradient for each element."""
+    tensors = inputs(batch=2, seqlen_q=9, seqlen_k=20)
+    *_, dbias = check(tensors, bias=randn(1, 1, 9, 20).expand(2, 2, 9, 20))
+    assert not torch.equal(dbias[0], dbias[1])
+
+
+def test_empty_rows():
+    tensors = inputs(heads=2, kv_heads=1)
+    mask = rand_mask(1, 2, LONG, LONGER)
+    mask[:, 0, 3:40] = False  # a part of a tile, and a whole one
+    mask[:, 1, 7] = False
+    mask[..., 65:] &= mask[..., :1]
+    bias = randn(1, 2, LONG, LONGER)
+    out, lse, dq, _, _, dbias = check(tensors, mask, bias)
+    for head, rows in ((0, slice(3, 40)), (1, slice(7, 8))):
+        assert (lse[:, head, rows] == -torch.inf).all()
+        for zero in (out[:, rows, head], dq[:, rows, head], dbias[:, head, rows]):
+            assert (zero == 0).all()
+
+
+def test_nothing_visible_at_all():
+    tensors = inputs(seqlen_q=20, seqlen_k=30)
+    out, lse, *gradients = check(tensors, rand_mask(1, 1, 1, 1, visible=0.0), randn(1, 1, 1, 30))
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_gradient_of_empty_rows_may_be_nan():
+    """logaddexp of two empty rows has a NaN gradient: it must not pass through lse."""
+    query, key, value = (x.requires_grad_() for x in inputs(seqlen_q=20, seqlen_k=30))
+    mask = rand_mask(1, 1, 20, 30)
+    mask[:, :, 4] = False
+    out, lse = backend.attention(query, key, value, mask, None, **PLAIN)
+    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    dlse[..., 4] = torch.nan
+    for gradient in torch.autograd.grad((out, lse), (query, key, value), (dout, dlse)):
+        assert gradient.isfinite().all() and gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("rows", [1, LONG])
+def test_minus_infinity_in_bias(rows):
+    """Such a pair is as invisible as a masked one."""
+    tensors = inputs()
+    bias = randn(1, 1, rows, LONGER).masked_fill(rand_mask(1, 1, rows, LONGER), -torch.inf)
+    if rows > 1:
+        bias[..., 5, :] = -torch.inf
+    *ours, dbias = check(tensors, bias=bias)
+    assert (dbias[bias == -torch.inf] == 0).all()
+    masked = run(
+        *(backend.attention, tensors, bias != -torch.inf, bias.nan_to_num(neginf=3.0)),
+        *(torch.ones_like(tensors[0]), None, False, 0.0),
+    )
+    assert torch.equal(ours[0], masked[0]) and torch.equal(ours[1], masked[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_very_negative_bias(dtype):
+    """The lowest finite number leaves a pair visible, and overflows nothing."""
+    bias = randn(1, 1, 20, 30, dtype=dtype)
+    bias[..., ::2] = torch.finfo(dtype).min
+    check(inputs(seqlen_q=20, seqlen_k=30, dtype=dtype), bias=bias)
+
+
+@pytest.fixture
+def poisoned_allocations():
+    """New tensors are filled with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3, device=DEVICE).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("mask_rows, bias_heads, bias_rows", [(LONG, 2, LONG), (LONG, 1, LONG), (1, 1, 1)])
+def test_poisoned_surroundings(poisoned_allocations, causal, mask_rows, bias_heads, bias_rows):
+    """NaN around every tensor and in what starts uninitialized, and `visible` all around the mask."""
+    tensors = [within(x, torch.nan) for x in inputs(head_dim=40)]
+    mask = within(rand_mask(1, 2, mask_rows, LONGER), True)
+    bias = within(randn(1, bias_heads, bias_rows, LONGER), torch.nan)
+    dout = within(randn(1, LONG, 2, 40), torch.nan)
+    check(tensors, mask, bias, causal=causal, dout=dout)
+
+
+@pytest.mark.parametrize("hidden_by", ["key mask", "mask", "key bias", "bias", "causal"])
+def test_nan_in_keys_nobody_sees(hidden_by):
+    seqlen_q = LONGER if hidden_by == "causal" else LONG
+    query, key, value = inputs(seqlen_q=seqlen_q)
+    seen = torch.arange(LONGER, device=DEVICE) < LONG - 3
+    mask = bias = None
+    if hidden_by == "causal":
+        mask = seen[None, None, :, None]  # only those rows are left that see keys up to their own number
+    elif hidden_by.endswith("mask"):
+        mask = seen.expand(1, 1, 1 if hidden_by == "key mask" else LONG, LONGER)
+    else:
+        bias = randn(1, 1, 1 if hidden_by == "key bias" else LONG, LONGER).masked_fill(~seen, -torch.inf)
+    key[:, ~seen] = torch.nan
+    value[:, ~seen] = torch.nan
+    out, _, dq, dk, dv, *_ = check((query, key, value), mask, bias, causal=hidden_by == "causal")
+    assert (dk[:, ~seen] == 0).all() and (dv[:, ~seen] == 0).all()
+
+
+def test_nan_in_rows_that_see_nothing():
+    query, key, value = inputs()
+    sees = torch.arange(LONG, device=DEVICE) < LONG - 9
+    query[:, ~sees] = torch.nan
+    dout = torch.randn_like(query)
+    dout[:, ~sees] = torch.nan
+    mask = rand_mask(1, 1, LONG, LONGER) & sees[:, None]
+    *_, dq, dk, dv = run(backend.attention, (query, key, value), mask, None, dout, None, False, 0.0)
+    assert (dq[:, ~sees] == 0).all()
+    assert dk.isfinite().all() and dv.isfinite().all()
+
+
+def test_non_contiguous():
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(batch=2, seqlen_q=20, seqlen_k=70)]
+    query, key, value = heads_first
+    key = key[:1].expand(2, -1, -1, -1)
+    value = torch.cat((value, value), dim=3)[..., 8:24]
+    mask = rand_mask(70, 20, 2, 1).permute(3, 2, 1, 0)
+    bias = randn(2, 2, 70, 20).transpose(2, 3)
+    dout = randn(2, 2, 20, 16).transpose(1, 2)
+    assert not any(x.is_contiguous() for x in (query, key, value, mask, bias, dout))
+    check((query, key, value), mask, bias, dout=dout)
+    check((query, key, value), mask, bias, dout=randn(1, 1, 1, 1).expand(2, 20, 2, 16))
+
+
+def test_gradient_of_out_alone():
+    check(inputs(seqlen_q=20, seqlen_k=30), dlse=None)
+
+
+def test_gradient_of_lse_alone():
+    query, key, value = (x.requires_grad_() for x in inputs(seqlen_q=20, seqlen_k=30))
+    _, lse = backend.attention(query, key, value, None, None, **PLAIN)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (query, key, value))
+    _, exact = reference.attention(query.double(), key.double(), value.double(), None, None, **PLAIN)
+    for ours, wanted in zip((dq, dk), torch.autograd.grad(exact.sum(), (query, key)), strict=True):
+        assert torch.allclose(ours, wanted, atol=1e-5) and ours.abs().sum() > 0
+    assert (dv == 0).all()
+
+
+@pytest.mark.parametrize("wanted", range(4), ids=["query", "key", "value", "bias"])
+@pytest.mark.parametrize("bias_heads, bias_rows", [(2, 20), (1, 20), (1, 1)])
+def test_one_gradient_alone(wanted, bias_heads, bias_rows):
+    tensors = inputs(seqlen_q=20, seqlen_k=30)
+    bias = randn(1, bias_heads, bias_rows, 30)
+    dout = torch.randn_like(tensors[0])
+    together = run(backend.attention, tensors, None, bias, dout, None, False, 0.0)[2:]
+    leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate((*tensors, bias))]
+    out, _ = backend.attention(*leaves[:3], None, leaves[3], **PLAIN)
+    out.backward(dout)
+    assert [x.grad is not None for x in leaves] == [i == wanted for i in range(4)]
+    assert torch.equal(leaves[wanted].grad, together[wanted])
+
+
+@pytest.mark.parametrize("batch, seqlen_q, seqlen_k, heads", [(0, 5, 5, 2), (2, 0, 5, 2), (2, 5, 0, 2), (2, 5, 5, 0)])
+@pytest.mark.parametrize("bias_rows", [1, 5])
+def test_nothing_there(batch, seqlen_q, seqlen_k, heads, bias_rows):
+    tensors = inputs(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads=heads, kv_heads=heads)
+    bias = randn(1, 1, min(bias_rows, seqlen_q) if bias_rows > 1 else 1, seqlen_k)
+    out, lse, *gradients = run(
+        backend.attention, tensors, None, bias, torch.randn_like(tensors[0]), randn(batch, heads, seqlen_q), False, 0.0
+    )
+    assert out.shape == tensors[0].shape and lse.shape == (batch, heads, seqlen_q)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    for gradient, like in zip(gradients, (*tensors, bias), strict=True):
+        assert gradient.shape == like.shape and (gradient == 0).all()
+
+
+def test_bitwise_reproducible():
+    tensors = inputs(batch=2, dtype=torch.bfloat16)
+    bias = randn(1, 1, LONG, LONGER, dtype=torch.bfloat16)
+    runs = [run(backend.attention, tensors, None, bias, tensors[0], None, True, 0.0) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs the memory and the speed of a GPU")
+def test_offsets_past_32_bits():
+    """A mask of more than 2^31 elements."""
+    seqlen = 46400
+    query, key, value = inputs(seqlen_q=seqlen, seqlen_k=seqlen, heads=1, dtype=torch.float16)
+    mask = torch.zeros(1, 1, seqlen, seqlen, dtype=torch.bool, device=DEVICE)
+    mask[..., -70:, ::3] = True
+    out, lse = backend.attention(query, key, value, mask, None, **PLAIN)
+    exact = reference.attention(
+        query[:, -70:].double(), key.double(), value.double(), mask[..., -70:, :], None, **options
+    )
+    assert (lse[..., :-70] == -torch.inf).all()
+    assert torch.allclose(lse[..., -70:].double(), exact[1], atol=1e-4)
+    assert torch.allclose(out[:, -70:].double(), exact[0], atol=1e-3)
+
+
+def test_float64_is_refused():
+    query, key, value = (x.double() for x in inputs(seqlen_q=3, seqlen_k=3))
+    with pytest.raises(TypeError, match="float64"):
+        run(backend.attention, (query, key, value), None, None, query, None, False, 0.0)
+
+
+def test_double_backward_is_refused():
+    query, key, value = (x.requires_grad_() for x in inputs(seqlen_q=3, seqlen_k=3))
+    out, _ = backend.attention(query, key, value, None, None, **PLAIN)
+    (dq,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+
+
+def in_new_process(program, **environment):
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
+def test_importable_without_triton():
+    program = """
+import sys
+sys.modules["triton"] = None
+from flash_dmattn.backends import triton as backend
+print(backend.why_unavailable())
+"""
+    assert in_new_process(program) == "triton is not installed"
+
+
+def test_refused_without_gpu_and_interpreter():
+    program = """
+import torch
+from flash_dmattn.backends import triton as backend
+x = torch.zeros(1, 2, 1, 8)
+print(backend.why_unavailable())
+try:
+    backend.attention(x, x, x, None, None, softmax_scale=1.0, is_causal=False, softcap=0.0, deterministic=False)
+except RuntimeError as error:
+    print(error)
+"""
+    why, error = in_new_process(program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="").splitlines()
+    assert why.startswith("no GPU is visible") and why in error
+
+
+def test_tiles_for_every_head_dimension():
+    for by_size in backend.TILES.values():
+        assert set(by_size) == {dtype.itemsize for dtype in backend.DTYPES}
+        for tiles in by_size.values():
+            assert list(tiles) == sorted(tiles) and max(tiles) == 256

@@ -1,7 +1,7 @@
 """Train a small byte-level language model whose attention is dynamic-mask attention.
 
     python examples/train_lm.py --plot loss.png                          # about a minute on two CPU cores
-    python examples/train_lm.py --device cuda --seq-len 4096 --window 512 --text shakespeare.txt
+    python examples/train_lm.py --device cuda --seq-len 1024 --window 256 --text shakespeare.txt
 
 It is a decoder-only transformer (RMSNorm, rotary positions, SwiGLU, tied head). Its attention learns which keys are
 worth keeping: every token gets one number per key/value head, its bias. Each query attends to the `window` keys of
@@ -36,14 +36,14 @@ BACKENDS = ["cuda", "cpu", "triton", "flex", "reference"]
 
 
 def option(default, help: str, **argparse_options):
-    """A field of Config that is also a command line argument."""
+    """A field of Config, with what argparse needs to know of it."""
     kind = str if default is None else type(default)
     return field(default=default, metadata={"help": help, "type": kind, **argparse_options})
 
 
 @dataclass(frozen=True)
 class Config:
-    """What can be chosen; see argument_parser."""
+    """Every field is also a command line argument."""
 
     text: str | None = option(None, "file to learn (default: the topics of Python's own help)")
     steps: int = option(300, "optimizer steps")
@@ -77,6 +77,8 @@ class Config:
             raise ValueError("device cuda: this PyTorch finds no CUDA device")
         if self.backend in ("cpu", "cuda") and self.backend != self.device:
             raise ValueError(f"backend {self.backend} does not run on device {self.device}")
+        if self.backend == "flex" and self.device == "cpu":
+            raise ValueError("backend flex needs device cuda: PyTorch's FlexAttention has no backward on the CPU")
         if self.device == "cuda" and self.dtype == "float32" and self.backend in (None, "cuda"):
             raise ValueError("the CUDA kernels take no float32: choose dtype bfloat16, or another backend")
         if self.plot and not Path(self.plot).absolute().parent.is_dir():
@@ -298,11 +300,10 @@ def print_samples(model: LanguageModel, config: Config, validation: Tensor, cons
 
 def plot_losses(steps: list[Step], path: str) -> None:
     numbers = range(1, len(steps) + 1)
-    validated = [number for number in numbers if steps[number - 1].validation_loss is not None]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(numbers, [step.loss for step in steps], linewidth=1, alpha=0.6, label="training")
-    axes.plot(validated, [steps[number - 1].validation_loss for number in validated], marker=".", label="validation")
+    axes.plot(numbers, [step.validation_loss for step in steps], "o", label="validation")
     axes.set(xlabel="step", ylabel="loss (nats a byte)")
     axes.legend()
     figure.savefig(path, format="png", dpi=150)

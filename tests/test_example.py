@@ -118,6 +118,7 @@ def test_command(tmp_path):
         ({"lr": "nan"}, "lr must be positive"),
         ({"samples": -1}, "samples must not be negative"),
         ({"device": "cpu", "backend": "cuda"}, "backend cuda does not run on device cpu"),
+        ({"device": "cpu", "backend": "flex"}, "backend flex needs device cuda"),
         ({"backend": "fast"}, "invalid choice: 'fast'"),
         ({"plot": "no/such/folder/loss.png"}, "no folder no/such/folder"),
     ],

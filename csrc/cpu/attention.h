@@ -1,9 +1,8 @@
 // The CPU kernels: tiled, with online softmax, in O(S D) memory beside inputs and outputs.
 //
 // Half precisions are widened a tile at a time and computed in float32; float64 stays float64. Every output element has
-// one owner, a work unit that runs on one thread, so the results do not depend on the number of threads:
-//   out, lse, dquery, dbias of a dense bias    a tile of query rows
-//   dkey, dvalue, dbias of a key bias          a tile of keys
+// one owner, a unit of work that runs on one thread, and sums have one order: results do not depend on the number of
+// threads. A unit of the forward owns a tile of query rows; what one of the backward owns stands in mha_bwd.cpp.
 #pragma once
 
 #include "params.h"

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -10,8 +11,9 @@
 namespace flash_dmattn {
 namespace {
 
-constexpr int64_t kRows = 128;
+constexpr int64_t kRows = 256;
 constexpr int64_t kKeys = 256;
+constexpr int64_t kMinUnits = 16;  // keys are cut into runs where heads and batch elements give fewer units
 
 // p_ij and dx_ij = p_ij (<do_i, v_j> - D_i) of one tile, recomputed from lse; and how dx becomes ds.
 template <typename acc_t>
@@ -60,174 +62,220 @@ private:
     std::vector<acc_t> probs_, dx_, slope_, bias_row_;
 };
 
-// The query heads of which batch elements share one entry of a dense bias's gradient. Without such a gradient to make
-// every (batch element, head) stands alone.
-struct BiasGroups {
-    int64_t batches, heads, batches_each, heads_each;
+// What one unit of work owns: the (batch element, query head) pairs that share an entry of the bias's gradient or a
+// key/value head, and a run of key tiles. It makes dkey, dvalue and dbias of those keys whole; of dquery it makes a part,
+// summed over the runs afterwards. The cut is the same whatever the number of threads.
+struct Units {
+    int64_t batches_each, heads_each, batch_groups, head_groups, key_tiles, tiles_each, key_runs;
 
-    explicit BiasGroups(const BwdParams& p) : batches(p.batch), heads(p.heads), batches_each(1), heads_each(1) {
-        if (p.dbias.present() && !p.dbias.per_key) {
-            batches = p.cu_seqlens_q != nullptr ? p.batch : p.dbias.batches;
-            heads = p.dbias.heads;
-            batches_each = p.batch / batches;
-            heads_each = p.heads / heads;
+    explicit Units(const BwdParams& p) : batches_each(1), heads_each(p.heads / p.kv_heads) {
+        if (has_dense_dbias(p)) {
+            if (p.cu_seqlens_q == nullptr) batches_each = p.batch / p.dbias.batches;
+            heads_each = std::max(heads_each, p.heads / p.dbias.heads);
         }
+        batch_groups = p.batch / batches_each;
+        head_groups = p.heads / heads_each;
+        key_tiles = ceil_div(p.seqlen_k, kKeys);
+        const int64_t wanted_runs = ceil_div(kMinUnits, batch_groups * head_groups);
+        tiles_each = std::max<int64_t>(ceil_div(key_tiles, wanted_runs), 1);
+        key_runs = std::max<int64_t>(ceil_div(key_tiles, tiles_each), 1);
     }
+
+    int64_t count() const { return batch_groups * head_groups * key_runs; }
+
+    static bool has_dense_dbias(const BwdParams& p) { return p.dbias.present() && !p.dbias.per_key; }
 };
 
-// dquery of one tile of query rows for all the batch elements and heads of a bias group, and their tiles of dbias.
+// The parts of dquery in the accumulation type, one [B, H, Sq, D] for each run of key tiles; nothing is in it at first.
 template <typename acc_t>
-class RowUnit {
+class DqueryParts {
 public:
-    RowUnit(const BwdParams& params, const BiasGroups& groups)
-        : p_(params),
-          groups_(groups),
-          writes_dbias_(params.dbias.present() && !params.dbias.per_key),
-          max_rows_(std::min(kRows, params.seqlen_q)),
-          tile_(params),
-          query_(max_rows_ * p_.head_dim),
-          dout_(max_rows_ * p_.head_dim),
-          key_(kKeys * p_.head_dim),
-          value_(kKeys * p_.head_dim),
-          dquery_(groups.batches_each * groups.heads_each * max_rows_ * p_.head_dim),
-          dbias_(writes_dbias_ ? max_rows_ * kKeys : 0) {}
+    DqueryParts(const BwdParams& p, const Units& units)
+        : p_(p), runs_(units.key_runs), data_(new acc_t[runs_ * p.batch * p.heads * p.seqlen_q * p.head_dim]) {}
 
-    void operator()(int64_t batch, int64_t head, int64_t row) {
-        differentiate(batch, head, row, /*exact=*/false);
-        if (!all_finite<acc_t>({dquery_.data(), 1, int64_t(dquery_.size()), int64_t(dquery_.size())})) {
-            differentiate(batch, head, row, /*exact=*/true);
-        }
-        finish(batch, head, row);
+    Matrix<acc_t> part(int64_t run, int64_t batch, int64_t head, int64_t row, int64_t rows) {
+        const int64_t at = (((run * p_.batch + batch) * p_.heads + head) * p_.seqlen_q + row) * p_.head_dim;
+        return {data_.get() + at, rows, p_.head_dim, p_.head_dim};
+    }
+
+    // Sums the parts into dquery, in the order of the runs.
+    void reduce() {
+        const int64_t row_tiles = ceil_div(p_.seqlen_q, kRows);
+        for_each_unit(p_.batch * p_.heads * row_tiles, [&] {
+            return [this, row_tiles](int64_t index) {
+                const Sequence s(p_, index / row_tiles / p_.heads);
+                const int64_t head = index / row_tiles % p_.heads;
+                const int64_t row = index % row_tiles * kRows;
+                if (row >= s.rows) return;
+                const int64_t rows = std::min(kRows, s.rows - row);
+                const auto sum = part(0, s.batch, head, row, rows);
+                for (int64_t run = 1; run < runs_; ++run) {
+                    row_add(sum.data, part(run, s.batch, head, row, rows).data, rows * p_.head_dim);
+                }
+                store_rows(p_, sum, p_.dquery, s, row, head);
+            };
+        });
     }
 
 private:
-    int64_t members() const { return groups_.batches_each * groups_.heads_each; }
-    // Member m of the group that starts at (batch, head).
-    Sequence sequence_of(int64_t batch, int64_t m) const { return Sequence(p_, batch + m / groups_.heads_each); }
-    int64_t head_of(int64_t head, int64_t m) const { return head + m % groups_.heads_each; }
-    Matrix<acc_t> dquery_of(int64_t m, int64_t rows) {
-        return {dquery_.data() + m * max_rows_ * p_.head_dim, rows, p_.head_dim, p_.head_dim};
+    const BwdParams& p_;
+    int64_t runs_;
+    std::unique_ptr<acc_t[]> data_;
+};
+
+template <typename acc_t>
+class BackwardUnit {
+public:
+    BackwardUnit(const BwdParams& params, const Units& units, DqueryParts<acc_t>& dquery)
+        : p_(params),
+          units_(units),
+          dquery_(dquery),
+          group_(params.heads / params.kv_heads),
+          kv_heads_each_(units.heads_each / group_),
+          dense_dbias_(Units::has_dense_dbias(params)),
+          key_dbias_(params.dbias.present() && params.dbias.per_key),
+          max_rows_(std::min(kRows, params.seqlen_q)),
+          max_keys_(std::min(kKeys, params.seqlen_k)),
+          tile_(params),
+          query_(max_rows_ * p_.head_dim),
+          dout_(max_rows_ * p_.head_dim),
+          key_(max_keys_ * p_.head_dim),
+          value_(max_keys_ * p_.head_dim),
+          dkey_(units.batches_each * kv_heads_each_ * max_keys_ * p_.head_dim),
+          dvalue_(dkey_.size()),
+          dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
+          column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
+
+    void operator()(int64_t index) {
+        const int64_t run = index % units_.key_runs;
+        const int64_t head = index / units_.key_runs % units_.head_groups * units_.heads_each;
+        const int64_t batch = index / units_.key_runs / units_.head_groups * units_.batches_each;
+        // Zero times what stands in an invisible row may have been NaN.
+        if (!differentiate(run, batch, head, /*exact=*/false)) differentiate(run, batch, head, /*exact=*/true);
     }
 
-    // All members have sequences of one length: a group spans batch elements only where the length is fixed.
-    void differentiate(int64_t batch, int64_t head, int64_t row, bool exact) {
-        const Sequence sequence(p_, batch);
-        const int64_t rows = std::min(kRows, sequence.rows - row);
-        const int64_t visible_end = p_.is_causal ? sequence.causal_end(row + rows - 1) : sequence.keys;
-        const int64_t end = writes_dbias_ ? sequence.keys : visible_end;
-        std::fill(dquery_.begin(), dquery_.end(), acc_t(0));
+private:
+    // Returns whether every gradient is finite.
+    bool differentiate(int64_t run, int64_t first_batch, int64_t first_head, bool exact) {
+        bool finite = true;
+        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            const auto whole = dquery_.part(run, s.batch, head, 0, s.rows);
+            std::fill_n(whole.data, whole.rows * whole.cols, acc_t(0));
+        });
+        const int64_t longest = Sequence(p_, first_batch).keys;
+        const int64_t end = std::min((run + 1) * units_.tiles_each * kKeys, longest);
+        for (int64_t key = run * units_.tiles_each * kKeys; key < end; key += kKeys) {
+            finite &= differentiate_keys(run, first_batch, first_head, key, std::min(kKeys, end - key), exact);
+        }
+        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            finite &= all_finite(dquery_.part(run, s.batch, head, 0, s.rows));
+        });
+        return finite;
+    }
 
-        for (int64_t j = 0; j < end; j += kKeys) {
-            const int64_t keys = std::min(kKeys, end - j);
-            std::fill(dbias_.begin(), dbias_.end(), acc_t(0));
-            for (int64_t m = 0; m < members() && j < visible_end; ++m) {
-                const Sequence member = sequence_of(batch, m);
-                add_member({member, head_of(head, m), row, rows, j, keys}, dquery_of(m, rows), exact);
-            }
-            if (writes_dbias_) {
-                const Matrix<acc_t> dbias{dbias_.data(), rows, keys, keys};
-                const int64_t at = offset_of(p_.dbias, {sequence, head, row, rows, j, keys}, p_.heads);
-                store(dbias, p_.dbias.data, p_.bias.dtype, at, p_.dbias.row_stride);
+    // One key tile against all rows. The batch elements of a group have one length: a group spans them only where the
+    // length is fixed.
+    bool differentiate_keys(int64_t run, int64_t first_batch, int64_t first_head, int64_t key, int64_t keys, bool exact) {
+        std::fill(dkey_.begin(), dkey_.end(), acc_t(0));
+        std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
+        std::fill(column_sums_.begin(), column_sums_.end(), 0.0);
+
+        const Sequence first(p_, first_batch);
+        const int64_t visible_begin = p_.is_causal ? first.causal_begin(key) / kRows * kRows : 0;
+        for (int64_t row = dense_dbias_ ? 0 : visible_begin; row < first.rows; row += kRows) {
+            const int64_t rows = std::min(kRows, first.rows - row);
+            for (int64_t head = first_head; head < first_head + units_.heads_each; ++head) {
+                for (int64_t b = first_batch; b < first_batch + units_.batches_each && row >= visible_begin; ++b) {
+                    const Sequence s(p_, b);
+                    const Tile tile{s, head, row, rows, key, keys};
+                    if (!mask_hides(p_, tile)) add_tile(run, tile, s.batch - first_batch, head - first_head, exact);
+                }
+                if (dense_dbias_ && last_of_bias_head(head)) store_dense_dbias({first, head, row, rows, key, keys});
             }
         }
+
+        bool finite = true;
+        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            if (key_dbias_ && last_of_bias_head(head)) store_key_dbias({s, head, 0, 1, key, keys}, head - first_head);
+            if (head % group_ != 0) return;
+            const int64_t member = member_of(s.batch - first_batch, head - first_head);
+            const auto dkey = accumulator(dkey_, member, keys);
+            const auto dvalue = accumulator(dvalue_, member, keys);
+            finite &= all_finite(dkey) && all_finite(dvalue);
+            store_keys(p_, dkey, p_.dkey, s, key, head / group_);
+            store_keys(p_, dvalue, p_.dvalue, s, key, head / group_);
+        });
+        return finite;
     }
 
-    void add_member(const Tile& tile, const Matrix<acc_t>& dquery, bool exact) {
-        if (mask_hides(p_, tile)) return;
+    void add_tile(int64_t run, const Tile& tile, int64_t batch_in_group, int64_t head_in_group, bool exact) {
         const Sequence& s = tile.sequence;
-        const int64_t kv_head = tile.head / (p_.heads / p_.kv_heads);
+        const int64_t kv_head = tile.head / group_;
         const auto query = load_rows(p_, p_.query, s, tile.row, tile.rows, tile.head, query_.data());
         const auto dout = load_rows(p_, p_.dout, s, tile.row, tile.rows, tile.head, dout_.data());
         const auto key = load_keys(p_, p_.key, s, tile.key, tile.keys, kv_head, key_.data());
         const auto value = load_keys(p_, p_.value, s, tile.key, tile.keys, kv_head, value_.data());
+        const int64_t member = member_of(batch_in_group, head_in_group);
+
         tile_.compute(tile, query, key, value, dout);
-        if (writes_dbias_) row_add(dbias_.data(), tile_.dx.data, tile.rows * tile.keys);
-        add_product<acc_t>(tile_.to_ds(), false, key, p_.softmax_scale, exact, dquery);
+        add_product<acc_t>(tile_.probs, true, dout, 1, exact, accumulator(dvalue_, member, tile.keys));
+        if (dense_dbias_) row_add(dense_tile_.data(), tile_.dx.data, tile.rows * tile.keys);
+        if (key_dbias_) add_column_sums(head_in_group);
+        const auto& ds = tile_.to_ds();
+        add_product<acc_t>(ds, true, query, p_.softmax_scale, exact, accumulator(dkey_, member, tile.keys));
+        add_product<acc_t>(ds, false, key, p_.softmax_scale, exact,
+                           dquery_.part(run, s.batch, tile.head, tile.row, tile.rows));
     }
 
-    void finish(int64_t batch, int64_t head, int64_t row) {
-        for (int64_t m = 0; m < members(); ++m) {
-            const Sequence sequence = sequence_of(batch, m);
-            const int64_t rows = std::min(kRows, sequence.rows - row);
-            store_rows(p_, dquery_of(m, rows), p_.dquery, sequence, row, head_of(head, m));
+    template <typename F>
+    void for_each_member(int64_t first_batch, int64_t first_head, F&& f) {
+        for (int64_t b = first_batch; b < first_batch + units_.batches_each; ++b) {
+            const Sequence sequence(p_, b);
+            for (int64_t head = first_head; head < first_head + units_.heads_each; ++head) f(sequence, head);
         }
     }
 
-    const BwdParams& p_;
-    const BiasGroups& groups_;
-    bool writes_dbias_;
-    int64_t max_rows_;
-    GradientTile<acc_t> tile_;
-    std::vector<acc_t> query_, dout_, key_, value_, dquery_, dbias_;
-};
-
-// dkey and dvalue of one tile of keys, summed over the query heads that share them, and the key bias's column sums.
-template <typename acc_t>
-class KeyUnit {
-public:
-    explicit KeyUnit(const BwdParams& params)
-        : p_(params),
-          group_(params.heads / params.kv_heads),
-          writes_dbias_(params.dbias.present() && params.dbias.per_key),
-          tile_(params),
-          query_(kRows * p_.head_dim),
-          dout_(kRows * p_.head_dim),
-          key_(kKeys * p_.head_dim),
-          value_(kKeys * p_.head_dim),
-          dkey_(kKeys * p_.head_dim),
-          dvalue_(kKeys * p_.head_dim),
-          dbias_(kKeys) {}
-
-    void operator()(const Sequence& sequence, int64_t kv_head, int64_t key) {
-        const int64_t keys = std::min(kKeys, sequence.keys - key);
-        const Matrix<acc_t> dkey{dkey_.data(), keys, p_.head_dim, p_.head_dim};
-        const Matrix<acc_t> dvalue{dvalue_.data(), keys, p_.head_dim, p_.head_dim};
-        differentiate(sequence, kv_head, key, dkey, dvalue, /*exact=*/false);
-        if (!all_finite(dkey) || !all_finite(dvalue)) differentiate(sequence, kv_head, key, dkey, dvalue, /*exact=*/true);
-        store_keys(p_, dkey, p_.dkey, sequence, key, kv_head);
-        store_keys(p_, dvalue, p_.dvalue, sequence, key, kv_head);
+    int64_t member_of(int64_t batch_in_group, int64_t head_in_group) const {
+        return batch_in_group * kv_heads_each_ + head_in_group / group_;
     }
 
-private:
-    void differentiate(const Sequence& s, int64_t kv_head, int64_t first, const Matrix<acc_t>& dkey,
-                       const Matrix<acc_t>& dvalue, bool exact) {
-        const int64_t keys = dkey.rows;
-        std::fill(dkey_.begin(), dkey_.end(), acc_t(0));
-        std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
-        std::fill(dbias_.begin(), dbias_.end(), 0.0);
-        const auto key = load_keys(p_, p_.key, s, first, keys, kv_head, key_.data());
-        const auto value = load_keys(p_, p_.value, s, first, keys, kv_head, value_.data());
-        const bool sum_per_head = p_.dbias.heads == p_.heads;
+    Matrix<acc_t> accumulator(std::vector<acc_t>& all, int64_t member, int64_t keys) {
+        return {all.data() + member * max_keys_ * p_.head_dim, keys, p_.head_dim, p_.head_dim};
+    }
 
-        for (int64_t head = kv_head * group_; head < (kv_head + 1) * group_; ++head) {
-            for (int64_t i = p_.is_causal ? s.causal_begin(first) : 0; i < s.rows; i += kRows) {
-                const Tile tile{s, head, i, std::min(kRows, s.rows - i), first, keys};
-                if (mask_hides(p_, tile)) continue;
-                const auto query = load_rows(p_, p_.query, s, i, tile.rows, head, query_.data());
-                const auto dout = load_rows(p_, p_.dout, s, i, tile.rows, head, dout_.data());
-                tile_.compute(tile, query, key, value, dout);
-                if (writes_dbias_) {
-                    for (int64_t r = 0; r < tile.rows; ++r) {
-                        for (int64_t j = 0; j < keys; ++j) dbias_[j] += tile_.dx.row(r)[j];
-                    }
-                }
-                add_product<acc_t>(tile_.probs, true, dout, 1, exact, dvalue);
-                add_product<acc_t>(tile_.to_ds(), true, query, p_.softmax_scale, exact, dkey);
-            }
-            if (writes_dbias_ && (sum_per_head || head == (kv_head + 1) * group_ - 1)) {
-                const int64_t at = offset_of(p_.dbias, {s, head, 0, 1, first, keys}, p_.heads);
-                std::copy_n(dbias_.data(), keys, static_cast<acc_t*>(p_.dbias.data) + at);
-                std::fill(dbias_.begin(), dbias_.end(), 0.0);
-            }
+    // Of the heads that share an entry of dbias, the last brings the sum home.
+    bool last_of_bias_head(int64_t head) const { return (head + 1) % (p_.heads / p_.dbias.heads) == 0; }
+
+    void add_column_sums(int64_t head_in_group) {
+        const int64_t bias_head = head_in_group / (p_.heads / p_.dbias.heads);
+        double* sums = column_sums_.data() + bias_head * max_keys_;
+        const auto& dx = tile_.dx;
+        for (int64_t i = 0; i < dx.rows; ++i) {
+            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += dx.row(i)[j];
         }
     }
 
+    void store_key_dbias(const Tile& tile, int64_t head_in_group) {
+        const int64_t bias_head = head_in_group / (p_.heads / p_.dbias.heads);
+        acc_t* to = static_cast<acc_t*>(p_.dbias.data) + offset_of(p_.dbias, tile, p_.heads);
+        std::copy_n(column_sums_.data() + bias_head * max_keys_, tile.keys, to);
+    }
+
+    void store_dense_dbias(const Tile& tile) {
+        const Matrix<acc_t> sums{dense_tile_.data(), tile.rows, tile.keys, tile.keys};
+        store(sums, p_.dbias.data, p_.bias.dtype, offset_of(p_.dbias, tile, p_.heads), p_.dbias.row_stride);
+        std::fill(dense_tile_.begin(), dense_tile_.end(), acc_t(0));
+    }
+
     const BwdParams& p_;
-    int64_t group_;
-    bool writes_dbias_;
+    const Units& units_;
+    DqueryParts<acc_t>& dquery_;
+    int64_t group_, kv_heads_each_;
+    bool dense_dbias_, key_dbias_;
+    int64_t max_rows_, max_keys_;
     GradientTile<acc_t> tile_;
-    std::vector<acc_t> query_, dout_, key_, value_, dkey_, dvalue_;
-    std::vector<double> dbias_;  // sums over thousands of rows
+    std::vector<acc_t> query_, dout_, key_, value_, dkey_, dvalue_, dense_tile_;
+    std::vector<double> column_sums_;  // of thousands of rows
 };
 
 // D_i = <do_i, o_i> - dlse_i
@@ -252,38 +300,12 @@ void row_deltas(const BwdParams& p) {
 }
 
 template <typename acc_t>
-void row_gradients(const BwdParams& p) {
-    const BiasGroups groups(p);
-    const int64_t row_tiles = ceil_div(p.seqlen_q, kRows);
-    for_each_unit(groups.batches * groups.heads * row_tiles, [&] {
-        return [&p, &groups, row_tiles, unit = RowUnit<acc_t>(p, groups)](int64_t index) mutable {
-            // The last rows come first: under causality they are the longest.
-            const int64_t row = (row_tiles - 1 - index % row_tiles) * kRows;
-            const int64_t head = index / row_tiles % groups.heads * groups.heads_each;
-            const int64_t batch = index / row_tiles / groups.heads * groups.batches_each;
-            if (row < Sequence(p, batch).rows) unit(batch, head, row);
-        };
-    });
-}
-
-template <typename acc_t>
-void key_gradients(const BwdParams& p) {
-    const int64_t key_tiles = ceil_div(p.seqlen_k, kKeys);
-    for_each_unit(p.batch * p.kv_heads * key_tiles, [&] {
-        return [&p, key_tiles, unit = KeyUnit<acc_t>(p)](int64_t index) mutable {
-            const int64_t key = index % key_tiles * kKeys;
-            const int64_t kv_head = index / key_tiles % p.kv_heads;
-            const Sequence sequence(p, index / key_tiles / p.kv_heads);
-            if (key < sequence.keys) unit(sequence, kv_head, key);
-        };
-    });
-}
-
-template <typename acc_t>
 void run(const BwdParams& params) {
     row_deltas<acc_t>(params);
-    row_gradients<acc_t>(params);
-    key_gradients<acc_t>(params);
+    const Units units(params);
+    DqueryParts<acc_t> dquery(params, units);
+    for_each_unit(units.count(), [&] { return BackwardUnit<acc_t>(params, units, dquery); });
+    dquery.reduce();
 }
 
 }  // namespace

@@ -17,7 +17,10 @@ except ImportError:
     )
 
 ROOT = Path(__file__).parent
-CPU_SOURCES = ["csrc/flash_api.cpp", *(f"csrc/cpu/{name}.cpp" for name in ("linalg", "mha_bwd", "mha_fwd", "scores", "work"))]
+CPU_SOURCES = [
+    "csrc/flash_api.cpp",
+    *(f"csrc/cpu/{name}.cpp" for name in ("linalg", "mha_bwd", "mha_fwd", "scores", "work")),
+]
 
 # How at::vec is told which vector instructions it may use.
 CPU_CAPABILITY_FLAGS = {
@@ -41,7 +44,9 @@ def cpu_flags() -> list[str]:
 def require_compiler() -> None:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None and shutil.which("g++") is None:
-        sys.exit(f"flash_dmattn needs a C++17 compiler, and {compiler} was not found: on Debian or Ubuntu, apt install g++")
+        sys.exit(
+            f"flash_dmattn needs a C++17 compiler, and {compiler} was not found: on Debian or Ubuntu, apt install g++"
+        )
 
 
 building = any(command.startswith(("build", "bdist", "develop", "install", "editable")) for command in sys.argv[1:])

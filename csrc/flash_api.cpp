@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "cpu/attention.h"
 #include "params.h"
@@ -17,17 +18,21 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-#define CHECK_DEVICE(tensor, other)                                                                         \
-    TORCH_CHECK((tensor).device() == (other).device(), #tensor " must be on ", (other).device(), ", got ", \
-                (tensor).device())
-#define CHECK_DTYPE(tensor, dtype)                                                                          \
-    TORCH_CHECK_TYPE((tensor).scalar_type() == (dtype), #tensor " must be ", (dtype), ", got ", (tensor).scalar_type())
-#define CHECK_LAST_CONTIGUOUS(tensor)                                                                       \
-    TORCH_CHECK_VALUE((tensor).stride(-1) == 1 || (tensor).size(-1) <= 1, #tensor                           \
-                      " must be contiguous in its last dimension, got strides ", (tensor).strides())
-
 void check_shape(const Tensor& tensor, const char* name, at::IntArrayRef shape) {
     TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", tensor.sizes());
+}
+
+void check_dtype(const Tensor& tensor, const char* name, at::ScalarType dtype) {
+    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be ", dtype, ", got ", tensor.scalar_type());
+}
+
+void check_device(const Tensor& tensor, const char* name, const Tensor& query) {
+    TORCH_CHECK(tensor.device() == query.device(), name, " must be on ", query.device(), ", got ", tensor.device());
+}
+
+void check_last_contiguous(const Tensor& tensor, const char* name) {
+    TORCH_CHECK_VALUE(tensor.stride(-1) == 1 || tensor.size(-1) <= 1 || tensor.numel() == 0, name,
+                      " must be contiguous in its last dimension, got strides ", tensor.strides());
 }
 
 // Sequences of variable length; absent where the length is fixed.
@@ -134,34 +139,34 @@ void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tens
                       "query's head count must be a multiple of key's, got ", p.heads, " and ", p.kv_heads);
     TORCH_CHECK_VALUE(p.head_dim > 0 && p.head_dim <= 256 && p.head_dim % 8 == 0,
                       "query's head dimension must be a multiple of 8 up to 256, got ", p.head_dim);
-    for (const Tensor* tensor : {&key, &value}) {
-        CHECK_DTYPE(*tensor, query.scalar_type());
-        CHECK_DEVICE(*tensor, query);
-        CHECK_LAST_CONTIGUOUS(*tensor);
+    for (const auto& [tensor, name] : {std::pair(&query, "query"), std::pair(&key, "key"), std::pair(&value, "value")}) {
+        check_dtype(*tensor, name, query.scalar_type());
+        check_device(*tensor, name, query);
+        check_last_contiguous(*tensor, name);
     }
-    CHECK_LAST_CONTIGUOUS(query);
     p.query = rows_view(query, varlen.has_value());
     p.key = rows_view(key, varlen.has_value());
     p.value = rows_view(value, varlen.has_value());
 
     if (varlen) {
-        for (const Tensor* cu_seqlens : {&varlen->cu_seqlens_q, &varlen->cu_seqlens_k}) {
-            CHECK_DTYPE(*cu_seqlens, at::kInt);
-            CHECK_DEVICE(*cu_seqlens, query);
-            check_shape(*cu_seqlens, "cu_seqlens", {p.batch + 1});
-            TORCH_CHECK_VALUE(cu_seqlens->is_contiguous(), "cu_seqlens must be contiguous");
+        for (const auto& [tensor, name] : {std::pair(&varlen->cu_seqlens_q, "cu_seqlens_q"),
+                                           std::pair(&varlen->cu_seqlens_k, "cu_seqlens_k")}) {
+            check_dtype(*tensor, name, at::kInt);
+            check_device(*tensor, name, query);
+            check_shape(*tensor, name, {p.batch + 1});
+            check_last_contiguous(*tensor, name);
         }
         p.cu_seqlens_q = varlen->cu_seqlens_q.const_data_ptr<int32_t>();
         p.cu_seqlens_k = varlen->cu_seqlens_k.const_data_ptr<int32_t>();
     }
     if (mask) {
-        CHECK_DTYPE(*mask, at::kBool);
-        CHECK_DEVICE(*mask, query);
+        check_dtype(*mask, "mask", at::kBool);
+        check_device(*mask, "mask", query);
         check_pairs(*mask, "mask", p, varlen, total_q, total_k);
         p.mask = pair_view(*mask);
     }
     if (bias) {
-        CHECK_DEVICE(*bias, query);
+        check_device(*bias, "bias", query);
         check_pairs(*bias, "bias", p, varlen, total_q, total_k);
         static_cast<PairView&>(p.bias) = pair_view(*bias);
         p.bias.kind = p.bias.per_key ? BiasKind::kKey : BiasKind::kDense;
@@ -216,19 +221,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Te
     BwdParams p;
     fill(p, query, key, value, mask, bias, varlen, options);
     TORCH_CHECK_VALUE(!needs_dbias || bias, "a gradient of the bias was asked for, but there is no bias");
-    for (const Tensor* tensor : {&dout, &out}) {
-        check_shape(*tensor, "dout and out", query.sizes());
-        CHECK_DTYPE(*tensor, query.scalar_type());
-        CHECK_DEVICE(*tensor, query);
+    for (const auto& [tensor, name] : {std::pair(&dout, "dout"), std::pair(&out, "out")}) {
+        check_shape(*tensor, name, query.sizes());
+        check_dtype(*tensor, name, query.scalar_type());
+        check_device(*tensor, name, query);
     }
     const auto accumulation = query.options().dtype(accumulation_type(query));
-    for (const Tensor* tensor : {&dlse, &lse}) {
-        varlen ? check_shape(*tensor, "dlse and lse", {p.heads, query.size(0)})
-               : check_shape(*tensor, "dlse and lse", {p.batch, p.heads, p.seqlen_q});
-        CHECK_DTYPE(*tensor, accumulation_type(query));
-        CHECK_DEVICE(*tensor, query);
+    for (const auto& [tensor, name] : {std::pair(&dlse, "dlse"), std::pair(&lse, "lse")}) {
+        varlen ? check_shape(*tensor, name, {p.heads, query.size(0)})
+               : check_shape(*tensor, name, {p.batch, p.heads, p.seqlen_q});
+        check_dtype(*tensor, name, accumulation_type(query));
+        check_device(*tensor, name, query);
     }
     const bool is_varlen = varlen.has_value();
+    check_last_contiguous(out, "out");
+    check_last_contiguous(lse, "lse");
     const Tensor dout_rows = dout.stride(-1) == 1 ? dout : dout.contiguous();
     const Tensor dlse_rows = dlse.contiguous();
     const Tensor delta = at::empty_like(dlse_rows);

@@ -55,6 +55,36 @@ struct BiasView : PairView {
     DataType dtype = DataType::kFloat32;
 };
 
+// What a mask says of a tile.
+enum class TileKind : uint8_t { kEmpty, kMixed, kFull };
+
+// A bool mask as the CUDA kernels read it: packed to bits, and summarized in tiles of 64 rows by 64 keys. Rows, heads
+// and batches that the mask broadcasts are stored once. Made by pack_mask_cuda, shared by forward and backward. Tiles
+// that causality hides whole are kEmpty whatever the mask says, and their bits are undefined.
+struct PackedMask {
+    static constexpr int64_t kTile = 64;
+
+    // Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4, and bits beyond the keys are 0.
+    uint32_t* bits = nullptr;     // [{B|1}, heads, {Sq|1}, words]; of variable length [B, heads, 1, words] or [total_q, heads, words]
+    uint64_t* columns = nullptr;  // [{B|1}, heads, row_tiles, key_tiles]: bit j is 1 where a row of the tile sees key j of it
+    TileKind* kinds = nullptr;    // [{B|1}, heads, row_tiles, key_tiles]
+    int64_t bits_batch_stride = 0;  // counted in words
+    int64_t bits_head_stride = 0;
+    int64_t bits_row_stride = 0;    // 0 where every row is alike
+    int64_t tiles_batch_stride = 0;
+    int64_t tiles_head_stride = 0;
+    int64_t tiles_row_stride = 0;   // 0 where every row is alike, else key_tiles
+    int64_t batches = 1;
+    int64_t heads = 1;
+    int64_t row_tiles = 1;
+    int64_t key_tiles = 0;
+    int64_t words = 0;
+    int64_t bits_size = 0;   // numbers of elements to allocate
+    int64_t tiles_size = 0;
+
+    bool present() const { return bits != nullptr; }
+};
+
 // The problem: everything that forward and backward have in common.
 struct AttentionParams {
     int64_t batch = 0;
@@ -78,9 +108,15 @@ struct AttentionParams {
     RowStatView lse;
     MaskView mask;
     BiasView bias;
+    PackedMask packed_mask;  // of CUDA: stands in for `mask`, which then may be absent
 };
 
-struct FwdParams : AttentionParams {};
+struct FwdParams : AttentionParams {
+    // Of CUDA: the keys may be split among blocks, whose results are then combined.
+    int64_t splits = 1;
+    float* split_out = nullptr;  // [splits, B, H, Sq, D], scratch where splits > 1
+    float* split_lse = nullptr;  // [splits, B, H, Sq], log2
+};
 
 struct BwdParams : AttentionParams {
     RowsView dout;      // [B, Sq, H, D]

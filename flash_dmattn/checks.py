@@ -77,7 +77,7 @@ def check_pair_shape(name: str, tensor: Tensor, accepted: tuple[tuple[str, set[i
     """One dimension of a mask or bias after the other; `accepted` gives each its label and sizes."""
     layout = "(" + ", ".join(label for label, _ in accepted) + ")"
     require_ndim(name, tensor, layout)
-    for dim, (label, sizes) in enumerate(accepted):
+    for dim, (_, sizes) in enumerate(accepted):
         if tensor.shape[dim] not in sizes:
             some = " or ".join(str(size) for size in sorted(sizes))
             raise ValueError(f"{name} must be {layout}: dimension {dim} must be {some}, got shape {shape_of(tensor)}")
@@ -92,7 +92,9 @@ def check_bias_dtype(bias: Tensor, query: Tensor, one_row: bool) -> None:
     accepted = (query.dtype, torch.float32) if one_row and query.dtype != torch.float32 else (query.dtype,)
     if bias.dtype not in accepted:
         key_only = "" if one_row else " (float32 is accepted where the bias is one number a key)"
-        raise TypeError(f"attn_bias must be {' or '.join(map(names, zip(accepted)))}{key_only}, got {names([bias.dtype])}")
+        raise TypeError(
+            f"attn_bias must be {' or '.join(map(names, zip(accepted)))}{key_only}, got {names([bias.dtype])}"
+        )
 
 
 def check_scalars(softmax_scale: float | None, softcap: float) -> None:
@@ -101,7 +103,7 @@ def check_scalars(softmax_scale: float | None, softcap: float) -> None:
             continue
         if not isinstance(value, numbers.Real) and not isinstance(value, torch.SymFloat):
             raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-        if not math.isfinite(value):
+        if not -math.inf < value < math.inf:
             raise ValueError(f"{name} must be finite, got {value}")
     if softcap < 0:
         raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")

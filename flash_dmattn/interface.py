@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import backends, checks
-from .backends import reference
+from .backends import cpu, cuda, reference
 from .checks import Varlen
 
 HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
@@ -147,7 +147,13 @@ def flash_dmattn_varlen_func(
 
 
 def flash_dmattn_varlen_qkvpacked_func(
-    qkv: Tensor, attn_mask: Tensor | None, attn_bias: Tensor | None, cu_seqlens: Tensor, max_seqlen: int, *args, **kwargs
+    qkv: Tensor,
+    attn_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *args,
+    **kwargs,
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_varlen_func` of qkv (total, 3, H, D): query, key and value along the second dimension.
 
@@ -209,12 +215,13 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor |
 
 
 def kernels_for(query: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The compiled backend of the tensors' device."""
+    """The compiled backend of the tensors' device; it says itself where it was not built."""
     checks.require_tensor("query", query)
-    device = query.device.type
-    if device not in ("cpu", "cuda"):
-        raise RuntimeError(f"query must be on a cpu or cuda device, got {query.device}")
-    return backends.require(device).attention
+    if query.device.type == "cuda":
+        return cuda.attention
+    if query.device.type == "cpu":
+        return cpu.attention
+    raise RuntimeError(f"query must be on a cpu or cuda device, got {query.device}")
 
 
 def attend(
@@ -241,7 +248,9 @@ def attend(
         "is_causal": bool(is_causal),
         "softcap": softcap,
     }
-    out, lse = attention(*map(kernel_rows, (query, key, value)), mask, bias, **options, deterministic=bool(deterministic))
+    out, lse = attention(
+        *map(kernel_rows, (query, key, value)), mask, bias, **options, deterministic=bool(deterministic)
+    )
     out = out[..., : query.shape[-1]]
     if row_bias is not None:
         out, lse = add_row_bias(out, lse, row_bias)

@@ -46,6 +46,10 @@ def create_mask(
     _check_bias(attention_bias, batch_size, query_len, key_len)
     visible = _visible_keys(attention_mask, batch_size, query_len, key_len)
 
+    if visible is not None and visible.shape[1] not in (1, attention_bias.shape[1]) and attention_bias.shape[1] != 1:
+        raise ValueError(
+            f"attention_mask must have attention_bias's {attention_bias.shape[1]} heads, or 1, got {visible.shape[1]}"
+        )
     bias = attention_bias.detach()
     candidates = (bias > min_dtype) & visible if visible is not None else bias > min_dtype
     bias, candidates = torch.broadcast_tensors(bias, candidates)
@@ -82,7 +86,9 @@ def smooth_blocks(mask: Tensor, block_size: int) -> Tensor:
 
 def _check_bias(bias: Tensor, batch_size: int, query_len: int, key_len: int) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        raise TypeError(f"attention_bias must be a floating tensor, got {getattr(bias, 'dtype', bias.__class__.__name__)}")
+        raise TypeError(
+            f"attention_bias must be a floating tensor, got {getattr(bias, 'dtype', bias.__class__.__name__)}"
+        )
     _check_shape("attention_bias", bias, "({B|1}, {H|Hkv|1}, {Sq|1}, Sk)", batch_size, query_len, (key_len,))
 
 

@@ -137,9 +137,10 @@ void row_add(acc_t* x, const acc_t* y, int64_t n) {
 }
 
 template <typename acc_t>
-acc_t row_dot(const acc_t* x, const acc_t* y, int64_t n) {
-    return at::vec::map2_reduce_all<acc_t>([](Vec<acc_t> a, Vec<acc_t> b) { return a * b; },
-                                           [](Vec<acc_t> a, Vec<acc_t> b) { return a + b; }, x, y, n);
+double row_dot(const acc_t* x, const acc_t* y, int64_t n) {
+    double sum = 0;
+    for (int64_t j = 0; j < n; ++j) sum += static_cast<double>(x[j]) * y[j];
+    return sum;
 }
 
 template <typename acc_t>
@@ -179,7 +180,7 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
     template acc_t row_exp(acc_t*, acc_t, int64_t);                                                                  \
     template void row_scale(acc_t*, acc_t, int64_t);                                                                 \
     template void row_add(acc_t*, const acc_t*, int64_t);                                                            \
-    template acc_t row_dot(const acc_t*, const acc_t*, int64_t);                                                     \
+    template double row_dot(const acc_t*, const acc_t*, int64_t);                                                    \
     template void row_add_bias(acc_t*, const acc_t*, int64_t);                                                       \
     template void row_dx(acc_t*, const acc_t*, acc_t, int64_t);                                                      \
     template void row_softcap(acc_t*, acc_t*, acc_t, int64_t);

@@ -47,8 +47,9 @@ template <typename acc_t>
 void row_scale(acc_t* x, acc_t factor, int64_t n);
 template <typename acc_t>
 void row_add(acc_t* x, const acc_t* y, int64_t n);
+// In float64: D_i = <do_i, o_i> is about to be subtracted from numbers of its own size.
 template <typename acc_t>
-acc_t row_dot(const acc_t* x, const acc_t* y, int64_t n);
+double row_dot(const acc_t* x, const acc_t* y, int64_t n);
 // x += bias, but -inf where the bias is -inf: chosen, not added, for the score of an invisible pair may be NaN.
 template <typename acc_t>
 void row_add_bias(acc_t* x, const acc_t* bias, int64_t n);

@@ -23,13 +23,17 @@ def why_unavailable() -> str | None:
     return None
 
 
-def refuse_unsupported(query: Tensor, deterministic: bool) -> None:
+def refuse_unsupported(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, deterministic: bool) -> None:
+    tensors = [x for x in (query, key, value, bias) if x is not None]
+    if query.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError("the backend 'flex' has no gradients on the CPU; use it under torch.no_grad() or on CUDA")
     if deterministic:
         raise ValueError("the backend 'flex' has no deterministic gradient of the bias; pass deterministic=False")
     if query.dtype == torch.float64 and query.device.type == "cuda":
         raise TypeError("the backend 'flex' takes float16, bfloat16 and float32 on CUDA, got float64")
-    if query.numel() == 0:
-        raise ValueError(f"the backend 'flex' takes no empty tensors, got query of shape {tuple(query.shape)}")
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.numel() == 0:
+            raise ValueError(f"the backend 'flex' takes no empty tensors, got {name} of shape {tuple(tensor.shape)}")
 
 
 def entry(pairs: Tensor, heads: int):
@@ -39,9 +43,8 @@ def entry(pairs: Tensor, heads: int):
 
     def at(b, h, i, j):
         zero = torch.zeros_like(b)
-        return pairs[
-            b if batches > 1 else zero, h // group if group < heads else zero, i if rows > 1 else zero, j if cols > 1 else zero
-        ]
+        head = h // group if group < heads else zero
+        return pairs[b if batches > 1 else zero, head, i if rows > 1 else zero, j if cols > 1 else zero]
 
     return at
 
@@ -66,7 +69,7 @@ def score_mod_of(bias: Tensor | None, softcap: float, heads: int):
     return None if bias is None and softcap <= 0 else score_mod
 
 
-def block_mask_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, make=None):
+def block_mask_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool):
     """The BlockMask of a bool mask and causality, or None where every pair is visible."""
     if mask is None and not is_causal:
         return None
@@ -81,8 +84,8 @@ def block_mask_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bo
 
     per_batch = batch if mask is not None and mask.shape[0] > 1 else None
     per_head = heads if mask is not None and mask.shape[1] > 1 else None
-    make = make or functions(query.device.type == "cuda")[1]
-    return make(mask_mod, per_batch, per_head, seqlen_q, seqlen_k, device=query.device)
+    _, create_block_mask = functions(query.device.type == "cuda")
+    return create_block_mask(mask_mod, per_batch, per_head, seqlen_q, seqlen_k, device=query.device)
 
 
 def attention(
@@ -101,9 +104,7 @@ def attention(
     """out (B, Sq, H, D) and lse (B, H, Sq); `block_mask` spares making it anew from `mask` and `is_causal`."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    refuse_unsupported(query, deterministic)
-    if key.shape[1] == 0:
-        raise ValueError(f"the backend 'flex' takes no empty tensors, got key of shape {tuple(key.shape)}")
+    refuse_unsupported(query, key, value, bias, deterministic)
     heads, kv_heads = query.shape[2], key.shape[2]
     flex_attention, _ = functions(query.device.type == "cuda")
     with warnings.catch_warnings():

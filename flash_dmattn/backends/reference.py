@@ -58,10 +58,7 @@ def probabilities(
     # A row that sees nothing is kept out of the softmax, whose gradient there is NaN.
     empty = ~visible.any(dim=-1)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(empty[..., None], 0)
-    if scores.shape[-1] == 0:
-        lse = scores.new_full(scores.shape[:-1], -torch.inf)
-    else:
-        lse = torch.logsumexp(scores, dim=-1)
+    lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.sum(dim=-1)
     probs = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)
     return probs, lse.masked_fill(empty, -torch.inf), visible
 

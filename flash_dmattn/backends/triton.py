@@ -807,4 +807,4 @@ def attention(
             f"the backend 'triton' takes tensors on a GPU, got query on {query.device}; "
             "set TRITON_INTERPRET=1 before it is imported to run its kernels in Triton's interpreter"
         )
-    return _Attention.apply(query, key, value, mask, bias, softmax_scale, is_causal, softcap)
+    return _Attention.apply(query, key, value, mask, bias, float(softmax_scale), bool(is_causal), float(softcap))

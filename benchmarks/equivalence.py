@@ -1,0 +1,279 @@
+"""Compares the backends with the float64 reference: what forward_equivalence.py and backward_equivalence.py share.
+
+An output is right where
+
+    max|ours - ref64| <= 2 max|eager - ref64| + slack
+
+ref64 being the `reference` backend in float64, and eager the same backend in the dtype that is tested.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from problem import (
+    DTYPES,
+    Inputs,
+    Problem,
+    all_minus_inf_at_head,
+    blank_head,
+    blank_rows,
+    blank_tiles,
+    make_inputs,
+    nothing_visible,
+    padded,
+    some_minus_inf,
+    surrounded,
+)
+from report import REFUSALS, argument_parser, console, describe, environment, parse, progress, sentence, write_json
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from flash_dmattn import backends, flash_dmattn_func_auto
+
+SLACK = {torch.float16: 1e-5, torch.bfloat16: 1e-5, torch.float32: 1e-6, torch.float64: 1e-12}
+GRADIENTS = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias"}
+
+PASS, MISS, NOT_SUPPORTED = "PASS", "MISS", "not supported"
+STYLES = {PASS: "green", MISS: "bold red", NOT_SUPPORTED: "yellow"}
+
+
+def configurations(size: str) -> list[Problem]:
+    """The table of what is compared. `size` sets the lengths: several tiles of every backend, none whole at the end."""
+    short, long = {"small": (41, 70), "full": (255, 1000)}[size]
+    base = Problem("", batch=2, heads=4, kv_heads=2, seqlen_q=long, seqlen_k=long, head_dim=32)
+
+    def config(name: str, **changes) -> Problem:
+        return replace(base, name=name, **changes)
+
+    key_bias = {"bias": "B Hkv 1 Sk"}
+    wide, tall = {"seqlen_q": short}, {"seqlen_k": short}
+    small_heads = {"batch": 1, "heads": 2, "kv_heads": 1}
+    return [
+        config("plain"),
+        config("causal", is_causal=True),
+        config("scale", softmax_scale=0.7),
+        config("softcap", softcap=2.0),
+        config("softcap, causal, key bias", softcap=2.0, is_causal=True, **key_bias),
+        config("softcap, mask, dense bias", softcap=2.0, mask="B H Sq Sk", bias="1 H Sq Sk"),
+        config("lse unused, key bias", uses_lse=False, **key_bias),
+        # Lengths
+        config("more keys than rows", **wide),
+        config("more keys than rows, causal", is_causal=True, **wide, **key_bias),
+        config("more rows than keys", **tall),
+        config("more rows than keys, causal", is_causal=True, **tall, **key_bias),
+        config("one row", seqlen_q=1),
+        config("one row, causal, key bias", seqlen_q=1, is_causal=True, **key_bias),
+        config("one row, dense bias", seqlen_q=1, mask="B Hkv Sq Sk", bias="B H Sq Sk"),
+        config("one key", seqlen_k=1, **key_bias),
+        config("no rows", seqlen_q=0, **key_bias),
+        config("no keys", seqlen_k=0, **key_bias),
+        config("no batch", batch=0, bias="1 1 Sq Sk"),
+        *(
+            config(f"length {n}", seqlen_q=n, seqlen_k=n, is_causal=True, **small_heads, **key_bias)
+            for n in (2, 7, 63, 64, 65, 127, 129, 255)
+        ),
+        # Heads
+        *(
+            config(f"heads {heads}/{kv_heads}", batch=1, heads=heads, kv_heads=kv_heads, is_causal=True, **key_bias)
+            for heads, kv_heads in ((3, 3), (4, 1), (6, 3), (8, 1), (8, 2))
+        ),
+        *(
+            config(f"head dim {head_dim}", head_dim=head_dim, is_causal=True, **small_heads, **key_bias)
+            for head_dim in (8, 12, 40, 64, 80, 96, 128, 192, 200, 256)
+        ),
+        # Masks
+        *(
+            config(f"mask [{mask}]", mask=mask)
+            for mask in ("B H Sq Sk", "B Hkv Sq Sk", "B 1 Sq Sk", "1 H Sq Sk", "1 1 Sq Sk", "1 Hkv 1 Sk", "B H Sq 1")
+        ),
+        config("mask, causal", mask="B Hkv Sq Sk", is_causal=True),
+        config("mask and key bias, more keys", mask="B Hkv Sq Sk", **key_bias, **wide),
+        config("mask and dense bias, more rows", mask="1 H Sq Sk", bias="B 1 Sq Sk", **tall),
+        config("padding", mask="B 1 1 Sk", mask_values=padded),
+        config("padding, causal, key bias", mask="B 1 1 Sk", mask_values=padded, is_causal=True, **key_bias),
+        # Biases
+        *(
+            config(f"bias [{bias}]", bias=bias)
+            for bias in ("B H 1 Sk", "B Hkv 1 Sk", "B 1 1 Sk", "1 H 1 Sk", "1 1 1 Sk")
+        ),
+        config("bias [B Hkv 1 Sk] float32", bias_dtype=torch.float32, **key_bias),
+        config("bias [1 1 1 Sk] float32, causal", bias="1 1 1 Sk", bias_dtype=torch.float32, is_causal=True),
+        *(
+            config(f"bias [{bias}]", bias=bias)
+            for bias in ("B H Sq Sk", "B Hkv Sq Sk", "1 H Sq Sk", "B 1 Sq Sk", "1 Hkv Sq Sk", "1 1 Sq Sk")
+        ),
+        config("bias [1 H Sq Sk], causal, more keys", bias="1 H Sq Sk", is_causal=True, **wide),
+        config("bias constant along the keys [B H Sq 1]", bias="B H Sq 1"),
+        config("bias constant along the keys [1 Hkv 1 1]", bias="1 Hkv 1 1", is_causal=True),
+        # Dynamic masks: each row sees the keys of largest bias
+        config("top-w", window=16, **key_bias),
+        config("top-w, causal, float32 bias", window=16, is_causal=True, bias_dtype=torch.float32, **key_bias),
+        config("top-w, dense bias", window=16, bias="B H Sq Sk"),
+        config("top-w, one row", window=16, seqlen_q=1, is_causal=True, **key_bias),
+        # Nothing visible
+        config("rows see nothing", mask="B H Sq Sk", mask_values=blank_rows, **key_bias),
+        config("tiles see nothing", mask="B Hkv Sq Sk", mask_values=blank_tiles, bias="1 H Sq Sk"),
+        config("a head sees nothing", mask="1 Hkv Sq Sk", mask_values=blank_head, **key_bias),
+        config("nothing is visible", mask="B 1 1 Sk", mask_values=nothing_visible, bias="B H Sq Sk"),
+        config("-inf in the key bias", bias_values=some_minus_inf, **key_bias),
+        config("-inf in the dense bias, causal", bias="1 H Sq Sk", bias_values=some_minus_inf, is_causal=True),
+        config("-inf in the bias of all rows", bias="B H Sq 1", bias_values=some_minus_inf),
+        config("a head's bias is -inf", bias="B Hkv Sq Sk", bias_values=all_minus_inf_at_head),
+    ]
+
+
+def forward_outputs(attention: Callable, inputs: Inputs) -> dict[str, Tensor]:
+    with torch.no_grad():
+        out, lse = inputs.attend(attention)
+    return {"out": out, "lse": lse}
+
+
+def backward_outputs(attention: Callable, inputs: Inputs) -> dict[str, Tensor]:
+    """The forward's outputs and every gradient."""
+    inputs = inputs.requiring_grad()
+    out, lse = inputs.attend(attention)
+    loss_terms = [(out, inputs.dout), (lse, inputs.dlse)] if inputs.problem.uses_lse else [(out, inputs.dout)]
+    # Without keys there may be nothing to differentiate. A gradient that is missing elsewhere is zero, hence a miss.
+    outputs, their_gradients = zip(*(term for term in loss_terms if term[0].requires_grad))
+    leaves = inputs.leaves()
+    gradients = torch.autograd.grad(outputs, leaves.values(), their_gradients, materialize_grads=True)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(map(GRADIENTS.get, leaves), gradients))}
+
+
+OutputsOf = Callable[[Callable, Inputs], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    error: float
+    tolerance: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    config: str
+    backend: str
+    verdict: str
+    reason: str = ""  # why not supported, or the error that made it a miss
+    outputs: dict[str, Deviation] = field(default_factory=dict)
+
+    def worst(self) -> str:
+        return max(self.outputs, key=lambda name: self.outputs[name].ratio)
+
+
+def max_error(values: Tensor, exact: Tensor) -> float:
+    """max|values - exact|, -inf being equal to -inf; infinite where a value is NaN or has no business being infinite."""
+    if values.shape != exact.shape:
+        return math.inf
+    values = values.double()
+    difference = (values - exact).abs().masked_fill(values == exact, 0)
+    return difference.nan_to_num(nan=math.inf).max().item() if difference.numel() else 0.0
+
+
+def deviation(ours: Tensor, eager: Tensor, exact: Tensor, slack: float) -> Deviation:
+    error, eager_error = max_error(ours, exact), max_error(eager, exact)
+    # An eager result that overflowed must not excuse everything.
+    tolerance = slack + (2 * eager_error if math.isfinite(eager_error) else 0)
+    return Deviation(error, tolerance, error / tolerance)
+
+
+def compare(
+    backend: str, inputs: Inputs, outputs_of: OutputsOf, eager: dict[str, Tensor], exact: dict[str, Tensor]
+) -> Outcome:
+    config = inputs.problem.name
+    try:
+        ours = outputs_of(flash_dmattn_func_auto(backend), inputs)
+    except REFUSALS as error:
+        return Outcome(config, backend, NOT_SUPPORTED, sentence(error))
+    except Exception as error:
+        return Outcome(config, backend, MISS, f"{type(error).__name__}: {sentence(error)}")
+    slack = SLACK[inputs.query.dtype]
+    outputs = {name: deviation(ours[name], eager[name], exact[name], slack) for name in exact}
+    missed = any(not output.ratio <= 1 for output in outputs.values())
+    return Outcome(config, backend, MISS if missed else PASS, outputs=outputs)
+
+
+def compare_all(
+    problems: list[Problem], names: list[str], outputs_of: OutputsOf, dtype: torch.dtype, device: str, seed: int, on
+) -> list[Outcome]:
+    reference = flash_dmattn_func_auto("reference")
+    outcomes = []
+    with progress(on) as bar:
+        task = bar.add_task("", total=len(problems) * len(names))
+        for problem in problems:
+            # What FlexAttention compiled for one problem is of no use to the next, and counts against its limit.
+            torch.compiler.reset()
+            inputs = make_inputs(problem, dtype, device, seed).map(surrounded)
+            eager = outputs_of(reference, inputs)
+            exact = outputs_of(reference, inputs.map(lambda x: x.double() if x.is_floating_point() else x))
+            for name in names:
+                bar.update(task, description=f"{name}: {problem.name}")
+                outcomes.append(compare(name, inputs, outputs_of, eager, exact))
+                bar.advance(task)
+    return outcomes
+
+
+def cell(outcome: Outcome, show_outputs: bool) -> str:
+    verdict = f"[{STYLES[outcome.verdict]}]{outcome.verdict}[/]"
+    if not outcome.outputs:
+        return f"{verdict}: {escape(outcome.reason)}"
+    worst = outcome.worst()
+    ratios = {name: output.ratio for name, output in outcome.outputs.items() if show_outputs or name == worst}
+    return f"{verdict} " + "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+
+
+def table(outcomes: list[Outcome], names: list[str], show_outputs: bool) -> Table:
+    shown = "every output's" if show_outputs else "the worst output's"
+    table = Table("configuration", *names, title=f"{shown} error / tolerance", title_justify="left")
+    by_config: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        by_config.setdefault(outcome.config, []).append(cell(outcome, show_outputs))
+    for config, cells in by_config.items():
+        table.add_row(escape(config), *cells)
+    return table
+
+
+def default_backends(device: str) -> list[str]:
+    """Every available one that runs on the device; the reference is what they are compared with."""
+    other_device = "cuda" if device == "cpu" else "cpu"
+    return [name for name in backends.get_available_backends() if name not in ("reference", other_device)]
+
+
+def main(outputs_of: OutputsOf, description: str, arguments: list[str] | None = None) -> int:
+    """The exit status: 1 where something missed, or where nothing was compared."""
+    parser = argument_parser(description)
+    parser.add_argument("--dtype", choices=DTYPES, help="(default: float32 on the CPU, bfloat16 on CUDA)")
+    parser.add_argument("--size", choices=["small", "full"], help="of the inputs (default: small on the CPU)")
+    parser.add_argument("--config", default="", metavar="TEXT", help="only the configurations whose name has this in it")
+    parser.add_argument("--outputs", action="store_true", help="show every output, not only the worst")
+    options = parse(parser, arguments)
+    on_cpu = options.device == "cpu"
+    dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
+    size = options.size or ("small" if on_cpu else "full")
+    names = options.backend or default_backends(options.device)
+    problems = [problem for problem in configurations(size) if options.config in problem.name]
+    if not problems:
+        parser.error(f"--config: no configuration has {options.config!r} in its name")
+
+    on, where = console(), environment(options.device)
+    on.print(f"{dtype}, {size}; {describe(where)}", highlight=False)
+    for name in backends.NAMES:
+        if (reason := backends.load(name).why_unavailable()) is not None:
+            on.print(f"[yellow]{name} is not available:[/] {escape(reason)}")
+    outcomes = compare_all(problems, names, outputs_of, DTYPES[dtype], options.device, options.seed, on)
+    on.print(table(outcomes, names, options.outputs))
+
+    counts = {verdict: sum(outcome.verdict == verdict for outcome in outcomes) for verdict in STYLES}
+    on.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    if options.json:
+        write_json(options.json, where, dtype=dtype, size=size, seed=options.seed, outcomes=list(map(asdict, outcomes)))
+    if not counts[PASS] and not counts[MISS]:
+        on.print("[bold red]nothing was compared[/]")
+        return 1
+    return 1 if counts[MISS] else 0

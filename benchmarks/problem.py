@@ -1,0 +1,177 @@
+"""One attention problem, by its sizes and by what its mask and bias are, and the tensors that make it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flash_dmattn import create_mask
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+# What a mask holds, made from uniform random numbers of its shape.
+
+
+def half_visible(uniform: Tensor) -> Tensor:
+    return uniform < 0.5
+
+
+def padded(uniform: Tensor) -> Tensor:
+    """The keys up to a random length, at least one of them."""
+    positions = torch.arange(uniform.shape[-1], device=uniform.device)
+    return positions <= uniform[..., :1] * uniform.shape[-1]
+
+
+def blank_rows(uniform: Tensor) -> Tensor:
+    mask = half_visible(uniform)
+    mask[:, :, ::3] = False
+    return mask
+
+
+def blank_tiles(uniform: Tensor) -> Tensor:
+    """The first half of the rows sees nothing, and nobody sees the first half of the keys."""
+    mask = half_visible(uniform)
+    mask[:, :, : mask.shape[2] // 2] = False
+    mask[..., : mask.shape[3] // 2] = False
+    return mask
+
+
+def blank_head(uniform: Tensor) -> Tensor:
+    mask = half_visible(uniform)
+    mask[:, 0] = False
+    return mask
+
+
+def nothing_visible(uniform: Tensor) -> Tensor:
+    return torch.zeros_like(uniform, dtype=torch.bool)
+
+
+# What a bias holds, made from normal random numbers of its shape.
+
+
+def unchanged(normal: Tensor) -> Tensor:
+    return normal
+
+
+def some_minus_inf(normal: Tensor) -> Tensor:
+    return normal.masked_fill(normal < -0.5, -torch.inf)
+
+
+def all_minus_inf_at_head(normal: Tensor) -> Tensor:
+    bias = some_minus_inf(normal)
+    bias[:, 0] = -torch.inf
+    return bias
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Masks and biases are described by their shapes, as "B Hkv Sq Sk" or "1 H 1 Sk"."""
+
+    name: str
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    is_causal: bool = False
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    mask: str | None = None
+    mask_values: Callable[[Tensor], Tensor] = half_visible
+    bias: str | None = None
+    bias_values: Callable[[Tensor], Tensor] = unchanged
+    bias_dtype: torch.dtype | None = None  # None: query's
+    window: int | None = None  # how many keys of largest bias a row sees, instead of `mask`
+    uses_lse: bool = True  # whether lse has a gradient
+
+    def shape_of(self, layout: str) -> tuple[int, ...]:
+        sizes = {"B": self.batch, "H": self.heads, "Hkv": self.kv_heads, "Sq": self.seqlen_q, "Sk": self.seqlen_k}
+        return tuple(sizes.get(label) if label != "1" else 1 for label in layout.split())
+
+
+@dataclass(frozen=True)
+class Inputs:
+    problem: Problem
+    query: Tensor  # (B, Sq, H, D)
+    key: Tensor  # (B, Sk, Hkv, D)
+    value: Tensor  # (B, Sk, Hkv, D)
+    mask: Tensor | None
+    bias: Tensor | None
+    dout: Tensor  # (B, Sq, H, D)
+    dlse: Tensor  # (B, H, Sq)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:
+        """`function` applied to every tensor."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: function(tensor) for name, tensor in tensors.items()})
+
+    def requiring_grad(self) -> Inputs:
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in self.leaves().items()}
+        return replace(self, **leaves)
+
+    def leaves(self) -> dict[str, Tensor]:
+        """What has a gradient, by name."""
+        leaves = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias}
+        return {name: tensor for name, tensor in leaves.items() if tensor is not None}
+
+    def attend(self, attention: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a function with `flash_dmattn_func`'s arguments."""
+        return attention(
+            *(self.query, self.key, self.value, self.mask, self.bias),
+            softmax_scale=self.problem.softmax_scale,
+            is_causal=self.problem.is_causal,
+            softcap=self.problem.softcap,
+            return_lse=True,
+        )
+
+
+def make_inputs(problem: Problem, dtype: torch.dtype, device: str, seed: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    rows = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim)
+    keys = (problem.batch, problem.seqlen_k, problem.kv_heads, problem.head_dim)
+    query, key, value, dout = normal(*rows), normal(*keys), normal(*keys), normal(*rows)
+    dlse = normal(*problem.shape_of("B H Sq"), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+    mask = bias = None
+    if problem.bias is not None:
+        bias = problem.bias_values(normal(*problem.shape_of(problem.bias), dtype=problem.bias_dtype or dtype))
+    if problem.mask is not None:
+        uniform = torch.rand(problem.shape_of(problem.mask), generator=generator, device=device)
+        mask = problem.mask_values(uniform)
+    elif problem.window is not None:
+        mask = dynamic_mask(problem, bias)
+    return Inputs(problem, query, key, value, mask, bias, dout, dlse)
+
+
+def causal_pairs(problem: Problem, device: torch.device) -> Tensor:
+    """bool (1, 1, Sq, Sk)"""
+    pairs = torch.ones(1, 1, problem.seqlen_q, problem.seqlen_k, dtype=torch.bool, device=device)
+    return pairs.tril(problem.seqlen_k - problem.seqlen_q)
+
+
+def dynamic_mask(problem: Problem, bias: Tensor) -> Tensor:
+    """The `window` keys of largest bias that each row may see."""
+    allowed = causal_pairs(problem, bias.device) if problem.is_causal else None
+    sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k)
+    return create_mask(bias, allowed, *sizes, problem.window, torch.finfo(bias.dtype).min)
+
+
+def surrounded(tensor: Tensor) -> Tensor:
+    """The same values as a slice of a larger buffer that holds NaN (True in a mask) everywhere else.
+
+    Whatever reads beyond the tensor then shows it. The last dimension's margin keeps rows aligned to 16 bytes.
+    """
+    margins = [1] * (tensor.ndim - 1) + [8]
+    sizes = [size + 2 * margin for size, margin in zip(tensor.shape, margins)]
+    buffer = tensor.new_full(sizes, True if tensor.dtype == torch.bool else torch.nan)
+    inside = buffer[tuple(slice(margin, margin + size) for size, margin in zip(tensor.shape, margins))]
+    return inside.copy_(tensor)

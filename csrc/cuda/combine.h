@@ -1,0 +1,12 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../params.h"
+
+namespace flash_dmattn::cuda {
+
+// out and lse from split_out and split_lse.
+void combine_splits(const FwdParams& params, cudaStream_t stream);
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,66 @@
+// The running maximum and sum of every row of a block, and what they do to the output so far.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace flash_dmattn::cuda {
+
+// Of a warp's kMTiles * 16 rows; the layout is that of pairs.cuh, and index [2 m + h] of an array is row 16 m + 8 h +
+// lane / 4. Scores times `to_log2` are exponents of 2.
+template <int kMTiles>
+struct OnlineSoftmax {
+    float max[kMTiles * 2];
+    float sum[kMTiles * 2];  // of this lane's columns alone
+
+    __device__ OnlineSoftmax() {
+#pragma unroll
+        for (int i = 0; i < kMTiles * 2; ++i) {
+            max[i] = -kInfinity;
+            sum[i] = 0;
+        }
+    }
+
+    // Scores to exp(score - the row's largest so far); what was summed before is brought to the new largest.
+    template <int kNTiles, int kOutTiles>
+    __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float (&out)[kMTiles][kOutTiles][4],
+                                           float to_log2) {
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int i = 2 * m + h;
+                float largest = max[i];
+#pragma unroll
+                for (int n = 0; n < kNTiles; ++n)
+                    largest = fmaxf(largest, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+                largest = row_max(largest);
+                const float shift = largest == -kInfinity ? 0.f : largest * to_log2;  // no -inf - -inf
+                const float correction = fast_exp2(max[i] * to_log2 - shift);
+                max[i] = largest;
+                sum[i] *= correction;
+#pragma unroll
+                for (int n = 0; n < kOutTiles; ++n) {
+                    out[m][n][2 * h] *= correction;
+                    out[m][n][2 * h + 1] *= correction;
+                }
+#pragma unroll
+                for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& x = scores[m][n][2 * h + e];
+                        x = fast_exp2(fmaf(x, to_log2, -shift));
+                        sum[i] += x;
+                    }
+            }
+    }
+
+    // 1 / sum of row [i] and its lse as a power of 2; 0 and -inf where nothing was visible.
+    __device__ __forceinline__ float finish(int i, float to_log2, float& lse) {
+        const float total = row_sum(sum[i]);
+        const bool empty = max[i] == -kInfinity && total == 0;
+        lse = empty ? -kInfinity : max[i] * to_log2 + log2f(total);
+        return empty ? 0.f : 1.f / total;
+    }
+};
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,50 @@
+// Where one batch element's rows and keys lie, of fixed and of variable length; the CUDA twin of csrc/cpu/work.h.
+#pragma once
+
+#include "../../params.h"
+
+namespace flash_dmattn::cuda {
+
+struct Sequence {
+    int batch;
+    int first_row;  // 0 of fixed length
+    int rows;
+    int first_key;
+    int keys;
+
+    __device__ Sequence(const AttentionParams& p, int b)
+        : batch(b), first_row(0), rows(static_cast<int>(p.seqlen_q)), first_key(0), keys(static_cast<int>(p.seqlen_k)) {
+        if (p.cu_seqlens_q != nullptr) {
+            first_row = p.cu_seqlens_q[b];
+            rows = p.cu_seqlens_q[b + 1] - first_row;
+            first_key = p.cu_seqlens_k[b];
+            keys = p.cu_seqlens_k[b + 1] - first_key;
+        }
+    }
+
+    // Row i sees the keys [0, causal_end(i)), aligned to the bottom right corner.
+    __device__ int causal_end(int row) const { return min(max(row + 1 + keys - rows, 0), keys); }
+    // Key j is seen by the rows [causal_begin(j), rows).
+    __device__ int causal_begin(int key) const { return min(max(key - keys + rows, 0), rows); }
+    // The keys that causality and the length leave to a row.
+    __device__ int keys_of(int row, bool is_causal) const { return is_causal ? causal_end(row) : keys; }
+};
+
+// Offsets of the first row (or key) of a sequence, for one head; add `row * row_stride`.
+__device__ __forceinline__ int64_t query_offset(const RowsView& view, const Sequence& s, int head) {
+    return s.batch * view.batch_stride + s.first_row * view.row_stride + head * view.head_stride;
+}
+__device__ __forceinline__ int64_t key_offset(const RowsView& view, const Sequence& s, int head) {
+    return s.batch * view.batch_stride + s.first_key * view.row_stride + head * view.head_stride;
+}
+__device__ __forceinline__ int64_t stat_offset(const RowStatView& view, const Sequence& s, int head) {
+    return s.batch * view.batch_stride + head * view.head_stride + s.first_row;
+}
+// Of variable length the pairs of a sequence start at its first key where there is one number a key, else at its
+// first row. Add `row * row_stride + key * col_stride`.
+__device__ __forceinline__ int64_t pair_offset(const PairView& view, const Sequence& s, int head, int64_t heads) {
+    return (view.batches > 1 ? s.batch * view.batch_stride : 0) + head / (heads / view.heads) * view.head_stride +
+           (view.per_key ? s.first_key * view.col_stride : s.first_row * view.row_stride);
+}
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,121 @@
+// Which tiles a block visits: those that the mask leaves a pair of, in ascending order.
+#pragma once
+
+#include "ptx.cuh"
+#include "sequence.cuh"
+
+namespace flash_dmattn::cuda {
+
+// What is known of a tile before any of its pairs is read. Bit j % 32 of columns[j / 32]: may a row see key j of it.
+template <int kKeys>
+struct TileSummary {
+    static constexpr int kWords = kKeys / 32;
+    bool empty;
+    bool full;
+    uint32_t columns[kWords];
+};
+
+// The word `word` of a bit vector whose first `limit` bits are 1.
+__device__ __forceinline__ uint32_t bits_below(int limit, int word) {
+    const int bits = limit - word * 32;
+    return bits >= 32 ? ~0u : bits <= 0 ? 0u : (1u << bits) - 1;
+}
+
+// A mask's 64x64 summaries of one batch and head, read a kernel's tile at a time.
+template <int kRows, int kKeys>
+class MaskSummaries {
+public:
+    static_assert(kRows % PackedMask::kTile == 0 && kKeys % PackedMask::kTile == 0);
+
+    __device__ MaskSummaries(const AttentionParams& p, const Sequence& s, int head)
+        : mask_(p.packed_mask), present_(p.packed_mask.bits != nullptr) {
+        if (!present_) return;
+        const int64_t mask_head = head / (p.heads / mask_.heads);
+        offset_ = s.batch * mask_.tiles_batch_stride + mask_head * mask_.tiles_head_stride;
+        row_tiles_ = ceil_div(s.rows, static_cast<int>(PackedMask::kTile));
+    }
+
+    // Of the rows [first_row, last_row] and the keys [key_tile * kKeys, (key_tile + 1) * kKeys). Without a mask, and
+    // before causality and lengths are asked, every pair is visible.
+    __device__ TileSummary<kKeys> of(int first_row, int last_row, int64_t key_tile) const {
+        constexpr int kTile = PackedMask::kTile, kAcross = kKeys / kTile;
+        TileSummary<kKeys> summary;
+        summary.full = true;
+#pragma unroll
+        for (int w = 0; w < TileSummary<kKeys>::kWords; ++w) summary.columns[w] = present_ ? 0 : ~0u;
+        if (present_) {
+            const int rows = mask_.tiles_row_stride == 0 ? 0 : last_row / kTile;
+            for (int row = mask_.tiles_row_stride == 0 ? 0 : first_row / kTile; row <= rows; ++row) {
+#pragma unroll
+                for (int k = 0; k < kAcross; ++k) {
+                    const int64_t key = key_tile * kAcross + k;
+                    if (key >= mask_.key_tiles) continue;
+                    const int64_t at = offset_ + row * mask_.tiles_row_stride + key;
+                    const uint64_t columns = mask_.columns[at];
+                    summary.full &= mask_.kinds[at] == TileKind::kFull;
+                    summary.columns[2 * k] |= static_cast<uint32_t>(columns);
+                    summary.columns[2 * k + 1] |= static_cast<uint32_t>(columns >> 32);
+                }
+            }
+        }
+        uint32_t any = 0;
+#pragma unroll
+        for (int w = 0; w < TileSummary<kKeys>::kWords; ++w) any |= summary.columns[w];
+        summary.empty = any == 0;
+        return summary;
+    }
+
+private:
+    const PackedMask& mask_;
+    bool present_;
+    int64_t offset_ = 0;
+    int row_tiles_ = 0;
+};
+
+// Visits the tiles of [begin, end) that are not empty. A warp asks for the summaries of 32 tiles at once, one a lane, so
+// that the main loop waits for memory once every 32 tiles. All lanes of a warp call together, and every warp of a block
+// sees the same sequence.
+template <int kKeys, typename Summarize>
+class TileScan {
+public:
+    __device__ TileScan(int begin, int end, const Summarize& summarize)
+        : summarize_(summarize), next_window_(begin), end_(end) {}
+
+    // Whether there is another tile; then its index, whether it is full, and its columns.
+    __device__ __forceinline__ bool next(int& index, TileSummary<kKeys>& summary) {
+        while (pending_ == 0) {
+            if (next_window_ >= end_) return false;
+            look_ahead();
+        }
+        const int lane = __ffs(pending_) - 1;
+        pending_ &= pending_ - 1;
+        index = next_window_ - 32 + lane;
+        summary.empty = false;
+        summary.full = full_ >> lane & 1;
+#pragma unroll
+        for (int w = 0; w < TileSummary<kKeys>::kWords; ++w)
+            summary.columns[w] = __shfl_sync(~0u, columns_[w], lane);
+        return true;
+    }
+
+private:
+    __device__ __forceinline__ void look_ahead() {
+        const int index = next_window_ + lane_id();
+        TileSummary<kKeys> summary{true, false, {}};
+        if (index < end_) summary = summarize_(index);
+        pending_ = __ballot_sync(~0u, !summary.empty);
+        full_ = __ballot_sync(~0u, summary.full);
+#pragma unroll
+        for (int w = 0; w < TileSummary<kKeys>::kWords; ++w) columns_[w] = summary.columns[w];
+        next_window_ += 32;
+    }
+
+    Summarize summarize_;
+    int next_window_;
+    int end_;
+    uint32_t pending_ = 0;  // tiles of the current window still to visit
+    uint32_t full_ = 0;
+    uint32_t columns_[TileSummary<kKeys>::kWords];  // of this lane's tile
+};
+
+}  // namespace flash_dmattn::cuda

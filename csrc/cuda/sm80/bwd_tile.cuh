@@ -1,0 +1,62 @@
+// The backward's tile sizes, and how its warps share the five products of a tile.
+#pragma once
+
+#include "../common/smem_tile.cuh"
+
+namespace flash_dmattn::cuda {
+
+struct BwdTileSizes {
+    int rows, keys;        // of a tile
+    int score_row_warps;   // warps along the rows of S = Q K^T and dP = dO V^T; the others lie along the keys
+    int key_warps;         // warps along the keys of dK and dV; the others lie along the head dimension
+    int row_warps;         // warps along the rows of dQ; the others lie along the head dimension
+    int blocks_per_sm;
+};
+
+constexpr int kBwdWarps = 8;
+constexpr int kBwdThreads = kBwdWarps * 32;
+
+// A head dimension is rounded up to one of these.
+constexpr BwdTileSizes bwd_tile_sizes(int head_dim) {
+    switch (head_dim) {
+        case 32: return {64, 128, 2, 4, 4, 2};
+        case 64: return {128, 128, 4, 4, 4, 1};
+        case 96: return {64, 128, 2, 4, 4, 1};
+        case 128: return {64, 128, 2, 4, 2, 1};
+        case 192: return {64, 64, 4, 2, 2, 1};
+        default: return {64, 64, 4, 2, 2, 1};  // 256
+    }
+}
+
+// One warp's share of a product, in tiles of 16 x 8. Columns of the head dimension are dealt to warps 16 at a time, so
+// that every warp's columns keep to the swizzle's period whatever the head dimension.
+template <int kHeadDim_, typename T_>
+struct BwdTile {
+    using T = T_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr BwdTileSizes kSizes = bwd_tile_sizes(kHeadDim);
+    static constexpr int kRows = kSizes.rows;
+    static constexpr int kKeys = kSizes.keys;
+    static constexpr int kWords = kKeys / 32;  // of packed visibility a row
+
+    static constexpr int kScoreKeyWarps = kBwdWarps / kSizes.score_row_warps;
+    static constexpr int kScoreRows = kRows / kSizes.score_row_warps;
+    static constexpr int kScoreKeys = kKeys / kScoreKeyWarps;
+    static constexpr int kScoreM = kScoreRows / 16, kScoreN = kScoreKeys / 8;
+
+    static constexpr int kDkvColWarps = kBwdWarps / kSizes.key_warps;
+    static constexpr int kDkvKeys = kKeys / kSizes.key_warps;
+    static constexpr int kDkvM = kDkvKeys / 16, kDkvN = kHeadDim / kDkvColWarps / 8;
+
+    static constexpr int kDqColWarps = kBwdWarps / kSizes.row_warps;
+    static constexpr int kDqRows = kRows / kSizes.row_warps;
+    static constexpr int kDqM = kDqRows / 16, kDqN = kHeadDim / kDqColWarps / 8;
+
+    static_assert(kScoreKeys % 32 == 0 && kHeadDim % (16 * kDkvColWarps) == 0 && kHeadDim % (16 * kDqColWarps) == 0);
+
+    using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
+    using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
+    using PairsTile = SmemTile<T, kRows, kKeys>;    // bias, P, dS
+};
+
+}  // namespace flash_dmattn::cuda

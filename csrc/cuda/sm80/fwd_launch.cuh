@@ -1,0 +1,52 @@
+// Chooses the tile and the bias of one head dimension and dtype, and launches.
+#pragma once
+
+#include "../combine.h"
+#include "../common/check.h"
+#include "fwd.h"
+#include "fwd_config.h"
+#include "fwd_kernel.cuh"
+
+namespace flash_dmattn::cuda {
+
+template <typename T, int kHeadDim, BiasKind kBias, typename Shape>
+void launch_fwd(const FwdParams& p, int pack, cudaStream_t stream) {
+    using Kernel = FwdKernel<T, kHeadDim, kBias, Shape>;
+    constexpr int kSmem = sizeof(typename Kernel::SharedMemory);
+    FwdSchedule schedule;
+    schedule.pack = pack;
+    schedule.row_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q * pack, Kernel::kRows));
+    schedule.heads = static_cast<int>(p.heads / pack);
+    schedule.batch = static_cast<int>(p.batch);
+    // A bias that few batches share is then read from memory once.
+    schedule.batch_first = kBias == BiasKind::kDense && p.bias.batches == 1 && p.batch <= 8;
+    const int64_t blocks = p.splits * schedule.row_tiles * schedule.heads * schedule.batch;
+    if (blocks > INT32_MAX) throw std::runtime_error("too many tiles for one launch");
+    const auto kernel = fwd_kernel<Kernel>;
+    if constexpr (kSmem > 48 * 1024)
+        FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    kernel<<<static_cast<unsigned>(blocks), Kernel::kThreads, kSmem, stream>>>(p, schedule);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+    if (p.splits > 1) combine_splits(p, stream);
+}
+
+template <typename T, int kHeadDim, BiasKind kBias>
+void run_fwd_bias(const FwdParams& p, cudaStream_t stream) {
+    const FwdPacking packing = fwd_packing(p);
+    if (packing.few_rows) {
+        launch_fwd<T, kHeadDim, kBias, FwdTileOfFewRows>(p, packing.heads, stream);
+    } else {
+        launch_fwd<T, kHeadDim, kBias, typename FwdTileOf<kHeadDim>::Type>(p, packing.heads, stream);
+    }
+}
+
+template <typename T, int kHeadDim>
+void run_fwd(const FwdParams& p, cudaStream_t stream) {
+    switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
+        case BiasKind::kNone: return run_fwd_bias<T, kHeadDim, BiasKind::kNone>(p, stream);
+        case BiasKind::kKey: return run_fwd_bias<T, kHeadDim, BiasKind::kKey>(p, stream);
+        case BiasKind::kDense: return run_fwd_bias<T, kHeadDim, BiasKind::kDense>(p, stream);
+    }
+}
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,133 @@
+// Products of matrices in shared memory, a warp at a time: acc += op(A) op(B) by mma_m16n8k16.
+#pragma once
+
+#include "../common/smem_tile.cuh"
+
+namespace flash_dmattn::cuda {
+
+// Which 8x8 matrix of a 16x16 block the lanes 8 to 15 of an ldmatrix address: the one below the first or the one beside
+// it. The other one is that of the lanes 16 to 23.
+enum class BlockOrder { kBelowFirst, kBesideFirst };
+
+// Reads and writes 16x16 blocks of a tile, at offsets from (row, col) that are known at compile time once loops are
+// unrolled: only the lane's own address is kept, and an offset costs an exclusive or and an immediate.
+template <typename Tile, BlockOrder kOrder>
+class Blocks {
+public:
+    // row is a multiple of 8; col shares no bit with the column offsets, other than multiples of a panel.
+    __device__ __forceinline__ Blocks(const Tile& tile, int row, int col) {
+        const int lane = lane_id();
+        const int below = kOrder == BlockOrder::kBelowFirst ? lane / 8 % 2 : lane / 16;
+        const int beside = kOrder == BlockOrder::kBelowFirst ? lane / 16 : lane / 8 % 2;
+        lane_address_ = tile.address(row + lane % 8 + below * 8, col / Tile::kChunk + beside);
+    }
+    __device__ __forceinline__ uint32_t address(int row, int col) const {
+        constexpr int kRowBytes = Tile::kPanelCols * 2;
+        return (lane_address_ ^ (col % Tile::kPanelCols * 2)) + (col / Tile::kPanelCols * Tile::kRows + row) * kRowBytes;
+    }
+    template <bool kTransposed>
+    __device__ __forceinline__ void load(uint32_t (&to)[4], int row, int col) const {
+        if constexpr (kTransposed) {
+            ldmatrix_x4_trans(to, address(row, col));
+        } else {
+            ldmatrix_x4(to, address(row, col));
+        }
+    }
+
+private:
+    uint32_t lane_address_;
+};
+
+// An operand of a product as it lies in shared memory: [m, k] or, transposed, [k, m]; of B [n, k] or, transposed, [k, n].
+template <typename Tile, bool kTransposed_>
+struct OperandA : Blocks<Tile, kTransposed_ ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst> {
+    static constexpr bool kTransposed = kTransposed_;
+    __device__ __forceinline__ OperandA(const Tile& tile, int row, int col)
+        : Blocks<Tile, kTransposed_ ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst>(tile, row, col) {}
+    __device__ __forceinline__ void block(uint32_t (&to)[4], int m, int k) const {
+        kTransposed ? this->template load<true>(to, k, m) : this->template load<false>(to, m, k);
+    }
+};
+template <typename Tile, bool kTransposed_>
+struct OperandB : Blocks<Tile, kTransposed_ ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst> {
+    static constexpr bool kTransposed = kTransposed_;
+    __device__ __forceinline__ OperandB(const Tile& tile, int row, int col)
+        : Blocks<Tile, kTransposed_ ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst>(tile, row, col) {}
+    __device__ __forceinline__ void block(uint32_t (&to)[4], int n, int k) const {
+        kTransposed ? this->template load<true>(to, k, n) : this->template load<false>(to, n, k);
+    }
+};
+
+// acc[m][n] += A B over kDepth. This warp's blocks of 16 columns lie kColStep apart. The operands of a step are loaded
+// while the one before is multiplied.
+template <typename T, int kDepth, int kColStep = 16, int kMTiles, int kNTiles, typename A, typename B>
+__device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], const A& a, const B& b) {
+    static_assert(kNTiles % 2 == 0);
+    uint32_t a_blocks[2][kMTiles][4], b_blocks[2][kNTiles / 2][4];
+    const auto load = [&](int step) {
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) a.block(a_blocks[step % 2][m], m * 16, step * 16);
+#pragma unroll
+        for (int n = 0; n < kNTiles / 2; ++n) b.block(b_blocks[step % 2][n], n * kColStep, step * 16);
+    };
+    constexpr int kSteps = kDepth / 16;
+    load(0);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        if (step + 1 < kSteps) load(step + 1);
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < kNTiles; ++n) {
+                const uint32_t(&pair)[4] = b_blocks[step % 2][n / 2];
+                mma_m16n8k16<T>(acc[m][n], a_blocks[step % 2][m], pair[n % 2 * 2], pair[n % 2 * 2 + 1]);
+            }
+    }
+}
+
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
+}
+
+// The accumulator, rounded, to a tile whose blocks `to` addresses; blocks of 16 columns lie kColStep apart.
+template <typename T, int kColStep = 16, int kMTiles, int kNTiles, typename Tile>
+__device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTiles][4], Tile& tile, int row, int col,
+                                              float scale = 1.f) {
+#if __CUDA_ARCH__ >= 900
+    const Blocks<Tile, BlockOrder::kBelowFirst> to(tile, row, col);
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kNTiles; n += 2) {
+            uint32_t block[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = acc[m][n + i / 2] + i % 2 * 2;
+                block[i] = pack<T>(pair[0] * scale, pair[1] * scale);
+            }
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                             to.address(m * 16, n / 2 * kColStep)),
+                         "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3])
+                         : "memory");
+        }
+#else
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                T* to = &tile.at(row + m * 16 + h * 8 + lane_id() / 4,
+                                 col + n / 2 * kColStep + n % 2 * 8 + lane_id() % 4 * 2);
+                *reinterpret_cast<uint32_t*>(to) = pack<T>(acc[m][n][2 * h] * scale, acc[m][n][2 * h + 1] * scale);
+            }
+#endif
+}
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,67 @@
+"""What the tests share: inputs, poisoned memory, and the criterion of correctness."""
+
+import torch
+
+from flash_dmattn import flash_dmattn_func, flash_dmattn_func_auto
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
+SLACK = {torch.float64: 1e-11, torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+
+reference = flash_dmattn_func_auto("reference")
+
+
+def inputs(batch=2, seqlen_q=65, seqlen_k=65, heads=2, kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu"):
+    """Random query, key and value, (B, S, heads, D)."""
+    shapes = ((seqlen_q, heads), (seqlen_k, kv_heads), (seqlen_k, kv_heads))
+    return [torch.randn(batch, seqlen, n, head_dim, device=device).to(dtype) for seqlen, n in shapes]
+
+
+def rand_mask(*shape, visible=0.6, device="cpu"):
+    return torch.rand(*shape, device=device) < visible
+
+
+def surrounded(tensor, fill=torch.nan):
+    """The same values as a view into memory that holds `fill` all around, in every dimension."""
+    around = torch.full([size + 8 for size in tensor.shape], fill, dtype=tensor.dtype, device=tensor.device)
+    view = around[tuple(slice(4, 4 + size) for size in tensor.shape)]
+    view.copy_(tensor)
+    return view
+
+
+def run(function, tensors, mask, bias, dout, dlse, **options):
+    """(out, lse, dq, dk, dv, dbias) of a function with the arguments of flash_dmattn_func; no dbias without a bias."""
+    leaves = [x.detach().requires_grad_() for x in (*tensors, bias) if x is not None]
+    out, lse = function(*leaves[:3], mask, leaves[3] if bias is not None else None, return_lse=True, **options)
+    gradients = torch.autograd.grad([out, lse], leaves, [dout.to(out.dtype), dlse.to(lse.dtype)])
+    return out.detach(), lse.detach(), *gradients
+
+
+def assert_close(ours, eager, exact, dtype):
+    """At most twice as far from float64 as the same formula in the tested dtype is; -inf in the same places; no NaN."""
+    for name, x, y, z in zip(NAMES, ours, eager, exact):
+        assert x.shape == z.shape, name
+        infinite = z.isinf()
+        assert torch.equal(x[infinite].double(), z[infinite].double()), f"{name}: -inf in the wrong places"
+        x, y, z = x[~infinite].double(), y[~infinite].double(), z[~infinite].double()
+        if z.numel():
+            assert not z.isnan().any() and not x.isnan().any(), f"{name} has NaN"
+            off, eager_off = (x - z).abs().max().item(), (y - z).abs().max().item()
+            limit = 2 * eager_off + SLACK[dtype]
+            assert off <= limit, f"{name} is off by {off:.2e}, eager by {eager_off:.2e}"
+
+
+def check(tensors, mask=None, bias=None, *, function=flash_dmattn_func, dout=None, **options):
+    """Compares out, lse and every gradient with the reference; returns ours."""
+    query = tensors[0]
+    batch, seqlen_q, heads, _ = query.shape
+    # Small enough that the rounding of one sum of a thousand terms stays under the criterion's absolute part.
+    dout = torch.randn_like(query) / 8 if dout is None else dout
+    dlse = torch.randn(batch, heads, seqlen_q, device=query.device) / 8
+    ours = run(function, tensors, mask, bias, dout, dlse, **options)
+    eager = run(reference, tensors, mask, bias, dout, dlse, **options)
+    double = [x.double() for x in tensors], mask, None if bias is None else bias.double()
+    exact = run(reference, *double, dout.double(), dlse.double(), **options)
+    for name, x, like in zip(NAMES[2:], ours[2:], (*tensors, bias)):
+        assert x.dtype == like.dtype, name
+    assert_close(ours, eager, exact, query.dtype)
+    return ours

@@ -1,0 +1,124 @@
+"""create_mask against a row-by-row construction, and its errors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_dmattn import create_mask
+
+MIN = torch.finfo(torch.float32).min
+
+
+def brute_force(bias, visible, window_size, kind):
+    """Row after row, key after key."""
+    mask = torch.zeros_like(visible)
+    for place in torch.cartesian_prod(*(torch.arange(n) for n in bias.shape[:3])).reshape(-1, 3).tolist():
+        row, seen = bias[tuple(place)], visible[tuple(place)]
+        keys = [j for j in range(len(row)) if seen[j] and row[j] > MIN]
+        if kind == "relu":
+            chosen = [j for j in keys if row[j] > 0]
+        else:
+            chosen = sorted(keys, key=lambda j: (row[j].item(), j))[max(len(keys) - window_size, 0) :]
+        mask[tuple(place)][chosen] = True
+    return mask
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 2),
+    query_len=st.integers(1, 5),
+    key_len=st.integers(1, 9),
+    window_size=st.integers(0, 11),
+    kind=st.sampled_from(["topk", "relu"]),
+    one_row=st.booleans(),
+    masked=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_against_brute_force(batch, heads, query_len, key_len, window_size, kind, one_row, masked, seed):
+    generator = torch.Generator().manual_seed(seed)
+    # Few values, so that there are ties; the lowest is never chosen.
+    values = torch.tensor([MIN, -1.0, 0.0, 0.5, 2.0])
+    shape = (batch, heads, 1 if one_row else query_len, key_len)
+    bias = values[torch.randint(0, 5, shape, generator=generator)]
+    mask = torch.rand(1, 1, query_len, key_len, generator=generator) < 0.7 if masked else None
+    got = create_mask(bias, mask, batch, query_len, key_len, window_size, MIN, type=kind)
+    full = (batch, heads, query_len, key_len)
+    visible = torch.ones(full, dtype=torch.bool) if mask is None else mask.expand(full).clone()
+    assert torch.equal(got, brute_force(bias.expand(full), visible, window_size, kind))
+
+
+def test_ties_go_to_the_later_key():
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    mask = create_mask(torch.zeros(1, 1, 1, 6), causal, 1, 6, 6, 2, MIN)
+    window = torch.ones(6, 6, dtype=torch.bool).tril().triu(-1)
+    assert torch.equal(mask[0, 0], window)
+
+
+def test_a_padding_mask():
+    padding = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    mask = create_mask(torch.tensor([[[[1.0, 2.0, 3.0]]]]), padding, 2, 1, 3, 1, MIN)
+    assert mask[:, 0, 0].tolist() == [[False, True, False], [False, False, True]]
+
+
+def test_blocks_are_kept_whole_or_dropped():
+    bias = torch.tensor([[[[1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, 1.0]]]])
+    mask = create_mask(bias, None, 1, 1, 9, 0, MIN, block_size=4, type="relu")
+    assert mask.flatten().tolist() == [True] * 4 + [False] * 4 + [True]
+    hidden = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    hidden[..., 3] = False
+    mask = create_mask(bias, hidden, 1, 1, 9, 0, MIN, block_size=4, type="relu")
+    assert mask.flatten().tolist() == [True] * 3 + [False] * 5 + [True]
+
+
+def test_no_gradient_and_no_keys():
+    bias = torch.randn(1, 2, 3, 0, requires_grad=True)
+    assert create_mask(bias, None, 1, 3, 0, 4, MIN).shape == (1, 2, 3, 0)
+
+
+BIAS = torch.zeros(2, 2, 3, 4)
+ERRORS = {
+    "type": ({"type": "best"}, ValueError, "type must be 'topk' or 'relu', got 'best'"),
+    "window": ({"window_size": -1}, ValueError, "window_size must not be negative, got -1"),
+    "block": ({"block_size": 0}, ValueError, "block_size must be at least 1 or None, got 0"),
+    "bias dtype": (
+        {"attention_bias": BIAS.int()},
+        TypeError,
+        "attention_bias must be a floating tensor, got torch.int32",
+    ),
+    "bias shape": (
+        {"attention_bias": BIAS[..., :3]},
+        ValueError,
+        r"attention_bias must be .* with B = 2, Sq = 3, Sk = 4, got shape \(2, 2, 3, 3\)",
+    ),
+    "mask dtype": ({"attention_mask": BIAS}, TypeError, "attention_mask must be bool .* got torch.float32"),
+    "mask shape": (
+        {"attention_mask": BIAS[:, :, :2] > 0},
+        ValueError,
+        r"attention_mask must be .* or a padding mask \(B, Sk\) with B = 2, Sq = 3, Sk = 4, got shape \(2, 2, 2, 4\)",
+    ),
+    "heads that do not go together": (
+        {"attention_mask": torch.ones(2, 3, 3, 4, dtype=torch.bool)},
+        ValueError,
+        "attention_mask must have attention_bias's 2 heads, or 1, got 3",
+    ),
+    "padding shape": ({"attention_mask": torch.ones(2, 3)}, ValueError, r"must be \(B, Sk\) = \(2, 4\), got \(2, 3\)"),
+    "padding dtype": ({"attention_mask": torch.ones(2, 4)}, TypeError, "must be bool or integer, got torch.float32"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    changed, error, message = ERRORS[case]
+    arguments = {
+        "attention_bias": BIAS,
+        "attention_mask": None,
+        "batch_size": 2,
+        "query_len": 3,
+        "key_len": 4,
+        "window_size": 2,
+        "min_dtype": MIN,
+    }
+    with pytest.raises(error, match=message):
+        create_mask(**{**arguments, **changed})

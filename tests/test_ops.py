@@ -1,0 +1,173 @@
+"""The custom ops under autograd, torch.compile, autocast and opcheck."""
+
+import pytest
+import torch
+from helpers import inputs, rand_mask
+
+from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, ops
+
+PAIRS = {
+    "none": (None, None),
+    "key": ((1, 1, 1, 7), (2, 4, 1, 7)),
+    "dense": ((2, 2, 5, 7), (1, 2, 5, 7)),
+    "broadcast": ((1, 4, 5, 7), (1, 1, 5, 7)),
+    "row": (None, (2, 1, 5, 1)),
+}
+
+
+def leaves_of(*tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("causal, softcap", [(False, 0.0), (True, 2.0)])
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_gradcheck(pairs, causal, softcap):
+    mask_shape, bias_shape = PAIRS[pairs]
+    mask = None if mask_shape is None else rand_mask(*mask_shape, visible=0.7)
+    leaves = leaves_of(*inputs(2, 5, 7, 4, 2, 8, torch.float64))
+    if bias_shape is not None:
+        leaves += leaves_of(torch.randn(bias_shape, dtype=torch.float64))
+
+    def function(query, key, value, bias=None):
+        out, lse = flash_dmattn_func(query, key, value, mask, bias, is_causal=causal, softcap=softcap, return_lse=True)
+        return out, lse.masked_fill(lse == -torch.inf, 0)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("pair_shape", [None, (11, 2), (9, 4, 7)], ids=str)
+def test_gradcheck_varlen(pair_shape):
+    cu_q, cu_k = torch.tensor([0, 5, 9], dtype=torch.int32), torch.tensor([0, 7, 11], dtype=torch.int32)
+    shapes = [(9, 4, 8), (11, 2, 8), (11, 2, 8), *([pair_shape] if pair_shape else [])]
+    leaves = leaves_of(*(torch.randn(shape, dtype=torch.float64) for shape in shapes))
+
+    def function(query, key, value, bias=None):
+        return flash_dmattn_varlen_func(query, key, value, None, bias, cu_q, cu_k, 5, 7, return_lse=True)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_double_backward_says_that_it_is_not_supported():
+    leaves = leaves_of(*inputs(1, 5, 7, 2, 2, 8, torch.float64))
+    (dquery,) = torch.autograd.grad(flash_dmattn_func(*leaves).sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="does not support double backward; use the backend 'reference'"):
+        dquery.sum().backward()
+    with pytest.raises(RuntimeError, match="does not support double backward"):
+        torch.autograd.gradgradcheck(flash_dmattn_func, leaves)
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_only_the_gradients_that_are_wanted(wanted):
+    tensors = [*inputs(1, 9, 9, 2, 2, 8), torch.randn(1, 2, 9, 9)]
+    tensors[wanted].requires_grad_()
+    flash_dmattn_func(*tensors[:3], None, tensors[3]).sum().backward()
+    assert [x.grad is not None for x in tensors] == [i == wanted for i in range(4)]
+
+
+def test_a_bias_that_needs_no_gradient_costs_none(monkeypatch):
+    seen = []
+    original = ops._C.mha_bwd
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(ops_module, name) if name != "mha_bwd" else lambda *a: seen.append(a[-1]) or original(*a)
+
+    ops_module = ops._C
+    monkeypatch.setattr(ops, "_C", Spy())
+    for needed in (False, True):
+        tensors = [x.requires_grad_() for x in inputs(1, 9, 9, 2, 2, 8)]
+        flash_dmattn_func(*tensors, None, torch.randn(1, 2, 9, 9, requires_grad=needed)).sum().backward()
+    assert seen == [False, True]
+
+
+OPCHECKS = {
+    "plain": {},
+    "key bias": {"mask": (2, 1, 1, 7), "bias": (1, 2, 1, 7)},
+    "dense bias": {"mask": (2, 4, 5, 7), "bias": (1, 4, 5, 7)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", OPCHECKS)
+def test_opcheck(case, dtype):
+    shapes = OPCHECKS[case]
+    mask = rand_mask(*shapes["mask"], visible=0.9) if shapes else None
+    bias = torch.randn(shapes["bias"]).to(dtype).requires_grad_() if shapes else None
+    query, key, value = (x.requires_grad_() for x in inputs(2, 5, 7, 4, 2, 8, dtype))
+    forward = (query, key, value, mask, bias, None, None, None, None, 0.3, 0.0, True, False)
+    torch.library.opcheck(ops.attention_forward, forward, atol=1e-3, rtol=1e-2)
+
+    detached = [None if x is None else x.detach() for x in forward[:5]]
+    out, lse = ops.attention_forward(*detached, *forward[5:])
+    backward = (torch.randn_like(out), torch.randn_like(lse), *detached[:3], out, lse, *detached[3:], *forward[5:])
+    torch.library.opcheck(ops.attention_backward, (*backward, bias is not None), atol=1e-3, rtol=1e-2)
+
+
+def test_opcheck_varlen():
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    query, key, value = (torch.randn(9, 2, 8, requires_grad=True) for _ in range(3))
+    bias = torch.randn(9, 2, 5, requires_grad=True)
+    forward = (query, key, value, None, bias, cu, cu, 5, 5, 0.3, 0.0, False, False)
+    torch.library.opcheck(ops.attention_forward, forward)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_fullgraph_with_dynamic_shapes(backend):
+    def layer(query, key, value, mask, bias):
+        out, lse = flash_dmattn_func(query * 2, key, value, mask, bias.exp(), is_causal=True, return_lse=True)
+        return out.sin(), lse
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    torch._dynamo.reset()
+    for batch, seqlen in ((2, 33), (3, 65), (1, 129)):
+        tensors = inputs(batch, seqlen, seqlen, 4, 2, 12)
+        mask, bias = rand_mask(batch, 1, 1, seqlen), torch.randn(1, 2, seqlen, seqlen)
+        mask[..., 0] = True
+        results = []
+        for function in (layer, compiled):
+            leaves = leaves_of(*tensors, bias)
+            out, lse = function(*leaves[:3], mask, leaves[3])
+            results.append((out, lse, *torch.autograd.grad((out.sum() + lse.sum()), leaves)))
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_compile_varlen_fullgraph():
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    query, key, value = (torch.randn(9, 2, 8) for _ in range(3))
+
+    def layer(query, key, value):
+        return flash_dmattn_varlen_func(query, key, value, None, None, cu, cu, 5, 5).cos()
+
+    torch.testing.assert_close(
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(query, key, value), layer(query, key, value)
+    )
+
+
+def test_autocast():
+    query, key, value = inputs(1, 33, 33, 2, 2, 16)
+    key_bias, dense_bias = torch.randn(1, 2, 1, 33), torch.randn(1, 2, 33, 33)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with_key, with_dense = (flash_dmattn_func(query, key, value, None, x) for x in (key_bias, dense_bias))
+    halves = [x.bfloat16() for x in (query, key, value)]
+    assert with_key.dtype == torch.bfloat16
+    assert torch.equal(with_key, flash_dmattn_func(*halves, None, key_bias))
+    assert torch.equal(with_dense, flash_dmattn_func(*halves, None, dense_bias.bfloat16()))
+
+
+def test_autocast_gradients_come_in_the_inputs_dtypes():
+    leaves = [*inputs(1, 9, 9, 2, 2, 8), torch.randn(1, 2, 9, 9)]
+    leaves = leaves_of(*leaves)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flash_dmattn_func(*leaves[:3], None, leaves[3])
+    out.float().sum().backward()
+    assert all(x.grad.dtype == torch.float32 for x in leaves)
+
+
+def test_no_grad_and_inference_mode():
+    tensors = [x.requires_grad_() for x in inputs(1, 9, 9)]
+    expected = flash_dmattn_func(*tensors).detach()
+    with torch.no_grad():
+        assert not flash_dmattn_func(*tensors).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(flash_dmattn_func(*tensors), expected)

@@ -1,0 +1,46 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both need Debian or Ubuntu with python3 and g++, and keep
+# what they install in .venv. PYTHON names another interpreter, TORCH another version of PyTorch than CI tests.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: demo test lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/built
+	$(BIN)/python benchmarks/backward_equivalence.py --device cpu
+	$(BIN)/python examples/train_lm.py --steps 60 --plot loss.png
+
+test: $(VENV)/built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info flash_dmattn/*.so
+
+# PyTorch first: the extension is built against the one that is there.
+$(VENV)/installed: pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "python3 is missing: apt install python3 python3-venv python3-dev"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed, got $$($(PYTHON) --version)"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt install python3-venv"; exit 1; }
+	@command -v g++ >/dev/null || { echo "g++ is missing: apt install g++"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet 'setuptools>=77' wheel ninja pybind11 packaging
+	@touch $@
+
+$(VENV)/built: $(VENV)/installed $(SOURCES)
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test]'
+	@touch $@

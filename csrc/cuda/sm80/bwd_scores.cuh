@@ -1,0 +1,195 @@
+// From S = Q K^T and dP = dO V^T of one tile to P and dS: what the backward's kernels have in common.
+#pragma once
+
+#include "../common/pairs.cuh"
+#include "../common/sequence.cuh"
+#include "../common/tile_scan.cuh"
+#include "bwd_tile.cuh"
+#include "warp_gemm.cuh"
+
+namespace flash_dmattn::cuda {
+
+// What a tile of query rows brings to shared memory; two of them take turns. kKeyBias: one number a key comes along.
+template <typename Tile, bool kKeyBias>
+struct RowStage {
+    typename Tile::RowsTile query;
+    typename Tile::RowsTile dout;
+    alignas(16) float lse[Tile::kRows];
+    alignas(16) float delta[Tile::kRows];
+    alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
+    alignas(16) float key_bias[kKeyBias ? Tile::kKeys : 4];  // times log2(e)
+};
+
+// Loads of one tile of rows, for one head; cp.async, the caller commits.
+template <typename Tile, bool kKeyBias>
+__device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, const BwdParams& p, const Sequence& s,
+                                               int head, int row_tile, int key_tile) {
+    using T = typename Tile::T;
+    const int first = row_tile * Tile::kRows;
+    const auto in_sequence = [&](int row) { return first + row < s.rows; };
+    const auto rows_of = [&](const RowsView& view) {
+        return static_cast<const T*>(view.data) + query_offset(view, s, head) + first * view.row_stride;
+    };
+    copy_rows_async<kBwdThreads>(stage.query, rows_of(p.query), p.query.row_stride, p.head_dim, in_sequence);
+    copy_rows_async<kBwdThreads>(stage.dout, rows_of(p.dout), p.dout.row_stride, p.head_dim, in_sequence);
+
+    const int row = threadIdx.x;
+    if (row >= Tile::kRows || !in_sequence(row)) return;
+    const auto stat_of = [&](const RowStatView& view) {
+        return static_cast<const float*>(view.data) + stat_offset(view, s, head) + first + row;
+    };
+    cp_async<4>(smem_address(&stage.lse[row]), stat_of(p.lse));
+    cp_async<4>(smem_address(&stage.delta[row]), stat_of(p.delta));
+    if (p.packed_mask.bits != nullptr) {
+        const PackedMask& mask = p.packed_mask;
+        const int64_t mask_row = mask.bits_row_stride == 0 ? 0 : s.first_row + first + row;
+        const uint32_t* words = mask.bits + s.batch * mask.bits_batch_stride +
+                                head / (p.heads / mask.heads) * mask.bits_head_stride +
+                                mask_row * mask.bits_row_stride + key_tile * Tile::kWords;
+        cp_async<Tile::kWords * 4>(smem_address(stage.mask[row]), words);
+    }
+}
+
+// A tile of a dense bias; pairs outside of the sequence become 0.
+template <typename Tile>
+__device__ __forceinline__ void load_bias(typename Tile::PairsTile& tile, const BwdParams& p, const Sequence& s, int head,
+                                          int row_tile, int key_tile) {
+    using T = typename Tile::T;
+    constexpr int kChunks = Tile::kKeys / 8;
+    const int first_row = row_tile * Tile::kRows, first_key = key_tile * Tile::kKeys;
+    const T* bias = static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads) +
+                    first_row * p.bias.row_stride + first_key * p.bias.col_stride;
+    const bool aligned = p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(bias) % 16 == 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < Tile::kRows * kChunks; i += kBwdThreads) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        const int keys = first_row + row < s.rows ? min(max(s.keys - first_key - chunk * 8, 0), 8) : 0;
+        const T* from = bias + row * p.bias.row_stride + chunk * 8 * p.bias.col_stride;
+        if (aligned) {
+            cp_async_16(tile.address(row, chunk), keys > 0 ? from : nullptr, keys * 2);
+        } else {
+            for (int j = 0; j < 8; ++j)
+                tile.at(row, chunk * 8 + j) = j < keys ? from[j * p.bias.col_stride] : T(0.f);
+        }
+    }
+}
+
+// Key `key` of the tile's bias, times log2(e); 0 beyond the sequence.
+__device__ __forceinline__ float load_key_bias(const BwdParams& p, const Sequence& s, int head, int key) {
+    if (key >= s.keys) return 0;
+    const int64_t at = pair_offset(p.bias, s, head, p.heads) + key * p.bias.col_stride;
+    switch (p.bias.dtype) {
+        case DataType::kFloat16: return to_float(static_cast<const half_t*>(p.bias.data)[at]) * kLog2E;
+        case DataType::kBFloat16: return to_float(static_cast<const bfloat16_t*>(p.bias.data)[at]) * kLog2E;
+        default: return static_cast<const float*>(p.bias.data)[at] * kLog2E;
+    }
+}
+
+// A row that sees nothing may hold anything, and zero times NaN would reach a sum: where the tile has such rows, the
+// block clears them. Ends with the block's threads synchronized and their copies visible to each other.
+template <typename Tile, bool kKeyBias>
+__device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, int rows) {
+    cp_async_wait<0>();
+    const int row = threadIdx.x;
+    const bool empty = row < Tile::kRows && row < rows && stage.lse[row] == -kInfinity;
+    if (!__syncthreads_or(empty)) return;
+    constexpr int kChunks = Tile::kHeadDim / 8;
+    for (int i = threadIdx.x; i < Tile::kRows * kChunks; i += kBwdThreads) {
+        const int r = i / kChunks, chunk = i % kChunks;
+        if (r >= rows || stage.lse[r] != -kInfinity) continue;
+        const int at = Tile::RowsTile::offset(r, chunk);
+        *reinterpret_cast<uint4*>(stage.query.data + at) = uint4{};
+        *reinterpret_cast<uint4*>(stage.dout.data + at) = uint4{};
+    }
+    __syncthreads();
+}
+
+// Which pairs of a tile are visible, 32 keys of a row in a word: mask, causality and lengths.
+template <typename Tile, bool kCausal>
+struct TileVisibility {
+    const uint32_t (*mask)[Tile::kWords];  // null where there is none
+    int limit;     // of the tile's keys, without causality
+    int diagonal;  // row r of the tile sees its keys below diagonal + r
+
+    __device__ TileVisibility(const BwdParams& p, const Sequence& s, const uint32_t (*bits)[Tile::kWords], int row_tile,
+                              int key_tile)
+        : mask(p.packed_mask.bits != nullptr ? bits : nullptr),
+          limit(s.keys - key_tile * Tile::kKeys),
+          diagonal(row_tile * Tile::kRows + 1 + s.keys - s.rows - key_tile * Tile::kKeys) {}
+
+    // Whether lengths and causality leave every pair visible.
+    __device__ bool full() const { return limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys); }
+    __device__ uint32_t word(int row, int w) const {
+        const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
+        return mask == nullptr ? visible : visible & mask[row][w];
+    }
+};
+
+// S and dP to P and dS of this warp's part of a tile, which begins at (row, key) of it. `take` is given dx of two
+// neighbouring pairs, of row m, h and the keys of n, before it becomes ds.
+template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, bool kKeyBias, bool kCausal, typename Take>
+__device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][Tile::kScoreN][4],
+                                              float (&dp)[Tile::kScoreM][Tile::kScoreN][4],
+                                              const RowStage<Tile, kKeyBias>& stage,
+                                              const typename Tile::PairsTile& dense_bias,
+                                              const TileVisibility<Tile, kCausal>& visibility, int row, int key, int rows,
+                                              float scale, float softcap, const Take& take) {
+    using T = typename Tile::T;
+    using BiasBlocks = Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst>;
+    const BiasBlocks bias_blocks(dense_bias, row, key);
+    const int lane = lane_id();
+    const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E;
+#pragma unroll
+    for (int m = 0; m < Tile::kScoreM; ++m) {
+        float lse[2], delta[2];
+        uint32_t visible[2][Tile::kScoreN / 4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int r = row + m * 16 + h * 8 + lane / 4;
+            const float row_lse = stage.lse[r];
+            // exp2(x - inf) = 0: an empty row, and one beyond the sequence, has no p.
+            lse[h] = r < rows && row_lse != -kInfinity ? row_lse * kLog2E : kInfinity;
+            delta[h] = r < rows ? stage.delta[r] : 0;
+            if (kMasked) {
+#pragma unroll
+                for (int w = 0; w < Tile::kScoreN / 4; ++w)
+                    visible[h][w] = visibility.word(r, key / 32 + w) >> (lane % 4 * 2);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < Tile::kScoreN; n += 2) {
+            uint32_t bias[4];
+            if (kBias == BiasKind::kDense) bias_blocks.template load<false>(bias, m * 16, n * 8);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // in the order of the 8x8 blocks
+                const int h = i % 2, k = n + i / 2;
+                float2 b = {0, 0};
+                if (kBias == BiasKind::kDense) {
+                    b = unpack<T>(bias[i]);
+                    b = {b.x * kLog2E, b.y * kLog2E};
+                } else if (kBias == BiasKind::kKey) {
+                    b = *reinterpret_cast<const float2*>(stage.key_bias + key + k * 8 + lane % 4 * 2);
+                }
+                const float shift[2] = {b.x - lse[h], b.y - lse[h]};
+                float dx[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s[m][k][2 * h + e];
+                    float& d = dp[m][k][2 * h + e];
+                    float capped = 0;
+                    if (kSoftcap) x = capped = fast_tanh(x * (scale / softcap));
+                    float prob = fast_exp2(fmaf(x, scale_log2, shift[e]));
+                    dx[e] = prob * (d - delta[h]);
+                    if (kMasked && !(visible[h][k / 4] & (1u << (k % 4 * 8 + e)))) prob = dx[e] = 0;
+                    // A key hidden by its bias may hold anything.
+                    if (kBias != BiasKind::kNone && prob == 0) dx[e] = 0;
+                    x = prob;
+                    d = kSoftcap ? dx[e] * (1 - capped * capped) : dx[e];
+                }
+                take(m, h, k, dx[0], dx[1]);
+            }
+        }
+    }
+}
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,71 @@
+"""The package as it is built and shipped."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytest.importorskip("build")
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    done = run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = folder.glob("flash_dmattn-0.1.0.tar.gz")
+    return archive
+
+
+def test_the_sdist_holds_everything_that_is_tracked(sdist):
+    with tarfile.open(sdist) as archive:
+        shipped = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    listed = run("git", "ls-files", "csrc", "flash_dmattn", "scripts", "benchmarks", "examples", "docs", "tests")
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    wanted = {
+        name for name in listed.stdout.split() if Path(name).suffix in {".py", ".h", ".cpp", ".cu", ".cuh", ".md"}
+    }
+    assert wanted | {"LICENSE", "README.md", "Makefile", "pyproject.toml", "setup.py"} <= shipped
+
+
+def test_the_sdist_builds_a_wheel_that_works(sdist, tmp_path):
+    """From the sdist to an installed package, away from the source tree."""
+    done = run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), str(sdist)),
+        MAX_JOBS="2",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("flash_dmattn-0.1.0-*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    program = (
+        "import flash_dmattn, torch; x = torch.randn(1, 5, 2, 8, requires_grad=True);"
+        "flash_dmattn.flash_dmattn_func(x, x, x).sum().backward(); print(flash_dmattn.__file__, x.grad.isfinite().all())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == [str(site / "flash_dmattn" / "__init__.py"), "tensor(True)"], done.stderr
+
+
+def test_an_unknown_processor_is_refused():
+    done = run(sys.executable, "setup.py", "--version", FLASH_DMATTN_CPU_CAPABILITY="MMX")
+    assert done.returncode != 0
+    assert "FLASH_DMATTN_CPU_CAPABILITY must be one of DEFAULT, AVX2, AVX512, got MMX" in done.stderr

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from flash_dmattn import backends, flash_dmattn_func_auto
 
-SLACK = {torch.float16: 1e-5, torch.bfloat16: 1e-5, torch.float32: 1e-6, torch.float64: 1e-12}
+SLACK = {torch.float16: 1e-5, torch.bfloat16: 1e-5, torch.float32: 1e-6, torch.float64: 1e-11}
 GRADIENTS = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias"}
 
 PASS, MISS, NOT_SUPPORTED = "PASS", "MISS", "not supported"
@@ -43,15 +43,15 @@ STYLES = {PASS: "green", MISS: "bold red", NOT_SUPPORTED: "yellow"}
 
 
 def configurations(size: str) -> list[Problem]:
-    """The table of what is compared. `size` sets the lengths: several tiles of every backend, none whole at the end."""
-    short, long = {"small": (41, 70), "full": (255, 1000)}[size]
-    base = Problem("", batch=2, heads=4, kv_heads=2, seqlen_q=long, seqlen_k=long, head_dim=32)
+    """The table of what is compared: more keys than rows unless it says otherwise, and no length a multiple of a tile."""
+    short, long = {"small": (29, 70), "full": (255, 1000)}[size]
+    base = Problem("", batch=2, heads=4, kv_heads=2, seqlen_q=short, seqlen_k=long, head_dim=32)
 
     def config(name: str, **changes) -> Problem:
         return replace(base, name=name, **changes)
 
     key_bias = {"bias": "B Hkv 1 Sk"}
-    wide, tall = {"seqlen_q": short}, {"seqlen_k": short}
+    square, more_rows = {"seqlen_q": long}, {"seqlen_q": long, "seqlen_k": short}
     small_heads = {"batch": 1, "heads": 2, "kv_heads": 1}
     return [
         config("plain"),
@@ -62,10 +62,10 @@ def configurations(size: str) -> list[Problem]:
         config("softcap, mask, dense bias", softcap=2.0, mask="B H Sq Sk", bias="1 H Sq Sk"),
         config("lse unused, key bias", uses_lse=False, **key_bias),
         # Lengths
-        config("more keys than rows", **wide),
-        config("more keys than rows, causal", is_causal=True, **wide, **key_bias),
-        config("more rows than keys", **tall),
-        config("more rows than keys, causal", is_causal=True, **tall, **key_bias),
+        config("square", **square),
+        config("square, causal, key bias", is_causal=True, **square, **key_bias),
+        config("more rows than keys", **more_rows),
+        config("more rows than keys, causal", is_causal=True, **more_rows, **key_bias),
         config("one row", seqlen_q=1),
         config("one row, causal, key bias", seqlen_q=1, is_causal=True, **key_bias),
         config("one row, dense bias", seqlen_q=1, mask="B Hkv Sq Sk", bias="B H Sq Sk"),
@@ -75,7 +75,7 @@ def configurations(size: str) -> list[Problem]:
         config("no batch", batch=0, bias="1 1 Sq Sk"),
         *(
             config(f"length {n}", seqlen_q=n, seqlen_k=n, is_causal=True, **small_heads, **key_bias)
-            for n in (2, 7, 63, 64, 65, 127, 129, 255)
+            for n in (2, 7, 63, 64, 65, 127, 129)
         ),
         # Heads
         *(
@@ -92,8 +92,8 @@ def configurations(size: str) -> list[Problem]:
             for mask in ("B H Sq Sk", "B Hkv Sq Sk", "B 1 Sq Sk", "1 H Sq Sk", "1 1 Sq Sk", "1 Hkv 1 Sk", "B H Sq 1")
         ),
         config("mask, causal", mask="B Hkv Sq Sk", is_causal=True),
-        config("mask and key bias, more keys", mask="B Hkv Sq Sk", **key_bias, **wide),
-        config("mask and dense bias, more rows", mask="1 H Sq Sk", bias="B 1 Sq Sk", **tall),
+        config("mask and key bias, square", mask="B Hkv Sq Sk", **key_bias, **square),
+        config("mask and dense bias, more rows", mask="1 H Sq Sk", bias="B 1 Sq Sk", **more_rows),
         config("padding", mask="B 1 1 Sk", mask_values=padded),
         config("padding, causal, key bias", mask="B 1 1 Sk", mask_values=padded, is_causal=True, **key_bias),
         # Biases
@@ -107,7 +107,7 @@ def configurations(size: str) -> list[Problem]:
             config(f"bias [{bias}]", bias=bias)
             for bias in ("B H Sq Sk", "B Hkv Sq Sk", "1 H Sq Sk", "B 1 Sq Sk", "1 Hkv Sq Sk", "1 1 Sq Sk")
         ),
-        config("bias [1 H Sq Sk], causal, more keys", bias="1 H Sq Sk", is_causal=True, **wide),
+        config("bias [1 H Sq Sk], square, causal", bias="1 H Sq Sk", is_causal=True, **square),
         config("bias constant along the keys [B H Sq 1]", bias="B H Sq 1"),
         config("bias constant along the keys [1 Hkv 1 1]", bias="1 Hkv 1 1", is_causal=True),
         # Dynamic masks: each row sees the keys of largest bias
@@ -247,10 +247,12 @@ def default_backends(device: str) -> list[str]:
 
 def main(outputs_of: OutputsOf, description: str, arguments: list[str] | None = None) -> int:
     """The exit status: 1 where something missed, or where nothing was compared."""
-    parser = argument_parser(description)
+    parser = argument_parser(description, backends="every available one that runs on the device")
     parser.add_argument("--dtype", choices=DTYPES, help="(default: float32 on the CPU, bfloat16 on CUDA)")
     parser.add_argument("--size", choices=["small", "full"], help="of the inputs (default: small on the CPU)")
-    parser.add_argument("--config", default="", metavar="TEXT", help="only the configurations whose name has this in it")
+    parser.add_argument(
+        "--config", default="", metavar="TEXT", help="only the configurations whose name has this in it"
+    )
     parser.add_argument("--outputs", action="store_true", help="show every output, not only the worst")
     options = parse(parser, arguments)
     on_cpu = options.device == "cpu"

@@ -16,20 +16,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import flash_dmattn
-from flash_dmattn import backends
+from flash_dmattn.backends import NAMES, require
 
 # How a backend says that it cannot do what was asked; running out of memory is a RuntimeError, too.
 REFUSALS = (TypeError, ValueError, RuntimeError)
 
 
-def argument_parser(description: str) -> argparse.ArgumentParser:
-    """With the arguments that every script has."""
+def argument_parser(description: str, backends: str) -> argparse.ArgumentParser:
+    """With the arguments that every script has; `backends` says which are taken by default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=here, help="(default: %(default)s)")
-    parser.add_argument(
-        "--backend", action="append", choices=backends.NAMES, help="may be repeated (default: %(default)s)"
-    )
+    parser.add_argument("--backend", action="append", choices=NAMES, help=f"may be repeated (default: {backends})")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write everything there")
     return parser
@@ -55,7 +53,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
         parser.error("--device cuda: this PyTorch finds no CUDA device")
     for name in options.backend or ():
         try:
-            backends.require(name)
+            require(name)
         except RuntimeError as error:
             parser.error(str(error))
     return options

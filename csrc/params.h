@@ -131,6 +131,14 @@ struct BwdParams : AttentionParams {
     // length [{H|Hkv}, total_k]; the caller sums what the bias broadcasts beyond that.
     PairView dbias;
     bool deterministic = false;
+
+    // Scratch of CUDA, of the sizes that plan_bwd_scratch gives. dquery_accum is float32
+    // [{B} H, tiles of rows, rows of a tile * D rounded up], in the order in which the kernels' registers hold a tile.
+    float* dquery_accum = nullptr;
+    int32_t* dquery_turns = nullptr;  // [{B} H, tiles of rows] and one ticket, where deterministic
+    int64_t dquery_tiles = 0;         // tiles of rows of one head; of variable length, of all sequences together
+    float* dbias_parts = nullptr;     // [dbias_splits, tiles of dbias], where dbias_splits > 1
+    int64_t dbias_splits = 1;
 };
 
 }  // namespace flash_dmattn

@@ -144,13 +144,6 @@ double row_dot(const acc_t* x, const acc_t* y, int64_t n) {
 }
 
 template <typename acc_t>
-void row_add_bias(acc_t* x, const acc_t* bias, int64_t n) {
-    const Vec<acc_t> hidden(-std::numeric_limits<acc_t>::infinity());
-    at::vec::map2<acc_t>([hidden](Vec<acc_t> s, Vec<acc_t> b) { return Vec<acc_t>::blendv(s + b, hidden, b == hidden); },
-                         x, x, bias, n);
-}
-
-template <typename acc_t>
 void row_dx(acc_t* dp, const acc_t* p, acc_t delta, int64_t n) {
     const Vec<acc_t> zero(0), deltas(delta);
     at::vec::map2<acc_t>(
@@ -181,7 +174,6 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
     template void row_scale(acc_t*, acc_t, int64_t);                                                                 \
     template void row_add(acc_t*, const acc_t*, int64_t);                                                            \
     template double row_dot(const acc_t*, const acc_t*, int64_t);                                                    \
-    template void row_add_bias(acc_t*, const acc_t*, int64_t);                                                       \
     template void row_dx(acc_t*, const acc_t*, acc_t, int64_t);                                                      \
     template void row_softcap(acc_t*, acc_t*, acc_t, int64_t);
 

@@ -50,9 +50,6 @@ void row_add(acc_t* x, const acc_t* y, int64_t n);
 // In float64: D_i = <do_i, o_i> is about to be subtracted from numbers of its own size.
 template <typename acc_t>
 double row_dot(const acc_t* x, const acc_t* y, int64_t n);
-// x += bias, but -inf where the bias is -inf: chosen, not added, for the score of an invisible pair may be NaN.
-template <typename acc_t>
-void row_add_bias(acc_t* x, const acc_t* bias, int64_t n);
 // dp = p (dp - delta), but 0 where p is 0: chosen, not multiplied, for <do, v> of an invisible pair may be NaN.
 template <typename acc_t>
 void row_dx(acc_t* dp, const acc_t* p, acc_t delta, int64_t n);

@@ -23,16 +23,16 @@ public:
         : p_(params),
           max_rows_(std::min(kRows, params.seqlen_q)),
           max_keys_(std::min(kKeys, params.seqlen_k)),
+          pairs_(max_keys_),
           probs_(max_rows_ * max_keys_),
           dx_(max_rows_ * max_keys_),
-          slope_(params.softcap > 0 ? max_rows_ * max_keys_ : 0),
-          bias_row_(max_keys_) {}
+          slope_(params.softcap > 0 ? max_rows_ * max_keys_ : 0) {}
 
     void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key, const Matrix<acc_t>& value,
                  const Matrix<acc_t>& dout) {
         probs = {probs_.data(), tile.rows, tile.keys, tile.keys};
         dx = {dx_.data(), tile.rows, tile.keys, tile.keys};
-        score_tile<acc_t>(p_, tile, query, key, bias_row_.data(), probs, slope_.empty() ? nullptr : slope_.data());
+        score_tile<acc_t>(p_, tile, query, key, pairs_, probs, slope_.empty() ? nullptr : slope_.data());
         product_nt<acc_t>(dout, value, 1, dx);
 
         const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
@@ -59,7 +59,8 @@ public:
 private:
     const BwdParams& p_;
     int64_t max_rows_, max_keys_;
-    std::vector<acc_t> probs_, dx_, slope_, bias_row_;
+    PairScratch<acc_t> pairs_;
+    std::vector<acc_t> probs_, dx_, slope_;
 };
 
 // What one unit of work owns: the (batch element, query head) pairs that share an entry of the bias's gradient or a
@@ -144,6 +145,7 @@ public:
           dkey_(units.batches_each * kv_heads_each_ * max_keys_ * p_.head_dim),
           dvalue_(dkey_.size()),
           dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
+          tile_sums_(key_dbias_ ? max_keys_ : 0),
           column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
 
     void operator()(int64_t index) {
@@ -248,11 +250,11 @@ private:
 
     void add_column_sums(int64_t head_in_group) {
         const int64_t bias_head = head_in_group / (p_.heads / p_.dbias.heads);
-        double* sums = column_sums_.data() + bias_head * max_keys_;
         const auto& dx = tile_.dx;
-        for (int64_t i = 0; i < dx.rows; ++i) {
-            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += dx.row(i)[j];
-        }
+        std::fill(tile_sums_.begin(), tile_sums_.end(), acc_t(0));
+        for (int64_t i = 0; i < dx.rows; ++i) row_add(tile_sums_.data(), dx.row(i), dx.cols);
+        double* sums = column_sums_.data() + bias_head * max_keys_;
+        for (int64_t j = 0; j < dx.cols; ++j) sums[j] += tile_sums_[j];
     }
 
     void store_key_dbias(const Tile& tile, int64_t head_in_group) {
@@ -274,7 +276,7 @@ private:
     bool dense_dbias_, key_dbias_;
     int64_t max_rows_, max_keys_;
     GradientTile<acc_t> tile_;
-    std::vector<acc_t> query_, dout_, key_, value_, dkey_, dvalue_, dense_tile_;
+    std::vector<acc_t> query_, dout_, key_, value_, dkey_, dvalue_, dense_tile_, tile_sums_;
     std::vector<double> column_sums_;  // of thousands of rows
 };
 

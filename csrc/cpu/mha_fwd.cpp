@@ -8,8 +8,8 @@
 namespace flash_dmattn {
 namespace {
 
-constexpr int64_t kRows = 128;
-constexpr int64_t kKeys = 512;
+constexpr int64_t kRows = 256;
+constexpr int64_t kKeys = 256;
 
 // out and lse of one tile of query rows; owns its scratch memory, one object a thread.
 template <typename acc_t>
@@ -19,10 +19,10 @@ public:
         : p_(params),
           max_rows_(std::min(kRows, params.seqlen_q)),
           max_keys_(std::min(kKeys, params.seqlen_k)),
+          pairs_(max_keys_),
           query_(max_rows_ * p_.head_dim),
           key_(max_keys_ * p_.head_dim),
           probs_(max_rows_ * max_keys_),
-          bias_row_(max_keys_),
           out_(max_rows_ * p_.head_dim),
           max_(max_rows_),
           sum_(max_rows_) {}
@@ -50,7 +50,7 @@ private:
             if (mask_hides(p_, tile)) continue;
             const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, tile.keys};
             const auto key = load_keys(p_, p_.key, sequence, j, tile.keys, kv_head, key_.data());
-            score_tile<acc_t>(p_, tile, query, key, bias_row_.data(), probs, nullptr);
+            score_tile<acc_t>(p_, tile, query, key, pairs_, probs, nullptr);
             online_softmax(probs, out);
             const auto value = load_keys(p_, p_.value, sequence, j, tile.keys, kv_head, key_.data());
             add_product<acc_t>(probs, false, value, 1, exact, out);
@@ -86,7 +86,8 @@ private:
 
     const FwdParams& p_;
     int64_t max_rows_, max_keys_;
-    std::vector<acc_t> query_, key_, probs_, bias_row_, out_, max_;
+    PairScratch<acc_t> pairs_;
+    std::vector<acc_t> query_, key_, probs_, out_, max_;
     std::vector<double> sum_;
 };
 

@@ -21,4 +21,17 @@ void pack_mask_cuda(const AttentionParams& params, const PackedMask& packed, cud
 int64_t plan_fwd_splits(const AttentionParams& params);
 void mha_fwd_cuda(const FwdParams& params, cudaStream_t stream);
 
+// Numbers of elements of the scratch memory of params.h that the backward needs: 0, where it needs none of a kind.
+struct BwdScratch {
+    int64_t dquery_accum = 0;  // float32
+    int64_t dquery_turns = 0;  // int32
+    int64_t dbias_parts = 0;   // float32
+};
+// Decides dquery_tiles and dbias_splits of `params`, whose other fields but the scratch pointers have been filled.
+// total_q: of variable length, the number of rows of all sequences.
+BwdScratch plan_bwd_scratch(BwdParams& params, int64_t total_q);
+// dout and the gradients are aligned as query is. dbias of a key bias has been filled with zeros, and so has that of a
+// dense bias of variable length.
+void mha_bwd_cuda(const BwdParams& params, cudaStream_t stream);
+
 }  // namespace flash_dmattn

@@ -28,10 +28,23 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// A value that the compiler must keep, where it would compute it again and again.
+__device__ __forceinline__ uint32_t kept(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Copies `bytes` (0 to 16) from global to shared memory and fills the rest of the 16 with zeros; where bytes is 0,
 // `from` is not read. Both addresses are multiples of 16.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, int bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The same, all or nothing.
+__device__ __forceinline__ void cp_async_16_if(uint32_t to, const void* from, bool copied) {
+    asm volatile(
+        "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, ignored;\n}" ::"r"(to),
+        "l"(from), "r"(static_cast<uint32_t>(copied))
+        : "memory");
 }
 template <int kBytes>  // 4, 8 or 16
 __device__ __forceinline__ void cp_async(uint32_t to, const void* from) {

@@ -31,46 +31,104 @@ struct alignas(128) SmemTile {
     }
     __device__ __forceinline__ T& at(int row, int col) { return data[offset(row, col / kChunk) + col % kChunk]; }
 
-    // A operand of m16n8k16: rows [row, row + 16), columns [col, col + 16).
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int row, int col) const {
-        ldmatrix_x4(a, address(row + lane_id() % 16, col / kChunk + lane_id() / 16));
+    // Operands of m16n8k16, by ldmatrix. Every form reads 16 rows from `row` (a multiple of 8) and 16 columns from `col` (a
+    // multiple of 16). `lane` is this lane's part of the address, which a loop keeps in a register so that the rest becomes
+    // immediate; the order of the four matrices leaves each operand in adjacent registers.
+    __device__ __forceinline__ uint32_t lane_down() const { return address(lane_id() % 16, lane_id() / 16); }
+    __device__ __forceinline__ uint32_t lane_across() const {
+        return address(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2);
     }
-    // The same operand of the transposed matrix: its rows are the columns [col, col + 16) here, its columns the rows
-    // [row, row + 16).
+
+    // A operand: its rows are rows here. lane_down.
+    static __device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t lane, int row, int col) {
+        ldmatrix_x4(a, moved(lane, row, col));
+    }
+    // A operand of the transposed matrix: its rows are columns here. lane_across.
+    static __device__ __forceinline__ void load_a_transposed(uint32_t (&a)[4], uint32_t lane, int row, int col) {
+        ldmatrix_x4_trans(a, moved(lane, row, col));
+    }
+    // Two B operands, n = rows and k = columns here: b[0], b[1] of the first eight rows, b[2], b[3] of the last. For a
+    // product with the transposed of this matrix (q k^T). lane_across.
+    static __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t lane, int row, int col) {
+        ldmatrix_x4(b, moved(lane, row, col));
+    }
+    // Two B operands, k = rows and n = columns here. For a product with this matrix (p v). lane_down.
+    static __device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], uint32_t lane, int row, int col) {
+        ldmatrix_x4_trans(b, moved(lane, row, col));
+    }
+
+    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int row, int col) const { load_a(a, lane_down(), row, col); }
     __device__ __forceinline__ void load_a_transposed(uint32_t (&a)[4], int row, int col) const {
-        ldmatrix_x4_trans(a, address(row + lane_id() % 8 + lane_id() / 16 * 8, col / kChunk + lane_id() / 8 % 2));
+        load_a_transposed(a, lane_across(), row, col);
     }
-    // Two B operands: n = rows [row, row + 16), k = columns [col, col + 16): b[0], b[1] of the first eight, b[2], b[3]
-    // of the last. For a product with the transposed of this matrix (q k^T).
-    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int row, int col) const {
-        ldmatrix_x4(b, address(row + lane_id() % 8 + lane_id() / 16 * 8, col / kChunk + lane_id() / 8 % 2));
-    }
-    // Two B operands: k = rows [row, row + 16), n = columns [col, col + 16). For a product with this matrix (p v).
+    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int row, int col) const { load_b(b, lane_across(), row, col); }
     __device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], int row, int col) const {
-        ldmatrix_x4_trans(b, address(row + lane_id() % 16, col / kChunk + lane_id() / 16));
+        load_b_transposed(b, lane_down(), row, col);
+    }
+
+private:
+    // The address `row` rows below and `col` columns right of a lane's.
+    static __device__ __forceinline__ uint32_t moved(uint32_t lane_address, int row, int col) {
+        const int panel = col / kPanelCols;
+        const uint32_t permuted = lane_address ^ (col % kPanelCols / kChunk * 16);
+        return permuted + (panel * kRows + row) * kPanelCols * sizeof(T);
     }
 };
 
-// Copies rows to a tile with cp.async: row r of the tile from row_pointer(r), the first `cols` of its columns; zeros
-// beyond them, and in rows whose pointer is null: nothing else is read. Pointers are multiples of 16 bytes. The
-// block's kThreads threads take part; the caller commits.
+template <typename T>
+struct RowSource {
+    const T* row;
+    bool visible;
+};
+
+// How a block of kThreads copies a tile's rows: a thread copies one chunk of every panel in the rows first_row() + i *
+// kRowsAtOnce.
+template <int kThreads, typename Tile>
+struct RowCopy {
+    static constexpr int kRowsAtOnce = kThreads / Tile::kPanelChunks;
+    static constexpr int kSteps = Tile::kRows / kRowsAtOnce;
+    static_assert(kRowsAtOnce % 8 == 0 && Tile::kRows % kRowsAtOnce == 0, "the swizzle repeats every eight rows");
+
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / Tile::kPanelChunks; }
+    static __device__ __forceinline__ int chunk() { return threadIdx.x % Tile::kPanelChunks; }
+    // This thread's part of the address; a loop keeps it in a register.
+    static __device__ __forceinline__ uint32_t lane_address(const Tile& tile) { return tile.address(first_row(), chunk()); }
+
+    // next(i), called for rising i, gives the pointer to row first_row() + i * kRowsAtOnce, a multiple of 16 bytes, and
+    // whether it is visible. Its first `cols` columns (a multiple of 8) are copied; zeros stand beyond them and in rows
+    // that are not visible: nothing else is read. The caller commits.
+    template <typename Next>
+    static __device__ __forceinline__ void start(uint32_t lane, int cols, const Next& next) {
+        const int left = cols - chunk() * Tile::kChunk;
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            const auto source = next(i);
+            const auto* from = source.row + chunk() * Tile::kChunk;
+#pragma unroll
+            for (int panel = 0; panel < Tile::kPanels; ++panel) {
+                const int at = (panel * Tile::kRows + i * kRowsAtOnce) * Tile::kPanelCols;
+                const bool in_row = panel * Tile::kPanelCols < left;
+                cp_async_16_if(lane + at * 2, from + panel * Tile::kPanelCols, source.visible && in_row);
+            }
+        }
+    }
+};
+
+// The same where rows are found one by one: row_pointer(row) is null where row is not visible. Where `cols` is no
+// multiple of 8, the rest of the last chunk is not read either.
 template <int kThreads, typename Tile, typename RowPointer>
 __device__ __forceinline__ void copy_rows_async(Tile& tile, int cols, const RowPointer& row_pointer) {
-    constexpr int kRowsAtOnce = kThreads / Tile::kPanelChunks;
-    static_assert(kRowsAtOnce % 8 == 0 && Tile::kRows % kRowsAtOnce == 0, "the swizzle repeats every eight rows");
-    const int first = threadIdx.x / Tile::kPanelChunks;
-    const int chunk = threadIdx.x % Tile::kPanelChunks;
-    const int col = chunk * Tile::kChunk;
-    const uint32_t to = tile.address(first, chunk);
+    using Copy = RowCopy<kThreads, Tile>;
+    const uint32_t to = Copy::lane_address(tile);
 #pragma unroll
-    for (int step = 0; step < Tile::kRows / kRowsAtOnce; ++step) {
-        const auto* from = row_pointer(first + step * kRowsAtOnce);
+    for (int i = 0; i < Copy::kSteps; ++i) {
+        const auto* from = row_pointer(Copy::first_row() + i * Copy::kRowsAtOnce);
 #pragma unroll
         for (int panel = 0; panel < Tile::kPanels; ++panel) {
-            const int at = (panel * Tile::kRows + step * kRowsAtOnce) * Tile::kPanelCols;
-            const int left = cols - col - panel * Tile::kPanelCols;
-            const int bytes = from == nullptr || left <= 0 ? 0 : min(2 * left, 16);
-            cp_async_16(to + at * 2, bytes > 0 ? from + col + panel * Tile::kPanelCols : nullptr, bytes);
+            const int col = Copy::chunk() * Tile::kChunk + panel * Tile::kPanelCols;
+            const int bytes = from == nullptr ? 0 : min(max(2 * (cols - col), 0), 16);
+            const int at = (panel * Tile::kRows + i * Copy::kRowsAtOnce) * Tile::kPanelCols;
+            cp_async_16(to + at * 2, bytes > 0 ? from + col : nullptr, bytes);
         }
     }
 }

@@ -81,22 +81,20 @@ public:
     __device__ TileScan(int begin, int end, const Summarize& summarize)
         : summarize_(summarize), next_window_(begin), end_(end) {}
 
-    // Whether there is another tile; then its index, whether it is full, and its columns.
-    __device__ __forceinline__ bool next(int& index, TileSummary<kKeys>& summary) {
+    // Whether there is another tile, which then is the current one.
+    __device__ __forceinline__ bool next() {
         while (pending_ == 0) {
             if (next_window_ >= end_) return false;
             look_ahead();
         }
-        const int lane = __ffs(pending_) - 1;
+        current_ = __ffs(pending_) - 1;
         pending_ &= pending_ - 1;
-        index = next_window_ - 32 + lane;
-        summary.empty = false;
-        summary.full = full_ >> lane & 1;
-#pragma unroll
-        for (int w = 0; w < TileSummary<kKeys>::kWords; ++w)
-            summary.columns[w] = __shfl_sync(~0u, columns_[w], lane);
         return true;
     }
+    __device__ __forceinline__ int index() const { return next_window_ - 32 + current_; }
+    __device__ __forceinline__ bool full() const { return full_ >> current_ & 1; }
+    // Word of the current tile's columns.
+    __device__ __forceinline__ uint32_t columns(int word) const { return __shfl_sync(~0u, columns_[word], current_); }
 
 private:
     __device__ __forceinline__ void look_ahead() {
@@ -113,6 +111,7 @@ private:
     Summarize summarize_;
     int next_window_;
     int end_;
+    int current_ = 0;       // lane of the current tile
     uint32_t pending_ = 0;  // tiles of the current window still to visit
     uint32_t full_ = 0;
     uint32_t columns_[TileSummary<kKeys>::kWords];  // of this lane's tile

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "bwd_scores.cuh"
+#include "bwd_scratch.cuh"
 
 namespace flash_dmattn::cuda {
 
@@ -21,6 +22,7 @@ struct BwdSmem {
     typename Tile::PairsTile dscores;
     float column_sums[Tile::kKeys];
     uint32_t seen[Tile::kWords];  // keys that any row sees
+    Sequence sequence;
     int ticket;
 };
 
@@ -140,7 +142,7 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
     int key_tile, kv_head, batch;
     if (p.deterministic) {
         // Whoever waits for the blocks of lower keys holds a higher ticket than they: they have begun.
-        if (threadIdx.x == 0) smem.ticket = atomicAdd(p.dquery_turns + p.dquery_tiles * p.heads, 1);
+        if (threadIdx.x == 0) smem.ticket = atomicAdd(p.dquery_turns + dquery_tiles_total(p), 1);
         __syncthreads();
         kv_head = smem.ticket % kv_heads;
         batch = smem.ticket / kv_heads % static_cast<int>(p.batch);
@@ -150,12 +152,16 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
         kv_head = blockIdx.x / key_tiles % kv_heads;
         batch = blockIdx.x / key_tiles / kv_heads;
     }
-    const Sequence s(p, batch);
+    // In shared memory, where the compiler leaves it: of what it would compute from it once and for all, each pointer
+    // would cost the main loop two registers.
+    if (threadIdx.x == 0) smem.sequence = Sequence(p, batch);
+    __syncthreads();
+    const Sequence& s = smem.sequence;
     const int first_key = key_tile * Tile::kKeys;
     if (first_key >= s.keys) return;
     const int first_head = kv_head * group;
-    const bool dense_dbias = kBias == BiasKind::kDense && p.dbias.present() && dbias_in_main_kernel(p);
-    const bool key_dbias = kKeyBias && p.dbias.present();
+    const bool dense_dbias = kBias == BiasKind::kDense && p.dbias.data != nullptr && dbias_in_main_kernel(p);
+    const bool key_dbias = kKeyBias && p.dbias.data != nullptr;
 
     const int warp = warp_id(), lane = lane_id();
     // Where this warp's part begins: of S and dP, of dK and dV, of dQ.
@@ -188,25 +194,14 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
         }
         __syncthreads();
     };
-    const auto load_keys = [&] {
-        const auto rows_of = [&](const RowsView& view) {
-            return static_cast<const T*>(view.data) + key_offset(view, s, kv_head) + first_key * view.row_stride;
-        };
-        const auto visible = [&](int key) {
-            return first_key + key < s.keys && smem.seen[key / 32] >> (key % 32) & 1;
-        };
-        copy_rows_async<kBwdThreads>(smem.key, rows_of(p.key), p.key.row_stride, p.head_dim, visible);
-        copy_rows_async<kBwdThreads>(smem.value, rows_of(p.value), p.value.row_stride, p.head_dim, visible);
-    };
-
-    int64_t key_bias_head = -1;
+    int key_bias_head = -1;
     float key_bias = 0;  // of key threadIdx.x
     const auto load_rows = [&](int stage) {
         load_row_stage(smem.rows[stage], p, s, cursor.head, cursor.row_tile, key_tile);
         if constexpr (kBias == BiasKind::kDense) {
             load_bias<Tile>(smem.probs[stage], p, s, cursor.head, cursor.row_tile, key_tile);
         } else if (kKeyBias && threadIdx.x < Tile::kKeys) {
-            const int64_t bias_head = p.bias.head_of(cursor.head, p.heads);
+            const int bias_head = bias_head_of(p.bias, p, cursor.head);
             if (bias_head != key_bias_head) {
                 key_bias_head = bias_head;
                 key_bias = load_key_bias(p, s, cursor.head, first_key + threadIdx.x);
@@ -345,7 +340,8 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
 
     if (dense_dbias) clear_unvisited_dbias();
     find_seen_keys();
-    load_keys();
+    load_keys<Tile>(smem.key, smem.value, p, s, kv_head, key_tile,
+                    [&](int key) { return smem.seen[key / 32] >> (key % 32) & 1; });
     bool more = cursor.next();
     if (more) load_rows(0);
     int summed_head = first_head;  // the head that the column sums are of
@@ -356,7 +352,7 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
         wait_for_rows(smem.rows[stage], s.rows - row_tile * Tile::kRows);
         more = cursor.next();
         if (more) load_rows(stage ^ 1);
-        if (key_dbias && p.dbias.head_of(head, p.heads) != p.dbias.head_of(summed_head, p.heads)) {
+        if (key_dbias && bias_head_of(p.dbias, p, head) != bias_head_of(p.dbias, p, summed_head)) {
             store_key_dbias(summed_head);
             summed_head = head;
         }

@@ -27,11 +27,14 @@ __device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, 
     using T = typename Tile::T;
     const int first = row_tile * Tile::kRows;
     const auto in_sequence = [&](int row) { return first + row < s.rows; };
-    const auto rows_of = [&](const RowsView& view) {
-        return static_cast<const T*>(view.data) + query_offset(view, s, head) + first * view.row_stride;
+    const auto load_rows = [&](typename Tile::RowsTile& tile, const RowsView& view) {
+        const T* from = static_cast<const T*>(view.data) + query_offset(view, s, head) + first * view.row_stride;
+        copy_rows_async<kBwdThreads>(tile, static_cast<int>(p.head_dim), [&](int row) -> const T* {
+            return in_sequence(row) ? from + row * view.row_stride : nullptr;
+        });
     };
-    copy_rows_async<kBwdThreads>(stage.query, rows_of(p.query), p.query.row_stride, p.head_dim, in_sequence);
-    copy_rows_async<kBwdThreads>(stage.dout, rows_of(p.dout), p.dout.row_stride, p.head_dim, in_sequence);
+    load_rows(stage.query, p.query);
+    load_rows(stage.dout, p.dout);
 
     const int row = threadIdx.x;
     if (row >= Tile::kRows || !in_sequence(row)) return;
@@ -50,27 +53,42 @@ __device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, 
     }
 }
 
+// K and V of a tile of keys, the rows for which visible(key) holds; cp.async, the caller commits.
+template <typename Tile, typename Visible>
+__device__ __forceinline__ void load_keys(typename Tile::KeysTile& key, typename Tile::KeysTile& value,
+                                          const BwdParams& p, const Sequence& s, int kv_head, int key_tile,
+                                          const Visible& visible) {
+    using T = typename Tile::T;
+    const int first = key_tile * Tile::kKeys;
+    const auto load = [&](typename Tile::KeysTile& tile, const RowsView& view) {
+        const T* from = static_cast<const T*>(view.data) + key_offset(view, s, kv_head) + first * view.row_stride;
+        copy_rows_async<kBwdThreads>(tile, static_cast<int>(p.head_dim), [&](int row) -> const T* {
+            return first + row < s.keys && visible(row) ? from + row * view.row_stride : nullptr;
+        });
+    };
+    load(key, p.key);
+    load(value, p.value);
+}
+
 // A tile of a dense bias; pairs outside of the sequence become 0.
 template <typename Tile>
 __device__ __forceinline__ void load_bias(typename Tile::PairsTile& tile, const BwdParams& p, const Sequence& s, int head,
                                           int row_tile, int key_tile) {
     using T = typename Tile::T;
-    constexpr int kChunks = Tile::kKeys / 8;
     const int first_row = row_tile * Tile::kRows, first_key = key_tile * Tile::kKeys;
     const T* bias = static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads) +
                     first_row * p.bias.row_stride + first_key * p.bias.col_stride;
-    const bool aligned = p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(bias) % 16 == 0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < Tile::kRows * kChunks; i += kBwdThreads) {
-        const int row = i / kChunks, chunk = i % kChunks;
-        const int keys = first_row + row < s.rows ? min(max(s.keys - first_key - chunk * 8, 0), 8) : 0;
-        const T* from = bias + row * p.bias.row_stride + chunk * 8 * p.bias.col_stride;
-        if (aligned) {
-            cp_async_16(tile.address(row, chunk), keys > 0 ? from : nullptr, keys * 2);
-        } else {
-            for (int j = 0; j < 8; ++j)
-                tile.at(row, chunk * 8 + j) = j < keys ? from[j * p.bias.col_stride] : T(0.f);
-        }
+    const int keys = min(s.keys - first_key, Tile::kKeys);
+    if (p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(bias) % 16 == 0) {
+        copy_rows_async<kBwdThreads>(tile, keys, [&](int row) -> const T* {
+            return first_row + row < s.rows ? bias + row * p.bias.row_stride : nullptr;
+        });
+        return;
+    }
+    for (int i = threadIdx.x; i < Tile::kRows * Tile::kKeys; i += kBwdThreads) {
+        const int row = i / Tile::kKeys, key = i % Tile::kKeys;
+        const bool in_sequence = first_row + row < s.rows && key < keys;
+        tile.at(row, key) = in_sequence ? bias[row * p.bias.row_stride + key * p.bias.col_stride] : T(0.f);
     }
 }
 

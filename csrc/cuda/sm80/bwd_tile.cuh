@@ -20,7 +20,7 @@ constexpr int kBwdThreads = kBwdWarps * 32;
 constexpr BwdTileSizes bwd_tile_sizes(int head_dim) {
     switch (head_dim) {
         case 32: return {64, 128, 2, 4, 4, 2};
-        case 64: return {128, 128, 4, 4, 4, 1};
+        case 64: return {64, 128, 2, 4, 4, 1};
         case 96: return {64, 128, 2, 4, 4, 1};
         case 128: return {64, 128, 2, 4, 2, 1};
         case 192: return {64, 64, 4, 2, 2, 1};

@@ -20,6 +20,13 @@ void launch_fwd(const FwdParams& p, int pack, cudaStream_t stream) {
     schedule.batch = static_cast<int>(p.batch);
     // A bias that few batches share is then read from memory once.
     schedule.batch_first = kBias == BiasKind::kDense && p.bias.batches == 1 && p.batch <= 8;
+    schedule.raw_scores = kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
+    schedule.scale = static_cast<float>(p.softmax_scale);
+    schedule.to_log2 = schedule.raw_scores ? schedule.scale * kLog2E : kLog2E;
+    schedule.softcap = static_cast<float>(p.softcap);
+    const auto aligned = [](int64_t stride) { return stride % 8 == 0; };
+    schedule.bias_aligned = p.bias.col_stride == 1 && reinterpret_cast<intptr_t>(p.bias.data) % 16 == 0 &&
+                            aligned(p.bias.batch_stride) && aligned(p.bias.head_stride) && aligned(p.bias.row_stride);
     const int64_t blocks = p.splits * schedule.row_tiles * schedule.heads * schedule.batch;
     if (blocks > INT32_MAX) throw std::runtime_error("too many tiles for one launch");
     const auto kernel = fwd_kernel<Kernel>;

@@ -10,20 +10,21 @@ namespace flash_dmattn::cuda {
 enum class BlockOrder { kBelowFirst, kBesideFirst };
 
 // Reads and writes 16x16 blocks of a tile, at offsets from (row, col) that are known at compile time once loops are
-// unrolled: only the lane's own address is kept, and an offset costs an exclusive or and an immediate.
+// unrolled. A lane keeps its own offset, which all tiles of a shape share; a block costs it an exclusive or, and what
+// is left of its address is an immediate.
 template <typename Tile, BlockOrder kOrder>
 class Blocks {
 public:
     // row is a multiple of 8; col shares no bit with the column offsets, other than multiples of a panel.
-    __device__ __forceinline__ Blocks(const Tile& tile, int row, int col) {
+    __device__ __forceinline__ Blocks(const Tile& tile, int row, int col) : tile_(smem_address(tile.data)) {
         const int lane = lane_id();
         const int below = kOrder == BlockOrder::kBelowFirst ? lane / 8 % 2 : lane / 16;
         const int beside = kOrder == BlockOrder::kBelowFirst ? lane / 16 : lane / 8 % 2;
-        lane_address_ = tile.address(row + lane % 8 + below * 8, col / Tile::kChunk + beside);
+        lane_offset_ = Tile::offset(row + lane % 8 + below * 8, col / Tile::kChunk + beside) * 2;
     }
     __device__ __forceinline__ uint32_t address(int row, int col) const {
         constexpr int kRowBytes = Tile::kPanelCols * 2;
-        return (lane_address_ ^ (col % Tile::kPanelCols * 2)) + (col / Tile::kPanelCols * Tile::kRows + row) * kRowBytes;
+        return (lane_offset_ ^ (col % Tile::kPanelCols * 2)) + (tile_ + (col / Tile::kPanelCols * Tile::kRows + row) * kRowBytes);
     }
     template <bool kTransposed>
     __device__ __forceinline__ void load(uint32_t (&to)[4], int row, int col) const {
@@ -35,7 +36,7 @@ public:
     }
 
 private:
-    uint32_t lane_address_;
+    uint32_t tile_, lane_offset_;
 };
 
 // An operand of a product as it lies in shared memory: [m, k] or, transposed, [k, m]; of B [n, k] or, transposed, [k, n].

@@ -1,0 +1,387 @@
+"""Times the same work through SDPA, FlexAttention and ours: what forward_performance.py and backward_performance.py share.
+
+SDPA takes mask and bias as one float mask and FlexAttention a block mask; both are made beforehand and not timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from problem import DTYPES, Inputs, Problem, causal_pairs, make_inputs
+from report import (
+    REFUSALS,
+    argument_parser,
+    console,
+    describe,
+    environment,
+    file_to_write,
+    parse,
+    positive,
+    progress,
+    sentence,
+    write_json,
+)
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from flash_dmattn import flash_dmattn_func_auto
+from flash_dmattn.backends import flex, reference
+
+# What an NVIDIA H200 reaches, measured: 16-bit matrix products, and copies.
+PEAK_FLOPS = 790e12
+PEAK_BYTES = 4.3e12
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+# What --check asks for: our speed over SDPA's.
+REQUIRED_SPEED = {FORWARD: 0.8, BOTH: 2.0}
+CHECKED = "random mask, key bias"
+
+
+def square(name: str, batch: int, heads: int, seqlen: int, head_dim: int, **options) -> Problem:
+    """As many keys as rows, and as many key/value heads as heads unless the options say otherwise."""
+    options = {"kv_heads": heads, "seqlen_q": seqlen, "seqlen_k": seqlen} | options
+    return Problem(name, batch=batch, heads=heads, head_dim=head_dim, **options)
+
+
+TOP_W = {"kv_heads": 8, "is_causal": True, "bias": "B Hkv 1 Sk"}
+WORKLOADS = {
+    "cpu": [
+        square(CHECKED, 1, 8, 2048, 64, mask="B H Sq Sk", bias="B H 1 Sk"),
+        square("causal", 1, 8, 2048, 64, is_causal=True),
+        square("dynamic mask, w 256", 1, 8, 2048, 64, window=256, **TOP_W),
+    ],
+    "cuda": [
+        square("no mask, no bias, D64", 2, 16, 4096, 64),
+        square("no mask, no bias, D128", 2, 16, 4096, 128),
+        square("causal, D128", 2, 16, 4096, 128, is_causal=True),
+        square("bias [1,H,S,S], D64", 2, 16, 4096, 64, bias="1 H Sq Sk"),
+        square("bias [1,H,S,S], D128", 2, 16, 4096, 128, bias="1 H Sq Sk"),
+        square("bias [B,H,S,S], D128", 2, 16, 4096, 128, bias="B H Sq Sk"),
+        square("pair bias, key mask", 384, 4, 384, 32, mask="B 1 1 Sk", bias="1 H Sq Sk"),
+        square("dynamic mask, w 1024", 1, 32, 8192, 128, window=1024, **TOP_W),
+        square("decode, w 2048", 8, 32, 131072, 128, seqlen_q=1, window=2048, **TOP_W),
+    ],
+}
+
+
+# The implementations: each gives the function to time, and what it is differentiated in.
+
+
+@dataclass(frozen=True)
+class Work:
+    forward: Callable[[], Tensor]  # gives (B, Sq, H, D)
+    leaves: list[Tensor]
+
+
+def ours(backend: str, inputs: Inputs) -> Work:
+    attention = flash_dmattn_func_auto(backend)
+    return Work(lambda: inputs.attend(attention)[0], list(inputs.leaves().values()))
+
+
+def sdpa(inputs: Inputs) -> Work:
+    problem = inputs.problem
+    query, key, value = leaves = [inputs.query, inputs.key, inputs.value]
+    # PyTorch's own causal alignment is to the top left corner.
+    says_causal = problem.seqlen_q == problem.seqlen_k
+    mask = None if says_causal or not has_mask(inputs) else float_mask(inputs).requires_grad_(query.requires_grad)
+    group = problem.heads // problem.kv_heads
+
+    def forward() -> Tensor:
+        # Repeated rather than enable_gqa=True, which not all of its kernels take.
+        keys, values = (
+            x.transpose(1, 2).repeat_interleave(group, dim=1) if group > 1 else x.transpose(1, 2) for x in (key, value)
+        )
+        causal = problem.is_causal and says_causal
+        out = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, mask, is_causal=causal)
+        return out.transpose(1, 2)
+
+    return Work(forward, leaves if mask is None else [*leaves, mask])
+
+
+def has_mask(inputs: Inputs) -> bool:
+    return inputs.mask is not None or inputs.bias is not None or inputs.problem.is_causal
+
+
+@torch.no_grad()
+def float_mask(inputs: Inputs) -> Tensor:
+    """Mask, bias and causality as SDPA takes them: added to the scores, in query's dtype."""
+    problem, query = inputs.problem, inputs.query
+    visible = causal_pairs(problem, query.device) if problem.is_causal else query.new_ones(1, 1, 1, 1, dtype=torch.bool)
+    if inputs.mask is not None:
+        visible = visible & reference.expand_heads(inputs.mask, problem.heads)
+    bias = query.new_zeros(1, 1, 1, problem.seqlen_k)
+    if inputs.bias is not None:
+        bias = reference.expand_heads(inputs.bias, problem.heads).to(query.dtype)
+    return torch.where(visible, bias, -torch.inf)
+
+
+def flex_attention(inputs: Inputs) -> Work:
+    # Its compiled backward otherwise reuses saved tensors as scratch memory, and can run only once.
+    torch._functorch.config.donated_buffer = False
+    problem = inputs.problem
+    block_mask = flex.block_mask_of(inputs.query, inputs.key, inputs.mask, problem.is_causal)
+    options = {"softmax_scale": problem.head_dim**-0.5, "is_causal": problem.is_causal, "softcap": problem.softcap}
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.mask, inputs.bias)
+
+    def forward() -> Tensor:
+        return flex.attention(*tensors, **options, deterministic=False, block_mask=block_mask)[0]
+
+    return Work(forward, list(inputs.leaves().values()))
+
+
+PEERS = {"sdpa": sdpa, "flex": flex_attention}
+
+
+# Timing
+
+
+def call_for(quantity: str, work: Work, dout: Tensor) -> Callable[[], object]:
+    """The call whose time is the quantity."""
+    if quantity == FORWARD:
+        return work.forward
+    if quantity == BOTH:
+        return lambda: torch.autograd.grad(work.forward(), work.leaves, dout)
+    out = work.forward()
+    return lambda: torch.autograd.grad(out, work.leaves, dout, retain_graph=True)
+
+
+def median_on_cuda(call: Callable[[], object]) -> float:
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=100, rep=500, return_mode="median") / 1e3
+
+
+def medians_on_cpu(calls: dict[str, Callable[[], object]], samples: int) -> dict[str, float]:
+    """Taken in turns, so that what else the machine does slows all of them alike."""
+    seconds = {name: [] for name in calls}
+    for _ in range(samples):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+@dataclass(frozen=True)
+class Timing:
+    workload: str
+    dtype: str
+    quantity: str
+    implementation: str
+    seconds: float | None = None
+    refusal: str = ""  # why there is no time
+    fraction_of_limit: float | None = None
+
+
+def time_workload(
+    problem: Problem,
+    dtype: str,
+    quantities: list[str],
+    builders: dict[str, Callable],
+    seed: int,
+    samples: int,
+    device: str,
+) -> list[Timing]:
+    """Every quantity of every implementation, on one problem."""
+    # FlexAttention compiled for one shape is what a user has, not code that was generalized from two.
+    torch.compiler.reset()
+    inputs = make_inputs(problem, DTYPES[dtype], device, seed)
+    inputs = inputs if quantities == [FORWARD] else inputs.requiring_grad()
+    timings = []
+    for quantity in quantities:
+        calls, refusals = {}, {}
+        for name, build in builders.items():
+            try:
+                calls[name] = call_for(quantity, build(inputs), inputs.dout)
+                calls[name]()
+            except REFUSALS as error:
+                calls.pop(name, None)
+                refusals[name] = sentence(error)
+        seconds = (
+            medians_on_cpu(calls, samples) if device == "cpu" else {n: median_on_cuda(c) for n, c in calls.items()}
+        )
+        limit = least_seconds(quantity, inputs) if device == "cuda" and inputs.query.element_size() == 2 else None
+        for name in builders:
+            taken = seconds.get(name)
+            fraction = limit / taken if limit is not None and taken is not None else None
+            timings.append(Timing(problem.name, dtype, quantity, name, taken, refusals.get(name, ""), fraction))
+    return timings
+
+
+# The limit
+
+
+def least_seconds(quantity: str, inputs: Inputs) -> float:
+    """No implementation can take less on an H200: it must multiply every visible pair and move every tensor once."""
+    if quantity == BOTH:
+        return least_seconds(FORWARD, inputs) + least_seconds(BACKWARD, inputs)
+    problem = inputs.problem
+    visible = reference.visible_pairs(inputs.query, inputs.key, inputs.mask, inputs.bias, problem.is_causal)
+    seen = visible.any(dim=2).unflatten(1, (problem.kv_heads, -1)).any(dim=2)
+    rows, keys = size(inputs.query), size(inputs.key) + size(inputs.value)
+    lse = 4 * problem.batch * problem.heads * problem.seqlen_q
+    keys_seen = keys * seen.sum().item() / seen.numel()
+    if quantity == FORWARD:
+        products = 2  # scores, out
+        moved = 2 * rows + keys_seen + size(inputs.mask) + size(inputs.bias) + lse
+    else:
+        products = 5  # scores, dp, dq, dk, dv
+        moved = 4 * rows + keys_seen + keys + size(inputs.mask) + 2 * size(inputs.bias) + lse
+    flops = products * 2 * problem.head_dim * visible.sum().item()
+    return max(flops / PEAK_FLOPS, moved / PEAK_BYTES)
+
+
+def size(tensor: Tensor | None) -> int:
+    """Bytes in memory: what is expanded counts once."""
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+
+# What is shown
+
+
+def ratio(timings: dict[str, Timing], name: str, peer: str) -> float | None:
+    """How many times as fast as the peer."""
+    if timings[name].seconds is None or timings[peer].seconds is None:
+        return None
+    return timings[peer].seconds / timings[name].seconds
+
+
+def grouped(timings: list[Timing]) -> dict[tuple[str, str, str], dict[str, Timing]]:
+    """By implementation, for each workload, dtype and quantity."""
+    groups: dict[tuple[str, str, str], dict[str, Timing]] = {}
+    for timing in timings:
+        groups.setdefault((timing.workload, timing.dtype, timing.quantity), {})[timing.implementation] = timing
+    return groups
+
+
+def table(timings: list[Timing], names: list[str], peers: list[str]) -> Table:
+    pairs = [(name, peer) for name in names for peer in peers]
+    on_cuda = any(timing.fraction_of_limit is not None for timing in timings)
+    table = Table("workload", "dtype", "medians of")
+    for header in (
+        *(f"{name} [ms]" for name in (*names, *peers)),
+        *(f"{name} is faster than {peer}" for name, peer in pairs),
+        *(f"{name}, of the H200's limit" for name in names if on_cuda),
+    ):
+        table.add_column(header.replace("[", r"\["), justify="right", max_width=14)
+    for key, group in grouped(timings).items():
+        milliseconds = [shown(timing.seconds, "{:.2f}", 1e3) or "refused" for timing in group.values()]
+        ratios = [shown(ratio(group, *pair), "{:.2f} x") for pair in pairs]
+        fractions = [shown(group[name].fraction_of_limit, "{:.0%}") for name in names if on_cuda]
+        table.add_row(*map(escape, key), *milliseconds, *ratios, *fractions)
+    return table
+
+
+def shown(number: float | None, form: str, scale: float = 1.0) -> str:
+    return "" if number is None else form.format(scale * number)
+
+
+def plot(timings: list[Timing], quantities: list[str], where: str, path: Path) -> None:
+    """A panel for each quantity, bars of milliseconds."""
+    names = list(dict.fromkeys(timing.implementation for timing in timings))
+    groups = grouped(timings)
+    labels = list(dict.fromkeys(f"{workload}\n{dtype}" for workload, dtype, _ in groups))
+    figure = Figure(figsize=(max(7, 1.5 * len(labels)), 4 * len(quantities)), layout="constrained")
+    for axes, quantity in zip(figure.subplots(len(quantities), squeeze=False)[:, 0], quantities):
+        for i, name in enumerate(names):
+            seconds = [group[name].seconds for (_, _, q), group in groups.items() if q == quantity]
+            bars = [x + 0.8 * (i - (len(names) - 1) / 2) / len(names) for x in range(len(seconds))]
+            axes.bar(bars, [1e3 * (s or 0) for s in seconds], width=0.8 / len(names), label=name)
+        axes.set(title=quantity, ylabel="ms", yscale="log")
+        axes.set_xticks(range(len(labels)), labels, fontsize=8)
+        axes.legend()
+    figure.supxlabel(where, fontsize=7)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def too_slow(timings: list[Timing], name: str) -> list[str]:
+    """A sentence for each speed over SDPA's that --check asks for and that was not reached, or not measured."""
+    groups = {key: group for key, group in grouped(timings).items() if key[0] == CHECKED and key[2] in REQUIRED_SPEED}
+    if not groups:
+        return [f"--check: the workload '{CHECKED}' was not run"]
+    speeds = [(key, ratio(group, name, "sdpa"), REQUIRED_SPEED[key[2]]) for key, group in groups.items()]
+    return [
+        f"{', '.join(key)}: {shown(speed, '{:.2f}') or 'unknown'} x SDPA's speed, at least {required} is asked for"
+        for key, speed, required in speeds
+        if speed is None or speed < required
+    ]
+
+
+def main(quantities: list[str], description: str, arguments: list[str] | None = None) -> int:
+    """The exit status: 1 where ours gave no time, or was slower than --check allows."""
+    parser = argument_parser(description, backends="the device's kernels")
+    parser.add_argument("--peer", action="append", choices=PEERS, help="may be repeated (default: sdpa; flex on CUDA)")
+    parser.add_argument(
+        "--dtype", action="append", choices=DTYPES, help="may be repeated (default: bfloat16; float32 on the CPU)"
+    )
+    parser.add_argument("--workload", default="", metavar="TEXT", help="only the workloads whose name has this in it")
+    parser.add_argument(
+        "--shrink", type=positive, default=1, metavar="N", help="divide lengths and windows, for a quick look"
+    )
+    parser.add_argument("--threads", type=positive, default=2, help="of the CPU (default: %(default)s)")
+    parser.add_argument("--samples", type=positive, default=7, help="taken on the CPU (default: %(default)s)")
+    parser.add_argument("--plot", type=file_to_write, metavar="FILE", help="draw the times there, as PNG")
+    parser.add_argument(
+        "--check", action="store_true", help=f"exit status 1 where ours is too slow for '{CHECKED}' on the CPU"
+    )
+    options = parse(parser, arguments)
+    on_cpu = options.device == "cpu"
+    names = options.backend or [options.device]
+    peers = options.peer or (["sdpa"] if on_cpu else ["sdpa", "flex"])
+    dtypes = options.dtype or (["float32", "bfloat16"] if on_cpu else ["bfloat16"])
+    if options.check and (not on_cpu or "sdpa" not in peers):
+        parser.error("--check compares with SDPA on the CPU")
+    problems = [
+        shrunk(problem, options.shrink)
+        for problem in WORKLOADS[options.device]
+        # A step of decoding is never differentiated.
+        if options.workload in problem.name and (quantities == [FORWARD] or problem.seqlen_q > 1)
+    ]
+    if not problems:
+        parser.error(f"--workload: no workload has {options.workload!r} in its name")
+    torch.set_num_threads(options.threads)
+
+    on, where = console(), environment(options.device)
+    on.print(describe(where), highlight=False)
+    builders = {**{name: partial(ours, name) for name in names}, **{peer: PEERS[peer] for peer in peers}}
+    timings = []
+    with progress(on) as bar:
+        task = bar.add_task("", total=len(problems) * len(dtypes))
+        for problem in problems:
+            for dtype in dtypes:
+                bar.update(task, description=f"{problem.name}, {dtype}")
+                timings += time_workload(
+                    problem, dtype, quantities, builders, options.seed, options.samples, options.device
+                )
+                bar.advance(task)
+
+    on.print(table(timings, names, peers))
+    for timing in timings:
+        if timing.refusal:
+            on.print(
+                f"[yellow]{timing.implementation}[/], {timing.workload}, {timing.quantity}: {escape(timing.refusal)}"
+            )
+    if options.json:
+        write_json(options.json, where, shrink=options.shrink, seed=options.seed, timings=list(map(asdict, timings)))
+    if options.plot:
+        plot(timings, quantities, describe(where), options.plot)
+    failures = too_slow(timings, names[0]) if options.check else []
+    for failure in failures:
+        on.print(f"[bold red]{escape(failure)}[/]")
+    refused = any(timing.refusal for timing in timings if timing.implementation in names)
+    return 1 if failures or refused else 0
+
+
+def shrunk(problem: Problem, by: int) -> Problem:
+    window = None if problem.window is None else max(1, problem.window // by)
+    lengths = {"seqlen_q": max(1, problem.seqlen_q // by), "seqlen_k": max(1, problem.seqlen_k // by)}
+    return replace(problem, window=window, **lengths)

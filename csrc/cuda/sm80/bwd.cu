@@ -1,0 +1,79 @@
+// From params to the instantiation of their head dimension and dtype, and the scratch memory that it needs.
+#include "bwd.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "../attention.h"
+#include "../bwd_preprocess.h"
+#include "../common/check.h"
+#include "bwd_scratch.cuh"
+#include "bwd_tile.cuh"
+#include "kernels.h"  // generated: FLASH_DMATTN_FOR_EACH_BWD(X), X(T, head dimension) for what is built
+
+namespace flash_dmattn {
+namespace cuda {
+namespace {
+
+// The head dimension of the instantiation that serves p; 0 where none was built.
+int built_head_dim(const AttentionParams& p) {
+#define FLASH_DMATTN_MATCH(T, kHeadDim)                                                                              \
+    if (p.head_dim <= kHeadDim && p.dtype == (std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16)) \
+        return kHeadDim;
+    FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_MATCH)  // by rising head dimension
+#undef FLASH_DMATTN_MATCH
+    return 0;
+}
+
+// A tile of a shared bias's gradient is the work of one block, unless that leaves multiprocessors idle.
+int64_t dbias_splits(const BwdParams& p, int64_t tiles) {
+    constexpr int64_t kBlocksPerMultiprocessor = 4;
+    int device = 0, multiprocessors = 0;
+    FLASH_CUDA_CHECK(cudaGetDevice(&device));
+    FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    const int64_t batches = p.cu_seqlens_q == nullptr ? p.batch / p.dbias.batches : 1;
+    const int64_t sharers = batches * (p.heads / p.dbias.heads);
+    return std::clamp<int64_t>(multiprocessors * kBlocksPerMultiprocessor / std::max<int64_t>(tiles, 1), 1, sharers);
+}
+
+}  // namespace
+}  // namespace cuda
+
+BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q) {
+    using namespace cuda;
+    BwdScratch scratch;
+    const int head_dim = built_head_dim(p);
+    if (head_dim == 0) return scratch;
+    const BwdTileSizes sizes = bwd_tile_sizes(head_dim);
+    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, sizes.rows), key_tiles = ceil_div<int64_t>(p.seqlen_k, sizes.keys);
+    p.dquery_tiles = p.cu_seqlens_q == nullptr ? row_tiles : total_q / sizes.rows + p.batch;
+    const int64_t tiles = dquery_tiles_total(p);
+    scratch.dquery_accum = tiles * sizes.rows * head_dim;
+    scratch.dquery_turns = p.deterministic ? tiles + 1 : 0;
+    p.dbias_splits = 1;
+    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p)) {
+        const int64_t dbias_tiles =
+            row_tiles * key_tiles * p.dbias.heads * (p.cu_seqlens_q == nullptr ? p.dbias.batches : p.batch);
+        p.dbias_splits = dbias_splits(p, dbias_tiles);
+        if (p.dbias_splits > 1) scratch.dbias_parts = p.dbias_splits * dbias_tiles * sizes.rows * sizes.keys;
+    }
+    return scratch;
+}
+
+void mha_bwd_cuda(const BwdParams& p, cudaStream_t stream) {
+    using namespace cuda;
+    if (p.batch == 0 || p.heads == 0) return;
+    const int built = built_head_dim(p);
+    if (built == 0)
+        throw std::runtime_error("no backward kernel was built for this dtype and head dimension " +
+                                 std::to_string(p.head_dim) + ": see FLASH_DMATTN_DTYPES and FLASH_DMATTN_HEAD_DIMS");
+    preprocess_bwd(p, stream);
+#define FLASH_DMATTN_RUN(T, kHeadDim)                                                                         \
+    if (built == kHeadDim && p.dtype == (std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16)) \
+        return run_bwd<T, kHeadDim>(p, stream);
+    FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_RUN)
+#undef FLASH_DMATTN_RUN
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,55 @@
+// Runs the backward's kernels of one dtype and head dimension, one after the other on a stream.
+#pragma once
+
+#include "../common/check.h"
+#include "bwd.h"
+#include "bwd_convert.cuh"
+#include "bwd_dbias_kernel.cuh"
+#include "bwd_kernel.cuh"
+
+namespace flash_dmattn::cuda {
+
+inline void launch(void (*kernel)(BwdParams), int64_t blocks, size_t shared_bytes, const BwdParams& p,
+                   cudaStream_t stream) {
+    if (blocks == 0) return;
+    FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(shared_bytes)));
+    kernel<<<static_cast<unsigned>(blocks), kBwdThreads, shared_bytes, stream>>>(p);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename Tile, bool kCausal>
+void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
+    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, Tile::kRows);
+    const int64_t key_tiles = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys);
+    const int64_t blocks = key_tiles * p.kv_heads * p.batch;
+    switch (p.bias.kind) {
+        case BiasKind::kNone:
+            launch(bwd_kernel<Tile, BiasKind::kNone, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kNone>), p, stream);
+            break;
+        case BiasKind::kKey:
+            launch(bwd_kernel<Tile, BiasKind::kKey, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kKey>), p, stream);
+            break;
+        case BiasKind::kDense:
+            launch(bwd_kernel<Tile, BiasKind::kDense, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kDense>), p, stream);
+            break;
+    }
+    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p)) {
+        const int64_t tiles = row_tiles * key_tiles * p.dbias.heads * (p.cu_seqlens_q != nullptr ? p.batch : p.dbias.batches);
+        launch(bwd_dbias_kernel<Tile, kCausal>, tiles * p.dbias_splits, sizeof(BwdDbiasSmem<Tile>), p, stream);
+        if (p.dbias_splits > 1)
+            launch(sum_dbias_parts_kernel<Tile>, tiles, sizeof(typename Tile::PairsTile), p, stream);
+    }
+    launch(convert_dquery_kernel<Tile>, row_tiles * p.heads * p.batch, sizeof(typename Tile::RowsTile), p, stream);
+}
+
+template <typename T, int kHeadDim>
+void run_bwd(const BwdParams& p, cudaStream_t stream) {
+    using Tile = BwdTile<kHeadDim, T>;
+    const int64_t tiles = dquery_tiles_total(p);
+    FLASH_CUDA_CHECK(cudaMemsetAsync(p.dquery_accum, 0, tiles * Tile::kRows * kHeadDim * sizeof(float), stream));
+    if (p.deterministic) FLASH_CUDA_CHECK(cudaMemsetAsync(p.dquery_turns, 0, (tiles + 1) * sizeof(int32_t), stream));
+    p.is_causal ? run_bwd_tiles<Tile, true>(p, stream) : run_bwd_tiles<Tile, false>(p, stream);
+}
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,32 @@
+// Where a tile lies in the backward's scratch memory, and who makes the gradient of a dense bias.
+#pragma once
+
+#include "../common/ptx.cuh"
+#include "../common/sequence.cuh"
+
+namespace flash_dmattn::cuda {
+
+// Index of a tile of dquery_accum and dquery_turns. Of variable length a sequence's tiles begin at first_row / rows of a
+// tile + batch, which leaves every sequence room for a last tile that is not full.
+template <int kRows>
+__device__ __forceinline__ int64_t dquery_tile(const BwdParams& p, const Sequence& s, int head, int row_tile) {
+    if (p.cu_seqlens_q == nullptr) return (s.batch * p.heads + head) * p.dquery_tiles + row_tile;
+    return head * p.dquery_tiles + s.first_row / kRows + s.batch + row_tile;
+}
+
+__device__ __forceinline__ int bias_head_of(const PairView& view, const BwdParams& p, int head) {
+    return head / static_cast<int>(p.heads / view.heads);
+}
+
+// Tiles of all heads together.
+constexpr __host__ __device__ int64_t dquery_tiles_total(const BwdParams& p) {
+    return (p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * p.dquery_tiles;
+}
+
+// A dense bias of which every entry belongs to one batch element and one query head: its gradient is written tile by
+// tile where dx is made. Otherwise dx is summed by a kernel of its own.
+constexpr __host__ __device__ bool dbias_in_main_kernel(const BwdParams& p) {
+    return p.dbias.heads == p.heads && (p.cu_seqlens_q != nullptr || p.dbias.batches == p.batch);
+}
+
+}  // namespace flash_dmattn::cuda

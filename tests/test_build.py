@@ -52,7 +52,8 @@ def test_the_sdist_builds_a_wheel_that_works(sdist, tmp_path):
     zipfile.ZipFile(wheel).extractall(site)
     program = (
         "import flash_dmattn, torch; x = torch.randn(1, 5, 2, 8, requires_grad=True);"
-        "flash_dmattn.flash_dmattn_func(x, x, x).sum().backward(); print(flash_dmattn.__file__, x.grad.isfinite().all())"
+        "flash_dmattn.flash_dmattn_func(x, x, x).sum().backward();"
+        "print(flash_dmattn.__file__, x.grad.isfinite().all())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

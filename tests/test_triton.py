@@ -12,6 +12,10 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
+import helpers  # noqa: E402
+from helpers import assert_close, run, surrounded  # noqa: E402
+
+from flash_dmattn import flash_dmattn_func_auto  # noqa: E402
 from flash_dmattn.backends import reference  # noqa: E402
 from flash_dmattn.backends import triton as backend  # noqa: E402
 
@@ -21,7 +25,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Several tiles either way, none of them whole at the end.
 LONG, LONGER = (300, 417) if DEVICE == "cuda" else (70, 93)
 PLAIN = {"softmax_scale": 0.2, "is_causal": False, "softcap": 0.0, "deterministic": True}
-NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
+
+
+def attention(*args, **options):
+    return flash_dmattn_func_auto("triton")(*args, **{**PLAIN, **options})
 
 
 def randn(*shape, dtype=torch.float32):
@@ -29,62 +36,21 @@ def randn(*shape, dtype=torch.float32):
 
 
 def rand_mask(*shape, visible=0.6):
-    return torch.rand(*shape, device=DEVICE) < visible
+    return helpers.rand_mask(*shape, visible=visible, device=DEVICE)
 
 
 def inputs(batch=1, seqlen_q=LONG, seqlen_k=LONGER, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32):
-    torch.manual_seed(0)
-    query = randn(batch, seqlen_q, heads, head_dim, dtype=dtype)
-    key, value = (randn(batch, seqlen_k, kv_heads, head_dim, dtype=dtype) for _ in range(2))
-    return query, key, value
+    return helpers.inputs(batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, dtype, DEVICE)
 
 
-def run(attention, tensors, mask, bias, dout, dlse, causal, softcap):
-    """(out, lse, dq, dk, dv, dbias); no dbias without a bias."""
-    leaves = [x.detach().requires_grad_() for x in (*tensors, bias) if x is not None]
-    bias_leaf = leaves[3] if bias is not None else None
+def no_dlse(query):
+    batch, seqlen_q, heads, _ = query.shape
+    return torch.zeros(batch, heads, seqlen_q, device=DEVICE)
+
+
+def check(tensors, mask=None, bias=None, *, causal=False, softcap=0.0, dout=None):
     options = {**PLAIN, "is_causal": causal, "softcap": softcap}
-    out, lse = attention(*leaves[:3], mask, bias_leaf, **options)
-    outputs, gradients = [out], [dout.to(out.dtype)]
-    if dlse is not None:
-        outputs, gradients = [out, lse], [dout.to(out.dtype), dlse.to(lse.dtype)]
-    return out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)
-
-
-def assert_close(ours, eager, exact, dtype, names=NAMES):
-    for name, x, y, z in zip(names, ours, eager, exact, strict=False):
-        assert x.shape == z.shape, name
-        infinite = z.isinf()
-        assert torch.equal(x[infinite].double(), z[infinite]), f"{name}: -inf in the wrong places"
-        x, y, z = x[~infinite].double(), y[~infinite].double(), z[~infinite]
-        if z.numel():
-            ours_off, eager_off = (x - z).abs().max().item(), (y - z).abs().max().item()
-            limit = 2 * eager_off + (1e-6 if dtype == torch.float32 else 1e-5)
-            assert ours_off <= limit, f"{name} is off by {ours_off:.2e}, eager by {eager_off:.2e}"
-
-
-def check(tensors, mask=None, bias=None, *, causal=False, softcap=0.0, dout=None, dlse="random"):
-    """Compares everything with the reference, and returns ours."""
-    batch, seqlen_q, heads, _ = tensors[0].shape
-    dout = torch.randn_like(tensors[0]) if dout is None else dout
-    dlse = randn(batch, heads, seqlen_q) if dlse == "random" else dlse
-    ours = run(backend.attention, tensors, mask, bias, dout, dlse, causal, softcap)
-    eager = run(reference.attention, tensors, mask, bias, dout, dlse, causal, softcap)
-    doubled = [x.double() for x in tensors], mask, None if bias is None else bias.double()
-    exact = run(reference.attention, *doubled, dout, dlse, causal, softcap)
-    for name, x, like in zip(NAMES[2:], ours[2:], (*tensors, bias), strict=False):
-        assert x.dtype == like.dtype, name
-    assert ours[0].dtype == tensors[0].dtype and ours[1].dtype == torch.float32
-    assert_close(ours, eager, exact, tensors[0].dtype)
-    return ours
-
-
-def within(tensor, fill):
-    """The same values as a view into memory that holds `fill` all around, in every dimension."""
-    around = torch.full([size + 8 for size in tensor.shape], fill, dtype=tensor.dtype, device=tensor.device)
-    view = around[tuple(slice(4, 4 + size) for size in tensor.shape)]
-    view.copy_(tensor)
-    return view
+    return helpers.check(tensors, mask, bias, function=attention, dout=dout, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -217,10 +183,9 @@ def test_minus_infinity_in_bias(rows):
         bias[..., 5, :] = -torch.inf
     *ours, dbias = check(tensors, bias=bias)
     assert (dbias[bias == -torch.inf] == 0).all()
-    masked = run(
-        *(backend.attention, tensors, bias != -torch.inf, bias.nan_to_num(neginf=3.0)),
-        *(torch.ones_like(tensors[0]), None, False, 0.0),
-    )
+    shown = bias.nan_to_num(neginf=3.0)
+    dout = torch.ones_like(tensors[0])
+    masked = run(attention, tensors, bias != -torch.inf, shown, dout, no_dlse(dout))
     assert torch.allclose(ours[0], masked[0], atol=1e-6) and torch.allclose(ours[1], masked[1], atol=1e-6)
 
 
@@ -246,10 +211,10 @@ def poisoned_allocations():
 @pytest.mark.parametrize("mask_rows, bias_heads, bias_rows", [(LONG, 2, LONG), (LONG, 1, LONG), (1, 1, 1)])
 def test_poisoned_surroundings(poisoned_allocations, causal, mask_rows, bias_heads, bias_rows):
     """NaN around every tensor and in what starts uninitialized, and `visible` all around the mask."""
-    tensors = [within(x, torch.nan) for x in inputs(head_dim=40)]
-    mask = within(rand_mask(1, 2, mask_rows, LONGER), True)
-    bias = within(randn(1, bias_heads, bias_rows, LONGER), torch.nan)
-    dout = within(randn(1, LONG, 2, 40), torch.nan)
+    tensors = [surrounded(x, torch.nan) for x in inputs(head_dim=40)]
+    mask = surrounded(rand_mask(1, 2, mask_rows, LONGER), True)
+    bias = surrounded(randn(1, bias_heads, bias_rows, LONGER), torch.nan)
+    dout = surrounded(randn(1, LONG, 2, 40), torch.nan)
     check(tensors, mask, bias, causal=causal, dout=dout)
 
 
@@ -278,7 +243,7 @@ def test_nan_in_rows_that_see_nothing():
     dout = torch.randn_like(query)
     dout[:, ~sees] = torch.nan
     mask = rand_mask(1, 1, LONG, LONGER) & sees[:, None]
-    *_, dq, dk, dv = run(backend.attention, (query, key, value), mask, None, dout, None, False, 0.0)
+    *_, dq, dk, dv = run(attention, (query, key, value), mask, None, dout, no_dlse(query))
     assert (dq[:, ~sees] == 0).all()
     assert dk.isfinite().all() and dv.isfinite().all()
 
@@ -297,7 +262,11 @@ def test_non_contiguous():
 
 
 def test_gradient_of_out_alone():
-    check(inputs(seqlen_q=20, seqlen_k=30), dlse=None)
+    tensors = inputs(seqlen_q=20, seqlen_k=30)
+    dout = torch.randn_like(tensors[0])
+    leaves = [x.requires_grad_() for x in tensors]
+    alone = torch.autograd.grad(attention(*leaves), leaves, dout)
+    assert all(torch.equal(a, b) for a, b in zip(alone, run(attention, tensors, None, None, dout, no_dlse(dout))[2:]))
 
 
 def test_gradient_of_lse_alone():
@@ -316,7 +285,7 @@ def test_one_gradient_alone(wanted, bias_heads, bias_rows):
     tensors = inputs(seqlen_q=20, seqlen_k=30)
     bias = randn(1, bias_heads, bias_rows, 30)
     dout = torch.randn_like(tensors[0])
-    together = run(backend.attention, tensors, None, bias, dout, None, False, 0.0)[2:]
+    together = run(attention, tensors, None, bias, dout, no_dlse(dout))[2:]
     leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate((*tensors, bias))]
     out, _ = backend.attention(*leaves[:3], None, leaves[3], **PLAIN)
     out.backward(dout)
@@ -330,7 +299,7 @@ def test_nothing_there(batch, seqlen_q, seqlen_k, heads, bias_rows):
     tensors = inputs(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads=heads, kv_heads=heads)
     bias = randn(1, 1, min(bias_rows, seqlen_q) if bias_rows > 1 else 1, seqlen_k)
     out, lse, *gradients = run(
-        backend.attention, tensors, None, bias, torch.randn_like(tensors[0]), randn(batch, heads, seqlen_q), False, 0.0
+        attention, tensors, None, bias, torch.randn_like(tensors[0]), randn(batch, heads, seqlen_q)
     )
     assert out.shape == tensors[0].shape and lse.shape == (batch, heads, seqlen_q)
     assert (out == 0).all() and (lse == -torch.inf).all()
@@ -341,7 +310,7 @@ def test_nothing_there(batch, seqlen_q, seqlen_k, heads, bias_rows):
 def test_bitwise_reproducible():
     tensors = inputs(batch=2, dtype=torch.bfloat16)
     bias = randn(1, 1, LONG, LONGER, dtype=torch.bfloat16)
-    runs = [run(backend.attention, tensors, None, bias, tensors[0], None, True, 0.0) for _ in range(2)]
+    runs = [run(attention, tensors, None, bias, tensors[0], no_dlse(tensors[0]), is_causal=True) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -364,7 +333,7 @@ def test_offsets_past_32_bits():
 def test_float64_is_refused():
     query, key, value = (x.double() for x in inputs(seqlen_q=3, seqlen_k=3))
     with pytest.raises(TypeError, match="float64"):
-        run(backend.attention, (query, key, value), None, None, query, None, False, 0.0)
+        attention(query, key, value)
 
 
 def test_double_backward_is_refused():

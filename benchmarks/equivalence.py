@@ -43,7 +43,7 @@ STYLES = {PASS: "green", MISS: "bold red", NOT_SUPPORTED: "yellow"}
 
 
 def configurations(size: str) -> list[Problem]:
-    """The table of what is compared: more keys than rows unless it says otherwise, and no length a multiple of a tile."""
+    """The table of what is compared. Where the name does not say otherwise, there are more keys than rows."""
     short, long = {"small": (29, 70), "full": (255, 1000)}[size]
     base = Problem("", batch=2, heads=4, kv_heads=2, seqlen_q=short, seqlen_k=long, head_dim=32)
 
@@ -168,7 +168,7 @@ class Outcome:
 
 
 def max_error(values: Tensor, exact: Tensor) -> float:
-    """max|values - exact|, -inf being equal to -inf; infinite where a value is NaN or has no business being infinite."""
+    """max|values - exact|, with -inf equal to -inf; infinite where a value is NaN, or infinite without reason."""
     if values.shape != exact.shape:
         return math.inf
     values = values.double()

@@ -1,4 +1,4 @@
-"""Times the same work through SDPA, FlexAttention and ours: what forward_performance.py and backward_performance.py share.
+"""Times the same work through SDPA, FlexAttention and ours, for forward_performance.py and backward_performance.py.
 
 SDPA takes mask and bias as one float mask and FlexAttention a block mask; both are made beforehand and not timed.
 """
@@ -89,26 +89,21 @@ def ours(backend: str, inputs: Inputs) -> Work:
 
 def sdpa(inputs: Inputs) -> Work:
     problem = inputs.problem
-    query, key, value = leaves = [inputs.query, inputs.key, inputs.value]
-    # PyTorch's own causal alignment is to the top left corner.
-    says_causal = problem.seqlen_q == problem.seqlen_k
-    mask = None if says_causal or not has_mask(inputs) else float_mask(inputs).requires_grad_(query.requires_grad)
-    group = problem.heads // problem.kv_heads
+    leaves = [inputs.query, inputs.key, inputs.value]
+    # PyTorch aligns causality to the top left corner.
+    causal_in_mask = problem.is_causal and problem.seqlen_q != problem.seqlen_k
+    needs_mask = inputs.mask is not None or inputs.bias is not None or causal_in_mask
+    mask = float_mask(inputs).requires_grad_(inputs.query.requires_grad) if needs_mask else None
 
     def forward() -> Tensor:
-        # Repeated rather than enable_gqa=True, which not all of its kernels take.
-        keys, values = (
-            x.transpose(1, 2).repeat_interleave(group, dim=1) if group > 1 else x.transpose(1, 2) for x in (key, value)
-        )
-        causal = problem.is_causal and says_causal
-        out = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, mask, is_causal=causal)
-        return out.transpose(1, 2)
+        query, key, value = leaves
+        if problem.kv_heads < problem.heads:  # not all of its kernels take enable_gqa=True
+            key, value = (x.repeat_interleave(problem.heads // problem.kv_heads, dim=2) for x in (key, value))
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        is_causal = problem.is_causal and not needs_mask
+        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal).transpose(1, 2)
 
-    return Work(forward, leaves if mask is None else [*leaves, mask])
-
-
-def has_mask(inputs: Inputs) -> bool:
-    return inputs.mask is not None or inputs.bias is not None or inputs.problem.is_causal
+    return Work(forward, [*leaves, mask] if needs_mask else leaves)
 
 
 @torch.no_grad()
@@ -269,16 +264,20 @@ def table(timings: list[Timing], names: list[str], peers: list[str]) -> Table:
     table = Table("workload", "dtype", "medians of")
     for header in (
         *(f"{name} [ms]" for name in (*names, *peers)),
-        *(f"{name} is faster than {peer}" for name, peer in pairs),
+        *(f"{name}'s speed over {peer}'s" for name, peer in pairs),
         *(f"{name}, of the H200's limit" for name in names if on_cuda),
     ):
         table.add_column(header.replace("[", r"\["), justify="right", max_width=14)
     for key, group in grouped(timings).items():
-        milliseconds = [shown(timing.seconds, "{:.2f}", 1e3) or "refused" for timing in group.values()]
+        milliseconds = [shown(timing.seconds, "{:.2f}", 1e3) or in_short(timing.refusal) for timing in group.values()]
         ratios = [shown(ratio(group, *pair), "{:.2f} x") for pair in pairs]
         fractions = [shown(group[name].fraction_of_limit, "{:.0%}") for name in names if on_cuda]
         table.add_row(*map(escape, key), *milliseconds, *ratios, *fractions)
     return table
+
+
+def in_short(refusal: str) -> str:
+    return "no memory" if "memory" in refusal else "refused"
 
 
 def shown(number: float | None, form: str, scale: float = 1.0) -> str:
@@ -365,11 +364,8 @@ def main(quantities: list[str], description: str, arguments: list[str] | None = 
                 bar.advance(task)
 
     on.print(table(timings, names, peers))
-    for timing in timings:
-        if timing.refusal:
-            on.print(
-                f"[yellow]{timing.implementation}[/], {timing.workload}, {timing.quantity}: {escape(timing.refusal)}"
-            )
+    for name, refusal in dict.fromkeys((timing.implementation, timing.refusal) for timing in timings if timing.refusal):
+        on.print(f"[yellow]{name}[/]: {escape(refusal)}")
     if options.json:
         write_json(options.json, where, shrink=options.shrink, seed=options.seed, timings=list(map(asdict, timings)))
     if options.plot:

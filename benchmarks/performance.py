@@ -5,6 +5,7 @@ SDPA takes mask and bias as one float mask and FlexAttention a block mask; both 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -285,18 +286,18 @@ def shown(number: float | None, form: str, scale: float = 1.0) -> str:
 
 
 def plot(timings: list[Timing], quantities: list[str], where: str, path: Path) -> None:
-    """A panel for each quantity, bars of milliseconds."""
-    names = list(dict.fromkeys(timing.implementation for timing in timings))
+    """A panel for each quantity: milliseconds of every implementation, workload by workload."""
     groups = grouped(timings)
     labels = list(dict.fromkeys(f"{workload}\n{dtype}" for workload, dtype, _ in groups))
-    figure = Figure(figsize=(max(7, 1.5 * len(labels)), 4 * len(quantities)), layout="constrained")
+    figure = Figure(figsize=(2 + 1.6 * len(labels), 4 * len(quantities)), layout="constrained")
     for axes, quantity in zip(figure.subplots(len(quantities), squeeze=False)[:, 0], quantities):
-        for i, name in enumerate(names):
-            seconds = [group[name].seconds for (_, _, q), group in groups.items() if q == quantity]
-            bars = [x + 0.8 * (i - (len(names) - 1) / 2) / len(names) for x in range(len(seconds))]
-            axes.bar(bars, [1e3 * (s or 0) for s in seconds], width=0.8 / len(names), label=name)
+        for name in dict.fromkeys(timing.implementation for timing in timings):
+            seconds = [group[name].seconds for (*_, timed), group in groups.items() if timed == quantity]
+            axes.plot([math.nan if s is None else 1e3 * s for s in seconds], "o", label=name)
         axes.set(title=quantity, ylabel="ms", yscale="log")
         axes.set_xticks(range(len(labels)), labels, fontsize=8)
+        axes.margins(x=0.5 / len(labels))
+        axes.grid(alpha=0.3)
         axes.legend()
     figure.supxlabel(where, fontsize=7)
     figure.savefig(path, format="png", dpi=150)
@@ -350,7 +351,8 @@ def main(quantities: list[str], description: str, arguments: list[str] | None = 
     torch.set_num_threads(options.threads)
 
     on, where = console(), environment(options.device)
-    on.print(describe(where), highlight=False)
+    says = describe(where) if options.shrink == 1 else f"{describe(where)}, lengths and windows / {options.shrink}"
+    on.print(says, highlight=False)
     builders = {**{name: partial(ours, name) for name in names}, **{peer: PEERS[peer] for peer in peers}}
     timings = []
     with progress(on) as bar:
@@ -369,7 +371,7 @@ def main(quantities: list[str], description: str, arguments: list[str] | None = 
     if options.json:
         write_json(options.json, where, shrink=options.shrink, seed=options.seed, timings=list(map(asdict, timings)))
     if options.plot:
-        plot(timings, quantities, describe(where), options.plot)
+        plot(timings, quantities, says, options.plot)
     failures = too_slow(timings, names[0]) if options.check else []
     for failure in failures:
         on.print(f"[bold red]{escape(failure)}[/]")

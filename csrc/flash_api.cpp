@@ -6,11 +6,17 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 
 #include "cpu/attention.h"
 #include "params.h"
+
+#ifdef FLASH_DMATTN_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/attention.h"
+#endif
 
 namespace flash_dmattn {
 namespace {
@@ -61,6 +67,16 @@ at::ScalarType accumulation_type(const Tensor& query) {
     return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+// The CUDA kernels read rows in pieces of 16 bytes; rows that do not lie so are copied, at O(S D).
+Tensor readable_rows(const Tensor& rows) {
+    if (rows.is_cpu()) return rows;
+    constexpr int64_t kBytes = 16;
+    const int64_t elements = kBytes / rows.element_size();
+    bool aligned = reinterpret_cast<uintptr_t>(rows.data_ptr()) % kBytes == 0 && rows.stride(-1) == 1;
+    for (int64_t dim = 0; dim + 1 < rows.dim(); ++dim) aligned &= rows.stride(dim) % elements == 0;
+    return aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
 // A stride of 0 where the dimension has one element: it serves every index.
 int64_t broadcast_stride(const Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
 
@@ -75,48 +91,52 @@ RowStatView row_stat_view(const Tensor& t, bool varlen) {
 }
 
 // A mask or bias: 4 dimensions of fixed length; of variable length 2 (one number a key) or 3 (one a pair).
-PairView pair_view(const Tensor& t) {
+PairView pair_sizes(at::IntArrayRef shape) {
     PairView view;
+    view.batches = shape.size() == 4 ? shape[0] : 1;
+    view.heads = shape[1];
+    view.per_key = shape.size() == 4 ? shape[2] == 1 : shape.size() == 2;
+    return view;
+}
+
+PairView pair_view(const Tensor& t) {
+    PairView view = pair_sizes(t.sizes());
     view.data = t.data_ptr();
-    view.heads = t.size(1);
     view.head_stride = broadcast_stride(t, 1);
     if (t.dim() == 4) {
-        view.batches = t.size(0);
         view.batch_stride = broadcast_stride(t, 0);
         view.row_stride = broadcast_stride(t, 2);
         view.col_stride = broadcast_stride(t, 3);
-        view.per_key = t.size(2) == 1;
     } else if (t.dim() == 3) {
         view.row_stride = t.stride(0);
         view.col_stride = t.stride(2);
     } else {
         view.col_stride = t.stride(0);
-        view.per_key = true;
     }
     return view;
 }
 
-void check_pairs(const Tensor& t, const char* name, const AttentionParams& p, const OptionalVarlen& varlen,
+void check_pairs(at::IntArrayRef shape, const char* name, const AttentionParams& p, const OptionalVarlen& varlen,
                  int64_t total_q, int64_t total_k) {
     const auto fits = [&](int64_t dim, std::initializer_list<int64_t> sizes) {
-        return std::find(sizes.begin(), sizes.end(), t.size(dim)) != sizes.end();
+        return std::find(sizes.begin(), sizes.end(), shape[dim]) != sizes.end();
     };
-    const bool heads_fit = t.dim() >= 2 && fits(1, {p.heads, p.kv_heads, 1});
+    const bool heads_fit = shape.size() >= 2 && fits(1, {p.heads, p.kv_heads, 1});
     if (!varlen) {
-        TORCH_CHECK_VALUE(t.dim() == 4 && heads_fit && fits(0, {p.batch, 1}) && fits(2, {p.seqlen_q, 1}) &&
+        TORCH_CHECK_VALUE(shape.size() == 4 && heads_fit && fits(0, {p.batch, 1}) && fits(2, {p.seqlen_q, 1}) &&
                               fits(3, {p.seqlen_k, 1}),
-                          name, " must be ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), got ", t.sizes());
+                          name, " must be ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), got ", shape);
         return;
     }
-    const bool per_key = t.dim() == 2 && fits(0, {total_k});
-    const bool per_pair = t.dim() == 3 && fits(0, {total_q}) && fits(2, {p.seqlen_k});
+    const bool per_key = shape.size() == 2 && fits(0, {total_k});
+    const bool per_pair = shape.size() == 3 && fits(0, {total_q}) && fits(2, {p.seqlen_k});
     TORCH_CHECK_VALUE(heads_fit && (per_key || per_pair), name,
-                      " must be (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k), got ", t.sizes());
+                      " must be (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k), got ", shape);
 }
 
-// What forward and backward have in common; `out` and `lse` have been allocated or come from the forward.
-void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
-          const OptionalTensor& bias, const OptionalVarlen& varlen, const Options& options) {
+// What forward and backward have in common.
+void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& bias,
+          const OptionalVarlen& varlen, const Options& options) {
     const int64_t ndim = varlen ? 3 : 4;
     TORCH_CHECK_VALUE(query.dim() == ndim && key.dim() == ndim, "query and key must have ", ndim, " dimensions, got ",
                       query.sizes(), " and ", key.sizes());
@@ -159,15 +179,9 @@ void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tens
         p.cu_seqlens_q = varlen->cu_seqlens_q.const_data_ptr<int32_t>();
         p.cu_seqlens_k = varlen->cu_seqlens_k.const_data_ptr<int32_t>();
     }
-    if (mask) {
-        check_dtype(*mask, "mask", at::kBool);
-        check_device(*mask, "mask", query);
-        check_pairs(*mask, "mask", p, varlen, total_q, total_k);
-        p.mask = pair_view(*mask);
-    }
     if (bias) {
         check_device(*bias, "bias", query);
-        check_pairs(*bias, "bias", p, varlen, total_q, total_k);
+        check_pairs(bias->sizes(), "bias", p, varlen, total_q, total_k);
         static_cast<PairView&>(p.bias) = pair_view(*bias);
         p.bias.kind = p.bias.per_key ? BiasKind::kKey : BiasKind::kDense;
         p.bias.dtype = data_type(*bias, "bias");
@@ -177,31 +191,105 @@ void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tens
     }
 }
 
-template <typename Params>
-void run(const Params& params, const at::Device& device) {
-    TORCH_CHECK(device.is_cpu(), "flash_dmattn was built without CUDA kernels, got tensors on ", device);
-    if constexpr (std::is_same_v<Params, FwdParams>) {
-        mha_fwd_cpu(params);
-    } else {
-        mha_bwd_cpu(params);
-    }
-}
-
 bool nothing_to_do(const AttentionParams& p) { return p.batch == 0 || p.heads == 0; }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                   const OptionalTensor& mask, const OptionalTensor& bias, const OptionalVarlen& varlen,
-                                   const Options& options) {
+void check_mask(const AttentionParams& p, const Tensor& mask, const Tensor& query, const Tensor& key,
+                const OptionalVarlen& varlen) {
+    check_dtype(mask, "mask", at::kBool);
+    check_device(mask, "mask", query);
+    check_pairs(mask.sizes(), "mask", p, varlen, query.size(0), key.size(0));
+}
+
+#ifdef FLASH_DMATTN_WITH_CUDA
+void check_cuda_dtype(const Tensor& query) {
+    TORCH_CHECK_TYPE(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16,
+                     "query must be float16 or bfloat16 on CUDA (float32 through the backend 'triton'), got ",
+                     query.scalar_type());
+}
+
+// The two tensors that hold a packed mask: bits int32 in the shape of the mask, 32 keys a word, and of every tile of
+// 64 x 64 pairs nine bytes, uint8 (9, {B|1}, heads, row tiles, key tiles): its columns, and last its kind.
+PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles) {
+    packed.bits = reinterpret_cast<uint32_t*>(bits.data_ptr<int32_t>());
+    packed.columns = reinterpret_cast<uint64_t*>(tiles.data_ptr());
+    packed.kinds = reinterpret_cast<TileKind*>(packed.columns + packed.tiles_size);
+    return packed;
+}
+
+std::pair<Tensor, Tensor> forward_cuda(FwdParams& p, const Tensor& query, const OptionalTensor& mask) {
+    check_cuda_dtype(query);
+    const c10::cuda::CUDAGuard guard(query.device());
+    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
+    Tensor bits = at::empty({0}, query.options().dtype(at::kInt)), tiles = at::empty({0}, query.options().dtype(at::kByte));
+    if (mask) {
+        const PackedMask plan = plan_packed_mask(p, query.size(0));
+        const bool by_row_of_all = mask->dim() == 3;
+        bits = by_row_of_all ? at::empty({query.size(0), plan.heads, plan.words}, bits.options())
+                             : at::empty({plan.batches, plan.heads, p.mask.per_key ? 1 : p.seqlen_q, plan.words}, bits.options());
+        tiles = at::empty({9, plan.batches, plan.heads, plan.row_tiles, plan.key_tiles}, tiles.options());
+        p.packed_mask = in_tensors(plan, bits, tiles);
+        pack_mask_cuda(p, p.packed_mask, stream);
+    }
+    p.splits = plan_fwd_splits(p);
+    const auto scratch = query.options().dtype(at::kFloat);
+    const int64_t rows = p.splits > 1 ? p.splits * p.batch * p.heads * p.seqlen_q : 0;
+    const Tensor split_out = at::empty({rows * p.head_dim}, scratch), split_lse = at::empty({rows}, scratch);
+    p.split_out = split_out.data_ptr<float>();
+    p.split_lse = split_lse.data_ptr<float>();
+    mha_fwd_cuda(p, stream);
+    return {bits, tiles};
+}
+
+void backward_cuda(BwdParams& p, const Tensor& query, const OptionalTensor& bits, const OptionalTensor& tiles) {
+    check_cuda_dtype(query);
+    const c10::cuda::CUDAGuard guard(query.device());
+    if (bits) {
+        const PackedMask plan = plan_packed_mask(p, query.size(0));
+        TORCH_CHECK_VALUE(bits->numel() == plan.bits_size && tiles && tiles->numel() == 9 * plan.tiles_size,
+                          "mask and mask_tiles must be what the forward returned");
+        p.packed_mask = in_tensors(plan, *bits, *tiles);
+    }
+    const BwdScratch sizes = plan_bwd_scratch(p, query.size(0));
+    const auto scratch = query.options().dtype(at::kFloat);
+    const Tensor dquery_accum = at::empty({sizes.dquery_accum}, scratch);
+    const Tensor dquery_turns = at::empty({sizes.dquery_turns}, scratch.dtype(at::kInt));
+    const Tensor dbias_parts = at::empty({sizes.dbias_parts}, scratch);
+    p.dquery_accum = dquery_accum.data_ptr<float>();
+    p.dquery_turns = dquery_turns.data_ptr<int32_t>();
+    p.dbias_parts = dbias_parts.data_ptr<float>();
+    mha_bwd_cuda(p, c10::cuda::getCurrentCUDAStream().stream());
+}
+#else
+[[noreturn]] void no_cuda(const Tensor& query) {
+    TORCH_CHECK(false, "flash_dmattn was built without CUDA kernels, got tensors on ", query.device());
+}
+std::pair<Tensor, Tensor> forward_cuda(FwdParams&, const Tensor& query, const OptionalTensor&) { no_cuda(query); }
+void backward_cuda(BwdParams&, const Tensor& query, const OptionalTensor&, const OptionalTensor&) { no_cuda(query); }
+#endif
+
+// (out, lse, mask_bits, mask_tiles); the last two are the packed mask, empty on the CPU.
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& query_in, const Tensor& key_in, const Tensor& value_in,
+                                                   const OptionalTensor& mask, const OptionalTensor& bias,
+                                                   const OptionalVarlen& varlen, const Options& options) {
+    const Tensor query = readable_rows(query_in), key = readable_rows(key_in), value = readable_rows(value_in);
     FwdParams p;
-    fill(p, query, key, value, mask, bias, varlen, options);
+    fill(p, query, key, value, bias, varlen, options);
+    if (mask) {
+        check_mask(p, *mask, query, key, varlen);
+        p.mask = pair_view(*mask);
+    }
     Tensor out = at::empty(query.sizes(), query.options());
     const auto lse_options = query.options().dtype(accumulation_type(query));
     Tensor lse = varlen ? at::empty({p.heads, query.size(0)}, lse_options)
                         : at::empty({p.batch, p.heads, p.seqlen_q}, lse_options);
     p.out = rows_view(out, varlen.has_value());
     p.lse = row_stat_view(lse, varlen.has_value());
-    if (!nothing_to_do(p)) run(p, query.device());
-    return {out, lse};
+    if (!query.is_cpu()) {
+        const auto [bits, tiles] = forward_cuda(p, query, mask);
+        return {out, lse, bits, tiles};
+    }
+    if (!nothing_to_do(p)) mha_fwd_cpu(p);
+    return {out, lse, at::empty({0}, query.options().dtype(at::kInt)), at::empty({0}, query.options().dtype(at::kByte))};
 }
 
 // Column sums of a key bias's gradient, [B, {H|Hkv}, 1, Sk] or [{H|Hkv}, total_k], to the bias's shape and dtype.
@@ -213,13 +301,27 @@ Tensor sum_to_bias(const Tensor& column_sums, const Tensor& bias, bool varlen) {
     return column_sums.sum_to_size(bias.sizes()).to(bias.scalar_type());
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Tensor& dlse, const Tensor& query,
-                                                    const Tensor& key, const Tensor& value, const Tensor& out,
+// mask: bool on the CPU; on CUDA the mask_bits of the forward, mask_tiles beside it.
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Tensor& dlse, const Tensor& query_in,
+                                                    const Tensor& key_in, const Tensor& value_in, const Tensor& out,
                                                     const Tensor& lse, const OptionalTensor& mask,
+                                                    const OptionalTensor& mask_tiles,
                                                     const OptionalTensor& bias, const OptionalVarlen& varlen,
                                                     const Options& options, bool deterministic, bool needs_dbias) {
+    const Tensor query = readable_rows(query_in), key = readable_rows(key_in), value = readable_rows(value_in);
     BwdParams p;
-    fill(p, query, key, value, mask, bias, varlen, options);
+    fill(p, query, key, value, bias, varlen, options);
+    if (mask) {
+        check_device(*mask, "mask", query);
+        if (query.is_cpu()) {
+            check_mask(p, *mask, query, key, varlen);
+            p.mask = pair_view(*mask);
+        } else {
+            check_dtype(*mask, "mask", at::kInt);
+            TORCH_CHECK_VALUE(mask->dim() == 3 || mask->dim() == 4, "mask must be what the forward returned");
+            p.mask = pair_sizes(mask->sizes());
+        }
+    }
     TORCH_CHECK_VALUE(!needs_dbias || bias, "a gradient of the bias was asked for, but there is no bias");
     for (const auto& [tensor, name] : {std::pair(&dout, "dout"), std::pair(&out, "out")}) {
         check_shape(*tensor, name, query.sizes());
@@ -236,7 +338,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Te
     const bool is_varlen = varlen.has_value();
     check_last_contiguous(out, "out");
     check_last_contiguous(lse, "lse");
-    const Tensor dout_rows = dout.stride(-1) == 1 ? dout : dout.contiguous();
+    const Tensor dout_rows = readable_rows(dout.stride(-1) == 1 ? dout : dout.contiguous());
     const Tensor dlse_rows = dlse.contiguous();
     const Tensor delta = at::empty_like(dlse_rows);
     Tensor dquery = at::empty(query.sizes(), query.options());
@@ -275,7 +377,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Te
         p.dbias = pair_view(dbias);
     }
 
-    if (!nothing_to_do(p)) run(p, query.device());
+    if (!query.is_cpu()) {
+        backward_cuda(p, query, mask, mask_tiles);
+    } else if (!nothing_to_do(p)) {
+        mha_bwd_cpu(p);
+    }
     if (needs_dbias && p.bias.kind == BiasKind::kKey) dbias = sum_to_bias(dbias, *bias, is_varlen);
     return {dquery, dkey, dvalue, dbias};
 }
@@ -304,7 +410,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
 
     m.def("why_not_usable", &why_not_usable, "None, or why the compiled kernels cannot run on this machine.");
-    m.def("has_cuda", [] { return false; }, "Whether the CUDA kernels were built.");
+#ifdef FLASH_DMATTN_WITH_CUDA
+    m.attr("cuda_build") = FLASH_DMATTN_CUDA_BUILD;  // what was built: architectures, head dimensions, dtypes
+#else
+    m.attr("cuda_build") = py::none();
+#endif
 
     m.def(
         "mha_fwd",
@@ -312,7 +422,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            const OptionalTensor& bias, double softmax_scale, double softcap, bool is_causal) {
             return forward(query, key, value, mask, bias, std::nullopt, {softmax_scale, softcap, is_causal});
         },
-        no_gil, "(out, lse) of fixed length.");
+        no_gil, "(out, lse, mask_bits, mask_tiles) of fixed length; the packed mask is empty on the CPU.");
     m.def(
         "mha_varlen_fwd",
         [](const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
@@ -321,24 +431,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
             return forward(query, key, value, mask, bias, varlen, {softmax_scale, softcap, is_causal});
         },
-        no_gil, "(out, lse) of variable length.");
+        no_gil, "(out, lse, mask_bits, mask_tiles) of variable length; the packed mask is empty on the CPU.");
     m.def(
         "mha_bwd",
         [](const Tensor& dout, const Tensor& dlse, const Tensor& query, const Tensor& key, const Tensor& value,
-           const Tensor& out, const Tensor& lse, const OptionalTensor& mask, const OptionalTensor& bias,
+           const Tensor& out, const Tensor& lse, const OptionalTensor& mask,
+           const OptionalTensor& mask_tiles, const OptionalTensor& bias,
            double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
-            return backward(dout, dlse, query, key, value, out, lse, mask, bias, std::nullopt,
+            return backward(dout, dlse, query, key, value, out, lse, mask, mask_tiles, bias, std::nullopt,
                             {softmax_scale, softcap, is_causal}, deterministic, needs_dbias);
         },
         no_gil, "(dquery, dkey, dvalue, dbias) of fixed length; dbias is empty where it is not needed.");
     m.def(
         "mha_varlen_bwd",
         [](const Tensor& dout, const Tensor& dlse, const Tensor& query, const Tensor& key, const Tensor& value,
-           const Tensor& out, const Tensor& lse, const OptionalTensor& mask, const OptionalTensor& bias,
+           const Tensor& out, const Tensor& lse, const OptionalTensor& mask,
+           const OptionalTensor& mask_tiles, const OptionalTensor& bias,
            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
            double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
             const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
-            return backward(dout, dlse, query, key, value, out, lse, mask, bias, varlen,
+            return backward(dout, dlse, query, key, value, out, lse, mask, mask_tiles, bias, varlen,
                             {softmax_scale, softcap, is_causal}, deterministic, needs_dbias);
         },
         no_gil, "(dquery, dkey, dvalue, dbias) of variable length; dbias is empty where it is not needed.");

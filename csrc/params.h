@@ -115,7 +115,7 @@ struct FwdParams : AttentionParams {
     // Of CUDA: the keys may be split among blocks, whose results are then combined.
     int64_t splits = 1;
     float* split_out = nullptr;  // [splits, B, H, Sq, D], scratch where splits > 1
-    float* split_lse = nullptr;  // [splits, B, H, Sq], log2
+    float* split_lse = nullptr;  // [splits, B, H, Sq]
 };
 
 struct BwdParams : AttentionParams {
@@ -137,8 +137,10 @@ struct BwdParams : AttentionParams {
     float* dquery_accum = nullptr;
     int32_t* dquery_turns = nullptr;  // [{B} H, tiles of rows] and one ticket, where deterministic
     int64_t dquery_tiles = 0;         // tiles of rows of one head; of variable length, of all sequences together
-    float* dbias_parts = nullptr;     // [dbias_splits, tiles of dbias], where dbias_splits > 1
+    float* dbias_parts = nullptr;     // [dbias_splits, dbias_tiles, a tile], where dbias_splits > 1
+    int64_t dbias_tiles = 0;
     int64_t dbias_splits = 1;
+    int64_t dbias_run = 1;            // tiles of keys, one after the other, that one block makes of a shared dbias
 };
 
 }  // namespace flash_dmattn

@@ -242,14 +242,14 @@ COMPILED = {
     ),
     "bias gradient without bias": (
         lambda k: k.mha_bwd(
-            Q, torch.zeros(2, 4, 5), Q, K, V, Q, torch.zeros(2, 4, 5), None, None, 1.0, 0.0, False, False, True
+            Q, torch.zeros(2, 4, 5), Q, K, V, Q, torch.zeros(2, 4, 5), None, None, None, 1.0, 0.0, False, False, True
         ),
         ValueError,
         "there is no bias",
     ),
     "lse shape": (
         lambda k: k.mha_bwd(
-            Q, torch.zeros(2, 4, 5), Q, K, V, Q, torch.zeros(2, 4, 4), None, None, 1.0, 0.0, False, False, False
+            Q, torch.zeros(2, 4, 5), Q, K, V, Q, torch.zeros(2, 4, 4), None, None, None, 1.0, 0.0, False, False, False
         ),
         ValueError,
         "lse must have shape",

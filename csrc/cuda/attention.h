@@ -16,7 +16,8 @@ PackedMask plan_packed_mask(const AttentionParams& params, int64_t total_q);
 // Reads params.mask once and fills `packed`.
 void pack_mask_cuda(const AttentionParams& params, const PackedMask& packed, cudaStream_t stream);
 
-// Into how many parts the forward should split the keys on the current device. Where more than 1, split_out needs
+// Into how many parts the forward should split the keys on the current device; params.packed_mask and params.bias have
+// been filled. Where more than 1, split_out needs
 // splits * B * H * Sq * D floats and split_lse splits * B * H * Sq.
 int64_t plan_fwd_splits(const AttentionParams& params);
 void mha_fwd_cuda(const FwdParams& params, cudaStream_t stream);
@@ -27,7 +28,7 @@ struct BwdScratch {
     int64_t dquery_turns = 0;  // int32
     int64_t dbias_parts = 0;   // float32
 };
-// Decides dquery_tiles and dbias_splits of `params`, whose other fields but the scratch pointers have been filled.
+// Decides dquery_tiles and the cut of dbias of `params`, whose other fields but the scratch pointers have been filled.
 // total_q: of variable length, the number of rows of all sequences.
 BwdScratch plan_bwd_scratch(BwdParams& params, int64_t total_q);
 // dout and the gradients are aligned as query is. dbias of a key bias has been filled with zeros, and so has that of a

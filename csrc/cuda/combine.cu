@@ -1,4 +1,4 @@
-// The results of blocks that each saw a part of the keys, to one: out = sum of 2^(lse_s - lse) out_s.
+// The results of blocks that each saw a part of the keys, to one: out = sum of exp(lse_s - lse) out_s.
 #include "combine.h"
 
 #include <algorithm>
@@ -36,12 +36,12 @@ __global__ void __launch_bounds__(kWarps * 32) combine_kernel(const __grid_const
     for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
     const float shift = largest == -kInfinity ? 0.f : largest;
     float total = 0;
-    for (int split = lane_id(); split < p.splits; split += 32) total += exp2f(p.split_lse[split * rows + index] - shift);
+    for (int split = lane_id(); split < p.splits; split += 32) total += expf(p.split_lse[split * rows + index] - shift);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
     const bool empty = total == 0;
-    const float lse = empty ? -kInfinity : shift + log2f(total);
-    if (lane_id() == 0) static_cast<float*>(p.lse.data)[stat_offset(p.lse, s, head) + row] = lse * kLn2;
+    const float lse = empty ? -kInfinity : shift + logf(total);
+    if (lane_id() == 0) static_cast<float*>(p.lse.data)[stat_offset(p.lse, s, head) + row] = lse;
 
     T* out = static_cast<T*>(p.out.data) + query_offset(p.out, s, head) + row * p.out.row_stride;
     for (int64_t d = lane_id(); d < p.head_dim; d += 32) {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kWarps * 32) combine_kernel(const __grid_const
             const float split_lse = p.split_lse[split * rows + index];
             // A part without a visible key has written nothing.
             if (split_lse == -kInfinity) continue;
-            sum += exp2f(split_lse - lse) * p.split_out[(split * rows + index) * p.head_dim + d];
+            sum += expf(split_lse - lse) * p.split_out[(split * rows + index) * p.head_dim + d];
         }
         out[d] = from_float<T>(sum);
     }

@@ -29,9 +29,10 @@ def attention_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
         if query.device.type != device_type:
             raise RuntimeError(f"the backend '{device_type}' takes {device_type} tensors, got query on {query.device}")
         lengths = varlen or (None, None, None, None)
-        return ops.attention_forward(
+        out, lse, *_ = ops.attention_forward(
             *(query, key, value, mask, bias, *lengths),
             *(float(softmax_scale), float(softcap), is_causal, deterministic),
         )
+        return out, lse
 
     return attention

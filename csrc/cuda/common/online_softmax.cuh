@@ -24,41 +24,58 @@ struct OnlineSoftmax {
     template <int kNTiles, int kOutTiles>
     __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float (&out)[kMTiles][kOutTiles][4],
                                            float to_log2) {
+        float shift[kMTiles * 2];
+        bool overflows = false;
 #pragma unroll
-        for (int m = 0; m < kMTiles; ++m)
+        for (int i = 0; i < kMTiles * 2; ++i) {
+            const int m = i / 2, h = i % 2;
+            float largest = max[i];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int i = 2 * m + h;
-                float largest = max[i];
+            for (int n = 0; n < kNTiles; ++n)
+                largest = fmaxf(largest, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+            largest = row_max(largest);
+            const float base = largest == -kInfinity ? 0.f : largest;  // no -inf - -inf
+            const float correction = fast_exp2((max[i] - base) * to_log2);
+            max[i] = largest;
+            shift[i] = base * to_log2;
+            overflows |= fabsf(shift[i]) == kInfinity;
+            sum[i] *= correction;
 #pragma unroll
-                for (int n = 0; n < kNTiles; ++n)
-                    largest = fmaxf(largest, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
-                largest = row_max(largest);
-                const float shift = largest == -kInfinity ? 0.f : largest * to_log2;  // no -inf - -inf
-                const float correction = fast_exp2(max[i] * to_log2 - shift);
-                max[i] = largest;
-                sum[i] *= correction;
-#pragma unroll
-                for (int n = 0; n < kOutTiles; ++n) {
-                    out[m][n][2 * h] *= correction;
-                    out[m][n][2 * h + 1] *= correction;
-                }
-#pragma unroll
-                for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float& x = scores[m][n][2 * h + e];
-                        x = fast_exp2(fmaf(x, to_log2, -shift));
-                        sum[i] += x;
-                    }
+            for (int n = 0; n < kOutTiles; ++n) {
+                out[m][n][2 * h] *= correction;
+                out[m][n][2 * h + 1] *= correction;
             }
+        }
+        // Rows whose largest score is the least finite number, say: an additive mask made of such numbers.
+        if (__any_sync(~0u, overflows)) {
+#pragma unroll
+            for (int i = 0; i < kMTiles * 2; ++i) {
+                const float base = fabsf(shift[i]) == kInfinity ? max[i] : 0.f;
+                if (base != 0) shift[i] = 0;
+#pragma unroll
+                for (int n = 0; n < kNTiles; ++n) {
+                    scores[i / 2][n][i % 2 * 2] -= base;
+                    scores[i / 2][n][i % 2 * 2 + 1] -= base;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kMTiles * 2; ++i)
+#pragma unroll
+            for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = scores[i / 2][n][i % 2 * 2 + e];
+                    x = fast_exp2(fmaf(x, to_log2, -shift[i]));
+                    sum[i] += x;
+                }
     }
 
-    // 1 / sum of row [i] and its lse as a power of 2; 0 and -inf where nothing was visible.
-    __device__ __forceinline__ float finish(int i, float to_log2, float& lse) {
+    // 1 / sum of row [i], and its lse where scores times `unit` are natural exponents; 0 and -inf where nothing was visible.
+    __device__ __forceinline__ float finish(int i, float unit, float& lse) {
         const float total = row_sum(sum[i]);
         const bool empty = max[i] == -kInfinity && total == 0;
-        lse = empty ? -kInfinity : max[i] * to_log2 + log2f(total);
+        lse = empty ? -kInfinity : fmaf(max[i], unit, logf(total));
         return empty ? 0.f : 1.f / total;
     }
 };

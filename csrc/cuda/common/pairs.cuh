@@ -46,47 +46,57 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
     }
 }
 
-// x = scale * x + bias, one number a pair; the accumulator lies at (row, col) of the tile `bias`.
-template <typename T, int kMTiles, int kNTiles, typename Tile>
+// x = scale * x + bias, one number a pair; the accumulator lies at (row, col) of the tile `bias`, which is
+// read kAhead (0 or 1) steps before it is added.
+template <typename T, int kAhead, int kMTiles, int kNTiles, typename Tile>
 __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles][4], float scale, const Tile& bias,
                                                    int row, int col) {
     static_assert(kNTiles % 2 == 0);
+    constexpr int kAcross = kNTiles / 2, kSteps = kMTiles * kAcross;
+    const uint32_t lane = bias.lane_down() + row * Tile::kPanelCols * sizeof(T);
+    uint32_t b[2][4];  // the 8x8 blocks of an A operand are those of two accumulator tiles
+    const auto load = [&](int step) {
+        Tile::load_a(b[step % 2], lane, step / kAcross * 16, col + step % kAcross * 16);
+    };
+    if (kAhead > 0) load(0);
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
+    for (int step = 0; step < kSteps; ++step) {
+        const int m = step / kAcross, n = step % kAcross * 2;
+        if (step + kAhead < kSteps) load(step + kAhead);
 #pragma unroll
-        for (int n = 0; n < kNTiles; n += 2) {
-            uint32_t b[4];  // the 8x8 blocks of an A operand are those of two accumulator tiles
-            bias.load_a(b, row + m * 16, col + n * 8);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 pair = unpack<T>(b[i]);
-                float* x = acc[m][n + i / 2] + i % 2 * 2;
-                x[0] = fmaf(x[0], scale, pair.x);
-                x[1] = fmaf(x[1], scale, pair.y);
-            }
+        for (int i = 0; i < 4; ++i) {
+            const float2 pair = unpack<T>(b[step % 2][i]);
+            float* x = acc[m][n + i / 2] + i % 2 * 2;
+            x[0] = fmaf(x[0], scale, pair.x);
+            x[1] = fmaf(x[1], scale, pair.y);
         }
+    }
 }
 
+// The keys that this lane's rows of an accumulator may see, 32 keys a word, the first key in the lowest bit; index [2 m + h]
+// is row 16 m + 8 h + lane / 4.
+template <int kMTiles, int kNTiles>
+using VisibleKeys = uint32_t[kMTiles * 2][kNTiles / 4];
+
 // x = -inf where a pair is invisible: the one place where masks, causality, lengths and keys hidden by their bias take
-// effect. visible_keys(row, word) gives 32 keys of a row of the accumulator, the first key in the lowest bit.
-template <int kMTiles, int kNTiles, typename VisibleKeys>
-__device__ __forceinline__ void hide_invisible(float (&acc)[kMTiles][kNTiles][4], const VisibleKeys& visible_keys) {
+// effect.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void hide_invisible(float (&acc)[kMTiles][kNTiles][4],
+                                               const VisibleKeys<kMTiles, kNTiles>& visible) {
     static_assert(kNTiles % 4 == 0);
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
+    for (int i = 0; i < kMTiles * 2; ++i)
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int word = 0; word < kNTiles / 4; ++word) {
+            const uint32_t bits = visible[i][word] >> (lane_id() % 4 * 2);
 #pragma unroll
-            for (int word = 0; word < kNTiles / 4; ++word) {
-                const uint32_t visible = visible_keys(m * 16 + h * 8 + lane_id() / 4, word) >> (lane_id() % 4 * 2);
+            for (int n = 0; n < 4; ++n)
 #pragma unroll
-                for (int n = 0; n < 4; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float& x = acc[m][word * 4 + n][2 * h + e];
-                        x = visible & (1u << (n * 8 + e)) ? x : -kInfinity;
-                    }
-            }
+                for (int e = 0; e < 2; ++e) {
+                    float& x = acc[i / 2][word * 4 + n][i % 2 * 2 + e];
+                    x = bits & (1u << (n * 8 + e)) ? x : -kInfinity;
+                }
+        }
 }
 
 }  // namespace flash_dmattn::cuda

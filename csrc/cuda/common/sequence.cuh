@@ -30,6 +30,11 @@ struct Sequence {
     __device__ int keys_of(int row, bool is_causal) const { return is_causal ? causal_end(row) : keys; }
 };
 
+// The head of a mask, a bias, keys or values with `view_heads` heads that query head `head` of `heads` goes by.
+__device__ __forceinline__ int shared_head(int head, int64_t heads, int64_t view_heads) {
+    return head / (static_cast<int>(heads) / static_cast<int>(view_heads));
+}
+
 // Offsets of the first row (or key) of a sequence, for one head; add `row * row_stride`.
 __device__ __forceinline__ int64_t query_offset(const RowsView& view, const Sequence& s, int head) {
     return s.batch * view.batch_stride + s.first_row * view.row_stride + head * view.head_stride;
@@ -43,7 +48,7 @@ __device__ __forceinline__ int64_t stat_offset(const RowStatView& view, const Se
 // Of variable length the pairs of a sequence start at its first key where there is one number a key, else at its
 // first row. Add `row * row_stride + key * col_stride`.
 __device__ __forceinline__ int64_t pair_offset(const PairView& view, const Sequence& s, int head, int64_t heads) {
-    return (view.batches > 1 ? s.batch * view.batch_stride : 0) + head / (heads / view.heads) * view.head_stride +
+    return (view.batches > 1 ? s.batch * view.batch_stride : 0) + shared_head(head, heads, view.heads) * view.head_stride +
            (view.per_key ? s.first_key * view.col_stride : s.first_row * view.row_stride);
 }
 

@@ -86,8 +86,9 @@ struct RowSource {
 template <int kThreads, typename Tile>
 struct RowCopy {
     static constexpr int kRowsAtOnce = kThreads / Tile::kPanelChunks;
-    static constexpr int kSteps = Tile::kRows / kRowsAtOnce;
-    static_assert(kRowsAtOnce % 8 == 0 && Tile::kRows % kRowsAtOnce == 0, "the swizzle repeats every eight rows");
+    static constexpr int kSteps = ceil_div(Tile::kRows, kRowsAtOnce);
+    static_assert(kRowsAtOnce % 8 == 0, "the swizzle repeats every eight rows");
+    static_assert(kSteps == 1 || Tile::kRows % kRowsAtOnce == 0);
 
     static __device__ __forceinline__ int first_row() { return threadIdx.x / Tile::kPanelChunks; }
     static __device__ __forceinline__ int chunk() { return threadIdx.x % Tile::kPanelChunks; }
@@ -100,6 +101,7 @@ struct RowCopy {
     template <typename Next>
     static __device__ __forceinline__ void start(uint32_t lane, int cols, const Next& next) {
         const int left = cols - chunk() * Tile::kChunk;
+        if (Tile::kRows < kRowsAtOnce && first_row() >= Tile::kRows) return;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
             const auto source = next(i);
@@ -119,6 +121,7 @@ struct RowCopy {
 template <int kThreads, typename Tile, typename RowPointer>
 __device__ __forceinline__ void copy_rows_async(Tile& tile, int cols, const RowPointer& row_pointer) {
     using Copy = RowCopy<kThreads, Tile>;
+    if (Tile::kRows < Copy::kRowsAtOnce && Copy::first_row() >= Tile::kRows) return;
     const uint32_t to = Copy::lane_address(tile);
 #pragma unroll
     for (int i = 0; i < Copy::kSteps; ++i) {

@@ -25,14 +25,12 @@ __device__ __forceinline__ uint32_t bits_below(int limit, int word) {
 template <int kRows, int kKeys>
 class MaskSummaries {
 public:
-    static_assert(kRows % PackedMask::kTile == 0 && kKeys % PackedMask::kTile == 0);
+    static_assert(kKeys % PackedMask::kTile == 0);
 
     __device__ MaskSummaries(const AttentionParams& p, const Sequence& s, int head)
         : mask_(p.packed_mask), present_(p.packed_mask.bits != nullptr) {
         if (!present_) return;
-        const int64_t mask_head = head / (p.heads / mask_.heads);
-        offset_ = s.batch * mask_.tiles_batch_stride + mask_head * mask_.tiles_head_stride;
-        row_tiles_ = ceil_div(s.rows, static_cast<int>(PackedMask::kTile));
+        offset_ = s.batch * mask_.tiles_batch_stride + shared_head(head, p.heads, mask_.heads) * mask_.tiles_head_stride;
     }
 
     // Of the rows [first_row, last_row] and the keys [key_tile * kKeys, (key_tile + 1) * kKeys). Without a mask, and
@@ -69,7 +67,6 @@ private:
     const PackedMask& mask_;
     bool present_;
     int64_t offset_ = 0;
-    int row_tiles_ = 0;
 };
 
 // Visits the tiles of [begin, end) that are not empty. A warp asks for the summaries of 32 tiles at once, one a lane, so

@@ -26,15 +26,19 @@ int built_head_dim(const AttentionParams& p) {
     return 0;
 }
 
-// A tile of a shared bias's gradient is the work of one block, unless that leaves multiprocessors idle.
-int64_t dbias_splits(const BwdParams& p, int64_t tiles) {
-    constexpr int64_t kBlocksPerMultiprocessor = 4;
+// How the gradient of a shared bias is cut: long runs of tiles, but enough of them for every multiprocessor; where there
+// are too few tiles for that, their sharers are split.
+void plan_dbias(BwdParams& p, int64_t row_tiles, int64_t key_tiles) {
+    constexpr int64_t kBlocksPerMultiprocessor = 4, kLongestRun = 16;
     int device = 0, multiprocessors = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    const int64_t batches = p.cu_seqlens_q == nullptr ? p.batch / p.dbias.batches : 1;
-    const int64_t sharers = batches * (p.heads / p.dbias.heads);
-    return std::clamp<int64_t>(multiprocessors * kBlocksPerMultiprocessor / std::max<int64_t>(tiles, 1), 1, sharers);
+    const bool is_varlen = p.cu_seqlens_q != nullptr;
+    p.dbias_tiles = row_tiles * key_tiles * p.dbias.heads * (is_varlen ? p.batch : p.dbias.batches);
+    const int64_t sharers = (is_varlen ? 1 : p.batch / p.dbias.batches) * (p.heads / p.dbias.heads);
+    const int64_t blocks = multiprocessors * kBlocksPerMultiprocessor;
+    p.dbias_splits = std::clamp<int64_t>(blocks / std::max<int64_t>(p.dbias_tiles, 1), 1, sharers);
+    p.dbias_run = std::clamp<int64_t>(p.dbias_tiles / blocks, 1, std::min(kLongestRun, std::max<int64_t>(key_tiles, 1)));
 }
 
 }  // namespace
@@ -51,12 +55,9 @@ BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q) {
     const int64_t tiles = dquery_tiles_total(p);
     scratch.dquery_accum = tiles * sizes.rows * head_dim;
     scratch.dquery_turns = p.deterministic ? tiles + 1 : 0;
-    p.dbias_splits = 1;
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p)) {
-        const int64_t dbias_tiles =
-            row_tiles * key_tiles * p.dbias.heads * (p.cu_seqlens_q == nullptr ? p.dbias.batches : p.batch);
-        p.dbias_splits = dbias_splits(p, dbias_tiles);
-        if (p.dbias_splits > 1) scratch.dbias_parts = p.dbias_splits * dbias_tiles * sizes.rows * sizes.keys;
+        plan_dbias(p, row_tiles, key_tiles);
+        if (p.dbias_splits > 1) scratch.dbias_parts = p.dbias_splits * p.dbias_tiles * sizes.rows * sizes.keys;
     }
     return scratch;
 }

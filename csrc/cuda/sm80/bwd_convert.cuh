@@ -7,7 +7,7 @@ namespace flash_dmattn::cuda {
 
 // One block a tile of rows.
 template <typename Tile>
-__global__ void __launch_bounds__(kBwdThreads) convert_dquery_kernel(const __grid_constant__ BwdParams p) {
+__global__ void __launch_bounds__(Tile::kThreads) convert_dquery_kernel(const __grid_constant__ BwdParams p) {
     using T = typename Tile::T;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& rows = *reinterpret_cast<typename Tile::RowsTile*>(shared_memory);
@@ -26,15 +26,15 @@ __global__ void __launch_bounds__(kBwdThreads) convert_dquery_kernel(const __gri
     for (int m = 0; m < Tile::kDqM; ++m)
 #pragma unroll
         for (int n = 0; n < Tile::kDqN; ++n) {
-            const float4 x = *reinterpret_cast<const float4*>(from + (m * Tile::kDqN + n) * kBwdThreads * 4);
+            const float4 x = *reinterpret_cast<const float4*>(from + (m * Tile::kDqN + n) * Tile::kThreads * 4);
             dquery[m][n][0] = x.x, dquery[m][n][1] = x.y, dquery[m][n][2] = x.z, dquery[m][n][3] = x.w;
         }
     const int warp = warp_id();
-    store_rounded<T, Tile::kDqColWarps * 16>(dquery, rows, warp / Tile::kDqColWarps * Tile::kDqRows,
+    store_rounded<typename Tile::RowsTile, T, Tile::kDqColWarps * 16>(dquery, smem_address(&rows), warp / Tile::kDqColWarps * Tile::kDqRows,
                                              warp % Tile::kDqColWarps * 16, static_cast<float>(p.softmax_scale));
     __syncthreads();
     T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + first_row * p.dquery.row_stride;
-    copy_tile_out(rows, to, p.dquery.row_stride, s.rows - first_row, static_cast<int>(p.head_dim));
+    copy_tile_out<Tile::kThreads>(rows, to, p.dquery.row_stride, s.rows - first_row, static_cast<int>(p.head_dim));
 }
 
 }  // namespace flash_dmattn::cuda

@@ -110,12 +110,12 @@ __device__ __forceinline__ void end_turn(int32_t* turns) {
 }
 
 // A tile to rows of global memory, 16 bytes a thread where they are aligned.
-template <typename Tile, typename T>
+template <int kThreads, typename Tile, typename T>
 __device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t row_stride, int rows, int cols) {
     constexpr int kChunks = Tile::kCols / 8;
     const bool aligned = row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < Tile::kRows * kChunks; i += kBwdThreads) {
+    for (int i = threadIdx.x; i < Tile::kRows * kChunks; i += kThreads) {
         const int row = i / kChunks, col = i % kChunks * 8;
         if (row >= rows || col >= cols) continue;
         const T* from = tile.data + Tile::offset(row, i % kChunks);
@@ -129,13 +129,14 @@ __device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t r
 }
 
 template <typename Tile, BiasKind kBias, bool kCausal>
-__global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     bwd_kernel(const __grid_constant__ BwdParams p) {
     using T = typename Tile::T;
     using Smem = BwdSmem<Tile, kBias>;
     constexpr bool kKeyBias = Smem::kKeyBias;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_memory);
+    const SharedMemory address_of(shared_memory);
 
     const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys);
     const int kv_heads = static_cast<int>(p.kv_heads), group = static_cast<int>(p.heads / p.kv_heads);
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
         __syncthreads();
         if (mask.bits == nullptr) return;
         const int row_tiles = ceil_div(s.rows, Tile::kRows);
-        for (int i = threadIdx.x; i < row_tiles * group; i += kBwdThreads) {
+        for (int i = threadIdx.x; i < row_tiles * group; i += Tile::kThreads) {
             const int first_row = i % row_tiles * Tile::kRows;
             const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p, s, first_head + i / row_tiles);
             const auto summary = masks.of(first_row, min(first_row + Tile::kRows, s.rows) - 1, key_tile);
@@ -194,14 +195,22 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
         }
         __syncthreads();
     };
+    const auto load_keys = [&](typename Tile::KeysTile& tile, const RowsView& view) {
+        const T* from = static_cast<const T*>(view.data) + key_offset(view, s, kv_head) + first_key * view.row_stride;
+        copy_rows_async<Tile::kThreads>(tile, static_cast<int>(p.head_dim), [&](int key) -> const T* {
+            const bool is_seen = first_key + key < s.keys && smem.seen[key / 32] >> (key % 32) & 1;
+            return is_seen ? from + key * view.row_stride : nullptr;
+        });
+    };
+
     int key_bias_head = -1;
     float key_bias = 0;  // of key threadIdx.x
     const auto load_rows = [&](int stage) {
-        load_row_stage(smem.rows[stage], p, s, cursor.head, cursor.row_tile, key_tile);
+        load_row_stage(smem.rows[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile);
         if constexpr (kBias == BiasKind::kDense) {
-            load_bias<Tile>(smem.probs[stage], p, s, cursor.head, cursor.row_tile, key_tile);
+            load_bias<Tile>(smem.probs[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile);
         } else if (kKeyBias && threadIdx.x < Tile::kKeys) {
-            const int bias_head = bias_head_of(p.bias, p, cursor.head);
+            const int bias_head = shared_head(cursor.head, p.heads, p.bias.heads);
             if (bias_head != key_bias_head) {
                 key_bias_head = bias_head;
                 key_bias = load_key_bias(p, s, cursor.head, first_key + threadIdx.x);
@@ -226,7 +235,7 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
                     continue;
                 }
                 T* to = dbias_rows(head, tile);
-                for (int i = threadIdx.x; i < Tile::kRows * Tile::kKeys; i += kBwdThreads) {
+                for (int i = threadIdx.x; i < Tile::kRows * Tile::kKeys; i += Tile::kThreads) {
                     const int row = i / Tile::kKeys, key = i % Tile::kKeys;
                     if (tile * Tile::kRows + row < s.rows && first_key + key < s.keys)
                         to[row * p.dbias.row_stride + key] = T(0.f);
@@ -262,20 +271,22 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
         __syncthreads();
     };
 
-    // P and dS of the tile, rounded, to shared memory.
+    // P and dS of the tile's rows from score_row on, rounded, to shared memory.
     const auto scores_to_gradients = [&](const auto& rows_stage, typename Tile::PairsTile& probs, int head, int row_tile,
-                                         bool mask_full) {
-        float scores[Tile::kScoreM][Tile::kScoreN][4], dprobs[Tile::kScoreM][Tile::kScoreN][4];
+                                         bool mask_full, int score_row) {
+        float scores[Tile::kPassM][Tile::kScoreN][4], dprobs[Tile::kPassM][Tile::kScoreN][4];
         clear(scores);
         clear(dprobs);
         using QueryA = OperandA<typename Tile::RowsTile, false>;
         using KeyB = OperandB<typename Tile::KeysTile, false>;
-        multiply_add<T, Tile::kHeadDim>(scores, QueryA(rows_stage.query, score_row, 0), KeyB(smem.key, score_key, 0));
-        multiply_add<T, Tile::kHeadDim>(dprobs, QueryA(rows_stage.dout, score_row, 0), KeyB(smem.value, score_key, 0));
+        multiply_add<T, Tile::kHeadDim>(scores, QueryA(address_of(rows_stage.query), score_row, 0), KeyB(address_of(smem.key), score_key, 0));
+        multiply_add<T, Tile::kHeadDim>(dprobs, QueryA(address_of(rows_stage.dout), score_row, 0), KeyB(address_of(smem.value), score_key, 0));
 
         const int rows = s.rows - row_tile * Tile::kRows;
         const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage.mask, row_tile, key_tile);
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
+        const Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst> bias_blocks(address_of(probs), score_row, score_key);
+        const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) { bias_blocks.template load<false>(to, m * 16, n * 8); };
         const auto sum_columns = [&](int, int, int n, float dx0, float dx1) {
             if constexpr (kKeyBias) {
                 column_sums[n][0] += dx0;
@@ -292,56 +303,56 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
                 if (first_key + key < s.keys) to[0] = T(dx0);
                 if (first_key + key + 1 < s.keys) to[1] = T(dx1);
             };
-            differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, probs, visibility, score_row, score_key,
+            differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, dense_bias, visibility, score_row, score_key,
                                                    rows, scale, softcap, take);
         } else if (mask_full && visibility.full()) {
-            differentiate<Tile, kBias, false, false>(scores, dprobs, rows_stage, probs, visibility, score_row, score_key,
+            differentiate<Tile, kBias, false, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row, score_key,
                                                      rows, scale, softcap, sum_columns);
         } else {
-            differentiate<Tile, kBias, true, false>(scores, dprobs, rows_stage, probs, visibility, score_row, score_key,
+            differentiate<Tile, kBias, true, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row, score_key,
                                                     rows, scale, softcap, sum_columns);
         }
-        store_rounded<T>(scores, probs, score_row, score_key);
-        store_rounded<T>(dprobs, smem.dscores, score_row, score_key);
+        store_rounded<typename Tile::PairsTile, T>(scores, address_of(probs), score_row, score_key);
+        store_rounded<typename Tile::PairsTile, T>(dprobs, address_of(smem.dscores), score_row, score_key);
     };
 
     const auto add_dvalue = [&](const auto& rows_stage, const typename Tile::PairsTile& probs) {
-        multiply_add<T, Tile::kRows, kDkvColStep>(dvalue, OperandA<typename Tile::PairsTile, true>(probs, 0, dkv_key),
-                                                  OperandB<typename Tile::RowsTile, true>(rows_stage.dout, 0, dkv_col));
+        multiply_add<T, Tile::kRows, kDkvColStep>(dvalue, OperandA<typename Tile::PairsTile, true>(address_of(probs), 0, dkv_key),
+                                                  OperandB<typename Tile::RowsTile, true>(address_of(rows_stage.dout), 0, dkv_col));
     };
     const auto add_dkey = [&](const auto& rows_stage) {
-        multiply_add<T, Tile::kRows, kDkvColStep>(dkey, OperandA<typename Tile::PairsTile, true>(smem.dscores, 0, dkv_key),
-                                                  OperandB<typename Tile::RowsTile, true>(rows_stage.query, 0, dkv_col));
+        multiply_add<T, Tile::kRows, kDkvColStep>(dkey, OperandA<typename Tile::PairsTile, true>(address_of(smem.dscores), 0, dkv_key),
+                                                  OperandB<typename Tile::RowsTile, true>(address_of(rows_stage.query), 0, dkv_col));
     };
     const auto add_dquery = [&](int head, int row_tile) {
         float dquery[Tile::kDqM][Tile::kDqN][4];
         clear(dquery);
-        multiply_add<T, Tile::kKeys, kDqColStep>(dquery, OperandA<typename Tile::PairsTile, false>(smem.dscores, dq_row, 0),
-                                                 OperandB<typename Tile::KeysTile, true>(smem.key, 0, dq_col));
+        multiply_add<T, Tile::kKeys, kDqColStep>(dquery, OperandA<typename Tile::PairsTile, false>(address_of(smem.dscores), dq_row, 0),
+                                                 OperandB<typename Tile::KeysTile, true>(address_of(smem.key), 0, dq_col));
         const int64_t tile = dquery_tile<Tile::kRows>(p, s, head, row_tile);
         float* to = p.dquery_accum + tile * Tile::kRows * Tile::kHeadDim + threadIdx.x * 4;
         if (p.deterministic) wait_for_turn(p.dquery_turns + tile, key_tile);
 #pragma unroll
         for (int m = 0; m < Tile::kDqM; ++m)
 #pragma unroll
-            for (int n = 0; n < Tile::kDqN; ++n) reduce_add(to + (m * Tile::kDqN + n) * kBwdThreads * 4, dquery[m][n]);
+            for (int n = 0; n < Tile::kDqN; ++n) reduce_add(to + (m * Tile::kDqN + n) * Tile::kThreads * 4, dquery[m][n]);
         if (p.deterministic) end_turn(p.dquery_turns + tile);
     };
     const auto store_dbias = [&](int head, int row_tile) {
-        copy_tile_out(smem.dscores, dbias_rows(head, row_tile), p.dbias.row_stride, s.rows - row_tile * Tile::kRows,
+        copy_tile_out<Tile::kThreads>(smem.dscores, dbias_rows(head, row_tile), p.dbias.row_stride, s.rows - row_tile * Tile::kRows,
                       s.keys - first_key);
     };
     const auto store_keys = [&](const auto& acc, typename Tile::KeysTile& staging, const RowsView& view, float scale) {
-        store_rounded<T, kDkvColStep>(acc, staging, dkv_key, dkv_col, scale);
+        store_rounded<typename Tile::KeysTile, T, kDkvColStep>(acc, address_of(staging), dkv_key, dkv_col, scale);
         __syncthreads();
         T* to = static_cast<T*>(view.data) + key_offset(view, s, kv_head) + first_key * view.row_stride;
-        copy_tile_out(staging, to, view.row_stride, s.keys - first_key, static_cast<int>(p.head_dim));
+        copy_tile_out<Tile::kThreads>(staging, to, view.row_stride, s.keys - first_key, static_cast<int>(p.head_dim));
     };
 
     if (dense_dbias) clear_unvisited_dbias();
     find_seen_keys();
-    load_keys<Tile>(smem.key, smem.value, p, s, kv_head, key_tile,
-                    [&](int key) { return smem.seen[key / 32] >> (key % 32) & 1; });
+    load_keys(smem.key, p.key);
+    load_keys(smem.value, p.value);
     bool more = cursor.next();
     if (more) load_rows(0);
     int summed_head = first_head;  // the head that the column sums are of
@@ -352,13 +363,15 @@ __global__ void __launch_bounds__(kBwdThreads, Tile::kSizes.blocks_per_sm)
         wait_for_rows(smem.rows[stage], s.rows - row_tile * Tile::kRows);
         more = cursor.next();
         if (more) load_rows(stage ^ 1);
-        if (key_dbias && bias_head_of(p.dbias, p, head) != bias_head_of(p.dbias, p, summed_head)) {
+        if (key_dbias && shared_head(head, p.heads, p.dbias.heads) != shared_head(summed_head, p.heads, p.dbias.heads)) {
             store_key_dbias(summed_head);
             summed_head = head;
         }
 
         auto& probs = smem.probs[Smem::kProbStages == 2 ? stage : 0];
-        scores_to_gradients(smem.rows[stage], probs, head, row_tile, mask_full);
+#pragma unroll
+        for (int pass = 0; pass < Tile::kPasses; ++pass)
+            scores_to_gradients(smem.rows[stage], probs, head, row_tile, mask_full, score_row + pass * Tile::kPassM * 16);
         __syncthreads();
         add_dvalue(smem.rows[stage], probs);
         add_dquery(head, row_tile);

@@ -9,12 +9,13 @@
 
 namespace flash_dmattn::cuda {
 
-inline void launch(void (*kernel)(BwdParams), int64_t blocks, size_t shared_bytes, const BwdParams& p,
+template <typename Tile>
+void launch(void (*kernel)(BwdParams), int64_t blocks, size_t shared_bytes, const BwdParams& p,
                    cudaStream_t stream) {
     if (blocks == 0) return;
     FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(shared_bytes)));
-    kernel<<<static_cast<unsigned>(blocks), kBwdThreads, shared_bytes, stream>>>(p);
+    kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, shared_bytes, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -25,22 +26,21 @@ void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
     const int64_t blocks = key_tiles * p.kv_heads * p.batch;
     switch (p.bias.kind) {
         case BiasKind::kNone:
-            launch(bwd_kernel<Tile, BiasKind::kNone, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kNone>), p, stream);
+            launch<Tile>(bwd_kernel<Tile, BiasKind::kNone, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kNone>), p, stream);
             break;
         case BiasKind::kKey:
-            launch(bwd_kernel<Tile, BiasKind::kKey, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kKey>), p, stream);
+            launch<Tile>(bwd_kernel<Tile, BiasKind::kKey, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kKey>), p, stream);
             break;
         case BiasKind::kDense:
-            launch(bwd_kernel<Tile, BiasKind::kDense, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kDense>), p, stream);
+            launch<Tile>(bwd_kernel<Tile, BiasKind::kDense, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kDense>), p, stream);
             break;
     }
-    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p)) {
-        const int64_t tiles = row_tiles * key_tiles * p.dbias.heads * (p.cu_seqlens_q != nullptr ? p.batch : p.dbias.batches);
-        launch(bwd_dbias_kernel<Tile, kCausal>, tiles * p.dbias_splits, sizeof(BwdDbiasSmem<Tile>), p, stream);
-        if (p.dbias_splits > 1)
-            launch(sum_dbias_parts_kernel<Tile>, tiles, sizeof(typename Tile::PairsTile), p, stream);
+    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p) && key_tiles > 0) {
+        const int64_t runs = p.dbias_tiles / key_tiles * ceil_div<int64_t>(key_tiles, p.dbias_run);
+        launch<Tile>(bwd_dbias_kernel<Tile, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSmem<Tile>), p, stream);
+        if (p.dbias_splits > 1) launch<Tile>(sum_dbias_parts_kernel<Tile>, p.dbias_tiles, 0, p, stream);
     }
-    launch(convert_dquery_kernel<Tile>, row_tiles * p.heads * p.batch, sizeof(typename Tile::RowsTile), p, stream);
+    launch<Tile>(convert_dquery_kernel<Tile>, row_tiles * p.heads * p.batch, sizeof(typename Tile::RowsTile), p, stream);
 }
 
 template <typename T, int kHeadDim>

@@ -4,10 +4,39 @@
 #include "../common/pairs.cuh"
 #include "../common/sequence.cuh"
 #include "../common/tile_scan.cuh"
+#include "bwd_scratch.cuh"
 #include "bwd_tile.cuh"
 #include "warp_gemm.cuh"
 
 namespace flash_dmattn::cuda {
+
+// Rows of global memory to a tile, zeros where it is larger than `rows` x `cols`; cp.async, the caller commits. A tile
+// that is whole, as most are, costs little more than its cp.async instructions.
+template <typename Tile, int kThreads, typename T>
+__device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, int64_t row_stride, int rows, int cols) {
+    constexpr int kRowsAtOnce = kThreads / Tile::kPanelChunks;
+    static_assert(kRowsAtOnce % 8 == 0 && Tile::kRows % kRowsAtOnce == 0, "the swizzle repeats every eight rows");
+    const int first = threadIdx.x / Tile::kPanelChunks, chunk = threadIdx.x % Tile::kPanelChunks;
+    uint32_t to = tile + Tile::offset(first, chunk) * 2;
+    from += first * row_stride + chunk * Tile::kChunk;
+    constexpr int kPanelBytes = Tile::kRows * Tile::kPanelCols * 2, kStepBytes = kRowsAtOnce * Tile::kPanelCols * 2;
+    if (rows >= Tile::kRows && cols >= Tile::kCols) {
+#pragma unroll
+        for (int step = 0; step < Tile::kRows / kRowsAtOnce; ++step, from += kRowsAtOnce * row_stride)
+#pragma unroll
+            for (int panel = 0; panel < Tile::kPanels; ++panel)
+                cp_async_16(to + panel * kPanelBytes + step * kStepBytes, from + panel * Tile::kPanelCols);
+    } else {
+#pragma unroll 1
+        for (int row = first; row < Tile::kRows; row += kRowsAtOnce, from += kRowsAtOnce * row_stride, to += kStepBytes)
+#pragma unroll
+            for (int panel = 0; panel < Tile::kPanels; ++panel) {
+                const int left = cols - chunk * Tile::kChunk - panel * Tile::kPanelCols;
+                const int bytes = row < rows ? min(max(left, 0), Tile::kChunk) * 2 : 0;
+                cp_async_16(to + panel * kPanelBytes, bytes > 0 ? from + panel * Tile::kPanelCols : nullptr, bytes);
+            }
+    }
+}
 
 // What a tile of query rows brings to shared memory; two of them take turns. kKeyBias: one number a key comes along.
 template <typename Tile, bool kKeyBias>
@@ -22,70 +51,51 @@ struct RowStage {
 
 // Loads of one tile of rows, for one head; cp.async, the caller commits.
 template <typename Tile, bool kKeyBias>
-__device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, const BwdParams& p, const Sequence& s,
-                                               int head, int row_tile, int key_tile) {
+__device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
+                                               const BwdParams& p, const Sequence& s, int head, int row_tile,
+                                               int key_tile) {
     using T = typename Tile::T;
     const int first = row_tile * Tile::kRows;
-    const auto in_sequence = [&](int row) { return first + row < s.rows; };
-    const auto load_rows = [&](typename Tile::RowsTile& tile, const RowsView& view) {
+    const int rows = s.rows - first;
+    const auto load_rows = [&](const typename Tile::RowsTile& tile, const RowsView& view) {
         const T* from = static_cast<const T*>(view.data) + query_offset(view, s, head) + first * view.row_stride;
-        copy_rows_async<kBwdThreads>(tile, static_cast<int>(p.head_dim), [&](int row) -> const T* {
-            return in_sequence(row) ? from + row * view.row_stride : nullptr;
-        });
+        copy_tile_async<typename Tile::RowsTile, Tile::kThreads>(address_of(tile), from, view.row_stride, rows, static_cast<int>(p.head_dim));
     };
     load_rows(stage.query, p.query);
     load_rows(stage.dout, p.dout);
 
     const int row = threadIdx.x;
-    if (row >= Tile::kRows || !in_sequence(row)) return;
+    if (row >= Tile::kRows || row >= rows) return;
     const auto stat_of = [&](const RowStatView& view) {
         return static_cast<const float*>(view.data) + stat_offset(view, s, head) + first + row;
     };
-    cp_async<4>(smem_address(&stage.lse[row]), stat_of(p.lse));
-    cp_async<4>(smem_address(&stage.delta[row]), stat_of(p.delta));
+    cp_async<4>(address_of(stage.lse) + row * 4, stat_of(p.lse));
+    cp_async<4>(address_of(stage.delta) + row * 4, stat_of(p.delta));
     if (p.packed_mask.bits != nullptr) {
         const PackedMask& mask = p.packed_mask;
         const int64_t mask_row = mask.bits_row_stride == 0 ? 0 : s.first_row + first + row;
         const uint32_t* words = mask.bits + s.batch * mask.bits_batch_stride +
-                                head / (p.heads / mask.heads) * mask.bits_head_stride +
+                                shared_head(head, p.heads, mask.heads) * mask.bits_head_stride +
                                 mask_row * mask.bits_row_stride + key_tile * Tile::kWords;
-        cp_async<Tile::kWords * 4>(smem_address(stage.mask[row]), words);
+        cp_async<Tile::kWords * 4>(address_of(stage.mask) + row * Tile::kWords * 4, words);
     }
-}
-
-// K and V of a tile of keys, the rows for which visible(key) holds; cp.async, the caller commits.
-template <typename Tile, typename Visible>
-__device__ __forceinline__ void load_keys(typename Tile::KeysTile& key, typename Tile::KeysTile& value,
-                                          const BwdParams& p, const Sequence& s, int kv_head, int key_tile,
-                                          const Visible& visible) {
-    using T = typename Tile::T;
-    const int first = key_tile * Tile::kKeys;
-    const auto load = [&](typename Tile::KeysTile& tile, const RowsView& view) {
-        const T* from = static_cast<const T*>(view.data) + key_offset(view, s, kv_head) + first * view.row_stride;
-        copy_rows_async<kBwdThreads>(tile, static_cast<int>(p.head_dim), [&](int row) -> const T* {
-            return first + row < s.keys && visible(row) ? from + row * view.row_stride : nullptr;
-        });
-    };
-    load(key, p.key);
-    load(value, p.value);
 }
 
 // A tile of a dense bias; pairs outside of the sequence become 0.
 template <typename Tile>
-__device__ __forceinline__ void load_bias(typename Tile::PairsTile& tile, const BwdParams& p, const Sequence& s, int head,
-                                          int row_tile, int key_tile) {
+__device__ __forceinline__ void load_bias(typename Tile::PairsTile& tile, const SharedMemory& address_of,
+                                          const BwdParams& p, const Sequence& s, int head, int row_tile, int key_tile) {
     using T = typename Tile::T;
     const int first_row = row_tile * Tile::kRows, first_key = key_tile * Tile::kKeys;
     const T* bias = static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads) +
                     first_row * p.bias.row_stride + first_key * p.bias.col_stride;
-    const int keys = min(s.keys - first_key, Tile::kKeys);
+    const int keys = s.keys - first_key;
     if (p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(bias) % 16 == 0) {
-        copy_rows_async<kBwdThreads>(tile, keys, [&](int row) -> const T* {
-            return first_row + row < s.rows ? bias + row * p.bias.row_stride : nullptr;
-        });
+        copy_tile_async<typename Tile::PairsTile, Tile::kThreads>(address_of(tile), bias, p.bias.row_stride, s.rows - first_row, keys);
         return;
     }
-    for (int i = threadIdx.x; i < Tile::kRows * Tile::kKeys; i += kBwdThreads) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Tile::kRows * Tile::kKeys; i += Tile::kThreads) {
         const int row = i / Tile::kKeys, key = i % Tile::kKeys;
         const bool in_sequence = first_row + row < s.rows && key < keys;
         tile.at(row, key) = in_sequence ? bias[row * p.bias.row_stride + key * p.bias.col_stride] : T(0.f);
@@ -112,7 +122,7 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
     const bool empty = row < Tile::kRows && row < rows && stage.lse[row] == -kInfinity;
     if (!__syncthreads_or(empty)) return;
     constexpr int kChunks = Tile::kHeadDim / 8;
-    for (int i = threadIdx.x; i < Tile::kRows * kChunks; i += kBwdThreads) {
+    for (int i = threadIdx.x; i < Tile::kRows * kChunks; i += Tile::kThreads) {
         const int r = i / kChunks, chunk = i % kChunks;
         if (r >= rows || stage.lse[r] != -kInfinity) continue;
         const int at = Tile::RowsTile::offset(r, chunk);
@@ -143,22 +153,22 @@ struct TileVisibility {
     }
 };
 
-// S and dP to P and dS of this warp's part of a tile, which begins at (row, key) of it. `take` is given dx of two
-// neighbouring pairs, of row m, h and the keys of n, before it becomes ds.
-template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, bool kKeyBias, bool kCausal, typename Take>
-__device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][Tile::kScoreN][4],
-                                              float (&dp)[Tile::kScoreM][Tile::kScoreN][4],
+// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). dense_bias(to, m, n) gives the
+// bias of a block of 16 x 16 pairs as load_a does. `take` is given dx of two neighbouring pairs, of row m, h and the
+// keys of n, before it becomes ds.
+template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, bool kKeyBias, bool kCausal, typename DenseBias,
+          typename Take>
+__device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kScoreN][4],
+                                              float (&dp)[Tile::kPassM][Tile::kScoreN][4],
                                               const RowStage<Tile, kKeyBias>& stage,
-                                              const typename Tile::PairsTile& dense_bias,
+                                              const DenseBias& dense_bias,
                                               const TileVisibility<Tile, kCausal>& visibility, int row, int key, int rows,
                                               float scale, float softcap, const Take& take) {
     using T = typename Tile::T;
-    using BiasBlocks = Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst>;
-    const BiasBlocks bias_blocks(dense_bias, row, key);
     const int lane = lane_id();
     const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E;
 #pragma unroll
-    for (int m = 0; m < Tile::kScoreM; ++m) {
+    for (int m = 0; m < Tile::kPassM; ++m) {
         float lse[2], delta[2];
         uint32_t visible[2][Tile::kScoreN / 4];
 #pragma unroll
@@ -167,7 +177,7 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][Tile::kS
             const float row_lse = stage.lse[r];
             // exp2(x - inf) = 0: an empty row, and one beyond the sequence, has no p.
             lse[h] = r < rows && row_lse != -kInfinity ? row_lse * kLog2E : kInfinity;
-            delta[h] = r < rows ? stage.delta[r] : 0;
+            delta[h] = lse[h] != kInfinity ? stage.delta[r] : 0;
             if (kMasked) {
 #pragma unroll
                 for (int w = 0; w < Tile::kScoreN / 4; ++w)
@@ -177,7 +187,7 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][Tile::kS
 #pragma unroll
         for (int n = 0; n < Tile::kScoreN; n += 2) {
             uint32_t bias[4];
-            if (kBias == BiasKind::kDense) bias_blocks.template load<false>(bias, m * 16, n * 8);
+            if (kBias == BiasKind::kDense) dense_bias(bias, m, n);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // in the order of the 8x8 blocks
                 const int h = i % 2, k = n + i / 2;
@@ -199,8 +209,6 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][Tile::kS
                     float prob = fast_exp2(fmaf(x, scale_log2, shift[e]));
                     dx[e] = prob * (d - delta[h]);
                     if (kMasked && !(visible[h][k / 4] & (1u << (k % 4 * 8 + e)))) prob = dx[e] = 0;
-                    // A key hidden by its bias may hold anything.
-                    if (kBias != BiasKind::kNone && prob == 0) dx[e] = 0;
                     x = prob;
                     d = kSoftcap ? dx[e] * (1 - capped * capped) : dx[e];
                 }

@@ -14,10 +14,6 @@ __device__ __forceinline__ int64_t dquery_tile(const BwdParams& p, const Sequenc
     return head * p.dquery_tiles + s.first_row / kRows + s.batch + row_tile;
 }
 
-__device__ __forceinline__ int bias_head_of(const PairView& view, const BwdParams& p, int head) {
-    return head / static_cast<int>(p.heads / view.heads);
-}
-
 // Tiles of all heads together.
 constexpr __host__ __device__ int64_t dquery_tiles_total(const BwdParams& p) {
     return (p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * p.dquery_tiles;

@@ -7,24 +7,23 @@ namespace flash_dmattn::cuda {
 
 struct BwdTileSizes {
     int rows, keys;        // of a tile
+    int warps;
     int score_row_warps;   // warps along the rows of S = Q K^T and dP = dO V^T; the others lie along the keys
+    int score_passes;      // a warp's rows of S and dP are computed in so many parts, where registers are short
     int key_warps;         // warps along the keys of dK and dV; the others lie along the head dimension
     int row_warps;         // warps along the rows of dQ; the others lie along the head dimension
     int blocks_per_sm;
 };
 
-constexpr int kBwdWarps = 8;
-constexpr int kBwdThreads = kBwdWarps * 32;
-
 // A head dimension is rounded up to one of these.
 constexpr BwdTileSizes bwd_tile_sizes(int head_dim) {
     switch (head_dim) {
-        case 32: return {64, 128, 2, 4, 4, 2};
-        case 64: return {64, 128, 2, 4, 4, 1};
-        case 96: return {64, 128, 2, 4, 4, 1};
-        case 128: return {64, 128, 2, 4, 2, 1};
-        case 192: return {64, 64, 4, 2, 2, 1};
-        default: return {64, 64, 4, 2, 2, 1};  // 256
+        case 32: return {64, 64, 4, 2, 1, 2, 2, 3};
+        case 64: return {128, 128, 8, 4, 2, 4, 4, 1};
+        case 96: return {64, 128, 8, 2, 1, 4, 4, 1};
+        case 128: return {64, 128, 8, 2, 1, 4, 2, 1};
+        case 192: return {64, 64, 8, 4, 1, 2, 2, 1};
+        default: return {64, 64, 8, 4, 1, 2, 2, 1};  // 256
     }
 }
 
@@ -37,18 +36,20 @@ struct BwdTile {
     static constexpr BwdTileSizes kSizes = bwd_tile_sizes(kHeadDim);
     static constexpr int kRows = kSizes.rows;
     static constexpr int kKeys = kSizes.keys;
+    static constexpr int kThreads = kSizes.warps * 32;
     static constexpr int kWords = kKeys / 32;  // of packed visibility a row
 
-    static constexpr int kScoreKeyWarps = kBwdWarps / kSizes.score_row_warps;
+    static constexpr int kScoreKeyWarps = kSizes.warps / kSizes.score_row_warps;
     static constexpr int kScoreRows = kRows / kSizes.score_row_warps;
     static constexpr int kScoreKeys = kKeys / kScoreKeyWarps;
     static constexpr int kScoreM = kScoreRows / 16, kScoreN = kScoreKeys / 8;
+    static constexpr int kPasses = kSizes.score_passes, kPassM = kScoreM / kPasses;
 
-    static constexpr int kDkvColWarps = kBwdWarps / kSizes.key_warps;
+    static constexpr int kDkvColWarps = kSizes.warps / kSizes.key_warps;
     static constexpr int kDkvKeys = kKeys / kSizes.key_warps;
     static constexpr int kDkvM = kDkvKeys / 16, kDkvN = kHeadDim / kDkvColWarps / 8;
 
-    static constexpr int kDqColWarps = kBwdWarps / kSizes.row_warps;
+    static constexpr int kDqColWarps = kSizes.warps / kSizes.row_warps;
     static constexpr int kDqRows = kRows / kSizes.row_warps;
     static constexpr int kDqM = kDqRows / 16, kDqN = kHeadDim / kDqColWarps / 8;
 

@@ -8,7 +8,6 @@
 #include "../attention.h"
 #include "../common/check.h"
 #include "../common/ptx.cuh"
-#include "fwd_config.h"
 #include "kernels.h"  // generated: FLASH_DMATTN_FOR_EACH_FWD(X), X(T, head dimension) for what is built
 
 namespace flash_dmattn {
@@ -20,24 +19,23 @@ FwdPacking fwd_packing(const AttentionParams& p) {
     const auto shared = [&](int64_t heads) { return heads <= p.kv_heads; };
     const bool can_pack = (!p.packed_mask.present() || shared(p.packed_mask.heads)) &&
                           (!p.bias.present() || shared(p.bias.heads));
-    if (can_pack && p.seqlen_q * group <= FwdTileOfFewRows::kRows) return {true, static_cast<int>(group)};
-    return {p.seqlen_q <= FwdTileOfFewRows::kRows, 1};
+    const int64_t heads = can_pack && p.seqlen_q * group <= kFewRows ? group : 1;
+    return {p.seqlen_q * heads, static_cast<int>(heads)};
 }
 
 }  // namespace cuda
 
 int64_t plan_fwd_splits(const AttentionParams& p) {
     using namespace cuda;
-    constexpr int64_t kBlocksPerMultiprocessor = 4, kMostSplits = 64, kFewestTiles = 2;
+    constexpr int64_t kBlocksPerMultiprocessor = 3, kMostSplits = 64, kFewestKeys = 256;
     const FwdPacking packing = fwd_packing(p);
-    if (!packing.few_rows || p.batch == 0 || p.heads == 0) return 1;
+    if (packing.rows > kFewRows || p.batch == 0 || p.heads == 0) return 1;
     int device = 0, multiprocessors = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     const int64_t blocks = p.batch * p.heads / packing.heads;
-    const int64_t tiles = ceil_div<int64_t>(p.seqlen_k, FwdTileOfFewRows::kKeys);
     return std::clamp<int64_t>(multiprocessors * kBlocksPerMultiprocessor / blocks, 1,
-                               std::clamp<int64_t>(tiles / kFewestTiles, 1, kMostSplits));
+                               std::clamp<int64_t>(p.seqlen_k / kFewestKeys, 1, kMostSplits));
 }
 
 void mha_fwd_cuda(const FwdParams& p, cudaStream_t stream) {

@@ -7,11 +7,12 @@
 
 namespace flash_dmattn::cuda {
 
-// Whether all rows of the heads that share keys fit one small tile, and how many heads then share it.
+// How many query heads share a tile, where all their rows fit a small one, and how many rows that makes.
 struct FwdPacking {
-    bool few_rows;
+    int64_t rows;
     int heads;
 };
+constexpr int64_t kFewRows = 64;
 FwdPacking fwd_packing(const AttentionParams& params);
 
 // One instantiation a file, written by scripts/generate_kernels.py.

@@ -1,29 +1,32 @@
-// Tile sizes of the forward: kRows query rows and kKeys keys at a time, 16 or 32 of the rows a warp; kBlocks blocks a
-// multiprocessor, as far as registers decide.
+// Tile sizes of the forward.
 #pragma once
 
 namespace flash_dmattn::cuda {
 
-template <int kRows_, int kKeys_, int kWarps_, int kBlocks_>
+// kRows query rows and kKeys keys at a time. kRowWarps warps share the rows, and for each of them kKeyWarps warps share the
+// keys, each with a softmax of its own, merged at the end. kBlocks blocks fit a multiprocessor, as far as registers decide.
+// kPacksHeads: the rows may be those of several heads.
+template <int kRows_, int kKeys_, int kRowWarps_, int kKeyWarps_, int kBlocks_, bool kPacksHeads_ = false>
 struct FwdTile {
     static constexpr int kRows = kRows_;
     static constexpr int kKeys = kKeys_;
-    static constexpr int kWarps = kWarps_;
+    static constexpr int kRowWarps = kRowWarps_;
+    static constexpr int kKeyWarps = kKeyWarps_;
     static constexpr int kBlocks = kBlocks_;
+    static constexpr bool kPacksHeads = kPacksHeads_;
 };
 
+// For a head dimension: the usual tile, one for few rows, and one for at most 16, decoding above all. In the latter two the
+// query heads that share keys share a tile.
 template <int kHeadDim>
-struct FwdTileOf;
+struct FwdTiles;
 // clang-format off
-template <> struct FwdTileOf<32>  { using Type = FwdTile<128,  64, 4, 4>; };
-template <> struct FwdTileOf<64>  { using Type = FwdTile<128,  64, 4, 3>; };
-template <> struct FwdTileOf<96>  { using Type = FwdTile<128,  64, 4, 2>; };
-template <> struct FwdTileOf<128> { using Type = FwdTile<128,  64, 4, 2>; };
-template <> struct FwdTileOf<192> { using Type = FwdTile<128,  64, 8, 1>; };
-template <> struct FwdTileOf<256> { using Type = FwdTile< 64,  64, 4, 2>; };
+template <> struct FwdTiles<32>  { using Usual = FwdTile<128, 64, 4, 1, 3>; using Few = FwdTile<64, 64, 4, 1, 3, true>; using Decode = FwdTile<16, 128, 1, 4, 3, true>; };
+template <> struct FwdTiles<64>  { using Usual = FwdTile<128, 64, 4, 1, 2>; using Few = FwdTile<64, 64, 4, 1, 3, true>; using Decode = FwdTile<16, 128, 1, 4, 3, true>; };
+template <> struct FwdTiles<96>  { using Usual = FwdTile<128, 64, 4, 1, 2>; using Few = FwdTile<64, 64, 4, 1, 2, true>; using Decode = FwdTile<16, 128, 1, 4, 3, true>; };
+template <> struct FwdTiles<128> { using Usual = FwdTile<128, 64, 4, 1, 2>; using Few = FwdTile<64, 64, 4, 1, 2, true>; using Decode = FwdTile<16, 128, 1, 4, 3, true>; };
+template <> struct FwdTiles<192> { using Usual = FwdTile<128, 64, 8, 1, 1>; using Few = FwdTile<64, 64, 4, 1, 1, true>; using Decode = FwdTile<32,  64, 2, 2, 2, true>; };
+template <> struct FwdTiles<256> { using Usual = FwdTile< 64, 64, 4, 1, 1>; using Few = FwdTile<64, 64, 4, 1, 1, true>; using Decode = FwdTile<32,  64, 2, 2, 2, true>; };
 // clang-format on
-
-// Where there are few rows, decoding above all: the heads that share keys are packed into one tile.
-using FwdTileOfFewRows = FwdTile<64, 64, 4, 2>;
 
 }  // namespace flash_dmattn::cuda

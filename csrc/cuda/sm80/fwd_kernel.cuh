@@ -28,16 +28,27 @@ struct FwdSchedule {
 template <typename T, int kHeadDim, BiasKind kBias, typename Shape>
 class FwdKernel {
 public:
-    static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kWarps * 32, kBlocks = Shape::kBlocks;
-    static constexpr int kWarpRows = kRows / Shape::kWarps;
-    static constexpr int kMTiles = kWarpRows / 16, kNTiles = kKeys / 8, kOutTiles = kHeadDim / 8;
-    static constexpr int kWords = kKeys / 32;
-    static constexpr bool kPacks = std::is_same_v<Shape, FwdTileOfFewRows>;
+    static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kBlocks = Shape::kBlocks;
+    static constexpr int kKeyWarps = Shape::kKeyWarps, kThreads = Shape::kRowWarps * kKeyWarps * 32;
+    static constexpr int kWarpRows = kRows / Shape::kRowWarps, kWarpKeys = kKeys / kKeyWarps;
+    static constexpr int kMTiles = kWarpRows / 16, kNTiles = kWarpKeys / 8, kOutTiles = kHeadDim / 8;
+    static constexpr int kWords = kKeys / 32, kWarpWords = kWarpKeys / 32;
+    // By how many steps operands are read from shared memory ahead of the products: where few warps share a multiprocessor,
+    // they do not hide that time for each other.
+    static constexpr int kAhead = kBlocks * kThreads <= 256 ? 1 : 0;
     static_assert(kRows <= kThreads && kKeys <= kThreads, "one thread copies one row's mask, or one key's bias");
 
     using QueryTile = SmemTile<T, kRows, kHeadDim>;
     using KeyTile = SmemTile<T, kKeys, kHeadDim>;
     using BiasTile = SmemTile<T, kRows, kKeys>;
+
+    // What a block works on. It stays in shared memory, since the main loop needs the registers.
+    struct Work {
+        Sequence s;
+        int first_head;
+        int first_row;  // of the tile, counted in rows of `pack` heads
+        int split;
+    };
 
     struct SharedMemory {
         QueryTile query;  // at the end, out
@@ -48,58 +59,77 @@ public:
         alignas(16) uint32_t mask[kRows][kWords];
         uint32_t bias_visible[kWords];  // keys whose bias is not -inf
         int row_end[kRows];             // a row sees keys below this by causality and length
+        float max[kKeyWarps][kRows];    // at the end, of the warps that share rows
+        float sum[kKeyWarps][kRows];
+        Work work;
     };
 
-    __device__ FwdKernel(const FwdParams& p, const FwdSchedule& schedule, SharedMemory& smem, const Sequence& s,
-                         int first_head, int row_tile, int split)
-        : p_(p), schedule_(schedule), smem_(smem), s_(s), first_head_(first_head), first_row_(row_tile * kRows),
-          split_(split), warp_row_(warp_id() * kWarpRows),
-          query_lane_(kept(smem.query.lane_down() + warp_row_ * kRowBytes)), key_lane_(kept(smem.key.lane_across())),
-          value_lane_(kept(smem.value.lane_down())), key_copy_(kept(KeyCopy::lane_address(smem.key))) {
-        const int kv_head = first_head / static_cast<int>(p.heads / p.kv_heads);
-        const int row = KeyCopy::first_row();
+    // smem.work has been written.
+    __device__ FwdKernel(const FwdParams& p, const FwdSchedule& schedule, SharedMemory& smem)
+        : p_(p), schedule_(schedule), smem_(smem), warp_row_(warp_id() / kKeyWarps * kWarpRows),
+          warp_key_(warp_id() % kKeyWarps * kWarpKeys),
+          query_lane_(kept(smem.query.lane_down() + warp_row_ * kRowBytes)),
+          key_lane_(kept(smem.key.lane_across() + warp_key_ * kRowBytes)),
+          value_lane_(kept(smem.value.lane_down() + warp_key_ * kRowBytes)),
+          key_copy_(kept(KeyCopy::lane_address(smem.key))) {
+        if constexpr (kBias == BiasKind::kDense) bias_copy_ = kept(BiasCopy::lane_address(smem.bias));
+        const Sequence& s = smem.work.s;
+        const int first_head = smem.work.first_head;
+        const int kv_head = shared_head(first_head, p.heads, p.kv_heads), row = KeyCopy::first_row();
         key_ = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head) + row * p.key.row_stride;
         value_ = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head) + row * p.value.row_stride;
         if (kBias != BiasKind::kNone) {
             const int64_t offset = pair_offset(p.bias, s, first_head, p.heads);
             bias_ = static_cast<const char*>(p.bias.data) + offset * (p.bias.dtype == DataType::kFloat32 ? 4 : 2);
+            if (kBias == BiasKind::kDense && !Shape::kPacksHeads)
+                bias_ += query_row(BiasCopy::first_row()) * p.bias.row_stride * sizeof(T);
         }
-        if (has_mask()) {
+        if (mask_by_row()) {
             const int mask_row = min(query_row(min(static_cast<int>(threadIdx.x), kRows - 1)), s.rows - 1);
             const PackedMask& mask = p.packed_mask;
             mask_row_ = mask.bits + s.batch * mask.bits_batch_stride +
-                        first_head / (p.heads / mask.heads) * mask.bits_head_stride +
+                        shared_head(first_head, p.heads, mask.heads) * mask.bits_head_stride +
                         (s.first_row + mask_row) * mask.bits_row_stride;
         }
     }
 
     __device__ void run() {
-        const int low = query_row(0), high = min(query_row(kRows - 1), s_.rows - 1);
-        const int key_end = s_.keys_of(high, p_.is_causal), full_end = s_.keys_of(low, p_.is_causal);
-        const int tiles = ceil_div(key_end, kKeys), splits = static_cast<int>(p_.splits);
-        const MaskSummaries<kRows, kKeys> mask_summaries(p_, s_, first_head_);
-        const auto summarize = [&](int tile) {
-            auto summary = mask_summaries.of(low, high, tile);
-            summary.full &= (tile + 1) * kKeys <= full_end;
 #pragma unroll
-            for (int w = 0; w < kWords; ++w) summary.columns[w] &= bits_below(key_end - tile * kKeys, w);
+        for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < kOutTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) out_[m][n][i] = 0;
+
+        // The lane's tile of keys before any of its pairs is read.
+        const auto summarize = [&](int tile) {
+            const Work& work = smem_.work;
+            const int low = query_row(0), high = min(query_row(kRows - 1), work.s.rows - 1);
+            const MaskSummaries<kRows, kKeys> mask(p_, work.s, work.first_head);
+            auto summary = mask.of(low, high, tile);
+            summary.full &= (tile + 1) * kKeys <= work.s.keys_of(low, p_.is_causal);
+            const int end = work.s.keys_of(high, p_.is_causal) - tile * kKeys;
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) summary.columns[w] &= bits_below(end, w);
             return summary;
         };
-        TileScan<kKeys, decltype(summarize)> tile(static_cast<int>(static_cast<int64_t>(tiles) * split_ / splits),
-                                                  static_cast<int>(static_cast<int64_t>(tiles) * (split_ + 1) / splits),
-                                                  summarize);
-        const bool idle = query_row(warp_row_) >= s_.rows;  // this warp has no rows and only copies
+        const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
+        const unsigned tiles = ceil_div(sequence().keys_of(last_row, p_.is_causal), kKeys);
+        const unsigned splits = static_cast<unsigned>(p_.splits), split = smem_.work.split;
+        TileScan<kKeys, decltype(summarize)> tile(tiles * split / splits, tiles * (split + 1) / splits, summarize);
+        const bool idle = query_row(warp_row_) >= sequence().rows;  // this warp has no rows and only copies
 
+        load_query();
         bool more = tile.next();
         if (more) {
-            load_query();
             load_key(tile);
             load_pairs(tile);
             store_key_bias();
         }
         cp_async_commit();
         for (int row = threadIdx.x; row < kRows; row += kThreads)
-            smem_.row_end[row] = query_row(row) < s_.rows ? s_.keys_of(query_row(row), p_.is_causal) : 0;
+            smem_.row_end[row] =
+                query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), p_.is_causal) : 0;
 
         while (more) {
             float scores[kMTiles][kNTiles][4] = {};
@@ -125,6 +155,10 @@ public:
             }
             if (more) store_key_bias();
         }
+        cp_async_wait<0>();
+        __syncthreads();  // query has come even where no tile was visited; its memory is free
+        if constexpr (kKeyWarps > 1) merge_key_warps();
+        if (warp_key_ > 0) return;
         if (p_.splits > 1) {
             store_split();
         } else {
@@ -137,22 +171,26 @@ private:
     using KeyCopy = RowCopy<kThreads, KeyTile>;
     using BiasCopy = RowCopy<kThreads, BiasTile>;
     static constexpr int kRowBytes = QueryTile::kPanelCols * sizeof(T);  // of a panel
-    static constexpr int kValueAfterKey = sizeof(KeyTile);
     static_assert(KeyCopy::kRowsAtOnce <= 32, "a step's keys lie in one word of a tile's columns");
 
+    __device__ const Sequence& sequence() const { return smem_.work.s; }
     __device__ bool has_mask() const { return p_.packed_mask.bits != nullptr; }
+    // Else a tile's columns say all that the mask does.
+    __device__ bool mask_by_row() const { return has_mask() && p_.packed_mask.bits_row_stride != 0; }
     // Row of the sequence, and its head, of a row of the tile.
-    __device__ int query_row(int row) const { return kPacks ? (first_row_ + row) / schedule_.pack : first_row_ + row; }
+    __device__ int query_row(int row) const {
+        return Shape::kPacksHeads ? (smem_.work.first_row + row) / schedule_.pack : smem_.work.first_row + row;
+    }
     __device__ int query_head(int row) const {
-        return kPacks ? first_head_ + (first_row_ + row) % schedule_.pack : first_head_;
+        return smem_.work.first_head + (Shape::kPacksHeads ? (smem_.work.first_row + row) % schedule_.pack : 0);
     }
 
     __device__ void load_query() {
-        const T* query = static_cast<const T*>(p_.query.data) + query_offset(p_.query, s_, 0);
+        const T* query = static_cast<const T*>(p_.query.data) + query_offset(p_.query, sequence(), 0);
         QueryCopy::start(QueryCopy::lane_address(smem_.query), static_cast<int>(p_.head_dim), [&](int i) {
             const int row = QueryCopy::first_row() + i * QueryCopy::kRowsAtOnce;
             const int64_t at = query_row(row) * p_.query.row_stride + query_head(row) * p_.query.head_stride;
-            return RowSource<T>{query + at, query_row(row) < s_.rows};
+            return RowSource<T>{query + at, query_row(row) < sequence().rows};
         });
     }
 
@@ -163,7 +201,7 @@ private:
     }
     template <typename Tile>
     __device__ __forceinline__ void load_value(const Tile& tile) {
-        load_visible(key_copy_ + kValueAfterKey, value_, p_.value.row_stride, tile,
+        load_visible(key_copy_ + sizeof(KeyTile), value_, p_.value.row_stride, tile,
                      [&](int word) { return kBias == BiasKind::kKey ? smem_.bias_visible[word] : ~0u; });
     }
     // from: this thread's first row of the first tile of keys.
@@ -185,12 +223,12 @@ private:
     // Starts to fetch what is added to the scores and what hides them.
     template <typename Tile>
     __device__ __forceinline__ void load_pairs(const Tile& tile) {
-        if (has_mask() && !tile.full() && threadIdx.x < kRows)
+        if (mask_by_row() && !tile.full() && threadIdx.x < kRows)
             cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile.index() * kWords);
         if constexpr (kBias == BiasKind::kKey) {
             const int key = tile.index() * kKeys + threadIdx.x;
             key_bias_ = 0;
-            if (threadIdx.x < kKeys && key < s_.keys) {
+            if (threadIdx.x < kKeys && key < sequence().keys) {
                 const int64_t at = key * p_.bias.col_stride;
                 key_bias_ = p_.bias.dtype == DataType::kFloat32 ? reinterpret_cast<const float*>(bias_)[at]
                                                                 : to_float(reinterpret_cast<const T*>(bias_)[at]);
@@ -201,20 +239,29 @@ private:
 
     __device__ __forceinline__ void load_dense_bias(int first_key) {
         const T* bias = reinterpret_cast<const T*>(bias_) + first_key * p_.bias.col_stride;
+        const int64_t row_stride = p_.bias.row_stride;
         // What stands beyond the keys of a sequence is hidden; here the tensor's end matters alone.
         const int keys = static_cast<int>(p_.seqlen_k) - first_key;
-        if (schedule_.bias_aligned && (keys >= kKeys || keys % 8 == 0)) {
-            BiasCopy::start(BiasCopy::lane_address(smem_.bias), keys, [&](int i) {
+        const bool aligned = schedule_.bias_aligned && (keys >= kKeys || keys % 8 == 0);
+        if (aligned && !Shape::kPacksHeads) {
+            const int rows_left = sequence().rows - query_row(BiasCopy::first_row());
+            BiasCopy::start(bias_copy_, keys, [&](int i) {
+                const RowSource<T> source{bias, i * BiasCopy::kRowsAtOnce < rows_left};
+                bias += BiasCopy::kRowsAtOnce * row_stride;
+                return source;
+            });
+        } else if (aligned) {
+            BiasCopy::start(bias_copy_, keys, [&](int i) {
                 const int row = query_row(BiasCopy::first_row() + i * BiasCopy::kRowsAtOnce);
-                return RowSource<T>{bias + row * p_.bias.row_stride, row < s_.rows};
+                return RowSource<T>{bias + row * row_stride, row < sequence().rows};
             });
         } else {
+            const int first = Shape::kPacksHeads ? 0 : query_row(BiasCopy::first_row());  // that `bias` points to
 #pragma unroll 1
             for (int at = threadIdx.x; at < kRows * kKeys; at += kThreads) {
                 const int col = at % kKeys, row = query_row(at / kKeys);
-                const bool valid = row < s_.rows && col < keys;
-                smem_.bias.at(at / kKeys, col) =
-                    valid ? bias[row * p_.bias.row_stride + col * p_.bias.col_stride] : T(0.f);
+                const bool valid = row < sequence().rows && first_key + col < sequence().keys;
+                smem_.bias.at(at / kKeys, col) = valid ? bias[(row - first) * row_stride + col * p_.bias.col_stride] : T(0.f);
             }
         }
     }
@@ -230,22 +277,39 @@ private:
     }
 
     __device__ __forceinline__ void multiply_query_key(float (&scores)[kMTiles][kNTiles][4]) {
+        constexpr int kAcross = kNTiles / 2, kSteps = kHeadDim / 16 * kAcross;
+        uint32_t q[2][kMTiles][4], k[2][4];
+        const auto load = [&](int step) {
+            const int d = step / kAcross;
+            if (step % kAcross == 0) {
 #pragma unroll
-        for (int d = 0; d < kHeadDim; d += 16) {
-            uint32_t q[kMTiles][4];
+                for (int m = 0; m < kMTiles; ++m) QueryTile::load_a(q[d % 2][m], query_lane_, m * 16, d * 16);
+            }
+            KeyTile::load_b(k[step % 2], key_lane_, step % kAcross * 16, d * 16);
+        };
+        if (kAhead > 0) load(0);
 #pragma unroll
-            for (int m = 0; m < kMTiles; ++m) QueryTile::load_a(q[m], query_lane_, m * 16, d);
+        for (int d = 0; d < kHeadDim / 16; ++d)
 #pragma unroll
             for (int n = 0; n < kNTiles; n += 2) {
-                uint32_t k[4];
-                KeyTile::load_b(k, key_lane_, n * 8, d);
+                const int step = d * kAcross + n / 2;
+                if (step + kAhead < kSteps) load(step + kAhead);
+                const uint32_t(&b)[4] = k[step % 2];
 #pragma unroll
                 for (int m = 0; m < kMTiles; ++m) {
-                    mma_m16n8k16<T>(scores[m][n], q[m], k[0], k[1]);
-                    mma_m16n8k16<T>(scores[m][n + 1], q[m], k[2], k[3]);
+                    mma_m16n8k16<T>(scores[m][n], q[d % 2][m], b[0], b[1]);
+                    mma_m16n8k16<T>(scores[m][n + 1], q[d % 2][m], b[2], b[3]);
                 }
             }
-        }
+    }
+
+    // Calls visit(i, row of the warp, w) for the words of VisibleKeys.
+    template <typename Visit>
+    static __device__ __forceinline__ void for_each_word(const Visit& visit) {
+#pragma unroll
+        for (int i = 0; i < kMTiles * 2; ++i)
+#pragma unroll
+            for (int w = 0; w < kWarpWords; ++w) visit(i, i * 8 + lane_id() / 4, w);
     }
 
     // Products to what the softmax sees: scaled, capped, biased, and -inf where invisible.
@@ -258,48 +322,111 @@ private:
         }
         bool all_visible = tile.full();
         if constexpr (kBias == BiasKind::kKey) {
-            scale_and_add_bias(scores, scale, smem_.bias);
+            scale_and_add_bias(scores, scale, smem_.bias + warp_key_);
 #pragma unroll
             for (int w = 0; w < kWords; ++w) all_visible &= smem_.bias_visible[w] == ~0u;
         }
-        if constexpr (kBias == BiasKind::kDense) scale_and_add_bias<T>(scores, scale, smem_.bias, warp_row_, 0);
+        if constexpr (kBias == BiasKind::kDense) scale_and_add_bias<T, kAhead>(scores, scale, smem_.bias, warp_row_, warp_key_);
         if (all_visible) return;
 
-        const bool masked = has_mask() && !tile.full();
-        hide_invisible(scores, [&](int row, int word) {
-            row += warp_row_;
-            uint32_t visible = bits_below(smem_.row_end[row] - tile.index() * kKeys, word);
-            if (masked) visible &= smem_.mask[row][word];
-            if (kBias == BiasKind::kKey) visible &= smem_.bias_visible[word];
-            return visible;
-        });
+        uint32_t columns[kWarpWords];  // keys of this warp that some row sees
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+            uint32_t keys = tile.columns(word);
+            if (kBias == BiasKind::kKey) keys &= smem_.bias_visible[word];
+            if (kKeyWarps == 1 || word / kWarpWords == warp_key_ / kWarpKeys) columns[word % kWarpWords] = keys;
+        }
+        VisibleKeys<kMTiles, kNTiles> visible;
+        for_each_word([&](int i, int, int w) { visible[i][w] = columns[w]; });
+        const bool masked = mask_by_row() && !tile.full();
+        if (!masked && !p_.is_causal) return hide_invisible(scores, visible);  // rows alike: less to compute
+        if (masked)
+            for_each_word([&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
+        if (p_.is_causal) {
+            const int first_key = tile.index() * kKeys + warp_key_;
+            for_each_word([&](int i, int row, int w) {
+                visible[i][w] &= bits_below(smem_.row_end[warp_row_ + row] - first_key, w);
+            });
+        }
+        hide_invisible(scores, visible);
     }
 
     __device__ __forceinline__ void add_probs_value(const float (&probs)[kMTiles][kNTiles][4]) {
+        constexpr int kAcross = kOutTiles / 2, kSteps = kNTiles / 2 * kAcross;
+        uint32_t p[kMTiles][4], v[2][4];
+        const auto load = [&](int step) {
+            KeyTile::load_b_transposed(v[step % 2], value_lane_, step / kAcross * 16, step % kAcross * 16);
+        };
+        if (kAhead > 0) load(0);
 #pragma unroll
         for (int k = 0; k < kNTiles; k += 2) {
-            uint32_t a[kMTiles][4];
 #pragma unroll
             for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float* pair = probs[m][k + i / 2] + i % 2 * 2;
-                    a[m][i] = pack<T>(pair[0], pair[1]);
+                    p[m][i] = pack<T>(pair[0], pair[1]);
                 }
 #pragma unroll
             for (int d = 0; d < kOutTiles; d += 2) {
-                uint32_t v[4];
-                KeyTile::load_b_transposed(v, value_lane_, k * 8, d * 8);
+                const int step = k / 2 * kAcross + d / 2;
+                if (step + kAhead < kSteps) load(step + kAhead);
+                const uint32_t(&b)[4] = v[step % 2];
 #pragma unroll
                 for (int m = 0; m < kMTiles; ++m) {
-                    mma_m16n8k16<T>(out_[m][d], a[m], v[0], v[1]);
-                    mma_m16n8k16<T>(out_[m][d + 1], a[m], v[2], v[3]);
+                    mma_m16n8k16<T>(out_[m][d], p[m], b[0], b[1]);
+                    mma_m16n8k16<T>(out_[m][d + 1], p[m], b[2], b[3]);
                 }
             }
         }
     }
 
-    // Calls store(row of the tile, m, h, 1 / sum, lse as a power of 2) for this lane's rows.
+    // To one result of all warps that share rows, in the first of them.
+    __device__ void merge_key_warps() {
+        const int part = warp_key_ / kWarpKeys;
+        float* merged = reinterpret_cast<float*>(&smem_.key);  // [kRows][kHeadDim]
+        static_assert(kKeyWarps == 1 || sizeof(float) * kRows * kHeadDim <= 2 * sizeof(KeyTile));
+        const auto for_each = [&](auto&& visit) {  // of this lane's rows
+#pragma unroll
+            for (int i = 0; i < kMTiles * 2; ++i) visit(i, warp_row_ + i * 8 + lane_id() / 4);
+        };
+        for_each([&](int i, int row) {
+            smem_.max[part][row] = softmax_.max[i];
+            smem_.sum[part][row] = row_sum(softmax_.sum[i]);
+        });
+        __syncthreads();
+        for_each([&](int i, int row) {
+            float largest = smem_.max[0][row], total = 0;
+            for (int w = 1; w < kKeyWarps; ++w) largest = fmaxf(largest, smem_.max[w][row]);
+            const float shift = largest == -kInfinity ? 0.f : largest;
+            const auto weight = [&](float max) { return fast_exp2((max - shift) * schedule_.to_log2); };
+            for (int w = 0; w < kKeyWarps; ++w) total += smem_.sum[w][row] * weight(smem_.max[w][row]);
+            const float own = weight(softmax_.max[i]);
+#pragma unroll
+            for (int n = 0; n < kOutTiles; ++n) {
+                out_[i / 2][n][i % 2 * 2] *= own;
+                out_[i / 2][n][i % 2 * 2 + 1] *= own;
+            }
+            softmax_.max[i] = largest;
+            softmax_.sum[i] = lane_id() % 4 == 0 ? total : 0.f;
+        });
+        for (int w = kKeyWarps - 1; w >= 0; --w) {
+            if (part == w) {
+                for_each([&](int i, int row) {
+#pragma unroll
+                    for (int n = 0; n < kOutTiles; ++n) {
+                        float* x = out_[i / 2][n] + i % 2 * 2;
+                        float2* at = reinterpret_cast<float2*>(merged + row * kHeadDim + n * 8 + lane_id() % 4 * 2);
+                        if (w < kKeyWarps - 1) x[0] += at->x, x[1] += at->y;
+                        if (w > 0) *at = {x[0], x[1]};
+                    }
+                });
+            }
+            __syncthreads();
+        }
+    }
+
+    // Calls store(row of the tile, m, h, 1 / sum, lse) for this lane's rows.
     template <typename Store>
     __device__ __forceinline__ void for_each_row(const Store& store) {
 #pragma unroll
@@ -307,7 +434,7 @@ private:
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float lse;
-                const float inverse = softmax_.finish(2 * m + h, schedule_.to_log2, lse);
+                const float inverse = softmax_.finish(2 * m + h, schedule_.raw_scores ? schedule_.scale : 1.f, lse);
                 store(warp_row_ + m * 16 + h * 8 + lane_id() / 4, m, h, inverse, lse);
             }
     }
@@ -322,16 +449,16 @@ private:
                 *reinterpret_cast<uint32_t*>(to) = pack<T>(x[0] * inverse, x[1] * inverse);
             }
             const int i = query_row(row);
-            if (lane_id() % 4 == 0 && i < s_.rows)
-                static_cast<float*>(p_.lse.data)[stat_offset(p_.lse, s_, query_head(row)) + i] = lse * kLn2;
+            if (lane_id() % 4 == 0 && i < sequence().rows)
+                static_cast<float*>(p_.lse.data)[stat_offset(p_.lse, sequence(), query_head(row)) + i] = lse;
         });
         // A warp reads and writes its own rows alone.
         __syncwarp();
-        T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, s_, 0);
+        T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, sequence(), 0);
         constexpr int kChunks = kHeadDim / 8;
         for (int at = lane_id(); at < kWarpRows * kChunks; at += 32) {
             const int row = warp_row_ + at / kChunks, chunk = at % kChunks, i = query_row(row);
-            if (i >= s_.rows || chunk * 8 >= p_.head_dim) continue;
+            if (i >= sequence().rows || chunk * 8 >= p_.head_dim) continue;
             T* to = out + i * p_.out.row_stride + query_head(row) * p_.out.head_stride + chunk * 8;
             *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&smem_.query.at(row, chunk * 8));
         }
@@ -340,8 +467,8 @@ private:
     __device__ void store_split() {
         for_each_row([&](int row, int m, int h, float inverse, float lse) {
             const int i = query_row(row);
-            if (i >= s_.rows) return;
-            const int64_t at = ((split_ * p_.batch + s_.batch) * p_.heads + query_head(row)) * p_.seqlen_q + i;
+            if (i >= sequence().rows) return;
+            const int64_t at = ((smem_.work.split * p_.batch + sequence().batch) * p_.heads + query_head(row)) * p_.seqlen_q + i;
             if (lane_id() % 4 == 0) p_.split_lse[at] = lse;
             if (lse == -kInfinity) return;
             float* out = p_.split_out + at * p_.head_dim;
@@ -357,38 +484,40 @@ private:
     const FwdParams& p_;
     const FwdSchedule& schedule_;
     SharedMemory& smem_;
-    const Sequence& s_;
-    const int first_head_, first_row_, split_, warp_row_;
+    const int warp_row_, warp_key_;  // this warp's first row and key of a tile
     const uint32_t query_lane_, key_lane_, value_lane_, key_copy_;  // this lane's parts of shared addresses
+    uint32_t bias_copy_ = 0;
     const T* key_;  // of this thread's first row of the first tile
     const T* value_;
-    const char* bias_ = nullptr;
+    const char* bias_ = nullptr;          // of a dense bias and rows of one head, of this thread's first row to copy
     const uint32_t* mask_row_ = nullptr;  // of this thread's row
     float key_bias_ = 0;                  // of this thread's key of the next tile
     OnlineSoftmax<kMTiles> softmax_;
-    float out_[kMTiles][kOutTiles][4] = {};
+    float out_[kMTiles][kOutTiles][4];
 };
 
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ FwdSchedule schedule) {
     extern __shared__ __align__(128) unsigned char raw_smem[];
-    unsigned block = blockIdx.x;
-    const auto take = [&](unsigned count) {
-        const unsigned index = block % count;
-        block /= count;
-        return static_cast<int>(index);
-    };
-    const int split = take(static_cast<unsigned>(p.splits));
-    const int early_batch = schedule.batch_first ? take(schedule.batch) : 0;
-    // The last rows come first: under causality they are the longest.
-    const int row_tile = schedule.row_tiles - 1 - take(schedule.row_tiles);
-    const int head = take(schedule.heads);
-    const Sequence s(p, schedule.batch_first ? early_batch : static_cast<int>(block));
-    if (row_tile * Kernel::kRows >= s.rows * schedule.pack) return;
-    Kernel(p, schedule, *reinterpret_cast<typename Kernel::SharedMemory*>(raw_smem), s, head * schedule.pack, row_tile,
-           split)
-        .run();
+    auto& smem = *reinterpret_cast<typename Kernel::SharedMemory*>(raw_smem);
+    if (threadIdx.x == 0) {
+        unsigned block = blockIdx.x;
+        const auto take = [&](int64_t count) {
+            const unsigned index = block % static_cast<unsigned>(count);
+            block /= static_cast<unsigned>(count);
+            return static_cast<int>(index);
+        };
+        smem.work.split = take(p.splits);
+        const int early_batch = schedule.batch_first ? take(schedule.batch) : 0;
+        // The last rows come first: under causality they are the longest.
+        smem.work.first_row = (schedule.row_tiles - 1 - take(schedule.row_tiles)) * Kernel::kRows;
+        smem.work.first_head = take(schedule.heads) * schedule.pack;
+        smem.work.s = Sequence(p, schedule.batch_first ? early_batch : static_cast<int>(block));
+    }
+    __syncthreads();
+    if (smem.work.first_row >= smem.work.s.rows * schedule.pack) return;
+    Kernel(p, schedule, smem).run();
 }
 
 }  // namespace flash_dmattn::cuda

@@ -39,11 +39,14 @@ void launch_fwd(const FwdParams& p, int pack, cudaStream_t stream) {
 
 template <typename T, int kHeadDim, BiasKind kBias>
 void run_fwd_bias(const FwdParams& p, cudaStream_t stream) {
+    using Tiles = FwdTiles<kHeadDim>;
     const FwdPacking packing = fwd_packing(p);
-    if (packing.few_rows) {
-        launch_fwd<T, kHeadDim, kBias, FwdTileOfFewRows>(p, packing.heads, stream);
+    if (packing.rows <= Tiles::Decode::kRows) {
+        launch_fwd<T, kHeadDim, kBias, typename Tiles::Decode>(p, packing.heads, stream);
+    } else if (packing.rows <= Tiles::Few::kRows) {
+        launch_fwd<T, kHeadDim, kBias, typename Tiles::Few>(p, packing.heads, stream);
     } else {
-        launch_fwd<T, kHeadDim, kBias, typename FwdTileOf<kHeadDim>::Type>(p, packing.heads, stream);
+        launch_fwd<T, kHeadDim, kBias, typename Tiles::Usual>(p, packing.heads, stream);
     }
 }
 

@@ -5,26 +5,44 @@
 
 namespace flash_dmattn::cuda {
 
+// Addresses of what lies in a block's shared memory, from one register: its start is not a constant, and to find it anew
+// costs more than an addition.
+class SharedMemory {
+public:
+    __device__ __forceinline__ explicit SharedMemory(const void* start)
+        : start_(static_cast<const char*>(start)), address_(kept(smem_address(start))) {}
+    template <typename X>
+    __device__ __forceinline__ uint32_t operator()(const X& x) const {
+        return address_ + static_cast<uint32_t>(reinterpret_cast<const char*>(&x) - start_);
+    }
+
+private:
+    const char* start_;
+    uint32_t address_;
+};
+
 // Which 8x8 matrix of a 16x16 block the lanes 8 to 15 of an ldmatrix address: the one below the first or the one beside
 // it. The other one is that of the lanes 16 to 23.
 enum class BlockOrder { kBelowFirst, kBesideFirst };
 
 // Reads and writes 16x16 blocks of a tile, at offsets from (row, col) that are known at compile time once loops are
-// unrolled. A lane keeps its own offset, which all tiles of a shape share; a block costs it an exclusive or, and what
-// is left of its address is an immediate.
+// unrolled: a block costs an exclusive or, and what is left of its address is an immediate.
 template <typename Tile, BlockOrder kOrder>
 class Blocks {
 public:
     // row is a multiple of 8; col shares no bit with the column offsets, other than multiples of a panel.
-    __device__ __forceinline__ Blocks(const Tile& tile, int row, int col) : tile_(smem_address(tile.data)) {
-        const int lane = lane_id();
+    __device__ __forceinline__ Blocks(uint32_t tile, int row, int col) {
+        int lane = lane_id();
+        // Hides from the compiler that the offset is the same in every turn of a loop: kept across it, the offsets of
+        // all blocks would take more registers than there are.
+        asm volatile("" : "+r"(lane));
         const int below = kOrder == BlockOrder::kBelowFirst ? lane / 8 % 2 : lane / 16;
         const int beside = kOrder == BlockOrder::kBelowFirst ? lane / 16 : lane / 8 % 2;
-        lane_offset_ = Tile::offset(row + lane % 8 + below * 8, col / Tile::kChunk + beside) * 2;
+        lane_address_ = tile + Tile::offset(row + lane % 8 + below * 8, col / Tile::kChunk + beside) * 2;
     }
     __device__ __forceinline__ uint32_t address(int row, int col) const {
         constexpr int kRowBytes = Tile::kPanelCols * 2;
-        return (lane_offset_ ^ (col % Tile::kPanelCols * 2)) + (tile_ + (col / Tile::kPanelCols * Tile::kRows + row) * kRowBytes);
+        return (lane_address_ ^ (col % Tile::kPanelCols * 2)) + (col / Tile::kPanelCols * Tile::kRows + row) * kRowBytes;
     }
     template <bool kTransposed>
     __device__ __forceinline__ void load(uint32_t (&to)[4], int row, int col) const {
@@ -36,14 +54,14 @@ public:
     }
 
 private:
-    uint32_t tile_, lane_offset_;
+    uint32_t lane_address_;
 };
 
 // An operand of a product as it lies in shared memory: [m, k] or, transposed, [k, m]; of B [n, k] or, transposed, [k, n].
 template <typename Tile, bool kTransposed_>
 struct OperandA : Blocks<Tile, kTransposed_ ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst> {
     static constexpr bool kTransposed = kTransposed_;
-    __device__ __forceinline__ OperandA(const Tile& tile, int row, int col)
+    __device__ __forceinline__ OperandA(uint32_t tile, int row, int col)
         : Blocks<Tile, kTransposed_ ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst>(tile, row, col) {}
     __device__ __forceinline__ void block(uint32_t (&to)[4], int m, int k) const {
         kTransposed ? this->template load<true>(to, k, m) : this->template load<false>(to, m, k);
@@ -52,7 +70,7 @@ struct OperandA : Blocks<Tile, kTransposed_ ? BlockOrder::kBesideFirst : BlockOr
 template <typename Tile, bool kTransposed_>
 struct OperandB : Blocks<Tile, kTransposed_ ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst> {
     static constexpr bool kTransposed = kTransposed_;
-    __device__ __forceinline__ OperandB(const Tile& tile, int row, int col)
+    __device__ __forceinline__ OperandB(uint32_t tile, int row, int col)
         : Blocks<Tile, kTransposed_ ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst>(tile, row, col) {}
     __device__ __forceinline__ void block(uint32_t (&to)[4], int n, int k) const {
         kTransposed ? this->template load<true>(to, k, n) : this->template load<false>(to, n, k);
@@ -96,12 +114,13 @@ __device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
             for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
 }
 
-// The accumulator, rounded, to a tile whose blocks `to` addresses; blocks of 16 columns lie kColStep apart.
-template <typename T, int kColStep = 16, int kMTiles, int kNTiles, typename Tile>
-__device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTiles][4], Tile& tile, int row, int col,
+// The accumulator, rounded, to a tile at (row, col); blocks of 16 columns lie kColStep apart.
+template <typename Tile, typename T, int kColStep = 16, int kMTiles, int kNTiles>
+__device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTiles][4], uint32_t tile, int row, int col,
                                               float scale = 1.f) {
 #if __CUDA_ARCH__ >= 900
     const Blocks<Tile, BlockOrder::kBelowFirst> to(tile, row, col);
+#endif
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
@@ -112,23 +131,20 @@ __device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTile
                 const float* pair = acc[m][n + i / 2] + i % 2 * 2;
                 block[i] = pack<T>(pair[0] * scale, pair[1] * scale);
             }
+#if __CUDA_ARCH__ >= 900
             asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                              to.address(m * 16, n / 2 * kColStep)),
                          "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3])
                          : "memory");
-        }
 #else
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                T* to = &tile.at(row + m * 16 + h * 8 + lane_id() / 4,
-                                 col + n / 2 * kColStep + n % 2 * 8 + lane_id() % 4 * 2);
-                *reinterpret_cast<uint32_t*>(to) = pack<T>(acc[m][n][2 * h] * scale, acc[m][n][2 * h + 1] * scale);
+            for (int i = 0; i < 4; ++i) {
+                const int r = row + m * 16 + i % 2 * 8 + lane_id() / 4, c = col + n / 2 * kColStep + i / 2 * 8;
+                const uint32_t to = tile + Tile::offset(r, c / Tile::kChunk) * 2 + lane_id() % 4 * 4;
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(block[i]) : "memory");
             }
 #endif
+        }
 }
 
 }  // namespace flash_dmattn::cuda

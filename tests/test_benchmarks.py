@@ -1,0 +1,248 @@
+"""benchmarks/: every script runs at a small size, and none of them passes what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SCRIPTS = [f"{way}_{kind}" for way in ("forward", "backward") for kind in ("equivalence", "performance")] + ["memory"]
+
+
+@pytest.fixture
+def equivalence(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import equivalence
+
+    return equivalence
+
+
+@pytest.fixture
+def performance(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    threads = torch.get_num_threads()
+    import performance
+
+    yield performance
+    torch.set_num_threads(threads)
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=120)
+
+
+def assert_says_where(content: dict) -> None:
+    assert content["environment"]["device"] and content["environment"]["torch"] == torch.__version__
+    assert {"commit", "flash_dmattn", "threads", "python", "triton"} <= content["environment"].keys()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script):
+    done = run(script, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--device" in done.stdout and "--json" in done.stdout
+
+
+# Equivalence
+
+
+@pytest.mark.parametrize(
+    ("script", "outputs"),
+    [("forward_equivalence", {"out", "lse"}), ("backward_equivalence", {"out", "lse", "dq", "dk", "dv", "dbias"})],
+)
+def test_equivalence(tmp_path, script, outputs):
+    path = tmp_path / "result.json"
+    done = run(script, "--device=cpu", "--backend=cpu", "--size=small", "--config=softcap, ", f"--json={path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 PASS, 0 MISS, 0 not supported" in done.stdout
+    content = json.loads(path.read_text())
+    assert_says_where(content)
+    assert (content["dtype"], content["size"]) == ("float32", "small")
+    assert [outcome["config"] for outcome in content["outcomes"]] == [
+        "softcap, causal, key bias",
+        "softcap, mask, dense bias",
+    ]
+    for outcome in content["outcomes"]:
+        assert (outcome["backend"], outcome["verdict"]) == ("cpu", "PASS")
+        assert set(outcome["outputs"]) == outputs
+        assert all(0 <= output["ratio"] <= 1 for output in outcome["outputs"].values())
+
+
+@pytest.mark.parametrize("size", ["small", "full"])
+def test_the_names_of_configurations_are_unique(equivalence, size):
+    names = [problem.name for problem in equivalence.configurations(size)]
+    assert len(set(names)) == len(names)
+
+
+def test_the_reference_itself_passes_everything(equivalence, capsys):
+    arguments = ["--device=cpu", "--backend=reference", "--size=small", "--dtype=bfloat16"]
+    assert equivalence.main(equivalence.backward_outputs, "", arguments) == 0
+    assert " 0 MISS, 0 not supported" in capsys.readouterr().out
+
+
+def plant(monkeypatch, equivalence, wrong):
+    """Puts `wrong(out, lse)` in the place of every backend but the reference."""
+    right = equivalence.flash_dmattn_func_auto
+
+    def function_of(backend):
+        attention = right("reference")
+        return attention if backend == "reference" else lambda *args, **options: wrong(*attention(*args, **options))
+
+    monkeypatch.setattr(equivalence, "flash_dmattn_func_auto", function_of)
+
+
+def refuse(out, lse):
+    raise ValueError("no [such] thing is supported")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "says"),
+    [
+        (lambda out, lse: (out, lse), 0, "PASS"),
+        (lambda out, lse: (out + 1e-4, lse), 1, "MISS out"),
+        (lambda out, lse: (out, lse.masked_fill(lse == lse.max(), torch.nan)), 1, "MISS lse"),
+        (lambda out, lse: (out, lse.masked_fill(lse == -torch.inf, -1e30)), 1, "MISS lse"),
+        (lambda out, lse: (out, lse.masked_fill(lse == lse.max(), -torch.inf)), 1, "MISS lse"),
+        (lambda out, lse: (out[:, :1], lse), 1, "MISS out"),
+        (lambda out, lse: {}["no such key"], 1, "MISS: KeyError"),
+        (refuse, 1, "not supported: no [such] thing is supported"),
+    ],
+)
+def test_a_wrong_forward_is_a_miss(equivalence, monkeypatch, capsys, wrong, status, says):
+    plant(monkeypatch, equivalence, wrong)
+    arguments = ["--device=cpu", "--backend=cpu", "--size=small", "--config=rows see nothing"]
+    assert equivalence.main(equivalence.forward_outputs, "", arguments) == status
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert ("nothing was compared" in printed) == (wrong is refuse)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda out, lse: (out, lse.detach()), "MISS d"),
+        (lambda out, lse: (out + 1e-3 * (out - out.detach()), lse), "MISS d"),
+        (lambda out, lse: (out + torch.nan * (out - out.detach()), lse), "MISS"),
+    ],
+)
+def test_a_wrong_gradient_is_a_miss(equivalence, monkeypatch, capsys, wrong, says):
+    plant(monkeypatch, equivalence, wrong)
+    arguments = ["--device=cpu", "--backend=cpu", "--size=small", "--config=square, causal, key bias"]
+    assert equivalence.main(equivalence.backward_outputs, "", arguments) == 1
+    assert says in capsys.readouterr().out
+
+
+def test_one_miss_is_enough(equivalence, monkeypatch, tmp_path):
+    plant(monkeypatch, equivalence, lambda out, lse: (out + (torch.nan if lse.shape[-1] == 1 else 0), lse))
+    path = tmp_path / "result.json"
+    arguments = ["--device=cpu", "--backend=cpu", "--size=small", "--config=one", f"--json={path}"]
+    assert equivalence.main(equivalence.forward_outputs, "", arguments) == 1
+    verdicts = {outcome["config"]: outcome["verdict"] for outcome in json.loads(path.read_text())["outcomes"]}
+    assert verdicts["one key"] == "PASS"
+    assert verdicts["one row"] == "MISS"
+
+
+def test_inputs_lie_in_poisoned_memory(equivalence):
+    from problem import surrounded
+
+    for tensor in (torch.randn(2, 3, 1, 8), torch.rand(2, 1, 3, 5) < 0.5):
+        inside = surrounded(tensor)
+        assert torch.equal(inside, tensor)
+        around = torch.as_strided(inside, (inside.storage_offset(),), (1,), 0)
+        assert (around if tensor.dtype == torch.bool else around.isnan()).all()
+
+
+# Performance
+
+
+@pytest.mark.parametrize(
+    ("script", "quantities"),
+    [("forward_performance", {"forward"}), ("backward_performance", {"backward", "forward + backward"})],
+)
+def test_performance(tmp_path, script, quantities):
+    table, picture = tmp_path / "result.json", tmp_path / "result.png"
+    tiny = ("--device=cpu", "--shrink=32", "--samples=2", "--threads=1")
+    done = run(script, *tiny, f"--json={table}", f"--plot={picture}", "--peer=sdpa", "--peer=flex")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    content = json.loads(table.read_text())
+    assert_says_where(content)
+    timings = content["timings"]
+    assert {timing["quantity"] for timing in timings} == quantities
+    assert {timing["dtype"] for timing in timings} == {"float32", "bfloat16"}
+    assert {timing["implementation"] for timing in timings} == {"cpu", "sdpa", "flex"}
+    assert len(timings) == 3 * 2 * 3 * len(quantities)
+    for timing in timings:
+        # FlexAttention has no backward on the CPU: shown as such, and not fatal.
+        refused = timing["implementation"] == "flex" and script.startswith("backward")
+        assert (timing["seconds"] is None) == refused == bool(timing["refusal"])
+
+
+def test_sdpa_and_flex_do_the_same_work(performance):
+    for problem in performance.WORKLOADS["cpu"] + performance.WORKLOADS["cuda"]:
+        problem = performance.replace(performance.shrunk(problem, 64), batch=min(problem.batch, 2))
+        inputs = performance.make_inputs(problem, torch.float32, "cpu", seed=0)
+        expected = performance.ours("reference", inputs).forward()
+        # A row that sees nothing is NaN in SDPA.
+        sees = torch.isfinite(inputs.attend(performance.flash_dmattn_func_auto("reference"))[1]).transpose(1, 2)
+        for build in performance.PEERS.values():
+            torch.testing.assert_close(build(inputs).forward()[sees], expected[sees], rtol=1e-4, atol=1e-4)
+
+
+def test_the_limit_counts_what_is_visible(performance):
+    problem = performance.square("", 2, 4, 64, 32, kv_heads=2, mask="B 1 1 Sk", mask_values=lambda x: x * 0 == 0)
+    inputs = performance.make_inputs(problem, torch.bfloat16, "cpu", seed=0)
+    moved = 2 * 2 * 64 * 4 * 32 * 2 + 2 * 2 * 64 * 2 * 32 * 2 + 2 * 64 + 4 * 2 * 4 * 64
+    assert performance.least_seconds("forward", inputs) == pytest.approx(moved / performance.PEAK_BYTES)
+    half = performance.replace(inputs, mask=(torch.arange(64) < 32).expand(2, 1, 1, 64).contiguous())
+    moved -= 2 * 64 * 2 * 32 * 2
+    assert performance.least_seconds("forward", half) == pytest.approx(moved / performance.PEAK_BYTES)
+
+
+def test_check_fails_what_is_too_slow(performance, monkeypatch, capsys):
+    arguments = ["--device=cpu", "--shrink=32", "--samples=1", "--threads=1", "--workload=random", "--check"]
+    for required, status in ((0.0, 0), (1e6, 1)):
+        monkeypatch.setattr(performance, "REQUIRED_SPEED", {"forward": required})
+        assert performance.main(["forward"], "", arguments) == status
+    assert "x SDPA's speed, at least 1000000.0 is asked for" in capsys.readouterr().out
+
+
+# Memory
+
+
+def test_memory(tmp_path):
+    path = tmp_path / "result.json"
+    done = run("memory", "--device=cpu", "--seqlen=1024", "--heads=2", "--backend=cpu", "--check", f"--json={path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    assert_says_where(content)
+    (peak,) = content["peaks"]
+    # out, dq, dk and dv at least; the scores of all pairs would be 8 MiB more for every copy of them.
+    assert peak["backend"] == "cpu" and 2 <= peak["mib"] < 32
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=no such thing"], "no configuration has 'no such thing' in its name"),
+        (["--json=no/such/folder/result.json"], "there is no folder no/such/folder"),
+        (["--backend=fast"], "invalid choice: 'fast'"),
+    ],
+)
+def test_bad_arguments_end_with_a_message(equivalence, capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit:
+        equivalence.main(equivalence.forward_outputs, "", ["--device=cpu", *arguments])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err

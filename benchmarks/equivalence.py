@@ -219,23 +219,29 @@ def compare_all(
     return outcomes
 
 
-def cell(outcome: Outcome, show_outputs: bool) -> str:
+def cell(outcome: Outcome, show_outputs: bool, reasons: list[str]) -> str:
     verdict = f"[{STYLES[outcome.verdict]}]{outcome.verdict}[/]"
     if not outcome.outputs:
-        return f"{verdict}: {escape(outcome.reason)}"
+        if outcome.reason not in reasons:
+            reasons.append(outcome.reason)
+        return f"{verdict} ({reasons.index(outcome.reason) + 1})"
     worst = outcome.worst()
     ratios = {name: output.ratio for name, output in outcome.outputs.items() if show_outputs or name == worst}
     return f"{verdict} " + "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
 
 
 def table(outcomes: list[Outcome], names: list[str], show_outputs: bool) -> Table:
+    """The reasons of what was not supported stand below, once each."""
     shown = "every output's" if show_outputs else "the worst output's"
     table = Table("configuration", *names, title=f"{shown} error / tolerance", title_justify="left")
     by_config: dict[str, list[str]] = {}
+    reasons: list[str] = []
     for outcome in outcomes:
-        by_config.setdefault(outcome.config, []).append(cell(outcome, show_outputs))
+        by_config.setdefault(outcome.config, []).append(cell(outcome, show_outputs, reasons))
     for config, cells in by_config.items():
         table.add_row(escape(config), *cells)
+    table.caption = "\n".join(f"({number}) {escape(reason)}" for number, reason in enumerate(reasons, 1))
+    table.caption_justify = "left"
     return table
 
 

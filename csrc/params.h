@@ -64,10 +64,13 @@ enum class TileKind : uint8_t { kEmpty, kMixed, kFull };
 struct PackedMask {
     static constexpr int64_t kTile = 64;
 
-    // Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4, and bits beyond the keys are 0.
-    uint32_t* bits = nullptr;     // [{B|1}, heads, {Sq|1}, words]; of variable length [B, heads, 1, words] or [total_q, heads, words]
-    uint64_t* columns = nullptr;  // [{B|1}, heads, row_tiles, key_tiles]: bit j is 1 where a row of the tile sees key j of it
-    TileKind* kinds = nullptr;    // [{B|1}, heads, row_tiles, key_tiles]
+    // [{B|1}, heads, {Sq|1}, words]; of variable length [B, heads, 1, words] where rows are alike, else [total_q, heads,
+    // words]. Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4, and bits beyond the keys
+    // are 0.
+    uint32_t* bits = nullptr;
+    // [{B|1}, heads, row_tiles, key_tiles]: bit j is 1 where a row of the tile sees key j of it.
+    uint64_t* columns = nullptr;
+    TileKind* kinds = nullptr;  // [{B|1}, heads, row_tiles, key_tiles]
     int64_t bits_batch_stride = 0;  // counted in words
     int64_t bits_head_stride = 0;
     int64_t bits_row_stride = 0;    // 0 where every row is alike

@@ -113,9 +113,9 @@ def test_opcheck_varlen():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile_fullgraph_with_dynamic_shapes(backend, monkeypatch):
-    # Its cache knows an op by name, and would hand out code for the arguments that it had before a change.
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+def test_compile_fullgraph_with_dynamic_shapes(backend, monkeypatch, tmp_path):
+    # Inductor's cache knows an op by name, and would hand out code for the arguments that it had before a change.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def layer(query, key, value, mask, bias):
         out, lse = flash_dmattn_func(query * 2, key, value, mask, bias.exp(), is_causal=True, return_lse=True)

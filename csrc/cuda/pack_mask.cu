@@ -79,8 +79,7 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
     if (p.is_causal && !rows_alike) end = min(end, ceil_div(s.causal_end(last_row), kTile) * kTile);
 
     const MaskView& mask = p.mask;
-    const auto* from = static_cast<const uint8_t*>(mask.data) + (mask.batches > 1 ? batch * mask.batch_stride : 0) +
-                       head * mask.head_stride + (mask.per_key ? s.first_key * mask.col_stride : s.first_row * mask.row_stride);
+    const auto* from = static_cast<const uint8_t*>(mask.data) + pair_offset(mask, s, head, mask.heads);
     uint32_t* to = packed.bits + batch * packed.bits_batch_stride + head * packed.bits_head_stride +
                    s.first_row * packed.bits_row_stride;
 
@@ -91,7 +90,8 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
         uint32_t raw[kRowsPerWarp][Reader::kRegisters];
 #pragma unroll
         for (int i = 0; i < kRowsPerWarp; ++i)
-            if (warp_row + i <= last_row) Reader::read(raw[i], from + (warp_row + i) * mask.row_stride, mask.col_stride, first_key, end);
+            if (warp_row + i <= last_row)
+                Reader::read(raw[i], from + (warp_row + i) * mask.row_stride, mask.col_stride, first_key, end);
 #pragma unroll
         for (int i = 0; i < kRowsPerWarp; ++i) {
             if (warp_row + i > last_row) break;

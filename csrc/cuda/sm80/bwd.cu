@@ -29,7 +29,7 @@ int built_head_dim(const AttentionParams& p) {
 // How the gradient of a shared bias is cut: long runs of tiles, but enough of them for every multiprocessor; where there
 // are too few tiles for that, their sharers are split.
 void plan_dbias(BwdParams& p, int64_t row_tiles, int64_t key_tiles) {
-    constexpr int64_t kBlocksPerMultiprocessor = 4, kLongestRun = 16;
+    constexpr int64_t kBlocksPerMultiprocessor = 8, kLongestRun = 16;
     int device = 0, multiprocessors = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
@@ -50,14 +50,14 @@ BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q) {
     const int head_dim = built_head_dim(p);
     if (head_dim == 0) return scratch;
     const BwdTileSizes sizes = bwd_tile_sizes(head_dim);
-    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, sizes.rows), key_tiles = ceil_div<int64_t>(p.seqlen_k, sizes.keys);
-    p.dquery_tiles = p.cu_seqlens_q == nullptr ? row_tiles : total_q / sizes.rows + p.batch;
+    p.dquery_tiles = p.cu_seqlens_q == nullptr ? ceil_div<int64_t>(p.seqlen_q, sizes.rows) : total_q / sizes.rows + p.batch;
     const int64_t tiles = dquery_tiles_total(p);
     scratch.dquery_accum = tiles * sizes.rows * head_dim;
     scratch.dquery_turns = p.deterministic ? tiles + 1 : 0;
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p)) {
-        plan_dbias(p, row_tiles, key_tiles);
-        if (p.dbias_splits > 1) scratch.dbias_parts = p.dbias_splits * p.dbias_tiles * sizes.rows * sizes.keys;
+        const BwdTileSizes tile = dbias_tile_sizes(head_dim);
+        plan_dbias(p, ceil_div<int64_t>(p.seqlen_q, tile.rows), ceil_div<int64_t>(p.seqlen_k, tile.keys));
+        if (p.dbias_splits > 1) scratch.dbias_parts = p.dbias_splits * p.dbias_tiles * tile.rows * tile.keys;
     }
     return scratch;
 }

@@ -16,7 +16,7 @@ struct BwdDbiasSmem {
         typename Tile::KeysTile key;
         typename Tile::KeysTile value;
     };
-    static constexpr int kStages = Tile::kHeadDim <= 192 ? 2 : 1;
+    static constexpr int kStages = Tile::kHeadDim <= 64 ? 2 : 1;  // as many blocks as registers allow come first
     Stage stages[kStages];
 };
 

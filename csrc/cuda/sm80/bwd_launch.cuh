@@ -36,9 +36,12 @@ void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
             break;
     }
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p) && key_tiles > 0) {
-        const int64_t runs = p.dbias_tiles / key_tiles * ceil_div<int64_t>(key_tiles, p.dbias_run);
-        launch<Tile>(bwd_dbias_kernel<Tile, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSmem<Tile>), p, stream);
-        if (p.dbias_splits > 1) launch<Tile>(sum_dbias_parts_kernel<Tile>, p.dbias_tiles, 0, p, stream);
+        using DbiasTile = BwdTile<Tile::kHeadDim, typename Tile::T, true>;
+        const int64_t dbias_key_tiles = ceil_div<int64_t>(p.seqlen_k, DbiasTile::kKeys);
+        const int64_t runs = p.dbias_tiles / dbias_key_tiles * ceil_div<int64_t>(dbias_key_tiles, p.dbias_run);
+        launch<DbiasTile>(bwd_dbias_kernel<DbiasTile, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSmem<DbiasTile>), p,
+                          stream);
+        if (p.dbias_splits > 1) launch<DbiasTile>(sum_dbias_parts_kernel<DbiasTile>, p.dbias_tiles, 0, p, stream);
     }
     launch<Tile>(convert_dquery_kernel<Tile>, row_tiles * p.heads * p.batch, sizeof(typename Tile::RowsTile), p, stream);
 }

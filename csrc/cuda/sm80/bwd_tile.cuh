@@ -27,13 +27,26 @@ constexpr BwdTileSizes bwd_tile_sizes(int head_dim) {
     }
 }
 
+// Of the kernel that sums the gradient of a shared bias, which computes S and dP alone: several small blocks hide each
+// other's latency.
+constexpr BwdTileSizes dbias_tile_sizes(int head_dim) {
+    switch (head_dim) {
+        case 32: return {64, 64, 4, 2, 2, 2, 2, 4};
+        case 64: return {64, 64, 4, 2, 1, 2, 2, 3};
+        case 96: return {64, 64, 4, 2, 1, 2, 2, 3};
+        case 128: return {64, 64, 4, 2, 1, 2, 2, 3};
+        case 192: return {64, 64, 4, 2, 1, 2, 2, 2};
+        default: return {64, 64, 4, 2, 1, 2, 2, 1};  // 256
+    }
+}
+
 // One warp's share of a product, in tiles of 16 x 8. Columns of the head dimension are dealt to warps 16 at a time, so
 // that every warp's columns keep to the swizzle's period whatever the head dimension.
-template <int kHeadDim_, typename T_>
+template <int kHeadDim_, typename T_, bool kForDbias = false>
 struct BwdTile {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr BwdTileSizes kSizes = bwd_tile_sizes(kHeadDim);
+    static constexpr BwdTileSizes kSizes = kForDbias ? dbias_tile_sizes(kHeadDim) : bwd_tile_sizes(kHeadDim);
     static constexpr int kRows = kSizes.rows;
     static constexpr int kKeys = kSizes.keys;
     static constexpr int kThreads = kSizes.warps * 32;

@@ -261,7 +261,8 @@ private:
             for (int at = threadIdx.x; at < kRows * kKeys; at += kThreads) {
                 const int col = at % kKeys, row = query_row(at / kKeys);
                 const bool valid = row < sequence().rows && first_key + col < sequence().keys;
-                smem_.bias.at(at / kKeys, col) = valid ? bias[(row - first) * row_stride + col * p_.bias.col_stride] : T(0.f);
+                const int64_t offset = (row - first) * row_stride + col * p_.bias.col_stride;
+                smem_.bias.at(at / kKeys, col) = valid ? bias[offset] : T(0.f);
             }
         }
     }

@@ -113,8 +113,8 @@ def refuse(out, lse):
         (lambda out, lse: (out, lse.masked_fill(lse == -torch.inf, -1e30)), 1, "MISS lse"),
         (lambda out, lse: (out, lse.masked_fill(lse == lse.max(), -torch.inf)), 1, "MISS lse"),
         (lambda out, lse: (out[:, :1], lse), 1, "MISS out"),
-        (lambda out, lse: {}["no such key"], 1, "MISS: KeyError"),
-        (refuse, 1, "not supported: no [such] thing is supported"),
+        (lambda out, lse: {}["no such key"], 1, "KeyError: 'no such key'"),
+        (refuse, 1, "(1) no [such] thing is supported"),
     ],
 )
 def test_a_wrong_forward_is_a_miss(equivalence, monkeypatch, capsys, wrong, status, says):

@@ -145,7 +145,7 @@ public:
           dkey_(units.batches_each * kv_heads_each_ * max_keys_ * p_.head_dim),
           dvalue_(dkey_.size()),
           dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
-          tile_sums_(key_dbias_ ? max_keys_ : 0),
+          few_rows_sums_(key_dbias_ ? max_keys_ : 0),
           column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
 
     void operator()(int64_t index) {
@@ -250,11 +250,16 @@ private:
 
     void add_column_sums(int64_t head_in_group) {
         const int64_t bias_head = head_in_group / (p_.heads / p_.dbias.heads);
-        const auto& dx = tile_.dx;
-        std::fill(tile_sums_.begin(), tile_sums_.end(), acc_t(0));
-        for (int64_t i = 0; i < dx.rows; ++i) row_add(tile_sums_.data(), dx.row(i), dx.cols);
         double* sums = column_sums_.data() + bias_head * max_keys_;
-        for (int64_t j = 0; j < dx.cols; ++j) sums[j] += tile_sums_[j];
+        const auto& dx = tile_.dx;
+        constexpr int64_t kRowsAtOnce = 16;  // few enough for sums in acc_t
+        for (int64_t first = 0; first < dx.rows; first += kRowsAtOnce) {
+            std::copy_n(dx.row(first), dx.cols, few_rows_sums_.data());
+            for (int64_t i = first + 1; i < std::min(first + kRowsAtOnce, dx.rows); ++i) {
+                row_add(few_rows_sums_.data(), dx.row(i), dx.cols);
+            }
+            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += few_rows_sums_[j];
+        }
     }
 
     void store_key_dbias(const Tile& tile, int64_t head_in_group) {
@@ -276,7 +281,7 @@ private:
     bool dense_dbias_, key_dbias_;
     int64_t max_rows_, max_keys_;
     GradientTile<acc_t> tile_;
-    std::vector<acc_t> query_, dout_, key_, value_, dkey_, dvalue_, dense_tile_, tile_sums_;
+    std::vector<acc_t> query_, dout_, key_, value_, dkey_, dvalue_, dense_tile_, few_rows_sums_;
     std::vector<double> column_sums_;  // of thousands of rows
 };
 

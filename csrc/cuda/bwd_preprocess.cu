@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
     float sum = 0;
     if (in_sequence && col < p.head_dim) {
         const auto load = [&](const RowsView& view) {
-            const T* from = static_cast<const T*>(view.data) + query_offset(view, s, head) + row * view.row_stride + col;
+            const T* from =
+                static_cast<const T*>(view.data) + query_offset(view, s, head) + row * view.row_stride + col;
             return *reinterpret_cast<const uint4*>(from);
         };
         const uint4 out = load(p.out), dout = load(p.dout);
@@ -60,7 +61,8 @@ void launch_delta(const BwdParams& p, cudaStream_t stream) {
 }  // namespace
 
 void preprocess_bwd(const BwdParams& params, cudaStream_t stream) {
-    params.dtype == DataType::kFloat16 ? launch_delta<half_t>(params, stream) : launch_delta<bfloat16_t>(params, stream);
+    params.dtype == DataType::kFloat16 ? launch_delta<half_t>(params, stream)
+                                       : launch_delta<bfloat16_t>(params, stream);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -38,7 +38,8 @@ void plan_dbias(BwdParams& p, int64_t row_tiles, int64_t key_tiles) {
     const int64_t sharers = (is_varlen ? 1 : p.batch / p.dbias.batches) * (p.heads / p.dbias.heads);
     const int64_t blocks = multiprocessors * kBlocksPerMultiprocessor;
     p.dbias_splits = std::clamp<int64_t>(blocks / std::max<int64_t>(p.dbias_tiles, 1), 1, sharers);
-    p.dbias_run = std::clamp<int64_t>(p.dbias_tiles / blocks, 1, std::min(kLongestRun, std::max<int64_t>(key_tiles, 1)));
+    p.dbias_run =
+        std::clamp<int64_t>(p.dbias_tiles / blocks, 1, std::min(kLongestRun, std::max<int64_t>(key_tiles, 1)));
 }
 
 }  // namespace
@@ -50,7 +51,8 @@ BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q) {
     const int head_dim = built_head_dim(p);
     if (head_dim == 0) return scratch;
     const BwdTileSizes sizes = bwd_tile_sizes(head_dim);
-    p.dquery_tiles = p.cu_seqlens_q == nullptr ? ceil_div<int64_t>(p.seqlen_q, sizes.rows) : total_q / sizes.rows + p.batch;
+    p.dquery_tiles =
+        p.cu_seqlens_q == nullptr ? ceil_div<int64_t>(p.seqlen_q, sizes.rows) : total_q / sizes.rows + p.batch;
     const int64_t tiles = dquery_tiles_total(p);
     scratch.dquery_accum = tiles * sizes.rows * head_dim;
     scratch.dquery_turns = p.deterministic ? tiles + 1 : 0;
@@ -70,7 +72,7 @@ void mha_bwd_cuda(const BwdParams& p, cudaStream_t stream) {
         throw std::runtime_error("no backward kernel was built for this dtype and head dimension " +
                                  std::to_string(p.head_dim) + ": see FLASH_DMATTN_DTYPES and FLASH_DMATTN_HEAD_DIMS");
     preprocess_bwd(p, stream);
-#define FLASH_DMATTN_RUN(T, kHeadDim)                                                                         \
+#define FLASH_DMATTN_RUN(T, kHeadDim)                                                                           \
     if (built == kHeadDim && p.dtype == (std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16)) \
         return run_bwd<T, kHeadDim>(p, stream);
     FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_RUN)

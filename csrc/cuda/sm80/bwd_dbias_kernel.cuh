@@ -62,8 +62,9 @@ __device__ __forceinline__ bool is_plain(const T* tile, const PairView& view, in
 }
 
 template <typename Tile>
-__device__ __forceinline__ void store_dbias_tile(const float (&sum)[Tile::kScoreM][Tile::kScoreN][4], const BwdParams& p,
-                                                 const Sequence& s, const DbiasRun<Tile>& run, int key_tile) {
+__device__ __forceinline__ void store_dbias_tile(const float (&sum)[Tile::kScoreM][Tile::kScoreN][4],
+                                                 const BwdParams& p, const Sequence& s, const DbiasRun<Tile>& run,
+                                                 int key_tile) {
     using T = typename Tile::T;
     const int rows = s.rows - run.row_tile * Tile::kRows, keys = s.keys - key_tile * Tile::kKeys;
     T* to = static_cast<T*>(p.dbias.data) + (p.dbias.batches > 1 ? s.batch * p.dbias.batch_stride : 0) +
@@ -147,8 +148,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         load_row_stage(to.rows, address_of, p, s, head, run.row_tile, key_tile);
         const int first_key = key_tile * Tile::kKeys, kv_head = head / group;
         const auto load_keys = [&](typename Tile::KeysTile& tile, const RowsView& view) {
-            const T* from = static_cast<const T*>(view.data) + key_offset(view, s, kv_head) + first_key * view.row_stride;
-            copy_tile_async<typename Tile::KeysTile, Tile::kThreads>(address_of(tile), from, view.row_stride, s.keys - first_key, static_cast<int>(p.head_dim));
+            const T* from =
+                static_cast<const T*>(view.data) + key_offset(view, s, kv_head) + first_key * view.row_stride;
+            copy_tile_async<typename Tile::KeysTile, Tile::kThreads>(address_of(tile), from, view.row_stride,
+                                                                     s.keys - first_key, static_cast<int>(p.head_dim));
         };
         load_keys(to.key, p.key);
         load_keys(to.value, p.value);
@@ -166,7 +169,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             if (plain) {
                 bias[m][n][h] = *reinterpret_cast<const uint32_t*>(at + key);
             } else {
-                const auto load = [&](int k) { return row < rows && k < keys ? to_float(at[k * p.bias.col_stride]) : 0.f; };
+                const auto load = [&](int k) {
+                    return row < rows && k < keys ? to_float(at[k * p.bias.col_stride]) : 0.f;
+                };
                 bias[m][n][h] = pack<T>(load(key), load(key + 1));
             }
         });
@@ -182,8 +187,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         clear(dprobs);
         using RowsA = OperandA<typename Tile::RowsTile, false>;
         using KeysB = OperandB<typename Tile::KeysTile, false>;
-        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(stage.rows.query), score_row, 0), KeysB(address_of(stage.key), score_key, 0));
-        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), score_row, 0), KeysB(address_of(stage.value), score_key, 0));
+        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(stage.rows.query), score_row, 0),
+                                        KeysB(address_of(stage.key), score_key, 0));
+        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), score_row, 0),
+                                        KeysB(address_of(stage.value), score_key, 0));
 
         const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows.mask, run.row_tile, tile);
         const int rows = first.rows - first_row;
@@ -197,8 +204,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             sum[first_m + m][n][2 * h + 1] += dx1;
         };
         if (softcap > 0) {
-            differentiate<Tile, BiasKind::kDense, true, true>(scores, dprobs, stage.rows, dense_bias, visibility, score_row,
-                                                              score_key, rows, scale, softcap, take);
+            differentiate<Tile, BiasKind::kDense, true, true>(scores, dprobs, stage.rows, dense_bias, visibility,
+                                                              score_row, score_key, rows, scale, softcap, take);
         } else if (full && visibility.full()) {
             differentiate<Tile, BiasKind::kDense, false, false>(scores, dprobs, stage.rows, dense_bias, visibility,
                                                                 score_row, score_key, rows, scale, softcap, take);
@@ -240,7 +247,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         more = next();
         if (Smem::kStages == 2 && more) load(stage ^ 1);
 #pragma unroll
-        for (int pass = 0; pass < Tile::kPasses; ++pass) add_tile(smem.stages[stage], tile, is_full, pass * Tile::kPassM);
+        for (int pass = 0; pass < Tile::kPasses; ++pass)
+            add_tile(smem.stages[stage], tile, is_full, pass * Tile::kPassM);
         if (Smem::kStages == 1) {
             __syncthreads();
             if (more) load(0);
@@ -252,7 +260,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
 // Adds up what the splits made of each tile, in their order.
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads) sum_dbias_parts_kernel(const __grid_constant__ BwdParams p) {
-    const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys), run_length = static_cast<int>(p.dbias_run);
+    const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys),
+              run_length = static_cast<int>(p.dbias_run);
     const int runs = ceil_div(key_tiles, run_length), splits = static_cast<int>(p.dbias_splits);
     const int tile = blockIdx.x % key_tiles;
     const DbiasRun<Tile> run(p, (static_cast<int>(blockIdx.x) / key_tiles * runs + tile / run_length) * splits);
@@ -261,7 +270,8 @@ __global__ void __launch_bounds__(Tile::kThreads) sum_dbias_parts_kernel(const _
     float sum[Tile::kScoreM][Tile::kScoreN][4];
     clear(sum);
     for (int64_t split = 0; split < splits; ++split) {
-        const float* from = p.dbias_parts + (split * p.dbias_tiles + blockIdx.x) * Tile::kRows * Tile::kKeys + threadIdx.x * 4;
+        const float* from =
+            p.dbias_parts + (split * p.dbias_tiles + blockIdx.x) * Tile::kRows * Tile::kKeys + threadIdx.x * 4;
 #pragma unroll
         for (int m = 0; m < Tile::kScoreM; ++m)
 #pragma unroll

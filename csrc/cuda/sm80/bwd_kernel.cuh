@@ -272,21 +272,26 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     };
 
     // P and dS of the tile's rows from score_row on, rounded, to shared memory.
-    const auto scores_to_gradients = [&](const auto& rows_stage, typename Tile::PairsTile& probs, int head, int row_tile,
-                                         bool mask_full, int score_row) {
+    const auto scores_to_gradients = [&](const auto& rows_stage, typename Tile::PairsTile& probs, int head,
+                                         int row_tile, bool mask_full, int score_row) {
         float scores[Tile::kPassM][Tile::kScoreN][4], dprobs[Tile::kPassM][Tile::kScoreN][4];
         clear(scores);
         clear(dprobs);
         using QueryA = OperandA<typename Tile::RowsTile, false>;
         using KeyB = OperandB<typename Tile::KeysTile, false>;
-        multiply_add<T, Tile::kHeadDim>(scores, QueryA(address_of(rows_stage.query), score_row, 0), KeyB(address_of(smem.key), score_key, 0));
-        multiply_add<T, Tile::kHeadDim>(dprobs, QueryA(address_of(rows_stage.dout), score_row, 0), KeyB(address_of(smem.value), score_key, 0));
+        multiply_add<T, Tile::kHeadDim>(scores, QueryA(address_of(rows_stage.query), score_row, 0),
+                                        KeyB(address_of(smem.key), score_key, 0));
+        multiply_add<T, Tile::kHeadDim>(dprobs, QueryA(address_of(rows_stage.dout), score_row, 0),
+                                        KeyB(address_of(smem.value), score_key, 0));
 
         const int rows = s.rows - row_tile * Tile::kRows;
         const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage.mask, row_tile, key_tile);
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
-        const Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst> bias_blocks(address_of(probs), score_row, score_key);
-        const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) { bias_blocks.template load<false>(to, m * 16, n * 8); };
+        const Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst> bias_blocks(address_of(probs), score_row,
+                                                                                    score_key);
+        const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
+            bias_blocks.template load<false>(to, m * 16, n * 8);
+        };
         const auto sum_columns = [&](int, int, int n, float dx0, float dx1) {
             if constexpr (kKeyBias) {
                 column_sums[n][0] += dx0;
@@ -303,44 +308,48 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                 if (first_key + key < s.keys) to[0] = T(dx0);
                 if (first_key + key + 1 < s.keys) to[1] = T(dx1);
             };
-            differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, dense_bias, visibility, score_row, score_key,
-                                                   rows, scale, softcap, take);
+            differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
+                                                   score_key, rows, scale, softcap, take);
         } else if (mask_full && visibility.full()) {
-            differentiate<Tile, kBias, false, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row, score_key,
-                                                     rows, scale, softcap, sum_columns);
+            differentiate<Tile, kBias, false, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
+                                                     score_key, rows, scale, softcap, sum_columns);
         } else {
-            differentiate<Tile, kBias, true, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row, score_key,
-                                                    rows, scale, softcap, sum_columns);
+            differentiate<Tile, kBias, true, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
+                                                    score_key, rows, scale, softcap, sum_columns);
         }
         store_rounded<typename Tile::PairsTile, T>(scores, address_of(probs), score_row, score_key);
         store_rounded<typename Tile::PairsTile, T>(dprobs, address_of(smem.dscores), score_row, score_key);
     };
 
     const auto add_dvalue = [&](const auto& rows_stage, const typename Tile::PairsTile& probs) {
-        multiply_add<T, Tile::kRows, kDkvColStep>(dvalue, OperandA<typename Tile::PairsTile, true>(address_of(probs), 0, dkv_key),
-                                                  OperandB<typename Tile::RowsTile, true>(address_of(rows_stage.dout), 0, dkv_col));
+        multiply_add<T, Tile::kRows, kDkvColStep>(
+            dvalue, OperandA<typename Tile::PairsTile, true>(address_of(probs), 0, dkv_key),
+            OperandB<typename Tile::RowsTile, true>(address_of(rows_stage.dout), 0, dkv_col));
     };
     const auto add_dkey = [&](const auto& rows_stage) {
-        multiply_add<T, Tile::kRows, kDkvColStep>(dkey, OperandA<typename Tile::PairsTile, true>(address_of(smem.dscores), 0, dkv_key),
-                                                  OperandB<typename Tile::RowsTile, true>(address_of(rows_stage.query), 0, dkv_col));
+        multiply_add<T, Tile::kRows, kDkvColStep>(
+            dkey, OperandA<typename Tile::PairsTile, true>(address_of(smem.dscores), 0, dkv_key),
+            OperandB<typename Tile::RowsTile, true>(address_of(rows_stage.query), 0, dkv_col));
     };
     const auto add_dquery = [&](int head, int row_tile) {
         float dquery[Tile::kDqM][Tile::kDqN][4];
         clear(dquery);
-        multiply_add<T, Tile::kKeys, kDqColStep>(dquery, OperandA<typename Tile::PairsTile, false>(address_of(smem.dscores), dq_row, 0),
-                                                 OperandB<typename Tile::KeysTile, true>(address_of(smem.key), 0, dq_col));
+        multiply_add<T, Tile::kKeys, kDqColStep>(
+            dquery, OperandA<typename Tile::PairsTile, false>(address_of(smem.dscores), dq_row, 0),
+            OperandB<typename Tile::KeysTile, true>(address_of(smem.key), 0, dq_col));
         const int64_t tile = dquery_tile<Tile::kRows>(p, s, head, row_tile);
         float* to = p.dquery_accum + tile * Tile::kRows * Tile::kHeadDim + threadIdx.x * 4;
         if (p.deterministic) wait_for_turn(p.dquery_turns + tile, key_tile);
 #pragma unroll
         for (int m = 0; m < Tile::kDqM; ++m)
 #pragma unroll
-            for (int n = 0; n < Tile::kDqN; ++n) reduce_add(to + (m * Tile::kDqN + n) * Tile::kThreads * 4, dquery[m][n]);
+            for (int n = 0; n < Tile::kDqN; ++n)
+                reduce_add(to + (m * Tile::kDqN + n) * Tile::kThreads * 4, dquery[m][n]);
         if (p.deterministic) end_turn(p.dquery_turns + tile);
     };
     const auto store_dbias = [&](int head, int row_tile) {
-        copy_tile_out<Tile::kThreads>(smem.dscores, dbias_rows(head, row_tile), p.dbias.row_stride, s.rows - row_tile * Tile::kRows,
-                      s.keys - first_key);
+        copy_tile_out<Tile::kThreads>(smem.dscores, dbias_rows(head, row_tile), p.dbias.row_stride,
+                                      s.rows - row_tile * Tile::kRows, s.keys - first_key);
     };
     const auto store_keys = [&](const auto& acc, typename Tile::KeysTile& staging, const RowsView& view, float scale) {
         store_rounded<typename Tile::KeysTile, T, kDkvColStep>(acc, address_of(staging), dkv_key, dkv_col, scale);
@@ -363,7 +372,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         wait_for_rows(smem.rows[stage], s.rows - row_tile * Tile::kRows);
         more = cursor.next();
         if (more) load_rows(stage ^ 1);
-        if (key_dbias && shared_head(head, p.heads, p.dbias.heads) != shared_head(summed_head, p.heads, p.dbias.heads)) {
+        if (key_dbias &&
+            shared_head(head, p.heads, p.dbias.heads) != shared_head(summed_head, p.heads, p.dbias.heads)) {
             store_key_dbias(summed_head);
             summed_head = head;
         }
@@ -371,7 +381,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         auto& probs = smem.probs[Smem::kProbStages == 2 ? stage : 0];
 #pragma unroll
         for (int pass = 0; pass < Tile::kPasses; ++pass)
-            scores_to_gradients(smem.rows[stage], probs, head, row_tile, mask_full, score_row + pass * Tile::kPassM * 16);
+            scores_to_gradients(smem.rows[stage], probs, head, row_tile, mask_full,
+                                score_row + pass * Tile::kPassM * 16);
         __syncthreads();
         add_dvalue(smem.rows[stage], probs);
         add_dquery(head, row_tile);

@@ -10,11 +10,10 @@
 namespace flash_dmattn::cuda {
 
 template <typename Tile>
-void launch(void (*kernel)(BwdParams), int64_t blocks, size_t shared_bytes, const BwdParams& p,
-                   cudaStream_t stream) {
+void launch(void (*kernel)(BwdParams), int64_t blocks, size_t shared_bytes, const BwdParams& p, cudaStream_t stream) {
     if (blocks == 0) return;
-    FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          static_cast<int>(shared_bytes)));
+    FLASH_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
     kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, shared_bytes, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
@@ -26,24 +25,28 @@ void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
     const int64_t blocks = key_tiles * p.kv_heads * p.batch;
     switch (p.bias.kind) {
         case BiasKind::kNone:
-            launch<Tile>(bwd_kernel<Tile, BiasKind::kNone, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kNone>), p, stream);
+            launch<Tile>(bwd_kernel<Tile, BiasKind::kNone, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kNone>), p,
+                         stream);
             break;
         case BiasKind::kKey:
-            launch<Tile>(bwd_kernel<Tile, BiasKind::kKey, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kKey>), p, stream);
+            launch<Tile>(bwd_kernel<Tile, BiasKind::kKey, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kKey>), p,
+                         stream);
             break;
         case BiasKind::kDense:
-            launch<Tile>(bwd_kernel<Tile, BiasKind::kDense, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kDense>), p, stream);
+            launch<Tile>(bwd_kernel<Tile, BiasKind::kDense, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kDense>),
+                         p, stream);
             break;
     }
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p) && key_tiles > 0) {
         using DbiasTile = BwdTile<Tile::kHeadDim, typename Tile::T, true>;
         const int64_t dbias_key_tiles = ceil_div<int64_t>(p.seqlen_k, DbiasTile::kKeys);
         const int64_t runs = p.dbias_tiles / dbias_key_tiles * ceil_div<int64_t>(dbias_key_tiles, p.dbias_run);
-        launch<DbiasTile>(bwd_dbias_kernel<DbiasTile, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSmem<DbiasTile>), p,
-                          stream);
+        launch<DbiasTile>(bwd_dbias_kernel<DbiasTile, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSmem<DbiasTile>),
+                          p, stream);
         if (p.dbias_splits > 1) launch<DbiasTile>(sum_dbias_parts_kernel<DbiasTile>, p.dbias_tiles, 0, p, stream);
     }
-    launch<Tile>(convert_dquery_kernel<Tile>, row_tiles * p.heads * p.batch, sizeof(typename Tile::RowsTile), p, stream);
+    launch<Tile>(convert_dquery_kernel<Tile>, row_tiles * p.heads * p.batch, sizeof(typename Tile::RowsTile), p,
+                 stream);
 }
 
 template <typename T, int kHeadDim>

@@ -59,7 +59,8 @@ __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& s
     const int rows = s.rows - first;
     const auto load_rows = [&](const typename Tile::RowsTile& tile, const RowsView& view) {
         const T* from = static_cast<const T*>(view.data) + query_offset(view, s, head) + first * view.row_stride;
-        copy_tile_async<typename Tile::RowsTile, Tile::kThreads>(address_of(tile), from, view.row_stride, rows, static_cast<int>(p.head_dim));
+        copy_tile_async<typename Tile::RowsTile, Tile::kThreads>(address_of(tile), from, view.row_stride, rows,
+                                                                 static_cast<int>(p.head_dim));
     };
     load_rows(stage.query, p.query);
     load_rows(stage.dout, p.dout);
@@ -91,7 +92,8 @@ __device__ __forceinline__ void load_bias(typename Tile::PairsTile& tile, const 
                     first_row * p.bias.row_stride + first_key * p.bias.col_stride;
     const int keys = s.keys - first_key;
     if (p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(bias) % 16 == 0) {
-        copy_tile_async<typename Tile::PairsTile, Tile::kThreads>(address_of(tile), bias, p.bias.row_stride, s.rows - first_row, keys);
+        copy_tile_async<typename Tile::PairsTile, Tile::kThreads>(address_of(tile), bias, p.bias.row_stride,
+                                                                  s.rows - first_row, keys);
         return;
     }
 #pragma unroll 1
@@ -136,7 +138,7 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
 template <typename Tile, bool kCausal>
 struct TileVisibility {
     const uint32_t (*mask)[Tile::kWords];  // null where there is none
-    int limit;     // of the tile's keys, without causality
+    int limit;  // of the tile's keys, without causality
     int diagonal;  // row r of the tile sees its keys below diagonal + r
 
     __device__ TileVisibility(const BwdParams& p, const Sequence& s, const uint32_t (*bits)[Tile::kWords], int row_tile,
@@ -160,10 +162,9 @@ template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, bool kKeyB
           typename Take>
 __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kScoreN][4],
                                               float (&dp)[Tile::kPassM][Tile::kScoreN][4],
-                                              const RowStage<Tile, kKeyBias>& stage,
-                                              const DenseBias& dense_bias,
-                                              const TileVisibility<Tile, kCausal>& visibility, int row, int key, int rows,
-                                              float scale, float softcap, const Take& take) {
+                                              const RowStage<Tile, kKeyBias>& stage, const DenseBias& dense_bias,
+                                              const TileVisibility<Tile, kCausal>& visibility, int row, int key,
+                                              int rows, float scale, float softcap, const Take& take) {
     using T = typename Tile::T;
     const int lane = lane_id();
     const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E;

@@ -6,12 +6,12 @@
 namespace flash_dmattn::cuda {
 
 struct BwdTileSizes {
-    int rows, keys;        // of a tile
+    int rows, keys;  // of a tile
     int warps;
-    int score_row_warps;   // warps along the rows of S = Q K^T and dP = dO V^T; the others lie along the keys
-    int score_passes;      // a warp's rows of S and dP are computed in so many parts, where registers are short
-    int key_warps;         // warps along the keys of dK and dV; the others lie along the head dimension
-    int row_warps;         // warps along the rows of dQ; the others lie along the head dimension
+    int score_row_warps;  // warps along the rows of S = Q K^T and dP = dO V^T; the others lie along the keys
+    int score_passes;  // a warp's rows of S and dP are computed in so many parts, where registers are short
+    int key_warps;  // warps along the keys of dK and dV; the others lie along the head dimension
+    int row_warps;  // warps along the rows of dQ; the others lie along the head dimension
     int blocks_per_sm;
 };
 
@@ -70,7 +70,7 @@ struct BwdTile {
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
     using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
-    using PairsTile = SmemTile<T, kRows, kKeys>;    // bias, P, dS
+    using PairsTile = SmemTile<T, kRows, kKeys>;  // bias, P, dS
 };
 
 }  // namespace flash_dmattn::cuda

@@ -42,7 +42,8 @@ public:
     }
     __device__ __forceinline__ uint32_t address(int row, int col) const {
         constexpr int kRowBytes = Tile::kPanelCols * 2;
-        return (lane_address_ ^ (col % Tile::kPanelCols * 2)) + (col / Tile::kPanelCols * Tile::kRows + row) * kRowBytes;
+        return (lane_address_ ^ (col % Tile::kPanelCols * 2)) +
+               (col / Tile::kPanelCols * Tile::kRows + row) * kRowBytes;
     }
     template <bool kTransposed>
     __device__ __forceinline__ void load(uint32_t (&to)[4], int row, int col) const {
@@ -62,7 +63,8 @@ template <typename Tile, bool kTransposed_>
 struct OperandA : Blocks<Tile, kTransposed_ ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst> {
     static constexpr bool kTransposed = kTransposed_;
     __device__ __forceinline__ OperandA(uint32_t tile, int row, int col)
-        : Blocks<Tile, kTransposed_ ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst>(tile, row, col) {}
+        : Blocks < Tile,
+    kTransposed_ ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst > (tile, row, col) {}
     __device__ __forceinline__ void block(uint32_t (&to)[4], int m, int k) const {
         kTransposed ? this->template load<true>(to, k, m) : this->template load<false>(to, m, k);
     }
@@ -71,7 +73,8 @@ template <typename Tile, bool kTransposed_>
 struct OperandB : Blocks<Tile, kTransposed_ ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst> {
     static constexpr bool kTransposed = kTransposed_;
     __device__ __forceinline__ OperandB(uint32_t tile, int row, int col)
-        : Blocks<Tile, kTransposed_ ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst>(tile, row, col) {}
+        : Blocks < Tile,
+    kTransposed_ ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst > (tile, row, col) {}
     __device__ __forceinline__ void block(uint32_t (&to)[4], int n, int k) const {
         kTransposed ? this->template load<true>(to, k, n) : this->template load<false>(to, n, k);
     }

@@ -1,4 +1,10 @@
-"""Builds flash_dmattn._C: the CPU kernels everywhere. What the package is called and needs stands in pyproject.toml."""
+"""Builds flash_dmattn._C: the CPU kernels everywhere, the CUDA kernels where they can be. Name and needs stand in
+pyproject.toml.
+
+CUDA kernels are built where PyTorch is a CUDA build, nvcc is found, and either a GPU is present or TORCH_CUDA_ARCH_LIST
+is set. FLASH_DMATTN_HEAD_DIMS ("64,128") and FLASH_DMATTN_DTYPES ("bf16") narrow them; FLASH_DMATTN_CPU_CAPABILITY
+(DEFAULT, AVX2, AVX512) chooses another processor than this one.
+"""
 
 import os
 import shutil
@@ -9,7 +15,7 @@ from setuptools import setup
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 except ImportError:
     sys.exit(
         "flash_dmattn is built against the installed PyTorch, and there is none: install torch >= 2.9 first, "
@@ -17,14 +23,26 @@ except ImportError:
     )
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import generate_kernels  # noqa: E402
+
 CPU_SOURCES = [
     "csrc/flash_api.cpp",
     *(f"csrc/cpu/{name}.cpp" for name in ("linalg", "mha_bwd", "mha_fwd", "scores", "work")),
 ]
+CUDA_SOURCES = [f"csrc/cuda/{name}.cu" for name in ("bwd_preprocess", "combine", "pack_mask", "sm80/bwd", "sm80/fwd")]
 
 # Without -fno-trapping-math a select between two floats keeps a loop from becoming vector instructions; nothing here
 # reads floating-point exceptions.
 CXX_FLAGS = ["-O3", "-fopenmp", "-fno-trapping-math", "-Wno-unknown-pragmas"]
+
+# PyTorch's build forbids conversions of the half types; the kernels rely on them.
+NVCC_FLAGS = [
+    "-O3",
+    "-U__CUDA_NO_HALF_CONVERSIONS__",
+    "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+    "-U__CUDA_NO_HALF_OPERATORS__",
+]
 
 # How at::vec is told which vector instructions it may use.
 CPU_CAPABILITY_FLAGS = {
@@ -49,23 +67,39 @@ def require_compiler() -> None:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None and shutil.which("g++") is None:
         sys.exit(
-            f"flash_dmattn needs a C++17 compiler, and {compiler} was not found: on Debian or Ubuntu, apt install g++"
+            f"flash_dmattn needs a C++ compiler, and {compiler} was not found: on Debian or Ubuntu, apt install g++"
         )
 
 
-building = any(command.startswith(("build", "bdist", "develop", "install", "editable")) for command in sys.argv[1:])
-if building:
+def why_without_cuda() -> str | None:
+    """None where the CUDA kernels are built, else one sentence."""
+    if torch.version.cuda is None:
+        return "this PyTorch has no CUDA"
+    if CUDA_HOME is None:
+        return "nvcc was not found (set CUDA_HOME)"
+    if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return "no GPU was found and TORCH_CUDA_ARCH_LIST is not set"
+    return None
+
+
+def extension():
+    flags = {"cxx": CXX_FLAGS + cpu_flags()}
+    options = {"include_dirs": [str(ROOT / "csrc")], "extra_compile_args": flags, "extra_link_args": ["-fopenmp"]}
+    reason = why_without_cuda()
+    if reason is not None:
+        print(f"flash_dmattn: building without CUDA kernels: {reason}")
+        return CppExtension("flash_dmattn._C", CPU_SOURCES, **options)
+
+    generated = ROOT / "build" / "kernels"
+    kernels = [os.path.relpath(path, ROOT) for path in generate_kernels.generate(generated)]
+    options["include_dirs"].append(str(generated))
+    flags["cxx"].append("-DFLASH_DMATTN_WITH_CUDA")
+    flags["nvcc"] = NVCC_FLAGS
+    print(f"flash_dmattn: building {len(kernels)} files of CUDA kernels")
+    return CUDAExtension("flash_dmattn._C", CPU_SOURCES + CUDA_SOURCES + kernels, **options)
+
+
+if any(command.startswith(("build", "bdist", "develop", "install", "editable")) for command in sys.argv[1:]):
     require_compiler()
 
-setup(
-    ext_modules=[
-        CppExtension(
-            "flash_dmattn._C",
-            CPU_SOURCES,
-            include_dirs=[str(ROOT / "csrc")],
-            extra_compile_args=CXX_FLAGS + cpu_flags(),
-            extra_link_args=["-fopenmp"],
-        )
-    ],
-    cmdclass={"build_ext": BuildExtension},
-)
+setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})

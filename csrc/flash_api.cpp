@@ -411,9 +411,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
     m.def("why_not_usable", &why_not_usable, "None, or why the compiled kernels cannot run on this machine.");
 #ifdef FLASH_DMATTN_WITH_CUDA
-    m.attr("cuda_build") = FLASH_DMATTN_CUDA_BUILD;  // what was built: architectures, head dimensions, dtypes
+    m.attr("has_cuda") = true;
 #else
-    m.attr("cuda_build") = py::none();
+    m.attr("has_cuda") = false;
 #endif
 
     m.def(

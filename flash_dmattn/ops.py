@@ -31,7 +31,7 @@ def compiled_module():
 
 
 def cuda_is_built() -> bool:
-    return not WHY_NOT_BUILT and _C.cuda_build is not None
+    return not WHY_NOT_BUILT and _C.has_cuda
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:

@@ -145,7 +145,6 @@ public:
           dkey_(units.batches_each * kv_heads_each_ * max_keys_ * p_.head_dim),
           dvalue_(dkey_.size()),
           dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
-          few_rows_sums_(key_dbias_ ? max_keys_ : 0),
           column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
 
     void operator()(int64_t index) {
@@ -252,13 +251,8 @@ private:
         const int64_t bias_head = head_in_group / (p_.heads / p_.dbias.heads);
         double* sums = column_sums_.data() + bias_head * max_keys_;
         const auto& dx = tile_.dx;
-        constexpr int64_t kRowsAtOnce = 16;  // few enough for sums in acc_t
-        for (int64_t first = 0; first < dx.rows; first += kRowsAtOnce) {
-            std::copy_n(dx.row(first), dx.cols, few_rows_sums_.data());
-            for (int64_t i = first + 1; i < std::min(first + kRowsAtOnce, dx.rows); ++i) {
-                row_add(few_rows_sums_.data(), dx.row(i), dx.cols);
-            }
-            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += few_rows_sums_[j];
+        for (int64_t i = 0; i < dx.rows; ++i) {
+            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += dx.row(i)[j];
         }
     }
 
@@ -281,7 +275,7 @@ private:
     bool dense_dbias_, key_dbias_;
     int64_t max_rows_, max_keys_;
     GradientTile<acc_t> tile_;
-    std::vector<acc_t> query_, dout_, key_, value_, dkey_, dvalue_, dense_tile_, few_rows_sums_;
+    std::vector<acc_t> query_, dout_, key_, value_, dkey_, dvalue_, dense_tile_;
     std::vector<double> column_sums_;  // of thousands of rows
 };
 

@@ -131,7 +131,7 @@ PackedMask plan_packed_mask(const AttentionParams& p, int64_t total_q) {
     using cuda::ceil_div;
     const MaskView& mask = p.mask;
     const bool varlen = p.cu_seqlens_q != nullptr;
-    const bool rows_alike = mask.per_key || mask.row_stride == 0;
+    const bool rows_alike = mask.per_key;
     PackedMask packed;
     packed.batches = varlen ? p.batch : mask.batches;
     packed.heads = mask.heads;

@@ -133,6 +133,7 @@ def _save_for_backward(ctx, inputs, output):
     query, key, value, mask, bias, cu_seqlens_q, cu_seqlens_k, *lengths_and_options = inputs
     out, lse, mask_bits, mask_tiles = output
     ctx.mark_non_differentiable(mask_bits, mask_tiles)
+    ctx.set_materialize_grads(False)  # else the packed mask would get zeros of its own size
     if mask is None or query.device.type == "cpu":
         mask_tiles = None
     else:
@@ -142,10 +143,13 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, dout, dlse, *_):
-    *tensors, bias, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    query, key, value, out, lse, mask, mask_tiles, bias, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
     needs_dbias = bias is not None and ctx.needs_input_grad[4]
     *grads, dbias = attention_backward(
-        *(dout, dlse, *tensors, bias, cu_seqlens_q, cu_seqlens_k, *ctx.lengths_and_options, needs_dbias)
+        *(dout, dlse, query, key, value, out, lse, mask, mask_tiles, bias, cu_seqlens_q, cu_seqlens_k),
+        *(*ctx.lengths_and_options, needs_dbias),
     )
     return *grads, None, dbias if needs_dbias else None, *[None] * 8
 

@@ -1,5 +1,5 @@
 // What a kernel is given: plain structs that CPU and CUDA runners share. Shapes stand beside every pointer in the
-// notation of docs/design: B batches, H query heads, Hkv key/value heads, Sq query rows, Sk keys, D head dimension.
+// notation of docs/semantics.md: B batches, H query heads, Hkv key/value heads, Sq query rows, Sk keys, D head dimension.
 // Every stride counts elements and is 64 bits wide; a broadcast dimension has stride 0.
 #pragma once
 

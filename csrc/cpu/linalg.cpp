@@ -68,19 +68,31 @@ void product_nt(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, con
     gemm<acc_t>(as_tensor(a), as_tensor(b, true), alpha, 0, c);
 }
 
-template <typename acc_t>
-void add_product(const Matrix<acc_t>& w, bool transpose_w, const Matrix<acc_t>& b, acc_t alpha, bool exact,
-                 const Matrix<acc_t>& c) {
-    if (!exact) return gemm<acc_t>(as_tensor(w, transpose_w), as_tensor(b), alpha, 1, c);
+// Calls f(i, j, weight) for the elements of w that are not 0.
+template <typename acc_t, typename F>
+void for_each_weight(const Matrix<acc_t>& w, acc_t alpha, F&& f) {
     for (int64_t i = 0; i < w.rows; ++i) {
         for (int64_t j = 0; j < w.cols; ++j) {
-            const acc_t weight = alpha * w.row(i)[j];
-            if (weight == 0) continue;
-            const acc_t* from = b.row(transpose_w ? i : j);
-            acc_t* to = c.row(transpose_w ? j : i);
-            for (int64_t d = 0; d < c.cols; ++d) to[d] += weight * from[d];
+            if (const acc_t weight = alpha * w.row(i)[j]; weight != 0) f(i, j, weight);
         }
     }
+}
+
+template <typename acc_t>
+void add_product(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alpha, bool exact, const Matrix<acc_t>& c) {
+    if (!exact) return gemm<acc_t>(as_tensor(w), as_tensor(b), alpha, 1, c);
+    for_each_weight(w, alpha, [&](int64_t i, int64_t j, acc_t weight) {
+        for (int64_t d = 0; d < b.cols; ++d) c.row(i)[d] += weight * b.row(j)[d];
+    });
+}
+
+template <typename acc_t>
+void add_product_transposed(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alpha, bool exact,
+                            const Matrix<acc_t>& c_transposed) {
+    if (!exact) return gemm<acc_t>(as_tensor(b, true), as_tensor(w), alpha, 1, c_transposed);
+    for_each_weight(w, alpha, [&](int64_t i, int64_t j, acc_t weight) {
+        for (int64_t d = 0; d < b.cols; ++d) c_transposed.row(d)[j] += weight * b.row(i)[d];
+    });
 }
 
 template <typename acc_t>
@@ -183,7 +195,9 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
 
 #define INSTANTIATE(acc_t)                                                                                           \
     template void product_nt(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);               \
-    template void add_product(const Matrix<acc_t>&, bool, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \
+    template void add_product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);        \
+    template void add_product_transposed(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool,                    \
+                                         const Matrix<acc_t>&);                                                      \
     template Matrix<acc_t> load(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);                  \
     template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                    \
     template bool all_finite(const Matrix<acc_t>&);                                                                  \

@@ -22,11 +22,14 @@ struct Matrix {
 template <typename acc_t>
 void product_nt(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c);
 
-// c += alpha * w b, or w^T b. Where `exact`, an element of w that is 0 adds nothing whatever stands in b, NaN and
-// infinity too: slow, for the rare tile whose fast product came out not finite.
+// c += alpha * w b; and c^T += alpha * w^T b, whose transposed result costs the BLAS less than c would. Where `exact`, an
+// element of w that is 0 adds nothing whatever stands in b, NaN and infinity too: slow, for the rare tile whose fast
+// product came out not finite.
 template <typename acc_t>
-void add_product(const Matrix<acc_t>& w, bool transpose_w, const Matrix<acc_t>& b, acc_t alpha, bool exact,
-                 const Matrix<acc_t>& c);
+void add_product(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alpha, bool exact, const Matrix<acc_t>& c);
+template <typename acc_t>
+void add_product_transposed(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alpha, bool exact,
+                            const Matrix<acc_t>& c_transposed);
 
 // `rows` x `cols` numbers of `dtype` as a matrix of acc_t: where they are that already, in place, else in `scratch`.
 template <typename acc_t>

@@ -200,11 +200,8 @@ private:
             if (key_dbias_ && last_of_bias_head(head)) store_key_dbias({s, head, 0, 1, key, keys}, head - first_head);
             if (head % group_ != 0) return;
             const int64_t member = member_of(s.batch - first_batch, head - first_head);
-            const auto dkey = accumulator(dkey_, member, keys);
-            const auto dvalue = accumulator(dvalue_, member, keys);
-            finite &= all_finite(dkey) && all_finite(dvalue);
-            store_keys(p_, dkey, p_.dkey, s, key, head / group_);
-            store_keys(p_, dvalue, p_.dvalue, s, key, head / group_);
+            finite &= store_accumulator(accumulator(dkey_, member, keys), p_.dkey, s, key, head / group_);
+            finite &= store_accumulator(accumulator(dvalue_, member, keys), p_.dvalue, s, key, head / group_);
         });
         return finite;
     }
@@ -219,12 +216,12 @@ private:
         const int64_t member = member_of(batch_in_group, head_in_group);
 
         tile_.compute(tile, query, key, value, dout);
-        add_product<acc_t>(tile_.probs, true, dout, 1, exact, accumulator(dvalue_, member, tile.keys));
+        add_product_transposed<acc_t>(tile_.probs, dout, 1, exact, accumulator(dvalue_, member, tile.keys));
         if (dense_dbias_) row_add(dense_tile_.data(), tile_.dx.data, tile.rows * tile.keys);
         if (key_dbias_) add_column_sums(head_in_group);
         const auto& ds = tile_.to_ds();
-        add_product<acc_t>(ds, true, query, p_.softmax_scale, exact, accumulator(dkey_, member, tile.keys));
-        add_product<acc_t>(ds, false, key, p_.softmax_scale, exact,
+        add_product_transposed<acc_t>(ds, query, p_.softmax_scale, exact, accumulator(dkey_, member, tile.keys));
+        add_product<acc_t>(ds, key, p_.softmax_scale, exact,
                            dquery_.part(run, s.batch, tile.head, tile.row, tile.rows));
     }
 
@@ -240,8 +237,20 @@ private:
         return batch_in_group * kv_heads_each_ + head_in_group / group_;
     }
 
+    // dkey and dvalue grow transposed, [D, keys].
     Matrix<acc_t> accumulator(std::vector<acc_t>& all, int64_t member, int64_t keys) {
-        return {all.data() + member * max_keys_ * p_.head_dim, keys, p_.head_dim, p_.head_dim};
+        return {all.data() + member * max_keys_ * p_.head_dim, p_.head_dim, keys, max_keys_};
+    }
+
+    // Returns whether it is finite.
+    bool store_accumulator(const Matrix<acc_t>& transposed, const RowsView& to, const Sequence& s, int64_t key,
+                           int64_t kv_head) {
+        const Matrix<acc_t> rows{key_.data(), transposed.cols, transposed.rows, transposed.rows};
+        for (int64_t d = 0; d < rows.cols; ++d) {
+            for (int64_t j = 0; j < rows.rows; ++j) rows.row(j)[d] = transposed.row(d)[j];
+        }
+        store_keys(p_, rows, to, s, key, kv_head);
+        return all_finite(rows);
     }
 
     // Of the heads that share an entry of dbias, the last brings the sum home.

@@ -53,7 +53,7 @@ private:
             score_tile<acc_t>(p_, tile, query, key, pairs_, probs, nullptr);
             online_softmax(probs, out);
             const auto value = load_keys(p_, p_.value, sequence, j, tile.keys, kv_head, key_.data());
-            add_product<acc_t>(probs, false, value, 1, exact, out);
+            add_product<acc_t>(probs, value, 1, exact, out);
         }
     }
 

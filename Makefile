@@ -13,16 +13,14 @@ demo: $(VENV)/built
 	$(BIN)/python benchmarks/backward_equivalence.py --device cpu
 	$(BIN)/python examples/train_lm.py --steps 60 --plot loss.png
 
-test: $(VENV)/built
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+test: lint
 	$(BIN)/python -m pytest -n auto
 
-lint: $(VENV)/installed
+lint: $(VENV)/built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(VENV)/installed
+format: $(VENV)/built
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

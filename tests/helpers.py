@@ -1,9 +1,14 @@
 """What the tests share: inputs, poisoned memory, and the criterion of correctness."""
 
+import itertools
+
 import torch
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_func_auto
 
+# The matrix of lengths, and every broadcast of a mask or bias for B = 2, H = 4, Hkv = 2.
+LENGTHS = [1, 2, 7, 63, 64, 65, 127, 129, 255, 1000]
+BROADCASTS = list(itertools.product([2, 1], [4, 2, 1], ["Sq", 1], ["Sk", 1]))
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 SLACK = {torch.float64: 1e-11, torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 
@@ -14,6 +19,11 @@ def inputs(batch=2, seqlen_q=65, seqlen_k=65, heads=2, kv_heads=2, head_dim=16, 
     """Random query, key and value, (B, S, heads, D)."""
     shapes = ((seqlen_q, heads), (seqlen_k, kv_heads), (seqlen_k, kv_heads))
     return [torch.randn(batch, seqlen, n, head_dim, device=device).to(dtype) for seqlen, n in shapes]
+
+
+def shaped(broadcast, seqlen_q, seqlen_k):
+    """One of BROADCASTS with its lengths put in."""
+    return tuple({"Sq": seqlen_q, "Sk": seqlen_k}.get(size, size) for size in broadcast)
 
 
 def rand_mask(*shape, visible=0.6, device="cpu"):

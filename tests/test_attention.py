@@ -1,20 +1,12 @@
 """The CPU kernels of fixed length against the float64 reference: the matrix of docs/semantics.md."""
 
-import itertools
-
 import pytest
 import torch
-from helpers import check, inputs, rand_mask
+from helpers import BROADCASTS, LENGTHS, check, inputs, rand_mask, shaped
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_kvpacked_func, flash_dmattn_qkvpacked_func
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-LENGTHS = [1, 2, 7, 63, 64, 65, 127, 129, 255, 1000]
-BROADCASTS = list(itertools.product([2, 1], [4, 2, 1], ["Sq", 1], ["Sk", 1]))
-
-
-def shaped(broadcast, seqlen_q, seqlen_k):
-    return tuple({"Sq": seqlen_q, "Sk": seqlen_k}.get(size, size) for size in broadcast)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import check, inputs, rand_mask, run, surrounded
+from helpers import BROADCASTS, LENGTHS, check, inputs, rand_mask, run, shaped, surrounded
 
 import flash_dmattn
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, ops
@@ -16,8 +16,6 @@ pytestmark = [
 
 DTYPES = [torch.bfloat16, torch.float16]
 HEAD_DIMS = [8, 32, 40, 64, 80, 96, 128, 192, 256]
-LENGTHS = [1, 2, 7, 63, 64, 65, 127, 129, 255, 1000]
-BROADCASTS = list(itertools.product([2, 1], [4, 2, 1], ["Sq", 1], ["Sk", 1]))
 
 
 def on_gpu(*args, **kwargs):
@@ -30,10 +28,6 @@ def mask_of(*shape, visible=0.6):
 
 def randn(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def shaped(broadcast, seqlen_q, seqlen_k):
-    return tuple({"Sq": seqlen_q, "Sk": seqlen_k}.get(size, size) for size in broadcast)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

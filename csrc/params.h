@@ -55,6 +55,40 @@ struct BiasView : PairView {
     DataType dtype = DataType::kFloat32;
 };
 
+// A mask of intervals: key j may be seen by the query rows [start_j, end_j), counted from the sequence's first row. Ends
+// may lie beyond the rows.
+struct IntervalView {
+    const int32_t* start = nullptr;  // [{B|1}, {H|Hkv|1}, Sk]; of variable length [total_k, heads]
+    const int32_t* end = nullptr;    // with start's strides
+    int64_t batch_stride = 0;
+    int64_t head_stride = 0;
+    int64_t col_stride = 0;
+    int64_t batches = 1;
+    int64_t heads = 1;
+
+    bool present() const { return start != nullptr; }
+};
+
+// For each tile of query rows the sorted keys that any of its rows sees. List t belongs to batch element
+// t / (heads * row_tiles), mask head t / row_tiles % heads and the rows [kRows * (t % row_tiles), ...), counted from the
+// sequence's first; it is keys[starts[t]] .. keys[starts[t + 1] - 1], counted from the sequence's first key, and ends in
+// -1 up to a multiple of kAlign. Where `intervals` are given too they decide which rows see a key of the list, else
+// `rows` does, else every row of the tile sees it. Causality and a bias of -inf may hide more.
+struct KeyListsView {
+    static constexpr int64_t kRows = 128;
+    static constexpr int64_t kAlign = 64;
+
+    const int32_t* keys = nullptr;    // [>= starts[lists]]
+    const int64_t* starts = nullptr;  // [lists + 1], multiples of kAlign
+    const uint32_t* rows = nullptr;   // [>= starts[lists], kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
+    int64_t batches = 1;    // B, or 1 where batch elements share lists
+    int64_t heads = 1;      // H, Hkv or 1
+    int64_t row_tiles = 1;  // ceil(Sq / kRows), or 1 where every row of a head shares one list (a key mask)
+    bool rows_alike = false;  // one list serves every row
+
+    bool present() const { return keys != nullptr; }
+};
+
 // What a mask says of a tile.
 enum class TileKind : uint8_t { kEmpty, kMixed, kFull };
 
@@ -109,7 +143,9 @@ struct AttentionParams {
     RowsView value;  // [B, Sk, Hkv, D]
     RowsView out;    // [B, Sq, H, D]
     RowStatView lse;
-    MaskView mask;
+    MaskView mask;           // at most one of `mask` and `intervals` is present
+    IntervalView intervals;
+    KeyListsView lists;      // where present, the keys are gathered by them
     BiasView bias;
     PackedMask packed_mask;  // of CUDA: stands in for `mask`, which then may be absent
 };

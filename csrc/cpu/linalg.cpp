@@ -5,6 +5,7 @@
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -16,17 +17,15 @@ constexpr DataType kDataType = sizeof(acc_t) == 8 ? DataType::kFloat64 : DataTyp
 
 // The tensor that ATen's matrix product wants to see; nothing is copied.
 template <typename acc_t>
-at::Tensor as_tensor(const Matrix<acc_t>& m, bool transposed = false) {
-    const auto type = c10::CppTypeToScalarType<acc_t>::value;
-    if (transposed) return at::from_blob(m.data, {m.cols, m.rows}, {1, m.stride}, type);
-    return at::from_blob(m.data, {m.rows, m.cols}, {m.stride, 1}, type);
+at::Tensor as_tensor(const Matrix<acc_t>& m) {
+    return at::from_blob(m.data, {m.rows, m.cols}, {m.stride, 1}, c10::CppTypeToScalarType<acc_t>::value);
 }
 
 // ATen's own entry to the CPU's BLAS (MKL, OpenBLAS, ...), without the dispatcher.
 template <typename acc_t>
-void gemm(const at::Tensor& a, const at::Tensor& b, acc_t alpha, acc_t beta, const Matrix<acc_t>& c) {
+void gemm(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, acc_t beta, const Matrix<acc_t>& c) {
     at::Tensor out = as_tensor(c);
-    at::cpu::addmm_out(out, out, a, b, beta, alpha);
+    at::cpu::addmm_out(out, out, as_tensor(a), as_tensor(b), beta, alpha);
 }
 
 // Calls f(T) with a value of the C++ type behind `dtype`.
@@ -64,8 +63,27 @@ inline Vec<float> exponential(const Vec<float>& x) {
 }  // namespace
 
 template <typename acc_t>
-void product_nt(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c) {
-    gemm<acc_t>(as_tensor(a), as_tensor(b, true), alpha, 0, c);
+Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch) {
+    constexpr int64_t kBlock = 8;
+    const Matrix<acc_t> t{scratch, m.cols, m.rows, m.rows};
+    for (int64_t i = 0; i < m.rows; i += kBlock) {
+        for (int64_t j = 0; j < m.cols; j += kBlock) {
+            const int64_t rows = std::min(kBlock, m.rows - i), cols = std::min(kBlock, m.cols - j);
+            if (rows == kBlock && cols == kBlock) {
+                at::vec::transpose_mxn<acc_t, kBlock, kBlock>(m.row(i) + j, m.stride, t.row(j) + i, t.stride);
+                continue;
+            }
+            for (int64_t r = i; r < i + rows; ++r) {
+                for (int64_t c = j; c < j + cols; ++c) t.row(c)[r] = m.row(r)[c];
+            }
+        }
+    }
+    return t;
+}
+
+template <typename acc_t>
+void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c) {
+    gemm<acc_t>(a, b, alpha, 0, c);
 }
 
 // Calls f(i, j, weight) for the elements of w that are not 0.
@@ -79,19 +97,18 @@ void for_each_weight(const Matrix<acc_t>& w, acc_t alpha, F&& f) {
 }
 
 template <typename acc_t>
-void add_product(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alpha, bool exact, const Matrix<acc_t>& c) {
-    if (!exact) return gemm<acc_t>(as_tensor(w), as_tensor(b), alpha, 1, c);
+void add_product_left(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alpha, bool exact, const Matrix<acc_t>& c) {
+    if (!exact) return gemm<acc_t>(w, b, alpha, 1, c);
     for_each_weight(w, alpha, [&](int64_t i, int64_t j, acc_t weight) {
         for (int64_t d = 0; d < b.cols; ++d) c.row(i)[d] += weight * b.row(j)[d];
     });
 }
 
 template <typename acc_t>
-void add_product_transposed(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alpha, bool exact,
-                            const Matrix<acc_t>& c_transposed) {
-    if (!exact) return gemm<acc_t>(as_tensor(b, true), as_tensor(w), alpha, 1, c_transposed);
+void add_product_right(const Matrix<acc_t>& a, const Matrix<acc_t>& w, acc_t alpha, bool exact, const Matrix<acc_t>& c) {
+    if (!exact) return gemm<acc_t>(a, w, alpha, 1, c);
     for_each_weight(w, alpha, [&](int64_t i, int64_t j, acc_t weight) {
-        for (int64_t d = 0; d < b.cols; ++d) c_transposed.row(d)[j] += weight * b.row(i)[d];
+        for (int64_t d = 0; d < a.rows; ++d) c.row(d)[j] += weight * a.row(d)[i];
     });
 }
 
@@ -194,10 +211,10 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
 }
 
 #define INSTANTIATE(acc_t)                                                                                           \
-    template void product_nt(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);               \
-    template void add_product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);        \
-    template void add_product_transposed(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool,                    \
-                                         const Matrix<acc_t>&);                                                      \
+    template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*);                                                  \
+    template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                  \
+    template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
+    template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \
     template Matrix<acc_t> load(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);                  \
     template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                    \
     template bool all_finite(const Matrix<acc_t>&);                                                                  \

@@ -28,12 +28,12 @@ public:
           dx_(max_rows_ * max_keys_),
           slope_(params.softcap > 0 ? max_rows_ * max_keys_ : 0) {}
 
-    void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key, const Matrix<acc_t>& value,
-                 const Matrix<acc_t>& dout) {
+    void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout,
+                 const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
         probs = {probs_.data(), tile.rows, tile.keys, tile.keys};
         dx = {dx_.data(), tile.rows, tile.keys, tile.keys};
-        score_tile<acc_t>(p_, tile, query, key, pairs_, probs, slope_.empty() ? nullptr : slope_.data());
-        product_nt<acc_t>(dout, value, 1, dx);
+        score_tile<acc_t>(p_, tile, query, key_transposed, pairs_, probs, slope_.empty() ? nullptr : slope_.data());
+        product<acc_t>(dout, value_transposed, 1, dx);
 
         const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
         const acc_t* delta = row_stats<acc_t>(p_.delta, tile.sequence, tile.head, tile.row);
@@ -139,11 +139,11 @@ public:
           max_keys_(std::min(kKeys, params.seqlen_k)),
           tile_(params),
           query_(max_rows_ * p_.head_dim),
-          dout_(max_rows_ * p_.head_dim),
-          key_(max_keys_ * p_.head_dim),
-          value_(max_keys_ * p_.head_dim),
-          dkey_(units.batches_each * kv_heads_each_ * max_keys_ * p_.head_dim),
-          dvalue_(dkey_.size()),
+          query_transposed_(query_.size()),
+          dout_(query_.size()),
+          dout_transposed_(query_.size()),
+          members_(units.batches_each * kv_heads_each_, Member(max_keys_ * p_.head_dim)),
+          key_scratch_(max_keys_ * p_.head_dim),
           dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
           column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
 
@@ -156,10 +156,31 @@ public:
     }
 
 private:
+    // One key/value head of one batch element: the tile of keys under way, and the gradients that grow with it, transposed
+    // [D, keys] as the BLAS likes them.
+    struct Member {
+        explicit Member(int64_t size) : key_(size), key_transposed_(size), value_transposed_(size), dkey_(size), dvalue_(size) {}
+
+        void start(const BwdParams& p, const Sequence& s, int64_t first, int64_t keys, int64_t kv_head, acc_t* scratch) {
+            key = load_keys(p, p.key, s, first, keys, kv_head, key_.data());
+            key_transposed = transpose(key, key_transposed_.data());
+            value_transposed = transpose(load_keys(p, p.value, s, first, keys, kv_head, scratch), value_transposed_.data());
+            dkey = {dkey_.data(), p.head_dim, keys, keys};
+            dvalue = {dvalue_.data(), p.head_dim, keys, keys};
+            std::fill(dkey_.begin(), dkey_.end(), acc_t(0));
+            std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
+        }
+
+        Matrix<acc_t> key, key_transposed, value_transposed, dkey, dvalue;
+
+    private:
+        std::vector<acc_t> key_, key_transposed_, value_transposed_, dkey_, dvalue_;
+    };
+
     // Returns whether every gradient is finite.
     bool differentiate(int64_t run, int64_t first_batch, int64_t first_head, bool exact) {
         bool finite = true;
-        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+        for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             const auto whole = dquery_.part(run, s.batch, head, 0, s.rows);
             std::fill_n(whole.data, whole.rows * whole.cols, acc_t(0));
         });
@@ -168,7 +189,7 @@ private:
         for (int64_t key = run * units_.tiles_each * kKeys; key < end; key += kKeys) {
             finite &= differentiate_keys(run, first_batch, first_head, key, std::min(kKeys, end - key), exact);
         }
-        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+        for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             finite &= all_finite(dquery_.part(run, s.batch, head, 0, s.rows));
         });
         return finite;
@@ -177,9 +198,10 @@ private:
     // One key tile against all rows. The batch elements of a group have one length: a group spans them only where the
     // length is fixed.
     bool differentiate_keys(int64_t run, int64_t first_batch, int64_t first_head, int64_t key, int64_t keys, bool exact) {
-        std::fill(dkey_.begin(), dkey_.end(), acc_t(0));
-        std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
         std::fill(column_sums_.begin(), column_sums_.end(), 0.0);
+        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            member(s.batch - first_batch, head - first_head).start(p_, s, key, keys, head / group_, key_scratch_.data());
+        });
 
         const Sequence first(p_, first_batch);
         const int64_t visible_begin = p_.is_causal ? first.causal_begin(key) / kRows * kRows : 0;
@@ -196,59 +218,59 @@ private:
         }
 
         bool finite = true;
-        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+        for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             if (key_dbias_ && last_of_bias_head(head)) store_key_dbias({s, head, 0, 1, key, keys}, head - first_head);
-            if (head % group_ != 0) return;
-            const int64_t member = member_of(s.batch - first_batch, head - first_head);
-            finite &= store_accumulator(accumulator(dkey_, member, keys), p_.dkey, s, key, head / group_);
-            finite &= store_accumulator(accumulator(dvalue_, member, keys), p_.dvalue, s, key, head / group_);
+        });
+        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            const Member& m = member(s.batch - first_batch, head - first_head);
+            finite &= store_transposed(m.dkey, p_.dkey, s, key, head / group_);
+            finite &= store_transposed(m.dvalue, p_.dvalue, s, key, head / group_);
         });
         return finite;
     }
 
     void add_tile(int64_t run, const Tile& tile, int64_t batch_in_group, int64_t head_in_group, bool exact) {
         const Sequence& s = tile.sequence;
-        const int64_t kv_head = tile.head / group_;
         const auto query = load_rows(p_, p_.query, s, tile.row, tile.rows, tile.head, query_.data());
         const auto dout = load_rows(p_, p_.dout, s, tile.row, tile.rows, tile.head, dout_.data());
-        const auto key = load_keys(p_, p_.key, s, tile.key, tile.keys, kv_head, key_.data());
-        const auto value = load_keys(p_, p_.value, s, tile.key, tile.keys, kv_head, value_.data());
-        const int64_t member = member_of(batch_in_group, head_in_group);
+        const auto query_transposed = transpose(query, query_transposed_.data());
+        const auto dout_transposed = transpose(dout, dout_transposed_.data());
+        const Member& m = member(batch_in_group, head_in_group);
 
-        tile_.compute(tile, query, key, value, dout);
-        add_product_transposed<acc_t>(tile_.probs, dout, 1, exact, accumulator(dvalue_, member, tile.keys));
+        tile_.compute(tile, query, dout, m.key_transposed, m.value_transposed);
+        add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, m.dvalue);
         if (dense_dbias_) row_add(dense_tile_.data(), tile_.dx.data, tile.rows * tile.keys);
         if (key_dbias_) add_column_sums(head_in_group);
         const auto& ds = tile_.to_ds();
-        add_product_transposed<acc_t>(ds, query, p_.softmax_scale, exact, accumulator(dkey_, member, tile.keys));
-        add_product<acc_t>(ds, key, p_.softmax_scale, exact,
-                           dquery_.part(run, s.batch, tile.head, tile.row, tile.rows));
+        add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, m.dkey);
+        add_product_left<acc_t>(ds, m.key, p_.softmax_scale, exact,
+                                dquery_.part(run, s.batch, tile.head, tile.row, tile.rows));
     }
 
     template <typename F>
-    void for_each_member(int64_t first_batch, int64_t first_head, F&& f) {
+    void for_each_query_head(int64_t first_batch, int64_t first_head, F&& f) {
         for (int64_t b = first_batch; b < first_batch + units_.batches_each; ++b) {
             const Sequence sequence(p_, b);
             for (int64_t head = first_head; head < first_head + units_.heads_each; ++head) f(sequence, head);
         }
     }
 
-    int64_t member_of(int64_t batch_in_group, int64_t head_in_group) const {
-        return batch_in_group * kv_heads_each_ + head_in_group / group_;
+    // Calls f with the first query head of each.
+    template <typename F>
+    void for_each_member(int64_t first_batch, int64_t first_head, F&& f) {
+        for_each_query_head(first_batch, first_head, [&](const Sequence& sequence, int64_t head) {
+            if (head % group_ == 0) f(sequence, head);
+        });
     }
 
-    // dkey and dvalue grow transposed, [D, keys].
-    Matrix<acc_t> accumulator(std::vector<acc_t>& all, int64_t member, int64_t keys) {
-        return {all.data() + member * max_keys_ * p_.head_dim, p_.head_dim, keys, max_keys_};
+    Member& member(int64_t batch_in_group, int64_t head_in_group) {
+        return members_[batch_in_group * kv_heads_each_ + head_in_group / group_];
     }
 
     // Returns whether it is finite.
-    bool store_accumulator(const Matrix<acc_t>& transposed, const RowsView& to, const Sequence& s, int64_t key,
-                           int64_t kv_head) {
-        const Matrix<acc_t> rows{key_.data(), transposed.cols, transposed.rows, transposed.rows};
-        for (int64_t d = 0; d < rows.cols; ++d) {
-            for (int64_t j = 0; j < rows.rows; ++j) rows.row(j)[d] = transposed.row(d)[j];
-        }
+    bool store_transposed(const Matrix<acc_t>& transposed, const RowsView& to, const Sequence& s, int64_t key,
+                          int64_t kv_head) {
+        const auto rows = transpose(transposed, key_scratch_.data());
         store_keys(p_, rows, to, s, key, kv_head);
         return all_finite(rows);
     }
@@ -289,7 +311,9 @@ private:
     bool dense_dbias_, key_dbias_;
     int64_t max_rows_, max_keys_;
     GradientTile<acc_t> tile_;
-    std::vector<acc_t> query_, dout_, key_, value_, dkey_, dvalue_, dense_tile_;
+    std::vector<acc_t> query_, query_transposed_, dout_, dout_transposed_;
+    std::vector<Member> members_;
+    std::vector<acc_t> key_scratch_, dense_tile_;
     std::vector<double> column_sums_;  // of thousands of rows
 };
 

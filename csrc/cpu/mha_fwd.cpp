@@ -22,6 +22,7 @@ public:
           pairs_(max_keys_),
           query_(max_rows_ * p_.head_dim),
           key_(max_keys_ * p_.head_dim),
+          key_transposed_(max_keys_ * p_.head_dim),
           probs_(max_rows_ * max_keys_),
           out_(max_rows_ * p_.head_dim),
           max_(max_rows_),
@@ -50,10 +51,10 @@ private:
             if (mask_hides(p_, tile)) continue;
             const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, tile.keys};
             const auto key = load_keys(p_, p_.key, sequence, j, tile.keys, kv_head, key_.data());
-            score_tile<acc_t>(p_, tile, query, key, pairs_, probs, nullptr);
+            score_tile<acc_t>(p_, tile, query, transpose(key, key_transposed_.data()), pairs_, probs, nullptr);
             online_softmax(probs, out);
             const auto value = load_keys(p_, p_.value, sequence, j, tile.keys, kv_head, key_.data());
-            add_product<acc_t>(probs, value, 1, exact, out);
+            add_product_left<acc_t>(probs, value, 1, exact, out);
         }
     }
 
@@ -87,7 +88,7 @@ private:
     const FwdParams& p_;
     int64_t max_rows_, max_keys_;
     PairScratch<acc_t> pairs_;
-    std::vector<acc_t> query_, key_, probs_, out_, max_;
+    std::vector<acc_t> query_, key_, key_transposed_, probs_, out_, max_;
     std::vector<double> sum_;
 };
 

@@ -106,9 +106,9 @@ bool mask_hides(const AttentionParams& params, const Tile& tile) {
 }
 
 template <typename acc_t>
-void score_tile(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key,
-                PairScratch<acc_t>& scratch, const Matrix<acc_t>& x, acc_t* slope) {
-    product_nt<acc_t>(query, key, params.softmax_scale, x);
+void score_tile(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query,
+                const Matrix<acc_t>& key_transposed, PairScratch<acc_t>& scratch, const Matrix<acc_t>& x, acc_t* slope) {
+    product<acc_t>(query, key_transposed, params.softmax_scale, x);
     PairRows<acc_t> pairs(params, tile, scratch);
     for (int64_t i = 0; i < tile.rows; ++i) {
         acc_t* row = x.row(i);

@@ -24,7 +24,7 @@ struct PairScratch {
 
 // x = what the softmax sees of the tile; slope, where given, is d(capped score) / d(score), laid out like x.
 template <typename acc_t>
-void score_tile(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key,
-                PairScratch<acc_t>& scratch, const Matrix<acc_t>& x, acc_t* slope);
+void score_tile(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query,
+                const Matrix<acc_t>& key_transposed, PairScratch<acc_t>& scratch, const Matrix<acc_t>& x, acc_t* slope);
 
 }  // namespace flash_dmattn

@@ -32,14 +32,16 @@ public:
                  const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
         probs = {probs_.data(), tile.rows, tile.keys, tile.keys};
         dx = {dx_.data(), tile.rows, tile.keys, tile.keys};
-        score_tile<acc_t>(p_, tile, query, key_transposed, pairs_, probs, slope_.empty() ? nullptr : slope_.data());
+        product<acc_t>(query, key_transposed, p_.softmax_scale, probs);
         product<acc_t>(dout, value_transposed, 1, dx);
 
         const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
         const acc_t* delta = row_stats<acc_t>(p_.delta, tile.sequence, tile.head, tile.row);
+        ScoreRows<acc_t> scores(p_, tile, pairs_);
         for (int64_t i = 0; i < tile.rows; ++i) {
             acc_t* p = probs.row(i);
             acc_t* d = dx.row(i);
+            scores.finish(i, p, slope_.empty() ? nullptr : slope_.data() + i * tile.keys);
             const bool empty = lse[i] == -std::numeric_limits<acc_t>::infinity();
             row_exp(p, empty ? std::numeric_limits<acc_t>::infinity() : lse[i], tile.keys);
             row_dx(d, p, delta[i], tile.keys);

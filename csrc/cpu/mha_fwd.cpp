@@ -51,25 +51,28 @@ private:
             if (mask_hides(p_, tile)) continue;
             const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, tile.keys};
             const auto key = load_keys(p_, p_.key, sequence, j, tile.keys, kv_head, key_.data());
-            score_tile<acc_t>(p_, tile, query, transpose(key, key_transposed_.data()), pairs_, probs, nullptr);
-            online_softmax(probs, out);
+            product<acc_t>(query, transpose(key, key_transposed_.data()), p_.softmax_scale, probs);
+            online_softmax(tile, probs, out);
             const auto value = load_keys(p_, p_.value, sequence, j, tile.keys, kv_head, key_.data());
             add_product_left<acc_t>(probs, value, 1, exact, out);
         }
     }
 
-    // Scores to exp(score - the row's largest so far); what was summed before is brought to the new largest.
-    void online_softmax(const Matrix<acc_t>& scores, const Matrix<acc_t>& out) {
-        for (int64_t i = 0; i < scores.rows; ++i) {
+    // Products to exp(score - the row's largest so far); what was summed before is brought to the new largest.
+    void online_softmax(const Tile& tile, const Matrix<acc_t>& products, const Matrix<acc_t>& out) {
+        ScoreRows<acc_t> scores(p_, tile, pairs_);
+        for (int64_t i = 0; i < tile.rows; ++i) {
+            acc_t* x = products.row(i);
+            scores.finish(i, x, nullptr);
             const acc_t before = max_[i];
-            const acc_t largest = row_max(scores.row(i), scores.cols);
+            const acc_t largest = row_max(x, tile.keys);
             const acc_t now = largest <= before ? before : largest;  // NaN wins
             if (now == -std::numeric_limits<acc_t>::infinity()) {
-                std::fill_n(scores.row(i), scores.cols, acc_t(0));
+                std::fill_n(x, tile.keys, acc_t(0));
                 continue;
             }
             const acc_t correction = std::exp(before - now);
-            sum_[i] = sum_[i] * correction + row_exp(scores.row(i), now, scores.cols);
+            sum_[i] = sum_[i] * correction + row_exp(x, now, tile.keys);
             if (correction != 1) row_scale(out.row(i), correction, out.cols);
             max_[i] = now;
         }

@@ -11,7 +11,8 @@ from .interface import (
     flash_dmattn_varlen_kvpacked_func,
     flash_dmattn_varlen_qkvpacked_func,
 )
-from .masks import create_mask
+from .key_lists import KeyLists
+from .masks import KeyIntervalMask, create_mask
 from .padding import pad_input, unpad_input
 
 __version__ = "0.1.0"
@@ -29,6 +30,8 @@ def __getattr__(name: str) -> bool:
 __all__ = [
     "CUDA_AVAILABLE",
     "FLEX_AVAILABLE",
+    "KeyIntervalMask",
+    "KeyLists",
     "TRITON_AVAILABLE",
     "create_mask",
     "flash_dmattn_func",

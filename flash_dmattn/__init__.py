@@ -11,8 +11,9 @@ from .interface import (
     flash_dmattn_varlen_kvpacked_func,
     flash_dmattn_varlen_qkvpacked_func,
 )
+from .interval_mask import KeyIntervalMask
 from .key_lists import KeyLists
-from .masks import KeyIntervalMask, create_mask
+from .masks import create_mask
 from .padding import pad_input, unpad_input
 
 __version__ = "0.1.0"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .key_lists import SPARSE, KeyLists
-from .masks import KeyIntervalMask
+from .interval_mask import KeyIntervalMask
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -19,7 +19,7 @@ from . import backends, checks, key_lists
 from .backends import cpu, cuda, reference
 from .checks import AnyMask, Varlen
 from .key_lists import KeyLists
-from .masks import KeyIntervalMask
+from .interval_mask import KeyIntervalMask
 
 HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .masks import KeyIntervalMask
+from .interval_mask import KeyIntervalMask
 
 SPARSE = ("auto", "tiles", "lists")
 

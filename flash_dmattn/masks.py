@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -124,20 +122,3 @@ def _visible_keys(mask: Tensor | None, batch_size: int, query_len: int, key_len:
     layout = "({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) or a padding mask (B, Sk)"
     _check_shape("attention_mask", mask, layout, batch_size, query_len, (key_len, 1))
     return mask
-
-
-@dataclass(frozen=True, eq=False)
-class KeyIntervalMask:
-    """Key j may be seen by the query rows [start_j, end_j)."""
-
-    start: Tensor  # int32 ({B|1}, {H|Hkv|1}, Sk); of variable length (total_k, {H|Hkv|1})
-    end: Tensor
-    keys_per_row: int | None = None  # no run of n consecutive rows sees more than keys_per_row + n - 1 keys
-
-    def to_dense(self, seqlen_q: int) -> Tensor:
-        """bool ({B|1}, {H|Hkv|1}, Sq, Sk)"""
-        rows = torch.arange(seqlen_q, device=self.start.device)[:, None]
-        return (self.start[..., None, :] <= rows) & (rows < self.end[..., None, :])
-
-    def to(self, device: torch.device | str) -> KeyIntervalMask:
-        return KeyIntervalMask(self.start.to(device), self.end.to(device), self.keys_per_row)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import ops
 from ..checks import Varlen
 from ..key_lists import KeyLists, interval_tensor
-from ..masks import KeyIntervalMask
+from ..interval_mask import KeyIntervalMask
 
 
 def mask_tensors(mask: Tensor | KeyIntervalMask | KeyLists | None) -> ops.MaskTensors:

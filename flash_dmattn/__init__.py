@@ -31,9 +31,9 @@ def __getattr__(name: str) -> bool:
 __all__ = [
     "CUDA_AVAILABLE",
     "FLEX_AVAILABLE",
+    "TRITON_AVAILABLE",
     "KeyIntervalMask",
     "KeyLists",
-    "TRITON_AVAILABLE",
     "create_mask",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",

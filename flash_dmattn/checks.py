@@ -123,23 +123,17 @@ def check_lists(lists: KeyLists, query: Tensor, seqlen_q: int, seqlen_k: int, is
     require_device("attn_mask", lists.keys, query)
 
 
-def check_window(
-    window_size: int, query: Tensor, key: Tensor, mask: AnyMask, bias: Tensor | None, is_causal: bool
-) -> None:
-    """What the causal dynamic mask is made from in the call."""
-    if isinstance(window_size, bool) or not isinstance(window_size, (int, torch.SymInt)):
-        raise TypeError(f"window_size must be an int, got {type(window_size).__name__}")
-    if window_size < 0:
-        raise ValueError(f"window_size must not be negative, got {window_size}")
+def check_window(window_size: int, mask: AnyMask, bias: Tensor | None, keys: int, is_causal: bool) -> None:
+    """What the causal dynamic mask is made from in the call; KeyIntervalMask.topk checks window_size itself."""
     if mask is not None:
         raise ValueError("window_size makes a mask of its own, got attn_mask too; combine KeyIntervalMasks with &")
     if not is_causal:
         raise ValueError("window_size needs is_causal=True: each row chooses among the keys up to its own")
-    if bias is None or bias.shape[2:] != (1, key.shape[1]):
+    one_row = bias is not None and (bias.ndim == 2 or bias.shape[2:] == (1, keys))
+    if not one_row:
         got = "none" if bias is None else f"shape {shape_of(bias)}"
-        raise ValueError(f"window_size needs attn_bias of one number a key, ({{B|1}}, {{H|Hkv|1}}, 1, Sk), got {got}")
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(f"window_size needs as many rows as keys, got {query.shape[1]} and {key.shape[1]}")
+        layouts = "({B|1}, {H|Hkv|1}, 1, Sk) or (total_k, {H|Hkv|1})"
+        raise ValueError(f"window_size needs attn_bias of one number a key, {layouts}, got {got}")
 
 
 def check_sparse(sparse: str) -> None:

@@ -66,9 +66,9 @@ def flash_dmattn_func(
         deterministic: the same inputs give bitwise the same gradients.
         return_attn_probs: also return lse and the probabilities. For tests: materializes (B, H, Sq, Sk).
         return_lse: also return lse. It is differentiable: two calls over disjoint keys merge exactly.
-        window_size: the causal dynamic mask, made in the call: row i sees the `window_size` keys of largest bias among
-            the keys up to its own, ties to the later key. Needs is_causal, a bias of one number a key, Sq = Sk and no
-            attn_mask.
+        window_size: the causal dynamic mask, made in the call (KeyIntervalMask.topk): row i sees the `window_size` keys
+            of largest bias among those that causality allows, ties to the later key. Needs is_causal, a bias of one
+            number a key, and no attn_mask.
         sparse: "tiles" walks over all keys in tiles and skips what no row sees; "lists" gathers the keys that a tile of
             rows sees, at the cost of these alone; "auto" takes the faster where that is known without waiting.
 
@@ -125,6 +125,7 @@ def flash_dmattn_varlen_func(
     return_attn_probs: bool = False,
     *,
     return_lse: bool = False,
+    window_size: int | None = None,
     sparse: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` of sequences of different lengths, packed one after the other.
@@ -143,7 +144,7 @@ def flash_dmattn_varlen_func(
         max_seqlen_q: at least the longest sequence of rows.
         max_seqlen_k: at least the longest sequence of keys.
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`; causality holds in each sequence.
-        return_attn_probs, return_lse, sparse: as in `flash_dmattn_func`.
+        return_attn_probs, return_lse, window_size, sparse: as in `flash_dmattn_func`.
 
     Returns:
         out (total_q, H, D), or (out, lse) with lse (H, total_q), or (out, lse, probs) with probs
@@ -155,7 +156,7 @@ def flash_dmattn_varlen_func(
     return attend_varlen(
         kernels_for(query),
         *(query, key, value, attn_mask, attn_bias, Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
-        *(softmax_scale, is_causal, softcap, deterministic, return_attn_probs, return_lse, sparse),
+        *(softmax_scale, is_causal, softcap, deterministic, return_attn_probs, return_lse, window_size, sparse),
     )
 
 
@@ -261,8 +262,8 @@ def attend(
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_fixed(query, key, value, mask, bias, is_causal)
     if window_size is not None:
-        checks.check_window(window_size, query, key, mask, bias, is_causal)
-        mask = KeyIntervalMask.topk(bias.detach(), window_size)
+        checks.check_window(window_size, mask, bias, key.shape[1], is_causal)
+        mask = KeyIntervalMask.topk(bias, window_size, query.shape[1])
     bias, row_bias = split_row_bias(bias, key.shape[1])
     options = {
         "softmax_scale": default_scale(softmax_scale, query),
@@ -302,6 +303,7 @@ def attend_varlen(
     deterministic: bool,
     return_attn_probs: bool,
     return_lse: bool,
+    window_size: int | None,
     sparse: str,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of variable length through a compiled backend."""
@@ -309,6 +311,9 @@ def attend_varlen(
     checks.check_sparse(sparse)
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)
+    if window_size is not None:
+        checks.check_window(window_size, mask, bias, key.shape[0], is_causal)
+        mask = KeyIntervalMask.topk_varlen(bias, window_size, varlen.cu_seqlens_k, varlen.cu_seqlens_q)
     options = {
         "softmax_scale": default_scale(softmax_scale, query),
         "is_causal": bool(is_causal),
@@ -403,8 +408,7 @@ def varlen_probabilities(
         if pairs is None:
             return None
         if isinstance(pairs, KeyIntervalMask):
-            start, end = (x[keys].T[None].contiguous() for x in (pairs.start, pairs.end))
-            return KeyIntervalMask(start, end).to_dense(rows.stop - rows.start)
+            return pairs.sequence(keys.start, keys.stop).to_dense(rows.stop - rows.start)
         if pairs.ndim == 2:
             return pairs[keys].T[None, :, None, :]
         return pairs[rows, :, : keys.stop - keys.start].transpose(0, 1)[None]

@@ -138,6 +138,22 @@ void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offs
 }
 
 template <typename acc_t>
+Matrix<acc_t> gather(const void* data, DataType dtype, int64_t offset, int64_t stride, const int32_t* index, int64_t n,
+                     int64_t cols, acc_t* to) {
+    const Matrix<acc_t> gathered{to, n, cols, cols};
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const T* from = static_cast<const T*>(data) + offset;
+        if (cols == 1) {
+            for (int64_t i = 0; i < n; ++i) to[i] = static_cast<acc_t>(from[index[i] * stride]);
+        } else {
+            for (int64_t i = 0; i < n; ++i) at::vec::convert<T, acc_t>(from + index[i] * stride, gathered.row(i), cols);
+        }
+    });
+    return gathered;
+}
+
+template <typename acc_t>
 bool all_finite(const Matrix<acc_t>& matrix) {
     // x - x is 0 for a finite x, else NaN, and a NaN stays in the sum.
     acc_t sum = 0;
@@ -217,6 +233,7 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
     template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \
     template Matrix<acc_t> load(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);                  \
     template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                    \
+    template Matrix<acc_t> gather(const void*, DataType, int64_t, int64_t, const int32_t*, int64_t, int64_t, acc_t*); \
     template bool all_finite(const Matrix<acc_t>&);                                                                  \
     template acc_t row_max(const acc_t*, int64_t);                                                                   \
     template acc_t row_exp(acc_t*, acc_t, int64_t);                                                                  \

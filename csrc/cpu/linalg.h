@@ -41,6 +41,11 @@ Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t str
 template <typename acc_t>
 void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offset, int64_t stride);
 
+// Rows index[0], .. index[n - 1] of a matrix of `dtype`, contiguous in `to`.
+template <typename acc_t>
+Matrix<acc_t> gather(const void* data, DataType dtype, int64_t offset, int64_t stride, const int32_t* index, int64_t n,
+                     int64_t cols, acc_t* to);
+
 template <typename acc_t>
 bool all_finite(const Matrix<acc_t>& matrix);
 

@@ -28,7 +28,7 @@ import generate_kernels  # noqa: E402
 
 CPU_SOURCES = [
     "csrc/flash_api.cpp",
-    *(f"csrc/cpu/{name}.cpp" for name in ("linalg", "mha_bwd", "mha_fwd", "scores", "work")),
+    *(f"csrc/cpu/{name}.cpp" for name in ("key_lists", "linalg", "mha_bwd", "mha_fwd", "scores", "work")),
 ]
 CUDA_SOURCES = [f"csrc/cuda/{name}.cu" for name in ("bwd_preprocess", "combine", "pack_mask", "sm80/bwd", "sm80/fwd")]
 

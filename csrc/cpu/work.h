@@ -60,6 +60,12 @@ inline int64_t offset_of(const PairView& view, const Tile& tile, int64_t query_h
            ((view.per_key ? s.first_key : 0) + tile.key) * view.col_stride;
 }
 
+// Of the interval of the sequence's first key.
+inline int64_t offset_of(const IntervalView& view, const Sequence& s, int64_t query_head, int64_t query_heads) {
+    return (view.batches > 1 ? s.batch * view.batch_stride : 0) + query_head / (query_heads / view.heads) * view.head_stride +
+           s.first_key * view.col_stride;
+}
+
 // Some rows of a query-like tensor, or of a key-like one, as a matrix; see `load` and `store`.
 template <typename acc_t>
 Matrix<acc_t> load_rows(const AttentionParams& p, const RowsView& view, const Sequence& s, int64_t row, int64_t rows,

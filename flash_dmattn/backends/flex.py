@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 NAME = "flex"
+SPARSE_MASKS = False
 
 
 def why_unavailable() -> str | None:

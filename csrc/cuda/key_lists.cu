@@ -1,5 +1,5 @@
-// Key lists are put together of chunks: how many keys of each chunk every row tile lists, the sums of these counts over the
-// chunks before, and then each chunk writes its keys from there on, in order.
+// Key lists are put together of chunks of keys: each chunk counts the keys that every row tile lists, the counts of the
+// chunks before are summed up, and from there on each chunk writes its keys, in order.
 #include "key_lists.h"
 
 #include <algorithm>
@@ -19,10 +19,10 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kTileRows = KeyListsView::kRows;
 constexpr int kRowWords = kTileRows / 32;
 
-// The lists as kernels see them: chunk c of list t has counts[(t / row_tiles * chunks + c) * row_tiles + t % row_tiles].
+// The lists as kernels see them.
 struct Lists {
     int batches, heads, row_tiles, chunks, chunk_keys;
-    int32_t* counts;
+    int32_t* counts;  // [batches, heads, chunks, row_tiles]; once scanned, of the chunks before
     const int64_t* starts;
     int64_t capacity;
     int32_t* keys;
@@ -41,8 +41,7 @@ struct ListChunk {
         const int64_t above = (static_cast<int64_t>(batch) * lists.heads + head) * lists.chunks + chunk;
         return lists.counts[above * lists.row_tiles + row_tile];
     }
-    // Index `index` of the chunks whose row tiles are dealt out in steps of `tiles_at_once`; neighbouring indices differ in
-    // their chunk.
+    // Number `index` where row tiles are dealt out `tiles_at_once`; neighbours differ in their chunk.
     __device__ ListChunk(const Lists& lists, int64_t index, int tiles_at_once) {
         const int steps = ceil_div(lists.row_tiles, tiles_at_once);
         chunk = static_cast<int>(index % lists.chunks);
@@ -92,8 +91,8 @@ private:
 // Calls visit(key) for the keys of a chunk that this thread's row tile lists, by its mask of intervals, in order. All
 // threads of a block call it together; their row tiles are neighbours.
 template <typename Visit>
-__device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, const Lists& lists, const ListChunk& chunk,
-                                                    const Visit& visit) {
+__device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, const Lists& lists,
+                                                    const ListChunk& chunk, const Visit& visit) {
     struct alignas(16) ListedKey {
         int key, first_tile, last_tile;
     };
@@ -171,7 +170,8 @@ __global__ void __launch_bounds__(kThreads) count_columns_kernel(const __grid_co
     int count = 0;
     for (int key_tile = first_key / kTile; key_tile < ceil_div(end_key, kTile); ++key_tile) {
         uint64_t columns = 0;
-        for (int row = first; row < end; ++row) columns |= mask.columns[offset + row * mask.tiles_row_stride + key_tile];
+        for (int row = first; row < end; ++row)
+            columns |= mask.columns[offset + row * mask.tiles_row_stride + key_tile];
         count += __popcll(columns);
     }
     chunk.count(lists) = count;
@@ -237,8 +237,8 @@ __global__ void __launch_bounds__(kThreads) fill_bits_kernel(const __grid_consta
     }
 }
 
-// Counts to their sums over the chunks before, and lengths. A block has 32 neighbouring lists, a lane one of them; every
-// warp has a part of the chunks.
+// Counts to their sums over the chunks before, and lengths. A block has 32 neighbouring lists, one a lane, and each of its
+// warps a part of the chunks.
 __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_constant__ Lists lists, int64_t* lengths) {
     __shared__ int sums[kWarps][32];
     const int steps = ceil_div(lists.row_tiles, 32);
@@ -269,8 +269,8 @@ __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_cons
         count = before;
         before += own;
     }
-    constexpr int kAlign = KeyListsView::kAlign;
-    if (warp_id() == 0) lengths[above * lists.row_tiles + row_tile] = ceil_div(total, kAlign) * static_cast<int64_t>(kAlign);
+    constexpr int64_t kAlign = KeyListsView::kAlign;
+    if (warp_id() == 0) lengths[above * lists.row_tiles + row_tile] = ceil_div<int64_t>(total, kAlign) * kAlign;
 }
 
 // The parts of the scratch memory, each a multiple of 16 bytes.
@@ -345,7 +345,7 @@ KeyListsPlan plan_key_lists(const AttentionParams& params, int64_t total_q) {
     return plan;
 }
 
-void measure_key_lists_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* scratch, int64_t* lengths,
+void key_list_lengths_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* scratch, int64_t* lengths,
                             cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) return;
@@ -361,7 +361,7 @@ void measure_key_lists_cuda(const AttentionParams& params, const KeyListsPlan& p
     launch(scan_counts_kernel, blocks, stream, lists, lengths);
 }
 
-void fill_key_lists_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
+void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
                          const int64_t* starts, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) return;
@@ -375,7 +375,8 @@ void fill_key_lists_cuda(const AttentionParams& params, const KeyListsPlan& plan
         return;
     }
     const auto kernel = plan.rows_alike ? fill_bits_kernel<true> : fill_bits_kernel<false>;
-    launch(kernel, ceil_div<int64_t>(plan.lists() * plan.chunks, kWarps), stream, params, lists, packed_in(plan, scratch));
+    const int64_t blocks = ceil_div<int64_t>(plan.lists() * plan.chunks, kWarps);
+    launch(kernel, blocks, stream, params, lists, packed_in(plan, scratch));
 }
 
 }  // namespace flash_dmattn

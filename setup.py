@@ -30,7 +30,9 @@ CPU_SOURCES = [
     "csrc/flash_api.cpp",
     *(f"csrc/cpu/{name}.cpp" for name in ("key_lists", "linalg", "mha_bwd", "mha_fwd", "scores", "work")),
 ]
-CUDA_SOURCES = [f"csrc/cuda/{name}.cu" for name in ("bwd_preprocess", "combine", "pack_mask", "sm80/bwd", "sm80/fwd")]
+CUDA_SOURCES = [
+    f"csrc/cuda/{name}.cu" for name in ("bwd_preprocess", "combine", "key_lists", "pack_mask", "sm80/bwd", "sm80/fwd")
+]
 
 # Without -fno-trapping-math a select between two floats keeps a loop from becoming vector instructions; nothing here
 # reads floating-point exceptions.

@@ -21,6 +21,10 @@ DIRECTIONS = {
         "sm80/fwd_launch.cuh",
         "template void run_fwd<{T}, {head_dim}>(const FwdParams&, cudaStream_t);",
     ),
+    "gather_fwd": (
+        "sm80/gather_fwd_launch.cuh",
+        "template void run_gather_fwd<{T}, {head_dim}>(const FwdParams&, cudaStream_t);",
+    ),
     "bwd": (
         "sm80/bwd_launch.cuh",
         "template void run_bwd<{T}, {head_dim}>(const BwdParams&, cudaStream_t);",

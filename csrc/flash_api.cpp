@@ -8,6 +8,7 @@
 #include <tuple>
 #include <utility>
 
+#include "build_info.h"
 #include "cpu/attention.h"
 #include "cpu/key_lists.h"
 #include "params.h"
@@ -575,6 +576,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
 
     m.def("why_not_usable", &why_not_usable, "None, or why the compiled kernels cannot run on this machine.");
+    m.def("build_info", &build_info, "What was built, as a dict.");
 #ifdef FLASH_DMATTN_WITH_CUDA
     m.attr("has_cuda") = true;
 #else

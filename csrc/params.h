@@ -94,7 +94,8 @@ enum class TileKind : uint8_t { kEmpty, kMixed, kFull };
 
 // A bool mask as the CUDA kernels read it: packed to bits, and summarized in tiles of 64 rows by 64 keys. Rows, heads
 // and batches that the mask broadcasts are stored once. Made by pack_mask_cuda, shared by forward and backward. Tiles
-// that causality hides whole are kEmpty whatever the mask says, and their bits are undefined.
+// that causality hides whole are kEmpty whatever the mask says, and their bits are undefined; nor do columns count pairs
+// that causality hides.
 struct PackedMask {
     static constexpr int64_t kTile = 64;
 

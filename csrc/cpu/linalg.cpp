@@ -44,20 +44,19 @@ using Vec = at::vec::Vectorized<acc_t>;
 
 inline Vec<double> exponential(const Vec<double>& x) { return x.exp(); }
 
-// e^x = 2^n e^r with n = round(x / ln 2), and e^r by its Taylor series to r^7, |r| <= ln(2) / 2: within 2 units in the
-// last place, inline, where at::vec's exp is a call for every vector. Below the normal numbers it is 0; NaN stays NaN.
+// e^x = 2^n e^r with n = round(x / ln 2), and e^r by the polynomial of degree 6 whose largest relative error for
+// |r| <= ln(2) / 2 is least, 4e-9: inline, where at::vec's exp is a call for every vector. x is at most about 0, as the
+// softmax has it. Below the normal numbers the result is 0; NaN stays NaN.
 inline Vec<float> exponential(const Vec<float>& x) {
     using at::vec::fmadd;
     const Vec<float> n = (x * Vec<float>(1.44269504f)).round();
     // ln 2 in two parts, of which the first times n is exact.
     const Vec<float> r = fmadd(n, Vec<float>(2.12194440e-4f), fmadd(n, Vec<float>(-0.693359375f), x));
-    Vec<float> series(1.f / 5040);
-    for (const float coefficient : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f})
+    Vec<float> series(0.0013814584f);
+    for (const float coefficient : {0.008368724f, 0.04166839f, 0.16666521f, 0.49999994f, 1.f, 1.f})
         series = fmadd(series, r, Vec<float>(coefficient));
     const auto exponent = (at::vec::convert_to_int_of_same_size(n) + Vec<int32_t>(127)) << Vec<int32_t>(23);
-    const Vec<float> result = series * at::vec::cast<float>(exponent);
-    const Vec<float> bounded = Vec<float>::blendv(result, Vec<float>(0), x < Vec<float>(-87.3f));
-    return Vec<float>::blendv(bounded, Vec<float>(std::numeric_limits<float>::infinity()), x > Vec<float>(88.3f));
+    return Vec<float>::blendv(series * at::vec::cast<float>(exponent), Vec<float>(0), x < Vec<float>(-87.3f));
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Which tiles a block visits: those that the mask leaves a pair of, in ascending order.
 #pragma once
 
-#include "ptx.cuh"
+#include "bits.cuh"
 #include "sequence.cuh"
 
 namespace flash_dmattn::cuda {
@@ -14,12 +14,6 @@ struct TileSummary {
     bool full;
     uint32_t columns[kWords];
 };
-
-// The word `word` of a bit vector whose first `limit` bits are 1.
-__device__ __forceinline__ uint32_t bits_below(int limit, int word) {
-    const int bits = limit - word * 32;
-    return bits >= 32 ? ~0u : bits <= 0 ? 0u : (1u << bits) - 1;
-}
 
 // A mask's 64x64 summaries of one batch and head, read a kernel's tile at a time.
 template <int kRows, int kKeys>

@@ -1,0 +1,85 @@
+// Key lists, and which rows see a listed key.
+#pragma once
+
+#include "sequence.cuh"
+#include "tile_scan.cuh"
+
+namespace flash_dmattn::cuda {
+
+// The rows that see a key: [begin, end), and of them only those whose bit is set, the first bit being row `first_bit`.
+struct SeeingRows {
+    int begin;
+    int end;
+    int first_bit;
+    uint4 bits;
+
+    // Bit i: whether row first + i sees the key; `first` is a row of the list's tile.
+    __device__ __forceinline__ uint32_t from(int first) const {
+        const int at = first - first_bit, word = at / 32;
+        const uint32_t low = word == 0 ? bits.x : word == 1 ? bits.y : word == 2 ? bits.z : bits.w;
+        const uint32_t high = word == 0 ? bits.y : word == 1 ? bits.z : word == 2 ? bits.w : 0;
+        return __funnelshift_r(low, high, at) & bits_below(end - first, 0) & ~bits_below(begin - first, 0);
+    }
+};
+
+// The list of keys that a tile of query rows goes by.
+struct KeyList {
+    const int32_t* keys;  // [size]: places in the sequence, -1 where there is none
+    int size;             // a multiple of KeyListsView::kAlign
+    int first_row;        // of the list's tile
+    const uint32_t* rows;    // of the list's keys, or null
+    const int32_t* start;    // of the sequence's keys, or null
+    const int32_t* end;
+    int64_t col_stride;
+
+    // Of query head `head` and row `row` of the sequence.
+    __device__ KeyList(const AttentionParams& p, const Sequence& s, int head, int row) {
+        const KeyListsView& lists = p.lists;
+        const int64_t tile = lists.row_tiles > 1 ? row / KeyListsView::kRows : 0;
+        const int64_t batch = lists.batches > 1 ? s.batch : 0;
+        const int64_t list = (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.row_tiles + tile;
+        const int64_t first = lists.starts[list];
+        keys = lists.keys + first;
+        size = static_cast<int>(lists.starts[list + 1] - first);
+        first_row = static_cast<int>(tile * KeyListsView::kRows);
+        start = end = nullptr;
+        rows = nullptr;
+        col_stride = p.intervals.col_stride;
+        if (p.intervals.start != nullptr) {
+            const int64_t offset = (p.intervals.batches > 1 ? s.batch * p.intervals.batch_stride : 0) +
+                                   shared_head(head, p.heads, p.intervals.heads) * p.intervals.head_stride +
+                                   s.first_key * col_stride;
+            start = p.intervals.start + offset;
+            end = p.intervals.end + offset;
+        } else if (lists.rows != nullptr && !lists.rows_alike) {
+            rows = lists.rows + first * kWords;
+        }
+    }
+
+    __device__ __forceinline__ int key(int at) const { return at < size ? keys[at] : -1; }
+
+    // What memory says of the rows that see keys[at], which is `key`: an interval, or bits. To be fetched early.
+    __device__ __forceinline__ uint4 fetch(int at, int key) const {
+        if (start != nullptr)
+            return {static_cast<uint32_t>(start[key * col_stride]), static_cast<uint32_t>(end[key * col_stride]), 0, 0};
+        if (rows != nullptr) return *reinterpret_cast<const uint4*>(rows + static_cast<int64_t>(at) * kWords);
+        return {};
+    }
+    // The same together with causality and length.
+    __device__ __forceinline__ SeeingRows seeing(uint4 fetched, int key, const Sequence& s, bool is_causal) const {
+        SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, s.rows, first_row, {~0u, ~0u, ~0u, ~0u}};
+        if (start != nullptr) {
+            seeing.begin = max(seeing.begin, static_cast<int>(fetched.x));
+            seeing.end = min(seeing.end, static_cast<int>(fetched.y));
+        } else if (rows != nullptr) {
+            seeing.bits = fetched;
+        }
+        return seeing;
+    }
+
+private:
+    static constexpr int kWords = KeyListsView::kRows / 32;
+    static_assert(kWords == 4, "read as one uint4");
+};
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,117 @@
+"""The list of CUDA kernels, and what the compiler says of them."""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def generator(monkeypatch):
+    monkeypatch.delenv("FLASH_DMATTN_HEAD_DIMS", raising=False)
+    monkeypatch.delenv("FLASH_DMATTN_DTYPES", raising=False)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import generate_kernels
+
+    return generate_kernels
+
+
+def names(generator, folder):
+    return [path.name for path in generator.generate(folder)]
+
+
+# The list
+
+
+def test_a_full_build(generator, tmp_path):
+    everything = itertools.product(generator.DIRECTIONS, generator.HEAD_DIMS, generator.DTYPES)
+    expected = [f"{direction}_hdim{head_dim}_{dtype}.cu" for direction, head_dim, dtype in everything]
+    assert names(generator, tmp_path) == expected
+    assert {"fwd_hdim32_fp16.cu", "bwd_hdim256_bf16.cu"} <= set(expected)
+    assert len(expected) < 50
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*expected, "kernels.h"])
+
+
+def test_a_narrowed_build(generator, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", "128, 64")
+    monkeypatch.setenv("FLASH_DMATTN_DTYPES", "bf16")
+    expected = [f"{direction}_hdim{d}_bf16.cu" for direction in generator.DIRECTIONS for d in (64, 128)]
+    assert names(generator, tmp_path) == expected
+    header = (tmp_path / "kernels.h").read_text()
+    assert '#define FLASH_DMATTN_HEAD_DIMS "64,128"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
+    assert "#define FLASH_DMATTN_FOR_EACH_FWD(X) X(bfloat16_t, 64) X(bfloat16_t, 128)\n" in header
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        (
+            "FLASH_DMATTN_HEAD_DIMS",
+            "64,80",
+            "FLASH_DMATTN_HEAD_DIMS names 80; it accepts 32, 64, 96, 128, 192, 256",
+        ),
+        ("FLASH_DMATTN_DTYPES", "fp32", "FLASH_DMATTN_DTYPES names fp32; it accepts fp16, bf16"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(generator, tmp_path, monkeypatch, variable, value, message):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as refusal:
+        generator.generate(tmp_path)
+    assert str(refusal.value) == message
+
+
+def test_what_is_unchanged_is_not_compiled_again(generator, tmp_path):
+    files = [*generator.generate(tmp_path), tmp_path / "kernels.h"]
+    for path in files:
+        os.utime(path, (0, 0))
+    generator.generate(tmp_path)
+    assert all(path.stat().st_mtime == 0 for path in files)
+
+
+# The compiler's report
+
+
+def test_kernels_know_no_torch():
+    for path in (ROOT / "csrc" / "cuda").rglob("*.*"):
+        assert not re.search(r"#include\s*<(torch|ATen|c10)/", path.read_text()), path
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    installed = sorted(Path("/usr/local").glob("cuda*/bin/nvcc"), reverse=True)
+    candidates = [f"{home}/bin/nvcc" if home else None, "nvcc", *map(str, installed)]
+    return next(filter(None, (shutil.which(candidate) for candidate in candidates if candidate)), None)
+
+
+NVCC = find_nvcc()
+# Local memory of a kernel, in bytes a thread, spilled registers included. The backward, which uses all of them, keeps a
+# few values there; an array that went there would be hundreds of bytes.
+MOST_LOCAL_MEMORY = {"fwd": 0, "bwd": 64}
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc was not found in CUDA_HOME, PATH or /usr/local")
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, direction):
+    """For two architectures, with no other headers than CUDA's."""
+    monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", "64")
+    monkeypatch.setenv("FLASH_DMATTN_DTYPES", "bf16")
+    generator.generate(tmp_path)
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in (80, 90)]
+    source = tmp_path / f"{direction}_hdim64_bf16.cu"
+    done = subprocess.run(
+        [NVCC, "-std=c++17", "-O3", *targets, "--threads=2", "-Xptxas=-v", "-I", ROOT / "csrc"]
+        + ["-c", source, "-o", tmp_path / "kernel.o"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    entry = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'.*?(\d+) bytes stack frame", re.DOTALL)
+    report = entry.findall(done.stderr)
+    assert {target for _, target, _ in report} == {"sm_80", "sm_90"}
+    assert not [kernel for kernel in report if int(kernel[2]) > MOST_LOCAL_MEMORY[direction]]

@@ -216,23 +216,28 @@ def build_key_lists(
     cu_seqlens_q: Optional[Tensor],
     cu_seqlens_k: Optional[Tensor],
     capacity: Optional[int],
+    limit: Optional[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """keys, starts and rows of the lists of a mask's keys, rows being empty but for a bool mask whose rows differ.
 
     capacity: room for all lists, where the caller knows a bound; else their total length is read back from the device.
+    limit: without a capacity, the total length beyond which the lists are of no use: they then come back empty.
     """
     kernels = compiled_module()
     problem = (kernels.MaskTensors(mask, intervals), seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     lengths, plan = kernels.list_lengths(*problem)
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    if capacity is None:
+        capacity = int(starts[-1])
+        capacity = 0 if limit is not None and capacity > limit else capacity
     # A bound that is wrong cuts lists short, and never makes a kernel read beyond their memory.
-    starts = starts.clamp_(max=capacity) if capacity is not None else starts
-    keys, rows = kernels.list_fill(*problem, starts, plan, int(starts[-1]) if capacity is None else capacity)
+    starts = starts.clamp_(max=capacity)
+    keys, rows = kernels.list_fill(*problem, starts, plan, capacity)
     return keys, starts, rows
 
 
 @build_key_lists.register_fake
-def _(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity):
+def _(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity, limit):
     like = mask if mask is not None else intervals
     shape = like.shape if mask is not None else like.shape[1:]
     batches = shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

@@ -18,7 +18,10 @@ struct Matrix {
     acc_t* row(int64_t i) const { return data + i * stride; }
 };
 
-// m^T, contiguous in `scratch`. A BLAS takes tens of percent longer where an operand is not in the order that it likes
+// The stride that scratch rows of `n` numbers are given: rows a power of two apart would share few places in a cache.
+constexpr int64_t padded(int64_t n) { return n + 16; }
+
+// m^T in `scratch`, m.cols rows of stride padded(m.rows). A BLAS takes tens of percent longer where an operand is not in the order that it likes
 // best, and here most operands serve more than one product.
 template <typename acc_t>
 Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch);
@@ -53,6 +56,8 @@ template <typename acc_t>
 void row_scale(acc_t* x, acc_t factor, int64_t n);
 template <typename acc_t>
 void row_add(acc_t* x, const acc_t* y, int64_t n);
+template <typename acc_t>
+void row_multiply(acc_t* x, const acc_t* y, int64_t n);
 // In float64: D_i = <do_i, o_i> is about to be subtracted from numbers of its own size.
 template <typename acc_t>
 double row_dot(const acc_t* x, const acc_t* y, int64_t n);

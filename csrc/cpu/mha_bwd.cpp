@@ -24,14 +24,14 @@ public:
           max_rows_(std::min(kRows, params.seqlen_q)),
           max_keys_(std::min(kKeys, params.seqlen_k)),
           pairs_(max_keys_),
-          probs_(max_rows_ * max_keys_),
-          dx_(max_rows_ * max_keys_),
-          slope_(params.softcap > 0 ? max_rows_ * max_keys_ : 0) {}
+          probs_(max_rows_ * padded(max_keys_)),
+          dx_(probs_.size()),
+          slope_(params.softcap > 0 ? probs_.size() : 0) {}
 
     void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout,
                  const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
-        probs = {probs_.data(), tile.rows, tile.keys, tile.keys};
-        dx = {dx_.data(), tile.rows, tile.keys, tile.keys};
+        probs = {probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
+        dx = {dx_.data(), tile.rows, tile.keys, padded(tile.keys)};
         product<acc_t>(query, key_transposed, p_.softmax_scale, probs);
         product<acc_t>(dout, value_transposed, 1, dx);
 
@@ -41,7 +41,7 @@ public:
         for (int64_t i = 0; i < tile.rows; ++i) {
             acc_t* p = probs.row(i);
             acc_t* d = dx.row(i);
-            scores.finish(i, p, slope_.empty() ? nullptr : slope_.data() + i * tile.keys);
+            scores.finish(i, p, slope_.empty() ? nullptr : slope_.data() + i * dx.stride);
             const bool empty = lse[i] == -std::numeric_limits<acc_t>::infinity();
             row_exp(p, empty ? std::numeric_limits<acc_t>::infinity() : lse[i], tile.keys);
             row_dx(d, p, delta[i], tile.keys);
@@ -50,9 +50,7 @@ public:
 
     // dx, which the bias's gradient is made of, becomes ds, which query's and key's are.
     const Matrix<acc_t>& to_ds() {
-        if (!slope_.empty()) {
-            for (int64_t i = 0; i < dx.rows * dx.cols; ++i) dx_[i] *= slope_[i];
-        }
+        for (int64_t i = 0; i < dx.rows && !slope_.empty(); ++i) row_multiply(dx.row(i), slope_.data() + i * dx.stride, dx.cols);
         return dx;
     }
 
@@ -141,11 +139,11 @@ public:
           max_keys_(std::min(kKeys, params.seqlen_k)),
           tile_(params),
           query_(max_rows_ * p_.head_dim),
-          query_transposed_(query_.size()),
+          query_transposed_(padded(max_rows_) * p_.head_dim),
           dout_(query_.size()),
-          dout_transposed_(query_.size()),
-          members_(units.batches_each * kv_heads_each_, Member(max_keys_ * p_.head_dim)),
-          key_scratch_(max_keys_ * p_.head_dim),
+          dout_transposed_(query_transposed_.size()),
+          members_(units.batches_each * kv_heads_each_, Member(max_keys_, p_.head_dim)),
+          key_scratch_(max_keys_ * padded(p_.head_dim)),
           dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
           column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
 
@@ -161,14 +159,19 @@ private:
     // One key/value head of one batch element: the tile of keys under way, and the gradients that grow with it, transposed
     // [D, keys] as the BLAS likes them.
     struct Member {
-        explicit Member(int64_t size) : key_(size), key_transposed_(size), value_transposed_(size), dkey_(size), dvalue_(size) {}
+        Member(int64_t max_keys, int64_t head_dim)
+            : key_(max_keys * head_dim),
+              key_transposed_(padded(max_keys) * head_dim),
+              value_transposed_(key_transposed_.size()),
+              dkey_(key_transposed_.size()),
+              dvalue_(key_transposed_.size()) {}
 
         void start(const BwdParams& p, const Sequence& s, int64_t first, int64_t keys, int64_t kv_head, acc_t* scratch) {
             key = load_keys(p, p.key, s, first, keys, kv_head, key_.data());
             key_transposed = transpose(key, key_transposed_.data());
             value_transposed = transpose(load_keys(p, p.value, s, first, keys, kv_head, scratch), value_transposed_.data());
-            dkey = {dkey_.data(), p.head_dim, keys, keys};
-            dvalue = {dvalue_.data(), p.head_dim, keys, keys};
+            dkey = {dkey_.data(), p.head_dim, keys, padded(keys)};
+            dvalue = {dvalue_.data(), p.head_dim, keys, padded(keys)};
             std::fill(dkey_.begin(), dkey_.end(), acc_t(0));
             std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
         }
@@ -241,7 +244,9 @@ private:
 
         tile_.compute(tile, query, dout, m.key_transposed, m.value_transposed);
         add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, m.dvalue);
-        if (dense_dbias_) row_add(dense_tile_.data(), tile_.dx.data, tile.rows * tile.keys);
+        for (int64_t i = 0; i < tile.rows && dense_dbias_; ++i) {
+            row_add(dense_tile_.data() + i * tile.keys, tile_.dx.row(i), tile.keys);
+        }
         if (key_dbias_) add_column_sums(head_in_group);
         const auto& ds = tile_.to_ds();
         add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, m.dkey);

@@ -22,8 +22,8 @@ public:
           pairs_(max_keys_),
           query_(max_rows_ * p_.head_dim),
           key_(max_keys_ * p_.head_dim),
-          key_transposed_(max_keys_ * p_.head_dim),
-          probs_(max_rows_ * max_keys_),
+          key_transposed_(padded(max_keys_) * p_.head_dim),
+          probs_(max_rows_ * padded(max_keys_)),
           out_(max_rows_ * p_.head_dim),
           max_(max_rows_),
           sum_(max_rows_) {}
@@ -49,7 +49,7 @@ private:
         for (int64_t j = 0; j < end; j += kKeys) {
             const Tile tile{sequence, head, row, out.rows, j, std::min(kKeys, end - j)};
             if (mask_hides(p_, tile)) continue;
-            const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, tile.keys};
+            const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
             const auto key = load_keys(p_, p_.key, sequence, j, tile.keys, kv_head, key_.data());
             product<acc_t>(query, transpose(key, key_transposed_.data()), p_.softmax_scale, probs);
             online_softmax(tile, probs, out);

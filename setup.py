@@ -29,7 +29,7 @@ import generate_kernels  # noqa: E402
 
 CPU_SOURCES = [
     "csrc/flash_api.cpp",
-    *(f"csrc/cpu/{name}.cpp" for name in ("key_lists", "linalg", "mha_bwd", "mha_fwd", "scores", "work")),
+    *(f"csrc/cpu/{name}.cpp" for name in ("gather", "gather_bwd", "key_lists", "linalg", "mha_bwd", "mha_fwd", "scores", "work")),
 ]
 CUDA_SOURCES = [
     f"csrc/cuda/{name}.cu" for name in ("bwd_preprocess", "combine", "key_lists", "pack_mask", "sm80/bwd", "sm80/fwd")

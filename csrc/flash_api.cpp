@@ -288,16 +288,12 @@ void fill_sparse(AttentionParams& p, const MaskTensors& masks, const Tensor& que
     if (masks.list_keys) p.lists = lists_view(masks, p, query);
 }
 
-void check_not_sparse(const AttentionParams& p) {
-    TORCH_CHECK(!p.intervals.present() && !p.lists.present(), "these kernels do not take interval masks and key lists yet");
-}
-
 #ifdef FLASH_DMATTN_WITH_CUDA
 void check_cuda_inputs(const AttentionParams& p, const Tensor& query) {
     TORCH_CHECK_TYPE(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16,
                      "query must be float16 or bfloat16 on CUDA (float32 through the backend 'triton'), got ",
                      query.scalar_type());
-    check_not_sparse(p);
+    TORCH_CHECK(!p.intervals.present() && !p.lists.present(), "the CUDA kernels do not take interval masks and key lists yet");
 }
 
 // The two tensors that hold a packed mask: bits int32 in the shape of the mask, 32 keys a word, and of every tile of
@@ -382,7 +378,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& query_in, const
         const auto [bits, tiles] = forward_cuda(p, query, masks.mask);
         return {out, lse, bits, tiles};
     }
-    check_not_sparse(p);
     if (!nothing_to_do(p)) mha_fwd_cpu(p);
     return {out, lse, at::empty({0}, query.options().dtype(at::kInt)), at::empty({0}, query.options().dtype(at::kByte))};
 }
@@ -476,7 +471,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Te
     if (!query.is_cpu()) {
         backward_cuda(p, query, masks.mask, mask_tiles);
     } else if (!nothing_to_do(p)) {
-        check_not_sparse(p);
         mha_bwd_cpu(p);
     }
     if (needs_dbias && p.bias.kind == BiasKind::kKey) dbias = sum_to_bias(dbias, *bias, is_varlen);

@@ -86,7 +86,7 @@ struct KeyListsView {
     int64_t row_tiles = 1;  // ceil(Sq / kRows), or 1 where every row of a head shares one list (a key mask)
     bool rows_alike = false;  // one list serves every row
 
-    bool present() const { return keys != nullptr; }
+    bool present() const { return starts != nullptr; }  // the keys may be none
 };
 
 // What a mask says of a tile.

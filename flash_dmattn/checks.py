@@ -13,8 +13,8 @@ from typing import NamedTuple, Union
 import torch
 from torch import Tensor
 
-from .key_lists import SPARSE, KeyLists
 from .interval_mask import KeyIntervalMask
+from .key_lists import SPARSE, KeyLists
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -64,14 +64,18 @@ inline Vec<float> exponential(const Vec<float>& x) {
 template <typename acc_t>
 Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch) {
     constexpr int64_t kBlock = 8;
-    const Matrix<acc_t> t{scratch, m.cols, m.rows, padded(m.rows)};
-    const int64_t whole_rows = m.rows / kBlock * kBlock, whole_cols = m.cols / kBlock * kBlock;
-    for (int64_t i = 0; i < whole_rows; i += kBlock) {
-        for (int64_t j = 0; j < whole_cols; j += kBlock)
-            at::vec::transpose_mxn<acc_t, kBlock, kBlock>(m.row(i) + j, m.stride, t.row(j) + i, t.stride);
-    }
-    for (int64_t i = 0; i < m.rows; ++i) {
-        for (int64_t j = i < whole_rows ? whole_cols : 0; j < m.cols; ++j) t.row(j)[i] = m.row(i)[j];
+    const Matrix<acc_t> t{scratch, m.cols, m.rows, m.rows};
+    for (int64_t i = 0; i < m.rows; i += kBlock) {
+        for (int64_t j = 0; j < m.cols; j += kBlock) {
+            const int64_t rows = std::min(kBlock, m.rows - i), cols = std::min(kBlock, m.cols - j);
+            if (rows == kBlock && cols == kBlock) {
+                at::vec::transpose_mxn<acc_t, kBlock, kBlock>(m.row(i) + j, m.stride, t.row(j) + i, t.stride);
+                continue;
+            }
+            for (int64_t r = i; r < i + rows; ++r) {
+                for (int64_t c = j; c < j + cols; ++c) t.row(c)[r] = m.row(r)[c];
+            }
+        }
     }
     return t;
 }
@@ -133,6 +137,22 @@ void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offs
 }
 
 template <typename acc_t>
+Matrix<acc_t> gather(const void* data, DataType dtype, int64_t offset, int64_t stride, const int32_t* index, int64_t n,
+                     int64_t cols, acc_t* to) {
+    const Matrix<acc_t> gathered{to, n, cols, cols};
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const T* from = static_cast<const T*>(data) + offset;
+        if (cols == 1) {
+            for (int64_t i = 0; i < n; ++i) to[i] = static_cast<acc_t>(from[index[i] * stride]);
+        } else {
+            for (int64_t i = 0; i < n; ++i) at::vec::convert<T, acc_t>(from + index[i] * stride, gathered.row(i), cols);
+        }
+    });
+    return gathered;
+}
+
+template <typename acc_t>
 bool all_finite(const Matrix<acc_t>& matrix) {
     // x - x is 0 for a finite x, else NaN, and a NaN stays in the sum.
     acc_t sum = 0;
@@ -179,11 +199,6 @@ void row_add(acc_t* x, const acc_t* y, int64_t n) {
 }
 
 template <typename acc_t>
-void row_multiply(acc_t* x, const acc_t* y, int64_t n) {
-    at::vec::map2<acc_t>([](Vec<acc_t> a, Vec<acc_t> b) { return a * b; }, x, x, y, n);
-}
-
-template <typename acc_t>
 double row_dot(const acc_t* x, const acc_t* y, int64_t n) {
     double sum = 0;
     for (int64_t j = 0; j < n; ++j) sum += static_cast<double>(x[j]) * y[j];
@@ -217,12 +232,12 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
     template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \
     template Matrix<acc_t> load(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);                  \
     template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                    \
+    template Matrix<acc_t> gather(const void*, DataType, int64_t, int64_t, const int32_t*, int64_t, int64_t, acc_t*); \
     template bool all_finite(const Matrix<acc_t>&);                                                                  \
     template acc_t row_max(const acc_t*, int64_t);                                                                   \
     template acc_t row_exp(acc_t*, acc_t, int64_t);                                                                  \
     template void row_scale(acc_t*, acc_t, int64_t);                                                                 \
     template void row_add(acc_t*, const acc_t*, int64_t);                                                            \
-    template void row_multiply(acc_t*, const acc_t*, int64_t);                                                       \
     template double row_dot(const acc_t*, const acc_t*, int64_t);                                                    \
     template void row_dx(acc_t*, const acc_t*, acc_t, int64_t);                                                      \
     template void row_softcap(acc_t*, acc_t*, acc_t, int64_t);

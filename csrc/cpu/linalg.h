@@ -18,10 +18,7 @@ struct Matrix {
     acc_t* row(int64_t i) const { return data + i * stride; }
 };
 
-// The stride that scratch rows of `n` numbers are given: rows a power of two apart would share few places in a cache.
-constexpr int64_t padded(int64_t n) { return n + 16; }
-
-// m^T in `scratch`, m.cols rows of stride padded(m.rows). A BLAS takes tens of percent longer where an operand is not in the order that it likes
+// m^T, contiguous in `scratch`. A BLAS takes tens of percent longer where an operand is not in the order that it likes
 // best, and here most operands serve more than one product.
 template <typename acc_t>
 Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch);
@@ -44,6 +41,11 @@ Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t str
 template <typename acc_t>
 void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offset, int64_t stride);
 
+// Rows index[0], .. index[n - 1] of a matrix of `dtype`, contiguous in `to`.
+template <typename acc_t>
+Matrix<acc_t> gather(const void* data, DataType dtype, int64_t offset, int64_t stride, const int32_t* index, int64_t n,
+                     int64_t cols, acc_t* to);
+
 template <typename acc_t>
 bool all_finite(const Matrix<acc_t>& matrix);
 
@@ -56,8 +58,6 @@ template <typename acc_t>
 void row_scale(acc_t* x, acc_t factor, int64_t n);
 template <typename acc_t>
 void row_add(acc_t* x, const acc_t* y, int64_t n);
-template <typename acc_t>
-void row_multiply(acc_t* x, const acc_t* y, int64_t n);
 // In float64: D_i = <do_i, o_i> is about to be subtracted from numbers of its own size.
 template <typename acc_t>
 double row_dot(const acc_t* x, const acc_t* y, int64_t n);

@@ -1,67 +1,17 @@
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "attention.h"
-#include "scores.h"
+#include "gather_bwd.h"
+#include "gradient.h"
 
 namespace flash_dmattn {
 namespace {
 
-constexpr int64_t kRows = 128;
-constexpr int64_t kKeys = 256;
+constexpr int64_t kRows = kGradientRows;
+constexpr int64_t kKeys = kGradientKeys;
 constexpr int64_t kMinUnits = 16;  // keys are cut into runs where heads and batch elements give fewer units
-
-// p_ij and dx_ij = p_ij (<do_i, v_j> - D_i) of one tile, recomputed from lse; and how dx becomes ds.
-template <typename acc_t>
-class GradientTile {
-public:
-    explicit GradientTile(const BwdParams& params)
-        : p_(params),
-          max_rows_(std::min(kRows, params.seqlen_q)),
-          max_keys_(std::min(kKeys, params.seqlen_k)),
-          pairs_(max_keys_),
-          probs_(max_rows_ * padded(max_keys_)),
-          dx_(probs_.size()),
-          slope_(params.softcap > 0 ? probs_.size() : 0) {}
-
-    void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout,
-                 const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
-        probs = {probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
-        dx = {dx_.data(), tile.rows, tile.keys, padded(tile.keys)};
-        product<acc_t>(query, key_transposed, p_.softmax_scale, probs);
-        product<acc_t>(dout, value_transposed, 1, dx);
-
-        const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
-        const acc_t* delta = row_stats<acc_t>(p_.delta, tile.sequence, tile.head, tile.row);
-        ScoreRows<acc_t> scores(p_, tile, pairs_);
-        for (int64_t i = 0; i < tile.rows; ++i) {
-            acc_t* p = probs.row(i);
-            acc_t* d = dx.row(i);
-            scores.finish(i, p, slope_.empty() ? nullptr : slope_.data() + i * dx.stride);
-            const bool empty = lse[i] == -std::numeric_limits<acc_t>::infinity();
-            row_exp(p, empty ? std::numeric_limits<acc_t>::infinity() : lse[i], tile.keys);
-            row_dx(d, p, delta[i], tile.keys);
-        }
-    }
-
-    // dx, which the bias's gradient is made of, becomes ds, which query's and key's are.
-    const Matrix<acc_t>& to_ds() {
-        for (int64_t i = 0; i < dx.rows && !slope_.empty(); ++i) row_multiply(dx.row(i), slope_.data() + i * dx.stride, dx.cols);
-        return dx;
-    }
-
-    Matrix<acc_t> probs, dx;
-
-private:
-    const BwdParams& p_;
-    int64_t max_rows_, max_keys_;
-    PairScratch<acc_t> pairs_;
-    std::vector<acc_t> probs_, dx_, slope_;
-};
 
 // What one unit of work owns: the (batch element, query head) pairs that share an entry of the bias's gradient or a
 // key/value head, and a run of key tiles. It makes dkey, dvalue and dbias of those keys whole; of dquery it makes a part,
@@ -139,11 +89,11 @@ public:
           max_keys_(std::min(kKeys, params.seqlen_k)),
           tile_(params),
           query_(max_rows_ * p_.head_dim),
-          query_transposed_(padded(max_rows_) * p_.head_dim),
+          query_transposed_(query_.size()),
           dout_(query_.size()),
-          dout_transposed_(query_transposed_.size()),
-          members_(units.batches_each * kv_heads_each_, Member(max_keys_, p_.head_dim)),
-          key_scratch_(max_keys_ * padded(p_.head_dim)),
+          dout_transposed_(query_.size()),
+          members_(units.batches_each * kv_heads_each_, Member(max_keys_ * p_.head_dim)),
+          key_scratch_(max_keys_ * p_.head_dim),
           dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
           column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
 
@@ -159,19 +109,14 @@ private:
     // One key/value head of one batch element: the tile of keys under way, and the gradients that grow with it, transposed
     // [D, keys] as the BLAS likes them.
     struct Member {
-        Member(int64_t max_keys, int64_t head_dim)
-            : key_(max_keys * head_dim),
-              key_transposed_(padded(max_keys) * head_dim),
-              value_transposed_(key_transposed_.size()),
-              dkey_(key_transposed_.size()),
-              dvalue_(key_transposed_.size()) {}
+        explicit Member(int64_t size) : key_(size), key_transposed_(size), value_transposed_(size), dkey_(size), dvalue_(size) {}
 
         void start(const BwdParams& p, const Sequence& s, int64_t first, int64_t keys, int64_t kv_head, acc_t* scratch) {
             key = load_keys(p, p.key, s, first, keys, kv_head, key_.data());
             key_transposed = transpose(key, key_transposed_.data());
             value_transposed = transpose(load_keys(p, p.value, s, first, keys, kv_head, scratch), value_transposed_.data());
-            dkey = {dkey_.data(), p.head_dim, keys, padded(keys)};
-            dvalue = {dvalue_.data(), p.head_dim, keys, padded(keys)};
+            dkey = {dkey_.data(), p.head_dim, keys, keys};
+            dvalue = {dvalue_.data(), p.head_dim, keys, keys};
             std::fill(dkey_.begin(), dkey_.end(), acc_t(0));
             std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
         }
@@ -244,9 +189,7 @@ private:
 
         tile_.compute(tile, query, dout, m.key_transposed, m.value_transposed);
         add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, m.dvalue);
-        for (int64_t i = 0; i < tile.rows && dense_dbias_; ++i) {
-            row_add(dense_tile_.data() + i * tile.keys, tile_.dx.row(i), tile.keys);
-        }
+        if (dense_dbias_) row_add(dense_tile_.data(), tile_.dx.data, tile.rows * tile.keys);
         if (key_dbias_) add_column_sums(head_in_group);
         const auto& ds = tile_.to_ds();
         add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, m.dkey);
@@ -287,16 +230,7 @@ private:
 
     void add_column_sums(int64_t head_in_group) {
         const int64_t bias_head = head_in_group / (p_.heads / p_.dbias.heads);
-        double* sums = column_sums_.data() + bias_head * max_keys_;
-        const auto& dx = tile_.dx;
-        int64_t i = 0;
-        for (; i + 4 <= dx.rows; i += 4) {  // four rows for every widening
-            const acc_t *a = dx.row(i), *b = dx.row(i + 1), *c = dx.row(i + 2), *d = dx.row(i + 3);
-            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += (a[j] + b[j]) + (c[j] + d[j]);
-        }
-        for (; i < dx.rows; ++i) {
-            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += dx.row(i)[j];
-        }
+        tile_.add_column_sums(column_sums_.data() + bias_head * max_keys_);
     }
 
     void store_key_dbias(const Tile& tile, int64_t head_in_group) {
@@ -324,30 +258,10 @@ private:
     std::vector<double> column_sums_;  // of thousands of rows
 };
 
-// D_i = <do_i, o_i> - dlse_i
-template <typename acc_t>
-void row_deltas(const BwdParams& p) {
-    const int64_t row_tiles = ceil_div(p.seqlen_q, kRows);
-    for_each_unit(p.batch * p.heads * row_tiles, [&] {
-        std::vector<acc_t> out_scratch(kRows * p.head_dim), dout_scratch(kRows * p.head_dim);
-        return [=, &p, out_scratch = std::move(out_scratch), dout_scratch = std::move(dout_scratch)](int64_t index) mutable {
-            const Sequence s(p, index / row_tiles / p.heads);
-            const int64_t head = index / row_tiles % p.heads;
-            const int64_t row = index % row_tiles * kRows;
-            if (row >= s.rows) return;
-            const int64_t rows = std::min(kRows, s.rows - row);
-            const auto out = load_rows(p, p.out, s, row, rows, head, out_scratch.data());
-            const auto dout = load_rows(p, p.dout, s, row, rows, head, dout_scratch.data());
-            const acc_t* dlse = row_stats<acc_t>(p.dlse, s, head, row);
-            acc_t* delta = row_stats<acc_t>(p.delta, s, head, row);
-            for (int64_t i = 0; i < rows; ++i) delta[i] = row_dot(dout.row(i), out.row(i), p.head_dim) - dlse[i];
-        };
-    });
-}
-
 template <typename acc_t>
 void run(const BwdParams& params) {
     row_deltas<acc_t>(params);
+    if (params.lists.present()) return gathered_backward<acc_t>(params);
     const Units units(params);
     DqueryParts<acc_t> dquery(params, units);
     for_each_unit(units.count(), [&] { return BackwardUnit<acc_t>(params, units, dquery); });

@@ -31,6 +31,25 @@ void apply_pairs(acc_t* __restrict x, const acc_t* __restrict bias, const uint8_
     }
 }
 
+// Calls f(j, start, end) for each key of the tile.
+template <typename F>
+void for_each_interval(const AttentionParams& params, const Tile& tile, F&& f) {
+    const IntervalView& view = params.intervals;
+    const int64_t at = offset_of(view, tile.sequence, tile.head, params.heads);
+    for (int64_t j = 0; j < tile.keys; ++j) {
+        const int64_t key = at + (tile.listed != nullptr ? tile.listed[j] : tile.key + j) * view.col_stride;
+        f(j, view.start[key], view.end[key]);
+    }
+}
+
+bool intervals_hide(const AttentionParams& params, const Tile& tile) {
+    bool seen = false;
+    for_each_interval(params, tile, [&](int64_t, int64_t start, int64_t end) {
+        seen |= std::max(start, tile.row) < std::min(end, tile.row + tile.rows);
+    });
+    return !seen;
+}
+
 bool any(const bool* values, int64_t n, int64_t stride) {
     if (stride == 1) return std::memchr(values, 1, n) != nullptr;
     for (int64_t j = 0; j < n; ++j)
@@ -41,6 +60,7 @@ bool any(const bool* values, int64_t n, int64_t stride) {
 }  // namespace
 
 bool mask_hides(const AttentionParams& params, const Tile& tile) {
+    if (params.intervals.present()) return intervals_hide(params, tile);
     const MaskView& mask = params.mask;
     if (!mask.present()) return false;
     const bool* visible = static_cast<const bool*>(mask.data) + offset_of(mask, tile, params.heads);
@@ -56,15 +76,34 @@ ScoreRows<acc_t>::ScoreRows(const AttentionParams& params, const Tile& tile, Pai
     : p_(params), tile_(tile), scratch_(scratch) {
     if (p_.mask.present()) mask_at_ = static_cast<const uint8_t*>(p_.mask.data) + offset_of(p_.mask, tile, p_.heads);
     if (p_.bias.present()) bias_at_ = offset_of(p_.bias, tile, p_.heads);
+    if (p_.intervals.present()) {
+        for_each_interval(p_, tile, [&](int64_t j, int32_t start, int32_t end) {
+            scratch_.start[j] = start;
+            scratch_.end[j] = end;
+            intervals_ |= start > tile.row || end < tile.row + tile.rows;
+        });
+    }
 }
 
 template <typename acc_t>
 void ScoreRows<acc_t>::finish(int64_t i, acc_t* x, acc_t* slope) {
     if (p_.softcap > 0) row_softcap<acc_t>(x, slope, p_.softcap, tile_.keys);
-    apply_pairs(x, bias(i), visible(i), tile_.keys);
+    apply_pairs(x, bias(i), tile_.listed_rows != nullptr ? listed_visible(i) : visible(i), tile_.keys);
+    if (intervals_) hide_outside_intervals(i, x);
     if (p_.is_causal) {
-        const int64_t end = std::max<int64_t>(tile_.sequence.causal_end(tile_.row + i) - tile_.key, 0);
+        const int64_t end = tile_.keys_before(tile_.sequence.causal_end(tile_.row + i));
         if (end < tile_.keys) std::fill(x + end, x + tile_.keys, -std::numeric_limits<acc_t>::infinity());
+    }
+}
+
+template <typename acc_t>
+void ScoreRows<acc_t>::hide_outside_intervals(int64_t i, acc_t* __restrict x) const {
+    const int32_t* __restrict start = scratch_.start.data();
+    const int32_t* __restrict end = scratch_.end.data();
+    const int32_t row = static_cast<int32_t>(tile_.row + i);
+    for (int64_t j = 0; j < tile_.keys; ++j) {
+        const acc_t score = x[j];
+        x[j] = (start[j] <= row) & (row < end[j]) ? score : -std::numeric_limits<acc_t>::infinity();
     }
 }
 
@@ -76,7 +115,9 @@ const acc_t* ScoreRows<acc_t>::bias(int64_t i) {
     if (i > 0 && bias.row_stride == 0) return bias_row_;
     const int64_t at = bias_at_ + i * bias.row_stride;
     acc_t* row = scratch_.bias.data();
-    if (bias.col_stride == 1) {
+    if (tile_.listed != nullptr) {
+        bias_row_ = gather<acc_t>(bias.data, bias.dtype, at, bias.col_stride, tile_.listed, tile_.keys, 1, row).data;
+    } else if (bias.col_stride == 1) {
         bias_row_ = load<acc_t>(bias.data, bias.dtype, at, tile_.keys, 1, tile_.keys, row).data;
     } else {
         const auto column = load<acc_t>(bias.data, bias.dtype, at, bias.col_stride, tile_.keys, 1, row);
@@ -98,6 +139,16 @@ const uint8_t* ScoreRows<acc_t>::visible(int64_t i) {
     }
     for (int64_t j = 0; j < tile_.keys; ++j) scratch_.visible[j] = row[j * mask.col_stride];
     return scratch_.visible.data();
+}
+
+// The bits of row i of a list's keys, as bytes.
+template <typename acc_t>
+const uint8_t* ScoreRows<acc_t>::listed_visible(int64_t i) {
+    constexpr int64_t kWords = KeyListsView::kRows / 32;
+    const uint32_t* words = tile_.listed_rows + i / 32;
+    uint8_t* visible = scratch_.visible.data();
+    for (int64_t j = 0; j < tile_.keys; ++j) visible[j] = words[j * kWords] >> (i % 32) & 1;
+    return visible;
 }
 
 // A tile's rows of a mask lie far apart: the processor does not see the next one coming.

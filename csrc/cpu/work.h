@@ -35,14 +35,22 @@ struct Sequence {
     int64_t causal_begin(int64_t key) const { return std::clamp<int64_t>(key - keys + rows, 0, rows); }
 };
 
-// Some rows and some keys of one sequence, for one query head.
+// Some rows and some keys of one sequence, for one query head. The keys are a run, or some that a list names.
 struct Tile {
     const Sequence& sequence;
     int64_t head;
     int64_t row;
     int64_t rows;
-    int64_t key;
+    int64_t key;  // the first of the run; 0 where they are listed
     int64_t keys;
+    const int32_t* listed = nullptr;        // the keys, in rising order
+    const uint32_t* listed_rows = nullptr;  // which rows see them, as in KeyListsView
+
+    // How many of the keys lie before `end`.
+    int64_t keys_before(int64_t end) const {
+        if (listed != nullptr) return std::lower_bound(listed, listed + keys, end) - listed;
+        return std::clamp<int64_t>(end - key, 0, keys);
+    }
 };
 
 template <typename acc_t>

@@ -16,9 +16,14 @@ PackedMask plan_packed_mask(const AttentionParams& params, int64_t total_q);
 // Reads params.mask once and fills `packed`.
 void pack_mask_cuda(const AttentionParams& params, const PackedMask& packed, cudaStream_t stream);
 
-// Into how many parts the forward should split the keys on the current device; params.packed_mask and params.bias have
-// been filled. Where more than 1, split_out needs
-// splits * B * H * Sq * D floats and split_lse splits * B * H * Sq.
+// The strides and sizes of the summaries of params.intervals; the pointer is null, for the caller to allocate.
+IntervalTiles plan_interval_tiles(const AttentionParams& params);
+// Reads params.intervals once and fills `tiles`.
+void summarize_intervals_cuda(const AttentionParams& params, const IntervalTiles& tiles, cudaStream_t stream);
+
+// Into how many parts the forward should split the keys on the current device; params.packed_mask, params.intervals
+// and params.bias have been filled. Where more than 1, split_out needs splits * B * H * Sq * D floats and split_lse
+// splits * B * H * Sq.
 int64_t plan_fwd_splits(const AttentionParams& params);
 void mha_fwd_cuda(const FwdParams& params, cudaStream_t stream);
 

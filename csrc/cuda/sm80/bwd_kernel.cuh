@@ -63,7 +63,7 @@ private:
     __device__ __forceinline__ void look_ahead() {
         const int tile = next_window_ + lane_id();
         bool empty = tile >= end_, full = true;
-        if (!empty && p_.packed_mask.bits != nullptr) {
+        if (!empty && has_mask(p_)) {
             const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s_, head);
             const int first = tile * Tile::kRows;
             const auto summary = masks.of(first, min(first + Tile::kRows, s_.rows) - 1, key_tile_);
@@ -180,10 +180,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
 
     // Keys that no row sees may hold anything.
     const auto find_seen_keys = [&] {
-        const PackedMask& mask = p.packed_mask;
-        if (threadIdx.x < Tile::kWords) smem.seen[threadIdx.x] = mask.bits == nullptr ? ~0u : 0;
+        if (threadIdx.x < Tile::kWords) smem.seen[threadIdx.x] = has_mask(p) ? 0 : ~0u;
         __syncthreads();
-        if (mask.bits == nullptr) return;
+        if (!has_mask(p)) return;
         const int row_tiles = ceil_div(s.rows, Tile::kRows);
         for (int i = threadIdx.x; i < row_tiles * group; i += Tile::kThreads) {
             const int first_row = i % row_tiles * Tile::kRows;
@@ -206,7 +205,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     int key_bias_head = -1;
     float key_bias = 0;  // of key threadIdx.x
     const auto load_rows = [&](int stage) {
-        load_row_stage(smem.rows[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile);
+        load_row_stage(smem.rows[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile,
+                       cursor.mask_full);
         if constexpr (kBias == BiasKind::kDense) {
             load_bias<Tile>(smem.probs[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile);
         } else if (kKeyBias && threadIdx.x < Tile::kKeys) {
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                                         KeyB(address_of(smem.value), score_key, 0));
 
         const int rows = s.rows - row_tile * Tile::kRows;
-        const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage.mask, row_tile, key_tile);
+        const TileVisibility<Tile, kCausal> visibility(s, mask_full ? nullptr : rows_stage.mask, row_tile, key_tile);
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst> bias_blocks(address_of(probs), score_row,
                                                                                     score_key);
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             };
             differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
                                                    score_key, rows, scale, softcap, take);
-        } else if (mask_full && visibility.full()) {
+        } else if (visibility.full()) {
             differentiate<Tile, kBias, false, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
                                                      score_key, rows, scale, softcap, sum_columns);
         } else {

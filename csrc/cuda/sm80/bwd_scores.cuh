@@ -1,6 +1,7 @@
 // From S = Q K^T and dP = dO V^T of one tile to P and dS: what the backward's kernels have in common.
 #pragma once
 
+#include "../common/intervals.cuh"
 #include "../common/pairs.cuh"
 #include "../common/sequence.cuh"
 #include "../common/tile_scan.cuh"
@@ -49,11 +50,12 @@ struct RowStage {
     alignas(16) float key_bias[kKeyBias ? Tile::kKeys : 4];  // times log2(e)
 };
 
-// Loads of one tile of rows, for one head; cp.async, the caller commits.
+// Loads of one tile of rows, for one head; cp.async, the caller commits. Of a mask that hides nothing of it (mask_full)
+// nothing is loaded.
 template <typename Tile, bool kKeyBias>
-__device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
+__device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
                                                const BwdParams& p, const Sequence& s, int head, int row_tile,
-                                               int key_tile) {
+                                               int key_tile, bool mask_full) {
     using T = typename Tile::T;
     const int first = row_tile * Tile::kRows;
     const int rows = s.rows - first;
@@ -65,6 +67,8 @@ __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& s
     load_rows(stage.query, p.query);
     load_rows(stage.dout, p.dout);
 
+    if (!mask_full && p.interval_tiles.tiles != nullptr)
+        expand_intervals<Tile::kThreads>(stage.mask, p, s, head, first, 1, key_tile * Tile::kKeys);
     const int row = threadIdx.x;
     if (row >= Tile::kRows || row >= rows) return;
     const auto stat_of = [&](const RowStatView& view) {
@@ -72,7 +76,7 @@ __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& s
     };
     cp_async<4>(address_of(stage.lse) + row * 4, stat_of(p.lse));
     cp_async<4>(address_of(stage.delta) + row * 4, stat_of(p.delta));
-    if (p.packed_mask.bits != nullptr) {
+    if (!mask_full && p.packed_mask.bits != nullptr) {
         const PackedMask& mask = p.packed_mask;
         const int64_t mask_row = mask.bits_row_stride == 0 ? 0 : s.first_row + first + row;
         const uint32_t* words = mask.bits + s.batch * mask.bits_batch_stride +
@@ -137,18 +141,19 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
 // Which pairs of a tile are visible, 32 keys of a row in a word: mask, causality and lengths.
 template <typename Tile, bool kCausal>
 struct TileVisibility {
-    const uint32_t (*mask)[Tile::kWords];  // null where there is none
+    const uint32_t (*mask)[Tile::kWords];  // null where it hides nothing of the tile
     int limit;  // of the tile's keys, without causality
     int diagonal;  // row r of the tile sees its keys below diagonal + r
 
-    __device__ TileVisibility(const BwdParams& p, const Sequence& s, const uint32_t (*bits)[Tile::kWords], int row_tile,
+    __device__ TileVisibility(const Sequence& s, const uint32_t (*bits)[Tile::kWords], int row_tile,
                               int key_tile)
-        : mask(p.packed_mask.bits != nullptr ? bits : nullptr),
+        : mask(bits),
           limit(s.keys - key_tile * Tile::kKeys),
           diagonal(row_tile * Tile::kRows + 1 + s.keys - s.rows - key_tile * Tile::kKeys) {}
 
-    // Whether lengths and causality leave every pair visible.
-    __device__ bool full() const { return limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys); }
+    __device__ bool full() const {
+        return mask == nullptr && limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys);
+    }
     __device__ uint32_t word(int row, int w) const {
         const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
         return mask == nullptr ? visible : visible & mask[row][w];

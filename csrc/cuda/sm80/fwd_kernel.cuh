@@ -1,6 +1,7 @@
 // The forward for compute capability 8.0 and up: one block owns a tile of query rows and goes over the keys once.
 #pragma once
 
+#include "../common/intervals.cuh"
 #include "../common/pairs.cuh"
 #include "../common/tile_scan.cuh"
 #include "fwd_block.cuh"
@@ -44,7 +45,7 @@ public:
             if (kBias == BiasKind::kDense && !Shape::kPacksHeads)
                 bias_ += query_row(BiasCopy::first_row()) * p.bias.row_stride * sizeof(T);
         }
-        if (mask_by_row()) {
+        if (mask_by_row() && !has_intervals()) {
             const int mask_row = min(query_row(min(static_cast<int>(threadIdx.x), kRows - 1)), s.rows - 1);
             const PackedMask& mask = p.packed_mask;
             mask_row_ = mask.bits + s.batch * mask.bits_batch_stride +
@@ -82,9 +83,11 @@ private:
     using Block::query_row, Block::sequence;
     using BiasCopy = RowCopy<kThreads, BiasTile>;
 
-    __device__ bool has_mask() const { return p_.packed_mask.bits != nullptr; }
+    __device__ bool has_intervals() const { return p_.interval_tiles.tiles != nullptr; }
     // Else a tile's columns say all that the mask does.
-    __device__ bool mask_by_row() const { return has_mask() && p_.packed_mask.bits_row_stride != 0; }
+    __device__ bool mask_by_row() const {
+        return has_intervals() || (p_.packed_mask.bits != nullptr && p_.packed_mask.bits_row_stride != 0);
+    }
 
     // Keys that no row sees are not read, and neither are their values.
     template <typename Tile>
@@ -115,8 +118,7 @@ private:
     // Starts to fetch what is added to the scores and what hides them.
     template <typename Tile>
     __device__ __forceinline__ void load_pairs(const Tile& tile) {
-        if (mask_by_row() && !tile.full() && threadIdx.x < kRows)
-            cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile.index() * kWords);
+        if (mask_by_row() && !tile.full()) load_mask(tile.index());
         if constexpr (kBias == BiasKind::kKey) {
             const int key = tile.index() * kKeys + threadIdx.x;
             key_bias_ = 0;
@@ -127,6 +129,15 @@ private:
             }
         }
         if constexpr (kBias == BiasKind::kDense) load_dense_bias(tile.index() * kKeys);
+    }
+
+    __device__ __forceinline__ void load_mask(int tile) {
+        if (has_intervals()) {
+            expand_intervals<kThreads>(smem_.mask, p_, sequence(), smem_.work.first_head, smem_.work.first_row,
+                                       Shape::kPacksHeads ? schedule_.pack : 1, tile * kKeys);
+        } else if (threadIdx.x < kRows) {
+            cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile * kWords);
+        }
     }
 
     __device__ __forceinline__ void load_dense_bias(int first_key) {

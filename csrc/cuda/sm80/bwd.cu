@@ -14,6 +14,18 @@
 
 namespace flash_dmattn {
 namespace cuda {
+
+// It tells for which architecture the code that was loaded was compiled: not always the device's own.
+namespace {
+__global__ void probe_kernel() {}
+}  // namespace
+
+bool uses_small_tiles() {
+    cudaFuncAttributes attributes;
+    FLASH_CUDA_CHECK(cudaFuncGetAttributes(&attributes, probe_kernel));
+    return has_little_shared_memory(attributes.ptxVersion * 10);
+}
+
 namespace {
 
 // The head dimension of the instantiation that serves p; 0 where none was built.
@@ -50,7 +62,7 @@ BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q) {
     BwdScratch scratch;
     const int head_dim = built_head_dim(p);
     if (head_dim == 0) return scratch;
-    const BwdTileSizes sizes = bwd_tile_sizes(head_dim);
+    const BwdTileSizes sizes = bwd_tile_sizes(head_dim, uses_small_tiles());
     p.dquery_tiles =
         p.cu_seqlens_q == nullptr ? ceil_div<int64_t>(p.seqlen_q, sizes.rows) : total_q / sizes.rows + p.batch;
     const int64_t tiles = dquery_tiles_total(p);

@@ -86,6 +86,7 @@ __device__ __forceinline__ void store_dbias_tile(const float (&sum)[Tile::kScore
 template <typename Tile, bool kCausal>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     bwd_dbias_kernel(const __grid_constant__ BwdParams p) {
+    if constexpr (!Tile::kIsUsed) return;
     using T = typename Tile::T;
     using Smem = BwdDbiasSmem<Tile>;
     extern __shared__ __align__(128) unsigned char shared_memory[];

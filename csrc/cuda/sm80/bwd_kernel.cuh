@@ -131,6 +131,7 @@ __device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t r
 template <typename Tile, BiasKind kBias, bool kCausal>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     bwd_kernel(const __grid_constant__ BwdParams p) {
+    if constexpr (!Tile::kIsUsed) return;
     using T = typename Tile::T;
     using Smem = BwdSmem<Tile, kBias>;
     constexpr bool kKeyBias = Smem::kKeyBias;

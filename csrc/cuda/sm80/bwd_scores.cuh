@@ -176,7 +176,8 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kSc
 #pragma unroll
     for (int m = 0; m < Tile::kPassM; ++m) {
         float lse[2], delta[2];
-        uint32_t visible[2][Tile::kScoreN / 4];
+        constexpr int kWords = ceil_div(Tile::kScoreKeys, 32);
+        uint32_t visible[2][kWords];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int r = row + m * 16 + h * 8 + lane / 4;
@@ -186,8 +187,9 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kSc
             delta[h] = lse[h] != kInfinity ? stage.delta[r] : 0;
             if (kMasked) {
 #pragma unroll
-                for (int w = 0; w < Tile::kScoreN / 4; ++w)
-                    visible[h][w] = visibility.word(r, key / 32 + w) >> (lane % 4 * 2);
+                for (int w = 0; w < kWords; ++w)
+                    visible[h][w] = visibility.word(r, key / 32 + w) >> (Tile::kScoreKeys % 32 ? key % 32 : 0) >>
+                                    (lane % 4 * 2);
             }
         }
 #pragma unroll

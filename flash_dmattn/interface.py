@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from . import backends, checks, key_lists
 from .backends import cpu, cuda, reference
 from .checks import AnyMask, Varlen
-from .key_lists import KeyLists
 from .interval_mask import KeyIntervalMask
+from .key_lists import KeyLists
 
 HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .. import ops
 from ..checks import Varlen
-from ..key_lists import KeyLists, interval_tensor
 from ..interval_mask import KeyIntervalMask
+from ..key_lists import KeyLists, interval_tensor
 
 
 def mask_tensors(mask: Tensor | KeyIntervalMask | KeyLists | None) -> ops.MaskTensors:

@@ -32,7 +32,8 @@ CPU_SOURCES = [
     *(f"csrc/cpu/{name}.cpp" for name in ("key_lists", "linalg", "mha_bwd", "mha_fwd", "scores", "work")),
 ]
 CUDA_SOURCES = [
-    f"csrc/cuda/{name}.cu" for name in ("bwd_preprocess", "combine", "key_lists", "pack_mask", "sm80/bwd", "sm80/fwd")
+    f"csrc/cuda/{name}.cu"
+    for name in ("bwd_postprocess", "bwd_preprocess", "combine", "key_lists", "pack_mask", "sm80/bwd", "sm80/fwd")
 ]
 
 # Without -fno-trapping-math a select between two floats keeps a loop from becoming vector instructions; nothing here

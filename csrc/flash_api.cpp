@@ -342,7 +342,8 @@ std::pair<Tensor, Tensor> forward_cuda(FwdParams& p, const Tensor& query, const 
     return {bits, tiles};
 }
 
-void backward_cuda(BwdParams& p, const Tensor& query, const OptionalTensor& bits, const OptionalTensor& tiles) {
+void backward_cuda(BwdParams& p, const Tensor& query, const Tensor& key, const OptionalTensor& bits,
+                   const OptionalTensor& tiles) {
     check_cuda_inputs(p, query);
     const c10::cuda::CUDAGuard guard(query.device());
     if (bits) {
@@ -353,7 +354,7 @@ void backward_cuda(BwdParams& p, const Tensor& query, const OptionalTensor& bits
     }
     const auto stream = c10::cuda::getCurrentCUDAStream().stream();
     const Tensor interval_tiles = summarize_intervals(p, query, stream);
-    const BwdScratch sizes = plan_bwd_scratch(p, query.size(0));
+    const BwdScratch sizes = plan_bwd_scratch(p, query.size(0), key.size(0));
     const auto scratch = query.options().dtype(at::kFloat);
     const Tensor dquery_accum = at::empty({sizes.dquery_accum}, scratch);
     const Tensor dquery_turns = at::empty({sizes.dquery_turns}, scratch.dtype(at::kInt));
@@ -361,6 +362,11 @@ void backward_cuda(BwdParams& p, const Tensor& query, const OptionalTensor& bits
     p.dquery_accum = dquery_accum.data_ptr<float>();
     p.dquery_turns = dquery_turns.data_ptr<int32_t>();
     p.dbias_parts = dbias_parts.data_ptr<float>();
+    const Tensor dkv_accum = at::empty({sizes.dkv_accum}, scratch), dbias_accum = at::empty({sizes.dbias_accum}, scratch);
+    const Tensor watermarks = at::empty({sizes.watermarks}, scratch.dtype(at::kInt));
+    p.dkv_accum = dkv_accum.data_ptr<float>();
+    p.dbias_accum = dbias_accum.data_ptr<float>();
+    p.watermarks = watermarks.data_ptr<int32_t>();
     mha_bwd_cuda(p, stream);
 }
 
@@ -388,7 +394,9 @@ void list_fill_cuda(const AttentionParams& p, const Tensor& mask, const Tensor& 
     TORCH_CHECK(false, "flash_dmattn was built without CUDA kernels, got tensors on ", query.device());
 }
 std::pair<Tensor, Tensor> forward_cuda(FwdParams&, const Tensor& query, const OptionalTensor&) { no_cuda(query); }
-void backward_cuda(BwdParams&, const Tensor& query, const OptionalTensor&, const OptionalTensor&) { no_cuda(query); }
+void backward_cuda(BwdParams&, const Tensor& query, const Tensor&, const OptionalTensor&, const OptionalTensor&) {
+    no_cuda(query);
+}
 Tensor list_lengths_cuda(const AttentionParams&, const Tensor& mask, const Tensor&) { no_cuda(mask); }
 void list_fill_cuda(const AttentionParams&, const Tensor& mask, const Tensor&, const Tensor&, const Tensor&, const Tensor&) {
     no_cuda(mask);
@@ -501,14 +509,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Te
         p.dbias.col_stride = 1;
         p.dbias.per_key = true;
     } else if (needs_dbias) {
-        // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them.
-        dbias = is_varlen || nothing_to_do(p) ? at::zeros(bias->sizes(), bias->options())
+        // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them. Where there are lists,
+        // those of them alone are written.
+        dbias = is_varlen || p.lists.present() || nothing_to_do(p) ? at::zeros(bias->sizes(), bias->options())
                                               : at::empty(bias->sizes(), bias->options());
         p.dbias = pair_view(dbias);
     }
 
     if (!query.is_cpu()) {
-        backward_cuda(p, query, masks.mask, mask_tiles);
+        backward_cuda(p, query, key, masks.mask, mask_tiles);
     } else if (!nothing_to_do(p)) {
         mha_bwd_cpu(p);
     }

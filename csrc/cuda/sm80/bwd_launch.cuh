@@ -38,7 +38,7 @@ void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
             break;
     }
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p) && key_tiles > 0) {
-        using DbiasTile = BwdTile<Tile::kHeadDim, typename Tile::T, Tile::kIsSmall, true>;
+        using DbiasTile = BwdTile<Tile::kHeadDim, typename Tile::T, Tile::kIsSmall, BwdPass::kDbias>;
         const int64_t dbias_key_tiles = ceil_div<int64_t>(p.seqlen_k, DbiasTile::kKeys);
         const int64_t runs = p.dbias_tiles / dbias_key_tiles * ceil_div<int64_t>(dbias_key_tiles, p.dbias_run);
         launch<DbiasTile>(bwd_dbias_kernel<DbiasTile, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSmem<DbiasTile>),

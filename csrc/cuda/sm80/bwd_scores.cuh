@@ -160,16 +160,17 @@ struct TileVisibility {
     }
 };
 
-// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). dense_bias(to, m, n) gives the
-// bias of a block of 16 x 16 pairs as load_a does. `take` is given dx of two neighbouring pairs, of row m, h and the
+// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). `stage` has the rows' lse and
+// delta and, of a key bias, key_bias; visibility.word(row, w) is needed of this lane's keys alone. dense_bias(to, m, n)
+// gives the bias of a block of 16 x 16 pairs as load_a does. `take` is given dx of two neighbouring pairs, of row m, h and the
 // keys of n, before it becomes ds.
-template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, bool kKeyBias, bool kCausal, typename DenseBias,
-          typename Take>
+template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, typename Stage, typename Visibility,
+          typename DenseBias, typename Take>
 __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kScoreN][4],
                                               float (&dp)[Tile::kPassM][Tile::kScoreN][4],
-                                              const RowStage<Tile, kKeyBias>& stage, const DenseBias& dense_bias,
-                                              const TileVisibility<Tile, kCausal>& visibility, int row, int key,
-                                              int rows, float scale, float softcap, const Take& take) {
+                                              const Stage& stage, const DenseBias& dense_bias,
+                                              const Visibility& visibility, int row, int key, int rows, float scale,
+                                              float softcap, const Take& take) {
     using T = typename Tile::T;
     const int lane = lane_id();
     const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E;

@@ -57,9 +57,32 @@ constexpr BwdTileSizes dbias_tile_sizes(int head_dim) {
     }
 }
 
+// Of the kernel over key lists, whose blocks own rows: many rows to a key, since for each of them the key's dK and dV are
+// added to global memory.
+constexpr BwdTileSizes gather_tile_sizes(int head_dim) {
+    switch (head_dim) {
+        case 32: return {128, 64, 8, 4, 2, 4, 4, 2};
+        case 64: return {128, 64, 8, 4, 2, 2, 4, 1};
+        case 96: return {128, 64, 8, 4, 1, 4, 4, 1};
+        case 128: return {128, 64, 8, 4, 1, 2, 4, 1};
+        case 192: return {64, 64, 8, 4, 1, 2, 2, 1};
+        default: return {64, 64, 8, 4, 1, 2, 2, 1};  // 256
+    }
+}
+
+enum class BwdPass { kMain, kDbias, kGather };
+
+constexpr BwdTileSizes tile_sizes(BwdPass pass, int head_dim, bool is_small) {
+    switch (pass) {
+        case BwdPass::kMain: return bwd_tile_sizes(head_dim, is_small);
+        case BwdPass::kDbias: return dbias_tile_sizes(head_dim);
+        default: return gather_tile_sizes(head_dim);
+    }
+}
+
 // One warp's share of a product, in tiles of 16 x 8. Columns of the head dimension are dealt to warps 16 at a time, so
 // that every warp's columns keep to the swizzle's period whatever the head dimension.
-template <int kHeadDim_, typename T_, bool kIsSmall_, bool kForDbias = false>
+template <int kHeadDim_, typename T_, bool kIsSmall_, BwdPass kPass = BwdPass::kMain>
 struct BwdTile {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -70,8 +93,7 @@ struct BwdTile {
 #else
     static constexpr bool kIsUsed = true;
 #endif
-    static constexpr BwdTileSizes kSizes =
-        kForDbias ? dbias_tile_sizes(kHeadDim) : bwd_tile_sizes(kHeadDim, kIsSmall);
+    static constexpr BwdTileSizes kSizes = tile_sizes(kPass, kHeadDim, kIsSmall);
     static constexpr int kRows = kSizes.rows;
     static constexpr int kKeys = kSizes.keys;
     static constexpr int kThreads = kSizes.warps * 32;

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "attention.h"
+#include "common/bits.cuh"
 #include "common/check.h"
 #include "common/intervals.cuh"
 

@@ -16,11 +16,10 @@ __device__ __forceinline__ int rank_in(uint32_t ballot) { return __popc(ballot &
 
 // Transposes 32 x 32 bits: of lane i, bit j becomes bit i of lane j.
 __device__ __forceinline__ uint32_t transpose_bits(uint32_t word) {
-    const uint32_t lane = kept(lane_id());  // what follows from it must not be kept across a caller's loop
     uint32_t low_half = 0x0000ffff;  // of every 2 * step bits the lower ones
 #pragma unroll
     for (int step = 16; step > 0; step /= 2, low_half ^= low_half << step) {
-        const bool upper = lane & step;
+        const bool upper = lane_id() & step;
         const uint32_t other = __shfl_xor_sync(~0u, word, step), kept_bits = upper ? ~low_half : low_half;
         const uint32_t moved = __funnelshift_l(other, other, upper ? 32 - step : step);
         word = (word & kept_bits) | (moved & ~kept_bits);

@@ -46,16 +46,18 @@ struct RowStage {
     typename Tile::RowsTile dout;
     alignas(16) float lse[Tile::kRows];
     alignas(16) float delta[Tile::kRows];
-    alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
+    union {
+        alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
+        alignas(16) int2 intervals[Tile::kKeys];  // of a mask of intervals
+    };
     alignas(16) float key_bias[kKeyBias ? Tile::kKeys : 4];  // times log2(e)
 };
 
-// Loads of one tile of rows, for one head; cp.async, the caller commits. Of a mask that hides nothing of it (mask_full)
-// nothing is loaded.
+// Loads of one tile of rows, for one head; cp.async, the caller commits.
 template <typename Tile, bool kKeyBias>
-__device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
+__device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
                                                const BwdParams& p, const Sequence& s, int head, int row_tile,
-                                               int key_tile, bool mask_full) {
+                                               int key_tile) {
     using T = typename Tile::T;
     const int first = row_tile * Tile::kRows;
     const int rows = s.rows - first;
@@ -67,8 +69,8 @@ __device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, 
     load_rows(stage.query, p.query);
     load_rows(stage.dout, p.dout);
 
-    if (!mask_full && p.interval_tiles.tiles != nullptr)
-        expand_intervals<Tile::kThreads>(stage.mask, p, s, head, first, 1, key_tile * Tile::kKeys);
+    if (p.interval_tiles.tiles != nullptr)
+        load_intervals<Tile::kKeys>(address_of(stage.intervals), p, s, head, key_tile * Tile::kKeys);
     const int row = threadIdx.x;
     if (row >= Tile::kRows || row >= rows) return;
     const auto stat_of = [&](const RowStatView& view) {
@@ -76,7 +78,7 @@ __device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, 
     };
     cp_async<4>(address_of(stage.lse) + row * 4, stat_of(p.lse));
     cp_async<4>(address_of(stage.delta) + row * 4, stat_of(p.delta));
-    if (!mask_full && p.packed_mask.bits != nullptr) {
+    if (p.packed_mask.bits != nullptr) {
         const PackedMask& mask = p.packed_mask;
         const int64_t mask_row = mask.bits_row_stride == 0 ? 0 : s.first_row + first + row;
         const uint32_t* words = mask.bits + s.batch * mask.bits_batch_stride +
@@ -141,21 +143,25 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
 // Which pairs of a tile are visible, 32 keys of a row in a word: mask, causality and lengths.
 template <typename Tile, bool kCausal>
 struct TileVisibility {
-    const uint32_t (*mask)[Tile::kWords];  // null where it hides nothing of the tile
+    const uint32_t (*mask)[Tile::kWords];  // null where there is none
+    const int2* intervals;                 // likewise
+    int first_row;
     int limit;  // of the tile's keys, without causality
     int diagonal;  // row r of the tile sees its keys below diagonal + r
 
-    __device__ TileVisibility(const Sequence& s, const uint32_t (*bits)[Tile::kWords], int row_tile,
-                              int key_tile)
-        : mask(bits),
+    template <typename Stage>
+    __device__ TileVisibility(const BwdParams& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile)
+        : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
+          intervals(p.interval_tiles.tiles != nullptr ? stage.intervals : nullptr),
+          first_row(row_tile * Tile::kRows),
           limit(s.keys - key_tile * Tile::kKeys),
           diagonal(row_tile * Tile::kRows + 1 + s.keys - s.rows - key_tile * Tile::kKeys) {}
 
-    __device__ bool full() const {
-        return mask == nullptr && limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys);
-    }
+    // Whether lengths and causality leave every pair visible.
+    __device__ bool full() const { return limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys); }
     __device__ uint32_t word(int row, int w) const {
         const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
+        if (intervals != nullptr) return visible & keys_seen(intervals + w * 32, first_row + row);
         return mask == nullptr ? visible : visible & mask[row][w];
     }
 };

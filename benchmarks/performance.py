@@ -1,6 +1,7 @@
 """Times the same work through SDPA, FlexAttention and ours, for forward_performance.py and backward_performance.py.
 
-SDPA takes mask and bias as one float mask and FlexAttention a block mask; both are made beforehand and not timed.
+SDPA takes mask and bias as one float mask and FlexAttention a block mask; both are made beforehand and not timed. SDPA
+chooses its own kernel; "sdpa-flash" is its FlashAttention-2, which takes neither mask nor bias.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from report import (
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func_auto
 from flash_dmattn.backends import flex, reference
@@ -120,6 +122,18 @@ def float_mask(inputs: Inputs) -> Tensor:
     return torch.where(visible, bias, -torch.inf)
 
 
+def sdpa_flash(inputs: Inputs) -> Work:
+    work = sdpa(inputs)
+    if len(work.leaves) > 3:
+        raise ValueError("FlashAttention-2 takes neither mask nor bias")
+
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return work.forward()
+
+    return Work(forward, work.leaves)
+
+
 def flex_attention(inputs: Inputs) -> Work:
     # Its compiled backward otherwise reuses saved tensors as scratch memory, and can run only once.
     torch._functorch.config.donated_buffer = False
@@ -134,7 +148,7 @@ def flex_attention(inputs: Inputs) -> Work:
     return Work(forward, list(inputs.leaves().values()))
 
 
-PEERS = {"sdpa": sdpa, "flex": flex_attention}
+PEERS = {"sdpa": sdpa, "sdpa-flash": sdpa_flash, "flex": flex_attention}
 
 
 # Timing
@@ -335,7 +349,7 @@ def too_slow(timings: list[Timing], name: str) -> list[str]:
 def main(quantities: list[str], description: str, arguments: list[str] | None = None) -> int:
     """The exit status: 1 where ours gave no time, or was slower than --check allows."""
     parser = argument_parser(description, backends="the device's kernels")
-    parser.add_argument("--peer", action="append", choices=PEERS, help="may be repeated (default: sdpa; flex on CUDA)")
+    parser.add_argument("--peer", action="append", choices=PEERS, help="may be repeated (default: sdpa; on CUDA all)")
     parser.add_argument(
         "--dtype", action="append", choices=DTYPES, help="may be repeated (default: bfloat16; float32 on the CPU)"
     )
@@ -352,7 +366,7 @@ def main(quantities: list[str], description: str, arguments: list[str] | None = 
     options = parse(parser, arguments)
     on_cpu = options.device == "cpu"
     names = options.backend or [options.device]
-    peers = options.peer or (["sdpa"] if on_cpu else ["sdpa", "flex"])
+    peers = options.peer or (["sdpa"] if on_cpu else list(PEERS))
     dtypes = options.dtype or (["float32", "bfloat16"] if on_cpu else ["bfloat16"])
     if options.check and (not on_cpu or "sdpa" not in peers):
         parser.error("--check compares with SDPA on the CPU")

@@ -54,6 +54,13 @@ def assert_says_where(content: dict) -> None:
     assert {"commit", "flash_dmattn", "threads", "python", "triton"} <= content["environment"].keys()
 
 
+def test_the_commit_of_a_copy_without_git(equivalence, monkeypatch):
+    import report
+
+    monkeypatch.setenv("FLASH_DMATTN_COMMIT", "1234abc")
+    assert "commit 1234abc" in report.describe(report.environment("cpu"))
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help(script):
     done = run(script, "--help")
@@ -70,7 +77,9 @@ def test_help(script):
 )
 def test_equivalence(tmp_path, script, outputs):
     path = tmp_path / "result.json"
-    done = run(script, "--device=cpu", "--backend=cpu", "--size=small", "--config=softcap, ", f"--json={path}")
+    done = run(
+        script, "--device=cpu", "--backend=cpu", "--size=small", "--config=softcap, ", "--jobs=2", f"--json={path}"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 PASS, 0 MISS, 0 not supported" in done.stdout
     content = json.loads(path.read_text())
@@ -196,7 +205,7 @@ def test_performance(tmp_path, script, quantities):
         assert (timing["seconds"] is None) == refused == bool(timing["refusal"])
 
 
-def test_sdpa_and_flex_do_the_same_work(performance, sparse_performance):
+def test_the_peers_do_the_same_work(performance, sparse_performance):
     workloads = [problem for module in (performance, sparse_performance) for problem in module.WORKLOADS["cuda"]]
     for problem in performance.WORKLOADS["cpu"] + workloads:
         problem = performance.replace(performance.shrunk(problem, 64), batch=min(problem.batch, 2))
@@ -204,7 +213,11 @@ def test_sdpa_and_flex_do_the_same_work(performance, sparse_performance):
         expected = performance.ours("reference", inputs).forward()
         # A row that sees nothing is NaN in SDPA.
         sees = torch.isfinite(inputs.attend(performance.flash_dmattn_func_auto("reference"))[1]).transpose(1, 2)
-        for build in performance.PEERS.values():
+        for name, build in performance.PEERS.items():
+            if name == "sdpa-flash" and (inputs.mask is not None or inputs.bias is not None):
+                with pytest.raises(ValueError, match="FlashAttention-2 takes neither mask nor bias"):
+                    build(inputs)
+                continue
             torch.testing.assert_close(build(inputs).forward()[sees], expected[sees], rtol=1e-4, atol=1e-4)
 
 
@@ -301,13 +314,21 @@ def test_what_check_asks_for(sparse_performance):
 
 def test_memory(tmp_path):
     path = tmp_path / "result.json"
-    done = run("memory", "--device=cpu", "--seqlen=1024", "--heads=2", "--backend=cpu", "--check", f"--json={path}")
+    done = run(
+        "memory", "--device=cpu", "--seqlen=1024", "--heads=2", "--backend=cpu", "--mask", "--check", f"--json={path}"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(path.read_text())
     assert_says_where(content)
-    (peak,) = content["peaks"]
-    # out, dq, dk and dv at least; the scores of all pairs would be 8 MiB more for every copy of them.
-    assert peak["backend"] == "cpu" and 2 <= peak["mib"] < 32
+    peaks = {peak["workload"]: peak for peak in content["peaks"]}
+    assert list(peaks) == ["causal, key bias", "mask [B,H,S,S], causal, key bias"]
+    for peak in peaks.values():
+        # out, dq, dk and dv at least; the scores of all pairs would be 8 MiB more for every copy of them.
+        assert peak["backend"] == "cpu" and 2 <= peak["mib"] < 32
+        # out, dq, dk, dv, lse and dbias
+        assert (peak["mib"] - peak["extra_mib"]) * 2**20 == pytest.approx(4 * 4 * 1024 * 2 * 64 + 2 * 4 * 1024 * 2)
+        assert peak["elements"] == 1024 * 2 * 64
+    assert [peak["mask_bits"] for peak in peaks.values()] == [0, 2 * 1024 * 1024]
 
 
 # Arguments

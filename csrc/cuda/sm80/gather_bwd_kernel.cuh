@@ -4,14 +4,8 @@
 // the list of keys that its rows see. What the tile adds to a key's dK and dV is summed in global memory in float32.
 #pragma once
 
+#include "../common/key_list.cuh"
 #include "bwd_kernel.cuh"
-
-#ifndef NOADD
-#define NOADD 0
-#endif
-#ifndef PINGPONG
-#define PINGPONG 1
-#endif
 
 namespace flash_dmattn::cuda {
 
@@ -30,13 +24,13 @@ struct RowTileChains {
     constexpr __host__ __device__ int length() const { return heads * batches * row_tiles; }
 };
 
-// What a block works on.
-struct RowTileWork {
+// A tile of rows, and its place in the order.
+struct RowTile {
     Sequence s;
-    int head, row_tile;
+    int head, first_row;
     int chain, place;  // in the chain
 
-    __device__ RowTileWork(const BwdParams& p, int tile_rows, unsigned index) : s(p, 0) {
+    __device__ RowTile(const BwdParams& p, int tile_rows, unsigned index) : s(p, 0) {
         const RowTileChains all(p, tile_rows);
         const unsigned length = all.length(), chains = all.chains;
         chain = p.deterministic ? index % chains : index / length;
@@ -44,27 +38,52 @@ struct RowTileWork {
         place = p.deterministic ? index / chains : length - 1 - index % length;
         const int head_chains = static_cast<int>(p.heads) / all.heads;
         head = chain % head_chains * all.heads + place % all.heads;
-        row_tile = place / all.heads / all.batches;
+        first_row = place / all.heads / all.batches * tile_rows;
         s = Sequence(p, chain / head_chains * all.batches + place / all.heads % all.batches);
     }
 };
 
-// Of one tile of keys: what the block must know of them.
-template <int kKeys>
+// Where the tensors of a tile of rows begin, and whose strides are those of a key.
+template <typename T>
+struct GatherPointers {
+    const T* key;
+    const T* value;
+    float* dkey;  // of dkv_accum
+    float* dvalue;
+    float* key_dbias;
+    const T* dense_bias;    // of the tile's first row
+    int64_t dense_dbias;
+
+    __device__ GatherPointers(const BwdParams& p, const Sequence& s, int head, int first_row) {
+        const int kv_head = shared_head(head, p.heads, p.kv_heads);
+        key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
+        value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
+        const int64_t first_key = p.cu_seqlens_k == nullptr ? s.batch * p.seqlen_k : s.first_key;
+        dkey = p.dkv_accum + (first_key * p.kv_heads + kv_head) * p.head_dim;
+        dvalue = dkey + p.dkv_rows * p.kv_heads * p.head_dim;
+        if (p.bias.kind == BiasKind::kDense)
+            dense_bias = static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads) + first_row * p.bias.row_stride;
+        if (p.dbias.data == nullptr) return;
+        const int64_t dbias = pair_offset(p.dbias, s, head, p.heads);
+        key_dbias = static_cast<float*>(p.dbias.data) + dbias;
+        dense_dbias = dbias + first_row * p.dbias.row_stride;
+    }
+};
+
+// What the block must know of a tile of keys.
+template <int kRows, int kKeys>
 struct KeyStage {
-    alignas(16) int2 rows[kKeys];      // the first row of the tile that sees the key, and how many do
-    alignas(16) uint4 row_bits[kKeys];  // of the list's rows
-    alignas(16) float bias[kKeys];     // times log2(e)
-    int key[kKeys];                    // -1 where no row of the tile sees it
-    bool full[kKeys / 32];             // 32 keys that every row sees
+    static constexpr int kWords = kRows / 32;
+    alignas(16) uint32_t rows[kWords][kKeys];  // bit i: row 32 w + i of the tile sees the key
+    alignas(16) float bias[kKeys];             // times log2(e)
+    alignas(16) int key[kKeys];                // -1 where no row of the tile sees it
+    uint32_t seen_by_all[kWords][kKeys / 32];  // keys that 32 rows see
 };
 
 // Which pairs of a tile are visible.
-template <int kKeys>
+template <typename Stage>
 struct GatheredVisibility {
-    const KeyStage<kKeys>& stage;
-    bool has_row_bits;
-    int list_row;  // row of the list that is the tile's first
+    const Stage& stage;
 
     // 32 keys of a row, of which only this lane's are told.
     __device__ __forceinline__ uint32_t word(int row, int w) const {
@@ -72,27 +91,10 @@ struct GatheredVisibility {
         uint32_t bits = 0;
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-            const int4 pair = *reinterpret_cast<const int4*>(stage.rows + w * 32 + n * 8 + lane_key);
-            bits |= static_cast<uint32_t>(sees(row, pair.x, pair.y)) << n * 8;
-            bits |= static_cast<uint32_t>(sees(row, pair.z, pair.w)) << (n * 8 + 1);
-        }
-        if (has_row_bits) {
-            uint32_t listed = 0;
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const auto* words = reinterpret_cast<const uint32_t*>(stage.row_bits + w * 32 + n * 8 + lane_key + e);
-                    listed |= (words[(list_row + row) / 32] >> (list_row + row) % 32 & 1) << (n * 8 + e);
-                }
-            bits &= listed;
+            const uint2 rows = *reinterpret_cast<const uint2*>(&stage.rows[row / 32][w * 32 + n * 8 + lane_key]);
+            bits |= (rows.x >> row % 32 & 1) << n * 8 | (rows.y >> row % 32 & 1) << (n * 8 + 1);
         }
         return bits << lane_key;
-    }
-
-private:
-    static __device__ __forceinline__ bool sees(int row, int first, int count) {
-        return static_cast<unsigned>(row - first) < static_cast<unsigned>(count);
     }
 };
 
@@ -113,40 +115,40 @@ public:
         RowStage<Tile, false> rows;
         typename Tile::KeysTile key[kKeyTiles], value[kValueTiles];
         typename Tile::PairsTile probs[2], dscores[2];
-        KeyStage<kKeys> keys[4];
+        KeyStage<kRows, kKeys> keys[4];
         float column_sums[2][Tile::kSizes.score_row_warps][kKeys];  // of dx
-        RowTileWork work;
+        RowTile tile;
+        KeyList list;
+        GatherPointers<T> at;
     };
 
+    // smem.tile has been written.
     __device__ GatherBwd(const BwdParams& p, SharedMemory& smem)
-        : p_(p), smem_(smem), address_of(&smem), s_(smem.work.s), first_row_(smem.work.row_tile * kRows),
-          score_row_(warp_id() / Tile::kScoreKeyWarps * Tile::kScoreRows),
+        : p_(p), smem_(smem), address_of(&smem), score_row_(warp_id() / Tile::kScoreKeyWarps * Tile::kScoreRows),
           score_key_(warp_id() % Tile::kScoreKeyWarps * Tile::kScoreKeys) {
-        const KeyListsView& lists = p.lists;
-        const int list_tile = lists.row_tiles > 1 ? first_row_ / static_cast<int>(KeyListsView::kRows) : 0;
-        const int64_t list =
-            ((lists.batches > 1 ? s_.batch : 0) * lists.heads + shared_head(smem.work.head, p.heads, lists.heads)) *
-                lists.row_tiles + list_tile;
-        list_ = lists.keys + lists.starts[list];
-        list_bits_ = lists.rows == nullptr || p.intervals.start != nullptr ? nullptr : lists.rows + lists.starts[list] * 4;
-        if (first_row_ >= s_.rows) return;
-        tiles_ = static_cast<int>((lists.starts[list + 1] - lists.starts[list]) / kKeys);
-        if (p.is_causal && lists.row_tiles == 1) cut_list(s_.causal_end(min(first_row_ + kRows, s_.rows) - 1));
+        if (threadIdx.x == 0) {
+            smem.list = KeyList(p, sequence(), head(), first_row());
+            smem.at = GatherPointers<T>(p, sequence(), head(), first_row());
+        }
+        __syncthreads();
+        if (tile_rows() <= 0) return;
+        tiles_ = smem.list.size / kKeys;
+        if (p.is_causal && p.lists.row_tiles == 1) cut_list(sequence().causal_end(first_row() + tile_rows() - 1));
     }
 
     __device__ void run() {
         clear(dquery_);
-        load_row_stage(smem_.rows, address_of, p_, s_, head(), smem_.work.row_tile, 0);
+        load_row_stage(smem_.rows, address_of, p_, sequence(), head(), first_row() / kRows, 0);
         upcoming_ = list_entry(0);
         prepare_keys(0);
         prepare_keys(1);
         __syncthreads();
         load_keys(0);
-        wait_for_rows(smem_.rows, s_.rows - first_row_);
+        wait_for_rows(smem_.rows, sequence().rows - first_row());
 
         // The two warps of a scheduler take the two halves of a turn in different order: while one multiplies, the other
         // has exponentials to compute.
-        const bool scores_first = PINGPONG && warp_id() < kThreads / 64;
+        const bool scores_first = warp_id() < kThreads / 64;
         for (int tile = -1; tile < tiles_; ++tile) {
             if (p_.deterministic) wait_for_turn(tile);
             cp_async_wait<0>();
@@ -174,23 +176,28 @@ public:
     }
 
 private:
-    __device__ int head() const { return smem_.work.head; }
+    using Stage = KeyStage<kRows, kKeys>;
+
+    __device__ const Sequence& sequence() const { return smem_.tile.s; }
+    __device__ int head() const { return smem_.tile.head; }
+    __device__ int first_row() const { return smem_.tile.first_row; }
+    __device__ int tile_rows() const { return min(sequence().rows - first_row(), kRows); }
     __device__ bool needs_dbias() const { return p_.dbias.data != nullptr; }
     __device__ bool adds_to_shared_dbias() const { return kBias == BiasKind::kDense && p_.dbias_accum_size > 0; }
-    __device__ const KeyStage<kKeys>& keys_of(int tile) const { return smem_.keys[tile % 4]; }
+    __device__ const Stage& keys_of(int tile) const { return smem_.keys[tile % 4]; }
     __device__ const typename Tile::KeysTile& key_of(int tile) const { return smem_.key[tile % kKeyTiles]; }
     __device__ const typename Tile::KeysTile& value_of(int tile) const { return smem_.value[tile % kValueTiles]; }
 
     // This thread's key of a tile of the list.
     __device__ int list_entry(int tile) const {
-        return threadIdx.x < kKeys && tile < tiles_ ? list_[tile * kKeys + threadIdx.x] : -1;
+        return threadIdx.x < kKeys && tile < tiles_ ? smem_.list.key(tile * kKeys + threadIdx.x) : -1;
     }
     // Leaves out the tiles whose keys all lie at or beyond `end`.
     __device__ void cut_list(int end) {
         int low = 0;
         while (low < tiles_) {
             const int middle = (low + tiles_) / 2;
-            if (static_cast<unsigned>(list_[middle * kKeys]) < static_cast<unsigned>(end)) {
+            if (static_cast<unsigned>(smem_.list.keys[middle * kKeys]) < static_cast<unsigned>(end)) {
                 low = middle + 1;
             } else {
                 tiles_ = middle;
@@ -202,64 +209,45 @@ private:
     // from here on: they may hold anything.
     __device__ __forceinline__ void prepare_keys(int tile) {
         if (threadIdx.x >= kKeys) return;
-        KeyStage<kKeys>& stage = smem_.keys[tile % 4];
-        const int key = upcoming_, in_tile = threadIdx.x;
+        Stage& stage = smem_.keys[tile % 4];
+        const int key = upcoming_, place = threadIdx.x;
         upcoming_ = list_entry(tile + 1);
-        const int rows = min(s_.rows - first_row_, kRows);
-        int begin = 0, end = 0;
+        const Sequence& s = sequence();
         float bias = 0;
-        bool any = true, all = true;  // rows of the list's bits
-        if (static_cast<unsigned>(key) < static_cast<unsigned>(s_.keys)) {
-            end = rows;
-            if (p_.is_causal) begin = s_.causal_begin(key) - first_row_;
-            if (p_.intervals.start != nullptr) {
-                const IntervalView& view = p_.intervals;
-                const int64_t at = (view.batches > 1 ? s_.batch * view.batch_stride : 0) +
-                                   shared_head(head(), p_.heads, view.heads) * view.head_stride +
-                                   (s_.first_key + key) * view.col_stride;
-                begin = max(begin, view.start[at] - first_row_);
-                end = min(end, view.end[at] - first_row_);
-            }
-            begin = max(begin, 0);
-            if (kKeyBias) bias = load_key_bias(p_, s_, head(), key);
-            if (bias == -kInfinity) bias = 0, end = 0;
-            if (list_bits_ != nullptr) {
-                const uint4 bits = *reinterpret_cast<const uint4*>(list_bits_ + (tile * kKeys + in_tile) * 4);
-                const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-                stage.row_bits[in_tile] = bits;
-                any = false;
+        uint32_t rows[Stage::kWords] = {}, any = 0;
+        if (static_cast<unsigned>(key) < static_cast<unsigned>(s.keys)) {
+            const uint4 fetched = smem_.list.fetch(tile * kKeys + place, key);
+            if (kKeyBias) bias = load_key_bias(p_, s, head(), key);
+            const SeeingRows seeing = smem_.list.seeing(fetched, key, s, p_.is_causal);
 #pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    const bool in_rows = w * 32 >= list_row() && w * 32 < list_row() + kRows;
-                    any |= in_rows && words[w] != 0;
-                    all &= !in_rows || words[w] == ~0u;
-                }
-            }
+            for (int w = 0; w < Stage::kWords; ++w) any |= rows[w] = seeing.from(first_row() + w * 32);
+            if (bias == -kInfinity) bias = 0, any = 0;
         }
-        const bool seen = any && begin < end;
-        stage.key[in_tile] = seen ? key : -1;
-        stage.rows[in_tile] = {begin, seen ? end - begin : 0};
-        stage.bias[in_tile] = bias;
-        const bool full = __all_sync(~0u, seen && all && end - begin == rows);
-        if (lane_id() == 0) stage.full[warp_id()] = full;
+        stage.key[place] = any ? key : -1;
+        stage.bias[place] = bias;
+#pragma unroll
+        for (int w = 0; w < Stage::kWords; ++w) {
+            if (any == 0) rows[w] = 0;
+            stage.rows[w][place] = rows[w];
+            const uint32_t all = __ballot_sync(~0u, rows[w] == bits_below(tile_rows(), w));
+            if (lane_id() == 0) stage.seen_by_all[w][warp_id()] = all;
+        }
     }
-    __device__ int list_row() const { return first_row_ % static_cast<int>(KeyListsView::kRows); }
 
     // K and V of `tile`; keys_of(tile) has been prepared.
     __device__ __forceinline__ void load_keys(int tile) {
         if (tile < tiles_) {
-            gather(smem_.key[tile % kKeyTiles], p_.key, keys_of(tile));
-            gather(smem_.value[tile % kValueTiles], p_.value, keys_of(tile));
+            gather(smem_.key[tile % kKeyTiles], smem_.at.key, p_.key.row_stride, keys_of(tile));
+            gather(smem_.value[tile % kValueTiles], smem_.at.value, p_.value.row_stride, keys_of(tile));
         }
         cp_async_commit();
     }
-    __device__ __forceinline__ void gather(typename Tile::KeysTile& to, const RowsView& view,
-                                           const KeyStage<kKeys>& stage) {
-        const T* from = static_cast<const T*>(view.data) +
-                        key_offset(view, s_, shared_head(head(), p_.heads, p_.kv_heads));
-        copy_rows_async<kThreads>(to, static_cast<int>(p_.head_dim), [&](int i) -> const T* {
-            const int key = stage.key[i];
-            return key < 0 ? nullptr : from + key * view.row_stride;
+    __device__ __forceinline__ void gather(typename Tile::KeysTile& to, const T* from, int64_t row_stride, const Stage& stage) {
+        using Copy = RowCopy<kThreads, typename Tile::KeysTile>;
+        const uint32_t lane = address_of(to) + Tile::KeysTile::offset(Copy::first_row(), Copy::chunk()) * 2;
+        Copy::start(lane, static_cast<int>(p_.head_dim), [&](int i) {
+            const int key = stage.key[Copy::first_row() + i * Copy::kRowsAtOnce];
+            return RowSource<T>{from + key * row_stride, key >= 0};
         });
     }
 
@@ -271,8 +259,8 @@ private:
 
     // P and dS of one pass's rows, rounded, to shared memory.
     __device__ __forceinline__ void differentiate_pass(int tile, int pass) {
-        const KeyStage<kKeys>& stage = keys_of(tile);
-        const int row = score_row_ + pass * Tile::kPassM * 16, rows = s_.rows - first_row_;
+        const Stage& stage = keys_of(tile);
+        const int row = score_row_ + pass * Tile::kPassM * 16, rows = tile_rows();
         uint32_t bias[kBias == BiasKind::kDense ? Tile::kPassM : 1][Tile::kScoreN][2];
         if constexpr (kBias == BiasKind::kDense) gather_bias(bias, stage, row);
 
@@ -287,7 +275,7 @@ private:
                                         KeysB(address_of(value_of(tile)), score_key_, 0));
 
         const struct { const float *lse, *delta, *key_bias; } numbers = {smem_.rows.lse, smem_.rows.delta, stage.bias};
-        const GatheredVisibility<kKeys> visibility{stage, list_bits_ != nullptr, list_row()};
+        const GatheredVisibility<Stage> visibility{stage};
         const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
 #pragma unroll
@@ -304,7 +292,7 @@ private:
         if (softcap > 0) {
             differentiate<Tile, kBias, true, true>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_, rows,
                                                    scale, softcap, take);
-        } else if (stage.full[score_key_ / 32]) {
+        } else if (stage.seen_by_all[row / 32][score_key_ / 32] == ~0u) {
             differentiate<Tile, kBias, false, false>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_,
                                                      rows, scale, softcap, take);
         } else {
@@ -317,10 +305,9 @@ private:
 
     // Of this lane's pairs, straight from global memory; 0 where there is none.
     template <int kM>
-    __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Tile::kScoreN][2], const KeyStage<kKeys>& stage,
+    __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Tile::kScoreN][2], const Stage& stage,
                                                 int row) {
-        const T* from = static_cast<const T*>(p_.bias.data) + pair_offset(p_.bias, s_, head(), p_.heads) +
-                        first_row_ * p_.bias.row_stride;
+        const T* from = smem_.at.dense_bias;
 #pragma unroll
         for (int n = 0; n < Tile::kScoreN; ++n) {
             const int2 keys = this_lanes_keys(stage, n);
@@ -330,23 +317,22 @@ private:
                 for (int h = 0; h < 2; ++h) {
                     const int r = row + m * 16 + h * 8 + lane_id() / 4;
                     const auto load = [&](int key) {
-                        const bool exists = key >= 0 && first_row_ + r < s_.rows;
+                        const bool exists = key >= 0 && r < tile_rows();
                         return exists ? to_float(from[r * p_.bias.row_stride + key * p_.bias.col_stride]) : 0.f;
                     };
                     bias[m][n][h] = pack<T>(load(keys.x), load(keys.y));
                 }
         }
     }
-    __device__ __forceinline__ int2 this_lanes_keys(const KeyStage<kKeys>& stage, int n) const {
+    __device__ __forceinline__ int2 this_lanes_keys(const Stage& stage, int n) const {
         return *reinterpret_cast<const int2*>(stage.key + score_key_ + n * 8 + lane_id() % 4 * 2);
     }
 
     // dx of two pairs of row r of the tile.
-    __device__ __forceinline__ void add_dense_dbias(const KeyStage<kKeys>& stage, int r, int n, float dx0, float dx1) {
-        if (first_row_ + r >= s_.rows) return;
+    __device__ __forceinline__ void add_dense_dbias(const Stage& stage, int r, int n, float dx0, float dx1) {
+        if (r >= tile_rows()) return;
         const int2 keys = this_lanes_keys(stage, n);
-        const int64_t at =
-            pair_offset(p_.dbias, s_, head(), p_.heads) + static_cast<int64_t>(first_row_ + r) * p_.dbias.row_stride;
+        const int64_t at = smem_.at.dense_dbias + r * p_.dbias.row_stride;
         if (adds_to_shared_dbias()) {
             if (keys.x >= 0) atomicAdd(p_.dbias_accum + at + keys.x, dx0);
             if (keys.y >= 0) atomicAdd(p_.dbias_accum + at + keys.y, dx1);
@@ -381,8 +367,7 @@ private:
         float sum = 0;
 #pragma unroll
         for (int w = 0; w < Tile::kSizes.score_row_warps; ++w) sum += smem_.column_sums[tile % 2][w][threadIdx.x];
-        float* to = static_cast<float*>(p_.dbias.data) + pair_offset(p_.dbias, s_, head(), p_.heads);
-        atomicAdd(to + key * p_.dbias.col_stride, sum);
+        atomicAdd(smem_.at.key_dbias + key * p_.dbias.col_stride, sum);
     }
 
     // What P and dS of a tile add to dQ, dK and dV.
@@ -391,13 +376,12 @@ private:
         multiply_add<T, kKeys, kDqColStep>(
             dquery_, OperandA<typename Tile::PairsTile, false>(address_of(dscores), dq_row(), 0),
             OperandB<typename Tile::KeysTile, true>(address_of(key_of(tile)), 0, dq_col()));
-        add_keys_gradient(tile, smem_.probs[tile % 2], smem_.rows.dout, p_.dkv_accum + p_.dkv_rows * accum_row_stride());
-        add_keys_gradient(tile, dscores, smem_.rows.query, p_.dkv_accum);
+        add_keys_gradient(tile, smem_.probs[tile % 2], smem_.rows.dout, smem_.at.dvalue);
+        add_keys_gradient(tile, dscores, smem_.rows.query, smem_.at.dkey);
     }
     static constexpr int kDqColStep = Tile::kDqColWarps * 16, kDkvColStep = Tile::kDkvColWarps * 16;
     static __device__ int dq_row() { return warp_id() / Tile::kDqColWarps * Tile::kDqRows; }
     static __device__ int dq_col() { return warp_id() % Tile::kDqColWarps * 16; }
-    __device__ int64_t accum_row_stride() const { return p_.kv_heads * p_.head_dim; }
 
     // accum[keys] += pairs^T rows.
     __device__ __forceinline__ void add_keys_gradient(int tile, const typename Tile::PairsTile& pairs,
@@ -411,14 +395,13 @@ private:
             OperandB<typename Tile::RowsTile, true>(address_of(rows), 0, first_col));
 
         // Neighbouring lanes trade halves, so that a lane adds four columns of one key.
-        const int64_t first_row = p_.cu_seqlens_q == nullptr ? s_.batch * p_.seqlen_k : s_.first_key;
+        const int64_t stride = p_.kv_heads * p_.head_dim;
         const bool odd = lane_id() % 2;
         const int lane_key = first_key + odd * 8 + lane_id() / 4, lane_col = first_col + lane_id() % 4 / 2 * 4;
-        accum += shared_head(head(), p_.heads, p_.kv_heads) * p_.head_dim + lane_col;
 #pragma unroll
         for (int m = 0; m < Tile::kDkvM; ++m) {
             const int key = keys_of(tile).key[lane_key + m * 16];
-            float* to = accum + (first_row + key) * accum_row_stride();
+            float* to = accum + key * stride + lane_col;
 #pragma unroll
             for (int n = 0; n < Tile::kDkvN; ++n) {
                 const float(&x)[4] = acc[m][n];
@@ -426,9 +409,6 @@ private:
                 const float y1 = __shfl_xor_sync(~0u, odd ? x[1] : x[3], 1);
                 const float sum[4] = {odd ? y0 : x[0], odd ? y1 : x[1], odd ? x[2] : y0, odd ? x[3] : y1};
                 const int col = n / 2 * kDkvColStep + n % 2 * 8;
-#if NOADD
-                if (sum[0] == 1.2345f)
-#endif
                 if (key >= 0 && lane_col + col < p_.head_dim) reduce_add(to + col, sum);
             }
         }
@@ -436,10 +416,10 @@ private:
 
     // Deterministic: see RowTileChains. A tile's watermark is the first key that it has not added to yet.
     __device__ int32_t* watermark() const {
-        return p_.watermarks + smem_.work.chain * RowTileChains(p_, kRows).length() + smem_.work.place;
+        return p_.watermarks + smem_.tile.chain * RowTileChains(p_, kRows).length() + smem_.tile.place;
     }
     __device__ void wait_for_predecessor(int key) {
-        if (smem_.work.place == 0) return;
+        if (smem_.tile.place == 0) return;
         while (cleared_ < key) cleared_ = load_acquire(watermark() - 1);
     }
     // Until the predecessor has added to every key that this turn adds to; what was added before has arrived.
@@ -447,11 +427,11 @@ private:
         __threadfence();
         if (adds_to_shared_dbias()) ++tile;
         if (threadIdx.x > 0 || tile < 0 || tile >= tiles_) return;
-        const int last = list_[tile * kKeys + kKeys - 1];
+        const int last = smem_.list.keys[tile * kKeys + kKeys - 1];
         wait_for_predecessor(last < 0 ? INT32_MAX : last + 1);
     }
     __device__ void publish(int tile) {
-        if (threadIdx.x == 0 && tile > 0) store_release(watermark(), list_[tile * kKeys]);
+        if (threadIdx.x == 0 && tile > 0) store_release(watermark(), smem_.list.keys[tile * kKeys]);
     }
     __device__ void end_chain_link() {
         __threadfence();
@@ -465,19 +445,15 @@ private:
         store_rounded<typename Tile::RowsTile, T, kDqColStep>(dquery_, address_of(smem_.rows.query), dq_row(), dq_col(),
                                                               static_cast<float>(p_.softmax_scale));
         __syncthreads();
-        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, s_, head()) + first_row_ * p_.dquery.row_stride;
-        copy_tile_out<kThreads>(smem_.rows.query, to, p_.dquery.row_stride, s_.rows - first_row_,
-                                static_cast<int>(p_.head_dim));
+        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, sequence(), head()) +
+                first_row() * p_.dquery.row_stride;
+        copy_tile_out<kThreads>(smem_.rows.query, to, p_.dquery.row_stride, tile_rows(), static_cast<int>(p_.head_dim));
     }
 
     const BwdParams& p_;
     SharedMemory& smem_;
     const flash_dmattn::cuda::SharedMemory address_of;
-    const Sequence& s_;
-    const int first_row_;
     const int score_row_, score_key_;  // where this warp's part of S and dP begins
-    const int32_t* list_;
-    const uint32_t* list_bits_;  // null where the list's keys are not for some rows alone
     int tiles_ = 0;              // of the list
     int upcoming_ = -1;          // the key that this thread prepares next
     int cleared_ = 0;            // of thread 0: the predecessor's watermark, as last seen
@@ -495,11 +471,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         // Whoever waits for another tile holds a higher ticket: the other has begun.
         const RowTileChains all(p, Tile::kRows);
         const unsigned index = p.deterministic ? atomicAdd(p.watermarks + all.chains * all.length(), 1) : blockIdx.x;
-        smem.work = RowTileWork(p, Tile::kRows, index);
+        smem.tile = RowTile(p, Tile::kRows, index);
     }
     __syncthreads();
     // Of variable length; where deterministic, the next tile waits for it all the same.
-    if (smem.work.row_tile * Tile::kRows >= smem.work.s.rows && !p.deterministic) return;
+    if (smem.tile.first_row >= smem.tile.s.rows && !p.deterministic) return;
     Kernel(p, smem).run();
 }
 

@@ -6,21 +6,19 @@
 
 namespace flash_dmattn::cuda {
 
-// The rows that see a key: [begin, end), and of them only those whose bit is set, where there are bits.
+// The rows that see a key: [begin, end), and of them only those whose bit is set, the first bit being row `first_bit`.
 struct SeeingRows {
     int begin;
     int end;
-    const uint32_t* bits;  // the first is row `first_bit`, or null
     int first_bit;
+    uint4 bits;
 
-    // Bit i: whether row first + i sees the key. Where there are bits, `first` is one of their rows.
+    // Bit i: whether row first + i sees the key; `first` is a row of the list's tile.
     __device__ __forceinline__ uint32_t from(int first) const {
-        uint32_t rows = bits_below(end - first, 0) & ~bits_below(begin - first, 0);
-        if (bits != nullptr) {
-            const int at = first - first_bit, word = at / 32, last = KeyListsView::kRows / 32 - 1;
-            rows &= __funnelshift_r(bits[word], bits[min(word + 1, last)], at);
-        }
-        return rows;
+        const int at = first - first_bit, word = at / 32;
+        const uint32_t low = word == 0 ? bits.x : word == 1 ? bits.y : word == 2 ? bits.z : bits.w;
+        const uint32_t high = word == 0 ? bits.y : word == 1 ? bits.z : word == 2 ? bits.w : 0;
+        return __funnelshift_r(low, high, at) & bits_below(end - first, 0) & ~bits_below(begin - first, 0);
     }
 };
 
@@ -61,7 +59,16 @@ struct KeyList {
         }
     }
 
-    // Starts to copy keys[at] to shared memory.
+    __device__ __forceinline__ int key(int at) const { return at < size ? keys[at] : -1; }
+    // What memory says of the rows that see keys[at], which is `key`: an interval, or bits. To be fetched early.
+    __device__ __forceinline__ uint4 fetch(int at, int key) const {
+        if (start != nullptr)
+            return {static_cast<uint32_t>(start[key * col_stride]), static_cast<uint32_t>(end[key * col_stride]), 0, 0};
+        if (rows != nullptr) return *reinterpret_cast<const uint4*>(rows + static_cast<int64_t>(at) * kWords);
+        return {};
+    }
+
+    // Starts to copy the same to shared memory: keys[at],
     __device__ __forceinline__ void fetch_key(int& to, int at) const {
         if (at < size) {
             cp_async<4>(smem_address(&to), keys + at);
@@ -70,23 +77,23 @@ struct KeyList {
         }
     }
 
-    // Starts to copy what memory says of the rows that see keys[at], which is `key`, to shared memory: 16 bytes, an interval
-    // or bits.
-    __device__ __forceinline__ void fetch(uint32_t (&to)[kWords], int at, int key) const {
+    // and what memory says of the rows that see it.
+    __device__ __forceinline__ void fetch(uint4& to, int at, int key) const {
+        const uint32_t address = smem_address(&to);
         if (start != nullptr) {
-            cp_async<4>(smem_address(to), start + key * col_stride);
-            cp_async<4>(smem_address(to + 1), end + key * col_stride);
+            cp_async<4>(address, start + key * col_stride);
+            cp_async<4>(address + 4, end + key * col_stride);
         } else if (rows != nullptr) {
-            cp_async<16>(smem_address(to), rows + static_cast<int64_t>(at) * kWords);
+            cp_async<16>(address, rows + static_cast<int64_t>(at) * kWords);
         }
     }
-    // The same, once it has come, together with causality and length.
-    __device__ __forceinline__ SeeingRows seeing(const uint32_t (&fetched)[kWords], int key, const Sequence& s,
-                                                 bool is_causal) const {
-        SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, s.rows, nullptr, first_row};
+
+    // What was fetched, together with causality and length.
+    __device__ __forceinline__ SeeingRows seeing(const uint4& fetched, int key, const Sequence& s, bool is_causal) const {
+        SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, s.rows, first_row, {~0u, ~0u, ~0u, ~0u}};
         if (start != nullptr) {
-            seeing.begin = max(seeing.begin, static_cast<int>(fetched[0]));
-            seeing.end = min(seeing.end, static_cast<int>(fetched[1]));
+            seeing.begin = max(seeing.begin, static_cast<int>(fetched.x));
+            seeing.end = min(seeing.end, static_cast<int>(fetched.y));
         } else if (rows != nullptr) {
             seeing.bits = fetched;
         }

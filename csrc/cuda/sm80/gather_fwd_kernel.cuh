@@ -41,7 +41,7 @@ public:
         // Of the current tile:
         alignas(16) float bias[kKeys];
         alignas(16) uint32_t rows[kRowWarps][kKeys];       // bit i: row warp_rows.first + i sees the key
-        alignas(16) uint32_t fetched[kKeys][KeyList::kWords];  // what `rows` is made of
+        uint4 fetched[kKeys];  // what `rows` is made of
         uint32_t seen[kWords];                             // keys that some row of the block sees
         uint32_t seen_by_all[kWords];                      // keys that every row sees
     };

@@ -35,7 +35,11 @@ CPU_SOURCES = [
     ),
 ]
 CUDA_SOURCES = [
-    f"csrc/cuda/{name}.cu" for name in ("bwd_preprocess", "combine", "key_lists", "pack_mask", "sm80/bwd", "sm80/fwd")
+    f"csrc/cuda/{name}.cu"
+    for name in (
+        *("bwd_postprocess", "bwd_preprocess", "combine", "interval_tiles", "key_lists", "pack_mask"),
+        *("sm80/bwd", "sm80/fwd"),
+    )
 ]
 
 # Without -fno-trapping-math a select between two floats keeps a loop from becoming vector instructions; nothing here

@@ -18,6 +18,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "cuda/attention.h"
+#include "cuda/key_lists.h"
 #endif
 
 namespace flash_dmattn {
@@ -293,7 +294,6 @@ void check_cuda_inputs(const AttentionParams& p, const Tensor& query) {
     TORCH_CHECK_TYPE(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16,
                      "query must be float16 or bfloat16 on CUDA (float32 through the backend 'triton'), got ",
                      query.scalar_type());
-    TORCH_CHECK(!p.intervals.present() && !p.lists.present(), "the CUDA kernels do not take interval masks and key lists yet");
 }
 
 // The two tensors that hold a packed mask: bits int32 in the shape of the mask, 32 keys a word, and of every tile of
@@ -303,6 +303,18 @@ PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles
     packed.columns = reinterpret_cast<uint64_t*>(tiles.data_ptr());
     packed.kinds = reinterpret_cast<TileKind*>(packed.columns + packed.tiles_size);
     return packed;
+}
+
+// Fills params.interval_tiles, where the kernels go over a mask of intervals in tiles; gives their memory.
+Tensor summarize_intervals(AttentionParams& p, const Tensor& query, cudaStream_t stream) {
+    const bool has_tiles = p.intervals.present() && !p.lists.present();
+    const IntervalTiles plan = has_tiles ? plan_interval_tiles(p) : IntervalTiles();
+    const Tensor memory = at::empty({plan.size * static_cast<int64_t>(sizeof(IntervalTile))}, query.options().dtype(at::kByte));
+    if (plan.size == 0) return memory;
+    p.interval_tiles = plan;
+    p.interval_tiles.tiles = reinterpret_cast<IntervalTile*>(memory.data_ptr());
+    summarize_intervals_cuda(p, p.interval_tiles, stream);
+    return memory;
 }
 
 std::pair<Tensor, Tensor> forward_cuda(FwdParams& p, const Tensor& query, const OptionalTensor& mask) {
@@ -319,6 +331,7 @@ std::pair<Tensor, Tensor> forward_cuda(FwdParams& p, const Tensor& query, const 
         p.packed_mask = in_tensors(plan, bits, tiles);
         pack_mask_cuda(p, p.packed_mask, stream);
     }
+    const Tensor interval_tiles = summarize_intervals(p, query, stream);
     p.splits = plan_fwd_splits(p);
     const auto scratch = query.options().dtype(at::kFloat);
     const int64_t rows = p.splits > 1 ? p.splits * p.batch * p.heads * p.seqlen_q : 0;
@@ -329,7 +342,8 @@ std::pair<Tensor, Tensor> forward_cuda(FwdParams& p, const Tensor& query, const 
     return {bits, tiles};
 }
 
-void backward_cuda(BwdParams& p, const Tensor& query, const OptionalTensor& bits, const OptionalTensor& tiles) {
+void backward_cuda(BwdParams& p, const Tensor& query, const Tensor& key, const OptionalTensor& bits,
+                   const OptionalTensor& tiles) {
     check_cuda_inputs(p, query);
     const c10::cuda::CUDAGuard guard(query.device());
     if (bits) {
@@ -338,7 +352,9 @@ void backward_cuda(BwdParams& p, const Tensor& query, const OptionalTensor& bits
                           "mask and mask_tiles must be what the forward returned");
         p.packed_mask = in_tensors(plan, *bits, *tiles);
     }
-    const BwdScratch sizes = plan_bwd_scratch(p, query.size(0));
+    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
+    const Tensor interval_tiles = summarize_intervals(p, query, stream);
+    const BwdScratch sizes = plan_bwd_scratch(p, query.size(0), key.size(0));
     const auto scratch = query.options().dtype(at::kFloat);
     const Tensor dquery_accum = at::empty({sizes.dquery_accum}, scratch);
     const Tensor dquery_turns = at::empty({sizes.dquery_turns}, scratch.dtype(at::kInt));
@@ -346,14 +362,45 @@ void backward_cuda(BwdParams& p, const Tensor& query, const OptionalTensor& bits
     p.dquery_accum = dquery_accum.data_ptr<float>();
     p.dquery_turns = dquery_turns.data_ptr<int32_t>();
     p.dbias_parts = dbias_parts.data_ptr<float>();
-    mha_bwd_cuda(p, c10::cuda::getCurrentCUDAStream().stream());
+    const Tensor dkv_accum = at::empty({sizes.dkv_accum}, scratch), dbias_accum = at::empty({sizes.dbias_accum}, scratch);
+    const Tensor watermarks = at::empty({sizes.watermarks}, scratch.dtype(at::kInt));
+    p.dkv_accum = dkv_accum.data_ptr<float>();
+    p.dbias_accum = dbias_accum.data_ptr<float>();
+    p.watermarks = watermarks.data_ptr<int32_t>();
+    mha_bwd_cuda(p, stream);
+}
+
+// The plan that list_fill_cuda needs.
+Tensor list_lengths_cuda(const AttentionParams& p, const Tensor& mask, const Tensor& lengths) {
+    const c10::cuda::CUDAGuard guard(mask.device());
+    const KeyListsPlan plan = plan_key_lists(p, mask.size(0));
+    const Tensor scratch = at::empty({plan.scratch_bytes}, mask.options().dtype(at::kByte));
+    key_list_lengths_cuda(p, plan, scratch.data_ptr(), lengths.data_ptr<int64_t>(), c10::cuda::getCurrentCUDAStream());
+    return scratch;
+}
+
+void list_fill_cuda(const AttentionParams& p, const Tensor& mask, const Tensor& starts, const Tensor& scratch,
+                    const Tensor& keys, const Tensor& rows) {
+    const c10::cuda::CUDAGuard guard(mask.device());
+    const KeyListsPlan plan = plan_key_lists(p, mask.size(0));
+    TORCH_CHECK_VALUE(scratch.device() == mask.device() && scratch.numel() == plan.scratch_bytes,
+                      "plan must be what list_lengths returned");
+    key_list_fill_cuda(p, plan, scratch.data_ptr(), starts.const_data_ptr<int64_t>(), keys.numel(),
+                       keys.data_ptr<int32_t>(), reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()),
+                       c10::cuda::getCurrentCUDAStream());
 }
 #else
 [[noreturn]] void no_cuda(const Tensor& query) {
     TORCH_CHECK(false, "flash_dmattn was built without CUDA kernels, got tensors on ", query.device());
 }
 std::pair<Tensor, Tensor> forward_cuda(FwdParams&, const Tensor& query, const OptionalTensor&) { no_cuda(query); }
-void backward_cuda(BwdParams&, const Tensor& query, const OptionalTensor&, const OptionalTensor&) { no_cuda(query); }
+void backward_cuda(BwdParams&, const Tensor& query, const Tensor&, const OptionalTensor&, const OptionalTensor&) {
+    no_cuda(query);
+}
+Tensor list_lengths_cuda(const AttentionParams&, const Tensor& mask, const Tensor&) { no_cuda(mask); }
+void list_fill_cuda(const AttentionParams&, const Tensor& mask, const Tensor&, const Tensor&, const Tensor&, const Tensor&) {
+    no_cuda(mask);
+}
 #endif
 
 // (out, lse, mask_bits, mask_tiles); the last two are the packed mask, empty on the CPU.
@@ -462,14 +509,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Te
         p.dbias.col_stride = 1;
         p.dbias.per_key = true;
     } else if (needs_dbias) {
-        // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them.
-        dbias = is_varlen || nothing_to_do(p) ? at::zeros(bias->sizes(), bias->options())
+        // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them. Where there are lists,
+        // those of them alone are written.
+        dbias = is_varlen || p.lists.present() || nothing_to_do(p) ? at::zeros(bias->sizes(), bias->options())
                                               : at::empty(bias->sizes(), bias->options());
         p.dbias = pair_view(dbias);
     }
 
     if (!query.is_cpu()) {
-        backward_cuda(p, query, masks.mask, mask_tiles);
+        backward_cuda(p, query, key, masks.mask, mask_tiles);
     } else if (!nothing_to_do(p)) {
         mha_bwd_cpu(p);
     }
@@ -518,15 +566,13 @@ int64_t row_tiles_of(const AttentionParams& p) {
     return rows_alike ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
 }
 
-[[noreturn]] void no_cuda_lists() { TORCH_CHECK(false, "key lists are not built on CUDA yet"); }
-
 // (lengths, plan): of every list its length, rounded up to KeyListsView::kAlign, and what list_fill needs to know.
 std::pair<Tensor, Tensor> list_lengths(const MaskTensors& masks, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                        const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
     const AttentionParams p = list_params(masks, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
-    const auto device = (masks.mask ? *masks.mask : *masks.intervals).device();
-    Tensor lengths = at::empty({p.batch * p.heads * row_tiles_of(p)}, at::device(device).dtype(at::kLong));
-    if (!device.is_cpu()) no_cuda_lists();
+    const Tensor& mask = masks.mask ? *masks.mask : *masks.intervals;
+    Tensor lengths = at::empty({p.batch * p.heads * row_tiles_of(p)}, mask.options().dtype(at::kLong));
+    if (!mask.is_cpu()) return {lengths, list_lengths_cuda(p, mask, lengths)};
     key_list_lengths_cpu(p, lengths.data_ptr<int64_t>());
     return {lengths, at::empty({0}, lengths.options().dtype(at::kInt))};
 }
@@ -537,16 +583,19 @@ std::pair<Tensor, Tensor> list_fill(const MaskTensors& masks, int64_t seqlen_q, 
                                     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                                     const Tensor& starts, const Tensor& plan, int64_t capacity) {
     const AttentionParams p = list_params(masks, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
-    const auto device = (masks.mask ? *masks.mask : *masks.intervals).device();
+    const Tensor& mask = masks.mask ? *masks.mask : *masks.intervals;
     check_shape(starts, "starts", {p.batch * p.heads * row_tiles_of(p) + 1});
     check_dtype(starts, "starts", at::kLong);
     check_last_contiguous(starts, "starts");
-    TORCH_CHECK(starts.device() == device, "starts must be on ", device, ", got ", starts.device());
-    const auto options = at::device(device).dtype(at::kInt);
+    check_device(starts, "starts", mask);
+    const auto options = mask.options().dtype(at::kInt);
     const bool with_rows = p.mask.present() && !p.mask.per_key;
     Tensor keys = at::empty({capacity}, options);
     Tensor rows = at::empty({with_rows ? capacity : 0, KeyListsView::kRows / 32}, options);
-    if (!device.is_cpu()) no_cuda_lists();
+    if (!mask.is_cpu()) {
+        list_fill_cuda(p, mask, starts, plan, keys, rows);
+        return {keys, rows};
+    }
     key_list_fill_cpu(p, starts.const_data_ptr<int64_t>(), capacity, keys.data_ptr<int32_t>(),
                       with_rows ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr);
     return {keys, rows};

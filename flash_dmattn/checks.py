@@ -13,6 +13,7 @@ from typing import NamedTuple, Union
 import torch
 from torch import Tensor
 
+from .arguments import names, require_count, require_ndim, require_tensor, shape_of
 from .interval_mask import KeyIntervalMask
 from .key_lists import SPARSE, KeyLists
 
@@ -30,25 +31,6 @@ class Varlen(NamedTuple):
     cu_seqlens_k: Tensor  # int32 (B + 1)
     max_seqlen_q: int
     max_seqlen_k: int
-
-
-def names(dtypes) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
-def require_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-
-
-def require_ndim(name: str, tensor: Tensor, layout: str) -> None:
-    ndim = layout.count(",") + 1
-    if tensor.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {shape_of(tensor)}")
 
 
 def require_device(name: str, tensor: Tensor, query: Tensor) -> None:
@@ -203,10 +185,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int,
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name} must have B + 1 elements, at least 1, got {cu_seqlens.shape[0]}")
     longest = f"max_seqlen_{name[-1]}"
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        raise TypeError(f"{longest} must be an int, got {type(max_seqlen).__name__}")
-    if max_seqlen < 0:
-        raise ValueError(f"{longest} must not be negative, got {max_seqlen}")
+    require_count(longest, max_seqlen)
     # Looking at the values would make a GPU wait and cannot be traced; there the caller answers for them.
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import checks, prefix_topk
+from . import prefix_topk
+from .arguments import names, require_count, require_integers, require_tensor, shape_of
 
 FIXED, VARLEN = "({B|1}, {H|Hkv|1}, Sk)", "(total_k, {H|Hkv|1})"
 EVERY_ROW = prefix_topk.NEVER  # the end of a key that stays visible
@@ -35,13 +36,13 @@ class KeyIntervalMask:
 
     def __init__(self, start: Tensor, end: Tensor, *, keys_per_row: int | None = None):
         for name, tensor in (("start", start), ("end", end)):
-            checks.require_tensor(name, tensor)
+            require_tensor(name, tensor)
             if tensor.dtype != torch.int32:
-                raise TypeError(f"{name} must be int32, got {checks.names([tensor.dtype])}")
+                raise TypeError(f"{name} must be int32, got {names([tensor.dtype])}")
         if start.ndim not in (2, 3):
-            raise ValueError(f"start must be {FIXED}, or {VARLEN}, got shape {checks.shape_of(start)}")
+            raise ValueError(f"start must be {FIXED}, or {VARLEN}, got shape {shape_of(start)}")
         if end.shape != start.shape:
-            raise ValueError(f"end must have start's shape {checks.shape_of(start)}, got {checks.shape_of(end)}")
+            raise ValueError(f"end must have start's shape {shape_of(start)}, got {shape_of(end)}")
         if end.device != start.device:
             raise RuntimeError(f"end must be on start's device {start.device}, got {end.device}")
         if keys_per_row is not None:
@@ -215,7 +216,7 @@ class KeyIntervalMask:
 
         require_integers("ids", ids)
         if ids.ndim not in (1, 2):
-            raise ValueError(f"ids must be (S) or (B, S), got shape {checks.shape_of(ids)}")
+            raise ValueError(f"ids must be (S) or (B, S), got shape {shape_of(ids)}")
         ids = ids if ids.ndim == 2 else ids[None]
         batch, seqlen = ids.shape
         place = torch.arange(seqlen, dtype=torch.int32, device=ids.device)
@@ -241,7 +242,7 @@ class KeyIntervalMask:
         if real.ndim != 2 or seqlen_k not in (None, real.shape[1]):
             raise ValueError(
                 "real must be a mask (B, Sk), or lengths (B) with seqlen_k, "
-                f"got {checks.names([real.dtype])} of shape {checks.shape_of(real)} and seqlen_k {seqlen_k}"
+                f"got {names([real.dtype])} of shape {shape_of(real)} and seqlen_k {seqlen_k}"
             )
         end = torch.where(real[:, None] != 0, EVERY_ROW, 0).int()
         return cls(torch.zeros_like(end), end)
@@ -323,38 +324,23 @@ class KeyIntervalMask:
 # Checks and places
 
 
-def require_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-
-
-def require_integers(name: str, tensor: object, or_bool: bool = False) -> None:
-    checks.require_tensor(name, tensor)
-    is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    if not is_integer and not (or_bool and tensor.dtype == torch.bool):
-        accepted = "bool or integers" if or_bool else "integers"
-        raise TypeError(f"{name} must be {accepted}, got {checks.names([tensor.dtype])}")
-
-
 def check_cu_seqlens(name: str, cu_seqlens: object, device: torch.device | None = None) -> None:
-    checks.require_tensor(name, cu_seqlens)
+    require_tensor(name, cu_seqlens)
     if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {checks.names([cu_seqlens.dtype])}")
+        raise TypeError(f"{name} must be int32, got {names([cu_seqlens.dtype])}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name} must have B + 1 elements, at least 1, got shape {checks.shape_of(cu_seqlens)}")
+        raise ValueError(f"{name} must have B + 1 elements, at least 1, got shape {shape_of(cu_seqlens)}")
     if device is not None and cu_seqlens.device != device:
         raise RuntimeError(f"{name} must be on bias's device {device}, got {cu_seqlens.device}")
 
 
 def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> None:
     require_count("window_size", window_size)
-    checks.require_tensor("bias", bias)
+    require_tensor("bias", bias)
     if not bias.is_floating_point():
-        raise TypeError(f"bias must be floating, got {checks.names([bias.dtype])}")
+        raise TypeError(f"bias must be floating, got {names([bias.dtype])}")
     if bias.ndim not in ndims or (bias.ndim == 4 and bias.shape[2] != 1):
-        raise ValueError(f"bias must be {layout}, got shape {checks.shape_of(bias)}")
+        raise ValueError(f"bias must be {layout}, got shape {shape_of(bias)}")
     nan = bias.isnan().any()
     if bias.device.type == "cuda" or torch.compiler.is_compiling():
         torch._assert_async(~nan, "KeyIntervalMask.topk: bias must not be NaN")

@@ -90,12 +90,23 @@ def find_nvcc() -> str | None:
 
 
 NVCC = find_nvcc()
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc was not found in CUDA_HOME, PATH or /usr/local")
+
+
+def compiled(source, to, *options):
+    done = subprocess.run(
+        [NVCC, "-std=c++17", "-I", ROOT / "csrc", *options, source, "-o", to], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 # Local memory of a kernel, in bytes a thread, spilled registers included. The backward, which uses all of them, keeps a
 # few values there; an array that went there would be hundreds of bytes.
 MOST_LOCAL_MEMORY = {"fwd": 0, "bwd": 64}
 
 
-@pytest.mark.skipif(NVCC is None, reason="nvcc was not found in CUDA_HOME, PATH or /usr/local")
+@needs_nvcc
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, direction):
     """For two architectures, with no other headers than CUDA's."""
@@ -104,14 +115,80 @@ def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, dire
     generator.generate(tmp_path)
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in (80, 90)]
     source = tmp_path / f"{direction}_hdim64_bf16.cu"
-    done = subprocess.run(
-        [NVCC, "-std=c++17", "-O3", *targets, "--threads=2", "-Xptxas=-v", "-I", ROOT / "csrc"]
-        + ["-c", source, "-o", tmp_path / "kernel.o"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    says = compiled(source, tmp_path / "kernel.o", "-O3", *targets, "--threads=2", "-Xptxas=-v", "-c")
     entry = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'.*?(\d+) bytes stack frame", re.DOTALL)
-    report = entry.findall(done.stderr)
+    report = entry.findall(says)
     assert {target for _, target, _ in report} == {"sm_80", "sm_90"}
     assert not [kernel for kernel in report if int(kernel[2]) > MOST_LOCAL_MEMORY[direction]]
+
+
+SHARED_MEMORY = """
+#include <algorithm>
+#include <cstdio>
+
+#include "cuda/sm80/bwd_launch.cuh"
+#include "cuda/sm80/gather_fwd_launch.cuh"
+
+using namespace flash_dmattn;
+using namespace flash_dmattn::cuda;
+
+template <typename... Kernels>
+size_t smallest() {  // the launch takes it where no other fits
+    return std::min({sizeof(typename Kernels::SharedMemory)...});
+}
+
+template <int kHeadDim>
+size_t forward() {
+    using Tiles = FwdTiles<kHeadDim>;
+    return std::max(smallest<FwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Usual>,
+                             FwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Few>,
+                             FwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Decode>>(),
+                    smallest<GatherFwdKernel<half_t, kHeadDim, BiasKind::kDense, PackingHeads<typename Tiles::Usual>>,
+                             GatherFwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Decode>>());
+}
+
+template <int kHeadDim, bool kIsSmall>
+size_t backward() {
+    using Tile = BwdTile<kHeadDim, half_t, kIsSmall>;
+    return std::max({sizeof(BwdSmem<Tile, BiasKind::kNone>), sizeof(BwdSmem<Tile, BiasKind::kKey>),
+                     sizeof(BwdSmem<Tile, BiasKind::kDense>),
+                     sizeof(BwdDbiasSmem<BwdTile<kHeadDim, half_t, kIsSmall, true>>)});
+}
+
+template <int kHeadDim>
+void print() {
+    std::printf("%d %zu %zu %zu\\n", kHeadDim, forward<kHeadDim>(), backward<kHeadDim, true>(),
+                backward<kHeadDim, false>());
+}
+
+int main() {
+    print<32>(), print<64>(), print<96>(), print<128>(), print<192>(), print<256>();
+    require_shared_memory("the backward", 256, 200, 200);
+    try {
+        require_shared_memory("the backward", 256, 140 * 1024 - 5, 99 * 1024);
+    } catch (const std::runtime_error& error) {
+        std::printf("%s", error.what());
+    }
+}
+"""
+# Bytes that a block may have, by compute capability.
+AVAILABLE = {"8.0": 163 * 1024, "8.6": 99 * 1024, "9.0": 227 * 1024}
+
+
+@needs_nvcc
+def test_the_tiles_fit_shared_memory(tmp_path):
+    """As README.md's table of compute capabilities says."""
+    source = tmp_path / "sizes.cu"
+    source.write_text(SHARED_MEMORY)
+    compiled(source, tmp_path / "sizes")
+    *lines, refusal = subprocess.run([tmp_path / "sizes"], capture_output=True, text=True).stdout.splitlines()
+    sizes = {int(head_dim): map(int, rest) for head_dim, *rest in map(str.split, lines)}
+    assert list(sizes) == [32, 64, 96, 128, 192, 256]
+    for head_dim, (forward, small_backward, backward) in sizes.items():
+        assert forward <= AVAILABLE["8.6"]
+        assert small_backward <= AVAILABLE["8.6" if head_dim <= 128 else "8.0"]
+        assert backward <= AVAILABLE["9.0"]
+    assert refusal == (
+        "the backward of head dimension 256 needs 140 KiB of shared memory a block, this GPU has 99: "
+        "see 'What runs where' in README.md"
+    )

@@ -8,7 +8,7 @@
 #include "attention.h"
 #include "common/bits.cuh"
 #include "common/check.h"
-#include "common/sequence.cuh"
+#include "common/intervals.cuh"
 
 namespace flash_dmattn {
 namespace cuda {
@@ -106,8 +106,7 @@ __device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, co
     for (int first_key = chunk.chunk * lists.chunk_keys; first_key < end; first_key += kThreads) {
         const int key = first_key + threadIdx.x;
         RowRange rows{0, 0};
-        if (key < end) rows = rows_of_interval(p.intervals, s, offset + key * p.intervals.col_stride);
-        if (p.is_causal) rows.begin = max(rows.begin, s.causal_begin(key));
+        if (key < end) rows = rows_of_key(p, s, offset, key);
         const ListedKey own{key, rows.begin / kTileRows, (rows.end - 1) / kTileRows};
         const bool is_listed = !rows.empty() && own.first_tile <= last_tile && own.last_tile >= first_tile;
         const uint32_t ballot = __ballot_sync(~0u, is_listed);

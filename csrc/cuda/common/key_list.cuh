@@ -24,6 +24,9 @@ struct SeeingRows {
 
 // The list of keys that a tile of query rows goes by.
 struct KeyList {
+    static constexpr int kWords = KeyListsView::kRows / 32;
+    static_assert(kWords == 4, "copied as 16 bytes");
+
     const int32_t* keys;  // [size]: places in the sequence, -1 where there is none
     int size;             // a multiple of KeyListsView::kAlign
     int first_row;        // of the list's tile
@@ -57,7 +60,6 @@ struct KeyList {
     }
 
     __device__ __forceinline__ int key(int at) const { return at < size ? keys[at] : -1; }
-
     // What memory says of the rows that see keys[at], which is `key`: an interval, or bits. To be fetched early.
     __device__ __forceinline__ uint4 fetch(int at, int key) const {
         if (start != nullptr)
@@ -65,8 +67,29 @@ struct KeyList {
         if (rows != nullptr) return *reinterpret_cast<const uint4*>(rows + static_cast<int64_t>(at) * kWords);
         return {};
     }
-    // The same together with causality and length.
-    __device__ __forceinline__ SeeingRows seeing(uint4 fetched, int key, const Sequence& s, bool is_causal) const {
+
+    // Starts to copy the same to shared memory: keys[at],
+    __device__ __forceinline__ void fetch_key(int& to, int at) const {
+        if (at < size) {
+            cp_async<4>(smem_address(&to), keys + at);
+        } else {
+            to = -1;
+        }
+    }
+
+    // and what memory says of the rows that see it.
+    __device__ __forceinline__ void fetch(uint4& to, int at, int key) const {
+        const uint32_t address = smem_address(&to);
+        if (start != nullptr) {
+            cp_async<4>(address, start + key * col_stride);
+            cp_async<4>(address + 4, end + key * col_stride);
+        } else if (rows != nullptr) {
+            cp_async<16>(address, rows + static_cast<int64_t>(at) * kWords);
+        }
+    }
+
+    // What was fetched, together with causality and length.
+    __device__ __forceinline__ SeeingRows seeing(const uint4& fetched, int key, const Sequence& s, bool is_causal) const {
         SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, s.rows, first_row, {~0u, ~0u, ~0u, ~0u}};
         if (start != nullptr) {
             seeing.begin = max(seeing.begin, static_cast<int>(fetched.x));
@@ -76,10 +99,6 @@ struct KeyList {
         }
         return seeing;
     }
-
-private:
-    static constexpr int kWords = KeyListsView::kRows / 32;
-    static_assert(kWords == 4, "read as one uint4");
 };
 
 }  // namespace flash_dmattn::cuda

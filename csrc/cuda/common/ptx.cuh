@@ -57,6 +57,46 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Of compute capability 9.0. Adds `bytes` of float32, a multiple of 16, of shared memory to global memory, by the copy engine;
+// addresses are multiples of 16. The calling thread commits and waits. Who wrote what is added has fenced it and has met
+// the calling thread at a barrier.
+__device__ __forceinline__ void reduce_add_bulk(float* to, uint32_t from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+#endif
+}
+__device__ __forceinline__ void fence_bulk() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void commit_bulk() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+// Waits until this thread's groups have been read from shared memory, or have arrived.
+__device__ __forceinline__ void wait_bulk_read() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_bulk() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
+    int32_t x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_release(int32_t* to, int32_t x) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8, and receives of every
 // matrix the elements (i / 4, 2 * (i % 4) + {0, 1}); of the transposed form, those of the transposed matrix.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {

@@ -51,21 +51,5 @@ __device__ __forceinline__ int64_t pair_offset(const PairView& view, const Seque
     return (view.batches > 1 ? s.batch * view.batch_stride : 0) + shared_head(head, heads, view.heads) * view.head_stride +
            (view.per_key ? s.first_key * view.col_stride : s.first_row * view.row_stride);
 }
-// Add `key * col_stride`.
-__device__ __forceinline__ int64_t interval_offset(const IntervalView& view, const Sequence& s, int head, int64_t heads) {
-    return (view.batches > 1 ? s.batch * view.batch_stride : 0) + shared_head(head, heads, view.heads) * view.head_stride +
-           s.first_key * view.col_stride;
-}
-
-// Some rows of a sequence.
-struct RowRange {
-    int begin, end;
-    __device__ bool empty() const { return begin >= end; }
-};
-
-// The rows that the interval at `at` lets see a key.
-__device__ __forceinline__ RowRange rows_of_interval(const IntervalView& view, const Sequence& s, int64_t at) {
-    return {max(view.start[at], 0), min(view.end[at], s.rows)};
-}
 
 }  // namespace flash_dmattn::cuda

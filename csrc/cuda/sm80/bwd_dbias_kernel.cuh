@@ -86,6 +86,7 @@ __device__ __forceinline__ void store_dbias_tile(const float (&sum)[Tile::kScore
 template <typename Tile, bool kCausal>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     bwd_dbias_kernel(const __grid_constant__ BwdParams p) {
+    if constexpr (!Tile::kIsUsed) return;
     using T = typename Tile::T;
     using Smem = BwdDbiasSmem<Tile>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             if (key_tile >= key_end || key_tile * Tile::kKeys >= visible_keys) return false;
             const int candidate = next_window + lane_id();
             bool is_empty = candidate >= sharer_end, is_full = true;
-            if (!is_empty && p.packed_mask.bits != nullptr) {
+            if (!is_empty && has_mask(p)) {
                 const Sequence s(p, batch_of(candidate));
                 const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p, s, head_of(candidate));
                 const auto summary = masks.of(first_row, last_row, key_tile);
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), score_row, 0),
                                         KeysB(address_of(stage.value), score_key, 0));
 
-        const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows.mask, run.row_tile, tile);
+        const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows, run.row_tile, tile);
         const int rows = first.rows - first_row;
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {

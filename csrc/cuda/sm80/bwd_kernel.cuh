@@ -63,7 +63,7 @@ private:
     __device__ __forceinline__ void look_ahead() {
         const int tile = next_window_ + lane_id();
         bool empty = tile >= end_, full = true;
-        if (!empty && p_.packed_mask.bits != nullptr) {
+        if (!empty && has_mask(p_)) {
             const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s_, head);
             const int first = tile * Tile::kRows;
             const auto summary = masks.of(first, min(first + Tile::kRows, s_.rows) - 1, key_tile_);
@@ -131,6 +131,7 @@ __device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t r
 template <typename Tile, BiasKind kBias, bool kCausal>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     bwd_kernel(const __grid_constant__ BwdParams p) {
+    if constexpr (!Tile::kIsUsed) return;
     using T = typename Tile::T;
     using Smem = BwdSmem<Tile, kBias>;
     constexpr bool kKeyBias = Smem::kKeyBias;
@@ -180,10 +181,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
 
     // Keys that no row sees may hold anything.
     const auto find_seen_keys = [&] {
-        const PackedMask& mask = p.packed_mask;
-        if (threadIdx.x < Tile::kWords) smem.seen[threadIdx.x] = mask.bits == nullptr ? ~0u : 0;
+        if (threadIdx.x < Tile::kWords) smem.seen[threadIdx.x] = has_mask(p) ? 0 : ~0u;
         __syncthreads();
-        if (mask.bits == nullptr) return;
+        if (!has_mask(p)) return;
         const int row_tiles = ceil_div(s.rows, Tile::kRows);
         for (int i = threadIdx.x; i < row_tiles * group; i += Tile::kThreads) {
             const int first_row = i % row_tiles * Tile::kRows;
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                                         KeyB(address_of(smem.value), score_key, 0));
 
         const int rows = s.rows - row_tile * Tile::kRows;
-        const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage.mask, row_tile, key_tile);
+        const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage, row_tile, key_tile);
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst> bias_blocks(address_of(probs), score_row,
                                                                                     score_key);

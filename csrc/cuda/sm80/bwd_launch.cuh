@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/check.h"
+#include "../common/shared_memory.h"
 #include "bwd.h"
 #include "bwd_convert.cuh"
 #include "bwd_dbias_kernel.cuh"
@@ -12,8 +13,7 @@ namespace flash_dmattn::cuda {
 template <typename Tile>
 void launch(void (*kernel)(BwdParams), int64_t blocks, size_t shared_bytes, const BwdParams& p, cudaStream_t stream) {
     if (blocks == 0) return;
-    FLASH_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+    allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, shared_bytes, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
@@ -38,7 +38,7 @@ void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
             break;
     }
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p) && key_tiles > 0) {
-        using DbiasTile = BwdTile<Tile::kHeadDim, typename Tile::T, true>;
+        using DbiasTile = BwdTile<Tile::kHeadDim, typename Tile::T, Tile::kIsSmall, BwdPass::kDbias>;
         const int64_t dbias_key_tiles = ceil_div<int64_t>(p.seqlen_k, DbiasTile::kKeys);
         const int64_t runs = p.dbias_tiles / dbias_key_tiles * ceil_div<int64_t>(dbias_key_tiles, p.dbias_run);
         launch<DbiasTile>(bwd_dbias_kernel<DbiasTile, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSmem<DbiasTile>),
@@ -49,13 +49,18 @@ void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
                  stream);
 }
 
-template <typename T, int kHeadDim>
-void run_bwd(const BwdParams& p, cudaStream_t stream) {
-    using Tile = BwdTile<kHeadDim, T>;
+template <typename Tile>
+void run_bwd_with(const BwdParams& p, cudaStream_t stream) {
     const int64_t tiles = dquery_tiles_total(p);
-    FLASH_CUDA_CHECK(cudaMemsetAsync(p.dquery_accum, 0, tiles * Tile::kRows * kHeadDim * sizeof(float), stream));
+    FLASH_CUDA_CHECK(cudaMemsetAsync(p.dquery_accum, 0, tiles * Tile::kRows * Tile::kHeadDim * sizeof(float), stream));
     if (p.deterministic) FLASH_CUDA_CHECK(cudaMemsetAsync(p.dquery_turns, 0, (tiles + 1) * sizeof(int32_t), stream));
     p.is_causal ? run_bwd_tiles<Tile, true>(p, stream) : run_bwd_tiles<Tile, false>(p, stream);
+}
+
+template <typename T, int kHeadDim>
+void run_bwd(const BwdParams& p, cudaStream_t stream) {
+    uses_small_tiles() ? run_bwd_with<BwdTile<kHeadDim, T, true>>(p, stream)
+                       : run_bwd_with<BwdTile<kHeadDim, T, false>>(p, stream);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -1,6 +1,7 @@
 // From S = Q K^T and dP = dO V^T of one tile to P and dS: what the backward's kernels have in common.
 #pragma once
 
+#include "../common/intervals.cuh"
 #include "../common/pairs.cuh"
 #include "../common/sequence.cuh"
 #include "../common/tile_scan.cuh"
@@ -45,7 +46,10 @@ struct RowStage {
     typename Tile::RowsTile dout;
     alignas(16) float lse[Tile::kRows];
     alignas(16) float delta[Tile::kRows];
-    alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
+    union {
+        alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
+        alignas(16) int2 intervals[Tile::kKeys];  // of a mask of intervals
+    };
     alignas(16) float key_bias[kKeyBias ? Tile::kKeys : 4];  // times log2(e)
 };
 
@@ -65,6 +69,8 @@ __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& s
     load_rows(stage.query, p.query);
     load_rows(stage.dout, p.dout);
 
+    if (p.interval_tiles.tiles != nullptr)
+        load_intervals<Tile::kKeys>(address_of(stage.intervals), p, s, head, key_tile * Tile::kKeys);
     const int row = threadIdx.x;
     if (row >= Tile::kRows || row >= rows) return;
     const auto stat_of = [&](const RowStatView& view) {
@@ -138,12 +144,16 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
 template <typename Tile, bool kCausal>
 struct TileVisibility {
     const uint32_t (*mask)[Tile::kWords];  // null where there is none
+    const int2* intervals;                 // likewise
+    int first_row;
     int limit;  // of the tile's keys, without causality
     int diagonal;  // row r of the tile sees its keys below diagonal + r
 
-    __device__ TileVisibility(const BwdParams& p, const Sequence& s, const uint32_t (*bits)[Tile::kWords], int row_tile,
-                              int key_tile)
-        : mask(p.packed_mask.bits != nullptr ? bits : nullptr),
+    template <typename Stage>
+    __device__ TileVisibility(const BwdParams& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile)
+        : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
+          intervals(p.interval_tiles.tiles != nullptr ? stage.intervals : nullptr),
+          first_row(row_tile * Tile::kRows),
           limit(s.keys - key_tile * Tile::kKeys),
           diagonal(row_tile * Tile::kRows + 1 + s.keys - s.rows - key_tile * Tile::kKeys) {}
 
@@ -151,27 +161,30 @@ struct TileVisibility {
     __device__ bool full() const { return limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys); }
     __device__ uint32_t word(int row, int w) const {
         const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
+        if (intervals != nullptr) return visible & keys_seen(intervals + w * 32, first_row + row);
         return mask == nullptr ? visible : visible & mask[row][w];
     }
 };
 
-// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). dense_bias(to, m, n) gives the
-// bias of a block of 16 x 16 pairs as load_a does. `take` is given dx of two neighbouring pairs, of row m, h and the
+// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). `stage` has the rows' lse and
+// delta and, of a key bias, key_bias; visibility.word(row, w) is needed of this lane's keys alone. dense_bias(to, m, n)
+// gives the bias of a block of 16 x 16 pairs as load_a does. `take` is given dx of two neighbouring pairs, of row m, h and the
 // keys of n, before it becomes ds.
-template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, bool kKeyBias, bool kCausal, typename DenseBias,
-          typename Take>
+template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, typename Stage, typename Visibility,
+          typename DenseBias, typename Take>
 __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kScoreN][4],
                                               float (&dp)[Tile::kPassM][Tile::kScoreN][4],
-                                              const RowStage<Tile, kKeyBias>& stage, const DenseBias& dense_bias,
-                                              const TileVisibility<Tile, kCausal>& visibility, int row, int key,
-                                              int rows, float scale, float softcap, const Take& take) {
+                                              const Stage& stage, const DenseBias& dense_bias,
+                                              const Visibility& visibility, int row, int key, int rows, float scale,
+                                              float softcap, const Take& take) {
     using T = typename Tile::T;
     const int lane = lane_id();
     const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E;
 #pragma unroll
     for (int m = 0; m < Tile::kPassM; ++m) {
         float lse[2], delta[2];
-        uint32_t visible[2][Tile::kScoreN / 4];
+        constexpr int kWords = ceil_div(Tile::kScoreKeys, 32);
+        uint32_t visible[2][kWords];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int r = row + m * 16 + h * 8 + lane / 4;
@@ -181,8 +194,9 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kSc
             delta[h] = lse[h] != kInfinity ? stage.delta[r] : 0;
             if (kMasked) {
 #pragma unroll
-                for (int w = 0; w < Tile::kScoreN / 4; ++w)
-                    visible[h][w] = visibility.word(r, key / 32 + w) >> (lane % 4 * 2);
+                for (int w = 0; w < kWords; ++w)
+                    visible[h][w] = visibility.word(r, key / 32 + w) >> (Tile::kScoreKeys % 32 ? key % 32 : 0) >>
+                                    (lane % 4 * 2);
             }
         }
 #pragma unroll

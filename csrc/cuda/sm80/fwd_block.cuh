@@ -87,9 +87,9 @@ protected:
         if (more) {
             source.load_key(tile);
             source.load_pairs(tile);
-            source.store_pairs(tile);
         }
         cp_async_commit();
+        if (more) source.store_pairs(tile);
 
         while (more) {
             float scores[kMTiles][kNTiles][4] = {};

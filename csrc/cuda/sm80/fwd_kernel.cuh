@@ -1,6 +1,7 @@
 // The forward for compute capability 8.0 and up: one block owns a tile of query rows and goes over the keys once.
 #pragma once
 
+#include "../common/intervals.cuh"
 #include "../common/pairs.cuh"
 #include "../common/tile_scan.cuh"
 #include "fwd_block.cuh"
@@ -24,7 +25,10 @@ public:
     struct SharedMemory : Block::Memory {
         // Of the current tile of keys:
         std::conditional_t<kBias == BiasKind::kDense, BiasTile, float[kKeys]> bias;
-        alignas(16) uint32_t mask[kRows][kWords];
+        union {
+            alignas(16) uint32_t mask[kRows][kWords];
+            alignas(16) int2 intervals[kKeys];
+        };
         uint32_t bias_visible[kWords];  // keys whose bias is not -inf
         int row_end[kRows];             // a row sees keys below this by causality and length
     };
@@ -44,7 +48,7 @@ public:
             if (kBias == BiasKind::kDense && !Shape::kPacksHeads)
                 bias_ += query_row(BiasCopy::first_row()) * p.bias.row_stride * sizeof(T);
         }
-        if (mask_by_row()) {
+        if (mask_by_row() && !has_intervals()) {
             const int mask_row = min(query_row(min(static_cast<int>(threadIdx.x), kRows - 1)), s.rows - 1);
             const PackedMask& mask = p.packed_mask;
             mask_row_ = mask.bits + s.batch * mask.bits_batch_stride +
@@ -82,9 +86,11 @@ private:
     using Block::query_row, Block::sequence;
     using BiasCopy = RowCopy<kThreads, BiasTile>;
 
-    __device__ bool has_mask() const { return p_.packed_mask.bits != nullptr; }
+    __device__ bool has_intervals() const { return p_.interval_tiles.tiles != nullptr; }
     // Else a tile's columns say all that the mask does.
-    __device__ bool mask_by_row() const { return has_mask() && p_.packed_mask.bits_row_stride != 0; }
+    __device__ bool mask_by_row() const {
+        return has_intervals() || (p_.packed_mask.bits != nullptr && p_.packed_mask.bits_row_stride != 0);
+    }
 
     // Keys that no row sees are not read, and neither are their values.
     template <typename Tile>
@@ -115,8 +121,12 @@ private:
     // Starts to fetch what is added to the scores and what hides them.
     template <typename Tile>
     __device__ __forceinline__ void load_pairs(const Tile& tile) {
-        if (mask_by_row() && !tile.full() && threadIdx.x < kRows)
+        if (has_intervals()) {
+            load_intervals<kKeys>(smem_address(smem_.intervals), p_, sequence(), smem_.work.first_head,
+                                  tile.index() * kKeys);
+        } else if (mask_by_row() && !tile.full() && threadIdx.x < kRows) {
             cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile.index() * kWords);
+        }
         if constexpr (kBias == BiasKind::kKey) {
             const int key = tile.index() * kKeys + threadIdx.x;
             key_bias_ = 0;
@@ -207,8 +217,15 @@ private:
         for_each_word([&](int i, int, int w) { visible[i][w] = columns[w]; });
         const bool masked = mask_by_row() && !tile.full();
         if (!masked && !p_.is_causal) return hide_invisible(scores, visible);  // rows alike: less to compute
-        if (masked)
-            for_each_word([&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
+        if (masked && has_intervals()) {
+            for_each_word([&](int i, int row, int w) {
+                visible[i][w] &= keys_seen(smem_.intervals + warp_key_ + w * 32, query_row(warp_row_ + row));
+            });
+        } else if (masked) {
+            for_each_word([&](int i, int row, int w) {
+                visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w];
+            });
+        }
         if (p_.is_causal) {
             const int first_key = tile.index() * kKeys + warp_key_;
             for_each_word([&](int i, int row, int w) {

@@ -3,6 +3,7 @@
 
 #include "../combine.h"
 #include "../common/check.h"
+#include "../common/shared_memory.h"
 #include "fwd.h"
 #include "fwd_config.h"
 #include "fwd_kernel.cuh"
@@ -32,8 +33,7 @@ void launch_fwd(const FwdParams& p, int pack, cudaStream_t stream) {
     const int64_t blocks = p.splits * schedule.row_tiles * schedule.heads * schedule.batch;
     if (blocks > INT32_MAX) throw std::runtime_error("too many tiles for one launch");
     const auto kernel = fwd_kernel<Kernel>;
-    if constexpr (kSmem > 48 * 1024)
-        FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    allow_shared_memory("the forward", p.head_dim, kernel, kSmem);
     kernel<<<static_cast<unsigned>(blocks), Kernel::kThreads, kSmem, stream>>>(p, schedule);
     FLASH_CUDA_CHECK(cudaGetLastError());
     if (p.splits > 1) combine_splits(p, stream);
@@ -43,12 +43,16 @@ template <typename T, int kHeadDim, BiasKind kBias>
 void run_fwd_bias(const FwdParams& p, cudaStream_t stream) {
     using Tiles = FwdTiles<kHeadDim>;
     const FwdPacking packing = fwd_packing(p);
-    if (packing.rows <= Tiles::Decode::kRows) {
-        launch_fwd<FwdKernel<T, kHeadDim, kBias, typename Tiles::Decode>>(p, packing.heads, stream);
-    } else if (packing.rows <= Tiles::Few::kRows) {
-        launch_fwd<FwdKernel<T, kHeadDim, kBias, typename Tiles::Few>>(p, packing.heads, stream);
+    using Usual = FwdKernel<T, kHeadDim, kBias, typename Tiles::Usual>;
+    using Few = FwdKernel<T, kHeadDim, kBias, typename Tiles::Few>;
+    using Decode = FwdKernel<T, kHeadDim, kBias, typename Tiles::Decode>;
+    // Where shared memory is short, a tile for fewer rows serves.
+    if (packing.rows <= Tiles::Decode::kRows || !fits_shared_memory<typename Few::SharedMemory>()) {
+        launch_fwd<Decode>(p, packing.heads, stream);
+    } else if (packing.rows <= Tiles::Few::kRows || !fits_shared_memory<typename Usual::SharedMemory>()) {
+        launch_fwd<Few>(p, packing.heads, stream);
     } else {
-        launch_fwd<FwdKernel<T, kHeadDim, kBias, typename Tiles::Usual>>(p, packing.heads, stream);
+        launch_fwd<Usual>(p, packing.heads, stream);
     }
 }
 

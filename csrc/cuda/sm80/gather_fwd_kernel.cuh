@@ -1,7 +1,7 @@
 // The forward over key lists: a block owns a tile of query rows and gathers the keys of its list, wherever they lie.
 //
-// Where a tile of the list is worked on, the places of its keys and what is known of them have been fetched before: the
-// places while the tile before the last was computed, and by them, one tile later, K and what decides of visibility.
+// A tile's keys are fetched in three steps, each while another tile is computed: their places in the sequence, then by
+// these K and what tells which rows see them, then V.
 #pragma once
 
 #include "../common/key_list.cuh"
@@ -33,29 +33,34 @@ public:
     struct SharedMemory : Block::Memory {
         KeyList list;
         WarpRows warp_rows[kRowWarps];
-        int keys[2][kKeys];  // of the current tile and the next, in turn; -1 where there is none
+        // Of the sequence and head.
+        const T* first_key;
+        const T* first_value;
+        const char* first_bias;
+        int keys[2][kKeys];  // of the current tile and the next, in turn: places in the sequence, -1 where there is none
         // Of the current tile:
         alignas(16) float bias[kKeys];
-        alignas(16) uint32_t rows[kRowWarps][kKeys];  // bit i: row warp_rows.first + i sees the key
-        uint32_t seen[kWords];                        // keys that some row of the block sees
-        uint32_t seen_by_all[kRowWarps][kWords];      // keys that all rows of the warps see
+        alignas(16) uint32_t rows[kRowWarps][kKeys];       // bit i: row warp_rows.first + i sees the key
+        uint4 fetched[kKeys];  // what `rows` is made of
+        uint32_t seen[kWords];                             // keys that some row of the block sees
+        uint32_t seen_by_all[kWords];                      // keys that every row sees
     };
 
     // smem.work has been written.
     __device__ GatherFwdKernel(const FwdParams& p, const FwdSchedule& schedule, SharedMemory& smem)
         : Block(p, schedule, smem), smem_(smem) {
-        const Sequence& s = sequence();
-        const int head = smem.work.first_head, kv_head = shared_head(head, p.heads, p.kv_heads);
-        key_ = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
-        value_ = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
-        if (kBias != BiasKind::kNone) {
-            const int64_t offset = pair_offset(p.bias, s, head, p.heads);
-            bias_ = static_cast<const char*>(p.bias.data) + offset * (p.bias.dtype == DataType::kFloat32 ? 4 : 2);
+        if (threadIdx.x == 0) {
+            const Sequence& s = sequence();
+            const int head = smem.work.first_head, kv_head = shared_head(head, p.heads, p.kv_heads);
+            smem.list = KeyList(p, s, head, query_row(0));
+            smem.first_key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
+            smem.first_value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
+            if (kBias != BiasKind::kNone)
+                smem.first_bias = static_cast<const char*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads) * bias_bytes();
         }
-        if (threadIdx.x == 0) smem.list = KeyList(p, s, head, query_row(0));
         if (threadIdx.x < kRowWarps) {
             const int row = threadIdx.x * kWarpRows, first = query_row(row);
-            const int end = min(query_row(row + kWarpRows - 1) + 1, s.rows);
+            const int end = min(query_row(row + kWarpRows - 1) + 1, sequence().rows);
             smem.warp_rows[threadIdx.x] = {first, bits_below(end - first, 0)};
         }
         const int first = query_row(warp_row_);
@@ -69,7 +74,9 @@ public:
         const unsigned tiles = ceil_div(smem_.list.size, kKeys);
         const unsigned splits = static_cast<unsigned>(p_.splits), split = smem_.work.split;
         const int begin = static_cast<int>(tiles * split / splits), end = static_cast<int>(tiles * (split + 1) / splits);
-        if (threadIdx.x < kKeys) keys_of(begin)[threadIdx.x] = list_key(begin);
+        fetch_keys(begin);
+        cp_async_commit();
+        cp_async_wait<0>();
         __syncthreads();
         ListTiles tile{begin - 1, end};
         this->attend(*this, tile);
@@ -87,63 +94,72 @@ private:
     };
 
     __device__ __forceinline__ int* keys_of(int tile) { return smem_.keys[tile % 2]; }
-    // This thread's key of a tile, read from the list.
-    __device__ __forceinline__ int list_key(int tile) { return smem_.list.key(tile * kKeys + threadIdx.x); }
+    __device__ __forceinline__ int bias_bytes() const { return p_.bias.dtype == DataType::kFloat32 ? 4 : 2; }
 
+    __device__ __forceinline__ void fetch_keys(int tile) {
+        if (threadIdx.x < kKeys) smem_.list.fetch_key(keys_of(tile)[threadIdx.x], tile * kKeys + threadIdx.x);
+    }
     __device__ __forceinline__ void load_key(const ListTiles& tile) {
         const int* keys = keys_of(tile.current);
-        load_rows(key_copy_, key_, p_.key.row_stride, keys, [&](int at) { return keys[at] >= 0; });
+        load_rows(key_copy_, smem_.first_key, p_.key.row_stride, keys, [&](int at) { return keys[at] >= 0; });
     }
     // Values of keys that no row sees are not read.
     __device__ __forceinline__ void load_value(const ListTiles& tile) {
-        load_rows(key_copy_ + sizeof(KeyTile), value_, p_.value.row_stride, keys_of(tile.current),
+        load_rows(key_copy_ + sizeof(KeyTile), smem_.first_value, p_.value.row_stride, keys_of(tile.current),
                   [&](int at) { return (smem_.seen[at / 32] >> at % 32 & 1) != 0; });
     }
     template <typename Visible>
     __device__ __forceinline__ void load_rows(uint32_t to, const T* rows, int64_t row_stride, const int* keys,
                                               const Visible& visible) {
+        // Counted in pieces of 16 bytes, of which the strides are multiples: one 32-bit product a row.
+        const uint4* pieces = reinterpret_cast<const uint4*>(rows);
+        const uint32_t stride = static_cast<uint32_t>(row_stride / KeyTile::kChunk);
         KeyCopy::start(to, static_cast<int>(p_.head_dim), [&](int i) {
             const int at = KeyCopy::first_row() + i * KeyCopy::kRowsAtOnce;
-            return RowSource<T>{rows + keys[at] * row_stride, visible(at)};
+            const uint64_t offset = static_cast<uint64_t>(static_cast<uint32_t>(keys[at])) * stride;
+            return RowSource<T>{reinterpret_cast<const T*>(pieces + offset), visible(at)};
         });
     }
 
-    // What is known of this thread's key travels through registers while the last tile is computed.
     __device__ __forceinline__ void load_pairs(const ListTiles& tile) {
         if (threadIdx.x >= kKeys) return;
         const int key = keys_of(tile.current)[threadIdx.x];
         if (key >= 0) {
-            rows_of_key_ = smem_.list.fetch(tile.current * kKeys + threadIdx.x, key);
+            smem_.list.fetch(smem_.fetched[threadIdx.x], tile.current * kKeys + threadIdx.x, key);
             if constexpr (kBias == BiasKind::kKey) {
-                const int64_t at = key * p_.bias.col_stride;
-                key_bias_ = p_.bias.dtype == DataType::kFloat32 ? reinterpret_cast<const float*>(bias_)[at]
-                                                                : to_float(reinterpret_cast<const T*>(bias_)[at]);
+                const char* bias = smem_.first_bias + key * p_.bias.col_stride * bias_bytes();
+                key_bias_ = p_.bias.dtype == DataType::kFloat32 ? __ldg(reinterpret_cast<const uint32_t*>(bias))
+                                                                : __ldg(reinterpret_cast<const uint16_t*>(bias));
             }
         }
-        next_key_ = list_key(tile.current + 1);
+        fetch_keys(tile.current + 1);
     }
+    // Which rows see the tile's keys, and the bias: from what this thread has fetched.
     __device__ __forceinline__ void store_pairs(const ListTiles& tile) {
+        cp_async_wait<0>();
         if (threadIdx.x >= kKeys) return;
         const int key = keys_of(tile.current)[threadIdx.x];
-        keys_of(tile.current + 1)[threadIdx.x] = next_key_;
-        SeeingRows seeing = smem_.list.seeing(rows_of_key_, key, sequence(), p_.is_causal);
+        SeeingRows seeing = smem_.list.seeing(smem_.fetched[threadIdx.x], key, sequence(), p_.is_causal);
         if (key < 0) seeing.end = 0;
         if constexpr (kBias == BiasKind::kKey) {
-            smem_.bias[threadIdx.x] = key_bias_;
-            if (key_bias_ == -kInfinity) seeing.end = 0;
+            const float bias = p_.bias.dtype == DataType::kFloat32 ? __uint_as_float(key_bias_) : unpack<T>(key_bias_).x;
+            smem_.bias[threadIdx.x] = bias;
+            if (bias == -kInfinity) seeing.end = 0;
         }
-        uint32_t any = 0;
+        bool some = false, all = true;
 #pragma unroll
         for (int warp = 0; warp < kRowWarps; ++warp) {
             const WarpRows& rows = smem_.warp_rows[warp];
             const uint32_t seen = seeing.from(rows.first) & rows.all;
             smem_.rows[warp][threadIdx.x] = seen;
-            any |= seen;
-            const uint32_t seen_by_all = __ballot_sync(~0u, seen == rows.all);
-            if (lane_id() == 0) smem_.seen_by_all[warp][warp_id()] = seen_by_all;
+            some |= seen != 0;
+            all &= seen == rows.all;
         }
-        const uint32_t seen = __ballot_sync(~0u, any != 0);
-        if (lane_id() == 0) smem_.seen[warp_id()] = seen;
+        const uint32_t seen = __ballot_sync(~0u, some), seen_by_all = __ballot_sync(~0u, all);
+        if (lane_id() == 0) {
+            smem_.seen[warp_id()] = seen;
+            smem_.seen_by_all[warp_id()] = seen_by_all;
+        }
     }
 
     // Products to what the softmax sees: scaled, capped, biased, and -inf where invisible.
@@ -156,15 +172,14 @@ private:
         if constexpr (kBias == BiasKind::kKey) scale_and_add_bias(scores, scale, smem_.bias + warp_key_);
         if constexpr (kBias == BiasKind::kDense) add_dense_bias(scores, scale, keys_of(tile.current) + warp_key_);
 
-        const int warp = warp_row_ / kWarpRows;
         bool all_visible = true;
 #pragma unroll
-        for (int w = 0; w < kWarpWords; ++w) all_visible &= smem_.seen_by_all[warp][warp_key_ / 32 + w] == ~0u;
+        for (int w = 0; w < kWarpWords; ++w) all_visible &= smem_.seen_by_all[warp_key_ / 32 + w] == ~0u;
         if (all_visible) return;
         uint32_t row_bits[kMTiles * 2];
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) row_bits[i] = 1u << (row_bits_ >> i * 8 & 31);
-        hide_invisible(scores, smem_.rows[warp] + warp_key_, row_bits);
+        hide_invisible(scores, smem_.rows[warp_row_ / kWarpRows] + warp_key_, row_bits);
     }
 
     // Straight from global memory; pairs beyond the rows or without a key are hidden afterwards.
@@ -172,26 +187,21 @@ private:
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) {
             const int row = min(query_row(warp_row_ + i * 8 + lane_id() / 4), sequence().rows - 1);
-            const T* bias = reinterpret_cast<const T*>(bias_) + row * p_.bias.row_stride;
+            const T* bias = reinterpret_cast<const T*>(smem_.first_bias) + row * p_.bias.row_stride;
 #pragma unroll
             for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int key = max(keys[n * 8 + lane_id() % 4 * 2 + e], 0);
                     float& x = scores[i / 2][n][i % 2 * 2 + e];
-                    x = fmaf(x, scale, to_float(bias[key * p_.bias.col_stride]));
+                    x = fmaf(x, scale, to_float(__ldg(bias + key * p_.bias.col_stride)));
                 }
         }
     }
 
     SharedMemory& smem_;
-    const T* key_;  // of the sequence's first key
-    const T* value_;
-    const char* bias_ = nullptr;
     uint32_t row_bits_ = 0;  // of this lane's rows, counted from warp_rows.first; a byte each
-    int next_key_ = -1;      // this thread's, of the tile after the next
-    uint4 rows_of_key_{};    // of this thread's key of the next tile, and its bias
-    float key_bias_ = 0;
+    uint32_t key_bias_ = 0;  // bits of the bias of this thread's key of the next tile
 };
 
 }  // namespace flash_dmattn::cuda

@@ -8,13 +8,14 @@ namespace flash_dmattn::cuda {
 
 template <typename T, int kHeadDim, BiasKind kBias>
 void run_gather_fwd_bias(const FwdParams& p, cudaStream_t stream) {
-    using Usual = PackingHeads<typename FwdTiles<kHeadDim>::Usual>;
-    using Decode = typename FwdTiles<kHeadDim>::Decode;
+    using Tiles = FwdTiles<kHeadDim>;
+    using Usual = GatherFwdKernel<T, kHeadDim, kBias, PackingHeads<typename Tiles::Usual>>;
+    using Decode = GatherFwdKernel<T, kHeadDim, kBias, typename Tiles::Decode>;
     const FwdPacking packing = fwd_packing(p);
-    if (packing.rows <= Decode::kRows) {
-        launch_fwd<GatherFwdKernel<T, kHeadDim, kBias, Decode>>(p, packing.heads, stream);
+    if (packing.rows <= Decode::kRows || !fits_shared_memory<typename Usual::SharedMemory>()) {
+        launch_fwd<Decode>(p, packing.heads, stream);
     } else {
-        launch_fwd<GatherFwdKernel<T, kHeadDim, kBias, Usual>>(p, packing.heads, stream);
+        launch_fwd<Usual>(p, packing.heads, stream);
     }
 }
 

@@ -152,7 +152,7 @@ size_t backward() {
     using Tile = BwdTile<kHeadDim, half_t, kIsSmall>;
     return std::max({sizeof(BwdSmem<Tile, BiasKind::kNone>), sizeof(BwdSmem<Tile, BiasKind::kKey>),
                      sizeof(BwdSmem<Tile, BiasKind::kDense>),
-                     sizeof(BwdDbiasSmem<BwdTile<kHeadDim, half_t, kIsSmall, true>>)});
+                     sizeof(BwdDbiasSmem<BwdTile<kHeadDim, half_t, kIsSmall, BwdPass::kDbias>>)});
 }
 
 template <int kHeadDim>

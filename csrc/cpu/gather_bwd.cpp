@@ -11,7 +11,7 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int64_t kRows = kGradientRows;
-constexpr int64_t kKeys = kGradientKeys;
+constexpr int64_t kKeys = 256;
 constexpr int64_t kMinUnits = 16;  // rows are cut into runs where heads and batch elements give fewer units
 
 // What one unit of work owns: the (batch element, query head) pairs that share an entry of the bias's gradient or a
@@ -135,7 +135,7 @@ public:
           group_(params.heads / params.kv_heads),
           sharing_(params.lists.heads == params.heads ? 1 : group_),
           max_rows_(std::min(kRows, params.seqlen_q)),
-          tile_(params),
+          tile_(params, kKeys),
           gathered_(params, kKeys, /*backward=*/true),
           query_(max_rows_ * p_.head_dim),
           query_transposed_(query_.size()),

@@ -16,16 +16,15 @@
 namespace flash_dmattn {
 
 constexpr int64_t kGradientRows = KeyListsView::kRows;
-constexpr int64_t kGradientKeys = 256;
 
 // p_ij and dx_ij = p_ij (<do_i, v_j> - D_i) of one tile, recomputed from lse; and how dx becomes ds.
 template <typename acc_t>
 class GradientTile {
 public:
-    explicit GradientTile(const BwdParams& params)
+    GradientTile(const BwdParams& params, int64_t tile_keys)
         : p_(params),
           max_rows_(std::min(kGradientRows, params.seqlen_q)),
-          max_keys_(std::min(kGradientKeys, params.seqlen_k)),
+          max_keys_(std::min(tile_keys, params.seqlen_k)),
           pairs_(max_keys_),
           probs_(max_rows_ * max_keys_),
           dx_(max_rows_ * max_keys_),

@@ -16,6 +16,8 @@ struct Matrix {
     int64_t stride;
 
     acc_t* row(int64_t i) const { return data + i * stride; }
+    Matrix first_rows(int64_t n) const { return {data, n, cols, stride}; }
+    Matrix first_cols(int64_t n) const { return {data, rows, n, stride}; }
 };
 
 // m^T, contiguous in `scratch`. A BLAS takes tens of percent longer where an operand is not in the order that it likes

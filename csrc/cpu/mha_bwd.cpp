@@ -10,7 +10,7 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int64_t kRows = kGradientRows;
-constexpr int64_t kKeys = kGradientKeys;
+constexpr int64_t kKeys = 512;
 constexpr int64_t kMinUnits = 16;  // keys are cut into runs where heads and batch elements give fewer units
 
 // What one unit of work owns: the (batch element, query head) pairs that share an entry of the bias's gradient or a
@@ -87,7 +87,7 @@ public:
           key_dbias_(params.dbias.present() && params.dbias.per_key),
           max_rows_(std::min(kRows, params.seqlen_q)),
           max_keys_(std::min(kKeys, params.seqlen_k)),
-          tile_(params),
+          tile_(params, kKeys),
           query_(max_rows_ * p_.head_dim),
           query_transposed_(query_.size()),
           dout_(query_.size()),
@@ -160,7 +160,8 @@ private:
             for (int64_t head = first_head; head < first_head + units_.heads_each; ++head) {
                 for (int64_t b = first_batch; b < first_batch + units_.batches_each && row >= visible_begin; ++b) {
                     const Sequence s(p_, b);
-                    const Tile tile{s, head, row, rows, key, keys};
+                    const int64_t seen = p_.is_causal ? std::min(s.causal_end(row + rows - 1) - key, keys) : keys;
+                    const Tile tile{s, head, row, rows, key, seen};
                     if (!mask_hides(p_, tile)) add_tile(run, tile, s.batch - first_batch, head - first_head, exact);
                 }
                 if (dense_dbias_ && last_of_bias_head(head)) store_dense_dbias({first, head, row, rows, key, keys});
@@ -187,13 +188,15 @@ private:
         const auto dout_transposed = transpose(dout, dout_transposed_.data());
         const Member& m = member(batch_in_group, head_in_group);
 
-        tile_.compute(tile, query, dout, m.key_transposed, m.value_transposed);
-        add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, m.dvalue);
-        if (dense_dbias_) row_add(dense_tile_.data(), tile_.dx.data, tile.rows * tile.keys);
+        tile_.compute(tile, query, dout, m.key_transposed.first_cols(tile.keys), m.value_transposed.first_cols(tile.keys));
+        add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, m.dvalue.first_cols(tile.keys));
+        for (int64_t i = 0; i < tile.rows && dense_dbias_; ++i) {
+            row_add(dense_tile_.data() + i * max_keys_, tile_.dx.row(i), tile.keys);
+        }
         if (key_dbias_) add_column_sums(head_in_group);
         const auto& ds = tile_.to_ds();
-        add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, m.dkey);
-        add_product_left<acc_t>(ds, m.key, p_.softmax_scale, exact,
+        add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, m.dkey.first_cols(tile.keys));
+        add_product_left<acc_t>(ds, m.key.first_rows(tile.keys), p_.softmax_scale, exact,
                                 dquery_.part(run, s.batch, tile.head, tile.row, tile.rows));
     }
 
@@ -240,7 +243,7 @@ private:
     }
 
     void store_dense_dbias(const Tile& tile) {
-        const Matrix<acc_t> sums{dense_tile_.data(), tile.rows, tile.keys, tile.keys};
+        const Matrix<acc_t> sums{dense_tile_.data(), tile.rows, tile.keys, max_keys_};
         store(sums, p_.dbias.data, p_.bias.dtype, offset_of(p_.dbias, tile, p_.heads), p_.dbias.row_stride);
         std::fill(dense_tile_.begin(), dense_tile_.end(), acc_t(0));
     }

@@ -59,8 +59,10 @@ struct Options {
 // Which pairs the caller lets see each other: by at most one of mask and intervals, by lists of keys, or by both lists
 // and intervals. See KeyListsView.
 struct MaskTensors {
-    OptionalTensor mask;         // bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); of variable length (total_k, heads) or (total_q, heads, Sk)
-    OptionalTensor intervals;    // int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends; of variable length (2, total_k, heads)
+    // bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); of variable length (total_k, heads) or (total_q, heads, Sk)
+    OptionalTensor mask;
+    // int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends; of variable length (2, total_k, heads)
+    OptionalTensor intervals;
     OptionalTensor list_keys;    // int32 (capacity)
     OptionalTensor list_starts;  // int64 (lists + 1)
     OptionalTensor list_rows;    // int32 (capacity, 4)
@@ -188,9 +190,10 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
     view.heads = *masks.list_heads;
     view.rows_alike = !masks.intervals && !masks.list_rows;
     view.row_tiles = view.rows_alike ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
-    TORCH_CHECK_VALUE(view.batches == p.batch || view.batches == 1, "list_batches must be ", p.batch, " or 1, got ", view.batches);
-    TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "list_heads must be ", p.heads,
-                      ", ", p.kv_heads, " or 1, got ", view.heads);
+    TORCH_CHECK_VALUE(view.batches == p.batch || view.batches == 1, "list_batches must be ", p.batch, " or 1, got ",
+                      view.batches);
+    TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "list_heads must be ",
+                      p.heads, ", ", p.kv_heads, " or 1, got ", view.heads);
     check_shape(starts, "list_starts", {view.batches * view.heads * view.row_tiles + 1});
     check_dtype(starts, "list_starts", at::kLong);
     check_shape(keys, "list_keys", {keys.numel()});
@@ -210,6 +213,18 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
         view.rows = reinterpret_cast<const uint32_t*>(rows.const_data_ptr<int32_t>());
     }
     return view;
+}
+
+void set_sequences(AttentionParams& p, const Varlen& varlen, const Tensor& like) {
+    for (const auto& [tensor, name] : {std::pair(&varlen.cu_seqlens_q, "cu_seqlens_q"),
+                                       std::pair(&varlen.cu_seqlens_k, "cu_seqlens_k")}) {
+        check_dtype(*tensor, name, at::kInt);
+        check_device(*tensor, name, like);
+        check_shape(*tensor, name, {p.batch + 1});
+        check_last_contiguous(*tensor, name);
+    }
+    p.cu_seqlens_q = varlen.cu_seqlens_q.const_data_ptr<int32_t>();
+    p.cu_seqlens_k = varlen.cu_seqlens_k.const_data_ptr<int32_t>();
 }
 
 // What forward and backward have in common.
@@ -246,17 +261,7 @@ void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tens
     p.key = rows_view(key, varlen.has_value());
     p.value = rows_view(value, varlen.has_value());
 
-    if (varlen) {
-        for (const auto& [tensor, name] : {std::pair(&varlen->cu_seqlens_q, "cu_seqlens_q"),
-                                           std::pair(&varlen->cu_seqlens_k, "cu_seqlens_k")}) {
-            check_dtype(*tensor, name, at::kInt);
-            check_device(*tensor, name, query);
-            check_shape(*tensor, name, {p.batch + 1});
-            check_last_contiguous(*tensor, name);
-        }
-        p.cu_seqlens_q = varlen->cu_seqlens_q.const_data_ptr<int32_t>();
-        p.cu_seqlens_k = varlen->cu_seqlens_k.const_data_ptr<int32_t>();
-    }
+    if (varlen) set_sequences(p, *varlen, query);
     if (bias) {
         check_device(*bias, "bias", query);
         check_pairs(bias->sizes(), "bias", p, varlen, total_q, total_k);
@@ -528,35 +533,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Te
 // What the lists of a mask are made from: its heads and batch elements are the lists'.
 AttentionParams list_params(const MaskTensors& masks, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                             const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
-    TORCH_CHECK_VALUE(masks.mask.has_value() != masks.intervals.has_value(), "exactly one of mask and intervals must be given");
-    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(), "cu_seqlens_q and cu_seqlens_k come together");
-    const bool varlen = cu_seqlens_q.has_value();
-    const Tensor shape_giver = masks.mask ? *masks.mask : (*masks.intervals)[0];
+    TORCH_CHECK_VALUE(masks.mask.has_value() != masks.intervals.has_value(),
+                      "exactly one of mask and intervals must be given");
+    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
+                      "cu_seqlens_q and cu_seqlens_k come together");
+    OptionalVarlen varlen;
+    if (cu_seqlens_q) varlen = Varlen{*cu_seqlens_q, *cu_seqlens_k, seqlen_q, seqlen_k};
+    const Tensor pairs = masks.mask ? *masks.mask : (*masks.intervals)[0];
     AttentionParams p;
-    p.batch = varlen ? cu_seqlens_q->numel() - 1 : shape_giver.size(0);
-    p.heads = p.kv_heads = shape_giver.size(1);
+    p.batch = varlen ? cu_seqlens_q->numel() - 1 : pairs.size(0);
+    p.heads = p.kv_heads = pairs.size(1);
     p.seqlen_q = seqlen_q;
     p.seqlen_k = seqlen_k;
     p.is_causal = is_causal;
+    if (varlen) set_sequences(p, *varlen, pairs);
     if (masks.mask) {
-        const OptionalVarlen lengths =
-            varlen ? OptionalVarlen(Varlen{*cu_seqlens_q, *cu_seqlens_k, seqlen_q, seqlen_k}) : std::nullopt;
-        check_dtype(*masks.mask, "mask", at::kBool);
-        check_pairs(masks.mask->sizes(), "mask", p, lengths, masks.mask->size(0), masks.mask->size(0));
-        p.mask = pair_view(*masks.mask);
+        check_dtype(pairs, "mask", at::kBool);
+        check_pairs(pairs.sizes(), "mask", p, varlen, pairs.size(0), pairs.size(0));
+        p.mask = pair_view(pairs);
     } else {
-        check_intervals(*masks.intervals, p, varlen, shape_giver.size(0));
+        check_intervals(*masks.intervals, p, varlen.has_value(), pairs.size(0));
         p.intervals = interval_view(*masks.intervals);
-    }
-    if (varlen) {
-        for (const auto& [tensor, name] : {std::pair(&*cu_seqlens_q, "cu_seqlens_q"), std::pair(&*cu_seqlens_k, "cu_seqlens_k")}) {
-            check_dtype(*tensor, name, at::kInt);
-            check_device(*tensor, name, shape_giver);
-            check_shape(*tensor, name, {p.batch + 1});
-            check_last_contiguous(*tensor, name);
-        }
-        p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
-        p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
     }
     return p;
 }
@@ -634,7 +631,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
     using OptionalInt = std::optional<int64_t>;
     py::class_<MaskTensors>(m, "MaskTensors", "Which pairs see each other: a mask, intervals, or lists of keys.")
-        .def(py::init<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalInt, OptionalInt>(),
+        .def(py::init<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalInt,
+                      OptionalInt>(),
              py::arg("mask") = py::none(), py::arg("intervals") = py::none(), py::arg("list_keys") = py::none(),
              py::arg("list_starts") = py::none(), py::arg("list_rows") = py::none(),
              py::arg("list_batches") = py::none(), py::arg("list_heads") = py::none());

@@ -18,7 +18,10 @@ SPARSE = ("auto", "tiles", "lists")
 # Making them takes 1 % of it, of a bool mask with a head for every query head 3 %.
 CPU_CROSSOVER = 0.9
 CUDA_CROSSOVER = 0.5
-MIN_KEYS = 512  # with fewer keys there is nothing to win
+# With fewer keys there is nothing to win. On CUDA making lists takes several launches, each about as long as attention
+# over a thousand keys.
+CPU_MIN_KEYS = 512
+CUDA_MIN_KEYS = 2048
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -212,9 +215,9 @@ def choose(
         return mask
     if sparse == "lists":
         return KeyLists.build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
-    if seqlen_k < MIN_KEYS:
-        return mask
     on_cpu = mask.device.type == "cpu"
+    if seqlen_k < (CPU_MIN_KEYS if on_cpu else CUDA_MIN_KEYS):
+        return mask
     if on_cpu and not torch.compiler.is_compiling():
         return lists_if_short(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     crossover = CPU_CROSSOVER if on_cpu else CUDA_CROSSOVER

@@ -15,16 +15,15 @@ KeyList list_of(const AttentionParams& params, const Sequence& sequence, int64_t
     int64_t size = lists.starts[list + 1] - begin;
     while (size > 0 && keys[size - 1] < 0) --size;
     if (params.is_causal) size = std::lower_bound(keys, keys + size, sequence.causal_end(row + rows - 1)) - keys;
-    constexpr int64_t kWords = KeyListsView::kRows / 32;
-    return {keys, lists.rows != nullptr ? lists.rows + begin * kWords : nullptr, size};
+    return KeyList{lists.keys, lists.rows, 0}.from(begin, size);
 }
 
 template <typename acc_t>
 void GatheredKeys<acc_t>::load(const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
     const KeyList list = list_of(p_, sequence, head, row, rows);
     const int64_t kv_head = head / (p_.heads / p_.kv_heads);
-    const bool there = list.keys == list_.keys && list.size == list_.size && sequence.batch == batch_ && kv_head == kv_head_;
-    if (there) return;
+    const bool same_list = list.keys == list_.keys && list.size == list_.size;
+    if (same_list && sequence.batch == batch_ && kv_head == kv_head_) return;
     list_ = list;
     batch_ = sequence.batch;
     kv_head_ = kv_head;
@@ -35,14 +34,14 @@ void GatheredKeys<acc_t>::load(const Sequence& sequence, int64_t head, int64_t r
         if (backward_) value_transposed_.resize(list.size * dim);
     }
     const auto gathered = [&](const RowsView& view, const KeyList& keys, acc_t* to) {
-        const int64_t at = sequence.batch * view.batch_stride + sequence.first_key * view.row_stride + kv_head * view.head_stride;
+        const int64_t at = sequence.batch * view.batch_stride + sequence.first_key * view.row_stride +
+                           kv_head * view.head_stride;
         return gather<acc_t>(view.data, p_.dtype, at, view.row_stride, keys.keys, keys.size, dim, to);
     };
     tiles_.clear();
     for (int64_t j = 0; j < list.size; j += tile_keys_) {
-        constexpr int64_t kWords = KeyListsView::kRows / 32;
         GatheredTile<acc_t> tile;
-        tile.list = {list.keys + j, list.rows != nullptr ? list.rows + j * kWords : nullptr, std::min(tile_keys_, list.size - j)};
+        tile.list = list.from(j, std::min(tile_keys_, list.size - j));
         tile.key = gathered(p_.key, tile.list, key_.data() + j * dim);
         tile.value = gathered(p_.value, tile.list, value_.data() + j * dim);
         tile.key_transposed = transpose(tile.key, key_transposed_.data() + j * dim);

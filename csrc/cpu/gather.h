@@ -10,11 +10,16 @@
 
 namespace flash_dmattn {
 
-// The keys of one list, in rising order, without the padding.
+// The keys of one list, or some that follow each other in it, in rising order, without the padding.
 struct KeyList {
     const int32_t* keys;
     const uint32_t* rows;  // as in KeyListsView, or null
     int64_t size;
+
+    KeyList from(int64_t first, int64_t count) const {
+        constexpr int64_t kWords = KeyListsView::kRows / 32;
+        return {keys + first, rows != nullptr ? rows + first * kWords : nullptr, count};
+    }
 };
 
 // The keys that some of the rows [row, row + rows) sees, which lie in one tile of KeyListsView::kRows.
@@ -32,7 +37,7 @@ struct GatheredTile {
     }
 };
 
-// The list of some rows, gathered and widened, in tiles of at most `tile_keys` keys. It holds until the next `load`, and
+// The list of some rows, gathered and widened, in tiles of at most `tile_keys` keys. It holds until the next `load`;
 // query heads that share the list and the key/value head find it there already.
 template <typename acc_t>
 class GatheredKeys {

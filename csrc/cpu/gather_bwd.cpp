@@ -1,7 +1,6 @@
 #include "gather_bwd.h"
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "gather.h"
@@ -15,9 +14,9 @@ constexpr int64_t kKeys = 256;
 constexpr int64_t kMinUnits = 16;  // rows are cut into runs where heads and batch elements give fewer units
 
 // What one unit of work owns: the (batch element, query head) pairs that share an entry of the bias's gradient or a
-// key/value head, and a run of row tiles. It makes dquery and a dense dbias of those rows whole; of dkey, dvalue and the
-// column sums of a key bias it makes a part, summed over the runs afterwards. The cut is the same whatever the number of
-// threads.
+// key/value head, and a run of row tiles. It makes dquery and a dense dbias of those rows whole; of dkey, dvalue and
+// the column sums of a key bias it makes a part, summed over the runs afterwards. The cut is the same whatever the
+// number of threads.
 struct Units {
     int64_t batches_each, heads_each, batch_groups, head_groups, row_tiles, tiles_each, row_runs;
 
@@ -82,8 +81,9 @@ public:
                 const int64_t key = index % key_tiles * kKeys;
                 if (key >= s.keys) return;
                 const int64_t keys = std::min(kKeys, s.keys - key);
-                reduce_rows(s, kv_head, key, {sums.data(), keys, p_.head_dim, p_.head_dim}, &KeyPart<acc_t>::dkey, p_.dkey);
-                reduce_rows(s, kv_head, key, {sums.data(), keys, p_.head_dim, p_.head_dim}, &KeyPart<acc_t>::dvalue, p_.dvalue);
+                const Matrix<acc_t> room{sums.data(), keys, p_.head_dim, p_.head_dim};
+                reduce_rows(s, kv_head, key, room, &KeyPart<acc_t>::dkey, p_.dkey);
+                reduce_rows(s, kv_head, key, room, &KeyPart<acc_t>::dvalue, p_.dvalue);
                 for (int64_t h = 0; h < dbias_heads_; ++h) reduce_column_sums(s, kv_head, h, key, keys);
             };
         });
@@ -104,7 +104,8 @@ private:
                      std::vector<acc_t> KeyPart<acc_t>::*rows, const RowsView& to) {
         std::fill_n(sums.data, sums.rows * sums.cols, acc_t(0));
         for_each_part(s, kv_head, key, sums.rows, [&](const KeyPart<acc_t>& from, int64_t begin, int64_t end) {
-            row_add(sums.row(begin - key), (from.*rows).data() + (begin - from.first) * sums.cols, (end - begin) * sums.cols);
+            const acc_t* x = (from.*rows).data() + (begin - from.first) * sums.cols;
+            row_add(sums.row(begin - key), x, (end - begin) * sums.cols);
         });
         store_keys(p_, sums, to, s, key, kv_head);
     }
@@ -148,7 +149,8 @@ public:
           transposed_(kKeys * p_.head_dim) {}
 
     void operator()(int64_t index) {
-        const int64_t run = units_.row_runs - 1 - index % units_.row_runs;  // under causality the last rows are the longest
+        // The last rows come first: under causality they are the longest.
+        const int64_t run = units_.row_runs - 1 - index % units_.row_runs;
         const int64_t head = index / units_.row_runs % units_.head_groups * units_.heads_each;
         const int64_t batch = index / units_.row_runs / units_.head_groups * units_.batches_each;
         // Zero times what stands in an invisible row may have been NaN.
@@ -188,9 +190,10 @@ private:
             .start(first, std::max<int64_t>(last + 1 - first, 0), p_.head_dim, parts_.dbias_heads());
     }
 
-    // One row tile against the keys of its lists. The batch elements of a group have one length: a group spans them only
-    // where the length is fixed.
-    bool differentiate_rows(int64_t run, int64_t first_batch, int64_t first_head, int64_t row, int64_t rows, bool exact) {
+    // One row tile against the keys of its lists. The batch elements of a group have one length: a group spans them
+    // only where the length is fixed.
+    bool differentiate_rows(int64_t run, int64_t first_batch, int64_t first_head, int64_t row, int64_t rows,
+                            bool exact) {
         bool finite = true;
         for (int64_t head = first_head; head < first_head + units_.heads_each; head += sharing_) {
             for (int64_t b = first_batch; b < first_batch + units_.batches_each; ++b) {
@@ -211,7 +214,8 @@ private:
         return finite;
     }
 
-    // One query head's rows: makes its dquery, and adds to what the keys of the list get. Returns whether dquery is finite.
+    // One query head's rows: makes its dquery, and adds to what the keys of the list get. Returns whether dquery is
+    // finite.
     bool add_head(const Sequence& s, int64_t head, int64_t row, int64_t rows, KeyPart<acc_t>& part, bool exact) {
         const auto query = load_rows(p_, p_.query, s, row, rows, head, query_.data());
         const auto dout = load_rows(p_, p_.dout, s, row, rows, head, dout_.data());
@@ -223,11 +227,13 @@ private:
         for (const auto& keys : gathered_.tiles()) {
             const int64_t n = keys.list.size;
             tile_.compute(keys.tile(s, head, row, rows), query, dout, keys.key_transposed, keys.value_transposed);
-            add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, {dvalue_.data() + at, p_.head_dim, n, n});
+            const Matrix<acc_t> dkey{dkey_.data() + at, p_.head_dim, n, n};
+            const Matrix<acc_t> dvalue{dvalue_.data() + at, p_.head_dim, n, n};
+            add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, dvalue);
             if (dense_slots_ > 0) add_dense_rows(head, keys.list);
             if (!column_sums_.empty()) add_column_sums(head, keys.list, part);
             const auto& ds = tile_.to_ds();
-            add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, {dkey_.data() + at, p_.head_dim, n, n});
+            add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, dkey);
             add_product_left<acc_t>(ds, keys.key, p_.softmax_scale, exact, dquery);
             at += n * p_.head_dim;
         }

@@ -148,7 +148,8 @@ private:
         return s.keys;
     }
 
-    static void add_row(const uint8_t* __restrict visible, int64_t stride, int64_t bit, uint32_t* __restrict word, int64_t n) {
+    static void add_row(const uint8_t* __restrict visible, int64_t stride, int64_t bit, uint32_t* __restrict word,
+                        int64_t n) {
         if (stride == 1) {
             for (int64_t j = 0; j < n; ++j) word[j] |= uint32_t(visible[j] != 0) << bit;
         } else {
@@ -166,7 +167,8 @@ private:
 void key_list_lengths_cpu(const AttentionParams& params, int64_t* lengths) {
     if (params.intervals.present()) {
         const IntervalLists lists(params);
-        return for_each_unit(params.batch * params.heads, [&] { return [&](int64_t i) { lists.lengths(i, lengths); }; });
+        return for_each_unit(params.batch * params.heads,
+                             [&] { return [&](int64_t i) { lists.lengths(i, lengths); }; });
     }
     const int64_t row_tiles = MaskLists(params).row_tiles();
     for_each_unit(params.batch * params.heads * row_tiles, [&] {

@@ -118,7 +118,8 @@ private:
 
 template <typename acc_t>
 void run(const FwdParams& params) {
-    // Where there are lists, the query heads that share a key/value head follow each other: they share what is gathered.
+    // Where there are lists, the query heads that share a key/value head follow each other: they share what is
+    // gathered.
     const int64_t rows_each = params.lists.present() ? KeyListsView::kRows : kRows;
     const int64_t heads_each = params.lists.present() ? params.heads / params.kv_heads : 1;
     const int64_t row_tiles = ceil_div(params.seqlen_q, rows_each), head_groups = params.heads / heads_each;

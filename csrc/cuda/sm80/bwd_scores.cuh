@@ -54,7 +54,7 @@ struct RowStage {
 template <typename Tile, bool kKeyBias>
 __device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
                                                const BwdParams& p, const Sequence& s, int head, int row_tile,
-                                               int key_tile, bool mask_full = true) {
+                                               int key_tile, bool mask_full) {
     using T = typename Tile::T;
     const int first = row_tile * Tile::kRows;
     const int rows = s.rows - first;

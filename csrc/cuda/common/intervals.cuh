@@ -46,26 +46,30 @@ __device__ __forceinline__ void expand_intervals(uint32_t (&to)[kRows][kWords], 
     }
 }
 
-// The same, each thread reading the intervals of 32 keys: slower, but it takes no registers from a kernel that is short of
-// them. full: the mask hides nothing of the tile.
-template <int kThreads, int kRows, int kWords>
-__device__ __forceinline__ void expand_intervals_by_row(uint32_t (&to)[kRows][kWords], const AttentionParams& p,
-                                                        const Sequence& s, int head, int first_row, int first_key,
-                                                        bool full) {
-    static_assert(kRows % 32 == 0, "a warp's threads read the same keys");
-    const int64_t offset = interval_offset(p.intervals, s, head, p.heads);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kRows * kWords; i += kThreads) {
-        const int row = i % kRows, key = first_key + i / kRows * 32;
-        const int keys = full ? 0 : min(s.keys - key, 32);
-        uint32_t seen = full ? ~0u : 0;
-#pragma unroll 4
-        for (int bit = 0; bit < keys; ++bit) {
-            const int64_t at = offset + (key + bit) * p.intervals.col_stride;
-            if (p.intervals.start[at] <= first_row + row && first_row + row < p.intervals.end[at]) seen |= 1u << bit;
-        }
-        to[row][i / kRows] = seen;
+// Starts to copy the intervals of kKeys keys to shared memory, pairs of a start and an end; those of keys beyond the
+// sequence's are left out. cp.async, the caller commits.
+template <int kKeys>
+__device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParams& p, const Sequence& s, int head,
+                                               int first_key) {
+    const int key = first_key + threadIdx.x;
+    if (threadIdx.x >= kKeys || key >= s.keys) return;
+    const int64_t at = interval_offset(p.intervals, s, head, p.heads) + key * p.intervals.col_stride;
+    cp_async<4>(to + threadIdx.x * 8, p.intervals.start + at);
+    cp_async<4>(to + threadIdx.x * 8 + 4, p.intervals.end + at);
+}
+
+// Which of 32 keys a row sees, by their intervals: of the keys that this lane has of an accumulator (see pairs.cuh), the
+// bits of the others are 0.
+__device__ __forceinline__ uint32_t keys_seen(const int2* intervals, int row) {
+    const int first_key = kept(lane_id() % 4 * 2);  // what follows from it would take registers across the caller's loop
+    uint32_t seen = 0;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        const int4 pair = *reinterpret_cast<const int4*>(intervals + n * 8 + first_key);
+        if (pair.x <= row && row < pair.y) seen |= 1u << n * 8;
+        if (pair.z <= row && row < pair.w) seen |= 2u << n * 8;
     }
+    return seen << first_key;
 }
 
 }  // namespace flash_dmattn::cuda

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         auto& to = smem.stages[stage];
         const int in_group = sharer / heads, head = first_head + sharer - in_group * heads;
         const Sequence s(p, run.dbias_batch + in_group);
-        load_row_stage(to.rows, address_of, p, s, head, run.row_tile, key_tile, mask_full);
+        load_row_stage(to.rows, address_of, p, s, head, run.row_tile, key_tile);
         const int first_key = key_tile * Tile::kKeys, kv_head = head / group;
         const auto load_keys = [&](typename Tile::KeysTile& tile, const RowsView& view) {
             const T* from =
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), score_row, 0),
                                         KeysB(address_of(stage.value), score_key, 0));
 
-        const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows.mask, run.row_tile, tile);
+        const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows, run.row_tile, tile);
         const int rows = first.rows - first_row;
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {

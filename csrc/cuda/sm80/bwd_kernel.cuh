@@ -206,8 +206,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     int key_bias_head = -1;
     float key_bias = 0;  // of key threadIdx.x
     const auto load_rows = [&](int stage) {
-        load_row_stage(smem.rows[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile,
-                       cursor.mask_full);
+        load_row_stage(smem.rows[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile);
         if constexpr (kBias == BiasKind::kDense) {
             load_bias<Tile>(smem.probs[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile);
         } else if (kKeyBias && threadIdx.x < Tile::kKeys) {
@@ -286,7 +285,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                                         KeyB(address_of(smem.value), score_key, 0));
 
         const int rows = s.rows - row_tile * Tile::kRows;
-        const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage.mask, row_tile, key_tile);
+        const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage, row_tile, key_tile);
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst> bias_blocks(address_of(probs), score_row,
                                                                                     score_key);

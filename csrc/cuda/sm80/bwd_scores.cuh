@@ -46,15 +46,18 @@ struct RowStage {
     typename Tile::RowsTile dout;
     alignas(16) float lse[Tile::kRows];
     alignas(16) float delta[Tile::kRows];
-    alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
+    union {
+        alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
+        alignas(16) int2 intervals[Tile::kKeys];  // of a mask of intervals
+    };
     alignas(16) float key_bias[kKeyBias ? Tile::kKeys : 4];  // times log2(e)
 };
 
-// Loads of one tile of rows, for one head; cp.async, the caller commits. mask_full: the mask hides nothing of it.
+// Loads of one tile of rows, for one head; cp.async, the caller commits.
 template <typename Tile, bool kKeyBias>
-__device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
+__device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
                                                const BwdParams& p, const Sequence& s, int head, int row_tile,
-                                               int key_tile, bool mask_full) {
+                                               int key_tile) {
     using T = typename Tile::T;
     const int first = row_tile * Tile::kRows;
     const int rows = s.rows - first;
@@ -67,7 +70,7 @@ __device__ __forceinline__ void load_row_stage(RowStage<Tile, kKeyBias>& stage, 
     load_rows(stage.dout, p.dout);
 
     if (p.interval_tiles.tiles != nullptr)
-        expand_intervals_by_row<Tile::kThreads>(stage.mask, p, s, head, first, key_tile * Tile::kKeys, mask_full);
+        load_intervals<Tile::kKeys>(address_of(stage.intervals), p, s, head, key_tile * Tile::kKeys);
     const int row = threadIdx.x;
     if (row >= Tile::kRows || row >= rows) return;
     const auto stat_of = [&](const RowStatView& view) {
@@ -141,12 +144,16 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
 template <typename Tile, bool kCausal>
 struct TileVisibility {
     const uint32_t (*mask)[Tile::kWords];  // null where there is none
+    const int2* intervals;                 // likewise
+    int first_row;
     int limit;  // of the tile's keys, without causality
     int diagonal;  // row r of the tile sees its keys below diagonal + r
 
-    __device__ TileVisibility(const BwdParams& p, const Sequence& s, const uint32_t (*bits)[Tile::kWords], int row_tile,
-                              int key_tile)
-        : mask(has_mask(p) ? bits : nullptr),
+    template <typename Stage>
+    __device__ TileVisibility(const BwdParams& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile)
+        : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
+          intervals(p.interval_tiles.tiles != nullptr ? stage.intervals : nullptr),
+          first_row(row_tile * Tile::kRows),
           limit(s.keys - key_tile * Tile::kKeys),
           diagonal(row_tile * Tile::kRows + 1 + s.keys - s.rows - key_tile * Tile::kKeys) {}
 
@@ -154,6 +161,7 @@ struct TileVisibility {
     __device__ bool full() const { return limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys); }
     __device__ uint32_t word(int row, int w) const {
         const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
+        if (intervals != nullptr) return visible & keys_seen(intervals + w * 32, first_row + row);
         return mask == nullptr ? visible : visible & mask[row][w];
     }
 };

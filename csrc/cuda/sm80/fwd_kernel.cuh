@@ -118,8 +118,7 @@ private:
     // Starts to fetch what is added to the scores and what hides them.
     template <typename Tile>
     __device__ __forceinline__ void load_pairs(const Tile& tile) {
-        if (mask_by_row() && !has_intervals() && !tile.full() && threadIdx.x < kRows)
-            cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile.index() * kWords);
+        if (mask_by_row() && !tile.full()) load_mask(tile.index());
         if constexpr (kBias == BiasKind::kKey) {
             const int key = tile.index() * kKeys + threadIdx.x;
             key_bias_ = 0;
@@ -130,6 +129,15 @@ private:
             }
         }
         if constexpr (kBias == BiasKind::kDense) load_dense_bias(tile.index() * kKeys);
+    }
+
+    __device__ __forceinline__ void load_mask(int tile) {
+        if (has_intervals()) {
+            expand_intervals<kThreads>(smem_.mask, p_, sequence(), smem_.work.first_head, smem_.work.first_row,
+                                       Shape::kPacksHeads ? schedule_.pack : 1, tile * kKeys);
+        } else if (threadIdx.x < kRows) {
+            cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile * kWords);
+        }
     }
 
     __device__ __forceinline__ void load_dense_bias(int first_key) {
@@ -162,13 +170,9 @@ private:
         }
     }
 
-    // The key bias travels through a register, whatever its stride and dtype, while the last tile is computed. Intervals
-    // become bits where registers are free.
+    // The key bias travels through a register, whatever its stride and dtype, while the last tile is computed.
     template <typename Tile>
-    __device__ void store_pairs(const Tile& tile) {
-        if (has_intervals() && !tile.full())
-            expand_intervals<kThreads>(smem_.mask, p_, sequence(), smem_.work.first_head, smem_.work.first_row,
-                                       Shape::kPacksHeads ? schedule_.pack : 1, tile.index() * kKeys);
+    __device__ void store_pairs(const Tile&) {
         if constexpr (kBias == BiasKind::kKey) {
             if (threadIdx.x >= kKeys) return;
             smem_.bias[threadIdx.x] = key_bias_;

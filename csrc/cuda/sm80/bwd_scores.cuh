@@ -161,8 +161,8 @@ struct TileVisibility {
     __device__ bool full() const { return limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys); }
     __device__ uint32_t word(int row, int w) const {
         const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
-        if (intervals != nullptr) return visible & keys_seen(intervals + w * 32, first_row + row);
-        return mask == nullptr ? visible : visible & mask[row][w];
+        if (mask != nullptr) return visible & mask[row][w];
+        return intervals == nullptr ? visible : visible & keys_seen(intervals + w * 32, first_row + row);
     }
 };
 

@@ -25,10 +25,7 @@ public:
     struct SharedMemory : Block::Memory {
         // Of the current tile of keys:
         std::conditional_t<kBias == BiasKind::kDense, BiasTile, float[kKeys]> bias;
-        union {
-            alignas(16) uint32_t mask[kRows][kWords];
-            alignas(16) int2 intervals[kKeys];
-        };
+        alignas(16) uint32_t mask[kRows][kWords];
         uint32_t bias_visible[kWords];  // keys whose bias is not -inf
         int row_end[kRows];             // a row sees keys below this by causality and length
     };
@@ -121,12 +118,7 @@ private:
     // Starts to fetch what is added to the scores and what hides them.
     template <typename Tile>
     __device__ __forceinline__ void load_pairs(const Tile& tile) {
-        if (has_intervals()) {
-            load_intervals<kKeys>(smem_address(smem_.intervals), p_, sequence(), smem_.work.first_head,
-                                  tile.index() * kKeys);
-        } else if (mask_by_row() && !tile.full() && threadIdx.x < kRows) {
-            cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile.index() * kWords);
-        }
+        if (mask_by_row() && !tile.full()) load_mask(tile.index());
         if constexpr (kBias == BiasKind::kKey) {
             const int key = tile.index() * kKeys + threadIdx.x;
             key_bias_ = 0;
@@ -137,6 +129,15 @@ private:
             }
         }
         if constexpr (kBias == BiasKind::kDense) load_dense_bias(tile.index() * kKeys);
+    }
+
+    __device__ __forceinline__ void load_mask(int tile) {
+        if (has_intervals()) {
+            expand_intervals<kThreads>(smem_.mask, p_, sequence(), smem_.work.first_head, smem_.work.first_row,
+                                       Shape::kPacksHeads ? schedule_.pack : 1, tile * kKeys);
+        } else if (threadIdx.x < kRows) {
+            cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile * kWords);
+        }
     }
 
     __device__ __forceinline__ void load_dense_bias(int first_key) {
@@ -217,15 +218,8 @@ private:
         for_each_word([&](int i, int, int w) { visible[i][w] = columns[w]; });
         const bool masked = mask_by_row() && !tile.full();
         if (!masked && !p_.is_causal) return hide_invisible(scores, visible);  // rows alike: less to compute
-        if (masked && has_intervals()) {
-            for_each_word([&](int i, int row, int w) {
-                visible[i][w] &= keys_seen(smem_.intervals + warp_key_ + w * 32, query_row(warp_row_ + row));
-            });
-        } else if (masked) {
-            for_each_word([&](int i, int row, int w) {
-                visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w];
-            });
-        }
+        if (masked)
+            for_each_word([&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
         if (p_.is_causal) {
             const int first_key = tile.index() * kKeys + warp_key_;
             for_each_word([&](int i, int row, int w) {

@@ -108,7 +108,7 @@ public:
 
     // Of the tiles of keys in shared memory: one is multiplied into gradients while P and dS are made of the next, and, where
     // there is room, while the one after that is loaded.
-    static constexpr bool kLoadsAhead = Tile::kHeadDim <= 192;
+    static constexpr bool kLoadsAhead = Tile::kHeadDim <= 192 && !Tile::kIsSmall;
     static constexpr int kKeyTiles = kLoadsAhead ? 3 : 2, kValueTiles = kLoadsAhead ? 2 : 1;
 
     struct SharedMemory {
@@ -464,6 +464,7 @@ private:
 template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     gather_bwd_kernel(const __grid_constant__ BwdParams p) {
+    if constexpr (!Tile::kIsUsed) return;
     using Kernel = GatherBwd<Tile, kBias>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedMemory*>(shared_memory);

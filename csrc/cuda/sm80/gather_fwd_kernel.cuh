@@ -126,11 +126,8 @@ private:
         const int key = keys_of(tile.current)[threadIdx.x];
         if (key >= 0) {
             smem_.list.fetch(smem_.fetched[threadIdx.x], tile.current * kKeys + threadIdx.x, key);
-            if constexpr (kBias == BiasKind::kKey) {
-                const char* bias = smem_.first_bias + key * p_.bias.col_stride * bias_bytes();
-                key_bias_ = p_.bias.dtype == DataType::kFloat32 ? __ldg(reinterpret_cast<const uint32_t*>(bias))
-                                                                : __ldg(reinterpret_cast<const uint16_t*>(bias));
-            }
+            if constexpr (kBias == BiasKind::kKey)
+                key_bias_ = load_key_bias(p_.bias, smem_.first_bias, key * p_.bias.col_stride);
         }
         fetch_keys(tile.current + 1);
     }
@@ -142,7 +139,7 @@ private:
         SeeingRows seeing = smem_.list.seeing(smem_.fetched[threadIdx.x], key, sequence(), p_.is_causal);
         if (key < 0) seeing.end = 0;
         if constexpr (kBias == BiasKind::kKey) {
-            const float bias = p_.bias.dtype == DataType::kFloat32 ? __uint_as_float(key_bias_) : unpack<T>(key_bias_).x;
+            const float bias = key_bias_of<T>(p_.bias, key_bias_);
             smem_.bias[threadIdx.x] = bias;
             if (bias == -kInfinity) seeing.end = 0;
         }

@@ -40,10 +40,10 @@ public:
         int keys[2][kKeys];  // of the current tile and the next, in turn: places in the sequence, -1 where there is none
         // Of the current tile:
         alignas(16) float bias[kKeys];
-        alignas(16) uint32_t rows[kRowWarps][kKeys];       // bit i: row warp_rows.first + i sees the key
-        uint4 fetched[kKeys];  // what `rows` is made of
-        uint32_t seen[kWords];                             // keys that some row of the block sees
-        uint32_t seen_by_all[kWords];                      // keys that every row sees
+        alignas(16) uint32_t rows[kRowWarps][kKeys];  // bit i: row warp_rows.first + i sees the key
+        uint4 fetched[kKeys];                         // what `rows` is made of
+        uint32_t seen[kWords];                        // keys that some row of the block sees
+        uint32_t seen_by_all[kWords];                 // keys that every row sees
     };
 
     // smem.work has been written.

@@ -1,8 +1,8 @@
 // Key lists, and which rows see a listed key.
 #pragma once
 
-#include "sequence.cuh"
-#include "tile_scan.cuh"
+#include "bits.cuh"
+#include "intervals.cuh"
 
 namespace flash_dmattn::cuda {
 
@@ -27,11 +27,11 @@ struct KeyList {
     static constexpr int kWords = KeyListsView::kRows / 32;
     static_assert(kWords == 4, "copied as 16 bytes");
 
-    const int32_t* keys;  // [size]: places in the sequence, -1 where there is none
-    int size;             // a multiple of KeyListsView::kAlign
-    int first_row;        // of the list's tile
-    const uint32_t* rows;    // of the list's keys, or null
-    const int32_t* start;    // of the sequence's keys, or null
+    const int32_t* keys;   // [size]: places in the sequence, -1 where there is none
+    int size;              // a multiple of KeyListsView::kAlign
+    int first_row;         // of the list's tile
+    const uint32_t* rows;  // of the list's keys, or null
+    const int32_t* start;  // of the sequence's keys, or null
     const int32_t* end;
     int64_t col_stride;
 
@@ -49,9 +49,7 @@ struct KeyList {
         rows = nullptr;
         col_stride = p.intervals.col_stride;
         if (p.intervals.start != nullptr) {
-            const int64_t offset = (p.intervals.batches > 1 ? s.batch * p.intervals.batch_stride : 0) +
-                                   shared_head(head, p.heads, p.intervals.heads) * p.intervals.head_stride +
-                                   s.first_key * col_stride;
+            const int64_t offset = interval_offset(p.intervals, s, head, p.heads);
             start = p.intervals.start + offset;
             end = p.intervals.end + offset;
         } else if (lists.rows != nullptr && !lists.rows_alike) {

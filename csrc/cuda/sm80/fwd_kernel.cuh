@@ -122,11 +122,8 @@ private:
         if constexpr (kBias == BiasKind::kKey) {
             const int key = tile.index() * kKeys + threadIdx.x;
             key_bias_ = 0;
-            if (threadIdx.x < kKeys && key < sequence().keys) {
-                const int64_t at = key * p_.bias.col_stride;
-                key_bias_ = p_.bias.dtype == DataType::kFloat32 ? reinterpret_cast<const float*>(bias_)[at]
-                                                                : to_float(reinterpret_cast<const T*>(bias_)[at]);
-            }
+            if (threadIdx.x < kKeys && key < sequence().keys)
+                key_bias_ = load_key_bias(p_.bias, bias_, key * p_.bias.col_stride);
         }
         if constexpr (kBias == BiasKind::kDense) load_dense_bias(tile.index() * kKeys);
     }
@@ -175,8 +172,9 @@ private:
     __device__ void store_pairs(const Tile&) {
         if constexpr (kBias == BiasKind::kKey) {
             if (threadIdx.x >= kKeys) return;
-            smem_.bias[threadIdx.x] = key_bias_;
-            const uint32_t visible = __ballot_sync(~0u, key_bias_ != -kInfinity);
+            const float bias = key_bias_of<T>(p_.bias, key_bias_);
+            smem_.bias[threadIdx.x] = bias;
+            const uint32_t visible = __ballot_sync(~0u, bias != -kInfinity);
             if (lane_id() == 0) smem_.bias_visible[warp_id()] = visible;
         }
     }
@@ -235,7 +233,7 @@ private:
     const T* value_;
     const char* bias_ = nullptr;          // of a dense bias and rows of one head, of this thread's first row to copy
     const uint32_t* mask_row_ = nullptr;  // of this thread's row
-    float key_bias_ = 0;                  // of this thread's key of the next tile
+    uint32_t key_bias_ = 0;               // bits of that of this thread's key of the next tile
 };
 
 }  // namespace flash_dmattn::cuda

@@ -40,10 +40,10 @@ public:
         int keys[2][kKeys];  // of the current tile and the next, in turn: places in the sequence, -1 where there is none
         // Of the current tile:
         alignas(16) float bias[kKeys];
-        alignas(16) uint32_t rows[kRowWarps][kKeys];       // bit i: row warp_rows.first + i sees the key
-        uint4 fetched[kKeys];  // what `rows` is made of
-        uint32_t seen[kWords];                             // keys that some row of the block sees
-        uint32_t seen_by_all[kWords];                      // keys that every row sees
+        alignas(16) uint32_t rows[kRowWarps][kKeys];  // bit i: row warp_rows.first + i sees the key
+        uint4 fetched[kKeys];                         // what `rows` is made of
+        uint32_t seen[kWords];                        // keys that some row of the block sees
+        uint32_t seen_by_all[kWords];                 // keys that every row sees
     };
 
     // smem.work has been written.
@@ -126,11 +126,8 @@ private:
         const int key = keys_of(tile.current)[threadIdx.x];
         if (key >= 0) {
             smem_.list.fetch(smem_.fetched[threadIdx.x], tile.current * kKeys + threadIdx.x, key);
-            if constexpr (kBias == BiasKind::kKey) {
-                const char* bias = smem_.first_bias + key * p_.bias.col_stride * bias_bytes();
-                key_bias_ = p_.bias.dtype == DataType::kFloat32 ? __ldg(reinterpret_cast<const uint32_t*>(bias))
-                                                                : __ldg(reinterpret_cast<const uint16_t*>(bias));
-            }
+            if constexpr (kBias == BiasKind::kKey)
+                key_bias_ = load_key_bias(p_.bias, smem_.first_bias, key * p_.bias.col_stride);
         }
         fetch_keys(tile.current + 1);
     }
@@ -142,7 +139,7 @@ private:
         SeeingRows seeing = smem_.list.seeing(smem_.fetched[threadIdx.x], key, sequence(), p_.is_causal);
         if (key < 0) seeing.end = 0;
         if constexpr (kBias == BiasKind::kKey) {
-            const float bias = p_.bias.dtype == DataType::kFloat32 ? __uint_as_float(key_bias_) : unpack<T>(key_bias_).x;
+            const float bias = key_bias_of<T>(p_.bias, key_bias_);
             smem_.bias[threadIdx.x] = bias;
             if (bias == -kInfinity) seeing.end = 0;
         }

@@ -51,7 +51,7 @@ struct GatherPointers {
     float* dkey;  // of dkv_accum
     float* dvalue;
     float* key_dbias;
-    const T* dense_bias;    // of the tile's first row
+    const char* bias;    // of a dense bias, of the tile's first row
     int64_t dense_dbias;
 
     __device__ GatherPointers(const BwdParams& p, const Sequence& s, int head, int first_row) {
@@ -59,10 +59,12 @@ struct GatherPointers {
         key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
         value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
         const int64_t first_key = p.cu_seqlens_k == nullptr ? s.batch * p.seqlen_k : s.first_key;
-        dkey = p.dkv_accum + (first_key * p.kv_heads + kv_head) * p.head_dim;
-        dvalue = dkey + p.dkv_rows * p.kv_heads * p.head_dim;
-        if (p.bias.kind == BiasKind::kDense)
-            dense_bias = static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads) + first_row * p.bias.row_stride;
+        dkey = p.dkv_accum + (first_key * p.kv_heads + kv_head) * p.dkv_cols;
+        dvalue = dkey + p.dkv_rows * p.kv_heads * p.dkv_cols;
+        if (p.bias.kind != BiasKind::kNone) {
+            const int64_t offset = pair_offset(p.bias, s, head, p.heads) + first_row * p.bias.row_stride;
+            bias = static_cast<const char*>(p.bias.data) + offset * (p.bias.dtype == DataType::kFloat32 ? 4 : 2);
+        }
         if (p.dbias.data == nullptr) return;
         const int64_t dbias = pair_offset(p.dbias, s, head, p.heads);
         key_dbias = static_cast<float*>(p.dbias.data) + dbias;
@@ -140,8 +142,10 @@ public:
         clear(dquery_);
         load_row_stage(smem_.rows, address_of, p_, sequence(), head(), first_row() / kRows, 0);
         upcoming_ = list_entry(0);
-        prepare_keys(0);
-        prepare_keys(1);
+        for (int tile = 0; tile < 2; ++tile) {
+            fetch_keys(tile);
+            store_keys(tile);
+        }
         __syncthreads();
         load_keys(0);
         wait_for_rows(smem_.rows, sequence().rows - first_row());
@@ -155,7 +159,7 @@ public:
             __syncthreads();  // P and dS of `tile` are whole, and so are K and V of the next
             if (p_.deterministic) publish(tile);
             if (kLoadsAhead) load_keys(tile + 2);
-            prepare_keys(tile + 3);
+            fetch_keys(tile + 3);
             if (kKeyBias && needs_dbias() && tile >= 0) add_key_dbias(tile);
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
@@ -165,6 +169,7 @@ public:
                     add_gradients(tile);
                 }
             }
+            store_keys(tile + 3);
             if (!kLoadsAhead) {
                 __syncthreads();
                 load_keys(tile + 2);
@@ -205,33 +210,37 @@ private:
         }
     }
 
-    // Which rows see the keys of `tile`, and their bias; one thread a key. Keys that no row of the tile sees are left out
-    // from here on: they may hold anything.
-    __device__ __forceinline__ void prepare_keys(int tile) {
+    // What memory says of the keys of `tile`, one thread a key. It travels through registers while the block computes.
+    __device__ __forceinline__ void fetch_keys(int tile) {
+        if (threadIdx.x >= kKeys) return;
+        key_ = upcoming_;
+        upcoming_ = list_entry(tile + 1);
+        if (static_cast<unsigned>(key_) >= static_cast<unsigned>(sequence().keys)) key_ = -1;
+        if (key_ < 0) return;
+        rows_of_key_ = smem_.list.fetch(tile * kKeys + threadIdx.x, key_);
+        if constexpr (kKeyBias) {
+            const int64_t at = key_ * p_.bias.col_stride;
+            key_bias_ = p_.bias.dtype == DataType::kFloat32 ? reinterpret_cast<const float*>(smem_.at.bias)[at]
+                                                            : to_float(reinterpret_cast<const T*>(smem_.at.bias)[at]);
+        }
+    }
+    // Keys that no row of the tile sees are left out from here on: they may hold anything.
+    __device__ __forceinline__ void store_keys(int tile) {
         if (threadIdx.x >= kKeys) return;
         Stage& stage = smem_.keys[tile % 4];
-        const int key = upcoming_, place = threadIdx.x;
-        upcoming_ = list_entry(tile + 1);
-        const Sequence& s = sequence();
-        float bias = 0;
-        uint32_t rows[Stage::kWords] = {}, any = 0;
-        if (static_cast<unsigned>(key) < static_cast<unsigned>(s.keys)) {
-            const uint4 fetched = smem_.list.fetch(tile * kKeys + place, key);
-            if (kKeyBias) bias = load_key_bias(p_, s, head(), key);
-            const SeeingRows seeing = smem_.list.seeing(fetched, key, s, p_.is_causal);
-#pragma unroll
-            for (int w = 0; w < Stage::kWords; ++w) any |= rows[w] = seeing.from(first_row() + w * 32);
-            if (bias == -kInfinity) bias = 0, any = 0;
-        }
-        stage.key[place] = any ? key : -1;
-        stage.bias[place] = bias;
+        SeeingRows seeing = smem_.list.seeing(rows_of_key_, key_, sequence(), p_.is_causal);
+        if (key_ < 0 || (kKeyBias && key_bias_ == -kInfinity)) seeing.end = 0;
+        uint32_t any = 0;
 #pragma unroll
         for (int w = 0; w < Stage::kWords; ++w) {
-            if (any == 0) rows[w] = 0;
-            stage.rows[w][place] = rows[w];
-            const uint32_t all = __ballot_sync(~0u, rows[w] == bits_below(tile_rows(), w));
-            if (lane_id() == 0) stage.seen_by_all[w][warp_id()] = all;
+            const uint32_t rows = seeing.from(first_row() + w * 32);
+            stage.rows[w][threadIdx.x] = rows;
+            any |= rows;
+            const uint32_t seen_by_all = __ballot_sync(~0u, rows == bits_below(tile_rows(), w));
+            if (lane_id() == 0) stage.seen_by_all[w][warp_id()] = seen_by_all;
         }
+        stage.key[threadIdx.x] = any != 0 ? key_ : -1;
+        stage.bias[threadIdx.x] = any != 0 ? key_bias_ * kLog2E : 0;
     }
 
     // K and V of `tile`; keys_of(tile) has been prepared.
@@ -307,7 +316,7 @@ private:
     template <int kM>
     __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Tile::kScoreN][2], const Stage& stage,
                                                 int row) {
-        const T* from = smem_.at.dense_bias;
+        const T* from = reinterpret_cast<const T*>(smem_.at.bias);
 #pragma unroll
         for (int n = 0; n < Tile::kScoreN; ++n) {
             const int2 keys = this_lanes_keys(stage, n);
@@ -334,8 +343,8 @@ private:
         const int2 keys = this_lanes_keys(stage, n);
         const int64_t at = smem_.at.dense_dbias + r * p_.dbias.row_stride;
         if (adds_to_shared_dbias()) {
-            if (keys.x >= 0) atomicAdd(p_.dbias_accum + at + keys.x, dx0);
-            if (keys.y >= 0) atomicAdd(p_.dbias_accum + at + keys.y, dx1);
+            if (keys.x >= 0) reduce_add(p_.dbias_accum + at + keys.x, dx0);
+            if (keys.y >= 0) reduce_add(p_.dbias_accum + at + keys.y, dx1);
         } else {
             T* to = static_cast<T*>(p_.dbias.data) + at;
             if (keys.x >= 0) to[keys.x] = T(dx0);
@@ -361,13 +370,14 @@ private:
         for (int j = 0; j < 8; ++j) column_sums_[j] = 0;
     }
     __device__ __forceinline__ void add_key_dbias(int tile) {
-        if (threadIdx.x >= kKeys) return;
-        const int key = keys_of(tile).key[threadIdx.x];
+        const int place = static_cast<int>(threadIdx.x) - (kThreads - kKeys);  // the first warps have keys to fetch
+        if (place < 0) return;
+        const int key = keys_of(tile).key[place];
         if (key < 0) return;
         float sum = 0;
 #pragma unroll
-        for (int w = 0; w < Tile::kSizes.score_row_warps; ++w) sum += smem_.column_sums[tile % 2][w][threadIdx.x];
-        atomicAdd(smem_.at.key_dbias + key * p_.dbias.col_stride, sum);
+        for (int w = 0; w < Tile::kSizes.score_row_warps; ++w) sum += smem_.column_sums[tile % 2][w][place];
+        reduce_add(smem_.at.key_dbias + key * p_.dbias.col_stride, sum);
     }
 
     // What P and dS of a tile add to dQ, dK and dV.
@@ -394,22 +404,18 @@ private:
             acc, OperandA<typename Tile::PairsTile, true>(address_of(pairs), 0, first_key),
             OperandB<typename Tile::RowsTile, true>(address_of(rows), 0, first_col));
 
-        // Neighbouring lanes trade halves, so that a lane adds four columns of one key.
-        const int64_t stride = p_.kv_heads * p_.head_dim;
-        const bool odd = lane_id() % 2;
-        const int lane_key = first_key + odd * 8 + lane_id() / 4, lane_col = first_col + lane_id() % 4 / 2 * 4;
+        const int64_t stride = p_.kv_heads * Tile::kHeadDim;
+        const int* keys = keys_of(tile).key + first_key + lane_id() / 4;
+        accum += first_col + lane_id() % 4 * 2;
 #pragma unroll
-        for (int m = 0; m < Tile::kDkvM; ++m) {
-            const int key = keys_of(tile).key[lane_key + m * 16];
-            float* to = accum + key * stride + lane_col;
+        for (int i = 0; i < Tile::kDkvM * 2; ++i) {
+            const int key = keys[i * 8];
+            if (key < 0) continue;
+            float* to = accum + key * stride;
 #pragma unroll
             for (int n = 0; n < Tile::kDkvN; ++n) {
-                const float(&x)[4] = acc[m][n];
-                const float y0 = __shfl_xor_sync(~0u, odd ? x[0] : x[2], 1);
-                const float y1 = __shfl_xor_sync(~0u, odd ? x[1] : x[3], 1);
-                const float sum[4] = {odd ? y0 : x[0], odd ? y1 : x[1], odd ? x[2] : y0, odd ? x[3] : y1};
-                const int col = n / 2 * kDkvColStep + n % 2 * 8;
-                if (key >= 0 && lane_col + col < p_.head_dim) reduce_add(to + col, sum);
+                const float* x = acc[i / 2][n] + i % 2 * 2;
+                reduce_add(to + n / 2 * kDkvColStep + n % 2 * 8, x[0], x[1]);
             }
         }
     }
@@ -455,7 +461,10 @@ private:
     const flash_dmattn::cuda::SharedMemory address_of;
     const int score_row_, score_key_;  // where this warp's part of S and dP begins
     int tiles_ = 0;              // of the list
-    int upcoming_ = -1;          // the key that this thread prepares next
+    int upcoming_ = -1;  // the key that this thread fetches next
+    int key_ = -1;       // the one that it has fetched, with what is known of it
+    uint4 rows_of_key_{};
+    float key_bias_ = 0;
     int cleared_ = 0;            // of thread 0: the predecessor's watermark, as last seen
     float column_sums_[8] = {};
     float dquery_[Tile::kDqM][Tile::kDqN][4];

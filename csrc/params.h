@@ -208,7 +208,7 @@ struct BwdParams : AttentionParams {
     int64_t dkv_cols = 0;             // D, rounded up
     float* dbias_accum = nullptr;     // of a dense bias that heads or batch elements share, in the bias's shape
     int64_t dbias_accum_size = 0;
-    int32_t* watermarks = nullptr;    // [B H, tiles of rows] and one ticket, where deterministic
+    int32_t* watermarks = nullptr;    // [B H tiles of rows] and one ticket, where deterministic
 };
 
 }  // namespace flash_dmattn

@@ -1,7 +1,10 @@
 // The backward over key lists: dQ of one tile of rows, and what that tile adds to dK, dV and the bias's gradient.
 //
-// A block owns a tile of query rows of one head, keeps its Q and dO in shared memory and its dQ in registers, and goes over
-// the list of keys that its rows see. What the tile adds to a key's dK and dV is summed in global memory in float32.
+// A block owns a tile of query rows of one head, keeps its Q and dO in shared memory and its dQ in registers, and goes
+// over the list of keys that its rows see. What the tile adds to a key's dK and dV is summed in global memory in float32.
+//
+// A turn of the main loop makes P and dS of one tile of keys, and multiplies those of the tile before into dQ, dK and dV:
+// two things that wait for different units, and that one barrier a turn keeps apart.
 #pragma once
 
 #include "../common/key_list.cuh"
@@ -9,8 +12,9 @@
 
 namespace flash_dmattn::cuda {
 
-// The order of tiles of rows. Those of one chain add to the same numbers of dK, dV or of the bias's gradient; where
-// deterministic, they do so in their order within the chain.
+// The order of tiles of rows. Those of one chain add to the same numbers of dK, dV or the bias's gradient. Where
+// deterministic, they do so one after the other: since lists are sorted, a tile may add to all keys below the watermark
+// that the one before it has published, and follows it closely.
 struct RowTileChains {
     int chains, heads, batches, row_tiles;  // heads and batches: of one chain
 
@@ -43,16 +47,16 @@ struct RowTile {
     }
 };
 
-// Where the tensors of a tile of rows begin, and whose strides are those of a key.
+// Where a tile of rows finds the keys of its sequence and head; of a dense bias, its own first row.
 template <typename T>
 struct GatherPointers {
     const T* key;
     const T* value;
-    float* dkey;  // of dkv_accum
+    float* dkey;  // in dkv_accum
     float* dvalue;
-    float* key_dbias;
-    const char* bias;    // of a dense bias, of the tile's first row
-    int64_t dense_dbias;
+    const char* bias = nullptr;
+    float* key_dbias = nullptr;
+    int64_t dense_dbias = 0;  // an offset: in dbias or in dbias_accum
 
     __device__ GatherPointers(const BwdParams& p, const Sequence& s, int head, int first_row) {
         const int kv_head = shared_head(head, p.heads, p.kv_heads);
@@ -106,11 +110,11 @@ public:
     using T = typename Tile::T;
     static constexpr int kKeys = Tile::kKeys, kRows = Tile::kRows, kThreads = Tile::kThreads;
     static constexpr bool kKeyBias = kBias == BiasKind::kKey;
-    static_assert(kKeys == KeyListsView::kAlign && KeyListsView::kRows % kRows == 0 && Tile::kScoreN == 4);
+    static constexpr int kLaneKeys = Tile::kScoreN * 2;  // of S, that a lane holds
+    static_assert(kKeys == KeyListsView::kAlign && KeyListsView::kRows % kRows == 0 && Tile::kScoreKeys <= 32);
 
-    // Of the tiles of keys in shared memory: one is multiplied into gradients while P and dS are made of the next, and, where
-    // there is room, while the one after that is loaded.
-    static constexpr bool kLoadsAhead = Tile::kHeadDim <= 192;
+    // A turn needs K of two tiles and V of one; where there is room, those of the next turn are loaded during it.
+    static constexpr bool kLoadsAhead = !Tile::kIsSmall && Tile::kHeadDim <= 192;
     static constexpr int kKeyTiles = kLoadsAhead ? 3 : 2, kValueTiles = kLoadsAhead ? 2 : 1;
 
     struct SharedMemory {
@@ -218,7 +222,7 @@ private:
         if (static_cast<unsigned>(key_) >= static_cast<unsigned>(sequence().keys)) key_ = -1;
         if (key_ < 0) return;
         rows_of_key_ = smem_.list.fetch(tile * kKeys + threadIdx.x, key_);
-        if constexpr (kKeyBias) {
+        if constexpr (kKeyBias) {  // of any dtype
             const int64_t at = key_ * p_.bias.col_stride;
             key_bias_ = p_.bias.dtype == DataType::kFloat32 ? reinterpret_cast<const float*>(smem_.at.bias)[at]
                                                             : to_float(reinterpret_cast<const T*>(smem_.at.bias)[at]);
@@ -243,7 +247,7 @@ private:
         stage.bias[threadIdx.x] = any != 0 ? key_bias_ * kLog2E : 0;
     }
 
-    // K and V of `tile`; keys_of(tile) has been prepared.
+    // K and V of `tile`; keys_of(tile) has been stored.
     __device__ __forceinline__ void load_keys(int tile) {
         if (tile < tiles_) {
             gather(smem_.key[tile % kKeyTiles], smem_.at.key, p_.key.row_stride, keys_of(tile));
@@ -251,7 +255,8 @@ private:
         }
         cp_async_commit();
     }
-    __device__ __forceinline__ void gather(typename Tile::KeysTile& to, const T* from, int64_t row_stride, const Stage& stage) {
+    __device__ __forceinline__ void gather(typename Tile::KeysTile& to, const T* from, int64_t row_stride,
+                                           const Stage& stage) {
         using Copy = RowCopy<kThreads, typename Tile::KeysTile>;
         const uint32_t lane = address_of(to) + Tile::KeysTile::offset(Copy::first_row(), Copy::chunk()) * 2;
         Copy::start(lane, static_cast<int>(p_.head_dim), [&](int i) {
@@ -283,7 +288,9 @@ private:
         multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(smem_.rows.dout), row, 0),
                                         KeysB(address_of(value_of(tile)), score_key_, 0));
 
-        const struct { const float *lse, *delta, *key_bias; } numbers = {smem_.rows.lse, smem_.rows.delta, stage.bias};
+        const struct {
+            const float *lse, *delta, *key_bias;
+        } numbers{smem_.rows.lse, smem_.rows.delta, stage.bias};
         const GatheredVisibility<Stage> visibility{stage};
         const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
@@ -314,8 +321,7 @@ private:
 
     // Of this lane's pairs, straight from global memory; 0 where there is none.
     template <int kM>
-    __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Tile::kScoreN][2], const Stage& stage,
-                                                int row) {
+    __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Tile::kScoreN][2], const Stage& stage, int row) {
         const T* from = reinterpret_cast<const T*>(smem_.at.bias);
 #pragma unroll
         for (int n = 0; n < Tile::kScoreN; ++n) {
@@ -352,22 +358,23 @@ private:
         }
     }
 
-    // This lane's sums of eight keys to the warp's sums of 32, one a lane.
+    // The lanes' sums to the warp's: at each step two lanes share out what they hold, until there is a key a lane.
     __device__ __forceinline__ void store_column_sums(int tile) {
 #pragma unroll
-        for (int half = 4; half > 0; half /= 2) {
-            const bool upper = lane_id() & half * 4;
+        for (int step = 16, half = kLaneKeys / 2; step >= 4; step /= 2, half /= 2) {
+            if (half == 0) column_sums_[0] += __shfl_xor_sync(~0u, column_sums_[0], step);
+            const bool upper = lane_id() & step;
 #pragma unroll
             for (int i = 0; i < half; ++i) {
-                const float sent = upper ? column_sums_[i] : column_sums_[i + half];
+                const float given = upper ? column_sums_[i] : column_sums_[i + half];
                 const float kept = upper ? column_sums_[i + half] : column_sums_[i];
-                column_sums_[i] = kept + __shfl_xor_sync(~0u, sent, half * 4);
+                column_sums_[i] = kept + __shfl_xor_sync(~0u, given, step);
             }
         }
-        const int i = lane_id() / 4, key = score_key_ + i / 2 * 8 + lane_id() % 4 * 2 + i % 2;
+        const int i = lane_id() * kLaneKeys / 32, key = score_key_ + i / 2 * 8 + lane_id() % 4 * 2 + i % 2;
         smem_.column_sums[tile % 2][warp_id() / Tile::kScoreKeyWarps][key] = column_sums_[0];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) column_sums_[j] = 0;
+        for (int j = 0; j < kLaneKeys; ++j) column_sums_[j] = 0;
     }
     __device__ __forceinline__ void add_key_dbias(int tile) {
         const int place = static_cast<int>(threadIdx.x) - (kThreads - kKeys);  // the first warps have keys to fetch
@@ -420,7 +427,7 @@ private:
         }
     }
 
-    // Deterministic: see RowTileChains. A tile's watermark is the first key that it has not added to yet.
+    // The first key that this tile has not added to yet.
     __device__ int32_t* watermark() const {
         return p_.watermarks + smem_.tile.chain * RowTileChains(p_, kRows).length() + smem_.tile.place;
     }
@@ -460,19 +467,20 @@ private:
     SharedMemory& smem_;
     const flash_dmattn::cuda::SharedMemory address_of;
     const int score_row_, score_key_;  // where this warp's part of S and dP begins
-    int tiles_ = 0;              // of the list
-    int upcoming_ = -1;  // the key that this thread fetches next
-    int key_ = -1;       // the one that it has fetched, with what is known of it
+    int tiles_ = 0;                    // of the list
+    int upcoming_ = -1;                // the key that this thread fetches next
+    int key_ = -1;                     // the one that it has fetched, and what is known of it:
     uint4 rows_of_key_{};
     float key_bias_ = 0;
-    int cleared_ = 0;            // of thread 0: the predecessor's watermark, as last seen
-    float column_sums_[8] = {};
+    int cleared_ = 0;                  // of thread 0: the predecessor's watermark, as last seen
+    float column_sums_[kLaneKeys] = {};  // of dx, over this lane's rows
     float dquery_[Tile::kDqM][Tile::kDqN][4];
 };
 
 template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     gather_bwd_kernel(const __grid_constant__ BwdParams p) {
+    if constexpr (!Tile::kIsUsed) return;
     using Kernel = GatherBwd<Tile, kBias>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedMemory*>(shared_memory);

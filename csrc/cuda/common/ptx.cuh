@@ -57,8 +57,8 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// to[0] += x, and to[1] += y, in global memory; of two numbers `to` is a multiple of 8. atomicAdd would ask which memory a
-// pointer is to where the compiler does not see it.
+// to[0] += x, and to[1] += y, in global memory; of two numbers `to` is a multiple of 8. atomicAdd asks which memory a
+// pointer leads to where the compiler does not see it.
 __device__ __forceinline__ void reduce_add(float* to, float x) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }

@@ -1,10 +1,10 @@
 // The backward over key lists: dQ of one tile of rows, and what that tile adds to dK, dV and the bias's gradient.
 //
 // A block owns a tile of query rows of one head, keeps its Q and dO in shared memory and its dQ in registers, and goes
-// over the list of keys that its rows see. What the tile adds to a key's dK and dV is summed in global memory in float32.
+// over the list of keys that its rows see. What the tile adds to a key's dK and dV is summed in global memory.
 //
-// A turn of the main loop makes P and dS of one tile of keys, and multiplies those of the tile before into dQ, dK and dV:
-// two things that wait for different units, and that one barrier a turn keeps apart.
+// A turn of the main loop makes P and dS of one tile of keys, and multiplies those of the tile before into dQ, dK and
+// dV: the two keep different units busy, and one barrier a turn is enough.
 #pragma once
 
 #include "../common/key_list.cuh"
@@ -154,8 +154,8 @@ public:
         load_keys(0);
         wait_for_rows(smem_.rows, sequence().rows - first_row());
 
-        // The two warps of a scheduler take the two halves of a turn in different order: while one multiplies, the other
-        // has exponentials to compute.
+        // The two warps of a scheduler take the halves of a turn in different order: while one multiplies, the other has
+        // exponentials to compute.
         const bool scores_first = warp_id() < kThreads / 64;
         for (int tile = -1; tile < tiles_; ++tile) {
             if (p_.deterministic) wait_for_turn(tile);
@@ -306,8 +306,8 @@ private:
             }
         };
         if (softcap > 0) {
-            differentiate<Tile, kBias, true, true>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_, rows,
-                                                   scale, softcap, take);
+            differentiate<Tile, kBias, true, true>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_,
+                                                   rows, scale, softcap, take);
         } else if (stage.seen_by_all[row / 32][score_key_ / 32] == ~0u) {
             differentiate<Tile, kBias, false, false>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_,
                                                      rows, scale, softcap, take);

@@ -154,8 +154,8 @@ public:
         load_keys(0);
         wait_for_rows(smem_.rows, sequence().rows - first_row());
 
-        // The two warps of a scheduler take the halves of a turn in different order: while one multiplies, the other has
-        // exponentials to compute.
+        // The two warps of a scheduler take the halves of a turn in different order: while one multiplies, the other
+        // computes exponentials.
         const bool scores_first = warp_id() < kThreads / 64;
         for (int tile = -1; tile < tiles_; ++tile) {
             if (p_.deterministic) wait_for_turn(tile);

@@ -1,10 +1,12 @@
 """The CUDA backward over key lists, through the public functions."""
 
+import functools
 import itertools
 
 import pytest
 import torch
-from helpers import check, inputs, rand_mask, run, surrounded
+from helpers import check as check_function
+from helpers import inputs, rand_mask, run, surrounded
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
 
@@ -13,6 +15,8 @@ pytestmark = [
     pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
 ]
 
+by_lists = functools.partial(flash_dmattn_func, sparse="lists")
+check = functools.partial(check_function, function=by_lists)
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 BIAS_SHAPES = [(2, 4, 1, 500), (1, 2, 1, 500), (2, 4, 300, 500), (1, 4, 300, 500), (2, 2, 300, 500), (1, 1, 300, 500)]
 
@@ -43,7 +47,7 @@ def bool_mask(*shape, visible=0.3):
 
 def gradients_of(tensors, mask, bias, dout, **options):
     leaves = [x.detach().requires_grad_() for x in (*tensors, bias)]
-    out = flash_dmattn_func(*leaves[:3], mask, leaves[3], sparse="lists", **options)
+    out = by_lists(*leaves[:3], mask, leaves[3], **options)
     return torch.autograd.grad(out, leaves, dout)
 
 
@@ -54,7 +58,7 @@ def test_lengths(seqlen_q, seqlen_k, kind, causal):
     tensors = on_gpu(2, seqlen_q, seqlen_k, 4, 2, 64)
     bias = None if kind == "none" else randn(2, 4, 1 if kind == "key" else seqlen_q, seqlen_k)
     for mask in (intervals(2, 2, seqlen_k, rows=seqlen_q), bool_mask(2, 2, seqlen_q, seqlen_k)):
-        check(tensors, mask, bias, is_causal=causal, sparse="lists")
+        check(tensors, mask, bias, is_causal=causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -63,33 +67,33 @@ def test_lengths(seqlen_q, seqlen_k, kind, causal):
 def test_head_dims(head_dim, bias_rows, dtype):
     tensors = on_gpu(1, 200, 300, 4, 2, head_dim, dtype=dtype)
     mask, bias = intervals(1, 2, 300, rows=200), randn(1, 4, bias_rows, 300, dtype=dtype)
-    check(tensors, mask, bias, is_causal=True, sparse="lists")
-    check(tensors, mask, bias, softcap=5.0, deterministic=True, sparse="lists")
+    check(tensors, mask, bias, is_causal=True)
+    check(tensors, mask, bias, softcap=5.0, deterministic=True)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 2), (4, 1), (6, 2), (8, 1)])
 def test_head_groups(heads, kv_heads):
     tensors = on_gpu(2, 150, 200, heads, kv_heads, 64)
     for mask_heads, bias_heads in itertools.product({heads, kv_heads, 1}, repeat=2):
-        check(tensors, intervals(2, mask_heads, 200, rows=150), randn(1, bias_heads, 1, 200), sparse="lists")
+        check(tensors, intervals(2, mask_heads, 200, rows=150), randn(1, bias_heads, 1, 200))
 
 
 @pytest.mark.parametrize("bias_shape", BIAS_SHAPES, ids=str)
 @pytest.mark.parametrize("mask_shape", [(2, 4), (1, 2), (2, 1)], ids=str)
 def test_broadcasts(mask_shape, bias_shape):
     tensors, bias = on_gpu(2, 300, 500, 4, 2, 64), randn(*bias_shape)
-    check(tensors, bool_mask(*mask_shape, 300, 500), bias, is_causal=True, sparse="lists")
-    check(tensors, bool_mask(*mask_shape, 1, 500), bias, sparse="lists")
-    check(tensors, intervals(*mask_shape, 500, rows=300), bias, sparse="lists")
+    check(tensors, bool_mask(*mask_shape, 300, 500), bias, is_causal=True)
+    check(tensors, bool_mask(*mask_shape, 1, 500), bias)
+    check(tensors, intervals(*mask_shape, 500, rows=300), bias)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_long_lists_of_uneven_length(head_dim):
     tensors = on_gpu(1, 2000, 2000, 4, 2, head_dim)
     bias = randn(1, 2, 1, 2000)
-    check(tensors, KeyIntervalMask.topk(bias, 500), bias, is_causal=True, sparse="lists")
+    check(tensors, KeyIntervalMask.topk(bias, 500), bias, is_causal=True)
     documents = torch.tensor([0, 1, 700, 1500, 2000], device="cuda", dtype=torch.int32)
-    check(tensors, KeyIntervalMask.documents(documents, 2000), bias, is_causal=True, sparse="lists")
+    check(tensors, KeyIntervalMask.documents(documents, 2000), bias, is_causal=True)
 
 
 def test_a_key_mask_under_causality():
@@ -97,15 +101,15 @@ def test_a_key_mask_under_causality():
     tensors = on_gpu(2, 700, 900, 4, 2, 64)
     for visible in (0.05, 1.0):
         mask = rand_mask(2, 2, 1, 900, visible=visible, device="cuda")
-        check(tensors, mask, randn(2, 2, 1, 900), is_causal=True, sparse="lists")
+        check(tensors, mask, randn(2, 2, 1, 900), is_causal=True)
 
 
 def test_keys_hidden_by_their_bias():
     tensors = on_gpu(2, 300, 500, 4, 2, 64)
     for bias_shape in ((2, 4, 1, 500), (2, 4, 300, 500)):
         bias = randn(*bias_shape).masked_fill(rand_mask(*bias_shape, visible=0.3, device="cuda"), -torch.inf)
-        check(tensors, intervals(2, 2, 500, rows=300), bias, sparse="lists")
-    check(tensors, intervals(2, 2, 500, rows=300), randn(1, 2, 1, 500, dtype=torch.float32), sparse="lists")
+        check(tensors, intervals(2, 2, 500, rows=300), bias)
+    check(tensors, intervals(2, 2, 500, rows=300), randn(1, 2, 1, 500, dtype=torch.float32))
 
 
 def test_empty_lists_give_zero():
@@ -120,7 +124,7 @@ def test_empty_lists_give_zero():
 def test_no_gradient_of_the_bias():
     query, key, value = (x.requires_grad_() for x in on_gpu(1, 300, 500, 4, 2, 64))
     mask, bias, dout = intervals(1, 2, 500, rows=300), randn(1, 4, 300, 500), randn(1, 300, 4, 64)
-    out = flash_dmattn_func(query, key, value, mask, bias, sparse="lists")
+    out = by_lists(query, key, value, mask, bias)
     alone = torch.autograd.grad(out, (query, key, value), dout)
     for x, y in zip(alone, gradients_of((query, key, value), mask, bias, dout)):
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
@@ -186,8 +190,6 @@ def test_nan_around_every_tensor_and_in_what_nobody_sees(head_dim, bias_rows):
     clean = run(flash_dmattn_func, (query, key, value), mask, bias, dout, torch.zeros(2, 4, 300).cuda(), is_causal=True)
     dirty = [query.where(rows, torch.nan), key.where(keys, torch.nan), value.where(keys, torch.nan)]
     dirty = [surrounded(x) for x in (*dirty, bias, dout.where(rows, torch.nan))]
-    ours = run(
-        *(flash_dmattn_func, dirty[:3], mask, *dirty[3:], torch.zeros(2, 4, 300).cuda()), is_causal=True, sparse="lists"
-    )
+    ours = run(by_lists, dirty[:3], mask, *dirty[3:], torch.zeros(2, 4, 300).cuda(), is_causal=True)
     for x, y in zip(ours, clean):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=1e-2)

@@ -166,10 +166,10 @@ struct TileVisibility {
     }
 };
 
-// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). `stage` has the rows' lse and
-// delta and, of a key bias, key_bias; visibility.word(row, w) is needed of this lane's keys alone. dense_bias(to, m, n)
-// gives the bias of a block of 16 x 16 pairs as load_a does. `take` is given dx of two neighbouring pairs, of row m, h and the
-// keys of n, before it becomes ds.
+// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). `stage` has the rows' lse
+// and delta and, of a key bias, key_bias; visibility.word(row, w) is asked for this lane's keys alone.
+// dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. `take` is given dx of two neighbouring
+// pairs, of row m, h and the keys of n, before it becomes ds.
 template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, typename Stage, typename Visibility,
           typename DenseBias, typename Take>
 __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kScoreN][4],

@@ -19,7 +19,7 @@ void run_gather_bwd_with(const BwdParams& p, cudaStream_t stream) {
     const auto clear = [&](void* scratch, int64_t elements) {
         if (elements > 0) FLASH_CUDA_CHECK(cudaMemsetAsync(scratch, 0, elements * 4, stream));
     };
-    clear(p.dkv_accum, 2 * p.dkv_rows * p.kv_heads * p.head_dim);
+    clear(p.dkv_accum, 2 * p.dkv_rows * p.kv_heads * p.dkv_cols);
     clear(p.dbias_accum, p.dbias_accum_size);
     const RowTileChains all(p, Tile::kRows);
     if (p.deterministic) clear(p.watermarks, static_cast<int64_t>(all.chains) * all.length() + 1);

@@ -72,7 +72,7 @@ constexpr BwdTileSizes gather_tile_sizes(int head_dim, bool is_small) {
     }
     switch (head_dim) {
         case 32: return {128, 64, 8, 4, 2, 4, 4, 2};
-        case 64: return {128, 64, 8, 4, 2, 2, 4, 1};
+        case 64: return {128, 64, 8, 4, 1, 2, 4, 1};
         case 96: return {128, 64, 8, 4, 1, 4, 4, 1};
         case 128: return {128, 64, 8, 4, 1, 2, 4, 1};
         case 192: return {64, 64, 8, 4, 1, 2, 2, 1};

@@ -5,6 +5,7 @@
 // hold it (see dquery_accum in params.h), so that every addition is 16 bytes a thread and 512 a warp.
 #pragma once
 
+#include "bwd_dx_exchange.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_scratch.cuh"
 
@@ -20,14 +21,21 @@ struct BwdSmem {
     RowStage<Tile, kKeyBias> rows[2];
     typename Tile::PairsTile probs[kProbStages];
     typename Tile::PairsTile dscores;
+    HeadRows<typename Tile::T> heads[Tile::kThreads / 32];  // each warp's own: no warp waits for another to find it
     float column_sums[Tile::kKeys];
     uint32_t seen[Tile::kWords];  // keys that any row sees
     Sequence sequence;
     int ticket;
 };
 
-// Which rows of tiles a block visits: head after head, the tiles that causality and the mask leave a pair of, ascending.
-// Warps look ahead together, 32 tiles at a time, one a lane.
+// Whether a block's shared memory holds what it exchanges, too: 227 KiB on compute capability 9.0.
+template <typename Tile>
+constexpr bool kCanExchangeDx =
+    Tile::kPasses == 1 && sizeof(BwdSmem<Tile, BiasKind::kDense>) + sizeof(DxExchangeSmem<Tile>) <= 227 * 1024;
+
+// Which tiles of rows a block visits: head after head, the tiles that causality and the mask leave a pair of, ascending.
+// Warps look ahead together, 32 tiles at a time, one a lane. The blocks of a cluster, one a batch element, visit the same
+// tiles: those that a mask leaves a pair of for any of them.
 template <typename Tile, bool kCausal>
 class RowTileCursor {
 public:
@@ -64,16 +72,25 @@ private:
         const int tile = next_window_ + lane_id();
         bool empty = tile >= end_, full = true;
         if (!empty && p_.packed_mask.bits != nullptr) {
-            const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s_, head);
-            const int first = tile * Tile::kRows;
-            const auto summary = masks.of(first, min(first + Tile::kRows, s_.rows) - 1, key_tile_);
+            const auto summary = summary_of(s_, tile);
+            full = summary.full;
             // In deterministic mode every block takes its turn at every tile.
             empty = summary.empty && !p_.deterministic;
-            full = summary.full;
+            Sequence other = s_;
+            for (int i = 1; empty && i < cluster_size(); ++i) {
+                other.batch = (s_.batch + i) % cluster_size();
+                empty = summary_of(other, tile).empty;
+            }
         }
         pending_ = __ballot_sync(~0u, !empty);
         full_ = __ballot_sync(~0u, full);
         next_window_ += 32;
+    }
+
+    __device__ auto summary_of(const Sequence& s, int tile) const {
+        const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s, head);
+        const int first = tile * Tile::kRows;
+        return masks.of(first, min(first + Tile::kRows, s.rows) - 1, key_tile_);
     }
 
     const BwdParams& p_;
@@ -138,6 +155,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     Smem& smem = *reinterpret_cast<Smem*>(shared_memory);
     const SharedMemory address_of(shared_memory);
 
+    // Whether the batch elements sum the gradient of the bias that they share, in a cluster.
+    const bool exchanges_dx = kCanExchangeDx<Tile> && kBias == BiasKind::kDense && cluster_size() > 1;
     const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys);
     const int kv_heads = static_cast<int>(p.kv_heads), group = static_cast<int>(p.heads / p.kv_heads);
     int key_tile, kv_head, batch;
@@ -148,6 +167,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         kv_head = smem.ticket % kv_heads;
         batch = smem.ticket / kv_heads % static_cast<int>(p.batch);
         key_tile = smem.ticket / kv_heads / static_cast<int>(p.batch);
+    } else if (exchanges_dx) {
+        batch = cluster_rank();
+        key_tile = blockIdx.x / cluster_size() % key_tiles;
+        kv_head = blockIdx.x / cluster_size() / key_tiles;
     } else {
         key_tile = blockIdx.x % key_tiles;
         kv_head = blockIdx.x / key_tiles % kv_heads;
@@ -162,6 +185,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     if (first_key >= s.keys) return;
     const int first_head = kv_head * group;
     const bool dense_dbias = kBias == BiasKind::kDense && p.dbias.data != nullptr && dbias_in_main_kernel(p);
+    auto& exchange_smem = *reinterpret_cast<DxExchangeSmem<Tile>*>(shared_memory + sizeof(Smem));
+    const DxExchange<Tile> exchange(address_of, exchange_smem);
     const bool key_dbias = kKeyBias && p.dbias.data != nullptr;
 
     const int warp = warp_id(), lane = lane_id();
@@ -203,12 +228,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         });
     };
 
-    int key_bias_head = -1;
+    int loaded_head = -1, key_bias_head = -1;
     float key_bias = 0;  // of key threadIdx.x
     const auto load_rows = [&](int stage) {
-        load_row_stage(smem.rows[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile);
+        auto& head = smem.heads[warp];
+        if (cursor.head != loaded_head) {
+            loaded_head = cursor.head;
+            __syncwarp();
+            if (lane == 0) head = HeadRows<T>(p, s, loaded_head);
+            __syncwarp();
+        }
+        load_row_stage(smem.rows[stage], address_of, p, head, s.rows, cursor.row_tile, key_tile);
         if constexpr (kBias == BiasKind::kDense) {
-            load_bias<Tile>(smem.probs[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile);
+            load_bias<Tile>(smem.probs[stage], address_of, p, s, head, cursor.row_tile, key_tile);
         } else if (kKeyBias && threadIdx.x < Tile::kKeys) {
             const int bias_head = shared_head(cursor.head, p.heads, p.bias.heads);
             if (bias_head != key_bias_head) {
@@ -221,10 +253,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     };
 
     const auto dbias_rows = [&](int head, int row_tile) {
-        return static_cast<T*>(p.dbias.data) + pair_offset(p.dbias, s, head, p.heads) +
-               row_tile * Tile::kRows * p.dbias.row_stride + first_key;
+        return static_cast<T*>(p.dbias.data) + (p.dbias.batches > 1 ? s.batch * p.dbias.batch_stride : 0) +
+               head * p.dbias.head_stride +
+               static_cast<uint32_t>(s.first_row + row_tile * Tile::kRows) * p.dbias.row_stride + first_key;
     };
-    // Tiles that the cursor leaves out have a gradient, too: 0.
+    // Tiles that the cursor leaves out have a gradient, too: 0. The blocks of a cluster take turns.
     const auto clear_unvisited_dbias = [&] {
         RowTileCursor<Tile, kCausal> visited(p, s, key_tile, first_head, group);
         bool more = visited.next();
@@ -234,6 +267,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                     more = visited.next();
                     continue;
                 }
+                if (tile % cluster_size() != cluster_rank()) continue;
                 T* to = dbias_rows(head, tile);
                 for (int i = threadIdx.x; i < Tile::kRows * Tile::kKeys; i += Tile::kThreads) {
                     const int row = i / Tile::kKeys, key = i % Tile::kKeys;
@@ -272,8 +306,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     };
 
     // P and dS of the tile's rows from score_row on, rounded, to shared memory.
-    const auto scores_to_gradients = [&](const auto& rows_stage, typename Tile::PairsTile& probs, int head,
-                                         int row_tile, bool mask_full, int score_row) {
+    const auto scores_to_gradients = [&](int stage, typename Tile::PairsTile& probs, int head, int row_tile,
+                                         bool mask_full, int score_row) {
+        const auto& rows_stage = smem.rows[stage];
         float scores[Tile::kPassM][Tile::kScoreN][4], dprobs[Tile::kPassM][Tile::kScoreN][4];
         clear(scores);
         clear(dprobs);
@@ -292,21 +327,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
             bias_blocks.template load<false>(to, m * 16, n * 8);
         };
-        const auto sum_columns = [&](int, int, int n, float dx0, float dx1) {
-            if constexpr (kKeyBias) {
-                column_sums[n][0] += dx0;
-                column_sums[n][1] += dx1;
-            }
+        const auto sum_columns = [&](int, int, int n, int e, float dx, bool is_visible) {
+            if (kKeyBias) column_sums[n][e] += is_visible ? dx : 0.f;
         };
         if (softcap > 0) {
             // ds is not dx here, which goes straight to the gradient of a dense bias.
-            const auto take = [&](int m, int h, int n, float dx0, float dx1) {
-                sum_columns(m, h, n, dx0, dx1);
-                const int row = score_row + m * 16 + h * 8 + lane / 4, key = score_key + n * 8 + lane % 4 * 2;
-                if (!dense_dbias || row >= rows) return;
-                T* to = dbias_rows(head, row_tile) + row * p.dbias.row_stride + key;
-                if (first_key + key < s.keys) to[0] = T(dx0);
-                if (first_key + key + 1 < s.keys) to[1] = T(dx1);
+            const auto take = [&](int m, int h, int n, int e, float dx, bool is_visible) {
+                sum_columns(m, h, n, e, dx, is_visible);
+                const int row = score_row + m * 16 + h * 8 + lane / 4, key = score_key + n * 8 + lane % 4 * 2 + e;
+                if (!dense_dbias || row >= rows || first_key + key >= s.keys) return;
+                dbias_rows(head, row_tile)[row * p.dbias.row_stride + key] = T(is_visible ? dx : 0.f);
             };
             differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
                                                    score_key, rows, scale, softcap, take);
@@ -316,6 +346,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         } else {
             differentiate<Tile, kBias, true, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
                                                     score_key, rows, scale, softcap, sum_columns);
+        }
+        if constexpr (kCanExchangeDx<Tile>) {
+            if (exchanges_dx) exchange.send(dprobs, stage);
         }
         store_rounded<typename Tile::PairsTile, T>(scores, address_of(probs), score_row, score_key);
         store_rounded<typename Tile::PairsTile, T>(dprobs, address_of(smem.dscores), score_row, score_key);
@@ -351,6 +384,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         copy_tile_out<Tile::kThreads>(smem.dscores, dbias_rows(head, row_tile), p.dbias.row_stride,
                                       s.rows - row_tile * Tile::kRows, s.keys - first_key);
     };
+    const auto store_exchanged_dbias = [&](int stage, int head, int row_tile) {
+        T* to = dbias_rows(head, row_tile);
+        const int rows = s.rows - row_tile * Tile::kRows, keys = s.keys - first_key;
+        const bool plain = is_plain<Tile>(to, p.dbias, rows, keys);
+        exchange.sum(stage, [&](int m, int n, const float(&dx)[4]) {
+            const int row = score_row + m * 16 + lane / 4, key = score_key + n * 8 + lane % 4 * 2;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                T* at = to + static_cast<uint32_t>(row + h * 8) * p.dbias.row_stride + key;
+                if (row + h * 8 < rows) store_pair(at, plain, keys - key, dx[2 * h], dx[2 * h + 1]);
+            }
+        });
+    };
     const auto store_keys = [&](const auto& acc, typename Tile::KeysTile& staging, const RowsView& view, float scale) {
         store_rounded<typename Tile::KeysTile, T, kDkvColStep>(acc, address_of(staging), dkv_key, dkv_col, scale);
         __syncthreads();
@@ -358,7 +404,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         copy_tile_out<Tile::kThreads>(staging, to, view.row_stride, s.keys - first_key, static_cast<int>(p.head_dim));
     };
 
-    if (dense_dbias) clear_unvisited_dbias();
+    if (exchanges_dx) exchange.begin();
+    if (dense_dbias || exchanges_dx) clear_unvisited_dbias();
     find_seen_keys();
     load_keys(smem.key, p.key);
     load_keys(smem.value, p.value);
@@ -370,25 +417,27 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         const int head = cursor.head, row_tile = cursor.row_tile;
         const bool mask_full = cursor.mask_full;
         wait_for_rows(smem.rows[stage], s.rows - row_tile * Tile::kRows);
+        if (exchanges_dx) exchange.await_parts();
         more = cursor.next();
         if (more) load_rows(stage ^ 1);
-        if (key_dbias &&
-            shared_head(head, p.heads, p.dbias.heads) != shared_head(summed_head, p.heads, p.dbias.heads)) {
-            store_key_dbias(summed_head);
+        if (key_dbias && head != summed_head) {
+            if (shared_head(head, p.heads, p.dbias.heads) != shared_head(summed_head, p.heads, p.dbias.heads))
+                store_key_dbias(summed_head);
             summed_head = head;
         }
 
         auto& probs = smem.probs[Smem::kProbStages == 2 ? stage : 0];
 #pragma unroll
         for (int pass = 0; pass < Tile::kPasses; ++pass)
-            scores_to_gradients(smem.rows[stage], probs, head, row_tile, mask_full,
-                                score_row + pass * Tile::kPassM * 16);
+            scores_to_gradients(stage, probs, head, row_tile, mask_full, score_row + pass * Tile::kPassM * 16);
         __syncthreads();
         add_dvalue(smem.rows[stage], probs);
         add_dquery(head, row_tile);
         add_dkey(smem.rows[stage]);
         if (dense_dbias && p.softcap == 0) store_dbias(head, row_tile);
+        if (exchanges_dx) store_exchanged_dbias(stage, head, row_tile);
     }
+    if (exchanges_dx) exchange.end();
 
     if (key_dbias) store_key_dbias(summed_head);
     cp_async_wait<0>();

@@ -6,24 +6,6 @@
 
 namespace flash_dmattn::cuda {
 
-__device__ __forceinline__ int cluster_size() {
-#if __CUDA_ARCH__ >= 900
-    uint32_t size;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-    return static_cast<int>(size);
-#else
-    return 1;
-#endif
-}
-__device__ __forceinline__ int cluster_rank() {
-#if __CUDA_ARCH__ >= 900
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return static_cast<int>(rank);
-#else
-    return 0;
-#endif
-}
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -72,13 +54,18 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int phase) {
 #endif
 }
 
-// Writes to shared memory of any block of the cluster and, once they are there, 16 bytes' completion to the barrier, which
-// lies in the same block.
-__device__ __forceinline__ void store_async(uint32_t to_in_block, const float (&x)[4], uint32_t barrier_in_block) {
+// Writes to shared memory: of this block where `here`, else of block `rank` of the cluster, and there, once the bytes have
+// come, tells the barrier so.
+__device__ __forceinline__ void store_shared_or_async(uint32_t to, uint32_t barrier, int rank, bool here,
+                                                      const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to_in_block),
-        "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier_in_block)
+        "{\n.reg .pred here;\nsetp.ne.u32 here, %6, 0;\n"
+        "@here st.shared.v4.f32 [%7], {%1, %2, %3, %4};\n"
+        "@!here st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n}" ::"r"(
+            in_block(to, rank)),
+        "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(in_block(barrier, rank)), "r"(static_cast<uint32_t>(here)),
+        "r"(to)
         : "memory");
 #endif
 }

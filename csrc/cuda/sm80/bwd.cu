@@ -56,7 +56,9 @@ BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q) {
     const int64_t tiles = dquery_tiles_total(p);
     scratch.dquery_accum = tiles * sizes.rows * head_dim;
     scratch.dquery_turns = p.deterministic ? tiles + 1 : 0;
-    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p)) {
+    if (p.bias.kind == BiasKind::kDense && p.dbias.present())
+        p.dense_dbias = dbias_is_of_one(p) ? DenseDbias::kByEntry : DenseDbias::kOwnKernel;
+    if (p.dense_dbias == DenseDbias::kOwnKernel) {
         const BwdTileSizes tile = dbias_tile_sizes(head_dim);
         plan_dbias(p, ceil_div<int64_t>(p.seqlen_q, tile.rows), ceil_div<int64_t>(p.seqlen_k, tile.keys));
         if (p.dbias_splits > 1) scratch.dbias_parts = p.dbias_splits * p.dbias_tiles * tile.rows * tile.keys;

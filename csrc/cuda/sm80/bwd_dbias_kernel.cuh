@@ -202,27 +202,30 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         });
     };
 
-    float sum[Tile::kScoreM][Tile::kScoreN][4];
-    clear(sum);
+    float sum[Tile::kScoreM][Tile::kScoreN][4] = {};
+    using RowsA = OperandA<typename Tile::RowsTile, false>;
+    using KeysB = OperandB<typename Tile::KeysTile, false>;
+    const int first_score_row = warp_id() / Tile::kScoreKeyWarps * Tile::kScoreRows;
+    const int score_key = warp_id() % Tile::kScoreKeyWarps * Tile::kScoreKeys;
+    const uint32_t rows_at = kept(RowsA::lane_offset(first_score_row, 0));
+    const uint32_t keys_at = kept(KeysB::lane_offset(score_key, 0));
     const auto add_tile = [&](const typename Smem::Stage& stage, int tile, bool full, int first_m) {
-        const int score_row = warp_id() / Tile::kScoreKeyWarps * Tile::kScoreRows + first_m * 16;
-        const int score_key = warp_id() % Tile::kScoreKeyWarps * Tile::kScoreKeys;
+        const int score_row = first_score_row + first_m * 16;
         float scores[Tile::kPassM][Tile::kScoreN][4], dprobs[Tile::kPassM][Tile::kScoreN][4];
         clear(scores);
         clear(dprobs);
-        using RowsA = OperandA<typename Tile::RowsTile, false>;
-        using KeysB = OperandB<typename Tile::KeysTile, false>;
-        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(stage.rows.query), score_row, 0),
-                                        KeysB(address_of(stage.key), score_key, 0));
-        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), score_row, 0),
-                                        KeysB(address_of(stage.value), score_key, 0));
+        const uint32_t pass_at = rows_at + first_m * 16 * RowsA::kRowBytes;
+        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(stage.rows.query), pass_at),
+                                        KeysB(address_of(stage.key), keys_at));
+        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), pass_at),
+                                        KeysB(address_of(stage.value), keys_at));
 
         const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows.mask, run.row_tile, tile);
         const int rows = first.rows - first_row;
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) to[i] = bias[first_m + m][n + i / 2][i % 2];
+            for (int i = 0; i < 4; ++i) to[i] = kept(bias[first_m + m][n + i / 2][i % 2]);
         };
         const auto take = [&](int m, int h, int n, int e, float dx, bool is_visible) {
             if (is_visible) sum[first_m + m][n][2 * h + e] += dx;
@@ -239,46 +242,43 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         }
     };
 
-    int open = run.key_tile;  // the tile that is being summed
-    const auto store_until = [&](int tile) {
-        for (; open < tile; ++open) {
-            if (splits == 1) {
-                store_dbias_tile<Tile>(sum, p, first, run, open);
-            } else {
-                const int64_t part = run.split * p.dbias_tiles + run.index + open - run.key_tile;
-                float* to = p.dbias_parts + part * Tile::kRows * Tile::kKeys + threadIdx.x * 4;
-#pragma unroll
-                for (int m = 0; m < Tile::kScoreM; ++m)
-#pragma unroll
-                    for (int n = 0; n < Tile::kScoreN; ++n)
-                        *reinterpret_cast<float4*>(to + (m * Tile::kScoreN + n) * Tile::kThreads * 4) =
-                            make_float4(sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]);
-            }
-            clear(sum);
+    const auto store = [&](int tile) {
+        if (splits == 1) {
+            store_dbias_tile<Tile>(sum, p, first, run, tile);
+            return;
         }
+        const int64_t part = run.split * p.dbias_tiles + run.index + tile - run.key_tile;
+        float* to = p.dbias_parts + part * Tile::kRows * Tile::kKeys + threadIdx.x * 4;
+#pragma unroll
+        for (int m = 0; m < Tile::kScoreM; ++m)
+#pragma unroll
+            for (int n = 0; n < Tile::kScoreN; ++n)
+                *reinterpret_cast<float4*>(to + (m * Tile::kScoreN + n) * Tile::kThreads * 4) =
+                    make_float4(sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]);
     };
 
     bool more = next();
     if (more) load(0);
-    int bias_tile = -1;
-    for (int stage = 0; more; stage = (stage + 1) % Smem::kStages) {
-        const int tile = key_tile;
-        const bool is_full = mask_full;
-        store_until(tile);
-        if (bias_tile != tile) load_bias(tile);
-        bias_tile = tile;
-        wait_for_rows(smem.stages[stage].rows, first.rows - first_row);
-        more = next();
-        if (Smem::kStages == 2 && more) load(stage ^ 1);
+    int stage = 0;
+    for (int tile = run.key_tile; tile < key_end; ++tile) {
+        clear(sum);
+        if (more && key_tile == tile) load_bias(tile);
+        while (more && key_tile == tile) {
+            const bool is_full = mask_full;
+            wait_for_rows(smem.stages[stage].rows, first.rows - first_row);
+            more = next();
+            if (Smem::kStages == 2 && more) load(stage ^ 1);
 #pragma unroll
-        for (int pass = 0; pass < Tile::kPasses; ++pass)
-            add_tile(smem.stages[stage], tile, is_full, pass * Tile::kPassM);
-        if (Smem::kStages == 1) {
-            __syncthreads();
-            if (more) load(0);
+            for (int pass = 0; pass < Tile::kPasses; ++pass)
+                add_tile(smem.stages[stage], tile, is_full, pass * Tile::kPassM);
+            if (Smem::kStages == 1) {
+                __syncthreads();
+                if (more) load(0);
+            }
+            stage = (stage + 1) % Smem::kStages;
         }
+        store(tile);
     }
-    store_until(key_end);
 }
 
 // Adds up what the splits made of each tile, in their order.

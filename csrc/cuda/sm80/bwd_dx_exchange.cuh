@@ -22,15 +22,21 @@ class DxExchange {
 public:
     using Smem = DxExchangeSmem<Tile>;
 
-    __device__ DxExchange(const SharedMemory& address_of, const Smem& smem)
-        : parts_(address_of(smem.parts) + threadIdx.x * 16),
+    // Whether so many batch elements can each own whole pairs of neighbouring blocks.
+    static bool can_divide(int64_t sharers) {
+        return sharers == 2 ? Smem::kBlocks % 4 == 0 : sharers == 4 && Smem::kBlocks % 8 == 0;
+    }
+
+    __device__ DxExchange(const SharedMemory& address_of, const Smem& smem, int sharers)
+        : parts_(address_of(smem.parts)),
           ready_(address_of(smem.ready)),
-          received_(address_of(smem.received)) {}
+          received_(address_of(smem.received)),
+          sharers_(sharers) {}
 
     // Before and after all else, by all threads of the cluster.
     __device__ __forceinline__ void begin() const {
         if (threadIdx.x == 0) {
-            mbarrier_init(ready_, cluster_size());
+            mbarrier_init(ready_, sharers_);
             mbarrier_init(received_, 1);
         }
         cluster_sync();
@@ -39,56 +45,67 @@ public:
 
     // For every tile, once all threads have called sum() for the tile before: its parts may be sent.
     __device__ __forceinline__ void await_parts() const {
-        if (threadIdx.x < cluster_size()) mbarrier_arrive(in_block(ready_, threadIdx.x));
-    }
-    // `phase` is 0 for the first tile that is visited, 1 for the next, and so on in turn.
-    __device__ __forceinline__ void send(const float (&dx)[Tile::kScoreM][Tile::kScoreN][4], int phase) const {
-        const int size = cluster_size(), rank = cluster_rank(), owned = owned_blocks();
-        mbarrier_wait(ready_, phase);
-        if (threadIdx.x == 0) mbarrier_arrive_expecting(received_, owned * (size - 1) * Tile::kThreads * 16);
-#pragma unroll
-        for (int block = 0; block < Smem::kBlocks; ++block) {
-            const float(&x)[4] = dx[block / Tile::kScoreN][block % Tile::kScoreN];
-            const int owner = static_cast<uint32_t>(block * size) / Smem::kBlocks;
-            const uint32_t to = parts_ + (block + (rank - owner) * owned) * Tile::kThreads * 16;
-            if (owner == rank) {
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-                             "f"(x[3])
-                             : "memory");
-            } else {
-                store_async(in_block(to, owner), x, in_block(received_, owner));
-            }
-        }
+        if (threadIdx.x < sharers_) mbarrier_arrive(in_block(ready_, threadIdx.x));
     }
 
-    // Calls visit(m, n, dx) for the blocks of the tile that are owned here.
+    // Rows of blocks of the tile, from first_m on, by block `rank`. `phase` is 0 for the first tile that is visited, 1 for
+    // the next, and so on in turn.
+    template <int kM>
+    __device__ __forceinline__ void send(const float (&dx)[kM][Tile::kScoreN][4], int first_m, int rank,
+                                         int phase) const {
+        mbarrier_wait(ready_, phase);
+        sharers_ == 2 ? send_among<2>(dx, first_m, rank) : send_among<4>(dx, first_m, rank);
+    }
+
+    // Of the blocks in the order of rows, `rank` owns those from first_block(rank) on. visit(i, a, b) is given the sums of
+    // the blocks i and i + 1 of them, for even i.
+    __device__ __forceinline__ int first_block(int rank) const { return rank * (Smem::kBlocks / sharers_); }
     template <typename Visit>
     __device__ __forceinline__ void sum(int phase, const Visit& visit) const {
-        const int size = cluster_size(), rank = cluster_rank(), owned = owned_blocks();
         mbarrier_wait(received_, phase);
-#pragma unroll 1
-        for (int i = 0; i < owned; ++i) {
-            float dx[4] = {};
-#pragma unroll 2
-            for (int from = 0; from < size; ++from) {
-                float x[4];
-                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                             : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                             : "r"(parts_ + (from * owned + i) * Tile::kThreads * 16)
-                             : "memory");
-#pragma unroll
-                for (int e = 0; e < 4; ++e) dx[e] += x[e];
-            }
-            const int block = rank * owned + i;
-            visit(block / Tile::kScoreN, block % Tile::kScoreN, dx);
-        }
+        sharers_ == 2 ? sum_among<2>(visit) : sum_among<4>(visit);
     }
 
 private:
-    // Of a tile, by each block of the cluster, whose size is a power of 2.
-    __device__ __forceinline__ int owned_blocks() const { return Smem::kBlocks >> (__ffs(cluster_size()) - 1); }
+    static constexpr int kBlockBytes = Tile::kThreads * 16;
+
+    template <int kSharers, int kM>
+    __device__ __forceinline__ void send_among(const float (&dx)[kM][Tile::kScoreN][4], int first_m, int rank) const {
+        constexpr int kOwned = Smem::kBlocks / kSharers;
+        if (first_m == 0 && threadIdx.x == 0)
+            mbarrier_arrive_expecting(received_, kOwned * (kSharers - 1) * kBlockBytes);
+        const uint32_t to = parts_ + rank * kOwned * kBlockBytes + threadIdx.x * 16;
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int n = 0; n < Tile::kScoreN; ++n) {
+                const int block = (first_m + m) * Tile::kScoreN + n, owner = block / kOwned;
+                store_shared_or_async(to + block % kOwned * kBlockBytes, received_, owner, owner == rank, dx[m][n]);
+            }
+    }
+
+    template <int kSharers, typename Visit>
+    __device__ __forceinline__ void sum_among(const Visit& visit) const {
+        constexpr int kOwned = Smem::kBlocks / kSharers;
+        const uint32_t parts = parts_ + threadIdx.x * 16;
+#pragma unroll
+        for (int i = 0; i < kOwned; i += 2) {
+            float dx[2][4];
+#pragma unroll
+            for (int from = 0; from < kSharers; ++from)
+#pragma unroll
+                for (int block = 0; block < 2; ++block) {
+                    float x[4];
+                    load_shared(x, parts + (from * kOwned + i + block) * kBlockBytes);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) dx[block][e] = from == 0 ? x[e] : dx[block][e] + x[e];
+                }
+            visit(i, dx[0], dx[1]);
+        }
+    }
 
     uint32_t parts_, ready_, received_;
+    int sharers_;
 };
 
 }  // namespace flash_dmattn::cuda

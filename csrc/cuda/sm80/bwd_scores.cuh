@@ -56,31 +56,34 @@ template <typename T>
 struct HeadRows {
     const T* query;
     const T* dout;
-    const T* bias;  // of a dense bias
     const float* lse;
     const float* delta;
     const uint32_t* mask;  // null where there is none
-    bool bias_aligned;     // whether 16 bytes of the bias can be read at once
 
     HeadRows() = default;
     __device__ HeadRows(const BwdParams& p, const Sequence& s, int head)
         : query(static_cast<const T*>(p.query.data) + query_offset(p.query, s, head)),
           dout(static_cast<const T*>(p.dout.data) + query_offset(p.dout, s, head)),
-          bias(nullptr),
           lse(static_cast<const float*>(p.lse.data) + stat_offset(p.lse, s, head)),
           delta(static_cast<const float*>(p.delta.data) + stat_offset(p.delta, s, head)),
-          mask(nullptr),
-          bias_aligned(false) {
-        if (p.bias.kind == BiasKind::kDense) {
-            bias = static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads);
-            bias_aligned =
-                p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(bias) % 16 == 0;
-        }
-        if (p.packed_mask.bits != nullptr) {
-            const PackedMask& m = p.packed_mask;
-            mask = m.bits + s.batch * m.bits_batch_stride + shared_head(head, p.heads, m.heads) * m.bits_head_stride +
-                   s.first_row * m.bits_row_stride;
-        }
+          mask(nullptr) {
+        const PackedMask& m = p.packed_mask;
+        if (m.bits == nullptr) return;
+        mask = m.bits + s.batch * m.bits_batch_stride + shared_head(head, p.heads, m.heads) * m.bits_head_stride +
+               s.first_row * m.bits_row_stride;
+    }
+};
+
+// The same of its dense bias.
+template <typename T>
+struct HeadBias {
+    const T* data;
+    bool aligned;  // whether 16 bytes can be read at once
+
+    HeadBias() = default;
+    __device__ HeadBias(const BwdParams& p, const Sequence& s, int head)
+        : data(static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads)),
+          aligned(p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {
     }
 };
 
@@ -110,18 +113,18 @@ __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& s
 // A tile of a dense bias; pairs outside of the sequence become 0.
 template <typename Tile>
 __device__ __forceinline__ void load_bias(typename Tile::PairsTile& tile, const SharedMemory& address_of,
-                                          const BwdParams& p, const Sequence& s, const HeadRows<typename Tile::T>& head,
+                                          const BwdParams& p, const Sequence& s, const HeadBias<typename Tile::T>& head,
                                           int row_tile, int key_tile) {
     using T = typename Tile::T;
     const int first_row = row_tile * Tile::kRows, first_key = key_tile * Tile::kKeys;
     const int keys = s.keys - first_key;
-    if (head.bias_aligned) {
-        copy_tile_async<typename Tile::PairsTile, Tile::kThreads>(address_of(tile), head.bias + first_key,
+    if (head.aligned) {
+        copy_tile_async<typename Tile::PairsTile, Tile::kThreads>(address_of(tile), head.data + first_key,
                                                                   p.bias.row_stride, first_row, s.rows - first_row,
                                                                   keys);
         return;
     }
-    const T* bias = head.bias + first_row * p.bias.row_stride + first_key * p.bias.col_stride;
+    const T* bias = head.data + first_row * p.bias.row_stride + first_key * p.bias.col_stride;
 #pragma unroll 1
     for (int i = threadIdx.x; i < Tile::kRows * Tile::kKeys; i += Tile::kThreads) {
         const int row = i / Tile::kKeys, key = i % Tile::kKeys;
@@ -130,22 +133,11 @@ __device__ __forceinline__ void load_bias(typename Tile::PairsTile& tile, const 
     }
 }
 
-// Whether a tile is whole and its pairs of keys are aligned, as most are: then a pair is one access.
-template <typename Tile, typename T>
+// Whether a tile is whole and kTogether neighbouring pairs of a row are one access, as in most tiles they are.
+template <typename Tile, int kTogether = 2, typename T>
 __device__ __forceinline__ bool is_plain(const T* tile, const PairView& view, int rows, int keys) {
-    return rows >= Tile::kRows && keys >= Tile::kKeys && view.col_stride == 1 && view.row_stride % 2 == 0 &&
-           reinterpret_cast<uintptr_t>(tile) % 4 == 0;
-}
-
-// Two neighbouring pairs, of `keys` that are left in the row.
-template <typename T>
-__device__ __forceinline__ void store_pair(T* to, bool plain, int keys, float first, float second) {
-    if (plain) {
-        *reinterpret_cast<uint32_t*>(to) = pack<T>(first, second);
-    } else {
-        if (keys > 0) to[0] = T(first);
-        if (keys > 1) to[1] = T(second);
-    }
+    return rows >= Tile::kRows && keys >= Tile::kKeys && view.col_stride == 1 && view.row_stride % kTogether == 0 &&
+           reinterpret_cast<uintptr_t>(tile) % (kTogether * sizeof(T)) == 0;
 }
 
 // Key `key` of the tile's bias, times log2(e); 0 beyond the sequence.
@@ -168,7 +160,7 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
     const bool empty = row < Tile::kRows && row < rows && stage.lse[row] == -kInfinity;
     if (!__syncthreads_or(empty)) return;
     constexpr int kChunks = Tile::kHeadDim / 8;
-    for (int i = threadIdx.x; i < Tile::kRows * kChunks; i += Tile::kThreads) {
+    for (int i = kept(threadIdx.x); i < Tile::kRows * kChunks; i += Tile::kThreads) {
         const int r = i / kChunks, chunk = i % kChunks;
         if (r >= rows || stage.lse[r] != -kInfinity) continue;
         const int at = Tile::RowsTile::offset(r, chunk);

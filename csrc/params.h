@@ -179,6 +179,14 @@ struct FwdParams : AttentionParams {
     float* split_lse = nullptr;  // [splits, B, H, Sq]
 };
 
+// Of CUDA: who writes the gradient of a dense bias.
+enum class DenseDbias : int32_t {
+    kNone,       // nobody: there is none
+    kByEntry,    // each entry belongs to one batch element and one head: the main kernel, where dx is made
+    kExchanged,  // batch elements share it: the main kernel, whose blocks exchange dx
+    kOwnKernel,  // a kernel that computes dx again for all who share an entry
+};
+
 struct BwdParams : AttentionParams {
     RowsView dout;      // [B, Sq, H, D]
     RowStatView dlse;
@@ -198,6 +206,7 @@ struct BwdParams : AttentionParams {
     float* dquery_accum = nullptr;
     int32_t* dquery_turns = nullptr;  // [{B} H, tiles of rows] and one ticket, where deterministic
     int64_t dquery_tiles = 0;         // tiles of rows of one head; of variable length, of all sequences together
+    DenseDbias dense_dbias = DenseDbias::kNone;
     float* dbias_parts = nullptr;     // [dbias_splits, dbias_tiles, a tile], where dbias_splits > 1
     int64_t dbias_tiles = 0;
     int64_t dbias_splits = 1;

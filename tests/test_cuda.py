@@ -67,6 +67,20 @@ def test_bias_broadcasts(broadcast):
     check(tensors, mask_of(2, 1, 140, 270), randn(*shaped(broadcast, 140, 270)), is_causal=True, softcap=3.0)
 
 
+@pytest.mark.parametrize("batch", [2, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_dense_bias_that_batch_elements_share(head_dim, batch):
+    tensors = on_gpu(batch, 300, 434, 4, 2, head_dim, torch.bfloat16)
+    mask = mask_of(batch, 2, 300, 434)
+    mask[0, :, :, :130] = False
+    mask[:, 1, 120:260] = False
+    bias = randn(1, 4, 300, 434)
+    check(tensors, mask, bias, is_causal=True)
+    check([x[:, :293] for x in tensors], None, bias[:, :, :293, :293].contiguous())
+    check([x[:, :256] for x in tensors], mask_of(batch, 1, 1, 256), bias[:, :, :256, :256])
+    check(tensors, mask, bias, softcap=3.0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_tiles_and_heads_that_see_nothing(dtype):
     tensors = on_gpu(2, 300, 600, 4, 2, 64, dtype)
@@ -167,9 +181,10 @@ def test_varlen_is_as_on_the_cpu(causal, pairs):
         torch.testing.assert_close(ours, cpu, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bias_shape", [(2, 4, 1, 700), (1, 4, 500, 700), (1, 1, 500, 700), (2, 4, 500, 700)], ids=str)
-def test_deterministic_is_bitwise_reproducible(bias_shape):
-    tensors = [x.requires_grad_() for x in on_gpu(2, 500, 700, 4, 2, 64, torch.bfloat16)]
+def test_deterministic_is_bitwise_reproducible(bias_shape, head_dim):
+    tensors = [x.requires_grad_() for x in on_gpu(2, 500, 700, 4, 2, head_dim, torch.bfloat16)]
     mask, bias = mask_of(2, 2, 500, 700), randn(*bias_shape).requires_grad_()
     dout = torch.randn_like(tensors[0])
 

@@ -28,10 +28,23 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// A value that the compiler must keep, where it would compute it again and again.
+// A value of which the compiler does not see where it comes from: so it neither computes it again and again, nor what
+// depends on it long before it is needed, to hold it in registers or to spill it.
 __device__ __forceinline__ uint32_t kept(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
+}
+
+__device__ __forceinline__ uint32_t load_shared_u16(uint32_t from) {
+    uint16_t x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ void load_shared(float (&x)[4], uint32_t from) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(from)
+                 : "memory");
 }
 
 // Copies `bytes` (0 to 16) from global to shared memory and fills the rest of the 16 with zeros; where bytes is 0,

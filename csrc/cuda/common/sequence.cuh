@@ -32,6 +32,7 @@ struct Sequence {
 
 // The head of a mask, a bias, keys or values with `view_heads` heads that query head `head` of `heads` goes by.
 __device__ __forceinline__ int shared_head(int head, int64_t heads, int64_t view_heads) {
+    if (view_heads == heads) return head;  // as is common: no division
     return head / (static_cast<int>(heads) / static_cast<int>(view_heads));
 }
 

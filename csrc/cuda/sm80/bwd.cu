@@ -60,7 +60,7 @@ BwdScratch plan_gather_scratch(BwdParams& p, int head_dim, int64_t total_q, int6
     p.dkv_rows = is_varlen ? total_k : p.batch * p.seqlen_k;
     p.dkv_cols = head_dim;
     scratch.dkv_accum = 2 * p.dkv_rows * p.kv_heads * p.dkv_cols;
-    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p))
+    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_is_of_one(p))
         p.dbias_accum_size = (is_varlen ? total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
     scratch.dbias_accum = p.dbias_accum_size;
     const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, gather_tile_sizes(head_dim, uses_small_tiles()).rows);
@@ -83,7 +83,9 @@ BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q, int64_t total_k) {
     const int64_t tiles = dquery_tiles_total(p);
     scratch.dquery_accum = tiles * sizes.rows * head_dim;
     scratch.dquery_turns = p.deterministic ? tiles + 1 : 0;
-    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p)) {
+    if (p.bias.kind == BiasKind::kDense && p.dbias.present())
+        p.dense_dbias = dbias_is_of_one(p) ? DenseDbias::kByEntry : DenseDbias::kOwnKernel;
+    if (p.dense_dbias == DenseDbias::kOwnKernel) {
         const BwdTileSizes tile = dbias_tile_sizes(head_dim);
         plan_dbias(p, ceil_div<int64_t>(p.seqlen_q, tile.rows), ceil_div<int64_t>(p.seqlen_k, tile.keys));
         if (p.dbias_splits > 1) scratch.dbias_parts = p.dbias_splits * p.dbias_tiles * tile.rows * tile.keys;

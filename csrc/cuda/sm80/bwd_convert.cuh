@@ -30,9 +30,11 @@ __global__ void __launch_bounds__(Tile::kThreads) convert_dquery_kernel(const __
             dquery[m][n][0] = x.x, dquery[m][n][1] = x.y, dquery[m][n][2] = x.z, dquery[m][n][3] = x.w;
         }
     const int warp = warp_id();
-    store_rounded<typename Tile::RowsTile, T, Tile::kDqColWarps * 16>(
-        dquery, smem_address(&rows), warp / Tile::kDqColWarps * Tile::kDqRows, warp % Tile::kDqColWarps * 16,
-        static_cast<float>(p.softmax_scale));
+    using Rows = Blocks<typename Tile::RowsTile, BlockOrder::kBelowFirst>;
+    const uint32_t corner =
+        Rows::lane_offset(warp / Tile::kDqColWarps * Tile::kDqRows, warp % Tile::kDqColWarps * 16);
+    store_rounded<T, Tile::kDqColWarps * 16>(dquery, Rows(smem_address(&rows), corner),
+                                             static_cast<float>(p.softmax_scale));
     __syncthreads();
     T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + first_row * p.dquery.row_stride;
     copy_tile_out<Tile::kThreads>(rows, to, p.dquery.row_stride, s.rows - first_row, static_cast<int>(p.head_dim));

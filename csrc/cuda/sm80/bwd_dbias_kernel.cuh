@@ -9,6 +9,21 @@
 
 namespace flash_dmattn::cuda {
 
+// Where the rows and the keys of one that shares a tile begin.
+template <typename T>
+struct Sharer {
+    HeadRows<T> rows;
+    const T* key;
+    const T* value;
+
+    Sharer() = default;
+    __device__ Sharer(const BwdParams& p, const Sequence& s, int head) : rows(p, s, head) {
+        const int kv_head = shared_head(head, p.heads, p.kv_heads);
+        key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
+        value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
+    }
+};
+
 template <typename Tile>
 struct BwdDbiasSmem {
     struct Stage {
@@ -18,6 +33,7 @@ struct BwdDbiasSmem {
     };
     static constexpr int kStages = Tile::kHeadDim <= 64 ? 2 : 1;  // as many blocks as registers allow come first
     Stage stages[kStages];
+    Sharer<typename Tile::T> sharers[Tile::kThreads / 32][32];  // that each warp looks ahead to
 };
 
 // Which tiles of the gradient a block makes: [key_tile, key_end) of a row of tiles.
@@ -41,24 +57,15 @@ struct DbiasRun {
     }
 };
 
-// Calls visit(m, h, n, row, key) for every pair of neighbouring keys that this lane holds of a tile.
+// Calls visit(m, h, row, key) for every row that this lane holds of a tile; its pairs of neighbouring keys begin at key + 8 n.
 template <typename Tile, typename Visit>
-__device__ __forceinline__ void for_each_pair(const Visit& visit) {
+__device__ __forceinline__ void for_each_row(const Visit& visit) {
     const int row = warp_id() / Tile::kScoreKeyWarps * Tile::kScoreRows + lane_id() / 4;
     const int key = warp_id() % Tile::kScoreKeyWarps * Tile::kScoreKeys + lane_id() % 4 * 2;
 #pragma unroll
     for (int m = 0; m < Tile::kScoreM; ++m)
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int n = 0; n < Tile::kScoreN; ++n) visit(m, h, n, row + m * 16 + h * 8, key + n * 8);
-}
-
-// Whether a tile is whole and its pairs of keys are aligned, as most are: then a pair is one access.
-template <typename Tile, typename T>
-__device__ __forceinline__ bool is_plain(const T* tile, const PairView& view, int rows, int keys) {
-    return rows >= Tile::kRows && keys >= Tile::kKeys && view.col_stride == 1 && view.row_stride % 2 == 0 &&
-           reinterpret_cast<uintptr_t>(tile) % 4 == 0;
+        for (int h = 0; h < 2; ++h) visit(m, h, row + m * 16 + h * 8, key);
 }
 
 template <typename Tile>
@@ -70,16 +77,23 @@ __device__ __forceinline__ void store_dbias_tile(const float (&sum)[Tile::kScore
     T* to = static_cast<T*>(p.dbias.data) + (p.dbias.batches > 1 ? s.batch * p.dbias.batch_stride : 0) +
             run.dbias_head * p.dbias.head_stride + (s.first_row + run.row_tile * Tile::kRows) * p.dbias.row_stride +
             key_tile * Tile::kKeys;
-    const bool plain = is_plain<Tile>(to, p.dbias, rows, keys);
-    for_each_pair<Tile>([&](int m, int h, int n, int row, int key) {
-        const float first = sum[m][n][2 * h], second = sum[m][n][2 * h + 1];
-        T* at = to + row * p.dbias.row_stride + key;
-        if (plain) {
-            *reinterpret_cast<uint32_t*>(at) = pack<T>(first, second);
-        } else if (row < rows) {
-            if (key < keys) at[0] = T(first);
-            if (key + 1 < keys) at[1] = T(second);
-        }
+    if (is_plain<Tile>(to, p.dbias, rows, keys)) {
+        for_each_row<Tile>([&](int m, int h, int row, int key) {
+            T* at = to + static_cast<uint32_t>(row) * p.dbias.row_stride + key;
+#pragma unroll
+            for (int n = 0; n < Tile::kScoreN; ++n)
+                *reinterpret_cast<uint32_t*>(at + n * 8) = pack<T>(sum[m][n][2 * h], sum[m][n][2 * h + 1]);
+        });
+        return;
+    }
+    for_each_row<Tile>([&](int m, int h, int row, int key) {
+        if (row >= rows) return;
+        T* at = to + row * p.dbias.row_stride;
+#pragma unroll
+        for (int n = 0; n < Tile::kScoreN; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (key + n * 8 + e < keys) at[key + n * 8 + e] = T(sum[m][n][2 * h + e]);
     });
 }
 
@@ -102,20 +116,41 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     // The sharers: a batch element's heads one after the other, so that K and V of a group are read together.
     const int heads = static_cast<int>(p.heads) / static_cast<int>(p.dbias.heads), first_head = run.dbias_head * heads;
     const int batches = p.cu_seqlens_q == nullptr && p.dbias.batches == 1 ? static_cast<int>(p.batch) : 1;
-    const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
     const int splits = static_cast<int>(p.dbias_splits);
     const int64_t sharers = heads * batches;
     const int sharer_begin = static_cast<int>(sharers * run.split / splits);
     const int sharer_end = static_cast<int>(sharers * (run.split + 1) / splits);
-    const auto batch_of = [&](int sharer) { return run.dbias_batch + sharer / heads; };
-    const auto head_of = [&](int sharer) { return first_head + sharer % heads; };
     // Keys that causality leaves to the tile's last row.
     const int visible_keys = kCausal ? first.causal_end(last_row) : first.keys;
 
-    // What is to be added next: of a tile, the sharers that the mask leaves a pair of. Warps look ahead together.
-    int key_tile = run.key_tile, sharer = 0, next_window = sharer_begin;
+    // What is to be added next: of a tile, the sharers that the mask leaves a pair of. Warps look ahead together, 32
+    // sharers at a time, one a lane, and keep where these lie.
+    auto& window = smem.sharers[warp_id()];
+    int key_tile = run.key_tile, sharer = 0, next_window = sharer_begin, found_window = -1;
     bool mask_full = true;
     uint32_t pending = 0, full = 0;
+    const auto look_ahead = [&] {
+        const int candidate = next_window + lane_id();
+        bool is_empty = candidate >= sharer_end, is_full = true;
+        const int head = first_head + candidate % heads;
+        Sequence s = first;
+        s.batch += candidate / heads;
+        if (found_window != next_window) {
+            __syncwarp();
+            if (!is_empty) window[lane_id()] = Sharer<T>(p, s, head);
+            __syncwarp();
+            found_window = next_window;
+        }
+        if (!is_empty && has_mask(p)) {
+            const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p, s, head);
+            const auto summary = masks.of(first_row, last_row, key_tile);
+            is_empty = summary.empty;
+            is_full = summary.full;
+        }
+        pending = __ballot_sync(~0u, !is_empty);
+        full = __ballot_sync(~0u, is_full);
+        next_window += 32;
+    };
     const auto next = [&] {
         while (pending == 0) {
             if (next_window >= sharer_end) {
@@ -123,39 +158,24 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                 ++key_tile;
             }
             if (key_tile >= key_end || key_tile * Tile::kKeys >= visible_keys) return false;
-            const int candidate = next_window + lane_id();
-            bool is_empty = candidate >= sharer_end, is_full = true;
-            if (!is_empty && has_mask(p)) {
-                const Sequence s(p, batch_of(candidate));
-                const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p, s, head_of(candidate));
-                const auto summary = masks.of(first_row, last_row, key_tile);
-                is_empty = summary.empty;
-                is_full = summary.full;
-            }
-            pending = __ballot_sync(~0u, !is_empty);
-            full = __ballot_sync(~0u, is_full);
-            next_window += 32;
+            look_ahead();
         }
-        const int lane = __ffs(pending) - 1;
+        sharer = __ffs(pending) - 1;
         pending &= pending - 1;
-        sharer = next_window - 32 + lane;
-        mask_full = full >> lane & 1;
+        mask_full = full >> sharer & 1;
         return true;
     };
     const auto load = [&](int stage) {
         auto& to = smem.stages[stage];
-        const int in_group = sharer / heads, head = first_head + sharer - in_group * heads;
-        const Sequence s(p, run.dbias_batch + in_group);
-        load_row_stage(to.rows, address_of, p, s, head, run.row_tile, key_tile);
-        const int first_key = key_tile * Tile::kKeys, kv_head = head / group;
-        const auto load_keys = [&](typename Tile::KeysTile& tile, const RowsView& view) {
-            const T* from =
-                static_cast<const T*>(view.data) + key_offset(view, s, kv_head) + first_key * view.row_stride;
-            copy_tile_async<typename Tile::KeysTile, Tile::kThreads>(address_of(tile), from, view.row_stride,
-                                                                     s.keys - first_key, static_cast<int>(p.head_dim));
+        const Sharer<T>& from = window[sharer];
+        load_row_stage(to.rows, address_of, p, from.rows, first, run.row_tile, key_tile);
+        const auto load_keys = [&](typename Tile::KeysTile& tile, const T* keys, int64_t row_stride) {
+            const int first_key = key_tile * Tile::kKeys;
+            copy_tile_async<typename Tile::KeysTile, Tile::kThreads>(
+                address_of(tile), keys, row_stride, first_key, first.keys - first_key, static_cast<int>(p.head_dim));
         };
-        load_keys(to.key, p.key);
-        load_keys(to.value, p.value);
+        load_keys(to.key, from.key, p.key.row_stride);
+        load_keys(to.value, from.value, p.value.row_stride);
         cp_async_commit();
     };
 
@@ -164,45 +184,52 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         const int rows = first.rows - first_row, keys = first.keys - tile * Tile::kKeys;
         const T* from = static_cast<const T*>(p.bias.data) + pair_offset(p.bias, first, first_head, p.heads) +
                         first_row * p.bias.row_stride + tile * Tile::kKeys * p.bias.col_stride;
-        const bool plain = is_plain<Tile>(from, p.bias, rows, keys);
-        for_each_pair<Tile>([&](int m, int h, int n, int row, int key) {
-            const T* at = from + row * p.bias.row_stride;
-            if (plain) {
-                bias[m][n][h] = *reinterpret_cast<const uint32_t*>(at + key);
-            } else {
-                const auto load = [&](int k) {
-                    return row < rows && k < keys ? to_float(at[k * p.bias.col_stride]) : 0.f;
-                };
-                bias[m][n][h] = pack<T>(load(key), load(key + 1));
-            }
+        if (is_plain<Tile>(from, p.bias, rows, keys)) {
+            for_each_row<Tile>([&](int m, int h, int row, int key) {
+                const T* at = from + static_cast<uint32_t>(row) * p.bias.row_stride + key;
+#pragma unroll
+                for (int n = 0; n < Tile::kScoreN; ++n)
+                    bias[m][n][h] = *reinterpret_cast<const uint32_t*>(at + n * 8);
+            });
+            return;
+        }
+        for_each_row<Tile>([&](int m, int h, int row, int key) {
+            const auto load = [&](int k) {
+                const bool in_sequence = row < rows && k < keys;
+                return in_sequence ? to_float(from[row * p.bias.row_stride + k * p.bias.col_stride]) : 0.f;
+            };
+#pragma unroll
+            for (int n = 0; n < Tile::kScoreN; ++n) bias[m][n][h] = pack<T>(load(key + n * 8), load(key + n * 8 + 1));
         });
     };
 
-    float sum[Tile::kScoreM][Tile::kScoreN][4];
-    clear(sum);
+    float sum[Tile::kScoreM][Tile::kScoreN][4] = {};
+    using RowsA = OperandA<typename Tile::RowsTile, false>;
+    using KeysB = OperandB<typename Tile::KeysTile, false>;
+    const int first_score_row = warp_id() / Tile::kScoreKeyWarps * Tile::kScoreRows;
+    const int score_key = warp_id() % Tile::kScoreKeyWarps * Tile::kScoreKeys;
+    const uint32_t rows_at = kept(RowsA::lane_offset(first_score_row, 0));
+    const uint32_t keys_at = kept(KeysB::lane_offset(score_key, 0));
     const auto add_tile = [&](const typename Smem::Stage& stage, int tile, bool full, int first_m) {
-        const int score_row = warp_id() / Tile::kScoreKeyWarps * Tile::kScoreRows + first_m * 16;
-        const int score_key = warp_id() % Tile::kScoreKeyWarps * Tile::kScoreKeys;
+        const int score_row = first_score_row + first_m * 16;
         float scores[Tile::kPassM][Tile::kScoreN][4], dprobs[Tile::kPassM][Tile::kScoreN][4];
         clear(scores);
         clear(dprobs);
-        using RowsA = OperandA<typename Tile::RowsTile, false>;
-        using KeysB = OperandB<typename Tile::KeysTile, false>;
-        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(stage.rows.query), score_row, 0),
-                                        KeysB(address_of(stage.key), score_key, 0));
-        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), score_row, 0),
-                                        KeysB(address_of(stage.value), score_key, 0));
+        const uint32_t pass_at = rows_at + first_m * 16 * RowsA::kRowBytes;
+        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(stage.rows.query), pass_at),
+                                        KeysB(address_of(stage.key), keys_at));
+        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), pass_at),
+                                        KeysB(address_of(stage.value), keys_at));
 
         const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows, run.row_tile, tile);
         const int rows = first.rows - first_row;
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) to[i] = bias[first_m + m][n + i / 2][i % 2];
+            for (int i = 0; i < 4; ++i) to[i] = kept(bias[first_m + m][n + i / 2][i % 2]);
         };
-        const auto take = [&](int m, int h, int n, float dx0, float dx1) {
-            sum[first_m + m][n][2 * h] += dx0;
-            sum[first_m + m][n][2 * h + 1] += dx1;
+        const auto take = [&](int m, int h, int n, int e, float dx, bool is_visible) {
+            if (is_visible) sum[first_m + m][n][2 * h + e] += dx;
         };
         if (softcap > 0) {
             differentiate<Tile, BiasKind::kDense, true, true>(scores, dprobs, stage.rows, dense_bias, visibility,
@@ -216,46 +243,43 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         }
     };
 
-    int open = run.key_tile;  // the tile that is being summed
-    const auto store_until = [&](int tile) {
-        for (; open < tile; ++open) {
-            if (splits == 1) {
-                store_dbias_tile<Tile>(sum, p, first, run, open);
-            } else {
-                const int64_t part = run.split * p.dbias_tiles + run.index + open - run.key_tile;
-                float* to = p.dbias_parts + part * Tile::kRows * Tile::kKeys + threadIdx.x * 4;
-#pragma unroll
-                for (int m = 0; m < Tile::kScoreM; ++m)
-#pragma unroll
-                    for (int n = 0; n < Tile::kScoreN; ++n)
-                        *reinterpret_cast<float4*>(to + (m * Tile::kScoreN + n) * Tile::kThreads * 4) =
-                            make_float4(sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]);
-            }
-            clear(sum);
+    const auto store = [&](int tile) {
+        if (splits == 1) {
+            store_dbias_tile<Tile>(sum, p, first, run, tile);
+            return;
         }
+        const int64_t part = run.split * p.dbias_tiles + run.index + tile - run.key_tile;
+        float* to = p.dbias_parts + part * Tile::kRows * Tile::kKeys + threadIdx.x * 4;
+#pragma unroll
+        for (int m = 0; m < Tile::kScoreM; ++m)
+#pragma unroll
+            for (int n = 0; n < Tile::kScoreN; ++n)
+                *reinterpret_cast<float4*>(to + (m * Tile::kScoreN + n) * Tile::kThreads * 4) =
+                    make_float4(sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]);
     };
 
     bool more = next();
     if (more) load(0);
-    int bias_tile = -1;
-    for (int stage = 0; more; stage = (stage + 1) % Smem::kStages) {
-        const int tile = key_tile;
-        const bool is_full = mask_full;
-        store_until(tile);
-        if (bias_tile != tile) load_bias(tile);
-        bias_tile = tile;
-        wait_for_rows(smem.stages[stage].rows, first.rows - first_row);
-        more = next();
-        if (Smem::kStages == 2 && more) load(stage ^ 1);
+    int stage = 0;
+    for (int tile = run.key_tile; tile < key_end; ++tile) {
+        clear(sum);
+        if (more && key_tile == tile) load_bias(tile);
+        while (more && key_tile == tile) {
+            const bool is_full = mask_full;
+            wait_for_rows(smem.stages[stage].rows, first.rows - first_row);
+            more = next();
+            if (Smem::kStages == 2 && more) load(stage ^ 1);
 #pragma unroll
-        for (int pass = 0; pass < Tile::kPasses; ++pass)
-            add_tile(smem.stages[stage], tile, is_full, pass * Tile::kPassM);
-        if (Smem::kStages == 1) {
-            __syncthreads();
-            if (more) load(0);
+            for (int pass = 0; pass < Tile::kPasses; ++pass)
+                add_tile(smem.stages[stage], tile, is_full, pass * Tile::kPassM);
+            if (Smem::kStages == 1) {
+                __syncthreads();
+                if (more) load(0);
+            }
+            stage = (stage + 1) % Smem::kStages;
         }
+        store(tile);
     }
-    store_until(key_end);
 }
 
 // Adds up what the splits made of each tile, in their order.

@@ -5,10 +5,104 @@
 // hold it (see dquery_accum in params.h), so that every addition is 16 bytes a thread and 512 a warp.
 #pragma once
 
+#include "bwd_dx_exchange.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_scratch.cuh"
 
 namespace flash_dmattn::cuda {
+
+// Where a warp is in its visits; in shared memory: registers are short.
+struct RowTilePlace {
+    int head, row_tile;
+    bool mask_full;  // the mask hides nothing of the tile
+    int next_window;
+    uint32_t pending, full;  // of the window before it: tiles still to visit; tiles of which the mask hides nothing
+};
+
+// Which tiles of rows a block visits: head after head, the tiles that causality and the mask leave a pair of, ascending.
+// Warps look ahead together, 32 tiles at a time, one a lane. The blocks of a cluster, one a batch element, visit the same
+// tiles: those that a mask leaves a pair of for any of them.
+template <typename Tile, bool kCausal>
+class RowTileCursor {
+public:
+    __device__ RowTileCursor(RowTilePlace& place, const BwdParams& p, const Sequence& s, int key_tile, int first_head)
+        : place_(place), p_(p), s_(s), key_tile_(key_tile), first_head_(first_head) {
+        __syncwarp();
+        place_ = {first_head, 0, false, begin(), 0, 0};
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ int head() const { return place_.head; }
+    __device__ __forceinline__ int row_tile() const { return place_.row_tile; }
+    __device__ __forceinline__ bool mask_full() const { return place_.mask_full; }
+
+    // Moves to the next tile; false where there is none.
+    __device__ __forceinline__ bool next() {
+        RowTilePlace place = place_;
+        __syncwarp();
+        while (place.pending == 0) {
+            if (place.next_window >= end()) {
+                if (place.head + 1 == first_head_ + static_cast<int>(p_.heads / p_.kv_heads)) return false;
+                ++place.head;
+                place.next_window = begin();
+                if (place.next_window >= end()) return false;
+            }
+            look_ahead(place);
+        }
+        const int lane = __ffs(place.pending) - 1;
+        place.pending &= place.pending - 1;
+        place.row_tile = place.next_window - 32 + lane;
+        place.mask_full = place.full >> lane & 1;
+        place_ = place;
+        __syncwarp();
+        return true;
+    }
+
+private:
+    __device__ int begin() const { return kCausal ? s_.causal_begin(key_tile_ * Tile::kKeys) / Tile::kRows : 0; }
+    __device__ int end() const { return ceil_div(s_.rows, Tile::kRows); }
+
+    __device__ __forceinline__ void look_ahead(RowTilePlace& place) const {
+        const int tile = place.next_window + lane_id();
+        bool empty = tile >= end(), full = true;
+        if (!empty && has_mask(p_)) {
+            const auto summary_of = [&](const Sequence& s) {
+                const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s, place.head);
+                const int first = tile * Tile::kRows;
+                return masks.of(first, min(first + Tile::kRows, s.rows) - 1, key_tile_);
+            };
+            const auto summary = summary_of(s_);
+            full = summary.full;
+            // In deterministic mode every block takes its turn at every tile.
+            empty = summary.empty && !p_.deterministic;
+            if (p_.dense_dbias == DenseDbias::kExchanged) {
+                Sequence other = s_;
+                for (other.batch = 0; empty && other.batch < p_.batch; ++other.batch) empty = summary_of(other).empty;
+            }
+        }
+        place.pending = __ballot_sync(~0u, !empty);
+        place.full = __ballot_sync(~0u, full);
+        place.next_window += 32;
+    }
+
+    RowTilePlace& place_;
+    const BwdParams& p_;
+    const Sequence& s_;
+    int key_tile_, first_head_;
+};
+
+// The corners from which a thread reads or writes the tiles of the products. They are found once and kept in shared
+// memory: found anew, they would cost a tenth of the instructions, and registers are short.
+enum LaneOffset {
+    kScoreRows,   // of Q and dO, for S and dP
+    kScoreKeys,   // of K and V
+    kScorePairs,  // of the bias, P and dS, where S and dP become P and dS
+    kDkvPairs,    // of P and dS, for dK and dV
+    kDkvRows,     // of Q and dO
+    kDqPairs,     // of dS, for dQ
+    kDqKeys,      // of K
+    kLaneOffsets
+};
 
 template <typename Tile, BiasKind kBias>
 struct BwdSmem {
@@ -20,67 +114,20 @@ struct BwdSmem {
     RowStage<Tile, kKeyBias> rows[2];
     typename Tile::PairsTile probs[kProbStages];
     typename Tile::PairsTile dscores;
+    uint16_t lane_offsets[kLaneOffsets][Tile::kThreads];  // of each thread's part of the products, in bytes
+    // Each warp's own: no warp waits for another to find them.
+    HeadRows<typename Tile::T> head_rows[Tile::kThreads / 32];
+    HeadBias<typename Tile::T> head_bias[Tile::kThreads / 32];
+    RowTilePlace places[Tile::kThreads / 32];
     float column_sums[Tile::kKeys];
-    uint32_t seen[Tile::kWords];  // keys that any row sees
     Sequence sequence;
     int ticket;
 };
 
-// Which rows of tiles a block visits: head after head, the tiles that causality and the mask leave a pair of, ascending.
-// Warps look ahead together, 32 tiles at a time, one a lane.
-template <typename Tile, bool kCausal>
-class RowTileCursor {
-public:
-    int head, row_tile;
-    bool mask_full;  // the mask hides nothing of the tile
-
-    __device__ RowTileCursor(const BwdParams& p, const Sequence& s, int key_tile, int first_head, int heads)
-        : head(first_head), p_(p), s_(s), key_tile_(key_tile), last_head_(first_head + heads - 1) {
-        begin_ = kCausal ? s.causal_begin(key_tile * Tile::kKeys) / Tile::kRows : 0;
-        end_ = ceil_div(s.rows, Tile::kRows);
-        next_window_ = begin_;
-    }
-
-    // Moves to the next tile; false where there is none.
-    __device__ __forceinline__ bool next() {
-        while (pending_ == 0) {
-            if (next_window_ >= end_) {
-                if (head == last_head_) return false;
-                ++head;
-                next_window_ = begin_;
-                if (next_window_ >= end_) return false;
-            }
-            look_ahead();
-        }
-        const int lane = __ffs(pending_) - 1;
-        pending_ &= pending_ - 1;
-        row_tile = next_window_ - 32 + lane;
-        mask_full = full_ >> lane & 1;
-        return true;
-    }
-
-private:
-    __device__ __forceinline__ void look_ahead() {
-        const int tile = next_window_ + lane_id();
-        bool empty = tile >= end_, full = true;
-        if (!empty && has_mask(p_)) {
-            const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s_, head);
-            const int first = tile * Tile::kRows;
-            const auto summary = masks.of(first, min(first + Tile::kRows, s_.rows) - 1, key_tile_);
-            // In deterministic mode every block takes its turn at every tile.
-            empty = summary.empty && !p_.deterministic;
-            full = summary.full;
-        }
-        pending_ = __ballot_sync(~0u, !empty);
-        full_ = __ballot_sync(~0u, full);
-        next_window_ += 32;
-    }
-
-    const BwdParams& p_;
-    const Sequence& s_;
-    int key_tile_, last_head_, begin_, end_, next_window_;
-    uint32_t pending_ = 0, full_ = 0;
-};
+// Whether a block's shared memory holds what it exchanges, too: 227 KiB on compute capability 9.0.
+template <typename Tile>
+constexpr bool kCanExchangeDx =
+    sizeof(BwdSmem<Tile, BiasKind::kDense>) + sizeof(DxExchangeSmem<Tile>) <= 227 * 1024;
 
 __device__ __forceinline__ void reduce_add(float* to, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
@@ -115,7 +162,7 @@ __device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t r
     constexpr int kChunks = Tile::kCols / 8;
     const bool aligned = row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < Tile::kRows * kChunks; i += kThreads) {
+    for (int i = kept(threadIdx.x); i < Tile::kRows * kChunks; i += kThreads) {
         const int row = i / kChunks, col = i % kChunks * 8;
         if (row >= rows || col >= cols) continue;
         const T* from = tile.data + Tile::offset(row, i % kChunks);
@@ -139,6 +186,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     Smem& smem = *reinterpret_cast<Smem*>(shared_memory);
     const SharedMemory address_of(shared_memory);
 
+    // Asked of a constant whenever it matters: kept, the answer would be spilled.
+    const auto dense_dbias_is = [&](DenseDbias what) {
+        return kBias == BiasKind::kDense && (what != DenseDbias::kExchanged || kCanExchangeDx<Tile>) &&
+               kept(static_cast<uint32_t>(p.dense_dbias)) == static_cast<uint32_t>(what);
+    };
     const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys);
     const int kv_heads = static_cast<int>(p.kv_heads), group = static_cast<int>(p.heads / p.kv_heads);
     int key_tile, kv_head, batch;
@@ -149,6 +201,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         kv_head = smem.ticket % kv_heads;
         batch = smem.ticket / kv_heads % static_cast<int>(p.batch);
         key_tile = smem.ticket / kv_heads / static_cast<int>(p.batch);
+    } else if (dense_dbias_is(DenseDbias::kExchanged)) {
+        batch = blockIdx.x % static_cast<int>(p.batch);  // its rank in the cluster, too
+        key_tile = blockIdx.x / static_cast<int>(p.batch) % key_tiles;
+        kv_head = blockIdx.x / static_cast<int>(p.batch) / key_tiles;
     } else {
         key_tile = blockIdx.x % key_tiles;
         kv_head = blockIdx.x / key_tiles % kv_heads;
@@ -162,80 +218,111 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     const int first_key = key_tile * Tile::kKeys;
     if (first_key >= s.keys) return;
     const int first_head = kv_head * group;
-    const bool dense_dbias = kBias == BiasKind::kDense && p.dbias.data != nullptr && dbias_in_main_kernel(p);
+    auto& exchange_smem = *reinterpret_cast<DxExchangeSmem<Tile>*>(shared_memory + sizeof(Smem));
+    const DxExchange<Tile> exchange(address_of, exchange_smem, static_cast<int>(p.batch));
     const bool key_dbias = kKeyBias && p.dbias.data != nullptr;
 
     const int warp = warp_id(), lane = lane_id();
-    // Where this warp's part begins: of S and dP, of dK and dV, of dQ.
-    const int score_row = warp / Tile::kScoreKeyWarps * Tile::kScoreRows;
+    // Where this warp's part of S and dP begins.
+    const int first_score_row = warp / Tile::kScoreKeyWarps * Tile::kScoreRows;
     const int score_key = warp % Tile::kScoreKeyWarps * Tile::kScoreKeys;
-    const int dkv_key = warp / Tile::kDkvColWarps * Tile::kDkvKeys, dkv_col = warp % Tile::kDkvColWarps * 16;
-    const int dq_row = warp / Tile::kDqColWarps * Tile::kDqRows, dq_col = warp % Tile::kDqColWarps * 16;
     constexpr int kDkvColStep = Tile::kDkvColWarps * 16, kDqColStep = Tile::kDqColWarps * 16;
 
-    RowTileCursor<Tile, kCausal> cursor(p, s, key_tile, first_head, group);
+    using ScoreQuery = OperandA<typename Tile::RowsTile, false>;
+    using ScoreKey = OperandB<typename Tile::KeysTile, false>;
+    using Pairs = Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst>;
+    using DkvPairs = OperandA<typename Tile::PairsTile, true>;
+    using DkvRows = OperandB<typename Tile::RowsTile, true>;
+    using DqPairs = OperandA<typename Tile::PairsTile, false>;
+    using DqKeys = OperandB<typename Tile::KeysTile, true>;
+    using Keys = Blocks<typename Tile::KeysTile, BlockOrder::kBelowFirst>;
+    const int dkv_key = warp / Tile::kDkvColWarps * Tile::kDkvKeys, dkv_col = warp % Tile::kDkvColWarps * 16;
+    {
+        const int dq_row = warp / Tile::kDqColWarps * Tile::kDqRows, dq_col = warp % Tile::kDqColWarps * 16;
+        const auto keep = [&](LaneOffset which, uint32_t offset) { smem.lane_offsets[which][threadIdx.x] = offset; };
+        keep(kScoreRows, ScoreQuery::lane_offset(first_score_row, 0));
+        keep(kScoreKeys, ScoreKey::lane_offset(score_key, 0));
+        keep(kScorePairs, Pairs::lane_offset(first_score_row, score_key));
+        keep(kDkvPairs, DkvPairs::lane_offset(0, dkv_key));
+        keep(kDkvRows, DkvRows::lane_offset(0, dkv_col));
+        keep(kDqPairs, DqPairs::lane_offset(dq_row, 0));
+        keep(kDqKeys, DqKeys::lane_offset(0, dq_col));
+    }
+    const uint32_t lane_offsets = kept(address_of(smem.lane_offsets) + threadIdx.x * 2);
+    const auto lane_offset = [&](LaneOffset which) {
+        return load_shared_u16(lane_offsets + which * Tile::kThreads * 2);
+    };
+
     float dkey[Tile::kDkvM][Tile::kDkvN][4], dvalue[Tile::kDkvM][Tile::kDkvN][4];
     clear(dkey);
     clear(dvalue);
     float column_sums[kKeyBias ? Tile::kScoreN : 1][2] = {};
 
-    // Keys that no row sees may hold anything.
+    // Keys that no row sees may hold anything: they are not read. A warp looks at 32 tiles at a time, one a lane.
+    uint32_t seen[Tile::kWords];
     const auto find_seen_keys = [&] {
-        if (threadIdx.x < Tile::kWords) smem.seen[threadIdx.x] = has_mask(p) ? 0 : ~0u;
-        __syncthreads();
-        if (!has_mask(p)) return;
-        const int row_tiles = ceil_div(s.rows, Tile::kRows);
-        for (int i = threadIdx.x; i < row_tiles * group; i += Tile::kThreads) {
-            const int first_row = i % row_tiles * Tile::kRows;
-            const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p, s, first_head + i / row_tiles);
-            const auto summary = masks.of(first_row, min(first_row + Tile::kRows, s.rows) - 1, key_tile);
+        const bool is_masked = has_mask(p);
 #pragma unroll
-            for (int w = 0; w < Tile::kWords; ++w)
-                if (summary.columns[w] != 0) atomicOr(&smem.seen[w], summary.columns[w]);
+        for (int w = 0; w < Tile::kWords; ++w) seen[w] = is_masked ? 0 : ~0u;
+        const int row_tiles = is_masked ? ceil_div(s.rows, Tile::kRows) : 0;
+        for (int head = first_head; head < first_head + group; ++head) {
+            const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p, s, head);
+            for (int tile = lane; tile < row_tiles; tile += 32) {
+                const int first_row = tile * Tile::kRows;
+                const auto summary = masks.of(first_row, min(first_row + Tile::kRows, s.rows) - 1, key_tile);
+#pragma unroll
+                for (int w = 0; w < Tile::kWords; ++w) seen[w] |= summary.columns[w];
+            }
         }
-        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < Tile::kWords; ++w) seen[w] = __reduce_or_sync(~0u, seen[w]);
     };
     const auto load_keys = [&](typename Tile::KeysTile& tile, const RowsView& view) {
         const T* from = static_cast<const T*>(view.data) + key_offset(view, s, kv_head) + first_key * view.row_stride;
         copy_rows_async<Tile::kThreads>(tile, static_cast<int>(p.head_dim), [&](int key) -> const T* {
-            const bool is_seen = first_key + key < s.keys && smem.seen[key / 32] >> (key % 32) & 1;
-            return is_seen ? from + key * view.row_stride : nullptr;
+            uint32_t word = seen[0];
+#pragma unroll
+            for (int w = 1; w < Tile::kWords; ++w) word = key / 32 == w ? seen[w] : word;
+            return first_key + key < s.keys && word >> (key % 32) & 1 ? from + key * view.row_stride : nullptr;
         });
     };
 
-    int key_bias_head = -1;
     float key_bias = 0;  // of key threadIdx.x
-    const auto load_rows = [&](int stage) {
-        load_row_stage(smem.rows[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile);
-        if constexpr (kBias == BiasKind::kDense) {
-            load_bias<Tile>(smem.probs[stage], address_of, p, s, cursor.head, cursor.row_tile, key_tile);
-        } else if (kKeyBias && threadIdx.x < Tile::kKeys) {
-            const int bias_head = shared_head(cursor.head, p.heads, p.bias.heads);
-            if (bias_head != key_bias_head) {
-                key_bias_head = bias_head;
-                key_bias = load_key_bias(p, s, cursor.head, first_key + threadIdx.x);
-            }
-            smem.rows[stage].key_bias[threadIdx.x] = key_bias;
-        }
+    const auto find_head = [&](int head) {
+        __syncwarp();
+        if (lane == 0) smem.head_rows[warp] = HeadRows<T>(p, s, head);
+        if (kBias == BiasKind::kDense && lane == 1) smem.head_bias[warp] = HeadBias<T>(p, s, head);
+        __syncwarp();
+        if (kKeyBias && threadIdx.x < Tile::kKeys) key_bias = load_key_bias(p, s, head, first_key + threadIdx.x);
+    };
+    const auto load_rows = [&](int stage, int row_tile) {
+        load_row_stage(smem.rows[stage], address_of, p, smem.head_rows[warp], s, row_tile, key_tile);
+        if constexpr (kBias == BiasKind::kDense)
+            load_bias<Tile>(smem.probs[stage], address_of, p, s, smem.head_bias[warp], row_tile, key_tile);
+        if (kKeyBias && threadIdx.x < Tile::kKeys) smem.rows[stage].key_bias[threadIdx.x] = key_bias;
         cp_async_commit();
     };
 
     const auto dbias_rows = [&](int head, int row_tile) {
-        return static_cast<T*>(p.dbias.data) + pair_offset(p.dbias, s, head, p.heads) +
-               row_tile * Tile::kRows * p.dbias.row_stride + first_key;
+        return static_cast<T*>(p.dbias.data) + (p.dbias.batches > 1 ? s.batch * p.dbias.batch_stride : 0) +
+               head * p.dbias.head_stride +
+               static_cast<uint32_t>(s.first_row + row_tile * Tile::kRows) * p.dbias.row_stride + first_key;
     };
-    // Tiles that the cursor leaves out have a gradient, too: 0.
+    // Tiles that the cursor leaves out have a gradient, too: 0. Batch elements that share it take turns.
     const auto clear_unvisited_dbias = [&] {
-        RowTileCursor<Tile, kCausal> visited(p, s, key_tile, first_head, group);
+        if (!kCausal && p.packed_mask.bits == nullptr) return;
+        const int sharers = dense_dbias_is(DenseDbias::kExchanged) ? static_cast<int>(p.batch) : 1;
+        RowTileCursor<Tile, kCausal> visited(smem.places[warp], p, s, key_tile, first_head);
         bool more = visited.next();
         for (int head = first_head; head < first_head + group; ++head) {
             for (int tile = 0; tile < ceil_div(s.rows, Tile::kRows); ++tile) {
-                if (more && visited.head == head && visited.row_tile == tile) {
+                if (more && visited.head() == head && visited.row_tile() == tile) {
                     more = visited.next();
                     continue;
                 }
+                if (sharers > 1 && tile % sharers != batch) continue;
                 T* to = dbias_rows(head, tile);
-                for (int i = threadIdx.x; i < Tile::kRows * Tile::kKeys; i += Tile::kThreads) {
+                for (int i = kept(threadIdx.x); i < Tile::kRows * Tile::kKeys; i += Tile::kThreads) {
                     const int row = i / Tile::kKeys, key = i % Tile::kKeys;
                     if (tile * Tile::kRows + row < s.rows && first_key + key < s.keys)
                         to[row * p.dbias.row_stride + key] = T(0.f);
@@ -271,42 +358,40 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         __syncthreads();
     };
 
-    // P and dS of the tile's rows from score_row on, rounded, to shared memory.
-    const auto scores_to_gradients = [&](const auto& rows_stage, typename Tile::PairsTile& probs, int head,
-                                         int row_tile, bool mask_full, int score_row) {
+    // P and dS of one pass over the tile, of this warp's rows of blocks from first_m on, rounded, to shared memory.
+    const auto scores_to_gradients = [&](int stage, typename Tile::PairsTile& probs, int head, int row_tile,
+                                         bool mask_full, int first_m) {
+        const auto& rows_stage = smem.rows[stage];
+        const int score_row = first_score_row + first_m * 16;
         float scores[Tile::kPassM][Tile::kScoreN][4], dprobs[Tile::kPassM][Tile::kScoreN][4];
         clear(scores);
         clear(dprobs);
-        using QueryA = OperandA<typename Tile::RowsTile, false>;
-        using KeyB = OperandB<typename Tile::KeysTile, false>;
-        multiply_add<T, Tile::kHeadDim>(scores, QueryA(address_of(rows_stage.query), score_row, 0),
-                                        KeyB(address_of(smem.key), score_key, 0));
-        multiply_add<T, Tile::kHeadDim>(dprobs, QueryA(address_of(rows_stage.dout), score_row, 0),
-                                        KeyB(address_of(smem.value), score_key, 0));
+        const uint32_t rows_at = lane_offset(kScoreRows) + first_m * 16 * ScoreQuery::kRowBytes;
+        const uint32_t keys_at = lane_offset(kScoreKeys);
+        multiply_add<T, Tile::kHeadDim>(scores, ScoreQuery(address_of(rows_stage.query), rows_at),
+                                        ScoreKey(address_of(smem.key), keys_at));
+        multiply_add<T, Tile::kHeadDim>(dprobs, ScoreQuery(address_of(rows_stage.dout), rows_at),
+                                        ScoreKey(address_of(smem.value), keys_at));
 
         const int rows = s.rows - row_tile * Tile::kRows;
         const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage, row_tile, key_tile);
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
-        const Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst> bias_blocks(address_of(probs), score_row,
-                                                                                    score_key);
+        const uint32_t pairs_at = lane_offset(kScorePairs) + first_m * 16 * Pairs::kRowBytes;
+        const Pairs prob_blocks(address_of(probs), pairs_at);  // of the bias, before
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
-            bias_blocks.template load<false>(to, m * 16, n * 8);
+            prob_blocks.template load<false>(to, m * 16, n * 8);
         };
-        const auto sum_columns = [&](int, int, int n, float dx0, float dx1) {
-            if constexpr (kKeyBias) {
-                column_sums[n][0] += dx0;
-                column_sums[n][1] += dx1;
-            }
+        const auto sum_columns = [&](int, int, int n, int e, float dx, bool is_visible) {
+            if (kKeyBias) column_sums[n][e] += is_visible ? dx : 0.f;
         };
         if (softcap > 0) {
             // ds is not dx here, which goes straight to the gradient of a dense bias.
-            const auto take = [&](int m, int h, int n, float dx0, float dx1) {
-                sum_columns(m, h, n, dx0, dx1);
-                const int row = score_row + m * 16 + h * 8 + lane / 4, key = score_key + n * 8 + lane % 4 * 2;
-                if (!dense_dbias || row >= rows) return;
-                T* to = dbias_rows(head, row_tile) + row * p.dbias.row_stride + key;
-                if (first_key + key < s.keys) to[0] = T(dx0);
-                if (first_key + key + 1 < s.keys) to[1] = T(dx1);
+            const int lane = kept(lane_id());
+            const auto take = [&](int m, int h, int n, int e, float dx, bool is_visible) {
+                sum_columns(m, h, n, e, dx, is_visible);
+                const int row = score_row + m * 16 + h * 8 + lane / 4, key = score_key + n * 8 + lane % 4 * 2 + e;
+                if (!dense_dbias_is(DenseDbias::kByEntry) || row >= rows || first_key + key >= s.keys) return;
+                dbias_rows(head, row_tile)[row * p.dbias.row_stride + key] = T(is_visible ? dx : 0.f);
             };
             differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
                                                    score_key, rows, scale, softcap, take);
@@ -317,26 +402,24 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             differentiate<Tile, kBias, true, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
                                                     score_key, rows, scale, softcap, sum_columns);
         }
-        store_rounded<typename Tile::PairsTile, T>(scores, address_of(probs), score_row, score_key);
-        store_rounded<typename Tile::PairsTile, T>(dprobs, address_of(smem.dscores), score_row, score_key);
+        if (dense_dbias_is(DenseDbias::kExchanged)) exchange.send(dprobs, first_m, s.batch, stage);
+        store_rounded<T>(scores, prob_blocks);
+        store_rounded<T>(dprobs, Pairs(address_of(smem.dscores), pairs_at));
     };
 
     const auto add_dvalue = [&](const auto& rows_stage, const typename Tile::PairsTile& probs) {
-        multiply_add<T, Tile::kRows, kDkvColStep>(
-            dvalue, OperandA<typename Tile::PairsTile, true>(address_of(probs), 0, dkv_key),
-            OperandB<typename Tile::RowsTile, true>(address_of(rows_stage.dout), 0, dkv_col));
+        multiply_add<T, Tile::kRows, kDkvColStep>(dvalue, DkvPairs(address_of(probs), lane_offset(kDkvPairs)),
+                                                  DkvRows(address_of(rows_stage.dout), lane_offset(kDkvRows)));
     };
     const auto add_dkey = [&](const auto& rows_stage) {
-        multiply_add<T, Tile::kRows, kDkvColStep>(
-            dkey, OperandA<typename Tile::PairsTile, true>(address_of(smem.dscores), 0, dkv_key),
-            OperandB<typename Tile::RowsTile, true>(address_of(rows_stage.query), 0, dkv_col));
+        multiply_add<T, Tile::kRows, kDkvColStep>(dkey, DkvPairs(address_of(smem.dscores), lane_offset(kDkvPairs)),
+                                                  DkvRows(address_of(rows_stage.query), lane_offset(kDkvRows)));
     };
     const auto add_dquery = [&](int head, int row_tile) {
         float dquery[Tile::kDqM][Tile::kDqN][4];
         clear(dquery);
-        multiply_add<T, Tile::kKeys, kDqColStep>(
-            dquery, OperandA<typename Tile::PairsTile, false>(address_of(smem.dscores), dq_row, 0),
-            OperandB<typename Tile::KeysTile, true>(address_of(smem.key), 0, dq_col));
+        multiply_add<T, Tile::kKeys, kDqColStep>(dquery, DqPairs(address_of(smem.dscores), lane_offset(kDqPairs)),
+                                                 DqKeys(address_of(smem.key), lane_offset(kDqKeys)));
         const int64_t tile = dquery_tile<Tile::kRows>(p, s, head, row_tile);
         float* to = p.dquery_accum + tile * Tile::kRows * Tile::kHeadDim + threadIdx.x * 4;
         if (p.deterministic) wait_for_turn(p.dquery_turns + tile, key_tile);
@@ -351,46 +434,85 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         copy_tile_out<Tile::kThreads>(smem.dscores, dbias_rows(head, row_tile), p.dbias.row_stride,
                                       s.rows - row_tile * Tile::kRows, s.keys - first_key);
     };
+    const auto store_exchanged_dbias = [&](int stage, int head, int row_tile) {
+        T* tile = dbias_rows(head, row_tile);
+        const int first_block = exchange.first_block(s.batch), lane = kept(lane_id());
+        const int row = first_score_row + first_block / Tile::kScoreN * 16 + lane / 4;
+        const int key = score_key + first_block % Tile::kScoreN * 8;
+        const int rows = s.rows - row_tile * Tile::kRows, keys = s.keys - first_key;
+        const bool plain = is_plain<Tile, 4>(tile, p.dbias, rows, keys);
+        T* at = tile + row * p.dbias.row_stride + key;
+        exchange.sum(stage, [&](int i, const float(&a)[4], const float(&b)[4]) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float x[2][2] = {{a[2 * h], a[2 * h + 1]}, {b[2 * h], b[2 * h + 1]}};
+                T* to = at + h * 8 * p.dbias.row_stride + i * 8;
+                if (plain) {
+                    // Two lanes trade, so that each has four neighbours: the even one of block i, the odd one of i + 1.
+                    const uint32_t in_a = pack<T>(x[0][0], x[0][1]), in_b = pack<T>(x[1][0], x[1][1]);
+                    const bool odd = lane % 2;
+                    const uint32_t other = __shfl_xor_sync(~0u, odd ? in_a : in_b, 1);
+                    *reinterpret_cast<uint2*>(to + lane % 2 * 8 + lane % 4 / 2 * 4) =
+                        odd ? make_uint2(other, in_b) : make_uint2(in_a, other);
+                } else if (row + h * 8 < rows) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int pair = i * 8 + e / 2 * 8 + lane % 4 * 2 + e % 2;
+                        if (key + pair < keys) at[h * 8 * p.dbias.row_stride + pair] = T(x[e / 2][e % 2]);
+                    }
+                }
+            }
+        });
+    };
     const auto store_keys = [&](const auto& acc, typename Tile::KeysTile& staging, const RowsView& view, float scale) {
-        store_rounded<typename Tile::KeysTile, T, kDkvColStep>(acc, address_of(staging), dkv_key, dkv_col, scale);
+        store_rounded<T, kDkvColStep>(acc, Keys(address_of(staging), Keys::lane_offset(dkv_key, dkv_col)), scale);
         __syncthreads();
         T* to = static_cast<T*>(view.data) + key_offset(view, s, kv_head) + first_key * view.row_stride;
         copy_tile_out<Tile::kThreads>(staging, to, view.row_stride, s.keys - first_key, static_cast<int>(p.head_dim));
     };
 
-    if (dense_dbias) clear_unvisited_dbias();
+    if (dense_dbias_is(DenseDbias::kExchanged)) exchange.begin();
+    if (dense_dbias_is(DenseDbias::kByEntry) || dense_dbias_is(DenseDbias::kExchanged)) clear_unvisited_dbias();
+    RowTileCursor<Tile, kCausal> cursor(smem.places[warp], p, s, key_tile, first_head);
+    bool more = cursor.next();
+    if (more) {
+        find_head(cursor.head());
+        load_rows(0, cursor.row_tile());
+    }
     find_seen_keys();
     load_keys(smem.key, p.key);
     load_keys(smem.value, p.value);
-    bool more = cursor.next();
-    if (more) load_rows(0);
-    int summed_head = first_head;  // the head that the column sums are of
+    cp_async_commit();
 
     for (int stage = 0; more; stage ^= 1) {
-        const int head = cursor.head, row_tile = cursor.row_tile;
-        const bool mask_full = cursor.mask_full;
+        const int head = cursor.head(), row_tile = cursor.row_tile();
+        const bool mask_full = cursor.mask_full();
         wait_for_rows(smem.rows[stage], s.rows - row_tile * Tile::kRows);
+        if (dense_dbias_is(DenseDbias::kExchanged)) exchange.await_parts();
         more = cursor.next();
-        if (more) load_rows(stage ^ 1);
-        if (key_dbias &&
-            shared_head(head, p.heads, p.dbias.heads) != shared_head(summed_head, p.heads, p.dbias.heads)) {
-            store_key_dbias(summed_head);
-            summed_head = head;
+        const bool ends_head = !more || cursor.head() != head;
+        if (more) {
+            if (ends_head) find_head(cursor.head());
+            load_rows(stage ^ 1, cursor.row_tile());
         }
 
         auto& probs = smem.probs[Smem::kProbStages == 2 ? stage : 0];
 #pragma unroll
         for (int pass = 0; pass < Tile::kPasses; ++pass)
-            scores_to_gradients(smem.rows[stage], probs, head, row_tile, mask_full,
-                                score_row + pass * Tile::kPassM * 16);
+            scores_to_gradients(stage, probs, head, row_tile, mask_full, pass * Tile::kPassM);
         __syncthreads();
         add_dvalue(smem.rows[stage], probs);
         add_dquery(head, row_tile);
         add_dkey(smem.rows[stage]);
-        if (dense_dbias && p.softcap == 0) store_dbias(head, row_tile);
+        if (dense_dbias_is(DenseDbias::kByEntry) && p.softcap == 0) store_dbias(head, row_tile);
+        if (dense_dbias_is(DenseDbias::kExchanged)) store_exchanged_dbias(stage, head, row_tile);
+        if (key_dbias && ends_head) {
+            const auto sums_of = [&](int head) { return shared_head(head, p.heads, p.dbias.heads); };
+            if (!more || sums_of(cursor.head()) != sums_of(head)) store_key_dbias(head);
+        }
     }
+    if (dense_dbias_is(DenseDbias::kExchanged)) exchange.end();
 
-    if (key_dbias) store_key_dbias(summed_head);
     cp_async_wait<0>();
     __syncthreads();
     store_keys(dkey, smem.key, p.dkey, static_cast<float>(p.softmax_scale));

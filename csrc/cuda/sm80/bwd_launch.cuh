@@ -1,6 +1,8 @@
 // Runs the backward's kernels of one dtype and head dimension, one after the other on a stream.
 #pragma once
 
+#include <algorithm>
+
 #include "../common/check.h"
 #include "../common/shared_memory.h"
 #include "bwd.h"
@@ -10,41 +12,77 @@
 
 namespace flash_dmattn::cuda {
 
+using BwdKernel = void (*)(BwdParams);
+
 template <typename Tile>
-void launch(void (*kernel)(BwdParams), int64_t blocks, size_t shared_bytes, const BwdParams& p, cudaStream_t stream) {
+void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdParams& p, cudaStream_t stream) {
     if (blocks == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, shared_bytes, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
+// Whether the blocks of the main kernel can sum the gradient of a dense bias that batch elements share.
+template <typename Tile>
+bool can_exchange_dx(const BwdParams& p, BwdKernel kernel) {
+    if constexpr (!kCanExchangeDx<Tile>) return false;
+    const bool is_shared = p.dbias.heads == p.heads && p.dbias.batches == 1 && p.cu_seqlens_q == nullptr;
+    if (!is_shared || !DxExchange<Tile>::can_divide(p.batch) || p.softcap > 0 || p.deterministic) return false;
+    cudaFuncAttributes compiled;
+    FLASH_CUDA_CHECK(cudaFuncGetAttributes(&compiled, kernel));
+    return std::min(compiled.binaryVersion, compiled.ptxVersion) >= 90;
+}
+
+// The main kernel, the blocks of all batch elements in a cluster.
+template <typename Tile>
+void launch_exchanging_dx(BwdKernel kernel, int64_t blocks, const BwdParams& p, cudaStream_t stream) {
+    if (blocks == 0) return;
+    const size_t bytes = sizeof(BwdSmem<Tile, BiasKind::kDense>) + sizeof(DxExchangeSmem<Tile>);
+    allow_shared_memory("the backward", p.head_dim, kernel, bytes);
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(p.batch), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(blocks);
+    config.blockDim = Tile::kThreads;
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p));
+}
+
+template <typename Tile, bool kCausal>
+void sum_shared_dbias(const BwdParams& p, cudaStream_t stream) {
+    const int64_t key_tiles = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys);
+    if (key_tiles == 0) return;
+    const int64_t runs = p.dbias_tiles / key_tiles * ceil_div<int64_t>(key_tiles, p.dbias_run);
+    launch<Tile>(bwd_dbias_kernel<Tile, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSmem<Tile>), p, stream);
+    if (p.dbias_splits > 1) launch<Tile>(sum_dbias_parts_kernel<Tile>, p.dbias_tiles, 0, p, stream);
+}
+
+template <typename Tile, bool kCausal, BiasKind kBias>
+void run_bwd_main(BwdParams p, cudaStream_t stream) {
+    const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys) * p.kv_heads * p.batch;
+    const BwdKernel kernel = bwd_kernel<Tile, kBias, kCausal>;
+    if (p.dense_dbias == DenseDbias::kOwnKernel && can_exchange_dx<Tile>(p, kernel)) {
+        p.dense_dbias = DenseDbias::kExchanged;
+        launch_exchanging_dx<Tile>(kernel, blocks, p, stream);
+        return;
+    }
+    launch<Tile>(kernel, blocks, sizeof(BwdSmem<Tile, kBias>), p, stream);
+    if (p.dense_dbias == DenseDbias::kOwnKernel)
+        sum_shared_dbias<BwdTile<Tile::kHeadDim, typename Tile::T, Tile::kIsSmall, BwdPass::kDbias>, kCausal>(p, stream);
+}
+
 template <typename Tile, bool kCausal>
 void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
-    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, Tile::kRows);
-    const int64_t key_tiles = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys);
-    const int64_t blocks = key_tiles * p.kv_heads * p.batch;
     switch (p.bias.kind) {
-        case BiasKind::kNone:
-            launch<Tile>(bwd_kernel<Tile, BiasKind::kNone, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kNone>), p,
-                         stream);
-            break;
-        case BiasKind::kKey:
-            launch<Tile>(bwd_kernel<Tile, BiasKind::kKey, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kKey>), p,
-                         stream);
-            break;
-        case BiasKind::kDense:
-            launch<Tile>(bwd_kernel<Tile, BiasKind::kDense, kCausal>, blocks, sizeof(BwdSmem<Tile, BiasKind::kDense>),
-                         p, stream);
-            break;
+        case BiasKind::kNone: run_bwd_main<Tile, kCausal, BiasKind::kNone>(p, stream); break;
+        case BiasKind::kKey: run_bwd_main<Tile, kCausal, BiasKind::kKey>(p, stream); break;
+        case BiasKind::kDense: run_bwd_main<Tile, kCausal, BiasKind::kDense>(p, stream); break;
     }
-    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p) && key_tiles > 0) {
-        using DbiasTile = BwdTile<Tile::kHeadDim, typename Tile::T, Tile::kIsSmall, BwdPass::kDbias>;
-        const int64_t dbias_key_tiles = ceil_div<int64_t>(p.seqlen_k, DbiasTile::kKeys);
-        const int64_t runs = p.dbias_tiles / dbias_key_tiles * ceil_div<int64_t>(dbias_key_tiles, p.dbias_run);
-        launch<DbiasTile>(bwd_dbias_kernel<DbiasTile, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSmem<DbiasTile>),
-                          p, stream);
-        if (p.dbias_splits > 1) launch<DbiasTile>(sum_dbias_parts_kernel<DbiasTile>, p.dbias_tiles, 0, p, stream);
-    }
+    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, Tile::kRows);
     launch<Tile>(convert_dquery_kernel<Tile>, row_tiles * p.heads * p.batch, sizeof(typename Tile::RowsTile), p,
                  stream);
 }

@@ -11,15 +11,16 @@
 
 namespace flash_dmattn::cuda {
 
-// Rows of global memory to a tile, zeros where it is larger than `rows` x `cols`; cp.async, the caller commits. A tile
-// that is whole, as most are, costs little more than its cp.async instructions.
+// The rows from `first_row` on to a tile, zeros where it is larger than `rows` x `cols`; cp.async, the caller commits. A
+// tile that is whole, as most are, costs little more than its cp.async instructions.
 template <typename Tile, int kThreads, typename T>
-__device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, int64_t row_stride, int rows, int cols) {
+__device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, int64_t row_stride, int first_row, int rows,
+                                                int cols) {
     constexpr int kRowsAtOnce = kThreads / Tile::kPanelChunks;
     static_assert(kRowsAtOnce % 8 == 0 && Tile::kRows % kRowsAtOnce == 0, "the swizzle repeats every eight rows");
     const int first = threadIdx.x / Tile::kPanelChunks, chunk = threadIdx.x % Tile::kPanelChunks;
     uint32_t to = tile + Tile::offset(first, chunk) * 2;
-    from += first * row_stride + chunk * Tile::kChunk;
+    from += static_cast<uint32_t>(first_row + first) * row_stride + chunk * Tile::kChunk;
     constexpr int kPanelBytes = Tile::kRows * Tile::kPanelCols * 2, kStepBytes = kRowsAtOnce * Tile::kPanelCols * 2;
     if (rows >= Tile::kRows && cols >= Tile::kCols) {
 #pragma unroll
@@ -53,61 +54,99 @@ struct RowStage {
     alignas(16) float key_bias[kKeyBias ? Tile::kKeys : 4];  // times log2(e)
 };
 
-// Loads of one tile of rows, for one head; cp.async, the caller commits.
+// Where the rows of one query head begin, of all that a tile of them brings along. It is found once a head and kept in
+// shared memory: found anew for every tile, it would cost as much as a tenth of the tile's work, and registers are short.
+template <typename T>
+struct HeadRows {
+    const T* query;
+    const T* dout;
+    const float* lse;
+    const float* delta;
+    const uint32_t* mask;  // of a packed mask
+    int64_t intervals;     // of a mask of intervals: the offset of the sequence's first key
+
+    HeadRows() = default;
+    __device__ HeadRows(const BwdParams& p, const Sequence& s, int head)
+        : query(static_cast<const T*>(p.query.data) + query_offset(p.query, s, head)),
+          dout(static_cast<const T*>(p.dout.data) + query_offset(p.dout, s, head)),
+          lse(static_cast<const float*>(p.lse.data) + stat_offset(p.lse, s, head)),
+          delta(static_cast<const float*>(p.delta.data) + stat_offset(p.delta, s, head)),
+          mask(nullptr),
+          intervals(0) {
+        if (p.interval_tiles.tiles != nullptr) intervals = interval_offset(p.intervals, s, head, p.heads);
+        const PackedMask& m = p.packed_mask;
+        if (m.bits == nullptr) return;
+        mask = m.bits + s.batch * m.bits_batch_stride + shared_head(head, p.heads, m.heads) * m.bits_head_stride +
+               s.first_row * m.bits_row_stride;
+    }
+};
+
+// The same of its dense bias.
+template <typename T>
+struct HeadBias {
+    const T* data;
+    bool aligned;  // whether 16 bytes can be read at once
+
+    HeadBias() = default;
+    __device__ HeadBias(const BwdParams& p, const Sequence& s, int head)
+        : data(static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads)),
+          aligned(p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {
+    }
+};
+
+// Loads of one tile of the rows of a head; cp.async, the caller commits. Of `s` only the lengths are asked.
 template <typename Tile, bool kKeyBias>
 __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
-                                               const BwdParams& p, const Sequence& s, int head, int row_tile,
-                                               int key_tile) {
-    using T = typename Tile::T;
-    const int first = row_tile * Tile::kRows;
-    const int rows = s.rows - first;
-    const auto load_rows = [&](const typename Tile::RowsTile& tile, const RowsView& view) {
-        const T* from = static_cast<const T*>(view.data) + query_offset(view, s, head) + first * view.row_stride;
-        copy_tile_async<typename Tile::RowsTile, Tile::kThreads>(address_of(tile), from, view.row_stride, rows,
-                                                                 static_cast<int>(p.head_dim));
+                                               const BwdParams& p, const HeadRows<typename Tile::T>& head,
+                                               const Sequence& s, int row_tile, int key_tile) {
+    const int first = row_tile * Tile::kRows, left = s.rows - first, head_dim = static_cast<int>(p.head_dim);
+    const auto load_rows = [&](const typename Tile::RowsTile& tile, const typename Tile::T* from, int64_t row_stride) {
+        copy_tile_async<typename Tile::RowsTile, Tile::kThreads>(address_of(tile), from, row_stride, first, left,
+                                                                 head_dim);
     };
-    load_rows(stage.query, p.query);
-    load_rows(stage.dout, p.dout);
+    load_rows(stage.query, head.query, p.query.row_stride);
+    load_rows(stage.dout, head.dout, p.dout.row_stride);
 
     if (p.interval_tiles.tiles != nullptr)
-        load_intervals<Tile::kKeys>(address_of(stage.intervals), p, s, head, key_tile * Tile::kKeys);
+        load_intervals<Tile::kKeys>(address_of(stage.intervals), p.intervals, head.intervals, key_tile * Tile::kKeys, s.keys);
     const int row = threadIdx.x;
-    if (row >= Tile::kRows || row >= rows) return;
-    const auto stat_of = [&](const RowStatView& view) {
-        return static_cast<const float*>(view.data) + stat_offset(view, s, head) + first + row;
-    };
-    cp_async<4>(address_of(stage.lse) + row * 4, stat_of(p.lse));
-    cp_async<4>(address_of(stage.delta) + row * 4, stat_of(p.delta));
-    if (p.packed_mask.bits != nullptr) {
-        const PackedMask& mask = p.packed_mask;
-        const int64_t mask_row = mask.bits_row_stride == 0 ? 0 : s.first_row + first + row;
-        const uint32_t* words = mask.bits + s.batch * mask.bits_batch_stride +
-                                shared_head(head, p.heads, mask.heads) * mask.bits_head_stride +
-                                mask_row * mask.bits_row_stride + key_tile * Tile::kWords;
-        cp_async<Tile::kWords * 4>(address_of(stage.mask) + row * Tile::kWords * 4, words);
-    }
+    if (row >= Tile::kRows || row >= left) return;
+    cp_async<4>(address_of(stage.lse) + row * 4, head.lse + first + row);
+    cp_async<4>(address_of(stage.delta) + row * 4, head.delta + first + row);
+    if (p.packed_mask.bits != nullptr)
+        cp_async<Tile::kWords * 4>(
+            address_of(stage.mask) + row * Tile::kWords * 4,
+            head.mask + static_cast<uint32_t>(first + row) * p.packed_mask.bits_row_stride + key_tile * Tile::kWords);
 }
 
 // A tile of a dense bias; pairs outside of the sequence become 0.
 template <typename Tile>
 __device__ __forceinline__ void load_bias(typename Tile::PairsTile& tile, const SharedMemory& address_of,
-                                          const BwdParams& p, const Sequence& s, int head, int row_tile, int key_tile) {
+                                          const BwdParams& p, const Sequence& s, const HeadBias<typename Tile::T>& head,
+                                          int row_tile, int key_tile) {
     using T = typename Tile::T;
     const int first_row = row_tile * Tile::kRows, first_key = key_tile * Tile::kKeys;
-    const T* bias = static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads) +
-                    first_row * p.bias.row_stride + first_key * p.bias.col_stride;
     const int keys = s.keys - first_key;
-    if (p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(bias) % 16 == 0) {
-        copy_tile_async<typename Tile::PairsTile, Tile::kThreads>(address_of(tile), bias, p.bias.row_stride,
-                                                                  s.rows - first_row, keys);
+    if (head.aligned) {
+        copy_tile_async<typename Tile::PairsTile, Tile::kThreads>(address_of(tile), head.data + first_key,
+                                                                  p.bias.row_stride, first_row, s.rows - first_row,
+                                                                  keys);
         return;
     }
+    const T* bias = head.data + first_row * p.bias.row_stride + first_key * p.bias.col_stride;
 #pragma unroll 1
     for (int i = threadIdx.x; i < Tile::kRows * Tile::kKeys; i += Tile::kThreads) {
         const int row = i / Tile::kKeys, key = i % Tile::kKeys;
         const bool in_sequence = first_row + row < s.rows && key < keys;
         tile.at(row, key) = in_sequence ? bias[row * p.bias.row_stride + key * p.bias.col_stride] : T(0.f);
     }
+}
+
+// Whether a tile is whole and kTogether neighbouring pairs of a row are one access, as in most tiles they are.
+template <typename Tile, int kTogether = 2, typename T>
+__device__ __forceinline__ bool is_plain(const T* tile, const PairView& view, int rows, int keys) {
+    return rows >= Tile::kRows && keys >= Tile::kKeys && view.col_stride == 1 && view.row_stride % kTogether == 0 &&
+           reinterpret_cast<uintptr_t>(tile) % (kTogether * sizeof(T)) == 0;
 }
 
 // Key `key` of the tile's bias, times log2(e); 0 beyond the sequence.
@@ -130,7 +169,7 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
     const bool empty = row < Tile::kRows && row < rows && stage.lse[row] == -kInfinity;
     if (!__syncthreads_or(empty)) return;
     constexpr int kChunks = Tile::kHeadDim / 8;
-    for (int i = threadIdx.x; i < Tile::kRows * kChunks; i += Tile::kThreads) {
+    for (int i = kept(threadIdx.x); i < Tile::kRows * kChunks; i += Tile::kThreads) {
         const int r = i / kChunks, chunk = i % kChunks;
         if (r >= rows || stage.lse[r] != -kInfinity) continue;
         const int at = Tile::RowsTile::offset(r, chunk);
@@ -168,8 +207,8 @@ struct TileVisibility {
 
 // S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). `stage` has the rows' lse
 // and delta and, of a key bias, key_bias; visibility.word(row, w) is asked for this lane's keys alone.
-// dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. `take` is given dx of two neighbouring
-// pairs, of row m, h and the keys of n, before it becomes ds.
+// dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. take(m, h, n, e, dx, is_visible) is
+// given dx of the pair of row m, h and key n, e before it becomes ds; of a pair that is not visible dx may be anything.
 template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, typename Stage, typename Visibility,
           typename DenseBias, typename Take>
 __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kScoreN][4],
@@ -214,20 +253,19 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kSc
                     b = *reinterpret_cast<const float2*>(stage.key_bias + key + k * 8 + lane % 4 * 2);
                 }
                 const float shift[2] = {b.x - lse[h], b.y - lse[h]};
-                float dx[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[m][k][2 * h + e];
                     float& d = dp[m][k][2 * h + e];
                     float capped = 0;
                     if (kSoftcap) x = capped = fast_tanh(x * (scale / softcap));
-                    float prob = fast_exp2(fmaf(x, scale_log2, shift[e]));
-                    dx[e] = prob * (d - delta[h]);
-                    if (kMasked && !(visible[h][k / 4] & (1u << (k % 4 * 8 + e)))) prob = dx[e] = 0;
-                    x = prob;
-                    d = kSoftcap ? dx[e] * (1 - capped * capped) : dx[e];
+                    const bool is_visible = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
+                    const float prob = fast_exp2(fmaf(x, scale_log2, shift[e]));
+                    const float dx = prob * (d - delta[h]);
+                    take(m, h, k, e, dx, is_visible);
+                    x = is_visible ? prob : 0;
+                    d = !is_visible ? 0 : kSoftcap ? dx * (1 - capped * capped) : dx;
                 }
-                take(m, h, k, dx[0], dx[1]);
             }
         }
     }

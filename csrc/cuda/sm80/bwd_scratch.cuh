@@ -1,4 +1,4 @@
-// Where a tile lies in the backward's scratch memory, and who makes the gradient of a dense bias.
+// Where a tile lies in the backward's scratch memory.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -19,9 +19,8 @@ constexpr __host__ __device__ int64_t dquery_tiles_total(const BwdParams& p) {
     return (p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * p.dquery_tiles;
 }
 
-// A dense bias of which every entry belongs to one batch element and one query head: its gradient is written tile by
-// tile where dx is made. Otherwise dx is summed by a kernel of its own.
-constexpr __host__ __device__ bool dbias_in_main_kernel(const BwdParams& p) {
+// Whether every entry of a dense bias belongs to one batch element and one query head.
+inline bool dbias_is_of_one(const BwdParams& p) {
     return p.dbias.heads == p.heads && (p.cu_seqlens_q != nullptr || p.dbias.batches == p.batch);
 }
 

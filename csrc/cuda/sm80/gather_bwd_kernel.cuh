@@ -144,7 +144,7 @@ public:
 
     __device__ void run() {
         clear(dquery_);
-        load_row_stage(smem_.rows, address_of, p_, sequence(), head(), first_row() / kRows, 0);
+        load_row_stage(smem_.rows, address_of, p_, HeadRows<T>(p_, sequence(), head()), sequence(), first_row() / kRows, 0);
         upcoming_ = list_entry(0);
         for (int tile = 0; tile < 2; ++tile) {
             fetch_keys(tile);
@@ -283,6 +283,7 @@ private:
         clear(dprobs);
         using RowsA = OperandA<typename Tile::RowsTile, false>;
         using KeysB = OperandB<typename Tile::KeysTile, false>;
+        using Pairs = Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst>;
         multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(smem_.rows.query), row, 0),
                                         KeysB(address_of(key_of(tile)), score_key_, 0));
         multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(smem_.rows.dout), row, 0),
@@ -297,12 +298,11 @@ private:
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = bias[kBias == BiasKind::kDense ? m : 0][n + i / 2][i % 2];
         };
-        const auto take = [&](int m, int h, int n, float dx0, float dx1) {
+        const auto take = [&](int m, int h, int n, int e, float dx, bool is_visible) {
             if constexpr (kKeyBias) {
-                column_sums_[n * 2] += dx0;
-                column_sums_[n * 2 + 1] += dx1;
+                column_sums_[n * 2 + e] += is_visible ? dx : 0.f;
             } else if constexpr (kBias == BiasKind::kDense) {
-                if (needs_dbias()) add_dense_dbias(stage, row + m * 16 + h * 8 + lane_id() / 4, n, dx0, dx1);
+                if (is_visible && needs_dbias()) add_dense_dbias(stage, row + m * 16 + h * 8 + lane_id() / 4, n, e, dx);
             }
         };
         if (softcap > 0) {
@@ -315,8 +315,8 @@ private:
             differentiate<Tile, kBias, true, false>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_,
                                                     rows, scale, softcap, take);
         }
-        store_rounded<typename Tile::PairsTile, T>(scores, address_of(smem_.probs[tile % 2]), row, score_key_);
-        store_rounded<typename Tile::PairsTile, T>(dprobs, address_of(smem_.dscores[tile % 2]), row, score_key_);
+        store_rounded<T>(scores, Pairs(address_of(smem_.probs[tile % 2]), row, score_key_));
+        store_rounded<T>(dprobs, Pairs(address_of(smem_.dscores[tile % 2]), row, score_key_));
     }
 
     // Of this lane's pairs, straight from global memory; 0 where there is none.
@@ -343,18 +343,15 @@ private:
         return *reinterpret_cast<const int2*>(stage.key + score_key_ + n * 8 + lane_id() % 4 * 2);
     }
 
-    // dx of two pairs of row r of the tile.
-    __device__ __forceinline__ void add_dense_dbias(const Stage& stage, int r, int n, float dx0, float dx1) {
+    // dx of a pair of row r of the tile; dbias is zero where no list has a pair.
+    __device__ __forceinline__ void add_dense_dbias(const Stage& stage, int r, int n, int e, float dx) {
         if (r >= tile_rows()) return;
         const int2 keys = this_lanes_keys(stage, n);
-        const int64_t at = smem_.at.dense_dbias + r * p_.dbias.row_stride;
+        const int64_t at = smem_.at.dense_dbias + r * p_.dbias.row_stride + (e == 0 ? keys.x : keys.y);
         if (adds_to_shared_dbias()) {
-            if (keys.x >= 0) reduce_add(p_.dbias_accum + at + keys.x, dx0);
-            if (keys.y >= 0) reduce_add(p_.dbias_accum + at + keys.y, dx1);
+            reduce_add(p_.dbias_accum + at, dx);
         } else {
-            T* to = static_cast<T*>(p_.dbias.data) + at;
-            if (keys.x >= 0) to[keys.x] = T(dx0);
-            if (keys.y >= 0) to[keys.y] = T(dx1);
+            static_cast<T*>(p_.dbias.data)[at] = T(dx);
         }
     }
 
@@ -455,8 +452,9 @@ private:
     }
 
     __device__ void store_dquery() {
-        store_rounded<typename Tile::RowsTile, T, kDqColStep>(dquery_, address_of(smem_.rows.query), dq_row(), dq_col(),
-                                                              static_cast<float>(p_.softmax_scale));
+        using Rows = Blocks<typename Tile::RowsTile, BlockOrder::kBelowFirst>;
+        store_rounded<T, kDqColStep>(dquery_, Rows(address_of(smem_.rows.query), dq_row(), dq_col()),
+                                     static_cast<float>(p_.softmax_scale));
         __syncthreads();
         T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, sequence(), head()) +
                 first_row() * p_.dquery.row_stride;

@@ -25,23 +25,27 @@ private:
 // it. The other one is that of the lanes 16 to 23.
 enum class BlockOrder { kBelowFirst, kBesideFirst };
 
-// Reads and writes 16x16 blocks of a tile, at offsets from (row, col) that are known at compile time once loops are
+// Reads and writes 16x16 blocks of a tile, at offsets from a corner of it that are known at compile time once loops are
 // unrolled: a block costs an exclusive or, and what is left of its address is an immediate.
 template <typename Tile, BlockOrder kOrder>
 class Blocks {
 public:
+    static constexpr int kRowBytes = Tile::kPanelCols * 2;
+
+    // `lane_offset` is lane_offset(row, col) of the corner, which many products have in common.
+    __device__ __forceinline__ Blocks(uint32_t tile, uint32_t lane_offset) : lane_address_(tile + lane_offset) {}
+    // Hides from the compiler that the offset is the same in every turn of a loop: kept across it, the offsets of all
+    // blocks would take more registers than there are.
+    __device__ __forceinline__ Blocks(uint32_t tile, int row, int col)
+        : lane_address_(tile + lane_offset(row, col, kept(lane_id()))) {}
+
     // row is a multiple of 8; col shares no bit with the column offsets, other than multiples of a panel.
-    __device__ __forceinline__ Blocks(uint32_t tile, int row, int col) {
-        int lane = lane_id();
-        // Hides from the compiler that the offset is the same in every turn of a loop: kept across it, the offsets of
-        // all blocks would take more registers than there are.
-        asm volatile("" : "+r"(lane));
+    static __device__ __forceinline__ uint32_t lane_offset(int row, int col, int lane = lane_id()) {
         const int below = kOrder == BlockOrder::kBelowFirst ? lane / 8 % 2 : lane / 16;
         const int beside = kOrder == BlockOrder::kBelowFirst ? lane / 16 : lane / 8 % 2;
-        lane_address_ = tile + Tile::offset(row + lane % 8 + below * 8, col / Tile::kChunk + beside) * 2;
+        return Tile::offset(row + lane % 8 + below * 8, col / Tile::kChunk + beside) * 2;
     }
     __device__ __forceinline__ uint32_t address(int row, int col) const {
-        constexpr int kRowBytes = Tile::kPanelCols * 2;
         return (lane_address_ ^ (col % Tile::kPanelCols * 2)) +
                (col / Tile::kPanelCols * Tile::kRows + row) * kRowBytes;
     }
@@ -59,22 +63,18 @@ private:
 };
 
 // An operand of a product as it lies in shared memory: [m, k] or, transposed, [k, m]; of B [n, k] or, transposed, [k, n].
-template <typename Tile, bool kTransposed_>
-struct OperandA : Blocks<Tile, kTransposed_ ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst> {
-    static constexpr bool kTransposed = kTransposed_;
-    __device__ __forceinline__ OperandA(uint32_t tile, int row, int col)
-        : Blocks < Tile,
-    kTransposed_ ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst > (tile, row, col) {}
+template <typename Tile, bool kTransposed>
+struct OperandA : Blocks<Tile, kTransposed ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst> {
+    using Base = Blocks<Tile, kTransposed ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst>;
+    using Base::Base;
     __device__ __forceinline__ void block(uint32_t (&to)[4], int m, int k) const {
         kTransposed ? this->template load<true>(to, k, m) : this->template load<false>(to, m, k);
     }
 };
-template <typename Tile, bool kTransposed_>
-struct OperandB : Blocks<Tile, kTransposed_ ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst> {
-    static constexpr bool kTransposed = kTransposed_;
-    __device__ __forceinline__ OperandB(uint32_t tile, int row, int col)
-        : Blocks < Tile,
-    kTransposed_ ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst > (tile, row, col) {}
+template <typename Tile, bool kTransposed>
+struct OperandB : Blocks<Tile, kTransposed ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst> {
+    using Base = Blocks<Tile, kTransposed ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst>;
+    using Base::Base;
     __device__ __forceinline__ void block(uint32_t (&to)[4], int n, int k) const {
         kTransposed ? this->template load<true>(to, k, n) : this->template load<false>(to, n, k);
     }
@@ -117,13 +117,10 @@ __device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
             for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
 }
 
-// The accumulator, rounded, to a tile at (row, col); blocks of 16 columns lie kColStep apart.
-template <typename Tile, typename T, int kColStep = 16, int kMTiles, int kNTiles>
-__device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTiles][4], uint32_t tile, int row, int col,
-                                              float scale = 1.f) {
-#if __CUDA_ARCH__ >= 900
-    const Blocks<Tile, BlockOrder::kBelowFirst> to(tile, row, col);
-#endif
+// The accumulator, rounded, to blocks of a tile; those of 16 columns lie kColStep apart.
+template <typename T, int kColStep = 16, int kMTiles, int kNTiles, typename Tile>
+__device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTiles][4],
+                                              const Blocks<Tile, BlockOrder::kBelowFirst>& to, float scale = 1.f) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
@@ -134,17 +131,17 @@ __device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTile
                 const float* pair = acc[m][n + i / 2] + i % 2 * 2;
                 block[i] = pack<T>(pair[0] * scale, pair[1] * scale);
             }
+            const uint32_t address = to.address(m * 16, n / 2 * kColStep);
 #if __CUDA_ARCH__ >= 900
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                             to.address(m * 16, n / 2 * kColStep)),
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                          "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3])
                          : "memory");
 #else
+            // Lane 8 i + r has the address of row r of the 8x8 matrix i.
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int r = row + m * 16 + i % 2 * 8 + lane_id() / 4, c = col + n / 2 * kColStep + i / 2 * 8;
-                const uint32_t to = tile + Tile::offset(r, c / Tile::kChunk) * 2 + lane_id() % 4 * 4;
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(block[i]) : "memory");
+                const uint32_t row = __shfl_sync(~0u, address, i * 8 + lane_id() / 4);
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane_id() % 4 * 4), "r"(block[i]) : "memory");
             }
 #endif
         }

@@ -127,6 +127,7 @@ struct BwdSmem {
 // Whether a block's shared memory holds what it exchanges, too: 227 KiB on compute capability 9.0.
 template <typename Tile>
 constexpr bool kCanExchangeDx =
+    !Tile::kIsSmall &&
     sizeof(BwdSmem<Tile, BiasKind::kDense>) + sizeof(DxExchangeSmem<Tile>) <= 227 * 1024;
 
 __device__ __forceinline__ void reduce_add(float* to, const float (&x)[4]) {

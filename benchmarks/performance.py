@@ -34,6 +34,7 @@ from report import (
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func_auto
@@ -136,7 +137,7 @@ def sdpa_flash(inputs: Inputs) -> Work:
 
 def flex_attention(inputs: Inputs) -> Work:
     # Its compiled backward otherwise reuses saved tensors as scratch memory, and can run only once.
-    torch._functorch.config.donated_buffer = False
+    functorch_config.donated_buffer = False
     problem = inputs.problem
     block_mask = flex.block_mask_of(inputs.query, inputs.key, inputs.mask, problem.is_causal)
     options = {"softmax_scale": problem.head_dim**-0.5, "is_causal": problem.is_causal, "softcap": problem.softcap}

@@ -50,15 +50,12 @@ def flex(inputs: Inputs) -> Work:
 
 
 def cudnn(inputs: Inputs) -> Work:
-    problem = inputs.problem
-    group = problem.heads // problem.kv_heads
-    key, value = (rows.repeat_interleave(group, dim=2) for rows in (inputs.key, inputs.value))
-    leaves = [rows.detach().requires_grad_(inputs.query.requires_grad) for rows in (inputs.query, key, value)]
+    problem, leaves = inputs.problem, [inputs.query, inputs.key, inputs.value]
+    options = {"is_causal": problem.seqlen_q > 1, "enable_gqa": problem.kv_heads < problem.heads}
 
     def forward() -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            rows = (leaf.transpose(1, 2) for leaf in leaves)
-            return scaled_dot_product_attention(*rows, is_causal=problem.seqlen_q > 1).transpose(1, 2)
+            return scaled_dot_product_attention(*(leaf.transpose(1, 2) for leaf in leaves), **options).transpose(1, 2)
 
     return Work(forward, leaves)
 

@@ -203,11 +203,12 @@ struct BwdParams : AttentionParams {
     int64_t dbias_splits = 1;
     int64_t dbias_run = 1;            // tiles of keys, one after the other, that one block makes of a shared dbias
     // Scratch of CUDA where the keys are gathered by lists.
-    float* dkv_accum = nullptr;       // dkey, then dvalue, unscaled: [dkv_rows, Hkv, D] each
+    float* dkv_accum = nullptr;       // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
     int64_t dkv_rows = 0;             // B * Sk; of variable length total_k
+    int64_t dkv_cols = 0;             // D, rounded up
     float* dbias_accum = nullptr;     // of a dense bias that heads or batch elements share, in the bias's shape
     int64_t dbias_accum_size = 0;
-    int32_t* watermarks = nullptr;    // [B H, tiles of rows] and one ticket, where deterministic
+    int32_t* watermarks = nullptr;    // [B H tiles of rows] and one ticket, where deterministic
 };
 
 }  // namespace flash_dmattn

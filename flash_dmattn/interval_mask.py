@@ -276,9 +276,9 @@ class KeyIntervalMask:
         keys = bias.shape[2]
         rows = keys if seqlen_q is None else seqlen_q
         require_count("seqlen_q", rows)
-        end = prefix_topk.topk_ends(bias.flatten(0, 1), window_size).view(bias.shape)
-        place = torch.arange(keys, dtype=torch.int32, device=bias.device)
-        return cls._of_places(place, end, keys - rows, window_size)
+        end = prefix_topk.topk_ends_of_last(bias.flatten(0, 1), window_size, rows).view(bias.shape).clamp_(min=0)
+        start = own_rows(rows, keys, bias.device).clamp_(min=0)
+        return cls(start.expand(bias.shape), end, keys_per_row=window_size)
 
     @classmethod
     @torch.no_grad()
@@ -312,13 +312,8 @@ class KeyIntervalMask:
         end = prefix_topk.topk_ends(bias.T, window_size, first).T
         place = torch.arange(keys, dtype=torch.int32, device=bias.device) - first
         lead = torch.nn.functional.pad((cu_seqlens_k - cu_seqlens_q).diff(), (0, 1))[sequence]
-        return cls._of_places(place[:, None], end, lead[:, None], window_size)
-
-    @classmethod
-    def _of_places(cls, place: Tensor, end: Tensor, lead: int | Tensor, keys_per_row: int) -> KeyIntervalMask:
-        """Of keys that come into view at their `place`, until `end`; row i stands at the place i + lead."""
-        start = (place - lead).clamp_(min=0).expand(end.shape)
-        return cls(start, (end - lead).clamp_(min=0), keys_per_row=keys_per_row)
+        start, end = (place - lead)[:, None].clamp_(min=0), (end - lead[:, None]).clamp_(min=0)
+        return cls(start.expand(end.shape), end, keys_per_row=window_size)
 
 
 # Checks and places

@@ -37,6 +37,22 @@ def topk_ends(bias: Tensor, window_size: int, first: Tensor | None = None) -> Te
     return torch.where(bias == -torch.inf, own, ends)
 
 
+def topk_ends_of_last(bias: Tensor, window_size: int, rows: int) -> Tensor:
+    """int32 (heads, N): `topk_ends` counted in rows, of which the last stands at the last place; it may be below 0.
+
+    Where rows are few, most keys have dropped out before the first: only the best up to there are looked at.
+    """
+    heads, keys = bias.shape
+    lead = keys - rows  # the place of the first row
+    if not 0 < window_size <= lead or rows == 0:
+        return topk_ends(bias, window_size) - lead
+    known = best_to_worst(bias[:, : lead + 1], None)[:, :window_size].sort(dim=-1).values
+    later = torch.arange(lead + 1, keys, device=bias.device).expand(heads, rows - 1)
+    looked_at = torch.cat([known, later], dim=-1)
+    ends = topk_ends(bias.gather(-1, looked_at), window_size) - (window_size - 1)
+    return ends.new_zeros(heads, keys).scatter_(-1, looked_at, ends)
+
+
 def drop_out_places(bias: Tensor, window_size: int, first: Tensor | None) -> Tensor:
     """`topk_ends` where it takes work: 0 < window_size < N, and -inf is a bias like any other."""
     heads, keys = bias.shape

@@ -206,8 +206,8 @@ def test_performance(tmp_path, script, quantities):
 
 
 def test_the_peers_do_the_same_work(performance, sparse_performance):
-    workloads = [problem for module in (performance, sparse_performance) for problem in module.WORKLOADS["cuda"]]
-    for problem in performance.WORKLOADS["cpu"] + workloads:
+    sparse = [w for w in sparse_performance.WORKLOADS["cuda"] if min(w.seqlen_q, w.seqlen_k) <= 8192]
+    for problem in performance.WORKLOADS["cpu"] + performance.WORKLOADS["cuda"] + sparse:
         problem = performance.replace(performance.shrunk(problem, 64), batch=min(problem.batch, 2))
         inputs = performance.make_inputs(problem, torch.float32, "cpu", seed=0)
         expected = performance.ours("reference", inputs).forward()

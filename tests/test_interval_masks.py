@@ -227,6 +227,12 @@ def test_topk_of_variable_length(lengths, heads, window_size, as_many_rows, seed
     assert both.shape == bias.shape
 
 
+def test_topk_of_nothing():
+    for shape, seqlen_q in (((0, 2, 9), 1), ((2, 0, 9), 4), ((1, 1, 9), 0), ((1, 1, 0), 3)):
+        mask = KeyIntervalMask.topk(torch.zeros(shape), 2, seqlen_q)
+        assert mask.shape == shape and not mask.to_dense(seqlen_q).any()
+
+
 def test_topk_passes_no_gradient_and_leaves_the_bias_alone():
     bias = torch.randn(1, 2, 40, requires_grad=True)
     before = bias.detach().clone()
@@ -249,9 +255,9 @@ def test_topk_compiles_as_one_graph():
 @pytest.mark.parametrize("keys", [100, 4096, 5000])
 def test_topk_on_cuda_is_topk_on_the_cpu(dtype, keys):
     bias = torch.cat([rand_bias((2, 3, keys), dtype, None), torch.randn(2, 3, keys).to(dtype)])
-    for window_size in (0, 1, 77, 4096):
-        mask = KeyIntervalMask.topk(bias, window_size)
-        on_cuda = KeyIntervalMask.topk(bias.cuda(), window_size)
+    for window_size, seqlen_q in ((0, None), (1, None), (77, None), (4096, None), (77, 1), (77, 20), (77, keys + 3)):
+        mask = KeyIntervalMask.topk(bias, window_size, seqlen_q)
+        on_cuda = KeyIntervalMask.topk(bias.cuda(), window_size, seqlen_q)
         assert on_cuda.device.type == "cuda"
         assert torch.equal(on_cuda.start.cpu(), mask.start) and torch.equal(on_cuda.end.cpu(), mask.end)
     cu_seqlens = torch.tensor([0, 7, 7, keys // 2, keys], dtype=torch.int32)

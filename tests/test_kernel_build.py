@@ -103,11 +103,11 @@ def compiled(source, to, *options):
 
 # Local memory of a kernel, in bytes a thread, spilled registers included. The backward, which uses all of them, keeps a
 # few values there; an array that went there would be hundreds of bytes.
-MOST_LOCAL_MEMORY = {"fwd": 0, "bwd": 64}
+MOST_LOCAL_MEMORY = {"fwd": 0, "gather_fwd": 0, "bwd": 64, "gather_bwd": 0}
 
 
 @needs_nvcc
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("direction", MOST_LOCAL_MEMORY)
 def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, direction):
     """For two architectures, with no other headers than CUDA's."""
     monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", "64")
@@ -126,7 +126,7 @@ SHARED_MEMORY = """
 #include <algorithm>
 #include <cstdio>
 
-#include "cuda/sm80/bwd_launch.cuh"
+#include "cuda/sm80/gather_bwd_launch.cuh"
 #include "cuda/sm80/gather_fwd_launch.cuh"
 
 using namespace flash_dmattn;
@@ -147,12 +147,19 @@ size_t forward() {
                              GatherFwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Decode>>());
 }
 
+template <typename... Memories>
+size_t largest() {
+    return std::max({sizeof(Memories)...});
+}
+
 template <int kHeadDim, bool kIsSmall>
 size_t backward() {
     using Tile = BwdTile<kHeadDim, half_t, kIsSmall>;
-    return std::max({sizeof(BwdSmem<Tile, BiasKind::kNone>), sizeof(BwdSmem<Tile, BiasKind::kKey>),
-                     sizeof(BwdSmem<Tile, BiasKind::kDense>),
-                     sizeof(BwdDbiasSmem<BwdTile<kHeadDim, half_t, kIsSmall, BwdPass::kDbias>>)});
+    using DbiasTile = BwdTile<kHeadDim, half_t, kIsSmall, BwdPass::kDbias>;
+    using GatherTile = BwdTile<kHeadDim, half_t, kIsSmall, BwdPass::kGather>;
+    return largest<BwdSmem<Tile, BiasKind::kKey>, BwdSmem<Tile, BiasKind::kDense>, BwdDbiasSmem<DbiasTile>,
+                   typename GatherBwd<GatherTile, BiasKind::kKey>::SharedMemory,
+                   typename GatherBwd<GatherTile, BiasKind::kDense>::SharedMemory>();
 }
 
 template <int kHeadDim>

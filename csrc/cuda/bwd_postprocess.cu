@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_cons
     const int64_t rows = p.cu_seqlens_q == nullptr ? p.seqlen_k : p.dkv_rows;  // of one batch element
     T* to = static_cast<T*>(view.data) + row / rows * view.batch_stride + row % rows * view.row_stride +
             head * view.head_stride + i % row_chunks * kChunk;
-    const float* from = p.dkv_accum + (is_value ? p.dkv_rows * p.kv_heads * p.head_dim : 0) + i * kChunk;
+    const int64_t from_row = (is_value ? p.dkv_rows : 0) + row;
+    const float* from = p.dkv_accum + (from_row * p.kv_heads + head) * p.dkv_cols + i % row_chunks * kChunk;
     *reinterpret_cast<uint4*>(to) = round_chunk<T>(from, is_value ? 1.f : static_cast<float>(p.softmax_scale));
 }
 

@@ -1,24 +1,27 @@
 // Key lists, and which rows see a listed key.
 #pragma once
 
-#include "sequence.cuh"
-#include "tile_scan.cuh"
+#include "bits.cuh"
+#include "intervals.cuh"
 
 namespace flash_dmattn::cuda {
 
-// The rows that see a key: [begin, end), and of them only those whose bit is set, the first bit being row `first_bit`.
+// The rows that see a key: [begin, end), and of them only those whose bit is set, where there are bits.
 struct SeeingRows {
     int begin;
     int end;
-    int first_bit;
+    bool has_bits;
+    int first_bit;  // the row of the first
     uint4 bits;
 
     // Bit i: whether row first + i sees the key; `first` is a row of the list's tile.
     __device__ __forceinline__ uint32_t from(int first) const {
+        const uint32_t rows = bits_below(end - first, 0) & ~bits_below(begin - first, 0);
+        if (!has_bits) return rows;
         const int at = first - first_bit, word = at / 32;
         const uint32_t low = word == 0 ? bits.x : word == 1 ? bits.y : word == 2 ? bits.z : bits.w;
         const uint32_t high = word == 0 ? bits.y : word == 1 ? bits.z : word == 2 ? bits.w : 0;
-        return __funnelshift_r(low, high, at) & bits_below(end - first, 0) & ~bits_below(begin - first, 0);
+        return rows & __funnelshift_r(low, high, at);
     }
 };
 
@@ -27,11 +30,11 @@ struct KeyList {
     static constexpr int kWords = KeyListsView::kRows / 32;
     static_assert(kWords == 4, "copied as 16 bytes");
 
-    const int32_t* keys;  // [size]: places in the sequence, -1 where there is none
-    int size;             // a multiple of KeyListsView::kAlign
-    int first_row;        // of the list's tile
-    const uint32_t* rows;    // of the list's keys, or null
-    const int32_t* start;    // of the sequence's keys, or null
+    const int32_t* keys;   // [size]: places in the sequence, -1 where there is none
+    int size;              // a multiple of KeyListsView::kAlign
+    int first_row;         // of the list's tile
+    const uint32_t* rows;  // of the list's keys, or null
+    const int32_t* start;  // of the sequence's keys, or null
     const int32_t* end;
     int64_t col_stride;
 
@@ -49,9 +52,7 @@ struct KeyList {
         rows = nullptr;
         col_stride = p.intervals.col_stride;
         if (p.intervals.start != nullptr) {
-            const int64_t offset = (p.intervals.batches > 1 ? s.batch * p.intervals.batch_stride : 0) +
-                                   shared_head(head, p.heads, p.intervals.heads) * p.intervals.head_stride +
-                                   s.first_key * col_stride;
+            const int64_t offset = interval_offset(p.intervals, s, head, p.heads);
             start = p.intervals.start + offset;
             end = p.intervals.end + offset;
         } else if (lists.rows != nullptr && !lists.rows_alike) {
@@ -90,12 +91,10 @@ struct KeyList {
 
     // What was fetched, together with causality and length.
     __device__ __forceinline__ SeeingRows seeing(const uint4& fetched, int key, const Sequence& s, bool is_causal) const {
-        SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, s.rows, first_row, {~0u, ~0u, ~0u, ~0u}};
+        SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, s.rows, rows != nullptr, first_row, fetched};
         if (start != nullptr) {
             seeing.begin = max(seeing.begin, static_cast<int>(fetched.x));
             seeing.end = min(seeing.end, static_cast<int>(fetched.y));
-        } else if (rows != nullptr) {
-            seeing.bits = fetched;
         }
         return seeing;
     }

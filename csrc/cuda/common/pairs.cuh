@@ -29,6 +29,16 @@ __device__ __forceinline__ void scale_and_cap(float (&acc)[kMTiles][kNTiles][4],
     }
 }
 
+// The bits of a key bias whatever its dtype. What they say is asked later, so that nothing waits for memory here.
+__device__ __forceinline__ uint32_t load_key_bias(const BiasView& view, const char* bias, int64_t at) {
+    return view.dtype == DataType::kFloat32 ? __ldg(reinterpret_cast<const uint32_t*>(bias) + at)
+                                            : __ldg(reinterpret_cast<const uint16_t*>(bias) + at);
+}
+template <typename T>
+__device__ __forceinline__ float key_bias_of(const BiasView& view, uint32_t bits) {
+    return view.dtype == DataType::kFloat32 ? __uint_as_float(bits) : unpack<T>(bits).x;
+}
+
 // x = scale * x + bias, one number a key; `bias` is in shared memory, its first key that of the accumulator.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles][4], float scale, const float* bias) {

@@ -57,34 +57,17 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Of compute capability 9.0. Adds `bytes` of float32, a multiple of 16, of shared memory to global memory, by the copy engine;
-// addresses are multiples of 16. The calling thread commits and waits. Who wrote what is added has fenced it and has met
-// the calling thread at a barrier.
-__device__ __forceinline__ void reduce_add_bulk(float* to, uint32_t from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-                 : "memory");
-#endif
+// to[0] += x, and to[1] += y, in global memory; of two numbers `to` is a multiple of 8. atomicAdd asks which memory a
+// pointer leads to where the compiler does not see it.
+__device__ __forceinline__ void reduce_add(float* to, float x) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }
-__device__ __forceinline__ void fence_bulk() {
+__device__ __forceinline__ void reduce_add(float* to, float x, float y) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void commit_bulk() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-#endif
-}
-// Waits until this thread's groups have been read from shared memory, or have arrived.
-__device__ __forceinline__ void wait_bulk_read() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_bulk() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+#else
+    reduce_add(to, x);
+    reduce_add(to + 1, y);
 #endif
 }
 

@@ -58,11 +58,12 @@ BwdScratch plan_gather_scratch(BwdParams& p, int head_dim, int64_t total_q, int6
     BwdScratch scratch;
     const bool is_varlen = p.cu_seqlens_q != nullptr;
     p.dkv_rows = is_varlen ? total_k : p.batch * p.seqlen_k;
-    scratch.dkv_accum = 2 * p.dkv_rows * p.kv_heads * p.head_dim;
+    p.dkv_cols = head_dim;
+    scratch.dkv_accum = 2 * p.dkv_rows * p.kv_heads * p.dkv_cols;
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_in_main_kernel(p))
         p.dbias_accum_size = (is_varlen ? total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
     scratch.dbias_accum = p.dbias_accum_size;
-    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, gather_tile_sizes(head_dim).rows);
+    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, gather_tile_sizes(head_dim, uses_small_tiles()).rows);
     scratch.watermarks = p.deterministic ? p.batch * p.heads * row_tiles + 1 : 0;
     return scratch;
 }

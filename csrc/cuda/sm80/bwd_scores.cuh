@@ -46,9 +46,9 @@ struct RowStage {
     typename Tile::RowsTile dout;
     alignas(16) float lse[Tile::kRows];
     alignas(16) float delta[Tile::kRows];
-    union {
+    union {  // whichever form the mask has
         alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
-        alignas(16) int2 intervals[Tile::kKeys];  // of a mask of intervals
+        alignas(16) int2 intervals[Tile::kKeys];
     };
     alignas(16) float key_bias[kKeyBias ? Tile::kKeys : 4];  // times log2(e)
 };
@@ -144,7 +144,7 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
 template <typename Tile, bool kCausal>
 struct TileVisibility {
     const uint32_t (*mask)[Tile::kWords];  // null where there is none
-    const int2* intervals;                 // likewise
+    const int2* intervals;                 // null where there are none
     int first_row;
     int limit;  // of the tile's keys, without causality
     int diagonal;  // row r of the tile sees its keys below diagonal + r
@@ -161,15 +161,15 @@ struct TileVisibility {
     __device__ bool full() const { return limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys); }
     __device__ uint32_t word(int row, int w) const {
         const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
-        if (intervals != nullptr) return visible & keys_seen(intervals + w * 32, first_row + row);
-        return mask == nullptr ? visible : visible & mask[row][w];
+        if (mask != nullptr) return visible & mask[row][w];
+        return intervals == nullptr ? visible : visible & keys_seen(intervals + w * 32, first_row + row);
     }
 };
 
-// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). `stage` has the rows' lse and
-// delta and, of a key bias, key_bias; visibility.word(row, w) is needed of this lane's keys alone. dense_bias(to, m, n)
-// gives the bias of a block of 16 x 16 pairs as load_a does. `take` is given dx of two neighbouring pairs, of row m, h and the
-// keys of n, before it becomes ds.
+// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). `stage` has the rows' lse
+// and delta and, of a key bias, key_bias; visibility.word(row, w) is asked for this lane's keys alone.
+// dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. `take` is given dx of two neighbouring
+// pairs, of row m, h and the keys of n, before it becomes ds.
 template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, typename Stage, typename Visibility,
           typename DenseBias, typename Take>
 __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kScoreN][4],

@@ -59,10 +59,20 @@ constexpr BwdTileSizes dbias_tile_sizes(int head_dim) {
 
 // Of the kernel over key lists, whose blocks own rows: many rows to a key, since for each of them the key's dK and dV are
 // added to global memory.
-constexpr BwdTileSizes gather_tile_sizes(int head_dim) {
+constexpr BwdTileSizes gather_tile_sizes(int head_dim, bool is_small) {
+    if (is_small) {
+        switch (head_dim) {
+            case 32: return {64, 64, 4, 2, 1, 2, 2, 1};
+            case 64: return {64, 64, 4, 2, 1, 2, 2, 1};
+            case 96: return {32, 64, 4, 2, 1, 2, 2, 1};
+            case 128: return {32, 64, 4, 2, 1, 2, 2, 1};
+            case 192: return {64, 64, 8, 4, 1, 2, 2, 1};
+            default: return {32, 64, 8, 2, 1, 2, 2, 1};  // 256
+        }
+    }
     switch (head_dim) {
         case 32: return {128, 64, 8, 4, 2, 4, 4, 2};
-        case 64: return {128, 64, 8, 4, 2, 2, 4, 1};
+        case 64: return {128, 64, 8, 4, 1, 2, 4, 1};
         case 96: return {128, 64, 8, 4, 1, 4, 4, 1};
         case 128: return {128, 64, 8, 4, 1, 2, 4, 1};
         case 192: return {64, 64, 8, 4, 1, 2, 2, 1};
@@ -76,7 +86,7 @@ constexpr BwdTileSizes tile_sizes(BwdPass pass, int head_dim, bool is_small) {
     switch (pass) {
         case BwdPass::kMain: return bwd_tile_sizes(head_dim, is_small);
         case BwdPass::kDbias: return dbias_tile_sizes(head_dim);
-        default: return gather_tile_sizes(head_dim);
+        default: return gather_tile_sizes(head_dim, is_small);
     }
 }
 

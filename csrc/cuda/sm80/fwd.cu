@@ -35,6 +35,7 @@ int64_t plan_fwd_splits(const AttentionParams& p) {
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     const int64_t blocks = p.batch * p.heads / packing.heads;
+    // How long lists are is known on the device alone; blocks for which a list has no tile left see nothing.
     return std::clamp<int64_t>(multiprocessors * kBlocksPerMultiprocessor / blocks, 1,
                                std::clamp<int64_t>(p.seqlen_k / kFewestKeys, 1, kMostSplits));
 }

@@ -23,6 +23,7 @@ struct FwdSchedule {
     float softcap;
     bool bias_aligned;  // of a dense bias: rows of contiguous keys, 16-byte aligned
 };
+
 template <typename T, int kHeadDim, typename Shape>
 class FwdBlock {
 public:

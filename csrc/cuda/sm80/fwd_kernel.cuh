@@ -25,10 +25,7 @@ public:
     struct SharedMemory : Block::Memory {
         // Of the current tile of keys:
         std::conditional_t<kBias == BiasKind::kDense, BiasTile, float[kKeys]> bias;
-        union {
-            alignas(16) uint32_t mask[kRows][kWords];
-            alignas(16) int2 intervals[kKeys];
-        };
+        alignas(16) uint32_t mask[kRows][kWords];
         uint32_t bias_visible[kWords];  // keys whose bias is not -inf
         int row_end[kRows];             // a row sees keys below this by causality and length
     };
@@ -121,22 +118,23 @@ private:
     // Starts to fetch what is added to the scores and what hides them.
     template <typename Tile>
     __device__ __forceinline__ void load_pairs(const Tile& tile) {
-        if (has_intervals()) {
-            load_intervals<kKeys>(smem_address(smem_.intervals), p_, sequence(), smem_.work.first_head,
-                                  tile.index() * kKeys);
-        } else if (mask_by_row() && !tile.full() && threadIdx.x < kRows) {
-            cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile.index() * kWords);
-        }
+        if (mask_by_row() && !tile.full()) load_mask(tile.index());
         if constexpr (kBias == BiasKind::kKey) {
             const int key = tile.index() * kKeys + threadIdx.x;
             key_bias_ = 0;
-            if (threadIdx.x < kKeys && key < sequence().keys) {
-                const int64_t at = key * p_.bias.col_stride;
-                key_bias_ = p_.bias.dtype == DataType::kFloat32 ? reinterpret_cast<const float*>(bias_)[at]
-                                                                : to_float(reinterpret_cast<const T*>(bias_)[at]);
-            }
+            if (threadIdx.x < kKeys && key < sequence().keys)
+                key_bias_ = load_key_bias(p_.bias, bias_, key * p_.bias.col_stride);
         }
         if constexpr (kBias == BiasKind::kDense) load_dense_bias(tile.index() * kKeys);
+    }
+
+    __device__ __forceinline__ void load_mask(int tile) {
+        if (has_intervals()) {
+            expand_intervals<kThreads>(smem_.mask, p_, sequence(), smem_.work.first_head, smem_.work.first_row,
+                                       Shape::kPacksHeads ? schedule_.pack : 1, tile * kKeys);
+        } else if (threadIdx.x < kRows) {
+            cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile * kWords);
+        }
     }
 
     __device__ __forceinline__ void load_dense_bias(int first_key) {
@@ -174,8 +172,9 @@ private:
     __device__ void store_pairs(const Tile&) {
         if constexpr (kBias == BiasKind::kKey) {
             if (threadIdx.x >= kKeys) return;
-            smem_.bias[threadIdx.x] = key_bias_;
-            const uint32_t visible = __ballot_sync(~0u, key_bias_ != -kInfinity);
+            const float bias = key_bias_of<T>(p_.bias, key_bias_);
+            smem_.bias[threadIdx.x] = bias;
+            const uint32_t visible = __ballot_sync(~0u, bias != -kInfinity);
             if (lane_id() == 0) smem_.bias_visible[warp_id()] = visible;
         }
     }
@@ -217,15 +216,8 @@ private:
         for_each_word([&](int i, int, int w) { visible[i][w] = columns[w]; });
         const bool masked = mask_by_row() && !tile.full();
         if (!masked && !p_.is_causal) return hide_invisible(scores, visible);  // rows alike: less to compute
-        if (masked && has_intervals()) {
-            for_each_word([&](int i, int row, int w) {
-                visible[i][w] &= keys_seen(smem_.intervals + warp_key_ + w * 32, query_row(warp_row_ + row));
-            });
-        } else if (masked) {
-            for_each_word([&](int i, int row, int w) {
-                visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w];
-            });
-        }
+        if (masked)
+            for_each_word([&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
         if (p_.is_causal) {
             const int first_key = tile.index() * kKeys + warp_key_;
             for_each_word([&](int i, int row, int w) {
@@ -241,7 +233,7 @@ private:
     const T* value_;
     const char* bias_ = nullptr;          // of a dense bias and rows of one head, of this thread's first row to copy
     const uint32_t* mask_row_ = nullptr;  // of this thread's row
-    float key_bias_ = 0;                  // of this thread's key of the next tile
+    uint32_t key_bias_ = 0;               // bits of that of this thread's key of the next tile
 };
 
 }  // namespace flash_dmattn::cuda

@@ -1,7 +1,10 @@
 // The backward over key lists: dQ of one tile of rows, and what that tile adds to dK, dV and the bias's gradient.
 //
-// A block owns a tile of query rows of one head, keeps its Q and dO in shared memory and its dQ in registers, and goes over
-// the list of keys that its rows see. What the tile adds to a key's dK and dV is summed in global memory in float32.
+// A block owns a tile of query rows of one head, keeps its Q and dO in shared memory and its dQ in registers, and goes
+// over the list of keys that its rows see. What the tile adds to a key's dK and dV is summed in global memory.
+//
+// A turn of the main loop makes P and dS of one tile of keys, and multiplies those of the tile before into dQ, dK and
+// dV: the two keep different units busy, and one barrier a turn is enough.
 #pragma once
 
 #include "../common/key_list.cuh"
@@ -9,8 +12,9 @@
 
 namespace flash_dmattn::cuda {
 
-// The order of tiles of rows. Those of one chain add to the same numbers of dK, dV or of the bias's gradient; where
-// deterministic, they do so in their order within the chain.
+// The order of tiles of rows. Those of one chain add to the same numbers of dK, dV or the bias's gradient. Where
+// deterministic, they do so one after the other: since lists are sorted, a tile may add to all keys below the watermark
+// that the one before it has published, and follows it closely.
 struct RowTileChains {
     int chains, heads, batches, row_tiles;  // heads and batches: of one chain
 
@@ -43,26 +47,28 @@ struct RowTile {
     }
 };
 
-// Where the tensors of a tile of rows begin, and whose strides are those of a key.
+// Where a tile of rows finds the keys of its sequence and head; of a dense bias, its own first row.
 template <typename T>
 struct GatherPointers {
     const T* key;
     const T* value;
-    float* dkey;  // of dkv_accum
+    float* dkey;  // in dkv_accum
     float* dvalue;
-    float* key_dbias;
-    const T* dense_bias;    // of the tile's first row
-    int64_t dense_dbias;
+    const char* bias = nullptr;
+    float* key_dbias = nullptr;
+    int64_t dense_dbias = 0;  // an offset: in dbias or in dbias_accum
 
     __device__ GatherPointers(const BwdParams& p, const Sequence& s, int head, int first_row) {
         const int kv_head = shared_head(head, p.heads, p.kv_heads);
         key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
         value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
         const int64_t first_key = p.cu_seqlens_k == nullptr ? s.batch * p.seqlen_k : s.first_key;
-        dkey = p.dkv_accum + (first_key * p.kv_heads + kv_head) * p.head_dim;
-        dvalue = dkey + p.dkv_rows * p.kv_heads * p.head_dim;
-        if (p.bias.kind == BiasKind::kDense)
-            dense_bias = static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads) + first_row * p.bias.row_stride;
+        dkey = p.dkv_accum + (first_key * p.kv_heads + kv_head) * p.dkv_cols;
+        dvalue = dkey + p.dkv_rows * p.kv_heads * p.dkv_cols;
+        if (p.bias.kind != BiasKind::kNone) {
+            const int64_t offset = pair_offset(p.bias, s, head, p.heads) + first_row * p.bias.row_stride;
+            bias = static_cast<const char*>(p.bias.data) + offset * (p.bias.dtype == DataType::kFloat32 ? 4 : 2);
+        }
         if (p.dbias.data == nullptr) return;
         const int64_t dbias = pair_offset(p.dbias, s, head, p.heads);
         key_dbias = static_cast<float*>(p.dbias.data) + dbias;
@@ -104,11 +110,11 @@ public:
     using T = typename Tile::T;
     static constexpr int kKeys = Tile::kKeys, kRows = Tile::kRows, kThreads = Tile::kThreads;
     static constexpr bool kKeyBias = kBias == BiasKind::kKey;
-    static_assert(kKeys == KeyListsView::kAlign && KeyListsView::kRows % kRows == 0 && Tile::kScoreN == 4);
+    static constexpr int kLaneKeys = Tile::kScoreN * 2;  // of S, that a lane holds
+    static_assert(kKeys == KeyListsView::kAlign && KeyListsView::kRows % kRows == 0 && Tile::kScoreKeys <= 32);
 
-    // Of the tiles of keys in shared memory: one is multiplied into gradients while P and dS are made of the next, and, where
-    // there is room, while the one after that is loaded.
-    static constexpr bool kLoadsAhead = Tile::kHeadDim <= 192;
+    // A turn needs K of two tiles and V of one; where there is room, those of the next turn are loaded during it.
+    static constexpr bool kLoadsAhead = !Tile::kIsSmall && Tile::kHeadDim <= 192;
     static constexpr int kKeyTiles = kLoadsAhead ? 3 : 2, kValueTiles = kLoadsAhead ? 2 : 1;
 
     struct SharedMemory {
@@ -140,14 +146,16 @@ public:
         clear(dquery_);
         load_row_stage(smem_.rows, address_of, p_, sequence(), head(), first_row() / kRows, 0);
         upcoming_ = list_entry(0);
-        prepare_keys(0);
-        prepare_keys(1);
+        for (int tile = 0; tile < 2; ++tile) {
+            fetch_keys(tile);
+            store_keys(tile);
+        }
         __syncthreads();
         load_keys(0);
         wait_for_rows(smem_.rows, sequence().rows - first_row());
 
-        // The two warps of a scheduler take the two halves of a turn in different order: while one multiplies, the other
-        // has exponentials to compute.
+        // The two warps of a scheduler take the halves of a turn in different order: while one multiplies, the other
+        // computes exponentials.
         const bool scores_first = warp_id() < kThreads / 64;
         for (int tile = -1; tile < tiles_; ++tile) {
             if (p_.deterministic) wait_for_turn(tile);
@@ -155,7 +163,7 @@ public:
             __syncthreads();  // P and dS of `tile` are whole, and so are K and V of the next
             if (p_.deterministic) publish(tile);
             if (kLoadsAhead) load_keys(tile + 2);
-            prepare_keys(tile + 3);
+            fetch_keys(tile + 3);
             if (kKeyBias && needs_dbias() && tile >= 0) add_key_dbias(tile);
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
@@ -165,6 +173,7 @@ public:
                     add_gradients(tile);
                 }
             }
+            store_keys(tile + 3);
             if (!kLoadsAhead) {
                 __syncthreads();
                 load_keys(tile + 2);
@@ -205,36 +214,40 @@ private:
         }
     }
 
-    // Which rows see the keys of `tile`, and their bias; one thread a key. Keys that no row of the tile sees are left out
-    // from here on: they may hold anything.
-    __device__ __forceinline__ void prepare_keys(int tile) {
+    // What memory says of the keys of `tile`, one thread a key. It travels through registers while the block computes.
+    __device__ __forceinline__ void fetch_keys(int tile) {
         if (threadIdx.x >= kKeys) return;
-        Stage& stage = smem_.keys[tile % 4];
-        const int key = upcoming_, place = threadIdx.x;
+        key_ = upcoming_;
         upcoming_ = list_entry(tile + 1);
-        const Sequence& s = sequence();
-        float bias = 0;
-        uint32_t rows[Stage::kWords] = {}, any = 0;
-        if (static_cast<unsigned>(key) < static_cast<unsigned>(s.keys)) {
-            const uint4 fetched = smem_.list.fetch(tile * kKeys + place, key);
-            if (kKeyBias) bias = load_key_bias(p_, s, head(), key);
-            const SeeingRows seeing = smem_.list.seeing(fetched, key, s, p_.is_causal);
-#pragma unroll
-            for (int w = 0; w < Stage::kWords; ++w) any |= rows[w] = seeing.from(first_row() + w * 32);
-            if (bias == -kInfinity) bias = 0, any = 0;
-        }
-        stage.key[place] = any ? key : -1;
-        stage.bias[place] = bias;
-#pragma unroll
-        for (int w = 0; w < Stage::kWords; ++w) {
-            if (any == 0) rows[w] = 0;
-            stage.rows[w][place] = rows[w];
-            const uint32_t all = __ballot_sync(~0u, rows[w] == bits_below(tile_rows(), w));
-            if (lane_id() == 0) stage.seen_by_all[w][warp_id()] = all;
+        if (static_cast<unsigned>(key_) >= static_cast<unsigned>(sequence().keys)) key_ = -1;
+        if (key_ < 0) return;
+        rows_of_key_ = smem_.list.fetch(tile * kKeys + threadIdx.x, key_);
+        if constexpr (kKeyBias) {  // of any dtype
+            const int64_t at = key_ * p_.bias.col_stride;
+            key_bias_ = p_.bias.dtype == DataType::kFloat32 ? reinterpret_cast<const float*>(smem_.at.bias)[at]
+                                                            : to_float(reinterpret_cast<const T*>(smem_.at.bias)[at]);
         }
     }
+    // Keys that no row of the tile sees are left out from here on: they may hold anything.
+    __device__ __forceinline__ void store_keys(int tile) {
+        if (threadIdx.x >= kKeys) return;
+        Stage& stage = smem_.keys[tile % 4];
+        SeeingRows seeing = smem_.list.seeing(rows_of_key_, key_, sequence(), p_.is_causal);
+        if (key_ < 0 || (kKeyBias && key_bias_ == -kInfinity)) seeing.end = 0;
+        uint32_t any = 0;
+#pragma unroll
+        for (int w = 0; w < Stage::kWords; ++w) {
+            const uint32_t rows = seeing.from(first_row() + w * 32);
+            stage.rows[w][threadIdx.x] = rows;
+            any |= rows;
+            const uint32_t seen_by_all = __ballot_sync(~0u, rows == bits_below(tile_rows(), w));
+            if (lane_id() == 0) stage.seen_by_all[w][warp_id()] = seen_by_all;
+        }
+        stage.key[threadIdx.x] = any != 0 ? key_ : -1;
+        stage.bias[threadIdx.x] = any != 0 ? key_bias_ * kLog2E : 0;
+    }
 
-    // K and V of `tile`; keys_of(tile) has been prepared.
+    // K and V of `tile`; keys_of(tile) has been stored.
     __device__ __forceinline__ void load_keys(int tile) {
         if (tile < tiles_) {
             gather(smem_.key[tile % kKeyTiles], smem_.at.key, p_.key.row_stride, keys_of(tile));
@@ -242,7 +255,8 @@ private:
         }
         cp_async_commit();
     }
-    __device__ __forceinline__ void gather(typename Tile::KeysTile& to, const T* from, int64_t row_stride, const Stage& stage) {
+    __device__ __forceinline__ void gather(typename Tile::KeysTile& to, const T* from, int64_t row_stride,
+                                           const Stage& stage) {
         using Copy = RowCopy<kThreads, typename Tile::KeysTile>;
         const uint32_t lane = address_of(to) + Tile::KeysTile::offset(Copy::first_row(), Copy::chunk()) * 2;
         Copy::start(lane, static_cast<int>(p_.head_dim), [&](int i) {
@@ -274,7 +288,9 @@ private:
         multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(smem_.rows.dout), row, 0),
                                         KeysB(address_of(value_of(tile)), score_key_, 0));
 
-        const struct { const float *lse, *delta, *key_bias; } numbers = {smem_.rows.lse, smem_.rows.delta, stage.bias};
+        const struct {
+            const float *lse, *delta, *key_bias;
+        } numbers{smem_.rows.lse, smem_.rows.delta, stage.bias};
         const GatheredVisibility<Stage> visibility{stage};
         const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
@@ -290,8 +306,8 @@ private:
             }
         };
         if (softcap > 0) {
-            differentiate<Tile, kBias, true, true>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_, rows,
-                                                   scale, softcap, take);
+            differentiate<Tile, kBias, true, true>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_,
+                                                   rows, scale, softcap, take);
         } else if (stage.seen_by_all[row / 32][score_key_ / 32] == ~0u) {
             differentiate<Tile, kBias, false, false>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_,
                                                      rows, scale, softcap, take);
@@ -305,9 +321,8 @@ private:
 
     // Of this lane's pairs, straight from global memory; 0 where there is none.
     template <int kM>
-    __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Tile::kScoreN][2], const Stage& stage,
-                                                int row) {
-        const T* from = smem_.at.dense_bias;
+    __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Tile::kScoreN][2], const Stage& stage, int row) {
+        const T* from = reinterpret_cast<const T*>(smem_.at.bias);
 #pragma unroll
         for (int n = 0; n < Tile::kScoreN; ++n) {
             const int2 keys = this_lanes_keys(stage, n);
@@ -334,8 +349,8 @@ private:
         const int2 keys = this_lanes_keys(stage, n);
         const int64_t at = smem_.at.dense_dbias + r * p_.dbias.row_stride;
         if (adds_to_shared_dbias()) {
-            if (keys.x >= 0) atomicAdd(p_.dbias_accum + at + keys.x, dx0);
-            if (keys.y >= 0) atomicAdd(p_.dbias_accum + at + keys.y, dx1);
+            if (keys.x >= 0) reduce_add(p_.dbias_accum + at + keys.x, dx0);
+            if (keys.y >= 0) reduce_add(p_.dbias_accum + at + keys.y, dx1);
         } else {
             T* to = static_cast<T*>(p_.dbias.data) + at;
             if (keys.x >= 0) to[keys.x] = T(dx0);
@@ -343,31 +358,33 @@ private:
         }
     }
 
-    // This lane's sums of eight keys to the warp's sums of 32, one a lane.
+    // The lanes' sums to the warp's: at each step two lanes share out what they hold, until there is a key a lane.
     __device__ __forceinline__ void store_column_sums(int tile) {
 #pragma unroll
-        for (int half = 4; half > 0; half /= 2) {
-            const bool upper = lane_id() & half * 4;
+        for (int step = 16, half = kLaneKeys / 2; step >= 4; step /= 2, half /= 2) {
+            if (half == 0) column_sums_[0] += __shfl_xor_sync(~0u, column_sums_[0], step);
+            const bool upper = lane_id() & step;
 #pragma unroll
             for (int i = 0; i < half; ++i) {
-                const float sent = upper ? column_sums_[i] : column_sums_[i + half];
+                const float given = upper ? column_sums_[i] : column_sums_[i + half];
                 const float kept = upper ? column_sums_[i + half] : column_sums_[i];
-                column_sums_[i] = kept + __shfl_xor_sync(~0u, sent, half * 4);
+                column_sums_[i] = kept + __shfl_xor_sync(~0u, given, step);
             }
         }
-        const int i = lane_id() / 4, key = score_key_ + i / 2 * 8 + lane_id() % 4 * 2 + i % 2;
+        const int i = lane_id() * kLaneKeys / 32, key = score_key_ + i / 2 * 8 + lane_id() % 4 * 2 + i % 2;
         smem_.column_sums[tile % 2][warp_id() / Tile::kScoreKeyWarps][key] = column_sums_[0];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) column_sums_[j] = 0;
+        for (int j = 0; j < kLaneKeys; ++j) column_sums_[j] = 0;
     }
     __device__ __forceinline__ void add_key_dbias(int tile) {
-        if (threadIdx.x >= kKeys) return;
-        const int key = keys_of(tile).key[threadIdx.x];
+        const int place = static_cast<int>(threadIdx.x) - (kThreads - kKeys);  // the first warps have keys to fetch
+        if (place < 0) return;
+        const int key = keys_of(tile).key[place];
         if (key < 0) return;
         float sum = 0;
 #pragma unroll
-        for (int w = 0; w < Tile::kSizes.score_row_warps; ++w) sum += smem_.column_sums[tile % 2][w][threadIdx.x];
-        atomicAdd(smem_.at.key_dbias + key * p_.dbias.col_stride, sum);
+        for (int w = 0; w < Tile::kSizes.score_row_warps; ++w) sum += smem_.column_sums[tile % 2][w][place];
+        reduce_add(smem_.at.key_dbias + key * p_.dbias.col_stride, sum);
     }
 
     // What P and dS of a tile add to dQ, dK and dV.
@@ -394,27 +411,23 @@ private:
             acc, OperandA<typename Tile::PairsTile, true>(address_of(pairs), 0, first_key),
             OperandB<typename Tile::RowsTile, true>(address_of(rows), 0, first_col));
 
-        // Neighbouring lanes trade halves, so that a lane adds four columns of one key.
-        const int64_t stride = p_.kv_heads * p_.head_dim;
-        const bool odd = lane_id() % 2;
-        const int lane_key = first_key + odd * 8 + lane_id() / 4, lane_col = first_col + lane_id() % 4 / 2 * 4;
+        const int64_t stride = p_.kv_heads * Tile::kHeadDim;
+        const int* keys = keys_of(tile).key + first_key + lane_id() / 4;
+        accum += first_col + lane_id() % 4 * 2;
 #pragma unroll
-        for (int m = 0; m < Tile::kDkvM; ++m) {
-            const int key = keys_of(tile).key[lane_key + m * 16];
-            float* to = accum + key * stride + lane_col;
+        for (int i = 0; i < Tile::kDkvM * 2; ++i) {
+            const int key = keys[i * 8];
+            if (key < 0) continue;
+            float* to = accum + key * stride;
 #pragma unroll
             for (int n = 0; n < Tile::kDkvN; ++n) {
-                const float(&x)[4] = acc[m][n];
-                const float y0 = __shfl_xor_sync(~0u, odd ? x[0] : x[2], 1);
-                const float y1 = __shfl_xor_sync(~0u, odd ? x[1] : x[3], 1);
-                const float sum[4] = {odd ? y0 : x[0], odd ? y1 : x[1], odd ? x[2] : y0, odd ? x[3] : y1};
-                const int col = n / 2 * kDkvColStep + n % 2 * 8;
-                if (key >= 0 && lane_col + col < p_.head_dim) reduce_add(to + col, sum);
+                const float* x = acc[i / 2][n] + i % 2 * 2;
+                reduce_add(to + n / 2 * kDkvColStep + n % 2 * 8, x[0], x[1]);
             }
         }
     }
 
-    // Deterministic: see RowTileChains. A tile's watermark is the first key that it has not added to yet.
+    // The first key that this tile has not added to yet.
     __device__ int32_t* watermark() const {
         return p_.watermarks + smem_.tile.chain * RowTileChains(p_, kRows).length() + smem_.tile.place;
     }
@@ -454,16 +467,20 @@ private:
     SharedMemory& smem_;
     const flash_dmattn::cuda::SharedMemory address_of;
     const int score_row_, score_key_;  // where this warp's part of S and dP begins
-    int tiles_ = 0;              // of the list
-    int upcoming_ = -1;          // the key that this thread prepares next
-    int cleared_ = 0;            // of thread 0: the predecessor's watermark, as last seen
-    float column_sums_[8] = {};
+    int tiles_ = 0;                    // of the list
+    int upcoming_ = -1;                // the key that this thread fetches next
+    int key_ = -1;                     // the one that it has fetched, and what is known of it:
+    uint4 rows_of_key_{};
+    float key_bias_ = 0;
+    int cleared_ = 0;                  // of thread 0: the predecessor's watermark, as last seen
+    float column_sums_[kLaneKeys] = {};  // of dx, over this lane's rows
     float dquery_[Tile::kDqM][Tile::kDqN][4];
 };
 
 template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     gather_bwd_kernel(const __grid_constant__ BwdParams p) {
+    if constexpr (!Tile::kIsUsed) return;
     using Kernel = GatherBwd<Tile, kBias>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedMemory*>(shared_memory);

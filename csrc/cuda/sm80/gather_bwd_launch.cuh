@@ -14,13 +14,12 @@ void launch_gather_bwd(const BwdParams& p, cudaStream_t stream) {
                  sizeof(typename GatherBwd<Tile, kBias>::SharedMemory), p, stream);
 }
 
-template <typename T, int kHeadDim>
-void run_gather_bwd(const BwdParams& p, cudaStream_t stream) {
-    using Tile = BwdTile<kHeadDim, T, false, BwdPass::kGather>;
+template <typename Tile>
+void run_gather_bwd_with(const BwdParams& p, cudaStream_t stream) {
     const auto clear = [&](void* scratch, int64_t elements) {
         if (elements > 0) FLASH_CUDA_CHECK(cudaMemsetAsync(scratch, 0, elements * 4, stream));
     };
-    clear(p.dkv_accum, 2 * p.dkv_rows * p.kv_heads * p.head_dim);
+    clear(p.dkv_accum, 2 * p.dkv_rows * p.kv_heads * p.dkv_cols);
     clear(p.dbias_accum, p.dbias_accum_size);
     const RowTileChains all(p, Tile::kRows);
     if (p.deterministic) clear(p.watermarks, static_cast<int64_t>(all.chains) * all.length() + 1);
@@ -30,6 +29,12 @@ void run_gather_bwd(const BwdParams& p, cudaStream_t stream) {
         case BiasKind::kDense: launch_gather_bwd<Tile, BiasKind::kDense>(p, stream); break;
     }
     postprocess_bwd(p, stream);
+}
+
+template <typename T, int kHeadDim>
+void run_gather_bwd(const BwdParams& p, cudaStream_t stream) {
+    uses_small_tiles() ? run_gather_bwd_with<BwdTile<kHeadDim, T, true, BwdPass::kGather>>(p, stream)
+                       : run_gather_bwd_with<BwdTile<kHeadDim, T, false, BwdPass::kGather>>(p, stream);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -40,10 +40,10 @@ public:
         int keys[2][kKeys];  // of the current tile and the next, in turn: places in the sequence, -1 where there is none
         // Of the current tile:
         alignas(16) float bias[kKeys];
-        alignas(16) uint32_t rows[kRowWarps][kKeys];       // bit i: row warp_rows.first + i sees the key
-        uint4 fetched[kKeys];  // what `rows` is made of
-        uint32_t seen[kWords];                             // keys that some row of the block sees
-        uint32_t seen_by_all[kWords];                      // keys that every row sees
+        alignas(16) uint32_t rows[kRowWarps][kKeys];  // bit i: row warp_rows.first + i sees the key
+        uint4 fetched[kKeys];                         // what `rows` is made of
+        int seen[kKeys];                              // as `keys`, -1 also where no row of the block sees the key
+        uint32_t seen_by_all[kWords];
     };
 
     // smem.work has been written.
@@ -100,24 +100,21 @@ private:
         if (threadIdx.x < kKeys) smem_.list.fetch_key(keys_of(tile)[threadIdx.x], tile * kKeys + threadIdx.x);
     }
     __device__ __forceinline__ void load_key(const ListTiles& tile) {
-        const int* keys = keys_of(tile.current);
-        load_rows(key_copy_, smem_.first_key, p_.key.row_stride, keys, [&](int at) { return keys[at] >= 0; });
+        load_rows(key_copy_, smem_.first_key, p_.key.row_stride, keys_of(tile.current));
     }
-    // Values of keys that no row sees are not read.
-    __device__ __forceinline__ void load_value(const ListTiles& tile) {
-        load_rows(key_copy_ + sizeof(KeyTile), smem_.first_value, p_.value.row_stride, keys_of(tile.current),
-                  [&](int at) { return (smem_.seen[at / 32] >> at % 32 & 1) != 0; });
+    __device__ __forceinline__ void load_value(const ListTiles&) {
+        load_rows(key_copy_ + sizeof(KeyTile), smem_.first_value, p_.value.row_stride, smem_.seen);
     }
-    template <typename Visible>
-    __device__ __forceinline__ void load_rows(uint32_t to, const T* rows, int64_t row_stride, const int* keys,
-                                              const Visible& visible) {
+    __device__ __forceinline__ void load_rows(uint32_t to, const T* rows, int64_t row_stride, const int* keys) {
         // Counted in pieces of 16 bytes, of which the strides are multiples: one 32-bit product a row.
         const uint4* pieces = reinterpret_cast<const uint4*>(rows);
         const uint32_t stride = static_cast<uint32_t>(row_stride / KeyTile::kChunk);
+        int places[KeyCopy::kSteps];  // read at once, since reads do not overtake the copies
+#pragma unroll
+        for (int i = 0; i < KeyCopy::kSteps; ++i) places[i] = keys[KeyCopy::first_row() + i * KeyCopy::kRowsAtOnce];
         KeyCopy::start(to, static_cast<int>(p_.head_dim), [&](int i) {
-            const int at = KeyCopy::first_row() + i * KeyCopy::kRowsAtOnce;
-            const uint64_t offset = static_cast<uint64_t>(static_cast<uint32_t>(keys[at])) * stride;
-            return RowSource<T>{reinterpret_cast<const T*>(pieces + offset), visible(at)};
+            const uint64_t offset = static_cast<uint64_t>(static_cast<uint32_t>(places[i])) * stride;
+            return RowSource<T>{reinterpret_cast<const T*>(pieces + offset), places[i] >= 0};
         });
     }
 
@@ -126,11 +123,8 @@ private:
         const int key = keys_of(tile.current)[threadIdx.x];
         if (key >= 0) {
             smem_.list.fetch(smem_.fetched[threadIdx.x], tile.current * kKeys + threadIdx.x, key);
-            if constexpr (kBias == BiasKind::kKey) {
-                const char* bias = smem_.first_bias + key * p_.bias.col_stride * bias_bytes();
-                key_bias_ = p_.bias.dtype == DataType::kFloat32 ? __ldg(reinterpret_cast<const uint32_t*>(bias))
-                                                                : __ldg(reinterpret_cast<const uint16_t*>(bias));
-            }
+            if constexpr (kBias == BiasKind::kKey)
+                key_bias_ = load_key_bias(p_.bias, smem_.first_bias, key * p_.bias.col_stride);
         }
         fetch_keys(tile.current + 1);
     }
@@ -142,7 +136,7 @@ private:
         SeeingRows seeing = smem_.list.seeing(smem_.fetched[threadIdx.x], key, sequence(), p_.is_causal);
         if (key < 0) seeing.end = 0;
         if constexpr (kBias == BiasKind::kKey) {
-            const float bias = p_.bias.dtype == DataType::kFloat32 ? __uint_as_float(key_bias_) : unpack<T>(key_bias_).x;
+            const float bias = key_bias_of<T>(p_.bias, key_bias_);
             smem_.bias[threadIdx.x] = bias;
             if (bias == -kInfinity) seeing.end = 0;
         }
@@ -155,11 +149,9 @@ private:
             some |= seen != 0;
             all &= seen == rows.all;
         }
-        const uint32_t seen = __ballot_sync(~0u, some), seen_by_all = __ballot_sync(~0u, all);
-        if (lane_id() == 0) {
-            smem_.seen[warp_id()] = seen;
-            smem_.seen_by_all[warp_id()] = seen_by_all;
-        }
+        smem_.seen[threadIdx.x] = some ? key : -1;
+        const uint32_t seen_by_all = __ballot_sync(~0u, all);
+        if (lane_id() == 0) smem_.seen_by_all[warp_id()] = seen_by_all;
     }
 
     // Products to what the softmax sees: scaled, capped, biased, and -inf where invisible.

@@ -18,7 +18,7 @@ SPARSE = ("auto", "tiles", "lists")
 # Making them takes 1 % of it, of a bool mask with a head for every query head 3 %; where that would be in vain, a look
 # at some rows mostly tells.
 CPU_CROSSOVER = 0.9
-CUDA_CROSSOVER = 0.5
+CUDA_CROSSOVER = 0.5  # an estimate, held against a bound that the lists stay below
 # With fewer keys there is nothing to win. On CUDA making lists takes several launches, each about as long as attention
 # over a thousand keys.
 CPU_MIN_KEYS = 512

@@ -15,9 +15,10 @@ SPARSE = ("auto", "tiles", "lists")
 # Lists are taken where they hold less than this part of the keys that tiles would walk over. Measured on the CPU (AVX2,
 # float32, S from 2048 to 8192, D = 64, causal top-w and random masks; forward + backward, lists against tiles): 0.28 to
 # 0.36 of the time where they hold 0.27 to 0.33 of the keys, 0.5 at 0.5, 0.75 to 0.9 at 0.8, 0.95 to 1.1 at 1 and above.
-# Making them takes 1 % of it, of a bool mask with a head for every query head 3 %.
+# Making them takes 1 % of it, of a bool mask with a head for every query head 3 %; where that would be in vain, a look
+# at some rows mostly tells.
 CPU_CROSSOVER = 0.9
-CUDA_CROSSOVER = 0.5
+CUDA_CROSSOVER = 0.5  # an estimate, held against a bound that the lists stay below
 # With fewer keys there is nothing to win. On CUDA making lists takes several launches, each about as long as attention
 # over a thousand keys.
 CPU_MIN_KEYS = 512
@@ -233,6 +234,17 @@ def knows_to_be_short(mask: Tensor | KeyIntervalMask, rows: int, keys: int, is_c
     return longest_list(mask, rows, keys) * row_tiles < crossover * walked_keys(rows, keys, is_causal)
 
 
+def looks_dense(mask: Tensor | KeyIntervalMask, seqlen_q: int, seqlen_k: int, is_causal: bool) -> bool:
+    """Whether the rows in the middle of a bool mask see so many keys that reading all of it would be a waste."""
+    if isinstance(mask, KeyIntervalMask) or mask.ndim != 4 or mask.shape[2] <= ops.LIST_ROWS:
+        return False
+    first = (seqlen_q - ops.LIST_ROWS) // 2
+    keys = min(max(first + ops.LIST_ROWS + seqlen_k - seqlen_q, 1), seqlen_k) if is_causal else seqlen_k
+    some = mask[:, :, first : first + ops.LIST_ROWS, :keys]
+    seen = some.view(torch.uint8).amax(dim=2)  # any(dim=2) takes twenty times as long
+    return seen.numel() > 0 and bool(seen.float().mean() > CPU_CROSSOVER)
+
+
 def lists_if_short(
     mask: Tensor | KeyIntervalMask,
     seqlen_q: int,
@@ -242,6 +254,8 @@ def lists_if_short(
     cu_seqlens_k: Tensor | None,
 ) -> Tensor | KeyIntervalMask | KeyLists:
     """The lists of a mask on the CPU, or the mask itself where they do not pay."""
+    if looks_dense(mask, seqlen_q, seqlen_k, is_causal):
+        return mask
     one_list = isinstance(mask, Tensor) and rows_are_alike(mask)
     if cu_seqlens_q is None:
         lengths = [(seqlen_q, seqlen_k)] * mask.shape[0]

@@ -58,7 +58,7 @@ def test_head_dims(head_dim, bias_rows, dtype):
 
 
 @pytest.mark.parametrize("bias_shape", [(2, 4, 1, 270), (1, 2, 140, 270), (2, 4, 140, 270)], ids=str)
-@pytest.mark.parametrize("batches, heads", itertools.product([2, 1], [4, 2, 1]))
+@pytest.mark.parametrize("batches, heads", list(itertools.product([2, 1], [4, 2, 1])))
 def test_broadcasts(batches, heads, bias_shape):
     tensors = on_gpu(2, 140, 270, 4, 2, 64)
     check(tensors, intervals(batches, heads, 270, rows=140), randn(*bias_shape), sparse="tiles")

@@ -30,6 +30,15 @@ CASES = {
 HEAD_DIMS = [64, 192]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """For the reference: threads that wait for each other are slow under a tool, the more beside others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def randn(shape):
     return None if shape is None else torch.randn(*shape).bfloat16()
 

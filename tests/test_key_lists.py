@@ -163,6 +163,12 @@ def test_opcheck():
         torch.library.opcheck(ops.build_key_lists, arguments)
 
 
+def mask_with_dense_rows(begin, end):
+    mask = torch.zeros(1, 1, 1024, 1024, dtype=torch.bool)
+    mask[:, :, begin:end] = True
+    return mask
+
+
 CHOICES = {
     "a short window": (lambda: KeyIntervalMask.sliding_window(1024, 1024, 64), False, True),
     "short lists without a bound": (lambda: KeyIntervalMask.documents(ids=torch.arange(1024) // 99), False, True),
@@ -170,6 +176,8 @@ CHOICES = {
     "causal": (lambda: KeyIntervalMask.causal(1024, 1024), True, False),
     "a sparse bool mask": (lambda: rand_mask(1, 1, 1024, 1024, visible=0.002), False, True),
     "a dense bool mask": (lambda: rand_mask(1, 1, 1024, 1024, visible=0.1), False, False),
+    "a bool mask that is dense in the middle alone": (lambda: mask_with_dense_rows(400, 600), False, False),
+    "a bool mask that is dense but in the middle": (lambda: ~mask_with_dense_rows(300, 700), False, True),
     "a sparse key mask": (lambda: rand_mask(1, 1, 1, 1024, visible=0.5), True, True),
     "a dense key mask": (lambda: rand_mask(1, 1, 1, 1024, visible=0.99), True, False),
     "nothing visible": (lambda: torch.zeros(1, 1, 1, 1024, dtype=torch.bool), True, False),

@@ -26,14 +26,14 @@ public:
           max_rows_(std::min(kGradientRows, params.seqlen_q)),
           max_keys_(std::min(tile_keys, params.seqlen_k)),
           pairs_(max_keys_),
-          probs_(max_rows_ * max_keys_),
-          dx_(max_rows_ * max_keys_),
-          slope_(params.softcap > 0 ? max_rows_ * max_keys_ : 0) {}
+          probs_(max_rows_ * padded(max_keys_)),
+          dx_(probs_.size()),
+          slope_(params.softcap > 0 ? probs_.size() : 0) {}
 
     void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout,
                  const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
-        probs = {probs_.data(), tile.rows, tile.keys, tile.keys};
-        dx = {dx_.data(), tile.rows, tile.keys, tile.keys};
+        probs = {probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
+        dx = {dx_.data(), tile.rows, tile.keys, padded(tile.keys)};
         product<acc_t>(query, key_transposed, p_.softmax_scale, probs);
         product<acc_t>(dout, value_transposed, 1, dx);
 
@@ -43,7 +43,7 @@ public:
         for (int64_t i = 0; i < tile.rows; ++i) {
             acc_t* p = probs.row(i);
             acc_t* d = dx.row(i);
-            scores.finish(i, p, slope_.empty() ? nullptr : slope_.data() + i * tile.keys);
+            scores.finish(i, p, slope_.empty() ? nullptr : slope_.data() + i * dx.stride);
             const bool empty = lse[i] == -std::numeric_limits<acc_t>::infinity();
             row_exp(p, empty ? std::numeric_limits<acc_t>::infinity() : lse[i], tile.keys);
             row_dx(d, p, delta[i], tile.keys);
@@ -52,8 +52,9 @@ public:
 
     // dx, which the bias's gradient is made of, becomes ds, which query's and key's are.
     const Matrix<acc_t>& to_ds() {
-        if (!slope_.empty()) {
-            for (int64_t i = 0; i < dx.rows * dx.cols; ++i) dx_[i] *= slope_[i];
+        for (int64_t i = 0; i < dx.rows && !slope_.empty(); ++i) {
+            const acc_t* slope = slope_.data() + i * dx.stride;
+            for (int64_t j = 0; j < dx.cols; ++j) dx.row(i)[j] *= slope[j];
         }
         return dx;
     }

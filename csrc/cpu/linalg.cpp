@@ -62,9 +62,9 @@ inline Vec<float> exponential(const Vec<float>& x) {
 }  // namespace
 
 template <typename acc_t>
-Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch) {
+Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch, int64_t stride) {
     constexpr int64_t kBlock = 8;
-    const Matrix<acc_t> t{scratch, m.cols, m.rows, m.rows};
+    const Matrix<acc_t> t{scratch, m.cols, m.rows, stride};
     for (int64_t i = 0; i < m.rows; i += kBlock) {
         for (int64_t j = 0; j < m.cols; j += kBlock) {
             const int64_t rows = std::min(kBlock, m.rows - i), cols = std::min(kBlock, m.cols - j);
@@ -226,7 +226,7 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
 }
 
 #define INSTANTIATE(acc_t)                                                                                           \
-    template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*);                                                  \
+    template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*, int64_t);                                         \
     template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                  \
     template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
     template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \

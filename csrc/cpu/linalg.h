@@ -20,10 +20,17 @@ struct Matrix {
     Matrix first_cols(int64_t n) const { return {data, rows, n, stride}; }
 };
 
-// m^T, contiguous in `scratch`. A BLAS takes tens of percent longer where an operand is not in the order that it likes
+// m^T in `scratch`. A BLAS takes tens of percent longer where an operand is not in the order that it likes
 // best, and here most operands serve more than one product.
 template <typename acc_t>
-Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch);
+Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch, int64_t stride);
+template <typename acc_t>
+Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch) {
+    return transpose(m, scratch, m.rows);
+}
+
+// A stride for `n` numbers a row: rows a power of two apart share few places in a processor's cache.
+constexpr int64_t padded(int64_t n) { return n + 16; }
 
 // c = alpha * a b
 template <typename acc_t>

@@ -89,10 +89,10 @@ public:
           max_keys_(std::min(kKeys, params.seqlen_k)),
           tile_(params, kKeys),
           query_(max_rows_ * p_.head_dim),
-          query_transposed_(query_.size()),
+          query_transposed_(padded(max_rows_) * p_.head_dim),
           dout_(query_.size()),
-          dout_transposed_(query_.size()),
-          members_(units.batches_each * kv_heads_each_, Member(max_keys_ * p_.head_dim)),
+          dout_transposed_(query_transposed_.size()),
+          members_(units.batches_each * kv_heads_each_, Member(padded(max_keys_) * p_.head_dim)),
           key_scratch_(max_keys_ * p_.head_dim),
           dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
           column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
@@ -113,10 +113,11 @@ private:
 
         void start(const BwdParams& p, const Sequence& s, int64_t first, int64_t keys, int64_t kv_head, acc_t* scratch) {
             key = load_keys(p, p.key, s, first, keys, kv_head, key_.data());
-            key_transposed = transpose(key, key_transposed_.data());
-            value_transposed = transpose(load_keys(p, p.value, s, first, keys, kv_head, scratch), value_transposed_.data());
-            dkey = {dkey_.data(), p.head_dim, keys, keys};
-            dvalue = {dvalue_.data(), p.head_dim, keys, keys};
+            const auto value = load_keys(p, p.value, s, first, keys, kv_head, scratch);
+            key_transposed = transpose(key, key_transposed_.data(), padded(keys));
+            value_transposed = transpose(value, value_transposed_.data(), padded(keys));
+            dkey = {dkey_.data(), p.head_dim, keys, padded(keys)};
+            dvalue = {dvalue_.data(), p.head_dim, keys, padded(keys)};
             std::fill(dkey_.begin(), dkey_.end(), acc_t(0));
             std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
         }
@@ -184,8 +185,8 @@ private:
         const Sequence& s = tile.sequence;
         const auto query = load_rows(p_, p_.query, s, tile.row, tile.rows, tile.head, query_.data());
         const auto dout = load_rows(p_, p_.dout, s, tile.row, tile.rows, tile.head, dout_.data());
-        const auto query_transposed = transpose(query, query_transposed_.data());
-        const auto dout_transposed = transpose(dout, dout_transposed_.data());
+        const auto query_transposed = transpose(query, query_transposed_.data(), padded(tile.rows));
+        const auto dout_transposed = transpose(dout, dout_transposed_.data(), padded(tile.rows));
         const Member& m = member(batch_in_group, head_in_group);
 
         tile_.compute(tile, query, dout, m.key_transposed.first_cols(tile.keys), m.value_transposed.first_cols(tile.keys));

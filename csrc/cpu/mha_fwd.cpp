@@ -24,8 +24,8 @@ public:
           gathered_(params, kKeys),
           query_(max_rows_ * p_.head_dim),
           key_(params.lists.present() ? 0 : max_keys_ * p_.head_dim),
-          key_transposed_(key_.size()),
-          probs_(max_rows_ * max_keys_),
+          key_transposed_(params.lists.present() ? 0 : padded(max_keys_) * p_.head_dim),
+          probs_(max_rows_ * padded(max_keys_)),
           out_(max_rows_ * p_.head_dim),
           max_(max_rows_),
           sum_(max_rows_) {}
@@ -56,9 +56,9 @@ private:
         for (int64_t j = 0; j < end; j += kKeys) {
             const Tile tile{sequence, head, row, out.rows, j, std::min(kKeys, end - j)};
             if (mask_hides(p_, tile)) continue;
-            const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, tile.keys};
+            const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
             const auto key = load_keys(p_, p_.key, sequence, j, tile.keys, kv_head, key_.data());
-            product<acc_t>(query, transpose(key, key_transposed_.data()), p_.softmax_scale, probs);
+            product<acc_t>(query, transpose(key, key_transposed_.data(), padded(tile.keys)), p_.softmax_scale, probs);
             online_softmax(tile, probs, out);
             const auto value = load_keys(p_, p_.value, sequence, j, tile.keys, kv_head, key_.data());
             add_product_left<acc_t>(probs, value, 1, exact, out);
@@ -71,7 +71,7 @@ private:
         gathered_.load(sequence, head, row, out.rows);
         for (const auto& keys : gathered_.tiles()) {
             const Tile tile = keys.tile(sequence, head, row, out.rows);
-            const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, tile.keys};
+            const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
             product<acc_t>(query, keys.key_transposed, p_.softmax_scale, probs);
             online_softmax(tile, probs, out);
             add_product_left<acc_t>(probs, keys.value, 1, exact, out);

@@ -236,8 +236,8 @@ __global__ void __launch_bounds__(kThreads) fill_bits_kernel(const __grid_consta
     }
 }
 
-// Counts to their sums over the chunks before, and lengths. A block has 32 neighbouring lists, one a lane, and each of its
-// warps a part of the chunks.
+// Counts to their sums over the chunks before, and lengths. A block has 32 neighbouring lists, one a lane, and each of
+// its warps a part of the chunks.
 __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_constant__ Lists lists, int64_t* lengths) {
     __shared__ int sums[kWarps][32];
     const int steps = ceil_div(lists.row_tiles, 32);

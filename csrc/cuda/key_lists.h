@@ -1,7 +1,7 @@
-// Builds the key lists of KeyListsView (params.h) from params.mask or params.intervals, in two steps: how long each list
-// is, and what stands in it. A key is listed where the mask, the sequence's length and, if params.is_causal, causality let
-// a row of the tile see it; causality is left to the kernels where one list serves all rows. Beside the mask, params'
-// batch, lengths and cu_seqlens are read.
+// Builds the key lists of KeyListsView (params.h) from params.mask or params.intervals, in two steps: how long each
+// list is, and what stands in it. A key is listed where the mask, the sequence's length and, if params.is_causal,
+// causality let a row of the tile see it; causality is left to the kernels where one list serves all rows. Beside the
+// mask, params' batch, lengths and cu_seqlens are read.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,8 +27,8 @@ struct KeyListsPlan {
 // total_q: of variable length, the number of rows of all sequences.
 KeyListsPlan plan_key_lists(const AttentionParams& params, int64_t total_q);
 
-// lengths [lists]: of every list, rounded up to KeyListsView::kAlign. scratch: plan.scratch_bytes at a multiple of 16, to
-// be kept for the second step.
+// lengths [lists]: of every list, rounded up to KeyListsView::kAlign. scratch: plan.scratch_bytes at a multiple of 16,
+// to be kept for the second step.
 void key_list_lengths_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* scratch, int64_t* lengths,
                             cudaStream_t stream);
 

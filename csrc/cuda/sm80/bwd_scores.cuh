@@ -47,9 +47,9 @@ struct RowStage {
     typename Tile::RowsTile dout;
     alignas(16) float lse[Tile::kRows];
     alignas(16) float delta[Tile::kRows];
-    union {
+    union {  // whichever form the mask has
         alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
-        alignas(16) int2 intervals[Tile::kKeys];  // of a mask of intervals
+        alignas(16) int2 intervals[Tile::kKeys];
     };
     alignas(16) float key_bias[kKeyBias ? Tile::kKeys : 4];  // times log2(e)
 };
@@ -183,7 +183,7 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
 template <typename Tile, bool kCausal>
 struct TileVisibility {
     const uint32_t (*mask)[Tile::kWords];  // null where there is none
-    const int2* intervals;                 // likewise
+    const int2* intervals;                 // null where there are none
     int first_row;
     int limit;  // of the tile's keys, without causality
     int diagonal;  // row r of the tile sees its keys below diagonal + r

@@ -32,7 +32,7 @@ int64_t splits_that_fill_waves(int64_t tiles, int64_t slots, int64_t most) {
     int64_t best = 1;
     double best_filled = 0;
     for (int64_t waves = 2; waves <= 4; ++waves) {
-        const int64_t splits = std::clamp<int64_t>(waves * slots / tiles, 1, most);
+        const int64_t splits = std::max<int64_t>(std::min(waves * slots / tiles, most), 1);
         const double filled = static_cast<double>(splits * tiles) / (ceil_div(splits * tiles, slots) * slots);
         if (filled > best_filled + 0.01) {
             best = splits;

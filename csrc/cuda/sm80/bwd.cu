@@ -38,20 +38,38 @@ int built_head_dim(const AttentionParams& p) {
     return 0;
 }
 
+// Into how many parts, of up to `most`, each of the dbias tiles is split, so that the blocks fill a few waves of
+// `slots` as well as they can.
+int64_t splits_that_fill_waves(int64_t tiles, int64_t slots, int64_t most) {
+    int64_t best = 1;
+    double best_filled = 0;
+    for (int64_t waves = 2; waves <= 4; ++waves) {
+        const int64_t splits = std::max<int64_t>(std::min(waves * slots / tiles, most), 1);
+        const double filled = static_cast<double>(splits * tiles) / (ceil_div(splits * tiles, slots) * slots);
+        if (filled > best_filled + 0.01) {
+            best = splits;
+            best_filled = filled;
+        }
+    }
+    return best;
+}
+
 // How the gradient of a shared bias is cut: long runs of tiles, but enough of them for every multiprocessor; where there
 // are too few tiles for that, their sharers are split.
-void plan_dbias(BwdParams& p, int64_t row_tiles, int64_t key_tiles) {
-    constexpr int64_t kBlocksPerMultiprocessor = 8, kLongestRun = 16;
+void plan_dbias(BwdParams& p, const BwdTileSizes& tile) {
+    constexpr int64_t kWaves = 2, kLongestRun = 16;
     int device = 0, multiprocessors = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, tile.rows);
+    const int64_t key_tiles = ceil_div<int64_t>(p.seqlen_k, tile.keys);
     const bool is_varlen = p.cu_seqlens_q != nullptr;
     p.dbias_tiles = row_tiles * key_tiles * p.dbias.heads * (is_varlen ? p.batch : p.dbias.batches);
+    if (p.dbias_tiles == 0) return;
     const int64_t sharers = (is_varlen ? 1 : p.batch / p.dbias.batches) * (p.heads / p.dbias.heads);
-    const int64_t blocks = multiprocessors * kBlocksPerMultiprocessor;
-    p.dbias_splits = std::clamp<int64_t>(blocks / std::max<int64_t>(p.dbias_tiles, 1), 1, sharers);
-    p.dbias_run =
-        std::clamp<int64_t>(p.dbias_tiles / blocks, 1, std::min(kLongestRun, std::max<int64_t>(key_tiles, 1)));
+    const int64_t slots = static_cast<int64_t>(multiprocessors) * tile.blocks_per_sm;
+    if (p.dbias_tiles < kWaves * slots) p.dbias_splits = splits_that_fill_waves(p.dbias_tiles, slots, sharers);
+    p.dbias_run = std::clamp<int64_t>(p.dbias_tiles / (kWaves * slots), 1, std::min(kLongestRun, key_tiles));
 }
 
 BwdScratch plan_gather_scratch(BwdParams& p, int head_dim, int64_t total_q, int64_t total_k) {
@@ -87,7 +105,7 @@ BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q, int64_t total_k) {
         p.dense_dbias = dbias_is_of_one(p) ? DenseDbias::kByEntry : DenseDbias::kOwnKernel;
     if (p.dense_dbias == DenseDbias::kOwnKernel) {
         const BwdTileSizes tile = dbias_tile_sizes(head_dim);
-        plan_dbias(p, ceil_div<int64_t>(p.seqlen_q, tile.rows), ceil_div<int64_t>(p.seqlen_k, tile.keys));
+        plan_dbias(p, tile);
         if (p.dbias_splits > 1) scratch.dbias_parts = p.dbias_splits * p.dbias_tiles * tile.rows * tile.keys;
     }
     return scratch;

@@ -46,16 +46,16 @@ __device__ __forceinline__ void expand_intervals(uint32_t (&to)[kRows][kWords], 
     }
 }
 
-// Starts to copy the intervals of kKeys keys to shared memory, pairs of a start and an end; those of keys at or beyond
-// `keys` are left out. `offset` is that of the sequence's first key. cp.async, the caller commits.
+// Starts to copy the intervals of kKeys keys, whose first lies at `offset`, to shared memory, pairs of a start and an end; those of keys beyond the
+// sequence's are left out. cp.async, the caller commits.
 template <int kKeys>
-__device__ __forceinline__ void load_intervals(uint32_t to, const IntervalView& intervals, int64_t offset, int first_key,
-                                               int keys) {
+__device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParams& p, const Sequence& s,
+                                               int64_t offset, int first_key) {
     const int key = first_key + threadIdx.x;
-    if (threadIdx.x >= kKeys || key >= keys) return;
-    const int64_t at = offset + key * intervals.col_stride;
-    cp_async<4>(to + threadIdx.x * 8, intervals.start + at);
-    cp_async<4>(to + threadIdx.x * 8 + 4, intervals.end + at);
+    if (threadIdx.x >= kKeys || key >= s.keys) return;
+    const int64_t at = offset + key * p.intervals.col_stride;
+    cp_async<4>(to + threadIdx.x * 8, p.intervals.start + at);
+    cp_async<4>(to + threadIdx.x * 8 + 4, p.intervals.end + at);
 }
 
 // Which of 32 keys a row sees, by their intervals; of the keys that this lane has of an accumulator (see pairs.cuh)

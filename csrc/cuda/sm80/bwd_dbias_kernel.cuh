@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     const auto load = [&](int stage) {
         auto& to = smem.stages[stage];
         const Sharer<T>& from = window[sharer];
-        load_row_stage(to.rows, address_of, p, from.rows, first, run.row_tile, key_tile);
+        load_row_stage(to.rows, address_of, p, first, from.rows, run.row_tile, key_tile);
         const auto load_keys = [&](typename Tile::KeysTile& tile, const T* keys, int64_t row_stride) {
             const int first_key = key_tile * Tile::kKeys;
             copy_tile_async<typename Tile::KeysTile, Tile::kThreads>(
@@ -228,8 +228,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = kept(bias[first_m + m][n + i / 2][i % 2]);
         };
-        const auto take = [&](int m, int h, int n, int e, float dx, bool is_visible) {
-            if (is_visible) sum[first_m + m][n][2 * h + e] += dx;
+        const auto take = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (is_visible[e]) sum[first_m + m][n][2 * h + e] += dx[e];
         };
         if (softcap > 0) {
             differentiate<Tile, BiasKind::kDense, true, true>(scores, dprobs, stage.rows, dense_bias, visibility,

@@ -62,8 +62,10 @@ struct HeadRows {
     const T* dout;
     const float* lse;
     const float* delta;
-    const uint32_t* mask;  // of a packed mask
-    int64_t intervals;     // of a mask of intervals: the offset of the sequence's first key
+    union {  // whichever form the mask has
+        const uint32_t* mask;
+        int64_t intervals;  // an offset
+    };
 
     HeadRows() = default;
     __device__ HeadRows(const BwdParams& p, const Sequence& s, int head)
@@ -71,13 +73,14 @@ struct HeadRows {
           dout(static_cast<const T*>(p.dout.data) + query_offset(p.dout, s, head)),
           lse(static_cast<const float*>(p.lse.data) + stat_offset(p.lse, s, head)),
           delta(static_cast<const float*>(p.delta.data) + stat_offset(p.delta, s, head)),
-          mask(nullptr),
-          intervals(0) {
-        if (p.interval_tiles.tiles != nullptr) intervals = interval_offset(p.intervals, s, head, p.heads);
+          mask(nullptr) {
         const PackedMask& m = p.packed_mask;
-        if (m.bits == nullptr) return;
-        mask = m.bits + s.batch * m.bits_batch_stride + shared_head(head, p.heads, m.heads) * m.bits_head_stride +
-               s.first_row * m.bits_row_stride;
+        if (m.bits != nullptr) {
+            mask = m.bits + s.batch * m.bits_batch_stride + shared_head(head, p.heads, m.heads) * m.bits_head_stride +
+                   s.first_row * m.bits_row_stride;
+        } else if (p.interval_tiles.tiles != nullptr) {
+            intervals = interval_offset(p.intervals, s, head, p.heads);
+        }
     }
 };
 
@@ -94,11 +97,11 @@ struct HeadBias {
     }
 };
 
-// Loads of one tile of the rows of a head; cp.async, the caller commits. Of `s` only the lengths are asked.
+// Loads of one tile of the rows and keys of a head; cp.async, the caller commits.
 template <typename Tile, bool kKeyBias>
 __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
-                                               const BwdParams& p, const HeadRows<typename Tile::T>& head,
-                                               const Sequence& s, int row_tile, int key_tile) {
+                                               const BwdParams& p, const Sequence& s, const HeadRows<typename Tile::T>& head,
+                                               int row_tile, int key_tile) {
     const int first = row_tile * Tile::kRows, left = s.rows - first, head_dim = static_cast<int>(p.head_dim);
     const auto load_rows = [&](const typename Tile::RowsTile& tile, const typename Tile::T* from, int64_t row_stride) {
         copy_tile_async<typename Tile::RowsTile, Tile::kThreads>(address_of(tile), from, row_stride, first, left,
@@ -108,7 +111,7 @@ __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& s
     load_rows(stage.dout, head.dout, p.dout.row_stride);
 
     if (p.interval_tiles.tiles != nullptr)
-        load_intervals<Tile::kKeys>(address_of(stage.intervals), p.intervals, head.intervals, key_tile * Tile::kKeys, s.keys);
+        load_intervals<Tile::kKeys>(address_of(stage.intervals), p, s, head.intervals, key_tile * Tile::kKeys);
     const int row = threadIdx.x;
     if (row >= Tile::kRows || row >= left) return;
     cp_async<4>(address_of(stage.lse) + row * 4, head.lse + first + row);
@@ -207,8 +210,9 @@ struct TileVisibility {
 
 // S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). `stage` has the rows' lse
 // and delta and, of a key bias, key_bias; visibility.word(row, w) is asked for this lane's keys alone.
-// dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. take(m, h, n, e, dx, is_visible) is
-// given dx of the pair of row m, h and key n, e before it becomes ds; of a pair that is not visible dx may be anything.
+// dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. take(m, h, n, dx, is_visible) is given
+// dx of two neighbouring pairs, of row m, h and the keys of n, before it becomes ds; where one is not visible its dx may
+// be anything.
 template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, typename Stage, typename Visibility,
           typename DenseBias, typename Take>
 __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kScoreN][4],
@@ -253,19 +257,21 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kSc
                     b = *reinterpret_cast<const float2*>(stage.key_bias + key + k * 8 + lane % 4 * 2);
                 }
                 const float shift[2] = {b.x - lse[h], b.y - lse[h]};
+                float dx[2];
+                bool is_visible[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[m][k][2 * h + e];
                     float& d = dp[m][k][2 * h + e];
                     float capped = 0;
                     if (kSoftcap) x = capped = fast_tanh(x * (scale / softcap));
-                    const bool is_visible = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
+                    is_visible[e] = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
                     const float prob = fast_exp2(fmaf(x, scale_log2, shift[e]));
-                    const float dx = prob * (d - delta[h]);
-                    take(m, h, k, e, dx, is_visible);
-                    x = is_visible ? prob : 0;
-                    d = !is_visible ? 0 : kSoftcap ? dx * (1 - capped * capped) : dx;
+                    dx[e] = prob * (d - delta[h]);
+                    x = is_visible[e] ? prob : 0;
+                    d = !is_visible[e] ? 0 : kSoftcap ? dx[e] * (1 - capped * capped) : dx[e];
                 }
+                take(m, h, k, dx, is_visible);
             }
         }
     }

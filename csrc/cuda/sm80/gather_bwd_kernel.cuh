@@ -144,7 +144,8 @@ public:
 
     __device__ void run() {
         clear(dquery_);
-        load_row_stage(smem_.rows, address_of, p_, HeadRows<T>(p_, sequence(), head()), sequence(), first_row() / kRows, 0);
+        const HeadRows<T> rows(p_, sequence(), head());
+        load_row_stage(smem_.rows, address_of, p_, sequence(), rows, first_row() / kRows, 0);
         upcoming_ = list_entry(0);
         for (int tile = 0; tile < 2; ++tile) {
             fetch_keys(tile);
@@ -283,7 +284,6 @@ private:
         clear(dprobs);
         using RowsA = OperandA<typename Tile::RowsTile, false>;
         using KeysB = OperandB<typename Tile::KeysTile, false>;
-        using Pairs = Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst>;
         multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(smem_.rows.query), row, 0),
                                         KeysB(address_of(key_of(tile)), score_key_, 0));
         multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(smem_.rows.dout), row, 0),
@@ -298,11 +298,13 @@ private:
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = bias[kBias == BiasKind::kDense ? m : 0][n + i / 2][i % 2];
         };
-        const auto take = [&](int m, int h, int n, int e, float dx, bool is_visible) {
+        const auto take = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
+            const float dx0 = is_visible[0] ? dx[0] : 0, dx1 = is_visible[1] ? dx[1] : 0;
             if constexpr (kKeyBias) {
-                column_sums_[n * 2 + e] += is_visible ? dx : 0.f;
+                column_sums_[n * 2] += dx0;
+                column_sums_[n * 2 + 1] += dx1;
             } else if constexpr (kBias == BiasKind::kDense) {
-                if (is_visible && needs_dbias()) add_dense_dbias(stage, row + m * 16 + h * 8 + lane_id() / 4, n, e, dx);
+                if (needs_dbias()) add_dense_dbias(stage, row + m * 16 + h * 8 + lane_id() / 4, n, dx0, dx1);
             }
         };
         if (softcap > 0) {
@@ -315,6 +317,7 @@ private:
             differentiate<Tile, kBias, true, false>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_,
                                                     rows, scale, softcap, take);
         }
+        using Pairs = Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst>;
         store_rounded<T>(scores, Pairs(address_of(smem_.probs[tile % 2]), row, score_key_));
         store_rounded<T>(dprobs, Pairs(address_of(smem_.dscores[tile % 2]), row, score_key_));
     }
@@ -343,15 +346,18 @@ private:
         return *reinterpret_cast<const int2*>(stage.key + score_key_ + n * 8 + lane_id() % 4 * 2);
     }
 
-    // dx of a pair of row r of the tile; dbias is zero where no list has a pair.
-    __device__ __forceinline__ void add_dense_dbias(const Stage& stage, int r, int n, int e, float dx) {
+    // dx of two pairs of row r of the tile.
+    __device__ __forceinline__ void add_dense_dbias(const Stage& stage, int r, int n, float dx0, float dx1) {
         if (r >= tile_rows()) return;
         const int2 keys = this_lanes_keys(stage, n);
-        const int64_t at = smem_.at.dense_dbias + r * p_.dbias.row_stride + (e == 0 ? keys.x : keys.y);
+        const int64_t at = smem_.at.dense_dbias + r * p_.dbias.row_stride;
         if (adds_to_shared_dbias()) {
-            reduce_add(p_.dbias_accum + at, dx);
+            if (keys.x >= 0) reduce_add(p_.dbias_accum + at + keys.x, dx0);
+            if (keys.y >= 0) reduce_add(p_.dbias_accum + at + keys.y, dx1);
         } else {
-            static_cast<T*>(p_.dbias.data)[at] = T(dx);
+            T* to = static_cast<T*>(p_.dbias.data) + at;
+            if (keys.x >= 0) to[keys.x] = T(dx0);
+            if (keys.y >= 0) to[keys.y] = T(dx1);
         }
     }
 

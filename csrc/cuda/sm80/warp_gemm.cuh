@@ -34,8 +34,9 @@ public:
 
     // `lane_offset` is lane_offset(row, col) of the corner, which many products have in common.
     __device__ __forceinline__ Blocks(uint32_t tile, uint32_t lane_offset) : lane_address_(tile + lane_offset) {}
-    // Hides from the compiler that the offset is the same in every turn of a loop: kept across it, the offsets of all
-    // blocks would take more registers than there are.
+
+    // Found anew wherever it is wanted: the compiler is not to see that the corner is the same in every turn of a loop.
+    // Kept across it, the offsets of all blocks would take more registers than there are.
     __device__ __forceinline__ Blocks(uint32_t tile, int row, int col)
         : lane_address_(tile + lane_offset(row, col, kept(lane_id()))) {}
 

@@ -15,6 +15,7 @@ from setuptools import setup
 
 try:
     import torch
+    from torch.utils import cpp_extension
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 except ImportError:
     sys.exit(
@@ -28,9 +29,18 @@ import generate_kernels  # noqa: E402
 
 CPU_SOURCES = [
     "csrc/flash_api.cpp",
-    *(f"csrc/cpu/{name}.cpp" for name in ("linalg", "mha_bwd", "mha_fwd", "scores", "work")),
+    *(
+        f"csrc/cpu/{name}.cpp"
+        for name in ("gather", "gather_bwd", "key_lists", "linalg", "mha_bwd", "mha_fwd", "scores", "work")
+    ),
 ]
-CUDA_SOURCES = [f"csrc/cuda/{name}.cu" for name in ("bwd_preprocess", "combine", "pack_mask", "sm80/bwd", "sm80/fwd")]
+CUDA_SOURCES = [
+    f"csrc/cuda/{name}.cu"
+    for name in (
+        *("bwd_postprocess", "bwd_preprocess", "combine", "interval_tiles", "key_lists", "pack_mask"),
+        *("sm80/bwd", "sm80/fwd"),
+    )
+]
 
 # Without -fno-trapping-math a select between two floats keeps a loop from becoming vector instructions; nothing here
 # reads floating-point exceptions.
@@ -82,20 +92,30 @@ def why_without_cuda() -> str | None:
     return None
 
 
+def quoted(name: str, text: str) -> str:
+    """The definition of a macro as a string."""
+    return f'-D{name}="{text}"'
+
+
 def extension():
-    flags = {"cxx": CXX_FLAGS + cpu_flags()}
+    flags = {"cxx": [*CXX_FLAGS, *cpu_flags(), quoted("FLASH_DMATTN_TORCH_VERSION", torch.__version__)]}
     options = {"include_dirs": [str(ROOT / "csrc")], "extra_compile_args": flags, "extra_link_args": ["-fopenmp"]}
     reason = why_without_cuda()
     if reason is not None:
         print(f"flash_dmattn: building without CUDA kernels: {reason}")
+        flags["cxx"].append(quoted("FLASH_DMATTN_WHY_NO_CUDA", reason))
         return CppExtension("flash_dmattn._C", CPU_SOURCES, **options)
 
     generated = ROOT / "build" / "kernels"
     kernels = [os.path.relpath(path, ROOT) for path in generate_kernels.generate(generated)]
     options["include_dirs"].append(str(generated))
-    flags["cxx"].append("-DFLASH_DMATTN_WITH_CUDA")
-    flags["nvcc"] = NVCC_FLAGS
-    print(f"flash_dmattn: building {len(kernels)} files of CUDA kernels")
+    # Chosen here, not by CUDAExtension, so that the module can tell for which it was built.
+    targets = cpp_extension._get_cuda_arch_flags()
+    codes = [target.rpartition("code=")[2] for target in targets]
+    architectures = ",".join(sorted(codes, key=lambda code: (code.startswith("compute"), len(code), code)))
+    flags["cxx"] += ["-DFLASH_DMATTN_WITH_CUDA", quoted("FLASH_DMATTN_CUDA_ARCHITECTURES", architectures)]
+    flags["nvcc"] = NVCC_FLAGS + targets
+    print(f"flash_dmattn: building {len(kernels)} files of CUDA kernels for {architectures}")
     return CUDAExtension("flash_dmattn._C", CPU_SOURCES + CUDA_SOURCES + kernels, **options)
 
 

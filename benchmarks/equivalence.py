@@ -10,7 +10,9 @@ ref64 being the `reference` backend in float64, and eager the same backend in th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -28,7 +30,18 @@ from problem import (
     some_minus_inf,
     surrounded,
 )
-from report import REFUSALS, argument_parser, console, describe, environment, parse, progress, sentence, write_json
+from report import (
+    REFUSALS,
+    argument_parser,
+    console,
+    describe,
+    environment,
+    parse,
+    positive,
+    progress,
+    sentence,
+    write_json,
+)
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
@@ -115,6 +128,11 @@ def configurations(size: str) -> list[Problem]:
         config("top-w, causal, float32 bias", window=16, is_causal=True, bias_dtype=torch.float32, **key_bias),
         config("top-w, dense bias", window=16, bias="B H Sq Sk"),
         config("top-w, one row", window=16, seqlen_q=1, is_causal=True, **key_bias),
+        *(
+            config(f"top-w by intervals{where}", window=16, as_intervals=True, is_causal=True, **lengths, **key_bias)
+            for where, lengths in ((", square", square), (", one row", {"seqlen_q": 1}), (", more rows", more_rows))
+        ),
+        config("top-w by intervals, a mask a head", window=16, as_intervals=True, is_causal=True, bias="B H 1 Sk"),
         # Nothing visible
         config("rows see nothing", mask="B H Sq Sk", mask_values=blank_rows, **key_bias),
         config("tiles see nothing", mask="B Hkv Sq Sk", mask_values=blank_tiles, bias="1 H Sq Sk"),
@@ -199,24 +217,37 @@ def compare(
     return Outcome(config, backend, MISS if missed else PASS, outputs=outputs)
 
 
-def compare_all(
-    problems: list[Problem], names: list[str], outputs_of: OutputsOf, dtype: torch.dtype, device: str, seed: int, on
+def compare_backends(
+    problem: Problem, names: list[str], outputs_of: OutputsOf, dtype: torch.dtype, device: str, seed: int
 ) -> list[Outcome]:
+    # What FlexAttention compiled for one problem is of no use to the next, and counts against its limit.
+    torch.compiler.reset()
     reference = flash_dmattn_func_auto("reference")
-    outcomes = []
+    inputs = make_inputs(problem, dtype, device, seed).map(surrounded)
+    eager = outputs_of(reference, inputs)
+    exact = outputs_of(reference, inputs.map(lambda x: x.double() if x.is_floating_point() else x))
+    return [compare(name, inputs, outputs_of, eager, exact) for name in names]
+
+
+def compare_all(problems: list[Problem], jobs: int, on, *arguments: object) -> list[Outcome]:
+    """In the order of the problems; `jobs` of them at a time, each in a process."""
+    outcomes: dict[str, list[Outcome]] = {}
     with progress(on) as bar:
-        task = bar.add_task("", total=len(problems) * len(names))
-        for problem in problems:
-            # What FlexAttention compiled for one problem is of no use to the next, and counts against its limit.
-            torch.compiler.reset()
-            inputs = make_inputs(problem, dtype, device, seed).map(surrounded)
-            eager = outputs_of(reference, inputs)
-            exact = outputs_of(reference, inputs.map(lambda x: x.double() if x.is_floating_point() else x))
-            for name in names:
-                bar.update(task, description=f"{name}: {problem.name}")
-                outcomes.append(compare(name, inputs, outputs_of, eager, exact))
-                bar.advance(task)
-    return outcomes
+        task = bar.add_task("", total=len(problems))
+        for problem, compared in compared_with(jobs, problems, *arguments):
+            outcomes[problem.name] = compared
+            bar.update(task, description=problem.name, advance=1)
+    return [outcome for problem in problems for outcome in outcomes[problem.name]]
+
+
+def compared_with(jobs: int, problems: list[Problem], *arguments: object) -> Iterator[tuple[Problem, list[Outcome]]]:
+    """As they are done."""
+    if jobs == 1:
+        yield from ((problem, compare_backends(problem, *arguments)) for problem in problems)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(compare_backends, problem, *arguments): problem for problem in problems}
+        yield from ((futures[future], future.result()) for future in as_completed(futures))
 
 
 def cell(outcome: Outcome, show_outputs: bool, reasons: list[str]) -> str:
@@ -259,6 +290,13 @@ def main(outputs_of: OutputsOf, description: str, arguments: list[str] | None = 
     parser.add_argument(
         "--config", default="", metavar="TEXT", help="only the configurations whose name has this in it"
     )
+    parser.add_argument(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="configurations at a time (default: %(default)s)",
+    )
     parser.add_argument("--outputs", action="store_true", help="show every output, not only the worst")
     options = parse(parser, arguments)
     on_cpu = options.device == "cpu"
@@ -274,7 +312,7 @@ def main(outputs_of: OutputsOf, description: str, arguments: list[str] | None = 
     for name in backends.NAMES:
         if (reason := backends.load(name).why_unavailable()) is not None:
             on.print(f"[yellow]{name} is not available:[/] {escape(reason)}")
-    outcomes = compare_all(problems, names, outputs_of, DTYPES[dtype], options.device, options.seed, on)
+    outcomes = compare_all(problems, options.jobs, on, names, outputs_of, DTYPES[dtype], options.device, options.seed)
     on.print(table(outcomes, names, options.outputs))
 
     counts = {verdict: sum(outcome.verdict == verdict for outcome in outcomes) for verdict in STYLES}

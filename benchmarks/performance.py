@@ -1,6 +1,7 @@
 """Times the same work through SDPA, FlexAttention and ours, for forward_performance.py and backward_performance.py.
 
-SDPA takes mask and bias as one float mask and FlexAttention a block mask; both are made beforehand and not timed.
+SDPA takes mask and bias as one float mask and FlexAttention a block mask; both are made beforehand and not timed. SDPA
+chooses its own kernel; "sdpa-flash" is its FlashAttention-2, which takes neither mask nor bias.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from report import (
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_dmattn import flash_dmattn_func_auto
+from flash_dmattn import KeyIntervalMask, flash_dmattn_func_auto
 from flash_dmattn.backends import flex, reference
 
 # What an NVIDIA H200 reaches, measured: 16-bit matrix products, and copies.
@@ -113,20 +116,32 @@ def float_mask(inputs: Inputs) -> Tensor:
     problem, query = inputs.problem, inputs.query
     visible = causal_pairs(problem, query.device) if problem.is_causal else query.new_ones(1, 1, 1, 1, dtype=torch.bool)
     if inputs.mask is not None:
-        visible = visible & reference.expand_heads(inputs.mask, problem.heads)
+        visible = visible & reference.expand_heads(inputs.bool_mask(), problem.heads)
     bias = query.new_zeros(1, 1, 1, problem.seqlen_k)
     if inputs.bias is not None:
         bias = reference.expand_heads(inputs.bias, problem.heads).to(query.dtype)
     return torch.where(visible, bias, -torch.inf)
 
 
+def sdpa_flash(inputs: Inputs) -> Work:
+    work = sdpa(inputs)
+    if len(work.leaves) > 3:
+        raise ValueError("FlashAttention-2 takes neither mask nor bias")
+
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return work.forward()
+
+    return Work(forward, work.leaves)
+
+
 def flex_attention(inputs: Inputs) -> Work:
     # Its compiled backward otherwise reuses saved tensors as scratch memory, and can run only once.
-    torch._functorch.config.donated_buffer = False
+    functorch_config.donated_buffer = False
     problem = inputs.problem
     block_mask = flex.block_mask_of(inputs.query, inputs.key, inputs.mask, problem.is_causal)
     options = {"softmax_scale": problem.head_dim**-0.5, "is_causal": problem.is_causal, "softcap": problem.softcap}
-    tensors = (inputs.query, inputs.key, inputs.value, inputs.mask, inputs.bias)
+    tensors = (inputs.query, inputs.key, inputs.value, None, inputs.bias)
 
     def forward() -> Tensor:
         return flex.attention(*tensors, **options, deterministic=False, block_mask=block_mask)[0]
@@ -134,7 +149,7 @@ def flex_attention(inputs: Inputs) -> Work:
     return Work(forward, list(inputs.leaves().values()))
 
 
-PEERS = {"sdpa": sdpa, "flex": flex_attention}
+PEERS = {"sdpa": sdpa, "sdpa-flash": sdpa_flash, "flex": flex_attention}
 
 
 # Timing
@@ -165,6 +180,13 @@ def medians_on_cpu(calls: dict[str, Callable[[], object]], samples: int) -> dict
             call()
             seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def medians(calls: dict[str, Callable[[], object]], samples: int, device: str) -> dict[str, float]:
+    """The seconds that each call takes."""
+    if device == "cpu":
+        return medians_on_cpu(calls, samples)
+    return {name: median_on_cuda(call) for name, call in calls.items()}
 
 
 @dataclass(frozen=True)
@@ -202,9 +224,7 @@ def time_workload(
             except REFUSALS as error:
                 calls.pop(name, None)
                 refusals[name] = sentence(error)
-        seconds = (
-            medians_on_cpu(calls, samples) if device == "cpu" else {n: median_on_cuda(c) for n, c in calls.items()}
-        )
+        seconds = medians(calls, samples, device)
         limit = least_seconds(quantity, inputs) if device == "cuda" and inputs.query.element_size() == 2 else None
         for name in builders:
             taken = seconds.get(name)
@@ -221,8 +241,8 @@ def least_seconds(quantity: str, inputs: Inputs) -> float:
     if quantity == BOTH:
         return least_seconds(FORWARD, inputs) + least_seconds(BACKWARD, inputs)
     problem = inputs.problem
-    visible = reference.visible_pairs(inputs.query, inputs.key, inputs.mask, inputs.bias, problem.is_causal)
-    seen = visible.any(dim=2).unflatten(1, (problem.kv_heads, -1)).any(dim=2)
+    rows_of_key = rows_that_see(inputs)
+    seen = (rows_of_key > 0).unflatten(1, (problem.kv_heads, -1)).any(dim=2)
     rows, keys = size(inputs.query), size(inputs.key) + size(inputs.value)
     lse = 4 * problem.batch * problem.heads * problem.seqlen_q
     keys_seen = keys * seen.sum().item() / seen.numel()
@@ -232,12 +252,23 @@ def least_seconds(quantity: str, inputs: Inputs) -> float:
     else:
         products = 5  # scores, dp, dq, dk, dv
         moved = 4 * rows + keys_seen + keys + size(inputs.mask) + 2 * size(inputs.bias) + lse
-    flops = products * 2 * problem.head_dim * visible.sum().item()
+    flops = products * 2 * problem.head_dim * rows_of_key.sum().item()
     return max(flops / PEAK_FLOPS, moved / PEAK_BYTES)
 
 
-def size(tensor: Tensor | None) -> int:
+def rows_that_see(inputs: Inputs) -> Tensor:
+    """How many rows see a key, (B, H, Sk)."""
+    problem, mask = inputs.problem, inputs.mask
+    if isinstance(mask, KeyIntervalMask):  # of `window`: causality and -inf are in it
+        rows = (mask.end.clamp(0, problem.seqlen_q) - mask.start.clamp(0, problem.seqlen_q)).clamp(min=0)
+        return rows.repeat_interleave(problem.heads // mask.heads, dim=1).expand(problem.batch, -1, -1)
+    return reference.visible_pairs(inputs.query, inputs.key, mask, inputs.bias, problem.is_causal).sum(dim=2)
+
+
+def size(tensor: Tensor | KeyIntervalMask | None) -> int:
     """Bytes in memory: what is expanded counts once."""
+    if isinstance(tensor, KeyIntervalMask):
+        return size(tensor.start) + size(tensor.end)
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
 
 
@@ -246,9 +277,8 @@ def size(tensor: Tensor | None) -> int:
 
 def ratio(timings: dict[str, Timing], name: str, peer: str) -> float | None:
     """How many times as fast as the peer."""
-    if timings[name].seconds is None or timings[peer].seconds is None:
-        return None
-    return timings[peer].seconds / timings[name].seconds
+    taken, its = (timings[who].seconds if who in timings else None for who in (name, peer))
+    return its / taken if taken is not None and its is not None else None
 
 
 def grouped(timings: list[Timing]) -> dict[tuple[str, str, str], dict[str, Timing]]:
@@ -270,7 +300,8 @@ def table(timings: list[Timing], names: list[str], peers: list[str]) -> Table:
     ):
         table.add_column(header.replace("[", r"\["), justify="right", max_width=14)
     for key, group in grouped(timings).items():
-        milliseconds = [shown(timing.seconds, "{:.2f}", 1e3) or in_short(timing.refusal) for timing in group.values()]
+        timed = [group.get(name, Timing(*key, name)) for name in (*names, *peers)]
+        milliseconds = [shown(timing.seconds, "{:.2f}", 1e3) or in_short(timing.refusal) for timing in timed]
         ratios = [shown(ratio(group, *pair), "{:.2f} x") for pair in pairs]
         fractions = [shown(group[name].fraction_of_limit, "{:.0%}") for name in names if on_cuda]
         table.add_row(*map(escape, key), *milliseconds, *ratios, *fractions)
@@ -278,7 +309,7 @@ def table(timings: list[Timing], names: list[str], peers: list[str]) -> Table:
 
 
 def in_short(refusal: str) -> str:
-    return "no memory" if "memory" in refusal else "refused"
+    return "" if not refusal else "no memory" if "out of memory" in refusal else "refused"
 
 
 def shown(number: float | None, form: str, scale: float = 1.0) -> str:
@@ -319,7 +350,7 @@ def too_slow(timings: list[Timing], name: str) -> list[str]:
 def main(quantities: list[str], description: str, arguments: list[str] | None = None) -> int:
     """The exit status: 1 where ours gave no time, or was slower than --check allows."""
     parser = argument_parser(description, backends="the device's kernels")
-    parser.add_argument("--peer", action="append", choices=PEERS, help="may be repeated (default: sdpa; flex on CUDA)")
+    parser.add_argument("--peer", action="append", choices=PEERS, help="may be repeated (default: sdpa; on CUDA all)")
     parser.add_argument(
         "--dtype", action="append", choices=DTYPES, help="may be repeated (default: bfloat16; float32 on the CPU)"
     )
@@ -336,7 +367,7 @@ def main(quantities: list[str], description: str, arguments: list[str] | None = 
     options = parse(parser, arguments)
     on_cpu = options.device == "cpu"
     names = options.backend or [options.device]
-    peers = options.peer or (["sdpa"] if on_cpu else ["sdpa", "flex"])
+    peers = options.peer or (["sdpa"] if on_cpu else list(PEERS))
     dtypes = options.dtype or (["float32", "bfloat16"] if on_cpu else ["bfloat16"])
     if options.check and (not on_cpu or "sdpa" not in peers):
         parser.error("--check compares with SDPA on the CPU")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flash_dmattn import create_mask
+from flash_dmattn import KeyIntervalMask, create_mask
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -87,6 +87,7 @@ class Problem:
     bias_values: Callable[[Tensor], Tensor] = unchanged
     bias_dtype: torch.dtype | None = None  # None: query's
     window: int | None = None  # how many keys of largest bias a row sees, instead of `mask`
+    as_intervals: bool = False  # whether the mask of `window` is a KeyIntervalMask, not a bool one
     uses_lse: bool = True  # whether lse has a gradient
 
     def shape_of(self, layout: str) -> tuple[int, ...]:
@@ -100,7 +101,7 @@ class Inputs:
     query: Tensor  # (B, Sq, H, D)
     key: Tensor  # (B, Sk, Hkv, D)
     value: Tensor  # (B, Sk, Hkv, D)
-    mask: Tensor | None
+    mask: Tensor | KeyIntervalMask | None
     bias: Tensor | None
     dout: Tensor  # (B, Sq, H, D)
     dlse: Tensor  # (B, H, Sq)
@@ -119,7 +120,12 @@ class Inputs:
         leaves = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias}
         return {name: tensor for name, tensor in leaves.items() if tensor is not None}
 
-    def attend(self, attention: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def bool_mask(self) -> Tensor | None:
+        """The mask as a bool tensor."""
+        sparse = isinstance(self.mask, KeyIntervalMask)
+        return self.mask.to_dense(self.problem.seqlen_q) if sparse else self.mask
+
+    def attend(self, attention: Callable[..., tuple[Tensor, Tensor]], **options) -> tuple[Tensor, Tensor]:
         """(out, lse) of a function with `flash_dmattn_func`'s arguments."""
         return attention(
             *(self.query, self.key, self.value, self.mask, self.bias),
@@ -127,6 +133,7 @@ class Inputs:
             is_causal=self.problem.is_causal,
             softcap=self.problem.softcap,
             return_lse=True,
+            **options,
         )
 
 
@@ -160,8 +167,10 @@ def causal_pairs(problem: Problem, device: torch.device) -> Tensor:
     return pairs.tril(problem.seqlen_k - problem.seqlen_q)
 
 
-def dynamic_mask(problem: Problem, bias: Tensor) -> Tensor:
+def dynamic_mask(problem: Problem, bias: Tensor) -> Tensor | KeyIntervalMask:
     """The `window` keys of largest bias that each row may see."""
+    if problem.as_intervals:
+        return KeyIntervalMask.topk(bias, problem.window, problem.seqlen_q)
     allowed = causal_pairs(problem, bias.device) if problem.is_causal else None
     sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k)
     return create_mask(bias, allowed, *sizes, problem.window, torch.finfo(bias.dtype).min)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -112,7 +113,12 @@ def version_of(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this source tree, with "+ changes" where tracked files differ from it; None outside of git."""
+    """The commit of this source tree, with "+ changes" where tracked files differ from it.
+
+    Where the tree is a copy without its git folder, FLASH_DMATTN_COMMIT can name it; None where nothing does.
+    """
+    if os.environ.get("FLASH_DMATTN_COMMIT"):
+        return os.environ["FLASH_DMATTN_COMMIT"]
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()

@@ -8,7 +8,9 @@
 #include <tuple>
 #include <utility>
 
+#include "build_info.h"
 #include "cpu/attention.h"
+#include "cpu/key_lists.h"
 #include "params.h"
 
 #ifdef FLASH_DMATTN_WITH_CUDA
@@ -16,6 +18,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "cuda/attention.h"
+#include "cuda/key_lists.h"
 #endif
 
 namespace flash_dmattn {
@@ -51,6 +54,19 @@ using OptionalVarlen = std::optional<Varlen>;
 struct Options {
     double softmax_scale, softcap;
     bool is_causal;
+};
+
+// Which pairs the caller lets see each other: by at most one of mask and intervals, by lists of keys, or by both lists
+// and intervals. See KeyListsView.
+struct MaskTensors {
+    // bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); of variable length (total_k, heads) or (total_q, heads, Sk)
+    OptionalTensor mask;
+    // int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends; of variable length (2, total_k, heads)
+    OptionalTensor intervals;
+    OptionalTensor list_keys;    // int32 (capacity)
+    OptionalTensor list_starts;  // int64 (lists + 1)
+    OptionalTensor list_rows;    // int32 (capacity, 4)
+    std::optional<int64_t> list_batches, list_heads;
 };
 
 DataType data_type(const Tensor& tensor, const char* name) {
@@ -134,6 +150,83 @@ void check_pairs(at::IntArrayRef shape, const char* name, const AttentionParams&
                       " must be (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k), got ", shape);
 }
 
+IntervalView interval_view(const Tensor& intervals) {
+    const Tensor start = intervals[0];
+    IntervalView view;
+    view.start = start.const_data_ptr<int32_t>();
+    view.end = view.start + intervals.stride(0);
+    view.heads = start.size(1);
+    view.head_stride = broadcast_stride(start, 1);
+    if (start.dim() == 3) {
+        view.batches = start.size(0);
+        view.batch_stride = broadcast_stride(start, 0);
+        view.col_stride = start.stride(2);
+    } else {
+        view.col_stride = start.stride(0);
+    }
+    return view;
+}
+
+void check_intervals(const Tensor& intervals, const AttentionParams& p, bool varlen, int64_t total_k) {
+    check_dtype(intervals, "intervals", at::kInt);
+    const auto shape = intervals.sizes();
+    const auto fits = [&](int64_t dim, std::initializer_list<int64_t> sizes) {
+        return std::find(sizes.begin(), sizes.end(), shape[dim]) != sizes.end();
+    };
+    const bool fit = varlen ? shape.size() == 3 && fits(1, {total_k}) && fits(2, {p.heads, p.kv_heads, 1})
+                            : shape.size() == 4 && fits(1, {p.batch, 1}) && fits(2, {p.heads, p.kv_heads, 1}) &&
+                                  fits(3, {p.seqlen_k});
+    TORCH_CHECK_VALUE(fit && shape[0] == 2, "intervals must be ",
+                      varlen ? "(2, total_k, {H|Hkv|1})" : "(2, {B|1}, {H|Hkv|1}, Sk)", ", got ", shape);
+}
+
+KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, const Tensor& query) {
+    TORCH_CHECK_VALUE(masks.list_starts && masks.list_batches && masks.list_heads,
+                      "list_keys comes with list_starts, list_batches and list_heads");
+    TORCH_CHECK_VALUE(!masks.mask, "mask and list_keys cannot both be given: the lists say what a bool mask does");
+    const Tensor &keys = *masks.list_keys, &starts = *masks.list_starts;
+    KeyListsView view;
+    view.batches = *masks.list_batches;
+    view.heads = *masks.list_heads;
+    view.rows_alike = !masks.intervals && !masks.list_rows;
+    view.row_tiles = view.rows_alike ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
+    TORCH_CHECK_VALUE(view.batches == p.batch || view.batches == 1, "list_batches must be ", p.batch, " or 1, got ",
+                      view.batches);
+    TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "list_heads must be ",
+                      p.heads, ", ", p.kv_heads, " or 1, got ", view.heads);
+    check_shape(starts, "list_starts", {view.batches * view.heads * view.row_tiles + 1});
+    check_dtype(starts, "list_starts", at::kLong);
+    check_shape(keys, "list_keys", {keys.numel()});
+    check_dtype(keys, "list_keys", at::kInt);
+    for (const auto& [tensor, name] : {std::pair(&keys, "list_keys"), std::pair(&starts, "list_starts")}) {
+        check_device(*tensor, name, query);
+        check_last_contiguous(*tensor, name);
+    }
+    view.keys = keys.const_data_ptr<int32_t>();
+    view.starts = starts.const_data_ptr<int64_t>();
+    if (masks.list_rows) {
+        const Tensor& rows = *masks.list_rows;
+        check_shape(rows, "list_rows", {keys.numel(), KeyListsView::kRows / 32});
+        check_dtype(rows, "list_rows", at::kInt);
+        check_device(rows, "list_rows", query);
+        TORCH_CHECK_VALUE(rows.is_contiguous(), "list_rows must be contiguous, got strides ", rows.strides());
+        view.rows = reinterpret_cast<const uint32_t*>(rows.const_data_ptr<int32_t>());
+    }
+    return view;
+}
+
+void set_sequences(AttentionParams& p, const Varlen& varlen, const Tensor& like) {
+    for (const auto& [tensor, name] : {std::pair(&varlen.cu_seqlens_q, "cu_seqlens_q"),
+                                       std::pair(&varlen.cu_seqlens_k, "cu_seqlens_k")}) {
+        check_dtype(*tensor, name, at::kInt);
+        check_device(*tensor, name, like);
+        check_shape(*tensor, name, {p.batch + 1});
+        check_last_contiguous(*tensor, name);
+    }
+    p.cu_seqlens_q = varlen.cu_seqlens_q.const_data_ptr<int32_t>();
+    p.cu_seqlens_k = varlen.cu_seqlens_k.const_data_ptr<int32_t>();
+}
+
 // What forward and backward have in common.
 void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& bias,
           const OptionalVarlen& varlen, const Options& options) {
@@ -168,17 +261,7 @@ void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tens
     p.key = rows_view(key, varlen.has_value());
     p.value = rows_view(value, varlen.has_value());
 
-    if (varlen) {
-        for (const auto& [tensor, name] : {std::pair(&varlen->cu_seqlens_q, "cu_seqlens_q"),
-                                           std::pair(&varlen->cu_seqlens_k, "cu_seqlens_k")}) {
-            check_dtype(*tensor, name, at::kInt);
-            check_device(*tensor, name, query);
-            check_shape(*tensor, name, {p.batch + 1});
-            check_last_contiguous(*tensor, name);
-        }
-        p.cu_seqlens_q = varlen->cu_seqlens_q.const_data_ptr<int32_t>();
-        p.cu_seqlens_k = varlen->cu_seqlens_k.const_data_ptr<int32_t>();
-    }
+    if (varlen) set_sequences(p, *varlen, query);
     if (bias) {
         check_device(*bias, "bias", query);
         check_pairs(bias->sizes(), "bias", p, varlen, total_q, total_k);
@@ -193,15 +276,26 @@ void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tens
 
 bool nothing_to_do(const AttentionParams& p) { return p.batch == 0 || p.heads == 0; }
 
-void check_mask(const AttentionParams& p, const Tensor& mask, const Tensor& query, const Tensor& key,
+void check_bool_mask(const AttentionParams& p, const Tensor& mask, const Tensor& query, const Tensor& key,
                 const OptionalVarlen& varlen) {
     check_dtype(mask, "mask", at::kBool);
     check_device(mask, "mask", query);
     check_pairs(mask.sizes(), "mask", p, varlen, query.size(0), key.size(0));
 }
 
+// `mask` itself is no bool in the backward on CUDA, and is left to the caller.
+void fill_sparse(AttentionParams& p, const MaskTensors& masks, const Tensor& query, const Tensor& key, bool varlen) {
+    TORCH_CHECK_VALUE(!masks.mask || !masks.intervals, "mask and intervals cannot both be given");
+    if (masks.intervals) {
+        check_intervals(*masks.intervals, p, varlen, key.size(0));
+        check_device(*masks.intervals, "intervals", query);
+        p.intervals = interval_view(*masks.intervals);
+    }
+    if (masks.list_keys) p.lists = lists_view(masks, p, query);
+}
+
 #ifdef FLASH_DMATTN_WITH_CUDA
-void check_cuda_dtype(const Tensor& query) {
+void check_cuda_inputs(const AttentionParams& p, const Tensor& query) {
     TORCH_CHECK_TYPE(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16,
                      "query must be float16 or bfloat16 on CUDA (float32 through the backend 'triton'), got ",
                      query.scalar_type());
@@ -216,8 +310,20 @@ PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles
     return packed;
 }
 
+// Fills params.interval_tiles, where the kernels go over a mask of intervals in tiles; gives their memory.
+Tensor summarize_intervals(AttentionParams& p, const Tensor& query, cudaStream_t stream) {
+    const bool has_tiles = p.intervals.present() && !p.lists.present();
+    const IntervalTiles plan = has_tiles ? plan_interval_tiles(p) : IntervalTiles();
+    const Tensor memory = at::empty({plan.size * static_cast<int64_t>(sizeof(IntervalTile))}, query.options().dtype(at::kByte));
+    if (plan.size == 0) return memory;
+    p.interval_tiles = plan;
+    p.interval_tiles.tiles = reinterpret_cast<IntervalTile*>(memory.data_ptr());
+    summarize_intervals_cuda(p, p.interval_tiles, stream);
+    return memory;
+}
+
 std::pair<Tensor, Tensor> forward_cuda(FwdParams& p, const Tensor& query, const OptionalTensor& mask) {
-    check_cuda_dtype(query);
+    check_cuda_inputs(p, query);
     const c10::cuda::CUDAGuard guard(query.device());
     const auto stream = c10::cuda::getCurrentCUDAStream().stream();
     Tensor bits = at::empty({0}, query.options().dtype(at::kInt)), tiles = at::empty({0}, query.options().dtype(at::kByte));
@@ -230,6 +336,7 @@ std::pair<Tensor, Tensor> forward_cuda(FwdParams& p, const Tensor& query, const 
         p.packed_mask = in_tensors(plan, bits, tiles);
         pack_mask_cuda(p, p.packed_mask, stream);
     }
+    const Tensor interval_tiles = summarize_intervals(p, query, stream);
     p.splits = plan_fwd_splits(p);
     const auto scratch = query.options().dtype(at::kFloat);
     const int64_t rows = p.splits > 1 ? p.splits * p.batch * p.heads * p.seqlen_q : 0;
@@ -240,8 +347,9 @@ std::pair<Tensor, Tensor> forward_cuda(FwdParams& p, const Tensor& query, const 
     return {bits, tiles};
 }
 
-void backward_cuda(BwdParams& p, const Tensor& query, const OptionalTensor& bits, const OptionalTensor& tiles) {
-    check_cuda_dtype(query);
+void backward_cuda(BwdParams& p, const Tensor& query, const Tensor& key, const OptionalTensor& bits,
+                   const OptionalTensor& tiles) {
+    check_cuda_inputs(p, query);
     const c10::cuda::CUDAGuard guard(query.device());
     if (bits) {
         const PackedMask plan = plan_packed_mask(p, query.size(0));
@@ -249,7 +357,9 @@ void backward_cuda(BwdParams& p, const Tensor& query, const OptionalTensor& bits
                           "mask and mask_tiles must be what the forward returned");
         p.packed_mask = in_tensors(plan, *bits, *tiles);
     }
-    const BwdScratch sizes = plan_bwd_scratch(p, query.size(0));
+    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
+    const Tensor interval_tiles = summarize_intervals(p, query, stream);
+    const BwdScratch sizes = plan_bwd_scratch(p, query.size(0), key.size(0));
     const auto scratch = query.options().dtype(at::kFloat);
     const Tensor dquery_accum = at::empty({sizes.dquery_accum}, scratch);
     const Tensor dquery_turns = at::empty({sizes.dquery_turns}, scratch.dtype(at::kInt));
@@ -257,26 +367,58 @@ void backward_cuda(BwdParams& p, const Tensor& query, const OptionalTensor& bits
     p.dquery_accum = dquery_accum.data_ptr<float>();
     p.dquery_turns = dquery_turns.data_ptr<int32_t>();
     p.dbias_parts = dbias_parts.data_ptr<float>();
-    mha_bwd_cuda(p, c10::cuda::getCurrentCUDAStream().stream());
+    const Tensor dkv_accum = at::empty({sizes.dkv_accum}, scratch), dbias_accum = at::empty({sizes.dbias_accum}, scratch);
+    const Tensor watermarks = at::empty({sizes.watermarks}, scratch.dtype(at::kInt));
+    p.dkv_accum = dkv_accum.data_ptr<float>();
+    p.dbias_accum = dbias_accum.data_ptr<float>();
+    p.watermarks = watermarks.data_ptr<int32_t>();
+    mha_bwd_cuda(p, stream);
+}
+
+// The plan that list_fill_cuda needs.
+Tensor list_lengths_cuda(const AttentionParams& p, const Tensor& mask, const Tensor& lengths) {
+    const c10::cuda::CUDAGuard guard(mask.device());
+    const KeyListsPlan plan = plan_key_lists(p, mask.size(0));
+    const Tensor scratch = at::empty({plan.scratch_bytes}, mask.options().dtype(at::kByte));
+    key_list_lengths_cuda(p, plan, scratch.data_ptr(), lengths.data_ptr<int64_t>(), c10::cuda::getCurrentCUDAStream());
+    return scratch;
+}
+
+void list_fill_cuda(const AttentionParams& p, const Tensor& mask, const Tensor& starts, const Tensor& scratch,
+                    const Tensor& keys, const Tensor& rows) {
+    const c10::cuda::CUDAGuard guard(mask.device());
+    const KeyListsPlan plan = plan_key_lists(p, mask.size(0));
+    TORCH_CHECK_VALUE(scratch.device() == mask.device() && scratch.numel() == plan.scratch_bytes,
+                      "plan must be what list_lengths returned");
+    key_list_fill_cuda(p, plan, scratch.data_ptr(), starts.const_data_ptr<int64_t>(), keys.numel(),
+                       keys.data_ptr<int32_t>(), reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()),
+                       c10::cuda::getCurrentCUDAStream());
 }
 #else
 [[noreturn]] void no_cuda(const Tensor& query) {
     TORCH_CHECK(false, "flash_dmattn was built without CUDA kernels, got tensors on ", query.device());
 }
 std::pair<Tensor, Tensor> forward_cuda(FwdParams&, const Tensor& query, const OptionalTensor&) { no_cuda(query); }
-void backward_cuda(BwdParams&, const Tensor& query, const OptionalTensor&, const OptionalTensor&) { no_cuda(query); }
+void backward_cuda(BwdParams&, const Tensor& query, const Tensor&, const OptionalTensor&, const OptionalTensor&) {
+    no_cuda(query);
+}
+Tensor list_lengths_cuda(const AttentionParams&, const Tensor& mask, const Tensor&) { no_cuda(mask); }
+void list_fill_cuda(const AttentionParams&, const Tensor& mask, const Tensor&, const Tensor&, const Tensor&, const Tensor&) {
+    no_cuda(mask);
+}
 #endif
 
 // (out, lse, mask_bits, mask_tiles); the last two are the packed mask, empty on the CPU.
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& query_in, const Tensor& key_in, const Tensor& value_in,
-                                                   const OptionalTensor& mask, const OptionalTensor& bias,
+                                                   const MaskTensors& masks, const OptionalTensor& bias,
                                                    const OptionalVarlen& varlen, const Options& options) {
     const Tensor query = readable_rows(query_in), key = readable_rows(key_in), value = readable_rows(value_in);
     FwdParams p;
     fill(p, query, key, value, bias, varlen, options);
-    if (mask) {
-        check_mask(p, *mask, query, key, varlen);
-        p.mask = pair_view(*mask);
+    fill_sparse(p, masks, query, key, varlen.has_value());
+    if (masks.mask) {
+        check_bool_mask(p, *masks.mask, query, key, varlen);
+        p.mask = pair_view(*masks.mask);
     }
     Tensor out = at::empty(query.sizes(), query.options());
     const auto lse_options = query.options().dtype(accumulation_type(query));
@@ -285,7 +427,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& query_in, const
     p.out = rows_view(out, varlen.has_value());
     p.lse = row_stat_view(lse, varlen.has_value());
     if (!query.is_cpu()) {
-        const auto [bits, tiles] = forward_cuda(p, query, mask);
+        const auto [bits, tiles] = forward_cuda(p, query, masks.mask);
         return {out, lse, bits, tiles};
     }
     if (!nothing_to_do(p)) mha_fwd_cpu(p);
@@ -301,20 +443,21 @@ Tensor sum_to_bias(const Tensor& column_sums, const Tensor& bias, bool varlen) {
     return column_sums.sum_to_size(bias.sizes()).to(bias.scalar_type());
 }
 
-// mask: bool on the CPU; on CUDA the mask_bits of the forward, mask_tiles beside it.
+// masks.mask: bool on the CPU; on CUDA the mask_bits of the forward, mask_tiles beside it.
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Tensor& dlse, const Tensor& query_in,
                                                     const Tensor& key_in, const Tensor& value_in, const Tensor& out,
-                                                    const Tensor& lse, const OptionalTensor& mask,
-                                                    const OptionalTensor& mask_tiles,
-                                                    const OptionalTensor& bias, const OptionalVarlen& varlen,
-                                                    const Options& options, bool deterministic, bool needs_dbias) {
+                                                    const Tensor& lse, const MaskTensors& masks,
+                                                    const OptionalTensor& mask_tiles, const OptionalTensor& bias,
+                                                    const OptionalVarlen& varlen, const Options& options,
+                                                    bool deterministic, bool needs_dbias) {
     const Tensor query = readable_rows(query_in), key = readable_rows(key_in), value = readable_rows(value_in);
     BwdParams p;
     fill(p, query, key, value, bias, varlen, options);
-    if (mask) {
+    fill_sparse(p, masks, query, key, varlen.has_value());
+    if (const OptionalTensor& mask = masks.mask) {
         check_device(*mask, "mask", query);
         if (query.is_cpu()) {
-            check_mask(p, *mask, query, key, varlen);
+            check_bool_mask(p, *mask, query, key, varlen);
             p.mask = pair_view(*mask);
         } else {
             check_dtype(*mask, "mask", at::kInt);
@@ -371,19 +514,88 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Te
         p.dbias.col_stride = 1;
         p.dbias.per_key = true;
     } else if (needs_dbias) {
-        // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them.
-        dbias = is_varlen || nothing_to_do(p) ? at::zeros(bias->sizes(), bias->options())
+        // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them. Where there are lists,
+        // those of them alone are written.
+        dbias = is_varlen || p.lists.present() || nothing_to_do(p) ? at::zeros(bias->sizes(), bias->options())
                                               : at::empty(bias->sizes(), bias->options());
         p.dbias = pair_view(dbias);
     }
 
     if (!query.is_cpu()) {
-        backward_cuda(p, query, mask, mask_tiles);
+        backward_cuda(p, query, key, masks.mask, mask_tiles);
     } else if (!nothing_to_do(p)) {
         mha_bwd_cpu(p);
     }
     if (needs_dbias && p.bias.kind == BiasKind::kKey) dbias = sum_to_bias(dbias, *bias, is_varlen);
     return {dquery, dkey, dvalue, dbias};
+}
+
+// What the lists of a mask are made from: its heads and batch elements are the lists'.
+AttentionParams list_params(const MaskTensors& masks, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
+                            const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
+    TORCH_CHECK_VALUE(masks.mask.has_value() != masks.intervals.has_value(),
+                      "exactly one of mask and intervals must be given");
+    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
+                      "cu_seqlens_q and cu_seqlens_k come together");
+    OptionalVarlen varlen;
+    if (cu_seqlens_q) varlen = Varlen{*cu_seqlens_q, *cu_seqlens_k, seqlen_q, seqlen_k};
+    const Tensor pairs = masks.mask ? *masks.mask : (*masks.intervals)[0];
+    AttentionParams p;
+    p.batch = varlen ? cu_seqlens_q->numel() - 1 : pairs.size(0);
+    p.heads = p.kv_heads = pairs.size(1);
+    p.seqlen_q = seqlen_q;
+    p.seqlen_k = seqlen_k;
+    p.is_causal = is_causal;
+    if (varlen) set_sequences(p, *varlen, pairs);
+    if (masks.mask) {
+        check_dtype(pairs, "mask", at::kBool);
+        check_pairs(pairs.sizes(), "mask", p, varlen, pairs.size(0), pairs.size(0));
+        p.mask = pair_view(pairs);
+    } else {
+        check_intervals(*masks.intervals, p, varlen.has_value(), pairs.size(0));
+        p.intervals = interval_view(*masks.intervals);
+    }
+    return p;
+}
+
+int64_t row_tiles_of(const AttentionParams& p) {
+    const bool rows_alike = p.mask.present() && p.mask.per_key;
+    return rows_alike ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
+}
+
+// (lengths, plan): of every list its length, rounded up to KeyListsView::kAlign, and what list_fill needs to know.
+std::pair<Tensor, Tensor> list_lengths(const MaskTensors& masks, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
+                                       const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
+    const AttentionParams p = list_params(masks, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
+    const Tensor& mask = masks.mask ? *masks.mask : *masks.intervals;
+    Tensor lengths = at::empty({p.batch * p.heads * row_tiles_of(p)}, mask.options().dtype(at::kLong));
+    if (!mask.is_cpu()) return {lengths, list_lengths_cuda(p, mask, lengths)};
+    key_list_lengths_cpu(p, lengths.data_ptr<int64_t>());
+    return {lengths, at::empty({0}, lengths.options().dtype(at::kInt))};
+}
+
+// (keys, rows) of the lists that begin at `starts`; rows is empty but for a bool mask whose rows differ. Nothing is
+// written from `capacity` on.
+std::pair<Tensor, Tensor> list_fill(const MaskTensors& masks, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
+                                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                                    const Tensor& starts, const Tensor& plan, int64_t capacity) {
+    const AttentionParams p = list_params(masks, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
+    const Tensor& mask = masks.mask ? *masks.mask : *masks.intervals;
+    check_shape(starts, "starts", {p.batch * p.heads * row_tiles_of(p) + 1});
+    check_dtype(starts, "starts", at::kLong);
+    check_last_contiguous(starts, "starts");
+    check_device(starts, "starts", mask);
+    const auto options = mask.options().dtype(at::kInt);
+    const bool with_rows = p.mask.present() && !p.mask.per_key;
+    Tensor keys = at::empty({capacity}, options);
+    Tensor rows = at::empty({with_rows ? capacity : 0, KeyListsView::kRows / 32}, options);
+    if (!mask.is_cpu()) {
+        list_fill_cuda(p, mask, starts, plan, keys, rows);
+        return {keys, rows};
+    }
+    key_list_fill_cpu(p, starts.const_data_ptr<int64_t>(), capacity, keys.data_ptr<int32_t>(),
+                      with_rows ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr);
+    return {keys, rows};
 }
 
 // What the CPU kernels were compiled for may be missing where they run.
@@ -410,47 +622,56 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
 
     m.def("why_not_usable", &why_not_usable, "None, or why the compiled kernels cannot run on this machine.");
+    m.def("build_info", &build_info, "What was built, as a dict.");
 #ifdef FLASH_DMATTN_WITH_CUDA
     m.attr("has_cuda") = true;
 #else
     m.attr("has_cuda") = false;
 #endif
 
+    using OptionalInt = std::optional<int64_t>;
+    py::class_<MaskTensors>(m, "MaskTensors", "Which pairs see each other: a mask, intervals, or lists of keys.")
+        .def(py::init<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalInt,
+                      OptionalInt>(),
+             py::arg("mask") = py::none(), py::arg("intervals") = py::none(), py::arg("list_keys") = py::none(),
+             py::arg("list_starts") = py::none(), py::arg("list_rows") = py::none(),
+             py::arg("list_batches") = py::none(), py::arg("list_heads") = py::none());
+    m.def("list_lengths", &list_lengths, no_gil, "(lengths, plan) of the lists of a mask's keys.");
+    m.def("list_fill", &list_fill, no_gil, "(keys, rows) of the lists of a mask's keys.");
+
     m.def(
         "mha_fwd",
-        [](const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+        [](const Tensor& query, const Tensor& key, const Tensor& value, const MaskTensors& masks,
            const OptionalTensor& bias, double softmax_scale, double softcap, bool is_causal) {
-            return forward(query, key, value, mask, bias, std::nullopt, {softmax_scale, softcap, is_causal});
+            return forward(query, key, value, masks, bias, std::nullopt, {softmax_scale, softcap, is_causal});
         },
         no_gil, "(out, lse, mask_bits, mask_tiles) of fixed length; the packed mask is empty on the CPU.");
     m.def(
         "mha_varlen_fwd",
-        [](const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+        [](const Tensor& query, const Tensor& key, const Tensor& value, const MaskTensors& masks,
            const OptionalTensor& bias, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
            int64_t max_seqlen_k, double softmax_scale, double softcap, bool is_causal) {
             const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
-            return forward(query, key, value, mask, bias, varlen, {softmax_scale, softcap, is_causal});
+            return forward(query, key, value, masks, bias, varlen, {softmax_scale, softcap, is_causal});
         },
         no_gil, "(out, lse, mask_bits, mask_tiles) of variable length; the packed mask is empty on the CPU.");
     m.def(
         "mha_bwd",
         [](const Tensor& dout, const Tensor& dlse, const Tensor& query, const Tensor& key, const Tensor& value,
-           const Tensor& out, const Tensor& lse, const OptionalTensor& mask,
-           const OptionalTensor& mask_tiles, const OptionalTensor& bias,
-           double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
-            return backward(dout, dlse, query, key, value, out, lse, mask, mask_tiles, bias, std::nullopt,
+           const Tensor& out, const Tensor& lse, const MaskTensors& masks, const OptionalTensor& mask_tiles,
+           const OptionalTensor& bias, double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
+            return backward(dout, dlse, query, key, value, out, lse, masks, mask_tiles, bias, std::nullopt,
                             {softmax_scale, softcap, is_causal}, deterministic, needs_dbias);
         },
         no_gil, "(dquery, dkey, dvalue, dbias) of fixed length; dbias is empty where it is not needed.");
     m.def(
         "mha_varlen_bwd",
         [](const Tensor& dout, const Tensor& dlse, const Tensor& query, const Tensor& key, const Tensor& value,
-           const Tensor& out, const Tensor& lse, const OptionalTensor& mask,
-           const OptionalTensor& mask_tiles, const OptionalTensor& bias,
-           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+           const Tensor& out, const Tensor& lse, const MaskTensors& masks, const OptionalTensor& mask_tiles,
+           const OptionalTensor& bias, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
            double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
             const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
-            return backward(dout, dlse, query, key, value, out, lse, mask, mask_tiles, bias, varlen,
+            return backward(dout, dlse, query, key, value, out, lse, masks, mask_tiles, bias, varlen,
                             {softmax_scale, softcap, is_causal}, deterministic, needs_dbias);
         },
         no_gil, "(dquery, dkey, dvalue, dbias) of variable length; dbias is empty where it is not needed.");

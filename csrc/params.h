@@ -86,7 +86,7 @@ struct KeyListsView {
     int64_t row_tiles = 1;  // ceil(Sq / kRows), or 1 where every row of a head shares one list (a key mask)
     bool rows_alike = false;  // one list serves every row
 
-    bool present() const { return keys != nullptr; }
+    bool present() const { return starts != nullptr; }  // the keys may be none
 };
 
 // What a mask says of a tile.
@@ -94,7 +94,8 @@ enum class TileKind : uint8_t { kEmpty, kMixed, kFull };
 
 // A bool mask as the CUDA kernels read it: packed to bits, and summarized in tiles of 64 rows by 64 keys. Rows, heads
 // and batches that the mask broadcasts are stored once. Made by pack_mask_cuda, shared by forward and backward. Tiles
-// that causality hides whole are kEmpty whatever the mask says, and their bits are undefined.
+// that causality hides whole are kEmpty whatever the mask says, and their bits are undefined; nor do columns count pairs
+// that causality hides.
 struct PackedMask {
     static constexpr int64_t kTile = 64;
 
@@ -120,6 +121,26 @@ struct PackedMask {
     int64_t tiles_size = 0;
 
     bool present() const { return bits != nullptr; }
+};
+
+// What the rows that see each of 64 keys have in common, as the CUDA kernels of tiles ask it of a mask of intervals:
+// causality and lengths count. Of the keys that no row sees, last_begin and first_end say that not all are seen.
+struct alignas(16) IntervalTile {
+    static constexpr int64_t kKeys = 64;
+
+    int32_t first_begin, last_begin;  // rows [first_begin, last_end) see some of the keys,
+    int32_t first_end, last_end;      // rows [last_begin, first_end) all
+    uint64_t seen;                    // bit j is 1 where any row sees key j
+};
+
+// Made by summarize_intervals_cuda.
+struct IntervalTiles {
+    IntervalTile* tiles = nullptr;  // [{B|1}, heads, key_tiles]; of variable length [B, ..]
+    int64_t batch_stride = 0;
+    int64_t key_tiles = 0;
+    int64_t size = 0;  // number of elements to allocate
+
+    bool present() const { return tiles != nullptr; }
 };
 
 // The problem: everything that forward and backward have in common.
@@ -148,6 +169,7 @@ struct AttentionParams {
     KeyListsView lists;      // where present, the keys are gathered by them
     BiasView bias;
     PackedMask packed_mask;  // of CUDA: stands in for `mask`, which then may be absent
+    IntervalTiles interval_tiles;  // of CUDA: of `intervals`, where there are no lists
 };
 
 struct FwdParams : AttentionParams {
@@ -189,6 +211,13 @@ struct BwdParams : AttentionParams {
     int64_t dbias_tiles = 0;
     int64_t dbias_splits = 1;
     int64_t dbias_run = 1;            // tiles of keys, one after the other, that one block makes of a shared dbias
+    // Scratch of CUDA where the keys are gathered by lists.
+    float* dkv_accum = nullptr;       // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
+    int64_t dkv_rows = 0;             // B * Sk; of variable length total_k
+    int64_t dkv_cols = 0;             // D, rounded up
+    float* dbias_accum = nullptr;     // of a dense bias that heads or batch elements share, in the bias's shape
+    int64_t dbias_accum_size = 0;
+    int32_t* watermarks = nullptr;    // [B H tiles of rows] and one ticket, where deterministic
 };
 
 }  // namespace flash_dmattn

@@ -6,7 +6,7 @@
 It is a decoder-only transformer (RMSNorm, rotary positions, SwiGLU, tied head). Its attention learns which keys are
 worth keeping: every token gets one number per key/value head, its bias. Each query attends to the `window` keys of
 largest bias among those that are not in its future, and the same bias is added to their scores, so it is trained
-through its gradient.
+through its gradient. No mask of seq_len x seq_len exists: a sequence costs seq_len x window.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from torch import Tensor, nn
 
-from flash_dmattn import create_mask, flash_dmattn_func_auto
+from flash_dmattn import flash_dmattn_func_auto
 
 VOCABULARY = 256  # bytes: no tokenizer to train or to download
 PROMPT, CONTINUATION = 48, 160  # bytes of held-out text given, and of text sampled after it
@@ -118,21 +118,13 @@ class DynamicMaskAttention(nn.Module):
             dt = F.softplus(self.dt_proj(value.flatten(2).float()))
             return torch.exp(self.A * dt).transpose(1, 2).unsqueeze(2)
 
-    @torch.no_grad()
-    def dynamic_mask(self, bias: Tensor) -> Tensor:
-        """(B, Hkv, 1, S) -> bool (B, Hkv, S, S): each row's `window` largest biases among the keys up to it."""
-        batch, _, _, seq_len = bias.shape
-        causal = torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool, device=bias.device).tril()
-        return create_mask(bias, causal, batch, seq_len, seq_len, self.window, torch.finfo(bias.dtype).min)
-
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         query, key, value = (
             proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         bias = self.key_bias(value)
-        mask = self.dynamic_mask(bias)
-        out = self.attention(query, key, value, attn_mask=mask, attn_bias=bias, is_causal=True)
+        out = self.attention(query, key, value, attn_bias=bias, is_causal=True, window_size=self.window)
         return self.o_proj(out.flatten(2))
 
 

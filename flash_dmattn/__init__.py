@@ -11,6 +11,8 @@ from .interface import (
     flash_dmattn_varlen_kvpacked_func,
     flash_dmattn_varlen_qkvpacked_func,
 )
+from .interval_mask import KeyIntervalMask
+from .key_lists import KeyLists
 from .masks import create_mask
 from .padding import pad_input, unpad_input
 
@@ -30,6 +32,8 @@ __all__ = [
     "CUDA_AVAILABLE",
     "FLEX_AVAILABLE",
     "TRITON_AVAILABLE",
+    "KeyIntervalMask",
+    "KeyLists",
     "create_mask",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
 import torch
 from torch import Tensor
 
+from .arguments import names, require_count, require_ndim, require_tensor, shape_of
+from .interval_mask import KeyIntervalMask
+from .key_lists import SPARSE, KeyLists
+
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+AnyMask = Union[Tensor, KeyIntervalMask, KeyLists, None]
 
 
 class Varlen(NamedTuple):
@@ -24,25 +31,6 @@ class Varlen(NamedTuple):
     cu_seqlens_k: Tensor  # int32 (B + 1)
     max_seqlen_q: int
     max_seqlen_k: int
-
-
-def names(dtypes) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
-def require_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-
-
-def require_ndim(name: str, tensor: Tensor, layout: str) -> None:
-    ndim = layout.count(",") + 1
-    if tensor.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {shape_of(tensor)}")
 
 
 def require_device(name: str, tensor: Tensor, query: Tensor) -> None:
@@ -83,9 +71,56 @@ def check_pair_shape(name: str, tensor: Tensor, accepted: tuple[tuple[str, set[i
             raise ValueError(f"{name} must be {layout}: dimension {dim} must be {some}, got shape {shape_of(tensor)}")
 
 
-def check_mask_dtype(mask: Tensor) -> None:
+def check_bool_mask(mask: object) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"attn_mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got {type(mask).__name__}"
+        )
     if mask.dtype != torch.bool:
         raise TypeError(f"attn_mask must be bool (True = visible), got {names([mask.dtype])}")
+
+
+def check_intervals(mask: KeyIntervalMask, query: Tensor, accepted: tuple[tuple[str, set[int]], ...]) -> None:
+    for name, tensor in (("attn_mask.start", mask.start), ("attn_mask.end", mask.end)):
+        check_pair_shape(name, tensor, accepted)
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, got {names([tensor.dtype])}")
+        require_device(name, tensor, query)
+    if mask.start.shape != mask.end.shape:
+        raise ValueError(
+            "attn_mask.start and attn_mask.end must have the same shape, "
+            f"got {shape_of(mask.start)} and {shape_of(mask.end)}"
+        )
+
+
+def check_lists(lists: KeyLists, query: Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool) -> None:
+    """What lists were built for; the mask that they were made from is checked as such."""
+    if lists.seqlen_k != seqlen_k or (lists.seqlen_q != seqlen_q and not lists.rows_alike):
+        raise ValueError(
+            f"attn_mask holds lists for {lists.seqlen_q} rows and {lists.seqlen_k} keys, "
+            f"got {seqlen_q} rows and {seqlen_k} keys"
+        )
+    if lists.is_causal and not is_causal:
+        raise ValueError("attn_mask holds lists that were built with is_causal=True, got a call with is_causal=False")
+    require_device("attn_mask", lists.keys, query)
+
+
+def check_window(window_size: int, mask: AnyMask, bias: Tensor | None, keys: int, is_causal: bool) -> None:
+    """What the causal dynamic mask is made from in the call; KeyIntervalMask.topk checks window_size itself."""
+    if mask is not None:
+        raise ValueError("window_size makes a mask of its own, got attn_mask too; combine KeyIntervalMasks with &")
+    if not is_causal:
+        raise ValueError("window_size needs is_causal=True: each row chooses among the keys up to its own")
+    one_row = bias is not None and (bias.ndim == 2 or bias.shape[2:] == (1, keys))
+    if not one_row:
+        got = "none" if bias is None else f"shape {shape_of(bias)}"
+        layouts = "({B|1}, {H|Hkv|1}, 1, Sk) or (total_k, {H|Hkv|1})"
+        raise ValueError(f"window_size needs attn_bias of one number a key, {layouts}, got {got}")
+
+
+def check_sparse(sparse: str) -> None:
+    if sparse not in SPARSE:
+        raise ValueError(f"sparse must be one of {', '.join(SPARSE)}, got {sparse!r}")
 
 
 def check_bias_dtype(bias: Tensor, query: Tensor, one_row: bool) -> None:
@@ -109,7 +144,7 @@ def check_scalars(softmax_scale: float | None, softcap: float) -> None:
         raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
 
 
-def check_fixed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:
+def check_fixed(query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, bias: Tensor | None, is_causal: bool) -> None:
     """Inputs of fixed length: query (B, Sq, H, D), key and value (B, Sk, Hkv, D)."""
     check_rows(query, key, value, "(B, Sq, H, D)", "(B, Sk, Hkv, D)")
     batch, seqlen_q, heads, _ = query.shape
@@ -123,9 +158,15 @@ def check_fixed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
         ("{Sq|1}", {seqlen_q, 1}),
         ("{Sk|1}", {seqlen_k, 1}),
     )
-    if mask is not None:
-        require_tensor("attn_mask", mask)
-        check_mask_dtype(mask)
+    if isinstance(mask, KeyLists):
+        if mask.cu_seqlens_q is not None:
+            raise ValueError("attn_mask holds lists of variable length, got inputs of fixed length")
+        check_lists(mask, query, seqlen_q, seqlen_k, is_causal)
+        mask = mask.mask
+    if isinstance(mask, KeyIntervalMask):
+        check_intervals(mask, query, (*accepted[:2], ("Sk", {seqlen_k})))
+    elif mask is not None:
+        check_bool_mask(mask)
         check_pair_shape("attn_mask", mask, accepted)
         require_device("attn_mask", mask, query)
     if bias is not None:
@@ -144,10 +185,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int,
     if cu_seqlens.shape[0] < 1:
         raise ValueError(f"{name} must have B + 1 elements, at least 1, got {cu_seqlens.shape[0]}")
     longest = f"max_seqlen_{name[-1]}"
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        raise TypeError(f"{longest} must be an int, got {type(max_seqlen).__name__}")
-    if max_seqlen < 0:
-        raise ValueError(f"{longest} must not be negative, got {max_seqlen}")
+    require_count(longest, max_seqlen)
     # Looking at the values would make a GPU wait and cannot be traced; there the caller answers for them.
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
@@ -160,7 +198,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int,
 
 
 def check_varlen(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, varlen: Varlen
+    query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, bias: Tensor | None, varlen: Varlen, is_causal: bool
 ) -> None:
     """Inputs of variable length: query (total_q, H, D), key and value (total_k, Hkv, D)."""
     check_rows(query, key, value, "(total_q, H, D)", "(total_k, Hkv, D)")
@@ -177,21 +215,42 @@ def check_varlen(
     head_sizes = ("{H|Hkv|1}", {heads, kv_heads, 1})
     per_key = (("total_k", {total_k}), head_sizes)
     per_pair = (("total_q", {total_q}), head_sizes, ("max_seqlen_k", {varlen.max_seqlen_k}))
-    for name, tensor in (("attn_mask", mask), ("attn_bias", bias)):
-        if tensor is None:
-            continue
-        require_tensor(name, tensor)
-        if name == "attn_mask":
-            check_mask_dtype(tensor)
+
+    def check_pairs(name: str, tensor: Tensor) -> None:
         if tensor.ndim not in (2, 3):
             raise ValueError(
                 f"{name} must be (total_k, {{H|Hkv|1}}) or (total_q, {{H|Hkv|1}}, max_seqlen_k), "
                 f"got shape {shape_of(tensor)}"
             )
         check_pair_shape(name, tensor, per_key if tensor.ndim == 2 else per_pair)
-        if name == "attn_bias":
-            check_bias_dtype(tensor, query, one_row=tensor.ndim == 2)
         require_device(name, tensor, query)
+
+    if isinstance(mask, KeyLists):
+        if mask.cu_seqlens_q is None:
+            raise ValueError("attn_mask holds lists of fixed length, got inputs of variable length")
+        check_lists(mask, query, varlen.max_seqlen_q, varlen.max_seqlen_k, is_causal)
+        check_list_sequences(mask, varlen)
+        mask = mask.mask
+    if isinstance(mask, KeyIntervalMask):
+        check_intervals(mask, query, per_key)
+    elif mask is not None:
+        check_bool_mask(mask)
+        check_pairs("attn_mask", mask)
+    if bias is not None:
+        require_tensor("attn_bias", bias)
+        check_pairs("attn_bias", bias)
+        check_bias_dtype(bias, query, one_row=bias.ndim == 2)
+
+
+def check_list_sequences(lists: KeyLists, varlen: Varlen) -> None:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        built, given = getattr(lists, name), getattr(varlen, name)
+        if built.shape != given.shape:
+            raise ValueError(f"attn_mask holds lists of {built.shape[0] - 1} sequences, got {given.shape[0] - 1}")
+        # As in check_cu_seqlens, values are looked at where that is free.
+        looks = built.device.type == "cpu" and not torch.compiler.is_compiling() and not lists.rows_alike
+        if looks and not torch.equal(built, given):
+            raise ValueError(f"attn_mask holds lists of other sequences: {name} differs")
 
 
 def check_packed(name: str, tensor: Tensor, layout: str, parts: int) -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import backends, checks
+from . import backends, checks, key_lists
 from .backends import cpu, cuda, reference
-from .checks import Varlen
+from .checks import AnyMask, Varlen
+from .interval_mask import KeyIntervalMask
+from .key_lists import KeyLists
 
 HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
 
@@ -25,7 +28,7 @@ def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: AnyMask = None,
     attn_bias: Tensor | None = None,
     softmax_scale: float | None = None,
     is_causal: bool = False,
@@ -34,6 +37,8 @@ def flash_dmattn_func(
     return_attn_probs: bool = False,
     *,
     return_lse: bool = False,
+    window_size: int | None = None,
+    sparse: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention with a mask and an additive bias, differentiable in query, key, value and bias.
 
@@ -50,7 +55,8 @@ def flash_dmattn_func(
         query: (B, Sq, H, D), float16 or bfloat16; on the CPU float32 and float64 too. D from 1 to 256.
         key: (B, Sk, Hkv, D) in query's dtype. H is a multiple of Hkv; query head h uses key/value head h // (H / Hkv).
         value: (B, Sk, Hkv, D) in query's dtype.
-        attn_mask: bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible. Never copied.
+        attn_mask: bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible, never copied; or a KeyIntervalMask, which
+            costs O(Sk) memory; or KeyLists, made once of either and used many times.
         attn_bias: ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype, added to the scores; where it is the same for
             every row, [.., 1, Sk], float32 is accepted too. Its gradient comes in its own shape and dtype, summed in
             float32 over what was broadcast.
@@ -60,6 +66,11 @@ def flash_dmattn_func(
         deterministic: the same inputs give bitwise the same gradients.
         return_attn_probs: also return lse and the probabilities. For tests: materializes (B, H, Sq, Sk).
         return_lse: also return lse. It is differentiable: two calls over disjoint keys merge exactly.
+        window_size: the causal dynamic mask, made in the call (KeyIntervalMask.topk): row i sees the `window_size` keys
+            of largest bias among those that causality allows, ties to the later key. Needs is_causal, a bias of one
+            number a key, and no attn_mask.
+        sparse: "tiles" walks over all keys in tiles and skips what no row sees; "lists" gathers the keys that a tile of
+            rows sees, at the cost of these alone; "auto" takes the faster where that is known without waiting.
 
     Returns:
         out (B, Sq, H, D) in query's dtype;
@@ -75,7 +86,7 @@ def flash_dmattn_func(
     return attend(
         kernels_for(query),
         *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),
-        *(deterministic, return_attn_probs, return_lse),
+        *(deterministic, return_attn_probs, return_lse, window_size, sparse),
     )
 
 
@@ -101,7 +112,7 @@ def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
+    attn_mask: AnyMask,
     attn_bias: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -114,6 +125,8 @@ def flash_dmattn_varlen_func(
     return_attn_probs: bool = False,
     *,
     return_lse: bool = False,
+    window_size: int | None = None,
+    sparse: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` of sequences of different lengths, packed one after the other.
 
@@ -122,7 +135,8 @@ def flash_dmattn_varlen_func(
         key: (total_k, Hkv, D) in query's dtype.
         value: (total_k, Hkv, D) in query's dtype.
         attn_mask: bool, True = visible: one a key (total_k, {H|Hkv|1}), or one a pair
-            (total_q, {H|Hkv|1}, max_seqlen_k), whose last dimension counts from the sequence's first key.
+            (total_q, {H|Hkv|1}, max_seqlen_k), whose last dimension counts from the sequence's first key; or a
+            KeyIntervalMask of (total_k, {H|Hkv|1}), whose rows count from the sequence's first; or KeyLists of either.
         attn_bias: in the same shapes in query's dtype; one number a key may be float32.
         cu_seqlens_q: int32 (B + 1): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. On CUDA the
             values are the caller's to get right: looking at them would make the GPU wait.
@@ -130,7 +144,7 @@ def flash_dmattn_varlen_func(
         max_seqlen_q: at least the longest sequence of rows.
         max_seqlen_k: at least the longest sequence of keys.
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`; causality holds in each sequence.
-        return_attn_probs, return_lse: as in `flash_dmattn_func`.
+        return_attn_probs, return_lse, window_size, sparse: as in `flash_dmattn_func`.
 
     Returns:
         out (total_q, H, D), or (out, lse) with lse (H, total_q), or (out, lse, probs) with probs
@@ -142,13 +156,13 @@ def flash_dmattn_varlen_func(
     return attend_varlen(
         kernels_for(query),
         *(query, key, value, attn_mask, attn_bias, Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
-        *(softmax_scale, is_causal, softcap, deterministic, return_attn_probs, return_lse),
+        *(softmax_scale, is_causal, softcap, deterministic, return_attn_probs, return_lse, window_size, sparse),
     )
 
 
 def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor,
-    attn_mask: Tensor | None,
+    attn_mask: AnyMask,
     attn_bias: Tensor | None,
     cu_seqlens: Tensor,
     max_seqlen: int,
@@ -204,32 +218,34 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor |
         return_attn_probs=False,
         *,
         return_lse=False,
+        window_size=None,
+        sparse="auto",
     ):
         return attend(
-            module.attention,
+            module,
             *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),
-            *(deterministic, return_attn_probs, return_lse),
+            *(deterministic, return_attn_probs, return_lse, window_size, sparse),
         )
 
     return function
 
 
-def kernels_for(query: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def kernels_for(query: Tensor) -> ModuleType:
     """The compiled backend of the tensors' device; it says itself where it was not built."""
     checks.require_tensor("query", query)
     if query.device.type == "cuda":
-        return cuda.attention
+        return cuda
     if query.device.type == "cpu":
-        return cpu.attention
+        return cpu
     raise RuntimeError(f"query must be on a cpu or cuda device, got {query.device}")
 
 
 def attend(
-    attention: Callable[..., tuple[Tensor, Tensor]],
+    backend: ModuleType,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: AnyMask,
     bias: Tensor | None,
     softmax_scale: float | None,
     is_causal: bool,
@@ -237,19 +253,28 @@ def attend(
     deterministic: bool,
     return_attn_probs: bool,
     return_lse: bool,
+    window_size: int | None,
+    sparse: str,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Attention of fixed length through `attention`, the function of a backend."""
+    """Attention of fixed length through a backend."""
     checks.check_scalars(softmax_scale, softcap)
+    checks.check_sparse(sparse)
     query, key, value, bias = autocast(query, key, value, bias)
-    checks.check_fixed(query, key, value, mask, bias)
+    checks.check_fixed(query, key, value, mask, bias, is_causal)
+    if window_size is not None:
+        checks.check_window(window_size, mask, bias, key.shape[1], is_causal)
+        mask = KeyIntervalMask.topk(bias, window_size, query.shape[1])
     bias, row_bias = split_row_bias(bias, key.shape[1])
     options = {
         "softmax_scale": default_scale(softmax_scale, query),
         "is_causal": bool(is_causal),
         "softcap": softcap,
     }
-    out, lse = attention(
-        *map(kernel_rows, (query, key, value)), mask, bias, **options, deterministic=bool(deterministic)
+    out, lse = backend.attention(
+        *map(kernel_rows, (query, key, value)),
+        *(mask_for(backend, mask, sparse, query.shape[1], key.shape[1], bool(is_causal)), bias),
+        **options,
+        deterministic=bool(deterministic),
     )
     out = out[..., : query.shape[-1]]
     if row_bias is not None:
@@ -258,18 +283,18 @@ def attend(
     if return_attn_probs:
         with torch.no_grad():
             hidden_rows = None if row_bias is None else reference.expand_heads(row_bias, query.shape[2]) == -torch.inf
-            probs, *_ = reference.probabilities(query, key, mask, bias, **options)
+            probs, *_ = reference.probabilities(query, key, dense_mask(mask, query.shape[1]), bias, **options)
             probs = probs if hidden_rows is None else probs.masked_fill(hidden_rows, 0)
         return out, lse, probs.to(query.dtype)
     return (out, lse) if return_lse else out
 
 
 def attend_varlen(
-    attention: Callable[..., tuple[Tensor, Tensor]],
+    backend: ModuleType,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: AnyMask,
     bias: Tensor | None,
     varlen: Varlen,
     softmax_scale: float | None,
@@ -278,22 +303,49 @@ def attend_varlen(
     deterministic: bool,
     return_attn_probs: bool,
     return_lse: bool,
+    window_size: int | None,
+    sparse: str,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Attention of variable length through `attention`, the function of a compiled backend."""
+    """Attention of variable length through a compiled backend."""
     checks.check_scalars(softmax_scale, softcap)
+    checks.check_sparse(sparse)
     query, key, value, bias = autocast(query, key, value, bias)
-    checks.check_varlen(query, key, value, mask, bias, varlen)
+    checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)
+    if window_size is not None:
+        checks.check_window(window_size, mask, bias, key.shape[0], is_causal)
+        mask = KeyIntervalMask.topk_varlen(bias, window_size, varlen.cu_seqlens_k, varlen.cu_seqlens_q)
     options = {
         "softmax_scale": default_scale(softmax_scale, query),
         "is_causal": bool(is_causal),
         "softcap": softcap,
     }
-    rows = map(kernel_rows, (query, key, value))
-    out, lse = attention(*rows, mask, bias, **options, deterministic=bool(deterministic), varlen=varlen)
+    cu_seqlens_q, cu_seqlens_k, *lengths = varlen
+    out, lse = backend.attention(
+        *map(kernel_rows, (query, key, value)),
+        *(mask_for(backend, mask, sparse, *lengths, bool(is_causal), cu_seqlens_q, cu_seqlens_k), bias),
+        **options,
+        deterministic=bool(deterministic),
+        varlen=varlen,
+    )
     out = out[..., : query.shape[-1]]
     if return_attn_probs:
         return out, lse, varlen_probabilities(query, key, mask, bias, varlen, **options)
     return (out, lse) if return_lse else out
+
+
+def mask_for(backend: ModuleType, mask: AnyMask, sparse: str, seqlen_q: int, *problem) -> AnyMask:
+    """The mask in a form that the backend takes."""
+    if backend.SPARSE_MASKS:
+        return key_lists.choose(mask, sparse, seqlen_q, *problem)
+    if sparse == "lists":
+        raise ValueError(f"sparse='lists' is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
+    return dense_mask(mask, seqlen_q)
+
+
+def dense_mask(mask: AnyMask, seqlen_q: int) -> Tensor | None:
+    """A mask of fixed length as a bool tensor."""
+    mask = mask.mask if isinstance(mask, KeyLists) else mask
+    return mask.to_dense(seqlen_q) if isinstance(mask, KeyIntervalMask) else mask
 
 
 def autocast(
@@ -343,16 +395,20 @@ def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def varlen_probabilities(
-    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, varlen: Varlen, **options
+    query: Tensor, key: Tensor, mask: AnyMask, bias: Tensor | None, varlen: Varlen, **options
 ) -> Tensor:
     """probs (B, H, max_seqlen_q, max_seqlen_k) in query's dtype, a sequence at a time, zero beyond its ends."""
     offsets_q, offsets_k = varlen.cu_seqlens_q.tolist(), varlen.cu_seqlens_k.tolist()
     batch = len(offsets_q) - 1
     probs = query.new_zeros(batch, query.shape[1], varlen.max_seqlen_q, varlen.max_seqlen_k)
 
-    def pairs_of(pairs: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+    mask = mask.mask if isinstance(mask, KeyLists) else mask
+
+    def pairs_of(pairs: Tensor | KeyIntervalMask | None, rows: slice, keys: slice) -> Tensor | None:
         if pairs is None:
             return None
+        if isinstance(pairs, KeyIntervalMask):
+            return pairs.sequence(keys.start, keys.stop).to_dense(rows.stop - rows.start)
         if pairs.ndim == 2:
             return pairs[keys].T[None, :, None, :]
         return pairs[rows, :, : keys.stop - keys.start].transpose(0, 1)[None]

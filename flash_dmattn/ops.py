@@ -4,12 +4,13 @@ One pair of ops serves the fixed and the variable length, on every device: `flas
 `flash_dmattn::attention_backward`. Sequences of variable length are given by all of cu_seqlens_q, cu_seqlens_k,
 max_seqlen_q and max_seqlen_k, or by none.
 
-On CUDA the forward packs a bool mask to bits, and hands the packed mask to the backward in its place.
+Which pairs see each other is given by the seven arguments of `MaskTensors`. On CUDA the forward packs a bool mask to
+bits, and hands the packed mask to the backward in its place. `flash_dmattn::build_key_lists` makes lists of keys.
 """
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -34,6 +35,22 @@ def cuda_is_built() -> bool:
     return not WHY_NOT_BUILT and _C.has_cuda
 
 
+class MaskTensors(NamedTuple):
+    """Which pairs see each other, as the ops take it: by at most one of mask and intervals, or by lists of keys.
+
+    Where there are lists, the keys are gathered by them (KeyListsView of csrc/params.h): `intervals` then says which
+    rows see a key of a list, else `list_rows` does, else every row does.
+    """
+
+    mask: Optional[Tensor] = None  # bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), or (total_k, heads), (total_q, heads, Sk)
+    intervals: Optional[Tensor] = None  # int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends, or (2, total_k, heads)
+    list_keys: Optional[Tensor] = None  # int32 (capacity), -1 in the padding
+    list_starts: Optional[Tensor] = None  # int64 (lists + 1)
+    list_rows: Optional[Tensor] = None  # int32 (capacity, 4), a bit for each of 128 rows
+    list_batches: Optional[int] = None
+    list_heads: Optional[int] = None
+
+
 def lse_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
@@ -44,6 +61,12 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     mask: Optional[Tensor],
+    intervals: Optional[Tensor],
+    list_keys: Optional[Tensor],
+    list_starts: Optional[Tensor],
+    list_rows: Optional[Tensor],
+    list_batches: Optional[int],
+    list_heads: Optional[int],
     bias: Optional[Tensor],
     cu_seqlens_q: Optional[Tensor],
     cu_seqlens_k: Optional[Tensor],
@@ -56,24 +79,27 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, lse, and the packed mask: its bits (int32) and its tiles (uint8), empty on the CPU and without a mask."""
     kernels = compiled_module()
+    masks = kernels.MaskTensors(mask, intervals, list_keys, list_starts, list_rows, list_batches, list_heads)
     if cu_seqlens_q is None:
-        return kernels.mha_fwd(query, key, value, mask, bias, softmax_scale, softcap, is_causal)
+        return kernels.mha_fwd(query, key, value, masks, bias, softmax_scale, softcap, is_causal)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return kernels.mha_varlen_fwd(query, key, value, mask, bias, *lengths, softmax_scale, softcap, is_causal)
+    return kernels.mha_varlen_fwd(query, key, value, masks, bias, *lengths, softmax_scale, softcap, is_causal)
 
 
 @attention_forward.register_fake
-def _(query, key, value, mask, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *_):
+def _(query, key, value, *masks_and_options):
+    masks = MaskTensors(*masks_and_options[: len(MaskTensors._fields)])
+    _, cu_seqlens_q, _, max_seqlen_q, max_seqlen_k, *_ = masks_and_options[len(MaskTensors._fields) :]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     *batch, seqlen_q, heads, _ = query.shape
     lse = query.new_empty((*batch, heads, seqlen_q), dtype=lse_dtype(query))
     bits = tiles = (0,)
-    if mask is not None and query.device.type != "cpu":
+    if masks.mask is not None and query.device.type != "cpu":
         if cu_seqlens_q is None:
             lengths = query.shape[1], key.shape[1]
         else:
             lengths = max_seqlen_q, max_seqlen_k, query.shape[0], cu_seqlens_q.shape[0] - 1
-        bits, tiles = packed_mask_shapes(mask.shape, *lengths)
+        bits, tiles = packed_mask_shapes(masks.mask.shape, *lengths)
     return out, lse, query.new_empty(bits, dtype=torch.int32), query.new_empty(tiles, dtype=torch.uint8)
 
 
@@ -96,6 +122,12 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     mask: Optional[Tensor],
+    intervals: Optional[Tensor],
+    list_keys: Optional[Tensor],
+    list_starts: Optional[Tensor],
+    list_rows: Optional[Tensor],
+    list_batches: Optional[int],
+    list_heads: Optional[int],
     mask_tiles: Optional[Tensor],
     bias: Optional[Tensor],
     cu_seqlens_q: Optional[Tensor],
@@ -113,7 +145,8 @@ def attention_backward(
     mask: bool on the CPU; on CUDA the bits that the forward packed it to, `mask_tiles` beside them.
     """
     kernels = compiled_module()
-    tensors = (dout, dlse, query, key, value, out, lse, mask, mask_tiles, bias)
+    masks = kernels.MaskTensors(mask, intervals, list_keys, list_starts, list_rows, list_batches, list_heads)
+    tensors = (dout, dlse, query, key, value, out, lse, masks, mask_tiles, bias)
     options = (softmax_scale, softcap, is_causal, deterministic, needs_dbias)
     if cu_seqlens_q is None:
         return kernels.mha_bwd(*tensors, *options)
@@ -121,7 +154,8 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(dout, dlse, query, key, value, out, lse, mask, mask_tiles, bias, *options):
+def _(dout, dlse, query, key, value, out, lse, *masks_and_options):
+    _, bias, *options = masks_and_options[len(MaskTensors._fields) :]
     needs_dbias = options[-1]
     dquery, dkey, dvalue = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     if not needs_dbias:
@@ -130,28 +164,34 @@ def _(dout, dlse, query, key, value, out, lse, mask, mask_tiles, bias, *options)
 
 
 def _save_for_backward(ctx, inputs, output):
-    query, key, value, mask, bias, cu_seqlens_q, cu_seqlens_k, *lengths_and_options = inputs
+    query, key, value, *masks_and_options = inputs
+    masks = MaskTensors(*masks_and_options[: len(MaskTensors._fields)])
+    bias, cu_seqlens_q, cu_seqlens_k, *lengths_and_options = masks_and_options[len(MaskTensors._fields) :]
     out, lse, mask_bits, mask_tiles = output
     ctx.mark_non_differentiable(mask_bits, mask_tiles)
     ctx.set_materialize_grads(False)  # else the packed mask would get zeros of its own size
-    if mask is None or query.device.type == "cpu":
+    if masks.mask is None or query.device.type == "cpu":
         mask_tiles = None
     else:
-        mask = mask_bits
-    ctx.save_for_backward(query, key, value, out, lse, mask, mask_tiles, bias, cu_seqlens_q, cu_seqlens_k)
+        masks = masks._replace(mask=mask_bits)
+    *mask_tensors, list_batches, list_heads = masks
+    ctx.save_for_backward(query, key, value, out, lse, *mask_tensors, mask_tiles, bias, cu_seqlens_q, cu_seqlens_k)
+    ctx.list_sizes = list_batches, list_heads
     ctx.lengths_and_options = lengths_and_options
 
 
 def _backward(ctx, dout, dlse, *_):
-    query, key, value, out, lse, mask, mask_tiles, bias, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    query, key, value, out, lse, *mask_tensors, mask_tiles, bias, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
-    needs_dbias = bias is not None and ctx.needs_input_grad[4]
+    bias_index = 3 + len(MaskTensors._fields)
+    needs_dbias = bias is not None and ctx.needs_input_grad[bias_index]
     *grads, dbias = attention_backward(
-        *(dout, dlse, query, key, value, out, lse, mask, mask_tiles, bias, cu_seqlens_q, cu_seqlens_k),
-        *(*ctx.lengths_and_options, needs_dbias),
+        *(dout, dlse, query, key, value, out, lse, *mask_tensors, *ctx.list_sizes, mask_tiles),
+        *(bias, cu_seqlens_q, cu_seqlens_k, *ctx.lengths_and_options, needs_dbias),
     )
-    return *grads, None, dbias if needs_dbias else None, *[None] * 8
+    no_gradients = [None] * len(MaskTensors._fields)
+    return *grads, *no_gradients, dbias if needs_dbias else None, *[None] * 8
 
 
 def _refuse_double_backward(ctx, *grads):
@@ -160,3 +200,54 @@ def _refuse_double_backward(ctx, *grads):
 
 attention_forward.register_autograd(_backward, setup_context=_save_for_backward)
 attention_backward.register_autograd(_refuse_double_backward)
+
+
+LIST_ALIGN = 64  # of KeyListsView in csrc/params.h
+LIST_ROWS = 128
+
+
+@torch.library.custom_op("flash_dmattn::build_key_lists", mutates_args=())
+def build_key_lists(
+    mask: Optional[Tensor],
+    intervals: Optional[Tensor],
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_k: Optional[Tensor],
+    capacity: Optional[int],
+    limit: Optional[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """keys, starts and rows of the lists of a mask's keys, rows being empty but for a bool mask whose rows differ.
+
+    capacity: room for all lists, where the caller knows a bound; else their total length is read back from the device.
+    limit: without a capacity, the total length beyond which the lists are of no use: they then come back empty.
+    """
+    kernels = compiled_module()
+    problem = (kernels.MaskTensors(mask, intervals), seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
+    lengths, plan = kernels.list_lengths(*problem)
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    if capacity is None:
+        capacity = int(starts[-1])
+        capacity = 0 if limit is not None and capacity > limit else capacity
+    # A bound that is wrong cuts lists short, and never makes a kernel read beyond their memory.
+    starts = starts.clamp_(max=capacity)
+    keys, rows = kernels.list_fill(*problem, starts, plan, capacity)
+    return keys, starts, rows
+
+
+@build_key_lists.register_fake
+def _(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity, limit):
+    like = mask if mask is not None else intervals
+    shape = like.shape if mask is not None else like.shape[1:]
+    batches = shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    rows_alike = mask is not None and (mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == 1))
+    row_tiles = 1 if rows_alike else -(-seqlen_q // LIST_ROWS)
+    if capacity is None:
+        capacity = torch.library.get_ctx().new_dynamic_size()
+    with_rows = mask is not None and not rows_alike
+    return (
+        like.new_empty(capacity, dtype=torch.int32),
+        like.new_empty(batches * shape[1] * row_tiles + 1, dtype=torch.int64),
+        like.new_empty((capacity if with_rows else 0, LIST_ROWS // 32), dtype=torch.int32),
+    )

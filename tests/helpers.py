@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from flash_dmattn import flash_dmattn_func, flash_dmattn_func_auto
+from flash_dmattn import KeyIntervalMask, flash_dmattn_func, flash_dmattn_func_auto
 
 # The matrix of lengths, and every broadcast of a mask or bias for B = 2, H = 4, Hkv = 2.
 LENGTHS = [1, 2, 7, 63, 64, 65, 127, 129, 255, 1000]
@@ -28,6 +28,12 @@ def shaped(broadcast, seqlen_q, seqlen_k):
 
 def rand_mask(*shape, visible=0.6, device="cpu"):
     return torch.rand(*shape, device=device) < visible
+
+
+def rand_intervals(*shape, rows, longest=200, device="cpu"):
+    """A KeyIntervalMask of any intervals: empty ones, ones that begin before the first row or end behind the last."""
+    start = torch.randint(-10, max(rows, 1), shape, dtype=torch.int32, device=device)
+    return KeyIntervalMask(start, start + torch.randint(-5, longest, shape, dtype=torch.int32, device=device))
 
 
 def surrounded(tensor, fill=torch.nan):

@@ -1,5 +1,6 @@
 """benchmarks/: every script runs at a small size, and none of them passes what is wrong."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,7 +14,8 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SCRIPTS = [f"{way}_{kind}" for way in ("forward", "backward") for kind in ("equivalence", "performance")] + ["memory"]
+SCRIPTS = [f"{way}_{kind}" for way in ("forward", "backward") for kind in ("equivalence", "performance")]
+SCRIPTS += ["memory", "long_context", "sparse_performance"]
 
 
 @pytest.fixture
@@ -34,6 +36,13 @@ def performance(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def sparse_performance(performance):
+    import sparse_performance
+
+    return sparse_performance
+
+
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *map(str, arguments)]
@@ -43,6 +52,13 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess:
 def assert_says_where(content: dict) -> None:
     assert content["environment"]["device"] and content["environment"]["torch"] == torch.__version__
     assert {"commit", "flash_dmattn", "threads", "python", "triton"} <= content["environment"].keys()
+
+
+def test_the_commit_of_a_copy_without_git(equivalence, monkeypatch):
+    import report
+
+    monkeypatch.setenv("FLASH_DMATTN_COMMIT", "1234abc")
+    assert "commit 1234abc" in report.describe(report.environment("cpu"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -61,7 +77,9 @@ def test_help(script):
 )
 def test_equivalence(tmp_path, script, outputs):
     path = tmp_path / "result.json"
-    done = run(script, "--device=cpu", "--backend=cpu", "--size=small", "--config=softcap, ", f"--json={path}")
+    done = run(
+        script, "--device=cpu", "--backend=cpu", "--size=small", "--config=softcap, ", "--jobs=2", f"--json={path}"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 PASS, 0 MISS, 0 not supported" in done.stdout
     content = json.loads(path.read_text())
@@ -187,14 +205,19 @@ def test_performance(tmp_path, script, quantities):
         assert (timing["seconds"] is None) == refused == bool(timing["refusal"])
 
 
-def test_sdpa_and_flex_do_the_same_work(performance):
-    for problem in performance.WORKLOADS["cpu"] + performance.WORKLOADS["cuda"]:
+def test_the_peers_do_the_same_work(performance, sparse_performance):
+    sparse = [w for w in sparse_performance.WORKLOADS["cuda"] if min(w.seqlen_q, w.seqlen_k) <= 8192]
+    for problem in performance.WORKLOADS["cpu"] + performance.WORKLOADS["cuda"] + sparse:
         problem = performance.replace(performance.shrunk(problem, 64), batch=min(problem.batch, 2))
         inputs = performance.make_inputs(problem, torch.float32, "cpu", seed=0)
         expected = performance.ours("reference", inputs).forward()
         # A row that sees nothing is NaN in SDPA.
         sees = torch.isfinite(inputs.attend(performance.flash_dmattn_func_auto("reference"))[1]).transpose(1, 2)
-        for build in performance.PEERS.values():
+        for name, build in performance.PEERS.items():
+            if name == "sdpa-flash" and (inputs.mask is not None or inputs.bias is not None):
+                with pytest.raises(ValueError, match="FlashAttention-2 takes neither mask nor bias"):
+                    build(inputs)
+                continue
             torch.testing.assert_close(build(inputs).forward()[sees], expected[sees], rtol=1e-4, atol=1e-4)
 
 
@@ -208,6 +231,15 @@ def test_the_limit_counts_what_is_visible(performance):
     assert performance.least_seconds("forward", half) == pytest.approx(moved / performance.PEAK_BYTES)
 
 
+def test_the_limit_counts_intervals_as_it_counts_pairs(performance, sparse_performance):
+    for lengths in ({}, {"seqlen_q": 1}, {"seqlen_q": 150, "bias": "B H 1 Sk"}):
+        inputs = performance.make_inputs(
+            sparse_performance.top_w("", 100, 8, 4, 2, 32, **lengths), torch.float32, "cpu", seed=0
+        )
+        dense = performance.replace(inputs, mask=inputs.bool_mask())
+        assert torch.equal(performance.rows_that_see(inputs), performance.rows_that_see(dense))
+
+
 def test_check_fails_what_is_too_slow(performance, monkeypatch, capsys):
     arguments = ["--device=cpu", "--shrink=32", "--samples=1", "--threads=1", "--workload=random", "--check"]
     for required, status in ((0.0, 0), (1e6, 1)):
@@ -216,18 +248,87 @@ def test_check_fails_what_is_too_slow(performance, monkeypatch, capsys):
     assert "x SDPA's speed, at least 1000000.0 is asked for" in capsys.readouterr().out
 
 
+# Long contexts
+
+
+def test_long_context(tmp_path):
+    path = tmp_path / "result.json"
+    arguments = ("--device=cpu", "--seqlen=300", "--window=16", "--dtype=float32", "--samples=1", "--sparse=lists")
+    done = run("long_context", *arguments, f"--json={path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    assert_says_where(content)
+    assert [timing["quantity"] for timing in content["timings"]] == ["topk", "key lists", "forward", "backward"]
+    assert all(timing["seconds"] > 0 for timing in content["timings"])
+    assert (content["memory"], content["sparse"]) == ([], "lists")
+
+
+def test_sparse_performance(tmp_path):
+    path = tmp_path / "result.json"
+    done = run("sparse_performance", "--device=cpu", "--shrink=32", "--samples=1", "--threads=1", f"--json={path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    assert_says_where(content)
+    taken = {(timing["quantity"], timing["implementation"]): timing["seconds"] for timing in content["timings"]}
+    both = {(quantity, name) for quantity in ("forward", "backward") for name in ("cpu", "tiles")}
+    assert taken.keys() == {("topk", "cpu"), ("key lists", "cpu")} | both
+    assert all(seconds > 0 for seconds in taken.values())
+
+
+def test_cudnn_attends_to_all_keys(performance, sparse_performance, monkeypatch):
+    monkeypatch.setattr(sparse_performance, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    for lengths in ({}, {"seqlen_q": 1}):
+        problem = sparse_performance.top_w("", 40, 8, 4, 2, 16, **lengths)
+        inputs = performance.make_inputs(problem, torch.float32, "cpu", seed=0)
+        reference = performance.flash_dmattn_func_auto("reference")
+        everything = reference(inputs.query, inputs.key, inputs.value, is_causal=True)
+        torch.testing.assert_close(sparse_performance.cudnn(inputs).forward(), everything, rtol=1e-4, atol=1e-5)
+
+
+def test_what_check_asks_for(sparse_performance):
+    from performance import Timing
+    from sparse import Memory
+
+    def failures(forward, lists, memory, others=4.0):
+        name = sparse_performance.S131K
+        timings = [Timing(name, "bfloat16", "topk", "cuda", 2e-3), Timing(name, "bfloat16", "key lists", "cuda", lists)]
+        for quantity in ("forward", "backward"):
+            timings.append(Timing(name, "bfloat16", quantity, "cuda", forward))
+            timings.append(Timing(name, "bfloat16", quantity, "cudnn", others))
+        return sparse_performance.failures(timings, [Memory(name, "bfloat16", "cuda", memory, 10)], "cuda")
+
+    assert failures(forward=0.1, lists=0.005, memory=25) == []
+    assert failures(forward=0.5, lists=0.005, memory=25) == [
+        "S131072 w2048, forward: 8.00 x cudnn's speed, at least 10 are asked for",
+        "S131072 w2048, backward: 8.00 x cudnn's speed, at least 10 are asked for",
+    ]
+    assert failures(forward=0.1, lists=0.02, memory=31) == [
+        "S131072 w2048, key lists: 20% of the forward, at most 10% are asked for",
+        "S131072 w2048, memory: 3.10 x that of the tensors, at most 3 are asked for",
+    ]
+    assert len(failures(forward=None, lists=0.005, memory=25)) == 3
+
+
 # Memory
 
 
 def test_memory(tmp_path):
     path = tmp_path / "result.json"
-    done = run("memory", "--device=cpu", "--seqlen=1024", "--heads=2", "--backend=cpu", "--check", f"--json={path}")
+    done = run(
+        "memory", "--device=cpu", "--seqlen=1024", "--heads=2", "--backend=cpu", "--mask", "--check", f"--json={path}"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(path.read_text())
     assert_says_where(content)
-    (peak,) = content["peaks"]
-    # out, dq, dk and dv at least; the scores of all pairs would be 8 MiB more for every copy of them.
-    assert peak["backend"] == "cpu" and 2 <= peak["mib"] < 32
+    peaks = {peak["workload"]: peak for peak in content["peaks"]}
+    assert list(peaks) == ["causal, key bias", "mask [B,H,S,S], causal, key bias"]
+    for peak in peaks.values():
+        # out, dq, dk and dv at least; the scores of all pairs would be 8 MiB more for every copy of them.
+        assert peak["backend"] == "cpu" and 2 <= peak["mib"] < 32
+        # out, dq, dk, dv, lse and dbias
+        assert (peak["mib"] - peak["extra_mib"]) * 2**20 == pytest.approx(4 * 4 * 1024 * 2 * 64 + 2 * 4 * 1024 * 2)
+        assert peak["elements"] == 1024 * 2 * 64
+    assert [peak["mask_bits"] for peak in peaks.values()] == [0, 2 * 1024 * 1024]
 
 
 # Arguments

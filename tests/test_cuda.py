@@ -244,7 +244,7 @@ def test_opcheck(pairs):
     query, key, value = (x.requires_grad_() for x in on_gpu(2, 70, 90, 4, 2, 64, torch.bfloat16))
     mask = {"none": None, "key": mask_of(2, 1, 1, 90), "dense": mask_of(1, 2, 70, 90)}[pairs]
     bias = {"none": None, "key": randn(1, 2, 1, 90), "dense": randn(2, 4, 70, 90)}[pairs]
-    forward = (query, key, value, mask, bias, None, None, None, None, 0.3, 0.0, False, True)
+    forward = (query, key, value, *ops.MaskTensors(mask), bias, None, None, None, None, 0.3, 0.0, False, True)
     torch.library.opcheck(ops.attention_forward, forward, atol=1e-2, rtol=1e-1)
 
 

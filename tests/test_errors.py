@@ -214,42 +214,72 @@ def test_varlen(case):
         function()
 
 
+STRIDED = Q.transpose(-1, -2).contiguous().transpose(-1, -2)
+LSE = torch.zeros(2, 4, 5)
 COMPILED = {
     "shape": (
-        lambda k: k.mha_fwd(Q, K[:, :, :, :4], V, None, None, 1.0, 0.0, False),
+        lambda k: k.mha_fwd(Q, K[:, :, :, :4], V, k.MaskTensors(), None, 1.0, 0.0, False),
         ValueError,
         "key must have shape",
     ),
     "head dimension": (
-        lambda k: k.mha_fwd(Q[..., :4], K[..., :4], V[..., :4], None, None, 1.0, 0.0, False),
+        lambda k: k.mha_fwd(Q[..., :4], K[..., :4], V[..., :4], k.MaskTensors(), None, 1.0, 0.0, False),
         ValueError,
         "must be a multiple of 8 up to 256, got 4",
     ),
     "strides": (
-        lambda k: k.mha_fwd(Q.transpose(-1, -2).contiguous().transpose(-1, -2), K, V, None, None, 1.0, 0.0, False),
+        lambda k: k.mha_fwd(STRIDED, K, V, k.MaskTensors(), None, 1.0, 0.0, False),
         ValueError,
         "query must be contiguous in its last dimension",
     ),
     "mask dtype": (
-        lambda k: k.mha_fwd(Q, K, V, torch.ones(1, 1, 1, 7), None, 1.0, 0.0, False),
+        lambda k: k.mha_fwd(Q, K, V, k.MaskTensors(torch.ones(1, 1, 1, 7)), None, 1.0, 0.0, False),
         TypeError,
         "mask must be Bool, got Float",
     ),
     "bias shape": (
-        lambda k: k.mha_fwd(Q, K, V, None, torch.ones(1, 1, 1, 6), 1.0, 0.0, False),
+        lambda k: k.mha_fwd(Q, K, V, k.MaskTensors(), torch.ones(1, 1, 1, 6), 1.0, 0.0, False),
         ValueError,
         "bias must be",
     ),
     "bias gradient without bias": (
         lambda k: k.mha_bwd(
-            Q, torch.zeros(2, 4, 5), Q, K, V, Q, torch.zeros(2, 4, 5), None, None, None, 1.0, 0.0, False, False, True
+            Q,
+            torch.zeros(2, 4, 5),
+            Q,
+            K,
+            V,
+            Q,
+            torch.zeros(2, 4, 5),
+            k.MaskTensors(),
+            None,
+            None,
+            1.0,
+            0.0,
+            False,
+            False,
+            True,
         ),
         ValueError,
         "there is no bias",
     ),
     "lse shape": (
         lambda k: k.mha_bwd(
-            Q, torch.zeros(2, 4, 5), Q, K, V, Q, torch.zeros(2, 4, 4), None, None, None, 1.0, 0.0, False, False, False
+            Q,
+            torch.zeros(2, 4, 5),
+            Q,
+            K,
+            V,
+            Q,
+            torch.zeros(2, 4, 4),
+            k.MaskTensors(),
+            None,
+            None,
+            1.0,
+            0.0,
+            False,
+            False,
+            False,
         ),
         ValueError,
         "lse must have shape",

@@ -72,16 +72,23 @@ def test_the_bias_is_trained(train_lm, backend):
             assert (parameter.grad != 0).all()
 
 
-def test_the_mask_keeps_the_largest_biases_of_the_past(train_lm):
-    config = train_lm.Config(**TINY)
+def test_rows_see_the_largest_biases_of_the_past(train_lm):
+    config = train_lm.Config(**TINY, backend="reference")
     attention = train_lm.build_model(config).blocks[0].attention
-    bias = torch.randn(3, 2, 1, 20)
-    mask = attention.dynamic_mask(bias)
+    seen = {}
+
+    def spy(*tensors, attn_bias, **options):
+        out, _, probs = reference(*tensors, attn_bias=attn_bias, **options, return_attn_probs=True)
+        seen.update(bias=attn_bias.repeat_interleave(2, dim=1), probs=probs)
+        return out
+
+    reference, attention.attention = attention.attention, spy
+    attention(torch.randn(3, 20, 32), torch.ones(20, 1, 4), torch.zeros(20, 1, 4))
     for row in range(20):
-        past = bias[:, :, 0, : row + 1]
+        past = seen["bias"][:, :, 0, : row + 1]
         kept = past >= past.sort(dim=-1, descending=True).values[..., : config.window][..., -1:]
-        assert torch.equal(mask[:, :, row, : row + 1], kept)
-        assert not mask[:, :, row, row + 1 :].any()
+        assert torch.equal(seen["probs"][:, :, row, : row + 1] > 0, kept)
+        assert not seen["probs"][:, :, row, row + 1 :].any()
 
 
 def test_the_model_sees_no_future(train_lm):

@@ -94,13 +94,14 @@ def test_opcheck(case, dtype):
     mask = rand_mask(*shapes["mask"], visible=0.9) if shapes else None
     bias = torch.randn(shapes["bias"]).to(dtype).requires_grad_() if shapes else None
     query, key, value = (x.requires_grad_() for x in inputs(2, 5, 7, 4, 2, 8, dtype))
-    forward = (query, key, value, mask, bias, None, None, None, None, 0.3, 0.0, True, False)
+    forward = (query, key, value, *ops.MaskTensors(mask), bias, None, None, None, None, 0.3, 0.0, True, False)
     torch.library.opcheck(ops.attention_forward, forward, atol=1e-3, rtol=1e-2)
 
-    detached = [None if x is None else x.detach() for x in forward[:5]]
-    out, lse, *_ = ops.attention_forward(*detached, *forward[5:])
+    *tensors, bias = [None if x is None else x.detach() for x in (query, key, value, bias)]
+    masks, options = ops.MaskTensors(mask), forward[11:]
+    out, lse, *_ = ops.attention_forward(*tensors, *masks, bias, *options)
     grads = torch.randn_like(out), torch.randn_like(lse)
-    backward = (*grads, *detached[:3], out, lse, detached[3], None, detached[4], *forward[5:])
+    backward = (*grads, *tensors, out, lse, *masks, None, bias, *options)
     torch.library.opcheck(ops.attention_backward, (*backward, bias is not None), atol=1e-3, rtol=1e-2)
 
 
@@ -108,7 +109,7 @@ def test_opcheck_varlen():
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     query, key, value = (torch.randn(9, 2, 8, requires_grad=True) for _ in range(3))
     bias = torch.randn(9, 2, 5, requires_grad=True)
-    forward = (query, key, value, None, bias, cu, cu, 5, 5, 0.3, 0.0, False, False)
+    forward = (query, key, value, *ops.MaskTensors(), bias, cu, cu, 5, 5, 0.3, 0.0, False, False)
     torch.library.opcheck(ops.attention_forward, forward)
 
 

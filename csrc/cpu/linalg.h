@@ -16,20 +16,25 @@ struct Matrix {
     int64_t stride;
 
     acc_t* row(int64_t i) const { return data + i * stride; }
+    Matrix first_rows(int64_t n) const { return {data, n, cols, stride}; }
+    Matrix first_cols(int64_t n) const { return {data, rows, n, stride}; }
 };
 
-// c = alpha * a b^T
+// m^T, contiguous in `scratch`. A BLAS takes tens of percent longer where an operand is not in the order that it likes
+// best, and here most operands serve more than one product.
 template <typename acc_t>
-void product_nt(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c);
+Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch);
 
-// c += alpha * w b; and c^T += alpha * w^T b, whose transposed result costs the BLAS less than c would. Where `exact`, an
-// element of w that is 0 adds nothing whatever stands in b, NaN and infinity too: slow, for the rare tile whose fast
-// product came out not finite.
+// c = alpha * a b
 template <typename acc_t>
-void add_product(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alpha, bool exact, const Matrix<acc_t>& c);
+void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c);
+
+// c += alpha * w b; and c += alpha * a w. Where `exact`, an element of w that is 0 adds nothing whatever stands in the
+// other factor, NaN and infinity too: slow, for the rare tile whose fast product came out not finite.
 template <typename acc_t>
-void add_product_transposed(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alpha, bool exact,
-                            const Matrix<acc_t>& c_transposed);
+void add_product_left(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alpha, bool exact, const Matrix<acc_t>& c);
+template <typename acc_t>
+void add_product_right(const Matrix<acc_t>& a, const Matrix<acc_t>& w, acc_t alpha, bool exact, const Matrix<acc_t>& c);
 
 // `rows` x `cols` numbers of `dtype` as a matrix of acc_t: where they are that already, in place, else in `scratch`.
 template <typename acc_t>
@@ -37,6 +42,11 @@ Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t str
                    acc_t* scratch);
 template <typename acc_t>
 void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offset, int64_t stride);
+
+// Rows index[0], .. index[n - 1] of a matrix of `dtype`, contiguous in `to`.
+template <typename acc_t>
+Matrix<acc_t> gather(const void* data, DataType dtype, int64_t offset, int64_t stride, const int32_t* index, int64_t n,
+                     int64_t cols, acc_t* to);
 
 template <typename acc_t>
 bool all_finite(const Matrix<acc_t>& matrix);

@@ -1,67 +1,17 @@
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "attention.h"
-#include "scores.h"
+#include "gather_bwd.h"
+#include "gradient.h"
 
 namespace flash_dmattn {
 namespace {
 
-constexpr int64_t kRows = 128;
-constexpr int64_t kKeys = 256;
+constexpr int64_t kRows = kGradientRows;
+constexpr int64_t kKeys = 512;
 constexpr int64_t kMinUnits = 16;  // keys are cut into runs where heads and batch elements give fewer units
-
-// p_ij and dx_ij = p_ij (<do_i, v_j> - D_i) of one tile, recomputed from lse; and how dx becomes ds.
-template <typename acc_t>
-class GradientTile {
-public:
-    explicit GradientTile(const BwdParams& params)
-        : p_(params),
-          max_rows_(std::min(kRows, params.seqlen_q)),
-          max_keys_(std::min(kKeys, params.seqlen_k)),
-          pairs_(max_keys_),
-          probs_(max_rows_ * max_keys_),
-          dx_(max_rows_ * max_keys_),
-          slope_(params.softcap > 0 ? max_rows_ * max_keys_ : 0) {}
-
-    void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key, const Matrix<acc_t>& value,
-                 const Matrix<acc_t>& dout) {
-        probs = {probs_.data(), tile.rows, tile.keys, tile.keys};
-        dx = {dx_.data(), tile.rows, tile.keys, tile.keys};
-        score_tile<acc_t>(p_, tile, query, key, pairs_, probs, slope_.empty() ? nullptr : slope_.data());
-        product_nt<acc_t>(dout, value, 1, dx);
-
-        const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
-        const acc_t* delta = row_stats<acc_t>(p_.delta, tile.sequence, tile.head, tile.row);
-        for (int64_t i = 0; i < tile.rows; ++i) {
-            acc_t* p = probs.row(i);
-            acc_t* d = dx.row(i);
-            const bool empty = lse[i] == -std::numeric_limits<acc_t>::infinity();
-            row_exp(p, empty ? std::numeric_limits<acc_t>::infinity() : lse[i], tile.keys);
-            row_dx(d, p, delta[i], tile.keys);
-        }
-    }
-
-    // dx, which the bias's gradient is made of, becomes ds, which query's and key's are.
-    const Matrix<acc_t>& to_ds() {
-        if (!slope_.empty()) {
-            for (int64_t i = 0; i < dx.rows * dx.cols; ++i) dx_[i] *= slope_[i];
-        }
-        return dx;
-    }
-
-    Matrix<acc_t> probs, dx;
-
-private:
-    const BwdParams& p_;
-    int64_t max_rows_, max_keys_;
-    PairScratch<acc_t> pairs_;
-    std::vector<acc_t> probs_, dx_, slope_;
-};
 
 // What one unit of work owns: the (batch element, query head) pairs that share an entry of the bias's gradient or a
 // key/value head, and a run of key tiles. It makes dkey, dvalue and dbias of those keys whole; of dquery it makes a part,
@@ -137,13 +87,13 @@ public:
           key_dbias_(params.dbias.present() && params.dbias.per_key),
           max_rows_(std::min(kRows, params.seqlen_q)),
           max_keys_(std::min(kKeys, params.seqlen_k)),
-          tile_(params),
+          tile_(params, kKeys),
           query_(max_rows_ * p_.head_dim),
-          dout_(max_rows_ * p_.head_dim),
-          key_(max_keys_ * p_.head_dim),
-          value_(max_keys_ * p_.head_dim),
-          dkey_(units.batches_each * kv_heads_each_ * max_keys_ * p_.head_dim),
-          dvalue_(dkey_.size()),
+          query_transposed_(query_.size()),
+          dout_(query_.size()),
+          dout_transposed_(query_.size()),
+          members_(units.batches_each * kv_heads_each_, Member(max_keys_ * p_.head_dim)),
+          key_scratch_(max_keys_ * p_.head_dim),
           dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
           column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
 
@@ -156,10 +106,31 @@ public:
     }
 
 private:
+    // One key/value head of one batch element: the tile of keys under way, and the gradients that grow with it, transposed
+    // [D, keys] as the BLAS likes them.
+    struct Member {
+        explicit Member(int64_t size) : key_(size), key_transposed_(size), value_transposed_(size), dkey_(size), dvalue_(size) {}
+
+        void start(const BwdParams& p, const Sequence& s, int64_t first, int64_t keys, int64_t kv_head, acc_t* scratch) {
+            key = load_keys(p, p.key, s, first, keys, kv_head, key_.data());
+            key_transposed = transpose(key, key_transposed_.data());
+            value_transposed = transpose(load_keys(p, p.value, s, first, keys, kv_head, scratch), value_transposed_.data());
+            dkey = {dkey_.data(), p.head_dim, keys, keys};
+            dvalue = {dvalue_.data(), p.head_dim, keys, keys};
+            std::fill(dkey_.begin(), dkey_.end(), acc_t(0));
+            std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
+        }
+
+        Matrix<acc_t> key, key_transposed, value_transposed, dkey, dvalue;
+
+    private:
+        std::vector<acc_t> key_, key_transposed_, value_transposed_, dkey_, dvalue_;
+    };
+
     // Returns whether every gradient is finite.
     bool differentiate(int64_t run, int64_t first_batch, int64_t first_head, bool exact) {
         bool finite = true;
-        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+        for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             const auto whole = dquery_.part(run, s.batch, head, 0, s.rows);
             std::fill_n(whole.data, whole.rows * whole.cols, acc_t(0));
         });
@@ -168,7 +139,7 @@ private:
         for (int64_t key = run * units_.tiles_each * kKeys; key < end; key += kKeys) {
             finite &= differentiate_keys(run, first_batch, first_head, key, std::min(kKeys, end - key), exact);
         }
-        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+        for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             finite &= all_finite(dquery_.part(run, s.batch, head, 0, s.rows));
         });
         return finite;
@@ -177,9 +148,10 @@ private:
     // One key tile against all rows. The batch elements of a group have one length: a group spans them only where the
     // length is fixed.
     bool differentiate_keys(int64_t run, int64_t first_batch, int64_t first_head, int64_t key, int64_t keys, bool exact) {
-        std::fill(dkey_.begin(), dkey_.end(), acc_t(0));
-        std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
         std::fill(column_sums_.begin(), column_sums_.end(), 0.0);
+        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            member(s.batch - first_batch, head - first_head).start(p_, s, key, keys, head / group_, key_scratch_.data());
+        });
 
         const Sequence first(p_, first_batch);
         const int64_t visible_begin = p_.is_causal ? first.causal_begin(key) / kRows * kRows : 0;
@@ -188,7 +160,8 @@ private:
             for (int64_t head = first_head; head < first_head + units_.heads_each; ++head) {
                 for (int64_t b = first_batch; b < first_batch + units_.batches_each && row >= visible_begin; ++b) {
                     const Sequence s(p_, b);
-                    const Tile tile{s, head, row, rows, key, keys};
+                    const int64_t seen = p_.is_causal ? std::min(s.causal_end(row + rows - 1) - key, keys) : keys;
+                    const Tile tile{s, head, row, rows, key, seen};
                     if (!mask_hides(p_, tile)) add_tile(run, tile, s.batch - first_batch, head - first_head, exact);
                 }
                 if (dense_dbias_ && last_of_bias_head(head)) store_dense_dbias({first, head, row, rows, key, keys});
@@ -196,59 +169,61 @@ private:
         }
 
         bool finite = true;
-        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+        for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             if (key_dbias_ && last_of_bias_head(head)) store_key_dbias({s, head, 0, 1, key, keys}, head - first_head);
-            if (head % group_ != 0) return;
-            const int64_t member = member_of(s.batch - first_batch, head - first_head);
-            finite &= store_accumulator(accumulator(dkey_, member, keys), p_.dkey, s, key, head / group_);
-            finite &= store_accumulator(accumulator(dvalue_, member, keys), p_.dvalue, s, key, head / group_);
+        });
+        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            const Member& m = member(s.batch - first_batch, head - first_head);
+            finite &= store_transposed(m.dkey, p_.dkey, s, key, head / group_);
+            finite &= store_transposed(m.dvalue, p_.dvalue, s, key, head / group_);
         });
         return finite;
     }
 
     void add_tile(int64_t run, const Tile& tile, int64_t batch_in_group, int64_t head_in_group, bool exact) {
         const Sequence& s = tile.sequence;
-        const int64_t kv_head = tile.head / group_;
         const auto query = load_rows(p_, p_.query, s, tile.row, tile.rows, tile.head, query_.data());
         const auto dout = load_rows(p_, p_.dout, s, tile.row, tile.rows, tile.head, dout_.data());
-        const auto key = load_keys(p_, p_.key, s, tile.key, tile.keys, kv_head, key_.data());
-        const auto value = load_keys(p_, p_.value, s, tile.key, tile.keys, kv_head, value_.data());
-        const int64_t member = member_of(batch_in_group, head_in_group);
+        const auto query_transposed = transpose(query, query_transposed_.data());
+        const auto dout_transposed = transpose(dout, dout_transposed_.data());
+        const Member& m = member(batch_in_group, head_in_group);
 
-        tile_.compute(tile, query, key, value, dout);
-        add_product_transposed<acc_t>(tile_.probs, dout, 1, exact, accumulator(dvalue_, member, tile.keys));
-        if (dense_dbias_) row_add(dense_tile_.data(), tile_.dx.data, tile.rows * tile.keys);
+        tile_.compute(tile, query, dout, m.key_transposed.first_cols(tile.keys), m.value_transposed.first_cols(tile.keys));
+        add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, m.dvalue.first_cols(tile.keys));
+        for (int64_t i = 0; i < tile.rows && dense_dbias_; ++i) {
+            row_add(dense_tile_.data() + i * max_keys_, tile_.dx.row(i), tile.keys);
+        }
         if (key_dbias_) add_column_sums(head_in_group);
         const auto& ds = tile_.to_ds();
-        add_product_transposed<acc_t>(ds, query, p_.softmax_scale, exact, accumulator(dkey_, member, tile.keys));
-        add_product<acc_t>(ds, key, p_.softmax_scale, exact,
-                           dquery_.part(run, s.batch, tile.head, tile.row, tile.rows));
+        add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, m.dkey.first_cols(tile.keys));
+        add_product_left<acc_t>(ds, m.key.first_rows(tile.keys), p_.softmax_scale, exact,
+                                dquery_.part(run, s.batch, tile.head, tile.row, tile.rows));
     }
 
     template <typename F>
-    void for_each_member(int64_t first_batch, int64_t first_head, F&& f) {
+    void for_each_query_head(int64_t first_batch, int64_t first_head, F&& f) {
         for (int64_t b = first_batch; b < first_batch + units_.batches_each; ++b) {
             const Sequence sequence(p_, b);
             for (int64_t head = first_head; head < first_head + units_.heads_each; ++head) f(sequence, head);
         }
     }
 
-    int64_t member_of(int64_t batch_in_group, int64_t head_in_group) const {
-        return batch_in_group * kv_heads_each_ + head_in_group / group_;
+    // Calls f with the first query head of each.
+    template <typename F>
+    void for_each_member(int64_t first_batch, int64_t first_head, F&& f) {
+        for_each_query_head(first_batch, first_head, [&](const Sequence& sequence, int64_t head) {
+            if (head % group_ == 0) f(sequence, head);
+        });
     }
 
-    // dkey and dvalue grow transposed, [D, keys].
-    Matrix<acc_t> accumulator(std::vector<acc_t>& all, int64_t member, int64_t keys) {
-        return {all.data() + member * max_keys_ * p_.head_dim, p_.head_dim, keys, max_keys_};
+    Member& member(int64_t batch_in_group, int64_t head_in_group) {
+        return members_[batch_in_group * kv_heads_each_ + head_in_group / group_];
     }
 
     // Returns whether it is finite.
-    bool store_accumulator(const Matrix<acc_t>& transposed, const RowsView& to, const Sequence& s, int64_t key,
-                           int64_t kv_head) {
-        const Matrix<acc_t> rows{key_.data(), transposed.cols, transposed.rows, transposed.rows};
-        for (int64_t d = 0; d < rows.cols; ++d) {
-            for (int64_t j = 0; j < rows.rows; ++j) rows.row(j)[d] = transposed.row(d)[j];
-        }
+    bool store_transposed(const Matrix<acc_t>& transposed, const RowsView& to, const Sequence& s, int64_t key,
+                          int64_t kv_head) {
+        const auto rows = transpose(transposed, key_scratch_.data());
         store_keys(p_, rows, to, s, key, kv_head);
         return all_finite(rows);
     }
@@ -258,16 +233,7 @@ private:
 
     void add_column_sums(int64_t head_in_group) {
         const int64_t bias_head = head_in_group / (p_.heads / p_.dbias.heads);
-        double* sums = column_sums_.data() + bias_head * max_keys_;
-        const auto& dx = tile_.dx;
-        int64_t i = 0;
-        for (; i + 4 <= dx.rows; i += 4) {  // four rows for every widening
-            const acc_t *a = dx.row(i), *b = dx.row(i + 1), *c = dx.row(i + 2), *d = dx.row(i + 3);
-            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += (a[j] + b[j]) + (c[j] + d[j]);
-        }
-        for (; i < dx.rows; ++i) {
-            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += dx.row(i)[j];
-        }
+        tile_.add_column_sums(column_sums_.data() + bias_head * max_keys_);
     }
 
     void store_key_dbias(const Tile& tile, int64_t head_in_group) {
@@ -277,7 +243,7 @@ private:
     }
 
     void store_dense_dbias(const Tile& tile) {
-        const Matrix<acc_t> sums{dense_tile_.data(), tile.rows, tile.keys, tile.keys};
+        const Matrix<acc_t> sums{dense_tile_.data(), tile.rows, tile.keys, max_keys_};
         store(sums, p_.dbias.data, p_.bias.dtype, offset_of(p_.dbias, tile, p_.heads), p_.dbias.row_stride);
         std::fill(dense_tile_.begin(), dense_tile_.end(), acc_t(0));
     }
@@ -289,34 +255,16 @@ private:
     bool dense_dbias_, key_dbias_;
     int64_t max_rows_, max_keys_;
     GradientTile<acc_t> tile_;
-    std::vector<acc_t> query_, dout_, key_, value_, dkey_, dvalue_, dense_tile_;
+    std::vector<acc_t> query_, query_transposed_, dout_, dout_transposed_;
+    std::vector<Member> members_;
+    std::vector<acc_t> key_scratch_, dense_tile_;
     std::vector<double> column_sums_;  // of thousands of rows
 };
-
-// D_i = <do_i, o_i> - dlse_i
-template <typename acc_t>
-void row_deltas(const BwdParams& p) {
-    const int64_t row_tiles = ceil_div(p.seqlen_q, kRows);
-    for_each_unit(p.batch * p.heads * row_tiles, [&] {
-        std::vector<acc_t> out_scratch(kRows * p.head_dim), dout_scratch(kRows * p.head_dim);
-        return [=, &p, out_scratch = std::move(out_scratch), dout_scratch = std::move(dout_scratch)](int64_t index) mutable {
-            const Sequence s(p, index / row_tiles / p.heads);
-            const int64_t head = index / row_tiles % p.heads;
-            const int64_t row = index % row_tiles * kRows;
-            if (row >= s.rows) return;
-            const int64_t rows = std::min(kRows, s.rows - row);
-            const auto out = load_rows(p, p.out, s, row, rows, head, out_scratch.data());
-            const auto dout = load_rows(p, p.dout, s, row, rows, head, dout_scratch.data());
-            const acc_t* dlse = row_stats<acc_t>(p.dlse, s, head, row);
-            acc_t* delta = row_stats<acc_t>(p.delta, s, head, row);
-            for (int64_t i = 0; i < rows; ++i) delta[i] = row_dot(dout.row(i), out.row(i), p.head_dim) - dlse[i];
-        };
-    });
-}
 
 template <typename acc_t>
 void run(const BwdParams& params) {
     row_deltas<acc_t>(params);
+    if (params.lists.present()) return gathered_backward<acc_t>(params);
     const Units units(params);
     DqueryParts<acc_t> dquery(params, units);
     for_each_unit(units.count(), [&] { return BackwardUnit<acc_t>(params, units, dquery); });

@@ -7,61 +7,7 @@
 namespace flash_dmattn {
 namespace {
 
-// Row after row of a tile's bias and mask, contiguous; null where there is none.
-template <typename acc_t>
-class PairRows {
-public:
-    PairRows(const AttentionParams& params, const Tile& tile, PairScratch<acc_t>& scratch)
-        : mask_(params.mask), bias_(params.bias), keys_(tile.keys), rows_(tile.rows), scratch_(scratch) {
-        if (mask_.present()) mask_at_ = static_cast<const uint8_t*>(mask_.data) + offset_of(mask_, tile, params.heads);
-        if (bias_.present()) bias_at_ = offset_of(bias_, tile, params.heads);
-    }
-
-    const acc_t* bias(int64_t i) {
-        if (!bias_.present()) return nullptr;
-        if (i > 0 && bias_.row_stride == 0) return bias_row_;
-        const int64_t at = bias_at_ + i * bias_.row_stride;
-        acc_t* row = scratch_.bias.data();
-        if (bias_.col_stride == 1) {
-            bias_row_ = load<acc_t>(bias_.data, bias_.dtype, at, keys_, 1, keys_, row).data;
-        } else {
-            const auto column = load<acc_t>(bias_.data, bias_.dtype, at, bias_.col_stride, keys_, 1, row);
-            for (int64_t j = 0; j < keys_; ++j) row[j] = *column.row(j);
-            bias_row_ = row;
-        }
-        return bias_row_;
-    }
-
-    // Bytes, not bool: the compiler makes vector instructions of comparing those.
-    const uint8_t* visible(int64_t i) {
-        if (!mask_.present()) return nullptr;
-        const uint8_t* row = mask_at_ + i * mask_.row_stride;
-        if (mask_.col_stride == 1) {
-            prefetch(i + kRowsAhead);
-            return row;
-        }
-        for (int64_t j = 0; j < keys_; ++j) scratch_.visible[j] = row[j * mask_.col_stride];
-        return scratch_.visible.data();
-    }
-
-private:
-    static constexpr int64_t kRowsAhead = 8;
-
-    // A tile's rows of a mask lie far apart: the processor does not see the next one coming.
-    void prefetch(int64_t i) const {
-        if (i >= rows_) return;
-        const uint8_t* row = mask_at_ + i * mask_.row_stride;
-        for (int64_t j = 0; j < keys_; j += 64) __builtin_prefetch(row + j);
-    }
-
-    const MaskView& mask_;
-    const BiasView& bias_;
-    int64_t keys_, rows_;
-    PairScratch<acc_t>& scratch_;
-    const uint8_t* mask_at_ = nullptr;
-    int64_t bias_at_ = 0;
-    const acc_t* bias_row_ = nullptr;
-};
+constexpr int64_t kRowsAhead = 8;
 
 // x += bias where a pair is visible, else -inf: chosen, not added, for the score of an invisible pair may be NaN.
 template <typename acc_t>
@@ -85,6 +31,25 @@ void apply_pairs(acc_t* __restrict x, const acc_t* __restrict bias, const uint8_
     }
 }
 
+// Calls f(j, start, end) for each key of the tile.
+template <typename F>
+void for_each_interval(const AttentionParams& params, const Tile& tile, F&& f) {
+    const IntervalView& view = params.intervals;
+    const int64_t at = offset_of(view, tile.sequence, tile.head, params.heads);
+    for (int64_t j = 0; j < tile.keys; ++j) {
+        const int64_t key = at + (tile.listed != nullptr ? tile.listed[j] : tile.key + j) * view.col_stride;
+        f(j, view.start[key], view.end[key]);
+    }
+}
+
+bool intervals_hide(const AttentionParams& params, const Tile& tile) {
+    bool seen = false;
+    for_each_interval(params, tile, [&](int64_t, int64_t start, int64_t end) {
+        seen |= std::max(start, tile.row) < std::min(end, tile.row + tile.rows);
+    });
+    return !seen;
+}
+
 bool any(const bool* values, int64_t n, int64_t stride) {
     if (stride == 1) return std::memchr(values, 1, n) != nullptr;
     for (int64_t j = 0; j < n; ++j)
@@ -95,6 +60,7 @@ bool any(const bool* values, int64_t n, int64_t stride) {
 }  // namespace
 
 bool mask_hides(const AttentionParams& params, const Tile& tile) {
+    if (params.intervals.present()) return intervals_hide(params, tile);
     const MaskView& mask = params.mask;
     if (!mask.present()) return false;
     const bool* visible = static_cast<const bool*>(mask.data) + offset_of(mask, tile, params.heads);
@@ -106,26 +72,94 @@ bool mask_hides(const AttentionParams& params, const Tile& tile) {
 }
 
 template <typename acc_t>
-void score_tile(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key,
-                PairScratch<acc_t>& scratch, const Matrix<acc_t>& x, acc_t* slope) {
-    product_nt<acc_t>(query, key, params.softmax_scale, x);
-    PairRows<acc_t> pairs(params, tile, scratch);
-    for (int64_t i = 0; i < tile.rows; ++i) {
-        acc_t* row = x.row(i);
-        if (params.softcap > 0) {
-            row_softcap<acc_t>(row, slope ? slope + i * x.stride : nullptr, params.softcap, tile.keys);
-        }
-        apply_pairs(row, pairs.bias(i), pairs.visible(i), tile.keys);
-        if (params.is_causal) {
-            const int64_t end = std::max<int64_t>(tile.sequence.causal_end(tile.row + i) - tile.key, 0);
-            if (end < tile.keys) std::fill(row + end, row + tile.keys, -std::numeric_limits<acc_t>::infinity());
-        }
+ScoreRows<acc_t>::ScoreRows(const AttentionParams& params, const Tile& tile, PairScratch<acc_t>& scratch)
+    : p_(params), tile_(tile), scratch_(scratch) {
+    if (p_.mask.present()) mask_at_ = static_cast<const uint8_t*>(p_.mask.data) + offset_of(p_.mask, tile, p_.heads);
+    if (p_.bias.present()) bias_at_ = offset_of(p_.bias, tile, p_.heads);
+    if (p_.intervals.present()) {
+        for_each_interval(p_, tile, [&](int64_t j, int32_t start, int32_t end) {
+            scratch_.start[j] = start;
+            scratch_.end[j] = end;
+            intervals_ |= start > tile.row || end < tile.row + tile.rows;
+        });
     }
 }
 
-template void score_tile(const AttentionParams&, const Tile&, const Matrix<float>&, const Matrix<float>&,
-                         PairScratch<float>&, const Matrix<float>&, float*);
-template void score_tile(const AttentionParams&, const Tile&, const Matrix<double>&, const Matrix<double>&,
-                         PairScratch<double>&, const Matrix<double>&, double*);
+template <typename acc_t>
+void ScoreRows<acc_t>::finish(int64_t i, acc_t* x, acc_t* slope) {
+    if (p_.softcap > 0) row_softcap<acc_t>(x, slope, p_.softcap, tile_.keys);
+    apply_pairs(x, bias(i), tile_.listed_rows != nullptr ? listed_visible(i) : visible(i), tile_.keys);
+    if (intervals_) hide_outside_intervals(i, x);
+    if (p_.is_causal) {
+        const int64_t end = tile_.keys_before(tile_.sequence.causal_end(tile_.row + i));
+        if (end < tile_.keys) std::fill(x + end, x + tile_.keys, -std::numeric_limits<acc_t>::infinity());
+    }
+}
+
+template <typename acc_t>
+void ScoreRows<acc_t>::hide_outside_intervals(int64_t i, acc_t* __restrict x) const {
+    const int32_t* __restrict start = scratch_.start.data();
+    const int32_t* __restrict end = scratch_.end.data();
+    const int32_t row = static_cast<int32_t>(tile_.row + i);
+    for (int64_t j = 0; j < tile_.keys; ++j) {
+        const acc_t score = x[j];
+        x[j] = (start[j] <= row) & (row < end[j]) ? score : -std::numeric_limits<acc_t>::infinity();
+    }
+}
+
+// Row i of the bias, contiguous; null where there is none.
+template <typename acc_t>
+const acc_t* ScoreRows<acc_t>::bias(int64_t i) {
+    const BiasView& bias = p_.bias;
+    if (!bias.present()) return nullptr;
+    if (i > 0 && bias.row_stride == 0) return bias_row_;
+    const int64_t at = bias_at_ + i * bias.row_stride;
+    acc_t* row = scratch_.bias.data();
+    if (tile_.listed != nullptr) {
+        bias_row_ = gather<acc_t>(bias.data, bias.dtype, at, bias.col_stride, tile_.listed, tile_.keys, 1, row).data;
+    } else if (bias.col_stride == 1) {
+        bias_row_ = load<acc_t>(bias.data, bias.dtype, at, tile_.keys, 1, tile_.keys, row).data;
+    } else {
+        const auto column = load<acc_t>(bias.data, bias.dtype, at, bias.col_stride, tile_.keys, 1, row);
+        for (int64_t j = 0; j < tile_.keys; ++j) row[j] = *column.row(j);
+        bias_row_ = row;
+    }
+    return bias_row_;
+}
+
+// Row i of the mask, contiguous; null where there is none.
+template <typename acc_t>
+const uint8_t* ScoreRows<acc_t>::visible(int64_t i) {
+    const MaskView& mask = p_.mask;
+    if (!mask.present()) return nullptr;
+    const uint8_t* row = mask_at_ + i * mask.row_stride;
+    if (mask.col_stride == 1) {
+        prefetch(i + kRowsAhead);
+        return row;
+    }
+    for (int64_t j = 0; j < tile_.keys; ++j) scratch_.visible[j] = row[j * mask.col_stride];
+    return scratch_.visible.data();
+}
+
+// The bits of row i of a list's keys, as bytes.
+template <typename acc_t>
+const uint8_t* ScoreRows<acc_t>::listed_visible(int64_t i) {
+    constexpr int64_t kWords = KeyListsView::kRows / 32;
+    const uint32_t* words = tile_.listed_rows + i / 32;
+    uint8_t* visible = scratch_.visible.data();
+    for (int64_t j = 0; j < tile_.keys; ++j) visible[j] = words[j * kWords] >> (i % 32) & 1;
+    return visible;
+}
+
+// A tile's rows of a mask lie far apart: the processor does not see the next one coming.
+template <typename acc_t>
+void ScoreRows<acc_t>::prefetch(int64_t i) const {
+    if (i >= tile_.rows) return;
+    const uint8_t* row = mask_at_ + i * p_.mask.row_stride;
+    for (int64_t j = 0; j < tile_.keys; j += 64) __builtin_prefetch(row + j);
+}
+
+template class ScoreRows<float>;
+template class ScoreRows<double>;
 
 }  // namespace flash_dmattn

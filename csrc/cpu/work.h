@@ -35,14 +35,22 @@ struct Sequence {
     int64_t causal_begin(int64_t key) const { return std::clamp<int64_t>(key - keys + rows, 0, rows); }
 };
 
-// Some rows and some keys of one sequence, for one query head.
+// Some rows and some keys of one sequence, for one query head. The keys are a run, or some that a list names.
 struct Tile {
     const Sequence& sequence;
     int64_t head;
     int64_t row;
     int64_t rows;
-    int64_t key;
+    int64_t key;  // the first of the run; 0 where they are listed
     int64_t keys;
+    const int32_t* listed = nullptr;        // the keys, in rising order
+    const uint32_t* listed_rows = nullptr;  // which rows see them, as in KeyListsView
+
+    // How many of the keys lie before `end`.
+    int64_t keys_before(int64_t end) const {
+        if (listed != nullptr) return std::lower_bound(listed, listed + keys, end) - listed;
+        return std::clamp<int64_t>(end - key, 0, keys);
+    }
 };
 
 template <typename acc_t>
@@ -58,6 +66,12 @@ inline int64_t offset_of(const PairView& view, const Tile& tile, int64_t query_h
     return (view.batches > 1 ? s.batch * view.batch_stride : 0) + view.head_of(tile.head, query_heads) * view.head_stride +
            ((view.per_key ? 0 : s.first_row) + tile.row) * view.row_stride +
            ((view.per_key ? s.first_key : 0) + tile.key) * view.col_stride;
+}
+
+// Of the interval of the sequence's first key.
+inline int64_t offset_of(const IntervalView& view, const Sequence& s, int64_t query_head, int64_t query_heads) {
+    return (view.batches > 1 ? s.batch * view.batch_stride : 0) + query_head / (query_heads / view.heads) * view.head_stride +
+           s.first_key * view.col_stride;
 }
 
 // Some rows of a query-like tensor, or of a key-like one, as a matrix; see `load` and `store`.

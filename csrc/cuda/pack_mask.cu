@@ -3,8 +3,8 @@
 #include <stdexcept>
 
 #include "attention.h"
+#include "common/bits.cuh"
 #include "common/check.h"
-#include "common/ptx.cuh"
 #include "common/sequence.cuh"
 
 namespace flash_dmattn {
@@ -75,8 +75,9 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
     if (first_row >= rows) return;
     const int last_row = min(first_row + kTile, rows) - 1;
     // Key tiles that causality hides from all of the rows are not read.
+    const bool is_cut = p.is_causal && !rows_alike;
     int end = s.keys;
-    if (p.is_causal && !rows_alike) end = min(end, ceil_div(s.causal_end(last_row), kTile) * kTile);
+    if (is_cut) end = min(end, ceil_div(s.causal_end(last_row), kTile) * kTile);
 
     const MaskView& mask = p.mask;
     const auto* from = static_cast<const uint8_t*>(mask.data) + pair_offset(mask, s, head, mask.heads);
@@ -97,7 +98,8 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
             if (warp_row + i > last_row) break;
             const uint32_t word = Reader::word(raw[i]);
             if (lane < kWords && key / 32 < packed.words) to[(warp_row + i) * packed.bits_row_stride + key / 32] = word;
-            any |= word;
+            const int valid = is_cut ? s.causal_end(warp_row + i) - key : 32;
+            any |= word & bits_below(valid, 0);
             all &= word;
         }
     }

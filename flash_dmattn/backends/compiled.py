@@ -8,6 +8,18 @@ from torch import Tensor
 
 from .. import ops
 from ..checks import Varlen
+from ..interval_mask import KeyIntervalMask
+from ..key_lists import KeyLists, interval_tensor
+
+
+def mask_tensors(mask: Tensor | KeyIntervalMask | KeyLists | None) -> ops.MaskTensors:
+    """A mask as the ops take it."""
+    if isinstance(mask, KeyIntervalMask):
+        return ops.MaskTensors(intervals=interval_tensor(mask))
+    if isinstance(mask, KeyLists):
+        intervals = interval_tensor(mask.mask) if isinstance(mask.mask, KeyIntervalMask) else None
+        return ops.MaskTensors(None, intervals, mask.keys, mask.starts, mask.rows, mask.batches, mask.heads)
+    return ops.MaskTensors(mask)
 
 
 def attention_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -17,7 +29,7 @@ def attention_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | KeyIntervalMask | KeyLists | None,
         bias: Tensor | None,
         *,
         softmax_scale: float,
@@ -30,7 +42,7 @@ def attention_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
             raise RuntimeError(f"the backend '{device_type}' takes {device_type} tensors, got query on {query.device}")
         lengths = varlen or (None, None, None, None)
         out, lse, *_ = ops.attention_forward(
-            *(query, key, value, mask, bias, *lengths),
+            *(query, key, value, *mask_tensors(mask), bias, *lengths),
             *(float(softmax_scale), float(softcap), is_causal, deterministic),
         )
         return out, lse

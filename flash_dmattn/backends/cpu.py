@@ -6,6 +6,7 @@ from .. import ops
 from .compiled import attention_on
 
 NAME = "cpu"
+SPARSE_MASKS = True
 
 
 def why_unavailable() -> str | None:

@@ -8,6 +8,7 @@ from .. import ops
 from .compiled import attention_on
 
 NAME = "cuda"
+SPARSE_MASKS = True
 
 
 def why_unavailable() -> str | None:

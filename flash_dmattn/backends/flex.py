@@ -12,7 +12,10 @@ import warnings
 import torch
 from torch import Tensor
 
+from ..interval_mask import KeyIntervalMask
+
 NAME = "flex"
+SPARSE_MASKS = False
 
 
 def why_unavailable() -> str | None:
@@ -69,12 +72,20 @@ def score_mod_of(bias: Tensor | None, softcap: float, heads: int):
     return None if bias is None and softcap <= 0 else score_mod
 
 
-def block_mask_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool):
-    """The BlockMask of a bool mask and causality, or None where every pair is visible."""
+def visibility(mask: Tensor | KeyIntervalMask, heads: int):
+    """The function (b, h, i, j) -> whether row i sees key j."""
+    if not isinstance(mask, KeyIntervalMask):
+        return entry(mask, heads)
+    start_at, end_at = (entry(bounds[:, :, None], heads) for bounds in (mask.start, mask.end))
+    return lambda b, h, i, j: (start_at(b, h, i, j) <= i) & (i < end_at(b, h, i, j))
+
+
+def block_mask_of(query: Tensor, key: Tensor, mask: Tensor | KeyIntervalMask | None, is_causal: bool):
+    """The BlockMask of a mask and causality, or None where every pair is visible."""
     if mask is None and not is_causal:
         return None
     (batch, seqlen_q, heads, _), seqlen_k = query.shape, key.shape[1]
-    mask_at = None if mask is None else entry(mask, heads)
+    mask_at = None if mask is None else visibility(mask, heads)
 
     def mask_mod(b, h, i, j):
         visible = j <= i + (seqlen_k - seqlen_q) if is_causal else None

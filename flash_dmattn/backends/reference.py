@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 NAME = "reference"
+SPARSE_MASKS = False
 
 
 def why_unavailable() -> str | None:

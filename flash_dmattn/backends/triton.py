@@ -34,6 +34,7 @@ except ImportError:
 
 
 NAME = "triton"
+SPARSE_MASKS = False
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

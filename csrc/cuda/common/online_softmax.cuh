@@ -9,6 +9,9 @@ namespace flash_dmattn::cuda {
 // lane / 4. Scores times `to_log2` are exponents of 2.
 template <int kMTiles>
 struct OnlineSoftmax {
+    // The base of a row's exponents may lag behind its largest score, as long as no exponential exceeds 2^kSlack.
+    static constexpr float kSlack = 8;
+
     float max[kMTiles * 2];
     float sum[kMTiles * 2];  // of this lane's columns alone
 
@@ -24,8 +27,8 @@ struct OnlineSoftmax {
     template <int kNTiles, int kOutTiles>
     __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float (&out)[kMTiles][kOutTiles][4],
                                            float to_log2) {
-        float shift[kMTiles * 2];
-        bool overflows = false;
+        float shift[kMTiles * 2], correction[kMTiles * 2];
+        bool grows = false, overflows = false;
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) {
             const int m = i / 2, h = i % 2;
@@ -34,16 +37,24 @@ struct OnlineSoftmax {
             for (int n = 0; n < kNTiles; ++n)
                 largest = fmaxf(largest, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
             largest = row_max(largest);
+            // What was summed stays as it is while no exponential exceeds 2^kSlack.
+            if ((largest - max[i]) * to_log2 <= kSlack) largest = max[i];
+            grows |= largest != max[i];
             const float base = largest == -kInfinity ? 0.f : largest;  // no -inf - -inf
-            const float correction = fast_exp2((max[i] - base) * to_log2);
+            correction[i] = fast_exp2((max[i] - base) * to_log2);
             max[i] = largest;
             shift[i] = base * to_log2;
             overflows |= fabsf(shift[i]) == kInfinity;
-            sum[i] *= correction;
+        }
+        if (__any_sync(~0u, grows)) {
 #pragma unroll
-            for (int n = 0; n < kOutTiles; ++n) {
-                out[m][n][2 * h] *= correction;
-                out[m][n][2 * h + 1] *= correction;
+            for (int i = 0; i < kMTiles * 2; ++i) {
+                sum[i] *= correction[i];
+#pragma unroll
+                for (int n = 0; n < kOutTiles; ++n) {
+                    out[i / 2][n][i % 2 * 2] *= correction[i];
+                    out[i / 2][n][i % 2 * 2 + 1] *= correction[i];
+                }
             }
         }
         // Rows whose largest score is the least finite number, say: an additive mask made of such numbers.

@@ -29,6 +29,16 @@ __device__ __forceinline__ void scale_and_cap(float (&acc)[kMTiles][kNTiles][4],
     }
 }
 
+// The bits of a key bias whatever its dtype. What they say is asked later, so that nothing waits for memory here.
+__device__ __forceinline__ uint32_t load_key_bias(const BiasView& view, const char* bias, int64_t at) {
+    return view.dtype == DataType::kFloat32 ? __ldg(reinterpret_cast<const uint32_t*>(bias) + at)
+                                            : __ldg(reinterpret_cast<const uint16_t*>(bias) + at);
+}
+template <typename T>
+__device__ __forceinline__ float key_bias_of(const BiasView& view, uint32_t bits) {
+    return view.dtype == DataType::kFloat32 ? __uint_as_float(bits) : unpack<T>(bits).x;
+}
+
 // x = scale * x + bias, one number a key; `bias` is in shared memory, its first key that of the accumulator.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles][4], float scale, const float* bias) {
@@ -78,8 +88,7 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
 template <int kMTiles, int kNTiles>
 using VisibleKeys = uint32_t[kMTiles * 2][kNTiles / 4];
 
-// x = -inf where a pair is invisible: the one place where masks, causality, lengths and keys hidden by their bias take
-// effect.
+// x = -inf where a pair is invisible: here alone masks, causality, lengths and keys hidden by their bias take effect.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void hide_invisible(float (&acc)[kMTiles][kNTiles][4],
                                                const VisibleKeys<kMTiles, kNTiles>& visible) {
@@ -97,6 +106,23 @@ __device__ __forceinline__ void hide_invisible(float (&acc)[kMTiles][kNTiles][4]
                     x = bits & (1u << (n * 8 + e)) ? x : -kInfinity;
                 }
         }
+}
+
+// The same where visibility stands by keys: `rows` in shared memory has a word for each key of the accumulator, and
+// row_bits[2 m + h] selects row 16 m + 8 h + lane / 4 in it.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void hide_invisible(float (&acc)[kMTiles][kNTiles][4], const uint32_t* rows,
+                                               const uint32_t (&row_bits)[kMTiles * 2]) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+        const uint2 seeing = *reinterpret_cast<const uint2*>(rows + n * 8 + lane_id() % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < kMTiles * 2; ++i) {
+            float* x = acc[i / 2][n] + i % 2 * 2;
+            x[0] = seeing.x & row_bits[i] ? x[0] : -kInfinity;
+            x[1] = seeing.y & row_bits[i] ? x[1] : -kInfinity;
+        }
+    }
 }
 
 }  // namespace flash_dmattn::cuda

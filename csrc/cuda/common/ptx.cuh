@@ -70,6 +70,29 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// to[0] += x, and to[1] += y, in global memory; of two numbers `to` is a multiple of 8. atomicAdd asks which memory a
+// pointer leads to where the compiler does not see it.
+__device__ __forceinline__ void reduce_add(float* to, float x) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+__device__ __forceinline__ void reduce_add(float* to, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+#else
+    reduce_add(to, x);
+    reduce_add(to + 1, y);
+#endif
+}
+
+__device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
+    int32_t x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_release(int32_t* to, int32_t x) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8, and receives of every
 // matrix the elements (i / 4, 2 * (i % 4) + {0, 1}); of the transposed form, those of the transposed matrix.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {

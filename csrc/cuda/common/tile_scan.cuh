@@ -1,7 +1,7 @@
 // Which tiles a block visits: those that the mask leaves a pair of, in ascending order.
 #pragma once
 
-#include "ptx.cuh"
+#include "bits.cuh"
 #include "sequence.cuh"
 
 namespace flash_dmattn::cuda {
@@ -15,33 +15,38 @@ struct TileSummary {
     uint32_t columns[kWords];
 };
 
-// The word `word` of a bit vector whose first `limit` bits are 1.
-__device__ __forceinline__ uint32_t bits_below(int limit, int word) {
-    const int bits = limit - word * 32;
-    return bits >= 32 ? ~0u : bits <= 0 ? 0u : (1u << bits) - 1;
+__device__ __forceinline__ bool has_mask(const AttentionParams& p) {
+    return p.packed_mask.bits != nullptr || p.interval_tiles.tiles != nullptr;
 }
 
-// A mask's 64x64 summaries of one batch and head, read a kernel's tile at a time.
+// A mask's summaries of one batch and head, read a kernel's tile at a time.
 template <int kRows, int kKeys>
 class MaskSummaries {
+    static constexpr int kTile = PackedMask::kTile, kAcross = kKeys / kTile;
+    static_assert(kKeys % kTile == 0 && kTile == IntervalTile::kKeys);
+
 public:
-    static_assert(kKeys % PackedMask::kTile == 0);
 
     __device__ MaskSummaries(const AttentionParams& p, const Sequence& s, int head)
-        : mask_(p.packed_mask), present_(p.packed_mask.bits != nullptr) {
-        if (!present_) return;
-        offset_ = s.batch * mask_.tiles_batch_stride + shared_head(head, p.heads, mask_.heads) * mask_.tiles_head_stride;
+        : mask_(p.packed_mask), intervals_(p.interval_tiles) {
+        if (mask_.bits != nullptr) {
+            const int mask_head = shared_head(head, p.heads, mask_.heads);
+            offset_ = s.batch * mask_.tiles_batch_stride + mask_head * mask_.tiles_head_stride;
+        } else if (intervals_.tiles != nullptr) {
+            const int mask_head = shared_head(head, p.heads, p.intervals.heads);
+            offset_ = s.batch * intervals_.batch_stride + mask_head * intervals_.key_tiles;
+        }
     }
 
     // Of the rows [first_row, last_row] and the keys [key_tile * kKeys, (key_tile + 1) * kKeys). Without a mask, and
     // before causality and lengths are asked, every pair is visible.
     __device__ TileSummary<kKeys> of(int first_row, int last_row, int64_t key_tile) const {
-        constexpr int kTile = PackedMask::kTile, kAcross = kKeys / kTile;
         TileSummary<kKeys> summary;
         summary.full = true;
+        const bool present = mask_.bits != nullptr || intervals_.tiles != nullptr;
 #pragma unroll
-        for (int w = 0; w < TileSummary<kKeys>::kWords; ++w) summary.columns[w] = present_ ? 0 : ~0u;
-        if (present_) {
+        for (int w = 0; w < TileSummary<kKeys>::kWords; ++w) summary.columns[w] = present ? 0 : ~0u;
+        if (mask_.bits != nullptr) {
             const int rows = mask_.tiles_row_stride == 0 ? 0 : last_row / kTile;
             for (int row = mask_.tiles_row_stride == 0 ? 0 : first_row / kTile; row <= rows; ++row) {
 #pragma unroll
@@ -49,11 +54,18 @@ public:
                     const int64_t key = key_tile * kAcross + k;
                     if (key >= mask_.key_tiles) continue;
                     const int64_t at = offset_ + row * mask_.tiles_row_stride + key;
-                    const uint64_t columns = mask_.columns[at];
                     summary.full &= mask_.kinds[at] == TileKind::kFull;
-                    summary.columns[2 * k] |= static_cast<uint32_t>(columns);
-                    summary.columns[2 * k + 1] |= static_cast<uint32_t>(columns >> 32);
+                    add_columns(summary, k, mask_.columns[at]);
                 }
+            }
+        } else if (intervals_.tiles != nullptr) {
+#pragma unroll
+            for (int k = 0; k < kAcross; ++k) {
+                const int64_t key = key_tile * kAcross + k;
+                if (key >= intervals_.key_tiles) continue;
+                const IntervalTile tile = intervals_.tiles[offset_ + key];
+                summary.full &= tile.last_begin <= first_row && tile.first_end > last_row;
+                if (tile.first_begin <= last_row && tile.last_end > first_row) add_columns(summary, k, tile.seen);
             }
         }
         uint32_t any = 0;
@@ -64,9 +76,14 @@ public:
     }
 
 private:
+    static __device__ __forceinline__ void add_columns(TileSummary<kKeys>& summary, int tile, uint64_t columns) {
+        summary.columns[2 * tile] |= static_cast<uint32_t>(columns);
+        summary.columns[2 * tile + 1] |= static_cast<uint32_t>(columns >> 32);
+    }
+
     const PackedMask& mask_;
-    bool present_;
-    int64_t offset_ = 0;
+    const IntervalTiles& intervals_;
+    int64_t offset_ = 0;  // of the first summary
 };
 
 // Visits the tiles of [begin, end) that are not empty. A warp asks for the summaries of 32 tiles at once, one a lane, so

@@ -14,6 +14,18 @@
 
 namespace flash_dmattn {
 namespace cuda {
+
+// It tells for which architecture the code that was loaded was compiled: not always the device's own.
+namespace {
+__global__ void probe_kernel() {}
+}  // namespace
+
+bool uses_small_tiles() {
+    cudaFuncAttributes attributes;
+    FLASH_CUDA_CHECK(cudaFuncGetAttributes(&attributes, probe_kernel));
+    return has_little_shared_memory(attributes.ptxVersion * 10);
+}
+
 namespace {
 
 // The head dimension of the instantiation that serves p; 0 where none was built.
@@ -60,15 +72,30 @@ void plan_dbias(BwdParams& p, const BwdTileSizes& tile) {
     p.dbias_run = std::clamp<int64_t>(p.dbias_tiles / (kWaves * slots), 1, std::min(kLongestRun, key_tiles));
 }
 
+BwdScratch plan_gather_scratch(BwdParams& p, int head_dim, int64_t total_q, int64_t total_k) {
+    BwdScratch scratch;
+    const bool is_varlen = p.cu_seqlens_q != nullptr;
+    p.dkv_rows = is_varlen ? total_k : p.batch * p.seqlen_k;
+    p.dkv_cols = head_dim;
+    scratch.dkv_accum = 2 * p.dkv_rows * p.kv_heads * p.dkv_cols;
+    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_is_of_one(p))
+        p.dbias_accum_size = (is_varlen ? total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
+    scratch.dbias_accum = p.dbias_accum_size;
+    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, gather_tile_sizes(head_dim, uses_small_tiles()).rows);
+    scratch.watermarks = p.deterministic ? p.batch * p.heads * row_tiles + 1 : 0;
+    return scratch;
+}
+
 }  // namespace
 }  // namespace cuda
 
-BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q) {
+BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q, int64_t total_k) {
     using namespace cuda;
     BwdScratch scratch;
     const int head_dim = built_head_dim(p);
     if (head_dim == 0) return scratch;
-    const BwdTileSizes sizes = bwd_tile_sizes(head_dim);
+    if (p.lists.present()) return plan_gather_scratch(p, head_dim, total_q, total_k);
+    const BwdTileSizes sizes = bwd_tile_sizes(head_dim, uses_small_tiles());
     p.dquery_tiles =
         p.cu_seqlens_q == nullptr ? ceil_div<int64_t>(p.seqlen_q, sizes.rows) : total_q / sizes.rows + p.batch;
     const int64_t tiles = dquery_tiles_total(p);
@@ -94,7 +121,7 @@ void mha_bwd_cuda(const BwdParams& p, cudaStream_t stream) {
     preprocess_bwd(p, stream);
 #define FLASH_DMATTN_RUN(T, kHeadDim)                                                                           \
     if (built == kHeadDim && p.dtype == (std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16)) \
-        return run_bwd<T, kHeadDim>(p, stream);
+        return p.lists.present() ? run_gather_bwd<T, kHeadDim>(p, stream) : run_bwd<T, kHeadDim>(p, stream);
     FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_RUN)
 #undef FLASH_DMATTN_RUN
 }

@@ -100,6 +100,7 @@ __device__ __forceinline__ void store_dbias_tile(const float (&sum)[Tile::kScore
 template <typename Tile, bool kCausal>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     bwd_dbias_kernel(const __grid_constant__ BwdParams p) {
+    if constexpr (!Tile::kIsUsed) return;
     using T = typename Tile::T;
     using Smem = BwdDbiasSmem<Tile>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             __syncwarp();
             found_window = next_window;
         }
-        if (!is_empty && p.packed_mask.bits != nullptr) {
+        if (!is_empty && has_mask(p)) {
             const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p, s, head);
             const auto summary = masks.of(first_row, last_row, key_tile);
             is_empty = summary.empty;
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     const auto load = [&](int stage) {
         auto& to = smem.stages[stage];
         const Sharer<T>& from = window[sharer];
-        load_row_stage(to.rows, address_of, p, from.rows, first.rows, run.row_tile, key_tile);
+        load_row_stage(to.rows, address_of, p, first, from.rows, run.row_tile, key_tile);
         const auto load_keys = [&](typename Tile::KeysTile& tile, const T* keys, int64_t row_stride) {
             const int first_key = key_tile * Tile::kKeys;
             copy_tile_async<typename Tile::KeysTile, Tile::kThreads>(
@@ -220,15 +221,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), pass_at),
                                         KeysB(address_of(stage.value), keys_at));
 
-        const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows.mask, run.row_tile, tile);
+        const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows, run.row_tile, tile);
         const int rows = first.rows - first_row;
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = kept(bias[first_m + m][n + i / 2][i % 2]);
         };
-        const auto take = [&](int m, int h, int n, int e, float dx, bool is_visible) {
-            if (is_visible) sum[first_m + m][n][2 * h + e] += dx;
+        const auto take = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (is_visible[e]) sum[first_m + m][n][2 * h + e] += dx[e];
         };
         if (softcap > 0) {
             differentiate<Tile, BiasKind::kDense, true, true>(scores, dprobs, stage.rows, dense_bias, visibility,

@@ -24,7 +24,7 @@ public:
 
     // Whether so many batch elements can each own whole pairs of neighbouring blocks.
     static bool can_divide(int64_t sharers) {
-        return sharers == 2 ? Smem::kBlocks % 4 == 0 : sharers == 4 && Smem::kBlocks % 8 == 0;
+        return sharers == 2 ? kCanDivideBy<2> : sharers == 4 && kCanDivideBy<4>;
     }
 
     __device__ DxExchange(const SharedMemory& address_of, const Smem& smem, int sharers)
@@ -54,7 +54,10 @@ public:
     __device__ __forceinline__ void send(const float (&dx)[kM][Tile::kScoreN][4], int first_m, int rank,
                                          int phase) const {
         mbarrier_wait(ready_, phase);
-        sharers_ == 2 ? send_among<2>(dx, first_m, rank) : send_among<4>(dx, first_m, rank);
+        if constexpr (kCanDivideBy<4>) {
+            if (sharers_ == 4) return send_among<4>(dx, first_m, rank);
+        }
+        if constexpr (kCanDivideBy<2>) send_among<2>(dx, first_m, rank);
     }
 
     // Of the blocks in the order of rows, `rank` owns those from first_block(rank) on. visit(i, a, b) is given the sums of
@@ -63,11 +66,16 @@ public:
     template <typename Visit>
     __device__ __forceinline__ void sum(int phase, const Visit& visit) const {
         mbarrier_wait(received_, phase);
-        sharers_ == 2 ? sum_among<2>(visit) : sum_among<4>(visit);
+        if constexpr (kCanDivideBy<4>) {
+            if (sharers_ == 4) return sum_among<4>(visit);
+        }
+        if constexpr (kCanDivideBy<2>) sum_among<2>(visit);
     }
 
 private:
     static constexpr int kBlockBytes = Tile::kThreads * 16;
+    template <int kSharers>
+    static constexpr bool kCanDivideBy = Smem::kBlocks % (2 * kSharers) == 0;
 
     template <int kSharers, int kM>
     __device__ __forceinline__ void send_among(const float (&dx)[kM][Tile::kScoreN][4], int first_m, int rank) const {

@@ -65,7 +65,7 @@ private:
     __device__ __forceinline__ void look_ahead(RowTilePlace& place) const {
         const int tile = place.next_window + lane_id();
         bool empty = tile >= end(), full = true;
-        if (!empty && p_.packed_mask.bits != nullptr) {
+        if (!empty && has_mask(p_)) {
             const auto summary_of = [&](const Sequence& s) {
                 const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s, place.head);
                 const int first = tile * Tile::kRows;
@@ -127,7 +127,7 @@ struct BwdSmem {
 // Whether a block's shared memory holds what it exchanges, too: 227 KiB on compute capability 9.0.
 template <typename Tile>
 constexpr bool kCanExchangeDx =
-    sizeof(BwdSmem<Tile, BiasKind::kDense>) + sizeof(DxExchangeSmem<Tile>) <= 227 * 1024;
+    !Tile::kIsSmall && sizeof(BwdSmem<Tile, BiasKind::kDense>) + sizeof(DxExchangeSmem<Tile>) <= 227 * 1024;
 
 __device__ __forceinline__ void reduce_add(float* to, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
@@ -178,6 +178,7 @@ __device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t r
 template <typename Tile, BiasKind kBias, bool kCausal>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     bwd_kernel(const __grid_constant__ BwdParams p) {
+    if constexpr (!Tile::kIsUsed) return;
     using T = typename Tile::T;
     using Smem = BwdSmem<Tile, kBias>;
     constexpr bool kKeyBias = Smem::kKeyBias;
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     // Keys that no row sees may hold anything: they are not read. A warp looks at 32 tiles at a time, one a lane.
     uint32_t seen[Tile::kWords];
     const auto find_seen_keys = [&] {
-        const bool is_masked = p.packed_mask.bits != nullptr;
+        const bool is_masked = has_mask(p);
 #pragma unroll
         for (int w = 0; w < Tile::kWords; ++w) seen[w] = is_masked ? 0 : ~0u;
         const int row_tiles = is_masked ? ceil_div(s.rows, Tile::kRows) : 0;
@@ -295,7 +296,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         if (kKeyBias && threadIdx.x < Tile::kKeys) key_bias = load_key_bias(p, s, head, first_key + threadIdx.x);
     };
     const auto load_rows = [&](int stage, int row_tile) {
-        load_row_stage(smem.rows[stage], address_of, p, smem.head_rows[warp], s.rows, row_tile, key_tile);
+        load_row_stage(smem.rows[stage], address_of, p, s, smem.head_rows[warp], row_tile, key_tile);
         if constexpr (kBias == BiasKind::kDense)
             load_bias<Tile>(smem.probs[stage], address_of, p, s, smem.head_bias[warp], row_tile, key_tile);
         if (kKeyBias && threadIdx.x < Tile::kKeys) smem.rows[stage].key_bias[threadIdx.x] = key_bias;
@@ -309,7 +310,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     };
     // Tiles that the cursor leaves out have a gradient, too: 0. Batch elements that share it take turns.
     const auto clear_unvisited_dbias = [&] {
-        if (!kCausal && p.packed_mask.bits == nullptr) return;
+        if (!kCausal && !has_mask(p)) return;
         const int sharers = dense_dbias_is(DenseDbias::kExchanged) ? static_cast<int>(p.batch) : 1;
         RowTileCursor<Tile, kCausal> visited(smem.places[warp], p, s, key_tile, first_head);
         bool more = visited.next();
@@ -373,24 +374,30 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                                         ScoreKey(address_of(smem.value), keys_at));
 
         const int rows = s.rows - row_tile * Tile::kRows;
-        const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage.mask, row_tile, key_tile);
+        const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage, row_tile, key_tile);
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const uint32_t pairs_at = lane_offset(kScorePairs) + first_m * 16 * Pairs::kRowBytes;
         const Pairs prob_blocks(address_of(probs), pairs_at);  // of the bias, before
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
             prob_blocks.template load<false>(to, m * 16, n * 8);
         };
-        const auto sum_columns = [&](int, int, int n, int e, float dx, bool is_visible) {
-            if (kKeyBias) column_sums[n][e] += is_visible ? dx : 0.f;
+        const auto sum_columns = [&](int, int, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
+            if constexpr (kKeyBias) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) column_sums[n][e] += is_visible[e] ? dx[e] : 0.f;
+            }
         };
         if (softcap > 0) {
             // ds is not dx here, which goes straight to the gradient of a dense bias.
             const int lane = kept(lane_id());
-            const auto take = [&](int m, int h, int n, int e, float dx, bool is_visible) {
-                sum_columns(m, h, n, e, dx, is_visible);
-                const int row = score_row + m * 16 + h * 8 + lane / 4, key = score_key + n * 8 + lane % 4 * 2 + e;
-                if (!dense_dbias_is(DenseDbias::kByEntry) || row >= rows || first_key + key >= s.keys) return;
-                dbias_rows(head, row_tile)[row * p.dbias.row_stride + key] = T(is_visible ? dx : 0.f);
+            const auto take = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
+                sum_columns(m, h, n, dx, is_visible);
+                const int row = score_row + m * 16 + h * 8 + lane / 4, key = score_key + n * 8 + lane % 4 * 2;
+                if (!dense_dbias_is(DenseDbias::kByEntry) || row >= rows) return;
+                T* to = dbias_rows(head, row_tile) + row * p.dbias.row_stride + key;
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (first_key + key + e < s.keys) to[e] = T(is_visible[e] ? dx[e] : 0.f);
             };
             differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
                                                    score_key, rows, scale, softcap, take);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../common/check.h"
+#include "../common/shared_memory.h"
 #include "bwd.h"
 #include "bwd_convert.cuh"
 #include "bwd_dbias_kernel.cuh"
@@ -13,15 +14,10 @@ namespace flash_dmattn::cuda {
 
 using BwdKernel = void (*)(BwdParams);
 
-inline void allow_shared_memory(BwdKernel kernel, size_t bytes) {
-    FLASH_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-}
-
 template <typename Tile>
 void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdParams& p, cudaStream_t stream) {
     if (blocks == 0) return;
-    allow_shared_memory(kernel, shared_bytes);
+    allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, shared_bytes, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
@@ -42,7 +38,7 @@ template <typename Tile>
 void launch_exchanging_dx(BwdKernel kernel, int64_t blocks, const BwdParams& p, cudaStream_t stream) {
     if (blocks == 0) return;
     const size_t bytes = sizeof(BwdSmem<Tile, BiasKind::kDense>) + sizeof(DxExchangeSmem<Tile>);
-    allow_shared_memory(kernel, bytes);
+    allow_shared_memory("the backward", p.head_dim, kernel, bytes);
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(p.batch), 1, 1};
@@ -76,7 +72,7 @@ void run_bwd_main(BwdParams p, cudaStream_t stream) {
     }
     launch<Tile>(kernel, blocks, sizeof(BwdSmem<Tile, kBias>), p, stream);
     if (p.dense_dbias == DenseDbias::kOwnKernel)
-        sum_shared_dbias<BwdTile<Tile::kHeadDim, typename Tile::T, true>, kCausal>(p, stream);
+        sum_shared_dbias<BwdTile<Tile::kHeadDim, typename Tile::T, Tile::kIsSmall, BwdPass::kDbias>, kCausal>(p, stream);
 }
 
 template <typename Tile, bool kCausal>
@@ -91,13 +87,18 @@ void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
                  stream);
 }
 
-template <typename T, int kHeadDim>
-void run_bwd(const BwdParams& p, cudaStream_t stream) {
-    using Tile = BwdTile<kHeadDim, T>;
+template <typename Tile>
+void run_bwd_with(const BwdParams& p, cudaStream_t stream) {
     const int64_t tiles = dquery_tiles_total(p);
-    FLASH_CUDA_CHECK(cudaMemsetAsync(p.dquery_accum, 0, tiles * Tile::kRows * kHeadDim * sizeof(float), stream));
+    FLASH_CUDA_CHECK(cudaMemsetAsync(p.dquery_accum, 0, tiles * Tile::kRows * Tile::kHeadDim * sizeof(float), stream));
     if (p.deterministic) FLASH_CUDA_CHECK(cudaMemsetAsync(p.dquery_turns, 0, (tiles + 1) * sizeof(int32_t), stream));
     p.is_causal ? run_bwd_tiles<Tile, true>(p, stream) : run_bwd_tiles<Tile, false>(p, stream);
+}
+
+template <typename T, int kHeadDim>
+void run_bwd(const BwdParams& p, cudaStream_t stream) {
+    uses_small_tiles() ? run_bwd_with<BwdTile<kHeadDim, T, true>>(p, stream)
+                       : run_bwd_with<BwdTile<kHeadDim, T, false>>(p, stream);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -1,6 +1,7 @@
 // From S = Q K^T and dP = dO V^T of one tile to P and dS: what the backward's kernels have in common.
 #pragma once
 
+#include "../common/intervals.cuh"
 #include "../common/pairs.cuh"
 #include "../common/sequence.cuh"
 #include "../common/tile_scan.cuh"
@@ -46,7 +47,10 @@ struct RowStage {
     typename Tile::RowsTile dout;
     alignas(16) float lse[Tile::kRows];
     alignas(16) float delta[Tile::kRows];
-    alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
+    union {  // whichever form the mask has
+        alignas(16) uint32_t mask[Tile::kRows][Tile::kWords];
+        alignas(16) int2 intervals[Tile::kKeys];
+    };
     alignas(16) float key_bias[kKeyBias ? Tile::kKeys : 4];  // times log2(e)
 };
 
@@ -58,7 +62,10 @@ struct HeadRows {
     const T* dout;
     const float* lse;
     const float* delta;
-    const uint32_t* mask;  // null where there is none
+    union {  // whichever form the mask has
+        const uint32_t* mask;
+        int64_t intervals;  // an offset
+    };
 
     HeadRows() = default;
     __device__ HeadRows(const BwdParams& p, const Sequence& s, int head)
@@ -68,9 +75,12 @@ struct HeadRows {
           delta(static_cast<const float*>(p.delta.data) + stat_offset(p.delta, s, head)),
           mask(nullptr) {
         const PackedMask& m = p.packed_mask;
-        if (m.bits == nullptr) return;
-        mask = m.bits + s.batch * m.bits_batch_stride + shared_head(head, p.heads, m.heads) * m.bits_head_stride +
-               s.first_row * m.bits_row_stride;
+        if (m.bits != nullptr) {
+            mask = m.bits + s.batch * m.bits_batch_stride + shared_head(head, p.heads, m.heads) * m.bits_head_stride +
+                   s.first_row * m.bits_row_stride;
+        } else if (p.interval_tiles.tiles != nullptr) {
+            intervals = interval_offset(p.intervals, s, head, p.heads);
+        }
     }
 };
 
@@ -87,12 +97,12 @@ struct HeadBias {
     }
 };
 
-// Loads of one tile of the `rows` rows of a head; cp.async, the caller commits.
+// Loads of one tile of the rows and keys of a head; cp.async, the caller commits.
 template <typename Tile, bool kKeyBias>
 __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
-                                               const BwdParams& p, const HeadRows<typename Tile::T>& head, int rows,
+                                               const BwdParams& p, const Sequence& s, const HeadRows<typename Tile::T>& head,
                                                int row_tile, int key_tile) {
-    const int first = row_tile * Tile::kRows, left = rows - first, head_dim = static_cast<int>(p.head_dim);
+    const int first = row_tile * Tile::kRows, left = s.rows - first, head_dim = static_cast<int>(p.head_dim);
     const auto load_rows = [&](const typename Tile::RowsTile& tile, const typename Tile::T* from, int64_t row_stride) {
         copy_tile_async<typename Tile::RowsTile, Tile::kThreads>(address_of(tile), from, row_stride, first, left,
                                                                  head_dim);
@@ -100,6 +110,8 @@ __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& s
     load_rows(stage.query, head.query, p.query.row_stride);
     load_rows(stage.dout, head.dout, p.dout.row_stride);
 
+    if (p.interval_tiles.tiles != nullptr)
+        load_intervals<Tile::kKeys>(address_of(stage.intervals), p, s, head.intervals, key_tile * Tile::kKeys);
     const int row = threadIdx.x;
     if (row >= Tile::kRows || row >= left) return;
     cp_async<4>(address_of(stage.lse) + row * 4, head.lse + first + row);
@@ -174,12 +186,16 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
 template <typename Tile, bool kCausal>
 struct TileVisibility {
     const uint32_t (*mask)[Tile::kWords];  // null where there is none
+    const int2* intervals;                 // null where there are none
+    int first_row;
     int limit;  // of the tile's keys, without causality
     int diagonal;  // row r of the tile sees its keys below diagonal + r
 
-    __device__ TileVisibility(const BwdParams& p, const Sequence& s, const uint32_t (*bits)[Tile::kWords], int row_tile,
-                              int key_tile)
-        : mask(p.packed_mask.bits != nullptr ? bits : nullptr),
+    template <typename Stage>
+    __device__ TileVisibility(const BwdParams& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile)
+        : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
+          intervals(p.interval_tiles.tiles != nullptr ? stage.intervals : nullptr),
+          first_row(row_tile * Tile::kRows),
           limit(s.keys - key_tile * Tile::kKeys),
           diagonal(row_tile * Tile::kRows + 1 + s.keys - s.rows - key_tile * Tile::kKeys) {}
 
@@ -187,27 +203,31 @@ struct TileVisibility {
     __device__ bool full() const { return limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys); }
     __device__ uint32_t word(int row, int w) const {
         const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
-        return mask == nullptr ? visible : visible & mask[row][w];
+        if (mask != nullptr) return visible & mask[row][w];
+        return intervals == nullptr ? visible : visible & keys_seen(intervals + w * 32, first_row + row);
     }
 };
 
-// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). dense_bias(to, m, n) gives the
-// bias of a block of 16 x 16 pairs as load_a does. take(m, h, n, e, dx, is_visible) is given dx of the pair of row m, h
-// and key n, e before it becomes ds; of a pair that is not visible dx may be anything.
-template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, bool kKeyBias, bool kCausal, typename DenseBias,
-          typename Take>
+// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). `stage` has the rows' lse
+// and delta and, of a key bias, key_bias; visibility.word(row, w) is asked for this lane's keys alone.
+// dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. take(m, h, n, dx, is_visible) is given
+// dx of two neighbouring pairs, of row m, h and the keys of n, before it becomes ds; where one is not visible its dx may
+// be anything.
+template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, typename Stage, typename Visibility,
+          typename DenseBias, typename Take>
 __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kScoreN][4],
                                               float (&dp)[Tile::kPassM][Tile::kScoreN][4],
-                                              const RowStage<Tile, kKeyBias>& stage, const DenseBias& dense_bias,
-                                              const TileVisibility<Tile, kCausal>& visibility, int row, int key,
-                                              int rows, float scale, float softcap, const Take& take) {
+                                              const Stage& stage, const DenseBias& dense_bias,
+                                              const Visibility& visibility, int row, int key, int rows, float scale,
+                                              float softcap, const Take& take) {
     using T = typename Tile::T;
     const int lane = lane_id();
     const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E;
 #pragma unroll
     for (int m = 0; m < Tile::kPassM; ++m) {
         float lse[2], delta[2];
-        uint32_t visible[2][Tile::kScoreN / 4];
+        constexpr int kWords = ceil_div(Tile::kScoreKeys, 32);
+        uint32_t visible[2][kWords];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int r = row + m * 16 + h * 8 + lane / 4;
@@ -217,8 +237,9 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kSc
             delta[h] = lse[h] != kInfinity ? stage.delta[r] : 0;
             if (kMasked) {
 #pragma unroll
-                for (int w = 0; w < Tile::kScoreN / 4; ++w)
-                    visible[h][w] = visibility.word(r, key / 32 + w) >> (lane % 4 * 2);
+                for (int w = 0; w < kWords; ++w)
+                    visible[h][w] = visibility.word(r, key / 32 + w) >> (Tile::kScoreKeys % 32 ? key % 32 : 0) >>
+                                    (lane % 4 * 2);
             }
         }
 #pragma unroll
@@ -236,19 +257,21 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kSc
                     b = *reinterpret_cast<const float2*>(stage.key_bias + key + k * 8 + lane % 4 * 2);
                 }
                 const float shift[2] = {b.x - lse[h], b.y - lse[h]};
+                float dx[2];
+                bool is_visible[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[m][k][2 * h + e];
                     float& d = dp[m][k][2 * h + e];
                     float capped = 0;
                     if (kSoftcap) x = capped = fast_tanh(x * (scale / softcap));
-                    const bool is_visible = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
+                    is_visible[e] = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
                     const float prob = fast_exp2(fmaf(x, scale_log2, shift[e]));
-                    const float dx = prob * (d - delta[h]);
-                    take(m, h, k, e, dx, is_visible);
-                    x = is_visible ? prob : 0;
-                    d = !is_visible ? 0 : kSoftcap ? dx * (1 - capped * capped) : dx;
+                    dx[e] = prob * (d - delta[h]);
+                    x = is_visible[e] ? prob : 0;
+                    d = !is_visible[e] ? 0 : kSoftcap ? dx[e] * (1 - capped * capped) : dx[e];
                 }
+                take(m, h, k, dx, is_visible);
             }
         }
     }

@@ -15,8 +15,25 @@ struct BwdTileSizes {
     int blocks_per_sm;
 };
 
+// Whether code for an architecture, as __CUDA_ARCH__ numbers it, has to do with little shared memory: a block has at most
+// 163 KiB with compute capability 8.0 and 8.7, 99 KiB with 8.6, 8.9 and 12.x, and 227 KiB with what lies between.
+constexpr bool has_little_shared_memory(int architecture) { return architecture < 900 || architecture >= 1200; }
+
+// For little shared memory: 99 KiB up to head dimension 128, above that 163 KiB.
+constexpr BwdTileSizes small_bwd_tile_sizes(int head_dim) {
+    switch (head_dim) {
+        case 32: return {64, 64, 4, 2, 1, 2, 2, 3};
+        case 64: return {64, 64, 4, 2, 1, 2, 2, 2};
+        case 96: return {32, 64, 4, 2, 1, 2, 2, 2};
+        case 128: return {32, 64, 4, 2, 1, 2, 2, 2};
+        case 192: return {32, 64, 8, 2, 1, 2, 2, 1};
+        default: return {32, 64, 8, 2, 1, 2, 2, 1};  // 256
+    }
+}
+
 // A head dimension is rounded up to one of these.
-constexpr BwdTileSizes bwd_tile_sizes(int head_dim) {
+constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool is_small) {
+    if (is_small) return small_bwd_tile_sizes(head_dim);
     switch (head_dim) {
         case 32: return {64, 64, 4, 2, 1, 2, 2, 3};
         case 64: return {128, 128, 8, 4, 2, 4, 4, 1};
@@ -40,13 +57,53 @@ constexpr BwdTileSizes dbias_tile_sizes(int head_dim) {
     }
 }
 
+// Of the kernel over key lists, whose blocks own rows: many rows to a key, since for each of them the key's dK and dV are
+// added to global memory.
+constexpr BwdTileSizes gather_tile_sizes(int head_dim, bool is_small) {
+    if (is_small) {
+        switch (head_dim) {
+            case 32: return {64, 64, 4, 2, 1, 2, 2, 1};
+            case 64: return {64, 64, 4, 2, 1, 2, 2, 1};
+            case 96: return {32, 64, 4, 2, 1, 2, 2, 1};
+            case 128: return {32, 64, 4, 2, 1, 2, 2, 1};
+            case 192: return {64, 64, 8, 4, 1, 2, 2, 1};
+            default: return {32, 64, 8, 2, 1, 2, 2, 1};  // 256
+        }
+    }
+    switch (head_dim) {
+        case 32: return {128, 64, 8, 4, 2, 4, 4, 2};
+        case 64: return {128, 64, 8, 4, 1, 2, 4, 1};
+        case 96: return {128, 64, 8, 4, 1, 4, 4, 1};
+        case 128: return {128, 64, 8, 4, 1, 2, 4, 1};
+        case 192: return {64, 64, 8, 4, 1, 2, 2, 1};
+        default: return {64, 64, 8, 4, 1, 2, 2, 1};  // 256
+    }
+}
+
+enum class BwdPass { kMain, kDbias, kGather };
+
+constexpr BwdTileSizes tile_sizes(BwdPass pass, int head_dim, bool is_small) {
+    switch (pass) {
+        case BwdPass::kMain: return bwd_tile_sizes(head_dim, is_small);
+        case BwdPass::kDbias: return dbias_tile_sizes(head_dim);
+        default: return gather_tile_sizes(head_dim, is_small);
+    }
+}
+
 // One warp's share of a product, in tiles of 16 x 8. Columns of the head dimension are dealt to warps 16 at a time, so
 // that every warp's columns keep to the swizzle's period whatever the head dimension.
-template <int kHeadDim_, typename T_, bool kForDbias = false>
+template <int kHeadDim_, typename T_, bool kIsSmall_, BwdPass kPass = BwdPass::kMain>
 struct BwdTile {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr BwdTileSizes kSizes = kForDbias ? dbias_tile_sizes(kHeadDim) : bwd_tile_sizes(kHeadDim);
+    static constexpr bool kIsSmall = kIsSmall_;
+    // Code for an architecture is made of the tiles that it uses; its kernels of other tiles are empty.
+#ifdef __CUDA_ARCH__
+    static constexpr bool kIsUsed = kIsSmall == has_little_shared_memory(__CUDA_ARCH__);
+#else
+    static constexpr bool kIsUsed = true;
+#endif
+    static constexpr BwdTileSizes kSizes = tile_sizes(kPass, kHeadDim, kIsSmall);
     static constexpr int kRows = kSizes.rows;
     static constexpr int kKeys = kSizes.keys;
     static constexpr int kThreads = kSizes.warps * 32;
@@ -66,7 +123,7 @@ struct BwdTile {
     static constexpr int kDqRows = kRows / kSizes.row_warps;
     static constexpr int kDqM = kDqRows / 16, kDqN = kHeadDim / kDqColWarps / 8;
 
-    static_assert(kScoreKeys % 32 == 0 && kHeadDim % (16 * kDkvColWarps) == 0 && kHeadDim % (16 * kDqColWarps) == 0);
+    static_assert(kScoreKeys % 16 == 0 && kHeadDim % (16 * kDkvColWarps) == 0 && kHeadDim % (16 * kDqColWarps) == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
     using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V

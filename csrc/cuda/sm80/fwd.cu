@@ -15,11 +15,12 @@ namespace cuda {
 
 FwdPacking fwd_packing(const AttentionParams& p) {
     const int64_t group = p.heads / p.kv_heads;
-    // A tile has one summary of the mask and one row of the key bias.
-    const auto shared = [&](int64_t heads) { return heads <= p.kv_heads; };
-    const bool can_pack = (!p.packed_mask.present() || shared(p.packed_mask.heads)) &&
-                          (!p.bias.present() || shared(p.bias.heads));
-    const int64_t heads = can_pack && p.seqlen_q * group <= kFewRows ? group : 1;
+    // A tile has one list of keys, or one summary of the mask, and one row of the key bias.
+    const auto shared = [&](const auto& view) { return !view.present() || view.heads <= p.kv_heads; };
+    const bool can_pack = shared(p.packed_mask) && shared(p.intervals) && shared(p.lists) && shared(p.bias);
+    // The fewer query rows a tile has, the more alike are the keys that they see; of a mask's tiles none is gained.
+    const bool packs = can_pack && (p.lists.present() || p.seqlen_q * group <= kFewRows);
+    const int64_t heads = packs ? group : 1;
     return {p.seqlen_q * heads, static_cast<int>(heads)};
 }
 
@@ -34,6 +35,7 @@ int64_t plan_fwd_splits(const AttentionParams& p) {
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     const int64_t blocks = p.batch * p.heads / packing.heads;
+    // How long lists are is known on the device alone; blocks for which a list has no tile left see nothing.
     return std::clamp<int64_t>(multiprocessors * kBlocksPerMultiprocessor / blocks, 1,
                                std::clamp<int64_t>(p.seqlen_k / kFewestKeys, 1, kMostSplits));
 }
@@ -43,7 +45,7 @@ void mha_fwd_cuda(const FwdParams& p, cudaStream_t stream) {
     if (p.batch == 0 || p.heads == 0 || p.seqlen_q == 0) return;
 #define FLASH_DMATTN_RUN(T, kHeadDim)                                                                          \
     if (p.head_dim <= kHeadDim && p.dtype == (std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16)) \
-        return run_fwd<T, kHeadDim>(p, stream);
+        return p.lists.present() ? run_gather_fwd<T, kHeadDim>(p, stream) : run_fwd<T, kHeadDim>(p, stream);
     FLASH_DMATTN_FOR_EACH_FWD(FLASH_DMATTN_RUN)  // by rising head dimension
 #undef FLASH_DMATTN_RUN
     throw std::runtime_error("no forward kernel was built for this dtype and head dimension " + std::to_string(p.head_dim) +

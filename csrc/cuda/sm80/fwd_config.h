@@ -16,6 +16,9 @@ struct FwdTile {
     static constexpr bool kPacksHeads = kPacksHeads_;
 };
 
+template <typename Tile>
+using PackingHeads = FwdTile<Tile::kRows, Tile::kKeys, Tile::kRowWarps, Tile::kKeyWarps, Tile::kBlocks, true>;
+
 // For a head dimension: the usual tile, one for few rows, and one for at most 16, decoding above all. In the latter two the
 // query heads that share keys share a tile.
 template <int kHeadDim>

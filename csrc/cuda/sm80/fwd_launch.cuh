@@ -3,24 +3,27 @@
 
 #include "../combine.h"
 #include "../common/check.h"
+#include "../common/shared_memory.h"
 #include "fwd.h"
 #include "fwd_config.h"
 #include "fwd_kernel.cuh"
 
 namespace flash_dmattn::cuda {
 
-template <typename T, int kHeadDim, BiasKind kBias, typename Shape>
+inline BiasKind bias_kind(const FwdParams& p) { return p.bias.present() ? p.bias.kind : BiasKind::kNone; }
+
+template <typename Kernel>
 void launch_fwd(const FwdParams& p, int pack, cudaStream_t stream) {
-    using Kernel = FwdKernel<T, kHeadDim, kBias, Shape>;
     constexpr int kSmem = sizeof(typename Kernel::SharedMemory);
+    const BiasKind bias = bias_kind(p);
     FwdSchedule schedule;
     schedule.pack = pack;
     schedule.row_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q * pack, Kernel::kRows));
     schedule.heads = static_cast<int>(p.heads / pack);
     schedule.batch = static_cast<int>(p.batch);
     // A bias that few batches share is then read from memory once.
-    schedule.batch_first = kBias == BiasKind::kDense && p.bias.batches == 1 && p.batch <= 8;
-    schedule.raw_scores = kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
+    schedule.batch_first = bias == BiasKind::kDense && p.bias.batches == 1 && p.batch <= 8;
+    schedule.raw_scores = bias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
     schedule.scale = static_cast<float>(p.softmax_scale);
     schedule.to_log2 = schedule.raw_scores ? schedule.scale * kLog2E : kLog2E;
     schedule.softcap = static_cast<float>(p.softcap);
@@ -30,8 +33,7 @@ void launch_fwd(const FwdParams& p, int pack, cudaStream_t stream) {
     const int64_t blocks = p.splits * schedule.row_tiles * schedule.heads * schedule.batch;
     if (blocks > INT32_MAX) throw std::runtime_error("too many tiles for one launch");
     const auto kernel = fwd_kernel<Kernel>;
-    if constexpr (kSmem > 48 * 1024)
-        FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    allow_shared_memory("the forward", p.head_dim, kernel, kSmem);
     kernel<<<static_cast<unsigned>(blocks), Kernel::kThreads, kSmem, stream>>>(p, schedule);
     FLASH_CUDA_CHECK(cudaGetLastError());
     if (p.splits > 1) combine_splits(p, stream);
@@ -41,18 +43,22 @@ template <typename T, int kHeadDim, BiasKind kBias>
 void run_fwd_bias(const FwdParams& p, cudaStream_t stream) {
     using Tiles = FwdTiles<kHeadDim>;
     const FwdPacking packing = fwd_packing(p);
-    if (packing.rows <= Tiles::Decode::kRows) {
-        launch_fwd<T, kHeadDim, kBias, typename Tiles::Decode>(p, packing.heads, stream);
-    } else if (packing.rows <= Tiles::Few::kRows) {
-        launch_fwd<T, kHeadDim, kBias, typename Tiles::Few>(p, packing.heads, stream);
+    using Usual = FwdKernel<T, kHeadDim, kBias, typename Tiles::Usual>;
+    using Few = FwdKernel<T, kHeadDim, kBias, typename Tiles::Few>;
+    using Decode = FwdKernel<T, kHeadDim, kBias, typename Tiles::Decode>;
+    // Where shared memory is short, a tile for fewer rows serves.
+    if (packing.rows <= Tiles::Decode::kRows || !fits_shared_memory<typename Few::SharedMemory>()) {
+        launch_fwd<Decode>(p, packing.heads, stream);
+    } else if (packing.rows <= Tiles::Few::kRows || !fits_shared_memory<typename Usual::SharedMemory>()) {
+        launch_fwd<Few>(p, packing.heads, stream);
     } else {
-        launch_fwd<T, kHeadDim, kBias, typename Tiles::Usual>(p, packing.heads, stream);
+        launch_fwd<Usual>(p, packing.heads, stream);
     }
 }
 
 template <typename T, int kHeadDim>
 void run_fwd(const FwdParams& p, cudaStream_t stream) {
-    switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
+    switch (bias_kind(p)) {
         case BiasKind::kNone: return run_fwd_bias<T, kHeadDim, BiasKind::kNone>(p, stream);
         case BiasKind::kKey: return run_fwd_bias<T, kHeadDim, BiasKind::kKey>(p, stream);
         case BiasKind::kDense: return run_fwd_bias<T, kHeadDim, BiasKind::kDense>(p, stream);

@@ -35,9 +35,13 @@ public:
     // `lane_offset` is lane_offset(row, col) of the corner, which many products have in common.
     __device__ __forceinline__ Blocks(uint32_t tile, uint32_t lane_offset) : lane_address_(tile + lane_offset) {}
 
+    // Found anew wherever it is wanted: the compiler is not to see that the corner is the same in every turn of a loop.
+    // Kept across it, the offsets of all blocks would take more registers than there are.
+    __device__ __forceinline__ Blocks(uint32_t tile, int row, int col)
+        : lane_address_(tile + lane_offset(row, col, kept(lane_id()))) {}
+
     // row is a multiple of 8; col shares no bit with the column offsets, other than multiples of a panel.
-    static __device__ __forceinline__ uint32_t lane_offset(int row, int col) {
-        const int lane = lane_id();
+    static __device__ __forceinline__ uint32_t lane_offset(int row, int col, int lane = lane_id()) {
         const int below = kOrder == BlockOrder::kBelowFirst ? lane / 8 % 2 : lane / 16;
         const int beside = kOrder == BlockOrder::kBelowFirst ? lane / 16 : lane / 8 % 2;
         return Tile::offset(row + lane % 8 + below * 8, col / Tile::kChunk + beside) * 2;

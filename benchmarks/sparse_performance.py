@@ -1,0 +1,186 @@
+"""How fast is attention that pays for visible pairs only? Ours beside attention that goes over all keys.
+
+    python benchmarks/sparse_performance.py --device cuda --json sparse.json
+    python benchmarks/sparse_performance.py --device cuda --check    # exit status 1 where it is slower than asked for
+    python benchmarks/sparse_performance.py --device cpu             # beside our own kernels without lists of keys
+
+Every row sees, of the keys up to its own, the `w` of largest bias; each key/value head has its own bias. `topk` makes
+that mask, beforehand; the lists of keys are built in the forward, and `key lists` says what of it they take. A step of
+decoding is given lists that were made beforehand.
+
+flex is FlexAttention with the same mask, read from the same intervals, and the same bias; its block mask is made
+beforehand. cudnn is cuDNN's attention to all keys up to the row's own, without any mask or bias. tiles is ours without
+lists of keys.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from performance import BACKWARD, FORWARD, Timing, Work, flex_attention, grouped, ratio, shrunk
+from problem import DTYPES, Inputs
+from report import argument_parser, console, describe, environment, parse, positive, progress, write_json
+from rich.markup import escape
+from sparse import LISTS, TOPK, Memory, add_sparse_argument, measure, ours, show, top_w
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+S8K, S32K, S131K, DECODE = "S8192 w1024", "S32768 w2048", "S131072 w2048", "decode, Sk131072 w2048"
+CPU = "S8192 w512"
+WORKLOADS = {
+    "cpu": [top_w(CPU, 8192, 512, 8, 2, 64)],
+    "cuda": [
+        top_w(S8K, 8192, 1024, 32, 8, 128),
+        top_w(S32K, 32768, 2048, 32, 8, 128),
+        top_w(S131K, 131072, 2048, 32, 8, 128),
+        top_w(DECODE, 131072, 2048, 32, 8, 128, batch=8, seqlen_q=1),
+    ],
+}
+FLEX_PAIRS = 2**31
+
+
+def flex(inputs: Inputs) -> Work:
+    if inputs.problem.seqlen_q * inputs.problem.seqlen_k > FLEX_PAIRS:
+        raise ValueError("left out: FlexAttention looks at every pair of rows and keys to find its blocks")
+    return flex_attention(inputs)
+
+
+def cudnn(inputs: Inputs) -> Work:
+    problem, leaves = inputs.problem, [inputs.query, inputs.key, inputs.value]
+    options = {"is_causal": problem.seqlen_q > 1, "enable_gqa": problem.kv_heads < problem.heads}
+
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(*(leaf.transpose(1, 2) for leaf in leaves), **options).transpose(1, 2)
+
+    return Work(forward, leaves)
+
+
+PEERS = ("flex", "cudnn", "tiles")
+
+
+def builders_of(backends: list[str], peers: list[str], sparse: str) -> dict[str, Callable[[Inputs], Work]]:
+    peer_builders = {"flex": flex, "cudnn": cudnn, "tiles": partial(ours, backends[0], "tiles")}
+    return {name: partial(ours, name, sparse) for name in backends} | {peer: peer_builders[peer] for peer in peers}
+
+
+# What --check asks for
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One workload, by one of our backends."""
+
+    name: str
+    timings: dict[str, dict[str, Timing]]  # by quantity and implementation
+    memory: float | None  # over that of the tensors
+
+    def seconds(self, quantity: str) -> float:
+        timing = self.timings.get(quantity, {}).get(self.name)
+        return math.nan if timing is None or timing.seconds is None else timing.seconds
+
+
+def speed(peer: str, least: float, measured: Measured) -> Iterator[str]:
+    for quantity in (FORWARD, BACKWARD):
+        times = ratio(measured.timings.get(quantity, {}), measured.name, peer) or math.nan
+        if not times >= least:
+            yield f"{quantity}: {times:.2f} x {peer}'s speed, at least {least:g} are asked for"
+
+
+def milliseconds(quantity: str, most: float, measured: Measured) -> Iterator[str]:
+    taken = 1e3 * measured.seconds(quantity)
+    if not taken <= most:
+        yield f"{quantity}: {taken:.2f} ms, at most {most:g} are asked for"
+
+
+def part_of_lists(most: float, measured: Measured) -> Iterator[str]:
+    part = measured.seconds(LISTS) / measured.seconds(FORWARD)
+    if not part <= most:
+        yield f"{LISTS}: {part:.0%} of the forward, at most {most:.0%} are asked for"
+
+
+def memory(most: float, measured: Measured) -> Iterator[str]:
+    times = math.nan if measured.memory is None else measured.memory
+    if not times <= most:
+        yield f"memory: {times:.2f} x that of the tensors, at most {most:g} are asked for"
+
+
+DEMANDS = {
+    CPU: [partial(speed, "tiles", 4)],
+    S8K: [partial(speed, "flex", 2)],
+    S32K: [partial(speed, "flex", 6), partial(speed, "cudnn", 3), partial(part_of_lists, 0.1)],
+    S131K: [
+        partial(speed, "cudnn", 10),
+        partial(part_of_lists, 0.1),
+        partial(milliseconds, TOPK, 3),
+        partial(memory, 3),
+    ],
+    DECODE: [partial(milliseconds, FORWARD, 0.1)],
+}
+
+
+def failures(timings: list[Timing], memories: list[Memory], name: str) -> list[str]:
+    """A sentence for each figure that was not reached, or not measured."""
+    by_workload: dict[str, dict[str, dict[str, Timing]]] = {}
+    for (workload, _, quantity), group in grouped(timings).items():
+        by_workload.setdefault(workload, {})[quantity] = group
+    ratios = {memory.workload: memory.ratio for memory in memories if memory.implementation == name}
+    return [
+        f"{workload}, {failure}"
+        for workload, by_quantity in by_workload.items()
+        for demand in DEMANDS[workload]
+        for failure in demand(Measured(name, by_quantity, ratios.get(workload)))
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 1 where ours refused, or where --check asks for more."""
+    parser = argument_parser(__doc__, backends="the device's kernels")
+    parser.add_argument(
+        "--peer", action="append", choices=PEERS, help="may be repeated (default: flex and cudnn; tiles on the CPU)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16; float32 on the CPU)")
+    parser.add_argument("--workload", default="", metavar="TEXT", help="only the workloads whose name has this in it")
+    parser.add_argument("--shrink", type=positive, default=1, metavar="N", help="divide lengths and windows")
+    parser.add_argument("--threads", type=positive, default=2, help="of the CPU (default: %(default)s)")
+    parser.add_argument("--samples", type=positive, default=3, help="taken on the CPU (default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="exit status 1 where ours is slower than was asked for")
+    add_sparse_argument(parser)
+    options = parse(parser, arguments)
+    names = options.backend or [options.device]
+    peers = options.peer or (["tiles"] if options.device == "cpu" else ["flex", "cudnn"])
+    dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    chosen = [problem for problem in WORKLOADS[options.device] if options.workload in problem.name]
+    problems = [shrunk(problem, options.shrink) for problem in chosen]
+    if not problems:
+        parser.error(f"--workload: no workload has {options.workload!r} in its name")
+    torch.set_num_threads(options.threads)
+
+    on, where = console(), environment(options.device)
+    on.print(describe(where), highlight=False)
+    builders = builders_of(names, peers, options.sparse)
+    timings, memories = [], []
+    with progress(on) as bar:
+        task = bar.add_task("", total=len(problems))
+        for problem in problems:
+            bar.update(task, description=problem.name)
+            taken, peak = measure(problem, dtype, builders, options.seed, options.samples, options.device)
+            timings, memories = timings + taken, memories + peak
+            bar.advance(task)
+
+    show(on, timings, memories, names, peers)
+    if options.json:
+        results = {"timings": list(map(asdict, timings)), "memory": list(map(asdict, memories))}
+        write_json(options.json, where, sparse=options.sparse, shrink=options.shrink, seed=options.seed, **results)
+    missed = failures(timings, memories, names[0]) if options.check else []
+    for failure in missed:
+        on.print(f"[bold red]{escape(failure)}[/]")
+    return 1 if missed or any(timing.refusal for timing in timings if timing.implementation in names) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+// What every backward on the CPU does with a tile of pairs and with the rows on their own.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "linalg.h"
+#include "params.h"
+#include "scores.h"
+#include "work.h"
+
+namespace flash_dmattn {
+
+constexpr int64_t kGradientRows = KeyListsView::kRows;
+
+// p_ij and dx_ij = p_ij (<do_i, v_j> - D_i) of one tile, recomputed from lse; and how dx becomes ds.
+template <typename acc_t>
+class GradientTile {
+public:
+    GradientTile(const BwdParams& params, int64_t tile_keys)
+        : p_(params),
+          max_rows_(std::min(kGradientRows, params.seqlen_q)),
+          max_keys_(std::min(tile_keys, params.seqlen_k)),
+          pairs_(max_keys_),
+          probs_(max_rows_ * max_keys_),
+          dx_(max_rows_ * max_keys_),
+          slope_(params.softcap > 0 ? max_rows_ * max_keys_ : 0) {}
+
+    void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout,
+                 const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
+        probs = {probs_.data(), tile.rows, tile.keys, tile.keys};
+        dx = {dx_.data(), tile.rows, tile.keys, tile.keys};
+        product<acc_t>(query, key_transposed, p_.softmax_scale, probs);
+        product<acc_t>(dout, value_transposed, 1, dx);
+
+        const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
+        const acc_t* delta = row_stats<acc_t>(p_.delta, tile.sequence, tile.head, tile.row);
+        ScoreRows<acc_t> scores(p_, tile, pairs_);
+        for (int64_t i = 0; i < tile.rows; ++i) {
+            acc_t* p = probs.row(i);
+            acc_t* d = dx.row(i);
+            scores.finish(i, p, slope_.empty() ? nullptr : slope_.data() + i * tile.keys);
+            const bool empty = lse[i] == -std::numeric_limits<acc_t>::infinity();
+            row_exp(p, empty ? std::numeric_limits<acc_t>::infinity() : lse[i], tile.keys);
+            row_dx(d, p, delta[i], tile.keys);
+        }
+    }
+
+    // dx, which the bias's gradient is made of, becomes ds, which query's and key's are.
+    const Matrix<acc_t>& to_ds() {
+        if (!slope_.empty()) {
+            for (int64_t i = 0; i < dx.rows * dx.cols; ++i) dx_[i] *= slope_[i];
+        }
+        return dx;
+    }
+
+    // What a key bias's gradient is made of; double, for there may be thousands of rows.
+    void add_column_sums(double* sums) const {
+        int64_t i = 0;
+        for (; i + 4 <= dx.rows; i += 4) {  // four rows for every widening
+            const acc_t *a = dx.row(i), *b = dx.row(i + 1), *c = dx.row(i + 2), *d = dx.row(i + 3);
+            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += (a[j] + b[j]) + (c[j] + d[j]);
+        }
+        for (; i < dx.rows; ++i) {
+            for (int64_t j = 0; j < dx.cols; ++j) sums[j] += dx.row(i)[j];
+        }
+    }
+
+    Matrix<acc_t> probs, dx;
+
+private:
+    const BwdParams& p_;
+    int64_t max_rows_, max_keys_;
+    PairScratch<acc_t> pairs_;
+    std::vector<acc_t> probs_, dx_, slope_;
+};
+
+// D_i = <do_i, o_i> - dlse_i
+template <typename acc_t>
+void row_deltas(const BwdParams& p) {
+    const int64_t row_tiles = ceil_div(p.seqlen_q, kGradientRows);
+    for_each_unit(p.batch * p.heads * row_tiles, [&] {
+        std::vector<acc_t> out_scratch(kGradientRows * p.head_dim), dout_scratch(kGradientRows * p.head_dim);
+        return [=, &p, out_scratch = std::move(out_scratch), dout_scratch = std::move(dout_scratch)](int64_t index) mutable {
+            const Sequence s(p, index / row_tiles / p.heads);
+            const int64_t head = index / row_tiles % p.heads;
+            const int64_t row = index % row_tiles * kGradientRows;
+            if (row >= s.rows) return;
+            const int64_t rows = std::min(kGradientRows, s.rows - row);
+            const auto out = load_rows(p, p.out, s, row, rows, head, out_scratch.data());
+            const auto dout = load_rows(p, p.dout, s, row, rows, head, dout_scratch.data());
+            const acc_t* dlse = row_stats<acc_t>(p.dlse, s, head, row);
+            acc_t* delta = row_stats<acc_t>(p.delta, s, head, row);
+            for (int64_t i = 0; i < rows; ++i) delta[i] = row_dot(dout.row(i), out.row(i), p.head_dim) - dlse[i];
+        };
+    });
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,192 @@
+#include "key_lists.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "work.h"
+
+namespace flash_dmattn {
+namespace {
+
+constexpr int64_t kRows = KeyListsView::kRows;
+constexpr int64_t kWords = kRows / 32;
+
+int64_t round_up(int64_t length) { return ceil_div(length, KeyListsView::kAlign) * KeyListsView::kAlign; }
+
+// The place of one batch element's and head's lists among all.
+struct ListsOf {
+    Sequence sequence;
+    int64_t head;
+    int64_t first;  // index of the list of its first tile
+
+    ListsOf(const AttentionParams& p, int64_t index, int64_t row_tiles)
+        : sequence(p, index / p.heads), head(index % p.heads), first(index * row_tiles) {}
+};
+
+// Takes the keys of one list in order, and pads it to the next list's start.
+class ListWriter {
+public:
+    ListWriter(int64_t begin, int64_t end, int64_t capacity, int32_t* keys, uint32_t* rows)
+        : at_(begin), end_(std::min(end, capacity)), keys_(keys), rows_(rows) {}
+
+    void push(int64_t key, const uint32_t* rows = nullptr) {
+        if (at_ >= end_) return;
+        keys_[at_] = static_cast<int32_t>(key);
+        if (rows_ != nullptr) std::copy_n(rows, kWords, rows_ + at_ * kWords);
+        ++at_;
+    }
+
+    void pad() {
+        constexpr uint32_t nobody[kWords] = {};
+        while (at_ < end_) push(-1, nobody);
+    }
+
+private:
+    int64_t at_, end_;
+    int32_t* keys_;
+    uint32_t* rows_;
+};
+
+// The lists of an interval mask. The rows that see a key are a run, and so are the tiles of rows that list it.
+class IntervalLists {
+public:
+    explicit IntervalLists(const AttentionParams& params) : p_(params), row_tiles_(ceil_div(p_.seqlen_q, kRows)) {}
+
+    void lengths(int64_t index, int64_t* lengths) const {
+        const ListsOf lists(p_, index, row_tiles_);
+        std::vector<int64_t> change(row_tiles_ + 1);
+        for_each_key(lists, [&](int64_t, int64_t tile, int64_t tile_end) {
+            ++change[tile];
+            --change[tile_end];
+        });
+        int64_t length = 0;
+        for (int64_t tile = 0; tile < row_tiles_; ++tile) {
+            length += change[tile];
+            lengths[lists.first + tile] = round_up(length);
+        }
+    }
+
+    void fill(int64_t index, const int64_t* starts, int64_t capacity, int32_t* keys) const {
+        const ListsOf lists(p_, index, row_tiles_);
+        std::vector<ListWriter> writers;
+        for (int64_t t = lists.first; t < lists.first + row_tiles_; ++t) {
+            writers.emplace_back(starts[t], starts[t + 1], capacity, keys, nullptr);
+        }
+        for_each_key(lists, [&](int64_t key, int64_t tile, int64_t tile_end) {
+            for (; tile < tile_end; ++tile) writers[tile].push(key);
+        });
+        for (auto& writer : writers) writer.pad();
+    }
+
+private:
+    // Calls f(key, tile, tile_end) with the tiles of rows that see each key that any row sees.
+    template <typename F>
+    void for_each_key(const ListsOf& lists, F&& f) const {
+        const Sequence& s = lists.sequence;
+        const IntervalView& view = p_.intervals;
+        const int64_t at = offset_of(view, s, lists.head, p_.heads);
+        for (int64_t key = 0; key < s.keys; ++key) {
+            const int64_t j = at + key * view.col_stride;
+            const int64_t begin = std::max<int64_t>(view.start[j], p_.is_causal ? s.causal_begin(key) : 0);
+            const int64_t end = std::min<int64_t>(view.end[j], s.rows);
+            if (begin < end) f(key, begin / kRows, ceil_div(end, kRows));
+        }
+    }
+
+    const AttentionParams& p_;
+    int64_t row_tiles_;
+};
+
+// The lists of a bool mask, a tile of rows at a time.
+class MaskLists {
+public:
+    explicit MaskLists(const AttentionParams& params)
+        : p_(params), row_tiles_(p_.mask.per_key ? 1 : ceil_div(p_.seqlen_q, kRows)), rows_(kWords * p_.seqlen_k) {}
+
+    void length(int64_t list, int64_t* lengths) {
+        const int64_t keys = read(list);
+        int64_t length = 0;
+        for (int64_t key = 0; key < keys; ++key) length += seen(key);
+        lengths[list] = round_up(length);
+    }
+
+    void fill(int64_t list, const int64_t* starts, int64_t capacity, int32_t* keys, uint32_t* rows) {
+        ListWriter writer(starts[list], starts[list + 1], capacity, keys, rows);
+        const int64_t end = read(list);
+        for (int64_t key = 0; key < end; ++key) {
+            if (!seen(key)) continue;
+            uint32_t words[kWords];
+            for (int64_t w = 0; w < kWords; ++w) words[w] = rows_[w * p_.seqlen_k + key];
+            writer.push(key, words);
+        }
+        writer.pad();
+    }
+
+    int64_t row_tiles() const { return row_tiles_; }
+
+private:
+    bool seen(int64_t key) const {
+        uint32_t any = 0;
+        for (int64_t w = 0; w < kWords; ++w) any |= rows_[w * p_.seqlen_k + key];
+        return any != 0;
+    }
+
+    // Which rows of the list's tile see each key; returns the number of keys.
+    int64_t read(int64_t list) {
+        const MaskView& mask = p_.mask;
+        const ListsOf lists(p_, list / row_tiles_, row_tiles_);
+        const Sequence& s = lists.sequence;
+        const int64_t row = list % row_tiles_ * kRows;
+        const int64_t rows = mask.per_key ? 1 : std::min(kRows, s.rows - row);
+        const Tile tile{s, lists.head, row, rows, 0, s.keys};
+        const uint8_t* visible = static_cast<const uint8_t*>(mask.data) + offset_of(mask, tile, p_.heads);
+        std::fill(rows_.begin(), rows_.end(), 0);
+        for (int64_t i = 0; i < rows; ++i) {
+            const int64_t end = p_.is_causal && !mask.per_key ? s.causal_end(row + i) : s.keys;
+            add_row(visible + i * mask.row_stride, mask.col_stride, i % 32, rows_.data() + i / 32 * p_.seqlen_k, end);
+        }
+        return s.keys;
+    }
+
+    static void add_row(const uint8_t* __restrict visible, int64_t stride, int64_t bit, uint32_t* __restrict word,
+                        int64_t n) {
+        if (stride == 1) {
+            for (int64_t j = 0; j < n; ++j) word[j] |= uint32_t(visible[j] != 0) << bit;
+        } else {
+            for (int64_t j = 0; j < n; ++j) word[j] |= uint32_t(visible[j * stride] != 0) << bit;
+        }
+    }
+
+    const AttentionParams& p_;
+    int64_t row_tiles_;
+    std::vector<uint32_t> rows_;  // [kWords, Sk]
+};
+
+}  // namespace
+
+void key_list_lengths_cpu(const AttentionParams& params, int64_t* lengths) {
+    if (params.intervals.present()) {
+        const IntervalLists lists(params);
+        return for_each_unit(params.batch * params.heads,
+                             [&] { return [&](int64_t i) { lists.lengths(i, lengths); }; });
+    }
+    const int64_t row_tiles = MaskLists(params).row_tiles();
+    for_each_unit(params.batch * params.heads * row_tiles, [&] {
+        return [lengths, lists = MaskLists(params)](int64_t i) mutable { lists.length(i, lengths); };
+    });
+}
+
+void key_list_fill_cpu(const AttentionParams& params, const int64_t* starts, int64_t capacity, int32_t* keys,
+                       uint32_t* rows) {
+    if (params.intervals.present()) {
+        const IntervalLists lists(params);
+        return for_each_unit(params.batch * params.heads,
+                             [&] { return [&](int64_t i) { lists.fill(i, starts, capacity, keys); }; });
+    }
+    const int64_t row_tiles = MaskLists(params).row_tiles();
+    for_each_unit(params.batch * params.heads * row_tiles, [&] {
+        return [=, lists = MaskLists(params)](int64_t i) mutable { lists.fill(i, starts, capacity, keys, rows); };
+    });
+}
+
+}  // namespace flash_dmattn

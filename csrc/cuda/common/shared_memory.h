@@ -1,0 +1,39 @@
+// Shared memory of a block on the current device.
+#pragma once
+
+#include "check.h"
+
+namespace flash_dmattn::cuda {
+
+constexpr int kSharedMemoryOfAnyBlock = 48 * 1024;  // needs no leave
+
+// The most that a block may have, in bytes.
+inline int shared_memory_available() {
+    int device = 0, bytes = 0;
+    FLASH_CUDA_CHECK(cudaGetDevice(&device));
+    FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return bytes;
+}
+
+template <typename SharedMemory>
+bool fits_shared_memory() {
+    return sizeof(SharedMemory) <= kSharedMemoryOfAnyBlock || static_cast<int>(sizeof(SharedMemory)) <= shared_memory_available();
+}
+
+// A message for people where `needed` bytes are more than there are.
+inline void require_shared_memory(const char* what, int64_t head_dim, int64_t needed, int64_t available) {
+    if (needed <= available) return;
+    throw std::runtime_error(std::string(what) + " of head dimension " + std::to_string(head_dim) + " needs " +
+                             std::to_string((needed + 1023) / 1024) + " KiB of shared memory a block, this GPU has " +
+                             std::to_string(available / 1024) + ": see 'What runs where' in README.md");
+}
+
+template <typename Kernel>
+void allow_shared_memory(const char* what, int64_t head_dim, Kernel kernel, int64_t bytes) {
+    if (bytes <= kSharedMemoryOfAnyBlock) return;
+    require_shared_memory(what, head_dim, bytes, shared_memory_available());
+    FLASH_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+}
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,381 @@
+// Key lists are put together of chunks of keys: each chunk counts the keys that every row tile lists, the counts of the
+// chunks before are summed up, and from there on each chunk writes its keys, in order.
+#include "key_lists.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "attention.h"
+#include "common/bits.cuh"
+#include "common/check.h"
+#include "common/intervals.cuh"
+
+namespace flash_dmattn {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTileRows = KeyListsView::kRows;
+constexpr int kRowWords = kTileRows / 32;
+
+// The lists as kernels see them.
+struct Lists {
+    int batches, heads, row_tiles, chunks, chunk_keys;
+    int32_t* counts;  // [batches, heads, chunks, row_tiles]; once scanned, of the chunks before
+    const int64_t* starts;
+    int64_t capacity;
+    int32_t* keys;
+    uint4* rows;
+};
+
+// One chunk of the list of one row tile.
+struct ListChunk {
+    int batch, head, row_tile, chunk;
+
+    __device__ bool exists(const Lists& lists) const { return row_tile < lists.row_tiles; }
+    __device__ int64_t list(const Lists& lists) const {
+        return (static_cast<int64_t>(batch) * lists.heads + head) * lists.row_tiles + row_tile;
+    }
+    __device__ int32_t& count(const Lists& lists) const {
+        const int64_t above = (static_cast<int64_t>(batch) * lists.heads + head) * lists.chunks + chunk;
+        return lists.counts[above * lists.row_tiles + row_tile];
+    }
+    // Number `index` where row tiles are dealt out `tiles_at_once`; neighbours differ in their chunk.
+    __device__ ListChunk(const Lists& lists, int64_t index, int tiles_at_once) {
+        const int steps = ceil_div(lists.row_tiles, tiles_at_once);
+        chunk = static_cast<int>(index % lists.chunks);
+        row_tile = static_cast<int>(index / lists.chunks % steps) * tiles_at_once;
+        const int64_t above = index / lists.chunks / steps;
+        head = static_cast<int>(above % lists.heads);
+        batch = static_cast<int>(above / lists.heads);
+    }
+};
+
+// Where a chunk writes its keys.
+class ListWriter {
+public:
+    __device__ ListWriter(const Lists& lists, const ListChunk& chunk)
+        : lists_(lists), at_(chunk.exists(lists) ? lists.starts[chunk.list(lists)] + chunk.count(lists) : 0) {}
+
+    __device__ __forceinline__ void append(int key) { put(at_++, key); }
+    __device__ __forceinline__ void put(int64_t at, int key) const {
+        if (at < lists_.capacity) lists_.keys[at] = key;
+    }
+    __device__ __forceinline__ void put(int64_t at, int key, uint4 rows) const {
+        put(at, key);
+        if (at < lists_.capacity) lists_.rows[at] = rows;
+    }
+    // A warp writes the keys of the lanes where `listed`.
+    template <typename... Rows>
+    __device__ __forceinline__ void append_of_warp(bool listed, int key, Rows... rows) {
+        const uint32_t ballot = __ballot_sync(~0u, listed);
+        if (listed) put(at_ + rank_in(ballot), key, rows...);
+        at_ += __popc(ballot);
+    }
+    __device__ int padding() const {
+        constexpr int kAlign = KeyListsView::kAlign;
+        return static_cast<int>((kAlign - at_ % kAlign) % kAlign);
+    }
+    // The same for all lanes of a warp.
+    template <typename... Rows>
+    __device__ void pad_by_warp(Rows... zeros) {
+        for (int i = lane_id(), end = padding(); i < end; i += 32) put(at_ + i, -1, zeros...);
+    }
+
+private:
+    const Lists& lists_;
+    int64_t at_;
+};
+
+// Calls visit(key) for the keys of a chunk that this thread's row tile lists, by its mask of intervals, in order. All
+// threads of a block call it together; their row tiles are neighbours.
+template <typename Visit>
+__device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, const Lists& lists,
+                                                    const ListChunk& chunk, const Visit& visit) {
+    struct alignas(16) ListedKey {
+        int key, first_tile, last_tile;
+    };
+    __shared__ ListedKey listed[kThreads];  // those of the last kThreads keys that any of the block's tiles lists
+    __shared__ int counts[kWarps];
+
+    const Sequence s(p, chunk.batch);
+    const int first_tile = chunk.row_tile - static_cast<int>(threadIdx.x), last_tile = first_tile + kThreads - 1;
+    const int64_t offset = interval_offset(p.intervals, s, chunk.head, p.intervals.heads);
+    const int end = min((chunk.chunk + 1) * lists.chunk_keys, s.keys);
+    for (int first_key = chunk.chunk * lists.chunk_keys; first_key < end; first_key += kThreads) {
+        const int key = first_key + threadIdx.x;
+        RowRange rows{0, 0};
+        if (key < end) rows = rows_of_key(p, s, offset, key);
+        const ListedKey own{key, rows.begin / kTileRows, (rows.end - 1) / kTileRows};
+        const bool is_listed = !rows.empty() && own.first_tile <= last_tile && own.last_tile >= first_tile;
+        const uint32_t ballot = __ballot_sync(~0u, is_listed);
+        if (lane_id() == 0) counts[warp_id()] = __popc(ballot);
+        __syncthreads();
+        int before = 0, total = 0;
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) {
+            if (warp == warp_id()) before = total;
+            total += counts[warp];
+        }
+        if (is_listed) listed[before + rank_in(ballot)] = own;
+        __syncthreads();
+#pragma unroll 4
+        for (int i = 0; i < total; ++i) {
+            const ListedKey candidate = listed[i];
+            if (candidate.first_tile <= chunk.row_tile && chunk.row_tile <= candidate.last_tile) visit(candidate.key);
+        }
+    }
+}
+
+// The chunk of this thread's row tile; a block has kThreads row tiles.
+__device__ ListChunk chunk_of_thread(const Lists& lists) {
+    ListChunk chunk(lists, blockIdx.x, kThreads);
+    chunk.row_tile += threadIdx.x;
+    return chunk;
+}
+
+__global__ void __launch_bounds__(kThreads) count_intervals_kernel(const __grid_constant__ AttentionParams p,
+                                                                   const __grid_constant__ Lists lists) {
+    const ListChunk chunk = chunk_of_thread(lists);
+    int count = 0;
+    for_each_listed_key(p, lists, chunk, [&](int) { ++count; });
+    if (chunk.exists(lists)) chunk.count(lists) = count;
+}
+
+__global__ void __launch_bounds__(kThreads) fill_intervals_kernel(const __grid_constant__ AttentionParams p,
+                                                                  const __grid_constant__ Lists lists) {
+    const ListChunk chunk = chunk_of_thread(lists);
+    ListWriter list(lists, chunk);
+    // A tile that does not exist begins beyond the sequence's rows, where no interval reaches.
+    for_each_listed_key(p, lists, chunk, [&](int key) { list.append(key); });
+    if (chunk.exists(lists) && chunk.chunk == lists.chunks - 1)
+        for (int i = list.padding(); i > 0; --i) list.append(-1);
+}
+
+// Counts of a bool mask's columns: the union of those of the tile's rows.
+__global__ void __launch_bounds__(kThreads) count_columns_kernel(const __grid_constant__ AttentionParams p,
+                                                                 const __grid_constant__ Lists lists,
+                                                                 const __grid_constant__ PackedMask mask) {
+    constexpr int kTile = PackedMask::kTile, kDown = kTileRows / kTile;
+    const ListChunk chunk = chunk_of_thread(lists);
+    if (!chunk.exists(lists)) return;
+    const Sequence s(p, chunk.batch);
+    const bool rows_alike = mask.tiles_row_stride == 0;
+    const int first = rows_alike ? 0 : chunk.row_tile * kDown;
+    const int end = rows_alike ? 1 : min(first + kDown, ceil_div(s.rows, kTile));
+    const int64_t offset = chunk.batch * mask.tiles_batch_stride + chunk.head * mask.tiles_head_stride;
+    const int first_key = chunk.chunk * lists.chunk_keys, end_key = min(first_key + lists.chunk_keys, s.keys);
+    int count = 0;
+    for (int key_tile = first_key / kTile; key_tile < ceil_div(end_key, kTile); ++key_tile) {
+        uint64_t columns = 0;
+        for (int row = first; row < end; ++row)
+            columns |= mask.columns[offset + row * mask.tiles_row_stride + key_tile];
+        count += __popcll(columns);
+    }
+    chunk.count(lists) = count;
+}
+
+// 128 keys of a row, 0 from `end` on.
+__device__ __forceinline__ uint4 load_bits(const uint32_t* row, int first_key, int end) {
+    const uint4 words = *reinterpret_cast<const uint4*>(row + first_key / 32);
+    const int limit = end - first_key;
+    return {words.x & bits_below(limit, 0), words.y & bits_below(limit, 1), words.z & bits_below(limit, 2),
+            words.w & bits_below(limit, 3)};
+}
+
+// One warp writes one chunk of a bool mask's list, 128 keys by 128 rows at a time.
+template <bool kRowsAlike>
+__global__ void __launch_bounds__(kThreads) fill_bits_kernel(const __grid_constant__ AttentionParams p,
+                                                             const __grid_constant__ Lists lists,
+                                                             const __grid_constant__ PackedMask mask) {
+    constexpr int kKeysAtOnce = 128;
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id();
+    const ListChunk chunk(lists, index, 1);
+    if (chunk.batch >= lists.batches) return;
+    const Sequence s(p, chunk.batch);
+    ListWriter list(lists, chunk);
+    const uint32_t* bits = mask.bits + chunk.batch * mask.bits_batch_stride + chunk.head * mask.bits_head_stride;
+    const int first_row = chunk.row_tile * kTileRows, last_row = min(first_row + kTileRows, s.rows) - 1;
+    int end = min((chunk.chunk + 1) * lists.chunk_keys, s.keys);
+    if (!kRowsAlike) end = last_row < first_row ? 0 : min(end, s.keys_of(last_row, p.is_causal));
+    for (int first_key = chunk.chunk * lists.chunk_keys; first_key < end; first_key += kKeysAtOnce) {
+        if constexpr (kRowsAlike) {
+            const uint4 words = load_bits(bits, first_key, end);
+            const auto append = [&](uint32_t word, int i) {
+                list.append_of_warp(word >> lane_id() & 1, first_key + i * 32 + lane_id());
+            };
+            append(words.x, 0), append(words.y, 1), append(words.z, 2), append(words.w, 3);
+        } else {
+            uint32_t seen_by[kKeysAtOnce / 32][kRowWords];  // of the lane's keys, all rows
+#pragma unroll
+            for (int w = 0; w < kRowWords; ++w) {
+                const int row = first_row + w * 32 + lane_id();
+                uint4 words{};
+                if (row <= last_row) {
+                    const uint32_t* from = bits + (s.first_row + row) * mask.bits_row_stride;
+                    words = load_bits(from, first_key, s.keys_of(row, p.is_causal));
+                }
+                seen_by[0][w] = transpose_bits(words.x);
+                seen_by[1][w] = transpose_bits(words.y);
+                seen_by[2][w] = transpose_bits(words.z);
+                seen_by[3][w] = transpose_bits(words.w);
+            }
+#pragma unroll
+            for (int i = 0; i < kKeysAtOnce / 32; ++i) {
+                const uint4 rows{seen_by[i][0], seen_by[i][1], seen_by[i][2], seen_by[i][3]};
+                list.append_of_warp(rows.x | rows.y | rows.z | rows.w, first_key + i * 32 + lane_id(), rows);
+            }
+        }
+    }
+    if (chunk.chunk != lists.chunks - 1) return;
+    if constexpr (kRowsAlike) {
+        list.pad_by_warp();
+    } else {
+        list.pad_by_warp(uint4{});
+    }
+}
+
+// Counts to their sums over the chunks before, and lengths. A block has 32 neighbouring lists, one a lane, and each of
+// its warps a part of the chunks.
+__global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_constant__ Lists lists, int64_t* lengths) {
+    __shared__ int sums[kWarps][32];
+    const int steps = ceil_div(lists.row_tiles, 32);
+    const int row_tile = static_cast<int>(blockIdx.x % steps) * 32 + lane_id();
+    const int64_t above = blockIdx.x / steps;
+    const int begin = static_cast<int>(static_cast<int64_t>(lists.chunks) * warp_id() / kWarps);
+    const int end = static_cast<int>(static_cast<int64_t>(lists.chunks) * (warp_id() + 1) / kWarps);
+    const bool has_list = row_tile < lists.row_tiles;
+    int32_t* counts = lists.counts + above * lists.chunks * lists.row_tiles + row_tile;
+    int sum = 0;
+    if (has_list) {
+#pragma unroll 8
+        for (int chunk = begin; chunk < end; ++chunk) sum += counts[static_cast<int64_t>(chunk) * lists.row_tiles];
+    }
+    sums[warp_id()][lane_id()] = sum;
+    __syncthreads();
+    if (!has_list) return;
+    int before = 0, total = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+        if (warp == warp_id()) before = total;
+        total += sums[warp][lane_id()];
+    }
+#pragma unroll 8
+    for (int chunk = begin; chunk < end; ++chunk) {
+        int32_t& count = counts[static_cast<int64_t>(chunk) * lists.row_tiles];
+        const int own = count;
+        count = before;
+        before += own;
+    }
+    constexpr int64_t kAlign = KeyListsView::kAlign;
+    if (warp_id() == 0) lengths[above * lists.row_tiles + row_tile] = ceil_div<int64_t>(total, kAlign) * kAlign;
+}
+
+// The parts of the scratch memory, each a multiple of 16 bytes.
+struct Scratch {
+    int64_t counts, bits, columns, bytes;
+    explicit Scratch(const KeyListsPlan& plan) {
+        bytes = 0;
+        const auto take = [&](int64_t size) {
+            const int64_t at = bytes;
+            bytes += ceil_div<int64_t>(size, 16) * 16;
+            return at;
+        };
+        counts = take(plan.lists() * plan.chunks * sizeof(int32_t));
+        bits = take(plan.packed.bits_size * sizeof(uint32_t));
+        columns = take(plan.packed.tiles_size * (sizeof(uint64_t) + sizeof(TileKind)));
+    }
+};
+
+Lists lists_of(const KeyListsPlan& plan, const void* scratch) {
+    Lists lists{};
+    lists.batches = static_cast<int>(plan.batches);
+    lists.heads = static_cast<int>(plan.heads);
+    lists.row_tiles = static_cast<int>(plan.row_tiles);
+    lists.chunks = static_cast<int>(plan.chunks);
+    lists.chunk_keys = static_cast<int>(plan.chunk_keys);
+    lists.counts = static_cast<int32_t*>(const_cast<void*>(scratch));
+    return lists;
+}
+
+PackedMask packed_in(const KeyListsPlan& plan, const void* scratch) {
+    const Scratch parts(plan);
+    char* start = static_cast<char*>(const_cast<void*>(scratch));
+    PackedMask packed = plan.packed;
+    packed.bits = reinterpret_cast<uint32_t*>(start + parts.bits);
+    packed.columns = reinterpret_cast<uint64_t*>(start + parts.columns);
+    packed.kinds = reinterpret_cast<TileKind*>(packed.columns + packed.tiles_size);
+    return packed;
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream, const Arguments&... arguments) {
+    if (blocks > INT32_MAX) throw std::runtime_error("the key lists have too many chunks for one launch");
+    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(arguments...);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+// Blocks where a thread has one chunk of one list.
+int64_t blocks_of_threads(const KeyListsPlan& plan) {
+    return plan.batches * plan.heads * plan.chunks * ceil_div<int64_t>(plan.row_tiles, kThreads);
+}
+
+}  // namespace
+}  // namespace cuda
+
+KeyListsPlan plan_key_lists(const AttentionParams& params, int64_t total_q) {
+    using namespace cuda;
+    KeyListsPlan plan;
+    const bool varlen = params.cu_seqlens_q != nullptr;
+    const bool is_bool = params.mask.present();
+    plan.heads = is_bool ? params.mask.heads : params.intervals.heads;
+    plan.batches = varlen ? params.batch : is_bool ? params.mask.batches : params.intervals.batches;
+    plan.rows_alike = is_bool && params.mask.per_key;
+    plan.has_rows = is_bool && !plan.rows_alike;
+    plan.row_tiles = plan.rows_alike ? 1 : ceil_div(params.seqlen_q, KeyListsView::kRows);
+    // Small chunks spread the work; their counts must not take much memory.
+    constexpr int64_t kMostCounts = 8 << 20;
+    const auto chunks = [&] { return std::max<int64_t>(ceil_div(params.seqlen_k, plan.chunk_keys), 1); };
+    for (plan.chunk_keys = kThreads; chunks() > 1 && plan.lists() * chunks() > kMostCounts;) plan.chunk_keys *= 2;
+    plan.chunks = chunks();
+    if (is_bool) plan.packed = plan_packed_mask(params, total_q);
+    plan.scratch_bytes = Scratch(plan).bytes;
+    return plan;
+}
+
+void key_list_lengths_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* scratch, int64_t* lengths,
+                            cudaStream_t stream) {
+    using namespace cuda;
+    if (plan.lists() == 0) return;
+    const Lists lists = lists_of(plan, scratch);
+    if (params.mask.present()) {
+        const PackedMask packed = packed_in(plan, scratch);
+        pack_mask_cuda(params, packed, stream);
+        launch(count_columns_kernel, blocks_of_threads(plan), stream, params, lists, packed);
+    } else {
+        launch(count_intervals_kernel, blocks_of_threads(plan), stream, params, lists);
+    }
+    const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.row_tiles, 32);
+    launch(scan_counts_kernel, blocks, stream, lists, lengths);
+}
+
+void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
+                         const int64_t* starts, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream) {
+    using namespace cuda;
+    if (plan.lists() == 0) return;
+    Lists lists = lists_of(plan, scratch);
+    lists.starts = starts;
+    lists.capacity = capacity;
+    lists.keys = keys;
+    lists.rows = reinterpret_cast<uint4*>(rows);
+    if (!params.mask.present()) {
+        launch(fill_intervals_kernel, blocks_of_threads(plan), stream, params, lists);
+        return;
+    }
+    const auto kernel = plan.rows_alike ? fill_bits_kernel<true> : fill_bits_kernel<false>;
+    const int64_t blocks = ceil_div<int64_t>(plan.lists() * plan.chunks, kWarps);
+    launch(kernel, blocks, stream, params, lists, packed_in(plan, scratch));
+}
+
+}  // namespace flash_dmattn

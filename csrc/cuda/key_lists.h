@@ -1,0 +1,40 @@
+// Builds the key lists of KeyListsView (params.h) from params.mask or params.intervals, in two steps: how long each
+// list is, and what stands in it. A key is listed where the mask, the sequence's length and, if params.is_causal,
+// causality let a row of the tile see it; causality is left to the kernels where one list serves all rows. Beside the
+// mask, params' batch, lengths and cu_seqlens are read.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../params.h"
+
+namespace flash_dmattn {
+
+struct KeyListsPlan {
+    int64_t batches = 1;  // as in KeyListsView
+    int64_t heads = 1;
+    int64_t row_tiles = 1;
+    bool rows_alike = false;
+    bool has_rows = false;  // the second step writes `rows`
+    int64_t chunks = 0;     // of chunk_keys keys each: what lists are put together of
+    int64_t chunk_keys = 0;
+    PackedMask packed;      // of a bool mask
+    int64_t scratch_bytes = 0;
+
+    int64_t lists() const { return batches * heads * row_tiles; }
+};
+
+// total_q: of variable length, the number of rows of all sequences.
+KeyListsPlan plan_key_lists(const AttentionParams& params, int64_t total_q);
+
+// lengths [lists]: of every list, rounded up to KeyListsView::kAlign. scratch: plan.scratch_bytes at a multiple of 16,
+// to be kept for the second step.
+void key_list_lengths_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* scratch, int64_t* lengths,
+                            cudaStream_t stream);
+
+// starts [lists + 1]: the exclusive sum of the lengths. Nothing is written beyond `capacity` keys: [capacity], and rows
+// [capacity, KeyListsView::kRows / 32], of which a row whose key is -1 is 0. The mask itself is not read again.
+void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
+                         const int64_t* starts, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream);
+
+}  // namespace flash_dmattn

@@ -1,0 +1,267 @@
+"""Lists of keys: for each tile of query rows the keys that any of its rows sees, and when to go by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .interval_mask import KeyIntervalMask
+
+SPARSE = ("auto", "tiles", "lists")
+
+# Lists are taken where they hold less than this part of the keys that tiles would walk over. Measured on the CPU (AVX2,
+# float32, S from 2048 to 8192, D = 64, causal top-w and random masks; forward + backward, lists against tiles): 0.28 to
+# 0.36 of the time where they hold 0.27 to 0.33 of the keys, 0.5 at 0.5, 0.75 to 0.9 at 0.8, 0.95 to 1.1 at 1 and above.
+# Making them takes 1 % of it, of a bool mask with a head for every query head 3 %; where that would be in vain, a look
+# at some rows mostly tells.
+CPU_CROSSOVER = 0.9
+CUDA_CROSSOVER = 0.5
+# With fewer keys there is nothing to win. On CUDA making lists takes several launches, each about as long as attention
+# over a thousand keys.
+CPU_MIN_KEYS = 512
+CUDA_MIN_KEYS = 2048
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KeyLists:
+    """A mask as sorted lists of keys, one for each batch element, head and tile of 128 query rows.
+
+    The kernels gather the keys of a list instead of walking over all of them: they cost as much as there are listed
+    keys, wherever these lie. Made once by `build`, it serves any number of layers and their backward, as `attn_mask`.
+    """
+
+    keys: Tensor  # int32 (capacity): list after list, each padded with -1 to a multiple of 64
+    starts: Tensor  # int64 (batches * heads * row tiles + 1)
+    rows: Tensor | None  # int32 (capacity, 4): which of the 128 rows see a key; None where `mask` need not be asked so
+    batches: int
+    heads: int
+    mask: Tensor | KeyIntervalMask  # what they were made from
+    seqlen_q: int  # of variable length, as seqlen_k, the longest
+    seqlen_k: int
+    is_causal: bool = False  # whether they leave out what causality hides
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+    @staticmethod
+    def build(
+        mask: Tensor | KeyIntervalMask,
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        is_causal: bool = False,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+    ) -> KeyLists:
+        """The lists of a mask.
+
+        Args:
+            mask: a KeyIntervalMask, or bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); of variable length (total_k, {H|Hkv|1})
+                or (total_q, {H|Hkv|1}, max_seqlen_k).
+            seqlen_q: the number of query rows; of variable length max_seqlen_q. Where the mask is the same for every
+                row the lists serve any number of rows.
+            seqlen_k: the number of keys, the mask's by default; of variable length max_seqlen_k.
+            is_causal: leaves out keys that causality hides. The lists then serve calls with is_causal=True only.
+            cu_seqlens_q, cu_seqlens_k: int32 (B + 1), of variable length.
+
+        Raises:
+            ValueError: a shape that does not fit, or only one of cu_seqlens_q and cu_seqlens_k.
+            TypeError: a mask that is neither bool nor a KeyIntervalMask.
+        """
+        is_varlen = cu_seqlens_q is not None
+        if is_varlen != (cu_seqlens_k is not None):
+            raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together")
+        check_buildable(mask, is_varlen)
+        if seqlen_k is None:
+            if is_varlen and len(mask.shape) == 2:
+                raise ValueError("seqlen_k must be given of variable length: the longest sequence of keys")
+            seqlen_k = mask.shape[-1]
+        batches = cu_seqlens_q.shape[0] - 1 if is_varlen else mask.shape[0]
+        capacity = None
+        if isinstance(mask, KeyIntervalMask):
+            capacity = capacity_of(mask, batches * mask.shape[1], seqlen_q, seqlen_k)
+        return build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity=capacity)
+
+    @property
+    def rows_alike(self) -> bool:
+        """Whether one list serves every row of a head."""
+        return self.rows is None and not isinstance(self.mask, KeyIntervalMask)
+
+    @property
+    def row_tiles(self) -> int:
+        return 1 if self.rows_alike else -(-self.seqlen_q // ops.LIST_ROWS)
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    def lengths(self) -> Tensor:
+        """int64 (batches, heads, row tiles): the length of each list, with its padding."""
+        return self.starts.diff().view(self.batches, self.heads, self.row_tiles)
+
+    def density(self) -> float:
+        """The part of all keys that a list names on average, its padding counted. Waits for the device."""
+        return float(self.lengths().double().mean()) / max(self.seqlen_k, 1) if self.starts.shape[0] > 1 else 0.0
+
+    def to_dense(self) -> Tensor:
+        """The mask as bool ({B|1}, {H|Hkv|1}, {Sq|1}, Sk), of fixed length only; causal where the lists are."""
+        if self.cu_seqlens_q is not None:
+            raise ValueError("to_dense is for lists of fixed length")
+        mask = self.mask.to_dense(self.seqlen_q) if isinstance(self.mask, KeyIntervalMask) else self.mask
+        if not self.is_causal:
+            return mask
+        mask = mask.expand(-1, -1, self.seqlen_q, self.seqlen_k)
+        return mask.tril(self.seqlen_k - self.seqlen_q)
+
+    def to(self, device: torch.device | str) -> KeyLists:
+        def move(value):
+            return value.to(device) if isinstance(value, (Tensor, KeyIntervalMask)) else value
+
+        names = ("keys", "starts", "rows", "mask", "cu_seqlens_q", "cu_seqlens_k")
+        return replace(self, **{name: move(getattr(self, name)) for name in names})
+
+    def __repr__(self) -> str:
+        causal = ", causal" if self.is_causal else ""
+        return (
+            f"KeyLists({self.batches} x {self.heads} x {self.row_tiles} lists, room for {self.keys.shape[0]} keys, "
+            f"seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}{causal}, device={str(self.device)!r})"
+        )
+
+
+def check_buildable(mask: object, is_varlen: bool) -> None:
+    if not isinstance(mask, KeyIntervalMask) and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
+        got = str(mask.dtype).removeprefix("torch.") if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a bool tensor or a KeyIntervalMask, got {got}")
+    of_intervals, of_bools = ((2,), (2, 3)) if is_varlen else ((3,), (4,))
+    accepted = of_intervals if isinstance(mask, KeyIntervalMask) else of_bools
+    if len(mask.shape) not in accepted:
+        kind = "variable" if is_varlen else "fixed"
+        sizes = " or ".join(map(str, accepted))
+        raise ValueError(f"mask must have {sizes} dimensions of {kind} length, got shape {tuple(mask.shape)}")
+
+
+def build(
+    mask: Tensor | KeyIntervalMask,
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    capacity: int | None = None,
+    limit: int | None = None,
+) -> KeyLists:
+    """`KeyLists.build` of checked inputs; capacity and limit as in ops.build_key_lists."""
+    intervals = isinstance(mask, KeyIntervalMask)
+    keys, starts, rows = ops.build_key_lists(
+        *((None, interval_tensor(mask)) if intervals else (mask, None)),
+        *(seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity, limit),
+    )
+    rows = None if intervals or rows_are_alike(mask) else rows
+    batches = mask.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    problem = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
+    return KeyLists(keys, starts, rows, batches, mask.shape[1], mask, *problem)
+
+
+def rows_are_alike(mask: Tensor) -> bool:
+    """Whether a bool mask, of fixed or variable length, is one number a key."""
+    return mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == 1)
+
+
+def interval_tensor(mask: KeyIntervalMask) -> Tensor:
+    """int32 (2, ...): starts and ends, as the ops take them."""
+    return torch.stack((mask.start, mask.end))
+
+
+def longest_list(mask: KeyIntervalMask, seqlen_q: int, seqlen_k: int) -> int:
+    """The most keys that a list can hold, of a mask that knows how many keys a row sees at most."""
+    rows = min(seqlen_q, ops.LIST_ROWS)
+    return min(mask.keys_per_row + rows - 1, seqlen_k) if rows else 0
+
+
+def capacity_of(mask: KeyIntervalMask, heads: int, seqlen_q: int, seqlen_k: int) -> int | None:
+    """Room for all lists of `heads` batch elements and heads, where the mask knows how many keys a row sees at most."""
+    if mask.keys_per_row is None:
+        return None
+    length = -(-longest_list(mask, seqlen_q, seqlen_k) // ops.LIST_ALIGN) * ops.LIST_ALIGN
+    return heads * -(-seqlen_q // ops.LIST_ROWS) * length
+
+
+def walked_keys(rows: int, keys: int, is_causal: bool) -> float:
+    """How many keys the tiles of LIST_ROWS rows walk over, all together, of one head and sequence without a mask."""
+    pairs = rows * keys
+    if is_causal:
+        pairs = rows * keys - rows * (rows - 1) // 2 if rows <= keys else keys * (keys + 1) // 2
+    return pairs / min(max(rows, 1), ops.LIST_ROWS)
+
+
+def choose(
+    mask: Tensor | KeyIntervalMask | KeyLists | None,
+    sparse: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor | KeyIntervalMask | KeyLists | None:
+    """The mask in the form by which a compiled kernel goes: KeyLists for lists, anything else for tiles.
+
+    Lists that are given are used. Else, on the CPU, they are made, and left again where they are not short enough. On
+    CUDA, where looking would make the GPU wait, and under torch.compile, they are made where the mask knows that they
+    will be short.
+    """
+    if isinstance(mask, KeyLists):
+        return mask.mask if sparse == "tiles" else mask
+    if mask is None or sparse == "tiles":
+        return mask
+    if sparse == "lists":
+        return KeyLists.build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
+    on_cpu = mask.device.type == "cpu"
+    if seqlen_k < (CPU_MIN_KEYS if on_cpu else CUDA_MIN_KEYS):
+        return mask
+    if on_cpu and not torch.compiler.is_compiling():
+        return lists_if_short(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
+    crossover = CPU_CROSSOVER if on_cpu else CUDA_CROSSOVER
+    if knows_to_be_short(mask, seqlen_q, seqlen_k, is_causal, crossover):
+        return KeyLists.build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
+    return mask
+
+
+def knows_to_be_short(mask: Tensor | KeyIntervalMask, rows: int, keys: int, is_causal: bool, crossover: float) -> bool:
+    if not isinstance(mask, KeyIntervalMask) or mask.keys_per_row is None or rows == 0:
+        return False
+    row_tiles = -(-rows // ops.LIST_ROWS)
+    return longest_list(mask, rows, keys) * row_tiles < crossover * walked_keys(rows, keys, is_causal)
+
+
+def looks_dense(mask: Tensor | KeyIntervalMask, seqlen_q: int, seqlen_k: int, is_causal: bool) -> bool:
+    """Whether the rows in the middle of a bool mask see so many keys that reading all of it would be a waste."""
+    if isinstance(mask, KeyIntervalMask) or mask.ndim != 4 or mask.shape[2] <= ops.LIST_ROWS:
+        return False
+    first = (seqlen_q - ops.LIST_ROWS) // 2
+    keys = min(max(first + ops.LIST_ROWS + seqlen_k - seqlen_q, 1), seqlen_k) if is_causal else seqlen_k
+    some = mask[:, :, first : first + ops.LIST_ROWS, :keys]
+    seen = some.view(torch.uint8).amax(dim=2)  # any(dim=2) takes twenty times as long
+    return seen.numel() > 0 and bool(seen.float().mean() > CPU_CROSSOVER)
+
+
+def lists_if_short(
+    mask: Tensor | KeyIntervalMask,
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> Tensor | KeyIntervalMask | KeyLists:
+    """The lists of a mask on the CPU, or the mask itself where they do not pay."""
+    if looks_dense(mask, seqlen_q, seqlen_k, is_causal):
+        return mask
+    one_list = isinstance(mask, Tensor) and rows_are_alike(mask)
+    if cu_seqlens_q is None:
+        lengths = [(seqlen_q, seqlen_k)] * mask.shape[0]
+    else:
+        lengths = list(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()))
+    walked = sum(keys if one_list else walked_keys(rows, keys, is_causal) for rows, keys in lengths)
+    limit = int(CPU_CROSSOVER * mask.shape[1] * walked)
+    lists = build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, limit=limit)
+    return lists if lists.keys.shape[0] else mask

@@ -1,0 +1,195 @@
+"""The CUDA backward over key lists, through the public functions."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from helpers import check as check_function
+from helpers import inputs, rand_mask, run, surrounded
+
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
+]
+
+by_lists = functools.partial(flash_dmattn_func, sparse="lists")
+check = functools.partial(check_function, function=by_lists)
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+BIAS_SHAPES = [(2, 4, 1, 500), (1, 2, 1, 500), (2, 4, 300, 500), (1, 4, 300, 500), (2, 2, 300, 500), (1, 1, 300, 500)]
+
+
+def on_gpu(*args, dtype=torch.bfloat16, **kwargs):
+    return inputs(*args, dtype=dtype, device="cuda", **kwargs)
+
+
+def randn(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def intervals(*shape, rows, longest=None):
+    """Random ones: some empty, some that begin before the first row or end behind the last."""
+    start = torch.randint(-10, rows + 10, shape, device="cuda", dtype=torch.int32)
+    length = torch.randint(-5, longest or rows, shape, device="cuda", dtype=torch.int32)
+    return KeyIntervalMask(start, start + length)
+
+
+def bool_mask(*shape, visible=0.3):
+    """Scattered pairs; some keys that no row sees, and some rows that see none."""
+    mask = rand_mask(*shape, visible=visible, device="cuda")
+    mask[..., torch.rand(shape[-1], device="cuda") < 0.4] = False
+    if shape[-2] > 1:
+        mask[..., shape[-2] // 3, :] = False
+    return mask
+
+
+def gradients_of(tensors, mask, bias, dout, **options):
+    leaves = [x.detach().requires_grad_() for x in (*tensors, bias)]
+    out = by_lists(*leaves[:3], mask, leaves[3], **options)
+    return torch.autograd.grad(out, leaves, dout)
+
+
+@CAUSAL
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 7), (2, 1), (64, 65), (129, 127), (255, 1000), (1000, 255)])
+@pytest.mark.parametrize("kind", ["none", "key", "dense"])
+def test_lengths(seqlen_q, seqlen_k, kind, causal):
+    tensors = on_gpu(2, seqlen_q, seqlen_k, 4, 2, 64)
+    bias = None if kind == "none" else randn(2, 4, 1 if kind == "key" else seqlen_q, seqlen_k)
+    for mask in (intervals(2, 2, seqlen_k, rows=seqlen_q), bool_mask(2, 2, seqlen_q, seqlen_k)):
+        check(tensors, mask, bias, is_causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias_rows", [1, 200])
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 80, 96, 128, 192, 256])
+def test_head_dims(head_dim, bias_rows, dtype):
+    tensors = on_gpu(1, 200, 300, 4, 2, head_dim, dtype=dtype)
+    mask, bias = intervals(1, 2, 300, rows=200), randn(1, 4, bias_rows, 300, dtype=dtype)
+    check(tensors, mask, bias, is_causal=True)
+    check(tensors, mask, bias, softcap=5.0, deterministic=True)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 2), (4, 1), (6, 2), (8, 1)])
+def test_head_groups(heads, kv_heads):
+    tensors = on_gpu(2, 150, 200, heads, kv_heads, 64)
+    for mask_heads, bias_heads in itertools.product({heads, kv_heads, 1}, repeat=2):
+        check(tensors, intervals(2, mask_heads, 200, rows=150), randn(1, bias_heads, 1, 200))
+
+
+@pytest.mark.parametrize("bias_shape", BIAS_SHAPES, ids=str)
+@pytest.mark.parametrize("mask_shape", [(2, 4), (1, 2), (2, 1)], ids=str)
+def test_broadcasts(mask_shape, bias_shape):
+    tensors, bias = on_gpu(2, 300, 500, 4, 2, 64), randn(*bias_shape)
+    check(tensors, bool_mask(*mask_shape, 300, 500), bias, is_causal=True)
+    check(tensors, bool_mask(*mask_shape, 1, 500), bias)
+    check(tensors, intervals(*mask_shape, 500, rows=300), bias)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_long_lists_of_uneven_length(head_dim):
+    tensors = on_gpu(1, 2000, 2000, 4, 2, head_dim)
+    bias = randn(1, 2, 1, 2000)
+    check(tensors, KeyIntervalMask.topk(bias, 500), bias, is_causal=True)
+    documents = torch.tensor([0, 1, 700, 1500, 2000], device="cuda", dtype=torch.int32)
+    check(tensors, KeyIntervalMask.documents(documents, 2000), bias, is_causal=True)
+
+
+def test_a_key_mask_under_causality():
+    """One list serves all rows; each tile stops where causality does."""
+    tensors = on_gpu(2, 700, 900, 4, 2, 64)
+    for visible in (0.05, 1.0):
+        mask = rand_mask(2, 2, 1, 900, visible=visible, device="cuda")
+        check(tensors, mask, randn(2, 2, 1, 900), is_causal=True)
+
+
+def test_keys_hidden_by_their_bias():
+    tensors = on_gpu(2, 300, 500, 4, 2, 64)
+    for bias_shape in ((2, 4, 1, 500), (2, 4, 300, 500)):
+        bias = randn(*bias_shape).masked_fill(rand_mask(*bias_shape, visible=0.3, device="cuda"), -torch.inf)
+        check(tensors, intervals(2, 2, 500, rows=300), bias)
+    check(tensors, intervals(2, 2, 500, rows=300), randn(1, 2, 1, 500, dtype=torch.float32))
+
+
+def test_empty_lists_give_zero():
+    tensors = on_gpu(2, 300, 500, 4, 2, 64)
+    end = torch.zeros(2, 2, 500, device="cuda", dtype=torch.int32)
+    bias, dout = randn(2, 2, 1, 500), torch.randn_like(tensors[0])
+    for deterministic in (False, True):
+        mask = KeyIntervalMask(end, end)
+        assert all((x == 0).all() for x in gradients_of(tensors, mask, bias, dout, deterministic=deterministic))
+
+
+def test_no_gradient_of_the_bias():
+    query, key, value = (x.requires_grad_() for x in on_gpu(1, 300, 500, 4, 2, 64))
+    mask, bias, dout = intervals(1, 2, 500, rows=300), randn(1, 4, 300, 500), randn(1, 300, 4, 64)
+    out = by_lists(query, key, value, mask, bias)
+    alone = torch.autograd.grad(out, (query, key, value), dout)
+    for x, y in zip(alone, gradients_of((query, key, value), mask, bias, dout)):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
+
+
+@CAUSAL
+@pytest.mark.parametrize("kind", ["none", "key", "dense"])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_varlen_is_as_in_tiles(heads, kind, causal):
+    lengths_q, lengths_k = [3, 0, 129, 1, 300], [5, 4, 65, 0, 600]
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(n)], device="cuda", dtype=torch.int32) for n in (lengths_q, lengths_k)
+    )
+    total_q, total_k = sum(lengths_q), sum(lengths_k)
+    shape = {"none": None, "key": (total_k, heads), "dense": (total_q, heads, 600)}[kind]
+    tensors = [randn(total_q, 4, 64), randn(total_k, 2, 64), randn(total_k, 2, 64)]
+    tensors += [] if shape is None else [randn(*shape)]
+    mask, dout, dlse = intervals(total_k, 2, rows=300), randn(total_q, 4, 64) / 8, torch.randn(4, total_q).cuda() / 8
+    results = {}
+    for sparse, deterministic in (("tiles", False), ("lists", False), ("lists", True)):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        bias = leaves[3] if shape else None
+        lengths = (cu_q, cu_k, 300, 600)
+        options = {"is_causal": causal, "return_lse": True, "sparse": sparse, "deterministic": deterministic}
+        out, lse = flash_dmattn_varlen_func(*leaves[:3], mask, bias, *lengths, **options)
+        results[sparse, deterministic] = torch.autograd.grad([out, lse], leaves, [dout, dlse])
+    for deterministic in (False, True):
+        for ours, tiles in zip(results["lists", deterministic], results["tiles", False]):
+            torch.testing.assert_close(ours, tiles, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("bias_shape", BIAS_SHAPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_is_bitwise_reproducible(head_dim, bias_shape):
+    tensors, bias = on_gpu(2, 300, 500, 4, 2, head_dim), randn(*bias_shape)
+    dout = torch.randn_like(tensors[0])
+    for mask in (bool_mask(2, 2, 300, 500), intervals(1, 4, 500, rows=300)):
+        first = gradients_of(tensors, mask, bias, dout, is_causal=True, deterministic=True)
+        for _ in range(20):
+            again = gradients_of(tensors, mask, bias, dout, is_causal=True, deterministic=True)
+            assert all(torch.equal(x, y) for x, y in zip(again, first))
+
+
+def test_deterministic_where_many_tiles_add_to_the_same_keys():
+    tensors, bias = on_gpu(1, 4096, 4096, 8, 2, 64), randn(1, 2, 1, 4096)
+    mask, dout = KeyIntervalMask.topk(bias, 512), torch.randn_like(tensors[0])
+    lists = KeyLists.build(mask, 4096, is_causal=True)
+    first = gradients_of(tensors, lists, bias, dout, is_causal=True, deterministic=True)
+    for _ in range(20):
+        again = gradients_of(tensors, lists, bias, dout, is_causal=True, deterministic=True)
+        assert all(torch.equal(x, y) for x, y in zip(again, first))
+    for ours, unordered in zip(first, gradients_of(tensors, lists, bias, dout, is_causal=True)):
+        torch.testing.assert_close(ours, unordered, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("bias_rows", [1, 300])
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_nan_around_every_tensor_and_in_what_nobody_sees(head_dim, bias_rows):
+    query, key, value = on_gpu(2, 300, 500, 4, 2, head_dim)
+    mask, bias, dout = bool_mask(2, 2, 300, 500), randn(2, 2, bias_rows, 500), randn(2, 300, 4, head_dim) / 8
+    seen = mask.tril(200)
+    rows, keys = seen.any(3).repeat_interleave(2, 1).mT[..., None], seen.any(2).mT[..., None]
+    clean = run(flash_dmattn_func, (query, key, value), mask, bias, dout, torch.zeros(2, 4, 300).cuda(), is_causal=True)
+    dirty = [query.where(rows, torch.nan), key.where(keys, torch.nan), value.where(keys, torch.nan)]
+    dirty = [surrounded(x) for x in (*dirty, bias, dout.where(rows, torch.nan))]
+    ours = run(by_lists, dirty[:3], mask, *dirty[3:], torch.zeros(2, 4, 300).cuda(), is_causal=True)
+    for x, y in zip(ours, clean):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=1e-2)

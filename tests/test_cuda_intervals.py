@@ -1,0 +1,245 @@
+"""Interval masks in the CUDA kernels that go over tiles, and the key lists that CUDA builds."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import check, inputs, rand_mask, run
+
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
+]
+
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+def on_gpu(*args, dtype=torch.bfloat16, **kwargs):
+    return inputs(*args, dtype=dtype, device="cuda", **kwargs)
+
+
+def randn(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def intervals(*shape, rows, longest=None):
+    """Random ones: some empty, some that begin before the first row or end behind the last."""
+    start = torch.randint(-10, rows + 10, shape, device="cuda", dtype=torch.int32)
+    length = torch.randint(-5, longest or rows, shape, device="cuda", dtype=torch.int32)
+    return KeyIntervalMask(start, start + length)
+
+
+def offsets(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], device="cuda", dtype=torch.int32)
+
+
+# Tiles
+
+
+@CAUSAL
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 7), (64, 65), (129, 127), (255, 1000), (1000, 255)])
+@pytest.mark.parametrize("bias_rows", ["none", "key", "dense"])
+def test_lengths(seqlen_q, seqlen_k, bias_rows, causal):
+    tensors = on_gpu(2, seqlen_q, seqlen_k, 4, 2, 64)
+    bias = None if bias_rows == "none" else randn(2, 4, 1 if bias_rows == "key" else seqlen_q, seqlen_k)
+    check(tensors, intervals(2, 2, seqlen_k, rows=seqlen_q), bias, is_causal=causal, sparse="tiles")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias_rows", [1, 200])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_head_dims(head_dim, bias_rows, dtype):
+    tensors = on_gpu(1, 200, 300, 4, 2, head_dim, dtype=dtype)
+    mask, bias = intervals(1, 2, 300, rows=200), randn(1, 1, bias_rows, 300, dtype=dtype)
+    check(tensors, mask, bias, is_causal=True, sparse="tiles")
+    check(tensors, mask, bias, softcap=5.0, deterministic=True, sparse="tiles")
+
+
+@pytest.mark.parametrize("bias_shape", [(2, 4, 1, 270), (1, 2, 140, 270), (2, 4, 140, 270)], ids=str)
+@pytest.mark.parametrize("batches, heads", list(itertools.product([2, 1], [4, 2, 1])))
+def test_broadcasts(batches, heads, bias_shape):
+    tensors = on_gpu(2, 140, 270, 4, 2, 64)
+    check(tensors, intervals(batches, heads, 270, rows=140), randn(*bias_shape), sparse="tiles")
+
+
+@CAUSAL
+@pytest.mark.parametrize("bias_shape", [(1, 2, 1, 1000), (1, 1, 1000, 1000)], ids=str)
+def test_tiles_that_are_empty_full_and_mixed(bias_shape, causal):
+    tensors = on_gpu(1, 1000, 1000, 4, 2, 64)
+    documents = KeyIntervalMask.documents(offsets([130, 1, 509, 360]), 1000)
+    window = KeyIntervalMask.sliding_window(1000, 1000, 300, device="cuda")
+    for mask in (documents, window, documents & window):
+        check(tensors, mask, randn(*bias_shape), is_causal=causal, sparse="tiles")
+
+
+def test_rows_tiles_and_heads_that_see_nothing():
+    tensors = on_gpu(2, 300, 600, 4, 2, 64)
+    mask = intervals(2, 4, 600, rows=300)
+    start, end = mask.start.clone(), mask.end.clone()
+    start[0, 1, :512] = 400  # beyond the rows
+    end[0, 2].clamp_(max=200)
+    end[1, 3] = -1
+    mask = KeyIntervalMask(start, end)
+    out, lse, dq, *_ = check(tensors, mask, randn(1, 4, 300, 600), sparse="tiles")
+    hidden = ~mask.to_dense(300).any(-1)
+    assert hidden.any() and (lse[hidden] == -torch.inf).all()
+    assert (out.transpose(1, 2)[hidden] == 0).all() and (dq.transpose(1, 2)[hidden] == 0).all()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("seqlen_q", [1, 3, 15, 40])
+def test_decoding_splits_the_keys(seqlen_q, heads):
+    tensors = on_gpu(2, seqlen_q, 4000, 8, 2, 128)
+    mask = intervals(2, heads, 4000, rows=seqlen_q)
+    check(tensors, mask, randn(2, 2, 1, 4000), is_causal=True, sparse="tiles")
+
+
+def test_garbage_in_padding_reaches_nothing():
+    query, key, value = on_gpu(2, 300, 300, 4, 2, 64)
+    lengths = torch.tensor([[170], [299]], device="cuda")
+    real = torch.arange(300, device="cuda") < lengths
+    end = torch.where(real, lengths, 0).int()[:, None]
+    mask = KeyIntervalMask(torch.zeros_like(end), end)
+    bias, dout, dlse = randn(2, 4, 300, 300), torch.randn_like(query), torch.zeros(2, 4, 300, device="cuda")
+    clean = run(flash_dmattn_func, (query, key, value), mask, bias, dout, dlse, sparse="tiles")
+    padding = ~real[:, :, None, None]
+    dirty = [x.masked_fill(padding, torch.nan) for x in (query, key, value)]
+    ours = run(flash_dmattn_func, dirty, mask, bias, dout.masked_fill(padding, torch.nan), dlse, sparse="tiles")
+    for x, y in zip(ours, clean):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
+
+
+@CAUSAL
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("bias_rows", ["key", "dense"])
+def test_varlen_is_as_with_the_dense_mask(bias_rows, heads, causal):
+    lengths_q, lengths_k = [3, 0, 129, 1, 300], [5, 4, 65, 0, 600]
+    total_q, total_k = sum(lengths_q), sum(lengths_k)
+    mask = intervals(total_k, heads, rows=300, longest=200)
+    dense = torch.zeros(total_q, heads, 600, dtype=torch.bool, device="cuda")
+    row = key = 0
+    for rows, keys in zip(lengths_q, lengths_k):
+        i = torch.arange(rows, device="cuda")[:, None, None]
+        start, end = (x[key : key + keys].T[None] for x in (mask.start, mask.end))
+        dense[row : row + rows, :, :keys] = (start <= i) & (i < end)
+        row, key = row + rows, key + keys
+    tensors = [randn(n, h, 64) for n, h in ((total_q, 4), (total_k, 2), (total_k, 2))]
+    tensors.append(randn(total_k, 2) if bias_rows == "key" else randn(total_q, 2, 600))
+    dout, dlse = randn(total_q, 4, 64), torch.randn(4, total_q, device="cuda")
+    results = []
+    for form in (mask, dense):
+        leaves = [x.requires_grad_() for x in tensors]
+        out, lse = flash_dmattn_varlen_func(
+            *(*leaves[:3], form, leaves[3], offsets(lengths_q), offsets(lengths_k), 300, 600),
+            **{"is_causal": causal, "deterministic": True, "return_lse": True, "sparse": "tiles"},
+        )
+        results.append((out, lse, *torch.autograd.grad([out, lse], leaves, [dout, dlse])))
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
+
+
+# Lists
+
+
+def brute_force_list(visible):
+    """The keys that any of the rows of bool (rows, keys) sees, and which: int32 (keys, 4)."""
+    keys = visible.any(0).nonzero()[:, 0]
+    seen = torch.zeros(keys.numel(), 128, dtype=torch.int64)
+    seen[:, : visible.shape[0]] = visible[:, keys].T
+    words = (seen.view(-1, 4, 32) << torch.arange(32)).sum(-1)
+    return keys.int(), torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def check_lists(lists, sequences):
+    """sequences: of each batch element the visible pairs, bool (heads, rows, keys)."""
+    starts, keys = lists.starts.cpu(), lists.keys.cpu()
+    rows = None if lists.rows is None else lists.rows.cpu()
+    at = 0
+    for visible in sequences:
+        visible = visible.cpu()
+        for head, tile in itertools.product(range(lists.heads), range(lists.row_tiles)):
+            expected, seeing = brute_force_list(visible[head, 128 * tile : 128 * (tile + 1)])
+            begin, end = starts[at].item(), starts[at + 1].item()
+            assert end - begin == -(-expected.numel() // 64) * 64
+            assert torch.equal(keys[begin : begin + expected.numel()], expected)
+            assert (keys[begin + expected.numel() : end] == -1).all()
+            if rows is not None:
+                assert torch.equal(rows[begin : begin + expected.numel()], seeing)
+            at += 1
+    assert at == starts.numel() - 1
+
+
+def causal_part(visible):
+    rows, keys = visible.shape[-2:]
+    return visible.tril(keys - rows)
+
+
+@CAUSAL
+@pytest.mark.parametrize("kind", ["intervals", "bool", "rows alike"])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (128, 64), (129, 255), (700, 300), (300, 5000)])
+def test_lists(seqlen_q, seqlen_k, kind, causal):
+    if kind == "intervals":
+        mask = intervals(2, 3, seqlen_k, rows=seqlen_q, longest=max(seqlen_q // 3, 1))
+        visible = mask.to_dense(seqlen_q)
+    else:
+        mask = rand_mask(2, 3, 1 if kind == "rows alike" else seqlen_q, seqlen_k, visible=0.01, device="cuda")
+        visible = mask
+    lists = KeyLists.build(mask, seqlen_q, is_causal=causal)
+    check_lists(lists, causal_part(visible) if causal and kind != "rows alike" else visible)
+
+
+@CAUSAL
+@pytest.mark.parametrize("kind", ["intervals", "bool", "rows alike"])
+def test_lists_of_variable_length(kind, causal):
+    lengths_q, lengths_k = [3, 0, 129, 1, 300], [5, 4, 65, 0, 600]
+    total_q, total_k = sum(lengths_q), sum(lengths_k)
+    if kind == "intervals":
+        mask = intervals(total_k, 2, rows=300, longest=100)
+    else:
+        shape = (total_k, 2) if kind == "rows alike" else (total_q, 2, 600)
+        mask = rand_mask(*shape, visible=0.05, device="cuda")
+    lists = KeyLists.build(mask, 300, 600, causal, offsets(lengths_q), offsets(lengths_k))
+    sequences, row, key = [], 0, 0
+    for rows, keys in zip(lengths_q, lengths_k):
+        if kind == "intervals":
+            i = torch.arange(rows, device="cuda")[:, None]
+            start, end = (x[key : key + keys].T[:, None] for x in (mask.start, mask.end))
+            visible = (start <= i) & (i < end)
+        elif kind == "bool":
+            visible = mask[row : row + rows, :, :keys].transpose(0, 1)
+        else:
+            visible = mask[key : key + keys].T[:, None]
+        sequences.append(causal_part(visible) if causal and kind != "rows alike" else visible)
+        row, key = row + rows, key + keys
+    check_lists(lists, sequences)
+
+
+@CAUSAL
+def test_lists_are_those_of_the_cpu(causal):
+    bias = torch.randn(2, 2, 3000).cuda()
+    for mask in (KeyIntervalMask.topk(bias, 100), rand_mask(2, 2, 500, 3000, visible=0.02, device="cuda")):
+        rows = 3000 if isinstance(mask, KeyIntervalMask) else 500
+        ours, cpu = KeyLists.build(mask, rows, is_causal=causal), KeyLists.build(_to_cpu(mask), rows, is_causal=causal)
+        assert torch.equal(ours.starts.cpu(), cpu.starts)
+        end = cpu.starts[-1]
+        assert torch.equal(ours.keys.cpu()[:end], cpu.keys[:end])
+        assert cpu.rows is None or causal or torch.equal(ours.rows.cpu()[:end], cpu.rows[:end])
+
+
+def _to_cpu(mask):
+    return mask.to("cpu") if isinstance(mask, KeyIntervalMask) else mask.cpu()
+
+
+def test_nothing_is_written_beyond_the_capacity():
+    mask = intervals(1, 2, 2000, rows=500)
+    start_end = torch.stack((mask.start, mask.end))
+    kernels = ops.compiled_module()
+    problem = (kernels.MaskTensors(intervals=start_end), 500, 2000, False, None, None)
+    lengths, plan = kernels.list_lengths(*problem)
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    total = int(starts[-1])
+    keys, _ = kernels.list_fill(*problem, starts, plan, total)
+    few, _ = kernels.list_fill(*problem, starts, plan, total // 2)
+    assert torch.equal(few, keys[: total // 2])

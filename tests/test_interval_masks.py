@@ -1,0 +1,390 @@
+"""KeyIntervalMask: its algebra against dense masks, the causal top-w mask against a row-by-row one, and its errors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_dmattn import KeyIntervalMask, create_mask
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def arange_mask(seqlen_q, seqlen_k):
+    """Row i's own key i + (Sk - Sq) as a column, and the keys."""
+    return torch.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q), torch.arange(seqlen_k)
+
+
+def rand_intervals(batch, heads, keys, rows, generator):
+    """Any: empty ones, ones that begin before the first row or end behind the last."""
+    return torch.randint(-2, rows + 3, (2, batch, heads, keys), generator=generator, dtype=torch.int32)
+
+
+def rand_bias(shape, dtype, generator):
+    """Of few different values, so that there are ties; one of them is -inf."""
+    values = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 0.25, 3.0], dtype=dtype)
+    return values[torch.randint(0, len(values), shape, generator=generator)]
+
+
+def brute_force_topk(bias, window_size, seqlen_q=None):
+    """bool (B, H, Sq, Sk) of a bias (B, H, Sk), row after row."""
+    batch, heads, keys = bias.shape
+    rows = keys if seqlen_q is None else seqlen_q
+    mask = torch.zeros(batch, heads, rows, keys, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            values = bias[b, h].tolist()
+            for i in range(rows):
+                seen = [j for j in range(min(i + keys - rows + 1, keys)) if values[j] > -torch.inf]
+                best = sorted(seen, key=lambda j: (values[j], j))[max(len(seen) - window_size, 0) :]
+                mask[b, h, i, best] = True
+    return mask
+
+
+def most_keys_of_rows(dense, n):
+    """How many keys n rows that follow each other see together, at most."""
+    rows = dense.shape[2]
+    return max(dense[:, :, i : i + n].any(dim=2).sum(dim=-1).max().item() for i in range(max(rows - n, 0) + 1))
+
+
+# The intervals
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    batch=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
+    heads=st.sampled_from([(1, 1), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4)]),
+    rows=st.integers(0, 9),
+    keys=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+)
+def test_and_is_what_both_show(batch, heads, rows, keys, seed):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (KeyIntervalMask(*rand_intervals(*sizes, keys, rows, generator)) for sizes in zip(batch, heads))
+    dense = [mask.to_dense(rows).repeat_interleave(max(heads) // mask.heads, dim=1) for mask in (a, b)]
+    both = a & b
+    assert both.shape == (max(batch), max(heads), keys)
+    assert torch.equal(both.to_dense(rows), dense[0] & dense[1])
+    assert torch.equal((b & a).to_dense(rows), both.to_dense(rows))
+
+
+@settings(deadline=None, max_examples=50)
+@given(rows=st.integers(0, 9), keys=st.integers(0, 9), seed=st.integers(0, 1000))
+def test_dense_and_density(rows, keys, seed):
+    start, end = rand_intervals(2, 3, keys, rows, torch.Generator().manual_seed(seed))
+    mask = KeyIntervalMask(start, end)
+    dense = mask.to_dense(rows)
+    assert dense.shape == (2, 3, rows, keys) and dense.dtype == torch.bool
+    for i in range(rows):
+        assert torch.equal(dense[:, :, i], (start <= i) & (i < end))
+    assert mask.density(rows).item() == pytest.approx(dense.double().mean().item() if dense.numel() else 0)
+    assert mask.to_dense().shape == (2, 3, keys, keys)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 7), (7, 3), (1, 4), (0, 3), (3, 0)])
+def test_causal_and_sliding_window(seqlen_q, seqlen_k):
+    own, keys = arange_mask(seqlen_q, seqlen_k)
+    assert torch.equal(KeyIntervalMask.causal(seqlen_q, seqlen_k).to_dense(seqlen_q)[0, 0], keys <= own)
+    for window in (0, 1, 3, 20):
+        mask = KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, window)
+        assert torch.equal(mask.to_dense(seqlen_q)[0, 0], (own - window < keys) & (keys <= own))
+        assert mask.keys_per_row == window
+    for left, right in ((0, 0), (2, 0), (1, 3), (0, 20)):
+        mask = KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, (left, right))
+        assert torch.equal(mask.to_dense(seqlen_q)[0, 0], (own - left <= keys) & (keys <= own + right))
+        assert mask.keys_per_row == left + right + 1
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    lengths=st.lists(st.integers(0, 4), max_size=5), behind=st.integers(0, 3), batch=st.integers(1, 2), data=st.data()
+)
+def test_documents(lengths, behind, batch, data):
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    seqlen = bounds[-1].item() + behind
+    mask = KeyIntervalMask.documents(bounds.int(), seqlen)
+    document = torch.full((seqlen,), -1)
+    for number, (first, last) in enumerate(zip(bounds[:-1], bounds[1:])):
+        document[first:last] = number
+    same = (document[:, None] == document) & (document >= 0)
+    assert mask.shape == (1, 1, seqlen)
+    assert torch.equal(mask.to_dense()[0, 0], same)
+
+    ids = data.draw(st.lists(st.integers(0, 2), min_size=batch * seqlen, max_size=batch * seqlen))
+    ids = torch.tensor(ids, dtype=torch.long).view(batch, seqlen)
+    runs = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).cumsum(1)[:, :seqlen]
+    mask = KeyIntervalMask.documents(ids=ids)
+    assert mask.shape == (batch, 1, seqlen)
+    assert torch.equal(mask.to_dense()[:, 0], runs[:, :, None] == runs[:, None])
+    assert torch.equal(KeyIntervalMask.documents(ids=ids[0]).to_dense(), mask.to_dense()[:1])
+
+
+def test_padding():
+    lengths = torch.tensor([0, 2, 5, 9])
+    real = torch.arange(5) < lengths[:, None]
+    for mask in (
+        KeyIntervalMask.padding(lengths, 5),
+        KeyIntervalMask.padding(real),
+        KeyIntervalMask.padding(real.int() * 3, 5),
+    ):
+        assert torch.equal(mask.to_dense(3), real[:, None, None].expand(4, 1, 3, 5))
+    holes = torch.tensor([[1, 0, 1]])
+    assert KeyIntervalMask.padding(holes).to_dense(1).flatten().tolist() == [True, False, True]
+
+
+def test_masks_together():
+    """Packed documents, a sliding window in each, and padding."""
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [4, 4, 2, 2, 2, 2, 2]])
+    mask = (
+        KeyIntervalMask.documents(ids=ids)
+        & KeyIntervalMask.sliding_window(7, 7, 2)
+        & KeyIntervalMask.padding(torch.tensor([7, 4]), 7)
+    )
+    i, j = torch.arange(7)[:, None], torch.arange(7)
+    expected = (ids[:, :, None] == ids[:, None]) & (i - 2 < j) & (j <= i)
+    expected[1, :, 4:] = False
+    assert torch.equal(mask.to_dense()[:, 0], expected)
+    assert mask.keys_per_row == 2
+    assert (KeyIntervalMask.causal(7, 7) & mask).keys_per_row == 2
+    assert (KeyIntervalMask.sliding_window(7, 7, 5) & mask).keys_per_row == 2
+    assert (KeyIntervalMask.causal(7, 7) & KeyIntervalMask.causal(7, 7)).keys_per_row is None
+
+
+# The causal top-w mask
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    keys=st.integers(0, 20),
+    window_size=st.integers(0, 22),
+    seqlen_q=st.none() | st.integers(0, 24),
+    dtype=st.sampled_from(DTYPES),
+    ties=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_topk_against_brute_force(batch, heads, keys, window_size, seqlen_q, dtype, ties, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, heads, keys)
+    bias = rand_bias(shape, dtype, generator) if ties else torch.randn(shape, generator=generator).to(dtype)
+    mask = KeyIntervalMask.topk(bias, window_size, seqlen_q)
+    assert mask.shape == shape and mask.keys_per_row == window_size
+    assert torch.equal(mask.to_dense(seqlen_q), brute_force_topk(bias, window_size, seqlen_q))
+
+
+@pytest.mark.parametrize("keys", [255, 256, 257])
+@pytest.mark.parametrize("window_size", [1, 37, 128, 254, 255, 256, 257])
+def test_topk_is_create_mask(keys, window_size):
+    bias = torch.randn(2, 2, 1, keys).bfloat16()  # with ties
+    causal = torch.ones(keys, keys, dtype=torch.bool).tril()[None, None]
+    dense = create_mask(bias, causal, 2, keys, keys, window_size, -torch.inf)
+    mask = KeyIntervalMask.topk(bias, window_size)
+    assert torch.equal(mask.to_dense(), dense)
+    for n in (1, 2, 64, keys):
+        assert most_keys_of_rows(dense, n) <= mask.keys_per_row + n - 1
+
+
+def test_topk_of_a_constant_is_a_sliding_window():
+    for keys, window_size in ((8, 3), (100, 7), (128, 128), (5, 9)):
+        mask, window = KeyIntervalMask.topk(torch.full((1, 1, keys), 0.5), window_size), window_size
+        assert torch.equal(mask.to_dense(), KeyIntervalMask.sliding_window(keys, keys, window).to_dense())
+
+
+def test_a_key_that_dropped_out_does_not_return_and_minus_inf_is_never_seen():
+    bias = torch.tensor([[[3.0, 1.0, -torch.inf, 2.0, 2.0, 0.0]]])
+    mask = KeyIntervalMask.topk(bias, 2)
+    rows = ["100000", "110000", "110000", "100100", "100010", "100010"]
+    assert torch.equal(mask.to_dense()[0, 0], torch.tensor([[c == "1" for c in row] for row in rows]))
+    assert not KeyIntervalMask.topk(torch.full((1, 1, 4), -torch.inf), 9).to_dense().any()
+
+
+def test_a_step_of_decoding():
+    bias = torch.randn(3, 2, 1, 50)
+    mask = KeyIntervalMask.topk(bias, 8, seqlen_q=1)
+    best = bias[:, :, 0].topk(8).indices
+    assert torch.equal(mask.to_dense(1)[:, :, 0], torch.zeros(3, 2, 50, dtype=torch.bool).scatter(2, best, True))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), max_size=5),
+    heads=st.integers(1, 2),
+    window_size=st.integers(0, 10),
+    as_many_rows=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_topk_of_variable_length(lengths, heads, window_size, as_many_rows, seed):
+    lengths = torch.tensor([(0, 0), *((k if as_many_rows else q, k) for q, k in lengths)])
+    cu_seqlens_q, cu_seqlens_k = lengths.cumsum(0).T.int()
+    bias = rand_bias((cu_seqlens_k[-1], heads), torch.float32, torch.Generator().manual_seed(seed))
+    mask = KeyIntervalMask.topk_varlen(bias, window_size, cu_seqlens_k, None if as_many_rows else cu_seqlens_q)
+    assert mask.shape == bias.shape and mask.is_varlen and mask.keys_per_row == window_size
+    for (rows, _), first, last in zip(lengths[1:].tolist(), cu_seqlens_k[:-1], cu_seqlens_k[1:]):
+        expected = brute_force_topk(bias[first:last].T[None], window_size, rows)
+        assert torch.equal(mask.sequence(first, last).to_dense(rows), expected)
+    both = mask & KeyIntervalMask(*torch.zeros(2, len(bias), 1, dtype=torch.int32))
+    assert both.shape == bias.shape
+
+
+def test_topk_of_nothing():
+    for shape, seqlen_q in (((0, 2, 9), 1), ((2, 0, 9), 4), ((1, 1, 9), 0), ((1, 1, 0), 3)):
+        mask = KeyIntervalMask.topk(torch.zeros(shape), 2, seqlen_q)
+        assert mask.shape == shape and not mask.to_dense(seqlen_q).any()
+
+
+def test_topk_passes_no_gradient_and_leaves_the_bias_alone():
+    bias = torch.randn(1, 2, 40, requires_grad=True)
+    before = bias.detach().clone()
+    mask = KeyIntervalMask.topk(bias, 4)
+    assert not mask.start.requires_grad and not mask.end.requires_grad
+    assert torch.equal(bias, before)
+
+
+def test_topk_compiles_as_one_graph():
+    def visible(bias):
+        return (KeyIntervalMask.topk(bias, 3) & KeyIntervalMask.causal(20, 20)).to_dense()
+
+    bias = torch.randn(2, 2, 20)
+    compiled = torch.compile(visible, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(bias), visible(bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keys", [100, 4096, 5000])
+def test_topk_on_cuda_is_topk_on_the_cpu(dtype, keys):
+    bias = torch.cat([rand_bias((2, 3, keys), dtype, None), torch.randn(2, 3, keys).to(dtype)])
+    for window_size, seqlen_q in ((0, None), (1, None), (77, None), (4096, None), (77, 1), (77, 20), (77, keys + 3)):
+        mask = KeyIntervalMask.topk(bias, window_size, seqlen_q)
+        on_cuda = KeyIntervalMask.topk(bias.cuda(), window_size, seqlen_q)
+        assert on_cuda.device.type == "cuda"
+        assert torch.equal(on_cuda.start.cpu(), mask.start) and torch.equal(on_cuda.end.cpu(), mask.end)
+    cu_seqlens = torch.tensor([0, 7, 7, keys // 2, keys], dtype=torch.int32)
+    mask = KeyIntervalMask.topk_varlen(bias[0].T, 20, cu_seqlens)
+    on_cuda = KeyIntervalMask.topk_varlen(bias[0].T.cuda(), 20, cu_seqlens.cuda())
+    assert torch.equal(on_cuda.start.cpu(), mask.start) and torch.equal(on_cuda.end.cpu(), mask.end)
+
+
+# What it says
+
+
+def test_repr():
+    assert repr(KeyIntervalMask.causal(3, 5)) == "KeyIntervalMask(batches=1, heads=1, keys=5, device='cpu')"
+    mask = KeyIntervalMask.topk(torch.randn(2, 3, 1, 7), 4)
+    assert repr(mask) == "KeyIntervalMask(batches=2, heads=3, keys=7, keys_per_row=4, device='cpu')"
+    varlen = KeyIntervalMask(*torch.zeros(2, 9, 2, dtype=torch.int32))
+    assert repr(varlen) == "KeyIntervalMask(heads=2, keys=9, device='cpu')"
+
+
+def test_to():
+    mask = KeyIntervalMask.sliding_window(4, 4, 2).to("meta")
+    assert mask.device.type == "meta" and mask.end.device.type == "meta" and mask.keys_per_row == 2
+
+
+INTERVALS = torch.zeros(2, 3, 4, dtype=torch.int32)
+CU_SEQLENS = torch.tensor([0, 2], dtype=torch.int32)
+MASK = KeyIntervalMask(INTERVALS, INTERVALS)
+ERRORS = {
+    "start type": (lambda: KeyIntervalMask([0], INTERVALS), TypeError, "start must be a torch.Tensor, got list"),
+    "end dtype": (lambda: KeyIntervalMask(INTERVALS, INTERVALS.long()), TypeError, "end must be int32, got int64"),
+    "ndim": (
+        lambda: KeyIntervalMask(INTERVALS[0, 0], INTERVALS[0, 0]),
+        ValueError,
+        r"start must be \(\{B\|1\}, \{H\|Hkv\|1\}, Sk\), or \(total_k, \{H\|Hkv\|1\}\), got shape \(4,\)",
+    ),
+    "shapes": (
+        lambda: KeyIntervalMask(INTERVALS, INTERVALS[..., :3]),
+        ValueError,
+        r"end must have start's shape \(2, 3, 4\), got \(2, 3, 3\)",
+    ),
+    "devices": (
+        lambda: KeyIntervalMask(INTERVALS, INTERVALS.to("meta")),
+        RuntimeError,
+        "end must be on start's device cpu, got meta",
+    ),
+    "bound": (lambda: KeyIntervalMask(INTERVALS, INTERVALS, keys_per_row=-1), ValueError, "keys_per_row must not be"),
+    "bound type": (lambda: KeyIntervalMask(INTERVALS, INTERVALS, keys_per_row=1.5), TypeError, "got float"),
+    "& keys": (lambda: MASK & KeyIntervalMask.causal(5, 5), ValueError, r"same keys.* got \(2, 3, 4\) and \(1, 1, 5\)"),
+    "& heads": (lambda: MASK & KeyIntervalMask(INTERVALS[:, :2], INTERVALS[:, :2]), ValueError, "head counts"),
+    "& batches": (
+        lambda: MASK & KeyIntervalMask(*torch.zeros(2, 3, 3, 4, dtype=torch.int32)),
+        ValueError,
+        r"got \(2, 3, 4\) and \(3, 3, 4\)",
+    ),
+    "& lengths": (lambda: MASK & KeyIntervalMask(INTERVALS[0], INTERVALS[0]), ValueError, "needs masks"),
+    "& devices": (lambda: MASK & MASK.to("meta"), RuntimeError, "same device, got cpu and meta"),
+    "& type": (lambda: MASK & INTERVALS, TypeError, "unsupported operand"),
+    "dense varlen": (
+        lambda: KeyIntervalMask(INTERVALS[0], INTERVALS[0]).to_dense(),
+        ValueError,
+        r"take sequence\(first, last\)",
+    ),
+    "sequence": (lambda: MASK.sequence(0, 1), ValueError, r"has sequences, got \(2, 3, 4\)"),
+    "rows": (lambda: MASK.to_dense(-1), ValueError, "seqlen_q must not be negative, got -1"),
+    "causal": (lambda: KeyIntervalMask.causal(3.0, 4), TypeError, "seqlen_q must be an int, got float"),
+    "window": (lambda: KeyIntervalMask.sliding_window(3, 4, -1), ValueError, "window_size must not be negative"),
+    "window pair": (
+        lambda: KeyIntervalMask.sliding_window(3, 4, (1, -1)),
+        ValueError,
+        r"window_size\[1\] must not be negative, got -1",
+    ),
+    "documents": (lambda: KeyIntervalMask.documents(CU_SEQLENS), ValueError, "takes cu_seqlens and seqlen, or ids"),
+    "documents twice": (
+        lambda: KeyIntervalMask.documents(CU_SEQLENS, 2, ids=CU_SEQLENS),
+        ValueError,
+        "takes cu_seqlens and seqlen, or ids",
+    ),
+    "cu_seqlens": (
+        lambda: KeyIntervalMask.documents(CU_SEQLENS.long(), 2),
+        TypeError,
+        "cu_seqlens must be int32, got int64",
+    ),
+    "ids": (lambda: KeyIntervalMask.documents(ids=torch.zeros(3)), TypeError, "ids must be integers, got float32"),
+    "ids shape": (lambda: KeyIntervalMask.documents(ids=INTERVALS), ValueError, r"ids must be \(S\) or \(B, S\), got"),
+    "padding": (
+        lambda: KeyIntervalMask.padding(torch.tensor([3, 4])),
+        ValueError,
+        r"real must be a mask \(B, Sk\), or lengths \(B\) with seqlen_k, got int64 of shape \(2,\) and seqlen_k None",
+    ),
+    "padding dtype": (
+        lambda: KeyIntervalMask.padding(torch.ones(2, 3)),
+        TypeError,
+        "real must be bool or integers, got float32",
+    ),
+    "padding length": (
+        lambda: KeyIntervalMask.padding(torch.ones(2, 3, dtype=torch.bool), 4),
+        ValueError,
+        r"got bool of shape \(2, 3\) and seqlen_k 4",
+    ),
+    "topk dtype": (lambda: KeyIntervalMask.topk(INTERVALS, 2), TypeError, "bias must be floating, got int32"),
+    "topk dense bias": (
+        lambda: KeyIntervalMask.topk(torch.zeros(1, 1, 3, 3), 2),
+        ValueError,
+        r"bias must be \(\{B\|1\}, \{H\|Hkv\|1\}, 1, Sk\) or .*, got shape \(1, 1, 3, 3\)",
+    ),
+    "topk window": (lambda: KeyIntervalMask.topk(torch.zeros(1, 1, 3), -1), ValueError, "window_size must not be"),
+    "topk NaN": (lambda: KeyIntervalMask.topk(torch.tensor([[[0.0, torch.nan]]]), 2), ValueError, "must not be NaN"),
+    "topk varlen shape": (
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(1, 1, 3), 2, CU_SEQLENS),
+        ValueError,
+        r"bias must be \(total_k, \{H\|Hkv\|1\}\), got shape \(1, 1, 3\)",
+    ),
+    "topk varlen lengths": (
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(2, 1), 2, CU_SEQLENS, CU_SEQLENS[:1]),
+        ValueError,
+        r"must both have B \+ 1 elements, got 1 and 2",
+    ),
+    "topk varlen device": (
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(2, 1), 2, CU_SEQLENS.to("meta")),
+        RuntimeError,
+        "cu_seqlens_k must be on bias's device cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, error, message = ERRORS[case]
+    with pytest.raises(error, match=message):
+        call()

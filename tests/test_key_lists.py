@@ -1,0 +1,373 @@
+"""Lists of keys against dense masks, and when the kernels go by them."""
+
+import pytest
+import torch
+from helpers import inputs, rand_intervals, rand_mask
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, key_lists, ops
+
+
+def dense_of(mask, seqlen_q, seqlen_k, is_causal):
+    """bool ({B|1}, {H|Hkv|1}, Sq, Sk)"""
+    dense = mask.to_dense(seqlen_q) if isinstance(mask, KeyIntervalMask) else mask
+    dense = dense.expand(-1, -1, seqlen_q, seqlen_k)
+    return dense.tril(seqlen_k - seqlen_q) if is_causal else dense
+
+
+def list_and_rows(lists, index):
+    """The keys of a list, its padding left out, and bool (128, keys): which rows see them, or None."""
+    begin, end = lists.starts[index : index + 2].tolist()
+    assert begin % 64 == 0 and end % 64 == 0
+    keys = lists.keys[begin:end]
+    size = int((keys >= 0).sum())
+    assert end - begin == -(-size // 64) * 64 and (keys[size:] == -1).all()
+    if lists.rows is None:
+        return keys[:size], None
+    words = lists.rows[begin : begin + size]
+    rows = torch.stack([words[:, i // 32] >> (i % 32) & 1 for i in range(128)]).bool()
+    assert (lists.rows[begin + size : end] == 0).all()
+    return keys[:size], rows
+
+
+def check_lists(lists, dense):
+    """`dense`: bool (sequences, heads, Sq, Sk), what the lists shall say."""
+    assert (lists.batches, lists.heads) == tuple(dense.shape[:2])
+    assert lists.row_tiles == (1 if lists.rows_alike else -(-dense.shape[2] // 128))
+    for index in range(lists.batches * lists.heads * lists.row_tiles):
+        tile = dense.flatten(0, 1)[index // lists.row_tiles]
+        if not lists.rows_alike:
+            tile = tile[index % lists.row_tiles * 128 :][:128]
+        keys, rows = list_and_rows(lists, index)
+        assert keys.tolist() == tile.any(dim=0).nonzero().flatten().tolist()
+        if rows is not None:
+            assert torch.equal(rows[: tile.shape[0]], tile[:, keys]) and not rows[tile.shape[0] :].any()
+
+
+def in_layout(tensor, layout):
+    if layout == "transposed":
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "gaps":
+        return torch.stack([tensor, ~tensor if tensor.dtype == torch.bool else -tensor], dim=-1)[..., 0]
+    return tensor
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kind=st.sampled_from(["intervals", "bool", "bool without keys"]),
+    batch=st.integers(0, 2),
+    heads=st.integers(1, 3),
+    seqlen_q=st.sampled_from([0, 1, 5, 127, 128, 129, 300]),
+    seqlen_k=st.sampled_from([0, 1, 3, 64, 65, 200]),
+    is_causal=st.booleans(),
+    layout=st.sampled_from(["plain", "transposed", "gaps"]),
+    visible=st.sampled_from([0.0, 0.004, 0.1, 1.0]),
+    seed=st.integers(0, 10_000),
+)
+def test_lists_are_what_the_rows_of_a_tile_see(
+    kind, batch, heads, seqlen_q, seqlen_k, is_causal, layout, visible, seed
+):
+    torch.manual_seed(seed)
+    if kind == "intervals":
+        mask = rand_intervals(batch, heads, seqlen_k, rows=seqlen_q, longest=40)
+        mask = KeyIntervalMask(*(in_layout(x, layout) for x in (mask.start, mask.end)))
+    else:
+        shape = (batch, heads, max(seqlen_q, 2), 1 if kind == "bool without keys" else seqlen_k)
+        mask = in_layout(rand_mask(*shape, visible=visible), layout)[:, :, :seqlen_q]
+    if seqlen_q == 1 and kind != "intervals":
+        is_causal = False  # one row is a mask of one number a key, whose lists leave causality to the kernels
+    lists = KeyLists.build(mask, seqlen_q, seqlen_k, is_causal)
+    check_lists(lists, dense_of(mask, seqlen_q, seqlen_k, is_causal))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_a_key_mask_has_one_list_for_all_rows(is_causal):
+    mask = rand_mask(2, 3, 1, 200, visible=0.3)
+    lists = KeyLists.build(mask, 300, is_causal=is_causal)
+    assert lists.rows_alike and lists.rows is None and lists.row_tiles == 1
+    check_lists(lists, mask)
+    everything = KeyLists.build(torch.ones(1, 1, 1, 1, dtype=torch.bool), 300, 200)
+    check_lists(everything, torch.ones(1, 1, 1, 200, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", ["intervals", "bool", "key"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_of_variable_length(is_causal, kind):
+    rows, keys = [3, 0, 129, 1, 300], [5, 4, 65, 0, 200]
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in (rows, keys))
+    if kind == "intervals":
+        mask = rand_intervals(sum(keys), 2, rows=300)
+    else:
+        mask = rand_mask(*((sum(rows), 2, 200) if kind == "bool" else (sum(keys), 2)), visible=0.02)
+    lists = KeyLists.build(mask, 300, 200, is_causal, cu_q, cu_k)
+
+    dense = torch.zeros(5, 2, 300, 200, dtype=torch.bool)
+    for b in range(5):
+        q, k = slice(*cu_q[b : b + 2].tolist()), slice(*cu_k[b : b + 2].tolist())
+        if kind == "intervals":
+            one = mask.sequence(k.start, k.stop).to_dense(rows[b])[0]
+        else:
+            one = mask[q, :, : keys[b]].transpose(0, 1) if kind == "bool" else mask[k].T[:, None]
+        if is_causal and kind != "key":
+            one = one.tril(keys[b] - rows[b])
+        dense[b, :, : one.shape[1], : keys[b]] = one
+    check_lists(lists, dense[:, :, :1] if kind == "key" else dense)
+
+
+def test_a_bound_spares_reading_the_lengths(monkeypatch):
+    bias = torch.randn(2, 3, 1, 500)
+    mask = KeyIntervalMask.topk(bias, 20)
+    lists = KeyLists.build(mask, 500)
+    # 128 rows see at most 20 + 127 keys, padded to 192.
+    assert lists.keys.shape[0] == 2 * 3 * 4 * 192
+    check_lists(lists, mask.to_dense(500))
+    without = KeyLists.build(KeyIntervalMask(mask.start, mask.end), 500)
+    assert without.keys.shape[0] == without.starts[-1] < lists.keys.shape[0]
+    assert torch.equal(without.starts, lists.starts)
+
+
+def test_a_bound_that_is_wrong_cuts_lists_short():
+    mask = KeyIntervalMask.causal(500, 500)
+    mask = KeyIntervalMask(mask.start, mask.end, keys_per_row=1)
+    lists = KeyLists.build(mask, 500)
+    assert lists.keys.shape[0] == 4 * 128 and lists.starts.tolist() == [0, 128, 384, 512, 512]
+    tensors = inputs(1, 500, 500)
+    assert flash_dmattn_func(*tensors, lists).isfinite().all()
+
+
+def test_what_a_value_tells():
+    mask = KeyIntervalMask.sliding_window(300, 300, 10)
+    lists = KeyLists.build(mask, 300, is_causal=True)
+    assert "1 x 1 x 3 lists" in repr(lists) and "causal" in repr(lists) and "seqlen_q=300" in repr(lists)
+    assert lists.lengths().tolist() == [[[128, 192, 64]]]
+    assert lists.density() == pytest.approx(128 / 300)
+    assert torch.equal(lists.to_dense(), mask.to_dense(300))
+    assert lists.to("meta").keys.device.type == "meta" and lists.to("meta").mask.start.device.type == "meta"
+    bool_lists = KeyLists.build(mask.to_dense(300), 300)
+    assert torch.equal(bool_lists.to_dense(), mask.to_dense(300)) and bool_lists.rows.shape[1] == 4
+    every_key = KeyLists.build(torch.ones(1, 1, 1, 300, dtype=torch.bool), 200, is_causal=True)
+    assert torch.equal(every_key.to_dense()[0, 0], torch.ones(200, 300, dtype=torch.bool).tril(100))
+
+
+def test_opcheck():
+    mask = rand_mask(2, 2, 150, 70, visible=0.1)
+    intervals = key_lists.interval_tensor(rand_intervals(2, 2, 70, rows=150))
+    # With more room, what lies behind the lists would be anything.
+    capacity = int(ops.build_key_lists(None, intervals, 150, 70, False, None, None, None, None)[1][-1])
+    for arguments in (
+        (mask, None, 150, 70, True, None, None, None, None),
+        (mask[:, :, :1], None, 150, 70, False, None, None, None, None),
+        (None, intervals, 150, 70, False, None, None, capacity, None),
+    ):
+        torch.library.opcheck(ops.build_key_lists, arguments)
+
+
+def mask_with_dense_rows(begin, end):
+    mask = torch.zeros(1, 1, 1024, 1024, dtype=torch.bool)
+    mask[:, :, begin:end] = True
+    return mask
+
+
+CHOICES = {
+    "a short window": (lambda: KeyIntervalMask.sliding_window(1024, 1024, 64), False, True),
+    "short lists without a bound": (lambda: KeyIntervalMask.documents(ids=torch.arange(1024) // 99), False, True),
+    "top-w of half the keys": (lambda: KeyIntervalMask.topk(torch.randn(1, 1, 1, 1024), 512), True, False),
+    "causal": (lambda: KeyIntervalMask.causal(1024, 1024), True, False),
+    "a sparse bool mask": (lambda: rand_mask(1, 1, 1024, 1024, visible=0.002), False, True),
+    "a dense bool mask": (lambda: rand_mask(1, 1, 1024, 1024, visible=0.1), False, False),
+    "a bool mask that is dense in the middle alone": (lambda: mask_with_dense_rows(400, 600), False, False),
+    "a bool mask that is dense but in the middle": (lambda: ~mask_with_dense_rows(300, 700), False, True),
+    "a sparse key mask": (lambda: rand_mask(1, 1, 1, 1024, visible=0.5), True, True),
+    "a dense key mask": (lambda: rand_mask(1, 1, 1, 1024, visible=0.99), True, False),
+    "nothing visible": (lambda: torch.zeros(1, 1, 1, 1024, dtype=torch.bool), True, False),
+    "few keys": (lambda: rand_mask(1, 1, 1, 256, visible=0.1), False, False),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_which_masks_go_by_lists_on_the_cpu(case):
+    make, is_causal, by_lists = CHOICES[case]
+    mask = make()
+    keys = mask.shape[-1]
+    chosen = key_lists.choose(mask, "auto", keys, keys, is_causal)
+    assert isinstance(chosen, KeyLists) == by_lists and (by_lists or chosen is mask)
+    assert key_lists.choose(mask, "tiles", keys, keys, is_causal) is mask
+    lists = key_lists.choose(mask, "lists", keys, keys, is_causal)
+    assert isinstance(lists, KeyLists)
+    assert key_lists.choose(lists, "auto", keys, keys, is_causal) is lists
+    assert key_lists.choose(lists, "tiles", keys, keys, is_causal) is mask
+
+
+def test_without_looking_a_bound_decides():
+    mask = KeyIntervalMask.topk(torch.randn(1, 1, 1, 4096), 512)
+    assert key_lists.knows_to_be_short(mask, 4096, 4096, True, crossover=0.5)
+    assert not key_lists.knows_to_be_short(mask, 4096, 4096, True, crossover=0.3)
+    assert key_lists.knows_to_be_short(mask, 4096, 4096, False, crossover=0.3)
+    assert key_lists.knows_to_be_short(mask, 1, 4096, True, crossover=0.3)
+    assert not key_lists.knows_to_be_short(KeyIntervalMask(mask.start, mask.end), 4096, 4096, True, 0.9)
+    assert not key_lists.knows_to_be_short(rand_mask(1, 1, 1, 4096), 4096, 4096, True, 0.9)
+    assert key_lists.choose(mask.to("meta"), "auto", 700, 700, True).device.type == "meta"
+
+
+@pytest.mark.parametrize("rows, keys", [(1, 1), (300, 300), (200, 700), (700, 200), (1, 50)])
+def test_walked_keys(rows, keys):
+    height = min(rows, 128)
+    assert key_lists.walked_keys(rows, keys, False) == rows * keys / height
+    pairs = torch.ones(rows, keys).tril(keys - rows).sum().item()
+    assert key_lists.walked_keys(rows, keys, True) == pairs / height
+
+
+def lists_of(*shape, rows=5, is_causal=False):
+    return KeyLists.build(torch.ones(shape, dtype=torch.bool), rows, 7, is_causal)
+
+
+Q, K, V = inputs(2, 5, 7, 4, 2, 8)
+CU = torch.tensor([0, 5], dtype=torch.int32)
+ERRORS = {
+    "lists for other rows": (
+        lambda: flash_dmattn_func(Q, K, V, lists_of(1, 1, 6, 7, rows=6)),
+        ValueError,
+        "attn_mask holds lists for 6 rows and 7 keys, got 5 rows and 7 keys",
+    ),
+    "lists for other keys": (
+        lambda: flash_dmattn_func(Q, K[:, 1:], V[:, 1:], lists_of(1, 1, 1, 7)),
+        ValueError,
+        "attn_mask holds lists for 5 rows and 7 keys, got 5 rows and 6 keys",
+    ),
+    "causal lists": (
+        lambda: flash_dmattn_func(Q, K, V, lists_of(1, 1, 5, 7, is_causal=True)),
+        ValueError,
+        "built with is_causal=True, got a call with is_causal=False",
+    ),
+    "lists of other heads": (
+        lambda: flash_dmattn_func(Q, K, V, lists_of(1, 3, 5, 7)),
+        ValueError,
+        r"attn_mask must be .*: dimension 1 must be 1 or 2 or 4, got shape \(1, 3, 5, 7\)",
+    ),
+    "lists of variable length": (
+        lambda: flash_dmattn_func(Q, K, V, KeyLists.build(rand_mask(5, 1), 5, 5, False, CU, CU)),
+        ValueError,
+        "attn_mask holds lists of variable length, got inputs of fixed length",
+    ),
+    "lists on another device": (
+        lambda: flash_dmattn_func(Q, K, V, lists_of(1, 1, 5, 7).to("meta")),
+        RuntimeError,
+        "attn_mask must be on query's device cpu, got meta",
+    ),
+    "intervals for other keys": (
+        lambda: flash_dmattn_func(Q, K, V, KeyIntervalMask.causal(5, 6)),
+        ValueError,
+        r"attn_mask.start must be \({B\|1}, {H\|Hkv\|1}, Sk\): dimension 2 must be 7, got shape \(1, 1, 6\)",
+    ),
+    "intervals of variable length": (
+        lambda: flash_dmattn_func(Q, K, V, KeyIntervalMask(CU[:, None], CU[:, None])),
+        ValueError,
+        r"attn_mask.start must have 3 dimensions \({B\|1}, {H\|Hkv\|1}, Sk\), got shape \(2, 1\)",
+    ),
+    "an integer as a mask": (
+        lambda: flash_dmattn_func(Q, K, V, 3),
+        TypeError,
+        "attn_mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got int",
+    ),
+    "an unknown path": (
+        lambda: flash_dmattn_func(Q, K, V, sparse="dense"),
+        ValueError,
+        "sparse must be one of auto, tiles, lists, got 'dense'",
+    ),
+    "a window with a mask": (
+        lambda: flash_dmattn_func(Q, K, V, rand_mask(1, 1, 1, 7), torch.zeros(1, 1, 1, 7), window_size=2),
+        ValueError,
+        "window_size makes a mask of its own, got attn_mask too",
+    ),
+    "a window that is not causal": (
+        lambda: flash_dmattn_func(Q, K, V, None, torch.zeros(1, 1, 1, 7), window_size=2),
+        ValueError,
+        "window_size needs is_causal=True",
+    ),
+    "a window without a bias": (
+        lambda: flash_dmattn_func(Q, K, V, is_causal=True, window_size=2),
+        ValueError,
+        "window_size needs attn_bias of one number a key, .*, got none",
+    ),
+    "a window with a dense bias": (
+        lambda: flash_dmattn_func(Q, K, V, None, torch.zeros(1, 1, 5, 7), is_causal=True, window_size=2),
+        ValueError,
+        r"window_size needs attn_bias of one number a key, .*, got shape \(1, 1, 5, 7\)",
+    ),
+    "lists of a float mask": (
+        lambda: KeyLists.build(torch.zeros(1, 1, 5, 7), 5),
+        TypeError,
+        "mask must be a bool tensor or a KeyIntervalMask, got float32",
+    ),
+    "lists of a mask of 2 dimensions": (
+        lambda: KeyLists.build(rand_mask(5, 7), 5),
+        ValueError,
+        r"mask must have 4 dimensions of fixed length, got shape \(5, 7\)",
+    ),
+    "lists of variable length without a length": (
+        lambda: KeyLists.build(rand_mask(5, 1), 5, None, False, CU, CU),
+        ValueError,
+        "seqlen_k must be given of variable length",
+    ),
+    "half of the sequences": (
+        lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, CU),
+        ValueError,
+        "cu_seqlens_q and cu_seqlens_k must be given together",
+    ),
+    "the dense form of variable length": (
+        lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, CU, CU).to_dense(),
+        ValueError,
+        "to_dense is for lists of fixed length",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    function, error, message = ERRORS[case]
+    with pytest.raises(error, match=message):
+        function()
+
+
+KERNEL_ERRORS = {
+    "mask and intervals": (
+        {"mask": rand_mask(1, 1, 5, 7), "intervals": torch.zeros(2, 1, 1, 7).int()},
+        "mask and intervals cannot both be given",
+    ),
+    "intervals of the wrong shape": (
+        {"intervals": torch.zeros(2, 1, 1, 6).int()},
+        r"intervals must be \(2, {B\|1}, {H\|Hkv\|1}, Sk\)",
+    ),
+    "keys without starts": ({"list_keys": torch.zeros(64).int()}, "list_keys comes with list_starts"),
+    "starts of the wrong length": (
+        {"list_keys": torch.zeros(64).int(), "list_starts": torch.zeros(3).long(), "list_batches": 1, "list_heads": 1},
+        "list_starts must have shape",
+    ),
+    "rows of the wrong length": (
+        {
+            "list_keys": torch.zeros(64).int(),
+            "list_starts": torch.zeros(2).long(),
+            "list_rows": torch.zeros(63, 4).int(),
+            "list_batches": 1,
+            "list_heads": 1,
+        },
+        "list_rows must have shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KERNEL_ERRORS)
+def test_the_compiled_entry_points_check_too(case):
+    masks, message = KERNEL_ERRORS[case]
+    kernels = ops.compiled_module()
+    with pytest.raises(ValueError, match=message):
+        kernels.mha_fwd(Q, K, V, kernels.MaskTensors(**masks), None, 1.0, 0.0, False)
+
+
+def test_the_compiled_builder_checks_too():
+    kernels = ops.compiled_module()
+    with pytest.raises(ValueError, match="exactly one of mask and intervals must be given"):
+        kernels.list_lengths(kernels.MaskTensors(), 5, 7, False, None, None)
+    with pytest.raises(TypeError, match="intervals must be Int, got Float"):
+        kernels.list_lengths(kernels.MaskTensors(intervals=torch.zeros(2, 1, 1, 7)), 5, 7, False, None, None)

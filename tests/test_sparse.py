@@ -1,0 +1,437 @@
+"""Interval masks and key lists through every kernel path of the CPU, against the reference with the same mask dense."""
+
+import pytest
+import torch
+from helpers import (
+    LENGTHS,
+    NAMES,
+    SLACK,
+    check,
+    inputs,
+    rand_intervals,
+    rand_mask,
+    reference,
+    run,
+    surrounded,
+)
+from test_varlen import LENGTHS_K, LENGTHS_Q, gradients, offsets, one_by_one
+
+from flash_dmattn import (
+    KeyIntervalMask,
+    KeyLists,
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    flash_dmattn_kvpacked_func,
+    flash_dmattn_qkvpacked_func,
+    flash_dmattn_varlen_func,
+)
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+NAN = float("nan")
+
+
+def by(sparse):
+    """flash_dmattn_func by tiles or by lists."""
+
+    def function(*args, **options):
+        return flash_dmattn_func(*args, **options, sparse=sparse)
+
+    return function
+
+
+def mask_of(kind, batch, heads, seqlen_q, seqlen_k):
+    """A mask in which each row sees few keys, and some see none."""
+    if kind == "intervals":
+        return rand_intervals(batch, heads, seqlen_k, rows=seqlen_q, longest=max(seqlen_q // 3, 7))
+    if kind == "bool":
+        return rand_mask(batch, heads, max(seqlen_q, 1), seqlen_k, visible=0.05)
+    return rand_mask(batch, heads, 1, seqlen_k, visible=0.4)
+
+
+# Bool masks and key masks by tiles are what the other tests are about.
+PATHS = {
+    "intervals by tiles": ("intervals", "tiles"),
+    "intervals by lists": ("intervals", "lists"),
+    "bool by lists": ("bool", "lists"),
+    "key by lists": ("key", "lists"),
+}
+every_path = pytest.mark.parametrize("kind, sparse", PATHS.values(), ids=PATHS)
+every_list = pytest.mark.parametrize("kind", ["intervals", "bool", "key"])
+
+
+@every_path
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k", [*zip(LENGTHS, reversed(LENGTHS)), (129, 1000), (1000, 65), (0, 9), (9, 0)]
+)
+def test_lengths(seqlen_q, seqlen_k, causal, kind, sparse):
+    tensors = inputs(1, seqlen_q, seqlen_k, 4, 2, head_dim=8)
+    mask = mask_of(kind, 1, 2, seqlen_q, seqlen_k)
+    check(tensors, mask, torch.randn(1, 2, 1, seqlen_k), function=by(sparse), is_causal=causal)
+
+
+@every_path
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [1, 40, 64, 256])
+def test_head_dims(head_dim, dtype, kind, sparse):
+    tensors = inputs(1, 140, 130, 2, 1, head_dim, dtype)
+    mask = mask_of(kind, 1, 1, 140, 130)
+    check(tensors, mask, torch.randn(1, 2, 1, 130).to(dtype), function=by(sparse), is_causal=True)
+
+
+@every_path
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 2), (8, 1), (3, 3)])
+@pytest.mark.parametrize("bias_rows", [1, 140], ids=["key", "dense"])
+def test_broadcasts(bias_rows, heads, kv_heads, kind, sparse):
+    """Every broadcast of the bias, and beside it every one of the mask."""
+    tensors = inputs(2, 140, 150, heads, kv_heads, 8)
+    masks = [(batch, mask_heads) for batch in (2, 1) for mask_heads in (heads, kv_heads, 1)]
+    biases = [(batch, bias_heads) for bias_heads in (heads, kv_heads, 1) for batch in (1, 2)]
+    for i in range(6):
+        # Shifted against each other, that all heads of one meet all of the other.
+        for mask_shape in {masks[i], masks[i // 2]}:
+            bias = torch.randn(*biases[i], bias_rows, 150)
+            check(tensors, mask_of(kind, *mask_shape, 140, 150), bias, function=by(sparse), is_causal=i % 2 == 0)
+
+
+@every_path
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias_shape", [(2, 4, 1, 600), (1, 2, 300, 600), (2, 1, 300, 1), None], ids=str)
+def test_several_tiles_with_softcap(bias_shape, dtype, kind, sparse):
+    tensors = inputs(2, 300, 600, 4, 2, 16, dtype)
+    bias = None if bias_shape is None else torch.randn(bias_shape).to(dtype)
+    check(tensors, mask_of(kind, 2, 2, 300, 600), bias, function=by(sparse), is_causal=True, softcap=3.0)
+
+
+@every_path
+def test_a_float32_key_bias_of_half_inputs_is_not_rounded(kind, sparse):
+    tensors = inputs(1, 150, 200, 4, 2, 16, torch.bfloat16)
+    bias = torch.randn(1, 2, 1, 200) + 300  # of which bfloat16 keeps no fraction
+    mask = mask_of(kind, 1, 2, 150, 200)
+    ours = run(by(sparse), tensors, mask, bias, torch.ones_like(tensors[0]), torch.zeros(1, 4, 150))
+    exact = run(
+        *(reference, [x.double() for x in tensors], mask, bias.double()),
+        *(torch.ones_like(tensors[0]), torch.zeros(1, 4, 150)),
+    )
+    torch.testing.assert_close(ours[0].double(), exact[0], rtol=1e-2, atol=2e-2)
+    assert ours[5].dtype == torch.float32
+
+
+@every_path
+@pytest.mark.parametrize("bias_rows", [1, 140], ids=["key", "dense"])
+def test_minus_infinity_in_the_bias_hides(bias_rows, kind, sparse):
+    bias = torch.randn(2, 2, bias_rows, 200).masked_fill(rand_mask(2, 2, bias_rows, 200, visible=0.4), -torch.inf)
+    *_, dbias = check(inputs(2, 140, 200, 4, 2, 8), mask_of(kind, 2, 2, 140, 200), bias, function=by(sparse))
+    assert (dbias[bias == -torch.inf] == 0).all()
+
+
+@every_path
+@pytest.mark.parametrize("bias_shape", [(2, 4, 1, 290), (1, 2, 300, 290)], ids=str)
+def test_memory_around_and_unwritten_memory_may_be_nan(bias_shape, kind, sparse):
+    tensors = [surrounded(x) for x in inputs(2, 300, 290, 4, 2, 12)]
+    mask = mask_of(kind, 2, 2, 300, 290)
+    if kind == "intervals":
+        mask = KeyIntervalMask(*(surrounded(x, fill=99) for x in (mask.start, mask.end)))
+    else:
+        mask = surrounded(mask, fill=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then gives NaN
+    try:
+        bias = surrounded(torch.randn(bias_shape))
+        check(tensors, mask, bias, function=by(sparse), dout=surrounded(torch.randn_like(tensors[0])), is_causal=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@every_path
+@pytest.mark.parametrize("garbage", [NAN, float("inf")])
+@pytest.mark.parametrize("bias_rows", [1, 300], ids=["key", "dense"])
+def test_garbage_that_no_row_sees_reaches_nothing(bias_rows, garbage, kind, sparse):
+    """In a list of 128 rows a key stands that most of them do not see: of it, too, they must not notice anything."""
+    query, key, value = inputs(1, 300, 300, 4, 2, 16)
+    mask = mask_of(kind, 1, 1, 300, 300)
+    bias = torch.randn(1, 2, bias_rows, 300)
+    dense = (mask.to_dense() if kind == "intervals" else mask).expand(1, 1, 300, 300).clone()
+    blind = torch.zeros(300, dtype=torch.bool)
+    blind[40:50] = True  # rows that would see garbage are themselves hidden: their outputs are not compared
+    dirty_keys = torch.zeros(300, dtype=torch.bool)
+    dirty_keys[::17] = True
+    seeing = (dense[0, 0] & dirty_keys).any(dim=1) | blind
+    dout = torch.randn_like(query)
+    dout[:, seeing] = 0
+    dlse = torch.zeros(1, 4, 300)
+    dirty = [x.masked_fill(dirty_keys[None, :, None, None], garbage) for x in (key, value)]
+    clean = run(by(sparse), (query, key, value), mask, bias, dout, dlse)
+    ours = run(by(sparse), (query, *dirty), mask, bias, dout, dlse)
+    unseen = ~seeing
+    torch.testing.assert_close(ours[0][:, unseen], clean[0][:, unseen], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours[1][..., unseen], clean[1][..., unseen], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours[2][:, unseen], clean[2][:, unseen], rtol=1e-4, atol=1e-5)
+
+
+@every_path
+@pytest.mark.parametrize("garbage", [NAN, float("inf")])
+def test_garbage_in_padding_reaches_nothing(garbage, kind, sparse):
+    """Keys and rows that take no part may hold anything, in the backward too."""
+    tensors = inputs(2, 300, 300, 4, 2, 16)
+    lengths = torch.tensor([170, 299])[:, None]
+    real = torch.arange(300) < lengths
+    if kind == "intervals":
+        end = torch.where(real, lengths, 0).int()[:, None]
+        mask = KeyIntervalMask(torch.zeros_like(end), end)
+    else:
+        mask = real[:, None, None, :] & (real[:, None, :, None] if kind == "bool" else True)
+    dirty_rows = torch.zeros_like(real) if kind == "key" else ~real  # rows that see nothing
+    bias, dout, dlse = torch.randn(2, 2, 1, 300), torch.randn(2, 300, 4, 16), torch.zeros(2, 4, 300)
+    clean = run(by(sparse), tensors, mask, bias, dout, dlse)
+
+    def dirty(tensor, places):
+        return tensor.masked_fill(places[:, :, None, None], garbage)
+
+    query, key, value = tensors
+    dirty_tensors = dirty(query, dirty_rows), dirty(key, ~real), dirty(value, ~real)
+    ours = run(by(sparse), dirty_tensors, mask, bias, dirty(dout, dirty_rows), dlse)
+    for x, y in zip(ours, clean):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@every_path
+def test_nothing_visible(kind, sparse):
+    mask = torch.zeros(1, 1, 1 if kind == "key" else 200, 140, dtype=torch.bool)
+    if kind == "intervals":
+        mask = KeyIntervalMask(*torch.full((2, 1, 1, 140), 7, dtype=torch.int32))
+    out, lse, *gradients = check(inputs(1, 200, 140, 2, 1), mask, torch.randn(1, 2, 1, 140), function=by(sparse))
+    assert (out == 0).all() and (lse == -torch.inf).all() and all((x == 0).all() for x in gradients)
+
+
+@every_path
+def test_lists_of_uneven_length(kind, sparse):
+    """One tile of rows sees everything, one nothing, the others a key each."""
+    if kind == "intervals":
+        start = torch.zeros(1, 1, 700, dtype=torch.int32)
+        end = torch.full_like(start, 128)
+        end[..., 300] = 500
+        mask = KeyIntervalMask(start, end)
+    elif kind == "bool":
+        mask = torch.zeros(1, 1, 500, 700, dtype=torch.bool)
+        mask[..., :128, :] = True
+        mask[..., 256:, 300] = True
+    else:
+        mask = torch.zeros(2, 2, 1, 700, dtype=torch.bool)
+        mask[0, 0] = True
+        mask[1, 1, :, 300] = True
+    check(inputs(2, 500, 700, 4, 2, 16), mask, torch.randn(1, 1, 500, 700), function=by(sparse))
+
+
+@every_path
+@pytest.mark.parametrize("bias_shape", [(1, 2, 1, 500), (1, 1, 400, 500)], ids=str)
+def test_gradients_are_the_same_every_time(bias_shape, kind, sparse):
+    """Whatever the number of threads."""
+    tensors = inputs(2, 400, 500, 4, 2, 32)
+    mask, bias = mask_of(kind, 1, 2, 400, 500), torch.randn(bias_shape)
+    dout, dlse = torch.randn(2, 400, 4, 32), torch.randn(2, 4, 400)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(run(by(sparse), tensors, mask, bias, dout, dlse, deterministic=True))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+@every_list
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_lists_made_once_serve_many_calls(causal, kind):
+    mask = mask_of(kind, 1, 2, 300, 400)
+    lists = KeyLists.build(mask, 300, 400, is_causal=causal)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = inputs(2, 300, 400, 4, 2, 16, dtype)
+        bias = torch.randn(2, 4, 1, 400).to(dtype)
+        check(tensors, lists, bias, is_causal=causal)
+        out = flash_dmattn_func(*tensors, lists, bias, is_causal=causal)
+        assert torch.equal(out, flash_dmattn_func(*tensors, mask, bias, is_causal=causal, sparse="lists"))
+    if kind == "key":
+        check(inputs(1, 9, 400, 4, 2, 16), lists, is_causal=True)
+
+
+@pytest.mark.parametrize("window", [0, 1, 20, 300, 1000])
+def test_window_size_makes_the_mask_in_the_call(window):
+    tensors = inputs(2, 300, 300, 4, 2, 16)
+    bias = torch.randn(2, 2, 1, 300)
+    check(tensors, None, bias, is_causal=True, window_size=window)
+    mask = KeyIntervalMask.topk(bias, window)
+    out = flash_dmattn_func(*tensors, None, bias, is_causal=True, window_size=window)
+    torch.testing.assert_close(out, flash_dmattn_func(*tensors, mask, bias))
+
+
+def test_window_size_of_a_step_of_decoding():
+    query, key, value = inputs(1, 1, 700, 4, 2, 16)
+    bias = torch.randn(1, 2, 1, 700)
+    visible = torch.zeros(1, 2, 1, 700, dtype=torch.bool).scatter(3, bias.topk(40).indices, True)
+    got = flash_dmattn_func(query, key, value, None, bias, is_causal=True, window_size=40)
+    torch.testing.assert_close(got, flash_dmattn_func(query, key, value, visible, bias))
+
+
+def test_packed_forms_and_probabilities():
+    qkv = torch.randn(1, 150, 3, 2, 16)
+    bias = torch.randn(1, 2, 1, 150)
+    mask = KeyIntervalMask.topk(bias, 10)
+    options = {"is_causal": True, "return_attn_probs": True}
+    out, lse, probs = flash_dmattn_func(*qkv.unbind(2), mask, bias, **options, sparse="lists")
+    assert torch.equal(probs != 0, mask.to_dense())
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", probs, qkv[:, :, 2]), out)
+    for got in (
+        flash_dmattn_qkvpacked_func(qkv, mask, bias, **options, sparse="lists"),
+        flash_dmattn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], KeyLists.build(mask, 150), bias, **options),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(got, (out, lse, probs)))
+
+
+@pytest.mark.parametrize("backend", ["reference", "flex"])
+def test_other_backends_take_the_dense_form(backend):
+    tensors = inputs(1, 130, 130, 2, 1, 16)
+    bias = torch.randn(1, 1, 1, 130)
+    mask = KeyIntervalMask.sliding_window(130, 130, 20)
+    function = flash_dmattn_func_auto(backend)
+    with torch.no_grad():
+        expected = flash_dmattn_func(*tensors, mask, bias)
+        for form in (mask, KeyLists.build(mask, 130), mask.to_dense()):
+            torch.testing.assert_close(function(*tensors, form, bias), expected)
+    with pytest.raises(
+        ValueError, match=f"sparse='lists' is for the backends 'cuda' and 'cpu', got the .* '{backend}'"
+    ):
+        function(*tensors, mask, bias, sparse="lists")
+
+
+@pytest.mark.parametrize("sparse", ["tiles", "lists"])
+@pytest.mark.parametrize("made", ["outside", "inside", "lists"])
+def test_compile_fullgraph_with_dynamic_shapes(made, sparse):
+    def layer(query, key, value, bias, mask):
+        options = {"is_causal": True, "sparse": sparse}
+        if made == "inside":
+            return flash_dmattn_func(query * 2, key, value, None, bias.sin(), window_size=20, **options).cos()
+        return flash_dmattn_func(query * 2, key, value, mask, bias.sin(), **options).cos()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen in (150, 290):
+        bias = torch.randn(1, 2, 1, seqlen)
+        mask = KeyIntervalMask.topk(bias.sin(), 20)
+        mask = KeyLists.build(mask, seqlen) if made == "lists" else mask
+        results = []
+        for function in (layer, compiled):
+            leaves = [x.detach().requires_grad_() for x in (*inputs(1, seqlen, seqlen, 4, 2), bias)]
+            torch.manual_seed(0)
+            for x in leaves[:3]:
+                x.data.normal_()
+            out = function(*leaves, mask)
+            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b)
+
+
+def test_gradcheck():
+    bias = torch.randn(1, 2, 1, 150, dtype=torch.float64)
+    mask = rand_intervals(1, 2, 9, rows=140)
+    leaves = [x.requires_grad_() for x in inputs(1, 140, 9, 2, 1, 8, torch.float64)]
+    bias = bias[..., :9].clone().requires_grad_()
+    dout = torch.randn(1, 140, 2, 8, dtype=torch.float64)
+
+    def function(key, value, bias):
+        out, lse = flash_dmattn_func(leaves[0], key, value, mask, bias, softcap=2.0, return_lse=True, sparse="lists")
+        return (out * dout).sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
+
+    assert torch.autograd.gradcheck(function, (leaves[1], leaves[2], bias))
+
+
+# Of variable length
+
+
+class Sequences:
+    """The lengths of test_varlen.py."""
+
+    cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K)
+    total_q, total_k, longest_q, longest_k = sum(LENGTHS_Q), sum(LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K)
+
+    @classmethod
+    def mask(cls, kind, heads):
+        if kind == "intervals":
+            return rand_intervals(cls.total_k, heads, rows=cls.longest_q)
+        shape = (cls.total_q, heads, cls.longest_k) if kind == "bool" else (cls.total_k, heads)
+        return rand_mask(*shape, visible=0.1)
+
+    @classmethod
+    def dense(cls, mask):
+        """bool (total_q, heads, longest_k)"""
+        if not isinstance(mask, KeyIntervalMask):
+            return mask
+        dense = torch.zeros(cls.total_q, mask.heads, cls.longest_k, dtype=torch.bool)
+        for b in range(len(LENGTHS_Q)):
+            q, k = slice(*cls.cu_q[b : b + 2].tolist()), slice(*cls.cu_k[b : b + 2].tolist())
+            one = mask.sequence(k.start, k.stop).to_dense(LENGTHS_Q[b])[0]
+            dense[q, :, : LENGTHS_K[b]] = one.transpose(0, 1)
+        return dense
+
+
+@every_path
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias_kind", ["none", "key", "dense"])
+@pytest.mark.parametrize("mask_heads, bias_heads, causal", [(4, 2, False), (2, 4, True), (1, 1, True)])
+def test_variable_length(mask_heads, bias_heads, causal, bias_kind, dtype, kind, sparse):
+    s = Sequences
+    tensors = [surrounded(torch.randn(n, h, 16).to(dtype)) for n, h in ((s.total_q, 4), (s.total_k, 2), (s.total_k, 2))]
+    mask = s.mask(kind, mask_heads)
+    shape = {"none": None, "key": (s.total_k, bias_heads), "dense": (s.total_q, bias_heads, s.longest_k)}[bias_kind]
+    bias = None if shape is None else torch.randn(shape).to(dtype)
+    if bias_kind == "dense":
+        for b in range(len(LENGTHS_Q)):
+            bias[s.cu_q[b] : s.cu_q[b + 1], :, LENGTHS_K[b] :] = torch.nan
+    dout, dlse = torch.randn(s.total_q, 4, 16) / 8, torch.randn(4, s.total_q) / 8
+    lengths = (s.cu_q, s.cu_k, s.longest_q, s.longest_k)
+    options = {"is_causal": causal, "return_lse": True, "sparse": sparse}
+    ours = gradients(flash_dmattn_varlen_func, tensors, mask, bias, dout, dlse, *lengths, **options)
+
+    def alone(query, key, value, mask, bias):
+        return one_by_one(reference, query, key, value, mask, bias, s.cu_q, s.cu_k, is_causal=causal)
+
+    eager = gradients(alone, tensors, s.dense(mask), bias, dout, dlse)
+    double = [x.double() for x in tensors], s.dense(mask), None if bias is None else bias.double()
+    exact = gradients(alone, *double, dout, dlse)
+    for name, x, y, z in zip(NAMES, ours, eager, exact):
+        finite = z.isfinite()
+        assert torch.equal(x[~finite].double(), z[~finite].double()), name
+        off, eager_off = ((a[finite].double() - z[finite].double()).abs().max() for a in (x, y))
+        assert off <= 2 * eager_off + SLACK[dtype], f"{name} is off by {off:.2e}, eager by {eager_off:.2e}"
+
+
+@every_list
+def test_lists_of_variable_length(kind):
+    s = Sequences
+    tensors = [torch.randn(n, h, 16) for n, h in ((s.total_q, 4), (s.total_k, 2), (s.total_k, 2))]
+    lengths = (s.cu_q, s.cu_k, s.longest_q, s.longest_k)
+    mask = s.mask(kind, 2)
+    lists = KeyLists.build(mask, s.longest_q, s.longest_k, True, s.cu_q, s.cu_k)
+    options = {"is_causal": True, "return_attn_probs": True}
+    expected = flash_dmattn_varlen_func(*tensors, mask, None, *lengths, **options, sparse="tiles")
+    for x, y in zip(flash_dmattn_varlen_func(*tensors, lists, None, *lengths, **options), expected):
+        torch.testing.assert_close(x, y)
+    with pytest.raises(ValueError, match="attn_mask holds lists of fixed length, got inputs of variable length"):
+        flash_dmattn_varlen_func(*tensors, KeyLists.build(rand_mask(1, 1, 1, 9), 9), None, *lengths)
+    if kind != "key":
+        shifted = s.cu_q.clone()
+        shifted[3] += 1
+        with pytest.raises(ValueError, match="attn_mask holds lists of other sequences: cu_seqlens_q differs"):
+            flash_dmattn_varlen_func(*tensors, lists, None, shifted, *lengths[1:], is_causal=True)
+
+
+def test_window_size_of_variable_length():
+    cu = offsets([7, 150, 64])
+    query, key, value = (torch.randn(221, h, 16) for h in (4, 2, 2))
+    bias = torch.randn(221, 2)
+    options = {"is_causal": True, "window_size": 9}
+    together = flash_dmattn_varlen_func(query, key, value, None, bias, cu, cu, 150, 150, **options)
+    for begin, end in zip(cu.tolist(), cu.tolist()[1:]):
+        one = (x[None, begin:end] for x in (query, key, value))
+        alone = flash_dmattn_func(*one, None, bias[begin:end].T[None, :, None], **options)
+        torch.testing.assert_close(together[begin:end], alone[0])

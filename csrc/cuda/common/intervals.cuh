@@ -46,8 +46,8 @@ __device__ __forceinline__ void expand_intervals(uint32_t (&to)[kRows][kWords], 
     }
 }
 
-// Starts to copy the intervals of kKeys keys, whose first lies at `offset`, to shared memory, pairs of a start and an end; those of keys beyond the
-// sequence's are left out. cp.async, the caller commits.
+// Starts to copy the intervals of kKeys keys to shared memory, pairs of a start and an end; those of keys beyond the
+// sequence's are left out. `offset` is that of the sequence's first key. cp.async, the caller commits.
 template <int kKeys>
 __device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParams& p, const Sequence& s,
                                                int64_t offset, int first_key) {

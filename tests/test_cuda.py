@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from gpu_inputs import randn
 from helpers import BROADCASTS, LENGTHS, check, inputs, rand_mask, run, shaped, surrounded
 
 import flash_dmattn
@@ -24,10 +25,6 @@ def on_gpu(*args, **kwargs):
 
 def mask_of(*shape, visible=0.6):
     return rand_mask(*shape, visible=visible, device="cuda")
-
-
-def randn(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

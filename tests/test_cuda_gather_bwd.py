@@ -5,8 +5,9 @@ import itertools
 
 import pytest
 import torch
+from gpu_inputs import intervals, on_gpu, randn
 from helpers import check as check_function
-from helpers import inputs, rand_mask, run, surrounded
+from helpers import rand_mask, run, surrounded
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
 
@@ -19,21 +20,6 @@ by_lists = functools.partial(flash_dmattn_func, sparse="lists")
 check = functools.partial(check_function, function=by_lists)
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 BIAS_SHAPES = [(2, 4, 1, 500), (1, 2, 1, 500), (2, 4, 300, 500), (1, 4, 300, 500), (2, 2, 300, 500), (1, 1, 300, 500)]
-
-
-def on_gpu(*args, dtype=torch.bfloat16, **kwargs):
-    return inputs(*args, dtype=dtype, device="cuda", **kwargs)
-
-
-def randn(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def intervals(*shape, rows, longest=None):
-    """Random ones: some empty, some that begin before the first row or end behind the last."""
-    start = torch.randint(-10, rows + 10, shape, device="cuda", dtype=torch.int32)
-    length = torch.randint(-5, longest or rows, shape, device="cuda", dtype=torch.int32)
-    return KeyIntervalMask(start, start + length)
 
 
 def bool_mask(*shape, visible=0.3):

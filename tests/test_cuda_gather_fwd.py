@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from helpers import LENGTHS, assert_close, inputs, rand_mask, reference, surrounded
+from gpu_inputs import on_gpu, randn
+from helpers import LENGTHS, assert_close, rand_mask, reference, surrounded
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
 
@@ -15,14 +16,6 @@ pytestmark = [
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 KINDS = pytest.mark.parametrize("kind", ["intervals", "bool", "rows alike"])
-
-
-def on_gpu(*args, dtype=torch.bfloat16, **kwargs):
-    return inputs(*args, dtype=dtype, device="cuda", **kwargs)
-
-
-def randn(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def intervals(*shape, rows):

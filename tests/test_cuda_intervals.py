@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from helpers import check, inputs, rand_mask, run
+from gpu_inputs import intervals, on_gpu, randn
+from helpers import check, rand_mask, run
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
 
@@ -14,21 +15,6 @@ pytestmark = [
 ]
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-
-
-def on_gpu(*args, dtype=torch.bfloat16, **kwargs):
-    return inputs(*args, dtype=dtype, device="cuda", **kwargs)
-
-
-def randn(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def intervals(*shape, rows, longest=None):
-    """Random ones: some empty, some that begin before the first row or end behind the last."""
-    start = torch.randint(-10, rows + 10, shape, device="cuda", dtype=torch.int32)
-    length = torch.randint(-5, longest or rows, shape, device="cuda", dtype=torch.int32)
-    return KeyIntervalMask(start, start + length)
 
 
 def offsets(lengths):

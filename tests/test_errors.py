@@ -214,6 +214,12 @@ def test_varlen(case):
         function()
 
 
+def backward_without_bias(kernels, lse, needs_dbias):
+    """The compiled backward, called as the op calls it."""
+    tensors = (Q, torch.zeros(2, 4, 5), Q, K, V, Q, lse, kernels.MaskTensors(), None, None)
+    return kernels.mha_bwd(*tensors, 1.0, 0.0, False, False, needs_dbias)
+
+
 STRIDED = Q.transpose(-1, -2).contiguous().transpose(-1, -2)
 LSE = torch.zeros(2, 4, 5)
 COMPILED = {
@@ -243,44 +249,12 @@ COMPILED = {
         "bias must be",
     ),
     "bias gradient without bias": (
-        lambda k: k.mha_bwd(
-            Q,
-            torch.zeros(2, 4, 5),
-            Q,
-            K,
-            V,
-            Q,
-            torch.zeros(2, 4, 5),
-            k.MaskTensors(),
-            None,
-            None,
-            1.0,
-            0.0,
-            False,
-            False,
-            True,
-        ),
+        lambda k: backward_without_bias(k, lse=torch.zeros(2, 4, 5), needs_dbias=True),
         ValueError,
         "there is no bias",
     ),
     "lse shape": (
-        lambda k: k.mha_bwd(
-            Q,
-            torch.zeros(2, 4, 5),
-            Q,
-            K,
-            V,
-            Q,
-            torch.zeros(2, 4, 4),
-            k.MaskTensors(),
-            None,
-            None,
-            1.0,
-            0.0,
-            False,
-            False,
-            False,
-        ),
+        lambda k: backward_without_bias(k, lse=torch.zeros(2, 4, 4), needs_dbias=False),
         ValueError,
         "lse must have shape",
     ),

@@ -11,32 +11,6 @@ namespace {
 
 constexpr int64_t kRows = kGradientRows;
 constexpr int64_t kKeys = 256;
-constexpr int64_t kMinUnits = 16;  // rows are cut into runs where heads and batch elements give fewer units
-
-// What one unit of work owns: the (batch element, query head) pairs that share an entry of the bias's gradient or a
-// key/value head, and a run of row tiles. It makes dquery and a dense dbias of those rows whole; of dkey, dvalue and
-// the column sums of a key bias it makes a part, summed over the runs afterwards. The cut is the same whatever the
-// number of threads.
-struct Units {
-    int64_t batches_each, heads_each, batch_groups, head_groups, row_tiles, tiles_each, row_runs;
-
-    explicit Units(const BwdParams& p) : batches_each(1), heads_each(p.heads / p.kv_heads) {
-        if (has_dense_dbias(p)) {
-            if (p.cu_seqlens_q == nullptr) batches_each = p.batch / p.dbias.batches;
-            heads_each = std::max(heads_each, p.heads / p.dbias.heads);
-        }
-        batch_groups = p.batch / batches_each;
-        head_groups = p.heads / heads_each;
-        row_tiles = ceil_div(p.seqlen_q, kRows);
-        const int64_t wanted_runs = ceil_div(kMinUnits, batch_groups * head_groups);
-        tiles_each = std::max<int64_t>(ceil_div(row_tiles, wanted_runs), 1);
-        row_runs = std::max<int64_t>(ceil_div(row_tiles, tiles_each), 1);
-    }
-
-    int64_t count() const { return batch_groups * head_groups * row_runs; }
-
-    static bool has_dense_dbias(const BwdParams& p) { return p.dbias.present() && !p.dbias.per_key; }
-};
 
 // What one run of row tiles gives to the gradients of one key/value head, for the keys from the first to the last that
 // its lists name.
@@ -58,9 +32,9 @@ struct KeyPart {
 template <typename acc_t>
 class KeyParts {
 public:
-    KeyParts(const BwdParams& p, const Units& units)
+    KeyParts(const BwdParams& p, const GradientUnits& units)
         : p_(p),
-          runs_(units.row_runs),
+          runs_(units.runs),
           dbias_heads_(p.dbias.present() && p.dbias.per_key ? p.dbias.heads / p.kv_heads : 0),
           parts_(runs_ * p.batch * p.kv_heads) {}
 
@@ -126,10 +100,12 @@ private:
     std::vector<KeyPart<acc_t>> parts_;
 };
 
+// One unit of work, over a run of row tiles: it makes dquery and a dense dbias of those rows whole; of dkey, dvalue and
+// the column sums of a key bias it makes a part, summed over the runs afterwards.
 template <typename acc_t>
 class BackwardUnit {
 public:
-    BackwardUnit(const BwdParams& params, const Units& units, KeyParts<acc_t>& parts)
+    BackwardUnit(const BwdParams& params, const GradientUnits& units, KeyParts<acc_t>& parts)
         : p_(params),
           units_(units),
           parts_(parts),
@@ -144,15 +120,14 @@ public:
           dout_transposed_(query_.size()),
           dquery_(query_.size()),
           column_sums_(parts.dbias_heads() > 0 ? kKeys : 0),
-          dense_slots_(!Units::has_dense_dbias(params) ? 0 : params.dbias.heads == params.heads ? sharing_ : 1),
+          dense_slots_(!has_dense_dbias(params) ? 0 : params.dbias.heads == params.heads ? sharing_ : 1),
           dense_rows_(dense_slots_ * max_rows_ * params.seqlen_k),
           transposed_(kKeys * p_.head_dim) {}
 
     void operator()(int64_t index) {
         // The last rows come first: under causality they are the longest.
-        const int64_t run = units_.row_runs - 1 - index % units_.row_runs;
-        const int64_t head = index / units_.row_runs % units_.head_groups * units_.heads_each;
-        const int64_t batch = index / units_.row_runs / units_.head_groups * units_.batches_each;
+        const int64_t run = units_.runs - 1 - units_.run(index);
+        const int64_t head = units_.first_head(index), batch = units_.first_batch(index);
         // Zero times what stands in an invisible row may have been NaN.
         if (!differentiate(run, batch, head, /*exact=*/false)) differentiate(run, batch, head, /*exact=*/true);
     }
@@ -163,15 +138,15 @@ private:
         const Sequence first(p_, first_batch);
         const int64_t begin = run * units_.tiles_each * kRows;
         const int64_t end = std::min(begin + units_.tiles_each * kRows, first.rows);
-        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            if (head % group_ == 0) start_part(run, s, head, begin, end);
+        units_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            start_part(run, s, head, begin, end);
         });
         bool finite = true;
         for (int64_t row = begin; row < end; row += kRows) {
             finite &= differentiate_rows(run, first_batch, first_head, row, std::min(kRows, end - row), exact);
         }
-        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            if (head % group_ == 0) finite &= is_finite(parts_.part(run, s.batch, head / group_));
+        units_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            finite &= is_finite(parts_.part(run, s.batch, head / group_));
         });
         return finite;
     }
@@ -208,7 +183,7 @@ private:
             }
             const Sequence s(p_, first_batch);
             for (int64_t h = head; h < head + sharing_ && dense_slots_ > 0; ++h) {
-                if (last_of_bias_head(h)) store_dense_dbias({s, h, row, rows, 0, s.keys});
+                if (units_.last_of_bias_head(h)) store_dense_dbias({s, h, row, rows, 0, s.keys});
             }
         }
         return finite;
@@ -262,9 +237,6 @@ private:
         for (int64_t j = 0; j < keys.size; ++j) to[keys.keys[j] - part.first] += column_sums_[j];
     }
 
-    // Of the heads that share an entry of dbias, the last brings the sum home.
-    bool last_of_bias_head(int64_t head) const { return (head + 1) % (p_.heads / p_.dbias.heads) == 0; }
-
     // The rows of dbias that grow with the tile of rows, [rows, Sk]; zero at first.
     acc_t* dense_rows(int64_t head) { return dense_rows_.data() + head % dense_slots_ * max_rows_ * p_.seqlen_k; }
 
@@ -289,16 +261,8 @@ private:
         return finite(part.dkey) && finite(part.dvalue);
     }
 
-    template <typename F>
-    void for_each_member(int64_t first_batch, int64_t first_head, F&& f) {
-        for (int64_t b = first_batch; b < first_batch + units_.batches_each; ++b) {
-            const Sequence sequence(p_, b);
-            for (int64_t head = first_head; head < first_head + units_.heads_each; ++head) f(sequence, head);
-        }
-    }
-
     const BwdParams& p_;
-    const Units& units_;
+    const GradientUnits& units_;
     KeyParts<acc_t>& parts_;
     int64_t group_;
     int64_t sharing_;  // how many query heads have one list and one key/value head
@@ -316,7 +280,7 @@ private:
 
 template <typename acc_t>
 void gathered_backward(const BwdParams& params) {
-    const Units units(params);
+    const GradientUnits units(params, ceil_div(params.seqlen_q, kRows));
     KeyParts<acc_t> parts(params, units);
     for_each_unit(units.count(), [&] { return BackwardUnit<acc_t>(params, units, parts); });
     parts.reduce();

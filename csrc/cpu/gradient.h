@@ -17,6 +17,55 @@ namespace flash_dmattn {
 
 constexpr int64_t kGradientRows = KeyListsView::kRows;
 
+inline bool has_dense_dbias(const BwdParams& p) { return p.dbias.present() && !p.dbias.per_key; }
+
+// How a backward is cut into units of work. A unit owns the (batch element, query head) pairs that share an entry of the
+// bias's gradient or a key/value head, and a run of tiles, of rows or of keys as the backward has it. The cut is the same
+// whatever the number of threads.
+struct GradientUnits {
+    static constexpr int64_t kMinUnits = 16;  // there are several runs where heads and batch elements give fewer units
+
+    const BwdParams& p;
+    int64_t batches_each, heads_each, batch_groups, head_groups, tiles_each, runs;
+
+    GradientUnits(const BwdParams& params, int64_t tiles)
+        : p(params), batches_each(1), heads_each(p.heads / p.kv_heads) {
+        if (has_dense_dbias(p)) {
+            if (p.cu_seqlens_q == nullptr) batches_each = p.batch / p.dbias.batches;
+            heads_each = std::max(heads_each, p.heads / p.dbias.heads);
+        }
+        batch_groups = p.batch / batches_each;
+        head_groups = p.heads / heads_each;
+        const int64_t wanted_runs = ceil_div(kMinUnits, batch_groups * head_groups);
+        tiles_each = std::max<int64_t>(ceil_div(tiles, wanted_runs), 1);
+        runs = std::max<int64_t>(ceil_div(tiles, tiles_each), 1);
+    }
+
+    int64_t count() const { return batch_groups * head_groups * runs; }
+    int64_t run(int64_t unit) const { return unit % runs; }
+    int64_t first_head(int64_t unit) const { return unit / runs % head_groups * heads_each; }
+    int64_t first_batch(int64_t unit) const { return unit / runs / head_groups * batches_each; }
+
+    // Calls f(sequence, query head) for each pair that a unit owns.
+    template <typename F>
+    void for_each_query_head(int64_t first_batch, int64_t first_head, F&& f) const {
+        for (int64_t b = first_batch; b < first_batch + batches_each; ++b) {
+            const Sequence sequence(p, b);
+            for (int64_t head = first_head; head < first_head + heads_each; ++head) f(sequence, head);
+        }
+    }
+    // The same with the first query head of each key/value head alone.
+    template <typename F>
+    void for_each_kv_head(int64_t first_batch, int64_t first_head, F&& f) const {
+        for_each_query_head(first_batch, first_head, [&](const Sequence& sequence, int64_t head) {
+            if (head % (p.heads / p.kv_heads) == 0) f(sequence, head);
+        });
+    }
+
+    // Of the heads that share an entry of dbias, the last brings the sum home.
+    bool last_of_bias_head(int64_t head) const { return (head + 1) % (p.heads / p.dbias.heads) == 0; }
+};
+
 // p_ij and dx_ij = p_ij (<do_i, v_j> - D_i) of one tile, recomputed from lse; and how dx becomes ds.
 template <typename acc_t>
 class GradientTile {

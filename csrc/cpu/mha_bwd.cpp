@@ -11,38 +11,13 @@ namespace {
 
 constexpr int64_t kRows = kGradientRows;
 constexpr int64_t kKeys = 512;
-constexpr int64_t kMinUnits = 16;  // keys are cut into runs where heads and batch elements give fewer units
-
-// What one unit of work owns: the (batch element, query head) pairs that share an entry of the bias's gradient or a
-// key/value head, and a run of key tiles. It makes dkey, dvalue and dbias of those keys whole; of dquery it makes a part,
-// summed over the runs afterwards. The cut is the same whatever the number of threads.
-struct Units {
-    int64_t batches_each, heads_each, batch_groups, head_groups, key_tiles, tiles_each, key_runs;
-
-    explicit Units(const BwdParams& p) : batches_each(1), heads_each(p.heads / p.kv_heads) {
-        if (has_dense_dbias(p)) {
-            if (p.cu_seqlens_q == nullptr) batches_each = p.batch / p.dbias.batches;
-            heads_each = std::max(heads_each, p.heads / p.dbias.heads);
-        }
-        batch_groups = p.batch / batches_each;
-        head_groups = p.heads / heads_each;
-        key_tiles = ceil_div(p.seqlen_k, kKeys);
-        const int64_t wanted_runs = ceil_div(kMinUnits, batch_groups * head_groups);
-        tiles_each = std::max<int64_t>(ceil_div(key_tiles, wanted_runs), 1);
-        key_runs = std::max<int64_t>(ceil_div(key_tiles, tiles_each), 1);
-    }
-
-    int64_t count() const { return batch_groups * head_groups * key_runs; }
-
-    static bool has_dense_dbias(const BwdParams& p) { return p.dbias.present() && !p.dbias.per_key; }
-};
 
 // The parts of dquery in the accumulation type, one [B, H, Sq, D] for each run of key tiles; nothing is in it at first.
 template <typename acc_t>
 class DqueryParts {
 public:
-    DqueryParts(const BwdParams& p, const Units& units)
-        : p_(p), runs_(units.key_runs), data_(new acc_t[runs_ * p.batch * p.heads * p.seqlen_q * p.head_dim]) {}
+    DqueryParts(const BwdParams& p, const GradientUnits& units)
+        : p_(p), runs_(units.runs), data_(new acc_t[runs_ * p.batch * p.heads * p.seqlen_q * p.head_dim]) {}
 
     Matrix<acc_t> part(int64_t run, int64_t batch, int64_t head, int64_t row, int64_t rows) {
         const int64_t at = (((run * p_.batch + batch) * p_.heads + head) * p_.seqlen_q + row) * p_.head_dim;
@@ -74,16 +49,18 @@ private:
     std::unique_ptr<acc_t[]> data_;
 };
 
+// One unit of work, over a run of key tiles: it makes dkey, dvalue and dbias of those keys whole; of dquery it makes a
+// part, summed over the runs afterwards.
 template <typename acc_t>
 class BackwardUnit {
 public:
-    BackwardUnit(const BwdParams& params, const Units& units, DqueryParts<acc_t>& dquery)
+    BackwardUnit(const BwdParams& params, const GradientUnits& units, DqueryParts<acc_t>& dquery)
         : p_(params),
           units_(units),
           dquery_(dquery),
           group_(params.heads / params.kv_heads),
           kv_heads_each_(units.heads_each / group_),
-          dense_dbias_(Units::has_dense_dbias(params)),
+          dense_dbias_(has_dense_dbias(params)),
           key_dbias_(params.dbias.present() && params.dbias.per_key),
           max_rows_(std::min(kRows, params.seqlen_q)),
           max_keys_(std::min(kKeys, params.seqlen_k)),
@@ -98,9 +75,7 @@ public:
           column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
 
     void operator()(int64_t index) {
-        const int64_t run = index % units_.key_runs;
-        const int64_t head = index / units_.key_runs % units_.head_groups * units_.heads_each;
-        const int64_t batch = index / units_.key_runs / units_.head_groups * units_.batches_each;
+        const int64_t run = units_.run(index), head = units_.first_head(index), batch = units_.first_batch(index);
         // Zero times what stands in an invisible row may have been NaN.
         if (!differentiate(run, batch, head, /*exact=*/false)) differentiate(run, batch, head, /*exact=*/true);
     }
@@ -131,7 +106,7 @@ private:
     // Returns whether every gradient is finite.
     bool differentiate(int64_t run, int64_t first_batch, int64_t first_head, bool exact) {
         bool finite = true;
-        for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+        units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             const auto whole = dquery_.part(run, s.batch, head, 0, s.rows);
             std::fill_n(whole.data, whole.rows * whole.cols, acc_t(0));
         });
@@ -140,7 +115,7 @@ private:
         for (int64_t key = run * units_.tiles_each * kKeys; key < end; key += kKeys) {
             finite &= differentiate_keys(run, first_batch, first_head, key, std::min(kKeys, end - key), exact);
         }
-        for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+        units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             finite &= all_finite(dquery_.part(run, s.batch, head, 0, s.rows));
         });
         return finite;
@@ -150,7 +125,7 @@ private:
     // length is fixed.
     bool differentiate_keys(int64_t run, int64_t first_batch, int64_t first_head, int64_t key, int64_t keys, bool exact) {
         std::fill(column_sums_.begin(), column_sums_.end(), 0.0);
-        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+        units_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             member(s.batch - first_batch, head - first_head).start(p_, s, key, keys, head / group_, key_scratch_.data());
         });
 
@@ -165,15 +140,15 @@ private:
                     const Tile tile{s, head, row, rows, key, seen};
                     if (!mask_hides(p_, tile)) add_tile(run, tile, s.batch - first_batch, head - first_head, exact);
                 }
-                if (dense_dbias_ && last_of_bias_head(head)) store_dense_dbias({first, head, row, rows, key, keys});
+                if (dense_dbias_ && units_.last_of_bias_head(head)) store_dense_dbias({first, head, row, rows, key, keys});
             }
         }
 
         bool finite = true;
-        for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            if (key_dbias_ && last_of_bias_head(head)) store_key_dbias({s, head, 0, 1, key, keys}, head - first_head);
+        units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            if (key_dbias_ && units_.last_of_bias_head(head)) store_key_dbias({s, head, 0, 1, key, keys}, head - first_head);
         });
-        for_each_member(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+        units_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             const Member& m = member(s.batch - first_batch, head - first_head);
             finite &= store_transposed(m.dkey, p_.dkey, s, key, head / group_);
             finite &= store_transposed(m.dvalue, p_.dvalue, s, key, head / group_);
@@ -201,22 +176,6 @@ private:
                                 dquery_.part(run, s.batch, tile.head, tile.row, tile.rows));
     }
 
-    template <typename F>
-    void for_each_query_head(int64_t first_batch, int64_t first_head, F&& f) {
-        for (int64_t b = first_batch; b < first_batch + units_.batches_each; ++b) {
-            const Sequence sequence(p_, b);
-            for (int64_t head = first_head; head < first_head + units_.heads_each; ++head) f(sequence, head);
-        }
-    }
-
-    // Calls f with the first query head of each.
-    template <typename F>
-    void for_each_member(int64_t first_batch, int64_t first_head, F&& f) {
-        for_each_query_head(first_batch, first_head, [&](const Sequence& sequence, int64_t head) {
-            if (head % group_ == 0) f(sequence, head);
-        });
-    }
-
     Member& member(int64_t batch_in_group, int64_t head_in_group) {
         return members_[batch_in_group * kv_heads_each_ + head_in_group / group_];
     }
@@ -228,9 +187,6 @@ private:
         store_keys(p_, rows, to, s, key, kv_head);
         return all_finite(rows);
     }
-
-    // Of the heads that share an entry of dbias, the last brings the sum home.
-    bool last_of_bias_head(int64_t head) const { return (head + 1) % (p_.heads / p_.dbias.heads) == 0; }
 
     void add_column_sums(int64_t head_in_group) {
         const int64_t bias_head = head_in_group / (p_.heads / p_.dbias.heads);
@@ -250,7 +206,7 @@ private:
     }
 
     const BwdParams& p_;
-    const Units& units_;
+    const GradientUnits& units_;
     DqueryParts<acc_t>& dquery_;
     int64_t group_, kv_heads_each_;
     bool dense_dbias_, key_dbias_;
@@ -266,7 +222,7 @@ template <typename acc_t>
 void run(const BwdParams& params) {
     row_deltas<acc_t>(params);
     if (params.lists.present()) return gathered_backward<acc_t>(params);
-    const Units units(params);
+    const GradientUnits units(params, ceil_div(params.seqlen_k, kKeys));
     DqueryParts<acc_t> dquery(params, units);
     for_each_unit(units.count(), [&] { return BackwardUnit<acc_t>(params, units, dquery); });
     dquery.reduce();

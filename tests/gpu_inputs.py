@@ -1,0 +1,21 @@
+"""Random inputs on the GPU, in bfloat16 unless a test says otherwise."""
+
+import torch
+from helpers import inputs
+
+from flash_dmattn import KeyIntervalMask
+
+
+def on_gpu(*args, dtype=torch.bfloat16, **kwargs):
+    return inputs(*args, dtype=dtype, device="cuda", **kwargs)
+
+
+def randn(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def intervals(*shape, rows, longest=None):
+    """Random ones: some empty, some that begin before the first row or end behind the last."""
+    start = torch.randint(-10, rows + 10, shape, device="cuda", dtype=torch.int32)
+    length = torch.randint(-5, longest or rows, shape, device="cuda", dtype=torch.int32)
+    return KeyIntervalMask(start, start + length)

@@ -20,6 +20,7 @@ from .backends import cpu, cuda, reference
 from .checks import AnyMask, Varlen
 from .interval_mask import KeyIntervalMask
 from .key_lists import KeyLists
+from .ops import is_per_key
 
 HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
 
@@ -363,8 +364,7 @@ def autocast(
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
     if isinstance(bias, Tensor):
-        one_row = bias.ndim == 2 or (bias.ndim == 4 and bias.shape[2] == 1)
-        bias = bias if one_row and bias.dtype == torch.float32 else cast(bias)
+        bias = bias if is_per_key(bias.shape) and bias.dtype == torch.float32 else cast(bias)
     return cast(query), cast(key), cast(value), bias
 
 

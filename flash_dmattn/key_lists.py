@@ -157,15 +157,10 @@ def build(
         *((None, interval_tensor(mask)) if intervals else (mask, None)),
         *(seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity, limit),
     )
-    rows = None if intervals or rows_are_alike(mask) else rows
+    rows = None if intervals or ops.is_per_key(mask.shape) else rows
     batches = mask.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     problem = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     return KeyLists(keys, starts, rows, batches, mask.shape[1], mask, *problem)
-
-
-def rows_are_alike(mask: Tensor) -> bool:
-    """Whether a bool mask, of fixed or variable length, is one number a key."""
-    return mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == 1)
 
 
 def interval_tensor(mask: KeyIntervalMask) -> Tensor:
@@ -256,7 +251,7 @@ def lists_if_short(
     """The lists of a mask on the CPU, or the mask itself where they do not pay."""
     if looks_dense(mask, seqlen_q, seqlen_k, is_causal):
         return mask
-    one_list = isinstance(mask, Tensor) and rows_are_alike(mask)
+    one_list = isinstance(mask, Tensor) and ops.is_per_key(mask.shape)
     if cu_seqlens_q is None:
         lengths = [(seqlen_q, seqlen_k)] * mask.shape[0]
     else:

@@ -103,9 +103,14 @@ def _(query, key, value, *masks_and_options):
     return out, lse, query.new_empty(bits, dtype=torch.int32), query.new_empty(tiles, dtype=torch.uint8)
 
 
+def is_per_key(shape) -> bool:
+    """Whether a mask or bias of this shape, of fixed or variable length, is one number a key, alike for all rows."""
+    return len(shape) == 2 or (len(shape) == 4 and shape[2] == 1)
+
+
 def packed_mask_shapes(shape, seqlen_q, seqlen_k, total_q=None, batch=None):
     """The shapes of a packed mask: of bits, 32 keys a word, and of what is known of every tile of 64 x 64 pairs."""
-    rows_alike = len(shape) == 2 or (len(shape) == 4 and shape[2] == 1)
+    rows_alike = is_per_key(shape)
     batches, heads = shape[0] if batch is None else batch, shape[1]
     rows, words = 1 if rows_alike else seqlen_q, -(-seqlen_k // 128) * 4
     bits = (total_q, heads, words) if len(shape) == 3 else (batches, heads, rows, words)
@@ -241,7 +246,7 @@ def _(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k
     like = mask if mask is not None else intervals
     shape = like.shape if mask is not None else like.shape[1:]
     batches = shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    rows_alike = mask is not None and (mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == 1))
+    rows_alike = mask is not None and is_per_key(mask.shape)
     row_tiles = 1 if rows_alike else -(-seqlen_q // LIST_ROWS)
     if capacity is None:
         capacity = torch.library.get_ctx().new_dynamic_size()

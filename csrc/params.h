@@ -184,7 +184,8 @@ enum class DenseDbias : int32_t {
     kNone,       // nobody: there is none
     kByEntry,    // each entry belongs to one batch element and one head: the main kernel, where dx is made
     kExchanged,  // batch elements share it: the main kernel, whose blocks exchange dx
-    kOwnKernel,  // a kernel that computes dx again for all who share an entry
+    kAtomic,     // whoever shares it: the main kernel adds dx to float32 sums, few enough for the cache to hold
+    kOwnKernel,  // whoever shares it: a kernel that computes dx again
 };
 
 struct BwdParams : AttentionParams {
@@ -207,7 +208,7 @@ struct BwdParams : AttentionParams {
     int32_t* dquery_turns = nullptr;  // [{B} H, tiles of rows] and one ticket, where deterministic
     int64_t dquery_tiles = 0;         // tiles of rows of one head; of variable length, of all sequences together
     DenseDbias dense_dbias = DenseDbias::kNone;
-    float* dbias_parts = nullptr;     // [dbias_splits, dbias_tiles, a tile], where dbias_splits > 1
+    float* dbias_parts = nullptr;     // [dbias_splits, dbias_tiles, a tile], where kAtomic or dbias_splits > 1
     int64_t dbias_tiles = 0;
     int64_t dbias_splits = 1;
     int64_t dbias_run = 1;            // tiles of keys, one after the other, that one block makes of a shared dbias

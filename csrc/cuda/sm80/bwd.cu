@@ -54,22 +54,50 @@ int64_t splits_that_fill_waves(int64_t tiles, int64_t slots, int64_t most) {
     return best;
 }
 
+int64_t device_attribute(cudaDeviceAttr attribute) {
+    int device = 0, value = 0;
+    FLASH_CUDA_CHECK(cudaGetDevice(&device));
+    FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
+}
+
+int64_t count_dbias_tiles(const BwdParams& p, const BwdTileSizes& tile) {
+    const int64_t tiles = ceil_div<int64_t>(p.seqlen_q, tile.rows) * ceil_div<int64_t>(p.seqlen_k, tile.keys);
+    return tiles * p.dbias.heads * (p.cu_seqlens_q == nullptr ? p.dbias.batches : p.batch);
+}
+
 // How the gradient of a shared bias is cut: long runs of tiles, but enough of them for every multiprocessor; where there
 // are too few tiles for that, their sharers are split.
-void plan_dbias(BwdParams& p, const BwdTileSizes& tile) {
+void plan_dbias_kernel(BwdParams& p, const BwdTileSizes& tile) {
     constexpr int64_t kWaves = 2, kLongestRun = 16;
-    int device = 0, multiprocessors = 0;
-    FLASH_CUDA_CHECK(cudaGetDevice(&device));
-    FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, tile.rows);
-    const int64_t key_tiles = ceil_div<int64_t>(p.seqlen_k, tile.keys);
-    const bool is_varlen = p.cu_seqlens_q != nullptr;
-    p.dbias_tiles = row_tiles * key_tiles * p.dbias.heads * (is_varlen ? p.batch : p.dbias.batches);
+    p.dbias_tiles = count_dbias_tiles(p, tile);
     if (p.dbias_tiles == 0) return;
-    const int64_t sharers = (is_varlen ? 1 : p.batch / p.dbias.batches) * (p.heads / p.dbias.heads);
-    const int64_t slots = static_cast<int64_t>(multiprocessors) * tile.blocks_per_sm;
+    const int64_t batches = p.cu_seqlens_q == nullptr ? p.batch / p.dbias.batches : 1;
+    const int64_t sharers = batches * (p.heads / p.dbias.heads);
+    const int64_t slots = device_attribute(cudaDevAttrMultiProcessorCount) * tile.blocks_per_sm;
     if (p.dbias_tiles < kWaves * slots) p.dbias_splits = splits_that_fill_waves(p.dbias_tiles, slots, sharers);
+    const int64_t key_tiles = ceil_div<int64_t>(p.seqlen_k, tile.keys);
     p.dbias_run = std::clamp<int64_t>(p.dbias_tiles / (kWaves * slots), 1, std::min(kLongestRun, key_tiles));
+}
+
+// Who writes the gradient of a dense bias, and how many floats of scratch memory that takes.
+int64_t plan_dense_dbias(BwdParams& p, int head_dim, const BwdTileSizes& main_tile) {
+    if (dbias_is_of_one(p)) {
+        p.dense_dbias = DenseDbias::kByEntry;
+        return 0;
+    }
+    // Atomic additions take a fixed share of the main kernel's time while the cache holds the sums.
+    p.dbias_tiles = count_dbias_tiles(p, main_tile);
+    const int64_t sums = p.dbias_tiles * main_tile.rows * main_tile.keys;
+    const bool fits = sums * static_cast<int64_t>(sizeof(float)) <= device_attribute(cudaDevAttrL2CacheSize) / 2;
+    if (fits && !p.deterministic && p.softcap == 0) {
+        p.dense_dbias = DenseDbias::kAtomic;
+        return sums;
+    }
+    const BwdTileSizes tile = dbias_tile_sizes(head_dim);
+    p.dense_dbias = DenseDbias::kOwnKernel;
+    plan_dbias_kernel(p, tile);
+    return p.dbias_splits > 1 ? p.dbias_splits * p.dbias_tiles * tile.rows * tile.keys : 0;
 }
 
 BwdScratch plan_gather_scratch(BwdParams& p, int head_dim, int64_t total_q, int64_t total_k) {
@@ -102,12 +130,7 @@ BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q, int64_t total_k) {
     scratch.dquery_accum = tiles * sizes.rows * head_dim;
     scratch.dquery_turns = p.deterministic ? tiles + 1 : 0;
     if (p.bias.kind == BiasKind::kDense && p.dbias.present())
-        p.dense_dbias = dbias_is_of_one(p) ? DenseDbias::kByEntry : DenseDbias::kOwnKernel;
-    if (p.dense_dbias == DenseDbias::kOwnKernel) {
-        const BwdTileSizes tile = dbias_tile_sizes(head_dim);
-        plan_dbias(p, tile);
-        if (p.dbias_splits > 1) scratch.dbias_parts = p.dbias_splits * p.dbias_tiles * tile.rows * tile.keys;
-    }
+        scratch.dbias_parts = plan_dense_dbias(p, head_dim, sizes);
     return scratch;
 }
 

@@ -210,38 +210,37 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     const int score_key = warp_id() % Tile::kScoreKeyWarps * Tile::kScoreKeys;
     const uint32_t rows_at = kept(RowsA::lane_offset(first_score_row, 0));
     const uint32_t keys_at = kept(KeysB::lane_offset(score_key, 0));
-    const auto add_tile = [&](const typename Smem::Stage& stage, int tile, bool full, int first_m) {
-        const int score_row = first_score_row + first_m * 16;
-        float scores[Tile::kPassM][Tile::kScoreN][4], dprobs[Tile::kPassM][Tile::kScoreN][4];
+    const auto add_tile = [&](const typename Smem::Stage& stage, int tile, bool full, int first_n) {
+        float scores[Tile::kScoreM][Tile::kPassN][4], dprobs[Tile::kScoreM][Tile::kPassN][4];
         clear(scores);
         clear(dprobs);
-        const uint32_t pass_at = rows_at + first_m * 16 * RowsA::kRowBytes;
-        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(stage.rows.query), pass_at),
-                                        KeysB(address_of(stage.key), keys_at));
-        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), pass_at),
-                                        KeysB(address_of(stage.value), keys_at));
+        const uint32_t pass_at = keys_at + first_n * 8 * KeysB::kRowBytes;
+        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(stage.rows.query), rows_at),
+                                        KeysB(address_of(stage.key), pass_at));
+        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), rows_at),
+                                        KeysB(address_of(stage.value), pass_at));
 
         const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows, run.row_tile, tile);
-        const int rows = first.rows - first_row;
+        const int rows = first.rows - first_row, key = score_key + first_n * 8;
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) to[i] = kept(bias[first_m + m][n + i / 2][i % 2]);
+            for (int i = 0; i < 4; ++i) to[i] = kept(bias[m][first_n + n + i / 2][i % 2]);
         };
         const auto take = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-                if (is_visible[e]) sum[first_m + m][n][2 * h + e] += dx[e];
+                if (is_visible[e]) sum[m][first_n + n][2 * h + e] += dx[e];
         };
         if (softcap > 0) {
             differentiate<Tile, BiasKind::kDense, true, true>(scores, dprobs, stage.rows, dense_bias, visibility,
-                                                              score_row, score_key, rows, scale, softcap, take);
+                                                              first_score_row, key, rows, scale, softcap, take);
         } else if (full && visibility.full()) {
             differentiate<Tile, BiasKind::kDense, false, false>(scores, dprobs, stage.rows, dense_bias, visibility,
-                                                                score_row, score_key, rows, scale, softcap, take);
+                                                                first_score_row, key, rows, scale, softcap, take);
         } else {
             differentiate<Tile, BiasKind::kDense, true, false>(scores, dprobs, stage.rows, dense_bias, visibility,
-                                                               score_row, score_key, rows, scale, softcap, take);
+                                                               first_score_row, key, rows, scale, softcap, take);
         }
     };
 
@@ -273,7 +272,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             if (Smem::kStages == 2 && more) load(stage ^ 1);
 #pragma unroll
             for (int pass = 0; pass < Tile::kPasses; ++pass)
-                add_tile(smem.stages[stage], tile, is_full, pass * Tile::kPassM);
+                add_tile(smem.stages[stage], tile, is_full, pass * Tile::kPassN);
             if (Smem::kStages == 1) {
                 __syncthreads();
                 if (more) load(0);
@@ -284,7 +283,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     }
 }
 
-// Adds up what the splits made of each tile, in their order.
+// Adds up the parts of each tile, in their order, and rounds the sum.
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads) sum_dbias_parts_kernel(const __grid_constant__ BwdParams p) {
     const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys),

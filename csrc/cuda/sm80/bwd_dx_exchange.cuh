@@ -48,16 +48,16 @@ public:
         if (threadIdx.x < sharers_) mbarrier_arrive(in_block(ready_, threadIdx.x));
     }
 
-    // Rows of blocks of the tile, from first_m on, by block `rank`. `phase` is 0 for the first tile that is visited, 1 for
+    // Columns of blocks of the tile, from first_n on, by block `rank`. `phase` is 0 for the first tile that is visited, 1 for
     // the next, and so on in turn.
-    template <int kM>
-    __device__ __forceinline__ void send(const float (&dx)[kM][Tile::kScoreN][4], int first_m, int rank,
+    template <int kN>
+    __device__ __forceinline__ void send(const float (&dx)[Tile::kScoreM][kN][4], int first_n, int rank,
                                          int phase) const {
         mbarrier_wait(ready_, phase);
         if constexpr (kCanDivideBy<4>) {
-            if (sharers_ == 4) return send_among<4>(dx, first_m, rank);
+            if (sharers_ == 4) return send_among<4>(dx, first_n, rank);
         }
-        if constexpr (kCanDivideBy<2>) send_among<2>(dx, first_m, rank);
+        if constexpr (kCanDivideBy<2>) send_among<2>(dx, first_n, rank);
     }
 
     // Of the blocks in the order of rows, `rank` owns those from first_block(rank) on. visit(i, a, b) is given the sums of
@@ -77,17 +77,17 @@ private:
     template <int kSharers>
     static constexpr bool kCanDivideBy = Smem::kBlocks % (2 * kSharers) == 0;
 
-    template <int kSharers, int kM>
-    __device__ __forceinline__ void send_among(const float (&dx)[kM][Tile::kScoreN][4], int first_m, int rank) const {
+    template <int kSharers, int kN>
+    __device__ __forceinline__ void send_among(const float (&dx)[Tile::kScoreM][kN][4], int first_n, int rank) const {
         constexpr int kOwned = Smem::kBlocks / kSharers;
-        if (first_m == 0 && threadIdx.x == 0)
+        if (first_n == 0 && threadIdx.x == 0)
             mbarrier_arrive_expecting(received_, kOwned * (kSharers - 1) * kBlockBytes);
         const uint32_t to = parts_ + rank * kOwned * kBlockBytes + threadIdx.x * 16;
 #pragma unroll
-        for (int m = 0; m < kM; ++m)
+        for (int m = 0; m < Tile::kScoreM; ++m)
 #pragma unroll
-            for (int n = 0; n < Tile::kScoreN; ++n) {
-                const int block = (first_m + m) * Tile::kScoreN + n, owner = block / kOwned;
+            for (int n = 0; n < kN; ++n) {
+                const int block = m * Tile::kScoreN + first_n + n, owner = block / kOwned;
                 store_shared_or_async(to + block % kOwned * kBlockBytes, received_, owner, owner == rank, dx[m][n]);
             }
     }

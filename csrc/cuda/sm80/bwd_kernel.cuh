@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     const int warp = warp_id(), lane = lane_id();
     // Where this warp's part of S and dP begins.
     const int first_score_row = warp / Tile::kScoreKeyWarps * Tile::kScoreRows;
-    const int score_key = warp % Tile::kScoreKeyWarps * Tile::kScoreKeys;
+    const int first_score_key = warp % Tile::kScoreKeyWarps * Tile::kScoreKeys;
     constexpr int kDkvColStep = Tile::kDkvColWarps * 16, kDqColStep = Tile::kDqColWarps * 16;
 
     using ScoreQuery = OperandA<typename Tile::RowsTile, false>;
@@ -241,8 +241,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         const int dq_row = warp / Tile::kDqColWarps * Tile::kDqRows, dq_col = warp % Tile::kDqColWarps * 16;
         const auto keep = [&](LaneOffset which, uint32_t offset) { smem.lane_offsets[which][threadIdx.x] = offset; };
         keep(kScoreRows, ScoreQuery::lane_offset(first_score_row, 0));
-        keep(kScoreKeys, ScoreKey::lane_offset(score_key, 0));
-        keep(kScorePairs, Pairs::lane_offset(first_score_row, score_key));
+        keep(kScoreKeys, ScoreKey::lane_offset(first_score_key, 0));
+        keep(kScorePairs, Pairs::lane_offset(first_score_row, first_score_key));
         keep(kDkvPairs, DkvPairs::lane_offset(0, dkv_key));
         keep(kDkvRows, DkvRows::lane_offset(0, dkv_col));
         keep(kDqPairs, DqPairs::lane_offset(dq_row, 0));
@@ -331,6 +331,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         }
     };
 
+    // To the sums of the tile, in the order in which registers hold it.
+    const auto add_dbias = [&](const float(&dx)[Tile::kScoreM][Tile::kPassN][4], int head, int row_tile, int first_n) {
+        const int batch = p.dbias.batches > 1 || p.cu_seqlens_q != nullptr ? s.batch : 0;
+        const int heads = static_cast<int>(p.dbias.heads), row_tiles = ceil_div(static_cast<int>(p.seqlen_q), Tile::kRows);
+        const int tile_row = (batch * heads + shared_head(head, p.heads, heads)) * row_tiles + row_tile;
+        const int64_t tile = static_cast<int64_t>(tile_row) * key_tiles + key_tile;
+        float* to = p.dbias_parts + tile * Tile::kRows * Tile::kKeys + threadIdx.x * 4;
+#pragma unroll
+        for (int m = 0; m < Tile::kScoreM; ++m)
+#pragma unroll
+            for (int n = 0; n < Tile::kPassN; ++n)
+                reduce_add(to + (m * Tile::kScoreN + first_n + n) * Tile::kThreads * 4, dx[m][n]);
+    };
+
     // The columns' sums over all rows of this head, added up over the lanes and warps that share a column.
     const auto store_key_dbias = [&](int head) {
         if (threadIdx.x < Tile::kKeys) smem.column_sums[threadIdx.x] = 0;
@@ -344,7 +358,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                         float sum = column_sums[n][e];
 #pragma unroll
                         for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-                        if (lane < 4) smem.column_sums[score_key + n * 8 + lane * 2 + e] += sum;
+                        if (lane < 4) smem.column_sums[first_score_key + n * 8 + lane * 2 + e] += sum;
                         column_sums[n][e] = 0;
                     }
             }
@@ -358,16 +372,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         __syncthreads();
     };
 
-    // P and dS of one pass over the tile, of this warp's rows of blocks from first_m on, rounded, to shared memory.
+    // P and dS of one pass over the tile, of this warp's columns of blocks from first_n on, rounded, to shared memory.
     const auto scores_to_gradients = [&](int stage, typename Tile::PairsTile& probs, int head, int row_tile,
-                                         bool mask_full, int first_m) {
+                                         bool mask_full, int first_n) {
         const auto& rows_stage = smem.rows[stage];
-        const int score_row = first_score_row + first_m * 16;
-        float scores[Tile::kPassM][Tile::kScoreN][4], dprobs[Tile::kPassM][Tile::kScoreN][4];
+        const int score_key = first_score_key + first_n * 8;
+        float scores[Tile::kScoreM][Tile::kPassN][4], dprobs[Tile::kScoreM][Tile::kPassN][4];
         clear(scores);
         clear(dprobs);
-        const uint32_t rows_at = lane_offset(kScoreRows) + first_m * 16 * ScoreQuery::kRowBytes;
-        const uint32_t keys_at = lane_offset(kScoreKeys);
+        const uint32_t rows_at = lane_offset(kScoreRows);
+        const uint32_t keys_at = lane_offset(kScoreKeys) + first_n * 8 * ScoreKey::kRowBytes;
         multiply_add<T, Tile::kHeadDim>(scores, ScoreQuery(address_of(rows_stage.query), rows_at),
                                         ScoreKey(address_of(smem.key), keys_at));
         multiply_add<T, Tile::kHeadDim>(dprobs, ScoreQuery(address_of(rows_stage.dout), rows_at),
@@ -376,15 +390,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         const int rows = s.rows - row_tile * Tile::kRows;
         const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage, row_tile, key_tile);
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
-        const uint32_t pairs_at = lane_offset(kScorePairs) + first_m * 16 * Pairs::kRowBytes;
-        const Pairs prob_blocks(address_of(probs), pairs_at);  // of the bias, before
+        const uint32_t pairs_at = lane_offset(kScorePairs);
+        const Pairs prob_blocks = Pairs(address_of(probs), pairs_at).from(0, first_n * 8);  // of the bias, before
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
             prob_blocks.template load<false>(to, m * 16, n * 8);
         };
         const auto sum_columns = [&](int, int, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
             if constexpr (kKeyBias) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) column_sums[n][e] += is_visible[e] ? dx[e] : 0.f;
+                for (int e = 0; e < 2; ++e) column_sums[first_n + n][e] += is_visible[e] ? dx[e] : 0.f;
             }
         };
         if (softcap > 0) {
@@ -392,25 +406,26 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             const int lane = kept(lane_id());
             const auto take = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
                 sum_columns(m, h, n, dx, is_visible);
-                const int row = score_row + m * 16 + h * 8 + lane / 4, key = score_key + n * 8 + lane % 4 * 2;
+                const int row = first_score_row + m * 16 + h * 8 + lane / 4, key = score_key + n * 8 + lane % 4 * 2;
                 if (!dense_dbias_is(DenseDbias::kByEntry) || row >= rows) return;
                 T* to = dbias_rows(head, row_tile) + row * p.dbias.row_stride + key;
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
                     if (first_key + key + e < s.keys) to[e] = T(is_visible[e] ? dx[e] : 0.f);
             };
-            differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
-                                                   score_key, rows, scale, softcap, take);
+            differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, dense_bias, visibility,
+                                                   first_score_row, score_key, rows, scale, softcap, take);
         } else if (mask_full && visibility.full()) {
-            differentiate<Tile, kBias, false, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
-                                                     score_key, rows, scale, softcap, sum_columns);
+            differentiate<Tile, kBias, false, false>(scores, dprobs, rows_stage, dense_bias, visibility,
+                                                     first_score_row, score_key, rows, scale, softcap, sum_columns);
         } else {
-            differentiate<Tile, kBias, true, false>(scores, dprobs, rows_stage, dense_bias, visibility, score_row,
-                                                    score_key, rows, scale, softcap, sum_columns);
+            differentiate<Tile, kBias, true, false>(scores, dprobs, rows_stage, dense_bias, visibility,
+                                                    first_score_row, score_key, rows, scale, softcap, sum_columns);
         }
-        if (dense_dbias_is(DenseDbias::kExchanged)) exchange.send(dprobs, first_m, s.batch, stage);
+        if (dense_dbias_is(DenseDbias::kAtomic)) add_dbias(dprobs, head, row_tile, first_n);
+        if (dense_dbias_is(DenseDbias::kExchanged)) exchange.send(dprobs, first_n, s.batch, stage);
         store_rounded<T>(scores, prob_blocks);
-        store_rounded<T>(dprobs, Pairs(address_of(smem.dscores), pairs_at));
+        store_rounded<T>(dprobs, Pairs(address_of(smem.dscores), pairs_at).from(0, first_n * 8));
     };
 
     const auto add_dvalue = [&](const auto& rows_stage, const typename Tile::PairsTile& probs) {
@@ -444,7 +459,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         T* tile = dbias_rows(head, row_tile);
         const int first_block = exchange.first_block(s.batch), lane = kept(lane_id());
         const int row = first_score_row + first_block / Tile::kScoreN * 16 + lane / 4;
-        const int key = score_key + first_block % Tile::kScoreN * 8;
+        const int key = first_score_key + first_block % Tile::kScoreN * 8;
         const int rows = s.rows - row_tile * Tile::kRows, keys = s.keys - first_key;
         const bool plain = is_plain<Tile, 4>(tile, p.dbias, rows, keys);
         T* at = tile + row * p.dbias.row_stride + key;
@@ -505,7 +520,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         auto& probs = smem.probs[Smem::kProbStages == 2 ? stage : 0];
 #pragma unroll
         for (int pass = 0; pass < Tile::kPasses; ++pass)
-            scores_to_gradients(stage, probs, head, row_tile, mask_full, pass * Tile::kPassM);
+            scores_to_gradients(stage, probs, head, row_tile, mask_full, pass * Tile::kPassN);
         __syncthreads();
         add_dvalue(smem.rows[stage], probs);
         add_dquery(head, row_tile);

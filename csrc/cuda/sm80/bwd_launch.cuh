@@ -65,13 +65,19 @@ template <typename Tile, bool kCausal, BiasKind kBias>
 void run_bwd_main(BwdParams p, cudaStream_t stream) {
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys) * p.kv_heads * p.batch;
     const BwdKernel kernel = bwd_kernel<Tile, kBias, kCausal>;
-    if (p.dense_dbias == DenseDbias::kOwnKernel && can_exchange_dx<Tile>(p, kernel)) {
+    const bool is_atomic = p.dense_dbias == DenseDbias::kAtomic, has_own_kernel = p.dense_dbias == DenseDbias::kOwnKernel;
+    if ((is_atomic || has_own_kernel) && can_exchange_dx<Tile>(p, kernel)) {
         p.dense_dbias = DenseDbias::kExchanged;
         launch_exchanging_dx<Tile>(kernel, blocks, p, stream);
         return;
     }
+    if (is_atomic) {
+        const size_t bytes = p.dbias_tiles * Tile::kRows * Tile::kKeys * sizeof(float);
+        FLASH_CUDA_CHECK(cudaMemsetAsync(p.dbias_parts, 0, bytes, stream));
+    }
     launch<Tile>(kernel, blocks, sizeof(BwdSmem<Tile, kBias>), p, stream);
-    if (p.dense_dbias == DenseDbias::kOwnKernel)
+    if (is_atomic) launch<Tile>(sum_dbias_parts_kernel<Tile>, p.dbias_tiles, 0, p, stream);
+    if (has_own_kernel)
         sum_shared_dbias<BwdTile<Tile::kHeadDim, typename Tile::T, Tile::kIsSmall, BwdPass::kDbias>, kCausal>(p, stream);
 }
 

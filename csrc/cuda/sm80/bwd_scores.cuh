@@ -215,8 +215,8 @@ struct TileVisibility {
 // be anything.
 template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, typename Stage, typename Visibility,
           typename DenseBias, typename Take>
-__device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kScoreN][4],
-                                              float (&dp)[Tile::kPassM][Tile::kScoreN][4],
+__device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][Tile::kPassN][4],
+                                              float (&dp)[Tile::kScoreM][Tile::kPassN][4],
                                               const Stage& stage, const DenseBias& dense_bias,
                                               const Visibility& visibility, int row, int key, int rows, float scale,
                                               float softcap, const Take& take) {
@@ -224,9 +224,9 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kSc
     const int lane = lane_id();
     const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E;
 #pragma unroll
-    for (int m = 0; m < Tile::kPassM; ++m) {
+    for (int m = 0; m < Tile::kScoreM; ++m) {
         float lse[2], delta[2];
-        constexpr int kWords = ceil_div(Tile::kScoreKeys, 32);
+        constexpr int kWords = ceil_div(Tile::kPassKeys, 32);
         uint32_t visible[2][kWords];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -238,12 +238,12 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kPassM][Tile::kSc
             if (kMasked) {
 #pragma unroll
                 for (int w = 0; w < kWords; ++w)
-                    visible[h][w] = visibility.word(r, key / 32 + w) >> (Tile::kScoreKeys % 32 ? key % 32 : 0) >>
+                    visible[h][w] = visibility.word(r, key / 32 + w) >> (Tile::kPassKeys % 32 ? key % 32 : 0) >>
                                     (lane % 4 * 2);
             }
         }
 #pragma unroll
-        for (int n = 0; n < Tile::kScoreN; n += 2) {
+        for (int n = 0; n < Tile::kPassN; n += 2) {
             uint32_t bias[4];
             if (kBias == BiasKind::kDense) dense_bias(bias, m, n);
 #pragma unroll

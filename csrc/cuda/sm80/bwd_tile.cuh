@@ -9,7 +9,7 @@ struct BwdTileSizes {
     int rows, keys;  // of a tile
     int warps;
     int score_row_warps;  // warps along the rows of S = Q K^T and dP = dO V^T; the others lie along the keys
-    int score_passes;  // a warp's rows of S and dP are computed in so many parts, where registers are short
+    int score_passes;  // a warp's keys of S and dP are computed in so many parts, where registers are short
     int key_warps;  // warps along the keys of dK and dV; the others lie along the head dimension
     int row_warps;  // warps along the rows of dQ; the others lie along the head dimension
     int blocks_per_sm;
@@ -113,7 +113,7 @@ struct BwdTile {
     static constexpr int kScoreRows = kRows / kSizes.score_row_warps;
     static constexpr int kScoreKeys = kKeys / kScoreKeyWarps;
     static constexpr int kScoreM = kScoreRows / 16, kScoreN = kScoreKeys / 8;
-    static constexpr int kPasses = kSizes.score_passes, kPassM = kScoreM / kPasses;
+    static constexpr int kPasses = kSizes.score_passes, kPassN = kScoreN / kPasses, kPassKeys = kPassN * 8;
 
     static constexpr int kDkvColWarps = kSizes.warps / kSizes.key_warps;
     static constexpr int kDkvKeys = kKeys / kSizes.key_warps;
@@ -123,7 +123,7 @@ struct BwdTile {
     static constexpr int kDqRows = kRows / kSizes.row_warps;
     static constexpr int kDqM = kDqRows / 16, kDqN = kHeadDim / kDqColWarps / 8;
 
-    static_assert(kScoreKeys % 16 == 0 && kHeadDim % (16 * kDkvColWarps) == 0 && kHeadDim % (16 * kDqColWarps) == 0);
+    static_assert(kScoreN % kPasses == 0 && kPassKeys % 16 == 0 && kHeadDim % (16 * kDkvColWarps) == 0 && kHeadDim % (16 * kDqColWarps) == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
     using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V

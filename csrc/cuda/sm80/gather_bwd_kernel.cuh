@@ -275,19 +275,19 @@ private:
     // P and dS of one pass's rows, rounded, to shared memory.
     __device__ __forceinline__ void differentiate_pass(int tile, int pass) {
         const Stage& stage = keys_of(tile);
-        const int row = score_row_ + pass * Tile::kPassM * 16, rows = tile_rows();
-        uint32_t bias[kBias == BiasKind::kDense ? Tile::kPassM : 1][Tile::kScoreN][2];
-        if constexpr (kBias == BiasKind::kDense) gather_bias(bias, stage, row);
+        const int first_n = pass * Tile::kPassN, first_key = score_key_ + first_n * 8, rows = tile_rows();
+        uint32_t bias[kBias == BiasKind::kDense ? Tile::kScoreM : 1][Tile::kPassN][2];
+        if constexpr (kBias == BiasKind::kDense) gather_bias(bias, stage, first_n);
 
-        float scores[Tile::kPassM][Tile::kScoreN][4], dprobs[Tile::kPassM][Tile::kScoreN][4];
+        float scores[Tile::kScoreM][Tile::kPassN][4], dprobs[Tile::kScoreM][Tile::kPassN][4];
         clear(scores);
         clear(dprobs);
         using RowsA = OperandA<typename Tile::RowsTile, false>;
         using KeysB = OperandB<typename Tile::KeysTile, false>;
-        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(smem_.rows.query), row, 0),
-                                        KeysB(address_of(key_of(tile)), score_key_, 0));
-        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(smem_.rows.dout), row, 0),
-                                        KeysB(address_of(value_of(tile)), score_key_, 0));
+        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(smem_.rows.query), score_row_, 0),
+                                        KeysB(address_of(key_of(tile)), first_key, 0));
+        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(smem_.rows.dout), score_row_, 0),
+                                        KeysB(address_of(value_of(tile)), first_key, 0));
 
         const struct {
             const float *lse, *delta, *key_bias;
@@ -301,39 +301,39 @@ private:
         const auto take = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
             const float dx0 = is_visible[0] ? dx[0] : 0, dx1 = is_visible[1] ? dx[1] : 0;
             if constexpr (kKeyBias) {
-                column_sums_[n * 2] += dx0;
-                column_sums_[n * 2 + 1] += dx1;
+                column_sums_[(first_n + n) * 2] += dx0;
+                column_sums_[(first_n + n) * 2 + 1] += dx1;
             } else if constexpr (kBias == BiasKind::kDense) {
-                if (needs_dbias()) add_dense_dbias(stage, row + m * 16 + h * 8 + lane_id() / 4, n, dx0, dx1);
+                if (needs_dbias()) add_dense_dbias(stage, score_row_ + m * 16 + h * 8 + lane_id() / 4, first_n + n, dx0, dx1);
             }
         };
         if (softcap > 0) {
-            differentiate<Tile, kBias, true, true>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_,
+            differentiate<Tile, kBias, true, true>(scores, dprobs, numbers, dense_bias, visibility, score_row_, first_key,
                                                    rows, scale, softcap, take);
-        } else if (stage.seen_by_all[row / 32][score_key_ / 32] == ~0u) {
-            differentiate<Tile, kBias, false, false>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_,
+        } else if (stage.seen_by_all[score_row_ / 32][score_key_ / 32] == ~0u) {
+            differentiate<Tile, kBias, false, false>(scores, dprobs, numbers, dense_bias, visibility, score_row_, first_key,
                                                      rows, scale, softcap, take);
         } else {
-            differentiate<Tile, kBias, true, false>(scores, dprobs, numbers, dense_bias, visibility, row, score_key_,
+            differentiate<Tile, kBias, true, false>(scores, dprobs, numbers, dense_bias, visibility, score_row_, first_key,
                                                     rows, scale, softcap, take);
         }
         using Pairs = Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst>;
-        store_rounded<T>(scores, Pairs(address_of(smem_.probs[tile % 2]), row, score_key_));
-        store_rounded<T>(dprobs, Pairs(address_of(smem_.dscores[tile % 2]), row, score_key_));
+        store_rounded<T>(scores, Pairs(address_of(smem_.probs[tile % 2]), score_row_, first_key));
+        store_rounded<T>(dprobs, Pairs(address_of(smem_.dscores[tile % 2]), score_row_, first_key));
     }
 
     // Of this lane's pairs, straight from global memory; 0 where there is none.
     template <int kM>
-    __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Tile::kScoreN][2], const Stage& stage, int row) {
+    __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Tile::kPassN][2], const Stage& stage, int first_n) {
         const T* from = reinterpret_cast<const T*>(smem_.at.bias);
 #pragma unroll
-        for (int n = 0; n < Tile::kScoreN; ++n) {
-            const int2 keys = this_lanes_keys(stage, n);
+        for (int n = 0; n < Tile::kPassN; ++n) {
+            const int2 keys = this_lanes_keys(stage, first_n + n);
 #pragma unroll
             for (int m = 0; m < kM; ++m)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const int r = row + m * 16 + h * 8 + lane_id() / 4;
+                    const int r = score_row_ + m * 16 + h * 8 + lane_id() / 4;
                     const auto load = [&](int key) {
                         const bool exists = key >= 0 && r < tile_rows();
                         return exists ? to_float(from[r * p_.bias.row_stride + key * p_.bias.col_stride]) : 0.f;

@@ -40,6 +40,9 @@ public:
     __device__ __forceinline__ Blocks(uint32_t tile, int row, int col)
         : lane_address_(tile + lane_offset(row, col, kept(lane_id()))) {}
 
+    // The blocks from a corner further on; its row and column are as those of a block.
+    __device__ __forceinline__ Blocks from(int row, int col) const { return Blocks(address(row, col), 0); }
+
     // row is a multiple of 8; col shares no bit with the column offsets, other than multiples of a panel.
     static __device__ __forceinline__ uint32_t lane_offset(int row, int col, int lane = lane_id()) {
         const int below = kOrder == BlockOrder::kBelowFirst ? lane / 8 % 2 : lane / 16;

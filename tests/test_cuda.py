@@ -76,6 +76,11 @@ def test_dense_bias_that_batch_elements_share(head_dim, batch):
     check([x[:, :293] for x in tensors], None, bias[:, :, :293, :293].contiguous())
     check([x[:, :256] for x in tensors], mask_of(batch, 1, 1, 256), bias[:, :, :256, :256])
     check(tensors, mask, bias, softcap=3.0)
+    check(tensors, mask, bias, is_causal=True, deterministic=True)
+
+
+def test_dense_bias_whose_gradient_is_too_large_for_the_cache():
+    check(on_gpu(3, 900, 2000, 8, 8, 64, torch.bfloat16), mask_of(3, 1, 1, 2000), randn(1, 8, 900, 2000))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -106,6 +111,19 @@ def poisoned_allocations():
     assert torch.empty(3, device="cuda").isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 170), (2, 2, 150, 170), (1, 1, 150, 170)], ids=str)
+@pytest.mark.parametrize("sparse", ["tiles", "lists"])
+def test_rows_of_the_least_finite_number_are_means(shape, sparse):
+    query, key, value = (x.requires_grad_() for x in on_gpu(2, 150, 170, 2, 2, 64, torch.bfloat16))
+    bias = randn(*shape)
+    bias[..., 0, :] = torch.finfo(bias.dtype).min
+    bias.requires_grad_()
+    mask = torch.ones(1, 1, 1, 170, dtype=torch.bool, device="cuda")
+    out = flash_dmattn_func(query, key, value, mask, bias, sparse=sparse)
+    torch.testing.assert_close(out[:, 0], value.mean(dim=1), atol=1e-2, rtol=1e-2)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), [query, key, value, bias]))
 
 
 @pytest.mark.parametrize("bias_shape", [(2, 4, 1, 290), (1, 2, 300, 290), (2, 4, 300, 290)], ids=str)

@@ -23,6 +23,8 @@ CASES = {
     "key bias": (100, (2, 2, 100, KEYS), (2, 2, 1, KEYS), {"is_causal": True}),
     "key bias, deterministic": (100, (1, 4, 100, KEYS), (1, 4, 1, KEYS), {"deterministic": True}),
     "dense bias": (100, (2, 1, 1, KEYS), (2, 4, 100, KEYS), {"is_causal": True}),
+    "dense bias, shared by batch elements": (100, (2, 4, 100, KEYS), (1, 4, 100, KEYS), {}),
+    "dense bias, shared by heads": (100, None, (2, 2, 100, KEYS), {"is_causal": True}),
     "dense bias, shared": (100, (2, 4, 100, KEYS), (1, 2, 100, KEYS), {"softcap": 5.0}),
     "dense bias, shared by all, deterministic": (100, None, (1, 1, 100, KEYS), {"deterministic": True}),
 }

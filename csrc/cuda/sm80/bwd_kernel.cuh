@@ -182,6 +182,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     using T = typename Tile::T;
     using Smem = BwdSmem<Tile, kBias>;
     constexpr bool kKeyBias = Smem::kKeyBias;
+    // The column sums of a key bias take registers, too.
+    constexpr int kPasses = Tile::kPasses * (kKeyBias && Tile::kHeadDim == 64 ? 2 : 1), kPassN = Tile::kScoreN / kPasses;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_memory);
     const SharedMemory address_of(shared_memory);
@@ -332,7 +334,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     };
 
     // To the sums of the tile, in the order in which registers hold it.
-    const auto add_dbias = [&](const float(&dx)[Tile::kScoreM][Tile::kPassN][4], int head, int row_tile, int first_n) {
+    const auto add_dbias = [&](const float(&dx)[Tile::kScoreM][kPassN][4], int head, int row_tile, int first_n) {
         const int batch = p.dbias.batches > 1 || p.cu_seqlens_q != nullptr ? s.batch : 0;
         const int heads = static_cast<int>(p.dbias.heads), row_tiles = ceil_div(static_cast<int>(p.seqlen_q), Tile::kRows);
         const int tile_row = (batch * heads + shared_head(head, p.heads, heads)) * row_tiles + row_tile;
@@ -341,7 +343,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
 #pragma unroll
         for (int m = 0; m < Tile::kScoreM; ++m)
 #pragma unroll
-            for (int n = 0; n < Tile::kPassN; ++n)
+            for (int n = 0; n < kPassN; ++n)
                 reduce_add(to + (m * Tile::kScoreN + first_n + n) * Tile::kThreads * 4, dx[m][n]);
     };
 
@@ -377,7 +379,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                                          bool mask_full, int first_n) {
         const auto& rows_stage = smem.rows[stage];
         const int score_key = first_score_key + first_n * 8;
-        float scores[Tile::kScoreM][Tile::kPassN][4], dprobs[Tile::kScoreM][Tile::kPassN][4];
+        float scores[Tile::kScoreM][kPassN][4], dprobs[Tile::kScoreM][kPassN][4];
         clear(scores);
         clear(dprobs);
         const uint32_t rows_at = lane_offset(kScoreRows);
@@ -519,8 +521,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
 
         auto& probs = smem.probs[Smem::kProbStages == 2 ? stage : 0];
 #pragma unroll
-        for (int pass = 0; pass < Tile::kPasses; ++pass)
-            scores_to_gradients(stage, probs, head, row_tile, mask_full, pass * Tile::kPassN);
+        for (int pass = 0; pass < kPasses; ++pass)
+            scores_to_gradients(stage, probs, head, row_tile, mask_full, pass * kPassN);
         __syncthreads();
         add_dvalue(smem.rows[stage], probs);
         add_dquery(head, row_tile);

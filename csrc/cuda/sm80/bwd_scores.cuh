@@ -1,6 +1,8 @@
 // From S = Q K^T and dP = dO V^T of one tile to P and dS: what the backward's kernels have in common.
 #pragma once
 
+#include <cfloat>
+
 #include "../common/intervals.cuh"
 #include "../common/pairs.cuh"
 #include "../common/sequence.cuh"
@@ -213,10 +215,10 @@ struct TileVisibility {
 // dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. take(m, h, n, dx, is_visible) is given
 // dx of two neighbouring pairs, of row m, h and the keys of n, before it becomes ds; where one is not visible its dx may
 // be anything.
-template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, typename Stage, typename Visibility,
+template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, int kPassN, typename Stage, typename Visibility,
           typename DenseBias, typename Take>
-__device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][Tile::kPassN][4],
-                                              float (&dp)[Tile::kScoreM][Tile::kPassN][4],
+__device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][kPassN][4],
+                                              float (&dp)[Tile::kScoreM][kPassN][4],
                                               const Stage& stage, const DenseBias& dense_bias,
                                               const Visibility& visibility, int row, int key, int rows, float scale,
                                               float softcap, const Take& take) {
@@ -226,24 +228,25 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][Tile::kP
 #pragma unroll
     for (int m = 0; m < Tile::kScoreM; ++m) {
         float lse[2], delta[2];
-        constexpr int kWords = ceil_div(Tile::kPassKeys, 32);
+        constexpr int kPassKeys = kPassN * 8, kWords = ceil_div(kPassKeys, 32);
         uint32_t visible[2][kWords];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int r = row + m * 16 + h * 8 + lane / 4;
             const float row_lse = stage.lse[r];
-            // exp2(x - inf) = 0: an empty row, and one beyond the sequence, has no p.
-            lse[h] = r < rows && row_lse != -kInfinity ? row_lse * kLog2E : kInfinity;
+            // exp2(x - inf) = 0: an empty row, and one beyond the sequence, has no p. Nor has a row of the least finite
+            // numbers, whose lse must not become -inf here.
+            lse[h] = r < rows && row_lse != -kInfinity ? fmaxf(row_lse * kLog2E, -FLT_MAX) : kInfinity;
             delta[h] = lse[h] != kInfinity ? stage.delta[r] : 0;
             if (kMasked) {
 #pragma unroll
                 for (int w = 0; w < kWords; ++w)
-                    visible[h][w] = visibility.word(r, key / 32 + w) >> (Tile::kPassKeys % 32 ? key % 32 : 0) >>
+                    visible[h][w] = visibility.word(r, key / 32 + w) >> (kPassKeys % 32 ? key % 32 : 0) >>
                                     (lane % 4 * 2);
             }
         }
 #pragma unroll
-        for (int n = 0; n < Tile::kPassN; n += 2) {
+        for (int n = 0; n < kPassN; n += 2) {
             uint32_t bias[4];
             if (kBias == BiasKind::kDense) dense_bias(bias, m, n);
 #pragma unroll

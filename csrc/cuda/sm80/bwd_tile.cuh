@@ -36,7 +36,7 @@ constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool is_small) {
     if (is_small) return small_bwd_tile_sizes(head_dim);
     switch (head_dim) {
         case 32: return {64, 64, 4, 2, 1, 2, 2, 3};
-        case 64: return {128, 128, 8, 4, 2, 4, 4, 1};
+        case 64: return {128, 128, 8, 4, 1, 4, 4, 1};
         case 96: return {64, 128, 8, 2, 1, 4, 4, 1};
         case 128: return {64, 128, 8, 2, 1, 4, 2, 1};
         case 192: return {64, 64, 8, 4, 1, 2, 2, 1};

@@ -24,9 +24,11 @@ class KeyIntervalMask:
         end: int32 in start's shape. Ends may lie beyond the rows; no row sees a key whose end is not above its start.
         keys_per_row: a bound, where one is known without looking at the values: no n rows that follow each other see
             more than keys_per_row + n - 1 different keys. It saves reading back from the device how many they are.
+        scattered: whether the keys of a row lie scattered among those that it does not see, so that walking over the
+            keys in tiles finds hardly any to skip. The masks of `topk` do. Only the speed depends on it.
 
     Attributes:
-        start, end, keys_per_row: as given.
+        start, end, keys_per_row, scattered: as given.
 
     Raises:
         TypeError: start or end is no int32 tensor, keys_per_row no int.
@@ -34,7 +36,7 @@ class KeyIntervalMask:
         RuntimeError: start and end are on different devices.
     """
 
-    def __init__(self, start: Tensor, end: Tensor, *, keys_per_row: int | None = None):
+    def __init__(self, start: Tensor, end: Tensor, *, keys_per_row: int | None = None, scattered: bool = False):
         for name, tensor in (("start", start), ("end", end)):
             require_tensor(name, tensor)
             if tensor.dtype != torch.int32:
@@ -50,6 +52,7 @@ class KeyIntervalMask:
         self.start = start
         self.end = end
         self.keys_per_row = keys_per_row
+        self.scattered = scattered
 
     # What it is
 
@@ -92,7 +95,7 @@ class KeyIntervalMask:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyIntervalMask:
         """The same mask on that device."""
         start, end = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.start, self.end))
-        return KeyIntervalMask(start, end, keys_per_row=self.keys_per_row)
+        return KeyIntervalMask(start, end, keys_per_row=self.keys_per_row, scattered=self.scattered)
 
     def __and__(self, other: KeyIntervalMask) -> KeyIntervalMask:
         """What both let be seen. Batch sizes must be the same or 1; of two head counts one must divide the other."""
@@ -124,6 +127,7 @@ class KeyIntervalMask:
             torch.maximum(of_each_head(self.start), of_each_head(other.start)),
             torch.minimum(of_each_head(self.end), of_each_head(other.end)),
             keys_per_row=min(bounds) if bounds else None,
+            scattered=self.scattered or other.scattered,
         )
 
     def to_dense(self, seqlen_q: int | None = None) -> Tensor:
@@ -145,7 +149,7 @@ class KeyIntervalMask:
         if not self.is_varlen:
             raise ValueError(f"only a mask {VARLEN} has sequences, got {tuple(self.shape)}")
         start, end = (tensor[first:last].T[None] for tensor in (self.start, self.end))
-        return KeyIntervalMask(start, end, keys_per_row=self.keys_per_row)
+        return KeyIntervalMask(start, end, keys_per_row=self.keys_per_row, scattered=self.scattered)
 
     def _rows(self, seqlen_q: int | None) -> int:
         if self.is_varlen:
@@ -278,7 +282,7 @@ class KeyIntervalMask:
         require_count("seqlen_q", rows)
         end = prefix_topk.topk_ends_of_last(bias.flatten(0, 1), window_size, rows).view(bias.shape).clamp_(min=0)
         start = own_rows(rows, keys, bias.device).clamp_(min=0)
-        return cls(start.expand(bias.shape), end, keys_per_row=window_size)
+        return cls(start.expand(bias.shape), end, keys_per_row=window_size, scattered=True)
 
     @classmethod
     @torch.no_grad()
@@ -313,7 +317,7 @@ class KeyIntervalMask:
         place = torch.arange(keys, dtype=torch.int32, device=bias.device) - first
         lead = torch.nn.functional.pad((cu_seqlens_k - cu_seqlens_q).diff(), (0, 1))[sequence]
         start, end = (place - lead)[:, None].clamp_(min=0), (end - lead[:, None]).clamp_(min=0)
-        return cls(start.expand(end.shape), end, keys_per_row=window_size)
+        return cls(start.expand(end.shape), end, keys_per_row=window_size, scattered=True)
 
 
 # Checks and places

@@ -148,6 +148,8 @@ def test_masks_together():
     assert (KeyIntervalMask.causal(7, 7) & mask).keys_per_row == 2
     assert (KeyIntervalMask.sliding_window(7, 7, 5) & mask).keys_per_row == 2
     assert (KeyIntervalMask.causal(7, 7) & KeyIntervalMask.causal(7, 7)).keys_per_row is None
+    top = KeyIntervalMask.topk(torch.randn(2, 1, 7), 3)
+    assert top.scattered and (mask & top).scattered and (top & mask).scattered and not mask.scattered
 
 
 # The causal top-w mask
@@ -278,6 +280,7 @@ def test_repr():
 
 
 def test_to():
+    assert KeyIntervalMask.topk(torch.randn(1, 1, 7), 3).to("meta").scattered
     mask = KeyIntervalMask.sliding_window(4, 4, 2).to("meta")
     assert mask.device.type == "meta" and mask.end.device.type == "meta" and mask.keys_per_row == 2
 

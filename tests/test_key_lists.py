@@ -206,8 +206,15 @@ def test_without_looking_a_bound_decides():
     assert key_lists.knows_to_be_short(mask, 4096, 4096, False, crossover=0.3)
     assert key_lists.knows_to_be_short(mask, 1, 4096, True, crossover=0.3)
     assert not key_lists.knows_to_be_short(KeyIntervalMask(mask.start, mask.end), 4096, 4096, True, 0.9)
-    assert not key_lists.knows_to_be_short(rand_mask(1, 1, 1, 4096), 4096, 4096, True, 0.9)
     assert key_lists.choose(mask.to("meta"), "auto", 700, 700, True).device.type == "meta"
+
+
+def test_on_a_gpu_lists_are_for_what_is_scattered(monkeypatch):
+    monkeypatch.setattr(key_lists.KeyLists, "build", lambda *args: "lists")
+    scattered = KeyIntervalMask.topk(torch.randn(1, 1, 1, 4096), 512).to("meta")
+    window = KeyIntervalMask.sliding_window(4096, 4096, 512, device="meta")
+    chosen = [key_lists.choose(mask, "auto", 4096, 4096, True) for mask in (scattered, scattered & window, window)]
+    assert chosen[:2] == ["lists", "lists"] and chosen[2] is window
 
 
 @pytest.mark.parametrize("rows, keys", [(1, 1), (300, 300), (200, 700), (700, 200), (1, 50)])

@@ -207,6 +207,24 @@ attention_forward.register_autograd(_backward, setup_context=_save_for_backward)
 attention_backward.register_autograd(_refuse_double_backward)
 
 
+class _EagerAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = attention_forward(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
+
+
+def attention(*inputs):
+    """`attention_forward` for eager mode, too: the autograd that PyTorch gives an op goes through its schema in every
+    call, which takes longer than the kernels do on a short sequence.
+    """
+    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return _EagerAttention.apply(*inputs) if eager else attention_forward(*inputs)
+
+
 LIST_ALIGN = 64  # of KeyListsView in csrc/params.h
 LIST_ROWS = 128
 

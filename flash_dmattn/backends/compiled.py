@@ -41,7 +41,7 @@ def attention_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
         if query.device.type != device_type:
             raise RuntimeError(f"the backend '{device_type}' takes {device_type} tensors, got query on {query.device}")
         lengths = varlen or (None, None, None, None)
-        out, lse, *_ = ops.attention_forward(
+        out, lse, *_ = ops.attention(
             *(query, key, value, *mask_tensors(mask), bias, *lengths),
             *(float(softmax_scale), float(softcap), is_causal, deterministic),
         )

@@ -267,6 +267,8 @@ void fill(AttentionParams& p, const Tensor& query, const Tensor& key, const Tens
         check_pairs(bias->sizes(), "bias", p, varlen, total_q, total_k);
         static_cast<PairView&>(p.bias) = pair_view(*bias);
         p.bias.kind = p.bias.per_key ? BiasKind::kKey : BiasKind::kDense;
+        TORCH_CHECK_VALUE(p.bias.per_key || bias->size(-1) == p.seqlen_k,
+                          "bias must have a column for every key where it has rows, got ", bias->sizes());
         p.bias.dtype = data_type(*bias, "bias");
         TORCH_CHECK_TYPE(p.bias.dtype == p.dtype || (p.bias.per_key && bias->scalar_type() == at::kFloat),
                          "bias must have query's dtype ", query.scalar_type(), " (or float32 where it is one number a key), got ",
@@ -482,12 +484,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Te
     check_last_contiguous(out, "out");
     check_last_contiguous(lse, "lse");
     const Tensor dout_rows = readable_rows(dout.stride(-1) == 1 ? dout : dout.contiguous());
+    const Tensor out_rows = readable_rows(out);
     const Tensor dlse_rows = dlse.contiguous();
     const Tensor delta = at::empty_like(dlse_rows);
-    Tensor dquery = at::empty(query.sizes(), query.options());
-    Tensor dkey = at::empty(key.sizes(), key.options());
-    Tensor dvalue = at::empty(value.sizes(), value.options());
-    p.out = rows_view(out, is_varlen);
+    const auto gradient_of = [&](const Tensor& x) {
+        return nothing_to_do(p) ? at::zeros(x.sizes(), x.options()) : at::empty(x.sizes(), x.options());
+    };
+    Tensor dquery = gradient_of(query), dkey = gradient_of(key), dvalue = gradient_of(value);
+    p.out = rows_view(out_rows, is_varlen);
     p.lse = row_stat_view(lse, is_varlen);
     p.dout = rows_view(dout_rows, is_varlen);
     p.dlse = row_stat_view(dlse_rows, is_varlen);
@@ -516,8 +520,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Te
     } else if (needs_dbias) {
         // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them. Where there are lists,
         // those of them alone are written.
-        dbias = is_varlen || p.lists.present() || nothing_to_do(p) ? at::zeros(bias->sizes(), bias->options())
-                                              : at::empty(bias->sizes(), bias->options());
+        dbias = is_varlen || p.lists.present() ? at::zeros(bias->sizes(), bias->options()) : gradient_of(*bias);
         p.dbias = pair_view(dbias);
     }
 
@@ -559,8 +562,7 @@ AttentionParams list_params(const MaskTensors& masks, int64_t seqlen_q, int64_t 
 }
 
 int64_t row_tiles_of(const AttentionParams& p) {
-    const bool rows_alike = p.mask.present() && p.mask.per_key;
-    return rows_alike ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
+    return p.mask.per_key ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
 }
 
 // (lengths, plan): of every list its length, rounded up to KeyListsView::kAlign, and what list_fill needs to know.
@@ -569,6 +571,7 @@ std::pair<Tensor, Tensor> list_lengths(const MaskTensors& masks, int64_t seqlen_
     const AttentionParams p = list_params(masks, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
     const Tensor& mask = masks.mask ? *masks.mask : *masks.intervals;
     Tensor lengths = at::empty({p.batch * p.heads * row_tiles_of(p)}, mask.options().dtype(at::kLong));
+    if (mask.numel() == 0) return {lengths.zero_(), at::empty({0}, lengths.options().dtype(at::kByte))};
     if (!mask.is_cpu()) return {lengths, list_lengths_cuda(p, mask, lengths)};
     key_list_lengths_cpu(p, lengths.data_ptr<int64_t>());
     return {lengths, at::empty({0}, lengths.options().dtype(at::kInt))};
@@ -586,9 +589,10 @@ std::pair<Tensor, Tensor> list_fill(const MaskTensors& masks, int64_t seqlen_q, 
     check_last_contiguous(starts, "starts");
     check_device(starts, "starts", mask);
     const auto options = mask.options().dtype(at::kInt);
-    const bool with_rows = p.mask.present() && !p.mask.per_key;
+    const bool with_rows = masks.mask && !p.mask.per_key;
     Tensor keys = at::empty({capacity}, options);
     Tensor rows = at::empty({with_rows ? capacity : 0, KeyListsView::kRows / 32}, options);
+    if (mask.numel() == 0) return {keys, rows};
     if (!mask.is_cpu()) {
         list_fill_cuda(p, mask, starts, plan, keys, rows);
         return {keys, rows};

@@ -113,6 +113,13 @@ def test_nothing_there(batch, seqlen_q, seqlen_k, heads, bias_rows):
         assert gradient.shape == tensor.shape and (gradient == 0).all()
 
 
+def test_key_heads_without_query_heads():
+    tensors = [torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (0, 2, 2)]
+    out = flash_dmattn_func(*tensors)
+    assert out.shape == (2, 5, 0, 8)
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), tensors))
+
+
 def test_packed_forms_are_the_same_function():
     qkv = torch.randn(2, 33, 3, 4, 16, requires_grad=True)
     mask, bias = rand_mask(2, 4, 33, 33), torch.randn(2, 4, 33, 33)

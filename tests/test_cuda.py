@@ -79,8 +79,13 @@ def test_dense_bias_that_batch_elements_share(head_dim, batch):
     check(tensors, mask, bias, is_causal=True, deterministic=True)
 
 
-def test_dense_bias_whose_gradient_is_too_large_for_the_cache():
-    check(on_gpu(3, 900, 2000, 8, 8, 64, torch.bfloat16), mask_of(3, 1, 1, 2000), randn(1, 8, 900, 2000))
+@pytest.mark.parametrize("mask_shape", [(3, 1, 1, 2000), (3, 8, 900, 2000)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_dense_bias_whose_gradient_is_too_large_for_the_cache(causal, mask_shape):
+    mask = mask_of(*mask_shape)
+    mask[1, :, :, :700] = False
+    mask[:, 3:5, 200:500, 900:1500] = False
+    check(on_gpu(3, 900, 2000, 8, 8, 64, torch.bfloat16), mask, randn(1, 8, 900, 2000), is_causal=causal)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -147,6 +152,22 @@ def test_garbage_in_padding_reaches_nothing():
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_garbage_in_keys_that_their_bias_hides(head_dim):
+    tensors = [x.requires_grad_() for x in on_gpu(2, 150, 300, 4, 2, head_dim, torch.bfloat16)]
+    hidden = torch.rand(2, 2, 1, 300, device="cuda") < 0.3
+    hidden[1, :, :, 200:] = True
+    bias = randn(2, 2, 1, 300).masked_fill(hidden, -torch.inf).requires_grad_()
+    garbage = hidden.all(dim=1)[:, 0, :, None, None]
+    poisoned = [tensors[0], *(x.detach().masked_fill(garbage, torch.nan).requires_grad_() for x in tensors[1:])]
+    dout = torch.randn_like(tensors[0])
+    clean, dirty = (
+        torch.autograd.grad(flash_dmattn_func(*x, attn_bias=bias), [*x, bias], dout) for x in (tensors, poisoned)
+    )
+    for x, y in zip(clean, dirty):
+        torch.testing.assert_close(x, y)
+
+
 def test_strides():
     query, key, value = on_gpu(2, 140, 270, 4, 4, 64, torch.bfloat16)
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
@@ -156,6 +177,14 @@ def test_strides():
     bias = randn(270, 140).T.expand(2, 4, 140, 270)
     check((query, key, value), mask, bias, dout=randn(2, 4, 140, 64).transpose(1, 2) / 8)
     check((query[..., 1:33], key[..., 1:33], value[..., 1:33]), mask, bias)
+
+
+@pytest.mark.parametrize("batch, seqlen_q, seqlen_k, heads", [(0, 5, 5, 2), (2, 0, 5, 2), (2, 5, 0, 2), (2, 5, 5, 0)])
+def test_nothing_there_without_mask_and_bias(batch, seqlen_q, seqlen_k, heads):
+    tensors = [x.requires_grad_() for x in on_gpu(batch, seqlen_q, seqlen_k, heads, heads, 64, torch.bfloat16)]
+    out = flash_dmattn_func(*tensors)
+    assert (out == 0).all()
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), tensors))
 
 
 @pytest.mark.parametrize("batch, seqlen_q, seqlen_k, heads", [(0, 5, 5, 2), (2, 0, 5, 2), (2, 5, 0, 2), (2, 5, 5, 0)])

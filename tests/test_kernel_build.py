@@ -103,7 +103,7 @@ def compiled(source, to, *options):
 
 # Local memory of a kernel, in bytes a thread, spilled registers included. Kernels that use all registers keep a few
 # values there; an array that went there would be hundreds of bytes.
-MOST_LOCAL_MEMORY = {"fwd": 0, "gather_fwd": 32, "bwd": 80, "gather_bwd": 64}
+MOST_LOCAL_MEMORY = {"fwd": 0, "gather_fwd": 32, "bwd": 96, "gather_bwd": 64}
 
 
 @needs_nvcc

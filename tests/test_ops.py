@@ -105,6 +105,13 @@ def test_opcheck(case, dtype):
     torch.library.opcheck(ops.attention_backward, (*backward, bias is not None), atol=1e-3, rtol=1e-2)
 
 
+def test_a_dense_bias_of_one_column_is_refused():
+    query, key, value = inputs(1, 70, 500, 2, 2, 8)
+    with pytest.raises(ValueError, match=r"bias must have a column for every key .* got \[1, 1, 70, 1\]"):
+        bias = torch.zeros(1, 1, 70, 1)
+        ops.attention_forward(query, key, value, *ops.MaskTensors(), bias, *[None] * 4, 0.3, 0.0, True, False)
+
+
 def test_opcheck_varlen():
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     query, key, value = (torch.randn(9, 2, 8, requires_grad=True) for _ in range(3))

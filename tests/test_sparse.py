@@ -194,6 +194,26 @@ def test_garbage_in_padding_reaches_nothing(garbage, kind, sparse):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("seqlen_q", [0, 5, 300])
+@every_list
+def test_no_keys(kind, seqlen_q, heads):
+    mask = mask_of(kind, 2, heads, seqlen_q, 0)
+    tensors = [torch.randn(2, n, 2, 16, requires_grad=True) for n in (seqlen_q, 0, 0)]
+    out = flash_dmattn_func(*tensors, mask, sparse="lists")
+    assert out.shape == (2, seqlen_q, 2, 16) and (out == 0).all()
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), tensors))
+
+
+@pytest.mark.parametrize("rows", [0, 300])
+def test_no_keys_of_variable_length(rows):
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, 0))
+    tensors = [torch.randn(n, 2, 8) for n in (rows, 0, 0)]
+    mask = torch.zeros(0, 2, dtype=torch.bool)
+    out = flash_dmattn_varlen_func(*tensors, mask, None, cu_q, cu_k, rows, 0, sparse="lists")
+    assert out.shape == (rows, 2, 8) and (out == 0).all()
+
+
 @every_path
 def test_nothing_visible(kind, sparse):
     mask = torch.zeros(1, 1, 1 if kind == "key" else 200, 140, dtype=torch.bool)

@@ -1,4 +1,4 @@
-// The CUDA kernels of the forward, as flash_api.cpp calls them. They know no torch: params.h structs and a stream.
+// The CUDA kernels, as flash_api.cpp calls them. They know no torch: params.h structs and a stream.
 //
 // query, key and value have 16-byte aligned rows: their data pointers are multiples of 16 bytes, their strides of 8
 // elements. out likewise. Masks and biases may have any strides.

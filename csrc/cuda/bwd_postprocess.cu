@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) convert_dbias_kernel(const __grid_co
 template <typename T>
 void postprocess(const BwdParams& p, cudaStream_t stream) {
     const auto blocks = [](int64_t elements) {
-        return static_cast<unsigned>(ceil_div<int64_t>(elements, kThreads * kChunk));
+        return grid_of(ceil_div<int64_t>(elements, kThreads * kChunk));
     };
     const int64_t elements = p.dkv_rows * p.kv_heads * p.head_dim;
     if (elements > 0) {

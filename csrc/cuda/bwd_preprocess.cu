@@ -46,7 +46,7 @@ template <typename T, int kLanes>
 void launch_delta(const BwdParams& p, cudaStream_t stream) {
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_q, kThreads / kLanes) * p.heads * p.batch;
     if (blocks == 0) return;
-    delta_kernel<T, kLanes><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+    delta_kernel<T, kLanes><<<grid_of(blocks), kThreads, 0, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

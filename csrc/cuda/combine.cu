@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kWarps * 32) combine_kernel(const __grid_const
 void combine_splits(const FwdParams& params, cudaStream_t stream) {
     const int64_t blocks = ceil_div<int64_t>(params.batch * params.heads * params.seqlen_q, kWarps);
     const auto kernel = params.dtype == DataType::kFloat16 ? combine_kernel<half_t> : combine_kernel<bfloat16_t>;
-    kernel<<<static_cast<unsigned>(blocks), kWarps * 32, 0, stream>>>(params);
+    kernel<<<grid_of(blocks), kWarps * 32, 0, stream>>>(params);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

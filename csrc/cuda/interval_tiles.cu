@@ -64,8 +64,7 @@ void summarize_intervals_cuda(const AttentionParams& params, const IntervalTiles
     using namespace cuda;
     if (tiles.size == 0) return;
     const int64_t blocks = ceil_div<int64_t>(tiles.size, kThreads / 32);
-    if (blocks > INT32_MAX) throw std::runtime_error("the mask has too many tiles for one launch");
-    summarize_intervals_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, tiles);
+    summarize_intervals_kernel<<<grid_of(blocks), kThreads, 0, stream>>>(params, tiles);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -311,8 +311,7 @@ PackedMask packed_in(const KeyListsPlan& plan, const void* scratch) {
 
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream, const Arguments&... arguments) {
-    if (blocks > INT32_MAX) throw std::runtime_error("the key lists have too many chunks for one launch");
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(arguments...);
+    kernel<<<grid_of(blocks), kThreads, 0, stream>>>(arguments...);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -328,7 +327,7 @@ KeyListsPlan plan_key_lists(const AttentionParams& params, int64_t total_q) {
     using namespace cuda;
     KeyListsPlan plan;
     const bool varlen = params.cu_seqlens_q != nullptr;
-    const bool is_bool = params.mask.present();
+    const bool is_bool = params.mask.present();  // a mask without elements has no lists to make
     plan.heads = is_bool ? params.mask.heads : params.intervals.heads;
     plan.batches = varlen ? params.batch : is_bool ? params.mask.batches : params.intervals.batches;
     plan.rows_alike = is_bool && params.mask.per_key;

@@ -159,14 +159,13 @@ void pack_mask_cuda(const AttentionParams& params, const PackedMask& packed, cud
     using namespace cuda;
     if (packed.bits_size == 0) return;
     const int64_t blocks = packed.batches * packed.heads * packed.row_tiles * ceil_div<int64_t>(packed.words, kWords);
-    if (blocks > INT32_MAX) throw std::runtime_error("the mask has too many tiles for one launch");
     const MaskView& mask = params.mask;
     const auto aligned = [](int64_t stride) { return stride % 16 == 0; };
     const bool sequences_aligned = params.cu_seqlens_q == nullptr || !mask.per_key;  // else they start at any key
     const bool vector = mask.col_stride == 1 && aligned(reinterpret_cast<intptr_t>(mask.data)) && sequences_aligned &&
                         aligned(mask.batch_stride) && aligned(mask.head_stride) && aligned(mask.row_stride);
     const auto kernel = vector ? pack_mask_kernel<VectorReader> : pack_mask_kernel<ScalarReader>;
-    kernel<<<static_cast<unsigned>(blocks), kWarps * 32, 0, stream>>>(params, packed);
+    kernel<<<grid_of(blocks), kWarps * 32, 0, stream>>>(params, packed);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <climits>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -12,3 +14,15 @@
         if (status_ != cudaSuccess)                                                                           \
             throw std::runtime_error(std::string(#expression " failed: ") + cudaGetErrorString(status_));     \
     } while (0)
+
+namespace flash_dmattn::cuda {
+
+// The blocks of a launch, as it takes them.
+inline unsigned grid_of(int64_t blocks) {
+    if (blocks > INT_MAX)
+        throw std::runtime_error("this call needs " + std::to_string(blocks) + " blocks of one kernel, a launch takes " +
+                                 std::to_string(INT_MAX) + ": call with fewer sequences, rows or heads at a time");
+    return static_cast<unsigned>(blocks);
+}
+
+}  // namespace flash_dmattn::cuda

@@ -14,7 +14,6 @@ using bfloat16_t = __nv_bfloat16;
 
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 template <typename T>
 constexpr __host__ __device__ T ceil_div(T a, T b) {
@@ -70,8 +69,8 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// to[0] += x, and to[1] += y, in global memory; of two numbers `to` is a multiple of 8. atomicAdd asks which memory a
-// pointer leads to where the compiler does not see it.
+// to[0] += x, and to[1] += y and so on, in global memory; `to` is aligned to all its numbers together. atomicAdd asks
+// which memory a pointer leads to where the compiler does not see it.
 __device__ __forceinline__ void reduce_add(float* to, float x) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }
@@ -81,6 +80,16 @@ __device__ __forceinline__ void reduce_add(float* to, float x, float y) {
 #else
     reduce_add(to, x);
     reduce_add(to + 1, y);
+#endif
+}
+__device__ __forceinline__ void reduce_add(float* to, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+                 "f"(x[3])
+                 : "memory");
+#else
+    reduce_add(to, x[0], x[1]);
+    reduce_add(to + 2, x[2], x[3]);
 #endif
 }
 

@@ -43,10 +43,6 @@ struct alignas(128) SmemTile {
     static __device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t lane, int row, int col) {
         ldmatrix_x4(a, moved(lane, row, col));
     }
-    // A operand of the transposed matrix: its rows are columns here. lane_across.
-    static __device__ __forceinline__ void load_a_transposed(uint32_t (&a)[4], uint32_t lane, int row, int col) {
-        ldmatrix_x4_trans(a, moved(lane, row, col));
-    }
     // Two B operands, n = rows and k = columns here: b[0], b[1] of the first eight rows, b[2], b[3] of the last. For a
     // product with the transposed of this matrix (q k^T). lane_across.
     static __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t lane, int row, int col) {
@@ -55,15 +51,6 @@ struct alignas(128) SmemTile {
     // Two B operands, k = rows and n = columns here. For a product with this matrix (p v). lane_down.
     static __device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], uint32_t lane, int row, int col) {
         ldmatrix_x4_trans(b, moved(lane, row, col));
-    }
-
-    __device__ __forceinline__ void load_a(uint32_t (&a)[4], int row, int col) const { load_a(a, lane_down(), row, col); }
-    __device__ __forceinline__ void load_a_transposed(uint32_t (&a)[4], int row, int col) const {
-        load_a_transposed(a, lane_across(), row, col);
-    }
-    __device__ __forceinline__ void load_b(uint32_t (&b)[4], int row, int col) const { load_b(b, lane_across(), row, col); }
-    __device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], int row, int col) const {
-        load_b_transposed(b, lane_down(), row, col);
     }
 
 private:

@@ -8,8 +8,7 @@
 #include "../attention.h"
 #include "../bwd_preprocess.h"
 #include "../common/check.h"
-#include "bwd_scratch.cuh"
-#include "bwd_tile.cuh"
+#include "bwd_kernel.cuh"
 #include "kernels.h"  // generated: FLASH_DMATTN_FOR_EACH_BWD(X), X(T, head dimension) for what is built
 
 namespace flash_dmattn {
@@ -80,19 +79,40 @@ void plan_dbias_kernel(BwdParams& p, const BwdTileSizes& tile) {
     p.dbias_run = std::clamp<int64_t>(p.dbias_tiles / (kWaves * slots), 1, std::min(kLongestRun, key_tiles));
 }
 
+// Whether the blocks of the main kernel can exchange dx, one for each of the batch elements that share a bias.
+bool can_exchange_dx(const BwdParams& p, int head_dim) {
+    const bool batch_shares = p.dbias.heads == p.heads && p.dbias.batches == 1 && p.cu_seqlens_q == nullptr;
+    if (!batch_shares || uses_small_tiles()) return false;  // code with the large tiles has clusters, too
+#define FLASH_DMATTN_MATCH(T, kHeadDim)                                                            \
+    if (head_dim == kHeadDim) {                                                                    \
+        using Tile = BwdTile<kHeadDim, T, false>;                                                  \
+        return kCanExchangeDx<Tile> && DxExchange<Tile>::can_divide(p.batch);                      \
+    }
+    FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_MATCH)
+#undef FLASH_DMATTN_MATCH
+    return false;
+}
+
 // Who writes the gradient of a dense bias, and how many floats of scratch memory that takes.
 int64_t plan_dense_dbias(BwdParams& p, int head_dim, const BwdTileSizes& main_tile) {
     if (dbias_is_of_one(p)) {
         p.dense_dbias = DenseDbias::kByEntry;
         return 0;
     }
-    // Atomic additions take a fixed share of the main kernel's time while the cache holds the sums.
-    p.dbias_tiles = count_dbias_tiles(p, main_tile);
-    const int64_t sums = p.dbias_tiles * main_tile.rows * main_tile.keys;
-    const bool fits = sums * static_cast<int64_t>(sizeof(float)) <= device_attribute(cudaDevAttrL2CacheSize) / 2;
-    if (fits && !p.deterministic && p.softcap == 0) {
-        p.dense_dbias = DenseDbias::kAtomic;
-        return sums;
+    // The main kernel can hand on dx where it is ds, too, and where the order of its additions is free.
+    if (p.softcap == 0 && !p.deterministic) {
+        if (can_exchange_dx(p, head_dim)) {
+            p.dense_dbias = DenseDbias::kExchanged;
+            return 0;
+        }
+        // Atomic additions cost little as long as the cache holds the sums.
+        p.dbias_tiles = count_dbias_tiles(p, main_tile);
+        const int64_t sums = p.dbias_tiles * main_tile.rows * main_tile.keys;
+        if (sums * static_cast<int64_t>(sizeof(float)) <= device_attribute(cudaDevAttrL2CacheSize) / 2) {
+            p.dense_dbias = DenseDbias::kAtomic;
+            p.dbias_splits = p.dbias_run = 1;
+            return sums;
+        }
     }
     const BwdTileSizes tile = dbias_tile_sizes(head_dim);
     p.dense_dbias = DenseDbias::kOwnKernel;

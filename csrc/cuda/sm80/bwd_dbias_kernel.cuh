@@ -1,4 +1,5 @@
-// The gradient of a dense bias that batch elements or query heads share: dx summed over all that share an entry.
+// The gradient of a dense bias that batch elements or query heads share, where the main kernel cannot sum it: dx summed
+// over all that share an entry.
 //
 // A block makes a run of tiles of the gradient, one after the other: it recomputes P and dP of every (batch element,
 // head) that shares a tile, keeps the sum in float32 registers and writes it once. No atomics, and nothing of
@@ -283,7 +284,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     }
 }
 
-// Adds up the parts of each tile, in their order, and rounds the sum.
+// Adds up the parts of each tile, in their order, and rounds the sum; of the main kernel's atomic sums there is one part.
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads) sum_dbias_parts_kernel(const __grid_constant__ BwdParams p) {
     const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys),

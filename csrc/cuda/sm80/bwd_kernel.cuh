@@ -129,24 +129,11 @@ template <typename Tile>
 constexpr bool kCanExchangeDx =
     !Tile::kIsSmall && sizeof(BwdSmem<Tile, BiasKind::kDense>) + sizeof(DxExchangeSmem<Tile>) <= 227 * 1024;
 
-__device__ __forceinline__ void reduce_add(float* to, const float (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-                 "f"(x[3])
-                 : "memory");
-#else
-#pragma unroll
-    for (int i = 0; i < 4; ++i) atomicAdd(to + i, x[i]);
-#endif
-}
-
 // In deterministic mode the blocks of one head add to a tile of dQ in the order of their keys.
 __device__ __forceinline__ void wait_for_turn(const int32_t* turns, int turn) {
     if (threadIdx.x == 0) {
-        int32_t current;
-        do {
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(current) : "l"(turns) : "memory");
-        } while (current != turn);
+        while (load_acquire(turns) != turn) {
+        }
     }
     __syncthreads();
 }
@@ -182,8 +169,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     using T = typename Tile::T;
     using Smem = BwdSmem<Tile, kBias>;
     constexpr bool kKeyBias = Smem::kKeyBias;
-    // The column sums of a key bias take registers, too.
-    constexpr int kPasses = Tile::kPasses * (kKeyBias && Tile::kHeadDim == 64 ? 2 : 1), kPassN = Tile::kScoreN / kPasses;
+    constexpr int kPasses = Tile::template kPassesWith<kBias>, kPassN = Tile::kScoreN / kPasses;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_memory);
     const SharedMemory address_of(shared_memory);
@@ -260,7 +246,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     clear(dvalue);
     float column_sums[kKeyBias ? Tile::kScoreN : 1][2] = {};
 
-    // Keys that no row sees may hold anything: they are not read. A warp looks at 32 tiles at a time, one a lane.
+    // Keys that no row sees, for the mask or their bias, may hold anything: they are not read. A warp looks at 32 tiles at
+    // a time, one a lane.
     uint32_t seen[Tile::kWords];
     const auto find_seen_keys = [&] {
         const bool is_masked = has_mask(p);
@@ -278,6 +265,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         }
 #pragma unroll
         for (int w = 0; w < Tile::kWords; ++w) seen[w] = __reduce_or_sync(~0u, seen[w]);
+        if constexpr (kKeyBias) {
+#pragma unroll
+            for (int w = 0; w < Tile::kWords; ++w) {
+                bool unhidden = false;
+                for (int head = first_head; head < first_head + group; ++head)
+                    unhidden |= load_key_bias(p, s, head, first_key + w * 32 + lane) != -kInfinity;
+                seen[w] &= __ballot_sync(~0u, unhidden);
+            }
+        }
     };
     const auto load_keys = [&](typename Tile::KeysTile& tile, const RowsView& view) {
         const T* from = static_cast<const T*>(view.data) + key_offset(view, s, kv_head) + first_key * view.row_stride;

@@ -1,8 +1,6 @@
 // Runs the backward's kernels of one dtype and head dimension, one after the other on a stream.
 #pragma once
 
-#include <algorithm>
-
 #include "../common/check.h"
 #include "../common/shared_memory.h"
 #include "bwd.h"
@@ -18,34 +16,22 @@ template <typename Tile>
 void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdParams& p, cudaStream_t stream) {
     if (blocks == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
-    kernel<<<static_cast<unsigned>(blocks), Tile::kThreads, shared_bytes, stream>>>(p);
+    kernel<<<grid_of(blocks), Tile::kThreads, shared_bytes, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-// Whether the blocks of the main kernel can sum the gradient of a dense bias that batch elements share.
+// The same, the blocks of all batch elements in a cluster.
 template <typename Tile>
-bool can_exchange_dx(const BwdParams& p, BwdKernel kernel) {
-    if constexpr (!kCanExchangeDx<Tile>) return false;
-    const bool is_shared = p.dbias.heads == p.heads && p.dbias.batches == 1 && p.cu_seqlens_q == nullptr;
-    if (!is_shared || !DxExchange<Tile>::can_divide(p.batch) || p.softcap > 0 || p.deterministic) return false;
-    cudaFuncAttributes compiled;
-    FLASH_CUDA_CHECK(cudaFuncGetAttributes(&compiled, kernel));
-    return std::min(compiled.binaryVersion, compiled.ptxVersion) >= 90;
-}
-
-// The main kernel, the blocks of all batch elements in a cluster.
-template <typename Tile>
-void launch_exchanging_dx(BwdKernel kernel, int64_t blocks, const BwdParams& p, cudaStream_t stream) {
+void launch_clusters(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdParams& p, cudaStream_t stream) {
     if (blocks == 0) return;
-    const size_t bytes = sizeof(BwdSmem<Tile, BiasKind::kDense>) + sizeof(DxExchangeSmem<Tile>);
-    allow_shared_memory("the backward", p.head_dim, kernel, bytes);
+    allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(p.batch), 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(blocks);
+    config.gridDim = grid_of(blocks);
     config.blockDim = Tile::kThreads;
-    config.dynamicSmemBytes = bytes;
+    config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = &cluster;
     config.numAttrs = 1;
@@ -62,22 +48,20 @@ void sum_shared_dbias(const BwdParams& p, cudaStream_t stream) {
 }
 
 template <typename Tile, bool kCausal, BiasKind kBias>
-void run_bwd_main(BwdParams p, cudaStream_t stream) {
+void run_bwd_main(const BwdParams& p, cudaStream_t stream) {
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys) * p.kv_heads * p.batch;
     const BwdKernel kernel = bwd_kernel<Tile, kBias, kCausal>;
-    const bool is_atomic = p.dense_dbias == DenseDbias::kAtomic, has_own_kernel = p.dense_dbias == DenseDbias::kOwnKernel;
-    if ((is_atomic || has_own_kernel) && can_exchange_dx<Tile>(p, kernel)) {
-        p.dense_dbias = DenseDbias::kExchanged;
-        launch_exchanging_dx<Tile>(kernel, blocks, p, stream);
-        return;
-    }
-    if (is_atomic) {
+    // As much for every launch: what a kernel may have is kept by the device, for all threads of the process.
+    constexpr size_t kBytes = sizeof(BwdSmem<Tile, kBias>) +
+                              (kBias == BiasKind::kDense && kCanExchangeDx<Tile> ? sizeof(DxExchangeSmem<Tile>) : 0);
+    if (p.dense_dbias == DenseDbias::kExchanged) return launch_clusters<Tile>(kernel, blocks, kBytes, p, stream);
+    if (p.dense_dbias == DenseDbias::kAtomic) {
         const size_t bytes = p.dbias_tiles * Tile::kRows * Tile::kKeys * sizeof(float);
         FLASH_CUDA_CHECK(cudaMemsetAsync(p.dbias_parts, 0, bytes, stream));
     }
-    launch<Tile>(kernel, blocks, sizeof(BwdSmem<Tile, kBias>), p, stream);
-    if (is_atomic) launch<Tile>(sum_dbias_parts_kernel<Tile>, p.dbias_tiles, 0, p, stream);
-    if (has_own_kernel)
+    launch<Tile>(kernel, blocks, kBytes, p, stream);
+    if (p.dense_dbias == DenseDbias::kAtomic) launch<Tile>(sum_dbias_parts_kernel<Tile>, p.dbias_tiles, 0, p, stream);
+    if (p.dense_dbias == DenseDbias::kOwnKernel)
         sum_shared_dbias<BwdTile<Tile::kHeadDim, typename Tile::T, Tile::kIsSmall, BwdPass::kDbias>, kCausal>(p, stream);
 }
 

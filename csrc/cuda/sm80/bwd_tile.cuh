@@ -113,7 +113,10 @@ struct BwdTile {
     static constexpr int kScoreRows = kRows / kSizes.score_row_warps;
     static constexpr int kScoreKeys = kKeys / kScoreKeyWarps;
     static constexpr int kScoreM = kScoreRows / 16, kScoreN = kScoreKeys / 8;
-    static constexpr int kPasses = kSizes.score_passes, kPassN = kScoreN / kPasses, kPassKeys = kPassN * 8;
+    static constexpr int kPasses = kSizes.score_passes, kPassN = kScoreN / kPasses;
+    // The column sums of a key bias take registers, too, of which a warp with 32 x 64 pairs has none left.
+    template <BiasKind kBias>
+    static constexpr int kPassesWith = kPasses == 1 && kBias == BiasKind::kKey && kScoreM * kScoreN > 8 ? 2 : kPasses;
 
     static constexpr int kDkvColWarps = kSizes.warps / kSizes.key_warps;
     static constexpr int kDkvKeys = kKeys / kSizes.key_warps;
@@ -123,7 +126,7 @@ struct BwdTile {
     static constexpr int kDqRows = kRows / kSizes.row_warps;
     static constexpr int kDqM = kDqRows / 16, kDqN = kHeadDim / kDqColWarps / 8;
 
-    static_assert(kScoreN % kPasses == 0 && kPassKeys % 16 == 0 && kHeadDim % (16 * kDkvColWarps) == 0 && kHeadDim % (16 * kDqColWarps) == 0);
+    static_assert(kScoreN % kPasses == 0 && kPassN % 2 == 0 && kHeadDim % (16 * kDkvColWarps) == 0 && kHeadDim % (16 * kDqColWarps) == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
     using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V

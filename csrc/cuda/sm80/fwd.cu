@@ -29,8 +29,9 @@ FwdPacking fwd_packing(const AttentionParams& p) {
 int64_t plan_fwd_splits(const AttentionParams& p) {
     using namespace cuda;
     constexpr int64_t kBlocksPerMultiprocessor = 3, kMostSplits = 64, kFewestKeys = 256;
+    if (p.batch == 0 || p.heads == 0) return 1;
     const FwdPacking packing = fwd_packing(p);
-    if (packing.rows > kFewRows || p.batch == 0 || p.heads == 0) return 1;
+    if (packing.rows > kFewRows) return 1;
     int device = 0, multiprocessors = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));

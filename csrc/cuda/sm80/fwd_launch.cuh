@@ -31,10 +31,9 @@ void launch_fwd(const FwdParams& p, int pack, cudaStream_t stream) {
     schedule.bias_aligned = p.bias.col_stride == 1 && reinterpret_cast<intptr_t>(p.bias.data) % 16 == 0 &&
                             aligned(p.bias.batch_stride) && aligned(p.bias.head_stride) && aligned(p.bias.row_stride);
     const int64_t blocks = p.splits * schedule.row_tiles * schedule.heads * schedule.batch;
-    if (blocks > INT32_MAX) throw std::runtime_error("too many tiles for one launch");
     const auto kernel = fwd_kernel<Kernel>;
     allow_shared_memory("the forward", p.head_dim, kernel, kSmem);
-    kernel<<<static_cast<unsigned>(blocks), Kernel::kThreads, kSmem, stream>>>(p, schedule);
+    kernel<<<grid_of(blocks), Kernel::kThreads, kSmem, stream>>>(p, schedule);
     FLASH_CUDA_CHECK(cudaGetLastError());
     if (p.splits > 1) combine_splits(p, stream);
 }

@@ -272,7 +272,7 @@ private:
         if (kKeyBias && needs_dbias()) store_column_sums(tile);
     }
 
-    // P and dS of one pass's rows, rounded, to shared memory.
+    // P and dS of one pass's keys, rounded, to shared memory.
     __device__ __forceinline__ void differentiate_pass(int tile, int pass) {
         const Stage& stage = keys_of(tile);
         const int first_n = pass * Tile::kPassN, first_key = score_key_ + first_n * 8, rows = tile_rows();

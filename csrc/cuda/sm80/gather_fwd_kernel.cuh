@@ -96,6 +96,11 @@ private:
     __device__ __forceinline__ int* keys_of(int tile) { return smem_.keys[tile % 2]; }
     __device__ __forceinline__ int bias_bytes() const { return p_.bias.dtype == DataType::kFloat32 ? 4 : 2; }
 
+    // Padding is none, nor what lists that were made for other sequences name beyond this one.
+    __device__ __forceinline__ bool is_key(int key) const {
+        return static_cast<unsigned>(key) < static_cast<unsigned>(sequence().keys);
+    }
+
     __device__ __forceinline__ void fetch_keys(int tile) {
         if (threadIdx.x < kKeys) smem_.list.fetch_key(keys_of(tile)[threadIdx.x], tile * kKeys + threadIdx.x);
     }
@@ -114,14 +119,14 @@ private:
         for (int i = 0; i < KeyCopy::kSteps; ++i) places[i] = keys[KeyCopy::first_row() + i * KeyCopy::kRowsAtOnce];
         KeyCopy::start(to, static_cast<int>(p_.head_dim), [&](int i) {
             const uint64_t offset = static_cast<uint64_t>(static_cast<uint32_t>(places[i])) * stride;
-            return RowSource<T>{reinterpret_cast<const T*>(pieces + offset), places[i] >= 0};
+            return RowSource<T>{reinterpret_cast<const T*>(pieces + offset), is_key(places[i])};
         });
     }
 
     __device__ __forceinline__ void load_pairs(const ListTiles& tile) {
         if (threadIdx.x >= kKeys) return;
         const int key = keys_of(tile.current)[threadIdx.x];
-        if (key >= 0) {
+        if (is_key(key)) {
             smem_.list.fetch(smem_.fetched[threadIdx.x], tile.current * kKeys + threadIdx.x, key);
             if constexpr (kBias == BiasKind::kKey)
                 key_bias_ = load_key_bias(p_.bias, smem_.first_bias, key * p_.bias.col_stride);
@@ -134,7 +139,7 @@ private:
         if (threadIdx.x >= kKeys) return;
         const int key = keys_of(tile.current)[threadIdx.x];
         SeeingRows seeing = smem_.list.seeing(smem_.fetched[threadIdx.x], key, sequence(), p_.is_causal);
-        if (key < 0) seeing.end = 0;
+        if (!is_key(key)) seeing.end = 0;
         if constexpr (kBias == BiasKind::kKey) {
             const float bias = key_bias_of<T>(p_.bias, key_bias_);
             smem_.bias[threadIdx.x] = bias;
@@ -184,9 +189,9 @@ private:
             for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int key = max(keys[n * 8 + lane_id() % 4 * 2 + e], 0);
+                    const int key = keys[n * 8 + lane_id() % 4 * 2 + e];
                     float& x = scores[i / 2][n][i % 2 * 2 + e];
-                    x = fmaf(x, scale, to_float(__ldg(bias + key * p_.bias.col_stride)));
+                    x = fmaf(x, scale, to_float(__ldg(bias + (is_key(key) ? key : 0) * p_.bias.col_stride)));
                 }
         }
     }

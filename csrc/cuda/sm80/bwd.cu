@@ -10,6 +10,7 @@
 #include "../common/check.h"
 #include "bwd_kernel.cuh"
 #include "kernels.h"  // generated: FLASH_DMATTN_FOR_EACH_BWD(X), X(T, head dimension) for what is built
+#include "serves.cuh"
 
 namespace flash_dmattn {
 namespace cuda {
@@ -29,10 +30,9 @@ namespace {
 
 // The head dimension of the instantiation that serves p; 0 where none was built.
 int built_head_dim(const AttentionParams& p) {
-#define FLASH_DMATTN_MATCH(T, kHeadDim)                                                                              \
-    if (p.head_dim <= kHeadDim && p.dtype == (std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16)) \
-        return kHeadDim;
-    FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_MATCH)  // by rising head dimension
+#define FLASH_DMATTN_MATCH(T, kHeadDim) \
+    if (serves<T, kHeadDim>(p)) return kHeadDim;
+    FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     return 0;
 }
@@ -79,15 +79,16 @@ void plan_dbias_kernel(BwdParams& p, const BwdTileSizes& tile) {
     p.dbias_run = std::clamp<int64_t>(p.dbias_tiles / (kWaves * slots), 1, std::min(kLongestRun, key_tiles));
 }
 
+template <typename Tile>
+bool can_exchange_dx_among(int64_t batch) {
+    return kCanExchangeDx<Tile> && DxExchange<Tile>::can_divide(batch);
+}
 // Whether the blocks of the main kernel can exchange dx, one for each of the batch elements that share a bias.
-bool can_exchange_dx(const BwdParams& p, int head_dim) {
+bool can_exchange_dx(const BwdParams& p) {
     const bool batch_shares = p.dbias.heads == p.heads && p.dbias.batches == 1 && p.cu_seqlens_q == nullptr;
     if (!batch_shares || uses_small_tiles()) return false;  // code with the large tiles has clusters, too
-#define FLASH_DMATTN_MATCH(T, kHeadDim)                                                            \
-    if (head_dim == kHeadDim) {                                                                    \
-        using Tile = BwdTile<kHeadDim, T, false>;                                                  \
-        return kCanExchangeDx<Tile> && DxExchange<Tile>::can_divide(p.batch);                      \
-    }
+#define FLASH_DMATTN_MATCH(T, kHeadDim) \
+    if (serves<T, kHeadDim>(p)) return can_exchange_dx_among<BwdTile<kHeadDim, T, false>>(p.batch);
     FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     return false;
@@ -101,7 +102,7 @@ int64_t plan_dense_dbias(BwdParams& p, int head_dim, const BwdTileSizes& main_ti
     }
     // The main kernel can hand on dx where it is ds, too, and where the order of its additions is free.
     if (p.softcap == 0 && !p.deterministic) {
-        if (can_exchange_dx(p, head_dim)) {
+        if (can_exchange_dx(p)) {
             p.dense_dbias = DenseDbias::kExchanged;
             return 0;
         }
@@ -157,13 +158,12 @@ BwdScratch plan_bwd_scratch(BwdParams& p, int64_t total_q, int64_t total_k) {
 void mha_bwd_cuda(const BwdParams& p, cudaStream_t stream) {
     using namespace cuda;
     if (p.batch == 0 || p.heads == 0) return;
-    const int built = built_head_dim(p);
-    if (built == 0)
+    if (built_head_dim(p) == 0)
         throw std::runtime_error("no backward kernel was built for this dtype and head dimension " +
                                  std::to_string(p.head_dim) + ": see FLASH_DMATTN_DTYPES and FLASH_DMATTN_HEAD_DIMS");
     preprocess_bwd(p, stream);
-#define FLASH_DMATTN_RUN(T, kHeadDim)                                                                           \
-    if (built == kHeadDim && p.dtype == (std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16)) \
+#define FLASH_DMATTN_RUN(T, kHeadDim) \
+    if (serves<T, kHeadDim>(p))       \
         return p.lists.present() ? run_gather_bwd<T, kHeadDim>(p, stream) : run_bwd<T, kHeadDim>(p, stream);
     FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_RUN)
 #undef FLASH_DMATTN_RUN

@@ -7,8 +7,8 @@
 
 #include "../attention.h"
 #include "../common/check.h"
-#include "../common/ptx.cuh"
 #include "kernels.h"  // generated: FLASH_DMATTN_FOR_EACH_FWD(X), X(T, head dimension) for what is built
+#include "serves.cuh"
 
 namespace flash_dmattn {
 namespace cuda {
@@ -44,10 +44,10 @@ int64_t plan_fwd_splits(const AttentionParams& p) {
 void mha_fwd_cuda(const FwdParams& p, cudaStream_t stream) {
     using namespace cuda;
     if (p.batch == 0 || p.heads == 0 || p.seqlen_q == 0) return;
-#define FLASH_DMATTN_RUN(T, kHeadDim)                                                                          \
-    if (p.head_dim <= kHeadDim && p.dtype == (std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16)) \
+#define FLASH_DMATTN_RUN(T, kHeadDim) \
+    if (serves<T, kHeadDim>(p))       \
         return p.lists.present() ? run_gather_fwd<T, kHeadDim>(p, stream) : run_fwd<T, kHeadDim>(p, stream);
-    FLASH_DMATTN_FOR_EACH_FWD(FLASH_DMATTN_RUN)  // by rising head dimension
+    FLASH_DMATTN_FOR_EACH_FWD(FLASH_DMATTN_RUN)
 #undef FLASH_DMATTN_RUN
     throw std::runtime_error("no forward kernel was built for this dtype and head dimension " + std::to_string(p.head_dim) +
                              ": see FLASH_DMATTN_DTYPES and FLASH_DMATTN_HEAD_DIMS");

@@ -37,7 +37,7 @@ CPU_SOURCES = [
 CUDA_SOURCES = [
     f"csrc/cuda/{name}.cu"
     for name in (
-        *("bwd_postprocess", "bwd_preprocess", "combine", "interval_tiles", "key_lists", "pack_mask"),
+        *("bwd_postprocess", "bwd_preprocess", "combine", "interval_tiles", "key_lists", "pack_mask", "prefix_topk"),
         *("sm80/bwd", "sm80/fwd"),
     )
 ]

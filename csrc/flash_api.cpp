@@ -19,6 +19,7 @@
 
 #include "cuda/attention.h"
 #include "cuda/key_lists.h"
+#include "cuda/prefix_topk.h"
 #endif
 
 namespace flash_dmattn {
@@ -396,6 +397,16 @@ void list_fill_cuda(const AttentionParams& p, const Tensor& mask, const Tensor& 
                        keys.data_ptr<int32_t>(), reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()),
                        c10::cuda::getCurrentCUDAStream());
 }
+
+void search_prefixes_on(const Tensor& values, const Tensor& last, const Tensor& wanted, const Tensor& found,
+                        int64_t levels) {
+    const c10::cuda::CUDAGuard guard(values.device());
+    const PrefixSearch search{values.const_data_ptr<int32_t>(), last.const_data_ptr<int32_t>(),
+                              wanted.const_data_ptr<int32_t>(), found.data_ptr<int32_t>(), values.numel(),
+                              found.numel(), static_cast<int>(levels)};
+    const Tensor scratch = at::empty({prefix_search_scratch(search)}, values.options().dtype(at::kByte));
+    search_prefixes_cuda(search, scratch.data_ptr(), c10::cuda::getCurrentCUDAStream());
+}
 #else
 [[noreturn]] void no_cuda(const Tensor& query) {
     TORCH_CHECK(false, "flash_dmattn was built without CUDA kernels, got tensors on ", query.device());
@@ -408,6 +419,7 @@ Tensor list_lengths_cuda(const AttentionParams&, const Tensor& mask, const Tenso
 void list_fill_cuda(const AttentionParams&, const Tensor& mask, const Tensor&, const Tensor&, const Tensor&, const Tensor&) {
     no_cuda(mask);
 }
+void search_prefixes_on(const Tensor& values, const Tensor&, const Tensor&, const Tensor&, int64_t) { no_cuda(values); }
 #endif
 
 // (out, lse, mask_bits, mask_tiles); the last two are the packed mask, empty on the CPU.
@@ -602,6 +614,22 @@ std::pair<Tensor, Tensor> list_fill(const MaskTensors& masks, int64_t seqlen_q, 
     return {keys, rows};
 }
 
+// (queries) int32: the number that would stand at `wanted` if values[: last + 1] were sorted. See PrefixSearch.
+Tensor search_prefixes(const Tensor& values, const Tensor& last, const Tensor& wanted, int64_t levels) {
+    for (const auto& [tensor, name] :
+         {std::pair(&values, "values"), std::pair(&last, "last"), std::pair(&wanted, "wanted")}) {
+        check_dtype(*tensor, name, at::kInt);
+        check_device(*tensor, name, values);
+        check_shape(*tensor, name, {tensor == &values ? values.numel() : last.numel()});
+        check_last_contiguous(*tensor, name);
+    }
+    TORCH_CHECK_VALUE(values.numel() < int64_t{1} << 30 && levels >= 0 && levels <= 30,
+                      "values must be fewer than 2^30 and levels at most 30, got ", values.numel(), " and ", levels);
+    Tensor found = at::empty_like(wanted);
+    search_prefixes_on(values, last, wanted, found, levels);
+    return found;
+}
+
 // What the CPU kernels were compiled for may be missing where they run.
 std::optional<std::string> why_not_usable() {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -642,6 +670,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              py::arg("list_batches") = py::none(), py::arg("list_heads") = py::none());
     m.def("list_lengths", &list_lengths, no_gil, "(lengths, plan) of the lists of a mask's keys.");
     m.def("list_fill", &list_fill, no_gil, "(keys, rows) of the lists of a mask's keys.");
+    m.def("search_prefixes", &search_prefixes, no_gil,
+          "On CUDA: the numbers that would stand at `wanted` if the prefixes up to `last` of a permutation were sorted.");
 
     m.def(
         "mha_fwd",

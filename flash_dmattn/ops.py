@@ -225,6 +225,17 @@ def attention(*inputs):
     return _EagerAttention.apply(*inputs) if eager else attention_forward(*inputs)
 
 
+@torch.library.custom_op("flash_dmattn::search_prefixes", mutates_args=(), device_types="cuda")
+def search_prefixes(values: Tensor, last: Tensor, wanted: Tensor, levels: int) -> Tensor:
+    """`prefix_topk.kth_smallest_of_prefixes` of int32 tensors in a few launches."""
+    return compiled_module().search_prefixes(values, last, wanted, levels)
+
+
+@search_prefixes.register_fake
+def _(values, last, wanted, levels):
+    return torch.empty_like(wanted)
+
+
 LIST_ALIGN = 64  # of KeyListsView in csrc/params.h
 LIST_ROWS = 128
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import ops
+
 NEVER = 1 << 30  # beyond any place, and far enough from 2^31 that places may be added
 
 
@@ -95,6 +97,8 @@ def kth_smallest_of_prefixes(values: Tensor, last: Tensor, wanted: Tensor, level
         levels: how many of their bits are to be found; the higher ones are those of the place, both of a value and of
             a query.
     """
+    if values.device.type == "cuda" and values.dtype == torch.int32 and ops.cuda_is_built():
+        return ops.search_prefixes(values, last, wanted, levels)
     place = torch.arange(len(values), dtype=values.dtype, device=values.device)
     for level in reversed(range(levels)):
         bit = (values >> level).bitwise_and_(1)

@@ -80,6 +80,12 @@ def test_intervals(rows, sparse):
     check_on_gpu(rows, KEYS, 64, KeyIntervalMask.topk(bias, 30, rows), bias, is_causal=True, sparse=sparse)
 
 
+def test_topk():
+    bias = randn((2, 2, 5000))
+    on_cpu, on_cuda = (KeyIntervalMask.topk(x, 300) for x in (bias, bias.cuda()))
+    assert torch.equal(on_cpu.end, on_cuda.end.cpu())
+
+
 @pytest.mark.parametrize("pairs", ["key", "dense"])
 def test_variable_length(pairs):
     lengths = torch.tensor([0, 70, 70, 171], dtype=torch.int32).cuda()

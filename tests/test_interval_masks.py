@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import KeyIntervalMask, create_mask
+from flash_dmattn import KeyIntervalMask, create_mask, prefix_topk
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -269,6 +269,20 @@ def test_topk_on_cuda_is_topk_on_the_cpu(dtype, keys):
 
 
 # What it says
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2, 33, 4095, 4096, 4097, 8192, 100_003, 2**20, 2**20 + 5])
+def test_prefixes_of_a_permutation_on_cuda(size):
+    """Queries anywhere, not only those of topk."""
+    values = torch.randperm(size, dtype=torch.int32)
+    last = torch.randint(size, (777,), dtype=torch.int32)
+    wanted = (last * torch.rand(777)).int()
+    arguments, levels = (values, last, wanted), (size - 1).bit_length()
+    found = prefix_topk.kth_smallest_of_prefixes(*arguments, levels)
+    assert torch.equal(prefix_topk.kth_smallest_of_prefixes(*(x.cuda() for x in arguments), levels).cpu(), found)
+    one = 100
+    assert found[one] == values[: last[one] + 1].sort().values[wanted[one]]
 
 
 def test_repr():

@@ -247,9 +247,10 @@ def check_list_sequences(lists: KeyLists, varlen: Varlen) -> None:
         built, given = getattr(lists, name), getattr(varlen, name)
         if built.shape != given.shape:
             raise ValueError(f"attn_mask holds lists of {built.shape[0] - 1} sequences, got {given.shape[0] - 1}")
-        # As in check_cu_seqlens, values are looked at where that is free.
-        looks = built.device.type == "cpu" and not torch.compiler.is_compiling() and not lists.rows_alike
-        if looks and not torch.equal(built, given):
+        # Where one list serves every row the lists were made of keys alone: any sequences of rows will do.
+        matters = name == "cu_seqlens_k" or not lists.rows_alike
+        looks = built.device.type == "cpu" and not torch.compiler.is_compiling()
+        if matters and looks and not torch.equal(built, given):
             raise ValueError(f"attn_mask holds lists of other sequences: {name} differs")
 
 

@@ -418,11 +418,16 @@ def test_lists_of_variable_length(kind):
         torch.testing.assert_close(x, y)
     with pytest.raises(ValueError, match="attn_mask holds lists of fixed length, got inputs of variable length"):
         flash_dmattn_varlen_func(*tensors, KeyLists.build(rand_mask(1, 1, 1, 9), 9), None, *lengths)
-    if kind != "key":
-        shifted = s.cu_q.clone()
-        shifted[3] += 1
+    shifted_q, shifted_k = s.cu_q.clone(), s.cu_k.clone()
+    shifted_q[3] += 1
+    shifted_k[1] -= 1
+    if kind == "key":
+        flash_dmattn_varlen_func(*tensors, lists, None, shifted_q, s.cu_k, s.longest_q + 1, s.longest_k, is_causal=True)
+    else:
         with pytest.raises(ValueError, match="attn_mask holds lists of other sequences: cu_seqlens_q differs"):
-            flash_dmattn_varlen_func(*tensors, lists, None, shifted, *lengths[1:], is_causal=True)
+            flash_dmattn_varlen_func(*tensors, lists, None, shifted_q, *lengths[1:], is_causal=True)
+    with pytest.raises(ValueError, match="attn_mask holds lists of other sequences: cu_seqlens_k differs"):
+        flash_dmattn_varlen_func(*tensors, lists, None, s.cu_q, shifted_k, *lengths[2:], is_causal=True)
 
 
 def test_window_size_of_variable_length():

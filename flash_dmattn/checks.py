@@ -13,7 +13,16 @@ from typing import NamedTuple, Union
 import torch
 from torch import Tensor
 
-from .arguments import names, require_count, require_ndim, require_tensor, shape_of
+from .arguments import (
+    check_cu_seqlens,
+    check_same_sequences,
+    names,
+    require_device,
+    require_ndim,
+    require_tensor,
+    shape_of,
+    values_at_hand,
+)
 from .interval_mask import KeyIntervalMask
 from .key_lists import SPARSE, KeyLists
 
@@ -33,11 +42,6 @@ class Varlen(NamedTuple):
     max_seqlen_k: int
 
 
-def require_device(name: str, tensor: Tensor, query: Tensor) -> None:
-    if tensor.device != query.device:
-        raise RuntimeError(f"{name} must be on query's device {query.device}, got {tensor.device}")
-
-
 def check_rows(query: Tensor, key: Tensor, value: Tensor, layout_q: str, layout_k: str) -> None:
     """Dtypes, devices and shapes of query, key and value; the head dimension and the head count stand last."""
     for name, tensor, layout in (("query", query, layout_q), ("key", key, layout_k), ("value", value, layout_k)):
@@ -47,7 +51,7 @@ def check_rows(query: Tensor, key: Tensor, value: Tensor, layout_q: str, layout_
             raise TypeError(f"{name} must be one of {names(FLOAT_DTYPES)}, got {names([tensor.dtype])}")
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name} must have query's dtype {names([query.dtype])}, got {names([tensor.dtype])}")
-        require_device(name, tensor, query)
+        require_device(name, tensor, query.device, "query")
 
     if key.shape != value.shape:
         raise ValueError(f"key and value must have the same shape, got {shape_of(key)} and {shape_of(value)}")
@@ -85,7 +89,7 @@ def check_intervals(mask: KeyIntervalMask, query: Tensor, accepted: tuple[tuple[
         check_pair_shape(name, tensor, accepted)
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name} must be int32, got {names([tensor.dtype])}")
-        require_device(name, tensor, query)
+        require_device(name, tensor, query.device, "query")
     if mask.start.shape != mask.end.shape:
         raise ValueError(
             "attn_mask.start and attn_mask.end must have the same shape, "
@@ -102,7 +106,7 @@ def check_lists(lists: KeyLists, query: Tensor, seqlen_q: int, seqlen_k: int, is
         )
     if lists.is_causal and not is_causal:
         raise ValueError("attn_mask holds lists that were built with is_causal=True, got a call with is_causal=False")
-    require_device("attn_mask", lists.keys, query)
+    require_device("attn_mask", lists.keys, query.device, "query")
 
 
 def check_window(window_size: int, mask: AnyMask, bias: Tensor | None, keys: int, is_causal: bool) -> None:
@@ -168,33 +172,12 @@ def check_fixed(query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, bias: 
     elif mask is not None:
         check_bool_mask(mask)
         check_pair_shape("attn_mask", mask, accepted)
-        require_device("attn_mask", mask, query)
+        require_device("attn_mask", mask, query.device, "query")
     if bias is not None:
         require_tensor("attn_bias", bias)
         check_pair_shape("attn_bias", bias, accepted)
         check_bias_dtype(bias, query, one_row=bias.shape[2] == 1)
-        require_device("attn_bias", bias, query)
-
-
-def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int, query: Tensor) -> None:
-    require_tensor(name, cu_seqlens)
-    require_ndim(name, cu_seqlens, "(B + 1)")
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {names([cu_seqlens.dtype])}")
-    require_device(name, cu_seqlens, query)
-    if cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name} must have B + 1 elements, at least 1, got {cu_seqlens.shape[0]}")
-    longest = f"max_seqlen_{name[-1]}"
-    require_count(longest, max_seqlen)
-    # Looking at the values would make a GPU wait and cannot be traced; there the caller answers for them.
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    offsets = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(offsets, offsets[1:])]
-    if offsets[0] != 0 or offsets[-1] != total or min(lengths, default=0) < 0:
-        raise ValueError(f"{name} must rise from 0 to the {total} rows given, got {offsets}")
-    if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"{longest} must be at least the longest sequence {max(lengths)}, got {max_seqlen}")
+        require_device("attn_bias", bias, query.device, "query")
 
 
 def check_varlen(
@@ -204,13 +187,11 @@ def check_varlen(
     check_rows(query, key, value, "(total_q, H, D)", "(total_k, Hkv, D)")
     total_q, heads, _ = query.shape
     total_k, kv_heads, _ = key.shape
-    check_cu_seqlens("cu_seqlens_q", varlen.cu_seqlens_q, total_q, varlen.max_seqlen_q, query)
-    check_cu_seqlens("cu_seqlens_k", varlen.cu_seqlens_k, total_k, varlen.max_seqlen_k, query)
-    if varlen.cu_seqlens_q.shape != varlen.cu_seqlens_k.shape:
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_k must both have B + 1 elements, "
-            f"got {varlen.cu_seqlens_q.shape[0]} and {varlen.cu_seqlens_k.shape[0]}"
-        )
+    for side, total in (("q", total_q), ("k", total_k)):
+        name, longest = f"cu_seqlens_{side}", f"max_seqlen_{side}"
+        bound = (longest, getattr(varlen, longest))
+        check_cu_seqlens(name, getattr(varlen, name), query.device, "query", total, bound)
+    check_same_sequences(varlen.cu_seqlens_q, varlen.cu_seqlens_k)
 
     head_sizes = ("{H|Hkv|1}", {heads, kv_heads, 1})
     per_key = (("total_k", {total_k}), head_sizes)
@@ -223,7 +204,7 @@ def check_varlen(
                 f"got shape {shape_of(tensor)}"
             )
         check_pair_shape(name, tensor, per_key if tensor.ndim == 2 else per_pair)
-        require_device(name, tensor, query)
+        require_device(name, tensor, query.device, "query")
 
     if isinstance(mask, KeyLists):
         if mask.cu_seqlens_q is None:
@@ -249,8 +230,7 @@ def check_list_sequences(lists: KeyLists, varlen: Varlen) -> None:
             raise ValueError(f"attn_mask holds lists of {built.shape[0] - 1} sequences, got {given.shape[0] - 1}")
         # Where one list serves every row the lists were made of keys alone: any sequences of rows will do.
         matters = name == "cu_seqlens_k" or not lists.rows_alike
-        looks = built.device.type == "cpu" and not torch.compiler.is_compiling()
-        if matters and looks and not torch.equal(built, given):
+        if matters and values_at_hand(built) and not torch.equal(built, given):
             raise ValueError(f"attn_mask holds lists of other sequences: {name} differs")
 
 

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from . import prefix_topk
-from .arguments import names, require_count, require_integers, require_tensor, shape_of
+from .arguments import (
+    check_cu_seqlens,
+    check_same_sequences,
+    names,
+    require_count,
+    require_integers,
+    require_tensor,
+    shape_of,
+)
 
 FIXED, VARLEN = "({B|1}, {H|Hkv|1}, Sk)", "(total_k, {H|Hkv|1})"
 EVERY_ROW = prefix_topk.NEVER  # the end of a key that stays visible
@@ -208,12 +216,15 @@ class KeyIntervalMask:
 
         Returns:
             (1, 1, seqlen), or ({B|1}, 1, S).
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit; the values of cu_seqlens are looked at on the CPU.
         """
         if (cu_seqlens is None) == (ids is None) or (cu_seqlens is None) != (seqlen is None):
             raise ValueError("documents takes cu_seqlens and seqlen, or ids")
         if ids is None:
             require_count("seqlen", seqlen)
-            check_cu_seqlens("cu_seqlens", cu_seqlens)
+            check_cu_seqlens("cu_seqlens", cu_seqlens, total=seqlen, or_less=True)
             sequence = sequence_of_keys(cu_seqlens, seqlen)
             behind = torch.cat([cu_seqlens[1:], cu_seqlens[-1:]])
             return cls(cu_seqlens[sequence][None, None], behind[sequence][None, None])
@@ -304,12 +315,10 @@ class KeyIntervalMask:
             As `topk`.
         """
         check_topk(VARLEN, bias, window_size, ndims=(2,))
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias.device, "bias", total=bias.shape[0])
         cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
-        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias.device)
-        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias.device)
-        if cu_seqlens_q.shape != cu_seqlens_k.shape:
-            sizes = f"{cu_seqlens_q.shape[0]} and {cu_seqlens_k.shape[0]}"
-            raise ValueError(f"cu_seqlens_q and cu_seqlens_k must both have B + 1 elements, got {sizes}")
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias.device, "bias")
+        check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         keys = bias.shape[0]
         sequence = sequence_of_keys(cu_seqlens_k, keys)
         first = cu_seqlens_k[sequence]
@@ -321,16 +330,6 @@ class KeyIntervalMask:
 
 
 # Checks and places
-
-
-def check_cu_seqlens(name: str, cu_seqlens: object, device: torch.device | None = None) -> None:
-    require_tensor(name, cu_seqlens)
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {names([cu_seqlens.dtype])}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name} must have B + 1 elements, at least 1, got shape {shape_of(cu_seqlens)}")
-    if device is not None and cu_seqlens.device != device:
-        raise RuntimeError(f"{name} must be on bias's device {device}, got {cu_seqlens.device}")
 
 
 def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> None:

@@ -169,12 +169,12 @@ VARLEN = {
     "cu_seqlens that end early": (
         lambda: varlen(cu_q=CU[:2]),
         ValueError,
-        r"cu_seqlens_q must rise from 0 to the 5 rows given, got \[0, 2\]",
+        r"cu_seqlens_q must rise from 0 to the 5 given, got \[0, 2\]",
     ),
     "cu_seqlens that fall": (
         lambda: varlen(cu_k=torch.tensor([0, 6, 5], dtype=torch.int32)),
         ValueError,
-        r"cu_seqlens_k must rise from 0 to the 5 rows given, got \[0, 6, 5\]",
+        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 6, 5\]",
     ),
     "batch sizes differ": (
         lambda: varlen(cu_k=torch.tensor([0, 5], dtype=torch.int32), max_k=5),

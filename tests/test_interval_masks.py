@@ -343,6 +343,21 @@ ERRORS = {
         TypeError,
         "cu_seqlens must be int32, got int64",
     ),
+    "cu_seqlens that fall": (
+        lambda: KeyIntervalMask.documents(torch.tensor([0, 6, 3], dtype=torch.int32), 8),
+        ValueError,
+        r"cu_seqlens must rise from 0 to at most the 8 given, got \[0, 6, 3\]",
+    ),
+    "cu_seqlens as a list": (
+        lambda: KeyIntervalMask.documents([0, 6], 8),
+        TypeError,
+        "cu_seqlens must be a torch.Tensor, got list",
+    ),
+    "topk varlen values": (
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(5, 1), 2, torch.tensor([0, 9, 3], dtype=torch.int32)),
+        ValueError,
+        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 9, 3\]",
+    ),
     "ids": (lambda: KeyIntervalMask.documents(ids=torch.zeros(3)), TypeError, "ids must be integers, got float32"),
     "ids shape": (lambda: KeyIntervalMask.documents(ids=INTERVALS), ValueError, r"ids must be \(S\) or \(B, S\), got"),
     "padding": (

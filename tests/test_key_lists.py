@@ -322,6 +322,51 @@ ERRORS = {
         ValueError,
         "cu_seqlens_q and cu_seqlens_k must be given together",
     ),
+    "lists of a mask without keys": (
+        lambda: KeyLists.build(rand_mask(1, 1, 5, 1), 5),
+        ValueError,
+        r"seqlen_k must be given where mask is the same for every key, got shape \(1, 1, 5, 1\)",
+    ),
+    "lists for a negative number of rows": (
+        lambda: KeyLists.build(rand_mask(1, 1, 1, 7), -5),
+        ValueError,
+        "seqlen_q must not be negative, got -5",
+    ),
+    "lists for a float number of rows": (
+        lambda: KeyLists.build(rand_mask(1, 1, 1, 7), 5.0),
+        TypeError,
+        "seqlen_q must be an int, got float",
+    ),
+    "lists for a float number of keys": (
+        lambda: KeyLists.build(rand_mask(1, 1, 1, 1), 5, 7.0),
+        TypeError,
+        "seqlen_k must be an int, got float",
+    ),
+    "lists of sequences in a list": (
+        lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, [0, 5], CU),
+        TypeError,
+        "cu_seqlens_q must be a torch.Tensor, got list",
+    ),
+    "lists of sequences that end behind the keys": (
+        lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, CU, CU * 10_000_000),
+        ValueError,
+        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 50000000\]",
+    ),
+    "lists of sequences that end behind the rows": (
+        lambda: KeyLists.build(rand_mask(5, 1, 5), 50_000_000, 5, False, CU * 10_000_000, CU),
+        ValueError,
+        r"cu_seqlens_q must rise from 0 to the 5 given, got \[0, 50000000\]",
+    ),
+    "lists of sequences that are longer than the rows of a mask": (
+        lambda: KeyLists.build(rand_mask(5, 1, 5), 5, None, False, CU, CU * 2),
+        ValueError,
+        "seqlen_k must be at least the longest sequence 10, got 5",
+    ),
+    "lists of sequences that do not go together": (
+        lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, torch.tensor([0, 2, 5], dtype=torch.int32), CU),
+        ValueError,
+        r"cu_seqlens_q and cu_seqlens_k must both have B \+ 1 elements, got 3 and 2",
+    ),
     "the dense form of variable length": (
         lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, CU, CU).to_dense(),
         ValueError,

@@ -46,6 +46,13 @@ def require_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must not be negative, got {value}")
 
 
+def require_bool(name: str, value: object) -> None:
+    """Python's bool or NumPy's, which need not be installed."""
+    of_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    if not isinstance(value, bool) and not of_numpy:
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
 def values_at_hand(tensor: Tensor) -> bool:
     """Whether looking at the values is free: it would make a GPU wait, and cannot be traced."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -17,6 +17,7 @@ from .arguments import (
     check_cu_seqlens,
     check_same_sequences,
     names,
+    require_bool,
     require_device,
     require_ndim,
     require_tensor,
@@ -136,11 +137,17 @@ def check_bias_dtype(bias: Tensor, query: Tensor, one_row: bool) -> None:
         )
 
 
+def check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        require_bool(name, value)
+
+
 def check_scalars(softmax_scale: float | None, softcap: float) -> None:
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is None and name == "softmax_scale":
             continue
-        if not isinstance(value, numbers.Real) and not isinstance(value, torch.SymFloat):
+        is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
+        if not is_number:
             raise TypeError(f"{name} must be a number, got {type(value).__name__}")
         if not -math.inf < value < math.inf:
             raise ValueError(f"{name} must be finite, got {value}")

@@ -259,6 +259,12 @@ def attend(
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of fixed length through a backend."""
     checks.check_scalars(softmax_scale, softcap)
+    checks.check_flags(
+        is_causal=is_causal,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+    )
     checks.check_sparse(sparse)
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_fixed(query, key, value, mask, bias, is_causal)
@@ -309,6 +315,12 @@ def attend_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of variable length through a compiled backend."""
     checks.check_scalars(softmax_scale, softcap)
+    checks.check_flags(
+        is_causal=is_causal,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+    )
     checks.check_sparse(sparse)
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)

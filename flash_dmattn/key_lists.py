@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .arguments import check_cu_seqlens, check_same_sequences, names, require_count, shape_of
+from .arguments import check_cu_seqlens, check_same_sequences, names, require_bool, require_count, shape_of
 from .interval_mask import KeyIntervalMask
 
 SPARSE = ("auto", "tiles", "lists")
@@ -81,6 +81,7 @@ class KeyLists:
         if is_varlen != (cu_seqlens_k is not None):
             raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together")
         check_buildable(mask, is_varlen)
+        require_bool("is_causal", is_causal)
         require_count("seqlen_q", seqlen_q)
         if seqlen_k is None:
             seqlen_k = keys_of(mask)
@@ -96,7 +97,7 @@ class KeyLists:
         capacity = None
         if isinstance(mask, KeyIntervalMask):
             capacity = capacity_of(mask, batches * mask.shape[1], seqlen_q, seqlen_k)
-        return build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity=capacity)
+        return build(mask, seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k, capacity=capacity)
 
     @property
     def rows_alike(self) -> bool:

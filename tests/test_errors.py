@@ -5,7 +5,7 @@ import torch
 from helpers import inputs
 
 import flash_dmattn
-from flash_dmattn import flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_varlen_func
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_varlen_func
 
 Q, K, V = inputs(2, 5, 7, 4, 2, 8)
 
@@ -89,6 +89,20 @@ FIXED = {
         "attn_bias must be float32, got float16",
     ),
     "scale is no number": (lambda: call(softmax_scale="1"), TypeError, "softmax_scale must be a number, got str"),
+    "scale is a bool": (
+        lambda: call(Q, K, V, None, None, True),
+        TypeError,
+        "softmax_scale must be a number, got bool",
+    ),
+    "softcap is a bool": (lambda: call(softcap=True), TypeError, "softcap must be a number, got bool"),
+    "is_causal is a number": (lambda: call(is_causal=0.5), TypeError, "is_causal must be a bool, got float"),
+    "deterministic is a number": (lambda: call(deterministic=1), TypeError, "deterministic must be a bool, got int"),
+    "return_attn_probs is a tensor": (
+        lambda: call(return_attn_probs=torch.tensor(True)),
+        TypeError,
+        "return_attn_probs must be a bool, got Tensor",
+    ),
+    "return_lse is None": (lambda: call(return_lse=None), TypeError, "return_lse must be a bool, got NoneType"),
     "scale is NaN": (lambda: call(softmax_scale=float("nan")), ValueError, "softmax_scale must be finite, got nan"),
     "negative softcap": (
         lambda: call(softcap=-1.0),
@@ -127,6 +141,20 @@ FIXED = {
         "backend must be one of cuda, cpu, triton, flex, reference, got 'cudnn'",
     ),
 }
+
+
+def test_numbers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    options = {"softmax_scale": numpy.float32(0.5), "is_causal": numpy.bool_(True), "softcap": numpy.float64(2)}
+    expected = call(softmax_scale=0.5, is_causal=True, softcap=2.0)
+    torch.testing.assert_close(call(**options, deterministic=numpy.bool_(True)), expected)
+    three = numpy.int64(3)
+    torch.testing.assert_close(varlen(max_q=three, max_k=three), varlen())
+    mask = KeyIntervalMask.sliding_window(numpy.int32(5), numpy.int32(7), three)
+    lists = KeyLists.build(mask, numpy.int64(5), numpy.int64(7), numpy.bool_(True))
+    torch.testing.assert_close(call(attn_mask=lists, is_causal=True), call(attn_mask=mask, is_causal=True))
+    lists = KeyLists.build(torch.ones(5, 1, dtype=torch.bool), three, three, numpy.bool_(False), CU, CU)
+    torch.testing.assert_close(varlen(lists), varlen())
 
 
 @pytest.mark.parametrize("case", FIXED)

@@ -123,9 +123,11 @@ def check_window(window_size: int, mask: AnyMask, bias: Tensor | None, keys: int
         raise ValueError(f"window_size needs attn_bias of one number a key, {layouts}, got {got}")
 
 
-def check_sparse(sparse: str) -> None:
+def check_sparse(sparse: str, mask: AnyMask, window_size: int | None) -> None:
     if sparse not in SPARSE:
         raise ValueError(f"sparse must be one of {', '.join(SPARSE)}, got {sparse!r}")
+    if sparse == "lists" and mask is None and window_size is None:
+        raise ValueError("sparse='lists' needs attn_mask or window_size, got none")
 
 
 def check_bias_dtype(bias: Tensor, query: Tensor, one_row: bool) -> None:

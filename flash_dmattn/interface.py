@@ -71,7 +71,8 @@ def flash_dmattn_func(
             of largest bias among those that causality allows, ties to the later key. Needs is_causal, a bias of one
             number a key, and no attn_mask.
         sparse: "tiles" walks over all keys in tiles and skips what no row sees; "lists" gathers the keys that a tile of
-            rows sees, at the cost of these alone; "auto" takes the faster where that is known without waiting.
+            rows sees, at the cost of these alone, and needs a mask or window_size; "auto" takes the faster where that
+            is known without waiting.
 
     Returns:
         out (B, Sq, H, D) in query's dtype;
@@ -265,7 +266,7 @@ def attend(
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
     )
-    checks.check_sparse(sparse)
+    checks.check_sparse(sparse, mask, window_size)
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_fixed(query, key, value, mask, bias, is_causal)
     if window_size is not None:
@@ -321,7 +322,7 @@ def attend_varlen(
         return_attn_probs=return_attn_probs,
         return_lse=return_lse,
     )
-    checks.check_sparse(sparse)
+    checks.check_sparse(sparse, mask, window_size)
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)
     if window_size is not None:

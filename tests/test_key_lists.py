@@ -6,7 +6,7 @@ from helpers import inputs, rand_intervals, rand_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, key_lists, ops
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, key_lists, ops
 
 
 def dense_of(mask, seqlen_q, seqlen_k, is_causal):
@@ -281,6 +281,16 @@ ERRORS = {
         lambda: flash_dmattn_func(Q, K, V, sparse="dense"),
         ValueError,
         "sparse must be one of auto, tiles, lists, got 'dense'",
+    ),
+    "lists without a mask": (
+        lambda: flash_dmattn_func(Q, K, V, sparse="lists"),
+        ValueError,
+        "sparse='lists' needs attn_mask or window_size, got none",
+    ),
+    "lists without a mask, of variable length": (
+        lambda: flash_dmattn_varlen_func(Q[0], Q[0], Q[0], None, None, CU, CU, 5, 5, sparse="lists"),
+        ValueError,
+        "sparse='lists' needs attn_mask or window_size, got none",
     ),
     "a window with a mask": (
         lambda: flash_dmattn_func(Q, K, V, rand_mask(1, 1, 1, 7), torch.zeros(1, 1, 1, 7), window_size=2),

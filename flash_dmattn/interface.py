@@ -349,11 +349,21 @@ def attend_varlen(
 
 def mask_for(backend: ModuleType, mask: AnyMask, sparse: str, seqlen_q: int, *problem) -> AnyMask:
     """The mask in a form that the backend takes."""
+    mask = without_repeats(mask) if isinstance(mask, Tensor) else mask
     if backend.SPARSE_MASKS:
         return key_lists.choose(mask, sparse, seqlen_q, *problem)
     if sparse == "lists":
         raise ValueError(f"sparse='lists' is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
     return dense_mask(mask, seqlen_q)
+
+
+def without_repeats(mask: Tensor) -> Tensor:
+    """A bool mask with size 1 in place of an expanded batch, head or row dimension: the kernels then read it once."""
+    # Of variable length batch elements and rows lie in one dimension with the keys or before them.
+    for dim in (0, 1, 2) if mask.ndim == 4 else (1,):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
 
 
 def dense_mask(mask: AnyMask, seqlen_q: int) -> Tensor | None:

@@ -273,6 +273,12 @@ def attend(
         checks.check_window(window_size, mask, bias, key.shape[1], is_causal)
         mask = KeyIntervalMask.topk(bias, window_size, query.shape[1])
     bias, row_bias = split_row_bias(bias, key.shape[1])
+    hidden_rows = None
+    if row_bias is not None:
+        row_bias = reference.expand_heads(row_bias, query.shape[2])
+        hidden_rows = row_bias == -torch.inf
+        # Their outputs are replaced after the kernels; until then NaN in them must not reach the keys' gradients.
+        query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
     options = {
         "softmax_scale": default_scale(softmax_scale, query),
         "is_causal": bool(is_causal),
@@ -286,11 +292,10 @@ def attend(
     )
     out = out[..., : query.shape[-1]]
     if row_bias is not None:
-        out, lse = add_row_bias(out, lse, row_bias)
+        out, lse = add_row_bias(out, lse, row_bias, hidden_rows)
 
     if return_attn_probs:
         with torch.no_grad():
-            hidden_rows = None if row_bias is None else reference.expand_heads(row_bias, query.shape[2]) == -torch.inf
             probs, *_ = reference.probabilities(query, key, dense_mask(mask, query.shape[1]), bias, **options)
             probs = probs if hidden_rows is None else probs.masked_fill(hidden_rows, 0)
         return out, lse, probs.to(query.dtype)
@@ -408,10 +413,9 @@ def split_row_bias(bias: Tensor | None, seqlen_k: int) -> tuple[Tensor | None, T
     return bias, None
 
 
-def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """A bias ({B|1}, {H|Hkv|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else; -inf hides its whole row."""
-    row_bias = reference.expand_heads(row_bias, lse.shape[1])[..., 0].to(lse.dtype)
-    hidden = row_bias == -torch.inf
+def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """A bias ({B|1}, {H|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else; -inf hides its whole row."""
+    row_bias, hidden = row_bias[..., 0].to(lse.dtype), hidden_rows[..., 0]
     lse = (lse + row_bias.masked_fill(hidden, 0)).masked_fill(hidden, -torch.inf)
     return out.masked_fill(hidden.transpose(1, 2)[..., None], 0), lse
 

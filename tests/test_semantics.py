@@ -117,6 +117,16 @@ def test_outputs_are_written_whole(poisoned_allocations, bias_shape, dtype):
     check(tensors, rand_mask(2, 1, 300, 290), torch.randn(bias_shape).to(dtype), is_causal=True)
 
 
+@pytest.mark.parametrize("bias_shape", [(1, 1, 20, 1), (2, 2, 20, 1), (1, 4, 1, 1)], ids=str)
+def test_nan_in_a_row_that_its_bias_hides(bias_shape):
+    query, key, value = inputs(2, 20, 30, 4, 2, 8)
+    bias = torch.zeros(bias_shape)
+    bias[0, 0, 0] = -torch.inf
+    hidden = bias.expand(bias.shape[0], -1, 20, 1).repeat_interleave(4 // bias.shape[1], dim=1) == -torch.inf
+    query = query.masked_fill(hidden.transpose(1, 2), NAN)
+    check((query, key, value), None, bias)
+
+
 def test_the_gradient_of_empty_rows_may_be_nan():
     """logaddexp of two empty rows has a NaN gradient: it must not pass through lse."""
     mask = rand_mask(1, 1, 20, 30)

@@ -31,7 +31,9 @@ class KeyIntervalMask:
             batch element, of variable length from the first of the key's own sequence.
         end: int32 in start's shape. Ends may lie beyond the rows; no row sees a key whose end is not above its start.
         keys_per_row: a bound, where one is known without looking at the values: no n rows that follow each other see
-            more than keys_per_row + n - 1 different keys. It saves reading back from the device how many they are.
+            more than keys_per_row + n - 1 different keys. It saves reading back from the device how many they are. A
+            bound that is too small cuts lists of keys short: an error on the CPU, where they lack room in all; on CUDA
+            the results are wrong without a word.
         scattered: whether the keys of a row lie scattered among those that it does not see, so that walking over the
             keys in tiles finds hardly any to skip. The masks of `topk` do. Only the speed depends on it.
 

@@ -127,13 +127,16 @@ def test_a_bound_spares_reading_the_lengths(monkeypatch):
     assert torch.equal(without.starts, lists.starts)
 
 
-def test_a_bound_that_is_wrong_cuts_lists_short():
+def test_a_bound_that_is_wrong_is_refused():
     mask = KeyIntervalMask.causal(500, 500)
     mask = KeyIntervalMask(mask.start, mask.end, keys_per_row=1)
-    lists = KeyLists.build(mask, 500)
-    assert lists.keys.shape[0] == 4 * 128 and lists.starts.tolist() == [0, 128, 384, 512, 512]
+    message = "keys_per_row of the mask must bound .* room for 512 keys in all lists together, which hold 1280"
+    with pytest.raises(ValueError, match=message):
+        KeyLists.build(mask, 500)
     tensors = inputs(1, 500, 500)
-    assert flash_dmattn_func(*tensors, lists).isfinite().all()
+    with pytest.raises(ValueError, match=message):
+        flash_dmattn_func(*tensors, mask, sparse="lists")
+    torch.testing.assert_close(flash_dmattn_func(*tensors, mask), flash_dmattn_func(*tensors, is_causal=True))
 
 
 def test_what_a_value_tells():

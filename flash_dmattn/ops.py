@@ -199,12 +199,12 @@ def _backward(ctx, dout, dlse, *_):
     return *grads, *no_gradients, dbias if needs_dbias else None, *[None] * 8
 
 
-def _refuse_double_backward(ctx, *grads):
+def refuse_double_backward(ctx, *grads):
     raise RuntimeError("flash_dmattn does not support double backward; use the backend 'reference' for it")
 
 
 attention_forward.register_autograd(_backward, setup_context=_save_for_backward)
-attention_backward.register_autograd(_refuse_double_backward)
+attention_backward.register_autograd(refuse_double_backward)
 
 
 class _EagerAttention(torch.autograd.Function):

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..ops import refuse_double_backward
 
 try:
     import triton
@@ -662,6 +663,16 @@ def has_pairs(query: Tensor, key: Tensor) -> bool:
     return query.numel() > 0 and key.numel() > 0
 
 
+class _DifferentiatedOnce(torch.autograd.Function):
+    """The gradients of (dout, dlse, query, key, value, mask, bias, *gradients); differentiating them again raises."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs_and_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return inputs_and_gradients[7:]
+
+    backward = staticmethod(refuse_double_backward)
+
+
 class _Attention(torch.autograd.Function):
     """(out, lse) of (query, key, value, mask, bias, softmax_scale, is_causal, softcap); see `attention`."""
 
@@ -710,8 +721,14 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = _Attention.gradients(ctx, dout, dlse)
+        # once_differentiable would let pass gradients that depend on the inputs alone.
+        return _DifferentiatedOnce.apply(dout, dlse, *ctx.saved_tensors[:5], *gradients)
+
+    @staticmethod
+    def gradients(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, bias, out, lse = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv, _, needs_dbias, *_ = ctx.needs_input_grad
         if not has_pairs(query, key):
@@ -796,8 +813,8 @@ def attention(
 
     `deterministic` asks for what is so in any case: no sum here depends on the order in which programs run.
 
-    Raises TypeError for a dtype other than float16, bfloat16 and float32; RuntimeError where Triton cannot run, and for
-    tensors on the CPU without Triton's interpreter.
+    Raises TypeError for a dtype other than float16, bfloat16 and float32; RuntimeError where Triton cannot run, for
+    tensors on the CPU without Triton's interpreter, and where a gradient is differentiated again.
     """
     if (reason := why_unavailable()) is not None:
         raise RuntimeError(f"the backend 'triton' is not available: {reason}")

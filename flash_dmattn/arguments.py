@@ -21,6 +21,12 @@ def require_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
+def require_floating(name: str, value: object) -> None:
+    require_tensor(name, value)
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be floating, got {names([value.dtype])}")
+
+
 def require_integers(name: str, value: object, or_bool: bool = False) -> None:
     require_tensor(name, value)
     if value.is_floating_point() or value.is_complex() or (value.dtype == torch.bool and not or_bool):
@@ -44,6 +50,12 @@ def require_count(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def require_number(name: str, value: object) -> None:
+    is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
 
 
 def require_bool(name: str, value: object) -> None:

@@ -7,7 +7,6 @@ message names the argument, what came and what is accepted.
 from __future__ import annotations
 
 import math
-import numbers
 from typing import NamedTuple, Union
 
 import torch
@@ -20,6 +19,7 @@ from .arguments import (
     require_bool,
     require_device,
     require_ndim,
+    require_number,
     require_tensor,
     shape_of,
     values_at_hand,
@@ -148,9 +148,7 @@ def check_scalars(softmax_scale: float | None, softcap: float) -> None:
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is None and name == "softmax_scale":
             continue
-        is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
-        if not is_number:
-            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        require_number(name, value)
         if not -math.inf < value < math.inf:
             raise ValueError(f"{name} must be finite, got {value}")
     if softcap < 0:

@@ -11,6 +11,7 @@ from .arguments import (
     check_same_sequences,
     names,
     require_count,
+    require_floating,
     require_integers,
     require_tensor,
     shape_of,
@@ -336,9 +337,7 @@ class KeyIntervalMask:
 
 def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> None:
     require_count("window_size", window_size)
-    require_tensor("bias", bias)
-    if not bias.is_floating_point():
-        raise TypeError(f"bias must be floating, got {names([bias.dtype])}")
+    require_floating("bias", bias)
     if bias.ndim not in ndims or (bias.ndim == 4 and bias.shape[2] != 1):
         raise ValueError(f"bias must be {layout}, got shape {shape_of(bias)}")
     nan = bias.isnan().any()

@@ -43,27 +43,45 @@ class Varlen(NamedTuple):
     max_seqlen_k: int
 
 
-def check_rows(query: Tensor, key: Tensor, value: Tensor, layout_q: str, layout_k: str) -> None:
-    """Dtypes, devices and shapes of query, key and value; the head dimension and the head count stand last."""
-    for name, tensor, layout in (("query", query, layout_q), ("key", key, layout_k), ("value", value, layout_k)):
-        require_tensor(name, tensor)
-        require_ndim(name, tensor, layout)
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{name} must be one of {names(FLOAT_DTYPES)}, got {names([tensor.dtype])}")
-        if tensor.dtype != query.dtype:
-            raise TypeError(f"{name} must have query's dtype {names([query.dtype])}, got {names([tensor.dtype])}")
-        require_device(name, tensor, query.device, "query")
+def check_rows_of(name: str, tensor: object, layout: str) -> None:
+    """A tensor of rows, whose last dimension is the head dimension."""
+    require_tensor(name, tensor)
+    require_ndim(name, tensor, layout)
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be one of {names(FLOAT_DTYPES)}, got {names([tensor.dtype])}")
 
+
+def check_head_dim(name: str, tensor: Tensor) -> None:
+    if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name} must have a head dimension from 1 to {MAX_HEAD_DIM}, got {tensor.shape[-1]}")
+
+
+def check_beside_query(name: str, tensor: Tensor, query: Tensor, same_dtype: bool = True) -> None:
+    """What keys and values have in common with query; the head dimension and the head count stand last."""
+    if same_dtype and tensor.dtype != query.dtype:
+        raise TypeError(f"{name} must have query's dtype {names([query.dtype])}, got {names([tensor.dtype])}")
+    require_device(name, tensor, query.device, "query")
+    (heads, head_dim), (kv_heads, key_head_dim) = query.shape[-2:], tensor.shape[-2:]
+    if key_head_dim != head_dim:
+        raise ValueError(f"{name} must have query's head dimension {head_dim}, got {key_head_dim}")
+    if (heads % kv_heads if kv_heads else heads) != 0:
+        raise ValueError(f"query's head count must be a multiple of {name}'s, got {heads} and {kv_heads}")
+
+
+def check_batch(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.shape[0] != query.shape[0]:
+        raise ValueError(f"{name} must have query's batch size {query.shape[0]}, got {tensor.shape[0]}")
+
+
+def check_rows(query: Tensor, key: Tensor, value: Tensor, layout_q: str, layout_k: str) -> None:
+    """Dtypes, devices and shapes of query, key and value."""
+    for name, tensor, layout in (("query", query, layout_q), ("key", key, layout_k), ("value", value, layout_k)):
+        check_rows_of(name, tensor, layout)
+    for name, tensor in (("key", key), ("value", value)):
+        check_beside_query(name, tensor, query)
+    check_head_dim("query", query)
     if key.shape != value.shape:
         raise ValueError(f"key and value must have the same shape, got {shape_of(key)} and {shape_of(value)}")
-    heads, head_dim = query.shape[-2:]
-    kv_heads, key_head_dim = key.shape[-2:]
-    if key_head_dim != head_dim:
-        raise ValueError(f"key must have query's head dimension {head_dim}, got {key_head_dim}")
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"query must have a head dimension from 1 to {MAX_HEAD_DIM}, got {head_dim}")
-    if (heads % kv_heads if kv_heads else heads) != 0:
-        raise ValueError(f"query's head count must be a multiple of key's, got {heads} and {kv_heads}")
 
 
 def check_pair_shape(name: str, tensor: Tensor, accepted: tuple[tuple[str, set[int]], ...]) -> None:
@@ -158,9 +176,8 @@ def check_scalars(softmax_scale: float | None, softcap: float) -> None:
 def check_fixed(query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, bias: Tensor | None, is_causal: bool) -> None:
     """Inputs of fixed length: query (B, Sq, H, D), key and value (B, Sk, Hkv, D)."""
     check_rows(query, key, value, "(B, Sq, H, D)", "(B, Sk, Hkv, D)")
+    check_batch("key", key, query)
     batch, seqlen_q, heads, _ = query.shape
-    if key.shape[0] != batch:
-        raise ValueError(f"key must have query's batch size {batch}, got {key.shape[0]}")
     seqlen_k, kv_heads = key.shape[1:3]
 
     accepted = (
@@ -243,7 +260,7 @@ def check_list_sequences(lists: KeyLists, varlen: Varlen) -> None:
 
 def check_packed(name: str, tensor: Tensor, layout: str, parts: int) -> None:
     """A tensor that holds query, key and value, or key and value, along its third dimension from the end."""
-    require_tensor(name, tensor)
-    require_ndim(name, tensor, layout)
+    check_rows_of(name, tensor, layout)
     if tensor.shape[-3] != parts:
         raise ValueError(f"{name} must be {layout}, got shape {shape_of(tensor)}")
+    check_head_dim(name, tensor)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import backends, checks, key_lists
+from .arguments import check_cu_seqlens, require_tensor
 from .backends import cpu, cuda, reference
 from .checks import AnyMask, Varlen
 from .interval_mask import KeyIntervalMask
@@ -95,18 +96,23 @@ def flash_dmattn_func(
 def flash_dmattn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` of qkv (B, S, 3, H, D): query, key and value along the third dimension.
 
-    The other arguments, results and errors are those of `flash_dmattn_func` from attn_mask on.
+    The other arguments and errors are those of `flash_dmattn_func` from attn_mask on, with Sq = Sk = S and Hkv = H:
+    attn_mask and attn_bias ({B|1}, {H|1}, {S|1}, {S|1}). Returns out (B, S, H, D), lse (B, H, S), probs (B, H, S, S).
     """
     checks.check_packed("qkv", qkv, "(B, S, 3, H, D)", 3)
+    require_kernels("qkv", qkv)
     return flash_dmattn_func(*qkv.unbind(dim=2), *args, **kwargs)
 
 
 def flash_dmattn_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` of query (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D): key and value along the third dimension.
 
-    The other arguments, results and errors are those of `flash_dmattn_func` from attn_mask on.
+    The other arguments and errors are those of `flash_dmattn_func` from attn_mask on: attn_mask and attn_bias
+    ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}). Returns out (B, Sq, H, D), lse (B, H, Sq), probs (B, H, Sq, Sk).
     """
     checks.check_packed("kv", kv, "(B, Sk, 2, Hkv, D)", 2)
+    check_kv(query, kv, "(B, Sq, H, D)")
+    checks.check_batch("kv", kv, query)
     return flash_dmattn_func(query, *kv.unbind(dim=2), *args, **kwargs)
 
 
@@ -173,9 +179,18 @@ def flash_dmattn_varlen_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_varlen_func` of qkv (total, 3, H, D): query, key and value along the second dimension.
 
-    The other arguments, results and errors are those of `flash_dmattn_varlen_func` from softmax_scale on.
+    Args:
+        qkv: (total, 3, H, D).
+        attn_mask, attn_bias: one a key (total, {H|1}), or one a pair (total, {H|1}, max_seqlen).
+        cu_seqlens: int32 (B + 1), where each sequence begins and ends.
+        max_seqlen: at least the longest sequence.
+
+    The other arguments and errors are those of `flash_dmattn_varlen_func` from softmax_scale on. Returns
+    out (total, H, D), lse (H, total), probs (B, H, max_seqlen, max_seqlen).
     """
     checks.check_packed("qkv", qkv, "(total, 3, H, D)", 3)
+    require_kernels("qkv", qkv)
+    check_cu_seqlens("cu_seqlens", cu_seqlens, qkv.device, "qkv", qkv.shape[0], ("max_seqlen", max_seqlen))
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_dmattn_varlen_func(*qkv.unbind(dim=1), attn_mask, attn_bias, *lengths, *args, **kwargs)
 
@@ -183,9 +198,12 @@ def flash_dmattn_varlen_qkvpacked_func(
 def flash_dmattn_varlen_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_varlen_func` of query (total_q, H, D) and kv (total_k, 2, Hkv, D): key and value along dimension 1.
 
-    The other arguments, results and errors are those of `flash_dmattn_varlen_func` from attn_mask on.
+    The other arguments and errors are those of `flash_dmattn_varlen_func` from attn_mask on: attn_mask and attn_bias
+    (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k). Returns out (total_q, H, D), lse (H, total_q),
+    probs (B, H, max_seqlen_q, max_seqlen_k).
     """
     checks.check_packed("kv", kv, "(total_k, 2, Hkv, D)", 2)
+    check_kv(query, kv, "(total_q, H, D)")
     return flash_dmattn_varlen_func(query, *kv.unbind(dim=1), *args, **kwargs)
 
 
@@ -232,14 +250,21 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor |
     return function
 
 
+def require_kernels(name: str, tensor: Tensor) -> None:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise RuntimeError(f"{name} must be on a cpu or cuda device, got {tensor.device}")
+
+
 def kernels_for(query: Tensor) -> ModuleType:
     """The compiled backend of the tensors' device; it says itself where it was not built."""
-    checks.require_tensor("query", query)
-    if query.device.type == "cuda":
-        return cuda
-    if query.device.type == "cpu":
-        return cpu
-    raise RuntimeError(f"query must be on a cpu or cuda device, got {query.device}")
+    require_tensor("query", query)
+    require_kernels("query", query)
+    return cuda if query.device.type == "cuda" else cpu
+
+
+def check_kv(query: Tensor, kv: Tensor, layout_q: str) -> None:
+    checks.check_rows_of("query", query, layout_q)
+    checks.check_beside_query("kv", kv, query, same_dtype=not autocast_is_on(query.device))
 
 
 def attend(
@@ -377,16 +402,20 @@ def dense_mask(mask: AnyMask, seqlen_q: int) -> Tensor | None:
     return mask.to_dense(seqlen_q) if isinstance(mask, KeyIntervalMask) else mask
 
 
+def autocast_is_on(device: torch.device) -> bool:
+    # Of a device that knows no autocast, such as meta, the question whether it is on is an error.
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def autocast(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The inputs as torch.autocast wants them: in its dtype, but for a bias of one number a key in float32."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        checks.require_tensor(name, tensor)
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
+        require_tensor(name, tensor)
+    if not autocast_is_on(query.device):
         return query, key, value, bias
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(query.device.type)
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor

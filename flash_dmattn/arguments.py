@@ -45,9 +45,9 @@ def require_device(name: str, tensor: Tensor, device: torch.device, whose: str) 
         raise RuntimeError(f"{name} must be on {whose}'s device {device}, got {tensor.device}")
 
 
-def require_count(name: str, value: object) -> None:
+def require_count(name: str, value: object, accepted: str = "an int") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
 

@@ -26,6 +26,7 @@ from .arguments import (
 )
 from .interval_mask import KeyIntervalMask
 from .key_lists import SPARSE, KeyLists
+from .ops import is_per_key
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -128,14 +129,14 @@ def check_lists(lists: KeyLists, query: Tensor, seqlen_q: int, seqlen_k: int, is
     require_device("attn_mask", lists.keys, query.device, "query")
 
 
-def check_window(window_size: int, mask: AnyMask, bias: Tensor | None, keys: int, is_causal: bool) -> None:
+def check_window(mask: AnyMask, bias: Tensor | None, keys: int, is_causal: bool) -> None:
     """What the causal dynamic mask is made from in the call; KeyIntervalMask.topk checks window_size itself."""
     if mask is not None:
         raise ValueError("window_size makes a mask of its own, got attn_mask too; combine KeyIntervalMasks with &")
     if not is_causal:
         raise ValueError("window_size needs is_causal=True: each row chooses among the keys up to its own")
-    one_row = bias is not None and (bias.ndim == 2 or bias.shape[2:] == (1, keys))
-    if not one_row:
+    one_a_key = bias is not None and is_per_key(bias.shape) and (bias.ndim == 2 or bias.shape[3] == keys)
+    if not one_a_key:
         got = "none" if bias is None else f"shape {shape_of(bias)}"
         layouts = "({B|1}, {H|Hkv|1}, 1, Sk) or (total_k, {H|Hkv|1})"
         raise ValueError(f"window_size needs attn_bias of one number a key, {layouts}, got {got}")
@@ -148,10 +149,11 @@ def check_sparse(sparse: str, mask: AnyMask, window_size: int | None) -> None:
         raise ValueError("sparse='lists' needs attn_mask or window_size, got none")
 
 
-def check_bias_dtype(bias: Tensor, query: Tensor, one_row: bool) -> None:
-    accepted = (query.dtype, torch.float32) if one_row and query.dtype != torch.float32 else (query.dtype,)
+def check_bias_dtype(bias: Tensor, query: Tensor) -> None:
+    one_a_key = is_per_key(bias.shape)
+    accepted = (query.dtype, torch.float32) if one_a_key and query.dtype != torch.float32 else (query.dtype,)
     if bias.dtype not in accepted:
-        key_only = "" if one_row else " (float32 is accepted where the bias is one number a key)"
+        key_only = "" if one_a_key else " (float32 is accepted where the bias is one number a key)"
         raise TypeError(
             f"attn_bias must be {' or '.join(map(names, zip(accepted)))}{key_only}, got {names([bias.dtype])}"
         )
@@ -200,7 +202,7 @@ def check_fixed(query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, bias: 
     if bias is not None:
         require_tensor("attn_bias", bias)
         check_pair_shape("attn_bias", bias, accepted)
-        check_bias_dtype(bias, query, one_row=bias.shape[2] == 1)
+        check_bias_dtype(bias, query)
         require_device("attn_bias", bias, query.device, "query")
 
 
@@ -244,7 +246,7 @@ def check_varlen(
     if bias is not None:
         require_tensor("attn_bias", bias)
         check_pairs("attn_bias", bias)
-        check_bias_dtype(bias, query, one_row=bias.ndim == 2)
+        check_bias_dtype(bias, query)
 
 
 def check_list_sequences(lists: KeyLists, varlen: Varlen) -> None:

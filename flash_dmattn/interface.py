@@ -295,7 +295,7 @@ def attend(
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_fixed(query, key, value, mask, bias, is_causal)
     if window_size is not None:
-        checks.check_window(window_size, mask, bias, key.shape[1], is_causal)
+        checks.check_window(mask, bias, key.shape[1], is_causal)
         mask = KeyIntervalMask.topk(bias, window_size, query.shape[1])
     bias, row_bias = split_row_bias(bias, key.shape[1])
     hidden_rows = None
@@ -356,7 +356,7 @@ def attend_varlen(
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)
     if window_size is not None:
-        checks.check_window(window_size, mask, bias, key.shape[0], is_causal)
+        checks.check_window(mask, bias, key.shape[0], is_causal)
         mask = KeyIntervalMask.topk_varlen(bias, window_size, varlen.cu_seqlens_k, varlen.cu_seqlens_q)
     options = {
         "softmax_scale": default_scale(softmax_scale, query),

@@ -194,12 +194,15 @@ class KeyIntervalMask:
                 before and how many after its own.
             device: where to make it.
         """
-        if isinstance(window_size, tuple) and len(window_size) == 2:
+        accepted = "an int or a tuple (left, right)"
+        if isinstance(window_size, tuple):
+            if len(window_size) != 2:
+                raise ValueError(f"window_size must be {accepted}, got {window_size}")
             left, right = window_size
             require_count("window_size[0]", left)
             require_count("window_size[1]", right)
         else:
-            require_count("window_size", window_size)
+            require_count("window_size", window_size, accepted)
             left, right = window_size - 1, 0
         own = own_rows(seqlen_q, seqlen_k, device)
         start, end = (own - right).clamp_(min=0), (own + (left + 1)).clamp_(min=0)

@@ -117,11 +117,18 @@ class KeyLists:
         return self.starts.diff().view(self.batches, self.heads, self.row_tiles)
 
     def density(self) -> float:
-        """The part of all keys that a list names on average, its padding counted. Waits for the device."""
+        """The part of `seqlen_k` keys that a list takes on average, its padding counted, so that it may be above 1.
+
+        0 where there are no lists. Waits for the device.
+        """
         return float(self.lengths().double().mean()) / max(self.seqlen_k, 1) if self.starts.shape[0] > 1 else 0.0
 
     def to_dense(self) -> Tensor:
-        """The mask as bool ({B|1}, {H|Hkv|1}, {Sq|1}, Sk), of fixed length only; causal where the lists are."""
+        """The mask that the lists were made of, as bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}).
+
+        Of lists that were built with is_causal=True (.., Sq, Sk), without what causality hides. Raises ValueError for
+        lists of variable length, which have no dense form.
+        """
         if self.cu_seqlens_q is not None:
             raise ValueError("to_dense is for lists of fixed length")
         mask = self.mask.to_dense(self.seqlen_q) if isinstance(self.mask, KeyIntervalMask) else self.mask

@@ -327,6 +327,16 @@ ERRORS = {
     "rows": (lambda: MASK.to_dense(-1), ValueError, "seqlen_q must not be negative, got -1"),
     "causal": (lambda: KeyIntervalMask.causal(3.0, 4), TypeError, "seqlen_q must be an int, got float"),
     "window": (lambda: KeyIntervalMask.sliding_window(3, 4, -1), ValueError, "window_size must not be negative"),
+    "window list": (
+        lambda: KeyIntervalMask.sliding_window(3, 4, [1, 1]),
+        TypeError,
+        r"window_size must be an int or a tuple \(left, right\), got list",
+    ),
+    "window of three": (
+        lambda: KeyIntervalMask.sliding_window(3, 4, (1, 1, 1)),
+        ValueError,
+        r"window_size must be an int or a tuple \(left, right\), got \(1, 1, 1\)",
+    ),
     "window pair": (
         lambda: KeyIntervalMask.sliding_window(3, 4, (1, -1)),
         ValueError,

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import refuse_double_backward
+from ..arguments import names
+from ..ops import is_per_key, refuse_double_backward
 
 try:
     import triton
@@ -632,7 +633,7 @@ def pairs_kind(pairs: Tensor | None) -> str:
     """What a mask or bias varies over: "none"; "key", alike for all rows; "dense"."""
     if pairs is None:
         return "none"
-    return "key" if pairs.shape[2] == 1 else "dense"
+    return "key" if is_per_key(pairs.shape) else "dense"
 
 
 def pairs_strides(pairs: Tensor | None, heads: int) -> tuple[int, ...]:
@@ -819,7 +820,9 @@ def attention(
     if (reason := why_unavailable()) is not None:
         raise RuntimeError(f"the backend 'triton' is not available: {reason}")
     if query.dtype not in DTYPES:
-        raise TypeError(f"the backend 'triton' takes float16, bfloat16 and float32, got query in {query.dtype}")
+        raise TypeError(
+            f"the backend 'triton' takes float16, bfloat16 and float32, got query in {names([query.dtype])}"
+        )
     if query.device.type != "cuda" and not INTERPRETED.value:
         raise RuntimeError(
             f"the backend 'triton' takes tensors on a GPU, got query on {query.device}; "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,12 @@ def require_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
+def require_floating(name: str, value: object) -> None:
+    require_tensor(name, value)
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be floating, got {names([value.dtype])}")
+
+
 def require_integers(name: str, value: object, or_bool: bool = False) -> None:
     require_tensor(name, value)
     if value.is_floating_point() or value.is_complex() or (value.dtype == torch.bool and not or_bool):
@@ -32,8 +40,74 @@ def require_ndim(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {shape_of(tensor)}")
 
 
-def require_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+def require_device(name: str, tensor: Tensor, device: torch.device, whose: str) -> None:
+    if tensor.device != device:
+        raise RuntimeError(f"{name} must be on {whose}'s device {device}, got {tensor.device}")
+
+
+def require_count(name: str, value: object, accepted: str = "an int") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
+        raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def require_number(name: str, value: object) -> None:
+    is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def require_bool(name: str, value: object) -> None:
+    """Python's bool or NumPy's, which need not be installed."""
+    of_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    if not isinstance(value, bool) and not of_numpy:
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def values_at_hand(tensor: Tensor) -> bool:
+    """Whether looking at the values is free: it would make a GPU wait, and cannot be traced."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_cu_seqlens(
+    name: str,
+    cu_seqlens: object,
+    device: torch.device | None = None,
+    whose: str = "",
+    total: int | None = None,
+    longest: tuple[str, object] | None = None,
+    or_less: bool = False,
+) -> None:
+    """Where sequences begin and end, int32 (B + 1). The values are looked at on the CPU; elsewhere the caller answers.
+
+    device, whose: where to be, and the argument that is there.
+    total: how many rows or keys there are, where that is known; `or_less` lets the last sequence end before them.
+    longest: the name and value of a bound on the length of a sequence, where there is one.
+    """
+    require_tensor(name, cu_seqlens)
+    require_ndim(name, cu_seqlens, "(B + 1)")
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {names([cu_seqlens.dtype])}")
+    if device is not None:
+        require_device(name, cu_seqlens, device, whose)
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name} must have B + 1 elements, at least 1, got {cu_seqlens.shape[0]}")
+    if longest is not None:
+        require_count(*longest)
+    if not values_at_hand(cu_seqlens):
+        return
+    offsets = cu_seqlens.tolist()
+    lengths = [end - start for start, end in zip(offsets, offsets[1:])]
+    ends = total is None or offsets[-1] == total or (or_less and offsets[-1] < total)
+    if offsets[0] != 0 or not ends or min(lengths, default=0) < 0:
+        upto = "" if total is None else f" to {'at most ' if or_less else ''}the {total} given"
+        raise ValueError(f"{name} must rise from 0{upto}, got {offsets}")
+    if longest is not None and max(lengths, default=0) > longest[1]:
+        raise ValueError(f"{longest[0]} must be at least the longest sequence {max(lengths)}, got {longest[1]}")
+
+
+def check_same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        sizes = f"{cu_seqlens_q.shape[0]} and {cu_seqlens_k.shape[0]}"
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must both have B + 1 elements, got {sizes}")

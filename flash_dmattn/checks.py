@@ -7,15 +7,26 @@ message names the argument, what came and what is accepted.
 from __future__ import annotations
 
 import math
-import numbers
 from typing import NamedTuple, Union
 
 import torch
 from torch import Tensor
 
-from .arguments import names, require_count, require_ndim, require_tensor, shape_of
+from .arguments import (
+    check_cu_seqlens,
+    check_same_sequences,
+    names,
+    require_bool,
+    require_device,
+    require_ndim,
+    require_number,
+    require_tensor,
+    shape_of,
+    values_at_hand,
+)
 from .interval_mask import KeyIntervalMask
 from .key_lists import SPARSE, KeyLists
+from .ops import is_per_key
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,32 +44,45 @@ class Varlen(NamedTuple):
     max_seqlen_k: int
 
 
-def require_device(name: str, tensor: Tensor, query: Tensor) -> None:
-    if tensor.device != query.device:
-        raise RuntimeError(f"{name} must be on query's device {query.device}, got {tensor.device}")
+def check_rows_of(name: str, tensor: object, layout: str) -> None:
+    """A tensor of rows, whose last dimension is the head dimension."""
+    require_tensor(name, tensor)
+    require_ndim(name, tensor, layout)
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be one of {names(FLOAT_DTYPES)}, got {names([tensor.dtype])}")
+
+
+def check_head_dim(name: str, tensor: Tensor) -> None:
+    if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name} must have a head dimension from 1 to {MAX_HEAD_DIM}, got {tensor.shape[-1]}")
+
+
+def check_beside_query(name: str, tensor: Tensor, query: Tensor, same_dtype: bool = True) -> None:
+    """What keys and values have in common with query; the head dimension and the head count stand last."""
+    if same_dtype and tensor.dtype != query.dtype:
+        raise TypeError(f"{name} must have query's dtype {names([query.dtype])}, got {names([tensor.dtype])}")
+    require_device(name, tensor, query.device, "query")
+    (heads, head_dim), (kv_heads, key_head_dim) = query.shape[-2:], tensor.shape[-2:]
+    if key_head_dim != head_dim:
+        raise ValueError(f"{name} must have query's head dimension {head_dim}, got {key_head_dim}")
+    if (heads % kv_heads if kv_heads else heads) != 0:
+        raise ValueError(f"query's head count must be a multiple of {name}'s, got {heads} and {kv_heads}")
+
+
+def check_batch(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.shape[0] != query.shape[0]:
+        raise ValueError(f"{name} must have query's batch size {query.shape[0]}, got {tensor.shape[0]}")
 
 
 def check_rows(query: Tensor, key: Tensor, value: Tensor, layout_q: str, layout_k: str) -> None:
-    """Dtypes, devices and shapes of query, key and value; the head dimension and the head count stand last."""
+    """Dtypes, devices and shapes of query, key and value."""
     for name, tensor, layout in (("query", query, layout_q), ("key", key, layout_k), ("value", value, layout_k)):
-        require_tensor(name, tensor)
-        require_ndim(name, tensor, layout)
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{name} must be one of {names(FLOAT_DTYPES)}, got {names([tensor.dtype])}")
-        if tensor.dtype != query.dtype:
-            raise TypeError(f"{name} must have query's dtype {names([query.dtype])}, got {names([tensor.dtype])}")
-        require_device(name, tensor, query)
-
+        check_rows_of(name, tensor, layout)
+    for name, tensor in (("key", key), ("value", value)):
+        check_beside_query(name, tensor, query)
+    check_head_dim("query", query)
     if key.shape != value.shape:
         raise ValueError(f"key and value must have the same shape, got {shape_of(key)} and {shape_of(value)}")
-    heads, head_dim = query.shape[-2:]
-    kv_heads, key_head_dim = key.shape[-2:]
-    if key_head_dim != head_dim:
-        raise ValueError(f"key must have query's head dimension {head_dim}, got {key_head_dim}")
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"query must have a head dimension from 1 to {MAX_HEAD_DIM}, got {head_dim}")
-    if (heads % kv_heads if kv_heads else heads) != 0:
-        raise ValueError(f"query's head count must be a multiple of key's, got {heads} and {kv_heads}")
 
 
 def check_pair_shape(name: str, tensor: Tensor, accepted: tuple[tuple[str, set[int]], ...]) -> None:
@@ -85,7 +109,7 @@ def check_intervals(mask: KeyIntervalMask, query: Tensor, accepted: tuple[tuple[
         check_pair_shape(name, tensor, accepted)
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name} must be int32, got {names([tensor.dtype])}")
-        require_device(name, tensor, query)
+        require_device(name, tensor, query.device, "query")
     if mask.start.shape != mask.end.shape:
         raise ValueError(
             "attn_mask.start and attn_mask.end must have the same shape, "
@@ -102,42 +126,49 @@ def check_lists(lists: KeyLists, query: Tensor, seqlen_q: int, seqlen_k: int, is
         )
     if lists.is_causal and not is_causal:
         raise ValueError("attn_mask holds lists that were built with is_causal=True, got a call with is_causal=False")
-    require_device("attn_mask", lists.keys, query)
+    require_device("attn_mask", lists.keys, query.device, "query")
 
 
-def check_window(window_size: int, mask: AnyMask, bias: Tensor | None, keys: int, is_causal: bool) -> None:
+def check_window(mask: AnyMask, bias: Tensor | None, keys: int, is_causal: bool) -> None:
     """What the causal dynamic mask is made from in the call; KeyIntervalMask.topk checks window_size itself."""
     if mask is not None:
         raise ValueError("window_size makes a mask of its own, got attn_mask too; combine KeyIntervalMasks with &")
     if not is_causal:
         raise ValueError("window_size needs is_causal=True: each row chooses among the keys up to its own")
-    one_row = bias is not None and (bias.ndim == 2 or bias.shape[2:] == (1, keys))
-    if not one_row:
+    one_a_key = bias is not None and is_per_key(bias.shape) and (bias.ndim == 2 or bias.shape[3] == keys)
+    if not one_a_key:
         got = "none" if bias is None else f"shape {shape_of(bias)}"
         layouts = "({B|1}, {H|Hkv|1}, 1, Sk) or (total_k, {H|Hkv|1})"
         raise ValueError(f"window_size needs attn_bias of one number a key, {layouts}, got {got}")
 
 
-def check_sparse(sparse: str) -> None:
+def check_sparse(sparse: str, mask: AnyMask, window_size: int | None) -> None:
     if sparse not in SPARSE:
         raise ValueError(f"sparse must be one of {', '.join(SPARSE)}, got {sparse!r}")
+    if sparse == "lists" and mask is None and window_size is None:
+        raise ValueError("sparse='lists' needs attn_mask or window_size, got none")
 
 
-def check_bias_dtype(bias: Tensor, query: Tensor, one_row: bool) -> None:
-    accepted = (query.dtype, torch.float32) if one_row and query.dtype != torch.float32 else (query.dtype,)
+def check_bias_dtype(bias: Tensor, query: Tensor) -> None:
+    one_a_key = is_per_key(bias.shape)
+    accepted = (query.dtype, torch.float32) if one_a_key and query.dtype != torch.float32 else (query.dtype,)
     if bias.dtype not in accepted:
-        key_only = "" if one_row else " (float32 is accepted where the bias is one number a key)"
+        key_only = "" if one_a_key else " (float32 is accepted where the bias is one number a key)"
         raise TypeError(
             f"attn_bias must be {' or '.join(map(names, zip(accepted)))}{key_only}, got {names([bias.dtype])}"
         )
+
+
+def check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        require_bool(name, value)
 
 
 def check_scalars(softmax_scale: float | None, softcap: float) -> None:
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is None and name == "softmax_scale":
             continue
-        if not isinstance(value, numbers.Real) and not isinstance(value, torch.SymFloat):
-            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        require_number(name, value)
         if not -math.inf < value < math.inf:
             raise ValueError(f"{name} must be finite, got {value}")
     if softcap < 0:
@@ -147,9 +178,8 @@ def check_scalars(softmax_scale: float | None, softcap: float) -> None:
 def check_fixed(query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, bias: Tensor | None, is_causal: bool) -> None:
     """Inputs of fixed length: query (B, Sq, H, D), key and value (B, Sk, Hkv, D)."""
     check_rows(query, key, value, "(B, Sq, H, D)", "(B, Sk, Hkv, D)")
+    check_batch("key", key, query)
     batch, seqlen_q, heads, _ = query.shape
-    if key.shape[0] != batch:
-        raise ValueError(f"key must have query's batch size {batch}, got {key.shape[0]}")
     seqlen_k, kv_heads = key.shape[1:3]
 
     accepted = (
@@ -168,33 +198,12 @@ def check_fixed(query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, bias: 
     elif mask is not None:
         check_bool_mask(mask)
         check_pair_shape("attn_mask", mask, accepted)
-        require_device("attn_mask", mask, query)
+        require_device("attn_mask", mask, query.device, "query")
     if bias is not None:
         require_tensor("attn_bias", bias)
         check_pair_shape("attn_bias", bias, accepted)
-        check_bias_dtype(bias, query, one_row=bias.shape[2] == 1)
-        require_device("attn_bias", bias, query)
-
-
-def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int, query: Tensor) -> None:
-    require_tensor(name, cu_seqlens)
-    require_ndim(name, cu_seqlens, "(B + 1)")
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {names([cu_seqlens.dtype])}")
-    require_device(name, cu_seqlens, query)
-    if cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name} must have B + 1 elements, at least 1, got {cu_seqlens.shape[0]}")
-    longest = f"max_seqlen_{name[-1]}"
-    require_count(longest, max_seqlen)
-    # Looking at the values would make a GPU wait and cannot be traced; there the caller answers for them.
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    offsets = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(offsets, offsets[1:])]
-    if offsets[0] != 0 or offsets[-1] != total or min(lengths, default=0) < 0:
-        raise ValueError(f"{name} must rise from 0 to the {total} rows given, got {offsets}")
-    if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"{longest} must be at least the longest sequence {max(lengths)}, got {max_seqlen}")
+        check_bias_dtype(bias, query)
+        require_device("attn_bias", bias, query.device, "query")
 
 
 def check_varlen(
@@ -204,13 +213,11 @@ def check_varlen(
     check_rows(query, key, value, "(total_q, H, D)", "(total_k, Hkv, D)")
     total_q, heads, _ = query.shape
     total_k, kv_heads, _ = key.shape
-    check_cu_seqlens("cu_seqlens_q", varlen.cu_seqlens_q, total_q, varlen.max_seqlen_q, query)
-    check_cu_seqlens("cu_seqlens_k", varlen.cu_seqlens_k, total_k, varlen.max_seqlen_k, query)
-    if varlen.cu_seqlens_q.shape != varlen.cu_seqlens_k.shape:
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_k must both have B + 1 elements, "
-            f"got {varlen.cu_seqlens_q.shape[0]} and {varlen.cu_seqlens_k.shape[0]}"
-        )
+    for side, total in (("q", total_q), ("k", total_k)):
+        name, longest = f"cu_seqlens_{side}", f"max_seqlen_{side}"
+        bound = (longest, getattr(varlen, longest))
+        check_cu_seqlens(name, getattr(varlen, name), query.device, "query", total, bound)
+    check_same_sequences(varlen.cu_seqlens_q, varlen.cu_seqlens_k)
 
     head_sizes = ("{H|Hkv|1}", {heads, kv_heads, 1})
     per_key = (("total_k", {total_k}), head_sizes)
@@ -223,7 +230,7 @@ def check_varlen(
                 f"got shape {shape_of(tensor)}"
             )
         check_pair_shape(name, tensor, per_key if tensor.ndim == 2 else per_pair)
-        require_device(name, tensor, query)
+        require_device(name, tensor, query.device, "query")
 
     if isinstance(mask, KeyLists):
         if mask.cu_seqlens_q is None:
@@ -239,7 +246,7 @@ def check_varlen(
     if bias is not None:
         require_tensor("attn_bias", bias)
         check_pairs("attn_bias", bias)
-        check_bias_dtype(bias, query, one_row=bias.ndim == 2)
+        check_bias_dtype(bias, query)
 
 
 def check_list_sequences(lists: KeyLists, varlen: Varlen) -> None:
@@ -247,15 +254,15 @@ def check_list_sequences(lists: KeyLists, varlen: Varlen) -> None:
         built, given = getattr(lists, name), getattr(varlen, name)
         if built.shape != given.shape:
             raise ValueError(f"attn_mask holds lists of {built.shape[0] - 1} sequences, got {given.shape[0] - 1}")
-        # As in check_cu_seqlens, values are looked at where that is free.
-        looks = built.device.type == "cpu" and not torch.compiler.is_compiling() and not lists.rows_alike
-        if looks and not torch.equal(built, given):
+        # Where one list serves every row the lists were made of keys alone: any sequences of rows will do.
+        matters = name == "cu_seqlens_k" or not lists.rows_alike
+        if matters and values_at_hand(built) and not torch.equal(built, given):
             raise ValueError(f"attn_mask holds lists of other sequences: {name} differs")
 
 
 def check_packed(name: str, tensor: Tensor, layout: str, parts: int) -> None:
     """A tensor that holds query, key and value, or key and value, along its third dimension from the end."""
-    require_tensor(name, tensor)
-    require_ndim(name, tensor, layout)
+    check_rows_of(name, tensor, layout)
     if tensor.shape[-3] != parts:
         raise ValueError(f"{name} must be {layout}, got shape {shape_of(tensor)}")
+    check_head_dim(name, tensor)

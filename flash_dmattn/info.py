@@ -13,15 +13,30 @@ from . import __version__, backends, ops
 DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
+def parts_of(architecture: str) -> tuple[str, str, str]:
+    """Of an architecture as nvcc names it: sm (machine code) or compute (PTX), the version, and a letter or nothing."""
+    return re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", architecture).groups()
+
+
 def serves(architecture: str, capability: tuple[int, int]) -> bool:
     """Whether code for `architecture`, as nvcc names it, runs on a GPU of that compute capability."""
-    kind, version, specific = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", architecture).groups()
+    kind, version, specific = parts_of(architecture)
     built = divmod(int(version), 10)
     if specific:
         return capability == built
     if kind == "compute":  # PTX, which the driver compiles for any later GPU
         return capability >= built
     return capability[0] == built[0] and capability >= built
+
+
+def taken(architectures: list[str], capability: tuple[int, int]) -> str | None:
+    """Which of them the driver takes for a GPU: the latest machine code that serves it, else the latest PTX."""
+
+    def preference(architecture: str) -> tuple[bool, int, str]:
+        kind, version, specific = parts_of(architecture)
+        return kind == "sm", int(version), specific
+
+    return max((name for name in architectures if serves(name, capability)), key=preference, default=None)
 
 
 def described_architecture(architecture: str) -> str:
@@ -59,9 +74,8 @@ def gpus() -> list[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         text = f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}"
-        serving = [name for name in architectures if serves(name, capability)]
-        if serving:
-            best = max(serving, key=lambda name: name.startswith("sm"))  # as the driver prefers machine code
+        best = taken(architectures, capability)
+        if best is not None:
             text += f", runs the kernels for {described_architecture(best)}"
         elif architectures:
             text += ", which the CUDA kernels were not built for: see TORCH_CUDA_ARCH_LIST"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import backends, checks, key_lists
+from .arguments import check_cu_seqlens, require_tensor
 from .backends import cpu, cuda, reference
 from .checks import AnyMask, Varlen
 from .interval_mask import KeyIntervalMask
@@ -71,7 +72,8 @@ def flash_dmattn_func(
             of largest bias among those that causality allows, ties to the later key. Needs is_causal, a bias of one
             number a key, and no attn_mask.
         sparse: "tiles" walks over all keys in tiles and skips what no row sees; "lists" gathers the keys that a tile of
-            rows sees, at the cost of these alone; "auto" takes the faster where that is known without waiting.
+            rows sees, at the cost of these alone, and needs a mask or window_size; "auto" takes the faster where that
+            is known without waiting.
 
     Returns:
         out (B, Sq, H, D) in query's dtype;
@@ -94,18 +96,23 @@ def flash_dmattn_func(
 def flash_dmattn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` of qkv (B, S, 3, H, D): query, key and value along the third dimension.
 
-    The other arguments, results and errors are those of `flash_dmattn_func` from attn_mask on.
+    The other arguments and errors are those of `flash_dmattn_func` from attn_mask on, with Sq = Sk = S and Hkv = H:
+    attn_mask and attn_bias ({B|1}, {H|1}, {S|1}, {S|1}). Returns out (B, S, H, D), lse (B, H, S), probs (B, H, S, S).
     """
     checks.check_packed("qkv", qkv, "(B, S, 3, H, D)", 3)
+    require_kernels("qkv", qkv)
     return flash_dmattn_func(*qkv.unbind(dim=2), *args, **kwargs)
 
 
 def flash_dmattn_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` of query (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D): key and value along the third dimension.
 
-    The other arguments, results and errors are those of `flash_dmattn_func` from attn_mask on.
+    The other arguments and errors are those of `flash_dmattn_func` from attn_mask on: attn_mask and attn_bias
+    ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}). Returns out (B, Sq, H, D), lse (B, H, Sq), probs (B, H, Sq, Sk).
     """
     checks.check_packed("kv", kv, "(B, Sk, 2, Hkv, D)", 2)
+    check_kv(query, kv, "(B, Sq, H, D)")
+    checks.check_batch("kv", kv, query)
     return flash_dmattn_func(query, *kv.unbind(dim=2), *args, **kwargs)
 
 
@@ -172,9 +179,18 @@ def flash_dmattn_varlen_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_varlen_func` of qkv (total, 3, H, D): query, key and value along the second dimension.
 
-    The other arguments, results and errors are those of `flash_dmattn_varlen_func` from softmax_scale on.
+    Args:
+        qkv: (total, 3, H, D).
+        attn_mask, attn_bias: one a key (total, {H|1}), or one a pair (total, {H|1}, max_seqlen).
+        cu_seqlens: int32 (B + 1), where each sequence begins and ends.
+        max_seqlen: at least the longest sequence.
+
+    The other arguments and errors are those of `flash_dmattn_varlen_func` from softmax_scale on. Returns
+    out (total, H, D), lse (H, total), probs (B, H, max_seqlen, max_seqlen).
     """
     checks.check_packed("qkv", qkv, "(total, 3, H, D)", 3)
+    require_kernels("qkv", qkv)
+    check_cu_seqlens("cu_seqlens", cu_seqlens, qkv.device, "qkv", qkv.shape[0], ("max_seqlen", max_seqlen))
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_dmattn_varlen_func(*qkv.unbind(dim=1), attn_mask, attn_bias, *lengths, *args, **kwargs)
 
@@ -182,9 +198,12 @@ def flash_dmattn_varlen_qkvpacked_func(
 def flash_dmattn_varlen_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_varlen_func` of query (total_q, H, D) and kv (total_k, 2, Hkv, D): key and value along dimension 1.
 
-    The other arguments, results and errors are those of `flash_dmattn_varlen_func` from attn_mask on.
+    The other arguments and errors are those of `flash_dmattn_varlen_func` from attn_mask on: attn_mask and attn_bias
+    (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k). Returns out (total_q, H, D), lse (H, total_q),
+    probs (B, H, max_seqlen_q, max_seqlen_k).
     """
     checks.check_packed("kv", kv, "(total_k, 2, Hkv, D)", 2)
+    check_kv(query, kv, "(total_q, H, D)")
     return flash_dmattn_varlen_func(query, *kv.unbind(dim=1), *args, **kwargs)
 
 
@@ -231,14 +250,21 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor |
     return function
 
 
+def require_kernels(name: str, tensor: Tensor) -> None:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise RuntimeError(f"{name} must be on a cpu or cuda device, got {tensor.device}")
+
+
 def kernels_for(query: Tensor) -> ModuleType:
     """The compiled backend of the tensors' device; it says itself where it was not built."""
-    checks.require_tensor("query", query)
-    if query.device.type == "cuda":
-        return cuda
-    if query.device.type == "cpu":
-        return cpu
-    raise RuntimeError(f"query must be on a cpu or cuda device, got {query.device}")
+    require_tensor("query", query)
+    require_kernels("query", query)
+    return cuda if query.device.type == "cuda" else cpu
+
+
+def check_kv(query: Tensor, kv: Tensor, layout_q: str) -> None:
+    checks.check_rows_of("query", query, layout_q)
+    checks.check_beside_query("kv", kv, query, same_dtype=not autocast_is_on(query.device))
 
 
 def attend(
@@ -259,13 +285,25 @@ def attend(
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of fixed length through a backend."""
     checks.check_scalars(softmax_scale, softcap)
-    checks.check_sparse(sparse)
+    checks.check_flags(
+        is_causal=is_causal,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+    )
+    checks.check_sparse(sparse, mask, window_size)
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_fixed(query, key, value, mask, bias, is_causal)
     if window_size is not None:
-        checks.check_window(window_size, mask, bias, key.shape[1], is_causal)
+        checks.check_window(mask, bias, key.shape[1], is_causal)
         mask = KeyIntervalMask.topk(bias, window_size, query.shape[1])
     bias, row_bias = split_row_bias(bias, key.shape[1])
+    hidden_rows = None
+    if row_bias is not None:
+        row_bias = reference.expand_heads(row_bias, query.shape[2])
+        hidden_rows = row_bias == -torch.inf
+        # Their outputs are replaced after the kernels; until then NaN in them must not reach the keys' gradients.
+        query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
     options = {
         "softmax_scale": default_scale(softmax_scale, query),
         "is_causal": bool(is_causal),
@@ -279,11 +317,10 @@ def attend(
     )
     out = out[..., : query.shape[-1]]
     if row_bias is not None:
-        out, lse = add_row_bias(out, lse, row_bias)
+        out, lse = add_row_bias(out, lse, row_bias, hidden_rows)
 
     if return_attn_probs:
         with torch.no_grad():
-            hidden_rows = None if row_bias is None else reference.expand_heads(row_bias, query.shape[2]) == -torch.inf
             probs, *_ = reference.probabilities(query, key, dense_mask(mask, query.shape[1]), bias, **options)
             probs = probs if hidden_rows is None else probs.masked_fill(hidden_rows, 0)
         return out, lse, probs.to(query.dtype)
@@ -309,11 +346,17 @@ def attend_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of variable length through a compiled backend."""
     checks.check_scalars(softmax_scale, softcap)
-    checks.check_sparse(sparse)
+    checks.check_flags(
+        is_causal=is_causal,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+    )
+    checks.check_sparse(sparse, mask, window_size)
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)
     if window_size is not None:
-        checks.check_window(window_size, mask, bias, key.shape[0], is_causal)
+        checks.check_window(mask, bias, key.shape[0], is_causal)
         mask = KeyIntervalMask.topk_varlen(bias, window_size, varlen.cu_seqlens_k, varlen.cu_seqlens_q)
     options = {
         "softmax_scale": default_scale(softmax_scale, query),
@@ -336,11 +379,21 @@ def attend_varlen(
 
 def mask_for(backend: ModuleType, mask: AnyMask, sparse: str, seqlen_q: int, *problem) -> AnyMask:
     """The mask in a form that the backend takes."""
+    mask = without_repeats(mask) if isinstance(mask, Tensor) else mask
     if backend.SPARSE_MASKS:
         return key_lists.choose(mask, sparse, seqlen_q, *problem)
     if sparse == "lists":
         raise ValueError(f"sparse='lists' is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
     return dense_mask(mask, seqlen_q)
+
+
+def without_repeats(mask: Tensor) -> Tensor:
+    """A bool mask with size 1 in place of an expanded batch, head or row dimension: the kernels then read it once."""
+    # Of variable length batch elements and rows lie in one dimension with the keys or before them.
+    for dim in (0, 1, 2) if mask.ndim == 4 else (1,):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
 
 
 def dense_mask(mask: AnyMask, seqlen_q: int) -> Tensor | None:
@@ -349,16 +402,20 @@ def dense_mask(mask: AnyMask, seqlen_q: int) -> Tensor | None:
     return mask.to_dense(seqlen_q) if isinstance(mask, KeyIntervalMask) else mask
 
 
+def autocast_is_on(device: torch.device) -> bool:
+    # Of a device that knows no autocast, such as meta, the question whether it is on is an error.
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def autocast(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The inputs as torch.autocast wants them: in its dtype, but for a bias of one number a key in float32."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        checks.require_tensor(name, tensor)
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
+        require_tensor(name, tensor)
+    if not autocast_is_on(query.device):
         return query, key, value, bias
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(query.device.type)
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
@@ -385,10 +442,9 @@ def split_row_bias(bias: Tensor | None, seqlen_k: int) -> tuple[Tensor | None, T
     return bias, None
 
 
-def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """A bias ({B|1}, {H|Hkv|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else; -inf hides its whole row."""
-    row_bias = reference.expand_heads(row_bias, lse.shape[1])[..., 0].to(lse.dtype)
-    hidden = row_bias == -torch.inf
+def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """A bias ({B|1}, {H|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else; -inf hides its whole row."""
+    row_bias, hidden = row_bias[..., 0].to(lse.dtype), hidden_rows[..., 0]
     lse = (lse + row_bias.masked_fill(hidden, 0)).masked_fill(hidden, -torch.inf)
     return out.masked_fill(hidden.transpose(1, 2)[..., None], 0), lse
 

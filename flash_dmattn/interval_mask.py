@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from . import prefix_topk
-from .arguments import names, require_count, require_integers, require_tensor, shape_of
+from .arguments import (
+    check_cu_seqlens,
+    check_same_sequences,
+    names,
+    require_count,
+    require_floating,
+    require_integers,
+    require_tensor,
+    shape_of,
+)
 
 FIXED, VARLEN = "({B|1}, {H|Hkv|1}, Sk)", "(total_k, {H|Hkv|1})"
 EVERY_ROW = prefix_topk.NEVER  # the end of a key that stays visible
@@ -23,7 +32,9 @@ class KeyIntervalMask:
             batch element, of variable length from the first of the key's own sequence.
         end: int32 in start's shape. Ends may lie beyond the rows; no row sees a key whose end is not above its start.
         keys_per_row: a bound, where one is known without looking at the values: no n rows that follow each other see
-            more than keys_per_row + n - 1 different keys. It saves reading back from the device how many they are.
+            more than keys_per_row + n - 1 different keys. It saves reading back from the device how many they are. A
+            bound that is too small cuts lists of keys short: an error on the CPU, where they lack room in all; on CUDA
+            the results are wrong without a word.
         scattered: whether the keys of a row lie scattered among those that it does not see, so that walking over the
             keys in tiles finds hardly any to skip. The masks of `topk` do. Only the speed depends on it.
 
@@ -183,12 +194,15 @@ class KeyIntervalMask:
                 before and how many after its own.
             device: where to make it.
         """
-        if isinstance(window_size, tuple) and len(window_size) == 2:
+        accepted = "an int or a tuple (left, right)"
+        if isinstance(window_size, tuple):
+            if len(window_size) != 2:
+                raise ValueError(f"window_size must be {accepted}, got {window_size}")
             left, right = window_size
             require_count("window_size[0]", left)
             require_count("window_size[1]", right)
         else:
-            require_count("window_size", window_size)
+            require_count("window_size", window_size, accepted)
             left, right = window_size - 1, 0
         own = own_rows(seqlen_q, seqlen_k, device)
         start, end = (own - right).clamp_(min=0), (own + (left + 1)).clamp_(min=0)
@@ -208,12 +222,15 @@ class KeyIntervalMask:
 
         Returns:
             (1, 1, seqlen), or ({B|1}, 1, S).
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit; the values of cu_seqlens are looked at on the CPU.
         """
         if (cu_seqlens is None) == (ids is None) or (cu_seqlens is None) != (seqlen is None):
             raise ValueError("documents takes cu_seqlens and seqlen, or ids")
         if ids is None:
             require_count("seqlen", seqlen)
-            check_cu_seqlens("cu_seqlens", cu_seqlens)
+            check_cu_seqlens("cu_seqlens", cu_seqlens, total=seqlen, or_less=True)
             sequence = sequence_of_keys(cu_seqlens, seqlen)
             behind = torch.cat([cu_seqlens[1:], cu_seqlens[-1:]])
             return cls(cu_seqlens[sequence][None, None], behind[sequence][None, None])
@@ -304,12 +321,10 @@ class KeyIntervalMask:
             As `topk`.
         """
         check_topk(VARLEN, bias, window_size, ndims=(2,))
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias.device, "bias", total=bias.shape[0])
         cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
-        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias.device)
-        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias.device)
-        if cu_seqlens_q.shape != cu_seqlens_k.shape:
-            sizes = f"{cu_seqlens_q.shape[0]} and {cu_seqlens_k.shape[0]}"
-            raise ValueError(f"cu_seqlens_q and cu_seqlens_k must both have B + 1 elements, got {sizes}")
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias.device, "bias")
+        check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         keys = bias.shape[0]
         sequence = sequence_of_keys(cu_seqlens_k, keys)
         first = cu_seqlens_k[sequence]
@@ -323,21 +338,9 @@ class KeyIntervalMask:
 # Checks and places
 
 
-def check_cu_seqlens(name: str, cu_seqlens: object, device: torch.device | None = None) -> None:
-    require_tensor(name, cu_seqlens)
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {names([cu_seqlens.dtype])}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name} must have B + 1 elements, at least 1, got shape {shape_of(cu_seqlens)}")
-    if device is not None and cu_seqlens.device != device:
-        raise RuntimeError(f"{name} must be on bias's device {device}, got {cu_seqlens.device}")
-
-
 def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> None:
     require_count("window_size", window_size)
-    require_tensor("bias", bias)
-    if not bias.is_floating_point():
-        raise TypeError(f"bias must be floating, got {names([bias.dtype])}")
+    require_floating("bias", bias)
     if bias.ndim not in ndims or (bias.ndim == 4 and bias.shape[2] != 1):
         raise ValueError(f"bias must be {layout}, got shape {shape_of(bias)}")
     nan = bias.isnan().any()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .arguments import check_cu_seqlens, check_same_sequences, names, require_bool, require_count, shape_of
 from .interval_mask import KeyIntervalMask
 
 SPARSE = ("auto", "tiles", "lists")
@@ -65,27 +66,38 @@ class KeyLists:
                 or (total_q, {H|Hkv|1}, max_seqlen_k).
             seqlen_q: the number of query rows; of variable length max_seqlen_q. Where the mask is the same for every
                 row the lists serve any number of rows.
-            seqlen_k: the number of keys, the mask's by default; of variable length max_seqlen_k.
+            seqlen_k: the number of keys, by default the mask's where that tells; of variable length max_seqlen_k.
             is_causal: leaves out keys that causality hides. The lists then serve calls with is_causal=True only.
-            cu_seqlens_q, cu_seqlens_k: int32 (B + 1), of variable length.
+            cu_seqlens_q, cu_seqlens_k: int32 (B + 1), of variable length. On CUDA their values are the caller's to get
+                right: looking at them would make the GPU wait.
 
         Raises:
-            ValueError: a shape that does not fit, or only one of cu_seqlens_q and cu_seqlens_k.
-            TypeError: a mask that is neither bool nor a KeyIntervalMask.
+            ValueError: a shape or value that does not fit, or only one of cu_seqlens_q and cu_seqlens_k.
+            TypeError: a mask that is neither bool nor a KeyIntervalMask, a length that is no int, cu_seqlens that are
+                no int32 tensors.
+            RuntimeError: tensors on different devices.
         """
         is_varlen = cu_seqlens_q is not None
         if is_varlen != (cu_seqlens_k is not None):
             raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together")
         check_buildable(mask, is_varlen)
+        require_bool("is_causal", is_causal)
+        require_count("seqlen_q", seqlen_q)
         if seqlen_k is None:
-            if is_varlen and len(mask.shape) == 2:
-                raise ValueError("seqlen_k must be given of variable length: the longest sequence of keys")
-            seqlen_k = mask.shape[-1]
+            seqlen_k = keys_of(mask)
+        require_count("seqlen_k", seqlen_k)
+        if is_varlen:
+            dims = len(mask.shape)
+            total_q, total_k = (mask.shape[0] if dims == 3 else None), (mask.shape[0] if dims == 2 else None)
+            where = (mask.device, "mask")
+            check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *where, total_q, longest=("seqlen_q", seqlen_q))
+            check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *where, total_k, longest=("seqlen_k", seqlen_k))
+            check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         batches = cu_seqlens_q.shape[0] - 1 if is_varlen else mask.shape[0]
         capacity = None
         if isinstance(mask, KeyIntervalMask):
             capacity = capacity_of(mask, batches * mask.shape[1], seqlen_q, seqlen_k)
-        return build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity=capacity)
+        return build(mask, seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k, capacity=capacity)
 
     @property
     def rows_alike(self) -> bool:
@@ -105,11 +117,18 @@ class KeyLists:
         return self.starts.diff().view(self.batches, self.heads, self.row_tiles)
 
     def density(self) -> float:
-        """The part of all keys that a list names on average, its padding counted. Waits for the device."""
+        """The part of `seqlen_k` keys that a list takes on average, its padding counted, so that it may be above 1.
+
+        0 where there are no lists. Waits for the device.
+        """
         return float(self.lengths().double().mean()) / max(self.seqlen_k, 1) if self.starts.shape[0] > 1 else 0.0
 
     def to_dense(self) -> Tensor:
-        """The mask as bool ({B|1}, {H|Hkv|1}, {Sq|1}, Sk), of fixed length only; causal where the lists are."""
+        """The mask that the lists were made of, as bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}).
+
+        Of lists that were built with is_causal=True (.., Sq, Sk), without what causality hides. Raises ValueError for
+        lists of variable length, which have no dense form.
+        """
         if self.cu_seqlens_q is not None:
             raise ValueError("to_dense is for lists of fixed length")
         mask = self.mask.to_dense(self.seqlen_q) if isinstance(self.mask, KeyIntervalMask) else self.mask
@@ -122,8 +141,8 @@ class KeyLists:
         def move(value):
             return value.to(device) if isinstance(value, (Tensor, KeyIntervalMask)) else value
 
-        names = ("keys", "starts", "rows", "mask", "cu_seqlens_q", "cu_seqlens_k")
-        return replace(self, **{name: move(getattr(self, name)) for name in names})
+        fields = ("keys", "starts", "rows", "mask", "cu_seqlens_q", "cu_seqlens_k")
+        return replace(self, **{name: move(getattr(self, name)) for name in fields})
 
     def __repr__(self) -> str:
         causal = ", causal" if self.is_causal else ""
@@ -135,14 +154,24 @@ class KeyLists:
 
 def check_buildable(mask: object, is_varlen: bool) -> None:
     if not isinstance(mask, KeyIntervalMask) and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
-        got = str(mask.dtype).removeprefix("torch.") if isinstance(mask, Tensor) else type(mask).__name__
+        got = names([mask.dtype]) if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask must be a bool tensor or a KeyIntervalMask, got {got}")
     of_intervals, of_bools = ((2,), (2, 3)) if is_varlen else ((3,), (4,))
     accepted = of_intervals if isinstance(mask, KeyIntervalMask) else of_bools
     if len(mask.shape) not in accepted:
         kind = "variable" if is_varlen else "fixed"
         sizes = " or ".join(map(str, accepted))
-        raise ValueError(f"mask must have {sizes} dimensions of {kind} length, got shape {tuple(mask.shape)}")
+        raise ValueError(f"mask must have {sizes} dimensions of {kind} length, got shape {shape_of(mask)}")
+
+
+def keys_of(mask: Tensor | KeyIntervalMask) -> int:
+    """How many keys a mask is for, which neither packed sequences nor a mask that is broadcast along the keys tell."""
+    ndim = len(mask.shape)
+    if ndim == 2:
+        raise ValueError("seqlen_k must be given of variable length: the longest sequence of keys")
+    if ndim == 4 and mask.shape[3] == 1:
+        raise ValueError(f"seqlen_k must be given where mask is the same for every key, got shape {shape_of(mask)}")
+    return mask.shape[-1]
 
 
 def build(

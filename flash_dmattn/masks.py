@@ -5,6 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .arguments import (
+    names,
+    require_count,
+    require_device,
+    require_floating,
+    require_integers,
+    require_number,
+    require_tensor,
+    shape_of,
+)
+
 
 def create_mask(
     attention_bias: Tensor,
@@ -35,15 +46,26 @@ def create_mask(
 
     Raises:
         ValueError: a shape, size or type that does not fit.
-        TypeError: an attention_mask that is neither bool nor a 2-dimensional integer padding mask.
+        TypeError: a bias that is not floating, an attention_mask that is neither bool nor a 2-dimensional integer
+            padding mask, a size that is no int, a min_dtype that is no number.
+        RuntimeError: an attention_mask that is not on attention_bias's device.
     """
     if type not in ("topk", "relu"):
         raise ValueError(f"type must be 'topk' or 'relu', got {type!r}")
-    if window_size < 0:
-        raise ValueError(f"window_size must not be negative, got {window_size}")
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size must be at least 1 or None, got {block_size}")
-    _check_bias(attention_bias, batch_size, query_len, key_len)
+    sizes = {"batch_size": batch_size, "query_len": query_len, "key_len": key_len, "window_size": window_size}
+    for name, size in sizes.items():
+        require_count(name, size)
+    require_number("min_dtype", min_dtype)
+    if block_size is not None:
+        require_count("block_size", block_size)
+        if block_size == 0:
+            raise ValueError("block_size must be at least 1 or None, got 0")
+    require_floating("attention_bias", attention_bias)
+    layout = "({B|1}, {H|Hkv|1}, {Sq|1}, Sk)"
+    _check_shape("attention_bias", attention_bias, layout, batch_size, query_len, (key_len,))
+    if attention_mask is not None:
+        require_tensor("attention_mask", attention_mask)
+        require_device("attention_mask", attention_mask, attention_bias.device, "attention_bias")
     visible = _visible_keys(attention_mask, batch_size, query_len, key_len)
 
     if visible is not None and visible.shape[1] not in (1, attention_bias.shape[1]) and attention_bias.shape[1] != 1:
@@ -84,14 +106,6 @@ def smooth_blocks(mask: Tensor, block_size: int) -> Tensor:
     return keep.repeat_interleave(block_size, dim=-1)[..., :key_len]
 
 
-def _check_bias(bias: Tensor, batch_size: int, query_len: int, key_len: int) -> None:
-    if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        raise TypeError(
-            f"attention_bias must be a floating tensor, got {getattr(bias, 'dtype', bias.__class__.__name__)}"
-        )
-    _check_shape("attention_bias", bias, "({B|1}, {H|Hkv|1}, {Sq|1}, Sk)", batch_size, query_len, (key_len,))
-
-
 def _check_shape(name: str, tensor: Tensor, layout: str, batch_size: int, query_len: int, key_lens: tuple) -> None:
     fits = (
         tensor.ndim == 4
@@ -102,23 +116,20 @@ def _check_shape(name: str, tensor: Tensor, layout: str, batch_size: int, query_
     if not fits:
         raise ValueError(
             f"{name} must be {layout} with B = {batch_size}, Sq = {query_len}, Sk = {key_lens[0]}, "
-            f"got shape {tuple(tensor.shape)}"
+            f"got shape {shape_of(tensor)}"
         )
 
 
 def _visible_keys(mask: Tensor | None, batch_size: int, query_len: int, key_len: int) -> Tensor | None:
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor or None, got {mask.__class__.__name__}")
     if mask.ndim == 2:
         if mask.shape != (batch_size, key_len):
-            raise ValueError(f"attention_mask must be (B, Sk) = {(batch_size, key_len)}, got {tuple(mask.shape)}")
-        if mask.is_floating_point() or mask.is_complex():
-            raise TypeError(f"attention_mask (B, Sk) must be bool or integer, got {mask.dtype}")
+            raise ValueError(f"attention_mask must be (B, Sk) = {(batch_size, key_len)}, got {shape_of(mask)}")
+        require_integers("attention_mask (B, Sk)", mask, or_bool=True)
         return mask[:, None, None, :] != 0
     if mask.dtype != torch.bool:
-        raise TypeError(f"attention_mask must be bool (True = visible), got {mask.dtype}")
+        raise TypeError(f"attention_mask must be bool (True = visible), got {names([mask.dtype])}")
     layout = "({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) or a padding mask (B, Sk)"
     _check_shape("attention_mask", mask, layout, batch_size, query_len, (key_len, 1))
     return mask

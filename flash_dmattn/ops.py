@@ -199,12 +199,12 @@ def _backward(ctx, dout, dlse, *_):
     return *grads, *no_gradients, dbias if needs_dbias else None, *[None] * 8
 
 
-def _refuse_double_backward(ctx, *grads):
+def refuse_double_backward(ctx, *grads):
     raise RuntimeError("flash_dmattn does not support double backward; use the backend 'reference' for it")
 
 
 attention_forward.register_autograd(_backward, setup_context=_save_for_backward)
-attention_backward.register_autograd(_refuse_double_backward)
+attention_backward.register_autograd(refuse_double_backward)
 
 
 class _EagerAttention(torch.autograd.Function):
@@ -255,6 +255,8 @@ def build_key_lists(
     """keys, starts and rows of the lists of a mask's keys, rows being empty but for a bool mask whose rows differ.
 
     capacity: room for all lists, where the caller knows a bound; else their total length is read back from the device.
+        A bound that is too small is an error on the CPU; elsewhere, where looking would make the device wait, it cuts
+        lists short.
     limit: without a capacity, the total length beyond which the lists are of no use: they then come back empty.
     """
     kernels = compiled_module()
@@ -264,7 +266,12 @@ def build_key_lists(
     if capacity is None:
         capacity = int(starts[-1])
         capacity = 0 if limit is not None and capacity > limit else capacity
-    # A bound that is wrong cuts lists short, and never makes a kernel read beyond their memory.
+    elif starts.device.type == "cpu" and int(starts[-1]) > capacity:
+        raise ValueError(
+            "keys_per_row of the mask must bound the keys that n successive rows see, at most keys_per_row + n - 1, "
+            f"got one with room for {capacity} keys in all lists together, which hold {int(starts[-1])}"
+        )
+    # Elsewhere a bound that is wrong cuts lists short, and never makes a kernel read beyond their memory.
     starts = starts.clamp_(max=capacity)
     keys, rows = kernels.list_fill(*problem, starts, plan, capacity)
     return keys, starts, rows

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
+
+from .arguments import require_count, require_device, require_integers, require_tensor, shape_of, values_at_hand
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -19,25 +20,59 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
         indices: int64 (total), where each token stood among the B * S; `pad_input` takes them back.
         cu_seqlens: int32 (B + 1), where each sequence begins.
         max_seqlen: the longest sequence.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: no tensors, or an attention_mask that is neither bool nor integer.
+        RuntimeError: tensors on different devices.
     """
+    require_tensor("hidden_states", hidden_states)
+    require_integers("attention_mask", attention_mask, or_bool=True)
+    require_device("attention_mask", attention_mask, hidden_states.device, "hidden_states")
     if attention_mask.ndim != 2 or hidden_states.shape[:2] != attention_mask.shape:
         raise ValueError(
             "attention_mask must be (B, S) with the first two dimensions of hidden_states, "
-            f"got {tuple(attention_mask.shape)} for hidden_states of shape {tuple(hidden_states.shape)}"
+            f"got {shape_of(attention_mask)} for hidden_states of shape {shape_of(hidden_states)}"
         )
     real = attention_mask != 0
     lengths = real.sum(dim=1, dtype=torch.int32)
     indices = torch.nonzero(real.flatten()).flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     max_seqlen = int(lengths.max()) if lengths.numel() else 0
-    return rearrange(hidden_states, "b s ... -> (b s) ...")[indices], indices, cu_seqlens, max_seqlen
+    return hidden_states.flatten(0, 1)[indices], indices, cu_seqlens, max_seqlen
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: int) -> Tensor:
-    """The inverse of `unpad_input`: (total, ...) to (batch_size, seqlen, ...), zero where there was padding."""
+    """The inverse of `unpad_input`: (total, ...) to (batch_size, seqlen, ...), zero where there was padding.
+
+    Args:
+        hidden_states: (total, ...).
+        indices: integers (total), the place of each token among the batch_size * seqlen.
+        batch_size, seqlen: B and S.
+
+    Raises:
+        ValueError: a shape that does not fit; on the CPU also indices out of range.
+        TypeError: no tensors, indices that are no integers, a size that is no int.
+        RuntimeError: tensors on different devices.
+    """
+    require_tensor("hidden_states", hidden_states)
+    require_integers("indices", indices)
+    require_device("indices", indices, hidden_states.device, "hidden_states")
+    require_count("batch_size", batch_size)
+    require_count("seqlen", seqlen)
+    if hidden_states.ndim == 0:
+        raise ValueError("hidden_states must be (total, ...), got shape ()")
     if indices.ndim != 1 or indices.shape[0] != hidden_states.shape[0]:
         raise ValueError(
-            f"indices must have one entry for each of the {hidden_states.shape[0]} tokens, got {tuple(indices.shape)}"
+            f"indices must have one entry for each of the {hidden_states.shape[0]} tokens, got {shape_of(indices)}"
         )
+    if values_at_hand(indices) and indices.numel():
+        first, last = (int(bound) for bound in indices.aminmax())
+        if first < 0 or last >= batch_size * seqlen:
+            raise ValueError(
+                f"indices must be from 0 to batch_size * seqlen - 1 = {batch_size * seqlen - 1}, "
+                f"got {first if first < 0 else last}"
+            )
     padded = hidden_states.new_zeros(batch_size * seqlen, *hidden_states.shape[1:])
-    return rearrange(padded.index_copy(0, indices, hidden_states), "(b s) ... -> b s ...", b=batch_size)
+    padded = padded.index_copy(0, indices.long(), hidden_states)
+    return padded.view(batch_size, seqlen, *hidden_states.shape[1:])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import flash_dmattn
+
 ROOT = Path(__file__).parent.parent
 pytest.importorskip("build")
 
@@ -24,7 +26,7 @@ def sdist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     done = run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
-    (archive,) = folder.glob("flash_dmattn-0.1.0.tar.gz")
+    (archive,) = folder.glob(f"flash_dmattn-{flash_dmattn.__version__}.tar.gz")
     return archive
 
 
@@ -40,6 +42,14 @@ def test_the_sdist_holds_everything_that_is_tracked(sdist):
     assert wanted | {"LICENSE", "README.md", "Makefile", "pyproject.toml", "setup.py"} <= shipped
 
 
+def test_only_pytorch_is_needed_at_run_time(sdist):
+    with tarfile.open(sdist) as archive:
+        (name,) = (name for name in archive.getnames() if name.count("/") == 1 and name.endswith("/PKG-INFO"))
+        lines = archive.extractfile(name).read().decode().splitlines()
+    needs = [line for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line]
+    assert needs == ["Requires-Dist: torch>=2.9"]
+
+
 def test_the_sdist_builds_a_wheel_that_works(sdist, tmp_path):
     """From the sdist to an installed package, away from the source tree."""
     done = run(
@@ -47,7 +57,7 @@ def test_the_sdist_builds_a_wheel_that_works(sdist, tmp_path):
         MAX_JOBS="2",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("flash_dmattn-0.1.0-*.whl")
+    (wheel,) = tmp_path.glob(f"flash_dmattn-{flash_dmattn.__version__}-*.whl")
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     program = (

@@ -5,7 +5,7 @@ import torch
 from helpers import inputs
 
 import flash_dmattn
-from flash_dmattn import flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_varlen_func
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_varlen_func
 
 Q, K, V = inputs(2, 5, 7, 4, 2, 8)
 
@@ -89,6 +89,20 @@ FIXED = {
         "attn_bias must be float32, got float16",
     ),
     "scale is no number": (lambda: call(softmax_scale="1"), TypeError, "softmax_scale must be a number, got str"),
+    "scale is a bool": (
+        lambda: call(Q, K, V, None, None, True),
+        TypeError,
+        "softmax_scale must be a number, got bool",
+    ),
+    "softcap is a bool": (lambda: call(softcap=True), TypeError, "softcap must be a number, got bool"),
+    "is_causal is a number": (lambda: call(is_causal=0.5), TypeError, "is_causal must be a bool, got float"),
+    "deterministic is a number": (lambda: call(deterministic=1), TypeError, "deterministic must be a bool, got int"),
+    "return_attn_probs is a tensor": (
+        lambda: call(return_attn_probs=torch.tensor(True)),
+        TypeError,
+        "return_attn_probs must be a bool, got Tensor",
+    ),
+    "return_lse is None": (lambda: call(return_lse=None), TypeError, "return_lse must be a bool, got NoneType"),
     "scale is NaN": (lambda: call(softmax_scale=float("nan")), ValueError, "softmax_scale must be finite, got nan"),
     "negative softcap": (
         lambda: call(softcap=-1.0),
@@ -121,12 +135,61 @@ FIXED = {
         ValueError,
         r"kv must be \(B, Sk, 2, Hkv, D\), got shape \(2, 7, 3, 2, 8\)",
     ),
+    "qkv of integers": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 8).int()),
+        TypeError,
+        "qkv must be one of float16, bfloat16, float32, float64, got int32",
+    ),
+    "qkv with a head dimension of 264": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 264)),
+        ValueError,
+        "qkv must have a head dimension from 1 to 256, got 264",
+    ),
+    "qkv on a device without kernels": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 8, device="meta")),
+        RuntimeError,
+        "qkv must be on a cpu or cuda device, got meta",
+    ),
+    "kv with other heads": (
+        lambda: flash_dmattn.flash_dmattn_kvpacked_func(Q, torch.zeros(2, 7, 2, 3, 8)),
+        ValueError,
+        "query's head count must be a multiple of kv's, got 4 and 3",
+    ),
+    "kv in another dtype": (
+        lambda: flash_dmattn.flash_dmattn_kvpacked_func(Q, torch.zeros(2, 7, 2, 2, 8).half()),
+        TypeError,
+        "kv must have query's dtype float32, got float16",
+    ),
+    "kv with another batch size": (
+        lambda: flash_dmattn.flash_dmattn_kvpacked_func(Q, torch.zeros(3, 7, 2, 2, 8)),
+        ValueError,
+        "kv must have query's batch size 2, got 3",
+    ),
+    "meta tensors for the reference": (
+        lambda: flash_dmattn_func_auto("reference")(Q.to("meta"), K, V),
+        RuntimeError,
+        "key must be on query's device meta, got cpu",
+    ),
     "an unknown backend": (
         lambda: flash_dmattn_func_auto("cudnn"),
         ValueError,
         "backend must be one of cuda, cpu, triton, flex, reference, got 'cudnn'",
     ),
 }
+
+
+def test_numbers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    options = {"softmax_scale": numpy.float32(0.5), "is_causal": numpy.bool_(True), "softcap": numpy.float64(2)}
+    expected = call(softmax_scale=0.5, is_causal=True, softcap=2.0)
+    torch.testing.assert_close(call(**options, deterministic=numpy.bool_(True)), expected)
+    three = numpy.int64(3)
+    torch.testing.assert_close(varlen(max_q=three, max_k=three), varlen())
+    mask = KeyIntervalMask.sliding_window(numpy.int32(5), numpy.int32(7), three)
+    lists = KeyLists.build(mask, numpy.int64(5), numpy.int64(7), numpy.bool_(True))
+    torch.testing.assert_close(call(attn_mask=lists, is_causal=True), call(attn_mask=mask, is_causal=True))
+    lists = KeyLists.build(torch.ones(5, 1, dtype=torch.bool), three, three, numpy.bool_(False), CU, CU)
+    torch.testing.assert_close(varlen(lists), varlen())
 
 
 @pytest.mark.parametrize("case", FIXED)
@@ -142,6 +205,11 @@ ROWS = torch.randn(5, 2, 8)
 
 def varlen(mask=None, bias=None, cu_q=CU, cu_k=CU, max_q=3, max_k=3, rows=ROWS):
     return flash_dmattn_varlen_func(rows, rows, rows, mask, bias, cu_q, cu_k, max_q, max_k)
+
+
+def packed(cu_seqlens=CU, max_seqlen=3):
+    qkv = torch.stack([ROWS] * 3, dim=1)
+    return flash_dmattn.flash_dmattn_varlen_qkvpacked_func(qkv, None, None, cu_seqlens, max_seqlen)
 
 
 VARLEN = {
@@ -169,12 +237,12 @@ VARLEN = {
     "cu_seqlens that end early": (
         lambda: varlen(cu_q=CU[:2]),
         ValueError,
-        r"cu_seqlens_q must rise from 0 to the 5 rows given, got \[0, 2\]",
+        r"cu_seqlens_q must rise from 0 to the 5 given, got \[0, 2\]",
     ),
     "cu_seqlens that fall": (
         lambda: varlen(cu_k=torch.tensor([0, 6, 5], dtype=torch.int32)),
         ValueError,
-        r"cu_seqlens_k must rise from 0 to the 5 rows given, got \[0, 6, 5\]",
+        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 6, 5\]",
     ),
     "batch sizes differ": (
         lambda: varlen(cu_k=torch.tensor([0, 5], dtype=torch.int32), max_k=5),
@@ -188,6 +256,26 @@ VARLEN = {
     ),
     "max_seqlen is no int": (lambda: varlen(max_k=3.0), TypeError, "max_seqlen_k must be an int, got float"),
     "max_seqlen below 0": (lambda: varlen(max_k=-1), ValueError, "max_seqlen_k must not be negative, got -1"),
+    "packed cu_seqlens in int64": (
+        lambda: packed(cu_seqlens=CU.long()),
+        TypeError,
+        "cu_seqlens must be int32, got int64",
+    ),
+    "packed cu_seqlens that end early": (
+        lambda: packed(cu_seqlens=CU[:2]),
+        ValueError,
+        r"cu_seqlens must rise from 0 to the 5 given, got \[0, 2\]",
+    ),
+    "packed max_seqlen too short": (
+        lambda: packed(max_seqlen=2),
+        ValueError,
+        "max_seqlen must be at least the longest sequence 3, got 2",
+    ),
+    "packed kv with another head dimension": (
+        lambda: flash_dmattn.flash_dmattn_varlen_kvpacked_func(ROWS, torch.zeros(5, 2, 2, 4), None, None, CU, CU, 3, 3),
+        ValueError,
+        "kv must have query's head dimension 8, got 4",
+    ),
     "mask of 4 dimensions": (
         lambda: varlen(mask=torch.ones(1, 1, 1, 5, dtype=torch.bool)),
         ValueError,

@@ -119,3 +119,17 @@ def test_why_a_backend_cannot_be_used(monkeypatch):
 )
 def test_which_gpu_code_serves(architecture, capability, expected):
     assert info.serves(architecture, capability) == expected
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "expected"),
+    [
+        ("sm_80,sm_86,sm_90", (8, 9), "sm_86"),
+        ("sm_80,sm_86,sm_89,sm_90", (8, 6), "sm_86"),
+        ("sm_80,compute_80,compute_89", (8, 9), "sm_80"),  # machine code before PTX, however old
+        ("sm_80,compute_80,compute_90", (12, 0), "compute_90"),
+        ("sm_100,sm_120", (9, 0), None),
+    ],
+)
+def test_which_of_several_the_driver_takes(architectures, capability, expected):
+    assert info.taken(architectures.split(","), capability) == expected

@@ -341,6 +341,16 @@ ERRORS = {
     "rows": (lambda: MASK.to_dense(-1), ValueError, "seqlen_q must not be negative, got -1"),
     "causal": (lambda: KeyIntervalMask.causal(3.0, 4), TypeError, "seqlen_q must be an int, got float"),
     "window": (lambda: KeyIntervalMask.sliding_window(3, 4, -1), ValueError, "window_size must not be negative"),
+    "window list": (
+        lambda: KeyIntervalMask.sliding_window(3, 4, [1, 1]),
+        TypeError,
+        r"window_size must be an int or a tuple \(left, right\), got list",
+    ),
+    "window of three": (
+        lambda: KeyIntervalMask.sliding_window(3, 4, (1, 1, 1)),
+        ValueError,
+        r"window_size must be an int or a tuple \(left, right\), got \(1, 1, 1\)",
+    ),
     "window pair": (
         lambda: KeyIntervalMask.sliding_window(3, 4, (1, -1)),
         ValueError,
@@ -356,6 +366,21 @@ ERRORS = {
         lambda: KeyIntervalMask.documents(CU_SEQLENS.long(), 2),
         TypeError,
         "cu_seqlens must be int32, got int64",
+    ),
+    "cu_seqlens that fall": (
+        lambda: KeyIntervalMask.documents(torch.tensor([0, 6, 3], dtype=torch.int32), 8),
+        ValueError,
+        r"cu_seqlens must rise from 0 to at most the 8 given, got \[0, 6, 3\]",
+    ),
+    "cu_seqlens as a list": (
+        lambda: KeyIntervalMask.documents([0, 6], 8),
+        TypeError,
+        "cu_seqlens must be a torch.Tensor, got list",
+    ),
+    "topk varlen values": (
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(5, 1), 2, torch.tensor([0, 9, 3], dtype=torch.int32)),
+        ValueError,
+        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 9, 3\]",
     ),
     "ids": (lambda: KeyIntervalMask.documents(ids=torch.zeros(3)), TypeError, "ids must be integers, got float32"),
     "ids shape": (lambda: KeyIntervalMask.documents(ids=INTERVALS), ValueError, r"ids must be \(S\) or \(B, S\), got"),

@@ -6,7 +6,7 @@ from helpers import inputs, rand_intervals, rand_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, key_lists, ops
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, key_lists, ops
 
 
 def dense_of(mask, seqlen_q, seqlen_k, is_causal):
@@ -127,13 +127,16 @@ def test_a_bound_spares_reading_the_lengths(monkeypatch):
     assert torch.equal(without.starts, lists.starts)
 
 
-def test_a_bound_that_is_wrong_cuts_lists_short():
+def test_a_bound_that_is_wrong_is_refused():
     mask = KeyIntervalMask.causal(500, 500)
     mask = KeyIntervalMask(mask.start, mask.end, keys_per_row=1)
-    lists = KeyLists.build(mask, 500)
-    assert lists.keys.shape[0] == 4 * 128 and lists.starts.tolist() == [0, 128, 384, 512, 512]
+    message = "keys_per_row of the mask must bound .* room for 512 keys in all lists together, which hold 1280"
+    with pytest.raises(ValueError, match=message):
+        KeyLists.build(mask, 500)
     tensors = inputs(1, 500, 500)
-    assert flash_dmattn_func(*tensors, lists).isfinite().all()
+    with pytest.raises(ValueError, match=message):
+        flash_dmattn_func(*tensors, mask, sparse="lists")
+    torch.testing.assert_close(flash_dmattn_func(*tensors, mask), flash_dmattn_func(*tensors, is_causal=True))
 
 
 def test_what_a_value_tells():
@@ -282,6 +285,16 @@ ERRORS = {
         ValueError,
         "sparse must be one of auto, tiles, lists, got 'dense'",
     ),
+    "lists without a mask": (
+        lambda: flash_dmattn_func(Q, K, V, sparse="lists"),
+        ValueError,
+        "sparse='lists' needs attn_mask or window_size, got none",
+    ),
+    "lists without a mask, of variable length": (
+        lambda: flash_dmattn_varlen_func(Q[0], Q[0], Q[0], None, None, CU, CU, 5, 5, sparse="lists"),
+        ValueError,
+        "sparse='lists' needs attn_mask or window_size, got none",
+    ),
     "a window with a mask": (
         lambda: flash_dmattn_func(Q, K, V, rand_mask(1, 1, 1, 7), torch.zeros(1, 1, 1, 7), window_size=2),
         ValueError,
@@ -321,6 +334,51 @@ ERRORS = {
         lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, CU),
         ValueError,
         "cu_seqlens_q and cu_seqlens_k must be given together",
+    ),
+    "lists of a mask without keys": (
+        lambda: KeyLists.build(rand_mask(1, 1, 5, 1), 5),
+        ValueError,
+        r"seqlen_k must be given where mask is the same for every key, got shape \(1, 1, 5, 1\)",
+    ),
+    "lists for a negative number of rows": (
+        lambda: KeyLists.build(rand_mask(1, 1, 1, 7), -5),
+        ValueError,
+        "seqlen_q must not be negative, got -5",
+    ),
+    "lists for a float number of rows": (
+        lambda: KeyLists.build(rand_mask(1, 1, 1, 7), 5.0),
+        TypeError,
+        "seqlen_q must be an int, got float",
+    ),
+    "lists for a float number of keys": (
+        lambda: KeyLists.build(rand_mask(1, 1, 1, 1), 5, 7.0),
+        TypeError,
+        "seqlen_k must be an int, got float",
+    ),
+    "lists of sequences in a list": (
+        lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, [0, 5], CU),
+        TypeError,
+        "cu_seqlens_q must be a torch.Tensor, got list",
+    ),
+    "lists of sequences that end behind the keys": (
+        lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, CU, CU * 10_000_000),
+        ValueError,
+        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 50000000\]",
+    ),
+    "lists of sequences that end behind the rows": (
+        lambda: KeyLists.build(rand_mask(5, 1, 5), 50_000_000, 5, False, CU * 10_000_000, CU),
+        ValueError,
+        r"cu_seqlens_q must rise from 0 to the 5 given, got \[0, 50000000\]",
+    ),
+    "lists of sequences that are longer than the rows of a mask": (
+        lambda: KeyLists.build(rand_mask(5, 1, 5), 5, None, False, CU, CU * 2),
+        ValueError,
+        "seqlen_k must be at least the longest sequence 10, got 5",
+    ),
+    "lists of sequences that do not go together": (
+        lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, torch.tensor([0, 2, 5], dtype=torch.int32), CU),
+        ValueError,
+        r"cu_seqlens_q and cu_seqlens_k must both have B \+ 1 elements, got 3 and 2",
     ),
     "the dense form of variable length": (
         lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, CU, CU).to_dense(),

@@ -81,18 +81,34 @@ BIAS = torch.zeros(2, 2, 3, 4)
 ERRORS = {
     "type": ({"type": "best"}, ValueError, "type must be 'topk' or 'relu', got 'best'"),
     "window": ({"window_size": -1}, ValueError, "window_size must not be negative, got -1"),
+    "window of text": ({"window_size": "3"}, TypeError, "window_size must be an int, got str"),
+    "float window": ({"window_size": 3.0}, TypeError, "window_size must be an int, got float"),
+    "float block": ({"block_size": 2.5}, TypeError, "block_size must be an int, got float"),
+    "dtype for its least number": (
+        {"min_dtype": torch.float32},
+        TypeError,
+        "min_dtype must be a number, got dtype",
+    ),
+    "query length": ({"query_len": -5}, ValueError, "query_len must not be negative, got -5"),
+    "bias type": ({"attention_bias": [0.0]}, TypeError, "attention_bias must be a torch.Tensor, got list"),
+    "mask type": ({"attention_mask": [True]}, TypeError, "attention_mask must be a torch.Tensor, got list"),
+    "mask device": (
+        {"attention_mask": torch.ones(2, 4, dtype=torch.bool, device="meta")},
+        RuntimeError,
+        "attention_mask must be on attention_bias's device cpu, got meta",
+    ),
     "block": ({"block_size": 0}, ValueError, "block_size must be at least 1 or None, got 0"),
     "bias dtype": (
         {"attention_bias": BIAS.int()},
         TypeError,
-        "attention_bias must be a floating tensor, got torch.int32",
+        "attention_bias must be floating, got int32",
     ),
     "bias shape": (
         {"attention_bias": BIAS[..., :3]},
         ValueError,
         r"attention_bias must be .* with B = 2, Sq = 3, Sk = 4, got shape \(2, 2, 3, 3\)",
     ),
-    "mask dtype": ({"attention_mask": BIAS}, TypeError, "attention_mask must be bool .* got torch.float32"),
+    "mask dtype": ({"attention_mask": BIAS}, TypeError, "attention_mask must be bool .* got float32"),
     "mask shape": (
         {"attention_mask": BIAS[:, :, :2] > 0},
         ValueError,
@@ -104,7 +120,7 @@ ERRORS = {
         "attention_mask must have attention_bias's 2 heads, or 1, got 3",
     ),
     "padding shape": ({"attention_mask": torch.ones(2, 3)}, ValueError, r"must be \(B, Sk\) = \(2, 4\), got \(2, 3\)"),
-    "padding dtype": ({"attention_mask": torch.ones(2, 4)}, TypeError, "must be bool or integer, got torch.float32"),
+    "padding dtype": ({"attention_mask": torch.ones(2, 4)}, TypeError, "must be bool or integers, got float32"),
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import inputs, rand_mask
 
-from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, ops
+from flash_dmattn import flash_dmattn_func, flash_dmattn_kvpacked_func, flash_dmattn_varlen_func, ops
 
 PAIRS = {
     "none": (None, None),
@@ -165,6 +165,13 @@ def test_autocast():
     assert with_key.dtype == torch.bfloat16
     assert torch.equal(with_key, flash_dmattn_func(*halves, None, key_bias))
     assert torch.equal(with_dense, flash_dmattn_func(*halves, None, dense_bias.bfloat16()))
+
+
+def test_autocast_of_packed_inputs_in_two_dtypes():
+    query, key, value = inputs(1, 33, 33, 2, 2, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flash_dmattn_kvpacked_func(query, torch.stack([key, value], dim=2).bfloat16())
+    assert torch.equal(out, flash_dmattn_func(*(x.bfloat16() for x in (query, key, value))))
 
 
 def test_autocast_gradients_come_in_the_inputs_dtypes():

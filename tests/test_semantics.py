@@ -117,6 +117,16 @@ def test_outputs_are_written_whole(poisoned_allocations, bias_shape, dtype):
     check(tensors, rand_mask(2, 1, 300, 290), torch.randn(bias_shape).to(dtype), is_causal=True)
 
 
+@pytest.mark.parametrize("bias_shape", [(1, 1, 20, 1), (2, 2, 20, 1), (1, 4, 1, 1)], ids=str)
+def test_nan_in_a_row_that_its_bias_hides(bias_shape):
+    query, key, value = inputs(2, 20, 30, 4, 2, 8)
+    bias = torch.zeros(bias_shape)
+    bias[0, 0, 0] = -torch.inf
+    hidden = bias.expand(bias.shape[0], -1, 20, 1).repeat_interleave(4 // bias.shape[1], dim=1) == -torch.inf
+    query = query.masked_fill(hidden.transpose(1, 2), NAN)
+    check((query, key, value), None, bias)
+
+
 def test_the_gradient_of_empty_rows_may_be_nan():
     """logaddexp of two empty rows has a NaN gradient: it must not pass through lse."""
     mask = rand_mask(1, 1, 20, 30)
@@ -176,7 +186,7 @@ def test_a_bias_that_is_constant_along_the_keys_gets_no_gradient_from_out():
 
 
 def test_the_mask_is_never_copied():
-    """A mask that spans 2^33 elements of address space but one of memory."""
+    """A mask whose rows overlap in memory: 2^22 elements in the place of 2^12."""
     query, key, value = inputs(1, 1 << 11, 1 << 11, 1, 1, 8)
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, 1 << 11, 1 << 11)
+    mask = torch.ones(1 << 12, dtype=torch.bool).as_strided((1, 1, 1 << 11, 1 << 11), (0, 0, 1, 1))
     assert torch.equal(flash_dmattn_func(query, key, value, mask), flash_dmattn_func(query, key, value))

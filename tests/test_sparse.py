@@ -25,6 +25,7 @@ from flash_dmattn import (
     flash_dmattn_qkvpacked_func,
     flash_dmattn_varlen_func,
 )
+from flash_dmattn.backends import cpu
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAN = float("nan")
@@ -308,6 +309,51 @@ def test_packed_forms_and_probabilities():
         assert all(torch.equal(a, b) for a, b in zip(got, (out, lse, probs)))
 
 
+@pytest.mark.parametrize(
+    "shape, expected",
+    [((1, 1, 1, 70), (1, 1, 1, 70)), ((2, 1, 1, 70), (2, 1, 1, 70)), ((1, 4, 60, 70), (1, 4, 60, 70))],
+    ids=["key", "key of each batch element", "dense"],
+)
+def test_an_expanded_mask_reaches_the_kernels_as_it_was(shape, expected, monkeypatch):
+    seen = []
+    attention = cpu.attention
+
+    def spy(query, key, value, mask, *args, **options):
+        seen.append(tuple(mask.shape))
+        return attention(query, key, value, mask, *args, **options)
+
+    monkeypatch.setattr(cpu, "attention", spy)
+    tensors, mask = inputs(2, 60, 70, 4, 2, 16), rand_mask(*shape)
+    out = flash_dmattn_func(*tensors, mask.expand(2, 4, 60, 70), sparse="tiles")
+    assert seen == [expected]
+    assert torch.equal(out, flash_dmattn_func(*tensors, mask, sparse="tiles"))
+    # A key dimension stays, whatever its stride.
+    flash_dmattn_func(*tensors, torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 4, 60, 70), sparse="tiles")
+    assert seen[-1] == (1, 1, 1, 70)
+
+
+def test_an_expanded_mask_of_variable_length():
+    cu = offsets([60, 10])
+    rows, mask = torch.randn(70, 4, 16), rand_mask(70, 1)
+    calls = [flash_dmattn_varlen_func(rows, rows, rows, x, None, cu, cu, 60, 60) for x in (mask, mask.expand(70, 4))]
+    assert torch.equal(*calls)
+
+
+def test_compile_with_an_expanded_mask():
+    tensors, mask = inputs(2, 60, 60, 4, 2, 16), rand_mask(2, 1, 1, 60)
+
+    def layer(query, key, value, mask):
+        return flash_dmattn_func(query, key, value, mask.expand(-1, 4, 60, -1)).sin()
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors, mask), layer(*tensors, mask))
+    expanded = mask.expand(2, 4, 60, 60)
+    torch.testing.assert_close(
+        torch.compile(flash_dmattn_func, fullgraph=True, backend="aot_eager")(*tensors, expanded),
+        flash_dmattn_func(*tensors, mask),
+    )
+
+
 @pytest.mark.parametrize("backend", ["reference", "flex"])
 def test_other_backends_take_the_dense_form(backend):
     tensors = inputs(1, 130, 130, 2, 1, 16)
@@ -438,11 +484,16 @@ def test_lists_of_variable_length(kind):
         torch.testing.assert_close(x, y)
     with pytest.raises(ValueError, match="attn_mask holds lists of fixed length, got inputs of variable length"):
         flash_dmattn_varlen_func(*tensors, KeyLists.build(rand_mask(1, 1, 1, 9), 9), None, *lengths)
-    if kind != "key":
-        shifted = s.cu_q.clone()
-        shifted[3] += 1
+    shifted_q, shifted_k = s.cu_q.clone(), s.cu_k.clone()
+    shifted_q[3] += 1
+    shifted_k[1] -= 1
+    if kind == "key":
+        flash_dmattn_varlen_func(*tensors, lists, None, shifted_q, s.cu_k, s.longest_q + 1, s.longest_k, is_causal=True)
+    else:
         with pytest.raises(ValueError, match="attn_mask holds lists of other sequences: cu_seqlens_q differs"):
-            flash_dmattn_varlen_func(*tensors, lists, None, shifted, *lengths[1:], is_causal=True)
+            flash_dmattn_varlen_func(*tensors, lists, None, shifted_q, *lengths[1:], is_causal=True)
+    with pytest.raises(ValueError, match="attn_mask holds lists of other sequences: cu_seqlens_k differs"):
+        flash_dmattn_varlen_func(*tensors, lists, None, s.cu_q, shifted_k, *lengths[2:], is_causal=True)
 
 
 def test_window_size_of_variable_length():

@@ -337,11 +337,15 @@ def test_float64_is_refused():
 
 
 def test_double_backward_is_refused():
-    query, key, value = (x.requires_grad_() for x in inputs(seqlen_q=3, seqlen_k=3))
-    out, _ = backend.attention(query, key, value, None, None, **PLAIN)
-    (dq,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dq.sum().backward()
+    query, key, value = (x.requires_grad_() for x in inputs())
+    bias = randn(1, 2, 1, LONGER).requires_grad_()
+    out = attention(query, key, value, None, bias)
+    gradients = torch.autograd.grad(out.square().sum(), (query, bias), create_graph=True)
+    with pytest.raises(RuntimeError, match="does not support double backward; use the backend 'reference'"):
+        gradients[0].sum().backward(retain_graph=True)
+    (dkey,) = torch.autograd.grad(attention(query, key, value).sum(), key, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not support double backward"):
+        (dkey.sum() + query.sum()).backward()
 
 
 def in_new_process(program, **environment):

@@ -128,8 +128,54 @@ def test_unpadded_is_as_padded():
     torch.testing.assert_close(pad_input(out, indices, 3, 50), padded.masked_fill(~real[..., None, None], 0))
 
 
-def test_padding_errors():
-    with pytest.raises(ValueError, match=r"attention_mask must be \(B, S\).*got \(2, 4\).*\(2, 5, 3\)"):
-        unpad_input(torch.zeros(2, 5, 3), torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"indices must have one entry for each of the 4 tokens, got \(3,\)"):
-        pad_input(torch.zeros(4, 3), torch.arange(3), 2, 5)
+TOKENS, INDICES = torch.zeros(4, 3), torch.arange(4)
+PADDING_ERRORS = {
+    "shapes differ": (
+        lambda: unpad_input(torch.zeros(2, 5, 3), torch.ones(2, 4, dtype=torch.bool)),
+        ValueError,
+        r"attention_mask must be \(B, S\).*got \(2, 4\).*\(2, 5, 3\)",
+    ),
+    "too few indices": (
+        lambda: pad_input(TOKENS, INDICES[:3], 2, 3),
+        ValueError,
+        r"indices must have one entry for each of the 4 tokens, got \(3,\)",
+    ),
+    "mask is a list": (lambda: unpad_input(TOKENS, [1]), TypeError, "attention_mask must be a torch.Tensor, got list"),
+    "float mask": (
+        lambda: unpad_input(TOKENS, torch.ones(4, 3)),
+        TypeError,
+        "attention_mask must be bool or integers, got float32",
+    ),
+    "mask on another device": (
+        lambda: unpad_input(TOKENS, torch.ones(4, 3, device="meta").bool()),
+        RuntimeError,
+        "attention_mask must be on hidden_states's device cpu, got meta",
+    ),
+    "no tokens": (lambda: unpad_input(None, INDICES), TypeError, "hidden_states must be a torch.Tensor, got NoneType"),
+    "float indices": (
+        lambda: pad_input(TOKENS, INDICES.float(), 2, 3),
+        TypeError,
+        "indices must be integers, got float32",
+    ),
+    "indices beyond the end": (
+        lambda: pad_input(TOKENS, INDICES + 3, 2, 3),
+        ValueError,
+        r"indices must be from 0 to batch_size \* seqlen - 1 = 5, got 6",
+    ),
+    "indices below 0": (lambda: pad_input(TOKENS, INDICES - 1, 2, 3), ValueError, "indices must be from 0 .*, got -1"),
+    "float batch": (lambda: pad_input(TOKENS, INDICES, 2.0, 3), TypeError, "batch_size must be an int, got float"),
+}
+
+
+@pytest.mark.parametrize("case", PADDING_ERRORS)
+def test_padding_errors(case):
+    function, error, message = PADDING_ERRORS[case]
+    with pytest.raises(error, match=message):
+        function()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (2, 5)], ids=str)
+def test_padding_of_batches_that_hold_nothing(shape):
+    tokens, indices, cu_seqlens, longest = unpad_input(torch.randn(*shape, 3), torch.zeros(shape, dtype=torch.bool))
+    assert tokens.shape == (0, 3) and cu_seqlens.tolist() == [0] * (shape[0] + 1) and longest == 0
+    assert torch.equal(pad_input(tokens, indices, *shape), torch.zeros(*shape, 3))

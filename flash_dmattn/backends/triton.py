@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..arguments import names
+from ..ops import is_per_key, refuse_double_backward
 
 try:
     import triton
@@ -631,7 +633,7 @@ def pairs_kind(pairs: Tensor | None) -> str:
     """What a mask or bias varies over: "none"; "key", alike for all rows; "dense"."""
     if pairs is None:
         return "none"
-    return "key" if pairs.shape[2] == 1 else "dense"
+    return "key" if is_per_key(pairs.shape) else "dense"
 
 
 def pairs_strides(pairs: Tensor | None, heads: int) -> tuple[int, ...]:
@@ -660,6 +662,16 @@ def head_sums(x: Tensor) -> Tensor:
 
 def has_pairs(query: Tensor, key: Tensor) -> bool:
     return query.numel() > 0 and key.numel() > 0
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """The gradients of (dout, dlse, query, key, value, mask, bias, *gradients); differentiating them again raises."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs_and_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return inputs_and_gradients[7:]
+
+    backward = staticmethod(refuse_double_backward)
 
 
 class _Attention(torch.autograd.Function):
@@ -710,8 +722,14 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = _Attention.gradients(ctx, dout, dlse)
+        # once_differentiable would let pass gradients that depend on the inputs alone.
+        return _DifferentiatedOnce.apply(dout, dlse, *ctx.saved_tensors[:5], *gradients)
+
+    @staticmethod
+    def gradients(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, bias, out, lse = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv, _, needs_dbias, *_ = ctx.needs_input_grad
         if not has_pairs(query, key):
@@ -796,13 +814,15 @@ def attention(
 
     `deterministic` asks for what is so in any case: no sum here depends on the order in which programs run.
 
-    Raises TypeError for a dtype other than float16, bfloat16 and float32; RuntimeError where Triton cannot run, and for
-    tensors on the CPU without Triton's interpreter.
+    Raises TypeError for a dtype other than float16, bfloat16 and float32; RuntimeError where Triton cannot run, for
+    tensors on the CPU without Triton's interpreter, and where a gradient is differentiated again.
     """
     if (reason := why_unavailable()) is not None:
         raise RuntimeError(f"the backend 'triton' is not available: {reason}")
     if query.dtype not in DTYPES:
-        raise TypeError(f"the backend 'triton' takes float16, bfloat16 and float32, got query in {query.dtype}")
+        raise TypeError(
+            f"the backend 'triton' takes float16, bfloat16 and float32, got query in {names([query.dtype])}"
+        )
     if query.device.type != "cuda" and not INTERPRETED.value:
         raise RuntimeError(
             f"the backend 'triton' takes tensors on a GPU, got query on {query.device}; "

@@ -577,15 +577,16 @@ int64_t row_tiles_of(const AttentionParams& p) {
     return p.mask.per_key ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
 }
 
-// (lengths, plan): of every list its length, rounded up to KeyListsView::kAlign, and what list_fill needs to know.
+// (lengths, plan): 0, then of every list its length, rounded up to KeyListsView::kAlign; and what list_fill needs to know.
 std::pair<Tensor, Tensor> list_lengths(const MaskTensors& masks, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                        const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
     const AttentionParams p = list_params(masks, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
     const Tensor& mask = masks.mask ? *masks.mask : *masks.intervals;
-    Tensor lengths = at::empty({p.batch * p.heads * row_tiles_of(p)}, mask.options().dtype(at::kLong));
-    if (mask.numel() == 0) return {lengths.zero_(), at::empty({0}, lengths.options().dtype(at::kByte))};
-    if (!mask.is_cpu()) return {lengths, list_lengths_cuda(p, mask, lengths)};
-    key_list_lengths_cpu(p, lengths.data_ptr<int64_t>());
+    Tensor lengths = at::zeros({p.batch * p.heads * row_tiles_of(p) + 1}, mask.options().dtype(at::kLong));
+    if (mask.numel() == 0) return {lengths, at::empty({0}, lengths.options().dtype(at::kByte))};
+    const Tensor of_lists = lengths.slice(0, 1);
+    if (!mask.is_cpu()) return {lengths, list_lengths_cuda(p, mask, of_lists)};
+    key_list_lengths_cpu(p, of_lists.data_ptr<int64_t>());
     return {lengths, at::empty({0}, lengths.options().dtype(at::kInt))};
 }
 

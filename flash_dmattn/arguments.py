@@ -60,8 +60,9 @@ def require_number(name: str, value: object) -> None:
 
 def require_bool(name: str, value: object) -> None:
     """Python's bool or NumPy's, which need not be installed."""
-    of_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
-    if not isinstance(value, bool) and not of_numpy:
+    if isinstance(value, bool):
+        return
+    if type(value).__module__ != "numpy" or type(value).__name__ not in ("bool", "bool_"):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
 
 

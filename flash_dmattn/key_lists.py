@@ -44,6 +44,7 @@ class KeyLists:
     batches: int
     heads: int
     mask: Tensor | KeyIntervalMask  # what they were made from
+    intervals: Tensor | None  # int32 (2, ...): starts and ends of a KeyIntervalMask
     seqlen_q: int  # of variable length, as seqlen_k, the longest
     seqlen_k: int
     is_causal: bool = False  # whether they leave out what causality hides
@@ -141,7 +142,7 @@ class KeyLists:
         def move(value):
             return value.to(device) if isinstance(value, (Tensor, KeyIntervalMask)) else value
 
-        fields = ("keys", "starts", "rows", "mask", "cu_seqlens_q", "cu_seqlens_k")
+        fields = ("keys", "starts", "rows", "mask", "intervals", "cu_seqlens_q", "cu_seqlens_k")
         return replace(self, **{name: move(getattr(self, name)) for name in fields})
 
     def __repr__(self) -> str:
@@ -185,15 +186,15 @@ def build(
     limit: int | None = None,
 ) -> KeyLists:
     """`KeyLists.build` of checked inputs; capacity and limit as in ops.build_key_lists."""
-    intervals = isinstance(mask, KeyIntervalMask)
+    intervals = interval_tensor(mask) if isinstance(mask, KeyIntervalMask) else None
     keys, starts, rows = ops.build_key_lists(
-        *((None, interval_tensor(mask)) if intervals else (mask, None)),
+        *(mask if intervals is None else None, intervals),
         *(seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity, limit),
     )
-    rows = None if intervals or ops.is_per_key(mask.shape) else rows
+    rows = None if intervals is not None or ops.is_per_key(mask.shape) else rows
     batches = mask.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     problem = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
-    return KeyLists(keys, starts, rows, batches, mask.shape[1], mask, *problem)
+    return KeyLists(keys, starts, rows, batches, mask.shape[1], mask, intervals, *problem)
 
 
 def interval_tensor(mask: KeyIntervalMask) -> Tensor:

@@ -262,7 +262,7 @@ def build_key_lists(
     kernels = compiled_module()
     problem = (kernels.MaskTensors(mask, intervals), seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     lengths, plan = kernels.list_lengths(*problem)
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    starts = lengths.cumsum(0)
     if capacity is None:
         capacity = int(starts[-1])
         capacity = 0 if limit is not None and capacity > limit else capacity

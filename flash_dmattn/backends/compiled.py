@@ -17,8 +17,7 @@ def mask_tensors(mask: Tensor | KeyIntervalMask | KeyLists | None) -> ops.MaskTe
     if isinstance(mask, KeyIntervalMask):
         return ops.MaskTensors(intervals=interval_tensor(mask))
     if isinstance(mask, KeyLists):
-        intervals = interval_tensor(mask.mask) if isinstance(mask.mask, KeyIntervalMask) else None
-        return ops.MaskTensors(None, intervals, mask.keys, mask.starts, mask.rows, mask.batches, mask.heads)
+        return ops.MaskTensors(None, mask.intervals, mask.keys, mask.starts, mask.rows, mask.batches, mask.heads)
     return ops.MaskTensors(mask)
 
 

@@ -67,7 +67,7 @@ class KeyLists:
                 or (total_q, {H|Hkv|1}, max_seqlen_k).
             seqlen_q: the number of query rows; of variable length max_seqlen_q. Where the mask is the same for every
                 row the lists serve any number of rows.
-            seqlen_k: the number of keys, by default the mask's where that tells; of variable length max_seqlen_k.
+            seqlen_k: the number of keys, by default the mask's last dimension; of variable length max_seqlen_k.
             is_causal: leaves out keys that causality hides. The lists then serve calls with is_causal=True only.
             cu_seqlens_q, cu_seqlens_k: int32 (B + 1), of variable length. On CUDA their values are the caller's to get
                 right: looking at them would make the GPU wait.
@@ -166,12 +166,9 @@ def check_buildable(mask: object, is_varlen: bool) -> None:
 
 
 def keys_of(mask: Tensor | KeyIntervalMask) -> int:
-    """How many keys a mask is for, which neither packed sequences nor a mask that is broadcast along the keys tell."""
-    ndim = len(mask.shape)
-    if ndim == 2:
+    """How many keys a mask is for."""
+    if len(mask.shape) == 2:
         raise ValueError("seqlen_k must be given of variable length: the longest sequence of keys")
-    if ndim == 4 and mask.shape[3] == 1:
-        raise ValueError(f"seqlen_k must be given where mask is the same for every key, got shape {shape_of(mask)}")
     return mask.shape[-1]
 
 

@@ -335,11 +335,6 @@ ERRORS = {
         ValueError,
         "cu_seqlens_q and cu_seqlens_k must be given together",
     ),
-    "lists of a mask without keys": (
-        lambda: KeyLists.build(rand_mask(1, 1, 5, 1), 5),
-        ValueError,
-        r"seqlen_k must be given where mask is the same for every key, got shape \(1, 1, 5, 1\)",
-    ),
     "lists for a negative number of rows": (
         lambda: KeyLists.build(rand_mask(1, 1, 1, 7), -5),
         ValueError,

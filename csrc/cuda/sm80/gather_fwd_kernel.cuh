@@ -97,8 +97,8 @@ private:
     __device__ __forceinline__ int bias_bytes() const { return p_.bias.dtype == DataType::kFloat32 ? 4 : 2; }
 
     // Padding is none, nor what lists that were made for other sequences name beyond this one.
-    __device__ __forceinline__ bool is_key(int key) const {
-        return static_cast<unsigned>(key) < static_cast<unsigned>(sequence().keys);
+    static __device__ __forceinline__ bool is_key(int key, int keys) {
+        return static_cast<unsigned>(key) < static_cast<unsigned>(keys);
     }
 
     __device__ __forceinline__ void fetch_keys(int tile) {
@@ -114,19 +114,21 @@ private:
         // Counted in pieces of 16 bytes, of which the strides are multiples: one 32-bit product a row.
         const uint4* pieces = reinterpret_cast<const uint4*>(rows);
         const uint32_t stride = static_cast<uint32_t>(row_stride / KeyTile::kChunk);
-        int places[KeyCopy::kSteps];  // read at once, since reads do not overtake the copies
+        // Read at once, since reads do not overtake the copies.
+        const int sequence_keys = sequence().keys;
+        int places[KeyCopy::kSteps];
 #pragma unroll
         for (int i = 0; i < KeyCopy::kSteps; ++i) places[i] = keys[KeyCopy::first_row() + i * KeyCopy::kRowsAtOnce];
         KeyCopy::start(to, static_cast<int>(p_.head_dim), [&](int i) {
             const uint64_t offset = static_cast<uint64_t>(static_cast<uint32_t>(places[i])) * stride;
-            return RowSource<T>{reinterpret_cast<const T*>(pieces + offset), is_key(places[i])};
+            return RowSource<T>{reinterpret_cast<const T*>(pieces + offset), is_key(places[i], sequence_keys)};
         });
     }
 
     __device__ __forceinline__ void load_pairs(const ListTiles& tile) {
         if (threadIdx.x >= kKeys) return;
         const int key = keys_of(tile.current)[threadIdx.x];
-        if (is_key(key)) {
+        if (is_key(key, sequence().keys)) {
             smem_.list.fetch(smem_.fetched[threadIdx.x], tile.current * kKeys + threadIdx.x, key);
             if constexpr (kBias == BiasKind::kKey)
                 key_bias_ = load_key_bias(p_.bias, smem_.first_bias, key * p_.bias.col_stride);
@@ -139,7 +141,7 @@ private:
         if (threadIdx.x >= kKeys) return;
         const int key = keys_of(tile.current)[threadIdx.x];
         SeeingRows seeing = smem_.list.seeing(smem_.fetched[threadIdx.x], key, sequence(), p_.is_causal);
-        if (!is_key(key)) seeing.end = 0;
+        if (!is_key(key, sequence().keys)) seeing.end = 0;
         if constexpr (kBias == BiasKind::kKey) {
             const float bias = key_bias_of<T>(p_.bias, key_bias_);
             smem_.bias[threadIdx.x] = bias;
@@ -191,7 +193,7 @@ private:
                 for (int e = 0; e < 2; ++e) {
                     const int key = keys[n * 8 + lane_id() % 4 * 2 + e];
                     float& x = scores[i / 2][n][i % 2 * 2 + e];
-                    x = fmaf(x, scale, to_float(__ldg(bias + (is_key(key) ? key : 0) * p_.bias.col_stride)));
+                    x = fmaf(x, scale, to_float(__ldg(bias + (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride)));
                 }
         }
     }

@@ -315,7 +315,7 @@ def attend(
         **options,
         deterministic=bool(deterministic),
     )
-    out = out[..., : query.shape[-1]]
+    out = without_padding(out, query.shape[-1])
     if row_bias is not None:
         out, lse = add_row_bias(out, lse, row_bias, hidden_rows)
 
@@ -371,7 +371,7 @@ def attend_varlen(
         deterministic=bool(deterministic),
         varlen=varlen,
     )
-    out = out[..., : query.shape[-1]]
+    out = without_padding(out, query.shape[-1])
     if return_attn_probs:
         return out, lse, varlen_probabilities(query, key, mask, bias, varlen, **options)
     return (out, lse) if return_lse else out
@@ -433,6 +433,11 @@ def kernel_rows(rows: Tensor) -> Tensor:
     """Rows as the kernels read them: D contiguous and padded with zeros to a multiple of 8."""
     rows = pad(rows, (0, -rows.shape[-1] % HEAD_DIM_MULTIPLE)) if rows.shape[-1] % HEAD_DIM_MULTIPLE else rows
     return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def without_padding(out: Tensor, head_dim: int) -> Tensor:
+    """Undoes what kernel_rows padded."""
+    return out if out.shape[-1] == head_dim else out[..., :head_dim]
 
 
 def split_row_bias(bias: Tensor | None, seqlen_k: int) -> tuple[Tensor | None, Tensor | None]:

@@ -221,8 +221,10 @@ def attention(*inputs):
     """`attention_forward` for eager mode, too: the autograd that PyTorch gives an op goes through its schema in every
     call, which takes longer than the kernels do on a short sequence.
     """
-    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return _EagerAttention.apply(*inputs) if eager else attention_forward(*inputs)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return attention_forward(*inputs)
+    needs_grad = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return _EagerAttention.apply(*inputs) if needs_grad else attention_forward(*inputs)
 
 
 @torch.library.custom_op("flash_dmattn::search_prefixes", mutates_args=(), device_types="cuda")

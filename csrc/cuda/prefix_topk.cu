@@ -36,7 +36,10 @@ struct Tree {
     int32_t* values;  // [2, size]
 };
 
-__host__ __device__ int ones_before_node(int place, int level) { return (place >> (level + 1)) << level; }
+// Of the bits up to `bit`, itself included.
+__device__ int ones_upto(uint32_t bits, int bit) { return __popc(bits & (~0u >> (31 - bit))); }
+
+__device__ int ones_before_node(int place, int level) { return (place >> (level + 1)) << level; }
 
 // Of a value with `ones` ones up to it, itself included: where the last zero of its node up to there goes, and where the
 // last one.
@@ -74,7 +77,7 @@ public:
             const uint32_t word = bits(w, level);
             const bool exists = place < tree_.size;
             if (lane_id() == 0 && exists) tree_.levels[level * tree_.words + place / 32] = {word, ones_before};
-            const int ones = ones_before + __popc(word & (~0u >> (31 - lane_id())));
+            const int ones = ones_before + ones_upto(word, lane_id());
             const bool is_one = word >> lane_id() & 1;
             if (exists) move(is_one ? one_to(place, ones, level) : zero_to(place, ones, level), value_[w]);
             ones_before += __popc(word);
@@ -145,7 +148,7 @@ __global__ void __launch_bounds__(kThreads) search_kernel(const __grid_constant_
     int last = search.last[query], wanted = search.wanted[query];
     for (int level = search.levels - 1; level >= 0; --level) {
         const BitWord word = tree.levels[level * tree.words + last / 32];
-        const int ones = word.ones_before + __popc(word.bits & (~0u >> (31 - last % 32)));
+        const int ones = word.ones_before + ones_upto(word.bits, last % 32);
         const int last_zero = zero_to(last, ones, level), last_one = one_to(last, ones, level);
         const bool in_ones = wanted > last_zero;  // the prefix has too few zeros
         if (in_ones) wanted += last_one - last;

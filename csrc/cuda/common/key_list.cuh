@@ -6,6 +6,12 @@
 
 namespace flash_dmattn::cuda {
 
+// Whether an entry of a list is one of a sequence's `keys` keys. Padding is none, nor what lists that were made for other
+// sequences name beyond this one.
+__device__ __forceinline__ bool is_key(int entry, int keys) {
+    return static_cast<unsigned>(entry) < static_cast<unsigned>(keys);
+}
+
 // The rows that see a key: [begin, end), and of them only those whose bit is set, where there are bits.
 struct SeeingRows {
     int begin;

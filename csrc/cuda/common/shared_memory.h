@@ -8,16 +8,12 @@ namespace flash_dmattn::cuda {
 constexpr int kSharedMemoryOfAnyBlock = 48 * 1024;  // needs no leave
 
 // The most that a block may have, in bytes.
-inline int shared_memory_available() {
-    int device = 0, bytes = 0;
-    FLASH_CUDA_CHECK(cudaGetDevice(&device));
-    FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    return bytes;
-}
+inline int64_t shared_memory_available() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 template <typename SharedMemory>
 bool fits_shared_memory() {
-    return sizeof(SharedMemory) <= kSharedMemoryOfAnyBlock || static_cast<int>(sizeof(SharedMemory)) <= shared_memory_available();
+    constexpr int64_t kBytes = sizeof(SharedMemory);
+    return kBytes <= kSharedMemoryOfAnyBlock || kBytes <= shared_memory_available();
 }
 
 // A message for people where `needed` bytes are more than there are.

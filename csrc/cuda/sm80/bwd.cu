@@ -53,13 +53,6 @@ int64_t splits_that_fill_waves(int64_t tiles, int64_t slots, int64_t most) {
     return best;
 }
 
-int64_t device_attribute(cudaDeviceAttr attribute) {
-    int device = 0, value = 0;
-    FLASH_CUDA_CHECK(cudaGetDevice(&device));
-    FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-    return value;
-}
-
 int64_t count_dbias_tiles(const BwdParams& p, const BwdTileSizes& tile) {
     const int64_t tiles = ceil_div<int64_t>(p.seqlen_q, tile.rows) * ceil_div<int64_t>(p.seqlen_k, tile.keys);
     return tiles * p.dbias.heads * (p.cu_seqlens_q == nullptr ? p.dbias.batches : p.batch);

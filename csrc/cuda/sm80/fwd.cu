@@ -32,9 +32,7 @@ int64_t plan_fwd_splits(const AttentionParams& p) {
     if (p.batch == 0 || p.heads == 0) return 1;
     const FwdPacking packing = fwd_packing(p);
     if (packing.rows > kFewRows) return 1;
-    int device = 0, multiprocessors = 0;
-    FLASH_CUDA_CHECK(cudaGetDevice(&device));
-    FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
     const int64_t blocks = p.batch * p.heads / packing.heads;
     // How long lists are is known on the device alone; blocks for which a list has no tile left see nothing.
     return std::clamp<int64_t>(multiprocessors * kBlocksPerMultiprocessor / blocks, 1,

@@ -220,7 +220,7 @@ private:
         if (threadIdx.x >= kKeys) return;
         key_ = upcoming_;
         upcoming_ = list_entry(tile + 1);
-        if (static_cast<unsigned>(key_) >= static_cast<unsigned>(sequence().keys)) key_ = -1;
+        if (!is_key(key_, sequence().keys)) key_ = -1;
         if (key_ < 0) return;
         rows_of_key_ = smem_.list.fetch(tile * kKeys + threadIdx.x, key_);
         if constexpr (kKeyBias) {  // of any dtype

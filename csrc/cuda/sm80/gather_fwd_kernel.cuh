@@ -96,11 +96,6 @@ private:
     __device__ __forceinline__ int* keys_of(int tile) { return smem_.keys[tile % 2]; }
     __device__ __forceinline__ int bias_bytes() const { return p_.bias.dtype == DataType::kFloat32 ? 4 : 2; }
 
-    // Padding is none, nor what lists that were made for other sequences name beyond this one.
-    static __device__ __forceinline__ bool is_key(int key, int keys) {
-        return static_cast<unsigned>(key) < static_cast<unsigned>(keys);
-    }
-
     __device__ __forceinline__ void fetch_keys(int tile) {
         if (threadIdx.x < kKeys) smem_.list.fetch_key(keys_of(tile)[threadIdx.x], tile * kKeys + threadIdx.x);
     }

@@ -159,9 +159,28 @@ def check_bias_dtype(bias: Tensor, query: Tensor) -> None:
         )
 
 
-def check_flags(**flags: object) -> None:
+def check_options(
+    mask: AnyMask,
+    softmax_scale: float | None,
+    is_causal: object,
+    softcap: float,
+    deterministic: object,
+    return_attn_probs: object,
+    return_lse: object,
+    window_size: int | None,
+    sparse: str,
+) -> None:
+    """What is accepted whatever the inputs' shapes."""
+    check_scalars(softmax_scale, softcap)
+    flags = {
+        "is_causal": is_causal,
+        "deterministic": deterministic,
+        "return_attn_probs": return_attn_probs,
+        "return_lse": return_lse,
+    }
     for name, value in flags.items():
         require_bool(name, value)
+    check_sparse(sparse, mask, window_size)
 
 
 def check_scalars(softmax_scale: float | None, softcap: float) -> None:

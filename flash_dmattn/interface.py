@@ -284,14 +284,9 @@ def attend(
     sparse: str,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of fixed length through a backend."""
-    checks.check_scalars(softmax_scale, softcap)
-    checks.check_flags(
-        is_causal=is_causal,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        return_lse=return_lse,
+    checks.check_options(
+        *(mask, softmax_scale, is_causal, softcap, deterministic, return_attn_probs, return_lse, window_size, sparse)
     )
-    checks.check_sparse(sparse, mask, window_size)
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_fixed(query, key, value, mask, bias, is_causal)
     if window_size is not None:
@@ -345,14 +340,9 @@ def attend_varlen(
     sparse: str,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of variable length through a compiled backend."""
-    checks.check_scalars(softmax_scale, softcap)
-    checks.check_flags(
-        is_causal=is_causal,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        return_lse=return_lse,
+    checks.check_options(
+        *(mask, softmax_scale, is_causal, softcap, deterministic, return_attn_probs, return_lse, window_size, sparse)
     )
-    checks.check_sparse(sparse, mask, window_size)
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)
     if window_size is not None:

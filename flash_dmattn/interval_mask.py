@@ -106,7 +106,7 @@ class KeyIntervalMask:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyIntervalMask:
         """The same mask on that device."""
         start, end = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.start, self.end))
-        return KeyIntervalMask(start, end, keys_per_row=self.keys_per_row, scattered=self.scattered)
+        return self._of_same_kind(start, end)
 
     def __and__(self, other: KeyIntervalMask) -> KeyIntervalMask:
         """What both let be seen. Batch sizes must be the same or 1; of two head counts one must divide the other."""
@@ -160,6 +160,10 @@ class KeyIntervalMask:
         if not self.is_varlen:
             raise ValueError(f"only a mask {VARLEN} has sequences, got {tuple(self.shape)}")
         start, end = (tensor[first:last].T[None] for tensor in (self.start, self.end))
+        return self._of_same_kind(start, end)
+
+    def _of_same_kind(self, start: Tensor, end: Tensor) -> KeyIntervalMask:
+        """Other intervals, of which the same is known."""
         return KeyIntervalMask(start, end, keys_per_row=self.keys_per_row, scattered=self.scattered)
 
     def _rows(self, seqlen_q: int | None) -> int:

@@ -94,11 +94,7 @@ class KeyLists:
             check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *where, total_q, longest=("seqlen_q", seqlen_q))
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *where, total_k, longest=("seqlen_k", seqlen_k))
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
-        batches = cu_seqlens_q.shape[0] - 1 if is_varlen else mask.shape[0]
-        capacity = None
-        if isinstance(mask, KeyIntervalMask):
-            capacity = capacity_of(mask, batches * mask.shape[1], seqlen_q, seqlen_k)
-        return build(mask, seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k, capacity=capacity)
+        return build(mask, seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k)
 
     @property
     def rows_alike(self) -> bool:
@@ -179,17 +175,20 @@ def build(
     is_causal: bool,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    capacity: int | None = None,
     limit: int | None = None,
 ) -> KeyLists:
-    """`KeyLists.build` of checked inputs; capacity and limit as in ops.build_key_lists."""
-    intervals = interval_tensor(mask) if isinstance(mask, KeyIntervalMask) else None
+    """`KeyLists.build` of checked inputs; limit as in ops.build_key_lists."""
+    batches = mask.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    intervals = capacity = None
+    if isinstance(mask, KeyIntervalMask):
+        intervals = interval_tensor(mask)
+        # With a limit the lists are to be counted, whatever is known of them.
+        capacity = capacity_of(mask, batches * mask.shape[1], seqlen_q, seqlen_k) if limit is None else None
     keys, starts, rows = ops.build_key_lists(
         *(mask if intervals is None else None, intervals),
         *(seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity, limit),
     )
     rows = None if intervals is not None or ops.is_per_key(mask.shape) else rows
-    batches = mask.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     problem = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     return KeyLists(keys, starts, rows, batches, mask.shape[1], mask, intervals, *problem)
 
@@ -241,7 +240,7 @@ def choose(
     if mask is None or sparse == "tiles":
         return mask
     if sparse == "lists":
-        return KeyLists.build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
+        return build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     on_cpu = mask.device.type == "cpu"
     if seqlen_k < (CPU_MIN_KEYS if on_cpu else CUDA_MIN_KEYS):
         return mask
@@ -250,7 +249,7 @@ def choose(
     crossover = CPU_CROSSOVER if on_cpu else CUDA_CROSSOVER
     pays = isinstance(mask, KeyIntervalMask) and (on_cpu or mask.scattered)
     if pays and knows_to_be_short(mask, seqlen_q, seqlen_k, is_causal, crossover):
-        return KeyLists.build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
+        return build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     return mask
 
 

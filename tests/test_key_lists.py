@@ -213,7 +213,7 @@ def test_without_looking_a_bound_decides():
 
 
 def test_on_a_gpu_lists_are_for_what_is_scattered(monkeypatch):
-    monkeypatch.setattr(key_lists.KeyLists, "build", lambda *args: "lists")
+    monkeypatch.setattr(key_lists, "build", lambda *args: "lists")
     scattered = KeyIntervalMask.topk(torch.randn(1, 1, 1, 4096), 512).to("meta")
     window = KeyIntervalMask.sliding_window(4096, 4096, 512, device="meta")
     chosen = [key_lists.choose(mask, "auto", 4096, 4096, True) for mask in (scattered, scattered & window, window)]

@@ -27,19 +27,33 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import generate_kernels  # noqa: E402
 
+TORCH_SOURCES = [
+    f"csrc/torch/{name}.cpp" for name in ("attention", "autograd", "checks", "inputs", "library", "lists", "module")
+]
 CPU_SOURCES = [
-    "csrc/flash_api.cpp",
+    *TORCH_SOURCES,
     *(
         f"csrc/cpu/{name}.cpp"
         for name in ("gather", "gather_bwd", "key_lists", "linalg", "mha_bwd", "mha_fwd", "scores", "work")
     ),
 ]
 CUDA_SOURCES = [
-    f"csrc/cuda/{name}.cu"
-    for name in (
-        *("bwd_postprocess", "bwd_preprocess", "combine", "interval_tiles", "key_lists", "pack_mask", "prefix_topk"),
-        *("sm80/bwd", "sm80/fwd"),
-    )
+    "csrc/torch/cuda.cpp",
+    *(
+        f"csrc/cuda/{name}.cu"
+        for name in (
+            *(
+                "bwd_postprocess",
+                "bwd_preprocess",
+                "combine",
+                "interval_tiles",
+                "key_lists",
+                "pack_mask",
+                "prefix_topk",
+            ),
+            *("sm80/bwd", "sm80/fwd"),
+        )
+    ),
 ]
 
 # Without -fno-trapping-math a select between two floats keeps a loop from becoming vector instructions; nothing here
@@ -104,7 +118,7 @@ def extension():
     if reason is not None:
         print(f"flash_dmattn: building without CUDA kernels: {reason}")
         flags["cxx"].append(quoted("FLASH_DMATTN_WHY_NO_CUDA", reason))
-        return CppExtension("flash_dmattn._C", CPU_SOURCES, **options)
+        return CppExtension("flash_dmattn._C", [*CPU_SOURCES, "csrc/torch/no_cuda.cpp"], **options)
 
     generated = ROOT / "build" / "kernels"
     kernels = [os.path.relpath(path, ROOT) for path in generate_kernels.generate(generated)]

@@ -71,22 +71,24 @@ struct IntervalView {
 
 // For each tile of query rows the sorted keys that any of its rows sees. List t belongs to batch element
 // t / (heads * row_tiles), mask head t / row_tiles % heads and the rows [kRows * (t % row_tiles), ...), counted from the
-// sequence's first; it is keys[starts[t]] .. keys[starts[t + 1] - 1], counted from the sequence's first key, and ends in
-// -1 up to a multiple of kAlign. Where `intervals` are given too they decide which rows see a key of the list, else
+// sequence's first; it is keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, and ends in -1 up
+// to a multiple of kAlign. Where `intervals` are given too they decide which rows see a key of the list, else
 // `rows` does, else every row of the tile sees it. Causality and a bias of -inf may hide more.
 struct KeyListsView {
     static constexpr int64_t kRows = 128;
     static constexpr int64_t kAlign = 64;
 
-    const int32_t* keys = nullptr;    // [>= starts[lists]]
-    const int64_t* starts = nullptr;  // [lists + 1], multiples of kAlign
-    const uint32_t* rows = nullptr;   // [>= starts[lists], kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
+    const int32_t* keys = nullptr;
+    const int64_t* begins = nullptr;  // [lists], multiples of kAlign
+    const int64_t* ends = nullptr;    // [lists], the same
+    const uint32_t* rows = nullptr;   // [as many as keys, kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
     int64_t batches = 1;    // B, or 1 where batch elements share lists
     int64_t heads = 1;      // H, Hkv or 1
     int64_t row_tiles = 1;  // ceil(Sq / kRows), or 1 where every row of a head shares one list (a key mask)
+    int64_t longest = 0;    // about how long a list is, where that is known
     bool rows_alike = false;  // one list serves every row
 
-    bool present() const { return starts != nullptr; }  // the keys may be none
+    bool present() const { return begins != nullptr; }  // the keys may be none
 };
 
 // What a mask says of a tile.
@@ -153,6 +155,7 @@ struct AttentionParams {
     int64_t head_dim = 0;
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1], or null where every sequence has seqlen_q rows
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]
+    const int32_t* seqlens_k = nullptr;     // [B], of fixed length: keys beyond are not there
 
     DataType dtype = DataType::kFloat32;  // of query, key, value, out and their gradients
     double softmax_scale = 1.0;

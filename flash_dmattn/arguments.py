@@ -7,6 +7,8 @@ import numbers
 import torch
 from torch import Tensor
 
+from . import ops
+
 
 def names(dtypes) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -32,12 +34,6 @@ def require_integers(name: str, value: object, or_bool: bool = False) -> None:
     if value.is_floating_point() or value.is_complex() or (value.dtype == torch.bool and not or_bool):
         accepted = "bool or integers" if or_bool else "integers"
         raise TypeError(f"{name} must be {accepted}, got {names([value.dtype])}")
-
-
-def require_ndim(name: str, tensor: Tensor, layout: str) -> None:
-    ndim = layout.count(",") + 1
-    if tensor.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimensions {layout}, got shape {shape_of(tensor)}")
 
 
 def require_device(name: str, tensor: Tensor, device: torch.device, whose: str) -> None:
@@ -74,7 +70,7 @@ def values_at_hand(tensor: Tensor) -> bool:
 def check_cu_seqlens(
     name: str,
     cu_seqlens: object,
-    device: torch.device | None = None,
+    beside: Tensor | None = None,
     whose: str = "",
     total: int | None = None,
     longest: tuple[str, object] | None = None,
@@ -82,30 +78,16 @@ def check_cu_seqlens(
 ) -> None:
     """Where sequences begin and end, int32 (B + 1). The values are looked at on the CPU; elsewhere the caller answers.
 
-    device, whose: where to be, and the argument that is there.
+    beside, whose: a tensor on whose device they must be, and its name.
     total: how many rows or keys there are, where that is known; `or_less` lets the last sequence end before them.
     longest: the name and value of a bound on the length of a sequence, where there is one.
     """
-    require_tensor(name, cu_seqlens)
-    require_ndim(name, cu_seqlens, "(B + 1)")
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {names([cu_seqlens.dtype])}")
-    if device is not None:
-        require_device(name, cu_seqlens, device, whose)
-    if cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name} must have B + 1 elements, at least 1, got {cu_seqlens.shape[0]}")
     if longest is not None:
         require_count(*longest)
-    if not values_at_hand(cu_seqlens):
+    if torch.compiler.is_compiling():
         return
-    offsets = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(offsets, offsets[1:])]
-    ends = total is None or offsets[-1] == total or (or_less and offsets[-1] < total)
-    if offsets[0] != 0 or not ends or min(lengths, default=0) < 0:
-        upto = "" if total is None else f" to {'at most ' if or_less else ''}the {total} given"
-        raise ValueError(f"{name} must rise from 0{upto}, got {offsets}")
-    if longest is not None and max(lengths, default=0) > longest[1]:
-        raise ValueError(f"{longest[0]} must be at least the longest sequence {max(lengths)}, got {longest[1]}")
+    longest_name, bound = ("", None) if longest is None else (longest[0], int(longest[1]))
+    ops.compiled_module().check_cu_seqlens(name, cu_seqlens, beside, whose, total, or_less, longest_name, bound)
 
 
 def check_same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import backends, checks, key_lists
+from . import backends, checks, key_lists, ops, selection
 from .arguments import check_cu_seqlens, require_tensor
 from .backends import cpu, cuda, reference
 from .checks import AnyMask, Varlen
@@ -41,6 +41,7 @@ def flash_dmattn_func(
     return_lse: bool = False,
     window_size: int | None = None,
     sparse: str = "auto",
+    cache_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention with a mask and an additive bias, differentiable in query, key, value and bias.
 
@@ -74,6 +75,10 @@ def flash_dmattn_func(
         sparse: "tiles" walks over all keys in tiles and skips what no row sees; "lists" gathers the keys that a tile of
             rows sees, at the cost of these alone, and needs a mask or window_size; "auto" takes the faster where that
             is known without waiting.
+        cache_seqlens: int32 (B): how many of the Sk keys of each batch element there are, as in a cache that is filled
+            in part. Keys beyond are neither chosen nor read, and the last query row stands at the last key. On CUDA
+            the values are read on the device alone, so that one CUDA graph serves all lengths. For inference: no
+            gradients.
 
     Returns:
         out (B, Sq, H, D) in query's dtype;
@@ -89,7 +94,7 @@ def flash_dmattn_func(
     return attend(
         kernels_for(query),
         *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),
-        *(deterministic, return_attn_probs, return_lse, window_size, sparse),
+        *(deterministic, return_attn_probs, return_lse, window_size, sparse, cache_seqlens),
     )
 
 
@@ -111,8 +116,7 @@ def flash_dmattn_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Te
     ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}). Returns out (B, Sq, H, D), lse (B, H, Sq), probs (B, H, Sq, Sk).
     """
     checks.check_packed("kv", kv, "(B, Sk, 2, Hkv, D)", 2)
-    check_kv(query, kv, "(B, Sq, H, D)")
-    checks.check_batch("kv", kv, query)
+    checks.check_kv(query, kv, "(B, Sq, H, D)", not autocast_is_on(kv.device))
     return flash_dmattn_func(query, *kv.unbind(dim=2), *args, **kwargs)
 
 
@@ -190,7 +194,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     """
     checks.check_packed("qkv", qkv, "(total, 3, H, D)", 3)
     require_kernels("qkv", qkv)
-    check_cu_seqlens("cu_seqlens", cu_seqlens, qkv.device, "qkv", qkv.shape[0], ("max_seqlen", max_seqlen))
+    check_cu_seqlens("cu_seqlens", cu_seqlens, qkv, "qkv", qkv.shape[0], ("max_seqlen", max_seqlen))
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_dmattn_varlen_func(*qkv.unbind(dim=1), attn_mask, attn_bias, *lengths, *args, **kwargs)
 
@@ -203,7 +207,7 @@ def flash_dmattn_varlen_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs
     probs (B, H, max_seqlen_q, max_seqlen_k).
     """
     checks.check_packed("kv", kv, "(total_k, 2, Hkv, D)", 2)
-    check_kv(query, kv, "(total_q, H, D)")
+    checks.check_kv(query, kv, "(total_q, H, D)", not autocast_is_on(kv.device))
     return flash_dmattn_varlen_func(query, *kv.unbind(dim=1), *args, **kwargs)
 
 
@@ -240,11 +244,12 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor |
         return_lse=False,
         window_size=None,
         sparse="auto",
+        cache_seqlens=None,
     ):
         return attend(
             module,
             *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),
-            *(deterministic, return_attn_probs, return_lse, window_size, sparse),
+            *(deterministic, return_attn_probs, return_lse, window_size, sparse, cache_seqlens),
         )
 
     return function
@@ -262,11 +267,6 @@ def kernels_for(query: Tensor) -> ModuleType:
     return cuda if query.device.type == "cuda" else cpu
 
 
-def check_kv(query: Tensor, kv: Tensor, layout_q: str) -> None:
-    checks.check_rows_of("query", query, layout_q)
-    checks.check_beside_query("kv", kv, query, same_dtype=not autocast_is_on(query.device))
-
-
 def attend(
     backend: ModuleType,
     query: Tensor,
@@ -282,20 +282,26 @@ def attend(
     return_lse: bool,
     window_size: int | None,
     sparse: str,
+    cache_seqlens: Tensor | None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of fixed length through a backend."""
     checks.check_options(
         *(mask, softmax_scale, is_causal, softcap, deterministic, return_attn_probs, return_lse, window_size, sparse)
     )
     query, key, value, bias = autocast(query, key, value, bias)
-    checks.check_fixed(query, key, value, mask, bias, is_causal)
+    checks.check_fixed(query, key, value, mask, bias, is_causal, cache_seqlens)
+    if cache_seqlens is not None:
+        checks.check_cache(backend, return_attn_probs)
+    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
     if window_size is not None:
-        checks.check_window(mask, bias, key.shape[1], is_causal)
-        mask = KeyIntervalMask.topk(bias, window_size, query.shape[1])
-    bias, row_bias = split_row_bias(bias, key.shape[1])
-    hidden_rows = None
-    if row_bias is not None:
-        row_bias = reference.expand_heads(row_bias, query.shape[2])
+        checks.check_window(mask, bias, seqlen_k, is_causal)
+        as_lists = backend.SPARSE_MASKS and sparse != "tiles" and not return_attn_probs
+        mask = selection.select(
+            *(bias, window_size, seqlen_q, seqlen_k, cache_seqlens), as_lists=as_lists, must_mask=sparse == "lists"
+        )
+    row_bias = None
+    if bias is not None and bias.shape[3] == 1 and seqlen_k != 1:  # the softmax does not see it
+        row_bias, bias = reference.expand_heads(bias, query.shape[2]), None
         hidden_rows = row_bias == -torch.inf
         # Their outputs are replaced after the kernels; until then NaN in them must not reach the keys' gradients.
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
@@ -304,10 +310,12 @@ def attend(
         "is_causal": bool(is_causal),
         "softcap": softcap,
     }
+    cache = {} if cache_seqlens is None else {"cache_seqlens": cache_seqlens}
     out, lse = backend.attention(
-        *map(kernel_rows, (query, key, value)),
-        *(mask_for(backend, mask, sparse, query.shape[1], key.shape[1], bool(is_causal)), bias),
+        *(kernel_rows(query), kernel_rows(key), kernel_rows(value)),
+        *(mask_for(backend, mask, sparse, seqlen_q, seqlen_k, bool(is_causal)), bias),
         **options,
+        **cache,
         deterministic=bool(deterministic),
     )
     out = without_padding(out, query.shape[-1])
@@ -316,8 +324,8 @@ def attend(
 
     if return_attn_probs:
         with torch.no_grad():
-            probs, *_ = reference.probabilities(query, key, dense_mask(mask, query.shape[1]), bias, **options)
-            probs = probs if hidden_rows is None else probs.masked_fill(hidden_rows, 0)
+            probs, *_ = reference.probabilities(query, key, dense_mask(mask, seqlen_q), bias, **options)
+            probs = probs if row_bias is None else probs.masked_fill(hidden_rows, 0)
         return out, lse, probs.to(query.dtype)
     return (out, lse) if return_lse else out
 
@@ -347,7 +355,8 @@ def attend_varlen(
     checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)
     if window_size is not None:
         checks.check_window(mask, bias, key.shape[0], is_causal)
-        mask = KeyIntervalMask.topk_varlen(bias, window_size, varlen.cu_seqlens_k, varlen.cu_seqlens_q)
+        cu_seqlens_q, cu_seqlens_k, _, max_seqlen_k = varlen
+        mask = selection.select_varlen(bias, window_size, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, sparse == "lists")
     options = {
         "softmax_scale": default_scale(softmax_scale, query),
         "is_causal": bool(is_causal),
@@ -369,6 +378,8 @@ def attend_varlen(
 
 def mask_for(backend: ModuleType, mask: AnyMask, sparse: str, seqlen_q: int, *problem) -> AnyMask:
     """The mask in a form that the backend takes."""
+    if mask is None or isinstance(mask, ops.MaskTensors):
+        return mask
     mask = without_repeats(mask) if isinstance(mask, Tensor) else mask
     if backend.SPARSE_MASKS:
         return key_lists.choose(mask, sparse, seqlen_q, *problem)
@@ -428,13 +439,6 @@ def kernel_rows(rows: Tensor) -> Tensor:
 def without_padding(out: Tensor, head_dim: int) -> Tensor:
     """Undoes what kernel_rows padded."""
     return out if out.shape[-1] == head_dim else out[..., :head_dim]
-
-
-def split_row_bias(bias: Tensor | None, seqlen_k: int) -> tuple[Tensor | None, Tensor | None]:
-    """A bias as (what the softmax sees, what it does not see: a bias that is constant along the keys)."""
-    if bias is not None and bias.shape[3] == 1 and seqlen_k != 1:
-        return None, bias
-    return bias, None
 
 
 def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor) -> tuple[Tensor, Tensor]:

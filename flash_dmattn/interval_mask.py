@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import prefix_topk
+from . import ops, prefix_topk
 from .arguments import (
     check_cu_seqlens,
     check_same_sequences,
@@ -40,6 +40,7 @@ class KeyIntervalMask:
 
     Attributes:
         start, end, keys_per_row, scattered: as given.
+        intervals: int32 (2, ...), starts and ends in one tensor.
 
     Raises:
         TypeError: start or end is no int32 tensor, keys_per_row no int.
@@ -60,22 +61,39 @@ class KeyIntervalMask:
             raise RuntimeError(f"end must be on start's device {start.device}, got {end.device}")
         if keys_per_row is not None:
             require_count("keys_per_row", keys_per_row)
-        self.start = start
-        self.end = end
+        self._set(torch.stack((start, end)), keys_per_row, scattered)
+
+    def _set(self, intervals: Tensor, keys_per_row: int | None, scattered: bool) -> None:
+        self.intervals = intervals
         self.keys_per_row = keys_per_row
         self.scattered = scattered
+
+    @classmethod
+    def _of(cls, intervals: Tensor, keys_per_row: int | None = None, scattered: bool = False) -> KeyIntervalMask:
+        """The mask of starts and ends that lie in one tensor (2, ...), as the kernels take them."""
+        mask = cls.__new__(cls)
+        mask._set(intervals, keys_per_row, scattered)
+        return mask
 
     # What it is
 
     @property
+    def start(self) -> Tensor:
+        return self.intervals[0]
+
+    @property
+    def end(self) -> Tensor:
+        return self.intervals[1]
+
+    @property
     def shape(self) -> torch.Size:
         """That of start and end."""
-        return self.start.shape
+        return self.intervals.shape[1:]
 
     @property
     def is_varlen(self) -> bool:
         """Whether it is of variable length: (total_k, {H|Hkv|1})."""
-        return self.start.ndim == 2
+        return self.intervals.ndim == 3
 
     @property
     def batches(self) -> int | None:
@@ -95,7 +113,7 @@ class KeyIntervalMask:
     @property
     def device(self) -> torch.device:
         """Where start and end are."""
-        return self.start.device
+        return self.intervals.device
 
     def __repr__(self) -> str:
         # Sizes only: a GPU need not be waited for.
@@ -105,8 +123,7 @@ class KeyIntervalMask:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyIntervalMask:
         """The same mask on that device."""
-        start, end = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.start, self.end))
-        return self._of_same_kind(start, end)
+        return self._of_same_kind(self.intervals.to(device, non_blocking=non_blocking))
 
     def __and__(self, other: KeyIntervalMask) -> KeyIntervalMask:
         """What both let be seen. Batch sizes must be the same or 1; of two head counts one must divide the other."""
@@ -159,12 +176,11 @@ class KeyIntervalMask:
         """Of a mask of variable length the sequence with the keys first .. last - 1, as a mask (1, {H|Hkv|1}, Sk)."""
         if not self.is_varlen:
             raise ValueError(f"only a mask {VARLEN} has sequences, got {tuple(self.shape)}")
-        start, end = (tensor[first:last].T[None] for tensor in (self.start, self.end))
-        return self._of_same_kind(start, end)
+        return self._of_same_kind(self.intervals[:, first:last].transpose(1, 2)[:, None])
 
-    def _of_same_kind(self, start: Tensor, end: Tensor) -> KeyIntervalMask:
+    def _of_same_kind(self, intervals: Tensor) -> KeyIntervalMask:
         """Other intervals, of which the same is known."""
-        return KeyIntervalMask(start, end, keys_per_row=self.keys_per_row, scattered=self.scattered)
+        return self._of(intervals, self.keys_per_row, self.scattered)
 
     def _rows(self, seqlen_q: int | None) -> int:
         if self.is_varlen:
@@ -301,6 +317,8 @@ class KeyIntervalMask:
         keys = bias.shape[2]
         rows = keys if seqlen_q is None else seqlen_q
         require_count("seqlen_q", rows)
+        if prefix_topk.has_kernels(bias):
+            return cls._of(ops.topk_intervals(bias, window_size, rows, None, None, None), window_size, scattered=True)
         end = prefix_topk.topk_ends_of_last(bias.flatten(0, 1), window_size, rows).view(bias.shape).clamp_(min=0)
         start = own_rows(rows, keys, bias.device).clamp_(min=0)
         return cls(start.expand(bias.shape), end, keys_per_row=window_size, scattered=True)
@@ -308,7 +326,12 @@ class KeyIntervalMask:
     @classmethod
     @torch.no_grad()
     def topk_varlen(
-        cls, bias: Tensor, window_size: int, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor | None = None
+        cls,
+        bias: Tensor,
+        window_size: int,
+        cu_seqlens_k: Tensor,
+        cu_seqlens_q: Tensor | None = None,
+        max_seqlen_k: int | None = None,
     ) -> KeyIntervalMask:
         """`topk` of sequences of different lengths, packed one after the other: each has its own w keys.
 
@@ -317,6 +340,7 @@ class KeyIntervalMask:
             window_size: w, at least 0.
             cu_seqlens_k: int32 (B + 1): sequence b has the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1] - 1.
             cu_seqlens_q: int32 (B + 1), the same for rows; by default cu_seqlens_k.
+            max_seqlen_k: at least the longest sequence of keys, where that is known: short ones are selected faster.
 
         Returns:
             (total_k, {H|Hkv|1}). No gradient passes through it.
@@ -325,10 +349,13 @@ class KeyIntervalMask:
             As `topk`.
         """
         check_topk(VARLEN, bias, window_size, ndims=(2,))
-        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias.device, "bias", total=bias.shape[0])
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias, "bias", total=bias.shape[0])
         cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
-        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias.device, "bias")
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias, "bias")
         check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+        if prefix_topk.has_kernels(bias):
+            intervals = ops.topk_intervals(bias, window_size, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
+            return cls._of(intervals, window_size, scattered=True)
         keys = bias.shape[0]
         sequence = sequence_of_keys(cu_seqlens_k, keys)
         first = cu_seqlens_k[sequence]
@@ -347,6 +374,8 @@ def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int,
     require_floating("bias", bias)
     if bias.ndim not in ndims or (bias.ndim == 4 and bias.shape[2] != 1):
         raise ValueError(f"bias must be {layout}, got shape {shape_of(bias)}")
+    if prefix_topk.has_kernels(bias):
+        return  # which look themselves
     nan = bias.isnan().any()
     if bias.device.type == "cuda" or torch.compiler.is_compiling():
         torch._assert_async(~nan, "KeyIntervalMask.topk: bias must not be NaN")

@@ -39,12 +39,9 @@ class KeyLists:
     """
 
     keys: Tensor  # int32 (capacity): list after list, each padded with -1 to a multiple of 64
-    starts: Tensor  # int64 (batches * heads * row tiles + 1)
+    spans: Tensor  # int64 (2, batches, heads, row tiles): where in `keys` each list begins and ends
     rows: Tensor | None  # int32 (capacity, 4): which of the 128 rows see a key; None where `mask` need not be asked so
-    batches: int
-    heads: int
     mask: Tensor | KeyIntervalMask  # what they were made from
-    intervals: Tensor | None  # int32 (2, ...): starts and ends of a KeyIntervalMask
     seqlen_q: int  # of variable length, as seqlen_k, the longest
     seqlen_k: int
     is_causal: bool = False  # whether they leave out what causality hides
@@ -90,11 +87,28 @@ class KeyLists:
         if is_varlen:
             dims = len(mask.shape)
             total_q, total_k = (mask.shape[0] if dims == 3 else None), (mask.shape[0] if dims == 2 else None)
-            where = (mask.device, "mask")
+            where = (mask.intervals if isinstance(mask, KeyIntervalMask) else mask, "mask")
             check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *where, total_q, longest=("seqlen_q", seqlen_q))
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *where, total_k, longest=("seqlen_k", seqlen_k))
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         return build(mask, seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k)
+
+    @property
+    def batches(self) -> int:
+        return self.spans.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.spans.shape[2]
+
+    @property
+    def row_tiles(self) -> int:
+        return self.spans.shape[3]
+
+    @property
+    def intervals(self) -> Tensor | None:
+        """int32 (2, ...): which rows see a key, of a KeyIntervalMask."""
+        return self.mask.intervals if isinstance(self.mask, KeyIntervalMask) else None
 
     @property
     def rows_alike(self) -> bool:
@@ -102,23 +116,19 @@ class KeyLists:
         return self.rows is None and not isinstance(self.mask, KeyIntervalMask)
 
     @property
-    def row_tiles(self) -> int:
-        return 1 if self.rows_alike else -(-self.seqlen_q // ops.LIST_ROWS)
-
-    @property
     def device(self) -> torch.device:
         return self.keys.device
 
     def lengths(self) -> Tensor:
         """int64 (batches, heads, row tiles): the length of each list, with its padding."""
-        return self.starts.diff().view(self.batches, self.heads, self.row_tiles)
+        return self.spans[1] - self.spans[0]
 
     def density(self) -> float:
         """The part of `seqlen_k` keys that a list takes on average, its padding counted, so that it may be above 1.
 
         0 where there are no lists. Waits for the device.
         """
-        return float(self.lengths().double().mean()) / max(self.seqlen_k, 1) if self.starts.shape[0] > 1 else 0.0
+        return float(self.lengths().double().mean()) / max(self.seqlen_k, 1) if self.spans.numel() else 0.0
 
     def to_dense(self) -> Tensor:
         """The mask that the lists were made of, as bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}).
@@ -138,7 +148,7 @@ class KeyLists:
         def move(value):
             return value.to(device) if isinstance(value, (Tensor, KeyIntervalMask)) else value
 
-        fields = ("keys", "starts", "rows", "mask", "intervals", "cu_seqlens_q", "cu_seqlens_k")
+        fields = ("keys", "spans", "rows", "mask", "cu_seqlens_q", "cu_seqlens_k")
         return replace(self, **{name: move(getattr(self, name)) for name in fields})
 
     def __repr__(self) -> str:
@@ -178,38 +188,14 @@ def build(
     limit: int | None = None,
 ) -> KeyLists:
     """`KeyLists.build` of checked inputs; limit as in ops.build_key_lists."""
-    batches = mask.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    intervals = capacity = None
+    intervals, bound = None, None
     if isinstance(mask, KeyIntervalMask):
-        intervals = interval_tensor(mask)
         # With a limit the lists are to be counted, whatever is known of them.
-        capacity = capacity_of(mask, batches * mask.shape[1], seqlen_q, seqlen_k) if limit is None else None
-    keys, starts, rows = ops.build_key_lists(
-        *(mask if intervals is None else None, intervals),
-        *(seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, capacity, limit),
-    )
-    rows = None if intervals is not None or ops.is_per_key(mask.shape) else rows
+        intervals, bound = mask.intervals, mask.keys_per_row if limit is None else None
     problem = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
-    return KeyLists(keys, starts, rows, batches, mask.shape[1], mask, intervals, *problem)
-
-
-def interval_tensor(mask: KeyIntervalMask) -> Tensor:
-    """int32 (2, ...): starts and ends, as the ops take them."""
-    return torch.stack((mask.start, mask.end))
-
-
-def longest_list(mask: KeyIntervalMask, seqlen_q: int, seqlen_k: int) -> int:
-    """The most keys that a list can hold, of a mask that knows how many keys a row sees at most."""
-    rows = min(seqlen_q, ops.LIST_ROWS)
-    return min(mask.keys_per_row + rows - 1, seqlen_k) if rows else 0
-
-
-def capacity_of(mask: KeyIntervalMask, heads: int, seqlen_q: int, seqlen_k: int) -> int | None:
-    """Room for all lists of `heads` batch elements and heads, where the mask knows how many keys a row sees at most."""
-    if mask.keys_per_row is None:
-        return None
-    length = -(-longest_list(mask, seqlen_q, seqlen_k) // ops.LIST_ALIGN) * ops.LIST_ALIGN
-    return heads * -(-seqlen_q // ops.LIST_ROWS) * length
+    keys, spans, rows = ops.build_key_lists(mask if intervals is None else None, intervals, *problem, bound, limit)
+    rows = None if intervals is not None or ops.is_per_key(mask.shape) else rows
+    return KeyLists(keys, spans, rows, mask, *problem)
 
 
 def walked_keys(rows: int, keys: int, is_causal: bool) -> float:
@@ -256,8 +242,8 @@ def choose(
 def knows_to_be_short(mask: KeyIntervalMask, rows: int, keys: int, is_causal: bool, crossover: float) -> bool:
     if mask.keys_per_row is None or rows == 0:
         return False
-    row_tiles = -(-rows // ops.LIST_ROWS)
-    return longest_list(mask, rows, keys) * row_tiles < crossover * walked_keys(rows, keys, is_causal)
+    longest = min(mask.keys_per_row + min(rows, ops.LIST_ROWS) - 1, keys)
+    return longest * ops.row_tiles(rows) < crossover * walked_keys(rows, keys, is_causal)
 
 
 def looks_dense(mask: Tensor | KeyIntervalMask, seqlen_q: int, seqlen_k: int, is_causal: bool) -> bool:

@@ -16,6 +16,11 @@ from . import ops
 NEVER = 1 << 30  # beyond any place, and far enough from 2^31 that places may be added
 
 
+def has_kernels(bias: Tensor) -> bool:
+    """Whether kernels select from it, and this file is not asked."""
+    return bias.device.type == "cuda" and ops.cuda_is_built()
+
+
 def topk_ends(bias: Tensor, window_size: int, first: Tensor | None = None) -> Tensor:
     """int32 (heads, N): for each key the first place at which it is no longer among the `window_size` best so far.
 
@@ -97,8 +102,6 @@ def kth_smallest_of_prefixes(values: Tensor, last: Tensor, wanted: Tensor, level
         levels: how many of their bits are to be found; the higher ones are those of the place, both of a value and of
             a query.
     """
-    if values.device.type == "cuda" and values.dtype == torch.int32 and ops.cuda_is_built():
-        return ops.search_prefixes(values, last, wanted, levels)
     place = torch.arange(len(values), dtype=values.dtype, device=values.device)
     for level in reversed(range(levels)):
         bit = (values >> level).bitwise_and_(1)

@@ -9,6 +9,7 @@ from helpers import BROADCASTS, LENGTHS, check, inputs, rand_mask, run, shaped, 
 
 import flash_dmattn
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, ops
+from flash_dmattn.backends.compiled import FIXED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -288,8 +289,12 @@ def test_opcheck(pairs):
     query, key, value = (x.requires_grad_() for x in on_gpu(2, 70, 90, 4, 2, 64, torch.bfloat16))
     mask = {"none": None, "key": mask_of(2, 1, 1, 90), "dense": mask_of(1, 2, 70, 90)}[pairs]
     bias = {"none": None, "key": randn(1, 2, 1, 90), "dense": randn(2, 4, 70, 90)}[pairs]
-    forward = (query, key, value, *ops.MaskTensors(mask), bias, None, None, None, None, 0.3, 0.0, False, True)
+    packing = (mask, 70, 90, False, None, None)
+    masks = ops.MaskTensors() if mask is None else ops.MaskTensors(*ops.pack_mask(*packing))
+    forward = (query, key, value, bias, *masks, *FIXED, None, 0.3, 0.0, False, True)
     torch.library.opcheck(ops.attention_forward, forward, atol=1e-2, rtol=1e-1)
+    if mask is not None:
+        torch.library.opcheck(ops.pack_mask, packing)
 
 
 def test_compile_fullgraph():

@@ -140,21 +140,21 @@ def brute_force_list(visible):
 
 def check_lists(lists, sequences):
     """sequences: of each batch element the visible pairs, bool (heads, rows, keys)."""
-    starts, keys = lists.starts.cpu(), lists.keys.cpu()
+    spans, keys = lists.spans.cpu().flatten(1), lists.keys.cpu()
     rows = None if lists.rows is None else lists.rows.cpu()
     at = 0
     for visible in sequences:
         visible = visible.cpu()
         for head, tile in itertools.product(range(lists.heads), range(lists.row_tiles)):
             expected, seeing = brute_force_list(visible[head, 128 * tile : 128 * (tile + 1)])
-            begin, end = starts[at].item(), starts[at + 1].item()
+            begin, end = spans[:, at].tolist()
             assert end - begin == -(-expected.numel() // 64) * 64
             assert torch.equal(keys[begin : begin + expected.numel()], expected)
             assert (keys[begin + expected.numel() : end] == -1).all()
             if rows is not None:
                 assert torch.equal(rows[begin : begin + expected.numel()], seeing)
             at += 1
-    assert at == starts.numel() - 1
+    assert at == spans.shape[1]
 
 
 def causal_part(visible):
@@ -208,24 +208,23 @@ def test_lists_are_those_of_the_cpu(causal):
     for mask in (KeyIntervalMask.topk(bias, 100), rand_mask(2, 2, 500, 3000, visible=0.02, device="cuda")):
         rows = 3000 if isinstance(mask, KeyIntervalMask) else 500
         ours, cpu = KeyLists.build(mask, rows, is_causal=causal), KeyLists.build(_to_cpu(mask), rows, is_causal=causal)
-        assert torch.equal(ours.starts.cpu(), cpu.starts)
-        end = cpu.starts[-1]
-        assert torch.equal(ours.keys.cpu()[:end], cpu.keys[:end])
-        assert cpu.rows is None or causal or torch.equal(ours.rows.cpu()[:end], cpu.rows[:end])
+        assert torch.equal(ours.lengths().cpu(), cpu.lengths())
+        for a, b in zip(ours.spans.cpu().flatten(1).T.tolist(), cpu.spans.flatten(1).T.tolist()):
+            assert torch.equal(ours.keys[slice(*a)].cpu(), cpu.keys[slice(*b)])
+            assert cpu.rows is None or causal or torch.equal(ours.rows[slice(*a)].cpu(), cpu.rows[slice(*b)])
 
 
 def _to_cpu(mask):
     return mask.to("cpu") if isinstance(mask, KeyIntervalMask) else mask.cpu()
 
 
-def test_nothing_is_written_beyond_the_capacity():
+def test_a_bound_that_is_wrong_cuts_lists_short():
     mask = intervals(1, 2, 2000, rows=500)
-    start_end = torch.stack((mask.start, mask.end))
-    kernels = ops.compiled_module()
-    problem = (kernels.MaskTensors(intervals=start_end), 500, 2000, False, None, None)
-    lengths, plan = kernels.list_lengths(*problem)
-    starts = lengths.cumsum(0)
-    total = int(starts[-1])
-    keys, _ = kernels.list_fill(*problem, starts, plan, total)
-    few, _ = kernels.list_fill(*problem, starts, plan, total // 2)
-    assert torch.equal(few, keys[: total // 2])
+    lists = KeyLists.build(mask, 500)
+    room = 64 * 3
+    cut = KeyLists.build(KeyIntervalMask(mask.start, mask.end, keys_per_row=room - 127), 500)
+    assert cut.keys.numel() == 2 * 4 * room
+    for a, b in zip(cut.spans.cpu().flatten(1).T.tolist(), lists.spans.cpu().flatten(1).T.tolist()):
+        size = min(b[1] - b[0], room)
+        assert a[1] - a[0] == size
+        assert torch.equal(cut.keys[slice(*a)], lists.keys[b[0] : b[0] + size])

@@ -304,7 +304,7 @@ def test_varlen(case):
 
 def backward_without_bias(kernels, lse, needs_dbias):
     """The compiled backward, called as the op calls it."""
-    tensors = (Q, torch.zeros(2, 4, 5), Q, K, V, Q, lse, kernels.MaskTensors(), None, None)
+    tensors = (Q, torch.zeros(2, 4, 5), Q, K, V, Q, lse, kernels.MaskTensors(), None)
     return kernels.mha_bwd(*tensors, 1.0, 0.0, False, False, needs_dbias)
 
 
@@ -314,7 +314,7 @@ COMPILED = {
     "shape": (
         lambda k: k.mha_fwd(Q, K[:, :, :, :4], V, k.MaskTensors(), None, 1.0, 0.0, False),
         ValueError,
-        "key must have shape",
+        "key must have query's head dimension 8, got 4",
     ),
     "head dimension": (
         lambda k: k.mha_fwd(Q[..., :4], K[..., :4], V[..., :4], k.MaskTensors(), None, 1.0, 0.0, False),
@@ -329,12 +329,12 @@ COMPILED = {
     "mask dtype": (
         lambda k: k.mha_fwd(Q, K, V, k.MaskTensors(torch.ones(1, 1, 1, 7)), None, 1.0, 0.0, False),
         TypeError,
-        "mask must be Bool, got Float",
+        r"attn_mask must be bool \(True = visible\), got float32",
     ),
     "bias shape": (
         lambda k: k.mha_fwd(Q, K, V, k.MaskTensors(), torch.ones(1, 1, 1, 6), 1.0, 0.0, False),
         ValueError,
-        "bias must be",
+        "attn_bias must be .*: dimension 3 must be 1 or 7",
     ),
     "bias gradient without bias": (
         lambda k: backward_without_bias(k, lse=torch.zeros(2, 4, 5), needs_dbias=True),

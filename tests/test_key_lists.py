@@ -18,7 +18,7 @@ def dense_of(mask, seqlen_q, seqlen_k, is_causal):
 
 def list_and_rows(lists, index):
     """The keys of a list, its padding left out, and bool (128, keys): which rows see them, or None."""
-    begin, end = lists.starts[index : index + 2].tolist()
+    begin, end = lists.spans.flatten(1)[:, index].tolist()
     assert begin % 64 == 0 and end % 64 == 0
     keys = lists.keys[begin:end]
     size = int((keys >= 0).sum())
@@ -123,8 +123,8 @@ def test_a_bound_spares_reading_the_lengths(monkeypatch):
     assert lists.keys.shape[0] == 2 * 3 * 4 * 192
     check_lists(lists, mask.to_dense(500))
     without = KeyLists.build(KeyIntervalMask(mask.start, mask.end), 500)
-    assert without.keys.shape[0] == without.starts[-1] < lists.keys.shape[0]
-    assert torch.equal(without.starts, lists.starts)
+    assert without.keys.shape[0] == without.lengths().sum() < lists.keys.shape[0]
+    assert torch.equal(without.lengths(), lists.lengths())
 
 
 def test_a_bound_that_is_wrong_is_refused():
@@ -155,13 +155,13 @@ def test_what_a_value_tells():
 
 def test_opcheck():
     mask = rand_mask(2, 2, 150, 70, visible=0.1)
-    intervals = key_lists.interval_tensor(rand_intervals(2, 2, 70, rows=150))
-    # With more room, what lies behind the lists would be anything.
-    capacity = int(ops.build_key_lists(None, intervals, 150, 70, False, None, None, None, None)[1][-1])
+    # Every key is seen by all rows: with a bound that leaves more room, what lies behind the lists would be anything.
+    intervals = torch.stack((torch.zeros(2, 2, 70), torch.full((2, 2, 70), 150))).int()
     for arguments in (
         (mask, None, 150, 70, True, None, None, None, None),
         (mask[:, :, :1], None, 150, 70, False, None, None, None, None),
-        (None, intervals, 150, 70, False, None, None, capacity, None),
+        (None, intervals, 150, 70, False, None, None, 70, None),
+        (None, intervals, 150, 70, False, None, None, None, None),
     ):
         torch.library.opcheck(ops.build_key_lists, arguments)
 
@@ -397,20 +397,26 @@ KERNEL_ERRORS = {
     ),
     "intervals of the wrong shape": (
         {"intervals": torch.zeros(2, 1, 1, 6).int()},
-        r"intervals must be \(2, {B\|1}, {H\|Hkv\|1}, Sk\)",
+        r"attn_mask.start must be \({B\|1}, {H\|Hkv\|1}, Sk\): dimension 2 must be 7, got shape \(1, 1, 6\)",
     ),
-    "keys without starts": ({"list_keys": torch.zeros(64).int()}, "list_keys comes with list_starts"),
-    "starts of the wrong length": (
-        {"list_keys": torch.zeros(64).int(), "list_starts": torch.zeros(3).long(), "list_batches": 1, "list_heads": 1},
-        "list_starts must have shape",
+    "keys without spans": ({"list_keys": torch.zeros(64).int()}, "list_keys comes with list_spans"),
+    "spans of too few dimensions": (
+        {"list_keys": torch.zeros(64).int(), "list_spans": torch.zeros(2, 3).long()},
+        r"list_spans must be contiguous .*, got shape \(2, 3\)",
+    ),
+    "spans of other heads": (
+        {"list_keys": torch.zeros(64).int(), "list_spans": torch.zeros(2, 1, 3, 1).long()},
+        "list_spans must be of 4, 2 or 1 heads, got 3",
+    ),
+    "spans of other rows": (
+        {"list_keys": torch.zeros(64).int(), "list_spans": torch.zeros(2, 1, 1, 2).long()},
+        "list_spans must be of 1 row tiles, got 2",
     ),
     "rows of the wrong length": (
         {
             "list_keys": torch.zeros(64).int(),
-            "list_starts": torch.zeros(2).long(),
+            "list_spans": torch.zeros(2, 1, 1, 1).long(),
             "list_rows": torch.zeros(63, 4).int(),
-            "list_batches": 1,
-            "list_heads": 1,
         },
         "list_rows must have shape",
     ),
@@ -425,9 +431,11 @@ def test_the_compiled_entry_points_check_too(case):
         kernels.mha_fwd(Q, K, V, kernels.MaskTensors(**masks), None, 1.0, 0.0, False)
 
 
-def test_the_compiled_builder_checks_too():
-    kernels = ops.compiled_module()
+def test_the_operator_that_builds_checks_too():
     with pytest.raises(ValueError, match="exactly one of mask and intervals must be given"):
-        kernels.list_lengths(kernels.MaskTensors(), 5, 7, False, None, None)
-    with pytest.raises(TypeError, match="intervals must be Int, got Float"):
-        kernels.list_lengths(kernels.MaskTensors(intervals=torch.zeros(2, 1, 1, 7)), 5, 7, False, None, None)
+        both = rand_mask(1, 1, 5, 7), torch.zeros(2, 1, 1, 7).int()
+        ops.build_key_lists(*both, 5, 7, False, None, None, None, None)
+    with pytest.raises(TypeError, match="intervals must be int32, got float32"):
+        ops.build_key_lists(None, torch.zeros(2, 1, 1, 7), 5, 7, False, None, None, None, None)
+    with pytest.raises(ValueError, match=r"mask must be of 5 rows and 7 keys, got shape \(1, 1, 5, 6\)"):
+        ops.build_key_lists(rand_mask(1, 1, 5, 6), None, 5, 7, False, None, None, None, None)

@@ -23,11 +23,11 @@ struct ListsOf {
         : sequence(p, index / p.heads), head(index % p.heads), first(index * row_tiles) {}
 };
 
-// Takes the keys of one list in order, and pads it to the next list's start.
+// Takes the keys of one list in order, and pads it to its end.
 class ListWriter {
 public:
-    ListWriter(int64_t begin, int64_t end, int64_t capacity, int32_t* keys, uint32_t* rows)
-        : at_(begin), end_(std::min(end, capacity)), keys_(keys), rows_(rows) {}
+    ListWriter(int64_t begin, int64_t end, int32_t* keys, uint32_t* rows)
+        : at_(begin), end_(end), keys_(keys), rows_(rows) {}
 
     void push(int64_t key, const uint32_t* rows = nullptr) {
         if (at_ >= end_) return;
@@ -66,11 +66,11 @@ public:
         }
     }
 
-    void fill(int64_t index, const int64_t* starts, int64_t capacity, int32_t* keys) const {
+    void fill(int64_t index, const int64_t* begins, const int64_t* ends, int32_t* keys) const {
         const ListsOf lists(p_, index, row_tiles_);
         std::vector<ListWriter> writers;
         for (int64_t t = lists.first; t < lists.first + row_tiles_; ++t) {
-            writers.emplace_back(starts[t], starts[t + 1], capacity, keys, nullptr);
+            writers.emplace_back(begins[t], ends[t], keys, nullptr);
         }
         for_each_key(lists, [&](int64_t key, int64_t tile, int64_t tile_end) {
             for (; tile < tile_end; ++tile) writers[tile].push(key);
@@ -110,8 +110,8 @@ public:
         lengths[list] = round_up(length);
     }
 
-    void fill(int64_t list, const int64_t* starts, int64_t capacity, int32_t* keys, uint32_t* rows) {
-        ListWriter writer(starts[list], starts[list + 1], capacity, keys, rows);
+    void fill(int64_t list, const int64_t* begins, const int64_t* ends, int32_t* keys, uint32_t* rows) {
+        ListWriter writer(begins[list], ends[list], keys, rows);
         const int64_t end = read(list);
         for (int64_t key = 0; key < end; ++key) {
             if (!seen(key)) continue;
@@ -176,16 +176,16 @@ void key_list_lengths_cpu(const AttentionParams& params, int64_t* lengths) {
     });
 }
 
-void key_list_fill_cpu(const AttentionParams& params, const int64_t* starts, int64_t capacity, int32_t* keys,
+void key_list_fill_cpu(const AttentionParams& params, const int64_t* begins, const int64_t* ends, int32_t* keys,
                        uint32_t* rows) {
     if (params.intervals.present()) {
         const IntervalLists lists(params);
         return for_each_unit(params.batch * params.heads,
-                             [&] { return [&](int64_t i) { lists.fill(i, starts, capacity, keys); }; });
+                             [&] { return [&](int64_t i) { lists.fill(i, begins, ends, keys); }; });
     }
     const int64_t row_tiles = MaskLists(params).row_tiles();
     for_each_unit(params.batch * params.heads * row_tiles, [&] {
-        return [=, lists = MaskLists(params)](int64_t i) mutable { lists.fill(i, starts, capacity, keys, rows); };
+        return [=, lists = MaskLists(params)](int64_t i) mutable { lists.fill(i, begins, ends, keys, rows); };
     });
 }
 

@@ -11,8 +11,8 @@ namespace flash_dmattn {
 // The length of every list, rounded up to KeyListsView::kAlign.
 void key_list_lengths_cpu(const AttentionParams& params, int64_t* lengths);
 
-// keys and, where it is not null, rows of KeyListsView; what would lie at `capacity` or beyond is left out.
-void key_list_fill_cpu(const AttentionParams& params, const int64_t* starts, int64_t capacity, int32_t* keys,
+// keys and, where it is not null, rows of KeyListsView, whose begins and ends are given; a list that would not fit is cut.
+void key_list_fill_cpu(const AttentionParams& params, const int64_t* begins, const int64_t* ends, int32_t* keys,
                        uint32_t* rows);
 
 }  // namespace flash_dmattn

@@ -27,6 +27,7 @@ struct Sequence {
             first_key = p.cu_seqlens_k[b];
             keys = p.cu_seqlens_k[b + 1] - first_key;
         }
+        if (p.seqlens_k != nullptr) keys = std::clamp<int64_t>(p.seqlens_k[b], 0, p.seqlen_k);
     }
 
     // Row i sees the keys [0, causal_end(i)), aligned to the bottom right corner.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import names
-from ..ops import is_per_key, refuse_double_backward
+from ..ops import is_per_key
 
 try:
     import triton
@@ -671,7 +671,9 @@ class _DifferentiatedOnce(torch.autograd.Function):
     def forward(ctx: Any, *inputs_and_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return inputs_and_gradients[7:]
 
-    backward = staticmethod(refuse_double_backward)
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("flash_dmattn does not support double backward; use the backend 'reference' for it")
 
 
 class _Attention(torch.autograd.Function):

@@ -1,0 +1,127 @@
+#include "attention.h"
+
+#include "cpu/attention.h"
+#include "cuda.h"
+
+namespace flash_dmattn {
+namespace {
+
+void make_readable(Inputs& in) {
+    // What has too few dimensions is refused by the checks.
+    for (Tensor* rows : {&in.query, &in.key, &in.value})
+        if (rows->dim() > 0) *rows = readable_rows(*rows);
+}
+
+Tensor empty_lse(const AttentionParams& p, const Inputs& in) {
+    const auto options = in.query.options().dtype(accumulation_type(in.query));
+    return in.is_varlen() ? at::empty({p.heads, in.query.size(0)}, options)
+                          : at::empty({p.batch, p.heads, p.seqlen_q}, options);
+}
+
+// Column sums of a key bias's gradient, [B, {H|Hkv}, 1, Sk] or [{H|Hkv}, total_k], to the bias's shape and dtype.
+Tensor sum_to_bias(const Tensor& column_sums, const Tensor& bias, bool varlen) {
+    if (varlen) {
+        const Tensor sums = bias.size(1) == 1 ? column_sums.sum(0, /*keepdim=*/true) : column_sums;
+        return sums.t().to(bias.scalar_type()).contiguous();
+    }
+    return column_sums.sum_to_size(bias.sizes()).to(bias.scalar_type());
+}
+
+// Where the kernels write the gradient of the bias: of a key bias column sums.
+Tensor empty_dbias(BwdParams& p, const Inputs& in) {
+    const Tensor& bias = *in.bias;
+    const bool varlen = in.is_varlen();
+    if (p.bias.kind == BiasKind::kDense) {
+        // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them. Where there are lists,
+        // those of them alone are written.
+        const bool all_written = !varlen && !p.lists.present() && !nothing_to_do(p);
+        const Tensor dbias = all_written ? at::empty(bias.sizes(), bias.options()) : at::zeros(bias.sizes(), bias.options());
+        p.dbias = pair_view(dbias);
+        return dbias;
+    }
+    const auto accumulation = in.query.options().dtype(accumulation_type(in.query));
+    const int64_t heads = p.bias.heads == p.heads ? p.heads : p.kv_heads;
+    const Tensor dbias = varlen ? at::zeros({heads, in.key.size(0)}, accumulation)
+                                : at::zeros({p.batch, heads, 1, p.seqlen_k}, accumulation);
+    p.dbias.data = data_of(dbias);
+    p.dbias.batches = p.batch;
+    p.dbias.heads = heads;
+    p.dbias.batch_stride = varlen ? 0 : dbias.stride(0);
+    p.dbias.head_stride = dbias.stride(varlen ? 0 : 1);
+    p.dbias.col_stride = 1;
+    p.dbias.per_key = true;
+    return dbias;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> forward(Inputs in) {
+    make_readable(in);
+    FwdParams p;
+    fill(p, in);
+    const bool varlen = in.is_varlen();
+    Tensor out = at::empty(in.query.sizes(), in.query.options()), lse = empty_lse(p, in);
+    p.out = rows_view(out, varlen);
+    p.lse = row_stat_view(lse, varlen);
+    if (!in.query.is_cpu()) {
+        forward_cuda(p, in);
+    } else if (!nothing_to_do(p)) {
+        mha_fwd_cpu(p);
+    }
+    return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const OptionalTensor& dlse, Inputs in,
+                                                    const Tensor& out, const Tensor& lse, bool deterministic,
+                                                    bool needs_dbias) {
+    make_readable(in);
+    BwdParams p;
+    fill(p, in);
+    const Tensor& query = in.query;
+    const bool varlen = in.is_varlen();
+    TORCH_CHECK_VALUE(!needs_dbias || in.bias, "a gradient of the bias was asked for, but there is no bias");
+    TORCH_CHECK_VALUE(!in.seqlens_k, "cache_seqlens is for inference, and has no gradients");
+    for (const auto& [tensor, name] : {std::pair(&dout, "dout"), std::pair(&out, "out")}) {
+        check_shape(*tensor, name, query.sizes());
+        check_dtype(*tensor, name, query.scalar_type());
+        check_device(*tensor, name, query, "query");
+    }
+    const auto check_stat = [&](const Tensor& tensor, const char* name) {
+        varlen ? check_shape(tensor, name, {p.heads, query.size(0)})
+               : check_shape(tensor, name, {p.batch, p.heads, p.seqlen_q});
+        check_dtype(tensor, name, accumulation_type(query));
+        check_device(tensor, name, query, "query");
+    };
+    check_stat(lse, "lse");
+    if (dlse) check_stat(*dlse, "dlse");
+    check_last_contiguous(out, "out");
+    check_last_contiguous(lse, "lse");
+
+    const Tensor dout_rows = readable_rows(dout.stride(-1) == 1 ? dout : dout.contiguous());
+    const Tensor out_rows = readable_rows(out);
+    const Tensor dlse_rows = dlse ? dlse->contiguous() : at::zeros_like(lse);
+    const Tensor delta = at::empty_like(dlse_rows);
+    const auto gradient_of = [&](const Tensor& x) {
+        return nothing_to_do(p) ? at::zeros(x.sizes(), x.options()) : at::empty(x.sizes(), x.options());
+    };
+    Tensor dquery = gradient_of(query), dkey = gradient_of(in.key), dvalue = gradient_of(in.value);
+    p.out = rows_view(out_rows, varlen);
+    p.lse = row_stat_view(lse, varlen);
+    p.dout = rows_view(dout_rows, varlen);
+    p.dlse = row_stat_view(dlse_rows, varlen);
+    p.delta = row_stat_view(delta, varlen);
+    p.dquery = rows_view(dquery, varlen);
+    p.dkey = rows_view(dkey, varlen);
+    p.dvalue = rows_view(dvalue, varlen);
+    p.deterministic = deterministic;
+    Tensor dbias = needs_dbias ? empty_dbias(p, in) : at::empty({0}, query.options());
+    if (!query.is_cpu()) {
+        backward_cuda(p, in);
+    } else if (!nothing_to_do(p)) {
+        mha_bwd_cpu(p);
+    }
+    if (needs_dbias && p.bias.kind == BiasKind::kKey) dbias = sum_to_bias(dbias, *in.bias, varlen);
+    return {dquery, dkey, dvalue, dbias};
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,243 @@
+#include "checks.h"
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+#include <limits>
+#include <vector>
+
+namespace flash_dmattn {
+namespace {
+
+using c10::SymInt;
+
+constexpr int64_t kMaxHeadDim = 256;
+
+int64_t dimensions_in(const char* layout) {
+    const std::string text(layout);
+    return std::count(text.begin(), text.end(), ',') + 1;
+}
+
+void check_ndim(const char* name, const Tensor& tensor, const char* layout) {
+    TORCH_CHECK_VALUE(tensor.dim() == dimensions_in(layout), name, " must have ", dimensions_in(layout), " dimensions ",
+                      layout, ", got shape ", shape_of(tensor));
+}
+
+// A dimension of a mask or bias: the sizes that it may have.
+struct Dimension {
+    const char* label;
+    std::array<SymInt, 3> sizes;
+    int count;
+};
+Dimension one_of(const char* label, SymInt a) { return {label, {std::move(a), 0, 0}, 1}; }
+Dimension one_of(const char* label, SymInt a, SymInt b) { return {label, {std::move(a), std::move(b), 0}, 2}; }
+Dimension one_of(const char* label, SymInt a, SymInt b, SymInt c) {
+    return {label, {std::move(a), std::move(b), std::move(c)}, 3};
+}
+
+std::string layout_of(at::ArrayRef<Dimension> accepted) {
+    std::string layout = "(";
+    for (const Dimension& dimension : accepted) layout += (layout.size() > 1 ? ", " : "") + std::string(dimension.label);
+    return layout + ")";
+}
+
+[[noreturn]] void refuse_dimension(const char* name, const Tensor& tensor, at::ArrayRef<Dimension> accepted, int64_t dim) {
+    std::vector<int64_t> sizes;
+    for (int i = 0; i < accepted[dim].count; ++i) sizes.push_back(accepted[dim].sizes[i].guard_int(__FILE__, __LINE__));
+    std::sort(sizes.begin(), sizes.end());
+    sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+    std::string some;
+    for (const int64_t size : sizes) some += (some.empty() ? "" : " or ") + std::to_string(size);
+    TORCH_CHECK_VALUE(false, name, " must be ", layout_of(accepted), ": dimension ", dim, " must be ", some, ", got shape ",
+                      shape_of(tensor));
+}
+
+// From dimension `first` of the tensor on.
+void check_dimensions(const char* name, const Tensor& tensor, at::ArrayRef<Dimension> accepted, int64_t first = 0) {
+    const auto count = static_cast<int64_t>(accepted.size());
+    if (tensor.dim() - first != count) {
+        TORCH_CHECK_VALUE(false, name, " must have ", count, " dimensions ", layout_of(accepted), ", got shape ",
+                          shape_of(first == 0 ? tensor : tensor[0]));
+    }
+    for (int64_t dim = 0; dim < count; ++dim) {
+        const SymInt size = tensor.sym_size(first + dim);
+        bool fits = false;
+        for (int i = 0; i < accepted[dim].count && !fits; ++i) fits = size == accepted[dim].sizes[i];
+        if (!fits) refuse_dimension(name, first == 0 ? tensor : tensor[0], accepted, dim);
+    }
+}
+
+// The sizes of a mask or bias, of fixed length.
+std::array<Dimension, 4> fixed_dimensions(const Tensor& query, const Tensor& key) {
+    return {one_of("{B|1}", query.sym_size(0), 1), one_of("{H|Hkv|1}", query.sym_size(2), key.sym_size(2), 1),
+            one_of("{Sq|1}", query.sym_size(1), 1), one_of("{Sk|1}", key.sym_size(1), 1)};
+}
+Dimension packed_heads(const Tensor& query, const Tensor& key) {
+    return one_of("{H|Hkv|1}", query.sym_size(1), key.sym_size(1), 1);
+}
+
+void check_pairs(const char* name, const Tensor& pairs, const Tensor& query, const Tensor& key,
+                 std::optional<int64_t> max_seqlen_k) {
+    if (!max_seqlen_k) {
+        check_dimensions(name, pairs, fixed_dimensions(query, key));
+    } else {
+        TORCH_CHECK_VALUE(pairs.dim() == 2 || pairs.dim() == 3, name,
+                          " must be (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k), got shape ",
+                          shape_of(pairs));
+        if (pairs.dim() == 2) {
+            check_dimensions(name, pairs, {one_of("total_k", key.sym_size(0)), packed_heads(query, key)});
+        } else {
+            check_dimensions(name, pairs, {one_of("total_q", query.sym_size(0)), packed_heads(query, key),
+                                           one_of("max_seqlen_k", *max_seqlen_k)});
+        }
+    }
+    check_device(pairs, name, query, "query");
+}
+
+bool is_per_key(const Tensor& pairs) { return pairs.dim() == 2 || (pairs.dim() == 4 && pairs.sym_size(2) == 1); }
+
+bool is_floating(const Tensor& tensor) {
+    const auto dtype = tensor.scalar_type();
+    return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
+}
+
+// Whether a tensor is memory of the CPU: one that stands for another, while a graph is traced, has no values.
+bool values_at_hand(const Tensor& tensor) { return tensor.is_cpu() && !tensor.key_set().has(c10::DispatchKey::Python); }
+
+}  // namespace
+
+void check_rows_of(const char* name, const Tensor& tensor, const char* layout) {
+    check_ndim(name, tensor, layout);
+    TORCH_CHECK_TYPE(is_floating(tensor), name, " must be one of float16, bfloat16, float32, float64, got ",
+                     dtype_of(tensor));
+}
+
+void check_head_dim(const char* name, const Tensor& tensor) {
+    const SymInt head_dim = tensor.sym_size(-1);
+    TORCH_CHECK_VALUE(head_dim >= 1 && head_dim <= kMaxHeadDim, name, " must have a head dimension from 1 to ",
+                      kMaxHeadDim, ", got ", head_dim);
+}
+
+void check_beside_query(const char* name, const Tensor& tensor, const Tensor& query, bool same_dtype) {
+    TORCH_CHECK_TYPE(!same_dtype || tensor.scalar_type() == query.scalar_type(), name, " must have query's dtype ",
+                     dtype_of(query), ", got ", dtype_of(tensor));
+    check_device(tensor, name, query, "query");
+    TORCH_CHECK_VALUE(tensor.sym_size(-1) == query.sym_size(-1), name, " must have query's head dimension ",
+                      query.sym_size(-1), ", got ", tensor.sym_size(-1));
+    const SymInt heads = query.sym_size(-2), kv_heads = tensor.sym_size(-2);
+    TORCH_CHECK_VALUE(kv_heads == 0 ? heads == 0 : heads % kv_heads == 0, "query's head count must be a multiple of ",
+                      name, "'s, got ", heads, " and ", kv_heads);
+}
+
+void check_batch(const char* name, const Tensor& tensor, const Tensor& query) {
+    TORCH_CHECK_VALUE(tensor.sym_size(0) == query.sym_size(0), name, " must have query's batch size ", query.sym_size(0),
+                      ", got ", tensor.sym_size(0));
+}
+
+void check_rows(const Tensor& query, const Tensor& key, const Tensor& value, bool varlen) {
+    const char *layout_q = varlen ? "(total_q, H, D)" : "(B, Sq, H, D)";
+    const char *layout_k = varlen ? "(total_k, Hkv, D)" : "(B, Sk, Hkv, D)";
+    check_rows_of("query", query, layout_q);
+    check_rows_of("key", key, layout_k);
+    check_rows_of("value", value, layout_k);
+    check_beside_query("key", key, query, true);
+    check_beside_query("value", value, query, true);
+    check_head_dim("query", query);
+    TORCH_CHECK_VALUE(key.sym_sizes() == value.sym_sizes(), "key and value must have the same shape, got ", shape_of(key),
+                      " and ", shape_of(value));
+    if (!varlen) check_batch("key", key, query);
+}
+
+void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k) {
+    TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, "attn_mask must be bool (True = visible), got ", dtype_of(mask));
+    check_pairs("attn_mask", mask, query, key, max_seqlen_k);
+}
+
+void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor& key, bool varlen) {
+    check_dtype(intervals, "attn_mask.start", at::kInt);
+    TORCH_CHECK_VALUE(intervals.dim() > 0 && intervals.sym_size(0) == 2,
+                      "attn_mask's intervals must be starts and ends (2, ...), got shape ", shape_of(intervals));
+    if (varlen) {
+        check_dimensions("attn_mask.start", intervals, {one_of("total_k", key.sym_size(0)), packed_heads(query, key)}, 1);
+    } else {
+        const auto fixed = fixed_dimensions(query, key);
+        check_dimensions("attn_mask.start", intervals, {fixed[0], fixed[1], one_of("Sk", key.sym_size(1))}, 1);
+    }
+    check_device(intervals, "attn_mask.start", query, "query");
+}
+
+void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k) {
+    check_pairs("attn_bias", bias, query, key, max_seqlen_k);
+    const auto dtype = bias.scalar_type();
+    if (dtype == query.scalar_type()) return;
+    const bool half = query.scalar_type() != at::kFloat;
+    if (is_per_key(bias)) {
+        TORCH_CHECK_TYPE(half && dtype == at::kFloat, "attn_bias must be ", dtype_of(query), half ? " or float32" : "",
+                         ", got ", dtype_of(bias));
+    } else {
+        TORCH_CHECK_TYPE(false, "attn_bias must be ", dtype_of(query),
+                         " (float32 is accepted where the bias is one number a key), got ", dtype_of(bias));
+    }
+}
+
+void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor& key) {
+    check_ndim("cache_seqlens", seqlens_k, "(B)");
+    check_dtype(seqlens_k, "cache_seqlens", at::kInt);
+    check_device(seqlens_k, "cache_seqlens", query, "query");
+    TORCH_CHECK_VALUE(seqlens_k.sym_size(0) == query.sym_size(0), "cache_seqlens must have query's batch size ",
+                      query.sym_size(0), ", got ", seqlens_k.sym_size(0));
+    if (!values_at_hand(seqlens_k)) return;
+    const Tensor lengths = seqlens_k.contiguous();
+    for (const int32_t length : at::ArrayRef<int32_t>(lengths.const_data_ptr<int32_t>(), lengths.numel())) {
+        TORCH_CHECK_VALUE(length >= 0 && length <= key.sym_size(1), "cache_seqlens must be from 0 to the ", key.sym_size(1),
+                          " keys given, got ", length);
+    }
+}
+
+void check_cu_seqlens(const CuSeqlens& given) {
+    check_ndim(given.name, given.tensor, "(B + 1)");
+    check_dtype(given.tensor, given.name, at::kInt);
+    if (given.beside != nullptr) check_device(given.tensor, given.name, *given.beside, given.whose);
+    TORCH_CHECK_VALUE(given.tensor.sym_size(0) >= 1, given.name, " must have B + 1 elements, at least 1, got ",
+                      given.tensor.sym_size(0));
+    if (!values_at_hand(given.tensor)) return;
+    const Tensor offsets = given.tensor.contiguous();
+    const at::ArrayRef<int32_t> at(offsets.const_data_ptr<int32_t>(), offsets.numel());
+    int64_t longest = 0, shortest = 0;
+    for (size_t b = 1; b < at.size(); ++b) {
+        const int64_t length = int64_t{at[b]} - at[b - 1];
+        longest = std::max(longest, length);
+        shortest = std::min(shortest, length);
+    }
+    const bool ends = !given.total || at.back() == *given.total || (given.or_less && at.back() < *given.total);
+    if (at[0] != 0 || !ends || shortest < 0) {
+        std::ostringstream upto, values;
+        if (given.total) upto << " to " << (given.or_less ? "at most " : "") << "the " << *given.total << " given";
+        for (size_t b = 0; b < at.size(); ++b) values << (b > 0 ? ", " : "") << at[b];
+        TORCH_CHECK_VALUE(false, given.name, " must rise from 0", upto.str(), ", got [", values.str(), "]");
+    }
+    TORCH_CHECK_VALUE(!given.longest || longest <= *given.longest, given.longest_name,
+                      " must be at least the longest sequence ", longest, ", got ", *given.longest);
+}
+
+void check_same_sequences(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
+    TORCH_CHECK_VALUE(cu_seqlens_q.sym_size(0) == cu_seqlens_k.sym_size(0),
+                      "cu_seqlens_q and cu_seqlens_k must both have B + 1 elements, got ", cu_seqlens_q.sym_size(0), " and ",
+                      cu_seqlens_k.sym_size(0));
+}
+
+void check_varlen(const Varlen& varlen, const Tensor& query, const Tensor& key) {
+    const auto check = [&](const char* name, const Tensor& tensor, const Tensor& rows, const char* longest_name,
+                           int64_t longest) {
+        CuSeqlens given{name, tensor, &query, "query"};
+        if (!rows.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) given.total = rows.size(0);
+        given.longest_name = longest_name;
+        given.longest = longest;
+        check_cu_seqlens(given);
+    };
+    check("cu_seqlens_q", varlen.cu_seqlens_q, query, "max_seqlen_q", varlen.max_seqlen_q);
+    check("cu_seqlens_k", varlen.cu_seqlens_k, key, "max_seqlen_k", varlen.max_seqlen_k);
+    check_same_sequences(varlen.cu_seqlens_q, varlen.cu_seqlens_k);
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,185 @@
+#include "cuda.h"
+
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/attention.h"
+#include "cuda/masks/bounded_lists.h"
+#include "cuda/masks/key_lists.h"
+#include "cuda/select/select.h"
+
+namespace flash_dmattn {
+namespace {
+
+cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+
+// Absent where no bytes are needed.
+Tensor workspace(int64_t bytes, const Tensor& like) {
+    return bytes > 0 ? at::empty({bytes}, like.options().dtype(at::kByte)) : Tensor();
+}
+void* address(const Tensor& memory) { return memory.defined() ? memory.data_ptr() : nullptr; }
+
+void check_query(const Tensor& query) {
+    TORCH_CHECK_TYPE(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16,
+                     "query must be float16 or bfloat16 on CUDA (float32 through the backend 'triton'), got ",
+                     dtype_of(query));
+}
+
+PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles) {
+    packed.bits = reinterpret_cast<uint32_t*>(bits.data_ptr<int32_t>());
+    packed.columns = reinterpret_cast<uint64_t*>(tiles.data_ptr());
+    packed.kinds = reinterpret_cast<TileKind*>(packed.columns + packed.tiles_size);
+    return packed;
+}
+
+// What the tile kernels ask of the mask; gives the memory of what is made here.
+Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
+    if (const auto& [bits, tiles, intervals, keys, spans, rows] = in.masks; bits) {
+        const PackedMask plan = plan_packed_mask(p, in.query.size(0));
+        TORCH_CHECK_VALUE(bits->numel() == plan.bits_size && tiles->numel() == 9 * plan.tiles_size,
+                          "mask and mask_tiles must be what pack_mask returned for these lengths");
+        p.packed_mask = in_tensors(plan, *bits, *tiles);
+        p.mask = {};
+    }
+    if (!p.intervals.present() || p.lists.present()) return {};
+    const IntervalTiles plan = plan_interval_tiles(p);
+    const Tensor memory = workspace(plan.size * static_cast<int64_t>(sizeof(IntervalTile)), in.query);
+    p.interval_tiles = plan;
+    p.interval_tiles.tiles = static_cast<IntervalTile*>(address(memory));
+    summarize_intervals_cuda(p, p.interval_tiles, stream);
+    return memory;
+}
+
+struct Lists {
+    Tensor keys, spans, rows;
+    int64_t* begins() const { return spans.data_ptr<int64_t>(); }
+    int64_t* ends() const { return begins() + spans.stride(0); }
+    std::tuple<Tensor, Tensor, Tensor> tensors() const { return {keys, spans, rows}; }
+};
+Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads, int64_t row_tiles, bool has_rows) {
+    const auto ints = like.options().dtype(at::kInt);
+    return {at::empty({capacity}, ints), at::empty({2, batches, heads, row_tiles}, like.options().dtype(at::kLong)),
+            at::empty({has_rows ? capacity : 0, KeyListsView::kRows / 32}, ints)};
+}
+
+// A bias of one number a key, ({B|1}, heads, Sk) or (total_k, heads).
+BiasView select_view(const Tensor& bias) {
+    BiasView view;
+    view.data = data_of(bias);
+    view.batches = bias.dim() == 3 ? bias.size(0) : 1;
+    view.heads = bias.size(1);
+    view.per_key = true;
+    view.batch_stride = bias.dim() == 3 ? broadcast_stride(bias, 0) : 0;
+    view.head_stride = broadcast_stride(bias, 1);
+    view.col_stride = bias.stride(bias.dim() == 3 ? 2 : 0);
+    view.kind = BiasKind::kKey;
+    view.dtype = data_type(bias);
+    return view;
+}
+
+}  // namespace
+
+void forward_cuda(FwdParams& p, const Inputs& in) {
+    check_query(in.query);
+    const c10::cuda::CUDAGuard guard(in.query.device());
+    const cudaStream_t stream = current_stream();
+    const Tensor mask = prepare_mask(p, in, stream);
+    const FwdPlan plan = plan_fwd(p);
+    const Tensor memory = workspace(plan.workspace_bytes, in.query);
+    run_fwd(p, plan, address(memory), stream);
+}
+
+void backward_cuda(BwdParams& p, const Inputs& in) {
+    check_query(in.query);
+    const c10::cuda::CUDAGuard guard(in.query.device());
+    const cudaStream_t stream = current_stream();
+    const Tensor mask = prepare_mask(p, in, stream);
+    const BwdPlan plan = plan_bwd(p, in.query.size(0), in.key.size(0));
+    const Tensor memory = workspace(plan.workspace_bytes, in.query);
+    run_bwd(p, plan, address(memory), stream);
+}
+
+std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
+                                     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
+    const AttentionParams p = mask_params(mask, std::nullopt, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
+    const c10::cuda::CUDAGuard guard(mask.device());
+    const PackedMask plan = plan_packed_mask(p, mask.size(0));
+    const auto ints = mask.options().dtype(at::kInt);
+    const Tensor bits = mask.dim() == 3 ? at::empty({mask.size(0), plan.heads, plan.words}, ints)
+                                        : at::empty({plan.batches, plan.heads, p.mask.per_key ? 1 : p.seqlen_q, plan.words}, ints);
+    const Tensor tiles =
+        at::empty({9, plan.batches, plan.heads, plan.row_tiles, plan.key_tiles}, mask.options().dtype(at::kByte));
+    pack_mask_cuda(p, in_tensors(plan, bits, tiles), current_stream());
+    return {bits, tiles};
+}
+
+std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& p, const Tensor& source,
+                                                      int64_t keys_per_row) {
+    const c10::cuda::CUDAGuard guard(source.device());
+    const BoundedListsPlan plan = plan_bounded_lists(p, keys_per_row);
+    const Lists lists = empty_lists(source, plan.capacity, plan.batches, plan.heads, plan.row_tiles, false);
+    bounded_lists_cuda(p, plan, lists.keys.data_ptr<int32_t>(), lists.begins(), lists.ends(), current_stream());
+    return lists.tensors();
+}
+
+Tensor count_key_lists_cuda(const AttentionParams& p, const Tensor& source, const Tensor& lengths) {
+    const c10::cuda::CUDAGuard guard(source.device());
+    const KeyListsPlan plan = plan_key_lists(p, source.size(0));
+    const Tensor scratch = at::empty({plan.scratch_bytes}, source.options().dtype(at::kByte));
+    key_list_lengths_cuda(p, plan, scratch.data_ptr(), lengths.data_ptr<int64_t>(), current_stream());
+    return scratch;
+}
+
+void fill_key_lists_cuda(const AttentionParams& p, const Tensor& source, const Tensor& scratch, const Tensor& spans,
+                         const Tensor& keys, const Tensor& rows) {
+    const c10::cuda::CUDAGuard guard(source.device());
+    key_list_fill_cuda(p, plan_key_lists(p, source.size(0)), scratch.data_ptr(), spans.const_data_ptr<int64_t>(),
+                       keys.numel(), keys.data_ptr<int32_t>(), reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()),
+                       current_stream());
+}
+
+Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q, const OptionalTensor& cu_seqlens_q,
+                      const OptionalTensor& cu_seqlens_k, std::optional<int64_t> longest) {
+    const c10::cuda::CUDAGuard guard(bias.device());
+    const bool varlen = cu_seqlens_k.has_value();
+    SelectParams p;
+    p.bias = select_view(bias);
+    p.batches = varlen ? cu_seqlens_k->numel() - 1 : bias.size(0);
+    p.rows = seqlen_q;
+    p.keys = varlen ? bias.size(0) : bias.size(2);
+    p.longest = longest.value_or(p.keys);
+    p.window = window_size;
+    if (varlen) {
+        p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
+        p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
+    }
+    const auto ints = bias.options().dtype(at::kInt);
+    Tensor intervals = varlen ? at::empty({2, bias.size(0), bias.size(1)}, ints)
+                              : at::empty({2, bias.size(0), bias.size(1), bias.size(2)}, ints);
+    if (intervals.numel() == 0) return intervals;
+    const IntervalSelectPlan plan = plan_select_intervals(p);
+    const Tensor memory = workspace(plan.scratch_bytes, bias);
+    select_intervals_cuda(p, plan, address(memory), intervals.data_ptr<int32_t>(), current_stream());
+    return intervals;
+}
+
+std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
+                                              const OptionalTensor& seqlens_k) {
+    const c10::cuda::CUDAGuard guard(bias.device());
+    SelectParams p;
+    p.bias = select_view(bias);
+    p.batches = seqlens_k ? seqlens_k->numel() : bias.size(0);
+    p.rows = seqlen_q;
+    p.keys = p.longest = bias.size(2);
+    p.window = window_size;
+    if (seqlens_k) p.seqlens_k = seqlens_k->const_data_ptr<int32_t>();
+    const ListSelectPlan plan = plan_select_key_lists(p);
+    const Lists lists = empty_lists(bias, plan.capacity, p.batches, bias.size(1), 1, plan.has_rows);
+    if (plan.lists > 0) {
+        auto* rows = plan.has_rows ? reinterpret_cast<uint32_t*>(lists.rows.data_ptr<int32_t>()) : nullptr;
+        select_key_lists_cuda(p, plan, lists.keys.data_ptr<int32_t>(), lists.begins(), lists.ends(), rows, current_stream());
+    }
+    return lists.tensors();
+}
+
+}  // namespace flash_dmattn

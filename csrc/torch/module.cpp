@@ -1,0 +1,149 @@
+// The Python module: the checks, by which every backend's inputs go, and the four entry points of the kernels. The
+// operators that PyTorch sees are registered by library.cpp when it is loaded.
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <string>
+
+#include "attention.h"
+#include "build_info.h"
+
+namespace flash_dmattn {
+namespace {
+
+namespace py = pybind11;
+
+// Arguments come as they are: what is no tensor is refused by name.
+Tensor tensor_of(const char* name, py::handle object) {
+    if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr());
+    throw py::type_error(std::string(name) + " must be a torch.Tensor, got " + Py_TYPE(object.ptr())->tp_name);
+}
+OptionalTensor optional_tensor_of(const char* name, py::handle object) {
+    return object.is_none() ? std::nullopt : OptionalTensor(tensor_of(name, object));
+}
+
+void check_pairs(const Tensor& query, const Tensor& key, py::handle mask, py::handle intervals, py::handle bias,
+                 std::optional<int64_t> max_seqlen_k) {
+    if (!mask.is_none()) check_mask(tensor_of("attn_mask", mask), query, key, max_seqlen_k);
+    if (!intervals.is_none())
+        check_intervals(tensor_of("attn_mask.start", intervals), query, key, max_seqlen_k.has_value());
+    if (!bias.is_none()) check_bias(tensor_of("attn_bias", bias), query, key, max_seqlen_k);
+}
+
+void check_fixed(py::handle query_in, py::handle key_in, py::handle value_in, py::handle mask, py::handle intervals,
+                 py::handle bias, py::handle seqlens_k) {
+    const Tensor query = tensor_of("query", query_in), key = tensor_of("key", key_in), value = tensor_of("value", value_in);
+    check_rows(query, key, value, false);
+    check_pairs(query, key, mask, intervals, bias, std::nullopt);
+    if (!seqlens_k.is_none()) check_seqlens_k(tensor_of("cache_seqlens", seqlens_k), query, key);
+}
+
+void check_variable(py::handle query_in, py::handle key_in, py::handle value_in, py::handle mask, py::handle intervals,
+                    py::handle bias, py::handle cu_seqlens_q, py::handle cu_seqlens_k, int64_t max_seqlen_q,
+                    int64_t max_seqlen_k) {
+    const Tensor query = tensor_of("query", query_in), key = tensor_of("key", key_in), value = tensor_of("value", value_in);
+    check_rows(query, key, value, true);
+    check_varlen({tensor_of("cu_seqlens_q", cu_seqlens_q), tensor_of("cu_seqlens_k", cu_seqlens_k), max_seqlen_q,
+                  max_seqlen_k},
+                 query, key);
+    check_pairs(query, key, mask, intervals, bias, max_seqlen_k);
+}
+
+// `parts` tensors of rows in one, along the third dimension from the end.
+void check_packed(const char* name, py::handle packed, const char* layout, int64_t parts) {
+    const Tensor tensor = tensor_of(name, packed);
+    check_rows_of(name, tensor, layout);
+    TORCH_CHECK_VALUE(tensor.sym_size(-3) == parts, name, " must be ", layout, ", got shape ", shape_of(tensor));
+    check_head_dim(name, tensor);
+}
+
+void check_kv(py::handle query_in, const Tensor& kv, const char* layout_q, bool same_dtype) {
+    const Tensor query = tensor_of("query", query_in);
+    check_rows_of("query", query, layout_q);
+    check_beside_query("kv", kv, query, same_dtype);
+    if (query.dim() == 4) check_batch("kv", kv, query);
+}
+
+void check_offsets(const char* name, py::handle cu_seqlens, const OptionalTensor& beside, const char* whose,
+                   std::optional<int64_t> total, bool or_less, const char* longest_name, std::optional<int64_t> longest) {
+    const Tensor tensor = tensor_of(name, cu_seqlens);
+    check_cu_seqlens({name, tensor, beside ? &*beside : nullptr, whose, total, or_less, longest_name, longest});
+}
+
+// What the CPU kernels were compiled for may be missing where they run.
+std::optional<std::string> why_not_usable() {
+#if defined(CPU_CAPABILITY_AVX512)
+    const bool usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#elif defined(CPU_CAPABILITY_AVX2)
+    const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+    const bool usable = true;
+#endif
+    if (usable) return std::nullopt;
+    return "flash_dmattn's CPU kernels were compiled for a processor with more vector instructions than this one; "
+           "build it here, or elsewhere with FLASH_DMATTN_CPU_CAPABILITY=DEFAULT";
+}
+
+}  // namespace
+}  // namespace flash_dmattn
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    using namespace flash_dmattn;
+    const auto no_gil = py::call_guard<py::gil_scoped_release>();
+
+    m.def("why_not_usable", &why_not_usable, "None, or why the compiled kernels cannot run on this machine.");
+    m.def("build_info", &build_info, "What was built, as a dict.");
+#ifdef FLASH_DMATTN_WITH_CUDA
+    m.attr("has_cuda") = true;
+#else
+    m.attr("has_cuda") = false;
+#endif
+
+    m.def("check_fixed", &check_fixed, "Refuses inputs of fixed length that do not fit.");
+    m.def("check_varlen", &check_variable, "Refuses inputs of variable length that do not fit.");
+    m.def("check_packed", &check_packed, "Refuses a packed tensor of rows that does not fit.");
+    m.def("check_kv", &check_kv, "Refuses packed keys and values that do not fit query.");
+    m.def("check_cu_seqlens", &check_offsets, "Refuses offsets of sequences that do not fit.");
+
+    py::class_<MaskTensors>(m, "MaskTensors", "Which pairs see each other: a mask, intervals, or lists of keys.")
+        .def(py::init<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>(),
+             py::arg("mask") = py::none(), py::arg("mask_tiles") = py::none(), py::arg("intervals") = py::none(),
+             py::arg("list_keys") = py::none(), py::arg("list_spans") = py::none(), py::arg("list_rows") = py::none());
+    m.def(
+        "mha_fwd",
+        [](const Tensor& query, const Tensor& key, const Tensor& value, const MaskTensors& masks,
+           const OptionalTensor& bias, double softmax_scale, double softcap, bool is_causal) {
+            return forward({query, key, value, bias, masks, {}, {}, {softmax_scale, softcap, is_causal}});
+        },
+        no_gil, "(out, lse) of fixed length.");
+    m.def(
+        "mha_varlen_fwd",
+        [](const Tensor& query, const Tensor& key, const Tensor& value, const MaskTensors& masks,
+           const OptionalTensor& bias, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
+           int64_t max_seqlen_k, double softmax_scale, double softcap, bool is_causal) {
+            const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
+            return forward({query, key, value, bias, masks, varlen, {}, {softmax_scale, softcap, is_causal}});
+        },
+        no_gil, "(out, lse) of variable length.");
+    m.def(
+        "mha_bwd",
+        [](const Tensor& dout, const OptionalTensor& dlse, const Tensor& query, const Tensor& key, const Tensor& value,
+           const Tensor& out, const Tensor& lse, const MaskTensors& masks, const OptionalTensor& bias,
+           double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
+            return backward(dout, dlse, {query, key, value, bias, masks, {}, {}, {softmax_scale, softcap, is_causal}},
+                            out, lse, deterministic, needs_dbias);
+        },
+        no_gil, "(dquery, dkey, dvalue, dbias) of fixed length; dbias is empty where it is not needed.");
+    m.def(
+        "mha_varlen_bwd",
+        [](const Tensor& dout, const OptionalTensor& dlse, const Tensor& query, const Tensor& key, const Tensor& value,
+           const Tensor& out, const Tensor& lse, const MaskTensors& masks, const OptionalTensor& bias,
+           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+           double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
+            const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
+            return backward(dout, dlse, {query, key, value, bias, masks, varlen, {}, {softmax_scale, softcap, is_causal}},
+                            out, lse, deterministic, needs_dbias);
+        },
+        no_gil, "(dquery, dkey, dvalue, dbias) of variable length; dbias is empty where it is not needed.");
+}

@@ -1,0 +1,34 @@
+#include "cuda.h"
+
+namespace flash_dmattn {
+namespace {
+
+[[noreturn]] void refuse(const Tensor& tensor) {
+    TORCH_CHECK(false, "flash_dmattn was built without CUDA kernels, got tensors on ", tensor.device());
+}
+
+}  // namespace
+
+void forward_cuda(FwdParams&, const Inputs& inputs) { refuse(inputs.query); }
+void backward_cuda(BwdParams&, const Inputs& inputs) { refuse(inputs.query); }
+std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t, int64_t, bool, const OptionalTensor&,
+                                     const OptionalTensor&) {
+    refuse(mask);
+}
+std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams&, const Tensor& source, int64_t) {
+    refuse(source);
+}
+Tensor count_key_lists_cuda(const AttentionParams&, const Tensor& source, const Tensor&) { refuse(source); }
+void fill_key_lists_cuda(const AttentionParams&, const Tensor& source, const Tensor&, const Tensor&, const Tensor&,
+                         const Tensor&) {
+    refuse(source);
+}
+Tensor topk_intervals(const Tensor& bias, int64_t, int64_t, const OptionalTensor&, const OptionalTensor&,
+                      std::optional<int64_t>) {
+    refuse(bias);
+}
+std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t, int64_t, const OptionalTensor&) {
+    refuse(bias);
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,160 @@
+// Tensors as messages name them, and as the params of kernels hold them.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <sstream>
+#include <string>
+
+#include "params.h"
+
+namespace flash_dmattn {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// As Python writes them: "(2, 5, 8)", "float32".
+inline std::string shape_of(const Tensor& tensor) {
+    std::ostringstream text;
+    const auto sizes = tensor.sym_sizes();
+    text << '(';
+    for (size_t dim = 0; dim < sizes.size(); ++dim) text << (dim > 0 ? ", " : "") << sizes[dim];
+    text << (sizes.size() == 1 ? ",)" : ")");
+    return text.str();
+}
+
+inline std::string dtype_name(at::ScalarType dtype) {
+    switch (dtype) {
+        case at::kHalf: return "float16";
+        case at::kBFloat16: return "bfloat16";
+        case at::kFloat: return "float32";
+        case at::kDouble: return "float64";
+        case at::kBool: return "bool";
+        case at::kByte: return "uint8";
+        case at::kChar: return "int8";
+        case at::kShort: return "int16";
+        case at::kInt: return "int32";
+        case at::kLong: return "int64";
+        case at::kComplexFloat: return "complex64";
+        case at::kComplexDouble: return "complex128";
+        default: return c10::toString(dtype);
+    }
+}
+inline std::string dtype_of(const Tensor& tensor) { return dtype_name(tensor.scalar_type()); }
+
+inline void check_shape(const Tensor& tensor, const char* name, at::IntArrayRef shape) {
+    TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", shape_of(tensor));
+}
+
+inline void check_dtype(const Tensor& tensor, const char* name, at::ScalarType dtype) {
+    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be ", dtype_name(dtype), ", got ", dtype_of(tensor));
+}
+
+// `whose`: the argument that is on the right device.
+inline void check_device(const Tensor& tensor, const char* name, const Tensor& beside, const char* whose) {
+    TORCH_CHECK(tensor.device() == beside.device(), name, " must be on ", whose, "'s device ", beside.device(), ", got ",
+                tensor.device());
+}
+
+inline void check_last_contiguous(const Tensor& tensor, const char* name) {
+    TORCH_CHECK_VALUE(tensor.stride(-1) == 1 || tensor.size(-1) <= 1 || tensor.numel() == 0, name,
+                      " must be contiguous in its last dimension, got strides ", tensor.strides());
+}
+
+inline DataType data_type(const Tensor& tensor) {
+    switch (tensor.scalar_type()) {
+        case at::kHalf: return DataType::kFloat16;
+        case at::kBFloat16: return DataType::kBFloat16;
+        case at::kFloat: return DataType::kFloat32;
+        default: return DataType::kFloat64;  // checked to be floating
+    }
+}
+
+inline at::ScalarType accumulation_type(const Tensor& query) {
+    return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// The CUDA kernels read rows in pieces of 16 bytes; rows that do not lie so are copied, at O(S D).
+inline Tensor readable_rows(const Tensor& rows) {
+    if (rows.is_cpu()) return rows;
+    constexpr int64_t kBytes = 16;
+    const int64_t elements = kBytes / rows.element_size();
+    bool aligned = reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kBytes == 0 && rows.stride(-1) == 1;
+    for (int64_t dim = 0; dim + 1 < rows.dim(); ++dim) aligned &= rows.stride(dim) % elements == 0;
+    return aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
+// A stride of 0 where the dimension has one element: it serves every index.
+inline int64_t broadcast_stride(const Tensor& tensor, int64_t dim) {
+    return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+}
+
+// Kernels write through a view only where it is one of an output.
+inline void* data_of(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
+
+inline RowsView rows_view(const Tensor& t, bool varlen) {
+    if (varlen) return {data_of(t), 0, t.stride(0), t.stride(1)};
+    return {data_of(t), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+inline RowStatView row_stat_view(const Tensor& t, bool varlen) {
+    if (varlen) return {data_of(t), 0, t.stride(0)};
+    return {data_of(t), t.stride(0), t.stride(1)};
+}
+
+// A mask or bias: 4 dimensions of fixed length; of variable length 2 (one number a key) or 3 (one a pair).
+inline PairView pair_sizes(at::IntArrayRef shape) {
+    PairView view;
+    view.batches = shape.size() == 4 ? shape[0] : 1;
+    view.heads = shape[1];
+    view.per_key = shape.size() == 4 ? shape[2] == 1 : shape.size() == 2;
+    return view;
+}
+
+inline PairView pair_view(const Tensor& t) {
+    PairView view = pair_sizes(t.sizes());
+    view.data = data_of(t);
+    view.head_stride = broadcast_stride(t, 1);
+    if (t.dim() == 4) {
+        view.batch_stride = broadcast_stride(t, 0);
+        view.row_stride = broadcast_stride(t, 2);
+        view.col_stride = broadcast_stride(t, 3);
+    } else if (t.dim() == 3) {
+        view.row_stride = t.stride(0);
+        view.col_stride = t.stride(2);
+    } else {
+        view.col_stride = t.stride(0);
+    }
+    return view;
+}
+
+inline BiasView bias_view(const Tensor& bias) {
+    BiasView view;
+    static_cast<PairView&>(view) = pair_view(bias);
+    view.kind = view.per_key ? BiasKind::kKey : BiasKind::kDense;
+    view.dtype = data_type(bias);
+    return view;
+}
+
+inline IntervalView interval_view(const Tensor& intervals) {
+    const Tensor start = intervals[0];
+    IntervalView view;
+    view.start = start.const_data_ptr<int32_t>();
+    view.end = view.start + intervals.stride(0);
+    view.heads = start.size(1);
+    view.head_stride = broadcast_stride(start, 1);
+    if (start.dim() == 3) {
+        view.batches = start.size(0);
+        view.batch_stride = broadcast_stride(start, 0);
+        view.col_stride = start.stride(2);
+    } else {
+        view.col_stride = start.stride(0);
+    }
+    return view;
+}
+
+// A mask without elements is present, too.
+inline MaskView mask_view(const Tensor& mask) { return pair_view(mask); }
+
+}  // namespace flash_dmattn

@@ -37,7 +37,9 @@ CPU_SOURCES = [
 CUDA_SOURCES = [
     f"csrc/cuda/{name}.cu"
     for name in (
-        *("bwd_postprocess", "bwd_preprocess", "combine", "interval_tiles", "key_lists", "pack_mask", "prefix_topk"),
+        *("device", "dispatch", "prefix_topk"),
+        *(f"masks/{name}" for name in ("interval_tiles", "key_lists", "pack_mask")),
+        *(f"passes/{name}" for name in ("combine", "convert", "delta")),
         *("sm80/bwd", "sm80/fwd"),
     )
 ]

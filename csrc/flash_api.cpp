@@ -18,7 +18,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "cuda/attention.h"
-#include "cuda/key_lists.h"
+#include "cuda/masks/key_lists.h"
 #include "cuda/prefix_topk.h"
 #endif
 
@@ -325,6 +325,15 @@ Tensor summarize_intervals(AttentionParams& p, const Tensor& query, cudaStream_t
     return memory;
 }
 
+// Memory of the call alone; none where no byte is needed.
+struct Workspace {
+    Tensor memory;
+    Workspace(int64_t bytes, const Tensor& query) {
+        if (bytes > 0) memory = at::empty({bytes}, query.options().dtype(at::kByte));
+    }
+    void* data() const { return memory.defined() ? memory.data_ptr() : nullptr; }
+};
+
 std::pair<Tensor, Tensor> forward_cuda(FwdParams& p, const Tensor& query, const OptionalTensor& mask) {
     check_cuda_inputs(p, query);
     const c10::cuda::CUDAGuard guard(query.device());
@@ -340,13 +349,9 @@ std::pair<Tensor, Tensor> forward_cuda(FwdParams& p, const Tensor& query, const 
         pack_mask_cuda(p, p.packed_mask, stream);
     }
     const Tensor interval_tiles = summarize_intervals(p, query, stream);
-    p.splits = plan_fwd_splits(p);
-    const auto scratch = query.options().dtype(at::kFloat);
-    const int64_t rows = p.splits > 1 ? p.splits * p.batch * p.heads * p.seqlen_q : 0;
-    const Tensor split_out = at::empty({rows * p.head_dim}, scratch), split_lse = at::empty({rows}, scratch);
-    p.split_out = split_out.data_ptr<float>();
-    p.split_lse = split_lse.data_ptr<float>();
-    mha_fwd_cuda(p, stream);
+    const cuda::FwdPlan plan = cuda::plan_fwd(p);
+    const Workspace workspace(plan.workspace_bytes, query);
+    cuda::run_fwd(p, plan, workspace.data(), stream);
     return {bits, tiles};
 }
 
@@ -362,20 +367,9 @@ void backward_cuda(BwdParams& p, const Tensor& query, const Tensor& key, const O
     }
     const auto stream = c10::cuda::getCurrentCUDAStream().stream();
     const Tensor interval_tiles = summarize_intervals(p, query, stream);
-    const BwdScratch sizes = plan_bwd_scratch(p, query.size(0), key.size(0));
-    const auto scratch = query.options().dtype(at::kFloat);
-    const Tensor dquery_accum = at::empty({sizes.dquery_accum}, scratch);
-    const Tensor dquery_turns = at::empty({sizes.dquery_turns}, scratch.dtype(at::kInt));
-    const Tensor dbias_parts = at::empty({sizes.dbias_parts}, scratch);
-    p.dquery_accum = dquery_accum.data_ptr<float>();
-    p.dquery_turns = dquery_turns.data_ptr<int32_t>();
-    p.dbias_parts = dbias_parts.data_ptr<float>();
-    const Tensor dkv_accum = at::empty({sizes.dkv_accum}, scratch), dbias_accum = at::empty({sizes.dbias_accum}, scratch);
-    const Tensor watermarks = at::empty({sizes.watermarks}, scratch.dtype(at::kInt));
-    p.dkv_accum = dkv_accum.data_ptr<float>();
-    p.dbias_accum = dbias_accum.data_ptr<float>();
-    p.watermarks = watermarks.data_ptr<int32_t>();
-    mha_bwd_cuda(p, stream);
+    const cuda::BwdPlan plan = cuda::plan_bwd(p, query.size(0), key.size(0));
+    const Workspace workspace(plan.workspace_bytes, query);
+    cuda::run_bwd(p, plan, workspace.data(), stream);
 }
 
 // The plan that list_fill_cuda needs.

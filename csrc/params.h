@@ -172,26 +172,12 @@ struct AttentionParams {
     IntervalTiles interval_tiles;  // of CUDA: of `intervals`, where there are no lists
 };
 
-struct FwdParams : AttentionParams {
-    // Of CUDA: the keys may be split among blocks, whose results are then combined.
-    int64_t splits = 1;
-    float* split_out = nullptr;  // [splits, B, H, Sq, D], scratch where splits > 1
-    float* split_lse = nullptr;  // [splits, B, H, Sq]
-};
-
-// Of CUDA: who writes the gradient of a dense bias.
-enum class DenseDbias : int32_t {
-    kNone,       // nobody: there is none
-    kByEntry,    // each entry belongs to one batch element and one head: the main kernel, where dx is made
-    kExchanged,  // batch elements share it: the main kernel, whose blocks exchange dx
-    kAtomic,     // whoever shares it: the main kernel adds dx to float32 sums, few enough for the cache to hold
-    kOwnKernel,  // whoever shares it: a kernel that computes dx again
-};
+struct FwdParams : AttentionParams {};
 
 struct BwdParams : AttentionParams {
     RowsView dout;      // [B, Sq, H, D]
     RowStatView dlse;
-    RowStatView delta;  // D_i = <do_i, o_i> - dlse_i, scratch
+    RowStatView delta;  // D_i = <do_i, o_i> - dlse_i: scratch of the CPU kernels
 
     RowsView dquery;
     RowsView dkey;
@@ -201,24 +187,6 @@ struct BwdParams : AttentionParams {
     // length [{H|Hkv}, total_k]; the caller sums what the bias broadcasts beyond that.
     PairView dbias;
     bool deterministic = false;
-
-    // Scratch of CUDA, of the sizes that plan_bwd_scratch gives. dquery_accum is float32
-    // [{B} H, tiles of rows, rows of a tile * D rounded up], in the order in which the kernels' registers hold a tile.
-    float* dquery_accum = nullptr;
-    int32_t* dquery_turns = nullptr;  // [{B} H, tiles of rows] and one ticket, where deterministic
-    int64_t dquery_tiles = 0;         // tiles of rows of one head; of variable length, of all sequences together
-    DenseDbias dense_dbias = DenseDbias::kNone;
-    float* dbias_parts = nullptr;     // [dbias_splits, dbias_tiles, a tile], where kAtomic or dbias_splits > 1
-    int64_t dbias_tiles = 0;
-    int64_t dbias_splits = 1;
-    int64_t dbias_run = 1;            // tiles of keys, one after the other, that one block makes of a shared dbias
-    // Scratch of CUDA where the keys are gathered by lists.
-    float* dkv_accum = nullptr;       // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
-    int64_t dkv_rows = 0;             // B * Sk; of variable length total_k
-    int64_t dkv_cols = 0;             // D, rounded up
-    float* dbias_accum = nullptr;     // of a dense bias that heads or batch elements share, in the bias's shape
-    int64_t dbias_accum_size = 0;
-    int32_t* watermarks = nullptr;    // [B H tiles of rows] and one ticket, where deterministic
 };
 
 }  // namespace flash_dmattn

@@ -130,7 +130,7 @@ SHARED_MEMORY = """
 #include "cuda/sm80/gather_fwd_launch.cuh"
 
 using namespace flash_dmattn;
-using namespace flash_dmattn::cuda;
+using namespace flash_dmattn::cuda::sm80;
 
 template <typename... Kernels>
 size_t smallest() {  // the launch takes it where no other fits
@@ -139,12 +139,11 @@ size_t smallest() {  // the launch takes it where no other fits
 
 template <int kHeadDim>
 size_t forward() {
-    using Tiles = FwdTiles<kHeadDim>;
-    return std::max(smallest<FwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Usual>,
-                             FwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Few>,
-                             FwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Decode>>(),
-                    smallest<GatherFwdKernel<half_t, kHeadDim, BiasKind::kDense, PackingHeads<typename Tiles::Usual>>,
-                             GatherFwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Decode>>());
+    return std::max(smallest<FwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kUsual>>,
+                             FwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kFew>>,
+                             FwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kDecode>>>(),
+                    smallest<GatherFwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kUsual, true>>,
+                             GatherFwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kDecode>>>());
 }
 
 template <typename... Memories>
@@ -170,9 +169,9 @@ void print() {
 
 int main() {
     print<32>(), print<64>(), print<96>(), print<128>(), print<192>(), print<256>();
-    require_shared_memory("the backward", 256, 200, 200);
+    cuda::require_shared_memory("the backward", 256, 200, 200);
     try {
-        require_shared_memory("the backward", 256, 140 * 1024 - 5, 99 * 1024);
+        cuda::require_shared_memory("the backward", 256, 140 * 1024 - 5, 99 * 1024);
     } catch (const std::runtime_error& error) {
         std::printf("%s", error.what());
     }

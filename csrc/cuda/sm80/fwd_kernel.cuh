@@ -6,11 +6,11 @@
 #include "../common/tile_scan.cuh"
 #include "fwd_block.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
-template <typename T, int kHeadDim, BiasKind kBias, typename Shape>
-class FwdKernel : public FwdBlock<T, kHeadDim, Shape> {
-    using Block = FwdBlock<T, kHeadDim, Shape>;
+template <typename T, BiasKind kBias, typename Shape>
+class FwdKernel : public FwdBlock<T, Shape> {
+    using Block = FwdBlock<T, Shape>;
     friend Block;
 
 public:
@@ -31,7 +31,7 @@ public:
     };
 
     // smem.work has been written.
-    __device__ FwdKernel(const FwdParams& p, const FwdSchedule& schedule, SharedMemory& smem)
+    __device__ FwdKernel(const FwdArgs& p, const FwdSchedule& schedule, SharedMemory& smem)
         : Block(p, schedule, smem), smem_(smem) {
         if constexpr (kBias == BiasKind::kDense) bias_copy_ = kept(BiasCopy::lane_address(smem.bias));
         const Sequence& s = smem.work.s;
@@ -236,4 +236,4 @@ private:
     uint32_t key_bias_ = 0;               // bits of that of this thread's key of the next tile
 };
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

@@ -2,9 +2,9 @@
 #include <climits>
 #include <stdexcept>
 
-#include "attention.h"
-#include "common/check.h"
-#include "common/intervals.cuh"
+#include "../attention.h"
+#include "../common/check.h"
+#include "../common/intervals.cuh"
 
 namespace flash_dmattn {
 namespace cuda {

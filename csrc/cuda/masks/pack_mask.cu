@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "attention.h"
-#include "common/bits.cuh"
-#include "common/check.h"
-#include "common/sequence.cuh"
+#include "../attention.h"
+#include "../common/bits.cuh"
+#include "../common/check.h"
+#include "../common/sequence.cuh"
 
 namespace flash_dmattn {
 namespace cuda {

@@ -204,7 +204,8 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
         check_last_contiguous(*tensor, name);
     }
     view.keys = keys.const_data_ptr<int32_t>();
-    view.starts = starts.const_data_ptr<int64_t>();
+    view.begins = starts.const_data_ptr<int64_t>();
+    view.ends = view.begins + 1;
     if (masks.list_rows) {
         const Tensor& rows = *masks.list_rows;
         check_shape(rows, "list_rows", {keys.numel(), KeyListsView::kRows / 32});

@@ -71,22 +71,24 @@ struct IntervalView {
 
 // For each tile of query rows the sorted keys that any of its rows sees. List t belongs to batch element
 // t / (heads * row_tiles), mask head t / row_tiles % heads and the rows [kRows * (t % row_tiles), ...), counted from the
-// sequence's first; it is keys[starts[t]] .. keys[starts[t + 1] - 1], counted from the sequence's first key, and ends in
-// -1 up to a multiple of kAlign. Where `intervals` are given too they decide which rows see a key of the list, else
+// sequence's first; it is keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, and ends in -1 up
+// to a multiple of kAlign. Lists need not be adjacent. Where `intervals` are given too they decide which rows see a key of the list, else
 // `rows` does, else every row of the tile sees it. Causality and a bias of -inf may hide more.
 struct KeyListsView {
     static constexpr int64_t kRows = 128;
     static constexpr int64_t kAlign = 64;
 
-    const int32_t* keys = nullptr;    // [>= starts[lists]]
-    const int64_t* starts = nullptr;  // [lists + 1], multiples of kAlign
-    const uint32_t* rows = nullptr;   // [>= starts[lists], kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
+    const int32_t* keys = nullptr;    // [>= the largest of ends]
+    const int64_t* begins = nullptr;  // [lists], multiples of kAlign
+    const int64_t* ends = nullptr;    // [lists], multiples of kAlign
+    const uint32_t* rows = nullptr;   // [>= the largest of ends, kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
     int64_t batches = 1;    // B, or 1 where batch elements share lists
     int64_t heads = 1;      // H, Hkv or 1
     int64_t row_tiles = 1;  // ceil(Sq / kRows), or 1 where every row of a head shares one list (a key mask)
     bool rows_alike = false;  // one list serves every row
+    int64_t longest = 0;    // a bound on the length of a list, where one is known
 
-    bool present() const { return starts != nullptr; }  // the keys may be none
+    bool present() const { return begins != nullptr; }  // the keys may be none
 };
 
 // What a mask says of a tile.
@@ -99,9 +101,9 @@ enum class TileKind : uint8_t { kEmpty, kMixed, kFull };
 struct PackedMask {
     static constexpr int64_t kTile = 64;
 
-    // [{B|1}, heads, {Sq|1}, words]; of variable length [B, heads, 1, words] where rows are alike, else [total_q, heads,
-    // words]. Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4, and bits beyond the keys
-    // are 0.
+    // [{B|1}, heads, {Sq|1}, words], B where there are seqlens_k; of variable length [B, heads, 1, words] where rows are
+    // alike, else [total_q, heads, words]. Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4,
+    // and bits beyond the keys are 0.
     uint32_t* bits = nullptr;
     // [{B|1}, heads, row_tiles, key_tiles]: bit j is 1 where a row of the tile sees key j of it.
     uint64_t* columns = nullptr;
@@ -135,7 +137,7 @@ struct alignas(16) IntervalTile {
 
 // Made by summarize_intervals_cuda.
 struct IntervalTiles {
-    IntervalTile* tiles = nullptr;  // [{B|1}, heads, key_tiles]; of variable length [B, ..]
+    IntervalTile* tiles = nullptr;  // [{B|1}, heads, key_tiles]; where lengths differ [B, ..]
     int64_t batch_stride = 0;
     int64_t key_tiles = 0;
     int64_t size = 0;  // number of elements to allocate
@@ -153,6 +155,9 @@ struct AttentionParams {
     int64_t head_dim = 0;
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1], or null where every sequence has seqlen_q rows
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]
+    // [B], of fixed length: the keys that a sequence has, at most seqlen_k of them. What lies beyond, of a cache that is
+    // filled in part, is never read, and causality aligns to their end. Forward alone.
+    const int32_t* seqlens_k = nullptr;
 
     DataType dtype = DataType::kFloat32;  // of query, key, value, out and their gradients
     double softmax_scale = 1.0;

@@ -130,6 +130,7 @@ SHARED_MEMORY = """
 #include "cuda/sm80/gather_fwd_launch.cuh"
 
 using namespace flash_dmattn;
+using namespace flash_dmattn::cuda;
 using namespace flash_dmattn::cuda::sm80;
 
 template <typename... Kernels>
@@ -169,9 +170,9 @@ void print() {
 
 int main() {
     print<32>(), print<64>(), print<96>(), print<128>(), print<192>(), print<256>();
-    cuda::require_shared_memory("the backward", 256, 200, 200);
+    require_shared_memory("the backward", 256, 200, 200);
     try {
-        cuda::require_shared_memory("the backward", 256, 140 * 1024 - 5, 99 * 1024);
+        require_shared_memory("the backward", 256, 140 * 1024 - 5, 99 * 1024);
     } catch (const std::runtime_error& error) {
         std::printf("%s", error.what());
     }

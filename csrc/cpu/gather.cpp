@@ -10,11 +10,12 @@ KeyList list_of(const AttentionParams& params, const Sequence& sequence, int64_t
     const int64_t list_head = head / (params.heads / lists.heads);
     const int64_t row_tile = lists.rows_alike ? 0 : row / KeyListsView::kRows;
     const int64_t list = (batch * lists.heads + list_head) * lists.row_tiles + row_tile;
-    const int64_t begin = lists.starts[list];
+    const int64_t begin = lists.begins[list];
     const int32_t* keys = lists.keys + begin;
-    int64_t size = lists.starts[list + 1] - begin;
+    int64_t size = lists.ends[list] - begin;
     while (size > 0 && keys[size - 1] < 0) --size;
-    if (params.is_causal) size = std::lower_bound(keys, keys + size, sequence.causal_end(row + rows - 1)) - keys;
+    const int64_t end = params.is_causal ? sequence.causal_end(row + rows - 1) : sequence.keys;
+    size = std::lower_bound(keys, keys + size, end) - keys;
     return KeyList{lists.keys, lists.rows, 0}.from(begin, size);
 }
 

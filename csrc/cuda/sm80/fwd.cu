@@ -27,9 +27,10 @@ int64_t plan_splits(const FwdParams& p, int64_t pack) {
     constexpr int64_t kBlocksPerMultiprocessor = 3, kMostSplits = 64, kFewestKeys = 256;
     if (p.seqlen_q * pack > kFewRows) return 1;
     const int64_t blocks = p.batch * p.heads / pack;
-    // How long lists are is known on the device alone; blocks for which a list has no tile left see nothing.
+    // How long each list is is known on the device alone; blocks for which a list has no tile left see nothing.
+    const int64_t keys = p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k;
     return std::clamp<int64_t>(current_device().multiprocessors * kBlocksPerMultiprocessor / blocks, 1,
-                               std::clamp<int64_t>(p.seqlen_k / kFewestKeys, 1, kMostSplits));
+                               std::clamp<int64_t>(keys / kFewestKeys, 1, kMostSplits));
 }
 
 }  // namespace

@@ -26,6 +26,7 @@ except ImportError:
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import generate_kernels  # noqa: E402
+from flags_by_file import compile_by_file  # noqa: E402
 
 CPU_SOURCES = [
     "csrc/flash_api.cpp",
@@ -124,4 +125,13 @@ def extension():
 if any(command.startswith(("build", "bdist", "develop", "install", "editable")) for command in sys.argv[1:]):
     require_compiler()
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+
+class BuildByFile(BuildExtension):
+    """Gives the kernels of an architecture the targets that they are written for."""
+
+    def build_extension(self, ext):
+        self.compiler.compile = compile_by_file(self.compiler.compile, generate_kernels.targets_of)
+        super().build_extension(ext)
+
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": BuildByFile})

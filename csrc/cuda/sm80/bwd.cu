@@ -5,7 +5,7 @@
 
 #include "../common/device.h"
 #include "bwd_kernel.cuh"
-#include "kernels.h"  // generated: FLASH_DMATTN_FOR_EACH_BWD(X), X(T, head dimension) for what is built
+#include "kernels.h"  // generated: FLASH_DMATTN_SM80_KERNELS(X), X(T, head dimension) for what is built
 #include "serves.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -56,7 +56,7 @@ bool can_exchange_dx(const BwdParams& p, const BwdPlan& plan) {
     if (!batch_shares || plan.small_tiles) return false;  // code with the large tiles has clusters, too
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == kHeadDim) return can_exchange_dx_among<BwdTile<kHeadDim, T, false>>(p.batch);
-    FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_MATCH)
+    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     return false;
 }
@@ -121,7 +121,7 @@ void plan_lists(const BwdParams& p, int64_t total_q, int64_t total_k, BwdPlan& p
 void plan_bwd(const BwdParams& p, int64_t total_q, int64_t total_k, BwdPlan& plan, WorkspaceLayout& layout) {
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
-    FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_MATCH)
+    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     require_built("backward", p, plan.head_dim);
     plan.small_tiles = has_little_shared_memory(current_device().code);
@@ -133,7 +133,7 @@ void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream) {
     if (plan.head_dim == kHeadDim && serves<T, kHeadDim>(args))                       \
         return args.lists.present() ? run_gather_bwd<T, kHeadDim>(args, plan, stream) \
                                     : run_bwd<T, kHeadDim>(args, plan, stream);
-    FLASH_DMATTN_FOR_EACH_BWD(FLASH_DMATTN_RUN)
+    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_RUN)
 #undef FLASH_DMATTN_RUN
 }
 

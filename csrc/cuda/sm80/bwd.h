@@ -11,7 +11,7 @@ namespace flash_dmattn::cuda::sm80 {
 void plan_bwd(const BwdParams& params, int64_t total_q, int64_t total_k, BwdPlan& plan, WorkspaceLayout& layout);
 void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
 
-// One instantiation a file, written by scripts/generate_kernels.py.
+// Instantiated in the files that scripts/generate_kernels.py writes.
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
 // The same, where params.lists are present.

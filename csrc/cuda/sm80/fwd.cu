@@ -5,7 +5,7 @@
 
 #include "../common/device.h"
 #include "fwd_config.h"
-#include "kernels.h"  // generated: FLASH_DMATTN_FOR_EACH_FWD(X), X(T, head dimension) for what is built
+#include "kernels.h"  // generated: FLASH_DMATTN_SM80_KERNELS(X), X(T, head dimension) for what is built
 #include "serves.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -38,7 +38,7 @@ int64_t plan_splits(const FwdParams& p, int64_t pack) {
 void plan_fwd(const FwdParams& p, FwdPlan& plan) {
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
-    FLASH_DMATTN_FOR_EACH_FWD(FLASH_DMATTN_MATCH)
+    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     require_built("forward", p, plan.head_dim);
     plan.pack = heads_of_tile(p);
@@ -51,12 +51,21 @@ void plan_fwd(const FwdParams& p, FwdPlan& plan) {
     plan.splits = plan_splits(p, plan.pack);
 }
 
+namespace {
+
+template <typename T, int kHeadDim>
+void run(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream) {
+    if (args.lists.present()) return run_gather_fwd<T, kHeadDim>(args, plan, stream);
+    if (plan.tile != FwdTileKind::kUsual) return run_fwd_of_few<T, kHeadDim>(args, plan, stream);
+    args.is_causal ? run_fwd<T, kHeadDim, true>(args, plan, stream) : run_fwd<T, kHeadDim, false>(args, plan, stream);
+}
+
+}  // namespace
+
 void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream) {
-#define FLASH_DMATTN_RUN(T, kHeadDim)                                              \
-    if (plan.head_dim == kHeadDim && serves<T, kHeadDim>(args))                    \
-        return args.lists.present() ? run_gather_fwd<T, kHeadDim>(args, plan, stream) \
-                                    : run_fwd<T, kHeadDim>(args, plan, stream);
-    FLASH_DMATTN_FOR_EACH_FWD(FLASH_DMATTN_RUN)
+#define FLASH_DMATTN_RUN(T, kHeadDim) \
+    if (plan.head_dim == kHeadDim && serves<T, kHeadDim>(args)) return run<T, kHeadDim>(args, plan, stream);
+    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_RUN)
 #undef FLASH_DMATTN_RUN
 }
 

@@ -11,10 +11,14 @@ namespace flash_dmattn::cuda::sm80 {
 void plan_fwd(const FwdParams& params, FwdPlan& plan);
 void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
 
-// One instantiation a file, written by scripts/generate_kernels.py.
-template <typename T, int kHeadDim>
+// Instantiated in the files that scripts/generate_kernels.py writes. Causality is a constant where it pays: over key lists
+// and of few rows it is asked once for each key or row, beside what memory says of it.
+template <typename T, int kHeadDim, bool kCausal>
 void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
-// The same over params.lists.
+// Of few rows: tiles of other kinds than kUsual.
+template <typename T, int kHeadDim>
+void run_fwd_of_few(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
+// Over params.lists.
 template <typename T, int kHeadDim>
 void run_gather_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
 

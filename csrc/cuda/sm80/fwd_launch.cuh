@@ -1,4 +1,4 @@
-// Chooses the tile and the bias of one head dimension and dtype, and launches.
+// Launches the forward of many rows, of one head dimension, dtype and causal flag.
 #pragma once
 
 #include "../common/check.h"
@@ -36,27 +36,20 @@ void launch_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-template <typename T, int kHeadDim, BiasKind kBias>
-void run_fwd_bias(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
-    using Usual = FwdKernel<T, kBias, FwdTile<kHeadDim, FwdTileKind::kUsual>>;
-    using Few = FwdKernel<T, kBias, FwdTile<kHeadDim, FwdTileKind::kFew>>;
-    using Decode = FwdKernel<T, kBias, FwdTile<kHeadDim, FwdTileKind::kDecode>>;
+template <typename T, int kHeadDim, bool kCausal, BiasKind kBias>
+void run_fwd_with(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
+    using Usual = FwdKernel<T, kBias, kCausal, FwdTile<kHeadDim, FwdTileKind::kUsual>>;
     // Where shared memory is short, a tile for fewer rows serves.
-    if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Few::SharedMemory>()) {
-        launch_fwd<Decode>(p, plan, stream);
-    } else if (plan.tile == FwdTileKind::kFew || !fits_shared_memory<typename Usual::SharedMemory>()) {
-        launch_fwd<Few>(p, plan, stream);
-    } else {
-        launch_fwd<Usual>(p, plan, stream);
-    }
+    fits_shared_memory<typename Usual::SharedMemory>() ? launch_fwd<Usual>(p, plan, stream)
+                                                       : run_fwd_of_few<T, kHeadDim>(p, plan, stream);
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kCausal>
 void run_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
     switch (bias_kind(p)) {
-        case BiasKind::kNone: return run_fwd_bias<T, kHeadDim, BiasKind::kNone>(p, plan, stream);
-        case BiasKind::kKey: return run_fwd_bias<T, kHeadDim, BiasKind::kKey>(p, plan, stream);
-        case BiasKind::kDense: return run_fwd_bias<T, kHeadDim, BiasKind::kDense>(p, plan, stream);
+        case BiasKind::kNone: return run_fwd_with<T, kHeadDim, kCausal, BiasKind::kNone>(p, plan, stream);
+        case BiasKind::kKey: return run_fwd_with<T, kHeadDim, kCausal, BiasKind::kKey>(p, plan, stream);
+        case BiasKind::kDense: return run_fwd_with<T, kHeadDim, kCausal, BiasKind::kDense>(p, plan, stream);
     }
 }
 

@@ -26,6 +26,7 @@ except ImportError:
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import generate_kernels  # noqa: E402
+from flags_by_file import compile_by_file  # noqa: E402
 
 TORCH_SOURCES = [
     f"csrc/torch/{name}.cpp" for name in ("attention", "autograd", "checks", "inputs", "library", "lists", "module")
@@ -42,16 +43,9 @@ CUDA_SOURCES = [
     *(
         f"csrc/cuda/{name}.cu"
         for name in (
-            *(
-                "bwd_postprocess",
-                "bwd_preprocess",
-                "combine",
-                "interval_tiles",
-                "key_lists",
-                "pack_mask",
-                "prefix_topk",
-            ),
-            *("sm80/bwd", "sm80/fwd"),
+            *("device", "dispatch", "sm80/bwd", "sm80/fwd"),
+            *(f"masks/{name}" for name in ("interval_tiles", "key_lists", "pack_mask")),
+            *(f"passes/{name}" for name in ("combine", "convert", "delta")),
         )
     ),
 ]
@@ -136,4 +130,13 @@ def extension():
 if any(command.startswith(("build", "bdist", "develop", "install", "editable")) for command in sys.argv[1:]):
     require_compiler()
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+
+class BuildByFile(BuildExtension):
+    """Gives the kernels of an architecture the targets that they are written for."""
+
+    def build_extension(self, ext):
+        self.compiler.compile = compile_by_file(self.compiler.compile, generate_kernels.targets_of)
+        super().build_extension(ext)
+
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": BuildByFile})

@@ -72,8 +72,8 @@ struct IntervalView {
 // For each tile of query rows the sorted keys that any of its rows sees. List t belongs to batch element
 // t / (heads * row_tiles), mask head t / row_tiles % heads and the rows [kRows * (t % row_tiles), ...), counted from the
 // sequence's first; it is keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, and ends in -1 up
-// to a multiple of kAlign. Where `intervals` are given too they decide which rows see a key of the list, else
-// `rows` does, else every row of the tile sees it. Causality and a bias of -inf may hide more.
+// to a multiple of kAlign. Lists need not be adjacent. Where `intervals` are given too they decide which rows see a key
+// of the list, else `rows` does, else every row of the tile sees it. Causality and a bias of -inf may hide more.
 struct KeyListsView {
     static constexpr int64_t kRows = 128;
     static constexpr int64_t kAlign = 64;
@@ -101,9 +101,9 @@ enum class TileKind : uint8_t { kEmpty, kMixed, kFull };
 struct PackedMask {
     static constexpr int64_t kTile = 64;
 
-    // [{B|1}, heads, {Sq|1}, words]; of variable length [B, heads, 1, words] where rows are alike, else [total_q, heads,
-    // words]. Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4, and bits beyond the keys
-    // are 0.
+    // [{B|1}, heads, {Sq|1}, words], B where there are seqlens_k; of variable length [B, heads, 1, words] where rows are
+    // alike, else [total_q, heads, words]. Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4,
+    // and bits beyond the keys are 0.
     uint32_t* bits = nullptr;
     // [{B|1}, heads, row_tiles, key_tiles]: bit j is 1 where a row of the tile sees key j of it.
     uint64_t* columns = nullptr;
@@ -137,7 +137,7 @@ struct alignas(16) IntervalTile {
 
 // Made by summarize_intervals_cuda.
 struct IntervalTiles {
-    IntervalTile* tiles = nullptr;  // [{B|1}, heads, key_tiles]; of variable length [B, ..]
+    IntervalTile* tiles = nullptr;  // [{B|1}, heads, key_tiles]; where lengths differ [B, ..]
     int64_t batch_stride = 0;
     int64_t key_tiles = 0;
     int64_t size = 0;  // number of elements to allocate
@@ -155,7 +155,9 @@ struct AttentionParams {
     int64_t head_dim = 0;
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1], or null where every sequence has seqlen_q rows
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]
-    const int32_t* seqlens_k = nullptr;     // [B], of fixed length: keys beyond are not there
+    // [B], of fixed length: the keys that a sequence has, at most seqlen_k of them. What lies beyond, of a cache that is
+    // filled in part, is never read, and causality aligns to their end. Forward alone.
+    const int32_t* seqlens_k = nullptr;
 
     DataType dtype = DataType::kFloat32;  // of query, key, value, out and their gradients
     double softmax_scale = 1.0;
@@ -175,26 +177,12 @@ struct AttentionParams {
     IntervalTiles interval_tiles;  // of CUDA: of `intervals`, where there are no lists
 };
 
-struct FwdParams : AttentionParams {
-    // Of CUDA: the keys may be split among blocks, whose results are then combined.
-    int64_t splits = 1;
-    float* split_out = nullptr;  // [splits, B, H, Sq, D], scratch where splits > 1
-    float* split_lse = nullptr;  // [splits, B, H, Sq]
-};
-
-// Of CUDA: who writes the gradient of a dense bias.
-enum class DenseDbias : int32_t {
-    kNone,       // nobody: there is none
-    kByEntry,    // each entry belongs to one batch element and one head: the main kernel, where dx is made
-    kExchanged,  // batch elements share it: the main kernel, whose blocks exchange dx
-    kAtomic,     // whoever shares it: the main kernel adds dx to float32 sums, few enough for the cache to hold
-    kOwnKernel,  // whoever shares it: a kernel that computes dx again
-};
+struct FwdParams : AttentionParams {};
 
 struct BwdParams : AttentionParams {
     RowsView dout;      // [B, Sq, H, D]
-    RowStatView dlse;
-    RowStatView delta;  // D_i = <do_i, o_i> - dlse_i, scratch
+    RowStatView dlse;  // of CUDA: absent where it is 0
+    RowStatView delta;  // D_i = <do_i, o_i> - dlse_i: scratch of the CPU kernels
 
     RowsView dquery;
     RowsView dkey;
@@ -204,24 +192,6 @@ struct BwdParams : AttentionParams {
     // length [{H|Hkv}, total_k]; the caller sums what the bias broadcasts beyond that.
     PairView dbias;
     bool deterministic = false;
-
-    // Scratch of CUDA, of the sizes that plan_bwd_scratch gives. dquery_accum is float32
-    // [{B} H, tiles of rows, rows of a tile * D rounded up], in the order in which the kernels' registers hold a tile.
-    float* dquery_accum = nullptr;
-    int32_t* dquery_turns = nullptr;  // [{B} H, tiles of rows] and one ticket, where deterministic
-    int64_t dquery_tiles = 0;         // tiles of rows of one head; of variable length, of all sequences together
-    DenseDbias dense_dbias = DenseDbias::kNone;
-    float* dbias_parts = nullptr;     // [dbias_splits, dbias_tiles, a tile], where kAtomic or dbias_splits > 1
-    int64_t dbias_tiles = 0;
-    int64_t dbias_splits = 1;
-    int64_t dbias_run = 1;            // tiles of keys, one after the other, that one block makes of a shared dbias
-    // Scratch of CUDA where the keys are gathered by lists.
-    float* dkv_accum = nullptr;       // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
-    int64_t dkv_rows = 0;             // B * Sk; of variable length total_k
-    int64_t dkv_cols = 0;             // D, rounded up
-    float* dbias_accum = nullptr;     // of a dense bias that heads or batch elements share, in the bias's shape
-    int64_t dbias_accum_size = 0;
-    int32_t* watermarks = nullptr;    // [B H tiles of rows] and one ticket, where deterministic
 };
 
 }  // namespace flash_dmattn

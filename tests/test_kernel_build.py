@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,22 +31,66 @@ def names(generator, folder):
 
 
 def test_a_full_build(generator, tmp_path):
-    everything = itertools.product(generator.DIRECTIONS, generator.HEAD_DIMS, generator.DTYPES)
-    expected = [f"{direction}_hdim{head_dim}_{dtype}.cu" for direction, head_dim, dtype in everything]
+    everything = itertools.product(generator.GROUPS, generator.HEAD_DIMS, generator.DTYPES)
+    expected = [
+        f"{group.direction}_hdim{head_dim}_{dtype}{'_causal' * group.causal}_{group.architecture}.cu"
+        for group, head_dim, dtype in everything
+    ]
     assert names(generator, tmp_path) == expected
-    assert {"fwd_hdim32_fp16.cu", "bwd_hdim256_bf16.cu"} <= set(expected)
-    assert len(expected) < 50
+    assert {"fwd_hdim32_fp16_sm80.cu", "fwd_hdim128_bf16_causal_sm80.cu", "bwd_hdim256_bf16_sm80.cu"} <= set(expected)
+    for architecture in generator.ARCHITECTURES:
+        assert 0 < sum(name.endswith(f"_{architecture}.cu") for name in expected) < 50
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*expected, "kernels.h"])
 
 
 def test_a_narrowed_build(generator, tmp_path, monkeypatch):
     monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", "128, 64")
     monkeypatch.setenv("FLASH_DMATTN_DTYPES", "bf16")
-    expected = [f"{direction}_hdim{d}_bf16.cu" for direction in generator.DIRECTIONS for d in (64, 128)]
-    assert names(generator, tmp_path) == expected
+    assert names(generator, tmp_path) == [
+        *("fwd_hdim64_bf16_sm80.cu", "fwd_hdim128_bf16_sm80.cu"),
+        *("fwd_hdim64_bf16_causal_sm80.cu", "fwd_hdim128_bf16_causal_sm80.cu"),
+        *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim128_bf16_sm80.cu"),
+        *("gather_hdim64_bf16_sm80.cu", "gather_hdim128_bf16_sm80.cu"),
+    ]
     header = (tmp_path / "kernels.h").read_text()
     assert '#define FLASH_DMATTN_HEAD_DIMS "64,128"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
-    assert "#define FLASH_DMATTN_FOR_EACH_FWD(X) X(bfloat16_t, 64) X(bfloat16_t, 128)\n" in header
+    assert "#define FLASH_DMATTN_SM80_KERNELS(X) X(bfloat16_t, 64) X(bfloat16_t, 128)\n" in header
+
+
+def test_the_command_line(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, ROOT / "scripts" / "generate_kernels.py", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    assert run("--help").stdout.startswith("usage: generate_kernels.py [-h] folder")
+    assert run().returncode == 2
+    assert list(tmp_path.iterdir()) == []
+    assert run("kernels").stdout.split()[0] == "kernels/fwd_hdim32_fp16_sm80.cu"
+    assert (tmp_path / "kernels" / "kernels.h").exists()
+
+
+def test_flags_by_file(generator, monkeypatch):
+    from flags_by_file import compile_by_file
+
+    hopper = ["-gencode=arch=compute_90a,code=sm_90a"]
+    monkeypatch.setitem(generator.ARCHITECTURES, "sm90", hopper)
+    calls = []
+
+    def compile_files(sources, output_dir=None, extra_postargs=None):
+        calls.append((sources, extra_postargs))
+        return [f"{output_dir}/{Path(source).stem}.o" for source in sources]
+
+    usual = {
+        "cxx": ["-O3"],
+        "nvcc": ["-O3", "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90"],
+    }
+    sources = ["a.cpp", "fwd_hdim64_bf16_sm80.cu", "fwd_hdim64_bf16_sm90.cu", "dispatch.cu", "bwd_hdim64_bf16_sm90.cu"]
+    objects = compile_by_file(compile_files, generator.targets_of)(sources, output_dir="out", extra_postargs=usual)
+    assert sorted(objects) == sorted(f"out/{Path(source).stem}.o" for source in sources)
+    assert calls == [
+        (["a.cpp", "fwd_hdim64_bf16_sm80.cu", "dispatch.cu"], usual),
+        (["fwd_hdim64_bf16_sm90.cu", "bwd_hdim64_bf16_sm90.cu"], {"cxx": ["-O3"], "nvcc": ["-O3", *hopper]}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +148,7 @@ def compiled(source, to, *options):
 
 # Local memory of a kernel, in bytes a thread, spilled registers included. Kernels that use all registers keep a few
 # values there; an array that went there would be hundreds of bytes.
-MOST_LOCAL_MEMORY = {"fwd": 0, "gather_fwd": 32, "bwd": 96, "gather_bwd": 64}
+MOST_LOCAL_MEMORY = {"fwd": 0, "bwd": 96, "gather": 64}
 
 
 @needs_nvcc
@@ -114,7 +159,7 @@ def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, dire
     monkeypatch.setenv("FLASH_DMATTN_DTYPES", "bf16")
     generator.generate(tmp_path)
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in (80, 90)]
-    source = tmp_path / f"{direction}_hdim64_bf16.cu"
+    source = tmp_path / f"{direction}_hdim64_bf16_sm80.cu"
     says = compiled(source, tmp_path / "kernel.o", "-O3", *targets, "--threads=2", "-Xptxas=-v", "-c")
     entry = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'.*?(\d+) bytes stack frame", re.DOTALL)
     report = entry.findall(says)
@@ -131,6 +176,7 @@ SHARED_MEMORY = """
 
 using namespace flash_dmattn;
 using namespace flash_dmattn::cuda;
+using namespace flash_dmattn::cuda::sm80;
 
 template <typename... Kernels>
 size_t smallest() {  // the launch takes it where no other fits
@@ -139,12 +185,11 @@ size_t smallest() {  // the launch takes it where no other fits
 
 template <int kHeadDim>
 size_t forward() {
-    using Tiles = FwdTiles<kHeadDim>;
-    return std::max(smallest<FwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Usual>,
-                             FwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Few>,
-                             FwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Decode>>(),
-                    smallest<GatherFwdKernel<half_t, kHeadDim, BiasKind::kDense, PackingHeads<typename Tiles::Usual>>,
-                             GatherFwdKernel<half_t, kHeadDim, BiasKind::kDense, typename Tiles::Decode>>());
+    return std::max(smallest<FwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kUsual>>,
+                             FwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kFew>>,
+                             FwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kDecode>>>(),
+                    smallest<GatherFwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kUsual, true>>,
+                             GatherFwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kDecode>>>());
 }
 
 template <typename... Memories>

@@ -26,6 +26,8 @@ struct Sequence {
             rows = p.cu_seqlens_q[b + 1] - first_row;
             first_key = p.cu_seqlens_k[b];
             keys = p.cu_seqlens_k[b + 1] - first_key;
+        } else if (p.seqlens_k != nullptr) {
+            keys = std::clamp<int64_t>(p.seqlens_k[b], 0, keys);
         }
         if (p.seqlens_k != nullptr) keys = std::clamp<int64_t>(p.seqlens_k[b], 0, p.seqlen_k);
     }

@@ -1,4 +1,4 @@
-// The CUDA kernels, as flash_api.cpp calls them. They know no torch: params.h structs and a stream.
+// The CUDA kernels, as their callers see them. They know no torch: params.h structs, a plan and a stream.
 //
 // query, key and value have 16-byte aligned rows: their data pointers are multiples of 16 bytes, their strides of 8
 // elements. out likewise. Masks and biases may have any strides.
@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include "../params.h"
+#include "plan.h"
 
 namespace flash_dmattn {
 
@@ -21,26 +22,19 @@ IntervalTiles plan_interval_tiles(const AttentionParams& params);
 // Reads params.intervals once and fills `tiles`.
 void summarize_intervals_cuda(const AttentionParams& params, const IntervalTiles& tiles, cudaStream_t stream);
 
-// Into how many parts the forward should split the keys on the current device; params.packed_mask, params.intervals
-// and params.bias have been filled. Where more than 1, split_out needs splits * B * H * Sq * D floats and split_lse
-// splits * B * H * Sq.
-int64_t plan_fwd_splits(const AttentionParams& params);
-void mha_fwd_cuda(const FwdParams& params, cudaStream_t stream);
+namespace cuda {
 
-// Numbers of elements of the scratch memory of params.h that the backward needs: 0, where it needs none of a kind.
-struct BwdScratch {
-    int64_t dquery_accum = 0;  // float32
-    int64_t dquery_turns = 0;  // int32
-    int64_t dbias_parts = 0;   // float32
-    int64_t dkv_accum = 0;     // float32
-    int64_t dbias_accum = 0;   // float32
-    int64_t watermarks = 0;    // int32
-};
-// Decides the sizes and cuts of `params`, whose other fields but the scratch pointers have been filled. total_q, total_k: of
-// variable length, the numbers of rows and of keys of all sequences.
-BwdScratch plan_bwd_scratch(BwdParams& params, int64_t total_q, int64_t total_k);
+// What is decided of a call on the current device; params.packed_mask and params.interval_tiles have been filled. Raises
+// where no kernel was built for it.
+FwdPlan plan_fwd(const FwdParams& params);
+// total_q, total_k: of variable length, the numbers of rows and of keys of all sequences.
+BwdPlan plan_bwd(const BwdParams& params, int64_t total_q, int64_t total_k);
+
+// workspace: plan.workspace_bytes at a multiple of 256, whatever they hold; null where that is 0.
+void run_fwd(const FwdParams& params, const FwdPlan& plan, void* workspace, cudaStream_t stream);
 // dout and the gradients are aligned as query is. dbias of a key bias has been filled with zeros, and so has that of a
 // dense bias of variable length, or where there are lists.
-void mha_bwd_cuda(const BwdParams& params, cudaStream_t stream);
+void run_bwd(const BwdParams& params, const BwdPlan& plan, void* workspace, cudaStream_t stream);
 
+}  // namespace cuda
 }  // namespace flash_dmattn

@@ -99,8 +99,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Op
 
     const Tensor dout_rows = readable_rows(dout.stride(-1) == 1 ? dout : dout.contiguous());
     const Tensor out_rows = readable_rows(out);
-    const Tensor dlse_rows = dlse ? dlse->contiguous() : at::zeros_like(lse);
-    const Tensor delta = at::empty_like(dlse_rows);
+    const Tensor dlse_rows = dlse ? dlse->contiguous() : query.is_cpu() ? at::zeros_like(lse) : Tensor();
+    const Tensor delta = query.is_cpu() ? at::empty_like(lse) : Tensor();
     const auto gradient_of = [&](const Tensor& x) {
         return nothing_to_do(p) ? at::zeros(x.sizes(), x.options()) : at::empty(x.sizes(), x.options());
     };
@@ -108,8 +108,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Op
     p.out = rows_view(out_rows, varlen);
     p.lse = row_stat_view(lse, varlen);
     p.dout = rows_view(dout_rows, varlen);
-    p.dlse = row_stat_view(dlse_rows, varlen);
-    p.delta = row_stat_view(delta, varlen);
+    if (dlse_rows.defined()) p.dlse = row_stat_view(dlse_rows, varlen);
+    if (delta.defined()) p.delta = row_stat_view(delta, varlen);
     p.dquery = rows_view(dquery, varlen);
     p.dkey = rows_view(dkey, varlen);
     p.dvalue = rows_view(dvalue, varlen);

@@ -84,9 +84,9 @@ void forward_cuda(FwdParams& p, const Inputs& in) {
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
-    const FwdPlan plan = plan_fwd(p);
+    const cuda::FwdPlan plan = cuda::plan_fwd(p);
     const Tensor memory = workspace(plan.workspace_bytes, in.query);
-    run_fwd(p, plan, address(memory), stream);
+    cuda::run_fwd(p, plan, address(memory), stream);
 }
 
 void backward_cuda(BwdParams& p, const Inputs& in) {
@@ -94,9 +94,9 @@ void backward_cuda(BwdParams& p, const Inputs& in) {
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
-    const BwdPlan plan = plan_bwd(p, in.query.size(0), in.key.size(0));
+    const cuda::BwdPlan plan = cuda::plan_bwd(p, in.query.size(0), in.key.size(0));
     const Tensor memory = workspace(plan.workspace_bytes, in.query);
-    run_bwd(p, plan, address(memory), stream);
+    cuda::run_bwd(p, plan, address(memory), stream);
 }
 
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,

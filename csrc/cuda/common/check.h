@@ -1,4 +1,4 @@
-// What the launches ask of the CUDA runtime. Its errors become exceptions; nothing here knows torch.
+// The CUDA runtime's errors become exceptions; nothing here knows torch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,14 +16,6 @@
     } while (0)
 
 namespace flash_dmattn::cuda {
-
-// Of the current device.
-inline int64_t device_attribute(cudaDeviceAttr attribute) {
-    int device = 0, value = 0;
-    FLASH_CUDA_CHECK(cudaGetDevice(&device));
-    FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-    return value;
-}
 
 // The blocks of a launch, as it takes them.
 inline unsigned grid_of(int64_t blocks) {

@@ -50,9 +50,9 @@ struct KeyList {
         const int64_t tile = lists.row_tiles > 1 ? row / KeyListsView::kRows : 0;
         const int64_t batch = lists.batches > 1 ? s.batch : 0;
         const int64_t list = (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.row_tiles + tile;
-        const int64_t first = lists.starts[list];
+        const int64_t first = lists.begins[list];
         keys = lists.keys + first;
-        size = static_cast<int>(lists.starts[list + 1] - first);
+        size = static_cast<int>(lists.ends[list] - first);
         first_row = static_cast<int>(tile * KeyListsView::kRows);
         start = end = nullptr;
         rows = nullptr;

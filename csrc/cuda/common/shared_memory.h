@@ -1,19 +1,19 @@
 // Shared memory of a block on the current device.
 #pragma once
 
-#include "check.h"
+#include <stdexcept>
+#include <string>
+
+#include "device.h"
 
 namespace flash_dmattn::cuda {
 
 constexpr int kSharedMemoryOfAnyBlock = 48 * 1024;  // needs no leave
 
-// The most that a block may have, in bytes.
-inline int64_t shared_memory_available() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
-
 template <typename SharedMemory>
 bool fits_shared_memory() {
     constexpr int64_t kBytes = sizeof(SharedMemory);
-    return kBytes <= kSharedMemoryOfAnyBlock || kBytes <= shared_memory_available();
+    return kBytes <= kSharedMemoryOfAnyBlock || kBytes <= current_device().shared_memory;
 }
 
 // A message for people where `needed` bytes are more than there are.
@@ -24,12 +24,12 @@ inline void require_shared_memory(const char* what, int64_t head_dim, int64_t ne
                              std::to_string(available / 1024) + ": see 'What runs where' in README.md");
 }
 
+// `bytes` are the same whenever a kernel is launched.
 template <typename Kernel>
-void allow_shared_memory(const char* what, int64_t head_dim, Kernel kernel, int64_t bytes) {
+void allow_shared_memory(const char* what, int64_t head_dim, Kernel* kernel, int64_t bytes) {
     if (bytes <= kSharedMemoryOfAnyBlock) return;
-    require_shared_memory(what, head_dim, bytes, shared_memory_available());
-    FLASH_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    require_shared_memory(what, head_dim, bytes, current_device().shared_memory);
+    allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
 }
 
 }  // namespace flash_dmattn::cuda

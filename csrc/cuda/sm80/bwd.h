@@ -1,20 +1,21 @@
-// What the backward's instantiations and their dispatcher share.
+// The backward for compute capability 8.0 and up: what its dispatcher and its instantiations share.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "../../params.h"
+#include "../plan.h"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
-// Whether the code that the current device runs was made of small tiles (bwd_tile.cuh).
-bool uses_small_tiles();
+// The kernels, how their work is cut, and the parts of the workspace, those that must be 0 first.
+void plan_bwd(const BwdParams& params, int64_t total_q, int64_t total_k, BwdPlan& plan, WorkspaceLayout& layout);
+void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
 
-// One instantiation a file, written by scripts/generate_kernels.py.
+// Instantiated in the files that scripts/generate_kernels.py writes.
 template <typename T, int kHeadDim>
-void run_bwd(const BwdParams& params, cudaStream_t stream);
+void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
 // The same, where params.lists are present.
 template <typename T, int kHeadDim>
-void run_gather_bwd(const BwdParams& params, cudaStream_t stream);
+void run_gather_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

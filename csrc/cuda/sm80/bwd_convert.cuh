@@ -3,11 +3,11 @@
 
 #include "bwd_kernel.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 // One block a tile of rows.
 template <typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads) convert_dquery_kernel(const __grid_constant__ BwdParams p) {
+__global__ void __launch_bounds__(Tile::kThreads) convert_dquery_kernel(const __grid_constant__ BwdArgs p) {
     using T = typename Tile::T;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& rows = *reinterpret_cast<typename Tile::RowsTile*>(shared_memory);
@@ -40,4 +40,4 @@ __global__ void __launch_bounds__(Tile::kThreads) convert_dquery_kernel(const __
     copy_tile_out<Tile::kThreads>(rows, to, p.dquery.row_stride, s.rows - first_row, static_cast<int>(p.head_dim));
 }
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

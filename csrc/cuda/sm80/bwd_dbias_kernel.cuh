@@ -8,7 +8,7 @@
 
 #include "bwd_kernel.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 // Where the rows and the keys of one that shares a tile begin.
 template <typename T>
@@ -18,7 +18,7 @@ struct Sharer {
     const T* value;
 
     Sharer() = default;
-    __device__ Sharer(const BwdParams& p, const Sequence& s, int head) : rows(p, s, head) {
+    __device__ Sharer(const BwdArgs& p, const Sequence& s, int head) : rows(p, s, head) {
         const int kv_head = shared_head(head, p.heads, p.kv_heads);
         key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
         value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
@@ -43,7 +43,7 @@ struct DbiasRun {
     int row_tile, key_tile, key_end, dbias_head, dbias_batch, split;
     int64_t index;  // of the first tile, among all
 
-    __device__ DbiasRun(const BwdParams& p, int block) {
+    __device__ DbiasRun(const BwdArgs& p, int block) {
         const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys), run = static_cast<int>(p.dbias_run);
         const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), Tile::kRows), runs = ceil_div(key_tiles, run);
         const int splits = static_cast<int>(p.dbias_splits), heads = static_cast<int>(p.dbias.heads);
@@ -71,7 +71,7 @@ __device__ __forceinline__ void for_each_row(const Visit& visit) {
 
 template <typename Tile>
 __device__ __forceinline__ void store_dbias_tile(const float (&sum)[Tile::kScoreM][Tile::kScoreN][4],
-                                                 const BwdParams& p, const Sequence& s, const DbiasRun<Tile>& run,
+                                                 const BwdArgs& p, const Sequence& s, const DbiasRun<Tile>& run,
                                                  int key_tile) {
     using T = typename Tile::T;
     const int rows = s.rows - run.row_tile * Tile::kRows, keys = s.keys - key_tile * Tile::kKeys;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void store_dbias_tile(const float (&sum)[Tile::kScore
 
 template <typename Tile, bool kCausal>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
-    bwd_dbias_kernel(const __grid_constant__ BwdParams p) {
+    bwd_dbias_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Tile::kIsUsed) return;
     using T = typename Tile::T;
     using Smem = BwdDbiasSmem<Tile>;
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
 
 // Adds up the parts of each tile, in their order, and rounds the sum; of the main kernel's atomic sums there is one part.
 template <typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads) sum_dbias_parts_kernel(const __grid_constant__ BwdParams p) {
+__global__ void __launch_bounds__(Tile::kThreads) sum_dbias_parts_kernel(const __grid_constant__ BwdArgs p) {
     const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys),
               run_length = static_cast<int>(p.dbias_run);
     const int runs = ceil_div(key_tiles, run_length), splits = static_cast<int>(p.dbias_splits);
@@ -310,4 +310,4 @@ __global__ void __launch_bounds__(Tile::kThreads) sum_dbias_parts_kernel(const _
     store_dbias_tile<Tile>(sum, p, s, run, tile);
 }
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

@@ -7,7 +7,7 @@
 #include "bwd_tile.cuh"
 #include "warp_gemm.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 template <typename Tile>
 struct DxExchangeSmem {
@@ -116,4 +116,4 @@ private:
     int sharers_;
 };
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

@@ -2,14 +2,14 @@
 //
 // A block owns a tile of keys of one key/value head and visits the tiles of query rows that see it, of every query head
 // of the group. dK and dV stay in registers. dQ is summed in global memory in float32, in the order in which registers
-// hold it (see dquery_accum in params.h), so that every addition is 16 bytes a thread and 512 a warp.
+// hold it (see dquery_accum in plan.h), so that every addition is 16 bytes a thread and 512 a warp.
 #pragma once
 
 #include "bwd_dx_exchange.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_scratch.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 // Where a warp is in its visits; in shared memory: registers are short.
 struct RowTilePlace {
@@ -25,7 +25,7 @@ struct RowTilePlace {
 template <typename Tile, bool kCausal>
 class RowTileCursor {
 public:
-    __device__ RowTileCursor(RowTilePlace& place, const BwdParams& p, const Sequence& s, int key_tile, int first_head)
+    __device__ RowTileCursor(RowTilePlace& place, const BwdArgs& p, const Sequence& s, int key_tile, int first_head)
         : place_(place), p_(p), s_(s), key_tile_(key_tile), first_head_(first_head) {
         __syncwarp();
         place_ = {first_head, 0, false, begin(), 0, 0};
@@ -86,7 +86,7 @@ private:
     }
 
     RowTilePlace& place_;
-    const BwdParams& p_;
+    const BwdArgs& p_;
     const Sequence& s_;
     int key_tile_, first_head_;
 };
@@ -164,7 +164,7 @@ __device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t r
 
 template <typename Tile, BiasKind kBias, bool kCausal>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
-    bwd_kernel(const __grid_constant__ BwdParams p) {
+    bwd_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Tile::kIsUsed) return;
     using T = typename Tile::T;
     using Smem = BwdSmem<Tile, kBias>;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     int key_tile, kv_head, batch;
     if (p.deterministic) {
         // Whoever waits for the blocks of lower keys holds a higher ticket than they: they have begun.
-        if (threadIdx.x == 0) smem.ticket = atomicAdd(p.dquery_turns + dquery_tiles_total(p), 1);
+        if (threadIdx.x == 0) smem.ticket = atomicAdd(p.dquery_turns + dquery_tiles_total(p, p), 1);
         __syncthreads();
         kv_head = smem.ticket % kv_heads;
         batch = smem.ticket / kv_heads % static_cast<int>(p.batch);
@@ -538,4 +538,4 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     store_keys(dvalue, smem.value, p.dvalue, 1.f);
 }
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

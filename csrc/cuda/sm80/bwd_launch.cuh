@@ -8,12 +8,12 @@
 #include "bwd_dbias_kernel.cuh"
 #include "bwd_kernel.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
-using BwdKernel = void (*)(BwdParams);
+using BwdKernel = void (*)(BwdArgs);
 
 template <typename Tile>
-void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdParams& p, cudaStream_t stream) {
+void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
     if (blocks == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     kernel<<<grid_of(blocks), Tile::kThreads, shared_bytes, stream>>>(p);
@@ -22,7 +22,7 @@ void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdPara
 
 // The same, the blocks of all batch elements in a cluster.
 template <typename Tile>
-void launch_clusters(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdParams& p, cudaStream_t stream) {
+void launch_clusters(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
     if (blocks == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     cudaLaunchAttribute cluster;
@@ -39,7 +39,7 @@ void launch_clusters(BwdKernel kernel, int64_t blocks, size_t shared_bytes, cons
 }
 
 template <typename Tile, bool kCausal>
-void sum_shared_dbias(const BwdParams& p, cudaStream_t stream) {
+void sum_shared_dbias(const BwdArgs& p, cudaStream_t stream) {
     const int64_t key_tiles = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys);
     if (key_tiles == 0) return;
     const int64_t runs = p.dbias_tiles / key_tiles * ceil_div<int64_t>(key_tiles, p.dbias_run);
@@ -48,17 +48,13 @@ void sum_shared_dbias(const BwdParams& p, cudaStream_t stream) {
 }
 
 template <typename Tile, bool kCausal, BiasKind kBias>
-void run_bwd_main(const BwdParams& p, cudaStream_t stream) {
+void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys) * p.kv_heads * p.batch;
     const BwdKernel kernel = bwd_kernel<Tile, kBias, kCausal>;
     // As much for every launch: what a kernel may have is kept by the device, for all threads of the process.
     constexpr size_t kBytes = sizeof(BwdSmem<Tile, kBias>) +
                               (kBias == BiasKind::kDense && kCanExchangeDx<Tile> ? sizeof(DxExchangeSmem<Tile>) : 0);
     if (p.dense_dbias == DenseDbias::kExchanged) return launch_clusters<Tile>(kernel, blocks, kBytes, p, stream);
-    if (p.dense_dbias == DenseDbias::kAtomic) {
-        const size_t bytes = p.dbias_tiles * Tile::kRows * Tile::kKeys * sizeof(float);
-        FLASH_CUDA_CHECK(cudaMemsetAsync(p.dbias_parts, 0, bytes, stream));
-    }
     launch<Tile>(kernel, blocks, kBytes, p, stream);
     if (p.dense_dbias == DenseDbias::kAtomic) launch<Tile>(sum_dbias_parts_kernel<Tile>, p.dbias_tiles, 0, p, stream);
     if (p.dense_dbias == DenseDbias::kOwnKernel)
@@ -66,7 +62,7 @@ void run_bwd_main(const BwdParams& p, cudaStream_t stream) {
 }
 
 template <typename Tile, bool kCausal>
-void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
+void run_bwd_tiles(const BwdArgs& p, cudaStream_t stream) {
     switch (p.bias.kind) {
         case BiasKind::kNone: run_bwd_main<Tile, kCausal, BiasKind::kNone>(p, stream); break;
         case BiasKind::kKey: run_bwd_main<Tile, kCausal, BiasKind::kKey>(p, stream); break;
@@ -78,17 +74,14 @@ void run_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
 }
 
 template <typename Tile>
-void run_bwd_with(const BwdParams& p, cudaStream_t stream) {
-    const int64_t tiles = dquery_tiles_total(p);
-    FLASH_CUDA_CHECK(cudaMemsetAsync(p.dquery_accum, 0, tiles * Tile::kRows * Tile::kHeadDim * sizeof(float), stream));
-    if (p.deterministic) FLASH_CUDA_CHECK(cudaMemsetAsync(p.dquery_turns, 0, (tiles + 1) * sizeof(int32_t), stream));
+void run_bwd_with(const BwdArgs& p, cudaStream_t stream) {
     p.is_causal ? run_bwd_tiles<Tile, true>(p, stream) : run_bwd_tiles<Tile, false>(p, stream);
 }
 
 template <typename T, int kHeadDim>
-void run_bwd(const BwdParams& p, cudaStream_t stream) {
-    uses_small_tiles() ? run_bwd_with<BwdTile<kHeadDim, T, true>>(p, stream)
-                       : run_bwd_with<BwdTile<kHeadDim, T, false>>(p, stream);
+void run_bwd(const BwdArgs& p, const BwdPlan& plan, cudaStream_t stream) {
+    plan.small_tiles ? run_bwd_with<BwdTile<kHeadDim, T, true>>(p, stream)
+                     : run_bwd_with<BwdTile<kHeadDim, T, false>>(p, stream);
 }
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

@@ -11,7 +11,7 @@
 #include "bwd_tile.cuh"
 #include "warp_gemm.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 // The rows from `first_row` on to a tile, zeros where it is larger than `rows` x `cols`; cp.async, the caller commits. A
 // tile that is whole, as most are, costs little more than its cp.async instructions.
@@ -70,7 +70,7 @@ struct HeadRows {
     };
 
     HeadRows() = default;
-    __device__ HeadRows(const BwdParams& p, const Sequence& s, int head)
+    __device__ HeadRows(const BwdArgs& p, const Sequence& s, int head)
         : query(static_cast<const T*>(p.query.data) + query_offset(p.query, s, head)),
           dout(static_cast<const T*>(p.dout.data) + query_offset(p.dout, s, head)),
           lse(static_cast<const float*>(p.lse.data) + stat_offset(p.lse, s, head)),
@@ -93,7 +93,7 @@ struct HeadBias {
     bool aligned;  // whether 16 bytes can be read at once
 
     HeadBias() = default;
-    __device__ HeadBias(const BwdParams& p, const Sequence& s, int head)
+    __device__ HeadBias(const BwdArgs& p, const Sequence& s, int head)
         : data(static_cast<const T*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads)),
           aligned(p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {
     }
@@ -102,7 +102,7 @@ struct HeadBias {
 // Loads of one tile of the rows and keys of a head; cp.async, the caller commits.
 template <typename Tile, bool kKeyBias>
 __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
-                                               const BwdParams& p, const Sequence& s, const HeadRows<typename Tile::T>& head,
+                                               const BwdArgs& p, const Sequence& s, const HeadRows<typename Tile::T>& head,
                                                int row_tile, int key_tile) {
     const int first = row_tile * Tile::kRows, left = s.rows - first, head_dim = static_cast<int>(p.head_dim);
     const auto load_rows = [&](const typename Tile::RowsTile& tile, const typename Tile::T* from, int64_t row_stride) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& s
 // A tile of a dense bias; pairs outside of the sequence become 0.
 template <typename Tile>
 __device__ __forceinline__ void load_bias(typename Tile::PairsTile& tile, const SharedMemory& address_of,
-                                          const BwdParams& p, const Sequence& s, const HeadBias<typename Tile::T>& head,
+                                          const BwdArgs& p, const Sequence& s, const HeadBias<typename Tile::T>& head,
                                           int row_tile, int key_tile) {
     using T = typename Tile::T;
     const int first_row = row_tile * Tile::kRows, first_key = key_tile * Tile::kKeys;
@@ -155,7 +155,7 @@ __device__ __forceinline__ bool is_plain(const T* tile, const PairView& view, in
 }
 
 // Key `key` of the tile's bias, times log2(e); 0 beyond the sequence.
-__device__ __forceinline__ float load_key_bias(const BwdParams& p, const Sequence& s, int head, int key) {
+__device__ __forceinline__ float load_key_bias(const BwdArgs& p, const Sequence& s, int head, int key) {
     if (key >= s.keys) return 0;
     const int64_t at = pair_offset(p.bias, s, head, p.heads) + key * p.bias.col_stride;
     switch (p.bias.dtype) {
@@ -194,7 +194,7 @@ struct TileVisibility {
     int diagonal;  // row r of the tile sees its keys below diagonal + r
 
     template <typename Stage>
-    __device__ TileVisibility(const BwdParams& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile)
+    __device__ TileVisibility(const BwdArgs& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile)
         : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
           intervals(p.interval_tiles.tiles != nullptr ? stage.intervals : nullptr),
           first_row(row_tile * Tile::kRows),
@@ -280,4 +280,4 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][kPassN][
     }
 }
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

@@ -3,7 +3,7 @@
 
 #include "../common/smem_tile.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 struct BwdTileSizes {
     int rows, keys;  // of a tile
@@ -133,4 +133,4 @@ struct BwdTile {
     using PairsTile = SmemTile<T, kRows, kKeys>;  // bias, P, dS
 };
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

@@ -1,54 +1,72 @@
-// From params to the instantiation of their head dimension and dtype.
+// From params to a plan, and to the instantiation of their head dimension and dtype.
 #include "fwd.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
-#include "../attention.h"
-#include "../common/check.h"
-#include "kernels.h"  // generated: FLASH_DMATTN_FOR_EACH_FWD(X), X(T, head dimension) for what is built
+#include "../common/device.h"
+#include "fwd_config.h"
+#include "kernels.h"  // generated: FLASH_DMATTN_SM80_KERNELS(X), X(T, head dimension) for what is built
 #include "serves.cuh"
 
-namespace flash_dmattn {
-namespace cuda {
+namespace flash_dmattn::cuda::sm80 {
+namespace {
 
-FwdPacking fwd_packing(const AttentionParams& p) {
+constexpr int64_t kFewRows = 64;
+
+// How many query heads share a tile.
+int64_t heads_of_tile(const FwdParams& p) {
     const int64_t group = p.heads / p.kv_heads;
     // A tile has one list of keys, or one summary of the mask, and one row of the key bias.
     const auto shared = [&](const auto& view) { return !view.present() || view.heads <= p.kv_heads; };
     const bool can_pack = shared(p.packed_mask) && shared(p.intervals) && shared(p.lists) && shared(p.bias);
     // The fewer query rows a tile has, the more alike are the keys that they see; of a mask's tiles none is gained.
-    const bool packs = can_pack && (p.lists.present() || p.seqlen_q * group <= kFewRows);
-    const int64_t heads = packs ? group : 1;
-    return {p.seqlen_q * heads, static_cast<int>(heads)};
+    return can_pack && (p.lists.present() || p.seqlen_q * group <= kFewRows) ? group : 1;
 }
 
-}  // namespace cuda
-
-int64_t plan_fwd_splits(const AttentionParams& p) {
-    using namespace cuda;
+int64_t plan_splits(const FwdParams& p, int64_t pack) {
     constexpr int64_t kBlocksPerMultiprocessor = 3, kMostSplits = 64, kFewestKeys = 256;
-    if (p.batch == 0 || p.heads == 0) return 1;
-    const FwdPacking packing = fwd_packing(p);
-    if (packing.rows > kFewRows) return 1;
-    const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-    const int64_t blocks = p.batch * p.heads / packing.heads;
-    // How long lists are is known on the device alone; blocks for which a list has no tile left see nothing.
-    return std::clamp<int64_t>(multiprocessors * kBlocksPerMultiprocessor / blocks, 1,
-                               std::clamp<int64_t>(p.seqlen_k / kFewestKeys, 1, kMostSplits));
+    if (p.seqlen_q * pack > kFewRows) return 1;
+    const int64_t blocks = p.batch * p.heads / pack;
+    // How long each list is is known on the device alone; blocks for which a list has no tile left see nothing.
+    const int64_t keys = p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k;
+    return std::clamp<int64_t>(current_device().multiprocessors * kBlocksPerMultiprocessor / blocks, 1,
+                               std::clamp<int64_t>(keys / kFewestKeys, 1, kMostSplits));
 }
 
-void mha_fwd_cuda(const FwdParams& p, cudaStream_t stream) {
-    using namespace cuda;
-    if (p.batch == 0 || p.heads == 0 || p.seqlen_q == 0) return;
+}  // namespace
+
+void plan_fwd(const FwdParams& p, FwdPlan& plan) {
+#define FLASH_DMATTN_MATCH(T, kHeadDim) \
+    if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
+    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_MATCH)
+#undef FLASH_DMATTN_MATCH
+    require_built("forward", p, plan.head_dim);
+    plan.pack = heads_of_tile(p);
+    const int64_t rows = p.seqlen_q * plan.pack;
+    if (rows <= decode_fwd_tile_sizes(plan.head_dim).rows) {
+        plan.tile = FwdTileKind::kDecode;
+    } else if (rows <= kFewRows && !p.lists.present()) {
+        plan.tile = FwdTileKind::kFew;
+    }
+    plan.splits = plan_splits(p, plan.pack);
+}
+
+namespace {
+
+template <typename T, int kHeadDim>
+void run(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream) {
+    if (args.lists.present()) return run_gather_fwd<T, kHeadDim>(args, plan, stream);
+    if (plan.tile != FwdTileKind::kUsual) return run_fwd_of_few<T, kHeadDim>(args, plan, stream);
+    args.is_causal ? run_fwd<T, kHeadDim, true>(args, plan, stream) : run_fwd<T, kHeadDim, false>(args, plan, stream);
+}
+
+}  // namespace
+
+void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream) {
 #define FLASH_DMATTN_RUN(T, kHeadDim) \
-    if (serves<T, kHeadDim>(p))       \
-        return p.lists.present() ? run_gather_fwd<T, kHeadDim>(p, stream) : run_fwd<T, kHeadDim>(p, stream);
-    FLASH_DMATTN_FOR_EACH_FWD(FLASH_DMATTN_RUN)
+    if (plan.head_dim == kHeadDim && serves<T, kHeadDim>(args)) return run<T, kHeadDim>(args, plan, stream);
+    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_RUN)
 #undef FLASH_DMATTN_RUN
-    throw std::runtime_error("no forward kernel was built for this dtype and head dimension " + std::to_string(p.head_dim) +
-                             ": see FLASH_DMATTN_DTYPES and FLASH_DMATTN_HEAD_DIMS");
 }
 
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::cuda::sm80

@@ -1,25 +1,25 @@
-// What the forward's instantiations and their dispatcher share.
+// The forward for compute capability 8.0 and up: what its dispatcher and its instantiations share.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "../../params.h"
+#include "../plan.h"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
-// How many query heads share a tile, and how many rows that makes of a key/value head's, or of a head's.
-struct FwdPacking {
-    int64_t rows;
-    int heads;
-};
-constexpr int64_t kFewRows = 64;
-FwdPacking fwd_packing(const AttentionParams& params);
+// The kernels, the tile, and how the keys are split.
+void plan_fwd(const FwdParams& params, FwdPlan& plan);
+void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
 
-// One instantiation a file, written by scripts/generate_kernels.py.
+// Instantiated in the files that scripts/generate_kernels.py writes. Causality is a constant where it pays: over key lists
+// and of few rows it is asked once for each key or row, beside what memory says of it.
+template <typename T, int kHeadDim, bool kCausal>
+void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
+// Of few rows: tiles of other kinds than kUsual.
 template <typename T, int kHeadDim>
-void run_fwd(const FwdParams& params, cudaStream_t stream);
-// The same over params.lists.
+void run_fwd_of_few(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
+// Over params.lists.
 template <typename T, int kHeadDim>
-void run_gather_fwd(const FwdParams& params, cudaStream_t stream);
+void run_gather_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

@@ -7,7 +7,7 @@
 #include "../common/smem_tile.cuh"
 #include "fwd_config.h"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 // How the work is cut among blocks.
 struct FwdSchedule {
@@ -24,10 +24,11 @@ struct FwdSchedule {
     bool bias_aligned;  // of a dense bias: rows of contiguous keys, 16-byte aligned
 };
 
-template <typename T, int kHeadDim, typename Shape>
+template <typename T, typename Shape>
 class FwdBlock {
 public:
     static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kBlocks = Shape::kBlocks;
+    static constexpr int kHeadDim = Shape::kHeadDim;
     static constexpr int kKeyWarps = Shape::kKeyWarps, kThreads = Shape::kRowWarps * kKeyWarps * 32;
     static constexpr int kWarpRows = kRows / Shape::kRowWarps, kWarpKeys = kKeys / kKeyWarps;
     static constexpr int kMTiles = kWarpRows / 16, kNTiles = kWarpKeys / 8, kOutTiles = kHeadDim / 8;
@@ -62,7 +63,7 @@ protected:
     static_assert(KeyCopy::kRowsAtOnce <= 32, "a step's keys lie in one word of a tile's columns");
 
     // memory.work has been written.
-    __device__ FwdBlock(const FwdParams& p, const FwdSchedule& schedule, Memory& memory)
+    __device__ FwdBlock(const FwdArgs& p, const FwdSchedule& schedule, Memory& memory)
         : p_(p), schedule_(schedule), memory_(memory), warp_row_(warp_id() / kKeyWarps * kWarpRows),
           warp_key_(warp_id() % kKeyWarps * kWarpKeys),
           query_lane_(kept(memory.query.lane_down() + warp_row_ * kRowBytes)),
@@ -136,7 +137,7 @@ protected:
         return memory_.work.first_head + (Shape::kPacksHeads ? (memory_.work.first_row + row) % schedule_.pack : 0);
     }
 
-    const FwdParams& p_;
+    const FwdArgs& p_;
     const FwdSchedule& schedule_;
     Memory& memory_;
     const int warp_row_, warp_key_;  // this warp's first row and key of a tile
@@ -317,7 +318,7 @@ private:
 
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
-    fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ FwdSchedule schedule) {
+    fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdSchedule schedule) {
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedMemory*>(raw_smem);
     if (threadIdx.x == 0) {
@@ -339,4 +340,4 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     Kernel(p, schedule, smem).run();
 }
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

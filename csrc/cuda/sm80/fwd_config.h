@@ -1,35 +1,79 @@
 // Tile sizes of the forward.
 #pragma once
 
-namespace flash_dmattn::cuda {
+#include <stdexcept>
 
-// kRows query rows and kKeys keys at a time. kRowWarps warps share the rows, and for each of them kKeyWarps warps share the
-// keys, each with a softmax of its own, merged at the end. kBlocks blocks fit a multiprocessor, as far as registers decide.
-// kPacksHeads: the rows may be those of several heads.
-template <int kRows_, int kKeys_, int kRowWarps_, int kKeyWarps_, int kBlocks_, bool kPacksHeads_ = false>
+#include "../plan.h"
+
+namespace flash_dmattn::cuda::sm80 {
+
+// `rows` query rows and `keys` keys at a time. row_warps warps share the rows, and for each of them key_warps warps share
+// the keys, each with a softmax of its own, merged at the end. `blocks` fit a multiprocessor, as far as registers decide.
+struct FwdTileSizes {
+    int rows, keys;
+    int row_warps;
+    int key_warps;
+    int blocks;
+};
+
+constexpr FwdTileSizes usual_fwd_tile_sizes(int head_dim) {
+    switch (head_dim) {
+        case 32: return {.rows = 128, .keys = 64, .row_warps = 4, .key_warps = 1, .blocks = 3};
+        case 64:
+        case 96:
+        case 128: return {.rows = 128, .keys = 64, .row_warps = 4, .key_warps = 1, .blocks = 2};
+        case 192: return {.rows = 128, .keys = 64, .row_warps = 8, .key_warps = 1, .blocks = 1};
+        case 256: return {.rows = 64, .keys = 64, .row_warps = 4, .key_warps = 1, .blocks = 1};
+    }
+    throw std::logic_error("head dimension");
+}
+
+// For few rows.
+constexpr FwdTileSizes few_fwd_tile_sizes(int head_dim) {
+    switch (head_dim) {
+        case 32:
+        case 64: return {.rows = 64, .keys = 64, .row_warps = 4, .key_warps = 1, .blocks = 3};
+        case 96:
+        case 128: return {.rows = 64, .keys = 64, .row_warps = 4, .key_warps = 1, .blocks = 2};
+        case 192:
+        case 256: return {.rows = 64, .keys = 64, .row_warps = 4, .key_warps = 1, .blocks = 1};
+    }
+    throw std::logic_error("head dimension");
+}
+
+// For at most 16 or 32, decoding above all.
+constexpr FwdTileSizes decode_fwd_tile_sizes(int head_dim) {
+    switch (head_dim) {
+        case 32:
+        case 64:
+        case 96:
+        case 128: return {.rows = 16, .keys = 128, .row_warps = 1, .key_warps = 4, .blocks = 3};
+        case 192:
+        case 256: return {.rows = 32, .keys = 64, .row_warps = 2, .key_warps = 2, .blocks = 2};
+    }
+    throw std::logic_error("head dimension");
+}
+
+constexpr FwdTileSizes fwd_tile_sizes(FwdTileKind kind, int head_dim) {
+    switch (kind) {
+        case FwdTileKind::kUsual: return usual_fwd_tile_sizes(head_dim);
+        case FwdTileKind::kFew: return few_fwd_tile_sizes(head_dim);
+        case FwdTileKind::kDecode: return decode_fwd_tile_sizes(head_dim);
+    }
+    throw std::logic_error("tile of the forward");
+}
+
+// kPacksHeads: the query heads that share keys may share a tile.
+template <int kHeadDim_, FwdTileKind kKind, bool kPacksHeads_ = kKind != FwdTileKind::kUsual>
 struct FwdTile {
-    static constexpr int kRows = kRows_;
-    static constexpr int kKeys = kKeys_;
-    static constexpr int kRowWarps = kRowWarps_;
-    static constexpr int kKeyWarps = kKeyWarps_;
-    static constexpr int kBlocks = kBlocks_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr FwdTileSizes kSizes = fwd_tile_sizes(kKind, kHeadDim);
+    static constexpr int kRows = kSizes.rows;
+    static constexpr int kKeys = kSizes.keys;
+    static constexpr int kRowWarps = kSizes.row_warps;
+    static constexpr int kKeyWarps = kSizes.key_warps;
+    static constexpr int kBlocks = kSizes.blocks;
     static constexpr bool kPacksHeads = kPacksHeads_;
 };
 
-template <typename Tile>
-using PackingHeads = FwdTile<Tile::kRows, Tile::kKeys, Tile::kRowWarps, Tile::kKeyWarps, Tile::kBlocks, true>;
-
-// For a head dimension: the usual tile, one for few rows, and one for at most 16, decoding above all. In the latter two the
-// query heads that share keys share a tile.
-template <int kHeadDim>
-struct FwdTiles;
-// clang-format off
-template <> struct FwdTiles<32>  { using Usual = FwdTile<128, 64, 4, 1, 3>; using Few = FwdTile<64, 64, 4, 1, 3, true>; using Decode = FwdTile<16, 128, 1, 4, 3, true>; };
-template <> struct FwdTiles<64>  { using Usual = FwdTile<128, 64, 4, 1, 2>; using Few = FwdTile<64, 64, 4, 1, 3, true>; using Decode = FwdTile<16, 128, 1, 4, 3, true>; };
-template <> struct FwdTiles<96>  { using Usual = FwdTile<128, 64, 4, 1, 2>; using Few = FwdTile<64, 64, 4, 1, 2, true>; using Decode = FwdTile<16, 128, 1, 4, 3, true>; };
-template <> struct FwdTiles<128> { using Usual = FwdTile<128, 64, 4, 1, 2>; using Few = FwdTile<64, 64, 4, 1, 2, true>; using Decode = FwdTile<16, 128, 1, 4, 3, true>; };
-template <> struct FwdTiles<192> { using Usual = FwdTile<128, 64, 8, 1, 1>; using Few = FwdTile<64, 64, 4, 1, 1, true>; using Decode = FwdTile<32,  64, 2, 2, 2, true>; };
-template <> struct FwdTiles<256> { using Usual = FwdTile< 64, 64, 4, 1, 1>; using Few = FwdTile<64, 64, 4, 1, 1, true>; using Decode = FwdTile<32,  64, 2, 2, 2, true>; };
-// clang-format on
-
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

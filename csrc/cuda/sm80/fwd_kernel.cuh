@@ -6,11 +6,12 @@
 #include "../common/tile_scan.cuh"
 #include "fwd_block.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
-template <typename T, int kHeadDim, BiasKind kBias, typename Shape>
-class FwdKernel : public FwdBlock<T, kHeadDim, Shape> {
-    using Block = FwdBlock<T, kHeadDim, Shape>;
+// kCausal: of many rows. Of few, which Shape packs, causality is asked at run time.
+template <typename T, BiasKind kBias, bool kCausal, typename Shape>
+class FwdKernel : public FwdBlock<T, Shape> {
+    using Block = FwdBlock<T, Shape>;
     friend Block;
 
 public:
@@ -31,7 +32,7 @@ public:
     };
 
     // smem.work has been written.
-    __device__ FwdKernel(const FwdParams& p, const FwdSchedule& schedule, SharedMemory& smem)
+    __device__ FwdKernel(const FwdArgs& p, const FwdSchedule& schedule, SharedMemory& smem)
         : Block(p, schedule, smem), smem_(smem) {
         if constexpr (kBias == BiasKind::kDense) bias_copy_ = kept(BiasCopy::lane_address(smem.bias));
         const Sequence& s = smem.work.s;
@@ -61,19 +62,19 @@ public:
             const int low = query_row(0), high = min(query_row(kRows - 1), work.s.rows - 1);
             const MaskSummaries<kRows, kKeys> mask(p_, work.s, work.first_head);
             auto summary = mask.of(low, high, tile);
-            summary.full &= (tile + 1) * kKeys <= work.s.keys_of(low, p_.is_causal);
-            const int end = work.s.keys_of(high, p_.is_causal) - tile * kKeys;
+            summary.full &= (tile + 1) * kKeys <= work.s.keys_of(low, is_causal());
+            const int end = work.s.keys_of(high, is_causal()) - tile * kKeys;
 #pragma unroll
             for (int w = 0; w < kWords; ++w) summary.columns[w] &= bits_below(end, w);
             return summary;
         };
         const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
-        const unsigned tiles = ceil_div(sequence().keys_of(last_row, p_.is_causal), kKeys);
+        const unsigned tiles = ceil_div(sequence().keys_of(last_row, is_causal()), kKeys);
         const unsigned splits = static_cast<unsigned>(p_.splits), split = smem_.work.split;
         TileScan<kKeys, decltype(summarize)> tile(tiles * split / splits, tiles * (split + 1) / splits, summarize);
         for (int row = threadIdx.x; row < kRows; row += kThreads)
             smem_.row_end[row] =
-                query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), p_.is_causal) : 0;
+                query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), is_causal()) : 0;
         this->attend(*this, tile);
     }
 
@@ -83,6 +84,7 @@ private:
     using Block::query_row, Block::sequence;
     using BiasCopy = RowCopy<kThreads, BiasTile>;
 
+    __device__ bool is_causal() const { return Shape::kPacksHeads ? p_.is_causal : kCausal; }
     __device__ bool has_intervals() const { return p_.interval_tiles.tiles != nullptr; }
     // Else a tile's columns say all that the mask does.
     __device__ bool mask_by_row() const {
@@ -215,10 +217,10 @@ private:
         VisibleKeys<kMTiles, kNTiles> visible;
         for_each_word([&](int i, int, int w) { visible[i][w] = columns[w]; });
         const bool masked = mask_by_row() && !tile.full();
-        if (!masked && !p_.is_causal) return hide_invisible(scores, visible);  // rows alike: less to compute
+        if (!masked && !is_causal()) return hide_invisible(scores, visible);  // rows alike: less to compute
         if (masked)
             for_each_word([&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
-        if (p_.is_causal) {
+        if (is_causal()) {
             const int first_key = tile.index() * kKeys + warp_key_;
             for_each_word([&](int i, int row, int w) {
                 visible[i][w] &= bits_below(smem_.row_end[warp_row_ + row] - first_key, w);
@@ -236,4 +238,4 @@ private:
     uint32_t key_bias_ = 0;               // bits of that of this thread's key of the next tile
 };
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

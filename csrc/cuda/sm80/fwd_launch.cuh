@@ -1,23 +1,22 @@
-// Chooses the tile and the bias of one head dimension and dtype, and launches.
+// Launches the forward of many rows, of one head dimension, dtype and causal flag.
 #pragma once
 
-#include "../combine.h"
 #include "../common/check.h"
 #include "../common/shared_memory.h"
 #include "fwd.h"
 #include "fwd_config.h"
 #include "fwd_kernel.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
-inline BiasKind bias_kind(const FwdParams& p) { return p.bias.present() ? p.bias.kind : BiasKind::kNone; }
+inline BiasKind bias_kind(const FwdArgs& p) { return p.bias.present() ? p.bias.kind : BiasKind::kNone; }
 
 template <typename Kernel>
-void launch_fwd(const FwdParams& p, int pack, cudaStream_t stream) {
+void launch_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
     constexpr int kSmem = sizeof(typename Kernel::SharedMemory);
     const BiasKind bias = bias_kind(p);
     FwdSchedule schedule;
-    schedule.pack = pack;
+    const int pack = schedule.pack = static_cast<int>(plan.pack);
     schedule.row_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q * pack, Kernel::kRows));
     schedule.heads = static_cast<int>(p.heads / pack);
     schedule.batch = static_cast<int>(p.batch);
@@ -35,33 +34,23 @@ void launch_fwd(const FwdParams& p, int pack, cudaStream_t stream) {
     allow_shared_memory("the forward", p.head_dim, kernel, kSmem);
     kernel<<<grid_of(blocks), Kernel::kThreads, kSmem, stream>>>(p, schedule);
     FLASH_CUDA_CHECK(cudaGetLastError());
-    if (p.splits > 1) combine_splits(p, stream);
 }
 
-template <typename T, int kHeadDim, BiasKind kBias>
-void run_fwd_bias(const FwdParams& p, cudaStream_t stream) {
-    using Tiles = FwdTiles<kHeadDim>;
-    const FwdPacking packing = fwd_packing(p);
-    using Usual = FwdKernel<T, kHeadDim, kBias, typename Tiles::Usual>;
-    using Few = FwdKernel<T, kHeadDim, kBias, typename Tiles::Few>;
-    using Decode = FwdKernel<T, kHeadDim, kBias, typename Tiles::Decode>;
+template <typename T, int kHeadDim, bool kCausal, BiasKind kBias>
+void run_fwd_with(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
+    using Usual = FwdKernel<T, kBias, kCausal, FwdTile<kHeadDim, FwdTileKind::kUsual>>;
     // Where shared memory is short, a tile for fewer rows serves.
-    if (packing.rows <= Tiles::Decode::kRows || !fits_shared_memory<typename Few::SharedMemory>()) {
-        launch_fwd<Decode>(p, packing.heads, stream);
-    } else if (packing.rows <= Tiles::Few::kRows || !fits_shared_memory<typename Usual::SharedMemory>()) {
-        launch_fwd<Few>(p, packing.heads, stream);
-    } else {
-        launch_fwd<Usual>(p, packing.heads, stream);
-    }
+    fits_shared_memory<typename Usual::SharedMemory>() ? launch_fwd<Usual>(p, plan, stream)
+                                                       : run_fwd_of_few<T, kHeadDim>(p, plan, stream);
 }
 
-template <typename T, int kHeadDim>
-void run_fwd(const FwdParams& p, cudaStream_t stream) {
+template <typename T, int kHeadDim, bool kCausal>
+void run_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
     switch (bias_kind(p)) {
-        case BiasKind::kNone: return run_fwd_bias<T, kHeadDim, BiasKind::kNone>(p, stream);
-        case BiasKind::kKey: return run_fwd_bias<T, kHeadDim, BiasKind::kKey>(p, stream);
-        case BiasKind::kDense: return run_fwd_bias<T, kHeadDim, BiasKind::kDense>(p, stream);
+        case BiasKind::kNone: return run_fwd_with<T, kHeadDim, kCausal, BiasKind::kNone>(p, plan, stream);
+        case BiasKind::kKey: return run_fwd_with<T, kHeadDim, kCausal, BiasKind::kKey>(p, plan, stream);
+        case BiasKind::kDense: return run_fwd_with<T, kHeadDim, kCausal, BiasKind::kDense>(p, plan, stream);
     }
 }
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

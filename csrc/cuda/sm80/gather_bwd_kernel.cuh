@@ -10,7 +10,7 @@
 #include "../common/key_list.cuh"
 #include "bwd_kernel.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 // The order of tiles of rows. Those of one chain add to the same numbers of dK, dV or the bias's gradient. Where
 // deterministic, they do so one after the other: since lists are sorted, a tile may add to all keys below the watermark
@@ -18,7 +18,7 @@ namespace flash_dmattn::cuda {
 struct RowTileChains {
     int chains, heads, batches, row_tiles;  // heads and batches: of one chain
 
-    constexpr __host__ __device__ RowTileChains(const BwdParams& p, int rows)
+    constexpr __host__ __device__ RowTileChains(const BwdArgs& p, int rows)
         : chains(1), heads(static_cast<int>(p.heads)), batches(static_cast<int>(p.batch)),
           row_tiles(static_cast<int>(ceil_div<int64_t>(p.seqlen_q, rows))) {
         const bool dense = p.dbias_accum_size > 0;  // its entries may be shared by more than a group's heads
@@ -34,7 +34,7 @@ struct RowTile {
     int head, first_row;
     int chain, place;  // in the chain
 
-    __device__ RowTile(const BwdParams& p, int tile_rows, unsigned index) : s(p, 0) {
+    __device__ RowTile(const BwdArgs& p, int tile_rows, unsigned index) : s(p, 0) {
         const RowTileChains all(p, tile_rows);
         const unsigned length = all.length(), chains = all.chains;
         chain = p.deterministic ? index % chains : index / length;
@@ -58,7 +58,7 @@ struct GatherPointers {
     float* key_dbias = nullptr;
     int64_t dense_dbias = 0;  // an offset: in dbias or in dbias_accum
 
-    __device__ GatherPointers(const BwdParams& p, const Sequence& s, int head, int first_row) {
+    __device__ GatherPointers(const BwdArgs& p, const Sequence& s, int head, int first_row) {
         const int kv_head = shared_head(head, p.heads, p.kv_heads);
         key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
         value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
@@ -129,7 +129,7 @@ public:
     };
 
     // smem.tile has been written.
-    __device__ GatherBwd(const BwdParams& p, SharedMemory& smem)
+    __device__ GatherBwd(const BwdArgs& p, SharedMemory& smem)
         : p_(p), smem_(smem), address_of(&smem), score_row_(warp_id() / Tile::kScoreKeyWarps * Tile::kScoreRows),
           score_key_(warp_id() % Tile::kScoreKeyWarps * Tile::kScoreKeys) {
         if (threadIdx.x == 0) {
@@ -467,9 +467,9 @@ private:
         copy_tile_out<kThreads>(smem_.rows.query, to, p_.dquery.row_stride, tile_rows(), static_cast<int>(p_.head_dim));
     }
 
-    const BwdParams& p_;
+    const BwdArgs& p_;
     SharedMemory& smem_;
-    const flash_dmattn::cuda::SharedMemory address_of;
+    const sm80::SharedMemory address_of;
     const int score_row_, score_key_;  // where this warp's part of S and dP begins
     int tiles_ = 0;                    // of the list
     int upcoming_ = -1;                // the key that this thread fetches next
@@ -483,7 +483,7 @@ private:
 
 template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
-    gather_bwd_kernel(const __grid_constant__ BwdParams p) {
+    gather_bwd_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Tile::kIsUsed) return;
     using Kernel = GatherBwd<Tile, kBias>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -500,4 +500,4 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     Kernel(p, smem).run();
 }
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

@@ -8,11 +8,11 @@
 #include "../common/pairs.cuh"
 #include "fwd_block.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
-template <typename T, int kHeadDim, BiasKind kBias, typename Shape>
-class GatherFwdKernel : public FwdBlock<T, kHeadDim, Shape> {
-    using Block = FwdBlock<T, kHeadDim, Shape>;
+template <typename T, BiasKind kBias, typename Shape>
+class GatherFwdKernel : public FwdBlock<T, Shape> {
+    using Block = FwdBlock<T, Shape>;
     friend Block;
 
 public:
@@ -47,7 +47,7 @@ public:
     };
 
     // smem.work has been written.
-    __device__ GatherFwdKernel(const FwdParams& p, const FwdSchedule& schedule, SharedMemory& smem)
+    __device__ GatherFwdKernel(const FwdArgs& p, const FwdSchedule& schedule, SharedMemory& smem)
         : Block(p, schedule, smem), smem_(smem) {
         if (threadIdx.x == 0) {
             const Sequence& s = sequence();
@@ -198,4 +198,4 @@ private:
     uint32_t key_bias_ = 0;  // bits of the bias of this thread's key of the next tile
 };
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

@@ -1,12 +1,14 @@
 // Which instantiation serves a call.
 #pragma once
 
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "../../params.h"
 #include "../common/ptx.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 // Asked by rising head dimension: the first that does is the one.
 template <typename T, int kHeadDim>
@@ -15,4 +17,10 @@ bool serves(const AttentionParams& p) {
     return p.head_dim <= kHeadDim && p.dtype == kDtype;
 }
 
-}  // namespace flash_dmattn::cuda
+inline void require_built(const char* what, const AttentionParams& p, int head_dim) {
+    if (head_dim == 0)
+        throw std::runtime_error("no " + std::string(what) + " kernel was built for this dtype and head dimension " +
+                                 std::to_string(p.head_dim) + ": see FLASH_DMATTN_DTYPES and FLASH_DMATTN_HEAD_DIMS");
+}
+
+}  // namespace flash_dmattn::cuda::sm80

@@ -3,7 +3,7 @@
 
 #include "../common/smem_tile.cuh"
 
-namespace flash_dmattn::cuda {
+namespace flash_dmattn::cuda::sm80 {
 
 // Addresses of what lies in a block's shared memory, from one register: its start is not a constant, and to find it anew
 // costs more than an addition.
@@ -151,4 +151,4 @@ __device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTile
         }
 }
 
-}  // namespace flash_dmattn::cuda
+}  // namespace flash_dmattn::cuda::sm80

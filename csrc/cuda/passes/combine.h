@@ -2,11 +2,11 @@
 
 #include <cuda_runtime.h>
 
-#include "../params.h"
+#include "../plan.h"
 
 namespace flash_dmattn::cuda {
 
 // out and lse from split_out and split_lse.
-void combine_splits(const FwdParams& params, cudaStream_t stream);
+void combine_splits(const FwdArgs& args, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

@@ -1,9 +1,9 @@
 // D_i = <do_i, o_i> - dlse_i.
-#include "bwd_preprocess.h"
+#include "delta.h"
 
-#include "common/check.h"
-#include "common/ptx.cuh"
-#include "common/sequence.cuh"
+#include "../common/check.h"
+#include "../common/ptx.cuh"
+#include "../common/sequence.cuh"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -12,7 +12,7 @@ constexpr int kThreads = 256;
 
 // 16 bytes a lane; kLanes, a power of 2, take a row of up to 8 * kLanes columns.
 template <typename T, int kLanes>
-__global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ BwdParams p) {
+__global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ BwdArgs p) {
     constexpr int kRows = kThreads / kLanes;
     const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads);
     const int head = blockIdx.x / row_tiles % heads;
@@ -38,12 +38,13 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (!in_sequence || col != 0) return;
-    const float dlse = static_cast<const float*>(p.dlse.data)[stat_offset(p.dlse, s, head) + row];
+    const auto* dlses = static_cast<const float*>(p.dlse.data);
+    const float dlse = dlses != nullptr ? dlses[stat_offset(p.dlse, s, head) + row] : 0.f;
     static_cast<float*>(p.delta.data)[stat_offset(p.delta, s, head) + row] = sum - dlse;
 }
 
 template <typename T, int kLanes>
-void launch_delta(const BwdParams& p, cudaStream_t stream) {
+void launch_delta(const BwdArgs& p, cudaStream_t stream) {
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_q, kThreads / kLanes) * p.heads * p.batch;
     if (blocks == 0) return;
     delta_kernel<T, kLanes><<<grid_of(blocks), kThreads, 0, stream>>>(p);
@@ -51,7 +52,7 @@ void launch_delta(const BwdParams& p, cudaStream_t stream) {
 }
 
 template <typename T>
-void launch_delta(const BwdParams& p, cudaStream_t stream) {
+void launch_delta(const BwdArgs& p, cudaStream_t stream) {
     if (p.head_dim <= 32) return launch_delta<T, 4>(p, stream);
     if (p.head_dim <= 64) return launch_delta<T, 8>(p, stream);
     if (p.head_dim <= 128) return launch_delta<T, 16>(p, stream);
@@ -60,9 +61,9 @@ void launch_delta(const BwdParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void preprocess_bwd(const BwdParams& params, cudaStream_t stream) {
-    params.dtype == DataType::kFloat16 ? launch_delta<half_t>(params, stream)
-                                       : launch_delta<bfloat16_t>(params, stream);
+void compute_delta(const BwdArgs& args, cudaStream_t stream) {
+    args.dtype == DataType::kFloat16 ? launch_delta<half_t>(args, stream)
+                                       : launch_delta<bfloat16_t>(args, stream);
 }
 
 }  // namespace flash_dmattn::cuda

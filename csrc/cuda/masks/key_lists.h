@@ -6,7 +6,7 @@
 
 #include <cuda_runtime.h>
 
-#include "../params.h"
+#include "../../params.h"
 
 namespace flash_dmattn {
 

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "common/check.h"
-#include "common/ptx.cuh"
-#include "common/sequence.cuh"
+#include "../common/check.h"
+#include "../common/ptx.cuh"
+#include "../common/sequence.cuh"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -21,7 +21,7 @@ __device__ __forceinline__ bfloat16_t from_float(float x) { return __float2bfloa
 
 // One warp a row.
 template <typename T>
-__global__ void __launch_bounds__(kWarps * 32) combine_kernel(const __grid_constant__ FwdParams p) {
+__global__ void __launch_bounds__(kWarps * 32) combine_kernel(const __grid_constant__ FwdArgs p) {
     const int64_t rows = p.batch * p.heads * p.seqlen_q;
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id();
     if (index >= rows) return;
@@ -58,10 +58,10 @@ __global__ void __launch_bounds__(kWarps * 32) combine_kernel(const __grid_const
 
 }  // namespace
 
-void combine_splits(const FwdParams& params, cudaStream_t stream) {
-    const int64_t blocks = ceil_div<int64_t>(params.batch * params.heads * params.seqlen_q, kWarps);
-    const auto kernel = params.dtype == DataType::kFloat16 ? combine_kernel<half_t> : combine_kernel<bfloat16_t>;
-    kernel<<<grid_of(blocks), kWarps * 32, 0, stream>>>(params);
+void combine_splits(const FwdArgs& args, cudaStream_t stream) {
+    const int64_t blocks = ceil_div<int64_t>(args.batch * args.heads * args.seqlen_q, kWarps);
+    const auto kernel = args.dtype == DataType::kFloat16 ? combine_kernel<half_t> : combine_kernel<bfloat16_t>;
+    kernel<<<grid_of(blocks), kWarps * 32, 0, stream>>>(args);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

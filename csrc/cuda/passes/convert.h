@@ -3,11 +3,11 @@
 
 #include <cuda_runtime.h>
 
-#include "../params.h"
+#include "../plan.h"
 
 namespace flash_dmattn::cuda {
 
 // dkv_accum to dkey and dvalue, and where there is a dbias_accum, it to dbias.
-void postprocess_bwd(const BwdParams& params, cudaStream_t stream);
+void convert_sums(const BwdArgs& args, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

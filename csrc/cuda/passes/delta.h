@@ -3,10 +3,10 @@
 
 #include <cuda_runtime.h>
 
-#include "../params.h"
+#include "../plan.h"
 
 namespace flash_dmattn::cuda {
 
-void preprocess_bwd(const BwdParams& params, cudaStream_t stream);
+void compute_delta(const BwdArgs& args, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

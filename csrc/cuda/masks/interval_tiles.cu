@@ -2,9 +2,9 @@
 #include <climits>
 #include <stdexcept>
 
-#include "attention.h"
-#include "common/check.h"
-#include "common/intervals.cuh"
+#include "../attention.h"
+#include "../common/check.h"
+#include "../common/intervals.cuh"
 
 namespace flash_dmattn {
 namespace cuda {
@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(kThreads) summarize_intervals_kernel(const __g
 
 IntervalTiles plan_interval_tiles(const AttentionParams& params) {
     const IntervalView& intervals = params.intervals;
-    const int64_t batches = params.cu_seqlens_q != nullptr ? params.batch : intervals.batches;
+    // Causality and lengths count, too, and they differ.
+    const bool own_lengths = params.cu_seqlens_q != nullptr || params.seqlens_k != nullptr;
+    const int64_t batches = own_lengths ? params.batch : intervals.batches;
     IntervalTiles tiles;
     tiles.key_tiles = cuda::ceil_div(params.seqlen_k, IntervalTile::kKeys);
     tiles.batch_stride = batches == 1 ? 0 : intervals.heads * tiles.key_tiles;

@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "attention.h"
-#include "common/bits.cuh"
-#include "common/check.h"
-#include "common/sequence.cuh"
+#include "../attention.h"
+#include "../common/bits.cuh"
+#include "../common/check.h"
+#include "../common/sequence.cuh"
 
 namespace flash_dmattn {
 namespace cuda {
@@ -135,7 +135,8 @@ PackedMask plan_packed_mask(const AttentionParams& p, int64_t total_q) {
     const bool varlen = p.cu_seqlens_q != nullptr;
     const bool rows_alike = mask.per_key;
     PackedMask packed;
-    packed.batches = varlen ? p.batch : mask.batches;
+    // Causality and lengths count, too, and they differ.
+    packed.batches = varlen || p.seqlens_k != nullptr ? p.batch : mask.batches;
     packed.heads = mask.heads;
     packed.row_tiles = rows_alike ? 1 : ceil_div(p.seqlen_q, PackedMask::kTile);
     packed.key_tiles = ceil_div(p.seqlen_k, PackedMask::kTile);

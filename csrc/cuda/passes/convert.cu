@@ -1,7 +1,7 @@
-#include "bwd_postprocess.h"
+#include "convert.h"
 
-#include "common/check.h"
-#include "common/ptx.cuh"
+#include "../common/check.h"
+#include "../common/ptx.cuh"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -18,7 +18,7 @@ __device__ __forceinline__ uint4 round_chunk(const float* from, float scale) {
 
 // blockIdx.y: dkey or dvalue.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_constant__ BwdParams p) {
+__global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_constant__ BwdArgs p) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, row_chunks = p.head_dim / kChunk;
     const int64_t row = i / row_chunks / p.kv_heads, head = i / row_chunks % p.kv_heads;
     if (row >= p.dkv_rows) return;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_cons
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) convert_dbias_kernel(const __grid_constant__ BwdParams p) {
+__global__ void __launch_bounds__(kThreads) convert_dbias_kernel(const __grid_constant__ BwdArgs p) {
     const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kChunk;
     T* to = static_cast<T*>(p.dbias.data) + first;
     const float* from = p.dbias_accum + first;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) convert_dbias_kernel(const __grid_co
 }
 
 template <typename T>
-void postprocess(const BwdParams& p, cudaStream_t stream) {
+void postprocess(const BwdArgs& p, cudaStream_t stream) {
     const auto blocks = [](int64_t elements) {
         return grid_of(ceil_div<int64_t>(elements, kThreads * kChunk));
     };
@@ -62,8 +62,8 @@ void postprocess(const BwdParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void postprocess_bwd(const BwdParams& params, cudaStream_t stream) {
-    params.dtype == DataType::kFloat16 ? postprocess<half_t>(params, stream) : postprocess<bfloat16_t>(params, stream);
+void convert_sums(const BwdArgs& args, cudaStream_t stream) {
+    args.dtype == DataType::kFloat16 ? postprocess<half_t>(args, stream) : postprocess<bfloat16_t>(args, stream);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "attention.h"
-#include "common/bits.cuh"
-#include "common/check.h"
-#include "common/intervals.cuh"
+#include "../attention.h"
+#include "../common/bits.cuh"
+#include "../common/check.h"
+#include "../common/intervals.cuh"
 
 namespace flash_dmattn {
 namespace cuda {

@@ -1,0 +1,82 @@
+// Which generation's kernels serve a call, and what all of them have in common: the workspace and the small passes.
+#include "attention.h"
+#include "common/check.h"
+#include "common/device.h"
+#include "passes/combine.h"
+#include "passes/convert.h"
+#include "passes/delta.h"
+#include "sm80/bwd.h"
+#include "sm80/fwd.h"
+
+namespace flash_dmattn::cuda {
+namespace {
+
+// Asked of the loaded code, since kernels of one generation may not run on the next.
+Arch arch_of(const Device&) { return Arch::kSm80; }
+
+bool nothing_to_do(const AttentionParams& p) { return p.batch == 0 || p.heads == 0; }
+
+}  // namespace
+
+FwdPlan plan_fwd(const FwdParams& p) {
+    FwdPlan plan;
+    if (nothing_to_do(p) || p.seqlen_q == 0) return plan;
+    plan.arch = arch_of(current_device());
+    switch (plan.arch) {
+        case Arch::kSm80: sm80::plan_fwd(p, plan); break;
+    }
+    if (plan.splits == 1) return plan;
+    WorkspaceLayout layout;
+    const int64_t numbers = plan.splits * p.batch * p.heads * p.seqlen_q;
+    plan.split_out = layout.take(numbers * p.head_dim * sizeof(float));
+    plan.split_lse = layout.take(numbers * sizeof(float));
+    plan.workspace_bytes = layout.bytes;
+    return plan;
+}
+
+void run_fwd(const FwdParams& p, const FwdPlan& plan, void* workspace, cudaStream_t stream) {
+    if (plan.head_dim == 0) return;
+    FwdArgs args{p};
+    args.splits = plan.splits;
+    args.split_out = plan.split_out.in<float>(workspace);
+    args.split_lse = plan.split_lse.in<float>(workspace);
+    switch (plan.arch) {
+        case Arch::kSm80: sm80::run_fwd(args, plan, stream); break;
+    }
+    if (plan.splits > 1) combine_splits(args, stream);
+}
+
+BwdPlan plan_bwd(const BwdParams& p, int64_t total_q, int64_t total_k) {
+    BwdPlan plan;
+    if (nothing_to_do(p)) return plan;
+    plan.arch = arch_of(current_device());
+    WorkspaceLayout layout;
+    switch (plan.arch) {
+        case Arch::kSm80: sm80::plan_bwd(p, total_q, total_k, plan, layout); break;
+    }
+    plan.delta_rows = p.cu_seqlens_q == nullptr ? p.seqlen_q : total_q;
+    plan.delta = layout.take((p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * plan.delta_rows * sizeof(float));
+    plan.workspace_bytes = layout.bytes;
+    return plan;
+}
+
+void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStream_t stream) {
+    if (plan.head_dim == 0) return;
+    BwdArgs args{p, plan};
+    const int64_t rows = plan.delta_rows;
+    args.delta = {plan.delta.in<float>(workspace), p.cu_seqlens_q == nullptr ? p.heads * rows : 0, rows};
+    args.dquery_accum = plan.dquery_accum.in<float>(workspace);
+    args.dquery_turns = plan.dquery_turns.in<int32_t>(workspace);
+    args.dbias_parts = plan.dbias_parts.in<float>(workspace);
+    args.dkv_accum = plan.dkv_accum.in<float>(workspace);
+    args.dbias_accum = plan.dbias_accum.in<float>(workspace);
+    args.watermarks = plan.watermarks.in<int32_t>(workspace);
+    if (plan.zeroed_bytes > 0) FLASH_CUDA_CHECK(cudaMemsetAsync(workspace, 0, plan.zeroed_bytes, stream));
+    compute_delta(args, stream);
+    switch (plan.arch) {
+        case Arch::kSm80: sm80::run_bwd(args, plan, stream); break;
+    }
+    convert_sums(args, stream);
+}
+
+}  // namespace flash_dmattn::cuda

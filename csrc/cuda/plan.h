@@ -1,0 +1,99 @@
+// What is decided of a call before anything is launched, and what its kernels are then given: the problem, how it is
+// cut, and the parts of the call's one workspace.
+#pragma once
+
+#include "../params.h"
+
+namespace flash_dmattn::cuda {
+
+// Kernels of one generation: a device is served by those of its own where they are built, else by older ones.
+enum class Arch : int32_t {
+    kSm80,  // mma.sync, cp.async: compute capability 8.0 and up
+};
+
+// A part of the workspace.
+struct WorkspacePart {
+    int64_t offset = 0;
+    int64_t bytes = 0;
+
+    template <typename X>
+    X* in(void* workspace) const {  // null where nothing is needed
+        return bytes == 0 ? nullptr : reinterpret_cast<X*>(static_cast<char*>(workspace) + offset);
+    }
+};
+
+// Parts one after the other, aligned as PyTorch's allocator aligns the whole.
+struct WorkspaceLayout {
+    static constexpr int64_t kAlign = 256;
+    int64_t bytes = 0;
+
+    WorkspacePart take(int64_t size) {
+        const WorkspacePart part{bytes, size};
+        bytes += (size + kAlign - 1) / kAlign * kAlign;
+        return part;
+    }
+};
+
+// Rows of a block of the forward: many, at most 64, or at most 16 or 32, as when decoding.
+enum class FwdTileKind : int32_t { kUsual, kFew, kDecode };
+
+struct FwdPlan {
+    Arch arch = Arch::kSm80;
+    int head_dim = 0;  // of the kernels that serve the call; 0 where there is nothing to do
+    FwdTileKind tile = FwdTileKind::kUsual;
+    int64_t pack = 1;    // query heads that share a tile
+    int64_t splits = 1;  // parts that the keys of a tile are cut into
+    WorkspacePart split_out, split_lse;
+    int64_t workspace_bytes = 0;
+};
+
+struct FwdArgs : FwdParams {
+    int64_t splits;
+    float* split_out;  // [splits, B, H, Sq, D], where splits > 1
+    float* split_lse;  // [splits, B, H, Sq]
+};
+
+// Who writes the gradient of a dense bias.
+enum class DenseDbias : int32_t {
+    kNone,       // nobody: there is none
+    kByEntry,    // each entry belongs to one batch element and one head: the main kernel, where dx is made
+    kExchanged,  // batch elements share it: the main kernel, whose blocks exchange dx
+    kAtomic,     // whoever shares it: the main kernel adds dx to float32 sums, few enough for the cache to hold
+    kOwnKernel,  // whoever shares it: a kernel that computes dx again
+};
+
+// How the backward is cut.
+struct BwdCuts {
+    int64_t dquery_tiles = 0;  // tiles of rows of one head; of variable length, of all sequences together
+    DenseDbias dense_dbias = DenseDbias::kNone;
+    int64_t dbias_tiles = 0;
+    int64_t dbias_splits = 1;
+    int64_t dbias_run = 1;  // tiles of keys, one after the other, that one block makes of a shared dbias
+    // Where the keys are gathered by lists:
+    int64_t dkv_rows = 0;          // B * Sk; of variable length total_k
+    int64_t dkv_cols = 0;          // D, rounded up
+    int64_t dbias_accum_size = 0;  // elements of a dense bias that heads or batch elements share
+};
+
+struct BwdPlan : BwdCuts {
+    Arch arch = Arch::kSm80;
+    int head_dim = 0;          // of the kernels that serve the call; 0 where there is nothing to do
+    bool small_tiles = false;  // those for little shared memory
+    WorkspacePart dquery_accum, dquery_turns, dbias_parts, dkv_accum, dbias_accum, watermarks, delta;
+    int64_t delta_rows = 0;    // of one head; of variable length, of all sequences together
+    int64_t zeroed_bytes = 0;  // of the workspace, from its start: they are 0 when the kernels begin
+    int64_t workspace_bytes = 0;
+};
+
+struct BwdArgs : BwdParams, BwdCuts {
+    // float32 [{B} H, tiles of rows, rows of a tile * D rounded up], in the order in which registers hold a tile.
+    float* dquery_accum;
+    int32_t* dquery_turns;  // [{B} H, tiles of rows] and one ticket, where deterministic
+    float* dbias_parts;     // [dbias_splits, dbias_tiles, a tile], where kAtomic or dbias_splits > 1
+    // Where the keys are gathered by lists:
+    float* dkv_accum;     // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
+    float* dbias_accum;   // in the bias's shape
+    int32_t* watermarks;  // [B H tiles of rows] and one ticket, where deterministic
+};
+
+}  // namespace flash_dmattn::cuda

@@ -23,7 +23,7 @@ constexpr int kRowWords = kTileRows / 32;
 struct Lists {
     int batches, heads, row_tiles, chunks, chunk_keys;
     int32_t* counts;  // [batches, heads, chunks, row_tiles]; once scanned, of the chunks before
-    const int64_t* starts;
+    const int64_t* begins;  // [lists]
     int64_t capacity;
     int32_t* keys;
     uint4* rows;
@@ -56,7 +56,7 @@ struct ListChunk {
 class ListWriter {
 public:
     __device__ ListWriter(const Lists& lists, const ListChunk& chunk)
-        : lists_(lists), at_(chunk.exists(lists) ? lists.starts[chunk.list(lists)] + chunk.count(lists) : 0) {}
+        : lists_(lists), at_(chunk.exists(lists) ? lists.begins[chunk.list(lists)] + chunk.count(lists) : 0) {}
 
     __device__ __forceinline__ void append(int key) { put(at_++, key); }
     __device__ __forceinline__ void put(int64_t at, int key) const {
@@ -272,6 +272,47 @@ __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_cons
     if (warp_id() == 0) lengths[above * lists.row_tiles + row_tile] = ceil_div<int64_t>(total, kAlign) * kAlign;
 }
 
+// Lengths, which stand where the ends will, to places. One block.
+constexpr int kPlaceThreads = 1024;
+__global__ void __launch_bounds__(kPlaceThreads) place_lists_kernel(int64_t lists, int64_t* begins, int64_t* ends,
+                                                                    int64_t capacity, int64_t* total) {
+    constexpr int kLists = 4;  // of a thread at a time
+    __shared__ int64_t sums[2][kPlaceThreads / 32];
+    const int64_t limit = capacity / KeyListsView::kAlign * KeyListsView::kAlign;
+    int64_t before = 0;
+    int buffer = 0;
+    for (int64_t first = 0; first < lists; first += kPlaceThreads * kLists, buffer ^= 1) {
+        const int64_t list = first + threadIdx.x * kLists;
+        int64_t length[kLists], own = 0;
+#pragma unroll
+        for (int i = 0; i < kLists; ++i) {
+            length[i] = list + i < lists ? ends[list + i] : 0;
+            own += length[i];
+        }
+        const auto sum_upto = [](int64_t x) {
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int64_t other = __shfl_up_sync(~0u, x, step);
+                if (lane_id() >= step) x += other;
+            }
+            return x;
+        };
+        const int64_t upto = sum_upto(own);
+        if (lane_id() == 31) sums[buffer][warp_id()] = upto;
+        __syncthreads();
+        const int64_t of_warp = sums[buffer][lane_id()], warps_upto = sum_upto(of_warp);
+        int64_t at = before + __shfl_sync(~0u, warps_upto - of_warp, warp_id()) + upto - own;
+        before += __shfl_sync(~0u, warps_upto, 31);
+#pragma unroll
+        for (int i = 0; i < kLists; ++i, at += length[i - 1]) {
+            if (list + i >= lists) break;
+            begins[list + i] = min(at, limit);
+            ends[list + i] = min(at + length[i], limit);
+        }
+    }
+    if (threadIdx.x == 0 && total != nullptr) *total = before;
+}
+
 // The parts of the scratch memory, each a multiple of 16 bytes.
 struct Scratch {
     int64_t counts, bits, columns, bytes;
@@ -343,10 +384,13 @@ KeyListsPlan plan_key_lists(const AttentionParams& params, int64_t total_q) {
     return plan;
 }
 
-void key_list_lengths_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* scratch, int64_t* lengths,
-                            cudaStream_t stream) {
+void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* scratch, int64_t* begins,
+                          int64_t* ends, int64_t capacity, int64_t* total, cudaStream_t stream) {
     using namespace cuda;
-    if (plan.lists() == 0) return;
+    if (plan.lists() == 0) {
+        if (total != nullptr) FLASH_CUDA_CHECK(cudaMemsetAsync(total, 0, sizeof(int64_t), stream));
+        return;
+    }
     const Lists lists = lists_of(plan, scratch);
     if (params.mask.present()) {
         const PackedMask packed = packed_in(plan, scratch);
@@ -356,15 +400,17 @@ void key_list_lengths_cuda(const AttentionParams& params, const KeyListsPlan& pl
         launch(count_intervals_kernel, blocks_of_threads(plan), stream, params, lists);
     }
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.row_tiles, 32);
-    launch(scan_counts_kernel, blocks, stream, lists, lengths);
+    launch(scan_counts_kernel, blocks, stream, lists, ends);
+    place_lists_kernel<<<1, kPlaceThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total);
+    FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
-                         const int64_t* starts, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream) {
+                         const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) return;
     Lists lists = lists_of(plan, scratch);
-    lists.starts = starts;
+    lists.begins = begins;
     lists.capacity = capacity;
     lists.keys = keys;
     lists.rows = reinterpret_cast<uint4*>(rows);

@@ -1,0 +1,518 @@
+// Radix select of the keys that few rows see. The blocks of a cluster share a list's work: each has a part of the keys.
+//
+// The first row's keys: digit by digit, from the highest, the w-th largest bias is found, by counting how many of the
+// keys that agree so far have which digit; the blocks add up their counts. Then every key above it is listed, and of
+// those equal to it the last ones. Keys are written in order, after those of the threads, warps and blocks before.
+//
+// Each further row takes one key more and leaves out the least of all that it then has, if they are more than w. Only
+// the least Rows - 1 keys of the first row may ever go, so a warp plays through all rows with these and the new keys.
+#include <algorithm>
+#include <atomic>
+
+#include "../common/bits.cuh"
+#include "../common/check.h"
+#include "../common/cluster.cuh"
+#include "order.cuh"
+#include "select.h"
+
+namespace flash_dmattn {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kMostBlocks = 8;  // of a cluster, on every device that has clusters
+constexpr int kDigit = 8, kBins = 1 << kDigit;
+constexpr int kCopies = 16;  // of a count: most keys have one of few high digits
+constexpr int kGroup = 8;    // neighbouring keys of a thread
+constexpr int kGroups = 4;   // that a thread has at a time
+constexpr int kStep = kThreads * kGroup;
+constexpr int kMostRows = static_cast<int>(kMostListedRows);
+constexpr int kRowWords = KeyListsView::kRows / 32;
+static_assert(kRowWords == 4, "written as 16 bytes");
+static_assert(2 * (kMostRows - 1) <= 32, "a warp has the keys that come and those that go");
+
+struct Selection {
+    const void* bias;
+    int64_t batch_stride, head_stride, col_stride;
+    int heads, keys, rows, window, cluster;
+    bool aligned;  // groups of keys may be loaded 16 bytes at a time
+    int64_t list_stride;
+    const int32_t* seqlens_k;
+    int32_t* listed;      // [lists, list_stride]
+    int64_t* begins;      // [lists]
+    int64_t* ends;        // [lists]
+    uint4* listed_rows;   // [lists, list_stride], or null
+};
+
+template <typename Bits>
+struct alignas(16) Group {
+    Bits bits[kGroup];
+};
+
+// A key of the list by which to compare: of larger bias, then later.
+using Entry = uint64_t;
+constexpr Entry kNoEntry = ~0ull;
+__device__ Entry entry_of(uint32_t rank, int key) { return static_cast<Entry>(rank) << 32 | static_cast<uint32_t>(key); }
+
+struct Smem {
+    union {
+        uint32_t copies[kBins][kCopies];
+        Entry entries[kBins * kCopies / 2];  // of the first row's keys, where they fit
+    };
+    uint32_t counts[2][kBins];  // of this block's keys, read by the others
+    uint32_t totals[kBins];
+    int digit, above, own_above;
+    int greater, equal;  // of this block's keys
+    int before[2], all[2];
+    uint32_t warp_counts[2][kGroups * kWarps];
+    Entry warp_least[2][kWarps];
+    Entry least[32];  // the least keys of the first row, ascending
+    int least_at[32];
+    int total;
+};
+
+__device__ uint32_t load_of_block(const uint32_t* from, int rank) {
+    uint32_t x;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(in_block(smem_address(from), rank)) : "memory");
+#else
+    x = *from;
+#endif
+    return x;
+}
+
+template <DataType kType>
+class Selector {
+    using Bits = typename FloatBits<kType>::Bits;
+    static constexpr int kDigits = sizeof(Bits) * 8 / kDigit;
+
+public:
+    __device__ Selector(const Selection& s, Smem& smem)
+        : s_(s), smem_(smem), list_(blockIdx.x / s.cluster), rank_(static_cast<int>(blockIdx.x % s.cluster)) {
+        const int batch = static_cast<int>(list_ / s.heads), head = static_cast<int>(list_ % s.heads);
+        bias_ = static_cast<const Bits*>(s.bias) + batch * s.batch_stride + head * s.head_stride;
+        const int keys = s.seqlens_k == nullptr ? s.keys : min(max(s.seqlens_k[batch], 0), s.keys);
+        newest_ = keys - s.rows;
+        first_keys_ = max(newest_ + 1, 0);
+        const int share = ceil_div(ceil_div(first_keys_, s.cluster), kGroup) * kGroup;
+        begin_ = min(rank_ * share, first_keys_);
+        end_ = min(begin_ + share, first_keys_);
+        held_ = end_ - begin_ <= kGroups * kStep;
+        if (held_) load(begin_);
+    }
+
+    __device__ void run() {
+        find_threshold();
+        place_blocks();
+        write_first_row();
+        sync_cluster();  // nobody leaves before the others have read its counts, and all keys are written
+        if (rank_ != 0) return;
+        if (s_.rows > 1) follow_rows();
+        finish();
+    }
+
+private:
+    __device__ void sync_cluster() const {
+        if (s_.cluster > 1) {
+            cluster_sync();
+        } else {
+            __syncthreads();
+        }
+    }
+
+    __device__ Bits bits_of(int key) const { return bias_[key * s_.col_stride]; }
+
+    __device__ void load(int first) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const int key = first + g * kStep + static_cast<int>(threadIdx.x) * kGroup;
+            if (s_.aligned && key + kGroup <= end_) {
+#pragma unroll
+                for (int part = 0; part < static_cast<int>(sizeof(Group<Bits>)) / 16; ++part)
+                    reinterpret_cast<uint4*>(&groups_[g])[part] =
+                        __ldg(reinterpret_cast<const uint4*>(bias_ + key) + part);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i)
+                    groups_[g].bits[i] = key + i < end_ ? bits_of(key + i) : FloatBits<kType>::kLeast;
+            }
+        }
+    }
+
+    // Calls visit(first) with the block's keys from `first` on in groups_; beyond its last key they are hidden ones.
+    template <typename Visit>
+    __device__ __forceinline__ void for_each_load(const Visit& visit) {
+        for (int first = begin_; first < end_; first += kGroups * kStep) {
+            if (!held_) load(first);
+            visit(first);
+        }
+    }
+
+    // The keys above threshold_ and the last `equal_taken_` of those equal to it are the first row's.
+    __device__ void find_threshold() {
+        threshold_ = static_cast<Bits>(~Bits{0});  // above every bias
+        greater_ = equal_ = equal_taken_ = 0;
+        int wanted = min(s_.window, first_keys_);
+        if (wanted == 0) return;
+        threshold_ = 0;
+#pragma unroll 1
+        for (int digit = kDigits - 1; digit >= 0; --digit) {
+            count_digit(digit * kDigit);
+            choose_digit(digit % 2, wanted);
+            threshold_ |= static_cast<Bits>(smem_.digit) << (digit * kDigit);
+            wanted -= smem_.above;
+            greater_ += smem_.own_above;
+        }
+        if (threshold_ == 0) return;  // hidden keys fill up what is wanted
+        equal_ = smem_.counts[0][smem_.digit];
+        equal_taken_ = wanted;
+    }
+
+    __device__ void count_digit(int shift) {
+        for (int i = threadIdx.x; i < kBins * kCopies; i += kThreads) smem_.copies[0][i] = 0;
+        __syncthreads();
+        // What is known of the threshold so far: the digits above.
+        const uint32_t known = static_cast<uint32_t>(threshold_) >> shift >> kDigit;
+        const int copy = lane_id() % kCopies;
+        for_each_load([&](int first) {
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+                const int key = first + g * kStep + static_cast<int>(threadIdx.x) * kGroup;
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i) {
+                    const uint32_t rank = rank_of_bias<kType>(groups_[g].bits[i]);
+                    if (key + i < end_ && rank >> shift >> kDigit == known)
+                        atomicAdd(&smem_.copies[rank >> shift & (kBins - 1)][copy], 1);
+                }
+            }
+        });
+        __syncthreads();
+        const int bin = threadIdx.x;
+        if (bin < kBins) {
+            uint32_t sum = 0;
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i) sum += smem_.copies[bin][(i + bin / 2) % kCopies];
+            smem_.counts[shift / kDigit % 2][bin] = sum;
+        }
+    }
+
+    // The digit of which, with those above it, there are `wanted` keys at least.
+    __device__ void choose_digit(int buffer, int wanted) {
+        sync_cluster();
+        const uint32_t* own = smem_.counts[buffer];
+        if (threadIdx.x < kBins) {
+            uint32_t sum = 0;
+            for (int rank = 0; rank < s_.cluster; ++rank) sum += load_of_block(&own[threadIdx.x], rank);
+            smem_.totals[threadIdx.x] = sum;
+        }
+        __syncthreads();
+        if (warp_id() == 0) {
+            constexpr int kBinsOfLane = kBins / 32;
+            const int first = (31 - lane_id()) * kBinsOfLane;  // lane 0 has the highest
+            int of_lane = 0;
+#pragma unroll
+            for (int i = 0; i < kBinsOfLane; ++i) of_lane += smem_.totals[first + i];
+            int upto = of_lane;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(~0u, upto, step);
+                if (lane_id() >= step) upto += other;
+            }
+            const int chosen = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
+            int above = __shfl_sync(~0u, upto - of_lane, chosen);
+            int digit = (32 - chosen) * kBinsOfLane - 1;
+            while (above + static_cast<int>(smem_.totals[digit]) < wanted) above += smem_.totals[digit--];
+            int own_above = 0;
+            for (int bin = digit + 1 + lane_id(); bin < kBins; bin += 32) own_above += own[bin];
+            own_above = __reduce_add_sync(~0u, own_above);
+            if (lane_id() == 0) smem_.digit = digit, smem_.above = above, smem_.own_above = own_above;
+        }
+        __syncthreads();
+    }
+
+    // How many keys above and equal to the threshold are in the blocks before, and in all.
+    __device__ void place_blocks() {
+        if (threadIdx.x == 0) smem_.greater = greater_, smem_.equal = equal_;
+        sync_cluster();
+        greater_ = equal_ = 0;
+        int all_greater = 0, all_equal = 0;
+        for (int rank = 0; rank < s_.cluster; ++rank) {
+            const int greater = load_of_block(reinterpret_cast<const uint32_t*>(&smem_.greater), rank);
+            const int equal = load_of_block(reinterpret_cast<const uint32_t*>(&smem_.equal), rank);
+            if (rank < rank_) greater_ += greater, equal_ += equal;
+            all_greater += greater, all_equal += equal;
+        }
+        length_ = all_greater + equal_taken_;
+        equal_left_ = all_equal - equal_taken_;
+    }
+
+    __device__ void write_first_row() {
+        int buffer = 0;
+        bool found_nan = false;
+        const uint4 all_rows{(1u << s_.rows) - 1, 0, 0, 0};
+        int32_t* listed = s_.listed + list_ * s_.list_stride;
+        for_each_load([&](int first) {
+            // Numbers of greater and, in the high half, equal keys.
+            uint32_t own[kGroups], upto[kGroups];
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+                own[g] = 0;
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i) {
+                    const Bits bits = groups_[g].bits[i];
+                    const Bits rank = rank_of_bias<kType>(bits);
+                    found_nan |= is_nan<kType>(bits);
+                    own[g] += rank > threshold_ ? 1 : is_equal(rank) ? 1 << 16 : 0;
+                }
+                upto[g] = sum_of_lanes_upto(own[g]);
+                if (lane_id() == 31) smem_.warp_counts[buffer][g * kWarps + warp_id()] = upto[g];
+            }
+            __syncthreads();
+            static_assert(kGroups * kWarps == 64);
+            const uint32_t low = smem_.warp_counts[buffer][lane_id()], high = smem_.warp_counts[buffer][32 + lane_id()];
+            const uint32_t low_upto = sum_of_lanes_upto(low), low_sum = __shfl_sync(~0u, low_upto, 31);
+            const uint32_t high_upto = sum_of_lanes_upto(high) + low_sum, sum = __shfl_sync(~0u, high_upto, 31);
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+                const int warp = g * kWarps + warp_id();
+                const uint32_t before = __shfl_sync(~0u, warp < 32 ? low_upto - low : high_upto - high, warp % 32) +
+                                        upto[g] - own[g];
+                if (own[g] == 0) continue;
+                int greater = greater_ + (before & 0xffff), equal = equal_ + (before >> 16);
+                const int key = first + g * kStep + static_cast<int>(threadIdx.x) * kGroup;
+#pragma unroll
+                for (int i = 0; i < kGroup; ++i) {
+                    const Bits rank = rank_of_bias<kType>(groups_[g].bits[i]);
+                    if (rank > threshold_ || (is_equal(rank) && equal >= equal_left_)) {
+                        const int at = greater + max(equal - equal_left_, 0);
+                        listed[at] = key + i;
+                        if (s_.rows > 1) s_.listed_rows[list_ * s_.list_stride + at] = all_rows;
+                    }
+                    greater += rank > threshold_, equal += is_equal(rank);
+                }
+            }
+            greater_ += sum & 0xffff, equal_ += sum >> 16;
+            buffer ^= 1;
+        });
+        refuse_nan(found_nan);
+    }
+
+    __device__ bool is_equal(Bits rank) const { return rank == threshold_ && rank != 0; }
+
+    __device__ static uint32_t sum_of_lanes_upto(uint32_t x) {
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const uint32_t other = __shfl_up_sync(~0u, x, step);
+            if (lane_id() >= step) x += other;
+        }
+        return x;
+    }
+
+    __device__ Entry read_entry(int at) const {
+        const int key = __ldcg(s_.listed + list_ * s_.list_stride + at);
+        return entry_of(rank_of_bias<kType>(bits_of(key)), key);
+    }
+
+    // The least keys of the first row, ascending: smem_.least and where they are listed.
+    __device__ void find_least() {
+        constexpr int kFit = sizeof(smem_.entries) / sizeof(Entry);
+        const bool fit = length_ <= kFit;
+        if (fit)
+            for (int at = threadIdx.x; at < length_; at += kThreads) smem_.entries[at] = read_entry(at);
+        // This thread's least entry above `floor`; none is below 1.
+        Entry own;
+        int own_at = 0;
+        const auto find_own = [&](Entry floor) {
+            own = kNoEntry;
+            for (int at = threadIdx.x; at < length_; at += kThreads) {
+                const Entry entry = fit ? smem_.entries[at] : read_entry(at);
+                if (entry > floor && entry < own) own = entry, own_at = at;
+            }
+        };
+        find_own(0);
+        for (int i = 0; i < s_.rows - 1; ++i) {
+            Entry least = min_of_lanes(own);
+            if (lane_id() == 0) smem_.warp_least[i % 2][warp_id()] = least;
+            __syncthreads();
+            least = min_of_lanes(smem_.warp_least[i % 2][lane_id() % kWarps]);
+            if (threadIdx.x == 0) smem_.least[i] = least;
+            if (least == kNoEntry) continue;
+            if (own == least) {
+                smem_.least_at[i] = own_at;
+                find_own(least);
+            }
+        }
+        __syncthreads();
+    }
+
+    __device__ static Entry min_of_lanes(Entry x) {
+        const uint32_t high = __reduce_min_sync(~0u, static_cast<uint32_t>(x >> 32));
+        const uint32_t low = __reduce_min_sync(~0u, x >> 32 == high ? static_cast<uint32_t>(x) : ~0u);
+        return static_cast<Entry>(high) << 32 | low;
+    }
+
+    __device__ void follow_rows() {
+        find_least();
+        if (warp_id() != 0) return;
+        constexpr int kHalf = 16;
+        const int i = lane_id() % kHalf;
+        const bool is_new = lane_id() < kHalf;
+        const bool exists = i + 1 < s_.rows;
+        // The lower lanes have the keys that the rows 1, 2, .. see first, the upper ones those that may go.
+        Entry entry = kNoEntry;
+        if (exists && is_new && newest_ + 1 + i >= 0) {
+            const Bits bits = bits_of(newest_ + 1 + i);
+            refuse_nan(is_nan<kType>(bits));
+            const uint32_t rank = rank_of_bias<kType>(bits);
+            if (rank != 0) entry = entry_of(rank, newest_ + 1 + i);
+        } else if (exists && !is_new) {
+            entry = smem_.least[i];
+        }
+        int size = length_, dropped = s_.rows;  // by which row
+        bool is_in = !is_new && entry != kNoEntry;
+        for (int row = 1; row < s_.rows; ++row) {
+            const bool comes = is_new && i + 1 == row && entry != kNoEntry;
+            is_in |= comes;
+            size += __any_sync(~0u, comes);
+            if (size <= s_.window) continue;
+            const Entry least = min_of_lanes(is_in ? entry : kNoEntry);
+            if (is_in && entry == least) dropped = row, is_in = false;
+            --size;
+        }
+        const uint32_t rows = bits_below(dropped, 0) & (is_new ? ~bits_below(i + 1, 0) : ~0u);
+        const int64_t first = list_ * s_.list_stride;
+        const bool is_listed = is_new && entry != kNoEntry && rows != 0;
+        const uint32_t listed = __ballot_sync(~0u, is_listed);
+        if (is_listed) {
+            const int at = length_ + rank_in(listed);
+            s_.listed[first + at] = newest_ + 1 + i;
+            s_.listed_rows[first + at] = {rows, 0, 0, 0};
+        }
+        if (!is_new && dropped < s_.rows) s_.listed_rows[first + smem_.least_at[i]] = {rows, 0, 0, 0};
+        length_ += __popc(listed);
+    }
+
+    // By the first warp, which knows the length.
+    __device__ void finish() const {
+        if (warp_id() != 0) return;
+        constexpr int kAlign = KeyListsView::kAlign;
+        const int64_t first = list_ * s_.list_stride;
+        const int end = ceil_div(length_, kAlign) * kAlign;
+        for (int at = length_ + lane_id(); at < end; at += 32) {
+            s_.listed[first + at] = -1;
+            if (s_.rows > 1) s_.listed_rows[first + at] = {};
+        }
+        if (lane_id() == 0) s_.begins[list_] = first, s_.ends[list_] = first + end;
+    }
+
+    const Selection& s_;
+    Smem& smem_;
+    const int64_t list_;
+    const int rank_;
+    const Bits* bias_;
+    int newest_;      // the last key of the first row; below 0 where it has none
+    int first_keys_;  // how many keys the first row may see
+    int begin_, end_; // of them this block's
+    bool held_;       // groups_ has all of this block's keys
+    Group<Bits> groups_[kGroups];
+    Bits threshold_;
+    int greater_, equal_;  // this block's, then those before
+    int equal_taken_, equal_left_;
+    int length_;
+};
+
+template <DataType kType>
+__global__ void __launch_bounds__(kThreads, kType == DataType::kFloat32 ? 1 : 2)
+    select_lists_kernel(const __grid_constant__ Selection selection) {
+    __shared__ Smem smem;
+    Selector<kType>(selection, smem).run();
+}
+
+using Kernel = void (*)(Selection);
+Kernel kernel_of(DataType dtype) {
+    switch (dtype) {
+        case DataType::kFloat16: return select_lists_kernel<DataType::kFloat16>;
+        case DataType::kBFloat16: return select_lists_kernel<DataType::kBFloat16>;
+        case DataType::kFloat32: return select_lists_kernel<DataType::kFloat32>;
+        default: throw std::runtime_error("key lists are selected by a float16, bfloat16 or float32 bias");
+    }
+}
+
+// Whether the device, and what was compiled for it, have clusters. Asked once a device.
+bool has_clusters(DataType dtype) {
+    constexpr int kMostDevices = 64;
+    static std::atomic<int> known[kMostDevices];  // 0: not yet, 1: no, 2: yes
+    int device = 0;
+    FLASH_CUDA_CHECK(cudaGetDevice(&device));
+    int answer = device < kMostDevices ? known[device].load() : 0;
+    if (answer == 0) {
+        cudaFuncAttributes attributes;
+        FLASH_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel_of(dtype)));
+        answer = attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrClusterLaunch) ? 2 : 1;
+        if (device < kMostDevices) known[device].store(answer);
+    }
+    return answer == 2;
+}
+
+}  // namespace
+}  // namespace cuda
+
+ListSelectPlan plan_select_key_lists(const SelectParams& params) {
+    using namespace cuda;
+    constexpr int64_t kAlign = KeyListsView::kAlign;
+    ListSelectPlan plan;
+    plan.lists = params.rows > 0 ? params.batches * params.bias.heads : 0;
+    const int64_t most = std::min(params.window + std::max<int64_t>(params.rows - 1, 0), params.keys);
+    plan.stride = ceil_div(most, kAlign) * kAlign;
+    plan.capacity = plan.lists * plan.stride;
+    plan.has_rows = params.rows > 1;
+    // Blocks enough that most multiprocessors have two, of at least a step's keys.
+    if (plan.lists == 0 || !has_clusters(params.bias.dtype)) return plan;
+    const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount) * 3 / 2;
+    while (plan.cluster < kMostBlocks && plan.lists * plan.cluster < blocks &&
+           params.keys > static_cast<int64_t>(kStep) * plan.cluster)
+        plan.cluster *= 2;
+    return plan;
+}
+
+void select_key_lists_cuda(const SelectParams& params, const ListSelectPlan& plan, int32_t* keys, int64_t* begins,
+                           int64_t* ends, uint32_t* rows, cudaStream_t stream) {
+    using namespace cuda;
+    if (plan.lists == 0) return;
+    if (params.rows > kMostListedRows)
+        throw std::runtime_error("key lists are selected for up to " + std::to_string(kMostListedRows) + " rows");
+    const BiasView& bias = params.bias;
+    Selection selection{};
+    selection.bias = bias.data;
+    selection.batch_stride = bias.batches > 1 ? bias.batch_stride : 0;
+    selection.head_stride = bias.head_stride;
+    selection.col_stride = bias.col_stride;
+    selection.heads = static_cast<int>(bias.heads);
+    selection.keys = static_cast<int>(params.keys);
+    selection.rows = static_cast<int>(params.rows);
+    selection.window = static_cast<int>(std::min<int64_t>(params.window, params.keys));
+    selection.cluster = plan.cluster;
+    const int64_t bytes = bias.dtype == DataType::kFloat32 ? 4 : 2;
+    selection.aligned = bias.col_stride == 1 && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
+                        selection.batch_stride * bytes % 16 == 0 && selection.head_stride * bytes % 16 == 0;
+    selection.list_stride = plan.stride;
+    selection.seqlens_k = params.seqlens_k;
+    selection.listed = keys;
+    selection.begins = begins;
+    selection.ends = ends;
+    selection.listed_rows = reinterpret_cast<uint4*>(rows);
+
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid_of(plan.lists * plan.cluster);
+    config.blockDim = kThreads;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = plan.cluster > 1;
+    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel_of(bias.dtype), selection));
+}
+
+}  // namespace flash_dmattn

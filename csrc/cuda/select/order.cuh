@@ -1,0 +1,55 @@
+// A bias as an unsigned integer of the same order.
+#pragma once
+
+// The check for NaN stays in every build.
+#undef NDEBUG
+#include <cassert>
+
+#include "../../params.h"
+#include "../common/ptx.cuh"
+
+namespace flash_dmattn::cuda {
+
+// What a number is in memory, and the bits of -0, of infinity and of the least finite number.
+template <DataType kType>
+struct FloatBits;
+template <>
+struct FloatBits<DataType::kFloat16> {
+    using Bits = uint16_t;
+    static constexpr Bits kMinusZero = 0x8000, kInfinity = 0x7c00, kLeast = 0xfbff;
+};
+template <>
+struct FloatBits<DataType::kBFloat16> {
+    using Bits = uint16_t;
+    static constexpr Bits kMinusZero = 0x8000, kInfinity = 0x7f80, kLeast = 0xff7f;
+};
+template <>
+struct FloatBits<DataType::kFloat32> {
+    using Bits = uint32_t;
+    static constexpr Bits kMinusZero = 0x80000000, kInfinity = 0x7f800000, kLeast = 0xff7fffff;
+};
+template <>
+struct FloatBits<DataType::kFloat64> {
+    using Bits = uint64_t;
+    static constexpr Bits kMinusZero = 1ull << 63, kInfinity = 0x7ffull << 52, kLeast = ~(1ull << 52);
+};
+
+// 0 of a bias that hides its key, -inf or the least finite number; else above 0 and larger where the bias is larger. Both
+// zeros are the same.
+template <DataType kType>
+__device__ __forceinline__ auto rank_of_bias(typename FloatBits<kType>::Bits bits) {
+    using F = FloatBits<kType>;
+    using Bits = typename F::Bits;
+    const Bits rank = bits >= F::kMinusZero ? static_cast<Bits>(~bits) : static_cast<Bits>(bits | F::kMinusZero);
+    return bits >= F::kLeast ? Bits{0} : bits == F::kMinusZero ? F::kMinusZero : rank;
+}
+
+template <DataType kType>
+__device__ __forceinline__ bool is_nan(typename FloatBits<kType>::Bits bits) {
+    using F = FloatBits<kType>;
+    return static_cast<typename F::Bits>(bits & static_cast<typename F::Bits>(~F::kMinusZero)) > F::kInfinity;
+}
+
+__device__ __forceinline__ void refuse_nan(bool found) { assert(!found && "the bias to select by must not be NaN"); }
+
+}  // namespace flash_dmattn::cuda

@@ -216,31 +216,64 @@ def time_workload(
     inputs = inputs if quantities == [FORWARD] else inputs.requiring_grad()
     timings = []
     for quantity in quantities:
-        calls, refusals = {}, {}
-        for name, build in builders.items():
-            try:
-                calls[name] = call_for(quantity, build(inputs), inputs.dout)
-                calls[name]()
-            except REFUSALS as error:
-                calls.pop(name, None)
-                refusals[name] = sentence(error)
-        seconds = medians(calls, samples, device)
-        limit = least_seconds(quantity, inputs) if device == "cuda" and inputs.query.element_size() == 2 else None
-        for name in builders:
-            taken = seconds.get(name)
-            fraction = limit / taken if limit is not None and taken is not None else None
-            timings.append(Timing(problem.name, dtype, quantity, name, taken, refusals.get(name, ""), fraction))
+        makers = {name: partial(make_call, quantity, build, inputs) for name, build in builders.items()}
+        clock = median_on_cuda if device == "cuda" else None
+        timings += time_calls((problem.name, dtype, quantity), makers, samples, clock, limit_of(quantity, inputs))
     return timings
+
+
+def make_call(quantity: str, build: Callable[[Inputs], Work], inputs: Inputs) -> Callable[[], object]:
+    return call_for(quantity, build(inputs), inputs.dout)
+
+
+def time_calls(
+    key: tuple[str, str, str],
+    makers: dict[str, Callable[[], Callable[[], object]]],
+    samples: int,
+    clock: Callable[[Callable[[], object]], float] | None = None,
+    limit: float | None = None,
+    refused: tuple[type[Exception], ...] = REFUSALS,
+) -> list[Timing]:
+    """Of one workload, dtype and quantity: the seconds of the call that each maker gives, or why there are none.
+
+    `clock` times one call; what that holds is free again before the next is made. None takes `samples` of all of them
+    on the CPU, in turns.
+    """
+    calls, seconds, refusals = {}, {}, {}
+    for name, make in makers.items():
+        try:
+            if clock is None:
+                calls[name] = called_once(make)
+            else:
+                seconds[name] = clock(called_once(make))
+        except refused as error:
+            refusals[name] = sentence(error)
+    seconds |= medians_on_cpu(calls, samples)
+    fractions = {name: limit / taken for name, taken in seconds.items() if limit is not None}
+    return [Timing(*key, name, seconds.get(name), refusals.get(name, ""), fractions.get(name)) for name in makers]
+
+
+def called_once(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    call = make()
+    call()
+    return call
 
 
 # The limit
 
 
-def least_seconds(quantity: str, inputs: Inputs) -> float:
+def limit_of(quantity: str, inputs: Inputs, mask_is_given: bool = True) -> float | None:
+    """`least_seconds` where it holds: on CUDA, of 16 bits."""
+    query = inputs.query
+    return least_seconds(quantity, inputs, mask_is_given) if query.is_cuda and query.element_size() == 2 else None
+
+
+def least_seconds(quantity: str, inputs: Inputs, mask_is_given: bool = True) -> float:
     """No implementation can take less on an H200: it must multiply every visible pair and move every tensor once."""
     if quantity == BOTH:
-        return least_seconds(FORWARD, inputs) + least_seconds(BACKWARD, inputs)
+        return sum(least_seconds(one, inputs, mask_is_given) for one in (FORWARD, BACKWARD))
     problem = inputs.problem
+    mask = size(inputs.mask) if mask_is_given else 0
     rows_of_key = rows_that_see(inputs)
     seen = (rows_of_key > 0).unflatten(1, (problem.kv_heads, -1)).any(dim=2)
     rows, keys = size(inputs.query), size(inputs.key) + size(inputs.value)
@@ -248,10 +281,10 @@ def least_seconds(quantity: str, inputs: Inputs) -> float:
     keys_seen = keys * seen.sum().item() / seen.numel()
     if quantity == FORWARD:
         products = 2  # scores, out
-        moved = 2 * rows + keys_seen + size(inputs.mask) + size(inputs.bias) + lse
+        moved = 2 * rows + keys_seen + mask + size(inputs.bias) + lse
     else:
         products = 5  # scores, dp, dq, dk, dv
-        moved = 4 * rows + keys_seen + keys + size(inputs.mask) + 2 * size(inputs.bias) + lse
+        moved = 4 * rows + keys_seen + keys + mask + 2 * size(inputs.bias) + lse
     flops = products * 2 * problem.head_dim * rows_of_key.sum().item()
     return max(flops / PEAK_FLOPS, moved / PEAK_BYTES)
 

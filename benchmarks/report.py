@@ -85,6 +85,7 @@ def environment(device: str) -> dict[str, object]:
         "commit": commit(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
         "triton": version_of("triton"),
     }
 

@@ -1,4 +1,4 @@
-"""What it costs to go by the causal top-w mask: what long_context.py and sparse_performance.py share."""
+"""What it costs to go by the causal top-w mask: what long_context.py and the two that compare with peers share."""
 
 from __future__ import annotations
 
@@ -6,17 +6,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from performance import BACKWARD, BOTH, FORWARD, Timing, Work, call_for, medians, size, table, time_workload
+from performance import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    Timing,
+    Work,
+    call_for,
+    flex_attention,
+    medians,
+    size,
+    table,
+    time_workload,
+)
 from problem import DTYPES, Inputs, Problem, make_inputs
 from report import REFUSALS
 from rich.console import Console
 from rich.markup import escape
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func_auto
 from flash_dmattn.key_lists import SPARSE
 
 TOPK, LISTS = "topk", "key lists"  # making the mask of a bias, and the lists of keys of a mask
 GIB = 2**30
+FLEX_PAIRS = 2**31
 
 
 def top_w(name: str, seqlen: int, window: int, heads: int, kv_heads: int, head_dim: int, **options) -> Problem:
@@ -37,6 +53,23 @@ def ours(backend: str, sparse: str, inputs: Inputs) -> Work:
         inputs = replace(inputs, mask=KeyLists.build(inputs.bool_mask(), 1))
     attention = flash_dmattn_func_auto(backend)
     return Work(lambda: inputs.attend(attention, sparse=sparse)[0], list(inputs.leaves().values()))
+
+
+def flex(inputs: Inputs) -> Work:
+    if inputs.problem.seqlen_q * inputs.problem.seqlen_k > FLEX_PAIRS:
+        raise ValueError("left out: FlexAttention looks at every pair of rows and keys to find its blocks")
+    return flex_attention(inputs)
+
+
+def cudnn(inputs: Inputs) -> Work:
+    problem, leaves = inputs.problem, [inputs.query, inputs.key, inputs.value]
+    options = {"is_causal": problem.seqlen_q > 1, "enable_gqa": problem.kv_heads < problem.heads}
+
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(*(leaf.transpose(1, 2) for leaf in leaves), **options).transpose(1, 2)
+
+    return Work(forward, leaves)
 
 
 # Measuring

@@ -20,14 +20,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-from performance import BACKWARD, FORWARD, Timing, Work, flex_attention, grouped, ratio, shrunk
+from performance import BACKWARD, FORWARD, Timing, Work, grouped, ratio, shrunk
 from problem import DTYPES, Inputs
 from report import argument_parser, console, describe, environment, parse, positive, progress, write_json
 from rich.markup import escape
-from sparse import LISTS, TOPK, Memory, add_sparse_argument, measure, ours, show, top_w
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from sparse import LISTS, TOPK, Memory, add_sparse_argument, cudnn, flex, measure, ours, show, top_w
 
 S8K, S32K, S131K, DECODE = "S8192 w1024", "S32768 w2048", "S131072 w2048", "decode, Sk131072 w2048"
 CPU = "S8192 w512"
@@ -40,25 +37,6 @@ WORKLOADS = {
         top_w(DECODE, 131072, 2048, 32, 8, 128, batch=8, seqlen_q=1),
     ],
 }
-FLEX_PAIRS = 2**31
-
-
-def flex(inputs: Inputs) -> Work:
-    if inputs.problem.seqlen_q * inputs.problem.seqlen_k > FLEX_PAIRS:
-        raise ValueError("left out: FlexAttention looks at every pair of rows and keys to find its blocks")
-    return flex_attention(inputs)
-
-
-def cudnn(inputs: Inputs) -> Work:
-    problem, leaves = inputs.problem, [inputs.query, inputs.key, inputs.value]
-    options = {"is_causal": problem.seqlen_q > 1, "enable_gqa": problem.kv_heads < problem.heads}
-
-    def forward() -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return scaled_dot_product_attention(*(leaf.transpose(1, 2) for leaf in leaves), **options).transpose(1, 2)
-
-    return Work(forward, leaves)
-
 
 PEERS = ("flex", "cudnn", "tiles")
 

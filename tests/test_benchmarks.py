@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = [f"{way}_{kind}" for way in ("forward", "backward") for kind in ("equivalence", "performance")]
-SCRIPTS += ["memory", "long_context", "sparse_performance"]
+SCRIPTS += ["memory", "long_context", "sparse_performance", "call_performance"]
 
 
 @pytest.fixture
@@ -41,6 +41,13 @@ def sparse_performance(performance):
     import sparse_performance
 
     return sparse_performance
+
+
+@pytest.fixture
+def call_performance(performance):
+    import call_performance
+
+    return call_performance
 
 
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess:
@@ -276,13 +283,15 @@ def test_sparse_performance(tmp_path):
 
 
 def test_cudnn_attends_to_all_keys(performance, sparse_performance, monkeypatch):
-    monkeypatch.setattr(sparse_performance, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    import sparse
+
+    monkeypatch.setattr(sparse, "sdpa_kernel", lambda backend: contextlib.nullcontext())
     for lengths in ({}, {"seqlen_q": 1}):
         problem = sparse_performance.top_w("", 40, 8, 4, 2, 16, **lengths)
         inputs = performance.make_inputs(problem, torch.float32, "cpu", seed=0)
         reference = performance.flash_dmattn_func_auto("reference")
         everything = reference(inputs.query, inputs.key, inputs.value, is_causal=True)
-        torch.testing.assert_close(sparse_performance.cudnn(inputs).forward(), everything, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sparse.cudnn(inputs).forward(), everything, rtol=1e-4, atol=1e-5)
 
 
 def test_what_check_asks_for(sparse_performance):
@@ -307,6 +316,164 @@ def test_what_check_asks_for(sparse_performance):
         "S131072 w2048, memory: 3.10 x that of the tensors, at most 3 are asked for",
     ]
     assert len(failures(forward=None, lists=0.005, memory=25)) == 3
+
+
+# Whole calls
+
+
+def test_call_performance(tmp_path):
+    path = tmp_path / "result.json"
+    done = run("call_performance", "--device=cpu", "--shrink=64", "--samples=1", "--threads=1", f"--json={path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    assert_says_where(content)
+    assert list(content["parts"]) == ["prefill", "decode", "host", "selection"] and content["missed"] == []
+    taken = {
+        part: {(timing["quantity"], timing["implementation"]) for timing in timings}
+        for part, timings in content["parts"].items()
+    }
+    sparse, quantities = ("auto", "tiles", "lists"), ("forward", "forward + backward")
+    assert taken["prefill"] == {(quantity, name) for quantity in quantities for name in sparse}
+    by_hand = {f"by hand: {taking}, {way}" for taking in ("gather", "index_select") for way in ("rows", "groups")}
+    decode = {name for _, name in taken["decode"]} - {"cache", "cache, a quarter"}
+    assert decode == {*sparse, *by_hand, "dense: rows", "dense: groups"}
+    assert taken["host"] == {("host time", "ours"), ("host time", "sdpa")}
+    assert taken["selection"] == {("GPU time", name) for name in ("both", "topk", "key lists", "calls")}
+    assert all(timing["seconds"] > 0 for timings in content["parts"].values() for timing in timings)
+    assert len(content["parts"]["host"]) == 2 * 6
+
+
+def test_calls_do_the_same_work_by_hand(performance, call_performance):
+    import calls
+
+    problem = call_performance.one_row(3, 100, 8, 4, 2, 16)
+    inputs = performance.make_inputs(problem, torch.float32, "cpu", seed=0)
+    ours = calls.whole_call(calls_reference(performance), inputs).forward()
+    torch.testing.assert_close(inputs.attend(calls_reference(performance))[0], ours)
+    everything = calls_reference(performance)(inputs.query, inputs.key, inputs.value)
+    for kernel in calls.ROW_KERNELS["cpu"]:
+        torch.testing.assert_close(calls.dense(inputs, kernel)(), everything, rtol=1e-4, atol=1e-5)
+        for taking in calls.TAKES:
+            out = calls.by_hand(inputs, taking, kernel)()
+            assert out.shape == ours.shape
+            torch.testing.assert_close(out, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_small_calls_do_the_same_work(performance, call_performance):
+    import calls
+
+    for case in call_performance.SMALL_CALLS:
+        inputs = performance.make_inputs(case.problem, torch.float32, "cpu", seed=0)
+        for name in case.trained:
+            inputs.leaves()[name].requires_grad_()
+        works = calls.whole_call(calls_reference(performance), inputs), calls.sdpa(inputs)
+        assert len(works[0].leaves) == len(works[1].leaves) == len(case.trained)
+        if case.problem.window is not None:
+            continue  # SDPA has no window
+        ours, theirs = works[0].forward().transpose(1, 2), works[1].forward()
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        if case.trained:
+            dout = inputs.dout.transpose(1, 2)
+            outs = (ours, theirs)
+            gradients = zip(*(torch.autograd.grad(out, work.leaves, dout) for out, work in zip(outs, works)))
+            for name, (mine, its) in zip(case.trained, gradients):
+                its = its if name == "bias" else its.transpose(1, 2)
+                torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+def calls_reference(performance):
+    return performance.flash_dmattn_func_auto("reference")
+
+
+def test_a_cache_that_fills_up(performance, call_performance):
+    import calls
+
+    reference = calls_reference(performance)
+
+    def attention(query, key, value, mask, bias, *, cache_seqlens=None, **options):
+        length = key.shape[1] if cache_seqlens is None else int(cache_seqlens[0])
+        assert cache_seqlens is None or cache_seqlens.dtype == torch.int32
+        return reference(query, key[:, :length], value[:, :length], mask, bias[..., :length], **options)
+
+    def deaf(*tensors, cache_seqlens=None, **options):
+        return reference(*tensors, **options)
+
+    assert calls.takes_lengths(attention) and not calls.takes_lengths(lambda query, key: None)
+    problem = call_performance.one_row(2, 100, 8, 4, 2, 16)
+    inputs = performance.make_inputs(problem, torch.float32, "cpu", seed=0)
+    out = calls.from_cache(attention, inputs, 4, "cpu")()
+    torch.testing.assert_close(out, calls.whole_call(reference, calls.filled(inputs, 25)).forward())
+    with pytest.raises(AssertionError):
+        calls.from_cache(deaf, inputs, 1, "cpu")
+    setting = call_performance.Setting("cpu", "float32", attention, 1, 0)
+    timings = call_performance.decode(problem, setting)
+    assert {"cache", "cache, a quarter"} <= {timing.implementation for timing in timings if timing.seconds}
+
+
+def test_what_fails_says_so_and_the_rest_goes_on(call_performance, monkeypatch, tmp_path, capsys):
+    right, path = call_performance.flash_dmattn_func, tmp_path / "result.json"
+
+    def no_lists(*tensors, sparse="auto", **options):
+        if sparse == "lists":
+            raise KeyError("no [lists] today")
+        return right(*tensors, sparse=sparse, **options)
+
+    def no_memory(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    monkeypatch.setattr(call_performance.KeyIntervalMask, "topk", no_memory)
+    small = ["--device=cpu", "--shrink=64", "--samples=1", "--threads=1", f"--json={path}"]
+    assert call_performance.main([*small, "--part=selection"]) == 1
+    assert "no memory" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr(call_performance, "flash_dmattn_func", no_lists)
+    assert call_performance.main([*small, "--part=prefill", "--part=decode", "--workload=w256"]) == 1
+    out = capsys.readouterr().out
+    assert "refused" in out and "no [lists] today" in out
+    timings = json.loads(path.read_text())["parts"]["prefill"]
+    assert {timing["implementation"]: timing["seconds"] is None for timing in timings} == {
+        "auto": False,
+        "tiles": False,
+        "lists": True,
+    }
+
+
+def test_what_check_asks_of_calls(call_performance):
+    from performance import Timing
+
+    def missed(part, workload, quantity, **seconds):
+        timings = [
+            Timing(workload, "bfloat16", quantity, name.replace("_", " ").replace(" 0 ", ": "), taken)
+            for name, taken in seconds.items()
+        ]
+        return list(call_performance.missed(part, [workload], timings))
+
+    prefill = ("prefill", "S2048 w512", "forward")
+    assert missed(*prefill, auto=1.9, tiles=1.8, lists=2.5, cudnn=1.0) == []
+    assert missed(*prefill, auto=2.1, tiles=1.9, lists=1.8, cudnn=1.0) == [
+        "prefill, S2048 w512, forward: 2.10 x the time of cudnn, at most 2 are asked for",
+        "prefill, S2048 w512, forward: auto takes 1.17 x the time of lists",
+    ]
+    assert len(missed(*prefill, auto=1.0, tiles=1.0, lists=1.0, cudnn=None)) == 1
+    assert len(missed(*prefill, auto=None, tiles=1.0, lists=1.0, cudnn=1.0)) == 2
+    assert missed("prefill", "S16384 w2048", "forward", auto=1.0, tiles=2.0, lists=1.0, cudnn=0.1) == []
+    decode = ("decode", "B1 Sk131072 w2048", "forward")
+    ways = {"by_hand_0_gather": 3.0, "by_hand_0_index": 2.0, "by_hand_0_math": None, "dense_0_flash": 1.0}
+    assert missed(*decode, auto=1.0, **ways) == []
+    assert missed(*decode, auto=1.3, **ways) == [
+        "decode, B1 Sk131072 w2048, forward: 0.65 x the time of by hand, at most 0.6 are asked for",
+        "decode, B1 Sk131072 w2048, forward: 1.30 x the time of dense, at most 1 are asked for",
+    ]
+    host = ("host", "forward, key bias and window_size", "host time")
+    assert missed(*host, ours=99e-6, sdpa=1e-6) == []
+    assert missed(*host, ours=101e-6, sdpa=1e-6) == [
+        "host, forward, key bias and window_size, host time: 0.101 ms, at most 0.100 ms are asked for"
+    ]
+    assert len(missed("selection", "8 heads, S8192 w2048", "GPU time", topk=1e-6)) == 1
+    # Every demand is of a workload that there is.
+    workloads = call_performance.WORKLOADS["cuda"]
+    for demand in call_performance.DEMANDS:
+        assert demand.workload in map(call_performance.name_of, workloads[demand.part])
 
 
 # Memory

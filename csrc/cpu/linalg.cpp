@@ -111,12 +111,15 @@ void add_product_right(const Matrix<acc_t>& a, const Matrix<acc_t>& w, acc_t alp
     });
 }
 
+// The numbers where they are, if they are of acc_t.
 template <typename acc_t>
-Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
-                   acc_t* scratch) {
-    if (dtype == kDataType<acc_t>) {
-        return {const_cast<acc_t*>(static_cast<const acc_t*>(data)) + offset, rows, cols, stride};
-    }
+Matrix<acc_t> in_place(const void* data, int64_t offset, int64_t stride, int64_t rows, int64_t cols) {
+    return {const_cast<acc_t*>(static_cast<const acc_t*>(data)) + offset, rows, cols, stride};
+}
+
+template <typename acc_t>
+Matrix<acc_t> widen(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
+                    acc_t* scratch) {
     const Matrix<acc_t> widened{scratch, rows, cols, cols};
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
@@ -124,6 +127,25 @@ Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t str
         for (int64_t i = 0; i < rows; ++i) at::vec::convert<T, acc_t>(from + i * stride, widened.row(i), cols);
     });
     return widened;
+}
+
+template <typename acc_t>
+Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
+                   acc_t* scratch) {
+    if (dtype == kDataType<acc_t>) return in_place<acc_t>(data, offset, stride, rows, cols);
+    return widen<acc_t>(data, dtype, offset, stride, rows, cols, scratch);
+}
+
+template <typename acc_t>
+Matrix<acc_t> load_operand(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
+                           acc_t* scratch) {
+    if (dtype == kDataType<acc_t>) {
+        const Matrix<acc_t> there = in_place<acc_t>(data, offset, stride, rows, cols);
+        const auto aligned = [](int64_t bytes) { return bytes % kAlignment == 0; };
+        constexpr int64_t size = sizeof(acc_t);
+        if (aligned(reinterpret_cast<intptr_t>(there.data)) && aligned(stride * size) && aligned(cols * size)) return there;
+    }
+    return widen<acc_t>(data, dtype, offset, stride, rows, cols, scratch);
 }
 
 template <typename acc_t>
@@ -231,6 +253,7 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
     template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
     template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \
     template Matrix<acc_t> load(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);                  \
+    template Matrix<acc_t> load_operand(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);          \
     template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                    \
     template Matrix<acc_t> gather(const void*, DataType, int64_t, int64_t, const int32_t*, int64_t, int64_t, acc_t*); \
     template bool all_finite(const Matrix<acc_t>&);                                                                  \

@@ -84,7 +84,7 @@ public:
         probs = {probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
         dx = {dx_.data(), tile.rows, tile.keys, padded(tile.keys)};
         product<acc_t>(query, key_transposed, p_.softmax_scale, probs);
-        product<acc_t>(dout, value_transposed, 1, dx);
+        precise_product<acc_t>(dout, value_transposed, dx);
 
         const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
         const acc_t* delta = row_stats<acc_t>(p_.delta, tile.sequence, tile.head, tile.row);

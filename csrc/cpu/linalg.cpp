@@ -85,6 +85,16 @@ void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const 
     gemm<acc_t>(a, b, alpha, 0, c);
 }
 
+template <typename acc_t>
+void precise_product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, const Matrix<acc_t>& c) {
+    constexpr int64_t kWhole = 128, kPiece = 64;  // up to kWhole shorter sums buy little
+    const int64_t piece = a.cols <= kWhole ? a.cols : kPiece;
+    for (int64_t k = 0; k < a.cols; k += piece) {
+        const int64_t n = std::min(piece, a.cols - k);
+        gemm<acc_t>({a.data + k, a.rows, n, a.stride}, {b.row(k), n, b.cols, b.stride}, 1, k == 0 ? 0 : 1, c);
+    }
+}
+
 // Calls f(i, j, weight) for the elements of w that are not 0.
 template <typename acc_t, typename F>
 void for_each_weight(const Matrix<acc_t>& w, acc_t alpha, F&& f) {
@@ -250,6 +260,7 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
 #define INSTANTIATE(acc_t)                                                                                           \
     template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*, int64_t);                                         \
     template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                  \
+    template void precise_product(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);                 \
     template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
     template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \
     template Matrix<acc_t> load(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);                  \

@@ -63,6 +63,10 @@ constexpr int64_t padded(int64_t n) { return n + 16; }
 // c = alpha * a b
 template <typename acc_t>
 void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c);
+// c = a b, where long sums are made of shorter ones: their rounding grows with the length. For <do, v>, from which a
+// number of its size is subtracted that does not share its rounding.
+template <typename acc_t>
+void precise_product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, const Matrix<acc_t>& c);
 
 // c += alpha * w b; and c += alpha * a w. Where `exact`, an element of w that is 0 adds nothing whatever stands in the
 // other factor, NaN and infinity too: slow, for the rare tile whose fast product came out not finite.

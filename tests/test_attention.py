@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import BROADCASTS, LENGTHS, check, inputs, rand_mask, shaped
+from helpers import BROADCASTS, LENGTHS, check, inputs, rand_mask, run, shaped
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_kvpacked_func, flash_dmattn_qkvpacked_func
 
@@ -145,23 +145,43 @@ def test_probabilities():
     torch.testing.assert_close(probs.sum(-1), (lse > -torch.inf).float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bias_shape", [(2, 4, 1, 300), (1, 1, 1, 300), (1, 2, 300, 300), (2, 4, 300, 300)], ids=str)
-def test_deterministic_for_any_number_of_threads(bias_shape, dtype):
-    tensors = [x.requires_grad_() for x in inputs(2, 300, 300, 4, 2, 16, dtype)]
-    bias = torch.randn(bias_shape).to(dtype).requires_grad_()
-    dout = torch.randn_like(tensors[0])
+@pytest.fixture
+def any_number_of_threads():
     threads = torch.get_num_threads()
+    yield (1, 2, 3, 4, 8, 16)
+    torch.set_num_threads(threads)
 
-    def gradients(number):
-        torch.set_num_threads(number)
-        out = flash_dmattn_func(*tensors, rand_mask_fixed, bias, is_causal=True, deterministic=True)
-        return out.detach(), *torch.autograd.grad(out, [*tensors, bias], dout)
 
-    rand_mask_fixed = rand_mask(2, 2, 300, 300)
-    try:
-        first = gradients(1)
-        for number in (1, 2, 3):
-            assert all(torch.equal(a, b) for a, b in zip(gradients(number), first))
-    finally:
+def moved(tensor, numbers):
+    """The same values, some numbers away from where an allocator would put them."""
+    memory = torch.empty(tensor.numel() + numbers, dtype=tensor.dtype)
+    return memory[numbers:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("sparse", ["tiles", "lists"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim",
+    [(1, 1, 1, 5, 257, 64), (1, 1, 1, 257, 257, 40), (1, 2, 1, 129, 600, 32), (2, 4, 2, 300, 300, 16)],
+)
+@pytest.mark.parametrize("bias_rows", ["none", "key", "dense"])
+def test_the_same_bits_for_any_number_of_threads_and_any_address(
+    any_number_of_threads, bias_rows, batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, dtype, sparse
+):
+    tensors = inputs(batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, dtype)
+    mask = rand_mask(1, 1, seqlen_q, seqlen_k)
+    bias = torch.randn(1, heads, 1 if bias_rows == "key" else seqlen_q, seqlen_k).to(dtype)
+    bias = None if bias_rows == "none" else bias
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(batch, heads, seqlen_q)
+
+    def results(threads, numbers):
         torch.set_num_threads(threads)
+        *there, bias_there, dout_there = (None if x is None else moved(x, numbers) for x in (*tensors, bias, dout))
+        options = {"is_causal": True, "deterministic": True, "sparse": sparse}
+        return run(flash_dmattn_func, there, mask, bias_there, dout_there, dlse, **options)
+
+    first = results(1, 0)
+    for threads in any_number_of_threads:
+        assert all(torch.equal(a, b) for a, b in zip(results(threads, 0), first)), f"{threads} threads"
+    for numbers in (1, 2, 3, 8):
+        assert all(torch.equal(a, b) for a, b in zip(results(2, numbers), first)), f"{numbers} numbers away"

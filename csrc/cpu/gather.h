@@ -56,7 +56,7 @@ private:
     bool backward_;
     KeyList list_{};
     int64_t batch_ = -1, kv_head_ = -1;
-    std::vector<acc_t> key_, value_, key_transposed_, value_transposed_;
+    Buffer<acc_t> key_, value_, key_transposed_, value_transposed_;
     std::vector<GatheredTile<acc_t>> tiles_;
 };
 

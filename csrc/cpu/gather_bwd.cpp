@@ -17,7 +17,7 @@ constexpr int64_t kKeys = 256;
 template <typename acc_t>
 struct KeyPart {
     int64_t first = 0, keys = 0;
-    std::vector<acc_t> dkey, dvalue;  // [keys, D]
+    Buffer<acc_t> dkey, dvalue;  // [keys, D]
     std::vector<double> column_sums;  // [heads of dbias that share the key/value head, keys]
 
     void start(int64_t first_key, int64_t key_count, int64_t dim, int64_t dbias_heads) {
@@ -48,7 +48,7 @@ public:
     void reduce() {
         const int64_t key_tiles = ceil_div(p_.seqlen_k, kKeys);
         for_each_unit(p_.batch * p_.kv_heads * key_tiles, [&] {
-            std::vector<acc_t> sums(kKeys * p_.head_dim);
+            Buffer<acc_t> sums(kKeys * p_.head_dim);
             return [this, key_tiles, sums = std::move(sums)](int64_t index) mutable {
                 const Sequence s(p_, index / key_tiles / p_.kv_heads);
                 const int64_t kv_head = index / key_tiles % p_.kv_heads;
@@ -75,7 +75,7 @@ private:
     }
 
     void reduce_rows(const Sequence& s, int64_t kv_head, int64_t key, const Matrix<acc_t>& sums,
-                     std::vector<acc_t> KeyPart<acc_t>::*rows, const RowsView& to) {
+                     Buffer<acc_t> KeyPart<acc_t>::*rows, const RowsView& to) {
         std::fill_n(sums.data, sums.rows * sums.cols, acc_t(0));
         for_each_part(s, kv_head, key, sums.rows, [&](const KeyPart<acc_t>& from, int64_t begin, int64_t end) {
             const acc_t* x = (from.*rows).data() + (begin - from.first) * sums.cols;
@@ -217,7 +217,7 @@ private:
     }
 
     // The gradients of the gathered keys, transposed [D, keys] a tile after the other, home to their places.
-    void scatter(std::vector<acc_t>& transposed, KeyPart<acc_t>& part, std::vector<acc_t>& to) {
+    void scatter(Buffer<acc_t>& transposed, KeyPart<acc_t>& part, Buffer<acc_t>& to) {
         acc_t* from = transposed.data();
         for (const auto& keys : gathered_.tiles()) {
             const int64_t n = keys.list.size;
@@ -255,7 +255,7 @@ private:
     }
 
     bool is_finite(const KeyPart<acc_t>& part) const {
-        const auto finite = [&](const std::vector<acc_t>& x) {
+        const auto finite = [&](const Buffer<acc_t>& x) {
             return all_finite<acc_t>({const_cast<acc_t*>(x.data()), part.keys, p_.head_dim, p_.head_dim});
         };
         return finite(part.dkey) && finite(part.dvalue);
@@ -269,11 +269,11 @@ private:
     int64_t max_rows_;
     GradientTile<acc_t> tile_;
     GatheredKeys<acc_t> gathered_;
-    std::vector<acc_t> query_, query_transposed_, dout_, dout_transposed_, dquery_;
-    std::vector<acc_t> dkey_, dvalue_;  // of the gathered keys
+    Buffer<acc_t> query_, query_transposed_, dout_, dout_transposed_, dquery_;
+    Buffer<acc_t> dkey_, dvalue_;  // of the gathered keys
     std::vector<double> column_sums_;
     int64_t dense_slots_;  // how many heads of dbias grow at once
-    std::vector<acc_t> dense_rows_, transposed_;
+    Buffer<acc_t> dense_rows_, transposed_;
 };
 
 }  // namespace

@@ -84,7 +84,7 @@ public:
         probs = {probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
         dx = {dx_.data(), tile.rows, tile.keys, padded(tile.keys)};
         product<acc_t>(query, key_transposed, p_.softmax_scale, probs);
-        product<acc_t>(dout, value_transposed, 1, dx);
+        precise_product<acc_t>(dout, value_transposed, dx);
 
         const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
         const acc_t* delta = row_stats<acc_t>(p_.delta, tile.sequence, tile.head, tile.row);
@@ -126,7 +126,7 @@ private:
     const BwdParams& p_;
     int64_t max_rows_, max_keys_;
     PairScratch<acc_t> pairs_;
-    std::vector<acc_t> probs_, dx_, slope_;
+    Buffer<acc_t> probs_, dx_, slope_;
 };
 
 // D_i = <do_i, o_i> - dlse_i
@@ -134,7 +134,7 @@ template <typename acc_t>
 void row_deltas(const BwdParams& p) {
     const int64_t row_tiles = ceil_div(p.seqlen_q, kGradientRows);
     for_each_unit(p.batch * p.heads * row_tiles, [&] {
-        std::vector<acc_t> out_scratch(kGradientRows * p.head_dim), dout_scratch(kGradientRows * p.head_dim);
+        Buffer<acc_t> out_scratch(kGradientRows * p.head_dim), dout_scratch(kGradientRows * p.head_dim);
         return [=, &p, out_scratch = std::move(out_scratch), dout_scratch = std::move(dout_scratch)](int64_t index) mutable {
             const Sequence s(p, index / row_tiles / p.heads);
             const int64_t head = index / row_tiles % p.heads;

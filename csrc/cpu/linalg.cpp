@@ -85,6 +85,16 @@ void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const 
     gemm<acc_t>(a, b, alpha, 0, c);
 }
 
+template <typename acc_t>
+void precise_product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, const Matrix<acc_t>& c) {
+    constexpr int64_t kWhole = 128, kPiece = 64;  // up to kWhole shorter sums buy little
+    const int64_t piece = a.cols <= kWhole ? a.cols : kPiece;
+    for (int64_t k = 0; k < a.cols; k += piece) {
+        const int64_t n = std::min(piece, a.cols - k);
+        gemm<acc_t>({a.data + k, a.rows, n, a.stride}, {b.row(k), n, b.cols, b.stride}, 1, k == 0 ? 0 : 1, c);
+    }
+}
+
 // Calls f(i, j, weight) for the elements of w that are not 0.
 template <typename acc_t, typename F>
 void for_each_weight(const Matrix<acc_t>& w, acc_t alpha, F&& f) {
@@ -111,12 +121,15 @@ void add_product_right(const Matrix<acc_t>& a, const Matrix<acc_t>& w, acc_t alp
     });
 }
 
+// The numbers where they are, if they are of acc_t.
 template <typename acc_t>
-Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
-                   acc_t* scratch) {
-    if (dtype == kDataType<acc_t>) {
-        return {const_cast<acc_t*>(static_cast<const acc_t*>(data)) + offset, rows, cols, stride};
-    }
+Matrix<acc_t> in_place(const void* data, int64_t offset, int64_t stride, int64_t rows, int64_t cols) {
+    return {const_cast<acc_t*>(static_cast<const acc_t*>(data)) + offset, rows, cols, stride};
+}
+
+template <typename acc_t>
+Matrix<acc_t> widen(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
+                    acc_t* scratch) {
     const Matrix<acc_t> widened{scratch, rows, cols, cols};
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
@@ -124,6 +137,25 @@ Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t str
         for (int64_t i = 0; i < rows; ++i) at::vec::convert<T, acc_t>(from + i * stride, widened.row(i), cols);
     });
     return widened;
+}
+
+template <typename acc_t>
+Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
+                   acc_t* scratch) {
+    if (dtype == kDataType<acc_t>) return in_place<acc_t>(data, offset, stride, rows, cols);
+    return widen<acc_t>(data, dtype, offset, stride, rows, cols, scratch);
+}
+
+template <typename acc_t>
+Matrix<acc_t> load_operand(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
+                           acc_t* scratch) {
+    if (dtype == kDataType<acc_t>) {
+        const Matrix<acc_t> there = in_place<acc_t>(data, offset, stride, rows, cols);
+        const auto aligned = [](int64_t bytes) { return bytes % kAlignment == 0; };
+        constexpr int64_t size = sizeof(acc_t);
+        if (aligned(reinterpret_cast<intptr_t>(there.data)) && aligned(stride * size) && aligned(cols * size)) return there;
+    }
+    return widen<acc_t>(data, dtype, offset, stride, rows, cols, scratch);
 }
 
 template <typename acc_t>
@@ -228,9 +260,11 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
 #define INSTANTIATE(acc_t)                                                                                           \
     template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*, int64_t);                                         \
     template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                  \
+    template void precise_product(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);                 \
     template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
     template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \
     template Matrix<acc_t> load(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);                  \
+    template Matrix<acc_t> load_operand(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);          \
     template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                    \
     template Matrix<acc_t> gather(const void*, DataType, int64_t, int64_t, const int32_t*, int64_t, int64_t, acc_t*); \
     template bool all_finite(const Matrix<acc_t>&);                                                                  \

@@ -2,10 +2,38 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
+#include <vector>
 
 #include "params.h"
 
 namespace flash_dmattn {
+
+// Rows of a product begin at multiples of this many bytes: a BLAS may take another order of summation for an operand that
+// lies elsewhere (MKL does, and promises the same bits only so), and the same numbers are to give the same bits anywhere.
+constexpr int64_t kAlignment = 64;
+
+struct AlignedDelete {
+    void operator()(void* p) const { ::operator delete(p, std::align_val_t(kAlignment)); }
+};
+
+template <typename T>
+struct AlignedAllocator {
+    using value_type = T;
+
+    AlignedAllocator() = default;
+    template <typename U>
+    AlignedAllocator(const AlignedAllocator<U>&) {}
+
+    T* allocate(std::size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(kAlignment))); }
+    void deallocate(T* p, std::size_t) { AlignedDelete()(p); }
+    friend bool operator==(const AlignedAllocator&, const AlignedAllocator&) { return true; }
+    friend bool operator!=(const AlignedAllocator&, const AlignedAllocator&) { return false; }
+};
+
+// Scratch memory.
+template <typename T>
+using Buffer = std::vector<T, AlignedAllocator<T>>;
 
 // Row-major; stride counts elements.
 template <typename acc_t>
@@ -35,6 +63,10 @@ constexpr int64_t padded(int64_t n) { return n + 16; }
 // c = alpha * a b
 template <typename acc_t>
 void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c);
+// c = a b, where long sums are made of shorter ones: their rounding grows with the length. For <do, v>, from which a
+// number of its size is subtracted that does not share its rounding.
+template <typename acc_t>
+void precise_product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, const Matrix<acc_t>& c);
 
 // c += alpha * w b; and c += alpha * a w. Where `exact`, an element of w that is 0 adds nothing whatever stands in the
 // other factor, NaN and infinity too: slow, for the rare tile whose fast product came out not finite.
@@ -47,6 +79,10 @@ void add_product_right(const Matrix<acc_t>& a, const Matrix<acc_t>& w, acc_t alp
 template <typename acc_t>
 Matrix<acc_t> load(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
                    acc_t* scratch);
+// The same for an operand of a product: in place only where each row is aligned, as it is in `scratch`.
+template <typename acc_t>
+Matrix<acc_t> load_operand(const void* data, DataType dtype, int64_t offset, int64_t stride, int64_t rows, int64_t cols,
+                           acc_t* scratch);
 template <typename acc_t>
 void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offset, int64_t stride);
 

@@ -17,7 +17,7 @@ template <typename acc_t>
 class DqueryParts {
 public:
     DqueryParts(const BwdParams& p, const GradientUnits& units)
-        : p_(p), runs_(units.runs), data_(new acc_t[runs_ * p.batch * p.heads * p.seqlen_q * p.head_dim]) {}
+        : p_(p), runs_(units.runs), data_(AlignedAllocator<acc_t>().allocate(runs_ * p.batch * p.heads * p.seqlen_q * p.head_dim)) {}
 
     Matrix<acc_t> part(int64_t run, int64_t batch, int64_t head, int64_t row, int64_t rows) {
         const int64_t at = (((run * p_.batch + batch) * p_.heads + head) * p_.seqlen_q + row) * p_.head_dim;
@@ -46,7 +46,7 @@ public:
 private:
     const BwdParams& p_;
     int64_t runs_;
-    std::unique_ptr<acc_t[]> data_;
+    std::unique_ptr<acc_t, AlignedDelete> data_;  // uninitialized: every unit starts its part
 };
 
 // One unit of work, over a run of key tiles: it makes dkey, dvalue and dbias of those keys whole; of dquery it makes a
@@ -100,7 +100,7 @@ private:
         Matrix<acc_t> key, key_transposed, value_transposed, dkey, dvalue;
 
     private:
-        std::vector<acc_t> key_, key_transposed_, value_transposed_, dkey_, dvalue_;
+        Buffer<acc_t> key_, key_transposed_, value_transposed_, dkey_, dvalue_;
     };
 
     // Returns whether every gradient is finite.
@@ -212,9 +212,9 @@ private:
     bool dense_dbias_, key_dbias_;
     int64_t max_rows_, max_keys_;
     GradientTile<acc_t> tile_;
-    std::vector<acc_t> query_, query_transposed_, dout_, dout_transposed_;
+    Buffer<acc_t> query_, query_transposed_, dout_, dout_transposed_;
     std::vector<Member> members_;
-    std::vector<acc_t> key_scratch_, dense_tile_;
+    Buffer<acc_t> key_scratch_, dense_tile_;
     std::vector<double> column_sums_;  // of thousands of rows
 };
 

@@ -112,7 +112,7 @@ private:
     int64_t max_rows_, max_keys_;
     PairScratch<acc_t> pairs_;
     GatheredKeys<acc_t> gathered_;
-    std::vector<acc_t> query_, key_, key_transposed_, probs_, out_, max_;
+    Buffer<acc_t> query_, key_, key_transposed_, probs_, out_, max_;
     std::vector<double> sum_;
 };
 

@@ -16,7 +16,7 @@ bool mask_hides(const AttentionParams& params, const Tile& tile);
 // Room for a row of a tile's bias and mask, where they are not contiguous or of another type, and for its intervals.
 template <typename acc_t>
 struct PairScratch {
-    std::vector<acc_t> bias;
+    Buffer<acc_t> bias;
     std::vector<uint8_t> visible;
     std::vector<int32_t> start, end;
 

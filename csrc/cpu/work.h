@@ -82,14 +82,14 @@ template <typename acc_t>
 Matrix<acc_t> load_rows(const AttentionParams& p, const RowsView& view, const Sequence& s, int64_t row, int64_t rows,
                         int64_t head, acc_t* scratch) {
     const int64_t at = s.batch * view.batch_stride + (s.first_row + row) * view.row_stride + head * view.head_stride;
-    return load<acc_t>(view.data, p.dtype, at, view.row_stride, rows, p.head_dim, scratch);
+    return load_operand<acc_t>(view.data, p.dtype, at, view.row_stride, rows, p.head_dim, scratch);
 }
 
 template <typename acc_t>
 Matrix<acc_t> load_keys(const AttentionParams& p, const RowsView& view, const Sequence& s, int64_t key, int64_t keys,
                         int64_t head, acc_t* scratch) {
     const int64_t at = s.batch * view.batch_stride + (s.first_key + key) * view.row_stride + head * view.head_stride;
-    return load<acc_t>(view.data, p.dtype, at, view.row_stride, keys, p.head_dim, scratch);
+    return load_operand<acc_t>(view.data, p.dtype, at, view.row_stride, keys, p.head_dim, scratch);
 }
 
 template <typename acc_t>

@@ -44,8 +44,9 @@ CUDA_SOURCES = [
         f"csrc/cuda/{name}.cu"
         for name in (
             *("device", "dispatch", "sm80/bwd", "sm80/fwd"),
-            *(f"masks/{name}" for name in ("interval_tiles", "key_lists", "pack_mask")),
+            *(f"masks/{name}" for name in ("bounded_lists", "interval_tiles", "key_lists", "pack_mask")),
             *(f"passes/{name}" for name in ("combine", "convert", "delta")),
+            *(f"select/{name}" for name in ("intervals", "key_lists", "short_sequences", "sort")),
         )
     ),
 ]

@@ -3,6 +3,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <limits>
+
 #include "cuda/attention.h"
 #include "cuda/masks/bounded_lists.h"
 #include "cuda/masks/key_lists.h"
@@ -122,20 +124,26 @@ std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& p,
     return lists.tensors();
 }
 
-Tensor count_key_lists_cuda(const AttentionParams& p, const Tensor& source, const Tensor& lengths) {
+std::tuple<Tensor, Tensor, Tensor> build_counted_lists(const AttentionParams& p, const Tensor& source) {
     const c10::cuda::CUDAGuard guard(source.device());
     const KeyListsPlan plan = plan_key_lists(p, source.size(0));
-    const Tensor scratch = at::empty({plan.scratch_bytes}, source.options().dtype(at::kByte));
-    key_list_lengths_cuda(p, plan, scratch.data_ptr(), lengths.data_ptr<int64_t>(), current_stream());
-    return scratch;
-}
-
-void fill_key_lists_cuda(const AttentionParams& p, const Tensor& source, const Tensor& scratch, const Tensor& spans,
-                         const Tensor& keys, const Tensor& rows) {
-    const c10::cuda::CUDAGuard guard(source.device());
-    key_list_fill_cuda(p, plan_key_lists(p, source.size(0)), scratch.data_ptr(), spans.const_data_ptr<int64_t>(),
-                       keys.numel(), keys.data_ptr<int32_t>(), reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()),
-                       current_stream());
+    if (plan.lists() == 0 || source.numel() == 0) {
+        const Lists none = empty_lists(source, 0, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
+        none.spans.zero_();
+        return none.tensors();
+    }
+    const cudaStream_t stream = current_stream();
+    const Tensor scratch = workspace(plan.scratch_bytes, source);
+    const Tensor total = at::empty({1}, source.options().dtype(at::kLong));
+    const Lists places = empty_lists(source, 0, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
+    key_list_places_cuda(p, plan, address(scratch), places.begins(), places.ends(), std::numeric_limits<int64_t>::max(),
+                         total.data_ptr<int64_t>(), stream);
+    const int64_t capacity = total.item<int64_t>();
+    Lists lists = empty_lists(source, capacity, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
+    lists.spans = places.spans;
+    auto* rows = plan.has_rows ? reinterpret_cast<uint32_t*>(lists.rows.data_ptr<int32_t>()) : nullptr;
+    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(), rows, stream);
+    return lists.tensors();
 }
 
 Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q, const OptionalTensor& cu_seqlens_q,

@@ -17,13 +17,10 @@ void backward_cuda(BwdParams& params, const Inputs& inputs);
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
 
-// Steps of build_key_lists (lists.h). `source`: the mask or the intervals that params were made of.
+// build_key_lists (lists.h) on CUDA: of intervals with a bound, and of any mask. `source`: what params were made of.
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& params, const Tensor& source,
-                                                      int64_t keys_per_row);
-// Fills `lengths`; returns scratch memory for the second step.
-Tensor count_key_lists_cuda(const AttentionParams& params, const Tensor& source, const Tensor& lengths);
-void fill_key_lists_cuda(const AttentionParams& params, const Tensor& source, const Tensor& scratch, const Tensor& spans,
-                         const Tensor& keys, const Tensor& rows);
+                                                       int64_t keys_per_row);
+std::tuple<Tensor, Tensor, Tensor> build_counted_lists(const AttentionParams& params, const Tensor& source);
 
 // Selection: from a bias of one number a key to the keys of the causal dynamic mask (KeyIntervalMask.topk).
 // bias ({B|1}, {H|Hkv|1}, Sk) to intervals int32 (2, {B|1}, {H|Hkv|1}, Sk); of variable length (total_k, heads) to

@@ -24,36 +24,30 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
     const AttentionParams p =
         mask_params(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
     const Tensor& source = mask ? *mask : *intervals;
+    const bool bounded = intervals && keys_per_row;
+    if (!source.is_cpu()) return bounded ? build_bounded_lists(p, source, *keys_per_row) : build_counted_lists(p, source);
+
     const auto ints = source.options().dtype(at::kInt), longs = source.options().dtype(at::kLong);
     const int64_t lists = p.batch * p.heads * row_tiles_of(p);
-    const bool with_rows = mask && !p.mask.per_key;
-    const bool bounded = intervals && keys_per_row;
-    if (bounded && !source.is_cpu()) return build_bounded_lists(p, source, *keys_per_row);
-
-    Tensor lengths = at::zeros({lists}, longs), scratch;
-    if (source.numel() > 0 && source.is_cpu()) key_list_lengths_cpu(p, lengths.data_ptr<int64_t>());
-    if (source.numel() > 0 && !source.is_cpu()) scratch = count_key_lists_cuda(p, source, lengths);
+    const Tensor lengths = at::zeros({lists}, longs);
+    if (source.numel() > 0) key_list_lengths_cpu(p, lengths.data_ptr<int64_t>());
     const Tensor ends = lengths.cumsum(0);
-    int64_t capacity = 0;
+    const int64_t total = lists > 0 ? ends[-1].item<int64_t>() : 0;
+    int64_t capacity = limit && total > *limit ? 0 : total;
     if (bounded) {
         const int64_t rows = std::min(p.seqlen_q, KeyListsView::kRows);
         capacity = rows > 0 ? lists * round_up(std::min(*keys_per_row + rows - 1, p.seqlen_k)) : 0;
-    }
-    if (lists > 0 && (!bounded || source.is_cpu())) {
-        const int64_t total = ends[-1].item<int64_t>();
-        TORCH_CHECK_VALUE(!bounded || total <= capacity,
+        TORCH_CHECK_VALUE(total <= capacity,
                           "keys_per_row of the mask must bound the keys that n successive rows see, at most keys_per_row "
                           "+ n - 1, got one with room for ", capacity, " keys in all lists together, which hold ", total);
-        if (!bounded) capacity = limit && total > *limit ? 0 : total;
     }
+    const bool with_rows = mask && !p.mask.per_key;
     const Tensor spans = at::stack({ends - lengths, ends}).clamp_max_(capacity);
     Tensor keys = at::empty({capacity}, ints), rows = at::empty({with_rows ? capacity : 0, KeyListsView::kRows / 32}, ints);
-    if (capacity > 0 && source.is_cpu()) {
+    if (capacity > 0) {
         const int64_t* begins = spans.const_data_ptr<int64_t>();
         key_list_fill_cpu(p, begins, begins + lists, keys.data_ptr<int32_t>(),
                           with_rows ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr);
-    } else if (capacity > 0) {
-        fill_key_lists_cuda(p, source, scratch, spans, keys, rows);
     }
     return {keys, spans.view({2, p.batch, p.heads, row_tiles_of(p)}), rows};
 }

@@ -18,11 +18,7 @@ std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t, int64_t, bool,
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams&, const Tensor& source, int64_t) {
     refuse(source);
 }
-Tensor count_key_lists_cuda(const AttentionParams&, const Tensor& source, const Tensor&) { refuse(source); }
-void fill_key_lists_cuda(const AttentionParams&, const Tensor& source, const Tensor&, const Tensor&, const Tensor&,
-                         const Tensor&) {
-    refuse(source);
-}
+std::tuple<Tensor, Tensor, Tensor> build_counted_lists(const AttentionParams&, const Tensor& source) { refuse(source); }
 Tensor topk_intervals(const Tensor& bias, int64_t, int64_t, const OptionalTensor&, const OptionalTensor&,
                       std::optional<int64_t>) {
     refuse(bias);

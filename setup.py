@@ -40,7 +40,7 @@ CUDA_SOURCES = [
     for name in (
         *("device", "dispatch", "prefix_topk"),
         *(f"masks/{name}" for name in ("interval_tiles", "key_lists", "pack_mask")),
-        *(f"passes/{name}" for name in ("combine", "convert", "delta")),
+        *(f"passes/{name}" for name in ("convert", "delta")),
         *("sm80/bwd", "sm80/fwd"),
     )
 ]

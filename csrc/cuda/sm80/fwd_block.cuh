@@ -4,6 +4,7 @@
 
 #include "../common/combine.cuh"
 #include "../common/online_softmax.cuh"
+#include "../common/pairs.cuh"
 #include "../common/sequence.cuh"
 #include "../common/smem_tile.cuh"
 #include "fwd_config.h"
@@ -25,7 +26,7 @@ struct FwdSchedule {
     bool bias_aligned;  // of a dense bias: rows of contiguous keys, 16-byte aligned
 };
 
-template <typename T, typename Shape>
+template <typename T, BiasKind kBias, typename Shape>
 class FwdBlock {
 public:
     static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kBlocks = Shape::kBlocks;
@@ -76,7 +77,8 @@ protected:
 
     // Goes over the keys: `tile` moves from one tile of them to the next, and `source` fetches what belongs to it.
     // load_key, load_value and load_pairs start to fetch; store_pairs leaves in shared memory what load_pairs has fetched
-    // to registers; apply_pairs makes of products what the softmax sees.
+    // to registers; apply_pairs makes of products what the softmax sees, but for pairs that a dense bias hides from rows
+    // which see others: they weigh nothing. For the rest there is hide_by_bias.
     template <typename Source, typename Tiles>
     __device__ __forceinline__ void attend(Source& source, Tiles& tile) {
 #pragma unroll
@@ -108,6 +110,7 @@ protected:
             }
             cp_async_wait<0>();
             __syncthreads();  // value has come; key and pairs are free
+            const int visited = tile.index();
             more = tile.next();
             if (more) {
                 source.load_key(tile);
@@ -115,7 +118,9 @@ protected:
             }
             cp_async_commit();
             if (!idle) {
-                softmax_.update(scores, out_, schedule_.to_log2);
+                // A row that so far has seen nothing but what its dense bias hides.
+                constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
+                softmax_.update(scores, out_, schedule_.to_log2, kExtreme, [&] { source.hide_by_bias(scores, visited); });
                 add_probs_value(scores);
             }
             if (more) source.store_pairs(tile);

@@ -45,7 +45,7 @@ CUDA_SOURCES = [
         for name in (
             *("device", "dispatch", "sm80/bwd", "sm80/fwd"),
             *(f"masks/{name}" for name in ("bounded_lists", "interval_tiles", "key_lists", "pack_mask")),
-            *(f"passes/{name}" for name in ("combine", "convert", "delta")),
+            *(f"passes/{name}" for name in ("convert", "delta")),
             *(f"select/{name}" for name in ("intervals", "key_lists", "short_sequences", "sort")),
         )
     ),

@@ -119,17 +119,30 @@ def poisoned_allocations():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 2, 1, 170), (2, 2, 150, 170), (1, 1, 150, 170)], ids=str)
 @pytest.mark.parametrize("sparse", ["tiles", "lists"])
-def test_rows_of_the_least_finite_number_are_means(shape, sparse):
-    query, key, value = (x.requires_grad_() for x in on_gpu(2, 150, 170, 2, 2, 64, torch.bfloat16))
-    bias = randn(*shape)
-    bias[..., 0, :] = torch.finfo(bias.dtype).min
-    bias.requires_grad_()
+def test_the_least_finite_number_hides(shape, sparse, dtype):
+    """As -inf does, whatever scores are added to it: padding on the left, and rows that see nothing."""
+    query, key, value = (x.requires_grad_() for x in on_gpu(2, 150, 170, 2, 2, 64, dtype))
+    least = torch.finfo(dtype).min
+    hidden = mask_of(*shape, visible=0.5)
+    hidden[..., :20] = True
+    if shape[2] > 1:
+        hidden[..., 0, :] = True
+    bias = randn(*shape, dtype=dtype).masked_fill(hidden, least).requires_grad_()
+    infinite = bias.detach().masked_fill(hidden, -torch.inf).requires_grad_()
     mask = torch.ones(1, 1, 1, 170, dtype=torch.bool, device="cuda")
-    out = flash_dmattn_func(query, key, value, mask, bias, sparse=sparse)
-    torch.testing.assert_close(out[:, 0], value.mean(dim=1), atol=1e-2, rtol=1e-2)
-    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), [query, key, value, bias]))
+    dout = torch.randn_like(query)
+
+    def run_with(bias):
+        out, lse = flash_dmattn_func(query, key, value, mask, bias, sparse=sparse, return_lse=True)
+        return out, lse, *torch.autograd.grad(out, [query, key, value, bias], dout)
+
+    for x, y in zip(run_with(bias), run_with(infinite)):
+        torch.testing.assert_close(x, y)
+    out, lse, dq, *_ = run_with(torch.full_like(bias, least, requires_grad=True))
+    assert (lse == -torch.inf).all() and (out == 0).all() and (dq == 0).all()
 
 
 @pytest.mark.parametrize("bias_shape", [(2, 4, 1, 290), (1, 2, 300, 290), (2, 4, 300, 290)], ids=str)

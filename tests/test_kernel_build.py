@@ -185,10 +185,11 @@ size_t smallest() {  // the launch takes it where no other fits
 
 template <int kHeadDim>
 size_t forward() {
-    return std::max(smallest<FwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kUsual>>,
-                             FwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kFew>>,
-                             FwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kDecode>>>(),
+    return std::max(smallest<FwdKernel<half_t, BiasKind::kDense, true, FwdTile<kHeadDim, FwdTileKind::kUsual>>,
+                             FwdKernel<half_t, BiasKind::kDense, false, FwdTile<kHeadDim, FwdTileKind::kFew>>,
+                             FwdKernel<half_t, BiasKind::kDense, false, FwdTile<kHeadDim, FwdTileKind::kDecode>>>(),
                     smallest<GatherFwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kUsual, true>>,
+                             GatherFwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kFew>>,
                              GatherFwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kDecode>>>());
 }
 

@@ -2,7 +2,6 @@
 #include "attention.h"
 #include "common/check.h"
 #include "common/device.h"
-#include "passes/combine.h"
 #include "passes/convert.h"
 #include "passes/delta.h"
 #include "sm80/bwd.h"
@@ -28,6 +27,7 @@ FwdPlan plan_fwd(const FwdParams& p) {
     if (plan.splits == 1) return plan;
     WorkspaceLayout layout;
     const int64_t numbers = plan.splits * p.batch * p.heads * p.seqlen_q;
+    plan.tickets = layout.take(plan.split_tiles * sizeof(int32_t));
     plan.split_out = layout.take(numbers * p.head_dim * sizeof(float));
     plan.split_lse = layout.take(numbers * sizeof(float));
     plan.workspace_bytes = layout.bytes;
@@ -38,12 +38,13 @@ void run_fwd(const FwdParams& p, const FwdPlan& plan, void* workspace, cudaStrea
     if (plan.head_dim == 0) return;
     FwdArgs args{p};
     args.splits = plan.splits;
+    args.tickets = plan.tickets.in<int32_t>(workspace);
     args.split_out = plan.split_out.in<float>(workspace);
     args.split_lse = plan.split_lse.in<float>(workspace);
+    if (plan.splits > 1) FLASH_CUDA_CHECK(cudaMemsetAsync(args.tickets, 0, plan.tickets.bytes, stream));
     switch (plan.arch) {
         case Arch::kSm80: sm80::run_fwd(args, plan, stream); break;
     }
-    if (plan.splits > 1) combine_splits(args, stream);
 }
 
 BwdPlan plan_bwd(const BwdParams& p, int64_t total_q, int64_t total_k) {

@@ -38,18 +38,23 @@ struct WorkspaceLayout {
 enum class FwdTileKind : int32_t { kUsual, kFew, kDecode };
 
 struct FwdPlan {
+    static constexpr int kMostSplits = 64;
+
     Arch arch = Arch::kSm80;
     int head_dim = 0;  // of the kernels that serve the call; 0 where there is nothing to do
     FwdTileKind tile = FwdTileKind::kUsual;
     int64_t pack = 1;    // query heads that share a tile
     int64_t splits = 1;  // parts that the keys of a tile are cut into
-    WorkspacePart split_out, split_lse;
+    int64_t split_tiles = 0;  // tiles of rows whose keys are split, of all heads and batch elements; no fewer
+    WorkspacePart tickets, split_out, split_lse;  // tickets are 0 when the kernels begin
     int64_t workspace_bytes = 0;
 };
 
 struct FwdArgs : FwdParams {
     int64_t splits;
-    float* split_out;  // [splits, B, H, Sq, D], where splits > 1
+    // Where splits > 1:
+    int32_t* tickets;  // [tiles of rows]: blocks that have finished
+    float* split_out;  // [splits, B, H, Sq, D]
     float* split_lse;  // [splits, B, H, Sq]
 };
 

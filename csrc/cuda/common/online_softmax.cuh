@@ -23,41 +23,57 @@ struct OnlineSoftmax {
         }
     }
 
-    // Scores to exp(score - the row's largest so far); what was summed before is brought to the new largest.
-    template <int kNTiles, int kOutTiles>
+    // Scores to exp(score - the row's largest so far); what was summed before is brought to the new largest. Before a row's
+    // largest becomes a finite number below `extreme`, hide_extremes() may yet hide scores.
+    template <int kNTiles, int kOutTiles, typename HideExtremes>
     __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float (&out)[kMTiles][kOutTiles][4],
-                                           float to_log2) {
-        float shift[kMTiles * 2], correction[kMTiles * 2];
-        bool grows = false, overflows = false;
+                                           float to_log2, float extreme, const HideExtremes& hide_extremes) {
+        float largest[kMTiles * 2];
+        const auto find_largest = [&](int i) {
+            const int m = i / 2, h = i % 2;
+            float x = max[i];
+#pragma unroll
+            for (int n = 0; n < kNTiles; ++n) x = fmaxf(x, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+            return row_max(x);
+        };
+        bool grows = false;
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) {
-            const int m = i / 2, h = i % 2;
-            float largest = max[i];
-#pragma unroll
-            for (int n = 0; n < kNTiles; ++n)
-                largest = fmaxf(largest, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
-            largest = row_max(largest);
+            largest[i] = find_largest(i);
             // What was summed stays as it is while no exponential exceeds 2^kSlack.
-            if ((largest - max[i]) * to_log2 <= kSlack) largest = max[i];
-            grows |= largest != max[i];
-            const float base = largest == -kInfinity ? 0.f : largest;  // no -inf - -inf
-            correction[i] = fast_exp2((max[i] - base) * to_log2);
-            max[i] = largest;
-            shift[i] = base * to_log2;
-            overflows |= fabsf(shift[i]) == kInfinity;
+            if ((largest[i] - max[i]) * to_log2 <= kSlack) largest[i] = max[i];
+            grows |= largest[i] != max[i];
         }
         if (__any_sync(~0u, grows)) {
+            bool is_extreme = false;
+#pragma unroll
+            for (int i = 0; i < kMTiles * 2; ++i) is_extreme |= largest[i] < extreme && largest[i] != -kInfinity;
+            if (extreme > -kInfinity && __any_sync(~0u, is_extreme)) {
+                hide_extremes();
+#pragma unroll
+                for (int i = 0; i < kMTiles * 2; ++i) largest[i] = find_largest(i);
+            }
 #pragma unroll
             for (int i = 0; i < kMTiles * 2; ++i) {
-                sum[i] *= correction[i];
+                const float base = largest[i] == -kInfinity ? 0.f : largest[i];  // no -inf - -inf
+                const float correction = fast_exp2((max[i] - base) * to_log2);
+                max[i] = largest[i];
+                sum[i] *= correction;
 #pragma unroll
                 for (int n = 0; n < kOutTiles; ++n) {
-                    out[i / 2][n][i % 2 * 2] *= correction[i];
-                    out[i / 2][n][i % 2 * 2 + 1] *= correction[i];
+                    out[i / 2][n][i % 2 * 2] *= correction;
+                    out[i / 2][n][i % 2 * 2 + 1] *= correction;
                 }
             }
         }
-        // Rows whose largest score is the least finite number, say: an additive mask made of such numbers.
+        float shift[kMTiles * 2];
+        bool overflows = false;
+#pragma unroll
+        for (int i = 0; i < kMTiles * 2; ++i) {
+            shift[i] = (max[i] == -kInfinity ? 0.f : max[i]) * to_log2;
+            overflows |= fabsf(shift[i]) == kInfinity;
+        }
+        // Rows whose largest score is near the limits of float32.
         if (__any_sync(~0u, overflows)) {
 #pragma unroll
             for (int i = 0; i < kMTiles * 2; ++i) {

@@ -4,6 +4,8 @@
 // are 16 m + 8 h + lane / 4 for h in {0, 1}, its keys 8 n + 2 (lane % 4) + {0, 1}, and acc[m][n][2 h + e] is one pair.
 #pragma once
 
+#include <cfloat>
+
 #include "ptx.cuh"
 #include "tile_scan.cuh"
 
@@ -29,14 +31,25 @@ __device__ __forceinline__ void scale_and_cap(float (&acc)[kMTiles][kNTiles][4],
     }
 }
 
+// A bias hides a pair unless it is above the least finite number of its dtype: additive masks are full of it.
+template <typename T>
+constexpr float kLeastFinite = std::is_same_v<T, half_t> ? -65504.f : std::is_same_v<T, bfloat16_t> ? -0x1.fep127f : -FLT_MAX;
+
 // The bits of a key bias whatever its dtype. What they say is asked later, so that nothing waits for memory here.
 __device__ __forceinline__ uint32_t load_key_bias(const BiasView& view, const char* bias, int64_t at) {
     return view.dtype == DataType::kFloat32 ? __ldg(reinterpret_cast<const uint32_t*>(bias) + at)
                                             : __ldg(reinterpret_cast<const uint16_t*>(bias) + at);
 }
+// -inf where it hides the key.
 template <typename T>
 __device__ __forceinline__ float key_bias_of(const BiasView& view, uint32_t bits) {
-    return view.dtype == DataType::kFloat32 ? __uint_as_float(bits) : unpack<T>(bits).x;
+    const bool is_float = view.dtype == DataType::kFloat32;
+    const float bias = is_float ? __uint_as_float(bits) : unpack<T>(bits).x;
+    return bias <= (is_float ? kLeastFinite<float> : kLeastFinite<T>) ? -kInfinity : bias;
+}
+// Of one sequence and head; of any dtype.
+__device__ __forceinline__ const char* bias_data(const BiasView& view, int64_t offset) {
+    return static_cast<const char*>(view.data) + offset * (view.dtype == DataType::kFloat32 ? 4 : 2);
 }
 
 // x = scale * x + bias, one number a key; `bias` is in shared memory, its first key that of the accumulator.
@@ -123,6 +136,27 @@ __device__ __forceinline__ void hide_invisible(float (&acc)[kMTiles][kNTiles][4]
             x[1] = seeing.y & row_bits[i] ? x[1] : -kInfinity;
         }
     }
+}
+
+// x = -inf where a dense bias hides a pair, for rows that may see nothing else. at(row, key) is where the bias of a pair of
+// the accumulator stands.
+template <typename T, int kMTiles, int kNTiles, typename At>
+__device__ __forceinline__ void hide_where_bias_hides(float (&acc)[kMTiles][kNTiles][4], const At& at) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& x = acc[m][n][i];
+                if constexpr (std::is_same_v<T, bfloat16_t>) {
+                    // The least finite bfloat16 is so large that nothing that was added to it is seen.
+                    x = x <= kLeastFinite<T> ? -kInfinity : x;
+                } else if (x < kLeastFinite<T> / 2 && x != -kInfinity) {
+                    const T bias = *at(m * 16 + i / 2 * 8 + lane_id() / 4, n * 8 + lane_id() % 4 * 2 + i % 2);
+                    if (to_float(bias) <= kLeastFinite<T>) x = -kInfinity;
+                }
+            }
 }
 
 }  // namespace flash_dmattn::cuda

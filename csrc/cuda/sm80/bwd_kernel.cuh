@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             for (int w = 0; w < Tile::kWords; ++w) {
                 bool unhidden = false;
                 for (int head = first_head; head < first_head + group; ++head)
-                    unhidden |= load_key_bias(p, s, head, first_key + w * 32 + lane) != -kInfinity;
+                    unhidden |= load_key_bias<T>(p, s, head, first_key + w * 32 + lane) != -kInfinity;
                 seen[w] &= __ballot_sync(~0u, unhidden);
             }
         }
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         if (lane == 0) smem.head_rows[warp] = HeadRows<T>(p, s, head);
         if (kBias == BiasKind::kDense && lane == 1) smem.head_bias[warp] = HeadBias<T>(p, s, head);
         __syncwarp();
-        if (kKeyBias && threadIdx.x < Tile::kKeys) key_bias = load_key_bias(p, s, head, first_key + threadIdx.x);
+        if (kKeyBias && threadIdx.x < Tile::kKeys) key_bias = load_key_bias<T>(p, s, head, first_key + threadIdx.x);
     };
     const auto load_rows = [&](int stage, int row_tile) {
         load_row_stage(smem.rows[stage], address_of, p, s, smem.head_rows[warp], row_tile, key_tile);

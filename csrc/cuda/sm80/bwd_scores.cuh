@@ -154,15 +154,12 @@ __device__ __forceinline__ bool is_plain(const T* tile, const PairView& view, in
            reinterpret_cast<uintptr_t>(tile) % (kTogether * sizeof(T)) == 0;
 }
 
-// Key `key` of the tile's bias, times log2(e); 0 beyond the sequence.
+// Key `key` of the tile's bias, times log2(e), -inf where it hides the key; 0 beyond the sequence.
+template <typename T>
 __device__ __forceinline__ float load_key_bias(const BwdArgs& p, const Sequence& s, int head, int key) {
     if (key >= s.keys) return 0;
-    const int64_t at = pair_offset(p.bias, s, head, p.heads) + key * p.bias.col_stride;
-    switch (p.bias.dtype) {
-        case DataType::kFloat16: return to_float(static_cast<const half_t*>(p.bias.data)[at]) * kLog2E;
-        case DataType::kBFloat16: return to_float(static_cast<const bfloat16_t*>(p.bias.data)[at]) * kLog2E;
-        default: return static_cast<const float*>(p.bias.data)[at] * kLog2E;
-    }
+    const char* bias = bias_data(p.bias, pair_offset(p.bias, s, head, p.heads));
+    return key_bias_of<T>(p.bias, cuda::load_key_bias(p.bias, bias, key * p.bias.col_stride)) * kLog2E;
 }
 
 // A row that sees nothing may hold anything, and zero times NaN would reach a sum: where the tile has such rows, the
@@ -234,8 +231,9 @@ __device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][kPassN][
         for (int h = 0; h < 2; ++h) {
             const int r = row + m * 16 + h * 8 + lane / 4;
             const float row_lse = stage.lse[r];
-            // exp2(x - inf) = 0: an empty row, and one beyond the sequence, has no p. Nor has a row of the least finite
-            // numbers, whose lse must not become -inf here.
+            // exp2(x - inf) = 0: an empty row, and one beyond the sequence, has no p. Nor has a pair that its bias hides,
+            // since lse is larger by far: of float16 by 32 at the least, the distance to the next visible bias. Nor has a row
+            // whose lse times log2(e) is no number of float32; it must not become -inf here.
             lse[h] = r < rows && row_lse != -kInfinity ? fmaxf(row_lse * kLog2E, -FLT_MAX) : kInfinity;
             delta[h] = lse[h] != kInfinity ? stage.delta[r] : 0;
             if (kMasked) {

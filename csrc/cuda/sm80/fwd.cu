@@ -23,14 +23,23 @@ int64_t heads_of_tile(const FwdParams& p) {
     return can_pack && (p.lists.present() || p.seqlen_q * group <= kFewRows) ? group : 1;
 }
 
-int64_t plan_splits(const FwdParams& p, int64_t pack) {
-    constexpr int64_t kBlocksPerMultiprocessor = 3, kMostSplits = 64, kFewestKeys = 256;
-    if (p.seqlen_q * pack > kFewRows) return 1;
-    const int64_t blocks = p.batch * p.heads / pack;
+// Into how many parts the keys are cut, so that the blocks end early: in steps of a tile of keys that a block goes over,
+// as many as a multiprocessor holds at once.
+int64_t plan_splits(const FwdParams& p, const FwdPlan& plan, int64_t tiles) {
+    const FwdTileSizes tile = fwd_tile_sizes(plan.tile, plan.head_dim);
     // How long each list is is known on the device alone; blocks for which a list has no tile left see nothing.
     const int64_t keys = p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k;
-    return std::clamp<int64_t>(current_device().multiprocessors * kBlocksPerMultiprocessor / blocks, 1,
-                               std::clamp<int64_t>(keys / kFewestKeys, 1, kMostSplits));
+    const int64_t key_tiles = ceil_div<int64_t>(keys, tile.keys);
+    const int64_t slots = current_device().multiprocessors * tile.blocks;
+    const auto steps = [&](int64_t splits) {
+        // To clear the tickets and to wait for all parts takes about two steps, to read a part back a sixteenth.
+        const double to_combine = splits == 1 ? 0 : 2 + splits / 16.;
+        return static_cast<double>(ceil_div(tiles * splits, slots) * ceil_div(key_tiles, splits)) + to_combine;
+    };
+    int64_t best = 1;
+    for (int64_t splits = 2; splits <= std::min<int64_t>(key_tiles, FwdPlan::kMostSplits); ++splits)
+        if (steps(splits) < steps(best)) best = splits;
+    return best;
 }
 
 }  // namespace
@@ -45,10 +54,14 @@ void plan_fwd(const FwdParams& p, FwdPlan& plan) {
     const int64_t rows = p.seqlen_q * plan.pack;
     if (rows <= decode_fwd_tile_sizes(plan.head_dim).rows) {
         plan.tile = FwdTileKind::kDecode;
-    } else if (rows <= kFewRows && !p.lists.present()) {
+    } else if (rows <= kFewRows) {
         plan.tile = FwdTileKind::kFew;
     }
-    plan.splits = plan_splits(p, plan.pack);
+    if (rows > kFewRows) return;
+    const int64_t heads = p.batch * p.heads / plan.pack;
+    plan.splits = plan_splits(p, plan, heads);  // of one tile each
+    // Where shared memory is short, the smallest tile serves.
+    plan.split_tiles = heads * ceil_div<int64_t>(rows, decode_fwd_tile_sizes(plan.head_dim).rows);
 }
 
 namespace {

@@ -2,7 +2,9 @@
 // softmax and the output.
 #pragma once
 
+#include "../common/combine.cuh"
 #include "../common/online_softmax.cuh"
+#include "../common/pairs.cuh"
 #include "../common/sequence.cuh"
 #include "../common/smem_tile.cuh"
 #include "fwd_config.h"
@@ -24,7 +26,7 @@ struct FwdSchedule {
     bool bias_aligned;  // of a dense bias: rows of contiguous keys, 16-byte aligned
 };
 
-template <typename T, typename Shape>
+template <typename T, BiasKind kBias, typename Shape>
 class FwdBlock {
 public:
     static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kBlocks = Shape::kBlocks;
@@ -45,6 +47,7 @@ public:
         Sequence s;
         int first_head;
         int first_row;  // of the tile, counted in rows of `pack` heads
+        int tile;       // among those of all heads and batch elements
         int split;
     };
 
@@ -55,6 +58,7 @@ public:
         float max[kKeyWarps][kRows];  // at the end, of the warps that share rows
         float sum[kKeyWarps][kRows];
         Work work;
+        int ticket;
     };
 
 protected:
@@ -73,7 +77,8 @@ protected:
 
     // Goes over the keys: `tile` moves from one tile of them to the next, and `source` fetches what belongs to it.
     // load_key, load_value and load_pairs start to fetch; store_pairs leaves in shared memory what load_pairs has fetched
-    // to registers; apply_pairs makes of products what the softmax sees.
+    // to registers; apply_pairs makes of products what the softmax sees, but for pairs that a dense bias hides from rows
+    // which see others: they weigh nothing. For the rest there is hide_by_bias.
     template <typename Source, typename Tiles>
     __device__ __forceinline__ void attend(Source& source, Tiles& tile) {
 #pragma unroll
@@ -105,6 +110,7 @@ protected:
             }
             cp_async_wait<0>();
             __syncthreads();  // value has come; key and pairs are free
+            const int visited = tile.index();
             more = tile.next();
             if (more) {
                 source.load_key(tile);
@@ -112,7 +118,9 @@ protected:
             }
             cp_async_commit();
             if (!idle) {
-                softmax_.update(scores, out_, schedule_.to_log2);
+                // A row that so far has seen nothing but what its dense bias hides.
+                constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
+                softmax_.update(scores, out_, schedule_.to_log2, kExtreme, [&] { source.hide_by_bias(scores, visited); });
                 add_probs_value(scores);
             }
             if (more) source.store_pairs(tile);
@@ -120,10 +128,10 @@ protected:
         cp_async_wait<0>();
         __syncthreads();  // query has come even where no tile was visited; its memory is free
         if constexpr (kKeyWarps > 1) merge_key_warps();
-        if (warp_key_ > 0) return;
-        if (p_.splits > 1) {
-            store_split();
-        } else {
+        if (Shape::kMaySplit && p_.splits > 1) {
+            if (warp_key_ == 0) store_split();
+            if (comes_last(p_.tickets + memory_.work.tile, static_cast<int>(p_.splits), memory_.ticket)) combine_splits();
+        } else if (warp_key_ == 0) {
             store_out();
         }
     }
@@ -299,7 +307,7 @@ private:
         for_each_row([&](int row, int m, int h, float inverse, float lse) {
             const int i = query_row(row);
             if (i >= sequence().rows) return;
-            const int64_t at = ((memory_.work.split * p_.batch + sequence().batch) * p_.heads + query_head(row)) * p_.seqlen_q + i;
+            const int64_t at = split_index(p_, sequence(), memory_.work.split, query_head(row), i);
             if (lane_id() % 4 == 0) p_.split_lse[at] = lse;
             if (lse == -kInfinity) return;
             float* out = p_.split_out + at * p_.head_dim;
@@ -310,6 +318,11 @@ private:
                 if (col < p_.head_dim) *reinterpret_cast<float2*>(out + col) = {x[0] * inverse, x[1] * inverse};
             }
         });
+    }
+
+    __device__ void combine_splits() {
+        for (int row = warp_id(); row < kRows && query_row(row) < sequence().rows; row += kThreads / 32)
+            combine_row<T, kHeadDim>(p_, sequence(), query_head(row), query_row(row));
     }
 
     OnlineSoftmax<kMTiles> softmax_;
@@ -329,6 +342,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
             return static_cast<int>(index);
         };
         smem.work.split = take(p.splits);
+        smem.work.tile = static_cast<int>(block);
         const int early_batch = schedule.batch_first ? take(schedule.batch) : 0;
         // The last rows come first: under causality they are the longest.
         smem.work.first_row = (schedule.row_tiles - 1 - take(schedule.row_tiles)) * Kernel::kRows;

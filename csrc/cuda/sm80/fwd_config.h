@@ -74,6 +74,7 @@ struct FwdTile {
     static constexpr int kKeyWarps = kSizes.key_warps;
     static constexpr int kBlocks = kSizes.blocks;
     static constexpr bool kPacksHeads = kPacksHeads_;
+    static constexpr bool kMaySplit = kKind != FwdTileKind::kUsual;  // the keys, among blocks
 };
 
 }  // namespace flash_dmattn::cuda::sm80

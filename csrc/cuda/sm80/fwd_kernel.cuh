@@ -10,8 +10,8 @@ namespace flash_dmattn::cuda::sm80 {
 
 // kCausal: of many rows. Of few, which Shape packs, causality is asked at run time.
 template <typename T, BiasKind kBias, bool kCausal, typename Shape>
-class FwdKernel : public FwdBlock<T, Shape> {
-    using Block = FwdBlock<T, Shape>;
+class FwdKernel : public FwdBlock<T, kBias, Shape> {
+    using Block = FwdBlock<T, kBias, Shape>;
     friend Block;
 
 public:
@@ -27,7 +27,7 @@ public:
         // Of the current tile of keys:
         std::conditional_t<kBias == BiasKind::kDense, BiasTile, float[kKeys]> bias;
         alignas(16) uint32_t mask[kRows][kWords];
-        uint32_t bias_visible[kWords];  // keys whose bias is not -inf
+        uint32_t bias_visible[kWords];  // keys that their bias does not hide
         int row_end[kRows];             // a row sees keys below this by causality and length
     };
 
@@ -42,7 +42,7 @@ public:
         value_ = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head) + row * p.value.row_stride;
         if (kBias != BiasKind::kNone) {
             const int64_t offset = pair_offset(p.bias, s, first_head, p.heads);
-            bias_ = static_cast<const char*>(p.bias.data) + offset * (p.bias.dtype == DataType::kFloat32 ? 4 : 2);
+            bias_ = bias_data(p.bias, offset);
             if (kBias == BiasKind::kDense && !Shape::kPacksHeads)
                 bias_ += query_row(BiasCopy::first_row()) * p.bias.row_stride * sizeof(T);
         }
@@ -227,6 +227,19 @@ private:
             });
         }
         hide_invisible(scores, visible);
+    }
+
+    // -inf where the bias of tile number `tile` hides a pair, as hide_invisible could not see without a comparison a pair.
+    __device__ __forceinline__ void hide_by_bias(float (&scores)[kMTiles][kNTiles][4], int tile) {
+        if constexpr (kBias == BiasKind::kDense) {
+            const Sequence& s = sequence();
+            const T* bias = static_cast<const T*>(p_.bias.data) + pair_offset(p_.bias, s, smem_.work.first_head, p_.heads);
+            const int first_key = tile * kKeys + warp_key_;
+            hide_where_bias_hides<T>(scores, [&](int row, int key) {
+                return bias + min(query_row(warp_row_ + row), s.rows - 1) * p_.bias.row_stride +
+                       min(first_key + key, s.keys - 1) * p_.bias.col_stride;
+            });
+        }
     }
 
     SharedMemory& smem_;

@@ -67,7 +67,7 @@ struct GatherPointers {
         dvalue = dkey + p.dkv_rows * p.kv_heads * p.dkv_cols;
         if (p.bias.kind != BiasKind::kNone) {
             const int64_t offset = pair_offset(p.bias, s, head, p.heads) + first_row * p.bias.row_stride;
-            bias = static_cast<const char*>(p.bias.data) + offset * (p.bias.dtype == DataType::kFloat32 ? 4 : 2);
+            bias = bias_data(p.bias, offset);
         }
         if (p.dbias.data == nullptr) return;
         const int64_t dbias = pair_offset(p.dbias, s, head, p.heads);
@@ -223,10 +223,9 @@ private:
         if (!is_key(key_, sequence().keys)) key_ = -1;
         if (key_ < 0) return;
         rows_of_key_ = smem_.list.fetch(tile * kKeys + threadIdx.x, key_);
-        if constexpr (kKeyBias) {  // of any dtype
-            const int64_t at = key_ * p_.bias.col_stride;
-            key_bias_ = p_.bias.dtype == DataType::kFloat32 ? reinterpret_cast<const float*>(smem_.at.bias)[at]
-                                                            : to_float(reinterpret_cast<const T*>(smem_.at.bias)[at]);
+        if constexpr (kKeyBias) {
+            const uint32_t bits = cuda::load_key_bias(p_.bias, smem_.at.bias, key_ * p_.bias.col_stride);
+            key_bias_ = key_bias_of<T>(p_.bias, bits);
         }
     }
     // Keys that no row of the tile sees are left out from here on: they may hold anything.

@@ -11,8 +11,8 @@
 namespace flash_dmattn::cuda::sm80 {
 
 template <typename T, BiasKind kBias, typename Shape>
-class GatherFwdKernel : public FwdBlock<T, Shape> {
-    using Block = FwdBlock<T, Shape>;
+class GatherFwdKernel : public FwdBlock<T, kBias, Shape> {
+    using Block = FwdBlock<T, kBias, Shape>;
     friend Block;
 
 public:
@@ -56,7 +56,7 @@ public:
             smem.first_key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
             smem.first_value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
             if (kBias != BiasKind::kNone)
-                smem.first_bias = static_cast<const char*>(p.bias.data) + pair_offset(p.bias, s, head, p.heads) * bias_bytes();
+                smem.first_bias = bias_data(p.bias, pair_offset(p.bias, s, head, p.heads));
         }
         if (threadIdx.x < kRowWarps) {
             const int row = threadIdx.x * kWarpRows, first = query_row(row);
@@ -91,10 +91,10 @@ private:
         int current;
         int end;
         __device__ __forceinline__ bool next() { return ++current < end; }
+        __device__ __forceinline__ int index() const { return current; }
     };
 
     __device__ __forceinline__ int* keys_of(int tile) { return smem_.keys[tile % 2]; }
-    __device__ __forceinline__ int bias_bytes() const { return p_.bias.dtype == DataType::kFloat32 ? 4 : 2; }
 
     __device__ __forceinline__ void fetch_keys(int tile) {
         if (threadIdx.x < kKeys) smem_.list.fetch_key(keys_of(tile)[threadIdx.x], tile * kKeys + threadIdx.x);
@@ -191,6 +191,17 @@ private:
                     x = fmaf(x, scale, to_float(__ldg(bias + (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride)));
                 }
         }
+    }
+
+    // -inf where the bias of tile number `tile` hides a pair. The tile's keys have left shared memory.
+    __device__ __forceinline__ void hide_by_bias(float (&scores)[kMTiles][kNTiles][4], int tile) {
+        if constexpr (kBias == BiasKind::kDense)
+            hide_where_bias_hides<T>(scores, [&](int row, int at) {
+                const int key = smem_.list.key(tile * kKeys + warp_key_ + at);
+                return reinterpret_cast<const T*>(smem_.first_bias) +
+                       min(query_row(warp_row_ + row), sequence().rows - 1) * p_.bias.row_stride +
+                       (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride;
+            });
     }
 
     SharedMemory& smem_;

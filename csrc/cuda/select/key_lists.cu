@@ -36,6 +36,7 @@ struct Selection {
     const void* bias;
     int64_t batch_stride, head_stride, col_stride;
     int heads, keys, rows, window, cluster;
+    int storable;  // so many keys of a block fit in its shared memory
     bool aligned;  // groups of keys may be loaded 16 bytes at a time
     int64_t list_stride;
     const int32_t* seqlens_k;
@@ -55,29 +56,47 @@ struct alignas(16) Group {
 
     uint32_t words[kWords];
 
-    // From the biases. Returns whether one is NaN.
-    __device__ bool to_orders() {
-        bool found_nan = false;
+    // From the biases. largest_size: the largest so far, of each half word, without their signs.
+    __device__ void to_orders(uint32_t& largest_size) {
 #pragma unroll
         for (uint32_t& word : words) {
             if constexpr (kOfWord == 2) {
-                const uint32_t sign = word >> 15 & 0x10001;  // of each half
-                const uint32_t most = __vmaxu2(word & 0x7fff7fff, FloatBits<kType>::kInfinity * 0x10001u);
-                found_nan |= most != FloatBits<kType>::kInfinity * 0x10001u;
-                word = __vmaxu2((word ^ (sign * 0xffff | 0x80008000)) + sign, kHidden);
+                largest_size = __vmaxu2(largest_size, word & 0x7fff7fff);
+                uint32_t negative;  // of each half all bits or none
+                asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(negative) : "r"(word));
+                word = __vmaxu2((word ^ (negative | 0x80008000)) + (negative & 0x10001), kHidden);
             } else {
-                found_nan |= is_nan<kType>(word);
+                largest_size = max(largest_size, word & ~FloatBits<kType>::kMinusZero);
                 word = max(order_of<kType>(word), kHidden);
             }
         }
-        return found_nan;
+    }
+    __device__ static bool has_nan(uint32_t largest_size) {
+        constexpr uint32_t kMost = FloatBits<kType>::kInfinity;
+        if constexpr (kOfWord == 2) return (largest_size & 0xffff) > kMost || largest_size >> 16 > kMost;
+        return largest_size > kMost;
     }
 
-    // Calls visit(i, order), `order` with other bits above its own.
-    template <typename Visit>
-    __device__ __forceinline__ void for_each(const Visit& visit) const {
+    // Of each order that agrees with `known` above its lowest kShift + kDigit bits, counts the digit from bit kShift on;
+    // `counts` is the address in shared memory of those of digit 0.
+    template <int kShift>
+    __device__ void count(uint32_t counts, uint32_t known) const {
+        constexpr uint32_t kAbove = static_cast<Bits>(~Bits{0} << kShift << kDigit);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) visit(i, words[i / kOfWord] >> (i % kOfWord * 16));
+        for (int i = 0; i < kGroup; ++i) {
+            const int half = i % kOfWord * 16;
+            const uint32_t word = words[i / kOfWord];
+            const uint32_t digit = __byte_perm(word, 0, 0x4440 + (kShift + half) / 8);
+            const uint32_t differs = (word ^ known << half) & kAbove << half;
+            if constexpr (kAbove == 0) {
+                asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(counts + digit * (kCopies * 4)) : "memory");
+            } else {
+                asm volatile("{\n.reg .pred alike;\nsetp.eq.u32 alike, %1, 0;\n@alike red.shared.add.u32 [%0], 1;\n}" ::"r"(
+                                 counts + digit * (kCopies * 4)),
+                             "r"(differs)
+                             : "memory");
+            }
+        }
     }
 
     // Bit i: whether order i is at least `limit`, or above all where that is 2^16 or 2^32.
@@ -148,6 +167,7 @@ public:
         begin_ = min(rank_ * share, first_keys_);
         end_ = min(begin_ + share, first_keys_);
         held_ = end_ - begin_ <= kGroups * kStep;
+        stores_ = !held_ && end_ - begin_ <= s.storable;
         if (held_) load(begin_);
     }
 
@@ -155,7 +175,7 @@ public:
         find_threshold();
         place_blocks();
         write_first_row();
-        refuse_nan(found_nan_);
+        refuse_nan(Group<kType>::has_nan(largest_size_));
         sync_cluster();  // nobody leaves before the others have read its counts, and all keys are written
         if (rank_ != 0) return;
         if (s_.rows > 1) follow_rows();
@@ -202,14 +222,27 @@ private:
             }
         }
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) found_nan_ |= groups_[g].to_orders();
+        for (int g = 0; g < kGroups; ++g) {
+            groups_[g].to_orders(largest_size_);
+            if (stores_) stored(first, g) = groups_[g];
+        }
+    }
+
+    __device__ Group<kType>& stored(int first, int g) const {
+        extern __shared__ uint4 dynamic_smem[];
+        return reinterpret_cast<Group<kType>*>(dynamic_smem)[((first - begin_) / kStep + g) * kThreads + threadIdx.x];
     }
 
     // Calls visit(first) with the block's keys from `first` on in groups_; beyond its last key they are hidden ones.
     template <typename Visit>
     __device__ __forceinline__ void for_each_load(const Visit& visit) {
         for (int first = begin_; first < end_; first += kGroups * kStep) {
-            if (!held_) load(first);
+            if (is_stored_) {
+#pragma unroll
+                for (int g = 0; g < kGroups; ++g) groups_[g] = stored(first, g);
+            } else if (!held_) {
+                load(first);
+            }
             visit(first);
         }
     }
@@ -245,17 +278,12 @@ private:
         for (int i = threadIdx.x; i < kBins * kCopies / 4; i += kThreads)
             reinterpret_cast<uint4*>(smem_.copies[0])[i] = uint4{};
         __syncthreads();
-        // Of what is known of the threshold so far: the digits above.
-        constexpr Bits kAbove = static_cast<Bits>(~Bits{0} << kShift << kDigit);
-        uint32_t* counts = &smem_.copies[0][lane_id() % kCopies];
+        const uint32_t counts = smem_address(&smem_.copies[0][lane_id() % kCopies]);
         for_each_load([&](int) {
 #pragma unroll
-            for (int g = 0; g < kGroups; ++g)
-                groups_[g].for_each([&](int, uint32_t order) {
-                    if (((order ^ threshold_) & kAbove) == 0)
-                        atomicAdd(counts + (order >> kShift & (kBins - 1)) * kCopies, 1);
-                });
+            for (const Group<kType>& group : groups_) group.template count<kShift>(counts, threshold_);
         });
+        is_stored_ = stores_;
         __syncthreads();
         const int bin = threadIdx.x;
         if (bin < kBins) {
@@ -483,8 +511,10 @@ private:
     int newest_;      // the last key of the first row; below 0 where it has none
     int first_keys_;  // how many keys the first row may see
     int begin_, end_; // of them this block's
-    bool held_;       // groups_ has all of this block's keys
-    bool found_nan_ = false;
+    bool held_;               // groups_ has all of this block's keys
+    bool stores_;             // shared memory has room for them,
+    bool is_stored_ = false;  // and has them
+    uint32_t largest_size_ = 0;
     Group<kType> groups_[kGroups];
     Bits threshold_;
     int greater_, equal_;  // this block's, then those before
@@ -509,20 +539,31 @@ Kernel kernel_of(DataType dtype) {
     }
 }
 
-// Whether the device, and what was compiled for it, have clusters. Asked once a device.
-bool has_clusters(DataType dtype) {
-    constexpr int kMostDevices = 64;
-    static std::atomic<int> known[kMostDevices];  // 0: not yet, 1: no, 2: yes
+// What the device, and what was compiled for it, can do. Asked once a device and kernel.
+struct Abilities {
+    bool has_clusters;
+    int shared_bytes;  // that a block may have beside its own
+};
+
+Abilities abilities(DataType dtype) {
+    constexpr int kMostDevices = 64, kTypes = 3;
+    static std::atomic<int> known[kMostDevices][kTypes];  // 0: not yet, else 2 * bytes + clusters + 1
     int device = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
-    int answer = device < kMostDevices ? known[device].load() : 0;
+    const Kernel kernel = kernel_of(dtype);
+    const int type = static_cast<int>(dtype);
+    int answer = device < kMostDevices ? known[device][type].load() : 0;
     if (answer == 0) {
         cudaFuncAttributes attributes;
-        FLASH_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel_of(dtype)));
-        answer = attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrClusterLaunch) ? 2 : 1;
-        if (device < kMostDevices) known[device].store(answer);
+        FLASH_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+        const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+        const int bytes = static_cast<int>(most - static_cast<int64_t>(attributes.sharedSizeBytes)) / 1024 * 1024;
+        FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+        const bool clusters = attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrClusterLaunch) != 0;
+        answer = 2 * bytes + clusters + 1;
+        if (device < kMostDevices) known[device][type].store(answer);
     }
-    return answer == 2;
+    return {(answer - 1) % 2 == 1, (answer - 1) / 2};
 }
 
 }  // namespace
@@ -537,11 +578,10 @@ ListSelectPlan plan_select_key_lists(const SelectParams& params) {
     plan.stride = ceil_div(most, kAlign) * kAlign;
     plan.capacity = plan.lists * plan.stride;
     plan.has_rows = params.rows > 1;
-    // Blocks enough that most multiprocessors have two, of at least a step's keys.
-    if (plan.lists == 0 || !has_clusters(params.bias.dtype)) return plan;
-    const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount) * 3 / 2;
-    while (plan.cluster < kMostBlocks && plan.lists * plan.cluster < blocks &&
-           params.keys > static_cast<int64_t>(kStep) * plan.cluster)
+    // Blocks for most multiprocessors, but each with more than two steps' keys: to come together takes time.
+    if (plan.lists == 0 || !abilities(params.bias.dtype).has_clusters) return plan;
+    const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount) * 7 / 8;
+    while (plan.cluster < kMostBlocks && plan.lists * plan.cluster < blocks && params.keys > 2 * kStep * plan.cluster)
         plan.cluster *= 2;
     return plan;
 }
@@ -573,12 +613,18 @@ void select_key_lists_cuda(const SelectParams& params, const ListSelectPlan& pla
     selection.ends = ends;
     selection.listed_rows = reinterpret_cast<uint4*>(rows);
 
+    // Room for a block's keys, where they are too many to be held in registers, and few enough to have room.
+    const int64_t share = ceil_div<int64_t>(ceil_div<int64_t>(params.keys, plan.cluster), kGroups * kStep) * kGroups * kStep;
+    const bool stores = share > kGroups * kStep && share * bytes <= abilities(bias.dtype).shared_bytes;
+    selection.storable = stores ? static_cast<int>(share) : 0;
+
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
     cudaLaunchConfig_t config{};
     config.gridDim = grid_of(plan.lists * plan.cluster);
     config.blockDim = kThreads;
+    config.dynamicSmemBytes = selection.storable * bytes;
     config.stream = stream;
     config.attrs = &cluster;
     config.numAttrs = plan.cluster > 1;

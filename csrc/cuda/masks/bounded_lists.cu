@@ -1,5 +1,5 @@
-// A block has some neighbouring row tiles. It walks over the keys and gathers, in order, those that any of its tiles
-// lists, each with a bit for every tile; whenever they are many, a warp for each tile writes those of its tile.
+// A block has some neighbouring row tiles. It walks over the keys and gathers, in order, those that any of its rows sees;
+// whenever they are many, a warp for each tile writes those of its tile.
 #include "bounded_lists.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kMostTiles = kWarps;  // of a block
 constexpr int kKeys = 4;            // of a thread at a time
 constexpr int kStep = kThreads * kKeys;
-constexpr int kRoom = 2 * kStep;
+constexpr int kRoom = kStep + kStep / 2;
 constexpr int kTileRows = KeyListsView::kRows;
 
 struct Lists {
@@ -27,9 +27,9 @@ struct Lists {
     int64_t* ends;    // [lists]
 };
 
-struct ListedKey {
-    int key;
-    uint32_t tiles;  // bit t: tile t of the block lists it
+// Keys that some of the block's rows see, and which: [begin, end), counted from the block's first.
+struct Gathered {
+    int key[kRoom], begin[kRoom], end[kRoom];
 };
 
 class Block {
@@ -52,20 +52,21 @@ public:
     }
 
     __device__ void run() {
-        __shared__ ListedKey gathered[kRoom];
+        __shared__ Gathered gathered;
         __shared__ int counts[2][kWarps];
         int size = 0, buffer = 0;
         load(0);
         for (int first = 0; first < keys_; first += kStep, buffer ^= 1) {
             const int key = first + static_cast<int>(threadIdx.x) * kKeys;
-            uint32_t tiles[kKeys];
-            int own = 0;
+            RowRange rows[kKeys];
+            uint32_t seen = 0;
 #pragma unroll
             for (int i = 0; i < kKeys; ++i) {
-                tiles[i] = key + i < keys_ ? tiles_of(key + i, starts_[i], ends_[i]) : 0;
-                own += tiles[i] != 0;
+                rows[i] = {starts_[i], ends_[i]};
+                seen |= key + i < keys_ && is_seen(key + i, rows[i]) ? 1u << i : 0;
             }
             load(first + kStep);
+            const int own = __popc(seen);
             int at = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
@@ -78,8 +79,12 @@ public:
             at += size - own + __reduce_add_sync(~0u, lane_id() < warp_id() ? of_warp : 0);
             size += __reduce_add_sync(~0u, of_warp);
 #pragma unroll
-            for (int i = 0; i < kKeys; ++i)
-                if (tiles[i] != 0) gathered[at++] = {key + i, tiles[i]};
+            for (int i = 0; i < kKeys; ++i) {
+                if ((seen >> i & 1) == 0) continue;
+                gathered.key[at] = key + i;
+                gathered.begin[at] = rows[i].begin - first_row_;
+                gathered.end[at++] = rows[i].end - first_row_;
+            }
             if (size > kRoom - kStep || first + kStep >= keys_) {
                 __syncthreads();
                 write(gathered, size);
@@ -113,25 +118,24 @@ private:
         }
     }
 
-    // Of the block's tiles, those with a row that sees the key.
-    __device__ uint32_t tiles_of(int key, int start, int end) const {
-        const int begin = max(start, p_.is_causal ? sequence_.causal_begin(key) : 0);
-        const int first = max(begin, first_row_) - first_row_, last = min(end - 1, last_row_) - first_row_;
-        if (begin >= end || first > last) return 0;
-        return bits_below(last / kTileRows + 1, 0) & ~bits_below(first / kTileRows, 0);
+    // Whether any of the block's rows sees the key; rows.begin comes to heed causality.
+    __device__ bool is_seen(int key, RowRange& rows) const {
+        if (p_.is_causal) rows.begin = max(rows.begin, key - sequence_.keys + sequence_.rows);
+        return rows.begin <= last_row_ && rows.end > first_row_ && !rows.empty();
     }
 
-    __device__ void write(const ListedKey* gathered, int size) {
+    __device__ void write(const Gathered& gathered, int size) {
         const int tile = warp_id();
         if (tile >= tiles_) return;
+        const int first_row = tile * kTileRows, last_row = min(first_row + kTileRows, last_row_ - first_row_ + 1) - 1;
+        if (last_row < first_row) return;  // beyond the sequence's rows
         int32_t* keys = lists_.keys + (first_list_ + tile) * lists_.stride;
-#pragma unroll 2
+#pragma unroll 4
         for (int i = lane_id(); i - lane_id() < size; i += 32) {
-            const ListedKey candidate = i < size ? gathered[i] : ListedKey{0, 0};
-            const bool listed = candidate.tiles >> tile & 1;
+            const bool listed = i < size && gathered.begin[i] <= last_row && gathered.end[i] > first_row;
             const uint32_t ballot = __ballot_sync(~0u, listed);
             const int at = length_ + rank_in(ballot);
-            if (listed && at < lists_.stride) keys[at] = candidate.key;
+            if (listed && at < lists_.stride) keys[at] = gathered.key[i];
             length_ += __popc(ballot);
         }
     }

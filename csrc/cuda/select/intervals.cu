@@ -187,6 +187,36 @@ __global__ void __launch_bounds__(kThreads) count_arrivals_kernel(const __grid_c
     round.counts[static_cast<int64_t>(blockIdx.x) * kChildren + lane_id()] = sum;
 }
 
+// Which lanes have which child, a ballot for each of its bits.
+class LanesByChild {
+public:
+    struct Masks {
+        uint32_t below, equal;
+    };
+
+    __device__ LanesByChild(int child, bool exists) : exists_(__ballot_sync(~0u, exists)) {
+#pragma unroll
+        for (int bit = 0; bit < kChildBits; ++bit) ballots_[bit] = __ballot_sync(~0u, child >> bit & 1);
+    }
+
+    // The lanes whose child is below, or is, this one. Lanes may ask of different children.
+    __device__ Masks upto(int child) const {
+        Masks masks{0, exists_};
+#pragma unroll
+        for (int bit = kChildBits - 1; bit >= 0; --bit) {
+            const bool one = child >> bit & 1;
+            if (one) masks.below |= masks.equal & ~ballots_[bit];
+            masks.equal &= one ? ballots_[bit] : ~ballots_[bit];
+        }
+        return masks;
+    }
+
+private:
+    uint32_t exists_, ballots_[kChildBits];
+};
+
+// A key goes to the first child that it may: which has not been passed when it arrives, and that the keys before it have
+// not filled together with the children before.
 __global__ void __launch_bounds__(kThreads) part_kernel(const __grid_constant__ Sequences all,
                                                         const __grid_constant__ Round round) {
     __shared__ int counts[kWarps][kChildren];
@@ -217,20 +247,27 @@ __global__ void __launch_bounds__(kThreads) part_kernel(const __grid_constant__ 
     }
 
     const int size = 1 << round.child_bits;
-    const int children = ceil_div(min(chunk.sequence.keys - node, 1 << round.node_bits), size);
     uint32_t* to = round.to + chunk.sequence.first_place + node;
     Chunk::for_each([&](int w, int at) {
-        int place = -1, gone = 0;  // gone: of the keys before, to the children before
-        int arrived_of_lane = arrived;
-        for (int c = 0; c < children; ++c) {
-            const uint32_t here = __ballot_sync(~0u, child[w] <= c);
-            const int before = __shfl_sync(~0u, arrived, c) + rank_in(here);
-            if (place < 0 && child[w] <= c && before < (c + 1) * size) place = c * size + before - gone;
-            gone = min(before, (c + 1) * size);
-            if (lane_id() == c) arrived_of_lane += __popc(here);
+        const bool exists = at < chunk.turns;
+        const LanesByChild lanes(child[w], exists);
+        const uint32_t open = __ballot_sync(~0u, arrived < (lane_id() + 1) * size);  // so far; the last is to the end
+        const auto next_open = [&](int c) { return __ffs(open & (~0u << c)) - 1; };
+        int place = -1, c = exists ? next_open(child[w]) : 0;
+        while (__any_sync(~0u, exists && place < 0)) {
+            const LanesByChild::Masks masks = lanes.upto(c);
+            const int before = __shfl_sync(~0u, arrived, c) + rank_in(masks.below | masks.equal);
+            const int gone = min(__shfl_sync(~0u, arrived, max(c - 1, 0)) + rank_in(masks.below), c * size);
+            if (!exists || place >= 0) continue;
+            if (before < (c + 1) * size) {
+                place = c * size + before - gone;
+            } else {
+                c = next_open(c + 1);
+            }
         }
-        arrived = arrived_of_lane;
-        if (at < chunk.turns) to[place] = value[w];
+        const LanesByChild::Masks masks = lanes.upto(lane_id());
+        arrived += __popc(masks.below | masks.equal);
+        if (exists) to[place] = value[w];
     });
 }
 

@@ -36,6 +36,7 @@ struct Selection {
     const void* bias;
     int64_t batch_stride, head_stride, col_stride;
     int heads, keys, rows, window, cluster;
+    int storable;  // so many keys of a block fit in its shared memory
     bool aligned;  // groups of keys may be loaded 16 bytes at a time
     int64_t list_stride;
     const int32_t* seqlens_k;
@@ -45,9 +46,75 @@ struct Selection {
     uint4* listed_rows;   // [lists, list_stride], or null
 };
 
-template <typename Bits>
+// The orders of neighbouring keys, as they lie in memory. Of a hidden key it is kHiddenOrder.
+template <DataType kType>
 struct alignas(16) Group {
-    Bits bits[kGroup];
+    using Bits = typename FloatBits<kType>::Bits;
+    static constexpr int kOfWord = 4 / sizeof(Bits);
+    static constexpr int kWords = kGroup / kOfWord;
+    static constexpr uint32_t kHidden = kHiddenOrder<kType> * (kOfWord == 2 ? 0x10001u : 1u);
+
+    uint32_t words[kWords];
+
+    // From the biases. largest_size: the largest so far, of each half word, without their signs.
+    __device__ void to_orders(uint32_t& largest_size) {
+#pragma unroll
+        for (uint32_t& word : words) {
+            if constexpr (kOfWord == 2) {
+                largest_size = __vmaxu2(largest_size, word & 0x7fff7fff);
+                uint32_t negative;  // of each half all bits or none
+                asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(negative) : "r"(word));
+                word = __vmaxu2((word ^ (negative | 0x80008000)) + (negative & 0x10001), kHidden);
+            } else {
+                largest_size = max(largest_size, word & ~FloatBits<kType>::kMinusZero);
+                word = max(order_of<kType>(word), kHidden);
+            }
+        }
+    }
+    __device__ static bool has_nan(uint32_t largest_size) {
+        constexpr uint32_t kMost = FloatBits<kType>::kInfinity;
+        if constexpr (kOfWord == 2) return (largest_size & 0xffff) > kMost || largest_size >> 16 > kMost;
+        return largest_size > kMost;
+    }
+
+    // Of each order that agrees with `known` above its lowest kShift + kDigit bits, counts the digit from bit kShift on;
+    // `counts` is the address in shared memory of those of digit 0.
+    template <int kShift>
+    __device__ void count(uint32_t counts, uint32_t known) const {
+        constexpr uint32_t kAbove = static_cast<Bits>(~Bits{0} << kShift << kDigit);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+            const int half = i % kOfWord * 16;
+            const uint32_t word = words[i / kOfWord];
+            const uint32_t digit = __byte_perm(word, 0, 0x4440 + (kShift + half) / 8);
+            const uint32_t differs = (word ^ known << half) & kAbove << half;
+            if constexpr (kAbove == 0) {
+                asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(counts + digit * (kCopies * 4)) : "memory");
+            } else {
+                asm volatile("{\n.reg .pred alike;\nsetp.eq.u32 alike, %1, 0;\n@alike red.shared.add.u32 [%0], 1;\n}" ::"r"(
+                                 counts + digit * (kCopies * 4)),
+                             "r"(differs)
+                             : "memory");
+            }
+        }
+    }
+
+    // Bit i: whether order i is at least `limit`, or above all where that is 2^16 or 2^32.
+    __device__ uint32_t at_least(uint32_t limit) const {
+        uint32_t mask = 0;
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+            const uint32_t word = words[i / kOfWord];
+            bool holds;
+            if constexpr (kOfWord == 2) {
+                holds = (i % 2 == 0 ? word << 16 : word) >= limit << 16;
+            } else {
+                holds = word >= limit;
+            }
+            mask |= holds ? 1u << i : 0;
+        }
+        return mask;
+    }
 };
 
 // A key of the list by which to compare: of larger bias, then later.
@@ -86,6 +153,7 @@ template <DataType kType>
 class Selector {
     using Bits = typename FloatBits<kType>::Bits;
     static constexpr int kDigits = sizeof(Bits) * 8 / kDigit;
+    static constexpr uint32_t kHidden = kHiddenOrder<kType>;
 
 public:
     __device__ Selector(const Selection& s, Smem& smem)
@@ -99,6 +167,7 @@ public:
         begin_ = min(rank_ * share, first_keys_);
         end_ = min(begin_ + share, first_keys_);
         held_ = end_ - begin_ <= kGroups * kStep;
+        stores_ = !held_ && end_ - begin_ <= s.storable;
         if (held_) load(begin_);
     }
 
@@ -106,6 +175,7 @@ public:
         find_threshold();
         place_blocks();
         write_first_row();
+        refuse_nan(Group<kType>::has_nan(largest_size_));
         sync_cluster();  // nobody leaves before the others have read its counts, and all keys are written
         if (rank_ != 0) return;
         if (s_.rows > 1) follow_rows();
@@ -123,28 +193,56 @@ private:
 
     __device__ Bits bits_of(int key) const { return bias_[key * s_.col_stride]; }
 
+    __device__ int first_of_group(int first, int g) const {
+        return first + g * kStep + static_cast<int>(threadIdx.x) * kGroup;
+    }
+
     __device__ void load(int first) {
+        Bits bits[kGroups][kGroup];
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
-            const int key = first + g * kStep + static_cast<int>(threadIdx.x) * kGroup;
+            const int key = first_of_group(first, g);
+            uint4* words = reinterpret_cast<uint4*>(groups_[g].words);
             if (s_.aligned && key + kGroup <= end_) {
 #pragma unroll
-                for (int part = 0; part < static_cast<int>(sizeof(Group<Bits>)) / 16; ++part)
-                    reinterpret_cast<uint4*>(&groups_[g])[part] =
-                        __ldg(reinterpret_cast<const uint4*>(bias_ + key) + part);
+                for (int part = 0; part < Group<kType>::kWords / 4; ++part)
+                    words[part] = __ldg(reinterpret_cast<const uint4*>(bias_ + key) + part);
             } else {
 #pragma unroll
                 for (int i = 0; i < kGroup; ++i)
-                    groups_[g].bits[i] = key + i < end_ ? bits_of(key + i) : FloatBits<kType>::kLeast;
+                    bits[g][i] = key + i < end_ ? bits_of(key + i) : FloatBits<kType>::kLeast;
+#pragma unroll
+                for (int i = 0; i < Group<kType>::kWords; ++i) {
+                    if constexpr (sizeof(Bits) == 2) {
+                        groups_[g].words[i] = bits[g][2 * i] | static_cast<uint32_t>(bits[g][2 * i + 1]) << 16;
+                    } else {
+                        groups_[g].words[i] = bits[g][i];
+                    }
+                }
             }
         }
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            groups_[g].to_orders(largest_size_);
+            if (stores_) stored(first, g) = groups_[g];
+        }
+    }
+
+    __device__ Group<kType>& stored(int first, int g) const {
+        extern __shared__ uint4 dynamic_smem[];
+        return reinterpret_cast<Group<kType>*>(dynamic_smem)[((first - begin_) / kStep + g) * kThreads + threadIdx.x];
     }
 
     // Calls visit(first) with the block's keys from `first` on in groups_; beyond its last key they are hidden ones.
     template <typename Visit>
     __device__ __forceinline__ void for_each_load(const Visit& visit) {
         for (int first = begin_; first < end_; first += kGroups * kStep) {
-            if (!held_) load(first);
+            if (is_stored_) {
+#pragma unroll
+                for (int g = 0; g < kGroups; ++g) groups_[g] = stored(first, g);
+            } else if (!held_) {
+                load(first);
+            }
             visit(first);
         }
     }
@@ -156,44 +254,43 @@ private:
         int wanted = min(s_.window, first_keys_);
         if (wanted == 0) return;
         threshold_ = 0;
-#pragma unroll 1
-        for (int digit = kDigits - 1; digit >= 0; --digit) {
-            count_digit(digit * kDigit);
-            choose_digit(digit % 2, wanted);
-            threshold_ |= static_cast<Bits>(smem_.digit) << (digit * kDigit);
-            wanted -= smem_.above;
-            greater_ += smem_.own_above;
+        find_digit<kDigits - 1>(wanted);
+        if (threshold_ <= kHidden) {  // hidden keys fill up what is wanted
+            threshold_ = kHidden;
+            return;
         }
-        if (threshold_ == 0) return;  // hidden keys fill up what is wanted
         equal_ = smem_.counts[0][smem_.digit];
         equal_taken_ = wanted;
     }
 
-    __device__ void count_digit(int shift) {
-        for (int i = threadIdx.x; i < kBins * kCopies; i += kThreads) smem_.copies[0][i] = 0;
+    template <int kAt>
+    __device__ void find_digit(int& wanted) {
+        count_digit<kAt * kDigit>();
+        choose_digit(kAt % 2, wanted);
+        threshold_ |= static_cast<Bits>(smem_.digit) << (kAt * kDigit);
+        wanted -= smem_.above;
+        greater_ += smem_.own_above;
+        if constexpr (kAt > 0) find_digit<kAt - 1>(wanted);
+    }
+
+    template <int kShift>
+    __device__ void count_digit() {
+        for (int i = threadIdx.x; i < kBins * kCopies / 4; i += kThreads)
+            reinterpret_cast<uint4*>(smem_.copies[0])[i] = uint4{};
         __syncthreads();
-        // What is known of the threshold so far: the digits above.
-        const uint32_t known = static_cast<uint32_t>(threshold_) >> shift >> kDigit;
-        const int copy = lane_id() % kCopies;
-        for_each_load([&](int first) {
+        const uint32_t counts = smem_address(&smem_.copies[0][lane_id() % kCopies]);
+        for_each_load([&](int) {
 #pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-                const int key = first + g * kStep + static_cast<int>(threadIdx.x) * kGroup;
-#pragma unroll
-                for (int i = 0; i < kGroup; ++i) {
-                    const uint32_t rank = rank_of_bias<kType>(groups_[g].bits[i]);
-                    if (key + i < end_ && rank >> shift >> kDigit == known)
-                        atomicAdd(&smem_.copies[rank >> shift & (kBins - 1)][copy], 1);
-                }
-            }
+            for (const Group<kType>& group : groups_) group.template count<kShift>(counts, threshold_);
         });
+        is_stored_ = stores_;
         __syncthreads();
         const int bin = threadIdx.x;
         if (bin < kBins) {
             uint32_t sum = 0;
 #pragma unroll
             for (int i = 0; i < kCopies; ++i) sum += smem_.copies[bin][(i + bin / 2) % kCopies];
-            smem_.counts[shift / kDigit % 2][bin] = sum;
+            smem_.counts[kShift / kDigit % 2][bin] = sum;
         }
     }
 
@@ -249,24 +346,27 @@ private:
 
     __device__ void write_first_row() {
         int buffer = 0;
-        bool found_nan = false;
         const uint4 all_rows{(1u << s_.rows) - 1, 0, 0, 0};
         int32_t* listed = s_.listed + list_ * s_.list_stride;
         for_each_load([&](int first) {
-            // Numbers of greater and, in the high half, equal keys.
-            uint32_t own[kGroups], upto[kGroups];
+            // Of group g the bits from 8 g on.
+            uint32_t greater = 0, equal = 0;
+            if (threshold_ != static_cast<Bits>(~Bits{0})) {
+#pragma unroll
+                for (int g = 0; g < kGroups; ++g) {
+                    greater |= groups_[g].at_least(threshold_ + 1u) << (g * kGroup);
+                    equal |= groups_[g].at_least(threshold_) << (g * kGroup);
+                }
+                equal = equal_taken_ == 0 ? 0 : equal & ~greater;
+            }
+            // Numbers of greater and, in the high half, equal keys: those of this load before the thread's.
+            uint32_t before[kGroups], own[kGroups];
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
-                own[g] = 0;
-#pragma unroll
-                for (int i = 0; i < kGroup; ++i) {
-                    const Bits bits = groups_[g].bits[i];
-                    const Bits rank = rank_of_bias<kType>(bits);
-                    found_nan |= is_nan<kType>(bits);
-                    own[g] += rank > threshold_ ? 1 : is_equal(rank) ? 1 << 16 : 0;
-                }
-                upto[g] = sum_of_lanes_upto(own[g]);
-                if (lane_id() == 31) smem_.warp_counts[buffer][g * kWarps + warp_id()] = upto[g];
+                constexpr uint32_t kBits = (1u << kGroup) - 1;
+                own[g] = __popc(greater >> (g * kGroup) & kBits) | __popc(equal >> (g * kGroup) & kBits) << 16;
+                before[g] = sum_of_lanes_upto(own[g]);
+                if (lane_id() == 31) smem_.warp_counts[buffer][g * kWarps + warp_id()] = before[g];
             }
             __syncthreads();
             static_assert(kGroups * kWarps == 64);
@@ -276,29 +376,26 @@ private:
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
                 const int warp = g * kWarps + warp_id();
-                const uint32_t before = __shfl_sync(~0u, warp < 32 ? low_upto - low : high_upto - high, warp % 32) +
-                                        upto[g] - own[g];
-                if (own[g] == 0) continue;
-                int greater = greater_ + (before & 0xffff), equal = equal_ + (before >> 16);
-                const int key = first + g * kStep + static_cast<int>(threadIdx.x) * kGroup;
+                before[g] += __shfl_sync(~0u, g * kWarps < 32 ? low_upto - low : high_upto - high, warp % 32) - own[g];
+            }
+            for (uint32_t left = greater | equal; left != 0; left &= left - 1) {
+                const int bit = __ffs(left) - 1, g = bit / kGroup;
+                const uint32_t below = ((1u << bit) - 1) & (~0u << (g * kGroup));
+                uint32_t of_group = before[0];
 #pragma unroll
-                for (int i = 0; i < kGroup; ++i) {
-                    const Bits rank = rank_of_bias<kType>(groups_[g].bits[i]);
-                    if (rank > threshold_ || (is_equal(rank) && equal >= equal_left_)) {
-                        const int at = greater + max(equal - equal_left_, 0);
-                        listed[at] = key + i;
-                        if (s_.rows > 1) s_.listed_rows[list_ * s_.list_stride + at] = all_rows;
-                    }
-                    greater += rank > threshold_, equal += is_equal(rank);
-                }
+                for (int other = 1; other < kGroups; ++other)
+                    if (g == other) of_group = before[other];
+                const int equal_before = equal_ + static_cast<int>(of_group >> 16) + __popc(equal & below);
+                if ((equal >> bit & 1) != 0 && equal_before < equal_left_) continue;
+                const int at = greater_ + static_cast<int>(of_group & 0xffff) + __popc(greater & below) +
+                               max(equal_before - equal_left_, 0);
+                listed[at] = first_of_group(first, g) + bit % kGroup;
+                if (s_.rows > 1) s_.listed_rows[list_ * s_.list_stride + at] = all_rows;
             }
             greater_ += sum & 0xffff, equal_ += sum >> 16;
             buffer ^= 1;
         });
-        refuse_nan(found_nan);
     }
-
-    __device__ bool is_equal(Bits rank) const { return rank == threshold_ && rank != 0; }
 
     __device__ static uint32_t sum_of_lanes_upto(uint32_t x) {
 #pragma unroll
@@ -414,8 +511,11 @@ private:
     int newest_;      // the last key of the first row; below 0 where it has none
     int first_keys_;  // how many keys the first row may see
     int begin_, end_; // of them this block's
-    bool held_;       // groups_ has all of this block's keys
-    Group<Bits> groups_[kGroups];
+    bool held_;               // groups_ has all of this block's keys
+    bool stores_;             // shared memory has room for them,
+    bool is_stored_ = false;  // and has them
+    uint32_t largest_size_ = 0;
+    Group<kType> groups_[kGroups];
     Bits threshold_;
     int greater_, equal_;  // this block's, then those before
     int equal_taken_, equal_left_;
@@ -439,20 +539,31 @@ Kernel kernel_of(DataType dtype) {
     }
 }
 
-// Whether the device, and what was compiled for it, have clusters. Asked once a device.
-bool has_clusters(DataType dtype) {
-    constexpr int kMostDevices = 64;
-    static std::atomic<int> known[kMostDevices];  // 0: not yet, 1: no, 2: yes
+// What the device, and what was compiled for it, can do. Asked once a device and kernel.
+struct Abilities {
+    bool has_clusters;
+    int shared_bytes;  // that a block may have beside its own
+};
+
+Abilities abilities(DataType dtype) {
+    constexpr int kMostDevices = 64, kTypes = 3;
+    static std::atomic<int> known[kMostDevices][kTypes];  // 0: not yet, else 2 * bytes + clusters + 1
     int device = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
-    int answer = device < kMostDevices ? known[device].load() : 0;
+    const Kernel kernel = kernel_of(dtype);
+    const int type = static_cast<int>(dtype);
+    int answer = device < kMostDevices ? known[device][type].load() : 0;
     if (answer == 0) {
         cudaFuncAttributes attributes;
-        FLASH_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel_of(dtype)));
-        answer = attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrClusterLaunch) ? 2 : 1;
-        if (device < kMostDevices) known[device].store(answer);
+        FLASH_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+        const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+        const int bytes = static_cast<int>(most - static_cast<int64_t>(attributes.sharedSizeBytes)) / 1024 * 1024;
+        FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+        const bool clusters = attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrClusterLaunch) != 0;
+        answer = 2 * bytes + clusters + 1;
+        if (device < kMostDevices) known[device][type].store(answer);
     }
-    return answer == 2;
+    return {(answer - 1) % 2 == 1, (answer - 1) / 2};
 }
 
 }  // namespace
@@ -467,11 +578,10 @@ ListSelectPlan plan_select_key_lists(const SelectParams& params) {
     plan.stride = ceil_div(most, kAlign) * kAlign;
     plan.capacity = plan.lists * plan.stride;
     plan.has_rows = params.rows > 1;
-    // Blocks enough that most multiprocessors have two, of at least a step's keys.
-    if (plan.lists == 0 || !has_clusters(params.bias.dtype)) return plan;
-    const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount) * 3 / 2;
-    while (plan.cluster < kMostBlocks && plan.lists * plan.cluster < blocks &&
-           params.keys > static_cast<int64_t>(kStep) * plan.cluster)
+    // Blocks for most multiprocessors, but each with more than two steps' keys: to come together takes time.
+    if (plan.lists == 0 || !abilities(params.bias.dtype).has_clusters) return plan;
+    const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount) * 7 / 8;
+    while (plan.cluster < kMostBlocks && plan.lists * plan.cluster < blocks && params.keys > 2 * kStep * plan.cluster)
         plan.cluster *= 2;
     return plan;
 }
@@ -503,12 +613,18 @@ void select_key_lists_cuda(const SelectParams& params, const ListSelectPlan& pla
     selection.ends = ends;
     selection.listed_rows = reinterpret_cast<uint4*>(rows);
 
+    // Room for a block's keys, where they are too many to be held in registers, and few enough to have room.
+    const int64_t share = ceil_div<int64_t>(ceil_div<int64_t>(params.keys, plan.cluster), kGroups * kStep) * kGroups * kStep;
+    const bool stores = share > kGroups * kStep && share * bytes <= abilities(bias.dtype).shared_bytes;
+    selection.storable = stores ? static_cast<int>(share) : 0;
+
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
     cudaLaunchConfig_t config{};
     config.gridDim = grid_of(plan.lists * plan.cluster);
     config.blockDim = kThreads;
+    config.dynamicSmemBytes = selection.storable * bytes;
     config.stream = stream;
     config.attrs = &cluster;
     config.numAttrs = plan.cluster > 1;

@@ -34,14 +34,23 @@ struct FloatBits<DataType::kFloat64> {
     static constexpr Bits kMinusZero = 1ull << 63, kInfinity = 0x7ffull << 52, kLeast = ~(1ull << 52);
 };
 
-// 0 of a bias that hides its key, -inf or the least finite number; else above 0 and larger where the bias is larger. Both
-// zeros are the same.
+// Larger where the bias is larger, the same for both zeros: of a negative number the two's complement.
 template <DataType kType>
-__device__ __forceinline__ auto rank_of_bias(typename FloatBits<kType>::Bits bits) {
+constexpr __host__ __device__ auto order_of(typename FloatBits<kType>::Bits bits) {
     using F = FloatBits<kType>;
     using Bits = typename F::Bits;
-    const Bits rank = bits >= F::kMinusZero ? static_cast<Bits>(~bits) : static_cast<Bits>(bits | F::kMinusZero);
-    return bits >= F::kLeast ? Bits{0} : bits == F::kMinusZero ? F::kMinusZero : rank;
+    return bits >= F::kMinusZero ? static_cast<Bits>(0 - bits) : static_cast<Bits>(bits | F::kMinusZero);
+}
+
+// Of a bias up to here the key is hidden.
+template <DataType kType>
+constexpr auto kHiddenOrder = order_of<kType>(FloatBits<kType>::kLeast);
+
+// The order, and 0 of a bias that hides its key: -inf and the least finite number.
+template <DataType kType>
+__device__ __forceinline__ auto rank_of_bias(typename FloatBits<kType>::Bits bits) {
+    const auto order = order_of<kType>(bits);
+    return order > kHiddenOrder<kType> ? order : typename FloatBits<kType>::Bits{0};
 }
 
 template <DataType kType>

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../common/check.h"
+#include "../common/device.h"
 #include "../common/intervals.cuh"
 
 namespace flash_dmattn {
@@ -183,7 +184,7 @@ BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_
     plan.stride = ceil_div(std::min(keys_per_row + more_rows, params.seqlen_k), kAlign) * kAlign;
     plan.capacity = plan.lists() * plan.stride;
     // As many tiles together as leave most multiprocessors two blocks: each block reads all intervals.
-    const int64_t blocks = plan.lists() == 0 ? 0 : device_attribute(cudaDevAttrMultiProcessorCount) * 3 / 2;
+    const int64_t blocks = plan.lists() == 0 ? 0 : current_device().multiprocessors * 3 / 2;
     plan.block_tiles = kMostTiles;
     while (plan.block_tiles > 1 &&
            plan.batches * plan.heads * ceil_div<int64_t>(plan.row_tiles, plan.block_tiles) < blocks)

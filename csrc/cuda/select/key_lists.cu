@@ -11,6 +11,7 @@
 
 #include "../common/bits.cuh"
 #include "../common/check.h"
+#include "../common/device.h"
 #include "../common/cluster.cuh"
 #include "order.cuh"
 #include "select.h"
@@ -556,10 +557,10 @@ Abilities abilities(DataType dtype) {
     if (answer == 0) {
         cudaFuncAttributes attributes;
         FLASH_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-        const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+        const int64_t most = current_device().shared_memory;
         const int bytes = static_cast<int>(most - static_cast<int64_t>(attributes.sharedSizeBytes)) / 1024 * 1024;
         FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-        const bool clusters = attributes.ptxVersion >= 90 && device_attribute(cudaDevAttrClusterLaunch) != 0;
+        const bool clusters = current_device().code >= 900;
         answer = 2 * bytes + clusters + 1;
         if (device < kMostDevices) known[device][type].store(answer);
     }
@@ -580,7 +581,7 @@ ListSelectPlan plan_select_key_lists(const SelectParams& params) {
     plan.has_rows = params.rows > 1;
     // Blocks for most multiprocessors, but each with more than two steps' keys: to come together takes time.
     if (plan.lists == 0 || !abilities(params.bias.dtype).has_clusters) return plan;
-    const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount) * 7 / 8;
+    const int64_t blocks = current_device().multiprocessors * 7 / 8;
     while (plan.cluster < kMostBlocks && plan.lists * plan.cluster < blocks && params.keys > 2 * kStep * plan.cluster)
         plan.cluster *= 2;
     return plan;

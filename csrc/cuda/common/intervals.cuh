@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bits.cuh"
+#include "fragment.cuh"
 #include "sequence.cuh"
 
 namespace flash_dmattn::cuda {
@@ -58,10 +59,10 @@ __device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParam
     cp_async<4>(to + threadIdx.x * 8 + 4, p.intervals.end + at);
 }
 
-// Which of 32 keys a row sees, by their intervals; of the keys that this lane has of an accumulator (see pairs.cuh)
+// Which of 32 keys a row sees, by their intervals; of the keys that this lane has of an accumulator (see fragment.cuh)
 // alone, the bits of the others are 0.
 __device__ __forceinline__ uint32_t keys_seen(const int2* intervals, int row) {
-    const int first_key = kept(lane_id() % 4 * 2);  // else its multiples take registers across the caller's loop
+    const int first_key = kept(fragment_col());  // else its multiples take registers across the caller's loop
     uint32_t seen = 0;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {

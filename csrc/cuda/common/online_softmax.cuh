@@ -1,12 +1,12 @@
 // The running maximum and sum of every row of a block, and what they do to the output so far.
 #pragma once
 
-#include "ptx.cuh"
+#include "fragment.cuh"
 
 namespace flash_dmattn::cuda {
 
-// Of a warp's kMTiles * 16 rows; the layout is that of pairs.cuh, and index [2 m + h] of an array is row 16 m + 8 h +
-// lane / 4. Scores times `to_log2` are exponents of 2.
+// Of a warp's kMTiles * 16 rows; the layout is that of fragment.cuh, and index [2 m + h] of an array is row 16 m + 8 h +
+// fragment_row(). Scores times `to_log2` are exponents of 2.
 template <int kMTiles>
 struct OnlineSoftmax {
     // The base of a row's exponents may lag behind its largest score, as long as no exponential exceeds 2^kSlack.

@@ -172,14 +172,4 @@ __device__ __forceinline__ float fast_tanh(float x) {
     return 1.f - __fdividef(2.f, fast_exp2(x * (2 * kLog2E)) + 1.f);
 }
 
-// Over the four lanes that hold one row of an accumulator.
-__device__ __forceinline__ float row_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float row_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 }  // namespace flash_dmattn::cuda

@@ -86,48 +86,65 @@ private:
     int64_t offset_ = 0;  // of the first summary
 };
 
-// Visits the tiles of [begin, end) that are not empty. A warp asks for the summaries of 32 tiles at once, one a lane, so
-// that the main loop waits for memory once every 32 tiles. All lanes of a warp call together, and every warp of a block
-// sees the same sequence.
+// Looks at candidates 32 at a time, one a lane, so that the main loop waits for memory once every 32 of them. All lanes of
+// a warp call together, and see the same.
+struct LookAhead {
+    int next;              // the first candidate that has not been looked at
+    uint32_t pending = 0;  // of the 32 before it: candidates still to visit,
+    uint32_t full = 0;     // and those of which the mask hides nothing
+
+    // ask(candidate, is_empty, is_full) answers for this lane's candidate.
+    template <typename Ask>
+    __device__ __forceinline__ void look(int end, const Ask& ask) {
+        const int candidate = next + lane_id();
+        bool is_empty = candidate >= end, is_full = true;
+        if (!is_empty) ask(candidate, is_empty, is_full);
+        pending = __ballot_sync(~0u, !is_empty);
+        full = __ballot_sync(~0u, is_full);
+        next += 32;
+    }
+    // The lane that has looked at the first that is pending, which no longer is.
+    __device__ __forceinline__ int take() {
+        const int lane = __ffs(pending) - 1;
+        pending &= pending - 1;
+        return lane;
+    }
+    __device__ __forceinline__ int candidate(int lane) const { return next - 32 + lane; }
+    __device__ __forceinline__ bool is_full(int lane) const { return full >> lane & 1; }
+};
+
+// Visits the tiles of [begin, end) that are not empty. Every warp of a block sees the same sequence.
 template <int kKeys, typename Summarize>
 class TileScan {
 public:
     __device__ TileScan(int begin, int end, const Summarize& summarize)
-        : summarize_(summarize), next_window_(begin), end_(end) {}
+        : summarize_(summarize), ahead_{begin}, end_(end) {}
 
     // Whether there is another tile, which then is the current one.
     __device__ __forceinline__ bool next() {
-        while (pending_ == 0) {
-            if (next_window_ >= end_) return false;
-            look_ahead();
+        while (ahead_.pending == 0) {
+            if (ahead_.next >= end_) return false;
+            ahead_.look(end_, [&](int index, bool& is_empty, bool& is_full) {
+                const TileSummary<kKeys> summary = summarize_(index);
+                is_empty = summary.empty;
+                is_full = summary.full;
+#pragma unroll
+                for (int w = 0; w < TileSummary<kKeys>::kWords; ++w) columns_[w] = summary.columns[w];
+            });
         }
-        current_ = __ffs(pending_) - 1;
-        pending_ &= pending_ - 1;
+        current_ = ahead_.take();
         return true;
     }
-    __device__ __forceinline__ int index() const { return next_window_ - 32 + current_; }
-    __device__ __forceinline__ bool full() const { return full_ >> current_ & 1; }
+    __device__ __forceinline__ int index() const { return ahead_.candidate(current_); }
+    __device__ __forceinline__ bool full() const { return ahead_.is_full(current_); }
     // Word of the current tile's columns.
     __device__ __forceinline__ uint32_t columns(int word) const { return __shfl_sync(~0u, columns_[word], current_); }
 
 private:
-    __device__ __forceinline__ void look_ahead() {
-        const int index = next_window_ + lane_id();
-        TileSummary<kKeys> summary{true, false, {}};
-        if (index < end_) summary = summarize_(index);
-        pending_ = __ballot_sync(~0u, !summary.empty);
-        full_ = __ballot_sync(~0u, summary.full);
-#pragma unroll
-        for (int w = 0; w < TileSummary<kKeys>::kWords; ++w) columns_[w] = summary.columns[w];
-        next_window_ += 32;
-    }
-
     Summarize summarize_;
-    int next_window_;
+    LookAhead ahead_;
     int end_;
-    int current_ = 0;       // lane of the current tile
-    uint32_t pending_ = 0;  // tiles of the current window still to visit
-    uint32_t full_ = 0;
+    int current_ = 0;  // lane of the current tile
     uint32_t columns_[TileSummary<kKeys>::kWords];  // of this lane's tile
 };
 

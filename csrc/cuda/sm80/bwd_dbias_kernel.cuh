@@ -61,8 +61,8 @@ struct DbiasRun {
 // Calls visit(m, h, row, key) for every row that this lane holds of a tile; its pairs of neighbouring keys begin at key + 8 n.
 template <typename Tile, typename Visit>
 __device__ __forceinline__ void for_each_row(const Visit& visit) {
-    const int row = warp_id() / Tile::kScoreKeyWarps * Tile::kScoreRows + lane_id() / 4;
-    const int key = warp_id() % Tile::kScoreKeyWarps * Tile::kScoreKeys + lane_id() % 4 * 2;
+    const int row = warp_id() / Tile::kScoreKeyWarps * Tile::kScoreRows + fragment_row();
+    const int key = warp_id() % Tile::kScoreKeyWarps * Tile::kScoreKeys + fragment_col();
 #pragma unroll
     for (int m = 0; m < Tile::kScoreM; ++m)
 #pragma unroll
@@ -124,46 +124,35 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     // Keys that causality leaves to the tile's last row.
     const int visible_keys = kCausal ? first.causal_end(last_row) : first.keys;
 
-    // What is to be added next: of a tile, the sharers that the mask leaves a pair of. Warps look ahead together, 32
-    // sharers at a time, one a lane, and keep where these lie.
+    // What is to be added next: of a tile, the sharers that the mask leaves a pair of. Each warp keeps where those lie that
+    // it looks ahead to.
     auto& window = smem.sharers[warp_id()];
-    int key_tile = run.key_tile, sharer = 0, next_window = sharer_begin, found_window = -1;
-    bool mask_full = true;
-    uint32_t pending = 0, full = 0;
-    const auto look_ahead = [&] {
-        const int candidate = next_window + lane_id();
-        bool is_empty = candidate >= sharer_end, is_full = true;
-        const int head = first_head + candidate % heads;
-        Sequence s = first;
-        s.batch += candidate / heads;
-        if (found_window != next_window) {
-            __syncwarp();
-            if (!is_empty) window[lane_id()] = Sharer<T>(p, s, head);
-            __syncwarp();
-            found_window = next_window;
-        }
-        if (!is_empty && has_mask(p)) {
-            const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p, s, head);
-            const auto summary = masks.of(first_row, last_row, key_tile);
-            is_empty = summary.empty;
-            is_full = summary.full;
-        }
-        pending = __ballot_sync(~0u, !is_empty);
-        full = __ballot_sync(~0u, is_full);
-        next_window += 32;
-    };
+    LookAhead ahead{sharer_begin};
+    int key_tile = run.key_tile, sharer = 0, found_window = -1;
     const auto next = [&] {
-        while (pending == 0) {
-            if (next_window >= sharer_end) {
-                next_window = sharer_begin;
+        while (ahead.pending == 0) {
+            if (ahead.next >= sharer_end) {
+                ahead.next = sharer_begin;
                 ++key_tile;
             }
             if (key_tile >= key_end || key_tile * Tile::kKeys >= visible_keys) return false;
-            look_ahead();
+            const bool is_new = found_window != ahead.next;
+            found_window = ahead.next;
+            if (is_new) __syncwarp();
+            ahead.look(sharer_end, [&](int candidate, bool& is_empty, bool& is_full) {
+                const int head = first_head + candidate % heads;
+                Sequence s = first;
+                s.batch += candidate / heads;
+                if (is_new) window[lane_id()] = Sharer<T>(p, s, head);
+                if (!has_mask(p)) return;
+                const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p, s, head);
+                const auto summary = masks.of(first_row, last_row, key_tile);
+                is_empty = summary.empty;
+                is_full = summary.full;
+            });
+            if (is_new) __syncwarp();
         }
-        sharer = __ffs(pending) - 1;
-        pending &= pending - 1;
-        mask_full = full >> sharer & 1;
+        sharer = ahead.take();
         return true;
     };
     const auto load = [&](int stage) {
@@ -213,17 +202,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     const uint32_t keys_at = kept(KeysB::lane_offset(score_key, 0));
     const auto add_tile = [&](const typename Smem::Stage& stage, int tile, bool full, int first_n) {
         float scores[Tile::kScoreM][Tile::kPassN][4], dprobs[Tile::kScoreM][Tile::kPassN][4];
-        clear(scores);
-        clear(dprobs);
         const uint32_t pass_at = keys_at + first_n * 8 * KeysB::kRowBytes;
-        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(stage.rows.query), rows_at),
-                                        KeysB(address_of(stage.key), pass_at));
-        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(stage.rows.dout), rows_at),
-                                        KeysB(address_of(stage.value), pass_at));
-
-        const TileVisibility<Tile, kCausal> visibility(p, first, stage.rows, run.row_tile, tile);
         const int rows = first.rows - first_row, key = score_key + first_n * 8;
-        const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = kept(bias[m][first_n + n + i / 2][i % 2]);
@@ -233,16 +213,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             for (int e = 0; e < 2; ++e)
                 if (is_visible[e]) sum[m][first_n + n][2 * h + e] += dx[e];
         };
-        if (softcap > 0) {
-            differentiate<Tile, BiasKind::kDense, true, true>(scores, dprobs, stage.rows, dense_bias, visibility,
-                                                              first_score_row, key, rows, scale, softcap, take);
-        } else if (full && visibility.full()) {
-            differentiate<Tile, BiasKind::kDense, false, false>(scores, dprobs, stage.rows, dense_bias, visibility,
-                                                                first_score_row, key, rows, scale, softcap, take);
-        } else {
-            differentiate<Tile, BiasKind::kDense, true, false>(scores, dprobs, stage.rows, dense_bias, visibility,
-                                                               first_score_row, key, rows, scale, softcap, take);
-        }
+        differentiate_pass<Tile, BiasKind::kDense>(
+            scores, dprobs, p, RowsA(address_of(stage.rows.query), rows_at), KeysB(address_of(stage.key), pass_at),
+            RowsA(address_of(stage.rows.dout), rows_at), KeysB(address_of(stage.value), pass_at), stage.rows, dense_bias,
+            [&] { return TileVisibility<Tile::kRows, Tile::kKeys, kCausal>(p, first, stage.rows, run.row_tile, tile, full); },
+            first_score_row, key, rows, take, take);
     };
 
     const auto store = [&](int tile) {
@@ -267,7 +242,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         clear(sum);
         if (more && key_tile == tile) load_bias(tile);
         while (more && key_tile == tile) {
-            const bool is_full = mask_full;
+            const bool is_full = ahead.is_full(sharer);
             wait_for_rows(smem.stages[stage].rows, first.rows - first_row);
             more = next();
             if (Smem::kStages == 2 && more) load(stage ^ 1);

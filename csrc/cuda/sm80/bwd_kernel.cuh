@@ -15,12 +15,11 @@ namespace flash_dmattn::cuda::sm80 {
 struct RowTilePlace {
     int head, row_tile;
     bool mask_full;  // the mask hides nothing of the tile
-    int next_window;
-    uint32_t pending, full;  // of the window before it: tiles still to visit; tiles of which the mask hides nothing
+    LookAhead ahead;
 };
 
 // Which tiles of rows a block visits: head after head, the tiles that causality and the mask leave a pair of, ascending.
-// Warps look ahead together, 32 tiles at a time, one a lane. The blocks of a cluster, one a batch element, visit the same
+// The blocks of a cluster, one a batch element, visit the same
 // tiles: those that a mask leaves a pair of for any of them.
 template <typename Tile, bool kCausal>
 class RowTileCursor {
@@ -28,7 +27,7 @@ public:
     __device__ RowTileCursor(RowTilePlace& place, const BwdArgs& p, const Sequence& s, int key_tile, int first_head)
         : place_(place), p_(p), s_(s), key_tile_(key_tile), first_head_(first_head) {
         __syncwarp();
-        place_ = {first_head, 0, false, begin(), 0, 0};
+        place_ = {first_head, 0, false, {begin()}};
         __syncwarp();
     }
 
@@ -40,19 +39,20 @@ public:
     __device__ __forceinline__ bool next() {
         RowTilePlace place = place_;
         __syncwarp();
-        while (place.pending == 0) {
-            if (place.next_window >= end()) {
+        while (place.ahead.pending == 0) {
+            if (place.ahead.next >= end()) {
                 if (place.head + 1 == first_head_ + static_cast<int>(p_.heads / p_.kv_heads)) return false;
                 ++place.head;
-                place.next_window = begin();
-                if (place.next_window >= end()) return false;
+                place.ahead.next = begin();
+                if (place.ahead.next >= end()) return false;
             }
-            look_ahead(place);
+            place.ahead.look(end(), [&](int tile, bool& is_empty, bool& is_full) {
+                if (has_mask(p_)) ask_mask(place.head, tile, is_empty, is_full);
+            });
         }
-        const int lane = __ffs(place.pending) - 1;
-        place.pending &= place.pending - 1;
-        place.row_tile = place.next_window - 32 + lane;
-        place.mask_full = place.full >> lane & 1;
+        const int lane = place.ahead.take();
+        place.row_tile = place.ahead.candidate(lane);
+        place.mask_full = place.ahead.is_full(lane);
         place_ = place;
         __syncwarp();
         return true;
@@ -62,27 +62,20 @@ private:
     __device__ int begin() const { return kCausal ? s_.causal_begin(key_tile_ * Tile::kKeys) / Tile::kRows : 0; }
     __device__ int end() const { return ceil_div(s_.rows, Tile::kRows); }
 
-    __device__ __forceinline__ void look_ahead(RowTilePlace& place) const {
-        const int tile = place.next_window + lane_id();
-        bool empty = tile >= end(), full = true;
-        if (!empty && has_mask(p_)) {
-            const auto summary_of = [&](const Sequence& s) {
-                const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s, place.head);
-                const int first = tile * Tile::kRows;
-                return masks.of(first, min(first + Tile::kRows, s.rows) - 1, key_tile_);
-            };
-            const auto summary = summary_of(s_);
-            full = summary.full;
-            // In deterministic mode every block takes its turn at every tile.
-            empty = summary.empty && !p_.deterministic;
-            if (p_.dense_dbias == DenseDbias::kExchanged) {
-                Sequence other = s_;
-                for (other.batch = 0; empty && other.batch < p_.batch; ++other.batch) empty = summary_of(other).empty;
-            }
+    __device__ __forceinline__ void ask_mask(int head, int tile, bool& is_empty, bool& is_full) const {
+        const auto summary_of = [&](const Sequence& s) {
+            const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s, head);
+            const int first = tile * Tile::kRows;
+            return masks.of(first, min(first + Tile::kRows, s.rows) - 1, key_tile_);
+        };
+        const auto summary = summary_of(s_);
+        is_full = summary.full;
+        // In deterministic mode every block takes its turn at every tile.
+        is_empty = summary.empty && !p_.deterministic;
+        if (p_.dense_dbias == DenseDbias::kExchanged) {
+            Sequence other = s_;
+            for (other.batch = 0; is_empty && other.batch < p_.batch; ++other.batch) is_empty = summary_of(other).empty;
         }
-        place.pending = __ballot_sync(~0u, !empty);
-        place.full = __ballot_sync(~0u, full);
-        place.next_window += 32;
     }
 
     RowTilePlace& place_;
@@ -376,18 +369,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         const auto& rows_stage = smem.rows[stage];
         const int score_key = first_score_key + first_n * 8;
         float scores[Tile::kScoreM][kPassN][4], dprobs[Tile::kScoreM][kPassN][4];
-        clear(scores);
-        clear(dprobs);
         const uint32_t rows_at = lane_offset(kScoreRows);
         const uint32_t keys_at = lane_offset(kScoreKeys) + first_n * 8 * ScoreKey::kRowBytes;
-        multiply_add<T, Tile::kHeadDim>(scores, ScoreQuery(address_of(rows_stage.query), rows_at),
-                                        ScoreKey(address_of(smem.key), keys_at));
-        multiply_add<T, Tile::kHeadDim>(dprobs, ScoreQuery(address_of(rows_stage.dout), rows_at),
-                                        ScoreKey(address_of(smem.value), keys_at));
-
         const int rows = s.rows - row_tile * Tile::kRows;
-        const TileVisibility<Tile, kCausal> visibility(p, s, rows_stage, row_tile, key_tile);
-        const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const uint32_t pairs_at = lane_offset(kScorePairs);
         const Pairs prob_blocks = Pairs(address_of(probs), pairs_at).from(0, first_n * 8);  // of the bias, before
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
@@ -399,27 +383,24 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                 for (int e = 0; e < 2; ++e) column_sums[first_n + n][e] += is_visible[e] ? dx[e] : 0.f;
             }
         };
-        if (softcap > 0) {
-            // ds is not dx here, which goes straight to the gradient of a dense bias.
-            const int lane = kept(lane_id());
-            const auto take = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
-                sum_columns(m, h, n, dx, is_visible);
-                const int row = first_score_row + m * 16 + h * 8 + lane / 4, key = score_key + n * 8 + lane % 4 * 2;
-                if (!dense_dbias_is(DenseDbias::kByEntry) || row >= rows) return;
-                T* to = dbias_rows(head, row_tile) + row * p.dbias.row_stride + key;
+        // ds is not dx where there is a softcap; dx then goes straight to the gradient of a dense bias.
+        const int lane = kept(lane_id());
+        const auto take_capped = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
+            sum_columns(m, h, n, dx, is_visible);
+            const int row = first_score_row + m * 16 + h * 8 + fragment_row(lane), key = score_key + n * 8 + fragment_col(lane);
+            if (!dense_dbias_is(DenseDbias::kByEntry) || row >= rows) return;
+            T* to = dbias_rows(head, row_tile) + row * p.dbias.row_stride + key;
 #pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    if (first_key + key + e < s.keys) to[e] = T(is_visible[e] ? dx[e] : 0.f);
-            };
-            differentiate<Tile, kBias, true, true>(scores, dprobs, rows_stage, dense_bias, visibility,
-                                                   first_score_row, score_key, rows, scale, softcap, take);
-        } else if (mask_full && visibility.full()) {
-            differentiate<Tile, kBias, false, false>(scores, dprobs, rows_stage, dense_bias, visibility,
-                                                     first_score_row, score_key, rows, scale, softcap, sum_columns);
-        } else {
-            differentiate<Tile, kBias, true, false>(scores, dprobs, rows_stage, dense_bias, visibility,
-                                                    first_score_row, score_key, rows, scale, softcap, sum_columns);
-        }
+            for (int e = 0; e < 2; ++e)
+                if (first_key + key + e < s.keys) to[e] = T(is_visible[e] ? dx[e] : 0.f);
+        };
+        const auto make_visibility = [&] {
+            return TileVisibility<Tile::kRows, Tile::kKeys, kCausal>(p, s, rows_stage, row_tile, key_tile, mask_full);
+        };
+        differentiate_pass<Tile, kBias>(
+            scores, dprobs, p, ScoreQuery(address_of(rows_stage.query), rows_at), ScoreKey(address_of(smem.key), keys_at),
+            ScoreQuery(address_of(rows_stage.dout), rows_at), ScoreKey(address_of(smem.value), keys_at), rows_stage,
+            dense_bias, make_visibility, first_score_row, score_key, rows, sum_columns, take_capped);
         if (dense_dbias_is(DenseDbias::kAtomic)) add_dbias(dprobs, head, row_tile, first_n);
         if (dense_dbias_is(DenseDbias::kExchanged)) exchange.send(dprobs, first_n, s.batch, stage);
         store_rounded<T>(scores, prob_blocks);
@@ -456,7 +437,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     const auto store_exchanged_dbias = [&](int stage, int head, int row_tile) {
         T* tile = dbias_rows(head, row_tile);
         const int first_block = exchange.first_block(s.batch), lane = kept(lane_id());
-        const int row = first_score_row + first_block / Tile::kScoreN * 16 + lane / 4;
+        const int row = first_score_row + first_block / Tile::kScoreN * 16 + fragment_row(lane);
         const int key = first_score_key + first_block % Tile::kScoreN * 8;
         const int rows = s.rows - row_tile * Tile::kRows, keys = s.keys - first_key;
         const bool plain = is_plain<Tile, 4>(tile, p.dbias, rows, keys);
@@ -476,7 +457,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
                 } else if (row + h * 8 < rows) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        const int pair = i * 8 + e / 2 * 8 + lane % 4 * 2 + e % 2;
+                        const int pair = i * 8 + e / 2 * 8 + fragment_col(lane) + e % 2;
                         if (key + pair < keys) at[h * 8 * p.dbias.row_stride + pair] = T(x[e / 2][e % 2]);
                     }
                 }

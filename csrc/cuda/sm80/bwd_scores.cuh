@@ -1,10 +1,8 @@
-// From S = Q K^T and dP = dO V^T of one tile to P and dS: what the backward's kernels have in common.
+// From Q, K, dO and V of one tile to P and dS: what the backward's kernels have in common.
 #pragma once
 
-#include <cfloat>
-
 #include "../common/intervals.cuh"
-#include "../common/pairs.cuh"
+#include "../common/scores.cuh"
 #include "../common/sequence.cuh"
 #include "../common/tile_scan.cuh"
 #include "bwd_scratch.cuh"
@@ -181,100 +179,33 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Tile, kKeyBias>& stage, i
     __syncthreads();
 }
 
-// Which pairs of a tile are visible, 32 keys of a row in a word: mask, causality and lengths.
-template <typename Tile, bool kCausal>
-struct TileVisibility {
-    const uint32_t (*mask)[Tile::kWords];  // null where there is none
-    const int2* intervals;                 // null where there are none
-    int first_row;
-    int limit;  // of the tile's keys, without causality
-    int diagonal;  // row r of the tile sees its keys below diagonal + r
-
-    template <typename Stage>
-    __device__ TileVisibility(const BwdArgs& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile)
-        : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
-          intervals(p.interval_tiles.tiles != nullptr ? stage.intervals : nullptr),
-          first_row(row_tile * Tile::kRows),
-          limit(s.keys - key_tile * Tile::kKeys),
-          diagonal(row_tile * Tile::kRows + 1 + s.keys - s.rows - key_tile * Tile::kKeys) {}
-
-    // Whether lengths and causality leave every pair visible.
-    __device__ bool full() const { return limit >= Tile::kKeys && (!kCausal || diagonal >= Tile::kKeys); }
-    __device__ uint32_t word(int row, int w) const {
-        const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
-        if (mask != nullptr) return visible & mask[row][w];
-        return intervals == nullptr ? visible : visible & keys_seen(intervals + w * 32, first_row + row);
-    }
-};
-
-// S and dP to P and dS of one pass over this warp's part of a tile; it begins at (row, key). `stage` has the rows' lse
-// and delta and, of a key bias, key_bias; visibility.word(row, w) is asked for this lane's keys alone.
-// dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. take(m, h, n, dx, is_visible) is given
-// dx of two neighbouring pairs, of row m, h and the keys of n, before it becomes ds; where one is not visible its dx may
-// be anything.
-template <typename Tile, BiasKind kBias, bool kMasked, bool kSoftcap, int kPassN, typename Stage, typename Visibility,
-          typename DenseBias, typename Take>
-__device__ __forceinline__ void differentiate(float (&s)[Tile::kScoreM][kPassN][4],
-                                              float (&dp)[Tile::kScoreM][kPassN][4],
-                                              const Stage& stage, const DenseBias& dense_bias,
-                                              const Visibility& visibility, int row, int key, int rows, float scale,
-                                              float softcap, const Take& take) {
+// S and dP of one pass over this warp's part of a tile, from operands in shared memory, and of them P and dS. make_visibility
+// is called after the products; its answer also tells whether it is full(). take_capped stands in for take where there is
+// a softcap.
+template <typename Tile, BiasKind kBias, int kPassN, typename Rows, typename Keys, typename Stage, typename DenseBias,
+          typename MakeVisibility, typename Take, typename TakeCapped>
+__device__ __forceinline__ void differentiate_pass(float (&scores)[Tile::kScoreM][kPassN][4],
+                                                   float (&dprobs)[Tile::kScoreM][kPassN][4], const AttentionParams& p,
+                                                   const Rows& query, const Keys& key, const Rows& dout,
+                                                   const Keys& value, const Stage& stage, const DenseBias& dense_bias,
+                                                   const MakeVisibility& make_visibility, int first_row, int first_key,
+                                                   int rows, const Take& take, const TakeCapped& take_capped) {
     using T = typename Tile::T;
-    const int lane = lane_id();
-    const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E;
-#pragma unroll
-    for (int m = 0; m < Tile::kScoreM; ++m) {
-        float lse[2], delta[2];
-        constexpr int kPassKeys = kPassN * 8, kWords = ceil_div(kPassKeys, 32);
-        uint32_t visible[2][kWords];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int r = row + m * 16 + h * 8 + lane / 4;
-            const float row_lse = stage.lse[r];
-            // exp2(x - inf) = 0: an empty row, and one beyond the sequence, has no p. Nor has a pair that its bias hides,
-            // since lse is larger by far: of float16 by 32 at the least, the distance to the next visible bias. Nor has a row
-            // whose lse times log2(e) is no number of float32; it must not become -inf here.
-            lse[h] = r < rows && row_lse != -kInfinity ? fmaxf(row_lse * kLog2E, -FLT_MAX) : kInfinity;
-            delta[h] = lse[h] != kInfinity ? stage.delta[r] : 0;
-            if (kMasked) {
-#pragma unroll
-                for (int w = 0; w < kWords; ++w)
-                    visible[h][w] = visibility.word(r, key / 32 + w) >> (kPassKeys % 32 ? key % 32 : 0) >>
-                                    (lane % 4 * 2);
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < kPassN; n += 2) {
-            uint32_t bias[4];
-            if (kBias == BiasKind::kDense) dense_bias(bias, m, n);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // in the order of the 8x8 blocks
-                const int h = i % 2, k = n + i / 2;
-                float2 b = {0, 0};
-                if (kBias == BiasKind::kDense) {
-                    b = unpack<T>(bias[i]);
-                    b = {b.x * kLog2E, b.y * kLog2E};
-                } else if (kBias == BiasKind::kKey) {
-                    b = *reinterpret_cast<const float2*>(stage.key_bias + key + k * 8 + lane % 4 * 2);
-                }
-                const float shift[2] = {b.x - lse[h], b.y - lse[h]};
-                float dx[2];
-                bool is_visible[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& x = s[m][k][2 * h + e];
-                    float& d = dp[m][k][2 * h + e];
-                    float capped = 0;
-                    if (kSoftcap) x = capped = fast_tanh(x * (scale / softcap));
-                    is_visible[e] = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
-                    const float prob = fast_exp2(fmaf(x, scale_log2, shift[e]));
-                    dx[e] = prob * (d - delta[h]);
-                    x = is_visible[e] ? prob : 0;
-                    d = !is_visible[e] ? 0 : kSoftcap ? dx[e] * (1 - capped * capped) : dx[e];
-                }
-                take(m, h, k, dx, is_visible);
-            }
-        }
+    clear(scores);
+    clear(dprobs);
+    multiply_add<T, Tile::kHeadDim>(scores, query, key);
+    multiply_add<T, Tile::kHeadDim>(dprobs, dout, value);
+    const auto visibility = make_visibility();
+    const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
+    if (softcap > 0) {
+        differentiate<T, kBias, true, true>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
+                                            scale, softcap, take_capped);
+    } else if (visibility.full()) {
+        differentiate<T, kBias, false, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
+                                              scale, softcap, take);
+    } else {
+        differentiate<T, kBias, true, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
+                                             scale, softcap, take);
     }
 }
 

@@ -1,6 +1,8 @@
 // The backward's tile sizes, and how its warps share the five products of a tile.
 #pragma once
 
+#include <stdexcept>
+
 #include "../common/smem_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -22,39 +24,68 @@ constexpr bool has_little_shared_memory(int architecture) { return architecture 
 // For little shared memory: 99 KiB up to head dimension 128, above that 163 KiB.
 constexpr BwdTileSizes small_bwd_tile_sizes(int head_dim) {
     switch (head_dim) {
-        case 32: return {64, 64, 4, 2, 1, 2, 2, 3};
-        case 64: return {64, 64, 4, 2, 1, 2, 2, 2};
-        case 96: return {32, 64, 4, 2, 1, 2, 2, 2};
-        case 128: return {32, 64, 4, 2, 1, 2, 2, 2};
-        case 192: return {32, 64, 8, 2, 1, 2, 2, 1};
-        default: return {32, 64, 8, 2, 1, 2, 2, 1};  // 256
+        case 32:
+            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 3};
+        case 64:
+            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 2};
+        case 96:
+        case 128:
+            return {.rows = 32, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 2};
+        case 192:
+        case 256:
+            return {.rows = 32, .keys = 64, .warps = 8, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 1};
     }
+    throw std::logic_error("head dimension");
 }
 
 // A head dimension is rounded up to one of these.
 constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool is_small) {
     if (is_small) return small_bwd_tile_sizes(head_dim);
     switch (head_dim) {
-        case 32: return {64, 64, 4, 2, 1, 2, 2, 3};
-        case 64: return {128, 128, 8, 4, 1, 4, 4, 1};
-        case 96: return {64, 128, 8, 2, 1, 4, 4, 1};
-        case 128: return {64, 128, 8, 2, 1, 4, 2, 1};
-        case 192: return {64, 64, 8, 4, 1, 2, 2, 1};
-        default: return {64, 64, 8, 4, 1, 2, 2, 1};  // 256
+        case 32:
+            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 3};
+        case 64:
+            return {.rows = 128, .keys = 128, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 4,
+                    .row_warps = 4, .blocks_per_sm = 1};
+        case 96:
+            return {.rows = 64, .keys = 128, .warps = 8, .score_row_warps = 2, .score_passes = 1, .key_warps = 4,
+                    .row_warps = 4, .blocks_per_sm = 1};
+        case 128:
+            return {.rows = 64, .keys = 128, .warps = 8, .score_row_warps = 2, .score_passes = 1, .key_warps = 4,
+                    .row_warps = 2, .blocks_per_sm = 1};
+        case 192:
+        case 256:
+            return {.rows = 64, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 1};
     }
+    throw std::logic_error("head dimension");
 }
 
 // Of the kernel that sums the gradient of a shared bias, which computes S and dP alone: several small blocks hide each
 // other's latency.
 constexpr BwdTileSizes dbias_tile_sizes(int head_dim) {
     switch (head_dim) {
-        case 32: return {64, 64, 4, 2, 2, 2, 2, 4};
-        case 64: return {64, 64, 4, 2, 1, 2, 2, 3};
-        case 96: return {64, 64, 4, 2, 1, 2, 2, 3};
-        case 128: return {64, 64, 4, 2, 1, 2, 2, 3};
-        case 192: return {64, 64, 4, 2, 1, 2, 2, 2};
-        default: return {64, 64, 4, 2, 1, 2, 2, 1};  // 256
+        case 32:
+            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 2, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 4};
+        case 64:
+        case 96:
+        case 128:
+            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 3};
+        case 192:
+            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 2};
+        case 256:
+            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 1};
     }
+    throw std::logic_error("head dimension");
 }
 
 // Of the kernel over key lists, whose blocks own rows: many rows to a key, since for each of them the key's dK and dV are
@@ -62,22 +93,42 @@ constexpr BwdTileSizes dbias_tile_sizes(int head_dim) {
 constexpr BwdTileSizes gather_tile_sizes(int head_dim, bool is_small) {
     if (is_small) {
         switch (head_dim) {
-            case 32: return {64, 64, 4, 2, 1, 2, 2, 1};
-            case 64: return {64, 64, 4, 2, 1, 2, 2, 1};
-            case 96: return {32, 64, 4, 2, 1, 2, 2, 1};
-            case 128: return {32, 64, 4, 2, 1, 2, 2, 1};
-            case 192: return {64, 64, 8, 4, 1, 2, 2, 1};
-            default: return {32, 64, 8, 2, 1, 2, 2, 1};  // 256
+            case 32:
+            case 64:
+                return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                        .row_warps = 2, .blocks_per_sm = 1};
+            case 96:
+            case 128:
+                return {.rows = 32, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                        .row_warps = 2, .blocks_per_sm = 1};
+            case 192:
+                return {.rows = 64, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 2,
+                        .row_warps = 2, .blocks_per_sm = 1};
+            case 256:
+                return {.rows = 32, .keys = 64, .warps = 8, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
+                        .row_warps = 2, .blocks_per_sm = 1};
         }
+        throw std::logic_error("head dimension");
     }
     switch (head_dim) {
-        case 32: return {128, 64, 8, 4, 2, 4, 4, 2};
-        case 64: return {128, 64, 8, 4, 1, 2, 4, 1};
-        case 96: return {128, 64, 8, 4, 1, 4, 4, 1};
-        case 128: return {128, 64, 8, 4, 1, 2, 4, 1};
-        case 192: return {64, 64, 8, 4, 1, 2, 2, 1};
-        default: return {64, 64, 8, 4, 1, 2, 2, 1};  // 256
+        case 32:
+            return {.rows = 128, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 2, .key_warps = 4,
+                    .row_warps = 4, .blocks_per_sm = 2};
+        case 64:
+            return {.rows = 128, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 4, .blocks_per_sm = 1};
+        case 96:
+            return {.rows = 128, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 4,
+                    .row_warps = 4, .blocks_per_sm = 1};
+        case 128:
+            return {.rows = 128, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 4, .blocks_per_sm = 1};
+        case 192:
+        case 256:
+            return {.rows = 64, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 2,
+                    .row_warps = 2, .blocks_per_sm = 1};
     }
+    throw std::logic_error("head dimension");
 }
 
 enum class BwdPass { kMain, kDbias, kGather };
@@ -86,8 +137,9 @@ constexpr BwdTileSizes tile_sizes(BwdPass pass, int head_dim, bool is_small) {
     switch (pass) {
         case BwdPass::kMain: return bwd_tile_sizes(head_dim, is_small);
         case BwdPass::kDbias: return dbias_tile_sizes(head_dim);
-        default: return gather_tile_sizes(head_dim, is_small);
+        case BwdPass::kGather: return gather_tile_sizes(head_dim, is_small);
     }
+    throw std::logic_error("pass of the backward");
 }
 
 // One warp's share of a product, in tiles of 16 x 8. Columns of the head dimension are dealt to warps 16 at a time, so

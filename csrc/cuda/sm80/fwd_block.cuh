@@ -4,7 +4,7 @@
 
 #include "../common/combine.cuh"
 #include "../common/online_softmax.cuh"
-#include "../common/pairs.cuh"
+#include "../common/scores.cuh"
 #include "../common/sequence.cuh"
 #include "../common/smem_tile.cuh"
 #include "fwd_config.h"
@@ -227,7 +227,7 @@ private:
         static_assert(kKeyWarps == 1 || sizeof(float) * kRows * kHeadDim <= 2 * sizeof(KeyTile));
         const auto for_each = [&](auto&& visit) {  // of this lane's rows
 #pragma unroll
-            for (int i = 0; i < kMTiles * 2; ++i) visit(i, warp_row_ + i * 8 + lane_id() / 4);
+            for (int i = 0; i < kMTiles * 2; ++i) visit(i, warp_row_ + i * 8 + fragment_row());
         };
         for_each([&](int i, int row) {
             memory_.max[part][row] = softmax_.max[i];
@@ -247,7 +247,7 @@ private:
                 out_[i / 2][n][i % 2 * 2 + 1] *= own;
             }
             softmax_.max[i] = largest;
-            softmax_.sum[i] = lane_id() % 4 == 0 ? total : 0.f;
+            softmax_.sum[i] = leads_row() ? total : 0.f;
         });
         for (int w = kKeyWarps - 1; w >= 0; --w) {
             if (part == w) {
@@ -255,7 +255,7 @@ private:
 #pragma unroll
                     for (int n = 0; n < kOutTiles; ++n) {
                         float* x = out_[i / 2][n] + i % 2 * 2;
-                        float2* at = reinterpret_cast<float2*>(merged + row * kHeadDim + n * 8 + lane_id() % 4 * 2);
+                        float2* at = reinterpret_cast<float2*>(merged + row * kHeadDim + n * 8 + fragment_col());
                         if (w < kKeyWarps - 1) x[0] += at->x, x[1] += at->y;
                         if (w > 0) *at = {x[0], x[1]};
                     }
@@ -274,7 +274,7 @@ private:
             for (int h = 0; h < 2; ++h) {
                 float lse;
                 const float inverse = softmax_.finish(2 * m + h, schedule_.raw_scores ? schedule_.scale : 1.f, lse);
-                store(warp_row_ + m * 16 + h * 8 + lane_id() / 4, m, h, inverse, lse);
+                store(warp_row_ + m * 16 + h * 8 + fragment_row(), m, h, inverse, lse);
             }
     }
 
@@ -284,11 +284,11 @@ private:
 #pragma unroll
             for (int n = 0; n < kOutTiles; ++n) {
                 const float* x = out_[m][n] + 2 * h;
-                T* to = &memory_.query.at(row, n * 8 + lane_id() % 4 * 2);
+                T* to = &memory_.query.at(row, n * 8 + fragment_col());
                 *reinterpret_cast<uint32_t*>(to) = pack<T>(x[0] * inverse, x[1] * inverse);
             }
             const int i = query_row(row);
-            if (lane_id() % 4 == 0 && i < sequence().rows)
+            if (leads_row() && i < sequence().rows)
                 static_cast<float*>(p_.lse.data)[stat_offset(p_.lse, sequence(), query_head(row)) + i] = lse;
         });
         // A warp reads and writes its own rows alone.
@@ -308,12 +308,12 @@ private:
             const int i = query_row(row);
             if (i >= sequence().rows) return;
             const int64_t at = split_index(p_, sequence(), memory_.work.split, query_head(row), i);
-            if (lane_id() % 4 == 0) p_.split_lse[at] = lse;
+            if (leads_row()) p_.split_lse[at] = lse;
             if (lse == -kInfinity) return;
             float* out = p_.split_out + at * p_.head_dim;
 #pragma unroll
             for (int n = 0; n < kOutTiles; ++n) {
-                const int col = n * 8 + lane_id() % 4 * 2;
+                const int col = n * 8 + fragment_col();
                 const float* x = out_[m][n] + 2 * h;
                 if (col < p_.head_dim) *reinterpret_cast<float2*>(out + col) = {x[0] * inverse, x[1] * inverse};
             }

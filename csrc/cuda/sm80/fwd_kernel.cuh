@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../common/intervals.cuh"
-#include "../common/pairs.cuh"
+#include "../common/scores.cuh"
 #include "../common/tile_scan.cuh"
 #include "fwd_block.cuh"
 
@@ -187,7 +187,7 @@ private:
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i)
 #pragma unroll
-            for (int w = 0; w < kWarpWords; ++w) visit(i, i * 8 + lane_id() / 4, w);
+            for (int w = 0; w < kWarpWords; ++w) visit(i, i * 8 + fragment_row(), w);
     }
 
     // Products to what the softmax sees: scaled, capped, biased, and -inf where invisible.

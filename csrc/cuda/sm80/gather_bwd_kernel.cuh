@@ -86,24 +86,6 @@ struct KeyStage {
     uint32_t seen_by_all[kWords][kKeys / 32];  // keys that 32 rows see
 };
 
-// Which pairs of a tile are visible.
-template <typename Stage>
-struct GatheredVisibility {
-    const Stage& stage;
-
-    // 32 keys of a row, of which only this lane's are told.
-    __device__ __forceinline__ uint32_t word(int row, int w) const {
-        const int lane_key = lane_id() % 4 * 2;
-        uint32_t bits = 0;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const uint2 rows = *reinterpret_cast<const uint2*>(&stage.rows[row / 32][w * 32 + n * 8 + lane_key]);
-            bits |= (rows.x >> row % 32 & 1) << n * 8 | (rows.y >> row % 32 & 1) << (n * 8 + 1);
-        }
-        return bits << lane_key;
-    }
-};
-
 template <typename Tile, BiasKind kBias>
 class GatherBwd {
 public:
@@ -267,32 +249,21 @@ private:
 
     __device__ __forceinline__ void make_scores(int tile) {
 #pragma unroll
-        for (int pass = 0; pass < Tile::kPasses; ++pass) differentiate_pass(tile, pass);
+        for (int pass = 0; pass < Tile::kPasses; ++pass) make_pass(tile, pass);
         if (kKeyBias && needs_dbias()) store_column_sums(tile);
     }
 
     // P and dS of one pass's keys, rounded, to shared memory.
-    __device__ __forceinline__ void differentiate_pass(int tile, int pass) {
+    __device__ __forceinline__ void make_pass(int tile, int pass) {
         const Stage& stage = keys_of(tile);
         const int first_n = pass * Tile::kPassN, first_key = score_key_ + first_n * 8, rows = tile_rows();
         uint32_t bias[kBias == BiasKind::kDense ? Tile::kScoreM : 1][Tile::kPassN][2];
         if constexpr (kBias == BiasKind::kDense) gather_bias(bias, stage, first_n);
 
         float scores[Tile::kScoreM][Tile::kPassN][4], dprobs[Tile::kScoreM][Tile::kPassN][4];
-        clear(scores);
-        clear(dprobs);
-        using RowsA = OperandA<typename Tile::RowsTile, false>;
-        using KeysB = OperandB<typename Tile::KeysTile, false>;
-        multiply_add<T, Tile::kHeadDim>(scores, RowsA(address_of(smem_.rows.query), score_row_, 0),
-                                        KeysB(address_of(key_of(tile)), first_key, 0));
-        multiply_add<T, Tile::kHeadDim>(dprobs, RowsA(address_of(smem_.rows.dout), score_row_, 0),
-                                        KeysB(address_of(value_of(tile)), first_key, 0));
-
         const struct {
             const float *lse, *delta, *key_bias;
         } numbers{smem_.rows.lse, smem_.rows.delta, stage.bias};
-        const GatheredVisibility<Stage> visibility{stage};
-        const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
         const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = bias[kBias == BiasKind::kDense ? m : 0][n + i / 2][i % 2];
@@ -303,19 +274,17 @@ private:
                 column_sums_[(first_n + n) * 2] += dx0;
                 column_sums_[(first_n + n) * 2 + 1] += dx1;
             } else if constexpr (kBias == BiasKind::kDense) {
-                if (needs_dbias()) add_dense_dbias(stage, score_row_ + m * 16 + h * 8 + lane_id() / 4, first_n + n, dx0, dx1);
+                if (needs_dbias()) add_dense_dbias(stage, score_row_ + m * 16 + h * 8 + fragment_row(), first_n + n, dx0, dx1);
             }
         };
-        if (softcap > 0) {
-            differentiate<Tile, kBias, true, true>(scores, dprobs, numbers, dense_bias, visibility, score_row_, first_key,
-                                                   rows, scale, softcap, take);
-        } else if (stage.seen_by_all[score_row_ / 32][score_key_ / 32] == ~0u) {
-            differentiate<Tile, kBias, false, false>(scores, dprobs, numbers, dense_bias, visibility, score_row_, first_key,
-                                                     rows, scale, softcap, take);
-        } else {
-            differentiate<Tile, kBias, true, false>(scores, dprobs, numbers, dense_bias, visibility, score_row_, first_key,
-                                                    rows, scale, softcap, take);
-        }
+        using RowsA = OperandA<typename Tile::RowsTile, false>;
+        using KeysB = OperandB<typename Tile::KeysTile, false>;
+        differentiate_pass<Tile, kBias>(
+            scores, dprobs, p_, RowsA(address_of(smem_.rows.query), score_row_, 0),
+            KeysB(address_of(key_of(tile)), first_key, 0), RowsA(address_of(smem_.rows.dout), score_row_, 0),
+            KeysB(address_of(value_of(tile)), first_key, 0), numbers, dense_bias,
+            [&] { return GatheredVisibility<Stage>{stage, score_row_, score_key_}; }, score_row_, first_key, rows, take,
+            take);
         using Pairs = Blocks<typename Tile::PairsTile, BlockOrder::kBelowFirst>;
         store_rounded<T>(scores, Pairs(address_of(smem_.probs[tile % 2]), score_row_, first_key));
         store_rounded<T>(dprobs, Pairs(address_of(smem_.dscores[tile % 2]), score_row_, first_key));
@@ -332,7 +301,7 @@ private:
             for (int m = 0; m < kM; ++m)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const int r = score_row_ + m * 16 + h * 8 + lane_id() / 4;
+                    const int r = score_row_ + m * 16 + h * 8 + fragment_row();
                     const auto load = [&](int key) {
                         const bool exists = key >= 0 && r < tile_rows();
                         return exists ? to_float(from[r * p_.bias.row_stride + key * p_.bias.col_stride]) : 0.f;
@@ -342,7 +311,7 @@ private:
         }
     }
     __device__ __forceinline__ int2 this_lanes_keys(const Stage& stage, int n) const {
-        return *reinterpret_cast<const int2*>(stage.key + score_key_ + n * 8 + lane_id() % 4 * 2);
+        return *reinterpret_cast<const int2*>(stage.key + score_key_ + n * 8 + fragment_col());
     }
 
     // dx of two pairs of row r of the tile.
@@ -373,7 +342,7 @@ private:
                 column_sums_[i] = kept + __shfl_xor_sync(~0u, given, step);
             }
         }
-        const int i = lane_id() * kLaneKeys / 32, key = score_key_ + i / 2 * 8 + lane_id() % 4 * 2 + i % 2;
+        const int i = lane_id() * kLaneKeys / 32, key = score_key_ + i / 2 * 8 + fragment_col() + i % 2;
         smem_.column_sums[tile % 2][warp_id() / Tile::kScoreKeyWarps][key] = column_sums_[0];
 #pragma unroll
         for (int j = 0; j < kLaneKeys; ++j) column_sums_[j] = 0;
@@ -414,8 +383,8 @@ private:
             OperandB<typename Tile::RowsTile, true>(address_of(rows), 0, first_col));
 
         const int64_t stride = p_.kv_heads * Tile::kHeadDim;
-        const int* keys = keys_of(tile).key + first_key + lane_id() / 4;
-        accum += first_col + lane_id() % 4 * 2;
+        const int* keys = keys_of(tile).key + first_key + fragment_row();
+        accum += first_col + fragment_col();
 #pragma unroll
         for (int i = 0; i < Tile::kDkvM * 2; ++i) {
             const int key = keys[i * 8];

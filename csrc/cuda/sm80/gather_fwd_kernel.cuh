@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../common/key_list.cuh"
-#include "../common/pairs.cuh"
+#include "../common/scores.cuh"
 #include "fwd_block.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -66,7 +66,7 @@ public:
         const int first = query_row(warp_row_);
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i)
-            row_bits_ |= (query_row(warp_row_ + i * 8 + lane_id() / 4) - first) << i * 8;
+            row_bits_ |= (query_row(warp_row_ + i * 8 + fragment_row()) - first) << i * 8;
     }
 
     __device__ void run() {
@@ -180,13 +180,13 @@ private:
     __device__ __forceinline__ void add_dense_bias(float (&scores)[kMTiles][kNTiles][4], float scale, const int* keys) {
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) {
-            const int row = min(query_row(warp_row_ + i * 8 + lane_id() / 4), sequence().rows - 1);
+            const int row = min(query_row(warp_row_ + i * 8 + fragment_row()), sequence().rows - 1);
             const T* bias = reinterpret_cast<const T*>(smem_.first_bias) + row * p_.bias.row_stride;
 #pragma unroll
             for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int key = keys[n * 8 + lane_id() % 4 * 2 + e];
+                    const int key = keys[n * 8 + fragment_col() + e];
                     float& x = scores[i / 2][n][i % 2 * 2 + e];
                     x = fmaf(x, scale, to_float(__ldg(bias + (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride)));
                 }

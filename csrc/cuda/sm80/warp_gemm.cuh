@@ -1,6 +1,7 @@
 // Products of matrices in shared memory, a warp at a time: acc += op(A) op(B) by mma_m16n8k16.
 #pragma once
 
+#include "../common/fragment.cuh"
 #include "../common/smem_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -144,8 +145,8 @@ __device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTile
             // Lane 8 i + r has the address of row r of the 8x8 matrix i.
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const uint32_t row = __shfl_sync(~0u, address, i * 8 + lane_id() / 4);
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane_id() % 4 * 4), "r"(block[i]) : "memory");
+                const uint32_t row = __shfl_sync(~0u, address, i * 8 + fragment_row());
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + fragment_col() * 2), "r"(block[i]) : "memory");
             }
 #endif
         }

@@ -1,0 +1,26 @@
+// How mma_m16n8k16 deals an accumulator to the lanes of a warp.
+//
+// An accumulator is acc[kMTiles][kNTiles][4], tiles of 16 rows by 8 columns: acc[m][n][2 h + e] is row 16 m + 8 h +
+// fragment_row() and column 8 n + fragment_col() + e, for h and e in {0, 1}. Of scores rows are query rows, columns keys.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace flash_dmattn::cuda {
+
+__device__ __forceinline__ int fragment_row(int lane = lane_id()) { return lane / 4; }
+__device__ __forceinline__ int fragment_col(int lane = lane_id()) { return lane % 4 * 2; }
+// One lane of the four that hold a row.
+__device__ __forceinline__ bool leads_row() { return lane_id() % 4 == 0; }
+
+// Over the four lanes that hold one row of an accumulator.
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float row_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+}  // namespace flash_dmattn::cuda

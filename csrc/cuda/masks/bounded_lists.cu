@@ -1,5 +1,5 @@
-// A block has some neighbouring row tiles. It walks over the keys and gathers, in order, those that any of its rows sees;
-// whenever they are many, a warp for each tile writes those of its tile.
+// A block has some neighbouring row tiles. It walks over the keys and gathers, in order, those that any of its rows
+// sees; whenever they are many, a warp for each tile writes those of its tile.
 #include "bounded_lists.h"
 
 #include <algorithm>

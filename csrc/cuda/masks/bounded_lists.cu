@@ -1,5 +1,5 @@
-// A block has some neighbouring row tiles. It walks over the keys and gathers, in order, those that any of its rows sees;
-// whenever they are many, a warp for each tile writes those of its tile.
+// A block has some neighbouring row tiles. It walks over the keys and gathers, in order, those that any of its rows
+// sees; whenever they are many, its warps write, each for its tiles, those of a tile.
 #include "bounded_lists.h"
 
 #include <algorithm>
@@ -14,7 +14,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMostTiles = kWarps;  // of a block
+constexpr int kWarpTiles = 4;       // of a warp at most
+constexpr int kMostTiles = kWarps * kWarpTiles;
 constexpr int kKeys = 4;            // of a thread at a time
 constexpr int kStep = kThreads * kKeys;
 constexpr int kRoom = kStep + kStep / 2;
@@ -125,31 +126,42 @@ private:
         return rows.begin <= last_row_ && rows.end > first_row_ && !rows.empty();
     }
 
-    __device__ void write(const Gathered& gathered, int size) {
-        const int tile = warp_id();
-        if (tile >= tiles_) return;
-        const int first_row = tile * kTileRows, last_row = min(first_row + kTileRows, last_row_ - first_row_ + 1) - 1;
-        if (last_row < first_row) return;  // beyond the sequence's rows
-        int32_t* keys = lists_.keys + (first_list_ + tile) * lists_.stride;
-#pragma unroll 4
-        for (int i = lane_id(); i - lane_id() < size; i += 32) {
-            const bool listed = i < size && gathered.begin[i] <= last_row && gathered.end[i] > first_row;
-            const uint32_t ballot = __ballot_sync(~0u, listed);
-            const int at = length_ + rank_in(ballot);
-            if (listed && at < lists_.stride) keys[at] = gathered.key[i];
-            length_ += __popc(ballot);
+    // The tiles of a warp are kWarps apart.
+    template <typename Visit>
+    __device__ void for_each_tile(const Visit& visit) {
+#pragma unroll
+        for (int i = 0; i < kWarpTiles; ++i) {
+            const int tile = i * kWarps + warp_id();
+            if (tile < tiles_) visit(tile, lengths_[i]);
         }
     }
 
-    __device__ void finish() const {
-        const int tile = warp_id();
-        if (tile >= tiles_) return;
-        constexpr int kAlign = KeyListsView::kAlign;
-        const int64_t list = first_list_ + tile, begin = list * lists_.stride;
-        const int length = static_cast<int>(min(static_cast<int64_t>(length_), lists_.stride));
-        const int end = ceil_div(length, kAlign) * kAlign;
-        for (int at = length + lane_id(); at < end; at += 32) lists_.keys[begin + at] = -1;
-        if (lane_id() == 0) lists_.begins[list] = begin, lists_.ends[list] = begin + end;
+    __device__ void write(const Gathered& gathered, int size) {
+        for_each_tile([&](int tile, int& length) {
+            const int first_row = tile * kTileRows;
+            const int last_row = min(first_row + kTileRows, last_row_ - first_row_ + 1) - 1;
+            if (last_row < first_row) return;  // beyond the sequence's rows
+            int32_t* keys = lists_.keys + (first_list_ + tile) * lists_.stride;
+#pragma unroll 4
+            for (int i = lane_id(); i - lane_id() < size; i += 32) {
+                const bool listed = i < size && gathered.begin[i] <= last_row && gathered.end[i] > first_row;
+                const uint32_t ballot = __ballot_sync(~0u, listed);
+                const int at = length + rank_in(ballot);
+                if (listed && at < lists_.stride) keys[at] = gathered.key[i];
+                length += __popc(ballot);
+            }
+        });
+    }
+
+    __device__ void finish() {
+        for_each_tile([&](int tile, int full_length) {
+            constexpr int kAlign = KeyListsView::kAlign;
+            const int64_t list = first_list_ + tile, begin = list * lists_.stride;
+            const int length = static_cast<int>(min(static_cast<int64_t>(full_length), lists_.stride));
+            const int end = ceil_div(length, kAlign) * kAlign;
+            for (int at = length + lane_id(); at < end; at += 32) lists_.keys[begin + at] = -1;
+            if (lane_id() == 0) lists_.begins[list] = begin, lists_.ends[list] = begin + end;
+        });
     }
 
     const AttentionParams& p_;
@@ -162,7 +174,7 @@ private:
     int first_row_, last_row_, keys_;
     bool aligned_;
     int starts_[kKeys], ends_[kKeys];  // of the keys to be looked at next
-    int length_ = 0;                   // of the list of the warp's tile
+    int lengths_[kWarpTiles] = {};     // of the lists of the warp's tiles, uncut
 };
 
 __global__ void __launch_bounds__(kThreads, 2) bounded_lists_kernel(const __grid_constant__ AttentionParams p,

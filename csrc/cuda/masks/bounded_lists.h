@@ -1,5 +1,5 @@
-// The key lists of a mask of intervals of which no row sees more than so many keys: every list has the same room, so they
-// are written in one pass, nothing is counted first and nothing is read back.
+// The key lists of a mask of intervals of which no row sees more than so many keys: every list has the same room, so
+// they are written in one pass, nothing is counted first and nothing is read back.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,8 +23,9 @@ struct BoundedListsPlan {
 // batch, the lengths, cu_seqlens and is_causal are read.
 BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_per_row);
 
-// keys [capacity], begins and ends [lists], as KeyListsView has them. A key is listed where its interval, the sequence's
-// length and, if params.is_causal, causality let a row of the tile see it. A list that would not fit in its room is cut.
+// keys [capacity], begins and ends [lists], as KeyListsView has them. A key is listed where its interval, the
+// sequence's length and, if params.is_causal, causality let a row of the tile see it. A list that would not fit in its
+// room is cut.
 void bounded_lists_cuda(const AttentionParams& params, const BoundedListsPlan& plan, int32_t* keys, int64_t* begins,
                         int64_t* ends, cudaStream_t stream);
 

@@ -1,7 +1,7 @@
 // Builds the key lists of KeyListsView (params.h) from params.mask or params.intervals, in two steps: where each list
-// is, one behind the other, and what stands in it. A key is listed where the mask, the sequence's length and, if params.is_causal,
-// causality let a row of the tile see it; causality is left to the kernels where one list serves all rows. Beside the
-// mask, params' batch, lengths and cu_seqlens are read.
+// is, one behind the other, and what stands in it. A key is listed where the mask, the sequence's length and, if
+// params.is_causal, causality let a row of the tile see it; causality is left to the kernels where one list serves all
+// rows. Beside the mask, params' batch, lengths and cu_seqlens are read.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,9 +27,9 @@ struct KeyListsPlan {
 // total_q: of variable length, the number of rows of all sequences.
 KeyListsPlan plan_key_lists(const AttentionParams& params, int64_t total_q);
 
-// begins, ends [lists]: where each list is; its length is rounded up to KeyListsView::kAlign. None is beyond `capacity`,
-// the room for keys there will be. total: how much room the lists need, uncut; null where nobody asks. scratch:
-// plan.scratch_bytes at a multiple of 16, to be kept for the second step.
+// begins, ends [lists]: where each list is; its length is rounded up to KeyListsView::kAlign. None is beyond
+// `capacity`, the room for keys there will be. total: how much room the lists need, uncut; null where nobody asks.
+// scratch: plan.scratch_bytes at a multiple of 16, to be kept for the second step.
 void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* scratch, int64_t* begins,
                           int64_t* ends, int64_t capacity, int64_t* total, cudaStream_t stream);
 

@@ -1,13 +1,14 @@
 // When keys drop out, for one block's keys in shared memory.
 //
-// Let a sequence's keys be in order from the worst to the best (least bias first; of equal ones the earlier first). With
-// the arrival of each key from number w on, one of those that are there goes: the worst. So there is one key for each
-// `turn` 0, 1, .. at which key w + turn arrives (w more turns, which never come, take those that stay), and going through
-// the keys in order, each takes the first free turn at which it is there: at or after its arrival, turn max(j - w, 0).
+// Let a sequence's keys be in order from the worst to the best (least bias first; of equal ones the earlier first).
+// With the arrival of each key from number w on, one of those that are there goes: the worst. So there is one key for
+// each `turn` 0, 1, .. at which key w + turn arrives (w more turns, which never come, take those that stay), and going
+// through the keys in order, each takes the first free turn at which it is there: at or after its arrival, which of key j
+// is turn max(j - w, 0).
 //
 // Of the keys that go within some turns, those that go within the first half are the first ones in order, as many as
-// there are turns, of those that have arrived by then: all that stay are better. So a stable partition parts them, half by
-// half, until a thread can deal out the turns that are left, one key after the other.
+// there are turns, of those that have arrived by then: all that stay are better. So a stable partition parts them, half
+// by half, until a thread can deal out the turns that are left, one key after the other.
 #pragma once
 
 #include "../common/bits.cuh"
@@ -27,7 +28,7 @@ public:
 
     struct Smem {
         uint32_t keys[kTurns];  // in order; kHidden may be set
-        int counts[2][kWarps];
+        int counts[kWarps];
     };
 
     // smem.keys holds the `turns` keys that go at the turns first_turn, first_turn + 1, ..; all threads see them.
@@ -38,9 +39,8 @@ public:
     template <typename Visit>
     __device__ void run(const Visit& visit) {
         load();
-        int buffer = 0;
 #pragma unroll 1
-        for (int half = kTurns / 2; half >= kOfWarp; half /= 2, buffer ^= 1) split_among_warps(half, smem_.counts[buffer]);
+        for (int half = kTurns / 2; half >= kOfWarp; half /= 2) split_among_warps(half);
         if constexpr (kWords >= 16) split_in_warp<8>();
         if constexpr (kWords >= 8) split_in_warp<4>();
         if constexpr (kWords >= 4) split_in_warp<2>();
@@ -65,7 +65,7 @@ private:
         return early && before < half ? node + before : at + half - min(before, half);
     }
 
-    __device__ void split_among_warps(int half, int (&counts)[kWarps]) {
+    __device__ void split_among_warps(int half) {
         const int node = first_ / (2 * half) * (2 * half);
         uint32_t early[kWords];
         int own = 0;
@@ -73,10 +73,10 @@ private:
             early[w] = __ballot_sync(~0u, at < turns_ && arrival(key_[w]) < node + half);
             own += __popc(early[w]);
         });
-        if (lane_id() == 0) counts[warp_id()] = own;
+        if (lane_id() == 0) smem_.counts[warp_id()] = own;
         __syncthreads();
         const bool counted = lane_id() >= node / kOfWarp && lane_id() < warp_id();
-        int before = __reduce_add_sync(~0u, counted ? counts[lane_id()] : 0);
+        int before = __reduce_add_sync(~0u, counted ? smem_.counts[lane_id()] : 0);
         for_each([&](int w, int at) {
             const int to = place_of(early[w] >> lane_id() & 1, at, node, half, before + rank_in(early[w]));
             if (at < turns_) smem_.keys[to] = key_[w];

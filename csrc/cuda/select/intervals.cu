@@ -1,10 +1,12 @@
-// Intervals of long sequences: the keys of all sequences are sorted from the worst to the best, parted into the chunks of
-// turns at which they go, and a block finds the turns of a chunk. drop_out.cuh says what turns are and why this is right.
+// Intervals of long sequences: the keys of all sequences are sorted from the worst to the best, parted into the chunks
+// of turns at which they go, and a block finds the turns of a chunk. drop_out.cuh says what turns are and why this is
+// right.
 //
-// Parting the keys of a node, some neighbouring turns, into up to 32 children at once takes two launches: a key goes to the
-// first child by whose end it has arrived and whose end has not yet been reached by keys before it in order, so that what
-// matters is how many keys before it arrive in which child.
+// Parting the keys of a node, some neighbouring turns, into up to 32 children at once takes two launches: a key goes to
+// the first child by whose end it has arrived and whose end has not yet been reached by keys before it in order, so
+// that what matters is how many keys before it arrive in which child.
 #include <algorithm>
+#include <utility>
 
 #include "../common/check.h"
 #include "drop_out.cuh"
@@ -30,8 +32,8 @@ int bits_for(int64_t values) {  // 0 .. values - 1
     return bits;
 }
 
-// The chunks of all sequences, numbered: those of a sequence follow each other. Of variable length there are some numbers
-// more than chunks: where sequence b begins after x keys, its chunks are numbered from x / kChunk + b on.
+// The chunks of all sequences, numbered: those of a sequence follow each other. Of variable length there are some
+// numbers more than chunks: where sequence b begins after x keys, its chunks are numbered from x / kChunk + b on.
 int64_t chunks_of(const Sequences& all) {
     if (!all.varlen()) return static_cast<int64_t>(all.count()) * ceil_div(all.keys, kChunk);
     return static_cast<int64_t>(all.heads) * (all.keys / kChunk + all.batches);
@@ -88,8 +90,8 @@ struct Chunk {
     }
 };
 
-// What is to be sorted: places, and ranks with the number of the sequence above. Where there is no room above there is but
-// one sequence, or, of 64-bit ranks, they are sorted by rank first.
+// What is to be sorted: places, and ranks with the number of the sequence above. Where there is no room above there is
+// but one sequence, or, of 64-bit ranks, they are sorted by rank first.
 template <DataType kType, typename Key>
 __global__ void __launch_bounds__(kThreads) make_keys_kernel(const __grid_constant__ Sequences all,
                                                              const __grid_constant__ BiasView bias, int64_t places,
@@ -215,8 +217,8 @@ private:
     uint32_t exists_, ballots_[kChildBits];
 };
 
-// A key goes to the first child that it may: which has not been passed when it arrives, and that the keys before it have
-// not filled together with the children before.
+// A key goes to the first child that it may: which has not been passed when it arrives, and that the keys before it
+// have not filled together with the children before.
 __global__ void __launch_bounds__(kThreads) part_kernel(const __grid_constant__ Sequences all,
                                                         const __grid_constant__ Round round) {
     __shared__ int counts[kWarps][kChildren];
@@ -310,7 +312,9 @@ int64_t sequences_of(const Sequences& all) {  // of variable length, one more a 
 }
 
 // How wide the numbers are that are sorted.
-bool sorts_64_bits(const Sequences& all, DataType dtype) { return bits_of_rank(dtype) + bits_for(sequences_of(all)) > 32; }
+bool sorts_64_bits(const Sequences& all, DataType dtype) {
+    return bits_of_rank(dtype) + bits_for(sequences_of(all)) > 32;
+}
 
 // The parts of the scratch memory, each aligned to 256 bytes.
 struct Scratch {
@@ -365,13 +369,14 @@ IntervalSelectPlan plan_select_intervals(const SelectParams& params) {
     const Sequences all(params, nullptr);
     const int64_t places = Sequences::places(params), longest = longest_of(params);
     if (places > kMostPlaces)
-        throw std::runtime_error("intervals are selected among up to 2^30 keys of all batch elements and heads together, "
-                                 "got " + std::to_string(places));
+        throw std::runtime_error("intervals are selected among up to 2^30 keys of all batch elements and heads, got " +
+                                 std::to_string(places));
     plan.one_launch = longest <= kShortSequence && params.bias.dtype != DataType::kFloat64;
     if (plan.one_launch || places == 0 || is_trivial(params, longest)) return plan;
     const bool wide = sorts_64_bits(all, params.bias.dtype);
     plan.sort_bytes = wide ? sort_scratch_bytes_64(places) : sort_scratch_bytes_32(places);
-    if (params.bias.dtype == DataType::kFloat64) plan.sort_bytes = std::max(plan.sort_bytes, sort_scratch_bytes_32(places));
+    if (params.bias.dtype == DataType::kFloat64)
+        plan.sort_bytes = std::max(plan.sort_bytes, sort_scratch_bytes_32(places));
     plan.scratch_bytes = Scratch(all, params.bias.dtype, places, plan.sort_bytes).bytes;
     return plan;
 }
@@ -399,7 +404,7 @@ void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan&
     Buffers<uint32_t> values = sort(all, params.bias, places, parts, plan.sort_bytes, memory, stream);
     const unsigned chunks = grid_of(chunks_of(all));
     const int chunk_bits = bits_for(kChunk);
-    int node_bits = chunk_bits + bits_for(ceil_div<int64_t>(longest, kChunk));
+    int node_bits = chunk_bits + bits_for(ceil_div<int64_t>(params.keys, kChunk));
     while (node_bits > chunk_bits) {
         const int child_bits = std::max(node_bits - kChildBits, chunk_bits);
         const Round round{node_bits, child_bits, values.current, values.other,

@@ -8,6 +8,8 @@
 // the least Rows - 1 keys of the first row may ever go, so a warp plays through all rows with these and the new keys.
 #include <algorithm>
 #include <atomic>
+#include <stdexcept>
+#include <string>
 
 #include "../common/bits.cuh"
 #include "../common/check.h"
@@ -78,8 +80,8 @@ struct alignas(16) Group {
         return largest_size > kMost;
     }
 
-    // Of each order that agrees with `known` above its lowest kShift + kDigit bits, counts the digit from bit kShift on;
-    // `counts` is the address in shared memory of those of digit 0.
+    // Of each order that agrees with `known` above its lowest kShift + kDigit bits, counts the digit from bit kShift
+    // on; `counts` is the address in shared memory of those of digit 0.
     template <int kShift>
     __device__ void count(uint32_t counts, uint32_t known) const {
         constexpr uint32_t kAbove = static_cast<Bits>(~Bits{0} << kShift << kDigit);
@@ -89,14 +91,8 @@ struct alignas(16) Group {
             const uint32_t word = words[i / kOfWord];
             const uint32_t digit = __byte_perm(word, 0, 0x4440 + (kShift + half) / 8);
             const uint32_t differs = (word ^ known << half) & kAbove << half;
-            if constexpr (kAbove == 0) {
-                asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(counts + digit * (kCopies * 4)) : "memory");
-            } else {
-                asm volatile("{\n.reg .pred alike;\nsetp.eq.u32 alike, %1, 0;\n@alike red.shared.add.u32 [%0], 1;\n}" ::"r"(
-                                 counts + digit * (kCopies * 4)),
-                             "r"(differs)
-                             : "memory");
-            }
+            const uint32_t to = counts + digit * (kCopies * 4);
+            if (differs == 0) asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(to) : "memory");
         }
     }
 
@@ -121,7 +117,9 @@ struct alignas(16) Group {
 // A key of the list by which to compare: of larger bias, then later.
 using Entry = uint64_t;
 constexpr Entry kNoEntry = ~0ull;
-__device__ Entry entry_of(uint32_t rank, int key) { return static_cast<Entry>(rank) << 32 | static_cast<uint32_t>(key); }
+__device__ Entry entry_of(uint32_t rank, int key) {
+    return static_cast<Entry>(rank) << 32 | static_cast<uint32_t>(key);
+}
 
 struct Smem {
     union {
@@ -132,12 +130,10 @@ struct Smem {
     uint32_t totals[kBins];
     int digit, above, own_above;
     int greater, equal;  // of this block's keys
-    int before[2], all[2];
     uint32_t warp_counts[2][kGroups * kWarps];
     Entry warp_least[2][kWarps];
     Entry least[32];  // the least keys of the first row, ascending
     int least_at[32];
-    int total;
 };
 
 __device__ uint32_t load_of_block(const uint32_t* from, int rank) {
@@ -615,8 +611,9 @@ void select_key_lists_cuda(const SelectParams& params, const ListSelectPlan& pla
     selection.listed_rows = reinterpret_cast<uint4*>(rows);
 
     // Room for a block's keys, where they are too many to be held in registers, and few enough to have room.
-    const int64_t share = ceil_div<int64_t>(ceil_div<int64_t>(params.keys, plan.cluster), kGroups * kStep) * kGroups * kStep;
-    const bool stores = share > kGroups * kStep && share * bytes <= abilities(bias.dtype).shared_bytes;
+    constexpr int64_t kLoad = kGroups * kStep;
+    const int64_t share = ceil_div(ceil_div<int64_t>(params.keys, plan.cluster), kLoad) * kLoad;
+    const bool stores = share > kLoad && share * bytes <= abilities(bias.dtype).shared_bytes;
     selection.storable = stores ? static_cast<int>(share) : 0;
 
     cudaLaunchAttribute cluster;

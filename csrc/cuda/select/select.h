@@ -1,8 +1,8 @@
-// Selection: from a bias of one number a key to what each query row sees, the w keys of largest bias among the keys up to
-// its own, as intervals (many rows) or straight as key lists (1 to 16 rows, decoding).
+// Selection: from a bias of one number a key to what each query row sees, the w keys of largest bias among the keys up
+// to its own, as intervals (many rows) or straight as key lists (1 to 16 rows, decoding).
 //
-// Everywhere: of equal biases that of the later key is the larger; a key whose bias is -inf or the least finite number of
-// the bias's dtype is never seen; a bias of NaN fails an assertion on the device. Row i of Sq stands at key
+// Everywhere: of equal biases that of the later key is the larger; a key whose bias is -inf or the least finite number
+// of the bias's dtype is never seen; a bias of NaN fails an assertion on the device. Row i of Sq stands at key
 // i + (Sk - Sq). Nothing waits for the device, and every call may be captured in a graph.
 #pragma once
 
@@ -23,8 +23,8 @@ struct SelectParams {
     int64_t window = 0;   // w
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1], of variable length
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]
-    // [B], or null: only so many of a batch element's keys, clamped to 0 .. Sk, are there; the last row stands at the last
-    // of them, and the keys beyond are not read. For select_key_lists_cuda only.
+    // [B], or null: only so many of a batch element's keys, clamped to 0 .. Sk, are there; the last row stands at the
+    // last of them, and the keys beyond are not read. For select_key_lists_cuda only.
     const int32_t* seqlens_k = nullptr;
 };
 
@@ -40,9 +40,9 @@ struct IntervalSelectPlan {
 
 IntervalSelectPlan plan_select_intervals(const SelectParams& params);
 
-// intervals: int32 [2, batches, heads, Sk], of variable length [2, total_k, heads], contiguous: starts, then ends, in rows
-// of the sequence, as IntervalView reads them. Both are at least 0; a key that no row sees has an end that is not above
-// its start. Of keys behind the last sequence both are 0.
+// intervals: int32 [2, batches, heads, Sk], of variable length [2, total_k, heads], contiguous: starts, then ends, in
+// rows of the sequence, as IntervalView reads them. Both are at least 0; a key that no row sees has an end that is not
+// above its start. Of keys behind the last sequence both are 0.
 void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan& plan, void* scratch,
                            int32_t* intervals, cudaStream_t stream);
 
@@ -61,7 +61,8 @@ ListSelectPlan plan_select_key_lists(const SelectParams& params);
 
 // keys [capacity], begins and ends [lists], rows [capacity, KeyListsView::kRows / 32] (null where !has_rows), as
 // KeyListsView has them: keys ascending, padded with -1 (rows: 0) to a multiple of KeyListsView::kAlign. Every row sees
-// only keys up to its own, so neither intervals nor causality are needed beside `rows`; a single row sees all of its list.
+// only keys up to its own, so neither intervals nor causality are needed beside `rows`; a single row sees all of its
+// list.
 void select_key_lists_cuda(const SelectParams& params, const ListSelectPlan& plan, int32_t* keys, int64_t* begins,
                            int64_t* ends, uint32_t* rows, cudaStream_t stream);
 

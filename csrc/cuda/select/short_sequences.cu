@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(kThreads) select_short_kernel(const __grid_con
     __syncthreads();
 
     for (int i = threadIdx.x; i < s.keys; i += kThreads) s.write_start(all, i);
-    Drops(smem.drops, s.keys, 0, all.window).run([&](uint32_t key, int turn) {
+    const int turns = min(s.keys, Drops::kTurns);  // of a sequence that is longer than was said, part
+    Drops(smem.drops, turns, 0, all.window).run([&](uint32_t key, int turn) {
         if (key & kHidden) {
             s.write_hidden(all, key & ~kHidden);
         } else {

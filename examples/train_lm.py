@@ -114,8 +114,9 @@ class DynamicMaskAttention(nn.Module):
 
     def key_bias(self, value: Tensor) -> Tensor:
         """(B, S, Hkv, D) -> (B, Hkv, 1, S): how much each token is worth keeping, exp(A softplus(W_dt v))."""
-        with torch.autocast(value.device.type, enabled=False):  # float32: in bfloat16 many biases would be equal
-            dt = F.softplus(self.dt_proj(value.flatten(2).float()))
+        # In the weights' precision: in bfloat16 many biases would be equal.
+        with torch.autocast(value.device.type, enabled=False):
+            dt = F.softplus(self.dt_proj(value.flatten(2).type_as(self.dt_proj.weight)))
             return torch.exp(self.A * dt).transpose(1, 2).unsqueeze(2)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -37,13 +37,25 @@ def command_line(**options) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 
+@pytest.fixture
+def float64_weights():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_the_kernels_and_the_reference_give_the_same_losses(train_lm, kv_heads):
-    options = TINY | {"kv_heads": kv_heads, "steps": 8}
+def test_the_kernels_and_the_reference_give_the_same_losses(train_lm, float64_weights, tmp_path, kv_heads):
+    """Where no rounding decides which keys a row keeps, and all that follows: no byte comes twice in a sequence,
+    for in the first layer equal bytes have equal biases, and two biases are hardly ever nearly equal in float64.
+    """
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 20)
+    options = TINY | {"kv_heads": kv_heads, "steps": 8, "text": str(text)}
     kernels = train_lm.train(train_lm.Config(**options, backend="cpu"))
     reference = train_lm.train(train_lm.Config(**options, backend="reference"))
     assert len(kernels) == 8
-    assert kernels == pytest.approx(reference, rel=1e-4)
+    assert kernels == pytest.approx(reference, rel=1e-6)  # losses are float32
 
 
 def test_the_default_backend_goes_by_the_device(train_lm):

@@ -100,26 +100,25 @@ def check_options(
 ) -> None:
     """What is accepted whatever the inputs' shapes."""
     check_scalars(softmax_scale, softcap)
-    flags = {
-        "is_causal": is_causal,
-        "deterministic": deterministic,
-        "return_attn_probs": return_attn_probs,
-        "return_lse": return_lse,
-    }
-    for name, value in flags.items():
-        require_bool(name, value)
+    require_bool("is_causal", is_causal)
+    require_bool("deterministic", deterministic)
+    require_bool("return_attn_probs", return_attn_probs)
+    require_bool("return_lse", return_lse)
     check_sparse(sparse, mask, window_size)
 
 
 def check_scalars(softmax_scale: float | None, softcap: float) -> None:
-    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
-        if value is None and name == "softmax_scale":
-            continue
-        require_number(name, value)
-        if not -math.inf < value < math.inf:
-            raise ValueError(f"{name} must be finite, got {value}")
+    if softmax_scale is not None:
+        check_finite("softmax_scale", softmax_scale)
+    check_finite("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
+
+
+def check_finite(name: str, value: float) -> None:
+    require_number(name, value)
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be finite, got {value}")
 
 
 def check_fixed(

@@ -255,16 +255,18 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor |
     return function
 
 
-def require_kernels(name: str, tensor: Tensor) -> None:
-    if tensor.device.type not in ("cpu", "cuda"):
+def require_kernels(name: str, tensor: Tensor) -> str:
+    """The type of the device that a tensor is on, where there are kernels for it."""
+    device_type = tensor.device.type
+    if device_type not in ("cpu", "cuda"):
         raise RuntimeError(f"{name} must be on a cpu or cuda device, got {tensor.device}")
+    return device_type
 
 
 def kernels_for(query: Tensor) -> ModuleType:
     """The compiled backend of the tensors' device; it says itself where it was not built."""
     require_tensor("query", query)
-    require_kernels("query", query)
-    return cuda if query.device.type == "cuda" else cpu
+    return cuda if require_kernels("query", query) == "cuda" else cpu
 
 
 def attend(
@@ -412,10 +414,11 @@ def autocast(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The inputs as torch.autocast wants them: in its dtype, but for a bias of one number a key in float32."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        require_tensor(name, tensor)
+    require_tensor("query", query)
     if not autocast_is_on(query.device):
         return query, key, value, bias
+    for name, tensor in (("key", key), ("value", value)):
+        require_tensor(name, tensor)
     dtype = torch.get_autocast_dtype(query.device.type)
 
     def cast(tensor: Tensor) -> Tensor:
@@ -432,7 +435,9 @@ def default_scale(softmax_scale: float | None, query: Tensor) -> float:
 
 def kernel_rows(rows: Tensor) -> Tensor:
     """Rows as the kernels read them: D contiguous and padded with zeros to a multiple of 8."""
-    rows = pad(rows, (0, -rows.shape[-1] % HEAD_DIM_MULTIPLE)) if rows.shape[-1] % HEAD_DIM_MULTIPLE else rows
+    padding = -rows.shape[-1] % HEAD_DIM_MULTIPLE
+    if padding:
+        rows = pad(rows, (0, padding))
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

@@ -289,7 +289,6 @@ class KeyIntervalMask:
         return cls(torch.zeros_like(end), end)
 
     @classmethod
-    @torch.no_grad()
     def topk(cls, bias: Tensor, window_size: int, seqlen_q: int | None = None) -> KeyIntervalMask:
         """The causal top-w mask of a bias: row i sees, of the keys j <= i + (Sk - Sq), the w of largest bias.
 
@@ -312,19 +311,17 @@ class KeyIntervalMask:
                 fails an assertion on the device, which a later call reports.
         """
         check_topk("({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED, bias, window_size, ndims=(3, 4))
-        if bias.ndim == 4:
-            bias = bias.squeeze(2)
-        keys = bias.shape[2]
+        keys = bias.shape[-1]
         rows = keys if seqlen_q is None else seqlen_q
         require_count("seqlen_q", rows)
         if prefix_topk.has_kernels(bias):
             return cls._of(ops.topk_intervals(bias, window_size, rows, None, None, None), window_size, scattered=True)
+        bias = bias.detach().squeeze(2) if bias.ndim == 4 else bias.detach()
         end = prefix_topk.topk_ends_of_last(bias.flatten(0, 1), window_size, rows).view(bias.shape).clamp_(min=0)
         start = own_rows(rows, keys, bias.device).clamp_(min=0)
         return cls(start.expand(bias.shape), end, keys_per_row=window_size, scattered=True)
 
     @classmethod
-    @torch.no_grad()
     def topk_varlen(
         cls,
         bias: Tensor,
@@ -356,7 +353,7 @@ class KeyIntervalMask:
         if prefix_topk.has_kernels(bias):
             intervals = ops.topk_intervals(bias, window_size, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
             return cls._of(intervals, window_size, scattered=True)
-        keys = bias.shape[0]
+        bias, keys = bias.detach(), bias.shape[0]
         sequence = sequence_of_keys(cu_seqlens_k, keys)
         first = cu_seqlens_k[sequence]
         end = prefix_topk.topk_ends(bias.T, window_size, first).T
@@ -376,7 +373,7 @@ def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int,
         raise ValueError(f"bias must be {layout}, got shape {shape_of(bias)}")
     if prefix_topk.has_kernels(bias):
         return  # which look themselves
-    nan = bias.isnan().any()
+    nan = bias.detach().isnan().any()
     if bias.device.type == "cuda" or torch.compiler.is_compiling():
         torch._assert_async(~nan, "KeyIntervalMask.topk: bias must not be NaN")
     elif nan:

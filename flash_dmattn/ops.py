@@ -120,12 +120,13 @@ def _pack_mask_fake(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlen
 
 
 def _topk_intervals_fake(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, longest):
-    return _empty(bias, (2, *bias.shape), torch.int32)
+    shape = (*bias.shape[:2], bias.shape[3]) if bias.ndim == 4 else bias.shape
+    return _empty(bias, (2, *shape), torch.int32)
 
 
 def _topk_lists_fake(bias, window_size, seqlen_q, seqlens_k):
     lists = (bias.shape[0] if seqlens_k is None else seqlens_k.shape[0]), bias.shape[1]
-    capacity = lists[0] * lists[1] * list_room(window_size, seqlen_q, bias.shape[2])
+    capacity = lists[0] * lists[1] * list_room(window_size, seqlen_q, bias.shape[-1])
     return (
         _empty(bias, (capacity,), torch.int32),
         _empty(bias, (2, *lists, 1), torch.int64),

@@ -10,7 +10,6 @@ from .arguments import require_count
 from .interval_mask import KeyIntervalMask, check_topk
 
 
-@torch.no_grad()
 def select(
     bias: Tensor,
     window_size: int,
@@ -31,14 +30,13 @@ def select(
         check_topk("", bias, window_size, ndims=(4,))
         return None
     if as_lists and prefix_topk.has_kernels(bias) and seqlen_q <= ops.MOST_SELECTED_ROWS:
-        keys, spans, rows = ops.topk_lists(bias.squeeze(2), window_size, seqlen_q, cache_seqlens)
+        keys, spans, rows = ops.topk_lists(bias, window_size, seqlen_q, cache_seqlens)
         return ops.MaskTensors(list_keys=keys, list_spans=spans, list_rows=rows if seqlen_q > 1 else None)
     if cache_seqlens is None:
         return KeyIntervalMask.topk(bias, window_size, seqlen_q)
     return topk_of_cache(bias.squeeze(2), window_size, seqlen_q, cache_seqlens)
 
 
-@torch.no_grad()
 def select_varlen(
     bias: Tensor, window_size: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, must_mask: bool
 ) -> KeyIntervalMask | None:
@@ -50,6 +48,7 @@ def select_varlen(
     return KeyIntervalMask.topk_varlen(bias, window_size, cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
 
 
+@torch.no_grad()
 def topk_of_cache(bias: Tensor, window_size: int, seqlen_q: int, cache_seqlens: Tensor) -> KeyIntervalMask:
     """The last row of each batch element stands at the last of its keys, of which there are cache_seqlens (B)."""
     keys = cache_seqlens[:, None, None]

@@ -1,5 +1,10 @@
 #include "attention.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
 #include "cpu/attention.h"
 #include "cuda.h"
 

@@ -1,4 +1,5 @@
 // The operators' gradients.
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 

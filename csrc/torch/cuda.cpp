@@ -1,8 +1,10 @@
 #include "cuda.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "cuda/attention.h"
@@ -64,19 +66,30 @@ Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t
             at::empty({has_rows ? capacity : 0, KeyListsView::kRows / 32}, ints)};
 }
 
-// A bias of one number a key, ({B|1}, heads, Sk) or (total_k, heads).
-BiasView select_view(const Tensor& bias) {
-    BiasView view;
-    view.data = data_of(bias);
-    view.batches = bias.dim() == 3 ? bias.size(0) : 1;
-    view.heads = bias.size(1);
-    view.per_key = true;
-    view.batch_stride = bias.dim() == 3 ? broadcast_stride(bias, 0) : 0;
-    view.head_stride = broadcast_stride(bias, 1);
-    view.col_stride = bias.stride(bias.dim() == 3 ? 2 : 0);
-    view.kind = BiasKind::kKey;
-    view.dtype = data_type(bias);
-    return view;
+// What is selected from: ({B|1}, heads, Sk) or ({B|1}, heads, 1, Sk); of variable length (total_k, heads).
+SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seqlen_q) {
+    const bool varlen = bias.dim() == 2;
+    TORCH_CHECK_VALUE(varlen || bias.dim() == 3 || (bias.dim() == 4 && bias.size(2) == 1),
+                      "bias must be ({B|1}, {H|Hkv|1}, 1, Sk), or without the 1, or (total_k, {H|Hkv|1}), got shape ",
+                      shape_of(bias));
+    TORCH_CHECK_TYPE(at::isFloatingType(bias.scalar_type()), "bias must be floating, got ", dtype_of(bias));
+    TORCH_CHECK_VALUE(window_size >= 0 && seqlen_q >= 0, "window_size and seqlen_q must not be negative, got ", window_size,
+                      " and ", seqlen_q);
+    SelectParams p;
+    p.bias.data = data_of(bias);
+    p.bias.batches = varlen ? 1 : bias.size(0);
+    p.bias.heads = bias.size(1);
+    p.bias.per_key = true;
+    p.bias.batch_stride = varlen ? 0 : broadcast_stride(bias, 0);
+    p.bias.head_stride = broadcast_stride(bias, 1);
+    p.bias.col_stride = bias.stride(varlen ? 0 : -1);
+    p.bias.kind = BiasKind::kKey;
+    p.bias.dtype = data_type(bias);
+    p.batches = p.bias.batches;
+    p.rows = seqlen_q;
+    p.keys = p.longest = bias.size(varlen ? 0 : -1);
+    p.window = window_size;
+    return p;
 }
 
 }  // namespace
@@ -149,21 +162,24 @@ std::tuple<Tensor, Tensor, Tensor> build_counted_lists(const AttentionParams& p,
 Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q, const OptionalTensor& cu_seqlens_q,
                       const OptionalTensor& cu_seqlens_k, std::optional<int64_t> longest) {
     const c10::cuda::CUDAGuard guard(bias.device());
-    const bool varlen = cu_seqlens_k.has_value();
-    SelectParams p;
-    p.bias = select_view(bias);
-    p.batches = varlen ? cu_seqlens_k->numel() - 1 : bias.size(0);
-    p.rows = seqlen_q;
-    p.keys = varlen ? bias.size(0) : bias.size(2);
-    p.longest = longest.value_or(p.keys);
-    p.window = window_size;
-    if (varlen) {
+    SelectParams p = select_params(bias, window_size, seqlen_q);
+    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value() && cu_seqlens_k.has_value() == (bias.dim() == 2),
+                      "cu_seqlens_q and cu_seqlens_k come with a bias (total_k, {H|Hkv|1}), got shape ", shape_of(bias));
+    const auto ints = bias.options().dtype(at::kInt);
+    if (cu_seqlens_k) {
+        for (const auto& [tensor, name] : {std::pair(&cu_seqlens_q, "cu_seqlens_q"), std::pair(&cu_seqlens_k, "cu_seqlens_k")}) {
+            check_dtype(**tensor, name, at::kInt);
+            check_device(**tensor, name, bias, "bias");
+            check_last_contiguous(**tensor, name);
+        }
+        check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
+        p.batches = cu_seqlens_k->numel() - 1;
+        p.longest = std::min(longest.value_or(p.keys), p.keys);
         p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
         p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
     }
-    const auto ints = bias.options().dtype(at::kInt);
-    Tensor intervals = varlen ? at::empty({2, bias.size(0), bias.size(1)}, ints)
-                              : at::empty({2, bias.size(0), bias.size(1), bias.size(2)}, ints);
+    Tensor intervals = cu_seqlens_k ? at::empty({2, p.keys, p.bias.heads}, ints)
+                                    : at::empty({2, p.bias.batches, p.bias.heads, p.keys}, ints);
     if (intervals.numel() == 0) return intervals;
     const IntervalSelectPlan plan = plan_select_intervals(p);
     const Tensor memory = workspace(plan.scratch_bytes, bias);
@@ -174,15 +190,20 @@ Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
 std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
                                               const OptionalTensor& seqlens_k) {
     const c10::cuda::CUDAGuard guard(bias.device());
-    SelectParams p;
-    p.bias = select_view(bias);
-    p.batches = seqlens_k ? seqlens_k->numel() : bias.size(0);
-    p.rows = seqlen_q;
-    p.keys = p.longest = bias.size(2);
-    p.window = window_size;
-    if (seqlens_k) p.seqlens_k = seqlens_k->const_data_ptr<int32_t>();
+    SelectParams p = select_params(bias, window_size, seqlen_q);
+    TORCH_CHECK_VALUE(bias.dim() != 2 && seqlen_q <= kMostListedRows, "topk_lists is of fixed length and for up to ",
+                      kMostListedRows, " rows, got ", seqlen_q, " and bias of shape ", shape_of(bias));
+    if (seqlens_k) {
+        check_dtype(*seqlens_k, "seqlens_k", at::kInt);
+        check_device(*seqlens_k, "seqlens_k", bias, "bias");
+        check_last_contiguous(*seqlens_k, "seqlens_k");
+        TORCH_CHECK_VALUE(seqlens_k->dim() == 1 && (p.batches == 1 || seqlens_k->numel() == p.batches),
+                          "seqlens_k must be (B), got shape ", shape_of(*seqlens_k));
+        p.batches = seqlens_k->numel();
+        p.seqlens_k = seqlens_k->const_data_ptr<int32_t>();
+    }
     const ListSelectPlan plan = plan_select_key_lists(p);
-    const Lists lists = empty_lists(bias, plan.capacity, p.batches, bias.size(1), 1, plan.has_rows);
+    const Lists lists = empty_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);
     if (plan.lists > 0) {
         auto* rows = plan.has_rows ? reinterpret_cast<uint32_t*>(lists.rows.data_ptr<int32_t>()) : nullptr;
         select_key_lists_cuda(p, plan, lists.keys.data_ptr<int32_t>(), lists.begins(), lists.ends(), rows, current_stream());

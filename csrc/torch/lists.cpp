@@ -1,5 +1,9 @@
 #include "lists.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 
 #include "cpu/key_lists.h"

@@ -1,7 +1,7 @@
 // Tensors as messages name them, and as the params of kernels hold them.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 #include <sstream>
@@ -137,20 +137,17 @@ inline BiasView bias_view(const Tensor& bias) {
     return view;
 }
 
+// (2, {B|1}, heads, Sk), or (2, total_k, heads).
 inline IntervalView interval_view(const Tensor& intervals) {
-    const Tensor start = intervals[0];
+    const bool varlen = intervals.dim() == 3;
     IntervalView view;
-    view.start = start.const_data_ptr<int32_t>();
+    view.start = intervals.const_data_ptr<int32_t>();
     view.end = view.start + intervals.stride(0);
-    view.heads = start.size(1);
-    view.head_stride = broadcast_stride(start, 1);
-    if (start.dim() == 3) {
-        view.batches = start.size(0);
-        view.batch_stride = broadcast_stride(start, 0);
-        view.col_stride = start.stride(2);
-    } else {
-        view.col_stride = start.stride(0);
-    }
+    view.heads = intervals.size(2);
+    view.head_stride = broadcast_stride(intervals, 2);
+    view.batches = varlen ? 1 : intervals.size(1);
+    view.batch_stride = varlen ? 0 : broadcast_stride(intervals, 1);
+    view.col_stride = intervals.stride(varlen ? 1 : 3);
     return view;
 }
 

@@ -12,12 +12,13 @@ from ..interval_mask import KeyIntervalMask
 from ..key_lists import KeyLists
 
 FIXED = (None, None, None, None)
+EVERY_PAIR = ops.MaskTensors()
 
 
 def mask_tensors(mask, query: Tensor, key: Tensor, is_causal: bool, varlen: Varlen | None) -> ops.MaskTensors:
     """A mask as the operators take it."""
     if mask is None:
-        return ops.MaskTensors()
+        return EVERY_PAIR
     if isinstance(mask, ops.MaskTensors):
         return mask
     if isinstance(mask, KeyIntervalMask):

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from . import backends, checks, key_lists, ops, selection
 from .arguments import check_cu_seqlens, require_tensor
 from .backends import cpu, cuda, reference
+from .biases import hides
 from .checks import AnyMask, Varlen
 from .interval_mask import KeyIntervalMask
 from .key_lists import KeyLists
@@ -51,8 +52,9 @@ def flash_dmattn_func(
         p_ij = softmax over the visible keys j of (s_ij + bias_ij)
         o_i  = sum_j p_ij v_j
 
-    A key is visible where attn_mask is True, causality allows it and its bias is above -inf. A row that sees no key
-    gives 0 and zero gradients. CUDA tensors go to the CUDA kernels, CPU tensors to the CPU kernels.
+    A key is visible where attn_mask is True, causality allows it, and its bias is above the least finite number of the
+    bias's dtype, of which additive masks are made: that hides as -inf does. A row that sees no key gives 0 and zero
+    gradients. CUDA tensors go to the CUDA kernels, CPU tensors to the CPU kernels.
 
     Args:
         query: (B, Sq, H, D), float16 or bfloat16; on the CPU float32 and float64 too. D from 1 to 256.
@@ -304,7 +306,7 @@ def attend(
     row_bias = None
     if bias is not None and bias.shape[3] == 1 and seqlen_k != 1:  # the softmax does not see it
         row_bias, bias = reference.expand_heads(bias, query.shape[2]), None
-        hidden_rows = row_bias == -torch.inf
+        hidden_rows = hides(row_bias)
         # Their outputs are replaced after the kernels; until then NaN in them must not reach the keys' gradients.
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
     options = {
@@ -447,7 +449,7 @@ def without_padding(out: Tensor, head_dim: int) -> Tensor:
 
 
 def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """A bias ({B|1}, {H|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else; -inf hides its whole row."""
+    """A bias ({B|1}, {H|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else, or hides its whole row."""
     row_bias, hidden = row_bias[..., 0].to(lse.dtype), hidden_rows[..., 0]
     lse = (lse + row_bias.masked_fill(hidden, 0)).masked_fill(hidden, -torch.inf)
     return out.masked_fill(hidden.transpose(1, 2)[..., None], 0), lse

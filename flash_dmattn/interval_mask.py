@@ -293,9 +293,9 @@ class KeyIntervalMask:
         """The causal top-w mask of a bias: row i sees, of the keys j <= i + (Sk - Sq), the w of largest bias.
 
         Of equal biases that of the later key is the larger, so a constant bias gives a sliding window. No row sees a
-        key whose bias is -inf. From row to row the w-th largest bias never falls, so a key that has dropped out does
-        not return, and an interval says all. Exact; O(N log N) operations and O(N) memory, all batch elements and
-        heads at once.
+        key whose bias is -inf or the least finite number of its dtype. From row to row the w-th largest bias never
+        falls, so a key that has dropped out does not return, and an interval says all. Exact; O(N log N) operations and
+        O(N) memory, all batch elements and heads at once.
 
         Args:
             bias: floating, one number a key: ({B|1}, {H|Hkv|1}, 1, Sk) or ({B|1}, {H|Hkv|1}, Sk).

@@ -15,6 +15,7 @@ from .arguments import (
     require_tensor,
     shape_of,
 )
+from .biases import hides
 
 
 def create_mask(
@@ -36,7 +37,8 @@ def create_mask(
             mask (B, Sk), bool or integer, not 0 = a real token; or None: all.
         batch_size, query_len, key_len: B, Sq and Sk.
         window_size: how many keys "topk" keeps a row. At least 0; a row that has no more keys keeps them all.
-        min_dtype: keys whose bias is not above this are never chosen (torch.finfo(dtype).min, or -inf).
+        min_dtype: keys whose bias is not above this are never chosen; nor is one of -inf or torch.finfo(dtype).min,
+            which hides its key in any case.
         block_size: where given, each run of this many keys is kept whole if more than half of it was chosen, and
             dropped otherwise; a key that `attention_mask` hides stays hidden.
         type: "topk" keeps the `window_size` largest biases of a row, ties to the later key; "relu" keeps those above 0.
@@ -73,7 +75,8 @@ def create_mask(
             f"attention_mask must have attention_bias's {attention_bias.shape[1]} heads, or 1, got {visible.shape[1]}"
         )
     bias = attention_bias.detach()
-    candidates = (bias > min_dtype) & visible if visible is not None else bias > min_dtype
+    candidates = (bias > min_dtype) & ~hides(bias)
+    candidates = candidates if visible is None else candidates & visible
     bias, candidates = torch.broadcast_tensors(bias, candidates)
     chosen = topk_mask(bias, candidates, window_size) if type == "topk" else candidates & (bias > 0)
     if block_size is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .biases import hides
 
 NEVER = 1 << 30  # beyond any place, and far enough from 2^31 that places may be added
 
@@ -25,7 +26,7 @@ def topk_ends(bias: Tensor, window_size: int, first: Tensor | None = None) -> Te
     """int32 (heads, N): for each key the first place at which it is no longer among the `window_size` best so far.
 
     Of equal keys the later is the better. A key that never was in has an end that is not after its own place, as has a
-    key of -inf; a key that never drops out has NEVER. Places count from the first key of the sequence.
+    key that its bias hides; a key that never drops out has NEVER. Places count from the first key of the sequence.
 
     Args:
         bias: floating (heads, N), without NaN.
@@ -41,7 +42,7 @@ def topk_ends(bias: Tensor, window_size: int, first: Tensor | None = None) -> Te
         ends = torch.full_like(bias, NEVER, dtype=torch.int32)
     else:
         ends = drop_out_places(bias, window_size, first)
-    return torch.where(bias == -torch.inf, own, ends)
+    return torch.where(hides(bias), own, ends)
 
 
 def topk_ends_of_last(bias: Tensor, window_size: int, rows: int) -> Tensor:
@@ -61,7 +62,7 @@ def topk_ends_of_last(bias: Tensor, window_size: int, rows: int) -> Tensor:
 
 
 def drop_out_places(bias: Tensor, window_size: int, first: Tensor | None) -> Tensor:
-    """`topk_ends` where it takes work: 0 < window_size < N, and -inf is a bias like any other."""
+    """`topk_ends` where it takes work: 0 < window_size < N, and a bias that hides is one like any other."""
     heads, keys = bias.shape
     total = bias.numel()
     dtype = torch.int32 if total < NEVER else torch.int64

@@ -36,6 +36,16 @@ def rand_intervals(*shape, rows, longest=200, device="cpu"):
     return KeyIntervalMask(start, start + torch.randint(-5, longest, shape, dtype=torch.int32, device=device))
 
 
+def hidden_by(hidden, bias, by):
+    """The bias with what hides, "-inf" or the "least" finite number of its dtype, where `hidden` is True."""
+    return bias.masked_fill(hidden, -torch.inf if by == "-inf" else torch.finfo(bias.dtype).min)
+
+
+def in_float64(bias):
+    """The bias in float64, where the least finite number of another dtype does not hide: -inf in its place."""
+    return bias.double().masked_fill(bias <= torch.finfo(bias.dtype).min, -torch.inf)
+
+
 def surrounded(tensor, fill=torch.nan):
     """The same values as a view into memory that holds `fill` all around, in every dimension."""
     around = torch.full([size + 8 for size in tensor.shape], fill, dtype=tensor.dtype, device=tensor.device)
@@ -75,7 +85,7 @@ def check(tensors, mask=None, bias=None, *, function=flash_dmattn_func, dout=Non
     dlse = torch.randn(batch, heads, seqlen_q, device=query.device) / 8
     ours = run(function, tensors, mask, bias, dout, dlse, **options)
     eager = run(reference, tensors, mask, bias, dout, dlse, **options)
-    double = [x.double() for x in tensors], mask, None if bias is None else bias.double()
+    double = [x.double() for x in tensors], mask, None if bias is None else in_float64(bias)
     exact = run(reference, *double, dout.double(), dlse.double(), **options)
     for name, x, like in zip(NAMES[2:], ours[2:], (*tensors, bias)):
         assert x.dtype == like.dtype, name

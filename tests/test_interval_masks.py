@@ -193,12 +193,16 @@ def test_topk_of_a_constant_is_a_sliding_window():
         assert torch.equal(mask.to_dense(), KeyIntervalMask.sliding_window(keys, keys, window).to_dense())
 
 
-def test_a_key_that_dropped_out_does_not_return_and_minus_inf_is_never_seen():
+def test_a_key_that_dropped_out_does_not_return_and_one_that_its_bias_hides_is_never_seen():
     bias = torch.tensor([[[3.0, 1.0, -torch.inf, 2.0, 2.0, 0.0]]])
     mask = KeyIntervalMask.topk(bias, 2)
     rows = ["100000", "110000", "110000", "100100", "100010", "100010"]
     assert torch.equal(mask.to_dense()[0, 0], torch.tensor([[c == "1" for c in row] for row in rows]))
-    assert not KeyIntervalMask.topk(torch.full((1, 1, 4), -torch.inf), 9).to_dense().any()
+    least = bias.masked_fill(bias == -torch.inf, torch.finfo(bias.dtype).min)
+    assert torch.equal(KeyIntervalMask.topk(least, 2).to_dense(), mask.to_dense())
+    for hiding in (-torch.inf, torch.finfo(bias.dtype).min):
+        for window_size in (2, 9):
+            assert not KeyIntervalMask.topk(torch.full((1, 1, 4), hiding), window_size).to_dense().any()
 
 
 def test_a_step_of_decoding():

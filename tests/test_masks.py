@@ -49,6 +49,12 @@ def test_against_brute_force(batch, heads, query_len, key_len, window_size, kind
     assert torch.equal(got, brute_force(bias.expand(full), visible, window_size, kind))
 
 
+def test_what_a_bias_hides_is_not_chosen():
+    for dtype in (torch.float32, torch.bfloat16):
+        bias = torch.tensor([[[[-torch.inf, torch.finfo(dtype).min, -3e38, 1.0]]]], dtype=dtype)
+        assert create_mask(bias, None, 1, 1, 4, 4, -torch.inf).tolist() == [[[[False, False, True, True]]]]
+
+
 def test_ties_go_to_the_later_key():
     causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
     mask = create_mask(torch.zeros(1, 1, 1, 6), causal, 1, 6, 6, 2, MIN)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import check, inputs, rand_mask, run, surrounded
+from helpers import check, hidden_by, inputs, rand_mask, reference, run, surrounded
 
 from flash_dmattn import flash_dmattn_func
 
@@ -32,21 +32,73 @@ def test_causal_rows_above_the_first_key_see_nothing(dtype):
     assert (out[:, :30] == 0).all() and (lse[:, :, :30] == -torch.inf).all() and (dq[:, :30] == 0).all()
 
 
+@pytest.mark.parametrize("by", ["-inf", "least"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2, 1, 70), (2, 2, 50, 70), (1, 1, 50, 70)], ids=str)
-def test_minus_infinity_in_the_bias_hides(shape, dtype):
+def test_a_bias_that_hides(shape, dtype, by):
+    """Exactly as a mask does, rows, tiles and heads that see nothing included."""
     tensors = inputs(2, 50, 70, 2, 2, 8, dtype)
     hidden = rand_mask(*shape, visible=0.4)
+    hidden[:, :, 3:5] |= shape[2] > 1
+    hidden[:, 1:] |= shape[1] > 1
     bias = torch.randn(shape).to(dtype)
-    *ours, dbias = check(tensors, None, bias.masked_fill(hidden, -torch.inf))
+    out, lse, *_, dbias = check(tensors, None, hidden_by(hidden, bias, by))
     assert (dbias[hidden] == 0).all()
-    masked = run(flash_dmattn_func, tensors, ~hidden, bias, torch.ones_like(ours[0]), torch.ones_like(ours[1]))
-    infinite = run(
-        flash_dmattn_func,
-        *(tensors, None, bias.masked_fill(hidden, -torch.inf)),
-        *(torch.ones_like(ours[0]), torch.ones_like(ours[1])),
-    )
-    assert all(torch.equal(a, b) for a, b in zip(masked, infinite))
+    ones = torch.ones_like(out), torch.ones_like(lse)
+    masked = run(flash_dmattn_func, tensors, ~hidden, bias, *ones)
+    hiding = run(flash_dmattn_func, tensors, None, hidden_by(hidden, bias, by), *ones)
+    assert all(torch.equal(a, b) for a, b in zip(masked, hiding))
+
+
+@pytest.mark.parametrize("function", [flash_dmattn_func, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_additive_mask_of_a_batch_that_is_padded_on_the_left(dtype, function):
+    """As transformers makes it: the rows of the padding are all the least finite number, and see nothing."""
+    tensors = inputs(2, 40, 40, 4, 2, 16, dtype)
+    real = torch.arange(40) >= torch.tensor([[13], [0]])
+    visible = real[:, None, None, :] & torch.ones(40, 40, dtype=torch.bool).tril()
+    additive = torch.zeros(2, 1, 40, 40, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+    dout, dlse = torch.randn_like(tensors[0]), torch.zeros(2, 4, 40)
+    masked = run(function, tensors, visible, torch.zeros_like(additive), dout, dlse)
+    ours = run(function, tensors, None, additive, dout, dlse)
+    assert all(torch.equal(a, b) for a, b in zip(ours, masked))
+    out, lse, dq, *_, dbias = ours
+    assert (out[0, :13] == 0).all() and (lse[0, :, :13] == -torch.inf).all()
+    assert (dq[0, :13] == 0).all() and (dbias[~visible] == 0).all() and dq.abs().sum() > 0
+    if function is flash_dmattn_func:
+        check(tensors, None, additive)
+
+
+def test_a_bias_hides_by_its_own_dtype():
+    """A float32 bias beside bfloat16 rows: of float32 there are numbers below bfloat16's least."""
+    tensors = inputs(1, 20, 30, 2, 2, 8, torch.bfloat16)
+    for visible, least in ((True, torch.bfloat16), (False, torch.float32)):
+        all_least = torch.full((1, 1, 1, 30), torch.finfo(least).min)
+        _, lse = flash_dmattn_func(*tensors, None, all_least, return_lse=True)
+        assert ((lse > -torch.inf) == visible).all()
+
+
+def test_nan_in_the_bias_hides_nothing():
+    bias = torch.zeros(1, 1, 20, 30)
+    bias[..., 7, 3] = NAN
+    for function in (flash_dmattn_func, reference):
+        out = function(*inputs(1, 20, 30), None, bias)
+        assert out[:, 7].isnan().all() and not out[:, :7].isnan().any()
+
+
+@pytest.mark.parametrize("value", [-1e9, -1e30])
+def test_the_reference_of_rows_whose_biases_are_huge(value):
+    """In float32 no lse holds the logarithm of the number of keys beside such a bias: the truth goes without."""
+    tensors = inputs(1, 20, 30)
+    bias = torch.full((1, 1, 20, 30), value)
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(1, 2, 20)
+    ours = run(reference, tensors, None, bias, dout, dlse)
+    # The scores vanish beside the bias, and get gradients all the same.
+    expected = run(reference, tensors, None, torch.zeros_like(bias), dout, dlse, softmax_scale=1e-30)
+    torch.testing.assert_close(ours[0], expected[0])
+    torch.testing.assert_close(ours[4:], expected[4:])
+    probs = reference(*tensors, None, bias, return_attn_probs=True)[2]
+    torch.testing.assert_close(probs.sum(-1), torch.ones(1, 2, 20))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -118,11 +170,13 @@ def test_outputs_are_written_whole(poisoned_allocations, bias_shape, dtype):
 
 
 @pytest.mark.parametrize("bias_shape", [(1, 1, 20, 1), (2, 2, 20, 1), (1, 4, 1, 1)], ids=str)
-def test_nan_in_a_row_that_its_bias_hides(bias_shape):
+@pytest.mark.parametrize("by", ["-inf", "least"])
+def test_nan_in_a_row_that_its_bias_hides(bias_shape, by):
     query, key, value = inputs(2, 20, 30, 4, 2, 8)
-    bias = torch.zeros(bias_shape)
-    bias[0, 0, 0] = -torch.inf
-    hidden = bias.expand(bias.shape[0], -1, 20, 1).repeat_interleave(4 // bias.shape[1], dim=1) == -torch.inf
+    hidden = torch.zeros(bias_shape, dtype=torch.bool)
+    hidden[0, 0, 0] = True
+    bias = hidden_by(hidden, torch.zeros(bias_shape), by)
+    hidden = hidden.expand(bias.shape[0], -1, 20, 1).repeat_interleave(4 // bias.shape[1], dim=1)
     query = query.masked_fill(hidden.transpose(1, 2), NAN)
     check((query, key, value), None, bias)
 
@@ -172,9 +226,11 @@ def test_a_bias_that_is_constant_along_the_keys(shape, dtype):
     mask = rand_mask(2, 2, 50, 70)
     out, *_ = check(tensors, mask, bias)
     assert torch.equal(out, flash_dmattn_func(*tensors, mask))
-    hidden = bias.clone().flatten()
-    hidden[0] = -torch.inf
-    check(tensors, None, hidden.view(shape))
+    hidden = torch.zeros(shape, dtype=torch.bool)
+    hidden.view(-1)[0] = True
+    for by in ("-inf", "least"):
+        *_, dbias = check(tensors, None, hidden_by(hidden, bias, by))
+        assert (dbias[hidden] == 0).all()
 
 
 def test_a_bias_that_is_constant_along_the_keys_gets_no_gradient_from_out():

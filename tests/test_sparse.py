@@ -6,6 +6,7 @@ from helpers import (
     LENGTHS,
     assert_close,
     check,
+    hidden_by,
     inputs,
     rand_intervals,
     rand_mask,
@@ -119,10 +120,13 @@ def test_a_float32_key_bias_of_half_inputs_is_not_rounded(kind, sparse):
 
 @every_path
 @pytest.mark.parametrize("bias_rows", [1, 140], ids=["key", "dense"])
-def test_minus_infinity_in_the_bias_hides(bias_rows, kind, sparse):
-    bias = torch.randn(2, 2, bias_rows, 200).masked_fill(rand_mask(2, 2, bias_rows, 200, visible=0.4), -torch.inf)
-    *_, dbias = check(inputs(2, 140, 200, 4, 2, 8), mask_of(kind, 2, 2, 140, 200), bias, function=by(sparse))
-    assert (dbias[bias == -torch.inf] == 0).all()
+@pytest.mark.parametrize("hiding", ["-inf", "least"])
+def test_a_bias_that_hides(hiding, bias_rows, kind, sparse):
+    hidden = rand_mask(2, 2, bias_rows, 200, visible=0.4)
+    hidden[0, 0, 0] = True
+    bias = hidden_by(hidden, torch.randn(2, 2, bias_rows, 200), hiding)
+    _, lse, *_, dbias = check(inputs(2, 140, 200, 4, 2, 8), mask_of(kind, 2, 2, 140, 200), bias, function=by(sparse))
+    assert (lse[0, :2, 0] == -torch.inf).all() and (dbias[hidden] == 0).all()
 
 
 @every_path
@@ -367,6 +371,19 @@ def test_other_backends_take_the_dense_form(backend):
         ValueError, match=f"sparse='lists' is for the backends 'cuda' and 'cpu', got the .* '{backend}'"
     ):
         function(*tensors, mask, bias, sparse="lists")
+
+
+@pytest.mark.parametrize("hiding", ["-inf", "least"])
+@pytest.mark.parametrize("rows", [1, 130], ids=["key", "dense"])
+def test_a_bias_that_hides_in_other_backends(rows, hiding):
+    tensors = inputs(1, 130, 130, 2, 1, 16)
+    hidden = rand_mask(1, 1, rows, 130)
+    hidden[:, :, 5:7] |= rows > 1
+    bias = hidden_by(hidden, torch.randn(1, 1, rows, 130), hiding)
+    expected = flash_dmattn_func(*tensors, None, bias, return_lse=True)
+    for backend in ("reference", "flex"):
+        with torch.no_grad():
+            torch.testing.assert_close(flash_dmattn_func_auto(backend)(*tensors, None, bias, return_lse=True), expected)
 
 
 @pytest.mark.parametrize("sparse", ["tiles", "lists"])

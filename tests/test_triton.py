@@ -174,26 +174,35 @@ def test_gradient_of_empty_rows_may_be_nan():
         assert gradient.isfinite().all() and gradient.abs().sum() > 0
 
 
+@pytest.mark.parametrize("by", ["-inf", "least"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, LONG])
-def test_minus_infinity_in_bias(rows):
+def test_a_bias_that_hides(rows, dtype, by):
     """Such a pair is as invisible as a masked one."""
-    tensors = inputs()
-    bias = randn(1, 1, rows, LONGER).masked_fill(rand_mask(1, 1, rows, LONGER), -torch.inf)
-    if rows > 1:
-        bias[..., 5, :] = -torch.inf
-    *ours, dbias = check(tensors, bias=bias)
-    assert (dbias[bias == -torch.inf] == 0).all()
-    shown = bias.nan_to_num(neginf=3.0)
+    tensors = inputs(dtype=dtype)
+    shown, hidden = randn(1, 1, rows, LONGER, dtype=dtype), rand_mask(1, 1, rows, LONGER)
+    hidden[..., 5:6, :] |= rows > 1
+    bias = helpers.hidden_by(hidden, shown, by)
+    *_, dbias = check(tensors, bias=bias)
+    assert (dbias[hidden] == 0).all()
     dout = torch.ones_like(tensors[0])
-    masked = run(attention, tensors, bias != -torch.inf, shown, dout, no_dlse(dout))
-    assert torch.allclose(ours[0], masked[0], atol=1e-6) and torch.allclose(ours[1], masked[1], atol=1e-6)
+    ours = run(attention, tensors, None, bias, dout, no_dlse(dout))
+    masked = run(attention, tensors, ~hidden, shown, dout, no_dlse(dout))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, masked))
+
+
+def test_a_bias_hides_by_its_own_dtype():
+    for visible, least in ((True, torch.bfloat16), (False, torch.float32)):
+        bias = torch.full((1, 1, 1, LONGER), torch.finfo(least).min, device=DEVICE)
+        _, lse = attention(*inputs(dtype=torch.bfloat16), None, bias, return_lse=True)
+        assert ((lse > -torch.inf) == visible).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_very_negative_bias(dtype):
-    """The lowest finite number leaves a pair visible, and overflows nothing."""
+    """Half the least finite number leaves a pair visible, and overflows nothing."""
     bias = randn(1, 1, 20, 30, dtype=dtype)
-    bias[..., ::2] = torch.finfo(dtype).min
+    bias[..., ::2] = torch.finfo(dtype).min / 2
     check(inputs(seqlen_q=20, seqlen_k=30, dtype=dtype), bias=bias)
 
 

@@ -169,6 +169,13 @@ void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offs
 }
 
 template <typename acc_t>
+acc_t least(DataType dtype) {
+    acc_t lowest = 0;
+    with_type(dtype, [&](auto type) { lowest = static_cast<acc_t>(std::numeric_limits<decltype(type)>::lowest()); });
+    return lowest;
+}
+
+template <typename acc_t>
 Matrix<acc_t> gather(const void* data, DataType dtype, int64_t offset, int64_t stride, const int32_t* index, int64_t n,
                      int64_t cols, acc_t* to) {
     const Matrix<acc_t> gathered{to, n, cols, cols};
@@ -267,6 +274,7 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
     template Matrix<acc_t> load_operand(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);          \
     template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                    \
     template Matrix<acc_t> gather(const void*, DataType, int64_t, int64_t, const int32_t*, int64_t, int64_t, acc_t*); \
+    template acc_t least(DataType);                                                                                  \
     template bool all_finite(const Matrix<acc_t>&);                                                                  \
     template acc_t row_max(const acc_t*, int64_t);                                                                   \
     template acc_t row_exp(acc_t*, acc_t, int64_t);                                                                  \

@@ -86,6 +86,10 @@ Matrix<acc_t> load_operand(const void* data, DataType dtype, int64_t offset, int
 template <typename acc_t>
 void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offset, int64_t stride);
 
+// The least finite number of a type.
+template <typename acc_t>
+acc_t least(DataType dtype);
+
 // Rows index[0], .. index[n - 1] of a matrix of `dtype`, contiguous in `to`.
 template <typename acc_t>
 Matrix<acc_t> gather(const void* data, DataType dtype, int64_t offset, int64_t stride, const int32_t* index, int64_t n,

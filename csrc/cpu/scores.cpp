@@ -9,19 +9,21 @@ namespace {
 
 constexpr int64_t kRowsAhead = 8;
 
-// x += bias where a pair is visible, else -inf: chosen, not added, for the score of an invisible pair may be NaN.
+// x += bias where a pair is visible, else -inf: chosen, not added, for the score of an invisible pair may be NaN. A bias
+// hides up to `least`, the least finite number of its type: additive masks are made of it. NaN hides nothing.
 template <typename acc_t>
-void apply_pairs(acc_t* __restrict x, const acc_t* __restrict bias, const uint8_t* __restrict visible, int64_t n) {
+void apply_pairs(acc_t* __restrict x, const acc_t* __restrict bias, acc_t least, const uint8_t* __restrict visible,
+                 int64_t n) {
     constexpr acc_t hidden = -std::numeric_limits<acc_t>::infinity();
     if (bias != nullptr && visible != nullptr) {
         for (int64_t j = 0; j < n; ++j) {
             const acc_t b = bias[j], sum = x[j] + b;
-            x[j] = (visible[j] != 0) & (b != hidden) ? sum : hidden;
+            x[j] = (visible[j] != 0) & !(b <= least) ? sum : hidden;
         }
     } else if (bias != nullptr) {
         for (int64_t j = 0; j < n; ++j) {
             const acc_t b = bias[j], sum = x[j] + b;
-            x[j] = b != hidden ? sum : hidden;
+            x[j] = b <= least ? hidden : sum;
         }
     } else if (visible != nullptr) {
         for (int64_t j = 0; j < n; ++j) {
@@ -75,7 +77,10 @@ template <typename acc_t>
 ScoreRows<acc_t>::ScoreRows(const AttentionParams& params, const Tile& tile, PairScratch<acc_t>& scratch)
     : p_(params), tile_(tile), scratch_(scratch) {
     if (p_.mask.present()) mask_at_ = static_cast<const uint8_t*>(p_.mask.data) + offset_of(p_.mask, tile, p_.heads);
-    if (p_.bias.present()) bias_at_ = offset_of(p_.bias, tile, p_.heads);
+    if (p_.bias.present()) {
+        bias_at_ = offset_of(p_.bias, tile, p_.heads);
+        least_bias_ = least<acc_t>(p_.bias.dtype);
+    }
     if (p_.intervals.present()) {
         for_each_interval(p_, tile, [&](int64_t j, int32_t start, int32_t end) {
             scratch_.start[j] = start;
@@ -88,7 +93,8 @@ ScoreRows<acc_t>::ScoreRows(const AttentionParams& params, const Tile& tile, Pai
 template <typename acc_t>
 void ScoreRows<acc_t>::finish(int64_t i, acc_t* x, acc_t* slope) {
     if (p_.softcap > 0) row_softcap<acc_t>(x, slope, p_.softcap, tile_.keys);
-    apply_pairs(x, bias(i), tile_.listed_rows != nullptr ? listed_visible(i) : visible(i), tile_.keys);
+    const uint8_t* seen = tile_.listed_rows != nullptr ? listed_visible(i) : visible(i);
+    apply_pairs(x, bias(i), least_bias_, seen, tile_.keys);
     if (intervals_) hide_outside_intervals(i, x);
     if (p_.is_causal) {
         const int64_t end = tile_.keys_before(tile_.sequence.causal_end(tile_.row + i));

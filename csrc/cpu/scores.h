@@ -46,6 +46,7 @@ private:
     const uint8_t* mask_at_ = nullptr;  // bytes, not bool: the compiler makes vector instructions of comparing those
     bool intervals_ = false;            // whether an interval hides some pair of the tile; they lie in the scratch then
     int64_t bias_at_ = 0;
+    acc_t least_bias_ = 0;
     const acc_t* bias_row_ = nullptr;  // of the row before
 };
 

@@ -12,6 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from ..biases import hides
 from ..interval_mask import KeyIntervalMask
 
 NAME = "flex"
@@ -67,7 +68,10 @@ def score_mod_of(bias: Tensor | None, softcap: float, heads: int):
     def score_mod(score, b, h, i, j):
         if softcap > 0:
             score = softcap * torch.tanh(score / softcap)
-        return score if bias_at is None else score + bias_at(b, h, i, j)
+        if bias_at is None:
+            return score
+        bias_ij = bias_at(b, h, i, j)
+        return torch.where(hides(bias_ij), -torch.inf, score + bias_ij)
 
     return None if bias is None and softcap <= 0 else score_mod
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..biases import hides
+
 NAME = "reference"
 SPARSE_MASKS = False
 
@@ -23,14 +25,14 @@ def expand_heads(pairs: Tensor, heads: int) -> Tensor:
 
 
 def visible_pairs(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> Tensor:
-    """bool (B, H, Sq, Sk): mask_ij and causal_ij and bias_ij > -inf."""
+    """bool (B, H, Sq, Sk): mask_ij and causal_ij, and no bias_ij that hides."""
     batch, seqlen_q, heads, _ = query.shape
     seqlen_k = key.shape[1]
     visible = torch.ones(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
     if mask is not None:
         visible = visible & expand_heads(mask, heads)
     if bias is not None:
-        visible = visible & (expand_heads(bias, heads) != -torch.inf)
+        visible = visible & expand_heads(~hides(bias), heads)
     if is_causal:
         visible = visible.tril(seqlen_k - seqlen_q)
     return visible
@@ -59,9 +61,13 @@ def probabilities(
     # A row that sees nothing is kept out of the softmax, whose gradient there is NaN.
     empty = ~visible.any(dim=-1)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(empty[..., None], 0)
-    lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.sum(dim=-1)
-    probs = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)
-    return probs, lse.masked_fill(empty, -torch.inf), visible
+    if not scores.shape[-1]:
+        return scores, scores.sum(dim=-1).masked_fill(empty, -torch.inf), visible
+    # From the row's largest score, not from lse, which rounds log N away beside scores of -1e9.
+    largest = scores.detach().amax(dim=-1)
+    weights = torch.exp(scores - largest[..., None]).masked_fill(~visible, 0)
+    total = weights.sum(dim=-1).masked_fill(empty, 1)
+    return weights / total[..., None], (largest + torch.log(total)).masked_fill(empty, -torch.inf), visible
 
 
 def attention(

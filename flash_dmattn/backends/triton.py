@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import names
+from ..biases import least
 from ..ops import is_per_key
 
 try:
@@ -129,6 +130,7 @@ def _scores(
     bias,
     softmax_scale,
     softcap,
+    least_bias,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
@@ -157,7 +159,7 @@ def _scores(
         visible = visible & (_load_pairs(mask, rows, keys, seqlen_q, seqlen_k, 0, MASK, EDGE) != 0)
     if BIAS != "none":
         bias_tile = _load_pairs(bias, rows, keys, seqlen_q, seqlen_k, float("-inf"), BIAS, EDGE).to(tl.float32)
-        visible = visible & (bias_tile != float("-inf"))
+        visible = visible & ((bias_tile <= least_bias) == 0)
         s += bias_tile
     return tl.where(visible, s, float("-inf")), visible, slope
 
@@ -264,6 +266,7 @@ def _forward_kernel(
     seqlen_k,
     softmax_scale,
     softcap,
+    least_bias,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
@@ -293,7 +296,7 @@ def _forward_kernel(
             k = _load_rows(key, k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
             x, visible, _ = _scores(
                 _dot(q, tl.trans(k)),
-                *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, mask, bias, softmax_scale, softcap),
+                *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, mask, bias, softmax_scale, softcap, least_bias),
                 *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
             )
             new_max = tl.maximum(row_max, tl.max(x, axis=1))
@@ -364,6 +367,7 @@ def _dq_kernel(
     seqlen_k,
     softmax_scale,
     softcap,
+    least_bias,
     STORE_DBIAS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -398,7 +402,7 @@ def _dq_kernel(
             v = _load_rows(value, v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
             x, visible, slope = _scores(
                 _dot(q, tl.trans(k)),
-                *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, mask, bias, softmax_scale, softcap),
+                *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, mask, bias, softmax_scale, softcap, least_bias),
                 *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
             )
             dp = _dot(do, tl.trans(v))
@@ -441,6 +445,7 @@ def _dkdv_kernel(
     seqlen_k,
     softmax_scale,
     softcap,
+    least_bias,
     STORE_COLUMN_SUMS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -484,7 +489,8 @@ def _dkdv_kernel(
                 row_delta = _load_statistics(delta + bh * seqlen_q, rows, seqlen_q, 0.0)
                 x, visible, slope = _scores(
                     _dot(k, tl.trans(q)),
-                    *(rows[None, :], keys[:, None], seqlen_q, seqlen_k, head_mask, head_bias, softmax_scale, softcap),
+                    *(rows[None, :], keys[:, None], seqlen_q, seqlen_k, head_mask, head_bias),
+                    *(softmax_scale, softcap, least_bias),
                     *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
                 )
                 dp = _dot(v, tl.trans(do))
@@ -527,6 +533,7 @@ def _dbias_kernel(
     seqlen_k,
     softmax_scale,
     softcap,
+    least_bias,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
@@ -556,7 +563,8 @@ def _dbias_kernel(
         k = _load_rows(_at_head(key, k_strides, b, h // group), k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
         x, visible, slope = _scores(
             _dot(q, tl.trans(k)),
-            *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, head_mask, head_bias, softmax_scale, softcap),
+            *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, head_mask, head_bias),
+            *(softmax_scale, softcap, least_bias),
             *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, True),
         )
         do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
@@ -700,7 +708,8 @@ class _Attention(torch.autograd.Function):
 
         if mask is not None:
             mask = mask.view(torch.uint8)  # a Triton pointer to bool would load single bits
-        ctx.sizes = (seqlen_q, seqlen_k, softmax_scale, softcap)
+        least_bias = 0.0 if bias is None else least(bias.dtype)
+        ctx.sizes = (seqlen_q, seqlen_k, softmax_scale, softcap, least_bias)
         ctx.options = {
             "IS_CAUSAL": is_causal,
             "HAS_SOFTCAP": softcap > 0,

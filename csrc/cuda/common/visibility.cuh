@@ -88,7 +88,7 @@ struct TileVisibility {
     bool mask_full;  // the mask hides nothing of the tile
 
     template <typename Stage>
-    __device__ TileVisibility(const BwdArgs& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile,
+    __device__ TileVisibility(const AttentionParams& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile,
                               bool mask_full)
         : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
           intervals(p.interval_tiles.tiles != nullptr ? stage.intervals : nullptr),

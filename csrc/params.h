@@ -72,7 +72,8 @@ struct IntervalView {
 // For each tile of query rows the sorted keys that any of its rows sees. List t belongs to batch element
 // t / (heads * row_tiles), mask head t / row_tiles % heads and the rows [kRows * (t % row_tiles), ...), counted from the
 // sequence's first; it is keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, and ends in -1 up
-// to a multiple of kAlign. Lists need not be adjacent. Where `intervals` are given too they decide which rows see a key of the list, else
+// to a multiple of kAlign. Lists need not be adjacent. Where `intervals` are given too they decide which rows see a key
+// of the list, else
 // `rows` does, else every row of the tile sees it. Causality and a bias of -inf may hide more.
 struct KeyListsView {
     static constexpr int64_t kRows = 128;

@@ -296,7 +296,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         const int lane = kept(lane_id());
         const auto take_capped = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
             sum_columns(m, h, n, dx, is_visible);
-            const int row = first_score_row + m * 16 + h * 8 + fragment_row(lane), key = score_key + n * 8 + fragment_col(lane);
+            const int row = first_score_row + m * 16 + h * 8 + fragment_row(lane);
+            const int key = score_key + n * 8 + fragment_col(lane);
             if (!dense_dbias_is(DenseDbias::kByEntry) || row >= rows) return;
             T* to = dbias_rows(head, row_tile) + row * p.dbias.row_stride + key;
 #pragma unroll

@@ -12,7 +12,9 @@ namespace flash_dmattn::cuda {
 
 // A bias hides a pair unless it is above the least finite number of its dtype: additive masks are full of it.
 template <typename T>
-constexpr float kLeastFinite = std::is_same_v<T, half_t> ? -65504.f : std::is_same_v<T, bfloat16_t> ? -0x1.fep127f : -FLT_MAX;
+constexpr float kLeastFinite = std::is_same_v<T, half_t>       ? -65504.f
+                               : std::is_same_v<T, bfloat16_t> ? -0x1.fep127f
+                                                               : -FLT_MAX;
 
 // The keys that this lane's rows of an accumulator may see, 32 keys a word, the first key in the lowest bit; index [2 m + h]
 // is row 16 m + 8 h + fragment_row().
@@ -88,7 +90,7 @@ struct TileVisibility {
     bool mask_full;  // the mask hides nothing of the tile
 
     template <typename Stage>
-    __device__ TileVisibility(const BwdArgs& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile,
+    __device__ TileVisibility(const AttentionParams& p, const Sequence& s, const Stage& stage, int row_tile, int key_tile,
                               bool mask_full)
         : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
           intervals(p.interval_tiles.tiles != nullptr ? stage.intervals : nullptr),

@@ -213,11 +213,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
             for (int e = 0; e < 2; ++e)
                 if (is_visible[e]) sum[m][first_n + n][2 * h + e] += dx[e];
         };
+        const auto make_visibility = [&] {
+            return TileVisibility<Tile::kRows, Tile::kKeys, kCausal>(p, first, stage.rows, run.row_tile, tile, full);
+        };
         differentiate_pass<Tile, BiasKind::kDense>(
             scores, dprobs, p, RowsA(address_of(stage.rows.query), rows_at), KeysB(address_of(stage.key), pass_at),
             RowsA(address_of(stage.rows.dout), rows_at), KeysB(address_of(stage.value), pass_at), stage.rows, dense_bias,
-            [&] { return TileVisibility<Tile::kRows, Tile::kKeys, kCausal>(p, first, stage.rows, run.row_tile, tile, full); },
-            first_score_row, key, rows, take, take);
+            make_visibility, first_score_row, key, rows, take, take);
     };
 
     const auto store = [&](int tile) {

@@ -8,81 +8,9 @@
 #include "bwd_dx_exchange.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_scratch.cuh"
+#include "row_tile_cursor.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
-
-// Where a warp is in its visits; in shared memory: registers are short.
-struct RowTilePlace {
-    int head, row_tile;
-    bool mask_full;  // the mask hides nothing of the tile
-    LookAhead ahead;
-};
-
-// Which tiles of rows a block visits: head after head, the tiles that causality and the mask leave a pair of, ascending.
-// The blocks of a cluster, one a batch element, visit the same
-// tiles: those that a mask leaves a pair of for any of them.
-template <typename Tile, bool kCausal>
-class RowTileCursor {
-public:
-    __device__ RowTileCursor(RowTilePlace& place, const BwdArgs& p, const Sequence& s, int key_tile, int first_head)
-        : place_(place), p_(p), s_(s), key_tile_(key_tile), first_head_(first_head) {
-        __syncwarp();
-        place_ = {first_head, 0, false, {begin()}};
-        __syncwarp();
-    }
-
-    __device__ __forceinline__ int head() const { return place_.head; }
-    __device__ __forceinline__ int row_tile() const { return place_.row_tile; }
-    __device__ __forceinline__ bool mask_full() const { return place_.mask_full; }
-
-    // Moves to the next tile; false where there is none.
-    __device__ __forceinline__ bool next() {
-        RowTilePlace place = place_;
-        __syncwarp();
-        while (place.ahead.pending == 0) {
-            if (place.ahead.next >= end()) {
-                if (place.head + 1 == first_head_ + static_cast<int>(p_.heads / p_.kv_heads)) return false;
-                ++place.head;
-                place.ahead.next = begin();
-                if (place.ahead.next >= end()) return false;
-            }
-            place.ahead.look(end(), [&](int tile, bool& is_empty, bool& is_full) {
-                if (has_mask(p_)) ask_mask(place.head, tile, is_empty, is_full);
-            });
-        }
-        const int lane = place.ahead.take();
-        place.row_tile = place.ahead.candidate(lane);
-        place.mask_full = place.ahead.is_full(lane);
-        place_ = place;
-        __syncwarp();
-        return true;
-    }
-
-private:
-    __device__ int begin() const { return kCausal ? s_.causal_begin(key_tile_ * Tile::kKeys) / Tile::kRows : 0; }
-    __device__ int end() const { return ceil_div(s_.rows, Tile::kRows); }
-
-    __device__ __forceinline__ void ask_mask(int head, int tile, bool& is_empty, bool& is_full) const {
-        const auto summary_of = [&](const Sequence& s) {
-            const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s, head);
-            const int first = tile * Tile::kRows;
-            return masks.of(first, min(first + Tile::kRows, s.rows) - 1, key_tile_);
-        };
-        const auto summary = summary_of(s_);
-        is_full = summary.full;
-        // In deterministic mode every block takes its turn at every tile.
-        is_empty = summary.empty && !p_.deterministic;
-        if (p_.dense_dbias == DenseDbias::kExchanged) {
-            Sequence other = s_;
-            for (other.batch = 0; is_empty && other.batch < p_.batch; ++other.batch) is_empty = summary_of(other).empty;
-        }
-    }
-
-    RowTilePlace& place_;
-    const BwdArgs& p_;
-    const Sequence& s_;
-    int key_tile_, first_head_;
-};
 
 // The corners from which a thread reads or writes the tiles of the products. They are found once and kept in shared
 // memory: found anew, they would cost a tenth of the instructions, and registers are short.
@@ -134,25 +62,6 @@ __device__ __forceinline__ void end_turn(int32_t* turns) {
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
-}
-
-// A tile to rows of global memory, 16 bytes a thread where they are aligned.
-template <int kThreads, typename Tile, typename T>
-__device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t row_stride, int rows, int cols) {
-    constexpr int kChunks = Tile::kCols / 8;
-    const bool aligned = row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0;
-#pragma unroll 4
-    for (int i = kept(threadIdx.x); i < Tile::kRows * kChunks; i += kThreads) {
-        const int row = i / kChunks, col = i % kChunks * 8;
-        if (row >= rows || col >= cols) continue;
-        const T* from = tile.data + Tile::offset(row, i % kChunks);
-        T* at = to + row * row_stride + col;
-        if (aligned && col + 8 <= cols) {
-            *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(from);
-        } else {
-            for (int j = 0; j < min(cols - col, 8); ++j) at[j] = from[j];
-        }
-    }
 }
 
 template <typename Tile, BiasKind kBias, bool kCausal>
@@ -387,7 +296,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         const int lane = kept(lane_id());
         const auto take_capped = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
             sum_columns(m, h, n, dx, is_visible);
-            const int row = first_score_row + m * 16 + h * 8 + fragment_row(lane), key = score_key + n * 8 + fragment_col(lane);
+            const int row = first_score_row + m * 16 + h * 8 + fragment_row(lane);
+            const int key = score_key + n * 8 + fragment_col(lane);
             if (!dense_dbias_is(DenseDbias::kByEntry) || row >= rows) return;
             T* to = dbias_rows(head, row_tile) + row * p.dbias.row_stride + key;
 #pragma unroll

@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "../../params.h"
 #include "../common/smem_tile.cuh"
 
 namespace flash_dmattn::cuda::sm80 {

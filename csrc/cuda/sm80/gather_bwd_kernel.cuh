@@ -274,7 +274,8 @@ private:
                 column_sums_[(first_n + n) * 2] += dx0;
                 column_sums_[(first_n + n) * 2 + 1] += dx1;
             } else if constexpr (kBias == BiasKind::kDense) {
-                if (needs_dbias()) add_dense_dbias(stage, score_row_ + m * 16 + h * 8 + fragment_row(), first_n + n, dx0, dx1);
+                const int row = score_row_ + m * 16 + h * 8 + fragment_row();
+                if (needs_dbias()) add_dense_dbias(stage, row, first_n + n, dx0, dx1);
             }
         };
         using RowsA = OperandA<typename Tile::RowsTile, false>;

@@ -409,7 +409,8 @@ void search_prefixes_on(const Tensor& values, const Tensor& last, const Tensor& 
 }
 #else
 [[noreturn]] void no_cuda(const Tensor& query) {
-    TORCH_CHECK(false, "flash_dmattn was built without CUDA kernels, got tensors on ", query.device());
+    TORCH_CHECK(false, "flash_dmattn was built without CUDA kernels (" FLASH_DMATTN_WHY_NO_CUDA "), got tensors on ",
+                query.device());
 }
 std::pair<Tensor, Tensor> forward_cuda(FwdParams&, const Tensor& query, const OptionalTensor&) { no_cuda(query); }
 void backward_cuda(BwdParams&, const Tensor& query, const Tensor&, const OptionalTensor&, const OptionalTensor&) {

@@ -25,7 +25,7 @@ format: $(VENV)/built
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info flash_dmattn/*.so
+	rm -rf $(VENV) build dist *.egg-info flash_dmattn/*.so flash_dmattn/_C.torch
 
 # PyTorch first: the extension is built against the one that is there.
 $(VENV)/installed: pyproject.toml
@@ -41,4 +41,5 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/built: $(VENV)/installed $(SOURCES)
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test]'
+	@$(BIN)/python -m flash_dmattn.info | grep -F 'CUDA kernels'
 	@touch $@

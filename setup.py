@@ -1,13 +1,15 @@
 """Builds flash_dmattn._C: the CPU kernels everywhere, the CUDA kernels where they can be. Name and needs stand in
 pyproject.toml.
 
-CUDA kernels are built where PyTorch is a CUDA build, nvcc is found, and either a GPU is present or TORCH_CUDA_ARCH_LIST
-is set. FLASH_DMATTN_HEAD_DIMS ("64,128") and FLASH_DMATTN_DTYPES ("bf16") narrow them; FLASH_DMATTN_CPU_CAPABILITY
-(DEFAULT, AVX2, AVX512) chooses another processor than this one.
+CUDA kernels are built where PyTorch is a CUDA build, an nvcc of the same CUDA major version is found, and either a
+GPU is present or TORCH_CUDA_ARCH_LIST is set. FLASH_DMATTN_HEAD_DIMS ("64,128") and FLASH_DMATTN_DTYPES ("bf16")
+narrow them; FLASH_DMATTN_CPU_CAPABILITY (DEFAULT, AVX2, AVX512) chooses another processor than this one.
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -90,14 +92,37 @@ def require_compiler() -> None:
         )
 
 
+def nvcc_version() -> str | None:
+    """As in "13.0"; None where no nvcc says what it is."""
+    if CUDA_HOME is None:
+        return None
+    try:
+        said = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "--version"], capture_output=True, text=True)
+    except OSError:
+        return None
+    release = re.search(r"release (\d+\.\d+)", said.stdout)
+    return release and release.group(1)
+
+
 def why_without_cuda() -> str | None:
     """None where the CUDA kernels are built, else one sentence."""
     if torch.version.cuda is None:
         return "this PyTorch has no CUDA"
-    if CUDA_HOME is None:
+    nvcc = nvcc_version()
+    if nvcc is None:
         return "nvcc was not found (set CUDA_HOME)"
-    if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if not torch.cuda.is_available() and not wanted:
         return "no GPU was found and TORCH_CUDA_ARCH_LIST is not set"
+    major, nvcc_major = (version.partition(".")[0] for version in (torch.version.cuda, nvcc))
+    if major != nvcc_major:
+        reason = (
+            f"nvcc is of CUDA {nvcc} and PyTorch {torch.__version__} of CUDA {torch.version.cuda}: "
+            f"set CUDA_HOME to a toolkit of CUDA {major}, or install a PyTorch of CUDA {nvcc_major}"
+        )
+        if wanted:
+            sys.exit(f"flash_dmattn: TORCH_CUDA_ARCH_LIST asks for CUDA kernels, but {reason}")
+        return reason
     return None
 
 
@@ -128,16 +153,17 @@ def extension():
     return CUDAExtension("flash_dmattn._C", CPU_SOURCES + CUDA_SOURCES + kernels, **options)
 
 
-if any(command.startswith(("build", "bdist", "develop", "install", "editable")) for command in sys.argv[1:]):
-    require_compiler()
-
-
-class BuildByFile(BuildExtension):
-    """Gives the kernels of an architecture the targets that they are written for."""
+class Build(BuildExtension):
+    """Gives the kernels of an architecture the targets that they are written for, and says beside the module for which
+    PyTorch it was built: flash_dmattn/loading.py."""
 
     def build_extension(self, ext):
         self.compiler.compile = compile_by_file(self.compiler.compile, generate_kernels.targets_of)
         super().build_extension(ext)
+        Path(self.get_ext_fullpath(ext.name)).with_name("_C.torch").write_text(torch.__version__)
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildByFile})
+if any(command.startswith(("build", "bdist", "develop", "install", "editable")) for command in sys.argv[1:]):
+    require_compiler()
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": Build})

@@ -13,13 +13,9 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-try:
-    from . import _C
-except ImportError as error:
-    _C = None
-    WHY_NOT_BUILT = f"flash_dmattn's compiled module is missing ({error}); run `pip install .` in its source tree"
-else:
-    WHY_NOT_BUILT = _C.why_not_usable()
+from .loading import load_compiled
+
+_C, WHY_NOT_BUILT = load_compiled()
 
 LIST_ALIGN = 64  # of KeyListsView in csrc/params.h
 LIST_ROWS = 128

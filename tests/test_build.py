@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import flash_dmattn
 
@@ -60,6 +61,7 @@ def test_the_sdist_builds_a_wheel_that_works(sdist, tmp_path):
     (wheel,) = tmp_path.glob(f"flash_dmattn-{flash_dmattn.__version__}-*.whl")
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
+    assert (site / "flash_dmattn" / "_C.torch").read_text() == torch.__version__
     program = (
         "import flash_dmattn, torch; x = torch.randn(1, 5, 2, 8, requires_grad=True);"
         "flash_dmattn.flash_dmattn_func(x, x, x).sum().backward();"
@@ -80,3 +82,51 @@ def test_an_unknown_processor_is_refused():
     done = run(sys.executable, "setup.py", "--version", FLASH_DMATTN_CPU_CAPABILITY="MMX")
     assert done.returncode != 0
     assert "FLASH_DMATTN_CPU_CAPABILITY must be one of DEFAULT, AVX2, AVX512, got MMX" in done.stderr
+
+
+def setup_with_nvcc(tmp_path, says, **environment):
+    """setup.py beside a PyTorch of CUDA 13.0 that sees a GPU, and an nvcc that says this; None: there is none."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    if says is not None:
+        nvcc.write_text(f"#!/bin/sh\necho '{says}'\n")
+        nvcc.chmod(0o755)
+    program = (
+        "import os, runpy, sys, torch; from torch.utils import cpp_extension;"
+        "cpp_extension.CUDA_HOME = os.environ['CUDA_HOME'];"
+        "torch.version.cuda = '13.0'; torch.cuda.is_available = lambda: True;"
+        "sys.argv = ['setup.py', '--version']; runpy.run_path('setup.py', run_name='__main__')"
+    )
+    return run(sys.executable, "-c", program, CUDA_HOME=str(tmp_path), **{"TORCH_CUDA_ARCH_LIST": "", **environment})
+
+
+NVCC_12 = "Cuda compilation tools, release 12.8, V12.8.93"
+MISMATCH = (
+    f"nvcc is of CUDA 12.8 and PyTorch {torch.__version__} of CUDA 13.0: "
+    "set CUDA_HOME to a toolkit of CUDA 13, or install a PyTorch of CUDA 12\n"
+)
+
+
+def test_an_nvcc_of_another_major_version_leaves_the_cpu_kernels(tmp_path):
+    done = setup_with_nvcc(tmp_path, NVCC_12)
+    assert done.returncode == 0, done.stderr
+    assert f"flash_dmattn: building without CUDA kernels: {MISMATCH}" in done.stdout
+
+
+def test_an_nvcc_of_another_major_version_is_an_error_where_cuda_is_asked_for(tmp_path):
+    done = setup_with_nvcc(tmp_path, NVCC_12, TORCH_CUDA_ARCH_LIST="9.0")
+    assert done.returncode != 0
+    assert f"TORCH_CUDA_ARCH_LIST asks for CUDA kernels, but {MISMATCH}" in done.stderr
+
+
+@pytest.mark.parametrize("says", [None, "", "not a version"])
+def test_an_nvcc_that_does_not_say_what_it_is(tmp_path, says):
+    done = setup_with_nvcc(tmp_path, says)
+    assert done.returncode == 0, done.stderr
+    assert "building without CUDA kernels: nvcc was not found (set CUDA_HOME)" in done.stdout
+
+
+def test_an_nvcc_of_another_minor_version_serves(tmp_path):
+    done = setup_with_nvcc(tmp_path, "Cuda compilation tools, release 13.2, V13.2.1", TORCH_CUDA_ARCH_LIST="9.0")
+    assert done.returncode == 0, done.stderr
+    assert "files of CUDA kernels for sm_90" in done.stdout

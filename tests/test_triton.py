@@ -393,3 +393,17 @@ def test_tiles_for_every_head_dimension():
         assert set(by_size) == {dtype.itemsize for dtype in backend.DTYPES}
         for tiles in by_size.values():
             assert list(tiles) == sorted(tiles) and max(tiles) == 256
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter needs it")
+def test_an_interpreter_that_does_not_work_here(monkeypatch):
+    class Broken:
+        def __getitem__(self, grid):
+            raise TypeError("only 0-dimensional arrays can be converted")
+
+    monkeypatch.setattr(backend, "_loop_kernel", Broken())
+    reason = backend.why_not_interpreted.__wrapped__()
+    assert "only 0-dimensional arrays" in reason and reason.endswith("install triton>=3.7 or numpy<2.5")
+    monkeypatch.setattr(backend, "why_not_interpreted", lambda: reason)
+    with pytest.raises(RuntimeError, match="the backend 'triton' is not available: the interpreter of Triton"):
+        attention(*inputs())

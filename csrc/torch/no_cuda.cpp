@@ -4,7 +4,8 @@ namespace flash_dmattn {
 namespace {
 
 [[noreturn]] void refuse(const Tensor& tensor) {
-    TORCH_CHECK(false, "flash_dmattn was built without CUDA kernels, got tensors on ", tensor.device());
+    TORCH_CHECK(false, "flash_dmattn was built without CUDA kernels (" FLASH_DMATTN_WHY_NO_CUDA "), got tensors on ",
+                tensor.device());
 }
 
 }  // namespace

@@ -15,7 +15,8 @@ def why_unavailable() -> str | None:
     if ops.WHY_NOT_BUILT:
         return ops.WHY_NOT_BUILT
     if not ops.cuda_is_built():
-        return "flash_dmattn was built without CUDA kernels; see `Install` in README.md"
+        why = ops.compiled_module().build_info()["why_no_cuda"]
+        return f"flash_dmattn was built without CUDA kernels: {why}; see `Install` in README.md"
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     return None

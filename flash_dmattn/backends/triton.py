@@ -13,6 +13,7 @@ All of them take the scores, and which pairs are visible, from `_scores`.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, NamedTuple
 
@@ -46,6 +47,27 @@ def why_unavailable() -> str | None:
         return "triton is not installed"
     if not INTERPRETED.value and not torch.cuda.is_available():
         return "no GPU is visible, and TRITON_INTERPRET was not 1 when the backend was imported"
+    return why_not_interpreted() if INTERPRETED.value else None
+
+
+@jit
+def _loop_kernel(end):
+    for _ in range(0, end):
+        pass
+
+
+@functools.cache
+def why_not_interpreted() -> str | None:
+    """Triton's interpreter before 3.7 makes loop bounds of arrays of one element, which NumPy from 2.5 on refuses."""
+    try:
+        _loop_kernel[(1,)](1)
+    except Exception as error:
+        import numpy
+
+        return (
+            f"the interpreter of Triton {triton.__version__} does not work with NumPy {numpy.__version__} ({error}); "
+            "install triton>=3.7 or numpy<2.5"
+        )
     return None
 
 

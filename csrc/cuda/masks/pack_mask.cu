@@ -135,8 +135,7 @@ PackedMask plan_packed_mask(const AttentionParams& p, int64_t total_q) {
     const bool varlen = p.cu_seqlens_q != nullptr;
     const bool rows_alike = mask.per_key;
     PackedMask packed;
-    // Causality and lengths count, too, and they differ.
-    packed.batches = varlen || p.seqlens_k != nullptr ? p.batch : mask.batches;
+    packed.batches = varlen ? p.batch : mask.batches;
     packed.heads = mask.heads;
     packed.row_tiles = rows_alike ? 1 : ceil_div(p.seqlen_q, PackedMask::kTile);
     packed.key_tiles = ceil_div(p.seqlen_k, PackedMask::kTile);

@@ -80,10 +80,28 @@ def test_intervals(rows, sparse):
     check_on_gpu(rows, KEYS, 64, KeyIntervalMask.topk(bias, 30, rows), bias, is_causal=True, sparse=sparse)
 
 
-def test_topk():
-    bias = randn((2, 2, 5000))
+@pytest.mark.parametrize("keys", [300, 20_000], ids=["one block", "many blocks"])
+def test_topk(keys):
+    bias = randn((2, 2, keys))
     on_cpu, on_cuda = (KeyIntervalMask.topk(x, 300) for x in (bias, bias.cuda()))
     assert torch.equal(on_cpu.end.maximum(on_cpu.start), on_cuda.end.maximum(on_cuda.start).cpu())
+    lists = [KeyLists.build(mask, keys, is_causal=True) for mask in (on_cpu, on_cuda)]
+    assert torch.equal(lists[0].lengths(), lists[1].lengths().cpu())
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("keys", [200, 20_000], ids=["one block", "a cluster"])
+def test_decoding(keys, rows):
+    """Keys are selected, split among blocks, and the last block combines; caches are filled in part."""
+    query, key, value = inputs(2, rows, keys, 4, 2, 64, torch.bfloat16)
+    bias, filled = randn((2, 2, 1, keys)), torch.tensor([keys // 3, keys], dtype=torch.int32)
+    results = []
+    for device in ("cpu", "cuda"):
+        tensors = [x.to(device) for x in (query, key, value)]
+        options = {"attn_bias": bias.to(device), "is_causal": True, "cache_seqlens": filled.to(device)}
+        results.append([flash_dmattn_func(*tensors, **options, window_size=w).cpu() for w in (100, keys)])
+    for on_cpu, on_cuda in zip(*results):
+        torch.testing.assert_close(on_cuda, on_cpu, rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("pairs", ["key", "dense"])

@@ -178,9 +178,7 @@ def test_cache_errors(device):
         call(filled.to("meta"))
     with pytest.raises(ValueError, match="return_attn_probs is for keys that are all there, got cache_seqlens"):
         call(filled, return_attn_probs=True)
-    with pytest.raises(
-        ValueError, match="cache_seqlens is for the backends .*, got the backend 'reference'"
-    ):
+    with pytest.raises(ValueError, match="cache_seqlens is for the backends .*, got the backend 'reference'"):
         call(filled, flash_dmattn_func_auto("reference"))
     if device == "cpu":
         with pytest.raises(ValueError, match="cache_seqlens must be from 0 to the 300 keys given, got 301"):

@@ -317,7 +317,8 @@ def attend(
     cache = {} if cache_seqlens is None else {"cache_seqlens": cache_seqlens}
     out, lse = backend.attention(
         *(kernel_rows(query), kernel_rows(key), kernel_rows(value)),
-        *(mask_for(backend, mask, sparse, seqlen_q, seqlen_k, bool(is_causal)), bias),
+        mask_for(backend, mask, sparse, (query, key, value, bias), seqlen_q, seqlen_k, bool(is_causal)),
+        bias,
         **options,
         **cache,
         deterministic=bool(deterministic),
@@ -369,7 +370,10 @@ def attend_varlen(
     cu_seqlens_q, cu_seqlens_k, *lengths = varlen
     out, lse = backend.attention(
         *map(kernel_rows, (query, key, value)),
-        *(mask_for(backend, mask, sparse, *lengths, bool(is_causal), cu_seqlens_q, cu_seqlens_k), bias),
+        mask_for(
+            backend, mask, sparse, (query, key, value, bias), *lengths, bool(is_causal), cu_seqlens_q, cu_seqlens_k
+        ),
+        bias,
         **options,
         deterministic=bool(deterministic),
         varlen=varlen,
@@ -380,13 +384,16 @@ def attend_varlen(
     return (out, lse) if return_lse else out
 
 
-def mask_for(backend: ModuleType, mask: AnyMask, sparse: str, seqlen_q: int, *problem) -> AnyMask:
-    """The mask in a form that the backend takes."""
+def mask_for(
+    backend: ModuleType, mask: AnyMask | ops.MaskTensors, sparse: str, leaves: tuple, seqlen_q: int, *problem
+) -> AnyMask | ops.MaskTensors:
+    """The mask in a form that the backend takes. leaves: what may need a gradient."""
     if mask is None or isinstance(mask, ops.MaskTensors):
         return mask
     mask = without_repeats(mask) if isinstance(mask, Tensor) else mask
     if backend.SPARSE_MASKS:
-        return key_lists.choose(mask, sparse, seqlen_q, *problem)
+        needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+        return key_lists.choose(mask, sparse, needs_gradients, seqlen_q, *problem)
     if sparse == "lists":
         raise ValueError(f"sparse='lists' is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
     return dense_mask(mask, seqlen_q)

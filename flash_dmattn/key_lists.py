@@ -19,15 +19,14 @@ SPARSE = ("auto", "tiles", "lists")
 # Making them takes 1 % of it, of a bool mask with a head for every query head 3 %; where that would be in vain, a look
 # at some rows mostly tells.
 CPU_CROSSOVER = 0.9
-# Measured on an H200 (bf16, S from 1024 to 8192, H32/8 D128, H16/16 and H8/2 D64, causal top-w; forward + backward and
-# making the lists, tiles against lists, whose length is bounded): from 4096 keys on 1.5 to 6.7 times as fast where the
-# lists hold 0.16 to 0.6 of the keys, 1.1 to 1.9 times where they hold all. Of sliding windows, whose tiles are empty or
-# full, lists are slower by up to a third: there they are for masks that are scattered.
-CUDA_CROSSOVER = 1.0
-# With fewer keys there is nothing to win. On CUDA making lists takes several launches; with 2048 keys that is made good
-# where query heads share keys (1.3 to 2.2 times as fast), and costs as much as it saves where they do not.
+# With fewer keys there is nothing to win.
 CPU_MIN_KEYS = 512
-CUDA_MIN_KEYS = 2048
+# Measured on an H200 (bf16, S from 64 to 32768, w from S / 8 to 3 S / 4; H32/8, H32/32 D128, H16/16, H8/2 D64; causal
+# top-w selected in the call, as CUDA graphs), lists against tiles: the forward is 0.7 to 1.0 times as fast with
+# fewer keys than this, 1.0 to 1.2 times with 256, 1.0 to 1.5 with 512, 1.1 to 3.2 and more from 1024 on; forward and
+# backward are 1.0 to 5.3 times as fast from 64 keys on, whatever the window. Of sliding windows, whose tiles are empty
+# or full, lists are slower by up to a third: there they are for masks that are scattered.
+CUDA_MIN_KEYS = 256
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -209,6 +208,7 @@ def walked_keys(rows: int, keys: int, is_causal: bool) -> float:
 def choose(
     mask: Tensor | KeyIntervalMask | KeyLists | None,
     sparse: str,
+    needs_gradients: bool,
     seqlen_q: int,
     seqlen_k: int,
     is_causal: bool,
@@ -218,32 +218,31 @@ def choose(
     """The mask in the form by which a compiled kernel goes: KeyLists for lists, anything else for tiles.
 
     Lists that are given are used. Else, on the CPU, they are made, and left again where they are not short enough. On
-    CUDA, where looking would make the GPU wait, and under torch.compile, they are made where the mask knows that they
-    will be short, and on CUDA that it is scattered.
+    CUDA, where looking would make the GPU wait, and under torch.compile, they are made where the mask knows how long
+    they will be, and on CUDA that it is scattered.
     """
+    problem = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     if isinstance(mask, KeyLists):
         return mask.mask if sparse == "tiles" else mask
     if mask is None or sparse == "tiles":
         return mask
     if sparse == "lists":
-        return build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
-    on_cpu = mask.device.type == "cpu"
-    if seqlen_k < (CPU_MIN_KEYS if on_cpu else CUDA_MIN_KEYS):
+        return build(mask, *problem)
+    if mask.device.type != "cpu":
+        pays = isinstance(mask, KeyIntervalMask) and mask.scattered and mask.keys_per_row is not None
+        return build(mask, *problem) if pays and (needs_gradients or seqlen_k >= CUDA_MIN_KEYS) else mask
+    if seqlen_k < CPU_MIN_KEYS:
         return mask
-    if on_cpu and not torch.compiler.is_compiling():
-        return lists_if_short(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
-    crossover = CPU_CROSSOVER if on_cpu else CUDA_CROSSOVER
-    pays = isinstance(mask, KeyIntervalMask) and (on_cpu or mask.scattered)
-    if pays and knows_to_be_short(mask, seqlen_q, seqlen_k, is_causal, crossover):
-        return build(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
-    return mask
+    if not torch.compiler.is_compiling():
+        return lists_if_short(mask, *problem)
+    return build(mask, *problem) if knows_to_be_short(mask, seqlen_q, seqlen_k, is_causal) else mask
 
 
-def knows_to_be_short(mask: KeyIntervalMask, rows: int, keys: int, is_causal: bool, crossover: float) -> bool:
-    if mask.keys_per_row is None or rows == 0:
+def knows_to_be_short(mask: Tensor | KeyIntervalMask, rows: int, keys: int, is_causal: bool) -> bool:
+    if not isinstance(mask, KeyIntervalMask) or mask.keys_per_row is None or rows == 0:
         return False
     longest = min(mask.keys_per_row + min(rows, ops.LIST_ROWS) - 1, keys)
-    return longest * ops.row_tiles(rows) < crossover * walked_keys(rows, keys, is_causal)
+    return longest * ops.row_tiles(rows) < CPU_CROSSOVER * walked_keys(rows, keys, is_causal)
 
 
 def looks_dense(mask: Tensor | KeyIntervalMask, seqlen_q: int, seqlen_k: int, is_causal: bool) -> bool:

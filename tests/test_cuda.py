@@ -142,7 +142,7 @@ def test_the_least_finite_number_hides(shape, sparse, dtype):
 
     # Rows beside one of nothing but such numbers are rounded otherwise.
     for x, y in zip(run_with(bias), run_with(infinite)):
-        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
     out, lse, dq, *_ = run_with(torch.full_like(bias, least, requires_grad=True))
     assert (lse == -torch.inf).all() and (out == 0).all() and (dq == 0).all()
 

@@ -257,7 +257,7 @@ def test_topk_compiles_as_one_graph():
 
 
 def same_rows(a, b, rows):
-    """Of a key that no row sees the end may be anything up to its start, of one that the last row sees anything beyond."""
+    """The end may be anything up to the start where no row sees a key, and anything beyond the last row."""
     ends = [mask.end.clamp(max=rows).maximum(mask.start) for mask in (a, b)]
     return torch.equal(a.start, b.start) and torch.equal(*ends)
 

@@ -193,31 +193,43 @@ def test_which_masks_go_by_lists_on_the_cpu(case):
     make, is_causal, by_lists = CHOICES[case]
     mask = make()
     keys = mask.shape[-1]
-    chosen = key_lists.choose(mask, "auto", keys, keys, is_causal)
+
+    def choose(mask, sparse):
+        return key_lists.choose(mask, sparse, False, keys, keys, is_causal)
+
+    chosen = choose(mask, "auto")
     assert isinstance(chosen, KeyLists) == by_lists and (by_lists or chosen is mask)
-    assert key_lists.choose(mask, "tiles", keys, keys, is_causal) is mask
-    lists = key_lists.choose(mask, "lists", keys, keys, is_causal)
+    assert choose(mask, "tiles") is mask
+    lists = choose(mask, "lists")
     assert isinstance(lists, KeyLists)
-    assert key_lists.choose(lists, "auto", keys, keys, is_causal) is lists
-    assert key_lists.choose(lists, "tiles", keys, keys, is_causal) is mask
+    assert choose(lists, "auto") is lists
+    assert choose(lists, "tiles") is mask
 
 
 def test_without_looking_a_bound_decides():
-    mask = KeyIntervalMask.topk(torch.randn(1, 1, 1, 4096), 512)
-    assert key_lists.knows_to_be_short(mask, 4096, 4096, True, crossover=0.5)
-    assert not key_lists.knows_to_be_short(mask, 4096, 4096, True, crossover=0.3)
-    assert key_lists.knows_to_be_short(mask, 4096, 4096, False, crossover=0.3)
-    assert key_lists.knows_to_be_short(mask, 1, 4096, True, crossover=0.3)
-    assert not key_lists.knows_to_be_short(KeyIntervalMask(mask.start, mask.end), 4096, 4096, True, 0.9)
-    assert key_lists.choose(mask.to("meta"), "auto", 700, 700, True).device.type == "meta"
+    short, long = (KeyIntervalMask.topk(torch.randn(1, 1, 1, 4096), w) for w in (512, 2200))
+    assert key_lists.knows_to_be_short(short, 4096, 4096, True)
+    assert not key_lists.knows_to_be_short(long, 4096, 4096, True)
+    assert key_lists.knows_to_be_short(long, 4096, 4096, False)
+    assert key_lists.knows_to_be_short(long, 1, 4096, True)
+    assert not key_lists.knows_to_be_short(KeyIntervalMask(short.start, short.end), 4096, 4096, True)
 
 
 def test_on_a_gpu_lists_are_for_what_is_scattered(monkeypatch):
     monkeypatch.setattr(key_lists, "build", lambda *args: "lists")
-    scattered = KeyIntervalMask.topk(torch.randn(1, 1, 1, 4096), 512).to("meta")
-    window = KeyIntervalMask.sliding_window(4096, 4096, 512, device="meta")
-    chosen = [key_lists.choose(mask, "auto", 4096, 4096, True) for mask in (scattered, scattered & window, window)]
-    assert chosen[:2] == ["lists", "lists"] and chosen[2] is window
+
+    def choose(mask, needs_gradients):
+        keys = mask.shape[-1]
+        return key_lists.choose(mask.to("meta"), "auto", needs_gradients, keys, keys, True)
+
+    scattered, window = KeyIntervalMask.topk(torch.randn(1, 1, 400), 300), KeyIntervalMask.sliding_window(400, 400, 30)
+    assert choose(scattered, False) == choose(scattered & window, False) == choose(scattered, True) == "lists"
+    assert (
+        choose(window, True) != "lists"
+        and choose(KeyIntervalMask(scattered.start, scattered.end, scattered=True), True) != "lists"
+    )
+    few = KeyIntervalMask.topk(torch.randn(1, 1, 100), 30)
+    assert choose(few, True) == "lists" and choose(few, False) != "lists"
 
 
 @pytest.mark.parametrize("rows, keys", [(1, 1), (300, 300), (200, 700), (700, 200), (1, 50)])

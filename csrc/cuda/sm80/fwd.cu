@@ -38,7 +38,7 @@ int64_t plan_splits(const FwdParams& p, const FwdPlan& plan, int64_t tiles) {
     };
     int64_t best = 1;
     for (int64_t splits = 2; splits <= std::min<int64_t>(key_tiles, FwdPlan::kMostSplits); ++splits)
-        if (steps(splits) < steps(best)) best = splits;
+        if (steps(splits) < 0.97 * steps(best)) best = splits;  // more parts must be worth it
     return best;
 }
 

@@ -160,7 +160,11 @@ class Build(BuildExtension):
     def build_extension(self, ext):
         self.compiler.compile = compile_by_file(self.compiler.compile, generate_kernels.targets_of)
         super().build_extension(ext)
-        Path(self.get_ext_fullpath(ext.name)).with_name("_C.torch").write_text(torch.__version__)
+
+    def run(self):
+        super().run()
+        for extension in self.extensions:
+            Path(self.get_ext_fullpath(extension.name)).with_name("_C.torch").write_text(torch.__version__)
 
 
 if any(command.startswith(("build", "bdist", "develop", "install", "editable")) for command in sys.argv[1:]):

@@ -86,10 +86,10 @@ def check_cu_seqlens(
     """
     if longest is not None:
         require_count(*longest)
-    if torch.compiler.is_compiling():
-        return
-    longest_name, bound = ("", None) if longest is None else (longest[0], int(longest[1]))
-    ops.compiled_module().check_cu_seqlens(name, cu_seqlens, beside, whose, total, or_less, longest_name, bound)
+    checker = ops.checker()
+    if checker is not None:
+        longest_name, bound = ("", None) if longest is None else (longest[0], int(longest[1]))
+        checker.check_cu_seqlens(name, cu_seqlens, beside, whose, total, or_less, longest_name, bound)
 
 
 def check_same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:

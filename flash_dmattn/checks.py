@@ -32,10 +32,7 @@ class Varlen(NamedTuple):
 
 
 def check_inputs(check: str, query: object, key: object, value: object, mask: AnyMask, bias: object, *rest) -> None:
-    """Types, dtypes, devices and shapes of the inputs: `check_fixed` or `check_varlen` of csrc/torch/module.cpp.
-
-    Where a graph is traced there is nothing to check: the operators check what they are run with.
-    """
+    """Types, dtypes, devices and shapes of the inputs: `check_fixed` or `check_varlen` of csrc/torch/module.cpp."""
     intervals = None
     if isinstance(mask, KeyIntervalMask):
         intervals, mask = mask.intervals, None
@@ -43,8 +40,9 @@ def check_inputs(check: str, query: object, key: object, value: object, mask: An
         raise TypeError(
             f"attn_mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got {type(mask).__name__}"
         )
-    if not torch.compiler.is_compiling():
-        getattr(ops.compiled_module(), check)(query, key, value, mask, intervals, bias, *rest)
+    checker = ops.checker()
+    if checker is not None:
+        getattr(checker, check)(query, key, value, mask, intervals, bias, *rest)
 
 
 def check_lists(lists: KeyLists, query: Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool) -> None:
@@ -171,11 +169,13 @@ def check_list_sequences(lists: KeyLists, varlen: Varlen) -> None:
 
 def check_packed(name: str, tensor: object, layout: str, parts: int) -> None:
     """A tensor that holds query, key and value, or key and value, along its third dimension from the end."""
-    if not torch.compiler.is_compiling():
-        ops.compiled_module().check_packed(name, tensor, layout, parts)
+    checker = ops.checker()
+    if checker is not None:
+        checker.check_packed(name, tensor, layout, parts)
 
 
 def check_kv(query: object, kv: Tensor, layout_q: str, same_dtype: bool) -> None:
     """Packed keys and values beside query."""
-    if not torch.compiler.is_compiling():
-        ops.compiled_module().check_kv(query, kv, layout_q, same_dtype)
+    checker = ops.checker()
+    if checker is not None:
+        checker.check_kv(query, kv, layout_q, same_dtype)

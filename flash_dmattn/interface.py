@@ -268,7 +268,9 @@ def require_kernels(name: str, tensor: Tensor) -> str:
 def kernels_for(query: Tensor) -> ModuleType:
     """The compiled backend of the tensors' device; it says itself where it was not built."""
     require_tensor("query", query)
-    return cuda if require_kernels("query", query) == "cuda" else cpu
+    device_type = require_kernels("query", query)
+    ops.compiled_module()
+    return cuda if device_type == "cuda" else cpu
 
 
 def attend(

@@ -29,6 +29,13 @@ def compiled_module():
     return _C
 
 
+def checker():
+    """The compiled module, where it is to check arguments: a graph that is traced is checked by its operators when it runs,
+    and where there is no module the backends in Python alone are left.
+    """
+    return None if WHY_NOT_BUILT or torch.compiler.is_compiling() else _C
+
+
 def cuda_is_built() -> bool:
     return not WHY_NOT_BUILT and _C.has_cuda
 

@@ -80,6 +80,18 @@ def test_lists_of_few_rows_are_exact(keys, rows, dtype):
                 assert (list_rows[begin + size : end] == 0).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+def test_opcheck(seqlen_q):
+    bias = torch.randn(2, 2, 1, 500, device="cuda", dtype=torch.bfloat16)
+    torch.library.opcheck(ops.topk_intervals, (bias, 30, seqlen_q, None, None, None))
+    filled = torch.tensor([300, 500], dtype=torch.int32, device="cuda")
+    for lengths in (None, filled):
+        # What lies behind the lists may be anything, so results are not compared.
+        what = ("test_schema", "test_faketensor")
+        torch.library.opcheck(ops.topk_lists, (bias, 30, seqlen_q, lengths), test_utils=what)
+
+
 def masks_of(kind, batch, seqlen_q, seqlen_k, device):
     return {
         "none": None,

@@ -38,12 +38,11 @@ PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles
 
 // What the tile kernels ask of the mask; gives the memory of what is made here.
 Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
-    if (const auto& [bits, tiles, intervals, keys, spans, rows] = in.masks; bits) {
+    if (const OptionalTensor &bits = in.masks.mask, &tiles = in.masks.mask_tiles; bits) {
         const PackedMask plan = plan_packed_mask(p, in.query.size(0));
         TORCH_CHECK_VALUE(bits->numel() == plan.bits_size && tiles->numel() == 9 * plan.tiles_size,
                           "mask and mask_tiles must be what pack_mask returned for these lengths");
         p.packed_mask = in_tensors(plan, *bits, *tiles);
-        p.mask = {};
     }
     if (!p.intervals.present() || p.lists.present()) return {};
     const IntervalTiles plan = plan_interval_tiles(p);

@@ -30,7 +30,7 @@ def compiled_module():
 
 
 def checker():
-    """The compiled module, where it is to check arguments: those of a graph that is traced are checked by its operators,
+    """The compiled module, where it is to check arguments: those of a graph being traced are checked by its operators,
     and where there is no module the backends in Python alone are left.
     """
     return None if WHY_NOT_BUILT or torch.compiler.is_compiling() else _C

@@ -150,7 +150,8 @@ def extension():
     flags["cxx"] += ["-DFLASH_DMATTN_WITH_CUDA", quoted("FLASH_DMATTN_CUDA_ARCHITECTURES", architectures)]
     flags["nvcc"] = NVCC_FLAGS + targets
     print(f"flash_dmattn: building {len(kernels)} files of CUDA kernels for {architectures}")
-    return CUDAExtension("flash_dmattn._C", CPU_SOURCES + CUDA_SOURCES + kernels, **options)
+    # The files that take longest come first, so that no core is left alone with one: of kernels the last of the list.
+    return CUDAExtension("flash_dmattn._C", kernels[::-1] + CUDA_SOURCES + CPU_SOURCES, **options)
 
 
 class Build(BuildExtension):

@@ -78,10 +78,11 @@ struct KeyListsView {
     static constexpr int64_t kRows = 128;
     static constexpr int64_t kAlign = 64;
 
-    const int32_t* keys = nullptr;
+    const int32_t* keys = nullptr;    // [capacity]
     const int64_t* begins = nullptr;  // [lists], multiples of kAlign
     const int64_t* ends = nullptr;    // [lists], the same
-    const uint32_t* rows = nullptr;   // [as many as keys, kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
+    const uint32_t* rows = nullptr;   // [capacity, kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
+    int64_t capacity = 0;
     int64_t batches = 1;    // B, or 1 where batch elements share lists
     int64_t heads = 1;      // H, Hkv or 1
     int64_t row_tiles = 1;  // ceil(Sq / kRows), or 1 where every row of a head shares one list (a key mask)
@@ -101,9 +102,9 @@ enum class TileKind : uint8_t { kEmpty, kMixed, kFull };
 struct PackedMask {
     static constexpr int64_t kTile = 64;
 
-    // [{B|1}, heads, {Sq|1}, words], B where there are seqlens_k; of variable length [B, heads, 1, words] where rows are
-    // alike, else [total_q, heads, words]. Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4,
-    // and bits beyond the keys are 0.
+    // [{B|1}, heads, {Sq|1}, words]; of variable length [B, heads, 1, words] where rows are alike, else [total_q, heads,
+    // words]. Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4, and bits beyond the keys
+    // are 0.
     uint32_t* bits = nullptr;
     // [{B|1}, heads, row_tiles, key_tiles]: bit j is 1 where a row of the tile sees key j of it.
     uint64_t* columns = nullptr;

@@ -315,7 +315,9 @@ class KeyIntervalMask:
         rows = keys if seqlen_q is None else seqlen_q
         require_count("seqlen_q", rows)
         if prefix_topk.has_kernels(bias):
-            return cls._of(ops.topk_intervals(bias, window_size, rows, None, None, None), window_size, scattered=True)
+            return cls._of(
+                ops.topk_intervals(bias, min(window_size, keys), rows, None, None, None), window_size, scattered=True
+            )
         bias = bias.detach().squeeze(2) if bias.ndim == 4 else bias.detach()
         end = prefix_topk.topk_ends_of_last(bias.flatten(0, 1), window_size, rows).view(bias.shape).clamp_(min=0)
         start = own_rows(rows, keys, bias.device).clamp_(min=0)
@@ -351,7 +353,8 @@ class KeyIntervalMask:
         check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias, "bias")
         check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         if prefix_topk.has_kernels(bias):
-            intervals = ops.topk_intervals(bias, window_size, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
+            window = min(window_size, bias.shape[0])
+            intervals = ops.topk_intervals(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
             return cls._of(intervals, window_size, scattered=True)
         bias, keys = bias.detach(), bias.shape[0]
         sequence = sequence_of_keys(cu_seqlens_k, keys)

@@ -190,7 +190,8 @@ def build(
     intervals, bound = None, None
     if isinstance(mask, KeyIntervalMask):
         # With a limit the lists are to be counted, whatever is known of them.
-        intervals, bound = mask.intervals, mask.keys_per_row if limit is None else None
+        intervals = mask.intervals
+        bound = None if limit is not None or mask.keys_per_row is None else min(mask.keys_per_row, seqlen_k)
     problem = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     keys, spans, rows = ops.build_key_lists(mask if intervals is None else None, intervals, *problem, bound, limit)
     rows = None if intervals is not None or ops.is_per_key(mask.shape) else rows

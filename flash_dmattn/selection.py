@@ -30,7 +30,7 @@ def select(
         check_topk("", bias, window_size, ndims=(4,))
         return None
     if as_lists and prefix_topk.has_kernels(bias) and seqlen_q <= ops.MOST_SELECTED_ROWS:
-        keys, spans, rows = ops.topk_lists(bias, window_size, seqlen_q, cache_seqlens)
+        keys, spans, rows = ops.topk_lists(bias, min(window_size, seqlen_k), seqlen_q, cache_seqlens)
         return ops.MaskTensors(list_keys=keys, list_spans=spans, list_rows=rows if seqlen_q > 1 else None)
     if cache_seqlens is None:
         return KeyIntervalMask.topk(bias, window_size, seqlen_q)

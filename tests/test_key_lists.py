@@ -139,6 +139,15 @@ def test_a_bound_that_is_wrong_is_refused():
     torch.testing.assert_close(flash_dmattn_func(*tensors, mask), flash_dmattn_func(*tensors, is_causal=True))
 
 
+def test_a_bound_as_large_as_can_be():
+    tensors, bias = inputs(2, 20, 40), torch.randn(2, 2, 1, 40)
+    expected = flash_dmattn_func(*tensors, None, bias, is_causal=True)
+    for window_size in (2**63 - 1, 2**63):
+        for sparse in ("auto", "tiles", "lists"):
+            options = {"is_causal": True, "window_size": window_size, "sparse": sparse}
+            torch.testing.assert_close(flash_dmattn_func(*tensors, None, bias, **options), expected)
+
+
 def test_what_a_value_tells():
     mask = KeyIntervalMask.sliding_window(300, 300, 10)
     lists = KeyLists.build(mask, 300, is_causal=True)
@@ -422,6 +431,14 @@ KERNEL_ERRORS = {
         {"list_keys": torch.zeros(64).int(), "list_spans": torch.zeros(2, 1, 1, 2).long()},
         "list_spans must be of 1 row tiles, got 2",
     ),
+    "spans beyond the keys": (
+        {
+            "list_keys": torch.zeros(64).int(),
+            "list_spans": torch.tensor([0, 10**9]).view(2, 1, 1, 1),
+        },
+        "list_spans must lie within the 64 list_keys, got a list from 0 to 1000000000",
+    ),
+    "spans without keys": ({"list_spans": torch.zeros(2, 1, 1, 1).long()}, "list_keys comes with list_spans"),
     "rows of the wrong length": (
         {
             "list_keys": torch.zeros(64).int(),

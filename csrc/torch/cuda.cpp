@@ -87,7 +87,7 @@ SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seql
     p.batches = p.bias.batches;
     p.rows = seqlen_q;
     p.keys = p.longest = bias.size(varlen ? 0 : -1);
-    p.window = window_size;
+    p.window = std::min(window_size, p.keys);
     return p;
 }
 
@@ -130,7 +130,7 @@ std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& p, const Tensor& source,
                                                       int64_t keys_per_row) {
     const c10::cuda::CUDAGuard guard(source.device());
-    const BoundedListsPlan plan = plan_bounded_lists(p, keys_per_row);
+    const BoundedListsPlan plan = plan_bounded_lists(p, std::min(keys_per_row, p.seqlen_k));
     const Lists lists = empty_lists(source, plan.capacity, plan.batches, plan.heads, plan.row_tiles, false);
     bounded_lists_cuda(p, plan, lists.keys.data_ptr<int32_t>(), lists.begins(), lists.ends(), current_stream());
     return lists.tensors();

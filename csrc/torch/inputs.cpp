@@ -11,7 +11,7 @@ void set_sequences(AttentionParams& p, const Tensor& cu_seqlens_q, const Tensor&
 }
 
 KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, const Tensor& query) {
-    TORCH_CHECK_VALUE(masks.list_spans, "list_keys comes with list_spans");
+    TORCH_CHECK_VALUE(masks.list_keys && masks.list_spans, "list_keys comes with list_spans");
     TORCH_CHECK_VALUE(!masks.mask, "mask and list_keys cannot both be given: the lists say what a bool mask does");
     const Tensor &keys = *masks.list_keys, &spans = *masks.list_spans;
     TORCH_CHECK_VALUE(spans.dim() == 4 && spans.size(0) == 2 && spans.is_contiguous(),
@@ -35,10 +35,16 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
     check_device(keys, "list_keys", query, "query");
     check_device(spans, "list_spans", query, "query");
     view.keys = keys.const_data_ptr<int32_t>();
+    view.capacity = keys.numel();
     view.begins = spans.const_data_ptr<int64_t>();
     view.ends = view.begins + spans.stride(0);
     const int64_t lists = view.batches * view.heads * view.row_tiles;
     view.longest = lists > 0 ? keys.numel() / lists : 0;
+    for (int64_t list = 0; spans.is_cpu() && list < lists; ++list) {
+        const int64_t begin = view.begins[list], end = view.ends[list];
+        TORCH_CHECK_VALUE(0 <= begin && begin <= end && end <= view.capacity,
+                          "list_spans must lie within the ", view.capacity, " list_keys, got a list from ", begin, " to ", end);
+    }
     if (masks.list_rows) {
         const Tensor& rows = *masks.list_rows;
         check_shape(rows, "list_rows", {keys.numel(), KeyListsView::kRows / 32});
@@ -108,7 +114,7 @@ void fill(AttentionParams& p, const Inputs& in) {
         check_intervals(*masks.intervals, query, key, varlen);
         p.intervals = interval_view(*masks.intervals);
     }
-    if (masks.list_keys) p.lists = lists_view(masks, p, query);
+    if (masks.list_keys || masks.list_spans || masks.list_rows) p.lists = lists_view(masks, p, query);
 }
 
 AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& intervals, int64_t seqlen_q,
@@ -117,6 +123,10 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
     TORCH_CHECK_VALUE(mask.has_value() != intervals.has_value(), "exactly one of mask and intervals must be given");
     TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(), "cu_seqlens_q and cu_seqlens_k come together");
     const bool varlen = cu_seqlens_q.has_value();
+    TORCH_CHECK_VALUE(seqlen_q >= 0 && seqlen_k >= 0, "seqlen_q and seqlen_k must not be negative, got ", seqlen_q, " and ",
+                      seqlen_k);
+    TORCH_CHECK_VALUE(mask || (intervals->dim() > 0 && intervals->size(0) == 2), "intervals must be (2, ...), got shape ",
+                      shape_of(mask ? *mask : *intervals));
     const Tensor pairs = mask ? *mask : (*intervals)[0];
     check_dtype(pairs, mask ? "mask" : "intervals", mask ? at::kBool : at::kInt);
     const int64_t dims = pairs.dim();

@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
     int64_t capacity = limit && total > *limit ? 0 : total;
     if (bounded) {
         const int64_t rows = std::min(p.seqlen_q, KeyListsView::kRows);
-        capacity = rows > 0 ? lists * round_up(std::min(*keys_per_row + rows - 1, p.seqlen_k)) : 0;
+        capacity = rows > 0 ? lists * round_up(std::min(std::min(*keys_per_row, p.seqlen_k) + rows - 1, p.seqlen_k)) : 0;
         TORCH_CHECK_VALUE(total <= capacity,
                           "keys_per_row of the mask must bound the keys that n successive rows see, at most keys_per_row "
                           "+ n - 1, got one with room for ", capacity, " keys in all lists together, which hold ", total);

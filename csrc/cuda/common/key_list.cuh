@@ -50,9 +50,11 @@ struct KeyList {
         const int64_t tile = lists.row_tiles > 1 ? row / KeyListsView::kRows : 0;
         const int64_t batch = lists.batches > 1 ? s.batch : 0;
         const int64_t list = (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.row_tiles + tile;
-        const int64_t first = lists.begins[list];
+        // Whatever a caller's own lists say, nothing beyond their memory is read.
+        const int64_t first = min(max(lists.begins[list], int64_t{0}), lists.capacity);
+        constexpr int kAlign = KeyListsView::kAlign;
         keys = lists.keys + first;
-        size = static_cast<int>(lists.ends[list] - first);
+        size = static_cast<int>(max(min(lists.ends[list], lists.capacity) - first, int64_t{0})) / kAlign * kAlign;
         first_row = static_cast<int>(tile * KeyListsView::kRows);
         start = end = nullptr;
         rows = nullptr;

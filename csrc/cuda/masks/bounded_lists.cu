@@ -122,7 +122,7 @@ private:
 
     // Whether any of the block's rows sees the key; rows.begin comes to heed causality.
     __device__ bool is_seen(int key, RowRange& rows) const {
-        if (p_.is_causal) rows.begin = max(rows.begin, key - sequence_.keys + sequence_.rows);
+        rows.begin = max(rows.begin, p_.is_causal ? max(key - sequence_.keys + sequence_.rows, 0) : 0);
         return rows.begin <= last_row_ && rows.end > first_row_ && !rows.empty();
     }
 

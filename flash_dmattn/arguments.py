@@ -21,6 +21,13 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 def require_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    require_dense(name, value)
+
+
+def require_dense(name: str, value: Tensor) -> None:
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").lstrip("_")
+        raise TypeError(f"{name} must be a dense torch.Tensor, got a {kind} one")
 
 
 def require_floating(name: str, value: object) -> None:

@@ -7,7 +7,6 @@ message names the argument, what came and what is accepted.
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 from typing import NamedTuple, Union
 
@@ -19,6 +18,7 @@ from .arguments import require_bool, require_count, require_number, shape_of, va
 from .interval_mask import KeyIntervalMask
 from .key_lists import SPARSE, KeyLists
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
 AnyMask = Union[Tensor, KeyIntervalMask, KeyLists, None]
 
 
@@ -111,12 +111,14 @@ def check_scalars(softmax_scale: float | None, softcap: float) -> None:
     check_finite("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
+    if 0 < softcap < 1 / FLOAT32_MAX:
+        raise ValueError(f"softcap must be 0 (none) or have a finite inverse in float32, got {softcap}")
 
 
 def check_finite(name: str, value: float) -> None:
     require_number(name, value)
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{name} must be finite, got {value}")
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:  # the kernels compute with it in float32
+        raise ValueError(f"{name} must be finite in float32, got {value}")
 
 
 def check_fixed(
@@ -136,6 +138,8 @@ def check_fixed(
         check_lists(mask, query, query.shape[1], key.shape[1], is_causal)
         mask = mask.mask
     check_inputs("check_fixed", query, key, value, mask, bias, cache_seqlens)
+    if isinstance(mask, KeyIntervalMask):
+        mask.require_rows("attn_mask", query.shape[1])
 
 
 def check_varlen(
@@ -154,6 +158,17 @@ def check_varlen(
         check_list_sequences(mask, varlen)
         mask = mask.mask
     check_inputs("check_varlen", query, key, value, mask, bias, *sequences)
+
+
+def held_lengths(query: Tensor, key: Tensor, mask: AnyMask, bias: Tensor | None, varlen: Varlen) -> Varlen:
+    """With lengths that no sequence can exceed: those that are given may lie far above, and cost nothing then."""
+    mask = mask.mask if isinstance(mask, KeyLists) else mask
+    # A mask or bias with a column for every key has max_seqlen_k of them.
+    by_pair = any(pairs is not None and len(pairs.shape) == 3 for pairs in (mask, bias))
+    return varlen._replace(
+        max_seqlen_q=min(varlen.max_seqlen_q, query.shape[0]),
+        max_seqlen_k=varlen.max_seqlen_k if by_pair else min(varlen.max_seqlen_k, key.shape[0]),
+    )
 
 
 def check_list_sequences(lists: KeyLists, varlen: Varlen) -> None:

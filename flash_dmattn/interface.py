@@ -369,7 +369,8 @@ def attend_varlen(
         "is_causal": bool(is_causal),
         "softcap": softcap,
     }
-    cu_seqlens_q, cu_seqlens_k, *lengths = varlen
+    held = checks.held_lengths(query, key, mask, bias, varlen)
+    cu_seqlens_q, cu_seqlens_k, *lengths = held
     out, lse = backend.attention(
         *map(kernel_rows, (query, key, value)),
         mask_for(
@@ -378,7 +379,7 @@ def attend_varlen(
         bias,
         **options,
         deterministic=bool(deterministic),
-        varlen=varlen,
+        varlen=held,
     )
     out = without_padding(out, query.shape[-1])
     if return_attn_probs:

@@ -15,6 +15,7 @@ from .arguments import (
     require_integers,
     require_tensor,
     shape_of,
+    values_at_hand,
 )
 
 FIXED, VARLEN = "({B|1}, {H|Hkv|1}, Sk)", "(total_k, {H|Hkv|1})"
@@ -37,18 +38,28 @@ class KeyIntervalMask:
             the results are wrong without a word.
         scattered: whether the keys of a row lie scattered among those that it does not see, so that walking over the
             keys in tiles finds hardly any to skip. The masks of `topk` do. Only the speed depends on it.
+        rows: of fixed length Sq, where the intervals are right for that number of rows alone, as those of `causal`,
+            `sliding_window`, `documents` and `topk` are: with another they are refused.
 
     Attributes:
-        start, end, keys_per_row, scattered: as given.
+        start, end, keys_per_row, scattered, rows: as given.
         intervals: int32 (2, ...), starts and ends in one tensor.
 
     Raises:
-        TypeError: start or end is no int32 tensor, keys_per_row no int.
-        ValueError: shapes that do not fit, a negative keys_per_row.
+        TypeError: start or end is no int32 tensor, keys_per_row or rows no int.
+        ValueError: shapes that do not fit, a negative keys_per_row or rows, rows of variable length.
         RuntimeError: start and end are on different devices.
     """
 
-    def __init__(self, start: Tensor, end: Tensor, *, keys_per_row: int | None = None, scattered: bool = False):
+    def __init__(
+        self,
+        start: Tensor,
+        end: Tensor,
+        *,
+        keys_per_row: int | None = None,
+        scattered: bool = False,
+        rows: int | None = None,
+    ):
         for name, tensor in (("start", start), ("end", end)):
             require_tensor(name, tensor)
             if tensor.dtype != torch.int32:
@@ -61,19 +72,34 @@ class KeyIntervalMask:
             raise RuntimeError(f"end must be on start's device {start.device}, got {end.device}")
         if keys_per_row is not None:
             require_count("keys_per_row", keys_per_row)
-        self._set(torch.stack((start, end)), keys_per_row, scattered)
+        if rows is not None:
+            require_count("rows", rows)
+            if start.ndim == 2:
+                raise ValueError(f"rows is of fixed length, got {rows} with start of shape {shape_of(start)}")
+        self._set(torch.stack((start, end)), keys_per_row, scattered, rows)
 
-    def _set(self, intervals: Tensor, keys_per_row: int | None, scattered: bool) -> None:
+    def _set(self, intervals: Tensor, keys_per_row: int | None, scattered: bool, rows: int | None) -> None:
         self.intervals = intervals
         self.keys_per_row = keys_per_row
         self.scattered = scattered
+        self.rows = rows
 
     @classmethod
-    def _of(cls, intervals: Tensor, keys_per_row: int | None = None, scattered: bool = False) -> KeyIntervalMask:
+    def _of(
+        cls, intervals: Tensor, keys_per_row: int | None = None, scattered: bool = False, rows: int | None = None
+    ) -> KeyIntervalMask:
         """The mask of starts and ends that lie in one tensor (2, ...), as the kernels take them."""
         mask = cls.__new__(cls)
-        mask._set(intervals, keys_per_row, scattered)
+        mask._set(intervals, keys_per_row, scattered, rows)
         return mask
+
+    def require_rows(self, name: str, seqlen_q: int) -> None:
+        """Refuses a number of rows for which the intervals were not made."""
+        if self.rows is not None and self.rows != seqlen_q:
+            raise ValueError(
+                f"{name} was made for {self.rows} query rows, got {seqlen_q}: make it for {seqlen_q}, which then stand "
+                "at the last keys (seqlen_q of causal, sliding_window and topk)"
+            )
 
     # What it is
 
@@ -117,7 +143,7 @@ class KeyIntervalMask:
 
     def __repr__(self) -> str:
         # Sizes only: a GPU need not be waited for.
-        sizes = {"batches": self.batches, "heads": self.heads, "keys": self.keys, "keys_per_row": self.keys_per_row}
+        sizes = {name: getattr(self, name) for name in ("batches", "heads", "rows", "keys", "keys_per_row")}
         known = "".join(f"{name}={size}, " for name, size in sizes.items() if size is not None)
         return f"KeyIntervalMask({known}device='{self.device}')"
 
@@ -144,6 +170,9 @@ class KeyIntervalMask:
         if self.device != other.device:
             raise RuntimeError(f"a & b needs masks on the same device, got {self.device} and {other.device}")
 
+        if None not in (self.rows, other.rows) and self.rows != other.rows:
+            raise ValueError(f"a & b needs masks of the same rows, got {self.rows} and {other.rows}")
+
         bounds = [mask.keys_per_row for mask in (self, other) if mask.keys_per_row is not None]
 
         def of_each_head(tensor: Tensor) -> Tensor:
@@ -156,10 +185,11 @@ class KeyIntervalMask:
             torch.minimum(of_each_head(self.end), of_each_head(other.end)),
             keys_per_row=min(bounds) if bounds else None,
             scattered=self.scattered or other.scattered,
+            rows=other.rows if self.rows is None else self.rows,
         )
 
     def to_dense(self, seqlen_q: int | None = None) -> Tensor:
-        """bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible; as many rows as keys where Sq is not given.
+        """bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible. Sq is `rows`, or as many as keys where that is not known.
 
         A mask of variable length has no dense form: take that of each `sequence`.
         """
@@ -167,7 +197,7 @@ class KeyIntervalMask:
         return (self.start[:, :, None] <= rows) & (rows < self.end[:, :, None])
 
     def density(self, seqlen_q: int | None = None) -> Tensor:
-        """float32, without dimensions: the part of all pairs that is visible; as many rows as keys unless given."""
+        """float32, without dimensions: the part of all pairs that is visible; rows as in `to_dense`."""
         rows = self._rows(seqlen_q)
         visible = (self.end.clamp(0, rows) - self.start.clamp(0, rows)).clamp_(min=0)
         return visible.sum() / max(rows * visible.numel(), 1)
@@ -180,14 +210,15 @@ class KeyIntervalMask:
 
     def _of_same_kind(self, intervals: Tensor) -> KeyIntervalMask:
         """Other intervals, of which the same is known."""
-        return self._of(intervals, self.keys_per_row, self.scattered)
+        return self._of(intervals, self.keys_per_row, self.scattered, self.rows)
 
     def _rows(self, seqlen_q: int | None) -> int:
         if self.is_varlen:
             raise ValueError(f"a mask {VARLEN} does not know its sequences' rows; take sequence(first, last) of it")
         if seqlen_q is None:
-            return self.keys
+            return self.keys if self.rows is None else self.rows
         require_count("seqlen_q", seqlen_q)
+        self.require_rows("the mask", seqlen_q)
         return seqlen_q
 
     # How it is made
@@ -196,7 +227,7 @@ class KeyIntervalMask:
     def causal(cls, seqlen_q: int, seqlen_k: int, device: torch.device | str | None = None) -> KeyIntervalMask:
         """Row i sees the keys j <= i + (Sk - Sq): aligned to the bottom right corner. (1, 1, Sk)."""
         start = own_rows(seqlen_q, seqlen_k, device).clamp_(min=0)
-        return cls(start, torch.full_like(start, EVERY_ROW))
+        return cls(start, torch.full_like(start, EVERY_ROW), rows=seqlen_q)
 
     @classmethod
     def sliding_window(
@@ -225,8 +256,9 @@ class KeyIntervalMask:
             require_count("window_size", window_size, accepted)
             left, right = window_size - 1, 0
         own = own_rows(seqlen_q, seqlen_k, device)
+        left, right = min(left, EVERY_ROW - 1), min(right, EVERY_ROW)  # int32 holds their sums with any row
         start, end = (own - right).clamp_(min=0), (own + (left + 1)).clamp_(min=0)
-        return cls(start, end, keys_per_row=left + right + 1)
+        return cls(start, end, keys_per_row=left + right + 1, rows=seqlen_q)
 
     @classmethod
     def documents(
@@ -253,7 +285,7 @@ class KeyIntervalMask:
             check_cu_seqlens("cu_seqlens", cu_seqlens, total=seqlen, or_less=True)
             sequence = sequence_of_keys(cu_seqlens, seqlen)
             behind = torch.cat([cu_seqlens[1:], cu_seqlens[-1:]])
-            return cls(cu_seqlens[sequence][None, None], behind[sequence][None, None])
+            return cls(cu_seqlens[sequence][None, None], behind[sequence][None, None], rows=seqlen)
 
         require_integers("ids", ids)
         if ids.ndim not in (1, 2):
@@ -265,7 +297,7 @@ class KeyIntervalMask:
         edge = changes.new_ones(batch, min(seqlen, 1))
         start = torch.where(torch.cat([edge, changes], dim=1), place, 0).cummax(dim=1).values
         end = torch.where(torch.cat([changes, edge], dim=1), place + 1, seqlen).flip(1).cummin(dim=1).values.flip(1)
-        return cls(start[:, None], end[:, None])
+        return cls(start[:, None], end[:, None], rows=seqlen)
 
     @classmethod
     def padding(cls, real: Tensor, seqlen_k: int | None = None) -> KeyIntervalMask:
@@ -273,12 +305,14 @@ class KeyIntervalMask:
 
         Args:
             real: bool or integers (B, Sk), not 0 = a real key; or integers (B): how many keys, counted from the first,
-                are real.
+                are real; on the CPU they are looked at: 0 to Sk.
             seqlen_k: Sk, with lengths (B).
         """
         require_integers("real", real, or_bool=True)
         if real.ndim == 1 and real.dtype != torch.bool and seqlen_k is not None:
             require_count("seqlen_k", seqlen_k)
+            if values_at_hand(real) and ((real < 0) | (real > seqlen_k)).any():
+                raise ValueError(f"real must be lengths from 0 to seqlen_k {seqlen_k}, got {real.tolist()}")
             real = torch.arange(seqlen_k, device=real.device) < real[:, None]
         if real.ndim != 2 or seqlen_k not in (None, real.shape[1]):
             raise ValueError(
@@ -315,13 +349,12 @@ class KeyIntervalMask:
         rows = keys if seqlen_q is None else seqlen_q
         require_count("seqlen_q", rows)
         if prefix_topk.has_kernels(bias):
-            return cls._of(
-                ops.topk_intervals(bias, min(window_size, keys), rows, None, None, None), window_size, scattered=True
-            )
+            intervals = ops.topk_intervals(bias, min(window_size, keys), rows, None, None, None)
+            return cls._of(intervals, window_size, scattered=True, rows=rows)
         bias = bias.detach().squeeze(2) if bias.ndim == 4 else bias.detach()
         end = prefix_topk.topk_ends_of_last(bias.flatten(0, 1), window_size, rows).view(bias.shape).clamp_(min=0)
         start = own_rows(rows, keys, bias.device).clamp_(min=0)
-        return cls(start.expand(bias.shape), end, keys_per_row=window_size, scattered=True)
+        return cls(start.expand(bias.shape), end, keys_per_row=window_size, scattered=True, rows=rows)
 
     @classmethod
     def topk_varlen(

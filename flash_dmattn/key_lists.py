@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .arguments import check_cu_seqlens, check_same_sequences, names, require_bool, require_count, shape_of
+from .arguments import (
+    check_cu_seqlens,
+    check_same_sequences,
+    names,
+    require_bool,
+    require_count,
+    require_dense,
+    shape_of,
+    values_at_hand,
+)
 from .interval_mask import KeyIntervalMask
 
 SPARSE = ("auto", "tiles", "lists")
@@ -90,6 +99,8 @@ class KeyLists:
             check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *where, total_q, longest=("seqlen_q", seqlen_q))
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *where, total_k, longest=("seqlen_k", seqlen_k))
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+        elif isinstance(mask, KeyIntervalMask):
+            mask.require_rows("mask", seqlen_q)
         return build(mask, seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k)
 
     @property
@@ -162,6 +173,8 @@ def check_buildable(mask: object, is_varlen: bool) -> None:
     if not isinstance(mask, KeyIntervalMask) and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
         got = names([mask.dtype]) if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask must be a bool tensor or a KeyIntervalMask, got {got}")
+    if isinstance(mask, Tensor):
+        require_dense("mask", mask)
     of_intervals, of_bools = ((2,), (2, 3)) if is_varlen else ((3,), (4,))
     accepted = of_intervals if isinstance(mask, KeyIntervalMask) else of_bools
     if len(mask.shape) not in accepted:
@@ -192,10 +205,34 @@ def build(
         # With a limit the lists are to be counted, whatever is known of them.
         intervals = mask.intervals
         bound = None if limit is not None or mask.keys_per_row is None else min(mask.keys_per_row, seqlen_k)
-    problem = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
-    keys, spans, rows = ops.build_key_lists(mask if intervals is None else None, intervals, *problem, bound, limit)
+    sequences = (is_causal, cu_seqlens_q, cu_seqlens_k)
+    held = held_lengths(mask, seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k)
+    keys, spans, rows = ops.build_key_lists(
+        mask if intervals is None else None, intervals, *held, *sequences, bound, limit
+    )
     rows = None if intervals is not None or ops.is_per_key(mask.shape) else rows
-    return KeyLists(keys, spans, rows, mask, *problem)
+    return KeyLists(keys, spans, rows, mask, seqlen_q, seqlen_k, *sequences)
+
+
+def held_lengths(
+    mask: Tensor | KeyIntervalMask,
+    seqlen_q: int,
+    seqlen_k: int,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[int, int]:
+    """seqlen_q and seqlen_k, of variable length no more than the sequences can have, so far as that is known without
+    waiting: those that are given may lie far above."""
+    if cu_seqlens_q is None:
+        return seqlen_q, seqlen_k
+    by_pair = len(mask.shape) == 3
+    if values_at_hand(cu_seqlens_q):
+        longest_q, longest_k = (max(seqlens.diff().tolist(), default=0) for seqlens in (cu_seqlens_q, cu_seqlens_k))
+    else:
+        known = by_pair or cu_seqlens_q is cu_seqlens_k
+        longest_q, longest_k = mask.shape[0] if known else seqlen_q, mask.shape[0]
+    # A mask with a column for every key has seqlen_k of them.
+    return min(seqlen_q, longest_q), seqlen_k if by_pair else min(seqlen_k, longest_k)
 
 
 def walked_keys(rows: int, keys: int, is_causal: bool) -> float:
@@ -254,7 +291,7 @@ def looks_dense(mask: Tensor | KeyIntervalMask, seqlen_q: int, seqlen_k: int, is
     keys = min(max(first + ops.LIST_ROWS + seqlen_k - seqlen_q, 1), seqlen_k) if is_causal else seqlen_k
     some = mask[:, :, first : first + ops.LIST_ROWS, :keys]
     seen = some.view(torch.uint8).amax(dim=2)  # any(dim=2) takes twenty times as long
-    return seen.numel() > 0 and bool(seen.float().mean() > CPU_CROSSOVER)
+    return seen.numel() > 0 and bool((seen != 0).float().mean() > CPU_CROSSOVER)
 
 
 def lists_if_short(

@@ -102,6 +102,8 @@ def _build_key_lists_fake(
     tiles = 1 if rows_alike else row_tiles(seqlen_q)
     if intervals is not None and keys_per_row is not None:
         capacity = batches * shape[1] * tiles * list_room(keys_per_row, seqlen_q, seqlen_k)
+        if cu_seqlens_q is not None and like.device.type == "cpu":  # as csrc/torch/lists.cpp has it
+            capacity = torch.sym_min(capacity, shape[1] * tiles * (shape[0] + batches * (LIST_ALIGN - 1)))
     else:
         capacity = torch.library.get_ctx().new_dynamic_size()
     with_rows = mask is not None and not rows_alike

@@ -56,4 +56,4 @@ def topk_of_cache(bias: Tensor, window_size: int, seqlen_q: int, cache_seqlens: 
     # With a row for every key, places are rows.
     by_place = KeyIntervalMask.topk(bias.masked_fill(beyond, -torch.inf), window_size)
     intervals = (by_place.intervals - (keys - seqlen_q)).clamp_(min=0)
-    return by_place._of_same_kind(intervals)
+    return KeyIntervalMask._of(intervals, by_place.keys_per_row, by_place.scattered, seqlen_q)

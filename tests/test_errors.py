@@ -103,7 +103,77 @@ FIXED = {
         "return_attn_probs must be a bool, got Tensor",
     ),
     "return_lse is None": (lambda: call(return_lse=None), TypeError, "return_lse must be a bool, got NoneType"),
-    "scale is NaN": (lambda: call(softmax_scale=float("nan")), ValueError, "softmax_scale must be finite, got nan"),
+    "scale is NaN": (
+        lambda: call(softmax_scale=float("nan")),
+        ValueError,
+        "softmax_scale must be finite in float32, got nan",
+    ),
+    "scale is infinite in float32": (
+        lambda: call(softmax_scale=1e39),
+        ValueError,
+        r"softmax_scale must be finite in float32, got 1e\+39",
+    ),
+    "softcap is infinite in float32": (
+        lambda: call(softcap=1e39),
+        ValueError,
+        r"softcap must be finite in float32, got 1e\+39",
+    ),
+    "the inverse of softcap is infinite in float32": (
+        lambda: call(softcap=1e-40),
+        ValueError,
+        r"softcap must be 0 \(none\) or have a finite inverse in float32, got 1e-40",
+    ),
+    "sparse query": (
+        lambda: call(Q.to_sparse()),
+        TypeError,
+        "query must be a dense torch.Tensor, got a sparse_coo one",
+    ),
+    "sparse key": (lambda: call(key=K.to_sparse()), TypeError, "key must be a dense torch.Tensor, got a Sparse one"),
+    "sparse mask": (
+        lambda: call(attn_mask=torch.ones(1, 1, 5, 7).bool().to_sparse()),
+        TypeError,
+        "attn_mask must be a dense torch.Tensor, got a Sparse one",
+    ),
+    "sparse mask of lists": (
+        lambda: KeyLists.build(torch.ones(1, 1, 5, 7).bool().to_sparse(), 5),
+        TypeError,
+        "mask must be a dense torch.Tensor, got a sparse_coo one",
+    ),
+    "sparse bias": (
+        lambda: call(attn_bias=torch.ones(1, 1, 5, 7).to_sparse()),
+        TypeError,
+        "attn_bias must be a dense torch.Tensor, got a Sparse one",
+    ),
+    "sparse bias of topk": (
+        lambda: KeyIntervalMask.topk(torch.ones(1, 1, 7).to_sparse(), 3),
+        TypeError,
+        "bias must be a dense torch.Tensor, got a sparse_coo one",
+    ),
+    "sparse qkv": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 8).to_sparse()),
+        TypeError,
+        "qkv must be a dense torch.Tensor, got a Sparse one",
+    ),
+    "nested query": (
+        lambda: call(torch.nested.nested_tensor([*Q])),
+        TypeError,
+        "query must be a dense torch.Tensor, got a nested one",
+    ),
+    "jagged query": (
+        lambda: call(torch.nested.nested_tensor([*Q], layout=torch.jagged)),
+        TypeError,
+        "query must be a dense torch.Tensor, got a nested one",
+    ),
+    "jagged value": (
+        lambda: call(value=torch.nested.nested_tensor([*V], layout=torch.jagged)),
+        TypeError,
+        "value must be a dense torch.Tensor, got a nested one",
+    ),
+    "nested mask": (
+        lambda: call(attn_mask=torch.nested.nested_tensor([torch.ones(1, 5, 7).bool()])),
+        TypeError,
+        "attn_mask must be a dense torch.Tensor, got a nested one",
+    ),
     "negative softcap": (
         lambda: call(softcap=-1.0),
         ValueError,

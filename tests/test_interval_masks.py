@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import KeyIntervalMask, create_mask, prefix_topk
+from flash_dmattn import (
+    KeyIntervalMask,
+    KeyLists,
+    create_mask,
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    prefix_topk,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -120,7 +127,7 @@ def test_documents(lengths, behind, batch, data):
 
 
 def test_padding():
-    lengths = torch.tensor([0, 2, 5, 9])
+    lengths = torch.tensor([0, 2, 5, 4])
     real = torch.arange(5) < lengths[:, None]
     for mask in (
         KeyIntervalMask.padding(lengths, 5),
@@ -297,9 +304,9 @@ def test_prefixes_of_a_permutation_on_cuda(size):
 
 
 def test_repr():
-    assert repr(KeyIntervalMask.causal(3, 5)) == "KeyIntervalMask(batches=1, heads=1, keys=5, device='cpu')"
+    assert repr(KeyIntervalMask.causal(3, 5)) == "KeyIntervalMask(batches=1, heads=1, rows=3, keys=5, device='cpu')"
     mask = KeyIntervalMask.topk(torch.randn(2, 3, 1, 7), 4)
-    assert repr(mask) == "KeyIntervalMask(batches=2, heads=3, keys=7, keys_per_row=4, device='cpu')"
+    assert repr(mask) == "KeyIntervalMask(batches=2, heads=3, rows=7, keys=7, keys_per_row=4, device='cpu')"
     varlen = KeyIntervalMask(*torch.zeros(2, 9, 2, dtype=torch.int32))
     assert repr(varlen) == "KeyIntervalMask(heads=2, keys=9, device='cpu')"
 
@@ -410,6 +417,26 @@ ERRORS = {
         ValueError,
         r"got bool of shape \(2, 3\) and seqlen_k 4",
     ),
+    "padding lengths below 0": (
+        lambda: KeyIntervalMask.padding(torch.tensor([3, -1]), 4),
+        ValueError,
+        r"real must be lengths from 0 to seqlen_k 4, got \[3, -1\]",
+    ),
+    "padding lengths above the keys": (
+        lambda: KeyIntervalMask.padding(torch.tensor([3, 5]), 4),
+        ValueError,
+        r"real must be lengths from 0 to seqlen_k 4, got \[3, 5\]",
+    ),
+    "rows of variable length": (
+        lambda: KeyIntervalMask(*torch.zeros(2, 3, 1, dtype=torch.int32), rows=3),
+        ValueError,
+        r"rows is of fixed length, got 3 with start of shape \(3, 1\)",
+    ),
+    "and of other rows": (
+        lambda: KeyIntervalMask.causal(3, 5) & KeyIntervalMask.causal(5, 5),
+        ValueError,
+        "a & b needs masks of the same rows, got 3 and 5",
+    ),
     "topk dtype": (lambda: KeyIntervalMask.topk(INTERVALS, 2), TypeError, "bias must be floating, got int32"),
     "topk dense bias": (
         lambda: KeyIntervalMask.topk(torch.zeros(1, 1, 3, 3), 2),
@@ -441,3 +468,62 @@ def test_errors(case):
     call, error, message = ERRORS[case]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("window", [65, 2**31 - 1, 2**31, 2**40, 2**70])
+def test_a_window_that_is_wider_than_int32(window):
+    for size, widest in ((window, (65, 0)), ((window, window), (65, 65)), ((0, window), (0, 65))):
+        ours, expected = (KeyIntervalMask.sliding_window(65, 65, w) for w in (size, widest))
+        assert torch.equal(ours.to_dense(), expected.to_dense())
+        rows = torch.randn(1, 65, 1, 8)
+        for sparse in ("tiles", "lists"):
+            outs = [flash_dmattn_func(rows, rows, rows, mask, sparse=sparse) for mask in (ours, expected)]
+            assert torch.equal(*outs)
+
+
+OF_ROWS = {
+    "causal": lambda rows: KeyIntervalMask.causal(rows, 9),
+    "sliding_window": lambda rows: KeyIntervalMask.sliding_window(rows, 9, 3),
+    "topk": lambda rows: KeyIntervalMask.topk(torch.arange(9.0)[None, None], 3, rows),
+}
+OF_AS_MANY_ROWS = {
+    "documents": lambda: KeyIntervalMask.documents(torch.tensor([0, 4, 9], dtype=torch.int32), 9),
+    "ids": lambda: KeyIntervalMask.documents(ids=torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 2])),
+    "topk": lambda: KeyIntervalMask.topk(torch.arange(9.0)[None, None], 3),
+    "and": lambda: KeyIntervalMask.causal(9, 9) & KeyIntervalMask.padding(torch.ones(1, 9, dtype=torch.bool)),
+    "and, the other way": lambda: KeyIntervalMask.padding(torch.ones(1, 9).int()) & KeyIntervalMask.causal(9, 9),
+    "to": lambda: KeyIntervalMask.causal(9, 9).to("cpu"),
+    "own": lambda: KeyIntervalMask(*torch.zeros(2, 1, 1, 9, dtype=torch.int32), rows=9),
+}
+
+
+@pytest.mark.parametrize("kind", OF_AS_MANY_ROWS)
+def test_a_mask_refuses_rows_for_which_it_was_not_made(kind):
+    mask, rows = OF_AS_MANY_ROWS[kind](), torch.randn(1, 9, 1, 8)
+    assert mask.rows == 9 and mask.to_dense().shape[2] == 9 and "rows=9" in repr(mask)
+    flash_dmattn_func(rows, rows, rows, mask)
+    message = "was made for 9 query rows, got 1: make it for 1"
+    for call in (
+        lambda: flash_dmattn_func(rows[:, :1], rows, rows, mask),
+        lambda: KeyLists.build(mask, 1),
+        lambda: mask.to_dense(1),
+        lambda: flash_dmattn_func_auto("reference")(rows[:, :1], rows, rows, mask),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+def test_the_last_row_of_a_mask_is_that_of_a_step_of_decoding(kind):
+    query, key, value = (torch.randn(1, 9, 1, 8) for _ in range(3))
+    of_nine, of_one = OF_ROWS[kind](9), OF_ROWS[kind](1)
+    assert (of_nine.rows, of_one.rows) == (9, 1)
+    whole = flash_dmattn_func(query, key, value, of_nine)
+    torch.testing.assert_close(flash_dmattn_func(query[:, -1:], key, value, of_one), whole[:, -1:])
+    assert torch.equal(of_one.to_dense()[:, :, 0], of_nine.to_dense()[:, :, -1])
+
+
+def test_masks_that_serve_any_rows_know_none():
+    padding = KeyIntervalMask.padding(torch.ones(1, 9, dtype=torch.bool))
+    packed = KeyIntervalMask.topk_varlen(torch.randn(9, 1), 2, torch.tensor([0, 9], dtype=torch.int32))
+    assert padding.rows is None and packed.rows is None and packed.sequence(0, 9).rows is None

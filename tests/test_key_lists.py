@@ -466,3 +466,17 @@ def test_the_operator_that_builds_checks_too():
         ops.build_key_lists(None, torch.zeros(2, 1, 1, 7), 5, 7, False, None, None, None, None)
     with pytest.raises(ValueError, match=r"mask must be of 5 rows and 7 keys, got shape \(1, 1, 5, 6\)"):
         ops.build_key_lists(rand_mask(1, 1, 5, 6), None, 5, 7, False, None, None, None, None)
+
+
+@pytest.mark.parametrize("known", ["values", "totals"])
+def test_lists_take_room_for_the_sequences_that_there_are(known, monkeypatch):
+    """256 sequences of 16, and a max_seqlen of 131072: 3 GB where each list could be as long as that allows."""
+    monkeypatch.setattr(key_lists, "values_at_hand", lambda tensor: known == "values")
+    cu = torch.arange(0, 4097, 16, dtype=torch.int32)
+    mask = KeyIntervalMask.topk_varlen(torch.randn(4096, 1), 3000, cu)
+    lists = KeyLists.build(mask, 131072, 131072, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert lists.keys.shape[0] <= {"values": 256 * 64, "totals": 32 * (4096 + 256 * 63)}[known]
+    assert (lists.seqlen_q, lists.seqlen_k) == (131072, 131072)
+    rows = torch.randn(4096, 1, 8)
+    ours = flash_dmattn_varlen_func(rows, rows, rows, lists, None, cu, cu, 131072, 131072)
+    torch.testing.assert_close(ours, flash_dmattn_varlen_func(rows, rows, rows, mask, None, cu, cu, 16, 16))

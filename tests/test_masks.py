@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import create_mask
+from flash_dmattn import create_mask, flash_dmattn_func
 
 MIN = torch.finfo(torch.float32).min
 
@@ -144,3 +144,16 @@ def test_errors(case):
     }
     with pytest.raises(error, match=message):
         create_mask(**{**arguments, **changed})
+
+
+@pytest.mark.parametrize("sparse", ["auto", "tiles", "lists"])
+@pytest.mark.parametrize("shape", [(1, 2, 130, 700), (1, 1, 1, 700), (1, 1, 130, 1)], ids=str)
+def test_any_byte_but_0_is_true(shape, sparse):
+    query, key, value = (torch.randn(1, n, 2, 8) for n in (130, 700, 700))
+    bytes_ = (torch.rand(shape) < 0.02).byte()
+    true = [bytes_ * n for n in (1, 2, 128, 255)]
+    for strides in (lambda mask: mask, lambda mask: mask.mT.contiguous().mT):
+        out, *others = (
+            flash_dmattn_func(query, key, value, strides(x.view(torch.bool)), sparse=sparse).clone() for x in true
+        )
+        assert out.any() and all(torch.equal(out, other) for other in others)

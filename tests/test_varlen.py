@@ -7,6 +7,7 @@ import torch
 from helpers import assert_close, rand_mask, surrounded
 
 from flash_dmattn import (
+    KeyIntervalMask,
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
@@ -175,3 +176,76 @@ def test_padding_of_batches_that_hold_nothing(shape):
     tokens, indices, cu_seqlens, longest = unpad_input(torch.randn(*shape, 3), torch.zeros(shape, dtype=torch.bool))
     assert tokens.shape == (0, 3) and cu_seqlens.tolist() == [0] * (shape[0] + 1) and longest == 0
     assert torch.equal(pad_input(tokens, indices, *shape), torch.zeros(*shape, 3))
+
+
+def test_the_backward_takes_memory_for_the_rows_that_there_are():
+    """A long sequence beside many short ones: [sequences, longest, D] would be 839 GB."""
+    longest, sequences = 1 << 14, 200_000
+    cu_q = torch.cat([torch.tensor([0]), longest + torch.arange(sequences)]).int()
+    query = torch.randn(cu_q[-1], 1, 64, requires_grad=True)
+    key, value = (torch.randn(sequences, 1, 64, requires_grad=True) for _ in range(2))
+    cu_k = torch.arange(sequences + 1, dtype=torch.int32)
+    flash_dmattn_varlen_func(query, key, value, None, None, cu_q, cu_k, longest, 1).sum().backward()
+    # Each row sees one key.
+    rows = torch.cat([torch.tensor([longest]), torch.ones(sequences - 1)])[:, None, None]
+    torch.testing.assert_close(value.grad, rows.expand_as(value))
+    torch.testing.assert_close(query.grad, torch.zeros_like(query), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["tiles", "key mask", "dense bias", "intervals", "lists", "window_size"])
+def test_a_max_seqlen_far_above_the_sequences_costs_nothing(how):
+    cu = offsets([16] * 40)
+    tensors = [torch.randn(640, 2, 8) for _ in range(3)]
+    dout, dlse = torch.randn(640, 2, 8), torch.randn(2, 640)
+    key_bias, intervals = torch.randn(640, 1), KeyIntervalMask.topk_varlen(torch.randn(640, 1), 5, cu)
+    options = {
+        "tiles": (None, key_bias, {}),
+        "key mask": (rand_mask(640, 1), key_bias, {"sparse": "lists"}),
+        "dense bias": (None, torch.randn(640, 1, 1000), {}),
+        "intervals": (intervals, key_bias, {"sparse": "auto"}),
+        "lists": (intervals, key_bias, {"sparse": "lists"}),
+        "window_size": (None, key_bias, {"window_size": 5, "is_causal": True, "sparse": "lists"}),
+    }
+    mask, bias, options = options[how]
+    longest_k = 1000 if how == "dense bias" else 1 << 33
+    ours, short = (
+        gradients(
+            flash_dmattn_varlen_func, tensors, mask, bias, dout, dlse, cu, cu, *lengths, return_lse=True, **options
+        )
+        for lengths in ((1 << 33, longest_k), (16, 1000 if how == "dense bias" else 16))
+    )
+    for x, y in zip(ours, short):
+        assert torch.equal(x, y)
+
+
+WRONG = {
+    "beyond the end": (
+        [0, 8, 4000],
+        5000,
+        "must rise from 0 to the 20 given|at least the longest sequence 3992, got 20",
+    ),
+    "before the start": ([0, -500000, 20], 5000, "must rise from 0"),
+    "longer than max_seqlen": ([0, 18, 20], 15, "must be at least the longest sequence 18, got 15"),
+}
+
+
+@pytest.mark.parametrize("how", ["tiles", "lists", "window_size"])
+@pytest.mark.parametrize("which", ["q", "k"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_sequences_are_refused_in_a_graph_too(wrong, which, how):
+    """Where nothing looks while it is traced, the operators do when they run."""
+    values, longest, message = WRONG[wrong]
+    right, wrong = torch.tensor([0, 8, 20], dtype=torch.int32), torch.tensor(values, dtype=torch.int32)
+    cu = (wrong, right) if which == "q" else (right, wrong)
+    rows, mask, bias = torch.randn(20, 2, 8), torch.ones(20, 1, dtype=torch.bool), torch.randn(20, 1)
+    options = {"tiles": {}, "lists": {"sparse": "lists"}, "window_size": {"is_causal": True, "window_size": 3}}[how]
+    mask = mask if how == "lists" else None
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(rows, cu_q, cu_k):
+        return flash_dmattn_varlen_func(rows, rows, rows, mask, bias, cu_q, cu_k, longest, longest, **options)
+
+    # A selection among keys that are not there may fail before.
+    expected = (Exception, None) if how == "window_size" else (ValueError, message)
+    with pytest.raises(expected[0], match=expected[1]):
+        layer(rows, *cu)

@@ -83,7 +83,7 @@ public:
                  const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
         probs = {probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
         dx = {dx_.data(), tile.rows, tile.keys, padded(tile.keys)};
-        product<acc_t>(query, key_transposed, p_.softmax_scale, probs);
+        score_products<acc_t>(p_, tile, query, key_transposed, probs);
         precise_product<acc_t>(dout, value_transposed, dx);
 
         const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
@@ -93,17 +93,20 @@ public:
             acc_t* p = probs.row(i);
             acc_t* d = dx.row(i);
             scores.finish(i, p, slope_.empty() ? nullptr : slope_.data() + i * dx.stride);
-            const bool empty = lse[i] == -std::numeric_limits<acc_t>::infinity();
-            row_exp(p, empty ? std::numeric_limits<acc_t>::infinity() : lse[i], tile.keys);
+            probabilities(p, lse[i], tile.keys);
             row_dx(d, p, delta[i], tile.keys);
         }
     }
 
-    // dx, which the bias's gradient is made of, becomes ds, which query's and key's are.
+    // dx, which the bias's gradient is made of, becomes ds, which query's and key's are. The slope of an invisible pair
+    // may be NaN.
     const Matrix<acc_t>& to_ds() {
         for (int64_t i = 0; i < dx.rows && !slope_.empty(); ++i) {
             const acc_t* slope = slope_.data() + i * dx.stride;
-            for (int64_t j = 0; j < dx.cols; ++j) dx.row(i)[j] *= slope[j];
+            for (int64_t j = 0; j < dx.cols; ++j) {
+                const acc_t d = dx.row(i)[j], ds = d * slope[j];
+                dx.row(i)[j] = d == 0 ? acc_t(0) : ds;
+            }
         }
         return dx;
     }
@@ -123,6 +126,16 @@ public:
     Matrix<acc_t> probs, dx;
 
 private:
+    // x = exp(x - lse), where lse is NaN too: then of the visible pairs alone.
+    static void probabilities(acc_t* x, acc_t lse, int64_t n) {
+        constexpr acc_t infinity = std::numeric_limits<acc_t>::infinity();
+        if (std::isnan(lse)) {
+            for (int64_t j = 0; j < n; ++j) x[j] = x[j] == -infinity ? acc_t(0) : lse;
+        } else {
+            row_exp(x, lse == -infinity ? infinity : lse, n);
+        }
+    }
+
     const BwdParams& p_;
     int64_t max_rows_, max_keys_;
     PairScratch<acc_t> pairs_;

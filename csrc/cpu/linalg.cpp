@@ -45,8 +45,8 @@ using Vec = at::vec::Vectorized<acc_t>;
 inline Vec<double> exponential(const Vec<double>& x) { return x.exp(); }
 
 // e^x = 2^n e^r with n = round(x / ln 2), and e^r by the polynomial of degree 6 whose largest relative error for
-// |r| <= ln(2) / 2 is least, 4e-9: inline, where at::vec's exp is a call for every vector. x is at most about 0, as the
-// softmax has it. Below the normal numbers the result is 0; NaN stays NaN.
+// |r| <= ln(2) / 2 is least, 4e-9: inline, where at::vec's exp is a call for every vector. x is at most 0: above 88 it
+// would overflow to anything. Below the normal numbers the result is 0; NaN stays NaN.
 inline Vec<float> exponential(const Vec<float>& x) {
     using at::vec::fmadd;
     const Vec<float> n = (x * Vec<float>(1.44269504f)).round();
@@ -210,17 +210,18 @@ acc_t row_max(const acc_t* x, int64_t n) {
 template <typename acc_t>
 acc_t row_exp(acc_t* x, acc_t shift, int64_t n) {
     constexpr int64_t width = Vec<acc_t>::size();
-    const Vec<acc_t> shifts(shift);
+    using at::vec::minimum;  // NaN stays
+    const Vec<acc_t> shifts(shift), zero(0);
     Vec<acc_t> sums(0);
     int64_t j = 0;
     for (; j + width <= n; j += width) {
-        const Vec<acc_t> e = exponential(Vec<acc_t>::loadu(x + j) - shifts);
+        const Vec<acc_t> e = exponential(minimum(Vec<acc_t>::loadu(x + j) - shifts, zero));
         e.store(x + j);
         sums = sums + e;
     }
     acc_t sum = at::vec::vec_reduce_all<acc_t>([](Vec<acc_t> a, Vec<acc_t> b) { return a + b; }, sums);
     if (j < n) {
-        const Vec<acc_t> e = exponential(Vec<acc_t>::loadu(x + j, n - j) - shifts);
+        const Vec<acc_t> e = exponential(minimum(Vec<acc_t>::loadu(x + j, n - j) - shifts, zero));
         e.store(x + j, n - j);
         for (; j < n; ++j) sum += x[j];
     }

@@ -100,7 +100,7 @@ bool all_finite(const Matrix<acc_t>& matrix);
 
 template <typename acc_t>
 acc_t row_max(const acc_t* x, int64_t n);
-// x = exp(x - shift); returns the sum.
+// x = exp(x - shift), at most 1: shift is the largest x or more but for rounding. Returns the sum.
 template <typename acc_t>
 acc_t row_exp(acc_t* x, acc_t shift, int64_t n);
 template <typename acc_t>

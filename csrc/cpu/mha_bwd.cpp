@@ -12,16 +12,21 @@ namespace {
 constexpr int64_t kRows = kGradientRows;
 constexpr int64_t kKeys = 512;
 
-// The parts of dquery in the accumulation type, one [B, H, Sq, D] for each run of key tiles; nothing is in it at first.
+// The parts of dquery in the accumulation type, one [H, rows of all sequences, D] for each run of key tiles; nothing is in
+// it at first.
 template <typename acc_t>
 class DqueryParts {
 public:
     DqueryParts(const BwdParams& p, const GradientUnits& units)
-        : p_(p), runs_(units.runs), data_(AlignedAllocator<acc_t>().allocate(runs_ * p.batch * p.heads * p.seqlen_q * p.head_dim)) {}
+        : p_(p),
+          runs_(units.runs),
+          total_(p.cu_seqlens_q != nullptr ? p.cu_seqlens_q[p.batch] : p.batch * p.seqlen_q),
+          data_(AlignedAllocator<acc_t>().allocate(runs_ * p.heads * total_ * p.head_dim)) {}
 
-    Matrix<acc_t> part(int64_t run, int64_t batch, int64_t head, int64_t row, int64_t rows) {
-        const int64_t at = (((run * p_.batch + batch) * p_.heads + head) * p_.seqlen_q + row) * p_.head_dim;
-        return {data_.get() + at, rows, p_.head_dim, p_.head_dim};
+    Matrix<acc_t> part(int64_t run, const Sequence& s, int64_t head, int64_t row, int64_t rows) {
+        const int64_t first = p_.cu_seqlens_q != nullptr ? s.first_row : s.batch * p_.seqlen_q;
+        const int64_t at = (run * p_.heads + head) * total_ + first + row;
+        return {data_.get() + at * p_.head_dim, rows, p_.head_dim, p_.head_dim};
     }
 
     // Sums the parts into dquery, in the order of the runs.
@@ -34,9 +39,9 @@ public:
                 const int64_t row = index % row_tiles * kRows;
                 if (row >= s.rows) return;
                 const int64_t rows = std::min(kRows, s.rows - row);
-                const auto sum = part(0, s.batch, head, row, rows);
+                const auto sum = part(0, s, head, row, rows);
                 for (int64_t run = 1; run < runs_; ++run) {
-                    row_add(sum.data, part(run, s.batch, head, row, rows).data, rows * p_.head_dim);
+                    row_add(sum.data, part(run, s, head, row, rows).data, rows * p_.head_dim);
                 }
                 store_rows(p_, sum, p_.dquery, s, row, head);
             };
@@ -45,7 +50,7 @@ public:
 
 private:
     const BwdParams& p_;
-    int64_t runs_;
+    int64_t runs_, total_;
     std::unique_ptr<acc_t, AlignedDelete> data_;  // uninitialized: every unit starts its part
 };
 
@@ -107,7 +112,7 @@ private:
     bool differentiate(int64_t run, int64_t first_batch, int64_t first_head, bool exact) {
         bool finite = true;
         units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            const auto whole = dquery_.part(run, s.batch, head, 0, s.rows);
+            const auto whole = dquery_.part(run, s, head, 0, s.rows);
             std::fill_n(whole.data, whole.rows * whole.cols, acc_t(0));
         });
         const int64_t longest = Sequence(p_, first_batch).keys;
@@ -116,7 +121,7 @@ private:
             finite &= differentiate_keys(run, first_batch, first_head, key, std::min(kKeys, end - key), exact);
         }
         units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            finite &= all_finite(dquery_.part(run, s.batch, head, 0, s.rows));
+            finite &= all_finite(dquery_.part(run, s, head, 0, s.rows));
         });
         return finite;
     }
@@ -173,7 +178,7 @@ private:
         const auto& ds = tile_.to_ds();
         add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, m.dkey.first_cols(tile.keys));
         add_product_left<acc_t>(ds, m.key.first_rows(tile.keys), p_.softmax_scale, exact,
-                                dquery_.part(run, s.batch, tile.head, tile.row, tile.rows));
+                                dquery_.part(run, s, tile.head, tile.row, tile.rows));
     }
 
     Member& member(int64_t batch_in_group, int64_t head_in_group) {

@@ -58,7 +58,8 @@ private:
             if (mask_hides(p_, tile)) continue;
             const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
             const auto key = load_keys(p_, p_.key, sequence, j, tile.keys, kv_head, key_.data());
-            product<acc_t>(query, transpose(key, key_transposed_.data(), padded(tile.keys)), p_.softmax_scale, probs);
+            const auto key_transposed = transpose(key, key_transposed_.data(), padded(tile.keys));
+            score_products<acc_t>(p_, tile, query, key_transposed, probs);
             online_softmax(tile, probs, out);
             const auto value = load_keys(p_, p_.value, sequence, j, tile.keys, kv_head, key_.data());
             add_product_left<acc_t>(probs, value, 1, exact, out);
@@ -72,7 +73,7 @@ private:
         for (const auto& keys : gathered_.tiles()) {
             const Tile tile = keys.tile(sequence, head, row, out.rows);
             const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
-            product<acc_t>(query, keys.key_transposed, p_.softmax_scale, probs);
+            score_products<acc_t>(p_, tile, query, keys.key_transposed, probs);
             online_softmax(tile, probs, out);
             add_product_left<acc_t>(probs, keys.value, 1, exact, out);
         }

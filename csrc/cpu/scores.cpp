@@ -1,13 +1,13 @@
 #include "scores.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 
 namespace flash_dmattn {
 namespace {
 
 constexpr int64_t kRowsAhead = 8;
+constexpr int64_t kProductRows = 128, kProductKeys = 256;  // every tile begins at a multiple of both
 
 // x += bias where a pair is visible, else -inf: chosen, not added, for the score of an invisible pair may be NaN. A bias
 // hides up to `least`, the least finite number of its type: additive masks are made of it. NaN hides nothing.
@@ -52,10 +52,19 @@ bool intervals_hide(const AttentionParams& params, const Tile& tile) {
     return !seen;
 }
 
-bool any(const bool* values, int64_t n, int64_t stride) {
-    if (stride == 1) return std::memchr(values, 1, n) != nullptr;
+// Bytes, not bool: PyTorch takes any but 0 for True.
+bool any(const uint8_t* values, int64_t n, int64_t stride) {
+    constexpr int64_t kAtOnce = 256;
+    if (stride == 1) {
+        for (int64_t j = 0; j < n; j += kAtOnce) {
+            uint8_t some = 0;
+            for (int64_t i = j; i < std::min(j + kAtOnce, n); ++i) some |= values[i];
+            if (some != 0) return true;
+        }
+        return false;
+    }
     for (int64_t j = 0; j < n; ++j)
-        if (values[j * stride]) return true;
+        if (values[j * stride] != 0) return true;
     return false;
 }
 
@@ -65,12 +74,28 @@ bool mask_hides(const AttentionParams& params, const Tile& tile) {
     if (params.intervals.present()) return intervals_hide(params, tile);
     const MaskView& mask = params.mask;
     if (!mask.present()) return false;
-    const bool* visible = static_cast<const bool*>(mask.data) + offset_of(mask, tile, params.heads);
+    const auto* visible = static_cast<const uint8_t*>(mask.data) + offset_of(mask, tile, params.heads);
     const int64_t rows = mask.row_stride == 0 ? 1 : tile.rows;
     const int64_t keys = mask.col_stride == 0 ? 1 : tile.keys;
     for (int64_t i = 0; i < rows; ++i)
         if (any(visible + i * mask.row_stride, keys, mask.col_stride)) return false;
     return true;
+}
+
+template <typename acc_t>
+void score_products(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query,
+                    const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& to) {
+    for (int64_t i = 0; i < tile.rows; i += kProductRows) {
+        const int64_t rows = std::min(kProductRows, tile.rows - i);
+        const int64_t last = tile.row + i + rows - 1;
+        const int64_t end = params.is_causal ? tile.keys_before(tile.sequence.causal_end(last)) : tile.keys;
+        for (int64_t j = 0; j < end; j += kProductKeys) {
+            const int64_t keys = std::min(kProductKeys, end - j);
+            product<acc_t>({query.row(i), rows, query.cols, query.stride},
+                           {key_transposed.data + j, key_transposed.rows, keys, key_transposed.stride},
+                           params.softmax_scale, {to.row(i) + j, rows, keys, to.stride});
+        }
+    }
 }
 
 template <typename acc_t>
@@ -165,6 +190,10 @@ void ScoreRows<acc_t>::prefetch(int64_t i) const {
     for (int64_t j = 0; j < tile_.keys; j += 64) __builtin_prefetch(row + j);
 }
 
+template void score_products(const AttentionParams&, const Tile&, const Matrix<float>&, const Matrix<float>&,
+                             const Matrix<float>&);
+template void score_products(const AttentionParams&, const Tile&, const Matrix<double>&, const Matrix<double>&,
+                             const Matrix<double>&);
 template class ScoreRows<float>;
 template class ScoreRows<double>;
 

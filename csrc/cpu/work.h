@@ -29,7 +29,6 @@ struct Sequence {
         } else if (p.seqlens_k != nullptr) {
             keys = std::clamp<int64_t>(p.seqlens_k[b], 0, keys);
         }
-        if (p.seqlens_k != nullptr) keys = std::clamp<int64_t>(p.seqlens_k[b], 0, p.seqlen_k);
     }
 
     // Row i sees the keys [0, causal_end(i)), aligned to the bottom right corner.

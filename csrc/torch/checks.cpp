@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <initializer_list>
 #include <limits>
 #include <vector>
@@ -18,7 +19,16 @@ int64_t dimensions_in(const char* layout) {
     return std::count(text.begin(), text.end(), ',') + 1;
 }
 
+// Sparse, mkldnn and nested tensors have no strides to go by.
+void check_dense(const char* name, const Tensor& tensor) {
+    if (tensor.layout() == at::kStrided && !tensor.is_nested()) return;
+    std::ostringstream kind;
+    tensor.is_nested() ? kind << "nested" : kind << tensor.layout();
+    TORCH_CHECK_TYPE(false, name, " must be a dense torch.Tensor, got a ", kind.str(), " one");
+}
+
 void check_ndim(const char* name, const Tensor& tensor, const char* layout) {
+    check_dense(name, tensor);
     TORCH_CHECK_VALUE(tensor.dim() == dimensions_in(layout), name, " must have ", dimensions_in(layout), " dimensions ",
                       layout, ", got shape ", shape_of(tensor));
 }
@@ -78,6 +88,7 @@ Dimension packed_heads(const Tensor& query, const Tensor& key) {
 
 void check_pairs(const char* name, const Tensor& pairs, const Tensor& query, const Tensor& key,
                  std::optional<int64_t> max_seqlen_k) {
+    check_dense(name, pairs);
     if (!max_seqlen_k) {
         check_dimensions(name, pairs, fixed_dimensions(query, key));
     } else {
@@ -101,8 +112,20 @@ bool is_floating(const Tensor& tensor) {
     return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
 }
 
-// Whether a tensor is memory of the CPU: one that stands for another, while a graph is traced, has no values.
-bool values_at_hand(const Tensor& tensor) { return tensor.is_cpu() && !tensor.key_set().has(c10::DispatchKey::Python); }
+// Whether lengths on a GPU are read back and checked too, which makes it wait: for finding out what is wrong.
+bool checks_devices() {
+    static const bool checks = [] {
+        const char* set = std::getenv("FLASH_DMATTN_CHECK");
+        return set != nullptr && std::string(set) == "1";
+    }();
+    return checks;
+}
+
+// Whether the values of lengths are to be looked at. A tensor that stands for another, while a graph is traced, has none.
+bool values_at_hand(const Tensor& tensor) {
+    if (tensor.key_set().has(c10::DispatchKey::Python)) return false;
+    return tensor.is_cpu() || (tensor.is_cuda() && checks_devices());
+}
 
 }  // namespace
 
@@ -187,7 +210,7 @@ void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor&
     TORCH_CHECK_VALUE(seqlens_k.sym_size(0) == query.sym_size(0), "cache_seqlens must have query's batch size ",
                       query.sym_size(0), ", got ", seqlens_k.sym_size(0));
     if (!values_at_hand(seqlens_k)) return;
-    const Tensor lengths = seqlens_k.contiguous();
+    const Tensor lengths = seqlens_k.cpu().contiguous();
     for (const int32_t length : at::ArrayRef<int32_t>(lengths.const_data_ptr<int32_t>(), lengths.numel())) {
         TORCH_CHECK_VALUE(length >= 0 && length <= key.sym_size(1), "cache_seqlens must be from 0 to the ", key.sym_size(1),
                           " keys given, got ", length);
@@ -201,7 +224,7 @@ void check_cu_seqlens(const CuSeqlens& given) {
     TORCH_CHECK_VALUE(given.tensor.sym_size(0) >= 1, given.name, " must have B + 1 elements, at least 1, got ",
                       given.tensor.sym_size(0));
     if (!values_at_hand(given.tensor)) return;
-    const Tensor offsets = given.tensor.contiguous();
+    const Tensor offsets = given.tensor.cpu().contiguous();
     const at::ArrayRef<int32_t> at(offsets.const_data_ptr<int32_t>(), offsets.numel());
     int64_t longest = 0, shortest = 0;
     for (size_t b = 1; b < at.size(); ++b) {

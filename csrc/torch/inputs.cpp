@@ -10,6 +10,15 @@ void set_sequences(AttentionParams& p, const Tensor& cu_seqlens_q, const Tensor&
     p.cu_seqlens_k = cu_seqlens_k.const_data_ptr<int32_t>();
 }
 
+// max_seqlen may be far above any sequence. On the CPU, where the lengths are at hand, work and memory go by these.
+int64_t longest_sequence(const Tensor& cu_seqlens, int64_t max_seqlen) {
+    if (!cu_seqlens.is_cpu()) return max_seqlen;
+    const auto* at = cu_seqlens.const_data_ptr<int32_t>();
+    int64_t longest = 0;
+    for (int64_t b = 1; b < cu_seqlens.numel(); ++b) longest = std::max<int64_t>(longest, at[b] - at[b - 1]);
+    return longest;
+}
+
 KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, const Tensor& query) {
     TORCH_CHECK_VALUE(masks.list_keys && masks.list_spans, "list_keys comes with list_spans");
     TORCH_CHECK_VALUE(!masks.mask, "mask and list_keys cannot both be given: the lists say what a bool mask does");
@@ -22,13 +31,15 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
     view.batches = spans.size(1);
     view.heads = spans.size(2);
     view.rows_alike = !masks.intervals && !masks.list_rows;
-    view.row_tiles = view.rows_alike ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
+    const int64_t row_tiles = view.rows_alike ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
+    const bool varlen = p.cu_seqlens_q != nullptr;  // the lists may have been made for longer sequences than there are
+    view.row_tiles = spans.size(3);
     TORCH_CHECK_VALUE(view.batches == p.batch || view.batches == 1, "list_spans must be of ", p.batch,
                       " batch elements or 1, got ", view.batches);
     TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "list_spans must be of ",
                       p.heads, ", ", p.kv_heads, " or 1 heads, got ", view.heads);
-    TORCH_CHECK_VALUE(spans.size(3) == view.row_tiles, "list_spans must be of ", view.row_tiles, " row tiles, got ",
-                      spans.size(3));
+    TORCH_CHECK_VALUE(view.row_tiles == row_tiles || (varlen && view.row_tiles > row_tiles), "list_spans must be of ",
+                      varlen ? "at least " : "", row_tiles, " row tiles, got ", view.row_tiles);
     check_shape(keys, "list_keys", {keys.numel()});
     check_dtype(keys, "list_keys", at::kInt);
     check_last_contiguous(keys, "list_keys");
@@ -67,11 +78,14 @@ void fill(AttentionParams& p, const Inputs& in) {
                       query.size(-1));
     for (const auto& [tensor, name] : {std::pair(&query, "query"), std::pair(&key, "key"), std::pair(&value, "value")})
         check_last_contiguous(*tensor, name);
-    if (varlen) check_varlen(*in.varlen, query, key);
+    if (varlen) {
+        check_varlen(*in.varlen, query, key);
+        set_sequences(p, in.varlen->cu_seqlens_q, in.varlen->cu_seqlens_k);
+    }
 
     p.batch = varlen ? in.varlen->cu_seqlens_q.numel() - 1 : query.size(0);
-    p.seqlen_q = varlen ? in.varlen->max_seqlen_q : query.size(1);
-    p.seqlen_k = varlen ? in.varlen->max_seqlen_k : key.size(1);
+    p.seqlen_q = varlen ? longest_sequence(in.varlen->cu_seqlens_q, in.varlen->max_seqlen_q) : query.size(1);
+    p.seqlen_k = varlen ? longest_sequence(in.varlen->cu_seqlens_k, in.varlen->max_seqlen_k) : key.size(1);
     p.heads = query.size(-2);
     p.kv_heads = key.size(-2);
     p.head_dim = query.size(-1);
@@ -83,7 +97,6 @@ void fill(AttentionParams& p, const Inputs& in) {
     p.key = rows_view(key, varlen);
     p.value = rows_view(value, varlen);
 
-    if (varlen) set_sequences(p, in.varlen->cu_seqlens_q, in.varlen->cu_seqlens_k);
     if (in.seqlens_k) {
         TORCH_CHECK_VALUE(!varlen, "cache_seqlens is of fixed length; of variable length cu_seqlens_k says it");
         check_seqlens_k(*in.seqlens_k, query, key);
@@ -93,7 +106,7 @@ void fill(AttentionParams& p, const Inputs& in) {
     if (in.bias) {
         check_bias(*in.bias, query, key, max_seqlen_k);
         p.bias = bias_view(*in.bias);
-        TORCH_CHECK_VALUE(p.bias.per_key ? varlen || in.bias->size(-1) == p.seqlen_k : in.bias->size(-1) == p.seqlen_k,
+        TORCH_CHECK_VALUE(varlen || in.bias->size(-1) == p.seqlen_k,
                           "attn_bias must have a column for every key, got shape ", shape_of(*in.bias));
     }
     const MaskTensors& masks = in.masks;
@@ -143,8 +156,12 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
         check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
         for (const auto& [tensor, name] :
              {std::pair(&*cu_seqlens_q, "cu_seqlens_q"), std::pair(&*cu_seqlens_k, "cu_seqlens_k")}) {
-            check_dtype(*tensor, name, at::kInt);
-            check_device(*tensor, name, pairs, mask ? "mask" : "intervals");
+            const bool of_queries = tensor == &*cu_seqlens_q;
+            CuSeqlens given{name, *tensor, &pairs, mask ? "mask" : "intervals"};
+            if (of_queries == (dims == 3)) given.total = pairs.size(0);
+            given.longest_name = of_queries ? "seqlen_q" : "seqlen_k";
+            given.longest = of_queries ? seqlen_q : seqlen_k;
+            check_cu_seqlens(given);
         }
         set_sequences(p, *cu_seqlens_q, *cu_seqlens_k);
     }

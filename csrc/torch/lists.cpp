@@ -42,6 +42,9 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
     if (bounded) {
         const int64_t rows = std::min(p.seqlen_q, KeyListsView::kRows);
         capacity = rows > 0 ? lists * round_up(std::min(std::min(*keys_per_row, p.seqlen_k) + rows - 1, p.seqlen_k)) : 0;
+        // Each row tile of a packed batch lists every key once at most, and pads for each sequence.
+        if (cu_seqlens_q)
+            capacity = std::min(capacity, p.heads * row_tiles_of(p) * (source.size(1) + p.batch * (KeyListsView::kAlign - 1)));
         TORCH_CHECK_VALUE(total <= capacity,
                           "keys_per_row of the mask must bound the keys that n successive rows see, at most keys_per_row "
                           "+ n - 1, got one with room for ", capacity, " keys in all lists together, which hold ", total);

@@ -101,8 +101,13 @@ bool is_floating(const Tensor& tensor) {
     return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
 }
 
-// Whether a tensor is memory of the CPU: one that stands for another, while a graph is traced, has no values.
-bool values_at_hand(const Tensor& tensor) { return tensor.is_cpu() && !tensor.key_set().has(c10::DispatchKey::Python); }
+// Whether a tensor is memory of the CPU: one that stands for another, while a graph is traced or a transform of
+// torch.func is active, has no values.
+bool values_at_hand(const Tensor& tensor) {
+    using Key = c10::DispatchKey;
+    constexpr c10::DispatchKeySet standing_in({Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper});
+    return tensor.is_cpu() && !tensor.key_set().has_any(standing_in);
+}
 
 }  // namespace
 

@@ -72,8 +72,22 @@ def require_bool(name: str, value: object) -> None:
 
 
 def values_at_hand(tensor: Tensor) -> bool:
-    """Whether looking at the values is free: it would make a GPU wait, and cannot be traced."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether looking at the values is free: it would make a GPU wait, and there are none to look at while a graph is
+    traced or a transform of torch.func is active."""
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    keys, key = torch._C._dispatch_keys(tensor), torch._C.DispatchKey
+    return not (keys.has(key.Python) or keys.has(key.FuncTorchBatched) or keys.has(key.FuncTorchGradWrapper))
+
+
+def is_known(condition: bool) -> bool:
+    """Whether a condition on lengths holds; False where a graph is traced for lengths on either side of it, which is
+    not cut in two for a choice that only the speed depends on."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(condition)
 
 
 def check_cu_seqlens(

@@ -460,9 +460,11 @@ def without_padding(out: Tensor, head_dim: int) -> Tensor:
 
 def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor) -> tuple[Tensor, Tensor]:
     """A bias ({B|1}, {H|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else, or hides its whole row."""
+    # A zero that comes of the bias, so that its gradient is zero, not None, where lse is not used.
+    zero = row_bias[..., :0].sum()
     row_bias, hidden = row_bias[..., 0].to(lse.dtype), hidden_rows[..., 0]
     lse = (lse + row_bias.masked_fill(hidden, 0)).masked_fill(hidden, -torch.inf)
-    return out.masked_fill(hidden.transpose(1, 2)[..., None], 0), lse
+    return out.masked_fill(hidden.transpose(1, 2)[..., None], zero), lse
 
 
 @torch.no_grad()

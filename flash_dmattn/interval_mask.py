@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -348,13 +350,8 @@ class KeyIntervalMask:
         keys = bias.shape[-1]
         rows = keys if seqlen_q is None else seqlen_q
         require_count("seqlen_q", rows)
-        if prefix_topk.has_kernels(bias):
-            intervals = ops.topk_intervals(bias, min(window_size, keys), rows, None, None, None)
-            return cls._of(intervals, window_size, scattered=True, rows=rows)
-        bias = bias.detach().squeeze(2) if bias.ndim == 4 else bias.detach()
-        end = prefix_topk.topk_ends_of_last(bias.flatten(0, 1), window_size, rows).view(bias.shape).clamp_(min=0)
-        start = own_rows(rows, keys, bias.device).clamp_(min=0)
-        return cls(start.expand(bias.shape), end, keys_per_row=window_size, scattered=True, rows=rows)
+        intervals = operator_for(bias)(bias, min(window_size, keys), rows, None, None, None)
+        return cls._of(intervals, window_size, scattered=True, rows=rows)
 
     @classmethod
     def topk_varlen(
@@ -385,18 +382,48 @@ class KeyIntervalMask:
         cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
         check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias, "bias")
         check_same_sequences(cu_seqlens_q, cu_seqlens_k)
-        if prefix_topk.has_kernels(bias):
-            window = min(window_size, bias.shape[0])
-            intervals = ops.topk_intervals(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
-            return cls._of(intervals, window_size, scattered=True)
-        bias, keys = bias.detach(), bias.shape[0]
-        sequence = sequence_of_keys(cu_seqlens_k, keys)
-        first = cu_seqlens_k[sequence]
-        end = prefix_topk.topk_ends(bias.T, window_size, first).T
-        place = torch.arange(keys, dtype=torch.int32, device=bias.device) - first
-        lead = torch.nn.functional.pad((cu_seqlens_k - cu_seqlens_q).diff(), (0, 1))[sequence]
-        start, end = (place - lead)[:, None].clamp_(min=0), (end - lead[:, None]).clamp_(min=0)
-        return cls(start.expand(end.shape), end, keys_per_row=window_size, scattered=True)
+        window = min(window_size, bias.shape[0])
+        intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
+        return cls._of(intervals, window_size, scattered=True)
+
+
+# Selection
+
+
+def operator_for(bias: Tensor) -> Callable[..., Tensor]:
+    """The operator topk_intervals; what runs it where there is none."""
+    is_operator = prefix_topk.has_kernels(bias) or (bias.device.type != "cuda" and ops.topk_intervals is not None)
+    return ops.topk_intervals if is_operator else topk_intervals
+
+
+def topk_intervals(
+    bias: Tensor,
+    window_size: int,
+    seqlen_q: int,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    longest: int | None,
+) -> Tensor:
+    """int32 (2, ...): starts and ends of `KeyIntervalMask.topk`, or with cu_seqlens of `topk_varlen`."""
+    refuse_nan(bias)
+    bias = bias.detach()
+    if cu_seqlens_k is None:
+        bias = bias.squeeze(2) if bias.ndim == 4 else bias
+        end = prefix_topk.topk_ends_of_last(bias.flatten(0, 1), window_size, seqlen_q).view(bias.shape).clamp_(min=0)
+        start = own_rows(seqlen_q, bias.shape[-1], bias.device).clamp_(min=0)
+        return torch.stack((start.expand(bias.shape), end))
+    keys = bias.shape[0]
+    sequence = sequence_of_keys(cu_seqlens_k, keys)
+    first = cu_seqlens_k[sequence]
+    end = prefix_topk.topk_ends(bias.T, window_size, first).T
+    place = torch.arange(keys, dtype=torch.int32, device=bias.device) - first
+    lead = torch.nn.functional.pad((cu_seqlens_k - cu_seqlens_q).diff(), (0, 1))[sequence]
+    start, end = (place - lead)[:, None].clamp_(min=0), (end - lead[:, None]).clamp_(min=0)
+    return torch.stack((start.expand(end.shape), end))
+
+
+if ops.topk_intervals is not None:
+    torch.library.impl("flash_dmattn::topk_intervals", "cpu")(topk_intervals)
 
 
 # Checks and places
@@ -407,13 +434,17 @@ def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int,
     require_floating("bias", bias)
     if bias.ndim not in ndims or (bias.ndim == 4 and bias.shape[2] != 1):
         raise ValueError(f"bias must be {layout}, got shape {shape_of(bias)}")
-    if prefix_topk.has_kernels(bias):
-        return  # which look themselves
-    nan = bias.detach().isnan().any()
-    if bias.device.type == "cuda" or torch.compiler.is_compiling():
-        torch._assert_async(~nan, "KeyIntervalMask.topk: bias must not be NaN")
-    elif nan:
-        raise ValueError("bias must not be NaN: it has no order")
+
+
+def refuse_nan(bias: Tensor) -> None:
+    """A bias to select from has an order. Kernels look themselves."""
+    if values_at_hand(bias):
+        if bias.detach().isnan().any():
+            raise ValueError("bias must not be NaN: it has no order")
+    elif not prefix_topk.has_kernels(bias) and (
+        torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()  # which know no assertions
+    ):
+        torch._assert_async(~bias.detach().isnan().any(), "KeyIntervalMask.topk: bias must not be NaN")
 
 
 def own_rows(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> Tensor:

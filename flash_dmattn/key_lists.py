@@ -11,6 +11,7 @@ from . import ops
 from .arguments import (
     check_cu_seqlens,
     check_same_sequences,
+    is_known,
     names,
     require_bool,
     require_count,
@@ -154,9 +155,11 @@ class KeyLists:
         mask = mask.expand(-1, -1, self.seqlen_q, self.seqlen_k)
         return mask.tril(self.seqlen_k - self.seqlen_q)
 
-    def to(self, device: torch.device | str) -> KeyLists:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyLists:
+        """The same lists on that device."""
+
         def move(value):
-            return value.to(device) if isinstance(value, (Tensor, KeyIntervalMask)) else value
+            return value.to(device, non_blocking=non_blocking) if value is not None else None
 
         fields = ("keys", "spans", "rows", "mask", "cu_seqlens_q", "cu_seqlens_k")
         return replace(self, **{name: move(getattr(self, name)) for name in fields})
@@ -239,8 +242,9 @@ def walked_keys(rows: int, keys: int, is_causal: bool) -> float:
     """How many keys the tiles of LIST_ROWS rows walk over, all together, of one head and sequence without a mask."""
     pairs = rows * keys
     if is_causal:
-        pairs = rows * keys - rows * (rows - 1) // 2 if rows <= keys else keys * (keys + 1) // 2
-    return pairs / min(max(rows, 1), ops.LIST_ROWS)
+        seeing = torch.sym_min(rows, keys)  # the rows that see a key
+        pairs = seeing * keys - seeing * (seeing - 1) // 2
+    return pairs / torch.sym_min(torch.sym_max(rows, 1), ops.LIST_ROWS)
 
 
 def choose(
@@ -268,19 +272,22 @@ def choose(
         return build(mask, *problem)
     if mask.device.type != "cpu":
         pays = isinstance(mask, KeyIntervalMask) and mask.scattered and mask.keys_per_row is not None
-        return build(mask, *problem) if pays and (needs_gradients or seqlen_k >= CUDA_MIN_KEYS) else mask
-    if seqlen_k < CPU_MIN_KEYS:
+        few_keys = is_known(seqlen_k < CUDA_MIN_KEYS)
+        return build(mask, *problem) if pays and (needs_gradients or not few_keys) else mask
+    if is_known(seqlen_k < CPU_MIN_KEYS):
         return mask
-    if not torch.compiler.is_compiling():
+    if values_at_hand(mask.intervals if isinstance(mask, KeyIntervalMask) else mask):
         return lists_if_short(mask, *problem)
     return build(mask, *problem) if knows_to_be_short(mask, seqlen_q, seqlen_k, is_causal) else mask
 
 
 def knows_to_be_short(mask: Tensor | KeyIntervalMask, rows: int, keys: int, is_causal: bool) -> bool:
-    if not isinstance(mask, KeyIntervalMask) or mask.keys_per_row is None or rows == 0:
+    """Whether lists are sure to be short; of a mask that is scattered, whether they are not sure to be long."""
+    if not isinstance(mask, KeyIntervalMask) or mask.keys_per_row is None:
         return False
-    longest = min(mask.keys_per_row + min(rows, ops.LIST_ROWS) - 1, keys)
-    return longest * ops.row_tiles(rows) < CPU_CROSSOVER * walked_keys(rows, keys, is_causal)
+    longest = torch.sym_min(mask.keys_per_row + torch.sym_min(rows, ops.LIST_ROWS) - 1, keys)
+    listed, walked = longest * ops.row_tiles(rows), CPU_CROSSOVER * walked_keys(rows, keys, is_causal)
+    return not is_known(listed >= walked) if mask.scattered else is_known(listed < walked)
 
 
 def looks_dense(mask: Tensor | KeyIntervalMask, seqlen_q: int, seqlen_k: int, is_causal: bool) -> bool:

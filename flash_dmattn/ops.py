@@ -70,7 +70,9 @@ def list_room(keys_per_row, rows, keys) -> int:
     """Room for the longest list, where no n rows that follow each other see more than keys_per_row + n - 1 keys."""
     if rows == 0:
         return 0
-    return -(-min(keys_per_row + min(rows, LIST_ROWS) - 1, keys) // LIST_ALIGN) * LIST_ALIGN
+    # torch.sym_min, unlike min, makes no graph of its own for lengths on either side.
+    longest = torch.sym_min(keys_per_row + torch.sym_min(rows, LIST_ROWS) - 1, keys)
+    return -(-longest // LIST_ALIGN) * LIST_ALIGN
 
 
 def _empty(like: Tensor, shape, dtype: torch.dtype) -> Tensor:

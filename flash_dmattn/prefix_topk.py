@@ -18,7 +18,7 @@ NEVER = 1 << 30  # beyond any place, and far enough from 2^31 that places may be
 
 
 def has_kernels(bias: Tensor) -> bool:
-    """Whether kernels select from it, and this file is not asked."""
+    """Whether kernels select from it, and not this file."""
     return bias.device.type == "cuda" and ops.cuda_is_built()
 
 

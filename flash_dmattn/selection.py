@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from . import ops, prefix_topk
-from .arguments import require_count
-from .interval_mask import KeyIntervalMask, check_topk
+from .arguments import is_known, require_count
+from .interval_mask import KeyIntervalMask, check_topk, refuse_nan
 
 
 def select(
@@ -26,10 +26,11 @@ def select(
     must_mask: whether None will not do.
     """
     require_count("window_size", window_size)
-    if window_size >= seqlen_k and not must_mask:
+    if is_known(window_size >= seqlen_k) and not must_mask:
         check_topk("", bias, window_size, ndims=(4,))
+        refuse_nan(bias)
         return None
-    if as_lists and prefix_topk.has_kernels(bias) and seqlen_q <= ops.MOST_SELECTED_ROWS:
+    if as_lists and prefix_topk.has_kernels(bias) and is_known(seqlen_q <= ops.MOST_SELECTED_ROWS):
         keys, spans, rows = ops.topk_lists(bias, min(window_size, seqlen_k), seqlen_q, cache_seqlens)
         return ops.MaskTensors(list_keys=keys, list_spans=spans, list_rows=rows if seqlen_q > 1 else None)
     if cache_seqlens is None:
@@ -42,8 +43,9 @@ def select_varlen(
 ) -> KeyIntervalMask | None:
     """The same of variable length; bias (total_k, {H|Hkv|1})."""
     require_count("window_size", window_size)
-    if window_size >= max_seqlen_k and not must_mask:
+    if is_known(window_size >= max_seqlen_k) and not must_mask:
         check_topk("", bias, window_size, ndims=(2,))
+        refuse_nan(bias)
         return None
     return KeyIntervalMask.topk_varlen(bias, window_size, cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
 

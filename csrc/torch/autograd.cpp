@@ -1,4 +1,5 @@
 // The operators' gradients.
+#include <ATen/ops/clone.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -14,12 +15,20 @@ using torch::autograd::variable_list;
 OptionalTensor given(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
 
-// Forward-mode tangents count: torch::autograd::Function refuses them, and below it they would be lost.
+// Whether gradients are to be made. Forward-mode tangents would be lost below, and are refused.
 template <typename... Tensors>
 bool is_differentiated(const Tensors&... tensors) {
     const auto has_tangent = [](const Tensor& x) { return x.defined() && x._fw_grad(/*level=*/0).defined(); };
     const auto requires_grad = [](const Tensor& x) { return x.defined() && x.requires_grad(); };
-    return (at::GradMode::is_enabled() && (requires_grad(tensors) || ...)) || (has_tangent(tensors) || ...);
+    TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(tensors) || ...),
+                                "flash_dmattn does not support forward-mode AD (jvp, jacfwd, dual tensors); use the "
+                                "backend 'reference' for it");
+    return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+}
+
+// Tensors made in inference mode cannot be saved: nothing counts how often they are changed.
+Tensor saveable(const OptionalTensor& tensor) {
+    return tensor && tensor->is_inference() ? tensor->clone() : or_undefined(tensor);
 }
 
 // What the forward takes beside query, key, value and bias.
@@ -41,10 +50,9 @@ public:
             query, key, value, bias, o.mask, o.mask_tiles, o.intervals, o.list_keys, o.list_spans, o.list_rows,
             o.cu_seqlens_q, o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k, o.seqlens_k, o.softmax_scale, o.softcap,
             o.is_causal, o.deterministic);
-        ctx->save_for_backward({query, key, value, or_undefined(bias), out, lse, or_undefined(o.mask),
-                                or_undefined(o.mask_tiles), or_undefined(o.intervals), or_undefined(o.list_keys),
-                                or_undefined(o.list_spans), or_undefined(o.list_rows), or_undefined(o.cu_seqlens_q),
-                                or_undefined(o.cu_seqlens_k)});
+        ctx->save_for_backward({query, key, value, or_undefined(bias), out, lse, saveable(o.mask), saveable(o.mask_tiles),
+                                saveable(o.intervals), saveable(o.list_keys), saveable(o.list_spans),
+                                saveable(o.list_rows), saveable(o.cu_seqlens_q), saveable(o.cu_seqlens_k)});
         auto& kept = ctx->saved_data;
         if (o.max_seqlen_q) kept["max_seqlen_q"] = *o.max_seqlen_q;
         if (o.max_seqlen_k) kept["max_seqlen_k"] = *o.max_seqlen_k;

@@ -121,9 +121,12 @@ bool checks_devices() {
     return checks;
 }
 
-// Whether the values of lengths are to be looked at. A tensor that stands for another, while a graph is traced, has none.
+// Whether the values of lengths are to be looked at. A tensor that stands for another, while a graph is traced or a
+// transform of torch.func is active, has none.
 bool values_at_hand(const Tensor& tensor) {
-    if (tensor.key_set().has(c10::DispatchKey::Python)) return false;
+    using Key = c10::DispatchKey;
+    constexpr c10::DispatchKeySet standing_in({Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper});
+    if (tensor.key_set().has_any(standing_in)) return false;
     return tensor.is_cpu() || (tensor.is_cuda() && checks_devices());
 }
 

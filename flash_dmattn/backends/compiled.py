@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .. import ops
+from .. import ops, transforms  # noqa: F401, which only needs to be there
 from ..checks import Varlen
 from ..interval_mask import KeyIntervalMask
 from ..key_lists import KeyLists

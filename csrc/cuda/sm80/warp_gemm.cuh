@@ -12,6 +12,7 @@ class SharedMemory {
 public:
     __device__ __forceinline__ explicit SharedMemory(const void* start)
         : start_(static_cast<const char*>(start)), address_(kept(smem_address(start))) {}
+    __device__ __forceinline__ const char* start() const { return start_; }
     template <typename X>
     __device__ __forceinline__ uint32_t operator()(const X& x) const {
         return address_ + static_cast<uint32_t>(reinterpret_cast<const char*>(&x) - start_);

@@ -13,6 +13,7 @@
 // Sums is what a writer keeps in registers; an array, it is a local of whoever runs the loop (see BwdBlock).
 #pragma once
 
+#include "../common/reduce_add.cuh"
 #include "bwd_block.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -123,11 +124,13 @@ public:
     static __device__ __forceinline__ bool owns_cluster(const BwdArgs& p) { return is(p, DenseDbias::kExchanged); }
 
     __device__ __forceinline__ void begin() const {
-        if (is(DenseDbias::kExchanged)) exchange_.begin();
+        if constexpr (kMayExchange)
+            if (is(DenseDbias::kExchanged)) exchange_.begin();
         if (is(DenseDbias::kByEntry) || is(DenseDbias::kExchanged)) clear_unvisited();
     }
     __device__ __forceinline__ void begin_tile() const {
-        if (is(DenseDbias::kExchanged)) exchange_.await_parts();
+        if constexpr (kMayExchange)
+            if (is(DenseDbias::kExchanged)) exchange_.await_parts();
     }
     __device__ void take(int, const float (&)[2], const bool (&)[2]) const {}
     // ds is not dx where there is a softcap; dx then goes straight to the gradient.
@@ -144,22 +147,27 @@ public:
     __device__ __forceinline__ void take_pass(const RowTileVisit& visit, const float (&ds)[Tile::kScoreM][kPassN][4],
                                               int first_n) const {
         if (is(DenseDbias::kAtomic)) add(visit, ds, first_n);
-        if (is(DenseDbias::kExchanged)) exchange_.send(ds, first_n, block_.sequence().batch, visit.stage);
+        if constexpr (kMayExchange)
+            if (is(DenseDbias::kExchanged)) exchange_.send(ds, first_n, block_.sequence().batch, visit.stage);
     }
     __device__ __forceinline__ void end_tile(const RowTileVisit& visit) const {
         if (is(DenseDbias::kByEntry) && block_.p.softcap == 0) store(visit);
-        if (is(DenseDbias::kExchanged)) store_exchanged(visit);
+        if constexpr (kMayExchange)
+            if (is(DenseDbias::kExchanged)) store_exchanged(visit);
     }
     template <typename Cursor>
     __device__ void end_head(int, bool, const Cursor&) const {}
     __device__ __forceinline__ void end() const {
-        if (is(DenseDbias::kExchanged)) exchange_.end();
+        if constexpr (kMayExchange)
+            if (is(DenseDbias::kExchanged)) exchange_.end();
     }
 
 private:
+    static constexpr bool kMayExchange = kCanExchangeDx<Tile> && kHasSm90;
+
     // Asked of a constant whenever it matters: kept, the answer would be spilled.
     static __device__ __forceinline__ bool is(const BwdArgs& p, DenseDbias what) {
-        return (what != DenseDbias::kExchanged || kCanExchangeDx<Tile>) &&
+        return (what != DenseDbias::kExchanged || kMayExchange) &&
                kept(static_cast<uint32_t>(p.dense_dbias)) == static_cast<uint32_t>(what);
     }
     __device__ __forceinline__ bool is(DenseDbias what) const { return is(block_.p, what); }

@@ -5,6 +5,7 @@
 // hold it (see dquery_accum in plan.h), so that every addition is 16 bytes a thread and 512 a warp.
 #pragma once
 
+#include "../common/reduce_add.cuh"
 #include "bwd_block.cuh"
 #include "bwd_dbias_writers.cuh"
 #include "bwd_scratch.cuh"

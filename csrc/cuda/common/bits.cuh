@@ -1,7 +1,7 @@
 // Bit vectors of visibility, 32 pairs a word.
 #pragma once
 
-#include "ptx.cuh"
+#include "basics.cuh"
 
 namespace flash_dmattn::cuda {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../plan.h"
-#include "ptx.cuh"
+#include "basics.cuh"
 #include "sequence.cuh"
 
 namespace flash_dmattn::cuda {

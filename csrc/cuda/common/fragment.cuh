@@ -4,7 +4,7 @@
 // fragment_row() and column 8 n + fragment_col() + e, for h and e in {0, 1}. Of scores rows are query rows, columns keys.
 #pragma once
 
-#include "ptx.cuh"
+#include "../ptx/sm80.cuh"
 
 namespace flash_dmattn::cuda {
 

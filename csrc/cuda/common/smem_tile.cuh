@@ -2,7 +2,7 @@
 // copies between it and global memory.
 #pragma once
 
-#include "ptx.cuh"
+#include "../ptx/sm80.cuh"
 
 namespace flash_dmattn::cuda {
 

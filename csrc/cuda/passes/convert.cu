@@ -1,7 +1,7 @@
 #include "convert.h"
 
+#include "../common/basics.cuh"
 #include "../common/check.h"
-#include "../common/ptx.cuh"
 
 namespace flash_dmattn::cuda {
 namespace {

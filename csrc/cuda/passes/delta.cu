@@ -1,8 +1,8 @@
 // D_i = <do_i, o_i> - dlse_i.
 #include "delta.h"
 
+#include "../common/basics.cuh"
 #include "../common/check.h"
-#include "../common/ptx.cuh"
 #include "../common/sequence.cuh"
 
 namespace flash_dmattn::cuda {

@@ -14,7 +14,7 @@
 #include "../common/bits.cuh"
 #include "../common/check.h"
 #include "../common/device.h"
-#include "../common/cluster.cuh"
+#include "../ptx/sm90.cuh"
 #include "order.cuh"
 #include "select.h"
 
@@ -136,14 +136,10 @@ struct Smem {
     int least_at[32];
 };
 
+// Of a cluster; before compute capability 9.0 a block is its own.
 __device__ uint32_t load_of_block(const uint32_t* from, int rank) {
-    uint32_t x;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(in_block(smem_address(from), rank)) : "memory");
-#else
-    x = *from;
-#endif
-    return x;
+    if constexpr (kHasSm90) return load_shared_of_block(in_block(smem_address(from), rank));
+    return *from;
 }
 
 template <DataType kType>
@@ -181,11 +177,10 @@ public:
 
 private:
     __device__ void sync_cluster() const {
-        if (s_.cluster > 1) {
-            cluster_sync();
-        } else {
-            __syncthreads();
+        if constexpr (kHasSm90) {
+            if (s_.cluster > 1) return cluster_sync();
         }
+        __syncthreads();
     }
 
     __device__ Bits bits_of(int key) const { return bias_[key * s_.col_stride]; }

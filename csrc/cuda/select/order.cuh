@@ -6,7 +6,7 @@
 #include <cassert>
 
 #include "../../params.h"
-#include "../common/ptx.cuh"
+#include "../common/basics.cuh"
 
 namespace flash_dmattn::cuda {
 

@@ -2,7 +2,7 @@
 // other (of variable length: of head 0, then of head 1, ..), are numbered by their `place`.
 #pragma once
 
-#include "../common/ptx.cuh"
+#include "../common/basics.cuh"
 #include "select.h"
 
 namespace flash_dmattn::cuda {

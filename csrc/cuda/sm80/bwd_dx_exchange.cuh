@@ -3,7 +3,7 @@
 // send it theirs, to its shared memory, and it writes the sum. Nothing is computed twice.
 #pragma once
 
-#include "../common/cluster.cuh"
+#include "../ptx/sm90.cuh"
 #include "bwd_tile.cuh"
 #include "warp_gemm.cuh"
 

@@ -1,7 +1,7 @@
 // Where a tile lies in the backward's workspace.
 #pragma once
 
-#include "../common/ptx.cuh"
+#include "../common/basics.cuh"
 #include "../common/sequence.cuh"
 #include "../plan.h"
 

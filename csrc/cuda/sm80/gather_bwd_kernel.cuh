@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../common/key_list.cuh"
+#include "../common/reduce_add.cuh"
 #include "bwd_kernel.cuh"
 
 namespace flash_dmattn::cuda::sm80 {

@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "../../params.h"
-#include "../common/ptx.cuh"
+#include "../common/basics.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 

@@ -3,6 +3,7 @@
 
 #include "../common/fragment.cuh"
 #include "../common/smem_tile.cuh"
+#include "../ptx/sm90.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
@@ -12,6 +13,7 @@ class SharedMemory {
 public:
     __device__ __forceinline__ explicit SharedMemory(const void* start)
         : start_(static_cast<const char*>(start)), address_(kept(smem_address(start))) {}
+    __device__ __forceinline__ const char* start() const { return start_; }
     template <typename X>
     __device__ __forceinline__ uint32_t operator()(const X& x) const {
         return address_ + static_cast<uint32_t>(reinterpret_cast<const char*>(&x) - start_);
@@ -137,18 +139,16 @@ __device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTile
                 block[i] = pack<T>(pair[0] * scale, pair[1] * scale);
             }
             const uint32_t address = to.address(m * 16, n / 2 * kColStep);
-#if __CUDA_ARCH__ >= 900
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                         "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3])
-                         : "memory");
-#else
-            // Lane 8 i + r has the address of row r of the 8x8 matrix i.
+            if constexpr (kHasSm90) {
+                stmatrix_x4(address, block);
+            } else {
+                // Lane 8 i + r has the address of row r of the 8x8 matrix i.
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32_t row = __shfl_sync(~0u, address, i * 8 + fragment_row());
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + fragment_col() * 2), "r"(block[i]) : "memory");
+                for (int i = 0; i < 4; ++i) {
+                    const uint32_t row = __shfl_sync(~0u, address, i * 8 + fragment_row());
+                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + fragment_col() * 2), "r"(block[i]) : "memory");
+                }
             }
-#endif
         }
 }
 

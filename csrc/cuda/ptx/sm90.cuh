@@ -1,64 +1,80 @@
-// Clusters of blocks, of compute capability 9.0: each block reaches the others' shared memory. Elsewhere a block is a
-// cluster of its own, and what only several blocks need does nothing.
+// The instructions of compute capability 9.0. In code for an earlier one a call of any of them does not assemble:
+// callers ask kHasSm90 at compile time.
 #pragma once
 
-#include "ptx.cuh"
+#include "sm80.cuh"
 
 namespace flash_dmattn::cuda {
 
-__device__ __forceinline__ void cluster_sync() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+// Whether the code that is being compiled is for a device that has them.
+#ifdef __CUDA_ARCH__
+constexpr bool kHasSm90 = __CUDA_ARCH__ >= 900;
+#else
+constexpr bool kHasSm90 = true;
 #endif
+
+// to[0] += x[0], to[1] += x[1] and so on, in global memory; `to` is aligned to all its numbers together.
+__device__ __forceinline__ void reduce_add_x2(float* to, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void reduce_add_x4(float* to, const float (&x)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+                 "f"(x[3])
+                 : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements to shared memory: the reverse of ldmatrix_x4.
+__device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+// Clusters of blocks, each of which reaches the others' shared memory.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // An address in shared memory, as it is in block `rank` of the cluster.
 __device__ __forceinline__ uint32_t in_block(uint32_t address, int rank) {
-#if __CUDA_ARCH__ >= 900
     uint32_t mapped;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
     return mapped;
-#else
-    return address;
-#endif
+}
+
+__device__ __forceinline__ uint32_t load_shared_of_block(uint32_t from_in_block) {
+    uint32_t x;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(from_in_block) : "memory");
+    return x;
 }
 
 // A barrier in shared memory that completes a phase after so many arrivals and after the bytes that these announced.
 // Whoever waits knows whether the phase is even (0), as the first is, or odd (1).
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
-#if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier),
                  "r"(arrivals)
                  : "memory");
-#endif
 }
 __device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
-#if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-#endif
 }
 // At a barrier of any block of the cluster.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier_in_block) {
-#if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_in_block) : "memory");
-#endif
 }
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int phase) {
-#if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n.reg .pred done;\nAGAIN:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra AGAIN;\n}" ::"r"(barrier),
         "r"(phase)
         : "memory");
-#endif
 }
 
-// Writes to shared memory: of this block where `here`, else of block `rank` of the cluster, and there, once the bytes have
-// come, tells the barrier so.
+// Writes to shared memory: of this block where `here`, else of block `rank` of the cluster, and there, once the bytes
+// have come, tells the barrier so.
 __device__ __forceinline__ void store_shared_or_async(uint32_t to, uint32_t barrier, int rank, bool here,
                                                       const float (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n.reg .pred here;\nsetp.ne.u32 here, %6, 0;\n"
         "@here st.shared.v4.f32 [%7], {%1, %2, %3, %4};\n"
@@ -67,7 +83,6 @@ __device__ __forceinline__ void store_shared_or_async(uint32_t to, uint32_t barr
         "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(in_block(barrier, rank)), "r"(static_cast<uint32_t>(here)),
         "r"(to)
         : "memory");
-#endif
 }
 
 }  // namespace flash_dmattn::cuda

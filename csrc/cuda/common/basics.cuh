@@ -1,0 +1,63 @@
+// What every kernel is written with: the half-precision types, and who a thread is.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace flash_dmattn::cuda {
+
+using half_t = __half;
+using bfloat16_t = __nv_bfloat16;
+
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kLog2E = 1.4426950408889634f;
+
+template <typename T>
+constexpr __host__ __device__ T ceil_div(T a, T b) {
+    return (a + b - 1) / b;
+}
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+__device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A value of which the compiler does not see where it comes from: so it neither computes it again and again, nor what
+// depends on it long before it is needed, to hold it in registers or to spill it.
+__device__ __forceinline__ uint32_t kept(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// Two numbers in one register, the first in its low half.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t packed;
+    if constexpr (std::is_same_v<T, half_t>) {
+        const __half2 pair = __floats2half2_rn(low, high);
+        packed = reinterpret_cast<const uint32_t&>(pair);
+    } else {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        packed = reinterpret_cast<const uint32_t&>(pair);
+    }
+    return packed;
+}
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+    if constexpr (std::is_same_v<T, half_t>) {
+        return __half22float2(reinterpret_cast<const __half2&>(packed));
+    } else {
+        return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+    }
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(half_t x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(bfloat16_t x) { return __bfloat162float(x); }
+
+}  // namespace flash_dmattn::cuda

@@ -227,7 +227,7 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor |
         ValueError: an unknown name.
         RuntimeError: a backend that is not available here.
     """
-    name = backend if backend is not None else backends.get_available_backends()[0]
+    name = backend if backend is not None else next(filter(backends.is_available, backends.NAMES))
     module = backends.require(name)
 
     @functools.wraps(flash_dmattn_func)

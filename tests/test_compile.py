@@ -123,11 +123,14 @@ def test_fake_tensors(function):
             assert [x.shape for x in torch.autograd.grad(out.sum(), leaves)] == [x.shape for x in leaves]
 
 
-def test_the_best_backend_inside_a_graph():
+@pytest.mark.parametrize("backend", [None, "cpu"])
+def test_a_backend_by_name_inside_a_graph(backend):
+    def named(query, key, value, bias):
+        return flash_dmattn_func_auto(backend)(query, key, value, None, bias)
+
     query, key, value, bias = tensors_of(2, 33)
-    compiled = torch.compile(
-        lambda *x: flash_dmattn_func_auto("cpu")(*x[:3], None, x[3]), fullgraph=True, backend="aot_eager"
-    )
+    torch._dynamo.reset()
+    compiled = torch.compile(named, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(query, key, value, bias), flash_dmattn_func(query, key, value, None, bias))
 
 

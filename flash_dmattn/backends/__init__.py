@@ -15,6 +15,7 @@ and lse (B, H, Sq), both differentiable. What it cannot do it refuses with an er
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 # Best first: flash_dmattn_func_auto takes the first that is available.
@@ -25,7 +26,9 @@ def load(name: str) -> ModuleType:
     """The backend's module, whether or not it can be used here."""
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
-    return importlib.import_module(f".{name}", __name__)
+    # What is there already is found where a graph is traced, which cannot import.
+    full_name = f"flash_dmattn.backends.{name}"
+    return sys.modules[full_name] if full_name in sys.modules else importlib.import_module(full_name)
 
 
 def require(name: str) -> ModuleType:

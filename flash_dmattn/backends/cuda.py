@@ -9,14 +9,17 @@ from .compiled import attention_on
 
 NAME = "cuda"
 SPARSE_MASKS = True
+# Put together here, where no graph is traced.
+WHY_NO_KERNELS = (
+    ops.WHY_NOT_BUILT
+    or f"flash_dmattn was built without CUDA kernels: {ops.compiled_module().build_info()['why_no_cuda']}; "
+    "see `Install` in README.md"
+)
 
 
 def why_unavailable() -> str | None:
-    if ops.WHY_NOT_BUILT:
-        return ops.WHY_NOT_BUILT
     if not ops.cuda_is_built():
-        why = ops.compiled_module().build_info()["why_no_cuda"]
-        return f"flash_dmattn was built without CUDA kernels: {why}; see `Install` in README.md"
+        return WHY_NO_KERNELS
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     return None

@@ -130,6 +130,9 @@ bool values_at_hand(const Tensor& tensor) {
     return tensor.is_cpu() || (tensor.is_cuda() && checks_devices());
 }
 
+// What is on the CPU already does not go through the dispatcher, where a transform would wrap it.
+Tensor read_back(const Tensor& lengths) { return lengths.is_cpu() ? lengths.contiguous() : lengths.cpu().contiguous(); }
+
 }  // namespace
 
 void check_rows_of(const char* name, const Tensor& tensor, const char* layout) {
@@ -213,7 +216,7 @@ void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor&
     TORCH_CHECK_VALUE(seqlens_k.sym_size(0) == query.sym_size(0), "cache_seqlens must have query's batch size ",
                       query.sym_size(0), ", got ", seqlens_k.sym_size(0));
     if (!values_at_hand(seqlens_k)) return;
-    const Tensor lengths = seqlens_k.cpu().contiguous();
+    const Tensor lengths = read_back(seqlens_k);
     for (const int32_t length : at::ArrayRef<int32_t>(lengths.const_data_ptr<int32_t>(), lengths.numel())) {
         TORCH_CHECK_VALUE(length >= 0 && length <= key.sym_size(1), "cache_seqlens must be from 0 to the ", key.sym_size(1),
                           " keys given, got ", length);
@@ -227,7 +230,7 @@ void check_cu_seqlens(const CuSeqlens& given) {
     TORCH_CHECK_VALUE(given.tensor.sym_size(0) >= 1, given.name, " must have B + 1 elements, at least 1, got ",
                       given.tensor.sym_size(0));
     if (!values_at_hand(given.tensor)) return;
-    const Tensor offsets = given.tensor.cpu().contiguous();
+    const Tensor offsets = read_back(given.tensor);
     const at::ArrayRef<int32_t> at(offsets.const_data_ptr<int32_t>(), offsets.numel());
     int64_t longest = 0, shortest = 0;
     for (size_t b = 1; b < at.size(); ++b) {

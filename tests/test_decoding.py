@@ -81,11 +81,12 @@ def test_lists_of_few_rows_are_exact(keys, rows, dtype):
 
 
 def masks_of(kind, batch, seqlen_q, seqlen_k, device):
+    runs = KeyIntervalMask.documents(ids=torch.arange(seqlen_k, device=device) // 50)
     return {
         "none": None,
         "key mask": rand_mask(batch, 1, 1, seqlen_k, device=device),
         "bool": rand_mask(1, 2, seqlen_q, seqlen_k, device=device),
-        "intervals": KeyIntervalMask.documents(ids=torch.arange(seqlen_k, device=device) // 50),
+        "intervals": KeyIntervalMask(runs.start, runs.end),  # of any number of rows
     }[kind]
 
 

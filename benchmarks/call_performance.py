@@ -301,7 +301,7 @@ def selection(problem: Problem, setting: Setting) -> list[Timing]:
     seqlen = problem.seqlen_q
 
     def topk() -> KeyIntervalMask:
-        return KeyIntervalMask.topk(inputs.bias, problem.window)
+        return KeyIntervalMask.topk(inputs.bias, problem.window, seqlen)
 
     def lists(mask: KeyIntervalMask) -> KeyLists:
         return KeyLists.build(mask, seqlen, is_causal=True)

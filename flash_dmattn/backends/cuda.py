@@ -9,17 +9,15 @@ from .compiled import attention_on
 
 NAME = "cuda"
 SPARSE_MASKS = True
-# Put together here, where no graph is traced.
-WHY_NO_KERNELS = (
-    ops.WHY_NOT_BUILT
-    or f"flash_dmattn was built without CUDA kernels: {ops.compiled_module().build_info()['why_no_cuda']}; "
-    "see `Install` in README.md"
-)
+# Asked for here, where no graph is traced.
+WHY_NO_CUDA = None if ops.WHY_NOT_BUILT else ops.compiled_module().build_info()["why_no_cuda"]
 
 
 def why_unavailable() -> str | None:
-    if not ops.cuda_is_built():
-        return WHY_NO_KERNELS
+    if ops.WHY_NOT_BUILT:
+        return ops.WHY_NOT_BUILT
+    if WHY_NO_CUDA is not None:
+        return f"flash_dmattn was built without CUDA kernels: {WHY_NO_CUDA}; see `Install` in README.md"
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     return None

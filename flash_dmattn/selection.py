@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import ops, prefix_topk
 from .arguments import is_known, require_count
-from .interval_mask import KeyIntervalMask, check_topk, refuse_nan
+from .interval_mask import KeyIntervalMask, refuse_nan
 
 
 def select(
@@ -21,13 +21,12 @@ def select(
 ) -> KeyIntervalMask | ops.MaskTensors | None:
     """What the rows see of fixed length; None where causality and the bias alone say it, since no row has more keys.
 
-    bias: ({B|1}, {H|Hkv|1}, 1, Sk).
+    bias: ({B|1}, {H|Hkv|1}, 1, Sk), checked.
     as_lists: whether few rows may be given straight as lists of keys, which their kernel alone can make.
     must_mask: whether None will not do.
     """
     require_count("window_size", window_size)
     if is_known(window_size >= seqlen_k) and not must_mask:
-        check_topk("", bias, window_size, ndims=(4,))
         refuse_nan(bias)
         return None
     if as_lists and prefix_topk.has_kernels(bias) and is_known(seqlen_q <= ops.MOST_SELECTED_ROWS):
@@ -44,7 +43,6 @@ def select_varlen(
     """The same of variable length; bias (total_k, {H|Hkv|1})."""
     require_count("window_size", window_size)
     if is_known(window_size >= max_seqlen_k) and not must_mask:
-        check_topk("", bias, window_size, ndims=(2,))
         refuse_nan(bias)
         return None
     return KeyIntervalMask.topk_varlen(bias, window_size, cu_seqlens_k, cu_seqlens_q, max_seqlen_k)

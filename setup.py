@@ -45,7 +45,7 @@ CUDA_SOURCES = [
     *(
         f"csrc/cuda/{name}.cu"
         for name in (
-            *("device", "dispatch", "sm80/bwd", "sm80/fwd"),
+            *("device", "dispatch", "sm80/bwd", "sm80/fwd", "sm90/bwd", "sm90/fwd", "sm90/tensor_map"),
             *(f"masks/{name}" for name in ("bounded_lists", "interval_tiles", "key_lists", "pack_mask")),
             *(f"passes/{name}" for name in ("convert", "delta")),
             *(f"select/{name}" for name in ("intervals", "key_lists", "short_sequences", "sort")),
@@ -140,13 +140,15 @@ def extension():
         flags["cxx"].append(quoted("FLASH_DMATTN_WHY_NO_CUDA", reason))
         return CppExtension("flash_dmattn._C", [*CPU_SOURCES, "csrc/torch/no_cuda.cpp"], **options)
 
-    generated = ROOT / "build" / "kernels"
-    kernels = [os.path.relpath(path, ROOT) for path in generate_kernels.generate(generated)]
-    options["include_dirs"].append(str(generated))
     # Chosen here, not by CUDAExtension, so that the module can tell for which it was built.
     targets = cpp_extension._get_cuda_arch_flags()
-    codes = [target.rpartition("code=")[2] for target in targets]
-    architectures = ",".join(sorted(codes, key=lambda code: (code.startswith("compute"), len(code), code)))
+    codes = sorted(
+        {target.rpartition("code=")[2] for target in targets}, key=lambda c: (c.startswith("compute"), len(c), c)
+    )
+    generated = ROOT / "build" / "kernels"
+    kernels = [os.path.relpath(path, ROOT) for path in generate_kernels.generate(generated, codes)]
+    options["include_dirs"].append(str(generated))
+    architectures = ",".join(codes)
     flags["cxx"] += ["-DFLASH_DMATTN_WITH_CUDA", quoted("FLASH_DMATTN_CUDA_ARCHITECTURES", architectures)]
     flags["nvcc"] = NVCC_FLAGS + targets
     print(f"flash_dmattn: building {len(kernels)} files of CUDA kernels for {architectures}")

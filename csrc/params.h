@@ -153,6 +153,8 @@ struct AttentionParams {
     int64_t kv_heads = 0;
     int64_t seqlen_q = 0;  // the longest, of variable length
     int64_t seqlen_k = 0;
+    int64_t total_q = 0;   // rows and keys of all sequences together
+    int64_t total_k = 0;
     int64_t head_dim = 0;
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1], or null where every sequence has seqlen_q rows
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]

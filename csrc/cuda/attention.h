@@ -27,8 +27,7 @@ namespace cuda {
 // What is decided of a call on the current device; params.packed_mask and params.interval_tiles have been filled. Raises
 // where no kernel was built for it.
 FwdPlan plan_fwd(const FwdParams& params);
-// total_q, total_k: of variable length, the numbers of rows and of keys of all sequences.
-BwdPlan plan_bwd(const BwdParams& params, int64_t total_q, int64_t total_k);
+BwdPlan plan_bwd(const BwdParams& params);
 
 // workspace: plan.workspace_bytes at a multiple of 256, whatever they hold; null where that is 0.
 void run_fwd(const FwdParams& params, const FwdPlan& plan, void* workspace, cudaStream_t stream);

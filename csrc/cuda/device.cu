@@ -25,7 +25,10 @@ Entry ask(int device) {
     cudaFuncAttributes probe;
     FLASH_CUDA_CHECK(cudaFuncGetAttributes(&probe, probe_kernel));
     return {{attribute(device, cudaDevAttrMultiProcessorCount), attribute(device, cudaDevAttrL2CacheSize),
-             attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin), probe.ptxVersion * 10},
+             attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin),
+             attribute(device, cudaDevAttrComputeCapabilityMajor) * 10 +
+                 attribute(device, cudaDevAttrComputeCapabilityMinor),
+             probe.ptxVersion * 10},
             {}};
 }
 

@@ -1,17 +1,27 @@
 // Which generation's kernels serve a call, and what all of them have in common: the workspace and the small passes.
 #include "attention.h"
+
+#include <cstdlib>
+#include <string_view>
+
 #include "common/check.h"
 #include "common/device.h"
 #include "passes/convert.h"
 #include "passes/delta.h"
 #include "sm80/bwd.h"
 #include "sm80/fwd.h"
+#include "sm90/bwd.h"
+#include "sm90/fwd.h"
 
 namespace flash_dmattn::cuda {
 namespace {
 
-// Asked of the loaded code, since kernels of one generation may not run on the next.
-Arch arch_of(const Device&) { return Arch::kSm80; }
+// The newest generation whose kernels the device runs and that FLASH_DMATTN_ARCH (sm80), for tests and comparisons, allows.
+Arch newest_arch() {
+    const char* named = std::getenv("FLASH_DMATTN_ARCH");
+    const bool restricted = named != nullptr && std::string_view(named) == "sm80";
+    return current_device().capability == 90 && !restricted ? Arch::kSm90 : Arch::kSm80;
+}
 
 bool nothing_to_do(const AttentionParams& p) { return p.batch == 0 || p.heads == 0; }
 
@@ -20,10 +30,11 @@ bool nothing_to_do(const AttentionParams& p) { return p.batch == 0 || p.heads ==
 FwdPlan plan_fwd(const FwdParams& p) {
     FwdPlan plan;
     if (nothing_to_do(p) || p.seqlen_q == 0) return plan;
-    plan.arch = arch_of(current_device());
-    switch (plan.arch) {
-        case Arch::kSm80: sm80::plan_fwd(p, plan); break;
+    if (newest_arch() == Arch::kSm90 && sm90::plan_fwd(p, plan)) {
+        plan.arch = Arch::kSm90;
+        return plan;
     }
+    sm80::plan_fwd(p, plan);
     if (plan.splits == 1) return plan;
     WorkspaceLayout layout;
     const int64_t numbers = plan.splits * p.batch * p.heads * p.seqlen_q;
@@ -44,18 +55,20 @@ void run_fwd(const FwdParams& p, const FwdPlan& plan, void* workspace, cudaStrea
     if (plan.splits > 1) FLASH_CUDA_CHECK(cudaMemsetAsync(args.tickets, 0, plan.tickets.bytes, stream));
     switch (plan.arch) {
         case Arch::kSm80: sm80::run_fwd(args, plan, stream); break;
+        case Arch::kSm90: sm90::run_fwd(args, plan, stream); break;
     }
 }
 
-BwdPlan plan_bwd(const BwdParams& p, int64_t total_q, int64_t total_k) {
+BwdPlan plan_bwd(const BwdParams& p) {
     BwdPlan plan;
     if (nothing_to_do(p)) return plan;
-    plan.arch = arch_of(current_device());
     WorkspaceLayout layout;
-    switch (plan.arch) {
-        case Arch::kSm80: sm80::plan_bwd(p, total_q, total_k, plan, layout); break;
+    if (newest_arch() == Arch::kSm90 && sm90::plan_bwd(p, plan, layout)) {
+        plan.arch = Arch::kSm90;
+    } else {
+        sm80::plan_bwd(p, plan, layout);
     }
-    plan.delta_rows = p.cu_seqlens_q == nullptr ? p.seqlen_q : total_q;
+    plan.delta_rows = p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q;
     plan.delta = layout.take((p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * plan.delta_rows * sizeof(float));
     plan.workspace_bytes = layout.bytes;
     return plan;
@@ -76,6 +89,7 @@ void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStrea
     compute_delta(args, stream);
     switch (plan.arch) {
         case Arch::kSm80: sm80::run_bwd(args, plan, stream); break;
+        case Arch::kSm90: sm90::run_bwd(args, plan, stream); break;
     }
     convert_sums(args, stream);
 }

@@ -9,6 +9,7 @@ namespace flash_dmattn::cuda {
 // Kernels of one generation: a device is served by those of its own where they are built, else by older ones.
 enum class Arch : int32_t {
     kSm80,  // mma.sync, cp.async: compute capability 8.0 and up
+    kSm90,  // wgmma, the copy engine: 9.0
 };
 
 // A part of the workspace.

@@ -108,7 +108,7 @@ void backward_cuda(BwdParams& p, const Inputs& in) {
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
-    const cuda::BwdPlan plan = cuda::plan_bwd(p, in.query.size(0), in.key.size(0));
+    const cuda::BwdPlan plan = cuda::plan_bwd(p);
     const Tensor memory = workspace(plan.workspace_bytes, in.query);
     cuda::run_bwd(p, plan, address(memory), stream);
 }

@@ -86,6 +86,8 @@ void fill(AttentionParams& p, const Inputs& in) {
     p.batch = varlen ? in.varlen->cu_seqlens_q.numel() - 1 : query.size(0);
     p.seqlen_q = varlen ? longest_sequence(in.varlen->cu_seqlens_q, in.varlen->max_seqlen_q) : query.size(1);
     p.seqlen_k = varlen ? longest_sequence(in.varlen->cu_seqlens_k, in.varlen->max_seqlen_k) : key.size(1);
+    p.total_q = varlen ? query.size(0) : p.batch * p.seqlen_q;
+    p.total_k = varlen ? key.size(0) : p.batch * p.seqlen_k;
     p.heads = query.size(-2);
     p.kv_heads = key.size(-2);
     p.head_dim = query.size(-1);

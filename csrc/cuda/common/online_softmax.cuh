@@ -23,11 +23,11 @@ struct OnlineSoftmax {
         }
     }
 
-    // Scores to exp(score - the row's largest so far); what was summed before is brought to the new largest. Before a row's
-    // largest becomes a finite number below `extreme`, hide_extremes() may yet hide scores.
-    template <int kNTiles, int kOutTiles, typename HideExtremes>
-    __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float (&out)[kMTiles][kOutTiles][4],
-                                           float to_log2, float extreme, const HideExtremes& hide_extremes) {
+    // Scores to exp(score - the row's largest so far); correct(i, factor) is to bring what was summed of `out` before to the
+    // new largest. Before a row's largest becomes a finite number below `extreme`, hide_extremes() may yet hide scores.
+    template <int kNTiles, typename HideExtremes, typename Correct>
+    __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme,
+                                           const HideExtremes& hide_extremes, const Correct& correct) {
         float largest[kMTiles * 2];
         const auto find_largest = [&](int i) {
             const int m = i / 2, h = i % 2;
@@ -59,11 +59,7 @@ struct OnlineSoftmax {
                 const float correction = fast_exp2((max[i] - base) * to_log2);
                 max[i] = largest[i];
                 sum[i] *= correction;
-#pragma unroll
-                for (int n = 0; n < kOutTiles; ++n) {
-                    out[i / 2][n][i % 2 * 2] *= correction;
-                    out[i / 2][n][i % 2 * 2 + 1] *= correction;
-                }
+                correct(i, correction);
             }
         }
         float shift[kMTiles * 2];
@@ -96,6 +92,16 @@ struct OnlineSoftmax {
                     x = fast_exp2(fmaf(x, to_log2, -shift[i]));
                     sum[i] += x;
                 }
+    }
+
+    // Row [i] of `out` times a factor.
+    template <int kOutTiles>
+    static __device__ __forceinline__ void scale(float (&out)[kMTiles][kOutTiles][4], int i, float factor) {
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n) {
+            out[i / 2][n][i % 2 * 2] *= factor;
+            out[i / 2][n][i % 2 * 2 + 1] *= factor;
+        }
     }
 
     // 1 / sum of row [i], and its lse where scores times `unit` are natural exponents; 0 and -inf where nothing was visible.

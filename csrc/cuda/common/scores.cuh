@@ -97,6 +97,29 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
     }
 }
 
+// lse of a row in units of log2(e), for the exponents of its pairs. exp2(x - inf) = 0: an empty row, and one beyond the
+// sequence, has no p. Nor has a pair that its bias hides, since lse is larger by far: of float16 by 32 at the least, the
+// distance to the next visible bias. Nor has a row whose lse times log2(e) is no number of float32; it must not become -inf
+// here.
+__device__ __forceinline__ float lse_to_log2(float lse, bool exists) {
+    return exists && lse != -kInfinity ? fmaxf(lse * kLog2E, -FLT_MAX) : kInfinity;
+}
+
+// From the products s = q k and dp = do v of a pair to p and ds, 0 where it is not visible; gives dx, which then may be
+// anything. shift: bias - lse, times log2(e). scale_log2: the scale, or the softcap, times log2(e). p is not above 1, as in
+// the forward, where lse is a sum of rounded numbers.
+template <bool kSoftcap>
+__device__ __forceinline__ float differentiate_pair(float& s, float& dp, float shift, float delta, float scale_log2,
+                                                    float scale_of_capped, bool is_visible) {
+    float capped = 0;
+    if (kSoftcap) s = capped = fast_tanh(s * scale_of_capped);
+    const float prob = fast_exp2(fminf(fmaf(s, scale_log2, shift), 0.f));
+    const float dx = prob * (dp - delta);
+    s = is_visible ? prob : 0;
+    dp = !is_visible ? 0 : kSoftcap ? dx * (1 - capped * capped) : dx;
+    return dx;
+}
+
 // S and dP to P and dS of some of a tile's pairs; they begin at (row, key) of it. `stage` has the rows' lse
 // and delta and, of a key bias, key_bias; visibility.word(row, w) is asked for this lane's keys alone.
 // dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. take(m, h, n, dx, is_visible) is given
@@ -118,11 +141,7 @@ __device__ __forceinline__ void differentiate(float (&s)[kMTiles][kNTiles][4], f
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int r = row + m * 16 + h * 8 + fragment_row(lane);
-            const float row_lse = stage.lse[r];
-            // exp2(x - inf) = 0: an empty row, and one beyond the sequence, has no p. Nor has a pair that its bias hides,
-            // since lse is larger by far: of float16 by 32 at the least, the distance to the next visible bias. Nor has a row
-            // whose lse times log2(e) is no number of float32; it must not become -inf here.
-            lse[h] = r < rows && row_lse != -kInfinity ? fmaxf(row_lse * kLog2E, -FLT_MAX) : kInfinity;
+            lse[h] = lse_to_log2(stage.lse[r], r < rows);
             delta[h] = lse[h] != kInfinity ? stage.delta[r] : 0;
             if (kMasked) {
 #pragma unroll
@@ -150,15 +169,9 @@ __device__ __forceinline__ void differentiate(float (&s)[kMTiles][kNTiles][4], f
                 bool is_visible[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    float& x = s[m][k][2 * h + e];
-                    float& d = dp[m][k][2 * h + e];
-                    float capped = 0;
-                    if (kSoftcap) x = capped = fast_tanh(x * (scale / softcap));
                     is_visible[e] = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
-                    const float prob = fast_exp2(fmaf(x, scale_log2, shift[e]));
-                    dx[e] = prob * (d - delta[h]);
-                    x = is_visible[e] ? prob : 0;
-                    d = !is_visible[e] ? 0 : kSoftcap ? dx[e] * (1 - capped * capped) : dx[e];
+                    dx[e] = differentiate_pair<kSoftcap>(s[m][k][2 * h + e], dp[m][k][2 * h + e], shift[e], delta[h], scale_log2,
+                                                         scale / softcap, is_visible[e]);
                 }
                 take(m, h, k, dx, is_visible);
             }

@@ -30,6 +30,12 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&x)[4])
                  : "memory");
 }
 
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t to, const uint32_t (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
 // Clusters of blocks, each of which reaches the others' shared memory.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
@@ -58,6 +64,13 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// More bytes of the current phase.
+__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_here(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // At a barrier of any block of the cluster.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier_in_block) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_in_block) : "memory");
@@ -84,5 +97,29 @@ __device__ __forceinline__ void store_shared_or_async(uint32_t to, uint32_t barr
         "r"(to)
         : "memory");
 }
+
+// What the threads have written to shared memory is seen by what reads it asynchronously: copies and products. A barrier
+// follows.
+__device__ __forceinline__ void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Copies a box of a tensor in global memory to shared memory, where zeros stand for what lies outside the tensor, and
+// tells the barrier of the bytes. `map` is a CUtensorMap among the kernel's parameters; x counts along its first
+// dimension, in which elements are contiguous.
+__device__ __forceinline__ void copy_box(uint32_t to, const void* map, uint32_t barrier, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+// The reverse; what lies outside the tensor is left out. The thread commits, and waits before the memory is written again.
+__device__ __forceinline__ void store_box(const void* map, uint32_t from, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+__device__ __forceinline__ void store_box_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void store_box_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void store_box_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace flash_dmattn::cuda

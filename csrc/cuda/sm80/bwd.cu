@@ -4,9 +4,9 @@
 #include <algorithm>
 
 #include "../common/device.h"
+#include "../common/serves.h"
 #include "bwd_kernel.cuh"
-#include "kernels.h"  // generated: FLASH_DMATTN_SM80_KERNELS(X), X(T, head dimension) for what is built
-#include "serves.cuh"
+#include "kernels.h"  // generated: FLASH_DMATTN_SM80_BWD_KERNELS(X), X(T, head dimension) for what is built
 
 namespace flash_dmattn::cuda::sm80 {
 namespace {
@@ -56,7 +56,7 @@ bool can_exchange_dx(const BwdParams& p, const BwdPlan& plan) {
     if (!batch_shares || plan.small_tiles) return false;  // code with the large tiles has clusters, too
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == kHeadDim) return can_exchange_dx_among<BwdTile<kHeadDim, T, false>>(p.batch);
-    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_MATCH)
+    FLASH_DMATTN_SM80_BWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     return false;
 }
@@ -90,10 +90,10 @@ int64_t plan_dense_dbias(const BwdParams& p, const BwdTileSizes& main_tile, BwdP
 WorkspacePart take_floats(WorkspaceLayout& layout, int64_t count) { return layout.take(count * sizeof(float)); }
 WorkspacePart take_ints(WorkspaceLayout& layout, int64_t count) { return layout.take(count * sizeof(int32_t)); }
 
-void plan_tiles(const BwdParams& p, int64_t total_q, BwdPlan& plan, WorkspaceLayout& layout) {
+void plan_tiles(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     const BwdTileSizes sizes = bwd_tile_sizes(plan.head_dim, plan.small_tiles);
     plan.dquery_tiles =
-        p.cu_seqlens_q == nullptr ? ceil_div<int64_t>(p.seqlen_q, sizes.rows) : total_q / sizes.rows + p.batch;
+        p.cu_seqlens_q == nullptr ? ceil_div<int64_t>(p.seqlen_q, sizes.rows) : p.total_q / sizes.rows + p.batch;
     const int64_t tiles = dquery_tiles_total(p, plan);
     plan.dquery_accum = take_floats(layout, tiles * sizes.rows * plan.head_dim);
     if (p.deterministic) plan.dquery_turns = take_ints(layout, tiles + 1);
@@ -103,13 +103,12 @@ void plan_tiles(const BwdParams& p, int64_t total_q, BwdPlan& plan, WorkspaceLay
     if (plan.dense_dbias == DenseDbias::kAtomic) plan.zeroed_bytes = layout.bytes;
 }
 
-void plan_lists(const BwdParams& p, int64_t total_q, int64_t total_k, BwdPlan& plan, WorkspaceLayout& layout) {
-    const bool is_varlen = p.cu_seqlens_q != nullptr;
-    plan.dkv_rows = is_varlen ? total_k : p.batch * p.seqlen_k;
+void plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
+    plan.dkv_rows = p.total_k;
     plan.dkv_cols = plan.head_dim;
     plan.dkv_accum = take_floats(layout, 2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols);
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_is_of_one(p))
-        plan.dbias_accum_size = (is_varlen ? total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
+        plan.dbias_accum_size = (p.cu_seqlens_q != nullptr ? p.total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
     plan.dbias_accum = take_floats(layout, plan.dbias_accum_size);
     const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, gather_tile_sizes(plan.head_dim, plan.small_tiles).rows);
     if (p.deterministic) plan.watermarks = take_ints(layout, p.batch * p.heads * row_tiles + 1);
@@ -118,14 +117,14 @@ void plan_lists(const BwdParams& p, int64_t total_q, int64_t total_k, BwdPlan& p
 
 }  // namespace
 
-void plan_bwd(const BwdParams& p, int64_t total_q, int64_t total_k, BwdPlan& plan, WorkspaceLayout& layout) {
+void plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
-    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_MATCH)
+    FLASH_DMATTN_SM80_BWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     require_built("backward", p, plan.head_dim);
     plan.small_tiles = has_little_shared_memory(current_device().code);
-    p.lists.present() ? plan_lists(p, total_q, total_k, plan, layout) : plan_tiles(p, total_q, plan, layout);
+    p.lists.present() ? plan_lists(p, plan, layout) : plan_tiles(p, plan, layout);
 }
 
 void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream) {
@@ -133,7 +132,7 @@ void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream) {
     if (plan.head_dim == kHeadDim && serves<T, kHeadDim>(args))                       \
         return args.lists.present() ? run_gather_bwd<T, kHeadDim>(args, plan, stream) \
                                     : run_bwd<T, kHeadDim>(args, plan, stream);
-    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_RUN)
+    FLASH_DMATTN_SM80_BWD_KERNELS(FLASH_DMATTN_RUN)
 #undef FLASH_DMATTN_RUN
 }
 

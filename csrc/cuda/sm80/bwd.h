@@ -8,7 +8,7 @@
 namespace flash_dmattn::cuda::sm80 {
 
 // The kernels, how their work is cut, and the parts of the workspace, those that must be 0 first.
-void plan_bwd(const BwdParams& params, int64_t total_q, int64_t total_k, BwdPlan& plan, WorkspaceLayout& layout);
+void plan_bwd(const BwdParams& params, BwdPlan& plan, WorkspaceLayout& layout);
 void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
 
 // Instantiated in the files that scripts/generate_kernels.py writes.

@@ -4,9 +4,9 @@
 #include <algorithm>
 
 #include "../common/device.h"
+#include "../common/serves.h"
 #include "fwd_config.h"
-#include "kernels.h"  // generated: FLASH_DMATTN_SM80_KERNELS(X), X(T, head dimension) for what is built
-#include "serves.cuh"
+#include "kernels.h"  // generated: FLASH_DMATTN_SM80_FWD_KERNELS(X), X(T, head dimension) for what is built
 
 namespace flash_dmattn::cuda::sm80 {
 namespace {
@@ -47,7 +47,7 @@ int64_t plan_splits(const FwdParams& p, const FwdPlan& plan, int64_t tiles) {
 void plan_fwd(const FwdParams& p, FwdPlan& plan) {
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
-    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_MATCH)
+    FLASH_DMATTN_SM80_FWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     require_built("forward", p, plan.head_dim);
     plan.pack = heads_of_tile(p);
@@ -78,7 +78,7 @@ void run(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream) {
 void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream) {
 #define FLASH_DMATTN_RUN(T, kHeadDim) \
     if (plan.head_dim == kHeadDim && serves<T, kHeadDim>(args)) return run<T, kHeadDim>(args, plan, stream);
-    FLASH_DMATTN_SM80_KERNELS(FLASH_DMATTN_RUN)
+    FLASH_DMATTN_SM80_FWD_KERNELS(FLASH_DMATTN_RUN)
 #undef FLASH_DMATTN_RUN
 }
 

@@ -120,7 +120,9 @@ protected:
             if (!idle) {
                 // A row that so far has seen nothing but what its dense bias hides.
                 constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
-                softmax_.update(scores, out_, schedule_.to_log2, kExtreme, [&] { source.hide_by_bias(scores, visited); });
+                softmax_.update(
+                    scores, schedule_.to_log2, kExtreme, [&] { source.hide_by_bias(scores, visited); },
+                    [&](int i, float factor) { softmax_.scale(out_, i, factor); });
                 add_probs_value(scores);
             }
             if (more) source.store_pairs(tile);
@@ -241,11 +243,7 @@ private:
             const auto weight = [&](float max) { return fast_exp2((max - shift) * schedule_.to_log2); };
             for (int w = 0; w < kKeyWarps; ++w) total += memory_.sum[w][row] * weight(memory_.max[w][row]);
             const float own = weight(softmax_.max[i]);
-#pragma unroll
-            for (int n = 0; n < kOutTiles; ++n) {
-                out_[i / 2][n][i % 2 * 2] *= own;
-                out_[i / 2][n][i % 2 * 2 + 1] *= own;
-            }
+            softmax_.scale(out_, i, own);
             softmax_.max[i] = largest;
             softmax_.sum[i] = leads_row() ? total : 0.f;
         });

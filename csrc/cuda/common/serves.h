@@ -6,9 +6,9 @@
 #include <type_traits>
 
 #include "../../params.h"
-#include "../common/basics.cuh"
+#include "basics.cuh"
 
-namespace flash_dmattn::cuda::sm80 {
+namespace flash_dmattn::cuda {
 
 // Asked by rising head dimension: the first that does is the one.
 template <typename T, int kHeadDim>
@@ -23,4 +23,4 @@ inline void require_built(const char* what, const AttentionParams& p, int head_d
                                  std::to_string(p.head_dim) + ": see FLASH_DMATTN_DTYPES and FLASH_DMATTN_HEAD_DIMS");
 }
 
-}  // namespace flash_dmattn::cuda::sm80
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,66 @@
+// A block of the backward for compute capability 9.0: what its warp groups share.
+//
+// It owns a tile of keys of one key/value head and visits the tiles of query rows that see it, of every query head of the
+// group. The first warp group loads, the others multiply, 64 keys each. Scores stand transposed, keys by rows: so P and dS
+// are operands of dV = P dO and dK = dS Q as they lie in registers, and what is of a key is of two rows of a thread.
+#pragma once
+
+#include <cuda.h>
+
+#include "../../params.h"
+#include "../common/sequence.cuh"
+#include "../plan.h"
+#include "bwd_config.h"
+#include "operand.cuh"
+#include "ring.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// How the copy engine finds the tensors: [D, heads, S, B], of a dense bias and its gradient [Sk, Sq, heads, B].
+struct BwdMaps {
+    CUtensorMap query, dout, key, value, bias, dbias;
+};
+
+template <typename Tile, BiasKind kBias>
+struct BwdSmem {
+    static constexpr int kRows = Tile::kRows;
+
+    // What comes with a tile of query rows.
+    struct RowInfo {
+        static constexpr int kEnd = -1;  // as a tile: there is no other
+
+        int head, row_tile;
+        bool mask_full;  // the mask hides nothing of the tile
+        bool has_empty[kRows / 32];  // of 32 rows: some see nothing, or lie beyond the sequence
+        alignas(16) float lse[kRows];  // times log2(e); inf where a row sees nothing
+        alignas(16) float delta[kRows];
+        alignas(16) uint32_t mask[Tile::kWords][kRows];  // bit j % 32 of word j / 32: whether the row sees key j
+    };
+
+    alignas(kTileAlign) typename Tile::KeysTile key;
+    alignas(kTileAlign) typename Tile::KeysTile value;
+    alignas(kTileAlign) typename Tile::RowsTile query[Tile::kStages];
+    alignas(kTileAlign) typename Tile::RowsTile dout[Tile::kStages];
+    alignas(kTileAlign) typename Tile::PairsTile pairs[Tile::kStages];  // of a dense bias, then of dS
+    RowInfo rows[Tile::kStages];
+    uint32_t seen[Tile::kWords];  // keys that some row sees
+    Sequence sequence;
+    alignas(8) uint64_t keys_full;
+    RingBarriers<Tile::kStages> query_ring, dout_ring, bias_ring;
+
+    // By one thread.
+    __device__ void init_rings() {
+        constexpr int kConsumerWarps = Tile::kConsumers * 4;
+        mbarrier_init(smem_address(&keys_full), 128);
+        query_ring.init(128, kConsumerWarps);
+        dout_ring.init(1, kConsumerWarps);
+        bias_ring.init(1, kConsumerWarps);
+    }
+};
+
+// The keys that a block owns.
+struct BwdWork {
+    int key_tile, kv_head, first_head, group;  // the query heads [first_head, first_head + group)
+};
+
+}  // namespace flash_dmattn::cuda::sm90

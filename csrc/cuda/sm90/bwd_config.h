@@ -1,0 +1,48 @@
+// Tile sizes of the backward.
+#pragma once
+
+#include <stdexcept>
+
+#include "../../params.h"
+#include "../common/smem_tile.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A block owns `keys` keys, 64 for each warp group that multiplies, and visits `rows` query rows at a time: dK and dV of 64
+// keys stay in a group's registers, beside S and dP of 64 keys and all rows.
+struct BwdTileSizes {
+    int rows, keys;
+};
+
+// A head dimension is rounded up to one of these.
+constexpr BwdTileSizes bwd_tile_sizes(int head_dim) {
+    switch (head_dim) {
+        case 32:
+        case 64: return {.rows = 128, .keys = 128};
+        case 128: return {.rows = 64, .keys = 128};
+    }
+    throw std::logic_error("head dimension");
+}
+
+template <typename T_, int kHeadDim_>
+struct BwdTile {
+    using T = T_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr BwdTileSizes kSizes = bwd_tile_sizes(kHeadDim);
+    static constexpr int kRows = kSizes.rows, kKeys = kSizes.keys, kWords = kKeys / 32;
+    static constexpr int kConsumers = 2;  // warp groups that multiply
+    static constexpr int kThreads = (1 + kConsumers) * 128;
+    static constexpr int kStages = 2;
+    // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
+    static constexpr bool kSplitsDqRows = kRows == 64 * kConsumers;
+    static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumers;
+    static_assert(kKeys == 64 * kConsumers && (kSplitsDqRows || (kRows == 64 && kDqCols % 64 == 0)));
+    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+    using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
+    using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
+    using PairsTile = SmemTile<T, kRows, kKeys>;    // bias, dS; a panel for each group's keys
+    static_assert(PairsTile::kPanelCols == 64);
+};
+
+}  // namespace flash_dmattn::cuda::sm90

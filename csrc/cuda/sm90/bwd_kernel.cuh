@@ -1,0 +1,62 @@
+// The backward for compute capability 9.0, and dQ from its sums.
+#pragma once
+
+#include "bwd_consumer.cuh"
+#include "bwd_producer.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Tile, BiasKind kBias>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdMaps maps) {
+    extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
+    auto& smem = *reinterpret_cast<BwdSmem<Tile, kBias>*>(raw_smem);
+    const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys), kv_heads = static_cast<int>(p.kv_heads);
+    BwdWork work;
+    work.key_tile = blockIdx.x % key_tiles;
+    work.kv_head = blockIdx.x / key_tiles % kv_heads;
+    work.group = static_cast<int>(p.heads) / kv_heads;
+    work.first_head = work.kv_head * work.group;
+    if (threadIdx.x == 0) {
+        smem.sequence = Sequence(p, blockIdx.x / key_tiles / kv_heads);
+        smem.init_rings();
+    }
+    __syncthreads();
+    if (work.key_tile * Tile::kKeys >= smem.sequence.keys) return;
+    if (threadIdx.x < 128) {
+        give_registers<Tile::kProducerRegisters>();
+        BwdProducer<Tile, kBias>(p, maps, smem, work).run();
+    } else {
+        take_registers<Tile::kConsumerRegisters>();
+        BwdConsumer<Tile, kBias>(p, maps, smem, work).run();
+    }
+}
+
+// dQ from float32, as the main kernel's registers held it, to rows of the query's dtype. One block a tile of rows.
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kConsumers * 128) convert_dquery_kernel(const __grid_constant__ BwdArgs p) {
+    using T = typename Tile::T;
+    constexpr int kRows = Tile::kRows, kTiles = Tile::kDqCols / 8;
+    const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads);
+    const int row_tile = blockIdx.x % row_tiles, head = blockIdx.x / row_tiles % heads, group = threadIdx.x / 128;
+    const Sequence s(p, blockIdx.x / row_tiles / heads);
+    if (row_tile * kRows >= s.rows) return;
+    const float* from = p.dquery_accum + dquery_tile<kRows>(p, s, head, row_tile) * kRows * Tile::kHeadDim +
+                        (group * kTiles * 128 + threadIdx.x % 128) * 4;
+    float dquery[1][kTiles][4];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+        const float4 x = *reinterpret_cast<const float4*>(from + n * 128 * 4);
+        dquery[0][n][0] = x.x, dquery[0][n][1] = x.y, dquery[0][n][2] = x.z, dquery[0][n][3] = x.w;
+    }
+    const int group_row = Tile::kSplitsDqRows ? group * 64 : 0, col = Tile::kSplitsDqRows ? 0 : group * Tile::kDqCols;
+    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + col;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = row_tile * kRows + group_row + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();
+        store_row(dquery, h, static_cast<float>(p.softmax_scale), to + row * p.dquery.row_stride,
+                  static_cast<int>(p.head_dim) - col, row < s.rows);
+    }
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,186 @@
+// The warp group that loads, of the backward.
+#pragma once
+
+#include "../common/intervals.cuh"
+#include "../common/scores.cuh"
+#include "../common/tile_scan.cuh"
+#include "bwd_block.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Tile, BiasKind kBias>
+class BwdProducer {
+public:
+    using T = typename Tile::T;
+    using Smem = BwdSmem<Tile, kBias>;
+
+    __device__ BwdProducer(const BwdArgs& p, const BwdMaps& maps, Smem& smem, const BwdWork& work)
+        : p_(p), maps_(maps), smem_(smem), work_(work), query_ring_(smem.query_ring), dout_ring_(smem.dout_ring),
+          bias_ring_(smem.bias_ring) {}
+
+    __device__ void run() {
+        load_keys();
+        for_each_tile([&](int head, int row_tile, bool is_visited, bool mask_full) {
+            if (is_visited) load_rows(head, row_tile, mask_full);
+        });
+        query_ring_.wait_empty();
+        if (threadIdx.x == 0) smem_.rows[query_ring_.stage()].row_tile = Smem::RowInfo::kEnd;
+        mbarrier_arrive_here(query_ring_.full());
+        // Tiles that nobody visits have a gradient, too: 0.
+        if (kBias == BiasKind::kDense && p_.dense_dbias == DenseDbias::kByEntry && (p_.is_causal || has_mask(p_)))
+            for_each_tile([&](int head, int row_tile, bool is_visited, bool) {
+                if (!is_visited) clear_dbias(head, row_tile);
+            });
+    }
+
+private:
+    static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = Tile::kWords;
+
+    __device__ const Sequence& sequence() const { return smem_.sequence; }
+    __device__ int first_key() const { return work_.key_tile * kKeys; }
+
+    // Calls visit(head, row tile, whether a row of it sees a key, whether the mask hides nothing of it).
+    template <typename Visit>
+    __device__ __forceinline__ void for_each_tile(const Visit& visit) const {
+        const int tiles = ceil_div(sequence().rows, kRows);
+        const int begin = p_.is_causal ? sequence().causal_begin(first_key()) / kRows : 0;
+        for (int head = work_.first_head; head < work_.first_head + work_.group; ++head) {
+            const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
+            for (LookAhead ahead{0}; ahead.next < tiles;) {
+                const int first = ahead.next, end = min(first + 32, tiles);
+                ahead.look(tiles, [&](int tile, bool& is_empty, bool& is_full) {
+                    const auto summary = mask.of(tile * kRows, min((tile + 1) * kRows, sequence().rows) - 1, work_.key_tile);
+                    is_empty = summary.empty || tile < begin;
+                    is_full = summary.full;
+                });
+                for (int tile = first; tile < end; ++tile)
+                    visit(head, tile, ahead.pending >> (tile - first) & 1, ahead.is_full(tile - first));
+            }
+        }
+    }
+
+    // Keys that no row sees, for the mask or their bias, may hold anything: the consumers clear them.
+    __device__ void load_keys() {
+        if (threadIdx.x == 0) {
+            const uint32_t barrier = smem_address(&smem_.keys_full);
+            mbarrier_expect(barrier, 2 * sizeof(typename Tile::KeysTile));
+            load_tile(smem_.key, maps_.key, barrier, sequence().first_key + first_key(), work_.kv_head);
+            load_tile(smem_.value, maps_.value, barrier, sequence().first_key + first_key(), work_.kv_head);
+        }
+        const int warp = warp_id(), key = first_key() + threadIdx.x;
+        static_assert(kWords == 4, "a warp looks at 32 keys");
+        uint32_t seen = has_mask(p_) ? 0 : ~0u;
+        bool unhidden = kBias != BiasKind::kKey;
+        for (int head = work_.first_head; head < work_.first_head + work_.group; ++head) {
+            if (has_mask(p_)) {
+                const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
+                for (int tile = lane_id(); tile * kRows < sequence().rows; tile += 32) {
+                    const auto summary = mask.of(tile * kRows, min((tile + 1) * kRows, sequence().rows) - 1, work_.key_tile);
+#pragma unroll
+                    for (int w = 0; w < kWords; ++w) seen |= summary.columns[w] & (w == warp ? ~0u : 0u);
+                }
+            }
+            if (kBias == BiasKind::kKey && key < sequence().keys) {
+                const char* bias = bias_data(p_.bias, pair_offset(p_.bias, sequence(), head, p_.heads));
+                unhidden |= key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride)) != -kInfinity;
+            }
+        }
+        seen = __reduce_or_sync(~0u, seen) & __ballot_sync(~0u, unhidden && key < sequence().keys);
+        if (lane_id() == 0) smem_.seen[warp] = seen;
+        mbarrier_arrive_here(smem_address(&smem_.keys_full));
+    }
+
+    __device__ __forceinline__ void load_rows(int head, int row_tile, bool mask_full) {
+        const Sequence& s = sequence();
+        const int first = row_tile * kRows, row = first + threadIdx.x;
+        float lse = 0, delta = 0;
+        bool is_empty = false;
+        if (threadIdx.x < kRows) {
+            const bool exists = row < s.rows;
+            const auto stat = [&](const RowStatView& view) {
+                return exists ? static_cast<const float*>(view.data)[stat_offset(view, s, head) + row] : 0;
+            };
+            lse = lse_to_log2(stat(p_.lse), exists);
+            is_empty = lse == kInfinity;
+            delta = is_empty ? 0 : stat(p_.delta);
+        }
+        if (threadIdx.x == 0) {
+            const int tensor_row = s.first_row + first;
+            query_ring_.wait_empty();
+            mbarrier_expect(query_ring_.full(), sizeof(typename Tile::RowsTile));
+            load_tile(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), tensor_row, head);
+            dout_ring_.wait_empty();
+            mbarrier_arrive_expecting(dout_ring_.full(), sizeof(typename Tile::RowsTile));
+            load_tile(smem_.dout[dout_ring_.stage()], maps_.dout, dout_ring_.full(), tensor_row, head);
+            if constexpr (kBias == BiasKind::kDense) {
+                bias_ring_.wait_empty();
+                mbarrier_arrive_expecting(bias_ring_.full(), sizeof(typename Tile::PairsTile));
+                auto& pairs = smem_.pairs[bias_ring_.stage()];
+#pragma unroll
+                for (int panel = 0; panel < Tile::PairsTile::kPanels; ++panel)
+                    copy_box(smem_address(pairs.data + panel * kRows * 64), &maps_.bias, bias_ring_.full(),
+                             first_key() + panel * 64, tensor_row, shared_head(head, p_.heads, p_.bias.heads),
+                             p_.bias.batches > 1 ? s.batch : 0);
+            }
+        }
+        query_ring_.wait_empty();
+        auto& info = smem_.rows[query_ring_.stage()];
+        if (threadIdx.x < kRows) {
+            info.lse[threadIdx.x] = lse;
+            info.delta[threadIdx.x] = delta;
+        }
+        if (!mask_full && p_.packed_mask.bits != nullptr) load_mask(info, head, first);
+        const bool has_empty = __any_sync(~0u, is_empty);
+        if (lane_id() == 0 && warp_id() < kRows / 32) info.has_empty[warp_id()] = has_empty;
+        if (threadIdx.x == 0) {
+            info.head = head;
+            info.row_tile = row_tile;
+            info.mask_full = mask_full;
+        }
+        mbarrier_arrive_here(query_ring_.full());
+        query_ring_.advance();
+        dout_ring_.advance();
+        bias_ring_.advance();
+    }
+
+    __device__ __forceinline__ void load_mask(typename Smem::RowInfo& info, int head, int first_row) const {
+        const PackedMask& mask = p_.packed_mask;
+        const uint32_t* bits = mask.bits + sequence().batch * mask.bits_batch_stride +
+                               shared_head(head, p_.heads, mask.heads) * mask.bits_head_stride +
+                               sequence().first_row * mask.bits_row_stride + work_.key_tile * kWords;
+        const int row = threadIdx.x;
+        if (row >= kRows) return;
+        const int from = min(first_row + row, sequence().rows - 1);
+        const uint4 words = __ldg(reinterpret_cast<const uint4*>(bits + from * mask.bits_row_stride));
+        info.mask[0][row] = words.x, info.mask[1][row] = words.y, info.mask[2][row] = words.z, info.mask[3][row] = words.w;
+    }
+
+    // Of variable length rows of all sequences follow each other, as those of one batch element.
+    template <typename Rows>
+    __device__ __forceinline__ void load_tile(Rows& to, const CUtensorMap& map, uint32_t barrier, int row, int head) const {
+#pragma unroll
+        for (int panel = 0; panel < Rows::kPanels; ++panel)
+            copy_box(smem_address(to.data + panel * Rows::kRows * Rows::kPanelCols), &map, barrier,
+                     panel * Rows::kPanelCols, head, row, p_.cu_seqlens_q == nullptr ? sequence().batch : 0);
+    }
+
+    __device__ void clear_dbias(int head, int row_tile) const {
+        const Sequence& s = sequence();
+        T* to = static_cast<T*>(p_.dbias.data) + pair_offset(p_.dbias, s, head, p_.heads) +
+                static_cast<int64_t>(row_tile * kRows) * p_.dbias.row_stride + first_key();
+        for (int i = threadIdx.x; i < kRows * kKeys / 8; i += 128) {
+            const int row = i / (kKeys / 8), key = i % (kKeys / 8) * 8;
+            // A row of keys is a multiple of 8, or the copy engine could not store it.
+            if (row_tile * kRows + row < s.rows && first_key() + key < s.keys)
+                *reinterpret_cast<uint4*>(to + row * p_.dbias.row_stride + key) = {};
+        }
+    }
+
+    const BwdArgs& p_;
+    const BwdMaps& maps_;
+    Smem& smem_;
+    const BwdWork& work_;
+    Ring<Tile::kStages> query_ring_, dout_ring_, bias_ring_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,37 @@
+// From params to a plan, and to the instantiation of their head dimension and dtype.
+#include "fwd.h"
+
+#include "../common/serves.h"
+#include "kernels.h"  // generated: FLASH_DMATTN_SM90_FWD_KERNELS(X), X(T, head dimension) for what is built
+#include "tensor_map.h"
+
+namespace flash_dmattn::cuda::sm90 {
+namespace {
+
+constexpr int64_t kFewRows = 64;  // of which the tiles of a warp serve better
+
+bool can_load(const FwdParams& p) {
+    const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
+    return can_map(query_layout(p, p.query)) && can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
+           (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
+}
+
+}  // namespace
+
+bool plan_fwd(const FwdParams& p, FwdPlan& plan) {
+    if (p.lists.present() || p.seqlen_q <= kFewRows || p.seqlen_k == 0 || !can_load(p)) return false;
+#define FLASH_DMATTN_MATCH(T, kHeadDim) \
+    if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
+    FLASH_DMATTN_SM90_FWD_KERNELS(FLASH_DMATTN_MATCH)
+#undef FLASH_DMATTN_MATCH
+    return plan.head_dim != 0;
+}
+
+void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream) {
+#define FLASH_DMATTN_RUN(T, kHeadDim) \
+    if (plan.head_dim == kHeadDim && serves<T, kHeadDim>(args)) return run_fwd<T, kHeadDim>(args, stream);
+    FLASH_DMATTN_SM90_FWD_KERNELS(FLASH_DMATTN_RUN)
+#undef FLASH_DMATTN_RUN
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,115 @@
+// A block of the forward for compute capability 9.0: what its warp groups share.
+//
+// The first group loads, the others multiply, 64 query rows each. The loading group decides what there is to do: works
+// (tiles of query rows) and, of each work, tiles of keys, which it hands over in rings of shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include "../../params.h"
+#include "../common/sequence.cuh"
+#include "../plan.h"
+#include "fwd_config.h"
+#include "operand.cuh"
+#include "ring.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+constexpr int kGroupThreads = 128;
+constexpr int kGroupRows = 64;  // that a warp group multiplies
+
+// The threads that hand over keys; of a dense bias the last warp of their group hands over the bias.
+template <BiasKind kBias>
+constexpr int kLoaders = kBias == BiasKind::kDense ? 96 : 128;
+
+// How the work is cut among blocks.
+struct FwdSchedule {
+    unsigned works;
+    int row_tiles;  // of a head
+    int heads;
+    int batch;
+    bool batch_first;  // neighbouring works differ in their batch, else in their row tile
+    float scale;
+    float to_log2;  // makes exponents of 2 of what the softmax sees
+    // Scores stay unscaled where nothing is added to them and their order is that of the scaled ones.
+    bool raw_scores;
+    float softcap;
+};
+
+// How the copy engine finds the tensors: [D, heads, S, B], of a dense bias [Sk, Sq, heads, B].
+struct FwdMaps {
+    CUtensorMap query, key, value, bias;
+};
+
+// Some query rows of one head.
+struct FwdWork {
+    static constexpr int kNone = -1;  // as a head: nothing is left to do
+
+    Sequence s;
+    int head;
+    int first_row;
+
+    __device__ FwdWork(const FwdArgs& p, const FwdSchedule& schedule, unsigned index, int rows) : s(p, 0) {
+        const auto take = [&](int count) {
+            const int place = static_cast<int>(index % static_cast<unsigned>(count));
+            index /= static_cast<unsigned>(count);
+            return place;
+        };
+        const int early_batch = schedule.batch_first ? take(schedule.batch) : 0;
+        // The last rows come first: under causality they are the longest.
+        first_row = (schedule.row_tiles - 1 - take(schedule.row_tiles)) * rows;
+        head = take(schedule.heads);
+        s = Sequence(p, schedule.batch_first ? early_batch : static_cast<int>(index));
+    }
+    __device__ bool empty() const { return first_row >= s.rows; }
+};
+
+template <typename T, BiasKind kBias, typename Tile>
+struct FwdSmem {
+    static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = kKeys / 32;
+    static constexpr int kBiasKeys = 64;  // of a tile of dense biases
+
+    using QueryTile = SmemTile<T, kRows, Tile::kHeadDim>;
+    using KeyTile = SmemTile<T, kKeys, Tile::kHeadDim>;
+    using BiasTile = SmemTile<T, kGroupRows, kBiasKeys>;
+    struct NoBias {};
+
+    // What comes with a tile of keys.
+    struct KeyInfo {
+        static constexpr int kEnd = -1;  // as a tile: the work has no other
+
+        int tile;
+        bool full;                 // neither mask nor causality nor lengths hide a pair
+        uint32_t columns[kWords];  // keys that some row sees; those that a key bias hides are none
+        alignas(16) uint32_t mask[kRows][kWords];  // of masks that rows do not share, where the tile is not full
+        std::conditional_t<kBias == BiasKind::kKey, float[kKeys], NoBias> bias;
+    };
+
+    alignas(kTileAlign) QueryTile query;
+    alignas(kTileAlign) KeyTile key[Tile::kStages];
+    alignas(kTileAlign) KeyTile value[Tile::kStages];
+    alignas(kTileAlign) std::conditional_t<kBias == BiasKind::kDense, BiasTile[Tile::kConsumers][Tile::kBiasStages], NoBias> bias;
+    KeyInfo keys[Tile::kStages];
+    alignas(FwdWork) unsigned char works[2][sizeof(FwdWork)];  // that of the query, and the one before
+    RingBarriers<1> query_ring;
+    RingBarriers<Tile::kStages> key_ring, value_ring;
+    RingBarriers<Tile::kBiasStages> bias_rings[Tile::kConsumers];
+
+    __device__ FwdWork& work(int turn) { return reinterpret_cast<FwdWork&>(works[turn % 2]); }
+
+    // By one thread.
+    __device__ void init_rings() {
+        constexpr int kConsumerWarps = Tile::kConsumers * 4;
+        query_ring.init(1, kConsumerWarps);
+        key_ring.init(kLoaders<kBias>, kConsumerWarps);
+        value_ring.init(1, kConsumerWarps);
+        for (auto& ring : bias_rings) ring.init(1, 4);
+    }
+};
+
+// Whether a mask says of each row other things; else the columns of its tiles say all.
+__device__ __forceinline__ bool mask_differs_by_row(const AttentionParams& p) {
+    return p.interval_tiles.tiles != nullptr || (p.packed_mask.bits != nullptr && p.packed_mask.bits_row_stride != 0);
+}
+
+}  // namespace flash_dmattn::cuda::sm90

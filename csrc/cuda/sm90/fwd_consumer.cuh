@@ -1,0 +1,258 @@
+// A warp group that multiplies, of the forward, wherever its keys come from: 64 query rows over the tiles of keys that it is
+// handed, the two products, the softmax and the output.
+#pragma once
+
+#include "../common/online_softmax.cuh"
+#include "../common/scores.cuh"
+#include "fwd_block.cuh"
+#include "rows_out.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename T, BiasKind kBias, typename Tile>
+class FwdConsumer {
+public:
+    using Smem = FwdSmem<T, kBias, Tile>;
+
+    __device__ FwdConsumer(const FwdArgs& p, const FwdSchedule& schedule, Smem& smem)
+        : p_(p), schedule_(schedule), smem_(smem), group_(static_cast<int>(threadIdx.x) / kGroupThreads - 1),
+          group_row_((warp_id() - 4) * 16 % kGroupRows), query_ring_(smem.query_ring), key_ring_(smem.key_ring),
+          value_ring_(smem.value_ring), bias_ring_(smem.bias_rings[group_]) {}
+
+    __device__ void run() {
+        if (group_ == Tile::kConsumers - 1) pass_turn();  // the first begins
+        for (;; query_ring_.advance()) {
+            query_ring_.wait_full();
+            if (work().head == FwdWork::kNone) return;
+            attend();
+            store_out();
+            ++turn_;
+        }
+    }
+
+private:
+    static constexpr int kKeys = Tile::kKeys, kWords = Smem::kWords, kHeadDim = Tile::kHeadDim;
+    static constexpr int kTiles = kKeys / 8, kOutTiles = kHeadDim / 8;
+    using QueryTile = typename Smem::QueryTile;
+    using KeyTile = typename Smem::KeyTile;
+    using BiasTile = typename Smem::BiasTile;
+    using Scores = float[1][kTiles][4];
+
+    // While a group multiplies, another computes exponentials: they take turns at handing products to the tensor cores.
+    // Barriers 1, 2, .. are the groups' turns, then come their own.
+    __device__ void take_turn() const { barrier_sync(1 + group_, 2 * kGroupThreads); }
+    __device__ void pass_turn() const { barrier_arrive(1 + (group_ + 1) % Tile::kConsumers, 2 * kGroupThreads); }
+    __device__ void sync_group() const { barrier_sync(1 + Tile::kConsumers + group_, kGroupThreads); }
+
+    // S of a tile is multiplied together with O += P V of the tile before.
+    __device__ __forceinline__ void attend() {
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out_[0][n][i] = 0;
+        softmax_ = OnlineSoftmax<1>();
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            row_end_[h] = row(h) < work().s.rows ? work().s.keys_of(row(h), p_.is_causal) : 0;
+
+        Scores scores;
+        uint32_t probs[kKeys / 16][4];
+        if (await_keys()) {
+            take_turn();
+            issue_query_key(scores);
+            pass_turn();
+            wgmma_wait<0>();
+            kept_in_flight(scores);
+            to_probs(scores, probs, [] {});
+            while (await_keys()) {
+                take_turn();
+                issue_query_key(scores);
+                await_values();
+                issue_probs_value(probs);
+                pass_turn();
+                wgmma_wait<1>();
+                kept_in_flight(scores);
+                to_probs(scores, probs, [&] {
+                    wgmma_wait<0>();
+                    kept_in_flight(out_);
+                    release_values();
+                });
+            }
+            await_values();
+            issue_probs_value(probs);
+            wgmma_wait<0>();
+            kept_in_flight(out_);
+            release_values();
+        }
+        key_ring_.release();  // of the end
+        key_ring_.advance();
+        query_ring_.release();
+    }
+
+    // Whether there is another tile of keys.
+    __device__ __forceinline__ bool await_keys() const {
+        key_ring_.wait_full();
+        return info().tile != Smem::KeyInfo::kEnd;
+    }
+    // The values of keys that no row sees are zeros, whatever they are.
+    __device__ __forceinline__ void await_values() const {
+        value_ring_.wait_full();
+        uint32_t all = ~0u;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) all &= columns_[w];
+        if (all == ~0u) return;
+        auto& value = smem_.value[value_ring_.stage()];
+        constexpr int kThreadsOfKey = kGroupThreads / kKeys;
+        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, key = thread / kThreadsOfKey;
+        uint32_t seen = 0;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) seen |= columns_[w] & (key / 32 == w ? ~0u : 0u);
+        if (!(seen >> key % 32 & 1))
+            for (int chunk = thread % kThreadsOfKey; chunk < kHeadDim / 8; chunk += kThreadsOfKey)
+                *reinterpret_cast<uint4*>(value.data + KeyTile::offset(key, chunk)) = {};
+        fence_async_reads();
+        sync_group();
+    }
+    __device__ __forceinline__ void release_values() {
+        value_ring_.release();
+        value_ring_.advance();
+    }
+
+    __device__ __forceinline__ void issue_query_key(Scores& scores) const {
+        const Operand<QueryTile> query(smem_.query, group_ * kGroupRows);
+        const Operand<KeyTile> key(smem_.key[key_ring_.stage()]);
+        kept_in_flight(scores);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < kHeadDim; d += 16)
+            Wgmma<kKeys>::template multiply<T, false, false>(scores, query.across(d), key.across(d), d > 0);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_probs_value(const uint32_t (&probs)[kKeys / 16][4]) {
+        const Operand<KeyTile> value(smem_.value[value_ring_.stage()]);
+        kept_in_flight(out_);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kKeys; k += 16) Wgmma<kHeadDim>::template multiply<T, true>(out_, probs[k / 16], value.down(k), true);
+        wgmma_commit();
+    }
+
+    // Products of the current tile of keys to probabilities; its memory is free then. finish_out() waits until nothing is
+    // added to the output any more.
+    template <typename FinishOut>
+    __device__ __forceinline__ void to_probs(Scores& scores, uint32_t (&probs)[kKeys / 16][4], const FinishOut& finish_out) {
+        apply_pairs(scores);
+        const int tile = info().tile;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) columns_[w] = info().columns[w];
+        key_ring_.release();
+        key_ring_.advance();
+        // A row that so far has seen nothing but what its dense bias hides.
+        constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
+        float factors[2] = {1, 1};
+        softmax_.update(
+            scores, schedule_.to_log2, kExtreme, [&] { hide_by_bias(scores, tile); },
+            [&](int i, float factor) { factors[i] = factor; });
+        finish_out();
+        if (__any_sync(~0u, factors[0] != 1 || factors[1] != 1)) {
+            softmax_.scale(out_, 0, factors[0]);
+            softmax_.scale(out_, 1, factors[1]);
+        }
+#pragma unroll
+        for (int k = 0; k < kKeys / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = scores[0][2 * k + i / 2] + i % 2 * 2;
+                probs[k][i] = pack<T>(pair[0], pair[1]);
+            }
+    }
+
+    // Products to what the softmax sees: scaled, capped, biased, and -inf where invisible.
+    __device__ __forceinline__ void apply_pairs(Scores& scores) {
+        float scale = schedule_.scale;
+        if (kBias == BiasKind::kNone ? !schedule_.raw_scores : schedule_.softcap > 0) {
+            scale_and_cap(scores, scale, schedule_.softcap);
+            scale = 1;
+        }
+        bool all_visible = info().full;
+        if constexpr (kBias == BiasKind::kKey) {
+            scale_and_add_bias(scores, scale, info().bias);
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) all_visible &= info().columns[w] == ~0u;
+        }
+        if constexpr (kBias == BiasKind::kDense) add_dense_bias(scores, scale);
+        if (all_visible) return;
+
+        const bool masked = mask_differs_by_row(p_) && !info().full;
+        VisibleKeys<1, kTiles> visible;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) {
+                visible[h][w] = info().columns[w] & bits_below(row_end_[h] - info().tile * kKeys, w);
+                if (masked) visible[h][w] &= info().mask[block_row() + h * 8 + fragment_row()][w];
+            }
+        hide_invisible(scores, visible);
+    }
+
+    __device__ __forceinline__ void add_dense_bias(Scores& scores, float scale) {
+        constexpr int kPartTiles = Smem::kBiasKeys / 8;
+#pragma unroll
+        for (int part = 0; part < kTiles / kPartTiles; ++part) {
+            bias_ring_.wait_full();
+            auto& part_scores = reinterpret_cast<float(&)[1][kPartTiles][4]>(scores[0][part * kPartTiles]);
+            scale_and_add_bias<T, 1>(part_scores, scale, smem_.bias[group_][bias_ring_.stage()], group_row_, 0);
+            bias_ring_.release();
+            bias_ring_.advance();
+        }
+    }
+
+    // -inf where the bias of tile number `tile` hides a pair, as hide_invisible could not see without a comparison a pair.
+    __device__ __forceinline__ void hide_by_bias(Scores& scores, int tile) {
+        if constexpr (kBias == BiasKind::kDense) {
+            const Sequence& s = work().s;
+            const T* bias = static_cast<const T*>(p_.bias.data) + pair_offset(p_.bias, s, work().head, p_.heads);
+            hide_where_bias_hides<T>(scores, [&](int r, int key) {
+                return bias + min(work().first_row + block_row() + r, s.rows - 1) * p_.bias.row_stride +
+                       min(tile * kKeys + key, s.keys - 1) * p_.bias.col_stride;
+            });
+        }
+    }
+
+    __device__ __forceinline__ void store_out() {
+        const Sequence& s = work().s;
+        const int head = work().head;
+        T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, s, head);
+        float* lse_of_row = static_cast<float*>(p_.lse.data) + stat_offset(p_.lse, s, head);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float lse;
+            const float inverse = softmax_.finish(h, schedule_.raw_scores ? schedule_.scale : 1.f, lse);
+            const bool exists = row(h) < s.rows;
+            if (leads_row() && exists) lse_of_row[row(h)] = lse;
+            store_row(out_, h, inverse, out + row(h) * p_.out.row_stride, static_cast<int>(p_.head_dim), exists);
+        }
+    }
+
+    __device__ FwdWork& work() const { return smem_.work(turn_); }
+    __device__ const typename Smem::KeyInfo& info() const { return smem_.keys[key_ring_.stage()]; }
+    __device__ int block_row() const { return group_ * kGroupRows + group_row_; }
+    // Of the sequence: row h of this lane's two.
+    __device__ int row(int h) const { return work().first_row + block_row() + h * 8 + fragment_row(); }
+
+    const FwdArgs& p_;
+    const FwdSchedule& schedule_;
+    Smem& smem_;
+    const int group_;
+    const int group_row_;  // this warp's first row of the group's
+    Ring<1> query_ring_;
+    Ring<Tile::kStages> key_ring_, value_ring_;
+    Ring<Tile::kBiasStages> bias_ring_;
+    int turn_ = 0;
+    int row_end_[2];  // a row sees keys below this by causality and length
+    uint32_t columns_[kWords];  // of the tile whose values are next
+    OnlineSoftmax<1> softmax_;
+    float out_[1][kOutTiles][4];
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,26 @@
+// The forward for compute capability 9.0.
+#pragma once
+
+#include "fwd_consumer.cuh"
+#include "fwd_tile_producer.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename T, BiasKind kBias, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdSchedule schedule,
+               const __grid_constant__ FwdMaps maps) {
+    extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
+    auto& smem = *reinterpret_cast<FwdSmem<T, kBias, Tile>*>(raw_smem);
+    if (threadIdx.x == 0) smem.init_rings();
+    __syncthreads();
+    if (threadIdx.x < kGroupThreads) {
+        give_registers<Tile::kProducerRegisters>();
+        FwdTileProducer<T, kBias, Tile>(p, schedule, maps, smem).run();
+    } else {
+        take_registers<Tile::kConsumerRegisters>();
+        FwdConsumer<T, kBias, Tile>(p, schedule, smem).run();
+    }
+}
+
+}  // namespace flash_dmattn::cuda::sm90

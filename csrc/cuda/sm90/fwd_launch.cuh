@@ -1,0 +1,57 @@
+// Launches the forward of one head dimension and dtype.
+#pragma once
+
+#include <algorithm>
+
+#include "../common/check.h"
+#include "../common/shared_memory.h"
+#include "fwd.h"
+#include "fwd_kernel.cuh"
+#include "tensor_map.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename T, BiasKind kBias, typename Tile>
+void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
+    using Smem = FwdSmem<T, kBias, Tile>;
+    FwdSchedule schedule;
+    schedule.row_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, Tile::kRows));
+    schedule.heads = static_cast<int>(p.heads);
+    schedule.batch = static_cast<int>(p.batch);
+    schedule.works = grid_of(schedule.row_tiles * p.heads * p.batch);
+    // A bias that few batches share is then read from memory once.
+    schedule.batch_first = kBias == BiasKind::kDense && p.bias.batches == 1 && p.batch <= 8;
+    schedule.raw_scores = kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
+    schedule.scale = static_cast<float>(p.softmax_scale);
+    schedule.to_log2 = schedule.raw_scores ? schedule.scale * kLog2E : kLog2E;
+    schedule.softcap = static_cast<float>(p.softcap);
+
+    FwdMaps maps{};
+    constexpr int kPanel = Smem::KeyTile::kPanelCols;
+    maps.query = make_map(query_layout(p, p.query), {kPanel, 1, Tile::kRows, 1});
+    maps.key = make_map(key_layout(p, p.key), {kPanel, 1, Tile::kKeys, 1});
+    maps.value = make_map(key_layout(p, p.value), {kPanel, 1, Tile::kKeys, 1});
+    if (kBias == BiasKind::kDense) maps.bias = make_map(dense_layout(p, p.bias), {Smem::kBiasKeys, kGroupRows, 1, 1});
+
+    // Where all works are alike, as many blocks as run at once share them out, and load for the next while the last ends;
+    // else blocks come as others end.
+    const bool alike = !p.is_causal && p.cu_seqlens_q == nullptr && !p.packed_mask.present() && !p.interval_tiles.present();
+    const unsigned blocks =
+        alike ? std::min<unsigned>(schedule.works, current_device().multiprocessors) : schedule.works;
+    const auto kernel = fwd_kernel<T, kBias, Tile>;
+    allow_shared_memory("the forward", p.head_dim, kernel, sizeof(Smem));
+    kernel<<<blocks, Tile::kThreads, sizeof(Smem), stream>>>(p, schedule, maps);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T, int kHeadDim>
+void run_fwd(const FwdArgs& p, cudaStream_t stream) {
+    using Tile = FwdTile<kHeadDim>;
+    switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
+        case BiasKind::kNone: return launch_fwd<T, BiasKind::kNone, Tile>(p, stream);
+        case BiasKind::kKey: return launch_fwd<T, BiasKind::kKey, Tile>(p, stream);
+        case BiasKind::kDense: return launch_fwd<T, BiasKind::kDense, Tile>(p, stream);
+    }
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,206 @@
+// The warp group that loads, of the forward by tiles of neighbouring keys: the copy engine fetches them.
+#pragma once
+
+#include "../common/intervals.cuh"
+#include "../common/scores.cuh"
+#include "../common/tile_scan.cuh"
+#include "fwd_block.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename T, BiasKind kBias, typename Tile>
+class FwdTileProducer {
+public:
+    using Smem = FwdSmem<T, kBias, Tile>;
+
+    __device__ FwdTileProducer(const FwdArgs& p, const FwdSchedule& schedule, const FwdMaps& maps, Smem& smem)
+        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), query_ring_(smem.query_ring), key_ring_(smem.key_ring),
+          value_ring_(smem.value_ring) {}
+
+    __device__ void run() {
+        if (threadIdx.x >= kThreads) {
+            if constexpr (kBias == BiasKind::kDense) {
+                DenseBiases biases(p_, maps_, smem_);
+                for_each_work([&](const FwdWork& work) {
+                    for (auto tile = scan(work); tile.next();) biases.load(work, tile.index());
+                });
+            }
+            return;
+        }
+        for_each_work([&](const FwdWork& work) { load(work); });
+        if (threadIdx.x == 0) {
+            query_ring_.wait_empty();
+            smem_.work(turn_).head = FwdWork::kNone;
+            mbarrier_arrive_here(query_ring_.full());
+        }
+    }
+
+private:
+    static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = Smem::kWords, kThreads = kLoaders<kBias>;
+    static_assert(kBias != BiasKind::kKey || kKeys <= kThreads, "a thread loads the bias of one key");
+
+    // A thread that hands over dense biases: they take longest to come, and nothing else waits for their room.
+    class DenseBiases {
+    public:
+        __device__ DenseBiases(const FwdArgs& p, const FwdMaps& maps, Smem& smem) : p_(p), maps_(maps), smem_(smem) {}
+
+        __device__ __forceinline__ void load(const FwdWork& work, int tile) {
+            if (lane_id() != 0) return;
+            const int head = shared_head(work.head, p_.heads, p_.bias.heads);
+            const int batch = p_.bias.batches > 1 ? work.s.batch : 0, row = work.s.first_row + work.first_row;
+            for (int key = tile * kKeys; key < (tile + 1) * kKeys; key += Smem::kBiasKeys, place_.advance())
+                for (int group = 0; group < Tile::kConsumers; ++group) {
+                    auto& barriers = smem_.bias_rings[group];
+                    mbarrier_wait(smem_address(&barriers.empty[place_.stage()]), place_.phase() ^ 1);
+                    const uint32_t full = smem_address(&barriers.full[place_.stage()]);
+                    mbarrier_arrive_expecting(full, sizeof(typename Smem::BiasTile));
+                    copy_box(smem_address(&smem_.bias[group][place_.stage()]), &maps_.bias, full, key,
+                             row + group * kGroupRows, head, batch);
+                }
+        }
+
+    private:
+        const FwdArgs& p_;
+        const FwdMaps& maps_;
+        Smem& smem_;
+        RingPlace<Tile::kBiasStages> place_;  // in the rings of all groups
+    };
+
+    template <typename Visit>
+    __device__ __forceinline__ void for_each_work(const Visit& visit) const {
+        for (unsigned index = blockIdx.x; index < schedule_.works; index += gridDim.x) {
+            const FwdWork work(p_, schedule_, index, kRows);
+            if (!work.empty()) visit(work);
+        }
+    }
+
+    // Over the tiles of keys of which the work sees any.
+    __device__ __forceinline__ auto scan(const FwdWork& work) const {
+        const int last_row = min(work.first_row + kRows, work.s.rows) - 1;
+        // The lane's tile of keys before any of its pairs is read.
+        const auto summarize = [this, &work, last_row](int tile) {
+            const Sequence& s = work.s;
+            const MaskSummaries<kRows, kKeys> mask(p_, s, work.head);
+            auto summary = mask.of(work.first_row, last_row, tile);
+            summary.full &= (tile + 1) * kKeys <= s.keys_of(work.first_row, p_.is_causal);
+            const int end = s.keys_of(last_row, p_.is_causal) - tile * kKeys;
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) summary.columns[w] &= bits_below(end, w);
+            return summary;
+        };
+        const int tiles = ceil_div(work.s.keys_of(last_row, p_.is_causal), kKeys);
+        return TileScan<kKeys, decltype(summarize)>(0, tiles, summarize);
+    }
+
+    __device__ void load(const FwdWork& work) {
+        // In the order in which the consumers ask: the first keys and the query, then the keys of a tile before the values of
+        // the one before it.
+        auto tile = scan(work);
+        int visited = 0;
+        for (bool first = true, more = true; more; first = false) {
+            more = tile.next();
+            hand_over_keys(work, tile, more);
+            first ? load_query(work) : load_values(work, visited);
+            visited = more ? tile.index() : 0;
+        }
+    }
+
+    __device__ void load_query(const FwdWork& work) {
+        if (threadIdx.x == 0) {
+            query_ring_.wait_empty();
+            smem_.work(turn_) = work;
+            mbarrier_arrive_expecting(query_ring_.full(), sizeof(smem_.query));
+            load_rows(smem_.query, maps_.query, query_ring_.full(), work.s.first_row + work.first_row, work.head, work.s.batch);
+        }
+        ++turn_;
+        query_ring_.advance();
+    }
+
+    // Without `more`, the work has no other tile of keys.
+    template <typename Scan>
+    __device__ __forceinline__ void hand_over_keys(const FwdWork& work, const Scan& tile, bool more) {
+        float key_bias = 0;
+        if (kBias == BiasKind::kKey && more) key_bias = key_bias_of_thread(work, tile.index());
+        key_ring_.wait_empty();
+        auto& info = smem_.keys[key_ring_.stage()];
+        if (more) {
+            const uint32_t not_hidden = __ballot_sync(~0u, key_bias != -kInfinity);  // of keys 32 * warp_id() and so on
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) {
+                const uint32_t columns = tile.columns(w);
+                if (w % (kThreads / 32) == warp_id() && lane_id() == 0)
+                    info.columns[w] = kBias == BiasKind::kKey ? columns & not_hidden : columns;
+            }
+            if constexpr (kBias == BiasKind::kKey)
+                if (threadIdx.x < kKeys) info.bias[threadIdx.x] = key_bias;
+            if (!tile.full() && mask_differs_by_row(p_)) load_mask(info.mask, work, tile.index());
+        }
+        if (threadIdx.x == 0) {
+            info.tile = more ? tile.index() : Smem::KeyInfo::kEnd;
+            info.full = tile.full();
+            if (more) {
+                mbarrier_expect(key_ring_.full(), sizeof(typename Smem::KeyTile));
+                load_keys(smem_.key[key_ring_.stage()], maps_.key, key_ring_.full(), work, tile.index());
+            }
+        }
+        mbarrier_arrive_here(key_ring_.full());
+        key_ring_.advance();
+    }
+
+    __device__ __forceinline__ void load_values(const FwdWork& work, int tile) {
+        if (threadIdx.x == 0) {
+            value_ring_.wait_empty();
+            mbarrier_arrive_expecting(value_ring_.full(), sizeof(typename Smem::KeyTile));
+            load_keys(smem_.value[value_ring_.stage()], maps_.value, value_ring_.full(), work, tile);
+        }
+        value_ring_.advance();
+    }
+
+    __device__ __forceinline__ void load_keys(typename Smem::KeyTile& to, const CUtensorMap& map, uint32_t barrier,
+                                              const FwdWork& work, int tile) {
+        load_rows(to, map, barrier, work.s.first_key + tile * kKeys, shared_head(work.head, p_.heads, p_.kv_heads),
+                  work.s.batch);
+    }
+    // Of variable length rows of all sequences follow each other, as those of one batch element.
+    template <typename Rows>
+    __device__ __forceinline__ void load_rows(Rows& to, const CUtensorMap& map, uint32_t barrier, int row, int head,
+                                              int batch) {
+#pragma unroll
+        for (int panel = 0; panel < Rows::kPanels; ++panel)
+            copy_box(smem_address(to.data + panel * Rows::kRows * Rows::kPanelCols), &map, barrier,
+                     panel * Rows::kPanelCols, head, row, p_.cu_seqlens_q == nullptr ? batch : 0);
+    }
+
+    __device__ __forceinline__ float key_bias_of_thread(const FwdWork& work, int tile) const {
+        const int key = tile * kKeys + threadIdx.x;
+        if (threadIdx.x >= kKeys || key >= work.s.keys) return 0;
+        const char* bias = bias_data(p_.bias, pair_offset(p_.bias, work.s, work.head, p_.heads));
+        return key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride));
+    }
+
+    __device__ __forceinline__ void load_mask(uint32_t (&to)[kRows][kWords], const FwdWork& work, int tile) const {
+        if (p_.interval_tiles.tiles != nullptr) {
+            expand_intervals<kThreads>(to, p_, work.s, work.head, work.first_row, 1, tile * kKeys);
+            return;
+        }
+        const PackedMask& mask = p_.packed_mask;
+        const uint32_t* bits = mask.bits + work.s.batch * mask.bits_batch_stride +
+                               shared_head(work.head, p_.heads, mask.heads) * mask.bits_head_stride +
+                               work.s.first_row * mask.bits_row_stride + tile * kWords;
+        using Words = std::conditional_t<kWords == 4, uint4, uint2>;
+        for (int row = threadIdx.x; row < kRows; row += kThreads) {
+            const int from = min(work.first_row + row, work.s.rows - 1);
+            *reinterpret_cast<Words*>(to[row]) = __ldg(reinterpret_cast<const Words*>(bits + from * mask.bits_row_stride));
+        }
+    }
+
+    const FwdArgs& p_;
+    const FwdSchedule& schedule_;
+    const FwdMaps& maps_;
+    Smem& smem_;
+    Ring<1> query_ring_;
+    Ring<Tile::kStages> key_ring_, value_ring_;
+    int turn_ = 0;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,40 @@
+// Tiles in shared memory as operands of wgmma: the descriptors by which it reads them.
+//
+// SmemTile's panels of 64 (32) columns are what wgmma and the copy engine call a swizzle of 128 (64) bytes, if tiles lie on
+// 1024 bytes. Fields, PTX ISA "Matrix Descriptor Format": address, the stride between panels where they lie beside each
+// other (leading), the stride between eight rows and the next, the swizzle.
+#pragma once
+
+#include "../common/smem_tile.cuh"
+#include "../ptx/sm90a.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+constexpr int kTileAlign = 1024;  // bytes
+
+template <typename Tile>
+class Operand {
+    static constexpr int kRowBytes = Tile::kPanelCols * 2, kPanelBytes = Tile::kRows * kRowBytes;
+    static constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
+    static constexpr uint64_t kFields = kSwizzle << 62 | static_cast<uint64_t>(8 * kRowBytes / 16) << 32 |
+                                        static_cast<uint64_t>(kPanelBytes / 16) << 16;
+    static_assert(kPanelBytes % kTileAlign == 0 && kPanelBytes / 16 < 1 << 14);
+
+public:
+    __device__ __forceinline__ explicit Operand(const Tile& tile, int first_row = 0)
+        : descriptor_(kFields | (smem_address(&tile) + first_row * kRowBytes) / 16) {}
+
+    // Of 16 columns from `col` on, along which a product sums; the rows are the product's.
+    __device__ __forceinline__ uint64_t across(int col) const {
+        return descriptor_ + (col / Tile::kPanelCols * kPanelBytes + col % Tile::kPanelCols * 2) / 16;
+    }
+    // Of 16 rows from `row` on, along which a product sums; the columns, from `col` on, are the product's: kTransposed.
+    __device__ __forceinline__ uint64_t down(int row, int col = 0) const {
+        return descriptor_ + (col / Tile::kPanelCols * kPanelBytes + row * kRowBytes) / 16;
+    }
+
+private:
+    uint64_t descriptor_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,59 @@
+// Stages of shared memory that producers fill and consumers empty in turn.
+#pragma once
+
+#include "../ptx/sm90.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// The barriers of a ring, in shared memory.
+template <int kStages>
+struct RingBarriers {
+    alignas(8) uint64_t full[kStages];   // completes when a stage has been filled,
+    alignas(8) uint64_t empty[kStages];  // when everybody is done with it
+
+    // By one thread, before anybody waits.
+    __device__ void init(int producers, int consumers) {
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(smem_address(&full[stage]), producers);
+            mbarrier_init(smem_address(&empty[stage]), consumers);
+        }
+    }
+};
+
+// Where a thread is in a ring: at a stage, and how often, modulo 2, it has been there before.
+template <int kStages>
+class RingPlace {
+public:
+    __device__ __forceinline__ int stage() const { return stage_; }
+    __device__ __forceinline__ int phase() const { return phase_; }
+    __device__ __forceinline__ void advance() {
+        if (++stage_ == kStages) {
+            stage_ = 0;
+            phase_ ^= 1;
+        }
+    }
+
+private:
+    int stage_ = 0, phase_ = 0;
+};
+
+template <int kStages>
+class Ring : public RingPlace<kStages> {
+public:
+    __device__ __forceinline__ explicit Ring(RingBarriers<kStages>& barriers) : barriers_(smem_address(&barriers)) {}
+
+    __device__ __forceinline__ uint32_t full() const { return barriers_ + this->stage() * 8; }
+    __device__ __forceinline__ uint32_t empty() const { return barriers_ + (kStages + this->stage()) * 8; }
+    __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), this->phase()); }
+    __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), this->phase() ^ 1); }  // at first it is empty
+    // This warp is done with the stage; its lanes call together.
+    __device__ __forceinline__ void release() const {
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive_here(empty());
+    }
+
+private:
+    uint32_t barriers_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -2,7 +2,7 @@
 #include "bwd.h"
 
 #include "../common/serves.h"
-#include "bwd_config.h"
+#include "bwd_exchange.cuh"
 #include "kernels.h"  // generated: FLASH_DMATTN_SM90_BWD_KERNELS(X), X(T, head dimension) for what is built
 #include "tensor_map.h"
 
@@ -15,11 +15,14 @@ bool can_load(const BwdParams& p) {
            can_map(key_layout(p, p.value)) && (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
 }
 
-// Whether the main kernel can write the gradient of a dense bias: where each entry belongs to one batch element and one
-// head, and a tile that reaches beyond its sequence to nobody else.
-bool can_store_dbias(const BwdParams& p) {
-    return p.dbias.heads == p.heads && p.dbias.batches == p.batch && p.cu_seqlens_q == nullptr && p.softcap == 0 &&
-           can_map(dense_layout(p, p.dbias));
+// Who writes the gradient of a dense bias; kNone where these kernels cannot: where heads share an entry, a tile that
+// reaches beyond its sequence reaches into another, or ds is not dx.
+DenseDbias plan_dense_dbias(const BwdParams& p) {
+    const bool can_store = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && p.softcap == 0 &&
+                           can_map(dense_layout(p, p.dbias));
+    if (can_store && p.dbias.batches == p.batch) return DenseDbias::kByEntry;
+    if (can_store && can_exchange_among(p.batch)) return DenseDbias::kExchanged;
+    return DenseDbias::kNone;
 }
 
 }  // namespace
@@ -27,14 +30,17 @@ bool can_store_dbias(const BwdParams& p) {
 bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     if (p.lists.present() || p.deterministic || p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
     const bool has_dense_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present();
-    if (has_dense_dbias && !can_store_dbias(p)) return false;
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
     FLASH_DMATTN_SM90_BWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     if (plan.head_dim == 0) return false;
-    if (has_dense_dbias) plan.dense_dbias = DenseDbias::kByEntry;
-    const int64_t rows = bwd_tile_sizes(plan.head_dim).rows;
+    if (has_dense_dbias) plan.dense_dbias = plan_dense_dbias(p);
+    if (has_dense_dbias && plan.dense_dbias == DenseDbias::kNone) {
+        plan = {};
+        return false;
+    }
+    const int64_t rows = bwd_tile_sizes(plan.head_dim, plan.dense_dbias == DenseDbias::kExchanged).rows;
     const bool varlen = p.cu_seqlens_q != nullptr;
     plan.dquery_tiles = varlen ? p.total_q / rows + p.batch : ceil_div<int64_t>(p.seqlen_q, rows);
     const int64_t tiles = (varlen ? 1 : p.batch) * p.heads * plan.dquery_tiles;

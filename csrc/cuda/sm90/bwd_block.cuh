@@ -11,6 +11,7 @@
 #include "../common/sequence.cuh"
 #include "../plan.h"
 #include "bwd_config.h"
+#include "bwd_exchange.cuh"
 #include "operand.cuh"
 #include "ring.cuh"
 
@@ -42,6 +43,7 @@ struct BwdSmem {
     alignas(kTileAlign) typename Tile::RowsTile query[Tile::kStages];
     alignas(kTileAlign) typename Tile::RowsTile dout[Tile::kStages];
     alignas(kTileAlign) typename Tile::PairsTile pairs[Tile::kStages];  // of a dense bias, then of dS
+    std::conditional_t<Tile::kExchanges, BwdExchangeSmem<Tile>, NoExchange> exchange;
     RowInfo rows[Tile::kStages];
     uint32_t seen[Tile::kWords];  // keys that some row sees
     Sequence sequence;

@@ -14,21 +14,23 @@ struct BwdTileSizes {
     int rows, keys;
 };
 
-// A head dimension is rounded up to one of these.
-constexpr BwdTileSizes bwd_tile_sizes(int head_dim) {
+// A head dimension is rounded up to one of these. exchanges: BwdTile::kExchanges.
+constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool exchanges) {
     switch (head_dim) {
-        case 32:
-        case 64: return {.rows = 128, .keys = 128};
+        case 32: return {.rows = 128, .keys = 128};
+        case 64: return {.rows = exchanges ? 64 : 128, .keys = 128};
         case 128: return {.rows = 64, .keys = 128};
     }
     throw std::logic_error("head dimension");
 }
 
-template <typename T_, int kHeadDim_>
+// kExchanges: of a dense bias that batch elements share, whose blocks form a cluster and exchange its gradient.
+template <typename T_, int kHeadDim_, bool kExchanges_ = false>
 struct BwdTile {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr BwdTileSizes kSizes = bwd_tile_sizes(kHeadDim);
+    static constexpr bool kExchanges = kExchanges_;
+    static constexpr BwdTileSizes kSizes = bwd_tile_sizes(kHeadDim, kExchanges);
     static constexpr int kRows = kSizes.rows, kKeys = kSizes.keys, kWords = kKeys / 32;
     static constexpr int kConsumers = 2;  // warp groups that multiply
     static constexpr int kThreads = (1 + kConsumers) * 128;
@@ -36,7 +38,7 @@ struct BwdTile {
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumers;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumers;
-    static_assert(kKeys == 64 * kConsumers && (kSplitsDqRows || (kRows == 64 && kDqCols % 64 == 0)));
+    static_assert(kKeys == 64 * kConsumers && (kSplitsDqRows || (kRows == 64 && kDqCols % 32 == 0)));
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO

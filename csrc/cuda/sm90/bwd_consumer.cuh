@@ -18,7 +18,8 @@ public:
 
     __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, Smem& smem, const BwdWork& work)
         : p_(p), maps_(maps), smem_(smem), work_(work), group_(static_cast<int>(threadIdx.x) / 128 - 1),
-          warp_key_((warp_id() - 4) * 16), query_ring_(smem.query_ring), dout_ring_(smem.dout_ring),
+          warp_key_((warp_id() - 4) * 16),
+          exchange_(smem.exchange, group_, smem.sequence.batch, static_cast<int>(p.batch)), query_ring_(smem.query_ring), dout_ring_(smem.dout_ring),
           bias_ring_(smem.bias_ring) {}
 
     __device__ __forceinline__ void run() {
@@ -48,11 +49,13 @@ public:
             kept_in_flight(scores);
             kept_in_flight(dprobs);
             differentiate(scores, dprobs, row_tile);
+            if constexpr (Tile::kExchanges) exchange_.send(dprobs);
             to_operand(scores, probs);
             to_operand(dprobs, dscores);
 
             issue_sum(dvalue_, probs, smem_.dout[dout_ring_.stage()]);
             store_dscores(dscores);
+            if (Tile::kExchanges && leads_group()) store_box_wait_read();  // of the sums of the visit before
             fence_async_reads();
             barrier_sync(1, Tile::kConsumers * 128);  // dS has come whole, and nobody reads the one before
             store_dbias(row_tile);
@@ -66,6 +69,7 @@ public:
             dout_ring_.advance();
             add_dquery(dquery, row_tile);
             end_pairs();
+            if constexpr (Tile::kExchanges) store_exchanged(row_tile);
             wgmma_wait<0>();  // dK
             kept_in_flight(dkey_);
             query_ring_.release();
@@ -89,6 +93,7 @@ private:
     using DquerySum = float[1][kDqTiles][4];
 
     __device__ const Sequence& sequence() const { return smem_.sequence; }
+    static __device__ bool leads_group() { return threadIdx.x % 128 == 0; }
     __device__ const typename Smem::RowInfo& info() const { return smem_.rows[query_ring_.stage()]; }
     // Of the sequence: key h of this lane's two.
     __device__ int key(int h) const { return work_.key_tile * kKeys + warp_key_ + h * 8 + fragment_row(); }
@@ -253,9 +258,9 @@ private:
                     }
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const int row = first_row + m * 8 + e;
+                        const int row = first_row + m * 8 + e, bit = warp_key_ % 32 + h * 8 + fragment_row();
                         const bool is_visible = !kMasked || (row >= rows_[h].begin && row < rows_[h].end &&
-                                                             ((e ? bits.y : bits.x) >> (warp_key_ % 32 + h * 8 + fragment_row()) & 1));
+                                                             ((e ? bits.y : bits.x) >> bit & 1));
                         const float shift = (e ? bias.y : bias.x) - (e ? lse.y : lse.x);
                         const float dx = differentiate_pair<kSoftcap>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift,
                                                                       e ? delta.y : delta.x, scale_log2, scale_of_capped, is_visible);
@@ -278,16 +283,26 @@ private:
     __device__ __forceinline__ void store_dbias(int row_tile) {
         head_of_visit_ = info().head;
         if constexpr (kBias == BiasKind::kDense) {
-            if (p_.dense_dbias != DenseDbias::kByEntry || threadIdx.x % 128 != 0) return;
+            if (Tile::kExchanges || p_.dense_dbias != DenseDbias::kByEntry || !leads_group()) return;
             store_box(&maps_.dbias, smem_address(smem_.pairs[bias_ring_.stage()].data + group_ * kRows * 64),
                       work_.key_tile * kKeys + group_ * 64, row_tile * kRows, head_of_visit_,
                       p_.dbias.batches > 1 ? sequence().batch : 0);
             store_box_commit();
         }
     }
+    // The part of the tile that this block sums.
+    __device__ __forceinline__ void store_exchanged(int row_tile) {
+        exchange_.template receive<T>(warp_key_);
+        fence_async_reads();
+        barrier_sync(2 + group_, 128);
+        if (!leads_group()) return;
+        store_box(&maps_.dbias, exchange_.sums(), work_.key_tile * kKeys + group_ * 64,
+                  row_tile * kRows + exchange_.first_row(), head_of_visit_, 0);
+        store_box_commit();
+    }
     __device__ __forceinline__ void end_pairs() {
         if constexpr (kBias == BiasKind::kDense) {
-            if (threadIdx.x % 128 == 0) store_box_wait_read();
+            if (leads_group()) store_box_wait_read();
             bias_ring_.release();
         }
         bias_ring_.advance();
@@ -307,6 +322,7 @@ private:
     const BwdWork& work_;
     const int group_;
     const int warp_key_;  // this warp's first key of the block's
+    std::conditional_t<Tile::kExchanges, BwdExchange<Tile>, NoExchange> exchange_;
     Ring<Tile::kStages> query_ring_, dout_ring_, bias_ring_;
     int head_of_visit_ = 0;
     RowRange rows_[2];  // that may see this lane's keys

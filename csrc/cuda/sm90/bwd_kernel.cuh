@@ -13,15 +13,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = *reinterpret_cast<BwdSmem<Tile, kBias>*>(raw_smem);
     const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys), kv_heads = static_cast<int>(p.kv_heads);
     BwdWork work;
-    work.key_tile = blockIdx.x % key_tiles;
-    work.kv_head = blockIdx.x / key_tiles % kv_heads;
+    // The blocks of a cluster differ in their batch element alone.
+    const int sharers = Tile::kExchanges ? static_cast<int>(p.batch) : 1, block = blockIdx.x / sharers;
+    work.key_tile = block % key_tiles;
+    work.kv_head = block / key_tiles % kv_heads;
     work.group = static_cast<int>(p.heads) / kv_heads;
     work.first_head = work.kv_head * work.group;
     if (threadIdx.x == 0) {
-        smem.sequence = Sequence(p, blockIdx.x / key_tiles / kv_heads);
+        smem.sequence = Sequence(p, Tile::kExchanges ? blockIdx.x % sharers : block / key_tiles / kv_heads);
         smem.init_rings();
+        if constexpr (Tile::kExchanges) smem.exchange.init(sharers);
     }
-    __syncthreads();
+    Tile::kExchanges ? cluster_sync() : __syncthreads();
     if (work.key_tile * Tile::kKeys >= smem.sequence.keys) return;
     if (threadIdx.x < 128) {
         give_registers<Tile::kProducerRegisters>();
@@ -30,6 +33,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         take_registers<Tile::kConsumerRegisters>();
         BwdConsumer<Tile, kBias>(p, maps, smem, work).run();
     }
+    if (Tile::kExchanges) cluster_sync();  // nobody sends to a block that has ended
 }
 
 // dQ from float32, as the main kernel's registers held it, to rows of the query's dtype. One block a tile of rows.

@@ -23,25 +23,40 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
         maps.bias = make_map(dense_layout(p, p.bias), {kPairsPanel, Tile::kRows, 1, 1});
         if (p.dense_dbias == DenseDbias::kByEntry)
             maps.dbias = make_map(dense_layout(p, p.dbias), {kPairsPanel, Tile::kRows, 1, 1});
+        if (Tile::kExchanges)
+            maps.dbias = make_map(dense_layout(p, p.dbias), {kPairsPanel, Tile::kRows / static_cast<int>(p.batch), 1, 1});
     }
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys) * p.kv_heads * p.batch;
     const auto kernel = bwd_kernel<Tile, kBias>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(Smem));
-    kernel<<<grid_of(blocks), Tile::kThreads, sizeof(Smem), stream>>>(p, maps);
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {Tile::kExchanges ? static_cast<unsigned>(p.batch) : 1, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid_of(blocks);
+    config.blockDim = Tile::kThreads;
+    config.dynamicSmemBytes = sizeof(Smem);
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = Tile::kExchanges ? 1 : 0;
+    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, maps));
+
+    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, Tile::kRows);
+    convert_dquery_kernel<Tile><<<grid_of(row_tiles * p.heads * p.batch), Tile::kConsumers * 128, 0, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& p, cudaStream_t stream) {
     using Tile = BwdTile<T, kHeadDim>;
+    using Exchanging = BwdTile<T, kHeadDim, true>;
     switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
-        case BiasKind::kNone: launch_bwd<Tile, BiasKind::kNone>(p, stream); break;
-        case BiasKind::kKey: launch_bwd<Tile, BiasKind::kKey>(p, stream); break;
-        case BiasKind::kDense: launch_bwd<Tile, BiasKind::kDense>(p, stream); break;
+        case BiasKind::kNone: return launch_bwd<Tile, BiasKind::kNone>(p, stream);
+        case BiasKind::kKey: return launch_bwd<Tile, BiasKind::kKey>(p, stream);
+        case BiasKind::kDense:
+            return p.dense_dbias == DenseDbias::kExchanged ? launch_bwd<Exchanging, BiasKind::kDense>(p, stream)
+                                                           : launch_bwd<Tile, BiasKind::kDense>(p, stream);
     }
-    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, Tile::kRows);
-    convert_dquery_kernel<Tile><<<grid_of(row_tiles * p.heads * p.batch), Tile::kConsumers * 128, 0, stream>>>(p);
-    FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace flash_dmattn::cuda::sm90

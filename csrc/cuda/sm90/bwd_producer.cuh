@@ -27,9 +27,10 @@ public:
         if (threadIdx.x == 0) smem_.rows[query_ring_.stage()].row_tile = Smem::RowInfo::kEnd;
         mbarrier_arrive_here(query_ring_.full());
         // Tiles that nobody visits have a gradient, too: 0.
-        if (kBias == BiasKind::kDense && p_.dense_dbias == DenseDbias::kByEntry && (p_.is_causal || has_mask(p_)))
+        if (kBias == BiasKind::kDense && p_.dense_dbias != DenseDbias::kNone && (p_.is_causal || has_mask(p_)))
             for_each_tile([&](int head, int row_tile, bool is_visited, bool) {
-                if (!is_visited) clear_dbias(head, row_tile);
+                const bool is_own = !Tile::kExchanges || row_tile % p_.batch == sequence().batch;
+                if (!is_visited && is_own) clear_dbias(head, row_tile);
             });
     }
 
@@ -45,13 +46,20 @@ private:
         const int tiles = ceil_div(sequence().rows, kRows);
         const int begin = p_.is_causal ? sequence().causal_begin(first_key()) / kRows : 0;
         for (int head = work_.first_head; head < work_.first_head + work_.group; ++head) {
-            const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
+            const auto summary_of = [&](const Sequence& s, int tile) {
+                const MaskSummaries<kRows, kKeys> mask(p_, s, head);
+                return mask.of(tile * kRows, min((tile + 1) * kRows, s.rows) - 1, work_.key_tile);
+            };
             for (LookAhead ahead{0}; ahead.next < tiles;) {
                 const int first = ahead.next, end = min(first + 32, tiles);
                 ahead.look(tiles, [&](int tile, bool& is_empty, bool& is_full) {
-                    const auto summary = mask.of(tile * kRows, min((tile + 1) * kRows, sequence().rows) - 1, work_.key_tile);
+                    const auto summary = summary_of(sequence(), tile);
                     is_empty = summary.empty || tile < begin;
                     is_full = summary.full;
+                    // The blocks of a cluster visit the same tiles.
+                    Sequence other = sequence();
+                    for (other.batch = 0; Tile::kExchanges && is_empty && tile >= begin && other.batch < p_.batch; ++other.batch)
+                        is_empty = summary_of(other, tile).empty;
                 });
                 for (int tile = first; tile < end; ++tile)
                     visit(head, tile, ahead.pending >> (tile - first) & 1, ahead.is_full(tile - first));
@@ -93,9 +101,12 @@ private:
     __device__ __forceinline__ void load_rows(int head, int row_tile, bool mask_full) {
         const Sequence& s = sequence();
         const int first = row_tile * kRows, row = first + threadIdx.x;
+        const bool is_masked = !mask_full && p_.packed_mask.bits != nullptr;
         float lse = 0, delta = 0;
+        uint4 words = {};
         bool is_empty = false;
         if (threadIdx.x < kRows) {
+            if (is_masked) words = load_mask(head, row);
             const bool exists = row < s.rows;
             const auto stat = [&](const RowStatView& view) {
                 return exists ? static_cast<const float*>(view.data)[stat_offset(view, s, head) + row] : 0;
@@ -128,8 +139,11 @@ private:
         if (threadIdx.x < kRows) {
             info.lse[threadIdx.x] = lse;
             info.delta[threadIdx.x] = delta;
+            if (is_masked) {
+                info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
+                info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
+            }
         }
-        if (!mask_full && p_.packed_mask.bits != nullptr) load_mask(info, head, first);
         const bool has_empty = __any_sync(~0u, is_empty);
         if (lane_id() == 0 && warp_id() < kRows / 32) info.has_empty[warp_id()] = has_empty;
         if (threadIdx.x == 0) {
@@ -143,16 +157,13 @@ private:
         bias_ring_.advance();
     }
 
-    __device__ __forceinline__ void load_mask(typename Smem::RowInfo& info, int head, int first_row) const {
+    // Of a tile, one row's words.
+    __device__ __forceinline__ uint4 load_mask(int head, int row) const {
         const PackedMask& mask = p_.packed_mask;
-        const uint32_t* bits = mask.bits + sequence().batch * mask.bits_batch_stride +
-                               shared_head(head, p_.heads, mask.heads) * mask.bits_head_stride +
-                               sequence().first_row * mask.bits_row_stride + work_.key_tile * kWords;
-        const int row = threadIdx.x;
-        if (row >= kRows) return;
-        const int from = min(first_row + row, sequence().rows - 1);
-        const uint4 words = __ldg(reinterpret_cast<const uint4*>(bits + from * mask.bits_row_stride));
-        info.mask[0][row] = words.x, info.mask[1][row] = words.y, info.mask[2][row] = words.z, info.mask[3][row] = words.w;
+        static_assert(kWords == 4);
+        return __ldg(reinterpret_cast<const uint4*>(
+            mask.bits + sequence().batch * mask.bits_batch_stride + shared_head(head, p_.heads, mask.heads) * mask.bits_head_stride +
+            (sequence().first_row + min(row, sequence().rows - 1)) * mask.bits_row_stride + work_.key_tile * kWords));
     }
 
     // Of variable length rows of all sequences follow each other, as those of one batch element.

@@ -68,6 +68,7 @@ template <typename T, BiasKind kBias, typename Tile>
 struct FwdSmem {
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = kKeys / 32;
     static constexpr int kBiasKeys = 64;  // of a tile of dense biases
+    static constexpr int kWorks = Tile::kQueryStages + 1;
 
     using QueryTile = SmemTile<T, kRows, Tile::kHeadDim>;
     using KeyTile = SmemTile<T, kKeys, Tile::kHeadDim>;
@@ -85,17 +86,17 @@ struct FwdSmem {
         std::conditional_t<kBias == BiasKind::kKey, float[kKeys], NoBias> bias;
     };
 
-    alignas(kTileAlign) QueryTile query;
+    alignas(kTileAlign) QueryTile query[Tile::kQueryStages];
     alignas(kTileAlign) KeyTile key[Tile::kStages];
     alignas(kTileAlign) KeyTile value[Tile::kStages];
     alignas(kTileAlign) std::conditional_t<kBias == BiasKind::kDense, BiasTile[Tile::kConsumers][Tile::kBiasStages], NoBias> bias;
     KeyInfo keys[Tile::kStages];
-    alignas(FwdWork) unsigned char works[2][sizeof(FwdWork)];  // that of the query, and the one before
-    RingBarriers<1> query_ring;
+    alignas(FwdWork) unsigned char works[kWorks][sizeof(FwdWork)];  // those of the queries, and the one before
+    RingBarriers<Tile::kQueryStages> query_ring;
     RingBarriers<Tile::kStages> key_ring, value_ring;
     RingBarriers<Tile::kBiasStages> bias_rings[Tile::kConsumers];
 
-    __device__ FwdWork& work(int turn) { return reinterpret_cast<FwdWork&>(works[turn % 2]); }
+    __device__ FwdWork& work(int turn) { return reinterpret_cast<FwdWork&>(works[turn]); }
 
     // By one thread.
     __device__ void init_rings() {

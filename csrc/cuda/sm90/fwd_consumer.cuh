@@ -26,7 +26,7 @@ public:
             if (work().head == FwdWork::kNone) return;
             attend();
             store_out();
-            ++turn_;
+            turn_ = turn_ == Smem::kWorks - 1 ? 0 : turn_ + 1;
         }
     }
 
@@ -119,7 +119,7 @@ private:
     }
 
     __device__ __forceinline__ void issue_query_key(Scores& scores) const {
-        const Operand<QueryTile> query(smem_.query, group_ * kGroupRows);
+        const Operand<QueryTile> query(smem_.query[query_ring_.stage()], group_ * kGroupRows);
         const Operand<KeyTile> key(smem_.key[key_ring_.stage()]);
         kept_in_flight(scores);
         wgmma_fence();
@@ -245,7 +245,7 @@ private:
     Smem& smem_;
     const int group_;
     const int group_row_;  // this warp's first row of the group's
-    Ring<1> query_ring_;
+    Ring<Tile::kQueryStages> query_ring_;
     Ring<Tile::kStages> key_ring_, value_ring_;
     Ring<Tile::kBiasStages> bias_ring_;
     int turn_ = 0;

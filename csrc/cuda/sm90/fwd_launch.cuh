@@ -33,9 +33,11 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     maps.value = make_map(key_layout(p, p.value), {kPanel, 1, Tile::kKeys, 1});
     if (kBias == BiasKind::kDense) maps.bias = make_map(dense_layout(p, p.bias), {Smem::kBiasKeys, kGroupRows, 1, 1});
 
-    // Where all works are alike, as many blocks as run at once share them out, and load for the next while the last ends;
-    // else blocks come as others end.
-    const bool alike = !p.is_causal && p.cu_seqlens_q == nullptr && !p.packed_mask.present() && !p.interval_tiles.present();
+    // Where the works are about alike, as many blocks as run at once share them out, and load for the next while the last
+    // ends; else blocks come as others end.
+    const bool mask_differs_by_row =
+        p.interval_tiles.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
+    const bool alike = !p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row;
     const unsigned blocks =
         alike ? std::min<unsigned>(schedule.works, current_device().multiprocessors) : schedule.works;
     const auto kernel = fwd_kernel<T, kBias, Tile>;
@@ -46,11 +48,11 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
 
 template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& p, cudaStream_t stream) {
-    using Tile = FwdTile<kHeadDim>;
+    using Tile = FwdTile<kHeadDim, false>;
     switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
         case BiasKind::kNone: return launch_fwd<T, BiasKind::kNone, Tile>(p, stream);
         case BiasKind::kKey: return launch_fwd<T, BiasKind::kKey, Tile>(p, stream);
-        case BiasKind::kDense: return launch_fwd<T, BiasKind::kDense, Tile>(p, stream);
+        case BiasKind::kDense: return launch_fwd<T, BiasKind::kDense, FwdTile<kHeadDim, true>>(p, stream);
     }
 }
 

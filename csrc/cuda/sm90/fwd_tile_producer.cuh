@@ -37,6 +37,8 @@ public:
 
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = Smem::kWords, kThreads = kLoaders<kBias>;
+    static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // of a thread that loads a mask
+    using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;
     static_assert(kBias != BiasKind::kKey || kKeys <= kThreads, "a thread loads the bias of one key");
 
     // A thread that hands over dense biases: they take longest to come, and nothing else waits for their room.
@@ -109,20 +111,33 @@ private:
         if (threadIdx.x == 0) {
             query_ring_.wait_empty();
             smem_.work(turn_) = work;
-            mbarrier_arrive_expecting(query_ring_.full(), sizeof(smem_.query));
-            load_rows(smem_.query, maps_.query, query_ring_.full(), work.s.first_row + work.first_row, work.head, work.s.batch);
+            mbarrier_arrive_expecting(query_ring_.full(), sizeof(typename Smem::QueryTile));
+            load_rows(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), work.s.first_row + work.first_row, work.head, work.s.batch);
         }
-        ++turn_;
+        turn_ = turn_ == Smem::kWorks - 1 ? 0 : turn_ + 1;
         query_ring_.advance();
     }
 
-    // Without `more`, the work has no other tile of keys.
+    // Without `more`, the work has no other tile of keys. What comes from memory through registers is on its way before the
+    // stage is free.
     template <typename Scan>
     __device__ __forceinline__ void hand_over_keys(const FwdWork& work, const Scan& tile, bool more) {
+        const bool is_masked = more && !tile.full() && mask_differs_by_row(p_);
         float key_bias = 0;
         if (kBias == BiasKind::kKey && more) key_bias = key_bias_of_thread(work, tile.index());
+        MaskWords words[kMaskRows];
+        if (is_masked && p_.packed_mask.bits != nullptr) load_mask(words, work, tile.index());
+
         key_ring_.wait_empty();
         auto& info = smem_.keys[key_ring_.stage()];
+        if (threadIdx.x == 0) {
+            info.tile = more ? tile.index() : Smem::KeyInfo::kEnd;
+            info.full = tile.full();
+            if (more) {
+                mbarrier_expect(key_ring_.full(), sizeof(typename Smem::KeyTile));
+                load_keys(smem_.key[key_ring_.stage()], maps_.key, key_ring_.full(), work, tile.index());
+            }
+        }
         if (more) {
             const uint32_t not_hidden = __ballot_sync(~0u, key_bias != -kInfinity);  // of keys 32 * warp_id() and so on
 #pragma unroll
@@ -133,15 +148,14 @@ private:
             }
             if constexpr (kBias == BiasKind::kKey)
                 if (threadIdx.x < kKeys) info.bias[threadIdx.x] = key_bias;
-            if (!tile.full() && mask_differs_by_row(p_)) load_mask(info.mask, work, tile.index());
         }
-        if (threadIdx.x == 0) {
-            info.tile = more ? tile.index() : Smem::KeyInfo::kEnd;
-            info.full = tile.full();
-            if (more) {
-                mbarrier_expect(key_ring_.full(), sizeof(typename Smem::KeyTile));
-                load_keys(smem_.key[key_ring_.stage()], maps_.key, key_ring_.full(), work, tile.index());
-            }
+        if (is_masked && p_.packed_mask.bits != nullptr) {
+#pragma unroll
+            for (int i = 0; i < kMaskRows; ++i)
+                if (const int row = threadIdx.x + i * kThreads; row < kRows)
+                    *reinterpret_cast<MaskWords*>(info.mask[row]) = words[i];
+        } else if (is_masked) {
+            expand_intervals<kThreads>(info.mask, p_, work.s, work.head, work.first_row, 1, tile.index() * kKeys);
         }
         mbarrier_arrive_here(key_ring_.full());
         key_ring_.advance();
@@ -178,19 +192,16 @@ private:
         return key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride));
     }
 
-    __device__ __forceinline__ void load_mask(uint32_t (&to)[kRows][kWords], const FwdWork& work, int tile) const {
-        if (p_.interval_tiles.tiles != nullptr) {
-            expand_intervals<kThreads>(to, p_, work.s, work.head, work.first_row, 1, tile * kKeys);
-            return;
-        }
+    // Of a tile, this thread's rows.
+    __device__ __forceinline__ void load_mask(MaskWords (&words)[kMaskRows], const FwdWork& work, int tile) const {
         const PackedMask& mask = p_.packed_mask;
         const uint32_t* bits = mask.bits + work.s.batch * mask.bits_batch_stride +
                                shared_head(work.head, p_.heads, mask.heads) * mask.bits_head_stride +
                                work.s.first_row * mask.bits_row_stride + tile * kWords;
-        using Words = std::conditional_t<kWords == 4, uint4, uint2>;
-        for (int row = threadIdx.x; row < kRows; row += kThreads) {
-            const int from = min(work.first_row + row, work.s.rows - 1);
-            *reinterpret_cast<Words*>(to[row]) = __ldg(reinterpret_cast<const Words*>(bits + from * mask.bits_row_stride));
+#pragma unroll
+        for (int i = 0; i < kMaskRows; ++i) {
+            const int row = min(work.first_row + static_cast<int>(threadIdx.x) + i * kThreads, work.s.rows - 1);
+            words[i] = __ldg(reinterpret_cast<const MaskWords*>(bits + row * mask.bits_row_stride));
         }
     }
 
@@ -198,7 +209,7 @@ private:
     const FwdSchedule& schedule_;
     const FwdMaps& maps_;
     Smem& smem_;
-    Ring<1> query_ring_;
+    Ring<Tile::kQueryStages> query_ring_;
     Ring<Tile::kStages> key_ring_, value_ring_;
     int turn_ = 0;
 };

@@ -15,6 +15,7 @@ constexpr int kTileAlign = 1024;  // bytes
 template <typename Tile>
 class Operand {
     static constexpr int kRowBytes = Tile::kPanelCols * 2, kPanelBytes = Tile::kRows * kRowBytes;
+    static constexpr uint32_t kAddressMask = (1 << 18) - 1;  // in a cluster the rank stands above it
     static constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
     static constexpr uint64_t kFields = kSwizzle << 62 | static_cast<uint64_t>(8 * kRowBytes / 16) << 32 |
                                         static_cast<uint64_t>(kPanelBytes / 16) << 16;
@@ -22,16 +23,14 @@ class Operand {
 
 public:
     __device__ __forceinline__ explicit Operand(const Tile& tile, int first_row = 0)
-        : descriptor_(kFields | (smem_address(&tile) + first_row * kRowBytes) / 16) {}
+        : descriptor_(kFields | ((smem_address(&tile) + first_row * kRowBytes) & kAddressMask) / 16) {}
 
     // Of 16 columns from `col` on, along which a product sums; the rows are the product's.
     __device__ __forceinline__ uint64_t across(int col) const {
         return descriptor_ + (col / Tile::kPanelCols * kPanelBytes + col % Tile::kPanelCols * 2) / 16;
     }
     // Of 16 rows from `row` on, along which a product sums; the columns, from `col` on, are the product's: kTransposed.
-    __device__ __forceinline__ uint64_t down(int row, int col = 0) const {
-        return descriptor_ + (col / Tile::kPanelCols * kPanelBytes + row * kRowBytes) / 16;
-    }
+    __device__ __forceinline__ uint64_t down(int row, int col = 0) const { return across(col) + row * kRowBytes / 16; }
 
 private:
     uint64_t descriptor_;

@@ -1,5 +1,6 @@
 """Context parallel attention on processes with gloo: against one process that has the whole sequence."""
 
+import contextlib
 import itertools
 from dataclasses import dataclass, field
 
@@ -368,3 +369,419 @@ def test_dtypes(ranks, dtype):
         ranks, Case(lengths_for(ranks, False), bias=(2, 2, 1, "S"), bias_dtype=torch.float32, options=window, **sizes)
     )
     check(ranks, Case(lengths_for(ranks), bias=(2, 4, 1, "S"), options={"is_causal": True}, **sizes))
+
+
+# What is sent
+
+
+def halo(case, fixed_shapes):
+    """How many keys a head this rank fetches for a window."""
+    from flash_dmattn.parallel.halo import plan_of_selection
+    from flash_dmattn.parallel.shards import Shards
+
+    rank = dist.get_rank()
+    bias = of_rank(case, case.make()[2], 3, rank)
+    plan, mask = plan_of_selection(
+        Shards(dist.group.WORLD, case.lengths), bias, case.options["window_size"], None, case.kv_heads, fixed_shapes
+    )
+    first = sum(case.lengths[:rank])
+    # What the first rows see of other ranks, by the definition of the mask.
+    dense = KeyIntervalMask.topk(case.make()[2], case.options["window_size"]).to_dense()
+    needed = dense[:, :, first : first + case.lengths[rank], :first].any(dim=2).sum(dim=-1)
+    return plan.fetched, sum(plan.to_receive), needed, mask.end.shape
+
+
+@on_both
+def test_no_more_keys_are_fetched_than_rows_see(ranks):
+    case = Case((64,) * ranks.size, heads=4, kv_heads=4, bias=(1, 4, 1, "S"), options={"window_size": 20})
+    for rank, (fetched, received, needed, shape) in enumerate(ranks.results(halo, case, False)):
+        assert received == needed.sum() and fetched == needed.max() <= 20
+        assert shape == (1, 4, fetched + 64)
+        assert rank == 0 or fetched > 0
+    for rank, (fetched, received, *_) in enumerate(ranks.results(halo, case, True)):
+        assert fetched == 20 * rank and received == 4 * fetched
+
+
+@on_both
+@pytest.mark.parametrize("fixed_shapes", [None, False])
+def test_bytes_of_a_window(ranks, fixed_shapes):
+    """Together the ranks send at most 1.2 times `w` keys and values a rank, their gradients, and the bias."""
+    heads, head_dim, window = 2, 64, 32
+    options = {"is_causal": True, "window_size": window, "fixed_shapes": fixed_shapes}
+    case = Case(
+        (128,) * ranks.size,
+        heads=4,
+        kv_heads=heads,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        bias=(1, heads, 1, "S"),
+        bias_dtype=torch.float32,
+        options=options,
+    )
+    traffic = check(ranks, case)
+    keys = window * heads * head_dim * 2  # bytes
+    bias = (case.seqlen - 128) * heads * 4
+    assert sum(t.sent for t in traffic) == sum(t.received for t in traffic)
+    assert sum(t.sent for t in traffic) <= 1.2 * ranks.size * (4 * keys + bias)
+    assert max(t.collectives for t in traffic) <= 4  # bias, the worst keys, keys and values; their gradients
+
+
+@on_both
+def test_a_window_sends_the_same_at_any_length(ranks):
+    def sent(length):
+        options = {"is_causal": True, "window_size": 16}
+        case = Case((length,) * ranks.size, bias=(1, 1, 1, "S"), options=options)
+        bias = (ranks.size - 1) * length * 8
+        return sum(traffic.sent - bias for _, traffic in ranks.results(sharded, case))
+
+    assert sent(300) <= 1.2 * sent(100)
+
+
+# Layouts
+
+
+def shard_and_join(layout, lengths):
+    whole = torch.arange(2 * sum(lengths) * 3).view(2, -1, 3)
+    part = shard(whole, layout=layout)
+    places = positions(whole.shape[1], layout=layout)
+    uneven = whole.split(lengths, 1)[dist.get_rank()]
+    joined_again = unshard(part, layout=layout), unshard(part.transpose(1, 2), -1, layout=layout).transpose(1, 2)
+    return (
+        torch.equal(part, whole[:, places]),
+        all(torch.equal(x, whole) for x in joined_again),
+        layout == "zigzag" or torch.equal(unshard(uneven), whole),
+    )
+
+
+@on_both
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_shards(ranks, layout):
+    for results in ranks.results(shard_and_join, layout, lengths_for(ranks, layout == "zigzag")):
+        assert results == (True, True, True)
+
+
+def shard_of_mask(layout="contiguous"):
+    mask = KeyIntervalMask.sliding_window(21, 21, 5)
+    part, places = shard(mask, layout=layout), positions(21)
+    same = torch.equal(part.start, mask.start[..., places]) and torch.equal(part.end, mask.end[..., places])
+    return same and part.rows == 21 and part.keys_per_row == 5
+
+
+def test_shards_of_a_mask(two):
+    assert two.results(shard_of_mask) == [True, True]
+    assert all("contiguous" in failure.message for failure in two.run(shard_of_mask, "zigzag"))
+
+
+# Groups and meshes
+
+
+def attend_in(kind):
+    """out and dkey of a window in a group of two ranks out of four, by a group and by a mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    group = {"group": mesh.get_group("context"), "mesh": mesh["context"]}[kind]
+    rank = mesh.get_local_rank("context")
+    case = Case((20, 20), bias=(1, 1, 1, "S"), options={"is_causal": True, "window_size": 7})
+    rows, _, bias, *_ = case.make()
+    key = of_rank(case, rows[1], 1, rank).requires_grad_()
+    query, value, bias = of_rank(case, rows[0], 1, rank), of_rank(case, rows[2], 1, rank), of_rank(case, bias, 3, rank)
+    out = context_parallel_attention(query, key, value, attn_bias=bias, group=group, **case.options)
+    out.sum().backward()
+    return out.detach(), key.grad
+
+
+def test_groups_and_meshes(four):
+    rows, _, bias, *_ = Case((20, 20), bias=(1, 1, 1, "S")).make()
+    key = rows[1].requires_grad_()
+    out = reference(rows[0], key, rows[2], attn_bias=bias, is_causal=True, window_size=7)
+    out.sum().backward()
+    for kind in ("group", "mesh"):
+        results = four.results(attend_in, kind)
+        for pair in (results[:2], results[2:]):
+            assert torch.allclose(torch.cat([x for x, _ in pair], 1), out, rtol=0, atol=1e-11)
+            assert torch.allclose(torch.cat([x for _, x in pair], 1), key.grad, rtol=0, atol=1e-11)
+
+
+def wrong_group(kind):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rows = [torch.zeros(1, 4, 2, 8) for _ in range(3)]
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))
+    of_each = [dist.new_group([rank]) for rank in range(2)]
+    group = {"number": 3, "mesh": mesh, "of others": of_each[1 - dist.get_rank()]}[kind]
+    context_parallel_attention(*rows, group=group)
+
+
+@pytest.mark.parametrize(
+    "kind, error, message",
+    [
+        ("number", "TypeError", "ProcessGroup"),
+        ("mesh", "ValueError", "one dimension"),
+        ("of others", "ValueError", "hold"),
+    ],
+)
+def test_wrong_groups_are_errors_on_every_rank(two, kind, error, message):
+    for failure in two.run(wrong_group, kind):
+        assert failure.kind == error and message in failure.message and "group must" in failure.message
+
+
+def test_torch_distributed_must_be_initialized():
+    rows = [torch.zeros(1, 4, 2, 8) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        context_parallel_attention(*rows)
+
+
+# Errors
+
+
+def attend(changes, common=()):
+    """A call with what each rank changes of it: shapes of tensors, or options."""
+    changes = {**dict(common), **changes.get(dist.get_rank(), changes.get("all", {}))}
+    sizes = {"query": (1, 8, 4, 8), "key": (1, 8, 2, 8), "value": (1, 8, 2, 8), "attn_bias": None, "attn_mask": None}
+    tensors = {}
+    for name, shape in sizes.items():
+        shape = changes.pop(name, shape)
+        if isinstance(shape, tuple):
+            tensors[name] = torch.zeros(shape, dtype=torch.bool if name == "attn_mask" else torch.float32)
+        else:
+            tensors[name] = shape
+    if (dtype := changes.pop("key_dtype", None)) is not None:
+        tensors["key"] = tensors["key"].to(dtype)
+    if changes.pop("nan", False):
+        tensors["attn_bias"][0, 0, 0, 3] = torch.nan
+    if changes.pop("requires_grad", False):
+        tensors["key"].requires_grad_()
+    return context_parallel_attention(**tensors, **changes).shape
+
+
+WINDOW = {"attn_bias": (1, 2, 1, 8), "is_causal": True, "window_size": 3}
+REFUSED_BY_ONE = [
+    ({"key_dtype": torch.float64}, {}, "TypeError", "key"),
+    ({"key": (1, 9, 2, 8)}, {}, "ValueError", "value"),
+    ({"key": (1, 9, 2, 8), "value": (1, 9, 2, 8)}, {}, "ValueError", "as many keys as rows"),
+    ({"query": 3}, {}, "TypeError", "query"),
+    ({"nan": True}, WINDOW, "ValueError", "NaN"),
+    ({"is_causal": False}, WINDOW, "ValueError", "is_causal"),
+    ({"softcap": -1.0}, {}, "ValueError", "softcap"),
+    ({"layout": "ring"}, {}, "ValueError", "layout"),
+    ({"layout": "zigzag"}, WINDOW, "ValueError", "zigzag"),
+    ({"attn_bias": (1, 3, 1, 8)}, WINDOW, "ValueError", "attn_bias"),
+    ({"attn_mask": KeyLists.build(KeyIntervalMask.causal(8, 8), 8)}, {}, "TypeError", "KeyLists"),
+    ({"cu_seqlens": torch.tensor([0, 16])}, {}, "TypeError", "cu_seqlens"),
+    ({"fixed_shapes": "yes"}, WINDOW, "TypeError", "fixed_shapes"),
+]
+
+
+@pytest.mark.parametrize("change, common, error, message", REFUSED_BY_ONE)
+def test_what_one_rank_refuses_raises_on_all(two, change, common, error, message):
+    other, one = two.run(attend, {1: change}, common)
+    assert one.kind == error and message in one.message, one
+    assert other.kind == "RankError" and "rank 1" in other.message and message in other.message, other
+    assert all(isinstance(shape, torch.Size) for shape in two.run(attend, {}, common))  # and the group goes on
+
+
+REFUSED_BY_ALL = [
+    ({1: {"is_causal": True}}, {}, "is causal"),
+    ({1: {"query": (1, 8, 2, 8)}}, {}, "heads of query"),
+    ({1: {"window_size": 4}}, WINDOW, "window size"),
+    ({1: {"softmax_scale": 0.5}}, {}, "softmax scale"),
+    ({1: {"requires_grad": True}}, {}, "gradients"),
+    ({1: {"attn_bias": None}}, {"attn_bias": (1, 2, 1, 8)}, "attn bias"),
+    ({1: {"attn_bias": (1, 1, 1, 8)}}, {"attn_bias": (1, 2, 1, 8)}, "heads of attn bias"),
+    ({"all": {"attn_bias": (1, 2, 8, 8)}}, {}, "attn_bias must be"),
+    ({"all": {"attn_mask": (1, 2, 1, 16)}}, {}, "attn_mask must be"),
+    ({1: {"attn_mask": (1, 1, 8, 16)}}, {"attn_mask": (1, 1, 1, 8)}, "attn_mask must be"),
+    ({"all": {"attn_mask": KeyIntervalMask.causal(8, 8)}}, {}, "made for 8"),
+    ({1: {n: (1, 6, 2, 8) for n in ("query", "key", "value")}}, {"layout": "zigzag"}, "zigzag"),
+    ({"all": {n: (1, 7, 2, 8) for n in ("query", "key", "value")}}, {"layout": "zigzag"}, "2 x 2"),
+]
+
+
+@pytest.mark.parametrize("changes, common, message", REFUSED_BY_ALL)
+def test_what_does_not_fit_together_raises_on_all(two, changes, common, message):
+    for failure in two.run(attend, changes, common):
+        assert failure.kind == "ValueError" and message in failure.message, failure
+
+
+def test_packed_sequences_must_be_the_same_and_end_with_the_rows(two):
+    rows = {n: (8, 2, 8) for n in ("query", "key", "value")}
+
+    def sequences(*cuts):
+        return {"cu_seqlens": torch.tensor(cuts, dtype=torch.int32)}
+
+    for failure in two.run(attend, {0: sequences(0, 5, 16), 1: sequences(0, 6, 16)}, rows):
+        assert failure.kind == "ValueError" and "cu seqlens" in failure.message
+    for failure in two.run(attend, {"all": sequences(0, 5, 15)}, rows):
+        assert failure.kind == "ValueError" and "cu_seqlens" in failure.message
+
+
+def test_lengths_that_are_given_are_not_asked_for(two):
+    for problem in ({"bias": (1, 1, 1, "S"), "options": {"is_causal": True, "window_size": 9}}, {}):
+        options = {**problem.get("options", {}), "shard_lengths": (30, 27)}
+        check(two, Case((30, 27), **{**problem, "options": options}))
+    for failure in two.run(attend, {"all": {"shard_lengths": (8, 8, 8)}}):
+        assert failure.kind == "ValueError" and "shard_lengths" in failure.message
+    for failure in two.run(attend, {"all": {"shard_lengths": (9, 9)}}):
+        assert failure.kind == "ValueError" and "shard_lengths" in failure.message
+
+
+def fail_midway():
+    """Rank 1 fails after the ranks have agreed; rank 0 waits for it no longer than the group's time-out."""
+    import time
+    from datetime import timedelta
+    from unittest import mock
+
+    from flash_dmattn.parallel import collectives
+
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    rows = [torch.zeros(1, 4, 2, 8) for _ in range(3)]
+    started = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 1:
+            error = torch.OutOfMemoryError("no room")
+            stack.enter_context(mock.patch.object(collectives, "start_all_gather", side_effect=error))
+        try:
+            context_parallel_attention(*rows, group=group)
+        except RuntimeError as error:
+            return type(error).__name__, str(error), time.perf_counter() - started
+
+
+def test_a_rank_that_fails_midway_is_not_waited_for_forever(two):
+    waiting, failed = two.results(fail_midway)
+    assert failed[:2] == ("OutOfMemoryError", "no room")
+    assert waiting is not None and waiting[2] < 20
+
+
+# With other parts of PyTorch
+
+
+def checkpointed(case):
+    """Gradients with the forward made once more in the backward, and without."""
+    from torch.utils.checkpoint import checkpoint
+
+    rank = dist.get_rank()
+    rows, _, bias, dout, _ = case.make()
+    tensors = [of_rank(case, x, 1, rank) for x in rows] + [of_rank(case, bias, 3, rank)]
+    dout = of_rank(case, dout, 1, rank)
+
+    def gradients(wrap):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = wrap(lambda q, k, v, b: context_parallel_attention(q, k, v, attn_bias=b, **case.options), *leaves)
+        return torch.autograd.grad(out, leaves, dout)
+
+    again = gradients(lambda function, *args: checkpoint(function, *args, use_reentrant=False))
+    return all(map(torch.equal, gradients(lambda function, *args: function(*args)), again))
+
+
+def test_checkpointing(two):
+    for options in ({"is_causal": True, "window_size": 9}, {"is_causal": True}):
+        assert two.results(checkpointed, Case((24, 24), bias=(1, 1, 1, "S"), options=options)) == [True, True]
+
+
+def repeated(case):
+    (first, _), (second, _) = sharded(case), sharded(case)
+    return all(map(torch.equal, first, second))
+
+
+@on_both
+def test_the_same_bits(ranks):
+    sizes = {"heads": 4, "kv_heads": 2, "dtype": torch.float32, "bias": (1, 2, 1, "S")}
+    for options in ({"window_size": 15}, {}):
+        case = Case(lengths_for(ranks, False), options={"is_causal": True, "deterministic": True, **options}, **sizes)
+        assert all(ranks.results(repeated, case))
+
+
+def under_autocast():
+    rows = [torch.randn(1, 8, 2, 8) for _ in range(3)]
+    bias = torch.randn(1, 2, 1, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        return [
+            context_parallel_attention(*rows, attn_bias=bias, is_causal=True, **options).dtype
+            for options in ({"window_size": 3}, {})
+        ]
+
+
+def test_autocast(two):
+    assert two.results(under_autocast) == [[torch.bfloat16] * 2] * 2
+
+
+def compiled():
+    """A graph goes on before and after the call."""
+    rows = [torch.randn(1, 8, 2, 8) for _ in range(3)]
+
+    def model(query, key, value):
+        return context_parallel_attention(query * 2, key, value, is_causal=True) + 1
+
+    return torch.allclose(torch.compile(model, backend="eager")(*rows), model(*rows))
+
+
+def test_compile(two):
+    assert two.results(compiled) == [True, True]
+
+
+# DTensor: the operators over batch elements and heads
+
+
+def over_dtensors(problem, dim, divided_bias):
+    """How far (out, dq, dk, dv, dbias) of DTensors are from those of whole tensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from flash_dmattn import flash_dmattn_func
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    problem = dict(problem)
+    shapes = [(2, 600, 4, 16), (2, 600, 2, 16), (2, 600, 2, 16)] + [problem.pop("bias", None)]
+    mask = problem.pop("mask", None)
+    tensors = [torch.randn(shape) for shape in shapes if shape is not None]
+    dout = torch.randn(shapes[0])
+
+    def run(place):
+        leaves = [place(x, dim) for x in tensors[:3]]
+        leaves += [place(x, None if not divided_bias else {2: 1, 0: 0}[dim]) for x in tensors[3:]]
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        bias = leaves[3] if len(leaves) == 4 else None
+        masks = (
+            place(torch.rand(mask, generator=torch.Generator().manual_seed(0)) < 0.6, {2: 1, 0: 0}[dim])
+            if mask
+            else None
+        )
+        out = flash_dmattn_func(*leaves[:3], masks, bias, **problem)
+        return out, *torch.autograd.grad(out, leaves, place(dout, dim))
+
+    def distributed(tensor, dim):
+        return distribute_tensor(tensor, mesh, [Replicate() if dim is None else Shard(dim)])
+
+    ours, exact = run(distributed), run(lambda tensor, dim: tensor)
+    assert ours[0].placements == (Shard(dim),) and ours[1].placements == (Shard(dim),)
+    return max((x.full_tensor() - y).abs().max().item() for x, y in zip(ours, exact))
+
+
+WINDOWED = {"is_causal": True, "window_size": 64}
+
+
+@pytest.mark.parametrize(
+    "problem, dim, divided_bias",
+    [
+        ({}, 2, False),
+        ({}, 0, False),
+        ({"bias": (2, 2, 1, 600), "is_causal": True}, 2, True),
+        ({"bias": (2, 1, 1, 600)}, 2, False),
+        ({"bias": (1, 4, 600, 600)}, 0, False),
+        ({"bias": (2, 4, 600, 600), "mask": (2, 4, 600, 600)}, 2, True),
+        ({"bias": (2, 2, 1, 600), **WINDOWED}, 2, True),
+        ({"bias": (2, 2, 1, 600), **WINDOWED}, 0, True),
+        ({"bias": (2, 2, 1, 600), "sparse": "tiles", **WINDOWED}, 2, True),
+        ({"bias": (1, 1, 1, 600), **WINDOWED}, 2, False),
+        ({"bias": (1, 2, 1, 600), **WINDOWED}, 0, False),
+    ],
+)
+def test_dtensors(two, problem, dim, divided_bias):
+    assert max(two.results(over_dtensors, problem, dim, divided_bias)) < 1e-5
+
+
+def test_lists_of_dtensors_are_not_moved(two):
+    for failure in two.run(over_dtensors, {"bias": (1, 2, 1, 600), **WINDOWED}, 2, False):
+        assert "lists of keys" in failure.message

@@ -59,13 +59,13 @@ def exchange_statements(
 
     This goes from host to host, so that no rank waits for a GPU.
     """
-    sent = torch.tensor([0, *statement], dtype=torch.int64)
-    text = b""
-    if error is not None:
+    sent = torch.zeros(1 + len(statement) + MESSAGE_BYTES // 8, dtype=torch.int64)
+    if error is None:
+        sent[1 : 1 + len(statement)] = torch.tensor(statement)
+    else:
         text = f"{type(error).__name__}: {error}".encode()[:MESSAGE_BYTES]
-        sent.zero_()[0] = 1
-    message = torch.tensor(list(text.ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
-    sent = torch.cat([sent, message.view(torch.int64)])
+        sent[0] = 1
+        sent[1 + len(statement) :].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     received = collectives.gather_on_host(sent, host_group(group))
     if error is not None:
         raise error

@@ -1,8 +1,14 @@
 """Context parallel attention on processes with gloo: against one process that has the whole sequence."""
 
 import contextlib
+import importlib.util
 import itertools
+import os
+import sys
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +18,9 @@ from ranks import Ranks
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_varlen_func
 from flash_dmattn.parallel import context_parallel_attention, count_traffic, positions, shard, unshard
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
+TINY = {"batch_size": 4, "seq_len": 32, "window": 8, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -593,7 +602,7 @@ REFUSED_BY_ALL = [
     ({"all": {"attn_mask": (1, 2, 1, 16)}}, {}, "attn_mask must be"),
     ({1: {"attn_mask": (1, 1, 8, 16)}}, {"attn_mask": (1, 1, 1, 8)}, "attn_mask must be"),
     ({"all": {"attn_mask": KeyIntervalMask.causal(8, 8)}}, {}, "made for 8"),
-    ({1: {n: (1, 6, 2, 8) for n in ("query", "key", "value")}}, {"layout": "zigzag"}, "zigzag"),
+    ({1: {"query": (1, 12, 4, 8), "key": (1, 12, 2, 8), "value": (1, 12, 2, 8)}}, {"layout": "zigzag"}, "same length"),
     ({"all": {n: (1, 7, 2, 8) for n in ("query", "key", "value")}}, {"layout": "zigzag"}, "2 x 2"),
 ]
 
@@ -630,8 +639,6 @@ def fail_midway():
     """Rank 1 fails after the ranks have agreed; rank 0 waits for it no longer than the group's time-out."""
     import time
     from datetime import timedelta
-    from unittest import mock
-
     from flash_dmattn.parallel import collectives
 
     group = dist.new_group(timeout=timedelta(seconds=2))
@@ -785,3 +792,97 @@ def test_dtensors(two, problem, dim, divided_bias):
 def test_lists_of_dtensors_are_not_moved(two):
     for failure in two.run(over_dtensors, {"bias": (1, 2, 1, 600), **WINDOWED}, 2, False):
         assert "lists of keys" in failure.message
+
+
+# The example
+
+
+def example():
+    """examples/train_lm.py as a module."""
+    spec = importlib.util.spec_from_file_location("train_lm", EXAMPLE)
+    module = sys.modules["train_lm"] = importlib.util.module_from_spec(spec)  # dataclasses looks it up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def train_example(options):
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
+        train_lm = example()
+        return train_lm.train(train_lm.Config(**options))
+
+
+def test_the_example_trains_as_one_process_does(four):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    train_lm = example()
+    options = {**TINY, "steps": 4}
+    alone = train_lm.train(train_lm.Config(**options))
+    for context_parallel in (1, 2, 4):
+        for losses in four.results(train_example, {**options, "context_parallel": context_parallel}):
+            assert losses == pytest.approx(alone, rel=1e-4)
+
+
+def test_the_example_refuses_ranks_that_do_not_fit(two):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    train_lm = example()
+    for change, message in (
+        ({"context_parallel": 3}, "must divide seq_len"),
+        ({"context_parallel": 2}, "number of ranks"),
+        ({"context_parallel": 2, "backend": "reference"}, "backend"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_lm.train(train_lm.Config(**{**TINY, "steps": 1, **change}))
+    for failure in two.run(train_example, {**TINY, "steps": 1, "batch_size": 3}):
+        assert failure.kind == "ValueError" and "batch_size" in failure.message
+
+
+def heads_over_ranks():
+    """The loss and some gradients of the example's model, whole and with its heads over the ranks (docs/parallel.md)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    train_lm = example()
+    config = train_lm.Config(**TINY)
+    batch = train_lm.random_batch(train_lm.load_text(config)[0], config, torch.Generator().manual_seed(0))
+    results = []
+    for is_parallel in (False, True):
+        model = train_lm.build_model(config)
+        if is_parallel:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            whole, by_head = (Replicate(),) * 3, partial(ColwiseParallel, use_local_output=False)
+            for block in model.blocks:
+                plan = {
+                    "attention": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+                    **{f"attention.{name}_proj": by_head() for name in "qkv"},
+                    "attention.dt_proj": RowwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+                    "attention.o_proj": RowwiseParallel(),
+                    "mlp.gate_proj": ColwiseParallel(),
+                    "mlp.up_proj": ColwiseParallel(),
+                    "mlp.down_proj": RowwiseParallel(),
+                }
+                parallelize_module(block, mesh, plan)
+                attention = block.attention
+                attention.A = torch.nn.Parameter(distribute_tensor(attention.A, mesh, [Shard(0)]))
+        loss = train_lm.loss_of(model, batch, config)
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        results.append(
+            (loss.detach(), {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()})
+        )
+    (loss, gradients), (parallel_loss, parallel_gradients) = results
+    differences = {name: (gradients[name] - parallel_gradients[name]).abs().max().item() for name in gradients}
+    return abs(loss - parallel_loss).item(), max(differences.values())
+
+
+def test_tensor_parallel_by_heads(two):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    for loss, gradient in two.results(heads_over_ranks):
+        assert loss < 1e-5 and gradient < 1e-5

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from helpers import NAMES, assert_close, in_float64, reference
 from ranks import Ranks
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_varlen_func
+from flash_dmattn import KeyIntervalMask, KeyLists
 from flash_dmattn.parallel import context_parallel_attention, count_traffic, positions, shard, unshard
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
@@ -125,9 +125,10 @@ def of_rank(case, whole, dim, rank):
     return whole.split(case.lengths, dim)[rank]
 
 
-def sharded(case):
-    """(out, lse, dq, dk, dv, dbias) of this rank, and what was sent."""
-    rank = dist.get_rank()
+def sharded(case, alone=False):
+    """(out, lse, dq, dk, dv, dbias) of this rank, or of a group of this process alone; and what was sent."""
+    of_each = [dist.new_group([rank]) for rank in range(dist.get_world_size())] if alone else None
+    rank, group = (0, of_each[dist.get_rank()]) if alone else (dist.get_rank(), None)
     rows, mask, bias, dout, dlse = case.make()
     rows = [of_rank(case, x, 1, rank) for x in rows]
     dout, dlse = of_rank(case, dout, 1, rank), of_rank(case, dlse, 2, rank)
@@ -150,7 +151,7 @@ def sharded(case):
     leaves = [x.detach().clone().requires_grad_() for x in (*rows, bias) if x is not None]
     with count_traffic() as traffic:
         out, lse = context_parallel_attention(
-            *leaves[:3], mask, leaves[3] if bias is not None else None, return_lse=True, **options
+            *leaves[:3], mask, leaves[3] if bias is not None else None, group=group, return_lse=True, **options
         )
         gradients = torch.autograd.grad([out, lse], leaves, [dout, dlse])
     return [out.detach(), lse.detach(), *gradients], traffic
@@ -541,6 +542,25 @@ def test_torch_distributed_must_be_initialized():
         context_parallel_attention(*rows)
 
 
+ALONE = [
+    {"bias": (1, 2, 1, "S"), "options": {"is_causal": True, "window_size": 11}},
+    {"bias": (1, 1, 1, "S"), "options": {"is_causal": True, "window_size": 5}, "cu_seqlens": (0, 7, 48)},
+    {"bias": (1, 4, "S", "S"), "mask": (1, 1, "S", "S")},
+    {"intervals": "any"},
+    {"layout": "zigzag", "options": {"is_causal": True}},
+]
+
+
+@pytest.mark.parametrize("problem", ALONE)
+def test_a_group_of_one(two, problem):
+    case = Case((48,), heads=4, kv_heads=2, **problem)
+    exact = whole(case, torch.float64)
+    for ours, traffic in two.results(sharded, case, True):
+        for x, y in zip(joined(case, [ours]), exact, strict=True):
+            assert torch.allclose(x, y, rtol=0, atol=1e-11)
+        assert traffic.sent == 0
+
+
 # Errors
 
 
@@ -603,7 +623,7 @@ REFUSED_BY_ALL = [
     ({1: {"attn_mask": (1, 1, 8, 16)}}, {"attn_mask": (1, 1, 1, 8)}, "attn_mask must be"),
     ({"all": {"attn_mask": KeyIntervalMask.causal(8, 8)}}, {}, "made for 8"),
     ({1: {"query": (1, 12, 4, 8), "key": (1, 12, 2, 8), "value": (1, 12, 2, 8)}}, {"layout": "zigzag"}, "same length"),
-    ({"all": {n: (1, 7, 2, 8) for n in ("query", "key", "value")}}, {"layout": "zigzag"}, "2 x 2"),
+    ({"all": dict.fromkeys(("query", "key", "value"), (1, 7, 2, 8))}, {"layout": "zigzag"}, "2 x 2"),
 ]
 
 
@@ -614,7 +634,7 @@ def test_what_does_not_fit_together_raises_on_all(two, changes, common, message)
 
 
 def test_packed_sequences_must_be_the_same_and_end_with_the_rows(two):
-    rows = {n: (8, 2, 8) for n in ("query", "key", "value")}
+    rows = dict.fromkeys(("query", "key", "value"), (8, 2, 8))
 
     def sequences(*cuts):
         return {"cu_seqlens": torch.tensor(cuts, dtype=torch.int32)}
@@ -639,6 +659,7 @@ def fail_midway():
     """Rank 1 fails after the ranks have agreed; rank 0 waits for it no longer than the group's time-out."""
     import time
     from datetime import timedelta
+
     from flash_dmattn.parallel import collectives
 
     group = dist.new_group(timeout=timedelta(seconds=2))
@@ -838,7 +859,7 @@ def test_the_example_refuses_ranks_that_do_not_fit(two):
 
 
 def heads_over_ranks():
-    """The loss and some gradients of the example's model, whole and with its heads over the ranks (docs/parallel.md)."""
+    """How far the loss and the gradients of the example with its heads over the ranks are from the whole model's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (

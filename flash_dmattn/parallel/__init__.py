@@ -1,7 +1,7 @@
 """Attention on more than one GPU: over a sequence that is sharded over the ranks of a torch.distributed group."""
 
-from .attention import context_parallel_attention
 from . import dtensor  # noqa: F401, which registers sharding rules
+from .attention import context_parallel_attention
 from .collectives import Traffic, count_traffic
 from .groups import RankError
 from .layout import positions, shard, unshard

@@ -26,7 +26,7 @@ from ..interface import (
     kernels_for,
     without_padding,
 )
-from ..interval_mask import KeyIntervalMask, refuse_nan, sequence_of_keys
+from ..interval_mask import KeyIntervalMask, refuse_nan
 from ..key_lists import SPARSE, KeyLists
 from . import halo
 from .dense import GatheredAttention, dense_problem
@@ -64,9 +64,10 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_dmattn_func` of a sequence of S rows and keys, of which rank r of R holds S_r; each gets its rows' part.
 
-    The gradients of keys, values and biases come back to the ranks that hold them. Every rank of the group must make the
-    call, and its backward, with the same arguments but for the tensors; a rank that refuses its arguments makes all
-    raise. What fails later, as for want of memory, the others learn from the group's time-out.
+    The gradients of keys, values and biases come back to the ranks that hold them; of a bias ({B|1}, {H|Hkv|1}, 1, 1),
+    which all ranks hold alike, each gets the part of its own rows. Every rank of the group must make the call, and its
+    backward, with the same arguments but for the tensors; a rank that refuses its arguments makes all raise. What fails
+    later, as for want of memory, the others learn from the group's time-out.
 
     Causal top-w masks (`window_size`) and every KeyIntervalMask (sliding windows, documents) fetch the keys that the
     rows see, and nothing else; all other calls gather keys and values a few heads at a time (docs/parallel.md).
@@ -75,10 +76,10 @@ def context_parallel_attention(
         query: (B, S_r, H, D), in the dtypes of `flash_dmattn_func`. With cu_seqlens (S_r, H, D).
         key: (B, S_r, Hkv, D); as many keys as rows. With cu_seqlens (S_r, Hkv, D).
         value: as key.
-        attn_mask: a KeyIntervalMask ({B|1}, {H|Hkv|1}, S_r) of the own keys, whose starts and ends count the rows of the
-            whole sequence (`shard` takes a part of a whole one); or bool, True = visible, one a key
-            ({B|1}, {H|Hkv|1}, 1, S_r) of the own keys, or one a pair ({B|1}, {H|Hkv|1}, S_r, S) of the own rows and all
-            keys in the order of the sequence, or one a row ({B|1}, {H|Hkv|1}, {S_r|1}, 1). With cu_seqlens
+        attn_mask: a KeyIntervalMask ({B|1}, {H|Hkv|1}, S_r) of the own keys, whose starts and ends count the rows of
+            the whole sequence (`shard` takes a part of a whole one); or bool, True = visible, one a key
+            ({B|1}, {H|Hkv|1}, 1, S_r) of the own keys, or one a pair ({B|1}, {H|Hkv|1}, S_r, S) of the own rows and
+            all keys in the order of the sequence, or one a row ({B|1}, {H|Hkv|1}, {S_r|1}, 1). With cu_seqlens
             (S_r, {H|Hkv|1}), bool or a KeyIntervalMask that counts the rows of each key's own sequence.
         attn_bias: in the shapes of a bool mask, in query's dtype; one number a key may be float32.
         group: a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or None: all processes.
@@ -97,8 +98,8 @@ def context_parallel_attention(
             hosts an exchange. With them nothing is compared: arguments that do not fit are undefined behaviour.
 
     Returns:
-        out (B, S_r, H, D), with cu_seqlens (S_r, H, D); with return_lse (out, lse), lse (B, H, S_r) or (H, S_r), float32
-        (float64 for float64), -inf where a row sees nothing.
+        out (B, S_r, H, D), with cu_seqlens (S_r, H, D); with return_lse (out, lse), lse (B, H, S_r) or (H, S_r),
+        float32 (float64 for float64), -inf where a row sees nothing.
 
     Raises:
         ValueError: a shape or value that does not fit, or that is not the same on every rank.
@@ -189,8 +190,8 @@ def checked_call(
         refuse_nan(bias)
     if layout == "zigzag" and (window_size is not None or isinstance(mask, KeyIntervalMask) or is_varlen):
         raise ValueError(
-            "layout='zigzag' is for calls without window_size, KeyIntervalMask and cu_seqlens: those fetch few keys, and "
-            "their work is as even in contiguous shards"
+            "layout='zigzag' is for calls without window_size, KeyIntervalMask and cu_seqlens: those fetch few keys, "
+            "and their work is as even in contiguous shards"
         )
     if is_varlen and bias is not None and bias.shape[3] != key.shape[1]:
         raise ValueError(f"attn_bias must have one number a key with cu_seqlens, got shape {shape_of(bias)}")
@@ -398,7 +399,7 @@ def attend(call: Call, shards: Shards, mask_kind: str | None, bias_kind: str | N
     if call.window_size is not None and not is_varlen and call.window_size >= sum(shards.lengths):
         call = replace(call, window_size=None)  # no row has more keys than causality gives it
     if shards.size == 1 and not is_varlen:
-        return attend_here(call, call.key, call.value, call.mask, call.bias)
+        return attend_here(call, call.key, call.value, call.mask, call.bias, call.window_size)
     if call.query.shape[0] == 0 or call.query.shape[2] == 0:  # no rank has anything
         return attend_here(call, call.key, call.value, None, None)
     if call.window_size is not None or is_varlen or (mask_kind == "intervals" and bias_kind != "pair"):
@@ -406,12 +407,16 @@ def attend(call: Call, shards: Shards, mask_kind: str | None, bias_kind: str | N
     return attend_gathered(call, shards, mask_kind, bias_kind)
 
 
-def attend_here(call: Call, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_here(
+    call: Call, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None, window_size: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Of this rank's rows and the keys that it has here."""
+    has_mask = mask is not None or window_size is not None
     return flash_dmattn_func(
         *(call.query, key, value, mask, bias, call.softmax_scale, call.is_causal, call.softcap, call.deterministic),
         return_lse=True,
-        sparse=call.sparse if mask is not None else "auto",
+        window_size=window_size,
+        sparse=call.sparse if has_mask else "auto",
     )
 
 
@@ -441,7 +446,7 @@ def intervals_of(call: Call, shards: Shards) -> KeyIntervalMask:
     if call.cu_seqlens is None:
         start, end = mask.intervals
     else:
-        sequence = sequence_of_keys(call.cu_seqlens, sum(shards.lengths))[shards.first :][: shards.own]
+        sequence = torch.searchsorted(call.cu_seqlens.contiguous(), place, right=True) - 1
         first, behind = call.cu_seqlens[sequence][None, None], call.cu_seqlens[sequence + 1][None, None]
         start, end = first, behind
         if isinstance(mask, KeyIntervalMask):

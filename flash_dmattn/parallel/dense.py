@@ -19,10 +19,10 @@ from ..backends.compiled import FIXED, mask_tensors
 from ..interface import kernels_for, mask_for
 from ..interval_mask import KeyIntervalMask
 from . import collectives
-from .shards import Shards
 from .layout import zigzag_chunks, zigzag_order
+from .shards import Shards
 
-# A portion of keys and values is made this large where one head is smaller: enough for a collective to run at full speed.
+# A portion of keys and values is made this large where one head is smaller: enough for collectives at full speed.
 PORTION_BYTES = 32 << 20
 
 

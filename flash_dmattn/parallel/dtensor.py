@@ -58,8 +58,8 @@ def require_lists_in_place(query, spans: object) -> None:
         wanted = Replicate() if which is None else own(spans, BEHIND_ONE, which)
         if of_lists != wanted:
             raise ValueError(
-                f"the lists of keys of a query placed {query.placements} must be made of a mask or bias that is sharded "
-                f"over the same ranks, by batch elements or heads, got lists placed {spans.placements}"
+                f"the lists of keys of a query placed {query.placements} must be made of a mask or bias that is "
+                f"sharded over the same ranks, by batch elements or heads, got lists placed {spans.placements}"
             )
 
 

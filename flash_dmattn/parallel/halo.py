@@ -1,9 +1,9 @@
 """Attention whose rows see few keys of other ranks: each rank fetches these alone, and sends their gradients back.
 
 Every key has one interval of rows that may see it (KeyIntervalMask), so its owner, or whoever knows the interval, can
-say which ranks need it. `Plan` says which keys go where, `Fetch` moves them and, backwards, their gradients. What a rank
-then computes is attention of its rows over [fetched keys; own keys], under the same intervals counted from its own first
-row. The own keys come last, so that causality, aligned to the bottom right corner, holds as it is.
+say which ranks need it. `Plan` says which keys go where, `Fetch` moves them and, backwards, their gradients. What a
+rank then computes is attention of its rows over [fetched keys; own keys], under the same intervals counted from its own
+first row. The own keys come last, so that causality, aligned to the bottom right corner, holds as it is.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def interval_rows(intervals: Tensor) -> Tensor:
 
 
 def of_plan_heads(flags: Tensor, heads: int) -> Tensor:
-    """bool (.., Heads, S) to (.., heads, S): a key of a key/value head is needed where any of its query heads needs it."""
+    """bool (.., Heads, S) to (.., heads, S): a key/value head's key is needed where any of its query heads needs it."""
     return flags if flags.shape[-2] == heads else flags.unflatten(-2, (heads, -1)).any(dim=-2)
 
 
@@ -235,9 +235,9 @@ def plan_of_selection(
 ) -> tuple[Plan, KeyIntervalMask]:
     """The same for the causal top-w mask of a bias ({B|1}, {H|Hkv|1}, 1, own), with cu_seqlens in each sequence.
 
-    The bias alone is gathered whole, and each rank selects for its own rows. Of the keys before them it needs those that
-    its first row sees. These are the best of the keys that row could see, but for hidden ones, so the worst of them says
-    which they are: the ranks exchange these, and then each owner knows who needs its keys.
+    The bias alone is gathered whole, and each rank selects for its own rows. Of the keys before them it needs those
+    that its first row sees. These are the best of the keys that row could see, but for hidden ones, so the worst of
+    them says which they are: the ranks exchange these, and then each owner knows who needs its keys.
     """
     bias = bias.detach()
     first, own = shards.first, shards.own
@@ -272,8 +272,8 @@ def local_mask(shards: Shards, intervals: Tensor, keys_per_row: int | None, scat
 
 
 def select_varlen_rows(bias: Tensor, window_size: int, cu_seqlens: Tensor, first: int) -> Tensor:
-    """int32 (2, 1, heads, n): the intervals of a bias (1, heads, 1, n) of packed sequences, for the rows from `first` on
-    and counted from it."""
+    """int32 (2, 1, heads, n): the intervals of a bias (1, heads, 1, n) of packed sequences, for the rows from `first`
+    on and counted from it."""
     keys = bias.shape[3]
     of_keys = cu_seqlens.clamp(max=keys)
     of_rows = cu_seqlens.clamp(first, max(first, keys)) - first

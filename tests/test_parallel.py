@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import itertools
+import json
 import os
 import sys
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from flash_dmattn import KeyIntervalMask, KeyLists
 from flash_dmattn.parallel import context_parallel_attention, count_traffic, positions, shard, unshard
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
+BENCHMARKS = EXAMPLE.parents[1] / "benchmarks"
 TINY = {"batch_size": 4, "seq_len": 32, "window": 8, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
 
@@ -813,6 +815,64 @@ def test_dtensors(two, problem, dim, divided_bias):
 def test_lists_of_dtensors_are_not_moved(two):
     for failure in two.run(over_dtensors, {"bias": (1, 2, 1, 600), **WINDOWED}, 2, False):
         assert "lists of keys" in failure.message
+
+
+# The benchmark
+
+
+def benchmark(arguments):
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import parallel_performance
+
+        return parallel_performance.main(arguments)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_parallel_performance(two, tmp_path):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "result.json"
+    assert two.results(benchmark, ["--device=cpu", "--shrink=8", "--samples=1", f"--json={path}"]) == [0, 0]
+    content = json.loads(path.read_text())
+    assert (content["ranks"], content["shrink"]) == (2, 8)
+    results = {(result["workload"], result["method"]): result for result in content["results"]}
+    window, dense = "S2048 w128 H4/2 D64", "dense causal S1024 H4/2 D64"
+    for key, result in results.items():
+        if key != (dense, "PyTorch's ring"):  # for CUDA
+            assert 0 < result["forward"] < result["both"], key
+    ours, gathered = results[window, "ours"], results[window, "all-gather"]
+    assert 0 < max(ours["sent"]) < 0.2 * max(gathered["sent"])
+    assert max(ours["sent"] + ours["received"]) <= 1.2 * ours["budget"]
+    # Keys and values to the other rank, twice; and the gradients of those that are its own back.
+    of_others = 2 * 64 * 2 * 64 * 4
+    assert results[dense, "zigzag"]["sent"] == [3 * of_others] * 2
+    assert results[dense, "ours"]["sent"] == [2 * of_others, 3 * of_others]
+
+
+def test_the_benchmark_says_what_was_missed():
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from parallel_performance import ALONE, OURS, SHARE, STRONG, WEAK, Measured, failures
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    strong, weak = next(iter(STRONG)), next(iter(WEAK))
+
+    def measured(ours, sent):
+        return [
+            Measured(strong, ALONE, both=2.0),
+            Measured(strong, OURS, both=ours, sent=[sent, 1], budget=100),
+            Measured(weak, SHARE, both=1.0),
+            Measured(weak, OURS, both=ours),
+        ]
+
+    assert failures(measured(1.0, 119)) == []
+    assert len(failures(measured(1.0, 121))) == 1
+    assert len(failures(measured(1.07, 119))) == 1  # weak scaling
+    assert len(failures(measured(1.2, 119))) == 2
 
 
 # The example

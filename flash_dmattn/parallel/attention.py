@@ -423,19 +423,26 @@ def attend_here(
 def attend_fetched(call: Call, shards: Shards, bias_kind: str | None) -> tuple[Tensor, Tensor]:
     """Where rows see few keys of other ranks: by a halo."""
     bias, key_heads = call.bias, call.key.shape[2]
-    if call.window_size is not None:
+    own = mask = None
+    if call.window_size is None:
+        own = intervals_of(call, shards)
+        plan = halo.plan_of_intervals(shards, own, key_heads)
+    else:
         fixed_shapes = shards.size == 2 if call.fixed_shapes is None else call.fixed_shapes
         plan, mask = halo.plan_of_selection(shards, bias, call.window_size, call.cu_seqlens, key_heads, fixed_shapes)
-    else:
-        plan, mask = halo.plan_of_intervals(shards, intervals_of(call, shards), key_heads)
-    if bias_kind != "key":
-        key, value = halo.Fetch.apply(plan, call.key, call.value)
-        return attend_here(call, key, value, mask, bias)
-    # Of batch elements and heads that have keys of their own, the bias has numbers of its own.
-    sizes = max(bias.shape[0], plan.batches), max(bias.shape[1], plan.heads)
-    rows = bias.expand(*sizes, -1, -1)[:, :, 0].transpose(1, 2)
-    key, value, rows = halo.Fetch.apply(plan, call.key, call.value, rows)
-    return attend_here(call, key, value, mask, rows.transpose(1, 2).unsqueeze(2).contiguous())
+    rows = [call.key, call.value]
+    if bias_kind == "key":
+        # Of batch elements and heads that have keys of their own, the bias has numbers of its own.
+        sizes = max(bias.shape[0], plan.batches), max(bias.shape[1], plan.heads)
+        rows.append(bias.expand(*sizes, -1, -1)[:, :, 0].transpose(1, 2))
+    if own is not None:
+        rows.append(halo.interval_rows(own.intervals))
+    key, value, *rest = halo.Fetch.apply(plan, *rows)
+    if own is not None:
+        mask = halo.mask_of_rows(shards, rest.pop(), own)
+    if rest:
+        bias = rest.pop().transpose(1, 2).unsqueeze(2).contiguous()
+    return attend_here(call, key, value, mask, bias)
 
 
 def intervals_of(call: Call, shards: Shards) -> KeyIntervalMask:

@@ -43,11 +43,6 @@ def by_key(rows: Tensor, batches: int, heads: int) -> Tensor:
     return grouped.movedim(1, 3)
 
 
-def bias_rows(bias: Tensor) -> Tensor:
-    """A key bias (B, H, 1, S) as rows (B, S, H)."""
-    return bias[:, :, 0].transpose(1, 2)
-
-
 def interval_rows(intervals: Tensor) -> Tensor:
     """Intervals (2, B, H, S) as rows (B, S, H, 2)."""
     return intervals.permute(1, 3, 2, 0)
@@ -209,13 +204,9 @@ def add_rows(plan: Plan, grad: Tensor, rows: Tensor) -> None:
 # Who needs which keys
 
 
-def plan_of_intervals(shards: Shards, mask: KeyIntervalMask, key_heads: int) -> tuple[Plan, KeyIntervalMask]:
-    """The plan for a mask of the own keys, which counts the rows of the whole sequence; and the mask of the fetched and
-    the own keys, which counts this rank's rows.
-
-    Each owner knows who needs its keys. One small exchange tells the others how many come, and their intervals come
-    with them.
-    """
+def plan_of_intervals(shards: Shards, mask: KeyIntervalMask, key_heads: int) -> Plan:
+    """The plan for a mask of the own keys, which counts the rows of the whole sequence: each owner knows who needs its
+    keys, and one small exchange tells the others how many come."""
     start, end = mask.intervals
     starts = constants(shards.starts, mask.device)
     first, behind = (bounds[:, None, None, None] for bounds in (starts[:-1], starts[1:]))
@@ -224,16 +215,20 @@ def plan_of_intervals(shards: Shards, mask: KeyIntervalMask, key_heads: int) -> 
     wanted_by = of_plan_heads(seen, min(mask.heads, key_heads))
     one_each = (1,) * shards.size
     receive_counts = collectives.all_to_all(wanted_by.sum(dim=-1), one_each, one_each, shards.group)
-    plan = plan_exact(shards, wanted_by, receive_counts)
-    (rows,) = Fetch.apply(plan, interval_rows(mask.intervals))
+    return plan_exact(shards, wanted_by, receive_counts)
+
+
+def mask_of_rows(shards: Shards, rows: Tensor, own: KeyIntervalMask) -> KeyIntervalMask:
+    """The mask of the fetched and the own keys, of which the interval rows (B, fetched + S, H, 2) came with them."""
     intervals = rows.permute(3, 0, 2, 1) - shards.first
-    return plan, local_mask(shards, intervals.clamp_(0, shards.own), mask.keys_per_row, mask.scattered)
+    return local_mask(shards, intervals.clamp_(0, shards.own), own.keys_per_row, own.scattered)
 
 
 def plan_of_selection(
     shards: Shards, bias: Tensor, window_size: int, cu_seqlens: Tensor | None, key_heads: int, fixed_shapes: bool
 ) -> tuple[Plan, KeyIntervalMask]:
-    """The same for the causal top-w mask of a bias ({B|1}, {H|Hkv|1}, 1, own), with cu_seqlens in each sequence.
+    """The plan for the causal top-w mask of a bias ({B|1}, {H|Hkv|1}, 1, own), with cu_seqlens in each sequence; and
+    the mask of the fetched and the own keys, which counts this rank's rows.
 
     The bias alone is gathered whole, and each rank selects for its own rows. Of the keys before them it needs those
     that its first row sees. These are the best of the keys that row could see, but for hidden ones, so the worst of

@@ -85,8 +85,9 @@ def context_parallel_attention(
         group: a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or None: all processes.
         softmax_scale, is_causal, softcap, deterministic, sparse: as in `flash_dmattn_func`.
         return_lse: also return lse, which is differentiable.
-        window_size: the causal dynamic mask, as in `flash_dmattn_func`: the bias alone is gathered whole, and each rank
-            selects for its own rows. With cu_seqlens each sequence has its own window_size keys.
+        window_size: the causal dynamic mask, as in `flash_dmattn_func`: each rank selects for its own rows, among its
+            own keys and the window_size best of each rank before it. With cu_seqlens each sequence has its own
+            window_size keys.
         cu_seqlens: int32 (sequences + 1), from 0 to S: packed sequences of different lengths, which may cross the
             borders of shards. The same on every rank; on the CPU the values are looked at.
         layout: "contiguous", shards of any lengths, rank by rank; or "zigzag" (`shard`, `unshard`, `positions`), which

@@ -69,53 +69,60 @@ def true_places(flags: Tensor, count: int) -> Tensor:
     return found.scatter_(0, place, torch.arange(flags.numel(), device=flags.device))[:count]
 
 
-def plan_exact(shards: Shards, wanted_by: Tensor, receive_counts: Tensor) -> Plan:
+def plan_exact(shards: Shards, wanted_by: Tensor, receive_counts: Tensor, keys: Tensor | None = None) -> Plan:
     """Exactly the keys that are needed. The host waits for their numbers.
 
-    wanted_by: bool (R, batches, heads, own): which of the own keys each rank needs.
+    wanted_by: bool (R, batches, heads, n): which of the own keys each rank needs.
     receive_counts: int64 (R, batches, heads): how many keys of each rank this one needs.
+    keys: int64 (batches, heads, n): the own keys of which `wanted_by` speaks; None: all.
     """
-    size, batches, heads, own = wanted_by.shape
+    size, batches, heads, listed = wanted_by.shape
     send_counts = wanted_by.sum(dim=-1)
     on_host = torch.stack((send_counts, receive_counts)).cpu()
     to_send, to_receive = (tuple(counts) for counts in on_host.sum(dim=(2, 3)).tolist())
     fetched = int(on_host[1].sum(dim=0).max())
 
     sent = true_places(wanted_by, sum(to_send))
-    send = (sent // (heads * own) % batches, sent % own, sent // own % heads) if len(sent) else (sent,) * 3
+    send = (sent // (heads * listed) % batches, sent % listed, sent // listed % heads) if len(sent) else (sent,) * 3
     slots = ranks_in_order(receive_counts)
     return Plan(
-        *(shards.group, batches, heads, own, to_send, to_receive, send),
+        *(shards.group, batches, heads, shards.own, to_send, to_receive, listed_keys(send, keys)),
         *(received_places(receive_counts, slots, sum(to_receive)), fetched, slots),
     )
 
 
-def plan_fixed(shards: Shards, wanted_by: Tensor, most: int) -> Plan:
+def plan_fixed(shards: Shards, wanted_by: Tensor, most: int, keys: Tensor) -> Plan:
     """Room for as many keys of each earlier rank as could be needed, at most `most` a head: nothing waits, and the
     shapes go by the arguments' shapes alone. Arguments as of `plan_exact`."""
-    size, batches, heads, own = wanted_by.shape
+    size, batches, heads, listed = wanted_by.shape
     rank = shards.rank
-    room_there = min(most, own)
+    room_there = min(most, shards.own)
     rooms = tuple(min(most, length) if q < rank else 0 for q, length in enumerate(shards.lengths))
     later = size - 1 - rank
     to_send = tuple(batches * heads * room_there if q > rank else 0 for q in range(size))
     to_receive = tuple(batches * heads * room for room in rooms)
 
-    # Room that is left over takes other keys, which nobody will see, and each of them once.
+    # Room that is left over takes other keys, which nobody will see.
     wanted = wanted_by[rank + 1 :]
     place = wanted.cumsum(dim=-1).sub_(1).masked_fill_(~wanted, room_there)
-    places = torch.arange(own, device=wanted.device).expand_as(place)
+    places = torch.arange(listed, device=wanted.device).expand_as(place)
     spare = torch.arange(room_there + 1, device=wanted.device).expand(later, batches, heads, -1)
-    key = spare.clone().scatter_(-1, place, places)[..., :room_there].flatten()
-    row = torch.arange(len(key), device=key.device)
-    send = (row // (heads * room_there) % batches, key, row // room_there % heads) if len(key) else (key,) * 3
+    number = spare.clone().scatter_(-1, place, places)[..., :room_there].flatten()
+    row = torch.arange(len(number), device=number.device)
+    send = (row // (heads * room_there) % batches, number, row // room_there % heads) if len(row) else (row,) * 3
 
     counts = constants(rooms, wanted.device)[:, None, None].expand(size, batches, heads)
     slots = ranks_in_order(counts)
     return Plan(
-        *(shards.group, batches, heads, own, to_send, to_receive, send),
+        *(shards.group, batches, heads, shards.own, to_send, to_receive, listed_keys(send, keys)),
         *(received_places(counts, slots, sum(to_receive)), sum(rooms), slots),
     )
+
+
+def listed_keys(send: tuple[Tensor, Tensor, Tensor], keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch element, own key and head of each sent row, of which the second says where in a list the key stands."""
+    batch, number, head = send
+    return (batch, number if keys is None else keys[batch, head, number], head)
 
 
 def received_places(counts: Tensor, slots: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,94 +237,123 @@ def plan_of_selection(
     """The plan for the causal top-w mask of a bias ({B|1}, {H|Hkv|1}, 1, own), with cu_seqlens in each sequence; and
     the mask of the fetched and the own keys, which counts this rank's rows.
 
-    The bias alone is gathered whole, and each rank selects for its own rows. Of the keys before them it needs those
-    that its first row sees. These are the best of the keys that row could see, but for hidden ones, so the worst of
-    them says which they are: the ranks exchange these, and then each owner knows who needs its keys.
+    Of the keys of an earlier rank, rows can see none but its `window_size` best: the candidates, whose biases are
+    gathered. Each rank selects among those of earlier ranks and its own keys, for its own rows. It needs the candidates
+    that its first row sees. Those are the best, but for hidden ones, so the worst of them says which they are: the
+    ranks exchange these, and then each owner knows who needs its keys.
     """
-    bias = bias.detach()
-    first, own = shards.first, shards.own
-    whole = collectives.gather_along(bias, shards.lengths, 3, shards.group)[..., : first + own]
-    if cu_seqlens is None:
-        intervals = KeyIntervalMask.topk(whole, window_size, own).intervals
-    else:
-        intervals = select_varlen_rows(whole, window_size, cu_seqlens, first)
-    before = whole[:, :, 0, :first]
-    wanted = intervals[1, ..., :first] > 0 if own else torch.zeros_like(before, dtype=torch.bool)
+    bias = bias.detach()[:, :, 0]
+    heads = min(bias.shape[1], key_heads)
+    heads_for_one = bias.shape[1] // heads  # which may all want other keys of their key/value head
+    rank = shards.rank
+    value, key = candidates(shards, bias, window_size if heads_for_one == 1 else max(shards.lengths), cu_seqlens)
+    most = value.shape[2]
+    before = collectives.all_gather(value, shards.group)[:rank].movedim(0, 2)
+    if cu_seqlens is not None:
+        before = before.masked_fill(~same_sequence(shards, cu_seqlens)[rank, :rank, None], -torch.inf)
+    before = before.flatten(2)
+    intervals = select_rows(shards, torch.cat([before, bias], dim=-1), window_size, cu_seqlens)
 
-    wanted_by = wanted_of_own_keys(shards, bias[:, :, 0], before, wanted, cu_seqlens)
-    wanted_by = of_plan_heads(wanted_by, min(bias.shape[1], key_heads))
-    wanted = of_plan_heads(wanted, wanted_by.shape[2])
-    # How many are wanted of the keys before each shard, and so of each shard.
+    wanted = intervals[1, ..., : rank * most] > 0
+    wanted_by = wanted_of_candidates(shards, value, before, wanted, cu_seqlens)
+    wanted_by, wanted = of_plan_heads(wanted_by, heads), of_plan_heads(wanted, heads)
+    # How many are wanted of the candidates before each rank's, and so of each rank's.
     up_to = torch.nn.functional.pad(wanted.cumsum(dim=-1), (1, 0))
-    borders = up_to[..., constants(shards.starts, bias.device).clamp(max=first)].movedim(-1, 0)
+    borders = torch.arange(shards.size + 1, device=bias.device).clamp_(max=rank) * most
+    borders = up_to[..., borders].movedim(-1, 0)
     slots = up_to[..., 1:] - 1
     if fixed_shapes:
-        heads_for_one = bias.shape[1] // wanted.shape[1]  # which may all want other keys of their key/value head
-        plan = plan_fixed(shards, wanted_by, window_size * heads_for_one)
-        slots = slots + shift_of_each(shards, plan.slots - borders[:-1], first)
+        plan = plan_fixed(shards, wanted_by, window_size * heads_for_one, key)
+        shift = (plan.slots - borders[:-1])[:rank].movedim(0, -1)
+        slots = slots + shift.repeat_interleave(most, dim=-1)
     else:
-        plan = plan_exact(shards, wanted_by, borders.diff(dim=0))
-    fetched = fetched_intervals(intervals[..., :first], wanted, slots, plan.fetched)
-    intervals = torch.cat([fetched, intervals[..., first:]], dim=-1)
+        plan = plan_exact(shards, wanted_by, borders.diff(dim=0), key)
+    fetched = fetched_intervals(intervals[..., : rank * most], wanted, slots, plan.fetched)
+    intervals = torch.cat([fetched, intervals[..., rank * most :]], dim=-1)
     return plan, local_mask(shards, intervals, window_size, scattered=True)
 
 
-def local_mask(shards: Shards, intervals: Tensor, keys_per_row: int | None, scattered: bool) -> KeyIntervalMask:
-    return KeyIntervalMask._of(intervals.contiguous(), keys_per_row, scattered, shards.own)
+def candidates(shards: Shards, bias: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The own keys that later ranks can see: the `count` best of them, with cu_seqlens of the sequence of the last row,
+    in order. (batches, heads, n): their biases, -inf where there are fewer, and int64, which keys they are."""
+    own, longest = shards.own, max(shards.lengths)
+    place = torch.arange(own, device=bias.device)
+    if cu_seqlens is not None and own:
+        last = constants((shards.first + own - 1,), bias.device)
+        bias = bias.masked_fill(place + shards.first < first_of_sequence(cu_seqlens, last), -torch.inf)
+    if count >= longest or not own:
+        keys = torch.arange(min(count, longest), device=bias.device).clamp_(max=max(own - 1, 0))
+        missing = min(count, longest) - own
+        return torch.nn.functional.pad(bias, (0, missing), value=-torch.inf), keys.expand(*bias.shape[:2], -1)
+    best = KeyIntervalMask.topk(bias, count, 1).end > 0
+    slot = best.cumsum(dim=-1).sub_(1).masked_fill_(~best, count)
+    keys = torch.arange(count + 1, device=bias.device).remainder_(own).expand(*bias.shape[:2], -1)
+    keys = keys.clone().scatter_(-1, slot, place.expand_as(slot))[..., :count]
+    is_one = torch.arange(count, device=bias.device) < best.sum(dim=-1, keepdim=True)
+    return bias.gather(-1, keys).masked_fill(~is_one, -torch.inf), keys
 
 
-def select_varlen_rows(bias: Tensor, window_size: int, cu_seqlens: Tensor, first: int) -> Tensor:
-    """int32 (2, 1, heads, n): the intervals of a bias (1, heads, 1, n) of packed sequences, for the rows from `first`
-    on and counted from it."""
-    keys = bias.shape[3]
-    of_keys = cu_seqlens.clamp(max=keys)
-    of_rows = cu_seqlens.clamp(first, max(first, keys)) - first
-    mask = KeyIntervalMask.topk_varlen(bias[0, :, 0].T, window_size, of_keys, of_rows)
+def select_rows(shards: Shards, bias: Tensor, window_size: int, cu_seqlens: Tensor | None) -> Tensor:
+    """int32 (2, batches, heads, n + own): the intervals of n candidates of earlier ranks and the own keys, for the own
+    rows."""
+    own, before = shards.own, bias.shape[2] - shards.own
+    if not own:
+        return torch.zeros(2, *bias.shape, dtype=torch.int32, device=bias.device)
+    if cu_seqlens is None:
+        return KeyIntervalMask.topk(bias, window_size, own).intervals
+    # The candidates are of the sequence in which the own rows start.
+    first = first_of_sequence(cu_seqlens, constants((shards.first,), bias.device))
+    of_rows = cu_seqlens.clamp(shards.first, shards.first + own) - shards.first
+    of_keys = torch.where(cu_seqlens > first, of_rows + before, 0)
+    mask = KeyIntervalMask.topk_varlen(bias[0].T, window_size, of_keys, of_rows)
     # They count the rows of their sequence from the first that is here.
-    sequence = sequence_of_keys(of_keys, keys)
+    sequence = sequence_of_keys(of_keys, before + own)
     offset, behind = of_rows[sequence], of_rows[sequence + 1]
     intervals = torch.minimum(mask.intervals + offset[:, None], behind[:, None])
     return intervals.transpose(1, 2)[:, None]
 
 
-def wanted_of_own_keys(
-    shards: Shards, bias: Tensor, before: Tensor, wanted: Tensor, cu_seqlens: Tensor | None
+def wanted_of_candidates(
+    shards: Shards, value: Tensor, before: Tensor, wanted: Tensor, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """bool (R, {B|1}, {H|Hkv|1}, own): which of the own keys each rank wants.
+    """bool (R, {B|1}, {H|Hkv|1}, n): which of the own candidates each rank wants.
 
-    bias: ({B|1}, {H|Hkv|1}, own); before, wanted: of all keys before them, and which of these this rank wants.
+    value: ({B|1}, {H|Hkv|1}, n), of the own candidates; before, wanted: of all before them, and which of these this
+    rank wants.
     """
-    first, own = shards.first, shards.own
+    rank, most = shards.rank, value.shape[2]
     # The worst: the smallest bias, of equal ones the earliest key. float64 holds any bias and any place.
-    infinite = torch.finfo(torch.float64).max
-    least = torch.full((2, *bias.shape[:2]), torch.inf, dtype=torch.float64, device=bias.device)
-    if first:
-        value = before.masked_fill(~wanted, torch.inf).amin(dim=-1)
-        is_least = wanted & (before == value[..., None])
-        place = torch.arange(first, dtype=torch.float64, device=bias.device)
-        least = torch.stack((value.double(), torch.where(is_least, place, infinite).amin(dim=-1)))
-    value, place = collectives.all_gather(least, shards.group).unbind(dim=1)
-    value, place = value[..., None], place[..., None]
+    worst = torch.full((2, *value.shape[:2]), torch.inf, dtype=torch.float64, device=value.device)
+    if before.shape[2]:
+        smallest = before.masked_fill(~wanted, torch.inf).amin(dim=-1)
+        is_worst = wanted & (before == smallest[..., None])
+        place = torch.arange(before.shape[2], dtype=torch.float64, device=value.device)
+        worst = torch.stack((smallest.double(), torch.where(is_worst, place, torch.inf).amin(dim=-1)))
+    of_ranks, place_of_ranks = collectives.all_gather(worst, shards.group)[..., None].unbind(dim=1)
 
-    starts = constants(shards.starts[:-1], bias.device)
-    key = torch.arange(first, first + own, device=bias.device)
-    reaches = torch.zeros_like(starts) if cu_seqlens is None else first_of_sequence(cu_seqlens, starts)
-    later = (key < starts[:, None]) & (key >= reaches[:, None])
-    better = (bias.double() > value) | ((bias.double() == value) & (key >= place))
-    return better & later[:, None, None]
+    place = torch.arange(rank * most, (rank + 1) * most, device=value.device)
+    value = value.double()
+    better = (value > of_ranks) | ((value == of_ranks) & (place >= place_of_ranks))
+    if cu_seqlens is not None:
+        better = better & same_sequence(shards, cu_seqlens)[:, rank, None, None, None]
+    later = torch.arange(shards.size, device=value.device) > rank
+    return better & later[:, None, None, None]
+
+
+def same_sequence(shards: Shards, cu_seqlens: Tensor) -> Tensor:
+    """bool (R, R): whether the sequence in which a rank's rows start holds the last row of another, earlier one."""
+    starts = constants(shards.starts, cu_seqlens.device)
+    return first_of_sequence(cu_seqlens, starts[:-1])[:, None] < starts[1:]
 
 
 def first_of_sequence(cu_seqlens: Tensor, rows: Tensor) -> Tensor:
     """The first row of the sequence that each row is in."""
     sequence = torch.searchsorted(cu_seqlens.contiguous(), rows.to(cu_seqlens.dtype), right=True) - 1
-    return cu_seqlens[sequence.clamp(max=len(cu_seqlens) - 1)]
+    return cu_seqlens[sequence]
 
 
-def shift_of_each(shards: Shards, shift: Tensor, keys: int) -> Tensor:
-    """(batches, heads, keys): of a number for each rank (R, batches, heads) that of the owner of each key."""
-    ends = constants(shards.starts[1:], shift.device)
-    owner = torch.searchsorted(ends, torch.arange(keys, device=shift.device), right=True)
-    return shift[owner].movedim(0, -1)
+def local_mask(shards: Shards, intervals: Tensor, keys_per_row: int | None, scattered: bool) -> KeyIntervalMask:
+    return KeyIntervalMask._of(intervals.contiguous(), keys_per_row, scattered, shards.own)
 
 
 def fetched_intervals(intervals: Tensor, wanted: Tensor, slots: Tensor, fetched: int) -> Tensor:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """`size` processes with a gloo group; `run` calls a function in each of them."""
+    """`size` processes of a group, with a GPU each where the backend is NCCL; `run` calls a function in each."""
 
-    def __init__(self, size, timeout=60):
+    def __init__(self, size, backend="gloo", timeout=60):
         self.size = size
         self.folder = tempfile.TemporaryDirectory()
         rendezvous = f"file://{self.folder.name}/rendezvous"
@@ -25,7 +25,7 @@ class Ranks:
         os.environ["OMP_NUM_THREADS"] = "1"
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, rank, size, rendezvous, timeout), daemon=True)
+            process = context.Process(target=serve, args=(there, rank, size, rendezvous, backend, timeout), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -69,10 +69,12 @@ class Failure:
         return f"{self.kind}: {self.message}"
 
 
-def serve(pipe, rank, size, rendezvous, timeout):
+def serve(pipe, rank, size, rendezvous, backend, timeout):
     torch.set_num_threads(1)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        backend, init_method=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
     while (work := pickle.loads(pipe.recv_bytes())) is not None:
         function, args = work

@@ -24,6 +24,8 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
 BENCHMARKS = EXAMPLE.parents[1] / "benchmarks"
 TINY = {"batch_size": 4, "seq_len": 32, "window": 8, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes, where pytest-xdist goes by groups
+
 
 @pytest.fixture(scope="module")
 def two():
@@ -35,6 +37,15 @@ def two():
 @pytest.fixture(scope="module")
 def four():
     ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def two_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    ranks = Ranks(2, "cpu:gloo,cuda:nccl")
     yield ranks
     ranks.close()
 
@@ -132,8 +143,10 @@ def sharded(case, alone=False):
     of_each = [dist.new_group([rank]) for rank in range(dist.get_world_size())] if alone else None
     rank, group = (0, of_each[dist.get_rank()]) if alone else (dist.get_rank(), None)
     rows, mask, bias, dout, dlse = case.make()
-    rows = [of_rank(case, x, 1, rank) for x in rows]
-    dout, dlse = of_rank(case, dout, 1, rank), of_rank(case, dlse, 2, rank)
+    device = device_of_rank()
+    rows = [of_rank(case, x, 1, rank).to(device) for x in rows]
+    dout, dlse = of_rank(case, dout, 1, rank).to(device), of_rank(case, dlse, 2, rank).to(device)
+    mask, bias = (None if x is None else x.to(device) for x in (mask, bias))
     if isinstance(mask, KeyIntervalMask):
         mask = mask._of_same_kind(of_rank(case, mask.intervals, 3, rank))
     elif mask is not None:
@@ -149,14 +162,18 @@ def sharded(case, alone=False):
             mask = mask[0, :, 0].T
     options = dict(case.options, layout=case.layout)
     if case.cu_seqlens is not None:
-        options["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32)
+        options["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)
     leaves = [x.detach().clone().requires_grad_() for x in (*rows, bias) if x is not None]
     with count_traffic() as traffic:
         out, lse = context_parallel_attention(
             *leaves[:3], mask, leaves[3] if bias is not None else None, group=group, return_lse=True, **options
         )
         gradients = torch.autograd.grad([out, lse], leaves, [dout, dlse])
-    return [out.detach(), lse.detach(), *gradients], traffic
+    return [x.detach().cpu() for x in (out, lse, *gradients)], traffic
+
+
+def device_of_rank():
+    return torch.device("cuda", dist.get_rank()) if "nccl" in dist.get_backend_config() else torch.device("cpu")
 
 
 def joined(case, parts):
@@ -966,3 +983,89 @@ def test_tensor_parallel_by_heads(two):
     pytest.importorskip("matplotlib")
     for loss, gradient in two.results(heads_over_ranks):
         assert loss < 1e-5 and gradient < 1e-5
+
+
+# On two GPUs
+
+
+ON_GPUS = [
+    {"bias": (2, 2, 1, "S"), "hidden": 0.1, "options": {"is_causal": True, "window_size": 300}},
+    {"bias": (2, 2, 1, "S"), "options": {"is_causal": True, "window_size": 300, "fixed_shapes": False}},
+    {"bias": (1, 4, 1, "S"), "tied": 3, "options": {"is_causal": True, "window_size": 100}},
+    {"bias": (2, 2, 1, "S"), "options": {"is_causal": True, "window_size": 100, "deterministic": True}},
+    {
+        "batch": 1,
+        "bias": (1, 2, 1, "S"),
+        "options": {"is_causal": True, "window_size": 100},
+        "cu_seqlens": (0, 90, 800),
+    },
+    {"batch": 1, "cu_seqlens": (0, 90, 500, 800), "options": {"is_causal": True}},
+    {"intervals": "window", "bias": (1, 1, 1, "S")},
+    {"intervals": "any", "options": {"is_causal": True}},
+    {"options": {"is_causal": True}},
+    {"layout": "zigzag", "options": {"is_causal": True}},
+    {"layout": "zigzag", "mask": (2, 2, 1, "S"), "bias": (2, 4, 1, "S"), "options": {"is_causal": True}},
+    {"layout": "zigzag", "bias": (1, 4, "S", "S"), "options": {"is_causal": True}},
+    {"mask": (2, 4, "S", "S"), "bias": (1, 2, "S", "S")},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("problem", ON_GPUS)
+def test_on_gpus(two_gpus, problem, even):
+    if not even and problem.get("layout") == "zigzag":
+        pytest.skip("zigzag shards are even")
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
+    if "bias" in problem and problem["bias"][2] == 1:
+        sizes["bias_dtype"] = torch.float32
+    check(two_gpus, Case((400, 400) if even else (500, 300), **{**sizes, **problem}))
+
+
+def window_of(tensors, **options):
+    query, key, value, bias = tensors
+    return context_parallel_attention(query, key, value, attn_bias=bias, is_causal=True, window_size=64, **options)
+
+
+def new_tensors():
+    shapes = ((1, 512, 4, 64), (1, 512, 2, 64), (1, 512, 2, 64))
+    rows = [torch.randn(shape, device=device_of_rank(), dtype=torch.bfloat16) for shape in shapes]
+    return [*rows, torch.randn(1, 2, 1, 512, device=device_of_rank())]
+
+
+@torch.no_grad()
+def captured():
+    """Whether a CUDA graph gives what the call does, for tensors that came after it was captured."""
+    static = new_tensors()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            window_of(static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
+        out = window_of(static)
+    same = []
+    for _ in range(2):
+        for tensor, new in zip(static, new_tensors()):
+            tensor.copy_(new)
+        graph.replay()
+        same.append(torch.allclose(out, window_of(static), rtol=0, atol=1e-2))
+    return same
+
+
+@pytest.mark.gpu
+def test_cuda_graphs(two_gpus):
+    assert two_gpus.results(captured) == [[True, True]] * 2
+
+
+def in_a_group_of_nccl_alone():
+    tensors = new_tensors()
+    group = dist.new_group(backend="nccl")
+    return torch.equal(window_of(tensors, group=group), window_of(tensors))
+
+
+@pytest.mark.gpu
+def test_a_group_of_nccl_alone(two_gpus):
+    assert two_gpus.results(in_a_group_of_nccl_alone) == [True, True]

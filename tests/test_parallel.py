@@ -249,6 +249,23 @@ def check(ranks, case):
     return traffic
 
 
+def nothing(batch, **options):
+    """Shapes and gradients where there is no batch element or no row."""
+    rows = [torch.randn(batch, 6 * (batch == 0), n, 8, requires_grad=True) for n in (4, 2, 2)]
+    bias = torch.randn(batch or 1, 2, 1, rows[0].shape[1], requires_grad=True)
+    out = context_parallel_attention(*rows, attn_bias=bias, is_causal=True, **options)
+    gradients = torch.autograd.grad(out.sum(), [*rows, bias])
+    return out.shape == rows[0].shape and all(
+        not x.any() and x.shape == y.shape for x, y in zip(gradients, [*rows, bias])
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"window_size": 3, "fixed_shapes": False}])
+def test_nothing_to_attend_to(two, options):
+    for batch in (0, 2):
+        assert two.results(partial(nothing, batch, **options)) == [True, True]
+
+
 def lengths_for(ranks, even=True):
     if even:
         return (24,) * ranks.size

@@ -116,7 +116,7 @@ def context_parallel_attention(
             *(window_size, sparse, cu_seqlens, layout, fixed_shapes),
         )
         stated = statement_of(call)
-    except (TypeError, ValueError, RuntimeError) as caught:
+    except Exception as caught:  # whatever it is, the others must not wait for this rank
         if shard_lengths is not None:
             raise
         error = caught
@@ -297,7 +297,7 @@ def statement_of(call: Call) -> Statement:
     needed = [torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves]
 
     def optional(number: int | None) -> int:
-        return -1 if number is None else int(number)
+        return -1 if number is None else min(int(number), 1 << 62)
 
     return Statement(
         *(DTYPES.index(call.query.dtype), call.query.shape[0], call.query.shape[2], call.key.shape[2]),
@@ -402,7 +402,9 @@ def attend(call: Call, shards: Shards, mask_kind: str | None, bias_kind: str | N
     if shards.size == 1 and not is_varlen:
         return attend_here(call, call.key, call.value, call.mask, call.bias, call.window_size)
     if call.query.shape[0] == 0 or call.query.shape[2] == 0:  # no rank has anything
-        return attend_here(call, call.key, call.value, None, None)
+        out, lse = attend_here(call, call.key, call.value, None, None)
+        # Gradients of the bias are zero, not None.
+        return out if call.bias is None else out + call.bias[..., :0].sum().to(out.dtype), lse
     if call.window_size is not None or is_varlen or (mask_kind == "intervals" and bias_kind != "pair"):
         return attend_fetched(call, shards, bias_kind)
     return attend_gathered(call, shards, mask_kind, bias_kind)

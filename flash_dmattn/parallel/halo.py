@@ -190,22 +190,18 @@ class Fetch(torch.autograd.Function):
 
 
 def add_rows(plan: Plan, grad: Tensor, rows: Tensor) -> None:
-    """Adds the gradients of sent rows to those of their keys, in the same order every time."""
-    key = plan.send
-    if sum(count > 0 for count in plan.to_send) > 1:
-        # A key that went to several ranks: their parts are summed in float32 first.
-        batch, own, head = key
-        flat = (batch * plan.own + own) * plan.heads + head
-        asked_for = flat.new_zeros(plan.batches * plan.own * plan.heads)
-        number = asked_for.index_fill_(0, flat, 1).cumsum(0).sub_(1)[flat]
-        total = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
-        for of_rank, part in zip(number.split(plan.to_send), rows.split(plan.to_send)):
-            if len(part):
-                total.index_add_(0, of_rank, part.to(total.dtype))  # no key twice from one rank
-        # What stands beyond the number of different keys is zero, and may be added to any.
-        key = tuple(index.scatter(0, number, index) for index in key)
-        rows = total.to(rows.dtype)
-    by_key(grad, plan.batches, plan.heads).index_put_(key, rows, accumulate=True)
+    """Adds the gradients of sent rows to those of their keys, in float32 and in the same order every time."""
+    batch, own, head = plan.send
+    # A key may have gone to several ranks: each has one number, under which its parts are summed.
+    flat = (batch * plan.own + own) * plan.heads + head
+    was_sent = flat.new_zeros(plan.batches * plan.own * plan.heads)
+    number = was_sent.index_fill_(0, flat, 1).cumsum(0).sub_(1)[flat]
+    total = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
+    for numbers, part in zip(number.split(plan.to_send), rows.split(plan.to_send)):
+        if len(part):
+            total.index_add_(0, numbers, part.to(total.dtype))  # from one rank no key twice, or zeros
+    keys = by_key(grad, plan.batches, plan.heads)
+    keys[plan.send] = (keys[plan.send] + total[number]).to(grad.dtype)  # of the same key the same each time
 
 
 # Who needs which keys

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from helpers import NAMES, assert_close, in_float64, reference
 from ranks import Ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from flash_dmattn import KeyIntervalMask, KeyLists
 from flash_dmattn.parallel import context_parallel_attention, count_traffic, positions, shard, unshard
@@ -614,6 +616,9 @@ def attend(changes, common=()):
         tensors["key"] = tensors["key"].to(dtype)
     if changes.pop("nan", False):
         tensors["attn_bias"][0, 0, 0, 3] = torch.nan
+    if changes.pop("dtensor", False):
+        mesh = DeviceMesh.from_group(dist.new_group([dist.get_rank()], use_local_synchronization=True), "cpu")
+        tensors["value"] = DTensor.from_local(tensors["value"], mesh)
     if changes.pop("requires_grad", False):
         tensors["key"].requires_grad_()
     return context_parallel_attention(**tensors, **changes).shape
@@ -632,6 +637,8 @@ REFUSED_BY_ONE = [
     ({"layout": "zigzag"}, WINDOW, "ValueError", "zigzag"),
     ({"attn_bias": (1, 3, 1, 8)}, WINDOW, "ValueError", "attn_bias"),
     ({"attn_mask": KeyLists.build(KeyIntervalMask.causal(8, 8), 8)}, {}, "TypeError", "KeyLists"),
+    ({"attn_mask": KeyIntervalMask.causal(16, 16)}, {}, "ValueError", "shard"),
+    ({"dtensor": True}, {}, "TypeError", "to_local"),
     ({"cu_seqlens": torch.tensor([0, 16])}, {}, "TypeError", "cu_seqlens"),
     ({"fixed_shapes": "yes"}, WINDOW, "TypeError", "fixed_shapes"),
 ]

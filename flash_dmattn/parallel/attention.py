@@ -12,6 +12,7 @@ from typing import NamedTuple, Union
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .. import checks
 from ..arguments import check_cu_seqlens, require_bool, require_count, require_tensor, shape_of, values_at_hand
@@ -170,6 +171,9 @@ def checked_call(
     fixed_shapes: bool | None,
 ) -> Call:
     """What one rank can find wrong with its arguments."""
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", mask), ("attn_bias", bias)):
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"{name} must be the rank's own part in a plain tensor, got a DTensor: take its to_local()")
     kernels_for(query)
     checks.check_options(mask, softmax_scale, is_causal, softcap, deterministic, False, return_lse, window_size, sparse)
     check_layout(layout)
@@ -229,8 +233,13 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Te
             keys = key.new_empty(1).expand(key.shape[0], pairs.shape[3], *key.shape[2:])
         checks.check_inputs("check_fixed", query, keys, keys, *mask_and_bias, None)
 
-    if isinstance(mask, KeyIntervalMask) and mask.is_varlen:
-        mask = mask.sequence(0, mask.keys)
+    if isinstance(mask, KeyIntervalMask):
+        mask = mask.sequence(0, mask.keys) if mask.is_varlen else mask
+        if mask.keys != key.shape[1]:
+            raise ValueError(
+                f"attn_mask must be of the rank's own {key.shape[1]} keys, got {mask.keys}: "
+                "flash_dmattn.parallel.shard takes them of a whole mask"
+            )
     check_beside(mask, mask, None)
     check_beside(bias, None, bias)
 

@@ -294,18 +294,22 @@ def show(on, results: list[Measured]) -> None:
     table = Table(title=f"{dist.get_world_size()} ranks")
     for column in ("workload", "method"):
         table.add_column(column, no_wrap=True)
-    for column in ("forward, ms", "+ backward, ms", "x one rank", "sent, MiB", "x budget", "most / mean", "peak, GiB"):
+    quantities = ("forward, ms", "+ backward, ms", "x one rank", "weak")
+    for column in (*quantities, "sent, MiB", "x budget", "most / mean", "peak, GiB"):
         table.add_column(column, justify="right")
-    whole = {result.workload: result.both for result in results if result.method == ALONE}
+    whole, shares = (
+        {result.workload: result.both for result in results if result.method == method} for method in (ALONE, SHARE)
+    )
     for result in results:
         if result.refusal:
             table.add_row(result.workload, result.method, "-", "-")
             continue
         mean = statistics.mean(result.sent)
-        of_one = whole.get(result.workload)
+        of_one, of_share = whole.get(result.workload), shares.get(result.workload)
         table.add_row(
             *(result.workload, result.method, f"{1e3 * result.forward:.2f}", f"{1e3 * result.both:.2f}"),
             f"{of_one / result.both:.2f}" if of_one else "",
+            f"{of_share / result.both:.2f}" if of_share and result.method not in (ALONE, SHARE) else "",
             f"{max(result.sent) / 2**20:.2f}" if mean else "",
             f"{max(result.sent) / result.budget:.2f}" if result.budget else "",
             f"{max(result.sent) / mean:.2f}" if mean else "",

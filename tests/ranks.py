@@ -15,7 +15,7 @@ import torch.distributed as dist
 class Ranks:
     """`size` processes of a group, with a GPU each where the backend is NCCL; `run` calls a function in each."""
 
-    def __init__(self, size, backend="gloo", timeout=60):
+    def __init__(self, size, backend="gloo", timeout=180):
         self.size = size
         self.folder = tempfile.TemporaryDirectory()
         rendezvous = f"file://{self.folder.name}/rendezvous"

@@ -14,7 +14,7 @@ demo: $(VENV)/built
 	$(BIN)/python examples/train_lm.py --steps 60 --plot loss.png
 
 test: lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .

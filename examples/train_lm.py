@@ -2,11 +2,15 @@
 
     python examples/train_lm.py --plot loss.png                          # about a minute on two CPU cores
     python examples/train_lm.py --device cuda --seq-len 1024 --window 256 --text shakespeare.txt
+    torchrun --nproc-per-node 4 examples/train_lm.py --context-parallel 2    # two ranks to a sequence, two to the batch
 
 It is a decoder-only transformer (RMSNorm, rotary positions, SwiGLU, tied head). Its attention learns which keys are
 worth keeping: every token gets one number per key/value head, its bias. Each query attends to the `window` keys of
 largest bias among those that are not in its future, and the same bias is added to their scores, so it is trained
 through its gradient. No mask of seq_len x seq_len exists: a sequence costs seq_len x window.
+
+Under torchrun the ranks make up a mesh, `--context-parallel` of them to each sequence and the rest to the batch. The
+model's weights and their optimizer's state are sharded (FSDP2), and a step is the same as that of one process.
 """
 
 import argparse
@@ -20,14 +24,18 @@ from pathlib import Path
 from pydoc_data import topics
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from flash_dmattn import flash_dmattn_func_auto
+from flash_dmattn.parallel import context_parallel_attention, shard
 
 VOCABULARY = 256  # bytes: no tokenizer to train or to download
 PROMPT, CONTINUATION = 48, 160  # bytes of held-out text given, and of text sampled after it
@@ -47,7 +55,7 @@ class Config:
 
     text: str | None = option(None, "file to learn (default: the topics of Python's own help)")
     steps: int = option(300, "optimizer steps")
-    batch_size: int = option(16, "sequences a step")
+    batch_size: int = option(16, "sequences a step, of all ranks together")
     seq_len: int = option(128, "bytes in a sequence")
     window: int = option(32, "keys that a query keeps")
     dim: int = option(128, "width of the model")
@@ -61,10 +69,12 @@ class Config:
     seed: int = option(0, "of the weights, the batches and the samples")
     plot: str | None = option(None, "PNG file to draw the loss curve in (default: none)")
     samples: int = option(3, "texts to sample at the end")
+    context_parallel: int = option(1, "ranks that share a sequence, under torchrun")
     deterministic: bool = option(False, "make the same seed give bitwise the same losses", action="store_true")
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "seq_len", "window", "dim", "layers", "heads", "kv_heads", "lr"):
+        sizes = ("batch_size", "seq_len", "window", "dim", "layers", "heads", "kv_heads", "context_parallel")
+        for name in ("steps", *sizes, "lr"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.samples < 0:
@@ -81,12 +91,48 @@ class Config:
             raise ValueError("backend flex needs device cuda: PyTorch's FlexAttention has no backward on the CPU")
         if self.device == "cuda" and self.dtype == "float32" and self.backend in (None, "cuda"):
             raise ValueError("the CUDA kernels take no float32: choose dtype bfloat16, or another backend")
+        if self.seq_len % self.context_parallel:
+            raise ValueError(f"context_parallel ({self.context_parallel}) must divide seq_len ({self.seq_len})")
+        if self.context_parallel > 1 and self.backend not in (None, self.device):
+            raise ValueError(f"context_parallel is for the backend {self.device}, got {self.backend}")
         if self.plot and not Path(self.plot).absolute().parent.is_dir():
             raise ValueError(f"plot: there is no folder {Path(self.plot).parent}")
 
     def autocast(self) -> torch.autocast:
         dtype = getattr(torch, self.dtype or {"cpu": "float32", "cuda": "bfloat16"}[self.device])
         return torch.autocast(self.device, dtype, enabled=dtype != torch.float32)
+
+
+# The ranks
+
+
+def join_ranks(config: Config) -> DeviceMesh | None:
+    """The processes of torchrun as a mesh of "data" x "context"; None where this one is alone."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size % config.context_parallel:
+        raise ValueError(f"context_parallel ({config.context_parallel}) must divide the number of ranks ({size})")
+    data = size // config.context_parallel
+    if config.batch_size % data:
+        raise ValueError(f"batch_size ({config.batch_size}) must be a multiple of the {data} ranks that share it")
+    if size == 1:
+        return None
+    if config.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return init_device_mesh(config.device, (data, config.context_parallel), mesh_dim_names=("data", "context"))
+
+
+def own_part(batch: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Of sequences (B, S) those of this rank, and of these its part."""
+    return batch if mesh is None else shard(shard(batch, 0, group=mesh["data"]), 1, group=mesh["context"])
+
+
+def mean_of_ranks(loss: Tensor, mesh: DeviceMesh | None) -> float:
+    """Waits for the device."""
+    loss = loss.detach()
+    if mesh is not None:
+        dist.all_reduce(loss)
+        loss = loss / dist.get_world_size()
+    return loss.item()
 
 
 # The model
@@ -157,8 +203,9 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
+        self.first = 0  # of the sequence's tokens that this rank has
         attention = flash_dmattn_func_auto(backend=config.backend or config.device)
-        attention = partial(attention, deterministic=config.deterministic)
+        self.whole_attention = attention = partial(attention, deterministic=config.deterministic)
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
@@ -170,12 +217,21 @@ class LanguageModel(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
+    def share_sequences(self, ranks: DeviceMesh | None) -> None:
+        """From now on each of these ranks has its part of every sequence; None: all of it."""
+        attention = self.whole_attention
+        if ranks is not None:
+            attention = partial(context_parallel_attention, group=ranks, **attention.keywords)
+        for block in self.blocks:
+            block.attention.attention = attention
+        self.first = 0 if ranks is None else ranks.get_local_rank() * (len(self.cos) // ranks.size())
+
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, S) -> (B, S, VOCABULARY): logits of the byte after each."""
-        seq_len = tokens.shape[1]
+        places = slice(self.first, self.first + tokens.shape[1])
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.cos[:seq_len], self.sin[:seq_len])
+            x = block(x, self.cos[places], self.sin[places])
         return F.linear(self.norm(x), self.embedding.weight)
 
 
@@ -226,7 +282,12 @@ class Step:
     tokens_per_second: float  # since the first step, validation left out
 
 
-def training_steps(model: LanguageModel, config: Config, training: Tensor, validation: Tensor) -> Iterator[Step]:
+def training_steps(
+    model: LanguageModel, config: Config, mesh: DeviceMesh | None, training: Tensor, validation: Tensor
+) -> Iterator[Step]:
+    def own_loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(model, tuple(own_part(part, mesh) for part in batch), config)
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=config.steps))
 
@@ -236,34 +297,44 @@ def training_steps(model: LanguageModel, config: Config, training: Tensor, valid
     seconds = 0.0
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        loss = loss_of(model, random_batch(training, config, generator), config)
+        loss = own_loss(random_batch(training, config, generator))  # the same batch on every rank
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         schedule.step()
-        loss = loss.item()  # waits for the device, so that the clock is read after the work
+        loss = mean_of_ranks(loss, mesh)  # waits for the device, so that the clock is read after the work
         seconds += time.perf_counter() - started
 
         validation_loss = None
         if step == 1 or step % validate_every == 0 or step == config.steps:
             with torch.no_grad():
-                losses = [loss_of(model, batch, config) for batch in validation_batches]
-            validation_loss = torch.stack(losses).mean().item()
+                losses = [own_loss(batch) for batch in validation_batches]
+            validation_loss = mean_of_ranks(torch.stack(losses).mean(), mesh)
         yield Step(loss, validation_loss, step * config.batch_size * config.seq_len / seconds)
 
 
-def build_model(config: Config) -> LanguageModel:
+def build_model(config: Config, mesh: DeviceMesh | None = None) -> LanguageModel:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it on CUDA
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
-    return LanguageModel(config).to(config.device)
+    model = LanguageModel(config).to(config.device)
+    if mesh is not None:
+        # Each rank's loss is the mean of its own tokens, and attention gives keys and values their gradients of all
+        # ranks' losses: what FSDP averages over all ranks is the gradient of the mean of all tokens.
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if config.context_parallel > 1:
+            model.share_sequences(mesh["context"])
+    return model
 
 
 def train(config: Config) -> list[float]:
     """The training loss of every step."""
-    return [step.loss for step in training_steps(build_model(config), config, *load_text(config))]
+    mesh = join_ranks(config)
+    return [step.loss for step in training_steps(build_model(config, mesh), config, mesh, *load_text(config))]
 
 
 # What it shows
@@ -282,6 +353,7 @@ def sample(model: LanguageModel, config: Config, prompts: Tensor, temperature: f
 
 
 def print_samples(model: LanguageModel, config: Config, validation: Tensor, console: Console) -> None:
+    model.share_sequences(None)  # they grow, from lengths that no number of ranks need divide
     prompt = min(PROMPT, config.seq_len)
     starts = torch.randint(len(validation) - prompt, (config.samples, 1))
     prompts = validation[starts + torch.arange(prompt)]
@@ -319,11 +391,13 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         config = Config(**vars(parser.parse_args(arguments)))
         training, validation = load_text(config)
-        model = build_model(config)
+        mesh = join_ranks(config)
+        model = build_model(config, mesh)
     except (ValueError, RuntimeError, OSError) as error:
         parser.error(str(error))
 
-    console = Console()
+    is_first = mesh is None or mesh.get_rank() == 0
+    console = Console(quiet=not is_first)
     parameters = sum(p.numel() for p in model.parameters())
     console.print(f"{parameters:,} parameters; {len(training):,} bytes to learn, {len(validation):,} held out")
 
@@ -331,7 +405,7 @@ def main(arguments: list[str] | None = None) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=config.steps)
-        for step in training_steps(model, config, training, validation):
+        for step in training_steps(model, config, mesh, training, validation):
             steps.append(step)
             description = f"loss {step.loss:.3f}  {step.tokens_per_second:,.0f} tokens/s"
             progress.update(task, advance=1, description=description)
@@ -342,9 +416,11 @@ def main(arguments: list[str] | None = None) -> None:
         print_samples(model, config, validation, console)
     console.rule(style="dim")
     console.print(f"{steps[-1].tokens_per_second:,.0f} tokens/s")
-    if config.plot:
+    if config.plot and is_first:
         plot_losses(steps, config.plot)
         console.print(f"loss curve: {config.plot}")
+    if mesh is not None:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

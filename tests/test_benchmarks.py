@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = [f"{way}_{kind}" for way in ("forward", "backward") for kind in ("equivalence", "performance")]
-SCRIPTS += ["memory", "long_context", "sparse_performance", "call_performance"]
+SCRIPTS += ["memory", "long_context", "sparse_performance", "call_performance", "parallel_performance"]
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ struct FwdSchedule {
     int heads;
     int batch;
     bool batch_first;  // neighbouring works differ in their batch, else in their row tile
+    bool tiles_last;   // all heads come before the next row tile: works that follow each other are about as long
     float scale;
     float to_log2;  // makes exponents of 2 of what the softmax sees
     // Scores stay unscaled where nothing is added to them and their order is that of the scaled ones.
@@ -55,11 +56,14 @@ struct FwdWork {
             index /= static_cast<unsigned>(count);
             return place;
         };
-        const int early_batch = schedule.batch_first ? take(schedule.batch) : 0;
-        // The last rows come first: under causality they are the longest.
-        first_row = (schedule.row_tiles - 1 - take(schedule.row_tiles)) * rows;
+        int batch = schedule.batch_first ? take(schedule.batch) : 0;
+        int tile = schedule.tiles_last ? 0 : take(schedule.row_tiles);
         head = take(schedule.heads);
-        s = Sequence(p, schedule.batch_first ? early_batch : static_cast<int>(index));
+        if (!schedule.batch_first) batch = take(schedule.batch);
+        if (schedule.tiles_last) tile = static_cast<int>(index);
+        // The last rows come first: under causality they are the longest.
+        first_row = (schedule.row_tiles - 1 - tile) * rows;
+        s = Sequence(p, batch);
     }
     __device__ bool empty() const { return first_row >= s.rows; }
 };

@@ -33,26 +33,41 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     maps.value = make_map(key_layout(p, p.value), {kPanel, 1, Tile::kKeys, 1});
     if (kBias == BiasKind::kDense) maps.bias = make_map(dense_layout(p, p.bias), {Smem::kBiasKeys, kGroupRows, 1, 1});
 
-    // Where the works are about alike, as many blocks as run at once share them out, and load for the next while the last
-    // ends; else blocks come as others end.
+    // Where the works are about alike, or short, as many blocks as run at once share them out, and load for the next while the
+    // last ends; else blocks come as others end.
     const bool mask_differs_by_row =
         p.interval_tiles.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
     const bool alike = !p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row;
+    constexpr int kShort = 2048;
+    const bool shares_out = alike || p.seqlen_q <= kShort;
+    schedule.tiles_last = shares_out && !alike;
     const unsigned blocks =
-        alike ? std::min<unsigned>(schedule.works, current_device().multiprocessors) : schedule.works;
+        shares_out ? std::min<unsigned>(schedule.works, current_device().multiprocessors) : schedule.works;
     const auto kernel = fwd_kernel<T, kBias, Tile>;
     allow_shared_memory("the forward", p.head_dim, kernel, sizeof(Smem));
     kernel<<<blocks, Tile::kThreads, sizeof(Smem), stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
+// By the larger tile, unless more than a tenth of its rows would be none.
+template <typename T, BiasKind kBias, int kHeadDim>
+void run_fwd_with(const FwdArgs& p, cudaStream_t stream) {
+    constexpr bool kIsDense = kBias == BiasKind::kDense;
+    using Tile = FwdTile<kHeadDim, kIsDense>;
+    if constexpr (Tile::kConsumers > 2) {
+        using Fewer = FwdTile<kHeadDim, kIsDense, true>;
+        const auto rows_of = [&](int64_t tile) { return ceil_div(p.seqlen_q, tile) * tile; };
+        if (rows_of(Fewer::kRows) * 10 < rows_of(Tile::kRows) * 9) return launch_fwd<T, kBias, Fewer>(p, stream);
+    }
+    launch_fwd<T, kBias, Tile>(p, stream);
+}
+
 template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& p, cudaStream_t stream) {
-    using Tile = FwdTile<kHeadDim, false>;
     switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
-        case BiasKind::kNone: return launch_fwd<T, BiasKind::kNone, Tile>(p, stream);
-        case BiasKind::kKey: return launch_fwd<T, BiasKind::kKey, Tile>(p, stream);
-        case BiasKind::kDense: return launch_fwd<T, BiasKind::kDense, FwdTile<kHeadDim, true>>(p, stream);
+        case BiasKind::kNone: return run_fwd_with<T, BiasKind::kNone, kHeadDim>(p, stream);
+        case BiasKind::kKey: return run_fwd_with<T, BiasKind::kKey, kHeadDim>(p, stream);
+        case BiasKind::kDense: return run_fwd_with<T, BiasKind::kDense, kHeadDim>(p, stream);
     }
 }
 

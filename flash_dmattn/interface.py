@@ -93,6 +93,13 @@ def flash_dmattn_func(
         TypeError: a dtype or type that does not fit.
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
+    nothing_else = attn_mask is None and window_size is None and cache_seqlens is None and return_attn_probs is False
+    if nothing_else and sparse == "auto":
+        result = ops.attend_plainly(
+            query, key, value, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_lse
+        )
+        if result is not None:
+            return result
     return attend(
         kernels_for(query),
         *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),

@@ -79,11 +79,11 @@ public:
           dx_(probs_.size()),
           slope_(params.softcap > 0 ? probs_.size() : 0) {}
 
-    void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout,
+    void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout, const Matrix<acc_t>& key,
                  const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
         probs = {probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
         dx = {dx_.data(), tile.rows, tile.keys, padded(tile.keys)};
-        score_products<acc_t>(p_, tile, query, key_transposed, probs);
+        score_products<acc_t>(p_, tile, query, key, key_transposed, probs);
         precise_product<acc_t>(dout, value_transposed, dx);
 
         const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);

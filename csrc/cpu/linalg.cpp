@@ -9,6 +9,15 @@
 #include <cmath>
 #include <limits>
 
+// Absent where PyTorch's BLAS is another than MKL; then nothing is called by these names.
+extern "C" {
+int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
+void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
+            const float*, const int*, const float*, float*, const int*) __attribute__((weak));
+void dgemm_(const char*, const char*, const int*, const int*, const int*, const double*, const double*, const int*,
+            const double*, const int*, const double*, double*, const int*) __attribute__((weak));
+}
+
 namespace flash_dmattn {
 namespace {
 
@@ -21,9 +30,25 @@ at::Tensor as_tensor(const Matrix<acc_t>& m) {
     return at::from_blob(m.data, {m.rows, m.cols}, {m.stride, 1}, c10::CppTypeToScalarType<acc_t>::value);
 }
 
-// ATen's own entry to the CPU's BLAS (MKL, OpenBLAS, ...), without the dispatcher.
+auto* blas_gemm(float) { return sgemm_; }
+auto* blas_gemm(double) { return dgemm_; }
+
+// Whether BLAS takes it as it is.
+template <typename acc_t>
+bool is_plain(const Matrix<acc_t>& m) {
+    return 0 < m.cols && m.cols <= m.stride && m.stride <= std::numeric_limits<int>::max();
+}
+
+// MKL straight away, whose integers have 32 bits in PyTorch: a small product takes less time than what ATen does before
+// it. Another BLAS by ATen's own entry to it, without the dispatcher.
 template <typename acc_t>
 void gemm(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, acc_t beta, const Matrix<acc_t>& c) {
+    const bool has_mkl = MKL_Set_Num_Threads_Local != nullptr && blas_gemm(acc_t()) != nullptr;
+    if (has_mkl && is_plain(a) && is_plain(b) && is_plain(c)) {
+        // BLAS has columns first: c^T = b^T a^T.
+        const int m = c.cols, n = c.rows, k = a.cols, lda = b.stride, ldb = a.stride, ldc = c.stride;
+        return blas_gemm(acc_t())("N", "N", &m, &n, &k, &alpha, b.data, &lda, a.data, &ldb, &beta, c.data, &ldc);
+    }
     at::Tensor out = as_tensor(c);
     at::cpu::addmm_out(out, out, as_tensor(a), as_tensor(b), beta, alpha);
 }
@@ -63,7 +88,7 @@ inline Vec<float> exponential(const Vec<float>& x) {
 
 template <typename acc_t>
 Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch, int64_t stride) {
-    constexpr int64_t kBlock = 8;
+    constexpr int64_t kBlock = std::max<int64_t>(Vec<acc_t>::size(), 8);
     const Matrix<acc_t> t{scratch, m.cols, m.rows, stride};
     for (int64_t i = 0; i < m.rows; i += kBlock) {
         for (int64_t j = 0; j < m.cols; j += kBlock) {
@@ -83,6 +108,85 @@ Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch, int64_t stride) 
 template <typename acc_t>
 void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c) {
     gemm<acc_t>(a, b, alpha, 0, c);
+}
+
+// The numbers from j on that fill a vector, or the rest of n.
+template <typename acc_t>
+Vec<acc_t> load_some(const acc_t* x, int64_t j, int64_t n) {
+    return j + Vec<acc_t>::size() <= n ? Vec<acc_t>::loadu(x + j) : Vec<acc_t>::loadu(x + j, n - j);
+}
+
+// c_ij = alpha * <a_i, b_j> for kRows rows from i on and kCols from j on.
+template <int kRows, int kCols, typename acc_t>
+void dot_block(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t i, int64_t j) {
+    Vec<acc_t> sums[kRows][kCols];
+    for (auto& row : sums) std::fill(row, row + kCols, Vec<acc_t>(0));
+    for (int64_t d = 0; d < a.cols; d += Vec<acc_t>::size()) {
+        Vec<acc_t> factors[kCols];
+        for (int y = 0; y < kCols; ++y) factors[y] = load_some(b.row(j + y), d, a.cols);
+        for (int x = 0; x < kRows; ++x) {
+            const Vec<acc_t> factor = load_some(a.row(i + x), d, a.cols);
+            for (int y = 0; y < kCols; ++y) sums[x][y] = at::vec::fmadd(factor, factors[y], sums[x][y]);
+        }
+    }
+    for (int x = 0; x < kRows; ++x) {
+        for (int y = 0; y < kCols; ++y) {
+            const auto add = [](Vec<acc_t> u, Vec<acc_t> v) { return u + v; };
+            c.row(i + x)[j + y] = alpha * at::vec::vec_reduce_all<acc_t>(add, sums[x][y]);
+        }
+    }
+}
+
+template <typename acc_t>
+void row_products(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c) {
+    int64_t j = 0;
+    for (; j + 4 <= b.rows; j += 4) {
+        int64_t i = 0;
+        for (; i + 2 <= a.rows; i += 2) dot_block<2, 4>(a, b, alpha, c, i, j);
+        if (i < a.rows) dot_block<1, 4>(a, b, alpha, c, i, j);
+    }
+    for (; j < b.rows; ++j) {
+        for (int64_t i = 0; i < a.rows; ++i) dot_block<1, 1>(a, b, alpha, c, i, j);
+    }
+}
+
+// kRows rows of c from i on, and kVectors vectors of them from d on, += w b.
+template <int kRows, int kVectors, typename acc_t>
+void weighted_block(const Matrix<acc_t>& w, const Matrix<acc_t>& b, const Matrix<acc_t>& c, int64_t i, int64_t d) {
+    constexpr int64_t width = Vec<acc_t>::size();
+    Vec<acc_t> sums[kRows][kVectors];
+    for (int x = 0; x < kRows; ++x) {
+        for (int y = 0; y < kVectors; ++y) sums[x][y] = load_some(c.row(i + x), d + y * width, c.cols);
+    }
+    for (int64_t j = 0; j < b.rows; ++j) {
+        Vec<acc_t> factors[kVectors];
+        for (int y = 0; y < kVectors; ++y) factors[y] = load_some(b.row(j), d + y * width, c.cols);
+        for (int x = 0; x < kRows; ++x) {
+            const Vec<acc_t> weight(w.row(i + x)[j]);
+            for (int y = 0; y < kVectors; ++y) sums[x][y] = at::vec::fmadd(weight, factors[y], sums[x][y]);
+        }
+    }
+    for (int x = 0; x < kRows; ++x) {
+        for (int y = 0; y < kVectors; ++y) {
+            acc_t* to = c.row(i + x) + d + y * width;
+            sums[x][y].store(to, std::min(width, c.cols - d - y * width));
+        }
+    }
+}
+
+template <int kVectors, typename acc_t>
+void weighted_columns(const Matrix<acc_t>& w, const Matrix<acc_t>& b, const Matrix<acc_t>& c, int64_t d) {
+    int64_t i = 0;
+    for (; i + 2 <= c.rows; i += 2) weighted_block<2, kVectors>(w, b, c, i, d);
+    if (i < c.rows) weighted_block<1, kVectors>(w, b, c, i, d);
+}
+
+template <typename acc_t>
+void add_weighted_rows(const Matrix<acc_t>& w, const Matrix<acc_t>& b, const Matrix<acc_t>& c) {
+    constexpr int64_t width = Vec<acc_t>::size();
+    int64_t d = 0;
+    for (; d + 3 * width < c.cols; d += 4 * width) weighted_columns<4>(w, b, c, d);
+    for (; d < c.cols; d += width) weighted_columns<1>(w, b, c, d);
 }
 
 template <typename acc_t>
@@ -268,6 +372,8 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
 #define INSTANTIATE(acc_t)                                                                                           \
     template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*, int64_t);                                         \
     template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                  \
+    template void row_products(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);             \
+    template void add_weighted_rows(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);               \
     template void precise_product(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);                 \
     template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
     template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \

@@ -63,6 +63,12 @@ constexpr int64_t padded(int64_t n) { return n + 16; }
 // c = alpha * a b
 template <typename acc_t>
 void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c);
+// Of few rows a, as they are in memory: c = alpha * a b^T, and c += w b. Every number is summed in an order of its own,
+// whatever others are made with it.
+template <typename acc_t>
+void row_products(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c);
+template <typename acc_t>
+void add_weighted_rows(const Matrix<acc_t>& w, const Matrix<acc_t>& b, const Matrix<acc_t>& c);
 // c = a b, where long sums are made of shorter ones: their rounding grows with the length. For <do, v>, from which a
 // number of its size is subtracted that does not share its rounding.
 template <typename acc_t>

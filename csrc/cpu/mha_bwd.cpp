@@ -94,7 +94,7 @@ private:
         void start(const BwdParams& p, const Sequence& s, int64_t first, int64_t keys, int64_t kv_head, acc_t* scratch) {
             key = load_keys(p, p.key, s, first, keys, kv_head, key_.data());
             const auto value = load_keys(p, p.value, s, first, keys, kv_head, scratch);
-            key_transposed = transpose(key, key_transposed_.data(), padded(keys));
+            if (!has_few_rows(s)) key_transposed = transpose(key, key_transposed_.data(), padded(keys));
             value_transposed = transpose(value, value_transposed_.data(), padded(keys));
             dkey = {dkey_.data(), p.head_dim, keys, padded(keys)};
             dvalue = {dvalue_.data(), p.head_dim, keys, padded(keys)};
@@ -102,7 +102,7 @@ private:
             std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
         }
 
-        Matrix<acc_t> key, key_transposed, value_transposed, dkey, dvalue;
+        Matrix<acc_t> key{}, key_transposed{}, value_transposed{}, dkey{}, dvalue{};
 
     private:
         Buffer<acc_t> key_, key_transposed_, value_transposed_, dkey_, dvalue_;
@@ -169,7 +169,9 @@ private:
         const auto dout_transposed = transpose(dout, dout_transposed_.data(), padded(tile.rows));
         const Member& m = member(batch_in_group, head_in_group);
 
-        tile_.compute(tile, query, dout, m.key_transposed.first_cols(tile.keys), m.value_transposed.first_cols(tile.keys));
+        const auto key = m.key.first_rows(tile.keys);
+        tile_.compute(tile, query, dout, key, m.key_transposed.first_cols(tile.keys),
+                      m.value_transposed.first_cols(tile.keys));
         add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, m.dvalue.first_cols(tile.keys));
         for (int64_t i = 0; i < tile.rows && dense_dbias_; ++i) {
             row_add(dense_tile_.data() + i * max_keys_, tile_.dx.row(i), tile.keys);
@@ -177,7 +179,7 @@ private:
         if (key_dbias_) add_column_sums(head_in_group);
         const auto& ds = tile_.to_ds();
         add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, m.dkey.first_cols(tile.keys));
-        add_product_left<acc_t>(ds, m.key.first_rows(tile.keys), p_.softmax_scale, exact,
+        add_product_left<acc_t>(ds, key, p_.softmax_scale, exact,
                                 dquery_.part(run, s, tile.head, tile.row, tile.rows));
     }
 

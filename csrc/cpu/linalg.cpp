@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/functional_bfloat16.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 
@@ -20,9 +21,6 @@ void dgemm_(const char*, const char*, const int*, const int*, const int*, const 
 
 namespace flash_dmattn {
 namespace {
-
-template <typename acc_t>
-constexpr DataType kDataType = sizeof(acc_t) == 8 ? DataType::kFloat64 : DataType::kFloat32;
 
 // The tensor that ATen's matrix product wants to see; nothing is copied.
 template <typename acc_t>
@@ -62,6 +60,15 @@ void with_type(DataType dtype, F&& f) {
         case DataType::kFloat32: return f(float());
         case DataType::kFloat64: return f(double());
     }
+}
+
+// Calls f(rows) with the matrix that they are.
+template <typename F>
+void with_rows(const StoredRows& stored, F&& f) {
+    with_type(stored.dtype, [&](auto type) {
+        using T = const decltype(type);
+        f(Matrix<T>{static_cast<T*>(stored.data) + stored.offset, stored.rows, stored.cols, stored.stride});
+    });
 }
 
 template <typename acc_t>
@@ -110,83 +117,134 @@ void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const 
     gemm<acc_t>(a, b, alpha, 0, c);
 }
 
-// The numbers from j on that fill a vector, or the rest of n.
-template <typename acc_t>
-Vec<acc_t> load_some(const acc_t* x, int64_t j, int64_t n) {
-    return j + Vec<acc_t>::size() <= n ? Vec<acc_t>::loadu(x + j) : Vec<acc_t>::loadu(x + j, n - j);
+// How many rows are taken together in a product of few: their sums are to stay in the processor's registers.
+constexpr int kBlockRows = Vec<float>::size() == 16 ? 4 : 2;
+
+// The next numbers of a row, as many as a vector holds, or `count` of them.
+template <typename acc_t, typename T>
+Vec<acc_t> load_vector(const T* from, int64_t count = Vec<acc_t>::size()) {
+    constexpr int64_t width = Vec<acc_t>::size();
+    if constexpr (std::is_same_v<T, acc_t>) {
+        return count == width ? Vec<acc_t>::loadu(from) : Vec<acc_t>::loadu(from, count);
+    } else {
+        if constexpr (sizeof(T) == 2 && std::is_same_v<acc_t, float>) {
+            Vec<float> widened;
+            if (count == width) return at::vec::load_to_float(from, widened), widened;
+        }
+        acc_t some[width] = {};
+        std::copy_n(from, count, some);
+        return Vec<acc_t>::loadu(some);
+    }
 }
 
 // c_ij = alpha * <a_i, b_j> for kRows rows from i on and kCols from j on.
-template <int kRows, int kCols, typename acc_t>
-void dot_block(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t i, int64_t j) {
-    Vec<acc_t> sums[kRows][kCols];
-    for (auto& row : sums) std::fill(row, row + kCols, Vec<acc_t>(0));
-    for (int64_t d = 0; d < a.cols; d += Vec<acc_t>::size()) {
+template <int kRows, int kCols, typename acc_t, typename T>
+void dot_block(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t i, int64_t j) {
+    constexpr int64_t width = Vec<acc_t>::size();
+    Vec<acc_t> sums[kRows * kCols];
+    const acc_t* rows[kRows];
+    const T* cols[kCols];
+#pragma GCC unroll 16
+    for (int x = 0; x < kRows; ++x) rows[x] = a.row(i + x);
+#pragma GCC unroll 16
+    for (int y = 0; y < kCols; ++y) cols[y] = b.row(j + y);
+#pragma GCC unroll 16
+    for (int z = 0; z < kRows * kCols; ++z) sums[z] = Vec<acc_t>(0);
+    const auto add_pieces = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
         Vec<acc_t> factors[kCols];
-        for (int y = 0; y < kCols; ++y) factors[y] = load_some(b.row(j + y), d, a.cols);
+#pragma GCC unroll 16
+        for (int y = 0; y < kCols; ++y) factors[y] = load_vector<acc_t>(cols[y] + d, count);
+#pragma GCC unroll 16
         for (int x = 0; x < kRows; ++x) {
-            const Vec<acc_t> factor = load_some(a.row(i + x), d, a.cols);
-            for (int y = 0; y < kCols; ++y) sums[x][y] = at::vec::fmadd(factor, factors[y], sums[x][y]);
+            const auto factor = load_vector<acc_t>(rows[x] + d, count);
+#pragma GCC unroll 16
+            for (int y = 0; y < kCols; ++y) sums[x * kCols + y] = at::vec::fmadd(factor, factors[y], sums[x * kCols + y]);
         }
-    }
+    };
+    int64_t d = 0;
+    for (; d + width <= a.cols; d += width) add_pieces(d, width);
+    if (d < a.cols) add_pieces(d, a.cols - d);
+    const auto add = [](Vec<acc_t> u, Vec<acc_t> v) { return u + v; };
+#pragma GCC unroll 16
     for (int x = 0; x < kRows; ++x) {
-        for (int y = 0; y < kCols; ++y) {
-            const auto add = [](Vec<acc_t> u, Vec<acc_t> v) { return u + v; };
-            c.row(i + x)[j + y] = alpha * at::vec::vec_reduce_all<acc_t>(add, sums[x][y]);
-        }
+#pragma GCC unroll 16
+        for (int y = 0; y < kCols; ++y) c.row(i + x)[j + y] = alpha * at::vec::vec_reduce_all<acc_t>(add, sums[x * kCols + y]);
     }
+}
+
+template <int kCols, typename acc_t, typename T>
+void dot_columns(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t j) {
+    int64_t i = 0;
+    for (; i + kBlockRows <= a.rows; i += kBlockRows) dot_block<kBlockRows, kCols>(a, b, alpha, c, i, j);
+    for (; i + 2 <= a.rows; i += 2) dot_block<2, kCols>(a, b, alpha, c, i, j);
+    if (i < a.rows) dot_block<1, kCols>(a, b, alpha, c, i, j);
 }
 
 template <typename acc_t>
-void row_products(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c) {
-    int64_t j = 0;
-    for (; j + 4 <= b.rows; j += 4) {
-        int64_t i = 0;
-        for (; i + 2 <= a.rows; i += 2) dot_block<2, 4>(a, b, alpha, c, i, j);
-        if (i < a.rows) dot_block<1, 4>(a, b, alpha, c, i, j);
-    }
-    for (; j < b.rows; ++j) {
-        for (int64_t i = 0; i < a.rows; ++i) dot_block<1, 1>(a, b, alpha, c, i, j);
-    }
+void row_products(const Matrix<acc_t>& a, const StoredRows& stored, acc_t alpha, const Matrix<acc_t>& c) {
+    with_rows(stored, [&](const auto& b) {
+        int64_t j = 0;
+        for (; j + 4 <= b.rows; j += 4) dot_columns<4>(a, b, alpha, c, j);
+        for (; j < b.rows; ++j) dot_columns<1>(a, b, alpha, c, j);
+    });
 }
 
-// kRows rows of c from i on, and kVectors vectors of them from d on, += w b.
-template <int kRows, int kVectors, typename acc_t>
-void weighted_block(const Matrix<acc_t>& w, const Matrix<acc_t>& b, const Matrix<acc_t>& c, int64_t i, int64_t d) {
+// kRows rows of c from i on, and kVectors vectors of them from d on, += w b. A single vector may be of `count` numbers.
+template <int kRows, int kVectors, typename acc_t, typename T>
+void weighted_block(const Matrix<acc_t>& w, const Matrix<const T>& b, const Matrix<acc_t>& c, int64_t i, int64_t d,
+                    int64_t count) {
     constexpr int64_t width = Vec<acc_t>::size();
-    Vec<acc_t> sums[kRows][kVectors];
+    if (kVectors > 1) count = width;
+    Vec<acc_t> sums[kRows * kVectors];
+    const acc_t* weights[kRows];
+#pragma GCC unroll 16
     for (int x = 0; x < kRows; ++x) {
-        for (int y = 0; y < kVectors; ++y) sums[x][y] = load_some(c.row(i + x), d + y * width, c.cols);
+        weights[x] = w.row(i + x);
+#pragma GCC unroll 16
+        for (int y = 0; y < kVectors; ++y) sums[x * kVectors + y] = load_vector<acc_t>(c.row(i + x) + d + y * width, count);
     }
-    for (int64_t j = 0; j < b.rows; ++j) {
+    const T* from = b.data + d;
+    for (int64_t j = 0; j < b.rows; ++j, from += b.stride) {
         Vec<acc_t> factors[kVectors];
-        for (int y = 0; y < kVectors; ++y) factors[y] = load_some(b.row(j), d + y * width, c.cols);
+#pragma GCC unroll 16
+        for (int y = 0; y < kVectors; ++y) factors[y] = load_vector<acc_t>(from + y * width, count);
+#pragma GCC unroll 16
         for (int x = 0; x < kRows; ++x) {
-            const Vec<acc_t> weight(w.row(i + x)[j]);
-            for (int y = 0; y < kVectors; ++y) sums[x][y] = at::vec::fmadd(weight, factors[y], sums[x][y]);
+            const Vec<acc_t> weight(weights[x][j]);
+#pragma GCC unroll 16
+            for (int y = 0; y < kVectors; ++y) {
+                sums[x * kVectors + y] = at::vec::fmadd(weight, factors[y], sums[x * kVectors + y]);
+            }
         }
     }
+#pragma GCC unroll 16
     for (int x = 0; x < kRows; ++x) {
+#pragma GCC unroll 16
         for (int y = 0; y < kVectors; ++y) {
             acc_t* to = c.row(i + x) + d + y * width;
-            sums[x][y].store(to, std::min(width, c.cols - d - y * width));
+            count == width ? sums[x * kVectors + y].store(to) : sums[x * kVectors + y].store(to, count);
         }
     }
 }
 
-template <int kVectors, typename acc_t>
-void weighted_columns(const Matrix<acc_t>& w, const Matrix<acc_t>& b, const Matrix<acc_t>& c, int64_t d) {
+template <int kVectors, typename acc_t, typename T>
+void weighted_columns(const Matrix<acc_t>& w, const Matrix<const T>& b, const Matrix<acc_t>& c, int64_t d) {
+    const int64_t count = std::min<int64_t>(c.cols - d, Vec<acc_t>::size());
     int64_t i = 0;
-    for (; i + 2 <= c.rows; i += 2) weighted_block<2, kVectors>(w, b, c, i, d);
-    if (i < c.rows) weighted_block<1, kVectors>(w, b, c, i, d);
+    for (; i + kBlockRows <= c.rows; i += kBlockRows) weighted_block<kBlockRows, kVectors>(w, b, c, i, d, count);
+    for (; i + 2 <= c.rows; i += 2) weighted_block<2, kVectors>(w, b, c, i, d, count);
+    if (i < c.rows) weighted_block<1, kVectors>(w, b, c, i, d, count);
 }
 
 template <typename acc_t>
-void add_weighted_rows(const Matrix<acc_t>& w, const Matrix<acc_t>& b, const Matrix<acc_t>& c) {
+void add_weighted_rows(const Matrix<acc_t>& w, const StoredRows& stored, const Matrix<acc_t>& c) {
     constexpr int64_t width = Vec<acc_t>::size();
-    int64_t d = 0;
-    for (; d + 3 * width < c.cols; d += 4 * width) weighted_columns<4>(w, b, c, d);
-    for (; d < c.cols; d += width) weighted_columns<1>(w, b, c, d);
+    with_rows(stored, [&](const auto& b) {
+        int64_t d = 0;
+        for (; d + 4 * width <= c.cols; d += 4 * width) weighted_columns<4>(w, b, c, d);
+        for (; d + 2 * width <= c.cols; d += 2 * width) weighted_columns<2>(w, b, c, d);
+        for (; d < c.cols; d += width) weighted_columns<1>(w, b, c, d);
+    });
 }
 
 template <typename acc_t>
@@ -225,6 +283,20 @@ void add_product_right(const Matrix<acc_t>& a, const Matrix<acc_t>& w, acc_t alp
     });
 }
 
+// n numbers as others; at::vec's own conversion widens one after the other.
+template <typename T, typename acc_t>
+void convert_row(const T* from, acc_t* to, int64_t n) {
+    if constexpr (sizeof(T) == 2 && std::is_same_v<acc_t, float>) {
+        constexpr int64_t width = Vec<float>::size();
+        for (; n >= width; n -= width, from += width, to += width) {
+            Vec<float> widened;
+            at::vec::load_to_float(from, widened);
+            widened.store(to);
+        }
+    }
+    at::vec::convert<T, acc_t>(from, to, n);
+}
+
 // The numbers where they are, if they are of acc_t.
 template <typename acc_t>
 Matrix<acc_t> in_place(const void* data, int64_t offset, int64_t stride, int64_t rows, int64_t cols) {
@@ -238,7 +310,7 @@ Matrix<acc_t> widen(const void* data, DataType dtype, int64_t offset, int64_t st
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         const T* from = static_cast<const T*>(data) + offset;
-        for (int64_t i = 0; i < rows; ++i) at::vec::convert<T, acc_t>(from + i * stride, widened.row(i), cols);
+        for (int64_t i = 0; i < rows; ++i) convert_row<T, acc_t>(from + i * stride, widened.row(i), cols);
     });
     return widened;
 }
@@ -289,7 +361,7 @@ Matrix<acc_t> gather(const void* data, DataType dtype, int64_t offset, int64_t s
         if (cols == 1) {
             for (int64_t i = 0; i < n; ++i) to[i] = static_cast<acc_t>(from[index[i] * stride]);
         } else {
-            for (int64_t i = 0; i < n; ++i) at::vec::convert<T, acc_t>(from + index[i] * stride, gathered.row(i), cols);
+            for (int64_t i = 0; i < n; ++i) convert_row<T, acc_t>(from + index[i] * stride, gathered.row(i), cols);
         }
     });
     return gathered;
@@ -372,8 +444,8 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
 #define INSTANTIATE(acc_t)                                                                                           \
     template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*, int64_t);                                         \
     template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                  \
-    template void row_products(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);             \
-    template void add_weighted_rows(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);               \
+    template void row_products(const Matrix<acc_t>&, const StoredRows&, acc_t, const Matrix<acc_t>&);                \
+    template void add_weighted_rows(const Matrix<acc_t>&, const StoredRows&, const Matrix<acc_t>&);                  \
     template void precise_product(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);                 \
     template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
     template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \

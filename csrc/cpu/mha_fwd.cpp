@@ -190,12 +190,12 @@ private:
             : max_keys(std::min(kFewRowsKeys, p.seqlen_k)),
               pairs(max_keys),
               query(p.heads * p.seqlen_q * p.head_dim),
-              keys(max_keys * p.head_dim),
+              value(max_keys * p.head_dim),
               probs(p.heads / p.kv_heads * p.seqlen_q * padded(max_keys)) {}
 
         int64_t max_keys;
         PairScratch<acc_t> pairs;
-        Buffer<acc_t> query, keys, probs;
+        Buffer<acc_t> query, value, probs;
     };
 
     int64_t rows_each() const { return p_.heads * p_.seqlen_q; }
@@ -244,20 +244,24 @@ private:
         while (head < first_head + group_ && mask_hides(p_, tile_of(head))) ++head;
         if (head == first_head + group_) return;
         const Matrix<acc_t> probs{unit.probs.data(), query.rows, keys, padded(keys)};
-        row_products<acc_t>(query, rows_of(p_.key, s, key, keys, first_head, unit), p_.softmax_scale, probs);
+        row_products<acc_t>(query, stored_keys(p_.key, s, key, keys, first_head), p_.softmax_scale, probs);
         for (head = first_head; head < first_head + group_; ++head) {
             const int64_t row = (head - first_head) * s.rows;
             online_softmax(p_, tile_of(head), {probs.row(row), s.rows, keys, probs.stride}, sums.rows(row, s.rows),
                            unit.pairs);
         }
-        const auto value = rows_of(p_.value, s, key, keys, first_head, unit);
-        exact ? add_product_left<acc_t>(probs, value, 1, exact, sums.out) : add_weighted_rows(probs, value, sums.out);
+        const StoredRows value = stored_keys(p_.value, s, key, keys, first_head);
+        if (exact) {
+            const auto widened = load<acc_t>(value.data, value.dtype, value.offset, value.stride, keys, value.cols, unit.value.data());
+            add_product_left<acc_t>(probs, widened, 1, exact, sums.out);
+        } else {
+            add_weighted_rows<acc_t>(probs, value, sums.out);
+        }
     }
 
-    // Some rows of key or value, in place if they are of acc_t, wherever they lie.
-    Matrix<acc_t> rows_of(const RowsView& view, const Sequence& s, int64_t key, int64_t keys, int64_t head, Unit& unit) {
+    StoredRows stored_keys(const RowsView& view, const Sequence& s, int64_t key, int64_t keys, int64_t head) const {
         const int64_t at = s.batch * view.batch_stride + (s.first_key + key) * view.row_stride + head / group_ * view.head_stride;
-        return load<acc_t>(view.data, p_.dtype, at, view.row_stride, keys, p_.head_dim, unit.keys.data());
+        return {view.data, p_.dtype, at, keys, p_.head_dim, view.row_stride};
     }
 
     // Sums the parts of all runs, in their order.

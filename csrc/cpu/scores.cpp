@@ -85,7 +85,7 @@ bool mask_hides(const AttentionParams& params, const Tile& tile) {
 template <typename acc_t>
 void score_products(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key,
                     const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& to) {
-    if (has_few_rows(tile.sequence)) return row_products<acc_t>(query, key, params.softmax_scale, to);
+    if (has_few_rows(tile.sequence)) return row_products<acc_t>(query, stored(key), params.softmax_scale, to);
     for (int64_t i = 0; i < tile.rows; i += kProductRows) {
         const int64_t rows = std::min(kProductRows, tile.rows - i);
         const int64_t last = tile.row + i + rows - 1;

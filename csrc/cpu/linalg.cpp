@@ -62,13 +62,15 @@ void with_type(DataType dtype, F&& f) {
     }
 }
 
+template <typename T>
+Matrix<const T> as_matrix(const StoredRows& stored) {
+    return {static_cast<const T*>(stored.data) + stored.offset, stored.rows, stored.cols, stored.stride};
+}
+
 // Calls f(rows) with the matrix that they are.
 template <typename F>
 void with_rows(const StoredRows& stored, F&& f) {
-    with_type(stored.dtype, [&](auto type) {
-        using T = const decltype(type);
-        f(Matrix<T>{static_cast<T*>(stored.data) + stored.offset, stored.rows, stored.cols, stored.stride});
-    });
+    with_type(stored.dtype, [&](auto type) { f(as_matrix<decltype(type)>(stored)); });
 }
 
 template <typename acc_t>
@@ -137,6 +139,23 @@ Vec<acc_t> load_vector(const T* from, int64_t count = Vec<acc_t>::size()) {
     }
 }
 
+// The sums of each vector's numbers, one after the other in the first vectors. All are summed in the same order: neighbours
+// first.
+template <int n, typename acc_t>
+__attribute__((always_inline)) inline void sum_each(Vec<acc_t> (&x)[n]) {
+    int count = n;
+#pragma GCC unroll 8
+    for (int64_t pieces = Vec<acc_t>::size(); pieces > 1; pieces /= 2) {
+        const bool alone = count == 1;
+        count = alone ? 1 : count / 2;
+#pragma GCC unroll 16
+        for (int i = 0; i < count; ++i) {
+            const auto [even, odd] = at::vec::deinterleave2<acc_t>(x[alone ? 0 : 2 * i], x[alone ? 0 : 2 * i + 1]);
+            x[i] = even + odd;
+        }
+    }
+}
+
 // c_ij = alpha * <a_i, b_j> for kRows rows from i on and kCols from j on.
 template <int kRows, int kCols, typename acc_t, typename T>
 void dot_block(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t i, int64_t j) {
@@ -164,12 +183,12 @@ void dot_block(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, co
     int64_t d = 0;
     for (; d + width <= a.cols; d += width) add_pieces(d, width);
     if (d < a.cols) add_pieces(d, a.cols - d);
-    const auto add = [](Vec<acc_t> u, Vec<acc_t> v) { return u + v; };
+    sum_each(sums);
+    acc_t products[std::max<int64_t>(kRows * kCols, width)];
 #pragma GCC unroll 16
-    for (int x = 0; x < kRows; ++x) {
+    for (int64_t z = 0; z < kRows * kCols; z += width) (sums[z / width] * Vec<acc_t>(alpha)).store(products + z);
 #pragma GCC unroll 16
-        for (int y = 0; y < kCols; ++y) c.row(i + x)[j + y] = alpha * at::vec::vec_reduce_all<acc_t>(add, sums[x * kCols + y]);
-    }
+    for (int x = 0; x < kRows; ++x) std::copy_n(products + x * kCols, kCols, c.row(i + x) + j);
 }
 
 template <int kCols, typename acc_t, typename T>
@@ -180,11 +199,24 @@ void dot_columns(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, 
     if (i < a.rows) dot_block<1, kCols>(a, b, alpha, c, i, j);
 }
 
+// Brings some rows nearer to the processor, which does not see rows that lie apart coming.
+template <typename T>
+void prefetch(const Matrix<const T>& rows, int64_t first, int64_t end) {
+    for (int64_t i = first; i < std::min(end, rows.rows); ++i) {
+        const char* row = reinterpret_cast<const char*>(rows.row(i));
+        for (int64_t byte = 0; byte < rows.cols * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    }
+}
+
 template <typename acc_t>
-void row_products(const Matrix<acc_t>& a, const StoredRows& stored, acc_t alpha, const Matrix<acc_t>& c) {
-    with_rows(stored, [&](const auto& b) {
+void row_products(const Matrix<acc_t>& a, const StoredRows& stored, acc_t alpha, const Matrix<acc_t>& c,
+                  std::initializer_list<StoredRows> next) {
+    with_rows(stored, [&]<typename T>(const Matrix<const T>& b) {
         int64_t j = 0;
-        for (; j + 4 <= b.rows; j += 4) dot_columns<4>(a, b, alpha, c, j);
+        for (; j + 4 <= b.rows; j += 4) {
+            for (const StoredRows& rows : next) prefetch(as_matrix<T>(rows), j, j + 4);
+            dot_columns<4>(a, b, alpha, c, j);
+        }
         for (; j < b.rows; ++j) dot_columns<1>(a, b, alpha, c, j);
     });
 }
@@ -444,7 +476,8 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
 #define INSTANTIATE(acc_t)                                                                                           \
     template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*, int64_t);                                         \
     template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                  \
-    template void row_products(const Matrix<acc_t>&, const StoredRows&, acc_t, const Matrix<acc_t>&);                \
+    template void row_products(const Matrix<acc_t>&, const StoredRows&, acc_t, const Matrix<acc_t>&,                 \
+                               std::initializer_list<StoredRows>);                                                   \
     template void add_weighted_rows(const Matrix<acc_t>&, const StoredRows&, const Matrix<acc_t>&);                  \
     template void precise_product(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);                 \
     template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \

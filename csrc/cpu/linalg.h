@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <new>
 #include <vector>
 
@@ -79,9 +80,10 @@ constexpr int64_t padded(int64_t n) { return n + 16; }
 template <typename acc_t>
 void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c);
 // Of few rows: c = alpha * a b^T, and c += w b. b, which is large beside the others, is read where and as it is. Each
-// number is summed in one order, whatever others are made with it.
+// number is summed in one order, whatever others are made with it. next: what is needed soon, in b's type.
 template <typename acc_t>
-void row_products(const Matrix<acc_t>& a, const StoredRows& b, acc_t alpha, const Matrix<acc_t>& c);
+void row_products(const Matrix<acc_t>& a, const StoredRows& b, acc_t alpha, const Matrix<acc_t>& c,
+                  std::initializer_list<StoredRows> next = {});
 template <typename acc_t>
 void add_weighted_rows(const Matrix<acc_t>& w, const StoredRows& b, const Matrix<acc_t>& c);
 // c = a b, where long sums are made of shorter ones: their rounding grows with the length. For <do, v>, from which a

@@ -244,13 +244,17 @@ private:
         while (head < first_head + group_ && mask_hides(p_, tile_of(head))) ++head;
         if (head == first_head + group_) return;
         const Matrix<acc_t> probs{unit.probs.data(), query.rows, keys, padded(keys)};
-        row_products<acc_t>(query, stored_keys(p_.key, s, key, keys, first_head), p_.softmax_scale, probs);
+        const StoredRows value = stored_keys(p_.value, s, key, keys, first_head);
+        const bool last = first_head + group_ == p_.heads;
+        const int64_t next_key = last ? std::min(key + kFewRowsKeys, s.keys) : key;
+        const StoredRows next = stored_keys(p_.key, s, next_key, std::min(kFewRowsKeys, s.keys - next_key),
+                                            last ? 0 : first_head + group_);
+        row_products<acc_t>(query, stored_keys(p_.key, s, key, keys, first_head), p_.softmax_scale, probs, {value, next});
         for (head = first_head; head < first_head + group_; ++head) {
             const int64_t row = (head - first_head) * s.rows;
             online_softmax(p_, tile_of(head), {probs.row(row), s.rows, keys, probs.stride}, sums.rows(row, s.rows),
                            unit.pairs);
         }
-        const StoredRows value = stored_keys(p_.value, s, key, keys, first_head);
         if (exact) {
             const auto widened = load<acc_t>(value.data, value.dtype, value.offset, value.stride, keys, value.cols, unit.value.data());
             add_product_left<acc_t>(probs, widened, 1, exact, sums.out);

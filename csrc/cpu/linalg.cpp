@@ -180,9 +180,9 @@ void dot_block(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, co
             for (int y = 0; y < kCols; ++y) sums[x * kCols + y] = at::vec::fmadd(factor, factors[y], sums[x * kCols + y]);
         }
     };
-    int64_t d = 0;
-    for (; d + width <= a.cols; d += width) add_pieces(d, width);
-    if (d < a.cols) add_pieces(d, a.cols - d);
+    const int64_t whole = a.cols / width * width;
+    if (whole < a.cols) add_pieces(whole, a.cols - whole);  // first: after the last whole vectors the sums are in registers
+    for (int64_t d = 0; d < whole; d += width) add_pieces(d, width);
     sum_each(sums);
     acc_t products[std::max<int64_t>(kRows * kCols, width)];
 #pragma GCC unroll 16
@@ -235,20 +235,30 @@ void weighted_block(const Matrix<acc_t>& w, const Matrix<const T>& b, const Matr
 #pragma GCC unroll 16
         for (int y = 0; y < kVectors; ++y) sums[x * kVectors + y] = load_vector<acc_t>(c.row(i + x) + d + y * width, count);
     }
-    const T* from = b.data + d;
-    for (int64_t j = 0; j < b.rows; ++j, from += b.stride) {
+    const auto add_row = [&](int64_t j, Vec<acc_t>* to) __attribute__((always_inline)) {
         Vec<acc_t> factors[kVectors];
 #pragma GCC unroll 16
-        for (int y = 0; y < kVectors; ++y) factors[y] = load_vector<acc_t>(from + y * width, count);
+        for (int y = 0; y < kVectors; ++y) factors[y] = load_vector<acc_t>(b.row(j) + d + y * width, count);
 #pragma GCC unroll 16
         for (int x = 0; x < kRows; ++x) {
             const Vec<acc_t> weight(weights[x][j]);
 #pragma GCC unroll 16
-            for (int y = 0; y < kVectors; ++y) {
-                sums[x * kVectors + y] = at::vec::fmadd(weight, factors[y], sums[x * kVectors + y]);
-            }
+            for (int y = 0; y < kVectors; ++y) to[x * kVectors + y] = at::vec::fmadd(weight, factors[y], to[x * kVectors + y]);
         }
+    };
+    int64_t j = 0;
+    if constexpr (kRows == 1) {  // so few sums wait for each other: every other key goes to sums of its own
+        Vec<acc_t> others[kVectors];
+#pragma GCC unroll 16
+        for (int y = 0; y < kVectors; ++y) others[y] = Vec<acc_t>(0);
+        for (; j + 2 <= b.rows; j += 2) {
+            add_row(j, sums);
+            add_row(j + 1, others);
+        }
+#pragma GCC unroll 16
+        for (int y = 0; y < kVectors; ++y) sums[y] = sums[y] + others[y];
     }
+    for (; j < b.rows; ++j) add_row(j, sums);
 #pragma GCC unroll 16
     for (int x = 0; x < kRows; ++x) {
 #pragma GCC unroll 16

@@ -422,7 +422,12 @@ bool all_finite(const Matrix<acc_t>& matrix) {
 
 template <typename acc_t>
 acc_t row_max(const acc_t* x, int64_t n) {
-    return at::vec::reduce_all<acc_t>([](Vec<acc_t> a, Vec<acc_t> b) { return at::vec::maximum(a, b); }, x, n);
+    constexpr int64_t width = Vec<acc_t>::size();
+    const auto larger = [](Vec<acc_t> a, Vec<acc_t> b) { return at::vec::maximum(a, b); };
+    if (n < width) return at::vec::reduce_all<acc_t>(larger, x, n);
+    Vec<acc_t> largest = Vec<acc_t>::loadu(x + n - width);  // some twice, and the rest is made of whole vectors
+    for (int64_t j = 0; j + width <= n; j += width) largest = larger(largest, Vec<acc_t>::loadu(x + j));
+    return at::vec::vec_reduce_all<acc_t>(larger, largest);
 }
 
 template <typename acc_t>

@@ -37,8 +37,8 @@ struct RowSums {
     bool raise(int64_t i, acc_t largest) const {
         const acc_t now = largest <= max[i] ? max[i] : largest;  // NaN wins
         if (now == kNone) return false;
-        const acc_t correction = std::exp(max[i] - now);
-        if (correction != 1) {
+        if (max[i] != now && max[i] != kNone) {
+            const acc_t correction = std::exp(max[i] - now);
             sum[i] *= correction;
             row_scale(out.row(i), correction, out.cols);
         }

@@ -463,9 +463,14 @@ void row_add(acc_t* x, const acc_t* y, int64_t n) {
 
 template <typename acc_t>
 double row_dot(const acc_t* x, const acc_t* y, int64_t n) {
-    double sum = 0;
-    for (int64_t j = 0; j < n; ++j) sum += static_cast<double>(x[j]) * y[j];
-    return sum;
+    constexpr int kSums = 8;  // side by side in vectors
+    double sums[kSums] = {};
+    int64_t j = 0;
+    for (; j + kSums <= n; j += kSums) {
+        for (int k = 0; k < kSums; ++k) sums[k] += static_cast<double>(x[j + k]) * y[j + k];
+    }
+    for (; j < n; ++j) sums[0] += static_cast<double>(x[j]) * y[j];
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
 template <typename acc_t>

@@ -296,6 +296,13 @@ void run(const FwdParams& params) {
             const int64_t first_head = index / row_tiles % head_groups * heads_each;
             const Sequence sequence(params, index / row_tiles / head_groups);
             if (row >= sequence.rows) return;
+            if (const Sequence next(params, std::min((index + 1) / row_tiles / head_groups, params.batch - 1)); !params.lists.present()) {
+                const int64_t head = (index + 1) / row_tiles % head_groups;
+                const int64_t kv_head = head / (params.heads / params.kv_heads);
+                prefetch_rows(params, params.query, next.batch, next.first_row, next.rows, head);
+                prefetch_rows(params, params.key, next.batch, next.first_key, next.keys, kv_head);
+                prefetch_rows(params, params.value, next.batch, next.first_key, next.keys, kv_head);
+            }
             for (int64_t head = first_head; head < first_head + heads_each; ++head) {
                 unit(sequence, head, row, std::min(rows_each, sequence.rows - row));
             }

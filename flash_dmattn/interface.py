@@ -303,6 +303,7 @@ def attend(
     )
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_fixed(query, key, value, mask, bias, is_causal, cache_seqlens)
+    checks.check_kernels(backend, query)
     if cache_seqlens is not None:
         checks.check_cache(backend, return_attn_probs)
     seqlen_q, seqlen_k = query.shape[1], key.shape[1]
@@ -367,6 +368,7 @@ def attend_varlen(
     )
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)
+    checks.check_kernels(backend, query)
     if window_size is not None:
         checks.check_window(mask, bias, key.shape[0], is_causal)
         cu_seqlens_q, cu_seqlens_k, _, max_seqlen_k = varlen

@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -176,11 +178,18 @@ public:
         out_.resize(p_.batch * runs_ * rows_each() * p_.head_dim);
         max_.resize(p_.batch * runs_ * rows_each());
         sum_.resize(max_.size());
+        done_ = std::vector<std::atomic<int64_t>>(p_.batch);
     }
 
     void run() {
-        for_each_unit(p_.batch * runs_, [&] { return [this, unit = Unit(p_)](int64_t i) mutable { attend(i, unit); }; });
-        for_each_unit(p_.batch, [&] { return [this](int64_t batch) { finish(Sequence(p_, batch)); }; });
+        for_each_unit(p_.batch * runs_, [&] {
+            return [this, unit = Unit(p_)](int64_t index) mutable {
+                const Sequence s(p_, index / runs_);
+                if (s.rows == 0) return;
+                attend(s, index % runs_, unit);
+                if (++done_[s.batch] == runs_) finish(s);  // whichever comes last sums all parts in their order
+            };
+        });
     }
 
 private:
@@ -207,19 +216,17 @@ private:
         return {out, max_.data() + at, sum_.data() + at};
     }
 
-    void attend(int64_t index, Unit& unit) {
-        const Sequence s(p_, index / runs_);
-        if (s.rows == 0) return;
-        const auto sums = part(s, index % runs_);
+    void attend(const Sequence& s, int64_t run, Unit& unit) {
+        const auto sums = part(s, run);
         const Matrix<acc_t> query{unit.query.data(), sums.out.rows, p_.head_dim, p_.head_dim};
         for (int64_t head = 0; head < p_.heads; ++head) {
             acc_t* to = query.row(head * s.rows);
             const auto rows = load_rows(p_, p_.query, s, 0, s.rows, head, to);
             for (int64_t i = 0; i < s.rows && rows.data != to; ++i) std::copy_n(rows.row(i), rows.cols, to + i * rows.cols);
         }
-        attend(s, index % runs_, query, sums, unit, /*exact=*/false);
+        attend(s, run, query, sums, unit, /*exact=*/false);
         // Zero times what stands in an invisible value may have been NaN.
-        if (!all_finite(sums.out)) attend(s, index % runs_, query, sums, unit, /*exact=*/true);
+        if (!all_finite(sums.out)) attend(s, run, query, sums, unit, /*exact=*/true);
     }
 
     void attend(const Sequence& s, int64_t run, const Matrix<acc_t>& query, const RowSums<acc_t>& sums, Unit& unit,
@@ -279,7 +286,18 @@ private:
     int64_t group_, keys_each_, runs_;
     Buffer<acc_t> out_, max_;
     std::vector<double> sum_;
+    std::vector<std::atomic<int64_t>> done_;  // how many runs of each sequence
 };
+
+// Rows and keys of the (batch element, query head) that comes after: of short sequences the next unit of work.
+void prefetch_sequence(const FwdParams& p, int64_t index) {
+    if (index >= p.batch * p.heads) return;
+    const Sequence s(p, index / p.heads);
+    const int64_t head = index % p.heads, kv_head = head / (p.heads / p.kv_heads);
+    prefetch_rows(p, p.query, s.batch, s.first_row, s.rows, head);
+    prefetch_rows(p, p.key, s.batch, s.first_key, s.keys, kv_head);
+    prefetch_rows(p, p.value, s.batch, s.first_key, s.keys, kv_head);
+}
 
 template <typename acc_t>
 void run(const FwdParams& params) {
@@ -296,13 +314,7 @@ void run(const FwdParams& params) {
             const int64_t first_head = index / row_tiles % head_groups * heads_each;
             const Sequence sequence(params, index / row_tiles / head_groups);
             if (row >= sequence.rows) return;
-            if (const Sequence next(params, std::min((index + 1) / row_tiles / head_groups, params.batch - 1)); !params.lists.present()) {
-                const int64_t head = (index + 1) / row_tiles % head_groups;
-                const int64_t kv_head = head / (params.heads / params.kv_heads);
-                prefetch_rows(params, params.query, next.batch, next.first_row, next.rows, head);
-                prefetch_rows(params, params.key, next.batch, next.first_key, next.keys, kv_head);
-                prefetch_rows(params, params.value, next.batch, next.first_key, next.keys, kv_head);
-            }
+            if (row_tiles == 1 && heads_each == 1) prefetch_sequence(params, index + 1);
             for (int64_t head = first_head; head < first_head + heads_each; ++head) {
                 unit(sequence, head, row, std::min(rows_each, sequence.rows - row));
             }

@@ -32,6 +32,7 @@ private:
 
 void for_each_unit(int64_t units, const std::function<std::function<void(int64_t)>()>& make_unit) {
     std::atomic<int64_t> next{0};
+    if (units == 0) return;
     // Another BLAS makes its products on one thread only in a parallel region: so there is one even for a single unit,
     // though its second thread finds nothing to do.
     const int64_t useful = SerialProducts::can_say() ? units : std::max<int64_t>(units, 2);

@@ -126,6 +126,7 @@ py::object attend_plainly(py::handle query_in, py::handle key_in, py::handle val
     {
         const py::gil_scoped_release no_gil;
         check_rows(query, key, value, false);
+        check_kernels(query);
         if (bias) check_bias(*bias, query, key, std::nullopt);
         const OptionalTensor none;
         const OptionalSymInt no_length;
@@ -170,6 +171,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
     m.def("check_fixed", &check_fixed, "Refuses inputs of fixed length that do not fit.");
     m.def("check_varlen", &check_variable, "Refuses inputs of variable length that do not fit.");
+    m.def("check_kernels", &check_kernels, "Refuses a query that the kernels of its device do not take.");
     m.def("check_packed", &check_packed, "Refuses a packed tensor of rows that does not fit.");
     m.def("check_kv", &check_kv, "Refuses packed keys and values that do not fit query.");
     m.def("check_cu_seqlens", &check_offsets, "Refuses offsets of sequences that do not fit.");

@@ -1,12 +1,12 @@
-"""How fast are small calls on the CPU? Ours against SDPA on the same work: short sequences, decoding, windows of images.
+"""How fast are small calls on the CPU? Ours against SDPA on the same work: short sequences, decoding, image windows.
 
     python benchmarks/small_performance.py --json small.json
     python benchmarks/small_performance.py --check                          # exit status 1 where ours is too slow
     python benchmarks/small_performance.py --workload decode --threads 2 --dtype bfloat16
 
 SDPA has its tensors in the layout that is its own, (B, H, S, D), and grouped heads as such. Both take turns, in batches
-of a few milliseconds; times are the least of all batches, and the speed is the median of SDPA's time over ours, batch by
-batch: what else the machine does slows both alike.
+of a few milliseconds; times are the least of all batches, and the speed is the median of SDPA's time over ours, batch
+by batch: what else the machine does slows both alike.
 """
 
 import statistics
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from calls import sdpa, whole_call
-from performance import BOTH, FORWARD, call_for, called_once, square
+from performance import BOTH, FORWARD, call_for, square
 from problem import DTYPES, Problem, make_inputs
 from report import argument_parser, console, describe, environment, parse, positive, progress, write_json
 from rich.box import SIMPLE_HEAD
@@ -72,6 +72,8 @@ def compare(calls: list[Callable[[], object]], samples: int, batch_seconds: floa
             call()
         return (time.perf_counter() - started) / times
 
+    for call in calls:
+        call()
     times = [max(1, int(batch_seconds / seconds(call, 3))) for call in calls]
     batches = [[seconds(call, n) for call, n in zip(calls, times)] for _ in range(samples)]
     first, second = map(min, zip(*batches))
@@ -83,9 +85,11 @@ def measure(small: Small, dtype: str, threads: int, attention: Callable, samples
     inputs, found = make_inputs(small.problem, DTYPES[dtype], "cpu", seed), []
     for quantity in small.quantities:
         given = inputs if quantity == FORWARD else inputs.requiring_grad()
-        ours = called_once(lambda: call_for(quantity, whole_call(attention, given), given.dout))
-        peer = called_once(lambda: call_for(quantity, sdpa(given), given.dout.transpose(1, 2).contiguous()))
-        figures = compare([ours, peer], samples, batch_seconds=0.01)
+        calls = [
+            call_for(quantity, whole_call(attention, given), given.dout),
+            call_for(quantity, sdpa(given), given.dout.transpose(1, 2).contiguous()),
+        ]
+        figures = compare(calls, samples, batch_seconds=0.01)
         found.append(Comparison(small.problem.name, dtype, quantity, threads, *figures, small.at_least))
     return found
 

@@ -63,7 +63,7 @@ def test_what_is_not_finite_reaches_only_who_sees_it(where):
 @pytest.mark.parametrize("size", [1.0, 300.0])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_backward_makes_the_same_scores(rows, size):
-    """With scores of 1e5 their rounding is no small part of p: the sum of dv over the keys is dout only if p is the same."""
+    """Scores of 1e5 round by no small part of p: dv sums to dout over the keys only if p is the forward's."""
     query, key, value = (x.requires_grad_() for x in inputs(1, rows, 1000, 4, 2, 64))
     out = flash_dmattn_func(query * size, key * size, value)
     dout = torch.randn_like(out)

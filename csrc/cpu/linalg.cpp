@@ -204,7 +204,8 @@ template <typename T>
 void prefetch(const Matrix<const T>& rows, int64_t first, int64_t end) {
     for (int64_t i = first; i < std::min(end, rows.rows); ++i) {
         const char* row = reinterpret_cast<const char*>(rows.row(i));
-        for (int64_t byte = 0; byte < rows.cols * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(row + byte, 0, 2);
+        const int64_t size = rows.cols * static_cast<int64_t>(sizeof(T));
+        for (int64_t byte = 0; byte < size; byte += 64) __builtin_prefetch(row + byte, 0, 2);
     }
 }
 
@@ -425,8 +426,9 @@ acc_t row_max(const acc_t* x, int64_t n) {
     constexpr int64_t width = Vec<acc_t>::size();
     const auto larger = [](Vec<acc_t> a, Vec<acc_t> b) { return at::vec::maximum(a, b); };
     if (n < width) return at::vec::reduce_all<acc_t>(larger, x, n);
-    Vec<acc_t> largest = Vec<acc_t>::loadu(x + n - width);  // some twice, and the rest is made of whole vectors
-    for (int64_t j = 0; j + width <= n; j += width) largest = larger(largest, Vec<acc_t>::loadu(x + j));
+    Vec<acc_t> largest = Vec<acc_t>::loadu(x);
+    for (int64_t j = width; j + width <= n; j += width) largest = larger(largest, Vec<acc_t>::loadu(x + j));
+    if (n % width != 0) largest = larger(largest, Vec<acc_t>::loadu(x + n - width));  // some for the second time
     return at::vec::vec_reduce_all<acc_t>(larger, largest);
 }
 

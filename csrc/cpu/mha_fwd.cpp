@@ -130,7 +130,8 @@ private:
             const Tile tile{sequence, head, row, query.rows, j, std::min(kKeys, end - j)};
             if (mask_hides(p_, tile)) continue;
             const auto key = load_keys(p_, p_.key, sequence, j, tile.keys, kv_head, key_.data());
-            const Matrix<acc_t> probs = products(tile, query, key, transpose(key, key_transposed_.data(), padded(tile.keys)));
+            const auto key_transposed = transpose(key, key_transposed_.data(), padded(tile.keys));
+            const Matrix<acc_t> probs = products(tile, query, key, key_transposed);
             online_softmax(p_, tile, probs, sums, pairs_);
             const auto value = load_keys(p_, p_.value, sequence, j, tile.keys, kv_head, key_.data());
             add_product_left<acc_t>(probs, value, 1, exact, sums.out);
@@ -263,7 +264,8 @@ private:
                            unit.pairs);
         }
         if (exact) {
-            const auto widened = load<acc_t>(value.data, value.dtype, value.offset, value.stride, keys, value.cols, unit.value.data());
+            const auto widened = load<acc_t>(value.data, value.dtype, value.offset, value.stride, value.rows, value.cols,
+                                             unit.value.data());
             add_product_left<acc_t>(probs, widened, 1, exact, sums.out);
         } else {
             add_weighted_rows<acc_t>(probs, value, sums.out);
@@ -271,7 +273,8 @@ private:
     }
 
     StoredRows stored_keys(const RowsView& view, const Sequence& s, int64_t key, int64_t keys, int64_t head) const {
-        const int64_t at = s.batch * view.batch_stride + (s.first_key + key) * view.row_stride + head / group_ * view.head_stride;
+        const int64_t at =
+            s.batch * view.batch_stride + (s.first_key + key) * view.row_stride + head / group_ * view.head_stride;
         return {view.data, p_.dtype, at, keys, p_.head_dim, view.row_stride};
     }
 

@@ -180,9 +180,9 @@ def sdpa(inputs: Inputs) -> Work:
     leaves = [x.detach().transpose(1, 2).contiguous().requires_grad_(x.requires_grad) for x in tensors]
     if problem.window is None and inputs.bias is not None:
         leaves.append(float_mask(inputs).contiguous().requires_grad_(inputs.bias.requires_grad))
-    is_causal = problem.is_causal and len(leaves) == 3
+    options = {"is_causal": problem.is_causal and len(leaves) == 3, "enable_gqa": problem.kv_heads < problem.heads}
     return Work(
-        lambda: scaled_dot_product_attention(*leaves, is_causal=is_causal),
+        lambda: scaled_dot_product_attention(*leaves, **options),
         [leaf for leaf in leaves if leaf.requires_grad],
     )
 

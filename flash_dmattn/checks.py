@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .arguments import require_bool, require_count, require_number, shape_of, values_at_hand
+from .arguments import require_bool, require_count, require_number, require_tensor, shape_of, values_at_hand
 from .interval_mask import KeyIntervalMask
 from .key_lists import SPARSE, KeyLists
 
@@ -43,6 +43,18 @@ def check_inputs(check: str, query: object, key: object, value: object, mask: An
     checker = ops.checker()
     if checker is not None:
         getattr(checker, check)(query, key, value, mask, intervals, bias, *rest)
+        return
+    for name, value_given in (("query", query), ("key", key), ("value", value)):
+        require_tensor(name, value_given)
+    if bias is not None:
+        require_tensor("attn_bias", bias)
+
+
+def check_kernels(backend: ModuleType, query: Tensor) -> None:
+    """What the compiled kernels take of the dtypes, before anything is selected for them."""
+    checker = ops.checker()
+    if backend.SPARSE_MASKS and checker is not None:
+        checker.check_kernels(query)
 
 
 def check_lists(lists: KeyLists, query: Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool) -> None:

@@ -93,6 +93,13 @@ def flash_dmattn_func(
         TypeError: a dtype or type that does not fit.
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
+    nothing_else = attn_mask is None and window_size is None and cache_seqlens is None and return_attn_probs is False
+    if nothing_else and sparse == "auto":
+        result = ops.attend_plainly(
+            query, key, value, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_lse
+        )
+        if result is not None:
+            return result
     return attend(
         kernels_for(query),
         *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),
@@ -296,6 +303,7 @@ def attend(
     )
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_fixed(query, key, value, mask, bias, is_causal, cache_seqlens)
+    checks.check_kernels(backend, query)
     if cache_seqlens is not None:
         checks.check_cache(backend, return_attn_probs)
     seqlen_q, seqlen_k = query.shape[1], key.shape[1]
@@ -360,6 +368,7 @@ def attend_varlen(
     )
     query, key, value, bias = autocast(query, key, value, bias)
     checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)
+    checks.check_kernels(backend, query)
     if window_size is not None:
         checks.check_window(mask, bias, key.shape[0], is_causal)
         cu_seqlens_q, cu_seqlens_k, _, max_seqlen_k = varlen

@@ -36,6 +36,11 @@ def checker():
     return None if WHY_NOT_BUILT or torch.compiler.is_compiling() else _C
 
 
+def attend_plainly(*arguments):
+    """The result of a call that needs no mask and nothing but the operator; None of any other."""
+    return None if WHY_NOT_BUILT or torch.compiler.is_compiling() else _C.attend_plainly(*arguments)
+
+
 def cuda_is_built() -> bool:
     return not WHY_NOT_BUILT and _C.has_cuda
 

@@ -162,7 +162,10 @@ def moved(tensor, numbers):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim",
-    [(1, 1, 1, 5, 257, 64), (1, 1, 1, 257, 257, 40), (1, 2, 1, 129, 600, 32), (2, 4, 2, 300, 300, 16)],
+    [
+        *((1, 1, 1, 5, 257, 64), (1, 1, 1, 257, 257, 40), (1, 2, 1, 129, 600, 32), (2, 4, 2, 300, 300, 16)),
+        *((2, 4, 2, 8, 700, 40), (3, 4, 4, 1, 1025, 24), (40, 2, 2, 49, 49, 32)),
+    ],
 )
 @pytest.mark.parametrize("bias_rows", ["none", "key", "dense"])
 def test_the_same_bits_for_any_number_of_threads_and_any_address(

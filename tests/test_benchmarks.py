@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ pytest.importorskip("matplotlib")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = [f"{way}_{kind}" for way in ("forward", "backward") for kind in ("equivalence", "performance")]
 SCRIPTS += ["memory", "long_context", "sparse_performance", "call_performance", "parallel_performance"]
+SCRIPTS += ["small_performance"]
 
 
 @pytest.fixture
@@ -316,6 +319,44 @@ def test_what_check_asks_for(sparse_performance):
         "S131072 w2048, memory: 3.10 x that of the tensors, at most 3 are asked for",
     ]
     assert len(failures(forward=None, lists=0.005, memory=25)) == 3
+
+
+# Small calls
+
+
+@pytest.fixture
+def small_performance(performance):
+    import small_performance
+
+    return small_performance
+
+
+def test_small_performance(tmp_path):
+    path = tmp_path / "result.json"
+    chosen = ("--workload=B1 H1 S16", "--dtype=float32", "--threads=1", "--threads=2", "--samples=3")
+    done = run("small_performance", "--device=cpu", *chosen, f"--json={path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    assert_says_where(content)
+    found = {(row["workload"], row["quantity"], row["threads"]) for row in content["comparisons"]}
+    name, quantities = "host time, B1 H1 S16 D16", ("forward", "forward + backward")
+    assert found == {(name, quantity, threads) for quantity in quantities for threads in (1, 2)}
+    assert all(min(row["ours"], row["sdpa"], row["speed"]) > 0 for row in content["comparisons"])
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(0.0, 0), (0.01, 1)])
+def test_a_slow_small_call_is_missed(small_performance, monkeypatch, capsys, seconds, status):
+    right = small_performance.flash_dmattn_func
+
+    def slow(*args, **options):
+        time.sleep(seconds)
+        return right(*args, **options)
+
+    monkeypatch.setattr(small_performance, "flash_dmattn_func", slow)
+    monkeypatch.setattr(small_performance, "WORKLOADS", [replace(small_performance.WORKLOADS[0], at_least=0.01)])
+    arguments = ["--device=cpu", "--dtype=float32", "--threads=1", "--samples=1", "--check"]
+    assert small_performance.main(arguments) == status
+    assert ("x the speed of SDPA" in capsys.readouterr().out) == bool(status)
 
 
 # Whole calls

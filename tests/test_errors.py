@@ -464,3 +464,30 @@ def test_a_missing_compiled_module_says_how_to_get_it(monkeypatch):
         call()
     with pytest.raises(RuntimeError, match="the backend 'cpu' is not available: flash_dmattn's compiled module is"):
         flash_dmattn_func_auto("cpu")
+
+
+@pytest.mark.parametrize("backend", ["reference", "flex"])
+@pytest.mark.parametrize("name", ["key", "value", "attn_bias"])
+def test_what_is_no_tensor_without_a_compiled_module(monkeypatch, backend, name):
+    monkeypatch.setattr(flash_dmattn.ops, "WHY_NOT_BUILT", "flash_dmattn's compiled module is missing")
+    tensors = {"query": Q, "key": K, "value": V, name: [1.0]}
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
+        flash_dmattn_func_auto(backend)(**tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_dtype_that_cuda_kernels_do_not_take_is_refused_before_selection(monkeypatch, dtype):
+    """Fake tensors stand for those of a GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def select(*args, **options):
+        raise AssertionError("selected")
+
+    monkeypatch.setattr(flash_dmattn.interface.selection, "select", select)
+    with FakeTensorMode():
+        query = torch.empty(1, 4, 2, 8, device="cuda", dtype=dtype)
+        half, bias = query.half(), torch.empty(1, 2, 1, 4, device="cuda")
+        with pytest.raises(TypeError, match=f"query must be float16 or bfloat16 on CUDA .*got {str(dtype)[6:]}"):
+            call(query, query, query, attn_bias=bias.to(dtype), is_causal=True, window_size=2)
+        with pytest.raises(AssertionError, match="selected"):
+            call(half, half, half, attn_bias=bias, is_causal=True, window_size=2)

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "scores.h"
+
 namespace flash_dmattn {
 
 KeyList list_of(const AttentionParams& params, const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
@@ -45,7 +47,7 @@ void GatheredKeys<acc_t>::load(const Sequence& sequence, int64_t head, int64_t r
         tile.list = list.from(j, std::min(tile_keys_, list.size - j));
         tile.key = gathered(p_.key, tile.list, key_.data() + j * dim);
         tile.value = gathered(p_.value, tile.list, value_.data() + j * dim);
-        tile.key_transposed = transpose(tile.key, key_transposed_.data() + j * dim);
+        if (!has_few_rows(sequence)) tile.key_transposed = transpose(tile.key, key_transposed_.data() + j * dim);
         if (backward_) tile.value_transposed = transpose(tile.value, value_transposed_.data() + j * dim);
         tiles_.push_back(tile);
     }

@@ -29,8 +29,8 @@ KeyList list_of(const AttentionParams& params, const Sequence& sequence, int64_t
 template <typename acc_t>
 struct GatheredTile {
     KeyList list;
-    Matrix<acc_t> key, value;                        // [keys, D]
-    Matrix<acc_t> key_transposed, value_transposed;  // [D, keys]; the value's in the backward
+    Matrix<acc_t> key{}, value{};                        // [keys, D]
+    Matrix<acc_t> key_transposed{}, value_transposed{};  // [D, keys]; as score_products asks, and in the backward
 
     Tile tile(const Sequence& sequence, int64_t head, int64_t row, int64_t rows) const {
         return {sequence, head, row, rows, 0, list.size, list.keys, list.rows};

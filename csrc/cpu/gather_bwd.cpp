@@ -201,7 +201,7 @@ private:
         int64_t at = 0;
         for (const auto& keys : gathered_.tiles()) {
             const int64_t n = keys.list.size;
-            tile_.compute(keys.tile(s, head, row, rows), query, dout, keys.key_transposed, keys.value_transposed);
+            tile_.compute(keys.tile(s, head, row, rows), query, dout, keys.key, keys.key_transposed, keys.value_transposed);
             const Matrix<acc_t> dkey{dkey_.data() + at, p_.head_dim, n, n};
             const Matrix<acc_t> dvalue{dvalue_.data() + at, p_.head_dim, n, n};
             add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, dvalue);

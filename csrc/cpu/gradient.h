@@ -79,11 +79,11 @@ public:
           dx_(probs_.size()),
           slope_(params.softcap > 0 ? probs_.size() : 0) {}
 
-    void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout,
+    void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout, const Matrix<acc_t>& key,
                  const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
         probs = {probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
         dx = {dx_.data(), tile.rows, tile.keys, padded(tile.keys)};
-        score_products<acc_t>(p_, tile, query, key_transposed, probs);
+        score_products<acc_t>(p_, tile, query, key, key_transposed, probs);
         precise_product<acc_t>(dout, value_transposed, dx);
 
         const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
@@ -142,23 +142,36 @@ private:
     Buffer<acc_t> probs_, dx_, slope_;
 };
 
-// D_i = <do_i, o_i> - dlse_i
+// D_i = <do_i, o_i> - dlse_i of some rows, a tile at a time; owns its scratch memory.
+template <typename acc_t>
+class RowDeltas {
+public:
+    explicit RowDeltas(const BwdParams& params)
+        : p_(params),
+          out_(std::min(kGradientRows, p_.seqlen_q) * p_.head_dim),
+          dout_(out_.size()) {}
+
+    void operator()(const Sequence& s, int64_t head, int64_t row, int64_t rows) {
+        const auto out = load_rows(p_, p_.out, s, row, rows, head, out_.data());
+        const auto dout = load_rows(p_, p_.dout, s, row, rows, head, dout_.data());
+        const acc_t* dlse = row_stats<acc_t>(p_.dlse, s, head, row);
+        acc_t* delta = row_stats<acc_t>(p_.delta, s, head, row);
+        for (int64_t i = 0; i < rows; ++i) delta[i] = row_dot(dout.row(i), out.row(i), p_.head_dim) - dlse[i];
+    }
+
+private:
+    const BwdParams& p_;
+    Buffer<acc_t> out_, dout_;
+};
+
 template <typename acc_t>
 void row_deltas(const BwdParams& p) {
     const int64_t row_tiles = ceil_div(p.seqlen_q, kGradientRows);
     for_each_unit(p.batch * p.heads * row_tiles, [&] {
-        Buffer<acc_t> out_scratch(kGradientRows * p.head_dim), dout_scratch(kGradientRows * p.head_dim);
-        return [=, &p, out_scratch = std::move(out_scratch), dout_scratch = std::move(dout_scratch)](int64_t index) mutable {
+        return [=, &p, deltas = RowDeltas<acc_t>(p)](int64_t index) mutable {
             const Sequence s(p, index / row_tiles / p.heads);
-            const int64_t head = index / row_tiles % p.heads;
             const int64_t row = index % row_tiles * kGradientRows;
-            if (row >= s.rows) return;
-            const int64_t rows = std::min(kGradientRows, s.rows - row);
-            const auto out = load_rows(p, p.out, s, row, rows, head, out_scratch.data());
-            const auto dout = load_rows(p, p.dout, s, row, rows, head, dout_scratch.data());
-            const acc_t* dlse = row_stats<acc_t>(p.dlse, s, head, row);
-            acc_t* delta = row_stats<acc_t>(p.delta, s, head, row);
-            for (int64_t i = 0; i < rows; ++i) delta[i] = row_dot(dout.row(i), out.row(i), p.head_dim) - dlse[i];
+            if (row < s.rows) deltas(s, index / row_tiles % p.heads, row, std::min(kGradientRows, s.rows - row));
         };
     });
 }

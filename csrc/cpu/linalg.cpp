@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/functional_bfloat16.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 
@@ -9,11 +10,17 @@
 #include <cmath>
 #include <limits>
 
+// Absent where PyTorch's BLAS is another than MKL; then nothing is called by these names.
+extern "C" {
+int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
+void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
+            const float*, const int*, const float*, float*, const int*) __attribute__((weak));
+void dgemm_(const char*, const char*, const int*, const int*, const int*, const double*, const double*, const int*,
+            const double*, const int*, const double*, double*, const int*) __attribute__((weak));
+}
+
 namespace flash_dmattn {
 namespace {
-
-template <typename acc_t>
-constexpr DataType kDataType = sizeof(acc_t) == 8 ? DataType::kFloat64 : DataType::kFloat32;
 
 // The tensor that ATen's matrix product wants to see; nothing is copied.
 template <typename acc_t>
@@ -21,9 +28,25 @@ at::Tensor as_tensor(const Matrix<acc_t>& m) {
     return at::from_blob(m.data, {m.rows, m.cols}, {m.stride, 1}, c10::CppTypeToScalarType<acc_t>::value);
 }
 
-// ATen's own entry to the CPU's BLAS (MKL, OpenBLAS, ...), without the dispatcher.
+auto* blas_gemm(float) { return sgemm_; }
+auto* blas_gemm(double) { return dgemm_; }
+
+// Whether BLAS takes it as it is.
+template <typename acc_t>
+bool is_plain(const Matrix<acc_t>& m) {
+    return 0 < m.cols && m.cols <= m.stride && m.stride <= std::numeric_limits<int>::max();
+}
+
+// MKL straight away, whose integers have 32 bits in PyTorch: a small product takes less time than what ATen does before
+// it. Another BLAS by ATen's own entry to it, without the dispatcher.
 template <typename acc_t>
 void gemm(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, acc_t beta, const Matrix<acc_t>& c) {
+    const bool has_mkl = MKL_Set_Num_Threads_Local != nullptr && blas_gemm(acc_t()) != nullptr;
+    if (has_mkl && is_plain(a) && is_plain(b) && is_plain(c)) {
+        // BLAS has columns first: c^T = b^T a^T.
+        const int m = c.cols, n = c.rows, k = a.cols, lda = b.stride, ldb = a.stride, ldc = c.stride;
+        return blas_gemm(acc_t())("N", "N", &m, &n, &k, &alpha, b.data, &lda, a.data, &ldb, &beta, c.data, &ldc);
+    }
     at::Tensor out = as_tensor(c);
     at::cpu::addmm_out(out, out, as_tensor(a), as_tensor(b), beta, alpha);
 }
@@ -37,6 +60,17 @@ void with_type(DataType dtype, F&& f) {
         case DataType::kFloat32: return f(float());
         case DataType::kFloat64: return f(double());
     }
+}
+
+template <typename T>
+Matrix<const T> as_matrix(const StoredRows& stored) {
+    return {static_cast<const T*>(stored.data) + stored.offset, stored.rows, stored.cols, stored.stride};
+}
+
+// Calls f(rows) with the matrix that they are.
+template <typename F>
+void with_rows(const StoredRows& stored, F&& f) {
+    with_type(stored.dtype, [&](auto type) { f(as_matrix<decltype(type)>(stored)); });
 }
 
 template <typename acc_t>
@@ -63,7 +97,7 @@ inline Vec<float> exponential(const Vec<float>& x) {
 
 template <typename acc_t>
 Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch, int64_t stride) {
-    constexpr int64_t kBlock = 8;
+    constexpr int64_t kBlock = std::max<int64_t>(Vec<acc_t>::size(), 8);
     const Matrix<acc_t> t{scratch, m.cols, m.rows, stride};
     for (int64_t i = 0; i < m.rows; i += kBlock) {
         for (int64_t j = 0; j < m.cols; j += kBlock) {
@@ -83,6 +117,177 @@ Matrix<acc_t> transpose(const Matrix<acc_t>& m, acc_t* scratch, int64_t stride) 
 template <typename acc_t>
 void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c) {
     gemm<acc_t>(a, b, alpha, 0, c);
+}
+
+// How many rows are taken together in a product of few: their sums are to stay in the processor's registers.
+constexpr int kBlockRows = Vec<float>::size() == 16 ? 4 : 2;
+
+// The next numbers of a row, as many as a vector holds, or `count` of them.
+template <typename acc_t, typename T>
+Vec<acc_t> load_vector(const T* from, int64_t count = Vec<acc_t>::size()) {
+    constexpr int64_t width = Vec<acc_t>::size();
+    if constexpr (std::is_same_v<T, acc_t>) {
+        return count == width ? Vec<acc_t>::loadu(from) : Vec<acc_t>::loadu(from, count);
+    } else {
+        if constexpr (sizeof(T) == 2 && std::is_same_v<acc_t, float>) {
+            Vec<float> widened;
+            if (count == width) return at::vec::load_to_float(from, widened), widened;
+        }
+        acc_t some[width] = {};
+        std::copy_n(from, count, some);
+        return Vec<acc_t>::loadu(some);
+    }
+}
+
+// The sums of each vector's numbers, one after the other in the first vectors. All are summed in the same order: neighbours
+// first.
+template <int n, typename acc_t>
+__attribute__((always_inline)) inline void sum_each(Vec<acc_t> (&x)[n]) {
+    int count = n;
+#pragma GCC unroll 8
+    for (int64_t pieces = Vec<acc_t>::size(); pieces > 1; pieces /= 2) {
+        const bool alone = count == 1;
+        count = alone ? 1 : count / 2;
+#pragma GCC unroll 16
+        for (int i = 0; i < count; ++i) {
+            const auto [even, odd] = at::vec::deinterleave2<acc_t>(x[alone ? 0 : 2 * i], x[alone ? 0 : 2 * i + 1]);
+            x[i] = even + odd;
+        }
+    }
+}
+
+// c_ij = alpha * <a_i, b_j> for kRows rows from i on and kCols from j on.
+template <int kRows, int kCols, typename acc_t, typename T>
+void dot_block(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t i, int64_t j) {
+    constexpr int64_t width = Vec<acc_t>::size();
+    Vec<acc_t> sums[kRows * kCols];
+    const acc_t* rows[kRows];
+    const T* cols[kCols];
+#pragma GCC unroll 16
+    for (int x = 0; x < kRows; ++x) rows[x] = a.row(i + x);
+#pragma GCC unroll 16
+    for (int y = 0; y < kCols; ++y) cols[y] = b.row(j + y);
+#pragma GCC unroll 16
+    for (int z = 0; z < kRows * kCols; ++z) sums[z] = Vec<acc_t>(0);
+    const auto add_pieces = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+        Vec<acc_t> factors[kCols];
+#pragma GCC unroll 16
+        for (int y = 0; y < kCols; ++y) factors[y] = load_vector<acc_t>(cols[y] + d, count);
+#pragma GCC unroll 16
+        for (int x = 0; x < kRows; ++x) {
+            const auto factor = load_vector<acc_t>(rows[x] + d, count);
+#pragma GCC unroll 16
+            for (int y = 0; y < kCols; ++y) sums[x * kCols + y] = at::vec::fmadd(factor, factors[y], sums[x * kCols + y]);
+        }
+    };
+    const int64_t whole = a.cols / width * width;
+    if (whole < a.cols) add_pieces(whole, a.cols - whole);  // first: after the last whole vectors the sums are in registers
+    for (int64_t d = 0; d < whole; d += width) add_pieces(d, width);
+    sum_each(sums);
+    acc_t products[std::max<int64_t>(kRows * kCols, width)];
+#pragma GCC unroll 16
+    for (int64_t z = 0; z < kRows * kCols; z += width) (sums[z / width] * Vec<acc_t>(alpha)).store(products + z);
+#pragma GCC unroll 16
+    for (int x = 0; x < kRows; ++x) std::copy_n(products + x * kCols, kCols, c.row(i + x) + j);
+}
+
+template <int kCols, typename acc_t, typename T>
+void dot_columns(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t j) {
+    int64_t i = 0;
+    for (; i + kBlockRows <= a.rows; i += kBlockRows) dot_block<kBlockRows, kCols>(a, b, alpha, c, i, j);
+    for (; i + 2 <= a.rows; i += 2) dot_block<2, kCols>(a, b, alpha, c, i, j);
+    if (i < a.rows) dot_block<1, kCols>(a, b, alpha, c, i, j);
+}
+
+// Brings some rows nearer to the processor, which does not see rows that lie apart coming.
+template <typename T>
+void prefetch(const Matrix<const T>& rows, int64_t first, int64_t end) {
+    for (int64_t i = first; i < std::min(end, rows.rows); ++i) {
+        const char* row = reinterpret_cast<const char*>(rows.row(i));
+        const int64_t size = rows.cols * static_cast<int64_t>(sizeof(T));
+        for (int64_t byte = 0; byte < size; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    }
+}
+
+template <typename acc_t>
+void row_products(const Matrix<acc_t>& a, const StoredRows& stored, acc_t alpha, const Matrix<acc_t>& c,
+                  std::initializer_list<StoredRows> next) {
+    with_rows(stored, [&]<typename T>(const Matrix<const T>& b) {
+        int64_t j = 0;
+        for (; j + 4 <= b.rows; j += 4) {
+            for (const StoredRows& rows : next) prefetch(as_matrix<T>(rows), j, j + 4);
+            dot_columns<4>(a, b, alpha, c, j);
+        }
+        for (; j < b.rows; ++j) dot_columns<1>(a, b, alpha, c, j);
+    });
+}
+
+// kRows rows of c from i on, and kVectors vectors of them from d on, += w b. A single vector may be of `count` numbers.
+template <int kRows, int kVectors, typename acc_t, typename T>
+void weighted_block(const Matrix<acc_t>& w, const Matrix<const T>& b, const Matrix<acc_t>& c, int64_t i, int64_t d,
+                    int64_t count) {
+    constexpr int64_t width = Vec<acc_t>::size();
+    if (kVectors > 1) count = width;
+    Vec<acc_t> sums[kRows * kVectors];
+    const acc_t* weights[kRows];
+#pragma GCC unroll 16
+    for (int x = 0; x < kRows; ++x) {
+        weights[x] = w.row(i + x);
+#pragma GCC unroll 16
+        for (int y = 0; y < kVectors; ++y) sums[x * kVectors + y] = load_vector<acc_t>(c.row(i + x) + d + y * width, count);
+    }
+    const auto add_row = [&](int64_t j, Vec<acc_t>* to) __attribute__((always_inline)) {
+        Vec<acc_t> factors[kVectors];
+#pragma GCC unroll 16
+        for (int y = 0; y < kVectors; ++y) factors[y] = load_vector<acc_t>(b.row(j) + d + y * width, count);
+#pragma GCC unroll 16
+        for (int x = 0; x < kRows; ++x) {
+            const Vec<acc_t> weight(weights[x][j]);
+#pragma GCC unroll 16
+            for (int y = 0; y < kVectors; ++y) to[x * kVectors + y] = at::vec::fmadd(weight, factors[y], to[x * kVectors + y]);
+        }
+    };
+    int64_t j = 0;
+    if constexpr (kRows == 1) {  // so few sums wait for each other: every other key goes to sums of its own
+        Vec<acc_t> others[kVectors];
+#pragma GCC unroll 16
+        for (int y = 0; y < kVectors; ++y) others[y] = Vec<acc_t>(0);
+        for (; j + 2 <= b.rows; j += 2) {
+            add_row(j, sums);
+            add_row(j + 1, others);
+        }
+#pragma GCC unroll 16
+        for (int y = 0; y < kVectors; ++y) sums[y] = sums[y] + others[y];
+    }
+    for (; j < b.rows; ++j) add_row(j, sums);
+#pragma GCC unroll 16
+    for (int x = 0; x < kRows; ++x) {
+#pragma GCC unroll 16
+        for (int y = 0; y < kVectors; ++y) {
+            acc_t* to = c.row(i + x) + d + y * width;
+            count == width ? sums[x * kVectors + y].store(to) : sums[x * kVectors + y].store(to, count);
+        }
+    }
+}
+
+template <int kVectors, typename acc_t, typename T>
+void weighted_columns(const Matrix<acc_t>& w, const Matrix<const T>& b, const Matrix<acc_t>& c, int64_t d) {
+    const int64_t count = std::min<int64_t>(c.cols - d, Vec<acc_t>::size());
+    int64_t i = 0;
+    for (; i + kBlockRows <= c.rows; i += kBlockRows) weighted_block<kBlockRows, kVectors>(w, b, c, i, d, count);
+    for (; i + 2 <= c.rows; i += 2) weighted_block<2, kVectors>(w, b, c, i, d, count);
+    if (i < c.rows) weighted_block<1, kVectors>(w, b, c, i, d, count);
+}
+
+template <typename acc_t>
+void add_weighted_rows(const Matrix<acc_t>& w, const StoredRows& stored, const Matrix<acc_t>& c) {
+    constexpr int64_t width = Vec<acc_t>::size();
+    with_rows(stored, [&](const auto& b) {
+        int64_t d = 0;
+        for (; d + 4 * width <= c.cols; d += 4 * width) weighted_columns<4>(w, b, c, d);
+        for (; d + 2 * width <= c.cols; d += 2 * width) weighted_columns<2>(w, b, c, d);
+        for (; d < c.cols; d += width) weighted_columns<1>(w, b, c, d);
+    });
 }
 
 template <typename acc_t>
@@ -121,6 +326,20 @@ void add_product_right(const Matrix<acc_t>& a, const Matrix<acc_t>& w, acc_t alp
     });
 }
 
+// n numbers as others; at::vec's own conversion widens one after the other.
+template <typename T, typename acc_t>
+void convert_row(const T* from, acc_t* to, int64_t n) {
+    if constexpr (sizeof(T) == 2 && std::is_same_v<acc_t, float>) {
+        constexpr int64_t width = Vec<float>::size();
+        for (; n >= width; n -= width, from += width, to += width) {
+            Vec<float> widened;
+            at::vec::load_to_float(from, widened);
+            widened.store(to);
+        }
+    }
+    at::vec::convert<T, acc_t>(from, to, n);
+}
+
 // The numbers where they are, if they are of acc_t.
 template <typename acc_t>
 Matrix<acc_t> in_place(const void* data, int64_t offset, int64_t stride, int64_t rows, int64_t cols) {
@@ -134,7 +353,7 @@ Matrix<acc_t> widen(const void* data, DataType dtype, int64_t offset, int64_t st
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         const T* from = static_cast<const T*>(data) + offset;
-        for (int64_t i = 0; i < rows; ++i) at::vec::convert<T, acc_t>(from + i * stride, widened.row(i), cols);
+        for (int64_t i = 0; i < rows; ++i) convert_row<T, acc_t>(from + i * stride, widened.row(i), cols);
     });
     return widened;
 }
@@ -185,7 +404,7 @@ Matrix<acc_t> gather(const void* data, DataType dtype, int64_t offset, int64_t s
         if (cols == 1) {
             for (int64_t i = 0; i < n; ++i) to[i] = static_cast<acc_t>(from[index[i] * stride]);
         } else {
-            for (int64_t i = 0; i < n; ++i) at::vec::convert<T, acc_t>(from + index[i] * stride, gathered.row(i), cols);
+            for (int64_t i = 0; i < n; ++i) convert_row<T, acc_t>(from + index[i] * stride, gathered.row(i), cols);
         }
     });
     return gathered;
@@ -204,7 +423,13 @@ bool all_finite(const Matrix<acc_t>& matrix) {
 
 template <typename acc_t>
 acc_t row_max(const acc_t* x, int64_t n) {
-    return at::vec::reduce_all<acc_t>([](Vec<acc_t> a, Vec<acc_t> b) { return at::vec::maximum(a, b); }, x, n);
+    constexpr int64_t width = Vec<acc_t>::size();
+    const auto larger = [](Vec<acc_t> a, Vec<acc_t> b) { return at::vec::maximum(a, b); };
+    if (n < width) return at::vec::reduce_all<acc_t>(larger, x, n);
+    Vec<acc_t> largest = Vec<acc_t>::loadu(x);
+    for (int64_t j = width; j + width <= n; j += width) largest = larger(largest, Vec<acc_t>::loadu(x + j));
+    if (n % width != 0) largest = larger(largest, Vec<acc_t>::loadu(x + n - width));  // some for the second time
+    return at::vec::vec_reduce_all<acc_t>(larger, largest);
 }
 
 template <typename acc_t>
@@ -240,9 +465,14 @@ void row_add(acc_t* x, const acc_t* y, int64_t n) {
 
 template <typename acc_t>
 double row_dot(const acc_t* x, const acc_t* y, int64_t n) {
-    double sum = 0;
-    for (int64_t j = 0; j < n; ++j) sum += static_cast<double>(x[j]) * y[j];
-    return sum;
+    constexpr int kSums = 8;  // side by side in vectors
+    double sums[kSums] = {};
+    int64_t j = 0;
+    for (; j + kSums <= n; j += kSums) {
+        for (int k = 0; k < kSums; ++k) sums[k] += static_cast<double>(x[j + k]) * y[j + k];
+    }
+    for (; j < n; ++j) sums[0] += static_cast<double>(x[j]) * y[j];
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
 template <typename acc_t>
@@ -268,6 +498,9 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
 #define INSTANTIATE(acc_t)                                                                                           \
     template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*, int64_t);                                         \
     template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                  \
+    template void row_products(const Matrix<acc_t>&, const StoredRows&, acc_t, const Matrix<acc_t>&,                 \
+                               std::initializer_list<StoredRows>);                                                   \
+    template void add_weighted_rows(const Matrix<acc_t>&, const StoredRows&, const Matrix<acc_t>&);                  \
     template void precise_product(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);                 \
     template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
     template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \

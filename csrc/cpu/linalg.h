@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <new>
 #include <vector>
 
@@ -48,6 +49,21 @@ struct Matrix {
     Matrix first_cols(int64_t n) const { return {data, rows, n, stride}; }
 };
 
+// The type that the kernels compute in.
+template <typename acc_t>
+constexpr DataType kDataType = sizeof(acc_t) == 8 ? DataType::kFloat64 : DataType::kFloat32;
+
+// Rows as they lie in memory.
+struct StoredRows {
+    const void* data;
+    DataType dtype;
+    int64_t offset, rows, cols, stride;
+};
+template <typename acc_t>
+StoredRows stored(const Matrix<acc_t>& m) {
+    return {m.data, kDataType<acc_t>, 0, m.rows, m.cols, m.stride};
+}
+
 // m^T in `scratch`. A BLAS takes tens of percent longer where an operand is not in the order that it likes
 // best, and here most operands serve more than one product.
 template <typename acc_t>
@@ -63,6 +79,13 @@ constexpr int64_t padded(int64_t n) { return n + 16; }
 // c = alpha * a b
 template <typename acc_t>
 void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const Matrix<acc_t>& c);
+// Of few rows: c = alpha * a b^T, and c += w b. b, which is large beside the others, is read where and as it is. Each
+// number is summed in one order, whatever others are made with it. next: what is needed soon, in b's type.
+template <typename acc_t>
+void row_products(const Matrix<acc_t>& a, const StoredRows& b, acc_t alpha, const Matrix<acc_t>& c,
+                  std::initializer_list<StoredRows> next = {});
+template <typename acc_t>
+void add_weighted_rows(const Matrix<acc_t>& w, const StoredRows& b, const Matrix<acc_t>& c);
 // c = a b, where long sums are made of shorter ones: their rounding grows with the length. For <do, v>, from which a
 // number of its size is subtracted that does not share its rounding.
 template <typename acc_t>

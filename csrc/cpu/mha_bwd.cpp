@@ -13,15 +13,17 @@ constexpr int64_t kRows = kGradientRows;
 constexpr int64_t kKeys = 512;
 
 // The parts of dquery in the accumulation type, one [H, rows of all sequences, D] for each run of key tiles; nothing is in
-// it at first.
+// it at first. Where all keys are one tile there are none: each tile of pairs then makes its rows of dquery whole.
 template <typename acc_t>
 class DqueryParts {
 public:
     DqueryParts(const BwdParams& p, const GradientUnits& units)
         : p_(p),
-          runs_(units.runs),
+          runs_(p.seqlen_k <= kKeys ? 0 : units.runs),
           total_(p.cu_seqlens_q != nullptr ? p.cu_seqlens_q[p.batch] : p.batch * p.seqlen_q),
           data_(AlignedAllocator<acc_t>().allocate(runs_ * p.heads * total_ * p.head_dim)) {}
+
+    bool present() const { return runs_ > 0; }
 
     Matrix<acc_t> part(int64_t run, const Sequence& s, int64_t head, int64_t row, int64_t rows) {
         const int64_t first = p_.cu_seqlens_q != nullptr ? s.first_row : s.batch * p_.seqlen_q;
@@ -74,7 +76,11 @@ public:
           query_transposed_(padded(max_rows_) * p_.head_dim),
           dout_(query_.size()),
           dout_transposed_(query_transposed_.size()),
-          members_(units.batches_each * kv_heads_each_, Member(padded(max_keys_) * p_.head_dim)),
+          dquery_rows_(dquery.present() ? 0 : query_.size()),
+          deltas_(params),
+          // Where one tile of one query head has all rows, a member is done before the next is begun.
+          members_(params.seqlen_q <= kRows && group_ == 1 ? 1 : units.batches_each * kv_heads_each_,
+                   Member(padded(max_keys_) * p_.head_dim)),
           key_scratch_(max_keys_ * p_.head_dim),
           dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
           column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
@@ -94,7 +100,7 @@ private:
         void start(const BwdParams& p, const Sequence& s, int64_t first, int64_t keys, int64_t kv_head, acc_t* scratch) {
             key = load_keys(p, p.key, s, first, keys, kv_head, key_.data());
             const auto value = load_keys(p, p.value, s, first, keys, kv_head, scratch);
-            key_transposed = transpose(key, key_transposed_.data(), padded(keys));
+            if (!has_few_rows(s)) key_transposed = transpose(key, key_transposed_.data(), padded(keys));
             value_transposed = transpose(value, value_transposed_.data(), padded(keys));
             dkey = {dkey_.data(), p.head_dim, keys, padded(keys)};
             dvalue = {dvalue_.data(), p.head_dim, keys, padded(keys)};
@@ -102,7 +108,7 @@ private:
             std::fill(dvalue_.begin(), dvalue_.end(), acc_t(0));
         }
 
-        Matrix<acc_t> key, key_transposed, value_transposed, dkey, dvalue;
+        Matrix<acc_t> key{}, key_transposed{}, value_transposed{}, dkey{}, dvalue{};
 
     private:
         Buffer<acc_t> key_, key_transposed_, value_transposed_, dkey_, dvalue_;
@@ -111,18 +117,20 @@ private:
     // Returns whether every gradient is finite.
     bool differentiate(int64_t run, int64_t first_batch, int64_t first_head, bool exact) {
         bool finite = true;
-        units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            const auto whole = dquery_.part(run, s, head, 0, s.rows);
-            std::fill_n(whole.data, whole.rows * whole.cols, acc_t(0));
-        });
+        const auto for_each_dquery = [&](auto&& f) {
+            if (!dquery_.present()) return;
+            units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+                f(dquery_.part(run, s, head, 0, s.rows));
+            });
+        };
+        for_each_dquery([](const Matrix<acc_t>& rows) { std::fill_n(rows.data, rows.rows * rows.cols, acc_t(0)); });
         const int64_t longest = Sequence(p_, first_batch).keys;
+        if (longest == 0 && !dquery_.present()) store_no_dquery(first_batch, first_head);
         const int64_t end = std::min((run + 1) * units_.tiles_each * kKeys, longest);
         for (int64_t key = run * units_.tiles_each * kKeys; key < end; key += kKeys) {
             finite &= differentiate_keys(run, first_batch, first_head, key, std::min(kKeys, end - key), exact);
         }
-        units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            finite &= all_finite(dquery_.part(run, s, head, 0, s.rows));
-        });
+        for_each_dquery([&](const Matrix<acc_t>& rows) { finite &= all_finite(rows); });
         return finite;
     }
 
@@ -130,46 +138,72 @@ private:
     // length is fixed.
     bool differentiate_keys(int64_t run, int64_t first_batch, int64_t first_head, int64_t key, int64_t keys, bool exact) {
         std::fill(column_sums_.begin(), column_sums_.end(), 0.0);
-        units_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            member(s.batch - first_batch, head - first_head).start(p_, s, key, keys, head / group_, key_scratch_.data());
-        });
-
+        bool finite = true;
         const Sequence first(p_, first_batch);
         const int64_t visible_begin = p_.is_causal ? first.causal_begin(key) / kRows * kRows : 0;
-        for (int64_t row = dense_dbias_ ? 0 : visible_begin; row < first.rows; row += kRows) {
+        const int64_t last_row = std::max<int64_t>(ceil_div(first.rows, kRows) - 1, 0) * kRows;
+        const int64_t first_row = dense_dbias_ || !dquery_.present() ? 0 : std::min(visible_begin, last_row);
+        for (int64_t row = first_row; row <= last_row; row += kRows) {
             const int64_t rows = std::min(kRows, first.rows - row);
             for (int64_t head = first_head; head < first_head + units_.heads_each; ++head) {
-                for (int64_t b = first_batch; b < first_batch + units_.batches_each && row >= visible_begin; ++b) {
+                const bool starts = row == first_row && head % group_ == 0;
+                const bool ends = row == last_row && (head + 1) % group_ == 0;
+                for (int64_t b = first_batch; b < first_batch + units_.batches_each; ++b) {
                     const Sequence s(p_, b);
+                    Member& m = member(b - first_batch, head - first_head);
+                    if (starts) m.start(p_, s, key, keys, head / group_, key_scratch_.data());
                     const int64_t seen = p_.is_causal ? std::min(s.causal_end(row + rows - 1) - key, keys) : keys;
                     const Tile tile{s, head, row, rows, key, seen};
-                    if (!mask_hides(p_, tile)) add_tile(run, tile, s.batch - first_batch, head - first_head, exact);
+                    const auto dquery = rows_of_dquery(run, tile);
+                    if (row >= visible_begin && rows > 0 && !mask_hides(p_, tile)) {
+                        add_tile(tile, m, dquery, head - first_head, exact);
+                    }
+                    if (!dquery_.present()) {
+                        finite &= all_finite(dquery);
+                        store_rows(p_, dquery, p_.dquery, s, row, head);
+                    }
+                    if (ends) {
+                        finite &= store_transposed(m.dkey, p_.dkey, s, key, head / group_);
+                        finite &= store_transposed(m.dvalue, p_.dvalue, s, key, head / group_);
+                    }
                 }
                 if (dense_dbias_ && units_.last_of_bias_head(head)) store_dense_dbias({first, head, row, rows, key, keys});
             }
         }
-
-        bool finite = true;
         units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             if (key_dbias_ && units_.last_of_bias_head(head)) store_key_dbias({s, head, 0, 1, key, keys}, head - first_head);
-        });
-        units_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            const Member& m = member(s.batch - first_batch, head - first_head);
-            finite &= store_transposed(m.dkey, p_.dkey, s, key, head / group_);
-            finite &= store_transposed(m.dvalue, p_.dvalue, s, key, head / group_);
         });
         return finite;
     }
 
-    void add_tile(int64_t run, const Tile& tile, int64_t batch_in_group, int64_t head_in_group, bool exact) {
+    // Where a tile's gradient of the query is summed; nothing is in it where the tile makes it whole.
+    Matrix<acc_t> rows_of_dquery(int64_t run, const Tile& tile) {
+        if (dquery_.present()) return dquery_.part(run, tile.sequence, tile.head, tile.row, tile.rows);
+        std::fill_n(dquery_rows_.data(), tile.rows * p_.head_dim, acc_t(0));
+        return {dquery_rows_.data(), tile.rows, p_.head_dim, p_.head_dim};
+    }
+
+    // Where there are no keys there is no tile either.
+    void store_no_dquery(int64_t first_batch, int64_t first_head) {
+        units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            for (int64_t row = 0; row < s.rows; row += kRows) {
+                const Tile tile{s, head, row, std::min(kRows, s.rows - row), 0, 0};
+                store_rows(p_, rows_of_dquery(0, tile), p_.dquery, s, row, head);
+            }
+        });
+    }
+
+    void add_tile(const Tile& tile, Member& m, const Matrix<acc_t>& dquery, int64_t head_in_group, bool exact) {
         const Sequence& s = tile.sequence;
+        if (!dquery_.present()) deltas_(s, tile.head, tile.row, tile.rows);
         const auto query = load_rows(p_, p_.query, s, tile.row, tile.rows, tile.head, query_.data());
         const auto dout = load_rows(p_, p_.dout, s, tile.row, tile.rows, tile.head, dout_.data());
         const auto query_transposed = transpose(query, query_transposed_.data(), padded(tile.rows));
         const auto dout_transposed = transpose(dout, dout_transposed_.data(), padded(tile.rows));
-        const Member& m = member(batch_in_group, head_in_group);
 
-        tile_.compute(tile, query, dout, m.key_transposed.first_cols(tile.keys), m.value_transposed.first_cols(tile.keys));
+        const auto key = m.key.first_rows(tile.keys);
+        tile_.compute(tile, query, dout, key, m.key_transposed.first_cols(tile.keys),
+                      m.value_transposed.first_cols(tile.keys));
         add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, m.dvalue.first_cols(tile.keys));
         for (int64_t i = 0; i < tile.rows && dense_dbias_; ++i) {
             row_add(dense_tile_.data() + i * max_keys_, tile_.dx.row(i), tile.keys);
@@ -177,12 +211,11 @@ private:
         if (key_dbias_) add_column_sums(head_in_group);
         const auto& ds = tile_.to_ds();
         add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, m.dkey.first_cols(tile.keys));
-        add_product_left<acc_t>(ds, m.key.first_rows(tile.keys), p_.softmax_scale, exact,
-                                dquery_.part(run, s, tile.head, tile.row, tile.rows));
+        add_product_left<acc_t>(ds, key, p_.softmax_scale, exact, dquery);
     }
 
     Member& member(int64_t batch_in_group, int64_t head_in_group) {
-        return members_[batch_in_group * kv_heads_each_ + head_in_group / group_];
+        return members_[members_.size() == 1 ? 0 : batch_in_group * kv_heads_each_ + head_in_group / group_];
     }
 
     // Returns whether it is finite.
@@ -217,7 +250,8 @@ private:
     bool dense_dbias_, key_dbias_;
     int64_t max_rows_, max_keys_;
     GradientTile<acc_t> tile_;
-    Buffer<acc_t> query_, query_transposed_, dout_, dout_transposed_;
+    Buffer<acc_t> query_, query_transposed_, dout_, dout_transposed_, dquery_rows_;
+    RowDeltas<acc_t> deltas_;
     std::vector<Member> members_;
     Buffer<acc_t> key_scratch_, dense_tile_;
     std::vector<double> column_sums_;  // of thousands of rows
@@ -225,12 +259,12 @@ private:
 
 template <typename acc_t>
 void run(const BwdParams& params) {
-    row_deltas<acc_t>(params);
-    if (params.lists.present()) return gathered_backward<acc_t>(params);
     const GradientUnits units(params, ceil_div(params.seqlen_k, kKeys));
     DqueryParts<acc_t> dquery(params, units);
+    if (params.lists.present() || dquery.present()) row_deltas<acc_t>(params);  // else each tile does
+    if (params.lists.present()) return gathered_backward<acc_t>(params);
     for_each_unit(units.count(), [&] { return BackwardUnit<acc_t>(params, units, dquery); });
-    dquery.reduce();
+    if (dquery.present()) dquery.reduce();
 }
 
 }  // namespace

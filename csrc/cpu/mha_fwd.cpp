@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -11,6 +13,79 @@ namespace {
 
 constexpr int64_t kRows = 256;
 constexpr int64_t kKeys = 256;
+
+constexpr int64_t kFewRowsKeys = 128;
+
+// What is known of some rows after some of their keys: exp(score - max) summed, and out, not yet divided by sum.
+template <typename acc_t>
+struct RowSums {
+    static constexpr acc_t kNone = -std::numeric_limits<acc_t>::infinity();
+
+    Matrix<acc_t> out;
+    acc_t* max;
+    double* sum;
+
+    RowSums rows(int64_t first, int64_t count) const {
+        return {{out.row(first), count, out.cols, out.stride}, max + first, sum + first};
+    }
+
+    void start() const {
+        std::fill(out.data, out.row(out.rows), acc_t(0));
+        std::fill_n(max, out.rows, kNone);
+        std::fill_n(sum, out.rows, 0.0);
+    }
+
+    // What was summed is brought to a new largest score, of which it returns whether there is one.
+    bool raise(int64_t i, acc_t largest) const {
+        const acc_t now = largest <= max[i] ? max[i] : largest;  // NaN wins
+        if (now == kNone) return false;
+        if (max[i] != now && max[i] != kNone) {
+            const acc_t correction = std::exp(max[i] - now);
+            sum[i] *= correction;
+            row_scale(out.row(i), correction, out.cols);
+        }
+        max[i] = now;
+        return true;
+    }
+
+    // Adds what other keys gave the same rows.
+    void add(const RowSums& other) const {
+        for (int64_t i = 0; i < out.rows; ++i) {
+            if (!raise(i, other.max[i])) continue;
+            const acc_t weight = std::exp(other.max[i] - max[i]);
+            sum[i] += other.sum[i] * weight;
+            row_scale(other.out.row(i), weight, out.cols);
+            row_add(out.row(i), other.out.row(i), out.cols);
+        }
+    }
+
+    // Brings out and lse of rows of a query head home.
+    void finish(const FwdParams& p, const Sequence& sequence, int64_t head, int64_t row) const {
+        acc_t* lse = row_stats<acc_t>(p.lse, sequence, head, row);
+        for (int64_t i = 0; i < out.rows; ++i) {
+            const bool empty = max[i] == kNone;
+            lse[i] = empty ? max[i] : static_cast<acc_t>(max[i] + std::log(sum[i]));
+            if (!empty) row_scale(out.row(i), static_cast<acc_t>(1 / sum[i]), out.cols);
+        }
+        store_rows(p, out, p.out, sequence, row, head);
+    }
+};
+
+// Products to exp(score - the row's largest so far).
+template <typename acc_t>
+void online_softmax(const FwdParams& p, const Tile& tile, const Matrix<acc_t>& products, const RowSums<acc_t>& sums,
+                    PairScratch<acc_t>& scratch) {
+    ScoreRows<acc_t> scores(p, tile, scratch);
+    for (int64_t i = 0; i < tile.rows; ++i) {
+        acc_t* x = products.row(i);
+        scores.finish(i, x, nullptr);
+        if (sums.raise(i, row_max(x, tile.keys))) {
+            sums.sum[i] += row_exp(x, sums.max[i], tile.keys);
+        } else {
+            std::fill_n(x, tile.keys, acc_t(0));
+        }
+    }
+}
 
 // out and lse of one tile of query rows; owns its scratch memory, one object a thread.
 template <typename acc_t>
@@ -31,82 +106,55 @@ public:
           sum_(max_rows_) {}
 
     void operator()(const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
-        const Matrix<acc_t> out{out_.data(), rows, p_.head_dim, p_.head_dim};
-        attend(sequence, head, row, out, /*exact=*/false);
+        const RowSums<acc_t> sums{{out_.data(), rows, p_.head_dim, p_.head_dim}, max_.data(), sum_.data()};
+        attend(sequence, head, row, sums, /*exact=*/false);
         // Zero times what stands in an invisible value may have been NaN.
-        if (!all_finite(out)) attend(sequence, head, row, out, /*exact=*/true);
-        finish(sequence, head, row, out);
+        if (!all_finite(sums.out)) attend(sequence, head, row, sums, /*exact=*/true);
+        sums.finish(p_, sequence, head, row);
     }
 
 private:
-    void attend(const Sequence& sequence, int64_t head, int64_t row, const Matrix<acc_t>& out, bool exact) {
-        std::fill(out.data, out.row(out.rows), acc_t(0));
-        std::fill(max_.begin(), max_.end(), -std::numeric_limits<acc_t>::infinity());
-        std::fill(sum_.begin(), sum_.end(), 0.0);
-        const auto query = load_rows(p_, p_.query, sequence, row, out.rows, head, query_.data());
-        p_.lists.present() ? walk_list(sequence, head, row, query, out, exact)
-                           : walk_keys(sequence, head, row, query, out, exact);
+    void attend(const Sequence& sequence, int64_t head, int64_t row, const RowSums<acc_t>& sums, bool exact) {
+        sums.start();
+        const auto query = load_rows(p_, p_.query, sequence, row, sums.out.rows, head, query_.data());
+        p_.lists.present() ? walk_list(sequence, head, row, query, sums, exact)
+                           : walk_keys(sequence, head, row, query, sums, exact);
     }
 
     // All keys up to the last that causality shows, a tile after the other.
     void walk_keys(const Sequence& sequence, int64_t head, int64_t row, const Matrix<acc_t>& query,
-                   const Matrix<acc_t>& out, bool exact) {
+                   const RowSums<acc_t>& sums, bool exact) {
         const int64_t kv_head = head / (p_.heads / p_.kv_heads);
-        const int64_t end = p_.is_causal ? sequence.causal_end(row + out.rows - 1) : sequence.keys;
+        const int64_t end = p_.is_causal ? sequence.causal_end(row + query.rows - 1) : sequence.keys;
         for (int64_t j = 0; j < end; j += kKeys) {
-            const Tile tile{sequence, head, row, out.rows, j, std::min(kKeys, end - j)};
+            const Tile tile{sequence, head, row, query.rows, j, std::min(kKeys, end - j)};
             if (mask_hides(p_, tile)) continue;
-            const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
             const auto key = load_keys(p_, p_.key, sequence, j, tile.keys, kv_head, key_.data());
             const auto key_transposed = transpose(key, key_transposed_.data(), padded(tile.keys));
-            score_products<acc_t>(p_, tile, query, key_transposed, probs);
-            online_softmax(tile, probs, out);
+            const Matrix<acc_t> probs = products(tile, query, key, key_transposed);
+            online_softmax(p_, tile, probs, sums, pairs_);
             const auto value = load_keys(p_, p_.value, sequence, j, tile.keys, kv_head, key_.data());
-            add_product_left<acc_t>(probs, value, 1, exact, out);
+            add_product_left<acc_t>(probs, value, 1, exact, sums.out);
         }
     }
 
     // The keys that the rows' list names.
     void walk_list(const Sequence& sequence, int64_t head, int64_t row, const Matrix<acc_t>& query,
-                   const Matrix<acc_t>& out, bool exact) {
-        gathered_.load(sequence, head, row, out.rows);
+                   const RowSums<acc_t>& sums, bool exact) {
+        gathered_.load(sequence, head, row, query.rows);
         for (const auto& keys : gathered_.tiles()) {
-            const Tile tile = keys.tile(sequence, head, row, out.rows);
-            const Matrix<acc_t> probs{probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
-            score_products<acc_t>(p_, tile, query, keys.key_transposed, probs);
-            online_softmax(tile, probs, out);
-            add_product_left<acc_t>(probs, keys.value, 1, exact, out);
+            const Tile tile = keys.tile(sequence, head, row, query.rows);
+            const Matrix<acc_t> probs = products(tile, query, keys.key, keys.key_transposed);
+            online_softmax(p_, tile, probs, sums, pairs_);
+            add_product_left<acc_t>(probs, keys.value, 1, exact, sums.out);
         }
     }
 
-    // Products to exp(score - the row's largest so far); what was summed before is brought to the new largest.
-    void online_softmax(const Tile& tile, const Matrix<acc_t>& products, const Matrix<acc_t>& out) {
-        ScoreRows<acc_t> scores(p_, tile, pairs_);
-        for (int64_t i = 0; i < tile.rows; ++i) {
-            acc_t* x = products.row(i);
-            scores.finish(i, x, nullptr);
-            const acc_t before = max_[i];
-            const acc_t largest = row_max(x, tile.keys);
-            const acc_t now = largest <= before ? before : largest;  // NaN wins
-            if (now == -std::numeric_limits<acc_t>::infinity()) {
-                std::fill_n(x, tile.keys, acc_t(0));
-                continue;
-            }
-            const acc_t correction = std::exp(before - now);
-            sum_[i] = sum_[i] * correction + row_exp(x, now, tile.keys);
-            if (correction != 1) row_scale(out.row(i), correction, out.cols);
-            max_[i] = now;
-        }
-    }
-
-    void finish(const Sequence& sequence, int64_t head, int64_t row, const Matrix<acc_t>& out) {
-        acc_t* lse = row_stats<acc_t>(p_.lse, sequence, head, row);
-        for (int64_t i = 0; i < out.rows; ++i) {
-            const bool empty = max_[i] == -std::numeric_limits<acc_t>::infinity();
-            lse[i] = empty ? max_[i] : static_cast<acc_t>(max_[i] + std::log(sum_[i]));
-            if (!empty) row_scale(out.row(i), static_cast<acc_t>(1 / sum_[i]), out.cols);
-        }
-        store_rows(p_, out, p_.out, sequence, row, head);
+    Matrix<acc_t> products(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key,
+                           const Matrix<acc_t>& key_transposed) {
+        const Matrix<acc_t> to{probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
+        score_products<acc_t>(p_, tile, query, key, key_transposed, to);
+        return to;
     }
 
     const FwdParams& p_;
@@ -117,8 +165,146 @@ private:
     std::vector<double> sum_;
 };
 
+// Sequences of few rows, as in decoding, whose keys are what costs: each is read once, in the order in which memory has
+// them, for all heads. There are several runs of keys where batch elements alone give few units of work; the cut is the
+// same whatever the number of threads.
+template <typename acc_t>
+class FewRows {
+public:
+    explicit FewRows(const FwdParams& params) : p_(params), group_(p_.heads / p_.kv_heads) {
+        constexpr int64_t kMinUnits = 64;
+        const int64_t most_runs = ceil_div(kMinUnits, p_.batch), tiles = ceil_div(p_.seqlen_k, kFewRowsKeys);
+        keys_each_ = std::max<int64_t>(ceil_div(tiles, most_runs), 1) * kFewRowsKeys;
+        runs_ = std::max<int64_t>(ceil_div(p_.seqlen_k, keys_each_), 1);
+        out_.resize(p_.batch * runs_ * rows_each() * p_.head_dim);
+        max_.resize(p_.batch * runs_ * rows_each());
+        sum_.resize(max_.size());
+        done_ = std::vector<std::atomic<int64_t>>(p_.batch);
+    }
+
+    void run() {
+        for_each_unit(p_.batch * runs_, [&] {
+            return [this, unit = Unit(p_)](int64_t index) mutable {
+                const Sequence s(p_, index / runs_);
+                if (s.rows == 0) return;
+                attend(s, index % runs_, unit);
+                if (++done_[s.batch] == runs_) finish(s);  // whichever comes last sums all parts in their order
+            };
+        });
+    }
+
+private:
+    // Scratch memory, one object a thread.
+    struct Unit {
+        explicit Unit(const FwdParams& p)
+            : max_keys(std::min(kFewRowsKeys, p.seqlen_k)),
+              pairs(max_keys),
+              query(p.heads * p.seqlen_q * p.head_dim),
+              value(max_keys * p.head_dim),
+              probs(p.heads / p.kv_heads * p.seqlen_q * padded(max_keys)) {}
+
+        int64_t max_keys;
+        PairScratch<acc_t> pairs;
+        Buffer<acc_t> query, value, probs;
+    };
+
+    int64_t rows_each() const { return p_.heads * p_.seqlen_q; }
+
+    // What a run gives to the rows of a sequence: those of a query head after those of the head before.
+    RowSums<acc_t> part(const Sequence& s, int64_t run) {
+        const int64_t at = (s.batch * runs_ + run) * rows_each();
+        const Matrix<acc_t> out{out_.data() + at * p_.head_dim, p_.heads * s.rows, p_.head_dim, p_.head_dim};
+        return {out, max_.data() + at, sum_.data() + at};
+    }
+
+    void attend(const Sequence& s, int64_t run, Unit& unit) {
+        const auto sums = part(s, run);
+        const Matrix<acc_t> query{unit.query.data(), sums.out.rows, p_.head_dim, p_.head_dim};
+        for (int64_t head = 0; head < p_.heads; ++head) {
+            acc_t* to = query.row(head * s.rows);
+            const auto rows = load_rows(p_, p_.query, s, 0, s.rows, head, to);
+            for (int64_t i = 0; i < s.rows && rows.data != to; ++i) std::copy_n(rows.row(i), rows.cols, to + i * rows.cols);
+        }
+        attend(s, run, query, sums, unit, /*exact=*/false);
+        // Zero times what stands in an invisible value may have been NaN.
+        if (!all_finite(sums.out)) attend(s, run, query, sums, unit, /*exact=*/true);
+    }
+
+    void attend(const Sequence& s, int64_t run, const Matrix<acc_t>& query, const RowSums<acc_t>& sums, Unit& unit,
+                bool exact) {
+        sums.start();
+        const int64_t end = std::min((run + 1) * keys_each_, s.keys);
+        for (int64_t j = run * keys_each_; j < end; j += kFewRowsKeys) {
+            const int64_t keys = std::min(kFewRowsKeys, end - j);
+            for (int64_t head = 0; head < p_.heads; head += group_) {
+                const int64_t first = head * s.rows, rows = group_ * s.rows;
+                add_keys(s, head, j, keys, {query.row(first), rows, query.cols, query.stride}, sums.rows(first, rows), unit,
+                         exact);
+            }
+        }
+    }
+
+    // Some keys of one key/value head to the rows of the query heads that share it, from `first_head` on.
+    void add_keys(const Sequence& s, int64_t first_head, int64_t key, int64_t keys, const Matrix<acc_t>& query,
+                  const RowSums<acc_t>& sums, Unit& unit, bool exact) {
+        const auto tile_of = [&](int64_t head) { return Tile{s, head, 0, s.rows, key, keys}; };
+        int64_t head = first_head;
+        while (head < first_head + group_ && mask_hides(p_, tile_of(head))) ++head;
+        if (head == first_head + group_) return;
+        const Matrix<acc_t> probs{unit.probs.data(), query.rows, keys, padded(keys)};
+        const StoredRows value = stored_keys(p_.value, s, key, keys, first_head);
+        const bool last = first_head + group_ == p_.heads;
+        const int64_t next_key = last ? std::min(key + kFewRowsKeys, s.keys) : key;
+        const StoredRows next = stored_keys(p_.key, s, next_key, std::min(kFewRowsKeys, s.keys - next_key),
+                                            last ? 0 : first_head + group_);
+        row_products<acc_t>(query, stored_keys(p_.key, s, key, keys, first_head), p_.softmax_scale, probs, {value, next});
+        for (head = first_head; head < first_head + group_; ++head) {
+            const int64_t row = (head - first_head) * s.rows;
+            online_softmax(p_, tile_of(head), {probs.row(row), s.rows, keys, probs.stride}, sums.rows(row, s.rows),
+                           unit.pairs);
+        }
+        if (exact) {
+            const auto widened = load<acc_t>(value.data, value.dtype, value.offset, value.stride, value.rows, value.cols,
+                                             unit.value.data());
+            add_product_left<acc_t>(probs, widened, 1, exact, sums.out);
+        } else {
+            add_weighted_rows<acc_t>(probs, value, sums.out);
+        }
+    }
+
+    StoredRows stored_keys(const RowsView& view, const Sequence& s, int64_t key, int64_t keys, int64_t head) const {
+        const int64_t at =
+            s.batch * view.batch_stride + (s.first_key + key) * view.row_stride + head / group_ * view.head_stride;
+        return {view.data, p_.dtype, at, keys, p_.head_dim, view.row_stride};
+    }
+
+    // Sums the parts of all runs, in their order.
+    void finish(const Sequence& s) {
+        const auto sums = part(s, 0);
+        for (int64_t run = 1; run < runs_; ++run) sums.add(part(s, run));
+        for (int64_t head = 0; head < p_.heads; ++head) sums.rows(head * s.rows, s.rows).finish(p_, s, head, 0);
+    }
+
+    const FwdParams& p_;
+    int64_t group_, keys_each_, runs_;
+    Buffer<acc_t> out_, max_;
+    std::vector<double> sum_;
+    std::vector<std::atomic<int64_t>> done_;  // how many runs of each sequence
+};
+
+// Rows and keys of the (batch element, query head) that comes after: of short sequences the next unit of work.
+void prefetch_sequence(const FwdParams& p, int64_t index) {
+    if (index >= p.batch * p.heads) return;
+    const Sequence s(p, index / p.heads);
+    const int64_t head = index % p.heads, kv_head = head / (p.heads / p.kv_heads);
+    prefetch_rows(p, p.query, s.batch, s.first_row, s.rows, head);
+    prefetch_rows(p, p.key, s.batch, s.first_key, s.keys, kv_head);
+    prefetch_rows(p, p.value, s.batch, s.first_key, s.keys, kv_head);
+}
+
 template <typename acc_t>
 void run(const FwdParams& params) {
+    if (params.seqlen_q <= kFewRows && !params.lists.present()) return FewRows<acc_t>(params).run();
     // Where there are lists, the query heads that share a key/value head follow each other: they share what is
     // gathered.
     const int64_t rows_each = params.lists.present() ? KeyListsView::kRows : kRows;
@@ -131,6 +317,7 @@ void run(const FwdParams& params) {
             const int64_t first_head = index / row_tiles % head_groups * heads_each;
             const Sequence sequence(params, index / row_tiles / head_groups);
             if (row >= sequence.rows) return;
+            if (row_tiles == 1 && heads_each == 1) prefetch_sequence(params, index + 1);
             for (int64_t head = first_head; head < first_head + heads_each; ++head) {
                 unit(sequence, head, row, std::min(rows_each, sequence.rows - row));
             }

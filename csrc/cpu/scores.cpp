@@ -83,8 +83,9 @@ bool mask_hides(const AttentionParams& params, const Tile& tile) {
 }
 
 template <typename acc_t>
-void score_products(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query,
+void score_products(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key,
                     const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& to) {
+    if (has_few_rows(tile.sequence)) return row_products<acc_t>(query, stored(key), params.softmax_scale, to);
     for (int64_t i = 0; i < tile.rows; i += kProductRows) {
         const int64_t rows = std::min(kProductRows, tile.rows - i);
         const int64_t last = tile.row + i + rows - 1;
@@ -191,9 +192,9 @@ void ScoreRows<acc_t>::prefetch(int64_t i) const {
 }
 
 template void score_products(const AttentionParams&, const Tile&, const Matrix<float>&, const Matrix<float>&,
-                             const Matrix<float>&);
+                             const Matrix<float>&, const Matrix<float>&);
 template void score_products(const AttentionParams&, const Tile&, const Matrix<double>&, const Matrix<double>&,
-                             const Matrix<double>&);
+                             const Matrix<double>&, const Matrix<double>&);
 template class ScoreRows<float>;
 template class ScoreRows<double>;
 

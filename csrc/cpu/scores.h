@@ -13,11 +13,16 @@ namespace flash_dmattn {
 // Whether the mask hides the whole tile. Causality is a matter of loop bounds.
 bool mask_hides(const AttentionParams& params, const Tile& tile);
 
+// Of so few rows a product takes less time than to transpose its keys.
+constexpr int64_t kFewRows = 8;
+inline bool has_few_rows(const Sequence& sequence) { return sequence.rows <= kFewRows; }
+
 // to = softmax_scale * <q_i, k_j>, but for pairs that causality hides. The tiles of forward and backward are cut otherwise,
 // yet every number comes of the same product: a BLAS may sum in another order where a factor is smaller (a single row or
-// column, as a rule), and what large scores differ by then is no small part of p.
+// column, as a rule), and what large scores differ by then is no small part of p. Of a sequence of few rows the keys are
+// read, else the transposed ones.
 template <typename acc_t>
-void score_products(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query,
+void score_products(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key,
                     const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& to);
 
 // Room for a row of a tile's bias and mask, where they are not contiguous or of another type, and for its intervals.

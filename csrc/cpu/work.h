@@ -105,6 +105,18 @@ void store_keys(const AttentionParams& p, const Matrix<acc_t>& keys, const RowsV
     store(keys, view.data, p.dtype, at, view.row_stride);
 }
 
+// Brings rows of a query-like or key-like tensor nearer to the processor, which does not see coming what lies apart: for the
+// unit of work that follows, which is likely to be the same thread's. At most 128 of them: more are more work than waiting.
+inline void prefetch_rows(const AttentionParams& p, const RowsView& view, int64_t batch, int64_t row, int64_t rows,
+                          int64_t head) {
+    const int64_t size = p.dtype == DataType::kFloat64 ? 8 : p.dtype == DataType::kFloat32 ? 4 : 2;
+    const int64_t at = batch * view.batch_stride + row * view.row_stride + head * view.head_stride;
+    const char* from = static_cast<const char*>(view.data) + at * size;
+    for (int64_t i = 0; i < std::min<int64_t>(rows, 128); ++i, from += view.row_stride * size) {
+        for (int64_t byte = 0; byte < p.head_dim * size; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+    }
+}
+
 // Runs `unit(index)` for every index below `units`; threads take the next one when they are free. `make_unit` is
 // called once a thread, so that a unit may own scratch memory.
 void for_each_unit(int64_t units, const std::function<std::function<void(int64_t)>()>& make_unit);

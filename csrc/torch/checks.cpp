@@ -177,6 +177,13 @@ void check_rows(const Tensor& query, const Tensor& key, const Tensor& value, boo
     if (!varlen) check_batch("key", key, query);
 }
 
+void check_kernels(const Tensor& query) {
+    const auto dtype = query.scalar_type();
+    TORCH_CHECK_TYPE(!query.device().is_cuda() || dtype == at::kHalf || dtype == at::kBFloat16,
+                     "query must be float16 or bfloat16 on CUDA (float32 through the backend 'triton'), got ",
+                     dtype_of(query));
+}
+
 void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k) {
     TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, "attn_mask must be bool (True = visible), got ", dtype_of(mask));
     check_pairs("attn_mask", mask, query, key, max_seqlen_k);

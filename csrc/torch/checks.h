@@ -16,6 +16,8 @@ using OptionalVarlen = std::optional<Varlen>;
 
 // query, key and value of fixed or variable length, whatever they are to be masked and biased by.
 void check_rows(const Tensor& query, const Tensor& key, const Tensor& value, bool varlen);
+// Whether the kernels of query's device take its dtype: other backends may, where these do not.
+void check_kernels(const Tensor& query);
 // A tensor of rows alone: `layout` such as "(B, Sq, H, D)".
 void check_rows_of(const char* name, const Tensor& tensor, const char* layout);
 void check_head_dim(const char* name, const Tensor& tensor);

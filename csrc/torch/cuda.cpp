@@ -23,12 +23,6 @@ Tensor workspace(int64_t bytes, const Tensor& like) {
 }
 void* address(const Tensor& memory) { return memory.defined() ? memory.data_ptr() : nullptr; }
 
-void check_query(const Tensor& query) {
-    TORCH_CHECK_TYPE(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16,
-                     "query must be float16 or bfloat16 on CUDA (float32 through the backend 'triton'), got ",
-                     dtype_of(query));
-}
-
 PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles) {
     packed.bits = reinterpret_cast<uint32_t*>(bits.data_ptr<int32_t>());
     packed.columns = reinterpret_cast<uint64_t*>(tiles.data_ptr());
@@ -94,7 +88,7 @@ SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seql
 }  // namespace
 
 void forward_cuda(FwdParams& p, const Inputs& in) {
-    check_query(in.query);
+    check_kernels(in.query);
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
@@ -104,7 +98,7 @@ void forward_cuda(FwdParams& p, const Inputs& in) {
 }
 
 void backward_cuda(BwdParams& p, const Inputs& in) {
-    check_query(in.query);
+    check_kernels(in.query);
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);

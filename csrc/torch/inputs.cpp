@@ -115,7 +115,7 @@ void fill(AttentionParams& p, const Inputs& in) {
     TORCH_CHECK_VALUE(!masks.mask || !masks.intervals, "mask and intervals cannot both be given");
     if (masks.mask && query.is_cpu()) {
         check_mask(*masks.mask, query, key, max_seqlen_k);
-        p.mask = mask_view(*masks.mask);
+        p.mask = pair_view(*masks.mask);
     } else if (masks.mask) {
         TORCH_CHECK_TYPE(masks.mask->scalar_type() == at::kInt && masks.mask_tiles,
                          "on CUDA mask and mask_tiles must be what pack_mask returned, got ", dtype_of(*masks.mask));
@@ -173,7 +173,7 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
                            : dims == 3 ? pairs.size(2) == seqlen_k
                                        : true;
         TORCH_CHECK_VALUE(whole, "mask must be of ", seqlen_q, " rows and ", seqlen_k, " keys, got shape ", shape_of(*mask));
-        p.mask = mask_view(pairs);
+        p.mask = pair_view(pairs);
     } else {
         TORCH_CHECK_VALUE(varlen || pairs.size(2) == seqlen_k, "intervals must be of ", seqlen_k, " keys, got shape ",
                           shape_of(*intervals));

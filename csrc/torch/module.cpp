@@ -1,12 +1,18 @@
 // The Python module: the checks, by which every backend's inputs go, and the four entry points of the kernels. The
 // operators that PyTorch sees are registered by library.cpp when it is loaded.
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cmath>
+#include <limits>
 #include <string>
 
 #include "attention.h"
 #include "build_info.h"
+#include "operators.h"
 
 namespace flash_dmattn {
 namespace {
@@ -70,6 +76,69 @@ void check_offsets(const char* name, py::handle cu_seqlens, const OptionalTensor
     check_cu_seqlens({name, tensor, beside ? &*beside : nullptr, whose, total, or_less, longest_name, longest});
 }
 
+// A tensor of four dimensions that stands for itself alone: no subclass, no transform's, no symbolic sizes.
+bool is_plain(py::handle object) {
+    using Key = c10::DispatchKey;
+    constexpr c10::DispatchKeySet standing_in({Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper,
+                                               Key::Functionalize});
+    if (!THPVariable_CheckExact(object.ptr())) return false;
+    const Tensor& tensor = THPVariable_Unpack(object.ptr());
+    return !tensor.key_set().has_any(standing_in) && (tensor.is_cpu() || tensor.is_cuda()) &&
+           tensor.layout() == at::kStrided && !tensor.is_nested() &&
+           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == 4;
+}
+
+// Whether rows need no padding and no copy before the kernels take them: HEAD_DIM_MULTIPLE of interface.py.
+bool are_kernel_rows(const Tensor& rows) { return rows.size(3) % 8 == 0 && rows.stride(3) == 1; }
+
+// Whether something looks at calls of Python or of the dispatcher, or changes what they do.
+bool is_overridden(const Tensor& query) {
+    return at::impl::torch_function_mode_enabled() || at::autocast::is_autocast_enabled(query.device().type()) ||
+           !(c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set).empty();
+}
+
+// The calls that only need to be checked and given to the operator, which small ones have no time to lose before. None
+// where it is for the functions in Python, which do whatever there is to be done, or to be refused.
+py::object attend_plainly(py::handle query_in, py::handle key_in, py::handle value_in, py::handle bias_in,
+                          py::handle softmax_scale, py::handle is_causal, py::handle softcap, py::handle deterministic,
+                          py::handle return_lse) {
+    const py::object elsewhere = py::none();
+    for (const py::handle flag : {is_causal, deterministic, return_lse})
+        if (!PyBool_Check(flag.ptr())) return elsewhere;
+    if (!softmax_scale.is_none() && !PyFloat_CheckExact(softmax_scale.ptr())) return elsewhere;
+    if (!PyFloat_CheckExact(softcap.ptr())) return elsewhere;
+    if (!is_plain(query_in) || !is_plain(key_in) || !is_plain(value_in)) return elsewhere;
+    if (!bias_in.is_none() && !is_plain(bias_in)) return elsewhere;
+
+    const Tensor &query = THPVariable_Unpack(query_in.ptr()), &key = THPVariable_Unpack(key_in.ptr()),
+                 &value = THPVariable_Unpack(value_in.ptr());
+    const OptionalTensor bias = bias_in.is_none() ? std::nullopt : OptionalTensor(THPVariable_Unpack(bias_in.ptr()));
+    constexpr double kLargest = std::numeric_limits<float>::max();
+    const double cap = PyFloat_AS_DOUBLE(softcap.ptr());
+    const double scale = softmax_scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(query.size(3)))
+                                                 : PyFloat_AS_DOUBLE(softmax_scale.ptr());
+    if (!(cap == 0 || (1 / kLargest <= cap && cap <= kLargest)) || !(std::abs(scale) <= kLargest)) return elsewhere;
+    if (is_overridden(query)) return elsewhere;
+    if (!are_kernel_rows(query) || !are_kernel_rows(key) || !are_kernel_rows(value)) return elsewhere;
+    if (bias && bias->size(3) == 1 && key.size(1) != 1) return elsewhere;  // the softmax does not see it
+
+    std::tuple<Tensor, Tensor> result;
+    {
+        const py::gil_scoped_release no_gil;
+        check_rows(query, key, value, false);
+        check_kernels(query);
+        if (bias) check_bias(*bias, query, key, std::nullopt);
+        const OptionalTensor none;
+        const OptionalSymInt no_length;
+        result = call_attention_forward(query, key, value, bias, none, none, none, none, none, none, none, none, no_length,
+                                        no_length, none, scale, cap, is_causal.ptr() == Py_True,
+                                        deterministic.ptr() == Py_True);
+    }
+    const auto& [out, lse] = result;
+    if (return_lse.ptr() == Py_True) return py::make_tuple(out, lse);
+    return py::cast(out);
+}
+
 // What the CPU kernels were compiled for may be missing where they run.
 std::optional<std::string> why_not_usable() {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -102,9 +171,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
     m.def("check_fixed", &check_fixed, "Refuses inputs of fixed length that do not fit.");
     m.def("check_varlen", &check_variable, "Refuses inputs of variable length that do not fit.");
+    m.def("check_kernels", &check_kernels, "Refuses a query that the kernels of its device do not take.");
     m.def("check_packed", &check_packed, "Refuses a packed tensor of rows that does not fit.");
     m.def("check_kv", &check_kv, "Refuses packed keys and values that do not fit query.");
     m.def("check_cu_seqlens", &check_offsets, "Refuses offsets of sequences that do not fit.");
+
+    m.def("attend_plainly", &attend_plainly,
+          "Attention of fixed length where nothing but a bias is asked for; None where it takes more than the operator.");
 
     py::class_<MaskTensors>(m, "MaskTensors", "Which pairs see each other: a mask, intervals, or lists of keys.")
         .def(py::init<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>(),

@@ -151,7 +151,4 @@ inline IntervalView interval_view(const Tensor& intervals) {
     return view;
 }
 
-// A mask without elements is present, too.
-inline MaskView mask_view(const Tensor& mask) { return pair_view(mask); }
-
 }  // namespace flash_dmattn

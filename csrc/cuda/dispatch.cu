@@ -16,11 +16,13 @@
 namespace flash_dmattn::cuda {
 namespace {
 
-// The newest generation whose kernels the device runs and that FLASH_DMATTN_ARCH (sm80), for tests and comparisons, allows.
-Arch newest_arch() {
+// Whether the kernels for 9.0 shall serve a call where they can. FLASH_DMATTN_ARCH, for tests and comparisons, names a
+// generation: sm80, or sm90 even where it does not pay.
+bool prefers_sm90(bool pays) {
+    if (current_device().capability != 90) return false;
     const char* named = std::getenv("FLASH_DMATTN_ARCH");
-    const bool restricted = named != nullptr && std::string_view(named) == "sm80";
-    return current_device().capability == 90 && !restricted ? Arch::kSm90 : Arch::kSm80;
+    const std::string_view arch = named == nullptr ? "" : named;
+    return arch == "sm90" || (pays && arch != "sm80");
 }
 
 bool nothing_to_do(const AttentionParams& p) { return p.batch == 0 || p.heads == 0; }
@@ -30,7 +32,7 @@ bool nothing_to_do(const AttentionParams& p) { return p.batch == 0 || p.heads ==
 FwdPlan plan_fwd(const FwdParams& p) {
     FwdPlan plan;
     if (nothing_to_do(p) || p.seqlen_q == 0) return plan;
-    if (newest_arch() == Arch::kSm90 && sm90::plan_fwd(p, plan)) {
+    if (prefers_sm90(sm90::fwd_pays(p)) && sm90::plan_fwd(p, plan)) {
         plan.arch = Arch::kSm90;
         return plan;
     }
@@ -63,7 +65,7 @@ BwdPlan plan_bwd(const BwdParams& p) {
     BwdPlan plan;
     if (nothing_to_do(p)) return plan;
     WorkspaceLayout layout;
-    if (newest_arch() == Arch::kSm90 && sm90::plan_bwd(p, plan, layout)) {
+    if (prefers_sm90(sm90::bwd_pays(p)) && sm90::plan_bwd(p, plan, layout)) {
         plan.arch = Arch::kSm90;
     } else {
         sm80::plan_bwd(p, plan, layout);

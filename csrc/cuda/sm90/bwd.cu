@@ -27,6 +27,12 @@ DenseDbias plan_dense_dbias(const BwdParams& p) {
 
 }  // namespace
 
+bool bwd_pays(const BwdParams& p) {
+    const bool exchanges = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
+    if (exchanges && p.head_dim <= 64) return p.seqlen_k >= 1024;
+    return p.head_dim > 32 || p.seqlen_k >= 512;
+}
+
 bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     if (p.lists.present() || p.deterministic || p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
     const bool has_dense_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present();

@@ -7,6 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// Whether these kernels are faster than those for 8.0, as measured on an H200: short sequences of small heads are not.
+bool bwd_pays(const BwdParams& params);
 // Whether these kernels were built for the call and can do it, and then the plan for it.
 bool plan_bwd(const BwdParams& params, BwdPlan& plan, WorkspaceLayout& layout);
 void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);

@@ -18,6 +18,11 @@ bool can_load(const FwdParams& p) {
 
 }  // namespace
 
+bool fwd_pays(const FwdParams& p) {
+    if (p.head_dim <= 32) return p.seqlen_k >= (p.bias.present() ? 512 : 4096);
+    return p.seqlen_k >= (p.head_dim <= 64 ? 512 : 128);
+}
+
 bool plan_fwd(const FwdParams& p, FwdPlan& plan) {
     if (p.lists.present() || p.seqlen_q <= kFewRows || p.seqlen_k == 0 || !can_load(p)) return false;
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \

@@ -216,26 +216,28 @@ private:
 
     // S and dP to P and dS.
     __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int row_tile) {
-        const Sequence& seq = sequence();
-        const int first_key = work_.key_tile * kKeys;
-        const bool full = info().mask_full && first_key + kKeys <= seq.keys &&
-                          (!p_.is_causal || seq.causal_begin(first_key + kKeys - 1) <= row_tile * kRows);
         if constexpr (kBias == BiasKind::kDense) bias_ring_.wait_full();
+        // Whether all rows of the tile that there are may see this warp's keys, by causality, lengths and intervals.
+        const int first_row = row_tile * kRows, end_row = min(first_row + kRows, sequence().rows);
+        const auto covers = [&](const RowRange& rows) { return rows.begin <= first_row && rows.end >= end_row; };
+        const bool in_range = __all_sync(~0u, covers(rows_[0]) && covers(rows_[1]));
+        const bool has_bits = p_.packed_mask.bits != nullptr && !info().mask_full;
         if (p_.softcap > 0) {
-            differentiate_pairs<true, true>(s, dp, row_tile);
-        } else if (full) {
-            differentiate_pairs<false, false>(s, dp, row_tile);
+            differentiate_pairs<true, true, true>(s, dp, row_tile, has_bits);
+        } else if (has_bits) {
+            in_range ? differentiate_pairs<false, true, false>(s, dp, row_tile, true)
+                     : differentiate_pairs<true, true, false>(s, dp, row_tile, true);
         } else {
-            differentiate_pairs<true, false>(s, dp, row_tile);
+            in_range ? differentiate_pairs<false, false, false>(s, dp, row_tile, false)
+                     : differentiate_pairs<true, false, false>(s, dp, row_tile, false);
         }
     }
-    template <bool kMasked, bool kSoftcap>
-    __device__ __forceinline__ void differentiate_pairs(Pairs& s, Pairs& dp, int row_tile) {
+    template <bool kRanges, bool kBits, bool kSoftcap>
+    __device__ __forceinline__ void differentiate_pairs(Pairs& s, Pairs& dp, int row_tile, bool has_bits) {
         const auto& rows = info();
         const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
         const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E, scale_of_capped = kSoftcap ? scale / softcap : 0;
-        const bool has_bits = kMasked && p_.packed_mask.bits != nullptr && !rows.mask_full;
-        const int first_row = row_tile * kRows + fragment_col();
+        const int first_row = row_tile * kRows + fragment_col(), bit = warp_key_ % 32 + fragment_row();
 #pragma unroll
         for (int n = 0; n < kTiles; n += 2) {
             uint32_t dense[4];
@@ -245,7 +247,7 @@ private:
                 const float2 lse = *reinterpret_cast<const float2*>(rows.lse + m * 8 + fragment_col());
                 const float2 delta = *reinterpret_cast<const float2*>(rows.delta + m * 8 + fragment_col());
                 uint2 bits = {~0u, ~0u};
-                if (has_bits)
+                if (kBits && has_bits)
                     bits = *reinterpret_cast<const uint2*>(rows.mask[warp_key_ / 32] + m * 8 + fragment_col());
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
@@ -258,9 +260,10 @@ private:
                     }
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const int row = first_row + m * 8 + e, bit = warp_key_ % 32 + h * 8 + fragment_row();
-                        const bool is_visible = !kMasked || (row >= rows_[h].begin && row < rows_[h].end &&
-                                                             ((e ? bits.y : bits.x) >> bit & 1));
+                        const int row = first_row + m * 8 + e;
+                        bool is_visible = true;
+                        if (kRanges) is_visible = row >= rows_[h].begin && row < rows_[h].end;
+                        if (kBits) is_visible = is_visible && (e ? bits.y : bits.x) >> (bit + h * 8) & 1;
                         const float shift = (e ? bias.y : bias.x) - (e ? lse.y : lse.x);
                         const float dx = differentiate_pair<kSoftcap>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift,
                                                                       e ? delta.y : delta.x, scale_log2, scale_of_capped, is_visible);

@@ -85,7 +85,7 @@ struct FwdSmem {
 
         int tile;
         bool full;                 // neither mask nor causality nor lengths hide a pair
-        uint32_t columns[kWords];  // keys that some row sees; those that a key bias hides are none
+        alignas(16) uint32_t columns[kWords];  // keys that some row sees; those that a key bias hides are none
         alignas(16) uint32_t mask[kRows][kWords];  // of masks that rows do not share, where the tile is not full
         std::conditional_t<kBias == BiasKind::kKey, float[kKeys], NoBias> bias;
     };

@@ -183,15 +183,23 @@ private:
         if constexpr (kBias == BiasKind::kDense) add_dense_bias(scores, scale);
         if (all_visible) return;
 
+        // Where a mask differs by row, its bits leave out all that the columns do but what a key bias hides.
         const bool masked = mask_differs_by_row(p_) && !info().full;
+        using Words = uint32_t[kWords];
         VisibleKeys<1, kTiles> visible;
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int h = 0; h < 2; ++h) {
+            const Words& seen = masked ? info().mask[block_row() + h * 8 + fragment_row()] : info().columns;
+            const int end = row_end_[h] - info().tile * kKeys;
 #pragma unroll
             for (int w = 0; w < kWords; ++w) {
-                visible[h][w] = info().columns[w] & bits_below(row_end_[h] - info().tile * kKeys, w);
-                if (masked) visible[h][w] &= info().mask[block_row() + h * 8 + fragment_row()][w];
+                visible[h][w] = seen[w];
+                if (kBias == BiasKind::kKey) visible[h][w] &= info().columns[w];
             }
+            if (end >= kKeys) continue;
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) visible[h][w] &= bits_below(end, w);
+        }
         hide_invisible(scores, visible);
     }
 

@@ -49,11 +49,9 @@ class DogeWindowAttention(DogeAttention):
         )
         query, key = apply_rotary_pos_emb(self.q_norm(query), self.k_norm(key), *position_embeddings, unsqueeze_dim=2)
         if past_key_values is None:
-            logits = self.dt_proj(rearrange(value, "b s h d -> b s (h d)"))
+            bias = self.key_bias(value)
         else:
-            key, value, logits = self.with_past(key, value, past_key_values)
-        # (B, Hkv, 1, Sk): what is added to the scores of each key, and what the rows choose by.
-        bias = rearrange(torch.exp(self.A * F.softplus(logits)), "b keys h -> b h 1 keys")
+            key, value, bias = self.with_past(key, value, past_key_values)
         visible = self.visible(attention_mask, query, key, kwargs)
         out = flash_dmattn_func(
             *(query, key, value),
@@ -63,19 +61,24 @@ class DogeWindowAttention(DogeAttention):
         )
         return self.o_proj(rearrange(out, "b s h d -> b s (h d)")), None
 
+    def key_bias(self, value: Tensor) -> Tensor:
+        """(B, S, Hkv, D) -> (B, Hkv, 1, S): what is added to the scores of each key, and what the rows choose by."""
+        logits = self.dt_proj(rearrange(value, "b s h d -> b s (h d)"))
+        return rearrange(torch.exp(self.A * F.softplus(logits)), "b s h -> b h 1 s")
+
     def with_past(self, key: Tensor, value: Tensor, past: Cache) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys, values (B, Sk, Hkv, D) and logits of the bias (B, Sk, Hkv) of all that the cache then holds."""
-        logits_layer = self.logits_layer(past)
+        """The keys and values (B, Sk, Hkv, D) and the bias (B, Hkv, 1, Sk) of all that the cache then holds."""
+        bias_layer = self.bias_layer(past)
         new = (rearrange(x, "b s h d -> b h s d") for x in (key, value))
         keys, values = (rearrange(x, "b h s d -> b s h d") for x in past.update(*new, self.layer_idx))
-        if logits_layer is None:
-            return keys, values, self.dt_proj(rearrange(values, "b s h d -> b s (h d)"))
-        new = rearrange(self.dt_proj(rearrange(value, "b s h d -> b s (h d)")), "b s h -> b h s 1")
-        logits, _ = logits_layer.update(new, new[..., :0])
-        return keys, values, rearrange(logits, "b h s 1 -> b s h")
+        if bias_layer is None:
+            return keys, values, self.key_bias(values)
+        new = rearrange(self.key_bias(value), "b h 1 s -> b h s 1")
+        bias, _ = bias_layer.update(new, new[..., :0])
+        return keys, values, rearrange(bias, "b h s 1 -> b h 1 s")
 
-    def logits_layer(self, past: Cache) -> DynamicLayer | StaticLayer | None:
-        """Where the cache keeps this layer's logits of the bias; None where they are made of all values again."""
+    def bias_layer(self, past: Cache) -> DynamicLayer | StaticLayer | None:
+        """Where the cache keeps the bias of this layer; None where it is made of all values again."""
         layers, count = past.layers, self.config.num_hidden_layers
         if self.layer_idx == 0 and len(layers) <= count and not past.offloading:
             while len(layers) < count:

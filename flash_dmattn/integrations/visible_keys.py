@@ -68,6 +68,12 @@ def _overlays() -> list[tuple[CodeType, Callable[..., Pattern]]]:
 
 _OVERLAYS = _overlays()
 _BOTH = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
+# Later versions look at position_ids in the place of places, which within a document differ alike.
+_BY_POSITION = (
+    masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, None).__code__
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence")
+    else None
+)
 
 
 def pattern_of(mask_function: Callable) -> Pattern | None:
@@ -78,9 +84,14 @@ def pattern_of(mask_function: Callable) -> Pattern | None:
             return make(*held_by(mask_function))
     if code is not _BOTH or len(held_by(mask_function)) != 1:
         return None
-    pattern = Pattern()
-    for part in map(pattern_of, *held_by(mask_function)):
+    pattern, by_position = Pattern(), False
+    for part in held_by(mask_function)[0]:
+        if _BY_POSITION is not None and getattr(part, "__code__", None) is _BY_POSITION:
+            part, by_position = held_by(part)[0], True
+        part = pattern_of(part)
         pattern = None if pattern is None or part is None else pattern & part
+    if by_position and pattern is not None and (pattern.documents is None or pattern.chunk is not None):
+        return None
     return pattern
 
 
@@ -181,6 +192,10 @@ class VisibleKeys:
         if intervals is None:
             return torch.ones(self.shape, dtype=torch.bool, device=self.device)
         return intervals.to_dense(self.seqlen_q).expand(self.shape)
+
+    def contiguous(self, **kwargs) -> VisibleKeys:
+        """As generate asks of a mask."""
+        return self
 
     def to(self, *args, **kwargs) -> VisibleKeys | Tensor:
         """As of a tensor: to another device it stays what it is, in another dtype it is dense."""

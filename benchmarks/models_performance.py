@@ -275,7 +275,7 @@ def causal_mask(seqlen: int, device: str) -> Tensor:
 def train(workload: Workload, implementation: str, setting: Setting) -> Iterator[Figure]:
     model = use(setting.model(workload), implementation).train()
     ids = setting.tokens(workload.batch, workload.seqlen_k, workload.vocabulary)
-    batch = {"input_ids": ids, "labels": ids if workload.model != "t5" else ids[:, : workload.rows]}
+    batch = {"input_ids": ids, "labels": ids if workload.model != "t5" else ids[:, : workload.rows].contiguous()}
     if workload.model == "doge":
         batch["use_cache"] = False
         if implementation == SDPA:

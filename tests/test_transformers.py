@@ -189,6 +189,61 @@ def test_packed_under_compile_is_a_mask_of_pairs():
     torch.testing.assert_close(compiled(ids, **packed).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_training_step_on_cuda(name, side):
+    """In bfloat16, as near to float32 as eager is."""
+    model, ids, real = build(name), tokens(), padding(side)
+    batch = {"input_ids": ids, "attention_mask": real, "labels": labels_of(name, ids, real)}
+    exact = step(model, **batch)
+    batch = {key: value.cuda() for key, value in batch.items()}
+    model = model.cuda().bfloat16()
+    rows = slice(None) if name == "t5" else real.bool()
+    logits, losses, gradients = zip(*(step(m, **batch) for m in (switched(model), model)))
+    off, eager_off = ((x.cpu() - exact[0])[rows].abs().mean() for x in logits)
+    assert off <= 1.5 * eager_off + 1e-5
+    assert (losses[0] - losses[1]).abs() < 0.1
+    largest = max(grad.abs().max() for grad in exact[2].values() if grad is not None)
+    for parameter, expected in exact[2].items():
+        if expected is not None:
+            off, eager_off = ((grads[parameter].cpu() - expected).abs().mean() for grads in gradients)
+            assert off <= 2 * eager_off + 1e-3 * largest, parameter
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("name", ["llama", "mistral", "doge"])
+def test_steps_with_a_cache_on_cuda(name, cache):
+    model, ids = build(name).cuda().bfloat16().eval(), tokens().cuda()
+    real = padding("left").cuda()
+    with torch.no_grad():
+        exact = build(name)(ids.cpu(), attention_mask=real.cpu()).logits
+        logits = []
+        for m in (switched(model), model):
+            options = {"max_cache_len": 32} if cache is StaticCache else {}
+            past, parts, first = cache(config=m.config, **options), [], 0
+            for size in (12, 4, *[1] * 5):
+                seen = {"attention_mask": real[:, : first + size], "past_key_values": past}
+                positions = torch.arange(first, first + size, device="cuda")[None]
+                parts.append(m(ids[:, first : first + size], position_ids=positions, **seen).logits)
+                first += size
+            logits.append(torch.cat(parts, dim=1))
+    off, eager_off = ((x - exact.cuda())[real.bool()].abs().mean() for x in logits)
+    assert off <= 1.5 * eager_off + 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "doge"])
+def test_generation_on_cuda(name):
+    """With a static cache generate compiles, and captures CUDA graphs."""
+    model, ids = switched(build(name)).cuda().bfloat16().eval(), tokens(seqlen=12).cuda()
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    static, dynamic = (model.generate(ids, cache_implementation=c, **options) for c in ("static", "dynamic"))
+    assert static.shape == dynamic.shape == (BATCH, 20)
+    assert (static == dynamic).float().mean() > 0.8  # bfloat16 may round a choice to the other side
+
+
 # Packed sequences
 
 LENGTHS = (9, 4, 8)

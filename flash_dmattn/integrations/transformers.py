@@ -231,8 +231,9 @@ def what_is_seen(
             added, is_causal = additive(attention_mask[..., :keys], query.dtype), False
             bias = added if bias is None else bias + added
     if bias is not None:
+        bias = bias[..., :keys].to(query.dtype)
         # The kernels read whole rows of it; T5's lie with the heads innermost.
-        bias = bias[..., :keys].to(query.dtype).contiguous()
+        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
     return {"attn_mask": mask, "attn_bias": bias, "is_causal": bool(is_causal), "cache_seqlens": cache_seqlens}
 
 

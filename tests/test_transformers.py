@@ -43,6 +43,8 @@ MODELS = {
     ),
     "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": WINDOW}),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5 | {"dropout_rate": 0.0, "decoder_start_token_id": 0}),
+    # Its decoder's layers say that they are not causal.
+    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", T5 | {"dropout_rate": 0.0, "decoder_start_token_id": 0}),
     "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
     "gpt_oss": (
         "GptOssForCausalLM",
@@ -60,7 +62,8 @@ MODELS = {
         | {"moe_intermediate_size": 16, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16},
     ),
 }
-DECODERS = [name for name in MODELS if name not in ("t5", "bert")]
+ENCODER_DECODERS = ("t5", "umt5")
+DECODERS = [name for name in MODELS if name not in (*ENCODER_DECODERS, "bert")]
 
 
 def build(name, **changes):
@@ -127,7 +130,7 @@ def assert_same_step(ours, eager, rows):
 def test_a_training_step_is_that_of_eager(name, side):
     model, ids, real = build(name), tokens(), padding(side)
     batch = {"input_ids": ids, "attention_mask": real, "labels": labels_of(name, ids, real)}
-    rows = slice(None) if name == "t5" else real.bool()  # the decoder of T5 has no padding
+    rows = slice(None) if name in ENCODER_DECODERS else real.bool()  # their decoders have no padding
     assert_same_step(step(switched(model), **batch), step(model, **batch), rows)
 
 
@@ -162,7 +165,7 @@ def test_gradient_checkpointing(name):
     batch = {"input_ids": ids, "attention_mask": real, "labels": labels_of(name, ids, real)}
     ours = switched(model)
     ours.gradient_checkpointing_enable()
-    rows = slice(None) if name == "t5" else real.bool()
+    rows = slice(None) if name in ENCODER_DECODERS else real.bool()
     assert_same_step(step(ours.train(), **batch), step(model, **batch), rows)
 
 
@@ -199,7 +202,7 @@ def test_a_training_step_on_cuda(name, side):
     exact = step(model, **batch)
     batch = {key: value.cuda() for key, value in batch.items()}
     model = model.cuda().bfloat16()
-    rows = slice(None) if name == "t5" else real.bool()
+    rows = slice(None) if name in ENCODER_DECODERS else real.bool()
     logits, losses, gradients = zip(*(step(m, **batch) for m in (switched(model), model)))
     off, eager_off = ((x.cpu() - exact[0])[rows].abs().mean() for x in logits)
     assert off <= 1.5 * eager_off + 1e-5
@@ -327,25 +330,18 @@ def test_visible_keys_are_those_of_the_mask_of_pairs(pattern, sizes, padded, gra
     expected = masking_utils.sdpa_mask(**call, allow_is_causal_skip=False).expand(BATCH, 1, q_length, kv_length)
 
     with torch.set_grad_enabled(gradients):
-        visible = visible_keys_mask(**call, allow_is_causal_skip=False)
-        skipped = visible_keys_mask(**call, allow_is_bidirectional_skip="both" in pattern)
+        visible = visible_keys_mask(**call)
     assert isinstance(visible, VisibleKeys) and visible.shape == expected.shape
     torch.testing.assert_close(visible.to_dense(), expected)
-    assert skipped is None or isinstance(skipped, VisibleKeys)
-    if skipped is None and "both" in pattern:
-        assert expected.all()
-    elif skipped is None:
-        torch.testing.assert_close(expected, expected.new_ones(expected.shape).tril(kv_length - q_length))
     assert visible.cache_seqlens is None or not gradients
 
     # What goes to the kernels.
     query, key, value = inputs(BATCH, q_length, kv_length, 2, 2, 8)
     by_head = [rearrange(x, "b s h d -> b h s d") for x in (query, key, value)]
-    layer = SimpleNamespace(is_causal="both" not in pattern)
+    layer = SimpleNamespace(is_causal="both" in pattern)  # wrong, as in some models: the mask says it
     with torch.no_grad():
         exact = flash_dmattn_func_auto("reference")(query, key, value, expected)
-        for mask in (visible, skipped):
-            torch.testing.assert_close(attention(layer, *by_head, mask)[0], exact, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(attention(layer, *by_head, visible)[0], exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", DECODERS[:-1])
@@ -378,8 +374,7 @@ def test_what_is_no_pattern_is_a_mask_of_pairs():
 
 
 def test_visible_keys_are_a_tensor_to_those_who_compute_with_them():
-    call = {"batch_size": BATCH, "q_length": 4, "kv_length": 6, "q_offset": 2, "allow_is_causal_skip": False}
-    visible = visible_keys_mask(**call)
+    visible = visible_keys_mask(BATCH, q_length=4, kv_length=6, q_offset=2)
     dense = visible.to_dense()
     assert visible.dtype == torch.bool and visible.ndim == 4 and len(visible) == BATCH and visible.size(3) == 6
     for ours, expected in (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedConfig, masking_utils
+from transformers import masking_utils
 
 from ..interval_mask import EVERY_ROW, KeyIntervalMask
 
@@ -249,14 +249,13 @@ def visible_keys_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
-    config: PreTrainedConfig | None = None,
     **kwargs,
-) -> VisibleKeys | Tensor | None:
+) -> VisibleKeys | Tensor:
     """transformers' mask function of attn_implementation="flash_dmattn", with the arguments of `sdpa_mask` there.
 
     Returns:
-        None where causality alone, aligned at the bottom right, or nothing at all is to be hidden; VisibleKeys where
-        positions and padding say what is; else bool (B, 1, Sq, Sk).
+        VisibleKeys where positions and padding say what is seen; else bool (B, 1, Sq, Sk). Never None, which leaves
+        causality to a flag of the layer: not every model of transformers sets it right.
     """
     if isinstance(attention_mask, VisibleKeys):  # made before the call of the model, as generate does for static caches
         return attention_mask
@@ -276,15 +275,11 @@ def visible_keys_mask(
     if pattern.window is not None and kv_length - 1 <= min(pattern.window):
         pattern = pattern._replace(window=None)
 
-    keys = VisibleKeys(
+    return VisibleKeys(
         *(batch_size, q_length, kv_length, q_offset - kv_offset, pattern),
         real_keys(attention_mask, kv_length, kv_offset, pattern.is_causal),
         device,
     )
-    may_skip = allow_is_causal_skip if pattern.is_causal else allow_is_bidirectional_skip
-    # Doge makes a mask of its own of this one, and would take None for one that hides nothing.
-    may_skip = may_skip and getattr(config, "model_type", None) != "doge"
-    return None if may_skip and keys.intervals is None and keys.cache_seqlens is None else keys
 
 
 def real_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int, is_causal: bool) -> Tensor | None:

@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -180,10 +180,10 @@ class Setting:
     dtype: torch.dtype
     samples: int
     seed: int
-    on_cuda: bool = field(init=False)
 
-    def __post_init__(self):
-        object.__setattr__(self, "on_cuda", self.device == "cuda")
+    @property
+    def on_cuda(self) -> bool:
+        return self.device == "cuda"
 
     def wait(self) -> None:
         if self.on_cuda:
@@ -324,32 +324,39 @@ def attention(workload: Workload, implementation: str, setting: Setting) -> Iter
     yield Figure(workload.name, implementation, setting.median_seconds(both), setting.peak_gib(both))
 
 
-@torch.no_grad()
 def generate(workload: Workload, implementation: str, setting: Setting) -> Iterator[Figure]:
-    """A figure for each kind of cache. The prompt goes through flash_dmattn, whoever generates behind it."""
+    """A figure for each kind of cache."""
     model = setting.model(workload).eval()
-    prompt = setting.tokens(workload.batch, workload.seqlen_k, workload.vocabulary)
     for kind in CACHES:
         name = f"{implementation}, {kind}"
         try:
-            new = workload.new_tokens
-            room = workload.seqlen_k + WARM_UP_TOKENS + new + 8
-            if kind == STATIC:
-                cache = StaticCache(config=model.config, max_cache_len=room)
-            else:
-                cache = DynamicCache(config=model.config)
-            logits = use(model, OURS)(prompt, past_key_values=cache, logits_to_keep=1).logits
-            use(model, implementation)
-            ids = torch.cat([prompt, logits[:, -1:].argmax(-1)], dim=1)
-            options = {"past_key_values": cache, "do_sample": False, "pad_token_id": 0}
-            ids = model.generate(ids, max_new_tokens=WARM_UP_TOKENS, **options)
-            call = partial(model.generate, ids, max_new_tokens=new, **options)
-            seconds = setting.seconds(call)
-            yield Figure(workload.name, name, seconds / new, tokens_per_second=workload.batch * new / seconds)
+            per_second = tokens_per_second(model, workload, implementation, kind, setting)
+            yield Figure(workload.name, name, workload.batch / per_second, tokens_per_second=per_second)
         except Exception as error:
             yield Figure(workload.name, name, refusal=sentence(error))
-        cache = logits = None
         collect(setting)
+
+
+@torch.no_grad()
+def tokens_per_second(
+    model: PreTrainedModel, workload: Workload, implementation: str, kind: str, setting: Setting
+) -> float:
+    """The prompt goes through flash_dmattn, whoever generates behind it: only that is timed."""
+    prompt = setting.tokens(workload.batch, workload.seqlen_k, workload.vocabulary)
+    if kind == STATIC:
+        room = workload.seqlen_k + WARM_UP_TOKENS + workload.new_tokens + 8
+        cache = StaticCache(config=model.config, max_cache_len=room)
+    else:
+        cache = DynamicCache(config=model.config)
+    logits = use(model, OURS)(prompt, past_key_values=cache, logits_to_keep=1).logits
+    use(model, implementation)
+
+    def go_on(ids: Tensor, tokens: int) -> Tensor:
+        options = {"past_key_values": cache, "do_sample": False, "pad_token_id": 0}
+        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **options)
+
+    ids = go_on(torch.cat([prompt, logits[:, -1:].argmax(-1)], dim=1), WARM_UP_TOKENS)
+    return workload.batch * workload.new_tokens / setting.seconds(partial(go_on, ids, workload.new_tokens))
 
 
 MEASURES = {TRAIN: train, ATTENTION: attention, GENERATE: generate}

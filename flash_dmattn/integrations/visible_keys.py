@@ -103,7 +103,7 @@ def plain_pattern(mask_function: Callable, local_size: int | None, causal: bool,
     """The same under torch.compile, which cannot look into functions that were made within the graph: by what
     transformers lets SDPA leave out. causal, bidirectional: whether nothing but that and local_size, the size of a
     sliding window, is said, so that a mask may be skipped."""
-    if mask_function.__code__ is not _BOTH:
+    if getattr(mask_function, "__code__", None) is not _BOTH:
         return pattern_of(mask_function)
     if local_size is None or not (causal or bidirectional):
         return None
@@ -202,13 +202,15 @@ class VisibleKeys:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype not in (None, torch.bool):
             return self.to_dense().to(*args, **kwargs)
+        if device is None or device == self.device:
+            return self
 
         def move(part):
             return part.to(device, non_blocking=non_blocking) if isinstance(part, Tensor) else part
 
         sizes = (self.batch, self.seqlen_q, self.seqlen_k)
         pattern = Pattern(*map(move, self.pattern))
-        return VisibleKeys(*sizes, move(self.lead), pattern, move(self.real), device or self.device)
+        return VisibleKeys(*sizes, move(self.lead), pattern, move(self.real), device)
 
     def __getattr__(self, name: str):
         if name.startswith("__"):  # what Python asks of any object

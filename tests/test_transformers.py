@@ -17,7 +17,7 @@ from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func_auto  # noqa: E402
 from flash_dmattn.integrations import doge  # noqa: E402
 from flash_dmattn.integrations.transformers import attention, register, use_flash_dmattn  # noqa: E402
-from flash_dmattn.integrations.visible_keys import VisibleKeys, visible_keys_mask  # noqa: E402
+from flash_dmattn.integrations.visible_keys import VisibleKeys, require_version, visible_keys_mask  # noqa: E402
 
 register()
 VOCABULARY, BATCH, SEQLEN = 96, 2, 21
@@ -528,6 +528,12 @@ def test_a_model_off_the_interface_is_refused():
         OwnModel(transformers.LlamaConfig(**GROUPED, attn_implementation="flash_dmattn"))
     with pytest.raises(TypeError, match="got Linear"):
         use_flash_dmattn(nn.Linear(2, 2))
+
+
+def test_old_versions_are_refused():
+    with pytest.raises(ImportError, match=r"needs transformers 5.17 or newer, got 5.16.1"):
+        require_version("5.16.1")
+    require_version("6.0.0.dev0")
 
 
 # Switching

@@ -9,12 +9,25 @@ from types import CodeType
 from typing import NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
 from ..interval_mask import EVERY_ROW, KeyIntervalMask
+
+
+OLDEST = "5.17"
+
+
+def require_version(version: str) -> None:
+    if Version(version) < Version(OLDEST):
+        raise ImportError(f"flash_dmattn.integrations.transformers needs transformers {OLDEST} or newer, got {version}")
+
+
+require_version(transformers.__version__)
 
 
 class Pattern(NamedTuple):

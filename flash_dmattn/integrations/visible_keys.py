@@ -18,7 +18,6 @@ from transformers import masking_utils
 
 from ..interval_mask import EVERY_ROW, KeyIntervalMask
 
-
 OLDEST = "5.17"
 
 

@@ -196,7 +196,7 @@ def test_packed_under_compile_is_a_mask_of_pairs():
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_on_cuda(name, side):
-    """In bfloat16, as near to float32 as eager is; without Doge's choice, in which rounding makes all the difference."""
+    """In bfloat16, as near to float32 as eager is; without Doge's choice, which rounding turns over."""
     changes = {"keep_window_size": SEQLEN} if name == "doge" else {}
     model, ids, real = build(name, **changes), tokens(), padding(side)
     batch = {"input_ids": ids, "attention_mask": real, "labels": labels_of(name, ids, real)}

@@ -23,12 +23,13 @@ from flash_dmattn.backends import NAMES, require
 REFUSALS = (TypeError, ValueError, RuntimeError)
 
 
-def argument_parser(description: str, backends: str) -> argparse.ArgumentParser:
-    """With the arguments that every script has; `backends` says which are taken by default."""
+def argument_parser(description: str, backends: str | None) -> argparse.ArgumentParser:
+    """With the arguments that every script has; `backends` says which are taken by default, None leaves it out."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=here, help="(default: %(default)s)")
-    parser.add_argument("--backend", action="append", choices=NAMES, help=f"may be repeated (default: {backends})")
+    if backends is not None:
+        parser.add_argument("--backend", action="append", choices=NAMES, help=f"may be repeated (default: {backends})")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write everything there")
     return parser
@@ -52,7 +53,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this PyTorch finds no CUDA device")
-    for name in options.backend or ():
+    for name in getattr(options, "backend", None) or ():
         try:
             require(name)
         except RuntimeError as error:
@@ -87,6 +88,7 @@ def environment(device: str) -> dict[str, object]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "triton": version_of("triton"),
+        "transformers": version_of("transformers"),
     }
 
 

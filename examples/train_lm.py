@@ -374,9 +374,9 @@ def plot_losses(steps: list[Step], path: str) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for argument in fields(Config):
+def argument_parser(config: type = Config, about: str = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    for argument in fields(config):
         options = {"default": argument.default, **argument.metadata}
         if argument.type is bool:
             del options["type"]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import ops
 from .biases import hides
+from .masks import topk_mask
 
 NEVER = 1 << 30  # beyond any place, and far enough from 2^31 that places may be added
 
@@ -54,11 +55,20 @@ def topk_ends_of_last(bias: Tensor, window_size: int, rows: int) -> Tensor:
     lead = keys - rows  # the place of the first row
     if not 0 < window_size <= lead or rows == 0:
         return topk_ends(bias, window_size) - lead
-    known = best_to_worst(bias[:, : lead + 1], None)[:, :window_size].sort(dim=-1).values
+    known = best_places(bias[:, : lead + 1], window_size)
     later = torch.arange(lead + 1, keys, device=bias.device).expand(heads, rows - 1)
     looked_at = torch.cat([known, later], dim=-1)
     ends = topk_ends(bias.gather(-1, looked_at), window_size) - (window_size - 1)
     return ends.new_zeros(heads, keys).scatter_(-1, looked_at, ends)
+
+
+def best_places(bias: Tensor, count: int) -> Tensor:
+    """int64 (heads, count): the places of the best keys, rising; all of them need not be sorted for that."""
+    heads, keys = bias.shape
+    is_best = topk_mask(bias, torch.ones_like(bias, dtype=torch.bool), count)
+    places = torch.arange(keys, device=bias.device).expand(heads, keys)
+    to = torch.where(is_best, is_best.cumsum(dim=-1) - 1, count)  # behind the best, where nobody reads
+    return places.new_empty(heads, count + 1).scatter_(-1, to, places)[:, :count]
 
 
 def drop_out_places(bias: Tensor, window_size: int, first: Tensor | None) -> Tensor:

@@ -53,7 +53,9 @@ def topk_of_cache(bias: Tensor, window_size: int, seqlen_q: int, cache_seqlens: 
     """The last row of each batch element stands at the last of its keys, of which there are cache_seqlens (B)."""
     keys = cache_seqlens[:, None, None]
     beyond = torch.arange(bias.shape[2], device=bias.device) >= keys
-    # With a row for every key, places are rows.
-    by_place = KeyIntervalMask.topk(bias.masked_fill(beyond, -torch.inf), window_size)
+    bias = bias.masked_fill(beyond, -torch.inf)
+    if is_known(seqlen_q == 1):  # it sees the best of all
+        return KeyIntervalMask.topk(bias, window_size, 1)
+    by_place = KeyIntervalMask.topk(bias, window_size)  # with a row for every key, places are rows
     intervals = (by_place.intervals - (keys - seqlen_q)).clamp_(min=0)
     return KeyIntervalMask._of(intervals, by_place.keys_per_row, by_place.scattered, seqlen_q)

@@ -71,8 +71,10 @@ def test_the_commit_of_a_copy_without_git(equivalence, monkeypatch):
     assert "commit 1234abc" in report.describe(report.environment("cpu"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, "models_performance"])
 def test_help(script):
+    if script == "models_performance":
+        pytest.importorskip("transformers")
     done = run(script, "--help")
     assert done.returncode == 0, done.stderr
     assert "--device" in done.stdout and "--json" in done.stdout
@@ -515,6 +517,71 @@ def test_what_check_asks_of_calls(call_performance):
     workloads = call_performance.WORKLOADS["cuda"]
     for demand in call_performance.DEMANDS:
         assert demand.workload in map(call_performance.name_of, workloads[demand.part])
+
+
+# Models
+
+
+@pytest.fixture
+def models_performance(performance):
+    pytest.importorskip("transformers")
+    import models_performance
+
+    return models_performance
+
+
+def test_models_performance(models_performance, tmp_path, capsys):
+    path = tmp_path / "result.json"
+    small = ["--device=cpu", "--shrink=128", "--samples=1", "--threads=1", f"--json={path}"]
+    assert models_performance.main([*small, "--part=train", "--part=attention"]) == 0
+    content = json.loads(path.read_text())
+    assert_says_where(content)
+    assert content["environment"]["transformers"] and content["missed"] == []
+    for part, workloads in (("train", 2), ("attention", 3)):
+        figures = content["parts"][part]
+        assert len(figures) == 3 * workloads
+        assert all(figure["seconds"] > 0 and not figure["refusal"] for figure in figures)
+    losses: dict = {}
+    for figure in content["parts"]["train"]:
+        losses.setdefault(figure["workload"], []).append(figure["loss"])
+    for ours, sdpa, eager in losses.values():
+        assert ours == pytest.approx(eager, rel=1e-3) and sdpa == pytest.approx(eager, rel=1e-3)
+
+    assert models_performance.main([*small, "--part=generate", "--workload=B1 Sk8192"]) == 0
+    figures = json.loads(path.read_text())["parts"]["generate"]
+    assert len(figures) == 2 * 3 * 2 and all(figure["tokens_per_second"] > 0 for figure in figures)
+    assert "flash_dmattn, static" in capsys.readouterr().out
+
+
+def test_what_fails_in_a_model_says_so(models_performance, monkeypatch, capsys):
+    def use(model, implementation):
+        raise RuntimeError(f"no [{implementation}] today")
+
+    monkeypatch.setattr(models_performance, "use", use)
+    small = ["--device=cpu", "--shrink=128", "--samples=1", "--threads=1", "--workload=Doge", "--part=train"]
+    assert models_performance.main(small) == 1
+    assert "no [flash_dmattn] today" in capsys.readouterr().out
+    assert models_performance.main([*small, "--implementation=sdpa"]) == 0
+
+
+def test_what_check_asks_of_models(models_performance):
+    def missed(part, workload, quantity, **figures):
+        made = [models_performance.Figure(workload, name, **{quantity: value}) for name, value in figures.items()]
+        return [line for line in models_performance.missed(part, made) if f"the {quantity} of" in line]
+
+    doge, t5 = ("train", "Doge S8192 w1024"), ("train", "T5 S2048, S1024")
+    assert missed(*doge, "seconds", flash_dmattn=1.9, sdpa=10.0, eager=1.0) == []
+    assert missed(*doge, "seconds", flash_dmattn=2.1, sdpa=10.0) == [
+        "train, Doge S8192 w1024: 0.21 x the seconds of sdpa, at most 0.20 are asked for"
+    ]
+    assert len(missed(*doge, "gib", flash_dmattn=2.6, sdpa=10.0)) == 1
+    assert missed(*t5, "gib", flash_dmattn=5.9, sdpa=20.0, eager=10.0) == []
+    assert len(missed(*t5, "gib", flash_dmattn=6.1, sdpa=20.0, eager=10.0)) == 1
+    assert missed(*t5, "seconds", flash_dmattn=1.0, sdpa=None, eager=1.0) == []  # a peer that had no memory
+    assert len(missed(*t5, "seconds", flash_dmattn=None, sdpa=1.0, eager=1.0)) == 1
+    assert len(missed("attention", "T5 encoder S2048", "seconds", flash_dmattn=0.6, sdpa=1.0, eager=2.0)) == 1
+    for demand in models_performance.DEMANDS:
+        assert any(work.name.startswith(demand.model) for work in models_performance.WORKLOADS[demand.part])
 
 
 # Memory

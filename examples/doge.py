@@ -1,0 +1,261 @@
+"""Train a small Doge of Hugging Face transformers on real text with flash_dmattn, beside its eager attention.
+
+    python examples/doge.py --plot doge.png                               # a few minutes on two CPU cores
+    python examples/doge.py --device cuda --seq-len 4096 --window 512 --hidden 512 --plot doge.png
+    python examples/doge.py --only flash_dmattn --steps 300               # without the comparison
+
+`use_flash_dmattn(model)` is the one line that switches it. Doge's rows attend to the `window` keys of largest bias,
+which its eager attention says by a mask of seq_len x seq_len; the picture has the loss of both, and the memory that a
+step of training takes at its peak, by the length of the sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor, nn
+from train_lm import PROMPT, VOCABULARY, argument_parser, learning_rate_factor, load_text, option, random_batch
+from transformers import DogeConfig, DogeForCausalLM
+
+from flash_dmattn.integrations.transformers import use_flash_dmattn
+
+OURS, EAGER = IMPLEMENTATIONS = ("flash_dmattn", "eager")
+CONTINUATION = 160  # bytes sampled after a prompt
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is also a command line argument."""
+
+    text: str | None = option(None, "file to learn (default: the topics of Python's own help)")
+    steps: int = option(100, "optimizer steps")
+    batch_size: int = option(2, "sequences a step")
+    seq_len: int = option(512, "bytes in a sequence")
+    window: int = option(64, "keys that a query keeps")
+    hidden: int = option(128, "width of the model")
+    layers: int = option(4, "transformer blocks")
+    heads: int = option(4, "query heads")
+    kv_heads: int = option(2, "key/value heads")
+    lr: float = option(3e-3, "peak learning rate")
+    device: str = option("cpu", "where to train; cuda in bfloat16, cpu in float32", choices=["cpu", "cuda"])
+    only: str | None = option(None, "train with this attention alone (default: both)", choices=IMPLEMENTATIONS)
+    seed: int = option(0, "of the weights, the batches and the samples")
+    plot: str | None = option(None, "PNG file to draw losses and memory in (default: none)")
+    samples: int = option(2, "texts to generate at the end")
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "seq_len", "window", "hidden", "layers", "heads", "kv_heads", "lr"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.samples < 0:
+            raise ValueError(f"samples must not be negative, got {self.samples}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden ({self.hidden}) must be a multiple of 2 * heads ({2 * self.heads}): rotary pairs")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device cuda: this PyTorch finds no CUDA device")
+        if self.plot and not Path(self.plot).absolute().parent.is_dir():
+            raise ValueError(f"plot: there is no folder {Path(self.plot).parent}")
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        return (self.only,) if self.only else IMPLEMENTATIONS
+
+
+# The model
+
+
+def build_model(config: Config, implementation: str) -> DogeForCausalLM:
+    torch.manual_seed(config.seed)
+    doge = DogeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=config.hidden,
+        intermediate_size=2 * config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        keep_window_size=config.window,
+        max_position_embeddings=config.seq_len + CONTINUATION,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        use_cache=False,
+    )
+    model = DogeForCausalLM._from_config(doge, attn_implementation="eager")
+    for layer in model.model.layers:  # not zero: dt_proj's gradient is a multiple of A
+        nn.init.ones_(layer.self_attn.A)
+    model.to(config.device, torch.bfloat16 if config.device == "cuda" else torch.float32)
+    return use_flash_dmattn(model) if implementation == OURS else model
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    tokens_per_second: float  # since the second step
+
+
+def training_steps(model: DogeForCausalLM, config: Config, data: Tensor) -> Iterator[Step]:
+    """The same batches whatever the attention."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=config.steps))
+    generator = torch.Generator().manual_seed(config.seed)
+    seconds = 0.0
+    for step in range(config.steps):
+        tokens, _ = random_batch(data, config, generator)
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        loss = model(tokens, labels=tokens).loss  # the model shifts its labels by itself
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+        loss = loss.item()  # waits for the device, so that the clock is read after the work
+        seconds += time.perf_counter() - started if step else 0.0
+        yield Step(loss, step * tokens.numel() / seconds if step else 0.0)
+
+
+@torch.no_grad()
+def generate(model: DogeForCausalLM, config: Config, prompts: Tensor) -> Tensor:
+    """Continue every prompt (B, S) by CONTINUATION bytes, with a cache of keys, values and biases."""
+    prompts = prompts.to(config.device, torch.long)
+    options = {"do_sample": True, "temperature": 0.8, "pad_token_id": 0, "use_cache": True}
+    return model.eval().generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=CONTINUATION, **options
+    )
+
+
+# Memory
+
+
+def peaks_of_steps(config: Config, implementation: str) -> list[float]:
+    """MiB at the peak of forward and backward, beyond weights and gradients, of each of `lengths_of`; NaN where the GPU
+    has no more. To be run in a fresh process: what it has freed it keeps."""
+    model = build_model(config, implementation)
+
+    def step(seq_len: int) -> None:
+        tokens = torch.zeros(config.batch_size, seq_len, dtype=torch.long, device=config.device)
+        model(tokens, labels=tokens).loss.backward()
+
+    step(min(config.seq_len, 2 * config.window))  # loads libraries, makes the gradients
+    before = torch.cuda.memory_allocated() if config.device == "cuda" else resident_bytes("VmRSS")
+    mib = []
+    for seq_len in lengths_of(config):  # rising, so that what a step leaves behind is less than the next takes
+        try:
+            forget_peak(config.device)
+            step(seq_len)
+            peak = torch.cuda.max_memory_allocated() if config.device == "cuda" else resident_bytes("VmHWM")
+            mib.append((peak - before) / MIB)
+        except torch.OutOfMemoryError:
+            mib.append(float("nan"))
+    return mib
+
+
+def forget_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_bytes(entry: str) -> int:
+    """VmRSS, what this process has in memory now, or VmHWM, the most that it had."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines[entry].removesuffix("kB"))
+
+
+def lengths_of(config: Config) -> list[int]:
+    return sorted({max(1, config.seq_len // part) for part in (4, 2, 1)})
+
+
+def peaks(config: Config) -> dict[str, list[float]]:
+    """`peaks_of_steps` by implementation."""
+    mib = {}
+    for implementation in config.implementations:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            mib[implementation] = pool.submit(peaks_of_steps, config, implementation).result()
+    return mib
+
+
+# What it shows
+
+
+def print_samples(model: DogeForCausalLM, config: Config, validation: Tensor, console: Console) -> None:
+    prompt = min(PROMPT, config.seq_len)
+    starts = torch.randint(len(validation) - prompt, (config.samples, 1))
+    prompts = validation[starts + torch.arange(prompt)]
+    for tokens in generate(model, config, prompts).tolist():
+        given, continued = (bytes(part).decode(errors="replace") for part in (tokens[:prompt], tokens[prompt:]))
+        console.rule("sample", style="dim")
+        console.print(Text(given, style="dim") + Text(continued))
+
+
+def plot(losses: dict[str, list[float]], mib: dict[str, list[float]], config: Config, path: str) -> None:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss_axes, memory_axes = figure.subplots(1, 2)
+    for implementation, curve in losses.items():
+        loss_axes.plot(range(1, len(curve) + 1), curve, linewidth=1, label=implementation)
+    loss_axes.set(xlabel="step", ylabel="training loss (nats a byte)", title=f"Doge, window {config.window}")
+    for implementation, figures in mib.items():
+        memory_axes.plot(lengths_of(config), figures, "o-", label=implementation)
+    title = f"a training step on {config.device}, batch {config.batch_size}"
+    memory_axes.set(xlabel="sequence length", ylabel="peak memory beyond weights (MiB)", title=title)
+    memory_axes.set_ylim(bottom=0)
+    for axes in (loss_axes, memory_axes):
+        axes.legend()
+    figure.savefig(path, format="png", dpi=150)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argument_parser(Config, __doc__)
+    try:
+        config = Config(**vars(parser.parse_args(arguments)))
+        training, validation = load_text(config)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+    console = Console()
+    losses: dict[str, list[float]] = {}
+    model = None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    for implementation in reversed(config.implementations):  # ours last: it generates
+        model = build_model(config, implementation)
+        losses[implementation] = []
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("", total=config.steps)
+            for step in training_steps(model, config, training):
+                losses[implementation].append(step.loss)
+                progress.update(task, advance=1, description=f"{implementation}  loss {step.loss:.3f}")
+        console.print(f"{implementation}: loss {step.loss:.3f}, {step.tokens_per_second:,.0f} tokens/s")
+
+    if config.samples:
+        print_samples(model, config, validation, console)
+        console.rule(style="dim")
+    if config.plot:
+        with console.status("memory"):
+            mib = peaks(config)
+        for implementation, figures in mib.items():
+            at = ", ".join(f"{mib:.0f} MiB at {length}" for length, mib in zip(lengths_of(config), figures))
+            console.print(f"{implementation}: {at}")
+        plot(losses, mib, config, config.plot)
+        console.print(f"losses and memory: {config.plot}")
+
+
+if __name__ == "__main__":
+    main()

@@ -102,7 +102,7 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
 // distance to the next visible bias. Nor has a row whose lse times log2(e) is no number of float32; it must not become -inf
 // here.
 __device__ __forceinline__ float lse_to_log2(float lse, bool exists) {
-    return exists && lse != -kInfinity ? fmaxf(lse * kLog2E, -FLT_MAX) : kInfinity;
+    return exists && lse != -kInfinity ? max_or_nan(lse * kLog2E, -FLT_MAX) : kInfinity;
 }
 
 // From the products s = q k and dp = do v of a pair to p and ds, 0 where it is not visible; gives dx, which then may be
@@ -113,7 +113,7 @@ __device__ __forceinline__ float differentiate_pair(float& s, float& dp, float s
                                                     float scale_of_capped, bool is_visible) {
     float capped = 0;
     if (kSoftcap) s = capped = fast_tanh(s * scale_of_capped);
-    const float prob = fast_exp2(fminf(fmaf(s, scale_log2, shift), 0.f));
+    const float prob = fast_exp2(min_or_nan(fmaf(s, scale_log2, shift), 0.f));
     const float dx = prob * (dp - delta);
     s = is_visible ? prob : 0;
     dp = !is_visible ? 0 : kSoftcap ? dx * (1 - capped * capped) : dx;

@@ -48,6 +48,12 @@ __device__ __forceinline__ int64_t key_offset(const RowsView& view, const Sequen
 __device__ __forceinline__ int64_t stat_offset(const RowStatView& view, const Sequence& s, int head) {
     return s.batch * view.batch_stride + head * view.head_stride + s.first_row;
 }
+// A packed mask's words of a sequence's first row, for one head; add `row * bits_row_stride` and the word.
+__device__ __forceinline__ const uint32_t* mask_words(const AttentionParams& p, const Sequence& s, int head) {
+    const PackedMask& mask = p.packed_mask;
+    return mask.bits + s.batch * mask.bits_batch_stride + shared_head(head, p.heads, mask.heads) * mask.bits_head_stride +
+           s.first_row * mask.bits_row_stride;
+}
 // Of variable length the pairs of a sequence start at its first key where there is one number a key, else at its
 // first row. Add `row * row_stride + key * col_stride`.
 __device__ __forceinline__ int64_t pair_offset(const PairView& view, const Sequence& s, int head, int64_t heads) {

@@ -74,10 +74,8 @@ struct HeadRows {
           lse(static_cast<const float*>(p.lse.data) + stat_offset(p.lse, s, head)),
           delta(static_cast<const float*>(p.delta.data) + stat_offset(p.delta, s, head)),
           mask(nullptr) {
-        const PackedMask& m = p.packed_mask;
-        if (m.bits != nullptr) {
-            mask = m.bits + s.batch * m.bits_batch_stride + shared_head(head, p.heads, m.heads) * m.bits_head_stride +
-                   s.first_row * m.bits_row_stride;
+        if (p.packed_mask.bits != nullptr) {
+            mask = mask_words(p, s, head);
         } else if (p.interval_tiles.tiles != nullptr) {
             intervals = interval_offset(p.intervals, s, head, p.heads);
         }

@@ -48,10 +48,7 @@ public:
         }
         if (mask_by_row() && !has_intervals()) {
             const int mask_row = min(query_row(min(static_cast<int>(threadIdx.x), kRows - 1)), s.rows - 1);
-            const PackedMask& mask = p.packed_mask;
-            mask_row_ = mask.bits + s.batch * mask.bits_batch_stride +
-                        shared_head(first_head, p.heads, mask.heads) * mask.bits_head_stride +
-                        (s.first_row + mask_row) * mask.bits_row_stride;
+            mask_row_ = mask_words(p, s, first_head) + mask_row * p.packed_mask.bits_row_stride;
         }
     }
 

@@ -19,8 +19,8 @@ public:
     __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, Smem& smem, const BwdWork& work)
         : p_(p), maps_(maps), smem_(smem), work_(work), group_(static_cast<int>(threadIdx.x) / 128 - 1),
           warp_key_((warp_id() - 4) * 16),
-          exchange_(smem.exchange, group_, smem.sequence.batch, static_cast<int>(p.batch)), query_ring_(smem.query_ring), dout_ring_(smem.dout_ring),
-          bias_ring_(smem.bias_ring) {}
+          exchange_(smem.exchange, group_, smem.sequence.batch, static_cast<int>(p.batch)), query_ring_(smem.query_ring),
+          dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring) {}
 
     __device__ __forceinline__ void run() {
 #pragma unroll
@@ -76,7 +76,7 @@ public:
             query_ring_.advance();
         }
         if (head >= 0) end_head(head);
-        if (kBias == BiasKind::kKey && p_.dbias.data != nullptr && p_.dbias.heads != p_.heads) store_key_sums(work_.first_head);
+        if (has_key_dbias() && p_.dbias.heads != p_.heads) store_key_sums(work_.first_head);
         store_keys(p_.dkey, dkey_, static_cast<float>(p_.softmax_scale));
         store_keys(p_.dvalue, dvalue_, 1);
         if (kBias == BiasKind::kDense) store_box_wait();
@@ -117,8 +117,9 @@ private:
         }
     }
     __device__ void end_head(int head) {
-        if (kBias == BiasKind::kKey && p_.dbias.data != nullptr && p_.dbias.heads == p_.heads) store_key_sums(head);
+        if (has_key_dbias() && p_.dbias.heads == p_.heads) store_key_sums(head);
     }
+    __device__ bool has_key_dbias() const { return kBias == BiasKind::kKey && p_.dbias.data != nullptr; }
     // The gradient of a key's bias is its sum of dx over the rows.
     __device__ void store_key_sums(int head) {
         const Sequence& s = sequence();
@@ -177,7 +178,8 @@ private:
         kept_in_flight(sum);
         wgmma_fence();
 #pragma unroll
-        for (int r = 0; r < kRows; r += 16) Wgmma<kHeadDim>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
+        for (int r = 0; r < kRows; r += 16)
+            Wgmma<kHeadDim>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
         wgmma_commit();
     }
     // dQ = dS^T K.
@@ -265,8 +267,9 @@ private:
                         if (kRanges) is_visible = row >= rows_[h].begin && row < rows_[h].end;
                         if (kBits) is_visible = is_visible && (e ? bits.y : bits.x) >> (bit + h * 8) & 1;
                         const float shift = (e ? bias.y : bias.x) - (e ? lse.y : lse.x);
-                        const float dx = differentiate_pair<kSoftcap>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift,
-                                                                      e ? delta.y : delta.x, scale_log2, scale_of_capped, is_visible);
+                        const float dx =
+                            differentiate_pair<kSoftcap>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift,
+                                                         e ? delta.y : delta.x, scale_log2, scale_of_capped, is_visible);
                         if (kBias == BiasKind::kKey) key_sums_[h] += is_visible ? dx : 0.f;
                     }
                 }

@@ -55,11 +55,12 @@ public:
         mbarrier_wait(smem_address(&smem_.empty[group_]), phase_ ^ 1);
         const uint32_t full = smem_address(&smem_.full[group_]);
         if (thread_ == 0) mbarrier_arrive_expecting(full, (blocks_ - 1) * part() * 128 * static_cast<int>(sizeof(float4)));
+        constexpr int kBlockBytes = 128 * sizeof(float4);  // of 8 rows
         const uint32_t to = smem_address(&smem_.parts[group_][rank_ << part_shift_][thread_]);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
             const int owner = n >> part_shift_;
-            store_shared_or_async(to + (n & (part() - 1)) * 128 * static_cast<int>(sizeof(float4)), full, owner, owner == rank_, dx[0][n]);
+            store_shared_or_async(to + (n & (part() - 1)) * kBlockBytes, full, owner, owner == rank_, dx[0][n]);
         }
     }
 

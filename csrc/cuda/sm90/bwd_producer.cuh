@@ -5,6 +5,7 @@
 #include "../common/scores.cuh"
 #include "../common/tile_scan.cuh"
 #include "bwd_block.cuh"
+#include "copy_rows.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -57,9 +58,11 @@ private:
                     is_empty = summary.empty || tile < begin;
                     is_full = summary.full;
                     // The blocks of a cluster visit the same tiles.
-                    Sequence other = sequence();
-                    for (other.batch = 0; Tile::kExchanges && is_empty && tile >= begin && other.batch < p_.batch; ++other.batch)
-                        is_empty = summary_of(other, tile).empty;
+                    if constexpr (Tile::kExchanges) {
+                        Sequence other = sequence();
+                        for (other.batch = 0; is_empty && tile >= begin && other.batch < p_.batch; ++other.batch)
+                            is_empty = summary_of(other, tile).empty;
+                    }
                 });
                 for (int tile = first; tile < end; ++tile)
                     visit(head, tile, ahead.pending >> (tile - first) & 1, ahead.is_full(tile - first));
@@ -69,11 +72,12 @@ private:
 
     // Keys that no row sees, for the mask or their bias, may hold anything: the consumers clear them.
     __device__ void load_keys() {
+        const Sequence& s = sequence();
         if (threadIdx.x == 0) {
             const uint32_t barrier = smem_address(&smem_.keys_full);
             mbarrier_expect(barrier, 2 * sizeof(typename Tile::KeysTile));
-            load_tile(smem_.key, maps_.key, barrier, sequence().first_key + first_key(), work_.kv_head);
-            load_tile(smem_.value, maps_.value, barrier, sequence().first_key + first_key(), work_.kv_head);
+            copy_rows(smem_.key, maps_.key, barrier, p_, s, s.first_key + first_key(), work_.kv_head);
+            copy_rows(smem_.value, maps_.value, barrier, p_, s, s.first_key + first_key(), work_.kv_head);
         }
         const int warp = warp_id(), key = first_key() + threadIdx.x;
         static_assert(kWords == 4, "a warp looks at 32 keys");
@@ -119,10 +123,10 @@ private:
             const int tensor_row = s.first_row + first;
             query_ring_.wait_empty();
             mbarrier_expect(query_ring_.full(), sizeof(typename Tile::RowsTile));
-            load_tile(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), tensor_row, head);
+            copy_rows(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), p_, s, tensor_row, head);
             dout_ring_.wait_empty();
             mbarrier_arrive_expecting(dout_ring_.full(), sizeof(typename Tile::RowsTile));
-            load_tile(smem_.dout[dout_ring_.stage()], maps_.dout, dout_ring_.full(), tensor_row, head);
+            copy_rows(smem_.dout[dout_ring_.stage()], maps_.dout, dout_ring_.full(), p_, s, tensor_row, head);
             if constexpr (kBias == BiasKind::kDense) {
                 bias_ring_.wait_empty();
                 mbarrier_arrive_expecting(bias_ring_.full(), sizeof(typename Tile::PairsTile));
@@ -159,20 +163,10 @@ private:
 
     // Of a tile, one row's words.
     __device__ __forceinline__ uint4 load_mask(int head, int row) const {
-        const PackedMask& mask = p_.packed_mask;
         static_assert(kWords == 4);
-        return __ldg(reinterpret_cast<const uint4*>(
-            mask.bits + sequence().batch * mask.bits_batch_stride + shared_head(head, p_.heads, mask.heads) * mask.bits_head_stride +
-            (sequence().first_row + min(row, sequence().rows - 1)) * mask.bits_row_stride + work_.key_tile * kWords));
-    }
-
-    // Of variable length rows of all sequences follow each other, as those of one batch element.
-    template <typename Rows>
-    __device__ __forceinline__ void load_tile(Rows& to, const CUtensorMap& map, uint32_t barrier, int row, int head) const {
-#pragma unroll
-        for (int panel = 0; panel < Rows::kPanels; ++panel)
-            copy_box(smem_address(to.data + panel * Rows::kRows * Rows::kPanelCols), &map, barrier,
-                     panel * Rows::kPanelCols, head, row, p_.cu_seqlens_q == nullptr ? sequence().batch : 0);
+        const uint32_t* words = mask_words(p_, sequence(), head) + work_.key_tile * kWords;
+        const int64_t at = min(row, sequence().rows - 1) * p_.packed_mask.bits_row_stride;
+        return __ldg(reinterpret_cast<const uint4*>(words + at));
     }
 
     __device__ void clear_dbias(int head, int row_tile) const {

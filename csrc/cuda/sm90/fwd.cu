@@ -19,7 +19,8 @@ bool can_load(const FwdParams& p) {
 }  // namespace
 
 bool fwd_pays(const FwdParams& p) {
-    if (p.head_dim <= 32) return p.seqlen_k >= (p.bias.present() ? 512 : 4096);
+    const bool has_own_bias = p.bias.present() && p.bias.batches == p.batch;
+    if (p.head_dim <= 32) return p.seqlen_k >= (has_own_bias ? 512 : 4096);
     return p.seqlen_k >= (p.head_dim <= 64 ? 512 : 128);
 }
 

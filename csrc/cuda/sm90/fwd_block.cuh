@@ -93,7 +93,8 @@ struct FwdSmem {
     alignas(kTileAlign) QueryTile query[Tile::kQueryStages];
     alignas(kTileAlign) KeyTile key[Tile::kStages];
     alignas(kTileAlign) KeyTile value[Tile::kStages];
-    alignas(kTileAlign) std::conditional_t<kBias == BiasKind::kDense, BiasTile[Tile::kConsumers][Tile::kBiasStages], NoBias> bias;
+    using BiasTiles = std::conditional_t<kBias == BiasKind::kDense, BiasTile[Tile::kConsumers][Tile::kBiasStages], NoBias>;
+    alignas(kTileAlign) BiasTiles bias;
     KeyInfo keys[Tile::kStages];
     alignas(FwdWork) unsigned char works[kWorks][sizeof(FwdWork)];  // those of the queries, and the one before
     RingBarriers<Tile::kQueryStages> query_ring;

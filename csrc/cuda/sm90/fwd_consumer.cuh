@@ -1,5 +1,5 @@
-// A warp group that multiplies, of the forward, wherever its keys come from: 64 query rows over the tiles of keys that it is
-// handed, the two products, the softmax and the output.
+// A warp group that multiplies, of the forward, wherever its keys come from: 64 query rows over the tiles of keys that it
+// is handed, the two products, the softmax and the output.
 #pragma once
 
 #include "../common/online_softmax.cuh"
@@ -133,7 +133,8 @@ private:
         kept_in_flight(out_);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kKeys; k += 16) Wgmma<kHeadDim>::template multiply<T, true>(out_, probs[k / 16], value.down(k), true);
+        for (int k = 0; k < kKeys; k += 16)
+            Wgmma<kHeadDim>::template multiply<T, true>(out_, probs[k / 16], value.down(k), true);
         wgmma_commit();
     }
 

@@ -4,6 +4,7 @@
 #include "../common/intervals.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_scan.cuh"
+#include "copy_rows.cuh"
 #include "fwd_block.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -95,8 +96,8 @@ private:
     }
 
     __device__ void load(const FwdWork& work) {
-        // In the order in which the consumers ask: the first keys and the query, then the keys of a tile before the values of
-        // the one before it.
+        // In the order in which the consumers ask: the first keys and the query, then the keys of a tile before the values
+        // of the one before it.
         auto tile = scan(work);
         int visited = 0;
         for (bool first = true, more = true; more; first = false) {
@@ -112,7 +113,8 @@ private:
             query_ring_.wait_empty();
             smem_.work(turn_) = work;
             mbarrier_arrive_expecting(query_ring_.full(), sizeof(typename Smem::QueryTile));
-            load_rows(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), work.s.first_row + work.first_row, work.head, work.s.batch);
+            copy_rows(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), p_, work.s,
+                      work.s.first_row + work.first_row, work.head);
         }
         turn_ = turn_ == Smem::kWorks - 1 ? 0 : turn_ + 1;
         query_ring_.advance();
@@ -172,19 +174,9 @@ private:
 
     __device__ __forceinline__ void load_keys(typename Smem::KeyTile& to, const CUtensorMap& map, uint32_t barrier,
                                               const FwdWork& work, int tile) {
-        load_rows(to, map, barrier, work.s.first_key + tile * kKeys, shared_head(work.head, p_.heads, p_.kv_heads),
-                  work.s.batch);
+        copy_rows(to, map, barrier, p_, work.s, work.s.first_key + tile * kKeys,
+                  shared_head(work.head, p_.heads, p_.kv_heads));
     }
-    // Of variable length rows of all sequences follow each other, as those of one batch element.
-    template <typename Rows>
-    __device__ __forceinline__ void load_rows(Rows& to, const CUtensorMap& map, uint32_t barrier, int row, int head,
-                                              int batch) {
-#pragma unroll
-        for (int panel = 0; panel < Rows::kPanels; ++panel)
-            copy_box(smem_address(to.data + panel * Rows::kRows * Rows::kPanelCols), &map, barrier,
-                     panel * Rows::kPanelCols, head, row, p_.cu_seqlens_q == nullptr ? batch : 0);
-    }
-
     __device__ __forceinline__ float key_bias_of_thread(const FwdWork& work, int tile) const {
         const int key = tile * kKeys + threadIdx.x;
         if (threadIdx.x >= kKeys || key >= work.s.keys) return 0;
@@ -194,14 +186,11 @@ private:
 
     // Of a tile, this thread's rows.
     __device__ __forceinline__ void load_mask(MaskWords (&words)[kMaskRows], const FwdWork& work, int tile) const {
-        const PackedMask& mask = p_.packed_mask;
-        const uint32_t* bits = mask.bits + work.s.batch * mask.bits_batch_stride +
-                               shared_head(work.head, p_.heads, mask.heads) * mask.bits_head_stride +
-                               work.s.first_row * mask.bits_row_stride + tile * kWords;
+        const uint32_t* bits = mask_words(p_, work.s, work.head) + tile * kWords;
 #pragma unroll
         for (int i = 0; i < kMaskRows; ++i) {
             const int row = min(work.first_row + static_cast<int>(threadIdx.x) + i * kThreads, work.s.rows - 1);
-            words[i] = __ldg(reinterpret_cast<const MaskWords*>(bits + row * mask.bits_row_stride));
+            words[i] = __ldg(reinterpret_cast<const MaskWords*>(bits + row * p_.packed_mask.bits_row_stride));
         }
     }
 

@@ -45,7 +45,8 @@ public:
     __device__ __forceinline__ uint32_t full() const { return barriers_ + this->stage() * 8; }
     __device__ __forceinline__ uint32_t empty() const { return barriers_ + (kStages + this->stage()) * 8; }
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), this->phase()); }
-    __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), this->phase() ^ 1); }  // at first it is empty
+    // At first every stage is.
+    __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), this->phase() ^ 1); }
     // This warp is done with the stage; its lanes call together.
     __device__ __forceinline__ void release() const {
         __syncwarp();

@@ -23,13 +23,15 @@ __device__ __forceinline__ void transpose_among_four(uint32_t (&x)[4]) {
 // Row h of this lane's two, times a factor, to the first `cols` columns of `to`, 16 bytes a lane and 64 a row; nothing where
 // the row does not exist. All lanes of the warp call.
 template <typename T, int kTiles>
-__device__ __forceinline__ void store_row(const float (&acc)[1][kTiles][4], int h, float factor, T* to, int cols, bool exists) {
+__device__ __forceinline__ void store_row(const float (&acc)[1][kTiles][4], int h, float factor, T* to, int cols,
+                                          bool exists) {
     static_assert(kTiles % 4 == 0);
 #pragma unroll
     for (int n = 0; n < kTiles; n += 4) {
         uint32_t pairs[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = pack<T>(acc[0][n + i][2 * h] * factor, acc[0][n + i][2 * h + 1] * factor);
+        for (int i = 0; i < 4; ++i)
+            pairs[i] = pack<T>(acc[0][n + i][2 * h] * factor, acc[0][n + i][2 * h + 1] * factor);
         transpose_among_four(pairs);
         const int col = (n + lane_id() % 4) * 8;
         if (exists && col < cols) *reinterpret_cast<uint4*>(to + col) = {pairs[0], pairs[1], pairs[2], pairs[3]};

@@ -1,0 +1,22 @@
+// Tiles of rows by the copy engine.
+#pragma once
+
+#include <cuda.h>
+
+#include "../common/sequence.cuh"
+#include "../ptx/sm90.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// The rows of one head from `row` of the tensor on; the barrier is told of their bytes. Of variable length the rows of all
+// sequences follow each other, as those of one batch element.
+template <typename Tile>
+__device__ __forceinline__ void copy_rows(Tile& to, const CUtensorMap& map, uint32_t barrier, const AttentionParams& p,
+                                          const Sequence& s, int row, int head) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel)
+        copy_box(smem_address(to.data + panel * Tile::kRows * Tile::kPanelCols), &map, barrier, panel * Tile::kPanelCols,
+                 head, row, p.cu_seqlens_q == nullptr ? s.batch : 0);
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,80 @@
+"""What demanding use broke, on the GPU: enormous scores, rows of NaN, wrong lengths."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from gpu_inputs import on_gpu, randn
+from helpers import run
+
+from flash_dmattn import KeyIntervalMask, flash_dmattn_func, ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
+]
+
+
+@pytest.mark.parametrize("sparse", ["tiles", "lists"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("seqlen", [129, 257, 385])
+def test_no_probability_is_above_one(seqlen, head_dim, sparse):
+    """Scores of 1e5 and more, made again by the backward: |dv| is at most the sum of |dout|."""
+    query, key, value = on_gpu(2, seqlen, seqlen, 4, 2, head_dim)
+    tensors = [300 * query, 300 * key, value]
+    mask = KeyIntervalMask.sliding_window(seqlen, seqlen, 100, device="cuda")
+    bias, dout = randn(2, 4, 1, seqlen), torch.randn_like(query)
+    for given in (None, bias):
+        out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, tensors, mask, given, dout, None, sparse=sparse)
+        assert all(x.isfinite().all() for x in (out, lse, dq, dk, dv))
+        most = dout.float().abs().sum(1, keepdim=True).unflatten(2, (2, 2)).sum(3)
+        assert (dv.float().abs() <= 1.01 * most).all()
+
+
+@pytest.mark.parametrize("sparse", ["tiles", "lists"])
+@pytest.mark.parametrize("bias_rows", [None, 1, 768], ids=["no bias", "key bias", "dense bias"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_nan_row_stays_in_its_tiles(head_dim, bias_rows, sparse):
+    """Documents that end with the tiles: the keys of others do not notice; those of its own become NaN, not wrong."""
+    query, key, value = on_gpu(1, 768, 768, 2, 1, head_dim)
+    ends = torch.tensor([0, 384, 768], dtype=torch.int32, device="cuda")
+    mask = KeyIntervalMask.documents(ends, 768)
+    bias = None if bias_rows is None else randn(1, 2, bias_rows, 768)
+    dout, dlse = torch.randn_like(query), torch.randn(1, 2, 768, device="cuda")
+
+    def gradients(row):
+        dirty = query.clone()
+        if row is not None:
+            dirty[:, row] = torch.nan
+        return run(flash_dmattn_func, (dirty, key, value), mask, bias, dout, dlse, sparse=sparse)
+
+    out, lse, dq, dk, dv, *_ = gradients(500)
+    clean_out, clean_lse, clean_dq, clean_dk, clean_dv, *_ = gradients(None)
+    others = torch.arange(768, device="cuda") != 500
+    assert out[:, 500].isnan().all() and lse[..., 500].isnan().all()
+    assert torch.equal(out[:, others], clean_out[:, others]) and torch.equal(lse[..., others], clean_lse[..., others])
+    rounding = {"rtol": 2e-2, "atol": 2e-2}  # sums of float32 in any order, rounded
+    torch.testing.assert_close(dq[:, others], clean_dq[:, others], **rounding)
+    for ours, clean in ((dk, clean_dk), (dv, clean_dv)):
+        torch.testing.assert_close(ours[:, :384], clean[:, :384], **rounding)
+        assert ours[:, 384:].isnan().all()
+
+
+def test_lengths_on_the_gpu_are_looked_at_where_that_is_asked_for():
+    program = """
+import torch
+from flash_dmattn import flash_dmattn_varlen_func
+rows = torch.randn(20, 2, 64, device="cuda", dtype=torch.bfloat16)
+for lengths in ([0, 8, 4000], [0, -500000, 20], [0, 12, 8]):
+    cu_seqlens = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    try:
+        flash_dmattn_varlen_func(rows, rows, rows, None, None, cu_seqlens, cu_seqlens, 20, 20)
+    except ValueError as error:
+        assert "cu_seqlens_q" in str(error), error
+        print("refused")
+"""
+    environment = {**os.environ, "FLASH_DMATTN_CHECK": "1"}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ran.stdout.split() == ["refused"] * 3, ran.stderr

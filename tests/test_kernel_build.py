@@ -193,13 +193,14 @@ def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, dire
 
 
 # Of Hopper's kernels a head dimension of each kind of tile.
-HOPPER_KERNELS = [("fwd", 96), ("fwd", 128), ("fwd", 256), ("bwd", 64), ("bwd", 128)]
+HOPPER_KERNELS = [("fwd", 64), ("fwd", 96), ("fwd", 128), ("fwd", 256), ("bwd", 64), ("bwd", 128)]
 # setmaxnreg ignored; products of warp groups that wait for each other.
 SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 # Bytes a thread. The loading group gives its registers away, and keeps there what it needs once a tile.
-MOST_LOCAL_MEMORY_ON_HOPPER = 256
-# Instructions in the loop of products. The backward's has its registers full of sums, and reads addresses again.
-MOST_LOCAL_ACCESSES = {"fwd": 0, "bwd": 40}
+MOST_LOCAL_MEMORY_ON_HOPPER = 320
+# Instructions in the loop of products: where sums take all registers, addresses are read again. A sum that went there
+# would be dozens more.
+MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40}
 
 
 @needs_nvcc
@@ -352,11 +353,15 @@ size_t largest() {
     const size_t none = sizeof(Memory<BiasKind::kNone>), key = sizeof(Memory<BiasKind::kKey>);
     return std::max({none, key, sizeof(Memory<BiasKind::kDense>)});
 }
+template <typename... Memories>
+void print(const char* direction, int head_dim, size_t size) {
+    std::printf("%s %d %zu\\n", direction, head_dim, std::max({size, sizeof(Memories)...}));
+}
 
 template <int kHeadDim>
 struct Forward {
     template <BiasKind kBias>
-    using Memory = FwdSmem<half_t, kBias, FwdTile<kHeadDim>>;
+    using Memory = FwdSmem<half_t, kBias, FwdTile<kHeadDim, kBias == BiasKind::kDense>>;
 };
 
 template <int kHeadDim>
@@ -365,8 +370,10 @@ struct Backward {
     using Memory = BwdSmem<BwdTile<half_t, kHeadDim>, kBias>;
 };
 
-#define FORWARD(T, kHeadDim) std::printf("fwd %d %zu\\n", kHeadDim, largest<Forward<kHeadDim>::template Memory>());
-#define BACKWARD(T, kHeadDim) std::printf("bwd %d %zu\\n", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
+#define FORWARD(T, kHeadDim) print<>("fwd", kHeadDim, largest<Forward<kHeadDim>::template Memory>());
+#define BACKWARD(T, kHeadDim)                                             \\
+    print<BwdSmem<BwdTile<half_t, kHeadDim, true>, BiasKind::kDense>>( \\
+        "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
 
 #include "kernels.h"
 

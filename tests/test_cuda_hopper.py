@@ -75,6 +75,11 @@ def test_new_kernels_serve(head_dim, pairs, use):
     assert generations(tensors, mask, bias_of(pairs, 2, 4, 200, 264)) == ({"sm80"}, {"sm80"})
 
 
+def test_unasked_the_new_kernels_serve_long_sequences(monkeypatch):
+    monkeypatch.delenv("FLASH_DMATTN_ARCH")
+    assert generations(on_gpu(1, 2048, 2048, 4, 4, 128), None, randn(1, 4, 1, 2048)) == ({"sm90"}, {"sm90"})
+
+
 # What the copy engine cannot read: of query, key and value, (tensors, bias).
 UNCOPIED = {
     "rows of 1001 biases": lambda q, k, v: ((q, *on_gpu(2, 1, 1001, 4, 4, 64)[1:]), randn(2, 4, 200, 1001)),

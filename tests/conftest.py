@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from gpu_inputs import runs_hopper_kernels
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers are the parallelism
@@ -12,9 +13,35 @@ def seed():
     torch.manual_seed(0)
 
 
+def pytest_generate_tests(metafunc):
+    """Where two generations of CUDA kernels run, every case that needs a GPU runs on both, and says so in its id."""
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    if "gpu" in marks and "hopper" not in marks and runs_hopper_kernels():
+        metafunc.parametrize("kernels", ["sm80", "sm90"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def kernels(request, monkeypatch):
+    if hasattr(request, "param"):
+        monkeypatch.setenv("FLASH_DMATTN_ARCH", request.param)
+
+
+@pytest.fixture
+def poisoned_allocations():
+    """Tensors that start unwritten are full of NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def pytest_collection_modifyitems(items):
+    skips = {}
     if not torch.cuda.is_available():
-        no_gpu = pytest.mark.skip(reason="no CUDA device")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(no_gpu)
+        skips["gpu"] = pytest.mark.skip(reason="no CUDA device")
+    elif not runs_hopper_kernels():
+        skips["hopper"] = pytest.mark.skip(reason="no device of compute capability 9.0 that kernels were built for")
+    for item in items:
+        for name, skip in skips.items():
+            if name in item.keywords:
+                item.add_marker(skip)

@@ -3,7 +3,15 @@
 import torch
 from helpers import inputs
 
-from flash_dmattn import KeyIntervalMask
+from flash_dmattn import KeyIntervalMask, ops
+
+
+def runs_hopper_kernels() -> bool:
+    """Whether the kernels of csrc/cuda/sm90 were built and the current device runs them."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not ops.cuda_is_built():
+        return False
+    codes = ops.compiled_module().build_info()["cuda_architectures"].split(",")
+    return any(code.startswith("sm_90") for code in codes)
 
 
 def on_gpu(*args, dtype=torch.bfloat16, **kwargs):

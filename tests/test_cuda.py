@@ -111,14 +111,6 @@ def test_minus_infinity_in_the_bias_hides(shape):
     assert (dbias[hidden] == 0).all()
 
 
-@pytest.fixture
-def poisoned_allocations():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3, device="cuda").isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 2, 1, 170), (2, 2, 150, 170), (1, 1, 150, 170)], ids=str)
 @pytest.mark.parametrize("sparse", ["tiles", "lists"])

@@ -1,6 +1,5 @@
 """The list of CUDA kernels, and what the compiler says of them."""
 
-import itertools
 import os
 import re
 import shutil
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from disassembly import Instruction, disassembled, find_cuobjdump, inner_loops
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,30 +31,50 @@ def names(generator, folder):
 
 
 def test_a_full_build(generator, tmp_path):
-    everything = itertools.product(generator.GROUPS, generator.HEAD_DIMS, generator.DTYPES)
     expected = [
         f"{group.direction}_hdim{head_dim}_{dtype}{'_causal' * group.causal}_{group.architecture}.cu"
-        for group, head_dim, dtype in everything
+        for group in generator.GROUPS
+        for head_dim in group.head_dims
+        for dtype in generator.DTYPES
     ]
     assert names(generator, tmp_path) == expected
     assert {"fwd_hdim32_fp16_sm80.cu", "fwd_hdim128_bf16_causal_sm80.cu", "bwd_hdim256_bf16_sm80.cu"} <= set(expected)
+    assert {"fwd_hdim256_bf16_sm90.cu", "bwd_hdim128_fp16_sm90.cu"} <= set(expected)
     for architecture in generator.ARCHITECTURES:
         assert 0 < sum(name.endswith(f"_{architecture}.cu") for name in expected) < 50
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*expected, "kernels.h"])
 
 
 def test_a_narrowed_build(generator, tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", "128, 64")
+    monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", "256, 64")
     monkeypatch.setenv("FLASH_DMATTN_DTYPES", "bf16")
     assert names(generator, tmp_path) == [
-        *("fwd_hdim64_bf16_sm80.cu", "fwd_hdim128_bf16_sm80.cu"),
-        *("fwd_hdim64_bf16_causal_sm80.cu", "fwd_hdim128_bf16_causal_sm80.cu"),
-        *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim128_bf16_sm80.cu"),
-        *("gather_hdim64_bf16_sm80.cu", "gather_hdim128_bf16_sm80.cu"),
+        *("fwd_hdim64_bf16_sm80.cu", "fwd_hdim256_bf16_sm80.cu"),
+        *("fwd_hdim64_bf16_causal_sm80.cu", "fwd_hdim256_bf16_causal_sm80.cu"),
+        *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu"),
+        *("fwd_hdim64_bf16_sm90.cu", "fwd_hdim256_bf16_sm90.cu"),
+        "bwd_hdim64_bf16_sm90.cu",
+        *("gather_hdim64_bf16_sm80.cu", "gather_hdim256_bf16_sm80.cu"),
     ]
     header = (tmp_path / "kernels.h").read_text()
-    assert '#define FLASH_DMATTN_HEAD_DIMS "64,128"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
-    assert "#define FLASH_DMATTN_SM80_KERNELS(X) X(bfloat16_t, 64) X(bfloat16_t, 128)\n" in header
+    assert '#define FLASH_DMATTN_HEAD_DIMS "64,256"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
+    both = "X(bfloat16_t, 64) X(bfloat16_t, 256)"
+    built = {"SM80_FWD": both, "SM80_BWD": both, "SM90_FWD": both, "SM90_BWD": "X(bfloat16_t, 64)", "SM80_GATHER": both}
+    assert re.findall(r"#define FLASH_DMATTN_(\w+)_KERNELS\(X\) (.*)", header) == list(built.items())
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_for_hopper"),
+    [(["sm_80"], False), (["sm_80", "sm_120", "compute_90"], False), (["sm_80", "sm_90"], True), (["sm_90a"], True)],
+)
+def test_hopper_kernels_where_the_build_is_for_hopper(generator, tmp_path, codes, is_for_hopper):
+    files = [path.name for path in generator.generate(tmp_path, codes)]
+    assert any(name.endswith("_sm90.cu") for name in files) == is_for_hopper
+    assert sum(name.endswith("_sm80.cu") for name in files) == 4 * len(generator.HEAD_DIMS) * len(generator.DTYPES)
+    header = (tmp_path / "kernels.h").read_text()
+    for direction in ("FWD", "BWD"):
+        entries = re.search(rf"#define FLASH_DMATTN_SM90_{direction}_KERNELS\(X\)(.*)", header).group(1)
+        assert entries.startswith(" X(half_t, 32) X(bfloat16_t, 32)") if is_for_hopper else entries == ""
 
 
 def test_the_command_line(tmp_path):
@@ -62,18 +82,18 @@ def test_the_command_line(tmp_path):
         command = [sys.executable, ROOT / "scripts" / "generate_kernels.py", *arguments]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
-    assert run("--help").stdout.startswith("usage: generate_kernels.py [-h] folder")
+    assert run("--help").stdout.startswith("usage: generate_kernels.py [-h] [--codes CODES] folder")
     assert run().returncode == 2
     assert list(tmp_path.iterdir()) == []
     assert run("kernels").stdout.split()[0] == "kernels/fwd_hdim32_fp16_sm80.cu"
     assert (tmp_path / "kernels" / "kernels.h").exists()
+    assert "_sm90.cu" not in run("of_ampere", "--codes", "sm_80,sm_86").stdout
 
 
-def test_flags_by_file(generator, monkeypatch):
+def test_flags_by_file(generator):
     from flags_by_file import compile_by_file
 
     hopper = ["-gencode=arch=compute_90a,code=sm_90a"]
-    monkeypatch.setitem(generator.ARCHITECTURES, "sm90", hopper)
     calls = []
 
     def compile_files(sources, output_dir=None, extra_postargs=None):
@@ -151,6 +171,12 @@ def compiled(source, to, *options):
 MOST_LOCAL_MEMORY = {"fwd": 0, "bwd": 96, "gather": 64}
 
 
+def local_memory(says):
+    """Of each kernel and target in what ptxas says: (kernel, target, bytes a thread)."""
+    entry = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'.*?(\d+) bytes stack frame", re.DOTALL)
+    return [(kernel, target, int(size)) for kernel, target, size in entry.findall(says)]
+
+
 @needs_nvcc
 @pytest.mark.parametrize("direction", MOST_LOCAL_MEMORY)
 def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, direction):
@@ -161,10 +187,74 @@ def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, dire
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in (80, 90)]
     source = tmp_path / f"{direction}_hdim64_bf16_sm80.cu"
     says = compiled(source, tmp_path / "kernel.o", "-O3", *targets, "--threads=2", "-Xptxas=-v", "-c")
-    entry = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'.*?(\d+) bytes stack frame", re.DOTALL)
-    report = entry.findall(says)
+    report = local_memory(says)
     assert {target for _, target, _ in report} == {"sm_80", "sm_90"}
-    assert not [kernel for kernel in report if int(kernel[2]) > MOST_LOCAL_MEMORY[direction]]
+    assert not [kernel for kernel in report if kernel[2] > MOST_LOCAL_MEMORY[direction]]
+
+
+# Of Hopper's kernels a head dimension of each kind of tile.
+HOPPER_KERNELS = [("fwd", 64), ("fwd", 96), ("fwd", 128), ("fwd", 256), ("bwd", 64), ("bwd", 128)]
+# setmaxnreg ignored; products of warp groups that wait for each other.
+SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
+# Bytes a thread. The loading group gives its registers away, and keeps there what it needs once a tile.
+MOST_LOCAL_MEMORY_ON_HOPPER = 320
+# Instructions in the loop of products: where sums take all registers, addresses are read again. A sum that went there
+# would be dozens more.
+MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40}
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("direction", "head_dim"), HOPPER_KERNELS)
+def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
+    generator, tmp_path, monkeypatch, direction, head_dim
+):
+    monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", str(head_dim))
+    monkeypatch.setenv("FLASH_DMATTN_DTYPES", "bf16")
+    generator.generate(tmp_path)
+    source, cubin = tmp_path / f"{direction}_hdim{head_dim}_bf16_sm90.cu", tmp_path / "kernel.cubin"
+    says = compiled(source, cubin, "-O3", *generator.targets_of(source), "-Xptxas=-v", "-cubin")
+    assert SERIALIZED.findall(says) == []
+    report = local_memory(says)
+    assert {target for _, target, _ in report} == {"sm_90a"}
+    assert not [kernel for kernel in report if kernel[2] > MOST_LOCAL_MEMORY_ON_HOPPER]
+
+    cuobjdump = find_cuobjdump()
+    if cuobjdump is None:
+        return  # ptxas does not say where the spills are
+    kernels = {name: code for name, code in disassembled(cuobjdump, cubin).items() if f"{direction}_kernel" in name}
+    assert len(kernels) >= 3  # without a bias, with one of keys, with a dense one
+    for name, code in kernels.items():
+        loops = inner_loops(code, "HGMMA")
+        assert loops, f"{name} has no loop of products"
+        for loop in loops:
+            accesses = [x for x in loop if x.name in ("LDL", "STL")]
+            assert len(accesses) <= MOST_LOCAL_ACCESSES[direction], (name, accesses)
+
+
+def test_the_loops_of_a_kernel():
+    """An outer loop of products round one that waits, one of products that leaves and comes back, and one without."""
+    code = """
+        00 MOV
+        10 HGMMA
+        20 SYNCS
+        30 @!P0 BRA 0x20
+        40 LDL
+        50 HGMMA
+        60 @P1 BRA 0xb0
+        70 @P0 BRA 0x40
+        80 MOV
+        90 @P2 BRA 0x10
+        a0 EXIT
+        b0 STL
+        c0 BRA 0x70
+    """
+    instructions = []
+    for address, text in re.findall(r"^ +(\w+) (.*)$", code, flags=re.MULTILINE):
+        predicated = text.startswith("@")
+        instructions.append(Instruction(int(address, 16), predicated, text.split(" ", 1)[1] if predicated else text))
+    (loop,) = inner_loops(instructions, "HGMMA")
+    assert [hex(x.address) for x in loop] == ["0x40", "0x50", "0x60", "0x70", "0xb0", "0xc0"]
+    assert inner_loops(instructions, "EXIT") == []
 
 
 SHARED_MEMORY = """
@@ -245,3 +335,64 @@ def test_the_tiles_fit_shared_memory(tmp_path):
         "the backward of head dimension 256 needs 140 KiB of shared memory a block, this GPU has 99: "
         "see 'What runs where' in README.md"
     )
+
+
+HOPPER_SHARED_MEMORY = """
+#include <algorithm>
+#include <cstdio>
+
+#include "cuda/sm90/bwd_block.cuh"
+#include "cuda/sm90/fwd_block.cuh"
+
+using namespace flash_dmattn;
+using namespace flash_dmattn::cuda;
+using namespace flash_dmattn::cuda::sm90;
+
+template <template <BiasKind> typename Memory>
+size_t largest() {
+    const size_t none = sizeof(Memory<BiasKind::kNone>), key = sizeof(Memory<BiasKind::kKey>);
+    return std::max({none, key, sizeof(Memory<BiasKind::kDense>)});
+}
+template <typename... Memories>
+void print(const char* direction, int head_dim, size_t size) {
+    std::printf("%s %d %zu\\n", direction, head_dim, std::max({size, sizeof(Memories)...}));
+}
+
+template <int kHeadDim>
+struct Forward {
+    template <BiasKind kBias>
+    using Memory = FwdSmem<half_t, kBias, FwdTile<kHeadDim, kBias == BiasKind::kDense>>;
+};
+
+template <int kHeadDim>
+struct Backward {
+    template <BiasKind kBias>
+    using Memory = BwdSmem<BwdTile<half_t, kHeadDim>, kBias>;
+};
+
+#define FORWARD(T, kHeadDim) print<>("fwd", kHeadDim, largest<Forward<kHeadDim>::template Memory>());
+#define BACKWARD(T, kHeadDim)                                             \\
+    print<BwdSmem<BwdTile<half_t, kHeadDim, true>, BiasKind::kDense>>( \\
+        "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
+
+#include "kernels.h"
+
+int main() {
+    FLASH_DMATTN_SM90_FWD_KERNELS(FORWARD)
+    FLASH_DMATTN_SM90_BWD_KERNELS(BACKWARD)
+}
+"""
+
+
+@needs_nvcc
+def test_hopper_tiles_fit_shared_memory(generator, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_DTYPES", "fp16")
+    generator.generate(tmp_path)
+    source = tmp_path / "sizes.cu"
+    source.write_text(HOPPER_SHARED_MEMORY)
+    compiled(source, tmp_path / "sizes", "-I", tmp_path)
+    lines = subprocess.run([tmp_path / "sizes"], capture_output=True, text=True).stdout.splitlines()
+    sizes = {(direction, int(head_dim)): int(size) for direction, head_dim, size in map(str.split, lines)}
+    head_dims = {g.direction: g.head_dims for g in generator.GROUPS if g.architecture == "sm90"}
+    assert list(sizes) == [(direction, head_dim) for direction in head_dims for head_dim in head_dims[direction]]
+    assert max(sizes.values()) <= AVAILABLE["9.0"], sizes

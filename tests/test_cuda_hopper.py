@@ -1,0 +1,444 @@
+"""The kernels for compute capability 9.0, where they differ from those for 8.0: more tiles than blocks, what the copy
+engine reads and what it cannot, garbage that comes with a tile, gradients that blocks share.
+
+Every other test of the GPU runs on both (conftest.py); here lengths and strides are such that calls do not go back to
+the kernels for 8.0, unless that is what is tested.
+"""
+
+import itertools
+import random
+import re
+
+import pytest
+import torch
+from gpu_inputs import intervals, on_gpu, randn
+from helpers import NAMES, assert_close, check, in_float64, rand_mask, reference, run, surrounded
+
+from flash_dmattn import KeyIntervalMask, flash_dmattn_func, flash_dmattn_varlen_func
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+BIASES = pytest.mark.parametrize("pairs", ["none", "key", "dense"])
+
+
+@pytest.fixture(autouse=True)
+def use(monkeypatch):
+    """A function by which a test chooses the kernels; at first the newest."""
+
+    def use(architecture):
+        monkeypatch.setenv("FLASH_DMATTN_ARCH", architecture)
+
+    use("sm90")
+    return use
+
+
+def bias_of(pairs, batch, heads, rows, keys, dtype=torch.bfloat16):
+    return None if pairs == "none" else randn(batch, heads, 1 if pairs == "key" else rows, keys, dtype=dtype)
+
+
+def mask_of(*shape, visible=0.6):
+    return rand_mask(*shape, visible=visible, device="cuda")
+
+
+# Which kernels serve a call
+
+
+def kernels_of(call):
+    """The generations of the kernels that a call launches."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if "flash_dmattn" in event.name and "kernel" in event.name]
+    if not kernels:
+        pytest.skip("the profiler sees no kernels")
+    return set(re.findall("sm[89]0", " ".join(kernels)))
+
+
+def generations(tensors, mask=None, bias=None, **options):
+    """Those of the forward and of the backward."""
+    leaves = [x.requires_grad_() for x in (*tensors, bias) if x is not None]
+    results = []
+    forward = kernels_of(lambda: results.append(flash_dmattn_func(*tensors, mask, bias, **options)))
+    backward = kernels_of(lambda: torch.autograd.grad(results[0], leaves, torch.randn_like(results[0])))
+    return forward, backward
+
+
+@BIASES
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128, 192, 256])
+def test_new_kernels_serve(head_dim, pairs, use):
+    tensors, mask = on_gpu(2, 200, 264, 4, 2, head_dim), mask_of(2, 1, 200, 264)
+    forward, backward = generations(tensors, mask, bias_of(pairs, 2, 4, 200, 264), is_causal=True)
+    assert forward == {"sm90"} and (head_dim > 128 or backward == {"sm90"})
+    use("sm80")
+    assert generations(tensors, mask, bias_of(pairs, 2, 4, 200, 264)) == ({"sm80"}, {"sm80"})
+
+
+def test_unasked_the_new_kernels_serve_long_sequences(monkeypatch):
+    monkeypatch.delenv("FLASH_DMATTN_ARCH")
+    assert generations(on_gpu(1, 2048, 2048, 4, 4, 128), None, randn(1, 4, 1, 2048)) == ({"sm90"}, {"sm90"})
+
+
+# What the copy engine cannot read: of query, key and value, (tensors, bias).
+UNCOPIED = {
+    "rows of 1001 biases": lambda q, k, v: ((q, *on_gpu(2, 1, 1001, 4, 4, 64)[1:]), randn(2, 4, 200, 1001)),
+    "a bias that is not aligned": lambda q, k, v: ((q, k, v), randn(2, 4, 200, 272)[..., 3:267]),
+    "a transposed bias": lambda q, k, v: ((q, k, v), randn(2, 4, 264, 200).transpose(-1, -2)),
+    "a bias expanded along rows": lambda q, k, v: ((q, k, v), randn(2, 4, 1, 264).expand(2, 4, 200, 264)),
+    "a bias expanded along heads": lambda q, k, v: ((q, k, v), randn(2, 1, 200, 264).expand(2, 4, 200, 264)),
+    "every other bias": lambda q, k, v: ((q, k, v), randn(2, 4, 200, 528)[..., ::2]),
+    "values expanded along heads": lambda q, k, v: ((q, k, v[:, :, :1].expand_as(v)), randn(2, 4, 200, 264)),
+    "keys expanded along the batch": lambda q, k, v: ((q, k[:1].expand_as(k), v), None),
+    "queries expanded along rows": lambda q, k, v: ((q[:, :1].expand_as(q), k, v), None),
+}
+
+
+@CAUSAL
+@pytest.mark.parametrize("what", UNCOPIED)
+def test_what_cannot_be_copied(what, causal):
+    tensors, bias = UNCOPIED[what](*on_gpu(2, 200, 264, 4, 4, 64))
+    check(tensors, mask_of(2, 1, 1, tensors[1].shape[1]), bias, is_causal=causal)
+    assert generations(tensors, None, bias, is_causal=causal) == ({"sm80"}, {"sm80"})
+
+
+def test_few_rows_go_to_the_old_kernels():
+    assert generations(on_gpu(2, 64, 264, 4, 4, 64))[0] == {"sm80"}
+
+
+# Rows, keys and strides
+
+
+@CAUSAL
+@BIASES
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_more_tiles_than_blocks_at_once(head_dim, pairs, causal):
+    """Twice as many and more: a block does one after the other, and its rings go round many times."""
+    batch, heads, seqlen = 2, 16, 1800
+    assert batch * heads * (seqlen // 192) > 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    tensors = on_gpu(batch, seqlen, seqlen, heads, heads // 2, head_dim)
+    check(tensors, None, bias_of(pairs, 1, heads, seqlen, seqlen), is_causal=causal)
+
+
+@pytest.mark.parametrize("mask_rows", [1, 1800])
+def test_more_masked_tiles_than_blocks_at_once(mask_rows):
+    mask = mask_of(2, 1, mask_rows, 1800)
+    mask[1, :, :, 300:900] = False
+    mask[0, :, :, 1000:] = True
+    check(on_gpu(2, 1800, 1800, 16, 2, 64), mask, randn(2, 1, 1, 1800))
+
+
+@CAUSAL
+@BIASES
+@pytest.mark.parametrize("seqlen_k", [1, 63, 64, 65, 127, 128, 129, 200, 257])
+@pytest.mark.parametrize("seqlen_q", [65, 127, 128, 129, 191, 192, 193, 385])
+def test_lengths(seqlen_q, seqlen_k, pairs, causal):
+    """Of a dense bias the keys' number is a multiple of 8: the rows of biases then are of 16 bytes."""
+    keys = -(-seqlen_k // 8) * 8 if pairs == "dense" else seqlen_k
+    tensors = on_gpu(1, seqlen_q, keys, 2, 1, 64)
+    check(tensors, mask_of(1, 2, seqlen_q, keys), bias_of(pairs, 1, 2, seqlen_q, keys), is_causal=causal)
+
+
+@BIASES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 72, 96, 104, 128, 136, 192, 200, 256])
+def test_head_dims(head_dim, dtype, pairs):
+    tensors = on_gpu(2, 200, 264, 4, 2, head_dim, dtype=dtype)
+    bias = bias_of(pairs, 2, 4, 200, 264, dtype)
+    check(tensors, mask_of(2, 1, 200, 264), bias, is_causal=True)
+    check(tensors, intervals(1, 2, 264, rows=200), bias, sparse="tiles")
+    check(tensors, None, bias, softcap=5.0)
+    check(tensors, None, bias, softmax_scale=-0.3)
+
+
+@pytest.mark.parametrize(
+    "layout", ["heads before rows", "every other row", "part of the columns", "one batch, one head"]
+)
+def test_strides_that_can_be_copied(layout):
+    query, key, value = on_gpu(2, 200, 264, 4, 4, 64)
+    bias, dout = randn(2, 4, 200, 264), torch.randn_like(query) / 8
+    if layout == "heads before rows":
+        query, key, value, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value, dout))
+        bias = bias.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "every other row":
+        query, key, value = (torch.cat([x, x], 1).unflatten(1, (-1, 2))[:, :, 1] for x in (query, key, value))
+        bias = randn(2, 4, 400, 264)[:, :, ::2]
+    elif layout == "part of the columns":
+        query, key, value, bias = (surrounded(x, margin=8) for x in (query, key, value, bias))
+    else:
+        query, key, value, dout, bias = (
+            query[:1, :, :1],
+            key[1:, :, 1:2],
+            value[:1, :, 3:],
+            dout[1:, :, 2:3],
+            bias[:1, :1],
+        )
+    check((query, key, value), mask_of(1, 1, 200, 264), bias, dout=dout, is_causal=True)
+
+
+# Broadcasts, and gradients that are shared
+
+
+@pytest.mark.parametrize("mask_shape", [(2, None, 200), (1, 1, 1), (2, 1, 1), (1, "kv", 200)], ids=str)
+@pytest.mark.parametrize("bias_rows", [1, 200])
+@pytest.mark.parametrize("bias_heads", ["all", "kv", 1])
+@pytest.mark.parametrize("bias_batch", [2, 1])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_broadcasts(group, bias_batch, bias_heads, bias_rows, mask_shape):
+    kv_heads = 8 // group
+    heads_of = {"all": 8, None: 8, "kv": kv_heads, 1: 1}
+    mask = mask_of(mask_shape[0], heads_of[mask_shape[1]], mask_shape[2], 264)
+    bias = randn(bias_batch, heads_of[bias_heads], bias_rows, 264)
+    check(on_gpu(2, 200, 264, 8, kv_heads, 64), mask, bias, is_causal=group == 4)
+
+
+@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_dense_bias_that_batch_elements_share(head_dim, batch, heads):
+    """Where they see different tiles, and where nobody sees one."""
+    tensors = on_gpu(batch, 300, 440, 4, 2, head_dim)
+    mask = mask_of(batch, 2, 300, 440)
+    mask[0, :, :, :256] = False
+    mask[:, 1, 128:256] = False
+    bias = randn(1, heads, 300, 440)
+    *_, dbias = check(tensors, mask, bias, is_causal=True)
+    if heads == 4:
+        assert (dbias[0][~mask.any(0).repeat_interleave(2, 0)] == 0).all()
+    check(tensors, None, bias)
+    check(tensors, intervals(batch, 1, 440, rows=300), bias, sparse="tiles", softcap=4.0)
+
+
+def test_gradients_of_lse_alone():
+    leaves = [x.requires_grad_() for x in (*on_gpu(2, 200, 264, 4, 2, 64), randn(2, 4, 200, 264))]
+    dlse = torch.randn(2, 4, 200, device="cuda")
+    results = []
+    for function, xs in ((flash_dmattn_func, leaves), (reference, [x.double() for x in leaves])):
+        _, lse = function(*xs[:3], None, xs[3], return_lse=True, is_causal=True)
+        results.append(torch.autograd.grad(lse, leaves, dlse.to(lse), allow_unused=True, materialize_grads=True))
+    for ours, exact in zip(*results):
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=2e-2, atol=2e-3)
+
+
+# What nobody sees may hold anything
+
+
+def hiding(kind, rows, keys):
+    """(mask, bias, options, rows that see nothing, keys that nobody sees), the last two as (2, rows) and (2, keys)."""
+    hidden_rows = torch.rand(2, rows, device="cuda") < 0.2
+    hidden_keys = torch.rand(2, keys, device="cuda") < 0.2
+    hidden_rows[1, :130] = hidden_keys[0, 120:] = True
+    if kind == "bool":
+        mask = ~hidden_rows[:, None, :, None] & ~hidden_keys[:, None, None, :]
+        return mask, randn(2, 4, rows, keys), {}, hidden_rows, hidden_keys
+    hidden_rows[:] = False
+    if kind == "keys alone":
+        return ~hidden_keys[:, None, None, :], None, {}, hidden_rows, hidden_keys
+    if kind == "bias":
+        bias = randn(2, 1, 1, keys).masked_fill(hidden_keys[:, None, None, :], -torch.inf)
+        return None, bias, {}, hidden_rows, hidden_keys
+    if kind == "intervals":
+        start = torch.zeros(2, 1, keys, device="cuda", dtype=torch.int32)
+        end = torch.full_like(start, rows).masked_fill(hidden_keys[:, None], -3)
+        return KeyIntervalMask(start, end), randn(2, 2, 1, keys), {"sparse": "tiles"}, hidden_rows, hidden_keys
+    hidden_rows[:, : rows - keys] = True  # causality with more rows than keys
+    hidden_keys[:] = False
+    return None, randn(2, 4, rows, keys), {"is_causal": True}, hidden_rows, hidden_keys
+
+
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 96, 128, 256])
+@pytest.mark.parametrize("kind", ["bool", "keys alone", "bias", "intervals", "causal"])
+def test_garbage_that_nobody_sees(kind, head_dim, poisoned_allocations):
+    rows, keys = (440, 264) if kind == "causal" else (300, 264)
+    mask, bias, options, hidden_rows, hidden_keys = hiding(kind, rows, keys)
+    query, key, value = on_gpu(2, rows, keys, 4, 2, head_dim)
+    dout, dlse = torch.randn_like(query) / 8, torch.randn(2, 4, rows, device="cuda") / 8
+
+    def results(fill):
+        of_rows, of_keys = hidden_rows[:, :, None, None], hidden_keys[:, :, None, None]
+        tensors = [x.masked_fill(of, fill) for x, of in ((query, of_rows), (key, of_keys), (value, of_keys))]
+        filled = dout.masked_fill(of_rows, fill), dlse.masked_fill(hidden_rows[:, None], fill)
+        return run(flash_dmattn_func, tensors, mask, bias, *filled, **options)
+
+    clean, dirty = results(0), results(torch.nan)
+    for name, x, y in zip(NAMES, dirty, clean):
+        assert not x.isnan().any(), name
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3, msg=name)
+    out, lse, dq, dk, dv, *_ = dirty
+    assert (out[hidden_rows] == 0).all() and (dq[hidden_rows] == 0).all()
+    assert (lse.transpose(1, 2)[hidden_rows] == -torch.inf).all()
+    assert (dk[hidden_keys] == 0).all() and (dv[hidden_keys] == 0).all()
+
+
+@CAUSAL
+@BIASES
+def test_garbage_around_every_tensor(pairs, causal, poisoned_allocations):
+    """At distances of 16 bytes, which the copy engine takes: it fetches whole tiles, and tells their ends itself."""
+    tensors = [surrounded(x, margin=8) for x in on_gpu(2, 300, 264, 4, 2, 64)]
+    bias = bias_of(pairs, 2, 4, 300, 264)
+    bias = None if bias is None else surrounded(bias, margin=8)
+    dout = surrounded(torch.randn(2, 300, 4, 64, device="cuda").bfloat16() / 8, margin=8)
+    check(tensors, mask_of(2, 2, 300, 264), bias, dout=dout, is_causal=causal)
+
+
+def offsets(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], device="cuda", dtype=torch.int32)
+
+
+@CAUSAL
+@BIASES
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_variable_length_between_garbage(head_dim, pairs, causal, poisoned_allocations):
+    """Sequences 2 and 6 are NaN throughout, and so is the dense bias beyond each sequence's keys."""
+    rows, keys, dirty = [300, 0, 129, 70, 1, 200, 65, 193], [257, 40, 129, 0, 65, 264, 64, 8], (2, 6)
+    cu_q, cu_k, longest_q, longest_k = offsets(rows), offsets(keys), max(rows), max(keys)
+    of_q = [slice(a, b) for a, b in itertools.pairwise(cu_q.tolist())]
+    of_k = [slice(a, b) for a, b in itertools.pairwise(cu_k.tolist())]
+    total_q, total_k = sum(rows), sum(keys)
+    tensors = [randn(n, h, head_dim) for n, h in ((total_q, 4), (total_k, 2), (total_k, 2))]
+    dout, dlse = randn(total_q, 4, head_dim) / 8, torch.randn(4, total_q, device="cuda") / 8
+    shape = {"none": None, "key": (total_k, 2), "dense": (total_q, 4, longest_k)}[pairs]
+    bias = None if shape is None else randn(*shape)
+    mask = None if shape is None else mask_of(*shape, visible=0.8)
+    if pairs == "dense":
+        for q, n in zip(of_q, keys):
+            bias[q, :, n:] = torch.nan
+    for b in dirty:
+        for x, of in zip((*tensors, dout), (of_q, of_k, of_k, of_q)):
+            x[of[b]] = torch.nan
+        if bias is not None:
+            bias[of_k[b] if pairs == "key" else of_q[b]] = torch.nan
+
+    def packed(*args, **options):
+        return flash_dmattn_varlen_func(*args, cu_q, cu_k, longest_q, longest_k, **options)
+
+    out, lse, dq, dk, dv, *dbias = run(packed, tensors, mask, bias, dout, dlse, is_causal=causal)
+    for b, (q, k) in enumerate(zip(of_q, of_k)):
+        if b in dirty or rows[b] == 0:
+            assert b in dirty or ((dk[k] == 0).all() and (dv[k] == 0).all())
+            continue
+        if keys[b] == 0:
+            assert (out[q] == 0).all() and (lse[:, q] == -torch.inf).all() and (dq[q] == 0).all()
+            continue
+
+        def alone(pairs_of_all, q=q, k=k):
+            if pairs_of_all is None:
+                return None
+            if pairs == "key":
+                return pairs_of_all[k].T[None, :, None]
+            return pairs_of_all[q, :, : k.stop - k.start].transpose(0, 1)[None]
+
+        one = [tensors[0][None, q], tensors[1][None, k], tensors[2][None, k]]
+        pairs_of_one, douts = (alone(mask), alone(bias)), (dout[None, q], dlse[None, :, q])
+        eager = run(reference, one, *pairs_of_one, *douts, is_causal=causal)
+        in_double = alone(mask), None if bias is None else in_float64(alone(bias))
+        exact = run(reference, [x.double() for x in one], *in_double, *(x.double() for x in douts), is_causal=causal)
+        ours = [out[None, q], lse[None, :, q], dq[None, q], dk[None, k], dv[None, k], *(alone(x) for x in dbias)]
+        assert_close(ours, eager, exact, torch.bfloat16)
+
+
+# The same again, the same as the others, and much
+
+
+@BIASES
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_forward_is_bitwise_the_same_again(head_dim, pairs):
+    tensors, mask = on_gpu(2, 700, 904, 16, 4, head_dim), mask_of(2, 1, 700, 904)
+    bias = bias_of(pairs, 2, 16, 700, 904)
+    for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask, "softcap": 5.0}):
+        first = flash_dmattn_func(*tensors, attn_bias=bias, return_lse=True, **options)
+        for _ in range(50):
+            again = flash_dmattn_func(*tensors, attn_bias=bias, return_lse=True, **options)
+            assert all(torch.equal(x, y) for x, y in zip(again, first))
+
+
+def random_call(chance: random.Random):
+    """(tensors, mask, bias, options) of any kind, small."""
+    batch, (heads, kv_heads) = chance.choice([1, 2, 3, 4]), chance.choice([(1, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
+    rows = chance.choice([65, 100, 127, 128, 129, 191, 192, 193, 300, 449])
+    keys = chance.choice([1, 8, 63, 64, 65, 128, 129, 200, 256, 384, 520])
+    head_dim = chance.choice([8, 32, 40, 64, 64, 96, 128, 128, 192, 256])
+    dtype = chance.choice([torch.bfloat16, torch.float16])
+
+    def broadcast():
+        return chance.choice([batch, 1]), chance.choice([heads, kv_heads, 1])
+
+    mask = bias = None
+    options = {"is_causal": chance.random() < 0.5, "softcap": chance.choice([0.0, 0.0, 4.0]), "sparse": "tiles"}
+    kind = chance.choice(["none", "key", "dense", "intervals"])
+    if kind == "intervals":
+        mask = intervals(*broadcast(), keys, rows=rows)
+    elif kind != "none":
+        mask = mask_of(*broadcast(), 1 if kind == "key" else rows, keys, visible=chance.choice([0.02, 0.5, 0.98]))
+    else:
+        options["sparse"] = "auto"
+    kind = chance.choice(["none", "key", "dense"])
+    if kind != "none":
+        bias = randn(*broadcast(), 1 if kind == "key" else rows, keys, dtype=dtype)
+    return on_gpu(batch, rows, keys, heads, kv_heads, head_dim, dtype=dtype), mask, bias, options
+
+
+def distance(ours, others):
+    """How far apart, in units of the largest number and a little more; inf where only one is."""
+    apart = torch.where(ours == others, 0, (ours - others).abs())
+    largest = others.masked_fill(others.isinf(), 0).abs().amax()
+    return apart.nan_to_num(torch.inf, torch.inf).amax() / (largest + 2e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_calls_are_as_by_the_old_kernels(seed, use):
+    """A thousand each: no hang, no NaN, and nowhere farther apart than their roundings."""
+    chance = random.Random(seed)
+    for number in range(1000):
+        tensors, mask, bias, options = random_call(chance)
+        dout = torch.randn_like(tensors[0])
+        dlse = torch.randn(dout.shape[0], dout.shape[2], dout.shape[1], device="cuda")
+        results = []
+        for architecture in ("sm90", "sm80"):
+            use(architecture)
+            results.append(run(flash_dmattn_func, tensors, mask, bias, dout, dlse, **options))
+        apart = torch.stack([distance(x.float(), y.float()) for x, y in zip(*results)])
+        assert (apart < 5e-2).all(), (
+            f"call {number}, {options}: {dict(zip(NAMES, apart.tolist()))} of {[x.shape for x in tensors]}, "
+            f"mask {type(mask)} {getattr(mask, 'shape', '')}, bias {getattr(bias, 'shape', None)}"
+        )
+
+
+@pytest.mark.parametrize("which", ["rows", "keys"])
+def test_rows_of_more_than_32_bits_of_elements(which):
+    """Sq or Sk x B x H x D > 2^31; the other is short."""
+    many, few, heads, head_dim = 131136, 136, 64, 128
+    rows, keys = (many, few) if which == "rows" else (few, many)
+    assert 2 * many * heads * head_dim > 2**31
+
+    def made(seqlen):
+        return torch.empty(2, seqlen, heads, head_dim, dtype=torch.bfloat16, device="cuda").normal_()
+
+    query = made(rows)
+    key = made(keys)
+    value = made(keys) if which == "rows" else key
+    bias = randn(1, heads, 1, keys)
+    out, lse = flash_dmattn_func(query, key, value, attn_bias=bias, return_lse=True)
+    for batch, head, last in ((0, 0, slice(0, 70)), (1, heads - 1, slice(rows - 70, rows))):
+        one = [query[batch, None, last, head, None], *(x[batch, None, :, head, None] for x in (key, value))]
+        exact, exact_lse = reference(*(x.double() for x in one), None, bias[:, head, None].double(), return_lse=True)
+        ours, atol = out[batch, None, last, head, None].double(), 2e-2 * exact.abs().max().item()
+        torch.testing.assert_close(ours, exact, rtol=2e-2, atol=atol)
+        torch.testing.assert_close(lse[batch, head, last].double(), exact_lse[0, 0], rtol=1e-4, atol=1e-3)
+
+
+def test_dense_bias_of_more_than_32_bits_of_elements():
+    seqlen = 46408
+    bias = torch.empty(1, 1, seqlen, seqlen, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
+    assert bias.numel() > 2**31
+    leaves = [*(x.requires_grad_() for x in on_gpu(1, seqlen, seqlen, 1, 1, 32)), bias]
+    dout = torch.randn_like(leaves[0])
+    out = flash_dmattn_func(*leaves[:3], None, bias)
+    dq, *_, dbias = torch.autograd.grad(out, leaves, dout)
+    tail = slice(seqlen - 70, seqlen)
+    inputs = [leaves[0][:, tail], *leaves[1:3], bias[:, :, tail]]
+    exact_leaves = [x.detach().double().requires_grad_() for x in inputs]
+    exact = reference(*exact_leaves[:3], None, exact_leaves[3])
+    exact_dq, *_, exact_dbias = torch.autograd.grad(exact, exact_leaves, dout[:, tail].double())
+    for ours, right in ((out[:, tail], exact), (dq[:, tail], exact_dq), (dbias[:, :, tail], exact_dbias)):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-2, atol=2e-2 * right.abs().max().item())

@@ -25,9 +25,9 @@ def test_no_probability_is_above_one(seqlen, head_dim, sparse):
     query, key, value = on_gpu(2, seqlen, seqlen, 4, 2, head_dim)
     tensors = [300 * query, 300 * key, value]
     mask = KeyIntervalMask.sliding_window(seqlen, seqlen, 100, device="cuda")
-    bias, dout = randn(2, 4, 1, seqlen), torch.randn_like(query)
+    bias, dout, dlse = randn(2, 4, 1, seqlen), torch.randn_like(query), torch.zeros(2, 4, seqlen, device="cuda")
     for given in (None, bias):
-        out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, tensors, mask, given, dout, None, sparse=sparse)
+        out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, tensors, mask, given, dout, dlse, sparse=sparse)
         assert all(x.isfinite().all() for x in (out, lse, dq, dk, dv))
         most = dout.float().abs().sum(1, keepdim=True).unflatten(2, (2, 2)).sum(3)
         assert (dv.float().abs() <= 1.01 * most).all()
@@ -78,3 +78,20 @@ for lengths in ([0, 8, 4000], [0, -500000, 20], [0, 12, 8]):
     environment = {**os.environ, "FLASH_DMATTN_CHECK": "1"}
     ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert ran.stdout.split() == ["refused"] * 3, ran.stderr
+
+
+def test_a_key_that_mask_and_bias_hide_together_from_every_head_may_hold_nan():
+    """One head's bias hides it, the other's mask does: no head of the group sees it."""
+    query, key, value = on_gpu(1, 200, 300, 2, 1, 64)
+    mask = torch.ones(1, 2, 200, 300, dtype=torch.bool, device="cuda")
+    bias = randn(1, 2, 1, 300)
+    mask[:, 1, :, 5] = False
+    bias[:, 0, :, 5] = -torch.inf
+    dirty_key, dirty_value = key.clone(), value.clone()
+    dirty_key[:, 5] = dirty_value[:, 5] = torch.nan
+    dout, dlse = torch.randn_like(query), torch.randn(1, 2, 200, device="cuda")
+    clean = run(flash_dmattn_func, (query, key, value), mask, bias, dout, dlse, deterministic=True)
+    dirty = run(flash_dmattn_func, (query, dirty_key, dirty_value), mask, bias, dout, dlse, deterministic=True)
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty))
+    free = run(flash_dmattn_func, (query, dirty_key, dirty_value), mask, bias, dout, dlse)
+    assert all(x.isfinite().all() for x in free)

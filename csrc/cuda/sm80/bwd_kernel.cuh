@@ -129,26 +129,26 @@ private:
         const int first_head = block_.first_head, end_head = first_head + block_.group;
         const bool is_masked = has_mask(p_);
 #pragma unroll
-        for (int w = 0; w < Tile::kWords; ++w) seen[w] = is_masked ? 0 : ~0u;
+        for (int w = 0; w < Tile::kWords; ++w) seen[w] = 0;
         const int row_tiles = is_masked ? ceil_div(s.rows, Tile::kRows) : 0;
         for (int head = first_head; head < end_head; ++head) {
+            uint32_t seen_by_head[Tile::kWords];
+#pragma unroll
+            for (int w = 0; w < Tile::kWords; ++w) seen_by_head[w] = is_masked ? 0 : ~0u;
             const MaskSummaries<Tile::kRows, Tile::kKeys> masks(p_, s, head);
             for (int tile = lane_id(); tile < row_tiles; tile += 32) {
                 const int first_row = tile * Tile::kRows;
                 const auto summary = masks.of(first_row, min(first_row + Tile::kRows, s.rows) - 1, block_.key_tile);
 #pragma unroll
-                for (int w = 0; w < Tile::kWords; ++w) seen[w] |= summary.columns[w];
+                for (int w = 0; w < Tile::kWords; ++w) seen_by_head[w] |= summary.columns[w];
             }
-        }
-#pragma unroll
-        for (int w = 0; w < Tile::kWords; ++w) seen[w] = __reduce_or_sync(~0u, seen[w]);
-        if constexpr (kKeyBias) {
 #pragma unroll
             for (int w = 0; w < Tile::kWords; ++w) {
-                bool unhidden = false;
-                for (int head = first_head; head < end_head; ++head)
-                    unhidden |= load_key_bias<T>(p_, s, head, block_.first_key + w * 32 + lane_id()) != -kInfinity;
-                seen[w] &= __ballot_sync(~0u, unhidden);
+                uint32_t unhidden = ~0u;
+                if constexpr (kKeyBias)
+                    unhidden = __ballot_sync(
+                        ~0u, load_key_bias<T>(p_, s, head, block_.first_key + w * 32 + lane_id()) != -kInfinity);
+                seen[w] |= __reduce_or_sync(~0u, seen_by_head[w]) & unhidden;
             }
         }
     }

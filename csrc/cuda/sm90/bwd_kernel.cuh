@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         smem.init_rings();
         if constexpr (Tile::kExchanges) smem.exchange.init(sharers);
     }
-    Tile::kExchanges ? cluster_sync() : __syncthreads();
+    __syncthreads();
+    if constexpr (Tile::kExchanges) cluster_sync();
     if (work.key_tile * Tile::kKeys >= smem.sequence.keys) return;
     if (threadIdx.x < 128) {
         give_registers<Tile::kProducerRegisters>();
@@ -33,7 +34,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         take_registers<Tile::kConsumerRegisters>();
         BwdConsumer<Tile, kBias>(p, maps, smem, work).run();
     }
-    if (Tile::kExchanges) cluster_sync();  // nobody sends to a block that has ended
+    if constexpr (Tile::kExchanges) {
+        __syncwarp();
+        cluster_sync();  // nobody sends to a block that has ended
+    }
 }
 
 // dQ from float32, as the main kernel's registers held it, to rows of the query's dtype. One block a tile of rows.

@@ -81,23 +81,24 @@ private:
         }
         const int warp = warp_id(), key = first_key() + threadIdx.x;
         static_assert(kWords == 4, "a warp looks at 32 keys");
-        uint32_t seen = has_mask(p_) ? 0 : ~0u;
-        bool unhidden = kBias != BiasKind::kKey;
+        uint32_t seen = 0;
         for (int head = work_.first_head; head < work_.first_head + work_.group; ++head) {
+            uint32_t seen_by_head = has_mask(p_) ? 0 : ~0u;
             if (has_mask(p_)) {
                 const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
                 for (int tile = lane_id(); tile * kRows < sequence().rows; tile += 32) {
                     const auto summary = mask.of(tile * kRows, min((tile + 1) * kRows, sequence().rows) - 1, work_.key_tile);
 #pragma unroll
-                    for (int w = 0; w < kWords; ++w) seen |= summary.columns[w] & (w == warp ? ~0u : 0u);
+                    for (int w = 0; w < kWords; ++w) seen_by_head |= summary.columns[w] & (w == warp ? ~0u : 0u);
                 }
             }
-            if (kBias == BiasKind::kKey && key < sequence().keys) {
-                const char* bias = bias_data(p_.bias, pair_offset(p_.bias, sequence(), head, p_.heads));
-                unhidden |= key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride)) != -kInfinity;
+            bool is_hidden = key >= s.keys;
+            if (kBias == BiasKind::kKey && !is_hidden) {
+                const char* bias = bias_data(p_.bias, pair_offset(p_.bias, s, head, p_.heads));
+                is_hidden = key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride)) == -kInfinity;
             }
+            seen |= __reduce_or_sync(~0u, seen_by_head) & __ballot_sync(~0u, !is_hidden);
         }
-        seen = __reduce_or_sync(~0u, seen) & __ballot_sync(~0u, unhidden && key < sequence().keys);
         if (lane_id() == 0) smem_.seen[warp] = seen;
         mbarrier_arrive_here(smem_address(&smem_.keys_full));
     }

@@ -46,10 +46,10 @@ def in_float64(bias):
     return bias.double().masked_fill(bias <= torch.finfo(bias.dtype).min, -torch.inf)
 
 
-def surrounded(tensor, fill=torch.nan, margin=4):
+def surrounded(tensor, fill=torch.nan):
     """The same values as a view into memory that holds `fill` all around, in every dimension."""
-    around = torch.full([size + 2 * margin for size in tensor.shape], fill, dtype=tensor.dtype, device=tensor.device)
-    view = around[tuple(slice(margin, margin + size) for size in tensor.shape)]
+    around = torch.full([size + 8 for size in tensor.shape], fill, dtype=tensor.dtype, device=tensor.device)
+    view = around[tuple(slice(4, 4 + size) for size in tensor.shape)]
     view.copy_(tensor)
     return view
 
@@ -66,14 +66,12 @@ def assert_close(ours, eager, exact, dtype):
     """At most twice as far from float64 as the same formula in the tested dtype is; -inf in the same places; no NaN."""
     for name, x, y, z in zip(NAMES, ours, eager, exact):
         assert x.shape == z.shape, name
-        infinite, kept_as = z.isinf(), x.dtype
+        infinite = z.isinf()
         assert torch.equal(x[infinite].double(), z[infinite].double()), f"{name}: -inf in the wrong places"
         x, y, z = x[~infinite].double(), y[~infinite].double(), z[~infinite].double()
         if z.numel():
             assert not z.isnan().any() and not x.isnan().any(), f"{name} has NaN"
-            # Few numbers may by chance all be near what eager rounds to: what rounding the exact ones costs is free.
-            rounding = (z.to(kept_as).double() - z).abs()
-            off, eager_off = ((x - z).abs() - rounding).max().item(), (y - z).abs().max().item()
+            off, eager_off = (x - z).abs().max().item(), (y - z).abs().max().item()
             limit = 2 * eager_off + SLACK[dtype]
             assert off <= limit, f"{name} is off by {off:.2e}, eager by {eager_off:.2e}"
 

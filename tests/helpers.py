@@ -46,10 +46,10 @@ def in_float64(bias):
     return bias.double().masked_fill(bias <= torch.finfo(bias.dtype).min, -torch.inf)
 
 
-def surrounded(tensor, fill=torch.nan):
+def surrounded(tensor, fill=torch.nan, margin=4):
     """The same values as a view into memory that holds `fill` all around, in every dimension."""
-    around = torch.full([size + 8 for size in tensor.shape], fill, dtype=tensor.dtype, device=tensor.device)
-    view = around[tuple(slice(4, 4 + size) for size in tensor.shape)]
+    around = torch.full([size + 2 * margin for size in tensor.shape], fill, dtype=tensor.dtype, device=tensor.device)
+    view = around[tuple(slice(margin, margin + size) for size in tensor.shape)]
     view.copy_(tensor)
     return view
 

@@ -1,7 +1,7 @@
 """Times the same work through SDPA, FlexAttention and ours, for forward_performance.py and backward_performance.py.
 
 SDPA takes mask and bias as one float mask and FlexAttention a block mask; both are made beforehand and not timed. SDPA
-chooses its own kernel; "sdpa-flash" is its FlashAttention-2, which takes neither mask nor bias.
+chooses its own kernel; "sdpa-flash" is its FlashAttention-2 and "sdpa-cudnn" cuDNN's, without mask and bias.
 """
 
 from __future__ import annotations
@@ -123,16 +123,21 @@ def float_mask(inputs: Inputs) -> Tensor:
     return torch.where(visible, bias, -torch.inf)
 
 
-def sdpa_flash(inputs: Inputs) -> Work:
-    work = sdpa(inputs)
-    if len(work.leaves) > 3:
-        raise ValueError("FlashAttention-2 takes neither mask nor bias")
+def sdpa_by(backend: SDPBackend, name: str) -> Callable[[Inputs], Work]:
+    """SDPA by one of its kernels alone, without mask and bias."""
 
-    def forward() -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return work.forward()
+    def peer(inputs: Inputs) -> Work:
+        work = sdpa(inputs)
+        if len(work.leaves) > 3:
+            raise ValueError(f"{name} is compared without mask and bias")
 
-    return Work(forward, work.leaves)
+        def forward() -> Tensor:
+            with sdpa_kernel(backend):
+                return work.forward()
+
+        return Work(forward, work.leaves)
+
+    return peer
 
 
 def flex_attention(inputs: Inputs) -> Work:
@@ -149,7 +154,12 @@ def flex_attention(inputs: Inputs) -> Work:
     return Work(forward, list(inputs.leaves().values()))
 
 
-PEERS = {"sdpa": sdpa, "sdpa-flash": sdpa_flash, "flex": flex_attention}
+PEERS = {
+    "sdpa": sdpa,
+    "sdpa-flash": sdpa_by(SDPBackend.FLASH_ATTENTION, "FlashAttention-2"),
+    "sdpa-cudnn": sdpa_by(SDPBackend.CUDNN_ATTENTION, "cuDNN"),
+    "flex": flex_attention,
+}
 
 
 # Timing

@@ -1,5 +1,5 @@
-"""The compiled module (csrc/torch/module.cpp). Loading it registers the operators of torch.ops.flash_dmattn, by which the
-library calls the kernels; `mha_fwd` and its like are the same kernels without autograd."""
+"""The compiled module (csrc/torch/module.cpp). Loading it registers the operators of torch.ops.flash_dmattn, by which
+the library calls the kernels; `mha_fwd` and its like are the same kernels without autograd."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ def build_info() -> dict:
     dtypes, too."""
 
 class MaskTensors:
-    """Which pairs see each other: a mask, intervals, or lists of keys, in the shapes of flash_dmattn.ops.MaskTensors."""
+    """Which pairs see each other: a mask, intervals, or lists of keys, shaped as flash_dmattn.ops.MaskTensors."""
 
     def __init__(
         self,

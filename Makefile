@@ -9,9 +9,12 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.h' -o -name '*.cpp
 .PHONY: demo test lint format clean
 .DELETE_ON_ERROR:
 
+# On the GPU where there is one that the kernels were built for, else on the CPU.
 demo: $(VENV)/built
-	$(BIN)/python benchmarks/backward_equivalence.py --device cpu
-	$(BIN)/python examples/train_lm.py --steps 60 --plot loss.png
+	@device=$$($(BIN)/python -m flash_dmattn.info --device) || exit 1; \
+	echo "flash_dmattn demo on: $$device"; \
+	$(BIN)/python benchmarks/backward_equivalence.py --device $$device --backend $$device && \
+	$(BIN)/python examples/train_lm.py --device $$device --steps 60 --plot loss.png
 
 test: lint
 	$(BIN)/python -m pytest -n auto --dist loadgroup

@@ -1,7 +1,9 @@
-"""`python -m flash_dmattn.info` prints what is built in, and what this machine can use."""
+"""`python -m flash_dmattn.info` prints what is built in, and what this machine can use; with `--device` only "cuda",
+where PyTorch's current GPU is one that the CUDA kernels were built for, or "cpu"."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -65,11 +67,19 @@ def built_in() -> list[tuple[str, str]]:
     return [*lines, ("CPU kernels", f"built for {build['cpu_capability']}"), *cuda_kernels(build)]
 
 
+def built_architectures() -> list[str]:
+    return ops.compiled_module().build_info()["cuda_architectures"].split(",") if ops.cuda_is_built() else []
+
+
+def best_device() -> str:
+    """The type of the device that the compiled kernels are fastest on here."""
+    is_served = torch.cuda.is_available() and taken(built_architectures(), torch.cuda.get_device_capability())
+    return "cuda" if is_served else "cpu"
+
+
 def gpus() -> list[tuple[str, str]]:
     """A line for each GPU, which says whether code for it was built."""
-    architectures = []
-    if ops.cuda_is_built():
-        architectures = ops.compiled_module().build_info()["cuda_architectures"].split(",")
+    architectures = built_architectures()
     lines = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
@@ -107,4 +117,6 @@ def report() -> str:
 
 
 if __name__ == "__main__":
-    print(report())
+    parser = argparse.ArgumentParser(prog="python -m flash_dmattn.info", description=__doc__)
+    parser.add_argument("--device", action="store_true", help="only the type of the device that serves here")
+    print(best_device() if parser.parse_args().device else report())

@@ -423,7 +423,7 @@ def topk_intervals(
 
 
 if ops.topk_intervals is not None:
-    torch.library.impl("flash_dmattn::topk_intervals", "cpu")(topk_intervals)
+    torch.library.impl(f"{ops.NAMESPACE}::topk_intervals", "cpu")(topk_intervals)
 
 
 # Checks and places

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import torch
 
+NAMESPACE = "flash_dmattn"  # of the operators
+
 # Written by setup.py beside the module: one that does not load cannot say for which PyTorch it was built.
 STAMP = Path(__file__).with_name("_C.torch")
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .loading import load_compiled
+from .loading import NAMESPACE, load_compiled
 
 _C, WHY_NOT_BUILT = load_compiled()
 
@@ -150,8 +150,8 @@ def _operator(name: str, fake):
     """The operator of that name; None where there is no compiled module."""
     if _C is None:
         return None
-    torch.library.register_fake(f"flash_dmattn::{name}", fake)
-    return getattr(torch.ops.flash_dmattn, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 # csrc/torch/operators.h, lists.h and cuda.h say what they take and give.

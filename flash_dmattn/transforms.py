@@ -138,6 +138,6 @@ def transformed(name: str, function: type[Operator]) -> None:
 
 
 if ops.attention_forward is not None:
-    LIBRARY = torch.library.Library("flash_dmattn", "IMPL")
+    LIBRARY = torch.library.Library(ops.NAMESPACE, "IMPL")
     transformed("attention_forward", Forward)
     transformed("attention_backward", Backward)

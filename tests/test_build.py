@@ -34,13 +34,14 @@ def sdist(tmp_path_factory):
 def test_the_sdist_holds_everything_that_is_tracked(sdist):
     with tarfile.open(sdist) as archive:
         shipped = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    listed = run("git", "ls-files", "csrc", "flash_dmattn", "scripts", "benchmarks", "examples", "docs", "tests")
+    folders = ("csrc", "flash_dmattn", "scripts", "hub", "benchmarks", "examples", "docs", "tests")
+    listed = run("git", "ls-files", *folders)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    wanted = {
-        name for name in listed.stdout.split() if Path(name).suffix in {".py", ".h", ".cpp", ".cu", ".cuh", ".md"}
-    }
-    assert wanted | {"LICENSE", "README.md", "Makefile", "pyproject.toml", "setup.py"} <= shipped
+    suffixes = {".py", ".pyi", ".typed", ".h", ".cpp", ".cu", ".cuh", ".md", ".nix"}
+    wanted = {name for name in listed.stdout.split() if Path(name).suffix in suffixes}
+    wanted |= {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
+    assert wanted | {"Makefile", "pyproject.toml", "setup.py"} <= shipped
 
 
 def test_only_pytorch_is_needed_at_run_time(sdist):
@@ -62,6 +63,7 @@ def test_the_sdist_builds_a_wheel_that_works(sdist, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     assert (site / "flash_dmattn" / "_C.torch").read_text() == torch.__version__
+    assert all((site / "flash_dmattn" / name).exists() for name in ("py.typed", "_C.pyi"))
     program = (
         "import flash_dmattn, torch; x = torch.randn(1, 5, 2, 8, requires_grad=True);"
         "flash_dmattn.flash_dmattn_func(x, x, x).sum().backward();"

@@ -1,6 +1,7 @@
 """python -m flash_dmattn.info"""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,46 @@ def test_which_gpu_code_serves(architecture, capability, expected):
 )
 def test_which_of_several_the_driver_takes(architectures, capability, expected):
     assert info.taken(architectures.split(","), capability) == expected
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "expected"),
+    [
+        (True, (9, 0), "cuda"),
+        (True, (12, 0), "cuda"),  # by the PTX
+        (True, (7, 5), "cpu"),
+        (True, None, "cpu"),
+        (False, (9, 0), "cpu"),
+    ],
+)
+def test_the_device_that_serves(monkeypatch, built, capability, expected):
+    monkeypatch.setattr(ops, "_C", Module)
+    monkeypatch.setattr(ops, "WHY_NOT_BUILT", None)
+    monkeypatch.setattr(Module, "has_cuda", built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    assert info.best_device() == expected
+
+
+def test_the_device_alone():
+    command = [sys.executable, "-m", "flash_dmattn.info", "--device"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == info.best_device() + "\n"
+
+
+def test_the_demo_runs_on_it(tmp_path):
+    """What `make demo` would run."""
+    makefile = Path(flash_dmattn.__file__).parent.parent / "Makefile"
+    if not makefile.exists() or shutil.which("make") is None:
+        pytest.skip("no source tree, or no make")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\ncase "$*" in *info*) echo cuda;; *) echo "runs $*";; esac\n')
+    python.chmod(0o755)
+    command = ["make", "-C", str(makefile.parent), "demo", f"VENV={tmp_path}", "-o", f"{tmp_path}/built"]
+    (tmp_path / "built").touch()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert "flash_dmattn demo on: cuda" in lines, done.stdout + done.stderr
+    runs = [line for line in lines if line.startswith("runs ")]
+    assert len(runs) == 2 and all("--device cuda" in run for run in runs)

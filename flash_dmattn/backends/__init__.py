@@ -27,7 +27,7 @@ def load(name: str) -> ModuleType:
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
     # What is there already is found where a graph is traced, which cannot import.
-    full_name = f"flash_dmattn.backends.{name}"
+    full_name = f"{__name__}.{name}"
     return sys.modules[full_name] if full_name in sys.modules else importlib.import_module(full_name)
 
 

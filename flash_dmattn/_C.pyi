@@ -1,0 +1,161 @@
+"""The compiled module (csrc/torch/module.cpp). Loading it registers the operators of torch.ops.flash_dmattn, by which
+the library calls the kernels; `mha_fwd` and its like are the same kernels without autograd."""
+
+from torch import Tensor
+
+has_cuda: bool  # whether the CUDA kernels were built
+
+def why_not_usable() -> str | None:
+    """None, or why the compiled kernels cannot run on this machine."""
+
+def build_info() -> dict:
+    """What was built: torch, cpu_capability and why_no_cuda; with CUDA kernels cuda, cuda_architectures, head_dims and
+    dtypes, too."""
+
+class MaskTensors:
+    """Which pairs see each other: a mask, intervals, or lists of keys, shaped as flash_dmattn.ops.MaskTensors."""
+
+    def __init__(
+        self,
+        mask: Tensor | None = None,
+        mask_tiles: Tensor | None = None,
+        intervals: Tensor | None = None,
+        list_keys: Tensor | None = None,
+        list_spans: Tensor | None = None,
+        list_rows: Tensor | None = None,
+    ) -> None: ...
+
+def check_fixed(
+    query: object,
+    key: object,
+    value: object,
+    mask: object,
+    intervals: object,
+    bias: object,
+    cache_seqlens: object,
+    /,
+) -> None:
+    """Refuses inputs of fixed length that do not fit."""
+
+def check_varlen(
+    query: object,
+    key: object,
+    value: object,
+    mask: object,
+    intervals: object,
+    bias: object,
+    cu_seqlens_q: object,
+    cu_seqlens_k: object,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    /,
+) -> None:
+    """Refuses inputs of variable length that do not fit."""
+
+def check_kernels(query: Tensor, /) -> None:
+    """Refuses a query that the kernels of its device do not take."""
+
+def check_packed(name: str, packed: object, layout: str, parts: int, /) -> None:
+    """Refuses a packed tensor of rows that does not fit."""
+
+def check_kv(query: object, kv: Tensor, layout_q: str, same_dtype: bool, /) -> None:
+    """Refuses packed keys and values that do not fit query."""
+
+def check_cu_seqlens(
+    name: str,
+    cu_seqlens: object,
+    beside: Tensor | None,
+    whose: str,
+    total: int | None,
+    or_less: bool,
+    longest_name: str,
+    longest: int | None,
+    /,
+) -> None:
+    """Refuses offsets of sequences that do not fit."""
+
+def attend_plainly(
+    query: object,
+    key: object,
+    value: object,
+    bias: object,
+    softmax_scale: object,
+    is_causal: object,
+    softcap: object,
+    deterministic: object,
+    return_lse: object,
+    /,
+) -> object:
+    """Attention of fixed length where nothing but a bias is asked for; None where it takes more than the operator."""
+
+def mha_fwd(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: MaskTensors,
+    bias: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    is_causal: bool,
+    /,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of fixed length."""
+
+def mha_varlen_fwd(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: MaskTensors,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    softcap: float,
+    is_causal: bool,
+    /,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of variable length."""
+
+def mha_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    masks: MaskTensors,
+    bias: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    is_causal: bool,
+    deterministic: bool,
+    needs_dbias: bool,
+    /,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue, dbias) of fixed length; dbias is empty where it is not needed."""
+
+def mha_varlen_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    masks: MaskTensors,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    softcap: float,
+    is_causal: bool,
+    deterministic: bool,
+    needs_dbias: bool,
+    /,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue, dbias) of variable length; dbias is empty where it is not needed."""

@@ -830,6 +830,13 @@ def over_dtensors(problem, dim, divided_bias):
 
 
 WINDOWED = {"is_causal": True, "window_size": 64}
+# PyTorch 2.11 looks for the ranks' mesh in an operator's first argument alone, which for lists of keys is none.
+MAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def skip_lists(problem):
+    if "window_size" in problem and problem.get("sparse") != "tiles" and not MAKES_LISTS:
+        pytest.skip("lists of keys of DTensors need PyTorch 2.13")
 
 
 @pytest.mark.parametrize(
@@ -849,10 +856,12 @@ WINDOWED = {"is_causal": True, "window_size": 64}
     ],
 )
 def test_dtensors(two, problem, dim, divided_bias):
+    skip_lists(problem)
     assert max(two.results(over_dtensors, problem, dim, divided_bias)) < 1e-5
 
 
 def test_lists_of_dtensors_are_not_moved(two):
+    skip_lists(WINDOWED)
     for failure in two.run(over_dtensors, {"bias": (1, 2, 1, 600), **WINDOWED}, 2, False):
         assert "lists of keys" in failure.message
 

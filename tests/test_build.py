@@ -1,6 +1,7 @@
 """The package as it is built and shipped."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -25,7 +26,10 @@ def run(*command, **environment):
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
-    done = run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder))
+    # Of a copy: it is put together within the tree, where another worker may be at the same.
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "_C.torch")
+    tree = shutil.copytree(ROOT, folder / "tree", ignore=ignored)
+    done = run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder), str(tree))
     assert done.returncode == 0, done.stdout + done.stderr
     (archive,) = folder.glob(f"flash_dmattn-{flash_dmattn.__version__}.tar.gz")
     return archive

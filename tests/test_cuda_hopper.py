@@ -341,7 +341,7 @@ def test_variable_length_between_garbage(head_dim, pairs, causal, poisoned_alloc
 
 
 @BIASES
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_forward_is_bitwise_the_same_again(head_dim, pairs):
     tensors, mask = on_gpu(2, 700, 904, 16, 4, head_dim), mask_of(2, 1, 700, 904)
     bias = bias_of(pairs, 2, 16, 700, 904)

@@ -98,9 +98,9 @@ __device__ __forceinline__ void store_shared_or_async(uint32_t to, uint32_t barr
         : "memory");
 }
 
-// What the threads have written to shared memory is seen by what reads it asynchronously: copies and products. A barrier
-// follows.
-__device__ __forceinline__ void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Between what the threads have read and written in shared memory and what reads and writes it asynchronously: copies and
+// products. A barrier follows.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Copies a box of a tensor in global memory to shared memory, where zeros stand for what lies outside the tensor, and
 // tells the barrier of the bytes. `map` is a CUtensorMap among the kernel's parameters; x counts along its first

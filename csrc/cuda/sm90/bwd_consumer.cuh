@@ -56,7 +56,7 @@ public:
             issue_sum(dvalue_, probs, smem_.dout[dout_ring_.stage()]);
             store_dscores(dscores);
             if (Tile::kExchanges && leads_group()) store_box_wait_read();  // of the sums of the visit before
-            fence_async_reads();
+            fence_async();
             barrier_sync(1, Tile::kConsumers * 128);  // dS has come whole, and nobody reads the one before
             store_dbias(row_tile);
             DquerySum dquery;
@@ -139,7 +139,7 @@ private:
         for (int i = threadIdx.x % 128; i < kCount * kChunks; i += 128)
             if (is_empty(first + i / kChunks))
                 *reinterpret_cast<uint4*>(tile.data + Rows::offset(first + i / kChunks, i % kChunks)) = {};
-        fence_async_reads();
+        fence_async();
     }
     __device__ __forceinline__ void clear_unseen_keys() const {
         const auto is_unseen = [&](int k) { return !(smem_.seen[k / 32] >> k % 32 & 1); };
@@ -299,7 +299,7 @@ private:
     // The part of the tile that this block sums.
     __device__ __forceinline__ void store_exchanged(int row_tile) {
         exchange_.template receive<T>(warp_key_);
-        fence_async_reads();
+        fence_async();
         barrier_sync(2 + group_, 128);
         if (!leads_group()) return;
         store_box(&maps_.dbias, exchange_.sums(), work_.key_tile * kKeys + group_ * 64,

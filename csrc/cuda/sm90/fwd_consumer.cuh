@@ -110,7 +110,7 @@ private:
         if (!(seen >> key % 32 & 1))
             for (int chunk = thread % kThreadsOfKey; chunk < kHeadDim / 8; chunk += kThreadsOfKey)
                 *reinterpret_cast<uint4*>(value.data + KeyTile::offset(key, chunk)) = {};
-        fence_async_reads();
+        fence_async();
         sync_group();
     }
     __device__ __forceinline__ void release_values() {
@@ -211,6 +211,7 @@ private:
             bias_ring_.wait_full();
             auto& part_scores = reinterpret_cast<float(&)[1][kPartTiles][4]>(scores[0][part * kPartTiles]);
             scale_and_add_bias<T, 1>(part_scores, scale, smem_.bias[group_][bias_ring_.stage()], group_row_, 0);
+            fence_async();  // the next biases must not overtake these reads
             bias_ring_.release();
             bias_ring_.advance();
         }

@@ -11,21 +11,24 @@ namespace {
 constexpr int64_t kFewRows = 64;  // of which the tiles of a warp serve better
 
 bool can_load(const FwdParams& p) {
-    const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
-    return can_map(query_layout(p, p.query)) && can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
+    const bool is_dense = p.bias.kind == BiasKind::kDense;
+    if (!can_map(query_layout(p, p.query))) return false;
+    if (p.lists.present()) return !is_dense;  // keys are gathered by threads
+    return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
            (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
 }
 
 }  // namespace
 
 bool fwd_pays(const FwdParams& p) {
+    if (p.lists.present()) return p.head_dim > 32;
     const bool has_own_bias = p.bias.present() && p.bias.batches == p.batch;
     if (p.head_dim <= 32) return p.seqlen_k >= (has_own_bias ? 512 : 4096);
     return p.seqlen_k >= (p.head_dim <= 64 ? 512 : 128);
 }
 
 bool plan_fwd(const FwdParams& p, FwdPlan& plan) {
-    if (p.lists.present() || p.seqlen_q <= kFewRows || p.seqlen_k == 0 || !can_load(p)) return false;
+    if (p.seqlen_q <= kFewRows || p.seqlen_k == 0 || !can_load(p)) return false;
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
     FLASH_DMATTN_SM90_FWD_KERNELS(FLASH_DMATTN_MATCH)

@@ -1,6 +1,9 @@
 // From params to a plan, and to the instantiation of their head dimension and dtype.
 #include "fwd.h"
 
+#include <algorithm>
+#include <limits>
+
 #include "../common/serves.h"
 #include "kernels.h"  // generated: FLASH_DMATTN_SM90_FWD_KERNELS(X), X(T, head dimension) for what is built
 #include "tensor_map.h"
@@ -8,12 +11,16 @@
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
+constexpr int64_t kBytes = 2;     // of an element
 constexpr int64_t kFewRows = 64;  // of which the tiles of a warp serve better
 
 bool can_load(const FwdParams& p) {
     const bool is_dense = p.bias.kind == BiasKind::kDense;
     if (!can_map(query_layout(p, p.query))) return false;
-    if (p.lists.present()) return !is_dense;  // keys are gathered by threads
+    if (p.lists.present()) {  // threads gather the keys, by strides of 32 bits
+        const int64_t longest = std::max(p.key.row_stride, p.value.row_stride);
+        return !is_dense && longest * kBytes <= std::numeric_limits<uint32_t>::max();
+    }
     return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
            (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
 }

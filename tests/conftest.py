@@ -1,16 +1,25 @@
+import gc
 import os
+import time
 
-import pytest
-import torch
+# The workers of pytest-xdist are the parallelism: each, and every process that its tests start, has its share of the
+# processors. More threads wait for each other in turns. Before torch and NumPy, which read it once.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+if WORKERS > 1:
+    THREADS = max(1, len(os.sched_getaffinity(0)) // WORKERS)
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(variable, str(THREADS))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, which asks once: its kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from gpu_inputs import runs_hopper_kernels  # noqa: E402
+from gpu_inputs import GIB, runs_hopper_kernels  # noqa: E402
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the workers are the parallelism
+CACHE_GIB, PATIENCE = 1, 60  # what a worker may keep between its tests, and seconds to wait for what others hold
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +38,30 @@ def pytest_generate_tests(metafunc):
 def kernels(request, monkeypatch):
     if hasattr(request, "param"):
         monkeypatch.setenv("FLASH_DMATTN_ARCH", request.param)
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory(request):
+    """For a test that says how much it takes: waits until other processes have given so much back."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    if (mark := request.node.get_closest_marker("gpu_memory")) is not None:
+        until = time.monotonic() + PATIENCE
+        while (free := free_gib()) < mark.args[0]:
+            if time.monotonic() > until:
+                pytest.skip(f"takes {mark.args[0]} GiB of GPU memory, and {free:.1f} were free in {PATIENCE} s")
+            time.sleep(1)
+    yield
+    if mark is not None or torch.cuda.memory_reserved() > CACHE_GIB * GIB:
+        free_gib()
+
+
+def free_gib():
+    """Of the GPU's memory, when this process keeps none for later."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] / GIB
 
 
 @pytest.fixture

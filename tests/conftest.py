@@ -74,6 +74,7 @@ def poisoned_allocations():
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "long" not in item.keywords)
     skips = {}
     if not torch.cuda.is_available():
         skips["gpu"] = pytest.mark.skip(reason="no CUDA device")

@@ -353,7 +353,8 @@ def table(timings: list[Timing], names: list[str], peers: list[str]) -> Table:
 
 
 def in_short(refusal: str) -> str:
-    return "" if not refusal else "no memory" if "out of memory" in refusal else "refused"
+    short = {"out of memory": "no memory", "left out": "left out"}
+    return next((short[text] for text in short if text in refusal), "refused" if refusal else "")
 
 
 def shown(number: float | None, form: str, scale: float = 1.0) -> str:

@@ -227,18 +227,20 @@ def test_poisoned_surroundings(poisoned_allocations, causal, mask_rows, bias_hea
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter sums in another order")
 def test_sums_over_many_rows():
-    """In float32 dk and dv are no worse than eager's: their products are summed a tile of rows at a time."""
+    """In float32 dk and dv are no worse than eager's: their products are summed a tile of rows at a time.
+
+    On an H200 they are off by 0.8 times as much as eager's; as one chain of additions it was 1.4 times.
+    """
     options, off = {**PLAIN, "is_causal": True}, []
-    for _ in range(10):
-        tensors, bias = inputs(seqlen_q=2000, seqlen_k=100), randn(1, 2, 2000, 100)
-        given = [tensors, None, bias, torch.randn_like(tensors[0])]
-        given.append(no_dlse(given[3]))
-        in_double = [[x.double() for x in tensors], None, *(x.double() for x in given[2:])]
+    for _ in range(20):
+        tensors, mask, bias = inputs(head_dim=40), rand_mask(1, 2, LONG, LONGER), randn(1, 2, LONG, LONGER)
+        douts = [randn(1, LONG, 2, 40), randn(1, 2, LONG) / 8]
+        in_double = [x.double() for x in tensors], mask, bias.double(), *(x.double() for x in douts)
         exact = run(helpers.reference, *in_double, **options)[3:5]
-        both = [run(function, *given, **options)[3:5] for function in (attention, helpers.reference)]
+        both = [run(f, tensors, mask, bias, *douts, **options)[3:5] for f in (attention, helpers.reference)]
         off.append([[(x - z).abs().max().item() for x, z in zip(gradients, exact)] for gradients in both])
     ours, eager = torch.tensor(off).mean(0)
-    assert (ours <= 1.25 * eager).all(), (ours, eager)
+    assert (ours <= 1.1 * eager).all(), (ours, eager)
 
 
 @pytest.mark.parametrize("hidden_by", ["key mask", "mask", "key bias", "bias", "causal"])

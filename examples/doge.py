@@ -4,6 +4,8 @@
     python examples/doge.py --device cuda --seq-len 4096 --window 512 --hidden 512 --plot doge.png
     python examples/doge.py --only flash_dmattn --steps 300               # without the comparison
 
+The extra [bench] brings what it needs: pip install --no-build-isolation '.[bench]'.
+
 `use_flash_dmattn(model)` is the one line that switches it. Doge's rows attend to the `window` keys of largest bias,
 which its eager attention says by a mask of seq_len x seq_len; the picture has the loss of both, and the memory that a
 step of training takes at its peak, by the length of the sequences.

@@ -4,6 +4,8 @@
     python examples/train_lm.py --device cuda --seq-len 1024 --window 256 --text shakespeare.txt
     torchrun --nproc-per-node 4 examples/train_lm.py --context-parallel 2    # two ranks to a sequence, two to the batch
 
+The extra [bench] brings what it needs: pip install --no-build-isolation '.[bench]'.
+
 It is a decoder-only transformer (RMSNorm, rotary positions, SwiGLU, tied head). Its attention learns which keys are
 worth keeping: every token gets one number per key/value head, its bias. Each query attends to the `window` keys of
 largest bias among those that are not in its future, and the same bias is added to their scores, so it is trained
@@ -381,7 +383,7 @@ def plot_losses(steps: list[Step], path: str) -> None:
 
 
 def argument_parser(config: type = Config, about: str = __doc__) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for argument in fields(config):
         options = {"default": argument.default, **argument.metadata}
         if argument.type is bool:

@@ -12,6 +12,7 @@ if WORKERS > 1:
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from filelock import FileLock  # noqa: E402  PyTorch needs it, too
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, which asks once: its kernels then run in its interpreter.
@@ -41,19 +42,21 @@ def kernels(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def gpu_memory(request):
-    """For a test that says how much it takes: waits until other processes have given so much back."""
-    if not torch.cuda.is_available():
+def gpu_memory(request, tmp_path_factory):
+    """For a test that says how much it takes: one at a time, when other processes have given so much back."""
+    if (mark := request.node.get_closest_marker("gpu_memory")) is None or not torch.cuda.is_available():
         yield
-        return
-    if (mark := request.node.get_closest_marker("gpu_memory")) is not None:
-        until = time.monotonic() + PATIENCE
-        while (free := free_gib()) < mark.args[0]:
-            if time.monotonic() > until:
-                pytest.skip(f"takes {mark.args[0]} GiB of GPU memory, and {free:.1f} were free in {PATIENCE} s")
-            time.sleep(1)
-    yield
-    if mark is not None or torch.cuda.memory_reserved() > CACHE_GIB * GIB:
+    else:
+        (gib,) = mark.args
+        with FileLock(tmp_path_factory.getbasetemp().parent / "gpu memory.lock"):
+            until = time.monotonic() + PATIENCE
+            while (free := free_gib()) < gib:
+                if time.monotonic() > until:
+                    pytest.skip(f"takes {gib} GiB of GPU memory, and {free:.1f} were free in {PATIENCE} s")
+                time.sleep(1)
+            yield
+            free_gib()
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > CACHE_GIB * GIB:
         free_gib()
 
 

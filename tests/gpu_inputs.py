@@ -10,7 +10,10 @@ GIB = 2**30
 
 
 def takes_gpu_memory(gib):
-    """Marks a test that takes so much memory: one at a time, skipped where there is less (conftest.py)."""
+    """Marks a test that takes so much memory: one at a time, skipped where there is less (conftest.py).
+
+    The group keeps other workers from waiting for their turn; what lets one at a time go is a lock.
+    """
 
     def mark(test):
         return pytest.mark.xdist_group("gpu memory")(pytest.mark.gpu_memory(gib)(test))

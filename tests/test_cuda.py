@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from gpu_inputs import randn
+from gpu_inputs import randn, takes_gpu_memory
 from helpers import BROADCASTS, LENGTHS, check, inputs, rand_mask, run, shaped, surrounded
 
 import flash_dmattn
@@ -80,6 +80,7 @@ def test_dense_bias_that_batch_elements_share(head_dim, batch):
     check(tensors, mask, bias, is_causal=True, deterministic=True)
 
 
+@takes_gpu_memory(5)
 @pytest.mark.parametrize("mask_shape", [(3, 1, 1, 2000), (3, 8, 900, 2000)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_dense_bias_whose_gradient_is_too_large_for_the_cache(causal, mask_shape):
@@ -319,6 +320,7 @@ def test_compile_fullgraph():
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
+@takes_gpu_memory(6)
 def test_a_mask_of_more_than_32_bits_of_elements():
     seqlen = 46400
     query, key, value = on_gpu(1, seqlen, seqlen, 1, 1, 64, torch.float16)
@@ -334,6 +336,7 @@ def test_a_mask_of_more_than_32_bits_of_elements():
     torch.testing.assert_close(out[:, -70:].double(), exact, rtol=1e-2, atol=1e-3)
 
 
+@takes_gpu_memory(3)
 def test_memory_beside_inputs_and_gradients():
     """O(B H S D) and the packed bits; nothing else of O(Sq Sk)."""
     tensors = [x.requires_grad_() for x in on_gpu(1, 8192, 8192, 4, 4, 64, torch.bfloat16)]

@@ -178,6 +178,7 @@ def local_memory(says):
 
 
 @needs_nvcc
+@pytest.mark.long
 @pytest.mark.parametrize("direction", MOST_LOCAL_MEMORY)
 def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, direction):
     """For two architectures, with no other headers than CUDA's."""
@@ -204,6 +205,7 @@ MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40}
 
 
 @needs_nvcc
+@pytest.mark.long
 @pytest.mark.parametrize(("direction", "head_dim"), HOPPER_KERNELS)
 def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
     generator, tmp_path, monkeypatch, direction, head_dim
@@ -320,6 +322,7 @@ AVAILABLE = {"8.0": 163 * 1024, "8.6": 99 * 1024, "9.0": 227 * 1024}
 
 
 @needs_nvcc
+@pytest.mark.long
 def test_the_tiles_fit_shared_memory(tmp_path):
     """As README.md's table of compute capabilities says."""
     source = tmp_path / "sizes.cu"
@@ -390,6 +393,7 @@ int main() {
 
 
 @needs_nvcc
+@pytest.mark.long
 def test_hopper_tiles_fit_shared_memory(generator, tmp_path, monkeypatch):
     monkeypatch.setenv("FLASH_DMATTN_DTYPES", "fp16")
     generator.generate(tmp_path)

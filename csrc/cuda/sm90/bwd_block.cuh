@@ -63,6 +63,7 @@ struct BwdSmem {
 // The keys that a block owns.
 struct BwdWork {
     int key_tile, kv_head, first_head, group;  // the query heads [first_head, first_head + group)
+    int rank, sharers;  // of the batch elements that share a bias and exchange its gradient; else 0 and 1
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -186,7 +186,7 @@ private:
     __device__ __forceinline__ T* rows_of(int head, int row_tile) const {
         const BwdArgs& p = block_.p;
         const Sequence& s = block_.sequence();
-        return static_cast<T*>(p.dbias.data) + shared_batch(p.dbias, s) * p.dbias.batch_stride +
+        return static_cast<T*>(p.dbias.data) + block_.smem.bias_batch * p.dbias.batch_stride +
                head * p.dbias.head_stride +
                static_cast<uint32_t>(s.first_row + row_tile * Tile::kRows) * p.dbias.row_stride + block_.first_key;
     }
@@ -221,7 +221,7 @@ private:
     __device__ __forceinline__ void add(const RowTileVisit& visit, const float (&dx)[Tile::kScoreM][kPassN][4],
                                         int first_n) const {
         const BwdArgs& p = block_.p;
-        const int batch = p.cu_seqlens_q != nullptr ? block_.sequence().batch : shared_batch(p.dbias, block_.sequence());
+        const int batch = p.cu_seqlens_q != nullptr ? block_.sequence().batch : block_.smem.bias_batch;
         const int heads = static_cast<int>(p.dbias.heads);
         const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), Tile::kRows);
         const int tile_row = (batch * heads + shared_head(visit.head, p.heads, heads)) * row_tiles + visit.row_tile;

@@ -291,7 +291,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         kv_head = blockIdx.x / key_tiles % kv_heads;
         batch = blockIdx.x / key_tiles / kv_heads;
     }
-    if (threadIdx.x == 0) smem.sequence = Sequence(p, batch);
+    if (threadIdx.x == 0) {
+        smem.sequence = Sequence(p, batch);
+        smem.bias_batch = shared_batch(p.bias, smem.sequence);
+    }
     __syncthreads();
     if (key_tile * Tile::kKeys >= smem.sequence.keys) return;
     Kernel(p, smem, group, key_tile, kv_head).run();

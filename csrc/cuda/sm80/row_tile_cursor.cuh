@@ -69,9 +69,11 @@ private:
         is_empty = summary.empty && !p_.deterministic;
         if (p_.dense_dbias == DenseDbias::kExchanged) {
             Sequence other = s_;
-            const int sharers = static_cast<int>(p_.dbias.batch_sharers), first = s_.batch & -sharers;  // 2 or 4
-            for (other.batch = first; is_empty && other.batch < first + sharers; ++other.batch)
+            const int sharers = static_cast<int>(p_.dbias.batch_sharers);  // 2 or 4
+            for (int i = 1; is_empty && i < sharers; ++i) {
+                other.batch = s_.batch ^ i;
                 is_empty = summary_of(other).empty;
+            }
         }
     }
 

@@ -47,6 +47,8 @@ struct BwdSmem {
     RowInfo rows[Tile::kStages];
     uint32_t seen[Tile::kWords];  // keys that some row sees
     Sequence sequence;
+    int bias_batch;  // that the sequence goes by
+    int rank;        // of the sequence among those that share a bias and exchange its gradient; else 0
     alignas(8) uint64_t keys_full;
     RingBarriers<Tile::kStages> query_ring, dout_ring, bias_ring;
 
@@ -63,7 +65,6 @@ struct BwdSmem {
 // The keys that a block owns.
 struct BwdWork {
     int key_tile, kv_head, first_head, group;  // the query heads [first_head, first_head + group)
-    int rank, sharers;  // of the batch elements that share a bias and exchange its gradient; else 0 and 1
 };
 
 }  // namespace flash_dmattn::cuda::sm90

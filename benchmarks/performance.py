@@ -117,10 +117,10 @@ def float_mask(inputs: Inputs) -> Tensor:
     problem, query = inputs.problem, inputs.query
     visible = causal_pairs(problem, query.device) if problem.is_causal else query.new_ones(1, 1, 1, 1, dtype=torch.bool)
     if inputs.mask is not None:
-        visible = visible & reference.expand_heads(inputs.bool_mask(), problem.heads)
+        visible = visible & reference.expand_shared(inputs.bool_mask(), problem.batch, problem.heads)
     bias = query.new_zeros(1, 1, 1, problem.seqlen_k)
     if inputs.bias is not None:
-        bias = reference.expand_heads(inputs.bias, problem.heads).to(query.dtype)
+        bias = reference.expand_shared(inputs.bias, problem.batch, problem.heads).to(query.dtype)
     return torch.where(visible, bias, -torch.inf)
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = [f"{way}_{kind}" for way in ("forward", "backward") for kind in ("equivalence", "performance")]
 SCRIPTS += ["memory", "long_context", "sparse_performance", "call_performance", "parallel_performance"]
-SCRIPTS += ["small_performance"]
+SCRIPTS += ["small_performance", "triangle_performance"]
 
 
 @pytest.fixture
@@ -361,6 +361,54 @@ def test_a_slow_small_call_is_missed(small_performance, monkeypatch, capsys, sec
     arguments = ["--device=cpu", "--dtype=float32", "--threads=1", "--samples=1", "--check"]
     assert small_performance.main(arguments) == status
     assert ("x the speed of SDPA" in capsys.readouterr().out) == bool(status)
+
+
+# Triangle attention
+
+
+@pytest.fixture
+def triangle_performance(performance):
+    import triangle_performance
+
+    return triangle_performance
+
+
+def test_triangle_performance(tmp_path):
+    path = tmp_path / "result.json"
+    chosen = ("--workload=B2 N256", "--shrink=32", "--samples=2", "--threads=1")
+    done = run("triangle_performance", "--device=cpu", *chosen, f"--json={path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    assert_says_where(content)
+    timed = {(row["implementation"], row["quantity"]) for row in content["timings"] if row["seconds"] is not None}
+    ours = ("triangle_attention", "plain batch", "sdpa")
+    assert timed >= {(name, quantity) for name in ours for quantity in ("forward", "backward", "forward + backward")}
+    assert "B2 N8 H4 S8 D32" in done.stdout
+
+
+def test_triangles_do_the_same_work(triangle_performance):
+    """Of one batch element, where the plain batch has the same bias."""
+    inputs = triangle_performance.make_inputs(
+        triangle_performance.Workload(1, 3, 12, heads=2, head_dim=8), torch.float64, "cpu", 0
+    )
+    results = []
+    for build in (triangle_performance.ours, triangle_performance.plain_batch, triangle_performance.sdpa):
+        work = build(inputs)
+        out = work.forward()
+        results.append([out, *torch.autograd.grad(out, work.leaves, inputs.dout)])
+    for others in results[1:]:
+        for x, y in zip(results[0], others):
+            torch.testing.assert_close(x, y.view_as(x))
+
+
+@pytest.mark.parametrize(("ours", "plain", "says"), [(1.0, 1.0, 0), (1.1, 1.0, 1), (1.0, None, 1), (None, 1.0, 1)])
+def test_rows_that_cost_something_are_missed(triangle_performance, performance, ours, plain, says):
+    key = ("B2 N3", "bfloat16", performance.BOTH)
+    timings = [
+        performance.Timing(*key, triangle_performance.OURS, ours),
+        performance.Timing(*key, triangle_performance.PLAIN, plain),
+    ]
+    assert len(triangle_performance.missed(timings)) == says
 
 
 # Whole calls

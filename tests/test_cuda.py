@@ -1,5 +1,6 @@
 """The CUDA kernels against the float64 reference on the GPU."""
 
+import functools
 import itertools
 
 import pytest
@@ -78,6 +79,31 @@ def test_dense_bias_that_batch_elements_share(head_dim, batch):
     check([x[:, :256] for x in tensors], mask_of(batch, 1, 1, 256), bias[:, :, :256, :256])
     check(tensors, mask, bias, softcap=3.0)
     check(tensors, mask, bias, is_causal=True, deterministic=True)
+
+
+@pytest.mark.parametrize("sparse", ["tiles", "lists"])
+@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize("batch, batches", [(4, 2), (8, 2), (6, 2), (6, 3), (12, 3), (10, 2)])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_batches_that_share(head_dim, batch, batches, heads, sparse):
+    """Masks and biases of B/n: gradients by clusters of 2 and 4, by sums of atomics, and by a kernel of their own."""
+    function = functools.partial(flash_dmattn_func, sparse=sparse)
+    tensors = on_gpu(batch, 200, 304, 4, 2, head_dim, torch.bfloat16)
+    mask = mask_of(batch // batches, heads, 200, 304)
+    mask[0, :, :, :130] = False
+    bias = randn(batches, heads, 200, 304)
+    check(tensors, mask, bias, function=function, is_causal=True)
+    check(tensors, mask[:, :, :1], bias, function=function, softcap=3.0)
+    check(tensors, mask, bias, function=function, deterministic=True)
+    check(tensors, mask_of(batches, heads, 1, 304), randn(batches, heads, 1, 304), function=function)
+    if sparse == "tiles":
+        check(tensors, None, bias)
+
+
+def test_decoding_with_batches_that_share():
+    tensors = on_gpu(8, 1, 3000, 8, 2, 128, torch.bfloat16)
+    check(tensors, mask_of(2, 1, 1, 3000), randn(4, 2, 1, 3000))
+    check(on_gpu(8, 5, 3000, 8, 2, 64, torch.bfloat16), mask_of(4, 1, 5, 3000), randn(2, 8, 5, 3000))
 
 
 @takes_gpu_memory(5)

@@ -132,9 +132,9 @@ def _store_rows(base, row_stride, rows, seqlen, tile, HEAD_DIM: tl.constexpr, BL
 
 @jit
 def _pairs_at_head(base, strides, b, h, KIND: tl.constexpr):
-    """(pointer, row stride, key stride) of a mask's or bias's matrix; strides are (batch, head, row, key, group)."""
+    """(pointer, row stride, key stride) of a mask's or bias's matrix; strides as `pairs_strides` gives them."""
     if KIND != "none":
-        base += b.to(tl.int64) * strides[0] + (h // strides[4]).to(tl.int64) * strides[1]
+        base += (b // strides[5]).to(tl.int64) * strides[0] + (h // strides[4]).to(tl.int64) * strides[1]
     return base, strides[2], strides[3]
 
 
@@ -679,12 +679,13 @@ def pairs_kind(pairs: Tensor | None) -> str:
     return "key" if is_per_key(pairs.shape) else "dense"
 
 
-def pairs_strides(pairs: Tensor | None, heads: int) -> tuple[int, ...]:
-    """(batch, head, row, key, query heads to a head of `pairs`), 0 where a dimension is broadcast."""
+def pairs_strides(pairs: Tensor | None, batch: int, heads: int) -> tuple[int, ...]:
+    """(batch, head, row, key), 0 where a dimension is broadcast, and how many query heads go to a head of `pairs`, and
+    batch elements to a batch of it."""
     if pairs is None:
-        return (0, 0, 0, 0, 1)
+        return (0, 0, 0, 0, 1, 1)
     strides = (0 if size == 1 else stride for size, stride in zip(pairs.shape, pairs.stride(), strict=True))
-    return (*strides, heads // pairs.shape[1])
+    return (*strides, heads // pairs.shape[1], batch // pairs.shape[0])
 
 
 def input_pointers(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
@@ -693,9 +694,9 @@ def input_pointers(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 
 
 def input_strides(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
-    heads = query.shape[2]
+    batch, _, heads, _ = query.shape
     rows = (x.stride()[:3] for x in (query, key, value))
-    return *rows, pairs_strides(mask, heads), pairs_strides(bias, heads)
+    return *rows, pairs_strides(mask, batch, heads), pairs_strides(bias, batch, heads)
 
 
 def head_sums(x: Tensor) -> Tensor:

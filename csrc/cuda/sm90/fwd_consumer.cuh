@@ -68,9 +68,10 @@ private:
             kept_in_flight(scores);
             to_probs(scores, probs, [] {});
             while (await_keys()) {
-                await_values();
+                if (Tile::kGathers) await_values();  // the fence there must not hold up the other groups
                 take_turn();
                 issue_query_key(scores);
+                if (!Tile::kGathers) await_values();
                 issue_probs_value(probs);
                 pass_turn();
                 wgmma_wait<1>();

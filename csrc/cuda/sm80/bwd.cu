@@ -110,7 +110,8 @@ void plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_is_of_one(p))
         plan.dbias_accum_size = (p.cu_seqlens_q != nullptr ? p.total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
     plan.dbias_accum = take_floats(layout, plan.dbias_accum_size);
-    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, gather_tile_sizes(plan.head_dim, plan.small_tiles).rows);
+    const int64_t rows = std::min<int64_t>(gather_tile_sizes(plan.head_dim, plan.small_tiles).rows, p.lists.tile_rows);
+    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, rows);
     if (p.deterministic) plan.watermarks = take_ints(layout, p.batch * p.heads * row_tiles + 1);
     plan.zeroed_bytes = layout.bytes;
 }

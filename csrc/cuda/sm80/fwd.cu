@@ -56,6 +56,8 @@ void plan_fwd(const FwdParams& p, FwdPlan& plan) {
         plan.tile = FwdTileKind::kDecode;
     } else if (rows <= kFewRows) {
         plan.tile = FwdTileKind::kFew;
+    } else if (p.lists.present() && p.lists.tile_rows * plan.pack % usual_fwd_tile_sizes(plan.head_dim).rows != 0) {
+        plan.tile = FwdTileKind::kFew;  // a block's rows lie in one tile of lists
     }
     if (rows > kFewRows) return;
     const int64_t heads = p.batch * p.heads / plan.pack;

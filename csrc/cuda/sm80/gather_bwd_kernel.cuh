@@ -19,9 +19,14 @@ namespace flash_dmattn::cuda::sm80 {
 struct RowTileChains {
     int chains, heads, batches, row_tiles;  // heads and batches: of one chain
 
+    // Of the rows that a block could have, those of one list.
+    static constexpr __host__ __device__ int rows_of(const BwdArgs& p, int rows) {
+        return p.lists.row_tiles > 1 && p.lists.tile_rows < rows ? static_cast<int>(p.lists.tile_rows) : rows;
+    }
+
     constexpr __host__ __device__ RowTileChains(const BwdArgs& p, int rows)
         : chains(1), heads(static_cast<int>(p.heads)), batches(static_cast<int>(p.batch)),
-          row_tiles(static_cast<int>(ceil_div<int64_t>(p.seqlen_q, rows))) {
+          row_tiles(static_cast<int>(ceil_div<int64_t>(p.seqlen_q, rows_of(p, rows)))) {
         const bool dense = p.dbias_accum_size > 0;  // its entries may be shared by more than a group's heads
         if (!dense || p.dbias.heads > 1) chains = static_cast<int>(p.kv_heads), heads /= chains;
         if (!dense || p.dbias.batches > 1 || p.cu_seqlens_q != nullptr) chains *= batches, batches = 1;
@@ -43,7 +48,7 @@ struct RowTile {
         place = p.deterministic ? index / chains : length - 1 - index % length;
         const int head_chains = static_cast<int>(p.heads) / all.heads;
         head = chain % head_chains * all.heads + place % all.heads;
-        first_row = place / all.heads / all.batches * tile_rows;
+        first_row = place / all.heads / all.batches * RowTileChains::rows_of(p, tile_rows);
         s = Sequence(p, chain / head_chains * all.batches + place / all.heads % all.batches);
     }
 };
@@ -128,7 +133,7 @@ public:
     __device__ void run() {
         clear(dquery_);
         const HeadRows<T> rows(p_, sequence(), head());
-        load_row_stage(smem_.rows, address_of, p_, sequence(), rows, first_row() / kRows, 0);
+        load_row_stage(smem_.rows, address_of, p_, sequence(), rows, first_row(), tile_rows(), 0);
         upcoming_ = list_entry(0);
         for (int tile = 0; tile < 2; ++tile) {
             fetch_keys(tile);
@@ -136,7 +141,7 @@ public:
         }
         __syncthreads();
         load_keys(0);
-        wait_for_rows(smem_.rows, sequence().rows - first_row());
+        wait_for_rows(smem_.rows, tile_rows());
 
         // The two warps of a scheduler take the halves of a turn in different order: while one multiplies, the other
         // computes exponentials.
@@ -174,7 +179,7 @@ private:
     __device__ const Sequence& sequence() const { return smem_.tile.s; }
     __device__ int head() const { return smem_.tile.head; }
     __device__ int first_row() const { return smem_.tile.first_row; }
-    __device__ int tile_rows() const { return min(sequence().rows - first_row(), kRows); }
+    __device__ int tile_rows() const { return min(sequence().rows - first_row(), RowTileChains::rows_of(p_, kRows)); }
     __device__ bool needs_dbias() const { return p_.dbias.data != nullptr; }
     __device__ bool adds_to_shared_dbias() const { return kBias == BiasKind::kDense && p_.dbias_accum_size > 0; }
     __device__ const Stage& keys_of(int tile) const { return smem_.keys[tile % 4]; }

@@ -37,7 +37,17 @@ CPU_SOURCES = [
     *TORCH_SOURCES,
     *(
         f"csrc/cpu/{name}.cpp"
-        for name in ("gather", "gather_bwd", "index_lists", "key_lists", "linalg", "mha_bwd", "mha_fwd", "scores", "work")
+        for name in (
+            "gather",
+            "gather_bwd",
+            "index_lists",
+            "key_lists",
+            "linalg",
+            "mha_bwd",
+            "mha_fwd",
+            "scores",
+            "work",
+        )
     ),
 ]
 CUDA_SOURCES = [

@@ -61,7 +61,7 @@ def flash_dmattn_func(
         key: (B, Sk, Hkv, D) in query's dtype. H is a multiple of Hkv; query head h uses key/value head h // (H / Hkv).
         value: (B, Sk, Hkv, D) in query's dtype.
         attn_mask: bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible, never copied; or a KeyIntervalMask, which
-            costs O(Sk) memory; or KeyLists, made once of either, or of what an indexer chose, and used many times.
+            costs O(Sk) memory; or KeyLists, made once of either, or of the keys that an indexer chose, and used often.
         attn_bias: ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype, added to the scores; where it is the same for
             every row, [.., 1, Sk], float32 is accepted too. Its gradient comes in its own shape and dtype, summed in
             float32 over what was broadcast.

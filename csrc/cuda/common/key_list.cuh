@@ -20,6 +20,14 @@ struct SeeingRows {
     int first_bit;  // the row of the first
     uint4 bits;
 
+    // Bit i % 32 of word i / 32: whether row first + i sees the key; where there are bits, `first` is the first of the list's
+    // tile.
+    __device__ __forceinline__ void of_tile(int first, uint32_t (&words)[4]) const {
+        const uint32_t memory[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            words[w] = bits_below(end - first, w) & ~bits_below(begin - first, w) & (has_bits ? memory[w] : ~0u);
+    }
     // Bit i: whether row first + i sees the key; `first` is a row of the list's tile.
     __device__ __forceinline__ uint32_t from(int first) const {
         const uint32_t rows = bits_below(end - first, 0) & ~bits_below(begin - first, 0);

@@ -12,6 +12,13 @@ enum class Arch : int32_t {
     kSm90,  // wgmma, the copy engine: 9.0
 };
 
+// Whether the query heads that share a key/value head go by the same lists of keys, mask and key bias, so that they may
+// share a tile of keys.
+inline bool heads_share_keys(const AttentionParams& p) {
+    const auto shared = [&](const auto& view) { return !view.present() || view.heads <= p.kv_heads; };
+    return shared(p.packed_mask) && shared(p.intervals) && shared(p.lists) && shared(p.bias);
+}
+
 // A part of the workspace.
 struct WorkspacePart {
     int64_t offset = 0;

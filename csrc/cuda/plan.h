@@ -83,6 +83,7 @@ struct BwdCuts {
     int64_t dbias_splits = 1;
     int64_t dbias_run = 1;  // tiles of keys, one after the other, that one block makes of a shared dbias
     // Where the keys are gathered by lists:
+    int64_t tile_heads = 1;        // query heads of a block, each with an equal share of its rows
     int64_t dkv_rows = 0;          // B * Sk; of variable length total_k
     int64_t dkv_cols = 0;          // D, rounded up
     int64_t dbias_accum_size = 0;  // elements of a dense bias that heads or batch elements share

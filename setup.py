@@ -37,7 +37,17 @@ CPU_SOURCES = [
     *TORCH_SOURCES,
     *(
         f"csrc/cpu/{name}.cpp"
-        for name in ("gather", "gather_bwd", "key_lists", "linalg", "mha_bwd", "mha_fwd", "scores", "work")
+        for name in (
+            "gather",
+            "gather_bwd",
+            "index_lists",
+            "key_lists",
+            "linalg",
+            "mha_bwd",
+            "mha_fwd",
+            "scores",
+            "work",
+        )
     ),
 ]
 CUDA_SOURCES = [
@@ -46,7 +56,7 @@ CUDA_SOURCES = [
         f"csrc/cuda/{name}.cu"
         for name in (
             *("device", "dispatch", "sm80/bwd", "sm80/fwd", "sm90/bwd", "sm90/fwd", "sm90/tensor_map"),
-            *(f"masks/{name}" for name in ("bounded_lists", "interval_tiles", "key_lists", "pack_mask")),
+            *(f"masks/{name}" for name in ("bounded_lists", "index_lists", "interval_tiles", "key_lists", "pack_mask")),
             *(f"passes/{name}" for name in ("convert", "delta")),
             *(f"select/{name}" for name in ("intervals", "key_lists", "short_sequences", "sort")),
         )

@@ -1,4 +1,5 @@
-"""What it costs to go by the causal top-w mask: what long_context.py and the two that compare with peers share."""
+"""What it costs to go by the causal top-w mask, or by indices: what long_context.py and the two that compare with peers
+share."""
 
 from __future__ import annotations
 
@@ -43,6 +44,33 @@ def top_w(name: str, seqlen: int, window: int, heads: int, kv_heads: int, head_d
     return Problem(name, **(sizes | lengths | mask | options))
 
 
+@dataclass(frozen=True)
+class Indexed(Problem):
+    """The same with the keys named by indices: of each `tile_rows` query rows those that the last of them sees."""
+
+    tile_rows: int = 1
+    at_random: bool = False  # any `window` keys instead: neighbours have none in common but by chance
+
+    def indices(self, mask: KeyIntervalMask) -> Tensor:
+        """int32 (1, heads of the mask, rows, window), -1 for none."""
+        rows = torch.arange(self.seqlen_q, device=mask.device).split(self.tile_rows)
+        last = torch.stack([tile[-1] for tile in rows])
+        return torch.stack([self._of_head(*interval, last) for interval in mask.intervals[:, 0].unbind(1)])[None]
+
+    def _of_head(self, start: Tensor, end: Tensor, rows: Tensor) -> Tensor:
+        def of_some(row: Tensor) -> Tensor:
+            seen = (start <= row[:, None]) & (row[:, None] < end)
+            scores = torch.rand(seen.shape, device=seen.device) if self.at_random else seen.byte()
+            best = scores.topk(self.window, sorted=False)
+            return best.indices.int().masked_fill(best.values == 0, -1)
+
+        return torch.cat(list(map(of_some, rows.split(1024))))  # a bool for each pair may not fit
+
+
+def indexed(name: str, seqlen: int, window: int, *sizes: int, tile_rows: int, at_random: bool = False) -> Indexed:
+    return Indexed(**vars(top_w(name, seqlen, window, *sizes)), tile_rows=tile_rows, at_random=at_random)
+
+
 def add_sparse_argument(parser) -> None:
     parser.add_argument("--sparse", choices=SPARSE, default="auto", help="ours goes by (default: %(default)s)")
 
@@ -53,6 +81,22 @@ def ours(backend: str, sparse: str, inputs: Inputs) -> Work:
         inputs = replace(inputs, mask=KeyLists.build(inputs.bool_mask(), 1))
     attention = flash_dmattn_func_auto(backend)
     return Work(lambda: inputs.attend(attention, sparse=sparse)[0], list(inputs.leaves().values()))
+
+
+def by_indices(backend: str, inputs: Inputs) -> Work:
+    """Lists of keys are built in the call, from indices made beforehand."""
+    attention, make_lists = flash_dmattn_func_auto(backend), lists_of_indices(inputs)
+
+    def forward() -> Tensor:
+        return replace(inputs, mask=make_lists()).attend(attention)[0]
+
+    return Work(forward, list(inputs.leaves().values()))
+
+
+def lists_of_indices(inputs: Inputs) -> Callable[[], KeyLists]:
+    problem = inputs.problem
+    indices, lengths = problem.indices(inputs.mask), (problem.seqlen_q, problem.seqlen_k)
+    return lambda: KeyLists.from_indices(indices, *lengths, problem.is_causal, tile_rows=problem.tile_rows)
 
 
 def flex(inputs: Inputs) -> Work:
@@ -109,10 +153,13 @@ def time_preparation(
     problem: Problem, dtype: str, implementation: str, seed: int, samples: int, device: str
 ) -> list[Timing]:
     inputs = make_inputs(problem, DTYPES[dtype], device, seed)
-    calls = {
-        TOPK: lambda: KeyIntervalMask.topk(inputs.bias, problem.window, problem.seqlen_q),
-        LISTS: lambda: KeyLists.build(inputs.mask, problem.seqlen_q, is_causal=problem.is_causal),
-    }
+    if isinstance(problem, Indexed):
+        calls = {LISTS: lists_of_indices(inputs)}
+    else:
+        calls = {
+            TOPK: lambda: KeyIntervalMask.topk(inputs.bias, problem.window, problem.seqlen_q),
+            LISTS: lambda: KeyLists.build(inputs.mask, problem.seqlen_q, is_causal=problem.is_causal),
+        }
     seconds = medians(calls, samples, device)
     return [Timing(problem.name, dtype, quantity, implementation, seconds[quantity]) for quantity in calls]
 

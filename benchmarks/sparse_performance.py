@@ -8,6 +8,10 @@ Every row sees, of the keys up to its own, the `w` of largest bias; each key/val
 that mask, beforehand; the lists of keys are built in the forward, and `key lists` says what of it they take. A step of
 decoding is given lists that were made beforehand.
 
+Where the name of the work says indices, each run of so many rows has the keys that the last of them sees, named
+beforehand as by an indexer, or any at random, and `KeyLists.from_indices` makes the lists in the forward; intervals is
+ours with the top-w mask, of the same density.
+
 flex is FlexAttention with the same mask, read from the same intervals, and the same bias; its block mask is made
 beforehand. cudnn is cuDNN's attention to all keys up to the row's own, without any mask or bias. tiles is ours without
 lists of keys.
@@ -21,7 +25,7 @@ from functools import partial
 
 import torch
 from performance import BACKWARD, FORWARD, Timing, Work, grouped, ratio, shrunk
-from problem import Inputs
+from problem import Inputs, Problem
 from report import (
     add_common,
     argument_parser,
@@ -35,26 +39,52 @@ from report import (
     write_json,
 )
 from rich.markup import escape
-from sparse import LISTS, TOPK, Memory, add_sparse_argument, cudnn, flex, measure, ours, show, top_w
+from sparse import (
+    LISTS,
+    TOPK,
+    Indexed,
+    Memory,
+    add_sparse_argument,
+    by_indices,
+    cudnn,
+    flex,
+    indexed,
+    measure,
+    ours,
+    show,
+    top_w,
+)
 
 S8K, S32K, S131K, DECODE = "S8192 w1024", "S32768 w2048", "S131072 w2048", "decode, Sk131072 w2048"
-CPU = "S8192 w512"
+CPU, CPU_INDICES = "S8192 w512", "S8192 k512, indices for each 64 rows"
+EACH_64 = "S32768 k2048, indices for each 64 rows"
 WORKLOADS = {
-    "cpu": [top_w(CPU, 8192, 512, 8, 2, 64)],
+    "cpu": [top_w(CPU, 8192, 512, 8, 2, 64), indexed(CPU_INDICES, 8192, 512, 8, 2, 64, tile_rows=64)],
     "cuda": [
         top_w(S8K, 8192, 1024, 32, 8, 128),
         top_w(S32K, 32768, 2048, 32, 8, 128),
         top_w(S131K, 131072, 2048, 32, 8, 128),
         top_w(DECODE, 131072, 2048, 32, 8, 128, batch=8, seqlen_q=1),
+        indexed("S8192 k512, indices for each row", 8192, 512, 32, 8, 128, tile_rows=1),
+        indexed("S8192 k512, random indices for each row", 8192, 512, 32, 8, 128, tile_rows=1, at_random=True),
+        indexed("S8192 k512, indices for each 64 rows", 8192, 512, 32, 8, 128, tile_rows=64),
+        indexed(EACH_64, 32768, 2048, 32, 8, 128, tile_rows=64),
     ],
 }
 
 PEERS = ("flex", "cudnn", "tiles")
+INTERVALS = "intervals"  # the peer of indices
 
 
-def builders_of(backends: list[str], peers: list[str], sparse: str) -> dict[str, Callable[[Inputs], Work]]:
+def builders_of(
+    problem: Problem, backends: list[str], peers: list[str], sparse: str
+) -> dict[str, Callable[[Inputs], Work]]:
     peer_builders = {"flex": flex, "cudnn": cudnn, "tiles": partial(ours, backends[0], "tiles")}
-    return {name: partial(ours, name, sparse) for name in backends} | {peer: peer_builders[peer] for peer in peers}
+    if isinstance(problem, Indexed):
+        own = {name: partial(by_indices, name) for name in backends} | {INTERVALS: partial(ours, backends[0], "lists")}
+    else:
+        own = {name: partial(ours, name, sparse) for name in backends}
+    return own | {peer: peer_builders[peer] for peer in peers}
 
 
 # What --check asks for
@@ -109,6 +139,7 @@ DEMANDS = {
         partial(memory, 3),
     ],
     DECODE: [partial(milliseconds, FORWARD, 0.1)],
+    EACH_64: [partial(speed, INTERVALS, 1 / 1.15), partial(part_of_lists, 0.1)],
 }
 
 
@@ -121,7 +152,7 @@ def failures(timings: list[Timing], memories: list[Memory], name: str) -> list[s
     return [
         f"{workload}, {failure}"
         for workload, by_quantity in by_workload.items()
-        for demand in DEMANDS[workload]
+        for demand in DEMANDS.get(workload, ())
         for failure in demand(Measured(name, by_quantity, ratios.get(workload)))
     ]
 
@@ -145,17 +176,18 @@ def main(arguments: list[str] | None = None) -> int:
 
     on, where = console(), environment(options.device)
     on.print(describe(where), highlight=False)
-    builders = builders_of(names, peers, options.sparse)
     timings, memories = [], []
     with progress(on) as bar:
         task = bar.add_task("", total=len(problems))
         for problem in problems:
             bar.update(task, description=problem.name)
+            builders = builders_of(problem, names, peers, options.sparse)
             taken, peak = measure(problem, dtype, builders, options.seed, options.samples, options.device)
             timings, memories = timings + taken, memories + peak
             bar.advance(task)
 
-    show(on, timings, memories, names, peers)
+    indices = [INTERVALS] if any(isinstance(problem, Indexed) for problem in problems) else []
+    show(on, timings, memories, names, peers + indices)
     if options.json:
         results = {"timings": list(map(asdict, timings)), "memory": list(map(asdict, memories))}
         write_json(options.json, where, sparse=options.sparse, shrink=options.shrink, seed=options.seed, **results)

@@ -74,12 +74,13 @@ struct IntervalView {
 };
 
 // For each tile of query rows the sorted keys that any of its rows sees. List t belongs to batch element
-// t / (heads * row_tiles), mask head t / row_tiles % heads and the rows [kRows * (t % row_tiles), ...), counted from the
-// sequence's first; it is keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, and ends in -1 up
-// to a multiple of kAlign. Lists need not be adjacent. Where `intervals` are given too they decide which rows see a key
-// of the list, else `rows` does, else every row of the tile sees it. Causality and the bias may hide more.
+// t / (heads * row_tiles), mask head t / row_tiles % heads and the rows [tile_rows * (t % row_tiles), ...), counted from
+// the sequence's first; it is keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, and ends in -1
+// up to a multiple of kAlign. Lists need not be adjacent, and several tiles may have the same. Where `intervals` are given
+// too they decide which rows see a key of the list, else `rows` does, else every row of the tile sees it. Causality and
+// the bias may hide more.
 struct KeyListsView {
-    static constexpr int64_t kRows = 128;
+    static constexpr int64_t kRows = 128;  // of a tile, at most
     static constexpr int64_t kAlign = 64;
 
     const int32_t* keys = nullptr;    // [capacity]
@@ -90,7 +91,8 @@ struct KeyListsView {
     int64_t batches = 1;    // B, or B/n or 1 where batch elements share lists
     int64_t batch_sharers = 1;  // as in PairView
     int64_t heads = 1;      // H, Hkv or 1
-    int64_t row_tiles = 1;  // ceil(Sq / kRows), or 1 where every row of a head shares one list (a key mask)
+    int64_t tile_rows = kRows;  // or kRows / 2
+    int64_t row_tiles = 1;  // ceil(Sq / tile_rows), or 1 where every row of a head shares one list (a key mask)
     int64_t longest = 0;    // about how long a list is, where that is known
     bool rows_alike = false;  // one list serves every row
 

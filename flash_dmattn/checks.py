@@ -16,7 +16,7 @@ from torch import Tensor
 from . import ops
 from .arguments import require_bool, require_count, require_number, require_tensor, shape_of, values_at_hand
 from .interval_mask import KeyIntervalMask
-from .key_lists import SPARSE, KeyLists
+from .key_lists import SPARSE, KeyIndices, KeyLists
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 AnyMask = Union[Tensor, KeyIntervalMask, KeyLists, None]
@@ -57,8 +57,17 @@ def check_kernels(backend: ModuleType, query: Tensor) -> None:
         checker.check_kernels(query)
 
 
-def check_lists(lists: KeyLists, query: Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool) -> None:
+def check_lists(lists: KeyLists, query: Tensor, key: Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool) -> None:
     """What lists were built for; the mask that they were made from is checked as such."""
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    batches = query.shape[0] if lists.cu_seqlens_q is None else lists.batches
+    if isinstance(lists.mask, KeyIndices) and (
+        lists.batches not in (batches, 1) or lists.heads not in (heads, kv_heads, 1)
+    ):
+        raise ValueError(
+            f"attn_mask must hold lists of {batches} or 1 batch elements and {heads}, {kv_heads} or 1 heads, "
+            f"got {lists.batches} and {lists.heads}"
+        )
     if lists.seqlen_k != seqlen_k or (lists.seqlen_q != seqlen_q and not lists.rows_alike):
         raise ValueError(
             f"attn_mask holds lists for {lists.seqlen_q} rows and {lists.seqlen_k} keys, "
@@ -100,6 +109,8 @@ def check_sparse(sparse: str, mask: AnyMask, window_size: int | None) -> None:
         raise ValueError(f"sparse must be one of {', '.join(SPARSE)}, got {sparse!r}")
     if sparse == "lists" and mask is None and window_size is None:
         raise ValueError("sparse='lists' needs attn_mask or window_size, got none")
+    if sparse == "tiles" and isinstance(mask, KeyLists) and isinstance(mask.mask, KeyIndices):
+        raise ValueError("sparse='tiles' needs a mask, got attn_mask of KeyLists that were made from indices")
 
 
 def check_options(
@@ -152,8 +163,8 @@ def check_fixed(
         check_inputs("check_fixed", query, key, value, None, None, None)
         if mask.cu_seqlens_q is not None:
             raise ValueError("attn_mask holds lists of variable length, got inputs of fixed length")
-        check_lists(mask, query, query.shape[1], key.shape[1], is_causal)
-        mask = mask.mask
+        check_lists(mask, query, key, query.shape[1], key.shape[1], is_causal)
+        mask = mask.checked_mask
     check_inputs("check_fixed", query, key, value, mask, bias, cache_seqlens)
     if isinstance(mask, KeyIntervalMask):
         mask.require_rows("attn_mask", query.shape[1])
@@ -171,15 +182,15 @@ def check_varlen(
         check_inputs("check_varlen", query, key, value, None, None, *sequences)
         if mask.cu_seqlens_q is None:
             raise ValueError("attn_mask holds lists of fixed length, got inputs of variable length")
-        check_lists(mask, query, max_seqlen_q, max_seqlen_k, is_causal)
+        check_lists(mask, query, key, max_seqlen_q, max_seqlen_k, is_causal)
         check_list_sequences(mask, varlen)
-        mask = mask.mask
+        mask = mask.checked_mask
     check_inputs("check_varlen", query, key, value, mask, bias, *sequences)
 
 
 def held_lengths(query: Tensor, key: Tensor, mask: AnyMask, bias: Tensor | None, varlen: Varlen) -> Varlen:
     """With lengths that no sequence can exceed: those that are given may lie far above, and cost nothing then."""
-    mask = mask.mask if isinstance(mask, KeyLists) else mask
+    mask = mask.checked_mask if isinstance(mask, KeyLists) else mask
     # A mask or bias with a column for every key has max_seqlen_k of them.
     by_pair = any(pairs is not None and len(pairs.shape) == 3 for pairs in (mask, bias))
     return varlen._replace(

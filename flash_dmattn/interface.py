@@ -21,7 +21,7 @@ from .backends import cpu, cuda, reference
 from .biases import hides
 from .checks import AnyMask, Varlen
 from .interval_mask import KeyIntervalMask
-from .key_lists import KeyLists
+from .key_lists import KeyIndices, KeyLists, dense_mask
 from .ops import is_per_key
 
 HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
@@ -61,8 +61,8 @@ def flash_dmattn_func(
         key: (B, Sk, Hkv, D) in query's dtype. H is a multiple of Hkv; query head h uses key/value head h // (H / Hkv).
         value: (B, Sk, Hkv, D) in query's dtype.
         attn_mask: bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible, never copied; or a KeyIntervalMask,
-            which costs O(Sk) memory; or KeyLists, made once of either and used many times. Of a batch dimension of B/n
-            each entry serves n batch elements that follow each other.
+            which costs O(Sk) memory; or KeyLists, made once of either, or of the keys that an indexer chose, and used
+            often. Of a batch dimension of B/n each entry serves n batch elements that follow each other.
         attn_bias: ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype, added to the scores; where it is the same
             for every row, [.., 1, Sk], float32 is accepted too. Its gradient comes in its own shape and dtype, summed
             in float32 over what was broadcast or shared.
@@ -159,7 +159,7 @@ def flash_dmattn_varlen_func(
         value: (total_k, Hkv, D) in query's dtype.
         attn_mask: bool, True = visible: one a key (total_k, {H|Hkv|1}), or one a pair
             (total_q, {H|Hkv|1}, max_seqlen_k), whose last dimension counts from the sequence's first key; or a
-            KeyIntervalMask of (total_k, {H|Hkv|1}), whose rows count from the sequence's first; or KeyLists of either.
+            KeyIntervalMask of (total_k, {H|Hkv|1}), whose rows count from the sequence's first; or KeyLists.
         attn_bias: in the same shapes in query's dtype; one number a key may be float32.
         cu_seqlens_q: int32 (B + 1): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. On CUDA the
             values are the caller's to get right: looking at them would make the GPU wait.
@@ -422,12 +422,6 @@ def without_repeats(mask: Tensor) -> Tensor:
     return mask
 
 
-def dense_mask(mask: AnyMask, seqlen_q: int) -> Tensor | None:
-    """A mask of fixed length as a bool tensor."""
-    mask = mask.mask if isinstance(mask, KeyLists) else mask
-    return mask.to_dense(seqlen_q) if isinstance(mask, KeyIntervalMask) else mask
-
-
 def autocast_is_on(device: torch.device) -> bool:
     # Of a device that knows no autocast, such as meta, the question whether it is on is an error.
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
@@ -489,9 +483,11 @@ def varlen_probabilities(
 
     mask = mask.mask if isinstance(mask, KeyLists) else mask
 
-    def pairs_of(pairs: Tensor | KeyIntervalMask | None, rows: slice, keys: slice) -> Tensor | None:
+    def pairs_of(pairs: Tensor | KeyIntervalMask | KeyIndices | None, rows: slice, keys: slice) -> Tensor | None:
         if pairs is None:
             return None
+        if isinstance(pairs, KeyIndices):
+            return pairs.sequence(b, rows, keys).to_dense(rows.stop - rows.start, keys.stop - keys.start)
         if isinstance(pairs, KeyIntervalMask):
             return pairs.sequence(keys.start, keys.stop).to_dense(rows.stop - rows.start)
         if pairs.ndim == 2:

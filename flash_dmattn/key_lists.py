@@ -16,6 +16,8 @@ from .arguments import (
     require_bool,
     require_count,
     require_dense,
+    require_device,
+    require_tensor,
     shape_of,
     values_at_hand,
 )
@@ -39,18 +41,62 @@ CPU_MIN_KEYS = 512
 CUDA_MIN_KEYS = 256
 
 
+@dataclass(frozen=True, eq=False)
+class KeyIndices:
+    """What an indexer has chosen, as `KeyLists.from_indices` takes it."""
+
+    indices: Tensor
+    tile_rows: int
+    shown: KeyIntervalMask | None  # of its choice a row sees what this shows
+
+    def to_dense(self, seqlen_q: int, seqlen_k: int) -> Tensor:
+        """bool ({B|1}, {H|Hkv|1}, Sq, Sk), of fixed length."""
+        dense = _dense(self.indices, seqlen_k).repeat_interleave(min(self.tile_rows, seqlen_q), dim=2)[:, :, :seqlen_q]
+        if self.shown is None:
+            return dense
+        shown = self.shown.to_dense(seqlen_q)
+        heads = max(dense.shape[1], shown.shape[1])
+        return _with_heads(dense, heads) & _with_heads(shown, heads)
+
+    def sequence(self, number: int, rows: slice, keys: slice) -> KeyIndices:
+        """Of variable length those of one sequence, as of fixed length."""
+        if self.indices.ndim == 3:
+            own = self.indices[rows].transpose(0, 1)[None]
+        else:
+            of_sequence = self.indices[number if self.indices.shape[0] > 1 else 0]
+            own = of_sequence[None, :, : -(-(rows.stop - rows.start) // self.tile_rows)]
+        return KeyIndices(own, self.tile_rows, self.shown and self.shown.sequence(keys.start, keys.stop))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyIndices:
+        shown = self.shown and self.shown.to(device, non_blocking=non_blocking)
+        return KeyIndices(self.indices.to(device, non_blocking=non_blocking), self.tile_rows, shown)
+
+
+def _dense(indices: Tensor, keys: int) -> Tensor:
+    """bool (.., keys): which keys are named."""
+    named = (indices >= 0) & (indices < keys)
+    dense = torch.zeros(*indices.shape[:-1], keys + 1, dtype=torch.bool, device=indices.device)
+    return dense.scatter_(-1, torch.where(named, indices, keys).long(), True)[..., :keys]
+
+
+def _with_heads(mask: Tensor, heads: int) -> Tensor:
+    return mask.repeat_interleave(heads // mask.shape[1], dim=1) if mask.shape[1] not in (0, heads) else mask
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyLists:
-    """A mask as sorted lists of keys, one for each batch element, head and tile of 128 query rows.
+    """A mask as sorted lists of keys, one for each batch element, head and tile of 128 (or 64) query rows.
 
     The kernels gather the keys of a list instead of walking over all of them: they cost as much as there are listed
-    keys, wherever these lie. Made once by `build`, it serves any number of layers and their backward, as `attn_mask`.
+    keys, wherever these lie. Made once, by `build` of a mask or by `from_indices` of what an indexer has chosen, it
+    serves any number of layers and their backward, as `attn_mask`.
     """
 
     keys: Tensor  # int32 (capacity): list after list, each padded with -1 to a multiple of 64
     spans: Tensor  # int64 (2, batches, heads, row tiles): where in `keys` each list begins and ends
-    rows: Tensor | None  # int32 (capacity, 4): which of the 128 rows see a key; None where `mask` need not be asked so
-    mask: Tensor | KeyIntervalMask  # what they were made from
+    rows: Tensor | None  # int32 (capacity, 4): which of the 128 rows see a key; None where `mask` need not be asked so;
+    # of indices that whole tiles of rows share (0, 4) or (0, 2)
+    mask: Tensor | KeyIntervalMask | KeyIndices  # what they were made from
     seqlen_q: int  # of variable length, as seqlen_k, the longest
     seqlen_k: int
     is_causal: bool = False  # whether they leave out what causality hides
@@ -104,6 +150,71 @@ class KeyLists:
             mask.require_rows("mask", seqlen_q)
         return build(mask, seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k)
 
+    @staticmethod
+    def from_indices(
+        indices: Tensor,
+        seqlen_q: int,
+        seqlen_k: int,
+        is_causal: bool = False,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        *,
+        tile_rows: int = 1,
+        mask: KeyIntervalMask | None = None,
+    ) -> KeyLists:
+        """The lists of what an indexer has chosen: which keys each query row sees, or each tile of query rows.
+
+        A row sees the keys that its indices name, each once however often it is named, so far as causality, `mask` and
+        the bias show them. Which keys are named has no gradient. Nothing of the size of Sq x Sk is made, and nothing is
+        read back from the device: the lists take up to 20 bytes for each index of indices for single rows, and 4 for
+        each index that 64 rows or a multiple share.
+
+        Rows that are neighbours should choose alike: the kernels gather, for each 128 rows, the keys that any of them
+        sees, for all of them. Where 64 rows, or a multiple, share their indices, no row pays for another's.
+
+        Args:
+            indices: int32 ({B|1}, {H|Hkv|1}, ceil(Sq / tile_rows), k), in any order: places of keys from 0 to Sk - 1,
+                -1 for none. Of variable length int32 (total_q, {H|Hkv|1}, k), with tile_rows of 1, or
+                ({B|1}, {H|Hkv|1}, ceil(seqlen_q / tile_rows), k), where what lies beyond the rows of a sequence is
+                not looked at; places count from the first key of the sequence.
+            seqlen_q: the number of query rows; of variable length max_seqlen_q.
+            seqlen_k: the number of keys; of variable length max_seqlen_k.
+            is_causal: leaves out keys that causality hides. The lists then serve calls with is_causal=True only.
+            cu_seqlens_q, cu_seqlens_k: int32 (B + 1), of variable length. On CUDA their values are the caller's to get
+                right.
+            tile_rows: how many query rows that follow each other, counted from the sequence's first, share a row of
+                indices: 1 where each has its own.
+            mask: of the keys that it chose a row sees those that this KeyIntervalMask shows: documents, padding, a
+                window.
+
+        Raises:
+            ValueError: a shape or value that does not fit; on the CPU, and on CUDA with FLASH_DMATTN_CHECK=1 in the
+                environment, an index that is out of range. Else such indices count as none on CUDA.
+            TypeError: indices that are no int32 tensor, a mask that is no KeyIntervalMask, a length that is no int.
+            RuntimeError: tensors on different devices.
+        """
+        require_tensor("indices", indices)
+        require_bool("is_causal", is_causal)
+        for name, count in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("tile_rows", tile_rows)):
+            require_count(name, count)
+        if mask is not None and not isinstance(mask, KeyIntervalMask):
+            got = f"a {names([mask.dtype])} tensor" if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask must be a KeyIntervalMask, got {got}: set the indices of hidden keys to -1")
+        is_varlen = cu_seqlens_q is not None
+        if is_varlen != (cu_seqlens_k is not None):
+            raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together")
+        if is_varlen:
+            check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, indices, "indices", longest=("seqlen_q", seqlen_q))
+            check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, indices, "indices", longest=("seqlen_k", seqlen_k))
+        if mask is not None:
+            require_device("mask", mask.intervals, indices.device, "indices")
+            mask.require_rows("mask", seqlen_q)
+            if mask.is_varlen != is_varlen or (not is_varlen and mask.keys != seqlen_k):
+                accepted = "(total_k, {H|Hkv|1})" if is_varlen else f"({{B|1}}, {{H|Hkv|1}}, {seqlen_k})"
+                raise ValueError(f"mask must be {accepted}, got shape {shape_of(mask)}")
+        problem = (seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k)
+        return list_indices(KeyIndices(indices, tile_rows, mask), *problem)
+
     @property
     def batches(self) -> int:
         return self.spans.shape[1]
@@ -118,13 +229,21 @@ class KeyLists:
 
     @property
     def intervals(self) -> Tensor | None:
-        """int32 (2, ...): which rows see a key, of a KeyIntervalMask."""
-        return self.mask.intervals if isinstance(self.mask, KeyIntervalMask) else None
+        """int32 (2, ...): which rows see a key, of a KeyIntervalMask that the lists were not made to heed."""
+        mask = self.mask
+        if isinstance(mask, KeyIndices) and not ops.has_list_rows(mask.tile_rows):
+            mask = mask.shown
+        return mask.intervals if isinstance(mask, KeyIntervalMask) else None
 
     @property
     def rows_alike(self) -> bool:
         """Whether one list serves every row of a head."""
         return self.rows is None and not isinstance(self.mask, KeyIntervalMask)
+
+    @property
+    def checked_mask(self) -> Tensor | KeyIntervalMask | None:
+        """Of what they were made from the mask, which a call checks as such."""
+        return self.mask.shown if isinstance(self.mask, KeyIndices) else self.mask
 
     @property
     def device(self) -> torch.device:
@@ -149,7 +268,7 @@ class KeyLists:
         """
         if self.cu_seqlens_q is not None:
             raise ValueError("to_dense is for lists of fixed length")
-        mask = self.mask.to_dense(self.seqlen_q) if isinstance(self.mask, KeyIntervalMask) else self.mask
+        mask = dense_mask(self, self.seqlen_q)
         if not self.is_causal:
             return mask
         mask = mask.expand(-1, -1, self.seqlen_q, self.seqlen_k)
@@ -170,6 +289,15 @@ class KeyLists:
             f"KeyLists({self.batches} x {self.heads} x {self.row_tiles} lists, room for {self.keys.shape[0]} keys, "
             f"seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}{causal}, device={str(self.device)!r})"
         )
+
+
+def dense_mask(mask: Tensor | KeyIntervalMask | KeyLists | None, seqlen_q: int) -> Tensor | None:
+    """A mask of fixed length as a bool tensor; of lists what they were made from."""
+    if isinstance(mask, KeyLists):
+        if isinstance(mask.mask, KeyIndices):
+            return mask.mask.to_dense(seqlen_q, mask.seqlen_k)
+        mask = mask.mask
+    return mask.to_dense(seqlen_q) if isinstance(mask, KeyIntervalMask) else mask
 
 
 def check_buildable(mask: object, is_varlen: bool) -> None:
@@ -217,6 +345,37 @@ def build(
     return KeyLists(keys, spans, rows, mask, seqlen_q, seqlen_k, *sequences)
 
 
+def list_indices(
+    chosen: KeyIndices,
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> KeyLists:
+    """`KeyLists.from_indices` of checked inputs."""
+    indices, tile_rows = chosen.indices, chosen.tile_rows
+    sequences = (is_causal, cu_seqlens_q, cu_seqlens_k)
+    held_q, held_k = seqlen_q, seqlen_k
+    if cu_seqlens_q is not None:
+        if values_at_hand(cu_seqlens_q):
+            longest_q, longest_k = map(longest_sequence, (cu_seqlens_q, cu_seqlens_k))
+        else:
+            longest_q = indices.shape[0] if indices.ndim == 3 else seqlen_q
+            longest_k = seqlen_k if chosen.shown is None else chosen.shown.keys
+        held_q, held_k = min(seqlen_q, longest_q), min(seqlen_k, longest_k)
+    if tile_rows >= seqlen_q:  # all rows share their indices, as those of whole tiles of lists do
+        tile_rows = -(-tile_rows // ops.LIST_ROWS) * ops.LIST_ROWS
+        chosen = KeyIndices(indices, tile_rows, chosen.shown)
+    intervals = None if chosen.shown is None else chosen.shown.intervals
+    tensors = ops.index_key_lists(indices, intervals, tile_rows, held_q, held_k, *sequences)
+    return KeyLists(*tensors, chosen, seqlen_q, seqlen_k, *sequences)
+
+
+def longest_sequence(cu_seqlens: Tensor) -> int:
+    return max(cu_seqlens.diff().tolist(), default=0)
+
+
 def held_lengths(
     mask: Tensor | KeyIntervalMask,
     seqlen_q: int,
@@ -230,7 +389,7 @@ def held_lengths(
         return seqlen_q, seqlen_k
     by_pair = len(mask.shape) == 3
     if values_at_hand(cu_seqlens_q):
-        longest_q, longest_k = (max(seqlens.diff().tolist(), default=0) for seqlens in (cu_seqlens_q, cu_seqlens_k))
+        longest_q, longest_k = map(longest_sequence, (cu_seqlens_q, cu_seqlens_k))
     else:
         known = by_pair or cu_seqlens_q is cu_seqlens_k
         longest_q, longest_k = mask.shape[0] if known else seqlen_q, mask.shape[0]
@@ -265,7 +424,7 @@ def choose(
     """
     problem = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     if isinstance(mask, KeyLists):
-        return mask.mask if sparse == "tiles" else mask
+        return mask.mask if sparse == "tiles" else mask  # of indices refused by then
     if mask is None or sparse == "tiles":
         return mask
     if sparse == "lists":

@@ -58,7 +58,9 @@ class MaskTensors(NamedTuple):
     intervals: Optional[Tensor] = None  # int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends, or (2, total_k, heads)
     list_keys: Optional[Tensor] = None  # int32 (capacity), -1 in the padding
     list_spans: Optional[Tensor] = None  # int64 (2, {B|B/n|1}, {H|Hkv|1}, row tiles): where lists begin and end
-    list_rows: Optional[Tensor] = None  # int32 (capacity, 4), a bit for each of 128 rows
+    # int32 (capacity, 4), a bit for each of the 128 rows of a list. Or (0, 4) or (0, 2), where every one of the 128 or
+    # 64 rows of a list sees its keys.
+    list_rows: Optional[Tensor] = None
 
 
 def is_per_key(shape) -> bool:
@@ -78,6 +80,11 @@ def list_room(keys_per_row, rows, keys) -> int:
     # torch.sym_min, unlike min, makes no graph of its own for lengths on either side.
     longest = torch.sym_min(keys_per_row + torch.sym_min(rows, LIST_ROWS) - 1, keys)
     return -(-longest // LIST_ALIGN) * LIST_ALIGN
+
+
+def has_list_rows(tile_rows: int) -> bool:
+    """Whether the rows of a list differ in what they see, where `tile_rows` query rows share a row of indices."""
+    return tile_rows % (LIST_ROWS // 2) != 0
 
 
 def _empty(like: Tensor, shape, dtype: torch.dtype) -> Tensor:
@@ -121,6 +128,32 @@ def _build_key_lists_fake(
     )
 
 
+def _index_key_lists_fake(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
+    # As plan_index_lists in csrc/index_params.h.
+    has_rows = has_list_rows(tile_rows)
+    list_rows = LIST_ROWS if has_rows or tile_rows % LIST_ROWS == 0 else LIST_ROWS // 2
+    tiles = -(-seqlen_q // list_rows)
+    groups = tiles if has_rows else -(-tiles // (tile_rows // list_rows))
+    if not has_rows:
+        across = 1
+    else:
+        across = LIST_ROWS // tile_rows if LIST_ROWS % tile_rows == 0 else (LIST_ROWS - 2) // tile_rows + 2
+    across = torch.sym_min(across, -(-seqlen_q // tile_rows))
+    stride = -(-torch.sym_min(across * indices.shape[-1], seqlen_k) // LIST_ALIGN) * LIST_ALIGN
+    heads, batches = indices.shape[1], indices.shape[0]
+    if intervals is not None:
+        heads = max(heads, intervals.shape[2])
+        batches = intervals.shape[1] if batches == 1 else batches
+    if cu_seqlens_q is not None:
+        batches = cu_seqlens_q.shape[0] - 1
+    capacity = batches * heads * groups * stride
+    return (
+        _empty(indices, (capacity,), torch.int32),
+        _empty(indices, (2, batches, heads, tiles), torch.int64),
+        _empty(indices, (capacity if has_rows else 0, list_rows // 32), torch.int32),
+    )
+
+
 def _pack_mask_fake(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
     rows_alike = is_per_key(mask.shape)
     batches = mask.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -158,6 +191,7 @@ def _operator(name: str, fake):
 attention_forward = _operator("attention_forward", _forward_fake)
 attention_backward = _operator("attention_backward", _backward_fake)
 build_key_lists = _operator("build_key_lists", _build_key_lists_fake)
+index_key_lists = _operator("index_key_lists", _index_key_lists_fake)
 pack_mask = _operator("pack_mask", _pack_mask_fake)
 topk_intervals = _operator("topk_intervals", _topk_intervals_fake)
 topk_lists = _operator("topk_lists", _topk_lists_fake)

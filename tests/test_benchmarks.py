@@ -284,9 +284,23 @@ def test_sparse_performance(tmp_path):
     content = json.loads(path.read_text())
     assert_says_where(content)
     taken = {(timing["quantity"], timing["implementation"]): timing["seconds"] for timing in content["timings"]}
-    both = {(quantity, name) for quantity in ("forward", "backward") for name in ("cpu", "tiles")}
+    both = {(quantity, name) for quantity in ("forward", "backward") for name in ("cpu", "tiles", "intervals")}
     assert taken.keys() == {("topk", "cpu"), ("key lists", "cpu")} | both
     assert all(seconds > 0 for seconds in taken.values())
+
+
+@pytest.mark.parametrize("tile_rows", [1, 7])
+def test_indices_name_what_the_last_row_of_each_tile_sees(performance, sparse_performance, tile_rows):
+    problem = sparse_performance.indexed("", 40, 8, 4, 2, 16, tile_rows=tile_rows)
+    inputs = performance.make_inputs(problem, torch.float32, "cpu", seed=0)
+    last = [min(i // tile_rows * tile_rows + tile_rows, 40) - 1 for i in range(40)]
+    seen = inputs.bool_mask()[:, :, last].tril()
+    reference = performance.flash_dmattn_func_auto("reference")
+    expected = performance.replace(inputs, mask=seen).attend(reference)[0]
+    ours = sparse_performance.by_indices("cpu", inputs).forward()
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    random = sparse_performance.indexed("", 40, 8, 4, 2, 16, tile_rows=tile_rows, at_random=True).indices(inputs.mask)
+    assert all(row.unique().numel() == 8 for row in random.flatten(0, 2))
 
 
 def test_cudnn_attends_to_all_keys(performance, sparse_performance, monkeypatch):

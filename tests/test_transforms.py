@@ -123,12 +123,14 @@ def test_vmap_with_every_kind_of_mask(seqlen):
     bias = torch.randn(CALLS, 1, 2, 1, seqlen, dtype=torch.float64)
     mask = rand_mask(1, 1, seqlen, seqlen)
     intervals = rand_intervals(1, 2, seqlen, rows=seqlen)
+    indices = torch.randint(-1, seqlen, (1, 2, seqlen, 4), dtype=torch.int32)
     cases = {
         "bool": lambda *x: flash_dmattn_func(*x[:3], mask, x[3]),
         "intervals": lambda *x: flash_dmattn_func(*x[:3], intervals, x[3]),
         "window": lambda *x: flash_dmattn_func(*x[:3], None, x[3], is_causal=True, window_size=4),
         "wide window": lambda *x: flash_dmattn_func(*x[:3], None, x[3], is_causal=True, window_size=seqlen),
         "lists": lambda *x: flash_dmattn_func(*x[:3], KeyLists.build(intervals, seqlen), x[3]),
+        "indices": lambda *x: flash_dmattn_func(*x[:3], KeyLists.from_indices(indices, seqlen, seqlen), x[3]),
     }
     for name, function in cases.items():
 
@@ -201,6 +203,7 @@ MADE_IN_INFERENCE_MODE = {
     "intervals": lambda: KeyIntervalMask.sliding_window(300, 300, 9),
     "lists of intervals": lambda: KeyLists.build(KeyIntervalMask.sliding_window(300, 300, 9), 300),
     "lists of a bool mask": lambda: KeyLists.build(rand_mask(2, 1, 300, 300), 300),
+    "lists of indices": lambda: KeyLists.from_indices(torch.randint(-1, 300, (2, 1, 300, 9)).int(), 300, 300),
 }
 
 

@@ -9,7 +9,6 @@
 namespace flash_dmattn {
 namespace {
 
-constexpr int64_t kRows = kGradientRows;
 constexpr int64_t kKeys = 256;
 
 // What one run of row tiles gives to the gradients of one key/value head, for the keys from the first to the last that
@@ -111,7 +110,8 @@ public:
           parts_(parts),
           group_(params.heads / params.kv_heads),
           sharing_(params.lists.heads == params.heads ? 1 : group_),
-          max_rows_(std::min(kRows, params.seqlen_q)),
+          rows_each_(params.lists.tile_rows),
+          max_rows_(std::min(rows_each_, params.seqlen_q)),
           tile_(params, kKeys),
           gathered_(params, kKeys, /*backward=*/true),
           query_(max_rows_ * p_.head_dim),
@@ -136,14 +136,14 @@ private:
     // Returns whether every gradient is finite.
     bool differentiate(int64_t run, int64_t first_batch, int64_t first_head, bool exact) {
         const Sequence first(p_, first_batch);
-        const int64_t begin = run * units_.tiles_each * kRows;
-        const int64_t end = std::min(begin + units_.tiles_each * kRows, first.rows);
+        const int64_t begin = run * units_.tiles_each * rows_each_;
+        const int64_t end = std::min(begin + units_.tiles_each * rows_each_, first.rows);
         units_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             start_part(run, s, head, begin, end);
         });
         bool finite = true;
-        for (int64_t row = begin; row < end; row += kRows) {
-            finite &= differentiate_rows(run, first_batch, first_head, row, std::min(kRows, end - row), exact);
+        for (int64_t row = begin; row < end; row += rows_each_) {
+            finite &= differentiate_rows(run, first_batch, first_head, row, std::min(rows_each_, end - row), exact);
         }
         units_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             finite &= is_finite(parts_.part(run, s.batch, head / group_));
@@ -153,9 +153,9 @@ private:
 
     void start_part(int64_t run, const Sequence& s, int64_t first_head, int64_t begin, int64_t end) {
         int64_t first = s.keys, last = -1;
-        for (int64_t row = begin; row < end; row += kRows) {
+        for (int64_t row = begin; row < end; row += rows_each_) {
             for (int64_t head = first_head; head < first_head + group_; head += sharing_) {
-                const KeyList list = list_of(p_, s, head, row, std::min(kRows, end - row));
+                const KeyList list = list_of(p_, s, head, row, std::min(rows_each_, end - row));
                 if (list.size == 0) continue;
                 first = std::min<int64_t>(first, list.keys[0]);
                 last = std::max<int64_t>(last, list.keys[list.size - 1]);
@@ -266,6 +266,7 @@ private:
     KeyParts<acc_t>& parts_;
     int64_t group_;
     int64_t sharing_;  // how many query heads have one list and one key/value head
+    int64_t rows_each_;  // of a tile
     int64_t max_rows_;
     GradientTile<acc_t> tile_;
     GatheredKeys<acc_t> gathered_;
@@ -280,7 +281,7 @@ private:
 
 template <typename acc_t>
 void gathered_backward(const BwdParams& params) {
-    const GradientUnits units(params, ceil_div(params.seqlen_q, kRows));
+    const GradientUnits units(params, ceil_div(params.seqlen_q, params.lists.tile_rows));
     KeyParts<acc_t> parts(params, units);
     for_each_unit(units.count(), [&] { return BackwardUnit<acc_t>(params, units, parts); });
     parts.reduce();

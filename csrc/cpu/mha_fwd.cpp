@@ -307,7 +307,7 @@ void run(const FwdParams& params) {
     if (params.seqlen_q <= kFewRows && !params.lists.present()) return FewRows<acc_t>(params).run();
     // Where there are lists, the query heads that share a key/value head follow each other: they share what is
     // gathered.
-    const int64_t rows_each = params.lists.present() ? KeyListsView::kRows : kRows;
+    const int64_t rows_each = params.lists.present() ? params.lists.tile_rows : kRows;
     const int64_t heads_each = params.lists.present() ? params.heads / params.kv_heads : 1;
     const int64_t row_tiles = ceil_div(params.seqlen_q, rows_each), head_groups = params.heads / heads_each;
     for_each_unit(params.batch * head_groups * row_tiles, [&] {

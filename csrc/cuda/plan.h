@@ -12,6 +12,13 @@ enum class Arch : int32_t {
     kSm90,  // wgmma, the copy engine: 9.0
 };
 
+// Whether the query heads that share a key/value head go by the same lists of keys, mask and key bias, so that they may
+// share a tile of keys.
+inline bool heads_share_keys(const AttentionParams& p) {
+    const auto shared = [&](const auto& view) { return !view.present() || view.heads <= p.kv_heads; };
+    return shared(p.packed_mask) && shared(p.intervals) && shared(p.lists) && shared(p.bias);
+}
+
 // A part of the workspace.
 struct WorkspacePart {
     int64_t offset = 0;
@@ -76,6 +83,7 @@ struct BwdCuts {
     int64_t dbias_splits = 1;
     int64_t dbias_run = 1;  // tiles of keys, one after the other, that one block makes of a shared dbias
     // Where the keys are gathered by lists:
+    int64_t tile_heads = 1;        // query heads of a block, each with an equal share of its rows
     int64_t dkv_rows = 0;          // B * Sk; of variable length total_k
     int64_t dkv_cols = 0;          // D, rounded up
     int64_t dbias_accum_size = 0;  // elements of a dense bias that heads or batch elements share

@@ -126,19 +126,17 @@ bool checks_devices() {
     return checks;
 }
 
-// Whether the values of lengths are to be looked at. A tensor that stands for another, while a graph is traced or a
-// transform of torch.func is active, has none.
+// What is on the CPU already does not go through the dispatcher, where a transform would wrap it.
+Tensor read_back(const Tensor& lengths) { return lengths.is_cpu() ? lengths.contiguous() : lengths.cpu().contiguous(); }
+
+}  // namespace
+
 bool values_at_hand(const Tensor& tensor) {
     using Key = c10::DispatchKey;
     constexpr c10::DispatchKeySet standing_in({Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper});
     if (tensor.key_set().has_any(standing_in)) return false;
     return tensor.is_cpu() || (tensor.is_cuda() && checks_devices());
 }
-
-// What is on the CPU already does not go through the dispatcher, where a transform would wrap it.
-Tensor read_back(const Tensor& lengths) { return lengths.is_cpu() ? lengths.contiguous() : lengths.cpu().contiguous(); }
-
-}  // namespace
 
 void check_rows_of(const char* name, const Tensor& tensor, const char* layout) {
     check_ndim(name, tensor, layout);

@@ -44,6 +44,9 @@ struct CuSeqlens {
     std::optional<int64_t> longest;  // a bound on the length of a sequence, where there is one
 };
 void check_cu_seqlens(const CuSeqlens& given);
+// Whether looking at the values of lengths and the like is free: on the CPU, or with FLASH_DMATTN_CHECK=1, where they are
+// read back. A tensor that stands for another, while a graph is traced or a transform of torch.func is active, has none.
+bool values_at_hand(const Tensor& tensor);
 void check_same_sequences(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k);
 void check_varlen(const Varlen& varlen, const Tensor& query, const Tensor& key);
 

@@ -9,6 +9,7 @@
 
 #include "cuda/attention.h"
 #include "cuda/masks/bounded_lists.h"
+#include "cuda/masks/index_lists.h"
 #include "cuda/masks/key_lists.h"
 #include "cuda/select/select.h"
 
@@ -150,6 +151,12 @@ std::tuple<Tensor, Tensor, Tensor> build_counted_lists(const AttentionParams& p,
     auto* rows = plan.has_rows ? reinterpret_cast<uint32_t*>(lists.rows.data_ptr<int32_t>()) : nullptr;
     key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(), rows, stream);
     return lists.tensors();
+}
+
+void build_index_lists(const IndexListsParams& p, const IndexListsPlan& plan, const Tensor& indices, int32_t* keys,
+                       int64_t* begins, int64_t* ends, uint32_t* rows) {
+    const c10::cuda::CUDAGuard guard(indices.device());
+    index_lists_cuda(p, plan, keys, begins, ends, rows, current_stream());
 }
 
 Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q, const OptionalTensor& cu_seqlens_q,

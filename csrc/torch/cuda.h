@@ -22,6 +22,10 @@ std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& pa
                                                        int64_t keys_per_row);
 std::tuple<Tensor, Tensor, Tensor> build_counted_lists(const AttentionParams& params, const Tensor& source);
 
+// index_key_lists on CUDA, as index_lists_cpu (cpu/index_lists.h).
+void build_index_lists(const IndexListsParams& params, const IndexListsPlan& plan, const Tensor& indices, int32_t* keys,
+                       int64_t* begins, int64_t* ends, uint32_t* rows);
+
 // Selection: from a bias of one number a key to the keys of the causal dynamic mask (KeyIntervalMask.topk).
 // bias ({B|1}, {H|Hkv|1}, Sk) to intervals int32 (2, {B|1}, {H|Hkv|1}, Sk); of variable length (total_k, heads) to
 // (2, total_k, heads). longest: of variable length, a bound on the keys of a sequence, where one is known.

@@ -1,5 +1,8 @@
 #include "inputs.h"
 
+#include <algorithm>
+#include <limits>
+
 namespace flash_dmattn {
 namespace {
 
@@ -36,7 +39,15 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
     view.batches = spans.size(1);
     view.heads = spans.size(2);
     view.rows_alike = !masks.intervals && !masks.list_rows;
-    const int64_t row_tiles = view.rows_alike ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
+    if (masks.list_rows) {
+        TORCH_CHECK_VALUE(masks.list_rows->dim() == 2 &&
+                              (masks.list_rows->size(1) == KeyListsView::kRows / 32 ||
+                               (masks.list_rows->size(0) == 0 && masks.list_rows->size(1) == KeyListsView::kRows / 64)),
+                          "list_rows must be (capacity, ", KeyListsView::kRows / 32, "), or where every row of a list sees "
+                          "its keys (0, a 32nd of its rows), got shape ", shape_of(*masks.list_rows));
+        view.tile_rows = masks.list_rows->size(1) * 32;
+    }
+    const int64_t row_tiles = view.rows_alike ? 1 : (p.seqlen_q + view.tile_rows - 1) / view.tile_rows;
     const bool varlen = p.cu_seqlens_q != nullptr;  // the lists may have been made for longer sequences than there are
     view.row_tiles = spans.size(3);
     TORCH_CHECK_VALUE(view.batches == p.batch || (view.batches > 0 && p.batch % view.batches == 0),
@@ -62,7 +73,7 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
         TORCH_CHECK_VALUE(0 <= begin && begin <= end && end <= view.capacity,
                           "list_spans must lie within the ", view.capacity, " list_keys, got a list from ", begin, " to ", end);
     }
-    if (masks.list_rows) {
+    if (masks.list_rows && masks.list_rows->size(0) > 0) {
         const Tensor& rows = *masks.list_rows;
         check_shape(rows, "list_rows", {keys.numel(), KeyListsView::kRows / 32});
         check_dtype(rows, "list_rows", at::kInt);
@@ -70,6 +81,47 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
         TORCH_CHECK_VALUE(rows.is_contiguous(), "list_rows must be contiguous, got strides ", rows.strides());
         view.rows = reinterpret_cast<const uint32_t*>(rows.const_data_ptr<int32_t>());
     }
+    return view;
+}
+
+// The sequences of what a list is made from: `whose` is `beside`, which holds so many rows or keys, where that is known.
+void check_and_set_sequences(AttentionParams& p, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                             const Tensor& beside, const char* whose, std::optional<int64_t> total_q,
+                             std::optional<int64_t> total_k) {
+    check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
+    const auto check = [&](const char* name, const Tensor& tensor, std::optional<int64_t> total, const char* longest_name,
+                           int64_t longest) {
+        CuSeqlens given{name, tensor, &beside, whose};
+        given.total = total;
+        given.longest_name = longest_name;
+        given.longest = longest;
+        check_cu_seqlens(given);
+    };
+    check("cu_seqlens_q", *cu_seqlens_q, total_q, "seqlen_q", p.seqlen_q);
+    check("cu_seqlens_k", *cu_seqlens_k, total_k, "seqlen_k", p.seqlen_k);
+    set_sequences(p, *cu_seqlens_q, *cu_seqlens_k);
+}
+
+void check_lengths(int64_t seqlen_q, int64_t seqlen_k, const OptionalTensor& cu_seqlens_q,
+                   const OptionalTensor& cu_seqlens_k) {
+    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(), "cu_seqlens_q and cu_seqlens_k come together");
+    TORCH_CHECK_VALUE(seqlen_q >= 0 && seqlen_k >= 0, "seqlen_q and seqlen_k must not be negative, got ", seqlen_q, " and ",
+                      seqlen_k);
+}
+
+// int32 ({B|1}, {H|Hkv|1}, rows, k), or of variable length (total_q, {H|Hkv|1}, k).
+IndexView index_view(const Tensor& indices, int64_t tile_rows) {
+    IndexView view;
+    view.packed = indices.dim() == 3;
+    view.data = indices.const_data_ptr<int32_t>();
+    view.batches = view.packed ? 1 : indices.size(0);
+    view.batch_stride = view.packed ? 0 : broadcast_stride(indices, 0);
+    view.heads = indices.size(1);
+    view.head_stride = broadcast_stride(indices, 1);
+    view.row_stride = indices.stride(view.packed ? 0 : 2);
+    view.count = indices.size(-1);
+    view.col_stride = indices.stride(-1);
+    view.tile_rows = tile_rows;
     return view;
 }
 
@@ -144,10 +196,8 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
                             int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
                             const OptionalTensor& cu_seqlens_k) {
     TORCH_CHECK_VALUE(mask.has_value() != intervals.has_value(), "exactly one of mask and intervals must be given");
-    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(), "cu_seqlens_q and cu_seqlens_k come together");
+    check_lengths(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
     const bool varlen = cu_seqlens_q.has_value();
-    TORCH_CHECK_VALUE(seqlen_q >= 0 && seqlen_k >= 0, "seqlen_q and seqlen_k must not be negative, got ", seqlen_q, " and ",
-                      seqlen_k);
     TORCH_CHECK_VALUE(mask || (intervals->dim() > 0 && intervals->size(0) == 2), "intervals must be (2, ...), got shape ",
                       shape_of(mask ? *mask : *intervals));
     const Tensor pairs = mask ? *mask : (*intervals)[0];
@@ -163,17 +213,9 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
     p.seqlen_k = seqlen_k;
     p.is_causal = is_causal;
     if (varlen) {
-        check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
-        for (const auto& [tensor, name] :
-             {std::pair(&*cu_seqlens_q, "cu_seqlens_q"), std::pair(&*cu_seqlens_k, "cu_seqlens_k")}) {
-            const bool of_queries = tensor == &*cu_seqlens_q;
-            CuSeqlens given{name, *tensor, &pairs, mask ? "mask" : "intervals"};
-            if (of_queries == (dims == 3)) given.total = pairs.size(0);
-            given.longest_name = of_queries ? "seqlen_q" : "seqlen_k";
-            given.longest = of_queries ? seqlen_q : seqlen_k;
-            check_cu_seqlens(given);
-        }
-        set_sequences(p, *cu_seqlens_q, *cu_seqlens_k);
+        const auto total = [&](bool is_first) { return is_first ? std::optional(pairs.size(0)) : std::nullopt; };
+        check_and_set_sequences(p, cu_seqlens_q, cu_seqlens_k, pairs, mask ? "mask" : "intervals", total(dims == 3),
+                                total(dims == 2));
     }
     const auto fits = [](int64_t size, int64_t whole) { return size == whole || size == 1; };
     if (mask) {
@@ -186,6 +228,62 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
         TORCH_CHECK_VALUE(varlen || pairs.size(2) == seqlen_k, "intervals must be of ", seqlen_k, " keys, got shape ",
                           shape_of(*intervals));
         p.intervals = interval_view(*intervals);
+    }
+    return p;
+}
+
+IndexListsParams index_params(const Tensor& indices, const OptionalTensor& intervals, int64_t tile_rows, int64_t seqlen_q,
+                              int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
+                              const OptionalTensor& cu_seqlens_k) {
+    constexpr int64_t kMostIndices = (int64_t{1} << 24) - 1;  // of a row: those of a list are counted in 32 bits
+    check_lengths(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
+    const bool varlen = cu_seqlens_q.has_value();
+    check_dtype(indices, "indices", at::kInt);
+    TORCH_CHECK_VALUE(indices.dim() == 4 || (varlen && indices.dim() == 3), "indices must be ({B|1}, {H|Hkv|1}, rows, k)",
+                      varlen ? " or (total_q, {H|Hkv|1}, k)" : "", ", got shape ", shape_of(indices));
+    TORCH_CHECK_VALUE(tile_rows >= 1 && tile_rows <= std::numeric_limits<int32_t>::max(),
+                      "tile_rows must be positive and fit in 32 bits, got ", tile_rows);
+    TORCH_CHECK_VALUE(indices.size(-1) <= kMostIndices, "indices must have at most ", kMostIndices, " keys a row, got shape ",
+                      shape_of(indices));
+    IndexListsParams p;
+    p.indices = index_view(indices, tile_rows);
+    TORCH_CHECK_VALUE(!p.indices.packed || tile_rows == 1,
+                      "tile_rows must be 1 for indices (total_q, {H|Hkv|1}, k), got ", tile_rows);
+    p.seqlen_q = seqlen_q;
+    p.seqlen_k = seqlen_k;
+    p.is_causal = is_causal;
+    p.heads = p.indices.heads;
+    p.batch = varlen ? cu_seqlens_q->numel() - 1 : p.indices.batches;
+    const int64_t rows = (seqlen_q + tile_rows - 1) / tile_rows;
+    TORCH_CHECK_VALUE(p.indices.packed || (varlen ? indices.size(2) >= rows : indices.size(2) == rows),
+                      "indices must have ", varlen ? "at least " : "", rows, " rows for ", seqlen_q, " query rows, ", tile_rows,
+                      " of which share one, got shape ", shape_of(indices));
+    if (intervals) {
+        check_dtype(*intervals, "intervals", at::kInt);
+        check_device(*intervals, "intervals", indices, "indices");
+        TORCH_CHECK_VALUE(intervals->dim() == (varlen ? 3 : 4) && intervals->size(0) == 2 &&
+                              (varlen || intervals->size(3) == seqlen_k),
+                          "intervals must be starts and ends of ", seqlen_k, " keys, got shape ", shape_of(*intervals));
+        p.intervals = interval_view(*intervals);
+        // The lists are for all batch elements and heads of either.
+        p.heads = std::max(p.heads, p.intervals.heads);
+        if (!varlen) p.batch = p.indices.batches == 1 ? p.intervals.batches : p.indices.batches;
+    }
+    const auto fits = [](int64_t size, int64_t whole) { return size == whole || size == 1; };
+    const auto divides = [](int64_t heads, int64_t all) { return heads == 0 ? all == 0 : all % heads == 0; };
+    TORCH_CHECK_VALUE(p.indices.packed || fits(p.indices.batches, p.batch), "indices must be of ", p.batch,
+                      " batch elements or 1, got shape ", shape_of(indices));
+    TORCH_CHECK_VALUE(!intervals || (fits(p.intervals.batches, p.batch) && divides(p.indices.heads, p.heads) &&
+                                     divides(p.intervals.heads, p.heads)),
+                      "intervals must have the batch elements and heads of indices, a multiple of the heads or a part of "
+                      "them, or 1, got shape ", shape_of(*intervals), " and indices of shape ", shape_of(indices));
+    p.kv_heads = p.heads;
+    if (varlen) {
+        const auto total = [](bool known, const Tensor& tensor, int64_t dim) {
+            return known ? std::optional(tensor.size(dim)) : std::nullopt;
+        };
+        check_and_set_sequences(p, cu_seqlens_q, cu_seqlens_k, indices, "indices", total(p.indices.packed, indices, 0),
+                                intervals ? total(true, *intervals, 1) : std::nullopt);
     }
     return p;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "checks.h"
+#include "index_params.h"
 
 namespace flash_dmattn {
 
@@ -15,7 +16,9 @@ struct MaskTensors {
     OptionalTensor intervals;
     OptionalTensor list_keys;   // int32 (capacity)
     OptionalTensor list_spans;  // int64 (2, {B|B/n|1}, {H|Hkv|1}, row tiles): where in list_keys lists begin and end
-    OptionalTensor list_rows;   // int32 (capacity, 4), a bit for each of 128 rows
+    // int32 (capacity, 4), a bit for each of the 128 rows of a list. Or (0, 4) or (0, 2), where every one of the 128 or
+    // 64 rows of a list sees its keys.
+    OptionalTensor list_rows;
 };
 
 struct Options {
@@ -42,6 +45,11 @@ void fill(AttentionParams& params, const Inputs& inputs);
 AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& intervals, int64_t seqlen_q,
                             int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
                             const OptionalTensor& cu_seqlens_k);
+
+// The same of what an indexer has chosen, with intervals or without. The batch elements and heads are those of the lists.
+IndexListsParams index_params(const Tensor& indices, const OptionalTensor& intervals, int64_t tile_rows, int64_t seqlen_q,
+                              int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
+                              const OptionalTensor& cu_seqlens_k);
 
 inline bool nothing_to_do(const AttentionParams& params) { return params.batch == 0 || params.heads == 0; }
 

@@ -62,6 +62,9 @@ TORCH_LIBRARY(flash_dmattn, m) {
         "build_key_lists(Tensor? mask, Tensor? intervals, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, "
         "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? keys_per_row, SymInt? limit) -> (Tensor, Tensor, Tensor)");
     m.def(
+        "index_key_lists(Tensor indices, Tensor? intervals, SymInt tile_rows, SymInt seqlen_q, SymInt seqlen_k, "
+        "bool is_causal, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k) -> (Tensor, Tensor, Tensor)");
+    m.def(
         "pack_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, Tensor? cu_seqlens_q, "
         "Tensor? cu_seqlens_k) -> (Tensor, Tensor)");
     m.def(
@@ -75,6 +78,7 @@ TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
     m.impl("attention_forward", attention_forward);
     m.impl("attention_backward", attention_backward);
     m.impl("build_key_lists", build_key_lists);
+    m.impl("index_key_lists", index_key_lists);
 }
 
 // Where the CUDA kernels were not built, these say so.
@@ -82,6 +86,7 @@ TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
     m.impl("attention_forward", attention_forward);
     m.impl("attention_backward", attention_backward);
     m.impl("build_key_lists", build_key_lists);
+    m.impl("index_key_lists", index_key_lists);
     m.impl("pack_mask", pack_mask);
     m.impl("topk_intervals", topk_intervals);
     m.impl("topk_lists", topk_lists);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "cpu/index_lists.h"
 #include "cpu/key_lists.h"
 #include "cuda.h"
 
@@ -58,6 +59,43 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
                           with_rows ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr);
     }
     return {keys, spans.view({2, p.batch, p.heads, row_tiles_of(p)}), rows};
+}
+
+namespace {
+
+void check_indices(const Tensor& indices, int64_t tile_rows, int64_t seqlen_q, int64_t seqlen_k,
+                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
+    const auto on_cpu = [](const OptionalTensor& x) { return x ? OptionalTensor(x->cpu()) : std::nullopt; };
+    const Tensor values = indices.cpu();
+    const OptionalTensor cu_q = on_cpu(cu_seqlens_q), cu_k = on_cpu(cu_seqlens_k);
+    const auto wrong = find_wrong_index_cpu(
+        index_params(values, std::nullopt, tile_rows, seqlen_q, seqlen_k, false, cu_q, cu_k));
+    if (!wrong) return;
+    TORCH_CHECK_VALUE(false, "indices must be from 0 to ", wrong->keys - 1, ", or -1 for none, got ", wrong->index);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> index_key_lists(const Tensor& indices, const OptionalTensor& intervals,
+                                                   int64_t tile_rows, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
+                                                   const OptionalTensor& cu_seqlens_q,
+                                                   const OptionalTensor& cu_seqlens_k) {
+    const IndexListsParams p =
+        index_params(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
+    if (values_at_hand(indices)) check_indices(indices, tile_rows, seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
+    const IndexListsPlan plan = plan_index_lists(p);
+    const auto ints = indices.options().dtype(at::kInt), longs = indices.options().dtype(at::kLong);
+    const Tensor keys = at::empty({plan.capacity}, ints);
+    const Tensor spans = at::empty({2, plan.batches, plan.heads, plan.row_tiles}, longs);
+    const Tensor rows = at::empty({plan.has_rows ? plan.capacity : 0, plan.tile_rows / 32}, ints);
+    int64_t *begins = spans.data_ptr<int64_t>(), *ends = begins + spans.stride(0);
+    uint32_t* row_words = plan.has_rows ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr;
+    if (indices.is_cpu()) {
+        index_lists_cpu(p, plan, keys.data_ptr<int32_t>(), begins, ends, row_words);
+    } else {
+        build_index_lists(p, plan, indices, keys.data_ptr<int32_t>(), begins, ends, row_words);
+    }
+    return {keys, spans, rows};
 }
 
 }  // namespace flash_dmattn

@@ -15,7 +15,7 @@ __device__ __forceinline__ bool is_key(int entry, int keys) {
 // The rows that see a key: [begin, end), and of them only those whose bit is set, where there are bits.
 struct SeeingRows {
     int begin;
-    int end;
+    int end;  // at most that of the list's tile
     bool has_bits;
     int first_bit;  // the row of the first
     uint4 bits;
@@ -46,7 +46,7 @@ struct KeyList {
 
     const int32_t* keys;   // [size]: places in the sequence, -1 where there is none
     int size;              // a multiple of KeyListsView::kAlign
-    int first_row;         // of the list's tile
+    int first_row, end_row;  // of the list's tile, which may reach beyond the sequence
     const uint32_t* rows;  // of the list's keys, or null
     const int32_t* start;  // of the sequence's keys, or null
     const int32_t* end;
@@ -55,7 +55,7 @@ struct KeyList {
     // Of query head `head` and row `row` of the sequence.
     __device__ KeyList(const AttentionParams& p, const Sequence& s, int head, int row) {
         const KeyListsView& lists = p.lists;
-        const int64_t tile = lists.row_tiles > 1 ? row / KeyListsView::kRows : 0;
+        const int64_t tile = lists.row_tiles > 1 ? row / lists.tile_rows : 0;
         const int64_t batch = shared_batch(lists, s);
         const int64_t list = (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.row_tiles + tile;
         // Whatever a caller's own lists say, nothing beyond their memory is read.
@@ -63,7 +63,8 @@ struct KeyList {
         constexpr int kAlign = KeyListsView::kAlign;
         keys = lists.keys + first;
         size = static_cast<int>(max(min(lists.ends[list], lists.capacity) - first, int64_t{0})) / kAlign * kAlign;
-        first_row = static_cast<int>(tile * KeyListsView::kRows);
+        first_row = static_cast<int>(tile * lists.tile_rows);
+        end_row = lists.row_tiles > 1 ? first_row + static_cast<int>(lists.tile_rows) : s.rows;
         start = end = nullptr;
         rows = nullptr;
         col_stride = p.intervals.col_stride;
@@ -107,7 +108,8 @@ struct KeyList {
 
     // What was fetched, together with causality and length.
     __device__ __forceinline__ SeeingRows seeing(const uint4& fetched, int key, const Sequence& s, bool is_causal) const {
-        SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, s.rows, rows != nullptr, first_row, fetched};
+        SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, min(s.rows, end_row), rows != nullptr, first_row,
+                           fetched};
         if (start != nullptr) {
             seeing.begin = max(seeing.begin, static_cast<int>(fetched.x));
             seeing.end = min(seeing.end, static_cast<int>(fetched.y));

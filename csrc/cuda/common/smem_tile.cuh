@@ -123,17 +123,18 @@ __device__ __forceinline__ void copy_rows_async(Tile& tile, int cols, const RowP
     }
 }
 
-// A tile to rows of global memory, 16 bytes a thread where they are aligned.
+// A tile's rows from `first` on, before `rows`, to rows of global memory, 16 bytes a thread where they are aligned.
 template <int kThreads, typename Tile, typename T>
-__device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t row_stride, int rows, int cols) {
+__device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t row_stride, int rows, int cols,
+                                              int first = 0) {
     constexpr int kChunks = Tile::kCols / 8;
     const bool aligned = row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0;
 #pragma unroll 4
     for (int i = kept(threadIdx.x); i < Tile::kRows * kChunks; i += kThreads) {
         const int row = i / kChunks, col = i % kChunks * 8;
-        if (row >= rows || col >= cols) continue;
+        if (row < first || row >= rows || col >= cols) continue;
         const T* from = tile.data + Tile::offset(row, i % kChunks);
-        T* at = to + row * row_stride + col;
+        T* at = to + (row - first) * row_stride + col;
         if (aligned && col + 8 <= cols) {
             *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(from);
         } else {

@@ -102,14 +102,22 @@ void plan_tiles(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     if (plan.dense_dbias == DenseDbias::kAtomic) plan.zeroed_bytes = layout.bytes;
 }
 
+// Where a list is for half of the rows that a block could have, two heads that go by it fill the block.
+bool can_have_two_heads(const BwdParams& p, int block_rows) {
+    return p.lists.row_tiles > 1 && p.lists.tile_rows * 2 == block_rows && p.heads / p.kv_heads % 2 == 0 &&
+           p.bias.kind != BiasKind::kDense && heads_share_keys(p);
+}
+
 void plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
+    const int block_rows = gather_tile_sizes(plan.head_dim, plan.small_tiles).rows;
+    if (can_have_two_heads(p, block_rows)) plan.tile_heads = 2;
     plan.dkv_rows = p.total_k;
     plan.dkv_cols = plan.head_dim;
     plan.dkv_accum = take_floats(layout, 2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols);
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_is_of_one(p))
         plan.dbias_accum_size = (p.cu_seqlens_q != nullptr ? p.total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
     plan.dbias_accum = take_floats(layout, plan.dbias_accum_size);
-    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, gather_tile_sizes(plan.head_dim, plan.small_tiles).rows);
+    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, std::min<int64_t>(block_rows, p.lists.tile_rows));
     if (p.deterministic) plan.watermarks = take_ints(layout, p.batch * p.heads * row_tiles + 1);
     plan.zeroed_bytes = layout.bytes;
 }

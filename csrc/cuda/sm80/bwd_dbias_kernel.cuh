@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     const auto load = [&](int stage) {
         auto& to = smem.stages[stage];
         const Sharer<T>& from = window[sharer];
-        load_row_stage(to.rows, address_of, p, first, from.rows, run.row_tile, key_tile);
+        load_row_stage(to.rows, address_of, p, first, from.rows, first_row, first.rows - first_row, key_tile);
         const auto load_keys = [&](typename Tile::KeysTile& tile, const T* keys, int64_t row_stride) {
             const int first_key = key_tile * Tile::kKeys;
             copy_tile_async<typename Tile::KeysTile, Tile::kThreads>(

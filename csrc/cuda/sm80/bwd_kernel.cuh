@@ -178,8 +178,8 @@ private:
             key_bias_ = load_key_bias<T>(p_, sequence(), head, block_.first_key + threadIdx.x);
     }
     __device__ __forceinline__ void load_rows(int stage, int row_tile) const {
-        load_row_stage(smem_.rows[stage], address_of, p_, sequence(), smem_.head_rows[warp_id()], row_tile,
-                       block_.key_tile);
+        load_row_stage(smem_.rows[stage], address_of, p_, sequence(), smem_.head_rows[warp_id()], row_tile * Tile::kRows,
+                       block_.rows_from(row_tile), block_.key_tile);
         if constexpr (kBias == BiasKind::kDense)
             load_bias<Tile>(smem_.probs[stage], address_of, p_, sequence(), smem_.head_bias[warp_id()], row_tile,
                             block_.key_tile);

@@ -95,12 +95,13 @@ struct HeadBias {
     }
 };
 
-// Loads of one tile of the rows and keys of a head; cp.async, the caller commits.
+// Loads of one tile of the rows and keys of a head, of which the rows from `first` on are `left`; cp.async, the caller
+// commits.
 template <typename Tile, bool kKeyBias>
 __device__ __forceinline__ void load_row_stage(const RowStage<Tile, kKeyBias>& stage, const SharedMemory& address_of,
                                                const BwdArgs& p, const Sequence& s, const HeadRows<typename Tile::T>& head,
-                                               int row_tile, int key_tile) {
-    const int first = row_tile * Tile::kRows, left = s.rows - first, head_dim = static_cast<int>(p.head_dim);
+                                               int first, int left, int key_tile) {
+    const int head_dim = static_cast<int>(p.head_dim);
     const auto load_rows = [&](const typename Tile::RowsTile& tile, const typename Tile::T* from, int64_t row_stride) {
         copy_tile_async<typename Tile::RowsTile, Tile::kThreads>(address_of(tile), from, row_stride, first, left,
                                                                  head_dim);

@@ -16,11 +16,8 @@ constexpr int64_t kFewRows = 64;
 // How many query heads share a tile.
 int64_t heads_of_tile(const FwdParams& p) {
     const int64_t group = p.heads / p.kv_heads;
-    // A tile has one list of keys, or one summary of the mask, and one row of the key bias.
-    const auto shared = [&](const auto& view) { return !view.present() || view.heads <= p.kv_heads; };
-    const bool can_pack = shared(p.packed_mask) && shared(p.intervals) && shared(p.lists) && shared(p.bias);
     // The fewer query rows a tile has, the more alike are the keys that they see; of a mask's tiles none is gained.
-    return can_pack && (p.lists.present() || p.seqlen_q * group <= kFewRows) ? group : 1;
+    return heads_share_keys(p) && (p.lists.present() || p.seqlen_q * group <= kFewRows) ? group : 1;
 }
 
 // Into how many parts the keys are cut, so that the blocks end early: in steps of a tile of keys that a block goes over,
@@ -56,6 +53,8 @@ void plan_fwd(const FwdParams& p, FwdPlan& plan) {
         plan.tile = FwdTileKind::kDecode;
     } else if (rows <= kFewRows) {
         plan.tile = FwdTileKind::kFew;
+    } else if (p.lists.present() && p.lists.tile_rows * plan.pack % usual_fwd_tile_sizes(plan.head_dim).rows != 0) {
+        plan.tile = FwdTileKind::kFew;  // a block's rows lie in one tile of lists
     }
     if (rows > kFewRows) return;
     const int64_t heads = p.batch * p.heads / plan.pack;

@@ -17,11 +17,16 @@ namespace flash_dmattn::cuda::sm80 {
 // deterministic, they do so one after the other: since lists are sorted, a tile may add to all keys below the watermark
 // that the one before it has published, and follows it closely.
 struct RowTileChains {
-    int chains, heads, batches, row_tiles;  // heads and batches: of one chain
+    int chains, heads, batches, row_tiles;  // heads, tile_heads together, and batches: of one chain
+
+    // Of the rows that a block could have, those of one list.
+    static constexpr __host__ __device__ int rows_of(const BwdArgs& p, int rows) {
+        return p.lists.row_tiles > 1 && p.lists.tile_rows < rows ? static_cast<int>(p.lists.tile_rows) : rows;
+    }
 
     constexpr __host__ __device__ RowTileChains(const BwdArgs& p, int rows)
-        : chains(1), heads(static_cast<int>(p.heads)), batches(static_cast<int>(p.batch)),
-          row_tiles(static_cast<int>(ceil_div<int64_t>(p.seqlen_q, rows))) {
+        : chains(1), heads(static_cast<int>(p.heads / p.tile_heads)), batches(static_cast<int>(p.batch)),
+          row_tiles(static_cast<int>(ceil_div<int64_t>(p.seqlen_q, rows_of(p, rows)))) {
         const bool dense = p.dbias_accum_size > 0;  // its entries may be shared by more than a group's heads
         if (!dense || p.dbias.heads > 1) chains = static_cast<int>(p.kv_heads), heads /= chains;
         const int sharers = dense ? static_cast<int>(p.dbias.batch_sharers) : 1;
@@ -33,7 +38,7 @@ struct RowTileChains {
 // A tile of rows, and its place in the order.
 struct RowTile {
     Sequence s;
-    int head, first_row;
+    int head, first_row;  // the first head
     int chain, place;  // in the chain
 
     __device__ RowTile(const BwdArgs& p, int tile_rows, unsigned index) : s(p, 0) {
@@ -42,9 +47,9 @@ struct RowTile {
         chain = p.deterministic ? index % chains : index / length;
         // Unordered, the last rows come first: under causality their lists are the longest.
         place = p.deterministic ? index / chains : length - 1 - index % length;
-        const int head_chains = static_cast<int>(p.heads) / all.heads;
-        head = chain % head_chains * all.heads + place % all.heads;
-        first_row = place / all.heads / all.batches * tile_rows;
+        const int tile_heads = static_cast<int>(p.tile_heads), head_chains = static_cast<int>(p.heads) / tile_heads / all.heads;
+        head = (chain % head_chains * all.heads + place % all.heads) * tile_heads;
+        first_row = place / all.heads / all.batches * RowTileChains::rows_of(p, tile_rows);
         s = Sequence(p, chain / head_chains * all.batches + place / all.heads % all.batches);
     }
 };
@@ -129,7 +134,8 @@ public:
     __device__ void run() {
         clear(dquery_);
         const HeadRows<T> rows(p_, sequence(), head());
-        load_row_stage(smem_.rows, address_of, p_, sequence(), rows, first_row() / kRows, 0);
+        has_heads() ? load_rows_of_heads(rows)
+                    : load_row_stage(smem_.rows, address_of, p_, sequence(), rows, first_row(), tile_rows(), 0);
         upcoming_ = list_entry(0);
         for (int tile = 0; tile < 2; ++tile) {
             fetch_keys(tile);
@@ -137,7 +143,7 @@ public:
         }
         __syncthreads();
         load_keys(0);
-        wait_for_rows(smem_.rows, sequence().rows - first_row());
+        wait_for_rows(smem_.rows, score_rows());
 
         // The two warps of a scheduler take the halves of a turn in different order: while one multiplies, the other
         // computes exponentials.
@@ -175,7 +181,12 @@ private:
     __device__ const Sequence& sequence() const { return smem_.tile.s; }
     __device__ int head() const { return smem_.tile.head; }
     __device__ int first_row() const { return smem_.tile.first_row; }
-    __device__ int tile_rows() const { return min(sequence().rows - first_row(), kRows); }
+    __device__ int tile_rows() const { return min(sequence().rows - first_row(), RowTileChains::rows_of(p_, kRows)); }
+    // Several heads, of which each has `head_rows` rows of the tile; of these tile_rows() exist.
+    __device__ bool has_heads() const { return p_.tile_heads > 1; }
+    __device__ int head_rows() const { return has_heads() ? kRows / 2 : kRows; }
+    // Rows beyond these are left out without a look at who sees which key.
+    __device__ int score_rows() const { return has_heads() ? kRows : tile_rows(); }
     __device__ bool needs_dbias() const { return p_.dbias.data != nullptr; }
     __device__ bool adds_to_shared_dbias() const { return kBias == BiasKind::kDense && p_.dbias_accum_size > 0; }
     __device__ const Stage& keys_of(int tile) const { return smem_.keys[tile % 4]; }
@@ -221,14 +232,40 @@ private:
         uint32_t any = 0;
 #pragma unroll
         for (int w = 0; w < Stage::kWords; ++w) {
-            const uint32_t rows = seeing.from(first_row() + w * 32);
+            const uint32_t rows = seeing.from(first_row() + w * 32 % head_rows());
             stage.rows[w][threadIdx.x] = rows;
             any |= rows;
-            const uint32_t seen_by_all = __ballot_sync(~0u, rows == bits_below(tile_rows(), w));
+            const uint32_t seen_by_all = __ballot_sync(~0u, rows == bits_below(score_rows(), w));
             if (lane_id() == 0) stage.seen_by_all[w][warp_id()] = seen_by_all;
         }
         stage.key[threadIdx.x] = any != 0 ? key_ : -1;
         stage.bias[threadIdx.x] = any != 0 ? key_bias_ * kLog2E : 0;
+    }
+
+    // As load_row_stage; zeros stand for rows that do not exist.
+    __device__ __forceinline__ void load_rows_of_heads(const HeadRows<T>& head) {
+        using Copy = RowCopy<kThreads, typename Tile::RowsTile>;
+        const auto load = [&](const typename Tile::RowsTile& to, const T* from, const RowsView& view) {
+            const uint32_t lane = address_of(to) + Tile::RowsTile::offset(Copy::first_row(), Copy::chunk()) * 2;
+            Copy::start(lane, static_cast<int>(p_.head_dim), [&](int i) {
+                const int at = Copy::first_row() + i * Copy::kRowsAtOnce, row = at % head_rows();
+                return RowSource<T>{from + at / head_rows() * view.head_stride + (first_row() + row) * view.row_stride,
+                                    row < tile_rows()};
+            });
+        };
+        load(smem_.rows.query, head.query, p_.query);
+        load(smem_.rows.dout, head.dout, p_.dout);
+        const int at = threadIdx.x, row = at % head_rows();
+        if (at >= kRows) return;
+        if (row < tile_rows()) {
+            const auto load_stat = [&](float& to, const float* from, const RowStatView& view) {
+                cp_async<4>(smem_address(&to), from + at / head_rows() * view.head_stride + first_row() + row);
+            };
+            load_stat(smem_.rows.lse[at], head.lse, p_.lse);
+            load_stat(smem_.rows.delta[at], head.delta, p_.delta);
+        } else {
+            smem_.rows.lse[at] = smem_.rows.delta[at] = 0;
+        }
     }
 
     // K and V of `tile`; keys_of(tile) has been stored.
@@ -258,7 +295,7 @@ private:
     // P and dS of one pass's keys, rounded, to shared memory.
     __device__ __forceinline__ void make_pass(int tile, int pass) {
         const Stage& stage = keys_of(tile);
-        const int first_n = pass * Tile::kPassN, first_key = score_key_ + first_n * 8, rows = tile_rows();
+        const int first_n = pass * Tile::kPassN, first_key = score_key_ + first_n * 8, rows = score_rows();
         uint32_t bias[kBias == BiasKind::kDense ? Tile::kScoreM : 1][Tile::kPassN][2];
         if constexpr (kBias == BiasKind::kDense) gather_bias(bias, stage, first_n);
 
@@ -433,9 +470,13 @@ private:
         store_rounded<T, kDqColStep>(dquery_, Rows(address_of(smem_.rows.query), dq_row(), dq_col()),
                                      static_cast<float>(p_.softmax_scale));
         __syncthreads();
-        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, sequence(), head()) +
-                first_row() * p_.dquery.row_stride;
-        copy_tile_out<kThreads>(smem_.rows.query, to, p_.dquery.row_stride, tile_rows(), static_cast<int>(p_.head_dim));
+        for (int i = 0; i < p_.tile_heads; ++i) {
+            T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, sequence(), head() + i) +
+                    first_row() * p_.dquery.row_stride;
+            const int first = i * head_rows();
+            copy_tile_out<kThreads>(smem_.rows.query, to, p_.dquery.row_stride, first + tile_rows(),
+                                    static_cast<int>(p_.head_dim), first);
+        }
     }
 
     const BwdArgs& p_;

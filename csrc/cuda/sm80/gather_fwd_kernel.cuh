@@ -22,7 +22,7 @@ public:
     static constexpr int kRowWarps = Shape::kRowWarps;
     static_assert(kKeys <= kThreads, "one thread sees to one key");
     static_assert(kWarpRows <= 32, "a word holds which of a warp's rows see a key");
-    static_assert(KeyListsView::kRows % kRows == 0, "a block's rows lie in one tile of lists");
+    static_assert(KeyListsView::kRows % kRows == 0, "a block's rows lie in one tile of lists");  // see plan_fwd
 
     // Query rows that a warp's rows belong to.
     struct WarpRows {

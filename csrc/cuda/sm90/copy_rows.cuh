@@ -9,13 +9,13 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // The rows of one head from `row` of the tensor on; the barrier is told of their bytes. Of variable length the rows of all
-// sequences follow each other, as those of one batch element.
+// sequences follow each other, as those of one batch element. `to_row`: of the tile.
 template <typename Tile>
 __device__ __forceinline__ void copy_rows(Tile& to, const CUtensorMap& map, uint32_t barrier, const AttentionParams& p,
-                                          const Sequence& s, int row, int head) {
+                                          const Sequence& s, int row, int head, int to_row = 0) {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel)
-        copy_box(smem_address(to.data + panel * Tile::kRows * Tile::kPanelCols), &map, barrier, panel * Tile::kPanelCols,
+        copy_box(smem_address(to.data + (panel * Tile::kRows + to_row) * Tile::kPanelCols), &map, barrier, panel * Tile::kPanelCols,
                  head, row, p.cu_seqlens_q == nullptr ? s.batch : 0);
 }
 

@@ -25,6 +25,11 @@ bool can_load(const FwdParams& p) {
            (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
 }
 
+// Where a list is for the rows of one warp group, the groups of a block have one head each.
+bool can_share_lists(const FwdParams& p) {
+    return p.lists.tile_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p));
+}
+
 }  // namespace
 
 bool fwd_pays(const FwdParams& p) {
@@ -36,6 +41,7 @@ bool fwd_pays(const FwdParams& p) {
 
 bool plan_fwd(const FwdParams& p, FwdPlan& plan) {
     if (p.seqlen_q <= kFewRows || p.seqlen_k == 0 || !can_load(p)) return false;
+    if (p.lists.present() && !can_share_lists(p)) return false;
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
     FLASH_DMATTN_SM90_FWD_KERNELS(FLASH_DMATTN_MATCH)

@@ -26,8 +26,9 @@ constexpr int kLoaders = kBias == BiasKind::kDense ? 96 : 128;
 struct FwdSchedule {
     unsigned works;
     int row_tiles;  // of a head
-    int heads;
+    int heads;      // H / tile_heads
     int batch;
+    int tile_heads;    // of gathered keys: 1, or as many as there are groups, which then have the same rows of one head each
     bool batch_first;  // neighbouring works differ in their batch, else in their row tile
     bool tiles_last;   // all heads come before the next row tile: works that follow each other are about as long
     float scale;

@@ -269,7 +269,7 @@ private:
 
     __device__ __forceinline__ void store_out() {
         const Sequence& s = work().s;
-        const int head = work().head;
+        const int head = work().head + (has_own_head() ? group_ : 0);
         T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, s, head);
         float* lse_of_row = static_cast<float*>(p_.lse.data) + stat_offset(p_.lse, s, head);
 #pragma unroll
@@ -286,7 +286,10 @@ private:
     __device__ const typename Smem::KeyInfo& info() const { return smem_.keys[key_ring_.stage()]; }
     __device__ int block_row() const { return group_ * kGroupRows + group_row_; }
     // Of the sequence: row h of this lane's two.
-    __device__ int row(int h) const { return work().first_row + block_row() + h * 8 + fragment_row(); }
+    __device__ int row(int h) const {
+        return work().first_row + (has_own_head() ? group_row_ : block_row()) + h * 8 + fragment_row();
+    }
+    __device__ bool has_own_head() const { return Tile::kGathers && schedule_.tile_heads > 1; }
 
     const FwdArgs& p_;
     const FwdSchedule& schedule_;

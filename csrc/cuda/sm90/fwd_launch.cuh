@@ -15,10 +15,12 @@ template <typename T, BiasKind kBias, typename Tile>
 void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     using Smem = FwdSmem<T, kBias, Tile>;
     FwdSchedule schedule;
-    schedule.row_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, Tile::kRows));
-    schedule.heads = static_cast<int>(p.heads);
+    const int tile_heads = schedule.tile_heads = Tile::kGathers && p.lists.tile_rows < Tile::kRows ? Tile::kConsumers : 1;
+    const int tile_rows = Tile::kRows / tile_heads;
+    schedule.row_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, tile_rows));
+    schedule.heads = static_cast<int>(p.heads / tile_heads);
     schedule.batch = static_cast<int>(p.batch);
-    schedule.works = grid_of(schedule.row_tiles * p.heads * p.batch);
+    schedule.works = grid_of(int64_t{schedule.row_tiles} * schedule.heads * p.batch);
     // A bias that few batches share is then read from memory once.
     schedule.batch_first = kBias == BiasKind::kDense && p.bias.batches == 1 && p.batch <= 8;
     schedule.raw_scores = kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
@@ -28,7 +30,7 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
 
     FwdMaps maps{};
     constexpr int kPanel = Smem::KeyTile::kPanelCols;
-    maps.query = make_map(query_layout(p, p.query), {kPanel, 1, Tile::kRows, 1});
+    maps.query = make_map(query_layout(p, p.query), {kPanel, 1, tile_rows, 1});
     if (!Tile::kGathers) {
         maps.key = make_map(key_layout(p, p.key), {kPanel, 1, Tile::kKeys, 1});
         maps.value = make_map(key_layout(p, p.value), {kPanel, 1, Tile::kKeys, 1});

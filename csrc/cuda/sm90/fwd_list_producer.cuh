@@ -22,7 +22,8 @@ public:
 
     __device__ void run() {
         for (unsigned index = blockIdx.x; index < schedule_.works; index += gridDim.x) {
-            const FwdWork work(p_, schedule_, index, kRows);
+            FwdWork work(p_, schedule_, index, kRows / schedule_.tile_heads);
+            work.head *= schedule_.tile_heads;
             if (!work.empty()) load(work);
         }
         if (threadIdx.x == 0) {
@@ -99,8 +100,9 @@ private:
             query_ring_.wait_empty();
             smem_.work(turn_) = work;
             mbarrier_arrive_expecting(query_ring_.full(), sizeof(typename Smem::QueryTile));
-            copy_rows(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), p_, work.s,
-                      work.s.first_row + work.first_row, work.head);
+            for (int i = 0; i < schedule_.tile_heads; ++i)
+                copy_rows(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), p_, work.s,
+                          work.s.first_row + work.first_row, work.head + i, i * kGroupRows);
         }
         turn_ = turn_ == Smem::kWorks - 1 ? 0 : turn_ + 1;
         query_ring_.advance();
@@ -113,6 +115,7 @@ private:
         if (!is_key(key.place, work.s.keys) || bias == -kInfinity) seeing.end = 0;
         uint32_t words[kRows / 32];
         seeing.of_tile(work.first_row, words);
+        if (schedule_.tile_heads > 1) words[2] = words[0], words[3] = words[1];
         const bool is_seen = (words[0] | words[1] | words[2] | words[3]) != 0;
         const bool by_all = (words[0] & words[1] & words[2] & words[3]) == ~0u;
         if (!__all_sync(~0u, by_all)) transpose_bits(words);  // to the warp's keys of row 32 w + lane_id()

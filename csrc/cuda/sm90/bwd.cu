@@ -3,6 +3,7 @@
 
 #include "../common/serves.h"
 #include "bwd_exchange.cuh"
+#include "bwd_scratch.cuh"
 #include "kernels.h"  // generated: FLASH_DMATTN_SM90_BWD_KERNELS(X), X(T, head dimension) for what is built
 #include "tensor_map.h"
 
@@ -34,7 +35,7 @@ bool bwd_pays(const BwdParams& p) {
 }
 
 bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
-    if (p.lists.present() || p.deterministic || p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
+    if (p.lists.present() || p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
     const bool has_dense_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present();
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
@@ -51,6 +52,7 @@ bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     plan.dquery_tiles = varlen ? p.total_q / rows + p.batch : ceil_div<int64_t>(p.seqlen_q, rows);
     const int64_t tiles = (varlen ? 1 : p.batch) * p.heads * plan.dquery_tiles;
     plan.dquery_accum = layout.take(tiles * rows * plan.head_dim * static_cast<int64_t>(sizeof(float)));
+    if (p.deterministic) plan.dquery_turns = layout.take(count_dquery_turns(tiles) * static_cast<int64_t>(sizeof(int32_t)));
     plan.zeroed_bytes = layout.bytes;
     return true;
 }

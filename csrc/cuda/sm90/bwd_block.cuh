@@ -31,6 +31,7 @@ struct BwdSmem {
         static constexpr int kEnd = -1;  // as a tile: there is no other
 
         int head, row_tile;
+        int turn;  // where deterministic: what dquery_turn shows when this block may add to dQ
         bool mask_full;  // the mask hides nothing of the tile
         bool has_empty[kRows / 32];  // of 32 rows: some see nothing, or lie beyond the sequence
         alignas(16) float lse[kRows];  // times log2(e); inf where a row sees nothing
@@ -47,6 +48,7 @@ struct BwdSmem {
     RowInfo rows[Tile::kStages];
     uint32_t seen[Tile::kWords];  // keys that some row sees
     Sequence sequence;
+    int ticket;
     alignas(8) uint64_t keys_full;
     RingBarriers<Tile::kStages> query_ring, dout_ring, bias_ring;
 

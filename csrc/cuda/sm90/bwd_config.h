@@ -8,6 +8,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+constexpr int kBwdConsumers = 2;  // warp groups that multiply
+
 // A block owns `keys` keys, 64 for each warp group that multiplies, and visits `rows` query rows at a time: dK and dV of 64
 // keys stay in a group's registers, beside S and dP of 64 keys and all rows.
 struct BwdTileSizes {
@@ -32,7 +34,7 @@ struct BwdTile {
     static constexpr bool kExchanges = kExchanges_;
     static constexpr BwdTileSizes kSizes = bwd_tile_sizes(kHeadDim, kExchanges);
     static constexpr int kRows = kSizes.rows, kKeys = kSizes.keys, kWords = kKeys / 32;
-    static constexpr int kConsumers = 2;  // warp groups that multiply
+    static constexpr int kConsumers = kBwdConsumers;
     static constexpr int kThreads = (1 + kConsumers) * 128;
     static constexpr int kStages = 2;
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.

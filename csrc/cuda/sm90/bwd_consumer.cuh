@@ -281,8 +281,23 @@ private:
     __device__ __forceinline__ void add_dquery(const DquerySum& dquery, int row_tile) const {
         const int64_t tile = dquery_tile<kRows>(p_, sequence(), head_of_visit_, row_tile);
         float* to = p_.dquery_accum + tile * kRows * kHeadDim + (group_ * kDqTiles * 128 + threadIdx.x % 128) * 4;
+        if (p_.deterministic) wait_for_turn(dquery_turn(p_, tile, group_));
 #pragma unroll
         for (int n = 0; n < kDqTiles; ++n) reduce_add(to + n * 128 * 4, dquery[0][n]);
+        if (p_.deterministic) end_turn(dquery_turn(p_, tile, group_));
+    }
+    // In deterministic mode the blocks of one head add to a tile of dQ in the order of their keys.
+    __device__ __forceinline__ void wait_for_turn(const int32_t* turn) const {
+        if (leads_group()) {
+            while (load_acquire(turn) != info().turn) {
+            }
+        }
+        barrier_sync(2 + group_, 128);
+    }
+    __device__ __forceinline__ void end_turn(int32_t* turn) const {
+        __threadfence();
+        barrier_sync(2 + group_, 128);
+        if (leads_group()) store_release(turn, work_.key_tile + 1);
     }
 
     // dS of the group's keys, once it lies in shared memory.

@@ -6,26 +6,54 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// The keys of one of the blocks, or of one of the clusters, whose blocks differ in their batch element alone; `batch` is set
+// where they do not.
+template <typename Tile>
+__device__ BwdWork work_of(const BwdArgs& p, int index, int& batch) {
+    const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys), kv_heads = static_cast<int>(p.kv_heads);
+    BwdWork work;
+    int head = index / key_tiles;  // of all batch elements
+    work.key_tile = index % key_tiles;
+    if (p.deterministic) {
+        // Of one head lower keys come first, since others wait for them; and few of them at once, since these wait. So many
+        // heads leave their queries in the cache.
+        constexpr int kHeadsAtOnce = 16;
+        const int heads = kv_heads * (Tile::kExchanges ? 1 : static_cast<int>(p.batch));
+        const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(heads - first, kHeadsAtOnce);
+        work.key_tile = (index - first * key_tiles) / at_once;
+        head = first + (index - first * key_tiles) % at_once;
+    }
+    work.kv_head = head % kv_heads;
+    work.group = static_cast<int>(p.heads) / kv_heads;
+    work.first_head = work.kv_head * work.group;
+    if (!Tile::kExchanges) batch = head / kv_heads;
+    return work;
+}
+
 template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdMaps maps) {
     extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<BwdSmem<Tile, kBias>*>(raw_smem);
-    const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys), kv_heads = static_cast<int>(p.kv_heads);
-    BwdWork work;
-    // The blocks of a cluster differ in their batch element alone.
-    const int sharers = Tile::kExchanges ? static_cast<int>(p.batch) : 1, block = blockIdx.x / sharers;
-    work.key_tile = block % key_tiles;
-    work.kv_head = block / key_tiles % kv_heads;
-    work.group = static_cast<int>(p.heads) / kv_heads;
-    work.first_head = work.kv_head * work.group;
+    const int sharers = Tile::kExchanges ? static_cast<int>(p.batch) : 1;
+    int batch = blockIdx.x % sharers;  // of a cluster: the block's rank in it
     if (threadIdx.x == 0) {
-        smem.sequence = Sequence(p, Tile::kExchanges ? blockIdx.x % sharers : block / key_tiles / kv_heads);
+        // Who waits for the blocks of lower keys holds a higher ticket than they: they have begun.
+        if (p.deterministic && batch == 0) smem.ticket = atomicAdd(drawn_tickets(p), 1);
         smem.init_rings();
         if constexpr (Tile::kExchanges) smem.exchange.init(sharers);
     }
     __syncthreads();
-    if constexpr (Tile::kExchanges) cluster_sync();
+    int index = blockIdx.x / sharers;
+    if constexpr (Tile::kExchanges) {
+        cluster_sync();
+        if (p.deterministic) index = load_shared_of_block(in_block(smem_address(&smem.ticket), 0));
+    } else if (p.deterministic) {
+        index = smem.ticket;
+    }
+    const BwdWork work = work_of<Tile>(p, index, batch);
+    if (threadIdx.x == 0) smem.sequence = Sequence(p, batch);
+    __syncthreads();
     if (work.key_tile * Tile::kKeys >= smem.sequence.keys) return;
     if (threadIdx.x < 128) {
         give_registers<Tile::kProducerRegisters>();

@@ -47,27 +47,42 @@ private:
         const int tiles = ceil_div(sequence().rows, kRows);
         const int begin = p_.is_causal ? sequence().causal_begin(first_key()) / kRows : 0;
         for (int head = work_.first_head; head < work_.first_head + work_.group; ++head) {
-            const auto summary_of = [&](const Sequence& s, int tile) {
-                const MaskSummaries<kRows, kKeys> mask(p_, s, head);
-                return mask.of(tile * kRows, min((tile + 1) * kRows, s.rows) - 1, work_.key_tile);
-            };
             for (LookAhead ahead{0}; ahead.next < tiles;) {
                 const int first = ahead.next, end = min(first + 32, tiles);
-                ahead.look(tiles, [&](int tile, bool& is_empty, bool& is_full) {
-                    const auto summary = summary_of(sequence(), tile);
-                    is_empty = summary.empty || tile < begin;
-                    is_full = summary.full;
-                    // The blocks of a cluster visit the same tiles.
-                    if constexpr (Tile::kExchanges) {
-                        Sequence other = sequence();
-                        for (other.batch = 0; is_empty && tile >= begin && other.batch < p_.batch; ++other.batch)
-                            is_empty = summary_of(other, tile).empty;
-                    }
+                ahead.look(tiles, [&](int i, bool& is_empty, bool& is_full) {
+                    const int tile = tile_at(i, tiles);
+                    is_full = summary_of(sequence(), head, tile, work_.key_tile).full;
+                    is_empty = tile < begin || is_hidden(head, tile, work_.key_tile);
                 });
-                for (int tile = first; tile < end; ++tile)
-                    visit(head, tile, ahead.pending >> (tile - first) & 1, ahead.is_full(tile - first));
+                for (int i = first; i < end; ++i)
+                    visit(head, tile_at(i, tiles), ahead.pending >> (i - first) & 1, ahead.is_full(i - first));
             }
         }
+    }
+    // Rising; where blocks take turns, falling: there a causal mask lets all blocks of a head begin at once.
+    __device__ int tile_at(int i, int tiles) const { return p_.deterministic ? tiles - 1 - i : i; }
+
+    __device__ __forceinline__ TileSummary<kKeys> summary_of(const Sequence& s, int head, int row_tile, int key_tile) const {
+        const MaskSummaries<kRows, kKeys> mask(p_, s, head);
+        return mask.of(row_tile * kRows, min((row_tile + 1) * kRows, s.rows) - 1, key_tile);
+    }
+    // Whether the mask leaves no pair of a tile, to none of a cluster's blocks, which visit the same tiles.
+    __device__ __forceinline__ bool is_hidden(int head, int row_tile, int key_tile) const {
+        if (!Tile::kExchanges) return summary_of(sequence(), head, row_tile, key_tile).empty;
+        bool is_empty = true;
+        Sequence s = sequence();
+        for (s.batch = 0; is_empty && s.batch < p_.batch; ++s.batch) is_empty = summary_of(s, head, row_tile, key_tile).empty;
+        return is_empty;
+    }
+    // One after the last of the lower tiles of keys whose blocks visit a tile of rows, too: they add to its dQ before. A
+    // warp calls.
+    __device__ __forceinline__ int turn(int head, int row_tile) const {
+        for (int end = work_.key_tile; end > 0; end -= 32) {
+            const int key_tile = end - 1 - lane_id();
+            const uint32_t visiting = __ballot_sync(~0u, key_tile >= 0 && !is_hidden(head, row_tile, key_tile));
+            if (visiting != 0) return end - (__ffs(visiting) - 1);
+        }
+        return 0;
     }
 
     // Keys that no row sees, for the mask or their bias, may hold anything: the consumers clear them.
@@ -139,6 +154,7 @@ private:
                              p_.bias.batches > 1 ? s.batch : 0);
             }
         }
+        const int turn_to_add = p_.deterministic && warp_id() == 0 ? turn(head, row_tile) : 0;
         query_ring_.wait_empty();
         auto& info = smem_.rows[query_ring_.stage()];
         if (threadIdx.x < kRows) {
@@ -154,6 +170,7 @@ private:
         if (threadIdx.x == 0) {
             info.head = head;
             info.row_tile = row_tile;
+            info.turn = turn_to_add;
             info.mask_full = mask_full;
         }
         mbarrier_arrive_here(query_ring_.full());

@@ -18,11 +18,11 @@ bool can_load(const BwdParams& p) {
 
 // Who writes the gradient of a dense bias; kNone where these kernels cannot: where heads share an entry, a tile that
 // reaches beyond its sequence reaches into another, or ds is not dx.
-DenseDbias plan_dense_dbias(const BwdParams& p) {
+DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
     const bool can_store = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && p.softcap == 0 &&
                            can_map(dense_layout(p, p.dbias));
     if (can_store && p.dbias.batches == p.batch) return DenseDbias::kByEntry;
-    if (can_store && can_exchange_among(p.batch)) return DenseDbias::kExchanged;
+    if (can_store && can_exchange_among(p.batch) && can_exchange_at(head_dim)) return DenseDbias::kExchanged;
     return DenseDbias::kNone;
 }
 
@@ -42,7 +42,7 @@ bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     FLASH_DMATTN_SM90_BWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     if (plan.head_dim == 0) return false;
-    if (has_dense_dbias) plan.dense_dbias = plan_dense_dbias(p);
+    if (has_dense_dbias) plan.dense_dbias = plan_dense_dbias(p, plan.head_dim);
     if (has_dense_dbias && plan.dense_dbias == DenseDbias::kNone) {
         plan = {};
         return false;

@@ -1,8 +1,9 @@
 // A block of the backward for compute capability 9.0: what its warp groups share.
 //
 // It owns a tile of keys of one key/value head and visits the tiles of query rows that see it, of every query head of the
-// group. The first warp group loads, the others multiply, 64 keys each. Scores stand transposed, keys by rows: so P and dS
-// are operands of dV = P dO and dK = dS Q as they lie in registers, and what is of a key is of two rows of a thread.
+// group. The first warp group loads, the others multiply. Scores stand transposed, keys by rows: so P and dS are operands of
+// dV = P dO and dK = dS Q as they lie in registers, where a group has 64 keys of its own (bwd_config.h), and what is of a key
+// is of two rows of a thread.
 #pragma once
 
 #include <cuda.h>
@@ -21,6 +22,8 @@ namespace flash_dmattn::cuda::sm90 {
 struct BwdMaps {
     CUtensorMap query, dout, key, value, bias, dbias;
 };
+
+struct NoTile {};
 
 template <typename Tile, BiasKind kBias>
 struct BwdSmem {
@@ -44,6 +47,7 @@ struct BwdSmem {
     alignas(kTileAlign) typename Tile::RowsTile query[Tile::kStages];
     alignas(kTileAlign) typename Tile::RowsTile dout[Tile::kStages];
     alignas(kTileAlign) typename Tile::PairsTile pairs[Tile::kStages];  // of a dense bias, then of dS
+    alignas(kTileAlign) std::conditional_t<Tile::kSharesKeys, typename Tile::PairsTile, NoTile> probs;
     std::conditional_t<Tile::kExchanges, BwdExchangeSmem<Tile>, NoExchange> exchange;
     RowInfo rows[Tile::kStages];
     uint32_t seen[Tile::kWords];  // keys that some row sees
@@ -51,6 +55,7 @@ struct BwdSmem {
     int ticket;
     alignas(8) uint64_t keys_full;
     RingBarriers<Tile::kStages> query_ring, dout_ring, bias_ring;
+    RingBarriers<1> probs_ring;  // nobody waits for it to be full
 
     // By one thread.
     __device__ void init_rings() {
@@ -59,6 +64,7 @@ struct BwdSmem {
         query_ring.init(128, kConsumerWarps);
         dout_ring.init(1, kConsumerWarps);
         bias_ring.init(1, kConsumerWarps);
+        probs_ring.init(1, kConsumerWarps);
     }
 };
 

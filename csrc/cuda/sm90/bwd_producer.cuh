@@ -94,8 +94,7 @@ private:
             copy_rows(smem_.key, maps_.key, barrier, p_, s, s.first_key + first_key(), work_.kv_head);
             copy_rows(smem_.value, maps_.value, barrier, p_, s, s.first_key + first_key(), work_.kv_head);
         }
-        const int warp = warp_id(), key = first_key() + threadIdx.x;
-        static_assert(kWords == 4, "a warp looks at 32 keys");
+        const int warp = warp_id(), key = first_key() + threadIdx.x;  // a warp looks at 32 keys, if there are so many
         uint32_t seen = 0;
         for (int head = work_.first_head; head < work_.first_head + work_.group; ++head) {
             uint32_t seen_by_head = has_mask(p_) ? 0 : ~0u;
@@ -114,7 +113,7 @@ private:
             }
             seen |= __reduce_or_sync(~0u, seen_by_head) & __ballot_sync(~0u, !is_hidden);
         }
-        if (lane_id() == 0) smem_.seen[warp] = seen;
+        if (lane_id() == 0 && warp < kWords) smem_.seen[warp] = seen;
         mbarrier_arrive_here(smem_address(&smem_.keys_full));
     }
 
@@ -123,7 +122,7 @@ private:
         const int first = row_tile * kRows, row = first + threadIdx.x;
         const bool is_masked = !mask_full && p_.packed_mask.bits != nullptr;
         float lse = 0, delta = 0;
-        uint4 words = {};
+        MaskWords words = {};
         bool is_empty = false;
         if (threadIdx.x < kRows) {
             if (is_masked) words = load_mask(head, row);
@@ -162,7 +161,7 @@ private:
             info.delta[threadIdx.x] = delta;
             if (is_masked) {
                 info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
-                info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
+                if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
             }
         }
         const bool has_empty = __any_sync(~0u, is_empty);
@@ -180,11 +179,12 @@ private:
     }
 
     // Of a tile, one row's words.
-    __device__ __forceinline__ uint4 load_mask(int head, int row) const {
-        static_assert(kWords == 4);
+    static_assert(kWords == 2 || kWords == 4);
+    using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;
+    __device__ __forceinline__ MaskWords load_mask(int head, int row) const {
         const uint32_t* words = mask_words(p_, sequence(), head) + work_.key_tile * kWords;
         const int64_t at = min(row, sequence().rows - 1) * p_.packed_mask.bits_row_stride;
-        return __ldg(reinterpret_cast<const uint4*>(words + at));
+        return __ldg(reinterpret_cast<const MaskWords*>(words + at));
     }
 
     __device__ void clear_dbias(int head, int row_tile) const {

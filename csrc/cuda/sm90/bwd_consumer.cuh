@@ -20,7 +20,8 @@ public:
         : p_(p), maps_(maps), smem_(smem), work_(work), group_(static_cast<int>(threadIdx.x) / 128 - 1),
           warp_key_((Tile::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16),
           exchange_(smem.exchange, group_, smem.sequence.batch, static_cast<int>(p.batch)), query_ring_(smem.query_ring),
-          dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring), probs_ring_(smem.probs_ring) {}
+          dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring), probs_ring_(smem.probs_ring),
+          last_query_(smem.query_ring), last_pairs_(smem.bias_ring) {}
 
     __device__ __forceinline__ void run() {
 #pragma unroll
@@ -30,66 +31,22 @@ public:
         mbarrier_wait(smem_address(&smem_.keys_full), 0);
         clear_unseen_keys();
         int head = -1;
-        Pairs scores, dprobs;
+        Pairs scores, dprobs;  // declared in the loop, they would drive the sums out of the registers
         PairsOperand probs, dscores;
-        for (;;) {
-            query_ring_.wait_full();
-            const int row_tile = info().row_tile;
-            if (row_tile == Smem::RowInfo::kEnd) break;
-            if (info().head != head) {
-                if (head >= 0) end_head(head);
-                begin_head(head = info().head);
-            }
-            const bool has_empty = clear_empty_rows(smem_.query[query_ring_.stage()]);
-            issue_scores(scores, smem_.key, smem_.query[query_ring_.stage()]);
-            dout_ring_.wait_full();
-            if (has_empty) clear_empty_rows(smem_.dout[dout_ring_.stage()]);
-            issue_scores(dprobs, smem_.value, smem_.dout[dout_ring_.stage()]);
+        // Tested before and behind, the loop leaves products in flight from one visit to the next.
+        query_ring_.wait_full();
+        if (!at_end()) {
+            do {
+                if (info().head != head) {
+                    if (head >= 0) end_head(head);
+                    begin_head(head = info().head);
+                }
+                visit(scores, dprobs, probs, dscores);
+                query_ring_.advance();
+                query_ring_.wait_full();
+            } while (!at_end());
             wgmma_wait<0>();
-            kept_in_flight(scores);
-            kept_in_flight(dprobs);
-            differentiate(scores, dprobs, row_tile);
-            if constexpr (Tile::kExchanges) exchange_.send(dprobs);
-            to_operand(scores, probs);
-            to_operand(dprobs, dscores);
-
-            if constexpr (Tile::kSharesKeys) {
-                probs_ring_.wait_empty();
-                store_pairs(smem_.probs, probs);
-            } else {
-                issue_sum(dvalue_, probs, smem_.dout[dout_ring_.stage()]);
-            }
-            store_pairs(smem_.pairs[bias_ring_.stage()], dscores);
-            if (Tile::kExchanges && leads_group()) store_box_wait_read();  // of the sums of the visit before
-            fence_async();
-            barrier_sync(1, Tile::kConsumers * 128);  // dS, and P if shared, has come whole, and nobody reads the one before
-            store_dbias(row_tile);
-            DquerySum dquery;
-            if constexpr (Tile::kSharesKeys) {
-                issue_sum(dvalue_, smem_.probs, smem_.dout[dout_ring_.stage()]);
-                issue_dquery(dquery);
-                issue_sum(dkey_, smem_.pairs[bias_ring_.stage()], smem_.query[query_ring_.stage()]);
-            } else {
-                issue_dquery(dquery);
-                issue_sum(dkey_, dscores, smem_.query[query_ring_.stage()]);
-            }
-            wgmma_wait<1>();  // dV and dQ
-            kept_in_flight(dvalue_);
-            kept_in_flight(dquery);
-            dout_ring_.release();
-            dout_ring_.advance();
-            if constexpr (Tile::kSharesKeys) {
-                probs_ring_.release();
-                probs_ring_.advance();
-            }
-            add_dquery(dquery, row_tile);
-            if constexpr (!Tile::kSharesKeys) end_pairs();
-            if constexpr (Tile::kExchanges) store_exchanged(row_tile);
-            wgmma_wait<0>();  // dK
             kept_in_flight(dkey_);
-            if constexpr (Tile::kSharesKeys) end_pairs();
-            query_ring_.release();
-            query_ring_.advance();
         }
         if (head >= 0) end_head(head);
         if (has_key_dbias() && p_.dbias.heads != p_.heads) store_key_sums(work_.first_head);
@@ -109,9 +66,95 @@ private:
     using DimSum = float[1][Tile::kSumCols / 8][4];  // keys by columns
     using DquerySum = float[1][kDqTiles][4];
 
+    __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, PairsOperand& probs, PairsOperand& dscores) {
+        const int row_tile = info().row_tile;
+        const bool has_empty = clear_empty_rows(query());
+        issue_scores(scores, smem_.key, query());
+        dout_ring_.wait_full();
+        if (has_empty) clear_empty_rows(dout());
+        issue_scores(dprobs, smem_.value, dout());
+        if constexpr (Tile::kSharesKeys) end_last_dkey();
+        wgmma_wait<0>();
+        kept_in_flight(scores);
+        kept_in_flight(dprobs);
+        differentiate(scores, dprobs, row_tile);
+        if constexpr (Tile::kExchanges) exchange_.send(dprobs);
+        to_operand(scores, probs);
+        to_operand(dprobs, dscores);
+        if constexpr (Tile::kSharesKeys) {
+            add_of_shared_keys(probs, dscores, row_tile);
+        } else {
+            add_of_own_keys(probs, dscores, row_tile);
+        }
+    }
+    // P and dS of the group's own keys: operands as they lie in registers.
+    __device__ __forceinline__ void add_of_own_keys(const PairsOperand& probs, const PairsOperand& dscores, int row_tile) {
+        issue_sum(dvalue_, probs, dout());
+        store_pairs(pairs(), dscores);
+        if (Tile::kExchanges && leads_group()) store_box_wait_read();  // of the sums of the visit before
+        fence_async();
+        barrier_sync(1, Tile::kConsumers * 128);  // dS has come whole, and nobody reads the one before
+        store_dbias(row_tile);
+        DquerySum dquery;
+        issue_dquery(dquery);
+        issue_sum(dkey_, dscores, query());
+        wgmma_wait<1>();  // dV and dQ
+        kept_in_flight(dvalue_);
+        kept_in_flight(dquery);
+        dout_ring_.release();
+        dout_ring_.advance();
+        add_dquery(dquery, row_tile);
+        end_pairs();
+        if constexpr (Tile::kExchanges) store_exchanged(row_tile);
+        wgmma_wait<0>();  // dK
+        kept_in_flight(dkey_);
+        query_ring_.release();
+    }
+    // Of the keys that the groups share each has some rows: it needs the others' P and dS, too. dK is awaited in the next
+    // visit, so that its product runs while dQ is added to its sums.
+    __device__ __forceinline__ void add_of_shared_keys(const PairsOperand& probs, const PairsOperand& dscores, int row_tile) {
+        probs_ring_.wait_empty();
+        store_pairs(smem_.probs, probs);
+        store_pairs(pairs(), dscores);
+        fence_async();
+        barrier_sync(1, Tile::kConsumers * 128);  // P and dS have come whole
+        store_dbias(row_tile);
+        issue_sum(dvalue_, smem_.probs, dout());
+        DquerySum dquery;
+        issue_dquery(dquery);
+        issue_sum(dkey_, pairs(), query());
+        bias_ring_.advance();
+        wgmma_wait<1>();  // dV and dQ
+        kept_in_flight(dvalue_);
+        kept_in_flight(dquery);
+        dout_ring_.release();
+        dout_ring_.advance();
+        probs_ring_.release();
+        probs_ring_.advance();
+        add_dquery(dquery, row_tile);
+        dkey_in_flight_ = true;
+    }
+    // Of the visit before, once the scores of this one have been issued.
+    __device__ __forceinline__ void end_last_dkey() {
+        wgmma_wait<2>();
+        kept_in_flight(dkey_);
+        if (!dkey_in_flight_) return;
+        last_query_.release();
+        last_query_.advance();
+        if constexpr (kBias == BiasKind::kDense) {
+            if (leads_group()) store_box_wait_read();
+            last_pairs_.release();
+            last_pairs_.advance();
+        }
+    }
+
     __device__ const Sequence& sequence() const { return smem_.sequence; }
     static __device__ bool leads_group() { return threadIdx.x % 128 == 0; }
     __device__ const typename Smem::RowInfo& info() const { return smem_.rows[query_ring_.stage()]; }
+    __device__ bool at_end() const { return info().row_tile == Smem::RowInfo::kEnd; }
+    __device__ RowsTile& query() const { return smem_.query[query_ring_.stage()]; }
+    __device__ RowsTile& dout() const { return smem_.dout[dout_ring_.stage()]; }
+    __device__ PairsTile& pairs() const { return smem_.pairs[bias_ring_.stage()]; }
     // Of the sequence: key h of this lane's two.
     __device__ int key(int h) const { return work_.key_tile * kKeys + warp_key_ + h * 8 + fragment_row(); }
 
@@ -224,7 +267,7 @@ private:
     }
     // dQ = dS^T K.
     __device__ __forceinline__ void issue_dquery(DquerySum& dquery) const {
-        const Operand<PairsTile> a(smem_.pairs[bias_ring_.stage()], Tile::kSplitsDqRows ? group_ * 64 : 0);
+        const Operand<PairsTile> a(pairs(), Tile::kSplitsDqRows ? group_ * 64 : 0);
         const Operand<KeysTile> b(smem_.key);
         const int col = Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols;
         wgmma_fence();
@@ -284,7 +327,7 @@ private:
 #pragma unroll
         for (int n = 0; n < kTiles; n += 2) {
             uint32_t dense[4];
-            if (kBias == BiasKind::kDense) ldmatrix_x4_trans(dense, pairs_at(smem_.pairs[bias_ring_.stage()], n * 8));
+            if (kBias == BiasKind::kDense) ldmatrix_x4_trans(dense, pairs_at(pairs(), n * 8));
 #pragma unroll
             for (int m = n; m < n + 2; ++m) {
                 const float2 lse = *reinterpret_cast<const float2*>(rows.lse + group_rows + m * 8);
@@ -346,8 +389,7 @@ private:
         head_of_visit_ = info().head;
         if constexpr (kBias == BiasKind::kDense) {
             if (Tile::kExchanges || p_.dense_dbias != DenseDbias::kByEntry || !leads_group()) return;
-            const auto& pairs = smem_.pairs[bias_ring_.stage()];
-            store_box(&maps_.dbias, smem_address(pairs.data + PairsTile::offset(group_row(), group_key() / 8)),
+            store_box(&maps_.dbias, smem_address(pairs().data + PairsTile::offset(group_row(), group_key() / 8)),
                       work_.key_tile * kKeys + group_key(), row_tile * kRows + group_row(), head_of_visit_,
                       p_.dbias.batches > 1 ? sequence().batch : 0);
             store_box_commit();
@@ -388,7 +430,10 @@ private:
     const int warp_key_;  // this warp's first key of the block's
     std::conditional_t<Tile::kExchanges, BwdExchange<Tile>, NoExchange> exchange_;
     Ring<Tile::kStages> query_ring_, dout_ring_, bias_ring_;
+    // Of shared keys alone: P, and what the dK in flight reads, Q and dS.
     Ring<1> probs_ring_;
+    Ring<Tile::kStages> last_query_, last_pairs_;
+    bool dkey_in_flight_ = false;
     int head_of_visit_ = 0;
     RowRange rows_[2];  // that may see this lane's keys
     float key_bias_[2] = {};

@@ -53,6 +53,7 @@ struct BwdSmem {
     uint32_t seen[Tile::kWords];  // keys that some row sees
     Sequence sequence;
     int ticket;
+    int32_t* turn[Tile::kConsumers];  // where deterministic: of each group, the last that it has waited for
     alignas(8) uint64_t keys_full;
     RingBarriers<Tile::kStages> query_ring, dout_ring, bias_ring;
     RingBarriers<1> probs_ring;  // nobody waits for it to be full

@@ -47,6 +47,7 @@ public:
             } while (!at_end());
             wgmma_wait<0>();
             kept_in_flight(dkey_);
+            if (p_.deterministic) end_last_turn();
         }
         if (head >= 0) end_head(head);
         if (has_key_dbias() && p_.dbias.heads != p_.heads) store_key_sums(work_.first_head);
@@ -73,6 +74,7 @@ private:
         dout_ring_.wait_full();
         if (has_empty) clear_empty_rows(dout());
         issue_scores(dprobs, smem_.value, dout());
+        if (p_.deterministic) end_last_turn();
         if constexpr (Tile::kSharesKeys) end_last_dkey();
         wgmma_wait<0>();
         kept_in_flight(scores);
@@ -98,6 +100,7 @@ private:
         DquerySum dquery;
         issue_dquery(dquery);
         issue_sum(dkey_, dscores, query());
+        if (p_.deterministic) wait_for_turn(row_tile);
         wgmma_wait<1>();  // dV and dQ
         kept_in_flight(dvalue_);
         kept_in_flight(dquery);
@@ -124,6 +127,7 @@ private:
         issue_dquery(dquery);
         issue_sum(dkey_, pairs(), query());
         bias_ring_.advance();
+        if (p_.deterministic) wait_for_turn(row_tile);
         wgmma_wait<1>();  // dV and dQ
         kept_in_flight(dvalue_);
         kept_in_flight(dquery);
@@ -361,27 +365,31 @@ private:
         }
     }
 
+    __device__ __forceinline__ int64_t dquery_tile_of(int row_tile) const {
+        return dquery_tile<kRows>(p_, sequence(), head_of_visit_, row_tile);
+    }
     // To the sums of the tile, in the order in which registers hold it.
     __device__ __forceinline__ void add_dquery(const DquerySum& dquery, int row_tile) const {
-        const int64_t tile = dquery_tile<kRows>(p_, sequence(), head_of_visit_, row_tile);
-        float* to = p_.dquery_accum + tile * kRows * kHeadDim + (group_ * kDqTiles * 128 + threadIdx.x % 128) * 4;
-        if (p_.deterministic) wait_for_turn(dquery_turn(p_, tile, group_));
+        float* to = p_.dquery_accum + dquery_tile_of(row_tile) * kRows * kHeadDim +
+                    (group_ * kDqTiles * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
         for (int n = 0; n < kDqTiles; ++n) reduce_add(to + n * 128 * 4, dquery[0][n]);
-        if (p_.deterministic) end_turn(dquery_turn(p_, tile, group_));
     }
-    // In deterministic mode the blocks of one head add to a tile of dQ in the order of their keys.
-    __device__ __forceinline__ void wait_for_turn(const int32_t* turn) const {
+    // In deterministic mode the blocks of one head add to a tile of dQ in the order of their keys. Memory is asked while
+    // products run.
+    __device__ __forceinline__ void wait_for_turn(int row_tile) const {
         if (leads_group()) {
+            int32_t* turn = dquery_turn(p_, dquery_tile_of(row_tile), group_);
             while (load_acquire(turn) != info().turn) {
             }
+            smem_.turn[group_] = turn;
         }
         barrier_sync(2 + group_, 128);
     }
-    __device__ __forceinline__ void end_turn(int32_t* turn) const {
-        __threadfence();
+    // Of the visit before, if any: this waits until all its additions have arrived.
+    __device__ __forceinline__ void end_last_turn() const {
         barrier_sync(2 + group_, 128);
-        if (leads_group()) store_release(turn, work_.key_tile + 1);
+        if (leads_group() && smem_.turn[group_] != nullptr) store_release(smem_.turn[group_], work_.key_tile + 1);
     }
 
     // dS of the group's keys and rows, once it lies in shared memory.

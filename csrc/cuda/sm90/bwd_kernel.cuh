@@ -14,10 +14,10 @@ __device__ BwdWork work_of(const BwdArgs& p, int index, int& batch) {
     BwdWork work;
     int head = index / key_tiles;  // of all batch elements
     work.key_tile = index % key_tiles;
-    if (p.deterministic) {
-        // Of one head lower keys come first, since others wait for them; and few of them at once, since these wait. So many
-        // heads leave their queries in the cache.
-        constexpr int kHeadsAtOnce = 16;
+    if (p.is_causal || p.deterministic) {
+        // The lower keys of some heads come before the higher ones. Under causality more rows see them: short works end the
+        // call. And where blocks take turns they wait for lower keys: few of one head shall be at work at once.
+        constexpr int kHeadsAtOnce = 16;  // their queries stay in the cache
         const int heads = kv_heads * (Tile::kExchanges ? 1 : static_cast<int>(p.batch));
         const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(heads - first, kHeadsAtOnce);
         work.key_tile = (index - first * key_tiles) / at_once;
@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     const BwdWork work = work_of<Tile>(p, index, batch);
     if (threadIdx.x == 0) smem.sequence = Sequence(p, batch);
+    if (threadIdx.x < Tile::kConsumers) smem.turn[threadIdx.x] = nullptr;
     __syncthreads();
     if (work.key_tile * Tile::kKeys >= smem.sequence.keys) return;
     if (threadIdx.x < 128) {

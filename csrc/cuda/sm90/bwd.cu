@@ -22,7 +22,7 @@ DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
     const bool can_store = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && p.softcap == 0 &&
                            can_map(dense_layout(p, p.dbias));
     if (can_store && p.dbias.batches == p.batch) return DenseDbias::kByEntry;
-    if (can_store && can_exchange_among(p.batch) && can_exchange_at(head_dim)) return DenseDbias::kExchanged;
+    if (can_store && can_exchange_among(p.dbias.batch_sharers) && can_exchange_at(head_dim)) return DenseDbias::kExchanged;
     return DenseDbias::kNone;
 }
 

@@ -34,7 +34,9 @@ struct BwdSmem {
         static constexpr int kEnd = -1;  // as a tile: there is no other
 
         int head, row_tile;
-        int turn;  // where deterministic: what dquery_turn shows when this block may add to dQ
+        // Where deterministic: of each group what shows whose turn it is to add to dQ, and how it shows this block's.
+        int32_t* turns;
+        int turn;
         bool mask_full;  // the mask hides nothing of the tile
         bool has_empty[kRows / 32];  // of 32 rows: some see nothing, or lie beyond the sequence
         alignas(16) float lse[kRows];  // times log2(e); inf where a row sees nothing
@@ -52,6 +54,8 @@ struct BwdSmem {
     RowInfo rows[Tile::kStages];
     uint32_t seen[Tile::kWords];  // keys that some row sees
     Sequence sequence;
+    int bias_batch;  // that the sequence goes by
+    int rank;        // of the sequence among those that share a bias and exchange its gradient; else 0
     int ticket;
     int32_t* turn[Tile::kConsumers];  // where deterministic: of each group, the last that it has waited for
     alignas(8) uint64_t keys_full;
@@ -72,6 +76,7 @@ struct BwdSmem {
 // The keys that a block owns.
 struct BwdWork {
     int key_tile, kv_head, first_head, group;  // the query heads [first_head, first_head + group)
+    int first_batch;  // the batch element, of a cluster its first block's
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -19,8 +19,8 @@ public:
     __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, Smem& smem, const BwdWork& work)
         : p_(p), maps_(maps), smem_(smem), work_(work), group_(static_cast<int>(threadIdx.x) / 128 - 1),
           warp_key_((Tile::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16),
-          exchange_(smem.exchange, group_, smem.sequence.batch, static_cast<int>(p.batch)), query_ring_(smem.query_ring),
-          dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring), probs_ring_(smem.probs_ring),
+          exchange_(smem.exchange, group_, smem.rank, static_cast<int>(p.dbias.batch_sharers)),
+          query_ring_(smem.query_ring), dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring), probs_ring_(smem.probs_ring),
           last_query_(smem.query_ring), last_pairs_(smem.bias_ring) {}
 
     __device__ __forceinline__ void run() {
@@ -47,7 +47,10 @@ public:
             } while (!at_end());
             wgmma_wait<0>();
             kept_in_flight(dkey_);
-            if (p_.deterministic) end_last_turn();
+            if (p_.deterministic) {
+                barrier_sync(2 + group_, 128);
+                if (leads_group()) end_last_turn();
+            }
         }
         if (head >= 0) end_head(head);
         if (has_key_dbias() && p_.dbias.heads != p_.heads) store_key_sums(work_.first_head);
@@ -74,7 +77,6 @@ private:
         dout_ring_.wait_full();
         if (has_empty) clear_empty_rows(dout());
         issue_scores(dprobs, smem_.value, dout());
-        if (p_.deterministic) end_last_turn();
         if constexpr (Tile::kSharesKeys) end_last_dkey();
         wgmma_wait<0>();
         kept_in_flight(scores);
@@ -100,7 +102,7 @@ private:
         DquerySum dquery;
         issue_dquery(dquery);
         issue_sum(dkey_, dscores, query());
-        if (p_.deterministic) wait_for_turn(row_tile);
+        if (p_.deterministic) wait_for_turn();
         wgmma_wait<1>();  // dV and dQ
         kept_in_flight(dvalue_);
         kept_in_flight(dquery);
@@ -127,7 +129,7 @@ private:
         issue_dquery(dquery);
         issue_sum(dkey_, pairs(), query());
         bias_ring_.advance();
-        if (p_.deterministic) wait_for_turn(row_tile);
+        if (p_.deterministic) wait_for_turn();
         wgmma_wait<1>();  // dV and dQ
         kept_in_flight(dvalue_);
         kept_in_flight(dquery);
@@ -365,31 +367,28 @@ private:
         }
     }
 
-    __device__ __forceinline__ int64_t dquery_tile_of(int row_tile) const {
-        return dquery_tile<kRows>(p_, sequence(), head_of_visit_, row_tile);
-    }
     // To the sums of the tile, in the order in which registers hold it.
     __device__ __forceinline__ void add_dquery(const DquerySum& dquery, int row_tile) const {
-        float* to = p_.dquery_accum + dquery_tile_of(row_tile) * kRows * kHeadDim +
-                    (group_ * kDqTiles * 128 + threadIdx.x % 128) * 4;
+        const int64_t tile = dquery_tile<kRows>(p_, sequence(), head_of_visit_, row_tile);
+        float* to = p_.dquery_accum + tile * kRows * kHeadDim + (group_ * kDqTiles * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
         for (int n = 0; n < kDqTiles; ++n) reduce_add(to + n * 128 * 4, dquery[0][n]);
     }
-    // In deterministic mode the blocks of one head add to a tile of dQ in the order of their keys. Memory is asked while
-    // products run.
-    __device__ __forceinline__ void wait_for_turn(int row_tile) const {
+    // In deterministic mode the blocks of one head add to a tile of dQ in the order of their keys. While products run the
+    // last turn is ended, of which all has been added since the groups have met, and the next awaited.
+    __device__ __forceinline__ void wait_for_turn() const {
         if (leads_group()) {
-            int32_t* turn = dquery_turn(p_, dquery_tile_of(row_tile), group_);
+            end_last_turn();
+            int32_t* turn = info().turns + group_;
             while (load_acquire(turn) != info().turn) {
             }
             smem_.turn[group_] = turn;
         }
         barrier_sync(2 + group_, 128);
     }
-    // Of the visit before, if any: this waits until all its additions have arrived.
+    // Of the visit before, if any: waits until the group's additions have arrived.
     __device__ __forceinline__ void end_last_turn() const {
-        barrier_sync(2 + group_, 128);
-        if (leads_group() && smem_.turn[group_] != nullptr) store_release(smem_.turn[group_], work_.key_tile + 1);
+        if (smem_.turn[group_] != nullptr) store_release(smem_.turn[group_], work_.key_tile + 1);
     }
 
     // dS of the group's keys and rows, once it lies in shared memory.
@@ -399,7 +398,7 @@ private:
             if (Tile::kExchanges || p_.dense_dbias != DenseDbias::kByEntry || !leads_group()) return;
             store_box(&maps_.dbias, smem_address(pairs().data + PairsTile::offset(group_row(), group_key() / 8)),
                       work_.key_tile * kKeys + group_key(), row_tile * kRows + group_row(), head_of_visit_,
-                      p_.dbias.batches > 1 ? sequence().batch : 0);
+                      smem_.bias_batch);
             store_box_commit();
         }
     }
@@ -410,7 +409,7 @@ private:
         barrier_sync(2 + group_, 128);
         if (!leads_group()) return;
         store_box(&maps_.dbias, exchange_.sums(), work_.key_tile * kKeys + group_ * 64,
-                  row_tile * kRows + exchange_.first_row(), head_of_visit_, 0);
+                  row_tile * kRows + exchange_.first_row(), head_of_visit_, smem_.bias_batch);
         store_box_commit();
     }
     __device__ __forceinline__ void end_pairs() {

@@ -6,19 +6,18 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The keys of one of the blocks, or of one of the clusters, whose blocks differ in their batch element alone; `batch` is set
-// where they do not.
+// The keys of a block, or of a cluster of `sharers` blocks.
 template <typename Tile>
-__device__ BwdWork work_of(const BwdArgs& p, int index, int& batch) {
+__device__ BwdWork work_of(const BwdArgs& p, int index, int sharers) {
     const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys), kv_heads = static_cast<int>(p.kv_heads);
     BwdWork work;
-    int head = index / key_tiles;  // of all batch elements
+    int head = index / key_tiles;  // of all batch elements, those of a cluster counted once
     work.key_tile = index % key_tiles;
     if (p.is_causal || p.deterministic) {
         // The lower keys of some heads come before the higher ones. Under causality more rows see them: short works end the
         // call. And where blocks take turns they wait for lower keys: few of one head shall be at work at once.
         constexpr int kHeadsAtOnce = 16;  // their queries stay in the cache
-        const int heads = kv_heads * (Tile::kExchanges ? 1 : static_cast<int>(p.batch));
+        const int heads = kv_heads * (static_cast<int>(p.batch) / sharers);
         const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(heads - first, kHeadsAtOnce);
         work.key_tile = (index - first * key_tiles) / at_once;
         head = first + (index - first * key_tiles) % at_once;
@@ -26,7 +25,7 @@ __device__ BwdWork work_of(const BwdArgs& p, int index, int& batch) {
     work.kv_head = head % kv_heads;
     work.group = static_cast<int>(p.heads) / kv_heads;
     work.first_head = work.kv_head * work.group;
-    if (!Tile::kExchanges) batch = head / kv_heads;
+    work.first_batch = head / kv_heads * sharers;
     return work;
 }
 
@@ -35,11 +34,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdMaps maps) {
     extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<BwdSmem<Tile, kBias>*>(raw_smem);
-    const int sharers = Tile::kExchanges ? static_cast<int>(p.batch) : 1;
-    int batch = blockIdx.x % sharers;  // of a cluster: the block's rank in it
+    // The blocks of a cluster differ in their batch element alone.
+    const int sharers = Tile::kExchanges ? static_cast<int>(p.dbias.batch_sharers) : 1;
     if (threadIdx.x == 0) {
+        smem.rank = blockIdx.x % sharers;
         // Who waits for the blocks of lower keys holds a higher ticket than they: they have begun.
-        if (p.deterministic && batch == 0) smem.ticket = atomicAdd(drawn_tickets(p), 1);
+        if (p.deterministic && smem.rank == 0) smem.ticket = atomicAdd(drawn_tickets(p), 1);
         smem.init_rings();
         if constexpr (Tile::kExchanges) smem.exchange.init(sharers);
     }
@@ -51,8 +51,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     } else if (p.deterministic) {
         index = smem.ticket;
     }
-    const BwdWork work = work_of<Tile>(p, index, batch);
-    if (threadIdx.x == 0) smem.sequence = Sequence(p, batch);
+    const BwdWork work = work_of<Tile>(p, index, sharers);
+    if (threadIdx.x == 0) {
+        smem.sequence = Sequence(p, work.first_batch + smem.rank);
+        smem.bias_batch = shared_batch(p.bias, smem.sequence);
+    }
     if (threadIdx.x < Tile::kConsumers) smem.turn[threadIdx.x] = nullptr;
     __syncthreads();
     if (work.key_tile * Tile::kKeys >= smem.sequence.keys) return;

@@ -5,6 +5,7 @@
 #include "../common/scores.cuh"
 #include "../common/tile_scan.cuh"
 #include "bwd_block.cuh"
+#include "bwd_scratch.cuh"
 #include "copy_rows.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -30,7 +31,7 @@ public:
         // Tiles that nobody visits have a gradient, too: 0.
         if (kBias == BiasKind::kDense && p_.dense_dbias != DenseDbias::kNone && (p_.is_causal || has_mask(p_)))
             for_each_tile([&](int head, int row_tile, bool is_visited, bool) {
-                const bool is_own = !Tile::kExchanges || row_tile % p_.batch == sequence().batch;
+                const bool is_own = !Tile::kExchanges || row_tile % p_.dbias.batch_sharers == smem_.rank;
                 if (!is_visited && is_own) clear_dbias(head, row_tile);
             });
     }
@@ -68,10 +69,15 @@ private:
     }
     // Whether the mask leaves no pair of a tile, to none of a cluster's blocks, which visit the same tiles.
     __device__ __forceinline__ bool is_hidden(int head, int row_tile, int key_tile) const {
-        if (!Tile::kExchanges) return summary_of(sequence(), head, row_tile, key_tile).empty;
-        bool is_empty = true;
-        Sequence s = sequence();
-        for (s.batch = 0; is_empty && s.batch < p_.batch; ++s.batch) is_empty = summary_of(s, head, row_tile, key_tile).empty;
+        bool is_empty = summary_of(sequence(), head, row_tile, key_tile).empty;
+        if constexpr (Tile::kExchanges) {
+            Sequence other = sequence();
+            const int sharers = static_cast<int>(p_.dbias.batch_sharers);  // 2 or 4
+            for (int i = 1; is_empty && i < sharers; ++i) {
+                other.batch = sequence().batch ^ i;
+                is_empty = summary_of(other, head, row_tile, key_tile).empty;
+            }
+        }
         return is_empty;
     }
     // One after the last of the lower tiles of keys whose blocks visit a tile of rows, too: they add to its dQ before. A
@@ -150,7 +156,7 @@ private:
                 for (int panel = 0; panel < Tile::PairsTile::kPanels; ++panel)
                     copy_box(smem_address(pairs.data + panel * kRows * 64), &maps_.bias, bias_ring_.full(),
                              first_key() + panel * 64, tensor_row, shared_head(head, p_.heads, p_.bias.heads),
-                             p_.bias.batches > 1 ? s.batch : 0);
+                             smem_.bias_batch);
             }
         }
         const int turn_to_add = p_.deterministic && warp_id() == 0 ? turn(head, row_tile) : 0;
@@ -169,6 +175,7 @@ private:
         if (threadIdx.x == 0) {
             info.head = head;
             info.row_tile = row_tile;
+            info.turns = dquery_turns(p_, dquery_tile<kRows>(p_, s, head, row_tile));
             info.turn = turn_to_add;
             info.mask_full = mask_full;
         }

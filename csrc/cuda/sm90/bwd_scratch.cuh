@@ -18,8 +18,8 @@ __device__ __forceinline__ int64_t dquery_tile(const BwdArgs& p, const Sequence&
 // Where deterministic, of dquery_turns: the tickets that blocks have drawn, and behind them for each tile of dquery_accum
 // and each warp group whose turn it is to add: that of the first tile of keys that has not passed.
 __device__ __forceinline__ int32_t* drawn_tickets(const BwdArgs& p) { return p.dquery_turns; }
-__device__ __forceinline__ int32_t* dquery_turn(const BwdArgs& p, int64_t tile, int group) {
-    return p.dquery_turns + 1 + tile * kBwdConsumers + group;
+__device__ __forceinline__ int32_t* dquery_turns(const BwdArgs& p, int64_t tile) {
+    return p.dquery_turns + 1 + tile * kBwdConsumers;
 }
 constexpr int64_t count_dquery_turns(int64_t tiles) { return 1 + tiles * kBwdConsumers; }
 

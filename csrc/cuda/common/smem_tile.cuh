@@ -6,8 +6,8 @@
 
 namespace flash_dmattn::cuda {
 
-// Stored as panels of 64 columns (of 32, where 64 does not divide the columns, or where that is asked for) whose rows are chunks of 16 bytes; the
-// chunks of a row are permuted by the row, so that eight rows of one column of chunks lie in different banks.
+// Stored as panels of 64 columns (of 32, where 64 does not divide the columns or 32 are asked for) whose rows are chunks of
+// 16 bytes; the chunks of a row are permuted by the row, so that eight rows of one column of chunks lie in different banks.
 template <typename T, int kRows_, int kCols_, int kPanelCols_ = kCols_ % 64 == 0 ? 64 : 32>
 struct alignas(128) SmemTile {
     static constexpr int kRows = kRows_;

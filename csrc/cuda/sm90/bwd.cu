@@ -52,7 +52,8 @@ bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     plan.dquery_tiles = varlen ? p.total_q / rows + p.batch : ceil_div<int64_t>(p.seqlen_q, rows);
     const int64_t tiles = (varlen ? 1 : p.batch) * p.heads * plan.dquery_tiles;
     plan.dquery_accum = layout.take(tiles * rows * plan.head_dim * static_cast<int64_t>(sizeof(float)));
-    if (p.deterministic) plan.dquery_turns = layout.take(count_dquery_turns(tiles) * static_cast<int64_t>(sizeof(int32_t)));
+    const int64_t turns = p.deterministic ? count_dquery_turns(tiles) : 0;
+    plan.dquery_turns = layout.take(turns * static_cast<int64_t>(sizeof(int32_t)));
     plan.zeroed_bytes = layout.bytes;
     return true;
 }

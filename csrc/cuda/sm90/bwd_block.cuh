@@ -2,8 +2,8 @@
 //
 // It owns a tile of keys of one key/value head and visits the tiles of query rows that see it, of every query head of the
 // group. The first warp group loads, the others multiply. Scores stand transposed, keys by rows: so P and dS are operands of
-// dV = P dO and dK = dS Q as they lie in registers, where a group has 64 keys of its own (bwd_config.h), and what is of a key
-// is of two rows of a thread.
+// dV = P dO and dK = dS Q as they lie in registers, where a group has 64 keys of its own (bwd_config.h), and what is of a
+// key is of two rows of a thread.
 #pragma once
 
 #include <cuda.h>

@@ -20,8 +20,8 @@ public:
         : p_(p), maps_(maps), smem_(smem), work_(work), group_(static_cast<int>(threadIdx.x) / 128 - 1),
           warp_key_((Tile::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16),
           exchange_(smem.exchange, group_, smem.rank, static_cast<int>(p.dbias.batch_sharers)),
-          query_ring_(smem.query_ring), dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring), probs_ring_(smem.probs_ring),
-          last_query_(smem.query_ring), last_pairs_(smem.bias_ring) {}
+          query_ring_(smem.query_ring), dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring),
+          probs_ring_(smem.probs_ring), last_query_(smem.query_ring), last_pairs_(smem.bias_ring) {}
 
     __device__ __forceinline__ void run() {
 #pragma unroll
@@ -92,7 +92,8 @@ private:
         }
     }
     // P and dS of the group's own keys: operands as they lie in registers.
-    __device__ __forceinline__ void add_of_own_keys(const PairsOperand& probs, const PairsOperand& dscores, int row_tile) {
+    __device__ __forceinline__ void add_of_own_keys(const PairsOperand& probs, const PairsOperand& dscores,
+                                                    int row_tile) {
         issue_sum(dvalue_, probs, dout());
         store_pairs(pairs(), dscores);
         if (Tile::kExchanges && leads_group()) store_box_wait_read();  // of the sums of the visit before
@@ -117,7 +118,8 @@ private:
     }
     // Of the keys that the groups share each has some rows: it needs the others' P and dS, too. dK is awaited in the next
     // visit, so that its product runs while dQ is added to its sums.
-    __device__ __forceinline__ void add_of_shared_keys(const PairsOperand& probs, const PairsOperand& dscores, int row_tile) {
+    __device__ __forceinline__ void add_of_shared_keys(const PairsOperand& probs, const PairsOperand& dscores,
+                                                       int row_tile) {
         probs_ring_.wait_empty();
         store_pairs(smem_.probs, probs);
         store_pairs(pairs(), dscores);

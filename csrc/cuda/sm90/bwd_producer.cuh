@@ -63,7 +63,8 @@ private:
     // Rising; where blocks take turns, falling: there a causal mask lets all blocks of a head begin at once.
     __device__ int tile_at(int i, int tiles) const { return p_.deterministic ? tiles - 1 - i : i; }
 
-    __device__ __forceinline__ TileSummary<kKeys> summary_of(const Sequence& s, int head, int row_tile, int key_tile) const {
+    __device__ __forceinline__ TileSummary<kKeys> summary_of(const Sequence& s, int head, int row_tile,
+                                                             int key_tile) const {
         const MaskSummaries<kRows, kKeys> mask(p_, s, head);
         return mask.of(row_tile * kRows, min((row_tile + 1) * kRows, s.rows) - 1, key_tile);
     }

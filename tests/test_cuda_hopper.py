@@ -69,8 +69,10 @@ def generations(tensors, mask=None, bias=None, **options):
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128, 192, 256])
 def test_new_kernels_serve(head_dim, pairs, use):
     tensors, mask = on_gpu(2, 200, 264, 4, 2, head_dim), mask_of(2, 1, 200, 264)
-    forward, backward = generations(tensors, mask, bias_of(pairs, 2, 4, 200, 264), is_causal=True)
-    assert forward == {"sm90"} and (head_dim > 128 or backward == {"sm90"})
+    bias = bias_of(pairs, 2, 4, 200, 264)
+    for deterministic in (False, True):
+        served = generations(tensors, mask, bias, is_causal=True, deterministic=deterministic)
+        assert served == ({"sm90"}, {"sm90"})
     use("sm80")
     assert generations(tensors, mask, bias_of(pairs, 2, 4, 200, 264)) == ({"sm80"}, {"sm80"})
 
@@ -196,7 +198,7 @@ def test_broadcasts(group, bias_batch, bias_heads, bias_rows, mask_shape):
 
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_dense_bias_that_batch_elements_share(head_dim, batch, heads):
     """Where they see different tiles, and where nobody sees one."""
     tensors = on_gpu(batch, 300, 440, 4, 2, head_dim)
@@ -289,7 +291,7 @@ def offsets(lengths):
 
 @CAUSAL
 @BIASES
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_variable_length_between_garbage(head_dim, pairs, causal, poisoned_allocations):
     """Sequences 2 and 6 are NaN throughout, and so is the dense bias beyond each sequence's keys."""
     rows, keys, dirty = [300, 0, 129, 70, 1, 200, 65, 193], [257, 40, 129, 0, 65, 264, 64, 8], (2, 6)
@@ -354,6 +356,52 @@ def test_forward_is_bitwise_the_same_again(head_dim, pairs):
             assert all(torch.equal(x, y) for x, y in zip(again, first))
 
 
+def tiles_of(batch, rows, keys):
+    """A mask of which each row tile sees few key tiles, others in each batch element, and some none."""
+    few = torch.rand(batch, 1, -(-rows // 128), -(-keys // 128), device="cuda") < 0.3
+    few[:, :, 3] = False
+    of_pairs = few.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :rows, :keys]
+    return of_pairs & mask_of(batch, 1, rows, keys)
+
+
+@pytest.mark.parametrize("bias_shape", [None, (2, 4, 1), (2, 8, 900), (1, 8, 900)], ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
+def test_deterministic_gradients_are_bitwise_the_same_again(head_dim, bias_shape):
+    """Blocks wait for those before them where all visit a tile of rows and where few do; more of them than at once."""
+    rows, keys = 900, 2568
+    tensors, dout = on_gpu(2, rows, keys, 8, 4, head_dim), randn(2, rows, 8, head_dim) / 8
+    bias = None if bias_shape is None else randn(*bias_shape, keys)
+    dlse = torch.randn(2, 8, rows, device="cuda") / 8
+    window = KeyIntervalMask.sliding_window(rows, keys, 300, device="cuda")
+    masks = (None, mask_of(2, 1, rows, keys), tiles_of(2, rows, keys), window)
+    for mask in masks:
+        for causal in (False, True):
+
+            def gradients(mask=mask, **options):
+                given = {"sparse": "auto" if mask is None else "tiles", **options}
+                return run(flash_dmattn_func, tensors, mask, bias, dout, dlse, **given)
+
+            first = gradients(is_causal=causal, deterministic=True)
+            for _ in range(50):
+                again = gradients(is_causal=causal, deterministic=True)
+                assert all(torch.equal(x, y) for x, y in zip(again, first))
+            for name, x, y in zip(NAMES, first, gradients(is_causal=causal)):
+                assert distance(x.float(), y.float()) < 2e-2, name
+
+
+def test_deterministic_gradients_of_variable_length():
+    rows, keys = [700, 0, 129, 70, 1, 500], [1300, 40, 129, 0, 65, 264]
+    cu_q, cu_k = offsets(rows), offsets(keys)
+    tensors = [randn(sum(n), h, 128).requires_grad_() for n, h in ((rows, 4), (keys, 2), (keys, 2))]
+    dout, results = randn(sum(rows), 4, 128), []
+    for _ in range(50):
+        out = flash_dmattn_varlen_func(
+            *tensors, None, None, cu_q, cu_k, max(rows), max(keys), is_causal=True, deterministic=True
+        )
+        results.append(torch.autograd.grad(out, tensors, dout))
+    assert all(torch.equal(x, y) for again in results for x, y in zip(again, results[0]))
+
+
 def random_call(chance: random.Random):
     """(tensors, mask, bias, options) of any kind, small."""
     batch, (heads, kv_heads) = chance.choice([1, 2, 3, 4]), chance.choice([(1, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
@@ -367,6 +415,7 @@ def random_call(chance: random.Random):
 
     mask = bias = None
     options = {"is_causal": chance.random() < 0.5, "softcap": chance.choice([0.0, 0.0, 4.0]), "sparse": "tiles"}
+    options["deterministic"] = chance.random() < 0.3
     kind = chance.choice(["none", "key", "dense", "intervals"])
     if kind == "intervals":
         mask = intervals(*broadcast(), keys, rows=rows)

@@ -53,13 +53,13 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
         *("fwd_hdim64_bf16_causal_sm80.cu", "fwd_hdim256_bf16_causal_sm80.cu"),
         *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu"),
         *("fwd_hdim64_bf16_sm90.cu", "fwd_hdim256_bf16_sm90.cu"),
-        "bwd_hdim64_bf16_sm90.cu",
+        *("bwd_hdim64_bf16_sm90.cu", "bwd_hdim256_bf16_sm90.cu"),
         *("gather_hdim64_bf16_sm80.cu", "gather_hdim256_bf16_sm80.cu"),
     ]
     header = (tmp_path / "kernels.h").read_text()
     assert '#define FLASH_DMATTN_HEAD_DIMS "64,256"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
     both = "X(bfloat16_t, 64) X(bfloat16_t, 256)"
-    built = {"SM80_FWD": both, "SM80_BWD": both, "SM90_FWD": both, "SM90_BWD": "X(bfloat16_t, 64)", "SM80_GATHER": both}
+    built = {"SM80_FWD": both, "SM80_BWD": both, "SM90_FWD": both, "SM90_BWD": both, "SM80_GATHER": both}
     assert re.findall(r"#define FLASH_DMATTN_(\w+)_KERNELS\(X\) (.*)", header) == list(built.items())
 
 
@@ -194,7 +194,7 @@ def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, dire
 
 
 # Of Hopper's kernels a head dimension of each kind of tile.
-HOPPER_KERNELS = [("fwd", 64), ("fwd", 96), ("fwd", 128), ("fwd", 256), ("bwd", 64), ("bwd", 128)]
+HOPPER_KERNELS = [("fwd", 64), ("fwd", 96), ("fwd", 128), ("fwd", 256), ("bwd", 64), ("bwd", 128), ("bwd", 256)]
 # setmaxnreg ignored; products of warp groups that wait for each other.
 SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 # Bytes a thread. The loading group gives its registers away, and keeps there what it needs once a tile.
@@ -371,16 +371,16 @@ struct Forward {
 template <int kHeadDim>
 using Gathered = FwdSmem<half_t, BiasKind::kKey, FwdListTile<kHeadDim>>;
 
-template <int kHeadDim>
+template <int kHeadDim, bool kExchanges = false>
 struct Backward {
     template <BiasKind kBias>
-    using Memory = BwdSmem<BwdTile<half_t, kHeadDim>, kBias>;
+    using Memory = BwdSmem<BwdTile<half_t, kHeadDim, kExchanges>, kBias>;
 };
 
 #define FORWARD(T, kHeadDim) \\
     print<Gathered<kHeadDim>>("fwd", kHeadDim, largest<Forward<kHeadDim>::template Memory>());
-#define BACKWARD(T, kHeadDim)                                             \\
-    print<BwdSmem<BwdTile<half_t, kHeadDim, true>, BiasKind::kDense>>( \\
+#define BACKWARD(T, kHeadDim)                                                                \\
+    print<Backward<kHeadDim, can_exchange_at(kHeadDim)>::template Memory<BiasKind::kDense>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
 
 #include "kernels.h"

@@ -102,7 +102,7 @@ struct BwdPlan : BwdCuts {
 struct BwdArgs : BwdParams, BwdCuts {
     // float32 [{B} H, tiles of rows, rows of a tile * D rounded up], in the order in which registers hold a tile.
     float* dquery_accum;
-    int32_t* dquery_turns;  // [{B} H, tiles of rows] and one ticket, where deterministic
+    int32_t* dquery_turns;  // where deterministic: whose turn it is, of each tile of rows, and one ticket
     float* dbias_parts;     // [dbias_splits, dbias_tiles, a tile], where kAtomic or dbias_splits > 1
     // Where the keys are gathered by lists:
     float* dkv_accum;     // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each

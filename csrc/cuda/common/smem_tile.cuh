@@ -6,17 +6,17 @@
 
 namespace flash_dmattn::cuda {
 
-// Stored as panels of 64 columns (of 32, where 64 does not divide the columns) whose rows are chunks of 16 bytes; the
-// chunks of a row are permuted by the row, so that eight rows of one column of chunks lie in different banks.
-template <typename T, int kRows_, int kCols_>
+// Stored as panels of 64 columns (of 32, where 64 does not divide the columns or 32 are asked for) whose rows are chunks of
+// 16 bytes; the chunks of a row are permuted by the row, so that eight rows of one column of chunks lie in different banks.
+template <typename T, int kRows_, int kCols_, int kPanelCols_ = kCols_ % 64 == 0 ? 64 : 32>
 struct alignas(128) SmemTile {
     static constexpr int kRows = kRows_;
     static constexpr int kCols = kCols_;
-    static constexpr int kPanelCols = kCols % 64 == 0 ? 64 : 32;
+    static constexpr int kPanelCols = kPanelCols_;
     static constexpr int kPanels = kCols / kPanelCols;
     static constexpr int kChunk = 8;  // elements of 16 bytes
     static constexpr int kPanelChunks = kPanelCols / kChunk;
-    static_assert(sizeof(T) == 2 && kCols % 32 == 0 && kRows % 8 == 0);
+    static_assert(sizeof(T) == 2 && kCols % kPanelCols == 0 && kRows % 8 == 0);
 
     T data[kRows * kCols];
 

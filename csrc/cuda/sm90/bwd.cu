@@ -3,6 +3,7 @@
 
 #include "../common/serves.h"
 #include "bwd_exchange.cuh"
+#include "bwd_scratch.cuh"
 #include "kernels.h"  // generated: FLASH_DMATTN_SM90_BWD_KERNELS(X), X(T, head dimension) for what is built
 #include "tensor_map.h"
 
@@ -17,11 +18,11 @@ bool can_load(const BwdParams& p) {
 
 // Who writes the gradient of a dense bias; kNone where these kernels cannot: where heads share an entry, a tile that
 // reaches beyond its sequence reaches into another, or ds is not dx.
-DenseDbias plan_dense_dbias(const BwdParams& p) {
+DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
     const bool can_store = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && p.softcap == 0 &&
                            can_map(dense_layout(p, p.dbias));
     if (can_store && p.dbias.batches == p.batch) return DenseDbias::kByEntry;
-    if (can_store && can_exchange_among(p.dbias.batch_sharers)) return DenseDbias::kExchanged;
+    if (can_store && can_exchange_among(p.dbias.batch_sharers) && can_exchange_at(head_dim)) return DenseDbias::kExchanged;
     return DenseDbias::kNone;
 }
 
@@ -34,14 +35,14 @@ bool bwd_pays(const BwdParams& p) {
 }
 
 bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
-    if (p.lists.present() || p.deterministic || p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
+    if (p.lists.present() || p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
     const bool has_dense_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present();
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
     FLASH_DMATTN_SM90_BWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     if (plan.head_dim == 0) return false;
-    if (has_dense_dbias) plan.dense_dbias = plan_dense_dbias(p);
+    if (has_dense_dbias) plan.dense_dbias = plan_dense_dbias(p, plan.head_dim);
     if (has_dense_dbias && plan.dense_dbias == DenseDbias::kNone) {
         plan = {};
         return false;
@@ -51,6 +52,8 @@ bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     plan.dquery_tiles = varlen ? p.total_q / rows + p.batch : ceil_div<int64_t>(p.seqlen_q, rows);
     const int64_t tiles = (varlen ? 1 : p.batch) * p.heads * plan.dquery_tiles;
     plan.dquery_accum = layout.take(tiles * rows * plan.head_dim * static_cast<int64_t>(sizeof(float)));
+    const int64_t turns = p.deterministic ? count_dquery_turns(tiles) : 0;
+    plan.dquery_turns = layout.take(turns * static_cast<int64_t>(sizeof(int32_t)));
     plan.zeroed_bytes = layout.bytes;
     return true;
 }

@@ -8,8 +8,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A block owns `keys` keys, 64 for each warp group that multiplies, and visits `rows` query rows at a time: dK and dV of 64
-// keys stay in a group's registers, beside S and dP of 64 keys and all rows.
+constexpr int kBwdConsumers = 2;  // warp groups that multiply
+
+// A block owns `keys` keys and visits `rows` query rows at a time. Up to head dimension 128 each warp group that multiplies
+// has 64 keys of its own: their dK and dV stay in its registers, beside S and dP of all rows. Above that 64 keys are shared:
+// a group makes S and dP of its part of the rows, and sums its part of the columns of dK and dV.
 struct BwdTileSizes {
     int rows, keys;
 };
@@ -20,6 +23,8 @@ constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool exchanges) {
         case 32: return {.rows = 128, .keys = 128};
         case 64: return {.rows = exchanges ? 64 : 128, .keys = 128};
         case 128: return {.rows = 64, .keys = 128};
+        case 192: return {.rows = 64, .keys = 64};
+        case 256: return {.rows = 64, .keys = 64};
     }
     throw std::logic_error("head dimension");
 }
@@ -32,18 +37,23 @@ struct BwdTile {
     static constexpr bool kExchanges = kExchanges_;
     static constexpr BwdTileSizes kSizes = bwd_tile_sizes(kHeadDim, kExchanges);
     static constexpr int kRows = kSizes.rows, kKeys = kSizes.keys, kWords = kKeys / 32;
-    static constexpr int kConsumers = 2;  // warp groups that multiply
+    static constexpr int kConsumers = kBwdConsumers;
     static constexpr int kThreads = (1 + kConsumers) * 128;
     static constexpr int kStages = 2;
+    static constexpr bool kSharesKeys = kKeys == 64;
+    static constexpr int kScoreRows = kSharesKeys ? kRows / kConsumers : kRows;       // of a group: of S and dP,
+    static constexpr int kSumCols = kSharesKeys ? kHeadDim / kConsumers : kHeadDim;  // of dK and dV
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumers;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumers;
-    static_assert(kKeys == 64 * kConsumers && (kSplitsDqRows || (kRows == 64 && kDqCols % 32 == 0)));
+    static_assert((kSharesKeys || kKeys == 64 * kConsumers) && (kSplitsDqRows || (kRows == 64 && kDqCols % 32 == 0)));
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-    using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
-    using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
-    using PairsTile = SmemTile<T, kRows, kKeys>;    // bias, dS; a panel for each group's keys
+    // A group's columns begin with a panel.
+    static constexpr int kPanelCols = kHeadDim % 64 == 0 && kSumCols % 64 == 0 ? 64 : 32;
+    using RowsTile = SmemTile<T, kRows, kHeadDim, kPanelCols>;  // Q, dO
+    using KeysTile = SmemTile<T, kKeys, kHeadDim, kPanelCols>;  // K, V
+    using PairsTile = SmemTile<T, kRows, kKeys>;  // bias, dS, P; a panel for 64 keys
     static_assert(PairsTile::kPanelCols == 64);
 };
 

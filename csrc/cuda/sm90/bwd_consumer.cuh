@@ -1,4 +1,4 @@
-// A warp group that multiplies, of the backward: dK and dV of its 64 keys, and its part of dQ and of the bias's gradient.
+// A warp group that multiplies, of the backward: its part of dK, dV and dQ, and of the bias's gradient.
 #pragma once
 
 #include "../common/intervals.cuh"
@@ -18,62 +18,39 @@ public:
 
     __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, Smem& smem, const BwdWork& work)
         : p_(p), maps_(maps), smem_(smem), work_(work), group_(static_cast<int>(threadIdx.x) / 128 - 1),
-          warp_key_((warp_id() - 4) * 16),
-          exchange_(smem.exchange, group_, smem.rank, static_cast<int>(p.dbias.batch_sharers)), query_ring_(smem.query_ring),
-          dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring) {}
+          warp_key_((Tile::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16),
+          exchange_(smem.exchange, group_, smem.rank, static_cast<int>(p.dbias.batch_sharers)),
+          query_ring_(smem.query_ring), dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring),
+          probs_ring_(smem.probs_ring), last_query_(smem.query_ring), last_pairs_(smem.bias_ring) {}
 
     __device__ __forceinline__ void run() {
 #pragma unroll
-        for (int n = 0; n < kDimTiles; ++n)
+        for (int n = 0; n < Tile::kSumCols / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) dkey_[0][n][i] = dvalue_[0][n][i] = 0;
         mbarrier_wait(smem_address(&smem_.keys_full), 0);
         clear_unseen_keys();
         int head = -1;
-        Pairs scores, dprobs;
-        uint32_t probs[kRows / 16][4], dscores[kRows / 16][4];
-        for (;;) {
-            query_ring_.wait_full();
-            const int row_tile = info().row_tile;
-            if (row_tile == Smem::RowInfo::kEnd) break;
-            if (info().head != head) {
-                if (head >= 0) end_head(head);
-                begin_head(head = info().head);
-            }
-            const bool has_empty = clear_empty_rows(smem_.query[query_ring_.stage()]);
-            issue_scores(scores, smem_.key, smem_.query[query_ring_.stage()]);
-            dout_ring_.wait_full();
-            if (has_empty) clear_empty_rows(smem_.dout[dout_ring_.stage()]);
-            issue_scores(dprobs, smem_.value, smem_.dout[dout_ring_.stage()]);
+        Pairs scores, dprobs;  // declared in the loop, they would drive the sums out of the registers
+        PairsOperand probs, dscores;
+        // Tested before and behind, the loop leaves products in flight from one visit to the next.
+        query_ring_.wait_full();
+        if (!at_end()) {
+            do {
+                if (info().head != head) {
+                    if (head >= 0) end_head(head);
+                    begin_head(head = info().head);
+                }
+                visit(scores, dprobs, probs, dscores);
+                query_ring_.advance();
+                query_ring_.wait_full();
+            } while (!at_end());
             wgmma_wait<0>();
-            kept_in_flight(scores);
-            kept_in_flight(dprobs);
-            differentiate(scores, dprobs, row_tile);
-            if constexpr (Tile::kExchanges) exchange_.send(dprobs);
-            to_operand(scores, probs);
-            to_operand(dprobs, dscores);
-
-            issue_sum(dvalue_, probs, smem_.dout[dout_ring_.stage()]);
-            store_dscores(dscores);
-            if (Tile::kExchanges && leads_group()) store_box_wait_read();  // of the sums of the visit before
-            fence_async();
-            barrier_sync(1, Tile::kConsumers * 128);  // dS has come whole, and nobody reads the one before
-            store_dbias(row_tile);
-            DquerySum dquery;
-            issue_dquery(dquery);
-            issue_sum(dkey_, dscores, smem_.query[query_ring_.stage()]);
-            wgmma_wait<1>();  // dV and dQ
-            kept_in_flight(dvalue_);
-            kept_in_flight(dquery);
-            dout_ring_.release();
-            dout_ring_.advance();
-            add_dquery(dquery, row_tile);
-            end_pairs();
-            if constexpr (Tile::kExchanges) store_exchanged(row_tile);
-            wgmma_wait<0>();  // dK
             kept_in_flight(dkey_);
-            query_ring_.release();
-            query_ring_.advance();
+            if (p_.deterministic) {
+                barrier_sync(2 + group_, 128);
+                if (leads_group()) end_last_turn();
+            }
         }
         if (head >= 0) end_head(head);
         if (has_key_dbias() && p_.dbias.heads != p_.heads) store_key_sums(work_.first_head);
@@ -84,19 +61,115 @@ public:
 
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kHeadDim = Tile::kHeadDim;
-    static constexpr int kTiles = kRows / 8, kDimTiles = kHeadDim / 8, kDqTiles = Tile::kDqCols / 8;
+    static constexpr int kScoreRows = Tile::kScoreRows, kTiles = kScoreRows / 8, kDqTiles = Tile::kDqCols / 8;
     using RowsTile = typename Tile::RowsTile;
     using KeysTile = typename Tile::KeysTile;
     using PairsTile = typename Tile::PairsTile;
     using Pairs = float[1][kTiles][4];      // keys by rows
-    using DimSum = float[1][kDimTiles][4];  // keys by columns
+    using PairsOperand = uint32_t[kScoreRows / 16][4];
+    using DimSum = float[1][Tile::kSumCols / 8][4];  // keys by columns
     using DquerySum = float[1][kDqTiles][4];
+
+    __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, PairsOperand& probs, PairsOperand& dscores) {
+        const int row_tile = info().row_tile;
+        const bool has_empty = clear_empty_rows(query());
+        issue_scores(scores, smem_.key, query());
+        dout_ring_.wait_full();
+        if (has_empty) clear_empty_rows(dout());
+        issue_scores(dprobs, smem_.value, dout());
+        if constexpr (Tile::kSharesKeys) end_last_dkey();
+        wgmma_wait<0>();
+        kept_in_flight(scores);
+        kept_in_flight(dprobs);
+        differentiate(scores, dprobs, row_tile);
+        if constexpr (Tile::kExchanges) exchange_.send(dprobs);
+        to_operand(scores, probs);
+        to_operand(dprobs, dscores);
+        if constexpr (Tile::kSharesKeys) {
+            add_of_shared_keys(probs, dscores, row_tile);
+        } else {
+            add_of_own_keys(probs, dscores, row_tile);
+        }
+    }
+    // P and dS of the group's own keys: operands as they lie in registers.
+    __device__ __forceinline__ void add_of_own_keys(const PairsOperand& probs, const PairsOperand& dscores,
+                                                    int row_tile) {
+        issue_sum(dvalue_, probs, dout());
+        store_pairs(pairs(), dscores);
+        if (Tile::kExchanges && leads_group()) store_box_wait_read();  // of the sums of the visit before
+        fence_async();
+        barrier_sync(1, Tile::kConsumers * 128);  // dS has come whole, and nobody reads the one before
+        store_dbias(row_tile);
+        DquerySum dquery;
+        issue_dquery(dquery);
+        issue_sum(dkey_, dscores, query());
+        if (p_.deterministic) wait_for_turn();
+        wgmma_wait<1>();  // dV and dQ
+        kept_in_flight(dvalue_);
+        kept_in_flight(dquery);
+        dout_ring_.release();
+        dout_ring_.advance();
+        add_dquery(dquery, row_tile);
+        end_pairs();
+        if constexpr (Tile::kExchanges) store_exchanged(row_tile);
+        wgmma_wait<0>();  // dK
+        kept_in_flight(dkey_);
+        query_ring_.release();
+    }
+    // Of the keys that the groups share each has some rows: it needs the others' P and dS, too. dK is awaited in the next
+    // visit, so that its product runs while dQ is added to its sums.
+    __device__ __forceinline__ void add_of_shared_keys(const PairsOperand& probs, const PairsOperand& dscores,
+                                                       int row_tile) {
+        probs_ring_.wait_empty();
+        store_pairs(smem_.probs, probs);
+        store_pairs(pairs(), dscores);
+        fence_async();
+        barrier_sync(1, Tile::kConsumers * 128);  // P and dS have come whole
+        store_dbias(row_tile);
+        issue_sum(dvalue_, smem_.probs, dout());
+        DquerySum dquery;
+        issue_dquery(dquery);
+        issue_sum(dkey_, pairs(), query());
+        bias_ring_.advance();
+        if (p_.deterministic) wait_for_turn();
+        wgmma_wait<1>();  // dV and dQ
+        kept_in_flight(dvalue_);
+        kept_in_flight(dquery);
+        dout_ring_.release();
+        dout_ring_.advance();
+        probs_ring_.release();
+        probs_ring_.advance();
+        add_dquery(dquery, row_tile);
+        dkey_in_flight_ = true;
+    }
+    // Of the visit before, once the scores of this one have been issued.
+    __device__ __forceinline__ void end_last_dkey() {
+        wgmma_wait<2>();
+        kept_in_flight(dkey_);
+        if (!dkey_in_flight_) return;
+        last_query_.release();
+        last_query_.advance();
+        if constexpr (kBias == BiasKind::kDense) {
+            if (leads_group()) store_box_wait_read();
+            last_pairs_.release();
+            last_pairs_.advance();
+        }
+    }
 
     __device__ const Sequence& sequence() const { return smem_.sequence; }
     static __device__ bool leads_group() { return threadIdx.x % 128 == 0; }
     __device__ const typename Smem::RowInfo& info() const { return smem_.rows[query_ring_.stage()]; }
+    __device__ bool at_end() const { return info().row_tile == Smem::RowInfo::kEnd; }
+    __device__ RowsTile& query() const { return smem_.query[query_ring_.stage()]; }
+    __device__ RowsTile& dout() const { return smem_.dout[dout_ring_.stage()]; }
+    __device__ PairsTile& pairs() const { return smem_.pairs[bias_ring_.stage()]; }
     // Of the sequence: key h of this lane's two.
     __device__ int key(int h) const { return work_.key_tile * kKeys + warp_key_ + h * 8 + fragment_row(); }
+
+    // The group's first, of a tile: of the keys, of the rows of S and dP, of the columns of dK and dV.
+    __device__ int group_key() const { return Tile::kSharesKeys ? 0 : group_ * 64; }
+    __device__ int group_row() const { return Tile::kSharesKeys ? group_ * kScoreRows : 0; }
+    __device__ int group_col() const { return Tile::kSharesKeys ? group_ * Tile::kSumCols : 0; }
 
     // What is of a head and of this lane's keys: their bias, and the rows that may see them.
     __device__ void begin_head(int head) {
@@ -120,14 +193,21 @@ private:
         if (has_key_dbias() && p_.dbias.heads == p_.heads) store_key_sums(head);
     }
     __device__ bool has_key_dbias() const { return kBias == BiasKind::kKey && p_.dbias.data != nullptr; }
-    // The gradient of a key's bias is its sum of dx over the rows.
+    // The gradient of a key's bias is its sum of dx over the rows. Of two groups' parts the order does not matter.
     __device__ void store_key_sums(int head) {
         const Sequence& s = sequence();
         float* to = static_cast<float*>(p_.dbias.data) + pair_offset(p_.dbias, s, head, p_.heads);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float sum = row_sum(key_sums_[h]);
-            if (leads_row() && key(h) < s.keys) to[key(h) * p_.dbias.col_stride] = sum;
+            if (leads_row() && key(h) < s.keys) {
+                float* of_key = to + key(h) * p_.dbias.col_stride;
+                if (Tile::kSharesKeys) {
+                    reduce_add(of_key, sum);
+                } else {
+                    *of_key = sum;
+                }
+            }
             key_sums_[h] = 0;
         }
     }
@@ -146,8 +226,9 @@ private:
         bool any = false;
         for (int w = 0; w < Tile::kWords; ++w) any |= smem_.seen[w] != ~0u;
         if (!any) return;
-        clear_rows<64>(smem_.key, group_ * 64, is_unseen);
-        clear_rows<64>(smem_.value, group_ * 64, is_unseen);
+        constexpr int kCount = kKeys / Tile::kConsumers;
+        clear_rows<kCount>(smem_.key, group_ * kCount, is_unseen);
+        clear_rows<kCount>(smem_.value, group_ * kCount, is_unseen);
         barrier_sync(1, Tile::kConsumers * 128);
     }
     // A row that sees nothing may hold anything, and zero times NaN would reach a sum. Gives whether there is one.
@@ -163,28 +244,38 @@ private:
 
     // S = K Q^T, or dP = V dO^T.
     __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows) const {
-        const Operand<KeysTile> a(keys, group_ * 64);
-        const Operand<RowsTile> b(rows);
+        const Operand<KeysTile> a(keys, group_key());
+        const Operand<RowsTile> b(rows, group_row());
         kept_in_flight(pairs);
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < kHeadDim; d += 16)
-            Wgmma<kRows>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
+            Wgmma<kScoreRows>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
         wgmma_commit();
     }
-    // dV += P dO, or dK += dS Q.
-    __device__ __forceinline__ void issue_sum(DimSum& sum, const uint32_t (&pairs)[kRows / 16][4], const RowsTile& rows) {
+    // dV += P dO, or dK += dS Q: of the group's keys, or of all, in shared memory, and the group's columns.
+    __device__ __forceinline__ void issue_sum(DimSum& sum, const PairsOperand& pairs, const RowsTile& rows) {
         const Operand<RowsTile> b(rows);
         kept_in_flight(sum);
         wgmma_fence();
 #pragma unroll
         for (int r = 0; r < kRows; r += 16)
-            Wgmma<kHeadDim>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
+            Wgmma<Tile::kSumCols>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_sum(DimSum& sum, const PairsTile& pairs, const RowsTile& rows) {
+        const Operand<PairsTile> a(pairs);
+        const Operand<RowsTile> b(rows);
+        kept_in_flight(sum);
+        wgmma_fence();
+#pragma unroll
+        for (int r = 0; r < kRows; r += 16)
+            Wgmma<Tile::kSumCols>::template multiply<T, true, true>(sum, a.down(r), b.down(r, group_col()), true);
         wgmma_commit();
     }
     // dQ = dS^T K.
     __device__ __forceinline__ void issue_dquery(DquerySum& dquery) const {
-        const Operand<PairsTile> a(smem_.pairs[bias_ring_.stage()], Tile::kSplitsDqRows ? group_ * 64 : 0);
+        const Operand<PairsTile> a(pairs(), Tile::kSplitsDqRows ? group_ * 64 : 0);
         const Operand<KeysTile> b(smem_.key);
         const int col = Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols;
         wgmma_fence();
@@ -194,9 +285,9 @@ private:
         wgmma_commit();
     }
 
-    static __device__ __forceinline__ void to_operand(const Pairs& pairs, uint32_t (&operand)[kRows / 16][4]) {
+    static __device__ __forceinline__ void to_operand(const Pairs& pairs, PairsOperand& operand) {
 #pragma unroll
-        for (int r = 0; r < kRows / 16; ++r)
+        for (int r = 0; r < kScoreRows / 16; ++r)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* pair = pairs[0][2 * r + i / 2] + i % 2 * 2;
@@ -204,23 +295,23 @@ private:
             }
     }
 
-    // Of the lane, in a tile of pairs: 16 rows from 0 on and this warp's 16 keys, transposed by ldmatrix and stmatrix to
-    // what two neighbouring tiles of the accumulator hold.
-    __device__ __forceinline__ uint32_t pairs_at(int row) const {
+    // Of the lane, in a tile of pairs: 16 of the group's rows from `row` on and this warp's 16 keys, transposed by ldmatrix
+    // and stmatrix to what two neighbouring tiles of the accumulator hold.
+    __device__ __forceinline__ uint32_t pairs_at(const PairsTile& tile, int row) const {
         const int lane = lane_id();
-        return smem_address(smem_.pairs[bias_ring_.stage()].data +
-                            PairsTile::offset(row + lane % 8 + lane / 16 * 8, warp_key_ / 8 + lane / 8 % 2));
+        return smem_address(tile.data + PairsTile::offset(group_row() + row + lane % 8 + lane / 16 * 8,
+                                                          warp_key_ / 8 + lane / 8 % 2));
     }
-    __device__ __forceinline__ void store_dscores(const uint32_t (&dscores)[kRows / 16][4]) const {
+    __device__ __forceinline__ void store_pairs(PairsTile& to, const PairsOperand& pairs) const {
 #pragma unroll
-        for (int r = 0; r < kRows / 16; ++r) stmatrix_x4_trans(pairs_at(r * 16), dscores[r]);
+        for (int r = 0; r < kScoreRows / 16; ++r) stmatrix_x4_trans(pairs_at(to, r * 16), pairs[r]);
     }
 
     // S and dP to P and dS.
     __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int row_tile) {
         if constexpr (kBias == BiasKind::kDense) bias_ring_.wait_full();
-        // Whether all rows of the tile that there are may see this warp's keys, by causality, lengths and intervals.
-        const int first_row = row_tile * kRows, end_row = min(first_row + kRows, sequence().rows);
+        // Whether all rows of the group's that there are may see this warp's keys, by causality, lengths and intervals.
+        const int first_row = row_tile * kRows + group_row(), end_row = min(first_row + kScoreRows, sequence().rows);
         const auto covers = [&](const RowRange& rows) { return rows.begin <= first_row && rows.end >= end_row; };
         const bool in_range = __all_sync(~0u, covers(rows_[0]) && covers(rows_[1]));
         const bool has_bits = p_.packed_mask.bits != nullptr && !info().mask_full;
@@ -239,18 +330,19 @@ private:
         const auto& rows = info();
         const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
         const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E, scale_of_capped = kSoftcap ? scale / softcap : 0;
-        const int first_row = row_tile * kRows + fragment_col(), bit = warp_key_ % 32 + fragment_row();
+        const int group_rows = group_row() + fragment_col(), first_row = row_tile * kRows + group_rows;
+        const int bit = warp_key_ % 32 + fragment_row();
 #pragma unroll
         for (int n = 0; n < kTiles; n += 2) {
             uint32_t dense[4];
-            if (kBias == BiasKind::kDense) ldmatrix_x4_trans(dense, pairs_at(n * 8));
+            if (kBias == BiasKind::kDense) ldmatrix_x4_trans(dense, pairs_at(pairs(), n * 8));
 #pragma unroll
             for (int m = n; m < n + 2; ++m) {
-                const float2 lse = *reinterpret_cast<const float2*>(rows.lse + m * 8 + fragment_col());
-                const float2 delta = *reinterpret_cast<const float2*>(rows.delta + m * 8 + fragment_col());
+                const float2 lse = *reinterpret_cast<const float2*>(rows.lse + group_rows + m * 8);
+                const float2 delta = *reinterpret_cast<const float2*>(rows.delta + group_rows + m * 8);
                 uint2 bits = {~0u, ~0u};
                 if (kBits && has_bits)
-                    bits = *reinterpret_cast<const uint2*>(rows.mask[warp_key_ / 32] + m * 8 + fragment_col());
+                    bits = *reinterpret_cast<const uint2*>(rows.mask[warp_key_ / 32] + group_rows + m * 8);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     float2 bias = {0, 0};
@@ -284,14 +376,30 @@ private:
 #pragma unroll
         for (int n = 0; n < kDqTiles; ++n) reduce_add(to + n * 128 * 4, dquery[0][n]);
     }
+    // In deterministic mode the blocks of one head add to a tile of dQ in the order of their keys. While products run the
+    // last turn is ended, of which all has been added since the groups have met, and the next awaited.
+    __device__ __forceinline__ void wait_for_turn() const {
+        if (leads_group()) {
+            end_last_turn();
+            int32_t* turn = info().turns + group_;
+            while (load_acquire(turn) != info().turn) {
+            }
+            smem_.turn[group_] = turn;
+        }
+        barrier_sync(2 + group_, 128);
+    }
+    // Of the visit before, if any: waits until the group's additions have arrived.
+    __device__ __forceinline__ void end_last_turn() const {
+        if (smem_.turn[group_] != nullptr) store_release(smem_.turn[group_], work_.key_tile + 1);
+    }
 
-    // dS of the group's keys, once it lies in shared memory.
+    // dS of the group's keys and rows, once it lies in shared memory.
     __device__ __forceinline__ void store_dbias(int row_tile) {
         head_of_visit_ = info().head;
         if constexpr (kBias == BiasKind::kDense) {
             if (Tile::kExchanges || p_.dense_dbias != DenseDbias::kByEntry || !leads_group()) return;
-            store_box(&maps_.dbias, smem_address(smem_.pairs[bias_ring_.stage()].data + group_ * kRows * 64),
-                      work_.key_tile * kKeys + group_ * 64, row_tile * kRows, head_of_visit_,
+            store_box(&maps_.dbias, smem_address(pairs().data + PairsTile::offset(group_row(), group_key() / 8)),
+                      work_.key_tile * kKeys + group_key(), row_tile * kRows + group_row(), head_of_visit_,
                       smem_.bias_batch);
             store_box_commit();
         }
@@ -316,10 +424,11 @@ private:
 
     __device__ __forceinline__ void store_keys(const RowsView& view, const DimSum& sum, float factor) const {
         const Sequence& s = sequence();
-        T* to = static_cast<T*>(view.data) + key_offset(view, s, work_.kv_head);
+        T* to = static_cast<T*>(view.data) + key_offset(view, s, work_.kv_head) + group_col();
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-            store_row(sum, h, factor, to + key(h) * view.row_stride, static_cast<int>(p_.head_dim), key(h) < s.keys);
+            store_row(sum, h, factor, to + key(h) * view.row_stride, static_cast<int>(p_.head_dim) - group_col(),
+                      key(h) < s.keys);
     }
 
     const BwdArgs& p_;
@@ -330,6 +439,10 @@ private:
     const int warp_key_;  // this warp's first key of the block's
     std::conditional_t<Tile::kExchanges, BwdExchange<Tile>, NoExchange> exchange_;
     Ring<Tile::kStages> query_ring_, dout_ring_, bias_ring_;
+    // Of shared keys alone: P, and what the dK in flight reads, Q and dS.
+    Ring<1> probs_ring_;
+    Ring<Tile::kStages> last_query_, last_pairs_;
+    bool dkey_in_flight_ = false;
     int head_of_visit_ = 0;
     RowRange rows_[2];  // that may see this lane's keys
     float key_bias_[2] = {};

@@ -32,8 +32,9 @@ struct BwdExchangeSmem {
     }
 };
 
-// Whether so many blocks can part the rows of a tile among them.
+// Whether so many blocks can part the rows of a tile among them, and whether shared memory has room for the parts.
 constexpr bool can_exchange_among(int64_t blocks) { return blocks == 2 || blocks == 4; }
+constexpr bool can_exchange_at(int head_dim) { return head_dim <= 128; }
 
 // A warp group's side of it.
 template <typename Tile>

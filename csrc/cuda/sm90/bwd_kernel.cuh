@@ -6,28 +6,58 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// The keys of a block, or of a cluster of `sharers` blocks.
+template <typename Tile>
+__device__ BwdWork work_of(const BwdArgs& p, int index, int sharers) {
+    const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys), kv_heads = static_cast<int>(p.kv_heads);
+    BwdWork work;
+    int head = index / key_tiles;  // of all batch elements, those of a cluster counted once
+    work.key_tile = index % key_tiles;
+    if (p.is_causal || p.deterministic) {
+        // The lower keys of some heads come before the higher ones. Under causality more rows see them: short works end the
+        // call. And where blocks take turns they wait for lower keys: few of one head shall be at work at once.
+        constexpr int kHeadsAtOnce = 16;  // their queries stay in the cache
+        const int heads = kv_heads * (static_cast<int>(p.batch) / sharers);
+        const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(heads - first, kHeadsAtOnce);
+        work.key_tile = (index - first * key_tiles) / at_once;
+        head = first + (index - first * key_tiles) % at_once;
+    }
+    work.kv_head = head % kv_heads;
+    work.group = static_cast<int>(p.heads) / kv_heads;
+    work.first_head = work.kv_head * work.group;
+    work.first_batch = head / kv_heads * sharers;
+    return work;
+}
+
 template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdMaps maps) {
     extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<BwdSmem<Tile, kBias>*>(raw_smem);
-    const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys), kv_heads = static_cast<int>(p.kv_heads);
-    BwdWork work;
     // The blocks of a cluster differ in their batch element alone.
-    const int sharers = Tile::kExchanges ? static_cast<int>(p.dbias.batch_sharers) : 1, block = blockIdx.x / sharers;
-    work.key_tile = block % key_tiles;
-    work.kv_head = block / key_tiles % kv_heads;
-    work.group = static_cast<int>(p.heads) / kv_heads;
-    work.first_head = work.kv_head * work.group;
+    const int sharers = Tile::kExchanges ? static_cast<int>(p.dbias.batch_sharers) : 1;
     if (threadIdx.x == 0) {
         smem.rank = blockIdx.x % sharers;
-        smem.sequence = Sequence(p, block / key_tiles / kv_heads * sharers + smem.rank);
-        smem.bias_batch = shared_batch(p.bias, smem.sequence);
+        // Who waits for the blocks of lower keys holds a higher ticket than they: they have begun.
+        if (p.deterministic && smem.rank == 0) smem.ticket = atomicAdd(drawn_tickets(p), 1);
         smem.init_rings();
         if constexpr (Tile::kExchanges) smem.exchange.init(sharers);
     }
     __syncthreads();
-    if constexpr (Tile::kExchanges) cluster_sync();
+    int index = blockIdx.x / sharers;
+    if constexpr (Tile::kExchanges) {
+        cluster_sync();
+        if (p.deterministic) index = load_shared_of_block(in_block(smem_address(&smem.ticket), 0));
+    } else if (p.deterministic) {
+        index = smem.ticket;
+    }
+    const BwdWork work = work_of<Tile>(p, index, sharers);
+    if (threadIdx.x == 0) {
+        smem.sequence = Sequence(p, work.first_batch + smem.rank);
+        smem.bias_batch = shared_batch(p.bias, smem.sequence);
+    }
+    if (threadIdx.x < Tile::kConsumers) smem.turn[threadIdx.x] = nullptr;
+    __syncthreads();
     if (work.key_tile * Tile::kKeys >= smem.sequence.keys) return;
     if (threadIdx.x < 128) {
         give_registers<Tile::kProducerRegisters>();

@@ -23,7 +23,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
         constexpr int kPairsPanel = Tile::PairsTile::kPanelCols;
         maps.bias = make_map(dense_layout(p, p.bias), {kPairsPanel, Tile::kRows, 1, 1});
         if (p.dense_dbias == DenseDbias::kByEntry)
-            maps.dbias = make_map(dense_layout(p, p.dbias), {kPairsPanel, Tile::kRows, 1, 1});
+            maps.dbias = make_map(dense_layout(p, p.dbias), {kPairsPanel, Tile::kScoreRows, 1, 1});
         if (Tile::kExchanges)
             maps.dbias = make_map(dense_layout(p, p.dbias), {kPairsPanel, Tile::kRows / sharers, 1, 1});
     }
@@ -50,13 +50,14 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& p, cudaStream_t stream) {
     using Tile = BwdTile<T, kHeadDim>;
-    using Exchanging = BwdTile<T, kHeadDim, true>;
     switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
         case BiasKind::kNone: return launch_bwd<Tile, BiasKind::kNone>(p, stream);
         case BiasKind::kKey: return launch_bwd<Tile, BiasKind::kKey>(p, stream);
         case BiasKind::kDense:
-            return p.dense_dbias == DenseDbias::kExchanged ? launch_bwd<Exchanging, BiasKind::kDense>(p, stream)
-                                                           : launch_bwd<Tile, BiasKind::kDense>(p, stream);
+            if constexpr (can_exchange_at(kHeadDim))
+                if (p.dense_dbias == DenseDbias::kExchanged)
+                    return launch_bwd<BwdTile<T, kHeadDim, true>, BiasKind::kDense>(p, stream);
+            return launch_bwd<Tile, BiasKind::kDense>(p, stream);
     }
 }
 

@@ -5,6 +5,7 @@
 #include "../common/scores.cuh"
 #include "../common/tile_scan.cuh"
 #include "bwd_block.cuh"
+#include "bwd_scratch.cuh"
 #include "copy_rows.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -47,30 +48,48 @@ private:
         const int tiles = ceil_div(sequence().rows, kRows);
         const int begin = p_.is_causal ? sequence().causal_begin(first_key()) / kRows : 0;
         for (int head = work_.first_head; head < work_.first_head + work_.group; ++head) {
-            const auto summary_of = [&](const Sequence& s, int tile) {
-                const MaskSummaries<kRows, kKeys> mask(p_, s, head);
-                return mask.of(tile * kRows, min((tile + 1) * kRows, s.rows) - 1, work_.key_tile);
-            };
             for (LookAhead ahead{0}; ahead.next < tiles;) {
                 const int first = ahead.next, end = min(first + 32, tiles);
-                ahead.look(tiles, [&](int tile, bool& is_empty, bool& is_full) {
-                    const auto summary = summary_of(sequence(), tile);
-                    is_empty = summary.empty || tile < begin;
-                    is_full = summary.full;
-                    // The blocks of a cluster visit the same tiles.
-                    if constexpr (Tile::kExchanges) {
-                        Sequence other = sequence();
-                        const int sharers = static_cast<int>(p_.dbias.batch_sharers);  // 2 or 4
-                        for (int i = 1; is_empty && tile >= begin && i < sharers; ++i) {
-                            other.batch = sequence().batch ^ i;
-                            is_empty = summary_of(other, tile).empty;
-                        }
-                    }
+                ahead.look(tiles, [&](int i, bool& is_empty, bool& is_full) {
+                    const int tile = tile_at(i, tiles);
+                    is_full = summary_of(sequence(), head, tile, work_.key_tile).full;
+                    is_empty = tile < begin || is_hidden(head, tile, work_.key_tile);
                 });
-                for (int tile = first; tile < end; ++tile)
-                    visit(head, tile, ahead.pending >> (tile - first) & 1, ahead.is_full(tile - first));
+                for (int i = first; i < end; ++i)
+                    visit(head, tile_at(i, tiles), ahead.pending >> (i - first) & 1, ahead.is_full(i - first));
             }
         }
+    }
+    // Rising; where blocks take turns, falling: there a causal mask lets all blocks of a head begin at once.
+    __device__ int tile_at(int i, int tiles) const { return p_.deterministic ? tiles - 1 - i : i; }
+
+    __device__ __forceinline__ TileSummary<kKeys> summary_of(const Sequence& s, int head, int row_tile,
+                                                             int key_tile) const {
+        const MaskSummaries<kRows, kKeys> mask(p_, s, head);
+        return mask.of(row_tile * kRows, min((row_tile + 1) * kRows, s.rows) - 1, key_tile);
+    }
+    // Whether the mask leaves no pair of a tile, to none of a cluster's blocks, which visit the same tiles.
+    __device__ __forceinline__ bool is_hidden(int head, int row_tile, int key_tile) const {
+        bool is_empty = summary_of(sequence(), head, row_tile, key_tile).empty;
+        if constexpr (Tile::kExchanges) {
+            Sequence other = sequence();
+            const int sharers = static_cast<int>(p_.dbias.batch_sharers);  // 2 or 4
+            for (int i = 1; is_empty && i < sharers; ++i) {
+                other.batch = sequence().batch ^ i;
+                is_empty = summary_of(other, head, row_tile, key_tile).empty;
+            }
+        }
+        return is_empty;
+    }
+    // One after the last of the lower tiles of keys whose blocks visit a tile of rows, too: they add to its dQ before. A
+    // warp calls.
+    __device__ __forceinline__ int turn(int head, int row_tile) const {
+        for (int end = work_.key_tile; end > 0; end -= 32) {
+            const int key_tile = end - 1 - lane_id();
+            const uint32_t visiting = __ballot_sync(~0u, key_tile >= 0 && !is_hidden(head, row_tile, key_tile));
+            if (visiting != 0) return end - (__ffs(visiting) - 1);
+        }
+        return 0;
     }
 
     // Keys that no row sees, for the mask or their bias, may hold anything: the consumers clear them.
@@ -82,8 +101,7 @@ private:
             copy_rows(smem_.key, maps_.key, barrier, p_, s, s.first_key + first_key(), work_.kv_head);
             copy_rows(smem_.value, maps_.value, barrier, p_, s, s.first_key + first_key(), work_.kv_head);
         }
-        const int warp = warp_id(), key = first_key() + threadIdx.x;
-        static_assert(kWords == 4, "a warp looks at 32 keys");
+        const int warp = warp_id(), key = first_key() + threadIdx.x;  // a warp looks at 32 keys, if there are so many
         uint32_t seen = 0;
         for (int head = work_.first_head; head < work_.first_head + work_.group; ++head) {
             uint32_t seen_by_head = has_mask(p_) ? 0 : ~0u;
@@ -102,7 +120,7 @@ private:
             }
             seen |= __reduce_or_sync(~0u, seen_by_head) & __ballot_sync(~0u, !is_hidden);
         }
-        if (lane_id() == 0) smem_.seen[warp] = seen;
+        if (lane_id() == 0 && warp < kWords) smem_.seen[warp] = seen;
         mbarrier_arrive_here(smem_address(&smem_.keys_full));
     }
 
@@ -111,7 +129,7 @@ private:
         const int first = row_tile * kRows, row = first + threadIdx.x;
         const bool is_masked = !mask_full && p_.packed_mask.bits != nullptr;
         float lse = 0, delta = 0;
-        uint4 words = {};
+        MaskWords words = {};
         bool is_empty = false;
         if (threadIdx.x < kRows) {
             if (is_masked) words = load_mask(head, row);
@@ -142,6 +160,7 @@ private:
                              smem_.bias_batch);
             }
         }
+        const int turn_to_add = p_.deterministic && warp_id() == 0 ? turn(head, row_tile) : 0;
         query_ring_.wait_empty();
         auto& info = smem_.rows[query_ring_.stage()];
         if (threadIdx.x < kRows) {
@@ -149,7 +168,7 @@ private:
             info.delta[threadIdx.x] = delta;
             if (is_masked) {
                 info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
-                info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
+                if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
             }
         }
         const bool has_empty = __any_sync(~0u, is_empty);
@@ -157,6 +176,8 @@ private:
         if (threadIdx.x == 0) {
             info.head = head;
             info.row_tile = row_tile;
+            info.turns = dquery_turns(p_, dquery_tile<kRows>(p_, s, head, row_tile));
+            info.turn = turn_to_add;
             info.mask_full = mask_full;
         }
         mbarrier_arrive_here(query_ring_.full());
@@ -166,11 +187,12 @@ private:
     }
 
     // Of a tile, one row's words.
-    __device__ __forceinline__ uint4 load_mask(int head, int row) const {
-        static_assert(kWords == 4);
+    static_assert(kWords == 2 || kWords == 4);
+    using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;
+    __device__ __forceinline__ MaskWords load_mask(int head, int row) const {
         const uint32_t* words = mask_words(p_, sequence(), head) + work_.key_tile * kWords;
         const int64_t at = min(row, sequence().rows - 1) * p_.packed_mask.bits_row_stride;
-        return __ldg(reinterpret_cast<const uint4*>(words + at));
+        return __ldg(reinterpret_cast<const MaskWords*>(words + at));
     }
 
     __device__ void clear_dbias(int head, int row_tile) const {

@@ -3,6 +3,7 @@
 
 #include "../common/sequence.cuh"
 #include "../plan.h"
+#include "bwd_config.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -13,5 +14,13 @@ __device__ __forceinline__ int64_t dquery_tile(const BwdArgs& p, const Sequence&
     if (p.cu_seqlens_q == nullptr) return (s.batch * p.heads + head) * p.dquery_tiles + row_tile;
     return head * p.dquery_tiles + s.first_row / kRows + s.batch + row_tile;
 }
+
+// Where deterministic, of dquery_turns: the tickets that blocks have drawn, and behind them for each tile of dquery_accum
+// and each warp group whose turn it is to add: that of the first tile of keys that has not passed.
+__device__ __forceinline__ int32_t* drawn_tickets(const BwdArgs& p) { return p.dquery_turns; }
+__device__ __forceinline__ int32_t* dquery_turns(const BwdArgs& p, int64_t tile) {
+    return p.dquery_turns + 1 + tile * kBwdConsumers;
+}
+constexpr int64_t count_dquery_turns(int64_t tiles) { return 1 + tiles * kBwdConsumers; }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,326 @@
+// The forward with a dense bias that batch elements share.
+//
+// The first warp group loads: its first warp by the copy engine, its second puts zeros in place of values that a mask hides.
+// The others multiply, 64 query rows each.
+#pragma once
+
+#include "../common/online_softmax.cuh"
+#include "../common/scores.cuh"
+#include "copy_rows.cuh"
+#include "pair_block.cuh"
+#include "rows_out.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// How the copy engine finds the tensors: [D, heads, S, B], of the bias [Sk, Sq, heads, 1].
+struct PairFwdMaps {
+    CUtensorMap query, key, value, bias;
+};
+
+template <typename T_, int kWhich>
+struct PairFwdTile {
+    using T = T_;
+    static constexpr PairFwdTileSizes kSizes = kPairFwdTiles[kWhich];
+    static constexpr int kGroups = kSizes.groups, kRows = kGroups * 64, kKeys = kSizes.keys, kStages = kSizes.stages;
+    static constexpr int kWords = kKeys / 32, kThreads = (1 + kGroups) * 128;
+    static constexpr int kLoaderRegisters = kGroups == 2 ? 56 : 32, kConsumerRegisters = kGroups == 2 ? 224 : 160;
+    using QueryTile = SmemTile<T, kRows, kPairHeadDim>;
+    using KeyTile = SmemTile<T, kKeys, kPairHeadDim>;
+};
+
+template <typename Tile>
+struct PairFwdSmem {
+    using T = typename Tile::T;
+    struct KeyInfo {
+        alignas(16) uint32_t columns[Tile::kWords];  // keys that are visible
+    };
+
+    alignas(kTileAlign) typename Tile::QueryTile query;
+    alignas(kTileAlign) typename Tile::KeyTile key[Tile::kStages];
+    alignas(kTileAlign) typename Tile::KeyTile value[Tile::kStages];
+    KeyInfo keys[Tile::kStages];
+    PairWork work;
+    RingBarriers<1> query_ring, bias_ring;
+    RingBarriers<Tile::kStages> key_ring;
+    alignas(8) uint64_t cleared[Tile::kStages];  // completes when no hidden value is left in a stage that is full
+    alignas(kTileAlign) PairBiasTile<T> bias[1];  // [groups][bias_tiles]
+
+    static size_t bytes(int bias_tiles) {
+        return offsetof(PairFwdSmem, bias) + Tile::kGroups * bias_tiles * sizeof(PairBiasTile<T>);
+    }
+    // By one thread.
+    __device__ void init_rings() {
+        query_ring.init(1, Tile::kGroups * 4);
+        bias_ring.init(1, Tile::kGroups * 4);
+        key_ring.init(1, Tile::kGroups * 4);
+        for (auto& barrier : cleared) mbarrier_init(smem_address(&barrier), 1);
+    }
+};
+
+template <typename Tile>
+class PairFwdLoader {
+public:
+    using Smem = PairFwdSmem<Tile>;
+    using T = typename Tile::T;
+
+    __device__ PairFwdLoader(const FwdArgs& p, const PairSchedule& schedule, const PairFwdMaps& maps, Smem& smem)
+        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), query_ring_(smem.query_ring), bias_ring_(smem.bias_ring),
+          key_ring_(smem.key_ring) {}
+
+    __device__ void run() {
+        const int warp = warp_id();
+        if (warp > 1) return;
+        const int64_t begin = schedule_.begin_of(blockIdx.x), end = schedule_.begin_of(blockIdx.x + 1);
+        for (int64_t index = begin; index < end; ++index) {
+            PairWork work(schedule_, index, begin, end);
+            const PairKeys<Tile::kKeys> keys(p_, work.batch, work.head);
+            work.visited = keys.visited;
+            work.full = keys.full;
+            warp == 0 ? load(work) : clear(work, keys);
+        }
+        if (warp == 0 && lane_id() == 0) {
+            query_ring_.wait_empty();
+            smem_.work.batch = PairWork::kNone;
+            mbarrier_arrive_here(query_ring_.full());
+        }
+    }
+
+private:
+    __device__ void load(const PairWork& work) {
+        if (lane_id() != 0) return;
+        const Sequence s(p_, work.batch);
+        const int row = work.tile * Tile::kRows;
+        if (work.is_first) load_bias(work, row);
+        query_ring_.wait_empty();
+        smem_.work = work;
+        mbarrier_arrive_expecting(query_ring_.full(), sizeof(typename Tile::QueryTile));
+        copy_rows(smem_.query, maps_.query, query_ring_.full(), p_, s, row, work.head);
+        query_ring_.advance();
+        const int head = shared_head(work.head, p_.heads, p_.kv_heads);
+        for (uint32_t left = work.visited; left != 0; left &= left - 1, key_ring_.advance()) {
+            const int key = (__ffs(left) - 1) * Tile::kKeys;
+            key_ring_.wait_empty();
+            mbarrier_arrive_expecting(key_ring_.full(), 2 * sizeof(typename Tile::KeyTile));
+            copy_rows(smem_.key[key_ring_.stage()], maps_.key, key_ring_.full(), p_, s, key, head);
+            copy_rows(smem_.value[key_ring_.stage()], maps_.value, key_ring_.full(), p_, s, key, head);
+        }
+    }
+    __device__ void load_bias(const PairWork& work, int row) {
+        const int tiles = schedule_.bias_tiles, head = shared_head(work.head, p_.heads, p_.bias.heads);
+        bias_ring_.wait_empty();
+        mbarrier_arrive_expecting(bias_ring_.full(),
+                                  Tile::kGroups * tiles * static_cast<int>(sizeof(PairBiasTile<T>)));
+        for (int i = 0; i < Tile::kGroups * tiles; ++i)
+            copy_box(smem_address(&smem_.bias[i]), &maps_.bias, bias_ring_.full(), i % tiles * kPairBiasCols,
+                     row + i / tiles * 64, head, 0);
+        bias_ring_.advance();
+    }
+
+    __device__ void clear(const PairWork& work, const PairKeys<Tile::kKeys>& keys) {
+        for (uint32_t left = work.visited; left != 0; left &= left - 1, key_ring_.advance()) {
+            const int tile = __ffs(left) - 1;
+            key_ring_.wait_full();
+            auto& value = smem_.value[key_ring_.stage()];
+#pragma unroll
+            for (int w = 0; w < Tile::kWords; ++w) {
+                const uint32_t columns = keys.columns(tile, w);
+                if (!(columns >> lane_id() & 1)) clear_row(value, w * 32 + lane_id());
+                if (lane_id() == 0) smem_.keys[key_ring_.stage()].columns[w] = columns;
+            }
+            fence_async();
+            __syncwarp();
+            if (lane_id() == 0) mbarrier_arrive_here(smem_address(&smem_.cleared[key_ring_.stage()]));
+        }
+    }
+
+    const FwdArgs& p_;
+    const PairSchedule& schedule_;
+    const PairFwdMaps& maps_;
+    Smem& smem_;
+    Ring<1> query_ring_, bias_ring_;
+    Ring<Tile::kStages> key_ring_;
+};
+
+template <typename Tile>
+class PairFwdConsumer {
+public:
+    using Smem = PairFwdSmem<Tile>;
+    using T = typename Tile::T;
+
+    __device__ PairFwdConsumer(const FwdArgs& p, const PairSchedule& schedule, Smem& smem)
+        : p_(p), schedule_(schedule), smem_(smem), group_(static_cast<int>(threadIdx.x) / 128 - 1),
+          warp_row_(warp_id() % 4 * 16), bias_(smem.bias + group_ * schedule.bias_tiles), query_ring_(smem.query_ring),
+          bias_ring_(smem.bias_ring), key_ring_(smem.key_ring), multiplied_ring_(smem.key_ring) {}
+
+    __device__ void run() {
+        for (;;) {
+            query_ring_.wait_full();
+            const PairWork work = smem_.work;
+            if (work.batch == PairWork::kNone) return;
+            load_query();
+            if (work.is_first) {
+                bias_ring_.wait_full();
+                hide_least();
+            }
+            attend(work);
+            store_out(work);
+            if (work.is_last) {
+                fence_async();  // the next biases must not overtake the reads of these
+                bias_ring_.release();
+                bias_ring_.advance();
+            }
+        }
+    }
+
+private:
+    static constexpr int kKeys = Tile::kKeys, kWords = Tile::kWords, kTiles = kKeys / 8, kOutTiles = kPairHeadDim / 8;
+    using QueryTile = typename Tile::QueryTile;
+    using KeyTile = typename Tile::KeyTile;
+    using BiasTile = PairBiasTile<T>;
+    using Scores = float[1][kTiles][4];
+
+    // Q stays in registers; its memory is free at once.
+    __device__ __forceinline__ void load_query() {
+        const uint32_t lane = smem_.query.lane_down();
+#pragma unroll
+        for (int d = 0; d < kPairHeadDim; d += 16) QueryTile::load_a(query_[d / 16], lane, group_ * 64 + warp_row_, d);
+        fence_async();
+        query_ring_.release();
+        query_ring_.advance();
+    }
+
+    // The least finite bias hides a pair as -inf does: it becomes that, once for all batch elements.
+    __device__ __forceinline__ void hide_least() {
+        constexpr bool kIsHalf = std::is_same_v<T, half_t>;
+        constexpr uint32_t kLeastPair = kIsHalf ? 0xfbfffbffu : 0xff7fff7fu;
+        constexpr uint32_t kHidingPair = kIsHalf ? 0xfc00fc00u : 0xff80ff80u;
+        auto* words = reinterpret_cast<uint32_t*>(bias_->data);
+        for (int i = threadIdx.x % 128; i < schedule_.bias_tiles * 64 * kPairBiasCols / 2; i += 128) {
+            const uint32_t is_least = __vcmpeq2(words[i], kLeastPair);
+            if (is_least != 0) words[i] = (words[i] & ~is_least) | (kHidingPair & is_least);
+        }
+        barrier_sync(1 + group_, 128);
+    }
+
+    __device__ __forceinline__ void attend(const PairWork& work) {
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out_[0][n][i] = 0;
+        softmax_ = OnlineSoftmax<1>();
+        Scores scores;
+        uint32_t probs[kKeys / 16][4];
+        for (uint32_t left = work.visited; left != 0; left &= left - 1) {
+            const int tile = __ffs(left) - 1;
+            key_ring_.wait_full();
+            mbarrier_wait(smem_address(&smem_.cleared[key_ring_.stage()]), key_ring_.phase());
+            issue_query_key(scores);
+            wgmma_wait<0>();
+            kept_in_flight(scores);
+            kept_in_flight(out_);
+            if (left != work.visited) release_keys();
+            apply_pairs(scores, tile, work.full >> tile & 1);
+            softmax_.update(
+                scores, kLog2E, -kInfinity, [] {}, [&](int i, float factor) { softmax_.scale(out_, i, factor); });
+            to_operand(scores, probs);
+            issue_probs_value(probs);
+            key_ring_.advance();
+        }
+        wgmma_wait<0>();
+        kept_in_flight(out_);
+        if (work.visited != 0) release_keys();
+    }
+    __device__ __forceinline__ void release_keys() {
+        multiplied_ring_.release();
+        multiplied_ring_.advance();
+    }
+
+    __device__ __forceinline__ void issue_query_key(Scores& scores) const {
+        const Operand<KeyTile> key(smem_.key[key_ring_.stage()]);
+        kept_in_flight(scores);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < kPairHeadDim; d += 16)
+            Wgmma<kKeys>::template multiply<T, false>(scores, query_[d / 16], key.across(d), d > 0);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_probs_value(const uint32_t (&probs)[kKeys / 16][4]) {
+        const Operand<KeyTile> value(smem_.value[key_ring_.stage()]);
+        kept_in_flight(out_);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kKeys; k += 16)
+            Wgmma<kPairHeadDim>::template multiply<T, true>(out_, probs[k / 16], value.down(k), true);
+        wgmma_commit();
+    }
+
+    // Products to what the softmax sees: scaled, biased, and -inf where invisible.
+    __device__ __forceinline__ void apply_pairs(Scores& scores, int tile, bool is_full) const {
+        constexpr int kPartTiles = kPairBiasCols / 8;
+#pragma unroll
+        for (int part = 0; part < kTiles / kPartTiles; ++part) {
+            auto& part_scores = reinterpret_cast<float(&)[1][kPartTiles][4]>(scores[0][part * kPartTiles]);
+            scale_and_add_bias<T, 1>(part_scores, schedule_.scale, bias_[tile * (kKeys / kPairBiasCols) + part], warp_row_, 0);
+        }
+        if (is_full) return;
+        VisibleKeys<1, kTiles> visible;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) visible[0][w] = visible[1][w] = smem_.keys[key_ring_.stage()].columns[w];
+        hide_invisible(scores, visible);
+    }
+    static __device__ __forceinline__ void to_operand(const Scores& scores, uint32_t (&probs)[kKeys / 16][4]) {
+#pragma unroll
+        for (int k = 0; k < kKeys / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = scores[0][2 * k + i / 2] + i % 2 * 2;
+                probs[k][i] = pack<T>(pair[0], pair[1]);
+            }
+    }
+
+    __device__ __forceinline__ void store_out(const PairWork& work) {
+        const Sequence s(p_, work.batch);
+        T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, s, work.head);
+        float* lse_of_row = static_cast<float*>(p_.lse.data) + stat_offset(p_.lse, s, work.head);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = work.tile * Tile::kRows + group_ * 64 + warp_row_ + h * 8 + fragment_row();
+            float lse;
+            const float inverse = softmax_.finish(h, 1, lse);
+            const bool exists = row < s.rows;
+            if (leads_row() && exists) lse_of_row[row] = lse;
+            store_row(out_, h, inverse, out + row * p_.out.row_stride, static_cast<int>(p_.head_dim), exists);
+        }
+    }
+
+    const FwdArgs& p_;
+    const PairSchedule& schedule_;
+    Smem& smem_;
+    const int group_;
+    const int warp_row_;  // this warp's first row of the group's
+    BiasTile* const bias_;  // of the group's rows
+    Ring<1> query_ring_, bias_ring_;
+    Ring<Tile::kStages> key_ring_, multiplied_ring_;
+    OnlineSoftmax<1> softmax_;
+    uint32_t query_[kPairHeadDim / 16][4];
+    float out_[1][kOutTiles][4];
+};
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    pair_fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ PairSchedule schedule,
+                    const __grid_constant__ PairFwdMaps maps) {
+    extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
+    auto& smem = *reinterpret_cast<PairFwdSmem<Tile>*>(raw_smem);
+    if (threadIdx.x == 0) smem.init_rings();
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        give_registers<Tile::kLoaderRegisters>();
+        PairFwdLoader<Tile>(p, schedule, maps, smem).run();
+    } else {
+        take_registers<Tile::kConsumerRegisters>();
+        PairFwdConsumer<Tile>(p, schedule, smem).run();
+    }
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -11,5 +11,7 @@ namespace flash_dmattn::cuda::sm90 {
 // Instantiated in the files that scripts/generate_kernels.py writes.
 template <typename T, int kHeadDim>
 void run_pair_fwd(const FwdArgs& args, cudaStream_t stream);
+template <typename T, int kHeadDim>
+void run_pair_bwd(const BwdArgs& args, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -15,42 +15,41 @@ constexpr int kPairBiasCols = 64;  // of a tile of biases, 64 rows by 64 keys
 template <typename T>
 using PairBiasTile = SmemTile<T, 64, kPairBiasCols>;
 
-// The works, one for each head, tile of its rows (or keys) and batch element, are in this order; each block does as many as
-// the others, one after the other, so that most have their biases in common with the work before.
+// A block goes over some of the batch elements, with one tile of one head's rows (or keys).
 struct PairSchedule {
-    int64_t works;
     int tiles;  // of a head
     int batch;
+    int splits;  // parts of the batch
     int bias_tiles;  // of 64 keys (or rows), of the whole other side
     float scale;
-
-    __device__ int64_t begin_of(int block) const { return works * block / gridDim.x; }
 };
 
-// Some query rows (or keys) of one batch element and head, as the loading warps tell of it.
-struct PairWork {
-    static constexpr int kNone = -1;  // as a batch element: nothing is left to do
+struct PairBlock {
+    int tile, head, split;
+    int begin, end;  // of the batch elements
 
-    int batch, head, tile;
-    bool is_first, is_last;  // of those with the same biases
-    uint32_t visited, full;  // bit t: whether tile t of the other side is visited, and whether nothing of it is hidden
-
-    PairWork() = default;
-    __device__ PairWork(const PairSchedule& schedule, int64_t index, int64_t begin, int64_t end) : visited(0), full(0) {
-        batch = static_cast<int>(index % schedule.batch);
-        const int tiles = static_cast<int>(index / schedule.batch);
-        tile = tiles % schedule.tiles;
-        head = tiles / schedule.tiles;
-        is_first = batch == 0 || index == begin;
-        is_last = batch == schedule.batch - 1 || index == end - 1;
+    __device__ PairBlock(const PairSchedule& schedule, int heads) {
+        const int index = static_cast<int>(blockIdx.x);
+        tile = index % schedule.tiles;
+        head = index / schedule.tiles % heads;
+        split = index / schedule.tiles / heads;
+        const auto begin_of = [&](int part) { return static_cast<int>(static_cast<int64_t>(schedule.batch) * part / schedule.splits); };
+        begin = begin_of(split);
+        end = begin_of(split + 1);
     }
+};
+
+// What the loading warps tell of a batch element. Bit t: whether tile t of the other side is visited, and whether nothing of
+// it is hidden.
+struct PairVisits {
+    uint32_t visited, full;
 };
 
 // What a key mask says of a batch element's keys, a tile of kKeys a lane. All lanes of a warp call.
 template <int kKeys>
 struct PairKeys {
     TileSummary<kKeys> summary;
-    uint32_t visited, full;
+    PairVisits visits;
 
     __device__ PairKeys(const AttentionParams& p, int batch, int head) {
         const int tile = lane_id(), keys = static_cast<int>(p.seqlen_k);
@@ -67,8 +66,8 @@ struct PairKeys {
         uint32_t any = 0;
 #pragma unroll
         for (int w = 0; w < TileSummary<kKeys>::kWords; ++w) any |= summary.columns[w];
-        visited = __ballot_sync(~0u, any != 0);
-        full = __ballot_sync(~0u, summary.full);
+        visits.visited = __ballot_sync(~0u, any != 0);
+        visits.full = __ballot_sync(~0u, summary.full);
     }
     // Word w of a tile's columns.
     __device__ __forceinline__ uint32_t columns(int tile, int w) const {

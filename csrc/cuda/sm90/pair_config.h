@@ -5,8 +5,12 @@
 // batch elements that share them.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 #include "../../params.h"
 #include "../common/basics.cuh"
+#include "../common/device.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -21,6 +25,31 @@ constexpr PairFwdTileSizes kPairFwdTiles[] = {
     {.groups = 3, .keys = 128, .stages = 4, .longest = 384},
     {.groups = 2, .keys = 64, .stages = 3, .longest = 768},
 };
+constexpr int kPairFwdLongest = kPairFwdTiles[1].longest;
+
+// The longest sequence of the backward: the gradients of 64 rows' biases are in registers, the biases of 192 keys in shared
+// memory.
+constexpr int kPairBwdLongest = 384;
+constexpr int kPairRows = 64;  // of a block that makes dQ, and of a tile of rows otherwise
+
+// Into how many parts the batch of `tiles` tiles, of all heads, is cut. All blocks of a part go over its batch elements at
+// the same time, so that queries, keys and values come from memory once; a few waves, as full as can be.
+inline int64_t pair_splits(int64_t tiles, int64_t batch) {
+    constexpr int64_t kWaves = 4;
+    const int64_t slots = current_device().multiprocessors;
+    int64_t best = 1, least = INT64_MAX;
+    for (int64_t splits = 1; splits <= std::min(batch, std::max<int64_t>(kWaves * slots / tiles, 1)); ++splits) {
+        const int64_t works = ceil_div(tiles * splits, slots) * ceil_div(batch, splits);  // one block after the other
+        if (works * 50 >= least * 49) continue;  // a part costs more than its works: biases are loaded, gradients stored
+        best = splits;
+        least = works;
+    }
+    return best;
+}
+// Tiles of rows of the kernel that makes dQ and the bias's gradient, of all heads, and of its tiles of keys, of one row tile.
+inline int64_t pair_dquery_tiles(const AttentionParams& p) { return ceil_div<int64_t>(p.seqlen_q, kPairRows) * p.heads; }
+inline int64_t pair_dquery_key_tiles(const AttentionParams& p) { return ceil_div<int64_t>(p.seqlen_k, 128) * 2; }
+constexpr int kPairDbiasTile = 64 * 64;  // floats of a part of the gradient
 
 // What the kernels ask of a call besides strides (sm90/tensor_map.h), forward and backward.
 inline bool is_pair_problem(const AttentionParams& p) {

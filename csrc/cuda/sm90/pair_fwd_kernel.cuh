@@ -39,10 +39,11 @@ struct PairFwdSmem {
     alignas(kTileAlign) typename Tile::KeyTile key[Tile::kStages];
     alignas(kTileAlign) typename Tile::KeyTile value[Tile::kStages];
     KeyInfo keys[Tile::kStages];
-    PairWork work;
-    RingBarriers<1> query_ring, bias_ring;
+    PairVisits visits;
+    RingBarriers<1> query_ring;
     RingBarriers<Tile::kStages> key_ring;
     alignas(8) uint64_t cleared[Tile::kStages];  // completes when no hidden value is left in a stage that is full
+    alignas(8) uint64_t bias_full;
     alignas(kTileAlign) PairBiasTile<T> bias[1];  // [groups][bias_tiles]
 
     static size_t bytes(int bias_tiles) {
@@ -51,7 +52,7 @@ struct PairFwdSmem {
     // By one thread.
     __device__ void init_rings() {
         query_ring.init(1, Tile::kGroups * 4);
-        bias_ring.init(1, Tile::kGroups * 4);
+        mbarrier_init(smem_address(&bias_full), 1);
         key_ring.init(1, Tile::kGroups * 4);
         for (auto& barrier : cleared) mbarrier_init(smem_address(&barrier), 1);
     }
@@ -63,41 +64,42 @@ public:
     using Smem = PairFwdSmem<Tile>;
     using T = typename Tile::T;
 
-    __device__ PairFwdLoader(const FwdArgs& p, const PairSchedule& schedule, const PairFwdMaps& maps, Smem& smem)
-        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), query_ring_(smem.query_ring), bias_ring_(smem.bias_ring),
+    __device__ PairFwdLoader(const FwdArgs& p, const PairSchedule& schedule, const PairFwdMaps& maps, Smem& smem,
+                             const PairBlock& block)
+        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), block_(block), query_ring_(smem.query_ring),
           key_ring_(smem.key_ring) {}
 
     __device__ void run() {
         const int warp = warp_id();
         if (warp > 1) return;
-        const int64_t begin = schedule_.begin_of(blockIdx.x), end = schedule_.begin_of(blockIdx.x + 1);
-        for (int64_t index = begin; index < end; ++index) {
-            PairWork work(schedule_, index, begin, end);
-            const PairKeys<Tile::kKeys> keys(p_, work.batch, work.head);
-            work.visited = keys.visited;
-            work.full = keys.full;
-            warp == 0 ? load(work) : clear(work, keys);
-        }
-        if (warp == 0 && lane_id() == 0) {
-            query_ring_.wait_empty();
-            smem_.work.batch = PairWork::kNone;
-            mbarrier_arrive_here(query_ring_.full());
+        if (threadIdx.x == 0) load_bias();
+        for (int batch = block_.begin; batch < block_.end; ++batch) {
+            const PairKeys<Tile::kKeys> keys(p_, batch, block_.head);
+            if (warp == 1) {
+                clear(keys);
+            } else if (lane_id() == 0) {
+                load(Sequence(p_, batch), keys.visits);
+            }
         }
     }
 
 private:
-    __device__ void load(const PairWork& work) {
-        if (lane_id() != 0) return;
-        const Sequence s(p_, work.batch);
-        const int row = work.tile * Tile::kRows;
-        if (work.is_first) load_bias(work, row);
+    __device__ void load_bias() {
+        const int tiles = schedule_.bias_tiles, head = shared_head(block_.head, p_.heads, p_.bias.heads);
+        const uint32_t full = smem_address(&smem_.bias_full);
+        mbarrier_arrive_expecting(full, Tile::kGroups * tiles * static_cast<int>(sizeof(PairBiasTile<T>)));
+        for (int i = 0; i < Tile::kGroups * tiles; ++i)
+            copy_box(smem_address(&smem_.bias[i]), &maps_.bias, full, i % tiles * kPairBiasCols,
+                     block_.tile * Tile::kRows + i / tiles * 64, head, 0);
+    }
+    __device__ void load(const Sequence& s, const PairVisits& visits) {
         query_ring_.wait_empty();
-        smem_.work = work;
+        smem_.visits = visits;
         mbarrier_arrive_expecting(query_ring_.full(), sizeof(typename Tile::QueryTile));
-        copy_rows(smem_.query, maps_.query, query_ring_.full(), p_, s, row, work.head);
+        copy_rows(smem_.query, maps_.query, query_ring_.full(), p_, s, block_.tile * Tile::kRows, block_.head);
         query_ring_.advance();
-        const int head = shared_head(work.head, p_.heads, p_.kv_heads);
-        for (uint32_t left = work.visited; left != 0; left &= left - 1, key_ring_.advance()) {
+        const int head = shared_head(block_.head, p_.heads, p_.kv_heads);
+        for (uint32_t left = visits.visited; left != 0; left &= left - 1, key_ring_.advance()) {
             const int key = (__ffs(left) - 1) * Tile::kKeys;
             key_ring_.wait_empty();
             mbarrier_arrive_expecting(key_ring_.full(), 2 * sizeof(typename Tile::KeyTile));
@@ -105,19 +107,9 @@ private:
             copy_rows(smem_.value[key_ring_.stage()], maps_.value, key_ring_.full(), p_, s, key, head);
         }
     }
-    __device__ void load_bias(const PairWork& work, int row) {
-        const int tiles = schedule_.bias_tiles, head = shared_head(work.head, p_.heads, p_.bias.heads);
-        bias_ring_.wait_empty();
-        mbarrier_arrive_expecting(bias_ring_.full(),
-                                  Tile::kGroups * tiles * static_cast<int>(sizeof(PairBiasTile<T>)));
-        for (int i = 0; i < Tile::kGroups * tiles; ++i)
-            copy_box(smem_address(&smem_.bias[i]), &maps_.bias, bias_ring_.full(), i % tiles * kPairBiasCols,
-                     row + i / tiles * 64, head, 0);
-        bias_ring_.advance();
-    }
 
-    __device__ void clear(const PairWork& work, const PairKeys<Tile::kKeys>& keys) {
-        for (uint32_t left = work.visited; left != 0; left &= left - 1, key_ring_.advance()) {
+    __device__ void clear(const PairKeys<Tile::kKeys>& keys) {
+        for (uint32_t left = keys.visits.visited; left != 0; left &= left - 1, key_ring_.advance()) {
             const int tile = __ffs(left) - 1;
             key_ring_.wait_full();
             auto& value = smem_.value[key_ring_.stage()];
@@ -137,7 +129,8 @@ private:
     const PairSchedule& schedule_;
     const PairFwdMaps& maps_;
     Smem& smem_;
-    Ring<1> query_ring_, bias_ring_;
+    const PairBlock& block_;
+    Ring<1> query_ring_;
     Ring<Tile::kStages> key_ring_;
 };
 
@@ -147,28 +140,20 @@ public:
     using Smem = PairFwdSmem<Tile>;
     using T = typename Tile::T;
 
-    __device__ PairFwdConsumer(const FwdArgs& p, const PairSchedule& schedule, Smem& smem)
-        : p_(p), schedule_(schedule), smem_(smem), group_(static_cast<int>(threadIdx.x) / 128 - 1),
+    __device__ PairFwdConsumer(const FwdArgs& p, const PairSchedule& schedule, Smem& smem, const PairBlock& block)
+        : p_(p), schedule_(schedule), smem_(smem), block_(block), group_(static_cast<int>(threadIdx.x) / 128 - 1),
           warp_row_(warp_id() % 4 * 16), bias_(smem.bias + group_ * schedule.bias_tiles), query_ring_(smem.query_ring),
-          bias_ring_(smem.bias_ring), key_ring_(smem.key_ring), multiplied_ring_(smem.key_ring) {}
+          key_ring_(smem.key_ring), multiplied_ring_(smem.key_ring) {}
 
     __device__ void run() {
-        for (;;) {
+        mbarrier_wait(smem_address(&smem_.bias_full), 0);
+        hide_least();
+        for (int batch = block_.begin; batch < block_.end; ++batch) {
             query_ring_.wait_full();
-            const PairWork work = smem_.work;
-            if (work.batch == PairWork::kNone) return;
+            const PairVisits visits = smem_.visits;
             load_query();
-            if (work.is_first) {
-                bias_ring_.wait_full();
-                hide_least();
-            }
-            attend(work);
-            store_out(work);
-            if (work.is_last) {
-                fence_async();  // the next biases must not overtake the reads of these
-                bias_ring_.release();
-                bias_ring_.advance();
-            }
+            attend(visits);
+            store_out(Sequence(p_, batch));
         }
     }
 
@@ -202,7 +187,7 @@ private:
         barrier_sync(1 + group_, 128);
     }
 
-    __device__ __forceinline__ void attend(const PairWork& work) {
+    __device__ __forceinline__ void attend(const PairVisits& visits) {
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n)
 #pragma unroll
@@ -210,7 +195,7 @@ private:
         softmax_ = OnlineSoftmax<1>();
         Scores scores;
         uint32_t probs[kKeys / 16][4];
-        for (uint32_t left = work.visited; left != 0; left &= left - 1) {
+        for (uint32_t left = visits.visited; left != 0; left &= left - 1) {
             const int tile = __ffs(left) - 1;
             key_ring_.wait_full();
             mbarrier_wait(smem_address(&smem_.cleared[key_ring_.stage()]), key_ring_.phase());
@@ -218,8 +203,8 @@ private:
             wgmma_wait<0>();
             kept_in_flight(scores);
             kept_in_flight(out_);
-            if (left != work.visited) release_keys();
-            apply_pairs(scores, tile, work.full >> tile & 1);
+            if (left != visits.visited) release_keys();
+            apply_pairs(scores, tile, visits.full >> tile & 1);
             softmax_.update(
                 scores, kLog2E, -kInfinity, [] {}, [&](int i, float factor) { softmax_.scale(out_, i, factor); });
             to_operand(scores, probs);
@@ -228,7 +213,7 @@ private:
         }
         wgmma_wait<0>();
         kept_in_flight(out_);
-        if (work.visited != 0) release_keys();
+        if (visits.visited != 0) release_keys();
     }
     __device__ __forceinline__ void release_keys() {
         multiplied_ring_.release();
@@ -278,13 +263,12 @@ private:
             }
     }
 
-    __device__ __forceinline__ void store_out(const PairWork& work) {
-        const Sequence s(p_, work.batch);
-        T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, s, work.head);
-        float* lse_of_row = static_cast<float*>(p_.lse.data) + stat_offset(p_.lse, s, work.head);
+    __device__ __forceinline__ void store_out(const Sequence& s) {
+        T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, s, block_.head);
+        float* lse_of_row = static_cast<float*>(p_.lse.data) + stat_offset(p_.lse, s, block_.head);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = work.tile * Tile::kRows + group_ * 64 + warp_row_ + h * 8 + fragment_row();
+            const int row = block_.tile * Tile::kRows + group_ * 64 + warp_row_ + h * 8 + fragment_row();
             float lse;
             const float inverse = softmax_.finish(h, 1, lse);
             const bool exists = row < s.rows;
@@ -296,10 +280,11 @@ private:
     const FwdArgs& p_;
     const PairSchedule& schedule_;
     Smem& smem_;
+    const PairBlock& block_;
     const int group_;
     const int warp_row_;  // this warp's first row of the group's
     BiasTile* const bias_;  // of the group's rows
-    Ring<1> query_ring_, bias_ring_;
+    Ring<1> query_ring_;
     Ring<Tile::kStages> key_ring_, multiplied_ring_;
     OnlineSoftmax<1> softmax_;
     uint32_t query_[kPairHeadDim / 16][4];
@@ -314,12 +299,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = *reinterpret_cast<PairFwdSmem<Tile>*>(raw_smem);
     if (threadIdx.x == 0) smem.init_rings();
     __syncthreads();
+    const PairBlock block(schedule, static_cast<int>(p.heads));
     if (threadIdx.x < 128) {
         give_registers<Tile::kLoaderRegisters>();
-        PairFwdLoader<Tile>(p, schedule, maps, smem).run();
+        PairFwdLoader<Tile>(p, schedule, maps, smem, block).run();
     } else {
         take_registers<Tile::kConsumerRegisters>();
-        PairFwdConsumer<Tile>(p, schedule, smem).run();
+        PairFwdConsumer<Tile>(p, schedule, smem, block).run();
     }
 }
 

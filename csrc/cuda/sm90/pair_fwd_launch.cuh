@@ -1,8 +1,6 @@
 // Launches the forward with a dense bias that batch elements share, of one dtype.
 #pragma once
 
-#include <algorithm>
-
 #include "../common/check.h"
 #include "../common/shared_memory.h"
 #include "pair.h"
@@ -16,7 +14,7 @@ void launch_pair_fwd(const FwdArgs& p, cudaStream_t stream) {
     PairSchedule schedule;
     schedule.tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, Tile::kRows));
     schedule.batch = static_cast<int>(p.batch);
-    schedule.works = schedule.tiles * p.heads * p.batch;
+    schedule.splits = static_cast<int>(pair_splits(schedule.tiles * p.heads, p.batch));
     constexpr int kBiasTilesOfKeys = Tile::kKeys / kPairBiasCols;
     schedule.bias_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_k, Tile::kKeys)) * kBiasTilesOfKeys;
     schedule.scale = static_cast<float>(p.softmax_scale);
@@ -27,12 +25,11 @@ void launch_pair_fwd(const FwdArgs& p, cudaStream_t stream) {
     maps.value = make_map(key_layout(p, p.value), {kPairHeadDim, 1, Tile::kKeys, 1});
     maps.bias = make_map(dense_layout(p, p.bias), {kPairBiasCols, 64, 1, 1});
 
-    const int64_t blocks = std::min<int64_t>(schedule.works, current_device().multiprocessors);
     const auto kernel = pair_fwd_kernel<Tile>;
     const size_t bytes = PairFwdSmem<Tile>::bytes(schedule.bias_tiles);
     allow_shared_memory("the forward", p.head_dim, kernel,
                         PairFwdSmem<Tile>::bytes(Tile::kSizes.longest / kPairBiasCols));
-    kernel<<<grid_of(blocks), Tile::kThreads, bytes, stream>>>(p, schedule, maps);
+    kernel<<<grid_of(schedule.tiles * p.heads * schedule.splits), Tile::kThreads, bytes, stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

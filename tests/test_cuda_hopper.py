@@ -259,12 +259,50 @@ def test_pair_bias(rows, keys, dtype):
     assert serves_pairs(tensors, mask, bias) == (True, True)
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(72, 640), (768, 768), (1000, 392), (512, 512)])
+@pytest.mark.parametrize(("rows", "keys"), [(72, 392), (1000, 200), (512, 512)])
 def test_pair_bias_over_longer_sequences(rows, keys):
     """Of which the forward alone has kernels of its own."""
     tensors, mask, bias = on_gpu(16, rows, keys, 2, 2, 32), key_mask(16, 1, keys), hiding_bias(2, rows, keys)
     check(tensors, mask, bias)
     assert serves_pairs(tensors, mask, bias) == (True, False)
+
+
+def large_rows(tensors, bias):
+    tensors[0][::3, :, ::2] *= 30
+    tensors[0][1::3, 100:110] *= 40
+
+
+def large_keys(tensors, bias):
+    """Beside rows that have seen nothing before."""
+    tensors[1][::2, 200:] *= 30
+    tensors[1][1::2, :100] *= 20
+    bias[:, :, 50:90, :200] = bias[:, :, 90:100] = -torch.inf
+
+
+def wide_biases(tensors, bias):
+    bias[:, :, 64:128] *= 25
+    bias[:, 1, 200:, 300:] = 70
+
+
+def biases_of_two_levels(tensors, bias):
+    """Of which the mask hides the upper."""
+    bias[..., ::2] += 100
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("change", [large_rows, large_keys, wide_biases, biases_of_two_levels])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bases_of_the_softmax_of_pair_bias(dtype, change, masked):
+    """Where the largest bias of a row does as a base of its exponents, and where it does not."""
+    tensors, bias = on_gpu(20, 384, 384, 4, 4, 32, dtype=dtype), randn(1, 4, 384, 384, dtype=dtype)
+    change(tensors, bias)
+    mask = key_mask(20, 1, 384) if masked else None
+    if masked and change is biases_of_two_levels:
+        mask[..., ::2] = False
+    double = [x.double() for x in tensors], mask, bias.double()
+    exact = reference(*double[0], *double[1:], return_lse=True)
+    eager = reference(*tensors, mask, bias, return_lse=True)
+    assert_close(flash_dmattn_func(*tensors, mask, bias, return_lse=True), eager, exact, dtype)
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 32])
@@ -297,6 +335,7 @@ UNSHARED = {
     "a small batch": ({}, {"batch": 8}, (False, False)),
     "heads that share keys": ({}, {"kv_heads": 2}, (True, False)),
     "heads that share biases": ({}, {"bias_heads": 1}, (True, False)),
+    "longer sequences": ({}, {"keys": 520}, (False, False)),
     "a larger head dimension": ({}, {"head_dim": 40}, (False, False)),
 }
 
@@ -305,20 +344,23 @@ UNSHARED = {
 def test_what_the_kernels_of_pair_bias_leave_to_others(what):
     options, sizes, served = UNSHARED[what]
     batch = sizes.get("batch", 20)
-    tensors = on_gpu(batch, 200, 264, 4, sizes.get("kv_heads", 4), sizes.get("head_dim", 32))
-    mask, bias = mask_of(batch, 1, sizes.get("mask_rows", 1), 264), randn(1, sizes.get("bias_heads", 4), 200, 264)
+    keys = sizes.get("keys", 264)
+    tensors = on_gpu(batch, 200, keys, 4, sizes.get("kv_heads", 4), sizes.get("head_dim", 32))
+    mask, bias = mask_of(batch, 1, sizes.get("mask_rows", 1), keys), randn(1, sizes.get("bias_heads", 4), 200, keys)
     check(tensors, mask, bias, **options)
     assert serves_pairs(tensors, mask, bias, **options) == served
 
 
-def test_garbage_beside_pair_bias(poisoned_allocations):
+@pytest.mark.parametrize("in_bias", [False, True])
+def test_garbage_beside_pair_bias(in_bias, poisoned_allocations):
     mask, bias = key_mask(20, 1, 264), hiding_bias(4, 200, 264)
     tensors, dout = on_gpu(20, 200, 264, 4, 4, 32), torch.randn(20, 200, 4, 32, device="cuda").bfloat16() / 8
-    dlse, unseen = torch.randn(20, 4, 200, device="cuda") / 8, ~mask[:, 0, 0, :, None, None]
-    bias[..., 40] = torch.nan
     mask[..., 40] = False
+    if in_bias:
+        bias[..., 40] = torch.nan
+    dlse, unseen = torch.randn(20, 4, 200, device="cuda") / 8, ~mask[:, 0, 0, :, None, None]
     no_key = torch.zeros(20, 200, 1, 1, dtype=torch.bool, device="cuda")
-    no_key[0] = no_key[:, 200 // 7] = True
+    no_key[0] = True
 
     def results(fill):
         query, key, value = (x.masked_fill(of, fill) for x, of in zip(tensors, (no_key, unseen, unseen)))

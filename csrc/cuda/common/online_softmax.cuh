@@ -109,7 +109,7 @@ struct OnlineSoftmax {
     // 1 / sum of row [i], and its lse where scores times `unit` are natural exponents; 0 and -inf where nothing was visible.
     __device__ __forceinline__ float finish(int i, float unit, float& lse) {
         const float total = row_sum(sum[i]);
-        const bool empty = max[i] == -kInfinity && total == 0;
+        const bool empty = total == 0;
         lse = empty ? -kInfinity : fmaf(max[i], unit, logf(total));
         return empty ? 0.f : 1.f / total;
     }

@@ -55,7 +55,7 @@ bool plan_pair(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
 }  // namespace
 
 bool bwd_pays(const BwdParams& p) {
-    if (is_pair(p)) return true;
+    if (is_pair(p)) return pair_pays(p);
     const bool exchanges = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
     if (exchanges && p.head_dim <= 64) return p.seqlen_k >= 1024;
     return p.head_dim > 32 || p.seqlen_k >= 512;

@@ -1,7 +1,10 @@
 // The forward with a dense bias that batch elements share.
 //
-// The first warp group loads: its first warp by the copy engine, its second puts zeros in place of values that a mask hides.
-// The others multiply, 64 query rows each.
+// The first warp group loads: its first warp by the copy engine, its second puts zeros in place of what a mask hides. The
+// others multiply, 64 query rows each.
+//
+// Exponents need a base, for which the largest bias of a row does as long as q k is not large: then no score is asked for
+// the largest (kMostScore). Else the base runs, as elsewhere.
 #pragma once
 
 #include "../common/online_softmax.cuh"
@@ -33,6 +36,8 @@ struct PairFwdSmem {
     using T = typename Tile::T;
     struct KeyInfo {
         alignas(16) uint32_t columns[Tile::kWords];  // keys that are visible
+        PairHiddenKeys<Tile::kKeys> hidden;  // where not all are
+        float norm2;  // the largest |k|^2 of them, or more
     };
 
     alignas(kTileAlign) typename Tile::QueryTile query;
@@ -112,16 +117,29 @@ private:
         for (uint32_t left = keys.visits.visited; left != 0; left &= left - 1, key_ring_.advance()) {
             const int tile = __ffs(left) - 1;
             key_ring_.wait_full();
-            auto& value = smem_.value[key_ring_.stage()];
+            const int stage = key_ring_.stage();
+            auto& info = smem_.keys[stage];
+            float norm2 = 0;
+            uint32_t columns[Tile::kWords];
 #pragma unroll
             for (int w = 0; w < Tile::kWords; ++w) {
-                const uint32_t columns = keys.columns(tile, w);
-                if (!(columns >> lane_id() & 1)) clear_row(value, w * 32 + lane_id());
-                if (lane_id() == 0) smem_.keys[key_ring_.stage()].columns[w] = columns;
+                columns[w] = keys.columns(tile, w);
+                const int key = w * 32 + lane_id();
+                const bool is_visible = columns[w] >> lane_id() & 1;
+                if (lane_id() == 0) info.columns[w] = columns[w];
+                if (is_visible) {
+                    norm2 = max_or_nan(norm2, row_norm2<T>(smem_.key[stage], key));
+                } else {
+                    clear_row(smem_.key[stage], key);
+                    clear_row(smem_.value[stage], key);
+                }
             }
+            info.hidden.set(columns);
+            norm2 = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(norm2)));  // not negative; NaN is largest
+            if (lane_id() == 0) info.norm2 = norm2;
             fence_async();
             __syncwarp();
-            if (lane_id() == 0) mbarrier_arrive_here(smem_address(&smem_.cleared[key_ring_.stage()]));
+            if (lane_id() == 0) mbarrier_arrive_here(smem_address(&smem_.cleared[stage]));
         }
     }
 
@@ -148,6 +166,7 @@ public:
     __device__ void run() {
         mbarrier_wait(smem_address(&smem_.bias_full), 0);
         hide_least();
+        find_bases();
         for (int batch = block_.begin; batch < block_.end; ++batch) {
             query_ring_.wait_full();
             const PairVisits visits = smem_.visits;
@@ -187,16 +206,65 @@ private:
         barrier_sync(1 + group_, 128);
     }
 
+    // The largest bias of each row, and whether all of a warp's rows may take it as a base: of what is not hidden none is
+    // much smaller, nor NaN.
+    __device__ __forceinline__ void find_bases() {
+        constexpr float kMostRange = 40, kMostBase = 1 << 10;
+        float least[2] = {kInfinity, kInfinity};
+        base_[0] = base_[1] = -kInfinity;
+        bool is_number = true;
+        for (int tile = 0; tile < schedule_.bias_tiles; ++tile) {
+            const uint32_t lane = bias_[tile].lane_down() + warp_row_ * BiasTile::kPanelCols * sizeof(T);
+#pragma unroll
+            for (int col = 0; col < kPairBiasCols; col += 16) {
+                uint32_t b[4];
+                BiasTile::load_a(b, lane, 0, col);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 pair = unpack<T>(b[i]);
+                    is_number &= pair.x == pair.x && pair.y == pair.y;
+                    base_[i % 2] = fmaxf(base_[i % 2], fmaxf(pair.x, pair.y));
+                    least[i % 2] = fminf(least[i % 2], fminf(pair.x == -kInfinity ? kInfinity : pair.x,
+                                                             pair.y == -kInfinity ? kInfinity : pair.y));
+                }
+            }
+        }
+        bool fits = is_number && schedule_.scale > 0;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            base_[h] = row_max(base_[h]);
+            if (base_[h] == -kInfinity) base_[h] = least[h] = 0;  // all are hidden
+            fits &= base_[h] - least[h] <= kMostRange && fabsf(base_[h]) <= kMostBase;
+        }
+        has_bases_ = std::is_same_v<T, bfloat16_t> && __all_sync(~0u, fits);  // P of float16 has no room for such a base
+    }
+    // Times the largest |k|^2, the square of how large a score may be, or less.
+    __device__ __forceinline__ float query_norm2(int h) const {
+        float sum = 0;
+#pragma unroll
+        for (int d = 0; d < kPairHeadDim / 16; ++d)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float2 x = unpack<T>(query_[d][h + 2 * i]);
+                sum += x.x * x.x + x.y * x.y;
+            }
+        return row_sum(sum) * schedule_.scale * schedule_.scale;
+    }
+
     __device__ __forceinline__ void attend(const PairVisits& visits) {
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) out_[0][n][i] = 0;
         softmax_ = OnlineSoftmax<1>();
+        const float norm2 = max_or_nan(query_norm2(0), query_norm2(1));
+        bool is_quick = has_bases_;  // of the whole warp
+        if (is_quick) softmax_.max[0] = base_[0], softmax_.max[1] = base_[1];
         Scores scores;
         uint32_t probs[kKeys / 16][4];
         for (uint32_t left = visits.visited; left != 0; left &= left - 1) {
             const int tile = __ffs(left) - 1;
+            const bool is_full = visits.full >> tile & 1;
             key_ring_.wait_full();
             mbarrier_wait(smem_address(&smem_.cleared[key_ring_.stage()]), key_ring_.phase());
             issue_query_key(scores);
@@ -204,9 +272,19 @@ private:
             kept_in_flight(scores);
             kept_in_flight(out_);
             if (left != visits.visited) release_keys();
-            apply_pairs(scores, tile, visits.full >> tile & 1);
-            softmax_.update(
-                scores, kLog2E, -kInfinity, [] {}, [&](int i, float factor) { softmax_.scale(out_, i, factor); });
+            constexpr float kMostScore = 20;
+            const bool fits = norm2 * smem_.keys[key_ring_.stage()].norm2 <= kMostScore * kMostScore;
+            if (is_quick && __all_sync(~0u, fits)) {
+                is_full ? exponentiate<false>(scores, tile) : exponentiate<true>(scores, tile);
+            } else {
+                if (is_quick) {
+                    is_quick = false;
+                    forget_unused_bases();
+                }
+                apply_pairs(scores, tile, is_full);
+                softmax_.update(
+                    scores, kLog2E, -kInfinity, [] {}, [&](int i, float factor) { softmax_.scale(out_, i, factor); });
+            }
             to_operand(scores, probs);
             issue_probs_value(probs);
             key_ring_.advance();
@@ -214,6 +292,41 @@ private:
         wgmma_wait<0>();
         kept_in_flight(out_);
         if (visits.visited != 0) release_keys();
+    }
+    // The base runs from here on; where nothing was visible so far, from the start.
+    __device__ __forceinline__ void forget_unused_bases() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            if (row_sum(softmax_.sum[h]) == 0) softmax_.max[h] = -kInfinity;
+    }
+    // Products to probabilities by the rows' bases.
+    template <bool kMasked>
+    __device__ __forceinline__ void exponentiate(Scores& scores, int tile) {
+        const float scale_log2 = schedule_.scale * kLog2E;
+        const float shift[2] = {base_[0] * kLog2E, base_[1] * kLog2E};
+        uint32_t hidden[kTiles];
+        if (kMasked) smem_.keys[key_ring_.stage()].hidden.load(hidden);
+#pragma unroll
+        for (int part = 0; part < kKeys / kPairBiasCols; ++part) {
+            const BiasTile& bias = bias_[tile * (kKeys / kPairBiasCols) + part];
+            const uint32_t lane = bias.lane_down() + warp_row_ * BiasTile::kPanelCols * sizeof(T);
+#pragma unroll
+            for (int col = 0; col < kPairBiasCols; col += 16) {
+                const int n = (part * kPairBiasCols + col) / 8;
+                uint32_t b[4];
+                BiasTile::load_a(b, lane, 0, col);
+                if (kMasked) PairHiddenKeys<kKeys>::template hide<T>(b, hidden, n);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {  // in the order of the 8x8 blocks
+                    const int h = i % 2;
+                    const float2 pair = unpack<T>(b[i]);
+                    float* x = scores[0][n + i / 2] + 2 * h;
+                    x[0] = fast_exp2(fmaf(x[0], scale_log2, fmaf(pair.x, kLog2E, -shift[h])));
+                    x[1] = fast_exp2(fmaf(x[1], scale_log2, fmaf(pair.y, kLog2E, -shift[h])));
+                    softmax_.sum[h] += x[0] + x[1];
+                }
+            }
+        }
     }
     __device__ __forceinline__ void release_keys() {
         multiplied_ring_.release();
@@ -286,6 +399,8 @@ private:
     BiasTile* const bias_;  // of the group's rows
     Ring<1> query_ring_;
     Ring<Tile::kStages> key_ring_, multiplied_ring_;
+    float base_[2];
+    bool has_bases_;
     OnlineSoftmax<1> softmax_;
     uint32_t query_[kPairHeadDim / 16][4];
     float out_[1][kOutTiles][4];

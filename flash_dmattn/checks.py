@@ -70,13 +70,18 @@ def check_lists(lists: KeyLists, query: Tensor, seqlen_q: int, seqlen_k: int, is
         raise RuntimeError(f"attn_mask must be on query's device {query.device}, got {lists.device}")
 
 
-def check_window(mask: AnyMask, bias: Tensor | None, keys: int, is_causal: bool) -> None:
-    """What the causal dynamic mask is made from in the call; KeyIntervalMask.topk checks window_size itself."""
+def check_window(mask: AnyMask, bias: Tensor | None, batch: int | None, keys: int, is_causal: bool) -> None:
+    """What the causal dynamic mask is made from in the call; KeyIntervalMask.topk checks window_size itself.
+
+    batch: the batch size of fixed length.
+    """
     if mask is not None:
         raise ValueError("window_size makes a mask of its own, got attn_mask too; combine KeyIntervalMasks with &")
     if not is_causal:
         raise ValueError("window_size needs is_causal=True: each row chooses among the keys up to its own")
-    one_a_key = bias is not None and ops.is_per_key(bias.shape) and (bias.ndim == 2 or bias.shape[3] == keys)
+    one_a_key = bias is not None and ops.is_per_key(bias.shape)
+    if one_a_key and bias.ndim == 4:
+        one_a_key = bias.shape[3] == keys and bias.shape[0] in (batch, 1)
     if not one_a_key:
         got = "none" if bias is None else f"shape {shape_of(bias)}"
         layouts = "({B|1}, {H|Hkv|1}, 1, Sk) or (total_k, {H|Hkv|1})"

@@ -41,9 +41,9 @@ __device__ __forceinline__ void expand_intervals(uint32_t (&to)[kRows][kWords], 
         RowRange rows{0, 0};
         if (key < s.keys) rows = rows_of_key(p, s, offset, key);
         const int above = first_row + row;
-        const uint32_t seeing = bits_below(rows.end * pack - above, 0) & ~bits_below(rows.begin * pack - above, 0);
-        const uint32_t seen = transpose_bits(seeing);
-        if (row + lane_id() < kRows) to[row + lane_id()][word] = seen;
+        uint32_t seen[1] = {bits_below(rows.end * pack - above, 0) & ~bits_below(rows.begin * pack - above, 0)};
+        transpose_bits(seen);
+        if (row + lane_id() < kRows) to[row + lane_id()][word] = seen[0];
     }
 }
 

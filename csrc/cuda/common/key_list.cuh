@@ -20,6 +20,14 @@ struct SeeingRows {
     int first_bit;  // the row of the first
     uint4 bits;
 
+    // Bit i % 32 of word i / 32: whether row first + i sees the key; where there are bits, `first` is the first of the list's
+    // tile.
+    __device__ __forceinline__ void of_tile(int first, uint32_t (&words)[4]) const {
+        const uint32_t memory[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            words[w] = bits_below(end - first, w) & ~bits_below(begin - first, w) & (has_bits ? memory[w] : ~0u);
+    }
     // Bit i: whether row first + i sees the key; `first` is a row of the list's tile.
     __device__ __forceinline__ uint32_t from(int first) const {
         const uint32_t rows = bits_below(end - first, 0) & ~bits_below(begin - first, 0);
@@ -48,7 +56,7 @@ struct KeyList {
     __device__ KeyList(const AttentionParams& p, const Sequence& s, int head, int row) {
         const KeyListsView& lists = p.lists;
         const int64_t tile = lists.row_tiles > 1 ? row / KeyListsView::kRows : 0;
-        const int64_t batch = lists.batches > 1 ? s.batch : 0;
+        const int64_t batch = shared_batch(lists, s);
         const int64_t list = (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.row_tiles + tile;
         // Whatever a caller's own lists say, nothing beyond their memory is read.
         const int64_t first = min(max(lists.begins[list], int64_t{0}), lists.capacity);

@@ -71,6 +71,10 @@ __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
 __device__ __forceinline__ void mbarrier_arrive_here(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// Once what this thread has begun to copy by cp.async has come. The barrier counts it as any other arrival.
+__device__ __forceinline__ void mbarrier_arrive_when_copied(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // At a barrier of any block of the cluster.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier_in_block) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_in_block) : "memory");

@@ -27,7 +27,7 @@ bool can_store_whole(const BwdParams& p) {
 DenseDbias plan_dense_dbias(const BwdParams& p) {
     const bool can_store = can_store_whole(p) && p.softcap == 0;
     if (can_store && p.dbias.batches == p.batch) return DenseDbias::kByEntry;
-    if (can_store && can_exchange_among(p.batch)) return DenseDbias::kExchanged;
+    if (can_store && can_exchange_among(p.dbias.batch_sharers)) return DenseDbias::kExchanged;
     return DenseDbias::kNone;
 }
 

@@ -78,12 +78,13 @@ struct FwdSmem {
     using KeyTile = SmemTile<T, kKeys, Tile::kHeadDim>;
     using BiasTile = SmemTile<T, kGroupRows, kBiasKeys>;
     struct NoBias {};
+    using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;  // of a row
 
     // What comes with a tile of keys.
     struct KeyInfo {
         static constexpr int kEnd = -1;  // as a tile: the work has no other
 
-        int tile;
+        int tile;                  // gathered keys: any but kEnd
         bool full;                 // neither mask nor causality nor lengths hide a pair
         alignas(16) uint32_t columns[kWords];  // keys that some row sees; those that a key bias hides are none
         alignas(16) uint32_t mask[kRows][kWords];  // of masks that rows do not share, where the tile is not full
@@ -91,14 +92,15 @@ struct FwdSmem {
     };
 
     alignas(kTileAlign) QueryTile query[Tile::kQueryStages];
-    alignas(kTileAlign) KeyTile key[Tile::kStages];
-    alignas(kTileAlign) KeyTile value[Tile::kStages];
+    alignas(kTileAlign) KeyTile key[Tile::kKeyStages];
+    alignas(kTileAlign) KeyTile value[Tile::kValueStages];
     using BiasTiles = std::conditional_t<kBias == BiasKind::kDense, BiasTile[Tile::kConsumers][Tile::kBiasStages], NoBias>;
     alignas(kTileAlign) BiasTiles bias;
-    KeyInfo keys[Tile::kStages];
+    KeyInfo keys[Tile::kKeyStages];
     alignas(FwdWork) unsigned char works[kWorks][sizeof(FwdWork)];  // those of the queries, and the one before
     RingBarriers<Tile::kQueryStages> query_ring;
-    RingBarriers<Tile::kStages> key_ring, value_ring;
+    RingBarriers<Tile::kKeyStages> key_ring;
+    RingBarriers<Tile::kValueStages> value_ring;
     RingBarriers<Tile::kBiasStages> bias_rings[Tile::kConsumers];
 
     __device__ FwdWork& work(int turn) { return reinterpret_cast<FwdWork&>(works[turn]); }
@@ -107,8 +109,9 @@ struct FwdSmem {
     __device__ void init_rings() {
         constexpr int kConsumerWarps = Tile::kConsumers * 4;
         query_ring.init(1, kConsumerWarps);
-        key_ring.init(kLoaders<kBias>, kConsumerWarps);
-        value_ring.init(1, kConsumerWarps);
+        // A thread that gathers arrives twice: with what comes with the keys, and when these have been copied.
+        key_ring.init(Tile::kGathers ? 2 * kGroupThreads : kLoaders<kBias>, kConsumerWarps);
+        value_ring.init(Tile::kGathers ? kGroupThreads : 1, kConsumerWarps);
         for (auto& ring : bias_rings) ring.init(1, 4);
     }
 };

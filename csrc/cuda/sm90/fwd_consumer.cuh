@@ -37,6 +37,8 @@ private:
     using KeyTile = typename Smem::KeyTile;
     using BiasTile = typename Smem::BiasTile;
     using Scores = float[1][kTiles][4];
+    using Words = uint32_t[kWords];
+    using MaskWords = typename Smem::MaskWords;
 
     // While a group multiplies, another computes exponentials: they take turns at handing products to the tensor cores.
     // Barriers 1, 2, .. are the groups' turns, then come their own.
@@ -58,6 +60,7 @@ private:
         Scores scores;
         uint32_t probs[kKeys / 16][4];
         if (await_keys()) {
+            if (Tile::kGathers) fence_async();  // threads have written the keys
             take_turn();
             issue_query_key(scores);
             pass_turn();
@@ -65,9 +68,10 @@ private:
             kept_in_flight(scores);
             to_probs(scores, probs, [] {});
             while (await_keys()) {
+                if (Tile::kGathers) await_values();  // the fence there must not hold up the other groups
                 take_turn();
                 issue_query_key(scores);
-                await_values();
+                if (!Tile::kGathers) await_values();
                 issue_probs_value(probs);
                 pass_turn();
                 wgmma_wait<1>();
@@ -84,8 +88,7 @@ private:
             kept_in_flight(out_);
             release_values();
         }
-        key_ring_.release();  // of the end
-        key_ring_.advance();
+        release_keys();  // of the end
         query_ring_.release();
     }
 
@@ -97,6 +100,7 @@ private:
     // The values of keys that no row sees are zeros, whatever they are.
     __device__ __forceinline__ void await_values() const {
         value_ring_.wait_full();
+        if constexpr (Tile::kGathers) return fence_async();  // of the next keys, too
         uint32_t all = ~0u;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) all &= columns_[w];
@@ -112,6 +116,10 @@ private:
                 *reinterpret_cast<uint4*>(value.data + KeyTile::offset(key, chunk)) = {};
         fence_async();
         sync_group();
+    }
+    __device__ __forceinline__ void release_keys() {
+        key_ring_.release();
+        key_ring_.advance();
     }
     __device__ __forceinline__ void release_values() {
         value_ring_.release();
@@ -146,19 +154,13 @@ private:
         const int tile = info().tile;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) columns_[w] = info().columns[w];
-        key_ring_.release();
-        key_ring_.advance();
+        release_keys();
+        finish_out();
         // A row that so far has seen nothing but what its dense bias hides.
         constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
-        float factors[2] = {1, 1};
         softmax_.update(
             scores, schedule_.to_log2, kExtreme, [&] { hide_by_bias(scores, tile); },
-            [&](int i, float factor) { factors[i] = factor; });
-        finish_out();
-        if (__any_sync(~0u, factors[0] != 1 || factors[1] != 1)) {
-            softmax_.scale(out_, 0, factors[0]);
-            softmax_.scale(out_, 1, factors[1]);
-        }
+            [&](int i, float factor) { softmax_.scale(out_, i, factor); });
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k)
 #pragma unroll
@@ -175,19 +177,40 @@ private:
             scale_and_cap(scores, scale, schedule_.softcap);
             scale = 1;
         }
-        bool all_visible = info().full;
-        if constexpr (kBias == BiasKind::kKey) {
-            scale_and_add_bias(scores, scale, info().bias);
-#pragma unroll
-            for (int w = 0; w < kWords; ++w) all_visible &= info().columns[w] == ~0u;
-        }
+        if constexpr (kBias == BiasKind::kKey) scale_and_add_bias(scores, scale, info().bias);
         if constexpr (kBias == BiasKind::kDense) add_dense_bias(scores, scale);
-        if (all_visible) return;
+        if constexpr (Tile::kGathers) {
+            hide_few(scores);
+        } else {
+            VisibleKeys<1, kTiles> visible;
+            if (hides_any(visible)) hide_invisible(scores, visible);
+        }
+    }
+
+    // Of gathered keys rows see most: 32 of them are tested only where a row of the warp does not see all.
+    __device__ __forceinline__ void hide_few(Scores& scores) const {
+        Words seen[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            reinterpret_cast<MaskWords&>(seen[h]) =
+                *reinterpret_cast<const MaskWords*>(info().mask[block_row() + h * 8 + fragment_row()]);
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            const VisibleKeys<1, 4> visible = {{seen[0][w]}, {seen[1][w]}};
+            if (__all_sync(~0u, (seen[0][w] & seen[1][w]) == ~0u)) continue;
+            hide_invisible(reinterpret_cast<float(&)[1][4][4]>(scores[0][4 * w]), visible);
+        }
+    }
+
+    // Whether a pair of the tile is invisible, and then which pairs are not.
+    __device__ __forceinline__ bool hides_any(VisibleKeys<1, kTiles>& visible) const {
+        bool all_visible = info().full;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) all_visible &= kBias != BiasKind::kKey || info().columns[w] == ~0u;
+        if (all_visible) return false;
 
         // Where a mask differs by row, its bits leave out all that the columns do but what a key bias hides.
         const bool masked = mask_differs_by_row(p_) && !info().full;
-        using Words = uint32_t[kWords];
-        VisibleKeys<1, kTiles> visible;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const Words& seen = masked ? info().mask[block_row() + h * 8 + fragment_row()] : info().columns;
@@ -201,7 +224,7 @@ private:
 #pragma unroll
             for (int w = 0; w < kWords; ++w) visible[h][w] &= bits_below(end, w);
         }
-        hide_invisible(scores, visible);
+        return true;
     }
 
     __device__ __forceinline__ void add_dense_bias(Scores& scores, float scale) {
@@ -256,7 +279,8 @@ private:
     const int group_;
     const int group_row_;  // this warp's first row of the group's
     Ring<Tile::kQueryStages> query_ring_;
-    Ring<Tile::kStages> key_ring_, value_ring_;
+    Ring<Tile::kKeyStages> key_ring_;
+    Ring<Tile::kValueStages> value_ring_;
     Ring<Tile::kBiasStages> bias_ring_;
     int turn_ = 0;
     int row_end_[2];  // a row sees keys below this by causality and length

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fwd_consumer.cuh"
+#include "fwd_list_producer.cuh"
 #include "fwd_tile_producer.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -16,7 +17,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     __syncthreads();
     if (threadIdx.x < kGroupThreads) {
         give_registers<Tile::kProducerRegisters>();
-        FwdTileProducer<T, kBias, Tile>(p, schedule, maps, smem).run();
+        using Producer = std::conditional_t<Tile::kGathers, FwdListProducer<T, kBias, Tile>, FwdTileProducer<T, kBias, Tile>>;
+        Producer(p, schedule, maps, smem).run();
     } else {
         take_registers<Tile::kConsumerRegisters>();
         FwdConsumer<T, kBias, Tile>(p, schedule, smem).run();

@@ -29,15 +29,17 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     FwdMaps maps{};
     constexpr int kPanel = Smem::KeyTile::kPanelCols;
     maps.query = make_map(query_layout(p, p.query), {kPanel, 1, Tile::kRows, 1});
-    maps.key = make_map(key_layout(p, p.key), {kPanel, 1, Tile::kKeys, 1});
-    maps.value = make_map(key_layout(p, p.value), {kPanel, 1, Tile::kKeys, 1});
+    if (!Tile::kGathers) {
+        maps.key = make_map(key_layout(p, p.key), {kPanel, 1, Tile::kKeys, 1});
+        maps.value = make_map(key_layout(p, p.value), {kPanel, 1, Tile::kKeys, 1});
+    }
     if (kBias == BiasKind::kDense) maps.bias = make_map(dense_layout(p, p.bias), {Smem::kBiasKeys, kGroupRows, 1, 1});
 
     // Where the works are about alike, or short, as many blocks as run at once share them out, and load for the next while
     // the last ends; else blocks come as others end.
     const bool mask_differs_by_row =
         p.interval_tiles.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
-    const bool alike = !p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row;
+    const bool alike = Tile::kGathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row);
     constexpr int kShort = 2048;
     const bool shares_out = alike || p.seqlen_q <= kShort;
     schedule.tiles_last = shares_out && !alike;
@@ -64,6 +66,11 @@ void run_fwd_with(const FwdArgs& p, cudaStream_t stream) {
 
 template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& p, cudaStream_t stream) {
+    if (p.lists.present()) {
+        p.bias.kind == BiasKind::kKey ? launch_fwd<T, BiasKind::kKey, FwdListTile<kHeadDim>>(p, stream)
+                                      : launch_fwd<T, BiasKind::kNone, FwdListTile<kHeadDim>>(p, stream);
+        return;
+    }
     switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
         case BiasKind::kNone: return run_fwd_with<T, BiasKind::kNone, kHeadDim>(p, stream);
         case BiasKind::kKey: return run_fwd_with<T, BiasKind::kKey, kHeadDim>(p, stream);

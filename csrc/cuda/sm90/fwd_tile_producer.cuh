@@ -39,7 +39,7 @@ public:
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = Smem::kWords, kThreads = kLoaders<kBias>;
     static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // of a thread that loads a mask
-    using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;
+    using MaskWords = typename Smem::MaskWords;
     static_assert(kBias != BiasKind::kKey || kKeys <= kThreads, "a thread loads the bias of one key");
 
     // A thread that hands over dense biases: they take longest to come, and nothing else waits for their room.
@@ -50,7 +50,7 @@ private:
         __device__ __forceinline__ void load(const FwdWork& work, int tile) {
             if (lane_id() != 0) return;
             const int head = shared_head(work.head, p_.heads, p_.bias.heads);
-            const int batch = p_.bias.batches > 1 ? work.s.batch : 0, row = work.s.first_row + work.first_row;
+            const int batch = shared_batch(p_.bias, work.s), row = work.s.first_row + work.first_row;
             for (int key = tile * kKeys; key < (tile + 1) * kKeys; key += Smem::kBiasKeys, place_.advance())
                 for (int group = 0; group < Tile::kConsumers; ++group) {
                     auto& barriers = smem_.bias_rings[group];
@@ -199,7 +199,8 @@ private:
     const FwdMaps& maps_;
     Smem& smem_;
     Ring<Tile::kQueryStages> query_ring_;
-    Ring<Tile::kStages> key_ring_, value_ring_;
+    Ring<Tile::kKeyStages> key_ring_;
+    Ring<Tile::kValueStages> value_ring_;
     int turn_ = 0;
 };
 

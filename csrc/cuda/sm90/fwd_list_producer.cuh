@@ -1,0 +1,168 @@
+// The warp group that loads, of the forward over key lists: its threads gather the keys, wherever they lie.
+//
+// Each warp sees to its own part of a tile's keys, a lane to one of them. What a tile needs is read ahead: the places of its
+// keys in the sequence by two tiles; by these, what tells which rows see a key, and its bias, by one.
+#pragma once
+
+#include "../common/key_list.cuh"
+#include "../common/scores.cuh"
+#include "copy_rows.cuh"
+#include "fwd_block.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename T, BiasKind kBias, typename Tile>
+class FwdListProducer {
+public:
+    using Smem = FwdSmem<T, kBias, Tile>;
+
+    __device__ FwdListProducer(const FwdArgs& p, const FwdSchedule& schedule, const FwdMaps& maps, Smem& smem)
+        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), query_ring_(smem.query_ring), key_ring_(smem.key_ring),
+          value_ring_(smem.value_ring) {}
+
+    __device__ void run() {
+        for (unsigned index = blockIdx.x; index < schedule_.works; index += gridDim.x) {
+            const FwdWork work(p_, schedule_, index, kRows);
+            if (!work.empty()) load(work);
+        }
+        if (threadIdx.x == 0) {
+            query_ring_.wait_empty();
+            smem_.work(turn_).head = FwdWork::kNone;
+            mbarrier_arrive_here(query_ring_.full());
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+    }
+
+private:
+    static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys;
+    static constexpr int kWarpKeys = kKeys / 4;
+    using KeyTile = typename Smem::KeyTile;
+    static_assert(kBias != BiasKind::kDense && Smem::kRows == KeyListsView::kRows && kKeys % KeyListsView::kAlign == 0);
+
+    // This lane's key of a tile, and what memory says of it.
+    struct Key {
+        int place;  // in the sequence, or none
+        uint4 rows;
+        uint32_t bias;
+    };
+
+    __device__ __forceinline__ void load(const FwdWork& work) {
+        const KeyList list(p_, work.s, work.head, work.first_row);
+        const int tiles = ceil_div(list.size, kKeys);
+        const int kv_head = shared_head(work.head, p_.heads, p_.kv_heads);
+        const T* first_key = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work.s, kv_head);
+        const T* first_value = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work.s, kv_head);
+        const char* bias = nullptr;
+        if (kBias == BiasKind::kKey) bias = bias_data(p_.bias, pair_offset(p_.bias, work.s, work.head, p_.heads));
+        const auto place_of = [&](int tile) {
+            return lane_id() < kWarpKeys ? list.key(tile * kKeys + warp_id() * kWarpKeys + lane_id()) : -1;
+        };
+        const auto fetch = [&](int tile, int place) {
+            Key key{place, {}, 0};
+            if (!is_key(place, work.s.keys)) return key;
+            key.rows = list.fetch(tile * kKeys + warp_id() * kWarpKeys + lane_id(), place);
+            if (kBias == BiasKind::kKey) key.bias = load_key_bias(p_.bias, bias, place * p_.bias.col_stride);
+            return key;
+        };
+        // In the order in which the consumers ask: the first keys and the query, then the keys of a tile before the values
+        // of the one before it.
+        Key key = fetch(0, place_of(0));
+        int place = place_of(1), seen = -1;
+        for (int tile = 0; tile <= tiles; ++tile) {
+            const int seen_before = seen;
+            if (tile < tiles) {
+                seen = hand_over_keys(work, list, key);
+                key = fetch(tile + 1, place);
+                place = place_of(tile + 2);
+                gather(smem_.key[key_ring_.stage()], first_key, p_.key.row_stride, seen);
+            } else {
+                key_ring_.wait_empty();
+            }
+            if (threadIdx.x == 0) smem_.keys[key_ring_.stage()].tile = tile < tiles ? 0 : Smem::KeyInfo::kEnd;
+            mbarrier_arrive_here(key_ring_.full());
+            mbarrier_arrive_when_copied(key_ring_.full());
+            key_ring_.advance();
+            if (tile == 0) {
+                load_query(work);
+            } else {
+                value_ring_.wait_empty();
+                gather(smem_.value[value_ring_.stage()], first_value, p_.value.row_stride, seen_before);
+                mbarrier_arrive_when_copied(value_ring_.full());
+                value_ring_.advance();
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_query(const FwdWork& work) {
+        if (threadIdx.x == 0) {
+            query_ring_.wait_empty();
+            smem_.work(turn_) = work;
+            mbarrier_arrive_expecting(query_ring_.full(), sizeof(typename Smem::QueryTile));
+            copy_rows(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), p_, work.s,
+                      work.s.first_row + work.first_row, work.head);
+        }
+        turn_ = turn_ == Smem::kWorks - 1 ? 0 : turn_ + 1;
+        query_ring_.advance();
+    }
+
+    // Which rows see the tile's keys, and their biases. Gives this lane's key, or -1 where no row sees it.
+    __device__ __forceinline__ int hand_over_keys(const FwdWork& work, const KeyList& list, const Key& key) {
+        SeeingRows seeing = list.seeing(key.rows, key.place, work.s, p_.is_causal);
+        const float bias = kBias == BiasKind::kKey ? key_bias_of<T>(p_.bias, key.bias) : 0;
+        if (!is_key(key.place, work.s.keys) || bias == -kInfinity) seeing.end = 0;
+        uint32_t words[kRows / 32];
+        seeing.of_tile(work.first_row, words);
+        const bool is_seen = (words[0] | words[1] | words[2] | words[3]) != 0;
+        const bool by_all = (words[0] & words[1] & words[2] & words[3]) == ~0u;
+        if (!__all_sync(~0u, by_all)) transpose_bits(words);  // to the warp's keys of row 32 w + lane_id()
+        key_ring_.wait_empty();
+        auto& info = smem_.keys[key_ring_.stage()];
+        const int at = warp_id() * kWarpKeys;
+#pragma unroll
+        for (int w = 0; w < kRows / 32; ++w) {
+            uint32_t* to = &info.mask[w * 32 + lane_id()][at / 32];
+            if constexpr (kWarpKeys == 32) {
+                *to = words[w];
+            } else {
+                reinterpret_cast<uint16_t*>(to)[at % 32 / 16] = static_cast<uint16_t>(words[w]);
+            }
+        }
+        if constexpr (kBias == BiasKind::kKey)
+            if (lane_id() < kWarpKeys) info.bias[at + lane_id()] = bias;
+        return is_seen ? key.place : -1;
+    }
+
+    // The warp's keys of a tile, of K or V; `key` is this lane's. Zeros stand for keys that no row sees.
+    __device__ __forceinline__ void gather(KeyTile& to, const T* first_row, int64_t row_stride, int key) const {
+        constexpr int kAtOnce = 32 / KeyTile::kPanelChunks;
+        const int chunk = lane_id() % KeyTile::kPanelChunks;
+        const char* from = reinterpret_cast<const char*>(first_row + chunk * KeyTile::kChunk);
+        const int first = lane_id() / KeyTile::kPanelChunks;  // of the warp's keys, this thread's first
+        const int left = static_cast<int>(p_.head_dim) - chunk * KeyTile::kChunk;
+        const uint32_t row_bytes = static_cast<uint32_t>(row_stride * sizeof(T));
+        int places[kWarpKeys / kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kWarpKeys / kAtOnce; ++i) places[i] = __shfl_sync(~0u, key, first + i * kAtOnce);
+#pragma unroll
+        for (int i = 0; i < kWarpKeys / kAtOnce; ++i) {
+            const char* row = from + uint64_t{static_cast<uint32_t>(places[i])} * row_bytes;
+            const uint32_t at = to.address(warp_id() * kWarpKeys + first + i * kAtOnce, chunk);
+#pragma unroll
+            for (int panel = 0; panel < KeyTile::kPanels; ++panel)
+                cp_async_16_if(at + panel * kKeys * KeyTile::kPanelCols * 2, row + panel * KeyTile::kPanelCols * sizeof(T),
+                               places[i] >= 0 && panel * KeyTile::kPanelCols < left);
+        }
+    }
+
+    const FwdArgs& p_;
+    const FwdSchedule& schedule_;
+    const FwdMaps& maps_;
+    Smem& smem_;
+    Ring<Tile::kQueryStages> query_ring_;
+    Ring<Tile::kKeyStages> key_ring_;
+    Ring<Tile::kValueStages> value_ring_;
+    int turn_ = 0;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

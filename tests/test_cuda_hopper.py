@@ -324,6 +324,16 @@ def test_strides_of_pair_bias(layout, head_dim):
     assert serves_pairs((query, key, value), None, bias) == (True, True)
 
 
+@pytest.mark.parametrize("mask_batch", [1, 3, 60])
+def test_pair_biases_of_some_batch_elements_each(mask_batch):
+    """Three biases, of twenty batch elements each; masks shared likewise or not."""
+    tensors = on_gpu(60, 200, 136, 4, 4, 32)
+    bias = torch.cat([hiding_bias(4, 200, 136) for _ in range(3)])
+    mask = mask_of(mask_batch, 1, 1, 136)
+    check(tensors, mask, bias)
+    assert serves_pairs(tensors, mask, bias) == (True, True)
+
+
 def test_more_heads_than_blocks_at_once():
     """Of pair bias: each has a tile of its own, and the batch is not cut."""
     heads = 2 * torch.cuda.get_device_properties(0).multi_processor_count

@@ -46,7 +46,7 @@ bool plan_pair(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     if (plan.head_dim == 0) return false;
     plan.pair = true;
     plan.dbias_tiles = pair_dquery_tiles(p);
-    plan.dbias_splits = pair_splits(plan.dbias_tiles, p.batch);
+    plan.dbias_splits = pair_splits(plan.dbias_tiles, pair_sharers(p));
     const int64_t parts = p.dbias.present() ? plan.dbias_splits * plan.dbias_tiles * pair_dquery_key_tiles(p) : 0;
     plan.dbias_parts = layout.take(parts * kPairDbiasTile * static_cast<int64_t>(sizeof(float)));
     return true;

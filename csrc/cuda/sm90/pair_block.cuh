@@ -15,25 +15,29 @@ constexpr int kPairBiasCols = 64;  // of a tile of biases, 64 rows by 64 keys
 template <typename T>
 using PairBiasTile = SmemTile<T, 64, kPairBiasCols>;
 
-// A block goes over some of the batch elements, with one tile of one head's rows (or keys).
+// A block goes over some of the batch elements that share a bias, with one tile of one head's rows (or keys).
 struct PairSchedule {
     int tiles;  // of a head
-    int batch;
-    int splits;  // parts of the batch
+    int sharers;  // of one bias
+    int splits;   // parts that they are cut into
     int bias_tiles;  // of 64 keys (or rows), of the whole other side
     float scale;
 };
 
 struct PairBlock {
-    int tile, head, split;
+    int tile, head, bias_batch, split;
     int begin, end;  // of the batch elements
 
-    __device__ PairBlock(const PairSchedule& schedule, int heads) {
+    __device__ PairBlock(const PairSchedule& schedule, int heads, int biases) {
         const int index = static_cast<int>(blockIdx.x);
         tile = index % schedule.tiles;
         head = index / schedule.tiles % heads;
-        split = index / schedule.tiles / heads;
-        const auto begin_of = [&](int part) { return static_cast<int>(static_cast<int64_t>(schedule.batch) * part / schedule.splits); };
+        bias_batch = index / schedule.tiles / heads % biases;
+        split = index / schedule.tiles / heads / biases;
+        const auto begin_of = [&](int part) {
+            const auto before = static_cast<int64_t>(schedule.sharers) * part / schedule.splits;
+            return bias_batch * schedule.sharers + static_cast<int>(before);
+        };
         begin = begin_of(split);
         end = begin_of(split + 1);
     }

@@ -14,7 +14,7 @@ template <typename Tile>
 void launch_pair_dquery(const BwdArgs& p, cudaStream_t stream) {
     PairSchedule schedule;
     schedule.tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, kPairRows));
-    schedule.batch = static_cast<int>(p.batch);
+    schedule.sharers = static_cast<int>(pair_sharers(p));
     schedule.splits = static_cast<int>(p.dbias_splits);
     schedule.bias_tiles = Tile::kAllKeyTiles;
     schedule.scale = static_cast<float>(p.softmax_scale);
@@ -40,8 +40,8 @@ template <typename Tile>
 void launch_pair_dkey(const BwdArgs& p, cudaStream_t stream) {
     PairSchedule schedule;
     schedule.tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_k, Tile::kKeys));
-    schedule.batch = static_cast<int>(p.batch);
-    schedule.splits = static_cast<int>(pair_splits(schedule.tiles * p.heads, p.batch));
+    schedule.sharers = static_cast<int>(pair_sharers(p));
+    schedule.splits = static_cast<int>(pair_splits(schedule.tiles * p.heads * p.bias.batches, pair_sharers(p)));
     schedule.bias_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, kPairRows));
     schedule.scale = static_cast<float>(p.softmax_scale);
 
@@ -55,7 +55,7 @@ void launch_pair_dkey(const BwdArgs& p, cudaStream_t stream) {
     using Smem = PairDkeySmem<Tile>;
     const auto kernel = pair_dkey_kernel<Tile>;
     allow_shared_memory("the backward", p.head_dim, kernel, Smem::bytes(kPairBwdLongest / kPairRows));
-    kernel<<<grid_of(schedule.tiles * p.heads * schedule.splits), Tile::kThreads, Smem::bytes(schedule.bias_tiles), stream>>>(p, schedule, maps);
+    kernel<<<grid_of(schedule.tiles * p.heads * p.bias.batches * schedule.splits), Tile::kThreads, Smem::bytes(schedule.bias_tiles), stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

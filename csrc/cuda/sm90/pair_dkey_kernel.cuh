@@ -84,7 +84,7 @@ private:
         mbarrier_arrive_expecting(full, Tile::kGroups * tiles * static_cast<int>(sizeof(PairBiasTile<T>)));
         for (int i = 0; i < Tile::kGroups * tiles; ++i)
             copy_box(smem_address(&smem_.bias[i]), &maps_.bias, full, block_.tile * Tile::kKeys + i / tiles * 64,
-                     i % tiles * kPairRows, head, 0);
+                     i % tiles * kPairRows, head, block_.bias_batch);
     }
     __device__ void load(const Sequence& s, const PairVisits& visits) {
         const int key = block_.tile * Tile::kKeys, stage = key_ring_.stage();
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = *reinterpret_cast<PairDkeySmem<Tile>*>(raw_smem);
     if (threadIdx.x == 0) smem.init_rings();
     __syncthreads();
-    const PairBlock block(schedule, static_cast<int>(p.heads));
+    const PairBlock block(schedule, static_cast<int>(p.heads), static_cast<int>(p.bias.batches));
     if (threadIdx.x < 128) {
         give_registers<Tile::kLoaderRegisters>();
         PairDkeyLoader<Tile>(p, schedule, maps, smem, block).run();

@@ -54,7 +54,8 @@ struct PairDquerySmem {
     }
 };
 
-// Where blocks leave their sums of the bias's gradient: [splits, heads * row tiles, key tiles, 64 x 64 as registers hold it].
+// Where blocks leave their sums of the bias's gradient: [splits, biases, heads,
+// row tiles, key tiles, 64 x 64 as registers hold it].
 template <typename Tile>
 __device__ __forceinline__ float* pair_dbias_part(const BwdArgs& p, int64_t split, int64_t tile, int key_tile) {
     return p.dbias_parts + ((split * p.dbias_tiles + tile) * Tile::kAllKeyTiles + key_tile) * kPairDbiasTile;
@@ -89,7 +90,8 @@ private:
         const uint32_t full = smem_address(&smem_.bias_full);
         mbarrier_arrive_expecting(full, sizeof(smem_.bias));
         for (int tile = 0; tile < Tile::kAllKeyTiles; ++tile)
-            copy_box(smem_address(&smem_.bias[tile]), &maps_.bias, full, tile * 64, block_.tile * kPairRows, head, 0);
+            copy_box(smem_address(&smem_.bias[tile]), &maps_.bias, full, tile * 64, block_.tile * kPairRows, head,
+                     block_.bias_batch);
     }
     __device__ void load(const Sequence& s, const PairVisits& visits) {
         const int row = block_.tile * kPairRows;
@@ -298,7 +300,8 @@ private:
 
     __device__ __forceinline__ void store_dbias() const {
         if (p_.dbias_parts == nullptr) return;
-        const int64_t tile = static_cast<int64_t>(block_.head) * schedule_.tiles + block_.tile;
+        const int64_t head = block_.bias_batch * p_.heads + block_.head;
+        const int64_t tile = head * schedule_.tiles + block_.tile;
         float* to = pair_dbias_part<Tile>(p_, block_.split, tile, first_tile());
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t)
@@ -328,7 +331,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = *reinterpret_cast<PairDquerySmem<Tile>*>(raw_smem);
     if (threadIdx.x == 0) smem.init_rings();
     __syncthreads();
-    const PairBlock block(schedule, static_cast<int>(p.heads));
+    const PairBlock block(schedule, static_cast<int>(p.heads), static_cast<int>(p.bias.batches));
     if (threadIdx.x < 128) {
         give_registers<Tile::kLoaderRegisters>();
         PairDqueryLoader<Tile>(p, maps, smem, block).run();
@@ -355,7 +358,8 @@ __global__ void __launch_bounds__(128) pair_dbias_kernel(const __grid_constant__
             sum[0][n][0] += x.x, sum[0][n][1] += x.y, sum[0][n][2] += x.z, sum[0][n][3] += x.w;
         }
     }
-    T* to = static_cast<T*>(p.dbias.data) + tile / row_tiles * p.dbias.head_stride + key_tile * 64;
+    const int64_t head = tile / row_tiles % p.heads, bias_batch = tile / row_tiles / p.heads;
+    T* to = static_cast<T*>(p.dbias.data) + bias_batch * p.dbias.batch_stride + head * p.dbias.head_stride + key_tile * 64;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int64_t row = tile % row_tiles * kPairRows + warp_id() * 16 + h * 8 + fragment_row();

@@ -13,8 +13,8 @@ template <typename Tile>
 void launch_pair_fwd(const FwdArgs& p, cudaStream_t stream) {
     PairSchedule schedule;
     schedule.tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, Tile::kRows));
-    schedule.batch = static_cast<int>(p.batch);
-    schedule.splits = static_cast<int>(pair_splits(schedule.tiles * p.heads, p.batch));
+    schedule.sharers = static_cast<int>(pair_sharers(p));
+    schedule.splits = static_cast<int>(pair_splits(schedule.tiles * p.heads * p.bias.batches, pair_sharers(p)));
     constexpr int kBiasTilesOfKeys = Tile::kKeys / kPairBiasCols;
     schedule.bias_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_k, Tile::kKeys)) * kBiasTilesOfKeys;
     schedule.scale = static_cast<float>(p.softmax_scale);
@@ -29,7 +29,7 @@ void launch_pair_fwd(const FwdArgs& p, cudaStream_t stream) {
     const size_t bytes = PairFwdSmem<Tile>::bytes(schedule.bias_tiles);
     allow_shared_memory("the forward", p.head_dim, kernel,
                         PairFwdSmem<Tile>::bytes(Tile::kSizes.longest / kPairBiasCols));
-    kernel<<<grid_of(schedule.tiles * p.heads * schedule.splits), Tile::kThreads, bytes, stream>>>(p, schedule, maps);
+    kernel<<<grid_of(schedule.tiles * p.heads * p.bias.batches * schedule.splits), Tile::kThreads, bytes, stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -225,8 +225,8 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
         return  # ptxas does not say where the spills are
     loops_of = {name: inner_loops(code, "HGMMA") for name, code in disassembled(cuobjdump, cubin).items()}
     loops_of = {name: loops for name, loops in loops_of.items() if loops}
-    # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of a pair bias the
-    # forward, dQ, and dK and dV.
+    # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of a pair bias
+    # the forward, dQ, and dK and dV.
     assert len(loops_of) >= (5 if direction == "fwd" else 3)
     for name, loops in loops_of.items():
         for loop in loops:

@@ -88,8 +88,8 @@ __device__ __forceinline__ void clear_row(Tile& tile, int row) {
         *reinterpret_cast<uint4*>(tile.data + Tile::offset(row, chunk)) = {};
 }
 
-// Which of kKeys keys a mask hides, for the lanes that hold them: word [c][n] is of the keys 8 n + 2 c and the next, all ones in
-// the half of one that is hidden.
+// Which of kKeys keys a mask hides, for the lanes that hold them: word [c][n] is of the keys 8 n + 2 c and the next, all ones
+// in the half of one that is hidden.
 template <int kKeys>
 struct PairHiddenKeys {
     static constexpr int kTiles = kKeys / 8;  // of an accumulator

@@ -55,7 +55,8 @@ void launch_pair_dkey(const BwdArgs& p, cudaStream_t stream) {
     using Smem = PairDkeySmem<Tile>;
     const auto kernel = pair_dkey_kernel<Tile>;
     allow_shared_memory("the backward", p.head_dim, kernel, Smem::bytes(kPairBwdLongest / kPairRows));
-    kernel<<<grid_of(schedule.tiles * p.heads * p.bias.batches * schedule.splits), Tile::kThreads, Smem::bytes(schedule.bias_tiles), stream>>>(p, schedule, maps);
+    const unsigned blocks = grid_of(schedule.tiles * p.heads * p.bias.batches * schedule.splits);
+    kernel<<<blocks, Tile::kThreads, Smem::bytes(schedule.bias_tiles), stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

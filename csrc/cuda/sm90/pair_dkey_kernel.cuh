@@ -214,7 +214,8 @@ private:
     }
 
     // S and dP to P and dS. A key that a mask hides has rows of its own, which are not stored.
-    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, const PairRowInfo& rows, const BiasTile& bias) const {
+    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, const PairRowInfo& rows,
+                                                  const BiasTile& bias) const {
         const float scale_log2 = schedule_.scale * kLog2E;
         const int lane = lane_id();
         // Of the lane: 16 rows and this warp's 16 keys, transposed to what two neighbouring tiles of the accumulator hold.

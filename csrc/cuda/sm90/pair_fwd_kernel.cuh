@@ -358,7 +358,8 @@ private:
 #pragma unroll
         for (int part = 0; part < kTiles / kPartTiles; ++part) {
             auto& part_scores = reinterpret_cast<float(&)[1][kPartTiles][4]>(scores[0][part * kPartTiles]);
-            scale_and_add_bias<T, 1>(part_scores, schedule_.scale, bias_[tile * (kKeys / kPairBiasCols) + part], warp_row_, 0);
+            const BiasTile& bias = bias_[tile * (kKeys / kPairBiasCols) + part];
+            scale_and_add_bias<T, 1>(part_scores, schedule_.scale, bias, warp_row_, 0);
         }
         if (is_full) return;
         VisibleKeys<1, kTiles> visible;

@@ -29,7 +29,8 @@ void launch_pair_fwd(const FwdArgs& p, cudaStream_t stream) {
     const size_t bytes = PairFwdSmem<Tile>::bytes(schedule.bias_tiles);
     allow_shared_memory("the forward", p.head_dim, kernel,
                         PairFwdSmem<Tile>::bytes(Tile::kSizes.longest / kPairBiasCols));
-    kernel<<<grid_of(schedule.tiles * p.heads * p.bias.batches * schedule.splits), Tile::kThreads, bytes, stream>>>(p, schedule, maps);
+    const unsigned blocks = grid_of(schedule.tiles * p.heads * p.bias.batches * schedule.splits);
+    kernel<<<blocks, Tile::kThreads, bytes, stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -36,6 +36,8 @@ private:
     using QueryTile = typename Smem::QueryTile;
     using KeyTile = typename Smem::KeyTile;
     using BiasTile = typename Smem::BiasTile;
+    // Whether the output so far is awaited before the exponentials, or after them: what measured faster.
+    static constexpr bool kFinishesFirst = kBias != BiasKind::kKey;
     using Scores = float[1][kTiles][4];
     using Words = uint32_t[kWords];
     using MaskWords = typename Smem::MaskWords;
@@ -155,12 +157,25 @@ private:
 #pragma unroll
         for (int w = 0; w < kWords; ++w) columns_[w] = info().columns[w];
         release_keys();
-        finish_out();
         // A row that so far has seen nothing but what its dense bias hides.
         constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
-        softmax_.update(
-            scores, schedule_.to_log2, kExtreme, [&] { hide_by_bias(scores, tile); },
-            [&](int i, float factor) { softmax_.scale(out_, i, factor); });
+        const auto hide = [&] { hide_by_bias(scores, tile); };
+        if constexpr (kFinishesFirst) finish_out();
+        float factors[2] = {1, 1};
+        softmax_.update(scores, schedule_.to_log2, kExtreme, hide, [&](int i, float factor) {
+            if constexpr (kFinishesFirst) {
+                softmax_.scale(out_, i, factor);
+            } else {
+                factors[i] = factor;
+            }
+        });
+        if constexpr (!kFinishesFirst) {
+            finish_out();
+            if (__any_sync(~0u, factors[0] != 1 || factors[1] != 1)) {
+                softmax_.scale(out_, 0, factors[0]);
+                softmax_.scale(out_, 1, factors[1]);
+            }
+        }
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k)
 #pragma unroll

@@ -65,6 +65,11 @@ GROUPS = (
         (32, 64, 128, 192, 256),
     ),
     Group(
+        *("sm90", "pair", False, ("pair_fwd_launch.cuh", "pair_bwd_launch.cuh")),
+        ("run_pair_fwd<T, D>(const FwdArgs&, cudaStream_t)", "run_pair_bwd<T, D>(const BwdArgs&, cudaStream_t)"),
+        (32,),
+    ),
+    Group(
         *("sm80", "gather", False, ("gather_fwd_launch.cuh", "gather_bwd_launch.cuh")),
         (f"run_gather_fwd<T, D>{FWD}", f"run_gather_bwd<T, D>{BWD}"),
     ),

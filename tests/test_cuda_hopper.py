@@ -44,8 +44,8 @@ def mask_of(*shape, visible=0.6):
 # Which kernels serve a call
 
 
-def kernels_of(call):
-    """The generations of the kernels that a call launches."""
+def names_of(call):
+    """Of the kernels that a call launches."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         call()
@@ -53,16 +53,20 @@ def kernels_of(call):
     kernels = [event.name for event in profile.events() if "flash_dmattn" in event.name and "kernel" in event.name]
     if not kernels:
         pytest.skip("the profiler sees no kernels")
-    return set(re.findall("sm[89]0", " ".join(kernels)))
+    return " ".join(kernels)
 
 
-def generations(tensors, mask=None, bias=None, **options):
-    """Those of the forward and of the backward."""
+def kernels_of(tensors, mask=None, bias=None, **options):
+    """The names of those of the forward and of the backward."""
     leaves = [x.requires_grad_() for x in (*tensors, bias) if x is not None]
     results = []
-    forward = kernels_of(lambda: results.append(flash_dmattn_func(*tensors, mask, bias, **options)))
-    backward = kernels_of(lambda: torch.autograd.grad(results[0], leaves, torch.randn_like(results[0])))
-    return forward, backward
+    forward = names_of(lambda: results.append(flash_dmattn_func(*tensors, mask, bias, **options)))
+    return forward, names_of(lambda: torch.autograd.grad(results[0], leaves, torch.randn_like(results[0])))
+
+
+def generations(*args, **options):
+    """Those of the kernels of the forward and of the backward."""
+    return tuple(set(re.findall("sm[89]0", names)) for names in kernels_of(*args, **options))
 
 
 @BIASES
@@ -222,6 +226,191 @@ def test_gradients_of_lse_alone():
         results.append(torch.autograd.grad(lse, leaves, dlse.to(lse), allow_unused=True, materialize_grads=True))
     for ours, exact in zip(*results):
         torch.testing.assert_close(ours.double(), exact.double(), rtol=2e-2, atol=2e-3)
+
+
+# A dense bias that many batch elements share: kernels of their own
+
+
+def hiding_bias(heads, rows, keys, dtype=torch.bfloat16):
+    """Some rows and pairs of it hide, in every way."""
+    bias = randn(1, heads, rows, keys, dtype=dtype)
+    bias[:, :, rows // 7] = torch.finfo(dtype).min
+    bias[:, :, rows // 5, ::3] = bias[:, :, rows // 3, 1::2] = -torch.inf
+    bias[:, :, rows // 3, ::2] = torch.finfo(dtype).min
+    return bias
+
+
+def key_mask(batch, heads, keys):
+    """Of the first batch element nothing is visible, of the second the first keys alone."""
+    mask = mask_of(batch, heads, 1, keys, visible=0.5)
+    mask[0] = mask[1, ..., keys // 3 :] = False
+    return mask
+
+
+def serves_pairs(*args, **options):
+    """Whether the kernels of their own serve the forward, and the backward."""
+    return tuple("pair_" in names for names in kernels_of(*args, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "keys"), [(65, 8), (128, 128), (136, 200), (200, 136), (256, 256), (320, 264), (384, 384), (72, 384)]
+)
+def test_pair_bias(rows, keys, dtype):
+    tensors, bias = on_gpu(20, rows, keys, 4, 4, 32, dtype=dtype), hiding_bias(4, rows, keys, dtype)
+    for mask in (None, key_mask(20, 1, keys), key_mask(20, 4, keys)):
+        check(tensors, mask, bias)
+    assert serves_pairs(tensors, mask, bias) == (True, True)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(72, 392), (1000, 200), (512, 512)])
+def test_pair_bias_over_longer_sequences(rows, keys):
+    """Of which the forward alone has kernels of its own."""
+    tensors, mask, bias = on_gpu(16, rows, keys, 2, 2, 32), key_mask(16, 1, keys), hiding_bias(2, rows, keys)
+    check(tensors, mask, bias)
+    assert serves_pairs(tensors, mask, bias) == (True, False)
+
+
+def large_rows(tensors, bias):
+    tensors[0][::3, :, ::2] *= 30
+    tensors[0][1::3, 100:110] *= 40
+
+
+def large_keys(tensors, bias):
+    """Beside rows that have seen nothing before."""
+    tensors[1][::2, 200:] *= 30
+    tensors[1][1::2, :100] *= 20
+    bias[:, :, 50:90, :200] = bias[:, :, 90:100] = -torch.inf
+
+
+def wide_biases(tensors, bias):
+    bias[:, :, 64:128] *= 25
+    bias[:, 1, 200:, 300:] = 70
+
+
+def biases_of_two_levels(tensors, bias):
+    """Of which the mask hides the upper."""
+    bias[..., ::2] += 100
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("change", [large_rows, large_keys, wide_biases, biases_of_two_levels])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bases_of_the_softmax_of_pair_bias(dtype, change, masked):
+    """Where the largest bias of a row does as a base of its exponents, and where it does not."""
+    tensors, bias = on_gpu(20, 384, 384, 4, 4, 32, dtype=dtype), randn(1, 4, 384, 384, dtype=dtype)
+    change(tensors, bias)
+    mask = key_mask(20, 1, 384) if masked else None
+    if masked and change is biases_of_two_levels:
+        mask[..., ::2] = False
+    double = [x.double() for x in tensors], mask, bias.double()
+    exact = reference(*double[0], *double[1:], return_lse=True)
+    eager = reference(*tensors, mask, bias, return_lse=True)
+    assert_close(flash_dmattn_func(*tensors, mask, bias, return_lse=True), eager, exact, dtype)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 32])
+@pytest.mark.parametrize("layout", ["heads before rows", "every other row", "part of the columns"])
+def test_strides_of_pair_bias(layout, head_dim):
+    query, key, value = on_gpu(16, 200, 136, 4, 4, head_dim)
+    bias, dout = hiding_bias(4, 200, 136), torch.randn_like(query) / 8
+    if layout == "heads before rows":
+        query, key, value, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value, dout))
+        bias = bias.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "every other row":
+        query, key, value = (torch.cat([x, x], 1).unflatten(1, (-1, 2))[:, :, 1] for x in (query, key, value))
+        bias = hiding_bias(4, 400, 136)[:, :, ::2]
+    else:
+        query, key, value, bias = (surrounded(x, margin=8) for x in (query, key, value, bias))
+    check((query, key, value), key_mask(16, 1, 136), bias, dout=dout, softmax_scale=-0.3)
+    assert serves_pairs((query, key, value), None, bias) == (True, True)
+
+
+@pytest.mark.parametrize("mask_batch", [1, 3, 60])
+def test_pair_biases_of_some_batch_elements_each(mask_batch):
+    """Three biases, of twenty batch elements each; masks shared likewise or not."""
+    tensors = on_gpu(60, 200, 136, 4, 4, 32)
+    bias = torch.cat([hiding_bias(4, 200, 136) for _ in range(3)])
+    mask = mask_of(mask_batch, 1, 1, 136)
+    check(tensors, mask, bias)
+    assert serves_pairs(tensors, mask, bias) == (True, True)
+
+
+def test_more_heads_than_blocks_at_once():
+    """Of pair bias: each has a tile of its own, and the batch is not cut."""
+    heads = 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    check(on_gpu(16, 72, 72, heads, heads, 32), key_mask(16, 1, 72), hiding_bias(heads, 72, 72))
+
+
+UNSHARED = {
+    "causal": ({"is_causal": True}, {}, (False, False)),
+    "softcap": ({"softcap": 5.0}, {}, (False, False)),
+    "a mask by row": ({}, {"mask_rows": 200}, (False, False)),
+    "a small batch": ({}, {"batch": 8}, (False, False)),
+    "heads that share keys": ({}, {"kv_heads": 2}, (True, False)),
+    "heads that share biases": ({}, {"bias_heads": 1}, (True, False)),
+    "longer sequences": ({}, {"keys": 520}, (False, False)),
+    "a larger head dimension": ({}, {"head_dim": 40}, (False, False)),
+}
+
+
+@pytest.mark.parametrize("what", UNSHARED)
+def test_what_the_kernels_of_pair_bias_leave_to_others(what):
+    options, sizes, served = UNSHARED[what]
+    batch = sizes.get("batch", 20)
+    keys = sizes.get("keys", 264)
+    tensors = on_gpu(batch, 200, keys, 4, sizes.get("kv_heads", 4), sizes.get("head_dim", 32))
+    mask, bias = mask_of(batch, 1, sizes.get("mask_rows", 1), keys), randn(1, sizes.get("bias_heads", 4), 200, keys)
+    check(tensors, mask, bias, **options)
+    assert serves_pairs(tensors, mask, bias, **options) == served
+
+
+@pytest.mark.parametrize("in_bias", [False, True])
+def test_garbage_beside_pair_bias(in_bias, poisoned_allocations):
+    mask, bias = key_mask(20, 1, 264), hiding_bias(4, 200, 264)
+    tensors, dout = on_gpu(20, 200, 264, 4, 4, 32), torch.randn(20, 200, 4, 32, device="cuda").bfloat16() / 8
+    mask[..., 40] = False
+    if in_bias:
+        bias[..., 40] = torch.nan
+    dlse, unseen = torch.randn(20, 4, 200, device="cuda") / 8, ~mask[:, 0, 0, :, None, None]
+    no_key = torch.zeros(20, 200, 1, 1, dtype=torch.bool, device="cuda")
+    no_key[0] = True
+
+    def results(fill):
+        query, key, value = (x.masked_fill(of, fill) for x, of in zip(tensors, (no_key, unseen, unseen)))
+        filled = dout.masked_fill(no_key, fill), dlse.masked_fill(no_key[:, None, :, 0, 0], fill)
+        return run(flash_dmattn_func, (query, key, value), mask, bias, *filled)
+
+    for name, dirty, clean in zip(NAMES, results(torch.nan), results(0)):
+        assert not dirty.isnan().any(), name
+        assert torch.equal(dirty, clean), name
+
+
+def test_pair_bias_is_bitwise_the_same_again():
+    """In every gradient, asked for or not."""
+    tensors, mask, bias = on_gpu(40, 384, 384, 4, 4, 32), key_mask(40, 1, 384), randn(1, 4, 384, 384)
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(40, 4, 384, device="cuda")
+    first = run(flash_dmattn_func, tensors, mask, bias, dout, dlse)
+    for deterministic in [False, True] * 25:
+        again = run(flash_dmattn_func, tensors, mask, bias, dout, dlse, deterministic=deterministic)
+        assert all(torch.equal(x, y) for x, y in zip(again, first))
+
+
+@pytest.mark.parametrize("batch", [2, 20])
+@pytest.mark.parametrize("least", [-1e9, -1e10, -2e38])
+def test_rows_of_large_biases(least, batch, use):
+    """As additive masks that are not made of -inf leave them: their softmax is that of what else is in the scores."""
+    bias = torch.full((1, 4, 200, 264), least, device="cuda", dtype=torch.bfloat16)
+    bias[:, :, ::2, :100] = 0
+    tensors = on_gpu(batch, 200, 264, 4, 4, 32)
+    exact, exact_lse = reference(*(x.double() for x in tensors), None, bias.double(), return_lse=True)
+    for architecture in ("sm80", "sm90"):
+        use(architecture)
+        out, lse = flash_dmattn_func(*tensors, None, bias, return_lse=True)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-4)
+        # Of float32, what is added to such a bias is lost: all keys are alike.
+        for rows, right in ((slice(0, None, 2), exact[:, ::2]), (slice(1, None, 2), tensors[2].double().mean(1, True))):
+            torch.testing.assert_close(out[:, rows].double(), right.expand_as(out[:, rows]), rtol=2e-2, atol=2e-2)
 
 
 # What nobody sees may hold anything

@@ -194,14 +194,23 @@ def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, dire
 
 
 # Of Hopper's kernels a head dimension of each kind of tile.
-HOPPER_KERNELS = [("fwd", 64), ("fwd", 96), ("fwd", 128), ("fwd", 256), ("bwd", 64), ("bwd", 128), ("bwd", 256)]
+HOPPER_KERNELS = [
+    ("fwd", 64),
+    ("fwd", 96),
+    ("fwd", 128),
+    ("fwd", 256),
+    ("bwd", 64),
+    ("bwd", 128),
+    ("bwd", 256),
+    ("pair", 32),
+]
 # setmaxnreg ignored; products of warp groups that wait for each other.
 SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 # Bytes a thread. The loading group gives its registers away, and keeps there what it needs once a tile.
 MOST_LOCAL_MEMORY_ON_HOPPER = 320
 # Instructions in the loop of products: where sums take all registers, addresses are read again. A sum that went there
 # would be dozens more.
-MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40}
+MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40, "pair": 16}
 
 
 @needs_nvcc
@@ -223,12 +232,12 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
     cuobjdump = find_cuobjdump()
     if cuobjdump is None:
         return  # ptxas does not say where the spills are
-    kernels = {name: code for name, code in disassembled(cuobjdump, cubin).items() if f"{direction}_kernel" in name}
-    # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys.
-    assert len(kernels) >= (5 if direction == "fwd" else 3)
-    for name, code in kernels.items():
-        loops = inner_loops(code, "HGMMA")
-        assert loops, f"{name} has no loop of products"
+    loops_of = {name: inner_loops(code, "HGMMA") for name, code in disassembled(cuobjdump, cubin).items()}
+    loops_of = {name: loops for name, loops in loops_of.items() if loops}
+    # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of a pair bias
+    # the forward, dQ, and dK and dV.
+    assert len(loops_of) >= (5 if direction == "fwd" else 3)
+    for name, loops in loops_of.items():
         for loop in loops:
             accesses = [x for x in loop if x.name in ("LDL", "STL")]
             assert len(accesses) <= MOST_LOCAL_ACCESSES[direction], (name, accesses)
@@ -347,6 +356,9 @@ HOPPER_SHARED_MEMORY = """
 
 #include "cuda/sm90/bwd_block.cuh"
 #include "cuda/sm90/fwd_block.cuh"
+#include "cuda/sm90/pair_dkey_kernel.cuh"
+#include "cuda/sm90/pair_dquery_kernel.cuh"
+#include "cuda/sm90/pair_fwd_kernel.cuh"
 
 using namespace flash_dmattn;
 using namespace flash_dmattn::cuda;
@@ -383,11 +395,25 @@ struct Backward {
     print<Backward<kHeadDim, can_exchange_at(kHeadDim)>::template Memory<BiasKind::kDense>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
 
+template <typename... Tiles>
+size_t largest_pair_fwd() {
+    return std::max({PairFwdSmem<Tiles>::bytes(Tiles::kSizes.longest / kPairBiasCols)...});
+}
+template <typename... Tiles>
+size_t largest_pair_dkey() {
+    return std::max({PairDkeySmem<Tiles>::bytes(kPairBwdLongest / kPairRows)...});
+}
+#define PAIR(T, kHeadDim)                                                                      \\
+    print<PairDquerySmem<PairDqueryTile<T, 3>>>(                                               \\
+        "pair", kHeadDim, std::max(largest_pair_fwd<PairFwdTile<T, 0>, PairFwdTile<T, 1>>(), \\
+                                   largest_pair_dkey<PairDkeyTile<T, 2>, PairDkeyTile<T, 3>>()));
+
 #include "kernels.h"
 
 int main() {
     FLASH_DMATTN_SM90_FWD_KERNELS(FORWARD)
     FLASH_DMATTN_SM90_BWD_KERNELS(BACKWARD)
+    FLASH_DMATTN_SM90_PAIR_KERNELS(PAIR)
 }
 """
 

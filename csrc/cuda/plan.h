@@ -50,6 +50,7 @@ struct FwdPlan {
 
     Arch arch = Arch::kSm80;
     int head_dim = 0;  // of the kernels that serve the call; 0 where there is nothing to do
+    bool pair = false;  // by the kernels for a dense bias that batch elements share (sm90/pair.h)
     FwdTileKind tile = FwdTileKind::kUsual;
     int64_t pack = 1;    // query heads that share a tile
     int64_t splits = 1;  // parts that the keys of a tile are cut into
@@ -92,6 +93,7 @@ struct BwdCuts {
 struct BwdPlan : BwdCuts {
     Arch arch = Arch::kSm80;
     int head_dim = 0;          // of the kernels that serve the call; 0 where there is nothing to do
+    bool pair = false;         // by the kernels for a dense bias that batch elements share (sm90/pair.h)
     bool small_tiles = false;  // those for little shared memory
     WorkspacePart dquery_accum, dquery_turns, dbias_parts, dkv_accum, dbias_accum, watermarks, delta;
     int64_t delta_rows = 0;    // of one head; of variable length, of all sequences together

@@ -11,6 +11,8 @@ template <int kMTiles>
 struct OnlineSoftmax {
     // The base of a row's exponents may lag behind its largest score, as long as no exponential exceeds 2^kSlack.
     static constexpr float kSlack = 8;
+    // Where exponents are larger, what the rounding of the base leaves of them would show.
+    static constexpr float kLargestShift = 1 << 20;
 
     float max[kMTiles * 2];
     float sum[kMTiles * 2];  // of this lane's columns alone
@@ -63,17 +65,17 @@ struct OnlineSoftmax {
             }
         }
         float shift[kMTiles * 2];
-        bool overflows = false;
+        bool is_large = false;
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) {
             shift[i] = (max[i] == -kInfinity ? 0.f : max[i]) * to_log2;
-            overflows |= fabsf(shift[i]) == kInfinity;
+            is_large |= fabsf(shift[i]) > kLargestShift;
         }
-        // Rows whose largest score is near the limits of float32.
-        if (__any_sync(~0u, overflows)) {
+        // Rows of large scores, near the limits of float32 perhaps: these are exact after the base is taken away.
+        if (__any_sync(~0u, is_large)) {
 #pragma unroll
             for (int i = 0; i < kMTiles * 2; ++i) {
-                const float base = fabsf(shift[i]) == kInfinity ? max[i] : 0.f;
+                const float base = fabsf(shift[i]) > kLargestShift ? max[i] : 0.f;
                 if (base != 0) shift[i] = 0;
 #pragma unroll
                 for (int n = 0; n < kNTiles; ++n) {
@@ -107,7 +109,7 @@ struct OnlineSoftmax {
     // 1 / sum of row [i], and its lse where scores times `unit` are natural exponents; 0 and -inf where nothing was visible.
     __device__ __forceinline__ float finish(int i, float unit, float& lse) {
         const float total = row_sum(sum[i]);
-        const bool empty = max[i] == -kInfinity && total == 0;
+        const bool empty = total == 0;
         lse = empty ? -kInfinity : fmaf(max[i], unit, logf(total));
         return empty ? 0.f : 1.f / total;
     }

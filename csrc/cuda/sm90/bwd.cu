@@ -4,7 +4,9 @@
 #include "../common/serves.h"
 #include "bwd_exchange.cuh"
 #include "bwd_scratch.cuh"
-#include "kernels.h"  // generated: FLASH_DMATTN_SM90_BWD_KERNELS(X), X(T, head dimension) for what is built
+#include "kernels.h"  // generated: FLASH_DMATTN_SM90_BWD_KERNELS(X), X(T, head dimension) for what is built, .._PAIR_..
+#include "pair.h"
+#include "pair_config.h"
 #include "tensor_map.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -16,19 +18,45 @@ bool can_load(const BwdParams& p) {
            can_map(key_layout(p, p.value)) && (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
 }
 
+// Whether tiles of the gradient of a dense bias are its own: no heads share an entry, and none lies in another sequence.
+bool can_store_whole(const BwdParams& p) {
+    return p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && can_map(dense_layout(p, p.dbias));
+}
+
 // Who writes the gradient of a dense bias; kNone where these kernels cannot: where heads share an entry, a tile that
 // reaches beyond its sequence reaches into another, or ds is not dx.
 DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
-    const bool can_store = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && p.softcap == 0 &&
-                           can_map(dense_layout(p, p.dbias));
+    const bool can_store = can_store_whole(p) && p.softcap == 0;
     if (can_store && p.dbias.batches == p.batch) return DenseDbias::kByEntry;
     if (can_store && can_exchange_among(p.dbias.batch_sharers) && can_exchange_at(head_dim)) return DenseDbias::kExchanged;
     return DenseDbias::kNone;
 }
 
+// Heads share neither keys nor, where a gradient is asked for, biases.
+bool is_pair(const BwdParams& p) {
+    return is_pair_problem(p) && p.seqlen_q <= kPairBwdLongest && p.seqlen_k <= kPairBwdLongest && p.kv_heads == p.heads &&
+           (!p.dbias.present() || can_store_whole(p));
+}
+
+// The kernels for a dense bias that batch elements share have an owner for each gradient, and no sums but the bias's.
+bool plan_pair(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
+#define FLASH_DMATTN_MATCH(T, kHeadDim) \
+    if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
+    FLASH_DMATTN_SM90_PAIR_KERNELS(FLASH_DMATTN_MATCH)
+#undef FLASH_DMATTN_MATCH
+    if (plan.head_dim == 0) return false;
+    plan.pair = true;
+    plan.dbias_tiles = pair_dquery_tiles(p);
+    plan.dbias_splits = pair_splits(plan.dbias_tiles, pair_sharers(p));
+    const int64_t parts = p.dbias.present() ? plan.dbias_splits * plan.dbias_tiles * pair_dquery_key_tiles(p) : 0;
+    plan.dbias_parts = layout.take(parts * kPairDbiasTile * static_cast<int64_t>(sizeof(float)));
+    return true;
+}
+
 }  // namespace
 
 bool bwd_pays(const BwdParams& p) {
+    if (is_pair(p)) return pair_pays(p);
     const bool exchanges = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
     if (exchanges && p.head_dim <= 64) return p.seqlen_k >= 1024;
     return p.head_dim > 32 || p.seqlen_k >= 512;
@@ -36,6 +64,7 @@ bool bwd_pays(const BwdParams& p) {
 
 bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     if (p.lists.present() || p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
+    if (is_pair(p) && plan_pair(p, plan, layout)) return true;
     const bool has_dense_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present();
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
@@ -59,6 +88,10 @@ bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
 }
 
 void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream) {
+#define FLASH_DMATTN_RUN(T, kHeadDim) \
+    if (plan.pair && serves<T, kHeadDim>(args)) return run_pair_bwd<T, kHeadDim>(args, stream);
+    FLASH_DMATTN_SM90_PAIR_KERNELS(FLASH_DMATTN_RUN)
+#undef FLASH_DMATTN_RUN
 #define FLASH_DMATTN_RUN(T, kHeadDim) \
     if (plan.head_dim == kHeadDim && serves<T, kHeadDim>(args)) return run_bwd<T, kHeadDim>(args, stream);
     FLASH_DMATTN_SM90_BWD_KERNELS(FLASH_DMATTN_RUN)

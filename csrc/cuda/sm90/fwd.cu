@@ -5,7 +5,9 @@
 #include <limits>
 
 #include "../common/serves.h"
-#include "kernels.h"  // generated: FLASH_DMATTN_SM90_FWD_KERNELS(X), X(T, head dimension) for what is built
+#include "kernels.h"  // generated: FLASH_DMATTN_SM90_FWD_KERNELS(X), X(T, head dimension) for what is built, .._PAIR_..
+#include "pair.h"
+#include "pair_config.h"
 #include "tensor_map.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -30,10 +32,13 @@ bool can_share_lists(const FwdParams& p) {
     return p.lists.tile_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p));
 }
 
+bool is_pair(const FwdParams& p) { return is_pair_problem(p) && p.seqlen_k <= kPairFwdLongest; }
+
 }  // namespace
 
 bool fwd_pays(const FwdParams& p) {
     if (p.lists.present()) return p.head_dim > 32;
+    if (is_pair(p)) return pair_pays(p);
     const bool has_own_bias = p.bias.present() && p.bias.batches == p.batch;
     if (p.head_dim <= 32) return p.seqlen_k >= (has_own_bias ? 512 : 4096);
     return p.seqlen_k >= (p.head_dim <= 64 ? 512 : 128);
@@ -44,12 +49,20 @@ bool plan_fwd(const FwdParams& p, FwdPlan& plan) {
     if (p.lists.present() && !can_share_lists(p)) return false;
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
+    if (is_pair(p)) {
+        FLASH_DMATTN_SM90_PAIR_KERNELS(FLASH_DMATTN_MATCH)
+        plan.pair = plan.head_dim != 0;
+    }
     FLASH_DMATTN_SM90_FWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     return plan.head_dim != 0;
 }
 
 void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream) {
+#define FLASH_DMATTN_RUN(T, kHeadDim) \
+    if (plan.pair && serves<T, kHeadDim>(args)) return run_pair_fwd<T, kHeadDim>(args, stream);
+    FLASH_DMATTN_SM90_PAIR_KERNELS(FLASH_DMATTN_RUN)
+#undef FLASH_DMATTN_RUN
 #define FLASH_DMATTN_RUN(T, kHeadDim) \
     if (plan.head_dim == kHeadDim && serves<T, kHeadDim>(args)) return run_fwd<T, kHeadDim>(args, stream);
     FLASH_DMATTN_SM90_FWD_KERNELS(FLASH_DMATTN_RUN)

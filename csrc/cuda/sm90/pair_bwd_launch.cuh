@@ -1,0 +1,79 @@
+// Launches the backward with a dense bias that batch elements share, of one dtype: dQ and the bias's gradient, and dK and dV.
+#pragma once
+
+#include "../common/check.h"
+#include "../common/shared_memory.h"
+#include "pair.h"
+#include "pair_dkey_kernel.cuh"
+#include "pair_dquery_kernel.cuh"
+#include "tensor_map.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Tile>
+void launch_pair_dquery(const BwdArgs& p, cudaStream_t stream) {
+    PairSchedule schedule;
+    schedule.tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, kPairRows));
+    schedule.sharers = static_cast<int>(pair_sharers(p));
+    schedule.splits = static_cast<int>(p.dbias_splits);
+    schedule.bias_tiles = Tile::kAllKeyTiles;
+    schedule.scale = static_cast<float>(p.softmax_scale);
+
+    PairBwdMaps maps{};
+    maps.query = make_map(query_layout(p, p.query), {kPairHeadDim, 1, kPairRows, 1});
+    maps.dout = make_map(query_layout(p, p.dout), {kPairHeadDim, 1, kPairRows, 1});
+    maps.key = make_map(key_layout(p, p.key), {kPairHeadDim, 1, 64, 1});
+    maps.value = make_map(key_layout(p, p.value), {kPairHeadDim, 1, 64, 1});
+    maps.bias = make_map(dense_layout(p, p.bias), {kPairBiasCols, kPairRows, 1, 1});
+
+    using Smem = PairDquerySmem<Tile>;
+    const auto kernel = pair_dquery_kernel<Tile>;
+    allow_shared_memory("the backward", p.head_dim, kernel, sizeof(Smem));
+    kernel<<<grid_of(p.dbias_tiles * p.dbias_splits), Tile::kThreads, sizeof(Smem), stream>>>(p, schedule, maps);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+    if (p.dbias_parts == nullptr) return;
+    pair_dbias_kernel<Tile><<<grid_of(p.dbias_tiles * Tile::kAllKeyTiles), 128, 0, stream>>>(p);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename Tile>
+void launch_pair_dkey(const BwdArgs& p, cudaStream_t stream) {
+    PairSchedule schedule;
+    schedule.tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_k, Tile::kKeys));
+    schedule.sharers = static_cast<int>(pair_sharers(p));
+    schedule.splits = static_cast<int>(pair_splits(schedule.tiles * p.heads * p.bias.batches, pair_sharers(p)));
+    schedule.bias_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, kPairRows));
+    schedule.scale = static_cast<float>(p.softmax_scale);
+
+    PairBwdMaps maps{};
+    maps.query = make_map(query_layout(p, p.query), {kPairHeadDim, 1, kPairRows, 1});
+    maps.dout = make_map(query_layout(p, p.dout), {kPairHeadDim, 1, kPairRows, 1});
+    maps.key = make_map(key_layout(p, p.key), {kPairHeadDim, 1, Tile::kKeys, 1});
+    maps.value = make_map(key_layout(p, p.value), {kPairHeadDim, 1, Tile::kKeys, 1});
+    maps.bias = make_map(dense_layout(p, p.bias), {kPairBiasCols, kPairRows, 1, 1});
+
+    using Smem = PairDkeySmem<Tile>;
+    const auto kernel = pair_dkey_kernel<Tile>;
+    allow_shared_memory("the backward", p.head_dim, kernel, Smem::bytes(kPairBwdLongest / kPairRows));
+    const unsigned blocks = grid_of(schedule.tiles * p.heads * p.bias.batches * schedule.splits);
+    kernel<<<blocks, Tile::kThreads, Smem::bytes(schedule.bias_tiles), stream>>>(p, schedule, maps);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T, int kHeadDim>
+void run_pair_bwd(const BwdArgs& p, cudaStream_t stream) {
+    static_assert(kHeadDim == kPairHeadDim);
+    switch (ceil_div<int64_t>(p.seqlen_k, 128)) {
+        case 1: launch_pair_dquery<PairDqueryTile<T, 1>>(p, stream); break;
+        case 2: launch_pair_dquery<PairDqueryTile<T, 2>>(p, stream); break;
+        case 3: launch_pair_dquery<PairDqueryTile<T, 3>>(p, stream); break;
+    }
+    // By the larger tile, unless more than a tenth of its keys would be none.
+    using More = PairDkeyTile<T, 3>;
+    using Fewer = PairDkeyTile<T, 2>;
+    const auto keys_of = [&](int64_t tile) { return ceil_div(p.seqlen_k, tile) * tile; };
+    const bool fewer = keys_of(Fewer::kKeys) * 10 < keys_of(More::kKeys) * 9;
+    fewer ? launch_pair_dkey<Fewer>(p, stream) : launch_pair_dkey<More>(p, stream);
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -58,7 +58,19 @@ from performance import (
     time_calls,
 )
 from problem import DTYPES, Inputs, Problem, make_inputs
-from report import argument_parser, console, describe, environment, parse, positive, progress, sentence, write_json
+from report import (
+    add_common,
+    argument_parser,
+    console,
+    describe,
+    dtype_of,
+    environment,
+    parse,
+    progress,
+    require_workloads,
+    sentence,
+    write_json,
+)
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -393,27 +405,26 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit status: 1 where ours failed, or where --check asks for more."""
     parser = argument_parser(__doc__, backends="the device's kernels, as flash_dmattn_func finds them")
     parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated (default: all)")
-    parser.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16; float32 on the CPU)")
-    parser.add_argument("--workload", default="", metavar="TEXT", help="only the workloads whose name has this in it")
-    parser.add_argument(
-        "--shrink", type=positive, default=1, metavar="N", help="divide lengths and windows, but of small calls"
+    add_common(
+        parser,
+        dtype={},
+        workload={},
+        shrink={"help": "divide lengths and windows, but of small calls"},
+        threads={},
+        samples={},
+        check={"help": "exit status 1 where a call is slower than was asked for"},
     )
-    parser.add_argument("--threads", type=positive, default=2, help="of the CPU (default: %(default)s)")
-    parser.add_argument("--samples", type=positive, default=3, help="taken on the CPU (default: %(default)s)")
-    parser.add_argument("--check", action="store_true", help="exit status 1 where a call is slower than was asked for")
     options = parse(parser, arguments)
     if len(options.backend or ()) > 1:
         parser.error("--backend: one at a time")
     if options.check and (options.device == "cpu" or options.shrink > 1):
         parser.error("--check asks for what was measured on CUDA, without --shrink")
     work = chosen(options)
-    if not work:
-        parser.error(f"--workload: no workload has {options.workload!r} in its name")
+    require_workloads(parser, options, work)
     torch.set_num_threads(options.threads)
 
     attention = flash_dmattn_func_auto(options.backend[0]) if options.backend else flash_dmattn_func
-    dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
-    setting = Setting(options.device, dtype, attention, options.samples, options.seed)
+    setting = Setting(options.device, dtype_of(options), attention, options.samples, options.seed)
     on, where = console(), environment(options.device)
     on.print(describe(where), highlight=False)
     if DECODE in work and not takes_lengths(attention):

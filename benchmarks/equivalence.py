@@ -32,9 +32,11 @@ from problem import (
 )
 from report import (
     REFUSALS,
+    add_common,
     argument_parser,
     console,
     describe,
+    dtype_of,
     environment,
     parse,
     positive,
@@ -285,7 +287,7 @@ def default_backends(device: str) -> list[str]:
 def main(outputs_of: OutputsOf, description: str, arguments: list[str] | None = None) -> int:
     """The exit status: 1 where something missed, or where nothing was compared."""
     parser = argument_parser(description, backends="every available one that runs on the device")
-    parser.add_argument("--dtype", choices=DTYPES, help="(default: float32 on the CPU, bfloat16 on CUDA)")
+    add_common(parser, dtype={})
     parser.add_argument("--size", choices=["small", "full"], help="of the inputs (default: small on the CPU)")
     parser.add_argument(
         "--config", default="", metavar="TEXT", help="only the configurations whose name has this in it"
@@ -300,7 +302,7 @@ def main(outputs_of: OutputsOf, description: str, arguments: list[str] | None = 
     parser.add_argument("--outputs", action="store_true", help="show every output, not only the worst")
     options = parse(parser, arguments)
     on_cpu = options.device == "cpu"
-    dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
+    dtype = dtype_of(options)
     size = options.size or ("small" if on_cpu else "full")
     names = options.backend or default_backends(options.device)
     problems = [problem for problem in configurations(size) if options.config in problem.name]

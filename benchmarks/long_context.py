@@ -12,8 +12,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 
-from problem import DTYPES
-from report import argument_parser, console, describe, environment, parse, positive, write_json
+from report import add_common, argument_parser, console, describe, environment, parse, positive, write_json
 from sparse import add_sparse_argument, measure, ours, show, top_w
 
 
@@ -26,8 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=positive, default=8, help="of the query (default: %(default)s)")
     parser.add_argument("--kv-heads", type=positive, default=2, help="of key and value (default: %(default)s)")
     parser.add_argument("--head-dim", type=positive, default=64, help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: %(default)s)")
-    parser.add_argument("--samples", type=positive, default=3, help="taken on the CPU (default: %(default)s)")
+    add_common(parser, dtype={"default": "bfloat16", "help": "(default: %(default)s)"}, samples={})
     add_sparse_argument(parser)
     options = parse(parser, arguments)
     if options.heads % options.kv_heads:

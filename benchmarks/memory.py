@@ -21,9 +21,11 @@ import torch
 from problem import DTYPES, Inputs, Problem, make_inputs
 from report import (
     REFUSALS,
+    add_common,
     argument_parser,
     console,
     describe,
+    dtype_of,
     environment,
     parse,
     positive,
@@ -124,11 +126,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seqlen", type=positive, default=16384, help="rows and keys (default: %(default)s)")
     parser.add_argument("--heads", type=positive, default=4, help="(default: %(default)s)")
     parser.add_argument("--head-dim", type=positive, default=64, help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, help="(default: float32 on the CPU, bfloat16 on CUDA)")
+    add_common(parser, dtype={}, check={"help": f"exit status 1 above {LIMIT_MIB} MiB"})
     parser.add_argument("--mask", action="store_true", help="measure with a bool mask of every pair, too")
-    parser.add_argument("--check", action="store_true", help=f"exit status 1 above {LIMIT_MIB} MiB")
     options = parse(parser, arguments)
-    dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    dtype = dtype_of(options)
     problems = workloads(options.seqlen, options.heads, options.head_dim, options.mask)
 
     on, where = console(), environment(options.device)

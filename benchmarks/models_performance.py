@@ -28,7 +28,19 @@ from functools import partial
 import torch
 from einops import rearrange
 from problem import DTYPES
-from report import argument_parser, console, describe, environment, parse, positive, progress, sentence, write_json
+from report import (
+    add_common,
+    argument_parser,
+    console,
+    describe,
+    dtype_of,
+    environment,
+    parse,
+    progress,
+    require_workloads,
+    sentence,
+    write_json,
+)
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
@@ -406,12 +418,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--implementation", action="append", choices=IMPLEMENTATIONS, help="may be repeated (default: all)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16; float32 on the CPU)")
-    parser.add_argument("--workload", default="", metavar="TEXT", help="only the workloads whose name has this in it")
-    parser.add_argument("--shrink", type=positive, default=1, metavar="N", help="divide lengths and widths")
-    parser.add_argument("--threads", type=positive, default=2, help="of the CPU (default: %(default)s)")
-    parser.add_argument("--samples", type=positive, default=10, help="(default: %(default)s)")
-    parser.add_argument("--check", action="store_true", help="exit status 1 where a model is slower than was asked for")
+    add_common(
+        parser,
+        dtype={},
+        workload={},
+        shrink={"help": "divide lengths and widths"},
+        threads={},
+        samples={"default": 10, "help": "(default: %(default)s)"},
+        check={"help": "exit status 1 where a model is slower than was asked for"},
+    )
     options = parse(parser, arguments)
     if options.check and (options.device == "cpu" or options.shrink > 1):
         parser.error("--check asks for what is measured on CUDA, without --shrink")
@@ -419,12 +434,11 @@ def main(arguments: list[str] | None = None) -> int:
         part: [shrunk(workload, options.shrink) for workload in WORKLOADS[part] if options.workload in workload.name]
         for part in options.part or PARTS
     }
-    if not any(work.values()):
-        parser.error(f"--workload: no workload has {options.workload!r} in its name")
+    require_workloads(parser, options, [workload for workloads in work.values() for workload in workloads])
     torch.set_num_threads(options.threads)
     register()
 
-    dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    dtype = dtype_of(options)
     setting = Setting(options.device, DTYPES[dtype], options.samples, options.seed)
     on, where = console(), environment(options.device)
     on.print(f"{describe(where)}, transformers {where['transformers']}, {dtype}", highlight=False)

@@ -10,7 +10,6 @@ ours, by gathering all keys and values first ("all-gather"), and, where it can d
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import statistics
@@ -23,7 +22,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from problem import DTYPES
-from report import REFUSALS, console, describe, environment, file_to_write, positive, sentence, write_json
+from report import (
+    REFUSALS,
+    add_common,
+    argument_parser,
+    console,
+    describe,
+    dtype_of,
+    environment,
+    parse,
+    require_workloads,
+    sentence,
+    write_json,
+)
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
@@ -361,27 +372,17 @@ def join() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 1 where ours refused, or where --check asks for more."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=here, help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16; float32 on the CPU)")
-    parser.add_argument("--workload", default="", metavar="TEXT", help="only the workloads whose name has this in it")
+    parser = argument_parser(__doc__, backends=None)
     parser.add_argument("--method", action="append", choices=METHODS, help="may be repeated (default: by workload)")
-    parser.add_argument("--shrink", type=positive, default=1, metavar="N", help="divide lengths and windows")
-    parser.add_argument("--samples", type=positive, default=5, help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: %(default)s)")
-    parser.add_argument("--check", action="store_true", help="exit status 1 where ours is slower than was asked for")
-    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write everything there")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: this PyTorch finds no CUDA device")
+    samples = {"default": 5, "help": "(default: %(default)s)"}
+    add_common(parser, dtype={}, workload={}, shrink={}, samples=samples, check={})
+    options = parse(parser, arguments)
     works = [work for work in WORKLOADS[options.device] if options.workload in work.name]
-    if not works:
-        parser.error(f"--workload: no workload has {options.workload!r} in its name")
+    require_workloads(parser, options, works)
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     join()
-    dtype = DTYPES[options.dtype or ("float32" if options.device == "cpu" else "bfloat16")]
+    dtype = DTYPES[dtype_of(options)]
 
     results = []
     for work in works:

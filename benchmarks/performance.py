@@ -20,14 +20,15 @@ from matplotlib.figure import Figure
 from problem import DTYPES, Inputs, Problem, causal_pairs, make_inputs
 from report import (
     REFUSALS,
+    add_common,
     argument_parser,
     console,
     describe,
     environment,
     file_to_write,
     parse,
-    positive,
     progress,
+    require_workloads,
     sentence,
     write_json,
 )
@@ -116,10 +117,10 @@ def float_mask(inputs: Inputs) -> Tensor:
     problem, query = inputs.problem, inputs.query
     visible = causal_pairs(problem, query.device) if problem.is_causal else query.new_ones(1, 1, 1, 1, dtype=torch.bool)
     if inputs.mask is not None:
-        visible = visible & reference.expand_heads(inputs.bool_mask(), problem.heads)
+        visible = visible & reference.expand_shared(inputs.bool_mask(), problem.batch, problem.heads)
     bias = query.new_zeros(1, 1, 1, problem.seqlen_k)
     if inputs.bias is not None:
-        bias = reference.expand_heads(inputs.bias, problem.heads).to(query.dtype)
+        bias = reference.expand_shared(inputs.bias, problem.batch, problem.heads).to(query.dtype)
     return torch.where(visible, bias, -torch.inf)
 
 
@@ -352,7 +353,8 @@ def table(timings: list[Timing], names: list[str], peers: list[str]) -> Table:
 
 
 def in_short(refusal: str) -> str:
-    return "" if not refusal else "no memory" if "out of memory" in refusal else "refused"
+    short = {"out of memory": "no memory", "left out": "left out"}
+    return next((short[text] for text in short if text in refusal), "refused" if refusal else "")
 
 
 def shown(number: float | None, form: str, scale: float = 1.0) -> str:
@@ -394,19 +396,16 @@ def main(quantities: list[str], description: str, arguments: list[str] | None = 
     """The exit status: 1 where ours gave no time, or was slower than --check allows."""
     parser = argument_parser(description, backends="the device's kernels")
     parser.add_argument("--peer", action="append", choices=PEERS, help="may be repeated (default: sdpa; on CUDA all)")
-    parser.add_argument(
-        "--dtype", action="append", choices=DTYPES, help="may be repeated (default: bfloat16; float32 on the CPU)"
+    add_common(
+        parser,
+        dtype={"action": "append", "help": "may be repeated (default: bfloat16; float32 on the CPU)"},
+        workload={},
+        shrink={"help": "divide lengths and windows, for a quick look"},
+        threads={},
+        samples={"default": 7},
+        check={"help": f"exit status 1 where ours is too slow for '{CHECKED}' on the CPU"},
     )
-    parser.add_argument("--workload", default="", metavar="TEXT", help="only the workloads whose name has this in it")
-    parser.add_argument(
-        "--shrink", type=positive, default=1, metavar="N", help="divide lengths and windows, for a quick look"
-    )
-    parser.add_argument("--threads", type=positive, default=2, help="of the CPU (default: %(default)s)")
-    parser.add_argument("--samples", type=positive, default=7, help="taken on the CPU (default: %(default)s)")
     parser.add_argument("--plot", type=file_to_write, metavar="FILE", help="draw the times there, as PNG")
-    parser.add_argument(
-        "--check", action="store_true", help=f"exit status 1 where ours is too slow for '{CHECKED}' on the CPU"
-    )
     options = parse(parser, arguments)
     on_cpu = options.device == "cpu"
     names = options.backend or [options.device]
@@ -420,8 +419,7 @@ def main(quantities: list[str], description: str, arguments: list[str] | None = 
         # A step of decoding is never differentiated.
         if options.workload in problem.name and (quantities == [FORWARD] or problem.seqlen_q > 1)
     ]
-    if not problems:
-        parser.error(f"--workload: no workload has {options.workload!r} in its name")
+    require_workloads(parser, options, problems)
     torch.set_num_threads(options.threads)
 
     on, where = console(), environment(options.device)

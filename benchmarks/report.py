@@ -9,10 +9,12 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from problem import DTYPES
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -35,6 +37,21 @@ def argument_parser(description: str, backends: str | None) -> argparse.Argument
     return parser
 
 
+def add_common(parser: argparse.ArgumentParser, **options: dict[str, object]) -> None:
+    """Options that several scripts have, by their names; of each what this script says otherwise than COMMON."""
+    for name, differing in options.items():
+        parser.add_argument(f"--{name}", **COMMON[name] | differing)
+
+
+def dtype_of(options: argparse.Namespace) -> str:
+    return options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+
+
+def require_workloads(parser: argparse.ArgumentParser, options: argparse.Namespace, found: Collection) -> None:
+    if not found:
+        parser.error(f"--workload: no workload has {options.workload!r} in its name")
+
+
 def file_to_write(path: str) -> Path:
     """An argument that names a file: found out to be impossible before the work, not after it."""
     if not Path(path).absolute().parent.is_dir():
@@ -46,6 +63,16 @@ def positive(number: str) -> int:
     if int(number) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return int(number)
+
+
+COMMON = {
+    "dtype": {"choices": DTYPES, "help": "(default: bfloat16; float32 on the CPU)"},
+    "workload": {"default": "", "metavar": "TEXT", "help": "only the workloads whose name has this in it"},
+    "shrink": {"type": positive, "default": 1, "metavar": "N", "help": "divide lengths and windows"},
+    "threads": {"type": positive, "default": 2, "help": "of the CPU (default: %(default)s)"},
+    "samples": {"type": positive, "default": 3, "help": "taken on the CPU (default: %(default)s)"},
+    "check": {"action": "store_true", "help": "exit status 1 where ours is slower than was asked for"},
+}
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:

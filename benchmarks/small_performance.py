@@ -19,7 +19,17 @@ import torch
 from calls import sdpa, whole_call
 from performance import BOTH, FORWARD, call_for, square
 from problem import DTYPES, Problem, make_inputs
-from report import argument_parser, console, describe, environment, parse, positive, progress, write_json
+from report import (
+    add_common,
+    argument_parser,
+    console,
+    describe,
+    environment,
+    parse,
+    progress,
+    require_workloads,
+    write_json,
+)
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
@@ -109,19 +119,21 @@ def table(found: list[Comparison]) -> Table:
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 1 where --check asks for more."""
     parser = argument_parser(__doc__, backends="the CPU kernels, as flash_dmattn_func finds them")
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated (default: float32, bfloat16)")
-    parser.add_argument("--workload", default="", metavar="TEXT", help="only the workloads whose name has this in it")
-    parser.add_argument("--threads", type=positive, action="append", help="may be repeated (default: 2 and 1)")
-    parser.add_argument("--samples", type=positive, default=25, help="batches of each (default: %(default)s)")
-    parser.add_argument("--check", action="store_true", help="exit status 1 where ours is slower than was asked for")
+    add_common(
+        parser,
+        dtype={"action": "append", "help": "may be repeated (default: float32, bfloat16)"},
+        workload={},
+        threads={"action": "append", "default": None, "help": "may be repeated (default: 2 and 1)"},
+        samples={"default": 25, "help": "batches of each (default: %(default)s)"},
+        check={},
+    )
     options = parse(parser, arguments)
     if options.device == "cuda":
         parser.error("--device cuda: small calls there are a part of call_performance.py")
     if len(options.backend or ()) > 1:
         parser.error("--backend: one at a time")
     work = [small for small in WORKLOADS if options.workload in small.problem.name]
-    if not work:
-        parser.error(f"--workload: no workload has {options.workload!r} in its name")
+    require_workloads(parser, options, work)
     attention = flash_dmattn_func_auto(options.backend[0]) if options.backend else flash_dmattn_func
     all_threads = options.threads or [2, 1]
     cases = [

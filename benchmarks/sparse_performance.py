@@ -25,8 +25,19 @@ from functools import partial
 
 import torch
 from performance import BACKWARD, FORWARD, Timing, Work, grouped, ratio, shrunk
-from problem import DTYPES, Inputs, Problem
-from report import argument_parser, console, describe, environment, parse, positive, progress, write_json
+from problem import Inputs, Problem
+from report import (
+    add_common,
+    argument_parser,
+    console,
+    describe,
+    dtype_of,
+    environment,
+    parse,
+    progress,
+    require_workloads,
+    write_json,
+)
 from rich.markup import escape
 from sparse import (
     LISTS,
@@ -152,21 +163,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--peer", action="append", choices=PEERS, help="may be repeated (default: flex and cudnn; tiles on the CPU)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16; float32 on the CPU)")
-    parser.add_argument("--workload", default="", metavar="TEXT", help="only the workloads whose name has this in it")
-    parser.add_argument("--shrink", type=positive, default=1, metavar="N", help="divide lengths and windows")
-    parser.add_argument("--threads", type=positive, default=2, help="of the CPU (default: %(default)s)")
-    parser.add_argument("--samples", type=positive, default=3, help="taken on the CPU (default: %(default)s)")
-    parser.add_argument("--check", action="store_true", help="exit status 1 where ours is slower than was asked for")
+    add_common(parser, dtype={}, workload={}, shrink={}, threads={}, samples={}, check={})
     add_sparse_argument(parser)
     options = parse(parser, arguments)
     names = options.backend or [options.device]
     peers = options.peer or (["tiles"] if options.device == "cpu" else ["flex", "cudnn"])
-    dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    dtype = dtype_of(options)
     chosen = [problem for problem in WORKLOADS[options.device] if options.workload in problem.name]
     problems = [shrunk(problem, options.shrink) for problem in chosen]
-    if not problems:
-        parser.error(f"--workload: no workload has {options.workload!r} in its name")
+    require_workloads(parser, options, problems)
     torch.set_num_threads(options.threads)
 
     on, where = console(), environment(options.device)

@@ -27,18 +27,22 @@ struct RowStatView {
 
 // One number a (query row, key) pair: mask, bias and the gradient of the bias.
 struct PairView {
-    void* data = nullptr;  // [{B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}]; of variable length [total_k, heads] or [total_q, heads, Sk]
+    // [{B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}]; of variable length [total_k, heads] or [total_q, heads, Sk]
+    void* data = nullptr;
     int64_t batch_stride = 0;
     int64_t head_stride = 0;
     int64_t row_stride = 0;
     int64_t col_stride = 0;
-    int64_t batches = 1;  // size of the batch dimension: B or 1
-    int64_t heads = 1;    // size of the head dimension: H, Hkv or 1
+    int64_t batches = 1;        // size of the batch dimension: B, B/n or 1
+    int64_t batch_sharers = 1;  // n: so many batch elements, one after the other, share one; of variable length 1
+    int64_t heads = 1;          // size of the head dimension: H, Hkv or 1
     bool per_key = false;  // one number a key; of variable length the first dimension then counts keys, not rows
 
     bool present() const { return data != nullptr; }
     // The query heads [h * H / heads, (h + 1) * H / heads) share head h of this view.
     int64_t head_of(int64_t query_head, int64_t query_heads) const { return query_head / (query_heads / heads); }
+    // The batch elements [b * n, (b + 1) * n) share batch b of this view.
+    int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_sharers : 0; }
 };
 
 enum class BiasKind : int32_t {
@@ -84,7 +88,8 @@ struct KeyListsView {
     const int64_t* ends = nullptr;    // [lists], the same
     const uint32_t* rows = nullptr;   // [capacity, kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
     int64_t capacity = 0;
-    int64_t batches = 1;    // B, or 1 where batch elements share lists
+    int64_t batches = 1;    // B, or B/n or 1 where batch elements share lists
+    int64_t batch_sharers = 1;  // as in PairView
     int64_t heads = 1;      // H, Hkv or 1
     int64_t tile_rows = kRows;  // or kRows / 2
     int64_t row_tiles = 1;  // ceil(Sq / tile_rows), or 1 where every row of a head shares one list (a key mask)
@@ -92,6 +97,7 @@ struct KeyListsView {
     bool rows_alike = false;  // one list serves every row
 
     bool present() const { return begins != nullptr; }  // the keys may be none
+    int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_sharers : 0; }
 };
 
 // What a mask says of a tile.
@@ -104,13 +110,13 @@ enum class TileKind : uint8_t { kEmpty, kMixed, kFull };
 struct PackedMask {
     static constexpr int64_t kTile = 64;
 
-    // [{B|1}, heads, {Sq|1}, words]; of variable length [B, heads, 1, words] where rows are alike, else [total_q, heads,
+    // [{B|B/n|1}, heads, {Sq|1}, words]; of variable length [B, heads, 1, words] where rows are alike, else [total_q, heads,
     // words]. Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4, and bits beyond the keys
     // are 0.
     uint32_t* bits = nullptr;
-    // [{B|1}, heads, row_tiles, key_tiles]: bit j is 1 where a row of the tile sees key j of it.
+    // [{B|B/n|1}, heads, row_tiles, key_tiles]: bit j is 1 where a row of the tile sees key j of it.
     uint64_t* columns = nullptr;
-    TileKind* kinds = nullptr;  // [{B|1}, heads, row_tiles, key_tiles]
+    TileKind* kinds = nullptr;  // [{B|B/n|1}, heads, row_tiles, key_tiles]
     int64_t bits_batch_stride = 0;  // counted in words
     int64_t bits_head_stride = 0;
     int64_t bits_row_stride = 0;    // 0 where every row is alike
@@ -118,6 +124,7 @@ struct PackedMask {
     int64_t tiles_head_stride = 0;
     int64_t tiles_row_stride = 0;   // 0 where every row is alike, else key_tiles
     int64_t batches = 1;
+    int64_t batch_sharers = 1;  // as in PairView
     int64_t heads = 1;
     int64_t row_tiles = 1;
     int64_t key_tiles = 0;

@@ -4,6 +4,8 @@
     python examples/doge.py --device cuda --seq-len 4096 --window 512 --hidden 512 --plot doge.png
     python examples/doge.py --only flash_dmattn --steps 300               # without the comparison
 
+The extra [bench] brings what it needs: pip install --no-build-isolation '.[bench]'.
+
 `use_flash_dmattn(model)` is the one line that switches it. Doge's rows attend to the `window` keys of largest bias,
 which its eager attention says by a mask of seq_len x seq_len; the picture has the loss of both, and the memory that a
 step of training takes at its peak, by the length of the sequences.
@@ -24,15 +26,23 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
 from torch import Tensor, nn
-from train_lm import PROMPT, VOCABULARY, argument_parser, learning_rate_factor, load_text, option, random_batch
+from train_lm import (
+    CONTINUATION,
+    VOCABULARY,
+    argument_parser,
+    check_sizes,
+    learning_rate_factor,
+    load_text,
+    option,
+    print_samples,
+    random_batch,
+)
 from transformers import DogeConfig, DogeForCausalLM
 
 from flash_dmattn.integrations.transformers import use_flash_dmattn
 
 OURS, EAGER = IMPLEMENTATIONS = ("flash_dmattn", "eager")
-CONTINUATION = 160  # bytes sampled after a prompt
 MIB = 2**20
 
 
@@ -57,19 +67,7 @@ class Config:
     samples: int = option(2, "texts to generate at the end")
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "seq_len", "window", "hidden", "layers", "heads", "kv_heads", "lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.samples < 0:
-            raise ValueError(f"samples must not be negative, got {self.samples}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if self.hidden % (2 * self.heads):
-            raise ValueError(f"hidden ({self.hidden}) must be a multiple of 2 * heads ({2 * self.heads}): rotary pairs")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device cuda: this PyTorch finds no CUDA device")
-        if self.plot and not Path(self.plot).absolute().parent.is_dir():
-            raise ValueError(f"plot: there is no folder {Path(self.plot).parent}")
+        check_sizes(self, width="hidden")
 
     @property
     def implementations(self) -> tuple[str, ...]:
@@ -196,16 +194,6 @@ def peaks(config: Config) -> dict[str, list[float]]:
 # What it shows
 
 
-def print_samples(model: DogeForCausalLM, config: Config, validation: Tensor, console: Console) -> None:
-    prompt = min(PROMPT, config.seq_len)
-    starts = torch.randint(len(validation) - prompt, (config.samples, 1))
-    prompts = validation[starts + torch.arange(prompt)]
-    for tokens in generate(model, config, prompts).tolist():
-        given, continued = (bytes(part).decode(errors="replace") for part in (tokens[:prompt], tokens[prompt:]))
-        console.rule("sample", style="dim")
-        console.print(Text(given, style="dim") + Text(continued))
-
-
 def plot(losses: dict[str, list[float]], mib: dict[str, list[float]], config: Config, path: str) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss_axes, memory_axes = figure.subplots(1, 2)
@@ -245,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
         console.print(f"{implementation}: loss {step.loss:.3f}, {step.tokens_per_second:,.0f} tokens/s")
 
     if config.samples:
-        print_samples(model, config, validation, console)
+        print_samples(partial(generate, model, config), config, validation, console)
         console.rule(style="dim")
     if config.plot:
         with console.status("memory"):

@@ -4,6 +4,8 @@
     python examples/train_lm.py --device cuda --seq-len 1024 --window 256 --text shakespeare.txt
     torchrun --nproc-per-node 4 examples/train_lm.py --context-parallel 2    # two ranks to a sequence, two to the batch
 
+The extra [bench] brings what it needs: pip install --no-build-isolation '.[bench]'.
+
 It is a decoder-only transformer (RMSNorm, rotary positions, SwiGLU, tied head). Its attention learns which keys are
 worth keeping: every token gets one number per key/value head, its bias. Each query attends to the `window` keys of
 largest bias among those that are not in its future, and the same bias is added to their scores, so it is trained
@@ -49,6 +51,23 @@ def option(default, help: str, **argparse_options):
     return field(default=default, metadata={"help": help, "type": kind, **argparse_options})
 
 
+def check_sizes(config, width: str) -> None:
+    """What the examples ask of a Config, whose width is the field named so: ValueError where it is otherwise."""
+    for name in ("steps", "batch_size", "seq_len", "window", width, "layers", "heads", "kv_heads", "lr"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+    if config.samples < 0:
+        raise ValueError(f"samples must not be negative, got {config.samples}")
+    if config.heads % config.kv_heads:
+        raise ValueError(f"heads ({config.heads}) must be a multiple of kv_heads ({config.kv_heads})")
+    if (size := getattr(config, width)) % (2 * config.heads):
+        raise ValueError(f"{width} ({size}) must be a multiple of 2 * heads ({2 * config.heads}): rotary pairs")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: this PyTorch finds no CUDA device")
+    if config.plot and not Path(config.plot).absolute().parent.is_dir():
+        raise ValueError(f"plot: there is no folder {Path(config.plot).parent}")
+
+
 @dataclass(frozen=True)
 class Config:
     """Every field is also a command line argument."""
@@ -73,30 +92,19 @@ class Config:
     deterministic: bool = option(False, "make the same seed give bitwise the same losses", action="store_true")
 
     def __post_init__(self):
-        sizes = ("batch_size", "seq_len", "window", "dim", "layers", "heads", "kv_heads", "context_parallel")
-        for name in ("steps", *sizes, "lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.samples < 0:
-            raise ValueError(f"samples must not be negative, got {self.samples}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if self.dim % (2 * self.heads):
-            raise ValueError(f"dim ({self.dim}) must be a multiple of 2 * heads ({2 * self.heads}): rotary pairs")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device cuda: this PyTorch finds no CUDA device")
+        check_sizes(self, width="dim")
         if self.backend in ("cpu", "cuda") and self.backend != self.device:
             raise ValueError(f"backend {self.backend} does not run on device {self.device}")
         if self.backend == "flex" and self.device == "cpu":
             raise ValueError("backend flex needs device cuda: PyTorch's FlexAttention has no backward on the CPU")
         if self.device == "cuda" and self.dtype == "float32" and self.backend in (None, "cuda"):
             raise ValueError("the CUDA kernels take no float32: choose dtype bfloat16, or another backend")
+        if self.context_parallel < 1:
+            raise ValueError(f"context_parallel must be positive, got {self.context_parallel}")
         if self.seq_len % self.context_parallel:
             raise ValueError(f"context_parallel ({self.context_parallel}) must divide seq_len ({self.seq_len})")
         if self.context_parallel > 1 and self.backend not in (None, self.device):
             raise ValueError(f"context_parallel is for the backend {self.device}, got {self.backend}")
-        if self.plot and not Path(self.plot).absolute().parent.is_dir():
-            raise ValueError(f"plot: there is no folder {Path(self.plot).parent}")
 
     def autocast(self) -> torch.autocast:
         dtype = getattr(torch, self.dtype or {"cpu": "float32", "cuda": "bfloat16"}[self.device])
@@ -352,15 +360,15 @@ def sample(model: LanguageModel, config: Config, prompts: Tensor, temperature: f
     return tokens
 
 
-def print_samples(model: LanguageModel, config: Config, validation: Tensor, console: Console) -> None:
-    model.share_sequences(None)  # they grow, from lengths that no number of ranks need divide
+def print_samples(continued: Callable[[Tensor], Tensor], config, validation: Tensor, console: Console) -> None:
+    """`config.samples` pieces of held-out text, and what a model makes of them: `continued` of prompts (B, S)."""
     prompt = min(PROMPT, config.seq_len)
     starts = torch.randint(len(validation) - prompt, (config.samples, 1))
     prompts = validation[starts + torch.arange(prompt)]
-    for tokens in sample(model, config, prompts).tolist():
-        given, continued = (bytes(part).decode(errors="replace") for part in (tokens[:prompt], tokens[prompt:]))
+    for tokens in continued(prompts).tolist():
+        given, following = (bytes(part).decode(errors="replace") for part in (tokens[:prompt], tokens[prompt:]))
         console.rule("sample", style="dim")
-        console.print(Text(given, style="dim") + Text(continued))
+        console.print(Text(given, style="dim") + Text(following))
 
 
 def plot_losses(steps: list[Step], path: str) -> None:
@@ -375,7 +383,7 @@ def plot_losses(steps: list[Step], path: str) -> None:
 
 
 def argument_parser(config: type = Config, about: str = __doc__) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for argument in fields(config):
         options = {"default": argument.default, **argument.metadata}
         if argument.type is bool:
@@ -413,7 +421,8 @@ def main(arguments: list[str] | None = None) -> None:
                 console.print(f"step {len(steps):5}  loss {step.loss:.3f}  validation {step.validation_loss:.3f}")
 
     if config.samples:
-        print_samples(model, config, validation, console)
+        model.share_sequences(None)  # they grow, from lengths that no number of ranks need divide
+        print_samples(partial(sample, model, config), config, validation, console)
     console.rule(style="dim")
     console.print(f"{steps[-1].tokens_per_second:,.0f} tokens/s")
     if config.plot and is_first:

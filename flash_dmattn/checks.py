@@ -61,12 +61,11 @@ def check_lists(lists: KeyLists, query: Tensor, key: Tensor, seqlen_q: int, seql
     """What lists were built for; the mask that they were made from is checked as such."""
     heads, kv_heads = query.shape[-2], key.shape[-2]
     batches = query.shape[0] if lists.cu_seqlens_q is None else lists.batches
-    if isinstance(lists.mask, KeyIndices) and (
-        lists.batches not in (batches, 1) or lists.heads not in (heads, kv_heads, 1)
-    ):
+    shares = lists.batches == batches or (lists.batches > 0 and batches % lists.batches == 0)
+    if isinstance(lists.mask, KeyIndices) and not (shares and lists.heads in (heads, kv_heads, 1)):
         raise ValueError(
-            f"attn_mask must hold lists of {batches} or 1 batch elements and {heads}, {kv_heads} or 1 heads, "
-            f"got {lists.batches} and {lists.heads}"
+            f"attn_mask must hold lists of {batches} batch elements, or a number that divides them, and of {heads}, "
+            f"{kv_heads} or 1 heads, got {lists.batches} and {lists.heads}"
         )
     if lists.seqlen_k != seqlen_k or (lists.seqlen_q != seqlen_q and not lists.rows_alike):
         raise ValueError(
@@ -79,13 +78,18 @@ def check_lists(lists: KeyLists, query: Tensor, key: Tensor, seqlen_q: int, seql
         raise RuntimeError(f"attn_mask must be on query's device {query.device}, got {lists.device}")
 
 
-def check_window(mask: AnyMask, bias: Tensor | None, keys: int, is_causal: bool) -> None:
-    """What the causal dynamic mask is made from in the call; KeyIntervalMask.topk checks window_size itself."""
+def check_window(mask: AnyMask, bias: Tensor | None, batch: int | None, keys: int, is_causal: bool) -> None:
+    """What the causal dynamic mask is made from in the call; KeyIntervalMask.topk checks window_size itself.
+
+    batch: the batch size of fixed length.
+    """
     if mask is not None:
         raise ValueError("window_size makes a mask of its own, got attn_mask too; combine KeyIntervalMasks with &")
     if not is_causal:
         raise ValueError("window_size needs is_causal=True: each row chooses among the keys up to its own")
-    one_a_key = bias is not None and ops.is_per_key(bias.shape) and (bias.ndim == 2 or bias.shape[3] == keys)
+    one_a_key = bias is not None and ops.is_per_key(bias.shape)
+    if one_a_key and bias.ndim == 4:
+        one_a_key = bias.shape[3] == keys and bias.shape[0] in (batch, 1)
     if not one_a_key:
         got = "none" if bias is None else f"shape {shape_of(bias)}"
         layouts = "({B|1}, {H|Hkv|1}, 1, Sk) or (total_k, {H|Hkv|1})"

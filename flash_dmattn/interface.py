@@ -60,11 +60,12 @@ def flash_dmattn_func(
         query: (B, Sq, H, D), float16 or bfloat16; on the CPU float32 and float64 too. D from 1 to 256.
         key: (B, Sk, Hkv, D) in query's dtype. H is a multiple of Hkv; query head h uses key/value head h // (H / Hkv).
         value: (B, Sk, Hkv, D) in query's dtype.
-        attn_mask: bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible, never copied; or a KeyIntervalMask, which
-            costs O(Sk) memory; or KeyLists, made once of either, or of the keys that an indexer chose, and used often.
-        attn_bias: ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype, added to the scores; where it is the same for
-            every row, [.., 1, Sk], float32 is accepted too. Its gradient comes in its own shape and dtype, summed in
-            float32 over what was broadcast.
+        attn_mask: bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible, never copied; or a KeyIntervalMask,
+            which costs O(Sk) memory; or KeyLists, made once of either, or of the keys that an indexer chose, and used
+            often. Of a batch dimension of B/n each entry serves n batch elements that follow each other.
+        attn_bias: ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype, added to the scores; where it is the same
+            for every row, [.., 1, Sk], float32 is accepted too. Its gradient comes in its own shape and dtype, summed
+            in float32 over what was broadcast or shared.
         softmax_scale: 1 / sqrt(D) by default.
         is_causal: key j is visible to row i only where j <= i + (Sk - Sq): aligned to the bottom right corner.
         softcap: 0 for none, else the bound of the capped scores.
@@ -73,7 +74,7 @@ def flash_dmattn_func(
         return_lse: also return lse. It is differentiable: two calls over disjoint keys merge exactly.
         window_size: the causal dynamic mask, made in the call (KeyIntervalMask.topk): row i sees the `window_size` keys
             of largest bias among those that causality allows, ties to the later key. Needs is_causal, a bias of one
-            number a key, and no attn_mask.
+            number a key ({B|1}, {H|Hkv|1}, 1, Sk), and no attn_mask.
         sparse: "tiles" walks over all keys in tiles and skips what no row sees; "lists" gathers the keys that a tile of
             rows sees, at the cost of these alone, and needs a mask or window_size; "auto" takes the faster where that
             is known without waiting.
@@ -111,7 +112,8 @@ def flash_dmattn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Tensor | tuple[
     """`flash_dmattn_func` of qkv (B, S, 3, H, D): query, key and value along the third dimension.
 
     The other arguments and errors are those of `flash_dmattn_func` from attn_mask on, with Sq = Sk = S and Hkv = H:
-    attn_mask and attn_bias ({B|1}, {H|1}, {S|1}, {S|1}). Returns out (B, S, H, D), lse (B, H, S), probs (B, H, S, S).
+    attn_mask and attn_bias ({B|B/n|1}, {H|1}, {S|1}, {S|1}). Returns out (B, S, H, D), lse (B, H, S), probs
+    (B, H, S, S).
     """
     checks.check_packed("qkv", qkv, "(B, S, 3, H, D)", 3)
     require_kernels("qkv", qkv)
@@ -122,7 +124,7 @@ def flash_dmattn_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Te
     """`flash_dmattn_func` of query (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D): key and value along the third dimension.
 
     The other arguments and errors are those of `flash_dmattn_func` from attn_mask on: attn_mask and attn_bias
-    ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}). Returns out (B, Sq, H, D), lse (B, H, Sq), probs (B, H, Sq, Sk).
+    ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}). Returns out (B, Sq, H, D), lse (B, H, Sq), probs (B, H, Sq, Sk).
     """
     checks.check_packed("kv", kv, "(B, Sk, 2, Hkv, D)", 2)
     checks.check_kv(query, kv, "(B, Sq, H, D)", not autocast_is_on(kv.device))
@@ -308,14 +310,14 @@ def attend(
         checks.check_cache(backend, return_attn_probs)
     seqlen_q, seqlen_k = query.shape[1], key.shape[1]
     if window_size is not None:
-        checks.check_window(mask, bias, seqlen_k, is_causal)
+        checks.check_window(mask, bias, query.shape[0], seqlen_k, is_causal)
         as_lists = backend.SPARSE_MASKS and sparse != "tiles" and not return_attn_probs
         mask = selection.select(
             *(bias, window_size, seqlen_q, seqlen_k, cache_seqlens), as_lists=as_lists, must_mask=sparse == "lists"
         )
     row_bias = None
     if bias is not None and bias.shape[3] == 1 and seqlen_k != 1:  # the softmax does not see it
-        row_bias, bias = reference.expand_heads(bias, query.shape[2]), None
+        row_bias, bias = reference.expand_shared(bias, query.shape[0], query.shape[2]), None
         hidden_rows = hides(row_bias)
         # Their outputs are replaced after the kernels; until then NaN in them must not reach the keys' gradients.
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
@@ -370,7 +372,7 @@ def attend_varlen(
     checks.check_varlen(query, key, value, mask, bias, varlen, is_causal)
     checks.check_kernels(backend, query)
     if window_size is not None:
-        checks.check_window(mask, bias, key.shape[0], is_causal)
+        checks.check_window(mask, bias, None, key.shape[0], is_causal)
         cu_seqlens_q, cu_seqlens_k, _, max_seqlen_k = varlen
         mask = selection.select_varlen(bias, window_size, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, sparse == "lists")
     options = {

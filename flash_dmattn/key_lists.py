@@ -115,8 +115,8 @@ class KeyLists:
         """The lists of a mask.
 
         Args:
-            mask: a KeyIntervalMask, or bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); of variable length (total_k, {H|Hkv|1})
-                or (total_q, {H|Hkv|1}, max_seqlen_k).
+            mask: a KeyIntervalMask, or bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); of variable length
+                (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k).
             seqlen_q: the number of query rows; of variable length max_seqlen_q. Where the mask is the same for every
                 row the lists serve any number of rows.
             seqlen_k: the number of keys, by default the mask's last dimension; of variable length max_seqlen_k.
@@ -173,8 +173,9 @@ class KeyLists:
         sees, for all of them. Where 64 rows, or a multiple, share their indices, no row pays for another's.
 
         Args:
-            indices: int32 ({B|1}, {H|Hkv|1}, ceil(Sq / tile_rows), k), in any order: places of keys from 0 to Sk - 1,
-                -1 for none. Of variable length int32 (total_q, {H|Hkv|1}, k), with tile_rows of 1, or
+            indices: int32 ({B|B/n|1}, {H|Hkv|1}, ceil(Sq / tile_rows), k), in any order: places of keys from 0 to
+                Sk - 1, -1 for none; beside a mask that differs by batch element, B or 1 of them. Of variable length
+                int32 (total_q, {H|Hkv|1}, k), with tile_rows of 1, or
                 ({B|1}, {H|Hkv|1}, ceil(seqlen_q / tile_rows), k), where what lies beyond the rows of a sequence is
                 not looked at; places count from the first key of the sequence.
             seqlen_q: the number of query rows; of variable length max_seqlen_q.
@@ -261,7 +262,7 @@ class KeyLists:
         return float(self.lengths().double().mean()) / max(self.seqlen_k, 1) if self.spans.numel() else 0.0
 
     def to_dense(self) -> Tensor:
-        """The mask that the lists were made of, as bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}).
+        """The mask that the lists were made of, as bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}).
 
         Of lists that were built with is_causal=True (.., Sq, Sk), without what causality hides. Raises ValueError for
         lists of variable length, which have no dense form.

@@ -15,6 +15,7 @@ from .arguments import (
     require_tensor,
     shape_of,
 )
+from .backends.reference import expand_shared
 from .biases import hides
 
 
@@ -32,9 +33,9 @@ def create_mask(
     """The dynamic mask of a bias: for every row, the visible keys that its bias chooses.
 
     Args:
-        attention_bias: floating ({B|1}, {H|Hkv|1}, {Sq|1}, Sk).
-        attention_mask: the keys to choose from: bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible; or a padding
-            mask (B, Sk), bool or integer, not 0 = a real token; or None: all.
+        attention_bias: floating ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, Sk).
+        attention_mask: the keys to choose from: bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible; or a
+            padding mask (B, Sk), bool or integer, not 0 = a real token; or None: all.
         batch_size, query_len, key_len: B, Sq and Sk.
         window_size: how many keys "topk" keeps a row. At least 0; a row that has no more keys keeps them all.
         min_dtype: keys whose bias is not above this are never chosen; nor is one of -inf or torch.finfo(dtype).min,
@@ -44,7 +45,8 @@ def create_mask(
         type: "topk" keeps the `window_size` largest biases of a row, ties to the later key; "relu" keeps those above 0.
 
     Returns:
-        bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible, with the batch and head dimensions of bias and mask together.
+        bool ({B|B/n|1}, {H|Hkv|1}, Sq, Sk), True = visible, with the batch and head dimensions of bias and mask
+        together: of two batch dimensions that are neither 1 nor the same it has B.
 
     Raises:
         ValueError: a shape, size or type that does not fit.
@@ -63,7 +65,7 @@ def create_mask(
         if block_size == 0:
             raise ValueError("block_size must be at least 1 or None, got 0")
     require_floating("attention_bias", attention_bias)
-    layout = "({B|1}, {H|Hkv|1}, {Sq|1}, Sk)"
+    layout = "({B|B/n|1}, {H|Hkv|1}, {Sq|1}, Sk)"
     _check_shape("attention_bias", attention_bias, layout, batch_size, query_len, (key_len,))
     if attention_mask is not None:
         require_tensor("attention_mask", attention_mask)
@@ -75,6 +77,8 @@ def create_mask(
             f"attention_mask must have attention_bias's {attention_bias.shape[1]} heads, or 1, got {visible.shape[1]}"
         )
     bias = attention_bias.detach()
+    if visible is not None and bias.shape[0] != visible.shape[0]:
+        bias, visible = (expand_shared(pairs, batch_size, pairs.shape[1]) for pairs in (bias, visible))
     candidates = (bias > min_dtype) & ~hides(bias)
     candidates = candidates if visible is None else candidates & visible
     bias, candidates = torch.broadcast_tensors(bias, candidates)
@@ -112,7 +116,7 @@ def smooth_blocks(mask: Tensor, block_size: int) -> Tensor:
 def _check_shape(name: str, tensor: Tensor, layout: str, batch_size: int, query_len: int, key_lens: tuple) -> None:
     fits = (
         tensor.ndim == 4
-        and tensor.shape[0] in (batch_size, 1)
+        and (tensor.shape[0] in (batch_size, 1) or (tensor.shape[0] > 0 and batch_size % tensor.shape[0] == 0))
         and tensor.shape[2] in (query_len, 1)
         and tensor.shape[3] in key_lens
     )
@@ -133,6 +137,6 @@ def _visible_keys(mask: Tensor | None, batch_size: int, query_len: int, key_len:
         return mask[:, None, None, :] != 0
     if mask.dtype != torch.bool:
         raise TypeError(f"attention_mask must be bool (True = visible), got {names([mask.dtype])}")
-    layout = "({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) or a padding mask (B, Sk)"
+    layout = "({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) or a padding mask (B, Sk)"
     _check_shape("attention_mask", mask, layout, batch_size, query_len, (key_len, 1))
     return mask

@@ -53,11 +53,11 @@ class MaskTensors(NamedTuple):
     `mask` and `mask_tiles`.
     """
 
-    mask: Optional[Tensor] = None  # bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), or (total_k, heads), (total_q, heads, Sk)
+    mask: Optional[Tensor] = None  # bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), (total_k, heads), (total_q, heads, Sk)
     mask_tiles: Optional[Tensor] = None
     intervals: Optional[Tensor] = None  # int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends, or (2, total_k, heads)
     list_keys: Optional[Tensor] = None  # int32 (capacity), -1 in the padding
-    list_spans: Optional[Tensor] = None  # int64 (2, {B|1}, {H|Hkv|1}, row tiles): where lists begin and end
+    list_spans: Optional[Tensor] = None  # int64 (2, {B|B/n|1}, {H|Hkv|1}, row tiles): where lists begin and end
     # int32 (capacity, 4), a bit for each of the 128 rows of a list. Or (0, 4) or (0, 2), where every one of the 128 or
     # 64 rows of a list sees its keys.
     list_rows: Optional[Tensor] = None

@@ -90,7 +90,7 @@ def batched(
     rows = (query, query + 1, query + 2, *rows)
     args = tuple(x if dim is None else x.movedim(dim, 0) for x, dim in zip(args, in_dims))
     in_dims = tuple(None if dim is None else 0 for dim in in_dims)
-    folded, batch = fold(size, in_dims, args, rows, query + 3, needs_dbias)
+    folded = fold(size, in_dims, args, rows, query + 3, needs_dbias)
     if folded is None:
         calls = [
             operator.apply(*(x if dim is None else contiguous_rows(x[i]) for x, dim in zip(args, in_dims)))
@@ -100,12 +100,13 @@ def batched(
     outputs = operator.apply(*folded)
     # Where no gradient of the bias is asked for, that is an empty tensor (0).
     dims = tuple(None if x.ndim == 1 else 0 for x in outputs)
-    return tuple(x if dim is None else x.unflatten(0, (size, batch)) for x, dim in zip(outputs, dims)), dims
+    return tuple(
+        x if dim is None else x.unflatten(0, (size, x.shape[0] // size)) for x, dim in zip(outputs, dims)
+    ), dims
 
 
-def fold(size: int, in_dims: tuple, args: tuple, rows: tuple, bias: int, needs_dbias: bool) -> tuple[list | None, int]:
-    """The arguments with all calls in the batch dimension, None where some would have to be repeated or cannot be; and
-    the batch size of one call."""
+def fold(size: int, in_dims: tuple, args: tuple, rows: tuple, bias: int, needs_dbias: bool) -> list | None:
+    """The arguments with all calls in the batch dimension, None where some would have to be repeated or cannot be."""
     first_mask = bias + 1 if len(rows) == 3 else bias + 3  # the backward has out and lse in between
     pairs = {bias: 0, first_mask: 0, first_mask + 2: 1}  # bias, mask and intervals, and the dimension of their batch
     query = args[rows[0]]
@@ -118,14 +119,17 @@ def fold(size: int, in_dims: tuple, args: tuple, rows: tuple, bias: int, needs_d
             x = x[None].expand(size, *x.shape) if dim is None else x
             result.append(contiguous_rows(x.flatten(0, 1)))
         elif i not in pairs:
-            return None, batch  # lists and sequences of variable length
+            return None  # lists and sequences of variable length
         else:
             at, own = pairs[i], dim is not None or (i == bias and needs_dbias)
             x = x[None].expand(size, *x.shape) if own and dim is None else x
-            if x.shape[at + own] != (batch if own else 1):
-                return None, batch
+            each = x.shape[at + own]
+            # A call's own bias or mask may serve more than one of its batch elements; intervals may not.
+            fits = each == 1 if not own else each == batch or (at == 0 and each > 0 and batch % each == 0)
+            if not fits:
+                return None
             result.append(x.movedim(0, at).flatten(at, at + 1) if own else x)
-    return result, batch
+    return result
 
 
 def contiguous_rows(rows: Tensor) -> Tensor:

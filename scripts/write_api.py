@@ -33,6 +33,7 @@ SECTIONS = (
     ("Padding", "flash_dmattn", ("unpad_input", "pad_input")),
     ("Backends", "flash_dmattn", ("flash_dmattn_func_auto", "get_available_backends")),
     ("Models of transformers", "flash_dmattn.integrations.transformers", ("register", "use_flash_dmattn")),
+    ("Pair biases", "flash_dmattn.integrations.triangle", ("triangle_attention", "DS4Sci_EvoformerAttention")),
     (
         "More than one GPU",
         "flash_dmattn.parallel",

@@ -1,16 +1,26 @@
+import gc
 import os
+import time
 
-import pytest
-import torch
+# The workers of pytest-xdist are the parallelism: each, and every process that its tests start, has its share of the
+# processors. More threads wait for each other in turns. Before torch and NumPy, which read it once.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+if WORKERS > 1:
+    THREADS = max(1, len(os.sched_getaffinity(0)) // WORKERS)
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(variable, str(THREADS))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from filelock import FileLock  # noqa: E402  PyTorch needs it, too
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, which asks once: its kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from gpu_inputs import runs_hopper_kernels  # noqa: E402
+from gpu_inputs import GIB, runs_hopper_kernels  # noqa: E402
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the workers are the parallelism
+CACHE_GIB, PATIENCE = 1, 60  # what a worker may keep between its tests, and seconds to wait for what others hold
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +41,32 @@ def kernels(request, monkeypatch):
         monkeypatch.setenv("FLASH_DMATTN_ARCH", request.param)
 
 
+@pytest.fixture(autouse=True)
+def gpu_memory(request, tmp_path_factory):
+    """For a test that says how much it takes: one at a time, when other processes have given so much back."""
+    if (mark := request.node.get_closest_marker("gpu_memory")) is None or not torch.cuda.is_available():
+        yield
+    else:
+        (gib,) = mark.args
+        with FileLock(tmp_path_factory.getbasetemp().parent / "gpu memory.lock"):
+            until = time.monotonic() + PATIENCE
+            while (free := free_gib()) < gib:
+                if time.monotonic() > until:
+                    pytest.skip(f"takes {gib} GiB of GPU memory, and {free:.1f} were free in {PATIENCE} s")
+                time.sleep(1)
+            yield
+            free_gib()
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > CACHE_GIB * GIB:
+        free_gib()
+
+
+def free_gib():
+    """Of the GPU's memory, when this process keeps none for later."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] / GIB
+
+
 @pytest.fixture
 def poisoned_allocations():
     """Tensors that start unwritten are full of NaN."""
@@ -41,6 +77,7 @@ def poisoned_allocations():
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "long" not in item.keywords)
     skips = {}
     if not torch.cuda.is_available():
         skips["gpu"] = pytest.mark.skip(reason="no CUDA device")

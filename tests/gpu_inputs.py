@@ -1,9 +1,24 @@
-"""Random inputs on the GPU, in bfloat16 unless a test says otherwise."""
+"""What the tests of the GPU share: its memory, and random inputs there, in bfloat16 unless a test says otherwise."""
 
+import pytest
 import torch
 from helpers import inputs
 
 from flash_dmattn import KeyIntervalMask, ops
+
+GIB = 2**30
+
+
+def takes_gpu_memory(gib):
+    """Marks a test that takes so much memory: one at a time, skipped where there is less (conftest.py).
+
+    The group keeps other workers from waiting for their turn; what lets one at a time go is a lock.
+    """
+
+    def mark(test):
+        return pytest.mark.xdist_group("gpu memory")(pytest.mark.gpu_memory(gib)(test))
+
+    return mark
 
 
 def runs_hopper_kernels() -> bool:

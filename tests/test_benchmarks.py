@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = [f"{way}_{kind}" for way in ("forward", "backward") for kind in ("equivalence", "performance")]
 SCRIPTS += ["memory", "long_context", "sparse_performance", "call_performance", "parallel_performance"]
-SCRIPTS += ["small_performance"]
+SCRIPTS += ["small_performance", "triangle_performance"]
 
 
 @pytest.fixture
@@ -377,6 +377,54 @@ def test_a_slow_small_call_is_missed(small_performance, monkeypatch, capsys, sec
     assert ("x the speed of SDPA" in capsys.readouterr().out) == bool(status)
 
 
+# Triangle attention
+
+
+@pytest.fixture
+def triangle_performance(performance):
+    import triangle_performance
+
+    return triangle_performance
+
+
+def test_triangle_performance(tmp_path):
+    path = tmp_path / "result.json"
+    chosen = ("--workload=B2 N256", "--shrink=32", "--samples=2", "--threads=1")
+    done = run("triangle_performance", "--device=cpu", *chosen, f"--json={path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    assert_says_where(content)
+    timed = {(row["implementation"], row["quantity"]) for row in content["timings"] if row["seconds"] is not None}
+    ours = ("triangle_attention", "plain batch", "sdpa")
+    assert timed >= {(name, quantity) for name in ours for quantity in ("forward", "backward", "forward + backward")}
+    assert "B2 N8 H4 S8 D32" in done.stdout
+
+
+def test_triangles_do_the_same_work(triangle_performance):
+    """Of one batch element, where the plain batch has the same bias."""
+    inputs = triangle_performance.make_inputs(
+        triangle_performance.Workload(1, 3, 12, heads=2, head_dim=8), torch.float64, "cpu", 0
+    )
+    results = []
+    for build in (triangle_performance.ours, triangle_performance.plain_batch, triangle_performance.sdpa):
+        work = build(inputs)
+        out = work.forward()
+        results.append([out, *torch.autograd.grad(out, work.leaves, inputs.dout)])
+    for others in results[1:]:
+        for x, y in zip(results[0], others):
+            torch.testing.assert_close(x, y.view_as(x))
+
+
+@pytest.mark.parametrize(("ours", "plain", "says"), [(1.0, 1.0, 0), (1.1, 1.0, 1), (1.0, None, 1), (None, 1.0, 1)])
+def test_rows_that_cost_something_are_missed(triangle_performance, performance, ours, plain, says):
+    key = ("B2 N3", "bfloat16", performance.BOTH)
+    timings = [
+        performance.Timing(*key, triangle_performance.OURS, ours),
+        performance.Timing(*key, triangle_performance.PLAIN, plain),
+    ]
+    assert len(triangle_performance.missed(timings)) == says
+
+
 # Whole calls
 
 
@@ -598,6 +646,70 @@ def test_what_check_asks_of_models(models_performance):
     assert len(missed("attention", "T5 encoder S2048", "seconds", flash_dmattn=0.6, sdpa=1.0, eager=2.0)) == 1
     for demand in models_performance.DEMANDS:
         assert any(work.name.startswith(demand.model) for work in models_performance.WORKLOADS[demand.part])
+
+
+# The picture
+
+
+@pytest.fixture
+def draw(performance):
+    import draw
+
+    return draw
+
+
+def test_the_picture_of_what_was_measured(draw, performance, sparse_performance, call_performance, tmp_path, capsys):
+    small = ["--device=cpu", "--shrink=64", "--samples=1", "--threads=1"]
+    dense, sparse, calls = (tmp_path / f"{name}.json" for name in ("dense", "sparse", "calls"))
+    both = ["--dtype=float32", "--workload=random"]
+    assert performance.main([performance.BOTH], "", [*small, *both, f"--json={dense}"]) == 0
+    assert sparse_performance.main([*small, f"--json={sparse}"]) == 0
+    assert call_performance.main([*small, "--part=decode", "--workload=B1", f"--json={calls}"]) == 0
+    for path in (tmp_path / "figures.svg", tmp_path / "figures.png", tmp_path / "again.svg"):
+        assert draw.main([*map(str, (dense, sparse, calls)), f"--to={path}"]) == 0
+    assert "3 panels" in capsys.readouterr().out
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "figures.svg").read_text()
+    assert svg == (tmp_path / "again.svg").read_text()
+    for text in ("random mask, key bias", "forward and backward, float32", "a step of decoding", "SDPA, all keys"):
+        assert f">{text}</text>" in svg
+    taken = json.loads(sparse.read_text())["timings"]
+    ours = sum(x["seconds"] for x in taken if x["implementation"] == "cpu" and x["quantity"] in ("forward", "backward"))
+    assert f">{1e3 * ours:.3g} ms</text>" in svg and performance.describe(performance.environment("cpu")) in svg
+
+
+def test_the_picture_of_a_model(draw, models_performance, tmp_path):
+    import report
+
+    figures = [
+        models_performance.Figure("Doge S8", "flash_dmattn", seconds=0.0351, gib=5.25),
+        models_performance.Figure("Doge S8", "sdpa", seconds=0.2082, gib=25.3),
+        models_performance.Figure("Doge S8", "eager", refusal="CUDA out of memory. Tried"),
+        models_performance.Figure("T5", "flash_dmattn", seconds=0.1),
+    ]
+    path, picture = tmp_path / "models.json", tmp_path / "figures.svg"
+    report.write_json(path, report.environment("cpu"), parts={"train": [vars(figure) for figure in figures]})
+    assert draw.main([str(path), f"--to={picture}", "--workload=Doge"]) == 0
+    svg = picture.read_text()
+    for text in ("35.1 ms", "208 ms", "5.25 GiB", "25.3 GiB"):
+        assert svg.count(f">{text}</text>") == 1
+    assert svg.count(">no memory</text>") == 2 and "T5" not in svg
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "arguments", "message"),
+    [
+        ("a.json", '{"environment": {}, "peaks": []}', [], "nothing in these files is drawn"),
+        ("a.json", "no json", [], "a.json: JSONDecodeError"),
+        ("b.json", "{}", [], "a.json: FileNotFoundError"),
+        ("a.json", "{}", ["--to=a.gif"], "must end with .svg or .png, got a.gif"),
+    ],
+)
+def test_what_cannot_be_drawn(draw, tmp_path, capsys, name, content, arguments, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SystemExit) as exit:
+        draw.main([str(tmp_path / "a.json"), f"--to={tmp_path / 'a.svg'}", *arguments])
+    assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
 # Memory

@@ -1,10 +1,11 @@
 """The CUDA kernels against the float64 reference on the GPU."""
 
+import functools
 import itertools
 
 import pytest
 import torch
-from gpu_inputs import randn
+from gpu_inputs import randn, takes_gpu_memory
 from helpers import BROADCASTS, LENGTHS, check, inputs, rand_mask, run, shaped, surrounded
 
 import flash_dmattn
@@ -80,6 +81,32 @@ def test_dense_bias_that_batch_elements_share(head_dim, batch):
     check(tensors, mask, bias, is_causal=True, deterministic=True)
 
 
+@pytest.mark.parametrize("sparse", ["tiles", "lists"])
+@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize("batch, batches", [(4, 2), (8, 2), (6, 2), (6, 3), (12, 3), (10, 2)])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_batches_that_share(head_dim, batch, batches, heads, sparse):
+    """Masks and biases of B/n: gradients by clusters of 2 and 4, by sums of atomics, and by a kernel of their own."""
+    function = functools.partial(flash_dmattn_func, sparse=sparse)
+    tensors = on_gpu(batch, 200, 304, 4, 2, head_dim, torch.bfloat16)
+    mask = mask_of(batch // batches, heads, 200, 304)
+    mask[0, :, :, :130] = False
+    bias = randn(batches, heads, 200, 304)
+    check(tensors, mask, bias, function=function, is_causal=True)
+    check(tensors, mask[:, :, :1], bias, function=function, softcap=3.0)
+    check(tensors, mask, bias, function=function, deterministic=True)
+    check(tensors, mask_of(batches, heads, 1, 304), randn(batches, heads, 1, 304), function=function)
+    if sparse == "tiles":
+        check(tensors, None, bias)
+
+
+def test_decoding_with_batches_that_share():
+    tensors = on_gpu(8, 1, 3000, 8, 2, 128, torch.bfloat16)
+    check(tensors, mask_of(2, 1, 1, 3000), randn(4, 2, 1, 3000))
+    check(on_gpu(8, 5, 3000, 8, 2, 64, torch.bfloat16), mask_of(4, 1, 5, 3000), randn(2, 8, 5, 3000))
+
+
+@takes_gpu_memory(5)
 @pytest.mark.parametrize("mask_shape", [(3, 1, 1, 2000), (3, 8, 900, 2000)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_dense_bias_whose_gradient_is_too_large_for_the_cache(causal, mask_shape):
@@ -319,6 +346,7 @@ def test_compile_fullgraph():
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
+@takes_gpu_memory(6)
 def test_a_mask_of_more_than_32_bits_of_elements():
     seqlen = 46400
     query, key, value = on_gpu(1, seqlen, seqlen, 1, 1, 64, torch.float16)
@@ -334,6 +362,7 @@ def test_a_mask_of_more_than_32_bits_of_elements():
     torch.testing.assert_close(out[:, -70:].double(), exact, rtol=1e-2, atol=1e-3)
 
 
+@takes_gpu_memory(3)
 def test_memory_beside_inputs_and_gradients():
     """O(B H S D) and the packed bits; nothing else of O(Sq Sk)."""
     tensors = [x.requires_grad_() for x in on_gpu(1, 8192, 8192, 4, 4, 64, torch.bfloat16)]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from gpu_inputs import on_gpu, randn
+from gpu_inputs import on_gpu, randn, takes_gpu_memory
 from helpers import LENGTHS, assert_close, rand_mask, reference, surrounded
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
@@ -123,6 +123,7 @@ def test_lists_and_rows_without_a_key(kind, seqlen_q):
     assert hidden.any() and (lse[hidden] == -torch.inf).all() and (out.transpose(1, 2)[hidden] == 0).all()
 
 
+@takes_gpu_memory(4)
 def test_top_keys_of_a_bias():
     tensors = on_gpu(2, 1500, 1500, 8, 2, 64)
     bias = randn(2, 2, 1, 1500)

@@ -11,7 +11,7 @@ import re
 
 import pytest
 import torch
-from gpu_inputs import intervals, on_gpu, randn
+from gpu_inputs import intervals, on_gpu, randn, takes_gpu_memory
 from helpers import NAMES, assert_close, check, in_float64, rand_mask, reference, run, surrounded
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func, flash_dmattn_varlen_func
@@ -109,6 +109,7 @@ def test_few_rows_go_to_the_old_kernels():
 # Rows, keys and strides
 
 
+@takes_gpu_memory(12)
 @CAUSAL
 @BIASES
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
@@ -120,6 +121,7 @@ def test_more_tiles_than_blocks_at_once(head_dim, pairs, causal):
     check(tensors, None, bias_of(pairs, 1, heads, seqlen, seqlen), is_causal=causal)
 
 
+@takes_gpu_memory(12)
 @pytest.mark.parametrize("mask_rows", [1, 1800])
 def test_more_masked_tiles_than_blocks_at_once(mask_rows):
     mask = mask_of(2, 1, mask_rows, 1800)
@@ -404,6 +406,7 @@ def test_random_calls_are_as_by_the_old_kernels(seed, use):
         )
 
 
+@takes_gpu_memory(16)
 @pytest.mark.parametrize("which", ["rows", "keys"])
 def test_rows_of_more_than_32_bits_of_elements(which):
     """Sq or Sk x B x H x D > 2^31; the other is short."""
@@ -427,6 +430,7 @@ def test_rows_of_more_than_32_bits_of_elements(which):
         torch.testing.assert_close(lse[batch, head, last].double(), exact_lse[0, 0], rtol=1e-4, atol=1e-3)
 
 
+@takes_gpu_memory(20)
 def test_dense_bias_of_more_than_32_bits_of_elements():
     seqlen = 46408
     bias = torch.empty(1, 1, seqlen, seqlen, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()

@@ -51,6 +51,21 @@ def test_links_lead_somewhere(page):
             assert fragment in anchors, f"{page.name}: {target}"
 
 
+def programs(page):
+    """The blocks of Python on a page that are whole."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [block for block in blocks if "import torch\n" in block and "distributed" not in block]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md"])
+def test_the_examples_run_and_print_what_they_say(page, capsys):
+    assert programs(page)
+    for program in programs(page):
+        exec(program, {})
+        said = re.findall(r"^print\(.*?\)  # (.*)$", program, re.MULTILINE)
+        assert capsys.readouterr().out.splitlines() == said
+
+
 def test_the_tables_of_backends_name_them_all():
     (heading,) = re.findall(r"^\| \| (cuda .*) \|$", (ROOT / "docs" / "backends.md").read_text(), re.MULTILINE)
     assert tuple(heading.split(" | ")) == backends.NAMES

@@ -56,6 +56,7 @@ def test_what_is_generated_begins_with_the_prompt(doge):
     assert tokens.shape == (2, 12 + doge.CONTINUATION) and torch.equal(tokens[:, :12], prompts)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_eager_takes_more_memory(doge):
     mib = doge.peaks(doge.Config(**TINY | {"seq_len": 768, "hidden": 64}))
@@ -63,6 +64,7 @@ def test_eager_takes_more_memory(doge):
     assert 0 < mib[doge.OURS][-1] < mib[doge.EAGER][-1] / 2
 
 
+@pytest.mark.long
 def test_command(tmp_path):
     plot = tmp_path / "doge.png"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]

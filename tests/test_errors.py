@@ -66,7 +66,7 @@ FIXED = {
     "mask of 2 dimensions": (
         lambda: call(attn_mask=torch.ones(5, 7, dtype=torch.bool)),
         ValueError,
-        r"attn_mask must have 4 dimensions \({B\|1}, {H\|Hkv\|1}, {Sq\|1}, {Sk\|1}\), got shape \(5, 7\)",
+        r"attn_mask must have 4 dimensions \({B\|B/n\|1}, {H\|Hkv\|1}, {Sq\|1}, {Sk\|1}\), got shape \(5, 7\)",
     ),
     "mask of the wrong heads": (
         lambda: call(attn_mask=torch.ones(1, 3, 5, 7, dtype=torch.bool)),

@@ -314,6 +314,20 @@ def test_intervals(ranks, even, is_causal, intervals, bias):
     )
 
 
+@on_two
+@pytest.mark.parametrize(
+    "problem",
+    [
+        {"bias": (2, 2, 1, "S"), "intervals": "any"},
+        {"bias": (2, 4, "S", 1), "intervals": "any_for_all"},
+        {"bias": (2, 4, "S", "S"), "mask": (2, 1, 1, "S")},
+        {"bias": (2, 1, 1, "S"), "mask": (4, 2, "S", "S")},
+    ],
+)
+def test_batches_that_share(ranks, problem):
+    check(ranks, Case(lengths_for(ranks), batch=4, heads=4, kv_heads=2, **problem))
+
+
 PACKED = {  # by how many ranks there are
     2: {True: (0, 7, 7, 30, 48), False: (0, 37, 57)},
     4: {True: (0, 3, 60, 61, 96), False: (0, 37, 42, 42, 50, 72)},
@@ -794,7 +808,7 @@ def test_compile(two):
 
 
 def over_dtensors(problem, dim, divided_bias):
-    """How far (out, dq, dk, dv, dbias) of DTensors are from those of whole tensors."""
+    """How far (out, dq, dk, dv, dbias) of DTensors are from those of whole tensors, by default of 2 batch elements."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -803,7 +817,8 @@ def over_dtensors(problem, dim, divided_bias):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     problem = dict(problem)
-    shapes = [(2, 600, 4, 16), (2, 600, 2, 16), (2, 600, 2, 16)] + [problem.pop("bias", None)]
+    batch = problem.pop("batch", 2)
+    shapes = [(batch, 600, 4, 16), (batch, 600, 2, 16), (batch, 600, 2, 16)] + [problem.pop("bias", None)]
     mask = problem.pop("mask", None)
     tensors = [torch.randn(shape) for shape in shapes if shape is not None]
     dout = torch.randn(shapes[0])
@@ -847,6 +862,8 @@ def skip_lists(problem):
         ({"bias": (2, 2, 1, 600), "is_causal": True}, 2, True),
         ({"bias": (2, 1, 1, 600)}, 2, False),
         ({"bias": (1, 4, 600, 600)}, 0, False),
+        ({"batch": 4, "bias": (2, 4, 600, 600), "mask": (4, 1, 1, 600)}, 0, True),
+        ({"batch": 4, "bias": (2, 4, 600, 600), "mask": (2, 4, 1, 600)}, 2, True),
         ({"bias": (2, 4, 600, 600), "mask": (2, 4, 600, 600)}, 2, True),
         ({"bias": (2, 2, 1, 600), **WINDOWED}, 2, True),
         ({"bias": (2, 2, 1, 600), **WINDOWED}, 0, True),
@@ -858,6 +875,11 @@ def skip_lists(problem):
 def test_dtensors(two, problem, dim, divided_bias):
     skip_lists(problem)
     assert max(two.results(over_dtensors, problem, dim, divided_bias)) < 1e-5
+
+
+def test_ranks_divide_what_batch_elements_share(two):
+    for failure in two.run(over_dtensors, {"batch": 6, "bias": (3, 4, 1, 600)}, 0, False):
+        assert "sharded over 2 ranks, which must divide them and the 3 of a mask or bias" in failure.message
 
 
 def test_lists_of_dtensors_are_not_moved(two):

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import helpers  # noqa: E402
+from gpu_inputs import takes_gpu_memory  # noqa: E402
 from helpers import assert_close, run, surrounded  # noqa: E402
 
 from flash_dmattn import flash_dmattn_func_auto  # noqa: E402
@@ -224,6 +225,24 @@ def test_poisoned_surroundings(poisoned_allocations, causal, mask_rows, bias_hea
     check(tensors, mask, bias, causal=causal, dout=dout)
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter sums in another order")
+def test_sums_over_many_rows():
+    """In float32 dk and dv are no worse than eager's: their products are summed a tile of rows at a time.
+
+    On an H200 they are off by 0.8 times as much as eager's; as one chain of additions it was 1.4 times.
+    """
+    options, off = {**PLAIN, "is_causal": True}, []
+    for _ in range(20):
+        tensors, mask, bias = inputs(head_dim=40), rand_mask(1, 2, LONG, LONGER), randn(1, 2, LONG, LONGER)
+        douts = [randn(1, LONG, 2, 40), randn(1, 2, LONG) / 8]
+        in_double = [x.double() for x in tensors], mask, bias.double(), *(x.double() for x in douts)
+        exact = run(helpers.reference, *in_double, **options)[3:5]
+        both = [run(f, tensors, mask, bias, *douts, **options)[3:5] for f in (attention, helpers.reference)]
+        off.append([[(x - z).abs().max().item() for x, z in zip(gradients, exact)] for gradients in both])
+    ours, eager = torch.tensor(off).mean(0)
+    assert (ours <= 1.1 * eager).all(), (ours, eager)
+
+
 @pytest.mark.parametrize("hidden_by", ["key mask", "mask", "key bias", "bias", "causal"])
 def test_nan_in_keys_nobody_sees(hidden_by):
     seqlen_q = LONGER if hidden_by == "causal" else LONG
@@ -321,6 +340,7 @@ def test_bitwise_reproducible():
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs the memory and the speed of a GPU")
+@takes_gpu_memory(6)
 def test_offsets_past_32_bits():
     """A mask of more than 2^31 elements."""
     seqlen = 46400

@@ -65,7 +65,7 @@ acc_t* row_stats(const RowStatView& view, const Sequence& sequence, int64_t head
 // first row.
 inline int64_t offset_of(const PairView& view, const Tile& tile, int64_t query_heads) {
     const Sequence& s = tile.sequence;
-    return (view.batches > 1 ? s.batch * view.batch_stride : 0) + view.head_of(tile.head, query_heads) * view.head_stride +
+    return view.batch_of(s.batch) * view.batch_stride + view.head_of(tile.head, query_heads) * view.head_stride +
            ((view.per_key ? 0 : s.first_row) + tile.row) * view.row_stride +
            ((view.per_key ? s.first_key : 0) + tile.key) * view.col_stride;
 }

@@ -29,7 +29,11 @@ Tensor sum_to_bias(const Tensor& column_sums, const Tensor& bias, bool varlen) {
         const Tensor sums = bias.size(1) == 1 ? column_sums.sum(0, /*keepdim=*/true) : column_sums;
         return sums.t().to(bias.scalar_type()).contiguous();
     }
-    return column_sums.sum_to_size(bias.sizes()).to(bias.scalar_type());
+    // Of batch elements that share a bias: (batches, those that share one, heads, 1, Sk).
+    const int64_t batches = bias.size(0), all = column_sums.size(0);
+    const bool are_shared = batches > 1 && batches < all;
+    const Tensor sums = are_shared ? column_sums.unflatten(0, {batches, all / batches}).sum(1) : column_sums;
+    return sums.sum_to_size(bias.sizes()).to(bias.scalar_type());
 }
 
 // Where the kernels write the gradient of the bias: of a key bias column sums.
@@ -42,6 +46,7 @@ Tensor empty_dbias(BwdParams& p, const Inputs& in) {
         const bool all_written = !varlen && !p.lists.present() && !nothing_to_do(p);
         const Tensor dbias = all_written ? at::empty(bias.sizes(), bias.options()) : at::zeros(bias.sizes(), bias.options());
         p.dbias = pair_view(dbias);
+        p.dbias.batch_sharers = p.bias.batch_sharers;
         return dbias;
     }
     const auto accumulation = in.query.options().dtype(accumulation_type(in.query));

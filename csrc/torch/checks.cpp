@@ -38,6 +38,7 @@ struct Dimension {
     const char* label;
     std::array<SymInt, 3> sizes;
     int count;
+    bool or_divisor = false;  // or one that divides the first of them
 };
 Dimension one_of(const char* label, SymInt a) { return {label, {std::move(a), 0, 0}, 1}; }
 Dimension one_of(const char* label, SymInt a, SymInt b) { return {label, {std::move(a), std::move(b), 0}, 2}; }
@@ -58,6 +59,7 @@ std::string layout_of(at::ArrayRef<Dimension> accepted) {
     sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
     std::string some;
     for (const int64_t size : sizes) some += (some.empty() ? "" : " or ") + std::to_string(size);
+    if (accepted[dim].or_divisor && sizes.back() > 3) some += " or divide " + std::to_string(sizes.back());
     TORCH_CHECK_VALUE(false, name, " must be ", layout_of(accepted), ": dimension ", dim, " must be ", some, ", got shape ",
                       shape_of(tensor));
 }
@@ -73,13 +75,16 @@ void check_dimensions(const char* name, const Tensor& tensor, at::ArrayRef<Dimen
         const SymInt size = tensor.sym_size(first + dim);
         bool fits = false;
         for (int i = 0; i < accepted[dim].count && !fits; ++i) fits = size == accepted[dim].sizes[i];
+        if (!fits && accepted[dim].or_divisor) fits = size > 0 && accepted[dim].sizes[0] % size == 0;
         if (!fits) refuse_dimension(name, first == 0 ? tensor : tensor[0], accepted, dim);
     }
 }
 
 // The sizes of a mask or bias, of fixed length.
 std::array<Dimension, 4> fixed_dimensions(const Tensor& query, const Tensor& key) {
-    return {one_of("{B|1}", query.sym_size(0), 1), one_of("{H|Hkv|1}", query.sym_size(2), key.sym_size(2), 1),
+    Dimension batch = one_of("{B|B/n|1}", query.sym_size(0), 1);
+    batch.or_divisor = true;
+    return {std::move(batch), one_of("{H|Hkv|1}", query.sym_size(2), key.sym_size(2), 1),
             one_of("{Sq|1}", query.sym_size(1), 1), one_of("{Sk|1}", key.sym_size(1), 1)};
 }
 Dimension packed_heads(const Tensor& query, const Tensor& key) {
@@ -195,7 +200,8 @@ void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor&
         check_dimensions("attn_mask.start", intervals, {one_of("total_k", key.sym_size(0)), packed_heads(query, key)}, 1);
     } else {
         const auto fixed = fixed_dimensions(query, key);
-        check_dimensions("attn_mask.start", intervals, {fixed[0], fixed[1], one_of("Sk", key.sym_size(1))}, 1);
+        const Dimension batch = one_of("{B|1}", query.sym_size(0), 1);
+        check_dimensions("attn_mask.start", intervals, {batch, fixed[1], one_of("Sk", key.sym_size(1))}, 1);
     }
     check_device(intervals, "attn_mask.start", query, "query");
 }

@@ -13,7 +13,7 @@ void forward_cuda(FwdParams& params, const Inputs& inputs);
 void backward_cuda(BwdParams& params, const Inputs& inputs);
 
 // The two tensors that hold a packed mask: bits int32 in the shape of the mask, 32 keys a word, and of every tile of
-// 64 x 64 pairs nine bytes, uint8 (9, {B|1}, heads, row tiles, key tiles): its columns, and last its kind.
+// 64 x 64 pairs nine bytes, uint8 (9, {B|B/n|1}, heads, row tiles, key tiles): its columns, and last its kind.
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
 

@@ -22,12 +22,17 @@ int64_t longest_sequence(const Tensor& cu_seqlens, int64_t max_seqlen) {
     return longest;
 }
 
+// How many batch elements, one after the other, share one of `batches`.
+int64_t sharers(const AttentionParams& p, int64_t batches) {
+    return p.cu_seqlens_q != nullptr || batches == 0 ? 1 : p.batch / batches;
+}
+
 KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, const Tensor& query) {
     TORCH_CHECK_VALUE(masks.list_keys && masks.list_spans, "list_keys comes with list_spans");
     TORCH_CHECK_VALUE(!masks.mask, "mask and list_keys cannot both be given: the lists say what a bool mask does");
     const Tensor &keys = *masks.list_keys, &spans = *masks.list_spans;
     TORCH_CHECK_VALUE(spans.dim() == 4 && spans.size(0) == 2 && spans.is_contiguous(),
-                      "list_spans must be contiguous (2, {B|1}, {H|Hkv|1}, row tiles), got shape ", shape_of(spans),
+                      "list_spans must be contiguous (2, {B|B/n|1}, {H|Hkv|1}, row tiles), got shape ", shape_of(spans),
                       " and strides ", spans.strides());
     check_dtype(spans, "list_spans", at::kLong);
     KeyListsView view;
@@ -45,8 +50,9 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
     const int64_t row_tiles = view.rows_alike ? 1 : (p.seqlen_q + view.tile_rows - 1) / view.tile_rows;
     const bool varlen = p.cu_seqlens_q != nullptr;  // the lists may have been made for longer sequences than there are
     view.row_tiles = spans.size(3);
-    TORCH_CHECK_VALUE(view.batches == p.batch || view.batches == 1, "list_spans must be of ", p.batch,
-                      " batch elements or 1, got ", view.batches);
+    TORCH_CHECK_VALUE(view.batches == p.batch || (view.batches > 0 && p.batch % view.batches == 0),
+                      "list_spans must be of ", p.batch, " batch elements or a number that divides them, got ", view.batches);
+    view.batch_sharers = sharers(p, view.batches);
     TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "list_spans must be of ",
                       p.heads, ", ", p.kv_heads, " or 1 heads, got ", view.heads);
     TORCH_CHECK_VALUE(view.row_tiles == row_tiles || (varlen && view.row_tiles > row_tiles), "list_spans must be of ",
@@ -160,6 +166,7 @@ void fill(AttentionParams& p, const Inputs& in) {
     if (in.bias) {
         check_bias(*in.bias, query, key, max_seqlen_k);
         p.bias = bias_view(*in.bias);
+        p.bias.batch_sharers = sharers(p, p.bias.batches);
         TORCH_CHECK_VALUE(varlen || in.bias->size(-1) == p.seqlen_k,
                           "attn_bias must have a column for every key, got shape ", shape_of(*in.bias));
     }
@@ -168,6 +175,7 @@ void fill(AttentionParams& p, const Inputs& in) {
     if (masks.mask && query.is_cpu()) {
         check_mask(*masks.mask, query, key, max_seqlen_k);
         p.mask = pair_view(*masks.mask);
+        p.mask.batch_sharers = sharers(p, p.mask.batches);
     } else if (masks.mask) {
         TORCH_CHECK_TYPE(masks.mask->scalar_type() == at::kInt && masks.mask_tiles,
                          "on CUDA mask and mask_tiles must be what pack_mask returned, got ", dtype_of(*masks.mask));

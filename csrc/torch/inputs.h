@@ -9,13 +9,13 @@ namespace flash_dmattn {
 // Which pairs see each other: by at most one of mask and intervals, by lists of keys, or by both lists and intervals.
 // See KeyListsView.
 struct MaskTensors {
-    // bool ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); of variable length (total_k, heads) or (total_q, heads, Sk). On CUDA what
+    // bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); of variable length (total_k, heads) or (total_q, heads, Sk). On CUDA what
     // pack_mask made of it: int32, 32 keys a word, and of every tile of 64 x 64 pairs nine bytes in mask_tiles.
     OptionalTensor mask, mask_tiles;
     // int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends; of variable length (2, total_k, heads)
     OptionalTensor intervals;
     OptionalTensor list_keys;   // int32 (capacity)
-    OptionalTensor list_spans;  // int64 (2, {B|1}, {H|Hkv|1}, row tiles): where in list_keys each list begins and ends
+    OptionalTensor list_spans;  // int64 (2, {B|B/n|1}, {H|Hkv|1}, row tiles): where in list_keys lists begin and end
     // int32 (capacity, 4), a bit for each of the 128 rows of a list. Or (0, 4) or (0, 2), where every one of the 128 or
     // 64 rows of a list sees its keys.
     OptionalTensor list_rows;

@@ -17,7 +17,7 @@ def why_unavailable() -> str | None:
     if ops.WHY_NOT_BUILT:
         return ops.WHY_NOT_BUILT
     if WHY_NO_CUDA is not None:
-        return f"flash_dmattn was built without CUDA kernels: {WHY_NO_CUDA}; see `Install` in README.md"
+        return f"flash_dmattn was built without CUDA kernels: {WHY_NO_CUDA}; see docs/install.md"
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     return None

@@ -40,15 +40,16 @@ def refuse_unsupported(query: Tensor, key: Tensor, value: Tensor, bias: Tensor |
             raise ValueError(f"the backend 'flex' takes no empty tensors, got {name} of shape {tuple(tensor.shape)}")
 
 
-def entry(pairs: Tensor, heads: int):
-    """The function (b, h, i, j) -> pairs[b, h, i, j] that minds the dimensions which are broadcast."""
-    group = heads // pairs.shape[1]
-    batches, rows, cols = pairs.shape[0], pairs.shape[2], pairs.shape[3]
+def entry(pairs: Tensor, batch: int, heads: int):
+    """The function (b, h, i, j) -> pairs[b, h, i, j] that minds the dimensions which are broadcast or shared."""
+    sharers, group = batch // pairs.shape[0], heads // pairs.shape[1]
+    rows, cols = pairs.shape[2], pairs.shape[3]
 
     def at(b, h, i, j):
         zero = torch.zeros_like(b)
+        element = zero if sharers == batch else b if sharers == 1 else b // sharers
         head = h // group if group < heads else zero
-        return pairs[b if batches > 1 else zero, head, i if rows > 1 else zero, j if cols > 1 else zero]
+        return pairs[element, head, i if rows > 1 else zero, j if cols > 1 else zero]
 
     return at
 
@@ -62,8 +63,8 @@ def functions(compiled: bool):
     return torch.compile(flex_attention), torch.compile(create_block_mask)
 
 
-def score_mod_of(bias: Tensor | None, softcap: float, heads: int):
-    bias_at = None if bias is None else entry(bias, heads)
+def score_mod_of(bias: Tensor | None, softcap: float, batch: int, heads: int):
+    bias_at = None if bias is None else entry(bias, batch, heads)
 
     def score_mod(score, b, h, i, j):
         if softcap > 0:
@@ -76,11 +77,11 @@ def score_mod_of(bias: Tensor | None, softcap: float, heads: int):
     return None if bias is None and softcap <= 0 else score_mod
 
 
-def visibility(mask: Tensor | KeyIntervalMask, heads: int):
+def visibility(mask: Tensor | KeyIntervalMask, batch: int, heads: int):
     """The function (b, h, i, j) -> whether row i sees key j."""
     if not isinstance(mask, KeyIntervalMask):
-        return entry(mask, heads)
-    start_at, end_at = (entry(bounds[:, :, None], heads) for bounds in (mask.start, mask.end))
+        return entry(mask, batch, heads)
+    start_at, end_at = (entry(bounds[:, :, None], batch, heads) for bounds in (mask.start, mask.end))
     return lambda b, h, i, j: (start_at(b, h, i, j) <= i) & (i < end_at(b, h, i, j))
 
 
@@ -89,7 +90,7 @@ def block_mask_of(query: Tensor, key: Tensor, mask: Tensor | KeyIntervalMask | N
     if mask is None and not is_causal:
         return None
     (batch, seqlen_q, heads, _), seqlen_k = query.shape, key.shape[1]
-    mask_at = None if mask is None else visibility(mask, heads)
+    mask_at = None if mask is None else visibility(mask, batch, heads)
 
     def mask_mod(b, h, i, j):
         visible = j <= i + (seqlen_k - seqlen_q) if is_causal else None
@@ -120,14 +121,15 @@ def attention(
     from torch.nn.attention.flex_attention import AuxRequest
 
     refuse_unsupported(query, key, value, bias, deterministic)
-    heads, kv_heads = query.shape[2], key.shape[2]
+    batch, _, heads, _ = query.shape
+    kv_heads = key.shape[2]
     flex_attention, _ = functions(query.device.type == "cuda")
     with warnings.catch_warnings():
         # It warns that the uncompiled form materializes the scores: on the CPU that is meant.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         out, aux = flex_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
-            score_mod=score_mod_of(bias, softcap, heads),
+            score_mod=score_mod_of(bias, softcap, batch, heads),
             block_mask=block_mask_of(query, key, mask, is_causal) if block_mask is None else block_mask,
             scale=softmax_scale,
             enable_gqa=heads != kv_heads,

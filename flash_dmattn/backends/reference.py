@@ -19,9 +19,12 @@ def why_unavailable() -> str | None:
     return None
 
 
-def expand_heads(pairs: Tensor, heads: int) -> Tensor:
-    """(.., {H|Hkv|1}, Sq, Sk) to one entry for every query head."""
-    return pairs.repeat_interleave(heads // pairs.shape[1], dim=1) if pairs.shape[1] not in (1, heads) else pairs
+def expand_shared(pairs: Tensor, batch: int, heads: int) -> Tensor:
+    """({B|B/n|1}, {H|Hkv|1}, ..) to ({B|1}, {H|1}, ..): a copy for each batch element and head that shares one."""
+    for dim, size in enumerate((batch, heads)):
+        if pairs.shape[dim] not in (1, size):
+            pairs = pairs.repeat_interleave(size // pairs.shape[dim], dim=dim)
+    return pairs
 
 
 def visible_pairs(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> Tensor:
@@ -30,9 +33,9 @@ def visible_pairs(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor 
     seqlen_k = key.shape[1]
     visible = torch.ones(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
     if mask is not None:
-        visible = visible & expand_heads(mask, heads)
+        visible = visible & expand_shared(mask, batch, heads)
     if bias is not None:
-        visible = visible & expand_heads(~hides(bias), heads)
+        visible = visible & expand_shared(~hides(bias), batch, heads)
     if is_causal:
         visible = visible.tril(seqlen_k - seqlen_q)
     return visible
@@ -49,14 +52,14 @@ def probabilities(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """p_ij (B, H, Sq, Sk), lse_i (B, H, Sq) and the visible pairs, all in the precision of the inputs."""
-    heads = query.shape[2]
+    batch, _, heads, _ = query.shape
     visible = visible_pairs(query, key, mask, bias, is_causal)
     scores = torch.einsum("bihd,bjhd->bhij", query, key.repeat_interleave(heads // max(key.shape[2], 1), dim=2))
     scores = scores * softmax_scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + expand_heads(bias, heads)
+        scores = scores + expand_shared(bias, batch, heads)
 
     # A row that sees nothing is kept out of the softmax, whose gradient there is NaN.
     empty = ~visible.any(dim=-1)

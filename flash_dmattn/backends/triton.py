@@ -86,6 +86,19 @@ def _dot(a, b):
 
 
 @jit
+def _add_product(total, a, b):
+    """total + a b.
+
+    Triton makes `total` the first term of a product that is added to it: a gradient would be one chain of as many
+    additions as it has rows, which costs float32 a digit. A product that is subtracted is summed by itself.
+    """
+    if a.dtype == tl.float32:
+        return total - _dot(-a, b)
+    else:
+        return total + _dot(a, b)
+
+
+@jit
 def _tanh(y):
     decay = tl.exp(-2.0 * tl.abs(y))
     far = (1.0 - decay) / (1.0 + decay)
@@ -119,9 +132,9 @@ def _store_rows(base, row_stride, rows, seqlen, tile, HEAD_DIM: tl.constexpr, BL
 
 @jit
 def _pairs_at_head(base, strides, b, h, KIND: tl.constexpr):
-    """(pointer, row stride, key stride) of a mask's or bias's matrix; strides are (batch, head, row, key, group)."""
+    """(pointer, row stride, key stride) of a mask's or bias's matrix; strides as `pairs_strides` gives them."""
     if KIND != "none":
-        base += b.to(tl.int64) * strides[0] + (h // strides[4]).to(tl.int64) * strides[1]
+        base += (b // strides[5]).to(tl.int64) * strides[0] + (h // strides[4]).to(tl.int64) * strides[1]
     return base, strides[2], strides[3]
 
 
@@ -327,7 +340,7 @@ def _forward_kernel(
             rescale = tl.exp(row_max - anchor)
             v = _load_rows(value, v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
             v = _zero_unseen(v, visible, is_finite)
-            total = total * rescale[:, None] + _dot(p.to(v.dtype), v)
+            total = _add_product(total * rescale[:, None], p.to(v.dtype), v)
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
             row_max = new_max
 
@@ -434,7 +447,7 @@ def _dq_kernel(
                 inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
                 tl.store(pointers, dx.to(dbias.dtype.element_ty), mask=inside)
             k = _zero_unseen(k, visible, is_finite)
-            total += _dot(ds.to(k.dtype), k)
+            total = _add_product(total, ds.to(k.dtype), k)
 
     total *= softmax_scale
     _store_rows(_at_head(dq, dq_strides, b, h), dq_strides[1], rows, seqlen_q, total, HEAD_DIM, BLOCK_D)
@@ -517,8 +530,8 @@ def _dkdv_kernel(
                 )
                 dp = _dot(v, tl.trans(do))
                 p, dx, ds = _gradients(x, visible, slope, dp, row_lse[None, :], row_delta[None, :])
-                total_dv += _dot(p.to(do.dtype), do)
-                total_dk += _dot(ds.to(q.dtype), q)
+                total_dv = _add_product(total_dv, p.to(do.dtype), do)
+                total_dk = _add_product(total_dk, ds.to(q.dtype), q)
                 if STORE_COLUMN_SUMS:
                     total_dx += tl.sum(dx, axis=1)
         if STORE_COLUMN_SUMS:
@@ -666,12 +679,13 @@ def pairs_kind(pairs: Tensor | None) -> str:
     return "key" if is_per_key(pairs.shape) else "dense"
 
 
-def pairs_strides(pairs: Tensor | None, heads: int) -> tuple[int, ...]:
-    """(batch, head, row, key, query heads to a head of `pairs`), 0 where a dimension is broadcast."""
+def pairs_strides(pairs: Tensor | None, batch: int, heads: int) -> tuple[int, ...]:
+    """(batch, head, row, key), 0 where a dimension is broadcast, and how many query heads go to a head of `pairs`, and
+    batch elements to a batch of it."""
     if pairs is None:
-        return (0, 0, 0, 0, 1)
+        return (0, 0, 0, 0, 1, 1)
     strides = (0 if size == 1 else stride for size, stride in zip(pairs.shape, pairs.stride(), strict=True))
-    return (*strides, heads // pairs.shape[1])
+    return (*strides, heads // pairs.shape[1], batch // pairs.shape[0])
 
 
 def input_pointers(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
@@ -680,9 +694,9 @@ def input_pointers(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 
 
 def input_strides(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
-    heads = query.shape[2]
+    batch, _, heads, _ = query.shape
     rows = (x.stride()[:3] for x in (query, key, value))
-    return *rows, pairs_strides(mask, heads), pairs_strides(bias, heads)
+    return *rows, pairs_strides(mask, batch, heads), pairs_strides(bias, batch, heads)
 
 
 def head_sums(x: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ def checked_call(
         raise ValueError(f"a rank must have as many keys as rows, got {query.shape[1]} rows and {key.shape[1]} keys")
     if window_size is not None:
         require_count("window_size", window_size)
-        checks.check_window(mask, bias, key.shape[1], is_causal)
+        checks.check_window(mask, bias, query.shape[0], key.shape[1], is_causal)
         refuse_nan(bias)
     if layout == "zigzag" and (window_size is not None or isinstance(mask, KeyIntervalMask) or is_varlen):
         raise ValueError(
@@ -446,7 +446,8 @@ def attend_fetched(call: Call, shards: Shards, bias_kind: str | None) -> tuple[T
     if bias_kind == "key":
         # Of batch elements and heads that have keys of their own, the bias has numbers of its own.
         sizes = max(bias.shape[0], plan.batches), max(bias.shape[1], plan.heads)
-        rows.append(bias.expand(*sizes, -1, -1)[:, :, 0].transpose(1, 2))
+        bias = reference.expand_shared(bias, *sizes).expand(*sizes, -1, -1)
+        rows.append(bias[:, :, 0].transpose(1, 2))
     if own is not None:
         rows.append(halo.interval_rows(own.intervals))
     key, value, *rest = halo.Fetch.apply(plan, *rows)
@@ -483,7 +484,7 @@ def attend_gathered(call: Call, shards: Shards, mask_kind: str | None, bias_kind
     """Where rows see most keys: keys and values are gathered."""
     query, bias, row_bias = call.query, call.bias, None
     if bias_kind == "row":  # as in interface.attend
-        row_bias, bias, bias_kind = reference.expand_heads(bias, query.shape[2]), None, None
+        row_bias, bias, bias_kind = reference.expand_shared(bias, query.shape[0], query.shape[2]), None, None
         hidden_rows = hides(row_bias)
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
     dense, bias = dense_problem(

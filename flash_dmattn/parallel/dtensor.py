@@ -73,6 +73,26 @@ def require_whole_groups(query, key) -> None:
             )
 
 
+def axes(query, bias: object, masks: ops.MaskTensors) -> tuple[int, ...]:
+    """What the ranks of a mesh can share out: batch elements, which go with the bias and the mask that they share, and
+    heads."""
+    shared = [
+        pairs.shape[dims[OF_BATCH]]
+        for pairs, dims in ((bias, PAIRS), (masks.mask, PAIRS), (masks.list_spans, BEHIND_ONE))
+        if is_tensor(pairs) and pairs.shape[dims[OF_BATCH]] not in (1, query.shape[0])
+    ]
+    can_part_batch = True
+    for placement, ranks in zip(query.placements, query.mesh.shape):
+        undivided = [batches for batches in shared if batches % ranks or query.shape[0] % ranks]
+        can_part_batch &= not undivided
+        if undivided and placement.is_shard(0):
+            raise ValueError(
+                f"query's {query.shape[0]} batch elements are sharded over {ranks} ranks, which must divide them "
+                f"and the {undivided[0]} of a mask or bias that they share"
+            )
+    return (OF_BATCH, OF_HEADS) if can_part_batch else (OF_HEADS,)
+
+
 def forward_rule(query, key, value, bias, *rest):
     """(out, lse) of attention_forward."""
     masks, (cu_seqlens_q, _, _, _, seqlens_k, *_) = ops.MaskTensors(*rest[: len(MASKS)]), rest[len(MASKS) :]
@@ -81,7 +101,7 @@ def forward_rule(query, key, value, bias, *rest):
     if cu_seqlens_q is not None:
         return accepted
     require_whole_groups(query, key)
-    for which in (OF_BATCH, OF_HEADS):
+    for which in axes(query, bias, masks):
         lengths = own_list(seqlens_k) if which == OF_BATCH else whole([seqlens_k])[0]
         taken = [
             *(own(rows, ROWS, which) for rows in (query, key, value)),
@@ -105,7 +125,7 @@ def backward_rule(dout, dlse, query, key, value, bias, out, lse, *rest):
     if cu_seqlens_q is not None:
         return accepted
     require_whole_groups(query, key)
-    for which in (OF_BATCH, OF_HEADS):
+    for which in axes(query, bias, masks):
         grads = [own(x, ROWS, which) for x in rows]
         # What the ranks share gets a part of its gradient from each.
         grads.append(own(bias, PAIRS, which, shared=Partial) if needs_dbias else Replicate())

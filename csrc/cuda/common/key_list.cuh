@@ -56,7 +56,7 @@ struct KeyList {
     __device__ KeyList(const AttentionParams& p, const Sequence& s, int head, int row) {
         const KeyListsView& lists = p.lists;
         const int64_t tile = lists.row_tiles > 1 ? row / lists.tile_rows : 0;
-        const int64_t batch = lists.batches > 1 ? s.batch : 0;
+        const int64_t batch = shared_batch(lists, s);
         const int64_t list = (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.row_tiles + tile;
         // Whatever a caller's own lists say, nothing beyond their memory is read.
         const int64_t first = min(max(lists.begins[list], int64_t{0}), lists.capacity);

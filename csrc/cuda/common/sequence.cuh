@@ -38,6 +38,14 @@ __device__ __forceinline__ int shared_head(int head, int64_t heads, int64_t view
     return head / (static_cast<int>(heads) / static_cast<int>(view_heads));
 }
 
+// The batch element of a mask, a bias or lists that a sequence goes by.
+template <typename View>
+__device__ __forceinline__ int shared_batch(const View& view, const Sequence& s) {
+    if (view.batches == 1) return 0;
+    if (view.batch_sharers == 1) return s.batch;  // as is common: no division
+    return s.batch / static_cast<int>(view.batch_sharers);
+}
+
 // Offsets of the first row (or key) of a sequence, for one head; add `row * row_stride`.
 __device__ __forceinline__ int64_t query_offset(const RowsView& view, const Sequence& s, int head) {
     return s.batch * view.batch_stride + s.first_row * view.row_stride + head * view.head_stride;
@@ -51,13 +59,13 @@ __device__ __forceinline__ int64_t stat_offset(const RowStatView& view, const Se
 // A packed mask's words of a sequence's first row, for one head; add `row * bits_row_stride` and the word.
 __device__ __forceinline__ const uint32_t* mask_words(const AttentionParams& p, const Sequence& s, int head) {
     const PackedMask& mask = p.packed_mask;
-    return mask.bits + s.batch * mask.bits_batch_stride + shared_head(head, p.heads, mask.heads) * mask.bits_head_stride +
-           s.first_row * mask.bits_row_stride;
+    return mask.bits + shared_batch(mask, s) * mask.bits_batch_stride +
+           shared_head(head, p.heads, mask.heads) * mask.bits_head_stride + s.first_row * mask.bits_row_stride;
 }
 // Of variable length the pairs of a sequence start at its first key where there is one number a key, else at its
 // first row. Add `row * row_stride + key * col_stride`.
 __device__ __forceinline__ int64_t pair_offset(const PairView& view, const Sequence& s, int head, int64_t heads) {
-    return (view.batches > 1 ? s.batch * view.batch_stride : 0) + shared_head(head, heads, view.heads) * view.head_stride +
+    return shared_batch(view, s) * view.batch_stride + shared_head(head, heads, view.heads) * view.head_stride +
            (view.per_key ? s.first_key * view.col_stride : s.first_row * view.row_stride);
 }
 

@@ -31,7 +31,7 @@ public:
         : mask_(p.packed_mask), intervals_(p.interval_tiles) {
         if (mask_.bits != nullptr) {
             const int mask_head = shared_head(head, p.heads, mask_.heads);
-            offset_ = s.batch * mask_.tiles_batch_stride + mask_head * mask_.tiles_head_stride;
+            offset_ = shared_batch(mask_, s) * mask_.tiles_batch_stride + mask_head * mask_.tiles_head_stride;
         } else if (intervals_.tiles != nullptr) {
             const int mask_head = shared_head(head, p.heads, p.intervals.heads);
             offset_ = s.batch * intervals_.batch_stride + mask_head * intervals_.key_tiles;

@@ -216,10 +216,10 @@ __global__ void __launch_bounds__(kThreads) fill_bits_kernel(const __grid_consta
                     const uint32_t* from = bits + (s.first_row + row) * mask.bits_row_stride;
                     words = load_bits(from, first_key, s.keys_of(row, p.is_causal));
                 }
-                seen_by[0][w] = transpose_bits(words.x);
-                seen_by[1][w] = transpose_bits(words.y);
-                seen_by[2][w] = transpose_bits(words.z);
-                seen_by[3][w] = transpose_bits(words.w);
+                uint32_t of_keys[4] = {words.x, words.y, words.z, words.w};
+                transpose_bits(of_keys);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) seen_by[i][w] = of_keys[i];
             }
 #pragma unroll
             for (int i = 0; i < kKeysAtOnce / 32; ++i) {

@@ -136,6 +136,7 @@ PackedMask plan_packed_mask(const AttentionParams& p, int64_t total_q) {
     const bool rows_alike = mask.per_key;
     PackedMask packed;
     packed.batches = varlen ? p.batch : mask.batches;
+    packed.batch_sharers = packed.batches > 0 ? p.batch / packed.batches : 1;
     packed.heads = mask.heads;
     packed.row_tiles = rows_alike ? 1 : ceil_div(p.seqlen_q, PackedMask::kTile);
     packed.key_tiles = ceil_div(p.seqlen_k, PackedMask::kTile);

@@ -38,8 +38,7 @@ void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, BwdPlan& pl
     constexpr int64_t kWaves = 2, kLongestRun = 16;
     plan.dbias_tiles = count_dbias_tiles(p, tile);
     if (plan.dbias_tiles == 0) return;
-    const int64_t batches = p.cu_seqlens_q == nullptr ? p.batch / p.dbias.batches : 1;
-    const int64_t sharers = batches * (p.heads / p.dbias.heads);
+    const int64_t sharers = p.dbias.batch_sharers * (p.heads / p.dbias.heads);
     const int64_t slots = current_device().multiprocessors * tile.blocks_per_sm;
     if (plan.dbias_tiles < kWaves * slots) plan.dbias_splits = splits_that_fill_waves(plan.dbias_tiles, slots, sharers);
     const int64_t key_tiles = ceil_div<int64_t>(p.seqlen_k, tile.keys);
@@ -47,15 +46,15 @@ void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, BwdPlan& pl
 }
 
 template <typename Tile>
-bool can_exchange_dx_among(int64_t batch) {
-    return kCanExchangeDx<Tile> && DxExchange<Tile>::can_divide(batch);
+bool can_exchange_dx_among(int64_t sharers) {
+    return kCanExchangeDx<Tile> && DxExchange<Tile>::can_divide(sharers);
 }
 // Whether the blocks of the main kernel can exchange dx, one for each of the batch elements that share a bias.
 bool can_exchange_dx(const BwdParams& p, const BwdPlan& plan) {
-    const bool batch_shares = p.dbias.heads == p.heads && p.dbias.batches == 1 && p.cu_seqlens_q == nullptr;
-    if (!batch_shares || plan.small_tiles) return false;  // code with the large tiles has clusters, too
+    const bool batches_share = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr;
+    if (!batches_share || plan.small_tiles) return false;  // code with the large tiles has clusters, too
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
-    if (plan.head_dim == kHeadDim) return can_exchange_dx_among<BwdTile<kHeadDim, T, false>>(p.batch);
+    if (plan.head_dim == kHeadDim) return can_exchange_dx_among<BwdTile<kHeadDim, T, false>>(p.dbias.batch_sharers);
     FLASH_DMATTN_SM80_BWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     return false;

@@ -38,6 +38,7 @@ struct BwdSmem {
     RowTilePlace places[Tile::kThreads / 32];
     float column_sums[Tile::kKeys];
     Sequence sequence;
+    int bias_batch;  // that the sequence goes by
     int ticket;
 };
 

@@ -40,7 +40,8 @@ struct BwdDbiasSmem {
 // Which tiles of the gradient a block makes: [key_tile, key_end) of a row of tiles.
 template <typename Tile>
 struct DbiasRun {
-    int row_tile, key_tile, key_end, dbias_head, dbias_batch, split;
+    int row_tile, key_tile, key_end, dbias_head, split;
+    int first_batch;  // of those that share the gradient's
     int64_t index;  // of the first tile, among all
 
     __device__ DbiasRun(const BwdArgs& p, int block) {
@@ -53,7 +54,7 @@ struct DbiasRun {
         const int above = block / splits / runs;
         row_tile = above % row_tiles;
         dbias_head = above / row_tiles % heads;
-        dbias_batch = above / row_tiles / heads;
+        first_batch = above / row_tiles / heads * static_cast<int>(p.dbias.batch_sharers);
         index = static_cast<int64_t>(above) * key_tiles + key_tile;
     }
 };
@@ -75,7 +76,7 @@ __device__ __forceinline__ void store_dbias_tile(const float (&sum)[Tile::kScore
                                                  int key_tile) {
     using T = typename Tile::T;
     const int rows = s.rows - run.row_tile * Tile::kRows, keys = s.keys - key_tile * Tile::kKeys;
-    T* to = static_cast<T*>(p.dbias.data) + (p.dbias.batches > 1 ? s.batch * p.dbias.batch_stride : 0) +
+    T* to = static_cast<T*>(p.dbias.data) + shared_batch(p.dbias, s) * p.dbias.batch_stride +
             run.dbias_head * p.dbias.head_stride + (s.first_row + run.row_tile * Tile::kRows) * p.dbias.row_stride +
             key_tile * Tile::kKeys;
     if (is_plain<Tile>(to, p.dbias, rows, keys)) {
@@ -109,16 +110,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     const SharedMemory address_of(shared_memory);
 
     const DbiasRun<Tile> run(p, blockIdx.x);
-    const Sequence first(p, run.dbias_batch);  // all that share a tile have its length
+    const Sequence first(p, run.first_batch);  // all that share a tile have its length
     const int first_row = run.row_tile * Tile::kRows, last_row = min(first_row + Tile::kRows, first.rows) - 1;
     if (first_row >= first.rows || run.key_tile * Tile::kKeys >= first.keys) return;
     const int key_end = min(run.key_end, ceil_div(first.keys, Tile::kKeys));
 
     // The sharers: a batch element's heads one after the other, so that K and V of a group are read together.
     const int heads = static_cast<int>(p.heads) / static_cast<int>(p.dbias.heads), first_head = run.dbias_head * heads;
-    const int batches = p.cu_seqlens_q == nullptr && p.dbias.batches == 1 ? static_cast<int>(p.batch) : 1;
     const int splits = static_cast<int>(p.dbias_splits);
-    const int64_t sharers = heads * batches;
+    const int64_t sharers = heads * p.dbias.batch_sharers;
     const int sharer_begin = static_cast<int>(sharers * run.split / splits);
     const int sharer_end = static_cast<int>(sharers * (run.split + 1) / splits);
     // Keys that causality leaves to the tile's last row.
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(Tile::kThreads) sum_dbias_parts_kernel(const _
     const int runs = ceil_div(key_tiles, run_length), splits = static_cast<int>(p.dbias_splits);
     const int tile = blockIdx.x % key_tiles;
     const DbiasRun<Tile> run(p, (static_cast<int>(blockIdx.x) / key_tiles * runs + tile / run_length) * splits);
-    const Sequence s(p, run.dbias_batch);
+    const Sequence s(p, run.first_batch);
     if (run.row_tile * Tile::kRows >= s.rows || tile * Tile::kKeys >= s.keys) return;
     float sum[Tile::kScoreM][Tile::kScoreN][4];
     clear(sum);

@@ -118,9 +118,9 @@ public:
 
     __device__ DenseDbiasWriter(const Block& block, Sums&)
         : block_(block),
-          exchange_(block.address_of, exchange_smem(block.address_of), static_cast<int>(block.p.batch)) {}
+          exchange_(block.address_of, exchange_smem(block.address_of), static_cast<int>(block.p.dbias.batch_sharers)) {}
 
-    // Whether the blocks of a cluster are those of all batch elements.
+    // Whether the blocks of a cluster are those of the batch elements that share a bias.
     static __device__ __forceinline__ bool owns_cluster(const BwdArgs& p) { return is(p, DenseDbias::kExchanged); }
 
     __device__ __forceinline__ void begin() const {
@@ -148,7 +148,7 @@ public:
                                               int first_n) const {
         if (is(DenseDbias::kAtomic)) add(visit, ds, first_n);
         if constexpr (kMayExchange)
-            if (is(DenseDbias::kExchanged)) exchange_.send(ds, first_n, block_.sequence().batch, visit.stage);
+            if (is(DenseDbias::kExchanged)) exchange_.send(ds, first_n, rank(), visit.stage);
     }
     __device__ __forceinline__ void end_tile(const RowTileVisit& visit) const {
         if (is(DenseDbias::kByEntry) && block_.p.softcap == 0) store(visit);
@@ -172,6 +172,11 @@ private:
     }
     __device__ __forceinline__ bool is(DenseDbias what) const { return is(block_.p, what); }
 
+    // Of the block, in its cluster of 2 or 4.
+    __device__ __forceinline__ int rank() const {
+        return block_.sequence().batch & (static_cast<int>(block_.p.dbias.batch_sharers) - 1);
+    }
+
     // It follows the rest of the block's shared memory.
     static __device__ const DxExchangeSmem<Tile>& exchange_smem(const SharedMemory& memory) {
         return *reinterpret_cast<const DxExchangeSmem<Tile>*>(memory.start() + sizeof(typename Block::Smem));
@@ -181,7 +186,7 @@ private:
     __device__ __forceinline__ T* rows_of(int head, int row_tile) const {
         const BwdArgs& p = block_.p;
         const Sequence& s = block_.sequence();
-        return static_cast<T*>(p.dbias.data) + (p.dbias.batches > 1 ? s.batch * p.dbias.batch_stride : 0) +
+        return static_cast<T*>(p.dbias.data) + block_.smem.bias_batch * p.dbias.batch_stride +
                head * p.dbias.head_stride +
                static_cast<uint32_t>(s.first_row + row_tile * Tile::kRows) * p.dbias.row_stride + block_.first_key;
     }
@@ -191,7 +196,7 @@ private:
         const BwdArgs& p = block_.p;
         const Sequence& s = block_.sequence();
         if (!kCausal && !has_mask(p)) return;
-        const int sharers = is(DenseDbias::kExchanged) ? static_cast<int>(p.batch) : 1;
+        const int sharers = is(DenseDbias::kExchanged) ? static_cast<int>(p.dbias.batch_sharers) : 1;
         auto visited = block_.template cursor<kCausal>();
         bool more = visited.next();
         for (int head = block_.first_head; head < block_.first_head + block_.group; ++head) {
@@ -200,7 +205,7 @@ private:
                     more = visited.next();
                     continue;
                 }
-                if (sharers > 1 && tile % sharers != s.batch) continue;
+                if (sharers > 1 && tile % sharers != rank()) continue;
                 T* to = rows_of(head, tile);
                 for (int i = kept(threadIdx.x); i < Tile::kRows * Tile::kKeys; i += Tile::kThreads) {
                     const int row = i / Tile::kKeys, key = i % Tile::kKeys;
@@ -216,7 +221,7 @@ private:
     __device__ __forceinline__ void add(const RowTileVisit& visit, const float (&dx)[Tile::kScoreM][kPassN][4],
                                         int first_n) const {
         const BwdArgs& p = block_.p;
-        const int batch = p.dbias.batches > 1 || p.cu_seqlens_q != nullptr ? block_.sequence().batch : 0;
+        const int batch = p.cu_seqlens_q != nullptr ? block_.sequence().batch : block_.smem.bias_batch;
         const int heads = static_cast<int>(p.dbias.heads);
         const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), Tile::kRows);
         const int tile_row = (batch * heads + shared_head(visit.head, p.heads, heads)) * row_tiles + visit.row_tile;
@@ -238,7 +243,7 @@ private:
     __device__ __forceinline__ void store_exchanged(const RowTileVisit& visit) const {
         const PairView& view = block_.p.dbias;
         T* tile = rows_of(visit.head, visit.row_tile);
-        const int first_block = exchange_.first_block(block_.sequence().batch), lane = kept(lane_id());
+        const int first_block = exchange_.first_block(rank()), lane = kept(lane_id());
         const int row = block_.score_row + first_block / Tile::kScoreN * 16 + fragment_row(lane);
         const int key = block_.score_key + first_block % Tile::kScoreN * 8;
         const int rows = block_.rows_from(visit.row_tile), keys = block_.keys();

@@ -281,15 +281,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
         batch = smem.ticket / kv_heads % batches;
         key_tile = smem.ticket / kv_heads / batches;
     } else if (Kernel::DbiasWriter::owns_cluster(p)) {
-        batch = blockIdx.x % batches;  // its rank in the cluster, too
-        key_tile = blockIdx.x / batches % key_tiles;
-        kv_head = blockIdx.x / batches / key_tiles;
+        // The blocks of a cluster differ in their batch element alone.
+        const int sharers = static_cast<int>(p.dbias.batch_sharers), cluster = blockIdx.x / sharers;
+        key_tile = cluster % key_tiles;
+        kv_head = cluster / key_tiles % kv_heads;
+        batch = cluster / key_tiles / kv_heads * sharers + blockIdx.x % sharers;
     } else {
         key_tile = blockIdx.x % key_tiles;
         kv_head = blockIdx.x / key_tiles % kv_heads;
         batch = blockIdx.x / key_tiles / kv_heads;
     }
-    if (threadIdx.x == 0) smem.sequence = Sequence(p, batch);
+    if (threadIdx.x == 0) {
+        smem.sequence = Sequence(p, batch);
+        smem.bias_batch = shared_batch(p.bias, smem.sequence);
+    }
     __syncthreads();
     if (key_tile * Tile::kKeys >= smem.sequence.keys) return;
     Kernel(p, smem, group, key_tile, kv_head).run();

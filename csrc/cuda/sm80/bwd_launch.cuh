@@ -20,14 +20,14 @@ void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-// The same, the blocks of all batch elements in a cluster.
+// The same, the blocks of the batch elements that share a bias in a cluster.
 template <typename Tile>
 void launch_clusters(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
     if (blocks == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(p.batch), 1, 1};
+    cluster.val.clusterDim = {static_cast<unsigned>(p.dbias.batch_sharers), 1, 1};
     cudaLaunchConfig_t config{};
     config.gridDim = grid_of(blocks);
     config.blockDim = Tile::kThreads;

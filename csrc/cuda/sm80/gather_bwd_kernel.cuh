@@ -29,7 +29,8 @@ struct RowTileChains {
           row_tiles(static_cast<int>(ceil_div<int64_t>(p.seqlen_q, rows_of(p, rows)))) {
         const bool dense = p.dbias_accum_size > 0;  // its entries may be shared by more than a group's heads
         if (!dense || p.dbias.heads > 1) chains = static_cast<int>(p.kv_heads), heads /= chains;
-        if (!dense || p.dbias.batches > 1 || p.cu_seqlens_q != nullptr) chains *= batches, batches = 1;
+        const int sharers = dense ? static_cast<int>(p.dbias.batch_sharers) : 1;
+        chains *= batches / sharers, batches = sharers;
     }
     constexpr __host__ __device__ int length() const { return heads * batches * row_tiles; }
 };

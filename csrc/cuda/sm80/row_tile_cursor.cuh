@@ -14,8 +14,8 @@ struct RowTilePlace {
 };
 
 // Which tiles of rows a block visits: head after head, the tiles that causality and the mask leave a pair of, ascending.
-// The blocks of a cluster, one a batch element, visit the same
-// tiles: those that a mask leaves a pair of for any of them.
+// The blocks of a cluster, one for each batch element that shares a bias, visit the same tiles: those that a mask leaves a
+// pair of for any of them.
 template <typename Tile, bool kCausal>
 class RowTileCursor {
 public:
@@ -69,7 +69,11 @@ private:
         is_empty = summary.empty && !p_.deterministic;
         if (p_.dense_dbias == DenseDbias::kExchanged) {
             Sequence other = s_;
-            for (other.batch = 0; is_empty && other.batch < p_.batch; ++other.batch) is_empty = summary_of(other).empty;
+            const int sharers = static_cast<int>(p_.dbias.batch_sharers);  // 2 or 4
+            for (int i = 1; is_empty && i < sharers; ++i) {
+                other.batch = s_.batch ^ i;
+                is_empty = summary_of(other).empty;
+            }
         }
     }
 

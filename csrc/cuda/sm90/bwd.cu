@@ -21,7 +21,7 @@ DenseDbias plan_dense_dbias(const BwdParams& p) {
     const bool can_store = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && p.softcap == 0 &&
                            can_map(dense_layout(p, p.dbias));
     if (can_store && p.dbias.batches == p.batch) return DenseDbias::kByEntry;
-    if (can_store && can_exchange_among(p.batch)) return DenseDbias::kExchanged;
+    if (can_store && can_exchange_among(p.dbias.batch_sharers)) return DenseDbias::kExchanged;
     return DenseDbias::kNone;
 }
 

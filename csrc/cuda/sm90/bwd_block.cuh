@@ -47,6 +47,8 @@ struct BwdSmem {
     RowInfo rows[Tile::kStages];
     uint32_t seen[Tile::kWords];  // keys that some row sees
     Sequence sequence;
+    int bias_batch;  // that the sequence goes by
+    int rank;        // of the sequence among those that share a bias and exchange its gradient; else 0
     alignas(8) uint64_t keys_full;
     RingBarriers<Tile::kStages> query_ring, dout_ring, bias_ring;
 

@@ -19,7 +19,7 @@ public:
     __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, Smem& smem, const BwdWork& work)
         : p_(p), maps_(maps), smem_(smem), work_(work), group_(static_cast<int>(threadIdx.x) / 128 - 1),
           warp_key_((warp_id() - 4) * 16),
-          exchange_(smem.exchange, group_, smem.sequence.batch, static_cast<int>(p.batch)), query_ring_(smem.query_ring),
+          exchange_(smem.exchange, group_, smem.rank, static_cast<int>(p.dbias.batch_sharers)), query_ring_(smem.query_ring),
           dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring) {}
 
     __device__ __forceinline__ void run() {
@@ -292,7 +292,7 @@ private:
             if (Tile::kExchanges || p_.dense_dbias != DenseDbias::kByEntry || !leads_group()) return;
             store_box(&maps_.dbias, smem_address(smem_.pairs[bias_ring_.stage()].data + group_ * kRows * 64),
                       work_.key_tile * kKeys + group_ * 64, row_tile * kRows, head_of_visit_,
-                      p_.dbias.batches > 1 ? sequence().batch : 0);
+                      smem_.bias_batch);
             store_box_commit();
         }
     }
@@ -303,7 +303,7 @@ private:
         barrier_sync(2 + group_, 128);
         if (!leads_group()) return;
         store_box(&maps_.dbias, exchange_.sums(), work_.key_tile * kKeys + group_ * 64,
-                  row_tile * kRows + exchange_.first_row(), head_of_visit_, 0);
+                  row_tile * kRows + exchange_.first_row(), head_of_visit_, smem_.bias_batch);
         store_box_commit();
     }
     __device__ __forceinline__ void end_pairs() {

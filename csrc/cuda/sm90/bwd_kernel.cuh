@@ -14,13 +14,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys), kv_heads = static_cast<int>(p.kv_heads);
     BwdWork work;
     // The blocks of a cluster differ in their batch element alone.
-    const int sharers = Tile::kExchanges ? static_cast<int>(p.batch) : 1, block = blockIdx.x / sharers;
+    const int sharers = Tile::kExchanges ? static_cast<int>(p.dbias.batch_sharers) : 1, block = blockIdx.x / sharers;
     work.key_tile = block % key_tiles;
     work.kv_head = block / key_tiles % kv_heads;
     work.group = static_cast<int>(p.heads) / kv_heads;
     work.first_head = work.kv_head * work.group;
     if (threadIdx.x == 0) {
-        smem.sequence = Sequence(p, Tile::kExchanges ? blockIdx.x % sharers : block / key_tiles / kv_heads);
+        smem.rank = blockIdx.x % sharers;
+        smem.sequence = Sequence(p, block / key_tiles / kv_heads * sharers + smem.rank);
+        smem.bias_batch = shared_batch(p.bias, smem.sequence);
         smem.init_rings();
         if constexpr (Tile::kExchanges) smem.exchange.init(sharers);
     }

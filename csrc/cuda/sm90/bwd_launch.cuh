@@ -13,6 +13,7 @@ template <typename Tile, BiasKind kBias>
 void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     using Smem = BwdSmem<Tile, kBias>;
     constexpr int kPanel = Tile::RowsTile::kPanelCols;
+    const int sharers = Tile::kExchanges ? static_cast<int>(p.dbias.batch_sharers) : 1;
     BwdMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPanel, 1, Tile::kRows, 1});
     maps.dout = make_map(query_layout(p, p.dout), {kPanel, 1, Tile::kRows, 1});
@@ -24,14 +25,14 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
         if (p.dense_dbias == DenseDbias::kByEntry)
             maps.dbias = make_map(dense_layout(p, p.dbias), {kPairsPanel, Tile::kRows, 1, 1});
         if (Tile::kExchanges)
-            maps.dbias = make_map(dense_layout(p, p.dbias), {kPairsPanel, Tile::kRows / static_cast<int>(p.batch), 1, 1});
+            maps.dbias = make_map(dense_layout(p, p.dbias), {kPairsPanel, Tile::kRows / sharers, 1, 1});
     }
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys) * p.kv_heads * p.batch;
     const auto kernel = bwd_kernel<Tile, kBias>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(Smem));
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {Tile::kExchanges ? static_cast<unsigned>(p.batch) : 1, 1, 1};
+    cluster.val.clusterDim = {static_cast<unsigned>(sharers), 1, 1};
     cudaLaunchConfig_t config{};
     config.gridDim = grid_of(blocks);
     config.blockDim = Tile::kThreads;

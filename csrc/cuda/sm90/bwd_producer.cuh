@@ -30,7 +30,7 @@ public:
         // Tiles that nobody visits have a gradient, too: 0.
         if (kBias == BiasKind::kDense && p_.dense_dbias != DenseDbias::kNone && (p_.is_causal || has_mask(p_)))
             for_each_tile([&](int head, int row_tile, bool is_visited, bool) {
-                const bool is_own = !Tile::kExchanges || row_tile % p_.batch == sequence().batch;
+                const bool is_own = !Tile::kExchanges || row_tile % p_.dbias.batch_sharers == smem_.rank;
                 if (!is_visited && is_own) clear_dbias(head, row_tile);
             });
     }
@@ -60,8 +60,11 @@ private:
                     // The blocks of a cluster visit the same tiles.
                     if constexpr (Tile::kExchanges) {
                         Sequence other = sequence();
-                        for (other.batch = 0; is_empty && tile >= begin && other.batch < p_.batch; ++other.batch)
+                        const int sharers = static_cast<int>(p_.dbias.batch_sharers);  // 2 or 4
+                        for (int i = 1; is_empty && tile >= begin && i < sharers; ++i) {
+                            other.batch = sequence().batch ^ i;
                             is_empty = summary_of(other, tile).empty;
+                        }
                     }
                 });
                 for (int tile = first; tile < end; ++tile)
@@ -136,7 +139,7 @@ private:
                 for (int panel = 0; panel < Tile::PairsTile::kPanels; ++panel)
                     copy_box(smem_address(pairs.data + panel * kRows * 64), &maps_.bias, bias_ring_.full(),
                              first_key() + panel * 64, tensor_row, shared_head(head, p_.heads, p_.bias.heads),
-                             p_.bias.batches > 1 ? s.batch : 0);
+                             smem_.bias_batch);
             }
         }
         query_ring_.wait_empty();

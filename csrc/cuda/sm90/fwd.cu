@@ -1,6 +1,9 @@
 // From params to a plan, and to the instantiation of their head dimension and dtype.
 #include "fwd.h"
 
+#include <algorithm>
+#include <limits>
+
 #include "../common/serves.h"
 #include "kernels.h"  // generated: FLASH_DMATTN_SM90_FWD_KERNELS(X), X(T, head dimension) for what is built
 #include "tensor_map.h"
@@ -8,11 +11,17 @@
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
+constexpr int64_t kBytes = 2;     // of an element
 constexpr int64_t kFewRows = 64;  // of which the tiles of a warp serve better
 
 bool can_load(const FwdParams& p) {
-    const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
-    return can_map(query_layout(p, p.query)) && can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
+    const bool is_dense = p.bias.kind == BiasKind::kDense;
+    if (!can_map(query_layout(p, p.query))) return false;
+    if (p.lists.present()) {  // threads gather the keys, by strides of 32 bits
+        const int64_t longest = std::max(p.key.row_stride, p.value.row_stride);
+        return !is_dense && longest * kBytes <= std::numeric_limits<uint32_t>::max();
+    }
+    return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
            (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
 }
 
@@ -24,13 +33,14 @@ bool can_share_lists(const FwdParams& p) {
 }  // namespace
 
 bool fwd_pays(const FwdParams& p) {
+    if (p.lists.present()) return p.head_dim > 32;
     const bool has_own_bias = p.bias.present() && p.bias.batches == p.batch;
     if (p.head_dim <= 32) return p.seqlen_k >= (has_own_bias ? 512 : 4096);
     return p.seqlen_k >= (p.head_dim <= 64 ? 512 : 128);
 }
 
 bool plan_fwd(const FwdParams& p, FwdPlan& plan) {
-    if (p.lists.present() || p.seqlen_q <= kFewRows || p.seqlen_k == 0 || !can_load(p)) return false;
+    if (p.seqlen_q <= kFewRows || p.seqlen_k == 0 || !can_load(p)) return false;
     if (p.lists.present() && !can_share_lists(p)) return false;
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;

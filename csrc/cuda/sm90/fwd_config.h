@@ -46,7 +46,7 @@ struct FwdTile {
     static constexpr int kBiasStages = kSizes.bias_stages;
     static constexpr int kThreads = (1 + kConsumers) * 128;
     // Of a thread that loads and of one that multiplies: of all groups together what a block is launched with.
-    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDim == 256 ? 216 : 208;
+    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDim == 256 ? 224 : 208;
     static constexpr int kProducerRegisters = 65536 / kThreads / 8 * 8 * (1 + kConsumers) - kConsumers * kConsumerRegisters;
     static_assert(kConsumers == 2 || kConsumers == 3);
     static constexpr bool kGathers = false;

@@ -60,6 +60,7 @@ private:
         Scores scores;
         uint32_t probs[kKeys / 16][4];
         if (await_keys()) {
+            if (Tile::kGathers) fence_async();  // threads have written the keys
             take_turn();
             issue_query_key(scores);
             pass_turn();
@@ -67,9 +68,10 @@ private:
             kept_in_flight(scores);
             to_probs(scores, probs, [] {});
             while (await_keys()) {
+                if (Tile::kGathers) await_values();  // the fence there must not hold up the other groups
                 take_turn();
                 issue_query_key(scores);
-                await_values();
+                if (!Tile::kGathers) await_values();
                 issue_probs_value(probs);
                 pass_turn();
                 wgmma_wait<1>();
@@ -93,13 +95,12 @@ private:
     // Whether there is another tile of keys.
     __device__ __forceinline__ bool await_keys() const {
         key_ring_.wait_full();
-        if (Tile::kGathers) fence_async();  // threads have written the keys
         return info().tile != Smem::KeyInfo::kEnd;
     }
     // The values of keys that no row sees are zeros, whatever they are.
     __device__ __forceinline__ void await_values() const {
         value_ring_.wait_full();
-        if constexpr (Tile::kGathers) return fence_async();
+        if constexpr (Tile::kGathers) return fence_async();  // of the next keys, too
         uint32_t all = ~0u;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) all &= columns_[w];

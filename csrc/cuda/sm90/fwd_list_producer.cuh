@@ -84,7 +84,7 @@ private:
             mbarrier_arrive_here(key_ring_.full());
             mbarrier_arrive_when_copied(key_ring_.full());
             key_ring_.advance();
-                if (tile == 0) {
+            if (tile == 0) {
                 load_query(work);
             } else {
                 value_ring_.wait_empty();

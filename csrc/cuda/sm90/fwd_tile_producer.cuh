@@ -50,7 +50,7 @@ private:
         __device__ __forceinline__ void load(const FwdWork& work, int tile) {
             if (lane_id() != 0) return;
             const int head = shared_head(work.head, p_.heads, p_.bias.heads);
-            const int batch = p_.bias.batches > 1 ? work.s.batch : 0, row = work.s.first_row + work.first_row;
+            const int batch = shared_batch(p_.bias, work.s), row = work.s.first_row + work.first_row;
             for (int key = tile * kKeys; key < (tile + 1) * kKeys; key += Smem::kBiasKeys, place_.advance())
                 for (int group = 0; group < Tile::kConsumers; ++group) {
                     auto& barriers = smem_.bias_rings[group];

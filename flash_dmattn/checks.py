@@ -61,12 +61,11 @@ def check_lists(lists: KeyLists, query: Tensor, key: Tensor, seqlen_q: int, seql
     """What lists were built for; the mask that they were made from is checked as such."""
     heads, kv_heads = query.shape[-2], key.shape[-2]
     batches = query.shape[0] if lists.cu_seqlens_q is None else lists.batches
-    if isinstance(lists.mask, KeyIndices) and (
-        lists.batches not in (batches, 1) or lists.heads not in (heads, kv_heads, 1)
-    ):
+    shares = lists.batches == batches or (lists.batches > 0 and batches % lists.batches == 0)
+    if isinstance(lists.mask, KeyIndices) and not (shares and lists.heads in (heads, kv_heads, 1)):
         raise ValueError(
-            f"attn_mask must hold lists of {batches} or 1 batch elements and {heads}, {kv_heads} or 1 heads, "
-            f"got {lists.batches} and {lists.heads}"
+            f"attn_mask must hold lists of {batches} batch elements, or a number that divides them, and of {heads}, "
+            f"{kv_heads} or 1 heads, got {lists.batches} and {lists.heads}"
         )
     if lists.seqlen_k != seqlen_k or (lists.seqlen_q != seqlen_q and not lists.rows_alike):
         raise ValueError(

@@ -173,8 +173,9 @@ class KeyLists:
         sees, for all of them. Where 64 rows, or a multiple, share their indices, no row pays for another's.
 
         Args:
-            indices: int32 ({B|1}, {H|Hkv|1}, ceil(Sq / tile_rows), k), in any order: places of keys from 0 to Sk - 1,
-                -1 for none. Of variable length int32 (total_q, {H|Hkv|1}, k), with tile_rows of 1, or
+            indices: int32 ({B|B/n|1}, {H|Hkv|1}, ceil(Sq / tile_rows), k), in any order: places of keys from 0 to
+                Sk - 1, -1 for none; beside a mask that differs by batch element, B or 1 of them. Of variable length
+                int32 (total_q, {H|Hkv|1}, k), with tile_rows of 1, or
                 ({B|1}, {H|Hkv|1}, ceil(seqlen_q / tile_rows), k), where what lies beyond the rows of a sequence is
                 not looked at; places count from the first key of the sequence.
             seqlen_q: the number of query rows; of variable length max_seqlen_q.

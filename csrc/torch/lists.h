@@ -19,7 +19,7 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
                                                    const OptionalTensor& cu_seqlens_k, std::optional<int64_t> keys_per_row,
                                                    std::optional<int64_t> limit);
 
-// The same of what an indexer has chosen: places of keys, int32 ({B|1}, {H|Hkv|1}, rows, k), a row of them for each
+// The same of what an indexer has chosen: places of keys, int32 ({B|B/n|1}, {H|Hkv|1}, rows, k), a row of them for each
 // `tile_rows` query rows; of variable length (total_q, {H|Hkv|1}, k) too, where tile_rows is 1. Counted from the sequence's
 // first key, -1 for none. rows is empty where every row of a list sees all of its keys (see MaskTensors); `intervals`, where
 // they are given, must then be given to the attention too, else they have been heeded. Nothing is read back from the

@@ -25,8 +25,9 @@ from . import collectives
 from .layout import zigzag_by_rank, zigzag_chunks, zigzag_joined
 from .shards import Shards
 
-# A portion of keys and values is made this large where one head is smaller: enough for collectives at full speed.
-PORTION_BYTES = 32 << 20
+# A portion of keys and values is made this large where one head is smaller: a call over few heads has so few blocks of
+# keys that the last ones leave much of a GPU idle.
+PORTION_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)

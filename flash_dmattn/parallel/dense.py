@@ -187,9 +187,8 @@ class GatheredAttention(torch.autograd.Function):
             dtype = torch.promote_types(bias.dtype, torch.float32) if dense.bias_is_sharded else bias.dtype
             dbias = torch.zeros(bias.shape, dtype=dtype, device=bias.device)
 
-        def finish(kv: slice, sent: Sequence[collectives.Pending]) -> None:
-            for grad, pending in zip((dkey, dvalue), sent):
-                grad[:, :, kv] = dense.reduced(pending, 1, grad.dtype)
+        def finish(kv: slice, sent: collectives.Pending) -> None:
+            dkey[:, :, kv], dvalue[:, :, kv] = dense.reduced(sent, 1, dkey.dtype).unbind(2)
 
         under_way = None
         for kv, (keys, values) in gathered(dense, key, value, parts):
@@ -211,7 +210,7 @@ class GatheredAttention(torch.autograd.Function):
                 else:
                     dkeys[:, : run.seen].add_(some_dkeys)
                     dvalues[:, : run.seen].add_(some_dvalues)
-            sent = [dense.start_reduce(grad, 1) for grad in (dkeys, dvalues)]
+            sent = dense.start_reduce(torch.stack((dkeys, dvalues), 2), 1)
             if under_way is not None:
                 finish(*under_way)
             under_way = kv, sent
@@ -224,15 +223,23 @@ class GatheredAttention(torch.autograd.Function):
 def gathered(
     dense: Dense, key: Tensor, value: Tensor, parts: Sequence[slice]
 ) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-    """Keys and values of all ranks, portion by portion; the next is on its way while one is worked on."""
+    """Keys and values of all ranks, portion by portion; the next is on its way while one is worked on.
 
-    def start(kv: slice) -> list[collectives.Pending]:
-        return [collectives.start_all_gather(padded(rows[:, :, kv], dense, 1), dense.group) for rows in (key, value)]
+    Both go in one collective, started before the copies that join the portion at hand: so it has its multiprocessors
+    before attention takes all. One that found none would start on one rank behind attention, and keep those that it
+    has on another until then.
+    """
+
+    def start(kv: slice) -> collectives.Pending:
+        rows = torch.stack((key[:, :, kv], value[:, :, kv]), 2)
+        return collectives.start_all_gather(padded(rows, dense, 1), dense.group)
 
     under_way = start(parts[0])
     for i, kv in enumerate(parts):
-        keys, values = (dense.whole(pending.wait(), 1) for pending in under_way)
+        shards = under_way.wait()
         under_way = start(parts[i + 1]) if i + 1 < len(parts) else None
+        keys, values = dense.whole(shards, 1).unbind(2)
+        del shards
         yield kv, (keys, values)
 
 

@@ -1,7 +1,8 @@
 """Attention whose rows see most keys: keys and values are gathered from all ranks, a few heads at a time.
 
-While the kernels go over some heads, the next are on their way; no rank ever holds more than two portions. They are
-gathered once more in the backward, which sends each rank the gradients of its keys, again a portion at a time.
+While the kernels go over some heads, the next are on their way; no rank ever holds more than two portions, but for a
+third while zigzag shards are brought into order. They are gathered once more in the backward, which sends each rank the
+gradients of its keys, again a portion at a time.
 
 A rank's rows are one run of the sequence, or with zigzag shards two. Causality shows each run the keys up to its own
 last: a call of the kernels for each run, over so many keys in the order of the sequence, as causal as one GPU's.

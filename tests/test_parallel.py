@@ -466,8 +466,8 @@ def check_best_keys(device):
             assert keys.shape == is_one.shape == (2, 3, count) and keys.dtype == torch.int64
             is_one &= bias.gather(-1, keys) > -torch.inf
             wanted = KeyIntervalMask.topk(bias, count, 1).to_dense()[:, :, 0]
-            for keys, is_one, wanted in zip(keys.flatten(0, 1), is_one.flatten(0, 1), wanted.flatten(0, 1)):
-                assert torch.equal(keys[is_one], wanted.nonzero().flatten())
+            for head in itertools.product(range(2), range(3)):
+                assert torch.equal(keys[head][is_one[head]], wanted[head].nonzero().flatten())
 
 
 def test_best_keys():

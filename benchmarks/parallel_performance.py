@@ -165,8 +165,9 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        part = torch.empty_like(grad.chunk(dist.get_world_size())[0])
-        dist.reduce_scatter(part, [x.contiguous() for x in grad.chunk(dist.get_world_size())])
+        parts = [x.contiguous() for x in grad.chunk(dist.get_world_size())]
+        part = torch.empty_like(parts[0])
+        dist.reduce_scatter(part, parts)
         return part
 
 

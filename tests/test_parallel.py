@@ -403,6 +403,8 @@ def test_portions(ranks):
     sizes = {"batch": 1, "heads": 8, "kv_heads": 4}
     for problem in (
         {},
+        {"layout": "zigzag"},
+        {"layout": "zigzag", "bias": (1, 4, 1, "S"), "mask": (1, 1, "S", "S")},
         {"bias": (1, 8, "S", "S"), "mask": (1, 4, "S", "S")},
         {"bias": (1, 1, 1, "S"), "mask": (1, 1, 1, "S")},
     ):
@@ -462,6 +464,33 @@ def test_no_more_keys_are_fetched_than_rows_see(ranks):
         assert rank == 0 or fetched > 0
     for rank, (fetched, received, *_) in enumerate(ranks.results(halo, case, True)):
         assert fetched == 20 * rank and received == 4 * fetched
+
+
+def check_best_keys(device):
+    """Of more keys those that the last row sees, in order, and hidden ones only where there are no more."""
+    from flash_dmattn.parallel.halo import best_keys
+
+    generator = torch.Generator().manual_seed(0)
+    for hidden, tied in ((0.0, 0), (0.3, 0), (0.0, 4), (0.97, 4)):
+        bias = torch.randn(2, 3, 700, generator=generator)
+        bias = (bias * tied).round() if tied else bias
+        bias = bias.masked_fill(torch.rand(bias.shape, generator=generator) < hidden, -torch.inf)
+        for count in (0, 1, 64, 100, 699):
+            keys, is_one = (x.cpu() for x in best_keys(bias.to(device), count))
+            assert keys.shape == is_one.shape == (2, 3, count) and keys.dtype == torch.int64
+            is_one &= bias.gather(-1, keys) > -torch.inf
+            wanted = KeyIntervalMask.topk(bias, count, 1).to_dense()[:, :, 0]
+            for head in itertools.product(range(2), range(3)):
+                assert torch.equal(keys[head][is_one[head]], wanted[head].nonzero().flatten())
+
+
+def test_best_keys():
+    check_best_keys("cpu")
+
+
+@pytest.mark.gpu
+def test_best_keys_on_gpus():
+    check_best_keys("cuda")
 
 
 @on_both

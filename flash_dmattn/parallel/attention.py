@@ -488,7 +488,7 @@ def attend_gathered(call: Call, shards: Shards, mask_kind: str | None, bias_kind
         hidden_rows = hides(row_bias)
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
     dense, bias = dense_problem(
-        *(shards, call.layout == "zigzag", call.mask, mask_kind, bias, bias_kind, call.is_causal, query.device),
+        *(shards, call.layout == "zigzag", call.mask, mask_kind, bias, bias_kind, call.is_causal),
         softmax_scale=float(call.softmax_scale),
         softcap=float(call.softcap),
         deterministic=call.deterministic,

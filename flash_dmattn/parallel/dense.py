@@ -1,7 +1,11 @@
 """Attention whose rows see most keys: keys and values are gathered from all ranks, a few heads at a time.
 
-While the kernels go over some heads, the next are on their way; no rank ever holds more than two portions. They are
-gathered once more in the backward, which sends each rank the gradients of its keys, again a portion at a time.
+While the kernels go over some heads, the next are on their way; no rank ever holds more than two portions, but for a
+third while zigzag shards are brought into order. They are gathered once more in the backward, which sends each rank the
+gradients of its keys, again a portion at a time.
+
+A rank's rows are one run of the sequence, or with zigzag shards two. Causality shows each run the keys up to its own
+last: a call of the kernels for each run, over so many keys in the order of the sequence, as causal as one GPU's.
 """
 
 from __future__ import annotations
@@ -19,11 +23,24 @@ from ..backends.compiled import FIXED, mask_tensors
 from ..interface import kernels_for, mask_for
 from ..interval_mask import KeyIntervalMask
 from . import collectives
-from .layout import zigzag_chunks, zigzag_order
+from .layout import zigzag_by_rank, zigzag_chunks, zigzag_joined
 from .shards import Shards
 
-# A portion of keys and values is made this large where one head is smaller: enough for collectives at full speed.
-PORTION_BYTES = 32 << 20
+# A portion of keys and values is made this large where one head is smaller: a call over few heads has so few blocks of
+# keys that the last ones leave much of a GPU idle.
+PORTION_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of this rank that follow each other in the sequence, for one call of the kernels."""
+
+    rows: slice
+    seen: int  # how many keys, from the first, there are to see
+    mask: Tensor | KeyIntervalMask | None  # of these rows and keys
+
+    def of_rows(self, rows: Tensor, dim: int) -> Tensor:
+        return rows.narrow(dim, self.rows.start, self.rows.stop - self.rows.start)
 
 
 @dataclass(frozen=True)
@@ -32,9 +49,8 @@ class Dense:
 
     shards: Shards
     zigzag: bool
-    by_sequence: bool  # whether gathered keys of a zigzag layout are brought into the order of the sequence
-    seen: int  # how many of the gathered keys, from the first, there are to see
-    mask: Tensor | KeyIntervalMask | None  # of this rank's rows and the keys that there are to see
+    in_sequence: bool  # whether gathered keys of a zigzag layout are brought into the order of the sequence
+    runs: tuple[Run, ...]  # those that see more keys first
     bias_is_sharded: bool  # whether the bias is one number a key, as yet of the own keys
     is_causal: bool
     softmax_scale: float
@@ -50,22 +66,25 @@ class Dense:
     def lengths(self) -> tuple[int, ...]:
         return self.shards.lengths
 
-    def order(self, device: torch.device) -> Tensor:
-        return zigzag_order(sum(self.lengths), self.group, device)
+    @property
+    def seen(self) -> int:
+        """How many of the gathered keys, from the first, there are to see."""
+        return self.runs[0].seen
 
     def whole(self, gathered: Tensor, dim: int) -> Tensor:
         """Of shards (R, ..) the keys that there are to see."""
-        keys = collectives.joined(gathered, self.lengths, dim)
-        if self.by_sequence:
-            keys = keys.index_select(dim, self.order(keys.device))
-        return keys.narrow(dim, 0, self.seen)
+        if self.in_sequence:
+            return zigzag_joined(gathered, dim, self.seen)
+        return collectives.joined(gathered, self.lengths, dim).narrow(dim, 0, self.seen)
 
     def start_reduce(self, grad: Tensor, dim: int) -> collectives.Pending:
         """Sends each rank its part of what `whole` gave a gradient for."""
-        if self.by_sequence:
-            grad = torch.empty_like(grad).index_copy_(dim, self.order(grad.device), grad)
-        starts = [min(start, self.seen) for start in self.shards.starts]
-        to_send = [behind - first for first, behind in zip(starts, starts[1:])]
+        if self.in_sequence:
+            grad = zigzag_by_rank(grad, dim, self.shards.own, self.shards.size)
+            to_send = self.lengths
+        else:
+            starts = [min(start, self.seen) for start in self.shards.starts]
+            to_send = [behind - first for first, behind in zip(starts, starts[1:])]
         # A rank whose rows end before this rank's keys sends nothing.
         sends = [
             self.shards.own if q >= self.shards.rank or not self.sees_prefix else 0 for q in range(self.shards.size)
@@ -101,14 +120,18 @@ def of_heads(pairs: Tensor, kv: slice, kv_heads: int, dim: int = 1) -> Tensor:
     return pairs.narrow(dim, kv.start * group, (kv.stop - kv.start) * group)
 
 
-def same_for_heads(mask: Tensor | KeyIntervalMask | None) -> bool:
-    return mask is None or mask.shape[1] == 1
-
-
 def mask_of_heads(mask: Tensor | KeyIntervalMask | None, kv: slice, kv_heads: int) -> Tensor | KeyIntervalMask | None:
     if isinstance(mask, KeyIntervalMask):
         return mask._of_same_kind(of_heads(mask.intervals, kv, kv_heads, dim=2))
     return None if mask is None else of_heads(mask, kv, kv_heads)
+
+
+def bias_of(bias: Tensor | None, dense: Dense, run: Run, kv: slice, kv_heads: int) -> Tensor | None:
+    """Of a bias, or its gradient, what a call takes or gives."""
+    if bias is None:
+        return None
+    bias = of_heads(bias, kv, kv_heads)[..., : run.seen]
+    return bias if dense.bias_is_sharded else run.of_rows(bias, 2)
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -117,31 +140,34 @@ class GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dense: Dense, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None):
         backend = kernels_for(query)
+        batch, own, heads, _ = query.shape
         kv_heads = key.shape[2]
         if dense.bias_is_sharded:
             bias = dense.whole(collectives.all_gather(padded(bias, dense, 3), dense.group), 3)
         # The gradient of a bias of pairs that all heads share is summed by the kernels, in one call.
         one_call = bias is not None and not dense.bias_is_sharded and bias.shape[1] == 1
         parts = portions(key, sum(dense.lengths), one_call)
-        tensors, results = [], []
+        same_for_heads = all(run.mask is None or run.mask.shape[1] == 1 for run in dense.runs)
+        masks = []  # of each portion's runs; where heads share them, of the first portion's
+        out = query.new_empty(query.shape)
+        lse = query.new_empty(batch, heads, own, dtype=torch.promote_types(query.dtype, torch.float32))
         for kv, (keys, values) in gathered(dense, key, value, parts):
-            rows = of_heads(query, kv, kv_heads, dim=2)
-            some_bias = None if bias is None else of_heads(bias, kv, kv_heads)
-            if not tensors or not same_for_heads(dense.mask):
-                mask = mask_of_heads(dense.mask, kv, kv_heads)
-                sizes = (rows.shape[1], keys.shape[1], dense.is_causal)
-                mask = mask_for(backend, mask, dense.sparse, (), *sizes)
-                tensors.append(mask_tensors(mask, rows, keys, dense.is_causal, None))
-            masks = tensors[-1]
-            results.append(
-                ops.attention_forward(
-                    *(rows, keys, values, some_bias, *masks, *FIXED, None),
-                    *(dense.softmax_scale, dense.softcap, dense.is_causal, dense.deterministic),
+            for i, run in enumerate(dense.runs):
+                rows = run.of_rows(of_heads(query, kv, kv_heads, dim=2), 1)
+                some_keys, some_values = keys[:, : run.seen], values[:, : run.seen]
+                if kv is parts[0] or not same_for_heads:
+                    mask = mask_of_heads(run.mask, kv, kv_heads)
+                    mask = mask_for(backend, mask, dense.sparse, (), rows.shape[1], run.seen, dense.is_causal)
+                    masks.append(mask_tensors(mask, rows, some_keys, dense.is_causal, None))
+                some_out, some_lse = ops.attention_forward(
+                    *(rows, some_keys, some_values, bias_of(bias, dense, run, kv, kv_heads)),
+                    *masks[i if same_for_heads else -1],
+                    *(*FIXED, None, dense.softmax_scale, dense.softcap, dense.is_causal, dense.deterministic),
                 )
-            )
-        out, lse = (x[0] if len(x) == 1 else torch.cat(x, dim) for x, dim in zip(zip(*results), (2, 1)))
+                run.of_rows(of_heads(out, kv, kv_heads, dim=2), 1).copy_(some_out)
+                run.of_rows(of_heads(lse, kv, kv_heads), 2).copy_(some_lse)
         ctx.dense, ctx.parts = dense, parts
-        ctx.save_for_backward(query, key, value, bias, out, lse, *(x for masks in tensors for x in masks))
+        ctx.save_for_backward(query, key, value, bias, out, lse, *(x for mask in masks for x in mask))
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -152,33 +178,40 @@ class GatheredAttention(torch.autograd.Function):
         query, key, value, bias, out, lse, *tensors = ctx.saved_tensors
         of_one = len(ops.MaskTensors._fields)
         masks = [tensors[i : i + of_one] for i in range(0, len(tensors), of_one)]
-        masks = iter(masks if len(masks) == len(parts) else masks * len(parts))
+        masks = iter(masks * (len(parts) * len(dense.runs) // len(masks)))
         kv_heads, needs_dbias = key.shape[2], bias is not None and ctx.needs_input_grad[4]
         dout = torch.zeros_like(out) if dout is None else dout
         dquery, dkey, dvalue = (torch.empty_like(x) for x in (query, key, value))
         dbias = None
         if needs_dbias:
-            # Of one number a key the portions' parts are summed, of one a pair there is one portion to a head.
+            # Of one number a key the calls' parts are summed; of one a pair each call has its own.
             dtype = torch.promote_types(bias.dtype, torch.float32) if dense.bias_is_sharded else bias.dtype
             dbias = torch.zeros(bias.shape, dtype=dtype, device=bias.device)
 
-        def finish(kv: slice, sent: Sequence[collectives.Pending]) -> None:
-            for grad, pending in zip((dkey, dvalue), sent):
-                grad[:, :, kv] = dense.reduced(pending, 1, grad.dtype)
+        def finish(kv: slice, sent: collectives.Pending) -> None:
+            dkey[:, :, kv], dvalue[:, :, kv] = dense.reduced(sent, 1, dkey.dtype).unbind(2)
 
         under_way = None
         for kv, (keys, values) in gathered(dense, key, value, parts):
-            rows, some_out, some_dout = (of_heads(x, kv, kv_heads, dim=2) for x in (query, out, dout))
-            some_lse, some_dlse = (None if x is None else of_heads(x, kv, kv_heads) for x in (lse, dlse))
-            some_bias = None if bias is None else of_heads(bias, kv, kv_heads)
-            drows, dkeys, dvalues, some_dbias = ops.attention_backward(
-                *(some_dout, some_dlse, rows, keys, values, some_bias, some_out, some_lse, *next(masks), *FIXED),
-                *(dense.softmax_scale, dense.softcap, dense.is_causal, dense.deterministic, needs_dbias),
-            )
-            of_heads(dquery, kv, kv_heads, dim=2).copy_(drows)
-            if needs_dbias:
-                of_heads(dbias, kv, kv_heads).add_(some_dbias)
-            sent = [dense.start_reduce(grad, 1) for grad in (dkeys, dvalues)]
+            dkeys = dvalues = None
+            for run in dense.runs:
+                of_rows = (run.of_rows(of_heads(x, kv, kv_heads, dim=2), 1) for x in (dout, query, out, dquery))
+                of_lse = (None if x is None else run.of_rows(of_heads(x, kv, kv_heads), 2) for x in (dlse, lse))
+                (some_dout, rows, some_out, some_dquery), (some_dlse, some_lse) = of_rows, of_lse
+                drows, some_dkeys, some_dvalues, some_dbias = ops.attention_backward(
+                    *(some_dout, some_dlse, rows, keys[:, : run.seen], values[:, : run.seen]),
+                    *(bias_of(bias, dense, run, kv, kv_heads), some_out, some_lse, *next(masks), *FIXED),
+                    *(dense.softmax_scale, dense.softcap, dense.is_causal, dense.deterministic, needs_dbias),
+                )
+                some_dquery.copy_(drows)
+                if needs_dbias:
+                    bias_of(dbias, dense, run, kv, kv_heads).add_(some_dbias)
+                if dkeys is None:  # of all keys
+                    dkeys, dvalues = some_dkeys, some_dvalues
+                else:
+                    dkeys[:, : run.seen].add_(some_dkeys)
+                    dvalues[:, : run.seen].add_(some_dvalues)
+            sent = dense.start_reduce(torch.stack((dkeys, dvalues), 2), 1)
             if under_way is not None:
                 finish(*under_way)
             under_way = kv, sent
@@ -191,15 +224,23 @@ class GatheredAttention(torch.autograd.Function):
 def gathered(
     dense: Dense, key: Tensor, value: Tensor, parts: Sequence[slice]
 ) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-    """Keys and values of all ranks, portion by portion; the next is on its way while one is worked on."""
+    """Keys and values of all ranks, portion by portion; the next is on its way while one is worked on.
 
-    def start(kv: slice) -> list[collectives.Pending]:
-        return [collectives.start_all_gather(padded(rows[:, :, kv], dense, 1), dense.group) for rows in (key, value)]
+    Both go in one collective, started before the copies that join the portion at hand: so it has its multiprocessors
+    before attention takes all. One that found none would start on one rank behind attention, and keep those that it
+    has on another until then.
+    """
+
+    def start(kv: slice) -> collectives.Pending:
+        rows = torch.stack((key[:, :, kv], value[:, :, kv]), 2)
+        return collectives.start_all_gather(padded(rows, dense, 1), dense.group)
 
     under_way = start(parts[0])
     for i, kv in enumerate(parts):
-        keys, values = (dense.whole(pending.wait(), 1) for pending in under_way)
+        shards = under_way.wait()
         under_way = start(parts[i + 1]) if i + 1 < len(parts) else None
+        keys, values = dense.whole(shards, 1).unbind(2)
+        del shards
         yield kv, (keys, values)
 
 
@@ -208,7 +249,7 @@ def padded(shard: Tensor, dense: Dense, dim: int) -> Tensor:
     return collectives.padded(shard, max(dense.lengths), dim)
 
 
-# Masks, of the rows that this rank has and the keys that there are to see
+# The problem of a call
 
 
 def dense_problem(
@@ -219,52 +260,33 @@ def dense_problem(
     bias: Tensor | None,
     bias_kind: str | None,
     is_causal: bool,
-    device: torch.device,
     **options,
 ) -> tuple[Dense, Tensor | None]:
     """What `GatheredAttention` takes: the problem, and the bias without the columns that nobody sees."""
-    seqlen = sum(shards.lengths)
-    by_sequence = zigzag and "pair" in (mask_kind, bias_kind)
-    seen = shards.first + shards.own if is_causal and not zigzag else seqlen
-    dense = Dense(
-        *(shards, zigzag, by_sequence, seen, None, bias_kind == "key", is_causal),
-        **options,
-    )
+    own, seqlen = shards.own, sum(shards.lengths)
+    if zigzag and is_causal:
+        chunk = own // 2
+        front, back = zigzag_chunks(shards.rank, shards.size)
+        runs = Run(slice(chunk, own), (back + 1) * chunk, None), Run(slice(0, chunk), (front + 1) * chunk, None)
+    else:
+        runs = (Run(slice(0, own), shards.first + own if is_causal else seqlen, None),)
+    in_sequence = zigzag and (is_causal or "pair" in (mask_kind, bias_kind))
+    dense = Dense(shards, zigzag, in_sequence, runs, bias_kind == "key", is_causal, **options)
     if mask_kind == "key":
-        own = mask.to(torch.uint8)  # NCCL has no bool
-        mask = dense.whole(collectives.all_gather(padded(own, dense, 3), dense.group), 3).bool()
-    elif mask_kind == "pair":
-        mask = mask[..., :seen]
+        flags = mask.to(torch.uint8)  # NCCL has no bool
+        mask = dense.whole(collectives.all_gather(padded(flags, dense, 3), dense.group), 3).bool()
     elif mask_kind == "intervals":
         whole = dense.whole(collectives.all_gather(padded(mask.intervals, dense, 3), dense.group), 3)
-        intervals = (whole - shards.first).clamp_(0, shards.own)
-        mask = KeyIntervalMask._of(intervals, mask.keys_per_row, mask.scattered, shards.own)
-    if is_causal and zigzag:
-        mask, is_causal = zigzag_causal(dense, mask, mask_kind, device), False
-    bias = bias[..., :seen] if bias_kind == "pair" else bias
-    return replace(dense, mask=mask, is_causal=is_causal), bias
+        intervals = (whole - shards.first).clamp_(0, own)
+        mask = KeyIntervalMask._of(intervals, mask.keys_per_row, mask.scattered, own)
+    runs = tuple(replace(run, mask=mask_of_run(mask, mask_kind, run, own)) for run in runs)
+    return replace(dense, runs=runs), bias[..., : dense.seen] if bias_kind == "pair" else bias
 
 
-def zigzag_causal(
-    dense: Dense, mask: Tensor | None, mask_kind: str | None, device: torch.device
-) -> Tensor | KeyIntervalMask:
-    """Causality among zigzag shards, together with a bool mask: whatever the order of the keys, the rows that come at
-    or after a key are the last ones of each chunk, and those of both chunks follow each other but where the key is in
-    or before the first: an interval of the rows that this rank has."""
-    size, rank, own = dense.shards.size, dense.shards.rank, dense.shards.own
-    chunk = own // 2
-    place = torch.arange(dense.seen, dtype=torch.int32, device=device)
-    if not dense.by_sequence:  # the keys lie by rank
-        of_rank, offset = place // own, place % own
-        number = torch.where(offset < chunk, of_rank, 2 * size - 1 - of_rank)
-        place = number * chunk + offset % chunk
-    front, back = (number * chunk for number in zigzag_chunks(rank, size))
-    start = (place - front).clamp(0, chunk) + (place - back).clamp(0, chunk)
-    end = torch.full_like(start, own)
-    if mask_kind in ("pair", "row"):
-        return mask & (start <= torch.arange(own, device=device)[:, None])
-    start, end = start[None, None], end[None, None]
-    if mask_kind == "key":
-        end = end.where(mask[:, :, 0], 0)
-        start = start.expand_as(end)
-    return KeyIntervalMask(start, end, rows=own)
+def mask_of_run(
+    mask: Tensor | KeyIntervalMask | None, mask_kind: str | None, run: Run, own: int
+) -> Tensor | KeyIntervalMask | None:
+    if not isinstance(mask, Tensor):  # intervals are of contiguous shards, which are one run
+        return mask
+    mask = run.of_rows(mask, 2) if mask.shape[2] == own else mask
+    return mask if mask_kind == "row" else mask[..., : run.seen]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import ops, prefix_topk
 from ..interval_mask import KeyIntervalMask, sequence_of_keys
 from . import collectives
 from .shards import Shards, constants
@@ -91,32 +92,39 @@ def plan_exact(shards: Shards, wanted_by: Tensor, receive_counts: Tensor, keys: 
     )
 
 
-def plan_fixed(shards: Shards, wanted_by: Tensor, most: int, keys: Tensor) -> Plan:
+def plan_fixed(shards: Shards, wanted_by: Tensor | None, most: int, keys: Tensor) -> Plan:
     """Room for as many keys of each earlier rank as could be needed, at most `most` a head: nothing waits, and the
-    shapes go by the arguments' shapes alone. Arguments as of `plan_exact`."""
-    size, batches, heads, listed = wanted_by.shape
-    rank = shards.rank
+    shapes go by the arguments' shapes alone. Arguments as of `plan_exact`; wanted_by None: each later rank needs all
+    of `keys`, as far as they are there."""
+    batches, heads, listed = keys.shape if wanted_by is None else wanted_by.shape[1:]
+    rank, device = shards.rank, keys.device
+    rooms = rooms_of_earlier(shards, most)
     room_there = min(most, shards.own)
-    rooms = tuple(min(most, length) if q < rank else 0 for q, length in enumerate(shards.lengths))
-    later = size - 1 - rank
-    to_send = tuple(batches * heads * room_there if q > rank else 0 for q in range(size))
+    later = shards.size - 1 - rank
+    to_send = tuple(batches * heads * room_there if q > rank else 0 for q in range(shards.size))
     to_receive = tuple(batches * heads * room for room in rooms)
 
-    # Room that is left over takes other keys, which nobody will see.
-    wanted = wanted_by[rank + 1 :]
-    place = wanted.cumsum(dim=-1).sub_(1).masked_fill_(~wanted, room_there)
-    places = torch.arange(listed, device=wanted.device).expand_as(place)
-    spare = torch.arange(room_there + 1, device=wanted.device).expand(later, batches, heads, -1)
-    number = spare.clone().scatter_(-1, place, places)[..., :room_there].flatten()
-    row = torch.arange(len(number), device=number.device)
+    number = torch.arange(room_there, device=device).expand(later, batches, heads, -1)
+    if wanted_by is not None:  # room that is left over takes other keys, which nobody will see
+        wanted = wanted_by[rank + 1 :]
+        place = wanted.cumsum(dim=-1).sub_(1).masked_fill_(~wanted, room_there)
+        places = torch.arange(listed, device=device).expand_as(place)
+        number = torch.nn.functional.pad(number, (0, 1)).scatter_(-1, place, places)[..., :room_there]
+    number = number.flatten()
+    row = torch.arange(len(number), device=device)
     send = (row // (heads * room_there) % batches, number, row // room_there % heads) if len(row) else (row,) * 3
 
-    counts = constants(rooms, wanted.device)[:, None, None].expand(size, batches, heads)
+    counts = constants(rooms, device)[:, None, None].expand(shards.size, batches, heads)
     slots = ranks_in_order(counts)
     return Plan(
         *(shards.group, batches, heads, shards.own, to_send, to_receive, listed_keys(send, keys)),
         *(received_places(counts, slots, sum(to_receive)), sum(rooms), slots),
     )
+
+
+def rooms_of_earlier(shards: Shards, most: int) -> tuple[int, ...]:
+    """How many keys there can be of each rank before this one, at most `most` of each."""
+    return tuple(min(most, length) if q < shards.rank else 0 for q, length in enumerate(shards.lengths))
 
 
 def listed_keys(send: tuple[Tensor, Tensor, Tensor], keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,7 +244,8 @@ def plan_of_selection(
     Of the keys of an earlier rank, rows can see none but its `window_size` best: the candidates, whose biases are
     gathered. Each rank selects among those of earlier ranks and its own keys, for its own rows. It needs the candidates
     that its first row sees. Those are the best, but for hidden ones, so the worst of them says which they are: the
-    ranks exchange these, and then each owner knows who needs its keys.
+    ranks exchange these, and then each owner knows who needs its keys. With fixed shapes there is room for all
+    candidates, so all are sent, and nobody asks; unless query heads that share a key each have their own.
     """
     bias = bias.detach()[:, :, 0]
     heads = min(bias.shape[1], key_heads)
@@ -247,6 +256,10 @@ def plan_of_selection(
     before = collectives.all_gather(value, shards.group)[:rank].movedim(0, 2)
     if cu_seqlens is not None:
         before = before.masked_fill(~same_sequence(shards, cu_seqlens)[rank, :rank, None], -torch.inf)
+    if fixed_shapes and heads_for_one == 1:
+        there = [before[:, :, q, :room] for q, room in enumerate(rooms_of_earlier(shards, most)[:rank])]
+        intervals = select_rows(shards, torch.cat([*there, bias], dim=-1), window_size, cu_seqlens)
+        return plan_fixed(shards, None, most, key), local_mask(shards, intervals, window_size, scattered=True)
     before = before.flatten(2)
     intervals = select_rows(shards, torch.cat([before, bias], dim=-1), window_size, cu_seqlens)
 
@@ -272,21 +285,30 @@ def plan_of_selection(
 def candidates(shards: Shards, bias: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """The own keys that later ranks can see: the `count` best of them, with cu_seqlens of the sequence of the last row,
     in order. (batches, heads, n): their biases, -inf where there are fewer, and int64, which keys they are."""
-    own, longest = shards.own, max(shards.lengths)
-    place = torch.arange(own, device=bias.device)
+    own, most = shards.own, min(count, max(shards.lengths))
     if cu_seqlens is not None and own:
         last = constants((shards.first + own - 1,), bias.device)
-        bias = bias.masked_fill(place + shards.first < first_of_sequence(cu_seqlens, last), -torch.inf)
-    if count >= longest or not own:
-        keys = torch.arange(min(count, longest), device=bias.device).clamp_(max=max(own - 1, 0))
-        missing = min(count, longest) - own
-        return torch.nn.functional.pad(bias, (0, missing), value=-torch.inf), keys.expand(*bias.shape[:2], -1)
-    best = KeyIntervalMask.topk(bias, count, 1).end > 0
-    slot = best.cumsum(dim=-1).sub_(1).masked_fill_(~best, count)
-    keys = torch.arange(count + 1, device=bias.device).remainder_(own).expand(*bias.shape[:2], -1)
-    keys = keys.clone().scatter_(-1, slot, place.expand_as(slot))[..., :count]
-    is_one = torch.arange(count, device=bias.device) < best.sum(dim=-1, keepdim=True)
-    return bias.gather(-1, keys).masked_fill(~is_one, -torch.inf), keys
+        place = torch.arange(shards.first, shards.first + own, device=bias.device)
+        bias = bias.masked_fill(place < first_of_sequence(cu_seqlens, last), -torch.inf)
+    if most >= own:
+        keys = torch.arange(most, device=bias.device).clamp_(max=max(own - 1, 0))
+        return torch.nn.functional.pad(bias, (0, most - own), value=-torch.inf), keys.expand(*bias.shape[:2], -1)
+    keys, is_one = best_keys(bias, most)
+    return bias.gather(-1, keys).masked_fill_(~is_one, -torch.inf), keys
+
+
+def best_keys(bias: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """int64 (batches, heads, count), rising: the best of more keys; and bool, which of them are any: hidden ones may be
+    left out."""
+    batches, heads, _ = bias.shape
+    if not prefix_topk.has_kernels(bias):
+        keys = prefix_topk.best_places(bias.flatten(0, 1), count).view(batches, heads, count)
+        return keys, torch.ones_like(keys, dtype=torch.bool)
+    keys, spans, _ = ops.topk_lists(bias, count, 1, None)
+    begin, end = spans
+    is_one = torch.arange(count, device=bias.device) < end - begin
+    keys = keys.view(batches, heads, -1)[..., :count] if count else keys.view(batches, heads, 0)
+    return keys.long().masked_fill_(~is_one, 0), is_one
 
 
 def select_rows(shards: Shards, bias: Tensor, window_size: int, cu_seqlens: Tensor | None) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..arguments import require_count, require_tensor, shape_of
@@ -137,15 +136,23 @@ def unshard(part: Tensor, dim: int = 1, *, group: Group = None, layout: str = "c
         return collectives.gather_along(part, lengths, dim, group)
     if len(set(lengths)) > 1:
         raise ValueError(f"layout='zigzag' needs parts of the same length, got {lengths}")
-    by_rank = collectives.gather_along(part, lengths, dim, group)
-    return by_rank.index_select(dim, zigzag_order(sum(lengths), group, part.device))
+    zigzag_chunk_length(sum(lengths), group.size())
+    return zigzag_joined(collectives.all_gather(part, group), dim, sum(lengths))
 
 
-def zigzag_order(seqlen: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """int64 (S): where each row of the sequence stands when the ranks' shards lie one after the other."""
-    size = group.size()
-    chunk = zigzag_chunk_length(seqlen, size)
-    place = torch.arange(seqlen, device=device)
-    number, offset = place // chunk, place % chunk
-    in_front = number < size
-    return torch.where(in_front, 2 * number, 2 * (2 * size - 1 - number) + 1) * chunk + offset
+def zigzag_joined(shards: Tensor, dim: int, length: int) -> Tensor:
+    """Of zigzag shards (R, ..) the first `length`, whole chunks, of the sequence, in the shard's dimension `dim`."""
+    front, back = shards.chunk(2, dim + 1)
+    chunk = front.shape[dim + 1]
+    chunks = [*front, *reversed(back.unbind())]
+    return torch.cat(chunks[: length // chunk] if chunk else chunks, dim)
+
+
+def zigzag_by_rank(rows: Tensor, dim: int, own: int, size: int) -> Tensor:
+    """Of `size` ranks with `own` rows each, one shard after the other: the inverse of `zigzag_joined`, with zeros for
+    the chunks that it left out."""
+    chunk = own // 2
+    chunks = rows.split(chunk, dim) if chunk else (rows,) * (2 * size)
+    zeros = rows.new_zeros(*rows.shape[:dim], chunk, *rows.shape[dim + 1 :]) if len(chunks) < 2 * size else None
+    numbers = [number for rank in range(size) for number in zigzag_chunks(rank, size)]
+    return torch.cat([chunks[number] if number < len(chunks) else zeros for number in numbers], dim)

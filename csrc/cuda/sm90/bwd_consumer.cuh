@@ -292,7 +292,7 @@ private:
             if (Tile::kExchanges || p_.dense_dbias != DenseDbias::kByEntry || !leads_group()) return;
             store_box(&maps_.dbias, smem_address(smem_.pairs[bias_ring_.stage()].data + group_ * kRows * 64),
                       work_.key_tile * kKeys + group_ * 64, row_tile * kRows, head_of_visit_,
-                      smem_.bias_batch);
+                      p_.dbias.batches > 1 ? smem_.bias_batch : 0);
             store_box_commit();
         }
     }
@@ -303,7 +303,8 @@ private:
         barrier_sync(2 + group_, 128);
         if (!leads_group()) return;
         store_box(&maps_.dbias, exchange_.sums(), work_.key_tile * kKeys + group_ * 64,
-                  row_tile * kRows + exchange_.first_row(), head_of_visit_, smem_.bias_batch);
+                  row_tile * kRows + exchange_.first_row(), head_of_visit_,
+                  p_.dbias.batches > 1 ? smem_.bias_batch : 0);
         store_box_commit();
     }
     __device__ __forceinline__ void end_pairs() {

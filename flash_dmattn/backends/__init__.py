@@ -7,9 +7,9 @@
 
 The compiled ones also take varlen and cache_seqlens, and as mask the lists of `selection.select`. Inputs have been
 checked (checks.py): query (B, Sq, H, D), key and value (B, Sk, Hkv, D) with a contiguous D, a multiple of 8; mask None,
-bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), a KeyIntervalMask (the kernels then go by tiles) or KeyLists (they gather the
-listed keys); bias None or floating in a bool mask's shapes, never constant along the keys. It returns out (B, Sq, H, D)
-and lse (B, H, Sq), both differentiable. What it cannot do it refuses with an error: no backend falls back to another.
+bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), a KeyIntervalMask (the kernels then go by tiles) or KeyLists (they gather
+the listed keys); bias None or floating in a bool mask's shapes, never constant along the keys. It returns out
+(B, Sq, H, D) and lse (B, H, Sq), both differentiable. What it cannot do it refuses with an error: no backend falls back to another.
 """
 
 from __future__ import annotations

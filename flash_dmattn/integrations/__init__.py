@@ -1,1 +1,1 @@
-"""flash_dmattn inside other libraries. A module imports the library that it is named after; `triangle` needs none."""
+"""flash_dmattn inside other libraries. Each module but `triangle` imports the library that it is named after."""

@@ -38,7 +38,8 @@ struct BwdSmem {
     RowTilePlace places[Tile::kThreads / 32];
     float column_sums[Tile::kKeys];
     Sequence sequence;
-    int bias_batch;  // that the sequence goes by
+    int bias_batch;  // that the sequence goes by; of variable length its own
+    int rank;        // of the sequence among those that share a bias
     int ticket;
 };
 

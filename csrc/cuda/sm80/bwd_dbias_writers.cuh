@@ -148,7 +148,7 @@ public:
                                               int first_n) const {
         if (is(DenseDbias::kAtomic)) add(visit, ds, first_n);
         if constexpr (kMayExchange)
-            if (is(DenseDbias::kExchanged)) exchange_.send(ds, first_n, rank(), visit.stage);
+            if (is(DenseDbias::kExchanged)) exchange_.send(ds, first_n, block_.smem.rank, visit.stage);
     }
     __device__ __forceinline__ void end_tile(const RowTileVisit& visit) const {
         if (is(DenseDbias::kByEntry) && block_.p.softcap == 0) store(visit);
@@ -172,11 +172,6 @@ private:
     }
     __device__ __forceinline__ bool is(DenseDbias what) const { return is(block_.p, what); }
 
-    // Of the block, in its cluster of 2 or 4.
-    __device__ __forceinline__ int rank() const {
-        return block_.sequence().batch & (static_cast<int>(block_.p.dbias.batch_sharers) - 1);
-    }
-
     // It follows the rest of the block's shared memory.
     static __device__ const DxExchangeSmem<Tile>& exchange_smem(const SharedMemory& memory) {
         return *reinterpret_cast<const DxExchangeSmem<Tile>*>(memory.start() + sizeof(typename Block::Smem));
@@ -186,7 +181,7 @@ private:
     __device__ __forceinline__ T* rows_of(int head, int row_tile) const {
         const BwdArgs& p = block_.p;
         const Sequence& s = block_.sequence();
-        return static_cast<T*>(p.dbias.data) + block_.smem.bias_batch * p.dbias.batch_stride +
+        return static_cast<T*>(p.dbias.data) + (p.dbias.batches > 1 ? block_.smem.bias_batch * p.dbias.batch_stride : 0) +
                head * p.dbias.head_stride +
                static_cast<uint32_t>(s.first_row + row_tile * Tile::kRows) * p.dbias.row_stride + block_.first_key;
     }
@@ -205,7 +200,7 @@ private:
                     more = visited.next();
                     continue;
                 }
-                if (sharers > 1 && tile % sharers != rank()) continue;
+                if (sharers > 1 && tile % sharers != block_.smem.rank) continue;
                 T* to = rows_of(head, tile);
                 for (int i = kept(threadIdx.x); i < Tile::kRows * Tile::kKeys; i += Tile::kThreads) {
                     const int row = i / Tile::kKeys, key = i % Tile::kKeys;
@@ -221,9 +216,9 @@ private:
     __device__ __forceinline__ void add(const RowTileVisit& visit, const float (&dx)[Tile::kScoreM][kPassN][4],
                                         int first_n) const {
         const BwdArgs& p = block_.p;
-        const int batch = p.cu_seqlens_q != nullptr ? block_.sequence().batch : block_.smem.bias_batch;
         const int heads = static_cast<int>(p.dbias.heads);
         const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), Tile::kRows);
+        const int batch = p.dbias.batches > 1 || p.cu_seqlens_q != nullptr ? block_.smem.bias_batch : 0;
         const int tile_row = (batch * heads + shared_head(visit.head, p.heads, heads)) * row_tiles + visit.row_tile;
         const int key_tiles = ceil_div(static_cast<int>(p.seqlen_k), Tile::kKeys);
         const int64_t tile = static_cast<int64_t>(tile_row) * key_tiles + block_.key_tile;
@@ -243,7 +238,7 @@ private:
     __device__ __forceinline__ void store_exchanged(const RowTileVisit& visit) const {
         const PairView& view = block_.p.dbias;
         T* tile = rows_of(visit.head, visit.row_tile);
-        const int first_block = exchange_.first_block(rank()), lane = kept(lane_id());
+        const int first_block = exchange_.first_block(block_.smem.rank), lane = kept(lane_id());
         const int row = block_.score_row + first_block / Tile::kScoreN * 16 + fragment_row(lane);
         const int key = block_.score_key + first_block % Tile::kScoreN * 8;
         const int rows = block_.rows_from(visit.row_tile), keys = block_.keys();

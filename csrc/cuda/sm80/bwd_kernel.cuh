@@ -293,7 +293,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     }
     if (threadIdx.x == 0) {
         smem.sequence = Sequence(p, batch);
-        smem.bias_batch = shared_batch(p.bias, smem.sequence);
+        smem.bias_batch = p.cu_seqlens_q != nullptr ? batch : shared_batch(p.bias, smem.sequence);
+        smem.rank = batch % static_cast<int>(p.dbias.batch_sharers);
     }
     __syncthreads();
     if (key_tile * Tile::kKeys >= smem.sequence.keys) return;

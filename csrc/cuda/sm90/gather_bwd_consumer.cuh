@@ -1,0 +1,298 @@
+// A warp group that multiplies, of the backward over key lists: what 64 keys of each tile get of dK, dV and the gradient of
+// their bias, and dQ of 64 rows.
+//
+// Who waits for whom: both groups, at barrier 1, until dS of the tile is whole, since each makes its rows of dQ from all of
+// it; and, before a group writes dS of the next tile, at barrier 2 + group, for the other to have read its own.
+#pragma once
+
+#include "../common/reduce_add.cuh"
+#include "../common/scores.cuh"
+#include "gather_bwd_block.cuh"
+#include "rows_out.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Tile, BiasKind kBias>
+class GatherBwdConsumer {
+public:
+    using T = typename Tile::T;
+    using Smem = GatherBwdSmem<Tile>;
+
+    __device__ GatherBwdConsumer(const BwdArgs& p, Smem& smem)
+        : p_(p), smem_(smem), group_(static_cast<int>(threadIdx.x) / 128 - 1), warp_key_((warp_id() - 4) * 16),
+          key_ring_(smem.key_ring), value_ring_(smem.value_ring) {
+        const GatherBwdWork& work = smem.work();
+        const int kv_head = shared_head(work.head, p.heads, p.kv_heads);
+        const int64_t first_key = p.cu_seqlens_k == nullptr ? work.s.batch * p.seqlen_k : work.s.first_key;
+        dkey_ = p.dkv_accum + (first_key * p.kv_heads + kv_head) * kHeadDim + lane_id() % 2 * 8 + lane_id() % 4 / 2 * 4;
+    }
+
+    __device__ __forceinline__ void run() {
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) dquery_[0][n][i] = 0;
+        mbarrier_wait(smem_address(&smem_.rows_full), 0);
+        clear_empty_rows();
+        const int tiles = smem_.tiles;
+        float* const dvalue = dkey_ + p_.dkv_rows * p_.kv_heads * kHeadDim;
+        for (int tile = 0; tile < tiles; ++tile) {
+            key_ring_.wait_full();
+            fence_async();  // threads have written the keys
+            Pairs scores[2], dprobs;
+            clear(scores[0]);
+            issue_scores(scores[0], smem_.key[key_ring_.stage()], smem_.query, 0);
+            value_ring_.wait_full();
+            fence_async();
+            clear(dprobs);
+            issue_scores(dprobs, smem_.value[value_ring_.stage()], smem_.dout, 0);
+            clear(scores[1]);
+            issue_scores(scores[1], smem_.key[key_ring_.stage()], smem_.query, 1);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) place_[h] = info().place[key(h)];
+            float bias[2] = {0, 0}, bias_sums[2] = {0, 0};
+            if constexpr (kBias == BiasKind::kKey) bias[0] = info().bias[key(0)], bias[1] = info().bias[key(1)];
+            Operands probs[2], dscores;
+            wgmma_wait<1>();
+            kept_in_flight(scores[0]);
+            kept_in_flight(dprobs);
+            differentiate(scores[0], dprobs, 0, bias, bias_sums);
+            to_operand(scores[0], probs[0]);
+            to_operand(dprobs, dscores);
+            if (tile > 0) barrier_sync(2 + group_, Tile::kConsumers * 128);
+            store_dscores(dscores, 0);
+            Pairs dprobs1;
+            clear(dprobs1);
+            issue_scores(dprobs1, smem_.value[value_ring_.stage()], smem_.dout, 1);
+            wgmma_wait<0>();
+            kept_in_flight(scores[1]);
+            kept_in_flight(dprobs1);
+            value_ring_.release();
+            value_ring_.advance();
+            differentiate(scores[1], dprobs1, 1, bias, bias_sums);
+            to_operand(scores[1], probs[1]);
+            to_operand(dprobs1, dscores);
+            store_dscores(dscores, 1);
+            fence_async();
+            if (kBias == BiasKind::kKey && p_.dbias.data != nullptr) add_key_dbias(bias_sums);
+
+            DimSum sum;
+            clear(sum);
+            issue_dvalue(sum, probs);
+            barrier_sync(1, Tile::kConsumers * 128);
+            issue_dquery();
+            wgmma_wait<1>();
+            kept_in_flight(sum);
+            add_to_keys(dvalue, sum);
+            DimSum sum2;
+            clear(sum2);
+            issue_dkey(sum2);
+            wgmma_wait<1>();
+            kept_in_flight(dquery_);
+            if (tile + 1 < tiles) barrier_arrive(2 + (group_ ^ 1), Tile::kConsumers * 128);
+            key_ring_.release();
+            key_ring_.advance();
+            wgmma_wait<0>();
+            kept_in_flight(sum2);
+            add_to_keys(dkey_, sum2);
+        }
+        store_dquery();
+    }
+
+private:
+    template <int kN>
+    static __device__ __forceinline__ void clear(float (&x)[1][kN][4]) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[0][n][i] = 0;
+    }
+
+    static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kHeadDim = Tile::kHeadDim;
+    static constexpr int kHalf = kRows / 2, kTiles = kHalf / 8, kDimTiles = kHeadDim / 8;
+    using RowsTile = typename Tile::RowsTile;
+    using KeysTile = typename Tile::KeysTile;
+    using PairsTile = typename Tile::PairsTile;
+    using Pairs = float[1][kTiles][4];      // keys by half of the rows
+    using Operands = uint32_t[kHalf / 16][4];
+    using DimSum = float[1][kDimTiles][4];  // keys, or rows, by columns
+
+    __device__ const typename Smem::KeyInfo& info() const { return smem_.keys[key_ring_.stage()]; }
+    // Of the tile: key h of this lane's two.
+    __device__ int key(int h) const { return warp_key_ + h * 8 + fragment_row(); }
+
+    // A row that sees nothing may hold anything, and zero times NaN would reach a sum.
+    __device__ __forceinline__ void clear_empty_rows() const {
+        bool any = false;
+#pragma unroll
+        for (int w = 0; w < Smem::kRowWords; ++w) any |= smem_.has_empty[w];
+        if (!any) return;
+        constexpr int kChunks = kHeadDim / 8, kThreads = Tile::kConsumers * 128;
+        for (int i = static_cast<int>(threadIdx.x) - 128; i < kRows * kChunks; i += kThreads) {
+            if (smem_.lse[i / kChunks] != kInfinity) continue;
+            const int at = RowsTile::offset(i / kChunks, i % kChunks);
+            *reinterpret_cast<uint4*>(smem_.query.data + at) = {};
+            *reinterpret_cast<uint4*>(smem_.dout.data + at) = {};
+        }
+        fence_async();
+        barrier_sync(1, kThreads);
+    }
+
+    // S = K Q^T, or dP = V dO^T, of half of the rows.
+    __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows, int half) const {
+        const Operand<KeysTile> a(keys, group_ * 64);
+        const Operand<RowsTile> b(rows, half * kHalf);
+        kept_in_flight(pairs);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < kHeadDim; d += 16)
+            Wgmma<kHalf>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
+        wgmma_commit();
+    }
+    // dV = P dO, of the tile alone.
+    __device__ __forceinline__ void issue_dvalue(DimSum& sum, const Operands (&probs)[2]) const {
+        const Operand<RowsTile> b(smem_.dout);
+        kept_in_flight(sum);
+        wgmma_fence();
+#pragma unroll
+        for (int r = 0; r < kRows; r += 16)
+            Wgmma<kHeadDim>::template multiply<T, true>(sum, probs[r / kHalf][r % kHalf / 16], b.down(r), r > 0);
+        wgmma_commit();
+    }
+    // dK = dS Q, of the tile alone.
+    __device__ __forceinline__ void issue_dkey(DimSum& sum) const {
+        const Operand<PairsTile> a(smem_.dscores);
+        const Operand<RowsTile> b(smem_.query);
+        kept_in_flight(sum);
+        wgmma_fence();
+#pragma unroll
+        for (int r = 0; r < kRows; r += 16)
+            Wgmma<kHeadDim>::template multiply<T, true, true>(sum, a.down(r, group_ * 64), b.down(r), r > 0);
+        wgmma_commit();
+    }
+    // dQ += dS^T K.
+    __device__ __forceinline__ void issue_dquery() {
+        const Operand<PairsTile> a(smem_.dscores, group_ * 64);
+        const Operand<KeysTile> b(smem_.key[key_ring_.stage()]);
+        kept_in_flight(dquery_);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kKeys; k += 16)
+            Wgmma<kHeadDim>::template multiply<T, false, true>(dquery_, a.across(k), b.down(k), true);
+        wgmma_commit();
+    }
+
+    static __device__ __forceinline__ void to_operand(const Pairs& pairs, Operands& operand) {
+#pragma unroll
+        for (int r = 0; r < kHalf / 16; ++r)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = pairs[0][2 * r + i / 2] + i % 2 * 2;
+                operand[r][i] = pack<T>(pair[0], pair[1]);
+            }
+    }
+    // Rows by keys, transposed by stmatrix.
+    __device__ __forceinline__ void store_dscores(const Operands& dscores, int half) const {
+        const int row = lane_id() % 8 + lane_id() / 16 * 8, chunk = warp_key_ / 8 + lane_id() / 8 % 2;
+        const uint32_t to = smem_address(smem_.dscores.data + PairsTile::offset(row, chunk));
+#pragma unroll
+        for (int r = 0; r < kHalf / 16; ++r)
+            stmatrix_x4_trans(to + (half * kHalf + r * 16) * PairsTile::kPanelCols * sizeof(T), dscores[r]);
+    }
+
+    // S and dP to P and dS, of half of the rows.
+    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int half, const float (&bias)[2],
+                                                  float (&sums)[2]) const {
+        const bool has_softcap = p_.softcap > 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int w = half * 2 + i;
+            const uint32_t seen[2] = {info().rows[key(0)][w], info().rows[key(1)][w]};
+            if (has_softcap) {
+                differentiate_word<true, true>(s, dp, i, w, seen, bias, sums);
+            } else if (__all_sync(~0u, (seen[0] & seen[1]) == ~0u)) {
+                differentiate_word<false, false>(s, dp, i, w, seen, bias, sums);
+            } else {
+                differentiate_word<true, false>(s, dp, i, w, seen, bias, sums);
+            }
+        }
+    }
+    // Of 32 rows; `seen` tells which of them see this lane's keys.
+    template <bool kMasked, bool kSoftcap>
+    __device__ __forceinline__ void differentiate_word(Pairs& s, Pairs& dp, int i, int w, const uint32_t (&seen)[2],
+                                                       const float (&bias)[2], float (&sums)[2]) const {
+        const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
+        const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E, scale_of_capped = kSoftcap ? scale / softcap : 0;
+        const uint32_t bits[2] = {seen[0] >> fragment_col(), seen[1] >> fragment_col()};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const int m = i * 4 + n, row = w * 32 + n * 8 + fragment_col();
+            const float2 lse = *reinterpret_cast<const float2*>(smem_.lse + row);
+            const float2 delta = *reinterpret_cast<const float2*>(smem_.delta + row);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const bool is_visible = !kMasked || bits[h] & (1u << (n * 8 + e));
+                    const float dx = differentiate_pair<kSoftcap>(
+                        s[0][m][2 * h + e], dp[0][m][2 * h + e], bias[h] - (e ? lse.y : lse.x), e ? delta.y : delta.x,
+                        scale_log2, scale_of_capped, is_visible);
+                    if (kBias == BiasKind::kKey) sums[h] += is_visible ? dx : 0.f;
+                }
+        }
+    }
+    // The gradient of a key's bias is its sum of dx over the rows.
+    __device__ __forceinline__ void add_key_dbias(const float (&sums)[2]) const {
+        const GatherBwdWork& work = smem_.work();
+        float* to = static_cast<float*>(p_.dbias.data) + pair_offset(p_.dbias, work.s, work.head, p_.heads);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float sum = row_sum(sums[h]);
+            if (leads_row() && place_[h] >= 0) reduce_add(to + place_[h] * p_.dbias.col_stride, sum);
+        }
+    }
+
+    // To the keys' sums in global memory. Of two tiles of columns each of two neighbouring lanes adds to four columns of
+    // one.
+    __device__ __forceinline__ void add_to_keys(float* to, const DimSum& sum) const {
+        const bool odd = lane_id() % 2;
+        const int64_t stride = p_.kv_heads * kHeadDim;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float* row = to + place_[h] * stride;
+#pragma unroll
+            for (int n = 0; n < kDimTiles; n += 2) {
+                const float *low = sum[0][n] + 2 * h, *high = sum[0][n + 1] + 2 * h;
+                float received[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) received[e] = __shfl_xor_sync(~0u, odd ? low[e] : high[e], 1);
+                const float x[4] = {odd ? received[0] : low[0], odd ? received[1] : low[1], odd ? high[0] : received[0],
+                                    odd ? high[1] : received[1]};
+                if (place_[h] >= 0) reduce_add(row + n * 8, x);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store_dquery() const {
+        const GatherBwdWork& work = smem_.work();
+        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, work.head);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = work.first_row + warp_key_ + h * 8 + fragment_row();
+            store_row(dquery_, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
+                      static_cast<int>(p_.head_dim), row < work.s.rows);
+        }
+    }
+
+    const BwdArgs& p_;
+    Smem& smem_;
+    const int group_;
+    const int warp_key_;  // this warp's first key of the tile's, and first row of dQ
+    Ring<Tile::kKeyStages> key_ring_;
+    Ring<Tile::kValueStages> value_ring_;
+    float* dkey_;  // the sums of the sequence's first key, at the columns that this lane adds to
+    int place_[2];  // of this lane's keys; -1 where no row sees one
+    DimSum dquery_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

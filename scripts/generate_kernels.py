@@ -58,6 +58,10 @@ GROUPS = (
     Group("sm90", "fwd", False, ("fwd_launch.cuh",), ("run_fwd<T, D>(const FwdArgs&, cudaStream_t)",)),
     Group("sm90", "bwd", False, ("bwd_launch.cuh",), ("run_bwd<T, D>(const BwdArgs&, cudaStream_t)",), (32, 64, 128)),
     Group(
+        *("sm90", "gather_bwd", False, ("gather_bwd_launch.cuh",)),
+        *(("run_gather_bwd<T, D>(const BwdArgs&, cudaStream_t)",), (64, 128)),
+    ),
+    Group(
         *("sm80", "gather", False, ("gather_fwd_launch.cuh", "gather_bwd_launch.cuh")),
         (f"run_gather_fwd<T, D>{FWD}", f"run_gather_bwd<T, D>{BWD}"),
     ),

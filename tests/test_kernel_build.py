@@ -54,12 +54,15 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
         *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu"),
         *("fwd_hdim64_bf16_sm90.cu", "fwd_hdim256_bf16_sm90.cu"),
         "bwd_hdim64_bf16_sm90.cu",
+        "gather_bwd_hdim64_bf16_sm90.cu",
         *("gather_hdim64_bf16_sm80.cu", "gather_hdim256_bf16_sm80.cu"),
     ]
     header = (tmp_path / "kernels.h").read_text()
     assert '#define FLASH_DMATTN_HEAD_DIMS "64,256"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
     both = "X(bfloat16_t, 64) X(bfloat16_t, 256)"
-    built = {"SM80_FWD": both, "SM80_BWD": both, "SM90_FWD": both, "SM90_BWD": "X(bfloat16_t, 64)", "SM80_GATHER": both}
+    one = "X(bfloat16_t, 64)"
+    built = {"SM80_FWD": both, "SM80_BWD": both, "SM90_FWD": both, "SM90_BWD": one, "SM90_GATHER_BWD": one}
+    built["SM80_GATHER"] = both
     assert re.findall(r"#define FLASH_DMATTN_(\w+)_KERNELS\(X\) (.*)", header) == list(built.items())
 
 
@@ -72,9 +75,10 @@ def test_hopper_kernels_where_the_build_is_for_hopper(generator, tmp_path, codes
     assert any(name.endswith("_sm90.cu") for name in files) == is_for_hopper
     assert sum(name.endswith("_sm80.cu") for name in files) == 4 * len(generator.HEAD_DIMS) * len(generator.DTYPES)
     header = (tmp_path / "kernels.h").read_text()
-    for direction in ("FWD", "BWD"):
+    for direction, smallest in {"FWD": 32, "BWD": 32, "GATHER_BWD": 64}.items():
         entries = re.search(rf"#define FLASH_DMATTN_SM90_{direction}_KERNELS\(X\)(.*)", header).group(1)
-        assert entries.startswith(" X(half_t, 32) X(bfloat16_t, 32)") if is_for_hopper else entries == ""
+        built = f" X(half_t, {smallest}) X(bfloat16_t, {smallest})"
+        assert entries.startswith(built) if is_for_hopper else entries == ""
 
 
 def test_the_command_line(tmp_path):
@@ -195,13 +199,14 @@ def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, dire
 
 # Of Hopper's kernels a head dimension of each kind of tile.
 HOPPER_KERNELS = [("fwd", 64), ("fwd", 96), ("fwd", 128), ("fwd", 256), ("bwd", 64), ("bwd", 128)]
+HOPPER_KERNELS += [("gather_bwd", 64), ("gather_bwd", 128)]
 # setmaxnreg ignored; products of warp groups that wait for each other.
 SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 # Bytes a thread. The loading group gives its registers away, and keeps there what it needs once a tile.
 MOST_LOCAL_MEMORY_ON_HOPPER = 320
 # Instructions in the loop of products: where sums take all registers, addresses are read again. A sum that went there
 # would be dozens more.
-MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40}
+MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40, "gather_bwd": 40}
 
 
 @needs_nvcc
@@ -225,7 +230,7 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
         return  # ptxas does not say where the spills are
     kernels = {name: code for name, code in disassembled(cuobjdump, cubin).items() if f"{direction}_kernel" in name}
     # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys.
-    assert len(kernels) >= (5 if direction == "fwd" else 3)
+    assert len(kernels) >= {"fwd": 5, "bwd": 3, "gather_bwd": 2}[direction]
     for name, code in kernels.items():
         loops = inner_loops(code, "HGMMA")
         assert loops, f"{name} has no loop of products"
@@ -347,6 +352,7 @@ HOPPER_SHARED_MEMORY = """
 
 #include "cuda/sm90/bwd_block.cuh"
 #include "cuda/sm90/fwd_block.cuh"
+#include "cuda/sm90/gather_bwd_block.cuh"
 
 using namespace flash_dmattn;
 using namespace flash_dmattn::cuda;
@@ -382,12 +388,14 @@ struct Backward {
 #define BACKWARD(T, kHeadDim)                                             \\
     print<BwdSmem<BwdTile<half_t, kHeadDim, true>, BiasKind::kDense>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
+#define GATHER_BACKWARD(T, kHeadDim) print<>("gather_bwd", kHeadDim, sizeof(GatherBwdSmem<GatherBwdTile<T, kHeadDim>>));
 
 #include "kernels.h"
 
 int main() {
     FLASH_DMATTN_SM90_FWD_KERNELS(FORWARD)
     FLASH_DMATTN_SM90_BWD_KERNELS(BACKWARD)
+    FLASH_DMATTN_SM90_GATHER_BWD_KERNELS(GATHER_BACKWARD)
 }
 """
 

@@ -23,9 +23,11 @@ struct GatherBwdTile {
     static constexpr int kRows = KeyListsView::kRows, kKeys = 128;
     static constexpr int kConsumers = 2;  // warp groups that multiply
     static constexpr int kThreads = (1 + kConsumers) * 128;
-    // Values are needed for a short part of a turn, keys to its end.
-    static constexpr int kKeyStages = 2, kValueStages = kHeadDim > 64 ? 1 : 2;
-    static constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
+    static constexpr int kKeyStages = kHeadDim > 64 ? 1 : 2, kValueStages = kKeyStages;
+    // On their way to global memory the sums of 8 keys lie in shared memory, kSumCols columns at a time; a warp has
+    // kSumStages such parts.
+    static constexpr int kSumCols = 64, kSumStages = 3;
+    static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
     static_assert(kRows == 64 * kConsumers && kKeys == 64 * kConsumers && kKeys % KeyListsView::kAlign == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
@@ -76,6 +78,8 @@ struct GatherBwdSmem {
     alignas(kTileAlign) typename Tile::KeysTile key[Tile::kKeyStages];
     alignas(kTileAlign) typename Tile::KeysTile value[Tile::kValueStages];
     alignas(kTileAlign) typename Tile::PairsTile dscores;
+    // Rows 8 banks apart: a quarter of a warp writes one.
+    alignas(16) float sums[Tile::kConsumers * 4][Tile::kSumStages][8][Tile::kSumCols + 8];
     KeyInfo keys[Tile::kKeyStages];
     alignas(16) float lse[kRows];  // times log2(e); inf where a row sees nothing, or lies beyond the sequence
     alignas(16) float delta[kRows];

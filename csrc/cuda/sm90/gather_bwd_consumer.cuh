@@ -5,7 +5,6 @@
 // it; and, before a group writes dS of the next tile, at barrier 2 + group, for the other to have read its own.
 #pragma once
 
-#include "../common/reduce_add.cuh"
 #include "../common/scores.cuh"
 #include "gather_bwd_block.cuh"
 #include "rows_out.cuh"
@@ -24,7 +23,7 @@ public:
         const GatherBwdWork& work = smem.work();
         const int kv_head = shared_head(work.head, p.heads, p.kv_heads);
         const int64_t first_key = p.cu_seqlens_k == nullptr ? work.s.batch * p.seqlen_k : work.s.first_key;
-        dkey_ = p.dkv_accum + (first_key * p.kv_heads + kv_head) * kHeadDim + lane_id() % 2 * 8 + lane_id() % 4 / 2 * 4;
+        dkey_ = p.dkv_accum + (first_key * p.kv_heads + kv_head) * kHeadDim;
     }
 
     __device__ __forceinline__ void run() {
@@ -81,22 +80,22 @@ public:
             issue_dvalue(sum, probs);
             barrier_sync(1, Tile::kConsumers * 128);
             issue_dquery();
-            wgmma_wait<1>();
+            wgmma_wait<0>();
             kept_in_flight(sum);
-            add_to_keys(dvalue, sum);
-            DimSum sum2;
-            clear(sum2);
-            issue_dkey(sum2);
-            wgmma_wait<1>();
             kept_in_flight(dquery_);
             if (tile + 1 < tiles) barrier_arrive(2 + (group_ ^ 1), Tile::kConsumers * 128);
             key_ring_.release();
             key_ring_.advance();
+            add_to_keys(dvalue, sum);
+            DimSum sum2;
+            clear(sum2);
+            issue_dkey(sum2);
             wgmma_wait<0>();
             kept_in_flight(sum2);
             add_to_keys(dkey_, sum2);
         }
         store_dquery();
+        store_box_wait();
     }
 
 private:
@@ -252,23 +251,31 @@ private:
         }
     }
 
-    // To the keys' sums in global memory. Of two tiles of columns each of two neighbouring lanes adds to four columns of
-    // one.
-    __device__ __forceinline__ void add_to_keys(float* to, const DimSum& sum) const {
-        const bool odd = lane_id() % 2;
+    // To the keys' sums in global memory, by way of shared memory: of 8 keys some columns at a time.
+    __device__ __forceinline__ void add_to_keys(float* to, const DimSum& sum) {
+        constexpr int kCols = Tile::kSumCols;
         const int64_t stride = p_.kv_heads * kHeadDim;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float* row = to + place_[h] * stride;
+            const int place = __shfl_sync(~0u, place_[h], lane_id() % 8 * 4);  // of key lane_id()
+            const bool adds = lane_id() < 8 && place >= 0;
+            float* row = to + place * stride;
 #pragma unroll
-            for (int n = 0; n < kDimTiles; n += 2) {
-                const float *low = sum[0][n] + 2 * h, *high = sum[0][n + 1] + 2 * h;
-                float received[2];
+            for (int col = 0; col < kHeadDim; col += kCols) {
+                auto& stage = smem_.sums[warp_id() - 4][sum_stage_];
+                store_box_wait_read<Tile::kSumStages - 1>();
+                __syncwarp();
+                float* lane = stage[fragment_row()] + fragment_col();
 #pragma unroll
-                for (int e = 0; e < 2; ++e) received[e] = __shfl_xor_sync(~0u, odd ? low[e] : high[e], 1);
-                const float x[4] = {odd ? received[0] : low[0], odd ? received[1] : low[1], odd ? high[0] : received[0],
-                                    odd ? high[1] : received[1]};
-                if (place_[h] >= 0) reduce_add(row + n * 8, x);
+                for (int n = 0; n < kCols / 8; ++n) {
+                    const float* x = sum[0][col / 8 + n] + 2 * h;
+                    *reinterpret_cast<float2*>(lane + n * 8) = {x[0], x[1]};
+                }
+                fence_async();
+                __syncwarp();
+                if (adds) reduce_add_bulk(row + col, smem_address(stage[lane_id()]), kCols * sizeof(float));
+                store_box_commit();
+                sum_stage_ = sum_stage_ == Tile::kSumStages - 1 ? 0 : sum_stage_ + 1;
             }
         }
     }
@@ -290,7 +297,8 @@ private:
     const int warp_key_;  // this warp's first key of the tile's, and first row of dQ
     Ring<Tile::kKeyStages> key_ring_;
     Ring<Tile::kValueStages> value_ring_;
-    float* dkey_;  // the sums of the sequence's first key, at the columns that this lane adds to
+    float* dkey_;  // the sums of the sequence's first key
+    int sum_stage_ = 0;
     int place_[2];  // of this lane's keys; -1 where no row sees one
     DimSum dquery_;
 };

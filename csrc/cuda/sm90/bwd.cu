@@ -21,7 +21,8 @@ bool can_load(const BwdParams& p) {
         const int64_t longest = std::max(p.key.row_stride, p.value.row_stride);
         return !is_dense && longest * kBytes <= std::numeric_limits<uint32_t>::max();
     }
-    return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) && (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
+    return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
+           (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
 }
 
 // Who writes the gradient of a dense bias; kNone where these kernels cannot: where heads share an entry, a tile that
@@ -39,12 +40,13 @@ bool plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
     FLASH_DMATTN_SM90_GATHER_BWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
+    if (plan.head_dim == 0) return false;
     plan.dkv_rows = p.total_k;
     plan.dkv_cols = plan.head_dim;
     const int64_t sums = 2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols;
     plan.dkv_accum = layout.take(sums * static_cast<int64_t>(sizeof(float)));
     plan.zeroed_bytes = layout.bytes;
-    return plan.head_dim != 0;
+    return true;
 }
 
 void run_lists(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream) {

@@ -27,87 +27,66 @@ public:
     }
 
     __device__ __forceinline__ void run() {
-#pragma unroll
-        for (int n = 0; n < kDimTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) dquery_[0][n][i] = 0;
+        clear(dquery_);
         mbarrier_wait(smem_address(&smem_.rows_full), 0);
         clear_empty_rows();
-        const int tiles = smem_.tiles;
         float* const dvalue = dkey_ + p_.dkv_rows * p_.kv_heads * kHeadDim;
+        const int tiles = smem_.tiles;
         for (int tile = 0; tile < tiles; ++tile) {
+            Pairs scores[2], dprobs[2];  // of the halves of the rows
+            Operands probs[2], dscores;
             key_ring_.wait_full();
             fence_async();  // threads have written the keys
-            Pairs scores[2], dprobs;
-            clear(scores[0]);
-            issue_scores(scores[0], smem_.key[key_ring_.stage()], smem_.query, 0);
+            issue_scores(scores[0], key_tile(), smem_.query, 0);
             value_ring_.wait_full();
             fence_async();
-            clear(dprobs);
-            issue_scores(dprobs, smem_.value[value_ring_.stage()], smem_.dout, 0);
-            clear(scores[1]);
-            issue_scores(scores[1], smem_.key[key_ring_.stage()], smem_.query, 1);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) place_[h] = info().place[key(h)];
-            float bias[2] = {0, 0}, bias_sums[2] = {0, 0};
-            if constexpr (kBias == BiasKind::kKey) bias[0] = info().bias[key(0)], bias[1] = info().bias[key(1)];
-            Operands probs[2], dscores;
+            issue_scores(dprobs[0], value_tile(), smem_.dout, 0);
+            issue_scores(scores[1], key_tile(), smem_.query, 1);
+            begin_tile();
             wgmma_wait<1>();
             kept_in_flight(scores[0]);
-            kept_in_flight(dprobs);
-            differentiate(scores[0], dprobs, 0, bias, bias_sums);
+            kept_in_flight(dprobs[0]);
+            differentiate(scores[0], dprobs[0], 0);
             to_operand(scores[0], probs[0]);
-            to_operand(dprobs, dscores);
-            if (tile > 0) barrier_sync(2 + group_, Tile::kConsumers * 128);
+            to_operand(dprobs[0], dscores);
+            if (tile > 0) barrier_sync(2 + group_, kThreads);  // the other group has read the dS before
             store_dscores(dscores, 0);
-            Pairs dprobs1;
-            clear(dprobs1);
-            issue_scores(dprobs1, smem_.value[value_ring_.stage()], smem_.dout, 1);
+            issue_scores(dprobs[1], value_tile(), smem_.dout, 1);
             wgmma_wait<0>();
             kept_in_flight(scores[1]);
-            kept_in_flight(dprobs1);
+            kept_in_flight(dprobs[1]);
             value_ring_.release();
             value_ring_.advance();
-            differentiate(scores[1], dprobs1, 1, bias, bias_sums);
+            differentiate(scores[1], dprobs[1], 1);
             to_operand(scores[1], probs[1]);
-            to_operand(dprobs1, dscores);
+            to_operand(dprobs[1], dscores);
             store_dscores(dscores, 1);
             fence_async();
-            if (kBias == BiasKind::kKey && p_.dbias.data != nullptr) add_key_dbias(bias_sums);
+            if (kBias == BiasKind::kKey && p_.dbias.data != nullptr) add_key_dbias();
 
-            DimSum sum;
-            clear(sum);
-            issue_dvalue(sum, probs);
-            barrier_sync(1, Tile::kConsumers * 128);
+            DimSum dvalue_of_tile, dkey_of_tile;
+            issue_dvalue(dvalue_of_tile, probs);
+            barrier_sync(1, kThreads);  // dS of the tile is whole
             issue_dquery();
             wgmma_wait<0>();
-            kept_in_flight(sum);
+            kept_in_flight(dvalue_of_tile);
             kept_in_flight(dquery_);
-            if (tile + 1 < tiles) barrier_arrive(2 + (group_ ^ 1), Tile::kConsumers * 128);
+            if (tile + 1 < tiles) barrier_arrive(2 + (group_ ^ 1), kThreads);
             key_ring_.release();
             key_ring_.advance();
-            add_to_keys(dvalue, sum);
-            DimSum sum2;
-            clear(sum2);
-            issue_dkey(sum2);
+            add_to_keys(dvalue, dvalue_of_tile);
+            issue_dkey(dkey_of_tile);
             wgmma_wait<0>();
-            kept_in_flight(sum2);
-            add_to_keys(dkey_, sum2);
+            kept_in_flight(dkey_of_tile);
+            add_to_keys(dkey_, dkey_of_tile);
         }
         store_dquery();
         store_box_wait();
     }
 
 private:
-    template <int kN>
-    static __device__ __forceinline__ void clear(float (&x)[1][kN][4]) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[0][n][i] = 0;
-    }
-
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kHeadDim = Tile::kHeadDim;
+    static constexpr int kThreads = Tile::kConsumers * 128;
     static constexpr int kHalf = kRows / 2, kTiles = kHalf / 8, kDimTiles = kHeadDim / 8;
     using RowsTile = typename Tile::RowsTile;
     using KeysTile = typename Tile::KeysTile;
@@ -117,8 +96,20 @@ private:
     using DimSum = float[1][kDimTiles][4];  // keys, or rows, by columns
 
     __device__ const typename Smem::KeyInfo& info() const { return smem_.keys[key_ring_.stage()]; }
+    __device__ const KeysTile& key_tile() const { return smem_.key[key_ring_.stage()]; }
+    __device__ const KeysTile& value_tile() const { return smem_.value[value_ring_.stage()]; }
     // Of the tile: key h of this lane's two.
     __device__ int key(int h) const { return warp_key_ + h * 8 + fragment_row(); }
+
+    // What comes with this lane's keys.
+    __device__ __forceinline__ void begin_tile() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            place_[h] = info().place[key(h)];
+            key_bias_[h] = kBias == BiasKind::kKey ? info().bias[key(h)] : 0;
+            key_sums_[h] = 0;
+        }
+    }
 
     // A row that sees nothing may hold anything, and zero times NaN would reach a sum.
     __device__ __forceinline__ void clear_empty_rows() const {
@@ -126,7 +117,7 @@ private:
 #pragma unroll
         for (int w = 0; w < Smem::kRowWords; ++w) any |= smem_.has_empty[w];
         if (!any) return;
-        constexpr int kChunks = kHeadDim / 8, kThreads = Tile::kConsumers * 128;
+        constexpr int kChunks = kHeadDim / 8;
         for (int i = static_cast<int>(threadIdx.x) - 128; i < kRows * kChunks; i += kThreads) {
             if (smem_.lse[i / kChunks] != kInfinity) continue;
             const int at = RowsTile::offset(i / kChunks, i % kChunks);
@@ -137,10 +128,20 @@ private:
         barrier_sync(1, kThreads);
     }
 
+    // Without it a product that begins anew would hold its registers from the last one on.
+    template <int kN>
+    static __device__ __forceinline__ void clear(float (&sum)[1][kN][4]) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[0][n][i] = 0;
+    }
+
     // S = K Q^T, or dP = V dO^T, of half of the rows.
     __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows, int half) const {
         const Operand<KeysTile> a(keys, group_ * 64);
         const Operand<RowsTile> b(rows, half * kHalf);
+        clear(pairs);
         kept_in_flight(pairs);
         wgmma_fence();
 #pragma unroll
@@ -151,6 +152,7 @@ private:
     // dV = P dO, of the tile alone.
     __device__ __forceinline__ void issue_dvalue(DimSum& sum, const Operands (&probs)[2]) const {
         const Operand<RowsTile> b(smem_.dout);
+        clear(sum);
         kept_in_flight(sum);
         wgmma_fence();
 #pragma unroll
@@ -162,6 +164,7 @@ private:
     __device__ __forceinline__ void issue_dkey(DimSum& sum) const {
         const Operand<PairsTile> a(smem_.dscores);
         const Operand<RowsTile> b(smem_.query);
+        clear(sum);
         kept_in_flight(sum);
         wgmma_fence();
 #pragma unroll
@@ -172,7 +175,7 @@ private:
     // dQ += dS^T K.
     __device__ __forceinline__ void issue_dquery() {
         const Operand<PairsTile> a(smem_.dscores, group_ * 64);
-        const Operand<KeysTile> b(smem_.key[key_ring_.stage()]);
+        const Operand<KeysTile> b(key_tile());
         kept_in_flight(dquery_);
         wgmma_fence();
 #pragma unroll
@@ -200,26 +203,24 @@ private:
     }
 
     // S and dP to P and dS, of half of the rows.
-    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int half, const float (&bias)[2],
-                                                  float (&sums)[2]) const {
+    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int half) {
         const bool has_softcap = p_.softcap > 0;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int w = half * 2 + i;
             const uint32_t seen[2] = {info().rows[key(0)][w], info().rows[key(1)][w]};
             if (has_softcap) {
-                differentiate_word<true, true>(s, dp, i, w, seen, bias, sums);
+                differentiate_word<true, true>(s, dp, i, w, seen);
             } else if (__all_sync(~0u, (seen[0] & seen[1]) == ~0u)) {
-                differentiate_word<false, false>(s, dp, i, w, seen, bias, sums);
+                differentiate_word<false, false>(s, dp, i, w, seen);
             } else {
-                differentiate_word<true, false>(s, dp, i, w, seen, bias, sums);
+                differentiate_word<true, false>(s, dp, i, w, seen);
             }
         }
     }
-    // Of 32 rows; `seen` tells which of them see this lane's keys.
+    // Of 32 rows, of the half's first (i 0) or last: those of word w. `seen` tells which of them see this lane's keys.
     template <bool kMasked, bool kSoftcap>
-    __device__ __forceinline__ void differentiate_word(Pairs& s, Pairs& dp, int i, int w, const uint32_t (&seen)[2],
-                                                       const float (&bias)[2], float (&sums)[2]) const {
+    __device__ __forceinline__ void differentiate_word(Pairs& s, Pairs& dp, int i, int w, const uint32_t (&seen)[2]) {
         const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
         const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E, scale_of_capped = kSoftcap ? scale / softcap : 0;
         const uint32_t bits[2] = {seen[0] >> fragment_col(), seen[1] >> fragment_col()};
@@ -234,19 +235,19 @@ private:
                 for (int e = 0; e < 2; ++e) {
                     const bool is_visible = !kMasked || bits[h] & (1u << (n * 8 + e));
                     const float dx = differentiate_pair<kSoftcap>(
-                        s[0][m][2 * h + e], dp[0][m][2 * h + e], bias[h] - (e ? lse.y : lse.x), e ? delta.y : delta.x,
+                        s[0][m][2 * h + e], dp[0][m][2 * h + e], key_bias_[h] - (e ? lse.y : lse.x), e ? delta.y : delta.x,
                         scale_log2, scale_of_capped, is_visible);
-                    if (kBias == BiasKind::kKey) sums[h] += is_visible ? dx : 0.f;
+                    if (kBias == BiasKind::kKey) key_sums_[h] += is_visible ? dx : 0.f;
                 }
         }
     }
     // The gradient of a key's bias is its sum of dx over the rows.
-    __device__ __forceinline__ void add_key_dbias(const float (&sums)[2]) const {
+    __device__ __forceinline__ void add_key_dbias() const {
         const GatherBwdWork& work = smem_.work();
         float* to = static_cast<float*>(p_.dbias.data) + pair_offset(p_.dbias, work.s, work.head, p_.heads);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float sum = row_sum(sums[h]);
+            const float sum = row_sum(key_sums_[h]);
             if (leads_row() && place_[h] >= 0) reduce_add(to + place_[h] * p_.dbias.col_stride, sum);
         }
     }
@@ -300,6 +301,7 @@ private:
     float* dkey_;  // the sums of the sequence's first key
     int sum_stage_ = 0;
     int place_[2];  // of this lane's keys; -1 where no row sees one
+    float key_bias_[2], key_sums_[2];
     DimSum dquery_;
 };
 

@@ -70,6 +70,10 @@ GROUPS = (
         (32,),
     ),
     Group(
+        *("sm90", "gather_bwd", False, ("gather_bwd_launch.cuh",)),
+        *(("run_gather_bwd<T, D>(const BwdArgs&, cudaStream_t)",), (64, 128)),
+    ),
+    Group(
         *("sm80", "gather", False, ("gather_fwd_launch.cuh", "gather_bwd_launch.cuh")),
         (f"run_gather_fwd<T, D>{FWD}", f"run_gather_bwd<T, D>{BWD}"),
     ),

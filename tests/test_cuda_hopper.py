@@ -81,6 +81,22 @@ def test_new_kernels_serve(head_dim, pairs, use):
     assert generations(tensors, mask, bias_of(pairs, 2, 4, 200, 264)) == ({"sm80"}, {"sm80"})
 
 
+@pytest.mark.parametrize("pairs", ["none", "key"])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+def test_new_kernels_serve_key_lists(head_dim, pairs):
+    tensors, mask = on_gpu(2, 200, 264, 4, 2, head_dim), intervals(1, 2, 264, rows=200)
+    bias = bias_of(pairs, 2, 4, 200, 264)
+    assert generations(tensors, mask, bias, is_causal=True, sparse="lists") == ({"sm90"}, {"sm90"})
+    assert generations(tensors, mask, bias, sparse="lists", deterministic=True)[1] == {"sm80"}
+
+
+@pytest.mark.parametrize(("head_dim", "pairs"), [(64, "dense"), (192, "key"), (256, "none")])
+def test_other_key_lists_go_to_the_old_kernels(head_dim, pairs):
+    tensors, mask = on_gpu(2, 200, 264, 4, 2, head_dim), mask_of(1, 2, 200, 264)
+    bias = bias_of(pairs, 2, 4, 200, 264)
+    assert generations(tensors, mask, bias, sparse="lists")[1] == {"sm80"}
+
+
 def test_unasked_the_new_kernels_serve_long_sequences(monkeypatch):
     monkeypatch.delenv("FLASH_DMATTN_ARCH")
     assert generations(on_gpu(1, 2048, 2048, 4, 4, 128), None, randn(1, 4, 1, 2048)) == ({"sm90"}, {"sm90"})
@@ -415,32 +431,37 @@ def test_rows_of_large_biases(least, batch, use):
 
 # What nobody sees may hold anything
 
+KINDS = ["bool", "bool by lists", "keys alone", "bias", "intervals", "intervals by lists", "causal"]
+
 
 def hiding(kind, rows, keys):
     """(mask, bias, options, rows that see nothing, keys that nobody sees), the last two as (2, rows) and (2, keys)."""
     hidden_rows = torch.rand(2, rows, device="cuda") < 0.2
     hidden_keys = torch.rand(2, keys, device="cuda") < 0.2
     hidden_rows[1, :130] = hidden_keys[0, 120:] = True
-    if kind == "bool":
+    if kind in ("bool", "bool by lists"):
         mask = ~hidden_rows[:, None, :, None] & ~hidden_keys[:, None, None, :]
-        return mask, randn(2, 4, rows, keys), {}, hidden_rows, hidden_keys
+        by_lists = kind == "bool by lists"
+        options = {"sparse": "lists"} if by_lists else {}
+        return mask, randn(2, 4, 1 if by_lists else rows, keys), options, hidden_rows, hidden_keys
     hidden_rows[:] = False
     if kind == "keys alone":
         return ~hidden_keys[:, None, None, :], None, {}, hidden_rows, hidden_keys
     if kind == "bias":
         bias = randn(2, 1, 1, keys).masked_fill(hidden_keys[:, None, None, :], -torch.inf)
         return None, bias, {}, hidden_rows, hidden_keys
-    if kind == "intervals":
+    if kind in ("intervals", "intervals by lists"):
+        sparse = "tiles" if kind == "intervals" else "lists"
         start = torch.zeros(2, 1, keys, device="cuda", dtype=torch.int32)
         end = torch.full_like(start, rows).masked_fill(hidden_keys[:, None], -3)
-        return KeyIntervalMask(start, end), randn(2, 2, 1, keys), {"sparse": "tiles"}, hidden_rows, hidden_keys
+        return KeyIntervalMask(start, end), randn(2, 2, 1, keys), {"sparse": sparse}, hidden_rows, hidden_keys
     hidden_rows[:, : rows - keys] = True  # causality with more rows than keys
     hidden_keys[:] = False
     return None, randn(2, 4, rows, keys), {"is_causal": True}, hidden_rows, hidden_keys
 
 
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 96, 128, 256])
-@pytest.mark.parametrize("kind", ["bool", "keys alone", "bias", "intervals", "causal"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_garbage_that_nobody_sees(kind, head_dim, poisoned_allocations):
     rows, keys = (440, 264) if kind == "causal" else (300, 264)
     mask, bias, options, hidden_rows, hidden_keys = hiding(kind, rows, keys)
@@ -603,8 +624,8 @@ def random_call(chance: random.Random):
         return chance.choice([batch, 1]), chance.choice([heads, kv_heads, 1])
 
     mask = bias = None
-    options = {"is_causal": chance.random() < 0.5, "softcap": chance.choice([0.0, 0.0, 4.0]), "sparse": "tiles"}
-    options["deterministic"] = chance.random() < 0.3
+    options = {"is_causal": chance.random() < 0.5, "softcap": chance.choice([0.0, 0.0, 4.0])}
+    options["sparse"] = chance.choice(["tiles", "lists"])
     kind = chance.choice(["none", "key", "dense", "intervals"])
     if kind == "intervals":
         mask = intervals(*broadcast(), keys, rows=rows)

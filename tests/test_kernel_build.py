@@ -54,12 +54,14 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
         *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu"),
         *("fwd_hdim64_bf16_sm90.cu", "fwd_hdim256_bf16_sm90.cu"),
         *("bwd_hdim64_bf16_sm90.cu", "bwd_hdim256_bf16_sm90.cu"),
+        "gather_bwd_hdim64_bf16_sm90.cu",
         *("gather_hdim64_bf16_sm80.cu", "gather_hdim256_bf16_sm80.cu"),
     ]
     header = (tmp_path / "kernels.h").read_text()
     assert '#define FLASH_DMATTN_HEAD_DIMS "64,256"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
     both = "X(bfloat16_t, 64) X(bfloat16_t, 256)"
     built = {"SM80_FWD": both, "SM80_BWD": both, "SM90_FWD": both, "SM90_BWD": both, "SM80_GATHER": both}
+    built["SM90_GATHER_BWD"] = "X(bfloat16_t, 64)"
     assert re.findall(r"#define FLASH_DMATTN_(\w+)_KERNELS\(X\) (.*)", header) == list(built.items())
 
 
@@ -72,9 +74,10 @@ def test_hopper_kernels_where_the_build_is_for_hopper(generator, tmp_path, codes
     assert any(name.endswith("_sm90.cu") for name in files) == is_for_hopper
     assert sum(name.endswith("_sm80.cu") for name in files) == 4 * len(generator.HEAD_DIMS) * len(generator.DTYPES)
     header = (tmp_path / "kernels.h").read_text()
-    for direction in ("FWD", "BWD"):
+    for direction, smallest in {"FWD": 32, "BWD": 32, "GATHER_BWD": 64}.items():
         entries = re.search(rf"#define FLASH_DMATTN_SM90_{direction}_KERNELS\(X\)(.*)", header).group(1)
-        assert entries.startswith(" X(half_t, 32) X(bfloat16_t, 32)") if is_for_hopper else entries == ""
+        built = f" X(half_t, {smallest}) X(bfloat16_t, {smallest})"
+        assert entries.startswith(built) if is_for_hopper else entries == ""
 
 
 def test_the_command_line(tmp_path):
@@ -203,6 +206,8 @@ HOPPER_KERNELS = [
     ("bwd", 128),
     ("bwd", 256),
     ("pair", 32),
+    ("gather_bwd", 64),
+    ("gather_bwd", 128),
 ]
 # setmaxnreg ignored; products of warp groups that wait for each other.
 SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
@@ -210,7 +215,7 @@ SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 MOST_LOCAL_MEMORY_ON_HOPPER = 320
 # Instructions in the loop of products: where sums take all registers, addresses are read again. A sum that went there
 # would be dozens more.
-MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40, "pair": 16}
+MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40, "pair": 16, "gather_bwd": 40}
 
 
 @needs_nvcc
@@ -236,7 +241,7 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
     loops_of = {name: loops for name, loops in loops_of.items() if loops}
     # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of a pair bias
     # the forward, dQ, and dK and dV.
-    assert len(loops_of) >= (5 if direction == "fwd" else 3)
+    assert len(loops_of) >= {"fwd": 5, "gather_bwd": 2}.get(direction, 3)
     for name, loops in loops_of.items():
         for loop in loops:
             accesses = [x for x in loop if x.name in ("LDL", "STL")]
@@ -356,6 +361,7 @@ HOPPER_SHARED_MEMORY = """
 
 #include "cuda/sm90/bwd_block.cuh"
 #include "cuda/sm90/fwd_block.cuh"
+#include "cuda/sm90/gather_bwd_block.cuh"
 #include "cuda/sm90/pair_dkey_kernel.cuh"
 #include "cuda/sm90/pair_dquery_kernel.cuh"
 #include "cuda/sm90/pair_fwd_kernel.cuh"
@@ -394,6 +400,7 @@ struct Backward {
 #define BACKWARD(T, kHeadDim)                                                                \\
     print<Backward<kHeadDim, can_exchange_at(kHeadDim)>::template Memory<BiasKind::kDense>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
+#define GATHER_BACKWARD(T, kHeadDim) print<>("gather_bwd", kHeadDim, sizeof(GatherBwdSmem<GatherBwdTile<T, kHeadDim>>));
 
 template <typename... Tiles>
 size_t largest_pair_fwd() {
@@ -413,6 +420,7 @@ size_t largest_pair_dkey() {
 int main() {
     FLASH_DMATTN_SM90_FWD_KERNELS(FORWARD)
     FLASH_DMATTN_SM90_BWD_KERNELS(BACKWARD)
+    FLASH_DMATTN_SM90_GATHER_BWD_KERNELS(GATHER_BACKWARD)
     FLASH_DMATTN_SM90_PAIR_KERNELS(PAIR)
 }
 """

@@ -122,8 +122,18 @@ __device__ __forceinline__ void store_box(const void* map, uint32_t from, int x,
                  "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
                  : "memory");
 }
+// Adds floats in shared memory to those in global memory; addresses and bytes are multiples of 16. Committed and awaited in
+// the same way.
+__device__ __forceinline__ void reduce_add_bulk(float* to, uint32_t from, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
 __device__ __forceinline__ void store_box_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void store_box_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until all but the newest kPending groups of this thread have been read from shared memory.
+template <int kPending = 0>
+__device__ __forceinline__ void store_box_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 __device__ __forceinline__ void store_box_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace flash_dmattn::cuda

@@ -1,10 +1,13 @@
 // From params to a plan, and to the instantiation of their head dimension and dtype.
 #include "bwd.h"
 
+#include <algorithm>
+#include <limits>
+
 #include "../common/serves.h"
 #include "bwd_exchange.cuh"
 #include "bwd_scratch.cuh"
-#include "kernels.h"  // generated: FLASH_DMATTN_SM90_BWD_KERNELS(X), X(T, head dimension) for what is built, .._PAIR_..
+#include "kernels.h"  // generated: FLASH_DMATTN_SM90_{BWD,PAIR,GATHER_BWD}_KERNELS(X), X(T, head dimension) for what is built
 #include "pair.h"
 #include "pair_config.h"
 #include "tensor_map.h"
@@ -12,10 +15,17 @@
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
+constexpr int64_t kBytes = 2;  // of an element
+
 bool can_load(const BwdParams& p) {
     const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
-    return can_map(query_layout(p, p.query)) && can_map(query_layout(p, p.dout)) && can_map(key_layout(p, p.key)) &&
-           can_map(key_layout(p, p.value)) && (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
+    if (!can_map(query_layout(p, p.query)) || !can_map(query_layout(p, p.dout))) return false;
+    if (p.lists.present()) {  // threads gather the keys, by strides of 32 bits
+        const int64_t longest = std::max(p.key.row_stride, p.value.row_stride);
+        return !is_dense && longest * kBytes <= std::numeric_limits<uint32_t>::max();
+    }
+    return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
+           (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
 }
 
 // Whether tiles of the gradient of a dense bias are its own: no heads share an entry, and none lies in another sequence.
@@ -53,9 +63,32 @@ bool plan_pair(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     return true;
 }
 
+// Gathered keys: what a tile of rows adds to dK and dV is summed in global memory.
+bool plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
+#define FLASH_DMATTN_MATCH(T, kHeadDim) \
+    if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
+    FLASH_DMATTN_SM90_GATHER_BWD_KERNELS(FLASH_DMATTN_MATCH)
+#undef FLASH_DMATTN_MATCH
+    if (plan.head_dim == 0) return false;
+    plan.dkv_rows = p.total_k;
+    plan.dkv_cols = plan.head_dim;
+    const int64_t sums = 2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols;
+    plan.dkv_accum = layout.take(sums * static_cast<int64_t>(sizeof(float)));
+    plan.zeroed_bytes = layout.bytes;
+    return true;
+}
+
+void run_lists(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream) {
+#define FLASH_DMATTN_RUN(T, kHeadDim) \
+    if (plan.head_dim == kHeadDim && serves<T, kHeadDim>(args)) return run_gather_bwd<T, kHeadDim>(args, stream);
+    FLASH_DMATTN_SM90_GATHER_BWD_KERNELS(FLASH_DMATTN_RUN)
+#undef FLASH_DMATTN_RUN
+}
+
 }  // namespace
 
 bool bwd_pays(const BwdParams& p) {
+    if (p.lists.present()) return p.head_dim > 32;
     if (is_pair(p)) return pair_pays(p);
     const bool exchanges = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
     if (exchanges && p.head_dim <= 64) return p.seqlen_k >= 1024;
@@ -63,7 +96,9 @@ bool bwd_pays(const BwdParams& p) {
 }
 
 bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
-    if (p.lists.present() || p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
+    if (p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
+    if (p.lists.present())
+        return !p.deterministic && p.lists.tile_rows == KeyListsView::kRows && plan_lists(p, plan, layout);
     if (is_pair(p) && plan_pair(p, plan, layout)) return true;
     const bool has_dense_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present();
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
@@ -88,6 +123,7 @@ bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
 }
 
 void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream) {
+    if (args.lists.present()) return run_lists(args, plan, stream);
 #define FLASH_DMATTN_RUN(T, kHeadDim) \
     if (plan.pair && serves<T, kHeadDim>(args)) return run_pair_bwd<T, kHeadDim>(args, stream);
     FLASH_DMATTN_SM90_PAIR_KERNELS(FLASH_DMATTN_RUN)

@@ -16,5 +16,8 @@ void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
 // Instantiated in the files that scripts/generate_kernels.py writes.
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& args, cudaStream_t stream);
+// The same, where params.lists are present.
+template <typename T, int kHeadDim>
+void run_gather_bwd(const BwdArgs& args, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::sm90

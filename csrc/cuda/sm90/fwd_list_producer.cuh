@@ -8,6 +8,7 @@
 #include "../common/scores.cuh"
 #include "copy_rows.cuh"
 #include "fwd_block.cuh"
+#include "gather_rows.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -136,26 +137,9 @@ private:
         return is_seen ? key.place : -1;
     }
 
-    // The warp's keys of a tile, of K or V; `key` is this lane's. Zeros stand for keys that no row sees.
+    // The warp's keys of a tile, of K or V; `key` is this lane's.
     __device__ __forceinline__ void gather(KeyTile& to, const T* first_row, int64_t row_stride, int key) const {
-        constexpr int kAtOnce = 32 / KeyTile::kPanelChunks;
-        const int chunk = lane_id() % KeyTile::kPanelChunks;
-        const char* from = reinterpret_cast<const char*>(first_row + chunk * KeyTile::kChunk);
-        const int first = lane_id() / KeyTile::kPanelChunks;  // of the warp's keys, this thread's first
-        const int left = static_cast<int>(p_.head_dim) - chunk * KeyTile::kChunk;
-        const uint32_t row_bytes = static_cast<uint32_t>(row_stride * sizeof(T));
-        int places[kWarpKeys / kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kWarpKeys / kAtOnce; ++i) places[i] = __shfl_sync(~0u, key, first + i * kAtOnce);
-#pragma unroll
-        for (int i = 0; i < kWarpKeys / kAtOnce; ++i) {
-            const char* row = from + uint64_t{static_cast<uint32_t>(places[i])} * row_bytes;
-            const uint32_t at = to.address(warp_id() * kWarpKeys + first + i * kAtOnce, chunk);
-#pragma unroll
-            for (int panel = 0; panel < KeyTile::kPanels; ++panel)
-                cp_async_16_if(at + panel * kKeys * KeyTile::kPanelCols * 2, row + panel * KeyTile::kPanelCols * sizeof(T),
-                               places[i] >= 0 && panel * KeyTile::kPanelCols < left);
-        }
+        gather_rows<kWarpKeys>(to, warp_id() * kWarpKeys, first_row, row_stride, key, static_cast<int>(p_.head_dim));
     }
 
     const FwdArgs& p_;

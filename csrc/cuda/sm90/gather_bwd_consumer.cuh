@@ -1,0 +1,308 @@
+// A warp group that multiplies, of the backward over key lists: what 64 keys of each tile get of dK, dV and the gradient of
+// their bias, and dQ of 64 rows.
+//
+// Who waits for whom: both groups, at barrier 1, until dS of the tile is whole, since each makes its rows of dQ from all of
+// it; and, before a group writes dS of the next tile, at barrier 2 + group, for the other to have read its own.
+#pragma once
+
+#include "../common/scores.cuh"
+#include "gather_bwd_block.cuh"
+#include "rows_out.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Tile, BiasKind kBias>
+class GatherBwdConsumer {
+public:
+    using T = typename Tile::T;
+    using Smem = GatherBwdSmem<Tile>;
+
+    __device__ GatherBwdConsumer(const BwdArgs& p, Smem& smem)
+        : p_(p), smem_(smem), group_(static_cast<int>(threadIdx.x) / 128 - 1), warp_key_((warp_id() - 4) * 16),
+          key_ring_(smem.key_ring), value_ring_(smem.value_ring) {
+        const GatherBwdWork& work = smem.work();
+        const int kv_head = shared_head(work.head, p.heads, p.kv_heads);
+        const int64_t first_key = p.cu_seqlens_k == nullptr ? work.s.batch * p.seqlen_k : work.s.first_key;
+        dkey_ = p.dkv_accum + (first_key * p.kv_heads + kv_head) * kHeadDim;
+    }
+
+    __device__ __forceinline__ void run() {
+        clear(dquery_);
+        mbarrier_wait(smem_address(&smem_.rows_full), 0);
+        clear_empty_rows();
+        float* const dvalue = dkey_ + p_.dkv_rows * p_.kv_heads * kHeadDim;
+        const int tiles = smem_.tiles;
+        for (int tile = 0; tile < tiles; ++tile) {
+            Pairs scores[2], dprobs[2];  // of the halves of the rows
+            Operands probs[2], dscores;
+            key_ring_.wait_full();
+            fence_async();  // threads have written the keys
+            issue_scores(scores[0], key_tile(), smem_.query, 0);
+            value_ring_.wait_full();
+            fence_async();
+            issue_scores(dprobs[0], value_tile(), smem_.dout, 0);
+            issue_scores(scores[1], key_tile(), smem_.query, 1);
+            begin_tile();
+            wgmma_wait<1>();
+            kept_in_flight(scores[0]);
+            kept_in_flight(dprobs[0]);
+            differentiate(scores[0], dprobs[0], 0);
+            to_operand(scores[0], probs[0]);
+            to_operand(dprobs[0], dscores);
+            if (tile > 0) barrier_sync(2 + group_, kThreads);  // the other group has read the dS before
+            store_dscores(dscores, 0);
+            issue_scores(dprobs[1], value_tile(), smem_.dout, 1);
+            wgmma_wait<0>();
+            kept_in_flight(scores[1]);
+            kept_in_flight(dprobs[1]);
+            value_ring_.release();
+            value_ring_.advance();
+            differentiate(scores[1], dprobs[1], 1);
+            to_operand(scores[1], probs[1]);
+            to_operand(dprobs[1], dscores);
+            store_dscores(dscores, 1);
+            fence_async();
+            if (kBias == BiasKind::kKey && p_.dbias.data != nullptr) add_key_dbias();
+
+            DimSum dvalue_of_tile, dkey_of_tile;
+            issue_dvalue(dvalue_of_tile, probs);
+            barrier_sync(1, kThreads);  // dS of the tile is whole
+            issue_dquery();
+            wgmma_wait<0>();
+            kept_in_flight(dvalue_of_tile);
+            kept_in_flight(dquery_);
+            if (tile + 1 < tiles) barrier_arrive(2 + (group_ ^ 1), kThreads);
+            key_ring_.release();
+            key_ring_.advance();
+            add_to_keys(dvalue, dvalue_of_tile);
+            issue_dkey(dkey_of_tile);
+            wgmma_wait<0>();
+            kept_in_flight(dkey_of_tile);
+            add_to_keys(dkey_, dkey_of_tile);
+        }
+        store_dquery();
+        store_box_wait();
+    }
+
+private:
+    static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kHeadDim = Tile::kHeadDim;
+    static constexpr int kThreads = Tile::kConsumers * 128;
+    static constexpr int kHalf = kRows / 2, kTiles = kHalf / 8, kDimTiles = kHeadDim / 8;
+    using RowsTile = typename Tile::RowsTile;
+    using KeysTile = typename Tile::KeysTile;
+    using PairsTile = typename Tile::PairsTile;
+    using Pairs = float[1][kTiles][4];      // keys by half of the rows
+    using Operands = uint32_t[kHalf / 16][4];
+    using DimSum = float[1][kDimTiles][4];  // keys, or rows, by columns
+
+    __device__ const typename Smem::KeyInfo& info() const { return smem_.keys[key_ring_.stage()]; }
+    __device__ const KeysTile& key_tile() const { return smem_.key[key_ring_.stage()]; }
+    __device__ const KeysTile& value_tile() const { return smem_.value[value_ring_.stage()]; }
+    // Of the tile: key h of this lane's two.
+    __device__ int key(int h) const { return warp_key_ + h * 8 + fragment_row(); }
+
+    // What comes with this lane's keys.
+    __device__ __forceinline__ void begin_tile() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            place_[h] = info().place[key(h)];
+            key_bias_[h] = kBias == BiasKind::kKey ? info().bias[key(h)] : 0;
+            key_sums_[h] = 0;
+        }
+    }
+
+    // A row that sees nothing may hold anything, and zero times NaN would reach a sum.
+    __device__ __forceinline__ void clear_empty_rows() const {
+        bool any = false;
+#pragma unroll
+        for (int w = 0; w < Smem::kRowWords; ++w) any |= smem_.has_empty[w];
+        if (!any) return;
+        constexpr int kChunks = kHeadDim / 8;
+        for (int i = static_cast<int>(threadIdx.x) - 128; i < kRows * kChunks; i += kThreads) {
+            if (smem_.lse[i / kChunks] != kInfinity) continue;
+            const int at = RowsTile::offset(i / kChunks, i % kChunks);
+            *reinterpret_cast<uint4*>(smem_.query.data + at) = {};
+            *reinterpret_cast<uint4*>(smem_.dout.data + at) = {};
+        }
+        fence_async();
+        barrier_sync(1, kThreads);
+    }
+
+    // Without it a product that begins anew would hold its registers from the last one on.
+    template <int kN>
+    static __device__ __forceinline__ void clear(float (&sum)[1][kN][4]) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[0][n][i] = 0;
+    }
+
+    // S = K Q^T, or dP = V dO^T, of half of the rows.
+    __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows, int half) const {
+        const Operand<KeysTile> a(keys, group_ * 64);
+        const Operand<RowsTile> b(rows, half * kHalf);
+        clear(pairs);
+        kept_in_flight(pairs);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < kHeadDim; d += 16)
+            Wgmma<kHalf>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
+        wgmma_commit();
+    }
+    // dV = P dO, of the tile alone.
+    __device__ __forceinline__ void issue_dvalue(DimSum& sum, const Operands (&probs)[2]) const {
+        const Operand<RowsTile> b(smem_.dout);
+        clear(sum);
+        kept_in_flight(sum);
+        wgmma_fence();
+#pragma unroll
+        for (int r = 0; r < kRows; r += 16)
+            Wgmma<kHeadDim>::template multiply<T, true>(sum, probs[r / kHalf][r % kHalf / 16], b.down(r), r > 0);
+        wgmma_commit();
+    }
+    // dK = dS Q, of the tile alone.
+    __device__ __forceinline__ void issue_dkey(DimSum& sum) const {
+        const Operand<PairsTile> a(smem_.dscores);
+        const Operand<RowsTile> b(smem_.query);
+        clear(sum);
+        kept_in_flight(sum);
+        wgmma_fence();
+#pragma unroll
+        for (int r = 0; r < kRows; r += 16)
+            Wgmma<kHeadDim>::template multiply<T, true, true>(sum, a.down(r, group_ * 64), b.down(r), r > 0);
+        wgmma_commit();
+    }
+    // dQ += dS^T K.
+    __device__ __forceinline__ void issue_dquery() {
+        const Operand<PairsTile> a(smem_.dscores, group_ * 64);
+        const Operand<KeysTile> b(key_tile());
+        kept_in_flight(dquery_);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kKeys; k += 16)
+            Wgmma<kHeadDim>::template multiply<T, false, true>(dquery_, a.across(k), b.down(k), true);
+        wgmma_commit();
+    }
+
+    static __device__ __forceinline__ void to_operand(const Pairs& pairs, Operands& operand) {
+#pragma unroll
+        for (int r = 0; r < kHalf / 16; ++r)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = pairs[0][2 * r + i / 2] + i % 2 * 2;
+                operand[r][i] = pack<T>(pair[0], pair[1]);
+            }
+    }
+    // Rows by keys, transposed by stmatrix.
+    __device__ __forceinline__ void store_dscores(const Operands& dscores, int half) const {
+        const int row = lane_id() % 8 + lane_id() / 16 * 8, chunk = warp_key_ / 8 + lane_id() / 8 % 2;
+        const uint32_t to = smem_address(smem_.dscores.data + PairsTile::offset(row, chunk));
+#pragma unroll
+        for (int r = 0; r < kHalf / 16; ++r)
+            stmatrix_x4_trans(to + (half * kHalf + r * 16) * PairsTile::kPanelCols * sizeof(T), dscores[r]);
+    }
+
+    // S and dP to P and dS, of half of the rows.
+    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int half) {
+        const bool has_softcap = p_.softcap > 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int w = half * 2 + i;
+            const uint32_t seen[2] = {info().rows[key(0)][w], info().rows[key(1)][w]};
+            if (has_softcap) {
+                differentiate_word<true, true>(s, dp, i, w, seen);
+            } else if (__all_sync(~0u, (seen[0] & seen[1]) == ~0u)) {
+                differentiate_word<false, false>(s, dp, i, w, seen);
+            } else {
+                differentiate_word<true, false>(s, dp, i, w, seen);
+            }
+        }
+    }
+    // Of 32 rows, of the half's first (i 0) or last: those of word w. `seen` tells which of them see this lane's keys.
+    template <bool kMasked, bool kSoftcap>
+    __device__ __forceinline__ void differentiate_word(Pairs& s, Pairs& dp, int i, int w, const uint32_t (&seen)[2]) {
+        const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
+        const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E, scale_of_capped = kSoftcap ? scale / softcap : 0;
+        const uint32_t bits[2] = {seen[0] >> fragment_col(), seen[1] >> fragment_col()};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const int m = i * 4 + n, row = w * 32 + n * 8 + fragment_col();
+            const float2 lse = *reinterpret_cast<const float2*>(smem_.lse + row);
+            const float2 delta = *reinterpret_cast<const float2*>(smem_.delta + row);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const bool is_visible = !kMasked || bits[h] & (1u << (n * 8 + e));
+                    const float dx = differentiate_pair<kSoftcap>(
+                        s[0][m][2 * h + e], dp[0][m][2 * h + e], key_bias_[h] - (e ? lse.y : lse.x), e ? delta.y : delta.x,
+                        scale_log2, scale_of_capped, is_visible);
+                    if (kBias == BiasKind::kKey) key_sums_[h] += is_visible ? dx : 0.f;
+                }
+        }
+    }
+    // The gradient of a key's bias is its sum of dx over the rows.
+    __device__ __forceinline__ void add_key_dbias() const {
+        const GatherBwdWork& work = smem_.work();
+        float* to = static_cast<float*>(p_.dbias.data) + pair_offset(p_.dbias, work.s, work.head, p_.heads);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float sum = row_sum(key_sums_[h]);
+            if (leads_row() && place_[h] >= 0) reduce_add(to + place_[h] * p_.dbias.col_stride, sum);
+        }
+    }
+
+    // To the keys' sums in global memory, by way of shared memory: of 8 keys some columns at a time.
+    __device__ __forceinline__ void add_to_keys(float* to, const DimSum& sum) {
+        constexpr int kCols = Tile::kSumCols;
+        const int64_t stride = p_.kv_heads * kHeadDim;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int place = __shfl_sync(~0u, place_[h], lane_id() % 8 * 4);  // of key lane_id()
+            const bool adds = lane_id() < 8 && place >= 0;
+            float* row = to + place * stride;
+#pragma unroll
+            for (int col = 0; col < kHeadDim; col += kCols) {
+                auto& stage = smem_.sums[warp_id() - 4][sum_stage_];
+                store_box_wait_read<Tile::kSumStages - 1>();
+                __syncwarp();
+                float* lane = stage[fragment_row()] + fragment_col();
+#pragma unroll
+                for (int n = 0; n < kCols / 8; ++n) {
+                    const float* x = sum[0][col / 8 + n] + 2 * h;
+                    *reinterpret_cast<float2*>(lane + n * 8) = {x[0], x[1]};
+                }
+                fence_async();
+                __syncwarp();
+                if (adds) reduce_add_bulk(row + col, smem_address(stage[lane_id()]), kCols * sizeof(float));
+                store_box_commit();
+                sum_stage_ = sum_stage_ == Tile::kSumStages - 1 ? 0 : sum_stage_ + 1;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store_dquery() const {
+        const GatherBwdWork& work = smem_.work();
+        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, work.head);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = work.first_row + warp_key_ + h * 8 + fragment_row();
+            store_row(dquery_, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
+                      static_cast<int>(p_.head_dim), row < work.s.rows);
+        }
+    }
+
+    const BwdArgs& p_;
+    Smem& smem_;
+    const int group_;
+    const int warp_key_;  // this warp's first key of the tile's, and first row of dQ
+    Ring<Tile::kKeyStages> key_ring_;
+    Ring<Tile::kValueStages> value_ring_;
+    float* dkey_;  // the sums of the sequence's first key
+    int sum_stage_ = 0;
+    int place_[2];  // of this lane's keys; -1 where no row sees one
+    float key_bias_[2], key_sums_[2];
+    DimSum dquery_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

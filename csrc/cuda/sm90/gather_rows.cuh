@@ -1,0 +1,31 @@
+// Rows of keys or values, wherever they lie, to a tile in shared memory.
+#pragma once
+
+#include "../common/smem_tile.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// A warp's part of a tile: kWarpKeys rows from `first` on. `place` says which row of the tensor this lane's key is; zeros
+// stand for -1 and beyond the first `cols` columns. cp.async.
+template <int kWarpKeys, typename T, typename Tile>
+__device__ __forceinline__ void gather_rows(Tile& to, int first, const T* rows, int64_t row_stride, int place, int cols) {
+    constexpr int kAtOnce = 32 / Tile::kPanelChunks;
+    const int chunk = lane_id() % Tile::kPanelChunks, lane_row = lane_id() / Tile::kPanelChunks;
+    const char* from = reinterpret_cast<const char*>(rows + chunk * Tile::kChunk);
+    const int left = cols - chunk * Tile::kChunk;
+    const uint32_t row_bytes = static_cast<uint32_t>(row_stride * sizeof(T));
+    int places[kWarpKeys / kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kWarpKeys / kAtOnce; ++i) places[i] = __shfl_sync(~0u, place, lane_row + i * kAtOnce);
+#pragma unroll
+    for (int i = 0; i < kWarpKeys / kAtOnce; ++i) {
+        const char* row = from + uint64_t{static_cast<uint32_t>(places[i])} * row_bytes;
+        const uint32_t at = to.address(first + lane_row + i * kAtOnce, chunk);
+#pragma unroll
+        for (int panel = 0; panel < Tile::kPanels; ++panel)
+            cp_async_16_if(at + panel * Tile::kRows * Tile::kPanelCols * 2, row + panel * Tile::kPanelCols * sizeof(T),
+                           places[i] >= 0 && panel * Tile::kPanelCols < left);
+    }
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -626,6 +626,7 @@ def random_call(chance: random.Random):
     mask = bias = None
     options = {"is_causal": chance.random() < 0.5, "softcap": chance.choice([0.0, 0.0, 4.0])}
     options["sparse"] = chance.choice(["tiles", "lists"])
+    options["deterministic"] = chance.random() < 0.3
     kind = chance.choice(["none", "key", "dense", "intervals"])
     if kind == "intervals":
         mask = intervals(*broadcast(), keys, rows=rows)

@@ -306,8 +306,9 @@ def best_keys(bias: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return keys, torch.ones_like(keys, dtype=torch.bool)
     keys, spans, _ = ops.topk_lists(bias, count, 1, None)
     begin, end = spans
-    is_one = torch.arange(count, device=bias.device) < end - begin
     keys = keys.view(batches, heads, -1)[..., :count] if count else keys.view(batches, heads, 0)
+    # A list ends in -1, up to a multiple of 64; what lies beyond is no list's.
+    is_one = (torch.arange(count, device=bias.device) < end - begin) & (keys >= 0)
     return keys.long().masked_fill_(~is_one, 0), is_one
 
 

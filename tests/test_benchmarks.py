@@ -663,7 +663,7 @@ def test_the_picture_of_what_was_measured(draw, performance, sparse_performance,
     dense, sparse, calls = (tmp_path / f"{name}.json" for name in ("dense", "sparse", "calls"))
     both = ["--dtype=float32", "--workload=random"]
     assert performance.main([performance.BOTH], "", [*small, *both, f"--json={dense}"]) == 0
-    assert sparse_performance.main([*small, f"--json={sparse}"]) == 0
+    assert sparse_performance.main([*small, "--workload=w512", f"--json={sparse}"]) == 0
     assert call_performance.main([*small, "--part=decode", "--workload=B1", f"--json={calls}"]) == 0
     for path in (tmp_path / "figures.svg", tmp_path / "figures.png", tmp_path / "again.svg"):
         assert draw.main([*map(str, (dense, sparse, calls)), f"--to={path}"]) == 0

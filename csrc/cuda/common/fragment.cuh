@@ -13,6 +13,16 @@ __device__ __forceinline__ int fragment_col(int lane = lane_id()) { return lane 
 // One lane of the four that hold a row.
 __device__ __forceinline__ bool leads_row() { return lane_id() % 4 == 0; }
 
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
+}
+
 // Over the four lanes that hold one row of an accumulator.
 __device__ __forceinline__ float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));

@@ -114,16 +114,6 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], 
     }
 }
 
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kNTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
-}
-
 // The accumulator, rounded, to blocks of a tile; those of 16 columns lie kColStep apart.
 template <typename T, int kColStep = 16, int kMTiles, int kNTiles, typename Tile>
 __device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTiles][4],

@@ -83,8 +83,8 @@ private:
         kept_in_flight(dprobs);
         differentiate(scores, dprobs, row_tile);
         if constexpr (Tile::kExchanges) exchange_.send(dprobs);
-        to_operand(scores, probs);
-        to_operand(dprobs, dscores);
+        to_operand<T>(scores, probs);
+        to_operand<T>(dprobs, dscores);
         if constexpr (Tile::kSharesKeys) {
             add_of_shared_keys(probs, dscores, row_tile);
         } else {
@@ -283,16 +283,6 @@ private:
         for (int k = 0; k < kKeys; k += 16)
             Wgmma<Tile::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, col), k > 0);
         wgmma_commit();
-    }
-
-    static __device__ __forceinline__ void to_operand(const Pairs& pairs, PairsOperand& operand) {
-#pragma unroll
-        for (int r = 0; r < kScoreRows / 16; ++r)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* pair = pairs[0][2 * r + i / 2] + i % 2 * 2;
-                operand[r][i] = pack<T>(pair[0], pair[1]);
-            }
     }
 
     // Of the lane, in a tile of pairs: 16 of the group's rows from `row` on and this warp's 16 keys, transposed by ldmatrix

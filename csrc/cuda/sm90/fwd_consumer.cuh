@@ -50,10 +50,7 @@ private:
 
     // S of a tile is multiplied together with O += P V of the tile before.
     __device__ __forceinline__ void attend() {
-#pragma unroll
-        for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) out_[0][n][i] = 0;
+        clear(out_);
         softmax_ = OnlineSoftmax<1>();
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -176,13 +173,7 @@ private:
                 softmax_.scale(out_, 1, factors[1]);
             }
         }
-#pragma unroll
-        for (int k = 0; k < kKeys / 16; ++k)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* pair = scores[0][2 * k + i / 2] + i % 2 * 2;
-                probs[k][i] = pack<T>(pair[0], pair[1]);
-            }
+        to_operand<T>(scores, probs);
     }
 
     // Products to what the softmax sees: scaled, capped, biased, and -inf where invisible.

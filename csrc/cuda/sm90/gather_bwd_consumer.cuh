@@ -47,8 +47,8 @@ public:
             kept_in_flight(scores[0]);
             kept_in_flight(dprobs[0]);
             differentiate(scores[0], dprobs[0], 0);
-            to_operand(scores[0], probs[0]);
-            to_operand(dprobs[0], dscores);
+            to_operand<T>(scores[0], probs[0]);
+            to_operand<T>(dprobs[0], dscores);
             if (tile > 0) barrier_sync(2 + group_, kThreads);  // the other group has read the dS before
             store_dscores(dscores, 0);
             issue_scores(dprobs[1], value_tile(), smem_.dout, 1);
@@ -58,8 +58,8 @@ public:
             value_ring_.release();
             value_ring_.advance();
             differentiate(scores[1], dprobs[1], 1);
-            to_operand(scores[1], probs[1]);
-            to_operand(dprobs[1], dscores);
+            to_operand<T>(scores[1], probs[1]);
+            to_operand<T>(dprobs[1], dscores);
             store_dscores(dscores, 1);
             fence_async();
             if (kBias == BiasKind::kKey && p_.dbias.data != nullptr) add_key_dbias();
@@ -128,14 +128,7 @@ private:
         barrier_sync(1, kThreads);
     }
 
-    // Without it a product that begins anew would hold its registers from the last one on.
-    template <int kN>
-    static __device__ __forceinline__ void clear(float (&sum)[1][kN][4]) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum[0][n][i] = 0;
-    }
+    // A product that begins anew is cleared nevertheless: else it would hold its registers from the last one on.
 
     // S = K Q^T, or dP = V dO^T, of half of the rows.
     __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows, int half) const {
@@ -184,15 +177,6 @@ private:
         wgmma_commit();
     }
 
-    static __device__ __forceinline__ void to_operand(const Pairs& pairs, Operands& operand) {
-#pragma unroll
-        for (int r = 0; r < kHalf / 16; ++r)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* pair = pairs[0][2 * r + i / 2] + i % 2 * 2;
-                operand[r][i] = pack<T>(pair[0], pair[1]);
-            }
-    }
     // Rows by keys, transposed by stmatrix.
     __device__ __forceinline__ void store_dscores(const Operands& dscores, int half) const {
         const int row = lane_id() % 8 + lane_id() / 16 * 8, chunk = warp_key_ / 8 + lane_id() / 8 % 2;

@@ -5,6 +5,7 @@
 // other (leading), the stride between eight rows and the next, the swizzle.
 #pragma once
 
+#include "../common/fragment.cuh"
 #include "../common/smem_tile.cuh"
 #include "../ptx/sm90a.cuh"
 
@@ -35,5 +36,17 @@ public:
 private:
     uint64_t descriptor_;
 };
+
+// An accumulator, rounded, to the left operand of a product, in registers; its columns are what the product sums over.
+template <typename T, int kTiles>
+__device__ __forceinline__ void to_operand(const float (&pairs)[1][kTiles][4], uint32_t (&operand)[kTiles / 2][4]) {
+#pragma unroll
+    for (int k = 0; k < kTiles / 2; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* pair = pairs[0][2 * k + i / 2] + i % 2 * 2;
+            operand[k][i] = pack<T>(pair[0], pair[1]);
+        }
+}
 
 }  // namespace flash_dmattn::cuda::sm90

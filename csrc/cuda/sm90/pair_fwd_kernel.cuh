@@ -285,7 +285,7 @@ private:
                 softmax_.update(
                     scores, kLog2E, -kInfinity, [] {}, [&](int i, float factor) { softmax_.scale(out_, i, factor); });
             }
-            to_operand(scores, probs);
+            to_operand<T>(scores, probs);
             issue_probs_value(probs);
             key_ring_.advance();
         }
@@ -366,15 +366,6 @@ private:
 #pragma unroll
         for (int w = 0; w < kWords; ++w) visible[0][w] = visible[1][w] = smem_.keys[key_ring_.stage()].columns[w];
         hide_invisible(scores, visible);
-    }
-    static __device__ __forceinline__ void to_operand(const Scores& scores, uint32_t (&probs)[kKeys / 16][4]) {
-#pragma unroll
-        for (int k = 0; k < kKeys / 16; ++k)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* pair = scores[0][2 * k + i / 2] + i % 2 * 2;
-                probs[k][i] = pack<T>(pair[0], pair[1]);
-            }
     }
 
     __device__ __forceinline__ void store_out(const Sequence& s) {

@@ -49,16 +49,4 @@ private:
     float lse_[2], delta_[2];
 };
 
-// Accumulators to the A operand of a product.
-template <typename T, int kTiles>
-__device__ __forceinline__ void to_operand(const float (&pairs)[1][kTiles][4], uint32_t (&operand)[kTiles / 2][4]) {
-#pragma unroll
-    for (int k = 0; k < kTiles / 2; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float* pair = pairs[0][2 * k + i / 2] + i % 2 * 2;
-            operand[k][i] = pack<T>(pair[0], pair[1]);
-        }
-}
-
 }  // namespace flash_dmattn::cuda::sm90

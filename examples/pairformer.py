@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from train_lm import argument_parser, learning_rate_factor, option
+from train_lm import argument_parser, check_device_and_plot, check_positive, learning_rate_factor, option
 
 from flash_dmattn.integrations.triangle import triangle_attention
 
@@ -52,19 +51,14 @@ class Config:
     plot: str | None = option(None, "PNG file to draw losses and distances in (default: none)")
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "channels", "heads", "blocks", "lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(self, "steps", "batch_size", "channels", "heads", "blocks", "lr")
         if self.length < 4:
             raise ValueError(f"length must be at least 4, got {self.length}")
         if not 0 <= self.observed < 1:
             raise ValueError(f"observed must be from 0 to less than 1, got {self.observed}")
         if self.channels % self.heads:
             raise ValueError(f"channels ({self.channels}) must be a multiple of heads ({self.heads})")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device cuda: this PyTorch finds no CUDA device")
-        if self.plot and not Path(self.plot).absolute().parent.is_dir():
-            raise ValueError(f"plot: there is no folder {Path(self.plot).parent}")
+        check_device_and_plot(self)
 
     @property
     def implementations(self) -> tuple[str, ...]:

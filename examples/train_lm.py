@@ -51,21 +51,29 @@ def option(default, help: str, **argparse_options):
     return field(default=default, metadata={"help": help, "type": kind, **argparse_options})
 
 
-def check_sizes(config, width: str) -> None:
-    """What the examples ask of a Config, whose width is the field named so: ValueError where it is otherwise."""
-    for name in ("steps", "batch_size", "seq_len", "window", width, "layers", "heads", "kv_heads", "lr"):
+def check_positive(config, *names: str) -> None:
+    for name in names:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+
+
+def check_device_and_plot(config) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: this PyTorch finds no CUDA device")
+    if config.plot and not Path(config.plot).absolute().parent.is_dir():
+        raise ValueError(f"plot: there is no folder {Path(config.plot).parent}")
+
+
+def check_sizes(config, width: str) -> None:
+    """What the examples ask of a Config, whose width is the field named so: ValueError where it is otherwise."""
+    check_positive(config, "steps", "batch_size", "seq_len", "window", width, "layers", "heads", "kv_heads", "lr")
     if config.samples < 0:
         raise ValueError(f"samples must not be negative, got {config.samples}")
     if config.heads % config.kv_heads:
         raise ValueError(f"heads ({config.heads}) must be a multiple of kv_heads ({config.kv_heads})")
     if (size := getattr(config, width)) % (2 * config.heads):
         raise ValueError(f"{width} ({size}) must be a multiple of 2 * heads ({2 * config.heads}): rotary pairs")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: this PyTorch finds no CUDA device")
-    if config.plot and not Path(config.plot).absolute().parent.is_dir():
-        raise ValueError(f"plot: there is no folder {Path(config.plot).parent}")
+    check_device_and_plot(config)
 
 
 @dataclass(frozen=True)

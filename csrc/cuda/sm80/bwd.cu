@@ -91,8 +91,7 @@ WorkspacePart take_ints(WorkspaceLayout& layout, int64_t count) { return layout.
 
 void plan_tiles(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     const BwdTileSizes sizes = bwd_tile_sizes(plan.head_dim, plan.small_tiles);
-    plan.dquery_tiles =
-        p.cu_seqlens_q == nullptr ? ceil_div<int64_t>(p.seqlen_q, sizes.rows) : p.total_q / sizes.rows + p.batch;
+    plan.dquery_tiles = count_dquery_tiles(p, sizes.rows);
     const int64_t tiles = dquery_tiles_total(p, plan);
     plan.dquery_accum = take_floats(layout, tiles * sizes.rows * plan.head_dim);
     if (p.deterministic) plan.dquery_turns = take_ints(layout, tiles + 1);

@@ -112,9 +112,8 @@ bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
         return false;
     }
     const int64_t rows = bwd_tile_sizes(plan.head_dim, plan.dense_dbias == DenseDbias::kExchanged).rows;
-    const bool varlen = p.cu_seqlens_q != nullptr;
-    plan.dquery_tiles = varlen ? p.total_q / rows + p.batch : ceil_div<int64_t>(p.seqlen_q, rows);
-    const int64_t tiles = (varlen ? 1 : p.batch) * p.heads * plan.dquery_tiles;
+    plan.dquery_tiles = count_dquery_tiles(p, rows);
+    const int64_t tiles = dquery_tiles_total(p, plan);
     plan.dquery_accum = layout.take(tiles * rows * plan.head_dim * static_cast<int64_t>(sizeof(float)));
     const int64_t turns = p.deterministic ? count_dquery_turns(tiles) : 0;
     plan.dquery_turns = layout.take(turns * static_cast<int64_t>(sizeof(int32_t)));

@@ -633,10 +633,10 @@ def test_what_check_asks_of_models(models_performance):
         made = [models_performance.Figure(workload, name, **{quantity: value}) for name, value in figures.items()]
         return [line for line in models_performance.missed(part, made) if f"the {quantity} of" in line]
 
-    doge, t5 = ("train", "Doge S8192 w1024"), ("train", "T5 S2048, S1024")
+    doge, t5 = ("train", "Doge B2 S8192 w1024"), ("train", "T5 S2048, S1024")
     assert missed(*doge, "seconds", flash_dmattn=1.9, sdpa=10.0, eager=1.0) == []
     assert missed(*doge, "seconds", flash_dmattn=2.1, sdpa=10.0) == [
-        "train, Doge S8192 w1024: 0.21 x the seconds of sdpa, at most 0.20 are asked for"
+        "train, Doge B2 S8192 w1024: 0.21 x the seconds of sdpa, at most 0.20 are asked for"
     ]
     assert len(missed(*doge, "gib", flash_dmattn=2.6, sdpa=10.0)) == 1
     assert missed(*t5, "gib", flash_dmattn=5.9, sdpa=20.0, eager=10.0) == []
@@ -645,7 +645,7 @@ def test_what_check_asks_of_models(models_performance):
     assert len(missed(*t5, "seconds", flash_dmattn=None, sdpa=1.0, eager=1.0)) == 1
     assert len(missed("attention", "T5 encoder S2048", "seconds", flash_dmattn=0.6, sdpa=1.0, eager=2.0)) == 1
     for demand in models_performance.DEMANDS:
-        assert any(work.name.startswith(demand.model) for work in models_performance.WORKLOADS[demand.part])
+        assert any(work.name.startswith(demand.workload) for work in models_performance.WORKLOADS[demand.part])
 
 
 # The picture

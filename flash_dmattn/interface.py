@@ -468,7 +468,8 @@ def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor
     # A zero that comes of the bias, so that its gradient is zero, not None, where lse is not used.
     zero = row_bias[..., :0].sum()
     row_bias, hidden = row_bias[..., 0].to(lse.dtype), hidden_rows[..., 0]
-    lse = (lse + row_bias.masked_fill(hidden, 0)).masked_fill(hidden, -torch.inf)
+    empty = hidden | (lse == -torch.inf)  # no gradient there, whatever that of lse is
+    lse = (lse + row_bias.masked_fill(empty, 0)).masked_fill(hidden, -torch.inf)
     return out.masked_fill(hidden.transpose(1, 2)[..., None], zero), lse
 
 

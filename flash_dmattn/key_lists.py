@@ -365,7 +365,8 @@ def list_indices(
             longest_q = indices.shape[0] if indices.ndim == 3 else seqlen_q
             longest_k = seqlen_k if chosen.shown is None else chosen.shown.keys
         held_q, held_k = min(seqlen_q, longest_q), min(seqlen_k, longest_k)
-    if tile_rows >= seqlen_q:  # all rows share their indices, as those of whole tiles of lists do
+    by_tiles = cu_seqlens_q is None or indices.ndim == 4
+    if by_tiles and tile_rows >= seqlen_q:  # all rows share their indices, as those of whole tiles of lists do
         tile_rows = -(-tile_rows // ops.LIST_ROWS) * ops.LIST_ROWS
         chosen = KeyIndices(indices, tile_rows, chosen.shown)
     intervals = None if chosen.shown is None else chosen.shown.intervals

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .arguments import (
     names,
@@ -106,11 +108,11 @@ def smooth_blocks(mask: Tensor, block_size: int) -> Tensor:
     """bool (.., Sk): each run of `block_size` keys becomes all True if more than half of it is, else all False."""
     key_len = mask.shape[-1]
     runs = -(-key_len // block_size)
-    padded = torch.nn.functional.pad(mask, (0, runs * block_size - key_len)).unflatten(-1, (runs, block_size))
+    padded = rearrange(pad(mask, (0, runs * block_size - key_len)), "... (runs size) -> ... runs size", size=block_size)
     sizes = torch.full((runs,), block_size, device=mask.device)
     sizes[-1:] = key_len - (runs - 1) * block_size
     keep = 2 * padded.sum(dim=-1) > sizes
-    return keep.repeat_interleave(block_size, dim=-1)[..., :key_len]
+    return repeat(keep, "... runs -> ... (runs size)", size=block_size)[..., :key_len]
 
 
 def _check_shape(name: str, tensor: Tensor, layout: str, batch_size: int, query_len: int, key_lens: tuple) -> None:

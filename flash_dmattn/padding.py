@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from .arguments import require_count, require_device, require_integers, require_tensor, shape_of, values_at_hand
@@ -36,10 +37,10 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
         )
     real = attention_mask != 0
     lengths = real.sum(dim=1, dtype=torch.int32)
-    indices = torch.nonzero(real.flatten()).flatten()
+    (indices,) = torch.nonzero(rearrange(real, "b s -> (b s)"), as_tuple=True)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     max_seqlen = int(lengths.max()) if lengths.numel() else 0
-    return hidden_states.flatten(0, 1)[indices], indices, cu_seqlens, max_seqlen
+    return rearrange(hidden_states, "b s ... -> (b s) ...")[indices], indices, cu_seqlens, max_seqlen
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: int) -> Tensor:
@@ -75,4 +76,4 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: i
             )
     padded = hidden_states.new_zeros(batch_size * seqlen, *hidden_states.shape[1:])
     padded = padded.index_copy(0, indices.long(), hidden_states)
-    return padded.view(batch_size, seqlen, *hidden_states.shape[1:])
+    return rearrange(padded, "(b s) ... -> b s ...", b=batch_size, s=seqlen)

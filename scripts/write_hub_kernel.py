@@ -105,6 +105,7 @@ name = "{NAME}"
 version = {VERSION}
 license = "bsd-3-clause"
 backends = ["cuda"]
+python-depends = ["einops"]
 
 [torch]
 include = ["csrc", "{GENERATED}"]

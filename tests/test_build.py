@@ -48,12 +48,12 @@ def test_the_sdist_holds_everything_that_is_tracked(sdist):
     assert wanted | {"Makefile", "pyproject.toml", "setup.py"} <= shipped
 
 
-def test_only_pytorch_is_needed_at_run_time(sdist):
+def test_pytorch_and_einops_alone_are_needed_at_run_time(sdist):
     with tarfile.open(sdist) as archive:
         (name,) = (name for name in archive.getnames() if name.count("/") == 1 and name.endswith("/PKG-INFO"))
         lines = archive.extractfile(name).read().decode().splitlines()
     needs = [line for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line]
-    assert needs == ["Requires-Dist: torch>=2.9"]
+    assert needs == ["Requires-Dist: torch>=2.9", "Requires-Dist: einops>=0.8"]
 
 
 @pytest.mark.long

@@ -29,7 +29,8 @@ def build(project):
 
 def test_the_sections(build):
     assert set(build) == {"general", "torch", "kernel"}
-    assert build["general"] == {"name": "flash_dmattn", "version": 0, "license": "bsd-3-clause", "backends": ["cuda"]}
+    about = {"name": "flash_dmattn", "version": 0, "license": "bsd-3-clause", "backends": ["cuda"]}
+    assert build["general"] == about | {"python-depends": ["einops"]}
     assert set(build["torch"]) == {"src", "include"}
     for kernel in build["kernel"].values():
         assert set(kernel) == {"backend", "depends", "src", "include", "cuda-capabilities", "cuda-flags"}
@@ -76,8 +77,8 @@ def test_nothing_needs_pybind11(project):
         assert "pybind11" not in path.read_text(), path
 
 
-def test_python_imports_itself_by_relative_names_and_nothing_else_but_torch(project):
-    allowed = {*sys.stdlib_module_names, "torch", "triton", "numpy"}  # the last two where Triton is there
+def test_python_imports_itself_by_relative_names_and_what_the_builder_brings(project, build):
+    allowed = {*sys.stdlib_module_names, "torch", *build["general"]["python-depends"], "triton", "numpy"}
     for path in (project / "torch-ext" / "flash_dmattn").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -236,6 +236,22 @@ def test_variable_length(tile_rows, packed, masked, is_causal):
             torch.testing.assert_close(x[None, s], y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("longest", [1, 5])
+def test_steps_of_decoding_of_variable_length(longest):
+    """One row a sequence, each with indices of its own, whatever max_seqlen_q is said to be."""
+    lengths, cu_q, cu_k = [70, 3, 130], torch.arange(4, dtype=torch.int32), offsets([70, 3, 130])
+    query, key, value = torch.randn(3, 4, 8), torch.randn(203, 2, 8), torch.randn(203, 2, 8)
+    indices = torch.cat([rand_indices(1, 2, 20, keys=keys) for keys in lengths])
+    lists = KeyLists.from_indices(indices, longest, 130, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    out = flash_dmattn_varlen_func(query, key, value, lists, None, cu_q, cu_k, longest, 130)
+    for b, keys in enumerate(lengths):
+        k = slice(*cu_k[b : b + 2].tolist())
+        dense = dense_of(indices[b : b + 1, :, None], 1, 1, keys)
+        torch.testing.assert_close(
+            out[None, b : b + 1], reference(query[None, b : b + 1], key[None, k], value[None, k], dense)
+        )
+
+
 # Cost
 
 

@@ -181,12 +181,14 @@ def test_nan_in_a_row_that_its_bias_hides(bias_shape, by):
     check((query, key, value), None, bias)
 
 
-def test_the_gradient_of_empty_rows_may_be_nan():
+@pytest.mark.parametrize("bias_shape", [None, (1, 1, 1, 30), (1, 2, 20, 30), (1, 2, 20, 1), (1, 1, 1, 1)], ids=str)
+def test_the_gradient_of_empty_rows_may_be_nan(bias_shape):
     """logaddexp of two empty rows has a NaN gradient: it must not pass through lse."""
     mask = rand_mask(1, 1, 20, 30)
     mask[:, :, 4] = False
-    leaves = [x.requires_grad_() for x in inputs(1, 20, 30)]
-    out, lse = flash_dmattn_func(*leaves, mask, return_lse=True)
+    bias = [] if bias_shape is None else [torch.randn(bias_shape)]
+    leaves = [x.requires_grad_() for x in (*inputs(1, 20, 30), *bias)]
+    out, lse = flash_dmattn_func(*leaves[:3], mask, *leaves[3:], return_lse=True)
     dlse = torch.ones_like(lse)
     dlse[..., 4] = NAN
     for gradient in torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), dlse)):

@@ -62,6 +62,16 @@ def test_the_same_as_one_for_each(function, batches, heads, rows):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("rows", [ROWS, 1])
+def test_no_batch_elements(rows):
+    """Nobody shares them: 0 for each of two entries, with a gradient of its shape."""
+    tensors = [x.requires_grad_() for x in inputs(0, rows, KEYS, HEADS, KV_HEADS, 16)]
+    bias = torch.randn(2, 2, rows, KEYS, requires_grad=True)
+    out = flash_dmattn_func(*tensors, rand_mask(2, 1, rows, KEYS), bias)
+    *_, dbias = torch.autograd.grad(out.sum(), (*tensors, bias))
+    assert out.shape == (0, rows, HEADS, 16) and dbias.shape == bias.shape and not dbias.any()
+
+
 def test_flex():
     tensors = tensors_of(torch.float32)
     mask, bias = rand_mask(2, 4, ROWS, KEYS), torch.randn(3, 2, ROWS, KEYS)

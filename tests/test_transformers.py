@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from einops import rearrange
 from torch import nn
 
 transformers = pytest.importorskip("transformers", "5.17")
 
-from einops import rearrange  # noqa: E402, transformers' extra brings it
 from helpers import inputs, rand_mask  # noqa: E402
 from transformers import DynamicCache, PreTrainedModel, StaticCache, masking_utils  # noqa: E402
 from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
@@ -187,6 +187,14 @@ def test_one_graph(name):
         pytest.skip("T5 of this transformers copies its configuration, which this PyTorch cannot trace")
     torch.testing.assert_close(out.logits, eager[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(out.loss, eager[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt_oss", "doge"])
+def test_what_a_padding_mask_does_not_reach_is_padding(name):
+    model, ids = build(name), tokens()
+    short = torch.ones(BATCH, SEQLEN - 5, dtype=torch.long)
+    batch = {"input_ids": ids, "attention_mask": short, "labels": ids}
+    assert_same_step(step(switched(model), **batch), step(model, **batch), slice(None))
 
 
 def test_packed_under_compile_is_a_mask_of_pairs():

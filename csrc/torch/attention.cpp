@@ -31,7 +31,7 @@ Tensor sum_to_bias(const Tensor& column_sums, const Tensor& bias, bool varlen) {
     }
     // Of batch elements that share a bias: (batches, those that share one, heads, 1, Sk).
     const int64_t batches = bias.size(0), all = column_sums.size(0);
-    const bool are_shared = batches > 1 && batches < all;
+    const bool are_shared = batches > 1 && batches != all;  // by none, too
     const Tensor sums = are_shared ? column_sums.unflatten(0, {batches, all / batches}).sum(1) : column_sums;
     return sums.sum_to_size(bias.sizes()).to(bias.scalar_type());
 }

@@ -7,6 +7,7 @@ tested dtype it is the "eager" of their tolerance. The formulas are those of doc
 from __future__ import annotations
 
 import torch
+from einops import einsum, reduce, repeat
 from torch import Tensor
 
 from ..biases import hides
@@ -21,10 +22,13 @@ def why_unavailable() -> str | None:
 
 def expand_shared(pairs: Tensor, batch: int, heads: int) -> Tensor:
     """({B|B/n|1}, {H|Hkv|1}, ..) to ({B|1}, {H|1}, ..): a copy for each batch element and head that shares one."""
-    for dim, size in enumerate((batch, heads)):
-        if pairs.shape[dim] not in (1, size):
-            pairs = pairs.repeat_interleave(size // pairs.shape[dim], dim=dim)
-    return pairs
+    n, group = (1 if shared in (1, size) else size // shared for shared, size in zip(pairs.shape, (batch, heads)))
+    return repeat(pairs, "b h ... -> (b n) (h group) ...", n=n, group=group)
+
+
+def for_heads(rows: Tensor, heads: int) -> Tensor:
+    """Keys or values (B, Sk, Hkv, D) as (B, Sk, H, D): a copy for each query head that shares one."""
+    return repeat(rows, "b j h d -> b j (h group) d", group=heads // max(rows.shape[2], 1))
 
 
 def visible_pairs(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> Tensor:
@@ -54,8 +58,7 @@ def probabilities(
     """p_ij (B, H, Sq, Sk), lse_i (B, H, Sq) and the visible pairs, all in the precision of the inputs."""
     batch, _, heads, _ = query.shape
     visible = visible_pairs(query, key, mask, bias, is_causal)
-    scores = torch.einsum("bihd,bjhd->bhij", query, key.repeat_interleave(heads // max(key.shape[2], 1), dim=2))
-    scores = scores * softmax_scale
+    scores = einsum(query, for_heads(key, heads), "b i h d, b j h d -> b h i j") * softmax_scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -86,19 +89,16 @@ def attention(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32 (float64 for float64)."""
-    batch, seqlen_q, heads, _ = query.shape
-    kv_heads = max(key.shape[2], 1)
+    heads, kv_heads = query.shape[2], key.shape[2]
     # Rows and keys that take no part may hold anything: zero times NaN must not reach a sum.
     visible = visible_pairs(query, key, mask, bias, is_causal)
-    seen = visible.unflatten(1, (kv_heads, heads // kv_heads)).any(dim=3).any(dim=2) if heads else None
     if heads:
-        query = query.masked_fill(~visible.any(dim=3).transpose(1, 2)[..., None], 0)
-        key = key.masked_fill(~seen.transpose(1, 2)[..., None], 0)
-        value = value.masked_fill(~seen.transpose(1, 2)[..., None], 0)
+        sees = reduce(visible, "b h i j -> b i h 1", "any")
+        seen = reduce(visible, "b (h group) i j -> b j h 1", "any", h=kv_heads)
+        query, key, value = query.masked_fill(~sees, 0), key.masked_fill(~seen, 0), value.masked_fill(~seen, 0)
 
     probs, lse, _ = probabilities(
         query, key, mask, bias, softmax_scale=softmax_scale, is_causal=is_causal, softcap=softcap
     )
-    value = value.repeat_interleave(heads // kv_heads, dim=2)
-    out = torch.einsum("bhij,bjhd->bihd", probs.to(value.dtype), value)
+    out = einsum(probs.to(value.dtype), for_heads(value, heads), "b h i j, b j h d -> b i h d")
     return out, lse if lse.dtype == torch.float64 else lse.float()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ..arguments import names, require_device, require_floating, require_tensor, shape_of, values_at_hand
@@ -77,9 +78,9 @@ def triangle_attention(
     if mask is not None:
         check_mask(mask, batch, n, keys, q.device)
     check_scalars(scale, 0.0)
-    by_rows = (rows_of(x.transpose(2, 3)) for x in (q, k, v))
+    by_rows = (rearrange(x, "b n h s d -> (b n) s h d") for x in (q, k, v))
     out = flash_dmattn_func(*by_rows, None if mask is None else rows_of(mask), pair_bias(bias), scale)
-    return out.unflatten(0, (batch, n)).transpose(2, 3)
+    return rearrange(out, "(b n) s h d -> b n h s d", b=batch, n=n)
 
 
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
@@ -141,7 +142,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
                 require_like("Q", Q, {"biases[0]": mask_bias})
             bias = rows_of(mask_bias.masked_fill(mask_bias <= HIDES, -torch.inf))
     out = flash_dmattn_func(*(rows_of(x) for x in (Q, K, V)), mask, bias)
-    return out.unflatten(0, (batch, n))
+    return rearrange(out, "(b n) s h d -> b n s h d", b=batch, n=n)
 
 
 def mask_of(mask_bias: Tensor) -> Tensor:
@@ -163,7 +164,7 @@ def mask_of(mask_bias: Tensor) -> Tensor:
 
 def rows_of(x: Tensor) -> Tensor:
     """(B, N, ..) to (B N, ..), as flash_dmattn_func takes batches."""
-    return x.flatten(0, 1)
+    return rearrange(x, "b n ... -> (b n) ...")
 
 
 def pair_bias(bias: Tensor) -> Tensor:

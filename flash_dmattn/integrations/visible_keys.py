@@ -291,18 +291,23 @@ def visible_keys_mask(
 
     return VisibleKeys(
         *(batch_size, q_length, kv_length, q_offset - kv_offset, pattern),
-        real_keys(attention_mask, kv_length, kv_offset, pattern.is_causal),
+        real_keys(attention_mask, kv_length, kv_offset, q_offset + q_length if pattern.is_causal else None),
         device,
     )
 
 
-def real_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int, is_causal: bool) -> Tensor | None:
-    """bool (B, Sk) of a padding mask (B, Sk or less); None where no key that a row may stand at is padding."""
+def real_keys(
+    attention_mask: Tensor | None, kv_length: int, kv_offset: int, rows_end: int | Tensor | None
+) -> Tensor | None:
+    """bool (B, Sk) of a padding mask (B, Sk or less), beyond which all is padding; None where no key is that a row may
+    see. rows_end: behind which key causality hides all, if it does."""
     if attention_mask is None:
         return None
     real = attention_mask[:, kv_offset : kv_offset + kv_length]
     missing = kv_length - real.shape[1]
-    # Keys that the mask does not reach are those of a static cache that are not there yet: causality hides them.
-    if not torch.compiler.is_compiling() and (is_causal or not missing) and bool(real.all()):
-        return None
+    if not torch.compiler.is_compiling():
+        # Of a static cache the mask does not reach the keys that are not there yet, but causality hides those.
+        reaches = not missing or (rows_end is not None and attention_mask.shape[1] >= rows_end)
+        if bool(real.all() & reaches):
+            return None
     return pad(real, (0, missing)) if missing else real

@@ -97,7 +97,8 @@ def context_parallel_attention(
             for the GPU and a CUDA graph can be captured: R - 1 times window_size keys a head at most. None: with two
             ranks, where that is no more than is needed.
         shard_lengths: S_r of every rank. None: the ranks tell each other, and compare their arguments, which takes the
-            hosts an exchange. With them nothing is compared: arguments that do not fit are undefined behaviour.
+            hosts an exchange. With them nothing is compared: arguments that do not fit are undefined behaviour, and a
+            mask or bias (.., 1, 1) on a rank of one row is one a key.
 
     Returns:
         out (B, S_r, H, D), with cu_seqlens (S_r, H, D); with return_lse (out, lse), lse (B, H, S_r) or (H, S_r),

@@ -1,20 +1,18 @@
 """Context parallel attention on processes with gloo: against one process that has the whole sequence."""
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
-import sys
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import NAMES, assert_close, in_float64, reference
+from programs import module_of
 from ranks import Ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from flash_dmattn import KeyIntervalMask, KeyLists
 from flash_dmattn.parallel import context_parallel_attention, count_traffic, positions, shard, unshard
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
-BENCHMARKS = EXAMPLE.parents[1] / "benchmarks"
+EXAMPLE, BENCHMARK = "examples/train_lm.py", "benchmarks/parallel_performance.py"
 TINY = {"batch_size": 4, "seq_len": 32, "window": 8, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes, where pytest-xdist goes by groups
@@ -921,13 +918,7 @@ def test_lists_of_dtensors_are_not_moved(two):
 
 
 def benchmark(arguments):
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import parallel_performance
-
-        return parallel_performance.main(arguments)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return module_of(BENCHMARK).main(arguments)
 
 
 def test_parallel_performance(two, tmp_path):
@@ -954,48 +945,36 @@ def test_parallel_performance(two, tmp_path):
 def test_the_benchmark_says_what_was_missed():
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        from parallel_performance import ALONE, OURS, SHARE, STRONG, WEAK, Measured, failures
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    strong, weak = next(iter(STRONG)), next(iter(WEAK))
+    script = module_of(BENCHMARK)
+    strong, weak = next(iter(script.STRONG)), next(iter(script.WEAK))
 
     def measured(ours, sent):
         return [
-            Measured(strong, ALONE, both=2.0),
-            Measured(strong, OURS, both=ours, sent=[sent, 1], budget=100),
-            Measured(weak, SHARE, both=1.0),
-            Measured(weak, OURS, both=ours),
+            script.Measured(strong, script.ALONE, both=2.0),
+            script.Measured(strong, script.OURS, both=ours, sent=[sent, 1], budget=100),
+            script.Measured(weak, script.SHARE, both=1.0),
+            script.Measured(weak, script.OURS, both=ours),
         ]
 
-    assert failures(measured(1.0, 119)) == []
-    assert len(failures(measured(1.0, 121))) == 1
-    assert len(failures(measured(1.07, 119))) == 1  # weak scaling
-    assert len(failures(measured(1.2, 119))) == 2
+    assert script.failures(measured(1.0, 119)) == []
+    assert len(script.failures(measured(1.0, 121))) == 1
+    assert len(script.failures(measured(1.07, 119))) == 1  # weak scaling
+    assert len(script.failures(measured(1.2, 119))) == 2
 
 
 # The example
 
 
-def example():
-    """examples/train_lm.py as a module."""
-    spec = importlib.util.spec_from_file_location("train_lm", EXAMPLE)
-    module = sys.modules["train_lm"] = importlib.util.module_from_spec(spec)  # dataclasses looks it up there
-    spec.loader.exec_module(module)
-    return module
-
-
 def train_example(options):
     with mock.patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
-        train_lm = example()
+        train_lm = module_of(EXAMPLE)
         return train_lm.train(train_lm.Config(**options))
 
 
 def test_the_example_trains_as_one_process_does(four):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    train_lm = example()
+    train_lm = module_of(EXAMPLE)
     options = {**TINY, "steps": 4}
     alone = train_lm.train(train_lm.Config(**options))
     for context_parallel in (1, 2, 4):
@@ -1006,7 +985,7 @@ def test_the_example_trains_as_one_process_does(four):
 def test_the_example_refuses_ranks_that_do_not_fit(two):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    train_lm = example()
+    train_lm = module_of(EXAMPLE)
     for change, message in (
         ({"context_parallel": 3}, "must divide seq_len"),
         ({"context_parallel": 2}, "number of ranks"),
@@ -1029,7 +1008,7 @@ def heads_over_ranks():
         parallelize_module,
     )
 
-    train_lm = example()
+    train_lm = module_of(EXAMPLE)
     config = train_lm.Config(**TINY)
     batch = train_lm.random_batch(train_lm.load_text(config)[0], config, torch.Generator().manual_seed(0))
     results = []

@@ -55,7 +55,6 @@ def ranks(request):
 
 
 on_two = pytest.mark.parametrize("ranks", ["two"], indirect=True)
-on_four = pytest.mark.parametrize("ranks", ["four"], indirect=True)
 on_both = pytest.mark.parametrize("ranks", ["two", "four"], indirect=True)
 
 

@@ -844,7 +844,7 @@ def over_dtensors(problem, dim, divided_bias):
     problem = dict(problem)
     batch = problem.pop("batch", 2)
     shapes = [(batch, 600, 4, 16), (batch, 600, 2, 16), (batch, 600, 2, 16)] + [problem.pop("bias", None)]
-    mask = problem.pop("mask", None)
+    mask, indices, tile_rows = (problem.pop(name, None) for name in ("mask", "indices", "tile_rows"))
     tensors = [torch.randn(shape) for shape in shapes if shape is not None]
     dout = torch.randn(shapes[0])
 
@@ -853,11 +853,12 @@ def over_dtensors(problem, dim, divided_bias):
         leaves += [place(x, None if not divided_bias else {2: 1, 0: 0}[dim]) for x in tensors[3:]]
         leaves = [x.detach().requires_grad_() for x in leaves]
         bias = leaves[3] if len(leaves) == 4 else None
-        masks = (
-            place(torch.rand(mask, generator=torch.Generator().manual_seed(0)) < 0.6, {2: 1, 0: 0}[dim])
-            if mask
-            else None
-        )
+        generator, masks = torch.Generator().manual_seed(0), None
+        if mask:
+            masks = place(torch.rand(mask, generator=generator) < 0.6, {2: 1, 0: 0}[dim])
+        elif indices:
+            chosen = torch.randint(-1, 600, indices, generator=generator, dtype=torch.int32)
+            masks = KeyLists.from_indices(place(chosen, {2: 1, 0: 0}[dim]), 600, 600, tile_rows=tile_rows)
         out = flash_dmattn_func(*leaves[:3], masks, bias, **problem)
         return out, *torch.autograd.grad(out, leaves, place(dout, dim))
 
@@ -875,7 +876,8 @@ MAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def skip_lists(problem):
-    if "window_size" in problem and problem.get("sparse") != "tiles" and not MAKES_LISTS:
+    makes_lists = "indices" in problem or ("window_size" in problem and problem.get("sparse") != "tiles")
+    if makes_lists and not MAKES_LISTS:
         pytest.skip("lists of keys of DTensors need PyTorch 2.13")
 
 
@@ -895,6 +897,8 @@ def skip_lists(problem):
         ({"bias": (2, 2, 1, 600), "sparse": "tiles", **WINDOWED}, 2, True),
         ({"bias": (1, 1, 1, 600), **WINDOWED}, 2, False),
         ({"bias": (1, 2, 1, 600), **WINDOWED}, 0, False),
+        ({"indices": (2, 2, 600, 20), "tile_rows": 1}, 2, False),
+        ({"indices": (2, 2, 10, 20), "tile_rows": 64, "is_causal": True}, 0, False),
     ],
 )
 def test_dtensors(two, problem, dim, divided_bias):

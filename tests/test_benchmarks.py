@@ -2,20 +2,17 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, run_script
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = [f"{way}_{kind}" for way in ("forward", "backward") for kind in ("equivalence", "performance")]
 SCRIPTS += ["memory", "long_context", "sparse_performance", "call_performance", "parallel_performance"]
 SCRIPTS += ["small_performance", "triangle_performance"]
@@ -53,10 +50,8 @@ def call_performance(performance):
     return call_performance
 
 
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=120)
+def run(script, *arguments):
+    return run_script(f"benchmarks/{script}.py", *arguments)
 
 
 def assert_says_where(content: dict) -> None:

@@ -1,31 +1,22 @@
 """examples/doge.py: both attentions learn alike, ours takes less memory, and what it learned is generated from."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import command_line, importable, module_of, run_script
 
 for package in ("rich", "matplotlib", "transformers"):
     pytest.importorskip(package)
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "doge.py"
+SCRIPT = "examples/doge.py"
 TINY = {"batch_size": 2, "seq_len": 64, "window": 8, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
 
 @pytest.fixture(scope="module")
 def doge():
-    sys.path.insert(0, str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("doge", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["doge"] = module  # dataclasses looks its module up there
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPT.parent))
-    del sys.modules["doge"]
+    with importable("examples"):  # for the processes that it starts, too
+        yield module_of(SCRIPT)
 
 
 def losses(doge, config, implementation):
@@ -67,10 +58,7 @@ def test_eager_takes_more_memory(doge):
 @pytest.mark.long
 def test_command(tmp_path):
     plot = tmp_path / "doge.png"
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    command = [sys.executable, str(SCRIPT), *arguments, "--steps=3", "--samples=2", f"--plot={plot}"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=180)
+    done = run_script(SCRIPT, *command_line(**TINY, steps=3, samples=2, plot=plot))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tokens/s") == 2 and done.stdout.count(" sample ") == 2
     assert "MiB at 64" in done.stdout
@@ -90,6 +78,6 @@ def test_command(tmp_path):
 )
 def test_bad_arguments_end_with_a_message(doge, capsys, options, message):
     with pytest.raises(SystemExit) as exit:
-        doge.main([f"--{name.replace('_', '-')}={value}" for name, value in (TINY | options).items()])
+        doge.main(command_line(**TINY | options))
     assert exit.value.code == 2
     assert message in capsys.readouterr().err

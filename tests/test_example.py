@@ -1,29 +1,19 @@
 """examples/train_lm.py: the model learns, its bias is trained, and every backend gives the same loss curve."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from programs import command_line, module_of, run_script
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train_lm.py"
+SCRIPT = "examples/train_lm.py"
 TINY = {"batch_size": 4, "seq_len": 32, "window": 8, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
 
 @pytest.fixture(scope="module")
 def train_lm():
-    spec = importlib.util.spec_from_file_location("train_lm", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_lm"] = module  # dataclasses looks its module up there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["train_lm"]
+    return module_of(SCRIPT)
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +21,6 @@ def keep_determinism_setting():
     enabled = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(enabled)
-
-
-def command_line(**options) -> list[str]:
-    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 
 @pytest.fixture
@@ -115,9 +101,7 @@ def test_the_model_sees_no_future(train_lm):
 def test_command(tmp_path):
     text, plot = tmp_path / "text.txt", tmp_path / "loss.png"
     text.write_bytes("Größe, [/b] markup and a tab\t\n".encode() * 40)
-    command = [sys.executable, str(SCRIPT), *command_line(**TINY, text=text, steps=3, samples=2, plot=plot)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=120)
+    done = run_script(SCRIPT, *command_line(**TINY, text=text, steps=3, samples=2, plot=plot))
     assert done.returncode == 0, done.stderr
     assert "validation" in done.stdout
     assert "tokens/s" in done.stdout

@@ -1,31 +1,19 @@
 """examples/pairformer.py: it learns, alike with flash_dmattn and in plain PyTorch."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from programs import command_line, module_of, run_script
 
 for package in ("rich", "matplotlib"):
     pytest.importorskip(package)
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "pairformer.py"
+SCRIPT = "examples/pairformer.py"
 TINY = {"batch_size": 2, "length": 12, "channels": 16, "heads": 2, "blocks": 1}
 
 
 @pytest.fixture(scope="module")
 def pairformer():
-    sys.path.insert(0, str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("pairformer", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["pairformer"] = module  # dataclasses looks its module up there
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPT.parent))
-    del sys.modules["pairformer"]
+    return module_of(SCRIPT)
 
 
 def losses(pairformer, config, implementation):
@@ -58,10 +46,7 @@ def test_padding_is_not_seen(pairformer):
 
 def test_command(tmp_path):
     plot = tmp_path / "pairformer.png"
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    command = [sys.executable, str(SCRIPT), *arguments, "--steps=3", f"--plot={plot}"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=180)
+    done = run_script(SCRIPT, *command_line(**TINY, steps=3, plot=plot))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ms a step") == 2 and "the losses of a step differ by" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -80,6 +65,6 @@ def test_command(tmp_path):
 )
 def test_bad_arguments_end_with_a_message(pairformer, capsys, options, message):
     with pytest.raises(SystemExit) as exit:
-        pairformer.main([f"--{name.replace('_', '-')}={value}" for name, value in (TINY | options).items()])
+        pairformer.main(command_line(**TINY | options))
     assert exit.value.code == 2
     assert message in capsys.readouterr().err

@@ -1,20 +1,18 @@
 """Context parallel attention on processes with gloo: against one process that has the whole sequence."""
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
-import sys
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import NAMES, assert_close, in_float64, reference
+from programs import module_of
 from ranks import Ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from flash_dmattn import KeyIntervalMask, KeyLists
 from flash_dmattn.parallel import context_parallel_attention, count_traffic, positions, shard, unshard
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
-BENCHMARKS = EXAMPLE.parents[1] / "benchmarks"
+EXAMPLE, BENCHMARK = "examples/train_lm.py", "benchmarks/parallel_performance.py"
 TINY = {"batch_size": 4, "seq_len": 32, "window": 8, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes, where pytest-xdist goes by groups
@@ -58,7 +55,6 @@ def ranks(request):
 
 
 on_two = pytest.mark.parametrize("ranks", ["two"], indirect=True)
-on_four = pytest.mark.parametrize("ranks", ["four"], indirect=True)
 on_both = pytest.mark.parametrize("ranks", ["two", "four"], indirect=True)
 
 
@@ -848,7 +844,7 @@ def over_dtensors(problem, dim, divided_bias):
     problem = dict(problem)
     batch = problem.pop("batch", 2)
     shapes = [(batch, 600, 4, 16), (batch, 600, 2, 16), (batch, 600, 2, 16)] + [problem.pop("bias", None)]
-    mask = problem.pop("mask", None)
+    mask, indices, tile_rows = (problem.pop(name, None) for name in ("mask", "indices", "tile_rows"))
     tensors = [torch.randn(shape) for shape in shapes if shape is not None]
     dout = torch.randn(shapes[0])
 
@@ -857,11 +853,12 @@ def over_dtensors(problem, dim, divided_bias):
         leaves += [place(x, None if not divided_bias else {2: 1, 0: 0}[dim]) for x in tensors[3:]]
         leaves = [x.detach().requires_grad_() for x in leaves]
         bias = leaves[3] if len(leaves) == 4 else None
-        masks = (
-            place(torch.rand(mask, generator=torch.Generator().manual_seed(0)) < 0.6, {2: 1, 0: 0}[dim])
-            if mask
-            else None
-        )
+        generator, masks = torch.Generator().manual_seed(0), None
+        if mask:
+            masks = place(torch.rand(mask, generator=generator) < 0.6, {2: 1, 0: 0}[dim])
+        elif indices:
+            chosen = torch.randint(-1, 600, indices, generator=generator, dtype=torch.int32)
+            masks = KeyLists.from_indices(place(chosen, {2: 1, 0: 0}[dim]), 600, 600, tile_rows=tile_rows)
         out = flash_dmattn_func(*leaves[:3], masks, bias, **problem)
         return out, *torch.autograd.grad(out, leaves, place(dout, dim))
 
@@ -879,7 +876,8 @@ MAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def skip_lists(problem):
-    if "window_size" in problem and problem.get("sparse") != "tiles" and not MAKES_LISTS:
+    makes_lists = "indices" in problem or ("window_size" in problem and problem.get("sparse") != "tiles")
+    if makes_lists and not MAKES_LISTS:
         pytest.skip("lists of keys of DTensors need PyTorch 2.13")
 
 
@@ -899,6 +897,8 @@ def skip_lists(problem):
         ({"bias": (2, 2, 1, 600), "sparse": "tiles", **WINDOWED}, 2, True),
         ({"bias": (1, 1, 1, 600), **WINDOWED}, 2, False),
         ({"bias": (1, 2, 1, 600), **WINDOWED}, 0, False),
+        ({"indices": (2, 2, 600, 20), "tile_rows": 1}, 2, False),
+        ({"indices": (2, 2, 10, 20), "tile_rows": 64, "is_causal": True}, 0, False),
     ],
 )
 def test_dtensors(two, problem, dim, divided_bias):
@@ -921,13 +921,7 @@ def test_lists_of_dtensors_are_not_moved(two):
 
 
 def benchmark(arguments):
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import parallel_performance
-
-        return parallel_performance.main(arguments)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return module_of(BENCHMARK).main(arguments)
 
 
 def test_parallel_performance(two, tmp_path):
@@ -954,48 +948,36 @@ def test_parallel_performance(two, tmp_path):
 def test_the_benchmark_says_what_was_missed():
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        from parallel_performance import ALONE, OURS, SHARE, STRONG, WEAK, Measured, failures
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    strong, weak = next(iter(STRONG)), next(iter(WEAK))
+    script = module_of(BENCHMARK)
+    strong, weak = next(iter(script.STRONG)), next(iter(script.WEAK))
 
     def measured(ours, sent):
         return [
-            Measured(strong, ALONE, both=2.0),
-            Measured(strong, OURS, both=ours, sent=[sent, 1], budget=100),
-            Measured(weak, SHARE, both=1.0),
-            Measured(weak, OURS, both=ours),
+            script.Measured(strong, script.ALONE, both=2.0),
+            script.Measured(strong, script.OURS, both=ours, sent=[sent, 1], budget=100),
+            script.Measured(weak, script.SHARE, both=1.0),
+            script.Measured(weak, script.OURS, both=ours),
         ]
 
-    assert failures(measured(1.0, 119)) == []
-    assert len(failures(measured(1.0, 121))) == 1
-    assert len(failures(measured(1.07, 119))) == 1  # weak scaling
-    assert len(failures(measured(1.2, 119))) == 2
+    assert script.failures(measured(1.0, 119)) == []
+    assert len(script.failures(measured(1.0, 121))) == 1
+    assert len(script.failures(measured(1.07, 119))) == 1  # weak scaling
+    assert len(script.failures(measured(1.2, 119))) == 2
 
 
 # The example
 
 
-def example():
-    """examples/train_lm.py as a module."""
-    spec = importlib.util.spec_from_file_location("train_lm", EXAMPLE)
-    module = sys.modules["train_lm"] = importlib.util.module_from_spec(spec)  # dataclasses looks it up there
-    spec.loader.exec_module(module)
-    return module
-
-
 def train_example(options):
     with mock.patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
-        train_lm = example()
+        train_lm = module_of(EXAMPLE)
         return train_lm.train(train_lm.Config(**options))
 
 
 def test_the_example_trains_as_one_process_does(four):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    train_lm = example()
+    train_lm = module_of(EXAMPLE)
     options = {**TINY, "steps": 4}
     alone = train_lm.train(train_lm.Config(**options))
     for context_parallel in (1, 2, 4):
@@ -1006,7 +988,7 @@ def test_the_example_trains_as_one_process_does(four):
 def test_the_example_refuses_ranks_that_do_not_fit(two):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    train_lm = example()
+    train_lm = module_of(EXAMPLE)
     for change, message in (
         ({"context_parallel": 3}, "must divide seq_len"),
         ({"context_parallel": 2}, "number of ranks"),
@@ -1029,7 +1011,7 @@ def heads_over_ranks():
         parallelize_module,
     )
 
-    train_lm = example()
+    train_lm = module_of(EXAMPLE)
     config = train_lm.Config(**TINY)
     batch = train_lm.random_batch(train_lm.load_text(config)[0], config, torch.Generator().manual_seed(0))
     results = []

@@ -508,6 +508,16 @@ def test_sinks_take_part_of_the_softmax():
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
 
 
+def test_a_sink_that_takes_nothing():
+    """-inf beside a row that sees nothing is no NaN."""
+    layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=9, heads=4, kv_heads=2)
+    visible = torch.ones(9, 9, dtype=torch.bool).tril(-1)[None, None]
+    leaves = [x.requires_grad_() for x in (*tensors, torch.full((4,), -torch.inf))]
+    out, _ = attention(layer, *leaves[:3], visible, s_aux=leaves[3])
+    torch.testing.assert_close(out, attention(layer, *tensors, visible)[0])
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.square().sum(), leaves))
+
+
 def test_values_of_another_head_dimension():
     layer, query, key, _ = one_call(batch=2, seqlen_q=9, seqlen_k=9, head_dim=24)
     for value_dim in (16, 40):
@@ -529,6 +539,15 @@ def test_values_of_another_head_dimension():
         ({"block_indices": torch.zeros(1)}, "got block_indices"),
         ({"position_bias": torch.zeros(1, 1, 9, 9), "cu_seq_lens_q": torch.tensor([0, 18])}, "position_bias"),
         ({"attention_mask": torch.ones(2, 9, 9)}, r"attention_mask must be .* got shape \(2, 9, 9\)"),
+        (
+            {"attention_mask": torch.ones(3, 9).bool()},
+            r"attention_mask must be .* B = 2 and Sk = 9, got shape \(3, 9\)",
+        ),
+        (
+            {"attention_mask": torch.ones(2, 8).bool()},
+            r"attention_mask must be .* B = 2 and Sk = 9, got shape \(2, 8\)",
+        ),
+        ({"s_aux": torch.zeros(5)}, r"s_aux must have one sink for each of the 2 heads, got shape \(5,\)"),
         ({"attention_mask": torch.ones(2, 1, 9, 9), "cu_seq_lens_q": torch.tensor([0, 18])}, "must be None"),
     ],
     ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
@@ -540,10 +559,12 @@ def test_what_cannot_be_served_is_refused(options, says):
     attention(layer, *tensors, None, dropout=0.0, head_mask=None, output_attentions=False)
 
 
-def test_a_mask_of_integers_is_refused():
+@pytest.mark.parametrize("mask", [torch.ones(2, 1, 9, 9, dtype=torch.long), torch.ones(2, 9)], ids=lambda x: x.ndim)
+def test_a_mask_that_could_mean_either_is_refused(mask):
+    """Integers of four dimensions, or floating numbers of two: 1 may be visible, or added."""
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=9)
-    with pytest.raises(TypeError, match="attention_mask must be .* got int64"):
-        attention(layer, *tensors, torch.ones(2, 1, 9, 9, dtype=torch.long))
+    with pytest.raises(TypeError, match=f"attention_mask must be .* got {str(mask.dtype)[6:]} of shape"):
+        attention(layer, *tensors, mask)
 
 
 @pytest.mark.parametrize("name", ["llama", "doge"])

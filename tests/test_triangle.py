@@ -226,7 +226,8 @@ TRIANGLE = {
         ValueError,
         r"mask must be \(B, {N\|1}, 1, 1, K\) = \(2, 5, 1, 1, 26\), got shape \(2, 2, 1, 1, 26\)",
     ),
-    "scale is infinite": ({"scale": torch.inf}, ValueError, "scale must be finite in float32, got inf"),
+    "scale is infinite": ({"scale": torch.inf}, ValueError, "^scale must be finite in float32, got inf"),
+    "scale is no number": ({"scale": "1"}, TypeError, "^scale must be a number, got str"),
     "k on another device": (
         {"k": torch.zeros(B, N, H, KEYS, D, device="meta")},
         RuntimeError,

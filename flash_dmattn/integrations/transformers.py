@@ -124,7 +124,8 @@ def attention(
         value: (B, Hkv, Sk, Dv).
         attention_mask: VisibleKeys, of the mask function; or what a user made: bool ({B|1}, {H|1}, {Sq|1}, Sk),
             True = visible, or floating, added to the scores, of these shapes (more keys than Sk are cut off); or a
-            padding mask (B, Sk), not 0 = a real key; or None. Masks of four dimensions say all, causality too.
+            padding mask (B, Sk), bool or integers, not 0 = a real key; or None. Masks of four dimensions say all,
+            causality too.
         scaling: of the scores, 1 / sqrt(D) by default.
         dropout: 0.
         is_causal: whether row i sees the keys j <= i + (Sk - Sq) only, where no mask of four dimensions says it.
@@ -147,6 +148,10 @@ def attention(
         TypeError: dtypes that do not fit.
     """
     refuse(dropout, kwargs)
+    if s_aux is not None and shape_of(s_aux) != (query.shape[1],):
+        raise ValueError(
+            f"s_aux must have one sink for each of the {query.shape[1]} heads, got shape {shape_of(s_aux)}"
+        )
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     query, key, value = (rearrange(x, "b h s d -> b s h d") for x in (query, key, value))
     if value_dim != head_dim:  # zeros change neither scores nor the part of the output that is kept
@@ -223,7 +228,7 @@ def what_is_seen(
             attention_mask.cache_seqlens,
         )
     elif attention_mask is not None:
-        require_mask(attention_mask)
+        require_mask(attention_mask, key.shape[0], keys)
         if attention_mask.ndim == 2:
             mask = KeyIntervalMask.padding(attention_mask[:, :keys])
         elif attention_mask.dtype == torch.bool:
@@ -257,11 +262,13 @@ def rows_of(bias: Tensor) -> Tensor:
     return rows
 
 
-def require_mask(mask: Tensor) -> None:
-    accepted = "bool or floating ({B|1}, {H|1}, {Sq|1}, Sk), or a padding mask (B, Sk)"
-    if mask.ndim not in (2, 4):
-        raise ValueError(f"attention_mask must be {accepted}, got shape {shape_of(mask)}")
-    if mask.ndim == 4 and mask.dtype != torch.bool and not mask.is_floating_point():
+def require_mask(mask: Tensor, batch: int, keys: int) -> None:
+    accepted = "bool or floating ({B|1}, {H|1}, {Sq|1}, Sk), or a padding mask (B, Sk), bool or integers"
+    fits = mask.ndim == 4 or (mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= keys)
+    if not fits:
+        sizes = f"B = {batch} and Sk = {keys}"
+        raise ValueError(f"attention_mask must be {accepted}, with {sizes}, got shape {shape_of(mask)}")
+    if mask.dtype != torch.bool and mask.is_floating_point() != (mask.ndim == 4):
         raise TypeError(f"attention_mask must be {accepted}, got {names([mask.dtype])} of shape {shape_of(mask)}")
 
 
@@ -327,5 +334,6 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
     With Z = exp(lse) the sum of all weights, every probability is Z / (Z + exp(sink)) of what it was.
     """
+    lse = lse.masked_fill(lse == -torch.inf, 0)  # of a row that sees nothing: beside a sink of -inf it would give NaN
     kept = torch.sigmoid(lse - rearrange(sinks.to(lse.dtype), "h -> h 1"))
     return (out * rearrange(kept, "b h s -> b s h 1")).to(out.dtype)

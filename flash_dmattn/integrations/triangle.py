@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..arguments import names, require_device, require_floating, require_tensor, shape_of, values_at_hand
-from ..checks import check_scalars
+from ..checks import check_finite
 from ..interface import autocast_is_on, flash_dmattn_func
 
 # From here down an entry of a mask bias hides its key: beside scores that lie closer together its exp is 0 in float32.
@@ -77,7 +77,8 @@ def triangle_attention(
     require_like("q", q, {"k": k, "v": v, "bias": bias})
     if mask is not None:
         check_mask(mask, batch, n, keys, q.device)
-    check_scalars(scale, 0.0)
+    if scale is not None:
+        check_finite("scale", scale)
     by_rows = (rearrange(x, "b n h s d -> (b n) s h d") for x in (q, k, v))
     out = flash_dmattn_func(*by_rows, None if mask is None else rows_of(mask), pair_bias(bias), scale)
     return rearrange(out, "(b n) s h d -> b n h s d", b=batch, n=n)

@@ -46,7 +46,10 @@ def own_masks(masks: ops.MaskTensors, which: int) -> list:
 
 
 def own_list(keys: object):
-    return Shard(0) if is_tensor(keys) else None
+    """Keys, or which rows see them; the empty tensor of lists whose rows all see theirs cannot be sharded."""
+    if not is_tensor(keys):
+        return None
+    return Shard(0) if keys.shape[0] else Replicate()
 
 
 def require_lists_in_place(query, spans: object) -> None:
@@ -152,6 +155,18 @@ def build_key_lists_rule(mask, intervals, *rest):
     return accepted
 
 
+def index_key_lists_rule(indices, intervals, *rest):
+    """(keys, spans, rows)"""
+    tile_rows, *_, cu_seqlens_q, _ = rest
+    accepted = [([Replicate()] * 3, whole([indices, intervals, *rest]))]
+    for which in (OF_BATCH, OF_HEADS):
+        parts = [own(indices, PAIRS, which), own(intervals, BEHIND_ONE, which)]
+        if cu_seqlens_q is None and any(part is not None and part.is_shard() for part in parts):
+            rows = Shard(0) if ops.has_list_rows(tile_rows) else Replicate()
+            accepted.append(([Shard(0), Shard(BEHIND_ONE[which]), rows], [*parts, *(None,) * len(rest)]))
+    return accepted
+
+
 def pack_mask_rule(mask, *rest):
     """(bits, tiles)"""
     accepted = [([Replicate()] * 2, whole([mask, *rest]))]
@@ -187,6 +202,7 @@ for operator, rule in (
     (ops.attention_forward, forward_rule),
     (ops.attention_backward, backward_rule),
     (ops.build_key_lists, build_key_lists_rule),
+    (ops.index_key_lists, index_key_lists_rule),
     (ops.pack_mask, pack_mask_rule),
     (ops.topk_intervals, topk_intervals_rule),
     (ops.topk_lists, topk_lists_rule),

@@ -32,14 +32,13 @@ bool nothing_to_do(const AttentionParams& p) { return p.batch == 0 || p.heads ==
 FwdPlan plan_fwd(const FwdParams& p) {
     FwdPlan plan;
     if (nothing_to_do(p) || p.seqlen_q == 0) return plan;
-    WorkspaceLayout layout;
-    if (prefers_sm90(sm90::fwd_pays(p)) && sm90::plan_fwd(p, plan, layout)) {
+    if (prefers_sm90(sm90::fwd_pays(p)) && sm90::plan_fwd(p, plan)) {
         plan.arch = Arch::kSm90;
-        plan.workspace_bytes = layout.bytes;
         return plan;
     }
     sm80::plan_fwd(p, plan);
     if (plan.splits == 1) return plan;
+    WorkspaceLayout layout;
     const int64_t numbers = plan.splits * p.batch * p.heads * p.seqlen_q;
     plan.tickets = layout.take(plan.split_tiles * sizeof(int32_t));
     plan.split_out = layout.take(numbers * p.head_dim * sizeof(float));
@@ -55,7 +54,6 @@ void run_fwd(const FwdParams& p, const FwdPlan& plan, void* workspace, cudaStrea
     args.tickets = plan.tickets.in<int32_t>(workspace);
     args.split_out = plan.split_out.in<float>(workspace);
     args.split_lse = plan.split_lse.in<float>(workspace);
-    args.nonfinite_values = plan.nonfinite_values.in<uint32_t>(workspace);
     if (plan.splits > 1) FLASH_CUDA_CHECK(cudaMemsetAsync(args.tickets, 0, plan.tickets.bytes, stream));
     switch (plan.arch) {
         case Arch::kSm80: sm80::run_fwd(args, plan, stream); break;

@@ -56,7 +56,6 @@ struct FwdPlan {
     int64_t splits = 1;  // parts that the keys of a tile are cut into
     int64_t split_tiles = 0;  // tiles of rows whose keys are split, of all heads and batch elements; no fewer
     WorkspacePart tickets, split_out, split_lse;  // tickets are 0 when the kernels begin
-    WorkspacePart nonfinite_values;
     int64_t workspace_bytes = 0;
 };
 
@@ -66,8 +65,6 @@ struct FwdArgs : FwdParams {
     int32_t* tickets;  // [tiles of rows]: blocks that have finished
     float* split_out;  // [splits, B, H, Sq, D]
     float* split_lse;  // [splits, B, H, Sq]
-    // [B, Hkv, words of 32 keys], a bit for each key whose value is not finite (passes/nonfinite.h); null where nobody asks
-    uint32_t* nonfinite_values;
 };
 
 // Who writes the gradient of a dense bias.

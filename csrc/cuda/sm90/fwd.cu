@@ -5,7 +5,6 @@
 #include <limits>
 
 #include "../common/serves.h"
-#include "../passes/nonfinite.h"
 #include "kernels.h"  // generated: FLASH_DMATTN_SM90_FWD_KERNELS(X), X(T, head dimension) for what is built, .._PAIR_..
 #include "pair.h"
 #include "pair_config.h"
@@ -33,14 +32,6 @@ bool can_share_lists(const FwdParams& p) {
     return p.lists.tile_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p));
 }
 
-// Of a bool mask by rows a tile may show few of its keys. Looking through all values beforehand then is less than clearing
-// those that are hidden in every tile, where many rows go by them.
-bool looks_for_nonfinite_values(const FwdParams& p) {
-    constexpr int64_t kManyRows = 1024;
-    const bool by_rows = p.packed_mask.present() && p.packed_mask.bits_row_stride != 0;
-    return by_rows && p.bias.kind != BiasKind::kDense && !p.lists.present() && p.seqlen_q >= kManyRows;
-}
-
 bool is_pair(const FwdParams& p) { return is_pair_problem(p) && p.seqlen_k <= kPairFwdLongest; }
 
 }  // namespace
@@ -53,7 +44,7 @@ bool fwd_pays(const FwdParams& p) {
     return p.seqlen_k >= (p.head_dim <= 64 ? 512 : 128);
 }
 
-bool plan_fwd(const FwdParams& p, FwdPlan& plan, WorkspaceLayout& layout) {
+bool plan_fwd(const FwdParams& p, FwdPlan& plan) {
     if (p.seqlen_q <= kFewRows || p.seqlen_k == 0 || !can_load(p)) return false;
     if (p.lists.present() && !can_share_lists(p)) return false;
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
@@ -64,13 +55,10 @@ bool plan_fwd(const FwdParams& p, FwdPlan& plan, WorkspaceLayout& layout) {
     }
     FLASH_DMATTN_SM90_FWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
-    if (plan.head_dim != 0 && !plan.pair && looks_for_nonfinite_values(p))
-        plan.nonfinite_values = layout.take(p.batch * p.kv_heads * nonfinite_words(p) * sizeof(uint32_t));
     return plan.head_dim != 0;
 }
 
 void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream) {
-    if (args.nonfinite_values != nullptr) find_nonfinite_values(args, stream);
 #define FLASH_DMATTN_RUN(T, kHeadDim) \
     if (plan.pair && serves<T, kHeadDim>(args)) return run_pair_fwd<T, kHeadDim>(args, stream);
     FLASH_DMATTN_SM90_PAIR_KERNELS(FLASH_DMATTN_RUN)

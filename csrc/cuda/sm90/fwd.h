@@ -11,7 +11,7 @@ namespace flash_dmattn::cuda::sm90 {
 bool fwd_pays(const FwdParams& params);
 // Whether these kernels were built for the call and can do it, and then the plan for it: tiles of many rows, whose tensors
 // the copy engine can read; gathered keys without a dense bias.
-bool plan_fwd(const FwdParams& params, FwdPlan& plan, WorkspaceLayout& layout);
+bool plan_fwd(const FwdParams& params, FwdPlan& plan);
 void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
 
 // Instantiated in the files that scripts/generate_kernels.py writes.

@@ -88,7 +88,6 @@ struct FwdSmem {
         int tile;                  // gathered keys: any but kEnd
         bool full;                 // neither mask nor causality nor lengths hide a pair
         alignas(16) uint32_t columns[kWords];  // keys that some row sees; those that a key bias hides are none
-        uint32_t cleared[kWords];  // keys whose values are taken for zeros: no row sees them, and they may not be finite
         alignas(16) uint32_t mask[kRows][kWords];  // of masks that rows do not share, where the tile is not full
         std::conditional_t<kBias == BiasKind::kKey, float[kKeys], NoBias> bias;
     };

@@ -96,21 +96,21 @@ private:
         key_ring_.wait_full();
         return info().tile != Smem::KeyInfo::kEnd;
     }
-    // Values that no row sees and that may not be finite become zeros.
+    // The values of keys that no row sees are zeros, whatever they are.
     __device__ __forceinline__ void await_values() const {
         value_ring_.wait_full();
         if constexpr (Tile::kGathers) return fence_async();  // of the next keys, too
-        uint32_t any = 0;
+        uint32_t all = ~0u;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) any |= cleared_[w];
-        if (any == 0) return;
+        for (int w = 0; w < kWords; ++w) all &= columns_[w];
+        if (all == ~0u) return;
         auto& value = smem_.value[value_ring_.stage()];
         constexpr int kThreadsOfKey = kGroupThreads / kKeys;
         const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, key = thread / kThreadsOfKey;
-        uint32_t cleared = 0;
+        uint32_t seen = 0;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) cleared |= cleared_[w] & (key / 32 == w ? ~0u : 0u);
-        if (cleared >> key % 32 & 1)
+        for (int w = 0; w < kWords; ++w) seen |= columns_[w] & (key / 32 == w ? ~0u : 0u);
+        if (!(seen >> key % 32 & 1))
             for (int chunk = thread % kThreadsOfKey; chunk < kHeadDim / 8; chunk += kThreadsOfKey)
                 *reinterpret_cast<uint4*>(value.data + KeyTile::offset(key, chunk)) = {};
         fence_async();
@@ -152,7 +152,7 @@ private:
         apply_pairs(scores);
         const int tile = info().tile;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) cleared_[w] = info().cleared[w];
+        for (int w = 0; w < kWords; ++w) columns_[w] = info().columns[w];
         release_keys();
         // A row that so far has seen nothing but what its dense bias hides.
         constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
@@ -293,7 +293,7 @@ private:
     Ring<Tile::kBiasStages> bias_ring_;
     int turn_ = 0;
     int row_end_[2];  // a row sees keys below this by causality and length
-    uint32_t cleared_[kWords];  // of the tile whose values are next
+    uint32_t columns_[kWords];  // of the tile whose values are next
     OnlineSoftmax<1> softmax_;
     float out_[1][kOutTiles][4];
 };

@@ -102,7 +102,8 @@ private:
         int visited = 0;
         for (bool first = true, more = true; more; first = false) {
             more = tile.next();
-            hand_over_keys(work, tile, more, [&] { first ? load_query(work) : load_values(work, visited); });
+            hand_over_keys(work, tile, more);
+            first ? load_query(work) : load_values(work, visited);
             visited = more ? tile.index() : 0;
         }
     }
@@ -120,16 +121,14 @@ private:
     }
 
     // Without `more`, the work has no other tile of keys. What comes from memory through registers is on its way before the
-    // stage is free, and what the copy engine is to fetch besides, by load_more(), before that is waited for.
-    template <typename Scan, typename LoadMore>
-    __device__ __forceinline__ void hand_over_keys(const FwdWork& work, const Scan& tile, bool more,
-                                                   const LoadMore& load_more) {
+    // stage is free.
+    template <typename Scan>
+    __device__ __forceinline__ void hand_over_keys(const FwdWork& work, const Scan& tile, bool more) {
         const bool is_masked = more && !tile.full() && mask_differs_by_row(p_);
         float key_bias = 0;
         if (kBias == BiasKind::kKey && more) key_bias = key_bias_of_thread(work, tile.index());
         MaskWords words[kMaskRows];
         if (is_masked && p_.packed_mask.bits != nullptr) load_mask(words, work, tile.index());
-        const uint32_t nonfinite = more ? nonfinite_values(work, tile.index()) : 0;
 
         key_ring_.wait_empty();
         auto& info = smem_.keys[key_ring_.stage()];
@@ -141,14 +140,13 @@ private:
                 load_keys(smem_.key[key_ring_.stage()], maps_.key, key_ring_.full(), work, tile.index());
             }
         }
-        load_more();
         if (more) {
             const uint32_t not_hidden = __ballot_sync(~0u, key_bias != -kInfinity);  // of keys 32 * warp_id() and so on
 #pragma unroll
             for (int w = 0; w < kWords; ++w) {
-                const uint32_t columns = kBias == BiasKind::kKey ? tile.columns(w) & not_hidden : tile.columns(w);
-                const uint32_t cleared = ~columns & __shfl_sync(~0u, nonfinite, w);
-                if (w % (kThreads / 32) == warp_id() && lane_id() == 0) info.columns[w] = columns, info.cleared[w] = cleared;
+                const uint32_t columns = tile.columns(w);
+                if (w % (kThreads / 32) == warp_id() && lane_id() == 0)
+                    info.columns[w] = kBias == BiasKind::kKey ? columns & not_hidden : columns;
             }
             if constexpr (kBias == BiasKind::kKey)
                 if (threadIdx.x < kKeys) info.bias[threadIdx.x] = key_bias;
@@ -184,14 +182,6 @@ private:
         if (threadIdx.x >= kKeys || key >= work.s.keys) return 0;
         const char* bias = bias_data(p_.bias, pair_offset(p_.bias, work.s, work.head, p_.heads));
         return key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride));
-    }
-
-    // Of the keys [32 i, 32 i + 32) of a tile, i this lane's number, those whose values may not be finite.
-    __device__ __forceinline__ uint32_t nonfinite_values(const FwdWork& work, int tile) const {
-        const int word = tile * kWords + lane_id(), words = ceil_div(static_cast<int>(p_.seqlen_k), 32);
-        if (kBias == BiasKind::kDense || p_.nonfinite_values == nullptr || lane_id() >= kWords || word >= words) return ~0u;
-        const int kv_head = shared_head(work.head, p_.heads, p_.kv_heads);
-        return __ldg(p_.nonfinite_values + (work.s.batch * p_.kv_heads + kv_head) * words + word);
     }
 
     // Of a tile, this thread's rows.

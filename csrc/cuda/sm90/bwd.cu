@@ -2,8 +2,10 @@
 #include "bwd.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
+#include "../common/device.h"
 #include "../common/serves.h"
 #include "bwd_exchange.cuh"
 #include "bwd_scratch.cuh"
@@ -16,6 +18,9 @@ namespace flash_dmattn::cuda::sm90 {
 namespace {
 
 constexpr int64_t kBytes = 2;  // of an element
+
+// About the keys of a list.
+int64_t list_length(const BwdParams& p) { return p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k; }
 
 bool can_load(const BwdParams& p) {
     const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
@@ -63,6 +68,29 @@ bool plan_pair(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     return true;
 }
 
+// Gathered keys that the query heads of a group share are multiplied with all of them at once (gather_group_block.cuh), where
+// that is faster, as measured on an H200.
+bool groups_heads(const BwdParams& p) {
+    return p.heads > p.kv_heads && heads_share_keys(p) && list_length(p) >= 512;
+}
+
+// What is read and summed again and again shall stay in the cache: Q, dO and the sums of dQ of all rows at work. The more
+// blocks share a tile of rows, each with a part of its list, the fewer these are.
+void plan_group(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
+    constexpr int64_t kRows = KeyListsView::kRows;
+    constexpr double kShareOfCache = 0.4;
+    const Device& device = current_device();
+    const int64_t numbers = p.heads / p.kv_heads * kRows * plan.head_dim;  // of a tile of rows
+    const double bytes = static_cast<double>(device.multiprocessors * numbers) * (2 * kBytes + sizeof(float));
+    const auto wanted = static_cast<int64_t>(std::ceil(bytes / (kShareOfCache * static_cast<double>(device.l2_bytes))));
+    plan.list_parts = std::min(wanted, ceil_div<int64_t>(list_length(p), kRows));
+    // Twice as many as are at work, for no block to wait until the last of another tile's has emptied one.
+    const int64_t at_work = ceil_div<int64_t>(device.multiprocessors, plan.list_parts);
+    plan.dquery_slots = std::min(2 * at_work, ceil_div(p.seqlen_q, kRows) * p.kv_heads * p.batch);
+    plan.dquery_accum = layout.take(plan.dquery_slots * numbers * static_cast<int64_t>(sizeof(float)));
+    plan.dquery_turns = layout.take((1 + 2 * plan.dquery_slots) * static_cast<int64_t>(sizeof(int32_t)));
+}
+
 // Gathered keys: what a tile of rows adds to dK and dV is summed in global memory.
 bool plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
@@ -74,6 +102,7 @@ bool plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     plan.dkv_cols = plan.head_dim;
     const int64_t sums = 2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols;
     plan.dkv_accum = layout.take(sums * static_cast<int64_t>(sizeof(float)));
+    if (groups_heads(p)) plan_group(p, plan, layout);
     plan.zeroed_bytes = layout.bytes;
     return true;
 }

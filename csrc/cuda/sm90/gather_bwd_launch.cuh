@@ -33,7 +33,7 @@ void launch_gather_group(const BwdArgs& p, cudaStream_t stream) {
     maps.dout = make_map(query_layout(p, p.dout), {kPanel, 1, Tile::kRows, 1});
     const auto kernel = gather_group_kernel<Tile, kBias>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(Smem));
-    const int64_t blocks = ceil_div<int64_t>(p.seqlen_q, Tile::kListRows) * p.kv_heads * p.batch * p.list_parts;
+    const int64_t blocks = ceil_div(p.seqlen_q, gather_group_rows(p)) * p.kv_heads * p.batch * p.list_parts;
     kernel<<<grid_of(blocks), Tile::kThreads, sizeof(Smem), stream>>>(p, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }

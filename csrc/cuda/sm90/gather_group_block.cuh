@@ -19,16 +19,14 @@ template <typename T_, int kHeadDim_>
 struct GatherGroupTile {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kListRows = KeyListsView::kRows, kKeys = 128;
-    static constexpr int kRows = kHeadDim > 64 ? 64 : 128;  // of a visit
-    static constexpr int kHeadVisits = kListRows / kRows;   // of a head
+    static constexpr int kRows = 64, kKeys = 128;  // rows: of a visit
     static constexpr int kConsumers = 2;  // warp groups that multiply
     static constexpr int kThreads = (1 + kConsumers) * 128;
     static constexpr int kStages = 2;  // of rows
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumers;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumers;
-    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+    static constexpr int kProducerRegisters = kHeadDim > 64 ? 40 : 56, kConsumerRegisters = kHeadDim > 64 ? 232 : 224;
     static_assert(kKeys == 64 * kConsumers && kKeys % KeyListsView::kAlign == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
@@ -37,15 +35,22 @@ struct GatherGroupTile {
     using SumsStages = KeySumsStages<64, 3>;
 };
 
-// The rows that a block owns, and its part of their list. The parts are neighbours, then the rows that go by about the same
-// keys; the last rows come first: under causality their lists are the longest.
+// Of each head a block has the rows of one list.
+constexpr __host__ __device__ int64_t gather_group_rows(const AttentionParams& p) {
+    return p.lists.row_tiles > 1 ? p.lists.tile_rows : KeyListsView::kRows;
+}
+
+// The rows that a block owns, of each head of the group, and its part of their list. The parts are neighbours, then the rows
+// that go by about the same keys; the last rows come first: under causality their lists are the longest.
 struct GatherGroupWork {
     Sequence s;
     int part, unit;  // unit: the rows, counted over all
     int head;        // the first of the group
-    int group, first_row;
+    int group, first_row, end_row;
+    int head_visits;  // to the rows of a head, 1 or 2: the first of the head's come first
 
-    __device__ GatherGroupWork(const BwdArgs& p, int index, int tile_rows) : s(p, 0) {
+    __device__ GatherGroupWork(const BwdArgs& p, int index, int visit_rows) : s(p, 0) {
+        const int tile_rows = static_cast<int>(gather_group_rows(p));
         const auto take = [&](int count) {
             const int place = index % count;
             index /= count;
@@ -58,8 +63,16 @@ struct GatherGroupWork {
         group = static_cast<int>(p.heads / p.kv_heads);
         head = take(static_cast<int>(p.kv_heads)) * group;
         s = Sequence(p, index);
+        end_row = min(first_row + tile_rows, s.rows);
+        head_visits = tile_rows / visit_rows;
     }
     __device__ bool empty() const { return first_row >= s.rows; }
+    __device__ __forceinline__ int head_of(int visit) const { return head + (visit >> (head_visits - 1)); }
+    // Of the rows, counted from first_row, the first of a visit.
+    template <int kVisitRows>
+    __device__ __forceinline__ int row_of(int visit) const {
+        return (visit & (head_visits - 1)) * kVisitRows;
+    }
 };
 
 template <typename Tile>

@@ -22,7 +22,7 @@ public:
           dout_ring_(smem.dout_ring) {
         const GatherGroupWork& work = smem.work();
         slot_ = work.unit % static_cast<int>(p.dquery_slots);
-        visits_ = work.group * Tile::kHeadVisits;
+        visits_ = work.group * work.head_visits;
         const int64_t first_visit = static_cast<int64_t>(slot_) * visits_;
         dquery_sums_ = reinterpret_cast<float4*>(p.dquery_accum) + first_visit * kVisitSums + group_ * kDqTiles * 128 +
                        threadIdx.x % 128;
@@ -145,15 +145,15 @@ private:
             Wgmma<kHeadDim>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
         wgmma_commit();
     }
-    // dQ = dS^T K.
+    // dQ = dS^T K, of the group's columns.
     __device__ __forceinline__ void issue_dquery(DquerySum& dquery) const {
-        const Operand<PairsTile> a(dscores_tile(), Tile::kSplitsDqRows ? group_ * 64 : 0);
+        const Operand<PairsTile> a(dscores_tile());
         const Operand<KeysTile> b(smem_.key);
-        const int col = Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols;
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kKeys; k += 16)
-            Wgmma<Tile::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, col), k > 0);
+            Wgmma<Tile::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, group_ * Tile::kDqCols),
+                                                                    k > 0);
         wgmma_commit();
     }
 
@@ -168,11 +168,10 @@ private:
 
     // S and dP to P and dS.
     __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int visit) {
-        constexpr int kWords = kRows / 32;
+        const int first_word = smem_.work().template row_of<kRows>(visit) / 32;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w)
-            keys_.differentiate(p_, smem_.keys, visit % Tile::kHeadVisits * kWords + w, s, dp, w * 4, info().lse + w * 32,
-                                info().delta + w * 32);
+        for (int w = 0; w < kRows / 32; ++w)
+            keys_.differentiate(p_, smem_.keys, first_word + w, s, dp, w * 4, info().lse + w * 32, info().delta + w * 32);
     }
 
     // This thread's of the slot, in the order in which registers hold them: four numbers, and 128 on the next.
@@ -206,18 +205,21 @@ private:
         barrier_sync(1, kThreads);
         if (!smem_.ends_last) return;
         __threadfence();
-        for (int first = 0; first < visits_; first += Tile::kHeadVisits) {  // of a head, all at once: they come from far
-            DquerySum dquery[Tile::kHeadVisits];
+        constexpr int kAtOnce = 2;  // they come from far
+        for (int first = 0; first < visits_; first += kAtOnce) {
+            DquerySum dquery[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < Tile::kHeadVisits; ++i)
+            for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
                 for (int n = 0; n < kDqTiles; ++n) {
-                    const float4 x = __ldcg(dquery_sums(first + i) + n * 128);
+                    float4 x{};
+                    if (first + i < visits_) x = __ldcg(dquery_sums(first + i) + n * 128);
                     float(&sum)[4] = dquery[i][0][n];
                     sum[0] = x.x, sum[1] = x.y, sum[2] = x.z, sum[3] = x.w;
                 }
 #pragma unroll
-            for (int i = 0; i < Tile::kHeadVisits; ++i) {
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (first + i == visits_) break;
 #pragma unroll
                 for (int n = 0; n < kDqTiles; ++n) __stcg(dquery_sums(first + i) + n * 128, float4{});
                 store_dquery(dquery[i], first + i);
@@ -229,9 +231,8 @@ private:
     }
     __device__ __forceinline__ void store_dquery(const DquerySum& dquery, int visit) const {
         const GatherGroupWork& work = smem_.work();
-        const int head = work.head + visit / Tile::kHeadVisits, col = Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols;
-        const int first = work.first_row + visit % Tile::kHeadVisits * kRows + (Tile::kSplitsDqRows ? group_ * 64 : 0);
-        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, head) + col;
+        const int col = group_ * Tile::kDqCols, first = work.first_row + work.row_of<kRows>(visit);
+        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, work.head_of(visit)) + col;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first + warp_id() % 4 * 16 + h * 8 + fragment_row();

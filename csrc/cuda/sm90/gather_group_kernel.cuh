@@ -14,13 +14,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = *reinterpret_cast<GatherGroupSmem<Tile>*>(raw_smem);
     if (threadIdx.x == 0) {
         // Whoever waits for a slot holds a higher ticket than the blocks that empty it: they have begun.
-        const GatherGroupWork work(p, atomicAdd(p.dquery_turns, 1), Tile::kListRows);
+        const GatherGroupWork work(p, atomicAdd(p.dquery_turns, 1), Tile::kRows);
         smem.work() = work;
         int tiles = 0;
         if (!work.empty()) {
             const KeyList list(p, work.s, work.head, work.first_row);
             smem.list() = list;
-            tiles = count_key_tiles<Tile::kKeys>(p, work.s, min(work.first_row + Tile::kListRows, work.s.rows), list);
+            tiles = count_key_tiles<Tile::kKeys>(p, work.s, work.end_row, list);
         }
         const int parts = static_cast<int>(p.list_parts), slots = static_cast<int>(p.dquery_slots);
         smem.first_tile = tiles * work.part / parts;

@@ -9,6 +9,7 @@
 #include "../common/serves.h"
 #include "bwd_exchange.cuh"
 #include "bwd_scratch.cuh"
+#include "gather_group_config.h"
 #include "kernels.h"  // generated: FLASH_DMATTN_SM90_{BWD,PAIR,GATHER_BWD}_KERNELS(X), X(T, head dimension) for what is built
 #include "pair.h"
 #include "pair_config.h"
@@ -68,25 +69,25 @@ bool plan_pair(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     return true;
 }
 
-// Gathered keys that the query heads of a group share are multiplied with all of them at once (gather_group_block.cuh), where
-// that is faster, as measured on an H200.
+// Whether the keys are multiplied with all query heads of a group at once (gather_group_block.cuh). They must share them; where
+// another kernel could do the call, long lists of heads that do are faster so, as measured on an H200.
 bool groups_heads(const BwdParams& p) {
-    return p.heads > p.kv_heads && heads_share_keys(p) && list_length(p) >= 512;
+    if (!heads_share_keys(p)) return false;
+    return p.lists.tile_rows < KeyListsView::kRows || (p.heads > p.kv_heads && list_length(p) >= 512);
 }
 
 // What is read and summed again and again shall stay in the cache: Q, dO and the sums of dQ of all rows at work. The more
 // blocks share a tile of rows, each with a part of its list, the fewer these are.
 void plan_group(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
-    constexpr int64_t kRows = KeyListsView::kRows;
     constexpr double kShareOfCache = 0.4;
     const Device& device = current_device();
-    const int64_t numbers = p.heads / p.kv_heads * kRows * plan.head_dim;  // of a tile of rows
+    const int64_t rows = gather_group_rows(p), numbers = p.heads / p.kv_heads * rows * plan.head_dim;  // of a tile of rows
     const double bytes = static_cast<double>(device.multiprocessors * numbers) * (2 * kBytes + sizeof(float));
     const auto wanted = static_cast<int64_t>(std::ceil(bytes / (kShareOfCache * static_cast<double>(device.l2_bytes))));
-    plan.list_parts = std::min(wanted, ceil_div<int64_t>(list_length(p), kRows));
+    plan.list_parts = std::min(wanted, ceil_div<int64_t>(list_length(p), kGatherGroupKeys));
     // Twice as many as are at work, for no block to wait until the last of another tile's has emptied one.
     const int64_t at_work = ceil_div<int64_t>(device.multiprocessors, plan.list_parts);
-    plan.dquery_slots = std::min(2 * at_work, ceil_div(p.seqlen_q, kRows) * p.kv_heads * p.batch);
+    plan.dquery_slots = std::min(2 * at_work, ceil_div(p.seqlen_q, rows) * p.kv_heads * p.batch);
     plan.dquery_accum = layout.take(plan.dquery_slots * numbers * static_cast<int64_t>(sizeof(float)));
     plan.dquery_turns = layout.take((1 + 2 * plan.dquery_slots) * static_cast<int64_t>(sizeof(int32_t)));
 }
@@ -127,7 +128,7 @@ bool bwd_pays(const BwdParams& p) {
 bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     if (p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
     if (p.lists.present())
-        return !p.deterministic && p.lists.tile_rows == KeyListsView::kRows && plan_lists(p, plan, layout);
+        return !p.deterministic && (p.lists.tile_rows == KeyListsView::kRows || groups_heads(p)) && plan_lists(p, plan, layout);
     if (is_pair(p) && plan_pair(p, plan, layout)) return true;
     const bool has_dense_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present();
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \

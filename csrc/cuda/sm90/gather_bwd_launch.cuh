@@ -38,12 +38,19 @@ void launch_gather_group(const BwdArgs& p, cudaStream_t stream) {
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
+template <typename T, int kHeadDim, int kVisitRows>
+void run_gather_group(const BwdArgs& p, cudaStream_t stream) {
+    using Tile = GatherGroupTile<T, kHeadDim, kVisitRows>;
+    p.bias.present() ? launch_gather_group<Tile, BiasKind::kKey>(p, stream)
+                     : launch_gather_group<Tile, BiasKind::kNone>(p, stream);
+}
+
 template <typename T, int kHeadDim>
 void run_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
     if (p.list_parts > 0) {
-        using Tile = GatherGroupTile<T, kHeadDim>;
-        return p.bias.present() ? launch_gather_group<Tile, BiasKind::kKey>(p, stream)
-                                : launch_gather_group<Tile, BiasKind::kNone>(p, stream);
+        if constexpr (kHeadDim <= 64)
+            if (gather_group_rows(p) == 128) return run_gather_group<T, kHeadDim, 128>(p, stream);
+        return run_gather_group<T, kHeadDim, 64>(p, stream);
     }
     using Tile = GatherBwdTile<T, kHeadDim>;
     p.bias.present() ? launch_gather_bwd<Tile, BiasKind::kKey>(p, stream)

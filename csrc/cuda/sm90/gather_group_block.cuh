@@ -9,36 +9,33 @@
 #include "../../params.h"
 #include "../plan.h"
 #include "gather_bwd_block.cuh"
+#include "gather_group_config.h"
 #include "lane_keys.cuh"
 #include "operand.cuh"
 #include "ring.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <typename T_, int kHeadDim_>
+// kRows: of a visit. More of them take too many registers above head dimension 64.
+template <typename T_, int kHeadDim_, int kRows_>
 struct GatherGroupTile {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kRows = 64, kKeys = 128;  // rows: of a visit
+    static constexpr int kRows = kRows_, kKeys = kGatherGroupKeys;
     static constexpr int kConsumers = 2;  // warp groups that multiply
     static constexpr int kThreads = (1 + kConsumers) * 128;
     static constexpr int kStages = 2;  // of rows
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumers;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumers;
-    static constexpr int kProducerRegisters = kHeadDim > 64 ? 40 : 56, kConsumerRegisters = kHeadDim > 64 ? 232 : 224;
-    static_assert(kKeys == 64 * kConsumers && kKeys % KeyListsView::kAlign == 0);
+    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+    static_assert((kSplitsDqRows || kRows == 64) && kKeys == 64 * kConsumers && kKeys % KeyListsView::kAlign == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
     using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
     using PairsTile = SmemTile<T, kRows, kKeys>;    // dS
     using SumsStages = KeySumsStages<64, 3>;
 };
-
-// Of each head a block has the rows of one list.
-constexpr __host__ __device__ int64_t gather_group_rows(const AttentionParams& p) {
-    return p.lists.row_tiles > 1 ? p.lists.tile_rows : KeyListsView::kRows;
-}
 
 // The rows that a block owns, of each head of the group, and its part of their list. The parts are neighbours, then the rows
 // that go by about the same keys; the last rows come first: under causality their lists are the longest.
@@ -47,10 +44,9 @@ struct GatherGroupWork {
     int part, unit;  // unit: the rows, counted over all
     int head;        // the first of the group
     int group, first_row, end_row;
-    int head_visits;  // to the rows of a head, 1 or 2: the first of the head's come first
+    int tile_rows;
 
-    __device__ GatherGroupWork(const BwdArgs& p, int index, int visit_rows) : s(p, 0) {
-        const int tile_rows = static_cast<int>(gather_group_rows(p));
+    __device__ GatherGroupWork(const BwdArgs& p, int index) : s(p, 0), tile_rows(static_cast<int>(gather_group_rows(p))) {
         const auto take = [&](int count) {
             const int place = index % count;
             index /= count;
@@ -64,14 +60,29 @@ struct GatherGroupWork {
         head = take(static_cast<int>(p.kv_heads)) * group;
         s = Sequence(p, index);
         end_row = min(first_row + tile_rows, s.rows);
-        head_visits = tile_rows / visit_rows;
     }
     __device__ bool empty() const { return first_row >= s.rows; }
-    __device__ __forceinline__ int head_of(int visit) const { return head + (visit >> (head_visits - 1)); }
-    // Of the rows, counted from first_row, the first of a visit.
-    template <int kVisitRows>
+
+    // With each tile of keys the rows are visited kRows at a time, those of a head one after the other.
+    template <int kRows>
+    __device__ __forceinline__ int visits() const {
+        return group << shift<kRows>();
+    }
+    template <int kRows>
+    __device__ __forceinline__ int head_of(int visit) const {
+        return head + (visit >> shift<kRows>());
+    }
+    // Counted from first_row, the first row of a visit.
+    template <int kRows>
     __device__ __forceinline__ int row_of(int visit) const {
-        return (visit & (head_visits - 1)) * kVisitRows;
+        return (visit & ((1 << shift<kRows>()) - 1)) * kRows;
+    }
+
+private:
+    template <int kRows>
+    __device__ __forceinline__ int shift() const {
+        static_assert(kRows == KeyListsView::kRows || kRows * 2 == KeyListsView::kRows);
+        return kRows < KeyListsView::kRows && tile_rows > kRows ? 1 : 0;
     }
 };
 

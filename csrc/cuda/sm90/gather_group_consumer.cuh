@@ -22,7 +22,7 @@ public:
           dout_ring_(smem.dout_ring) {
         const GatherGroupWork& work = smem.work();
         slot_ = work.unit % static_cast<int>(p.dquery_slots);
-        visits_ = work.group * work.head_visits;
+        visits_ = work.visits<kRows>();
         const int64_t first_visit = static_cast<int64_t>(slot_) * visits_;
         dquery_sums_ = reinterpret_cast<float4*>(p.dquery_accum) + first_visit * kVisitSums + group_ * kDqTiles * 128 +
                        threadIdx.x % 128;
@@ -106,6 +106,9 @@ private:
     __device__ const typename Smem::RowInfo& info() const { return smem_.rows[query_ring_.stage()]; }
     __device__ RowsTile& query() const { return smem_.query[query_ring_.stage()]; }
     __device__ RowsTile& dout() const { return smem_.dout[dout_ring_.stage()]; }
+    // The group's first of dQ, of a visit.
+    __device__ int group_row() const { return Tile::kSplitsDqRows ? group_ * 64 : 0; }
+    __device__ int group_col() const { return Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols; }
     __device__ PairsTile& dscores_tile() const { return smem_.dscores[dscores_stage_]; }
 
     // A row that sees nothing may hold anything, and zero times NaN would reach a sum. Gives whether there is one. Both
@@ -145,15 +148,14 @@ private:
             Wgmma<kHeadDim>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
         wgmma_commit();
     }
-    // dQ = dS^T K, of the group's columns.
+    // dQ = dS^T K, of the group's rows and columns.
     __device__ __forceinline__ void issue_dquery(DquerySum& dquery) const {
-        const Operand<PairsTile> a(dscores_tile());
+        const Operand<PairsTile> a(dscores_tile(), group_row());
         const Operand<KeysTile> b(smem_.key);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kKeys; k += 16)
-            Wgmma<Tile::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, group_ * Tile::kDqCols),
-                                                                    k > 0);
+            Wgmma<Tile::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, group_col()), k > 0);
         wgmma_commit();
     }
 
@@ -231,13 +233,13 @@ private:
     }
     __device__ __forceinline__ void store_dquery(const DquerySum& dquery, int visit) const {
         const GatherGroupWork& work = smem_.work();
-        const int col = group_ * Tile::kDqCols, first = work.first_row + work.row_of<kRows>(visit);
-        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, work.head_of(visit)) + col;
+        const int first = work.first_row + work.row_of<kRows>(visit) + group_row();
+        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, work.head_of<kRows>(visit)) + group_col();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first + warp_id() % 4 * 16 + h * 8 + fragment_row();
             store_row(dquery, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
-                      static_cast<int>(p_.head_dim) - col, row < work.s.rows);
+                      static_cast<int>(p_.head_dim) - group_col(), row < work.s.rows);
         }
     }
 

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = *reinterpret_cast<GatherGroupSmem<Tile>*>(raw_smem);
     if (threadIdx.x == 0) {
         // Whoever waits for a slot holds a higher ticket than the blocks that empty it: they have begun.
-        const GatherGroupWork work(p, atomicAdd(p.dquery_turns, 1), Tile::kRows);
+        const GatherGroupWork work(p, atomicAdd(p.dquery_turns, 1));
         smem.work() = work;
         int tiles = 0;
         if (!work.empty()) {

@@ -23,7 +23,7 @@ public:
     __device__ void run() {
         const GatherGroupWork& work = smem_.work();
         const KeyList& list = smem_.list();
-        const int first = smem_.first_tile, end = smem_.end_tile, visits = work.group * work.head_visits;
+        const int first = smem_.first_tile, end = smem_.end_tile, visits = work.visits<kRows>();
         if (first == end) return;
         const int kv_head = work.head / work.group;
         const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work.s, kv_head);
@@ -63,7 +63,7 @@ private:
     static_assert(kRows <= 128 && kKeys == 128, "a thread sees to one row and one key");
 
     __device__ __forceinline__ void load_rows(const GatherGroupWork& work, int visit) {
-        const int head = work.head_of(visit), first = work.first_row + work.row_of<kRows>(visit), row = first + threadIdx.x;
+        const int head = work.head_of<kRows>(visit), first = work.first_row + work.row_of<kRows>(visit), row = first + threadIdx.x;
         float lse = 0, delta = 0;
         bool is_empty = false;
         if (threadIdx.x < kRows) {

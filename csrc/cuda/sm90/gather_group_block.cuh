@@ -28,7 +28,8 @@ struct GatherGroupTile {
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumers;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumers;
-    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+    static constexpr bool kIsLarge = kHeadDim > 64;
+    static constexpr int kProducerRegisters = kIsLarge ? 40 : 56, kConsumerRegisters = kIsLarge ? 232 : 224;
     static_assert((kSplitsDqRows || kRows == 64) && kKeys == 64 * kConsumers && kKeys % KeyListsView::kAlign == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
@@ -41,12 +42,12 @@ struct GatherGroupTile {
 // that go by about the same keys; the last rows come first: under causality their lists are the longest.
 struct GatherGroupWork {
     Sequence s;
-    int part, unit;  // unit: the rows, counted over all
-    int head;        // the first of the group
-    int group, first_row, end_row;
-    int tile_rows;
+    int part, unit;   // unit: which rows, counted over all
+    int head, group;  // the query heads [head, head + group)
+    int tile_rows, first_row, end_row;  // the rows [first_row, end_row), of tile_rows at most
 
-    __device__ GatherGroupWork(const BwdArgs& p, int index) : s(p, 0), tile_rows(static_cast<int>(gather_group_rows(p))) {
+    __device__ GatherGroupWork(const BwdArgs& p, int index)
+        : s(p, 0), tile_rows(static_cast<int>(gather_group_rows(p))) {
         const auto take = [&](int count) {
             const int place = index % count;
             index /= count;

@@ -63,7 +63,8 @@ private:
     static_assert(kRows <= 128 && kKeys == 128, "a thread sees to one row and one key");
 
     __device__ __forceinline__ void load_rows(const GatherGroupWork& work, int visit) {
-        const int head = work.head_of<kRows>(visit), first = work.first_row + work.row_of<kRows>(visit), row = first + threadIdx.x;
+        const int head = work.head_of<kRows>(visit), first = work.first_row + work.row_of<kRows>(visit);
+        const int row = first + threadIdx.x;
         float lse = 0, delta = 0;
         bool is_empty = false;
         if (threadIdx.x < kRows) {

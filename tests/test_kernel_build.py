@@ -239,8 +239,8 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
         return  # ptxas does not say where the spills are
     loops_of = {name: inner_loops(code, "HGMMA") for name, code in disassembled(cuobjdump, cubin).items()}
     loops_of = {name: loops for name, loops in loops_of.items() if loops}
-    # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of the backward
-    # by these, the first two for heads apart and for groups of them. Of a pair bias the forward, dQ, and dK and dV.
+    # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of the
+    # backward by these, the first two for heads apart and for groups. Of a pair bias the forward, dQ, and dK and dV.
     assert len(loops_of) >= {"fwd": 5, "gather_bwd": 4}.get(direction, 3)
     for name, loops in loops_of.items():
         for loop in loops:

@@ -44,7 +44,7 @@ struct GatherGroupWork {
     Sequence s;
     int part, unit;   // unit: which rows, counted over all
     int head, group;  // the query heads [head, head + group)
-    int tile_rows, first_row, end_row;  // the rows [first_row, end_row), of tile_rows at most
+    int first_row, end_row, tile_rows;  // the rows [first_row, end_row), of tile_rows at most
 
     __device__ GatherGroupWork(const BwdArgs& p, int index)
         : s(p, 0), tile_rows(static_cast<int>(gather_group_rows(p))) {

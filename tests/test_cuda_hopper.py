@@ -421,6 +421,30 @@ def test_garbage_beside_pair_bias(in_bias, poisoned_allocations):
         assert torch.equal(dirty, clean), name
 
 
+def test_pair_bias_of_padded_sequences():
+    """Tiles of keys that are full, in part and not at all visible follow each other in the same memory."""
+    lengths = torch.randint(0, 385, (80, 1, 1, 1), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    lengths[::5] = 384
+    check(on_gpu(80, 200, 384, 2, 2, 32), torch.arange(384, device="cuda") < lengths, randn(1, 2, 200, 384))
+
+
+def test_hidden_keys_of_pair_bias_are_not_infinite():
+    """What float16 cannot hold of them is not multiplied by their zeros."""
+    mask, bias = key_mask(20, 1, 136), randn(1, 4, 200, 136, dtype=torch.float16)
+    mask[..., 40] = False
+    tensors = on_gpu(20, 200, 136, 4, 4, 32, dtype=torch.float16)
+    tensors[2] += 64
+    dout, dlse = torch.randn_like(tensors[0]) + 64, torch.zeros(20, 4, 200, device="cuda")
+
+    def results(hidden):
+        bias[..., 40] = hidden
+        return run(flash_dmattn_func, tensors, mask, bias.clone(), dout, dlse)
+
+    for name, high, low in zip(NAMES, results(20), results(-20)):
+        assert torch.equal(high, low), name
+        assert name == "lse" or high.isfinite().all(), name
+
+
 def test_pair_bias_is_bitwise_the_same_again():
     """In every gradient, asked for or not."""
     tensors, mask, bias = on_gpu(40, 384, 384, 4, 4, 32), key_mask(40, 1, 384), randn(1, 4, 384, 384)

@@ -34,6 +34,9 @@ __device__ __forceinline__ uint32_t kept(uint32_t x) {
     return x;
 }
 
+// A number that is the same for all lanes of a warp, so that the compiler knows it.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // Two numbers in one register, the first in its low half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -51,7 +51,7 @@ DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
 // Heads share neither keys nor, where a gradient is asked for, biases.
 bool is_pair(const BwdParams& p) {
     return is_pair_problem(p) && p.seqlen_q <= kPairBwdLongest && p.seqlen_k <= kPairBwdLongest && p.kv_heads == p.heads &&
-           (!p.dbias.present() || can_store_whole(p));
+           can_map(query_layout(p, p.out)) && (!p.dbias.present() || can_store_whole(p));
 }
 
 // The kernels for a dense bias that batch elements share have an owner for each gradient, and no sums but the bias's.
@@ -120,7 +120,7 @@ void run_lists(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream) {
 
 bool bwd_pays(const BwdParams& p) {
     if (p.lists.present()) return p.head_dim > 32;
-    if (is_pair(p)) return pair_pays(p);
+    if (is_pair(p)) return pair_bwd_pays(p);
     const bool exchanges = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
     if (exchanges && p.head_dim <= 64) return p.seqlen_k >= 1024;
     return p.head_dim > 32 || p.seqlen_k >= 512;

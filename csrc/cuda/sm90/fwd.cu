@@ -38,7 +38,7 @@ bool is_pair(const FwdParams& p) { return is_pair_problem(p) && p.seqlen_k <= kP
 
 bool fwd_pays(const FwdParams& p) {
     if (p.lists.present()) return p.head_dim > 32;
-    if (is_pair(p)) return pair_pays(p);
+    if (is_pair(p)) return pair_fwd_pays(p);
     const bool has_own_bias = p.bias.present() && p.bias.batches == p.batch;
     if (p.head_dim <= 32) return p.seqlen_k >= (has_own_bias ? 512 : 4096);
     return p.seqlen_k >= (p.head_dim <= 64 ? 512 : 128);

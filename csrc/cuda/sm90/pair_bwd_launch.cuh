@@ -21,6 +21,7 @@ void launch_pair_dquery(const BwdArgs& p, cudaStream_t stream) {
 
     PairBwdMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPairHeadDim, 1, kPairRows, 1});
+    maps.out = make_map(query_layout(p, p.out), {kPairHeadDim, 1, kPairRows, 1});
     maps.dout = make_map(query_layout(p, p.dout), {kPairHeadDim, 1, kPairRows, 1});
     maps.key = make_map(key_layout(p, p.key), {kPairHeadDim, 1, 64, 1});
     maps.value = make_map(key_layout(p, p.value), {kPairHeadDim, 1, 64, 1});
@@ -32,7 +33,8 @@ void launch_pair_dquery(const BwdArgs& p, cudaStream_t stream) {
     kernel<<<grid_of(p.dbias_tiles * p.dbias_splits), Tile::kThreads, sizeof(Smem), stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
     if (p.dbias_parts == nullptr) return;
-    pair_dbias_kernel<Tile><<<grid_of(p.dbias_tiles * Tile::kAllKeyTiles), 128, 0, stream>>>(p);
+    constexpr int kColTiles = Tile::kAllKeyTiles * 64 / kPairDbiasCols;
+    pair_dbias_kernel<Tile><<<grid_of(p.dbias_tiles * kColTiles), 128, 0, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

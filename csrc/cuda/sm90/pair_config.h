@@ -58,7 +58,10 @@ inline int64_t pair_dquery_key_tiles(const AttentionParams& p) { return ceil_div
 constexpr int kPairDbiasTile = 64 * 64;  // floats of a part of the gradient
 
 // Whether they are faster than those for 8.0, as measured on an H200.
-inline bool pair_pays(const AttentionParams& p) { return p.seqlen_k <= 384 && pair_sharers(p) >= 64; }
+inline bool pair_fwd_pays(const AttentionParams& p) {
+    return p.dtype == DataType::kBFloat16 || (p.seqlen_k <= 384 && pair_sharers(p) >= 64);
+}
+inline bool pair_bwd_pays(const AttentionParams& p) { return p.seqlen_k <= 256 || pair_sharers(p) >= 64; }
 
 // What the kernels ask of a call besides strides (sm90/tensor_map.h), forward and backward.
 inline bool is_pair_problem(const AttentionParams& p) {

@@ -23,13 +23,17 @@ struct PairDkeyTile {
 template <typename Tile>
 struct PairDkeySmem {
     using T = typename Tile::T;
+    struct KeyInfo {
+        uint32_t visited_rows;  // a bit for each tile of them
+        uint32_t columns[Tile::kGroups * 2];  // keys that are visible
+    };
 
     alignas(kTileAlign) typename Tile::KeysTile key[Tile::kKeyStages];
     alignas(kTileAlign) typename Tile::KeysTile value[Tile::kKeyStages];
     alignas(kTileAlign) typename Tile::RowsTile query[Tile::kRowStages];
     alignas(kTileAlign) typename Tile::RowsTile dout[Tile::kRowStages];
     PairRowInfo rows[Tile::kRowStages];
-    PairVisits visits[Tile::kKeyStages];
+    KeyInfo keys[Tile::kKeyStages];
     RingBarriers<Tile::kKeyStages> key_ring;
     RingBarriers<Tile::kRowStages> row_ring;
     alignas(8) uint64_t cleared[Tile::kRowStages];  // completes when what comes with the rows of a stage is there
@@ -65,14 +69,17 @@ public:
         if (warp > 1) return;
         if (threadIdx.x == 0) load_bias();
         for (int batch = block_.begin; batch < block_.end; ++batch) {
-            // All rows, or none where no key of the block is visible.
-            const uint32_t keys = PairKeys<64>(p_, batch, block_.head).visits.visited >> block_.tile * Tile::kGroups;
-            const bool sees_any = keys & ((1 << Tile::kGroups) - 1);
-            const PairVisits visits{sees_any ? (1u << schedule_.bias_tiles) - 1 : 0, 0};
+            const PairKeys<64> keys(p_, batch, block_.head);
+            typename Smem::KeyInfo info;
+            uint32_t any = 0;
+#pragma unroll
+            for (int i = 0; i < Tile::kGroups * 2; ++i)
+                any |= info.columns[i] = keys.columns(block_.tile * Tile::kGroups + i / 2, i % 2);
+            info.visited_rows = any != 0 ? (1u << schedule_.bias_tiles) - 1 : 0;  // all, or none
             if (warp == 1) {
-                tell_of_rows(Sequence(p_, batch), visits);
+                tell_of_rows(Sequence(p_, batch), info.visited_rows);
             } else if (lane_id() == 0) {
-                load(Sequence(p_, batch), visits);
+                load(Sequence(p_, batch), info);
             }
         }
     }
@@ -86,15 +93,15 @@ private:
             copy_box(smem_address(&smem_.bias[i]), &maps_.bias, full, block_.tile * Tile::kKeys + i / tiles * 64,
                      i % tiles * kPairRows, head, block_.bias_batch);
     }
-    __device__ void load(const Sequence& s, const PairVisits& visits) {
+    __device__ void load(const Sequence& s, const typename Smem::KeyInfo& info) {
         const int key = block_.tile * Tile::kKeys, stage = key_ring_.stage();
         key_ring_.wait_empty();
-        smem_.visits[stage] = visits;
+        smem_.keys[stage] = info;
         mbarrier_arrive_expecting(key_ring_.full(), 2 * sizeof(typename Tile::KeysTile));
         copy_rows(smem_.key[stage], maps_.key, key_ring_.full(), p_, s, key, block_.head);
         copy_rows(smem_.value[stage], maps_.value, key_ring_.full(), p_, s, key, block_.head);
         key_ring_.advance();
-        for (uint32_t left = visits.visited; left != 0; left &= left - 1, row_ring_.advance()) {
+        for (uint32_t left = info.visited_rows; left != 0; left &= left - 1, row_ring_.advance()) {
             const int row = (__ffs(left) - 1) * kPairRows;
             row_ring_.wait_empty();
             mbarrier_arrive_expecting(row_ring_.full(), 2 * sizeof(typename Tile::RowsTile));
@@ -103,12 +110,13 @@ private:
         }
     }
 
-    __device__ void tell_of_rows(const Sequence& s, const PairVisits& visits) {
-        for (uint32_t left = visits.visited; left != 0; left &= left - 1, row_ring_.advance()) {
-            const PairRowStats stats(p_, s, block_.head, (__ffs(left) - 1) * kPairRows);
+    __device__ void tell_of_rows(const Sequence& s, uint32_t visited) {
+        for (uint32_t left = visited; left != 0; left &= left - 1, row_ring_.advance()) {
+            const PairRowStats stats(p_, p_.delta, s, block_.head, (__ffs(left) - 1) * kPairRows);
             row_ring_.wait_full();
             const int stage = row_ring_.stage();
-            stats.hand_over(smem_.rows[stage], smem_.query[stage], smem_.dout[stage]);
+            stats.clear_empty(smem_.query[stage], smem_.dout[stage]);
+            smem_.rows[stage].twos[lane_id()] = {stats.lse[0], stats.lse[1], stats.delta[0], stats.delta[1]};
             fence_async();
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive_here(smem_address(&smem_.cleared[stage]));
@@ -131,18 +139,24 @@ public:
     using T = typename Tile::T;
 
     __device__ PairDkeyConsumer(const BwdArgs& p, const PairSchedule& schedule, Smem& smem, const PairBlock& block)
-        : p_(p), schedule_(schedule), smem_(smem), block_(block), group_(static_cast<int>(threadIdx.x) / 128 - 1),
-          warp_key_(warp_id() % 4 * 16), bias_(smem.bias + group_ * schedule.bias_tiles), key_ring_(smem.key_ring),
+        : p_(p), schedule_(schedule), smem_(smem), block_(block),
+          group_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_key_(warp_id() % 4 * 16),
+          key_(block.tile * Tile::kKeys + group_ * 64 + warp_key_ + fragment_row()), dkey_rows_(first_row(p.dkey)),
+          dvalue_rows_(first_row(p.dvalue)), bias_lane_(kept(bias_lane())), key_ring_(smem.key_ring),
           row_ring_(smem.row_ring), multiplied_ring_(smem.row_ring) {}
 
     __device__ void run() {
         mbarrier_wait(smem_address(&smem_.bias_full), 0);
         for (int batch = block_.begin; batch < block_.end; ++batch) {
             key_ring_.wait_full();
-            sum(smem_.visits[key_ring_.stage()]);
+            const auto& info = smem_.keys[key_ring_.stage()];
+            sum(info.visited_rows);
+            const uint32_t visible = info.columns[(group_ * 64 + warp_key_) / 32] >> (warp_key_ % 32 + fragment_row());
             key_ring_.release();
             key_ring_.advance();
-            store(Sequence(p_, batch));
+            store(visible);
+            dkey_rows_ += p_.dkey.batch_stride;
+            dvalue_rows_ += p_.dvalue.batch_stride;
         }
     }
 
@@ -155,36 +169,52 @@ private:
     using DimSum = float[1][kDimTiles][4];  // keys by columns
     using Packed = uint32_t[kPairRows / 16][4];
 
-    __device__ __forceinline__ void sum(const PairVisits visits) {
+    __device__ T* first_row(const RowsView& view) const {
+        return static_cast<T*>(view.data) + block_.begin * view.batch_stride + block_.head * view.head_stride +
+               key_ * view.row_stride;
+    }
+    // Where this lane reads the group's biases: of 16 rows and this warp's 16 keys, transposed to what two neighbouring
+    // tiles of the accumulator hold.
+    __device__ uint32_t bias_lane() const {
+        const int lane = lane_id();
+        const BiasTile& bias = smem_.bias[group_ * schedule_.bias_tiles];
+        return bias.address(lane % 8 + lane / 16 * 8, warp_key_ / 8 + lane / 8 % 2);
+    }
+
+    __device__ __forceinline__ void sum(uint32_t visited) {
 #pragma unroll
         for (int n = 0; n < kDimTiles; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) dkey_[0][n][i] = dvalue_[0][n][i] = 0;
         Pairs scores, dprobs;
         Packed probs, dscores;
-        for (uint32_t left = visits.visited; left != 0; left &= left - 1) {
+        const int key_stage = key_ring_.stage();
+        const Operand<KeysTile> key(smem_.key[key_stage], group_ * 64), value(smem_.value[key_stage], group_ * 64);
+        for (uint32_t left = visited; left != 0; left &= left - 1) {
             const int stage = row_ring_.stage();
             row_ring_.wait_full();
             mbarrier_wait(smem_address(&smem_.cleared[stage]), row_ring_.phase());
-            issue_scores(scores, smem_.key[key_ring_.stage()], smem_.query[stage]);
-            issue_scores(dprobs, smem_.value[key_ring_.stage()], smem_.dout[stage]);
+            const Operand<RowsTile> query(smem_.query[stage]), dout(smem_.dout[stage]);
+            issue_scores(scores, key, query);
+            issue_scores(dprobs, value, dout);
             wgmma_wait<0>();
             kept_in_flight(scores);
             kept_in_flight(dprobs);
             kept_in_flight(dkey_);
             kept_in_flight(dvalue_);
-            if (left != visits.visited) release_rows();
-            differentiate(scores, dprobs, smem_.rows[stage], bias_[__ffs(left) - 1]);
+            if (left != visited) release_rows();
+            differentiate(scores, dprobs, smem_.rows[stage],
+                          bias_lane_ + (__ffs(left) - 1) * static_cast<uint32_t>(sizeof(BiasTile)));
             to_operand<T>(scores, probs);
             to_operand<T>(dprobs, dscores);
-            issue_sum(dvalue_, probs, smem_.dout[stage]);
-            issue_sum(dkey_, dscores, smem_.query[stage]);
+            issue_sum(dvalue_, probs, dout);
+            issue_sum(dkey_, dscores, query);
             row_ring_.advance();
         }
         wgmma_wait<0>();
         kept_in_flight(dkey_);
         kept_in_flight(dvalue_);
-        if (visits.visited != 0) release_rows();
+        if (visited != 0) release_rows();
     }
     __device__ __forceinline__ void release_rows() {
         multiplied_ring_.release();
@@ -192,75 +222,64 @@ private:
     }
 
     // S = K Q^T, or dP = V dO^T.
-    __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows) const {
-        const Operand<KeysTile> a(keys, group_ * 64);
-        const Operand<RowsTile> b(rows);
+    static __device__ __forceinline__ void issue_scores(Pairs& pairs, const Operand<KeysTile>& keys,
+                                                        const Operand<RowsTile>& rows) {
         kept_in_flight(pairs);
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < kPairHeadDim; d += 16)
-            Wgmma<kPairRows>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
+            Wgmma<kPairRows>::template multiply<T, false, false>(pairs, keys.across(d), rows.across(d), d > 0);
         wgmma_commit();
     }
     // dV += P dO, or dK += dS Q.
-    static __device__ __forceinline__ void issue_sum(DimSum& sum, const Packed& pairs, const RowsTile& rows) {
-        const Operand<RowsTile> b(rows);
+    static __device__ __forceinline__ void issue_sum(DimSum& sum, const Packed& pairs, const Operand<RowsTile>& rows) {
         kept_in_flight(sum);
         wgmma_fence();
 #pragma unroll
         for (int r = 0; r < kPairRows; r += 16)
-            Wgmma<kPairHeadDim>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
+            Wgmma<kPairHeadDim>::template multiply<T, true>(sum, pairs[r / 16], rows.down(r), true);
         wgmma_commit();
     }
 
-    // S and dP to P and dS. A key that a mask hides has rows of its own, which are not stored.
-    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, const PairRowInfo& rows,
-                                                  const BiasTile& bias) const {
+    // S and dP to P and dS; `at`: where this lane reads the biases. A key that a mask hides has rows of its own, which
+    // are not stored.
+    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, const PairRowInfo& rows, uint32_t at) const {
         const float scale_log2 = schedule_.scale * kLog2E;
-        const int lane = lane_id();
-        // Of the lane: 16 rows and this warp's 16 keys, transposed to what two neighbouring tiles of the accumulator hold.
-        const uint32_t at = smem_address(
-            bias.data + BiasTile::offset(lane % 8 + lane / 16 * 8, warp_key_ / 8 + lane / 8 % 2));
 #pragma unroll
         for (int n = 0; n < kTiles; n += 2) {
             uint32_t dense[4];
             ldmatrix_x4_trans(dense, at + n * 8 * kPairBiasCols * sizeof(T));
 #pragma unroll
             for (int m = n; m < n + 2; ++m) {
-                const float2 lse = *reinterpret_cast<const float2*>(rows.lse + m * 8 + fragment_col());
-                const float2 delta = *reinterpret_cast<const float2*>(rows.delta + m * 8 + fragment_col());
+                const float4 two = rows.twos[(m * 8 + fragment_col()) / 2];
+                const float lse[2] = {two.x, two.y}, delta[2] = {two.z, two.w};
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const float2 b = unpack<T>(dense[m % 2 * 2 + h]);
                     float *x = s[0][m] + 2 * h, *dx = dp[0][m] + 2 * h;
-                    differentiate_pair<false>(x[0], dx[0], fmaf(b.x, kLog2E, -lse.x), delta.x, scale_log2, 0, true);
-                    differentiate_pair<false>(x[1], dx[1], fmaf(b.y, kLog2E, -lse.y), delta.y, scale_log2, 0, true);
+                    differentiate_pair<false>(x[0], dx[0], fmaf(b.x, kLog2E, -lse[0]), delta[0], scale_log2, 0, true);
+                    differentiate_pair<false>(x[1], dx[1], fmaf(b.y, kLog2E, -lse[1]), delta[1], scale_log2, 0, true);
                 }
             }
         }
     }
 
-    __device__ __forceinline__ void store(const Sequence& s) const {
+    // Bits 0 and 8: whether this lane's keys are visible.
+    __device__ __forceinline__ void store(uint32_t visible) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int key = block_.tile * Tile::kKeys + group_ * 64 + warp_key_ + h * 8 + fragment_row();
-            const bool exists = key < s.keys;
-            bool is_visible = exists;
-            if (exists && p_.packed_mask.bits != nullptr)
-                is_visible = mask_words(p_, s, block_.head)[key / 32] >> key % 32 & 1;
-            store_row(dkey_, h, static_cast<float>(p_.softmax_scale), key, is_visible, exists, p_.dkey, s, block_.head);
-            store_row(dvalue_, h, 1, key, is_visible, exists, p_.dvalue, s, block_.head);
+            if (!(visible >> h * 8 & 1)) clear_row(h);
+            store_row(dkey_, h, schedule_.scale, dkey_rows_ + h * 8 * p_.dkey.row_stride, static_cast<int>(p_.head_dim),
+                      key_ + h * 8 < p_.seqlen_k);
+            store_row(dvalue_, h, 1, dvalue_rows_ + h * 8 * p_.dvalue.row_stride, static_cast<int>(p_.head_dim),
+                      key_ + h * 8 < p_.seqlen_k);
         }
     }
-    __device__ __forceinline__ void store_row(const DimSum& sum, int h, float factor, int key, bool is_visible, bool exists,
-                                              const RowsView& view, const Sequence& s, int head) const {
-        DimSum row;
+    __device__ __forceinline__ void clear_row(int h) {
 #pragma unroll
         for (int n = 0; n < kDimTiles; ++n)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) row[0][n][2 * h + e] = is_visible ? sum[0][n][2 * h + e] : 0.f;
-        T* to = static_cast<T*>(view.data) + key_offset(view, s, head) + key * view.row_stride;
-        sm90::store_row(row, h, factor, to, static_cast<int>(p_.head_dim), exists);
+            for (int e = 0; e < 2; ++e) dkey_[0][n][2 * h + e] = dvalue_[0][n][2 * h + e] = 0;
     }
 
     const BwdArgs& p_;
@@ -269,7 +288,9 @@ private:
     const PairBlock& block_;
     const int group_;
     const int warp_key_;  // this warp's first key of the group's
-    BiasTile* const bias_;  // of the group's keys
+    const int key_;  // this lane's first of two, of the sequence
+    T *dkey_rows_, *dvalue_rows_;  // from there on, in the current batch element
+    const uint32_t bias_lane_;
     Ring<Tile::kKeyStages> key_ring_;
     Ring<Tile::kRowStages> row_ring_, multiplied_ring_;
     DimSum dkey_, dvalue_;

@@ -2,7 +2,7 @@
 //
 // A block owns 64 query rows. Two warp groups multiply, of all rows, each by half of the keys: the gradients of these biases
 // stay in their registers while they go over the batch elements. The first warp group loads: its first warp by the copy
-// engine, its second what comes with rows and keys.
+// engine, its second what comes with rows, the others what comes with a group's keys.
 #pragma once
 
 #include "copy_rows.cuh"
@@ -15,7 +15,8 @@ namespace flash_dmattn::cuda::sm90 {
 template <typename T_, int kKeyTiles_>
 struct PairDqueryTile {
     using T = T_;
-    static constexpr int kGroups = 2, kKeyTiles = kKeyTiles_, kAllKeyTiles = kGroups * kKeyTiles, kStages = 3;
+    static constexpr int kGroups = 2, kKeyTiles = kKeyTiles_, kAllKeyTiles = kGroups * kKeyTiles;
+    static constexpr int kRowStages = 2, kKeyStages = 6;
     static constexpr int kThreads = (1 + kGroups) * 128;
     static constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
     using RowsTile = SmemTile<T, kPairRows, kPairHeadDim>;
@@ -26,31 +27,39 @@ template <typename Tile>
 struct PairDquerySmem {
     using T = typename Tile::T;
     // Of one batch element.
-    struct Stage {
-        typename Tile::RowsTile query, dout;
-        typename Tile::KeysTile key[Tile::kAllKeyTiles], value[Tile::kAllKeyTiles];
+    struct Rows {
+        typename Tile::RowsTile query, out, dout;
     };
-    // What comes with it.
-    struct Info {
+    // What comes with them.
+    struct RowsInfo {
         PairVisits visits;
         PairRowInfo rows;
-        uint32_t columns[Tile::kAllKeyTiles][2];  // keys that are visible
+    };
+    struct Keys {
+        typename Tile::KeysTile key, value;
     };
 
-    alignas(kTileAlign) Stage stages[Tile::kStages];
+    alignas(kTileAlign) Rows rows[Tile::kRowStages];
+    alignas(kTileAlign) Keys keys[Tile::kGroups][Tile::kKeyStages];
     alignas(kTileAlign) PairBiasTile<T> bias[Tile::kAllKeyTiles];
-    float4 dquery[kPairHeadDim / 8][128];  // of one group, for the other to add
-    Info infos[Tile::kStages];
-    RingBarriers<Tile::kStages> ring;
-    alignas(8) uint64_t cleared[Tile::kStages];  // completes when what comes with a stage is there
+    float4 dquery[2][Tile::kGroups][kPairHeadDim / 8][128];  // of the last batch elements, each group's sum
+    RowsInfo infos[Tile::kRowStages];
+    PairKeyFactors<64> factors[Tile::kGroups][Tile::kKeyStages];  // of tiles that are not full
+    RingBarriers<Tile::kRowStages> row_ring;
+    RingBarriers<Tile::kKeyStages> key_rings[Tile::kGroups];
+    // Complete when what comes with a stage is there.
+    alignas(8) uint64_t rows_cleared[Tile::kRowStages];
+    alignas(8) uint64_t keys_cleared[Tile::kGroups][Tile::kKeyStages];
     alignas(8) uint64_t bias_full;
 
     // By one thread.
     __device__ void init_rings() {
-        constexpr int kConsumerWarps = Tile::kGroups * 4;
-        ring.init(1, kConsumerWarps);
+        row_ring.init(1, Tile::kGroups * 4);
         mbarrier_init(smem_address(&bias_full), 1);
-        for (auto& barrier : cleared) mbarrier_init(smem_address(&barrier), 1);
+        for (auto& barrier : rows_cleared) mbarrier_init(smem_address(&barrier), 1);
+        for (auto& ring : key_rings) ring.init(1, 4);
+        for (auto& ring : keys_cleared)
+            for (auto& barrier : ring) mbarrier_init(smem_address(&barrier), 1);
     }
 };
 
@@ -68,23 +77,47 @@ public:
     using T = typename Tile::T;
 
     __device__ PairDqueryLoader(const BwdArgs& p, const PairBwdMaps& maps, Smem& smem, const PairBlock& block)
-        : p_(p), maps_(maps), smem_(smem), block_(block), ring_(smem.ring) {}
+        : p_(p), maps_(maps), smem_(smem), block_(block) {}
 
     __device__ void run() {
         const int warp = warp_id();
-        if (warp > 1) return;
-        if (threadIdx.x == 0) load_bias();
-        for (int batch = block_.begin; batch < block_.end; ++batch, ring_.advance()) {
-            const PairKeys<64> keys(p_, batch, block_.head);
-            if (warp == 1) {
-                tell(Sequence(p_, batch), keys);
-            } else if (lane_id() == 0) {
-                load(Sequence(p_, batch), keys.visits);
-            }
-        }
+        if (warp == 0) return load();
+        if (warp == 1) return tell_of_rows();
+        if (pair_hides_keys<64>(p_)) tell_of_keys(warp - 2);
     }
 
 private:
+    using KeyRing = Ring<Tile::kKeyStages>;
+
+    __device__ void load() {
+        Ring<Tile::kRowStages> row_ring(smem_.row_ring);
+        KeyRing key_rings[Tile::kGroups] = {KeyRing(smem_.key_rings[0]), KeyRing(smem_.key_rings[1])};
+        const int head = shared_head(block_.head, p_.heads, p_.kv_heads);
+        if (lane_id() == 0) load_bias();
+        for (int batch = block_.begin; batch < block_.end; ++batch) {
+            const Sequence s(p_, batch);
+            const PairVisits visits = PairKeys<64>(p_, batch, block_.head).visits;
+            if (lane_id() != 0) continue;
+            row_ring.wait_empty();
+            smem_.infos[row_ring.stage()].visits = visits;
+            load_rows(s, smem_.rows[row_ring.stage()], row_ring.full());
+            row_ring.advance();
+#pragma unroll
+            for (int t = 0; t < Tile::kKeyTiles; ++t)
+#pragma unroll
+                for (int group = 0; group < Tile::kGroups; ++group) {
+                    const int tile = group * Tile::kKeyTiles + t;
+                    if (!(visits.visited >> tile & 1)) continue;
+                    KeyRing& ring = key_rings[group];
+                    auto& keys = smem_.keys[group][ring.stage()];
+                    ring.wait_empty();
+                    mbarrier_arrive_expecting(ring.full(), sizeof(keys));
+                    copy_rows(keys.key, maps_.key, ring.full(), p_, s, tile * 64, head);
+                    copy_rows(keys.value, maps_.value, ring.full(), p_, s, tile * 64, head);
+                    ring.advance();
+                }
+        }
+    }
     __device__ void load_bias() {
         const int head = shared_head(block_.head, p_.heads, p_.bias.heads);
         const uint32_t full = smem_address(&smem_.bias_full);
@@ -93,50 +126,100 @@ private:
             copy_box(smem_address(&smem_.bias[tile]), &maps_.bias, full, tile * 64, block_.tile * kPairRows, head,
                      block_.bias_batch);
     }
-    __device__ void load(const Sequence& s, const PairVisits& visits) {
+    __device__ void load_rows(const Sequence& s, typename Smem::Rows& rows, uint32_t full) {
         const int row = block_.tile * kPairRows;
-        ring_.wait_empty();
-        auto& stage = smem_.stages[ring_.stage()];
-        smem_.infos[ring_.stage()].visits = visits;
-        mbarrier_arrive_expecting(ring_.full(), 2 * sizeof(typename Tile::RowsTile) +
-                                                    2 * __popc(visits.visited) * sizeof(typename Tile::KeysTile));
-        copy_rows(stage.query, maps_.query, ring_.full(), p_, s, row, block_.head);
-        copy_rows(stage.dout, maps_.dout, ring_.full(), p_, s, row, block_.head);
-        const int head = shared_head(block_.head, p_.heads, p_.kv_heads);
-        for (uint32_t left = visits.visited; left != 0; left &= left - 1) {
-            const int tile = __ffs(left) - 1;
-            copy_rows(stage.key[tile], maps_.key, ring_.full(), p_, s, tile * 64, head);
-            copy_rows(stage.value[tile], maps_.value, ring_.full(), p_, s, tile * 64, head);
+        mbarrier_arrive_expecting(full, sizeof(rows));
+        copy_rows(rows.query, maps_.query, full, p_, s, row, block_.head);
+        copy_rows(rows.out, maps_.out, full, p_, s, row, block_.head);
+        copy_rows(rows.dout, maps_.dout, full, p_, s, row, block_.head);
+    }
+
+    // Their lse, and D_i, which the other kernel is told, too.
+    __device__ void tell_of_rows() {
+        Ring<Tile::kRowStages> ring(smem_.row_ring);
+        const int first_row = block_.tile * kPairRows;
+        for (int batch = block_.begin; batch < block_.end; ++batch, ring.advance()) {
+            const Sequence s(p_, batch);
+            const PairRowStats stats(p_, p_.dlse, s, block_.head, first_row);
+            auto& rows = smem_.rows[ring.stage()];
+            auto& info = smem_.infos[ring.stage()].rows;
+            ring.wait_full();
+            stats.clear_empty(rows.query, rows.out, rows.dout);
+            __syncwarp();
+            multiply_out_dout(rows, info);
+            float* delta = static_cast<float*>(p_.delta.data) + stat_offset(p_.delta, s, block_.head) + first_row;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = 2 * lane_id() + i;
+                info.lse(row) = stats.lse[i];
+                info.delta(row) -= stats.delta[i];
+                if (first_row + row < s.rows) delta[row] = info.delta(row);
+            }
+            announce(smem_.rows_cleared[ring.stage()]);
+        }
+    }
+    // do_i o_i, on the diagonal of dO O^T.
+    __device__ void multiply_out_dout(const typename Smem::Rows& rows, PairRowInfo& info) {
+        using RowsTile = typename Tile::RowsTile;
+        const uint32_t dout = rows.dout.lane_down(), out = rows.out.lane_across();
+#pragma unroll
+        for (int first = 0; first < kPairRows; first += 16) {
+            float products[2][4] = {};  // by the first and the last eight of these rows
+#pragma unroll
+            for (int d = 0; d < kPairHeadDim; d += 16) {
+                uint32_t a[4], b[4];
+                RowsTile::load_a(a, dout, first, d);
+                RowsTile::load_b(b, out, first, d);
+                mma_m16n8k16<T>(products[0], a, b[0], b[1]);
+                mma_m16n8k16<T>(products[1], a, b[2], b[3]);
+            }
+            const int row = fragment_row();
+            if (row / 2 * 2 == fragment_col()) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    info.delta(first + h * 8 + row) = row % 2 == 0 ? products[h][2 * h] : products[h][2 * h + 1];
+            }
+            __syncwarp();
         }
     }
 
-    __device__ void tell(const Sequence& s, const PairKeys<64>& keys) {
-        const PairRowStats stats(p_, s, block_.head, block_.tile * kPairRows);
-        ring_.wait_full();
-        auto& stage = smem_.stages[ring_.stage()];
-        auto& info = smem_.infos[ring_.stage()];
-        stats.hand_over(info.rows, stage.query, stage.dout);
-        for (uint32_t left = keys.visits.visited & ~keys.visits.full; left != 0; left &= left - 1) {
-            const int tile = __ffs(left) - 1;
-#pragma unroll
-            for (int w = 0; w < 2; ++w) {
-                const uint32_t columns = keys.columns(tile, w);
-                if (lane_id() == 0) info.columns[tile][w] = columns;
-                if (columns >> lane_id() & 1) continue;
-                clear_row(stage.key[tile], w * 32 + lane_id());
-                clear_row(stage.value[tile], w * 32 + lane_id());
+    // Which of a group's keys are visible, and zeros in place of the others.
+    __device__ void tell_of_keys(int group) {
+        KeyRing ring(smem_.key_rings[group]);
+        for (int batch = block_.begin; batch < block_.end; ++batch) {
+            const PairKeys<64> keys(p_, batch, block_.head);
+            for (int t = 0; t < Tile::kKeyTiles; ++t) {
+                const int tile = group * Tile::kKeyTiles + t;
+                if (!(keys.visits.visited >> tile & 1)) continue;
+                ring.wait_full();
+                tell_of_keys(smem_.keys[group][ring.stage()], smem_.factors[group][ring.stage()], keys, tile);
+                announce(smem_.keys_cleared[group][ring.stage()]);
+                ring.advance();
             }
         }
+    }
+    __device__ void tell_of_keys(typename Smem::Keys& stage, PairKeyFactors<64>& factors, const PairKeys<64>& keys,
+                                 int tile) {
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            const int key = w * 32 + lane_id();
+            const bool is_visible = keys.columns(tile, w) >> lane_id() & 1;
+            factors.set(key, is_visible);
+            if (is_visible) continue;
+            clear_row(stage.key, key);
+            clear_row(stage.value, key);
+        }
+    }
+    __device__ void announce(uint64_t& cleared) {
         fence_async();
         __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive_here(smem_address(&smem_.cleared[ring_.stage()]));
+        if (lane_id() == 0) mbarrier_arrive_here(smem_address(&cleared));
     }
 
     const BwdArgs& p_;
     const PairBwdMaps& maps_;
     Smem& smem_;
     const PairBlock& block_;
-    Ring<Tile::kStages> ring_;
 };
 
 template <typename Tile>
@@ -146,8 +229,12 @@ public:
     using T = typename Tile::T;
 
     __device__ PairDqueryConsumer(const BwdArgs& p, const PairSchedule& schedule, Smem& smem, const PairBlock& block)
-        : p_(p), schedule_(schedule), smem_(smem), block_(block), group_(static_cast<int>(threadIdx.x) / 128 - 1),
-          warp_row_(warp_id() % 4 * 16), ring_(smem.ring) {
+        : p_(p), schedule_(schedule), smem_(smem), block_(block),
+          group_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_row_(warp_id() % 4 * 16),
+          hides_keys_(pair_hides_keys<64>(p)), row_(block.tile * kPairRows + warp_row_ + fragment_row()),
+          dquery_rows_(static_cast<T*>(p.dquery.data) + block.head * p.dquery.head_stride + row_ * p.dquery.row_stride),
+          row_ring_(smem.row_ring), key_ring_(smem.key_rings[group_]), multiplied_ring_(smem.key_rings[group_]),
+          bias_lane_(kept(smem.bias[first_tile()].lane_down() + warp_row_ * BiasTile::kPanelCols * sizeof(T))) {
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
@@ -159,13 +246,15 @@ public:
     __device__ void run() {
         mbarrier_wait(smem_address(&smem_.bias_full), 0);
         for (int batch = block_.begin; batch < block_.end; ++batch) {
-            ring_.wait_full();
-            mbarrier_wait(smem_address(&smem_.cleared[ring_.stage()]), ring_.phase());
-            sum(smem_.infos[ring_.stage()].visits);
-            ring_.release();
-            ring_.advance();
-            store_dquery(Sequence(p_, batch), batch % 2);
+            row_ring_.wait_full();
+            mbarrier_wait(smem_address(&smem_.rows_cleared[row_ring_.stage()]), row_ring_.phase());
+            sum();
+            row_ring_.release();
+            row_ring_.advance();
+            if (batch > block_.begin) store_dquery(batch - 1);
+            hand_over_dquery(batch);
         }
+        store_dquery(block_.end - 1);
         store_dbias();
     }
 
@@ -181,81 +270,104 @@ private:
     // The group's first tile of keys.
     __device__ int first_tile() const { return group_ * kKeyTiles; }
 
-    __device__ __forceinline__ void sum(const PairVisits visits) {
-        const auto& stage = smem_.stages[ring_.stage()];
-        const auto& info = smem_.infos[ring_.stage()];
-#pragma unroll
-        for (int n = 0; n < kDimTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) dquery_[0][n][i] = 0;
+    __device__ __forceinline__ void sum() {
+        const auto& rows = smem_.rows[row_ring_.stage()];
+        auto& info = smem_.infos[row_ring_.stage()];
+        const PairVisits visits = info.visits;
         float lse[2], delta[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            lse[h] = info.rows.lse[warp_row_ + h * 8 + fragment_row()];
-            delta[h] = info.rows.delta[warp_row_ + h * 8 + fragment_row()];
+            lse[h] = info.rows.lse(warp_row_ + h * 8 + fragment_row());
+            delta[h] = info.rows.delta(warp_row_ + h * 8 + fragment_row());
         }
+        const Operand<RowsTile> query(rows.query), dout(rows.dout);
+        clear(dquery_);
         Packed dscores;
+        bool is_first = true;
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) {
-            const int tile = first_tile() + t;
+            const int tile = first_tile() + t, stage = key_ring_.stage();
             if (!(visits.visited >> tile & 1)) continue;
+            const bool is_full = visits.full >> tile & 1;
+            key_ring_.wait_full();
+            if (hides_keys_) mbarrier_wait(smem_address(&smem_.keys_cleared[group_][stage]), key_ring_.phase());
+            const auto& keys = smem_.keys[group_][stage];
+            const Operand<KeysTile> key(keys.key), value(keys.value);
             Pairs scores, dprobs;
-            issue_scores(scores, stage.query, stage.key[tile]);
-            issue_scores(dprobs, stage.dout, stage.value[tile]);
+            issue_scores(scores, query, key);
+            issue_scores(dprobs, dout, value);
             wgmma_wait<0>();
             kept_in_flight(scores);
             kept_in_flight(dprobs);
             kept_in_flight(dquery_);
-            if (visits.full >> tile & 1) {
-                differentiate<false>(scores, dprobs, lse, delta, smem_.bias[tile], info.columns[tile]);
-            } else {
-                differentiate<true>(scores, dprobs, lse, delta, smem_.bias[tile], info.columns[tile]);
-            }
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) dbias_[t][n][i] += dprobs[0][n][i];
+            if (!is_first) release_keys();
+            is_first = false;
+            differentiate(scores, dprobs, lse, delta, t);
+            is_full ? add_dbias(t, dprobs) : add_dbias(t, dprobs, smem_.factors[group_][stage]);
             to_operand<T>(dprobs, dscores);
-            issue_dquery(dscores, stage.key[tile]);
+            issue_dquery(dscores, key);
+            key_ring_.advance();
         }
         wgmma_wait<0>();
         kept_in_flight(dquery_);
+        if (!is_first) release_keys();
+    }
+    __device__ __forceinline__ void release_keys() {
+        multiplied_ring_.release();
+        multiplied_ring_.advance();
+    }
+    __device__ __forceinline__ void add_dbias(int t, const Pairs& dscores) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) dbias_[t][n][i] += dscores[0][n][i];
+    }
+    // Where some keys are hidden. Since their rows of K are 0, dS of them has no part in dQ as long as it is finite, which
+    // in float16 it need not be.
+    __device__ __forceinline__ void add_dbias(int t, Pairs& dscores, const PairKeyFactors<64>& factors) {
+#pragma unroll
+        for (int n = 0; n < kTiles; n += 2) {
+            const float4 x = factors.of(n);
+            const float visible[2][2] = {{x.x, x.y}, {x.z, x.w}};
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float dscore = dscores[0][n + m][i] * visible[m][i % 2];
+                    dbias_[t][n + m][i] += dscore;
+                    if constexpr (std::is_same_v<T, half_t>) dscores[0][n + m][i] = dscore;
+                }
+        }
     }
 
     // S = Q K^T, or dP = dO V^T.
-    static __device__ __forceinline__ void issue_scores(Pairs& pairs, const RowsTile& rows, const KeysTile& keys) {
-        const Operand<RowsTile> a(rows);
-        const Operand<KeysTile> b(keys);
+    static __device__ __forceinline__ void issue_scores(Pairs& pairs, const Operand<RowsTile>& rows,
+                                                        const Operand<KeysTile>& keys) {
         kept_in_flight(pairs);
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < kPairHeadDim; d += 16)
-            Wgmma<64>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
+            Wgmma<64>::template multiply<T, false, false>(pairs, rows.across(d), keys.across(d), d > 0);
         wgmma_commit();
     }
     // dQ += dS K.
-    __device__ __forceinline__ void issue_dquery(const Packed& dscores, const KeysTile& keys) {
-        const Operand<KeysTile> b(keys);
+    __device__ __forceinline__ void issue_dquery(const Packed& dscores, const Operand<KeysTile>& keys) {
         kept_in_flight(dquery_);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 64; k += 16)
-            Wgmma<kPairHeadDim>::template multiply<T, true>(dquery_, dscores[k / 16], b.down(k), true);
+            Wgmma<kPairHeadDim>::template multiply<T, true>(dquery_, dscores[k / 16], keys.down(k), true);
         wgmma_commit();
     }
 
-    // S and dP to P and dS, 0 where a mask hides the key.
-    template <bool kMasked>
-    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, const float (&lse)[2], const float (&delta)[2],
-                                                  const BiasTile& bias, const uint32_t (&columns)[2]) const {
+    // S and dP to dS, anything finite where a mask hides the key: its bias may be NaN.
+    __device__ __forceinline__ void differentiate(const Pairs& s, Pairs& dp, const float (&lse)[2],
+                                                  const float (&delta)[2], int t) const {
         const float scale_log2 = schedule_.scale * kLog2E;
-        const uint32_t at = bias.lane_down() + warp_row_ * BiasTile::kPanelCols * sizeof(T);
-        uint32_t visible[2] = {~0u, ~0u};
-        if (kMasked) visible[0] = columns[0] >> fragment_col(), visible[1] = columns[1] >> fragment_col();
 #pragma unroll
         for (int n = 0; n < kTiles; n += 2) {
             uint32_t dense[4];
-            BiasTile::load_a(dense, at, 0, n * 8);
+            BiasTile::load_a(dense, bias_lane_, t * 64, n * 8);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // in the order of the 8x8 blocks
                 const int h = i % 2, m = n + i / 2;
@@ -263,39 +375,40 @@ private:
                 const float shift[2] = {fmaf(b.x, kLog2E, -lse[h]), fmaf(b.y, kLog2E, -lse[h])};
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const bool is_visible = !kMasked || visible[m / 4] & (1u << (m % 4 * 8 + e));
-                    differentiate_pair<false>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift[e], delta[h], scale_log2, 0,
-                                              is_visible);
+                    const float prob = fast_exp2(fminf(fmaf(s[0][m][2 * h + e], scale_log2, shift[e]), 0.f));
+                    dp[0][m][2 * h + e] = prob * (dp[0][m][2 * h + e] - delta[h]);
                 }
             }
         }
     }
 
-    // The groups take turns: one leaves its part of dQ to the other, which stores the sum.
-    __device__ __forceinline__ void store_dquery(const Sequence& s, int turn) {
-        const int thread = static_cast<int>(threadIdx.x) % 128;
-        if (group_ != turn) {
-#pragma unroll
-            for (int n = 0; n < kDimTiles; ++n) {
-                const float* x = dquery_[0][n];
-                smem_.dquery[n][thread] = {x[0], x[1], x[2], x[3]};
-            }
-            barrier_arrive(1 + turn, 256);
-            return;
-        }
-        barrier_sync(1 + turn, 256);
+    // The groups take turns at adding up both sums of a batch element and storing dQ: after the next element, so that
+    // neither need wait for the other.
+    __device__ __forceinline__ void hand_over_dquery(int batch) {
+        const int turn = batch & 1;
 #pragma unroll
         for (int n = 0; n < kDimTiles; ++n) {
-            const float4 x = smem_.dquery[n][thread];
-            dquery_[0][n][0] += x.x, dquery_[0][n][1] += x.y, dquery_[0][n][2] += x.z, dquery_[0][n][3] += x.w;
+            const float* x = dquery_[0][n];
+            smem_.dquery[turn][group_][n][threadIdx.x % 128] = {x[0], x[1], x[2], x[3]};
         }
-        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, s, block_.head);
+        if (group_ != turn) barrier_arrive(1 + turn, 256);
+    }
+    __device__ __forceinline__ void store_dquery(int batch) {
+        const int turn = batch & 1;
+        if (group_ != turn) return;
+        barrier_sync(1 + turn, 256);
+        DimSum sum;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int row = block_.tile * kPairRows + warp_row_ + h * 8 + fragment_row();
-            store_row(dquery_, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
-                      static_cast<int>(p_.head_dim), row < s.rows);
+        for (int n = 0; n < kDimTiles; ++n) {
+            const float4 x = smem_.dquery[turn][0][n][threadIdx.x % 128];
+            const float4 y = smem_.dquery[turn][1][n][threadIdx.x % 128];
+            sum[0][n][0] = x.x + y.x, sum[0][n][1] = x.y + y.y, sum[0][n][2] = x.z + y.z, sum[0][n][3] = x.w + y.w;
         }
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            store_row(sum, h, schedule_.scale,
+                      dquery_rows_ + batch * p_.dquery.batch_stride + h * 8 * p_.dquery.row_stride,
+                      static_cast<int>(p_.head_dim), row_ + h * 8 < p_.seqlen_q);
     }
 
     __device__ __forceinline__ void store_dbias() const {
@@ -318,7 +431,12 @@ private:
     const PairBlock& block_;
     const int group_;
     const int warp_row_;  // this warp's first row of the block's
-    Ring<Tile::kStages> ring_;
+    const bool hides_keys_;
+    const int row_;  // this lane's first of two, of the sequence
+    T* const dquery_rows_;  // from there on, in batch element 0
+    Ring<Tile::kRowStages> row_ring_;
+    Ring<Tile::kKeyStages> key_ring_, multiplied_ring_;
+    const uint32_t bias_lane_;  // where this lane reads the group's biases, of the warp's rows
     DimSum dquery_;
     float dbias_[kKeyTiles][kTiles][4];
 };
@@ -341,29 +459,32 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
 }
 
-// The parts of the bias's gradient to rows of its dtype. A block of 128 threads adds up one tile of 64 x 64.
+// The parts of the bias's gradient to rows of its dtype. A block of 128 threads adds up 64 rows by kPairDbiasCols keys.
+constexpr int kPairDbiasCols = 32;
+
 template <typename Tile>
 __global__ void __launch_bounds__(128) pair_dbias_kernel(const __grid_constant__ BwdArgs p) {
     using T = typename Tile::T;
-    constexpr int kTiles = 64 / 8;
+    constexpr int kTiles = kPairDbiasCols / 8, kColTiles = Tile::kAllKeyTiles * 64 / kPairDbiasCols;
     const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), kPairRows);
-    const int key_tile = blockIdx.x % Tile::kAllKeyTiles, tile = blockIdx.x / Tile::kAllKeyTiles;
-    if (key_tile * 64 >= p.seqlen_k) return;
+    const int col = blockIdx.x % kColTiles * kPairDbiasCols, tile = blockIdx.x / kColTiles;
+    if (col >= p.seqlen_k) return;
     float sum[1][kTiles][4] = {};
+#pragma unroll 4
     for (int split = 0; split < p.dbias_splits; ++split) {
-        const float* from = pair_dbias_part<Tile>(p, split, tile, key_tile);
+        const float* from = pair_dbias_part<Tile>(p, split, tile, col / 64);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-            const float4 x = reinterpret_cast<const float4*>(from)[n * 128 + threadIdx.x];
+            const float4 x = reinterpret_cast<const float4*>(from)[(col % 64 / 8 + n) * 128 + threadIdx.x];
             sum[0][n][0] += x.x, sum[0][n][1] += x.y, sum[0][n][2] += x.z, sum[0][n][3] += x.w;
         }
     }
     const int64_t head = tile / row_tiles % p.heads, bias_batch = tile / row_tiles / p.heads;
-    T* to = static_cast<T*>(p.dbias.data) + bias_batch * p.dbias.batch_stride + head * p.dbias.head_stride + key_tile * 64;
+    T* to = static_cast<T*>(p.dbias.data) + bias_batch * p.dbias.batch_stride + head * p.dbias.head_stride + col;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int64_t row = tile % row_tiles * kPairRows + warp_id() * 16 + h * 8 + fragment_row();
-        store_row(sum, h, 1, to + row * p.dbias.row_stride, static_cast<int>(p.seqlen_k) - key_tile * 64, row < p.seqlen_q);
+        store_row(sum, h, 1, to + row * p.dbias.row_stride, static_cast<int>(p.seqlen_k) - col, row < p.seqlen_q);
     }
 }
 

@@ -249,7 +249,10 @@ private:
             if (left != visits.visited) release_keys();
             float factors[2] = {1, 1};  // of the output so far
             exponentiate(scores, factors, tile, is_full);
-            if (!is_quick_) softmax_.scale(out_, 0, factors[0]), softmax_.scale(out_, 1, factors[1]);
+            if (!is_quick_ && __any_sync(~0u, factors[0] != 1 || factors[1] != 1)) {
+                softmax_.scale(out_, 0, factors[0]);
+                softmax_.scale(out_, 1, factors[1]);
+            }
             to_operand<T>(scores, probs);
             issue_probs_value(probs);
             key_ring_.advance();
@@ -327,8 +330,8 @@ private:
             }
         }
     }
-    // Whether the exponentials of all the warp's rows, by such sums, are far from the limits of float32. Where biases hide all
-    // of a row, no sum is too small.
+    // Whether the exponentials of all the warp's rows, by such sums, are far from the limits of float32. Where biases hide
+    // all of a row, no sum is too small.
     __device__ __forceinline__ bool fit(const float (&sum)[2], int tile) const {
         constexpr float kLeast = 0x1p-80f, kMost = 0x1p40f;
         const bool fits_lane = fminf(sum[0], sum[1]) >= kLeast && sum[0] + sum[1] <= kMost;  // no NaN

@@ -8,45 +8,41 @@ namespace flash_dmattn::cuda::sm90 {
 
 // How the copy engine finds the tensors: [D, heads, S, B], of the bias [Sk, Sq, heads, 1].
 struct PairBwdMaps {
-    CUtensorMap query, dout, key, value, bias;
+    CUtensorMap query, out, dout, key, value, bias;
 };
 
 struct PairRowInfo {
-    alignas(16) float lse[kPairRows];  // times log2(e); inf where a row sees nothing
-    alignas(16) float delta[kPairRows];
+    // Of two rows the lse of both, times log2(e), inf where a row sees nothing; then D_i of both.
+    float4 twos[kPairRows / 2];
+
+    __device__ __forceinline__ float& lse(int row) { return reinterpret_cast<float*>(twos)[row / 2 * 4 + row % 2]; }
+    __device__ __forceinline__ float& delta(int row) { return (&lse(row))[2]; }
 };
 
-// Of kPairRows rows, two a lane; on its way from memory before there is room for it.
-class PairRowStats {
-public:
-    __device__ PairRowStats(const BwdArgs& p, const Sequence& s, int head, int first_row) {
+// Of kPairRows rows, two a lane, 2 lane_id() and the next; on its way from memory before there is room for it.
+struct PairRowStats {
+    float lse[2], delta[2];
+
+    // `of_delta`: D_i, or a part of it, absent where that is 0.
+    __device__ PairRowStats(const BwdArgs& p, const RowStatView& of_delta, const Sequence& s, int head, int first_row) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = first_row + lane_id() + i * 32;
+            const int row = first_row + 2 * lane_id() + i;
             const bool exists = row < s.rows;
             const auto stat = [&](const RowStatView& view) {
                 return exists ? static_cast<const float*>(view.data)[stat_offset(view, s, head) + row] : 0.f;
             };
-            lse_[i] = lse_to_log2(stat(p.lse), exists);
-            delta_[i] = lse_[i] == kInfinity ? 0.f : stat(p.delta);
+            lse[i] = lse_to_log2(stat(p.lse), exists);
+            delta[i] = lse[i] == kInfinity || of_delta.data == nullptr ? 0.f : stat(of_delta);
         }
     }
     // Rows that see nothing, and those beyond the sequence, may hold anything: zeros take their place.
-    template <typename Tile>
-    __device__ __forceinline__ void hand_over(PairRowInfo& info, Tile& query, Tile& dout) const {
+    template <typename... Tiles>
+    __device__ __forceinline__ void clear_empty(Tiles&... tiles) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int r = lane_id() + i * 32;
-            info.lse[r] = lse_[i];
-            info.delta[r] = delta_[i];
-            if (lse_[i] != kInfinity) continue;
-            clear_row(query, r);
-            clear_row(dout, r);
-        }
+        for (int i = 0; i < 2; ++i)
+            if (lse[i] == kInfinity) (clear_row(tiles, 2 * lane_id() + i), ...);
     }
-
-private:
-    float lse_[2], delta_[2];
 };
 
 }  // namespace flash_dmattn::cuda::sm90

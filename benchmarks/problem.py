@@ -88,6 +88,8 @@ class Problem:
     bias_dtype: torch.dtype | None = None  # None: query's
     window: int | None = None  # how many keys of largest bias a row sees, instead of `mask`
     as_intervals: bool = False  # whether the mask of `window` is a KeyIntervalMask, not a bool one
+    intervals: Callable[[int, str], KeyIntervalMask] | None = None  # of the length and device, instead of `mask`
+    packed: bool = False  # whether ours is given the batch elements as sequences of a packed batch
     uses_lse: bool = True  # whether lse has a gradient
 
     def shape_of(self, layout: str) -> tuple[int, ...]:
@@ -156,6 +158,8 @@ def make_inputs(problem: Problem, dtype: torch.dtype, device: str, seed: int) ->
     if problem.mask is not None:
         uniform = torch.rand(problem.shape_of(problem.mask), generator=generator, device=device)
         mask = problem.mask_values(uniform)
+    elif problem.intervals is not None:
+        mask = problem.intervals(problem.seqlen_k, device)
     elif problem.window is not None:
         mask = dynamic_mask(problem, bias)
     return Inputs(problem, query, key, value, mask, bias, dout, dlse)

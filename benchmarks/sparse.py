@@ -106,8 +106,20 @@ def flex(inputs: Inputs) -> Work:
 
 
 def cudnn(inputs: Inputs) -> Work:
+    return by_cudnn(inputs, is_causal=inputs.problem.seqlen_q > 1)
+
+
+def cudnn_of_window(inputs: Inputs) -> Work:
+    first = {name: getattr(inputs, name)[:, : inputs.problem.window].detach() for name in ("key", "value")}
+    needs_grad = inputs.query.requires_grad
+    return by_cudnn(
+        replace(inputs, **{name: x.requires_grad_(needs_grad) for name, x in first.items()}), is_causal=False
+    )
+
+
+def by_cudnn(inputs: Inputs, is_causal: bool) -> Work:
     problem, leaves = inputs.problem, [inputs.query, inputs.key, inputs.value]
-    options = {"is_causal": problem.seqlen_q > 1, "enable_gqa": problem.kv_heads < problem.heads}
+    options = {"is_causal": is_causal, "enable_gqa": problem.kv_heads < problem.heads}
 
     def forward() -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

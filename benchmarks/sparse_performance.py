@@ -13,8 +13,9 @@ beforehand as by an indexer, or any at random, and `KeyLists.from_indices` makes
 ours with the top-w mask, of the same density.
 
 flex is FlexAttention with the same mask, read from the same intervals, and the same bias; its block mask is made
-beforehand. cudnn is cuDNN's attention to all keys up to the row's own, without any mask or bias. tiles is ours without
-lists of keys.
+beforehand. cudnn is cuDNN's attention to all keys up to the row's own, without any mask or bias; cudnn-w lets every row
+see the first w keys, which are as many products as are asked for, and none to look for. tiles is ours without lists of
+keys.
 """
 
 import math
@@ -47,6 +48,7 @@ from sparse import (
     add_sparse_argument,
     by_indices,
     cudnn,
+    cudnn_of_window,
     flex,
     indexed,
     measure,
@@ -72,14 +74,19 @@ WORKLOADS = {
     ],
 }
 
-PEERS = ("flex", "cudnn", "tiles")
+PEERS = ("flex", "cudnn", "cudnn-w", "tiles")
 INTERVALS = "intervals"  # the peer of indices
 
 
 def builders_of(
     problem: Problem, backends: list[str], peers: list[str], sparse: str
 ) -> dict[str, Callable[[Inputs], Work]]:
-    peer_builders = {"flex": flex, "cudnn": cudnn, "tiles": partial(ours, backends[0], "tiles")}
+    peer_builders = {
+        "flex": flex,
+        "cudnn": cudnn,
+        "cudnn-w": cudnn_of_window,
+        "tiles": partial(ours, backends[0], "tiles"),
+    }
     if isinstance(problem, Indexed):
         own = {name: partial(by_indices, name) for name in backends} | {INTERVALS: partial(ours, backends[0], "lists")}
     else:
@@ -98,16 +105,25 @@ class Measured:
     timings: dict[str, dict[str, Timing]]  # by quantity and implementation
     memory: float | None  # over that of the tensors
 
-    def seconds(self, quantity: str) -> float:
-        timing = self.timings.get(quantity, {}).get(self.name)
+    def seconds(self, quantity: str, name: str = "") -> float:
+        timing = self.timings.get(quantity, {}).get(name or self.name)
         return math.nan if timing is None or timing.seconds is None else timing.seconds
 
 
-def speed(peer: str, least: float, measured: Measured) -> Iterator[str]:
-    for quantity in (FORWARD, BACKWARD):
+def speed(peer: str, forward: float, backward: float, measured: Measured) -> Iterator[str]:
+    for quantity, least in ((FORWARD, forward), (BACKWARD, backward)):
         times = ratio(measured.timings.get(quantity, {}), measured.name, peer) or math.nan
         if not times >= least:
             yield f"{quantity}: {times:.2f} x {peer}'s speed, at least {least:g} are asked for"
+
+
+def over_window(forward: float, backward: float, measured: Measured) -> Iterator[str]:
+    """Beside cudnn-w, which has no mask to make either."""
+    for quantity, most, before in ((FORWARD, forward, measured.seconds(TOPK)), (BACKWARD, backward, 0.0)):
+        times = (before + measured.seconds(quantity)) / measured.seconds(quantity, "cudnn-w")
+        if not times <= most:
+            of = f"{TOPK} and {quantity}" if before else quantity
+            yield f"{of}: {times:.2f} x cudnn-w's time, at most {most:g} are asked for"
 
 
 def milliseconds(quantity: str, most: float, measured: Measured) -> Iterator[str]:
@@ -129,17 +145,17 @@ def memory(most: float, measured: Measured) -> Iterator[str]:
 
 
 DEMANDS = {
-    CPU: [partial(speed, "tiles", 4)],
-    S8K: [partial(speed, "flex", 2)],
-    S32K: [partial(speed, "flex", 6), partial(speed, "cudnn", 3), partial(part_of_lists, 0.1)],
+    CPU: [partial(speed, "tiles", 4, 4)],
+    S8K: [partial(speed, "flex", 2, 2), partial(over_window, 1.6, 1.6)],
+    S32K: [partial(speed, "cudnn", 3, 3), partial(over_window, 1.4, 1.5), partial(part_of_lists, 0.1)],
     S131K: [
-        partial(speed, "cudnn", 10),
+        partial(speed, "cudnn", 22, 18),
         partial(part_of_lists, 0.1),
         partial(milliseconds, TOPK, 3),
         partial(memory, 3),
     ],
     DECODE: [partial(milliseconds, FORWARD, 0.1)],
-    EACH_64: [partial(speed, INTERVALS, 1 / 1.15), partial(part_of_lists, 0.1)],
+    EACH_64: [partial(speed, INTERVALS, 1 / 1.15, 1 / 1.15), partial(part_of_lists, 0.1)],
 }
 
 
@@ -161,13 +177,13 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit status: 1 where ours refused, or where --check asks for more."""
     parser = argument_parser(__doc__, backends="the device's kernels")
     parser.add_argument(
-        "--peer", action="append", choices=PEERS, help="may be repeated (default: flex and cudnn; tiles on the CPU)"
+        "--peer", action="append", choices=PEERS, help="may be repeated (default: all but tiles; tiles on the CPU)"
     )
     add_common(parser, dtype={}, workload={}, shrink={}, threads={}, samples={}, check={})
     add_sparse_argument(parser)
     options = parse(parser, arguments)
     names = options.backend or [options.device]
-    peers = options.peer or (["tiles"] if options.device == "cpu" else ["flex", "cudnn"])
+    peers = options.peer or (["tiles"] if options.device == "cpu" else [peer for peer in PEERS if peer != "tiles"])
     dtype = dtype_of(options)
     chosen = [problem for problem in WORKLOADS[options.device] if options.workload in problem.name]
     problems = [shrunk(problem, options.shrink) for problem in chosen]

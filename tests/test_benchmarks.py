@@ -252,9 +252,34 @@ def test_the_limit_counts_intervals_as_it_counts_pairs(performance, sparse_perfo
 def test_check_fails_what_is_too_slow(performance, monkeypatch, capsys):
     arguments = ["--device=cpu", "--shrink=32", "--samples=1", "--threads=1", "--workload=random", "--check"]
     for required, status in ((0.0, 0), (1e6, 1)):
-        monkeypatch.setattr(performance, "REQUIRED_SPEED", {"forward": required})
+        demand = performance.Demand(performance.CHECKED, "forward", "sdpa", required)
+        monkeypatch.setattr(performance, "DEMANDS", {"cpu": [demand]})
         assert performance.main(["forward"], "", arguments) == status
-    assert "x SDPA's speed, at least 1000000.0 is asked for" in capsys.readouterr().out
+    assert "x sdpa's speed, at least 1000000.00 is asked for" in capsys.readouterr().out
+    assert performance.main(["forward"], "", [*arguments[:3], "--workload=causal", "--check"]) == 1
+    assert "nothing was run of 'random mask, key bias'" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        performance.main(["forward"], "", [*arguments, "--peer=flex"])
+
+
+def test_check_asks_of_what_is_measured(performance):
+    for device, demands in performance.DEMANDS.items():
+        names = {problem.name for problem in performance.WORKLOADS[device]}
+        assert {demand.workload for demand in demands} <= names
+        assert {demand.peer for demand in demands} <= performance.PEERS.keys()
+
+
+@pytest.mark.parametrize("workload", ["sliding window 1024", "documents of 700", "packed, 32 x 512", "long causal"])
+def test_what_a_long_workload_computes(performance, workload):
+    """Made small: ours is what plain attention with the same pairs gives, and the limit counts these pairs."""
+    (problem,) = (problem for problem in performance.WORKLOADS["cuda"] if problem.name == workload)
+    problem = performance.replace(performance.shrunk(problem, 16), batch=3, head_dim=8)
+    inputs = performance.make_inputs(problem, torch.float64, "cpu", seed=0)
+    ours, sdpa = performance.ours("cpu", inputs).forward(), performance.sdpa(inputs).forward()
+    torch.testing.assert_close(ours, sdpa)
+    dense = performance.replace(inputs, mask=inputs.bool_mask())
+    counted, seen = performance.rows_that_see(inputs), performance.rows_that_see(dense)
+    assert torch.equal(counted.expand_as(seen), seen)
 
 
 # Long contexts
@@ -308,6 +333,8 @@ def test_cudnn_attends_to_all_keys(performance, sparse_performance, monkeypatch)
         reference = performance.flash_dmattn_func_auto("reference")
         everything = reference(inputs.query, inputs.key, inputs.value, is_causal=True)
         torch.testing.assert_close(sparse.cudnn(inputs).forward(), everything, rtol=1e-4, atol=1e-5)
+    first = reference(inputs.query, inputs.key[:, :8], inputs.value[:, :8])
+    torch.testing.assert_close(sparse.cudnn_of_window(inputs).forward(), first, rtol=1e-4, atol=1e-5)
 
 
 def test_what_check_asks_for(sparse_performance):
@@ -324,14 +351,34 @@ def test_what_check_asks_for(sparse_performance):
 
     assert failures(forward=0.1, lists=0.005, memory=25) == []
     assert failures(forward=0.5, lists=0.005, memory=25) == [
-        "S131072 w2048, forward: 8.00 x cudnn's speed, at least 10 are asked for",
-        "S131072 w2048, backward: 8.00 x cudnn's speed, at least 10 are asked for",
+        "S131072 w2048, forward: 8.00 x cudnn's speed, at least 22 are asked for",
+        "S131072 w2048, backward: 8.00 x cudnn's speed, at least 18 are asked for",
     ]
     assert failures(forward=0.1, lists=0.02, memory=31) == [
         "S131072 w2048, key lists: 20% of the forward, at most 10% are asked for",
         "S131072 w2048, memory: 3.10 x that of the tensors, at most 3 are asked for",
     ]
     assert len(failures(forward=None, lists=0.005, memory=25)) == 3
+
+
+def test_what_check_asks_for_beside_as_many_products(sparse_performance):
+    from performance import Timing
+
+    def failures(topk, forward, backward):
+        taken = {"topk": topk, "forward": forward, "backward": backward}
+        timings = [Timing(sparse_performance.S8K, "bfloat16", *of, "cuda", seconds) for *of, seconds in taken.items()]
+        timings += [
+            Timing(sparse_performance.S8K, "bfloat16", quantity, peer, 1.0 if peer == "cudnn-w" else 100.0)
+            for quantity in ("forward", "backward")
+            for peer in ("flex", "cudnn-w")
+        ]
+        return sparse_performance.failures(timings, [], "cuda")
+
+    assert failures(topk=0.3, forward=1.2, backward=1.5) == []
+    assert failures(topk=0.5, forward=1.2, backward=1.7) == [
+        "S8192 w1024, topk and forward: 1.70 x cudnn-w's time, at most 1.6 are asked for",
+        "S8192 w1024, backward: 1.70 x cudnn-w's time, at most 1.6 are asked for",
+    ]
 
 
 # Small calls
@@ -628,10 +675,10 @@ def test_what_check_asks_of_models(models_performance):
         made = [models_performance.Figure(workload, name, **{quantity: value}) for name, value in figures.items()]
         return [line for line in models_performance.missed(part, made) if f"the {quantity} of" in line]
 
-    doge, t5 = ("train", "Doge S8192 w1024"), ("train", "T5 S2048, S1024")
+    doge, t5 = ("train", "Doge B2 S8192 w1024"), ("train", "T5 S2048, S1024")
     assert missed(*doge, "seconds", flash_dmattn=1.9, sdpa=10.0, eager=1.0) == []
     assert missed(*doge, "seconds", flash_dmattn=2.1, sdpa=10.0) == [
-        "train, Doge S8192 w1024: 0.21 x the seconds of sdpa, at most 0.20 are asked for"
+        "train, Doge B2 S8192 w1024: 0.21 x the seconds of sdpa, at most 0.20 are asked for"
     ]
     assert len(missed(*doge, "gib", flash_dmattn=2.6, sdpa=10.0)) == 1
     assert missed(*t5, "gib", flash_dmattn=5.9, sdpa=20.0, eager=10.0) == []
@@ -640,7 +687,7 @@ def test_what_check_asks_of_models(models_performance):
     assert len(missed(*t5, "seconds", flash_dmattn=None, sdpa=1.0, eager=1.0)) == 1
     assert len(missed("attention", "T5 encoder S2048", "seconds", flash_dmattn=0.6, sdpa=1.0, eager=2.0)) == 1
     for demand in models_performance.DEMANDS:
-        assert any(work.name.startswith(demand.model) for work in models_performance.WORKLOADS[demand.part])
+        assert any(work.name.startswith(demand.workload) for work in models_performance.WORKLOADS[demand.part])
 
 
 # The picture

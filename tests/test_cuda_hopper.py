@@ -5,6 +5,7 @@ Every other test of the GPU runs on both (conftest.py); here lengths and strides
 the kernels for 8.0, unless that is what is tested.
 """
 
+import functools
 import itertools
 import random
 import re
@@ -14,7 +15,7 @@ import torch
 from gpu_inputs import intervals, on_gpu, randn, takes_gpu_memory
 from helpers import NAMES, assert_close, check, in_float64, rand_mask, reference, run, surrounded
 
-from flash_dmattn import KeyIntervalMask, flash_dmattn_func, flash_dmattn_varlen_func
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -88,6 +89,24 @@ def test_new_kernels_serve_key_lists(head_dim, pairs):
     bias = bias_of(pairs, 2, 4, 200, 264)
     assert generations(tensors, mask, bias, is_causal=True, sparse="lists") == ({"sm90"}, {"sm90"})
     assert generations(tensors, mask, bias, sparse="lists", deterministic=True)[1] == {"sm80"}
+
+
+def test_which_kernel_serves_lists_that_heads_share():
+    """Long ones, and those of 64 rows, if the heads of a group do share them."""
+
+    def takes_groups(kv_heads, mask, keys=1000, bias_heads=1, **options):
+        tensors = on_gpu(1, 600, keys, 4, kv_heads, 64)
+        return "gather_group" in kernels_of(tensors, mask, randn(1, bias_heads, 1, keys), **options)[1]
+
+    assert takes_groups(2, mask_of(1, 2, 600, 1000), sparse="lists")
+    assert not takes_groups(2, mask_of(1, 2, 600, 400), 400, sparse="lists")
+    assert not takes_groups(2, mask_of(1, 4, 600, 1000), sparse="lists")
+    assert not takes_groups(2, mask_of(1, 2, 600, 1000), bias_heads=4, sparse="lists")
+    assert not takes_groups(4, mask_of(1, 4, 600, 1000), sparse="lists")
+    indices = torch.rand(1, 4, 10, 1000, device="cuda").topk(50).indices.int()
+    for kv_heads, heads, shared in ((2, 2, True), (2, 4, False), (4, 4, True)):
+        lists = KeyLists.from_indices(indices[:, :heads], 600, 1000, tile_rows=64)
+        assert takes_groups(kv_heads, lists) == shared
 
 
 @pytest.mark.parametrize(("head_dim", "pairs"), [(64, "dense"), (192, "key"), (256, "none")])
@@ -482,6 +501,36 @@ def test_garbage_that_nobody_sees(kind, head_dim, poisoned_allocations):
     assert (out[hidden_rows] == 0).all() and (dq[hidden_rows] == 0).all()
     assert (lse.transpose(1, 2)[hidden_rows] == -torch.inf).all()
     assert (dk[hidden_keys] == 0).all() and (dv[hidden_keys] == 0).all()
+
+
+@CAUSAL
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("pairs", ["none", "key"])
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, 8), (96, 6), (128, 4), (128, 8)])
+def test_lists_that_heads_share(head_dim, heads, pairs, softcap, causal, poisoned_allocations):
+    """More tiles of rows than slots for the sums of their dQ; rows that see nothing, and keys that nobody sees."""
+    batch, rows, keys = 24, 400, 1200
+    tensors, mask = on_gpu(batch, rows, keys, heads, 2, head_dim), mask_of(batch, 2, rows, keys)
+    mask[:, :, 130:135] = mask[:, :, 300:] = mask[..., 200:330] = mask[-1, 1] = False
+    query, key, value = tensors
+    key[:, 200:330], value[:, 200:330] = torch.nan, torch.inf
+    query[:, 130:135] = torch.nan
+    bias = bias_of(pairs, batch, 2, rows, keys)
+    dout, dlse = torch.randn_like(query) / 8, torch.randn(batch, heads, rows, device="cuda") / 8
+    dout[:, 130:135] = torch.nan
+    by_lists = functools.partial(flash_dmattn_func, sparse="lists", is_causal=causal, softcap=softcap)
+
+    clean, clean_dout = [x.nan_to_num(0, 0, 0) for x in tensors], dout.nan_to_num(0)
+    few = slice(-2, None)  # of the last batch elements: the slots have been used before
+    expected = run(by_lists, clean, mask, bias, clean_dout, dlse)
+    for name, x, y in zip(NAMES, run(by_lists, tensors, mask, bias, dout, dlse), expected):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3, msg=name)
+    of_few = [x[few] for x in clean], mask[few], None if bias is None else bias[few]
+    in_double = [x[few].double() for x in clean], mask[few], None if bias is None else in_float64(bias[few])
+    options = {"is_causal": causal, "softcap": softcap}
+    eager = run(reference, *of_few, clean_dout[few], dlse[few], **options)
+    exact = run(reference, *in_double, clean_dout[few].double(), dlse[few].double(), **options)
+    assert_close([x[few] for x in expected], eager, exact, torch.bfloat16)
 
 
 @CAUSAL

@@ -239,9 +239,9 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
         return  # ptxas does not say where the spills are
     loops_of = {name: inner_loops(code, "HGMMA") for name, code in disassembled(cuobjdump, cubin).items()}
     loops_of = {name: loops for name, loops in loops_of.items() if loops}
-    # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of a pair bias
-    # the forward, dQ, and dK and dV.
-    assert len(loops_of) >= {"fwd": 5, "gather_bwd": 2}.get(direction, 3)
+    # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of the
+    # backward by these, the first two for heads apart and for groups. Of a pair bias the forward, dQ, and dK and dV.
+    assert len(loops_of) >= {"fwd": 5, "gather_bwd": 4}.get(direction, 3)
     for name, loops in loops_of.items():
         for loop in loops:
             accesses = [x for x in loop if x.name in ("LDL", "STL")]
@@ -361,7 +361,7 @@ HOPPER_SHARED_MEMORY = """
 
 #include "cuda/sm90/bwd_block.cuh"
 #include "cuda/sm90/fwd_block.cuh"
-#include "cuda/sm90/gather_bwd_block.cuh"
+#include "cuda/sm90/gather_group_block.cuh"
 #include "cuda/sm90/pair_dkey_kernel.cuh"
 #include "cuda/sm90/pair_dquery_kernel.cuh"
 #include "cuda/sm90/pair_fwd_kernel.cuh"
@@ -400,7 +400,9 @@ struct Backward {
 #define BACKWARD(T, kHeadDim)                                                                \\
     print<Backward<kHeadDim, can_exchange_at(kHeadDim)>::template Memory<BiasKind::kDense>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
-#define GATHER_BACKWARD(T, kHeadDim) print<>("gather_bwd", kHeadDim, sizeof(GatherBwdSmem<GatherBwdTile<T, kHeadDim>>));
+#define GATHER_BACKWARD(T, kHeadDim)                                                 \\
+    print<GatherGroupSmem<GatherGroupTile<T, kHeadDim, kHeadDim <= 64 ? 128 : 64>>>( \\
+        "gather_bwd", kHeadDim, sizeof(GatherBwdSmem<GatherBwdTile<T, kHeadDim>>));
 
 template <typename... Tiles>
 size_t largest_pair_fwd() {

@@ -447,6 +447,36 @@ def test_additive_masks_and_position_biases(shape):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_layers_share_the_copy_of_a_position_bias():
+    """T5 gives all layers one bias, with the heads innermost: it is kept for the backward once."""
+    layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=11, heads=4, kv_heads=2)
+    weights = torch.randn(9, 11, 4, requires_grad=True)
+
+    def bias():
+        return (2 * weights).permute(2, 0, 1)[None]
+
+    def call(bias):
+        return attention(layer, *tensors, None, position_bias=bias, scaling=1.0)[0]
+
+    kept = set()
+    shared = bias()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.add(x.data_ptr()) if x.shape == shared.shape else None, lambda _: None
+    ):
+        call(shared), call(shared)
+    assert len(kept) == 1
+
+    (gradient,) = torch.autograd.grad(call(shared).square().sum() + call(shared).sum(), weights)
+    (expected,) = torch.autograd.grad(call(bias()).square().sum() + call(bias()).sum(), weights)
+    torch.testing.assert_close(gradient, expected)
+
+    with torch.no_grad():
+        before = call(shared)
+        shared.mul_(0)
+        assert not torch.equal(call(shared), before)
+    torch.testing.assert_close(call(shared), call(None))  # the copy was of what it had been
+
+
 def test_an_additive_mask_in_another_dtype_hides():
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=11)
     hidden = ~rand_mask(2, 1, 9, 11)

@@ -85,6 +85,8 @@ struct BwdCuts {
     int64_t dbias_run = 1;  // tiles of keys, one after the other, that one block makes of a shared dbias
     // Where the keys are gathered by lists:
     int64_t tile_heads = 1;        // query heads of a block, each with an equal share of its rows
+    int64_t list_parts = 0;        // of a list, each a block's, where the heads of a group share its keys; else 0
+    int64_t dquery_slots = 0;      // there: tiles of rows, of all heads of a group, whose dQ dquery_accum can hold
     int64_t dkv_rows = 0;          // B * Sk; of variable length total_k
     int64_t dkv_cols = 0;          // D, rounded up
     int64_t dbias_accum_size = 0;  // elements of a dense bias that heads or batch elements share
@@ -102,9 +104,10 @@ struct BwdPlan : BwdCuts {
 };
 
 struct BwdArgs : BwdParams, BwdCuts {
-    // float32 [{B} H, tiles of rows, rows of a tile * D rounded up], in the order in which registers hold a tile.
+    // float32 [{B} H, tiles of rows, rows of a tile * D rounded up], or with list_parts [dquery_slots, H / Hkv, ..], in the
+    // order in which registers hold a tile.
     float* dquery_accum;
-    int32_t* dquery_turns;  // where deterministic: whose turn it is, of each tile of rows, and one ticket
+    int32_t* dquery_turns;  // where deterministic: whose turn it is, of each tile of rows, and one ticket; or of each slot
     float* dbias_parts;     // [dbias_splits, dbias_tiles, a tile], where kAtomic or dbias_splits > 1
     // Where the keys are gathered by lists:
     float* dkv_accum;     // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each

@@ -18,6 +18,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..arguments import names, shape_of
@@ -236,10 +237,29 @@ def what_is_seen(
             added, is_causal = additive(attention_mask[..., :keys], query.dtype), False
             bias = added if bias is None else bias + added
     if bias is not None:
-        bias = bias[..., :keys].to(query.dtype)
-        # The kernels read whole rows of it; T5's lie with the heads innermost.
-        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
+        bias = rows_of(bias if bias.shape[-1] == keys else bias[..., :keys]).to(query.dtype)
     return {"attn_mask": mask, "attn_bias": bias, "is_causal": bool(is_causal), "cache_seqlens": cache_seqlens}
+
+
+ROWS = WeakTensorKeyDictionary()  # what rows_of made of a bias, as long as that lives
+
+
+def rows_of(bias: Tensor) -> Tensor:
+    """The bias as the kernels read it, row by row.
+
+    T5's lies with the heads innermost, and all its layers are given the same: where they train it they share one copy,
+    which is kept for the backward once, and whose gradient is turned once.
+    """
+    if bias.stride(-1) == 1:
+        return bias
+    # A copy of a leaf would keep the leaf, its key, alive.
+    if not (bias.requires_grad and torch.is_grad_enabled()) or bias.is_leaf or torch.compiler.is_compiling():
+        return bias.contiguous()
+    version, rows = ROWS.get(bias, (None, None))
+    if version != bias._version:
+        rows = bias.contiguous()
+        ROWS[bias] = bias._version, rows
+    return rows
 
 
 def require_mask(mask: Tensor, batch: int, keys: int) -> None:

@@ -112,5 +112,16 @@ __device__ __forceinline__ float fast_exp2(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// 16 bytes to global memory by one instruction; an assignment may become four.
+__device__ __forceinline__ void store_global_16(void* to, const uint32_t (&x)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+// 1 / x within one unit of the last place; 0 or infinity where that, or x, is less than the least normal number.
+__device__ __forceinline__ float fast_inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 }  // namespace flash_dmattn::cuda

@@ -45,6 +45,19 @@ void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, BwdPlan& pl
     plan.dbias_run = std::clamp<int64_t>(plan.dbias_tiles / (kWaves * slots), 1, std::min(kLongestRun, key_tiles));
 }
 
+// Atomic additions cost little as long as the cache holds the sums. It need not hold those of all batch elements: blocks
+// begin in their order, and where many share a bias, few biases are in the works at once.
+bool can_add_in_cache(const BwdParams& p, const BwdTileSizes& tile, int64_t bytes) {
+    const int64_t cache = current_device().l2_bytes;
+    if (bytes == 0) return true;
+    const int64_t biases = p.cu_seqlens_q == nullptr ? p.dbias.batches : 1;
+    const int64_t sharing_blocks = p.dbias.batch_sharers * p.kv_heads * ceil_div<int64_t>(p.seqlen_k, tile.keys);
+    const int64_t slots = current_device().multiprocessors * tile.blocks_per_sm;
+    const int64_t at_once = std::min(biases, 1 + ceil_div(slots, sharing_blocks));
+    constexpr int64_t kMost = 4;  // caches: what else it would take is time, this is memory
+    return bytes / biases * at_once <= cache / 2 && bytes <= kMost * cache;
+}
+
 template <typename Tile>
 bool can_exchange_dx_among(int64_t sharers) {
     return kCanExchangeDx<Tile> && DxExchange<Tile>::can_divide(sharers);
@@ -72,10 +85,9 @@ int64_t plan_dense_dbias(const BwdParams& p, const BwdTileSizes& main_tile, BwdP
             plan.dense_dbias = DenseDbias::kExchanged;
             return 0;
         }
-        // Atomic additions cost little as long as the cache holds the sums.
         plan.dbias_tiles = count_dbias_tiles(p, main_tile);
         const int64_t sums = plan.dbias_tiles * main_tile.rows * main_tile.keys;
-        if (sums * static_cast<int64_t>(sizeof(float)) <= current_device().l2_bytes / 2) {
+        if (can_add_in_cache(p, main_tile, sums * static_cast<int64_t>(sizeof(float)))) {
             plan.dense_dbias = DenseDbias::kAtomic;
             return sums;
         }

@@ -2,11 +2,14 @@
 #include "bwd.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
+#include "../common/device.h"
 #include "../common/serves.h"
 #include "bwd_exchange.cuh"
 #include "bwd_scratch.cuh"
+#include "gather_group_config.h"
 #include "kernels.h"  // generated: FLASH_DMATTN_SM90_{BWD,PAIR,GATHER_BWD}_KERNELS(X), X(T, head dimension) for what is built
 #include "pair.h"
 #include "pair_config.h"
@@ -16,6 +19,9 @@ namespace flash_dmattn::cuda::sm90 {
 namespace {
 
 constexpr int64_t kBytes = 2;  // of an element
+
+// About the keys of a list.
+int64_t list_length(const BwdParams& p) { return p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k; }
 
 bool can_load(const BwdParams& p) {
     const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
@@ -63,6 +69,30 @@ bool plan_pair(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     return true;
 }
 
+// Whether the keys are multiplied with all query heads of a group at once (gather_group_block.cuh). The heads must share
+// them. Lists of 128 rows can be gone by without it: then long ones that heads share are faster so, as measured on an H200.
+bool groups_heads(const BwdParams& p) {
+    if (!heads_share_keys(p)) return false;
+    return p.lists.tile_rows < KeyListsView::kRows || (p.heads > p.kv_heads && list_length(p) >= 512);
+}
+
+// Blocks share a tile of rows, each with a part of its list: so many that they fill the device, and that what is read and
+// summed again and again stays in the cache, Q, dO and the sums of dQ of all rows at work.
+void plan_group(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
+    constexpr double kShareOfCache = 0.4;
+    const Device& device = current_device();
+    const int64_t rows = gather_group_rows(p), row_tiles = ceil_div(p.seqlen_q, rows) * p.kv_heads * p.batch;
+    const int64_t numbers = p.heads / p.kv_heads * rows * plan.head_dim;  // of a tile of rows
+    const double bytes = static_cast<double>(device.multiprocessors * numbers) * (2 * kBytes + sizeof(float));
+    const auto for_cache = static_cast<int64_t>(std::ceil(bytes / (kShareOfCache * static_cast<double>(device.l2_bytes))));
+    const int64_t for_device = ceil_div<int64_t>(device.multiprocessors, row_tiles);
+    plan.list_parts = std::min(std::max(for_cache, for_device), ceil_div<int64_t>(list_length(p), kGatherGroupKeys));
+    // Twice as many slots as there are tiles at work, for no block to wait until the last of another tile's has emptied one.
+    plan.dquery_slots = std::min(2 * ceil_div<int64_t>(device.multiprocessors, plan.list_parts), row_tiles);
+    plan.dquery_accum = layout.take(plan.dquery_slots * numbers * static_cast<int64_t>(sizeof(float)));
+    plan.dquery_turns = layout.take((1 + 2 * plan.dquery_slots) * static_cast<int64_t>(sizeof(int32_t)));
+}
+
 // Gathered keys: what a tile of rows adds to dK and dV is summed in global memory.
 bool plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
@@ -74,6 +104,7 @@ bool plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     plan.dkv_cols = plan.head_dim;
     const int64_t sums = 2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols;
     plan.dkv_accum = layout.take(sums * static_cast<int64_t>(sizeof(float)));
+    if (groups_heads(p)) plan_group(p, plan, layout);
     plan.zeroed_bytes = layout.bytes;
     return true;
 }
@@ -97,8 +128,10 @@ bool bwd_pays(const BwdParams& p) {
 
 bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     if (p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
-    if (p.lists.present())
-        return !p.deterministic && p.lists.tile_rows == KeyListsView::kRows && plan_lists(p, plan, layout);
+    if (p.lists.present()) {
+        const bool can_go_by = p.lists.tile_rows == KeyListsView::kRows || groups_heads(p);
+        return !p.deterministic && can_go_by && plan_lists(p, plan, layout);
+    }
     if (is_pair(p) && plan_pair(p, plan, layout)) return true;
     const bool has_dense_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present();
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \

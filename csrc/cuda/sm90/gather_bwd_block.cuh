@@ -9,8 +9,8 @@
 #include <cuda.h>
 
 #include "../../params.h"
-#include "../common/key_list.cuh"
 #include "../plan.h"
+#include "lane_keys.cuh"
 #include "operand.cuh"
 #include "ring.cuh"
 
@@ -24,15 +24,13 @@ struct GatherBwdTile {
     static constexpr int kConsumers = 2;  // warp groups that multiply
     static constexpr int kThreads = (1 + kConsumers) * 128;
     static constexpr int kKeyStages = kHeadDim > 64 ? 1 : 2, kValueStages = kKeyStages;
-    // On their way to global memory the sums of 8 keys lie in shared memory, kSumCols columns at a time; a warp has
-    // kSumStages such parts.
-    static constexpr int kSumCols = 64, kSumStages = 3;
     static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
     static_assert(kRows == 64 * kConsumers && kKeys == 64 * kConsumers && kKeys % KeyListsView::kAlign == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
     using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
     using PairsTile = SmemTile<T, kRows, kKeys>;    // dS
+    using SumsStages = KeySumsStages<64, 3>;
 };
 
 // How the copy engine finds the rows: [D, heads, S, B].
@@ -66,21 +64,13 @@ template <typename Tile>
 struct GatherBwdSmem {
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kRowWords = kRows / 32;
 
-    // What comes with a tile of keys.
-    struct KeyInfo {
-        alignas(16) uint32_t rows[kKeys][kRowWords];  // bit i % 32 of word i / 32: whether row i of the tile sees the key
-        int place[kKeys];                             // in the sequence; -1 where no row sees the key
-        float bias[kKeys];                            // times log2(e)
-    };
-
     alignas(kTileAlign) typename Tile::RowsTile query;
     alignas(kTileAlign) typename Tile::RowsTile dout;
     alignas(kTileAlign) typename Tile::KeysTile key[Tile::kKeyStages];
     alignas(kTileAlign) typename Tile::KeysTile value[Tile::kValueStages];
     alignas(kTileAlign) typename Tile::PairsTile dscores;
-    // Rows 8 banks apart: a quarter of a warp writes one.
-    alignas(16) float sums[Tile::kConsumers * 4][Tile::kSumStages][8][Tile::kSumCols + 8];
-    KeyInfo keys[Tile::kKeyStages];
+    typename Tile::SumsStages sums[Tile::kConsumers * 4];  // of a warp
+    ListedKeys<kKeys> keys[Tile::kKeyStages];
     alignas(16) float lse[kRows];  // times log2(e); inf where a row sees nothing, or lies beyond the sequence
     alignas(16) float delta[kRows];
     bool has_empty[kRowWords];  // of 32 rows: some have an lse of inf

@@ -5,7 +5,6 @@
 // it; and, before a group writes dS of the next tile, at barrier 2 + group, for the other to have read its own.
 #pragma once
 
-#include "../common/scores.cuh"
 #include "gather_bwd_block.cuh"
 #include "rows_out.cuh"
 
@@ -42,7 +41,7 @@ public:
             fence_async();
             issue_scores(dprobs[0], value_tile(), smem_.dout, 0);
             issue_scores(scores[1], key_tile(), smem_.query, 1);
-            begin_tile();
+            keys_.begin(smem_.keys[key_ring_.stage()], warp_key_);
             wgmma_wait<1>();
             kept_in_flight(scores[0]);
             kept_in_flight(dprobs[0]);
@@ -62,7 +61,7 @@ public:
             to_operand<T>(dprobs[1], dscores);
             store_dscores(dscores, 1);
             fence_async();
-            if (kBias == BiasKind::kKey && p_.dbias.data != nullptr) add_key_dbias();
+            keys_.add_dbias(p_, smem_.work().s, smem_.work().head);
 
             DimSum dvalue_of_tile, dkey_of_tile;
             issue_dvalue(dvalue_of_tile, probs);
@@ -95,22 +94,8 @@ private:
     using Operands = uint32_t[kHalf / 16][4];
     using DimSum = float[1][kDimTiles][4];  // keys, or rows, by columns
 
-    __device__ const typename Smem::KeyInfo& info() const { return smem_.keys[key_ring_.stage()]; }
     __device__ const KeysTile& key_tile() const { return smem_.key[key_ring_.stage()]; }
     __device__ const KeysTile& value_tile() const { return smem_.value[value_ring_.stage()]; }
-    // Of the tile: key h of this lane's two.
-    __device__ int key(int h) const { return warp_key_ + h * 8 + fragment_row(); }
-
-    // What comes with this lane's keys.
-    __device__ __forceinline__ void begin_tile() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            place_[h] = info().place[key(h)];
-            key_bias_[h] = kBias == BiasKind::kKey ? info().bias[key(h)] : 0;
-            key_sums_[h] = 0;
-        }
-    }
-
     // A row that sees nothing may hold anything, and zero times NaN would reach a sum.
     __device__ __forceinline__ void clear_empty_rows() const {
         bool any = false;
@@ -188,81 +173,15 @@ private:
 
     // S and dP to P and dS, of half of the rows.
     __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int half) {
-        const bool has_softcap = p_.softcap > 0;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int w = half * 2 + i;
-            const uint32_t seen[2] = {info().rows[key(0)][w], info().rows[key(1)][w]};
-            if (has_softcap) {
-                differentiate_word<true, true>(s, dp, i, w, seen);
-            } else if (__all_sync(~0u, (seen[0] & seen[1]) == ~0u)) {
-                differentiate_word<false, false>(s, dp, i, w, seen);
-            } else {
-                differentiate_word<true, false>(s, dp, i, w, seen);
-            }
-        }
-    }
-    // Of 32 rows, of the half's first (i 0) or last: those of word w. `seen` tells which of them see this lane's keys.
-    template <bool kMasked, bool kSoftcap>
-    __device__ __forceinline__ void differentiate_word(Pairs& s, Pairs& dp, int i, int w, const uint32_t (&seen)[2]) {
-        const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
-        const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E, scale_of_capped = kSoftcap ? scale / softcap : 0;
-        const uint32_t bits[2] = {seen[0] >> fragment_col(), seen[1] >> fragment_col()};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const int m = i * 4 + n, row = w * 32 + n * 8 + fragment_col();
-            const float2 lse = *reinterpret_cast<const float2*>(smem_.lse + row);
-            const float2 delta = *reinterpret_cast<const float2*>(smem_.delta + row);
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const bool is_visible = !kMasked || bits[h] & (1u << (n * 8 + e));
-                    const float dx = differentiate_pair<kSoftcap>(
-                        s[0][m][2 * h + e], dp[0][m][2 * h + e], key_bias_[h] - (e ? lse.y : lse.x), e ? delta.y : delta.x,
-                        scale_log2, scale_of_capped, is_visible);
-                    if (kBias == BiasKind::kKey) key_sums_[h] += is_visible ? dx : 0.f;
-                }
-        }
-    }
-    // The gradient of a key's bias is its sum of dx over the rows.
-    __device__ __forceinline__ void add_key_dbias() const {
-        const GatherBwdWork& work = smem_.work();
-        float* to = static_cast<float*>(p_.dbias.data) + pair_offset(p_.dbias, work.s, work.head, p_.heads);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float sum = row_sum(key_sums_[h]);
-            if (leads_row() && place_[h] >= 0) reduce_add(to + place_[h] * p_.dbias.col_stride, sum);
+            keys_.differentiate(p_, smem_.keys[key_ring_.stage()], w, s, dp, i * 4, smem_.lse + w * 32, smem_.delta + w * 32);
         }
     }
 
-    // To the keys' sums in global memory, by way of shared memory: of 8 keys some columns at a time.
     __device__ __forceinline__ void add_to_keys(float* to, const DimSum& sum) {
-        constexpr int kCols = Tile::kSumCols;
-        const int64_t stride = p_.kv_heads * kHeadDim;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int place = __shfl_sync(~0u, place_[h], lane_id() % 8 * 4);  // of key lane_id()
-            const bool adds = lane_id() < 8 && place >= 0;
-            float* row = to + place * stride;
-#pragma unroll
-            for (int col = 0; col < kHeadDim; col += kCols) {
-                auto& stage = smem_.sums[warp_id() - 4][sum_stage_];
-                store_box_wait_read<Tile::kSumStages - 1>();
-                __syncwarp();
-                float* lane = stage[fragment_row()] + fragment_col();
-#pragma unroll
-                for (int n = 0; n < kCols / 8; ++n) {
-                    const float* x = sum[0][col / 8 + n] + 2 * h;
-                    *reinterpret_cast<float2*>(lane + n * 8) = {x[0], x[1]};
-                }
-                fence_async();
-                __syncwarp();
-                if (adds) reduce_add_bulk(row + col, smem_address(stage[lane_id()]), kCols * sizeof(float));
-                store_box_commit();
-                sum_stage_ = sum_stage_ == Tile::kSumStages - 1 ? 0 : sum_stage_ + 1;
-            }
-        }
+        keys_.add(sum, to, p_.kv_heads * kHeadDim, smem_.sums[warp_id() - 4], sums_part_);
     }
 
     __device__ __forceinline__ void store_dquery() const {
@@ -283,9 +202,8 @@ private:
     Ring<Tile::kKeyStages> key_ring_;
     Ring<Tile::kValueStages> value_ring_;
     float* dkey_;  // the sums of the sequence's first key
-    int sum_stage_ = 0;
-    int place_[2];  // of this lane's keys; -1 where no row sees one
-    float key_bias_[2], key_sums_[2];
+    int sums_part_ = 0;
+    LaneKeys<kBias> keys_;
     DimSum dquery_;
 };
 

@@ -6,16 +6,16 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The tiles of the block's keys. A list that all rows share is cut where causality ends.
-template <typename Tile>
-__device__ int count_key_tiles(const BwdArgs& p, const GatherBwdWork& work, const KeyList& list) {
-    int tiles = ceil_div(list.size, Tile::kKeys);
+// The tiles of keys that the rows before end_row have of their list. A list that all rows share is cut where causality ends.
+template <int kKeys>
+__device__ int count_key_tiles(const BwdArgs& p, const Sequence& s, int end_row, const KeyList& list) {
+    int tiles = ceil_div(list.size, kKeys);
     if (!p.is_causal || p.lists.row_tiles > 1) return tiles;
-    const int end = work.s.causal_end(min(work.first_row + Tile::kRows, work.s.rows) - 1);
+    const int end = s.causal_end(end_row - 1);
     int low = 0;
     while (low < tiles) {
         const int middle = (low + tiles) / 2;
-        if (is_key(list.keys[middle * Tile::kKeys], end)) {
+        if (is_key(list.keys[middle * kKeys], end)) {
             low = middle + 1;
         } else {
             tiles = middle;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         if (!work.empty()) {
             const KeyList list(p, work.s, work.head, work.first_row);
             smem.list() = list;
-            smem.tiles = count_key_tiles<Tile>(p, work, list);
+            smem.tiles = count_key_tiles<Tile::kKeys>(p, work.s, min(work.first_row + Tile::kRows, work.s.rows), list);
         }
         smem.init_rings();
     }

@@ -5,6 +5,7 @@
 #include "../common/shared_memory.h"
 #include "bwd.h"
 #include "gather_bwd_kernel.cuh"
+#include "gather_group_kernel.cuh"
 #include "tensor_map.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -23,8 +24,34 @@ void launch_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
+template <typename Tile, BiasKind kBias>
+void launch_gather_group(const BwdArgs& p, cudaStream_t stream) {
+    using Smem = GatherGroupSmem<Tile>;
+    constexpr int kPanel = Tile::RowsTile::kPanelCols;
+    GatherBwdMaps maps;
+    maps.query = make_map(query_layout(p, p.query), {kPanel, 1, Tile::kRows, 1});
+    maps.dout = make_map(query_layout(p, p.dout), {kPanel, 1, Tile::kRows, 1});
+    const auto kernel = gather_group_kernel<Tile, kBias>;
+    allow_shared_memory("the backward", p.head_dim, kernel, sizeof(Smem));
+    const int64_t blocks = ceil_div(p.seqlen_q, gather_group_rows(p)) * p.kv_heads * p.batch * p.list_parts;
+    kernel<<<grid_of(blocks), Tile::kThreads, sizeof(Smem), stream>>>(p, maps);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T, int kHeadDim, int kVisitRows>
+void run_gather_group(const BwdArgs& p, cudaStream_t stream) {
+    using Tile = GatherGroupTile<T, kHeadDim, kVisitRows>;
+    p.bias.present() ? launch_gather_group<Tile, BiasKind::kKey>(p, stream)
+                     : launch_gather_group<Tile, BiasKind::kNone>(p, stream);
+}
+
 template <typename T, int kHeadDim>
 void run_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
+    if (p.list_parts > 0) {
+        if constexpr (kHeadDim <= 64)
+            if (gather_group_rows(p) == 128) return run_gather_group<T, kHeadDim, 128>(p, stream);
+        return run_gather_group<T, kHeadDim, 64>(p, stream);
+    }
     using Tile = GatherBwdTile<T, kHeadDim>;
     p.bias.present() ? launch_gather_bwd<Tile, BiasKind::kKey>(p, stream)
                      : launch_gather_bwd<Tile, BiasKind::kNone>(p, stream);

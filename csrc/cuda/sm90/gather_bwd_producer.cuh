@@ -5,7 +5,6 @@
 // what tells which rows see it, and its bias, by one.
 #pragma once
 
-#include "../common/scores.cuh"
 #include "copy_rows.cuh"
 #include "gather_bwd_block.cuh"
 #include "gather_rows.cuh"
@@ -29,22 +28,15 @@ public:
         const int kv_head = shared_head(work.head, p_.heads, p_.kv_heads);
         const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work.s, kv_head);
         const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work.s, kv_head);
-        const char* bias = nullptr;
-        if (kBias == BiasKind::kKey) bias = bias_data(p_.bias, pair_offset(p_.bias, work.s, work.head, p_.heads));
+        const ListReader<T, kBias> reader(p_, work.s, work.head, work.first_row, list);
         const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * 32;
 
         const auto place_of = [&](int tile) { return tile < tiles ? list.key(tile * kKeys + threadIdx.x) : -1; };
-        const auto fetch = [&](int tile, int place) {
-            Key key{place, {}, 0};
-            if (!is_key(place, work.s.keys)) return key;
-            key.rows = list.fetch(tile * kKeys + threadIdx.x, place);
-            if (kBias == BiasKind::kKey) key.bias = load_key_bias(p_.bias, bias, place * p_.bias.col_stride);
-            return key;
-        };
-        Key key = fetch(0, place_of(0));
+        const auto fetch = [&](int tile, int place) { return reader.fetch(tile * kKeys + threadIdx.x, place); };
+        ListedKey key = fetch(0, place_of(0));
         int place = place_of(1);
         for (int tile = 0; tile < tiles; ++tile) {
-            const int seen = hand_over(work, list, key);
+            const int seen = hand_over(reader, key);
             key = fetch(tile + 1, place);
             place = place_of(tile + 2);
             gather_rows<32>(smem_.key[key_ring_.stage()], warp_key, keys, p_.key.row_stride, seen, head_dim);
@@ -63,13 +55,6 @@ public:
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys;
     static_assert(kRows == 128 && kKeys == 128, "a thread sees to one row and one key");
-
-    // This lane's key of a tile, and what memory says of it.
-    struct Key {
-        int place;  // in the sequence, or none
-        uint4 rows;
-        uint32_t bias;
-    };
 
     __device__ __forceinline__ void load_rows() {
         const GatherBwdWork& work = smem_.work();
@@ -94,20 +79,13 @@ private:
         }
     }
 
-    // Which rows see the key, and its bias. Gives its place, or -1 where no row sees it: such a key may hold anything.
-    __device__ __forceinline__ int hand_over(const GatherBwdWork& work, const KeyList& list, const Key& key) {
-        SeeingRows seeing = list.seeing(key.rows, key.place, work.s, p_.is_causal);
-        const float bias = kBias == BiasKind::kKey ? key_bias_of<T>(p_.bias, key.bias) : 0;
-        if (!is_key(key.place, work.s.keys) || bias == -kInfinity) seeing.end = 0;
+    // What comes with the key. Gives its place, or -1 where no row sees it.
+    __device__ __forceinline__ int hand_over(const ListReader<T, kBias>& reader, const ListedKey& key) {
         uint32_t words[Smem::kRowWords];
-        seeing.of_tile(work.first_row, words);
-        const bool is_seen = (words[0] | words[1] | words[2] | words[3]) != 0;
-        const int place = is_seen ? key.place : -1;
+        float bias;
+        const int place = reader.look(key, words, bias);
         key_ring_.wait_empty();
-        auto& info = smem_.keys[key_ring_.stage()];
-        *reinterpret_cast<uint4*>(info.rows[threadIdx.x]) = {words[0], words[1], words[2], words[3]};
-        info.place[threadIdx.x] = place;
-        if (kBias == BiasKind::kKey) info.bias[threadIdx.x] = is_seen ? bias * kLog2E : 0;
+        smem_.keys[key_ring_.stage()].store(threadIdx.x, place, words, bias);
         return place;
     }
 

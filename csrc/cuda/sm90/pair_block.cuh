@@ -49,6 +49,12 @@ struct PairVisits {
     uint32_t visited, full;
 };
 
+// Whether tiles of kKeys keys may not be full. If not, the second warp has nothing to do with keys.
+template <int kKeys>
+__device__ __forceinline__ bool pair_hides_keys(const AttentionParams& p) {
+    return p.packed_mask.bits != nullptr || p.seqlen_k % kKeys != 0;
+}
+
 // What a key mask says of a batch element's keys, a tile of kKeys a lane. All lanes of a warp call.
 template <int kKeys>
 struct PairKeys {
@@ -88,55 +94,18 @@ __device__ __forceinline__ void clear_row(Tile& tile, int row) {
         *reinterpret_cast<uint4*>(tile.data + Tile::offset(row, chunk)) = {};
 }
 
-// Which of kKeys keys a mask hides, for the lanes that hold them: word [c][n] is of the keys 8 n + 2 c and the next, all ones
-// in the half of one that is hidden.
+// Which of kKeys keys are visible, as factors, for the lanes that hold them: [c][2 n + e] is of the key 8 n + 2 c + e.
 template <int kKeys>
-struct PairHiddenKeys {
-    static constexpr int kTiles = kKeys / 8;  // of an accumulator
+struct PairKeyFactors {
+    alignas(16) float factors[4][kKeys / 4 + 4];  // rows begin in different banks
 
-    alignas(16) uint32_t words[4][kTiles];
-
-    // One warp; columns: bit j % 32 of word j / 32 is whether key j is visible.
-    __device__ __forceinline__ void set(const uint32_t (&columns)[kKeys / 32]) {
-#pragma unroll
-        for (int w = 0; w < kKeys / 32; ++w) {
-            if (lane_id() >= 16) continue;
-            const int c = lane_id() / 4, n = lane_id() % 4;
-            const uint32_t visible = columns[w] >> (n * 8 + c * 2);
-            words[c][w * 4 + n] = (visible & 1 ? 0 : 0x0000ffffu) | (visible & 2 ? 0 : 0xffff0000u);
-        }
+    __device__ __forceinline__ void set(int key, bool is_visible) {
+        factors[key % 8 / 2][key / 8 * 2 + key % 2] = is_visible ? 1.f : 0.f;
     }
-    // Of this lane's keys of 16, from tile n of the accumulator on: biases, as load_a gives them, to -inf.
-    template <typename T>
-    static __device__ __forceinline__ void hide(uint32_t (&bias)[4], const uint32_t (&lane)[kTiles], int n) {
-        constexpr uint32_t kHiding = std::is_same_v<T, half_t> ? 0xfc00fc00u : 0xff80ff80u;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) bias[i] = (bias[i] & ~lane[n + i / 2]) | (kHiding & lane[n + i / 2]);
-    }
-    __device__ __forceinline__ void load(uint32_t (&lane)[kTiles]) const {
-#pragma unroll
-        for (int n = 0; n < kTiles; n += 4) {
-            const uint4 x = *reinterpret_cast<const uint4*>(&words[lane_id() % 4][n]);
-            lane[n] = x.x, lane[n + 1] = x.y, lane[n + 2] = x.z, lane[n + 3] = x.w;
-        }
+    // Of this lane's keys in the tiles n and n + 1 of an accumulator, n even.
+    __device__ __forceinline__ float4 of(int n) const {
+        return *reinterpret_cast<const float4*>(&factors[lane_id() % 4][2 * n]);
     }
 };
-
-// |row|^2, or somewhat more.
-template <typename T, typename Tile>
-__device__ __forceinline__ float row_norm2(const Tile& tile, int row) {
-    constexpr float kRoundings = 1.1f;  // of sums of 16 bits
-    using Pair = std::conditional_t<std::is_same_v<T, half_t>, __half2, __nv_bfloat162>;
-    Pair sum = {};
-#pragma unroll
-    for (int chunk = 0; chunk < Tile::kPanelChunks; ++chunk) {
-        const uint4 words = *reinterpret_cast<const uint4*>(tile.data + Tile::offset(row, chunk));
-        const auto* pairs = reinterpret_cast<const Pair*>(&words);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum = __hfma2(pairs[i], pairs[i], sum);
-    }
-    const float2 halves = unpack<T>(reinterpret_cast<const uint32_t&>(sum));
-    return (halves.x + halves.y) * kRoundings;
-}
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -22,8 +22,8 @@ struct PairFwdTileSizes {
     int groups, keys, stages, longest;
 };
 constexpr PairFwdTileSizes kPairFwdTiles[] = {
-    {.groups = 3, .keys = 128, .stages = 3, .longest = 384},
-    {.groups = 2, .keys = 128, .stages = 3, .longest = 512},
+    {.groups = 3, .keys = 128, .stages = 4, .longest = 384},
+    {.groups = 2, .keys = 128, .stages = 4, .longest = 512},
 };
 constexpr int kPairFwdLongest = kPairFwdTiles[1].longest;
 

@@ -3,8 +3,8 @@
 // The first warp group loads: its first warp by the copy engine, its second puts zeros in place of what a mask hides. The
 // others multiply, 64 query rows each.
 //
-// Exponents need a base, for which the largest bias of a row does as long as q k is not large: then no score is asked for
-// the largest (kMostScore). Else the base runs, as elsewhere.
+// Exponents need a base, for which the largest bias of a row does as long as the sums of exponentials come out neither very
+// large nor very small: then no score is asked for the largest. Else the base runs, as elsewhere.
 #pragma once
 
 #include "../common/online_softmax.cuh"
@@ -35,15 +35,14 @@ template <typename Tile>
 struct PairFwdSmem {
     using T = typename Tile::T;
     struct KeyInfo {
-        alignas(16) uint32_t columns[Tile::kWords];  // keys that are visible
-        PairHiddenKeys<Tile::kKeys> hidden;  // where not all are
-        float norm2;  // the largest |k|^2 of them, or more
+        uint32_t columns[Tile::kWords];  // keys that are visible
+        PairKeyFactors<Tile::kKeys> factors;
     };
 
     alignas(kTileAlign) typename Tile::QueryTile query;
     alignas(kTileAlign) typename Tile::KeyTile key[Tile::kStages];
     alignas(kTileAlign) typename Tile::KeyTile value[Tile::kStages];
-    KeyInfo keys[Tile::kStages];
+    KeyInfo keys[Tile::kStages];  // of tiles that are not full
     PairVisits visits;
     RingBarriers<1> query_ring;
     RingBarriers<Tile::kStages> key_ring;
@@ -76,7 +75,7 @@ public:
 
     __device__ void run() {
         const int warp = warp_id();
-        if (warp > 1) return;
+        if (warp > (pair_hides_keys<Tile::kKeys>(p_) ? 1 : 0)) return;
         if (threadIdx.x == 0) load_bias();
         for (int batch = block_.begin; batch < block_.end; ++batch) {
             const PairKeys<Tile::kKeys> keys(p_, batch, block_.head);
@@ -119,24 +118,17 @@ private:
             key_ring_.wait_full();
             const int stage = key_ring_.stage();
             auto& info = smem_.keys[stage];
-            float norm2 = 0;
-            uint32_t columns[Tile::kWords];
 #pragma unroll
             for (int w = 0; w < Tile::kWords; ++w) {
-                columns[w] = keys.columns(tile, w);
+                const uint32_t columns = keys.columns(tile, w);
                 const int key = w * 32 + lane_id();
-                const bool is_visible = columns[w] >> lane_id() & 1;
-                if (lane_id() == 0) info.columns[w] = columns[w];
-                if (is_visible) {
-                    norm2 = max_or_nan(norm2, row_norm2<T>(smem_.key[stage], key));
-                } else {
-                    clear_row(smem_.key[stage], key);
-                    clear_row(smem_.value[stage], key);
-                }
+                const bool is_visible = columns >> lane_id() & 1;
+                if (lane_id() == 0) info.columns[w] = columns;
+                info.factors.set(key, is_visible);
+                if (is_visible) continue;
+                clear_row(smem_.key[stage], key);
+                clear_row(smem_.value[stage], key);
             }
-            info.hidden.set(columns);
-            norm2 = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(norm2)));  // not negative; NaN is largest
-            if (lane_id() == 0) info.norm2 = norm2;
             fence_async();
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive_here(smem_address(&smem_.cleared[stage]));
@@ -160,28 +152,38 @@ public:
 
     __device__ PairFwdConsumer(const FwdArgs& p, const PairSchedule& schedule, Smem& smem, const PairBlock& block)
         : p_(p), schedule_(schedule), smem_(smem), block_(block), group_(static_cast<int>(threadIdx.x) / 128 - 1),
-          warp_row_(warp_id() % 4 * 16), bias_(smem.bias + group_ * schedule.bias_tiles), query_ring_(smem.query_ring),
-          key_ring_(smem.key_ring), multiplied_ring_(smem.key_ring) {}
+          warp_row_(warp_id() % 4 * 16), hides_keys_(pair_hides_keys<Tile::kKeys>(p)),
+          row_(block.tile * Tile::kRows + group_ * 64 + warp_row_ + fragment_row()),
+          out_rows_(static_cast<T*>(p.out.data) + block.begin * p.out.batch_stride + block.head * p.out.head_stride +
+                    row_ * p.out.row_stride),
+          lse_rows_(static_cast<float*>(p.lse.data) + block.begin * p.lse.batch_stride +
+                    block.head * p.lse.head_stride + row_),
+          bias_(smem.bias + group_ * schedule.bias_tiles),
+          bias_lane_(kept(bias_->lane_down() + warp_row_ * BiasTile::kPanelCols * sizeof(T))), query_ring_(smem.query_ring),
+          key_ring_(smem.key_ring), value_ring_(smem.key_ring) {}
 
     __device__ void run() {
         mbarrier_wait(smem_address(&smem_.bias_full), 0);
-        hide_least();
         find_bases();
         for (int batch = block_.begin; batch < block_.end; ++batch) {
             query_ring_.wait_full();
             const PairVisits visits = smem_.visits;
             load_query();
             attend(visits);
-            store_out(Sequence(p_, batch));
+            store_out();
+            out_rows_ += p_.out.batch_stride;
+            lse_rows_ += p_.lse.batch_stride;
         }
     }
 
 private:
-    static constexpr int kKeys = Tile::kKeys, kWords = Tile::kWords, kTiles = kKeys / 8, kOutTiles = kPairHeadDim / 8;
+    static constexpr int kKeys = Tile::kKeys, kTiles = kKeys / 8, kOutTiles = kPairHeadDim / 8;
+    static constexpr int kParts = kKeys / kPairBiasCols, kPartTiles = kPairBiasCols / 8;  // of a tile's biases
     using QueryTile = typename Tile::QueryTile;
     using KeyTile = typename Tile::KeyTile;
     using BiasTile = PairBiasTile<T>;
     using Scores = float[1][kTiles][4];
+    using Probs = uint32_t[kKeys / 16][4];
 
     // Q stays in registers; its memory is free at once.
     __device__ __forceinline__ void load_query() {
@@ -193,144 +195,77 @@ private:
         query_ring_.advance();
     }
 
-    // The least finite bias hides a pair as -inf does: it becomes that, once for all batch elements.
-    __device__ __forceinline__ void hide_least() {
-        constexpr bool kIsHalf = std::is_same_v<T, half_t>;
-        constexpr uint32_t kLeastPair = kIsHalf ? 0xfbfffbffu : 0xff7fff7fu;
-        constexpr uint32_t kHidingPair = kIsHalf ? 0xfc00fc00u : 0xff80ff80u;
-        auto* words = reinterpret_cast<uint32_t*>(bias_->data);
-        for (int i = threadIdx.x % 128; i < schedule_.bias_tiles * 64 * kPairBiasCols / 2; i += 128) {
-            const uint32_t is_least = __vcmpeq2(words[i], kLeastPair);
-            if (is_least != 0) words[i] = (words[i] & ~is_least) | (kHidingPair & is_least);
-        }
-        barrier_sync(1 + group_, 128);
-    }
-
-    // The largest bias of each row, and whether all of a warp's rows may take it as a base: of what is not hidden none is
-    // much smaller, nor NaN.
+    // The largest bias of each row, the tiles of keys where biases hide all of it, and whether the warp's rows may take the
+    // largest as bases: P of float16 has no room for such, and of a large one the rounding would show.
     __device__ __forceinline__ void find_bases() {
-        constexpr float kMostRange = 40, kMostBase = 1 << 10;
-        float least[2] = {kInfinity, kInfinity};
-        base_[0] = base_[1] = -kInfinity;
-        bool is_number = true;
-        for (int tile = 0; tile < schedule_.bias_tiles; ++tile) {
-            const uint32_t lane = bias_[tile].lane_down() + warp_row_ * BiasTile::kPanelCols * sizeof(T);
+        base_[0] = base_[1] = kLeastFinite<T>;
+        hiding_tiles_[0] = hiding_tiles_[1] = 0;
+        for (int tile = 0; tile < schedule_.bias_tiles / kParts; ++tile) {
+            const uint32_t lane = bias_lane_ + tile * kParts * sizeof(BiasTile);
+            float largest[2] = {kLeastFinite<T>, kLeastFinite<T>};
 #pragma unroll
-            for (int col = 0; col < kPairBiasCols; col += 16) {
+            for (int n = 0; n < kTiles; n += 2) {
                 uint32_t b[4];
-                BiasTile::load_a(b, lane, 0, col);
+                BiasTile::load_a(b, lane, n / kPartTiles * 64, n % kPartTiles * 8);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float2 pair = unpack<T>(b[i]);
-                    is_number &= pair.x == pair.x && pair.y == pair.y;
-                    base_[i % 2] = fmaxf(base_[i % 2], fmaxf(pair.x, pair.y));
-                    least[i % 2] = fminf(least[i % 2], fminf(pair.x == -kInfinity ? kInfinity : pair.x,
-                                                             pair.y == -kInfinity ? kInfinity : pair.y));
+                    largest[i % 2] = fmaxf(largest[i % 2], fmaxf(pair.x, pair.y));
                 }
             }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                largest[h] = row_max(largest[h]);
+                base_[h] = fmaxf(base_[h], largest[h]);
+                hiding_tiles_[h] |= (largest[h] == kLeastFinite<T> ? 1u : 0u) << tile;
+            }
         }
-        bool fits = is_number && schedule_.scale > 0;
+        constexpr float kMostBase = 1 << 10;
+        bool fits = std::is_same_v<T, bfloat16_t>;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            base_[h] = row_max(base_[h]);
-            if (base_[h] == -kInfinity) base_[h] = least[h] = 0;  // all are hidden
-            fits &= base_[h] - least[h] <= kMostRange && fabsf(base_[h]) <= kMostBase;
+            if (base_[h] == kLeastFinite<T>) base_[h] = 0;
+            fits &= fabsf(base_[h]) <= kMostBase;
         }
-        has_bases_ = std::is_same_v<T, bfloat16_t> && __all_sync(~0u, fits);  // P of float16 has no room for such a base
-    }
-    // Times the largest |k|^2, the square of how large a score may be, or less.
-    __device__ __forceinline__ float query_norm2(int h) const {
-        float sum = 0;
-#pragma unroll
-        for (int d = 0; d < kPairHeadDim / 16; ++d)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float2 x = unpack<T>(query_[d][h + 2 * i]);
-                sum += x.x * x.x + x.y * x.y;
-            }
-        return row_sum(sum) * schedule_.scale * schedule_.scale;
+        has_bases_ = __all_sync(~0u, fits);
     }
 
     __device__ __forceinline__ void attend(const PairVisits& visits) {
-#pragma unroll
-        for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) out_[0][n][i] = 0;
+        clear(out_);
         softmax_ = OnlineSoftmax<1>();
-        const float norm2 = max_or_nan(query_norm2(0), query_norm2(1));
-        bool is_quick = has_bases_;  // of the whole warp
-        if (is_quick) softmax_.max[0] = base_[0], softmax_.max[1] = base_[1];
+        is_quick_ = has_bases_;
+        if (is_quick_) softmax_.max[0] = base_[0], softmax_.max[1] = base_[1];
+        if (visits.visited == 0) return;
         Scores scores;
-        uint32_t probs[kKeys / 16][4];
+        Probs probs;
         for (uint32_t left = visits.visited; left != 0; left &= left - 1) {
             const int tile = __ffs(left) - 1;
             const bool is_full = visits.full >> tile & 1;
-            key_ring_.wait_full();
-            mbarrier_wait(smem_address(&smem_.cleared[key_ring_.stage()]), key_ring_.phase());
+            await_keys();
             issue_query_key(scores);
             wgmma_wait<0>();
             kept_in_flight(scores);
             kept_in_flight(out_);
             if (left != visits.visited) release_keys();
-            constexpr float kMostScore = 20;
-            const bool fits = norm2 * smem_.keys[key_ring_.stage()].norm2 <= kMostScore * kMostScore;
-            if (is_quick && __all_sync(~0u, fits)) {
-                is_full ? exponentiate<false>(scores, tile) : exponentiate<true>(scores, tile);
-            } else {
-                if (is_quick) {
-                    is_quick = false;
-                    forget_unused_bases();
-                }
-                apply_pairs(scores, tile, is_full);
-                softmax_.update(
-                    scores, kLog2E, -kInfinity, [] {}, [&](int i, float factor) { softmax_.scale(out_, i, factor); });
-            }
+            float factors[2] = {1, 1};  // of the output so far
+            exponentiate(scores, factors, tile, is_full);
+            if (!is_quick_) softmax_.scale(out_, 0, factors[0]), softmax_.scale(out_, 1, factors[1]);
             to_operand<T>(scores, probs);
             issue_probs_value(probs);
             key_ring_.advance();
         }
         wgmma_wait<0>();
         kept_in_flight(out_);
-        if (visits.visited != 0) release_keys();
+        release_keys();
     }
-    // The base runs from here on; where nothing was visible so far, from the start.
-    __device__ __forceinline__ void forget_unused_bases() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-            if (row_sum(softmax_.sum[h]) == 0) softmax_.max[h] = -kInfinity;
-    }
-    // Products to probabilities by the rows' bases.
-    template <bool kMasked>
-    __device__ __forceinline__ void exponentiate(Scores& scores, int tile) {
-        const float scale_log2 = schedule_.scale * kLog2E;
-        const float shift[2] = {base_[0] * kLog2E, base_[1] * kLog2E};
-        uint32_t hidden[kTiles];
-        if (kMasked) smem_.keys[key_ring_.stage()].hidden.load(hidden);
-#pragma unroll
-        for (int part = 0; part < kKeys / kPairBiasCols; ++part) {
-            const BiasTile& bias = bias_[tile * (kKeys / kPairBiasCols) + part];
-            const uint32_t lane = bias.lane_down() + warp_row_ * BiasTile::kPanelCols * sizeof(T);
-#pragma unroll
-            for (int col = 0; col < kPairBiasCols; col += 16) {
-                const int n = (part * kPairBiasCols + col) / 8;
-                uint32_t b[4];
-                BiasTile::load_a(b, lane, 0, col);
-                if (kMasked) PairHiddenKeys<kKeys>::template hide<T>(b, hidden, n);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {  // in the order of the 8x8 blocks
-                    const int h = i % 2;
-                    const float2 pair = unpack<T>(b[i]);
-                    float* x = scores[0][n + i / 2] + 2 * h;
-                    x[0] = fast_exp2(fmaf(x[0], scale_log2, fmaf(pair.x, kLog2E, -shift[h])));
-                    x[1] = fast_exp2(fmaf(x[1], scale_log2, fmaf(pair.y, kLog2E, -shift[h])));
-                    softmax_.sum[h] += x[0] + x[1];
-                }
-            }
-        }
+    // Also of full tiles: the second warp must not fall behind.
+    __device__ __forceinline__ void await_keys() const {
+        key_ring_.wait_full();
+        if (hides_keys_) mbarrier_wait(smem_address(&smem_.cleared[key_ring_.stage()]), key_ring_.phase());
     }
     __device__ __forceinline__ void release_keys() {
-        multiplied_ring_.release();
-        multiplied_ring_.advance();
+        value_ring_.release();
+        value_ring_.advance();
     }
 
     __device__ __forceinline__ void issue_query_key(Scores& scores) const {
@@ -342,8 +277,8 @@ private:
             Wgmma<kKeys>::template multiply<T, false>(scores, query_[d / 16], key.across(d), d > 0);
         wgmma_commit();
     }
-    __device__ __forceinline__ void issue_probs_value(const uint32_t (&probs)[kKeys / 16][4]) {
-        const Operand<KeyTile> value(smem_.value[key_ring_.stage()]);
+    __device__ __forceinline__ void issue_probs_value(const Probs& probs) {
+        const Operand<KeyTile> value(smem_.value[value_ring_.stage()]);
         kept_in_flight(out_);
         wgmma_fence();
 #pragma unroll
@@ -352,34 +287,121 @@ private:
         wgmma_commit();
     }
 
+    // Products of a tile to exponentials, by the rows' bases where these fit.
+    __device__ __forceinline__ void exponentiate(Scores& scores, float (&factors)[2], int tile, bool is_full) {
+        if (is_quick_) {
+            float sum[2];
+            is_full ? exponentiate_by_bases<false>(scores, sum, tile) : exponentiate_by_bases<true>(scores, sum, tile);
+            is_quick_ = fit(sum, tile);
+            if (is_quick_) {
+                softmax_.sum[0] += sum[0], softmax_.sum[1] += sum[1];
+                return;
+            }
+            forget_unused_bases();
+            multiply_again(scores);
+        }
+        update_softmax(scores, factors, tile, is_full);
+    }
+    // Products to exponentials by the rows' bases, and this lane's sums of those that are visible.
+    template <bool kMasked>
+    __device__ __forceinline__ void exponentiate_by_bases(Scores& scores, float (&sum)[2], int tile) const {
+        const float scale_log2 = schedule_.scale * kLog2E;
+        const float shift[2] = {base_[0] * kLog2E, base_[1] * kLog2E};
+        const uint32_t lane = bias_lane_ + tile * kParts * sizeof(BiasTile);
+        sum[0] = sum[1] = 0;
+#pragma unroll
+        for (int n = 0; n < kTiles; n += 2) {
+            uint32_t b[4];
+            BiasTile::load_a(b, lane, n / kPartTiles * 64, n % kPartTiles * 8);
+            float4 visible = {1, 1, 1, 1};
+            if (kMasked) visible = smem_.keys[key_ring_.stage()].factors.of(n);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // in the order of the 8x8 blocks
+                const int h = i % 2;
+                const float2 pair = unpack<T>(b[i]);
+                float* x = scores[0][n + i / 2] + 2 * h;
+                x[0] = fast_exp2(fmaf(x[0], scale_log2, fmaf(pair.x, kLog2E, -shift[h])));
+                x[1] = fast_exp2(fmaf(x[1], scale_log2, fmaf(pair.y, kLog2E, -shift[h])));
+                sum[h] = fmaf(x[0], i < 2 ? visible.x : visible.z, sum[h]);
+                sum[h] = fmaf(x[1], i < 2 ? visible.y : visible.w, sum[h]);
+            }
+        }
+    }
+    // Whether the exponentials of all the warp's rows, by such sums, are far from the limits of float32. Where biases hide all
+    // of a row, no sum is too small.
+    __device__ __forceinline__ bool fit(const float (&sum)[2], int tile) const {
+        constexpr float kLeast = 0x1p-80f, kMost = 0x1p40f;
+        const bool fits_lane = fminf(sum[0], sum[1]) >= kLeast && sum[0] + sum[1] <= kMost;  // no NaN
+        if (__all_sync(~0u, fits_lane)) return true;
+        bool fits = true;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float total = row_sum(sum[h]);
+            fits &= total <= kMost && (total >= kLeast || hiding_tiles_[h] >> tile & 1);
+        }
+        return __all_sync(~0u, fits);
+    }
+    // The base runs from here on; where nothing was visible so far, from the start.
+    __device__ __forceinline__ void forget_unused_bases() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            if (row_sum(softmax_.sum[h]) == 0) softmax_.max[h] = -kInfinity;
+    }
+    // Of this warp's rows alone.
+    __device__ __forceinline__ void multiply_again(Scores& scores) const {
+        clear(scores);
+        const auto& key = smem_.key[key_ring_.stage()];
+        const uint32_t lane = key.lane_across();
+#pragma unroll
+        for (int n = 0; n < kTiles; n += 2)
+#pragma unroll
+            for (int d = 0; d < kPairHeadDim; d += 16) {
+                uint32_t b[4];
+                KeyTile::load_b(b, lane, n * 8, d);
+                mma_m16n8k16<T>(scores[0][n], query_[d / 16], b[0], b[1]);
+                mma_m16n8k16<T>(scores[0][n + 1], query_[d / 16], b[2], b[3]);
+            }
+        fence_async();  // the next keys must not overtake these reads
+    }
+    // Products to exponentials by a base that runs.
+    __device__ __forceinline__ void update_softmax(Scores& scores, float (&factors)[2], int tile, bool is_full) {
+        apply_pairs(scores, tile, is_full);
+        const auto hide = [&] {
+            hide_where_bias_hides<T>(scores, [&](int r, int key) {
+                return &bias_[tile * kParts + key / kPairBiasCols].at(warp_row_ + r, key % kPairBiasCols);
+            });
+        };
+        softmax_.update(scores, kLog2E, kLeastFinite<T> / 2, hide, [&](int i, float factor) { factors[i] = factor; });
+    }
+
     // Products to what the softmax sees: scaled, biased, and -inf where invisible.
     __device__ __forceinline__ void apply_pairs(Scores& scores, int tile, bool is_full) const {
-        constexpr int kPartTiles = kPairBiasCols / 8;
 #pragma unroll
-        for (int part = 0; part < kTiles / kPartTiles; ++part) {
+        for (int part = 0; part < kParts; ++part) {
             auto& part_scores = reinterpret_cast<float(&)[1][kPartTiles][4]>(scores[0][part * kPartTiles]);
-            const BiasTile& bias = bias_[tile * (kKeys / kPairBiasCols) + part];
-            scale_and_add_bias<T, 1>(part_scores, schedule_.scale, bias, warp_row_, 0);
+            scale_and_add_bias<T, 1>(part_scores, schedule_.scale, bias_[tile * kParts + part], warp_row_, 0);
         }
         if (is_full) return;
         VisibleKeys<1, kTiles> visible;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) visible[0][w] = visible[1][w] = smem_.keys[key_ring_.stage()].columns[w];
+        for (int w = 0; w < Tile::kWords; ++w) visible[0][w] = visible[1][w] = smem_.keys[key_ring_.stage()].columns[w];
         hide_invisible(scores, visible);
     }
 
-    __device__ __forceinline__ void store_out(const Sequence& s) {
-        T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, s, block_.head);
-        float* lse_of_row = static_cast<float*>(p_.lse.data) + stat_offset(p_.lse, s, block_.head);
+    __device__ __forceinline__ void store_out() const {
+        float sums[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = block_.tile * Tile::kRows + group_ * 64 + warp_row_ + h * 8 + fragment_row();
-            float lse;
-            const float inverse = softmax_.finish(h, 1, lse);
-            const bool exists = row < s.rows;
-            if (leads_row() && exists) lse_of_row[row] = lse;
-            store_row(out_, h, inverse, out + row * p_.out.row_stride, static_cast<int>(p_.head_dim), exists);
+            sums[h] = row_sum(softmax_.sum[h]);
+            const float inverse = sums[h] == 0 ? 0.f : fast_inverse(sums[h]);
+            store_row(out_, h, inverse, out_rows_ + h * 8 * p_.out.row_stride, static_cast<int>(p_.head_dim),
+                      row_ + h * 8 < p_.seqlen_q);
         }
+        // Of the four lanes that hold both rows, the first two take one each.
+        const int h = lane_id() % 4;
+        const float sum = h == 0 ? sums[0] : sums[1], base = h == 0 ? softmax_.max[0] : softmax_.max[1];
+        if (h < 2 && row_ + h * 8 < p_.seqlen_q)
+            lse_rows_[h * 8] = sum == 0 ? -kInfinity : base + logf(sum);
     }
 
     const FwdArgs& p_;
@@ -388,11 +410,17 @@ private:
     const PairBlock& block_;
     const int group_;
     const int warp_row_;  // this warp's first row of the group's
+    const bool hides_keys_;
+    const int row_;  // this lane's first of two, of the sequence
+    T* out_rows_;  // from there on, in the current batch element
+    float* lse_rows_;
     BiasTile* const bias_;  // of the group's rows
+    const uint32_t bias_lane_;  // where this lane reads of the first, of the warp's rows
     Ring<1> query_ring_;
-    Ring<Tile::kStages> key_ring_, multiplied_ring_;
+    Ring<Tile::kStages> key_ring_, value_ring_;
     float base_[2];
-    bool has_bases_;
+    uint32_t hiding_tiles_[2];
+    bool has_bases_, is_quick_;  // of the whole warp
     OnlineSoftmax<1> softmax_;
     uint32_t query_[kPairHeadDim / 16][4];
     float out_[1][kOutTiles][4];

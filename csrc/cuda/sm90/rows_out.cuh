@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_row(const float (&acc)[1][kTiles][4], int 
             pairs[i] = pack<T>(acc[0][n + i][2 * h] * factor, acc[0][n + i][2 * h + 1] * factor);
         transpose_among_four(pairs);
         const int col = (n + lane_id() % 4) * 8;
-        if (exists && col < cols) *reinterpret_cast<uint4*>(to + col) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        if (exists && col < cols) store_global_16(to + col, pairs);
     }
 }
 

@@ -1,0 +1,259 @@
+// A warp group that multiplies, of the backward over key lists that heads share: what 64 keys of each tile get of dK, dV and
+// the gradient of their bias, and its part of dQ.
+//
+// Who waits for whom: both groups, at barrier 1, until dS of the visit is whole; a group for itself at barrier 2 + group.
+#pragma once
+
+#include "../common/reduce_add.cuh"
+#include "gather_group_block.cuh"
+#include "rows_out.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Tile, BiasKind kBias>
+class GatherGroupConsumer {
+public:
+    using T = typename Tile::T;
+    using Smem = GatherGroupSmem<Tile>;
+
+    __device__ GatherGroupConsumer(const BwdArgs& p, Smem& smem)
+        : p_(p), smem_(smem), group_(static_cast<int>(threadIdx.x) / 128 - 1), warp_key_((warp_id() - 4) * 16),
+          key_ring_(smem.key_ring), value_ring_(smem.value_ring), query_ring_(smem.query_ring),
+          dout_ring_(smem.dout_ring) {
+        const GatherGroupWork& work = smem.work();
+        slot_ = work.unit % static_cast<int>(p.dquery_slots);
+        visits_ = work.visits<kRows>();
+        const int64_t first_visit = static_cast<int64_t>(slot_) * visits_;
+        dquery_sums_ = reinterpret_cast<float4*>(p.dquery_accum) + first_visit * kVisitSums + group_ * kDqTiles * 128 +
+                       threadIdx.x % 128;
+    }
+
+    __device__ __forceinline__ void run() {
+        Pairs scores, dprobs;  // declared in the loop, they would drive the sums out of the registers
+        PairsOperand probs, dscores;
+        const int tiles = smem_.end_tile - smem_.first_tile;
+        for (int tile = 0; tile < tiles; ++tile) {
+            key_ring_.wait_full();
+            value_ring_.wait_full();
+            fence_async();  // threads have written the keys
+            keys_.begin(smem_.keys, warp_key_);
+            clear(dkey_);
+            clear(dvalue_);
+            for (int i = 0; i < visits_; ++i) visit(scores, dprobs, probs, dscores, i);
+            add_to_keys();
+        }
+        store_box_wait();
+        end_part();
+    }
+
+private:
+    static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kHeadDim = Tile::kHeadDim;
+    static constexpr int kThreads = Tile::kConsumers * 128;
+    static constexpr int kTiles = kRows / 8, kDqTiles = Tile::kDqCols / 8;
+    static constexpr int kVisitSums = kRows * kHeadDim / 4;  // of dQ, by four
+    using RowsTile = typename Tile::RowsTile;
+    using KeysTile = typename Tile::KeysTile;
+    using PairsTile = typename Tile::PairsTile;
+    using Pairs = float[1][kTiles][4];  // keys by rows
+    using PairsOperand = uint32_t[kRows / 16][4];
+    using DimSum = float[1][kHeadDim / 8][4];  // keys by columns
+    using DquerySum = float[1][kDqTiles][4];
+
+    // Rows of a head, with the tile's keys.
+    __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, PairsOperand& probs, PairsOperand& dscores,
+                                          int i) {
+        const bool is_last = i == visits_ - 1;
+        query_ring_.wait_full();
+        const bool has_empty = clear_empty_rows(query());
+        issue_scores(scores, smem_.key, query());
+        dout_ring_.wait_full();
+        if (has_empty) clear_empty_rows(dout());
+        issue_scores(dprobs, smem_.value, dout());
+        wgmma_wait<0>();
+        kept_in_flight(scores);
+        kept_in_flight(dprobs);
+        if (is_last) {
+            value_ring_.release();
+            value_ring_.advance();
+        }
+        differentiate(scores, dprobs, i);
+        to_operand<T>(scores, probs);
+        to_operand<T>(dprobs, dscores);
+        issue_sum(dvalue_, probs, dout());
+        store_dscores(dscores);
+        fence_async();
+        barrier_sync(1, kThreads);  // dS has come whole, and nobody reads the one before
+        DquerySum dquery;
+        issue_dquery(dquery);
+        issue_sum(dkey_, dscores, query());
+        wgmma_wait<1>();  // dV and dQ
+        kept_in_flight(dvalue_);
+        kept_in_flight(dquery);
+        dout_ring_.release();
+        dout_ring_.advance();
+        if (is_last) {
+            key_ring_.release();
+            key_ring_.advance();
+        }
+        add_dquery(dquery, i);
+        dscores_stage_ ^= 1;
+        wgmma_wait<0>();  // dK
+        kept_in_flight(dkey_);
+        query_ring_.release();
+        query_ring_.advance();
+    }
+
+    __device__ const typename Smem::RowInfo& info() const { return smem_.rows[query_ring_.stage()]; }
+    __device__ RowsTile& query() const { return smem_.query[query_ring_.stage()]; }
+    __device__ RowsTile& dout() const { return smem_.dout[dout_ring_.stage()]; }
+    // The group's first of dQ, of a visit.
+    __device__ int group_row() const { return Tile::kSplitsDqRows ? group_ * 64 : 0; }
+    __device__ int group_col() const { return Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols; }
+    __device__ PairsTile& dscores_tile() const { return smem_.dscores[dscores_stage_]; }
+
+    // A row that sees nothing may hold anything, and zero times NaN would reach a sum. Gives whether there is one. Both
+    // groups clear alike.
+    __device__ __forceinline__ bool clear_empty_rows(RowsTile& rows) const {
+        bool any = false;
+#pragma unroll
+        for (int w = 0; w < kRows / 32; ++w) any |= info().has_empty[w];
+        if (!any) return false;
+        constexpr int kChunks = kHeadDim / 8;
+        for (int i = threadIdx.x % 128; i < kRows * kChunks; i += 128)
+            if (info().lse[i / kChunks] == kInfinity)
+                *reinterpret_cast<uint4*>(rows.data + RowsTile::offset(i / kChunks, i % kChunks)) = {};
+        fence_async();
+        barrier_sync(2 + group_, 128);
+        return true;
+    }
+
+    // S = K Q^T, or dP = V dO^T.
+    __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows) const {
+        const Operand<KeysTile> a(keys, group_ * 64);
+        const Operand<RowsTile> b(rows);
+        kept_in_flight(pairs);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < kHeadDim; d += 16)
+            Wgmma<kRows>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
+        wgmma_commit();
+    }
+    // dV += P dO, or dK += dS Q.
+    __device__ __forceinline__ void issue_sum(DimSum& sum, const PairsOperand& pairs, const RowsTile& rows) {
+        const Operand<RowsTile> b(rows);
+        kept_in_flight(sum);
+        wgmma_fence();
+#pragma unroll
+        for (int r = 0; r < kRows; r += 16)
+            Wgmma<kHeadDim>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
+        wgmma_commit();
+    }
+    // dQ = dS^T K, of the group's rows and columns.
+    __device__ __forceinline__ void issue_dquery(DquerySum& dquery) const {
+        const Operand<PairsTile> a(dscores_tile(), group_row());
+        const Operand<KeysTile> b(smem_.key);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kKeys; k += 16)
+            Wgmma<Tile::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, group_col()), k > 0);
+        wgmma_commit();
+    }
+
+    // Rows by keys, transposed by stmatrix.
+    __device__ __forceinline__ void store_dscores(const PairsOperand& dscores) const {
+        const int row = lane_id() % 8 + lane_id() / 16 * 8, chunk = warp_key_ / 8 + lane_id() / 8 % 2;
+        const uint32_t to = smem_address(dscores_tile().data + PairsTile::offset(row, chunk));
+#pragma unroll
+        for (int r = 0; r < kRows / 16; ++r)
+            stmatrix_x4_trans(to + r * 16 * PairsTile::kPanelCols * sizeof(T), dscores[r]);
+    }
+
+    // S and dP to P and dS.
+    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int visit) {
+        const int first_word = smem_.work().template row_of<kRows>(visit) / 32;
+#pragma unroll
+        for (int w = 0; w < kRows / 32; ++w)
+            keys_.differentiate(p_, smem_.keys, first_word + w, s, dp, w * 4, info().lse + w * 32, info().delta + w * 32);
+    }
+
+    // This thread's of the slot, in the order in which registers hold them: four numbers, and 128 on the next.
+    __device__ __forceinline__ float4* dquery_sums(int visit) const { return dquery_sums_ + visit * kVisitSums; }
+    __device__ __forceinline__ void add_dquery(const DquerySum& dquery, int visit) const {
+        float4* to = dquery_sums(visit);
+#pragma unroll
+        for (int n = 0; n < kDqTiles; ++n) reduce_add(reinterpret_cast<float*>(to + n * 128), dquery[0][n]);
+    }
+
+    // What the tile's keys get, to their sums in global memory.
+    __device__ __forceinline__ void add_to_keys() {
+        const GatherGroupWork& work = smem_.work();
+        const int64_t first_key = p_.cu_seqlens_k == nullptr ? work.s.batch * p_.seqlen_k : work.s.first_key;
+        float* const dkey = p_.dkv_accum + (first_key * p_.kv_heads + work.head / work.group) * kHeadDim;
+        const int64_t row_stride = p_.kv_heads * kHeadDim;
+        auto& stages = smem_.sums[warp_id() - 4];
+        keys_.add(dvalue_, dkey + p_.dkv_rows * row_stride, row_stride, stages, sums_part_);
+        keys_.add(dkey_, dkey, row_stride, stages, sums_part_);
+        keys_.add_dbias(p_, work.s, work.head);
+    }
+
+    // The last part of the list to end makes dQ of the slot's sums, and leaves zeros to the next rows that go by it.
+    __device__ __forceinline__ void end_part() const {
+        const GatherGroupWork& work = smem_.work();
+        const int parts = static_cast<int>(p_.list_parts);
+        const bool leads = threadIdx.x == 128;
+        __threadfence();
+        barrier_sync(1, kThreads);
+        if (leads) smem_.ends_last = atomicAdd(ended_parts(p_, slot_), 1) % parts == parts - 1;
+        barrier_sync(1, kThreads);
+        if (!smem_.ends_last) return;
+        __threadfence();
+        constexpr int kAtOnce = 2;  // they come from far
+        for (int first = 0; first < visits_; first += kAtOnce) {
+            DquerySum dquery[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+                for (int n = 0; n < kDqTiles; ++n) {
+                    float4 x{};
+                    if (first + i < visits_) x = __ldcg(dquery_sums(first + i) + n * 128);
+                    float(&sum)[4] = dquery[i][0][n];
+                    sum[0] = x.x, sum[1] = x.y, sum[2] = x.z, sum[3] = x.w;
+                }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (first + i == visits_) break;
+#pragma unroll
+                for (int n = 0; n < kDqTiles; ++n) __stcg(dquery_sums(first + i) + n * 128, float4{});
+                store_dquery(dquery[i], first + i);
+            }
+        }
+        __threadfence();
+        barrier_sync(1, kThreads);
+        if (leads) store_release(times_emptied(p_, slot_), work.unit / static_cast<int>(p_.dquery_slots) + 1);
+    }
+    __device__ __forceinline__ void store_dquery(const DquerySum& dquery, int visit) const {
+        const GatherGroupWork& work = smem_.work();
+        const int first = work.first_row + work.row_of<kRows>(visit) + group_row();
+        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, work.head_of<kRows>(visit)) + group_col();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = first + warp_id() % 4 * 16 + h * 8 + fragment_row();
+            store_row(dquery, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
+                      static_cast<int>(p_.head_dim) - group_col(), row < work.s.rows);
+        }
+    }
+
+    const BwdArgs& p_;
+    Smem& smem_;
+    const int group_;
+    const int warp_key_;  // this warp's first key of the tile's
+    int slot_, visits_;
+    float4* dquery_sums_;
+    Ring<1> key_ring_, value_ring_;
+    Ring<Tile::kStages> query_ring_, dout_ring_;
+    int dscores_stage_ = 0, sums_part_ = 0;
+    LaneKeys<kBias> keys_;
+    DimSum dkey_, dvalue_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -19,6 +19,7 @@ from .arguments import (
     shape_of,
     values_at_hand,
 )
+from .backends.reference import expand_shared
 
 FIXED, VARLEN = "({B|1}, {H|Hkv|1}, Sk)", "(total_k, {H|Hkv|1})"
 EVERY_ROW = prefix_topk.NEVER  # the end of a key that stays visible
@@ -177,14 +178,12 @@ class KeyIntervalMask:
 
         bounds = [mask.keys_per_row for mask in (self, other) if mask.keys_per_row is not None]
 
-        def of_each_head(tensor: Tensor) -> Tensor:
-            return (
-                tensor if tensor.shape[1] in (heads, 1) else tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
-            )
-
+        (start, end), (others_start, others_end) = (
+            (expand_shared(rows, rows.shape[0], heads) for rows in mask.intervals) for mask in (self, other)
+        )
         return KeyIntervalMask(
-            torch.maximum(of_each_head(self.start), of_each_head(other.start)),
-            torch.minimum(of_each_head(self.end), of_each_head(other.end)),
+            torch.maximum(start, others_start),
+            torch.minimum(end, others_end),
             keys_per_row=min(bounds) if bounds else None,
             scattered=self.scattered or other.scattered,
             rows=other.rows if self.rows is None else self.rows,

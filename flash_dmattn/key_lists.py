@@ -21,6 +21,7 @@ from .arguments import (
     shape_of,
     values_at_hand,
 )
+from .backends.reference import expand_shared
 from .interval_mask import KeyIntervalMask
 
 SPARSE = ("auto", "tiles", "lists")
@@ -56,7 +57,7 @@ class KeyIndices:
             return dense
         shown = self.shown.to_dense(seqlen_q)
         heads = max(dense.shape[1], shown.shape[1])
-        return _with_heads(dense, heads) & _with_heads(shown, heads)
+        return expand_shared(dense, len(dense), heads) & expand_shared(shown, len(shown), heads)
 
     def sequence(self, number: int, rows: slice, keys: slice) -> KeyIndices:
         """Of variable length those of one sequence, as of fixed length."""
@@ -77,10 +78,6 @@ def _dense(indices: Tensor, keys: int) -> Tensor:
     named = (indices >= 0) & (indices < keys)
     dense = torch.zeros(*indices.shape[:-1], keys + 1, dtype=torch.bool, device=indices.device)
     return dense.scatter_(-1, torch.where(named, indices, keys).long(), True)[..., :keys]
-
-
-def _with_heads(mask: Tensor, heads: int) -> Tensor:
-    return mask.repeat_interleave(heads // mask.shape[1], dim=1) if mask.shape[1] not in (0, heads) else mask
 
 
 @dataclass(frozen=True, eq=False, repr=False)

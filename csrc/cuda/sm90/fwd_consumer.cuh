@@ -36,7 +36,7 @@ private:
     using QueryTile = typename Smem::QueryTile;
     using KeyTile = typename Smem::KeyTile;
     using BiasTile = typename Smem::BiasTile;
-    // Whether the output so far is awaited before the exponentials, or after them: what measured faster.
+    // Whether the output so far is awaited before the rows' largest scores are looked for, or after: what measured faster.
     static constexpr bool kFinishesFirst = kBias != BiasKind::kKey;
     using Scores = float[1][kTiles][4];
     using Probs = uint32_t[kKeys / 16][4];
@@ -175,21 +175,11 @@ private:
         constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
         const auto hide = [&] { hide_by_bias(scores, tile); };
         if constexpr (kFinishesFirst) finish_out();
-        float factors[2] = {1, 1};
-        softmax_.update(scores, schedule_.to_log2, kExtreme, hide, [&](int i, float factor) {
-            if constexpr (kFinishesFirst) {
-                softmax_.scale(out_, i, factor);
-            } else {
-                factors[i] = factor;
-            }
-        });
-        if constexpr (!kFinishesFirst) {
-            finish_out();
-            if (__any_sync(~0u, factors[0] != 1 || factors[1] != 1)) {
-                softmax_.scale(out_, 0, factors[0]);
-                softmax_.scale(out_, 1, factors[1]);
-            }
-        }
+        softmax_.update(
+            scores, schedule_.to_log2, kExtreme, hide, [&](int i, float factor) { softmax_.scale(out_, i, factor); },
+            [&] {
+                if constexpr (!kFinishesFirst) finish_out();
+            });
         to_operand<T>(scores, probs);
     }
 

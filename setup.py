@@ -58,7 +58,7 @@ CUDA_SOURCES = [
             *("device", "dispatch", "sm80/bwd", "sm80/fwd", "sm90/bwd", "sm90/fwd", "sm90/tensor_map"),
             *(f"masks/{name}" for name in ("bounded_lists", "index_lists", "interval_tiles", "key_lists", "pack_mask")),
             *(f"passes/{name}" for name in ("convert", "delta")),
-            *(f"select/{name}" for name in ("intervals", "key_lists", "short_sequences", "sort")),
+            *(f"select/{name}" for name in ("chunked_sequences", "intervals", "key_lists", "short_sequences", "sort")),
         )
     ),
 ]

@@ -80,7 +80,7 @@ def test_intervals(rows, sparse):
     check_on_gpu(rows, KEYS, 64, KeyIntervalMask.topk(bias, 30, rows), bias, is_causal=True, sparse=sparse)
 
 
-@pytest.mark.parametrize("keys", [300, 20_000], ids=["one block", "many blocks"])
+@pytest.mark.parametrize("keys", [300, 6000, 20_000], ids=["one block", "chunks", "many blocks"])
 def test_topk(keys):
     bias = randn((2, 2, keys))
     on_cpu, on_cuda = (KeyIntervalMask.topk(x, 300) for x in (bias, bias.cuda()))

@@ -271,7 +271,7 @@ def same_rows(a, b, rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("keys", [100, 4096, 5000])
+@pytest.mark.parametrize("keys", [100, 4096, 5000, 8192])
 def test_topk_on_cuda_is_topk_on_the_cpu(dtype, keys):
     bias = torch.cat([rand_bias((2, 3, keys), dtype, None), torch.randn(2, 3, keys).to(dtype)])
     for window_size, seqlen_q in ((0, None), (1, None), (77, None), (4096, None), (77, 1), (77, 20), (77, keys + 3)):

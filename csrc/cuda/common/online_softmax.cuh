@@ -27,34 +27,51 @@ struct OnlineSoftmax {
 
     // Scores to exp(score - the row's largest so far); correct(i, factor) is to bring what was summed of `out` before to the
     // new largest. Before a row's largest becomes a finite number below `extreme`, hide_extremes() may yet hide scores.
-    template <int kNTiles, typename HideExtremes, typename Correct>
+    // await_out() is called once the largest are found, before `out` is corrected.
+    template <int kNTiles, typename HideExtremes, typename Correct, typename AwaitOut = void (*)()>
     __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme,
-                                           const HideExtremes& hide_extremes, const Correct& correct) {
+                                           const HideExtremes& hide_extremes, const Correct& correct,
+                                           const AwaitOut& await_out = [] {}) {
         float largest[kMTiles * 2];
-        const auto find_largest = [&](int i) {
-            const int m = i / 2, h = i % 2;
-            float x = max[i];
+        const auto find_largest = [&] {
+            float odd[kMTiles * 2];  // of every second column: chains of comparisons that do not wait for each other
 #pragma unroll
-            for (int n = 0; n < kNTiles; ++n) x = fmaxf(x, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
-            return row_max(x);
+            for (int i = 0; i < kMTiles * 2; ++i) largest[i] = odd[i] = max[i];
+#pragma unroll
+            for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < kMTiles * 2; ++i) {
+                    largest[i] = fmaxf(largest[i], scores[i / 2][n][i % 2 * 2]);
+                    odd[i] = fmaxf(odd[i], scores[i / 2][n][i % 2 * 2 + 1]);
+                }
+#pragma unroll
+            for (int i = 0; i < kMTiles * 2; ++i) largest[i] = row_max(fmaxf(largest[i], odd[i]));
         };
-        bool grows = false;
+        float shift[kMTiles * 2];
+        const auto find_shift = [&](int i) {
+            shift[i] = (max[i] == -kInfinity ? 0.f : max[i]) * to_log2;
+            return fabsf(shift[i]) > kLargestShift;
+        };
+        bool changes = false, is_large = false;
+#pragma unroll
+        for (int i = 0; i < kMTiles * 2; ++i) is_large |= find_shift(i);
+        find_largest();
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) {
-            largest[i] = find_largest(i);
             // What was summed stays as it is while no exponential exceeds 2^kSlack.
             if ((largest[i] - max[i]) * to_log2 <= kSlack) largest[i] = max[i];
-            grows |= largest[i] != max[i];
+            changes |= largest[i] != max[i];
         }
-        if (__any_sync(~0u, grows)) {
+        await_out();
+        if (__any_sync(~0u, changes || is_large)) {  // as is rare
             bool is_extreme = false;
 #pragma unroll
             for (int i = 0; i < kMTiles * 2; ++i) is_extreme |= largest[i] < extreme && largest[i] != -kInfinity;
             if (extreme > -kInfinity && __any_sync(~0u, is_extreme)) {
                 hide_extremes();
-#pragma unroll
-                for (int i = 0; i < kMTiles * 2; ++i) largest[i] = find_largest(i);
+                find_largest();
             }
+            is_large = false;
 #pragma unroll
             for (int i = 0; i < kMTiles * 2; ++i) {
                 const float base = largest[i] == -kInfinity ? 0.f : largest[i];  // no -inf - -inf
@@ -62,25 +79,19 @@ struct OnlineSoftmax {
                 max[i] = largest[i];
                 sum[i] *= correction;
                 correct(i, correction);
+                is_large |= find_shift(i);
             }
-        }
-        float shift[kMTiles * 2];
-        bool is_large = false;
+            // Rows of large scores, near the limits of float32 perhaps: these are exact after the base is taken away.
+            if (__any_sync(~0u, is_large)) {
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i) {
-            shift[i] = (max[i] == -kInfinity ? 0.f : max[i]) * to_log2;
-            is_large |= fabsf(shift[i]) > kLargestShift;
-        }
-        // Rows of large scores, near the limits of float32 perhaps: these are exact after the base is taken away.
-        if (__any_sync(~0u, is_large)) {
+                for (int i = 0; i < kMTiles * 2; ++i) {
+                    const float base = fabsf(shift[i]) > kLargestShift ? max[i] : 0.f;
+                    if (base != 0) shift[i] = 0;
 #pragma unroll
-            for (int i = 0; i < kMTiles * 2; ++i) {
-                const float base = fabsf(shift[i]) > kLargestShift ? max[i] : 0.f;
-                if (base != 0) shift[i] = 0;
-#pragma unroll
-                for (int n = 0; n < kNTiles; ++n) {
-                    scores[i / 2][n][i % 2 * 2] -= base;
-                    scores[i / 2][n][i % 2 * 2 + 1] -= base;
+                    for (int n = 0; n < kNTiles; ++n) {
+                        scores[i / 2][n][i % 2 * 2] -= base;
+                        scores[i / 2][n][i % 2 * 2 + 1] -= base;
+                    }
                 }
             }
         }

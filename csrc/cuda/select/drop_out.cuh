@@ -8,7 +8,7 @@
 //
 // Of the keys that go within some turns, those that go within the first half are the first ones in order, as many as
 // there are turns, of those that have arrived by then: all that stay are better. So a stable partition parts them, half
-// by half, until a thread can deal out the turns that are left, one key after the other.
+// by half, until each key stands at its turn.
 #pragma once
 
 #include "../common/bits.cuh"
@@ -21,7 +21,6 @@ template <int kThreads, int kWords>
 class DropOut {
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kOfWarp = 32 * kWords;
-    static constexpr int kOfThread = 32;  // turns that one thread deals out
 
 public:
     static constexpr int kTurns = kThreads * kWords;
@@ -45,7 +44,14 @@ public:
         if constexpr (kWords >= 8) split_in_warp<4>();
         if constexpr (kWords >= 4) split_in_warp<2>();
         if constexpr (kWords >= 2) split_in_warp<1>();
-        deal(visit);
+        split_in_word<16>();
+        split_in_word<8>();
+        split_in_word<4>();
+        split_in_word<2>();
+        split_in_word<1>();
+        for_each([&](int w, int at) {
+            if (at < turns_) visit(key_[w], first_turn_ + at);
+        });
     }
 
 private:
@@ -103,25 +109,18 @@ private:
         load();
     }
 
-    // A thread's keys are written so that all lanes find theirs in different banks.
-    __device__ static int at_of(int thread, int i) { return thread * kOfThread + (i ^ thread % 32); }
-
-    template <typename Visit>
-    __device__ void deal(const Visit& visit) {
+    template <int kHalf>
+    __device__ void split_in_word() {
+        const int node_lane = lane_id() / (2 * kHalf) * (2 * kHalf);
         __syncwarp();
-        for_each([&](int w, int at) { smem_.keys[at_of(at / kOfThread, at % kOfThread)] = key_[w]; });
-        __syncthreads();
-        const int thread = static_cast<int>(threadIdx.x), first = thread * kOfThread;
-        if (first >= turns_) return;
-        const int count = min(turns_ - first, kOfThread);
-        uint32_t free = ~0u;
-#pragma unroll 4
-        for (int i = 0; i < count; ++i) {
-            const uint32_t key = smem_.keys[at_of(thread, i)];
-            const uint32_t turn = free & (~0u << max(arrival(key) - first, 0));
-            free &= ~(turn & -turn);
-            visit(key, first_turn_ + first + __ffs(turn) - 1);
-        }
+        for_each([&](int w, int at) {
+            const int node = at - lane_id() + node_lane;
+            const uint32_t early = __ballot_sync(~0u, at < turns_ && arrival(key_[w]) < node + kHalf);
+            const int to = place_of(early >> lane_id() & 1, at, node, kHalf, rank_in(early >> node_lane << node_lane));
+            if (at < turns_) smem_.keys[to] = key_[w];
+        });
+        __syncwarp();
+        load();
     }
 
     Smem& smem_;

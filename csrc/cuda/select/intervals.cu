@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "../common/check.h"
+#include "chunked_sequences.h"
 #include "drop_out.cuh"
 #include "order.cuh"
 #include "short_sequences.h"
@@ -371,6 +372,8 @@ IntervalSelectPlan plan_select_intervals(const SelectParams& params) {
     if (places > kMostPlaces)
         throw std::runtime_error("intervals are selected among up to 2^30 keys of all batch elements and heads, got " +
                                  std::to_string(places));
+    plan.by_chunks = suits_chunks(params);
+    if (plan.by_chunks) return plan;
     plan.one_launch = longest <= kShortSequence && params.bias.dtype != DataType::kFloat64;
     if (plan.one_launch || places == 0 || is_trivial(params, longest)) return plan;
     const bool wide = sorts_64_bits(all, params.bias.dtype);
@@ -391,6 +394,7 @@ void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan&
         FLASH_CUDA_CHECK(cudaMemsetAsync(intervals, 0, 2 * places * sizeof(int32_t), stream));
         return;
     }
+    if (plan.by_chunks) return select_chunked_sequences(all, params.bias, stream);
     if (plan.one_launch) return select_short_sequences(all, params.bias, longest, stream);
     if (is_trivial(params, longest)) {
         make_keys<uint64_t>(all, params.bias, places, nullptr, nullptr, stream);

@@ -59,6 +59,21 @@ __device__ __forceinline__ bool is_nan(typename FloatBits<kType>::Bits bits) {
     return static_cast<typename F::Bits>(bits & static_cast<typename F::Bits>(~F::kMinusZero)) > F::kInfinity;
 }
 
+// The rank of a bias of 32 bits, float32, or of 16.
+template <typename Bits>
+__device__ __forceinline__ uint32_t rank_of(Bits bits, bool is_bfloat16, bool& found_nan) {
+    if constexpr (sizeof(Bits) == 4) {
+        found_nan |= is_nan<DataType::kFloat32>(bits);
+        return rank_of_bias<DataType::kFloat32>(bits);
+    } else if (is_bfloat16) {
+        found_nan |= is_nan<DataType::kBFloat16>(bits);
+        return rank_of_bias<DataType::kBFloat16>(bits);
+    } else {
+        found_nan |= is_nan<DataType::kFloat16>(bits);
+        return rank_of_bias<DataType::kFloat16>(bits);
+    }
+}
+
 __device__ __forceinline__ void refuse_nan(bool found) { assert(!found && "the bias to select by must not be NaN"); }
 
 }  // namespace flash_dmattn::cuda

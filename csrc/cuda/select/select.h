@@ -35,6 +35,7 @@ constexpr int32_t kNeverDropped = 1 << 30;
 struct IntervalSelectPlan {
     int64_t scratch_bytes = 0;  // may be 0; the scratch is aligned to 256 bytes
     int64_t sort_bytes = 0;     // of them the sort's own
+    bool by_chunks = false;     // blocks share each sequence
     bool one_launch = false;    // a block sorts and splits a sequence whole
 };
 

@@ -73,6 +73,23 @@ struct OneSequence {
     }
 };
 
+// A bias of 16 or 32 bits a key.
+struct KeyBias {
+    const void* data;
+    int64_t batch_stride, head_stride, col_stride;
+    bool is_bfloat16;
+
+    KeyBias(const Sequences& all, const BiasView& view)
+        : data(view.data), batch_stride(!all.varlen() && view.batches > 1 ? view.batch_stride : 0),
+          head_stride(view.head_stride), col_stride(view.col_stride), is_bfloat16(view.dtype == DataType::kBFloat16) {}
+
+    // That of the sequence's first key.
+    template <typename Bits>
+    __device__ const Bits* of(const OneSequence& s) const {
+        return static_cast<const Bits*>(data) + s.batch * batch_stride + s.head * head_stride + s.first_key * col_stride;
+    }
+};
+
 // Of variable length: the sequence of a key, or `batches` behind the last.
 __device__ __forceinline__ int batch_of_key(const Sequences& all, int key) {
     int low = 0, high = all.batches;  // the first whose keys end behind `key`

@@ -9,12 +9,6 @@
 namespace flash_dmattn::cuda {
 namespace {
 
-struct Bias {
-    const void* data;
-    int64_t batch_stride, head_stride, col_stride;
-    bool is_bfloat16;
-};
-
 // Sorts a block's keys from the worst to the best; those that are there come in the order of their numbers.
 template <typename Bits, int kThreads, int kWords>
 struct Sorter {
@@ -48,23 +42,9 @@ struct Sorter<uint16_t, kThreads, kWords> {
     }
 };
 
-template <typename Bits>
-__device__ uint32_t rank_of(Bits bits, bool is_bfloat16, bool& found_nan) {
-    if constexpr (sizeof(Bits) == 4) {
-        found_nan |= is_nan<DataType::kFloat32>(bits);
-        return rank_of_bias<DataType::kFloat32>(bits);
-    } else if (is_bfloat16) {
-        found_nan |= is_nan<DataType::kBFloat16>(bits);
-        return rank_of_bias<DataType::kBFloat16>(bits);
-    } else {
-        found_nan |= is_nan<DataType::kFloat16>(bits);
-        return rank_of_bias<DataType::kFloat16>(bits);
-    }
-}
-
 template <typename Bits, int kThreads, int kWords>
 __global__ void __launch_bounds__(kThreads) select_short_kernel(const __grid_constant__ Sequences all,
-                                                                const __grid_constant__ Bias bias) {
+                                                                const __grid_constant__ KeyBias bias) {
     using Sort = Sorter<Bits, kThreads, kWords>;
     using Drops = DropOut<kThreads, kWords>;
     __shared__ union {
@@ -73,8 +53,7 @@ __global__ void __launch_bounds__(kThreads) select_short_kernel(const __grid_con
     } smem;
 
     const OneSequence s(all, blockIdx.x / all.heads, blockIdx.x % all.heads);
-    const Bits* from = static_cast<const Bits*>(bias.data) + s.batch * bias.batch_stride + s.head * bias.head_stride +
-                       s.first_key * bias.col_stride;
+    const Bits* from = bias.of<Bits>(s);
     uint32_t rank[kWords], key[kWords];
     bool found_nan = false;
 #pragma unroll
@@ -105,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) select_short_kernel(const __grid_con
 }
 
 template <typename Bits>
-void select(const Sequences& all, const Bias& bias, int64_t longest, cudaStream_t stream) {
+void select(const Sequences& all, const KeyBias& bias, int64_t longest, cudaStream_t stream) {
     const unsigned blocks = grid_of(all.count());
     static_assert(kShortSequence == 1024 * 8);
     if (longest <= 1024) {
@@ -123,8 +102,7 @@ void select(const Sequences& all, const Bias& bias, int64_t longest, cudaStream_
 }  // namespace
 
 void select_short_sequences(const Sequences& sequences, const BiasView& view, int64_t longest, cudaStream_t stream) {
-    const Bias bias{view.data, !sequences.varlen() && view.batches > 1 ? view.batch_stride : 0, view.head_stride,
-                    view.col_stride, view.dtype == DataType::kBFloat16};
+    const KeyBias bias(sequences, view);
     if (view.dtype == DataType::kFloat32) {
         select<uint32_t>(sequences, bias, longest, stream);
     } else {

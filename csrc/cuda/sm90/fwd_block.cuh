@@ -50,6 +50,7 @@ struct FwdWork {
     Sequence s;
     int head;
     int first_row;
+    int listed = 0;  // of gathered keys: the length of the list
 
     __device__ FwdWork(const FwdArgs& p, const FwdSchedule& schedule, unsigned index, int rows) : s(p, 0) {
         const auto take = [&](int count) {
@@ -85,10 +86,12 @@ struct FwdSmem {
     struct KeyInfo {
         static constexpr int kEnd = -1;  // as a tile: the work has no other
 
-        int tile;                  // gathered keys: any but kEnd
+        int tile;                  // not of gathered keys
         bool full;                 // neither mask nor causality nor lengths hide a pair
         alignas(16) uint32_t columns[kWords];  // keys that some row sees; those that a key bias hides are none
-        alignas(16) uint32_t mask[kRows][kWords];  // of masks that rows do not share, where the tile is not full
+        // Of masks that rows do not share, where the tile is not full: the keys that a row sees; of gathered keys the rows
+        // that see a key.
+        alignas(16) std::conditional_t<Tile::kGathers, uint32_t[kRows / 32][kKeys], uint32_t[kRows][kWords]> mask;
         std::conditional_t<kBias == BiasKind::kKey, float[kKeys], NoBias> bias;
     };
 

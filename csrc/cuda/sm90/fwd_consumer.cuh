@@ -36,11 +36,11 @@ private:
     using QueryTile = typename Smem::QueryTile;
     using KeyTile = typename Smem::KeyTile;
     using BiasTile = typename Smem::BiasTile;
-    // Whether the output so far is awaited before the exponentials, or after them: what measured faster.
+    // Whether the output so far is awaited before the rows' largest scores are looked for, or after: what measured faster.
     static constexpr bool kFinishesFirst = kBias != BiasKind::kKey;
     using Scores = float[1][kTiles][4];
+    using Probs = uint32_t[kKeys / 16][4];
     using Words = uint32_t[kWords];
-    using MaskWords = typename Smem::MaskWords;
 
     // While a group multiplies, another computes exponentials: they take turns at handing products to the tensor cores.
     // Barriers 1, 2, .. are the groups' turns, then come their own.
@@ -52,19 +52,19 @@ private:
     __device__ __forceinline__ void attend() {
         clear(out_);
         softmax_ = OnlineSoftmax<1>();
+        if (Tile::kGathers) left_ = work().listed + kKeys;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             row_end_[h] = row(h) < work().s.rows ? work().s.keys_of(row(h), p_.is_causal) : 0;
 
         Scores scores;
-        uint32_t probs[kKeys / 16][4];
+        Probs probs;
         if (await_keys()) {
             if (Tile::kGathers) fence_async();  // threads have written the keys
             take_turn();
             issue_query_key(scores);
             pass_turn();
-            wgmma_wait<0>();
-            kept_in_flight(scores);
+            await_scores<0>(scores);
             to_probs(scores, probs, [] {});
             while (await_keys()) {
                 if (Tile::kGathers) await_values();  // the fence there must not hold up the other groups
@@ -73,8 +73,7 @@ private:
                 if (!Tile::kGathers) await_values();
                 issue_probs_value(probs);
                 pass_turn();
-                wgmma_wait<1>();
-                kept_in_flight(scores);
+                await_scores<1>(scores);
                 to_probs(scores, probs, [&] {
                     wgmma_wait<0>();
                     kept_in_flight(out_);
@@ -87,15 +86,33 @@ private:
             kept_in_flight(out_);
             release_values();
         }
-        release_keys();  // of the end
-        query_ring_.release();
+        if (!Tile::kGathers || work().listed == 0) query_ring_.release();  // else with the last scores
+    }
+
+    // Until all but the newest kPending groups of products are done.
+    template <int kPending>
+    __device__ __forceinline__ void await_scores(Scores& scores) const {
+        wgmma_wait<kPending>();
+        kept_in_flight(scores);
+        if (is_last()) query_ring_.release();  // the next may come while this one ends
     }
 
     // Whether there is another tile of keys.
-    __device__ __forceinline__ bool await_keys() const {
+    __device__ __forceinline__ bool await_keys() {
+        if constexpr (Tile::kGathers) {
+            left_ -= kKeys;
+            if (left_ <= 0) return false;
+            key_ring_.wait_full();
+            return true;
+        }
         key_ring_.wait_full();
-        return info().tile != Smem::KeyInfo::kEnd;
+        if (info().tile != Smem::KeyInfo::kEnd) return true;
+        release_keys();
+        return false;
     }
+    // Whether the tile is the work's last, as far as that is known.
+    __device__ __forceinline__ bool is_last() const { return Tile::kGathers && left_ <= kKeys; }
+
     // The values of keys that no row sees are zeros, whatever they are.
     __device__ __forceinline__ void await_values() const {
         value_ring_.wait_full();
@@ -135,7 +152,7 @@ private:
             Wgmma<kKeys>::template multiply<T, false, false>(scores, query.across(d), key.across(d), d > 0);
         wgmma_commit();
     }
-    __device__ __forceinline__ void issue_probs_value(const uint32_t (&probs)[kKeys / 16][4]) {
+    __device__ __forceinline__ void issue_probs_value(const Probs& probs) {
         const Operand<KeyTile> value(smem_.value[value_ring_.stage()]);
         kept_in_flight(out_);
         wgmma_fence();
@@ -148,9 +165,9 @@ private:
     // Products of the current tile of keys to probabilities; its memory is free then. finish_out() waits until nothing is
     // added to the output any more.
     template <typename FinishOut>
-    __device__ __forceinline__ void to_probs(Scores& scores, uint32_t (&probs)[kKeys / 16][4], const FinishOut& finish_out) {
+    __device__ __forceinline__ void to_probs(Scores& scores, Probs& probs, const FinishOut& finish_out) {
         apply_pairs(scores);
-        const int tile = info().tile;
+        const int tile = Tile::kGathers ? 0 : info().tile;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) columns_[w] = info().columns[w];
         release_keys();
@@ -158,21 +175,11 @@ private:
         constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
         const auto hide = [&] { hide_by_bias(scores, tile); };
         if constexpr (kFinishesFirst) finish_out();
-        float factors[2] = {1, 1};
-        softmax_.update(scores, schedule_.to_log2, kExtreme, hide, [&](int i, float factor) {
-            if constexpr (kFinishesFirst) {
-                softmax_.scale(out_, i, factor);
-            } else {
-                factors[i] = factor;
-            }
-        });
-        if constexpr (!kFinishesFirst) {
-            finish_out();
-            if (__any_sync(~0u, factors[0] != 1 || factors[1] != 1)) {
-                softmax_.scale(out_, 0, factors[0]);
-                softmax_.scale(out_, 1, factors[1]);
-            }
-        }
+        softmax_.update(
+            scores, schedule_.to_log2, kExtreme, hide, [&](int i, float factor) { softmax_.scale(out_, i, factor); },
+            [&] {
+                if constexpr (!kFinishesFirst) finish_out();
+            });
         to_operand<T>(scores, probs);
     }
 
@@ -195,17 +202,17 @@ private:
 
     // Of gathered keys rows see most: 32 of them are tested only where a row of the warp does not see all.
     __device__ __forceinline__ void hide_few(Scores& scores) const {
-        Words seen[2];
+        const auto& rows = info().mask[block_row() / 32];
+        const int first_row = group_row_ % 32;
+        uint32_t hidden[kWords], any_hidden = 0;  // this warp's rows that do not see key lane_id() of each 32
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            reinterpret_cast<MaskWords&>(seen[h]) =
-                *reinterpret_cast<const MaskWords*>(info().mask[block_row() + h * 8 + fragment_row()]);
+        for (int w = 0; w < kWords; ++w) any_hidden |= hidden[w] = ~rows[w * 32 + lane_id()] >> first_row & 0xffff;
+        if (!__any_sync(~0u, any_hidden != 0)) return;
+        const uint32_t row_bits[2] = {1u << (first_row + fragment_row()), 1u << (first_row + 8 + fragment_row())};
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-            const VisibleKeys<1, 4> visible = {{seen[0][w]}, {seen[1][w]}};
-            if (__all_sync(~0u, (seen[0][w] & seen[1][w]) == ~0u)) continue;
-            hide_invisible(reinterpret_cast<float(&)[1][4][4]>(scores[0][4 * w]), visible);
-        }
+        for (int w = 0; w < kWords; ++w)
+            if (__any_sync(~0u, hidden[w] != 0))
+                hide_invisible(reinterpret_cast<float(&)[1][4][4]>(scores[0][4 * w]), rows + w * 32, row_bits);
     }
 
     // Whether a pair of the tile is invisible, and then which pairs are not.
@@ -292,6 +299,7 @@ private:
     Ring<Tile::kValueStages> value_ring_;
     Ring<Tile::kBiasStages> bias_ring_;
     int turn_ = 0;
+    int left_;                  // of gathered keys: those of the list from this tile on
     int row_end_[2];  // a row sees keys below this by causality and length
     uint32_t columns_[kWords];  // of the tile whose values are next
     OnlineSoftmax<1> softmax_;

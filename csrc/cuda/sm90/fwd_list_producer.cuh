@@ -49,8 +49,9 @@ private:
         uint32_t bias;
     };
 
-    __device__ __forceinline__ void load(const FwdWork& work) {
+    __device__ __forceinline__ void load(FwdWork& work) {
         const KeyList list(p_, work.s, work.head, work.first_row);
+        work.listed = list.size;
         const int tiles = ceil_div(list.size, kKeys);
         const int kv_head = shared_head(work.head, p_.heads, p_.kv_heads);
         const T* first_key = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work.s, kv_head);
@@ -78,13 +79,10 @@ private:
                 key = fetch(tile + 1, place);
                 place = place_of(tile + 2);
                 gather(smem_.key[key_ring_.stage()], first_key, p_.key.row_stride, seen);
-            } else {
-                key_ring_.wait_empty();
+                mbarrier_arrive_here(key_ring_.full());
+                mbarrier_arrive_when_copied(key_ring_.full());
+                key_ring_.advance();
             }
-            if (threadIdx.x == 0) smem_.keys[key_ring_.stage()].tile = tile < tiles ? 0 : Smem::KeyInfo::kEnd;
-            mbarrier_arrive_here(key_ring_.full());
-            mbarrier_arrive_when_copied(key_ring_.full());
-            key_ring_.advance();
             if (tile == 0) {
                 load_query(work);
             } else {
@@ -118,22 +116,14 @@ private:
         seeing.of_tile(work.first_row, words);
         if (schedule_.tile_heads > 1) words[2] = words[0], words[3] = words[1];
         const bool is_seen = (words[0] | words[1] | words[2] | words[3]) != 0;
-        const bool by_all = (words[0] & words[1] & words[2] & words[3]) == ~0u;
-        if (!__all_sync(~0u, by_all)) transpose_bits(words);  // to the warp's keys of row 32 w + lane_id()
         key_ring_.wait_empty();
         auto& info = smem_.keys[key_ring_.stage()];
-        const int at = warp_id() * kWarpKeys;
+        const int at = warp_id() * kWarpKeys + lane_id();
+        if (lane_id() < kWarpKeys) {
 #pragma unroll
-        for (int w = 0; w < kRows / 32; ++w) {
-            uint32_t* to = &info.mask[w * 32 + lane_id()][at / 32];
-            if constexpr (kWarpKeys == 32) {
-                *to = words[w];
-            } else {
-                reinterpret_cast<uint16_t*>(to)[at % 32 / 16] = static_cast<uint16_t>(words[w]);
-            }
+            for (int w = 0; w < kRows / 32; ++w) info.mask[w][at] = words[w];
+            if constexpr (kBias == BiasKind::kKey) info.bias[at] = bias;
         }
-        if constexpr (kBias == BiasKind::kKey)
-            if (lane_id() < kWarpKeys) info.bias[at + lane_id()] = bias;
         return is_seen ? key.place : -1;
     }
 

@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t kept(uint32_t x) {
     return x;
 }
 
-// A number that is the same for all lanes of a warp, so that the compiler knows it.
+// A value that is the same in all lanes, of which the compiler then knows that: what depends on it is computed once a warp.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // Two numbers in one register, the first in its low half.

@@ -105,15 +105,20 @@ __device__ __forceinline__ float lse_to_log2(float lse, bool exists) {
     return exists && lse != -kInfinity ? max_or_nan(lse * kLog2E, -FLT_MAX) : kInfinity;
 }
 
+// p of a pair from its product s = q k, or from tanh. shift: bias - lse, times log2(e). scale_log2: the scale, or the softcap,
+// times log2(e). p is not above 1, as in the forward, where lse is a sum of rounded numbers.
+__device__ __forceinline__ float probability(float s, float scale_log2, float shift) {
+    return fast_exp2(min_or_nan(fmaf(s, scale_log2, shift), 0.f));
+}
+
 // From the products s = q k and dp = do v of a pair to p and ds, 0 where it is not visible; gives dx, which then may be
-// anything. shift: bias - lse, times log2(e). scale_log2: the scale, or the softcap, times log2(e). p is not above 1, as in
-// the forward, where lse is a sum of rounded numbers.
+// anything. shift, scale_log2: as above.
 template <bool kSoftcap>
 __device__ __forceinline__ float differentiate_pair(float& s, float& dp, float shift, float delta, float scale_log2,
                                                     float scale_of_capped, bool is_visible) {
     float capped = 0;
     if (kSoftcap) s = capped = fast_tanh(s * scale_of_capped);
-    const float prob = fast_exp2(min_or_nan(fmaf(s, scale_log2, shift), 0.f));
+    const float prob = probability(s, scale_log2, shift);
     const float dx = prob * (dp - delta);
     s = is_visible ? prob : 0;
     dp = !is_visible ? 0 : kSoftcap ? dx * (1 - capped * capped) : dx;

@@ -23,6 +23,12 @@ struct BwdMaps {
     CUtensorMap query, dout, key, value, bias, dbias;
 };
 
+// Factors of scores, in float32.
+struct BwdScale {
+    float scale, scale_log2;  // the softmax scale; times log2(e)
+    float softcap;            // 0: none
+};
+
 struct NoTile {};
 
 template <typename Tile, BiasKind kBias>
@@ -33,12 +39,17 @@ struct BwdSmem {
     struct RowInfo {
         static constexpr int kEnd = -1;  // as a tile: there is no other
 
-        int head, row_tile;
+        // What a visit begins with, read at once.
+        struct alignas(16) Header {
+            int head, row_tile;
+            bool mask_full;  // the mask hides nothing of the tile
+            bool has_empty[kRows / 32];  // of 32 rows: some see nothing, or lie beyond the sequence
+        };
+        Header header;
+        float* dquery;  // the sums of the tile
         // Where deterministic: of each group what shows whose turn it is to add to dQ, and how it shows this block's.
         int32_t* turns;
         int turn;
-        bool mask_full;  // the mask hides nothing of the tile
-        bool has_empty[kRows / 32];  // of 32 rows: some see nothing, or lie beyond the sequence
         alignas(16) float lse[kRows];  // times log2(e); inf where a row sees nothing
         alignas(16) float delta[kRows];
         alignas(16) uint32_t mask[Tile::kWords][kRows];  // bit j % 32 of word j / 32: whether the row sees key j
@@ -51,6 +62,9 @@ struct BwdSmem {
     alignas(kTileAlign) typename Tile::PairsTile pairs[Tile::kStages];  // of a dense bias, then of dS
     alignas(kTileAlign) std::conditional_t<Tile::kSharesKeys, typename Tile::PairsTile, NoTile> probs;
     std::conditional_t<Tile::kExchanges, BwdExchangeSmem<Tile>, NoExchange> exchange;
+    // dQ of each warp on its way to its sums, as its registers hold it.
+    using DqueryPart = float4[Tile::kStagedCols > 0 ? Tile::kStagedCols / 8 : 1][32];
+    alignas(128) std::conditional_t<(Tile::kStagedCols > 0), DqueryPart[Tile::kConsumers * 4], NoTile> dquery;
     RowInfo rows[Tile::kStages];
     uint32_t seen[Tile::kWords];  // keys that some row sees
     Sequence sequence;

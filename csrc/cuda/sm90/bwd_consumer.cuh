@@ -1,6 +1,8 @@
 // A warp group that multiplies, of the backward: its part of dK, dV and dQ, and of the bias's gradient.
 #pragma once
 
+#include <climits>
+
 #include "../common/intervals.cuh"
 #include "../common/reduce_add.cuh"
 #include "../common/scores.cuh"
@@ -16,12 +18,11 @@ public:
     using T = typename Tile::T;
     using Smem = BwdSmem<Tile, kBias>;
 
-    __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, Smem& smem, const BwdWork& work)
-        : p_(p), maps_(maps), smem_(smem), work_(work), group_(static_cast<int>(threadIdx.x) / 128 - 1),
+    __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, const BwdScale& scale, Smem& smem, const BwdWork& work)
+        : p_(p), maps_(maps), scale_(scale), smem_(smem), work_(work), group_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
           warp_key_((Tile::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16),
           exchange_(smem.exchange, group_, smem.rank, static_cast<int>(p.dbias.batch_sharers)),
-          query_ring_(smem.query_ring), dout_ring_(smem.dout_ring), bias_ring_(smem.bias_ring),
-          probs_ring_(smem.probs_ring), last_query_(smem.query_ring), last_pairs_(smem.bias_ring) {}
+          probs_ring_(smem.probs_ring) {}
 
     __device__ __forceinline__ void run() {
 #pragma unroll
@@ -34,20 +35,19 @@ public:
         Pairs scores, dprobs;  // declared in the loop, they would drive the sums out of the registers
         PairsOperand probs, dscores;
         // Tested before and behind, the loop leaves products in flight from one visit to the next.
-        query_ring_.wait_full();
-        if (!at_end()) {
+        if (begin_visit()) {
             do {
-                if (info().head != head) {
+                if (header_.head != head) {
                     if (head >= 0) end_head(head);
-                    begin_head(head = info().head);
+                    begin_head(head = header_.head);
                 }
                 visit(scores, dprobs, probs, dscores);
-                query_ring_.advance();
-                query_ring_.wait_full();
-            } while (!at_end());
+                place_.advance();
+            } while (begin_visit());
             wgmma_wait<0>();
             kept_in_flight(dkey_);
             if (p_.deterministic) {
+                wait_for_additions();
                 barrier_sync(2 + group_, 128);
                 if (leads_group()) end_last_turn();
             }
@@ -56,7 +56,7 @@ public:
         if (has_key_dbias() && p_.dbias.heads != p_.heads) store_key_sums(work_.first_head);
         store_keys(p_.dkey, dkey_, static_cast<float>(p_.softmax_scale));
         store_keys(p_.dvalue, dvalue_, 1);
-        if (kBias == BiasKind::kDense) store_box_wait();
+        store_box_wait();
     }
 
 private:
@@ -70,36 +70,72 @@ private:
     using DimSum = float[1][Tile::kSumCols / 8][4];  // keys by columns
     using DquerySum = float[1][kDqTiles][4];
 
+    // lse or D of the rows of this lane's pairs. Where registers are left they are read at once, while products are awaited:
+    // these keep shared memory so busy that a read takes long.
+    class RowNumbers {
+    public:
+        __device__ __forceinline__ explicit RowNumbers(const float* of_rows) : from_(of_rows + fragment_col()) {
+#pragma unroll
+            for (int m = 0; m < kAhead; ++m) numbers_[m] = load(m);
+        }
+        __device__ __forceinline__ float2 operator[](int m) const { return kAhead > 0 ? numbers_[m] : load(m); }
+
+    private:
+        static constexpr int kAhead = kTiles <= 8 && kBias != BiasKind::kDense ? kTiles : 0;
+        __device__ __forceinline__ float2 load(int m) const { return *reinterpret_cast<const float2*>(from_ + m * 8); }
+
+        const float* from_;
+        float2 numbers_[kAhead > 0 ? kAhead : 1];
+    };
+
+    // Whether there is another tile of rows.
+    __device__ __forceinline__ bool begin_visit() {
+        smem_.query_ring.wait_full(place_);
+        header_ = info().header;
+        return header_.row_tile != Smem::RowInfo::kEnd;
+    }
     __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, PairsOperand& probs, PairsOperand& dscores) {
-        const int row_tile = info().row_tile;
-        const bool has_empty = clear_empty_rows(query());
+        const bool has_empty = any_of(header_.has_empty);
+        if (has_empty) clear_empty_rows(query());
         issue_scores(scores, smem_.key, query());
-        dout_ring_.wait_full();
+        smem_.dout_ring.wait_full(place_);
         if (has_empty) clear_empty_rows(dout());
         issue_scores(dprobs, smem_.value, dout());
         if constexpr (Tile::kSharesKeys) end_last_dkey();
-        wgmma_wait<0>();
-        kept_in_flight(scores);
-        kept_in_flight(dprobs);
-        differentiate(scores, dprobs, row_tile);
+        if constexpr (kBias == BiasKind::kDense) smem_.bias_ring.wait_full(place_);
+        if (scale_.softcap > 0) {
+            wgmma_wait<0>();
+            kept_in_flight(scores);
+            kept_in_flight(dprobs);
+            differentiate_capped(scores, dprobs);
+        } else {
+            const RowNumbers lse(info().lse + group_row());
+            wgmma_wait<1>();
+            kept_in_flight(scores);
+            const bool has_hidden = exponentiate(scores, lse);
+            const RowNumbers delta(info().delta + group_row());
+            wgmma_wait<0>();
+            kept_in_flight(dprobs);
+            has_hidden ? differentiate<true>(scores, dprobs, delta) : differentiate<false>(scores, dprobs, delta);
+        }
         if constexpr (Tile::kExchanges) exchange_.send(dprobs);
         to_operand<T>(scores, probs);
         to_operand<T>(dprobs, dscores);
         if constexpr (Tile::kSharesKeys) {
-            add_of_shared_keys(probs, dscores, row_tile);
+            add_of_shared_keys(probs, dscores);
         } else {
-            add_of_own_keys(probs, dscores, row_tile);
+            add_of_own_keys(probs, dscores);
         }
     }
     // P and dS of the group's own keys: operands as they lie in registers.
-    __device__ __forceinline__ void add_of_own_keys(const PairsOperand& probs, const PairsOperand& dscores,
-                                                    int row_tile) {
+    __device__ __forceinline__ void add_of_own_keys(const PairsOperand& probs, const PairsOperand& dscores) {
         issue_sum(dvalue_, probs, dout());
         store_pairs(pairs(), dscores);
         if (Tile::kExchanges && leads_group()) store_box_wait_read();  // of the sums of the visit before
         fence_async();
+        if (p_.deterministic) wait_for_additions();
         barrier_sync(1, Tile::kConsumers * 128);  // dS has come whole, and nobody reads the one before
-        store_dbias(row_tile);
+        store_dbias();
         DquerySum dquery;
         issue_dquery(dquery);
         issue_sum(dkey_, dscores, query());
@@ -107,39 +143,35 @@ private:
         wgmma_wait<1>();  // dV and dQ
         kept_in_flight(dvalue_);
         kept_in_flight(dquery);
-        dout_ring_.release();
-        dout_ring_.advance();
-        add_dquery(dquery, row_tile);
+        smem_.dout_ring.release(place_.stage());
         end_pairs();
-        if constexpr (Tile::kExchanges) store_exchanged(row_tile);
+        add_dquery(dquery);
+        if constexpr (Tile::kExchanges) store_exchanged();
         wgmma_wait<0>();  // dK
         kept_in_flight(dkey_);
-        query_ring_.release();
+        smem_.query_ring.release(place_.stage());
     }
     // Of the keys that the groups share each has some rows: it needs the others' P and dS, too. dK is awaited in the next
     // visit, so that its product runs while dQ is added to its sums.
-    __device__ __forceinline__ void add_of_shared_keys(const PairsOperand& probs, const PairsOperand& dscores,
-                                                       int row_tile) {
+    __device__ __forceinline__ void add_of_shared_keys(const PairsOperand& probs, const PairsOperand& dscores) {
         probs_ring_.wait_empty();
         store_pairs(smem_.probs, probs);
         store_pairs(pairs(), dscores);
         fence_async();
         barrier_sync(1, Tile::kConsumers * 128);  // P and dS have come whole
-        store_dbias(row_tile);
+        store_dbias();
         issue_sum(dvalue_, smem_.probs, dout());
         DquerySum dquery;
         issue_dquery(dquery);
         issue_sum(dkey_, pairs(), query());
-        bias_ring_.advance();
         if (p_.deterministic) wait_for_turn();
         wgmma_wait<1>();  // dV and dQ
         kept_in_flight(dvalue_);
         kept_in_flight(dquery);
-        dout_ring_.release();
-        dout_ring_.advance();
+        smem_.dout_ring.release(place_.stage());
         probs_ring_.release();
         probs_ring_.advance();
-        add_dquery(dquery, row_tile);
+        add_dquery(dquery);
         dkey_in_flight_ = true;
     }
     // Of the visit before, once the scores of this one have been issued.
@@ -147,22 +179,19 @@ private:
         wgmma_wait<2>();
         kept_in_flight(dkey_);
         if (!dkey_in_flight_) return;
-        last_query_.release();
-        last_query_.advance();
+        smem_.query_ring.release(place_.last_stage());
         if constexpr (kBias == BiasKind::kDense) {
             if (leads_group()) store_box_wait_read();
-            last_pairs_.release();
-            last_pairs_.advance();
+            smem_.bias_ring.release(place_.last_stage());
         }
     }
 
     __device__ const Sequence& sequence() const { return smem_.sequence; }
     static __device__ bool leads_group() { return threadIdx.x % 128 == 0; }
-    __device__ const typename Smem::RowInfo& info() const { return smem_.rows[query_ring_.stage()]; }
-    __device__ bool at_end() const { return info().row_tile == Smem::RowInfo::kEnd; }
-    __device__ RowsTile& query() const { return smem_.query[query_ring_.stage()]; }
-    __device__ RowsTile& dout() const { return smem_.dout[dout_ring_.stage()]; }
-    __device__ PairsTile& pairs() const { return smem_.pairs[bias_ring_.stage()]; }
+    __device__ const typename Smem::RowInfo& info() const { return smem_.rows[place_.stage()]; }
+    __device__ RowsTile& query() const { return smem_.query[place_.stage()]; }
+    __device__ RowsTile& dout() const { return smem_.dout[place_.stage()]; }
+    __device__ PairsTile& pairs() const { return smem_.pairs[place_.stage()]; }
     // Of the sequence: key h of this lane's two.
     __device__ int key(int h) const { return work_.key_tile * kKeys + warp_key_ + h * 8 + fragment_row(); }
 
@@ -180,6 +209,7 @@ private:
             rows_[h] = {p_.is_causal ? s.causal_begin(k) : 0, k < s.keys ? s.rows : 0};
             if (k < s.keys && p_.interval_tiles.tiles != nullptr)
                 rows_[h] = rows_of_key(p_, s, interval_offset(p_.intervals, s, head, p_.heads), k);
+            if (rows_[h].end == s.rows) rows_[h].end = INT_MAX;  // beyond the sequence P is 0 without a test
             if constexpr (kBias == BiasKind::kKey) {
                 key_bias_[h] = 0;
                 if (k < s.keys) {
@@ -231,15 +261,17 @@ private:
         clear_rows<kCount>(smem_.value, group_ * kCount, is_unseen);
         barrier_sync(1, Tile::kConsumers * 128);
     }
-    // A row that sees nothing may hold anything, and zero times NaN would reach a sum. Gives whether there is one.
-    __device__ __forceinline__ bool clear_empty_rows(RowsTile& rows) const {
+    template <int kCount>
+    static __device__ __forceinline__ bool any_of(const bool (&flags)[kCount]) {
         bool any = false;
 #pragma unroll
-        for (int w = 0; w < kRows / 32; ++w) any |= info().has_empty[w];
-        if (!any) return false;
+        for (int i = 0; i < kCount; ++i) any |= flags[i];
+        return any;
+    }
+    // A row that sees nothing may hold anything, and zero times NaN would reach a sum.
+    __device__ __forceinline__ void clear_empty_rows(RowsTile& rows) const {
         clear_rows<kRows>(rows, 0, [&](int r) { return info().lse[r] == kInfinity; });
         barrier_sync(2 + group_, 128);
-        return true;
     }
 
     // S = K Q^T, or dP = V dO^T.
@@ -297,30 +329,11 @@ private:
         for (int r = 0; r < kScoreRows / 16; ++r) stmatrix_x4_trans(pairs_at(to, r * 16), pairs[r]);
     }
 
-    // S and dP to P and dS.
-    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int row_tile) {
-        if constexpr (kBias == BiasKind::kDense) bias_ring_.wait_full();
-        // Whether all rows of the group's that there are may see this warp's keys, by causality, lengths and intervals.
-        const int first_row = row_tile * kRows + group_row(), end_row = min(first_row + kScoreRows, sequence().rows);
-        const auto covers = [&](const RowRange& rows) { return rows.begin <= first_row && rows.end >= end_row; };
-        const bool in_range = __all_sync(~0u, covers(rows_[0]) && covers(rows_[1]));
-        const bool has_bits = p_.packed_mask.bits != nullptr && !info().mask_full;
-        if (p_.softcap > 0) {
-            differentiate_pairs<true, true, true>(s, dp, row_tile, has_bits);
-        } else if (has_bits) {
-            in_range ? differentiate_pairs<false, true, false>(s, dp, row_tile, true)
-                     : differentiate_pairs<true, true, false>(s, dp, row_tile, true);
-        } else {
-            in_range ? differentiate_pairs<false, false, false>(s, dp, row_tile, false)
-                     : differentiate_pairs<true, false, false>(s, dp, row_tile, false);
-        }
-    }
-    template <bool kRanges, bool kBits, bool kSoftcap>
-    __device__ __forceinline__ void differentiate_pairs(Pairs& s, Pairs& dp, int row_tile, bool has_bits) {
+    // Calls take(m, h, e, bias - lse, whether it is visible) for each of this lane's pairs, [0][m][2 h + e] of the tile.
+    template <bool kRanges, bool kBits, typename Take>
+    __device__ __forceinline__ void for_each_pair(const RowNumbers& lses, bool has_bits, const Take& take) const {
         const auto& rows = info();
-        const float scale = static_cast<float>(p_.softmax_scale), softcap = static_cast<float>(p_.softcap);
-        const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E, scale_of_capped = kSoftcap ? scale / softcap : 0;
-        const int group_rows = group_row() + fragment_col(), first_row = row_tile * kRows + group_rows;
+        const int group_rows = group_row() + fragment_col(), first_row = header_.row_tile * kRows + group_rows;
         const int bit = warp_key_ % 32 + fragment_row();
 #pragma unroll
         for (int n = 0; n < kTiles; n += 2) {
@@ -328,8 +341,7 @@ private:
             if (kBias == BiasKind::kDense) ldmatrix_x4_trans(dense, pairs_at(pairs(), n * 8));
 #pragma unroll
             for (int m = n; m < n + 2; ++m) {
-                const float2 lse = *reinterpret_cast<const float2*>(rows.lse + group_rows + m * 8);
-                const float2 delta = *reinterpret_cast<const float2*>(rows.delta + group_rows + m * 8);
+                const float2 lse = lses[m];
                 uint2 bits = {~0u, ~0u};
                 if (kBits && has_bits)
                     bits = *reinterpret_cast<const uint2*>(rows.mask[warp_key_ / 32] + group_rows + m * 8);
@@ -348,23 +360,90 @@ private:
                         bool is_visible = true;
                         if (kRanges) is_visible = row >= rows_[h].begin && row < rows_[h].end;
                         if (kBits) is_visible = is_visible && (e ? bits.y : bits.x) >> (bit + h * 8) & 1;
-                        const float shift = (e ? bias.y : bias.x) - (e ? lse.y : lse.x);
-                        const float dx =
-                            differentiate_pair<kSoftcap>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift,
-                                                         e ? delta.y : delta.x, scale_log2, scale_of_capped, is_visible);
-                        if (kBias == BiasKind::kKey) key_sums_[h] += is_visible ? dx : 0.f;
+                        const float minus_lse = -(e ? lse.y : lse.x), x = e ? bias.y : bias.x;
+                        take(m, h, e, kBias == BiasKind::kNone ? minus_lse : x + minus_lse, is_visible);
                     }
                 }
             }
         }
     }
-
-    // To the sums of the tile, in the order in which registers hold it.
-    __device__ __forceinline__ void add_dquery(const DquerySum& dquery, int row_tile) const {
-        const int64_t tile = dquery_tile<kRows>(p_, sequence(), head_of_visit_, row_tile);
-        float* to = p_.dquery_accum + tile * kRows * kHeadDim + (group_ * kDqTiles * 128 + threadIdx.x % 128) * 4;
+    // S to P, without a softcap; gives whether some pair may be hidden.
+    __device__ __forceinline__ bool exponentiate(Pairs& s, const RowNumbers& lse) const {
+        // Whether all rows of the group's that there are may see this warp's keys, by causality, lengths and intervals.
+        const int first_row = header_.row_tile * kRows + group_row();
+        const auto covers = [&](const RowRange& rows) {
+            return rows.begin <= first_row && rows.end >= first_row + kScoreRows;
+        };
+        const bool in_range = __all_sync(~0u, covers(rows_[0]) && covers(rows_[1]));
+        const auto take = [&](int m, int h, int e, float shift, bool is_visible) {
+            float& x = s[0][m][2 * h + e];
+            x = probability(x, scale_.scale_log2, shift);
+            if (!is_visible) x = 0;
+        };
+        if (has_bits()) {
+            in_range ? for_each_pair<false, true>(lse, true, take) : for_each_pair<true, true>(lse, true, take);
+        } else {
+            in_range ? for_each_pair<false, false>(lse, false, take) : for_each_pair<true, false>(lse, false, take);
+        }
+        return has_bits() || !in_range;
+    }
+    __device__ bool has_bits() const { return p_.packed_mask.bits != nullptr && !header_.mask_full; }
+    // P and dP to dS. Of a hidden pair P is 0, and dP may be anything.
+    template <bool kHidden>
+    __device__ __forceinline__ void differentiate(const Pairs& prob, Pairs& dp, const RowNumbers& deltas) {
 #pragma unroll
-        for (int n = 0; n < kDqTiles; ++n) reduce_add(to + n * 128 * 4, dquery[0][n]);
+        for (int m = 0; m < kTiles; ++m) {
+            const float2 delta = deltas[m];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& x = dp[0][m][i];
+                x = prob[0][m][i] * (x - (i % 2 ? delta.y : delta.x));
+                if (kHidden && prob[0][m][i] == 0) x = 0;
+                if (kBias == BiasKind::kKey) key_sums_[i / 2] += x;
+            }
+        }
+    }
+    // S and dP to P and dS, where there is a softcap.
+    __device__ __forceinline__ void differentiate_capped(Pairs& s, Pairs& dp) {
+        const float* deltas = info().delta + group_row() + fragment_col();
+        const RowNumbers lse(info().lse + group_row());
+        for_each_pair<true, true>(lse, has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {
+            const float dx = differentiate_pair<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
+                                                      scale_.softcap * kLog2E, scale_.scale / scale_.softcap,
+                                                      is_visible);
+            if (kBias == BiasKind::kKey) key_sums_[h] += is_visible ? dx : 0.f;
+        });
+    }
+
+    // To the sums of the tile, in the order in which registers hold it; from shared memory by the copy engine, so that what
+    // threads read next does not queue behind additions.
+    __device__ __forceinline__ void add_dquery(const DquerySum& dquery) const {
+        using Layout = DqueryLayout<Tile>;
+        const int warp = warp_id() - 4, lane = lane_id();
+        float* to = info().dquery + Layout::offset(warp, 0, 0);
+        if constexpr (Tile::kStagedCols > 0) {
+            constexpr int kStaged = Tile::kStagedCols / 8;
+            auto& part = smem_.dquery[warp];
+#pragma unroll
+            for (int first = 0; first < kDqTiles; first += kStaged) {
+                if (lane == 0) store_box_wait_read();  // of the part before
+                __syncwarp();
+#pragma unroll
+                for (int n = 0; n < kStaged; ++n) {
+                    const float* x = dquery[0][first + n];
+                    part[n][lane] = {x[0], x[1], x[2], x[3]};
+                }
+                fence_async();
+                __syncwarp();
+                if (lane == 0) {
+                    reduce_add_bulk(to + Layout::offset(0, first, 0), smem_address(&part), sizeof(part));
+                    store_box_commit();
+                }
+            }
+        } else {
+#pragma unroll
+            for (int n = 0; n < kDqTiles; ++n) reduce_add(to + Layout::offset(0, n, lane), dquery[0][n]);
+        }
     }
     // In deterministic mode the blocks of one head add to a tile of dQ in the order of their keys. While products run the
     // last turn is ended, of which all has been added since the groups have met, and the next awaited.
@@ -378,38 +457,40 @@ private:
         }
         barrier_sync(2 + group_, 128);
     }
+    // Until this warp's additions to dQ have arrived.
+    __device__ __forceinline__ void wait_for_additions() const {
+        if (Tile::kStagedCols > 0 && lane_id() == 0) store_box_wait();
+    }
     // Of the visit before, if any: waits until the group's additions have arrived.
     __device__ __forceinline__ void end_last_turn() const {
         if (smem_.turn[group_] != nullptr) store_release(smem_.turn[group_], work_.key_tile + 1);
     }
 
     // dS of the group's keys and rows, once it lies in shared memory.
-    __device__ __forceinline__ void store_dbias(int row_tile) {
-        head_of_visit_ = info().head;
+    __device__ __forceinline__ void store_dbias() {
         if constexpr (kBias == BiasKind::kDense) {
             if (Tile::kExchanges || p_.dense_dbias != DenseDbias::kByEntry || !leads_group()) return;
             store_box(&maps_.dbias, smem_address(pairs().data + PairsTile::offset(group_row(), group_key() / 8)),
-                      work_.key_tile * kKeys + group_key(), row_tile * kRows + group_row(), head_of_visit_,
+                      work_.key_tile * kKeys + group_key(), header_.row_tile * kRows + group_row(), header_.head,
                       smem_.bias_batch);
             store_box_commit();
         }
     }
     // The part of the tile that this block sums.
-    __device__ __forceinline__ void store_exchanged(int row_tile) {
+    __device__ __forceinline__ void store_exchanged() {
         exchange_.template receive<T>(warp_key_);
         fence_async();
         barrier_sync(2 + group_, 128);
         if (!leads_group()) return;
         store_box(&maps_.dbias, exchange_.sums(), work_.key_tile * kKeys + group_ * 64,
-                  row_tile * kRows + exchange_.first_row(), head_of_visit_, smem_.bias_batch);
+                  header_.row_tile * kRows + exchange_.first_row(), header_.head, smem_.bias_batch);
         store_box_commit();
     }
     __device__ __forceinline__ void end_pairs() {
         if constexpr (kBias == BiasKind::kDense) {
             if (leads_group()) store_box_wait_read();
-            bias_ring_.release();
+            smem_.bias_ring.release(place_.stage());
         }
-        bias_ring_.advance();
     }
 
     __device__ __forceinline__ void store_keys(const RowsView& view, const DimSum& sum, float factor) const {
@@ -423,17 +504,16 @@ private:
 
     const BwdArgs& p_;
     const BwdMaps& maps_;
+    const BwdScale& scale_;
     Smem& smem_;
     const BwdWork& work_;
     const int group_;
     const int warp_key_;  // this warp's first key of the block's
     std::conditional_t<Tile::kExchanges, BwdExchange<Tile>, NoExchange> exchange_;
-    Ring<Tile::kStages> query_ring_, dout_ring_, bias_ring_;
-    // Of shared keys alone: P, and what the dK in flight reads, Q and dS.
+    RingPlace<Tile::kStages> place_;  // in the rings of Q, dO and the bias: a visit takes a stage of each
+    typename Smem::RowInfo::Header header_;  // of the visit
     Ring<1> probs_ring_;
-    Ring<Tile::kStages> last_query_, last_pairs_;
     bool dkey_in_flight_ = false;
-    int head_of_visit_ = 0;
     RowRange rows_[2];  // that may see this lane's keys
     float key_bias_[2] = {};
     float key_sums_[2] = {};

@@ -31,7 +31,8 @@ __device__ BwdWork work_of(const BwdArgs& p, int index, int sharers) {
 
 template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdMaps maps) {
+    bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdMaps maps,
+               const __grid_constant__ BwdScale scale) {
     extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<BwdSmem<Tile, kBias>*>(raw_smem);
     // The blocks of a cluster differ in their batch element alone.
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         BwdProducer<Tile, kBias>(p, maps, smem, work).run();
     } else {
         take_registers<Tile::kConsumerRegisters>();
-        BwdConsumer<Tile, kBias>(p, maps, smem, work).run();
+        BwdConsumer<Tile, kBias>(p, maps, scale, smem, work).run();
     }
     if constexpr (Tile::kExchanges) {
         __syncwarp();
@@ -81,12 +82,13 @@ __global__ void __launch_bounds__(Tile::kConsumers * 128) convert_dquery_kernel(
     const int row_tile = blockIdx.x % row_tiles, head = blockIdx.x / row_tiles % heads, group = threadIdx.x / 128;
     const Sequence s(p, blockIdx.x / row_tiles / heads);
     if (row_tile * kRows >= s.rows) return;
-    const float* from = p.dquery_accum + dquery_tile<kRows>(p, s, head, row_tile) * kRows * Tile::kHeadDim +
-                        (group * kTiles * 128 + threadIdx.x % 128) * 4;
+    using Layout = DqueryLayout<Tile>;
+    const float* from = p.dquery_accum + dquery_tile<kRows>(p, s, head, row_tile) * Layout::kSize +
+                        Layout::offset(warp_id(), 0, lane_id());
     float dquery[1][kTiles][4];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-        const float4 x = *reinterpret_cast<const float4*>(from + n * 128 * 4);
+        const float4 x = *reinterpret_cast<const float4*>(from + Layout::offset(0, n, 0));
         dquery[0][n][0] = x.x, dquery[0][n][1] = x.y, dquery[0][n][2] = x.z, dquery[0][n][3] = x.w;
     }
     const int group_row = Tile::kSplitsDqRows ? group * 64 : 0, col = Tile::kSplitsDqRows ? 0 : group * Tile::kDqCols;

@@ -27,6 +27,8 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
         if (Tile::kExchanges)
             maps.dbias = make_map(dense_layout(p, p.dbias), {kPairsPanel, Tile::kRows / sharers, 1, 1});
     }
+    const auto scale = static_cast<float>(p.softmax_scale);
+    const BwdScale factors{scale, scale * kLog2E, static_cast<float>(p.softcap)};
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Tile::kKeys) * p.kv_heads * p.batch;
     const auto kernel = bwd_kernel<Tile, kBias>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(Smem));
@@ -40,7 +42,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     config.stream = stream;
     config.attrs = &cluster;
     config.numAttrs = Tile::kExchanges ? 1 : 0;
-    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, maps));
+    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, maps, factors));
 
     const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, Tile::kRows);
     convert_dquery_kernel<Tile><<<grid_of(row_tiles * p.heads * p.batch), Tile::kConsumers * 128, 0, stream>>>(p);

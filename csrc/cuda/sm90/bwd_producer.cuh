@@ -26,7 +26,7 @@ public:
             if (is_visited) load_rows(head, row_tile, mask_full);
         });
         query_ring_.wait_empty();
-        if (threadIdx.x == 0) smem_.rows[query_ring_.stage()].row_tile = Smem::RowInfo::kEnd;
+        if (threadIdx.x == 0) smem_.rows[query_ring_.stage()].header.row_tile = Smem::RowInfo::kEnd;
         mbarrier_arrive_here(query_ring_.full());
         // Tiles that nobody visits have a gradient, too: 0.
         if (kBias == BiasKind::kDense && p_.dense_dbias != DenseDbias::kNone && (p_.is_causal || has_mask(p_)))
@@ -172,13 +172,15 @@ private:
             }
         }
         const bool has_empty = __any_sync(~0u, is_empty);
-        if (lane_id() == 0 && warp_id() < kRows / 32) info.has_empty[warp_id()] = has_empty;
+        if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty[warp_id()] = has_empty;
         if (threadIdx.x == 0) {
-            info.head = head;
-            info.row_tile = row_tile;
-            info.turns = dquery_turns(p_, dquery_tile<kRows>(p_, s, head, row_tile));
+            info.header.head = head;
+            info.header.row_tile = row_tile;
+            const int64_t tile = dquery_tile<kRows>(p_, s, head, row_tile);
+            info.dquery = p_.dquery_accum + tile * DqueryLayout<Tile>::kSize;
+            info.turns = dquery_turns(p_, tile);
             info.turn = turn_to_add;
-            info.mask_full = mask_full;
+            info.header.mask_full = mask_full;
         }
         mbarrier_arrive_here(query_ring_.full());
         query_ring_.advance();

@@ -5,6 +5,24 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// Where a thread is in a ring: at a stage, and how often, modulo 2, it has been there before.
+template <int kStages>
+class RingPlace {
+public:
+    __device__ __forceinline__ int stage() const { return stage_; }
+    __device__ __forceinline__ int phase() const { return phase_; }
+    __device__ __forceinline__ void advance() {
+        if (++stage_ == kStages) {
+            stage_ = 0;
+            phase_ ^= 1;
+        }
+    }
+    __device__ __forceinline__ int last_stage() const { return stage_ == 0 ? kStages - 1 : stage_ - 1; }
+
+private:
+    int stage_ = 0, phase_ = 0;
+};
+
 // The barriers of a ring, in shared memory.
 template <int kStages>
 struct RingBarriers {
@@ -18,23 +36,14 @@ struct RingBarriers {
             mbarrier_init(smem_address(&empty[stage]), consumers);
         }
     }
-};
-
-// Where a thread is in a ring: at a stage, and how often, modulo 2, it has been there before.
-template <int kStages>
-class RingPlace {
-public:
-    __device__ __forceinline__ int stage() const { return stage_; }
-    __device__ __forceinline__ int phase() const { return phase_; }
-    __device__ __forceinline__ void advance() {
-        if (++stage_ == kStages) {
-            stage_ = 0;
-            phase_ ^= 1;
-        }
+    __device__ __forceinline__ void wait_full(const RingPlace<kStages>& at) const {
+        mbarrier_wait(smem_address(&full[at.stage()]), at.phase());
     }
-
-private:
-    int stage_ = 0, phase_ = 0;
+    // This warp is done with the stage; its lanes call together.
+    __device__ __forceinline__ void release(int stage) const {
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive_here(smem_address(&empty[stage]));
+    }
 };
 
 template <int kStages>

@@ -9,6 +9,8 @@ import functools
 import itertools
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -737,6 +739,36 @@ def test_random_calls_are_as_by_the_old_kernels(seed, use):
             f"call {number}, {options}: {dict(zip(NAMES, apart.tolist()))} of {[x.shape for x in tensors]}, "
             f"mask {type(mask)} {getattr(mask, 'shape', '')}, bias {getattr(bias, 'shape', None)}"
         )
+
+
+def test_threads_that_have_called_nothing_before():
+    """One of a server, and autograd's: the driver, which describes tensors to the copy engine, wants a context of each."""
+    program = """
+import threading
+import torch
+from flash_dmattn import flash_dmattn_func
+
+def tensors(batch, seqlen, head_dim):
+    return [torch.randn(batch, seqlen, 2, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+
+def forward(out):
+    with torch.no_grad():
+        out.append(flash_dmattn_func(*long))
+
+long, pairs = tensors(1, 512, 128), tensors(64, 256, 32)
+bias = torch.randn(1, 2, 256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+torch.cuda.synchronize()
+out = []
+thread = threading.Thread(target=forward, args=(out,))
+thread.start()
+thread.join()
+assert torch.equal(out[0], flash_dmattn_func(*long))
+flash_dmattn_func(*pairs, attn_bias=bias).sum().backward()
+assert all(x.grad.isfinite().all() for x in (*pairs, bias))
+print("done")
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.split() == ["done"], ran.stderr
 
 
 @takes_gpu_memory(16)

@@ -53,7 +53,7 @@ bool can_add_in_cache(const BwdParams& p, const BwdTileSizes& tile, int64_t byte
     const int64_t biases = p.cu_seqlens_q == nullptr ? p.dbias.batches : 1;
     const int64_t sharing_blocks = p.dbias.batch_sharers * p.kv_heads * ceil_div<int64_t>(p.seqlen_k, tile.keys);
     const int64_t slots = current_device().multiprocessors * tile.blocks_per_sm;
-    const int64_t at_once = std::min(biases, 1 + ceil_div(slots, sharing_blocks));
+    const int64_t at_once = std::min(biases, 1 + slots / sharing_blocks);
     constexpr int64_t kMost = 4;  // caches: what else it would take is time, this is memory
     return bytes / biases * at_once <= cache / 2 && bytes <= kMost * cache;
 }

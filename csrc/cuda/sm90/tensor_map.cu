@@ -13,17 +13,31 @@ constexpr int64_t kBytes = 2;  // of an element
 constexpr int64_t kAlign = 16;
 constexpr int64_t kStrideLimit = int64_t{1} << 40;
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// Through the runtime: the driver's library need not be linked.
-Encode find_encode() {
+// A function of the driver, through the runtime: the driver's library need not be linked.
+template <typename Function>
+Function of_driver(const char* name) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
     constexpr unsigned kSinceCuda = 12000;
-    FLASH_CUDA_CHECK(
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kSinceCuda, cudaEnableDefault, &found));
+    FLASH_CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &function, kSinceCuda, cudaEnableDefault, &found));
     if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the CUDA driver is older than 12.0: update it");
-    return reinterpret_cast<Encode>(function);
+    return reinterpret_cast<Function>(function);
+}
+
+void check(CUresult result, const char* what) {
+    if (result != CUDA_SUCCESS) throw std::runtime_error(std::string(what) + " failed with error " + std::to_string(result));
+}
+
+// The driver asks for a context of the calling thread. The runtime gives it its own, with the first call that needs one: a
+// thread of autograd, or of a server, may not have made any.
+void give_thread_a_context() {
+    static const auto retain = of_driver<decltype(&cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain");
+    static const auto set_current = of_driver<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
+    int device;
+    FLASH_CUDA_CHECK(cudaGetDevice(&device));
+    CUcontext context;
+    check(retain(&context, device), "cuDevicePrimaryCtxRetain");
+    check(set_current(context), "cuCtxSetCurrent");
 }
 
 TensorLayout rows_layout(const AttentionParams& p, const RowsView& rows, int64_t heads, int64_t seqlen, int64_t total) {
@@ -45,7 +59,7 @@ bool can_map(const TensorLayout& tensor) {
 }
 
 CUtensorMap make_map(const TensorLayout& tensor, const std::array<int, 4>& box) {
-    static const Encode encode = find_encode();
+    static const auto encode = of_driver<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
     cuuint64_t sizes[4], strides[3];
     cuuint32_t box_sizes[4], steps[4];
     for (int i = 0; i < 4; ++i) {
@@ -56,12 +70,18 @@ CUtensorMap make_map(const TensorLayout& tensor, const std::array<int, 4>& box) 
     for (int i = 0; i < 3; ++i)
         strides[i] = static_cast<cuuint64_t>(sizes[i + 1] == 1 ? kAlign : tensor.strides[i] * kBytes);
     CUtensorMap map;
-    const CUresult result =
-        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(tensor.data), sizes, strides, box_sizes, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-        throw std::runtime_error("cuTensorMapEncodeTiled failed with error " + std::to_string(result));
+    const auto make = [&] {
+        return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(tensor.data), sizes, strides, box_sizes,
+                      steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult result = make();
+    if (result == CUDA_ERROR_INVALID_CONTEXT) {
+        give_thread_a_context();
+        result = make();
+    }
+    check(result, "cuTensorMapEncodeTiled");
     return map;
 }
 

@@ -742,20 +742,20 @@ def test_random_calls_are_as_by_the_old_kernels(seed, use):
 
 
 def test_threads_that_have_called_nothing_before():
-    """One of a server, and autograd's: the driver, which describes tensors to the copy engine, wants a context of each."""
+    """One of a server, and autograd's: to describe tensors to the copy engine the driver wants a context of each."""
     program = """
 import threading
 import torch
 from flash_dmattn import flash_dmattn_func
 
-def tensors(batch, seqlen, head_dim):
-    return [torch.randn(batch, seqlen, 2, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+def tensors(*shape):
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
 
 def forward(out):
     with torch.no_grad():
         out.append(flash_dmattn_func(*long))
 
-long, pairs = tensors(1, 512, 128), tensors(64, 256, 32)
+long, pairs = tensors(1, 512, 2, 128), tensors(64, 256, 2, 32)
 bias = torch.randn(1, 2, 256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 torch.cuda.synchronize()
 out = []

@@ -42,7 +42,7 @@ def test_the_sdist_holds_everything_that_is_tracked(sdist):
     listed = run("git", "ls-files", *folders)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    suffixes = {".py", ".pyi", ".typed", ".h", ".cpp", ".cu", ".cuh", ".md", ".nix"}
+    suffixes = {".py", ".pyi", ".typed", ".h", ".cpp", ".cu", ".cuh", ".md", ".nix", ".json", ".svg"}
     wanted = {name for name in listed.stdout.split() if Path(name).suffix in suffixes}
     wanted |= {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
     assert wanted | {"Makefile", "pyproject.toml", "setup.py"} <= shipped

@@ -333,13 +333,17 @@ def rows_that_see(inputs: Inputs) -> Tensor:
     """How many rows see a key, (B, H, Sk)."""
     problem, mask = inputs.problem, inputs.mask
     if isinstance(mask, KeyIntervalMask):  # of `window`: -inf is in it
-        start = mask.start.clamp(0, problem.seqlen_q)
-        if problem.is_causal:
-            own = torch.arange(problem.seqlen_k, device=start.device) - (problem.seqlen_k - problem.seqlen_q)
-            start = torch.maximum(start, own)
-        rows = (mask.end.clamp(0, problem.seqlen_q) - start).clamp(min=0)
-        return rows.repeat_interleave(problem.heads // mask.heads, dim=1).expand(problem.batch, -1, -1)
-    return reference.visible_pairs(inputs.query, inputs.key, mask, inputs.bias, problem.is_causal).sum(dim=2)
+        start, end = (rows.clamp(0, problem.seqlen_q) for rows in (mask.start, mask.end))
+    elif mask is None and inputs.bias is None:
+        start = torch.zeros(1, 1, problem.seqlen_k, dtype=torch.int32, device=inputs.query.device)
+        end = start + problem.seqlen_q
+    else:
+        return reference.visible_pairs(inputs.query, inputs.key, mask, inputs.bias, problem.is_causal).sum(dim=2)
+    if problem.is_causal:
+        own = torch.arange(problem.seqlen_k, device=start.device) - (problem.seqlen_k - problem.seqlen_q)
+        start = torch.maximum(start, own)
+    rows = (end - start).clamp(min=0)
+    return rows.repeat_interleave(problem.heads // rows.shape[1], dim=1).expand(problem.batch, -1, -1)
 
 
 def size(tensor: Tensor | KeyIntervalMask | None) -> int:

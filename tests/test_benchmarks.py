@@ -247,6 +247,12 @@ def test_the_limit_counts_intervals_as_it_counts_pairs(performance, sparse_perfo
         )
         dense = performance.replace(inputs, mask=inputs.bool_mask())
         assert torch.equal(performance.rows_that_see(inputs), performance.rows_that_see(dense))
+    for is_causal in (False, True):
+        problem = performance.square("", 2, 4, 50, 8, seqlen_q=70, is_causal=is_causal)
+        inputs = performance.make_inputs(problem, torch.float32, "cpu", seed=0)
+        everything = torch.ones(1, 1, 70, 50, dtype=torch.bool)
+        dense = performance.replace(inputs, mask=everything)
+        assert torch.equal(performance.rows_that_see(inputs), performance.rows_that_see(dense))
 
 
 def test_check_fails_what_is_too_slow(performance, monkeypatch, capsys):

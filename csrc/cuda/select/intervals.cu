@@ -1,6 +1,6 @@
-// Intervals of long sequences: the keys of all sequences are sorted from the worst to the best, parted into the chunks
-// of turns at which they go, and a block finds the turns of a chunk. drop_out.cuh says what turns are and why this is
-// right.
+// Intervals. Other files have the ways for short sequences; of long ones the keys of all are sorted from the worst to the
+// best, parted into the chunks of turns at which they go, and a block finds the turns of a chunk. drop_out.cuh says what
+// turns are and why this is right.
 //
 // Parting the keys of a node, some neighbouring turns, into up to 32 children at once takes two launches: a key goes to
 // the first child by whose end it has arrived and whose end has not yet been reached by keys before it in order, so

@@ -461,7 +461,8 @@ private:
     __device__ __forceinline__ void wait_for_additions() const {
         if (Tile::kStagedCols > 0 && lane_id() == 0) store_box_wait();
     }
-    // Of the visit before, if any: waits until the group's additions have arrived.
+    // Of the visit before, if any. The release orders what threads of the group have added; what the copy engine adds has
+    // been awaited.
     __device__ __forceinline__ void end_last_turn() const {
         if (smem_.turn[group_] != nullptr) store_release(smem_.turn[group_], work_.key_tile + 1);
     }

@@ -300,7 +300,7 @@ private:
     Ring<Tile::kBiasStages> bias_ring_;
     int turn_ = 0;
     int left_;                  // of gathered keys: those of the list from this tile on
-    int row_end_[2];  // a row sees keys below this by causality and length
+    int row_end_[2];            // a row sees keys below this by causality and length
     uint32_t columns_[kWords];  // of the tile whose values are next
     OnlineSoftmax<1> softmax_;
     float out_[1][kOutTiles][4];

@@ -241,8 +241,8 @@ private:
         wgmma_commit();
     }
 
-    // S and dP to P and dS; `at`: where this lane reads the biases. A key that a mask hides has rows of its own, which
-    // are not stored.
+    // S and dP to P and dS; `at`: where this lane reads the biases. A key that a mask hides has rows of its own, in
+    // whose place zeros are stored.
     __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, const PairRowInfo& rows, uint32_t at) const {
         const float scale_log2 = schedule_.scale * kLog2E;
 #pragma unroll

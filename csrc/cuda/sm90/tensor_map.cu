@@ -28,8 +28,8 @@ void check(CUresult result, const char* what) {
     if (result != CUDA_SUCCESS) throw std::runtime_error(std::string(what) + " failed with error " + std::to_string(result));
 }
 
-// The driver asks for a context of the calling thread. The runtime gives it its own, with the first call that needs one: a
-// thread of autograd, or of a server, may not have made any.
+// The driver wants the calling thread to have a context. The runtime sets its own, the device's primary one, with a thread's
+// first call that needs it: a thread of autograd, or of a server, may not have made any. It is kept until the process ends.
 void give_thread_a_context() {
     static const auto retain = of_driver<decltype(&cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain");
     static const auto set_current = of_driver<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");

@@ -20,6 +20,11 @@ constexpr __host__ __device__ T ceil_div(T a, T b) {
     return (a + b - 1) / b;
 }
 
+// Whether tiles of `fewer` rows (or keys) serve so many better than tiles of `more`, of which more than a tenth would be none.
+constexpr bool fewer_fit_better(int64_t count, int64_t fewer, int64_t more) {
+    return ceil_div(count, fewer) * fewer * 10 < ceil_div(count, more) * more * 9;
+}
+
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "../common/device.h"
 #include "../common/serves.h"
@@ -18,20 +17,11 @@
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
-constexpr int64_t kBytes = 2;  // of an element
-
 // About the keys of a list.
 int64_t list_length(const BwdParams& p) { return p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k; }
 
 bool can_load(const BwdParams& p) {
-    const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
-    if (!can_map(query_layout(p, p.query)) || !can_map(query_layout(p, p.dout))) return false;
-    if (p.lists.present()) {  // threads gather the keys, by strides of 32 bits
-        const int64_t longest = std::max(p.key.row_stride, p.value.row_stride);
-        return !is_dense && longest * kBytes <= std::numeric_limits<uint32_t>::max();
-    }
-    return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
-           (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
+    return can_map(query_layout(p, p.query)) && can_map(query_layout(p, p.dout)) && can_load_keys(p);
 }
 
 // Whether tiles of the gradient of a dense bias are its own: no heads share an entry, and none lies in another sequence.
@@ -83,7 +73,7 @@ void plan_group(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     const Device& device = current_device();
     const int64_t rows = gather_group_rows(p), row_tiles = ceil_div(p.seqlen_q, rows) * p.kv_heads * p.batch;
     const int64_t numbers = p.heads / p.kv_heads * rows * plan.head_dim;  // of a tile of rows
-    const double bytes = static_cast<double>(device.multiprocessors * numbers) * (2 * kBytes + sizeof(float));
+    const double bytes = static_cast<double>(device.multiprocessors * numbers) * (2 * kElementBytes + sizeof(float));
     const auto for_cache = static_cast<int64_t>(std::ceil(bytes / (kShareOfCache * static_cast<double>(device.l2_bytes))));
     const int64_t for_device = ceil_div<int64_t>(device.multiprocessors, row_tiles);
     plan.list_parts = std::min(std::max(for_cache, for_device), ceil_div<int64_t>(list_length(p), kGatherGroupKeys));

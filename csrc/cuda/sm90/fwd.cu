@@ -1,9 +1,6 @@
 // From params to a plan, and to the instantiation of their head dimension and dtype.
 #include "fwd.h"
 
-#include <algorithm>
-#include <limits>
-
 #include "../common/serves.h"
 #include "kernels.h"  // generated: FLASH_DMATTN_SM90_FWD_KERNELS(X), X(T, head dimension) for what is built, .._PAIR_..
 #include "pair.h"
@@ -13,19 +10,9 @@
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
-constexpr int64_t kBytes = 2;     // of an element
 constexpr int64_t kFewRows = 64;  // of which the tiles of a warp serve better
 
-bool can_load(const FwdParams& p) {
-    const bool is_dense = p.bias.kind == BiasKind::kDense;
-    if (!can_map(query_layout(p, p.query))) return false;
-    if (p.lists.present()) {  // threads gather the keys, by strides of 32 bits
-        const int64_t longest = std::max(p.key.row_stride, p.value.row_stride);
-        return !is_dense && longest * kBytes <= std::numeric_limits<uint32_t>::max();
-    }
-    return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
-           (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
-}
+bool can_load(const FwdParams& p) { return can_map(query_layout(p, p.query)) && can_load_keys(p); }
 
 // Where a list is for the rows of one warp group, the groups of a block have one head each.
 bool can_share_lists(const FwdParams& p) {

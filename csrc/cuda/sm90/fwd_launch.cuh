@@ -53,15 +53,13 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-// By the larger tile, unless more than a tenth of its rows would be none.
 template <typename T, BiasKind kBias, int kHeadDim>
 void run_fwd_with(const FwdArgs& p, cudaStream_t stream) {
     constexpr bool kIsDense = kBias == BiasKind::kDense;
     using Tile = FwdTile<kHeadDim, kIsDense>;
     if constexpr (Tile::kConsumers > 2) {
         using Fewer = FwdTile<kHeadDim, kIsDense, true>;
-        const auto rows_of = [&](int64_t tile) { return ceil_div(p.seqlen_q, tile) * tile; };
-        if (rows_of(Fewer::kRows) * 10 < rows_of(Tile::kRows) * 9) return launch_fwd<T, kBias, Fewer>(p, stream);
+        if (fewer_fit_better(p.seqlen_q, Fewer::kRows, Tile::kRows)) return launch_fwd<T, kBias, Fewer>(p, stream);
     }
     launch_fwd<T, kBias, Tile>(p, stream);
 }

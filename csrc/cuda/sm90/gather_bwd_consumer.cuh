@@ -113,8 +113,8 @@ private:
         barrier_sync(1, kThreads);
     }
 
-    // A product that begins anew is cleared nevertheless: else it would hold its registers from the last one on.
-
+    // A product that begins anew is cleared nevertheless, here and below: else it would hold its registers from the last one
+    // on.
     // S = K Q^T, or dP = V dO^T, of half of the rows.
     __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows, int half) const {
         const Operand<KeysTile> a(keys, group_ * 64);

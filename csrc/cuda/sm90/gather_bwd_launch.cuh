@@ -10,32 +10,28 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <typename Tile, BiasKind kBias>
-void launch_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
-    using Smem = GatherBwdSmem<Tile>;
+template <typename Tile>
+void launch_gathered(void (*kernel)(BwdArgs, GatherBwdMaps), int64_t blocks, size_t shared_bytes, const BwdArgs& p,
+                     cudaStream_t stream) {
     constexpr int kPanel = Tile::RowsTile::kPanelCols;
     GatherBwdMaps maps;
     maps.query = make_map(query_layout(p, p.query), {kPanel, 1, Tile::kRows, 1});
     maps.dout = make_map(query_layout(p, p.dout), {kPanel, 1, Tile::kRows, 1});
-    const auto kernel = gather_bwd_kernel<Tile, kBias>;
-    allow_shared_memory("the backward", p.head_dim, kernel, sizeof(Smem));
-    const int64_t blocks = ceil_div<int64_t>(p.seqlen_q, Tile::kRows) * p.heads * p.batch;
-    kernel<<<grid_of(blocks), Tile::kThreads, sizeof(Smem), stream>>>(p, maps);
+    allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
+    kernel<<<grid_of(blocks), Tile::kThreads, shared_bytes, stream>>>(p, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 template <typename Tile, BiasKind kBias>
+void launch_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
+    const int64_t blocks = ceil_div<int64_t>(p.seqlen_q, Tile::kRows) * p.heads * p.batch;
+    launch_gathered<Tile>(gather_bwd_kernel<Tile, kBias>, blocks, sizeof(GatherBwdSmem<Tile>), p, stream);
+}
+
+template <typename Tile, BiasKind kBias>
 void launch_gather_group(const BwdArgs& p, cudaStream_t stream) {
-    using Smem = GatherGroupSmem<Tile>;
-    constexpr int kPanel = Tile::RowsTile::kPanelCols;
-    GatherBwdMaps maps;
-    maps.query = make_map(query_layout(p, p.query), {kPanel, 1, Tile::kRows, 1});
-    maps.dout = make_map(query_layout(p, p.dout), {kPanel, 1, Tile::kRows, 1});
-    const auto kernel = gather_group_kernel<Tile, kBias>;
-    allow_shared_memory("the backward", p.head_dim, kernel, sizeof(Smem));
     const int64_t blocks = ceil_div(p.seqlen_q, gather_group_rows(p)) * p.kv_heads * p.batch * p.list_parts;
-    kernel<<<grid_of(blocks), Tile::kThreads, sizeof(Smem), stream>>>(p, maps);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch_gathered<Tile>(gather_group_kernel<Tile, kBias>, blocks, sizeof(GatherGroupSmem<Tile>), p, stream);
 }
 
 template <typename T, int kHeadDim, int kVisitRows>

@@ -22,6 +22,15 @@ struct PairSchedule {
     int splits;   // parts that they are cut into
     int bias_tiles;  // of 64 keys (or rows), of the whole other side
     float scale;
+
+    PairSchedule(const AttentionParams& p, int64_t tiles, int64_t bias_tiles, int64_t splits)
+        : tiles(static_cast<int>(tiles)), sharers(static_cast<int>(pair_sharers(p))), splits(static_cast<int>(splits)),
+          bias_tiles(static_cast<int>(bias_tiles)), scale(static_cast<float>(p.softmax_scale)) {}
+    // In as many parts as are best.
+    PairSchedule(const AttentionParams& p, int64_t tiles, int64_t bias_tiles)
+        : PairSchedule(p, tiles, bias_tiles, pair_splits(tiles * p.heads * p.bias.batches, pair_sharers(p))) {}
+
+    int64_t blocks(const AttentionParams& p) const { return tiles * p.heads * p.bias.batches * splits; }
 };
 
 struct PairBlock {

@@ -12,12 +12,7 @@ namespace flash_dmattn::cuda::sm90 {
 
 template <typename Tile>
 void launch_pair_dquery(const BwdArgs& p, cudaStream_t stream) {
-    PairSchedule schedule;
-    schedule.tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, kPairRows));
-    schedule.sharers = static_cast<int>(pair_sharers(p));
-    schedule.splits = static_cast<int>(p.dbias_splits);
-    schedule.bias_tiles = Tile::kAllKeyTiles;
-    schedule.scale = static_cast<float>(p.softmax_scale);
+    const PairSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, kPairRows), Tile::kAllKeyTiles, p.dbias_splits);
 
     PairBwdMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPairHeadDim, 1, kPairRows, 1});
@@ -30,7 +25,7 @@ void launch_pair_dquery(const BwdArgs& p, cudaStream_t stream) {
     using Smem = PairDquerySmem<Tile>;
     const auto kernel = pair_dquery_kernel<Tile>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(Smem));
-    kernel<<<grid_of(p.dbias_tiles * p.dbias_splits), Tile::kThreads, sizeof(Smem), stream>>>(p, schedule, maps);
+    kernel<<<grid_of(schedule.blocks(p)), Tile::kThreads, sizeof(Smem), stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
     if (p.dbias_parts == nullptr) return;
     constexpr int kColTiles = Tile::kAllKeyTiles * 64 / kPairDbiasCols;
@@ -40,12 +35,7 @@ void launch_pair_dquery(const BwdArgs& p, cudaStream_t stream) {
 
 template <typename Tile>
 void launch_pair_dkey(const BwdArgs& p, cudaStream_t stream) {
-    PairSchedule schedule;
-    schedule.tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_k, Tile::kKeys));
-    schedule.sharers = static_cast<int>(pair_sharers(p));
-    schedule.splits = static_cast<int>(pair_splits(schedule.tiles * p.heads * p.bias.batches, pair_sharers(p)));
-    schedule.bias_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, kPairRows));
-    schedule.scale = static_cast<float>(p.softmax_scale);
+    const PairSchedule schedule(p, ceil_div<int64_t>(p.seqlen_k, Tile::kKeys), ceil_div<int64_t>(p.seqlen_q, kPairRows));
 
     PairBwdMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPairHeadDim, 1, kPairRows, 1});
@@ -57,8 +47,7 @@ void launch_pair_dkey(const BwdArgs& p, cudaStream_t stream) {
     using Smem = PairDkeySmem<Tile>;
     const auto kernel = pair_dkey_kernel<Tile>;
     allow_shared_memory("the backward", p.head_dim, kernel, Smem::bytes(kPairBwdLongest / kPairRows));
-    const unsigned blocks = grid_of(schedule.tiles * p.heads * p.bias.batches * schedule.splits);
-    kernel<<<blocks, Tile::kThreads, Smem::bytes(schedule.bias_tiles), stream>>>(p, schedule, maps);
+    kernel<<<grid_of(schedule.blocks(p)), Tile::kThreads, Smem::bytes(schedule.bias_tiles), stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -70,11 +59,9 @@ void run_pair_bwd(const BwdArgs& p, cudaStream_t stream) {
         case 2: launch_pair_dquery<PairDqueryTile<T, 2>>(p, stream); break;
         case 3: launch_pair_dquery<PairDqueryTile<T, 3>>(p, stream); break;
     }
-    // By the larger tile, unless more than a tenth of its keys would be none.
     using More = PairDkeyTile<T, 3>;
     using Fewer = PairDkeyTile<T, 2>;
-    const auto keys_of = [&](int64_t tile) { return ceil_div(p.seqlen_k, tile) * tile; };
-    const bool fewer = keys_of(Fewer::kKeys) * 10 < keys_of(More::kKeys) * 9;
+    const bool fewer = fewer_fit_better(p.seqlen_k, Fewer::kKeys, More::kKeys);
     fewer ? launch_pair_dkey<Fewer>(p, stream) : launch_pair_dkey<More>(p, stream);
 }
 

@@ -11,13 +11,9 @@ namespace flash_dmattn::cuda::sm90 {
 
 template <typename Tile>
 void launch_pair_fwd(const FwdArgs& p, cudaStream_t stream) {
-    PairSchedule schedule;
-    schedule.tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, Tile::kRows));
-    schedule.sharers = static_cast<int>(pair_sharers(p));
-    schedule.splits = static_cast<int>(pair_splits(schedule.tiles * p.heads * p.bias.batches, pair_sharers(p)));
     constexpr int kBiasTilesOfKeys = Tile::kKeys / kPairBiasCols;
-    schedule.bias_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_k, Tile::kKeys)) * kBiasTilesOfKeys;
-    schedule.scale = static_cast<float>(p.softmax_scale);
+    const PairSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, Tile::kRows),
+                                ceil_div<int64_t>(p.seqlen_k, Tile::kKeys) * kBiasTilesOfKeys);
 
     PairFwdMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPairHeadDim, 1, Tile::kRows, 1});
@@ -29,19 +25,16 @@ void launch_pair_fwd(const FwdArgs& p, cudaStream_t stream) {
     const size_t bytes = PairFwdSmem<Tile>::bytes(schedule.bias_tiles);
     allow_shared_memory("the forward", p.head_dim, kernel,
                         PairFwdSmem<Tile>::bytes(Tile::kSizes.longest / kPairBiasCols));
-    const unsigned blocks = grid_of(schedule.tiles * p.heads * p.bias.batches * schedule.splits);
-    kernel<<<blocks, Tile::kThreads, bytes, stream>>>(p, schedule, maps);
+    kernel<<<grid_of(schedule.blocks(p)), Tile::kThreads, bytes, stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-// By the larger tile, unless the sequence is too long for it or more than a tenth of its rows would be none.
 template <typename T, int kHeadDim>
 void run_pair_fwd(const FwdArgs& p, cudaStream_t stream) {
     static_assert(kHeadDim == kPairHeadDim);
     using More = PairFwdTile<T, 0>;
     using Fewer = PairFwdTile<T, 1>;
-    const auto rows_of = [&](int64_t tile) { return ceil_div(p.seqlen_q, tile) * tile; };
-    const bool fewer = p.seqlen_k > More::kSizes.longest || rows_of(Fewer::kRows) * 10 < rows_of(More::kRows) * 9;
+    const bool fewer = p.seqlen_k > More::kSizes.longest || fewer_fit_better(p.seqlen_q, Fewer::kRows, More::kRows);
     fewer ? launch_pair_fwd<Fewer>(p, stream) : launch_pair_fwd<More>(p, stream);
 }
 

@@ -1,6 +1,8 @@
 #include "tensor_map.h"
 
+#include <algorithm>
 #include <climits>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -9,7 +11,6 @@
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
-constexpr int64_t kBytes = 2;  // of an element
 constexpr int64_t kAlign = 16;
 constexpr int64_t kStrideLimit = int64_t{1} << 40;
 
@@ -52,7 +53,7 @@ bool can_map(const TensorLayout& tensor) {
     bool can = reinterpret_cast<uintptr_t>(tensor.data) % kAlign == 0;
     for (int64_t size : tensor.sizes) can &= size > 0 && size <= INT_MAX;
     for (size_t i = 0; i < tensor.strides.size(); ++i) {
-        const int64_t bytes = tensor.strides[i] * kBytes;
+        const int64_t bytes = tensor.strides[i] * kElementBytes;
         can &= tensor.sizes[i + 1] == 1 || (bytes > 0 && bytes % kAlign == 0 && bytes < kStrideLimit);
     }
     return can;
@@ -68,7 +69,7 @@ CUtensorMap make_map(const TensorLayout& tensor, const std::array<int, 4>& box) 
         steps[i] = 1;
     }
     for (int i = 0; i < 3; ++i)
-        strides[i] = static_cast<cuuint64_t>(sizes[i + 1] == 1 ? kAlign : tensor.strides[i] * kBytes);
+        strides[i] = static_cast<cuuint64_t>(sizes[i + 1] == 1 ? kAlign : tensor.strides[i] * kElementBytes);
     CUtensorMap map;
     const auto make = [&] {
         return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(tensor.data), sizes, strides, box_sizes,
@@ -95,6 +96,16 @@ TensorLayout key_layout(const AttentionParams& p, const RowsView& keys) {
 TensorLayout dense_layout(const AttentionParams& p, const PairView& pairs) {
     return {pairs.data, {p.seqlen_k, p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q, pairs.heads, pairs.batches},
             {pairs.row_stride, pairs.head_stride, pairs.batch_stride}};
+}
+
+bool can_load_keys(const AttentionParams& p) {
+    const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
+    if (p.lists.present()) {  // threads gather the keys, by strides of 32 bits
+        const int64_t longest = std::max(p.key.row_stride, p.value.row_stride);
+        return !is_dense && longest * kElementBytes <= std::numeric_limits<uint32_t>::max();
+    }
+    return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
+           (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
 }
 
 }  // namespace flash_dmattn::cuda::sm90

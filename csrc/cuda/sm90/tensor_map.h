@@ -10,6 +10,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+constexpr int64_t kElementBytes = 2;
+
 // Of 16-bit elements, contiguous along the first dimension; strides count elements, that of a dimension of one element may
 // be anything. Boxes are copied, swizzled as SmemTile is: panels of box[0] elements, 64 or 32.
 struct TensorLayout {
@@ -27,5 +29,8 @@ TensorLayout query_layout(const AttentionParams& p, const RowsView& rows);
 TensorLayout key_layout(const AttentionParams& p, const RowsView& keys);
 // Of a dense bias or its gradient, contiguous along the keys: [Sk, Sq, heads, B].
 TensorLayout dense_layout(const AttentionParams& p, const PairView& pairs);
+
+// Whether the kernels can load keys, values and a dense bias: by the copy engine, or where there are lists gathered.
+bool can_load_keys(const AttentionParams& p);
 
 }  // namespace flash_dmattn::cuda::sm90

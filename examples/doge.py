@@ -25,18 +25,18 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from train_lm import (
     CONTINUATION,
     VOCABULARY,
     argument_parser,
     check_sizes,
-    learning_rate_factor,
+    learner,
     load_text,
     option,
     print_samples,
     random_batch,
+    watched,
 )
 from transformers import DogeConfig, DogeForCausalLM
 
@@ -110,19 +110,14 @@ class Step:
 
 def training_steps(model: DogeForCausalLM, config: Config, data: Tensor) -> Iterator[Step]:
     """The same batches whatever the attention."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=config.steps))
+    learn = learner(model, config)
     generator = torch.Generator().manual_seed(config.seed)
     seconds = 0.0
     for step in range(config.steps):
         tokens, _ = random_batch(data, config, generator)
         started = time.perf_counter()
-        optimizer.zero_grad()
         loss = model(tokens, labels=tokens).loss  # the model shifts its labels by itself
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimizer.step()
-        schedule.step()
+        learn(loss)
         loss = loss.item()  # waits for the device, so that the clock is read after the work
         seconds += time.perf_counter() - started if step else 0.0
         yield Step(loss, step * tokens.numel() / seconds if step else 0.0)
@@ -222,15 +217,12 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console()
     losses: dict[str, list[float]] = {}
     model = None
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     for implementation in reversed(config.implementations):  # ours last: it generates
         model = build_model(config, implementation)
         losses[implementation] = []
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("", total=config.steps)
-            for step in training_steps(model, config, training):
-                losses[implementation].append(step.loss)
-                progress.update(task, advance=1, description=f"{implementation}  loss {step.loss:.3f}")
+        learning = training_steps(model, config, training)
+        for step in watched(learning, config, console, lambda x, name=implementation: f"{name}  loss {x.loss:.3f}"):
+            losses[implementation].append(step.loss)
         console.print(f"{implementation}: loss {step.loss:.3f}, {step.tokens_per_second:,.0f} tokens/s")
 
     if config.samples:

@@ -15,15 +15,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from train_lm import argument_parser, check_device_and_plot, check_positive, learning_rate_factor, option
+from train_lm import argument_parser, check_device_and_plot, check_positive, learner, option, watched
 
 from flash_dmattn.integrations.triangle import triangle_attention
 
@@ -197,18 +195,13 @@ class Step:
 
 def training_steps(model: Pairformer, config: Config) -> Iterator[Step]:
     """The same chains whatever the attention."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=config.steps))
+    learn = learner(model, config)
     generator = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):
         chains = random_chains(config, generator).to(config.device)
         started = time.perf_counter()
-        optimizer.zero_grad()
         loss = loss_of(model, chains, config)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimizer.step()
-        schedule.step()
+        learn(loss)
         loss = loss.item()  # waits for the device, so that the clock is read after the work
         yield Step(loss, 1e3 * (time.perf_counter() - started))
 
@@ -251,15 +244,10 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console()
     losses: dict[str, list[float]] = {}
     model = None
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     for implementation in reversed(config.implementations):
         model = build_model(config, implementation)
-        steps = []
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("", total=config.steps)
-            for step in training_steps(model, config):
-                steps.append(step)
-                progress.update(task, advance=1, description=f"{implementation}  loss {step.loss:.3f}")
+        learning = training_steps(model, config)
+        steps = list(watched(learning, config, console, lambda x, name=implementation: f"{name}  loss {x.loss:.3f}"))
         losses[implementation] = [step.loss for step in steps]
         median = sorted(step.milliseconds for step in steps)[len(steps) // 2]
         curve = losses[implementation]

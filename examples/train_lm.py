@@ -19,7 +19,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -298,15 +298,38 @@ class Step:
     tokens_per_second: float  # since the first step, validation left out
 
 
+def learner(model: nn.Module, config) -> Callable[[Tensor], None]:
+    """A function that makes a step of AdamW of a loss, by gradients that are clipped to a norm of 1."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=config.steps))
+
+    def learn(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+
+    return learn
+
+
+def watched(steps: Iterable, config, console: Console, describe: Callable[[object], str]) -> Iterator:
+    """The steps, beside a bar of how many of `config.steps` there have been, and what `describe` says of the last."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=config.steps)
+        for step in steps:
+            progress.update(task, advance=1, description=describe(step))
+            yield step
+
+
 def training_steps(
     model: LanguageModel, config: Config, mesh: DeviceMesh | None, training: Tensor, validation: Tensor
 ) -> Iterator[Step]:
     def own_loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         return loss_of(model, tuple(own_part(part, mesh) for part in batch), config)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=config.steps))
-
+    learn = learner(model, config)
     generator = torch.Generator().manual_seed(config.seed)
     validation_batches = [random_batch(validation, config, generator) for _ in range(2)]
     validate_every = max(1, config.steps // 10)
@@ -314,11 +337,7 @@ def training_steps(
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
         loss = own_loss(random_batch(training, config, generator))  # the same batch on every rank
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimizer.step()
-        schedule.step()
+        learn(loss)
         loss = mean_of_ranks(loss, mesh)  # waits for the device, so that the clock is read after the work
         seconds += time.perf_counter() - started
 
@@ -418,15 +437,11 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(f"{parameters:,} parameters; {len(training):,} bytes to learn, {len(validation):,} held out")
 
     steps = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=config.steps)
-        for step in training_steps(model, config, mesh, training, validation):
-            steps.append(step)
-            description = f"loss {step.loss:.3f}  {step.tokens_per_second:,.0f} tokens/s"
-            progress.update(task, advance=1, description=description)
-            if step.validation_loss is not None:
-                console.print(f"step {len(steps):5}  loss {step.loss:.3f}  validation {step.validation_loss:.3f}")
+    learning = training_steps(model, config, mesh, training, validation)
+    for step in watched(learning, config, console, lambda x: f"loss {x.loss:.3f}  {x.tokens_per_second:,.0f} tokens/s"):
+        steps.append(step)
+        if step.validation_loss is not None:
+            console.print(f"step {len(steps):5}  loss {step.loss:.3f}  validation {step.validation_loss:.3f}")
 
     if config.samples:
         model.share_sequences(None)  # they grow, from lengths that no number of ranks need divide

@@ -63,8 +63,8 @@ struct BwdSmem {
     alignas(kTileAlign) std::conditional_t<Tile::kSharesKeys, typename Tile::PairsTile, NoTile> probs;
     std::conditional_t<Tile::kExchanges, BwdExchangeSmem<Tile>, NoExchange> exchange;
     // dQ of each warp on its way to its sums, as its registers hold it.
-    using DqueryPart = float4[Tile::kStagedCols > 0 ? Tile::kStagedCols / 8 : 1][32];
-    alignas(128) std::conditional_t<(Tile::kStagedCols > 0), DqueryPart[Tile::kConsumers * 4], NoTile> dquery;
+    using DqueryPart = float4[Tile::kDqCols / 8][32];
+    alignas(128) std::conditional_t<Tile::kStagesDquery, DqueryPart[Tile::kConsumers * 4], NoTile> dquery;
     RowInfo rows[Tile::kStages];
     uint32_t seen[Tile::kWords];  // keys that some row sees
     Sequence sequence;

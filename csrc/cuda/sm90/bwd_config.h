@@ -47,9 +47,8 @@ struct BwdTile {
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumers;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumers;
     static_assert((kSharesKeys || kKeys == 64 * kConsumers) && (kSplitsDqRows || (kRows == 64 && kDqCols % 32 == 0)));
-    // Of dQ on its way to its sums, from where the copy engine adds it, shared memory has room for so many columns of a
-    // group; 0: for none.
-    static constexpr int kStagedCols = kSharesKeys ? 0 : kExchanges && kHeadDim == 128 ? kDqCols / 2 : kDqCols;
+    // Whether shared memory has room for dQ on its way to its sums: then the copy engine adds it.
+    static constexpr bool kStagesDquery = !kSharesKeys && !(kExchanges && kHeadDim == 128);
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
     // A group's columns begin with a panel.

@@ -421,24 +421,20 @@ private:
         using Layout = DqueryLayout<Tile>;
         const int warp = warp_id() - 4, lane = lane_id();
         float* to = info().dquery + Layout::offset(warp, 0, 0);
-        if constexpr (Tile::kStagedCols > 0) {
-            constexpr int kStaged = Tile::kStagedCols / 8;
+        if constexpr (Tile::kStagesDquery) {
             auto& part = smem_.dquery[warp];
+            if (lane == 0) store_box_wait_read();  // of the visit before
+            __syncwarp();
 #pragma unroll
-            for (int first = 0; first < kDqTiles; first += kStaged) {
-                if (lane == 0) store_box_wait_read();  // of the part before
-                __syncwarp();
-#pragma unroll
-                for (int n = 0; n < kStaged; ++n) {
-                    const float* x = dquery[0][first + n];
-                    part[n][lane] = {x[0], x[1], x[2], x[3]};
-                }
-                fence_async();
-                __syncwarp();
-                if (lane == 0) {
-                    reduce_add_bulk(to + Layout::offset(0, first, 0), smem_address(&part), sizeof(part));
-                    store_box_commit();
-                }
+            for (int n = 0; n < kDqTiles; ++n) {
+                const float* x = dquery[0][n];
+                part[n][lane] = {x[0], x[1], x[2], x[3]};
+            }
+            fence_async();
+            __syncwarp();
+            if (lane == 0) {
+                reduce_add_bulk(to, smem_address(&part), sizeof(part));
+                store_box_commit();
             }
         } else {
 #pragma unroll
@@ -459,7 +455,7 @@ private:
     }
     // Until this warp's additions to dQ have arrived.
     __device__ __forceinline__ void wait_for_additions() const {
-        if (Tile::kStagedCols > 0 && lane_id() == 0) store_box_wait();
+        if (Tile::kStagesDquery && lane_id() == 0) store_box_wait();
     }
     // Of the visit before, if any. The release orders what threads of the group have added; what the copy engine adds has
     // been awaited.

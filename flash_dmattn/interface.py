@@ -407,7 +407,7 @@ def mask_for(
     seqlen_q: int,
     *problem,
 ) -> AnyMask | ops.MaskTensors:
-    """The mask in a form that the backend takes. leaves: query, key, value and bias, which may need a gradient."""
+    """The mask in a form that the backend takes. leaves: what may need a gradient, first the query, last the bias."""
     if mask is None or isinstance(mask, ops.MaskTensors):
         return mask
     mask = without_repeats(mask) if isinstance(mask, Tensor) else mask
@@ -415,7 +415,7 @@ def mask_for(
         needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
         chosen = key_lists.choose(mask, sparse, needs_gradients, seqlen_q, *problem)
         if sparse == "auto" and not deterministic and key_lists.may_be_short(chosen, leaves[-1], seqlen_q, *problem):
-            return key_lists.where_short(chosen, seqlen_q, *problem)
+            return key_lists.where_short(chosen, leaves[0].shape[-1], needs_gradients, seqlen_q, *problem)
         return chosen
     if sparse == "lists":
         raise ValueError(f"sparse='lists' is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")

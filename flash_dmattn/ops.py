@@ -173,11 +173,11 @@ def _pack_mask_fake(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlen
     return _empty(mask, bits, torch.int32), _empty(mask, tiles, torch.uint8)
 
 
-def _pack_and_list_mask_fake(mask, seqlen_q, seqlen_k, is_causal):
-    # The capacity as plan_key_lists in csrc/cuda/masks/key_lists.cu has it.
+def _pack_and_list_mask_fake(mask, seqlen_q, seqlen_k, is_causal, percent):
     batches, heads, tiles = *mask.shape[:2], row_tiles(seqlen_q)
-    short = visible_pairs(seqlen_q, seqlen_k, is_causal) // LIST_ROWS * 3 // 5
-    capacity = batches * heads * (-(-short // LIST_ALIGN) + tiles) * LIST_ALIGN
+    # As room_for_short_lists in csrc/cuda/masks/key_lists.cu.
+    keys = visible_pairs(seqlen_q, seqlen_k, is_causal) // LIST_ROWS * percent // 100
+    capacity = batches * heads * (-(-keys // LIST_ALIGN) + tiles) * LIST_ALIGN
     return (
         *_pack_mask_fake(mask, seqlen_q, seqlen_k, is_causal, None, None),
         _empty(mask, (capacity,), torch.int32),

@@ -150,18 +150,21 @@ std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t seqlen_q,
-                                                                      int64_t seqlen_k, bool is_causal) {
+                                                                      int64_t seqlen_k, bool is_causal,
+                                                                      int64_t percent) {
     AttentionParams p = mask_params(mask, std::nullopt, seqlen_q, seqlen_k, is_causal, std::nullopt, std::nullopt);
     TORCH_CHECK_VALUE(mask.numel() > 0 && !p.mask.per_key, "mask must have pairs, and rows of their own, got shape ",
                       shape_of(mask));
+    TORCH_CHECK_VALUE(percent >= 0 && percent <= 100, "percent must be from 0 to 100, got ", percent);
     const c10::cuda::CUDAGuard guard(mask.device());
     const auto [bits, tiles] = pack(p, mask);
     const KeyListsPlan plan = plan_key_lists(p);
     const Tensor scratch = workspace(plan.scratch_bytes, mask);
-    const Lists lists = empty_lists(mask, plan.short_capacity, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
-    key_list_places_cuda(p, plan, WhichLists::kShort, address(scratch), lists.begins(), lists.ends(), plan.short_capacity,
-                         nullptr, current_stream());
-    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), plan.short_capacity, lists.keys.data_ptr<int32_t>(),
+    const int64_t capacity = room_for_short_lists(p, plan, percent);
+    const Lists lists = empty_lists(mask, capacity, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
+    key_list_places_cuda(p, plan, percent, address(scratch), lists.begins(), lists.ends(), capacity, nullptr,
+                         current_stream());
+    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(),
                        lists.row_words(), current_stream());
     return {bits, tiles, lists.keys, lists.spans, lists.rows};
 }
@@ -188,7 +191,7 @@ std::tuple<Tensor, Tensor, Tensor> build_counted_lists(AttentionParams p, const 
     const Tensor scratch = workspace(plan.scratch_bytes, source);
     const Tensor total = at::empty({1}, source.options().dtype(at::kLong));
     const Lists places = empty_lists(source, 0, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
-    key_list_places_cuda(p, plan, WhichLists::kAll, address(scratch), places.begins(), places.ends(),
+    key_list_places_cuda(p, plan, std::nullopt, address(scratch), places.begins(), places.ends(),
                          std::numeric_limits<int64_t>::max(), total.data_ptr<int64_t>(), stream);
     const int64_t capacity = total.item<int64_t>();
     Lists lists = empty_lists(source, capacity, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);

@@ -17,11 +17,11 @@ void backward_cuda(BwdParams& params, const Inputs& inputs);
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
 
-// The same of fixed length, and the mask's lists (keys, spans, rows) in the forms of MaskTensors, where they are short enough
-// for it to be faster to go by them than by tiles; else their spans are -1. Nothing is read back: the operators take both
-// forms together, and the device goes by the one that serves.
+// The same of fixed length, and the mask's lists (keys, spans, rows) in the forms of MaskTensors, where these are short: where
+// they hold at most `percent` of the keys that tiles would walk over. Else their spans are -1. Nothing is read back: the
+// operators take both forms together, and the device goes by the lists where there are any, else by tiles.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t seqlen_q,
-                                                                      int64_t seqlen_k, bool is_causal);
+                                                                      int64_t seqlen_k, bool is_causal, int64_t percent);
 
 // build_key_lists (lists.h) on CUDA: of intervals with a bound, and of any mask. `source`: what params were made of.
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& params, const Tensor& source,

@@ -68,7 +68,7 @@ TORCH_LIBRARY(flash_dmattn, m) {
         "pack_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, Tensor? cu_seqlens_q, "
         "Tensor? cu_seqlens_k) -> (Tensor, Tensor)");
     m.def(
-        "pack_and_list_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, bool is_causal) "
+        "pack_and_list_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, int percent) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
     m.def(
         "topk_intervals(Tensor bias, SymInt window_size, SymInt seqlen_q, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "

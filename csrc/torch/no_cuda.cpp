@@ -16,7 +16,8 @@ std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t, int64_t, bool,
                                      const OptionalTensor&) {
     refuse(mask);
 }
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t, int64_t, bool) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t, int64_t, bool,
+                                                                      int64_t) {
     refuse(mask);
 }
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams&, const Tensor& source, int64_t) {

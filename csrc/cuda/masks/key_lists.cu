@@ -19,11 +19,6 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kTileRows = KeyListsView::kRows;
 constexpr int kRowWords = kTileRows / 32;
 
-// Of `keys` in the tiles of a mask that are not empty: where lists hold no more, they are short. Measured on an H200 (bf16,
-// causal top-w and random masks, S from 1024 to 8192, head dimensions 32 to 256, forward and backward, the lists' making
-// in it) they take as long as tiles at 0.5 (256) to 0.9 (128) of the keys.
-constexpr __host__ __device__ int64_t short_part(int64_t keys) { return keys * 3 / 5; }
-
 // The lists as kernels see them.
 struct Lists {
     int batches, heads, row_tiles, chunks, chunk_keys;
@@ -287,10 +282,10 @@ __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_cons
 
 // Lengths, which stand where the ends will, to places. One block.
 constexpr int kPlaceThreads = 1024;
-// walked: where short lists alone are made, the keys in tiles that are not empty; else null.
+// walked: the keys in tiles that are not empty, where lists are made only if they hold at most `percent` of them; else null.
 __global__ void __launch_bounds__(kPlaceThreads) place_lists_kernel(int64_t lists, int64_t* begins, int64_t* ends,
                                                                     int64_t capacity, int64_t* total,
-                                                                    const unsigned long long* walked) {
+                                                                    const unsigned long long* walked, int64_t percent) {
     constexpr int kLists = 4;  // of a thread at a time
     __shared__ int64_t sums[2][kPlaceThreads / 32];
     const int64_t limit = capacity / KeyListsView::kAlign * KeyListsView::kAlign;
@@ -326,7 +321,7 @@ __global__ void __launch_bounds__(kPlaceThreads) place_lists_kernel(int64_t list
         }
     }
     if (threadIdx.x == 0 && total != nullptr) *total = before;
-    if (walked == nullptr || (before <= limit && before <= short_part(static_cast<int64_t>(*walked)))) return;
+    if (walked == nullptr || (before <= limit && before <= static_cast<int64_t>(*walked) * percent / 100)) return;
     __syncthreads();
     for (int64_t list = threadIdx.x; list < lists; list += kPlaceThreads) begins[list] = ends[list] = -1;
 }
@@ -387,24 +382,28 @@ KeyListsPlan plan_key_lists(const AttentionParams& params) {
     for (plan.chunk_keys = kThreads; chunks() > 1 && plan.lists() * chunks() > kMostCounts;) plan.chunk_keys *= 2;
     plan.chunks = chunks();
     plan.scratch_bytes = Scratch(plan).bytes;
-
-    const int64_t rows = params.seqlen_q, keys = params.seqlen_k, seeing = std::min(rows, keys);  // rows that see a key
-    const int64_t pairs = params.is_causal ? seeing * keys - seeing * (seeing - 1) / 2 : rows * keys;
-    constexpr int64_t kAlign = KeyListsView::kAlign;
-    const int64_t of_head = ceil_div(short_part(pairs / KeyListsView::kRows), kAlign) + plan.row_tiles;  // with padding
-    plan.short_capacity = plan.batches * plan.heads * of_head * kAlign;
     return plan;
 }
 
-void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, WhichLists which, void* scratch,
-                          int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total, cudaStream_t stream) {
+int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& plan, int64_t percent) {
+    using cuda::ceil_div;
+    const int64_t rows = params.seqlen_q, keys = params.seqlen_k, seeing = std::min(rows, keys);  // rows that see a key
+    const int64_t pairs = params.is_causal ? seeing * keys - seeing * (seeing - 1) / 2 : rows * keys;
+    constexpr int64_t kAlign = KeyListsView::kAlign;
+    const int64_t of_head = ceil_div(pairs / KeyListsView::kRows * percent / 100, kAlign) + plan.row_tiles;  // with padding
+    return plan.batches * plan.heads * of_head * kAlign;
+}
+
+void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
+                          void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
+                          cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) {
         if (total != nullptr) FLASH_CUDA_CHECK(cudaMemsetAsync(total, 0, sizeof(int64_t), stream));
         return;
     }
     Lists lists = lists_of(plan, scratch);
-    if (which == WhichLists::kShort) {
+    if (percent) {
         lists.walked = reinterpret_cast<unsigned long long*>(static_cast<char*>(scratch) + Scratch(plan).walked);
         FLASH_CUDA_CHECK(cudaMemsetAsync(lists.walked, 0, sizeof(*lists.walked), stream));
     }
@@ -412,7 +411,8 @@ void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& pla
     launch(count, blocks_of_threads(plan), stream, params, lists);
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.row_tiles, 32);
     launch(scan_counts_kernel, blocks, stream, lists, ends);
-    place_lists_kernel<<<1, kPlaceThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total, lists.walked);
+    place_lists_kernel<<<1, kPlaceThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total, lists.walked,
+                                                          percent.value_or(0));
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -6,6 +6,8 @@
 
 #include <cuda_runtime.h>
 
+#include <optional>
+
 #include "../../params.h"
 
 namespace flash_dmattn {
@@ -18,7 +20,6 @@ struct KeyListsPlan {
     bool has_rows = false;  // the second step writes `rows`
     int64_t chunks = 0;     // of chunk_keys keys each: what lists are put together of
     int64_t chunk_keys = 0;
-    int64_t short_capacity = 0;  // of keys: room enough for lists that are short
     int64_t scratch_bytes = 0;
 
     int64_t lists() const { return batches * heads * row_tiles; }
@@ -26,15 +27,18 @@ struct KeyListsPlan {
 
 KeyListsPlan plan_key_lists(const AttentionParams& params);
 
-// Of which lists are made: all, or of a bool mask those that are short, which hold so few of the keys in tiles that are not
-// empty that to go by them takes less time than to go by tiles; else none are made, and all begins and ends are -1.
-enum class WhichLists { kAll, kShort };
+// For how many keys there is to be room where lists are made only if they are short: if they hold at most so many percent of
+// the keys that causality leaves.
+int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& plan, int64_t percent);
 
 // params: of a bool mask packed_mask has been filled. begins, ends [lists]: where each list is; its length is rounded up to
 // KeyListsView::kAlign. None is beyond `capacity`, the room for keys there will be. total: how much room the lists need,
-// uncut; null where nobody asks. scratch: plan.scratch_bytes at a multiple of 16, to be kept for the second step.
-void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, WhichLists which, void* scratch,
-                          int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total, cudaStream_t stream);
+// uncut; null where nobody asks. percent: of a bool mask, where lists are made only if they fit and hold at most so much of
+// the keys in those tiles (PackedMask) that are not empty; else all begins and ends are -1. scratch: plan.scratch_bytes at a
+// multiple of 16, to be kept for the second step.
+void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
+                          void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
+                          cudaStream_t stream);
 
 // Nothing is written beyond `capacity` keys: [capacity], and rows [capacity, KeyListsView::kRows / 32], of which a row
 // whose key is -1 is 0.

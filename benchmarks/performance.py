@@ -37,6 +37,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func_auto, flash_dmattn_varlen_func
@@ -121,12 +122,17 @@ def packed(inputs: Inputs) -> Work:
     return Work(forward, leaves)
 
 
+def needs_float_mask(inputs: Inputs) -> bool:
+    problem = inputs.problem
+    # PyTorch aligns causality to the top left corner.
+    causal_in_mask = problem.is_causal and problem.seqlen_q != problem.seqlen_k
+    return inputs.mask is not None or inputs.bias is not None or causal_in_mask
+
+
 def sdpa(inputs: Inputs) -> Work:
     problem = inputs.problem
     leaves = [inputs.query, inputs.key, inputs.value]
-    # PyTorch aligns causality to the top left corner.
-    causal_in_mask = problem.is_causal and problem.seqlen_q != problem.seqlen_k
-    needs_mask = inputs.mask is not None or inputs.bias is not None or causal_in_mask
+    needs_mask = needs_float_mask(inputs)
     mask = float_mask(inputs).requires_grad_(inputs.query.requires_grad) if needs_mask else None
 
     def forward() -> Tensor:
@@ -157,9 +163,9 @@ def sdpa_by(backend: SDPBackend, name: str) -> Callable[[Inputs], Work]:
     """SDPA by one of its kernels alone, without mask and bias."""
 
     def peer(inputs: Inputs) -> Work:
-        work = sdpa(inputs)
-        if len(work.leaves) > 3:
+        if needs_float_mask(inputs):
             raise ValueError(f"{name} is compared without mask and bias")
+        work = sdpa(inputs)
 
         def forward() -> Tensor:
             with sdpa_kernel(backend):
@@ -174,7 +180,9 @@ def flex_attention(inputs: Inputs) -> Work:
     # Its compiled backward otherwise reuses saved tensors as scratch memory, and can run only once.
     functorch_config.donated_buffer = False
     problem = inputs.problem
-    block_mask = flex.block_mask_of(inputs.query, inputs.key, inputs.mask, problem.is_causal)
+    # In PyTorch 2.11 a Triton kernel sorts the blocks of a row, and takes long to compile from 128 on (issue 182060).
+    with inductor_config.patch({"triton.persistent_reductions": False}):
+        block_mask = flex.block_mask_of(inputs.query, inputs.key, inputs.mask, problem.is_causal)
     options = {"softmax_scale": problem.head_dim**-0.5, "is_causal": problem.is_causal, "softcap": problem.softcap}
     tensors = (inputs.query, inputs.key, inputs.value, None, inputs.bias)
 

@@ -54,9 +54,11 @@ def test_triangle_attention(masked, scale):
     assert_same(ours, as_cuequivariance(q, k, v, bias, mask, scale), (q, k, v, bias))
 
 
-def test_without_a_batch_dimension():
+@pytest.mark.parametrize("masked", ["by row", "alike", "not"])
+def test_without_a_batch_dimension(masked):
     q, k, v, bias, mask = triangle_inputs(batch=1)
-    ours = triangle_attention(q[0], k[0], v[0], bias[0], mask[0])
+    mask = {"by row": mask, "alike": mask[:, :1], "not": None}[masked]
+    ours = triangle_attention(q[0], k[0], v[0], bias[0], None if mask is None else mask[0])
     assert ours.shape == (N, H, ROWS, D)
     assert_same(ours, as_cuequivariance(q, k, v, bias, mask)[0], (q, k, v, bias))
 
@@ -241,6 +243,34 @@ def test_errors_of_triangle_attention(case):
     changes, error, message = TRIANGLE[case]
     given = dict(zip(("q", "k", "v", "bias", "mask"), triangle_inputs(torch.float32)))
     with pytest.raises(error, match=message):
+        triangle_attention(**{**given, **changes})
+
+
+WITHOUT_BATCH = {
+    "k of other heads": (
+        {"k": torch.zeros(N, H + 1, KEYS, D)},
+        r"^k must be \(N, H, K, D\) = \(5, 3, 26, 8\), got shape \(5, 4, 26, 8\)",
+    ),
+    "bias for every row": (
+        {"bias": torch.zeros(N, H, ROWS, KEYS)},
+        r"^bias must be \(1, H, Q, K\) = \(1, 3, 20, 26\), got shape \(5, 3, 20, 26\)",
+    ),
+    "mask of other rows": (
+        {"mask": torch.ones(2, 1, 1, KEYS).bool()},
+        r"^mask must be \({N\|1}, 1, 1, K\) = \(5, 1, 1, 26\), got shape \(2, 1, 1, 26\)",
+    ),
+    "mask with a batch": (
+        {"mask": torch.ones(1, N, 1, 1, KEYS).bool()},
+        r"^mask must have 4 dimensions as q has, got shape \(1, 5, 1, 1, 26\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_BATCH)
+def test_errors_without_a_batch_dimension(case):
+    changes, message = WITHOUT_BATCH[case]
+    given = dict(zip(("q", "k", "v", "bias", "mask"), (x[0] for x in triangle_inputs(torch.float32, batch=1))))
+    with pytest.raises(ValueError, match=message):
         triangle_attention(**{**given, **changes})
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from ..arguments import names, require_device, require_floating, require_tensor, shape_of, values_at_hand
@@ -56,32 +55,35 @@ def triangle_attention(
         TypeError: a dtype or type that does not fit.
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
-    given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    given = {name: tensor for name, tensor in given.items() if tensor is not None or name != "mask"}
-    for name, tensor in given.items():
-        require_tensor(name, tensor)
+    require_tensor("q", q)
+    require_tensor("k", k)
+    require_tensor("v", v)
+    require_tensor("bias", bias)
+    if mask is not None:
+        require_tensor("mask", mask)
     if q.ndim == 4:
-        without_batch = [name for name, tensor in given.items() if tensor.ndim != 4]
-        if without_batch:
-            name = without_batch[0]
-            raise ValueError(f"{name} must have 4 dimensions as q has, got shape {shape_of(given[name])}")
-        out = triangle_attention(q[None], k[None], v[None], bias[None], None if mask is None else mask[None], scale)
-        return out[0]
-    if q.ndim != 5:
+        for name, tensor in (("k", k), ("v", v), ("bias", bias), ("mask", mask)):
+            if tensor is not None and tensor.ndim != 4:
+                raise ValueError(f"{name} must have 4 dimensions as q has, got shape {shape_of(tensor)}")
+    elif q.ndim != 5:
         raise ValueError(f"q must be (B, N, H, Q, D) or (N, H, Q, D), got shape {shape_of(q)}")
-    batch, n, heads, rows, head_dim = q.shape
-    keys = k.shape[3] if k.ndim == 5 else 0
-    require_shape("k", k, "(B, N, H, K, D)", (batch, n, heads, keys, head_dim))
-    require_shape("v", v, "(B, N, H, K, D)", (batch, n, heads, keys, head_dim))
-    require_shape("bias", bias, "(B, 1, H, Q, K)", (batch, 1, heads, rows, keys))
+    *batch, n, heads, rows, head_dim = q.shape
+    keys = k.shape[-2] if k.ndim == q.ndim else 0
+    require_shape("k", k, "(B, N, H, K, D)", (*batch, n, heads, keys, head_dim))
+    require_shape("v", v, "(B, N, H, K, D)", (*batch, n, heads, keys, head_dim))
+    require_shape("bias", bias, "(B, 1, H, Q, K)", (*batch, 1, heads, rows, keys))
     require_like("q", q, {"k": k, "v": v, "bias": bias})
     if mask is not None:
         check_mask(mask, batch, n, keys, q.device)
     if scale is not None:
         check_finite("scale", scale)
-    by_rows = (rearrange(x, "b n h s d -> (b n) s h d") for x in (q, k, v))
-    out = flash_dmattn_func(*by_rows, None if mask is None else rows_of(mask), pair_bias(bias), scale)
-    return rearrange(out, "(b n) s h d -> b n h s d", b=batch, n=n)
+    # In the order in which the kernels take them: (N, Q, H, D) or (B, N, Q, H, D).
+    q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+    if not batch:
+        return flash_dmattn_func(q, k, v, mask, with_close_keys(bias), scale).transpose(1, 2)
+    mask = None if mask is None else rows_of(mask)
+    out = flash_dmattn_func(rows_of(q), rows_of(k), rows_of(v), mask, pair_bias(bias), scale)
+    return out.view_as(q).transpose(2, 3)
 
 
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
@@ -142,8 +144,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
             if mask_bias.dtype != torch.float32:
                 require_like("Q", Q, {"biases[0]": mask_bias})
             bias = rows_of(mask_bias.masked_fill(mask_bias <= HIDES, -torch.inf))
-    out = flash_dmattn_func(*(rows_of(x) for x in (Q, K, V)), mask, bias)
-    return rearrange(out, "(b n) s h d -> b n s h d", b=batch, n=n)
+    return flash_dmattn_func(rows_of(Q), rows_of(K), rows_of(V), mask, bias).view_as(Q)
 
 
 def mask_of(mask_bias: Tensor) -> Tensor:
@@ -165,33 +166,38 @@ def mask_of(mask_bias: Tensor) -> Tensor:
 
 def rows_of(x: Tensor) -> Tensor:
     """(B, N, ..) to (B N, ..), as flash_dmattn_func takes batches."""
-    return rearrange(x, "b n ... -> (b n) ...")
+    return x.flatten(0, 1)
 
 
 def pair_bias(bias: Tensor) -> Tensor:
     """(B, 1, H, Q, K) to (B, H, Q, K), one for the N rows of a batch element."""
-    bias = bias.squeeze(1)
-    # The kernels read it N times, and keys that lie apart one by one.
+    return with_close_keys(bias.squeeze(1))
+
+
+def with_close_keys(bias: Tensor) -> Tensor:
+    """A bias whose keys lie next to each other: the kernels read it N times, and keys that lie apart one by one."""
     return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
-def check_mask(mask: Tensor, batch: int, n: int, keys: int, device: torch.device) -> None:
+def check_mask(mask: Tensor, batch: list[int], n: int, keys: int, device: torch.device) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool (True = visible), got {names([mask.dtype])}")
     require_device("mask", mask, device, "q")
-    if mask.ndim != 5 or mask.shape[1] not in (n, 1):
-        raise ValueError(f"mask must be (B, {{N|1}}, 1, 1, K) = {(batch, n, 1, 1, keys)}, got shape {shape_of(mask)}")
-    require_shape("mask", mask, "(B, {N|1}, 1, 1, K)", (batch, mask.shape[1], 1, 1, keys))
+    if mask.shape != (*batch, 1, 1, 1, keys):
+        require_shape("mask", mask, "(B, {N|1}, 1, 1, K)", (*batch, n, 1, 1, keys))
 
 
 def require_shape(name: str, tensor: Tensor, layout: str, shape: tuple[int, ...]) -> None:
-    if shape_of(tensor) != shape:
+    """layout: with a batch dimension B, which tensors of four dimensions are given without."""
+    if tensor.shape != shape:
+        layout = layout if len(shape) == 5 else layout.replace("(B, ", "(")
         raise ValueError(f"{name} must be {layout} = {shape}, got shape {shape_of(tensor)}")
 
 
 def require_like(first: str, query: Tensor, others: dict[str, Tensor]) -> None:
     """The device and, unless autocast sees to it, the dtype of the queries."""
+    device, dtype = query.device, query.dtype
     for name, tensor in others.items():
-        require_device(name, tensor, query.device, first)
-        if tensor.dtype != query.dtype and not autocast_is_on(query.device):
-            raise TypeError(f"{name} must have {first}'s dtype {names([query.dtype])}, got {names([tensor.dtype])}")
+        require_device(name, tensor, device, first)
+        if tensor.dtype != dtype and not autocast_is_on(device):
+            raise TypeError(f"{name} must have {first}'s dtype {names([dtype])}, got {names([tensor.dtype])}")

@@ -37,7 +37,6 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func_auto, flash_dmattn_varlen_func
@@ -180,9 +179,7 @@ def flex_attention(inputs: Inputs) -> Work:
     # Its compiled backward otherwise reuses saved tensors as scratch memory, and can run only once.
     functorch_config.donated_buffer = False
     problem = inputs.problem
-    # In PyTorch 2.11 a Triton kernel sorts the blocks of a row, and takes long to compile from 128 on (issue 182060).
-    with inductor_config.patch({"triton.persistent_reductions": False}):
-        block_mask = flex.block_mask_of(inputs.query, inputs.key, inputs.mask, problem.is_causal)
+    block_mask = flex.block_mask_of(inputs.query, inputs.key, inputs.mask, problem.is_causal)
     options = {"softmax_scale": problem.head_dim**-0.5, "is_causal": problem.is_causal, "softcap": problem.softcap}
     tensors = (inputs.query, inputs.key, inputs.value, None, inputs.bias)
 

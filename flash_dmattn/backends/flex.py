@@ -60,7 +60,9 @@ def functions(compiled: bool):
 
     if not compiled:
         return flex_attention, create_block_mask
-    return torch.compile(flex_attention), torch.compile(create_block_mask)
+    # In PyTorch 2.11 a Triton kernel sorts the blocks of a row, and takes long to compile from 128 on (issue 182060).
+    options = {"triton.persistent_reductions": False}
+    return torch.compile(flex_attention), torch.compile(create_block_mask, options=options)
 
 
 def score_mod_of(bias: Tensor | None, softcap: float, batch: int, heads: int):

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bits.cuh"
+#include "intervals.cuh"
 #include "sequence.cuh"
 
 namespace flash_dmattn::cuda {
@@ -75,6 +76,20 @@ public:
         return summary;
     }
 
+    // The rows among which all lie that the mask shows some of these keys; may be none. Of bits, which do not say, all rows.
+    __device__ RowRange rows_of(int rows, int64_t key_tile) const {
+        if (intervals_.tiles == nullptr) return {0, rows};
+        RowRange range{rows, 0};
+#pragma unroll
+        for (int k = 0; k < kAcross; ++k) {
+            const int64_t key = key_tile * kAcross + k;
+            if (key >= intervals_.key_tiles) continue;
+            const IntervalTile& tile = intervals_.tiles[offset_ + key];
+            range = {min(range.begin, tile.first_begin), max(range.end, tile.last_end)};
+        }
+        return range;
+    }
+
 private:
     static __device__ __forceinline__ void add_columns(TileSummary<kKeys>& summary, int tile, uint64_t columns) {
         summary.columns[2 * tile] |= static_cast<uint32_t>(columns);
@@ -112,6 +127,34 @@ struct LookAhead {
     __device__ __forceinline__ int candidate(int lane) const { return next - 32 + lane; }
     __device__ __forceinline__ bool is_full(int lane) const { return full >> lane & 1; }
 };
+
+// Candidates [begin, end).
+struct TileSpan {
+    int begin, end;
+};
+
+// Of [0, end) a part, in steps of 32, beyond which all are empty: is_empty(candidate) says so of some. For a mask that hides
+// long stretches: of many candidates memory answers at once.
+template <typename IsEmpty>
+__device__ __forceinline__ TileSpan span_of_visited(int end, const IsEmpty& is_empty) {
+    constexpr int kAtOnce = 4;
+    TileSpan span{end, 0};
+    for (int next = 0; next < end; next += 32 * kAtOnce) {
+        bool is_visited[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+            const int candidate = next + 32 * k + lane_id();
+            is_visited[k] = candidate < end && !is_empty(candidate);
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+            if (!__any_sync(~0u, is_visited[k])) continue;
+            span.begin = min(span.begin, next + 32 * k);
+            span.end = min(end, next + 32 * (k + 1));
+        }
+    }
+    return span;
+}
 
 // Visits the tiles of [begin, end) that are not empty. Every warp of a block sees the same sequence.
 template <int kKeys, typename Summarize>

@@ -14,12 +14,8 @@ namespace {
 constexpr int kTile = PackedMask::kTile;
 constexpr int kWarps = 8;
 constexpr int kRowsPerWarp = kTile / kWarps;
-constexpr int kKeys = 512;  // that a warp reads at once: 16 a lane
+constexpr int kKeys = 512;  // of one block: 16 a lane
 constexpr int kWords = kKeys / 32;
-#ifndef STEPS
-#define STEPS 2
-#endif
-constexpr int kSteps = STEPS;  // so often a block does that: what it reads next is on its way while it packs
 
 // Four bools to four bits.
 __device__ __forceinline__ uint32_t to_bits(uint32_t bools) { return (__vminu4(bools, 0x01010101u) * 0x10204080u) >> 28; }
@@ -60,18 +56,18 @@ struct ScalarReader {
     static __device__ __forceinline__ uint32_t word(const uint32_t (&raw)[1]) { return raw[0]; }
 };
 
-// One block packs 64 rows by kSteps * kKeys keys of one batch and mask head.
+// One block packs 64 rows by 512 keys of one batch and mask head.
 template <typename Reader>
 __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_constant__ AttentionParams p,
                                                                 const __grid_constant__ PackedMask packed) {
-    __shared__ uint32_t any_visible[kWarps][kSteps * kWords], all_visible[kWarps][kSteps * kWords];
+    __shared__ uint32_t any_visible[kWarps][kWords], all_visible[kWarps][kWords];
     unsigned block = blockIdx.x;
     const auto take = [&](int64_t count) {
         const unsigned index = block % static_cast<unsigned>(count);
         block /= static_cast<unsigned>(count);
         return static_cast<int>(index);
     };
-    const int chunk_key = take(ceil_div<int64_t>(packed.words, kSteps * kWords)) * kSteps * kKeys;
+    const int first_key = take(ceil_div<int64_t>(packed.words, kWords)) * kKeys;
     const int row_tile = take(packed.row_tiles), head = take(packed.heads), batch = static_cast<int>(block);
     const Sequence s(p, batch);
 
@@ -85,50 +81,48 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
     int end = s.keys;
     if (is_cut) end = min(end, ceil_div(s.causal_end(last_row), kTile) * kTile);
 
+    const int tile = threadIdx.x;  // of 64 keys, of the block's
+    const auto summarize = [&](uint64_t columns, bool full) {
+        const int64_t at = batch * packed.tiles_batch_stride + head * packed.tiles_head_stride +
+                           row_tile * packed.tiles_row_stride + first_key / kTile + tile;
+        packed.columns[at] = columns;
+        packed.kinds[at] = columns == 0 ? TileKind::kEmpty : full ? TileKind::kFull : TileKind::kMixed;
+    };
+    const bool has_tile = tile < kKeys / kTile && first_key / kTile + tile < packed.key_tiles;
+    if (first_key >= end) {
+        if (has_tile) summarize(0, false);
+        return;
+    }
+
     const MaskView& mask = p.mask;
     const auto* from = static_cast<const uint8_t*>(mask.data) + pair_offset(mask, s, head, mask.heads);
     uint32_t* to = packed.bits + batch * packed.bits_batch_stride + head * packed.bits_head_stride +
                    s.first_row * packed.bits_row_stride;
-
     const int lane = lane_id(), warp_row = first_row + warp_id() * kRowsPerWarp;
-    using Raw = uint32_t[kRowsPerWarp][Reader::kRegisters];
-    const auto read = [&](Raw& raw, int first_key) {
-        if (first_key >= end) return;
+    const int key = first_key + lane * 32;  // of this lane's word
+    uint32_t any = 0, all = ~0u;
+    uint32_t raw[kRowsPerWarp][Reader::kRegisters];
 #pragma unroll
-        for (int i = 0; i < kRowsPerWarp; ++i)
-            if (warp_row + i <= last_row)
-                Reader::read(raw[i], from + (warp_row + i) * mask.row_stride, mask.col_stride, first_key, end);
-    };
-    const auto pack = [&](const Raw& raw, int step) {
-        const int first_key = chunk_key + step * kKeys, key = first_key + lane * 32;  // of this lane's word
-        uint32_t any = 0, all = ~0u;
-        if (first_key < end) {
+    for (int i = 0; i < kRowsPerWarp; ++i)
+        if (warp_row + i <= last_row)
+            Reader::read(raw[i], from + (warp_row + i) * mask.row_stride, mask.col_stride, first_key, end);
 #pragma unroll
-            for (int i = 0; i < kRowsPerWarp; ++i) {
-                if (warp_row + i > last_row) break;
-                const uint32_t word = Reader::word(raw[i]);
-                if (lane < kWords && key / 32 < packed.words) to[(warp_row + i) * packed.bits_row_stride + key / 32] = word;
-                const int valid = is_cut ? s.causal_end(warp_row + i) - key : 32;
-                any |= word & bits_below(valid, 0);
-                all &= word;
-            }
-        }
-        if (lane >= kWords) return;
+    for (int i = 0; i < kRowsPerWarp; ++i) {
+        if (warp_row + i > last_row) break;
+        const uint32_t word = Reader::word(raw[i]);
+        if (lane < kWords && key / 32 < packed.words) to[(warp_row + i) * packed.bits_row_stride + key / 32] = word;
+        const int valid = is_cut ? s.causal_end(warp_row + i) - key : 32;
+        any |= word & bits_below(valid, 0);
+        all &= word;
+    }
+    if (lane < kWords) {
         const int valid = s.keys - key;  // what lies beyond the last key hides nothing
-        any_visible[warp_id()][step * kWords + lane] = any;
-        all_visible[warp_id()][step * kWords + lane] = all | (valid >= 32 ? 0u : valid <= 0 ? ~0u : ~0u << valid);
-    };
-    Raw raw[2];
-    read(raw[0], chunk_key);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        if (step + 1 < kSteps) read(raw[(step + 1) % 2], chunk_key + (step + 1) * kKeys);
-        pack(raw[step % 2], step);
+        any_visible[warp_id()][lane] = any;
+        all_visible[warp_id()][lane] = all | (valid >= 32 ? 0u : valid <= 0 ? ~0u : ~0u << valid);
     }
     __syncthreads();
 
-    const int tile = threadIdx.x;
-    if (tile >= kSteps * kKeys / kTile || chunk_key / kTile + tile >= packed.key_tiles) return;
+    if (!has_tile) return;
     uint32_t columns[2] = {0, 0};
     bool full = true;
     for (int w = 0; w < kWarps; ++w)
@@ -136,11 +130,7 @@ __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_con
             columns[i] |= any_visible[w][tile * 2 + i];
             full &= all_visible[w][tile * 2 + i] == ~0u;
         }
-    const int64_t at = batch * packed.tiles_batch_stride + head * packed.tiles_head_stride +
-                       row_tile * packed.tiles_row_stride + chunk_key / kTile + tile;
-    const bool empty = (columns[0] | columns[1]) == 0;
-    packed.columns[at] = columns[0] | static_cast<uint64_t>(columns[1]) << 32;
-    packed.kinds[at] = empty ? TileKind::kEmpty : full ? TileKind::kFull : TileKind::kMixed;
+    summarize(columns[0] | static_cast<uint64_t>(columns[1]) << 32, full);
 }
 
 }  // namespace
@@ -176,7 +166,7 @@ PackedMask plan_packed_mask(const AttentionParams& p, int64_t total_q) {
 void pack_mask_cuda(const AttentionParams& params, const PackedMask& packed, cudaStream_t stream) {
     using namespace cuda;
     if (packed.bits_size == 0) return;
-    const int64_t blocks = packed.batches * packed.heads * packed.row_tiles * ceil_div<int64_t>(packed.words, kSteps * kWords);
+    const int64_t blocks = packed.batches * packed.heads * packed.row_tiles * ceil_div<int64_t>(packed.words, kWords);
     const MaskView& mask = params.mask;
     const auto aligned = [](int64_t stride) { return stride % 16 == 0; };
     const bool sequences_aligned = params.cu_seqlens_q == nullptr || !mask.per_key;  // else they start at any key

@@ -22,7 +22,7 @@ public:
 
     __device__ void run() {
         load_keys();
-        for_each_tile([&](int head, int row_tile, bool is_visited, bool mask_full) {
+        for_each_tile<false>([&](int head, int row_tile, bool is_visited, bool mask_full) {
             if (is_visited) load_rows(head, row_tile, mask_full);
         });
         query_ring_.wait_empty();
@@ -30,7 +30,7 @@ public:
         mbarrier_arrive_here(query_ring_.full());
         // Tiles that nobody visits have a gradient, too: 0.
         if (kBias == BiasKind::kDense && p_.dense_dbias != DenseDbias::kNone && (p_.is_causal || has_mask(p_)))
-            for_each_tile([&](int head, int row_tile, bool is_visited, bool) {
+            for_each_tile<true>([&](int head, int row_tile, bool is_visited, bool) {
                 const bool is_own = !Tile::kExchanges || row_tile % p_.dbias.batch_sharers == smem_.rank;
                 if (!is_visited && is_own) clear_dbias(head, row_tile);
             });
@@ -42,44 +42,62 @@ private:
     __device__ const Sequence& sequence() const { return smem_.sequence; }
     __device__ int first_key() const { return work_.key_tile * kKeys; }
 
-    // Calls visit(head, row tile, whether a row of it sees a key, whether the mask hides nothing of it).
-    template <typename Visit>
+    // Calls visit(head, row tile, whether a row of it sees a key, whether the mask hides nothing of it), for all tiles, or
+    // without some that are not visited. They rise; where blocks take turns they fall: there a causal mask lets all blocks of
+    // a head begin at once.
+    template <bool kAll, typename Visit>
     __device__ __forceinline__ void for_each_tile(const Visit& visit) const {
-        const int tiles = ceil_div(sequence().rows, kRows);
-        const int begin = p_.is_causal ? sequence().causal_begin(first_key()) / kRows : 0;
+        const int causal_begin = p_.is_causal ? sequence().causal_begin(first_key()) / kRows : 0;
         for (int head = work_.first_head; head < work_.first_head + work_.group; ++head) {
+            const RowRange rows = kAll ? RowRange{0, sequence().rows} : rows_to_visit(head);
+            const int begin = rows.begin / kRows, tiles = max(ceil_div(rows.end, kRows) - begin, 0);
+            const auto tile_at = [&](int i) { return begin + (p_.deterministic ? tiles - 1 - i : i); };
             for (LookAhead ahead{0}; ahead.next < tiles;) {
                 const int first = ahead.next, end = min(first + 32, tiles);
                 ahead.look(tiles, [&](int i, bool& is_empty, bool& is_full) {
-                    const int tile = tile_at(i, tiles);
+                    const int tile = tile_at(i);
                     is_full = summary_of(sequence(), head, tile, work_.key_tile).full;
-                    is_empty = tile < begin || is_hidden(head, tile, work_.key_tile);
+                    is_empty = tile < causal_begin || is_hidden(head, tile, work_.key_tile);
                 });
                 for (int i = first; i < end; ++i)
-                    visit(head, tile_at(i, tiles), ahead.pending >> (i - first) & 1, ahead.is_full(i - first));
+                    visit(head, tile_at(i), ahead.pending >> (i - first) & 1, ahead.is_full(i - first));
             }
         }
     }
-    // Rising; where blocks take turns, falling: there a causal mask lets all blocks of a head begin at once.
-    __device__ int tile_at(int i, int tiles) const { return p_.deterministic ? tiles - 1 - i : i; }
 
+    // The rows among which all lie that see some key, to some of a cluster's blocks, which visit the same tiles: by causality
+    // and, where it says that without a look at every tile, by the mask.
+    __device__ __forceinline__ RowRange rows_to_visit(int head) const {
+        RowRange range{sequence().rows, 0};
+        for_each_sharer([&](const Sequence& s) {
+            const RowRange rows = MaskSummaries<kRows, kKeys>(p_, s, head).rows_of(s.rows, work_.key_tile);
+            range = {min(range.begin, rows.begin), max(range.end, rows.end)};
+            return true;
+        });
+        if (p_.is_causal) range.begin = max(range.begin, sequence().causal_begin(first_key()));
+        return range;
+    }
     __device__ __forceinline__ TileSummary<kKeys> summary_of(const Sequence& s, int head, int row_tile,
                                                              int key_tile) const {
         const MaskSummaries<kRows, kKeys> mask(p_, s, head);
         return mask.of(row_tile * kRows, min((row_tile + 1) * kRows, s.rows) - 1, key_tile);
     }
-    // Whether the mask leaves no pair of a tile, to none of a cluster's blocks, which visit the same tiles.
+    // Whether the mask leaves no pair of a tile, to none of a cluster's blocks.
     __device__ __forceinline__ bool is_hidden(int head, int row_tile, int key_tile) const {
-        bool is_empty = summary_of(sequence(), head, row_tile, key_tile).empty;
-        if constexpr (Tile::kExchanges) {
-            Sequence other = sequence();
-            const int sharers = static_cast<int>(p_.dbias.batch_sharers);  // 2 or 4
-            for (int i = 1; is_empty && i < sharers; ++i) {
-                other.batch = sequence().batch ^ i;
-                is_empty = summary_of(other, head, row_tile, key_tile).empty;
-            }
-        }
+        bool is_empty = true;
+        for_each_sharer([&](const Sequence& s) { return is_empty &= summary_of(s, head, row_tile, key_tile).empty; });
         return is_empty;
+    }
+    // Calls visit(sequence) for this block's and those of the other blocks of a cluster, as long as it gives true.
+    template <typename Visit>
+    __device__ __forceinline__ void for_each_sharer(const Visit& visit) const {
+        if (!visit(sequence()) || !Tile::kExchanges) return;
+        Sequence other = sequence();
+        const int sharers = static_cast<int>(p_.dbias.batch_sharers);  // 2 or 4
+        for (int i = 1; i < sharers; ++i) {
+            other.batch = sequence().batch ^ i;
+            if (!visit(other)) return;
+        }
     }
     // One after the last of the lower tiles of keys whose blocks visit a tile of rows, too: they add to its dQ before. A
     // warp calls.
@@ -107,7 +125,8 @@ private:
             uint32_t seen_by_head = has_mask(p_) ? 0 : ~0u;
             if (has_mask(p_)) {
                 const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
-                for (int tile = lane_id(); tile * kRows < sequence().rows; tile += 32) {
+                const RowRange rows = mask.rows_of(s.rows, work_.key_tile);
+                for (int tile = rows.begin / kRows + lane_id(); tile * kRows < rows.end; tile += 32) {
                     const auto summary = mask.of(tile * kRows, min((tile + 1) * kRows, sequence().rows) - 1, work_.key_tile);
 #pragma unroll
                     for (int w = 0; w < kWords; ++w) seen_by_head |= summary.columns[w] & (w == warp ? ~0u : 0u);

@@ -91,8 +91,15 @@ private:
             for (int w = 0; w < kWords; ++w) summary.columns[w] &= bits_below(end, w);
             return summary;
         };
-        const int tiles = ceil_div(work.s.keys_of(last_row, p_.is_causal), kKeys);
-        return TileScan<kKeys, decltype(summarize)>(0, tiles, summarize);
+        TileSpan span{0, ceil_div(work.s.keys_of(last_row, p_.is_causal), kKeys)};
+        if (p_.interval_tiles.tiles != nullptr && span.end > 32) {
+            const MaskSummaries<kRows, kKeys> mask(p_, work.s, work.head);
+            span = span_of_visited(span.end, [&](int tile) {
+                const RowRange rows = mask.rows_of(work.s.rows, tile);
+                return rows.begin > last_row || rows.end <= work.first_row;
+            });
+        }
+        return TileScan<kKeys, decltype(summarize)>(span.begin, span.end, summarize);
     }
 
     __device__ void load(const FwdWork& work) {

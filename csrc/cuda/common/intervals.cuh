@@ -27,25 +27,49 @@ __device__ __forceinline__ RowRange rows_of_key(const AttentionParams& p, const 
     return {max(min(p.intervals.start[at], s.rows), begin), max(min(p.intervals.end[at], s.rows), 0)};
 }
 
-// Which rows of a tile see which keys, as PackedMask has it: bit j % 32 of to[i][j / 32]. Row i of the tile is row
-// (first_row + i) / pack of the sequence. All warps of the block take part.
-template <int kThreads, int kRows, int kWords>
-__device__ __forceinline__ void expand_intervals(uint32_t (&to)[kRows][kWords], const AttentionParams& p,
-                                                 const Sequence& s, int head, int first_row, int pack, int first_key) {
-    const int64_t offset = interval_offset(p.intervals, s, head, p.heads);
-    constexpr int kBlocks = ceil_div(kRows, 32) * kWords;  // of 32 rows by 32 keys
-#pragma unroll 1
-    for (int block = warp_id(); block < kBlocks; block += kThreads / 32) {
-        const int row = block / kWords * 32, word = block % kWords;
-        const int key = first_key + word * 32 + lane_id();
-        RowRange rows{0, 0};
-        if (key < s.keys) rows = rows_of_key(p, s, offset, key);
-        const int above = first_row + row;
-        uint32_t seen[1] = {bits_below(rows.end * pack - above, 0) & ~bits_below(rows.begin * pack - above, 0)};
-        transpose_bits(seen);
-        if (row + lane_id() < kRows) to[row + lane_id()][word] = seen[0];
+// The intervals of a tile's keys, a key for each lane, as the warps of kThreads threads share them out: to be fetched early,
+// and expanded to what PackedMask has.
+template <int kThreads, int kWords>
+class TileIntervals {
+public:
+    // Of the keys from first_key on.
+    __device__ __forceinline__ void fetch(const AttentionParams& p, const Sequence& s, int head, int first_key) {
+        const int64_t offset = interval_offset(p.intervals, s, head, p.heads);
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const int key = first_key + word(i) * 32 + lane_id();
+            rows_[i] = key < s.keys && exists(i) ? rows_of_key(p, s, offset, key) : RowRange{0, 0};
+        }
     }
-}
+
+    // Which rows of a tile see which keys: bit j % 32 of to[r][j / 32]. Row r of the tile is row (first_row + r) / pack of
+    // the sequence. All warps take part.
+    template <int kRows>
+    __device__ __forceinline__ void expand(uint32_t (&to)[kRows][kWords], int first_row, int pack) const {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            if (!exists(i)) continue;
+#pragma unroll 1
+            for (int row = part(i) / kWords * 32; row < kRows; row += kParts * 32) {
+                const int above = first_row + row;
+                uint32_t seen[1] = {bits_below(rows_[i].end * pack - above, 0) & ~bits_below(rows_[i].begin * pack - above, 0)};
+                transpose_bits(seen);
+                if (row + lane_id() < kRows) to[row + lane_id()][word(i)] = seen[0];
+            }
+        }
+    }
+
+private:
+    static constexpr int kWarps = kThreads / 32;
+    static constexpr int kParts = kWarps > kWords ? kWarps / kWords : 1;  // of the rows, for each word of keys
+    static constexpr int kOwn = ceil_div(kWords * kParts, kWarps);  // parts of a warp
+
+    __device__ static int part(int i) { return warp_id() + i * kWarps; }
+    __device__ static bool exists(int i) { return part(i) < kWords * kParts; }
+    __device__ static int word(int i) { return part(i) % kWords; }
+
+    RowRange rows_[kOwn];
+};
 
 // Starts to copy the intervals of kKeys keys to shared memory, pairs of a start and an end; those of keys beyond the
 // sequence's are left out. `offset` is that of the sequence's first key. cp.async, the caller commits.

@@ -129,8 +129,9 @@ private:
 
     __device__ __forceinline__ void load_mask(int tile) {
         if (has_intervals()) {
-            expand_intervals<kThreads>(smem_.mask, p_, sequence(), smem_.work.first_head, smem_.work.first_row,
-                                       Shape::kPacksHeads ? schedule_.pack : 1, tile * kKeys);
+            TileIntervals<kThreads, kWords> intervals;
+            intervals.fetch(p_, sequence(), smem_.work.first_head, tile * kKeys);
+            intervals.expand(smem_.mask, smem_.work.first_row, Shape::kPacksHeads ? schedule_.pack : 1);
         } else if (threadIdx.x < kRows) {
             cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile * kWords);
         }

@@ -7,7 +7,6 @@
 #include "../common/shared_memory.h"
 #include "fwd.h"
 #include "fwd_kernel.cuh"
-#include <cstdlib>
 #include "tensor_map.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -38,13 +37,13 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     }
     if (kBias == BiasKind::kDense) maps.bias = make_map(dense_layout(p, p.bias), {Smem::kBiasKeys, kGroupRows, 1, 1});
 
-    // Where the works are about alike, or short, as many blocks as run at once share them out, and load for the next while
-    // the last ends; else blocks come as others end.
+    // Where the works are about alike, or short, as those of windows and documents are, as many blocks as run at once share
+    // them out, and load for the next while the last ends; else blocks come as others end.
     const bool mask_differs_by_row =
         p.interval_tiles.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
     const bool alike = Tile::kGathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row);
     constexpr int kShort = 2048;
-    const bool shares_out = alike || p.seqlen_q <= kShort || (p.interval_tiles.present() && std::getenv("FLASH_X"));
+    const bool shares_out = alike || p.interval_tiles.present() || p.seqlen_q <= kShort;
     schedule.tiles_last = shares_out && !alike;
     const unsigned blocks =
         shares_out ? std::min<unsigned>(schedule.works, current_device().multiprocessors) : schedule.works;

@@ -135,7 +135,12 @@ private:
         float key_bias = 0;
         if (kBias == BiasKind::kKey && more) key_bias = key_bias_of_thread(work, tile.index());
         MaskWords words[kMaskRows];
-        if (is_masked && p_.packed_mask.bits != nullptr) load_mask(words, work, tile.index());
+        TileIntervals<kThreads, kWords> intervals;
+        if (is_masked && p_.packed_mask.bits != nullptr) {
+            load_mask(words, work, tile.index());
+        } else if (is_masked) {
+            intervals.fetch(p_, work.s, work.head, tile.index() * kKeys);
+        }
 
         key_ring_.wait_empty();
         auto& info = smem_.keys[key_ring_.stage()];
@@ -164,7 +169,7 @@ private:
                 if (const int row = threadIdx.x + i * kThreads; row < kRows)
                     *reinterpret_cast<MaskWords*>(info.mask[row]) = words[i];
         } else if (is_masked) {
-            expand_intervals<kThreads>(info.mask, p_, work.s, work.head, work.first_row, 1, tile.index() * kKeys);
+            intervals.expand(info.mask, work.first_row, 1);
         }
         mbarrier_arrive_here(key_ring_.full());
         key_ring_.advance();

@@ -43,7 +43,7 @@ public:
             clear(dkey_);
             clear(dvalue_);
             for (int i = 0; i < visits_; ++i) visit(scores, dprobs, probs, dscores, i);
-            if constexpr (Tile::kSharesKeys) end_dkey<0>(true);
+            if constexpr (Tile::kSharesKeys) end_sums<0>(true);
             add_to_keys();
         }
         store_box_wait();
@@ -66,18 +66,17 @@ private:
     // Rows of a head, with the tile's keys.
     __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, PairsOperand& probs, PairsOperand& dscores,
                                           int i) {
-        const bool is_last = i == visits_ - 1;
         query_ring_.wait_full();
         const bool has_empty = clear_empty_rows(query());
         issue_scores(scores, smem_.key, query());
         dout_ring_.wait_full();
         if (has_empty) clear_empty_rows(dout());
         issue_scores(dprobs, smem_.value, dout());
-        if constexpr (Tile::kSharesKeys) end_dkey<2>(i > 0);
+        if constexpr (Tile::kSharesKeys) end_sums<2>(i > 0);
         wgmma_wait<0>();
         kept_in_flight(scores);
         kept_in_flight(dprobs);
-        if (is_last) {
+        if (i == visits_ - 1) {
             value_ring_.release();
             value_ring_.advance();
         }
@@ -85,50 +84,67 @@ private:
         to_operand<T>(scores, probs);
         to_operand<T>(dprobs, dscores);
         if constexpr (Tile::kSharesKeys) {
-            pairs_ring_.wait_empty();
-            store_pairs(smem_.probs, probs);
+            add_of_shared_keys(probs, dscores, i);
         } else {
-            issue_sum(dvalue_, probs, dout());
+            add_of_own_keys(probs, dscores, i);
         }
+    }
+    // P and dS of the group's own keys: operands as they lie in registers.
+    __device__ __forceinline__ void add_of_own_keys(const PairsOperand& probs, const PairsOperand& dscores, int i) {
+        issue_sum(dvalue_, probs, dout());
         store_pairs(dscores_tile(), dscores);
         fence_async();
-        barrier_sync(1, kThreads);  // dS has come whole, and P; nobody reads the dS before
-        if constexpr (Tile::kSharesKeys) issue_sum(dvalue_, smem_.probs, dout());
+        barrier_sync(1, kThreads);  // dS has come whole, and nobody reads the one before
         DquerySum dquery;
         issue_dquery(dquery);
-        if constexpr (Tile::kSharesKeys) {
-            issue_sum(dkey_, dscores_tile(), query());
-        } else {
-            issue_sum(dkey_, dscores, query());
-        }
+        issue_sum(dkey_, dscores, query());
         wgmma_wait<1>();  // dV and dQ
         kept_in_flight(dvalue_);
         kept_in_flight(dquery);
         dout_ring_.release();
         dout_ring_.advance();
-        if (is_last) {
-            key_ring_.release();
-            key_ring_.advance();
-        }
+        if (i == visits_ - 1) release_keys();
+        add_dquery(dquery, i);
+        dscores_stage_ ^= 1;
+        wgmma_wait<0>();  // dK
+        kept_in_flight(dkey_);
+        query_ring_.release();
+        query_ring_.advance();
+    }
+    // Of the keys that the groups share each has some rows: it needs the others' P and dS, too. dV and dK are awaited in the
+    // next visit, so that their products run while dQ is added to its sums.
+    __device__ __forceinline__ void add_of_shared_keys(const PairsOperand& probs, const PairsOperand& dscores, int i) {
+        pairs_ring_.wait_empty();
+        store_pairs(smem_.probs, probs);
+        store_pairs(dscores_tile(), dscores);
+        fence_async();
+        barrier_sync(1, kThreads);  // P and dS have come whole
+        DquerySum dquery;
+        issue_dquery(dquery);
+        issue_sum(dvalue_, smem_.probs, dout());
+        issue_sum(dkey_, dscores_tile(), query());
+        wgmma_wait<2>();  // dQ
+        kept_in_flight(dquery);
+        if (i == visits_ - 1) release_keys();
         add_dquery(dquery, i);
         query_ring_.advance();
-        if constexpr (!Tile::kSharesKeys) {
-            dscores_stage_ ^= 1;
-            end_dkey<0>(true);
-        }
+        dout_ring_.advance();
     }
-
-    // Of dK of the visit before, if any: kPending products have been issued since.
+    // Of dV and dK of the visit before, if any: kPending products have been issued since.
     template <int kPending>
-    __device__ __forceinline__ void end_dkey(bool any) {
+    __device__ __forceinline__ void end_sums(bool any) {
         wgmma_wait<kPending>();
+        kept_in_flight(dvalue_);
         kept_in_flight(dkey_);
         if (!any) return;
         query_ring_.release_last();
-        if constexpr (Tile::kSharesKeys) {
-            pairs_ring_.release();
-            pairs_ring_.advance();
-        }
+        dout_ring_.release_last();
+        pairs_ring_.release();
+        pairs_ring_.advance();
+    }
+    __device__ __forceinline__ void release_keys() {
+        key_ring_.release();
+        key_ring_.advance();
     }
 
     __device__ const typename Smem::RowInfo& info() const { return smem_.rows[query_ring_.stage()]; }

@@ -57,7 +57,7 @@ CUDA_SOURCES = [
         for name in (
             *("device", "dispatch", "sm80/bwd", "sm80/fwd", "sm90/bwd", "sm90/fwd", "sm90/tensor_map"),
             *(f"masks/{name}" for name in ("bounded_lists", "index_lists", "interval_tiles", "key_lists", "pack_mask")),
-            *(f"passes/{name}" for name in ("convert", "delta")),
+            *(f"passes/{name}" for name in ("clear", "convert", "delta")),
             *(f"select/{name}" for name in ("chunked_sequences", "intervals", "key_lists", "short_sequences", "sort")),
         )
     ),

@@ -78,7 +78,7 @@ struct IntervalView {
 // the sequence's first; it is keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, and ends in -1
 // up to a multiple of kAlign. Lists need not be adjacent, and several tiles may have the same. Where `intervals` are given
 // too they decide which rows see a key of the list, else `rows` does, else every row of the tile sees it. Causality and
-// the bias may hide more.
+// the bias may hide more. Where lists were not made, since they would not be short, all begins and ends are -1.
 struct KeyListsView {
     static constexpr int64_t kRows = 128;  // of a tile, at most
     static constexpr int64_t kAlign = 64;
@@ -155,6 +155,13 @@ struct IntervalTiles {
     bool present() const { return tiles != nullptr; }
 };
 
+// On CUDA a bool mask may be given both packed and as lists, of which the device alone knows whether they were made. Then
+// everything is launched twice, to go by the lists and to go by tiles, and what is launched in vain ends at once.
+struct Way {
+    const int64_t* begins = nullptr;  // those of the lists; null where there is but one way
+    bool by_lists = false;
+};
+
 // The problem: everything that forward and backward have in common.
 struct AttentionParams {
     int64_t batch = 0;
@@ -187,6 +194,7 @@ struct AttentionParams {
     BiasView bias;
     PackedMask packed_mask;  // of CUDA: stands in for `mask`, which then may be absent
     IntervalTiles interval_tiles;  // of CUDA: of `intervals`, where there are no lists
+    Way way;                 // of CUDA
 };
 
 struct FwdParams : AttentionParams {};

@@ -327,9 +327,10 @@ def attend(
         "softcap": softcap,
     }
     cache = {} if cache_seqlens is None else {"cache_seqlens": cache_seqlens}
+    leaves = (query, key, value, bias)
     out, lse = backend.attention(
         *(kernel_rows(query), kernel_rows(key), kernel_rows(value)),
-        mask_for(backend, mask, sparse, (query, key, value, bias), seqlen_q, seqlen_k, bool(is_causal)),
+        mask_for(backend, mask, sparse, leaves, deterministic, seqlen_q, seqlen_k, bool(is_causal)),
         bias,
         **options,
         **cache,
@@ -382,11 +383,10 @@ def attend_varlen(
     }
     held = checks.held_lengths(query, key, mask, bias, varlen)
     cu_seqlens_q, cu_seqlens_k, *lengths = held
+    leaves, problem = (query, key, value, bias), (*lengths, bool(is_causal), cu_seqlens_q, cu_seqlens_k)
     out, lse = backend.attention(
         *map(kernel_rows, (query, key, value)),
-        mask_for(
-            backend, mask, sparse, (query, key, value, bias), *lengths, bool(is_causal), cu_seqlens_q, cu_seqlens_k
-        ),
+        mask_for(backend, mask, sparse, leaves, deterministic, *problem),
         bias,
         **options,
         deterministic=bool(deterministic),
@@ -399,15 +399,24 @@ def attend_varlen(
 
 
 def mask_for(
-    backend: ModuleType, mask: AnyMask | ops.MaskTensors, sparse: str, leaves: tuple, seqlen_q: int, *problem
+    backend: ModuleType,
+    mask: AnyMask | ops.MaskTensors,
+    sparse: str,
+    leaves: tuple,
+    deterministic: bool,
+    seqlen_q: int,
+    *problem,
 ) -> AnyMask | ops.MaskTensors:
-    """The mask in a form that the backend takes. leaves: what may need a gradient."""
+    """The mask in a form that the backend takes. leaves: query, key, value and bias, which may need a gradient."""
     if mask is None or isinstance(mask, ops.MaskTensors):
         return mask
     mask = without_repeats(mask) if isinstance(mask, Tensor) else mask
     if backend.SPARSE_MASKS:
         needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-        return key_lists.choose(mask, sparse, needs_gradients, seqlen_q, *problem)
+        chosen = key_lists.choose(mask, sparse, needs_gradients, seqlen_q, *problem)
+        if sparse == "auto" and not deterministic and key_lists.may_be_short(chosen, leaves[-1], seqlen_q, *problem):
+            return key_lists.where_short(chosen, seqlen_q, *problem)
+        return chosen
     if sparse == "lists":
         raise ValueError(f"sparse='lists' is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
     return dense_mask(mask, seqlen_q)

@@ -40,6 +40,10 @@ CPU_MIN_KEYS = 512
 # backward are 1.0 to 5.3 times as fast from 64 keys on, whatever the window. Of sliding windows, whose tiles are empty
 # or full, lists are slower by up to a third: there they are for masks that are scattered.
 CUDA_MIN_KEYS = 256
+# The lists of a bool mask are made on the device's terms (`where_short`). To look whether they are short, and to launch
+# what then ends at once, takes about 0.03 ms each of a forward and a backward on an H200: little beside the attention
+# of so many rows and keys.
+CUDA_MIN_OF_BOOLS = (256, 2048)
 
 
 @dataclass(frozen=True, eq=False)
@@ -398,11 +402,7 @@ def held_lengths(
 
 def walked_keys(rows: int, keys: int, is_causal: bool) -> float:
     """How many keys the tiles of LIST_ROWS rows walk over, all together, of one head and sequence without a mask."""
-    pairs = rows * keys
-    if is_causal:
-        seeing = torch.sym_min(rows, keys)  # the rows that see a key
-        pairs = seeing * keys - seeing * (seeing - 1) // 2
-    return pairs / torch.sym_min(torch.sym_max(rows, 1), ops.LIST_ROWS)
+    return ops.visible_pairs(rows, keys, is_causal) / torch.sym_min(torch.sym_max(rows, 1), ops.LIST_ROWS)
 
 
 def choose(
@@ -419,7 +419,7 @@ def choose(
 
     Lists that are given are used. Else, on the CPU, they are made, and left again where they are not short enough. On
     CUDA, where looking would make the GPU wait, and under torch.compile, they are made where the mask knows how long
-    they will be, and on CUDA that it is scattered.
+    they will be, and on CUDA that it is scattered. Of a bool mask on CUDA see `where_short`.
     """
     problem = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     if isinstance(mask, KeyLists):
@@ -437,6 +437,33 @@ def choose(
     if values_at_hand(mask.intervals if isinstance(mask, KeyIntervalMask) else mask):
         return lists_if_short(mask, *problem)
     return build(mask, *problem) if knows_to_be_short(mask, seqlen_q, seqlen_k, is_causal) else mask
+
+
+def may_be_short(
+    mask: Tensor | KeyIntervalMask | KeyLists | None,
+    bias: Tensor | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> bool:
+    """Whether a mask is one for `where_short`: a large bool mask whose rows differ, on CUDA, beside no dense bias.
+
+    A DTensor is none: the lists of its parts would have to lie as the query's do.
+    """
+    if type(mask) is not Tensor or mask.device.type != "cuda" or mask.ndim != 4 or cu_seqlens_q is not None:
+        return False
+    least_rows, least_keys = CUDA_MIN_OF_BOOLS
+    whole = is_known(mask.shape[2] == seqlen_q) and is_known(mask.shape[3] == seqlen_k)
+    large = is_known(seqlen_q >= least_rows) and is_known(seqlen_k >= least_keys)
+    return whole and large and (bias is None or is_known(bias.shape[2] == 1))
+
+
+def where_short(mask: Tensor, seqlen_q: int, seqlen_k: int, is_causal: bool, *cu_seqlens: None) -> ops.MaskTensors:
+    """A bool mask as tiles and, where these are short, as lists: the device looks at it, and goes by what is faster."""
+    bits, tiles, *lists = ops.pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal)
+    return ops.MaskTensors(bits, tiles, None, *lists)
 
 
 def knows_to_be_short(mask: Tensor | KeyIntervalMask, rows: int, keys: int, is_causal: bool) -> bool:

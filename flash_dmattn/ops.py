@@ -50,7 +50,8 @@ class MaskTensors(NamedTuple):
 
     Where there are lists, the keys are gathered by them (KeyListsView of csrc/params.h): `intervals` then says which
     rows see a key of a list, else `list_rows` does, else every row does. On CUDA `pack_mask` turns a bool mask into
-    `mask` and `mask_tiles`.
+    `mask` and `mask_tiles`; `pack_and_list_mask` makes lists beside them, where these are short, and the device then
+    goes by what there is.
     """
 
     mask: Optional[Tensor] = None  # bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), (total_k, heads), (total_q, heads, Sk)
@@ -71,6 +72,14 @@ def is_per_key(shape) -> bool:
 def row_tiles(rows) -> int:
     """How many lists a head has."""
     return -(-rows // LIST_ROWS)
+
+
+def visible_pairs(rows, keys, is_causal: bool):
+    """Of one head and sequence, without a mask."""
+    if not is_causal:
+        return rows * keys
+    seeing = torch.sym_min(rows, keys)  # the rows that see a key
+    return seeing * keys - seeing * (seeing - 1) // 2
 
 
 def list_room(keys_per_row, rows, keys) -> int:
@@ -164,6 +173,19 @@ def _pack_mask_fake(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlen
     return _empty(mask, bits, torch.int32), _empty(mask, tiles, torch.uint8)
 
 
+def _pack_and_list_mask_fake(mask, seqlen_q, seqlen_k, is_causal):
+    # The capacity as plan_key_lists in csrc/cuda/masks/key_lists.cu has it.
+    batches, heads, tiles = *mask.shape[:2], row_tiles(seqlen_q)
+    short = visible_pairs(seqlen_q, seqlen_k, is_causal) // LIST_ROWS * 3 // 5
+    capacity = batches * heads * (-(-short // LIST_ALIGN) + tiles) * LIST_ALIGN
+    return (
+        *_pack_mask_fake(mask, seqlen_q, seqlen_k, is_causal, None, None),
+        _empty(mask, (capacity,), torch.int32),
+        _empty(mask, (2, batches, heads, tiles), torch.int64),
+        _empty(mask, (capacity, LIST_ROWS // 32), torch.int32),
+    )
+
+
 def _topk_intervals_fake(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, longest):
     shape = (*bias.shape[:2], bias.shape[3]) if bias.ndim == 4 else bias.shape
     return _empty(bias, (2, *shape), torch.int32)
@@ -193,5 +215,6 @@ attention_backward = _operator("attention_backward", _backward_fake)
 build_key_lists = _operator("build_key_lists", _build_key_lists_fake)
 index_key_lists = _operator("index_key_lists", _index_key_lists_fake)
 pack_mask = _operator("pack_mask", _pack_mask_fake)
+pack_and_list_mask = _operator("pack_and_list_mask", _pack_and_list_mask_fake)
 topk_intervals = _operator("topk_intervals", _topk_intervals_fake)
 topk_lists = _operator("topk_lists", _topk_lists_fake)

@@ -6,6 +6,7 @@
 
 #include "common/check.h"
 #include "common/device.h"
+#include "passes/clear.h"
 #include "passes/convert.h"
 #include "passes/delta.h"
 #include "sm80/bwd.h"
@@ -87,7 +88,7 @@ void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStrea
     args.dkv_accum = plan.dkv_accum.in<float>(workspace);
     args.dbias_accum = plan.dbias_accum.in<float>(workspace);
     args.watermarks = plan.watermarks.in<int32_t>(workspace);
-    if (plan.zeroed_bytes > 0) FLASH_CUDA_CHECK(cudaMemsetAsync(workspace, 0, plan.zeroed_bytes, stream));
+    clear(args, workspace, plan.zeroed_bytes, stream);
     if (!plan.pair) compute_delta(args, stream);  // those kernels find it themselves
     switch (plan.arch) {
         case Arch::kSm80: sm80::run_bwd(args, plan, stream); break;

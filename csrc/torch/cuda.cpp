@@ -24,11 +24,25 @@ Tensor workspace(int64_t bytes, const Tensor& like) {
 }
 void* address(const Tensor& memory) { return memory.defined() ? memory.data_ptr() : nullptr; }
 
+// A bool mask as the kernels read it.
 PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles) {
     packed.bits = reinterpret_cast<uint32_t*>(bits.data_ptr<int32_t>());
     packed.columns = reinterpret_cast<uint64_t*>(tiles.data_ptr());
     packed.kinds = reinterpret_cast<TileKind*>(packed.columns + packed.tiles_size);
     return packed;
+}
+
+// Packs params.mask, which is `mask`; gives the memory.
+std::tuple<Tensor, Tensor> pack(AttentionParams& p, const Tensor& mask) {
+    const PackedMask plan = plan_packed_mask(p, mask.size(0));
+    const auto ints = mask.options().dtype(at::kInt);
+    const Tensor bits = mask.dim() == 3 ? at::empty({mask.size(0), plan.heads, plan.words}, ints)
+                                        : at::empty({plan.batches, plan.heads, p.mask.per_key ? 1 : p.seqlen_q, plan.words}, ints);
+    const Tensor tiles =
+        at::empty({9, plan.batches, plan.heads, plan.row_tiles, plan.key_tiles}, mask.options().dtype(at::kByte));
+    p.packed_mask = in_tensors(plan, bits, tiles);
+    pack_mask_cuda(p, p.packed_mask, current_stream());
+    return {bits, tiles};
 }
 
 // What the tile kernels ask of the mask; gives the memory of what is made here.
@@ -48,10 +62,26 @@ Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
     return memory;
 }
 
+// The ways by which a call may go: one, or where a mask is given both packed and as lists, by these and by tiles.
+template <typename Params, typename Run>
+void for_each_way(const Params& p, const Run& run) {
+    if (!p.packed_mask.present() || !p.lists.present()) return run(p);
+    Params by_lists = p, by_tiles = p;
+    by_lists.packed_mask = {};
+    by_lists.way = {p.lists.begins, true};
+    by_tiles.lists = {};
+    by_tiles.way = {p.lists.begins, false};
+    run(by_lists);
+    run(by_tiles);
+}
+
 struct Lists {
     Tensor keys, spans, rows;
     int64_t* begins() const { return spans.data_ptr<int64_t>(); }
     int64_t* ends() const { return begins() + spans.stride(0); }
+    uint32_t* row_words() const {  // null where there are none
+        return rows.numel() > 0 ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr;
+    }
     std::tuple<Tensor, Tensor, Tensor> tensors() const { return {keys, spans, rows}; }
 };
 Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads, int64_t row_tiles, bool has_rows) {
@@ -93,9 +123,11 @@ void forward_cuda(FwdParams& p, const Inputs& in) {
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
-    const cuda::FwdPlan plan = cuda::plan_fwd(p);
-    const Tensor memory = workspace(plan.workspace_bytes, in.query);
-    cuda::run_fwd(p, plan, address(memory), stream);
+    for_each_way(p, [&](const FwdParams& way) {
+        const cuda::FwdPlan plan = cuda::plan_fwd(way);
+        const Tensor memory = workspace(plan.workspace_bytes, in.query);
+        cuda::run_fwd(way, plan, address(memory), stream);
+    });
 }
 
 void backward_cuda(BwdParams& p, const Inputs& in) {
@@ -103,23 +135,35 @@ void backward_cuda(BwdParams& p, const Inputs& in) {
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
-    const cuda::BwdPlan plan = cuda::plan_bwd(p);
-    const Tensor memory = workspace(plan.workspace_bytes, in.query);
-    cuda::run_bwd(p, plan, address(memory), stream);
+    for_each_way(p, [&](const BwdParams& way) {
+        const cuda::BwdPlan plan = cuda::plan_bwd(way);
+        const Tensor memory = workspace(plan.workspace_bytes, in.query);
+        cuda::run_bwd(way, plan, address(memory), stream);
+    });
 }
 
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
-    const AttentionParams p = mask_params(mask, std::nullopt, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
+    AttentionParams p = mask_params(mask, std::nullopt, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
     const c10::cuda::CUDAGuard guard(mask.device());
-    const PackedMask plan = plan_packed_mask(p, mask.size(0));
-    const auto ints = mask.options().dtype(at::kInt);
-    const Tensor bits = mask.dim() == 3 ? at::empty({mask.size(0), plan.heads, plan.words}, ints)
-                                        : at::empty({plan.batches, plan.heads, p.mask.per_key ? 1 : p.seqlen_q, plan.words}, ints);
-    const Tensor tiles =
-        at::empty({9, plan.batches, plan.heads, plan.row_tiles, plan.key_tiles}, mask.options().dtype(at::kByte));
-    pack_mask_cuda(p, in_tensors(plan, bits, tiles), current_stream());
-    return {bits, tiles};
+    return pack(p, mask);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t seqlen_q,
+                                                                      int64_t seqlen_k, bool is_causal) {
+    AttentionParams p = mask_params(mask, std::nullopt, seqlen_q, seqlen_k, is_causal, std::nullopt, std::nullopt);
+    TORCH_CHECK_VALUE(mask.numel() > 0 && !p.mask.per_key, "mask must have pairs, and rows of their own, got shape ",
+                      shape_of(mask));
+    const c10::cuda::CUDAGuard guard(mask.device());
+    const auto [bits, tiles] = pack(p, mask);
+    const KeyListsPlan plan = plan_key_lists(p);
+    const Tensor scratch = workspace(plan.scratch_bytes, mask);
+    const Lists lists = empty_lists(mask, plan.short_capacity, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
+    key_list_places_cuda(p, plan, WhichLists::kShort, address(scratch), lists.begins(), lists.ends(), plan.short_capacity,
+                         nullptr, current_stream());
+    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), plan.short_capacity, lists.keys.data_ptr<int32_t>(),
+                       lists.row_words(), current_stream());
+    return {bits, tiles, lists.keys, lists.spans, lists.rows};
 }
 
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& p, const Tensor& source,
@@ -131,25 +175,26 @@ std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& p,
     return lists.tensors();
 }
 
-std::tuple<Tensor, Tensor, Tensor> build_counted_lists(const AttentionParams& p, const Tensor& source) {
+std::tuple<Tensor, Tensor, Tensor> build_counted_lists(AttentionParams p, const Tensor& source) {
     const c10::cuda::CUDAGuard guard(source.device());
-    const KeyListsPlan plan = plan_key_lists(p, source.size(0));
+    const KeyListsPlan plan = plan_key_lists(p);
     if (plan.lists() == 0 || source.numel() == 0) {
         const Lists none = empty_lists(source, 0, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
         none.spans.zero_();
         return none.tensors();
     }
     const cudaStream_t stream = current_stream();
+    const auto packed = p.mask.present() ? pack(p, source) : std::tuple<Tensor, Tensor>();
     const Tensor scratch = workspace(plan.scratch_bytes, source);
     const Tensor total = at::empty({1}, source.options().dtype(at::kLong));
     const Lists places = empty_lists(source, 0, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
-    key_list_places_cuda(p, plan, address(scratch), places.begins(), places.ends(), std::numeric_limits<int64_t>::max(),
-                         total.data_ptr<int64_t>(), stream);
+    key_list_places_cuda(p, plan, WhichLists::kAll, address(scratch), places.begins(), places.ends(),
+                         std::numeric_limits<int64_t>::max(), total.data_ptr<int64_t>(), stream);
     const int64_t capacity = total.item<int64_t>();
     Lists lists = empty_lists(source, capacity, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
     lists.spans = places.spans;
-    auto* rows = plan.has_rows ? reinterpret_cast<uint32_t*>(lists.rows.data_ptr<int32_t>()) : nullptr;
-    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(), rows, stream);
+    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(),
+                       lists.row_words(), stream);
     return lists.tensors();
 }
 
@@ -205,8 +250,8 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
     const ListSelectPlan plan = plan_select_key_lists(p);
     const Lists lists = empty_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);
     if (plan.lists > 0) {
-        auto* rows = plan.has_rows ? reinterpret_cast<uint32_t*>(lists.rows.data_ptr<int32_t>()) : nullptr;
-        select_key_lists_cuda(p, plan, lists.keys.data_ptr<int32_t>(), lists.begins(), lists.ends(), rows, current_stream());
+        select_key_lists_cuda(p, plan, lists.keys.data_ptr<int32_t>(), lists.begins(), lists.ends(), lists.row_words(),
+                              current_stream());
     }
     return lists.tensors();
 }

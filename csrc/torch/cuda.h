@@ -17,10 +17,16 @@ void backward_cuda(BwdParams& params, const Inputs& inputs);
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
 
+// The same of fixed length, and the mask's lists (keys, spans, rows) in the forms of MaskTensors, where they are short enough
+// for it to be faster to go by them than by tiles; else their spans are -1. Nothing is read back: the operators take both
+// forms together, and the device goes by the one that serves.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t seqlen_q,
+                                                                      int64_t seqlen_k, bool is_causal);
+
 // build_key_lists (lists.h) on CUDA: of intervals with a bound, and of any mask. `source`: what params were made of.
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& params, const Tensor& source,
                                                        int64_t keys_per_row);
-std::tuple<Tensor, Tensor, Tensor> build_counted_lists(const AttentionParams& params, const Tensor& source);
+std::tuple<Tensor, Tensor, Tensor> build_counted_lists(AttentionParams params, const Tensor& source);
 
 // index_key_lists on CUDA, as index_lists_cpu (cpu/index_lists.h).
 void build_index_lists(const IndexListsParams& params, const IndexListsPlan& plan, const Tensor& indices, int32_t* keys,

@@ -7,7 +7,7 @@
 namespace flash_dmattn {
 
 // Which pairs see each other: by at most one of mask and intervals, by lists of keys, or by both lists and intervals.
-// See KeyListsView.
+// See KeyListsView. On CUDA also by a mask and its lists, where these may not have been made (pack_and_list_mask).
 struct MaskTensors {
     // bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); of variable length (total_k, heads) or (total_q, heads, Sk). On CUDA what
     // pack_mask made of it: int32, 32 keys a word, and of every tile of 64 x 64 pairs nine bytes in mask_tiles.

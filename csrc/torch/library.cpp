@@ -68,6 +68,9 @@ TORCH_LIBRARY(flash_dmattn, m) {
         "pack_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, Tensor? cu_seqlens_q, "
         "Tensor? cu_seqlens_k) -> (Tensor, Tensor)");
     m.def(
+        "pack_and_list_mask(Tensor mask, SymInt seqlen_q, SymInt seqlen_k, bool is_causal) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def(
         "topk_intervals(Tensor bias, SymInt window_size, SymInt seqlen_q, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
         "SymInt? longest) -> Tensor");
     m.def(
@@ -88,6 +91,7 @@ TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
     m.impl("build_key_lists", build_key_lists);
     m.impl("index_key_lists", index_key_lists);
     m.impl("pack_mask", pack_mask);
+    m.impl("pack_and_list_mask", pack_and_list_mask);
     m.impl("topk_intervals", topk_intervals);
     m.impl("topk_lists", topk_lists);
 }

@@ -16,10 +16,13 @@ std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t, int64_t, bool,
                                      const OptionalTensor&) {
     refuse(mask);
 }
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t, int64_t, bool) {
+    refuse(mask);
+}
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams&, const Tensor& source, int64_t) {
     refuse(source);
 }
-std::tuple<Tensor, Tensor, Tensor> build_counted_lists(const AttentionParams&, const Tensor& source) { refuse(source); }
+std::tuple<Tensor, Tensor, Tensor> build_counted_lists(AttentionParams, const Tensor& source) { refuse(source); }
 void build_index_lists(const IndexListsParams&, const IndexListsPlan&, const Tensor& indices, int32_t*, int64_t*, int64_t*,
                        uint32_t*) {
     refuse(indices);

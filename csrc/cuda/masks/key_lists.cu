@@ -19,10 +19,16 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kTileRows = KeyListsView::kRows;
 constexpr int kRowWords = kTileRows / 32;
 
+// Of `keys` in the tiles of a mask that are not empty: where lists hold no more, they are short. Measured on an H200 (bf16,
+// causal top-w and random masks, S from 1024 to 8192, head dimensions 32 to 256, forward and backward, the lists' making
+// in it) they take as long as tiles at 0.5 (256) to 0.9 (128) of the keys.
+constexpr __host__ __device__ int64_t short_part(int64_t keys) { return keys * 3 / 5; }
+
 // The lists as kernels see them.
 struct Lists {
     int batches, heads, row_tiles, chunks, chunk_keys;
     int32_t* counts;  // [batches, heads, chunks, row_tiles]; once scanned, of the chunks before
+    unsigned long long* walked;  // keys in tiles that are not empty, of all lists; null where nobody asks
     const int64_t* begins;  // [lists]
     int64_t capacity;
     int32_t* keys;
@@ -155,25 +161,31 @@ __global__ void __launch_bounds__(kThreads) fill_intervals_kernel(const __grid_c
 
 // Counts of a bool mask's columns: the union of those of the tile's rows.
 __global__ void __launch_bounds__(kThreads) count_columns_kernel(const __grid_constant__ AttentionParams p,
-                                                                 const __grid_constant__ Lists lists,
-                                                                 const __grid_constant__ PackedMask mask) {
+                                                                 const __grid_constant__ Lists lists) {
     constexpr int kTile = PackedMask::kTile, kDown = kTileRows / kTile;
+    const PackedMask& mask = p.packed_mask;
     const ListChunk chunk = chunk_of_thread(lists);
-    if (!chunk.exists(lists)) return;
-    const Sequence s(p, chunk.batch);
-    const bool rows_alike = mask.tiles_row_stride == 0;
-    const int first = rows_alike ? 0 : chunk.row_tile * kDown;
-    const int end = rows_alike ? 1 : min(first + kDown, ceil_div(s.rows, kTile));
-    const int64_t offset = chunk.batch * mask.tiles_batch_stride + chunk.head * mask.tiles_head_stride;
-    const int first_key = chunk.chunk * lists.chunk_keys, end_key = min(first_key + lists.chunk_keys, s.keys);
-    int count = 0;
-    for (int key_tile = first_key / kTile; key_tile < ceil_div(end_key, kTile); ++key_tile) {
-        uint64_t columns = 0;
-        for (int row = first; row < end; ++row)
-            columns |= mask.columns[offset + row * mask.tiles_row_stride + key_tile];
-        count += __popcll(columns);
+    unsigned walked = 0;
+    if (chunk.exists(lists)) {
+        const Sequence s(p, chunk.batch);
+        const bool rows_alike = mask.tiles_row_stride == 0;
+        const int first = rows_alike ? 0 : chunk.row_tile * kDown;
+        const int end = rows_alike ? 1 : min(first + kDown, ceil_div(s.rows, kTile));
+        const int64_t offset = chunk.batch * mask.tiles_batch_stride + chunk.head * mask.tiles_head_stride;
+        const int first_key = chunk.chunk * lists.chunk_keys, end_key = min(first_key + lists.chunk_keys, s.keys);
+        int count = 0;
+        for (int key_tile = first_key / kTile; key_tile < ceil_div(end_key, kTile); ++key_tile) {
+            uint64_t columns = 0;
+            for (int row = first; row < end; ++row)
+                columns |= mask.columns[offset + row * mask.tiles_row_stride + key_tile];
+            count += __popcll(columns);
+            walked += columns != 0 ? kTile : 0;
+        }
+        chunk.count(lists) = count;
     }
-    chunk.count(lists) = count;
+    if (lists.walked == nullptr) return;
+    walked = __reduce_add_sync(~0u, walked);
+    if (lane_id() == 0 && walked > 0) atomicAdd(lists.walked, walked);
 }
 
 // 128 keys of a row, 0 from `end` on.
@@ -187,9 +199,10 @@ __device__ __forceinline__ uint4 load_bits(const uint32_t* row, int first_key, i
 // One warp writes one chunk of a bool mask's list, 128 keys by 128 rows at a time.
 template <bool kRowsAlike>
 __global__ void __launch_bounds__(kThreads) fill_bits_kernel(const __grid_constant__ AttentionParams p,
-                                                             const __grid_constant__ Lists lists,
-                                                             const __grid_constant__ PackedMask mask) {
+                                                             const __grid_constant__ Lists lists) {
     constexpr int kKeysAtOnce = 128;
+    if (lists.begins[0] < 0) return;  // none are made
+    const PackedMask& mask = p.packed_mask;
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id();
     const ListChunk chunk(lists, index, 1);
     if (chunk.batch >= lists.batches) return;
@@ -274,8 +287,10 @@ __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_cons
 
 // Lengths, which stand where the ends will, to places. One block.
 constexpr int kPlaceThreads = 1024;
+// walked: where short lists alone are made, the keys in tiles that are not empty; else null.
 __global__ void __launch_bounds__(kPlaceThreads) place_lists_kernel(int64_t lists, int64_t* begins, int64_t* ends,
-                                                                    int64_t capacity, int64_t* total) {
+                                                                    int64_t capacity, int64_t* total,
+                                                                    const unsigned long long* walked) {
     constexpr int kLists = 4;  // of a thread at a time
     __shared__ int64_t sums[2][kPlaceThreads / 32];
     const int64_t limit = capacity / KeyListsView::kAlign * KeyListsView::kAlign;
@@ -311,11 +326,14 @@ __global__ void __launch_bounds__(kPlaceThreads) place_lists_kernel(int64_t list
         }
     }
     if (threadIdx.x == 0 && total != nullptr) *total = before;
+    if (walked == nullptr || (before <= limit && before <= short_part(static_cast<int64_t>(*walked)))) return;
+    __syncthreads();
+    for (int64_t list = threadIdx.x; list < lists; list += kPlaceThreads) begins[list] = ends[list] = -1;
 }
 
 // The parts of the scratch memory, each a multiple of 16 bytes.
 struct Scratch {
-    int64_t counts, bits, columns, bytes;
+    int64_t walked, counts, bytes;
     explicit Scratch(const KeyListsPlan& plan) {
         bytes = 0;
         const auto take = [&](int64_t size) {
@@ -323,9 +341,8 @@ struct Scratch {
             bytes += ceil_div<int64_t>(size, 16) * 16;
             return at;
         };
+        walked = take(sizeof(unsigned long long));
         counts = take(plan.lists() * plan.chunks * sizeof(int32_t));
-        bits = take(plan.packed.bits_size * sizeof(uint32_t));
-        columns = take(plan.packed.tiles_size * (sizeof(uint64_t) + sizeof(TileKind)));
     }
 };
 
@@ -336,18 +353,8 @@ Lists lists_of(const KeyListsPlan& plan, const void* scratch) {
     lists.row_tiles = static_cast<int>(plan.row_tiles);
     lists.chunks = static_cast<int>(plan.chunks);
     lists.chunk_keys = static_cast<int>(plan.chunk_keys);
-    lists.counts = static_cast<int32_t*>(const_cast<void*>(scratch));
+    lists.counts = reinterpret_cast<int32_t*>(static_cast<char*>(const_cast<void*>(scratch)) + Scratch(plan).counts);
     return lists;
-}
-
-PackedMask packed_in(const KeyListsPlan& plan, const void* scratch) {
-    const Scratch parts(plan);
-    char* start = static_cast<char*>(const_cast<void*>(scratch));
-    PackedMask packed = plan.packed;
-    packed.bits = reinterpret_cast<uint32_t*>(start + parts.bits);
-    packed.columns = reinterpret_cast<uint64_t*>(start + parts.columns);
-    packed.kinds = reinterpret_cast<TileKind*>(packed.columns + packed.tiles_size);
-    return packed;
 }
 
 template <typename... Parameters, typename... Arguments>
@@ -364,7 +371,7 @@ int64_t blocks_of_threads(const KeyListsPlan& plan) {
 }  // namespace
 }  // namespace cuda
 
-KeyListsPlan plan_key_lists(const AttentionParams& params, int64_t total_q) {
+KeyListsPlan plan_key_lists(const AttentionParams& params) {
     using namespace cuda;
     KeyListsPlan plan;
     const bool varlen = params.cu_seqlens_q != nullptr;
@@ -379,29 +386,33 @@ KeyListsPlan plan_key_lists(const AttentionParams& params, int64_t total_q) {
     const auto chunks = [&] { return std::max<int64_t>(ceil_div(params.seqlen_k, plan.chunk_keys), 1); };
     for (plan.chunk_keys = kThreads; chunks() > 1 && plan.lists() * chunks() > kMostCounts;) plan.chunk_keys *= 2;
     plan.chunks = chunks();
-    if (is_bool) plan.packed = plan_packed_mask(params, total_q);
     plan.scratch_bytes = Scratch(plan).bytes;
+
+    const int64_t rows = params.seqlen_q, keys = params.seqlen_k, seeing = std::min(rows, keys);  // rows that see a key
+    const int64_t pairs = params.is_causal ? seeing * keys - seeing * (seeing - 1) / 2 : rows * keys;
+    constexpr int64_t kAlign = KeyListsView::kAlign;
+    const int64_t of_head = ceil_div(short_part(pairs / KeyListsView::kRows), kAlign) + plan.row_tiles;  // with padding
+    plan.short_capacity = plan.batches * plan.heads * of_head * kAlign;
     return plan;
 }
 
-void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* scratch, int64_t* begins,
-                          int64_t* ends, int64_t capacity, int64_t* total, cudaStream_t stream) {
+void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, WhichLists which, void* scratch,
+                          int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total, cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) {
         if (total != nullptr) FLASH_CUDA_CHECK(cudaMemsetAsync(total, 0, sizeof(int64_t), stream));
         return;
     }
-    const Lists lists = lists_of(plan, scratch);
-    if (params.mask.present()) {
-        const PackedMask packed = packed_in(plan, scratch);
-        pack_mask_cuda(params, packed, stream);
-        launch(count_columns_kernel, blocks_of_threads(plan), stream, params, lists, packed);
-    } else {
-        launch(count_intervals_kernel, blocks_of_threads(plan), stream, params, lists);
+    Lists lists = lists_of(plan, scratch);
+    if (which == WhichLists::kShort) {
+        lists.walked = reinterpret_cast<unsigned long long*>(static_cast<char*>(scratch) + Scratch(plan).walked);
+        FLASH_CUDA_CHECK(cudaMemsetAsync(lists.walked, 0, sizeof(*lists.walked), stream));
     }
+    const auto count = params.packed_mask.present() ? count_columns_kernel : count_intervals_kernel;
+    launch(count, blocks_of_threads(plan), stream, params, lists);
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.row_tiles, 32);
     launch(scan_counts_kernel, blocks, stream, lists, ends);
-    place_lists_kernel<<<1, kPlaceThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total);
+    place_lists_kernel<<<1, kPlaceThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total, lists.walked);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -414,13 +425,13 @@ void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan,
     lists.capacity = capacity;
     lists.keys = keys;
     lists.rows = reinterpret_cast<uint4*>(rows);
-    if (!params.mask.present()) {
+    if (!params.packed_mask.present()) {
         launch(fill_intervals_kernel, blocks_of_threads(plan), stream, params, lists);
         return;
     }
     const auto kernel = plan.rows_alike ? fill_bits_kernel<true> : fill_bits_kernel<false>;
     const int64_t blocks = ceil_div<int64_t>(plan.lists() * plan.chunks, kWarps);
-    launch(kernel, blocks, stream, params, lists, packed_in(plan, scratch));
+    launch(kernel, blocks, stream, params, lists);
 }
 
 }  // namespace flash_dmattn

@@ -18,23 +18,26 @@ struct KeyListsPlan {
     bool has_rows = false;  // the second step writes `rows`
     int64_t chunks = 0;     // of chunk_keys keys each: what lists are put together of
     int64_t chunk_keys = 0;
-    PackedMask packed;      // of a bool mask
+    int64_t short_capacity = 0;  // of keys: room enough for lists that are short
     int64_t scratch_bytes = 0;
 
     int64_t lists() const { return batches * heads * row_tiles; }
 };
 
-// total_q: of variable length, the number of rows of all sequences.
-KeyListsPlan plan_key_lists(const AttentionParams& params, int64_t total_q);
+KeyListsPlan plan_key_lists(const AttentionParams& params);
 
-// begins, ends [lists]: where each list is; its length is rounded up to KeyListsView::kAlign. None is beyond
-// `capacity`, the room for keys there will be. total: how much room the lists need, uncut; null where nobody asks.
-// scratch: plan.scratch_bytes at a multiple of 16, to be kept for the second step.
-void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* scratch, int64_t* begins,
-                          int64_t* ends, int64_t capacity, int64_t* total, cudaStream_t stream);
+// Of which lists are made: all, or of a bool mask those that are short, which hold so few of the keys in tiles that are not
+// empty that to go by them takes less time than to go by tiles; else none are made, and all begins and ends are -1.
+enum class WhichLists { kAll, kShort };
+
+// params: of a bool mask packed_mask has been filled. begins, ends [lists]: where each list is; its length is rounded up to
+// KeyListsView::kAlign. None is beyond `capacity`, the room for keys there will be. total: how much room the lists need,
+// uncut; null where nobody asks. scratch: plan.scratch_bytes at a multiple of 16, to be kept for the second step.
+void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, WhichLists which, void* scratch,
+                          int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total, cudaStream_t stream);
 
 // Nothing is written beyond `capacity` keys: [capacity], and rows [capacity, KeyListsView::kRows / 32], of which a row
-// whose key is -1 is 0. The mask itself is not read again.
+// whose key is -1 is 0.
 void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
                          const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream);
 

@@ -2,6 +2,7 @@
 
 #include "../common/basics.cuh"
 #include "../common/check.h"
+#include "../common/way.cuh"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -19,6 +20,7 @@ __device__ __forceinline__ uint4 round_chunk(const float* from, float scale) {
 // blockIdx.y: dkey or dvalue.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_constant__ BwdArgs p) {
+    if (is_in_vain(p)) return;
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, row_chunks = p.head_dim / kChunk;
     const int64_t row = i / row_chunks / p.kv_heads, head = i / row_chunks % p.kv_heads;
     if (row >= p.dkv_rows) return;

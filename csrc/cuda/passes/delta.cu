@@ -4,6 +4,7 @@
 #include "../common/basics.cuh"
 #include "../common/check.h"
 #include "../common/sequence.cuh"
+#include "../common/way.cuh"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -13,6 +14,7 @@ constexpr int kThreads = 256;
 // 16 bytes a lane; kLanes, a power of 2, take a row of up to 8 * kLanes columns.
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ BwdArgs p) {
+    if (is_in_vain(p)) return;
     constexpr int kRows = kThreads / kLanes;
     const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads);
     const int head = blockIdx.x / row_tiles % heads;

@@ -8,6 +8,7 @@ namespace flash_dmattn::cuda::sm80 {
 // One block a tile of rows.
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads) convert_dquery_kernel(const __grid_constant__ BwdArgs p) {
+    if (is_in_vain(p)) return;
     using T = typename Tile::T;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& rows = *reinterpret_cast<typename Tile::RowsTile*>(shared_memory);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../common/reduce_add.cuh"
+#include "../common/way.cuh"
 #include "bwd_block.cuh"
 #include "bwd_dbias_writers.cuh"
 #include "bwd_scratch.cuh"
@@ -266,6 +267,7 @@ template <typename Tile, BiasKind kBias, bool kCausal>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     bwd_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Tile::kIsUsed) return;
+    if (is_in_vain(p)) return;
     using Kernel = Bwd<Tile, kBias, kCausal>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::Smem*>(shared_memory);

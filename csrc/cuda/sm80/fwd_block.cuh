@@ -7,6 +7,7 @@
 #include "../common/scores.cuh"
 #include "../common/sequence.cuh"
 #include "../common/smem_tile.cuh"
+#include "../common/way.cuh"
 #include "fwd_config.h"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -330,6 +331,7 @@ private:
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdSchedule schedule) {
+    if (is_in_vain(p)) return;
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedMemory*>(raw_smem);
     if (threadIdx.x == 0) {

@@ -497,6 +497,7 @@ template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kSizes.blocks_per_sm)
     gather_bwd_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Tile::kIsUsed) return;
+    if (is_in_vain(p)) return;
     using Kernel = GatherBwd<Tile, kBias>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedMemory*>(shared_memory);

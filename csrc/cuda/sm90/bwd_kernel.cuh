@@ -1,6 +1,7 @@
 // The backward for compute capability 9.0, and dQ from its sums.
 #pragma once
 
+#include "../common/way.cuh"
 #include "bwd_consumer.cuh"
 #include "bwd_producer.cuh"
 
@@ -33,6 +34,7 @@ template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdMaps maps,
                const __grid_constant__ BwdScale scale) {
+    if (is_in_vain(p)) return;
     extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<BwdSmem<Tile, kBias>*>(raw_smem);
     // The blocks of a cluster differ in their batch element alone.
@@ -76,6 +78,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 // dQ from float32, as the main kernel's registers held it, to rows of the query's dtype. One block a tile of rows.
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kConsumers * 128) convert_dquery_kernel(const __grid_constant__ BwdArgs p) {
+    if (is_in_vain(p)) return;
     using T = typename Tile::T;
     constexpr int kRows = Tile::kRows, kTiles = Tile::kDqCols / 8;
     const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads);

@@ -1,6 +1,7 @@
 // The forward for compute capability 9.0.
 #pragma once
 
+#include "../common/way.cuh"
 #include "fwd_consumer.cuh"
 #include "fwd_list_producer.cuh"
 #include "fwd_tile_producer.cuh"
@@ -11,6 +12,7 @@ template <typename T, BiasKind kBias, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdSchedule schedule,
                const __grid_constant__ FwdMaps maps) {
+    if (is_in_vain(p)) return;
     extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<FwdSmem<T, kBias, Tile>*>(raw_smem);
     if (threadIdx.x == 0) smem.init_rings();

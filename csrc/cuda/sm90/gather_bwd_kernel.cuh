@@ -1,6 +1,7 @@
 // The backward over key lists for compute capability 9.0.
 #pragma once
 
+#include "../common/way.cuh"
 #include "gather_bwd_consumer.cuh"
 #include "gather_bwd_producer.cuh"
 
@@ -27,6 +28,7 @@ __device__ int count_key_tiles(const BwdArgs& p, const Sequence& s, int end_row,
 template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     gather_bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ GatherBwdMaps maps) {
+    if (is_in_vain(p)) return;
     extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<GatherBwdSmem<Tile>*>(raw_smem);
     if (threadIdx.x == 0) {

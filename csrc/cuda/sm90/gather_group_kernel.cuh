@@ -10,6 +10,7 @@ namespace flash_dmattn::cuda::sm90 {
 template <typename Tile, BiasKind kBias>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     gather_group_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ GatherBwdMaps maps) {
+    if (is_in_vain(p)) return;
     extern __shared__ __align__(kTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<GatherGroupSmem<Tile>*>(raw_smem);
     if (threadIdx.x == 0) {

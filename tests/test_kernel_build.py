@@ -242,8 +242,8 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
     loops_of = {name: inner_loops(code, "HGMMA") for name, code in disassembled(cuobjdump, cubin).items()}
     loops_of = {name: loops for name, loops in loops_of.items() if loops}
     # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of the
-    # backward by these, the first two for heads apart, up to head dimension 128, and for groups. Of a pair bias the forward,
-    # dQ, and dK and dV.
+    # backward by these, the first two for groups, and up to head dimension 128 for heads apart. Of a pair bias the
+    # forward, dQ, and dK and dV.
     assert len(loops_of) >= {"fwd": 5, "gather_bwd": 4 if head_dim <= 128 else 2}.get(direction, 3)
     for name, loops in loops_of.items():
         for loop in loops:

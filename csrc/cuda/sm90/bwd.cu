@@ -80,7 +80,8 @@ void plan_group(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     const double bytes = static_cast<double>(device.multiprocessors * numbers) * (2 * kElementBytes + sizeof(float));
     const auto for_cache = static_cast<int64_t>(std::ceil(bytes / (kShareOfCache * static_cast<double>(device.l2_bytes))));
     const int64_t for_device = ceil_div<int64_t>(device.multiprocessors, row_tiles);
-    plan.list_parts = std::min(std::max(for_cache, for_device), ceil_div<int64_t>(list_length(p), gather_group_keys(plan.head_dim)));
+    const int64_t key_tiles = ceil_div<int64_t>(list_length(p), gather_group_keys(plan.head_dim));
+    plan.list_parts = std::min(std::max(for_cache, for_device), key_tiles);
     // Twice as many slots as there are tiles at work, for no block to wait until the last of another tile's has emptied one.
     plan.dquery_slots = std::min(2 * ceil_div<int64_t>(device.multiprocessors, plan.list_parts), row_tiles);
     plan.dquery_accum = layout.take(plan.dquery_slots * numbers * static_cast<int64_t>(sizeof(float)));

@@ -1,6 +1,6 @@
-// A warp group that multiplies, of the backward over key lists that heads share: its part of what each tile's keys get of dK,
-// dV and the gradient of their bias, and of dQ. Its part of dK and dV is that of 64 keys of its own; or, of 64 that the groups
-// share, half of the columns.
+// A warp group that multiplies, of the backward over key lists that heads share: its part of what each tile's keys get of
+// dK, dV and the gradient of their bias, and of dQ. Of dK and dV that is what 64 keys of its own get; or, of 64 keys that the
+// groups share, half of the columns.
 //
 // Who waits for whom: both groups, at barrier 1, until dS of the visit is whole, and P of shared keys; a group for itself at
 // barrier 2 + group.

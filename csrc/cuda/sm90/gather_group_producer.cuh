@@ -1,7 +1,8 @@
 // The warp group that loads, of the backward over key lists that heads share: one tile of keys after the other, wherever they
 // lie, and with each the rows of every head.
 //
-// A lane sees to one key of a tile; of 64 keys two lanes to the same. What it needs is read ahead, as in gather_bwd_producer.cuh.
+// A lane sees to one key of a tile; of 64 keys two lanes see to the same. What it needs is read ahead, as in
+// gather_bwd_producer.cuh.
 #pragma once
 
 #include "copy_rows.cuh"

@@ -138,6 +138,13 @@ def test_unasked_the_new_kernels_serve_long_sequences(monkeypatch):
     assert generations(on_gpu(1, 2048, 2048, 4, 4, 128), None, randn(1, 4, 1, 2048)) == ({"sm90"}, {"sm90"})
 
 
+@pytest.mark.parametrize(("keys", "generation"), [(512, "sm80"), (1024, "sm90")])
+def test_unasked_the_new_kernels_serve_lists_of_large_heads_where_there_are_many_keys(keys, generation, monkeypatch):
+    monkeypatch.delenv("FLASH_DMATTN_ARCH")
+    tensors, mask = on_gpu(1, 200, keys, 4, 2, 256), intervals(1, 2, keys, rows=200)
+    assert generations(tensors, mask, sparse="lists")[1] == {generation}
+
+
 # What the copy engine cannot read: of query, key and value, (tensors, bias).
 UNCOPIED = {
     "rows of 1001 biases": lambda q, k, v: ((q, *on_gpu(2, 1, 1001, 4, 4, 64)[1:]), randn(2, 4, 200, 1001)),

@@ -117,7 +117,7 @@ void run_lists(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream) {
 }  // namespace
 
 bool bwd_pays(const BwdParams& p) {
-    if (p.lists.present()) return p.head_dim > 32;
+    if (p.lists.present()) return p.head_dim > 128 ? p.seqlen_k >= 1024 : p.head_dim > 32;
     if (is_pair(p)) return pair_bwd_pays(p);
     const bool exchanges = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
     if (exchanges && p.head_dim <= 64) return p.seqlen_k >= 1024;

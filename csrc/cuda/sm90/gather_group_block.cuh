@@ -31,6 +31,8 @@ struct GatherGroupTile {
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumers;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumers;
+    // Whether the copy engine adds dQ to its sums, from shared memory. At 256 it has room for a quarter of dQ, which is slower.
+    static constexpr bool kStagesDquery = kHeadDim == 192;
     static constexpr bool kIsLarge = kHeadDim > 64;
     static constexpr int kProducerRegisters = kIsLarge ? 40 : 56, kConsumerRegisters = kIsLarge ? 232 : 224;
     static_assert((kSplitsDqRows || kRows == 64) && (kSharesKeys || kKeys == 64 * kConsumers) &&
@@ -107,11 +109,8 @@ struct GatherGroupSmem {
     alignas(kTileAlign) typename Tile::KeysTile value;
     alignas(kTileAlign) typename Tile::RowsTile query[Tile::kStages];
     alignas(kTileAlign) typename Tile::RowsTile dout[Tile::kStages];
-    // Shared keys need P here, too; then no room is left for a second stage of dS, nor for sums on their way.
+    alignas(kTileAlign) typename Tile::PairsTile pairs[2];  // two stages of dS, or of shared keys dS and P
     struct Nothing {};
-    static constexpr int kDscoresStages = Tile::kSharesKeys ? 1 : 2;
-    alignas(kTileAlign) typename Tile::PairsTile dscores[kDscoresStages];
-    alignas(kTileAlign) std::conditional_t<Tile::kSharesKeys, typename Tile::PairsTile, Nothing> probs;
     std::conditional_t<Tile::kSharesKeys, Nothing, typename Tile::SumsStages[Tile::kConsumers * 4]> sums;  // of a warp
     ListedKeys<kKeys> keys;
     RowInfo rows[Tile::kStages];
@@ -122,6 +121,9 @@ struct GatherGroupSmem {
     RingBarriers<1> key_ring, value_ring;
     RingBarriers<Tile::kStages> query_ring, dout_ring;
     RingBarriers<1> pairs_ring;  // where keys are shared; nobody waits for it to be full
+    // dQ of each warp on its way to its sums, as its registers hold it.
+    using DqueryPart = float4[Tile::kDqCols / 8][32];
+    std::conditional_t<Tile::kStagesDquery, DqueryPart[Tile::kConsumers * 4], Nothing> dquery;
 
     __device__ GatherGroupWork& work() { return reinterpret_cast<GatherGroupWork&>(raw_work); }
     __device__ KeyList& list() { return reinterpret_cast<KeyList&>(raw_list); }
@@ -134,7 +136,7 @@ struct GatherGroupSmem {
         value_ring.init(128, kConsumerWarps);
         query_ring.init(128, kConsumerWarps);
         dout_ring.init(1, kConsumerWarps);
-        pairs_ring.init(1, kConsumerWarps);
+        if (Tile::kSharesKeys) pairs_ring.init(1, kConsumerWarps);
     }
 };
 

@@ -27,8 +27,9 @@ public:
         slot_ = work.unit % static_cast<int>(p.dquery_slots);
         visits_ = work.visits<kRows>();
         const int64_t first_visit = static_cast<int64_t>(slot_) * visits_;
-        dquery_sums_ = reinterpret_cast<float4*>(p.dquery_accum) + first_visit * kVisitSums + group_ * kDqTiles * 128 +
-                       threadIdx.x % 128;
+        const int owner = Tile::kStagesDquery ? warp_id() - 4 : group_;
+        dquery_sums_ = reinterpret_cast<float4*>(p.dquery_accum) + first_visit * kVisitSums + owner * kDqTiles * kDqStride +
+                       threadIdx.x % kDqStride;
     }
 
     __device__ __forceinline__ void run() {
@@ -55,6 +56,8 @@ private:
     static constexpr int kThreads = Tile::kConsumers * 128;
     static constexpr int kScoreRows = Tile::kScoreRows, kTiles = kScoreRows / 8, kDqTiles = Tile::kDqCols / 8;
     static constexpr int kVisitSums = kRows * kHeadDim / 4;  // of dQ, by four
+    // Between a thread's sums: those of a warp lie together where the copy engine adds to them, else those of a group.
+    static constexpr int kDqStride = Tile::kStagesDquery ? 32 : 128;
     using RowsTile = typename Tile::RowsTile;
     using KeysTile = typename Tile::KeysTile;
     using PairsTile = typename Tile::PairsTile;
@@ -115,13 +118,13 @@ private:
     // next visit, so that their products run while dQ is added to its sums.
     __device__ __forceinline__ void add_of_shared_keys(const PairsOperand& probs, const PairsOperand& dscores, int i) {
         pairs_ring_.wait_empty();
-        store_pairs(smem_.probs, probs);
+        store_pairs(probs_tile(), probs);
         store_pairs(dscores_tile(), dscores);
         fence_async();
         barrier_sync(1, kThreads);  // P and dS have come whole
         DquerySum dquery;
         issue_dquery(dquery);
-        issue_sum(dvalue_, smem_.probs, dout());
+        issue_sum(dvalue_, probs_tile(), dout());
         issue_sum(dkey_, dscores_tile(), query());
         wgmma_wait<2>();  // dQ
         kept_in_flight(dquery);
@@ -156,7 +159,8 @@ private:
     __device__ int group_col() const { return Tile::kSharesKeys ? group_ * Tile::kSumCols : 0; }
     __device__ int dquery_row() const { return Tile::kSplitsDqRows ? group_ * 64 : 0; }
     __device__ int dquery_col() const { return Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols; }
-    __device__ PairsTile& dscores_tile() const { return smem_.dscores[dscores_stage_]; }
+    __device__ PairsTile& dscores_tile() const { return smem_.pairs[dscores_stage_]; }
+    __device__ PairsTile& probs_tile() const { return smem_.pairs[1]; }
 
     // A row that sees nothing may hold anything, and zero times NaN would reach a sum. Gives whether there is one. Both
     // groups clear alike.
@@ -234,12 +238,29 @@ private:
             keys_.differentiate(p_, smem_.keys, first_word + w, s, dp, w * 4, lse + w * 32, delta + w * 32);
     }
 
-    // This thread's of the slot, in the order in which registers hold them: four numbers, and 128 on the next.
+    // This thread's of the slot, in the order in which registers hold them: four numbers, and kDqStride on the next.
     __device__ __forceinline__ float4* dquery_sums(int visit) const { return dquery_sums_ + visit * kVisitSums; }
     __device__ __forceinline__ void add_dquery(const DquerySum& dquery, int visit) const {
         float4* to = dquery_sums(visit);
+        if constexpr (Tile::kStagesDquery) {
+            auto& part = smem_.dquery[warp_id() - 4];
+            if (lane_id() == 0) store_box_wait_read();  // of the visit before
+            __syncwarp();
 #pragma unroll
-        for (int n = 0; n < kDqTiles; ++n) reduce_add(reinterpret_cast<float*>(to + n * 128), dquery[0][n]);
+            for (int n = 0; n < kDqTiles; ++n) {
+                const float* x = dquery[0][n];
+                part[n][lane_id()] = {x[0], x[1], x[2], x[3]};
+            }
+            fence_async();
+            __syncwarp();
+            if (lane_id() == 0) {
+                reduce_add_bulk(reinterpret_cast<float*>(to), smem_address(&part), sizeof(part));
+                store_box_commit();
+            }
+        } else {
+#pragma unroll
+            for (int n = 0; n < kDqTiles; ++n) reduce_add(reinterpret_cast<float*>(to + n * kDqStride), dquery[0][n]);
+        }
     }
 
     // What the tile's keys get, to their sums in global memory.
@@ -279,7 +300,7 @@ private:
 #pragma unroll
                 for (int n = 0; n < kDqTiles; ++n) {
                     float4 x{};
-                    if (first + i < visits_) x = __ldcg(dquery_sums(first + i) + n * 128);
+                    if (first + i < visits_) x = __ldcg(dquery_sums(first + i) + n * kDqStride);
                     float(&sum)[4] = dquery[i][0][n];
                     sum[0] = x.x, sum[1] = x.y, sum[2] = x.z, sum[3] = x.w;
                 }
@@ -287,7 +308,7 @@ private:
             for (int i = 0; i < kAtOnce; ++i) {
                 if (first + i == visits_) break;
 #pragma unroll
-                for (int n = 0; n < kDqTiles; ++n) __stcg(dquery_sums(first + i) + n * 128, float4{});
+                for (int n = 0; n < kDqTiles; ++n) __stcg(dquery_sums(first + i) + n * kDqStride, float4{});
                 store_dquery(dquery[i], first + i);
             }
         }

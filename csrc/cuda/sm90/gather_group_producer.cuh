@@ -31,7 +31,7 @@ public:
         const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work.s, kv_head);
         const ListReader<T, kBias> reader(p_, work.s, work.head, work.first_row, list);
         const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * kWarpKeys;
-        const int lane_key = warp_key + lane_id() % kWarpKeys;
+        const int lane_key = kWarpKeys == 32 ? threadIdx.x : warp_key + threadIdx.x % kWarpKeys;
 
         const auto place_of = [&](int tile) { return tile < end ? list.key(tile * kKeys + lane_key) : -1; };
         const auto fetch = [&](int tile, int place) { return reader.fetch(tile * kKeys + lane_key, place); };
@@ -47,7 +47,7 @@ public:
             mbarrier_arrive_when_copied(value_ring_.full());
             value_ring_.advance();
             key_ring_.wait_empty();
-            if (lane_id() < kWarpKeys) smem_.keys.store(lane_key, seen, words, bias);
+            if (threadIdx.x % 32 < kWarpKeys) smem_.keys.store(lane_key, seen, words, bias);
             mbarrier_arrive_here(key_ring_.full());
             gather_rows<kWarpKeys>(smem_.key, warp_key, keys, p_.key.row_stride, seen, head_dim);
             mbarrier_arrive_when_copied(key_ring_.full());

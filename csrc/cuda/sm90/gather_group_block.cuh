@@ -31,7 +31,7 @@ struct GatherGroupTile {
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumers;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumers;
-    // Whether the copy engine adds dQ to its sums, from shared memory. At 256 it has room for a quarter of dQ, which is slower.
+    // Whether shared memory has room for dQ on its way to its sums: then the copy engine adds it.
     static constexpr bool kStagesDquery = kHeadDim == 192;
     static constexpr bool kIsLarge = kHeadDim > 64;
     static constexpr int kProducerRegisters = kIsLarge ? 40 : 56, kConsumerRegisters = kIsLarge ? 232 : 224;

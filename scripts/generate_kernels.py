@@ -71,7 +71,7 @@ GROUPS = (
     ),
     Group(
         *("sm90", "gather_bwd", False, ("gather_bwd_launch.cuh",)),
-        *(("run_gather_bwd<T, D>(const BwdArgs&, cudaStream_t)",), (64, 128)),
+        *(("run_gather_bwd<T, D>(const BwdArgs&, cudaStream_t)",), (64, 128, 192, 256)),
     ),
     Group(
         *("sm80", "gather", False, ("gather_fwd_launch.cuh", "gather_bwd_launch.cuh")),

@@ -57,9 +57,31 @@ def test_head_dims(head_dim, bias_rows, dtype):
     check(tensors, mask, bias, softcap=5.0, deterministic=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (6, 2), (2, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 192, 200, 256])
+def test_lists_that_heads_share(head_dim, heads, kv_heads, dtype):
+    tensors, bias = on_gpu(2, 300, 700, heads, kv_heads, head_dim, dtype=dtype), randn(1, kv_heads, 1, 700, dtype=dtype)
+    check(tensors, intervals(1, kv_heads, 700, rows=300), bias, is_causal=True)
+    check(tensors, bool_mask(2, 1, 300, 700), bias, softcap=5.0)
+    check(tensors, bool_mask(1, kv_heads, 1, 700), is_causal=True)
+
+
+@CAUSAL
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 7), (2, 1), (64, 65), (129, 127), (255, 1000), (1000, 255)])
+@pytest.mark.parametrize("kind", ["none", "key"])
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_lengths_of_lists_that_heads_share(head_dim, seqlen_q, seqlen_k, kind, causal):
+    tensors = on_gpu(2, seqlen_q, seqlen_k, 4, 2, head_dim)
+    bias = None if kind == "none" else randn(2, 2, 1, seqlen_k)
+    for mask in (intervals(2, 2, seqlen_k, rows=seqlen_q), bool_mask(2, 2, seqlen_q, seqlen_k)):
+        check(tensors, mask, bias, is_causal=causal)
+
+
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 2), (4, 1), (6, 2), (8, 1)])
-def test_head_groups(heads, kv_heads):
-    tensors = on_gpu(2, 150, 200, heads, kv_heads, 64)
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_head_groups(head_dim, heads, kv_heads):
+    tensors = on_gpu(2, 150, 200, heads, kv_heads, head_dim)
     for mask_heads, bias_heads in itertools.product({heads, kv_heads, 1}, repeat=2):
         check(tensors, intervals(2, mask_heads, 200, rows=150), randn(1, bias_heads, 1, 200))
 
@@ -90,16 +112,18 @@ def test_a_key_mask_under_causality():
         check(tensors, mask, randn(2, 2, 1, 900), is_causal=True)
 
 
-def test_keys_hidden_by_their_bias():
-    tensors = on_gpu(2, 300, 500, 4, 2, 64)
-    for bias_shape in ((2, 4, 1, 500), (2, 4, 300, 500)):
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_keys_hidden_by_their_bias(head_dim):
+    tensors = on_gpu(2, 300, 500, 4, 2, head_dim)
+    for bias_shape in ((2, 4, 1, 500), (2, 2, 1, 500), (2, 4, 300, 500)):
         bias = randn(*bias_shape).masked_fill(rand_mask(*bias_shape, visible=0.3, device="cuda"), -torch.inf)
         check(tensors, intervals(2, 2, 500, rows=300), bias)
     check(tensors, intervals(2, 2, 500, rows=300), randn(1, 2, 1, 500, dtype=torch.float32))
 
 
-def test_empty_lists_give_zero():
-    tensors = on_gpu(2, 300, 500, 4, 2, 64)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_empty_lists_give_zero(head_dim):
+    tensors = on_gpu(2, 300, 500, 4, 2, head_dim)
     end = torch.zeros(2, 2, 500, device="cuda", dtype=torch.int32)
     bias, dout = randn(2, 2, 1, 500), torch.randn_like(tensors[0])
     for deterministic in (False, True):
@@ -119,16 +143,18 @@ def test_no_gradient_of_the_bias():
 @CAUSAL
 @pytest.mark.parametrize("kind", ["none", "key", "dense"])
 @pytest.mark.parametrize("heads", [4, 2])
-def test_varlen_is_as_in_tiles(heads, kind, causal):
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_varlen_is_as_in_tiles(head_dim, heads, kind, causal):
     lengths_q, lengths_k = [3, 0, 129, 1, 300], [5, 4, 65, 0, 600]
     cu_q, cu_k = (
         torch.tensor([0, *itertools.accumulate(n)], device="cuda", dtype=torch.int32) for n in (lengths_q, lengths_k)
     )
     total_q, total_k = sum(lengths_q), sum(lengths_k)
     shape = {"none": None, "key": (total_k, heads), "dense": (total_q, heads, 600)}[kind]
-    tensors = [randn(total_q, 4, 64), randn(total_k, 2, 64), randn(total_k, 2, 64)]
+    tensors = [randn(total_q, 4, head_dim), randn(total_k, 2, head_dim), randn(total_k, 2, head_dim)]
     tensors += [] if shape is None else [randn(*shape)]
-    mask, dout, dlse = intervals(total_k, 2, rows=300), randn(total_q, 4, 64) / 8, torch.randn(4, total_q).cuda() / 8
+    mask = intervals(total_k, 2, rows=300)
+    dout, dlse = randn(total_q, 4, head_dim) / 8, torch.randn(4, total_q, device="cuda") / 8
     results = {}
     for sparse, deterministic in (("tiles", False), ("lists", False), ("lists", True)):
         leaves = [x.detach().requires_grad_() for x in tensors]
@@ -167,7 +193,7 @@ def test_deterministic_where_many_tiles_add_to_the_same_keys():
 
 
 @pytest.mark.parametrize("bias_rows", [1, 300])
-@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize("head_dim", [40, 128, 192, 256])
 def test_nan_around_every_tensor_and_in_what_nobody_sees(head_dim, bias_rows):
     query, key, value = on_gpu(2, 300, 500, 4, 2, head_dim)
     mask, bias, dout = bool_mask(2, 2, 300, 500), randn(2, 2, bias_rows, 500), randn(2, 300, 4, head_dim) / 8

@@ -93,6 +93,20 @@ def test_new_kernels_serve_key_lists(head_dim, pairs):
     assert generations(tensors, mask, bias, sparse="lists", deterministic=True)[1] == {"sm80"}
 
 
+@pytest.mark.parametrize("pairs", ["none", "key"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("head_dim", [136, 192, 200, 256])
+def test_new_kernels_serve_key_lists_of_large_heads_that_share_them(head_dim, kv_heads, pairs):
+    tensors, mask = on_gpu(2, 200, 264, 4, kv_heads, head_dim), intervals(1, kv_heads, 264, rows=200)
+    bias = bias_of(pairs, 2, kv_heads, 200, 264)
+    forward, backward = kernels_of(tensors, mask, bias, is_causal=True, sparse="lists")
+    assert "sm80" not in forward + backward and "gather_group" in backward
+    assert generations(tensors, mask, bias, sparse="lists", deterministic=True)[1] == {"sm80"}
+    # Lists of their own.
+    if kv_heads == 2:
+        assert generations(tensors, intervals(1, 4, 264, rows=200), bias, sparse="lists")[1] == {"sm80"}
+
+
 def test_which_kernel_serves_lists_that_heads_share():
     """Long ones, and those of 64 rows, if the heads of a group do share them."""
 
@@ -111,8 +125,9 @@ def test_which_kernel_serves_lists_that_heads_share():
         assert takes_groups(kv_heads, lists) == shared
 
 
-@pytest.mark.parametrize(("head_dim", "pairs"), [(64, "dense"), (192, "key"), (256, "none")])
+@pytest.mark.parametrize(("head_dim", "pairs"), [(64, "dense"), (192, "key"), (256, "dense")])
 def test_other_key_lists_go_to_the_old_kernels(head_dim, pairs):
+    """With dense biases; of large heads with biases of their own."""
     tensors, mask = on_gpu(2, 200, 264, 4, 2, head_dim), mask_of(1, 2, 200, 264)
     bias = bias_of(pairs, 2, 4, 200, 264)
     assert generations(tensors, mask, bias, sparse="lists")[1] == {"sm80"}
@@ -121,6 +136,13 @@ def test_other_key_lists_go_to_the_old_kernels(head_dim, pairs):
 def test_unasked_the_new_kernels_serve_long_sequences(monkeypatch):
     monkeypatch.delenv("FLASH_DMATTN_ARCH")
     assert generations(on_gpu(1, 2048, 2048, 4, 4, 128), None, randn(1, 4, 1, 2048)) == ({"sm90"}, {"sm90"})
+
+
+@pytest.mark.parametrize(("keys", "generation"), [(512, "sm80"), (1024, "sm90")])
+def test_unasked_the_new_kernels_serve_lists_of_large_heads_where_there_are_many_keys(keys, generation, monkeypatch):
+    monkeypatch.delenv("FLASH_DMATTN_ARCH")
+    tensors, mask = on_gpu(1, 200, keys, 4, 2, 256), intervals(1, 2, keys, rows=200)
+    assert generations(tensors, mask, sparse="lists")[1] == {generation}
 
 
 # What the copy engine cannot read: of query, key and value, (tensors, bias).

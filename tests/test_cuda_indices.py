@@ -126,8 +126,9 @@ def test_head_dims(tile_rows, head_dim, deterministic):
 
 @pytest.mark.parametrize("tile_rows", [1, 64, 128])
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 1), (4, 2), (6, 2), (4, 4)])
-def test_head_groups(heads, kv_heads, tile_rows):
-    tensors = on_gpu(2, 200, 150, heads, kv_heads, 64)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_head_groups(head_dim, heads, kv_heads, tile_rows):
+    tensors = on_gpu(2, 200, 150, heads, kv_heads, head_dim)
     for of_indices in {heads, kv_heads, 1}:
         for batch in (2, 1):
             indices = rand_indices(batch, of_indices, -(-200 // tile_rows), 12, keys=150, device="cuda")
@@ -137,8 +138,9 @@ def test_head_groups(heads, kv_heads, tile_rows):
 
 
 @pytest.mark.parametrize("tile_rows", [1, 64])
-def test_what_nobody_sees_may_hold_anything(tile_rows):
-    query, key, value = tensors = on_gpu(1, 256, 300, 2, 2, 64)
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_what_nobody_sees_may_hold_anything(head_dim, tile_rows):
+    query, key, value = tensors = on_gpu(1, 256, 300, 2, 2, head_dim)
     indices = rand_indices(1, 1, -(-256 // tile_rows), 20, keys=150, device="cuda")
     indices[:, :, 64 // tile_rows : 128 // tile_rows] = -1
     lists = KeyLists.from_indices(indices, 256, 300, tile_rows=tile_rows)

@@ -54,14 +54,14 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
         *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu"),
         *("fwd_hdim64_bf16_sm90.cu", "fwd_hdim256_bf16_sm90.cu"),
         *("bwd_hdim64_bf16_sm90.cu", "bwd_hdim256_bf16_sm90.cu"),
-        "gather_bwd_hdim64_bf16_sm90.cu",
+        *("gather_bwd_hdim64_bf16_sm90.cu", "gather_bwd_hdim256_bf16_sm90.cu"),
         *("gather_hdim64_bf16_sm80.cu", "gather_hdim256_bf16_sm80.cu"),
     ]
     header = (tmp_path / "kernels.h").read_text()
     assert '#define FLASH_DMATTN_HEAD_DIMS "64,256"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
     both = "X(bfloat16_t, 64) X(bfloat16_t, 256)"
     built = {"SM80_FWD": both, "SM80_BWD": both, "SM90_FWD": both, "SM90_BWD": both, "SM80_GATHER": both}
-    built["SM90_GATHER_BWD"] = "X(bfloat16_t, 64)"
+    built["SM90_GATHER_BWD"] = both
     assert dict(re.findall(r"#define FLASH_DMATTN_(\w+)_KERNELS\(X\) (.*)", header)) == built
 
 
@@ -208,6 +208,8 @@ HOPPER_KERNELS = [
     ("pair", 32),
     ("gather_bwd", 64),
     ("gather_bwd", 128),
+    ("gather_bwd", 192),
+    ("gather_bwd", 256),
 ]
 # setmaxnreg ignored; products of warp groups that wait for each other.
 SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
@@ -240,8 +242,9 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
     loops_of = {name: inner_loops(code, "HGMMA") for name, code in disassembled(cuobjdump, cubin).items()}
     loops_of = {name: loops for name, loops in loops_of.items() if loops}
     # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of the
-    # backward by these, the first two for heads apart and for groups. Of a pair bias the forward, dQ, and dK and dV.
-    assert len(loops_of) >= {"fwd": 5, "gather_bwd": 4}.get(direction, 3)
+    # backward by these, the first two for groups, and up to head dimension 128 for heads apart. Of a pair bias the
+    # forward, dQ, and dK and dV.
+    assert len(loops_of) >= {"fwd": 5, "gather_bwd": 4 if head_dim <= 128 else 2}.get(direction, 3)
     for name, loops in loops_of.items():
         for loop in loops:
             accesses = [x for x in loop if x.name in ("LDL", "STL")]
@@ -402,7 +405,7 @@ struct Backward {
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
 #define GATHER_BACKWARD(T, kHeadDim)                                                 \\
     print<GatherGroupSmem<GatherGroupTile<T, kHeadDim, kHeadDim <= 64 ? 128 : 64>>>( \\
-        "gather_bwd", kHeadDim, sizeof(GatherBwdSmem<GatherBwdTile<T, kHeadDim>>));
+        "gather_bwd", kHeadDim, can_gather_by_head(kHeadDim) ? sizeof(GatherBwdSmem<GatherBwdTile<T, kHeadDim>>) : 0);
 
 template <typename... Tiles>
 size_t largest_pair_fwd() {

@@ -59,11 +59,15 @@ bool plan_pair(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     return true;
 }
 
-// Whether the keys are multiplied with all query heads of a group at once (gather_group_block.cuh). The heads must share
-// them. Lists of 128 rows can be gone by without it: then long ones that heads share are faster so, as measured on an H200.
-bool groups_heads(const BwdParams& p) {
+// How the kernels for lists of a head dimension can go by these, for one head after the other or for all query heads of a
+// group at once (gather_group_block.cuh), which must share the keys; and which they do. Where both can, long lists that heads
+// share are faster in groups, as measured on an H200.
+bool can_go_by_head(const BwdParams& p, int head_dim) {
+    return p.lists.tile_rows == KeyListsView::kRows && can_gather_by_head(head_dim);
+}
+bool groups_heads(const BwdParams& p, int head_dim) {
     if (!heads_share_keys(p)) return false;
-    return p.lists.tile_rows < KeyListsView::kRows || (p.heads > p.kv_heads && list_length(p) >= 512);
+    return !can_go_by_head(p, head_dim) || (p.heads > p.kv_heads && list_length(p) >= 512);
 }
 
 // Blocks share a tile of rows, each with a part of its list: so many that they fill the device, and that what is read and
@@ -76,7 +80,8 @@ void plan_group(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     const double bytes = static_cast<double>(device.multiprocessors * numbers) * (2 * kElementBytes + sizeof(float));
     const auto for_cache = static_cast<int64_t>(std::ceil(bytes / (kShareOfCache * static_cast<double>(device.l2_bytes))));
     const int64_t for_device = ceil_div<int64_t>(device.multiprocessors, row_tiles);
-    plan.list_parts = std::min(std::max(for_cache, for_device), ceil_div<int64_t>(list_length(p), kGatherGroupKeys));
+    const int64_t key_tiles = ceil_div<int64_t>(list_length(p), gather_group_keys(plan.head_dim));
+    plan.list_parts = std::min(std::max(for_cache, for_device), key_tiles);
     // Twice as many slots as there are tiles at work, for no block to wait until the last of another tile's has emptied one.
     plan.dquery_slots = std::min(2 * ceil_div<int64_t>(device.multiprocessors, plan.list_parts), row_tiles);
     plan.dquery_accum = layout.take(plan.dquery_slots * numbers * static_cast<int64_t>(sizeof(float)));
@@ -85,16 +90,19 @@ void plan_group(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
 
 // Gathered keys: what a tile of rows adds to dK and dV is summed in global memory.
 bool plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
+    int head_dim = 0;
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
-    if (plan.head_dim == 0 && serves<T, kHeadDim>(p)) plan.head_dim = kHeadDim;
+    if (head_dim == 0 && serves<T, kHeadDim>(p)) head_dim = kHeadDim;
     FLASH_DMATTN_SM90_GATHER_BWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
-    if (plan.head_dim == 0) return false;
+    const bool groups = groups_heads(p, head_dim);
+    if (head_dim == 0 || p.deterministic || !(groups || can_go_by_head(p, head_dim))) return false;
+    plan.head_dim = head_dim;
     plan.dkv_rows = p.total_k;
     plan.dkv_cols = plan.head_dim;
     const int64_t sums = 2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols;
     plan.dkv_accum = layout.take(sums * static_cast<int64_t>(sizeof(float)));
-    if (groups_heads(p)) plan_group(p, plan, layout);
+    if (groups) plan_group(p, plan, layout);
     plan.zeroed_bytes = layout.bytes;
     return true;
 }
@@ -109,7 +117,7 @@ void run_lists(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream) {
 }  // namespace
 
 bool bwd_pays(const BwdParams& p) {
-    if (p.lists.present()) return p.head_dim > 32;
+    if (p.lists.present()) return p.head_dim > 128 ? p.seqlen_k >= 1024 : p.head_dim > 32;
     if (is_pair(p)) return pair_bwd_pays(p);
     const bool exchanges = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
     if (exchanges && p.head_dim <= 64) return p.seqlen_k >= 1024;
@@ -118,10 +126,7 @@ bool bwd_pays(const BwdParams& p) {
 
 bool plan_bwd(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     if (p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
-    if (p.lists.present()) {
-        const bool can_go_by = p.lists.tile_rows == KeyListsView::kRows || groups_heads(p);
-        return !p.deterministic && can_go_by && plan_lists(p, plan, layout);
-    }
+    if (p.lists.present()) return plan_lists(p, plan, layout);
     if (is_pair(p) && plan_pair(p, plan, layout)) return true;
     const bool has_dense_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present();
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \

@@ -48,9 +48,11 @@ void run_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
             if (gather_group_rows(p) == 128) return run_gather_group<T, kHeadDim, 128>(p, stream);
         return run_gather_group<T, kHeadDim, 64>(p, stream);
     }
-    using Tile = GatherBwdTile<T, kHeadDim>;
-    p.bias.present() ? launch_gather_bwd<Tile, BiasKind::kKey>(p, stream)
-                     : launch_gather_bwd<Tile, BiasKind::kNone>(p, stream);
+    if constexpr (can_gather_by_head(kHeadDim)) {
+        using Tile = GatherBwdTile<T, kHeadDim>;
+        p.bias.present() ? launch_gather_bwd<Tile, BiasKind::kKey>(p, stream)
+                         : launch_gather_bwd<Tile, BiasKind::kNone>(p, stream);
+    }
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -1,9 +1,9 @@
 // A block of the backward over key lists that the query heads of a group share: what its warp groups share.
 //
 // It owns a tile of query rows, of all heads that share a key/value head, and a part of the list of keys that they see. The
-// first warp group gathers the keys, the others multiply: with 64 keys each of a tile they visit the rows, head after head.
-// So dK and dV of the keys are summed over the heads in registers, and added to those in global memory once for all. dQ is
-// summed in the workspace, in a slot that the parts of the list share: the last of them to end rounds it.
+// first warp group gathers the keys, the others multiply: with 64 keys each of a tile, or 64 that they share, they visit the
+// rows, head after head. So dK and dV of the keys are summed over the heads in registers, and added to those in global memory
+// once for all. dQ is summed in the workspace, in a slot that the parts of the list share: the last of them to end rounds it.
 #pragma once
 
 #include "../../params.h"
@@ -21,20 +21,27 @@ template <typename T_, int kHeadDim_, int kRows_>
 struct GatherGroupTile {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kRows = kRows_, kKeys = kGatherGroupKeys;
+    static constexpr int kRows = kRows_, kKeys = gather_group_keys(kHeadDim);
     static constexpr int kConsumers = 2;  // warp groups that multiply
     static constexpr int kThreads = (1 + kConsumers) * 128;
     static constexpr int kStages = 2;  // of rows
+    static constexpr bool kSharesKeys = kKeys == 64;
+    static constexpr int kScoreRows = kSharesKeys ? kRows / kConsumers : kRows;       // of a group: of S and dP,
+    static constexpr int kSumCols = kSharesKeys ? kHeadDim / kConsumers : kHeadDim;  // of dK and dV
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumers;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumers;
+    // Whether shared memory has room for dQ on its way to its sums: then the copy engine adds it.
+    static constexpr bool kStagesDquery = kHeadDim == 192;
     static constexpr bool kIsLarge = kHeadDim > 64;
     static constexpr int kProducerRegisters = kIsLarge ? 40 : 56, kConsumerRegisters = kIsLarge ? 232 : 224;
-    static_assert((kSplitsDqRows || kRows == 64) && kKeys == 64 * kConsumers && kKeys % KeyListsView::kAlign == 0);
+    static_assert((kSplitsDqRows || kRows == 64) && (kSharesKeys || kKeys == 64 * kConsumers) &&
+                  kKeys % KeyListsView::kAlign == 0);
 
-    using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
-    using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
-    using PairsTile = SmemTile<T, kRows, kKeys>;    // dS
+    static constexpr int kPanelCols = kSumCols % 64 == 0 ? 64 : 32;  // a group's columns begin with a panel
+    using RowsTile = SmemTile<T, kRows, kHeadDim, kPanelCols>;  // Q, dO
+    using KeysTile = SmemTile<T, kKeys, kHeadDim, kPanelCols>;  // K, V
+    using PairsTile = SmemTile<T, kRows, kKeys>;                // dS, P
     using SumsStages = KeySumsStages<64, 3>;
 };
 
@@ -102,8 +109,9 @@ struct GatherGroupSmem {
     alignas(kTileAlign) typename Tile::KeysTile value;
     alignas(kTileAlign) typename Tile::RowsTile query[Tile::kStages];
     alignas(kTileAlign) typename Tile::RowsTile dout[Tile::kStages];
-    alignas(kTileAlign) typename Tile::PairsTile dscores[2];
-    typename Tile::SumsStages sums[Tile::kConsumers * 4];  // of a warp
+    alignas(kTileAlign) typename Tile::PairsTile pairs[2];  // two stages of dS, or of shared keys dS and P
+    struct Nothing {};
+    std::conditional_t<Tile::kSharesKeys, Nothing, typename Tile::SumsStages[Tile::kConsumers * 4]> sums;  // of a warp
     ListedKeys<kKeys> keys;
     RowInfo rows[Tile::kStages];
     alignas(GatherGroupWork) unsigned char raw_work[sizeof(GatherGroupWork)];
@@ -112,6 +120,10 @@ struct GatherGroupSmem {
     bool ends_last;            // of the parts
     RingBarriers<1> key_ring, value_ring;
     RingBarriers<Tile::kStages> query_ring, dout_ring;
+    RingBarriers<1> pairs_ring;  // where keys are shared; nobody waits for it to be full
+    // dQ of each warp on its way to its sums, as its registers hold it.
+    using DqueryPart = float4[Tile::kDqCols / 8][32];
+    std::conditional_t<Tile::kStagesDquery, DqueryPart[Tile::kConsumers * 4], Nothing> dquery;
 
     __device__ GatherGroupWork& work() { return reinterpret_cast<GatherGroupWork&>(raw_work); }
     __device__ KeyList& list() { return reinterpret_cast<KeyList&>(raw_list); }
@@ -124,6 +136,7 @@ struct GatherGroupSmem {
         value_ring.init(128, kConsumerWarps);
         query_ring.init(128, kConsumerWarps);
         dout_ring.init(1, kConsumerWarps);
+        if (Tile::kSharesKeys) pairs_ring.init(1, kConsumerWarps);
     }
 };
 

@@ -5,7 +5,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-constexpr int kGatherGroupKeys = 128;  // of a tile
+// Of a tile. Above head dimension 128 the warp groups share them, as in the backward of tiles (bwd_config.h).
+constexpr int gather_group_keys(int head_dim) { return head_dim > 128 ? 64 : 128; }
+
+// Whether heads can be gathered for one by one, too (gather_bwd_block.cuh).
+constexpr bool can_gather_by_head(int head_dim) { return head_dim <= 128; }
 
 // Of each head a block has the rows of one list.
 constexpr __host__ __device__ int64_t gather_group_rows(const AttentionParams& p) {

@@ -1,7 +1,9 @@
-// A warp group that multiplies, of the backward over key lists that heads share: what 64 keys of each tile get of dK, dV and
-// the gradient of their bias, and its part of dQ.
+// A warp group that multiplies, of the backward over key lists that heads share: its part of what each tile's keys get of
+// dK, dV and the gradient of their bias, and of dQ. Of dK and dV that is what 64 keys of its own get; or, of 64 keys that the
+// groups share, half of the columns.
 //
-// Who waits for whom: both groups, at barrier 1, until dS of the visit is whole; a group for itself at barrier 2 + group.
+// Who waits for whom: both groups, at barrier 1, until dS of the visit is whole, and P of shared keys; a group for itself at
+// barrier 2 + group.
 #pragma once
 
 #include "../common/reduce_add.cuh"
@@ -17,15 +19,17 @@ public:
     using Smem = GatherGroupSmem<Tile>;
 
     __device__ GatherGroupConsumer(const BwdArgs& p, Smem& smem)
-        : p_(p), smem_(smem), group_(static_cast<int>(threadIdx.x) / 128 - 1), warp_key_((warp_id() - 4) * 16),
-          key_ring_(smem.key_ring), value_ring_(smem.value_ring), query_ring_(smem.query_ring),
-          dout_ring_(smem.dout_ring) {
+        : p_(p), smem_(smem), group_(static_cast<int>(threadIdx.x) / 128 - 1),
+          warp_key_((Tile::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16), key_ring_(smem.key_ring),
+          value_ring_(smem.value_ring), query_ring_(smem.query_ring), dout_ring_(smem.dout_ring),
+          pairs_ring_(smem.pairs_ring) {
         const GatherGroupWork& work = smem.work();
         slot_ = work.unit % static_cast<int>(p.dquery_slots);
         visits_ = work.visits<kRows>();
         const int64_t first_visit = static_cast<int64_t>(slot_) * visits_;
-        dquery_sums_ = reinterpret_cast<float4*>(p.dquery_accum) + first_visit * kVisitSums + group_ * kDqTiles * 128 +
-                       threadIdx.x % 128;
+        const int owner = Tile::kStagesDquery ? warp_id() - 4 : group_;
+        dquery_sums_ = reinterpret_cast<float4*>(p.dquery_accum) + first_visit * kVisitSums + owner * kDqTiles * kDqStride +
+                       threadIdx.x % kDqStride;
     }
 
     __device__ __forceinline__ void run() {
@@ -40,6 +44,7 @@ public:
             clear(dkey_);
             clear(dvalue_);
             for (int i = 0; i < visits_; ++i) visit(scores, dprobs, probs, dscores, i);
+            if constexpr (Tile::kSharesKeys) end_sums<0>(true);
             add_to_keys();
         }
         store_box_wait();
@@ -49,38 +54,48 @@ public:
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kHeadDim = Tile::kHeadDim;
     static constexpr int kThreads = Tile::kConsumers * 128;
-    static constexpr int kTiles = kRows / 8, kDqTiles = Tile::kDqCols / 8;
+    static constexpr int kScoreRows = Tile::kScoreRows, kTiles = kScoreRows / 8, kDqTiles = Tile::kDqCols / 8;
     static constexpr int kVisitSums = kRows * kHeadDim / 4;  // of dQ, by four
+    // Between a thread's sums: those of a warp lie together where the copy engine adds to them, else those of a group.
+    static constexpr int kDqStride = Tile::kStagesDquery ? 32 : 128;
     using RowsTile = typename Tile::RowsTile;
     using KeysTile = typename Tile::KeysTile;
     using PairsTile = typename Tile::PairsTile;
     using Pairs = float[1][kTiles][4];  // keys by rows
-    using PairsOperand = uint32_t[kRows / 16][4];
-    using DimSum = float[1][kHeadDim / 8][4];  // keys by columns
+    using PairsOperand = uint32_t[kScoreRows / 16][4];
+    using DimSum = float[1][Tile::kSumCols / 8][4];  // keys by columns
     using DquerySum = float[1][kDqTiles][4];
 
     // Rows of a head, with the tile's keys.
     __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, PairsOperand& probs, PairsOperand& dscores,
                                           int i) {
-        const bool is_last = i == visits_ - 1;
         query_ring_.wait_full();
         const bool has_empty = clear_empty_rows(query());
         issue_scores(scores, smem_.key, query());
         dout_ring_.wait_full();
         if (has_empty) clear_empty_rows(dout());
         issue_scores(dprobs, smem_.value, dout());
+        if constexpr (Tile::kSharesKeys) end_sums<2>(i > 0);
         wgmma_wait<0>();
         kept_in_flight(scores);
         kept_in_flight(dprobs);
-        if (is_last) {
+        if (i == visits_ - 1) {
             value_ring_.release();
             value_ring_.advance();
         }
         differentiate(scores, dprobs, i);
         to_operand<T>(scores, probs);
         to_operand<T>(dprobs, dscores);
+        if constexpr (Tile::kSharesKeys) {
+            add_of_shared_keys(probs, dscores, i);
+        } else {
+            add_of_own_keys(probs, dscores, i);
+        }
+    }
+    // P and dS of the group's own keys: operands as they lie in registers.
+    __device__ __forceinline__ void add_of_own_keys(const PairsOperand& probs, const PairsOperand& dscores, int i) {
         issue_sum(dvalue_, probs, dout());
-        store_dscores(dscores);
+        store_pairs(dscores_tile(), dscores);
         fence_async();
         barrier_sync(1, kThreads);  // dS has come whole, and nobody reads the one before
         DquerySum dquery;
@@ -91,10 +106,7 @@ private:
         kept_in_flight(dquery);
         dout_ring_.release();
         dout_ring_.advance();
-        if (is_last) {
-            key_ring_.release();
-            key_ring_.advance();
-        }
+        if (i == visits_ - 1) release_keys();
         add_dquery(dquery, i);
         dscores_stage_ ^= 1;
         wgmma_wait<0>();  // dK
@@ -102,14 +114,53 @@ private:
         query_ring_.release();
         query_ring_.advance();
     }
+    // Of the keys that the groups share each has some rows: it needs the others' P and dS, too. dV and dK are awaited in the
+    // next visit, so that their products run while dQ is added to its sums.
+    __device__ __forceinline__ void add_of_shared_keys(const PairsOperand& probs, const PairsOperand& dscores, int i) {
+        pairs_ring_.wait_empty();
+        store_pairs(probs_tile(), probs);
+        store_pairs(dscores_tile(), dscores);
+        fence_async();
+        barrier_sync(1, kThreads);  // P and dS have come whole
+        DquerySum dquery;
+        issue_dquery(dquery);
+        issue_sum(dvalue_, probs_tile(), dout());
+        issue_sum(dkey_, dscores_tile(), query());
+        wgmma_wait<2>();  // dQ
+        kept_in_flight(dquery);
+        if (i == visits_ - 1) release_keys();
+        add_dquery(dquery, i);
+        query_ring_.advance();
+        dout_ring_.advance();
+    }
+    // Of dV and dK of the visit before, if any: kPending products have been issued since.
+    template <int kPending>
+    __device__ __forceinline__ void end_sums(bool any) {
+        wgmma_wait<kPending>();
+        kept_in_flight(dvalue_);
+        kept_in_flight(dkey_);
+        if (!any) return;
+        query_ring_.release_last();
+        dout_ring_.release_last();
+        pairs_ring_.release();
+        pairs_ring_.advance();
+    }
+    __device__ __forceinline__ void release_keys() {
+        key_ring_.release();
+        key_ring_.advance();
+    }
 
     __device__ const typename Smem::RowInfo& info() const { return smem_.rows[query_ring_.stage()]; }
     __device__ RowsTile& query() const { return smem_.query[query_ring_.stage()]; }
     __device__ RowsTile& dout() const { return smem_.dout[dout_ring_.stage()]; }
-    // The group's first of dQ, of a visit.
-    __device__ int group_row() const { return Tile::kSplitsDqRows ? group_ * 64 : 0; }
-    __device__ int group_col() const { return Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols; }
-    __device__ PairsTile& dscores_tile() const { return smem_.dscores[dscores_stage_]; }
+    // The group's first, of a visit: of the keys, of the rows of S and dP, of the columns of dK and dV; of dQ.
+    __device__ int group_key() const { return Tile::kSharesKeys ? 0 : group_ * 64; }
+    __device__ int group_row() const { return Tile::kSharesKeys ? group_ * kScoreRows : 0; }
+    __device__ int group_col() const { return Tile::kSharesKeys ? group_ * Tile::kSumCols : 0; }
+    __device__ int dquery_row() const { return Tile::kSplitsDqRows ? group_ * 64 : 0; }
+    __device__ int dquery_col() const { return Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols; }
+    __device__ PairsTile& dscores_tile() const { return smem_.pairs[dscores_stage_]; }
+    __device__ PairsTile& probs_tile() const { return smem_.pairs[1]; }
 
     // A row that sees nothing may hold anything, and zero times NaN would reach a sum. Gives whether there is one. Both
     // groups clear alike.
@@ -129,70 +180,104 @@ private:
 
     // S = K Q^T, or dP = V dO^T.
     __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows) const {
-        const Operand<KeysTile> a(keys, group_ * 64);
-        const Operand<RowsTile> b(rows);
+        const Operand<KeysTile> a(keys, group_key());
+        const Operand<RowsTile> b(rows, group_row());
         kept_in_flight(pairs);
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < kHeadDim; d += 16)
-            Wgmma<kRows>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
+            Wgmma<kScoreRows>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
         wgmma_commit();
     }
-    // dV += P dO, or dK += dS Q.
+    // dV += P dO, or dK += dS Q: of the group's keys, or of all, in shared memory, and the group's columns.
     __device__ __forceinline__ void issue_sum(DimSum& sum, const PairsOperand& pairs, const RowsTile& rows) {
         const Operand<RowsTile> b(rows);
         kept_in_flight(sum);
         wgmma_fence();
 #pragma unroll
         for (int r = 0; r < kRows; r += 16)
-            Wgmma<kHeadDim>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
+            Wgmma<Tile::kSumCols>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_sum(DimSum& sum, const PairsTile& pairs, const RowsTile& rows) {
+        const Operand<PairsTile> a(pairs);
+        const Operand<RowsTile> b(rows);
+        kept_in_flight(sum);
+        wgmma_fence();
+#pragma unroll
+        for (int r = 0; r < kRows; r += 16)
+            Wgmma<Tile::kSumCols>::template multiply<T, true, true>(sum, a.down(r), b.down(r, group_col()), true);
         wgmma_commit();
     }
     // dQ = dS^T K, of the group's rows and columns.
     __device__ __forceinline__ void issue_dquery(DquerySum& dquery) const {
-        const Operand<PairsTile> a(dscores_tile(), group_row());
+        const Operand<PairsTile> a(dscores_tile(), dquery_row());
         const Operand<KeysTile> b(smem_.key);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kKeys; k += 16)
-            Wgmma<Tile::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, group_col()), k > 0);
+            Wgmma<Tile::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, dquery_col()), k > 0);
         wgmma_commit();
     }
 
     // Rows by keys, transposed by stmatrix.
-    __device__ __forceinline__ void store_dscores(const PairsOperand& dscores) const {
-        const int row = lane_id() % 8 + lane_id() / 16 * 8, chunk = warp_key_ / 8 + lane_id() / 8 % 2;
-        const uint32_t to = smem_address(dscores_tile().data + PairsTile::offset(row, chunk));
+    __device__ __forceinline__ void store_pairs(PairsTile& tile, const PairsOperand& pairs) const {
+        const int row = group_row() + lane_id() % 8 + lane_id() / 16 * 8, chunk = warp_key_ / 8 + lane_id() / 8 % 2;
+        const uint32_t to = smem_address(tile.data + PairsTile::offset(row, chunk));
 #pragma unroll
-        for (int r = 0; r < kRows / 16; ++r)
-            stmatrix_x4_trans(to + r * 16 * PairsTile::kPanelCols * sizeof(T), dscores[r]);
+        for (int r = 0; r < kScoreRows / 16; ++r)
+            stmatrix_x4_trans(to + r * 16 * PairsTile::kPanelCols * sizeof(T), pairs[r]);
     }
 
     // S and dP to P and dS.
     __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int visit) {
-        const int first_word = smem_.work().template row_of<kRows>(visit) / 32;
+        const int first_word = (smem_.work().template row_of<kRows>(visit) + group_row()) / 32;
+        const float *lse = info().lse + group_row(), *delta = info().delta + group_row();
 #pragma unroll
-        for (int w = 0; w < kRows / 32; ++w)
-            keys_.differentiate(p_, smem_.keys, first_word + w, s, dp, w * 4, info().lse + w * 32, info().delta + w * 32);
+        for (int w = 0; w < kScoreRows / 32; ++w)
+            keys_.differentiate(p_, smem_.keys, first_word + w, s, dp, w * 4, lse + w * 32, delta + w * 32);
     }
 
-    // This thread's of the slot, in the order in which registers hold them: four numbers, and 128 on the next.
+    // This thread's of the slot, in the order in which registers hold them: four numbers, and kDqStride on the next.
     __device__ __forceinline__ float4* dquery_sums(int visit) const { return dquery_sums_ + visit * kVisitSums; }
     __device__ __forceinline__ void add_dquery(const DquerySum& dquery, int visit) const {
         float4* to = dquery_sums(visit);
+        if constexpr (Tile::kStagesDquery) {
+            auto& part = smem_.dquery[warp_id() - 4];
+            if (lane_id() == 0) store_box_wait_read();  // of the visit before
+            __syncwarp();
 #pragma unroll
-        for (int n = 0; n < kDqTiles; ++n) reduce_add(reinterpret_cast<float*>(to + n * 128), dquery[0][n]);
+            for (int n = 0; n < kDqTiles; ++n) {
+                const float* x = dquery[0][n];
+                part[n][lane_id()] = {x[0], x[1], x[2], x[3]};
+            }
+            fence_async();
+            __syncwarp();
+            if (lane_id() == 0) {
+                reduce_add_bulk(reinterpret_cast<float*>(to), smem_address(&part), sizeof(part));
+                store_box_commit();
+            }
+        } else {
+#pragma unroll
+            for (int n = 0; n < kDqTiles; ++n) reduce_add(reinterpret_cast<float*>(to + n * kDqStride), dquery[0][n]);
+        }
     }
 
     // What the tile's keys get, to their sums in global memory.
     __device__ __forceinline__ void add_to_keys() {
         const GatherGroupWork& work = smem_.work();
         const int64_t first_key = p_.cu_seqlens_k == nullptr ? work.s.batch * p_.seqlen_k : work.s.first_key;
-        float* const dkey = p_.dkv_accum + (first_key * p_.kv_heads + work.head / work.group) * kHeadDim;
+        float* const dkey = p_.dkv_accum + (first_key * p_.kv_heads + work.head / work.group) * kHeadDim + group_col();
         const int64_t row_stride = p_.kv_heads * kHeadDim;
-        auto& stages = smem_.sums[warp_id() - 4];
-        keys_.add(dvalue_, dkey + p_.dkv_rows * row_stride, row_stride, stages, sums_part_);
-        keys_.add(dkey_, dkey, row_stride, stages, sums_part_);
+        float* const dvalue = dkey + p_.dkv_rows * row_stride;
+        if constexpr (Tile::kSharesKeys) {
+            keys_.add(dvalue_, dvalue, row_stride);
+            keys_.add(dkey_, dkey, row_stride);
+        } else {
+            auto& stages = smem_.sums[warp_id() - 4];
+            keys_.add(dvalue_, dvalue, row_stride, stages, sums_part_);
+            keys_.add(dkey_, dkey, row_stride, stages, sums_part_);
+        }
         keys_.add_dbias(p_, work.s, work.head);
     }
 
@@ -215,7 +300,7 @@ private:
 #pragma unroll
                 for (int n = 0; n < kDqTiles; ++n) {
                     float4 x{};
-                    if (first + i < visits_) x = __ldcg(dquery_sums(first + i) + n * 128);
+                    if (first + i < visits_) x = __ldcg(dquery_sums(first + i) + n * kDqStride);
                     float(&sum)[4] = dquery[i][0][n];
                     sum[0] = x.x, sum[1] = x.y, sum[2] = x.z, sum[3] = x.w;
                 }
@@ -223,7 +308,7 @@ private:
             for (int i = 0; i < kAtOnce; ++i) {
                 if (first + i == visits_) break;
 #pragma unroll
-                for (int n = 0; n < kDqTiles; ++n) __stcg(dquery_sums(first + i) + n * 128, float4{});
+                for (int n = 0; n < kDqTiles; ++n) __stcg(dquery_sums(first + i) + n * kDqStride, float4{});
                 store_dquery(dquery[i], first + i);
             }
         }
@@ -233,13 +318,13 @@ private:
     }
     __device__ __forceinline__ void store_dquery(const DquerySum& dquery, int visit) const {
         const GatherGroupWork& work = smem_.work();
-        const int first = work.first_row + work.row_of<kRows>(visit) + group_row();
-        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, work.head_of<kRows>(visit)) + group_col();
+        const int first = work.first_row + work.row_of<kRows>(visit) + dquery_row();
+        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, work.head_of<kRows>(visit)) + dquery_col();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first + warp_id() % 4 * 16 + h * 8 + fragment_row();
             store_row(dquery, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
-                      static_cast<int>(p_.head_dim) - group_col(), row < work.s.rows);
+                      static_cast<int>(p_.head_dim) - dquery_col(), row < work.s.rows);
         }
     }
 
@@ -251,6 +336,7 @@ private:
     float4* dquery_sums_;
     Ring<1> key_ring_, value_ring_;
     Ring<Tile::kStages> query_ring_, dout_ring_;
+    Ring<1> pairs_ring_;
     int dscores_stage_ = 0, sums_part_ = 0;
     LaneKeys<kBias> keys_;
     DimSum dkey_, dvalue_;

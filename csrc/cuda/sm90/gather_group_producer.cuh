@@ -1,7 +1,8 @@
 // The warp group that loads, of the backward over key lists that heads share: one tile of keys after the other, wherever they
 // lie, and with each the rows of every head.
 //
-// A lane sees to one key of a tile. What it needs is read ahead, as in gather_bwd_producer.cuh.
+// A lane sees to one key of a tile; of 64 keys two lanes see to the same. What it needs is read ahead, as in
+// gather_bwd_producer.cuh.
 #pragma once
 
 #include "copy_rows.cuh"
@@ -29,10 +30,11 @@ public:
         const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work.s, kv_head);
         const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work.s, kv_head);
         const ListReader<T, kBias> reader(p_, work.s, work.head, work.first_row, list);
-        const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * 32;
+        const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * kWarpKeys;
+        const int lane_key = kWarpKeys == 32 ? threadIdx.x : warp_key + threadIdx.x % kWarpKeys;
 
-        const auto place_of = [&](int tile) { return tile < end ? list.key(tile * kKeys + threadIdx.x) : -1; };
-        const auto fetch = [&](int tile, int place) { return reader.fetch(tile * kKeys + threadIdx.x, place); };
+        const auto place_of = [&](int tile) { return tile < end ? list.key(tile * kKeys + lane_key) : -1; };
+        const auto fetch = [&](int tile, int place) { return reader.fetch(tile * kKeys + lane_key, place); };
         ListedKey key = fetch(first, place_of(first));
         int place = place_of(first + 1);
         for (int tile = first; tile < end; ++tile) {
@@ -41,13 +43,13 @@ public:
             float bias;
             const int seen = reader.look(key, words, bias);
             value_ring_.wait_empty();
-            gather_rows<32>(smem_.value, warp_key, values, p_.value.row_stride, seen, head_dim);
+            gather_rows<kWarpKeys>(smem_.value, warp_key, values, p_.value.row_stride, seen, head_dim);
             mbarrier_arrive_when_copied(value_ring_.full());
             value_ring_.advance();
             key_ring_.wait_empty();
-            smem_.keys.store(threadIdx.x, seen, words, bias);
+            if (threadIdx.x % 32 < kWarpKeys) smem_.keys.store(lane_key, seen, words, bias);
             mbarrier_arrive_here(key_ring_.full());
-            gather_rows<32>(smem_.key, warp_key, keys, p_.key.row_stride, seen, head_dim);
+            gather_rows<kWarpKeys>(smem_.key, warp_key, keys, p_.key.row_stride, seen, head_dim);
             mbarrier_arrive_when_copied(key_ring_.full());
             key_ring_.advance();
             key = fetch(tile + 1, place);
@@ -59,8 +61,8 @@ public:
     }
 
 private:
-    static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys;
-    static_assert(kRows <= 128 && kKeys == 128, "a thread sees to one row and one key");
+    static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWarpKeys = kKeys / 4;
+    static_assert(kRows <= 128 && kWarpKeys <= 32, "a thread sees to one row and one key");
 
     __device__ __forceinline__ void load_rows(const GatherGroupWork& work, int visit) {
         const int head = work.head_of<kRows>(visit), first = work.first_row + work.row_of<kRows>(visit);

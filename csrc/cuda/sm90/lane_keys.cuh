@@ -2,6 +2,7 @@
 // their pairs, the gradient of their bias, and the way of their dK and dV to the sums in global memory.
 #pragma once
 
+#include "../common/reduce_add.cuh"
 #include "../common/scores.cuh"
 #include "../ptx/sm90.cuh"
 #include "listed_key.cuh"
@@ -84,6 +85,27 @@ public:
                 if (adds) reduce_add_bulk(row + col, smem_address(rows[lane_id()]), kCols * sizeof(float));
                 store_box_commit();
                 part = part == kStages - 1 ? 0 : part + 1;
+            }
+        }
+    }
+    // The same from registers, where shared memory has no room. Of two tiles of columns an even lane and the next hold four
+    // columns each: one gets those of the first tile, the other those of the second.
+    template <int kTiles>
+    __device__ __forceinline__ void add(const float (&sum)[1][kTiles][4], float* to, int64_t row_stride) const {
+        static_assert(kTiles % 2 == 0);
+        const bool is_odd = lane_id() % 2;
+        const int col = lane_id() % 4 / 2 * 4 + (is_odd ? 8 : 0);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float* row = to + place_[h] * row_stride + col;
+#pragma unroll
+            for (int n = 0; n < kTiles; n += 2) {
+                const float *first = sum[0][n] + 2 * h, *second = sum[0][n + 1] + 2 * h;
+                const float x = __shfl_xor_sync(~0u, is_odd ? first[0] : second[0], 1);
+                const float y = __shfl_xor_sync(~0u, is_odd ? first[1] : second[1], 1);
+                const float four[4] = {is_odd ? x : first[0], is_odd ? y : first[1], is_odd ? second[0] : x,
+                                       is_odd ? second[1] : y};
+                if (place_[h] >= 0) reduce_add(row + n * 8, four);
             }
         }
     }

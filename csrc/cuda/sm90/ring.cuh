@@ -56,13 +56,16 @@ public:
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), this->phase()); }
     // At first every stage is.
     __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), this->phase() ^ 1); }
-    // This warp is done with the stage; its lanes call together.
-    __device__ __forceinline__ void release() const {
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive_here(empty());
-    }
+    // This warp is done with the stage, or the one before; its lanes call together.
+    __device__ __forceinline__ void release() const { release(this->stage()); }
+    __device__ __forceinline__ void release_last() const { release(this->last_stage()); }
 
 private:
+    __device__ __forceinline__ void release(int stage) const {
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive_here(barriers_ + (kStages + stage) * 8);
+    }
+
     uint32_t barriers_;
 };
 

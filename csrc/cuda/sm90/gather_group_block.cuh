@@ -123,7 +123,7 @@ struct GatherGroupSmem {
     RingBarriers<1> pairs_ring;  // where keys are shared; nobody waits for it to be full
     // dQ of each warp on its way to its sums, as its registers hold it.
     using DqueryPart = float4[Tile::kDqCols / 8][32];
-    std::conditional_t<Tile::kStagesDquery, DqueryPart[Tile::kConsumers * 4], Nothing> dquery;
+    alignas(128) std::conditional_t<Tile::kStagesDquery, DqueryPart[Tile::kConsumers * 4], Nothing> dquery;
 
     __device__ GatherGroupWork& work() { return reinterpret_cast<GatherGroupWork&>(raw_work); }
     __device__ KeyList& list() { return reinterpret_cast<KeyList&>(raw_list); }

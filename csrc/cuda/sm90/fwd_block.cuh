@@ -84,10 +84,11 @@ struct FwdSmem {
 
     // What comes with a tile of keys.
     struct KeyInfo {
-        static constexpr int kEnd = -1;  // as a tile: the work has no other
+        static constexpr int kNone = -1;  // as a tile: the work visits none
 
         int tile;                  // not of gathered keys
         bool full;                 // neither mask nor causality nor lengths hide a pair
+        bool last;                 // the work visits no other; not of gathered keys
         alignas(16) uint32_t columns[kWords];  // keys that some row sees; those that a key bias hides are none
         // Of masks that rows do not share, where the tile is not full: the keys that a row sees; of gathered keys the rows
         // that see a key.

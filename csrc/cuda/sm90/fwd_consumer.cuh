@@ -53,6 +53,7 @@ private:
         clear(out_);
         softmax_ = OnlineSoftmax<1>();
         if (Tile::kGathers) left_ = work().listed + kKeys;
+        is_last_ = false;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             row_end_[h] = row(h) < work().s.rows ? work().s.keys_of(row(h), p_.is_causal) : 0;
@@ -85,8 +86,9 @@ private:
             wgmma_wait<0>();
             kept_in_flight(out_);
             release_values();
+        } else {
+            query_ring_.release();  // else with the last scores
         }
-        if (!Tile::kGathers || work().listed == 0) query_ring_.release();  // else with the last scores
     }
 
     // Until all but the newest kPending groups of products are done.
@@ -105,13 +107,15 @@ private:
             key_ring_.wait_full();
             return true;
         }
+        if (is_last_) return false;
         key_ring_.wait_full();
-        if (info().tile != Smem::KeyInfo::kEnd) return true;
+        is_last_ = info().last;
+        if (info().tile != Smem::KeyInfo::kNone) return true;
         release_keys();
         return false;
     }
-    // Whether the tile is the work's last, as far as that is known.
-    __device__ __forceinline__ bool is_last() const { return Tile::kGathers && left_ <= kKeys; }
+    // Whether the tile is the work's last.
+    __device__ __forceinline__ bool is_last() const { return Tile::kGathers ? left_ <= kKeys : is_last_; }
 
     // The values of keys that no row sees are zeros, whatever they are.
     __device__ __forceinline__ void await_values() const {
@@ -300,6 +304,7 @@ private:
     Ring<Tile::kBiasStages> bias_ring_;
     int turn_ = 0;
     int left_;                  // of gathered keys: those of the list from this tile on
+    bool is_last_;              // of others: whether the work visits no tile behind this one
     int row_end_[2];            // a row sees keys below this by causality and length
     uint32_t columns_[kWords];  // of the tile whose values are next
     OnlineSoftmax<1> softmax_;

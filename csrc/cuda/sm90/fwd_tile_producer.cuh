@@ -102,16 +102,38 @@ private:
         return TileScan<kKeys, decltype(summarize)>(span.begin, span.end, summarize);
     }
 
+    // A tile of keys that a work visits.
+    struct Visit {
+        static constexpr int kWarps = kThreads / 32;
+
+        int tile;
+        bool full, last;  // no pair is hidden; the work visits no other behind it
+        uint32_t columns[ceil_div(kWords, kWarps)];  // this warp's words
+
+        // The current one of a scan, which goes on to the next.
+        template <typename Scan>
+        __device__ __forceinline__ explicit Visit(Scan& scan) : tile(scan.index()), full(scan.full()) {
+#pragma unroll
+            for (int w = 0; w < kWords; ++w)
+                if (w % kWarps == warp_id()) columns[w / kWarps] = scan.columns(w);
+            last = !scan.next();
+        }
+    };
+
+    // In the order in which the consumers ask: the first keys and the query, then the keys of a tile before the values of the
+    // one before it.
     __device__ void load(const FwdWork& work) {
-        // In the order in which the consumers ask: the first keys and the query, then the keys of a tile before the values
-        // of the one before it.
-        auto tile = scan(work);
-        int visited = 0;
-        for (bool first = true, more = true; more; first = false) {
-            more = tile.next();
-            hand_over_keys(work, tile, more);
-            first ? load_query(work) : load_values(work, visited);
-            visited = more ? tile.index() : 0;
+        auto tiles = scan(work);
+        if (!tiles.next()) {
+            hand_over_no_keys();
+            return load_query(work);
+        }
+        for (int before = -1;;) {
+            const Visit visit(tiles);
+            hand_over_keys(work, visit);
+            before < 0 ? load_query(work) : load_values(work, before);
+            before = visit.tile;
+            if (visit.last) return load_values(work, before);
         }
     }
 
@@ -127,42 +149,42 @@ private:
         query_ring_.advance();
     }
 
-    // Without `more`, the work has no other tile of keys. What comes from memory through registers is on its way before the
-    // stage is free.
-    template <typename Scan>
-    __device__ __forceinline__ void hand_over_keys(const FwdWork& work, const Scan& tile, bool more) {
-        const bool is_masked = more && !tile.full() && mask_differs_by_row(p_);
+    __device__ void hand_over_no_keys() {
+        key_ring_.wait_empty();
+        if (threadIdx.x == 0) smem_.keys[key_ring_.stage()].tile = Smem::KeyInfo::kNone;
+        mbarrier_arrive_here(key_ring_.full());
+        key_ring_.advance();
+    }
+
+    // What comes from memory through registers is on its way before the stage is free.
+    __device__ __forceinline__ void hand_over_keys(const FwdWork& work, const Visit& visit) {
+        const bool is_masked = !visit.full && mask_differs_by_row(p_);
         float key_bias = 0;
-        if (kBias == BiasKind::kKey && more) key_bias = key_bias_of_thread(work, tile.index());
+        if (kBias == BiasKind::kKey) key_bias = key_bias_of_thread(work, visit.tile);
         MaskWords words[kMaskRows];
         TileIntervals<kThreads, kWords> intervals;
         if (is_masked && p_.packed_mask.bits != nullptr) {
-            load_mask(words, work, tile.index());
+            load_mask(words, work, visit.tile);
         } else if (is_masked) {
-            intervals.fetch(p_, work.s, work.head, tile.index() * kKeys);
+            intervals.fetch(p_, work.s, work.head, visit.tile * kKeys);
         }
 
         key_ring_.wait_empty();
         auto& info = smem_.keys[key_ring_.stage()];
         if (threadIdx.x == 0) {
-            info.tile = more ? tile.index() : Smem::KeyInfo::kEnd;
-            info.full = tile.full();
-            if (more) {
-                mbarrier_expect(key_ring_.full(), sizeof(typename Smem::KeyTile));
-                load_keys(smem_.key[key_ring_.stage()], maps_.key, key_ring_.full(), work, tile.index());
-            }
+            info.tile = visit.tile;
+            info.full = visit.full;
+            info.last = visit.last;
+            mbarrier_expect(key_ring_.full(), sizeof(typename Smem::KeyTile));
+            load_keys(smem_.key[key_ring_.stage()], maps_.key, key_ring_.full(), work, visit.tile);
         }
-        if (more) {
-            const uint32_t not_hidden = __ballot_sync(~0u, key_bias != -kInfinity);  // of keys 32 * warp_id() and so on
+        const uint32_t not_hidden = __ballot_sync(~0u, key_bias != -kInfinity);  // of keys 32 * warp_id() and so on
 #pragma unroll
-            for (int w = 0; w < kWords; ++w) {
-                const uint32_t columns = tile.columns(w);
-                if (w % (kThreads / 32) == warp_id() && lane_id() == 0)
-                    info.columns[w] = kBias == BiasKind::kKey ? columns & not_hidden : columns;
-            }
-            if constexpr (kBias == BiasKind::kKey)
-                if (threadIdx.x < kKeys) info.bias[threadIdx.x] = key_bias;
-        }
+        for (int w = 0; w < kWords; ++w)
+            if (w % Visit::kWarps == warp_id() && lane_id() == 0)
+                info.columns[w] = visit.columns[w / Visit::kWarps] & (kBias == BiasKind::kKey ? not_hidden : ~0u);
+        if constexpr (kBias == BiasKind::kKey)
+            if (threadIdx.x < kKeys) info.bias[threadIdx.x] = key_bias;
         if (is_masked && p_.packed_mask.bits != nullptr) {
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i)

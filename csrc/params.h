@@ -93,7 +93,7 @@ struct KeyListsView {
     int64_t heads = 1;      // H, Hkv or 1
     int64_t tile_rows = kRows;  // or kRows / 2
     int64_t row_tiles = 1;  // ceil(Sq / tile_rows), or 1 where every row of a head shares one list (a key mask)
-    int64_t longest = 0;    // about how long a list is, where that is known
+    int64_t longest = 0;    // about how long a list may be, by the room that there is, where that is known
     bool rows_alike = false;  // one list serves every row
 
     bool present() const { return begins != nullptr; }  // the keys may be none
@@ -156,7 +156,8 @@ struct IntervalTiles {
 };
 
 // On CUDA a bool mask may be given both packed and as lists, of which the device alone knows whether they were made. Then
-// everything is launched twice, to go by the lists and to go by tiles, and what is launched in vain ends at once.
+// everything is launched twice, to go by the lists and to go by tiles, and what is launched in vain ends at once. There is no
+// dense bias then: what serves these alone is never launched in vain.
 struct Way {
     const int64_t* begins = nullptr;  // those of the lists; null where there is but one way
     bool by_lists = false;

@@ -327,10 +327,12 @@ def attend(
         "softcap": softcap,
     }
     cache = {} if cache_seqlens is None else {"cache_seqlens": cache_seqlens}
-    leaves = (query, key, value, bias)
+    learns = needs_gradients(query, key, value, bias)
     out, lse = backend.attention(
         *(kernel_rows(query), kernel_rows(key), kernel_rows(value)),
-        mask_for(backend, mask, sparse, leaves, deterministic, seqlen_q, seqlen_k, bool(is_causal)),
+        mask_for(
+            *(backend, mask, sparse, query, key, bias, learns, deterministic), seqlen_q, seqlen_k, bool(is_causal)
+        ),
         bias,
         **options,
         **cache,
@@ -383,10 +385,13 @@ def attend_varlen(
     }
     held = checks.held_lengths(query, key, mask, bias, varlen)
     cu_seqlens_q, cu_seqlens_k, *lengths = held
-    leaves, problem = (query, key, value, bias), (*lengths, bool(is_causal), cu_seqlens_q, cu_seqlens_k)
+    learns = needs_gradients(query, key, value, bias)
     out, lse = backend.attention(
         *map(kernel_rows, (query, key, value)),
-        mask_for(backend, mask, sparse, leaves, deterministic, *problem),
+        mask_for(
+            *(backend, mask, sparse, query, key, bias, learns, deterministic),
+            *(*lengths, bool(is_causal), cu_seqlens_q, cu_seqlens_k),
+        ),
         bias,
         **options,
         deterministic=bool(deterministic),
@@ -398,28 +403,33 @@ def attend_varlen(
     return (out, lse) if return_lse else out
 
 
+def needs_gradients(*leaves: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+
+
 def mask_for(
     backend: ModuleType,
     mask: AnyMask | ops.MaskTensors,
     sparse: str,
-    leaves: tuple,
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    learns: bool,
     deterministic: bool,
-    seqlen_q: int,
     *problem,
 ) -> AnyMask | ops.MaskTensors:
-    """The mask in a form that the backend takes. leaves: what may need a gradient, first the query, last the bias."""
+    """The mask in a form that the backend takes. learns: whether gradients will be asked for."""
     if mask is None or isinstance(mask, ops.MaskTensors):
         return mask
     mask = without_repeats(mask) if isinstance(mask, Tensor) else mask
     if backend.SPARSE_MASKS:
-        needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-        chosen = key_lists.choose(mask, sparse, needs_gradients, seqlen_q, *problem)
-        if sparse == "auto" and not deterministic and key_lists.may_be_short(chosen, leaves[-1], seqlen_q, *problem):
-            return key_lists.where_short(chosen, leaves[0].shape[-1], needs_gradients, seqlen_q, *problem)
+        chosen = key_lists.choose(mask, sparse, learns, *problem)
+        if sparse == "auto" and not deterministic and key_lists.may_be_short(chosen, bias, *problem):
+            return key_lists.where_short(chosen, query, key, bias, learns, is_causal=problem[2])
         return chosen
     if sparse == "lists":
         raise ValueError(f"sparse='lists' is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
-    return dense_mask(mask, seqlen_q)
+    return dense_mask(mask, problem[0])
 
 
 def without_repeats(mask: Tensor) -> Tensor:

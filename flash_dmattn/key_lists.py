@@ -40,11 +40,13 @@ CPU_MIN_KEYS = 512
 # backward are 1.0 to 5.3 times as fast from 64 keys on, whatever the window. Of sliding windows, whose tiles are empty
 # or full, lists are slower by up to a third: there they are for masks that are scattered.
 CUDA_MIN_KEYS = 256
-# Of a bool mask on CUDA the device looks whether lists are short (`where_short`): where they hold at most so many
-# percent of the keys in tiles that are not empty, by the head dimensions up to which that holds. Measured on an H200
-# (bf16, S8192, causal top-w and random masks), forward and backward, with the lists' making: they take as long as tiles
-# at 67 % (D32), 80 % (D64), 73 to 90 % (D128), 64 to 88 % (D256); the forward alone above 90 %.
+# Of a bool mask on CUDA the device looks whether lists are short (`where_short`): where they hold at most half of all
+# keys, and at most so many percent of those in tiles that are not empty, by the head dimensions up to which that holds.
+# Measured on an H200 (bf16, S8192, causal top-w and random masks), forward and backward, with the lists' making: they
+# take as long as tiles at 67 % (D32), 80 % (D64), 73 to 90 % (D128), 88 % (D256; 50 to 60 % where query heads do not
+# share lists and biases: those are left to the kernels of sm80); the forward alone above 90 %.
 CUDA_PERCENT = {32: 60, 64: 75, 128: 80, 256: 70}
+CUDA_PERCENT_APART = {**CUDA_PERCENT, 256: 45}
 CUDA_PERCENT_FORWARD = 90
 # To look, and to launch what then ends at once, takes 0.02 ms each of a forward and a backward there: little beside the
 # attention of so many rows and keys.
@@ -455,29 +457,27 @@ def may_be_short(
 ) -> bool:
     """Whether a mask is one for `where_short`: a large bool mask whose rows differ, on CUDA, beside no dense bias.
 
-    A DTensor is none: the lists of its parts would have to lie as the query's do.
+    A subclass of Tensor is none: the lists of a DTensor's parts would have to lie as the query's do.
     """
     if type(mask) is not Tensor or mask.device.type != "cuda" or mask.ndim != 4 or cu_seqlens_q is not None:
         return False
     least_rows, least_keys = CUDA_MIN_OF_BOOLS
     whole = is_known(mask.shape[2] == seqlen_q) and is_known(mask.shape[3] == seqlen_k)
     large = is_known(seqlen_q >= least_rows) and is_known(seqlen_k >= least_keys)
-    return whole and large and (bias is None or is_known(bias.shape[2] == 1))
+    some = is_known(mask.shape[0] > 0) and is_known(mask.shape[1] > 0)
+    return whole and large and some and (bias is None or is_known(bias.shape[2] == 1))
 
 
 def where_short(
-    mask: Tensor,
-    head_dim: int,
-    needs_gradients: bool,
-    seqlen_q: int,
-    seqlen_k: int,
-    is_causal: bool,
-    *cu_seqlens: None,
+    mask: Tensor, query: Tensor, key: Tensor, bias: Tensor | None, needs_gradients: bool, is_causal: bool
 ) -> ops.MaskTensors:
     """A bool mask as tiles and, where these are short, as lists: the device looks at it, and goes by what is faster."""
-    of_both = next((percent for most, percent in CUDA_PERCENT.items() if head_dim <= most), 0)
-    percent = of_both if needs_gradients else CUDA_PERCENT_FORWARD
-    bits, tiles, *lists = ops.pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal, percent)
+    heads_share = all(pairs is None or pairs.shape[1] <= key.shape[2] for pairs in (mask, bias))
+    of_both = CUDA_PERCENT if heads_share else CUDA_PERCENT_APART
+    percent = CUDA_PERCENT_FORWARD
+    if needs_gradients:
+        percent = next((part for most, part in of_both.items() if query.shape[-1] <= most), 0)
+    bits, tiles, *lists = ops.pack_and_list_mask(mask, mask.shape[2], mask.shape[3], is_causal, percent)
     return ops.MaskTensors(bits, tiles, None, *lists)
 
 

@@ -176,8 +176,8 @@ def _pack_mask_fake(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlen
 def _pack_and_list_mask_fake(mask, seqlen_q, seqlen_k, is_causal, percent):
     batches, heads, tiles = *mask.shape[:2], row_tiles(seqlen_q)
     # As room_for_short_lists in csrc/cuda/masks/key_lists.cu.
-    keys = visible_pairs(seqlen_q, seqlen_k, is_causal) // LIST_ROWS * percent // 100
-    capacity = batches * heads * (-(-keys // LIST_ALIGN) + tiles) * LIST_ALIGN
+    walked = visible_pairs(seqlen_q, seqlen_k, is_causal) // LIST_ROWS + seqlen_k
+    capacity = batches * heads * (-(-(walked // 2) // LIST_ALIGN) + tiles) * LIST_ALIGN
     return (
         *_pack_mask_fake(mask, seqlen_q, seqlen_k, is_causal, None, None),
         _empty(mask, (capacity,), torch.int32),

@@ -5,7 +5,7 @@ import torch
 from gpu_inputs import on_gpu, randn
 from helpers import check
 
-from flash_dmattn import KeyLists, create_mask, flash_dmattn_func, ops
+from flash_dmattn import KeyLists, create_mask, flash_dmattn_func, flash_dmattn_func_auto, ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,6 +97,40 @@ def test_goes_by_what_is_short(case):
     assert all(torch.equal(ours, alone) for ours, alone in zip(by["auto"], way))
 
 
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_batch_elements_share_masks(batches):
+    check(on_gpu(4, ROWS, KEYS, 4, 2, 64), some_columns(batches, 2), randn(batches, 2, 1, KEYS), is_causal=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("visible", [0.1, 1.0])
+def test_more_rows_than_keys(visible, is_causal):
+    rows = KEYS + 300
+    mask = rand(1, 2, 1, KEYS, visible=visible) & rand(1, 2, rows, KEYS, visible=0.7)
+    check(on_gpu(1, rows, KEYS, 4, 2, 64), mask, is_causal=is_causal)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
+def test_of_a_cache_that_is_filled_in_part(case):
+    mask, lengths = MASKS[case][0](), torch.tensor([KEYS, 900], dtype=torch.int32, device="cuda")
+    query, key, value = on_gpu(2, ROWS, KEYS, 4, 2, 64)
+    mask[..., 900:] = False
+    out = flash_dmattn_func(query, key, value, mask, is_causal=True, cache_seqlens=lengths)
+    for number, length in enumerate(lengths.tolist()):
+        own = slice(number, number + 1)
+        rest = (key[own, :length], value[own, :length], mask[..., :length])
+        exact = flash_dmattn_func_auto("reference")(query[own], *rest, is_causal=True)
+        torch.testing.assert_close(out[own], exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("batch, heads", [(0, 4), (2, 0)])
+def test_nothing_to_do(batch, heads):
+    mask = torch.ones(batch, min(heads, 1), ROWS, KEYS, dtype=torch.bool, device="cuda")
+    query, key, value = on_gpu(batch, ROWS, KEYS, heads, heads, 64)
+    assert flash_dmattn_func(query, key, value, mask).shape == query.shape
+
+
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
 def test_memory_that_nobody_wrote_is_not_read(case):
@@ -154,6 +188,15 @@ def test_percent_says_what_is_short():
         assert (spans >= 0).all() if are_made else (spans == -1).all(), percent
     with pytest.raises(ValueError, match="percent must be from 0 to 100, got 101"):
         ops.pack_and_list_mask(mask, ROWS, KEYS, False, 101)
+
+
+def test_what_goes_together_is_checked():
+    query, key, value = on_gpu(1, ROWS, KEYS, 4, 2, 64)
+    masks, options = list_mask(top_w(), True), (*(None,) * 5, 0.3, 0.0, True, False)
+    message = "mask and list_keys are given together as pack_and_list_mask returned them, .* without a dense attn_bias"
+    for bias, given in ((randn(1, 2, ROWS, KEYS), masks), (None, masks._replace(list_rows=None))):
+        with pytest.raises(ValueError, match=message):
+            ops.attention_forward(query, key, value, bias, *given, *options)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1, KEYS), (1, 2, 0, KEYS), (0, 2, ROWS, KEYS)], ids=str)

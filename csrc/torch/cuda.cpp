@@ -160,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tens
     const auto [bits, tiles] = pack(p, mask);
     const KeyListsPlan plan = plan_key_lists(p);
     const Tensor scratch = workspace(plan.scratch_bytes, mask);
-    const int64_t capacity = room_for_short_lists(p, plan, percent);
+    const int64_t capacity = room_for_short_lists(p, plan);
     const Lists lists = empty_lists(mask, capacity, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
     key_list_places_cuda(p, plan, percent, address(scratch), lists.begins(), lists.ends(), capacity, nullptr,
                          current_stream());

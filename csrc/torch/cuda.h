@@ -18,8 +18,9 @@ std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
 
 // The same of fixed length, and the mask's lists (keys, spans, rows) in the forms of MaskTensors, where these are short: where
-// they hold at most `percent` of the keys that tiles would walk over. Else their spans are -1. Nothing is read back: the
-// operators take both forms together, and the device goes by the lists where there are any, else by tiles.
+// they hold at most half of all keys, and at most `percent` of those in tiles that are not empty. Else their spans are -1.
+// Nothing is read back: the operators take both forms together, and the device goes by the lists where there are any, else by
+// tiles.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t seqlen_q,
                                                                       int64_t seqlen_k, bool is_causal, int64_t percent);
 

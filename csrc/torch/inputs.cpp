@@ -29,8 +29,12 @@ int64_t sharers(const AttentionParams& p, int64_t batches) {
 
 KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, const Tensor& query) {
     TORCH_CHECK_VALUE(masks.list_keys && masks.list_spans, "list_keys comes with list_spans");
-    TORCH_CHECK_VALUE(!masks.mask || !query.is_cpu(), "mask and list_keys cannot both be given: the lists say what a bool "
-                      "mask does");
+    if (masks.mask) {
+        TORCH_CHECK_VALUE(!query.is_cpu(), "mask and list_keys cannot both be given: the lists say what a bool mask does");
+        TORCH_CHECK_VALUE(p.cu_seqlens_q == nullptr && p.bias.kind != BiasKind::kDense && masks.list_rows,
+                          "mask and list_keys are given together as pack_and_list_mask returned them, of fixed length and "
+                          "without a dense attn_bias");
+    }
     const Tensor &keys = *masks.list_keys, &spans = *masks.list_spans;
     TORCH_CHECK_VALUE(spans.dim() == 4 && spans.size(0) == 2 && spans.is_contiguous(),
                       "list_spans must be contiguous (2, {B|B/n|1}, {H|Hkv|1}, row tiles), got shape ", shape_of(spans),

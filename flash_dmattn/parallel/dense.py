@@ -157,8 +157,8 @@ class GatheredAttention(torch.autograd.Function):
                 some_keys, some_values = keys[:, : run.seen], values[:, : run.seen]
                 if kv is parts[0] or not same_for_heads:
                     mask = mask_of_heads(run.mask, kv, kv_heads)
-                    problem = (rows.shape[1], run.seen, dense.is_causal)
-                    mask = mask_for(backend, mask, dense.sparse, (rows, bias), dense.deterministic, *problem)
+                    call = (rows, some_keys, bias, any(ctx.needs_input_grad), dense.deterministic)
+                    mask = mask_for(backend, mask, dense.sparse, *call, rows.shape[1], run.seen, dense.is_causal)
                     masks.append(mask_tensors(mask, rows, some_keys, dense.is_causal, None))
                 some_out, some_lse = ops.attention_forward(
                     *(rows, some_keys, some_values, bias_of(bias, dense, run, kv, kv_heads)),

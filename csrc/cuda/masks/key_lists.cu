@@ -385,12 +385,13 @@ KeyListsPlan plan_key_lists(const AttentionParams& params) {
     return plan;
 }
 
-int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& plan, int64_t percent) {
+int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& plan) {
     using cuda::ceil_div;
     const int64_t rows = params.seqlen_q, keys = params.seqlen_k, seeing = std::min(rows, keys);  // rows that see a key
     const int64_t pairs = params.is_causal ? seeing * keys - seeing * (seeing - 1) / 2 : rows * keys;
     constexpr int64_t kAlign = KeyListsView::kAlign;
-    const int64_t of_head = ceil_div(pairs / KeyListsView::kRows * percent / 100, kAlign) + plan.row_tiles;  // with padding
+    const int64_t walked = pairs / KeyListsView::kRows + keys;  // or a few more: the last tile of rows counts whole
+    const int64_t of_head = ceil_div(walked / 2, kAlign) + plan.row_tiles;  // with padding
     return plan.batches * plan.heads * of_head * kAlign;
 }
 

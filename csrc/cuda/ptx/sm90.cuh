@@ -105,6 +105,8 @@ __device__ __forceinline__ void store_shared_or_async(uint32_t to, uint32_t barr
 // Between what the threads have read and written in shared memory and what reads and writes it asynchronously: copies and
 // products. A barrier follows.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same in global memory.
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Copies a box of a tensor in global memory to shared memory, where zeros stand for what lies outside the tensor, and
 // tells the barrier of the bytes. `map` is a CUtensorMap among the kernel's parameters; x counts along its first

@@ -109,8 +109,10 @@ private:
         }
         if (is_last_) return false;
         key_ring_.wait_full();
-        is_last_ = info().last;
-        if (info().tile != Smem::KeyInfo::kNone) return true;
+        if (info().tile != Smem::KeyInfo::kNone) {
+            is_last_ = info().last;
+            return true;
+        }
         release_keys();
         return false;
     }

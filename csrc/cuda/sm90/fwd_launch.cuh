@@ -37,8 +37,9 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     }
     if (kBias == BiasKind::kDense) maps.bias = make_map(dense_layout(p, p.bias), {Smem::kBiasKeys, kGroupRows, 1, 1});
 
-    // Where the works are about alike, or short, as those of windows and documents are, as many blocks as run at once share
-    // them out, and load for the next while the last ends; else blocks come as others end.
+    // Where the works are about alike, or short, as many blocks as run at once share them out, and load for the next while the
+    // last ends; else blocks come as others end. Intervals are mostly windows and documents, of short works; a causal mask as
+    // intervals takes no longer so.
     const bool mask_differs_by_row =
         p.interval_tiles.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
     const bool alike = Tile::kGathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row);

@@ -312,6 +312,7 @@ private:
                 store_dquery(dquery[i], first + i);
             }
         }
+        if (Tile::kStagesDquery) fence_async_global();  // the copy engine adds to these zeros
         __threadfence();
         barrier_sync(1, kThreads);
         if (leads) store_release(times_emptied(p_, slot_), work.unit / static_cast<int>(p_.dquery_slots) + 1);

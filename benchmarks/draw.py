@@ -35,6 +35,7 @@ NAMES = {
     "sdpa-cudnn": "cuDNN",
     "flex": "FlexAttention",
     "cudnn": "cuDNN, all keys",
+    "cudnn-w": "cuDNN, dense S x w",
     BY_HAND: "top-k by hand",
     DENSE: "SDPA, all keys",
 }

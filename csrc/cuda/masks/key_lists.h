@@ -34,8 +34,8 @@ int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& 
 // params: of a bool mask packed_mask has been filled. begins, ends [lists]: where each list is; its length is rounded up to
 // KeyListsView::kAlign. None is beyond `capacity`, the room for keys there will be. total: how much room the lists need,
 // uncut; null where nobody asks. percent: of a bool mask, where lists are made only if they fit and hold at most so much of
-// the keys in those tiles (PackedMask) that are not empty; without lists all begins and ends are -1. scratch: plan.scratch_bytes at a
-// multiple of 16, to be kept for the second step.
+// the keys in those tiles (PackedMask) that are not empty; without lists all begins and ends are -1. scratch:
+// plan.scratch_bytes at a multiple of 16, to be kept for the second step.
 void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
                           void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
                           cudaStream_t stream);

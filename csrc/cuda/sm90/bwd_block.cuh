@@ -13,7 +13,7 @@
 #include "../plan.h"
 #include "bwd_config.h"
 #include "bwd_exchange.cuh"
-#include "operand.cuh"
+#include "bwd_part.cuh"
 #include "ring.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -62,9 +62,9 @@ struct BwdSmem {
     alignas(kTileAlign) typename Tile::PairsTile pairs[Tile::kStages];  // of a dense bias, then of dS
     alignas(kTileAlign) std::conditional_t<Tile::kSharesKeys, typename Tile::PairsTile, NoTile> probs;
     std::conditional_t<Tile::kExchanges, BwdExchangeSmem<Tile>, NoExchange> exchange;
-    // dQ of each warp on its way to its sums, as its registers hold it.
-    using DqueryPart = float4[Tile::kDqCols / 8][32];
-    alignas(128) std::conditional_t<Tile::kStagesDquery, DqueryPart[Tile::kConsumers * 4], NoTile> dquery;
+    // dQ of each warp on its way to its sums.
+    using DqueryStage = typename BwdPart<Tile>::DqueryStage;
+    alignas(128) std::conditional_t<Tile::kStagesDquery, DqueryStage[Tile::kConsumers * 4], NoTile> dquery;
     RowInfo rows[Tile::kStages];
     uint32_t seen[Tile::kWords];  // keys that some row sees
     Sequence sequence;

@@ -20,6 +20,7 @@ public:
 
     __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, const BwdScale& scale, Smem& smem, const BwdWork& work)
         : p_(p), maps_(maps), scale_(scale), smem_(smem), work_(work), group_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
+          part_(group_),
           warp_key_((Tile::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16),
           exchange_(smem.exchange, group_, smem.rank, static_cast<int>(p.dbias.batch_sharers)),
           probs_ring_(smem.probs_ring) {}
@@ -65,10 +66,11 @@ private:
     using RowsTile = typename Tile::RowsTile;
     using KeysTile = typename Tile::KeysTile;
     using PairsTile = typename Tile::PairsTile;
-    using Pairs = float[1][kTiles][4];      // keys by rows
-    using PairsOperand = uint32_t[kScoreRows / 16][4];
-    using DimSum = float[1][Tile::kSumCols / 8][4];  // keys by columns
-    using DquerySum = float[1][kDqTiles][4];
+    using Part = BwdPart<Tile>;
+    using Pairs = typename Part::Pairs;
+    using PairsOperand = typename Part::PairsOperand;
+    using DimSum = typename Part::DimSum;
+    using DquerySum = typename Part::DquerySum;
 
     // lse or D of the rows of this lane's pairs. Where registers are left they are read at once, while products are awaited:
     // these keep shared memory so busy that a read takes long.
@@ -97,10 +99,10 @@ private:
     __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, PairsOperand& probs, PairsOperand& dscores) {
         const bool has_empty = any_of(header_.has_empty);
         if (has_empty) clear_empty_rows(query());
-        issue_scores(scores, smem_.key, query());
+        part_.issue_scores(scores, smem_.key, query());
         smem_.dout_ring.wait_full(place_);
         if (has_empty) clear_empty_rows(dout());
-        issue_scores(dprobs, smem_.value, dout());
+        part_.issue_scores(dprobs, smem_.value, dout());
         if constexpr (Tile::kSharesKeys) end_last_dkey();
         if constexpr (kBias == BiasKind::kDense) smem_.bias_ring.wait_full(place_);
         if (scale_.softcap > 0) {
@@ -109,11 +111,11 @@ private:
             kept_in_flight(dprobs);
             differentiate_capped(scores, dprobs);
         } else {
-            const RowNumbers lse(info().lse + group_row());
+            const RowNumbers lse(info().lse + part_.first_row());
             wgmma_wait<1>();
             kept_in_flight(scores);
             const bool has_hidden = exponentiate(scores, lse);
-            const RowNumbers delta(info().delta + group_row());
+            const RowNumbers delta(info().delta + part_.first_row());
             wgmma_wait<0>();
             kept_in_flight(dprobs);
             has_hidden ? differentiate<true>(scores, dprobs, delta) : differentiate<false>(scores, dprobs, delta);
@@ -129,7 +131,7 @@ private:
     }
     // P and dS of the group's own keys: operands as they lie in registers.
     __device__ __forceinline__ void add_of_own_keys(const PairsOperand& probs, const PairsOperand& dscores) {
-        issue_sum(dvalue_, probs, dout());
+        part_.issue_sum(dvalue_, probs, dout());
         store_pairs(pairs(), dscores);
         if (Tile::kExchanges && leads_group()) store_box_wait_read();  // of the sums of the visit before
         fence_async();
@@ -137,8 +139,8 @@ private:
         barrier_sync(1, Tile::kConsumers * 128);  // dS has come whole, and nobody reads the one before
         store_dbias();
         DquerySum dquery;
-        issue_dquery(dquery);
-        issue_sum(dkey_, dscores, query());
+        part_.issue_dquery(dquery, pairs(), smem_.key);
+        part_.issue_sum(dkey_, dscores, query());
         if (p_.deterministic) wait_for_turn();
         wgmma_wait<1>();  // dV and dQ
         kept_in_flight(dvalue_);
@@ -160,10 +162,10 @@ private:
         fence_async();
         barrier_sync(1, Tile::kConsumers * 128);  // P and dS have come whole
         store_dbias();
-        issue_sum(dvalue_, smem_.probs, dout());
+        part_.issue_sum(dvalue_, smem_.probs, dout());
         DquerySum dquery;
-        issue_dquery(dquery);
-        issue_sum(dkey_, pairs(), query());
+        part_.issue_dquery(dquery, pairs(), smem_.key);
+        part_.issue_sum(dkey_, pairs(), query());
         if (p_.deterministic) wait_for_turn();
         wgmma_wait<1>();  // dV and dQ
         kept_in_flight(dvalue_);
@@ -194,11 +196,6 @@ private:
     __device__ PairsTile& pairs() const { return smem_.pairs[place_.stage()]; }
     // Of the sequence: key h of this lane's two.
     __device__ int key(int h) const { return work_.key_tile * kKeys + warp_key_ + h * 8 + fragment_row(); }
-
-    // The group's first, of a tile: of the keys, of the rows of S and dP, of the columns of dK and dV.
-    __device__ int group_key() const { return Tile::kSharesKeys ? 0 : group_ * 64; }
-    __device__ int group_row() const { return Tile::kSharesKeys ? group_ * kScoreRows : 0; }
-    __device__ int group_col() const { return Tile::kSharesKeys ? group_ * Tile::kSumCols : 0; }
 
     // What is of a head and of this lane's keys: their bias, and the rows that may see them.
     __device__ void begin_head(int head) {
@@ -274,54 +271,11 @@ private:
         barrier_sync(2 + group_, 128);
     }
 
-    // S = K Q^T, or dP = V dO^T.
-    __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows) const {
-        const Operand<KeysTile> a(keys, group_key());
-        const Operand<RowsTile> b(rows, group_row());
-        kept_in_flight(pairs);
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < kHeadDim; d += 16)
-            Wgmma<kScoreRows>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
-        wgmma_commit();
-    }
-    // dV += P dO, or dK += dS Q: of the group's keys, or of all, in shared memory, and the group's columns.
-    __device__ __forceinline__ void issue_sum(DimSum& sum, const PairsOperand& pairs, const RowsTile& rows) {
-        const Operand<RowsTile> b(rows);
-        kept_in_flight(sum);
-        wgmma_fence();
-#pragma unroll
-        for (int r = 0; r < kRows; r += 16)
-            Wgmma<Tile::kSumCols>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
-        wgmma_commit();
-    }
-    __device__ __forceinline__ void issue_sum(DimSum& sum, const PairsTile& pairs, const RowsTile& rows) {
-        const Operand<PairsTile> a(pairs);
-        const Operand<RowsTile> b(rows);
-        kept_in_flight(sum);
-        wgmma_fence();
-#pragma unroll
-        for (int r = 0; r < kRows; r += 16)
-            Wgmma<Tile::kSumCols>::template multiply<T, true, true>(sum, a.down(r), b.down(r, group_col()), true);
-        wgmma_commit();
-    }
-    // dQ = dS^T K.
-    __device__ __forceinline__ void issue_dquery(DquerySum& dquery) const {
-        const Operand<PairsTile> a(pairs(), Tile::kSplitsDqRows ? group_ * 64 : 0);
-        const Operand<KeysTile> b(smem_.key);
-        const int col = Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols;
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kKeys; k += 16)
-            Wgmma<Tile::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, col), k > 0);
-        wgmma_commit();
-    }
-
     // Of the lane, in a tile of pairs: 16 of the group's rows from `row` on and this warp's 16 keys, transposed by ldmatrix
     // and stmatrix to what two neighbouring tiles of the accumulator hold.
     __device__ __forceinline__ uint32_t pairs_at(const PairsTile& tile, int row) const {
         const int lane = lane_id();
-        return smem_address(tile.data + PairsTile::offset(group_row() + row + lane % 8 + lane / 16 * 8,
+        return smem_address(tile.data + PairsTile::offset(part_.first_row() + row + lane % 8 + lane / 16 * 8,
                                                           warp_key_ / 8 + lane / 8 % 2));
     }
     __device__ __forceinline__ void store_pairs(PairsTile& to, const PairsOperand& pairs) const {
@@ -333,7 +287,7 @@ private:
     template <bool kRanges, bool kBits, typename Take>
     __device__ __forceinline__ void for_each_pair(const RowNumbers& lses, bool has_bits, const Take& take) const {
         const auto& rows = info();
-        const int group_rows = group_row() + fragment_col(), first_row = header_.row_tile * kRows + group_rows;
+        const int group_rows = part_.first_row() + fragment_col(), first_row = header_.row_tile * kRows + group_rows;
         const int bit = warp_key_ % 32 + fragment_row();
 #pragma unroll
         for (int n = 0; n < kTiles; n += 2) {
@@ -370,7 +324,7 @@ private:
     // S to P, without a softcap; gives whether some pair may be hidden.
     __device__ __forceinline__ bool exponentiate(Pairs& s, const RowNumbers& lse) const {
         // Whether all rows of the group's that there are may see this warp's keys, by causality, lengths and intervals.
-        const int first_row = header_.row_tile * kRows + group_row();
+        const int first_row = header_.row_tile * kRows + part_.first_row();
         const auto covers = [&](const RowRange& rows) {
             return rows.begin <= first_row && rows.end >= first_row + kScoreRows;
         };
@@ -405,8 +359,8 @@ private:
     }
     // S and dP to P and dS, where there is a softcap.
     __device__ __forceinline__ void differentiate_capped(Pairs& s, Pairs& dp) {
-        const float* deltas = info().delta + group_row() + fragment_col();
-        const RowNumbers lse(info().lse + group_row());
+        const float* deltas = info().delta + part_.first_row() + fragment_col();
+        const RowNumbers lse(info().lse + part_.first_row());
         for_each_pair<true, true>(lse, has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {
             const float dx = differentiate_pair<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
                                                       scale_.softcap * kLog2E, scale_.scale / scale_.softcap,
@@ -415,27 +369,13 @@ private:
         });
     }
 
-    // To the sums of the tile, in the order in which registers hold it; from shared memory by the copy engine, so that what
-    // threads read next does not queue behind additions.
+    // To the sums of the tile, in the order in which registers hold it.
     __device__ __forceinline__ void add_dquery(const DquerySum& dquery) const {
         using Layout = DqueryLayout<Tile>;
         const int warp = warp_id() - 4, lane = lane_id();
         float* to = info().dquery + Layout::offset(warp, 0, 0);
         if constexpr (Tile::kStagesDquery) {
-            auto& part = smem_.dquery[warp];
-            if (lane == 0) store_box_wait_read();  // of the visit before
-            __syncwarp();
-#pragma unroll
-            for (int n = 0; n < kDqTiles; ++n) {
-                const float* x = dquery[0][n];
-                part[n][lane] = {x[0], x[1], x[2], x[3]};
-            }
-            fence_async();
-            __syncwarp();
-            if (lane == 0) {
-                reduce_add_bulk(to, smem_address(&part), sizeof(part));
-                store_box_commit();
-            }
+            part_.add_staged(dquery, smem_.dquery[warp], to);
         } else {
 #pragma unroll
             for (int n = 0; n < kDqTiles; ++n) reduce_add(to + Layout::offset(0, n, lane), dquery[0][n]);
@@ -467,8 +407,8 @@ private:
     __device__ __forceinline__ void store_dbias() {
         if constexpr (kBias == BiasKind::kDense) {
             if (Tile::kExchanges || p_.dense_dbias != DenseDbias::kByEntry || !leads_group()) return;
-            store_box(&maps_.dbias, smem_address(pairs().data + PairsTile::offset(group_row(), group_key() / 8)),
-                      work_.key_tile * kKeys + group_key(), header_.row_tile * kRows + group_row(), header_.head,
+            store_box(&maps_.dbias, smem_address(pairs().data + PairsTile::offset(part_.first_row(), part_.first_key() / 8)),
+                      work_.key_tile * kKeys + part_.first_key(), header_.row_tile * kRows + part_.first_row(), header_.head,
                       smem_.bias_batch);
             store_box_commit();
         }
@@ -492,10 +432,10 @@ private:
 
     __device__ __forceinline__ void store_keys(const RowsView& view, const DimSum& sum, float factor) const {
         const Sequence& s = sequence();
-        T* to = static_cast<T*>(view.data) + key_offset(view, s, work_.kv_head) + group_col();
+        T* to = static_cast<T*>(view.data) + key_offset(view, s, work_.kv_head) + part_.first_col();
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-            store_row(sum, h, factor, to + key(h) * view.row_stride, static_cast<int>(p_.head_dim) - group_col(),
+            store_row(sum, h, factor, to + key(h) * view.row_stride, static_cast<int>(p_.head_dim) - part_.first_col(),
                       key(h) < s.keys);
     }
 
@@ -505,6 +445,7 @@ private:
     Smem& smem_;
     const BwdWork& work_;
     const int group_;
+    const Part part_;
     const int warp_key_;  // this warp's first key of the block's
     std::conditional_t<Tile::kExchanges, BwdExchange<Tile>, NoExchange> exchange_;
     RingPlace<Tile::kStages> place_;  // in the rings of Q, dO and the bias: a visit takes a stage of each

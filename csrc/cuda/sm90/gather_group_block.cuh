@@ -8,10 +8,10 @@
 
 #include "../../params.h"
 #include "../plan.h"
+#include "bwd_part.cuh"
 #include "gather_bwd_block.cuh"
 #include "gather_group_config.h"
 #include "lane_keys.cuh"
-#include "operand.cuh"
 #include "ring.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -121,9 +121,9 @@ struct GatherGroupSmem {
     RingBarriers<1> key_ring, value_ring;
     RingBarriers<Tile::kStages> query_ring, dout_ring;
     RingBarriers<1> pairs_ring;  // where keys are shared; nobody waits for it to be full
-    // dQ of each warp on its way to its sums, as its registers hold it.
-    using DqueryPart = float4[Tile::kDqCols / 8][32];
-    alignas(128) std::conditional_t<Tile::kStagesDquery, DqueryPart[Tile::kConsumers * 4], Nothing> dquery;
+    // dQ of each warp on its way to its sums.
+    using DqueryStage = typename BwdPart<Tile>::DqueryStage;
+    alignas(128) std::conditional_t<Tile::kStagesDquery, DqueryStage[Tile::kConsumers * 4], Nothing> dquery;
 
     __device__ GatherGroupWork& work() { return reinterpret_cast<GatherGroupWork&>(raw_work); }
     __device__ KeyList& list() { return reinterpret_cast<KeyList&>(raw_list); }

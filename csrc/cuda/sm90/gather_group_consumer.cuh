@@ -19,7 +19,7 @@ public:
     using Smem = GatherGroupSmem<Tile>;
 
     __device__ GatherGroupConsumer(const BwdArgs& p, Smem& smem)
-        : p_(p), smem_(smem), group_(static_cast<int>(threadIdx.x) / 128 - 1),
+        : p_(p), smem_(smem), group_(static_cast<int>(threadIdx.x) / 128 - 1), part_(group_),
           warp_key_((Tile::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16), key_ring_(smem.key_ring),
           value_ring_(smem.value_ring), query_ring_(smem.query_ring), dout_ring_(smem.dout_ring),
           pairs_ring_(smem.pairs_ring) {
@@ -54,27 +54,28 @@ public:
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kHeadDim = Tile::kHeadDim;
     static constexpr int kThreads = Tile::kConsumers * 128;
-    static constexpr int kScoreRows = Tile::kScoreRows, kTiles = kScoreRows / 8, kDqTiles = Tile::kDqCols / 8;
+    static constexpr int kScoreRows = Tile::kScoreRows, kDqTiles = Tile::kDqCols / 8;
     static constexpr int kVisitSums = kRows * kHeadDim / 4;  // of dQ, by four
     // Between a thread's sums: those of a warp lie together where the copy engine adds to them, else those of a group.
     static constexpr int kDqStride = Tile::kStagesDquery ? 32 : 128;
     using RowsTile = typename Tile::RowsTile;
     using KeysTile = typename Tile::KeysTile;
     using PairsTile = typename Tile::PairsTile;
-    using Pairs = float[1][kTiles][4];  // keys by rows
-    using PairsOperand = uint32_t[kScoreRows / 16][4];
-    using DimSum = float[1][Tile::kSumCols / 8][4];  // keys by columns
-    using DquerySum = float[1][kDqTiles][4];
+    using Part = BwdPart<Tile>;
+    using Pairs = typename Part::Pairs;
+    using PairsOperand = typename Part::PairsOperand;
+    using DimSum = typename Part::DimSum;
+    using DquerySum = typename Part::DquerySum;
 
     // Rows of a head, with the tile's keys.
     __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, PairsOperand& probs, PairsOperand& dscores,
                                           int i) {
         query_ring_.wait_full();
         const bool has_empty = clear_empty_rows(query());
-        issue_scores(scores, smem_.key, query());
+        part_.issue_scores(scores, smem_.key, query());
         dout_ring_.wait_full();
         if (has_empty) clear_empty_rows(dout());
-        issue_scores(dprobs, smem_.value, dout());
+        part_.issue_scores(dprobs, smem_.value, dout());
         if constexpr (Tile::kSharesKeys) end_sums<2>(i > 0);
         wgmma_wait<0>();
         kept_in_flight(scores);
@@ -94,13 +95,13 @@ private:
     }
     // P and dS of the group's own keys: operands as they lie in registers.
     __device__ __forceinline__ void add_of_own_keys(const PairsOperand& probs, const PairsOperand& dscores, int i) {
-        issue_sum(dvalue_, probs, dout());
+        part_.issue_sum(dvalue_, probs, dout());
         store_pairs(dscores_tile(), dscores);
         fence_async();
         barrier_sync(1, kThreads);  // dS has come whole, and nobody reads the one before
         DquerySum dquery;
-        issue_dquery(dquery);
-        issue_sum(dkey_, dscores, query());
+        part_.issue_dquery(dquery, dscores_tile(), smem_.key);
+        part_.issue_sum(dkey_, dscores, query());
         wgmma_wait<1>();  // dV and dQ
         kept_in_flight(dvalue_);
         kept_in_flight(dquery);
@@ -123,9 +124,9 @@ private:
         fence_async();
         barrier_sync(1, kThreads);  // P and dS have come whole
         DquerySum dquery;
-        issue_dquery(dquery);
-        issue_sum(dvalue_, probs_tile(), dout());
-        issue_sum(dkey_, dscores_tile(), query());
+        part_.issue_dquery(dquery, dscores_tile(), smem_.key);
+        part_.issue_sum(dvalue_, probs_tile(), dout());
+        part_.issue_sum(dkey_, dscores_tile(), query());
         wgmma_wait<2>();  // dQ
         kept_in_flight(dquery);
         if (i == visits_ - 1) release_keys();
@@ -153,12 +154,6 @@ private:
     __device__ const typename Smem::RowInfo& info() const { return smem_.rows[query_ring_.stage()]; }
     __device__ RowsTile& query() const { return smem_.query[query_ring_.stage()]; }
     __device__ RowsTile& dout() const { return smem_.dout[dout_ring_.stage()]; }
-    // The group's first, of a visit: of the keys, of the rows of S and dP, of the columns of dK and dV; of dQ.
-    __device__ int group_key() const { return Tile::kSharesKeys ? 0 : group_ * 64; }
-    __device__ int group_row() const { return Tile::kSharesKeys ? group_ * kScoreRows : 0; }
-    __device__ int group_col() const { return Tile::kSharesKeys ? group_ * Tile::kSumCols : 0; }
-    __device__ int dquery_row() const { return Tile::kSplitsDqRows ? group_ * 64 : 0; }
-    __device__ int dquery_col() const { return Tile::kSplitsDqRows ? 0 : group_ * Tile::kDqCols; }
     __device__ PairsTile& dscores_tile() const { return smem_.pairs[dscores_stage_]; }
     __device__ PairsTile& probs_tile() const { return smem_.pairs[1]; }
 
@@ -178,51 +173,9 @@ private:
         return true;
     }
 
-    // S = K Q^T, or dP = V dO^T.
-    __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows) const {
-        const Operand<KeysTile> a(keys, group_key());
-        const Operand<RowsTile> b(rows, group_row());
-        kept_in_flight(pairs);
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < kHeadDim; d += 16)
-            Wgmma<kScoreRows>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
-        wgmma_commit();
-    }
-    // dV += P dO, or dK += dS Q: of the group's keys, or of all, in shared memory, and the group's columns.
-    __device__ __forceinline__ void issue_sum(DimSum& sum, const PairsOperand& pairs, const RowsTile& rows) {
-        const Operand<RowsTile> b(rows);
-        kept_in_flight(sum);
-        wgmma_fence();
-#pragma unroll
-        for (int r = 0; r < kRows; r += 16)
-            Wgmma<Tile::kSumCols>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
-        wgmma_commit();
-    }
-    __device__ __forceinline__ void issue_sum(DimSum& sum, const PairsTile& pairs, const RowsTile& rows) {
-        const Operand<PairsTile> a(pairs);
-        const Operand<RowsTile> b(rows);
-        kept_in_flight(sum);
-        wgmma_fence();
-#pragma unroll
-        for (int r = 0; r < kRows; r += 16)
-            Wgmma<Tile::kSumCols>::template multiply<T, true, true>(sum, a.down(r), b.down(r, group_col()), true);
-        wgmma_commit();
-    }
-    // dQ = dS^T K, of the group's rows and columns.
-    __device__ __forceinline__ void issue_dquery(DquerySum& dquery) const {
-        const Operand<PairsTile> a(dscores_tile(), dquery_row());
-        const Operand<KeysTile> b(smem_.key);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kKeys; k += 16)
-            Wgmma<Tile::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, dquery_col()), k > 0);
-        wgmma_commit();
-    }
-
     // Rows by keys, transposed by stmatrix.
     __device__ __forceinline__ void store_pairs(PairsTile& tile, const PairsOperand& pairs) const {
-        const int row = group_row() + lane_id() % 8 + lane_id() / 16 * 8, chunk = warp_key_ / 8 + lane_id() / 8 % 2;
+        const int row = part_.first_row() + lane_id() % 8 + lane_id() / 16 * 8, chunk = warp_key_ / 8 + lane_id() / 8 % 2;
         const uint32_t to = smem_address(tile.data + PairsTile::offset(row, chunk));
 #pragma unroll
         for (int r = 0; r < kScoreRows / 16; ++r)
@@ -231,8 +184,8 @@ private:
 
     // S and dP to P and dS.
     __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int visit) {
-        const int first_word = (smem_.work().template row_of<kRows>(visit) + group_row()) / 32;
-        const float *lse = info().lse + group_row(), *delta = info().delta + group_row();
+        const int first_word = (smem_.work().template row_of<kRows>(visit) + part_.first_row()) / 32;
+        const float *lse = info().lse + part_.first_row(), *delta = info().delta + part_.first_row();
 #pragma unroll
         for (int w = 0; w < kScoreRows / 32; ++w)
             keys_.differentiate(p_, smem_.keys, first_word + w, s, dp, w * 4, lse + w * 32, delta + w * 32);
@@ -243,20 +196,7 @@ private:
     __device__ __forceinline__ void add_dquery(const DquerySum& dquery, int visit) const {
         float4* to = dquery_sums(visit);
         if constexpr (Tile::kStagesDquery) {
-            auto& part = smem_.dquery[warp_id() - 4];
-            if (lane_id() == 0) store_box_wait_read();  // of the visit before
-            __syncwarp();
-#pragma unroll
-            for (int n = 0; n < kDqTiles; ++n) {
-                const float* x = dquery[0][n];
-                part[n][lane_id()] = {x[0], x[1], x[2], x[3]};
-            }
-            fence_async();
-            __syncwarp();
-            if (lane_id() == 0) {
-                reduce_add_bulk(reinterpret_cast<float*>(to), smem_address(&part), sizeof(part));
-                store_box_commit();
-            }
+            part_.add_staged(dquery, smem_.dquery[warp_id() - 4], reinterpret_cast<float*>(to));
         } else {
 #pragma unroll
             for (int n = 0; n < kDqTiles; ++n) reduce_add(reinterpret_cast<float*>(to + n * kDqStride), dquery[0][n]);
@@ -267,7 +207,7 @@ private:
     __device__ __forceinline__ void add_to_keys() {
         const GatherGroupWork& work = smem_.work();
         const int64_t first_key = p_.cu_seqlens_k == nullptr ? work.s.batch * p_.seqlen_k : work.s.first_key;
-        float* const dkey = p_.dkv_accum + (first_key * p_.kv_heads + work.head / work.group) * kHeadDim + group_col();
+        float* const dkey = p_.dkv_accum + (first_key * p_.kv_heads + work.head / work.group) * kHeadDim + part_.first_col();
         const int64_t row_stride = p_.kv_heads * kHeadDim;
         float* const dvalue = dkey + p_.dkv_rows * row_stride;
         if constexpr (Tile::kSharesKeys) {
@@ -319,19 +259,20 @@ private:
     }
     __device__ __forceinline__ void store_dquery(const DquerySum& dquery, int visit) const {
         const GatherGroupWork& work = smem_.work();
-        const int first = work.first_row + work.row_of<kRows>(visit) + dquery_row();
-        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, work.head_of<kRows>(visit)) + dquery_col();
+        const int first = work.first_row + work.row_of<kRows>(visit) + part_.dquery_row();
+        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work.s, work.head_of<kRows>(visit)) + part_.dquery_col();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first + warp_id() % 4 * 16 + h * 8 + fragment_row();
             store_row(dquery, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
-                      static_cast<int>(p_.head_dim) - dquery_col(), row < work.s.rows);
+                      static_cast<int>(p_.head_dim) - part_.dquery_col(), row < work.s.rows);
         }
     }
 
     const BwdArgs& p_;
     Smem& smem_;
     const int group_;
+    const Part part_;
     const int warp_key_;  // this warp's first key of the tile's
     int slot_, visits_;
     float4* dquery_sums_;

@@ -25,6 +25,19 @@ constexpr bool fewer_fit_better(int64_t count, int64_t fewer, int64_t more) {
     return ceil_div(count, fewer) * fewer * 10 < ceil_div(count, more) * more * 9;
 }
 
+// An index over several dimensions together, to be taken apart: first the one in which neighbours differ.
+template <typename Index>
+struct MixedIndex {
+    Index rest;  // over the dimensions that have not been taken
+
+    __device__ explicit MixedIndex(Index index) : rest(index) {}
+    __device__ __forceinline__ int take(int64_t count) {
+        const Index place = rest % static_cast<Index>(count);
+        rest /= static_cast<Index>(count);
+        return static_cast<int>(place);
+    }
+};
+
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 

@@ -61,14 +61,9 @@ template <typename Reader>
 __global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_constant__ AttentionParams p,
                                                                 const __grid_constant__ PackedMask packed) {
     __shared__ uint32_t any_visible[kWarps][kWords], all_visible[kWarps][kWords];
-    unsigned block = blockIdx.x;
-    const auto take = [&](int64_t count) {
-        const unsigned index = block % static_cast<unsigned>(count);
-        block /= static_cast<unsigned>(count);
-        return static_cast<int>(index);
-    };
-    const int first_key = take(ceil_div<int64_t>(packed.words, kWords)) * kKeys;
-    const int row_tile = take(packed.row_tiles), head = take(packed.heads), batch = static_cast<int>(block);
+    MixedIndex block(blockIdx.x);
+    const int first_key = block.take(ceil_div<int64_t>(packed.words, kWords)) * kKeys;
+    const int row_tile = block.take(packed.row_tiles), head = block.take(packed.heads), batch = static_cast<int>(block.rest);
     const Sequence s(p, batch);
 
     const bool rows_alike = packed.bits_row_stride == 0;

@@ -335,19 +335,14 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedMemory*>(raw_smem);
     if (threadIdx.x == 0) {
-        unsigned block = blockIdx.x;
-        const auto take = [&](int64_t count) {
-            const unsigned index = block % static_cast<unsigned>(count);
-            block /= static_cast<unsigned>(count);
-            return static_cast<int>(index);
-        };
-        smem.work.split = take(p.splits);
-        smem.work.tile = static_cast<int>(block);
-        const int early_batch = schedule.batch_first ? take(schedule.batch) : 0;
+        MixedIndex block(blockIdx.x);
+        smem.work.split = block.take(p.splits);
+        smem.work.tile = static_cast<int>(block.rest);
+        const int early_batch = schedule.batch_first ? block.take(schedule.batch) : 0;
         // The last rows come first: under causality they are the longest.
-        smem.work.first_row = (schedule.row_tiles - 1 - take(schedule.row_tiles)) * Kernel::kRows;
-        smem.work.first_head = take(schedule.heads) * schedule.pack;
-        smem.work.s = Sequence(p, schedule.batch_first ? early_batch : static_cast<int>(block));
+        smem.work.first_row = (schedule.row_tiles - 1 - block.take(schedule.row_tiles)) * Kernel::kRows;
+        smem.work.first_head = block.take(schedule.heads) * schedule.pack;
+        smem.work.s = Sequence(p, schedule.batch_first ? early_batch : static_cast<int>(block.rest));
     }
     __syncthreads();
     if (smem.work.first_row >= smem.work.s.rows * schedule.pack) return;

@@ -52,17 +52,13 @@ struct FwdWork {
     int first_row;
     int listed = 0;  // of gathered keys: the length of the list
 
-    __device__ FwdWork(const FwdArgs& p, const FwdSchedule& schedule, unsigned index, int rows) : s(p, 0) {
-        const auto take = [&](int count) {
-            const int place = static_cast<int>(index % static_cast<unsigned>(count));
-            index /= static_cast<unsigned>(count);
-            return place;
-        };
-        int batch = schedule.batch_first ? take(schedule.batch) : 0;
-        int tile = schedule.tiles_last ? 0 : take(schedule.row_tiles);
-        head = take(schedule.heads);
-        if (!schedule.batch_first) batch = take(schedule.batch);
-        if (schedule.tiles_last) tile = static_cast<int>(index);
+    __device__ FwdWork(const FwdArgs& p, const FwdSchedule& schedule, unsigned number, int rows) : s(p, 0) {
+        MixedIndex index(number);
+        int batch = schedule.batch_first ? index.take(schedule.batch) : 0;
+        int tile = schedule.tiles_last ? 0 : index.take(schedule.row_tiles);
+        head = index.take(schedule.heads);
+        if (!schedule.batch_first) batch = index.take(schedule.batch);
+        if (schedule.tiles_last) tile = static_cast<int>(index.rest);
         // The last rows come first: under causality they are the longest.
         first_row = (schedule.row_tiles - 1 - tile) * rows;
         s = Sequence(p, batch);

@@ -44,18 +44,14 @@ struct GatherBwdWork {
     Sequence s;
     int head, first_row;
 
-    __device__ GatherBwdWork(const BwdArgs& p, unsigned index, int tile_rows) : s(p, 0) {
-        const auto take = [&](int count) {
-            const int place = static_cast<int>(index % static_cast<unsigned>(count));
-            index /= static_cast<unsigned>(count);
-            return place;
-        };
+    __device__ GatherBwdWork(const BwdArgs& p, unsigned number, int tile_rows) : s(p, 0) {
+        MixedIndex index(number);
         const int kv_heads = static_cast<int>(p.kv_heads), group = static_cast<int>(p.heads) / kv_heads;
         const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), tile_rows);
-        head = take(group);
-        first_row = (row_tiles - 1 - take(row_tiles)) * tile_rows;
-        head += take(kv_heads) * group;
-        s = Sequence(p, static_cast<int>(index));
+        head = index.take(group);
+        first_row = (row_tiles - 1 - index.take(row_tiles)) * tile_rows;
+        head += index.take(kv_heads) * group;
+        s = Sequence(p, static_cast<int>(index.rest));
     }
     __device__ bool empty() const { return first_row >= s.rows; }
 };

@@ -53,20 +53,16 @@ struct GatherGroupWork {
     int head, group;  // the query heads [head, head + group)
     int first_row, end_row, tile_rows;  // the rows [first_row, end_row), of tile_rows at most
 
-    __device__ GatherGroupWork(const BwdArgs& p, int index)
+    __device__ GatherGroupWork(const BwdArgs& p, int number)
         : s(p, 0), tile_rows(static_cast<int>(gather_group_rows(p))) {
-        const auto take = [&](int count) {
-            const int place = index % count;
-            index /= count;
-            return place;
-        };
+        MixedIndex index(number);
         const int row_tiles = ceil_div(static_cast<int>(p.seqlen_q), tile_rows);
-        part = take(static_cast<int>(p.list_parts));
-        unit = index;
-        first_row = (row_tiles - 1 - take(row_tiles)) * tile_rows;
+        part = index.take(p.list_parts);
+        unit = index.rest;
+        first_row = (row_tiles - 1 - index.take(row_tiles)) * tile_rows;
         group = static_cast<int>(p.heads / p.kv_heads);
-        head = take(static_cast<int>(p.kv_heads)) * group;
-        s = Sequence(p, index);
+        head = index.take(p.kv_heads) * group;
+        s = Sequence(p, index.rest);
         end_row = min(first_row + tile_rows, s.rows);
     }
     __device__ bool empty() const { return first_row >= s.rows; }

@@ -409,7 +409,7 @@ def held_lengths(
 
 def walked_keys(rows: int, keys: int, is_causal: bool) -> float:
     """How many keys the tiles of LIST_ROWS rows walk over, all together, of one head and sequence without a mask."""
-    return ops.visible_pairs(rows, keys, is_causal) / torch.sym_min(torch.sym_max(rows, 1), ops.LIST_ROWS)
+    return ops.count_visible_pairs(rows, keys, is_causal) / torch.sym_min(torch.sym_max(rows, 1), ops.LIST_ROWS)
 
 
 def choose(

@@ -74,8 +74,8 @@ def row_tiles(rows) -> int:
     return -(-rows // LIST_ROWS)
 
 
-def visible_pairs(rows, keys, is_causal: bool):
-    """Of one head and sequence, without a mask."""
+def count_visible_pairs(rows, keys, is_causal: bool):
+    """How many pairs of one head and sequence causality leaves, without a mask."""
     if not is_causal:
         return rows * keys
     seeing = torch.sym_min(rows, keys)  # the rows that see a key
@@ -176,7 +176,7 @@ def _pack_mask_fake(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlen
 def _pack_and_list_mask_fake(mask, seqlen_q, seqlen_k, is_causal, percent):
     batches, heads, tiles = *mask.shape[:2], row_tiles(seqlen_q)
     # As room_for_short_lists in csrc/cuda/masks/key_lists.cu.
-    walked = visible_pairs(seqlen_q, seqlen_k, is_causal) // LIST_ROWS + seqlen_k
+    walked = count_visible_pairs(seqlen_q, seqlen_k, is_causal) // LIST_ROWS + seqlen_k
     capacity = batches * heads * (-(-(walked // 2) // LIST_ALIGN) + tiles) * LIST_ALIGN
     return (
         *_pack_mask_fake(mask, seqlen_q, seqlen_k, is_causal, None, None),

@@ -55,9 +55,11 @@ Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
     }
     if (!p.intervals.present() || p.lists.present()) return {};
     const IntervalTiles plan = plan_interval_tiles(p);
-    const Tensor memory = workspace(plan.size * static_cast<int64_t>(sizeof(IntervalTile)), in.query);
+    const int64_t bytes = plan.size * static_cast<int64_t>(sizeof(IntervalTile));
+    const Tensor memory = workspace(bytes + static_cast<int64_t>(sizeof(uint32_t)), in.query);
     p.interval_tiles = plan;
     p.interval_tiles.tiles = static_cast<IntervalTile*>(address(memory));
+    p.interval_tiles.works_taken = reinterpret_cast<uint32_t*>(p.interval_tiles.tiles + plan.size);
     summarize_intervals_cuda(p, p.interval_tiles, stream);
     return memory;
 }

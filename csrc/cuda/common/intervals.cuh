@@ -46,16 +46,20 @@ public:
     // the sequence. All warps take part.
     template <int kRows>
     __device__ __forceinline__ void expand(uint32_t (&to)[kRows][kWords], int first_row, int pack) const {
+        constexpr int kTimes = ceil_div(kRows, kParts * 32);
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             if (!exists(i)) continue;
-#pragma unroll 1
-            for (int row = part(i) / kWords * 32; row < kRows; row += kParts * 32) {
-                const int above = first_row + row;
-                uint32_t seen[1] = {bits_below(rows_[i].end * pack - above, 0) & ~bits_below(rows_[i].begin * pack - above, 0)};
-                transpose_bits(seen);
-                if (row + lane_id() < kRows) to[row + lane_id()][word(i)] = seen[0];
+            uint32_t seen[kTimes];  // together, since each has a long way
+#pragma unroll
+            for (int t = 0; t < kTimes; ++t) {
+                const int above = first_row + row(i, t);
+                seen[t] = bits_below(rows_[i].end * pack - above, 0) & ~bits_below(rows_[i].begin * pack - above, 0);
             }
+            transpose_bits(seen);
+#pragma unroll
+            for (int t = 0; t < kTimes; ++t)
+                if (row(i, t) + lane_id() < kRows) to[row(i, t) + lane_id()][word(i)] = seen[t];
         }
     }
 
@@ -67,6 +71,7 @@ private:
     __device__ static int part(int i) { return warp_id() + i * kWarps; }
     __device__ static bool exists(int i) { return part(i) < kWords * kParts; }
     __device__ static int word(int i) { return part(i) % kWords; }
+    __device__ static int row(int i, int time) { return (part(i) / kWords + time * kParts) * 32; }
 
     RowRange rows_[kOwn];
 };

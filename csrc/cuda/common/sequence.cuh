@@ -12,6 +12,7 @@ struct Sequence {
     int first_key;
     int keys;
 
+    Sequence() = default;
     __device__ Sequence(const AttentionParams& p, int b)
         : batch(b), first_row(0), rows(static_cast<int>(p.seqlen_q)), first_key(0), keys(static_cast<int>(p.seqlen_k)) {
         if (p.cu_seqlens_q != nullptr) {
@@ -34,7 +35,8 @@ struct Sequence {
 
 // The head of a mask, a bias, keys or values with `view_heads` heads that query head `head` of `heads` goes by.
 __device__ __forceinline__ int shared_head(int head, int64_t heads, int64_t view_heads) {
-    if (view_heads == heads) return head;  // as is common: no division
+    if (view_heads == heads) return head;  // as is common, like 1: no division
+    if (view_heads == 1) return 0;
     return head / (static_cast<int>(heads) / static_cast<int>(view_heads));
 }
 

@@ -35,36 +35,51 @@ public:
             offset_ = shared_batch(mask_, s) * mask_.tiles_batch_stride + mask_head * mask_.tiles_head_stride;
         } else if (intervals_.tiles != nullptr) {
             const int mask_head = shared_head(head, p.heads, p.intervals.heads);
-            offset_ = s.batch * intervals_.batch_stride + mask_head * intervals_.key_tiles;
+            tiles_ = intervals_.tiles + s.batch * intervals_.batch_stride + mask_head * intervals_.key_tiles;
         }
     }
 
     // Of the rows [first_row, last_row] and the keys [key_tile * kKeys, (key_tile + 1) * kKeys). Without a mask, and
     // before causality and lengths are asked, every pair is visible.
-    __device__ TileSummary<kKeys> of(int first_row, int last_row, int64_t key_tile) const {
+    __device__ TileSummary<kKeys> of(int first_row, int last_row, int key_tile) const {
         TileSummary<kKeys> summary;
         summary.full = true;
         const bool present = mask_.bits != nullptr || intervals_.tiles != nullptr;
 #pragma unroll
         for (int w = 0; w < TileSummary<kKeys>::kWords; ++w) summary.columns[w] = present ? 0 : ~0u;
         if (mask_.bits != nullptr) {
-            const int rows = mask_.tiles_row_stride == 0 ? 0 : last_row / kTile;
-            for (int row = mask_.tiles_row_stride == 0 ? 0 : first_row / kTile; row <= rows; ++row) {
+            const bool rows_alike = mask_.tiles_row_stride == 0;
+            const int end = rows_alike ? 1 : last_row / kTile + 1;
+            constexpr int kAtOnce = 2;
+#pragma unroll 1
+            for (int row = rows_alike ? 0 : first_row / kTile; row < end; row += kAtOnce) {
+                TileKind kinds[kAtOnce][kAcross];
+                uint64_t columns[kAtOnce][kAcross];
 #pragma unroll
-                for (int k = 0; k < kAcross; ++k) {
-                    const int64_t key = key_tile * kAcross + k;
-                    if (key >= mask_.key_tiles) continue;
-                    const int64_t at = offset_ + row * mask_.tiles_row_stride + key;
-                    summary.full &= mask_.kinds[at] == TileKind::kFull;
-                    add_columns(summary, k, mask_.columns[at]);
-                }
+                for (int r = 0; r < kAtOnce; ++r)
+#pragma unroll
+                    for (int k = 0; k < kAcross; ++k) {  // the last ones where there are no more, so that none is waited for
+                        const int key = min(key_tile * kAcross + k, static_cast<int>(mask_.key_tiles) - 1);
+                        const int64_t at = offset_ + min(row + r, end - 1) * mask_.tiles_row_stride + key;
+                        kinds[r][k] = mask_.kinds[at];
+                        columns[r][k] = mask_.columns[at];
+                    }
+#pragma unroll
+                for (int r = 0; r < kAtOnce; ++r)
+#pragma unroll
+                    for (int k = 0; k < kAcross; ++k) {
+                        if (key_tile * kAcross + k >= mask_.key_tiles) continue;
+                        summary.full &= kinds[r][k] == TileKind::kFull;
+                        add_columns(summary, k, columns[r][k]);
+                    }
             }
         } else if (intervals_.tiles != nullptr) {
+            IntervalTile tiles[kAcross];
+#pragma unroll
+            for (int k = 0; k < kAcross; ++k) tiles[k] = interval_tile(key_tile * kAcross + k);
 #pragma unroll
             for (int k = 0; k < kAcross; ++k) {
-                const int64_t key = key_tile * kAcross + k;
-                if (key >= intervals_.key_tiles) continue;
-                const IntervalTile tile = intervals_.tiles[offset_ + key];
+                const IntervalTile& tile = tiles[k];
                 summary.full &= tile.last_begin <= first_row && tile.first_end > last_row;
                 if (tile.first_begin <= last_row && tile.last_end > first_row) add_columns(summary, k, tile.seen);
             }
@@ -77,20 +92,22 @@ public:
     }
 
     // The rows among which all lie that the mask shows some of these keys; may be none. Of bits, which do not say, all rows.
-    __device__ RowRange rows_of(int rows, int64_t key_tile) const {
+    __device__ RowRange rows_of(int rows, int key_tile) const {
         if (intervals_.tiles == nullptr) return {0, rows};
         RowRange range{rows, 0};
 #pragma unroll
         for (int k = 0; k < kAcross; ++k) {
-            const int64_t key = key_tile * kAcross + k;
-            if (key >= intervals_.key_tiles) continue;
-            const IntervalTile& tile = intervals_.tiles[offset_ + key];
+            const IntervalTile tile = interval_tile(key_tile * kAcross + k);
             range = {min(range.begin, tile.first_begin), max(range.end, tile.last_end)};
         }
         return range;
     }
 
 private:
+    // The last one where there is none: so that of several none waits for another.
+    __device__ __forceinline__ IntervalTile interval_tile(int key_tile) const {
+        return tiles_[min(key_tile, static_cast<int>(intervals_.key_tiles) - 1)];
+    }
     static __device__ __forceinline__ void add_columns(TileSummary<kKeys>& summary, int tile, uint64_t columns) {
         summary.columns[2 * tile] |= static_cast<uint32_t>(columns);
         summary.columns[2 * tile + 1] |= static_cast<uint32_t>(columns >> 32);
@@ -98,7 +115,8 @@ private:
 
     const PackedMask& mask_;
     const IntervalTiles& intervals_;
-    int64_t offset_ = 0;  // of the first summary
+    int64_t offset_ = 0;  // of the first summary of a bool mask,
+    const IntervalTile* tiles_ = nullptr;  // or that of intervals
 };
 
 // Looks at candidates 32 at a time, one a lane, so that the main loop waits for memory once every 32 of them. All lanes of
@@ -133,22 +151,20 @@ struct TileSpan {
     int begin, end;
 };
 
-// Of [0, end) a part, in steps of 32, beyond which all are empty: is_empty(candidate) says so of some. For a mask that hides
-// long stretches: of many candidates memory answers at once.
-template <typename IsEmpty>
-__device__ __forceinline__ TileSpan span_of_visited(int end, const IsEmpty& is_empty) {
+// Of [0, end) a part, in steps of 32, beyond which no candidate has any of `rows`: rows_of(candidate) says which it has. For a
+// mask that hides long stretches: of many candidates memory answers at once.
+template <typename RowsOf>
+__device__ __forceinline__ TileSpan span_of_visited(int end, RowRange rows, const RowsOf& rows_of) {
     constexpr int kAtOnce = 4;
     TileSpan span{end, 0};
     for (int next = 0; next < end; next += 32 * kAtOnce) {
-        bool is_visited[kAtOnce];
+        RowRange seen[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) seen[k] = rows_of(min(next + 32 * k + lane_id(), end - 1));
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-            const int candidate = next + 32 * k + lane_id();
-            is_visited[k] = candidate < end && !is_empty(candidate);
-        }
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-            if (!__any_sync(~0u, is_visited[k])) continue;
+            const bool is_visited = seen[k].begin < rows.end && seen[k].end > rows.begin;
+            if (!__any_sync(~0u, is_visited)) continue;
             span.begin = min(span.begin, next + 32 * k);
             span.end = min(end, next + 32 * (k + 1));
         }

@@ -16,6 +16,7 @@ constexpr int kThreads = 256;
 __global__ void __launch_bounds__(kThreads) summarize_intervals_kernel(const __grid_constant__ AttentionParams p,
                                                                        const __grid_constant__ IntervalTiles tiles) {
     const int64_t index = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + warp_id();
+    if (index == 0 && lane_id() == 0) *tiles.works_taken = 0;
     if (index >= tiles.size) return;
     const int first_key = static_cast<int>(index % tiles.key_tiles) * IntervalTile::kKeys;
     const int head = static_cast<int>(index / tiles.key_tiles % p.intervals.heads);

@@ -38,6 +38,8 @@ public:
 
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = Tile::kWords;
+    // Each copies for a warp of its own: their instructions take long to be fetched, and none waits for another's.
+    static constexpr int kBiasThread = 32, kQueryThread = 64, kDoutThread = 96;
 
     __device__ const Sequence& sequence() const { return smem_.sequence; }
     __device__ int first_key() const { return work_.key_tile * kKeys; }
@@ -156,28 +158,31 @@ private:
             const auto stat = [&](const RowStatView& view) {
                 return exists ? static_cast<const float*>(view.data)[stat_offset(view, s, head) + row] : 0;
             };
+            delta = stat(p_.delta);
             lse = lse_to_log2(stat(p_.lse), exists);
             is_empty = lse == kInfinity;
-            delta = is_empty ? 0 : stat(p_.delta);
+            if (is_empty) delta = 0;
         }
-        if (threadIdx.x == 0) {
-            const int tensor_row = s.first_row + first;
+        const int tensor_row = s.first_row + first;
+        if (threadIdx.x == kQueryThread) {
             query_ring_.wait_empty();
             mbarrier_expect(query_ring_.full(), sizeof(typename Tile::RowsTile));
             copy_rows(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), p_, s, tensor_row, head);
+        }
+        if (threadIdx.x == kDoutThread) {
             dout_ring_.wait_empty();
             mbarrier_arrive_expecting(dout_ring_.full(), sizeof(typename Tile::RowsTile));
             copy_rows(smem_.dout[dout_ring_.stage()], maps_.dout, dout_ring_.full(), p_, s, tensor_row, head);
-            if constexpr (kBias == BiasKind::kDense) {
-                bias_ring_.wait_empty();
-                mbarrier_arrive_expecting(bias_ring_.full(), sizeof(typename Tile::PairsTile));
-                auto& pairs = smem_.pairs[bias_ring_.stage()];
+        }
+        if (kBias == BiasKind::kDense && threadIdx.x == kBiasThread) {
+            bias_ring_.wait_empty();
+            mbarrier_arrive_expecting(bias_ring_.full(), sizeof(typename Tile::PairsTile));
+            auto& pairs = smem_.pairs[bias_ring_.stage()];
 #pragma unroll
-                for (int panel = 0; panel < Tile::PairsTile::kPanels; ++panel)
-                    copy_box(smem_address(pairs.data + panel * kRows * 64), &maps_.bias, bias_ring_.full(),
-                             first_key() + panel * 64, tensor_row, shared_head(head, p_.heads, p_.bias.heads),
-                             smem_.bias_batch);
-            }
+            for (int panel = 0; panel < Tile::PairsTile::kPanels; ++panel)
+                copy_box(smem_address(pairs.data + panel * kRows * 64), &maps_.bias, bias_ring_.full(),
+                         first_key() + panel * 64, tensor_row, shared_head(head, p_.heads, p_.bias.heads),
+                         smem_.bias_batch);
         }
         const int turn_to_add = p_.deterministic && warp_id() == 0 ? turn(head, row_tile) : 0;
         query_ring_.wait_empty();

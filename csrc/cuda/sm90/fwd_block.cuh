@@ -25,9 +25,10 @@ constexpr int kLoaders = kBias == BiasKind::kDense ? 96 : 128;
 // How the work is cut among blocks.
 struct FwdSchedule {
     unsigned works;
-    int row_tiles;  // of a head
-    int heads;      // H / tile_heads
-    int batch;
+    Divisor row_tiles;  // of a head
+    Divisor heads;      // H / tile_heads
+    Divisor batch;
+    uint32_t* taken;    // of the works beyond the first of each block; null where these are dealt out beforehand
     int tile_heads;    // of gathered keys: 1, or as many as there are groups, which then have the same rows of one head each
     bool batch_first;  // neighbouring works differ in their batch, else in their row tile
     bool tiles_last;   // all heads come before the next row tile: works that follow each other are about as long
@@ -52,7 +53,7 @@ struct FwdWork {
     int first_row;
     int listed = 0;  // of gathered keys: the length of the list
 
-    __device__ FwdWork(const FwdArgs& p, const FwdSchedule& schedule, unsigned number, int rows) : s(p, 0) {
+    __device__ FwdWork(const FwdArgs& p, const FwdSchedule& schedule, unsigned number, int rows) {
         MixedIndex index(number);
         int batch = schedule.batch_first ? index.take(schedule.batch) : 0;
         int tile = schedule.tiles_last ? 0 : index.take(schedule.row_tiles);
@@ -60,7 +61,7 @@ struct FwdWork {
         if (!schedule.batch_first) batch = index.take(schedule.batch);
         if (schedule.tiles_last) tile = static_cast<int>(index.rest);
         // The last rows come first: under causality they are the longest.
-        first_row = (schedule.row_tiles - 1 - tile) * rows;
+        first_row = (static_cast<int>(schedule.row_tiles.value) - 1 - tile) * rows;
         s = Sequence(p, batch);
     }
     __device__ bool empty() const { return first_row >= s.rows; }
@@ -71,6 +72,7 @@ struct FwdSmem {
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = kKeys / 32;
     static constexpr int kBiasKeys = 64;  // of a tile of dense biases
     static constexpr int kWorks = Tile::kQueryStages + 1;
+    static constexpr int kFreeBarrier = 1 + 2 * Tile::kConsumers;  // that the multiplying groups do not use
 
     using QueryTile = SmemTile<T, kRows, Tile::kHeadDim>;
     using KeyTile = SmemTile<T, kKeys, Tile::kHeadDim>;
@@ -99,6 +101,7 @@ struct FwdSmem {
     alignas(kTileAlign) BiasTiles bias;
     KeyInfo keys[Tile::kKeyStages];
     alignas(FwdWork) unsigned char works[kWorks][sizeof(FwdWork)];  // those of the queries, and the one before
+    unsigned next_work[2];  // of works in turn: what comes behind them
     RingBarriers<Tile::kQueryStages> query_ring;
     RingBarriers<Tile::kKeyStages> key_ring;
     RingBarriers<Tile::kValueStages> value_ring;

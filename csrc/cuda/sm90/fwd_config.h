@@ -24,7 +24,7 @@ constexpr FwdTileSizes fwd_tile_sizes(int head_dim, bool has_dense_bias) {
                     .bias_stages = 4};
         case 96: return {.groups = 2, .keys = 128, .query_stages = 1, .key_stages = 2, .value_stages = 3, .bias_stages = 4};
         case 128:
-            return {.groups = 2, .keys = 128, .query_stages = 1, .key_stages = 2, .value_stages = has_dense_bias ? 2 : 3,
+            return {.groups = 2, .keys = 128, .query_stages = 1, .key_stages = has_dense_bias ? 2 : 3, .value_stages = 2,
                     .bias_stages = 3};
         case 192: return {.groups = 2, .keys = 64, .query_stages = 1, .key_stages = 2, .value_stages = 3, .bias_stages = 3};
         case 256: return {.groups = 2, .keys = 64, .query_stages = 1, .key_stages = 2, .value_stages = 2, .bias_stages = 1};

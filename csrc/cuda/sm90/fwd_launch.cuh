@@ -17,10 +17,11 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     FwdSchedule schedule;
     const int tile_heads = schedule.tile_heads = Tile::kGathers && p.lists.tile_rows < Tile::kRows ? Tile::kConsumers : 1;
     const int tile_rows = Tile::kRows / tile_heads;
-    schedule.row_tiles = static_cast<int>(ceil_div<int64_t>(p.seqlen_q, tile_rows));
-    schedule.heads = static_cast<int>(p.heads / tile_heads);
-    schedule.batch = static_cast<int>(p.batch);
-    schedule.works = grid_of(int64_t{schedule.row_tiles} * schedule.heads * p.batch);
+    const int64_t row_tiles = ceil_div<int64_t>(p.seqlen_q, tile_rows), heads = p.heads / tile_heads;
+    schedule.works = grid_of(row_tiles * heads * p.batch);
+    schedule.row_tiles = Divisor(row_tiles);
+    schedule.heads = Divisor(heads);
+    schedule.batch = Divisor(p.batch);
     // A bias that few batches share is then read from memory once.
     schedule.batch_first = kBias == BiasKind::kDense && p.bias.batches == 1 && p.batch <= 8;
     schedule.raw_scores = kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
@@ -38,14 +39,16 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     if (kBias == BiasKind::kDense) maps.bias = make_map(dense_layout(p, p.bias), {Smem::kBiasKeys, kGroupRows, 1, 1});
 
     // Where the works are about alike, or short, as many blocks as run at once share them out, and load for the next while the
-    // last ends; else blocks come as others end. Intervals are mostly windows and documents, of short works; a causal mask as
-    // intervals takes no longer so.
+    // last ends; else blocks come as others end. Intervals are windows, documents, anything: of their works a block takes one
+    // when it is done with another.
+    const bool draws = !Tile::kGathers && kBias != BiasKind::kDense && p.interval_tiles.present();
     const bool mask_differs_by_row =
         p.interval_tiles.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
     const bool alike = Tile::kGathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row);
     constexpr int kShort = 2048;
     const bool shares_out = alike || p.interval_tiles.present() || p.seqlen_q <= kShort;
     schedule.tiles_last = shares_out && !alike;
+    schedule.taken = draws ? p.interval_tiles.works_taken : nullptr;
     const unsigned blocks =
         shares_out ? std::min<unsigned>(schedule.works, current_device().multiprocessors) : schedule.works;
     const auto kernel = fwd_kernel<T, kBias, Tile>;

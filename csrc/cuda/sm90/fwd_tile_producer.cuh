@@ -29,7 +29,7 @@ public:
             return;
         }
         for_each_work([&](const FwdWork& work) { load(work); });
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == kQueryThread) {
             query_ring_.wait_empty();
             smem_.work(turn_).head = FwdWork::kNone;
             mbarrier_arrive_here(query_ring_.full());
@@ -39,6 +39,8 @@ public:
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = Smem::kWords, kThreads = kLoaders<kBias>;
     static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // of a thread that loads a mask
+    // Each has a warp of its own: their instructions take long to be fetched, and none waits for another's.
+    static constexpr int kKeyThread = 0, kValueThread = 32, kQueryThread = 64;
     using MaskWords = typename Smem::MaskWords;
     static_assert(kBias != BiasKind::kKey || kKeys <= kThreads, "a thread loads the bias of one key");
 
@@ -70,10 +72,20 @@ private:
     };
 
     template <typename Visit>
-    __device__ __forceinline__ void for_each_work(const Visit& visit) const {
-        for (unsigned index = blockIdx.x; index < schedule_.works; index += gridDim.x) {
+    __device__ __forceinline__ void for_each_work(const Visit& visit) {
+        int turn = 0;
+        for (unsigned index = blockIdx.x, next; index < schedule_.works; index = next, turn ^= 1) {
+            const bool draws = schedule_.taken != nullptr;
+            if (draws && threadIdx.x == 0) next = gridDim.x + atomicAdd(schedule_.taken, 1);
             const FwdWork work(p_, schedule_, index, kRows);
             if (!work.empty()) visit(work);
+            if (draws) {
+                if (threadIdx.x == 0) smem_.next_work[turn] = next;
+                barrier_sync(Smem::kFreeBarrier, kThreads);
+                next = smem_.next_work[turn];
+            } else {
+                next = index + gridDim.x;
+            }
         }
     }
 
@@ -94,51 +106,58 @@ private:
         TileSpan span{0, ceil_div(work.s.keys_of(last_row, p_.is_causal), kKeys)};
         if (p_.interval_tiles.tiles != nullptr && span.end > 32) {
             const MaskSummaries<kRows, kKeys> mask(p_, work.s, work.head);
-            span = span_of_visited(span.end, [&](int tile) {
-                const RowRange rows = mask.rows_of(work.s.rows, tile);
-                return rows.begin > last_row || rows.end <= work.first_row;
-            });
+            span = span_of_visited(span.end, {work.first_row, last_row + 1},
+                                   [&](int tile) { return mask.rows_of(work.s.rows, tile); });
         }
         return TileScan<kKeys, decltype(summarize)>(span.begin, span.end, summarize);
     }
 
     // A tile of keys that a work visits.
     struct Visit {
-        static constexpr int kWarps = kThreads / 32;
+        static constexpr int kWarps = kThreads / 32, kNone = -1;
 
         int tile;
-        bool full, last;  // no pair is hidden; the work visits no other behind it
+        bool full;  // no pair is hidden
         uint32_t columns[ceil_div(kWords, kWarps)];  // this warp's words
+        // What comes from memory through registers.
+        TileIntervals<kThreads, kWords> intervals;
+        float key_bias;
 
-        // The current one of a scan, which goes on to the next.
+        Visit() = default;
         template <typename Scan>
-        __device__ __forceinline__ explicit Visit(Scan& scan) : tile(scan.index()), full(scan.full()) {
+        __device__ __forceinline__ explicit Visit(const Scan& scan) : tile(scan.index()), full(scan.full()) {
 #pragma unroll
             for (int w = 0; w < kWords; ++w)
                 if (w % kWarps == warp_id()) columns[w / kWarps] = scan.columns(w);
-            last = !scan.next();
         }
     };
 
     // In the order in which the consumers ask: the first keys and the query, then the keys of a tile before the values of the
     // one before it.
     __device__ void load(const FwdWork& work) {
+        kv_head_ = shared_head(work.head, p_.heads, p_.kv_heads);
         auto tiles = scan(work);
-        if (!tiles.next()) {
-            hand_over_no_keys();
-            return load_query(work);
+        Visit visit;
+        int before = Visit::kNone;
+        for (bool is_ahead = false;; is_ahead = true) {
+            const bool is_last = !tiles.next();
+            if (is_ahead) {
+                if (before == Visit::kNone) load_query(work);
+                hand_over_keys(work, visit, is_last);
+                if (before != Visit::kNone) load_values(work, before);
+                before = visit.tile;
+            }
+            if (is_last) break;
+            visit = Visit(tiles);
+            fetch(work, visit);
         }
-        for (int before = -1;;) {
-            const Visit visit(tiles);
-            hand_over_keys(work, visit);
-            before < 0 ? load_query(work) : load_values(work, before);
-            before = visit.tile;
-            if (visit.last) return load_values(work, before);
-        }
+        if (before != Visit::kNone) return load_values(work, before);
+        hand_over_no_keys();
+        load_query(work);
     }
 
     __device__ void load_query(const FwdWork& work) {
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == kQueryThread) {
             query_ring_.wait_empty();
             smem_.work(turn_) = work;
             mbarrier_arrive_expecting(query_ring_.full(), sizeof(typename Smem::QueryTile));
@@ -151,54 +170,53 @@ private:
 
     __device__ void hand_over_no_keys() {
         key_ring_.wait_empty();
-        if (threadIdx.x == 0) smem_.keys[key_ring_.stage()].tile = Smem::KeyInfo::kNone;
+        if (threadIdx.x == kKeyThread) smem_.keys[key_ring_.stage()].tile = Smem::KeyInfo::kNone;
         mbarrier_arrive_here(key_ring_.full());
         key_ring_.advance();
     }
 
-    // What comes from memory through registers is on its way before the stage is free.
-    __device__ __forceinline__ void hand_over_keys(const FwdWork& work, const Visit& visit) {
-        const bool is_masked = !visit.full && mask_differs_by_row(p_);
-        float key_bias = 0;
-        if (kBias == BiasKind::kKey) key_bias = key_bias_of_thread(work, visit.tile);
-        MaskWords words[kMaskRows];
-        TileIntervals<kThreads, kWords> intervals;
-        if (is_masked && p_.packed_mask.bits != nullptr) {
-            load_mask(words, work, visit.tile);
-        } else if (is_masked) {
-            intervals.fetch(p_, work.s, work.head, visit.tile * kKeys);
-        }
+    __device__ bool has_bits() const { return p_.packed_mask.bits != nullptr; }
+    __device__ bool is_masked(const Visit& visit) const { return !visit.full && mask_differs_by_row(p_); }
 
+    __device__ __forceinline__ void fetch(const FwdWork& work, Visit& visit) const {
+        if constexpr (kBias == BiasKind::kKey) visit.key_bias = key_bias_of_thread(work, visit.tile);
+        if (is_masked(visit) && !has_bits()) visit.intervals.fetch(p_, work.s, work.head, visit.tile * kKeys);
+    }
+
+    __device__ __forceinline__ void hand_over_keys(const FwdWork& work, const Visit& visit, bool is_last) {
+        MaskWords words[kMaskRows];
+        if (is_masked(visit) && has_bits()) load_mask(words, work, visit.tile);
         key_ring_.wait_empty();
         auto& info = smem_.keys[key_ring_.stage()];
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == kKeyThread) {
             info.tile = visit.tile;
             info.full = visit.full;
-            info.last = visit.last;
+            info.last = is_last;
             mbarrier_expect(key_ring_.full(), sizeof(typename Smem::KeyTile));
             load_keys(smem_.key[key_ring_.stage()], maps_.key, key_ring_.full(), work, visit.tile);
         }
-        const uint32_t not_hidden = __ballot_sync(~0u, key_bias != -kInfinity);  // of keys 32 * warp_id() and so on
+        uint32_t not_hidden = ~0u;  // of keys 32 * warp_id() and so on
+        if constexpr (kBias == BiasKind::kKey) not_hidden = __ballot_sync(~0u, visit.key_bias != -kInfinity);
 #pragma unroll
         for (int w = 0; w < kWords; ++w)
             if (w % Visit::kWarps == warp_id() && lane_id() == 0)
-                info.columns[w] = visit.columns[w / Visit::kWarps] & (kBias == BiasKind::kKey ? not_hidden : ~0u);
+                info.columns[w] = visit.columns[w / Visit::kWarps] & not_hidden;
         if constexpr (kBias == BiasKind::kKey)
-            if (threadIdx.x < kKeys) info.bias[threadIdx.x] = key_bias;
-        if (is_masked && p_.packed_mask.bits != nullptr) {
+            if (threadIdx.x < kKeys) info.bias[threadIdx.x] = visit.key_bias;
+        if (is_masked(visit) && has_bits()) {
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i)
                 if (const int row = threadIdx.x + i * kThreads; row < kRows)
                     *reinterpret_cast<MaskWords*>(info.mask[row]) = words[i];
-        } else if (is_masked) {
-            intervals.expand(info.mask, work.first_row, 1);
+        } else if (is_masked(visit)) {
+            visit.intervals.expand(info.mask, work.first_row, 1);
         }
         mbarrier_arrive_here(key_ring_.full());
         key_ring_.advance();
     }
 
     __device__ __forceinline__ void load_values(const FwdWork& work, int tile) {
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == kValueThread) {
             value_ring_.wait_empty();
             mbarrier_arrive_expecting(value_ring_.full(), sizeof(typename Smem::KeyTile));
             load_keys(smem_.value[value_ring_.stage()], maps_.value, value_ring_.full(), work, tile);
@@ -208,8 +226,7 @@ private:
 
     __device__ __forceinline__ void load_keys(typename Smem::KeyTile& to, const CUtensorMap& map, uint32_t barrier,
                                               const FwdWork& work, int tile) {
-        copy_rows(to, map, barrier, p_, work.s, work.s.first_key + tile * kKeys,
-                  shared_head(work.head, p_.heads, p_.kv_heads));
+        copy_rows(to, map, barrier, p_, work.s, work.s.first_key + tile * kKeys, kv_head_);
     }
     __device__ __forceinline__ float key_bias_of_thread(const FwdWork& work, int tile) const {
         const int key = tile * kKeys + threadIdx.x;
@@ -236,6 +253,7 @@ private:
     Ring<Tile::kKeyStages> key_ring_;
     Ring<Tile::kValueStages> value_ring_;
     int turn_ = 0;
+    int kv_head_;  // of the work
 };
 
 }  // namespace flash_dmattn::cuda::sm90

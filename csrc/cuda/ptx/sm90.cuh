@@ -88,17 +88,15 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int phase) {
         : "memory");
 }
 
-// Writes to shared memory: of this block where `here`, else of block `rank` of the cluster, and there, once the bytes
-// have come, tells the barrier so.
-__device__ __forceinline__ void store_shared_or_async(uint32_t to, uint32_t barrier, int rank, bool here,
+// Writes to shared memory: of this block, at `here`, where it is_here, else of another block of the cluster, at `there`, and
+// there, once the bytes have come, tells the barrier so. Addresses of another block are in_block's.
+__device__ __forceinline__ void store_shared_or_async(uint32_t here, uint32_t there, uint32_t barrier_there, bool is_here,
                                                       const float (&x)[4]) {
     asm volatile(
         "{\n.reg .pred here;\nsetp.ne.u32 here, %6, 0;\n"
         "@here st.shared.v4.f32 [%7], {%1, %2, %3, %4};\n"
-        "@!here st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n}" ::"r"(
-            in_block(to, rank)),
-        "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(in_block(barrier, rank)), "r"(static_cast<uint32_t>(here)),
-        "r"(to)
+        "@!here st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n}" ::"r"(there),
+        "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier_there), "r"(static_cast<uint32_t>(is_here)), "r"(here)
         : "memory");
 }
 

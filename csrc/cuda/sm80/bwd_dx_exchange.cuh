@@ -88,7 +88,9 @@ private:
 #pragma unroll
             for (int n = 0; n < kN; ++n) {
                 const int block = m * Tile::kScoreN + first_n + n, owner = block / kOwned;
-                store_shared_or_async(to + block % kOwned * kBlockBytes, received_, owner, owner == rank, dx[m][n]);
+                const int offset = block % kOwned * kBlockBytes;
+                store_shared_or_async(to + offset, in_block(to, owner) + offset, in_block(received_, owner), owner == rank,
+                                      dx[m][n]);
             }
     }
 

@@ -41,43 +41,62 @@ template <typename Tile>
 class BwdExchange {
 public:
     using Smem = BwdExchangeSmem<Tile>;
-    static constexpr int kTiles = Smem::kTiles, kTilesShift = kTiles == 8 ? 3 : 4;
-    static_assert(kTiles == 1 << kTilesShift);
+    static constexpr int kTiles = Smem::kTiles;
     using Pairs = float[1][kTiles][4];
 
     __device__ BwdExchange(Smem& smem, int group, int rank, int blocks)
-        : smem_(smem), group_(group), thread_(static_cast<int>(threadIdx.x) % 128), rank_(rank), blocks_(blocks),
-          part_shift_(blocks == 2 ? kTilesShift - 1 : kTilesShift - 2) {}
-
-    __device__ int part() const { return 1 << part_shift_; }  // tiles of 8 rows of a block
+        : smem_(smem), group_(group), thread_(static_cast<int>(threadIdx.x) % 128), rank_(rank), blocks_(blocks) {}
 
     // Sends everybody their parts; this block's own stays here.
-    __device__ __forceinline__ void send(const Pairs& dx) const {
-        mbarrier_wait(smem_address(&smem_.empty[group_]), phase_ ^ 1);
-        const uint32_t full = smem_address(&smem_.full[group_]);
-        if (thread_ == 0) mbarrier_arrive_expecting(full, (blocks_ - 1) * part() * 128 * static_cast<int>(sizeof(float4)));
-        constexpr int kBlockBytes = 128 * sizeof(float4);  // of 8 rows
-        const uint32_t to = smem_address(&smem_.parts[group_][rank_ << part_shift_][thread_]);
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-            const int owner = n >> part_shift_;
-            store_shared_or_async(to + (n & (part() - 1)) * kBlockBytes, full, owner, owner == rank_, dx[0][n]);
-        }
-    }
+    __device__ __forceinline__ void send(const Pairs& dx) const { blocks_ == 2 ? send_among<2>(dx) : send_among<4>(dx); }
 
     // Adds up the parts that are this block's to smem.sums, rounded; warp_key: this warp's first key of the block's.
     template <typename T>
     __device__ __forceinline__ void receive(int warp_key) {
-        using Sums = decltype(smem_.sums);
         mbarrier_wait(smem_address(&smem_.full[group_]), phase_);
+        blocks_ == 2 ? add_of<2, T>(warp_key) : add_of<4, T>(warp_key);
+        __syncwarp();
+        if (lane_id() < blocks_) mbarrier_arrive(in_block(smem_address(&smem_.empty[group_]), lane_id()));
+        phase_ ^= 1;
+    }
+
+    // In shared memory, the group's keys of the sums, and their first row of the tile.
+    __device__ uint32_t sums() const { return smem_address(smem_.sums.data + group_ * (Tile::kRows / 2) * 64); }
+    __device__ int first_row() const { return Tile::kRows / blocks_ * rank_; }
+
+private:
+    template <int kBlocks>
+    __device__ __forceinline__ void send_among(const Pairs& dx) const {
+        constexpr int kPart = kTiles / kBlocks, kTileBytes = 128 * sizeof(float4);  // of 8 rows
+        mbarrier_wait(smem_address(&smem_.empty[group_]), phase_ ^ 1);
+        const uint32_t full = smem_address(&smem_.full[group_]);
+        if (thread_ == 0) mbarrier_arrive_expecting(full, (kBlocks - 1) * kPart * kTileBytes);
+        const uint32_t here = smem_address(&smem_.parts[group_][rank_ * kPart][thread_]);
+#pragma unroll
+        for (int owner = 0; owner < kBlocks; ++owner) {
+            const uint32_t there = in_block(here, owner), full_there = in_block(full, owner);
+#pragma unroll
+            for (int n = 0; n < kPart; ++n)
+                store_shared_or_async(here + n * kTileBytes, there + n * kTileBytes, full_there, owner == rank_,
+                                      dx[0][owner * kPart + n]);
+        }
+    }
+
+    template <int kBlocks, typename T>
+    __device__ __forceinline__ void add_of(int warp_key) {
+        using Sums = decltype(smem_.sums);
+        constexpr int kPart = kTiles / kBlocks;
+        const auto& parts = smem_.parts[group_];
         const int lane = lane_id();
-        for (int n = 0; n < part(); n += 2) {
+#pragma unroll
+        for (int n = 0; n < kPart; n += 2) {
             uint32_t packed[4];
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-                float4 sum = {};
-                for (int source = 0; source < blocks_; ++source) {
-                    const float4 x = smem_.parts[group_][(source << part_shift_) + n + m][thread_];
+                float4 sum = parts[n + m][thread_];
+#pragma unroll
+                for (int source = 1; source < kBlocks; ++source) {
+                    const float4 x = parts[source * kPart + n + m][thread_];
                     sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
                 }
                 packed[2 * m] = pack<T>(sum.x, sum.y);
@@ -86,19 +105,10 @@ public:
             const int at = Sums::offset(n * 8 + lane % 8 + lane / 16 * 8, warp_key / 8 + lane / 8 % 2);
             stmatrix_x4_trans(smem_address(smem_.sums.data + at), packed);
         }
-        __syncwarp();
-        if (lane < blocks_) mbarrier_arrive(in_block(smem_address(&smem_.empty[group_]), lane));
-        phase_ ^= 1;
     }
 
-    // In shared memory, the group's keys of the sums, and their first row of the tile.
-    __device__ uint32_t sums() const { return smem_address(smem_.sums.data + group_ * (Tile::kRows / 2) * 64); }
-    __device__ int first_row() const { return (rank_ << part_shift_) * 8; }
-
-private:
     Smem& smem_;
     const int group_, thread_, rank_, blocks_;
-    const int part_shift_;
     int phase_ = 0;
 };
 

@@ -63,6 +63,7 @@ public:
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWarpKeys = kKeys / 4;
     static_assert(kRows <= 128 && kWarpKeys <= 32, "a thread sees to one row and one key");
+    static constexpr int kQueryThread = 64, kDoutThread = 96;  // of two warps: neither waits for the other's copies
 
     __device__ __forceinline__ void load_rows(const GatherGroupWork& work, int visit) {
         const int head = work.head_of<kRows>(visit), first = work.first_row + work.row_of<kRows>(visit);
@@ -74,15 +75,18 @@ private:
             const auto stat = [&](const RowStatView& view) {
                 return exists ? static_cast<const float*>(view.data)[stat_offset(view, work.s, head) + row] : 0;
             };
+            delta = stat(p_.delta);
             lse = lse_to_log2(stat(p_.lse), exists);
             is_empty = lse == kInfinity;
-            delta = is_empty ? 0 : stat(p_.delta);
+            if (is_empty) delta = 0;
         }
+        const int tensor_row = work.s.first_row + first;
         query_ring_.wait_empty();
-        if (threadIdx.x == 0) {
-            const int tensor_row = work.s.first_row + first;
+        if (threadIdx.x == kQueryThread) {
             mbarrier_expect(query_ring_.full(), sizeof(typename Tile::RowsTile));
             copy_rows(smem_.query[query_ring_.stage()], maps_.query, query_ring_.full(), p_, work.s, tensor_row, head);
+        }
+        if (threadIdx.x == kDoutThread) {
             dout_ring_.wait_empty();
             mbarrier_arrive_expecting(dout_ring_.full(), sizeof(typename Tile::RowsTile));
             copy_rows(smem_.dout[dout_ring_.stage()], maps_.dout, dout_ring_.full(), p_, work.s, tensor_row, head);

@@ -151,7 +151,7 @@ struct IntervalTiles {
     int64_t batch_stride = 0;
     int64_t key_tiles = 0;
     int64_t size = 0;  // number of elements to allocate
-    uint32_t* works_taken = nullptr;  // [1], 0: by it the blocks of a forward share out what they do
+    uint32_t* works_taken = nullptr;  // [1], 0: by it the blocks of one forward share out what they do
 
     bool present() const { return tiles != nullptr; }
 };

@@ -126,6 +126,42 @@ def test_varlen_is_as_with_the_dense_mask(bias_rows, heads, causal):
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
 
 
+# More works than a GPU has multiprocessors, of which blocks take the next as they are done with the last
+
+
+@CAUSAL
+@pytest.mark.parametrize("bias_rows", ["none", "key", "dense"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_works_of_all_lengths(head_dim, bias_rows, causal):
+    tensors = on_gpu(2, 600, 4200, 16, 4, head_dim)
+    bias = None if bias_rows == "none" else randn(1, 4, 1 if bias_rows == "key" else 600, 4200)
+    mask = intervals(2, 4, 4200, rows=600, longest=20) if causal else intervals(1, 1, 4200, rows=600)
+    check(tensors, mask, bias, is_causal=causal, sparse="tiles")
+
+
+def test_many_works_are_shared_out_anew_by_every_call_and_replay():
+    tensors = on_gpu(4, 2000, 2000, 16, 4, 128)[:3]
+    lengths = [[700, 1, 99, 1200], [2000, 0, 0, 0], [64, 64, 64, 1808], [1, 1998, 1, 0]]
+    ids = torch.stack([torch.repeat_interleave(torch.arange(4), torch.tensor(x)) for x in lengths]).cuda()
+    masks = [KeyIntervalMask.documents(ids=ids), KeyIntervalMask.documents(ids=ids.flip(0))]
+    mask = KeyIntervalMask(masks[0].start, masks[0].end)  # a copy
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    expected = [flash_dmattn_func(*tensors, m, is_causal=True, sparse="tiles") for m in masks]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        flash_dmattn_func(*tensors, mask, is_causal=True, sparse="tiles")
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        out = flash_dmattn_func(*tensors, mask, is_causal=True, sparse="tiles")
+    for i in (0, 1, 1, 0):
+        mask.start.copy_(masks[i].start)
+        mask.end.copy_(masks[i].end)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected[i])
+        assert torch.equal(flash_dmattn_func(*tensors, masks[i], is_causal=True, sparse="tiles"), expected[i])
+
+
 # Lists
 
 

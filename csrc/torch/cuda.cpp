@@ -55,6 +55,7 @@ Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
     }
     if (!p.intervals.present() || p.lists.present()) return {};
     const IntervalTiles plan = plan_interval_tiles(p);
+    if (plan.size == 0) return {};
     const int64_t bytes = plan.size * static_cast<int64_t>(sizeof(IntervalTile));
     const Tensor memory = workspace(bytes + static_cast<int64_t>(sizeof(uint32_t)), in.query);
     p.interval_tiles = plan;

@@ -7,7 +7,8 @@
 
 namespace flash_dmattn::cuda {
 
-// What is known of a tile before any of its pairs is read. Bit j % 32 of columns[j / 32]: may a row see key j of it.
+// What is known of a tile before any of its pairs is read. Bit j % 32 of columns[j / 32]: may a row see key j of it. Beyond the
+// sequence's keys it may say anything.
 template <int kKeys>
 struct TileSummary {
     static constexpr int kWords = kKeys / 32;
@@ -50,7 +51,7 @@ public:
         if (mask_.bits != nullptr) {
             const bool rows_alike = mask_.tiles_row_stride == 0;
             const int end = rows_alike ? 1 : last_row / kTile + 1;
-            constexpr int kAtOnce = 2;
+            constexpr int kAtOnce = kRows > kTile ? 2 : 1;  // none of which waits for another
 #pragma unroll 1
             for (int row = rows_alike ? 0 : first_row / kTile; row < end; row += kAtOnce) {
                 TileKind kinds[kAtOnce][kAcross];
@@ -58,17 +59,17 @@ public:
 #pragma unroll
                 for (int r = 0; r < kAtOnce; ++r)
 #pragma unroll
-                    for (int k = 0; k < kAcross; ++k) {  // the last ones where there are no more, so that none is waited for
-                        const int key = min(key_tile * kAcross + k, static_cast<int>(mask_.key_tiles) - 1);
-                        const int64_t at = offset_ + min(row + r, end - 1) * mask_.tiles_row_stride + key;
-                        kinds[r][k] = mask_.kinds[at];
-                        columns[r][k] = mask_.columns[at];
+                    for (int k = 0; k < kAcross; ++k) {
+                        const int key = key_tile * kAcross + k;
+                        const bool exists = row + r < end && key < mask_.key_tiles;
+                        const int64_t at = offset_ + (row + r) * mask_.tiles_row_stride + key;
+                        kinds[r][k] = exists ? mask_.kinds[at] : TileKind::kFull;
+                        columns[r][k] = exists ? mask_.columns[at] : 0;
                     }
 #pragma unroll
                 for (int r = 0; r < kAtOnce; ++r)
 #pragma unroll
                     for (int k = 0; k < kAcross; ++k) {
-                        if (key_tile * kAcross + k >= mask_.key_tiles) continue;
                         summary.full &= kinds[r][k] == TileKind::kFull;
                         add_columns(summary, k, columns[r][k]);
                     }

@@ -88,9 +88,8 @@ private:
 #pragma unroll
             for (int n = 0; n < kN; ++n) {
                 const int block = m * Tile::kScoreN + first_n + n, owner = block / kOwned;
-                const int offset = block % kOwned * kBlockBytes;
-                store_shared_or_async(to + offset, in_block(to, owner) + offset, in_block(received_, owner), owner == rank,
-                                      dx[m][n]);
+                const uint32_t here = to + block % kOwned * kBlockBytes;
+                store_shared_or_async(here, in_block(here, owner), in_block(received_, owner), owner == rank, dx[m][n]);
             }
     }
 

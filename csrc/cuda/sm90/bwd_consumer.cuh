@@ -8,6 +8,7 @@
 #include "../common/scores.cuh"
 #include "bwd_block.cuh"
 #include "bwd_scratch.cuh"
+#include "clear_rows.cuh"
 #include "rows_out.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -239,35 +240,19 @@ private:
         }
     }
 
-    // Rows [first, first + kCount) of a tile of 16-bit elements to 0 where is_empty(row); a warp group calls together.
-    template <int kCount, typename Rows, typename IsEmpty>
-    __device__ __forceinline__ void clear_rows(Rows& tile, int first, const IsEmpty& is_empty) const {
-        constexpr int kChunks = kHeadDim / 8;
-        for (int i = threadIdx.x % 128; i < kCount * kChunks; i += 128)
-            if (is_empty(first + i / kChunks))
-                *reinterpret_cast<uint4*>(tile.data + Rows::offset(first + i / kChunks, i % kChunks)) = {};
-        fence_async();
-    }
     __device__ __forceinline__ void clear_unseen_keys() const {
         const auto is_unseen = [&](int k) { return !(smem_.seen[k / 32] >> k % 32 & 1); };
         bool any = false;
         for (int w = 0; w < Tile::kWords; ++w) any |= smem_.seen[w] != ~0u;
         if (!any) return;
         constexpr int kCount = kKeys / Tile::kConsumers;
-        clear_rows<kCount>(smem_.key, group_ * kCount, is_unseen);
-        clear_rows<kCount>(smem_.value, group_ * kCount, is_unseen);
+        clear_rows<kCount, 128>(smem_.key, group_ * kCount, threadIdx.x % 128, is_unseen);
+        clear_rows<kCount, 128>(smem_.value, group_ * kCount, threadIdx.x % 128, is_unseen);
         barrier_sync(1, Tile::kConsumers * 128);
     }
-    template <int kCount>
-    static __device__ __forceinline__ bool any_of(const bool (&flags)[kCount]) {
-        bool any = false;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) any |= flags[i];
-        return any;
-    }
-    // A row that sees nothing may hold anything, and zero times NaN would reach a sum.
+    // A row that sees nothing may hold anything.
     __device__ __forceinline__ void clear_empty_rows(RowsTile& rows) const {
-        clear_rows<kRows>(rows, 0, [&](int r) { return info().lse[r] == kInfinity; });
+        clear_rows<kRows, 128>(rows, 0, threadIdx.x % 128, [&](int r) { return info().lse[r] == kInfinity; });
         barrier_sync(2 + group_, 128);
     }
 

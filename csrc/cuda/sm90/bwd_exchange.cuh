@@ -43,6 +43,7 @@ public:
     using Smem = BwdExchangeSmem<Tile>;
     static constexpr int kTiles = Smem::kTiles;
     using Pairs = float[1][kTiles][4];
+    static_assert(kTiles % 8 == 0, "of 4 blocks each takes tiles by twos");
 
     __device__ BwdExchange(Smem& smem, int group, int rank, int blocks)
         : smem_(smem), group_(group), thread_(static_cast<int>(threadIdx.x) % 128), rank_(rank), blocks_(blocks) {}

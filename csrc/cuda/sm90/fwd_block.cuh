@@ -72,7 +72,7 @@ struct FwdSmem {
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = kKeys / 32;
     static constexpr int kBiasKeys = 64;  // of a tile of dense biases
     static constexpr int kWorks = Tile::kQueryStages + 1;
-    static constexpr int kFreeBarrier = 1 + 2 * Tile::kConsumers;  // that the multiplying groups do not use
+    static constexpr int kNextWorkBarrier = 1 + 2 * Tile::kConsumers;  // behind those of the groups that multiply
 
     using QueryTile = SmemTile<T, kRows, Tile::kHeadDim>;
     using KeyTile = SmemTile<T, kKeys, Tile::kHeadDim>;
@@ -101,7 +101,7 @@ struct FwdSmem {
     alignas(kTileAlign) BiasTiles bias;
     KeyInfo keys[Tile::kKeyStages];
     alignas(FwdWork) unsigned char works[kWorks][sizeof(FwdWork)];  // those of the queries, and the one before
-    unsigned next_work[2];  // of works in turn: what comes behind them
+    unsigned next_work[2];  // as drawn, in turn
     RingBarriers<Tile::kQueryStages> query_ring;
     RingBarriers<Tile::kKeyStages> key_ring;
     RingBarriers<Tile::kValueStages> value_ring;

@@ -4,11 +4,10 @@
 // keys in the sequence by two tiles; by these, what tells which rows see a key, and its bias, by one.
 #pragma once
 
-#include "../common/key_list.cuh"
-#include "../common/scores.cuh"
 #include "copy_rows.cuh"
 #include "fwd_block.cuh"
 #include "gather_rows.cuh"
+#include "listed_key.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -42,13 +41,6 @@ private:
     using KeyTile = typename Smem::KeyTile;
     static_assert(kBias != BiasKind::kDense && Smem::kRows == KeyListsView::kRows && kKeys % KeyListsView::kAlign == 0);
 
-    // This lane's key of a tile, and what memory says of it.
-    struct Key {
-        int place;  // in the sequence, or none
-        uint4 rows;
-        uint32_t bias;
-    };
-
     __device__ __forceinline__ void load(FwdWork& work) {
         const KeyList list(p_, work.s, work.head, work.first_row);
         work.listed = list.size;
@@ -56,26 +48,18 @@ private:
         const int kv_head = shared_head(work.head, p_.heads, p_.kv_heads);
         const T* first_key = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work.s, kv_head);
         const T* first_value = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work.s, kv_head);
-        const char* bias = nullptr;
-        if (kBias == BiasKind::kKey) bias = bias_data(p_.bias, pair_offset(p_.bias, work.s, work.head, p_.heads));
-        const auto place_of = [&](int tile) {
-            return lane_id() < kWarpKeys ? list.key(tile * kKeys + warp_id() * kWarpKeys + lane_id()) : -1;
-        };
-        const auto fetch = [&](int tile, int place) {
-            Key key{place, {}, 0};
-            if (!is_key(place, work.s.keys)) return key;
-            key.rows = list.fetch(tile * kKeys + warp_id() * kWarpKeys + lane_id(), place);
-            if (kBias == BiasKind::kKey) key.bias = load_key_bias(p_.bias, bias, place * p_.bias.col_stride);
-            return key;
-        };
+        const ListReader<T, kBias> reader(p_, work.s, work.head, work.first_row, list, kRows / schedule_.tile_heads);
+        const int lane_key = warp_id() * kWarpKeys + lane_id();
+        const auto place_of = [&](int tile) { return lane_id() < kWarpKeys ? list.key(tile * kKeys + lane_key) : -1; };
+        const auto fetch = [&](int tile, int place) { return reader.fetch(tile * kKeys + lane_key, place); };
         // In the order in which the consumers ask: the first keys and the query, then the keys of a tile before the values
         // of the one before it.
-        Key key = fetch(0, place_of(0));
+        ListedKey key = fetch(0, place_of(0));
         int place = place_of(1), seen = -1;
         for (int tile = 0; tile <= tiles; ++tile) {
             const int seen_before = seen;
             if (tile < tiles) {
-                seen = hand_over_keys(work, list, key);
+                seen = hand_over_keys(reader, key);
                 key = fetch(tile + 1, place);
                 place = place_of(tile + 2);
                 gather(smem_.key[key_ring_.stage()], first_key, p_.key.row_stride, seen);
@@ -108,14 +92,11 @@ private:
     }
 
     // Which rows see the tile's keys, and their biases. Gives this lane's key, or -1 where no row sees it.
-    __device__ __forceinline__ int hand_over_keys(const FwdWork& work, const KeyList& list, const Key& key) {
-        SeeingRows seeing = list.seeing(key.rows, key.place, work.s, p_.is_causal);
-        const float bias = kBias == BiasKind::kKey ? key_bias_of<T>(p_.bias, key.bias) : 0;
-        if (!is_key(key.place, work.s.keys) || bias == -kInfinity) seeing.end = 0;
-        uint32_t words[kRows / 32];
-        seeing.of_tile(work.first_row, words);
+    __device__ __forceinline__ int hand_over_keys(const ListReader<T, kBias>& reader, const ListedKey& key) {
+        uint32_t words[KeyList::kWords];
+        float bias;
+        const int place = reader.look(key, words, bias);
         if (schedule_.tile_heads > 1) words[2] = words[0], words[3] = words[1];
-        const bool is_seen = (words[0] | words[1] | words[2] | words[3]) != 0;
         key_ring_.wait_empty();
         auto& info = smem_.keys[key_ring_.stage()];
         const int at = warp_id() * kWarpKeys + lane_id();
@@ -124,7 +105,7 @@ private:
             for (int w = 0; w < kRows / 32; ++w) info.mask[w][at] = words[w];
             if constexpr (kBias == BiasKind::kKey) info.bias[at] = bias;
         }
-        return is_seen ? key.place : -1;
+        return place;
     }
 
     // The warp's keys of a tile, of K or V; `key` is this lane's.

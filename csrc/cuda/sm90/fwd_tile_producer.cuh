@@ -73,20 +73,20 @@ private:
 
     template <typename Visit>
     __device__ __forceinline__ void for_each_work(const Visit& visit) {
-        int turn = 0;
-        for (unsigned index = blockIdx.x, next; index < schedule_.works; index = next, turn ^= 1) {
-            const bool draws = schedule_.taken != nullptr;
-            if (draws && threadIdx.x == 0) next = gridDim.x + atomicAdd(schedule_.taken, 1);
+        for (unsigned index = blockIdx.x; index < schedule_.works; index = next_work(index)) {
             const FwdWork work(p_, schedule_, index, kRows);
             if (!work.empty()) visit(work);
-            if (draws) {
-                if (threadIdx.x == 0) smem_.next_work[turn] = next;
-                barrier_sync(Smem::kFreeBarrier, kThreads);
-                next = smem_.next_work[turn];
-            } else {
-                next = index + gridDim.x;
-            }
         }
+    }
+    // Where blocks draw their works, the loading warps are told by the first. It writes to two places in turn, since another warp
+    // may yet have to read what was drawn last.
+    __device__ __forceinline__ unsigned next_work(unsigned index) {
+        if (kBias == BiasKind::kDense || schedule_.taken == nullptr) return index + gridDim.x;
+        unsigned& drawn = smem_.next_work[draw_];
+        draw_ ^= 1;
+        if (threadIdx.x == 0) drawn = gridDim.x + atomicAdd(schedule_.taken, 1);
+        barrier_sync(Smem::kNextWorkBarrier, kThreads);
+        return drawn;
     }
 
     // Over the tiles of keys of which the work sees any.
@@ -132,16 +132,16 @@ private:
         }
     };
 
-    // In the order in which the consumers ask: the first keys and the query, then the keys of a tile before the values of the
-    // one before it.
+    // In the order in which the consumers ask: the query and the first keys, then the keys of a tile before the values of the
+    // one before it. What comes with a tile is fetched one tile ahead.
     __device__ void load(const FwdWork& work) {
         kv_head_ = shared_head(work.head, p_.heads, p_.kv_heads);
         auto tiles = scan(work);
         Visit visit;
         int before = Visit::kNone;
-        for (bool is_ahead = false;; is_ahead = true) {
+        for (bool has_visit = false;; has_visit = true) {
             const bool is_last = !tiles.next();
-            if (is_ahead) {
+            if (has_visit) {
                 if (before == Visit::kNone) load_query(work);
                 hand_over_keys(work, visit, is_last);
                 if (before != Visit::kNone) load_values(work, before);
@@ -252,7 +252,7 @@ private:
     Ring<Tile::kQueryStages> query_ring_;
     Ring<Tile::kKeyStages> key_ring_;
     Ring<Tile::kValueStages> value_ring_;
-    int turn_ = 0;
+    int turn_ = 0, draw_ = 0;
     int kv_head_;  // of the work
 };
 

@@ -5,6 +5,7 @@
 // it; and, before a group writes dS of the next tile, at barrier 2 + group, for the other to have read its own.
 #pragma once
 
+#include "clear_rows.cuh"
 #include "gather_bwd_block.cuh"
 #include "rows_out.cuh"
 
@@ -96,20 +97,12 @@ private:
 
     __device__ const KeysTile& key_tile() const { return smem_.key[key_ring_.stage()]; }
     __device__ const KeysTile& value_tile() const { return smem_.value[value_ring_.stage()]; }
-    // A row that sees nothing may hold anything, and zero times NaN would reach a sum.
+    // A row that sees nothing may hold anything.
     __device__ __forceinline__ void clear_empty_rows() const {
-        bool any = false;
-#pragma unroll
-        for (int w = 0; w < Smem::kRowWords; ++w) any |= smem_.has_empty[w];
-        if (!any) return;
-        constexpr int kChunks = kHeadDim / 8;
-        for (int i = static_cast<int>(threadIdx.x) - 128; i < kRows * kChunks; i += kThreads) {
-            if (smem_.lse[i / kChunks] != kInfinity) continue;
-            const int at = RowsTile::offset(i / kChunks, i % kChunks);
-            *reinterpret_cast<uint4*>(smem_.query.data + at) = {};
-            *reinterpret_cast<uint4*>(smem_.dout.data + at) = {};
-        }
-        fence_async();
+        if (!any_of(smem_.has_empty)) return;
+        const auto is_empty = [&](int r) { return smem_.lse[r] == kInfinity; };
+        clear_rows<kRows, kThreads>(smem_.query, 0, static_cast<int>(threadIdx.x) - 128, is_empty);
+        clear_rows<kRows, kThreads>(smem_.dout, 0, static_cast<int>(threadIdx.x) - 128, is_empty);
         barrier_sync(1, kThreads);
     }
 
@@ -181,7 +174,7 @@ private:
     }
 
     __device__ __forceinline__ void add_to_keys(float* to, const DimSum& sum) {
-        keys_.add(sum, to, p_.kv_heads * kHeadDim, smem_.sums[warp_id() - 4], sums_part_);
+        keys_.add_staged(sum, to, p_.kv_heads * kHeadDim, smem_.sums[warp_id() - 4], sums_part_);
     }
 
     __device__ __forceinline__ void store_dquery() const {

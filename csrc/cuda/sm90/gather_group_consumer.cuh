@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../common/reduce_add.cuh"
+#include "clear_rows.cuh"
 #include "gather_group_block.cuh"
 #include "rows_out.cuh"
 
@@ -71,7 +72,8 @@ private:
     __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, PairsOperand& probs, PairsOperand& dscores,
                                           int i) {
         query_ring_.wait_full();
-        const bool has_empty = clear_empty_rows(query());
+        const bool has_empty = any_of(info().has_empty);
+        if (has_empty) clear_empty_rows(query());
         part_.issue_scores(scores, smem_.key, query());
         dout_ring_.wait_full();
         if (has_empty) clear_empty_rows(dout());
@@ -157,20 +159,10 @@ private:
     __device__ PairsTile& dscores_tile() const { return smem_.pairs[dscores_stage_]; }
     __device__ PairsTile& probs_tile() const { return smem_.pairs[1]; }
 
-    // A row that sees nothing may hold anything, and zero times NaN would reach a sum. Gives whether there is one. Both
-    // groups clear alike.
-    __device__ __forceinline__ bool clear_empty_rows(RowsTile& rows) const {
-        bool any = false;
-#pragma unroll
-        for (int w = 0; w < kRows / 32; ++w) any |= info().has_empty[w];
-        if (!any) return false;
-        constexpr int kChunks = kHeadDim / 8;
-        for (int i = threadIdx.x % 128; i < kRows * kChunks; i += 128)
-            if (info().lse[i / kChunks] == kInfinity)
-                *reinterpret_cast<uint4*>(rows.data + RowsTile::offset(i / kChunks, i % kChunks)) = {};
-        fence_async();
+    // A row that sees nothing may hold anything. Both groups clear alike.
+    __device__ __forceinline__ void clear_empty_rows(RowsTile& rows) const {
+        clear_rows<kRows, 128>(rows, 0, threadIdx.x % 128, [&](int r) { return info().lse[r] == kInfinity; });
         barrier_sync(2 + group_, 128);
-        return true;
     }
 
     // Rows by keys, transposed by stmatrix.
@@ -215,8 +207,8 @@ private:
             keys_.add(dkey_, dkey, row_stride);
         } else {
             auto& stages = smem_.sums[warp_id() - 4];
-            keys_.add(dvalue_, dvalue, row_stride, stages, sums_part_);
-            keys_.add(dkey_, dkey, row_stride, stages, sums_part_);
+            keys_.add_staged(dvalue_, dvalue, row_stride, stages, sums_part_);
+            keys_.add_staged(dkey_, dkey, row_stride, stages, sums_part_);
         }
         keys_.add_dbias(p_, work.s, work.head);
     }

@@ -61,8 +61,8 @@ public:
 
     // Keys by columns, to rows of global memory, by way of shared memory. The parts are taken in turn, `part` is the next.
     template <typename Stages, int kTiles>
-    __device__ __forceinline__ void add(const float (&sum)[1][kTiles][4], float* to, int64_t row_stride, Stages& stages,
-                                        int& part) const {
+    __device__ __forceinline__ void add_staged(const float (&sum)[1][kTiles][4], float* to, int64_t row_stride,
+                                               Stages& stages, int& part) const {
         constexpr int kCols = Stages::kCols, kStages = Stages::kStages;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

@@ -1,10 +1,9 @@
-// A key of a list as a lane of a loading group sees to it, of the backward: what memory says of it is fetched early and
-// looked at late, so that nothing waits for memory.
+// A key of a list as a lane of a loading group sees to it: what memory says of it is fetched early and looked at late, so that
+// nothing waits for memory.
 #pragma once
 
 #include "../common/key_list.cuh"
 #include "../common/scores.cuh"
-#include "../plan.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -14,12 +13,13 @@ struct ListedKey {
     uint32_t bias;
 };
 
-// Of one list, for the rows of its tile.
+// Of one list, for some rows of its tile.
 template <typename T, BiasKind kBias>
 class ListReader {
 public:
-    __device__ ListReader(const BwdArgs& p, const Sequence& s, int head, int first_row, const KeyList& list)
-        : p_(p), s_(s), list_(list), first_row_(first_row) {
+    __device__ ListReader(const AttentionParams& p, const Sequence& s, int head, int first_row, const KeyList& list,
+                          int rows = KeyListsView::kRows)
+        : p_(p), s_(s), list_(list), first_row_(first_row), end_row_(first_row + rows) {
         if (kBias == BiasKind::kKey) bias_ = bias_data(p.bias, pair_offset(p.bias, s, head, p.heads));
     }
 
@@ -31,23 +31,23 @@ public:
         return key;
     }
 
-    // Which rows see the key, and its bias times log2(e). Gives its place, or -1 where no row sees it: such a key may hold
-    // anything.
-    __device__ __forceinline__ int look(const ListedKey& key, uint32_t (&words)[KeyList::kWords], float& bias_log2) const {
+    // Which rows see the key, and its bias. Gives its place, or -1 where no row sees it: such a key may hold anything.
+    __device__ __forceinline__ int look(const ListedKey& key, uint32_t (&words)[KeyList::kWords], float& bias) const {
         SeeingRows seeing = list_.seeing(key.rows, key.place, s_, p_.is_causal);
-        const float bias = kBias == BiasKind::kKey ? key_bias_of<T>(p_.bias, key.bias) : 0;
+        bias = kBias == BiasKind::kKey ? key_bias_of<T>(p_.bias, key.bias) : 0;
         if (!is_key(key.place, s_.keys) || bias == -kInfinity) seeing.end = 0;
+        seeing.end = min(seeing.end, end_row_);
         seeing.of_tile(first_row_, words);
         const bool is_seen = (words[0] | words[1] | words[2] | words[3]) != 0;
-        bias_log2 = is_seen ? bias * kLog2E : 0;
+        if (!is_seen) bias = 0;
         return is_seen ? key.place : -1;
     }
 
 private:
-    const BwdArgs& p_;
+    const AttentionParams& p_;
     const Sequence& s_;
     const KeyList& list_;
-    const int first_row_;
+    const int first_row_, end_row_;
     const char* bias_ = nullptr;
 };
 
@@ -58,10 +58,11 @@ struct ListedKeys {
     int place[kKeys];                                   // in the sequence; -1 where no row sees the key
     float bias[kKeys];                                  // times log2(e)
 
-    __device__ __forceinline__ void store(int i, int key_place, const uint32_t (&words)[KeyList::kWords], float bias_log2) {
+    __device__ __forceinline__ void store(int i, int key_place, const uint32_t (&words)[KeyList::kWords],
+                                          float key_bias) {
         *reinterpret_cast<uint4*>(rows[i]) = {words[0], words[1], words[2], words[3]};
         place[i] = key_place;
-        bias[i] = bias_log2;
+        bias[i] = key_bias * kLog2E;
     }
 };
 

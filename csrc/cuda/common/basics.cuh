@@ -25,8 +25,8 @@ constexpr bool fewer_fit_better(int64_t count, int64_t fewer, int64_t more) {
     return ceil_div(count, fewer) * fewer * 10 < ceil_div(count, more) * more * 9;
 }
 
-// A number to divide by again and again, of at most 31 bits as the dividends: two or three instructions instead of some twenty. From
-// Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
+// A number to divide by again and again, of at most 31 bits as the dividends: two or three instructions instead of some twenty.
+// From Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
 struct Divisor {
     uint32_t value = 1, multiplier = 0, shift = 0;
 

@@ -116,7 +116,7 @@ private:
 
     const PackedMask& mask_;
     const IntervalTiles& intervals_;
-    int64_t offset_ = 0;  // of the first summary of a bool mask,
+    int64_t offset_ = 0;                   // of a bool mask's first summary,
     const IntervalTile* tiles_ = nullptr;  // or that of intervals
 };
 

@@ -38,7 +38,7 @@ public:
 
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = Tile::kWords;
-    // Each copies for a warp of its own: their instructions take long to be fetched, and none waits for another's.
+    // Who starts copies, each in a warp of its own: the group's instructions are slow, and so none waits for another's.
     static constexpr int kBiasThread = 32, kQueryThread = 64, kDoutThread = 96;
 
     __device__ const Sequence& sequence() const { return smem_.sequence; }

@@ -28,7 +28,7 @@ struct FwdSchedule {
     Divisor row_tiles;  // of a head
     Divisor heads;      // H / tile_heads
     Divisor batch;
-    uint32_t* taken;    // of the works beyond the first of each block; null where these are dealt out beforehand
+    uint32_t* taken;    // counts the works that blocks have drawn; null, and unasked with a dense bias: nobody draws
     int tile_heads;    // of gathered keys: 1, or as many as there are groups, which then have the same rows of one head each
     bool batch_first;  // neighbouring works differ in their batch, else in their row tile
     bool tiles_last;   // all heads come before the next row tile: works that follow each other are about as long

@@ -41,14 +41,13 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     // Where the works are about alike, or short, as many blocks as run at once share them out, and load for the next while the
     // last ends; else blocks come as others end. Intervals are windows, documents, anything: of their works a block takes one
     // when it is done with another.
-    const bool draws = !Tile::kGathers && kBias != BiasKind::kDense && p.interval_tiles.present();
     const bool mask_differs_by_row =
         p.interval_tiles.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
     const bool alike = Tile::kGathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row);
     constexpr int kShort = 2048;
     const bool shares_out = alike || p.interval_tiles.present() || p.seqlen_q <= kShort;
     schedule.tiles_last = shares_out && !alike;
-    schedule.taken = draws ? p.interval_tiles.works_taken : nullptr;
+    schedule.taken = p.interval_tiles.works_taken;
     const unsigned blocks =
         shares_out ? std::min<unsigned>(schedule.works, current_device().multiprocessors) : schedule.works;
     const auto kernel = fwd_kernel<T, kBias, Tile>;

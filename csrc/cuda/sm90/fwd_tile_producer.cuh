@@ -39,7 +39,7 @@ public:
 private:
     static constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kWords = Smem::kWords, kThreads = kLoaders<kBias>;
     static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // of a thread that loads a mask
-    // Each has a warp of its own: their instructions take long to be fetched, and none waits for another's.
+    // Who starts copies, each in a warp of its own: the group's instructions are slow, and so none waits for another's.
     static constexpr int kKeyThread = 0, kValueThread = 32, kQueryThread = 64;
     using MaskWords = typename Smem::MaskWords;
     static_assert(kBias != BiasKind::kKey || kKeys <= kThreads, "a thread loads the bias of one key");
@@ -78,8 +78,8 @@ private:
             if (!work.empty()) visit(work);
         }
     }
-    // Where blocks draw their works, the loading warps are told by the first. It writes to two places in turn, since another warp
-    // may yet have to read what was drawn last.
+    // Where blocks draw their works, the loading warps are told by the first. It writes to two places in turn, since another
+    // warp may yet have to read what was drawn last.
     __device__ __forceinline__ unsigned next_work(unsigned index) {
         if (kBias == BiasKind::kDense || schedule_.taken == nullptr) return index + gridDim.x;
         unsigned& drawn = smem_.next_work[draw_];
@@ -119,7 +119,7 @@ private:
         int tile;
         bool full;  // no pair is hidden
         uint32_t columns[ceil_div(kWords, kWarps)];  // this warp's words
-        // What comes from memory through registers.
+        // What comes from memory through registers: on its way before there is room for it.
         TileIntervals<kThreads, kWords> intervals;
         float key_bias;
 
@@ -133,7 +133,7 @@ private:
     };
 
     // In the order in which the consumers ask: the query and the first keys, then the keys of a tile before the values of the
-    // one before it. What comes with a tile is fetched one tile ahead.
+    // one before it.
     __device__ void load(const FwdWork& work) {
         kv_head_ = shared_head(work.head, p_.heads, p_.kv_heads);
         auto tiles = scan(work);

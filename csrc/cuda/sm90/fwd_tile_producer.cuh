@@ -114,7 +114,7 @@ private:
 
     // A tile of keys that a work visits.
     struct Visit {
-        static constexpr int kWarps = kThreads / 32, kNone = -1;
+        static constexpr int kWarps = kThreads / 32;
 
         int tile;
         bool full;  // no pair is hidden
@@ -138,20 +138,20 @@ private:
         kv_head_ = shared_head(work.head, p_.heads, p_.kv_heads);
         auto tiles = scan(work);
         Visit visit;
-        int before = Visit::kNone;
+        int before = Smem::KeyInfo::kNone;
         for (bool has_visit = false;; has_visit = true) {
             const bool is_last = !tiles.next();
             if (has_visit) {
-                if (before == Visit::kNone) load_query(work);
+                if (before == Smem::KeyInfo::kNone) load_query(work);
                 hand_over_keys(work, visit, is_last);
-                if (before != Visit::kNone) load_values(work, before);
+                if (before != Smem::KeyInfo::kNone) load_values(work, before);
                 before = visit.tile;
             }
             if (is_last) break;
             visit = Visit(tiles);
             fetch(work, visit);
         }
-        if (before != Visit::kNone) return load_values(work, before);
+        if (before != Smem::KeyInfo::kNone) return load_values(work, before);
         hand_over_no_keys();
         load_query(work);
     }

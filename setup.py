@@ -30,38 +30,15 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import generate_kernels  # noqa: E402
 from flags_by_file import compile_by_file  # noqa: E402
 
-TORCH_SOURCES = [
-    f"csrc/torch/{name}.cpp" for name in ("attention", "autograd", "checks", "inputs", "library", "lists", "module")
-]
-CPU_SOURCES = [
-    *TORCH_SOURCES,
-    *(
-        f"csrc/cpu/{name}.cpp"
-        for name in (
-            "gather",
-            "gather_bwd",
-            "index_lists",
-            "key_lists",
-            "linalg",
-            "mha_bwd",
-            "mha_fwd",
-            "scores",
-            "work",
-        )
-    ),
-]
-CUDA_SOURCES = [
-    "csrc/torch/cuda.cpp",
-    *(
-        f"csrc/cuda/{name}.cu"
-        for name in (
-            *("device", "dispatch", "sm80/bwd", "sm80/fwd", "sm90/bwd", "sm90/fwd", "sm90/tensor_map"),
-            *(f"masks/{name}" for name in ("bounded_lists", "index_lists", "interval_tiles", "key_lists", "pack_mask")),
-            *(f"passes/{name}" for name in ("clear", "convert", "delta")),
-            *(f"select/{name}" for name in ("chunked_sequences", "intervals", "key_lists", "short_sequences", "sort")),
-        )
-    ),
-]
+
+def sources(*patterns: str) -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
+
+
+# The PyTorch boundary has one file for a build with CUDA kernels and one for a build without them.
+WITH_CUDA, WITHOUT_CUDA = "csrc/torch/cuda.cpp", "csrc/torch/no_cuda.cpp"
+CPU_SOURCES = [path for path in sources("csrc/torch/*.cpp", "csrc/cpu/*.cpp") if path not in (WITH_CUDA, WITHOUT_CUDA)]
+CUDA_SOURCES = [WITH_CUDA, *sources("csrc/cuda/**/*.cu")]
 
 # Without -fno-trapping-math a select between two floats keeps a loop from becoming vector instructions; nothing here
 # reads floating-point exceptions.
@@ -148,7 +125,7 @@ def extension():
     if reason is not None:
         print(f"flash_dmattn: building without CUDA kernels: {reason}")
         flags["cxx"].append(quoted("FLASH_DMATTN_WHY_NO_CUDA", reason))
-        return CppExtension("flash_dmattn._C", [*CPU_SOURCES, "csrc/torch/no_cuda.cpp"], **options)
+        return CppExtension("flash_dmattn._C", [*CPU_SOURCES, WITHOUT_CUDA], **options)
 
     # Chosen here, not by CUDAExtension, so that the module can tell for which it was built.
     targets = cpp_extension._get_cuda_arch_flags()

@@ -32,7 +32,7 @@ struct IndexListsParams : AttentionParams {
 struct IndexListsPlan {
     int64_t batches = 1;  // as in KeyListsView
     int64_t heads = 1;
-    int64_t row_tiles = 1;
+    int64_t num_m_blocks = 1;
     int64_t tile_rows = KeyListsView::kRows;
     bool has_rows = false;     // not every row of a list sees all of its keys
     int64_t group_tiles = 1;   // tiles of lists in a group
@@ -54,9 +54,9 @@ inline IndexListsPlan plan_index_lists(const IndexListsParams& p) {
     plan.heads = p.heads;
     plan.has_rows = shared % (kRows / 2) != 0;
     plan.tile_rows = plan.has_rows || shared % kRows == 0 ? kRows : kRows / 2;
-    plan.row_tiles = ceil_div(p.seqlen_q, plan.tile_rows);
+    plan.num_m_blocks = ceil_div(p.seqlen_q, plan.tile_rows);
     plan.group_tiles = plan.has_rows ? 1 : shared / plan.tile_rows;
-    plan.groups = ceil_div(plan.row_tiles, plan.group_tiles);
+    plan.groups = ceil_div(plan.num_m_blocks, plan.group_tiles);
     // Rows of indices that a group may lie across.
     const int64_t most = !plan.has_rows ? 1 : kRows % shared == 0 ? kRows / shared : (kRows - 2) / shared + 2;
     const int64_t across = std::min(most, ceil_div(p.seqlen_q, shared));

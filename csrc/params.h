@@ -26,7 +26,7 @@ struct RowStatView {
 };
 
 // One number a (query row, key) pair: mask, bias and the gradient of the bias.
-struct PairView {
+struct ScoreView {
     // [{B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}]; of variable length [total_k, heads] or [total_q, heads, Sk]
     void* data = nullptr;
     int64_t batch_stride = 0;
@@ -34,7 +34,7 @@ struct PairView {
     int64_t row_stride = 0;
     int64_t col_stride = 0;
     int64_t batches = 1;        // size of the batch dimension: B, B/n or 1
-    int64_t batch_sharers = 1;  // n: so many batch elements, one after the other, share one; of variable length 1
+    int64_t batch_group_size = 1;  // n: so many batch elements, one after the other, share one; of variable length 1
     int64_t heads = 1;          // size of the head dimension: H, Hkv or 1
     bool per_key = false;  // one number a key; of variable length the first dimension then counts keys, not rows
 
@@ -42,7 +42,7 @@ struct PairView {
     // The query heads [h * H / heads, (h + 1) * H / heads) share head h of this view.
     int64_t head_of(int64_t query_head, int64_t query_heads) const { return query_head / (query_heads / heads); }
     // The batch elements [b * n, (b + 1) * n) share batch b of this view.
-    int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_sharers : 0; }
+    int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_group_size : 0; }
 };
 
 enum class BiasKind : int32_t {
@@ -52,9 +52,9 @@ enum class BiasKind : int32_t {
 };
 
 // bool, true = visible.
-using MaskView = PairView;
+using MaskView = ScoreView;
 
-struct BiasView : PairView {
+struct BiasView : ScoreView {
     BiasKind kind = BiasKind::kNone;
     DataType dtype = DataType::kFloat32;
 };
@@ -74,7 +74,7 @@ struct IntervalView {
 };
 
 // For each tile of query rows the sorted keys that any of its rows sees. List t belongs to batch element
-// t / (heads * row_tiles), mask head t / row_tiles % heads and the rows [tile_rows * (t % row_tiles), ...), counted from
+// t / (heads * num_m_blocks), mask head t / num_m_blocks % heads and the rows [tile_rows * (t % num_m_blocks), ...), counted from
 // the sequence's first; it is keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, and ends in -1
 // up to a multiple of kAlign. Lists need not be adjacent, and several tiles may have the same. Where `intervals` are given
 // too they decide which rows see a key of the list, else `rows` does, else every row of the tile sees it. Causality and
@@ -89,19 +89,19 @@ struct KeyListsView {
     const uint32_t* rows = nullptr;   // [capacity, kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
     int64_t capacity = 0;
     int64_t batches = 1;    // B, or B/n or 1 where batch elements share lists
-    int64_t batch_sharers = 1;  // as in PairView
+    int64_t batch_group_size = 1;  // as in ScoreView
     int64_t heads = 1;      // H, Hkv or 1
     int64_t tile_rows = kRows;  // or kRows / 2
-    int64_t row_tiles = 1;  // ceil(Sq / tile_rows), or 1 where every row of a head shares one list (a key mask)
+    int64_t num_m_blocks = 1;  // ceil(Sq / tile_rows), or 1 where every row of a head shares one list (a key mask)
     int64_t longest = 0;    // about how long a list may be, by the room that there is, where that is known
-    bool rows_alike = false;  // one list serves every row
+    bool row_broadcast = false;  // one list serves every row
 
     bool present() const { return begins != nullptr; }  // the keys may be none
-    int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_sharers : 0; }
+    int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_group_size : 0; }
 };
 
 // What a mask says of a tile.
-enum class TileKind : uint8_t { kEmpty, kMixed, kFull };
+enum class BlockKind : uint8_t { kEmpty, kMixed, kFull };
 
 // A bool mask as the CUDA kernels read it: packed to bits, and summarized in tiles of 64 rows by 64 keys. Rows, heads
 // and batches that the mask broadcasts are stored once. Made by pack_mask_cuda, shared by forward and backward. Tiles
@@ -114,20 +114,20 @@ struct PackedMask {
     // words]. Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4, and bits beyond the keys
     // are 0.
     uint32_t* bits = nullptr;
-    // [{B|B/n|1}, heads, row_tiles, key_tiles]: bit j is 1 where a row of the tile sees key j of it.
+    // [{B|B/n|1}, heads, num_m_blocks, num_n_blocks]: bit j is 1 where a row of the tile sees key j of it.
     uint64_t* columns = nullptr;
-    TileKind* kinds = nullptr;  // [{B|B/n|1}, heads, row_tiles, key_tiles]
+    BlockKind* kinds = nullptr;  // [{B|B/n|1}, heads, num_m_blocks, num_n_blocks]
     int64_t bits_batch_stride = 0;  // counted in words
     int64_t bits_head_stride = 0;
     int64_t bits_row_stride = 0;    // 0 where every row is alike
     int64_t tiles_batch_stride = 0;
     int64_t tiles_head_stride = 0;
-    int64_t tiles_row_stride = 0;   // 0 where every row is alike, else key_tiles
+    int64_t tiles_row_stride = 0;   // 0 where every row is alike, else num_n_blocks
     int64_t batches = 1;
-    int64_t batch_sharers = 1;  // as in PairView
+    int64_t batch_group_size = 1;  // as in ScoreView
     int64_t heads = 1;
-    int64_t row_tiles = 1;
-    int64_t key_tiles = 0;
+    int64_t num_m_blocks = 1;
+    int64_t num_n_blocks = 0;
     int64_t words = 0;
     int64_t bits_size = 0;   // numbers of elements to allocate
     int64_t tiles_size = 0;
@@ -137,7 +137,7 @@ struct PackedMask {
 
 // What the rows that see each of 64 keys have in common, as the CUDA kernels of tiles ask it of a mask of intervals:
 // causality and lengths count. Of the keys that no row sees, last_begin and first_end say that not all are seen.
-struct alignas(16) IntervalTile {
+struct alignas(16) IntervalBlockSummary {
     static constexpr int64_t kKeys = 64;
 
     int32_t first_begin, last_begin;  // rows [first_begin, last_end) see some of the keys,
@@ -146,12 +146,12 @@ struct alignas(16) IntervalTile {
 };
 
 // Made by summarize_intervals_cuda.
-struct IntervalTiles {
-    IntervalTile* tiles = nullptr;  // [{B|1}, heads, key_tiles]; where lengths differ [B, ..]
+struct IntervalSummaries {
+    IntervalBlockSummary* tiles = nullptr;  // [{B|1}, heads, num_n_blocks]; where lengths differ [B, ..]
     int64_t batch_stride = 0;
-    int64_t key_tiles = 0;
+    int64_t num_n_blocks = 0;
     int64_t size = 0;  // number of elements to allocate
-    uint32_t* works_taken = nullptr;  // [1], 0: by it the blocks of one forward share out what they do
+    uint32_t* tile_count_semaphore = nullptr;  // [1], 0: by it the blocks of one forward share out what they do
 
     bool present() const { return tiles != nullptr; }
 };
@@ -159,7 +159,7 @@ struct IntervalTiles {
 // On CUDA a bool mask may be given both packed and as lists, of which the device alone knows whether they were made. Then
 // everything is launched twice, to go by the lists and to go by tiles, and what is launched in vain ends at once. There is no
 // dense bias then: what serves these alone is never launched in vain.
-struct Way {
+struct DeviceDispatch {
     const int64_t* begins = nullptr;  // those of the lists; null where there is but one way
     bool by_lists = false;
 };
@@ -178,7 +178,7 @@ struct AttentionParams {
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]
     // [B], of fixed length: the keys that a sequence has, at most seqlen_k of them. What lies beyond, of a cache that is
     // filled in part, is never read, and causality aligns to their end. Forward alone.
-    const int32_t* seqlens_k = nullptr;
+    const int32_t* seqused_k = nullptr;
 
     DataType dtype = DataType::kFloat32;  // of query, key, value, out and their gradients
     double softmax_scale = 1.0;
@@ -195,8 +195,8 @@ struct AttentionParams {
     KeyListsView lists;      // where present, the keys are gathered by them
     BiasView bias;
     PackedMask packed_mask;  // of CUDA: stands in for `mask`, which then may be absent
-    IntervalTiles interval_tiles;  // of CUDA: of `intervals`, where there are no lists
-    Way way;                 // of CUDA
+    IntervalSummaries interval_summaries;  // of CUDA: of `intervals`, where there are no lists
+    DeviceDispatch device_dispatch;                 // of CUDA
 };
 
 struct FwdParams : AttentionParams {};
@@ -212,7 +212,7 @@ struct BwdParams : AttentionParams {
     // Absent where no gradient of the bias is asked for. Of a dense bias: the gradient itself, in the bias's shape and
     // dtype, keys contiguous. Of a key bias: column sums in the accumulation type [B, {H|Hkv}, 1, Sk], or of variable
     // length [{H|Hkv}, total_k]; the caller sums what the bias broadcasts beyond that.
-    PairView dbias;
+    ScoreView dbias;
     bool deterministic = false;
 };
 

@@ -50,31 +50,34 @@ BWD = "(const BwdArgs&, const BwdPlan&, cudaStream_t)"
 # Files of both causal flags where the flag costs no instantiations or both are small beside what they share.
 GROUPS = (
     Group(
-        *("sm80", "fwd", False, ("fwd_launch.cuh", "fwd_few_launch.cuh")),
-        (f"run_fwd<T, D, false>{FWD}", f"run_fwd_of_few<T, D>{FWD}"),
+        *("sm80", "fwd", False, ("fwd/launch.cuh", "fwd/small_launch.cuh")),
+        (f"run_fwd<T, D, false>{FWD}", f"run_fwd_small<T, D>{FWD}"),
     ),
-    Group("sm80", "fwd", True, ("fwd_launch.cuh",), (f"run_fwd<T, D, true>{FWD}",)),
-    Group("sm80", "bwd", False, ("bwd_launch.cuh",), (f"run_bwd<T, D>{BWD}",)),
-    Group("sm90", "fwd", False, ("fwd_launch.cuh",), ("run_fwd<T, D>(const FwdArgs&, cudaStream_t)",)),
+    Group("sm80", "fwd", True, ("fwd/launch.cuh",), (f"run_fwd<T, D, true>{FWD}",)),
+    Group("sm80", "bwd", False, ("bwd/launch.cuh",), (f"run_bwd<T, D>{BWD}",)),
+    Group("sm90", "fwd", False, ("fwd/launch.cuh",), ("run_fwd<T, D>(const FwdArgs&, cudaStream_t)",)),
     Group(
         "sm90",
         "bwd",
         False,
-        ("bwd_launch.cuh",),
+        ("bwd/launch.cuh",),
         ("run_bwd<T, D>(const BwdArgs&, cudaStream_t)",),
         (32, 64, 128, 192, 256),
     ),
     Group(
-        *("sm90", "pair", False, ("pair_fwd_launch.cuh", "pair_bwd_launch.cuh")),
-        ("run_pair_fwd<T, D>(const FwdArgs&, cudaStream_t)", "run_pair_bwd<T, D>(const BwdArgs&, cudaStream_t)"),
+        *("sm90", "pair_bias", False, ("pair_bias/fwd_launch.cuh", "pair_bias/bwd_launch.cuh")),
+        (
+            "run_pair_bias_fwd<T, D>(const FwdArgs&, cudaStream_t)",
+            "run_pair_bias_bwd<T, D>(const BwdArgs&, cudaStream_t)",
+        ),
         (32,),
     ),
     Group(
-        *("sm90", "gather_bwd", False, ("gather_bwd_launch.cuh",)),
-        *(("run_gather_bwd<T, D>(const BwdArgs&, cudaStream_t)",), (64, 128, 192, 256)),
+        *("sm90", "sparse_bwd", False, ("sparse_bwd/launch.cuh",)),
+        *(("run_sparse_bwd<T, D>(const BwdArgs&, cudaStream_t)",), (64, 128, 192, 256)),
     ),
     Group(
-        *("sm80", "gather", False, ("gather_fwd_launch.cuh", "gather_bwd_launch.cuh")),
+        *("sm80", "gather", False, ("gather/fwd_launch.cuh", "gather/bwd_launch.cuh")),
         (f"run_gather_fwd<T, D>{FWD}", f"run_gather_bwd<T, D>{BWD}"),
     ),
 )

@@ -59,7 +59,7 @@ def test_kernels_for_one_architecture_are_built_for_it_alone(build):
     own = [name for name in kernels["sm90"]["src"] if name.endswith(".cu")]
     assert own and all(name.endswith("_sm90.cu") for name in own)
     assert not [name for name in kernels["sm80"]["src"] if name.endswith("_sm90.cu")]
-    assert "csrc/cuda/sm90/fwd.cu" in kernels["sm80"]["src"]
+    assert "csrc/cuda/sm90/fwd/plan.cu" in kernels["sm80"]["src"]
 
 
 def test_no_operator_is_registered_under_the_librarys_own_name(project):

@@ -54,14 +54,14 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
         *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu"),
         *("fwd_hdim64_bf16_sm90.cu", "fwd_hdim256_bf16_sm90.cu"),
         *("bwd_hdim64_bf16_sm90.cu", "bwd_hdim256_bf16_sm90.cu"),
-        *("gather_bwd_hdim64_bf16_sm90.cu", "gather_bwd_hdim256_bf16_sm90.cu"),
+        *("sparse_bwd_hdim64_bf16_sm90.cu", "sparse_bwd_hdim256_bf16_sm90.cu"),
         *("gather_hdim64_bf16_sm80.cu", "gather_hdim256_bf16_sm80.cu"),
     ]
     header = (tmp_path / "kernels.h").read_text()
     assert '#define FLASH_DMATTN_HEAD_DIMS "64,256"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
     both = "X(bfloat16_t, 64) X(bfloat16_t, 256)"
     built = {"SM80_FWD": both, "SM80_BWD": both, "SM90_FWD": both, "SM90_BWD": both, "SM80_GATHER": both}
-    built["SM90_GATHER_BWD"] = both
+    built["SM90_SPARSE_BWD"] = both
     assert dict(re.findall(r"#define FLASH_DMATTN_(\w+)_KERNELS\(X\) (.*)", header)) == built
 
 
@@ -74,7 +74,7 @@ def test_hopper_kernels_where_the_build_is_for_hopper(generator, tmp_path, codes
     assert any(name.endswith("_sm90.cu") for name in files) == is_for_hopper
     assert sum(name.endswith("_sm80.cu") for name in files) == 4 * len(generator.HEAD_DIMS) * len(generator.DTYPES)
     header = (tmp_path / "kernels.h").read_text()
-    for direction, smallest in {"FWD": 32, "BWD": 32, "GATHER_BWD": 64}.items():
+    for direction, smallest in {"FWD": 32, "BWD": 32, "SPARSE_BWD": 64}.items():
         entries = re.search(rf"#define FLASH_DMATTN_SM90_{direction}_KERNELS\(X\)(.*)", header).group(1)
         built = f" X(half_t, {smallest}) X(bfloat16_t, {smallest})"
         assert entries.startswith(built) if is_for_hopper else entries == ""
@@ -205,11 +205,11 @@ HOPPER_KERNELS = [
     ("bwd", 64),
     ("bwd", 128),
     ("bwd", 256),
-    ("pair", 32),
-    ("gather_bwd", 64),
-    ("gather_bwd", 128),
-    ("gather_bwd", 192),
-    ("gather_bwd", 256),
+    ("pair_bias", 32),
+    ("sparse_bwd", 64),
+    ("sparse_bwd", 128),
+    ("sparse_bwd", 192),
+    ("sparse_bwd", 256),
 ]
 # setmaxnreg ignored; products of warp groups that wait for each other.
 SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
@@ -217,7 +217,7 @@ SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 MOST_LOCAL_MEMORY_ON_HOPPER = 320
 # Instructions in the loop of products: where sums take all registers, addresses are read again. A sum that went there
 # would be dozens more.
-MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40, "pair": 16, "gather_bwd": 40}
+MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40, "pair_bias": 16, "sparse_bwd": 40}
 
 
 @needs_nvcc
@@ -244,7 +244,7 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
     # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of the
     # backward by these, the first two for groups, and up to head dimension 128 for heads apart. Of a pair bias the
     # forward, dQ, and dK and dV.
-    assert len(loops_of) >= {"fwd": 5, "gather_bwd": 4 if head_dim <= 128 else 2}.get(direction, 3)
+    assert len(loops_of) >= {"fwd": 5, "sparse_bwd": 4 if head_dim <= 128 else 2}.get(direction, 3)
     for name, loops in loops_of.items():
         for loop in loops:
             accesses = [x for x in loop if x.name in ("LDL", "STL")]
@@ -281,8 +281,8 @@ SHARED_MEMORY = """
 #include <algorithm>
 #include <cstdio>
 
-#include "cuda/sm80/gather_bwd_launch.cuh"
-#include "cuda/sm80/gather_fwd_launch.cuh"
+#include "cuda/sm80/gather/bwd_launch.cuh"
+#include "cuda/sm80/gather/fwd_launch.cuh"
 
 using namespace flash_dmattn;
 using namespace flash_dmattn::cuda;
@@ -290,17 +290,17 @@ using namespace flash_dmattn::cuda::sm80;
 
 template <typename... Kernels>
 size_t smallest() {  // the launch takes it where no other fits
-    return std::min({sizeof(typename Kernels::SharedMemory)...});
+    return std::min({sizeof(typename Kernels::SharedStorage)...});
 }
 
 template <int kHeadDim>
 size_t forward() {
-    return std::max(smallest<FwdKernel<half_t, BiasKind::kDense, true, FwdTile<kHeadDim, FwdTileKind::kUsual>>,
-                             FwdKernel<half_t, BiasKind::kDense, false, FwdTile<kHeadDim, FwdTileKind::kFew>>,
-                             FwdKernel<half_t, BiasKind::kDense, false, FwdTile<kHeadDim, FwdTileKind::kDecode>>>(),
-                    smallest<GatherFwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kUsual, true>>,
-                             GatherFwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kFew>>,
-                             GatherFwdKernel<half_t, BiasKind::kDense, FwdTile<kHeadDim, FwdTileKind::kDecode>>>());
+    return std::max(smallest<FwdKernel<half_t, BiasKind::kDense, true, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill>>,
+                             FwdKernel<half_t, BiasKind::kDense, false, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>,
+                             FwdKernel<half_t, BiasKind::kDense, false, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>>(),
+                    smallest<GatherFwdKernel<half_t, BiasKind::kDense, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill, true>>,
+                             GatherFwdKernel<half_t, BiasKind::kDense, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>,
+                             GatherFwdKernel<half_t, BiasKind::kDense, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>>());
 }
 
 template <typename... Memories>
@@ -310,12 +310,12 @@ size_t largest() {
 
 template <int kHeadDim, bool kIsSmall>
 size_t backward() {
-    using Tile = BwdTile<kHeadDim, half_t, kIsSmall>;
-    using DbiasTile = BwdTile<kHeadDim, half_t, kIsSmall, BwdPass::kDbias>;
-    using GatherTile = BwdTile<kHeadDim, half_t, kIsSmall, BwdPass::kGather>;
-    return largest<BwdSmem<Tile, BiasKind::kKey>, BwdSmem<Tile, BiasKind::kDense>, BwdDbiasSmem<DbiasTile>,
-                   typename GatherBwd<GatherTile, BiasKind::kKey>::SharedMemory,
-                   typename GatherBwd<GatherTile, BiasKind::kDense>::SharedMemory>();
+    using Tile = BwdKernelTraits<kHeadDim, half_t, kIsSmall>;
+    using DbiasTile = BwdKernelTraits<kHeadDim, half_t, kIsSmall, BwdPass::kDbias>;
+    using GatherTile = BwdKernelTraits<kHeadDim, half_t, kIsSmall, BwdPass::kGather>;
+    return largest<BwdSharedStorage<Tile, BiasKind::kKey>, BwdSharedStorage<Tile, BiasKind::kDense>, BwdDbiasSharedStorage<DbiasTile>,
+                   typename GatherBwd<GatherTile, BiasKind::kKey>::SharedStorage,
+                   typename GatherBwd<GatherTile, BiasKind::kDense>::SharedStorage>();
 }
 
 template <int kHeadDim>
@@ -362,12 +362,12 @@ HOPPER_SHARED_MEMORY = """
 #include <algorithm>
 #include <cstdio>
 
-#include "cuda/sm90/bwd_block.cuh"
-#include "cuda/sm90/fwd_block.cuh"
-#include "cuda/sm90/gather_group_block.cuh"
-#include "cuda/sm90/pair_dkey_kernel.cuh"
-#include "cuda/sm90/pair_dquery_kernel.cuh"
-#include "cuda/sm90/pair_fwd_kernel.cuh"
+#include "cuda/sm90/bwd/shared_storage.cuh"
+#include "cuda/sm90/fwd/shared_storage.cuh"
+#include "cuda/sm90/sparse_bwd/grouped_shared_storage.cuh"
+#include "cuda/sm90/pair_bias/dkdv_kernel.cuh"
+#include "cuda/sm90/pair_bias/dq_dbias_kernel.cuh"
+#include "cuda/sm90/pair_bias/fwd_kernel.cuh"
 
 using namespace flash_dmattn;
 using namespace flash_dmattn::cuda;
@@ -386,47 +386,47 @@ void print(const char* direction, int head_dim, size_t size) {
 template <int kHeadDim>
 struct Forward {
     template <BiasKind kBias>
-    using Memory = FwdSmem<half_t, kBias, FwdTile<kHeadDim, kBias == BiasKind::kDense>>;
+    using Memory = FwdSharedStorage<half_t, kBias, FwdKernelTraits<kHeadDim, kBias == BiasKind::kDense>>;
 };
 
 template <int kHeadDim>
-using Gathered = FwdSmem<half_t, BiasKind::kKey, FwdListTile<kHeadDim>>;
+using Gathered = FwdSharedStorage<half_t, BiasKind::kKey, FwdGatherKernelTraits<kHeadDim>>;
 
-template <int kHeadDim, bool kExchanges = false>
+template <int kHeadDim, bool kClusterReduces = false>
 struct Backward {
     template <BiasKind kBias>
-    using Memory = BwdSmem<BwdTile<half_t, kHeadDim, kExchanges>, kBias>;
+    using Memory = BwdSharedStorage<BwdKernelTraits<half_t, kHeadDim, kClusterReduces>, kBias>;
 };
 
 #define FORWARD(T, kHeadDim) \\
     print<Gathered<kHeadDim>>("fwd", kHeadDim, largest<Forward<kHeadDim>::template Memory>());
 #define BACKWARD(T, kHeadDim)                                                                \\
-    print<Backward<kHeadDim, can_exchange_at(kHeadDim)>::template Memory<BiasKind::kDense>>( \\
+    print<Backward<kHeadDim, can_cluster_reduce_at(kHeadDim)>::template Memory<BiasKind::kDense>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
-#define GATHER_BACKWARD(T, kHeadDim)                                                 \\
-    print<GatherGroupSmem<GatherGroupTile<T, kHeadDim, kHeadDim <= 64 ? 128 : 64>>>( \\
-        "gather_bwd", kHeadDim, can_gather_by_head(kHeadDim) ? sizeof(GatherBwdSmem<GatherBwdTile<T, kHeadDim>>) : 0);
+#define SPARSE_BACKWARD(T, kHeadDim)                                                 \\
+    print<GroupedSparseBwdSharedStorage<GroupedSparseBwdKernelTraits<T, kHeadDim, kHeadDim <= 64 ? 128 : 64>>>( \\
+        "sparse_bwd", kHeadDim, can_run_per_head(kHeadDim) ? sizeof(PerHeadSparseBwdSharedStorage<PerHeadSparseBwdKernelTraits<T, kHeadDim>>) : 0);
 
 template <typename... Tiles>
-size_t largest_pair_fwd() {
-    return std::max({PairFwdSmem<Tiles>::bytes(Tiles::kSizes.longest / kPairBiasCols)...});
+size_t largest_pair_bias_fwd() {
+    return std::max({PairBiasFwdSharedStorage<Tiles>::bytes(Tiles::kSizes.longest / kPairBiasCols)...});
 }
 template <typename... Tiles>
-size_t largest_pair_dkey() {
-    return std::max({PairDkeySmem<Tiles>::bytes(kPairBwdLongest / kPairRows)...});
+size_t largest_pair_bias_dkey() {
+    return std::max({PairBiasDkeySharedStorage<Tiles>::bytes(kPairBiasBwdLongest / kPairBiasRows)...});
 }
-#define PAIR(T, kHeadDim)                                                                      \\
-    print<PairDquerySmem<PairDqueryTile<T, 3>>>(                                               \\
-        "pair", kHeadDim, std::max(largest_pair_fwd<PairFwdTile<T, 0>, PairFwdTile<T, 1>>(), \\
-                                   largest_pair_dkey<PairDkeyTile<T, 2>, PairDkeyTile<T, 3>>()));
+#define PAIR_BIAS(T, kHeadDim)                                                                      \\
+    print<PairBiasDquerySharedStorage<PairBiasDqueryKernelTraits<T, 3>>>(                                               \\
+        "pair_bias", kHeadDim, std::max(largest_pair_bias_fwd<PairBiasFwdKernelTraits<T, 0>, PairBiasFwdKernelTraits<T, 1>>(), \\
+                                   largest_pair_bias_dkey<PairBiasDkeyKernelTraits<T, 2>, PairBiasDkeyKernelTraits<T, 3>>()));
 
 #include "kernels.h"
 
 int main() {
     FLASH_DMATTN_SM90_FWD_KERNELS(FORWARD)
     FLASH_DMATTN_SM90_BWD_KERNELS(BACKWARD)
-    FLASH_DMATTN_SM90_PAIR_KERNELS(PAIR)
-    FLASH_DMATTN_SM90_GATHER_BWD_KERNELS(GATHER_BACKWARD)
+    FLASH_DMATTN_SM90_PAIR_BIAS_KERNELS(PAIR_BIAS)
+    FLASH_DMATTN_SM90_SPARSE_BWD_KERNELS(SPARSE_BACKWARD)
 }
 """
 

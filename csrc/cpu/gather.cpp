@@ -9,8 +9,8 @@ namespace flash_dmattn {
 KeyList list_of(const AttentionParams& params, const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
     const KeyListsView& lists = params.lists;
     const int64_t list_head = head / (params.heads / lists.heads);
-    const int64_t row_tile = lists.rows_alike ? 0 : row / lists.tile_rows;
-    const int64_t list = (lists.batch_of(sequence.batch) * lists.heads + list_head) * lists.row_tiles + row_tile;
+    const int64_t m_block = lists.row_broadcast ? 0 : row / lists.tile_rows;
+    const int64_t list = (lists.batch_of(sequence.batch) * lists.heads + list_head) * lists.num_m_blocks + m_block;
     const int64_t begin = lists.begins[list];
     const int32_t* keys = lists.keys + begin;
     int64_t size = lists.ends[list] - begin;

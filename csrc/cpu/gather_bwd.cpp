@@ -45,13 +45,13 @@ public:
 
     // Sums the parts into dkey, dvalue and dbias, in the order of the runs.
     void reduce() {
-        const int64_t key_tiles = ceil_div(p_.seqlen_k, kKeys);
-        for_each_unit(p_.batch * p_.kv_heads * key_tiles, [&] {
+        const int64_t num_n_blocks = ceil_div(p_.seqlen_k, kKeys);
+        for_each_unit(p_.batch * p_.kv_heads * num_n_blocks, [&] {
             Buffer<acc_t> sums(kKeys * p_.head_dim);
-            return [this, key_tiles, sums = std::move(sums)](int64_t index) mutable {
-                const Sequence s(p_, index / key_tiles / p_.kv_heads);
-                const int64_t kv_head = index / key_tiles % p_.kv_heads;
-                const int64_t key = index % key_tiles * kKeys;
+            return [this, num_n_blocks, sums = std::move(sums)](int64_t index) mutable {
+                const Sequence s(p_, index / num_n_blocks / p_.kv_heads);
+                const int64_t kv_head = index / num_n_blocks % p_.kv_heads;
+                const int64_t key = index % num_n_blocks * kKeys;
                 if (key >= s.keys) return;
                 const int64_t keys = std::min(kKeys, s.keys - key);
                 const Matrix<acc_t> room{sums.data(), keys, p_.head_dim, p_.head_dim};

@@ -166,12 +166,12 @@ private:
 
 template <typename acc_t>
 void row_deltas(const BwdParams& p) {
-    const int64_t row_tiles = ceil_div(p.seqlen_q, kGradientRows);
-    for_each_unit(p.batch * p.heads * row_tiles, [&] {
+    const int64_t num_m_blocks = ceil_div(p.seqlen_q, kGradientRows);
+    for_each_unit(p.batch * p.heads * num_m_blocks, [&] {
         return [=, &p, deltas = RowDeltas<acc_t>(p)](int64_t index) mutable {
-            const Sequence s(p, index / row_tiles / p.heads);
-            const int64_t row = index % row_tiles * kGradientRows;
-            if (row < s.rows) deltas(s, index / row_tiles % p.heads, row, std::min(kGradientRows, s.rows - row));
+            const Sequence s(p, index / num_m_blocks / p.heads);
+            const int64_t row = index % num_m_blocks * kGradientRows;
+            if (row < s.rows) deltas(s, index / num_m_blocks % p.heads, row, std::min(kGradientRows, s.rows - row));
         };
     });
 }

@@ -32,9 +32,9 @@ public:
         mark(Sequence(p_, unit / plan_.groups / plan_.heads), unit / plan_.groups % plan_.heads, group);
         const int64_t end = write(begin, keys, rows);
         const int64_t first_tile = group * plan_.group_tiles;
-        const int64_t end_tile = std::min(first_tile + plan_.group_tiles, plan_.row_tiles);
+        const int64_t end_tile = std::min(first_tile + plan_.group_tiles, plan_.num_m_blocks);
         for (int64_t tile = first_tile; tile < end_tile; ++tile) {
-            const int64_t list = unit / plan_.groups * plan_.row_tiles + tile;
+            const int64_t list = unit / plan_.groups * plan_.num_m_blocks + tile;
             begins[list] = begin;
             ends[list] = end;
         }

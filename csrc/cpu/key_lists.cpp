@@ -19,8 +19,8 @@ struct ListsOf {
     int64_t head;
     int64_t first;  // index of the list of its first tile
 
-    ListsOf(const AttentionParams& p, int64_t index, int64_t row_tiles)
-        : sequence(p, index / p.heads), head(index % p.heads), first(index * row_tiles) {}
+    ListsOf(const AttentionParams& p, int64_t index, int64_t num_m_blocks)
+        : sequence(p, index / p.heads), head(index % p.heads), first(index * num_m_blocks) {}
 };
 
 // Takes the keys of one list in order, and pads it to its end.
@@ -50,26 +50,26 @@ private:
 // The lists of an interval mask. The rows that see a key are a run, and so are the tiles of rows that list it.
 class IntervalLists {
 public:
-    explicit IntervalLists(const AttentionParams& params) : p_(params), row_tiles_(ceil_div(p_.seqlen_q, kRows)) {}
+    explicit IntervalLists(const AttentionParams& params) : p_(params), num_m_blocks_(ceil_div(p_.seqlen_q, kRows)) {}
 
     void lengths(int64_t index, int64_t* lengths) const {
-        const ListsOf lists(p_, index, row_tiles_);
-        std::vector<int64_t> change(row_tiles_ + 1);
+        const ListsOf lists(p_, index, num_m_blocks_);
+        std::vector<int64_t> change(num_m_blocks_ + 1);
         for_each_key(lists, [&](int64_t, int64_t tile, int64_t tile_end) {
             ++change[tile];
             --change[tile_end];
         });
         int64_t length = 0;
-        for (int64_t tile = 0; tile < row_tiles_; ++tile) {
+        for (int64_t tile = 0; tile < num_m_blocks_; ++tile) {
             length += change[tile];
             lengths[lists.first + tile] = round_up(length);
         }
     }
 
     void fill(int64_t index, const int64_t* begins, const int64_t* ends, int32_t* keys) const {
-        const ListsOf lists(p_, index, row_tiles_);
+        const ListsOf lists(p_, index, num_m_blocks_);
         std::vector<ListWriter> writers;
-        for (int64_t t = lists.first; t < lists.first + row_tiles_; ++t) {
+        for (int64_t t = lists.first; t < lists.first + num_m_blocks_; ++t) {
             writers.emplace_back(begins[t], ends[t], keys, nullptr);
         }
         for_each_key(lists, [&](int64_t key, int64_t tile, int64_t tile_end) {
@@ -94,14 +94,14 @@ private:
     }
 
     const AttentionParams& p_;
-    int64_t row_tiles_;
+    int64_t num_m_blocks_;
 };
 
 // The lists of a bool mask, a tile of rows at a time.
 class MaskLists {
 public:
     explicit MaskLists(const AttentionParams& params)
-        : p_(params), row_tiles_(p_.mask.per_key ? 1 : ceil_div(p_.seqlen_q, kRows)), rows_(kWords * p_.seqlen_k) {}
+        : p_(params), num_m_blocks_(p_.mask.per_key ? 1 : ceil_div(p_.seqlen_q, kRows)), rows_(kWords * p_.seqlen_k) {}
 
     void length(int64_t list, int64_t* lengths) {
         const int64_t keys = read(list);
@@ -122,7 +122,7 @@ public:
         writer.pad();
     }
 
-    int64_t row_tiles() const { return row_tiles_; }
+    int64_t num_m_blocks() const { return num_m_blocks_; }
 
 private:
     bool seen(int64_t key) const {
@@ -134,9 +134,9 @@ private:
     // Which rows of the list's tile see each key; returns the number of keys.
     int64_t read(int64_t list) {
         const MaskView& mask = p_.mask;
-        const ListsOf lists(p_, list / row_tiles_, row_tiles_);
+        const ListsOf lists(p_, list / num_m_blocks_, num_m_blocks_);
         const Sequence& s = lists.sequence;
-        const int64_t row = list % row_tiles_ * kRows;
+        const int64_t row = list % num_m_blocks_ * kRows;
         const int64_t rows = mask.per_key ? 1 : std::min(kRows, s.rows - row);
         const Tile tile{s, lists.head, row, rows, 0, s.keys};
         const uint8_t* visible = static_cast<const uint8_t*>(mask.data) + offset_of(mask, tile, p_.heads);
@@ -158,7 +158,7 @@ private:
     }
 
     const AttentionParams& p_;
-    int64_t row_tiles_;
+    int64_t num_m_blocks_;
     std::vector<uint32_t> rows_;  // [kWords, Sk]
 };
 
@@ -170,8 +170,8 @@ void key_list_lengths_cpu(const AttentionParams& params, int64_t* lengths) {
         return for_each_unit(params.batch * params.heads,
                              [&] { return [&](int64_t i) { lists.lengths(i, lengths); }; });
     }
-    const int64_t row_tiles = MaskLists(params).row_tiles();
-    for_each_unit(params.batch * params.heads * row_tiles, [&] {
+    const int64_t num_m_blocks = MaskLists(params).num_m_blocks();
+    for_each_unit(params.batch * params.heads * num_m_blocks, [&] {
         return [lengths, lists = MaskLists(params)](int64_t i) mutable { lists.length(i, lengths); };
     });
 }
@@ -183,8 +183,8 @@ void key_list_fill_cpu(const AttentionParams& params, const int64_t* begins, con
         return for_each_unit(params.batch * params.heads,
                              [&] { return [&](int64_t i) { lists.fill(i, begins, ends, keys); }; });
     }
-    const int64_t row_tiles = MaskLists(params).row_tiles();
-    for_each_unit(params.batch * params.heads * row_tiles, [&] {
+    const int64_t num_m_blocks = MaskLists(params).num_m_blocks();
+    for_each_unit(params.batch * params.heads * num_m_blocks, [&] {
         return [=, lists = MaskLists(params)](int64_t i) mutable { lists.fill(i, begins, ends, keys, rows); };
     });
 }

@@ -33,12 +33,12 @@ public:
 
     // Sums the parts into dquery, in the order of the runs.
     void reduce() {
-        const int64_t row_tiles = ceil_div(p_.seqlen_q, kRows);
-        for_each_unit(p_.batch * p_.heads * row_tiles, [&] {
-            return [this, row_tiles](int64_t index) {
-                const Sequence s(p_, index / row_tiles / p_.heads);
-                const int64_t head = index / row_tiles % p_.heads;
-                const int64_t row = index % row_tiles * kRows;
+        const int64_t num_m_blocks = ceil_div(p_.seqlen_q, kRows);
+        for_each_unit(p_.batch * p_.heads * num_m_blocks, [&] {
+            return [this, num_m_blocks](int64_t index) {
+                const Sequence s(p_, index / num_m_blocks / p_.heads);
+                const int64_t head = index / num_m_blocks % p_.heads;
+                const int64_t row = index % num_m_blocks * kRows;
                 if (row >= s.rows) return;
                 const int64_t rows = std::min(kRows, s.rows - row);
                 const auto sum = part(0, s, head, row, rows);

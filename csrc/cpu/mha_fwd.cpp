@@ -309,15 +309,15 @@ void run(const FwdParams& params) {
     // gathered.
     const int64_t rows_each = params.lists.present() ? params.lists.tile_rows : kRows;
     const int64_t heads_each = params.lists.present() ? params.heads / params.kv_heads : 1;
-    const int64_t row_tiles = ceil_div(params.seqlen_q, rows_each), head_groups = params.heads / heads_each;
-    for_each_unit(params.batch * head_groups * row_tiles, [&] {
+    const int64_t num_m_blocks = ceil_div(params.seqlen_q, rows_each), head_groups = params.heads / heads_each;
+    for_each_unit(params.batch * head_groups * num_m_blocks, [&] {
         return [=, &params, unit = ForwardUnit<acc_t>(params)](int64_t index) mutable {
             // The last rows come first: under causality they are the longest.
-            const int64_t row = (row_tiles - 1 - index % row_tiles) * rows_each;
-            const int64_t first_head = index / row_tiles % head_groups * heads_each;
-            const Sequence sequence(params, index / row_tiles / head_groups);
+            const int64_t row = (num_m_blocks - 1 - index % num_m_blocks) * rows_each;
+            const int64_t first_head = index / num_m_blocks % head_groups * heads_each;
+            const Sequence sequence(params, index / num_m_blocks / head_groups);
             if (row >= sequence.rows) return;
-            if (row_tiles == 1 && heads_each == 1) prefetch_sequence(params, index + 1);
+            if (num_m_blocks == 1 && heads_each == 1) prefetch_sequence(params, index + 1);
             for (int64_t head = first_head; head < first_head + heads_each; ++head) {
                 unit(sequence, head, row, std::min(rows_each, sequence.rows - row));
             }

@@ -12,7 +12,7 @@ constexpr int64_t kProductRows = 128, kProductKeys = 256;  // every tile begins 
 // x += bias where a pair is visible, else -inf: chosen, not added, for the score of an invisible pair may be NaN. A bias
 // hides up to `least`, the least finite number of its type: additive masks are made of it. NaN hides nothing.
 template <typename acc_t>
-void apply_pairs(acc_t* __restrict x, const acc_t* __restrict bias, acc_t least, const uint8_t* __restrict visible,
+void apply_mask_and_bias(acc_t* __restrict x, const acc_t* __restrict bias, acc_t least, const uint8_t* __restrict visible,
                  int64_t n) {
     constexpr acc_t hidden = -std::numeric_limits<acc_t>::infinity();
     if (bias != nullptr && visible != nullptr) {
@@ -120,7 +120,7 @@ template <typename acc_t>
 void ScoreRows<acc_t>::finish(int64_t i, acc_t* x, acc_t* slope) {
     if (p_.softcap > 0) row_softcap<acc_t>(x, slope, p_.softcap, tile_.keys);
     const uint8_t* seen = tile_.listed_rows != nullptr ? listed_visible(i) : visible(i);
-    apply_pairs(x, bias(i), least_bias_, seen, tile_.keys);
+    apply_mask_and_bias(x, bias(i), least_bias_, seen, tile_.keys);
     if (intervals_) hide_outside_intervals(i, x);
     if (p_.is_causal) {
         const int64_t end = tile_.keys_before(tile_.sequence.causal_end(tile_.row + i));

@@ -26,8 +26,8 @@ struct Sequence {
             rows = p.cu_seqlens_q[b + 1] - first_row;
             first_key = p.cu_seqlens_k[b];
             keys = p.cu_seqlens_k[b + 1] - first_key;
-        } else if (p.seqlens_k != nullptr) {
-            keys = std::clamp<int64_t>(p.seqlens_k[b], 0, keys);
+        } else if (p.seqused_k != nullptr) {
+            keys = std::clamp<int64_t>(p.seqused_k[b], 0, keys);
         }
     }
 
@@ -63,7 +63,7 @@ acc_t* row_stats(const RowStatView& view, const Sequence& sequence, int64_t head
 
 // Of variable length the pairs of a sequence start at its first key where there is one number a key, else at its
 // first row.
-inline int64_t offset_of(const PairView& view, const Tile& tile, int64_t query_heads) {
+inline int64_t offset_of(const ScoreView& view, const Tile& tile, int64_t query_heads) {
     const Sequence& s = tile.sequence;
     return view.batch_of(s.batch) * view.batch_stride + view.head_of(tile.head, query_heads) * view.head_stride +
            ((view.per_key ? 0 : s.first_row) + tile.row) * view.row_stride +

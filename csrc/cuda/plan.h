@@ -2,7 +2,7 @@
 // cut, and the parts of the call's one workspace.
 #pragma once
 
-#include "../params.h"
+#include "params.h"
 
 namespace flash_dmattn::cuda {
 
@@ -43,26 +43,26 @@ struct WorkspaceLayout {
 };
 
 // Rows of a block of the forward: many, at most 64, or at most 16 or 32, as when decoding.
-enum class FwdTileKind : int32_t { kUsual, kFew, kDecode };
+enum class FwdTileKind : int32_t { kPrefill, kSmall, kDecode };
 
 struct FwdPlan {
-    static constexpr int kMostSplits = 64;
+    static constexpr int kMaxSplits = 64;
 
     Arch arch = Arch::kSm80;
     int head_dim = 0;  // of the kernels that serve the call; 0 where there is nothing to do
-    bool pair = false;  // by the kernels for a dense bias that batch elements share (sm90/pair.h)
-    FwdTileKind tile = FwdTileKind::kUsual;
+    bool pair = false;  // by the kernels for a dense bias that batch elements share (sm90/pair_bias/run.h)
+    FwdTileKind tile = FwdTileKind::kPrefill;
     int64_t pack = 1;    // query heads that share a tile
-    int64_t splits = 1;  // parts that the keys of a tile are cut into
-    int64_t split_tiles = 0;  // tiles of rows whose keys are split, of all heads and batch elements; no fewer
-    WorkspacePart tickets, split_out, split_lse;  // tickets are 0 when the kernels begin
+    int64_t num_splits = 1;  // parts that the keys of a tile are cut into
+    int64_t num_split_tiles = 0;  // tiles of rows whose keys are split, of all heads and batch elements; no fewer
+    WorkspacePart split_counters, split_out, split_lse;  // tickets are 0 when the kernels begin
     int64_t workspace_bytes = 0;
 };
 
 struct FwdArgs : FwdParams {
-    int64_t splits;
+    int64_t num_splits;
     // Where splits > 1:
-    int32_t* tickets;  // [tiles of rows]: blocks that have finished
+    int32_t* split_counters;  // [tiles of rows]: blocks that have finished
     float* split_out;  // [splits, B, H, Sq, D]
     float* split_lse;  // [splits, B, H, Sq]
 };
@@ -70,10 +70,10 @@ struct FwdArgs : FwdParams {
 // Who writes the gradient of a dense bias.
 enum class DenseDbias : int32_t {
     kNone,       // nobody: there is none
-    kByEntry,    // each entry belongs to one batch element and one head: the main kernel, where dx is made
-    kExchanged,  // batch elements share it: the main kernel, whose blocks exchange dx
+    kDirect,    // each entry belongs to one batch element and one head: the main kernel, where dx is made
+    kClusterReduce,  // batch elements share it: the main kernel, whose blocks exchange dx
     kAtomic,     // whoever shares it: the main kernel adds dx to float32 sums, few enough for the cache to hold
-    kOwnKernel,  // whoever shares it: a kernel that computes dx again
+    kRecompute,  // whoever shares it: a kernel that computes dx again
 };
 
 // How the backward is cut.
@@ -85,7 +85,7 @@ struct BwdCuts {
     int64_t dbias_run = 1;  // tiles of keys, one after the other, that one block makes of a shared dbias
     // Where the keys are gathered by lists:
     int64_t tile_heads = 1;        // query heads of a block, each with an equal share of its rows
-    int64_t list_parts = 0;        // of a list, each a block's, where the heads of a group share its keys; else 0
+    int64_t list_splits = 0;        // of a list, each a block's, where the heads of a group share its keys; else 0
     int64_t dquery_slots = 0;      // there: tiles of rows, of all heads of a group, whose dQ dquery_accum can hold
     int64_t dkv_rows = 0;          // B * Sk; of variable length total_k
     int64_t dkv_cols = 0;          // D, rounded up
@@ -95,24 +95,24 @@ struct BwdCuts {
 struct BwdPlan : BwdCuts {
     Arch arch = Arch::kSm80;
     int head_dim = 0;          // of the kernels that serve the call; 0 where there is nothing to do
-    bool pair = false;         // by the kernels for a dense bias that batch elements share (sm90/pair.h)
+    bool pair = false;         // by the kernels for a dense bias that batch elements share (sm90/pair_bias/run.h)
     bool small_tiles = false;  // those for little shared memory
-    WorkspacePart dquery_accum, dquery_turns, dbias_parts, dkv_accum, dbias_accum, watermarks, delta;
+    WorkspacePart dquery_accum, dquery_semaphore, dbias_parts, dkv_accum, dbias_accum, progress_counters, delta;
     int64_t delta_rows = 0;    // of one head; of variable length, of all sequences together
     int64_t zeroed_bytes = 0;  // of the workspace, from its start: they are 0 when the kernels begin
     int64_t workspace_bytes = 0;
 };
 
 struct BwdArgs : BwdParams, BwdCuts {
-    // float32 [{B} H, tiles of rows, rows of a tile * D rounded up], or with list_parts [dquery_slots, H / Hkv, ..], in the
+    // float32 [{B} H, tiles of rows, rows of a tile * D rounded up], or with list_splits [dquery_slots, H / Hkv, ..], in the
     // order in which registers hold a tile.
     float* dquery_accum;
-    int32_t* dquery_turns;  // where deterministic: whose turn it is, of each tile of rows, and one ticket; or of each slot
+    int32_t* dquery_semaphore;  // where deterministic: whose turn it is, of each tile of rows, and one ticket; or of each slot
     float* dbias_parts;     // [dbias_splits, dbias_tiles, a tile], where kAtomic or dbias_splits > 1
     // Where the keys are gathered by lists:
     float* dkv_accum;     // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
     float* dbias_accum;   // in the bias's shape
-    int32_t* watermarks;  // [B H tiles of rows] and one ticket, where deterministic
+    int32_t* progress_counters;  // [B H tiles of rows] and one ticket, where deterministic
 };
 
 }  // namespace flash_dmattn::cuda

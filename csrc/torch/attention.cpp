@@ -45,8 +45,8 @@ Tensor empty_dbias(BwdParams& p, const Inputs& in) {
         // those of them alone are written.
         const bool all_written = !varlen && !p.lists.present() && !nothing_to_do(p);
         const Tensor dbias = all_written ? at::empty(bias.sizes(), bias.options()) : at::zeros(bias.sizes(), bias.options());
-        p.dbias = pair_view(dbias);
-        p.dbias.batch_sharers = p.bias.batch_sharers;
+        p.dbias = score_view(dbias);
+        p.dbias.batch_group_size = p.bias.batch_group_size;
         return dbias;
     }
     const auto accumulation = in.query.options().dtype(accumulation_type(in.query));

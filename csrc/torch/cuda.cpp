@@ -7,11 +7,11 @@
 #include <algorithm>
 #include <limits>
 
-#include "cuda/attention.h"
-#include "cuda/masks/bounded_lists.h"
-#include "cuda/masks/index_lists.h"
-#include "cuda/masks/key_lists.h"
-#include "cuda/select/select.h"
+#include "cuda/api.h"
+#include "cuda/mask/build/bounded_list_builder.h"
+#include "cuda/mask/build/index_list_builder.h"
+#include "cuda/mask/build/list_builder.h"
+#include "cuda/topk/topk.h"
 
 namespace flash_dmattn {
 namespace {
@@ -28,7 +28,7 @@ void* address(const Tensor& memory) { return memory.defined() ? memory.data_ptr(
 PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles) {
     packed.bits = reinterpret_cast<uint32_t*>(bits.data_ptr<int32_t>());
     packed.columns = reinterpret_cast<uint64_t*>(tiles.data_ptr());
-    packed.kinds = reinterpret_cast<TileKind*>(packed.columns + packed.tiles_size);
+    packed.kinds = reinterpret_cast<BlockKind*>(packed.columns + packed.tiles_size);
     return packed;
 }
 
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor> pack(AttentionParams& p, const Tensor& mask) {
     const Tensor bits = mask.dim() == 3 ? at::empty({mask.size(0), plan.heads, plan.words}, ints)
                                         : at::empty({plan.batches, plan.heads, p.mask.per_key ? 1 : p.seqlen_q, plan.words}, ints);
     const Tensor tiles =
-        at::empty({9, plan.batches, plan.heads, plan.row_tiles, plan.key_tiles}, mask.options().dtype(at::kByte));
+        at::empty({9, plan.batches, plan.heads, plan.num_m_blocks, plan.num_n_blocks}, mask.options().dtype(at::kByte));
     p.packed_mask = in_tensors(plan, bits, tiles);
     pack_mask_cuda(p, p.packed_mask, current_stream());
     return {bits, tiles};
@@ -54,26 +54,26 @@ Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
         p.packed_mask = in_tensors(plan, *bits, *tiles);
     }
     if (!p.intervals.present() || p.lists.present()) return {};
-    const IntervalTiles plan = plan_interval_tiles(p);
+    const IntervalSummaries plan = plan_interval_summaries(p);
     if (plan.size == 0) return {};
-    const int64_t bytes = plan.size * static_cast<int64_t>(sizeof(IntervalTile));
+    const int64_t bytes = plan.size * static_cast<int64_t>(sizeof(IntervalBlockSummary));
     const Tensor memory = workspace(bytes + static_cast<int64_t>(sizeof(uint32_t)), in.query);
-    p.interval_tiles = plan;
-    p.interval_tiles.tiles = static_cast<IntervalTile*>(address(memory));
-    p.interval_tiles.works_taken = reinterpret_cast<uint32_t*>(p.interval_tiles.tiles + plan.size);
-    summarize_intervals_cuda(p, p.interval_tiles, stream);
+    p.interval_summaries = plan;
+    p.interval_summaries.tiles = static_cast<IntervalBlockSummary*>(address(memory));
+    p.interval_summaries.tile_count_semaphore = reinterpret_cast<uint32_t*>(p.interval_summaries.tiles + plan.size);
+    summarize_intervals_cuda(p, p.interval_summaries, stream);
     return memory;
 }
 
 // The ways by which a call may go: one, or where a mask is given both packed and as lists, by these and by tiles.
 template <typename Params, typename Run>
-void for_each_way(const Params& p, const Run& run) {
+void for_each_dispatch(const Params& p, const Run& run) {
     if (!p.packed_mask.present() || !p.lists.present()) return run(p);
     Params by_lists = p, by_tiles = p;
     by_lists.packed_mask = {};
-    by_lists.way = {p.lists.begins, true};
+    by_lists.device_dispatch = {p.lists.begins, true};
     by_tiles.lists = {};
-    by_tiles.way = {p.lists.begins, false};
+    by_tiles.device_dispatch = {p.lists.begins, false};
     run(by_lists);
     run(by_tiles);
 }
@@ -87,9 +87,9 @@ struct Lists {
     }
     std::tuple<Tensor, Tensor, Tensor> tensors() const { return {keys, spans, rows}; }
 };
-Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads, int64_t row_tiles, bool has_rows) {
+Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads, int64_t num_m_blocks, bool has_rows) {
     const auto ints = like.options().dtype(at::kInt);
-    return {at::empty({capacity}, ints), at::empty({2, batches, heads, row_tiles}, like.options().dtype(at::kLong)),
+    return {at::empty({capacity}, ints), at::empty({2, batches, heads, num_m_blocks}, like.options().dtype(at::kLong)),
             at::empty({has_rows ? capacity : 0, KeyListsView::kRows / 32}, ints)};
 }
 
@@ -126,10 +126,10 @@ void forward_cuda(FwdParams& p, const Inputs& in) {
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
-    for_each_way(p, [&](const FwdParams& way) {
-        const cuda::FwdPlan plan = cuda::plan_fwd(way);
+    for_each_dispatch(p, [&](const FwdParams& device_dispatch) {
+        const cuda::FwdPlan plan = cuda::plan_fwd(device_dispatch);
         const Tensor memory = workspace(plan.workspace_bytes, in.query);
-        cuda::run_fwd(way, plan, address(memory), stream);
+        cuda::run_fwd(device_dispatch, plan, address(memory), stream);
     });
 }
 
@@ -138,10 +138,10 @@ void backward_cuda(BwdParams& p, const Inputs& in) {
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
-    for_each_way(p, [&](const BwdParams& way) {
-        const cuda::BwdPlan plan = cuda::plan_bwd(way);
+    for_each_dispatch(p, [&](const BwdParams& device_dispatch) {
+        const cuda::BwdPlan plan = cuda::plan_bwd(device_dispatch);
         const Tensor memory = workspace(plan.workspace_bytes, in.query);
-        cuda::run_bwd(way, plan, address(memory), stream);
+        cuda::run_bwd(device_dispatch, plan, address(memory), stream);
     });
 }
 
@@ -164,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tens
     const KeyListsPlan plan = plan_key_lists(p);
     const Tensor scratch = workspace(plan.scratch_bytes, mask);
     const int64_t capacity = room_for_short_lists(p, plan);
-    const Lists lists = empty_lists(mask, capacity, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
+    const Lists lists = empty_lists(mask, capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
     key_list_places_cuda(p, plan, percent, address(scratch), lists.begins(), lists.ends(), capacity, nullptr,
                          current_stream());
     key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(),
@@ -176,7 +176,7 @@ std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& p,
                                                       int64_t keys_per_row) {
     const c10::cuda::CUDAGuard guard(source.device());
     const BoundedListsPlan plan = plan_bounded_lists(p, std::min(keys_per_row, p.seqlen_k));
-    const Lists lists = empty_lists(source, plan.capacity, plan.batches, plan.heads, plan.row_tiles, false);
+    const Lists lists = empty_lists(source, plan.capacity, plan.batches, plan.heads, plan.num_m_blocks, false);
     bounded_lists_cuda(p, plan, lists.keys.data_ptr<int32_t>(), lists.begins(), lists.ends(), current_stream());
     return lists.tensors();
 }
@@ -185,7 +185,7 @@ std::tuple<Tensor, Tensor, Tensor> build_counted_lists(AttentionParams p, const 
     const c10::cuda::CUDAGuard guard(source.device());
     const KeyListsPlan plan = plan_key_lists(p);
     if (plan.lists() == 0 || source.numel() == 0) {
-        const Lists none = empty_lists(source, 0, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
+        const Lists none = empty_lists(source, 0, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
         none.spans.zero_();
         return none.tensors();
     }
@@ -193,11 +193,11 @@ std::tuple<Tensor, Tensor, Tensor> build_counted_lists(AttentionParams p, const 
     const auto packed = p.mask.present() ? pack(p, source) : std::tuple<Tensor, Tensor>();
     const Tensor scratch = workspace(plan.scratch_bytes, source);
     const Tensor total = at::empty({1}, source.options().dtype(at::kLong));
-    const Lists places = empty_lists(source, 0, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
+    const Lists places = empty_lists(source, 0, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
     key_list_places_cuda(p, plan, std::nullopt, address(scratch), places.begins(), places.ends(),
                          std::numeric_limits<int64_t>::max(), total.data_ptr<int64_t>(), stream);
     const int64_t capacity = total.item<int64_t>();
-    Lists lists = empty_lists(source, capacity, plan.batches, plan.heads, plan.row_tiles, plan.has_rows);
+    Lists lists = empty_lists(source, capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
     lists.spans = places.spans;
     key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(),
                        lists.row_words(), stream);
@@ -242,8 +242,8 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
                                               const OptionalTensor& seqlens_k) {
     const c10::cuda::CUDAGuard guard(bias.device());
     SelectParams p = select_params(bias, window_size, seqlen_q);
-    TORCH_CHECK_VALUE(bias.dim() != 2 && seqlen_q <= kMostListedRows, "topk_lists is of fixed length and for up to ",
-                      kMostListedRows, " rows, got ", seqlen_q, " and bias of shape ", shape_of(bias));
+    TORCH_CHECK_VALUE(bias.dim() != 2 && seqlen_q <= kMaxListedRows, "topk_lists is of fixed length and for up to ",
+                      kMaxListedRows, " rows, got ", seqlen_q, " and bias of shape ", shape_of(bias));
     if (seqlens_k) {
         check_dtype(*seqlens_k, "seqlens_k", at::kInt);
         check_device(*seqlens_k, "seqlens_k", bias, "bias");
@@ -253,7 +253,7 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
         p.batches = seqlens_k->numel();
         p.seqlens_k = seqlens_k->const_data_ptr<int32_t>();
     }
-    const ListSelectPlan plan = plan_select_key_lists(p);
+    const RadixSelectPlan plan = plan_select_key_lists(p);
     const Lists lists = empty_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);
     if (plan.lists > 0) {
         select_key_lists_cuda(p, plan, lists.keys.data_ptr<int32_t>(), lists.begins(), lists.ends(), lists.row_words(),

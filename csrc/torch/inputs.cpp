@@ -43,7 +43,7 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
     KeyListsView view;
     view.batches = spans.size(1);
     view.heads = spans.size(2);
-    view.rows_alike = !masks.intervals && !masks.list_rows;
+    view.row_broadcast = !masks.intervals && !masks.list_rows;
     if (masks.list_rows) {
         TORCH_CHECK_VALUE(masks.list_rows->dim() == 2 &&
                               (masks.list_rows->size(1) == KeyListsView::kRows / 32 ||
@@ -52,16 +52,16 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
                           "its keys (0, a 32nd of its rows), got shape ", shape_of(*masks.list_rows));
         view.tile_rows = masks.list_rows->size(1) * 32;
     }
-    const int64_t row_tiles = view.rows_alike ? 1 : (p.seqlen_q + view.tile_rows - 1) / view.tile_rows;
+    const int64_t num_m_blocks = view.row_broadcast ? 1 : (p.seqlen_q + view.tile_rows - 1) / view.tile_rows;
     const bool varlen = p.cu_seqlens_q != nullptr;  // the lists may have been made for longer sequences than there are
-    view.row_tiles = spans.size(3);
+    view.num_m_blocks = spans.size(3);
     TORCH_CHECK_VALUE(view.batches == p.batch || (view.batches > 0 && p.batch % view.batches == 0),
                       "list_spans must be of ", p.batch, " batch elements or a number that divides them, got ", view.batches);
-    view.batch_sharers = sharers(p, view.batches);
+    view.batch_group_size = sharers(p, view.batches);
     TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "list_spans must be of ",
                       p.heads, ", ", p.kv_heads, " or 1 heads, got ", view.heads);
-    TORCH_CHECK_VALUE(view.row_tiles == row_tiles || (varlen && view.row_tiles > row_tiles), "list_spans must be of ",
-                      varlen ? "at least " : "", row_tiles, " row tiles, got ", view.row_tiles);
+    TORCH_CHECK_VALUE(view.num_m_blocks == num_m_blocks || (varlen && view.num_m_blocks > num_m_blocks), "list_spans must be of ",
+                      varlen ? "at least " : "", num_m_blocks, " row tiles, got ", view.num_m_blocks);
     check_shape(keys, "list_keys", {keys.numel()});
     check_dtype(keys, "list_keys", at::kInt);
     check_last_contiguous(keys, "list_keys");
@@ -71,7 +71,7 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
     view.capacity = keys.numel();
     view.begins = spans.const_data_ptr<int64_t>();
     view.ends = view.begins + spans.stride(0);
-    const int64_t lists = view.batches * view.heads * view.row_tiles;
+    const int64_t lists = view.batches * view.heads * view.num_m_blocks;
     view.longest = lists > 0 ? keys.numel() / lists : 0;
     for (int64_t list = 0; spans.is_cpu() && list < lists; ++list) {
         const int64_t begin = view.begins[list], end = view.ends[list];
@@ -171,7 +171,7 @@ void fill(AttentionParams& p, const Inputs& in) {
     if (in.bias) {
         check_bias(*in.bias, query, key, max_seqlen_k);
         p.bias = bias_view(*in.bias);
-        p.bias.batch_sharers = sharers(p, p.bias.batches);
+        p.bias.batch_group_size = sharers(p, p.bias.batches);
         TORCH_CHECK_VALUE(varlen || in.bias->size(-1) == p.seqlen_k,
                           "attn_bias must have a column for every key, got shape ", shape_of(*in.bias));
     }
@@ -179,8 +179,8 @@ void fill(AttentionParams& p, const Inputs& in) {
     TORCH_CHECK_VALUE(!masks.mask || !masks.intervals, "mask and intervals cannot both be given");
     if (masks.mask && query.is_cpu()) {
         check_mask(*masks.mask, query, key, max_seqlen_k);
-        p.mask = pair_view(*masks.mask);
-        p.mask.batch_sharers = sharers(p, p.mask.batches);
+        p.mask = score_view(*masks.mask);
+        p.mask.batch_group_size = sharers(p, p.mask.batches);
     } else if (masks.mask) {
         TORCH_CHECK_TYPE(masks.mask->scalar_type() == at::kInt && masks.mask_tiles,
                          "on CUDA mask and mask_tiles must be what pack_mask returned, got ", dtype_of(*masks.mask));
@@ -228,7 +228,7 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
                            : dims == 3 ? pairs.size(2) == seqlen_k
                                        : true;
         TORCH_CHECK_VALUE(whole, "mask must be of ", seqlen_q, " rows and ", seqlen_k, " keys, got shape ", shape_of(*mask));
-        p.mask = pair_view(pairs);
+        p.mask = score_view(pairs);
     } else {
         TORCH_CHECK_VALUE(varlen || pairs.size(2) == seqlen_k, "intervals must be of ", seqlen_k, " keys, got shape ",
                           shape_of(*intervals));
@@ -240,7 +240,7 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
 IndexListsParams index_params(const Tensor& indices, const OptionalTensor& intervals, int64_t tile_rows, int64_t seqlen_q,
                               int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
                               const OptionalTensor& cu_seqlens_k) {
-    constexpr int64_t kMostIndices = (int64_t{1} << 24) - 1;  // of a row: those of a list are counted in 32 bits
+    constexpr int64_t kMaxIndices = (int64_t{1} << 24) - 1;  // of a row: those of a list are counted in 32 bits
     check_lengths(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
     const bool varlen = cu_seqlens_q.has_value();
     check_dtype(indices, "indices", at::kInt);
@@ -248,7 +248,7 @@ IndexListsParams index_params(const Tensor& indices, const OptionalTensor& inter
                       varlen ? " or (total_q, {H|Hkv|1}, k)" : "", ", got shape ", shape_of(indices));
     TORCH_CHECK_VALUE(tile_rows >= 1 && tile_rows <= std::numeric_limits<int32_t>::max(),
                       "tile_rows must be positive and fit in 32 bits, got ", tile_rows);
-    TORCH_CHECK_VALUE(indices.size(-1) <= kMostIndices, "indices must have at most ", kMostIndices, " keys a row, got shape ",
+    TORCH_CHECK_VALUE(indices.size(-1) <= kMaxIndices, "indices must have at most ", kMaxIndices, " keys a row, got shape ",
                       shape_of(indices));
     IndexListsParams p;
     p.indices = index_view(indices, tile_rows);

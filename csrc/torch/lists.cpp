@@ -86,7 +86,7 @@ std::tuple<Tensor, Tensor, Tensor> index_key_lists(const Tensor& indices, const 
     const IndexListsPlan plan = plan_index_lists(p);
     const auto ints = indices.options().dtype(at::kInt), longs = indices.options().dtype(at::kLong);
     const Tensor keys = at::empty({plan.capacity}, ints);
-    const Tensor spans = at::empty({2, plan.batches, plan.heads, plan.row_tiles}, longs);
+    const Tensor spans = at::empty({2, plan.batches, plan.heads, plan.num_m_blocks}, longs);
     const Tensor rows = at::empty({plan.has_rows ? plan.capacity : 0, plan.tile_rows / 32}, ints);
     int64_t *begins = spans.data_ptr<int64_t>(), *ends = begins + spans.stride(0);
     uint32_t* row_words = plan.has_rows ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr;

@@ -104,16 +104,16 @@ inline RowStatView row_stat_view(const Tensor& t, bool varlen) {
 }
 
 // A mask or bias: 4 dimensions of fixed length; of variable length 2 (one number a key) or 3 (one a pair).
-inline PairView pair_sizes(at::IntArrayRef shape) {
-    PairView view;
+inline ScoreView pair_sizes(at::IntArrayRef shape) {
+    ScoreView view;
     view.batches = shape.size() == 4 ? shape[0] : 1;
     view.heads = shape[1];
     view.per_key = shape.size() == 4 ? shape[2] == 1 : shape.size() == 2;
     return view;
 }
 
-inline PairView pair_view(const Tensor& t) {
-    PairView view = pair_sizes(t.sizes());
+inline ScoreView score_view(const Tensor& t) {
+    ScoreView view = pair_sizes(t.sizes());
     view.data = data_of(t);
     view.head_stride = broadcast_stride(t, 1);
     if (t.dim() == 4) {
@@ -131,7 +131,7 @@ inline PairView pair_view(const Tensor& t) {
 
 inline BiasView bias_view(const Tensor& bias) {
     BiasView view;
-    static_cast<PairView&>(view) = pair_view(bias);
+    static_cast<ScoreView&>(view) = score_view(bias);
     view.kind = view.per_key ? BiasKind::kKey : BiasKind::kDense;
     view.dtype = data_type(bias);
     return view;

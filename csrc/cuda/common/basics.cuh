@@ -27,11 +27,11 @@ constexpr bool fewer_fit_better(int64_t count, int64_t fewer, int64_t more) {
 
 // A number to divide by again and again, of at most 31 bits as the dividends: two or three instructions instead of some twenty.
 // From Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
-struct Divisor {
+struct FastDivmod {
     uint32_t value = 1, multiplier = 0, shift = 0;
 
-    Divisor() = default;
-    explicit Divisor(int64_t divisor) : value(static_cast<uint32_t>(divisor)) {
+    FastDivmod() = default;
+    explicit FastDivmod(int64_t divisor) : value(static_cast<uint32_t>(divisor)) {
         if (value == 1) return;
         while ((int64_t{1} << shift) < divisor) ++shift;
         --shift;
@@ -44,16 +44,16 @@ struct Divisor {
 
 // An index over several dimensions together, to be taken apart: first the one in which neighbours differ.
 template <typename Index>
-struct MixedIndex {
+struct FlatIndex {
     Index rest;  // over the dimensions that have not been taken
 
-    __device__ explicit MixedIndex(Index index) : rest(index) {}
+    __device__ explicit FlatIndex(Index index) : rest(index) {}
     __device__ __forceinline__ int take(int64_t count) {
         const Index place = rest % static_cast<Index>(count);
         rest /= static_cast<Index>(count);
         return static_cast<int>(place);
     }
-    __device__ __forceinline__ int take(const Divisor& count) {
+    __device__ __forceinline__ int take(const FastDivmod& count) {
         const Index quotient = count.quotient(rest), place = rest - quotient * count.value;
         rest = quotient;
         return static_cast<int>(place);
@@ -69,7 +69,7 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
 
 // A value of which the compiler does not see where it comes from: so it neither computes it again and again, nor what
 // depends on it long before it is needed, to hold it in registers or to spill it.
-__device__ __forceinline__ uint32_t kept(uint32_t x) {
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }

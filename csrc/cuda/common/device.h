@@ -6,7 +6,7 @@
 namespace flash_dmattn::cuda {
 
 struct Device {
-    int multiprocessors;
+    int num_sms;
     int64_t l2_bytes;
     int64_t shared_memory;  // the most that a block may have, in bytes
     int capability;  // 90 for 9.0

@@ -1,7 +1,7 @@
 // Where the backward sums dQ: in the workspace, in tiles of some query rows of one head.
 #pragma once
 
-#include "../plan.h"
+#include "cuda/plan.h"
 #include "basics.cuh"
 #include "sequence.cuh"
 
@@ -20,9 +20,9 @@ constexpr __host__ __device__ int64_t dquery_tiles_total(const AttentionParams& 
 
 // Index of a tile of dquery_accum. Of variable length a sequence's tiles begin at first_row / rows of a tile + batch.
 template <int kRows>
-__device__ __forceinline__ int64_t dquery_tile(const BwdArgs& p, const Sequence& s, int head, int row_tile) {
-    if (p.cu_seqlens_q == nullptr) return (s.batch * p.heads + head) * p.dquery_tiles + row_tile;
-    return head * p.dquery_tiles + s.first_row / kRows + s.batch + row_tile;
+__device__ __forceinline__ int64_t dquery_tile(const BwdArgs& p, const Sequence& s, int head, int m_block) {
+    if (p.cu_seqlens_q == nullptr) return (s.batch * p.heads + head) * p.dquery_tiles + m_block;
+    return head * p.dquery_tiles + s.first_row / kRows + s.batch + m_block;
 }
 
 }  // namespace flash_dmattn::cuda

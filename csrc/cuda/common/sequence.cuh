@@ -1,7 +1,7 @@
 // Where one batch element's rows and keys lie, of fixed and of variable length; the CUDA twin of csrc/cpu/work.h.
 #pragma once
 
-#include "../../params.h"
+#include "params.h"
 
 namespace flash_dmattn::cuda {
 
@@ -20,8 +20,8 @@ struct Sequence {
             rows = p.cu_seqlens_q[b + 1] - first_row;
             first_key = p.cu_seqlens_k[b];
             keys = p.cu_seqlens_k[b + 1] - first_key;
-        } else if (p.seqlens_k != nullptr) {
-            keys = min(max(p.seqlens_k[b], 0), keys);
+        } else if (p.seqused_k != nullptr) {
+            keys = min(max(p.seqused_k[b], 0), keys);
         }
     }
 
@@ -44,8 +44,8 @@ __device__ __forceinline__ int shared_head(int head, int64_t heads, int64_t view
 template <typename View>
 __device__ __forceinline__ int shared_batch(const View& view, const Sequence& s) {
     if (view.batches == 1) return 0;
-    if (view.batch_sharers == 1) return s.batch;  // as is common: no division
-    return s.batch / static_cast<int>(view.batch_sharers);
+    if (view.batch_group_size == 1) return s.batch;  // as is common: no division
+    return s.batch / static_cast<int>(view.batch_group_size);
 }
 
 // Offsets of the first row (or key) of a sequence, for one head; add `row * row_stride`.
@@ -66,7 +66,7 @@ __device__ __forceinline__ const uint32_t* mask_words(const AttentionParams& p, 
 }
 // Of variable length the pairs of a sequence start at its first key where there is one number a key, else at its
 // first row. Add `row * row_stride + key * col_stride`.
-__device__ __forceinline__ int64_t pair_offset(const PairView& view, const Sequence& s, int head, int64_t heads) {
+__device__ __forceinline__ int64_t score_offset(const ScoreView& view, const Sequence& s, int head, int64_t heads) {
     return shared_batch(view, s) * view.batch_stride + shared_head(head, heads, view.heads) * view.head_stride +
            (view.per_key ? s.first_key * view.col_stride : s.first_row * view.row_stride);
 }

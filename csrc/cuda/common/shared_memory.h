@@ -10,9 +10,9 @@ namespace flash_dmattn::cuda {
 
 constexpr int kSharedMemoryOfAnyBlock = 48 * 1024;  // needs no leave
 
-template <typename SharedMemory>
+template <typename SharedStorage>
 bool fits_shared_memory() {
-    constexpr int64_t kBytes = sizeof(SharedMemory);
+    constexpr int64_t kBytes = sizeof(SharedStorage);
     return kBytes <= kSharedMemoryOfAnyBlock || kBytes <= current_device().shared_memory;
 }
 

@@ -1,18 +1,18 @@
 // Products of matrices in shared memory, a warp at a time: acc += op(A) op(B) by mma_m16n8k16.
 #pragma once
 
-#include "../common/fragment.cuh"
-#include "../common/smem_tile.cuh"
-#include "../ptx/sm90.cuh"
+#include "cuda/arch/fragment.cuh"
+#include "cuda/arch/smem_tile.cuh"
+#include "cuda/arch/sm90.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
 // Addresses of what lies in a block's shared memory, from one register: its start is not a constant, and to find it anew
 // costs more than an addition.
-class SharedMemory {
+class SmemAddress {
 public:
-    __device__ __forceinline__ explicit SharedMemory(const void* start)
-        : start_(static_cast<const char*>(start)), address_(kept(smem_address(start))) {}
+    __device__ __forceinline__ explicit SmemAddress(const void* start)
+        : start_(static_cast<const char*>(start)), address_(opaque(smem_address(start))) {}
     __device__ __forceinline__ const char* start() const { return start_; }
     template <typename X>
     __device__ __forceinline__ uint32_t operator()(const X& x) const {
@@ -33,7 +33,7 @@ enum class BlockOrder { kBelowFirst, kBesideFirst };
 template <typename Tile, BlockOrder kOrder>
 class Blocks {
 public:
-    static constexpr int kRowBytes = Tile::kPanelCols * 2;
+    static constexpr int kRowBytes = Tile::kSlabCols * 2;
 
     // `lane_offset` is lane_offset(row, col) of the corner, which many products have in common.
     __device__ __forceinline__ Blocks(uint32_t tile, uint32_t lane_offset) : lane_address_(tile + lane_offset) {}
@@ -41,20 +41,20 @@ public:
     // Found anew wherever it is wanted: the compiler is not to see that the corner is the same in every turn of a loop.
     // Kept across it, the offsets of all blocks would take more registers than there are.
     __device__ __forceinline__ Blocks(uint32_t tile, int row, int col)
-        : lane_address_(tile + lane_offset(row, col, kept(lane_id()))) {}
+        : lane_address_(tile + lane_offset(row, col, opaque(lane_id()))) {}
 
     // The blocks from a corner further on; its row and column are as those of a block.
     __device__ __forceinline__ Blocks from(int row, int col) const { return Blocks(address(row, col), 0); }
 
-    // row is a multiple of 8; col shares no bit with the column offsets, other than multiples of a panel.
+    // row is a multiple of 8; col shares no bit with the column offsets, other than multiples of a slab.
     static __device__ __forceinline__ uint32_t lane_offset(int row, int col, int lane = lane_id()) {
         const int below = kOrder == BlockOrder::kBelowFirst ? lane / 8 % 2 : lane / 16;
         const int beside = kOrder == BlockOrder::kBelowFirst ? lane / 16 : lane / 8 % 2;
         return Tile::offset(row + lane % 8 + below * 8, col / Tile::kChunk + beside) * 2;
     }
     __device__ __forceinline__ uint32_t address(int row, int col) const {
-        return (lane_address_ ^ (col % Tile::kPanelCols * 2)) +
-               (col / Tile::kPanelCols * Tile::kRows + row) * kRowBytes;
+        return (lane_address_ ^ (col % Tile::kSlabCols * 2)) +
+               (col / Tile::kSlabCols * Tile::kRows + row) * kRowBytes;
     }
     template <bool kTransposed>
     __device__ __forceinline__ void load(uint32_t (&to)[4], int row, int col) const {

@@ -1,0 +1,111 @@
+#include "tensor_map.h"
+
+#include <algorithm>
+#include <climits>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/common/check.h"
+
+namespace flash_dmattn::cuda::sm90 {
+namespace {
+
+constexpr int64_t kAlign = 16;
+constexpr int64_t kStrideLimit = int64_t{1} << 40;
+
+// A function of the driver, through the runtime: the driver's library need not be linked.
+template <typename Function>
+Function of_driver(const char* name) {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    constexpr unsigned kSinceCuda = 12000;
+    FLASH_CUDA_CHECK(cudaGetDriverEntryPointByVersion(name, &function, kSinceCuda, cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the CUDA driver is older than 12.0: update it");
+    return reinterpret_cast<Function>(function);
+}
+
+void check(CUresult result, const char* what) {
+    if (result != CUDA_SUCCESS) throw std::runtime_error(std::string(what) + " failed with error " + std::to_string(result));
+}
+
+// The driver wants the calling thread to have a context. The runtime sets its own, the device's primary one, with a thread's
+// first call that needs it: a thread of autograd, or of a server, may not have made any. It is kept until the process ends.
+void give_thread_a_context() {
+    static const auto retain = of_driver<decltype(&cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain");
+    static const auto set_current = of_driver<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
+    int device;
+    FLASH_CUDA_CHECK(cudaGetDevice(&device));
+    CUcontext context;
+    check(retain(&context, device), "cuDevicePrimaryCtxRetain");
+    check(set_current(context), "cuCtxSetCurrent");
+}
+
+TensorLayout rows_layout(const AttentionParams& p, const RowsView& rows, int64_t heads, int64_t seqlen, int64_t total) {
+    const bool varlen = p.cu_seqlens_q != nullptr;
+    return {rows.data, {p.head_dim, heads, varlen ? total : seqlen, varlen ? 1 : p.batch},
+            {rows.head_stride, rows.row_stride, rows.batch_stride}};
+}
+
+}  // namespace
+
+bool can_map(const TensorLayout& tensor) {
+    bool can = reinterpret_cast<uintptr_t>(tensor.data) % kAlign == 0;
+    for (int64_t size : tensor.sizes) can &= size > 0 && size <= INT_MAX;
+    for (size_t i = 0; i < tensor.strides.size(); ++i) {
+        const int64_t bytes = tensor.strides[i] * kElementBytes;
+        can &= tensor.sizes[i + 1] == 1 || (bytes > 0 && bytes % kAlign == 0 && bytes < kStrideLimit);
+    }
+    return can;
+}
+
+CUtensorMap make_map(const TensorLayout& tensor, const std::array<int, 4>& box) {
+    static const auto encode = of_driver<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+    cuuint64_t sizes[4], strides[3];
+    cuuint32_t box_sizes[4], steps[4];
+    for (int i = 0; i < 4; ++i) {
+        sizes[i] = static_cast<cuuint64_t>(tensor.sizes[i]);
+        box_sizes[i] = static_cast<cuuint32_t>(box[i]);
+        steps[i] = 1;
+    }
+    for (int i = 0; i < 3; ++i)
+        strides[i] = static_cast<cuuint64_t>(sizes[i + 1] == 1 ? kAlign : tensor.strides[i] * kElementBytes);
+    CUtensorMap map;
+    const auto make = [&] {
+        return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(tensor.data), sizes, strides, box_sizes,
+                      steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult result = make();
+    if (result == CUDA_ERROR_INVALID_CONTEXT) {
+        give_thread_a_context();
+        result = make();
+    }
+    check(result, "cuTensorMapEncodeTiled");
+    return map;
+}
+
+TensorLayout query_layout(const AttentionParams& p, const RowsView& rows) {
+    return rows_layout(p, rows, p.heads, p.seqlen_q, p.total_q);
+}
+TensorLayout key_layout(const AttentionParams& p, const RowsView& keys) {
+    return rows_layout(p, keys, p.kv_heads, p.seqlen_k, p.total_k);
+}
+
+TensorLayout dense_layout(const AttentionParams& p, const ScoreView& pairs) {
+    return {pairs.data, {p.seqlen_k, p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q, pairs.heads, pairs.batches},
+            {pairs.row_stride, pairs.head_stride, pairs.batch_stride}};
+}
+
+bool can_load_keys(const AttentionParams& p) {
+    const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
+    if (p.lists.present()) {  // threads gather the keys, by strides of 32 bits
+        const int64_t longest = std::max(p.key.row_stride, p.value.row_stride);
+        return !is_dense && longest * kElementBytes <= std::numeric_limits<uint32_t>::max();
+    }
+    return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
+           (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,27 @@
+// Zeros for what may hold anything: zero times NaN would reach a sum.
+#pragma once
+
+#include "sm90.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// Rows [first, first + kCount) of a tile of 16-bit elements to 0 where is_empty(row), by kThreads threads, this one `thread`
+// of them. A barrier follows.
+template <int kCount, int kThreads, typename Tile, typename IsEmpty>
+__device__ __forceinline__ void clear_rows(Tile& tile, int first, int thread, const IsEmpty& is_empty) {
+    constexpr int kChunks = Tile::kCols / 8;
+    for (int i = thread; i < kCount * kChunks; i += kThreads)
+        if (is_empty(first + i / kChunks))
+            *reinterpret_cast<uint4*>(tile.data + Tile::offset(first + i / kChunks, i % kChunks)) = {};
+    fence_proxy_async();
+}
+
+template <int kCount>
+__device__ __forceinline__ bool any_of(const bool (&flags)[kCount]) {
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) any |= flags[i];
+    return any;
+}
+
+}  // namespace flash_dmattn::cuda::sm90

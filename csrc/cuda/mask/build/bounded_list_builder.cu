@@ -1,0 +1,218 @@
+// A block has some neighbouring row tiles. It walks over the keys and gathers, in order, those that any of its rows
+// sees; whenever they are many, its warps write, each for its tiles, those of a tile.
+#include "bounded_list_builder.h"
+
+#include <algorithm>
+
+#include "cuda/common/check.h"
+#include "cuda/common/device.h"
+#include "cuda/mask/intervals.cuh"
+
+namespace flash_dmattn {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kWarpTiles = 4;       // of a warp at most
+constexpr int kMaxTiles = kWarps * kWarpTiles;
+constexpr int kKeys = 4;            // of a thread at a time
+constexpr int kStep = kThreads * kKeys;
+constexpr int kRoom = kStep + kStep / 2;
+constexpr int kTileRows = KeyListsView::kRows;
+
+struct Lists {
+    int heads, num_m_blocks, block_tiles;
+    int64_t stride;
+    int32_t* keys;    // [lists, stride]
+    int64_t* begins;  // [lists]
+    int64_t* ends;    // [lists]
+};
+
+// Keys that some of the block's rows see, and which: [begin, end), counted from the block's first.
+struct Gathered {
+    int key[kRoom], begin[kRoom], end[kRoom];
+};
+
+class Block {
+public:
+    __device__ Block(const AttentionParams& p, const Lists& lists)
+        : p_(p), lists_(lists), sequence_(p, batch_of(lists)) {
+        const int steps = ceil_div(lists.num_m_blocks, lists.block_tiles);
+        first_tile_ = static_cast<int>(blockIdx.x % steps) * lists.block_tiles;
+        tiles_ = min(lists.block_tiles, lists.num_m_blocks - first_tile_);
+        const int above = blockIdx.x / steps;
+        first_list_ = static_cast<int64_t>(above) * lists.num_m_blocks + first_tile_;
+        const int64_t offset = interval_offset(p.intervals, sequence_, above % lists.heads, p.intervals.heads);
+        start_ = p.intervals.start + offset;
+        end_ = p.intervals.end + offset;
+        first_row_ = first_tile_ * kTileRows;
+        last_row_ = min(first_row_ + tiles_ * kTileRows, sequence_.rows) - 1;
+        keys_ = last_row_ < first_row_ ? 0 : sequence_.keys_of(last_row_, p.is_causal);
+        aligned_ = p.intervals.col_stride == 1 &&
+                   (reinterpret_cast<uintptr_t>(start_) | reinterpret_cast<uintptr_t>(end_)) % 16 == 0;
+    }
+
+    __device__ void run() {
+        __shared__ Gathered gathered;
+        __shared__ int counts[2][kWarps];
+        int size = 0, buffer = 0;
+        load(0);
+        for (int first = 0; first < keys_; first += kStep, buffer ^= 1) {
+            const int key = first + static_cast<int>(threadIdx.x) * kKeys;
+            RowRange rows[kKeys];
+            uint32_t seen = 0;
+#pragma unroll
+            for (int i = 0; i < kKeys; ++i) {
+                rows[i] = {starts_[i], ends_[i]};
+                seen |= key + i < keys_ && is_seen(key + i, rows[i]) ? 1u << i : 0;
+            }
+            load(first + kStep);
+            const int own = __popc(seen);
+            int at = own;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(~0u, at, step);
+                if (lane_id() >= step) at += other;
+            }
+            if (lane_id() == 31) counts[buffer][warp_id()] = at;
+            __syncthreads();
+            const int of_warp = lane_id() < kWarps ? counts[buffer][lane_id()] : 0;
+            at += size - own + __reduce_add_sync(~0u, lane_id() < warp_id() ? of_warp : 0);
+            size += __reduce_add_sync(~0u, of_warp);
+#pragma unroll
+            for (int i = 0; i < kKeys; ++i) {
+                if ((seen >> i & 1) == 0) continue;
+                gathered.key[at] = key + i;
+                gathered.begin[at] = rows[i].begin - first_row_;
+                gathered.end[at++] = rows[i].end - first_row_;
+            }
+            if (size > kRoom - kStep || first + kStep >= keys_) {
+                __syncthreads();
+                write(gathered, size);
+                size = 0;
+                __syncthreads();
+            }
+        }
+        finish();
+    }
+
+private:
+    __device__ static int batch_of(const Lists& lists) {
+        return blockIdx.x / ceil_div(lists.num_m_blocks, lists.block_tiles) / lists.heads;
+    }
+
+    __device__ void load(int first) {
+        const int key = first + static_cast<int>(threadIdx.x) * kKeys;
+        if (aligned_ && key + kKeys <= keys_) {
+            static_assert(kKeys == 4);
+            const int4 starts = __ldg(reinterpret_cast<const int4*>(start_ + key));
+            const int4 ends = __ldg(reinterpret_cast<const int4*>(end_ + key));
+            starts_[0] = starts.x, starts_[1] = starts.y, starts_[2] = starts.z, starts_[3] = starts.w;
+            ends_[0] = ends.x, ends_[1] = ends.y, ends_[2] = ends.z, ends_[3] = ends.w;
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            if (key + i >= keys_) break;
+            starts_[i] = start_[(key + i) * p_.intervals.col_stride];
+            ends_[i] = end_[(key + i) * p_.intervals.col_stride];
+        }
+    }
+
+    // Whether any of the block's rows sees the key; rows.begin comes to heed causality.
+    __device__ bool is_seen(int key, RowRange& rows) const {
+        rows.begin = max(rows.begin, p_.is_causal ? max(key - sequence_.keys + sequence_.rows, 0) : 0);
+        return rows.begin <= last_row_ && rows.end > first_row_ && !rows.empty();
+    }
+
+    // The tiles of a warp are kWarps apart.
+    template <typename Visit>
+    __device__ void for_each_tile(const Visit& visit) {
+#pragma unroll
+        for (int i = 0; i < kWarpTiles; ++i) {
+            const int tile = i * kWarps + warp_id();
+            if (tile < tiles_) visit(tile, lengths_[i]);
+        }
+    }
+
+    __device__ void write(const Gathered& gathered, int size) {
+        for_each_tile([&](int tile, int& length) {
+            const int first_row = tile * kTileRows;
+            const int last_row = min(first_row + kTileRows, last_row_ - first_row_ + 1) - 1;
+            if (last_row < first_row) return;  // beyond the sequence's rows
+            int32_t* keys = lists_.keys + (first_list_ + tile) * lists_.stride;
+#pragma unroll 4
+            for (int i = lane_id(); i - lane_id() < size; i += 32) {
+                const bool listed = i < size && gathered.begin[i] <= last_row && gathered.end[i] > first_row;
+                const uint32_t ballot = __ballot_sync(~0u, listed);
+                const int at = length + rank_in(ballot);
+                if (listed && at < lists_.stride) keys[at] = gathered.key[i];
+                length += __popc(ballot);
+            }
+        });
+    }
+
+    __device__ void finish() {
+        for_each_tile([&](int tile, int full_length) {
+            constexpr int kAlign = KeyListsView::kAlign;
+            const int64_t list = first_list_ + tile, begin = list * lists_.stride;
+            const int length = static_cast<int>(min(static_cast<int64_t>(full_length), lists_.stride));
+            const int end = ceil_div(length, kAlign) * kAlign;
+            for (int at = length + lane_id(); at < end; at += 32) lists_.keys[begin + at] = -1;
+            if (lane_id() == 0) lists_.begins[list] = begin, lists_.ends[list] = begin + end;
+        });
+    }
+
+    const AttentionParams& p_;
+    const Lists& lists_;
+    const Sequence sequence_;
+    int first_tile_, tiles_;
+    int64_t first_list_;
+    const int32_t* start_;
+    const int32_t* end_;
+    int first_row_, last_row_, keys_;
+    bool aligned_;
+    int starts_[kKeys], ends_[kKeys];  // of the keys to be looked at next
+    int lengths_[kWarpTiles] = {};     // of the lists of the warp's tiles, uncut
+};
+
+__global__ void __launch_bounds__(kThreads, 2) bounded_lists_kernel(const __grid_constant__ AttentionParams p,
+                                                                    const __grid_constant__ Lists lists) {
+    Block(p, lists).run();
+}
+
+}  // namespace
+}  // namespace cuda
+
+BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_per_row) {
+    using namespace cuda;
+    constexpr int64_t kAlign = KeyListsView::kAlign, kRows = KeyListsView::kRows;
+    BoundedListsPlan plan;
+    plan.heads = params.intervals.heads;
+    plan.batches = params.cu_seqlens_q != nullptr ? params.batch : params.intervals.batches;
+    plan.num_m_blocks = ceil_div(params.seqlen_q, kRows);
+    const int64_t more_rows = std::max<int64_t>(std::min(params.seqlen_q, kRows) - 1, 0);
+    plan.stride = ceil_div(std::min(keys_per_row + more_rows, params.seqlen_k), kAlign) * kAlign;
+    plan.capacity = plan.lists() * plan.stride;
+    // As many tiles together as leave most multiprocessors two blocks: each block reads all intervals.
+    const int64_t blocks = plan.lists() == 0 ? 0 : current_device().num_sms * 3 / 2;
+    plan.block_tiles = kMaxTiles;
+    while (plan.block_tiles > 1 &&
+           plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.block_tiles) < blocks)
+        plan.block_tiles /= 2;
+    return plan;
+}
+
+void bounded_lists_cuda(const AttentionParams& params, const BoundedListsPlan& plan, int32_t* keys, int64_t* begins,
+                        int64_t* ends, cudaStream_t stream) {
+    using namespace cuda;
+    if (plan.lists() == 0) return;
+    const Lists lists{static_cast<int>(plan.heads), static_cast<int>(plan.num_m_blocks), plan.block_tiles, plan.stride,
+                      keys, begins, ends};
+    const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.block_tiles);
+    bounded_lists_kernel<<<grid_of(blocks), kThreads, 0, stream>>>(params, lists);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace flash_dmattn

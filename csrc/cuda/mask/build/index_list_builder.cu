@@ -1,0 +1,214 @@
+// A block makes one list: it marks the keys that are named in a bit vector in shared memory, which puts them in order and
+// counts each once, and writes them down. Where not every row of the list sees all of them it goes over the indices once
+// more, and sets the bits of each row at the place that its key was given. Of very many keys it does so for one window of
+// them after the other.
+#include "index_list_builder.h"
+
+#include "cuda/common/check.h"
+#include "cuda/common/device.h"
+#include "cuda/mask/intervals.cuh"
+#include "cuda/mask/key_list.cuh"
+
+namespace flash_dmattn {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kWords = 4096;          // of the bit vector
+constexpr int kWindow = kWords * 32;  // keys at a time
+constexpr int kAtOnce = 8;            // indices of a thread that are on their way together
+
+struct Lists {
+    int heads, num_m_blocks, group_tiles, groups, group_rows;
+    int64_t stride;
+    int32_t* keys;    // [units, stride]
+    int64_t* begins;  // [lists]
+    int64_t* ends;    // [lists]
+    uint32_t* rows;   // [units, stride, KeyList::kWords], or null
+};
+
+struct SharedMemory {
+    uint32_t named[kWords];  // bit j % 32 of word j / 32: key j of the window is listed
+    int before[kWords];      // how many of the words before are
+    int sums[kWarps];
+};
+
+class Block {
+public:
+    __device__ Block(const IndexListsParams& p, const Lists& lists, SharedMemory& smem)
+        : p_(p), lists_(lists), smem_(smem), sequence_(p, blockIdx.x / lists.groups / lists.heads) {
+        const int head = blockIdx.x / lists.groups % lists.heads;
+        first_row_ = static_cast<int>(blockIdx.x % lists.groups) * lists.group_rows;
+        end_row_ = min(first_row_ + lists.group_rows, sequence_.rows);
+        const IndexView& view = p.indices;
+        first_tile_ = first_row_ / tile_rows();
+        const int tiles = end_row_ > first_row_ ? (end_row_ - 1) / tile_rows() - first_tile_ + 1 : 0;
+        total_ = static_cast<unsigned>(tiles) * static_cast<unsigned>(view.count);
+        indices_ = view.data + (view.batches > 1 ? sequence_.batch * view.batch_stride : 0) +
+                   shared_head(head, p.heads, view.heads) * view.head_stride +
+                   ((view.packed ? sequence_.first_row : 0) + first_tile_) * view.row_stride;
+        if (p.intervals.start != nullptr) {
+            const int64_t offset = interval_offset(p.intervals, sequence_, head, p.heads);
+            start_ = p.intervals.start + offset;
+            end_ = p.intervals.end + offset;
+        }
+    }
+
+    __device__ void run() {
+        const int64_t begin = blockIdx.x * lists_.stride;
+        const int end_key = total_ > 0 ? sequence_.keys_of(end_row_ - 1, p_.is_causal) : 0;
+        int size = 0;
+        for (int first_key = 0; first_key < end_key; first_key += kWindow) {
+            const int keys = min(end_key - first_key, kWindow), words = ceil_div(keys, 32);
+            for (int word = threadIdx.x; word < words; word += kThreads) smem_.named[word] = 0;
+            __syncthreads();
+            for_each_index(first_key, keys, [&](int key, const RowRange&) {
+                atomicOr(&smem_.named[key / 32], 1u << key % 32);
+            });
+            __syncthreads();
+            const int listed = count_before(words);
+            write_keys(begin + size, first_key, words);
+            if (lists_.rows != nullptr) write_rows(begin + size, first_key, keys, listed);
+            size += listed;
+            __syncthreads();
+        }
+        finish(begin, size);
+    }
+
+private:
+    __device__ int tile_rows() const { return static_cast<int>(p_.indices.tile_rows); }
+
+    // Calls visit(key, rows) for every index that names one of the window's keys, counted from its first, and rows that
+    // see it, counted from the group's first.
+    template <typename Visit>
+    __device__ __forceinline__ void for_each_index(int first_key, int keys, const Visit& visit) const {
+        const unsigned count = static_cast<unsigned>(p_.indices.count);
+        for (unsigned first = threadIdx.x; first < total_; first += kThreads * kAtOnce) {
+            int index[kAtOnce], tile[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const unsigned at = first + i * kThreads;
+                index[i] = -1;
+                if (at >= total_) continue;
+                tile[i] = static_cast<int>(at / count);
+                index[i] = indices_[tile[i] * p_.indices.row_stride + (at - tile[i] * count) * p_.indices.col_stride];
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (index[i] < 0 || !is_key(index[i] - first_key, keys)) continue;
+                const RowRange rows = rows_that_see(index[i], first_tile_ + tile[i]);
+                if (!rows.empty()) visit(index[i] - first_key, rows);
+            }
+        }
+    }
+
+    // Of the rows of the group that share a row of indices.
+    __device__ RowRange rows_that_see(int key, int tile) const {
+        const int64_t tile_begin = static_cast<int64_t>(tile) * tile_rows();
+        RowRange rows{max(static_cast<int>(tile_begin), first_row_),
+                      static_cast<int>(min(tile_begin + tile_rows(), static_cast<int64_t>(end_row_)))};
+        if (p_.is_causal) rows.begin = max(rows.begin, sequence_.causal_begin(key));
+        if (start_ != nullptr) {
+            rows.begin = max(rows.begin, start_[key * p_.intervals.col_stride]);
+            rows.end = min(rows.end, end_[key * p_.intervals.col_stride]);
+        }
+        return {rows.begin - first_row_, rows.end - first_row_};
+    }
+
+    // Fills `before`, and gives how many keys there are. A thread has some words that follow each other.
+    __device__ int count_before(int words) {
+        const int each = ceil_div(words, kThreads);
+        const int first = min(static_cast<int>(threadIdx.x) * each, words), end = min(first + each, words);
+        int own = 0;
+        for (int word = first; word < end; ++word) own += __popc(smem_.named[word]);
+        int upto = own;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(~0u, upto, step);
+            if (lane_id() >= step) upto += other;
+        }
+        if (lane_id() == 31) smem_.sums[warp_id()] = upto;
+        __syncthreads();
+        const int of_warp = lane_id() < kWarps ? smem_.sums[lane_id()] : 0;
+        int before = upto - own + __reduce_add_sync(~0u, lane_id() < warp_id() ? of_warp : 0);
+        for (int word = first; word < end; ++word) {
+            smem_.before[word] = before;
+            before += __popc(smem_.named[word]);
+        }
+        __syncthreads();
+        return __reduce_add_sync(~0u, of_warp);
+    }
+
+    __device__ void write_keys(int64_t begin, int first_key, int words) const {
+        for (int word = threadIdx.x; word < words; word += kThreads) {
+            int64_t at = begin + smem_.before[word];
+            for (uint32_t bits = smem_.named[word]; bits != 0; bits &= bits - 1)
+                lists_.keys[at++] = first_key + word * 32 + __ffs(bits) - 1;
+        }
+    }
+
+    __device__ void write_rows(int64_t begin, int first_key, int keys, int listed) const {
+        uint4* to = reinterpret_cast<uint4*>(lists_.rows) + begin;
+        for (int i = threadIdx.x; i < listed; i += kThreads) to[i] = uint4{};
+        __syncthreads();
+        for_each_index(first_key, keys, [&](int key, const RowRange& rows) {
+            const uint32_t named_before = smem_.named[key / 32] & bits_below(key % 32, 0);
+            uint32_t* words = reinterpret_cast<uint32_t*>(to + smem_.before[key / 32] + __popc(named_before));
+            for (int word = rows.begin / 32; word <= (rows.end - 1) / 32; ++word)
+                atomicOr(words + word, bits_below(rows.end, word) & ~bits_below(rows.begin, word));
+        });
+    }
+
+    __device__ void finish(int64_t begin, int size) const {
+        constexpr int kAlign = KeyListsView::kAlign;
+        const int end = ceil_div(size, kAlign) * kAlign;
+        const int pad = size + static_cast<int>(threadIdx.x);
+        if (pad < end) {
+            lists_.keys[begin + pad] = -1;
+            if (lists_.rows != nullptr) reinterpret_cast<uint4*>(lists_.rows)[begin + pad] = uint4{};
+        }
+        const int group = blockIdx.x % lists_.groups;
+        const int64_t above = static_cast<int64_t>(blockIdx.x / lists_.groups) * lists_.num_m_blocks;
+        const int first_tile = group * lists_.group_tiles;
+        const int end_tile = min(first_tile + lists_.group_tiles, lists_.num_m_blocks);
+        for (int tile = first_tile + threadIdx.x; tile < end_tile; tile += kThreads) {
+            lists_.begins[above + tile] = begin;
+            lists_.ends[above + tile] = begin + end;
+        }
+    }
+
+    const IndexListsParams& p_;
+    const Lists& lists_;
+    SharedMemory& smem_;
+    const Sequence sequence_;
+    int first_row_, end_row_;  // of the group
+    int first_tile_;           // of rows of indices that the group lies across
+    unsigned total_;           // how many indices they hold
+    const int32_t* indices_;
+    const int32_t* start_ = nullptr;  // of the sequence's keys, or null
+    const int32_t* end_ = nullptr;
+};
+
+__global__ void __launch_bounds__(kThreads, 2) index_lists_kernel(const __grid_constant__ IndexListsParams p,
+                                                                  const __grid_constant__ Lists lists) {
+    __shared__ SharedMemory smem;
+    Block(p, lists, smem).run();
+}
+
+}  // namespace
+}  // namespace cuda
+
+void index_lists_cuda(const IndexListsParams& params, const IndexListsPlan& plan, int32_t* keys, int64_t* begins,
+                      int64_t* ends, uint32_t* rows, cudaStream_t stream) {
+    using namespace cuda;
+    if (plan.units() == 0) return;
+    const auto to_int = [](int64_t size) { return static_cast<int>(size); };
+    const Lists lists{to_int(plan.heads),  to_int(plan.num_m_blocks),    to_int(plan.group_tiles), to_int(plan.groups),
+                      to_int(plan.group_rows()), plan.stride,         keys,                     begins,
+                      ends,                rows};
+    index_lists_kernel<<<grid_of(plan.units()), kThreads, 0, stream>>>(params, lists);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,438 @@
+// Key lists are put together of chunks of keys: each chunk counts the keys that every row tile lists, the counts of the
+// chunks before are summed up, and from there on each chunk writes its keys, in order.
+#include "list_builder.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "cuda/api.h"
+#include "cuda/mask/bits.cuh"
+#include "cuda/common/check.h"
+#include "cuda/mask/intervals.cuh"
+
+namespace flash_dmattn {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTileRows = KeyListsView::kRows;
+constexpr int kRowWords = kTileRows / 32;
+
+// The lists as kernels see them.
+struct Lists {
+    int batches, heads, num_m_blocks, chunks, chunk_keys;
+    int32_t* counts;  // [batches, heads, chunks, num_m_blocks]; once scanned, of the chunks before
+    unsigned long long* walked;  // keys in tiles that are not empty, of all lists; null where nobody asks
+    const int64_t* begins;  // [lists]
+    int64_t capacity;
+    int32_t* keys;
+    uint4* rows;
+};
+
+// One chunk of the list of one row tile.
+struct ListChunk {
+    int batch, head, m_block, chunk;
+
+    __device__ bool exists(const Lists& lists) const { return m_block < lists.num_m_blocks; }
+    __device__ int64_t list(const Lists& lists) const {
+        return (static_cast<int64_t>(batch) * lists.heads + head) * lists.num_m_blocks + m_block;
+    }
+    __device__ int32_t& count(const Lists& lists) const {
+        const int64_t above = (static_cast<int64_t>(batch) * lists.heads + head) * lists.chunks + chunk;
+        return lists.counts[above * lists.num_m_blocks + m_block];
+    }
+    // Number `index` where row tiles are dealt out `tiles_at_once`; neighbours differ in their chunk.
+    __device__ ListChunk(const Lists& lists, int64_t index, int tiles_at_once) {
+        const int steps = ceil_div(lists.num_m_blocks, tiles_at_once);
+        chunk = static_cast<int>(index % lists.chunks);
+        m_block = static_cast<int>(index / lists.chunks % steps) * tiles_at_once;
+        const int64_t above = index / lists.chunks / steps;
+        head = static_cast<int>(above % lists.heads);
+        batch = static_cast<int>(above / lists.heads);
+    }
+};
+
+// Where a chunk writes its keys.
+class ListWriter {
+public:
+    __device__ ListWriter(const Lists& lists, const ListChunk& chunk)
+        : lists_(lists), at_(chunk.exists(lists) ? lists.begins[chunk.list(lists)] + chunk.count(lists) : 0) {}
+
+    __device__ __forceinline__ void append(int key) { put(at_++, key); }
+    __device__ __forceinline__ void put(int64_t at, int key) const {
+        if (at < lists_.capacity) lists_.keys[at] = key;
+    }
+    __device__ __forceinline__ void put(int64_t at, int key, uint4 rows) const {
+        put(at, key);
+        if (at < lists_.capacity) lists_.rows[at] = rows;
+    }
+    // A warp writes the keys of the lanes where `listed`.
+    template <typename... Rows>
+    __device__ __forceinline__ void append_of_warp(bool listed, int key, Rows... rows) {
+        const uint32_t ballot = __ballot_sync(~0u, listed);
+        if (listed) put(at_ + rank_in(ballot), key, rows...);
+        at_ += __popc(ballot);
+    }
+    __device__ int padding() const {
+        constexpr int kAlign = KeyListsView::kAlign;
+        return static_cast<int>((kAlign - at_ % kAlign) % kAlign);
+    }
+    // The same for all lanes of a warp.
+    template <typename... Rows>
+    __device__ void pad_by_warp(Rows... zeros) {
+        for (int i = lane_id(), end = padding(); i < end; i += 32) put(at_ + i, -1, zeros...);
+    }
+
+private:
+    const Lists& lists_;
+    int64_t at_;
+};
+
+// Calls visit(key) for the keys of a chunk that this thread's row tile lists, by its mask of intervals, in order. All
+// threads of a block call it together; their row tiles are neighbours.
+template <typename Visit>
+__device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, const Lists& lists,
+                                                    const ListChunk& chunk, const Visit& visit) {
+    struct alignas(16) GatheredKey {
+        int key, first_tile, last_tile;
+    };
+    __shared__ GatheredKey listed[kThreads];  // those of the last kThreads keys that any of the block's tiles lists
+    __shared__ int counts[kWarps];
+
+    const Sequence s(p, chunk.batch);
+    const int first_tile = chunk.m_block - static_cast<int>(threadIdx.x), last_tile = first_tile + kThreads - 1;
+    const int64_t offset = interval_offset(p.intervals, s, chunk.head, p.intervals.heads);
+    const int end = min((chunk.chunk + 1) * lists.chunk_keys, s.keys);
+    for (int first_key = chunk.chunk * lists.chunk_keys; first_key < end; first_key += kThreads) {
+        const int key = first_key + threadIdx.x;
+        RowRange rows{0, 0};
+        if (key < end) rows = rows_of_key(p, s, offset, key);
+        const GatheredKey own{key, rows.begin / kTileRows, (rows.end - 1) / kTileRows};
+        const bool is_listed = !rows.empty() && own.first_tile <= last_tile && own.last_tile >= first_tile;
+        const uint32_t ballot = __ballot_sync(~0u, is_listed);
+        if (lane_id() == 0) counts[warp_id()] = __popc(ballot);
+        __syncthreads();
+        int before = 0, total = 0;
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) {
+            if (warp == warp_id()) before = total;
+            total += counts[warp];
+        }
+        if (is_listed) listed[before + rank_in(ballot)] = own;
+        __syncthreads();
+#pragma unroll 4
+        for (int i = 0; i < total; ++i) {
+            const GatheredKey candidate = listed[i];
+            if (candidate.first_tile <= chunk.m_block && chunk.m_block <= candidate.last_tile) visit(candidate.key);
+        }
+    }
+}
+
+// The chunk of this thread's row tile; a block has kThreads row tiles.
+__device__ ListChunk chunk_of_thread(const Lists& lists) {
+    ListChunk chunk(lists, blockIdx.x, kThreads);
+    chunk.m_block += threadIdx.x;
+    return chunk;
+}
+
+__global__ void __launch_bounds__(kThreads) count_intervals_kernel(const __grid_constant__ AttentionParams p,
+                                                                   const __grid_constant__ Lists lists) {
+    const ListChunk chunk = chunk_of_thread(lists);
+    int count = 0;
+    for_each_listed_key(p, lists, chunk, [&](int) { ++count; });
+    if (chunk.exists(lists)) chunk.count(lists) = count;
+}
+
+__global__ void __launch_bounds__(kThreads) fill_intervals_kernel(const __grid_constant__ AttentionParams p,
+                                                                  const __grid_constant__ Lists lists) {
+    const ListChunk chunk = chunk_of_thread(lists);
+    ListWriter list(lists, chunk);
+    // A tile that does not exist begins beyond the sequence's rows, where no interval reaches.
+    for_each_listed_key(p, lists, chunk, [&](int key) { list.append(key); });
+    if (chunk.exists(lists) && chunk.chunk == lists.chunks - 1)
+        for (int i = list.padding(); i > 0; --i) list.append(-1);
+}
+
+// Counts of a bool mask's columns: the union of those of the tile's rows.
+__global__ void __launch_bounds__(kThreads) count_columns_kernel(const __grid_constant__ AttentionParams p,
+                                                                 const __grid_constant__ Lists lists) {
+    constexpr int kTile = PackedMask::kTile, kDown = kTileRows / kTile;
+    const PackedMask& mask = p.packed_mask;
+    const ListChunk chunk = chunk_of_thread(lists);
+    unsigned walked = 0;
+    if (chunk.exists(lists)) {
+        const Sequence s(p, chunk.batch);
+        const bool row_broadcast = mask.tiles_row_stride == 0;
+        const int first = row_broadcast ? 0 : chunk.m_block * kDown;
+        const int end = row_broadcast ? 1 : min(first + kDown, ceil_div(s.rows, kTile));
+        const int64_t offset = chunk.batch * mask.tiles_batch_stride + chunk.head * mask.tiles_head_stride;
+        const int first_key = chunk.chunk * lists.chunk_keys, end_key = min(first_key + lists.chunk_keys, s.keys);
+        int count = 0;
+        for (int n_block = first_key / kTile; n_block < ceil_div(end_key, kTile); ++n_block) {
+            uint64_t columns = 0;
+            for (int row = first; row < end; ++row)
+                columns |= mask.columns[offset + row * mask.tiles_row_stride + n_block];
+            count += __popcll(columns);
+            walked += columns != 0 ? kTile : 0;
+        }
+        chunk.count(lists) = count;
+    }
+    if (lists.walked == nullptr) return;
+    walked = __reduce_add_sync(~0u, walked);
+    if (lane_id() == 0 && walked > 0) atomicAdd(lists.walked, walked);
+}
+
+// 128 keys of a row, 0 from `end` on.
+__device__ __forceinline__ uint4 load_bits(const uint32_t* row, int first_key, int end) {
+    const uint4 words = *reinterpret_cast<const uint4*>(row + first_key / 32);
+    const int limit = end - first_key;
+    return {words.x & bits_below(limit, 0), words.y & bits_below(limit, 1), words.z & bits_below(limit, 2),
+            words.w & bits_below(limit, 3)};
+}
+
+// One warp writes one chunk of a bool mask's list, 128 keys by 128 rows at a time.
+template <bool kRowsAlike>
+__global__ void __launch_bounds__(kThreads) fill_bits_kernel(const __grid_constant__ AttentionParams p,
+                                                             const __grid_constant__ Lists lists) {
+    constexpr int kKeysAtOnce = 128;
+    if (lists.begins[0] < 0) return;  // none are made
+    const PackedMask& mask = p.packed_mask;
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id();
+    const ListChunk chunk(lists, index, 1);
+    if (chunk.batch >= lists.batches) return;
+    const Sequence s(p, chunk.batch);
+    ListWriter list(lists, chunk);
+    const uint32_t* bits = mask.bits + chunk.batch * mask.bits_batch_stride + chunk.head * mask.bits_head_stride;
+    const int first_row = chunk.m_block * kTileRows, last_row = min(first_row + kTileRows, s.rows) - 1;
+    int end = min((chunk.chunk + 1) * lists.chunk_keys, s.keys);
+    if (!kRowsAlike) end = last_row < first_row ? 0 : min(end, s.keys_of(last_row, p.is_causal));
+    for (int first_key = chunk.chunk * lists.chunk_keys; first_key < end; first_key += kKeysAtOnce) {
+        if constexpr (kRowsAlike) {
+            const uint4 words = load_bits(bits, first_key, end);
+            const auto append = [&](uint32_t word, int i) {
+                list.append_of_warp(word >> lane_id() & 1, first_key + i * 32 + lane_id());
+            };
+            append(words.x, 0), append(words.y, 1), append(words.z, 2), append(words.w, 3);
+        } else {
+            uint32_t seen_by[kKeysAtOnce / 32][kRowWords];  // of the lane's keys, all rows
+#pragma unroll
+            for (int w = 0; w < kRowWords; ++w) {
+                const int row = first_row + w * 32 + lane_id();
+                uint4 words{};
+                if (row <= last_row) {
+                    const uint32_t* from = bits + (s.first_row + row) * mask.bits_row_stride;
+                    words = load_bits(from, first_key, s.keys_of(row, p.is_causal));
+                }
+                uint32_t of_keys[4] = {words.x, words.y, words.z, words.w};
+                transpose_bits(of_keys);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) seen_by[i][w] = of_keys[i];
+            }
+#pragma unroll
+            for (int i = 0; i < kKeysAtOnce / 32; ++i) {
+                const uint4 rows{seen_by[i][0], seen_by[i][1], seen_by[i][2], seen_by[i][3]};
+                list.append_of_warp(rows.x | rows.y | rows.z | rows.w, first_key + i * 32 + lane_id(), rows);
+            }
+        }
+    }
+    if (chunk.chunk != lists.chunks - 1) return;
+    if constexpr (kRowsAlike) {
+        list.pad_by_warp();
+    } else {
+        list.pad_by_warp(uint4{});
+    }
+}
+
+// Counts to their sums over the chunks before, and lengths. A block has 32 neighbouring lists, one a lane, and each of
+// its warps a part of the chunks.
+__global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_constant__ Lists lists, int64_t* lengths) {
+    __shared__ int sums[kWarps][32];
+    const int steps = ceil_div(lists.num_m_blocks, 32);
+    const int m_block = static_cast<int>(blockIdx.x % steps) * 32 + lane_id();
+    const int64_t above = blockIdx.x / steps;
+    const int begin = static_cast<int>(static_cast<int64_t>(lists.chunks) * warp_id() / kWarps);
+    const int end = static_cast<int>(static_cast<int64_t>(lists.chunks) * (warp_id() + 1) / kWarps);
+    const bool has_list = m_block < lists.num_m_blocks;
+    int32_t* counts = lists.counts + above * lists.chunks * lists.num_m_blocks + m_block;
+    int sum = 0;
+    if (has_list) {
+#pragma unroll 8
+        for (int chunk = begin; chunk < end; ++chunk) sum += counts[static_cast<int64_t>(chunk) * lists.num_m_blocks];
+    }
+    sums[warp_id()][lane_id()] = sum;
+    __syncthreads();
+    if (!has_list) return;
+    int before = 0, total = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+        if (warp == warp_id()) before = total;
+        total += sums[warp][lane_id()];
+    }
+#pragma unroll 8
+    for (int chunk = begin; chunk < end; ++chunk) {
+        int32_t& count = counts[static_cast<int64_t>(chunk) * lists.num_m_blocks];
+        const int own = count;
+        count = before;
+        before += own;
+    }
+    constexpr int64_t kAlign = KeyListsView::kAlign;
+    if (warp_id() == 0) lengths[above * lists.num_m_blocks + m_block] = ceil_div<int64_t>(total, kAlign) * kAlign;
+}
+
+// Lengths, which stand where the ends will, to places. One block.
+constexpr int kPlaceThreads = 1024;
+// walked: the keys in tiles that are not empty, where lists are made only if they hold at most `percent` of them; else null.
+__global__ void __launch_bounds__(kPlaceThreads) place_lists_kernel(int64_t lists, int64_t* begins, int64_t* ends,
+                                                                    int64_t capacity, int64_t* total,
+                                                                    const unsigned long long* walked, int64_t percent) {
+    constexpr int kLists = 4;  // of a thread at a time
+    __shared__ int64_t sums[2][kPlaceThreads / 32];
+    const int64_t limit = capacity / KeyListsView::kAlign * KeyListsView::kAlign;
+    int64_t before = 0;
+    int buffer = 0;
+    for (int64_t first = 0; first < lists; first += kPlaceThreads * kLists, buffer ^= 1) {
+        const int64_t list = first + threadIdx.x * kLists;
+        int64_t length[kLists], own = 0;
+#pragma unroll
+        for (int i = 0; i < kLists; ++i) {
+            length[i] = list + i < lists ? ends[list + i] : 0;
+            own += length[i];
+        }
+        const auto sum_upto = [](int64_t x) {
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int64_t other = __shfl_up_sync(~0u, x, step);
+                if (lane_id() >= step) x += other;
+            }
+            return x;
+        };
+        const int64_t upto = sum_upto(own);
+        if (lane_id() == 31) sums[buffer][warp_id()] = upto;
+        __syncthreads();
+        const int64_t of_warp = sums[buffer][lane_id()], warps_upto = sum_upto(of_warp);
+        int64_t at = before + __shfl_sync(~0u, warps_upto - of_warp, warp_id()) + upto - own;
+        before += __shfl_sync(~0u, warps_upto, 31);
+#pragma unroll
+        for (int i = 0; i < kLists; ++i, at += length[i - 1]) {
+            if (list + i >= lists) break;
+            begins[list + i] = min(at, limit);
+            ends[list + i] = min(at + length[i], limit);
+        }
+    }
+    if (threadIdx.x == 0 && total != nullptr) *total = before;
+    if (walked == nullptr || (before <= limit && before <= static_cast<int64_t>(*walked) * percent / 100)) return;
+    __syncthreads();
+    for (int64_t list = threadIdx.x; list < lists; list += kPlaceThreads) begins[list] = ends[list] = -1;
+}
+
+// The parts of the scratch memory, each a multiple of 16 bytes.
+struct Scratch {
+    int64_t walked, counts, bytes;
+    explicit Scratch(const KeyListsPlan& plan) {
+        bytes = 0;
+        const auto take = [&](int64_t size) {
+            const int64_t at = bytes;
+            bytes += ceil_div<int64_t>(size, 16) * 16;
+            return at;
+        };
+        walked = take(sizeof(unsigned long long));
+        counts = take(plan.lists() * plan.chunks * sizeof(int32_t));
+    }
+};
+
+Lists lists_of(const KeyListsPlan& plan, const void* scratch) {
+    Lists lists{};
+    lists.batches = static_cast<int>(plan.batches);
+    lists.heads = static_cast<int>(plan.heads);
+    lists.num_m_blocks = static_cast<int>(plan.num_m_blocks);
+    lists.chunks = static_cast<int>(plan.chunks);
+    lists.chunk_keys = static_cast<int>(plan.chunk_keys);
+    lists.counts = reinterpret_cast<int32_t*>(static_cast<char*>(const_cast<void*>(scratch)) + Scratch(plan).counts);
+    return lists;
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream, const Arguments&... arguments) {
+    kernel<<<grid_of(blocks), kThreads, 0, stream>>>(arguments...);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+// Blocks where a thread has one chunk of one list.
+int64_t blocks_of_threads(const KeyListsPlan& plan) {
+    return plan.batches * plan.heads * plan.chunks * ceil_div<int64_t>(plan.num_m_blocks, kThreads);
+}
+
+}  // namespace
+}  // namespace cuda
+
+KeyListsPlan plan_key_lists(const AttentionParams& params) {
+    using namespace cuda;
+    KeyListsPlan plan;
+    const bool varlen = params.cu_seqlens_q != nullptr;
+    const bool is_bool = params.mask.present();  // a mask without elements has no lists to make
+    plan.heads = is_bool ? params.mask.heads : params.intervals.heads;
+    plan.batches = varlen ? params.batch : is_bool ? params.mask.batches : params.intervals.batches;
+    plan.row_broadcast = is_bool && params.mask.per_key;
+    plan.has_rows = is_bool && !plan.row_broadcast;
+    plan.num_m_blocks = plan.row_broadcast ? 1 : ceil_div(params.seqlen_q, KeyListsView::kRows);
+    // Small chunks spread the work; their counts must not take much memory.
+    constexpr int64_t kMaxCounts = 8 << 20;
+    const auto chunks = [&] { return std::max<int64_t>(ceil_div(params.seqlen_k, plan.chunk_keys), 1); };
+    for (plan.chunk_keys = kThreads; chunks() > 1 && plan.lists() * chunks() > kMaxCounts;) plan.chunk_keys *= 2;
+    plan.chunks = chunks();
+    plan.scratch_bytes = Scratch(plan).bytes;
+    return plan;
+}
+
+int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& plan) {
+    using cuda::ceil_div;
+    const int64_t rows = params.seqlen_q, keys = params.seqlen_k, seeing = std::min(rows, keys);  // rows that see a key
+    const int64_t pairs = params.is_causal ? seeing * keys - seeing * (seeing - 1) / 2 : rows * keys;
+    constexpr int64_t kAlign = KeyListsView::kAlign;
+    const int64_t walked = pairs / KeyListsView::kRows + keys;  // or a few more: the last tile of rows counts whole
+    const int64_t of_head = ceil_div(walked / 2, kAlign) + plan.num_m_blocks;  // with padding
+    return plan.batches * plan.heads * of_head * kAlign;
+}
+
+void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
+                          void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
+                          cudaStream_t stream) {
+    using namespace cuda;
+    if (plan.lists() == 0) {
+        if (total != nullptr) FLASH_CUDA_CHECK(cudaMemsetAsync(total, 0, sizeof(int64_t), stream));
+        return;
+    }
+    Lists lists = lists_of(plan, scratch);
+    if (percent) {
+        lists.walked = reinterpret_cast<unsigned long long*>(static_cast<char*>(scratch) + Scratch(plan).walked);
+        FLASH_CUDA_CHECK(cudaMemsetAsync(lists.walked, 0, sizeof(*lists.walked), stream));
+    }
+    const auto count = params.packed_mask.present() ? count_columns_kernel : count_intervals_kernel;
+    launch(count, blocks_of_threads(plan), stream, params, lists);
+    const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, 32);
+    launch(scan_counts_kernel, blocks, stream, lists, ends);
+    place_lists_kernel<<<1, kPlaceThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total, lists.walked,
+                                                          percent.value_or(0));
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
+                         const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream) {
+    using namespace cuda;
+    if (plan.lists() == 0) return;
+    Lists lists = lists_of(plan, scratch);
+    lists.begins = begins;
+    lists.capacity = capacity;
+    lists.keys = keys;
+    lists.rows = reinterpret_cast<uint4*>(rows);
+    if (!params.packed_mask.present()) {
+        launch(fill_intervals_kernel, blocks_of_threads(plan), stream, params, lists);
+        return;
+    }
+    const auto kernel = plan.row_broadcast ? fill_bits_kernel<true> : fill_bits_kernel<false>;
+    const int64_t blocks = ceil_div<int64_t>(plan.lists() * plan.chunks, kWarps);
+    launch(kernel, blocks, stream, params, lists);
+}
+
+}  // namespace flash_dmattn

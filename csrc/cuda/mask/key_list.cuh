@@ -1,0 +1,121 @@
+// Key lists, and which rows see a listed key.
+#pragma once
+
+#include "bits.cuh"
+#include "intervals.cuh"
+
+namespace flash_dmattn::cuda {
+
+// Whether an entry of a list is one of a sequence's `keys` keys. Padding is none, nor what lists that were made for other
+// sequences name beyond this one.
+__device__ __forceinline__ bool is_key(int entry, int keys) {
+    return static_cast<unsigned>(entry) < static_cast<unsigned>(keys);
+}
+
+// The rows that see a key: [begin, end), and of them only those whose bit is set, where there are bits.
+struct SeeingRows {
+    int begin;
+    int end;  // at most that of the list's tile
+    bool has_bits;
+    int first_bit;  // the row of the first
+    uint4 bits;
+
+    // Bit i % 32 of word i / 32: whether row first + i sees the key; where there are bits, `first` is the first of the list's
+    // tile.
+    __device__ __forceinline__ void of_tile(int first, uint32_t (&words)[4]) const {
+        const uint32_t memory[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+            words[w] = bits_below(end - first, w) & ~bits_below(begin - first, w) & (has_bits ? memory[w] : ~0u);
+    }
+    // Bit i: whether row first + i sees the key; `first` is a row of the list's tile.
+    __device__ __forceinline__ uint32_t from(int first) const {
+        const uint32_t rows = bits_below(end - first, 0) & ~bits_below(begin - first, 0);
+        if (!has_bits) return rows;
+        const int at = first - first_bit, word = at / 32;
+        const uint32_t low = word == 0 ? bits.x : word == 1 ? bits.y : word == 2 ? bits.z : bits.w;
+        const uint32_t high = word == 0 ? bits.y : word == 1 ? bits.z : word == 2 ? bits.w : 0;
+        return rows & __funnelshift_r(low, high, at);
+    }
+};
+
+// The list of keys that a tile of query rows goes by.
+struct KeyList {
+    static constexpr int kWords = KeyListsView::kRows / 32;
+    static_assert(kWords == 4, "copied as 16 bytes");
+
+    const int32_t* keys;   // [size]: places in the sequence, -1 where there is none
+    int size;              // a multiple of KeyListsView::kAlign
+    int first_row, end_row;  // of the list's tile, which may reach beyond the sequence
+    const uint32_t* rows;  // of the list's keys, or null
+    const int32_t* start;  // of the sequence's keys, or null
+    const int32_t* end;
+    int64_t col_stride;
+
+    // Of query head `head` and row `row` of the sequence.
+    __device__ KeyList(const AttentionParams& p, const Sequence& s, int head, int row) {
+        const KeyListsView& lists = p.lists;
+        const int64_t tile = lists.num_m_blocks > 1 ? row / lists.tile_rows : 0;
+        const int64_t batch = shared_batch(lists, s);
+        const int64_t list = (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.num_m_blocks + tile;
+        // Whatever a caller's own lists say, nothing beyond their memory is read.
+        const int64_t first = min(max(lists.begins[list], int64_t{0}), lists.capacity);
+        constexpr int kAlign = KeyListsView::kAlign;
+        keys = lists.keys + first;
+        size = static_cast<int>(max(min(lists.ends[list], lists.capacity) - first, int64_t{0})) / kAlign * kAlign;
+        first_row = static_cast<int>(tile * lists.tile_rows);
+        end_row = lists.num_m_blocks > 1 ? first_row + static_cast<int>(lists.tile_rows) : s.rows;
+        start = end = nullptr;
+        rows = nullptr;
+        col_stride = p.intervals.col_stride;
+        if (p.intervals.start != nullptr) {
+            const int64_t offset = interval_offset(p.intervals, s, head, p.heads);
+            start = p.intervals.start + offset;
+            end = p.intervals.end + offset;
+        } else if (lists.rows != nullptr && !lists.row_broadcast) {
+            rows = lists.rows + first * kWords;
+        }
+    }
+
+    __device__ __forceinline__ int key(int at) const { return at < size ? keys[at] : -1; }
+    // What memory says of the rows that see keys[at], which is `key`: an interval, or bits. To be fetched early.
+    __device__ __forceinline__ uint4 fetch(int at, int key) const {
+        if (start != nullptr)
+            return {static_cast<uint32_t>(start[key * col_stride]), static_cast<uint32_t>(end[key * col_stride]), 0, 0};
+        if (rows != nullptr) return *reinterpret_cast<const uint4*>(rows + static_cast<int64_t>(at) * kWords);
+        return {};
+    }
+
+    // Starts to copy the same to shared memory: keys[at],
+    __device__ __forceinline__ void fetch_key(int& to, int at) const {
+        if (at < size) {
+            cp_async<4>(smem_address(&to), keys + at);
+        } else {
+            to = -1;
+        }
+    }
+
+    // and what memory says of the rows that see it.
+    __device__ __forceinline__ void fetch(uint4& to, int at, int key) const {
+        const uint32_t address = smem_address(&to);
+        if (start != nullptr) {
+            cp_async<4>(address, start + key * col_stride);
+            cp_async<4>(address + 4, end + key * col_stride);
+        } else if (rows != nullptr) {
+            cp_async<16>(address, rows + static_cast<int64_t>(at) * kWords);
+        }
+    }
+
+    // What was fetched, together with causality and length.
+    __device__ __forceinline__ SeeingRows seeing(const uint4& fetched, int key, const Sequence& s, bool is_causal) const {
+        SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, min(s.rows, end_row), rows != nullptr, first_row,
+                           fetched};
+        if (start != nullptr) {
+            seeing.begin = max(seeing.begin, static_cast<int>(fetched.x));
+            seeing.end = min(seeing.end, static_cast<int>(fetched.y));
+        }
+        return seeing;
+    }
+};
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,87 @@
+// Runs the backward's kernels of one dtype and head dimension, one after the other on a stream.
+#pragma once
+
+#include "cuda/common/check.h"
+#include "cuda/common/shared_memory.h"
+#include "plan.h"
+#include "convert.cuh"
+#include "cuda/sm80/dbias/kernel.cuh"
+#include "kernel.cuh"
+
+namespace flash_dmattn::cuda::sm80 {
+
+using BwdKernel = void (*)(BwdArgs);
+
+template <typename Traits>
+void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
+    if (blocks == 0) return;
+    allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
+    kernel<<<grid_of(blocks), Traits::kThreads, shared_bytes, stream>>>(p);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+// The same, the blocks of the batch elements that share a bias in a cluster.
+template <typename Traits>
+void launch_clusters(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
+    if (blocks == 0) return;
+    allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(p.dbias.batch_group_size), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid_of(blocks);
+    config.blockDim = Traits::kThreads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p));
+}
+
+template <typename Traits, bool kCausal>
+void sum_shared_dbias(const BwdArgs& p, cudaStream_t stream) {
+    const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys);
+    if (num_n_blocks == 0) return;
+    const int64_t runs = p.dbias_tiles / num_n_blocks * ceil_div<int64_t>(num_n_blocks, p.dbias_run);
+    launch<Traits>(bwd_dbias_kernel<Traits, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSharedStorage<Traits>), p, stream);
+    if (p.dbias_splits > 1) launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
+}
+
+template <typename Traits, bool kCausal, BiasKind kBias>
+void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
+    const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
+    const BwdKernel kernel = bwd_kernel<Traits, kBias, kCausal>;
+    // As much for every launch: what a kernel may have is kept by the device, for all threads of the process.
+    constexpr size_t kBytes = sizeof(BwdSharedStorage<Traits, kBias>) +
+                              (kBias == BiasKind::kDense && kCanClusterReduce<Traits> ? sizeof(DxExchangeSharedStorage<Traits>) : 0);
+    if (p.dense_dbias == DenseDbias::kClusterReduce) return launch_clusters<Traits>(kernel, blocks, kBytes, p, stream);
+    launch<Traits>(kernel, blocks, kBytes, p, stream);
+    if (p.dense_dbias == DenseDbias::kAtomic) launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
+    if (p.dense_dbias == DenseDbias::kRecompute)
+        sum_shared_dbias<BwdKernelTraits<Traits::kHeadDim, typename Traits::T, Traits::kIsSmall, BwdPass::kDbias>, kCausal>(p, stream);
+}
+
+template <typename Traits, bool kCausal>
+void run_bwd_tiles(const BwdArgs& p, cudaStream_t stream) {
+    switch (p.bias.kind) {
+        case BiasKind::kNone: run_bwd_main<Traits, kCausal, BiasKind::kNone>(p, stream); break;
+        case BiasKind::kKey: run_bwd_main<Traits, kCausal, BiasKind::kKey>(p, stream); break;
+        case BiasKind::kDense: run_bwd_main<Traits, kCausal, BiasKind::kDense>(p, stream); break;
+    }
+    const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
+    launch<Traits>(convert_dquery_kernel<Traits>, num_m_blocks * p.heads * p.batch, sizeof(typename Traits::RowsTile), p,
+                 stream);
+}
+
+template <typename Traits>
+void run_bwd_with(const BwdArgs& p, cudaStream_t stream) {
+    p.is_causal ? run_bwd_tiles<Traits, true>(p, stream) : run_bwd_tiles<Traits, false>(p, stream);
+}
+
+template <typename T, int kHeadDim>
+void run_bwd(const BwdArgs& p, const BwdPlan& plan, cudaStream_t stream) {
+    plan.small_tiles ? run_bwd_with<BwdKernelTraits<kHeadDim, T, true>>(p, stream)
+                     : run_bwd_with<BwdKernelTraits<kHeadDim, T, false>>(p, stream);
+}
+
+}  // namespace flash_dmattn::cuda::sm80

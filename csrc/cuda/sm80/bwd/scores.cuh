@@ -1,0 +1,211 @@
+// From Q, K, dO and V of one tile to P and dS: what the backward's kernels have in common.
+#pragma once
+
+#include "cuda/mask/intervals.cuh"
+#include "cuda/softmax/scores.cuh"
+#include "cuda/common/sequence.cuh"
+#include "cuda/mask/block_mask_iterator.cuh"
+#include "workspace.cuh"
+#include "kernel_traits.h"
+#include "cuda/sm80/warp_gemm.cuh"
+
+namespace flash_dmattn::cuda::sm80 {
+
+// The rows from `first_row` on to a tile, zeros where it is larger than `rows` x `cols`; cp.async, the caller commits. A
+// tile that is whole, as most are, costs little more than its cp.async instructions.
+template <typename Traits, int kThreads, typename T>
+__device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, int64_t row_stride, int first_row, int rows,
+                                                int cols) {
+    constexpr int kRowsAtOnce = kThreads / Traits::kSlabChunks;
+    static_assert(kRowsAtOnce % 8 == 0 && Traits::kRows % kRowsAtOnce == 0, "the swizzle repeats every eight rows");
+    const int first = threadIdx.x / Traits::kSlabChunks, chunk = threadIdx.x % Traits::kSlabChunks;
+    uint32_t to = tile + Traits::offset(first, chunk) * 2;
+    from += static_cast<uint32_t>(first_row + first) * row_stride + chunk * Traits::kChunk;
+    constexpr int kSlabBytes = Traits::kRows * Traits::kSlabCols * 2, kStepBytes = kRowsAtOnce * Traits::kSlabCols * 2;
+    if (rows >= Traits::kRows && cols >= Traits::kCols) {
+#pragma unroll
+        for (int step = 0; step < Traits::kRows / kRowsAtOnce; ++step, from += kRowsAtOnce * row_stride)
+#pragma unroll
+            for (int slab = 0; slab < Traits::kSlabs; ++slab)
+                cp_async_16(to + slab * kSlabBytes + step * kStepBytes, from + slab * Traits::kSlabCols);
+    } else {
+#pragma unroll 1
+        for (int row = first; row < Traits::kRows; row += kRowsAtOnce, from += kRowsAtOnce * row_stride, to += kStepBytes)
+#pragma unroll
+            for (int slab = 0; slab < Traits::kSlabs; ++slab) {
+                const int left = cols - chunk * Traits::kChunk - slab * Traits::kSlabCols;
+                const int bytes = row < rows ? min(max(left, 0), Traits::kChunk) * 2 : 0;
+                cp_async_16(to + slab * kSlabBytes, bytes > 0 ? from + slab * Traits::kSlabCols : nullptr, bytes);
+            }
+    }
+}
+
+// What a tile of query rows brings to shared memory; two of them take turns. kKeyBias: one number a key comes along.
+template <typename Traits, bool kKeyBias>
+struct RowStage {
+    typename Traits::RowsTile query;
+    typename Traits::RowsTile dout;
+    alignas(16) float lse[Traits::kRows];
+    alignas(16) float delta[Traits::kRows];
+    union {  // whichever form the mask has
+        alignas(16) uint32_t mask[Traits::kRows][Traits::kWords];
+        alignas(16) int2 intervals[Traits::kKeys];
+    };
+    alignas(16) float key_bias[kKeyBias ? Traits::kKeys : 4];  // times log2(e)
+};
+
+// Where the rows of one query head begin, of all that a tile of them brings along. It is found once a head and kept in
+// shared memory: found anew for every tile, it would cost as much as a tenth of the tile's work, and registers are short.
+template <typename T>
+struct HeadRows {
+    const T* query;
+    const T* dout;
+    const float* lse;
+    const float* delta;
+    union {  // whichever form the mask has
+        const uint32_t* mask;
+        int64_t intervals;  // an offset
+    };
+
+    HeadRows() = default;
+    __device__ HeadRows(const BwdArgs& p, const Sequence& s, int head)
+        : query(static_cast<const T*>(p.query.data) + query_offset(p.query, s, head)),
+          dout(static_cast<const T*>(p.dout.data) + query_offset(p.dout, s, head)),
+          lse(static_cast<const float*>(p.lse.data) + stat_offset(p.lse, s, head)),
+          delta(static_cast<const float*>(p.delta.data) + stat_offset(p.delta, s, head)),
+          mask(nullptr) {
+        if (p.packed_mask.bits != nullptr) {
+            mask = mask_words(p, s, head);
+        } else if (p.interval_summaries.tiles != nullptr) {
+            intervals = interval_offset(p.intervals, s, head, p.heads);
+        }
+    }
+};
+
+// The same of its dense bias.
+template <typename T>
+struct HeadBias {
+    const T* data;
+    bool aligned;  // whether 16 bytes can be read at once
+
+    HeadBias() = default;
+    __device__ HeadBias(const BwdArgs& p, const Sequence& s, int head)
+        : data(static_cast<const T*>(p.bias.data) + score_offset(p.bias, s, head, p.heads)),
+          aligned(p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {
+    }
+};
+
+// Loads of one tile of the rows and keys of a head, of which the rows from `first` on are `left`; cp.async, the caller
+// commits.
+template <typename Traits, bool kKeyBias>
+__device__ __forceinline__ void load_row_stage(const RowStage<Traits, kKeyBias>& stage, const SmemAddress& address_of,
+                                               const BwdArgs& p, const Sequence& s, const HeadRows<typename Traits::T>& head,
+                                               int first, int left, int n_block) {
+    const int head_dim = static_cast<int>(p.head_dim);
+    const auto load_rows = [&](const typename Traits::RowsTile& tile, const typename Traits::T* from, int64_t row_stride) {
+        copy_tile_async<typename Traits::RowsTile, Traits::kThreads>(address_of(tile), from, row_stride, first, left,
+                                                                 head_dim);
+    };
+    load_rows(stage.query, head.query, p.query.row_stride);
+    load_rows(stage.dout, head.dout, p.dout.row_stride);
+
+    if (p.interval_summaries.tiles != nullptr)
+        load_intervals<Traits::kKeys>(address_of(stage.intervals), p, s, head.intervals, n_block * Traits::kKeys);
+    const int row = threadIdx.x;
+    if (row >= Traits::kRows || row >= left) return;
+    cp_async<4>(address_of(stage.lse) + row * 4, head.lse + first + row);
+    cp_async<4>(address_of(stage.delta) + row * 4, head.delta + first + row);
+    if (p.packed_mask.bits != nullptr)
+        cp_async<Traits::kWords * 4>(
+            address_of(stage.mask) + row * Traits::kWords * 4,
+            head.mask + static_cast<uint32_t>(first + row) * p.packed_mask.bits_row_stride + n_block * Traits::kWords);
+}
+
+// A tile of a dense bias; pairs outside of the sequence become 0.
+template <typename Traits>
+__device__ __forceinline__ void load_bias(typename Traits::ScoresTile& tile, const SmemAddress& address_of,
+                                          const BwdArgs& p, const Sequence& s, const HeadBias<typename Traits::T>& head,
+                                          int m_block, int n_block) {
+    using T = typename Traits::T;
+    const int first_row = m_block * Traits::kRows, first_key = n_block * Traits::kKeys;
+    const int keys = s.keys - first_key;
+    if (head.aligned) {
+        copy_tile_async<typename Traits::ScoresTile, Traits::kThreads>(address_of(tile), head.data + first_key,
+                                                                  p.bias.row_stride, first_row, s.rows - first_row,
+                                                                  keys);
+        return;
+    }
+    const T* bias = head.data + first_row * p.bias.row_stride + first_key * p.bias.col_stride;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Traits::kRows * Traits::kKeys; i += Traits::kThreads) {
+        const int row = i / Traits::kKeys, key = i % Traits::kKeys;
+        const bool in_sequence = first_row + row < s.rows && key < keys;
+        tile.at(row, key) = in_sequence ? bias[row * p.bias.row_stride + key * p.bias.col_stride] : T(0.f);
+    }
+}
+
+// Whether a tile is whole and kTogether neighbouring pairs of a row are one access, as in most tiles they are.
+template <typename Traits, int kTogether = 2, typename T>
+__device__ __forceinline__ bool is_plain(const T* tile, const ScoreView& view, int rows, int keys) {
+    return rows >= Traits::kRows && keys >= Traits::kKeys && view.col_stride == 1 && view.row_stride % kTogether == 0 &&
+           reinterpret_cast<uintptr_t>(tile) % (kTogether * sizeof(T)) == 0;
+}
+
+// Key `key` of the tile's bias, times log2(e), -inf where it hides the key; 0 beyond the sequence.
+template <typename T>
+__device__ __forceinline__ float load_key_bias(const BwdArgs& p, const Sequence& s, int head, int key) {
+    if (key >= s.keys) return 0;
+    const char* bias = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
+    return key_bias_of<T>(p.bias, cuda::load_key_bias(p.bias, bias, key * p.bias.col_stride)) * kLog2E;
+}
+
+// A row that sees nothing may hold anything, and zero times NaN would reach a sum: where the tile has such rows, the
+// block clears them. Ends with the block's threads synchronized and their copies visible to each other.
+template <typename Traits, bool kKeyBias>
+__device__ __forceinline__ void wait_for_rows(RowStage<Traits, kKeyBias>& stage, int rows) {
+    cp_async_wait<0>();
+    const int row = threadIdx.x;
+    const bool empty = row < Traits::kRows && row < rows && stage.lse[row] == -kInfinity;
+    if (!__syncthreads_or(empty)) return;
+    constexpr int kChunks = Traits::kHeadDim / 8;
+    for (int i = opaque(threadIdx.x); i < Traits::kRows * kChunks; i += Traits::kThreads) {
+        const int r = i / kChunks, chunk = i % kChunks;
+        if (r >= rows || stage.lse[r] != -kInfinity) continue;
+        const int at = Traits::RowsTile::offset(r, chunk);
+        *reinterpret_cast<uint4*>(stage.query.data + at) = uint4{};
+        *reinterpret_cast<uint4*>(stage.dout.data + at) = uint4{};
+    }
+    __syncthreads();
+}
+
+// S and dP of one pass over this warp's part of a tile, from operands in shared memory, and of them P and dS. make_visibility
+// is called after the products; its answer also tells whether it is full(). take_capped stands in for take where there is
+// a softcap.
+template <typename Traits, BiasKind kBias, int kPassN, typename Rows, typename Keys, typename Stage, typename DenseBias,
+          typename MakeVisibility, typename Take, typename TakeCapped>
+__device__ __forceinline__ void differentiate_pass(float (&scores)[Traits::kScoreM][kPassN][4],
+                                                   float (&dprobs)[Traits::kScoreM][kPassN][4], const AttentionParams& p,
+                                                   const Rows& query, const Keys& key, const Rows& dout,
+                                                   const Keys& value, const Stage& stage, const DenseBias& dense_bias,
+                                                   const MakeVisibility& make_visibility, int first_row, int first_key,
+                                                   int rows, const Take& take, const TakeCapped& take_capped) {
+    using T = typename Traits::T;
+    clear(scores);
+    clear(dprobs);
+    multiply_add<T, Traits::kHeadDim>(scores, query, key);
+    multiply_add<T, Traits::kHeadDim>(dprobs, dout, value);
+    const auto visibility = make_visibility();
+    const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
+    if (softcap > 0) {
+        differentiate<T, kBias, true, true>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
+                                            scale, softcap, take_capped);
+    } else if (visibility.full()) {
+        differentiate<T, kBias, false, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
+                                              scale, softcap, take);
+    } else {
+        differentiate<T, kBias, true, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
+                                             scale, softcap, take);
+    }
+}
+
+}  // namespace flash_dmattn::cuda::sm80

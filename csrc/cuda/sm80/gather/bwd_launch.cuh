@@ -1,0 +1,31 @@
+// Runs the backward over key lists, of one dtype and head dimension.
+#pragma once
+
+#include "cuda/sm80/bwd/launch.cuh"
+#include "bwd_kernel.cuh"
+
+namespace flash_dmattn::cuda::sm80 {
+
+template <typename Traits, BiasKind kBias>
+void launch_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
+    const RowTileChains all(p, Traits::kRows);
+    launch<Traits>(gather_bwd_kernel<Traits, kBias>, static_cast<int64_t>(all.chains) * all.length(),
+                 sizeof(typename GatherBwd<Traits, kBias>::SharedStorage), p, stream);
+}
+
+template <typename Traits>
+void run_gather_bwd_with(const BwdArgs& p, cudaStream_t stream) {
+    switch (p.bias.kind) {
+        case BiasKind::kNone: launch_gather_bwd<Traits, BiasKind::kNone>(p, stream); break;
+        case BiasKind::kKey: launch_gather_bwd<Traits, BiasKind::kKey>(p, stream); break;
+        case BiasKind::kDense: launch_gather_bwd<Traits, BiasKind::kDense>(p, stream); break;
+    }
+}
+
+template <typename T, int kHeadDim>
+void run_gather_bwd(const BwdArgs& p, const BwdPlan& plan, cudaStream_t stream) {
+    plan.small_tiles ? run_gather_bwd_with<BwdKernelTraits<kHeadDim, T, true, BwdPass::kGather>>(p, stream)
+                     : run_gather_bwd_with<BwdKernelTraits<kHeadDim, T, false, BwdPass::kGather>>(p, stream);
+}
+
+}  // namespace flash_dmattn::cuda::sm80

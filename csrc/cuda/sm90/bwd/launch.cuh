@@ -1,0 +1,66 @@
+// Launches the backward of one head dimension and dtype.
+#pragma once
+
+#include "cuda/common/check.h"
+#include "cuda/common/shared_memory.h"
+#include "plan.h"
+#include "kernel.cuh"
+#include "cuda/arch/tensor_map.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Traits, BiasKind kBias>
+void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
+    using SharedStorage = BwdSharedStorage<Traits, kBias>;
+    constexpr int kSlab = Traits::RowsTile::kSlabCols;
+    const int sharers = Traits::kClusterReduces ? static_cast<int>(p.dbias.batch_group_size) : 1;
+    BwdMaps maps{};
+    maps.query = make_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
+    maps.dout = make_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
+    maps.key = make_map(key_layout(p, p.key), {kSlab, 1, Traits::kKeys, 1});
+    maps.value = make_map(key_layout(p, p.value), {kSlab, 1, Traits::kKeys, 1});
+    if constexpr (kBias == BiasKind::kDense) {
+        constexpr int kScoresSlab = Traits::ScoresTile::kSlabCols;
+        maps.bias = make_map(dense_layout(p, p.bias), {kScoresSlab, Traits::kRows, 1, 1});
+        if (p.dense_dbias == DenseDbias::kDirect)
+            maps.dbias = make_map(dense_layout(p, p.dbias), {kScoresSlab, Traits::kScoreRows, 1, 1});
+        if (Traits::kClusterReduces)
+            maps.dbias = make_map(dense_layout(p, p.dbias), {kScoresSlab, Traits::kRows / sharers, 1, 1});
+    }
+    const auto scale = static_cast<float>(p.softmax_scale);
+    const BwdScale factors{scale, scale * kLog2E, static_cast<float>(p.softcap)};
+    const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
+    const auto kernel = bwd_kernel<Traits, kBias>;
+    allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(sharers), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid_of(blocks);
+    config.blockDim = Traits::kThreads;
+    config.dynamicSmemBytes = sizeof(SharedStorage);
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = Traits::kClusterReduces ? 1 : 0;
+    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, maps, factors));
+
+    const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
+    convert_dquery_kernel<Traits><<<grid_of(num_m_blocks * p.heads * p.batch), Traits::kConsumerWarpgroups * 128, 0, stream>>>(p);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T, int kHeadDim>
+void run_bwd(const BwdArgs& p, cudaStream_t stream) {
+    using Traits = BwdKernelTraits<T, kHeadDim>;
+    switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
+        case BiasKind::kNone: return launch_bwd<Traits, BiasKind::kNone>(p, stream);
+        case BiasKind::kKey: return launch_bwd<Traits, BiasKind::kKey>(p, stream);
+        case BiasKind::kDense:
+            if constexpr (can_cluster_reduce_at(kHeadDim))
+                if (p.dense_dbias == DenseDbias::kClusterReduce)
+                    return launch_bwd<BwdKernelTraits<T, kHeadDim, true>, BiasKind::kDense>(p, stream);
+            return launch_bwd<Traits, BiasKind::kDense>(p, stream);
+    }
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,243 @@
+// The warp group that loads, of the backward.
+#pragma once
+
+#include "cuda/mask/intervals.cuh"
+#include "cuda/softmax/scores.cuh"
+#include "cuda/mask/block_mask_iterator.cuh"
+#include "shared_storage.cuh"
+#include "workspace.cuh"
+#include "cuda/arch/tma_load_rows.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Traits, BiasKind kBias>
+class BwdProducer {
+public:
+    using T = typename Traits::T;
+    using SharedStorage = BwdSharedStorage<Traits, kBias>;
+
+    __device__ BwdProducer(const BwdArgs& p, const BwdMaps& maps, SharedStorage& smem, const BwdWorkTile& work_tile)
+        : p_(p), maps_(maps), smem_(smem), work_tile_(work_tile), query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline),
+          bias_pipeline_(smem.bias_pipeline) {}
+
+    __device__ void run() {
+        load_keys();
+        for_each_tile<false>([&](int head, int m_block, bool is_visited, bool mask_full) {
+            if (is_visited) load_rows(head, m_block, mask_full);
+        });
+        query_pipeline_.producer_acquire();
+        if (threadIdx.x == 0) smem_.rows[query_pipeline_.stage()].header.m_block = SharedStorage::RowInfo::kEnd;
+        mbarrier_arrive(query_pipeline_.full());
+        // Tiles that nobody visits have a gradient, too: 0.
+        if (kBias == BiasKind::kDense && p_.dense_dbias != DenseDbias::kNone && (p_.is_causal || has_mask(p_)))
+            for_each_tile<true>([&](int head, int m_block, bool is_visited, bool) {
+                const bool is_own = !Traits::kClusterReduces || m_block % p_.dbias.batch_group_size == smem_.rank;
+                if (!is_visited && is_own) clear_dbias(head, m_block);
+            });
+    }
+
+private:
+    static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = Traits::kWords;
+    // Who starts copies, each in a warp of its own: the group's instructions are slow, and so none waits for another's.
+    static constexpr int kBiasThread = 32, kQueryThread = 64, kDoutThread = 96;
+
+    __device__ const Sequence& sequence() const { return smem_.sequence; }
+    __device__ int first_key() const { return work_tile_.n_block * kKeys; }
+
+    // Calls visit(head, row tile, whether a row of it sees a key, whether the mask hides nothing of it), for all tiles, or
+    // without some that are not visited. They rise; where blocks take turns they fall: there a causal mask lets all blocks of
+    // a head begin at once.
+    template <bool kAll, typename Visit>
+    __device__ __forceinline__ void for_each_tile(const Visit& visit) const {
+        const int causal_begin = p_.is_causal ? sequence().causal_begin(first_key()) / kRows : 0;
+        for (int head = work_tile_.first_head; head < work_tile_.first_head + work_tile_.group; ++head) {
+            const RowRange rows = kAll ? RowRange{0, sequence().rows} : rows_to_visit(head);
+            const int begin = rows.begin / kRows, tiles = max(ceil_div(rows.end, kRows) - begin, 0);
+            const auto tile_at = [&](int i) { return begin + (p_.deterministic ? tiles - 1 - i : i); };
+            for (BlockMaskIterator ahead{0}; ahead.next < tiles;) {
+                const int first = ahead.next, end = min(first + 32, tiles);
+                ahead.look(tiles, [&](int i, bool& is_empty, bool& is_full) {
+                    const int tile = tile_at(i);
+                    is_full = summary_of(sequence(), head, tile, work_tile_.n_block).full;
+                    is_empty = tile < causal_begin || is_hidden(head, tile, work_tile_.n_block);
+                });
+                for (int i = first; i < end; ++i)
+                    visit(head, tile_at(i), ahead.pending >> (i - first) & 1, ahead.is_full(i - first));
+            }
+        }
+    }
+
+    // The rows among which all lie that see some key, to some of a cluster's blocks, which visit the same tiles: by causality
+    // and, where it says that without a look at every tile, by the mask.
+    __device__ __forceinline__ RowRange rows_to_visit(int head) const {
+        RowRange range{sequence().rows, 0};
+        for_each_sharer([&](const Sequence& s) {
+            const RowRange rows = MaskSummaries<kRows, kKeys>(p_, s, head).rows_of(s.rows, work_tile_.n_block);
+            range = {min(range.begin, rows.begin), max(range.end, rows.end)};
+            return true;
+        });
+        if (p_.is_causal) range.begin = max(range.begin, sequence().causal_begin(first_key()));
+        return range;
+    }
+    __device__ __forceinline__ BlockSummary<kKeys> summary_of(const Sequence& s, int head, int m_block,
+                                                             int n_block) const {
+        const MaskSummaries<kRows, kKeys> mask(p_, s, head);
+        return mask.of(m_block * kRows, min((m_block + 1) * kRows, s.rows) - 1, n_block);
+    }
+    // Whether the mask leaves no pair of a tile, to none of a cluster's blocks.
+    __device__ __forceinline__ bool is_hidden(int head, int m_block, int n_block) const {
+        bool is_empty = true;
+        for_each_sharer([&](const Sequence& s) { return is_empty &= summary_of(s, head, m_block, n_block).empty; });
+        return is_empty;
+    }
+    // Calls visit(sequence) for this block's and those of the other blocks of a cluster, as long as it gives true.
+    template <typename Visit>
+    __device__ __forceinline__ void for_each_sharer(const Visit& visit) const {
+        if (!visit(sequence()) || !Traits::kClusterReduces) return;
+        Sequence other = sequence();
+        const int sharers = static_cast<int>(p_.dbias.batch_group_size);  // 2 or 4
+        for (int i = 1; i < sharers; ++i) {
+            other.batch = sequence().batch ^ i;
+            if (!visit(other)) return;
+        }
+    }
+    // One after the last of the lower tiles of keys whose blocks visit a tile of rows, too: they add to its dQ before. A
+    // warp calls.
+    __device__ __forceinline__ int turn(int head, int m_block) const {
+        for (int end = work_tile_.n_block; end > 0; end -= 32) {
+            const int n_block = end - 1 - lane_id();
+            const uint32_t visiting = __ballot_sync(~0u, n_block >= 0 && !is_hidden(head, m_block, n_block));
+            if (visiting != 0) return end - (__ffs(visiting) - 1);
+        }
+        return 0;
+    }
+
+    // Keys that no row sees, for the mask or their bias, may hold anything: the consumers clear them.
+    __device__ void load_keys() {
+        const Sequence& s = sequence();
+        if (threadIdx.x == 0) {
+            const uint32_t barrier = smem_address(&smem_.keys_full);
+            mbarrier_expect_tx(barrier, 2 * sizeof(typename Traits::KeysTile));
+            copy_rows(smem_.key, maps_.key, barrier, p_, s, s.first_key + first_key(), work_tile_.kv_head);
+            copy_rows(smem_.value, maps_.value, barrier, p_, s, s.first_key + first_key(), work_tile_.kv_head);
+        }
+        const int warp = warp_id(), key = first_key() + threadIdx.x;  // a warp looks at 32 keys, if there are so many
+        uint32_t seen = 0;
+        for (int head = work_tile_.first_head; head < work_tile_.first_head + work_tile_.group; ++head) {
+            uint32_t seen_by_head = has_mask(p_) ? 0 : ~0u;
+            if (has_mask(p_)) {
+                const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
+                const RowRange rows = mask.rows_of(s.rows, work_tile_.n_block);
+                for (int tile = rows.begin / kRows + lane_id(); tile * kRows < rows.end; tile += 32) {
+                    const auto summary = mask.of(tile * kRows, min((tile + 1) * kRows, sequence().rows) - 1, work_tile_.n_block);
+#pragma unroll
+                    for (int w = 0; w < kWords; ++w) seen_by_head |= summary.columns[w] & (w == warp ? ~0u : 0u);
+                }
+            }
+            bool is_hidden = key >= s.keys;
+            if (kBias == BiasKind::kKey && !is_hidden) {
+                const char* bias = bias_data(p_.bias, score_offset(p_.bias, s, head, p_.heads));
+                is_hidden = key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride)) == -kInfinity;
+            }
+            seen |= __reduce_or_sync(~0u, seen_by_head) & __ballot_sync(~0u, !is_hidden);
+        }
+        if (lane_id() == 0 && warp < kWords) smem_.seen[warp] = seen;
+        mbarrier_arrive(smem_address(&smem_.keys_full));
+    }
+
+    __device__ __forceinline__ void load_rows(int head, int m_block, bool mask_full) {
+        const Sequence& s = sequence();
+        const int first = m_block * kRows, row = first + threadIdx.x;
+        const bool is_masked = !mask_full && p_.packed_mask.bits != nullptr;
+        float lse = 0, delta = 0;
+        MaskWords words = {};
+        bool is_empty = false;
+        if (threadIdx.x < kRows) {
+            if (is_masked) words = load_mask(head, row);
+            const bool exists = row < s.rows;
+            const auto stat = [&](const RowStatView& view) {
+                return exists ? static_cast<const float*>(view.data)[stat_offset(view, s, head) + row] : 0;
+            };
+            delta = stat(p_.delta);
+            lse = lse_to_log2(stat(p_.lse), exists);
+            is_empty = lse == kInfinity;
+            if (is_empty) delta = 0;
+        }
+        const int tensor_row = s.first_row + first;
+        if (threadIdx.x == kQueryThread) {
+            query_pipeline_.producer_acquire();
+            mbarrier_expect_tx(query_pipeline_.full(), sizeof(typename Traits::RowsTile));
+            copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, s, tensor_row, head);
+        }
+        if (threadIdx.x == kDoutThread) {
+            dout_pipeline_.producer_acquire();
+            mbarrier_arrive_and_expect_tx(dout_pipeline_.full(), sizeof(typename Traits::RowsTile));
+            copy_rows(smem_.dout[dout_pipeline_.stage()], maps_.dout, dout_pipeline_.full(), p_, s, tensor_row, head);
+        }
+        if (kBias == BiasKind::kDense && threadIdx.x == kBiasThread) {
+            bias_pipeline_.producer_acquire();
+            mbarrier_arrive_and_expect_tx(bias_pipeline_.full(), sizeof(typename Traits::ScoresTile));
+            auto& pairs = smem_.pairs[bias_pipeline_.stage()];
+#pragma unroll
+            for (int slab = 0; slab < Traits::ScoresTile::kSlabs; ++slab)
+                tma_load_4d(smem_address(pairs.data + slab * kRows * 64), &maps_.bias, bias_pipeline_.full(),
+                         first_key() + slab * 64, tensor_row, shared_head(head, p_.heads, p_.bias.heads),
+                         smem_.bias_batch);
+        }
+        const int turn_to_add = p_.deterministic && warp_id() == 0 ? turn(head, m_block) : 0;
+        query_pipeline_.producer_acquire();
+        auto& info = smem_.rows[query_pipeline_.stage()];
+        if (threadIdx.x < kRows) {
+            info.lse[threadIdx.x] = lse;
+            info.delta[threadIdx.x] = delta;
+            if (is_masked) {
+                info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
+                if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
+            }
+        }
+        const bool has_empty = __any_sync(~0u, is_empty);
+        if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty[warp_id()] = has_empty;
+        if (threadIdx.x == 0) {
+            info.header.head = head;
+            info.header.m_block = m_block;
+            const int64_t tile = dquery_tile<kRows>(p_, s, head, m_block);
+            info.dquery = p_.dquery_accum + tile * DqueryLayout<Traits>::kSize;
+            info.turns = dquery_semaphore(p_, tile);
+            info.turn = turn_to_add;
+            info.header.mask_full = mask_full;
+        }
+        mbarrier_arrive(query_pipeline_.full());
+        query_pipeline_.advance();
+        dout_pipeline_.advance();
+        bias_pipeline_.advance();
+    }
+
+    // Of a tile, one row's words.
+    static_assert(kWords == 2 || kWords == 4);
+    using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;
+    __device__ __forceinline__ MaskWords load_mask(int head, int row) const {
+        const uint32_t* words = mask_words(p_, sequence(), head) + work_tile_.n_block * kWords;
+        const int64_t at = min(row, sequence().rows - 1) * p_.packed_mask.bits_row_stride;
+        return __ldg(reinterpret_cast<const MaskWords*>(words + at));
+    }
+
+    __device__ void clear_dbias(int head, int m_block) const {
+        const Sequence& s = sequence();
+        T* to = static_cast<T*>(p_.dbias.data) + score_offset(p_.dbias, s, head, p_.heads) +
+                static_cast<int64_t>(m_block * kRows) * p_.dbias.row_stride + first_key();
+        for (int i = threadIdx.x; i < kRows * kKeys / 8; i += 128) {
+            const int row = i / (kKeys / 8), key = i % (kKeys / 8) * 8;
+            // A row of keys is a multiple of 8, or the copy engine could not store it.
+            if (m_block * kRows + row < s.rows && first_key() + key < s.keys)
+                *reinterpret_cast<uint4*>(to + row * p_.dbias.row_stride + key) = {};
+        }
+    }
+
+    const BwdArgs& p_;
+    const BwdMaps& maps_;
+    SharedStorage& smem_;
+    const BwdWorkTile& work_tile_;
+    Pipeline<Traits::kStages> query_pipeline_, dout_pipeline_, bias_pipeline_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,30 @@
+// The forward for compute capability 9.0.
+#pragma once
+
+#include "cuda/mask/device_dispatch.cuh"
+#include "consumer.cuh"
+#include "gather_producer.cuh"
+#include "tma_producer.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename T, BiasKind kBias, typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdSchedule schedule,
+               const __grid_constant__ FwdMaps maps) {
+    if (is_inactive(p)) return;
+    extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
+    auto& smem = *reinterpret_cast<FwdSharedStorage<T, kBias, Traits>*>(raw_smem);
+    if (threadIdx.x == 0) smem.init_pipelines();
+    __syncthreads();
+    if (threadIdx.x < kWarpgroupThreads) {
+        warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+        using Producer = std::conditional_t<Traits::kGathers, FwdGatherProducer<T, kBias, Traits>, FwdTmaProducer<T, kBias, Traits>>;
+        Producer(p, schedule, maps, smem).run();
+    } else {
+        warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+        FwdConsumer<T, kBias, Traits>(p, schedule, smem).run();
+    }
+}
+
+}  // namespace flash_dmattn::cuda::sm90

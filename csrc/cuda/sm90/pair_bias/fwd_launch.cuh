@@ -1,0 +1,41 @@
+// Launches the forward with a dense bias that batch elements share, of one dtype.
+#pragma once
+
+#include "cuda/common/check.h"
+#include "cuda/common/shared_memory.h"
+#include "run.h"
+#include "fwd_kernel.cuh"
+#include "cuda/arch/tensor_map.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Traits>
+void launch_pair_bias_fwd(const FwdArgs& p, cudaStream_t stream) {
+    constexpr int kBiasTilesOfKeys = Traits::kKeys / kPairBiasCols;
+    const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, Traits::kRows),
+                                ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * kBiasTilesOfKeys);
+
+    PairBiasFwdMaps maps{};
+    maps.query = make_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, Traits::kRows, 1});
+    maps.key = make_map(key_layout(p, p.key), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
+    maps.value = make_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
+    maps.bias = make_map(dense_layout(p, p.bias), {kPairBiasCols, 64, 1, 1});
+
+    const auto kernel = pair_bias_fwd_kernel<Traits>;
+    const size_t bytes = PairFwdSharedStorage<Traits>::bytes(schedule.bias_tiles);
+    allow_shared_memory("the forward", p.head_dim, kernel,
+                        PairFwdSharedStorage<Traits>::bytes(Traits::kSizes.longest / kPairBiasCols));
+    kernel<<<grid_of(schedule.blocks(p)), Traits::kThreads, bytes, stream>>>(p, schedule, maps);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T, int kHeadDim>
+void run_pair_bias_fwd(const FwdArgs& p, cudaStream_t stream) {
+    static_assert(kHeadDim == kPairBiasHeadDim);
+    using More = PairBiasFwdKernelTraits<T, 0>;
+    using Fewer = PairBiasFwdKernelTraits<T, 1>;
+    const bool fewer = p.seqlen_k > More::kSizes.longest || fewer_fit_better(p.seqlen_q, Fewer::kRows, More::kRows);
+    fewer ? launch_pair_bias_fwd<Fewer>(p, stream) : launch_pair_bias_fwd<More>(p, stream);
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,113 @@
+// The warp group that loads, of the backward over key lists that heads share: one tile of keys after the other, wherever they
+// lie, and with each the rows of every head.
+//
+// A lane sees to one key of a tile; of 64 keys two lanes see to the same. What it needs is read ahead, as in
+// gather_bwd_producer.cuh.
+#pragma once
+
+#include "cuda/arch/tma_load_rows.cuh"
+#include "grouped_shared_storage.cuh"
+#include "cuda/arch/gather_rows.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Traits, BiasKind kBias>
+class GroupedSparseBwdProducer {
+public:
+    using T = typename Traits::T;
+    using SharedStorage = GatherGroupSharedStorage<Traits>;
+
+    __device__ GroupedSparseBwdProducer(const BwdArgs& p, const SparseBwdMaps& maps, SharedStorage& smem)
+        : p_(p), maps_(maps), smem_(smem), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline),
+          query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline) {}
+
+    __device__ void run() {
+        const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
+        const KeyList& list = smem_.list();
+        const int first = smem_.first_tile, end = smem_.end_tile, visits = work_tile.visits<kRows>();
+        if (first == end) return;
+        const int kv_head = work_tile.head / work_tile.group;
+        const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work_tile.s, kv_head);
+        const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
+        const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list);
+        const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * kWarpKeys;
+        const int lane_key = kWarpKeys == 32 ? threadIdx.x : warp_key + threadIdx.x % kWarpKeys;
+
+        const auto place_of = [&](int tile) { return tile < end ? list.key(tile * kKeys + lane_key) : -1; };
+        const auto fetch = [&](int tile, int place) { return reader.fetch(tile * kKeys + lane_key, place); };
+        GatheredKey key = fetch(first, place_of(first));
+        int place = place_of(first + 1);
+        for (int tile = first; tile < end; ++tile) {
+            load_rows(work_tile, 0);
+            uint32_t words[KeyList::kWords];
+            float bias;
+            const int seen = reader.look(key, words, bias);
+            value_pipeline_.producer_acquire();
+            gather_rows<kWarpKeys>(smem_.value, warp_key, values, p_.value.row_stride, seen, head_dim);
+            cp_async_mbarrier_arrive_noinc(value_pipeline_.full());
+            value_pipeline_.advance();
+            key_pipeline_.producer_acquire();
+            if (threadIdx.x % 32 < kWarpKeys) smem_.keys.store(lane_key, seen, words, bias);
+            mbarrier_arrive(key_pipeline_.full());
+            gather_rows<kWarpKeys>(smem_.key, warp_key, keys, p_.key.row_stride, seen, head_dim);
+            cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
+            key_pipeline_.advance();
+            key = fetch(tile + 1, place);
+            place = place_of(tile + 2);
+            for (int visit = 1; visit < visits; ++visit) load_rows(work_tile, visit);
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+    }
+
+private:
+    static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWarpKeys = kKeys / 4;
+    static_assert(kRows <= 128 && kWarpKeys <= 32, "a thread sees to one row and one key");
+    static constexpr int kQueryThread = 64, kDoutThread = 96;  // of two warps: neither waits for the other's copies
+
+    __device__ __forceinline__ void load_rows(const GroupedSparseBwdWorkTile& work_tile, int visit) {
+        const int head = work_tile.head_of<kRows>(visit), first = work_tile.first_row + work_tile.row_of<kRows>(visit);
+        const int row = first + threadIdx.x;
+        float lse = 0, delta = 0;
+        bool is_empty = false;
+        if (threadIdx.x < kRows) {
+            const bool exists = row < work_tile.s.rows;
+            const auto stat = [&](const RowStatView& view) {
+                return exists ? static_cast<const float*>(view.data)[stat_offset(view, work_tile.s, head) + row] : 0;
+            };
+            delta = stat(p_.delta);
+            lse = lse_to_log2(stat(p_.lse), exists);
+            is_empty = lse == kInfinity;
+            if (is_empty) delta = 0;
+        }
+        const int tensor_row = work_tile.s.first_row + first;
+        query_pipeline_.producer_acquire();
+        if (threadIdx.x == kQueryThread) {
+            mbarrier_expect_tx(query_pipeline_.full(), sizeof(typename Traits::RowsTile));
+            copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, work_tile.s, tensor_row, head);
+        }
+        if (threadIdx.x == kDoutThread) {
+            dout_pipeline_.producer_acquire();
+            mbarrier_arrive_and_expect_tx(dout_pipeline_.full(), sizeof(typename Traits::RowsTile));
+            copy_rows(smem_.dout[dout_pipeline_.stage()], maps_.dout, dout_pipeline_.full(), p_, work_tile.s, tensor_row, head);
+        }
+        auto& info = smem_.rows[query_pipeline_.stage()];
+        if (threadIdx.x < kRows) {
+            info.lse[threadIdx.x] = lse;
+            info.delta[threadIdx.x] = delta;
+        }
+        const bool has_empty = __any_sync(~0u, is_empty);
+        if (lane_id() == 0 && warp_id() < kRows / 32) info.has_empty[warp_id()] = has_empty;
+        mbarrier_arrive(query_pipeline_.full());
+        query_pipeline_.advance();
+        dout_pipeline_.advance();
+    }
+
+    const BwdArgs& p_;
+    const SparseBwdMaps& maps_;
+    SharedStorage& smem_;
+    Pipeline<1> key_pipeline_, value_pipeline_;
+    Pipeline<Traits::kStages> query_pipeline_, dout_pipeline_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

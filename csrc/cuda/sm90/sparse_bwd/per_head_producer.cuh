@@ -1,0 +1,99 @@
+// The warp group that loads, of the backward over key lists: the rows of the block, then one tile of keys after the other,
+// wherever they lie.
+//
+// A lane sees to one key of a tile. What it needs is read ahead: the place of the key in the sequence by two tiles; by that,
+// what tells which rows see it, and its bias, by one.
+#pragma once
+
+#include "cuda/arch/tma_load_rows.cuh"
+#include "per_head_shared_storage.cuh"
+#include "cuda/arch/gather_rows.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Traits, BiasKind kBias>
+class PerHeadSparseBwdProducer {
+public:
+    using T = typename Traits::T;
+    using SharedStorage = GatherBwdSharedStorage<Traits>;
+
+    __device__ PerHeadSparseBwdProducer(const BwdArgs& p, const SparseBwdMaps& maps, SharedStorage& smem)
+        : p_(p), maps_(maps), smem_(smem), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {}
+
+    __device__ void run() {
+        load_rows();
+        const PerHeadSparseBwdWorkTile& work_tile = smem_.work_tile();
+        const KeyList list = smem_.list();
+        const int tiles = smem_.tiles;
+        const int kv_head = shared_head(work_tile.head, p_.heads, p_.kv_heads);
+        const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work_tile.s, kv_head);
+        const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
+        const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list);
+        const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * 32;
+
+        const auto place_of = [&](int tile) { return tile < tiles ? list.key(tile * kKeys + threadIdx.x) : -1; };
+        const auto fetch = [&](int tile, int place) { return reader.fetch(tile * kKeys + threadIdx.x, place); };
+        GatheredKey key = fetch(0, place_of(0));
+        int place = place_of(1);
+        for (int tile = 0; tile < tiles; ++tile) {
+            const int seen = hand_over(reader, key);
+            key = fetch(tile + 1, place);
+            place = place_of(tile + 2);
+            gather_rows<32>(smem_.key[key_pipeline_.stage()], warp_key, keys, p_.key.row_stride, seen, head_dim);
+            mbarrier_arrive(key_pipeline_.full());
+            cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
+            key_pipeline_.advance();
+            value_pipeline_.producer_acquire();
+            gather_rows<32>(smem_.value[value_pipeline_.stage()], warp_key, values, p_.value.row_stride, seen, head_dim);
+            cp_async_mbarrier_arrive_noinc(value_pipeline_.full());
+            value_pipeline_.advance();
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+    }
+
+private:
+    static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys;
+    static_assert(kRows == 128 && kKeys == 128, "a thread sees to one row and one key");
+
+    __device__ __forceinline__ void load_rows() {
+        const PerHeadSparseBwdWorkTile& work_tile = smem_.work_tile();
+        const uint32_t barrier = smem_address(&smem_.rows_full);
+        const int row = work_tile.first_row + threadIdx.x;
+        const bool exists = row < work_tile.s.rows;
+        const auto stat = [&](const RowStatView& view) {
+            return exists ? static_cast<const float*>(view.data)[stat_offset(view, work_tile.s, work_tile.head) + row] : 0;
+        };
+        const float lse = lse_to_log2(stat(p_.lse), exists);
+        smem_.lse[threadIdx.x] = lse;
+        smem_.delta[threadIdx.x] = lse == kInfinity ? 0 : stat(p_.delta);
+        const bool has_empty = __any_sync(~0u, lse == kInfinity);
+        if (lane_id() == 0) smem_.has_empty[warp_id()] = has_empty;
+        if (threadIdx.x == 0) {
+            mbarrier_arrive_and_expect_tx(barrier, 2 * sizeof(typename Traits::RowsTile));
+            const int tensor_row = work_tile.s.first_row + work_tile.first_row;
+            copy_rows(smem_.query, maps_.query, barrier, p_, work_tile.s, tensor_row, work_tile.head);
+            copy_rows(smem_.dout, maps_.dout, barrier, p_, work_tile.s, tensor_row, work_tile.head);
+        } else {
+            mbarrier_arrive(barrier);
+        }
+    }
+
+    // What comes with the key. Gives its place, or -1 where no row sees it.
+    __device__ __forceinline__ int hand_over(const ListReader<T, kBias>& reader, const GatheredKey& key) {
+        uint32_t words[SharedStorage::kRowWords];
+        float bias;
+        const int place = reader.look(key, words, bias);
+        key_pipeline_.producer_acquire();
+        smem_.keys[key_pipeline_.stage()].store(threadIdx.x, place, words, bias);
+        return place;
+    }
+
+    const BwdArgs& p_;
+    const SparseBwdMaps& maps_;
+    SharedStorage& smem_;
+    Pipeline<Traits::kKeyStages> key_pipeline_;
+    Pipeline<Traits::kValueStages> value_pipeline_;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,79 @@
+// The results of blocks that each saw a part of the keys, to one: out = sum of exp(lse_s - lse) out_s, added up in the
+// order of the parts by whichever block finishes last.
+#pragma once
+
+#include "cuda/plan.h"
+#include "cuda/common/basics.cuh"
+#include "cuda/common/sequence.cuh"
+
+namespace flash_dmattn::cuda {
+
+// Whether this block is the last of `blocks` to take a ticket; then it sees what the others wrote before. All threads of
+// the block call; `taken` is in shared memory.
+__device__ __forceinline__ bool is_last_cta(int32_t* split_counters, int blocks, int& taken) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) taken = atomicAdd(split_counters, 1);
+    __syncthreads();
+    if (taken != blocks - 1) return false;
+    __threadfence();
+    return true;
+}
+
+// Of a row's numbers in FwdArgs::split_lse, and of its rows in split_out.
+__device__ __forceinline__ int64_t split_index(const FwdArgs& p, const Sequence& s, int split, int head, int row) {
+    return ((static_cast<int64_t>(split) * p.batch + s.batch) * p.heads + head) * p.seqlen_q + row;
+}
+
+// out and lse of one row, by one warp. Not inlined: it comes after all else, and the main loop's registers are short.
+template <typename T, int kHeadDim>
+__device__ __noinline__ void combine_row(const FwdArgs& p, const Sequence& s, int head, int row) {
+    constexpr int kSteps = ceil_div(kHeadDim, 64);  // of two columns a lane
+    const int num_splits = static_cast<int>(p.num_splits), head_dim = static_cast<int>(p.head_dim);
+    const int64_t first = split_index(p, s, 0, head, row), stride = p.batch * p.heads * p.seqlen_q;
+    static_assert(FwdPlan::kMaxSplits == 64, "two a lane");
+    float weights[2], largest = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int split = i * 32 + lane_id();
+        weights[i] = split < num_splits ? __ldcg(p.split_lse + split * stride + first) : -kInfinity;
+        largest = fmaxf(largest, weights[i]);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    const float shift = largest == -kInfinity ? 0.f : largest;
+    float total = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) total += weights[i] = expf(weights[i] - shift);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+
+    float2 sum[kSteps] = {};
+#pragma unroll 4
+    for (int split = 0; split < num_splits; ++split) {
+        const float weight = __shfl_sync(~0u, split < 32 ? weights[0] : weights[1], split % 32);
+        if (weight == 0) continue;  // a part without a visible key has written nothing
+        const float* from = p.split_out + (split * stride + first) * p.head_dim;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            const int col = step * 64 + lane_id() * 2;
+            if (col >= head_dim) continue;
+            const float2 x = __ldcg(reinterpret_cast<const float2*>(from + col));
+            sum[step].x += weight * x.x;
+            sum[step].y += weight * x.y;
+        }
+    }
+    const float inverse = total == 0 ? 0.f : 1.f / total;
+    T* out = static_cast<T*>(p.out.data) + query_offset(p.out, s, head) + row * p.out.row_stride;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        const int col = step * 64 + lane_id() * 2;
+        if (col < head_dim)
+            *reinterpret_cast<uint32_t*>(out + col) = pack<T>(sum[step].x * inverse, sum[step].y * inverse);
+    }
+    if (lane_id() == 0)
+        static_cast<float*>(p.lse.data)[stat_offset(p.lse, s, head) + row] =
+            total == 0 ? -kInfinity : shift + logf(total);
+}
+
+}  // namespace flash_dmattn::cuda

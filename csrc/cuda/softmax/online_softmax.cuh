@@ -1,0 +1,129 @@
+// The running maximum and sum of every row of a block, and what they do to the output so far.
+#pragma once
+
+#include "cuda/arch/fragment.cuh"
+
+namespace flash_dmattn::cuda {
+
+// Of a warp's kMTiles * 16 rows; the layout is that of fragment.cuh, and index [2 m + h] of an array is row 16 m + 8 h +
+// fragment_row(). Scores times `to_log2` are exponents of 2.
+template <int kMTiles>
+struct OnlineSoftmax {
+    // The base of a row's exponents may lag behind its largest score, as long as no exponential exceeds 2^kSlack.
+    static constexpr float kSlack = 8;
+    // Where exponents are larger, what the rounding of the base leaves of them would show.
+    static constexpr float kLargestShift = 1 << 20;
+
+    float max[kMTiles * 2];
+    float sum[kMTiles * 2];  // of this lane's columns alone
+
+    __device__ OnlineSoftmax() {
+#pragma unroll
+        for (int i = 0; i < kMTiles * 2; ++i) {
+            max[i] = -kInfinity;
+            sum[i] = 0;
+        }
+    }
+
+    // Scores to exp(score - the row's largest so far); correct(i, factor) is to bring what was summed of `out` before to the
+    // new largest. Before a row's largest becomes a finite number below `extreme`, hide_extremes() may yet hide scores.
+    // await_out() is called once the largest are found, before `out` is corrected.
+    template <int kNTiles, typename HideExtremes, typename Correct, typename AwaitOut = void (*)()>
+    __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme,
+                                           const HideExtremes& hide_extremes, const Correct& correct,
+                                           const AwaitOut& await_out = [] {}) {
+        float largest[kMTiles * 2];
+        const auto find_largest = [&] {
+            float odd[kMTiles * 2];  // of every second column: chains of comparisons that do not wait for each other
+#pragma unroll
+            for (int i = 0; i < kMTiles * 2; ++i) largest[i] = odd[i] = max[i];
+#pragma unroll
+            for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < kMTiles * 2; ++i) {
+                    largest[i] = fmaxf(largest[i], scores[i / 2][n][i % 2 * 2]);
+                    odd[i] = fmaxf(odd[i], scores[i / 2][n][i % 2 * 2 + 1]);
+                }
+#pragma unroll
+            for (int i = 0; i < kMTiles * 2; ++i) largest[i] = row_max(fmaxf(largest[i], odd[i]));
+        };
+        float shift[kMTiles * 2];
+        const auto find_shift = [&](int i) {
+            shift[i] = (max[i] == -kInfinity ? 0.f : max[i]) * to_log2;
+            return fabsf(shift[i]) > kLargestShift;
+        };
+        bool changes = false, is_large = false;
+#pragma unroll
+        for (int i = 0; i < kMTiles * 2; ++i) is_large |= find_shift(i);
+        find_largest();
+#pragma unroll
+        for (int i = 0; i < kMTiles * 2; ++i) {
+            // What was summed stays as it is while no exponential exceeds 2^kSlack.
+            if ((largest[i] - max[i]) * to_log2 <= kSlack) largest[i] = max[i];
+            changes |= largest[i] != max[i];
+        }
+        await_out();
+        if (__any_sync(~0u, changes || is_large)) {  // as is rare
+            bool is_extreme = false;
+#pragma unroll
+            for (int i = 0; i < kMTiles * 2; ++i) is_extreme |= largest[i] < extreme && largest[i] != -kInfinity;
+            if (extreme > -kInfinity && __any_sync(~0u, is_extreme)) {
+                hide_extremes();
+                find_largest();
+            }
+            is_large = false;
+#pragma unroll
+            for (int i = 0; i < kMTiles * 2; ++i) {
+                const float base = largest[i] == -kInfinity ? 0.f : largest[i];  // no -inf - -inf
+                const float correction = fast_exp2((max[i] - base) * to_log2);
+                max[i] = largest[i];
+                sum[i] *= correction;
+                correct(i, correction);
+                is_large |= find_shift(i);
+            }
+            // Rows of large scores, near the limits of float32 perhaps: these are exact after the base is taken away.
+            if (__any_sync(~0u, is_large)) {
+#pragma unroll
+                for (int i = 0; i < kMTiles * 2; ++i) {
+                    const float base = fabsf(shift[i]) > kLargestShift ? max[i] : 0.f;
+                    if (base != 0) shift[i] = 0;
+#pragma unroll
+                    for (int n = 0; n < kNTiles; ++n) {
+                        scores[i / 2][n][i % 2 * 2] -= base;
+                        scores[i / 2][n][i % 2 * 2 + 1] -= base;
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kMTiles * 2; ++i)
+#pragma unroll
+            for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = scores[i / 2][n][i % 2 * 2 + e];
+                    x = fast_exp2(fmaf(x, to_log2, -shift[i]));
+                    sum[i] += x;
+                }
+    }
+
+    // Row [i] of `out` times a factor.
+    template <int kOutTiles>
+    static __device__ __forceinline__ void scale(float (&out)[kMTiles][kOutTiles][4], int i, float factor) {
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n) {
+            out[i / 2][n][i % 2 * 2] *= factor;
+            out[i / 2][n][i % 2 * 2 + 1] *= factor;
+        }
+    }
+
+    // 1 / sum of row [i], and its lse where scores times `unit` are natural exponents; 0 and -inf where nothing was visible.
+    __device__ __forceinline__ float finish(int i, float unit, float& lse) {
+        const float total = row_sum(sum[i]);
+        const bool empty = total == 0;
+        lse = empty ? -kInfinity : fmaf(max[i], unit, logf(total));
+        return empty ? 0.f : 1.f / total;
+    }
+};
+
+}  // namespace flash_dmattn::cuda

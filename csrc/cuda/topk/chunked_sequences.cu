@@ -1,0 +1,245 @@
+// A sequence's turns (eviction_order.cuh) are cut into chunks, and a block finds by itself which keys go in one of them.
+//
+// Before the chunk's first turn the window is there: the w best of the keys so far. Each turn takes the worst, so that in
+// n turns none but the n worst of the window can go, or the n keys that arrive. A block holds the ranks of all keys so
+// far; it counts its way to the rank of the window's worst and to that of the n-th worst, sorts these n keys together with
+// those that arrive, and deals out the turns.
+#include "chunked_sequences.h"
+
+#include <cub/block/block_merge_sort.cuh>
+#include <cub/block/block_scan.cuh>
+
+#include "cuda/common/check.h"
+#include "cuda/common/device.h"
+#include "eviction_order.cuh"
+#include "order.cuh"
+
+namespace flash_dmattn::cuda {
+namespace {
+
+constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kHeld = 8;  // neighbouring keys of a thread, of those before a chunk's first turn
+constexpr int kLongest = kThreads * kHeld;
+using Drops = EvictionOrder<kThreads, 1>;
+constexpr int kChunk = Drops::kTurns / 2;  // turns: as many keys of the window may go as arrive
+static_assert(kWarps == 32, "a lane for each warp's count");
+static_assert(kLongest < 1 << 16, "two counts share a word");
+
+// The best keys: those above `rank`, and the last `equal` of those that have it.
+struct Best {
+    uint32_t rank;
+    int equal;
+};
+
+template <typename Bits>
+class ChunkSelector {
+    using Sort = cub::BlockMergeSort<uint64_t, kThreads, 1>;
+    using Scan = cub::BlockScan<uint32_t, kThreads>;
+
+public:
+    struct SharedStorage {
+        union {
+            typename Scan::TempStorage scan;
+            uint64_t candidates[Drops::kTurns];
+            typename Sort::TempStorage sort;
+            Drops::SharedStorage drops;
+        };
+        uint32_t counts[2][kWarps];
+    };
+
+    __device__ ChunkSelector(const Sequences& all, const KeyBias& bias, SharedStorage& smem)
+        : all_(all), bias_(bias), smem_(smem), s_(all, blockIdx.y / all.heads, blockIdx.y % all.heads),
+          from_(bias.of<Bits>(s_)), first_turn_(blockIdx.x * kChunk),
+          turns_(min(kChunk, s_.keys - all.window - first_turn_)),
+          before_(all.window + first_turn_), leaving_(min(all.window, turns_)),
+          is_last_(before_ + turns_ == s_.keys) {}
+
+    __device__ void run() {
+        load();
+        Best window, staying;
+        find_best(all_.window, all_.window - leaving_, window, staying);
+        gather_candidates(window, staying);
+        refuse_nan(found_nan_);
+        sort_candidates();
+        Drops(smem_.drops, leaving_ + turns_, first_turn_, all_.window).run([&](uint32_t key, int turn) {
+            // Who stays takes a turn after the last.
+            if (!(key & kHidden) && (is_last_ || turn < first_turn_ + turns_)) s_.write_end(all_, key, all_.window + turn);
+        });
+    }
+
+private:
+    __device__ uint32_t to_rank(Bits bits) { return rank_of(bits, bias_.is_bfloat16, found_nan_); }
+
+    __device__ int key(int i) const { return static_cast<int>(threadIdx.x) * kHeld + i; }
+
+    // The rank of a key of which this chunk tells that it is seen from its row on, or never.
+    __device__ uint32_t arrive(int key) {
+        const uint32_t rank = to_rank(from_[key * bias_.col_stride]);
+        s_.write_start(all_, key);
+        if (rank == 0) s_.write_hidden(all_, key);
+        return rank;
+    }
+
+    __device__ void load() {
+        constexpr int kVector = 16 / sizeof(Bits);
+        static_assert(kHeld % kVector == 0);
+        const bool aligned = bias_.col_stride == 1 && reinterpret_cast<uintptr_t>(from_) % 16 == 0;
+#pragma unroll
+        for (int i = 0; i < kHeld; i += kVector) {
+            union {
+                uint4 whole;
+                Bits parts[kVector];
+            };
+            whole = {};
+            if (aligned && key(i) + kVector <= before_) {
+                whole = __ldg(reinterpret_cast<const uint4*>(from_ + key(i)));
+            } else {
+#pragma unroll
+                for (int j = 0; j < kVector; ++j)
+                    if (key(i + j) < before_) parts[j] = from_[key(i + j) * bias_.col_stride];
+            }
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) rank_[i + j] = key(i + j) < before_ ? to_rank(parts[j]) : 0;
+        }
+        if (first_turn_ > 0) return;
+        for (int i = threadIdx.x; i < before_; i += kThreads) arrive(i);
+    }
+
+    // How many keys, of those before the chunk, have a rank of at least low, and how many one of at least high: above 0.
+    __device__ uint2 count(uint32_t low, uint32_t high, int buffer) {
+        uint32_t own = 0;
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) own += (rank_[i] >= low ? 1 : 0) + (rank_[i] >= high ? 1 << 16 : 0);
+        const uint32_t of_warp = __reduce_add_sync(~0u, own);
+        if (lane_id() == 0) smem_.counts[buffer][warp_id()] = of_warp;
+        __syncthreads();
+        const uint32_t total = __reduce_add_sync(~0u, smem_.counts[buffer][lane_id()]);
+        return {total & 0xffff, total >> 16};
+    }
+
+    // The `more` best keys before the chunk, and the `fewer` best, both by bisection.
+    __device__ void find_best(int more, int fewer, Best& of_more, Best& of_fewer) {
+        // At least as many as are wanted have a rank of at least `low`; fewer, `above`, one of at least `high`.
+        struct Search {
+            uint32_t low, high;
+            int above;
+
+            __device__ bool is_open() const { return high - low > 1; }
+            __device__ uint32_t middle() const { return low + (high - low) / 2; }
+            __device__ void narrow(uint32_t rank, int found, int wanted) {
+                if (!is_open()) return;
+                if (found >= wanted) low = rank;
+                if (found <= wanted) high = rank, above = found;
+                if (found == wanted) low = rank - 1;
+            }
+        };
+        constexpr uint32_t kMax = static_cast<Bits>(~Bits{0});  // above every rank
+        Search a{0, kMax, 0}, b{0, kMax, 0};
+        for (int buffer = 0; a.is_open() || b.is_open(); buffer ^= 1) {
+            const uint32_t low = a.middle(), high = b.middle();
+            const uint2 found = count(low, high, buffer);
+            a.narrow(low, static_cast<int>(found.x), more);
+            b.narrow(high, static_cast<int>(found.y), fewer);
+        }
+        of_more = {a.low, more - a.above};
+        of_fewer = {b.low, fewer - b.above};
+    }
+
+    // To shared memory, in the order of their numbers: the window's keys but those that stay, then those that arrive.
+    __device__ void gather_candidates(const Best& window, const Best& staying) {
+        uint32_t equal = 0, before, all;  // two counts: of the window's least rank, of the least that stays
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i)
+            if (key(i) < before_) equal += (rank_[i] == window.rank ? 1 : 0) + (rank_[i] == staying.rank ? 1 << 16 : 0);
+        Scan(smem_.scan).ExclusiveSum(equal, before, all);
+        // How many of equal rank come from this thread's first key on.
+        int left_window = static_cast<int>((all & 0xffff) - (before & 0xffff));
+        int left_staying = static_cast<int>((all >> 16) - (before >> 16));
+        uint32_t is_candidate = 0, never_goes = 0;  // a bit for each of this thread's keys
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            if (key(i) >= before_) continue;
+            const bool in_window =
+                rank_[i] > window.rank || (rank_[i] == window.rank && left_window-- <= window.equal);
+            const bool stays = rank_[i] > staying.rank || (rank_[i] == staying.rank && left_staying-- <= staying.equal);
+            if (in_window && !stays) is_candidate |= 1u << i;
+            if (stays && rank_[i] != 0) never_goes |= 1u << i;
+        }
+        if (is_last_)
+            for (; never_goes != 0; never_goes &= never_goes - 1) s_.write_end(all_, key(__ffs(never_goes) - 1), s_.keys);
+        uint32_t at;
+        __syncthreads();
+        Scan(smem_.scan).ExclusiveSum(__popc(is_candidate), at);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i)
+            if (is_candidate >> i & 1) smem_.candidates[at++] = entry(rank_[i], key(i));
+        for (int i = threadIdx.x; i < Drops::kTurns - leaving_; i += kThreads) {
+            uint64_t arriving = ~uint64_t{0};  // behind all others
+            if (i < turns_) arriving = entry(arrive(before_ + i), before_ + i);
+            smem_.candidates[leaving_ + i] = arriving;
+        }
+        __syncthreads();
+    }
+
+    __device__ static uint64_t entry(uint32_t rank, int key) {
+        return static_cast<uint64_t>(rank) << 32 | static_cast<uint32_t>(key);
+    }
+
+    __device__ void sort_candidates() {
+        uint64_t candidate[1] = {smem_.candidates[threadIdx.x]};
+        __syncthreads();
+        Sort(smem_.sort).Sort(candidate, [](uint64_t a, uint64_t b) { return a < b; });
+        __syncthreads();
+        smem_.drops.keys[threadIdx.x] = static_cast<uint32_t>(candidate[0]) | (candidate[0] >> 32 == 0 ? kHidden : 0);
+        __syncthreads();
+    }
+
+    const Sequences& all_;
+    const KeyBias& bias_;
+    SharedStorage& smem_;
+    const OneSequence s_;
+    const Bits* from_;
+    const int first_turn_, turns_;  // of the chunk
+    const int before_;              // so many keys are there before its first turn,
+    const int leaving_;             // and of the window so many, the worst, may go in it
+    const bool is_last_;
+    bool found_nan_ = false;
+    uint32_t rank_[kHeld];
+};
+
+template <typename Bits>
+__global__ void __launch_bounds__(kThreads) select_chunks_kernel(const __grid_constant__ Sequences all,
+                                                                 const __grid_constant__ KeyBias bias) {
+    using Selector = ChunkSelector<Bits>;
+    __shared__ typename Selector::SharedStorage smem;
+    Selector(all, bias, smem).run();
+}
+
+int64_t chunks_of(int64_t keys, int64_t window) { return ceil_div<int64_t>(keys - window, kChunk); }
+
+template <typename Bits>
+void select(const Sequences& all, const KeyBias& bias, cudaStream_t stream) {
+    const dim3 grid{grid_of(chunks_of(all.keys, all.window)), static_cast<unsigned>(all.count())};
+    select_chunks_kernel<Bits><<<grid, kThreads, 0, stream>>>(all, bias);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace
+
+bool suits_chunks(const SelectParams& params) {
+    constexpr int64_t kShortest = 4096;  // of which one block sorts all as fast
+    if (params.cu_seqlens_k != nullptr || params.bias.dtype == DataType::kFloat64 || params.keys <= kShortest ||
+        params.keys > kLongest || params.window == 0 || params.window >= params.keys)
+        return false;
+    return params.batches * params.bias.heads * chunks_of(params.keys, params.window) <=
+           current_device().num_sms;
+}
+
+void select_chunked_sequences(const Sequences& sequences, const BiasView& view, cudaStream_t stream) {
+    const KeyBias bias(sequences, view);
+    view.dtype == DataType::kFloat32 ? select<uint32_t>(sequences, bias, stream)
+                                     : select<uint16_t>(sequences, bias, stream);
+}
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,79 @@
+// A bias as an unsigned integer of the same order.
+#pragma once
+
+// The check for NaN stays in every build.
+#undef NDEBUG
+#include <cassert>
+
+#include "params.h"
+#include "cuda/common/basics.cuh"
+
+namespace flash_dmattn::cuda {
+
+// What a number is in memory, and the bits of -0, of infinity and of the least finite number.
+template <DataType kType>
+struct FloatBits;
+template <>
+struct FloatBits<DataType::kFloat16> {
+    using Bits = uint16_t;
+    static constexpr Bits kMinusZero = 0x8000, kInfinity = 0x7c00, kLeast = 0xfbff;
+};
+template <>
+struct FloatBits<DataType::kBFloat16> {
+    using Bits = uint16_t;
+    static constexpr Bits kMinusZero = 0x8000, kInfinity = 0x7f80, kLeast = 0xff7f;
+};
+template <>
+struct FloatBits<DataType::kFloat32> {
+    using Bits = uint32_t;
+    static constexpr Bits kMinusZero = 0x80000000, kInfinity = 0x7f800000, kLeast = 0xff7fffff;
+};
+template <>
+struct FloatBits<DataType::kFloat64> {
+    using Bits = uint64_t;
+    static constexpr Bits kMinusZero = 1ull << 63, kInfinity = 0x7ffull << 52, kLeast = ~(1ull << 52);
+};
+
+// Larger where the bias is larger, the same for both zeros: of a negative number the two's complement.
+template <DataType kType>
+constexpr __host__ __device__ auto order_of(typename FloatBits<kType>::Bits bits) {
+    using F = FloatBits<kType>;
+    using Bits = typename F::Bits;
+    return bits >= F::kMinusZero ? static_cast<Bits>(0 - bits) : static_cast<Bits>(bits | F::kMinusZero);
+}
+
+// Of a bias up to here the key is hidden.
+template <DataType kType>
+constexpr auto kHiddenOrder = order_of<kType>(FloatBits<kType>::kLeast);
+
+// The order, and 0 of a bias that hides its key: -inf and the least finite number.
+template <DataType kType>
+__device__ __forceinline__ auto rank_of_bias(typename FloatBits<kType>::Bits bits) {
+    const auto order = order_of<kType>(bits);
+    return order > kHiddenOrder<kType> ? order : typename FloatBits<kType>::Bits{0};
+}
+
+template <DataType kType>
+__device__ __forceinline__ bool is_nan(typename FloatBits<kType>::Bits bits) {
+    using F = FloatBits<kType>;
+    return static_cast<typename F::Bits>(bits & static_cast<typename F::Bits>(~F::kMinusZero)) > F::kInfinity;
+}
+
+// The rank of a bias of 32 bits, float32, or of 16.
+template <typename Bits>
+__device__ __forceinline__ uint32_t rank_of(Bits bits, bool is_bfloat16, bool& found_nan) {
+    if constexpr (sizeof(Bits) == 4) {
+        found_nan |= is_nan<DataType::kFloat32>(bits);
+        return rank_of_bias<DataType::kFloat32>(bits);
+    } else if (is_bfloat16) {
+        found_nan |= is_nan<DataType::kBFloat16>(bits);
+        return rank_of_bias<DataType::kBFloat16>(bits);
+    } else {
+        found_nan |= is_nan<DataType::kFloat16>(bits);
+        return rank_of_bias<DataType::kFloat16>(bits);
+    }
+}
+
+__device__ __forceinline__ void refuse_nan(bool found) { assert(!found && "the bias to select by must not be NaN"); }
+
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,425 @@
+// Intervals. Other files have the ways for short sequences; of long ones the keys of all are sorted from the worst to the
+// best, parted into the chunks of turns at which they go, and a block finds the turns of a chunk. eviction_order.cuh says what
+// turns are and why this is right.
+//
+// Parting the keys of a node, some neighbouring turns, into up to 32 children at once takes two launches: a key goes to
+// the first child by whose end it has arrived and whose end has not yet been reached by keys before it in order, so
+// that what matters is how many keys before it arrive in which child.
+#include <algorithm>
+#include <utility>
+
+#include "cuda/common/check.h"
+#include "chunked_sequences.h"
+#include "eviction_order.cuh"
+#include "order.cuh"
+#include "short_sequences.h"
+#include "sort.h"
+
+namespace flash_dmattn {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kWords = 8;  // of 32 keys, that a warp has
+using ChunkDrops = EvictionOrder<kThreads, kWords>;
+constexpr int kChunk = ChunkDrops::kTurns;
+constexpr int kChildBits = 5, kChildren = 1 << kChildBits;
+static_assert(kChildren == 32, "one a lane");
+constexpr int64_t kMaxPlaces = 1 << 30;
+
+int bits_for(int64_t values) {  // 0 .. values - 1
+    int bits = 0;
+    while (int64_t{1} << bits < values) ++bits;
+    return bits;
+}
+
+// The chunks of all sequences, numbered: those of a sequence follow each other. Of variable length there are some
+// numbers more than chunks: where sequence b begins after x keys, its chunks are numbered from x / kChunk + b on.
+int64_t chunks_of(const Sequences& all) {
+    if (!all.varlen()) return static_cast<int64_t>(all.count()) * ceil_div(all.keys, kChunk);
+    return static_cast<int64_t>(all.heads) * (all.keys / kChunk + all.batches);
+}
+
+__device__ int first_number(const Sequences& all, int batch) { return all.cu_k[batch] / kChunk + batch; }
+
+struct ChunkPlace {
+    int batch, head, in_sequence;
+
+    __device__ ChunkPlace(const Sequences& all, int number) {
+        if (all.varlen()) {
+            const int of_head = all.keys / kChunk + all.batches;
+            head = number / of_head;
+            number %= of_head;
+            int low = 0, high = all.batches - 1;  // the last sequence that begins at or before the number
+            while (low < high) {
+                const int middle = (low + high + 1) / 2;
+                if (first_number(all, middle) <= number) {
+                    low = middle;
+                } else {
+                    high = middle - 1;
+                }
+            }
+            batch = low;
+            in_sequence = number - first_number(all, batch);
+        } else {
+            const int of_sequence = ceil_div(all.keys, kChunk);
+            in_sequence = number % of_sequence;
+            head = number / of_sequence % all.heads;
+            batch = number / of_sequence / all.heads;
+        }
+    }
+};
+
+// A block's chunk, and its warps' keys.
+struct Chunk {
+    const ChunkPlace place;
+    const OneSequence sequence;
+    const int first;  // turn
+    const int turns;  // 0 or less where there is no such chunk
+
+    __device__ explicit Chunk(const Sequences& all)
+        : place(all, blockIdx.x),
+          sequence(all, place.batch, place.head),
+          first(place.in_sequence * kChunk),
+          turns(min(sequence.keys - first, kChunk)) {}
+
+    // Calls visit(w, at) for each word of the warp.
+    template <typename Visit>
+    __device__ static void for_each(const Visit& visit) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) visit(w, (warp_id() * kWords + w) * 32 + lane_id());
+    }
+};
+
+// What is to be sorted: places, and ranks with the number of the sequence above. Where there is no room above there is
+// but one sequence, or, of 64-bit ranks, they are sorted by rank first.
+template <DataType kType, typename Key>
+__global__ void __launch_bounds__(kThreads) make_keys_kernel(const __grid_constant__ Sequences all,
+                                                             const __grid_constant__ BiasView bias, int64_t places,
+                                                             Key* keys, uint32_t* values) {
+    using Bits = typename FloatBits<kType>::Bits;
+    const int64_t place = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    if (place >= places) return;
+    int key = static_cast<int>(place % all.keys);
+    const int above = static_cast<int>(place / all.keys);
+    int head = above % all.heads, batch = above / all.heads;
+    int64_t at = key * bias.col_stride + head * bias.head_stride;
+    if (all.varlen()) {
+        batch = batch_of_key(all, key);
+    } else if (bias.batches > 1) {
+        at += batch * bias.batch_stride;
+    }
+    uint32_t value = static_cast<uint32_t>(place);
+    Bits rank = 0;
+    if (batch < all.batches) {
+        const OneSequence s(all, batch, head);
+        key -= s.first_key;
+        s.write_start(all, key);
+        const Bits bits = static_cast<const Bits*>(bias.data)[at];
+        refuse_nan(is_nan<kType>(bits));
+        rank = rank_of_bias<kType>(bits);
+        if (rank == 0) {
+            value |= kHidden;
+            s.write_hidden(all, key);
+        } else if (values == nullptr) {  // every key is seen from its row on, or none
+            s.write_end(all, key, all.window == 0 ? key : kNeverDropped);
+        }
+    } else {
+        all.start[static_cast<int64_t>(key) * all.heads + head] = 0;
+        all.end[static_cast<int64_t>(key) * all.heads + head] = 0;
+    }
+    if (values == nullptr) return;
+    Key sequence = 0;
+    if constexpr (sizeof(Bits) < sizeof(Key))
+        sequence = static_cast<Key>(all.varlen() ? head * (all.batches + 1) + batch : above) << (sizeof(Bits) * 8);
+    keys[place] = sequence | rank;
+    values[place] = value;
+}
+
+// Of places that are sorted by rank: the sequences, to sort by.
+__global__ void __launch_bounds__(kThreads) number_sequences_kernel(const __grid_constant__ Sequences all,
+                                                                    int64_t places, const uint32_t* values,
+                                                                    uint32_t* keys) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    if (i >= places) return;
+    const int place = static_cast<int>(values[i] & ~kHidden), above = place / all.keys;
+    keys[i] = all.varlen() ? above * (all.batches + 1) + batch_of_key(all, place % all.keys) : above;
+}
+
+// One round of parting: nodes of `1 << node_bits` turns into children of `1 << child_bits`.
+struct Round {
+    int node_bits, child_bits;
+    const uint32_t* from;
+    uint32_t* to;
+    int32_t* counts;  // [chunks, kChildren]: keys of the chunk, by the child in which they arrive
+};
+
+// The node's child at which a key of it arrives.
+__device__ int arrival_child(const Sequences& all, const Chunk& chunk, const Round& round, uint32_t value) {
+    const int key = static_cast<int>(value & ~kHidden) - chunk.sequence.first_place;
+    const int node = chunk.first >> round.node_bits << round.node_bits;
+    return max(key - all.window - node, 0) >> round.child_bits;
+}
+
+// counts[warp][child]
+__device__ void count_by_warps(const Sequences& all, const Chunk& chunk, const Round& round,
+                               int (&counts)[kWarps][kChildren], uint32_t (&value)[kWords], int (&child)[kWords]) {
+    counts[warp_id()][lane_id()] = 0;
+    __syncwarp();
+    const uint32_t* from = round.from + chunk.sequence.first_place + chunk.first;
+    Chunk::for_each([&](int w, int at) { value[w] = at < chunk.turns ? from[at] : 0; });
+    Chunk::for_each([&](int w, int at) {
+        child[w] = at < chunk.turns ? arrival_child(all, chunk, round, value[w]) : kChildren;
+        if (at < chunk.turns) atomicAdd(&counts[warp_id()][child[w]], 1);
+    });
+    __syncthreads();
+}
+
+__global__ void __launch_bounds__(kThreads) count_arrivals_kernel(const __grid_constant__ Sequences all,
+                                                                  const __grid_constant__ Round round) {
+    __shared__ int counts[kWarps][kChildren];
+    const Chunk chunk(all);
+    if (chunk.turns <= 0) return;
+    uint32_t value[kWords];
+    int child[kWords];
+    count_by_warps(all, chunk, round, counts, value, child);
+    if (warp_id() != 0) return;
+    int sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) sum += counts[warp][lane_id()];
+    round.counts[static_cast<int64_t>(blockIdx.x) * kChildren + lane_id()] = sum;
+}
+
+// Which lanes have which child, a ballot for each of its bits.
+class LanesByChild {
+public:
+    struct Masks {
+        uint32_t below, equal;
+    };
+
+    __device__ LanesByChild(int child, bool exists) : exists_(__ballot_sync(~0u, exists)) {
+#pragma unroll
+        for (int bit = 0; bit < kChildBits; ++bit) ballots_[bit] = __ballot_sync(~0u, child >> bit & 1);
+    }
+
+    // The lanes whose child is below, or is, this one. Lanes may ask of different children.
+    __device__ Masks upto(int child) const {
+        Masks masks{0, exists_};
+#pragma unroll
+        for (int bit = kChildBits - 1; bit >= 0; --bit) {
+            const bool one = child >> bit & 1;
+            if (one) masks.below |= masks.equal & ~ballots_[bit];
+            masks.equal &= one ? ballots_[bit] : ~ballots_[bit];
+        }
+        return masks;
+    }
+
+private:
+    uint32_t exists_, ballots_[kChildBits];
+};
+
+// A key goes to the first child that it may: which has not been passed when it arrives, and that the keys before it
+// have not filled together with the children before.
+__global__ void __launch_bounds__(kThreads) part_kernel(const __grid_constant__ Sequences all,
+                                                        const __grid_constant__ Round round) {
+    __shared__ int counts[kWarps][kChildren];
+    __shared__ int before_chunk[kWarps][kChildren];  // part of the sum a warp
+    const Chunk chunk(all);
+    if (chunk.turns <= 0) return;
+    uint32_t value[kWords];
+    int child[kWords];
+    const int node = chunk.first >> round.node_bits << round.node_bits;
+    const int chunks_before = (chunk.first - node) / kChunk;
+    int sum = 0;
+    for (int i = 1 + warp_id(); i <= chunks_before; i += kWarps)
+        sum += round.counts[static_cast<int64_t>(blockIdx.x - i) * kChildren + lane_id()];
+    before_chunk[warp_id()][lane_id()] = sum;
+    count_by_warps(all, chunk, round, counts, value, child);
+
+    // Of lane i: how many of the keys before arrive in child i; then, in child i or before.
+    int arrived = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+        arrived += before_chunk[warp][lane_id()];
+        if (warp < warp_id()) arrived += counts[warp][lane_id()];
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, arrived, step);
+        if (lane_id() >= step) arrived += other;
+    }
+
+    const int size = 1 << round.child_bits;
+    uint32_t* to = round.to + chunk.sequence.first_place + node;
+    Chunk::for_each([&](int w, int at) {
+        const bool exists = at < chunk.turns;
+        const LanesByChild lanes(child[w], exists);
+        const uint32_t open = __ballot_sync(~0u, arrived < (lane_id() + 1) * size);  // so far; the last is to the end
+        const auto next_open = [&](int c) { return __ffs(open & (~0u << c)) - 1; };
+        int place = -1, c = exists ? next_open(child[w]) : 0;
+        while (__any_sync(~0u, exists && place < 0)) {
+            const LanesByChild::Masks masks = lanes.upto(c);
+            const int before = __shfl_sync(~0u, arrived, c) + rank_in(masks.below | masks.equal);
+            const int gone = min(__shfl_sync(~0u, arrived, max(c - 1, 0)) + rank_in(masks.below), c * size);
+            if (!exists || place >= 0) continue;
+            if (before < (c + 1) * size) {
+                place = c * size + before - gone;
+            } else {
+                c = next_open(c + 1);
+            }
+        }
+        const LanesByChild::Masks masks = lanes.upto(lane_id());
+        arrived += __popc(masks.below | masks.equal);
+        if (exists) to[place] = value[w];
+    });
+}
+
+__global__ void __launch_bounds__(kThreads, 2) eviction_kernel(const __grid_constant__ Sequences all,
+                                                               const uint32_t* values) {
+    __shared__ typename ChunkDrops::SharedStorage smem;
+    const Chunk chunk(all);
+    if (chunk.turns <= 0) return;
+    const uint32_t* from = values + chunk.sequence.first_place + chunk.first;
+    Chunk::for_each([&](int, int at) {
+        if (at < chunk.turns) smem.keys[at] = from[at] - chunk.sequence.first_place;
+    });
+    __syncwarp();  // a warp reads what it wrote
+    ChunkDrops(smem, chunk.turns, chunk.first, all.window).run([&](uint32_t key, int turn) {
+        if (!(key & kHidden)) chunk.sequence.write_end(all, key, all.window + turn);
+    });
+}
+
+unsigned blocks_of(int64_t places) { return grid_of(ceil_div<int64_t>(places, kThreads)); }
+
+template <typename Key>
+void make_keys(const Sequences& all, const BiasView& bias, int64_t places, Key* keys, uint32_t* values,
+               cudaStream_t stream) {
+    const auto launch = [&](auto kernel) {
+        kernel<<<blocks_of(places), kThreads, 0, stream>>>(all, bias, places, keys, values);
+    };
+    if constexpr (sizeof(Key) == 8) {
+        if (bias.dtype == DataType::kFloat64) return launch(make_keys_kernel<DataType::kFloat64, Key>);
+    }
+    if (bias.dtype == DataType::kFloat32) return launch(make_keys_kernel<DataType::kFloat32, Key>);
+    if (bias.dtype == DataType::kBFloat16) return launch(make_keys_kernel<DataType::kBFloat16, Key>);
+    launch(make_keys_kernel<DataType::kFloat16, Key>);
+}
+
+int bits_of_rank(DataType dtype) {
+    return dtype == DataType::kFloat64 ? 64 : dtype == DataType::kFloat32 ? 32 : 16;
+}
+int64_t sequences_of(const Sequences& all) {  // of variable length, one more a head
+    return static_cast<int64_t>(all.heads) * (all.varlen() ? all.batches + 1 : all.batches);
+}
+
+// How wide the numbers are that are sorted.
+bool sorts_64_bits(const Sequences& all, DataType dtype) {
+    return bits_of_rank(dtype) + bits_for(sequences_of(all)) > 32;
+}
+
+// The parts of the scratch memory, each aligned to 256 bytes.
+struct Scratch {
+    int64_t keys[2], values[2], counts, sort, bytes = 0;
+
+    Scratch(const Sequences& all, DataType dtype, int64_t places, int64_t sort_bytes) {
+        const auto take = [&](int64_t size) {
+            const int64_t at = bytes;
+            bytes += ceil_div<int64_t>(size, 256) * 256;
+            return at;
+        };
+        for (int64_t& part : keys) part = take(places * (sorts_64_bits(all, dtype) ? 8 : 4));
+        for (int64_t& part : values) part = take(places * 4);
+        counts = take(chunks_of(all) * kChildren * sizeof(int32_t));
+        sort = take(sort_bytes);
+    }
+};
+
+// The places, sequence after sequence, from the worst to the best.
+template <typename Key>
+Buffers<uint32_t> sort_places(const Sequences& all, const BiasView& bias, int64_t places, const Scratch& parts,
+                              int64_t sort_bytes, char* scratch, cudaStream_t stream) {
+    Buffers<Key> keys{reinterpret_cast<Key*>(scratch + parts.keys[0]), reinterpret_cast<Key*>(scratch + parts.keys[1])};
+    Buffers<uint32_t> values{reinterpret_cast<uint32_t*>(scratch + parts.values[0]),
+                             reinterpret_cast<uint32_t*>(scratch + parts.values[1])};
+    make_keys(all, bias, places, keys.current, values.current, stream);
+    const int rank_bits = bits_of_rank(bias.dtype), sequence_bits = bits_for(sequences_of(all));
+    const bool apart = rank_bits == 64;
+    sort_pairs(scratch + parts.sort, sort_bytes, keys, values, places, rank_bits + (apart ? 0 : sequence_bits), stream);
+    if (apart && sequence_bits > 0) {
+        Buffers<uint32_t> sequences{reinterpret_cast<uint32_t*>(keys.current), reinterpret_cast<uint32_t*>(keys.other)};
+        number_sequences_kernel<<<blocks_of(places), kThreads, 0, stream>>>(all, places, values.current,
+                                                                            sequences.current);
+        sort_pairs(scratch + parts.sort, sort_bytes, sequences, values, places, sequence_bits, stream);
+    }
+    return values;
+}
+
+// Whether no key is ever driven out, or every key at once.
+bool is_trivial(const SelectParams& params, int64_t longest) { return params.window == 0 || params.window >= longest; }
+
+int64_t longest_of(const SelectParams& params) {
+    return params.cu_seqlens_k == nullptr ? params.keys : std::min(params.longest, params.keys);
+}
+
+}  // namespace
+}  // namespace cuda
+
+IntervalSelectPlan plan_select_intervals(const SelectParams& params) {
+    using namespace cuda;
+    IntervalSelectPlan plan;
+    const Sequences all(params, nullptr);
+    const int64_t places = Sequences::places(params), longest = longest_of(params);
+    if (places > kMaxPlaces)
+        throw std::runtime_error("intervals are selected among up to 2^30 keys of all batch elements and heads, got " +
+                                 std::to_string(places));
+    plan.by_chunks = suits_chunks(params);
+    if (plan.by_chunks) return plan;
+    plan.one_launch = longest <= kShortSequence && params.bias.dtype != DataType::kFloat64;
+    if (plan.one_launch || places == 0 || is_trivial(params, longest)) return plan;
+    const bool wide = sorts_64_bits(all, params.bias.dtype);
+    plan.sort_bytes = wide ? sort_scratch_bytes_64(places) : sort_scratch_bytes_32(places);
+    if (params.bias.dtype == DataType::kFloat64)
+        plan.sort_bytes = std::max(plan.sort_bytes, sort_scratch_bytes_32(places));
+    plan.scratch_bytes = Scratch(all, params.bias.dtype, places, plan.sort_bytes).bytes;
+    return plan;
+}
+
+void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan& plan, void* scratch,
+                           int32_t* intervals, cudaStream_t stream) {
+    using namespace cuda;
+    const Sequences all(params, intervals);
+    const int64_t places = Sequences::places(params), longest = longest_of(params);
+    if (places == 0) return;
+    if (all.count() == 0) {  // keys that are no sequence's
+        FLASH_CUDA_CHECK(cudaMemsetAsync(intervals, 0, 2 * places * sizeof(int32_t), stream));
+        return;
+    }
+    if (plan.by_chunks) return select_chunked_sequences(all, params.bias, stream);
+    if (plan.one_launch) return select_short_sequences(all, params.bias, longest, stream);
+    if (is_trivial(params, longest)) {
+        make_keys<uint64_t>(all, params.bias, places, nullptr, nullptr, stream);
+        FLASH_CUDA_CHECK(cudaGetLastError());
+        return;
+    }
+
+    const Scratch parts(all, params.bias.dtype, places, plan.sort_bytes);
+    const auto sort = sorts_64_bits(all, params.bias.dtype) ? sort_places<uint64_t> : sort_places<uint32_t>;
+    char* memory = static_cast<char*>(scratch);
+    Buffers<uint32_t> values = sort(all, params.bias, places, parts, plan.sort_bytes, memory, stream);
+    const unsigned chunks = grid_of(chunks_of(all));
+    const int chunk_bits = bits_for(kChunk);
+    int node_bits = chunk_bits + bits_for(ceil_div<int64_t>(params.keys, kChunk));
+    while (node_bits > chunk_bits) {
+        const int child_bits = std::max(node_bits - kChildBits, chunk_bits);
+        const Round round{node_bits, child_bits, values.current, values.other,
+                          reinterpret_cast<int32_t*>(memory + parts.counts)};
+        count_arrivals_kernel<<<chunks, kThreads, 0, stream>>>(all, round);
+        part_kernel<<<chunks, kThreads, 0, stream>>>(all, round);
+        std::swap(values.current, values.other);
+        node_bits = child_bits;
+    }
+    eviction_kernel<<<chunks, kThreads, 0, stream>>>(all, values.current);
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace flash_dmattn

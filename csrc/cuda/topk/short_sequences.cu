@@ -1,0 +1,113 @@
+#include "short_sequences.h"
+
+#include <cub/block/block_radix_sort.cuh>
+
+#include "cuda/common/check.h"
+#include "eviction_order.cuh"
+#include "order.cuh"
+
+namespace flash_dmattn::cuda {
+namespace {
+
+// Sorts a block's keys from the worst to the best; those that are there come in the order of their numbers.
+template <typename Bits, int kThreads, int kWords>
+struct Sorter {
+    using Sort = cub::BlockRadixSort<uint32_t, kThreads, kWords, uint32_t>;
+    using SharedStorage = typename Sort::TempStorage;
+
+    __device__ static void run(SharedStorage& smem, const uint32_t (&rank)[kWords], uint32_t (&key)[kWords]) {
+        uint32_t sorted[kWords];
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            sorted[i] = rank[i];
+            if (rank[i] == 0) key[i] |= kHidden;
+        }
+        Sort(smem).SortBlockedToStriped(sorted, key);
+    }
+};
+
+// Rank and number of a key fit in one word.
+template <int kThreads, int kWords>
+struct Sorter<uint16_t, kThreads, kWords> {
+    using Sort = cub::BlockRadixSort<uint32_t, kThreads, kWords>;
+    using SharedStorage = typename Sort::TempStorage;
+    static_assert(kThreads * kWords <= 1 << 16);
+
+    __device__ static void run(SharedStorage& smem, const uint32_t (&rank)[kWords], uint32_t (&key)[kWords]) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) key[i] |= rank[i] << 16;
+        Sort(smem).SortBlockedToStriped(key, 16, 32);
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) key[i] = (key[i] & 0xffff) | (key[i] >> 16 == 0 ? kHidden : 0);
+    }
+};
+
+template <typename Bits, int kThreads, int kWords>
+__global__ void __launch_bounds__(kThreads) select_short_kernel(const __grid_constant__ Sequences all,
+                                                                const __grid_constant__ KeyBias bias) {
+    using Sort = Sorter<Bits, kThreads, kWords>;
+    using Drops = EvictionOrder<kThreads, kWords>;
+    __shared__ union {
+        typename Sort::SharedStorage sort;
+        typename Drops::SharedStorage drops;
+    } smem;
+
+    const OneSequence s(all, blockIdx.x / all.heads, blockIdx.x % all.heads);
+    const Bits* from = bias.of<Bits>(s);
+    uint32_t rank[kWords], key[kWords];
+    bool found_nan = false;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+        key[i] = threadIdx.x * kWords + i;
+        rank[i] = static_cast<Bits>(~Bits{0});  // above every bias
+        if (key[i] < s.keys) rank[i] = rank_of(from[key[i] * bias.col_stride], bias.is_bfloat16, found_nan);
+    }
+    refuse_nan(found_nan);
+    Sort::run(smem.sort, rank, key);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) smem.drops.keys[i * kThreads + threadIdx.x] = key[i];
+    __syncthreads();
+
+    for (int i = threadIdx.x; i < s.keys; i += kThreads) s.write_start(all, i);
+    const int turns = min(s.keys, Drops::kTurns);  // of a sequence that is longer than was said, part
+    Drops(smem.drops, turns, 0, all.window).run([&](uint32_t key, int turn) {
+        if (key & kHidden) {
+            s.write_hidden(all, key & ~kHidden);
+        } else {
+            s.write_end(all, key, all.window + turn);
+        }
+    });
+    if (!all.varlen() || s.batch != all.batches - 1) return;
+    for (int i = s.first_key + s.keys + threadIdx.x; i < all.keys; i += kThreads)
+        all.start[i * s.out_stride + s.head] = all.end[i * s.out_stride + s.head] = 0;
+}
+
+template <typename Bits>
+void select(const Sequences& all, const KeyBias& bias, int64_t longest, cudaStream_t stream) {
+    const unsigned blocks = grid_of(all.count());
+    static_assert(kShortSequence == 1024 * 8);
+    if (longest <= 1024) {
+        select_short_kernel<Bits, 256, 4><<<blocks, 256, 0, stream>>>(all, bias);
+    } else if (longest <= 2048) {
+        select_short_kernel<Bits, 512, 4><<<blocks, 512, 0, stream>>>(all, bias);
+    } else if (longest <= 4096) {
+        select_short_kernel<Bits, 1024, 4><<<blocks, 1024, 0, stream>>>(all, bias);
+    } else {
+        select_short_kernel<Bits, 1024, 8><<<blocks, 1024, 0, stream>>>(all, bias);
+    }
+    FLASH_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace
+
+void select_short_sequences(const Sequences& sequences, const BiasView& view, int64_t longest, cudaStream_t stream) {
+    const KeyBias bias(sequences, view);
+    if (view.dtype == DataType::kFloat32) {
+        select<uint32_t>(sequences, bias, longest, stream);
+    } else {
+        select<uint16_t>(sequences, bias, longest, stream);
+    }
+}
+
+}  // namespace flash_dmattn::cuda

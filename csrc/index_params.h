@@ -9,7 +9,8 @@ namespace flash_dmattn {
 
 // Places of keys, counted from the sequence's first; -1 stands for none, and so does whatever is no key.
 struct IndexView {
-    const int32_t* data = nullptr;  // [{B|1}, {H|Hkv|1}, ceil(Sq / tile_rows), k]; or of variable length [total_q, heads, k]
+    const int32_t* data =
+        nullptr;  // [{B|1}, {H|Hkv|1}, ceil(Sq / tile_rows), k]; or of variable length [total_q, heads, k]
     int64_t batch_stride = 0;
     int64_t head_stride = 0;
     int64_t row_stride = 0;
@@ -34,11 +35,11 @@ struct IndexListsPlan {
     int64_t heads = 1;
     int64_t num_m_blocks = 1;
     int64_t tile_rows = KeyListsView::kRows;
-    bool has_rows = false;     // not every row of a list sees all of its keys
-    int64_t group_tiles = 1;   // tiles of lists in a group
-    int64_t groups = 1;        // of one batch element and head
-    int64_t stride = 0;        // room for a list
-    int64_t capacity = 0;      // of keys, in all
+    bool has_rows = false;    // not every row of a list sees all of its keys
+    int64_t group_tiles = 1;  // tiles of lists in a group
+    int64_t groups = 1;       // of one batch element and head
+    int64_t stride = 0;       // room for a list
+    int64_t capacity = 0;     // of keys, in all
 
     int64_t units() const { return batches * heads * groups; }
     int64_t group_rows() const { return group_tiles * tile_rows; }

@@ -33,9 +33,9 @@ struct ScoreView {
     int64_t head_stride = 0;
     int64_t row_stride = 0;
     int64_t col_stride = 0;
-    int64_t batches = 1;        // size of the batch dimension: B, B/n or 1
+    int64_t batches = 1;           // size of the batch dimension: B, B/n or 1
     int64_t batch_group_size = 1;  // n: so many batch elements, one after the other, share one; of variable length 1
-    int64_t heads = 1;          // size of the head dimension: H, Hkv or 1
+    int64_t heads = 1;             // size of the head dimension: H, Hkv or 1
     bool per_key = false;  // one number a key; of variable length the first dimension then counts keys, not rows
 
     bool present() const { return data != nullptr; }
@@ -88,13 +88,13 @@ struct KeyListsView {
     const int64_t* ends = nullptr;    // [lists], the same
     const uint32_t* rows = nullptr;   // [capacity, kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
     int64_t capacity = 0;
-    int64_t batches = 1;    // B, or B/n or 1 where batch elements share lists
+    int64_t batches = 1;           // B, or B/n or 1 where batch elements share lists
     int64_t batch_group_size = 1;  // as in ScoreView
-    int64_t heads = 1;      // H, Hkv or 1
-    int64_t tile_rows = kRows;  // or kRows / 2
-    int64_t num_m_blocks = 1;  // ceil(Sq / tile_rows), or 1 where every row of a head shares one list (a key mask)
-    int64_t longest = 0;    // about how long a list may be, by the room that there is, where that is known
-    bool row_broadcast = false;  // one list serves every row
+    int64_t heads = 1;             // H, Hkv or 1
+    int64_t tile_rows = kRows;     // or kRows / 2
+    int64_t num_m_blocks = 1;      // ceil(Sq / tile_rows), or 1 where every row of a head shares one list (a key mask)
+    int64_t longest = 0;           // about how long a list may be, by the room that there is, where that is known
+    bool row_broadcast = false;    // one list serves every row
 
     bool present() const { return begins != nullptr; }  // the keys may be none
     int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_group_size : 0; }
@@ -116,20 +116,20 @@ struct PackedMask {
     uint32_t* bits = nullptr;
     // [{B|B/n|1}, heads, num_m_blocks, num_n_blocks]: bit j is 1 where a row of the tile sees key j of it.
     uint64_t* columns = nullptr;
-    BlockKind* kinds = nullptr;  // [{B|B/n|1}, heads, num_m_blocks, num_n_blocks]
+    BlockKind* kinds = nullptr;     // [{B|B/n|1}, heads, num_m_blocks, num_n_blocks]
     int64_t bits_batch_stride = 0;  // counted in words
     int64_t bits_head_stride = 0;
-    int64_t bits_row_stride = 0;    // 0 where every row is alike
+    int64_t bits_row_stride = 0;  // 0 where every row is alike
     int64_t tiles_batch_stride = 0;
     int64_t tiles_head_stride = 0;
-    int64_t tiles_row_stride = 0;   // 0 where every row is alike, else num_n_blocks
+    int64_t tiles_row_stride = 0;  // 0 where every row is alike, else num_n_blocks
     int64_t batches = 1;
     int64_t batch_group_size = 1;  // as in ScoreView
     int64_t heads = 1;
     int64_t num_m_blocks = 1;
     int64_t num_n_blocks = 0;
     int64_t words = 0;
-    int64_t bits_size = 0;   // numbers of elements to allocate
+    int64_t bits_size = 0;  // numbers of elements to allocate
     int64_t tiles_size = 0;
 
     bool present() const { return bits != nullptr; }
@@ -150,7 +150,7 @@ struct IntervalSummaries {
     IntervalBlockSummary* tiles = nullptr;  // [{B|1}, heads, num_n_blocks]; where lengths differ [B, ..]
     int64_t batch_stride = 0;
     int64_t num_n_blocks = 0;
-    int64_t size = 0;  // number of elements to allocate
+    int64_t size = 0;                          // number of elements to allocate
     uint32_t* tile_count_semaphore = nullptr;  // [1], 0: by it the blocks of one forward share out what they do
 
     bool present() const { return tiles != nullptr; }
@@ -171,7 +171,7 @@ struct AttentionParams {
     int64_t kv_heads = 0;
     int64_t seqlen_q = 0;  // the longest, of variable length
     int64_t seqlen_k = 0;
-    int64_t total_q = 0;   // rows and keys of all sequences together
+    int64_t total_q = 0;  // rows and keys of all sequences together
     int64_t total_k = 0;
     int64_t head_dim = 0;
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1], or null where every sequence has seqlen_q rows
@@ -190,20 +190,20 @@ struct AttentionParams {
     RowsView value;  // [B, Sk, Hkv, D]
     RowsView out;    // [B, Sq, H, D]
     RowStatView lse;
-    MaskView mask;           // at most one of `mask` and `intervals` is present
+    MaskView mask;  // at most one of `mask` and `intervals` is present
     IntervalView intervals;
-    KeyListsView lists;      // where present, the keys are gathered by them
+    KeyListsView lists;  // where present, the keys are gathered by them
     BiasView bias;
-    PackedMask packed_mask;  // of CUDA: stands in for `mask`, which then may be absent
+    PackedMask packed_mask;                // of CUDA: stands in for `mask`, which then may be absent
     IntervalSummaries interval_summaries;  // of CUDA: of `intervals`, where there are no lists
-    DeviceDispatch device_dispatch;                 // of CUDA
+    DeviceDispatch device_dispatch;        // of CUDA
 };
 
 struct FwdParams : AttentionParams {};
 
 struct BwdParams : AttentionParams {
     RowsView dout;      // [B, Sq, H, D]
-    RowStatView dlse;  // of CUDA: absent where it is 0
+    RowStatView dlse;   // of CUDA: absent where it is 0
     RowStatView delta;  // D_i = <do_i, o_i> - dlse_i: scratch of the CPU kernels
 
     RowsView dquery;

@@ -36,8 +36,8 @@ void GatheredKeys<acc_t>::load(const Sequence& sequence, int64_t head, int64_t r
         if (backward_) value_transposed_.resize(list.size * dim);
     }
     const auto gathered = [&](const RowsView& view, const KeyList& keys, acc_t* to) {
-        const int64_t at = sequence.batch * view.batch_stride + sequence.first_key * view.row_stride +
-                           kv_head * view.head_stride;
+        const int64_t at =
+            sequence.batch * view.batch_stride + sequence.first_key * view.row_stride + kv_head * view.head_stride;
         return gather<acc_t>(view.data, p_.dtype, at, view.row_stride, keys.keys, keys.size, dim, to);
     };
     tiles_.clear();

@@ -16,7 +16,7 @@ constexpr int64_t kKeys = 256;
 template <typename acc_t>
 struct KeyPart {
     int64_t first = 0, keys = 0;
-    Buffer<acc_t> dkey, dvalue;  // [keys, D]
+    Buffer<acc_t> dkey, dvalue;       // [keys, D]
     std::vector<double> column_sums;  // [heads of dbias that share the key/value head, keys]
 
     void start(int64_t first_key, int64_t key_count, int64_t dim, int64_t dbias_heads) {
@@ -74,7 +74,7 @@ private:
     }
 
     void reduce_rows(const Sequence& s, int64_t kv_head, int64_t key, const Matrix<acc_t>& sums,
-                     Buffer<acc_t> KeyPart<acc_t>::*rows, const RowsView& to) {
+                     Buffer<acc_t> KeyPart<acc_t>::* rows, const RowsView& to) {
         std::fill_n(sums.data, sums.rows * sums.cols, acc_t(0));
         for_each_part(s, kv_head, key, sums.rows, [&](const KeyPart<acc_t>& from, int64_t begin, int64_t end) {
             const acc_t* x = (from.*rows).data() + (begin - from.first) * sums.cols;
@@ -120,7 +120,9 @@ public:
           dout_transposed_(query_.size()),
           dquery_(query_.size()),
           column_sums_(parts.dbias_heads() > 0 ? kKeys : 0),
-          dense_slots_(!has_dense_dbias(params) ? 0 : params.dbias.heads == params.heads ? sharing_ : 1),
+          dense_slots_(!has_dense_dbias(params)             ? 0
+                       : params.dbias.heads == params.heads ? sharing_
+                                                            : 1),
           dense_rows_(dense_slots_ * max_rows_ * params.seqlen_k),
           transposed_(kKeys * p_.head_dim) {}
 
@@ -138,9 +140,8 @@ private:
         const Sequence first(p_, first_batch);
         const int64_t begin = run * units_.tiles_each * rows_each_;
         const int64_t end = std::min(begin + units_.tiles_each * rows_each_, first.rows);
-        units_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            start_part(run, s, head, begin, end);
-        });
+        units_.for_each_kv_head(first_batch, first_head,
+                                [&](const Sequence& s, int64_t head) { start_part(run, s, head, begin, end); });
         bool finite = true;
         for (int64_t row = begin; row < end; row += rows_each_) {
             finite &= differentiate_rows(run, first_batch, first_head, row, std::min(rows_each_, end - row), exact);
@@ -201,7 +202,8 @@ private:
         int64_t at = 0;
         for (const auto& keys : gathered_.tiles()) {
             const int64_t n = keys.list.size;
-            tile_.compute(keys.tile(s, head, row, rows), query, dout, keys.key, keys.key_transposed, keys.value_transposed);
+            tile_.compute(keys.tile(s, head, row, rows), query, dout, keys.key, keys.key_transposed,
+                          keys.value_transposed);
             const Matrix<acc_t> dkey{dkey_.data() + at, p_.head_dim, n, n};
             const Matrix<acc_t> dvalue{dvalue_.data() + at, p_.head_dim, n, n};
             add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, dvalue);
@@ -265,7 +267,7 @@ private:
     const GradientUnits& units_;
     KeyParts<acc_t>& parts_;
     int64_t group_;
-    int64_t sharing_;  // how many query heads have one list and one key/value head
+    int64_t sharing_;    // how many query heads have one list and one key/value head
     int64_t rows_each_;  // of a tile
     int64_t max_rows_;
     GradientTile<acc_t> tile_;

@@ -147,9 +147,7 @@ template <typename acc_t>
 class RowDeltas {
 public:
     explicit RowDeltas(const BwdParams& params)
-        : p_(params),
-          out_(std::min(kGradientRows, p_.seqlen_q) * p_.head_dim),
-          dout_(out_.size()) {}
+        : p_(params), out_(std::min(kGradientRows, p_.seqlen_q) * p_.head_dim), dout_(out_.size()) {}
 
     void operator()(const Sequence& s, int64_t head, int64_t row, int64_t rows) {
         const auto out = load_rows(p_, p_.out, s, row, rows, head, out_.data());

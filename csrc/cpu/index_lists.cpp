@@ -12,8 +12,8 @@ constexpr int64_t kWords = KeyListsView::kRows / 32;
 
 // The indices of one row of them.
 const int32_t* indices_of(const IndexView& view, const Sequence& s, int64_t head, int64_t heads, int64_t row) {
-    return view.data + (view.batches > 1 ? s.batch * view.batch_stride : 0) + head / (heads / view.heads) * view.head_stride +
-           (view.packed ? s.first_row + row : row) * view.row_stride;
+    return view.data + (view.batches > 1 ? s.batch * view.batch_stride : 0) +
+           head / (heads / view.heads) * view.head_stride + (view.packed ? s.first_row + row : row) * view.row_stride;
 }
 
 // Bits begin to end - 1 of a list's row words.
@@ -123,7 +123,8 @@ std::optional<WrongIndex> find_wrong_index_cpu(const IndexListsParams& params) {
 void index_lists_cpu(const IndexListsParams& params, const IndexListsPlan& plan, int32_t* keys, int64_t* begins,
                      int64_t* ends, uint32_t* rows) {
     for_each_unit(plan.units(), [&] {
-        return [=, lists = IndexLists(params, plan)](int64_t unit) mutable { lists.make(unit, keys, begins, ends, rows); };
+        return
+            [=, lists = IndexLists(params, plan)](int64_t unit) mutable { lists.make(unit, keys, begins, ends, rows); };
     });
 }
 

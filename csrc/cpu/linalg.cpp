@@ -158,7 +158,8 @@ __attribute__((always_inline)) inline void sum_each(Vec<acc_t> (&x)[n]) {
 
 // c_ij = alpha * <a_i, b_j> for kRows rows from i on and kCols from j on.
 template <int kRows, int kCols, typename acc_t, typename T>
-void dot_block(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t i, int64_t j) {
+void dot_block(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t i,
+               int64_t j) {
     constexpr int64_t width = Vec<acc_t>::size();
     Vec<acc_t> sums[kRows * kCols];
     const acc_t* rows[kRows];
@@ -177,11 +178,13 @@ void dot_block(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, co
         for (int x = 0; x < kRows; ++x) {
             const auto factor = load_vector<acc_t>(rows[x] + d, count);
 #pragma GCC unroll 16
-            for (int y = 0; y < kCols; ++y) sums[x * kCols + y] = at::vec::fmadd(factor, factors[y], sums[x * kCols + y]);
+            for (int y = 0; y < kCols; ++y)
+                sums[x * kCols + y] = at::vec::fmadd(factor, factors[y], sums[x * kCols + y]);
         }
     };
     const int64_t whole = a.cols / width * width;
-    if (whole < a.cols) add_pieces(whole, a.cols - whole);  // first: after the last whole vectors the sums are in registers
+    if (whole < a.cols)
+        add_pieces(whole, a.cols - whole);  // first: after the last whole vectors the sums are in registers
     for (int64_t d = 0; d < whole; d += width) add_pieces(d, width);
     sum_each(sums);
     acc_t products[std::max<int64_t>(kRows * kCols, width)];
@@ -234,7 +237,8 @@ void weighted_block(const Matrix<acc_t>& w, const Matrix<const T>& b, const Matr
     for (int x = 0; x < kRows; ++x) {
         weights[x] = w.row(i + x);
 #pragma GCC unroll 16
-        for (int y = 0; y < kVectors; ++y) sums[x * kVectors + y] = load_vector<acc_t>(c.row(i + x) + d + y * width, count);
+        for (int y = 0; y < kVectors; ++y)
+            sums[x * kVectors + y] = load_vector<acc_t>(c.row(i + x) + d + y * width, count);
     }
     const auto add_row = [&](int64_t j, Vec<acc_t>* to) __attribute__((always_inline)) {
         Vec<acc_t> factors[kVectors];
@@ -244,7 +248,8 @@ void weighted_block(const Matrix<acc_t>& w, const Matrix<const T>& b, const Matr
         for (int x = 0; x < kRows; ++x) {
             const Vec<acc_t> weight(weights[x][j]);
 #pragma GCC unroll 16
-            for (int y = 0; y < kVectors; ++y) to[x * kVectors + y] = at::vec::fmadd(weight, factors[y], to[x * kVectors + y]);
+            for (int y = 0; y < kVectors; ++y)
+                to[x * kVectors + y] = at::vec::fmadd(weight, factors[y], to[x * kVectors + y]);
         }
     };
     int64_t j = 0;
@@ -319,7 +324,8 @@ void add_product_left(const Matrix<acc_t>& w, const Matrix<acc_t>& b, acc_t alph
 }
 
 template <typename acc_t>
-void add_product_right(const Matrix<acc_t>& a, const Matrix<acc_t>& w, acc_t alpha, bool exact, const Matrix<acc_t>& c) {
+void add_product_right(const Matrix<acc_t>& a, const Matrix<acc_t>& w, acc_t alpha, bool exact,
+                       const Matrix<acc_t>& c) {
     if (!exact) return gemm<acc_t>(a, w, alpha, 1, c);
     for_each_weight(w, alpha, [&](int64_t i, int64_t j, acc_t weight) {
         for (int64_t d = 0; d < a.rows; ++d) c.row(d)[j] += weight * a.row(d)[i];
@@ -372,7 +378,8 @@ Matrix<acc_t> load_operand(const void* data, DataType dtype, int64_t offset, int
         const Matrix<acc_t> there = in_place<acc_t>(data, offset, stride, rows, cols);
         const auto aligned = [](int64_t bytes) { return bytes % kAlignment == 0; };
         constexpr int64_t size = sizeof(acc_t);
-        if (aligned(reinterpret_cast<intptr_t>(there.data)) && aligned(stride * size) && aligned(cols * size)) return there;
+        if (aligned(reinterpret_cast<intptr_t>(there.data)) && aligned(stride * size) && aligned(cols * size))
+            return there;
     }
     return widen<acc_t>(data, dtype, offset, stride, rows, cols, scratch);
 }
@@ -416,7 +423,8 @@ bool all_finite(const Matrix<acc_t>& matrix) {
     acc_t sum = 0;
     for (int64_t i = 0; i < matrix.rows; ++i) {
         sum += at::vec::map_reduce_all<acc_t>([](Vec<acc_t> x) { return x - x; },
-                                              [](Vec<acc_t> x, Vec<acc_t> y) { return x + y; }, matrix.row(i), matrix.cols);
+                                              [](Vec<acc_t> x, Vec<acc_t> y) { return x + y; }, matrix.row(i),
+                                              matrix.cols);
     }
     return sum == 0;
 }
@@ -495,27 +503,27 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
     row_scale<acc_t>(x, softcap, n);
 }
 
-#define INSTANTIATE(acc_t)                                                                                           \
-    template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*, int64_t);                                         \
-    template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                  \
-    template void row_products(const Matrix<acc_t>&, const StoredRows&, acc_t, const Matrix<acc_t>&,                 \
-                               std::initializer_list<StoredRows>);                                                   \
-    template void add_weighted_rows(const Matrix<acc_t>&, const StoredRows&, const Matrix<acc_t>&);                  \
-    template void precise_product(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);                 \
-    template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
-    template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);  \
-    template Matrix<acc_t> load(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);                  \
-    template Matrix<acc_t> load_operand(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);          \
-    template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                    \
+#define INSTANTIATE(acc_t)                                                                                            \
+    template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*, int64_t);                                          \
+    template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                   \
+    template void row_products(const Matrix<acc_t>&, const StoredRows&, acc_t, const Matrix<acc_t>&,                  \
+                               std::initializer_list<StoredRows>);                                                    \
+    template void add_weighted_rows(const Matrix<acc_t>&, const StoredRows&, const Matrix<acc_t>&);                   \
+    template void precise_product(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);                  \
+    template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);    \
+    template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
+    template Matrix<acc_t> load(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);                   \
+    template Matrix<acc_t> load_operand(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);           \
+    template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                     \
     template Matrix<acc_t> gather(const void*, DataType, int64_t, int64_t, const int32_t*, int64_t, int64_t, acc_t*); \
-    template acc_t least(DataType);                                                                                  \
-    template bool all_finite(const Matrix<acc_t>&);                                                                  \
-    template acc_t row_max(const acc_t*, int64_t);                                                                   \
-    template acc_t row_exp(acc_t*, acc_t, int64_t);                                                                  \
-    template void row_scale(acc_t*, acc_t, int64_t);                                                                 \
-    template void row_add(acc_t*, const acc_t*, int64_t);                                                            \
-    template double row_dot(const acc_t*, const acc_t*, int64_t);                                                    \
-    template void row_dx(acc_t*, const acc_t*, acc_t, int64_t);                                                      \
+    template acc_t least(DataType);                                                                                   \
+    template bool all_finite(const Matrix<acc_t>&);                                                                   \
+    template acc_t row_max(const acc_t*, int64_t);                                                                    \
+    template acc_t row_exp(acc_t*, acc_t, int64_t);                                                                   \
+    template void row_scale(acc_t*, acc_t, int64_t);                                                                  \
+    template void row_add(acc_t*, const acc_t*, int64_t);                                                             \
+    template double row_dot(const acc_t*, const acc_t*, int64_t);                                                     \
+    template void row_dx(acc_t*, const acc_t*, acc_t, int64_t);                                                       \
     template void row_softcap(acc_t*, acc_t*, acc_t, int64_t);
 
 INSTANTIATE(float)

@@ -95,9 +95,11 @@ private:
     // One key/value head of one batch element: the tile of keys under way, and the gradients that grow with it, transposed
     // [D, keys] as the BLAS likes them.
     struct Member {
-        explicit Member(int64_t size) : key_(size), key_transposed_(size), value_transposed_(size), dkey_(size), dvalue_(size) {}
+        explicit Member(int64_t size)
+            : key_(size), key_transposed_(size), value_transposed_(size), dkey_(size), dvalue_(size) {}
 
-        void start(const BwdParams& p, const Sequence& s, int64_t first, int64_t keys, int64_t kv_head, acc_t* scratch) {
+        void start(const BwdParams& p, const Sequence& s, int64_t first, int64_t keys, int64_t kv_head,
+                   acc_t* scratch) {
             key = load_keys(p, p.key, s, first, keys, kv_head, key_.data());
             const auto value = load_keys(p, p.value, s, first, keys, kv_head, scratch);
             if (!has_few_rows(s)) key_transposed = transpose(key, key_transposed_.data(), padded(keys));
@@ -136,7 +138,8 @@ private:
 
     // One key tile against all rows. The batch elements of a group have one length: a group spans them only where the
     // length is fixed.
-    bool differentiate_keys(int64_t run, int64_t first_batch, int64_t first_head, int64_t key, int64_t keys, bool exact) {
+    bool differentiate_keys(int64_t run, int64_t first_batch, int64_t first_head, int64_t key, int64_t keys,
+                            bool exact) {
         std::fill(column_sums_.begin(), column_sums_.end(), 0.0);
         bool finite = true;
         const Sequence first(p_, first_batch);
@@ -167,11 +170,13 @@ private:
                         finite &= store_transposed(m.dvalue, p_.dvalue, s, key, head / group_);
                     }
                 }
-                if (dense_dbias_ && units_.last_of_bias_head(head)) store_dense_dbias({first, head, row, rows, key, keys});
+                if (dense_dbias_ && units_.last_of_bias_head(head))
+                    store_dense_dbias({first, head, row, rows, key, keys});
             }
         }
         units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            if (key_dbias_ && units_.last_of_bias_head(head)) store_key_dbias({s, head, 0, 1, key, keys}, head - first_head);
+            if (key_dbias_ && units_.last_of_bias_head(head))
+                store_key_dbias({s, head, 0, 1, key, keys}, head - first_head);
         });
         return finite;
     }

@@ -223,7 +223,8 @@ private:
         for (int64_t head = 0; head < p_.heads; ++head) {
             acc_t* to = query.row(head * s.rows);
             const auto rows = load_rows(p_, p_.query, s, 0, s.rows, head, to);
-            for (int64_t i = 0; i < s.rows && rows.data != to; ++i) std::copy_n(rows.row(i), rows.cols, to + i * rows.cols);
+            for (int64_t i = 0; i < s.rows && rows.data != to; ++i)
+                std::copy_n(rows.row(i), rows.cols, to + i * rows.cols);
         }
         attend(s, run, query, sums, unit, /*exact=*/false);
         // Zero times what stands in an invisible value may have been NaN.
@@ -238,8 +239,8 @@ private:
             const int64_t keys = std::min(kFewRowsKeys, end - j);
             for (int64_t head = 0; head < p_.heads; head += group_) {
                 const int64_t first = head * s.rows, rows = group_ * s.rows;
-                add_keys(s, head, j, keys, {query.row(first), rows, query.cols, query.stride}, sums.rows(first, rows), unit,
-                         exact);
+                add_keys(s, head, j, keys, {query.row(first), rows, query.cols, query.stride}, sums.rows(first, rows),
+                         unit, exact);
             }
         }
     }
@@ -255,17 +256,18 @@ private:
         const StoredRows value = stored_keys(p_.value, s, key, keys, first_head);
         const bool last = first_head + group_ == p_.heads;
         const int64_t next_key = last ? std::min(key + kFewRowsKeys, s.keys) : key;
-        const StoredRows next = stored_keys(p_.key, s, next_key, std::min(kFewRowsKeys, s.keys - next_key),
-                                            last ? 0 : first_head + group_);
-        row_products<acc_t>(query, stored_keys(p_.key, s, key, keys, first_head), p_.softmax_scale, probs, {value, next});
+        const StoredRows next =
+            stored_keys(p_.key, s, next_key, std::min(kFewRowsKeys, s.keys - next_key), last ? 0 : first_head + group_);
+        row_products<acc_t>(query, stored_keys(p_.key, s, key, keys, first_head), p_.softmax_scale, probs,
+                            {value, next});
         for (head = first_head; head < first_head + group_; ++head) {
             const int64_t row = (head - first_head) * s.rows;
             online_softmax(p_, tile_of(head), {probs.row(row), s.rows, keys, probs.stride}, sums.rows(row, s.rows),
                            unit.pairs);
         }
         if (exact) {
-            const auto widened = load<acc_t>(value.data, value.dtype, value.offset, value.stride, value.rows, value.cols,
-                                             unit.value.data());
+            const auto widened = load<acc_t>(value.data, value.dtype, value.offset, value.stride, value.rows,
+                                             value.cols, unit.value.data());
             add_product_left<acc_t>(probs, widened, 1, exact, sums.out);
         } else {
             add_weighted_rows<acc_t>(probs, value, sums.out);

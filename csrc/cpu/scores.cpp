@@ -12,8 +12,8 @@ constexpr int64_t kProductRows = 128, kProductKeys = 256;  // every tile begins 
 // x += bias where a pair is visible, else -inf: chosen, not added, for the score of an invisible pair may be NaN. A bias
 // hides up to `least`, the least finite number of its type: additive masks are made of it. NaN hides nothing.
 template <typename acc_t>
-void apply_mask_and_bias(acc_t* __restrict x, const acc_t* __restrict bias, acc_t least, const uint8_t* __restrict visible,
-                 int64_t n) {
+void apply_mask_and_bias(acc_t* __restrict x, const acc_t* __restrict bias, acc_t least,
+                         const uint8_t* __restrict visible, int64_t n) {
     constexpr acc_t hidden = -std::numeric_limits<acc_t>::infinity();
     if (bias != nullptr && visible != nullptr) {
         for (int64_t j = 0; j < n; ++j) {
@@ -83,8 +83,8 @@ bool mask_hides(const AttentionParams& params, const Tile& tile) {
 }
 
 template <typename acc_t>
-void score_products(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key,
-                    const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& to) {
+void score_products(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query,
+                    const Matrix<acc_t>& key, const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& to) {
     if (has_few_rows(tile.sequence)) return row_products<acc_t>(query, stored(key), params.softmax_scale, to);
     for (int64_t i = 0; i < tile.rows; i += kProductRows) {
         const int64_t rows = std::min(kProductRows, tile.rows - i);

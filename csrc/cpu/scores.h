@@ -22,8 +22,8 @@ inline bool has_few_rows(const Sequence& sequence) { return sequence.rows <= kFe
 // column, as a rule), and what large scores differ by then is no small part of p. Of a sequence of few rows the keys are
 // read, else the transposed ones.
 template <typename acc_t>
-void score_products(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& key,
-                    const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& to);
+void score_products(const AttentionParams& params, const Tile& tile, const Matrix<acc_t>& query,
+                    const Matrix<acc_t>& key, const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& to);
 
 // Room for a row of a tile's bias and mask, where they are not contiguous or of another type, and for its intervals.
 template <typename acc_t>

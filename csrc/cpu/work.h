@@ -20,7 +20,8 @@ struct Sequence {
     int64_t first_key;
     int64_t keys;
 
-    Sequence(const AttentionParams& p, int64_t b) : batch(b), first_row(0), rows(p.seqlen_q), first_key(0), keys(p.seqlen_k) {
+    Sequence(const AttentionParams& p, int64_t b)
+        : batch(b), first_row(0), rows(p.seqlen_q), first_key(0), keys(p.seqlen_k) {
         if (p.cu_seqlens_q != nullptr) {
             first_row = p.cu_seqlens_q[b];
             rows = p.cu_seqlens_q[b + 1] - first_row;
@@ -72,8 +73,8 @@ inline int64_t offset_of(const ScoreView& view, const Tile& tile, int64_t query_
 
 // Of the interval of the sequence's first key.
 inline int64_t offset_of(const IntervalView& view, const Sequence& s, int64_t query_head, int64_t query_heads) {
-    return (view.batches > 1 ? s.batch * view.batch_stride : 0) + query_head / (query_heads / view.heads) * view.head_stride +
-           s.first_key * view.col_stride;
+    return (view.batches > 1 ? s.batch * view.batch_stride : 0) +
+           query_head / (query_heads / view.heads) * view.head_stride + s.first_key * view.col_stride;
 }
 
 // Some rows of a query-like tensor, or of a key-like one, as a matrix; see `load` and `store`.

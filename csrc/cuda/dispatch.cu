@@ -55,7 +55,8 @@ void run_fwd(const FwdParams& p, const FwdPlan& plan, void* workspace, cudaStrea
     args.split_counters = plan.split_counters.in<int32_t>(workspace);
     args.split_out = plan.split_out.in<float>(workspace);
     args.split_lse = plan.split_lse.in<float>(workspace);
-    if (plan.num_splits > 1) FLASH_CUDA_CHECK(cudaMemsetAsync(args.split_counters, 0, plan.split_counters.bytes, stream));
+    if (plan.num_splits > 1)
+        FLASH_CUDA_CHECK(cudaMemsetAsync(args.split_counters, 0, plan.split_counters.bytes, stream));
     switch (plan.arch) {
         case Arch::kSm80: sm80::run_fwd(args, plan, stream); break;
         case Arch::kSm90: sm90::run_fwd(args, plan, stream); break;

@@ -49,11 +49,11 @@ struct FwdPlan {
     static constexpr int kMaxSplits = 64;
 
     Arch arch = Arch::kSm80;
-    int head_dim = 0;  // of the kernels that serve the call; 0 where there is nothing to do
+    int head_dim = 0;   // of the kernels that serve the call; 0 where there is nothing to do
     bool pair = false;  // by the kernels for a dense bias that batch elements share (sm90/pair_bias/run.h)
     FwdTileKind tile = FwdTileKind::kPrefill;
-    int64_t pack = 1;    // query heads that share a tile
-    int64_t num_splits = 1;  // parts that the keys of a tile are cut into
+    int64_t pack = 1;             // query heads that share a tile
+    int64_t num_splits = 1;       // parts that the keys of a tile are cut into
     int64_t num_split_tiles = 0;  // tiles of rows whose keys are split, of all heads and batch elements; no fewer
     WorkspacePart split_counters, split_out, split_lse;  // tickets are 0 when the kernels begin
     int64_t workspace_bytes = 0;
@@ -63,17 +63,17 @@ struct FwdArgs : FwdParams {
     int64_t num_splits;
     // Where splits > 1:
     int32_t* split_counters;  // [tiles of rows]: blocks that have finished
-    float* split_out;  // [splits, B, H, Sq, D]
-    float* split_lse;  // [splits, B, H, Sq]
+    float* split_out;         // [splits, B, H, Sq, D]
+    float* split_lse;         // [splits, B, H, Sq]
 };
 
 // Who writes the gradient of a dense bias.
 enum class DenseDbias : int32_t {
-    kNone,       // nobody: there is none
-    kDirect,    // each entry belongs to one batch element and one head: the main kernel, where dx is made
+    kNone,           // nobody: there is none
+    kDirect,         // each entry belongs to one batch element and one head: the main kernel, where dx is made
     kClusterReduce,  // batch elements share it: the main kernel, whose blocks exchange dx
-    kAtomic,     // whoever shares it: the main kernel adds dx to float32 sums, few enough for the cache to hold
-    kRecompute,  // whoever shares it: a kernel that computes dx again
+    kAtomic,         // whoever shares it: the main kernel adds dx to float32 sums, few enough for the cache to hold
+    kRecompute,      // whoever shares it: a kernel that computes dx again
 };
 
 // How the backward is cut.
@@ -85,7 +85,7 @@ struct BwdCuts {
     int64_t dbias_run = 1;  // tiles of keys, one after the other, that one block makes of a shared dbias
     // Where the keys are gathered by lists:
     int64_t tile_heads = 1;        // query heads of a block, each with an equal share of its rows
-    int64_t list_splits = 0;        // of a list, each a block's, where the heads of a group share its keys; else 0
+    int64_t list_splits = 0;       // of a list, each a block's, where the heads of a group share its keys; else 0
     int64_t dquery_slots = 0;      // there: tiles of rows, of all heads of a group, whose dQ dquery_accum can hold
     int64_t dkv_rows = 0;          // B * Sk; of variable length total_k
     int64_t dkv_cols = 0;          // D, rounded up
@@ -107,11 +107,12 @@ struct BwdArgs : BwdParams, BwdCuts {
     // float32 [{B} H, tiles of rows, rows of a tile * D rounded up], or with list_splits [dquery_slots, H / Hkv, ..], in the
     // order in which registers hold a tile.
     float* dquery_accum;
-    int32_t* dquery_semaphore;  // where deterministic: whose turn it is, of each tile of rows, and one ticket; or of each slot
-    float* dbias_parts;     // [dbias_splits, dbias_tiles, a tile], where kAtomic or dbias_splits > 1
+    int32_t*
+        dquery_semaphore;  // where deterministic: whose turn it is, of each tile of rows, and one ticket; or of each slot
+    float* dbias_parts;    // [dbias_splits, dbias_tiles, a tile], where kAtomic or dbias_splits > 1
     // Where the keys are gathered by lists:
-    float* dkv_accum;     // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
-    float* dbias_accum;   // in the bias's shape
+    float* dkv_accum;            // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
+    float* dbias_accum;          // in the bias's shape
     int32_t* progress_counters;  // [B H tiles of rows] and one ticket, where deterministic
 };
 

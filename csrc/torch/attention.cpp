@@ -44,7 +44,8 @@ Tensor empty_dbias(BwdParams& p, const Inputs& in) {
         // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them. Where there are lists,
         // those of them alone are written.
         const bool all_written = !varlen && !p.lists.present() && !nothing_to_do(p);
-        const Tensor dbias = all_written ? at::empty(bias.sizes(), bias.options()) : at::zeros(bias.sizes(), bias.options());
+        const Tensor dbias =
+            all_written ? at::empty(bias.sizes(), bias.options()) : at::zeros(bias.sizes(), bias.options());
         p.dbias = score_view(dbias);
         p.dbias.batch_group_size = p.bias.batch_group_size;
         return dbias;

@@ -44,15 +44,17 @@ class Attention : public torch::autograd::Function<Attention> {
 public:
     static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
                                  const OptionalTensor& bias, const Others& o) {
-        TORCH_CHECK_VALUE(!o.seqlens_k, "cache_seqlens is for inference, and has no gradients: call under torch.no_grad()");
+        TORCH_CHECK_VALUE(!o.seqlens_k,
+                          "cache_seqlens is for inference, and has no gradients: call under torch.no_grad()");
         at::AutoDispatchBelowADInplaceOrView below;
-        const auto [out, lse] = call_attention_forward(
-            query, key, value, bias, o.mask, o.mask_tiles, o.intervals, o.list_keys, o.list_spans, o.list_rows,
-            o.cu_seqlens_q, o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k, o.seqlens_k, o.softmax_scale, o.softcap,
-            o.is_causal, o.deterministic);
-        ctx->save_for_backward({query, key, value, or_undefined(bias), out, lse, saveable(o.mask), saveable(o.mask_tiles),
-                                saveable(o.intervals), saveable(o.list_keys), saveable(o.list_spans),
-                                saveable(o.list_rows), saveable(o.cu_seqlens_q), saveable(o.cu_seqlens_k)});
+        const auto [out, lse] = call_attention_forward(query, key, value, bias, o.mask, o.mask_tiles, o.intervals,
+                                                       o.list_keys, o.list_spans, o.list_rows, o.cu_seqlens_q,
+                                                       o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k, o.seqlens_k,
+                                                       o.softmax_scale, o.softcap, o.is_causal, o.deterministic);
+        ctx->save_for_backward({query, key, value, or_undefined(bias), out, lse, saveable(o.mask),
+                                saveable(o.mask_tiles), saveable(o.intervals), saveable(o.list_keys),
+                                saveable(o.list_spans), saveable(o.list_rows), saveable(o.cu_seqlens_q),
+                                saveable(o.cu_seqlens_k)});
         auto& kept = ctx->saved_data;
         if (o.max_seqlen_q) kept["max_seqlen_q"] = *o.max_seqlen_q;
         if (o.max_seqlen_k) kept["max_seqlen_k"] = *o.max_seqlen_k;
@@ -77,8 +79,8 @@ public:
         const auto [dquery, dkey, dvalue, dbias] = call_attention_backward(
             dout, given(grads[1]), query, key, value, given(bias), out, saved[5], given(saved[6]), given(saved[7]),
             given(saved[8]), given(saved[9]), given(saved[10]), given(saved[11]), given(saved[12]), given(saved[13]),
-            length("max_seqlen_q"), length("max_seqlen_k"), kept["softmax_scale"].toDouble(), kept["softcap"].toDouble(),
-            kept["is_causal"].toBool(), kept["deterministic"].toBool(), needs_dbias);
+            length("max_seqlen_q"), length("max_seqlen_k"), kept["softmax_scale"].toDouble(),
+            kept["softcap"].toDouble(), kept["is_causal"].toBool(), kept["deterministic"].toBool(), needs_dbias);
         return {dquery, dkey, dvalue, needs_dbias ? dbias : Tensor(), Tensor()};
     }
 };

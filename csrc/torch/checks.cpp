@@ -48,11 +48,13 @@ Dimension one_of(const char* label, SymInt a, SymInt b, SymInt c) {
 
 std::string layout_of(at::ArrayRef<Dimension> accepted) {
     std::string layout = "(";
-    for (const Dimension& dimension : accepted) layout += (layout.size() > 1 ? ", " : "") + std::string(dimension.label);
+    for (const Dimension& dimension : accepted)
+        layout += (layout.size() > 1 ? ", " : "") + std::string(dimension.label);
     return layout + ")";
 }
 
-[[noreturn]] void refuse_dimension(const char* name, const Tensor& tensor, at::ArrayRef<Dimension> accepted, int64_t dim) {
+[[noreturn]] void refuse_dimension(const char* name, const Tensor& tensor, at::ArrayRef<Dimension> accepted,
+                                   int64_t dim) {
     std::vector<int64_t> sizes;
     for (int i = 0; i < accepted[dim].count; ++i) sizes.push_back(accepted[dim].sizes[i].guard_int(__FILE__, __LINE__));
     std::sort(sizes.begin(), sizes.end());
@@ -60,8 +62,8 @@ std::string layout_of(at::ArrayRef<Dimension> accepted) {
     std::string some;
     for (const int64_t size : sizes) some += (some.empty() ? "" : " or ") + std::to_string(size);
     if (accepted[dim].or_divisor && sizes.back() > 3) some += " or divide " + std::to_string(sizes.back());
-    TORCH_CHECK_VALUE(false, name, " must be ", layout_of(accepted), ": dimension ", dim, " must be ", some, ", got shape ",
-                      shape_of(tensor));
+    TORCH_CHECK_VALUE(false, name, " must be ", layout_of(accepted), ": dimension ", dim, " must be ", some,
+                      ", got shape ", shape_of(tensor));
 }
 
 // From dimension `first` of the tensor on.
@@ -103,8 +105,9 @@ void check_pairs(const char* name, const Tensor& pairs, const Tensor& query, con
         if (pairs.dim() == 2) {
             check_dimensions(name, pairs, {one_of("total_k", key.sym_size(0)), packed_heads(query, key)});
         } else {
-            check_dimensions(name, pairs, {one_of("total_q", query.sym_size(0)), packed_heads(query, key),
-                                           one_of("max_seqlen_k", *max_seqlen_k)});
+            check_dimensions(name, pairs,
+                             {one_of("total_q", query.sym_size(0)), packed_heads(query, key),
+                              one_of("max_seqlen_k", *max_seqlen_k)});
         }
     }
     check_device(pairs, name, query, "query");
@@ -162,21 +165,21 @@ void check_beside_query(const char* name, const Tensor& tensor, const Tensor& qu
 }
 
 void check_batch(const char* name, const Tensor& tensor, const Tensor& query) {
-    TORCH_CHECK_VALUE(tensor.sym_size(0) == query.sym_size(0), name, " must have query's batch size ", query.sym_size(0),
-                      ", got ", tensor.sym_size(0));
+    TORCH_CHECK_VALUE(tensor.sym_size(0) == query.sym_size(0), name, " must have query's batch size ",
+                      query.sym_size(0), ", got ", tensor.sym_size(0));
 }
 
 void check_rows(const Tensor& query, const Tensor& key, const Tensor& value, bool varlen) {
-    const char *layout_q = varlen ? "(total_q, H, D)" : "(B, Sq, H, D)";
-    const char *layout_k = varlen ? "(total_k, Hkv, D)" : "(B, Sk, Hkv, D)";
+    const char* layout_q = varlen ? "(total_q, H, D)" : "(B, Sq, H, D)";
+    const char* layout_k = varlen ? "(total_k, Hkv, D)" : "(B, Sk, Hkv, D)";
     check_rows_of("query", query, layout_q);
     check_rows_of("key", key, layout_k);
     check_rows_of("value", value, layout_k);
     check_beside_query("key", key, query, true);
     check_beside_query("value", value, query, true);
     check_head_dim("query", query);
-    TORCH_CHECK_VALUE(key.sym_sizes() == value.sym_sizes(), "key and value must have the same shape, got ", shape_of(key),
-                      " and ", shape_of(value));
+    TORCH_CHECK_VALUE(key.sym_sizes() == value.sym_sizes(), "key and value must have the same shape, got ",
+                      shape_of(key), " and ", shape_of(value));
     if (!varlen) check_batch("key", key, query);
 }
 
@@ -197,7 +200,8 @@ void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor&
     TORCH_CHECK_VALUE(intervals.dim() > 0 && intervals.sym_size(0) == 2,
                       "attn_mask's intervals must be starts and ends (2, ...), got shape ", shape_of(intervals));
     if (varlen) {
-        check_dimensions("attn_mask.start", intervals, {one_of("total_k", key.sym_size(0)), packed_heads(query, key)}, 1);
+        check_dimensions("attn_mask.start", intervals, {one_of("total_k", key.sym_size(0)), packed_heads(query, key)},
+                         1);
     } else {
         const auto fixed = fixed_dimensions(query, key);
         const Dimension batch = one_of("{B|1}", query.sym_size(0), 1);
@@ -229,8 +233,8 @@ void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor&
     if (!values_at_hand(seqlens_k)) return;
     const Tensor lengths = read_back(seqlens_k);
     for (const int32_t length : at::ArrayRef<int32_t>(lengths.const_data_ptr<int32_t>(), lengths.numel())) {
-        TORCH_CHECK_VALUE(length >= 0 && length <= key.sym_size(1), "cache_seqlens must be from 0 to the ", key.sym_size(1),
-                          " keys given, got ", length);
+        TORCH_CHECK_VALUE(length >= 0 && length <= key.sym_size(1), "cache_seqlens must be from 0 to the ",
+                          key.sym_size(1), " keys given, got ", length);
     }
 }
 
@@ -262,8 +266,8 @@ void check_cu_seqlens(const CuSeqlens& given) {
 
 void check_same_sequences(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
     TORCH_CHECK_VALUE(cu_seqlens_q.sym_size(0) == cu_seqlens_k.sym_size(0),
-                      "cu_seqlens_q and cu_seqlens_k must both have B + 1 elements, got ", cu_seqlens_q.sym_size(0), " and ",
-                      cu_seqlens_k.sym_size(0));
+                      "cu_seqlens_q and cu_seqlens_k must both have B + 1 elements, got ", cu_seqlens_q.sym_size(0),
+                      " and ", cu_seqlens_k.sym_size(0));
 }
 
 void check_varlen(const Varlen& varlen, const Tensor& query, const Tensor& key) {

@@ -36,8 +36,9 @@ PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles
 std::tuple<Tensor, Tensor> pack(AttentionParams& p, const Tensor& mask) {
     const PackedMask plan = plan_packed_mask(p, mask.size(0));
     const auto ints = mask.options().dtype(at::kInt);
-    const Tensor bits = mask.dim() == 3 ? at::empty({mask.size(0), plan.heads, plan.words}, ints)
-                                        : at::empty({plan.batches, plan.heads, p.mask.per_key ? 1 : p.seqlen_q, plan.words}, ints);
+    const Tensor bits = mask.dim() == 3
+                            ? at::empty({mask.size(0), plan.heads, plan.words}, ints)
+                            : at::empty({plan.batches, plan.heads, p.mask.per_key ? 1 : p.seqlen_q, plan.words}, ints);
     const Tensor tiles =
         at::empty({9, plan.batches, plan.heads, plan.num_m_blocks, plan.num_n_blocks}, mask.options().dtype(at::kByte));
     p.packed_mask = in_tensors(plan, bits, tiles);
@@ -87,7 +88,8 @@ struct Lists {
     }
     std::tuple<Tensor, Tensor, Tensor> tensors() const { return {keys, spans, rows}; }
 };
-Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads, int64_t num_m_blocks, bool has_rows) {
+Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads, int64_t num_m_blocks,
+                  bool has_rows) {
     const auto ints = like.options().dtype(at::kInt);
     return {at::empty({capacity}, ints), at::empty({2, batches, heads, num_m_blocks}, like.options().dtype(at::kLong)),
             at::empty({has_rows ? capacity : 0, KeyListsView::kRows / 32}, ints)};
@@ -100,8 +102,8 @@ SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seql
                       "bias must be ({B|1}, {H|Hkv|1}, 1, Sk), or without the 1, or (total_k, {H|Hkv|1}), got shape ",
                       shape_of(bias));
     TORCH_CHECK_TYPE(at::isFloatingType(bias.scalar_type()), "bias must be floating, got ", dtype_of(bias));
-    TORCH_CHECK_VALUE(window_size >= 0 && seqlen_q >= 0, "window_size and seqlen_q must not be negative, got ", window_size,
-                      " and ", seqlen_q);
+    TORCH_CHECK_VALUE(window_size >= 0 && seqlen_q >= 0, "window_size and seqlen_q must not be negative, got ",
+                      window_size, " and ", seqlen_q);
     SelectParams p;
     p.bias.data = data_of(bias);
     p.bias.batches = varlen ? 1 : bias.size(0);
@@ -173,7 +175,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tens
 }
 
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& p, const Tensor& source,
-                                                      int64_t keys_per_row) {
+                                                       int64_t keys_per_row) {
     const c10::cuda::CUDAGuard guard(source.device());
     const BoundedListsPlan plan = plan_bounded_lists(p, std::min(keys_per_row, p.seqlen_k));
     const Lists lists = empty_lists(source, plan.capacity, plan.batches, plan.heads, plan.num_m_blocks, false);
@@ -214,11 +216,13 @@ Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
                       const OptionalTensor& cu_seqlens_k, std::optional<int64_t> longest) {
     const c10::cuda::CUDAGuard guard(bias.device());
     SelectParams p = select_params(bias, window_size, seqlen_q);
-    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value() && cu_seqlens_k.has_value() == (bias.dim() == 2),
-                      "cu_seqlens_q and cu_seqlens_k come with a bias (total_k, {H|Hkv|1}), got shape ", shape_of(bias));
+    TORCH_CHECK_VALUE(
+        cu_seqlens_q.has_value() == cu_seqlens_k.has_value() && cu_seqlens_k.has_value() == (bias.dim() == 2),
+        "cu_seqlens_q and cu_seqlens_k come with a bias (total_k, {H|Hkv|1}), got shape ", shape_of(bias));
     const auto ints = bias.options().dtype(at::kInt);
     if (cu_seqlens_k) {
-        for (const auto& [tensor, name] : {std::pair(&cu_seqlens_q, "cu_seqlens_q"), std::pair(&cu_seqlens_k, "cu_seqlens_k")}) {
+        for (const auto& [tensor, name] :
+             {std::pair(&cu_seqlens_q, "cu_seqlens_q"), std::pair(&cu_seqlens_k, "cu_seqlens_k")}) {
             check_dtype(**tensor, name, at::kInt);
             check_device(**tensor, name, bias, "bias");
             check_last_contiguous(**tensor, name);

@@ -22,7 +22,8 @@ std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64
 // Nothing is read back: the operators take both forms together, and the device goes by the lists where there are any, else by
 // tiles.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t seqlen_q,
-                                                                      int64_t seqlen_k, bool is_causal, int64_t percent);
+                                                                      int64_t seqlen_k, bool is_causal,
+                                                                      int64_t percent);
 
 // build_key_lists (lists.h) on CUDA: of intervals with a bound, and of any mask. `source`: what params were made of.
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& params, const Tensor& source,

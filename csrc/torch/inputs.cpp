@@ -7,7 +7,8 @@ namespace flash_dmattn {
 namespace {
 
 void set_sequences(AttentionParams& p, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
-    for (const auto& [tensor, name] : {std::pair(&cu_seqlens_q, "cu_seqlens_q"), std::pair(&cu_seqlens_k, "cu_seqlens_k")})
+    for (const auto& [tensor, name] :
+         {std::pair(&cu_seqlens_q, "cu_seqlens_q"), std::pair(&cu_seqlens_k, "cu_seqlens_k")})
         check_last_contiguous(*tensor, name);
     p.cu_seqlens_q = cu_seqlens_q.const_data_ptr<int32_t>();
     p.cu_seqlens_k = cu_seqlens_k.const_data_ptr<int32_t>();
@@ -30,10 +31,12 @@ int64_t sharers(const AttentionParams& p, int64_t batches) {
 KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, const Tensor& query) {
     TORCH_CHECK_VALUE(masks.list_keys && masks.list_spans, "list_keys comes with list_spans");
     if (masks.mask) {
-        TORCH_CHECK_VALUE(!query.is_cpu(), "mask and list_keys cannot both be given: the lists say what a bool mask does");
-        TORCH_CHECK_VALUE(p.cu_seqlens_q == nullptr && p.bias.kind != BiasKind::kDense && masks.list_rows,
-                          "mask and list_keys are given together as pack_and_list_mask returned them, of fixed length and "
-                          "without a dense attn_bias");
+        TORCH_CHECK_VALUE(!query.is_cpu(),
+                          "mask and list_keys cannot both be given: the lists say what a bool mask does");
+        TORCH_CHECK_VALUE(
+            p.cu_seqlens_q == nullptr && p.bias.kind != BiasKind::kDense && masks.list_rows,
+            "mask and list_keys are given together as pack_and_list_mask returned them, of fixed length and "
+            "without a dense attn_bias");
     }
     const Tensor &keys = *masks.list_keys, &spans = *masks.list_spans;
     TORCH_CHECK_VALUE(spans.dim() == 4 && spans.size(0) == 2 && spans.is_contiguous(),
@@ -48,20 +51,24 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
         TORCH_CHECK_VALUE(masks.list_rows->dim() == 2 &&
                               (masks.list_rows->size(1) == KeyListsView::kRows / 32 ||
                                (masks.list_rows->size(0) == 0 && masks.list_rows->size(1) == KeyListsView::kRows / 64)),
-                          "list_rows must be (capacity, ", KeyListsView::kRows / 32, "), or where every row of a list sees "
-                          "its keys (0, a 32nd of its rows), got shape ", shape_of(*masks.list_rows));
+                          "list_rows must be (capacity, ", KeyListsView::kRows / 32,
+                          "), or where every row of a list sees "
+                          "its keys (0, a 32nd of its rows), got shape ",
+                          shape_of(*masks.list_rows));
         view.tile_rows = masks.list_rows->size(1) * 32;
     }
     const int64_t num_m_blocks = view.row_broadcast ? 1 : (p.seqlen_q + view.tile_rows - 1) / view.tile_rows;
     const bool varlen = p.cu_seqlens_q != nullptr;  // the lists may have been made for longer sequences than there are
     view.num_m_blocks = spans.size(3);
     TORCH_CHECK_VALUE(view.batches == p.batch || (view.batches > 0 && p.batch % view.batches == 0),
-                      "list_spans must be of ", p.batch, " batch elements or a number that divides them, got ", view.batches);
+                      "list_spans must be of ", p.batch, " batch elements or a number that divides them, got ",
+                      view.batches);
     view.batch_group_size = sharers(p, view.batches);
     TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "list_spans must be of ",
                       p.heads, ", ", p.kv_heads, " or 1 heads, got ", view.heads);
-    TORCH_CHECK_VALUE(view.num_m_blocks == num_m_blocks || (varlen && view.num_m_blocks > num_m_blocks), "list_spans must be of ",
-                      varlen ? "at least " : "", num_m_blocks, " row tiles, got ", view.num_m_blocks);
+    TORCH_CHECK_VALUE(view.num_m_blocks == num_m_blocks || (varlen && view.num_m_blocks > num_m_blocks),
+                      "list_spans must be of ", varlen ? "at least " : "", num_m_blocks, " row tiles, got ",
+                      view.num_m_blocks);
     check_shape(keys, "list_keys", {keys.numel()});
     check_dtype(keys, "list_keys", at::kInt);
     check_last_contiguous(keys, "list_keys");
@@ -75,8 +82,8 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
     view.longest = lists > 0 ? keys.numel() / lists : 0;
     for (int64_t list = 0; spans.is_cpu() && list < lists; ++list) {
         const int64_t begin = view.begins[list], end = view.ends[list];
-        TORCH_CHECK_VALUE(0 <= begin && begin <= end && end <= view.capacity,
-                          "list_spans must lie within the ", view.capacity, " list_keys, got a list from ", begin, " to ", end);
+        TORCH_CHECK_VALUE(0 <= begin && begin <= end && end <= view.capacity, "list_spans must lie within the ",
+                          view.capacity, " list_keys, got a list from ", begin, " to ", end);
     }
     if (masks.list_rows && masks.list_rows->size(0) > 0) {
         const Tensor& rows = *masks.list_rows;
@@ -94,8 +101,8 @@ void check_and_set_sequences(AttentionParams& p, const OptionalTensor& cu_seqlen
                              const Tensor& beside, const char* whose, std::optional<int64_t> total_q,
                              std::optional<int64_t> total_k) {
     check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
-    const auto check = [&](const char* name, const Tensor& tensor, std::optional<int64_t> total, const char* longest_name,
-                           int64_t longest) {
+    const auto check = [&](const char* name, const Tensor& tensor, std::optional<int64_t> total,
+                           const char* longest_name, int64_t longest) {
         CuSeqlens given{name, tensor, &beside, whose};
         given.total = total;
         given.longest_name = longest_name;
@@ -109,9 +116,10 @@ void check_and_set_sequences(AttentionParams& p, const OptionalTensor& cu_seqlen
 
 void check_lengths(int64_t seqlen_q, int64_t seqlen_k, const OptionalTensor& cu_seqlens_q,
                    const OptionalTensor& cu_seqlens_k) {
-    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(), "cu_seqlens_q and cu_seqlens_k come together");
-    TORCH_CHECK_VALUE(seqlen_q >= 0 && seqlen_k >= 0, "seqlen_q and seqlen_k must not be negative, got ", seqlen_q, " and ",
-                      seqlen_k);
+    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
+                      "cu_seqlens_q and cu_seqlens_k come together");
+    TORCH_CHECK_VALUE(seqlen_q >= 0 && seqlen_k >= 0, "seqlen_q and seqlen_k must not be negative, got ", seqlen_q,
+                      " and ", seqlen_k);
 }
 
 // int32 ({B|1}, {H|Hkv|1}, rows, k), or of variable length (total_q, {H|Hkv|1}, k).
@@ -186,8 +194,8 @@ void fill(AttentionParams& p, const Inputs& in) {
                          "on CUDA mask and mask_tiles must be what pack_mask returned, got ", dtype_of(*masks.mask));
         check_device(*masks.mask, "mask", query, "query");
         check_device(*masks.mask_tiles, "mask_tiles", query, "query");
-        TORCH_CHECK_VALUE(masks.mask->dim() == 3 || masks.mask->dim() == 4, "mask must be what pack_mask returned, got shape ",
-                          shape_of(*masks.mask));
+        TORCH_CHECK_VALUE(masks.mask->dim() == 3 || masks.mask->dim() == 4,
+                          "mask must be what pack_mask returned, got shape ", shape_of(*masks.mask));
         p.mask = pair_sizes(masks.mask->sizes());
     }
     if (masks.intervals) {
@@ -203,8 +211,8 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
     TORCH_CHECK_VALUE(mask.has_value() != intervals.has_value(), "exactly one of mask and intervals must be given");
     check_lengths(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
     const bool varlen = cu_seqlens_q.has_value();
-    TORCH_CHECK_VALUE(mask || (intervals->dim() > 0 && intervals->size(0) == 2), "intervals must be (2, ...), got shape ",
-                      shape_of(mask ? *mask : *intervals));
+    TORCH_CHECK_VALUE(mask || (intervals->dim() > 0 && intervals->size(0) == 2),
+                      "intervals must be (2, ...), got shape ", shape_of(mask ? *mask : *intervals));
     const Tensor pairs = mask ? *mask : (*intervals)[0];
     check_dtype(pairs, mask ? "mask" : "intervals", mask ? at::kBool : at::kInt);
     const int64_t dims = pairs.dim();
@@ -227,7 +235,8 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
         const bool whole = dims == 4   ? fits(pairs.size(2), seqlen_q) && fits(pairs.size(3), seqlen_k)
                            : dims == 3 ? pairs.size(2) == seqlen_k
                                        : true;
-        TORCH_CHECK_VALUE(whole, "mask must be of ", seqlen_q, " rows and ", seqlen_k, " keys, got shape ", shape_of(*mask));
+        TORCH_CHECK_VALUE(whole, "mask must be of ", seqlen_q, " rows and ", seqlen_k, " keys, got shape ",
+                          shape_of(*mask));
         p.mask = score_view(pairs);
     } else {
         TORCH_CHECK_VALUE(varlen || pairs.size(2) == seqlen_k, "intervals must be of ", seqlen_k, " keys, got shape ",
@@ -237,19 +246,20 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
     return p;
 }
 
-IndexListsParams index_params(const Tensor& indices, const OptionalTensor& intervals, int64_t tile_rows, int64_t seqlen_q,
-                              int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
+IndexListsParams index_params(const Tensor& indices, const OptionalTensor& intervals, int64_t tile_rows,
+                              int64_t seqlen_q, int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
                               const OptionalTensor& cu_seqlens_k) {
     constexpr int64_t kMaxIndices = (int64_t{1} << 24) - 1;  // of a row: those of a list are counted in 32 bits
     check_lengths(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
     const bool varlen = cu_seqlens_q.has_value();
     check_dtype(indices, "indices", at::kInt);
-    TORCH_CHECK_VALUE(indices.dim() == 4 || (varlen && indices.dim() == 3), "indices must be ({B|1}, {H|Hkv|1}, rows, k)",
-                      varlen ? " or (total_q, {H|Hkv|1}, k)" : "", ", got shape ", shape_of(indices));
+    TORCH_CHECK_VALUE(indices.dim() == 4 || (varlen && indices.dim() == 3),
+                      "indices must be ({B|1}, {H|Hkv|1}, rows, k)", varlen ? " or (total_q, {H|Hkv|1}, k)" : "",
+                      ", got shape ", shape_of(indices));
     TORCH_CHECK_VALUE(tile_rows >= 1 && tile_rows <= std::numeric_limits<int32_t>::max(),
                       "tile_rows must be positive and fit in 32 bits, got ", tile_rows);
-    TORCH_CHECK_VALUE(indices.size(-1) <= kMaxIndices, "indices must have at most ", kMaxIndices, " keys a row, got shape ",
-                      shape_of(indices));
+    TORCH_CHECK_VALUE(indices.size(-1) <= kMaxIndices, "indices must have at most ", kMaxIndices,
+                      " keys a row, got shape ", shape_of(indices));
     IndexListsParams p;
     p.indices = index_view(indices, tile_rows);
     TORCH_CHECK_VALUE(!p.indices.packed || tile_rows == 1,
@@ -261,8 +271,8 @@ IndexListsParams index_params(const Tensor& indices, const OptionalTensor& inter
     p.batch = varlen ? cu_seqlens_q->numel() - 1 : p.indices.batches;
     const int64_t rows = (seqlen_q + tile_rows - 1) / tile_rows;
     TORCH_CHECK_VALUE(p.indices.packed || (varlen ? indices.size(2) >= rows : indices.size(2) == rows),
-                      "indices must have ", varlen ? "at least " : "", rows, " rows for ", seqlen_q, " query rows, ", tile_rows,
-                      " of which share one, got shape ", shape_of(indices));
+                      "indices must have ", varlen ? "at least " : "", rows, " rows for ", seqlen_q, " query rows, ",
+                      tile_rows, " of which share one, got shape ", shape_of(indices));
     if (intervals) {
         check_dtype(*intervals, "intervals", at::kInt);
         check_device(*intervals, "intervals", indices, "indices");
@@ -278,10 +288,12 @@ IndexListsParams index_params(const Tensor& indices, const OptionalTensor& inter
     const auto divides = [](int64_t heads, int64_t all) { return heads == 0 ? all == 0 : all % heads == 0; };
     TORCH_CHECK_VALUE(p.indices.packed || fits(p.indices.batches, p.batch), "indices must be of ", p.batch,
                       " batch elements or 1, got shape ", shape_of(indices));
-    TORCH_CHECK_VALUE(!intervals || (fits(p.intervals.batches, p.batch) && divides(p.indices.heads, p.heads) &&
-                                     divides(p.intervals.heads, p.heads)),
-                      "intervals must have the batch elements and heads of indices, a multiple of the heads or a part of "
-                      "them, or 1, got shape ", shape_of(*intervals), " and indices of shape ", shape_of(indices));
+    TORCH_CHECK_VALUE(
+        !intervals || (fits(p.intervals.batches, p.batch) && divides(p.indices.heads, p.heads) &&
+                       divides(p.intervals.heads, p.heads)),
+        "intervals must have the batch elements and heads of indices, a multiple of the heads or a part of "
+        "them, or 1, got shape ",
+        shape_of(*intervals), " and indices of shape ", shape_of(indices));
     p.kv_heads = p.heads;
     if (varlen) {
         const auto total = [](bool known, const Tensor& tensor, int64_t dim) {

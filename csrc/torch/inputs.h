@@ -47,8 +47,8 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
                             const OptionalTensor& cu_seqlens_k);
 
 // The same of what an indexer has chosen, with intervals or without. The batch elements and heads are those of the lists.
-IndexListsParams index_params(const Tensor& indices, const OptionalTensor& intervals, int64_t tile_rows, int64_t seqlen_q,
-                              int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
+IndexListsParams index_params(const Tensor& indices, const OptionalTensor& intervals, int64_t tile_rows,
+                              int64_t seqlen_q, int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
                               const OptionalTensor& cu_seqlens_k);
 
 inline bool nothing_to_do(const AttentionParams& params) { return params.batch == 0 || params.heads == 0; }

@@ -11,8 +11,8 @@ namespace {
 
 using OptionalInt = std::optional<int64_t>;
 
-OptionalVarlen varlen_of(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, OptionalInt max_seqlen_q,
-                         OptionalInt max_seqlen_k) {
+OptionalVarlen varlen_of(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                         OptionalInt max_seqlen_q, OptionalInt max_seqlen_k) {
     const bool some = cu_seqlens_q || cu_seqlens_k || max_seqlen_q || max_seqlen_k;
     const bool all = cu_seqlens_q && cu_seqlens_k && max_seqlen_q && max_seqlen_k;
     TORCH_CHECK_VALUE(some == all, "cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k come together");
@@ -23,11 +23,17 @@ std::tuple<Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& bias, const OptionalTensor& mask,
     const OptionalTensor& mask_tiles, const OptionalTensor& intervals, const OptionalTensor& list_keys,
     const OptionalTensor& list_spans, const OptionalTensor& list_rows, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, const OptionalTensor& seqlens_k,
-    double softmax_scale, double softcap, bool is_causal, bool /*deterministic*/) {
+    const OptionalTensor& cu_seqlens_k, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
+    const OptionalTensor& seqlens_k, double softmax_scale, double softcap, bool is_causal, bool /*deterministic*/) {
     const auto varlen = varlen_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
-    return forward({query, key, value, bias, {mask, mask_tiles, intervals, list_keys, list_spans, list_rows}, varlen,
-                    seqlens_k, {softmax_scale, softcap, is_causal}});
+    return forward({query,
+                    key,
+                    value,
+                    bias,
+                    {mask, mask_tiles, intervals, list_keys, list_spans, list_rows},
+                    varlen,
+                    seqlens_k,
+                    {softmax_scale, softcap, is_causal}});
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
@@ -39,8 +45,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
     const auto varlen = varlen_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
     return backward(dout, dlse,
-                    {query, key, value, bias, {mask, mask_tiles, intervals, list_keys, list_spans, list_rows}, varlen,
-                     std::nullopt, {softmax_scale, softcap, is_causal}},
+                    {query,
+                     key,
+                     value,
+                     bias,
+                     {mask, mask_tiles, intervals, list_keys, list_spans, list_rows},
+                     varlen,
+                     std::nullopt,
+                     {softmax_scale, softcap, is_causal}},
                     out, lse, deterministic, needs_dbias);
 }
 
@@ -53,7 +65,8 @@ TORCH_LIBRARY(flash_dmattn, m) {
         "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? seqlens_k, float softmax_scale, "
         "float softcap, bool is_causal, bool deterministic) -> (Tensor, Tensor)");
     m.def(
-        "attention_backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor out, "
+        "attention_backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor "
+        "out, "
         "Tensor lse, Tensor? mask, Tensor? mask_tiles, Tensor? intervals, Tensor? list_keys, Tensor? list_spans, "
         "Tensor? list_rows, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
         "float softmax_scale, float softcap, bool is_causal, bool deterministic, bool needs_dbias) "

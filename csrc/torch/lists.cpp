@@ -18,20 +18,22 @@ int64_t row_tiles_of(const AttentionParams& p) {
     return p.mask.per_key ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
 }
 
-int64_t round_up(int64_t length) { return (length + KeyListsView::kAlign - 1) / KeyListsView::kAlign * KeyListsView::kAlign; }
+int64_t round_up(int64_t length) {
+    return (length + KeyListsView::kAlign - 1) / KeyListsView::kAlign * KeyListsView::kAlign;
+}
 
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, const OptionalTensor& intervals,
                                                    int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                                    const OptionalTensor& cu_seqlens_q,
-                                                   const OptionalTensor& cu_seqlens_k, std::optional<int64_t> keys_per_row,
-                                                   std::optional<int64_t> limit) {
-    const AttentionParams p =
-        mask_params(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
+                                                   const OptionalTensor& cu_seqlens_k,
+                                                   std::optional<int64_t> keys_per_row, std::optional<int64_t> limit) {
+    const AttentionParams p = mask_params(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
     const Tensor& source = mask ? *mask : *intervals;
     const bool bounded = intervals && keys_per_row;
-    if (!source.is_cpu()) return bounded ? build_bounded_lists(p, source, *keys_per_row) : build_counted_lists(p, source);
+    if (!source.is_cpu())
+        return bounded ? build_bounded_lists(p, source, *keys_per_row) : build_counted_lists(p, source);
 
     const auto ints = source.options().dtype(at::kInt), longs = source.options().dtype(at::kLong);
     const int64_t lists = p.batch * p.heads * row_tiles_of(p);
@@ -42,17 +44,22 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
     int64_t capacity = limit && total > *limit ? 0 : total;
     if (bounded) {
         const int64_t rows = std::min(p.seqlen_q, KeyListsView::kRows);
-        capacity = rows > 0 ? lists * round_up(std::min(std::min(*keys_per_row, p.seqlen_k) + rows - 1, p.seqlen_k)) : 0;
+        capacity =
+            rows > 0 ? lists * round_up(std::min(std::min(*keys_per_row, p.seqlen_k) + rows - 1, p.seqlen_k)) : 0;
         // Each row tile of a packed batch lists every key once at most, and pads for each sequence.
         if (cu_seqlens_q)
-            capacity = std::min(capacity, p.heads * row_tiles_of(p) * (source.size(1) + p.batch * (KeyListsView::kAlign - 1)));
-        TORCH_CHECK_VALUE(total <= capacity,
-                          "keys_per_row of the mask must bound the keys that n successive rows see, at most keys_per_row "
-                          "+ n - 1, got one with room for ", capacity, " keys in all lists together, which hold ", total);
+            capacity =
+                std::min(capacity, p.heads * row_tiles_of(p) * (source.size(1) + p.batch * (KeyListsView::kAlign - 1)));
+        TORCH_CHECK_VALUE(
+            total <= capacity,
+            "keys_per_row of the mask must bound the keys that n successive rows see, at most keys_per_row "
+            "+ n - 1, got one with room for ",
+            capacity, " keys in all lists together, which hold ", total);
     }
     const bool with_rows = mask && !p.mask.per_key;
     const Tensor spans = at::stack({ends - lengths, ends}).clamp_max_(capacity);
-    Tensor keys = at::empty({capacity}, ints), rows = at::empty({with_rows ? capacity : 0, KeyListsView::kRows / 32}, ints);
+    Tensor keys = at::empty({capacity}, ints),
+           rows = at::empty({with_rows ? capacity : 0, KeyListsView::kRows / 32}, ints);
     if (capacity > 0) {
         const int64_t* begins = spans.const_data_ptr<int64_t>();
         key_list_fill_cpu(p, begins, begins + lists, keys.data_ptr<int32_t>(),
@@ -68,8 +75,8 @@ void check_indices(const Tensor& indices, int64_t tile_rows, int64_t seqlen_q, i
     const auto on_cpu = [](const OptionalTensor& x) { return x ? OptionalTensor(x->cpu()) : std::nullopt; };
     const Tensor values = indices.cpu();
     const OptionalTensor cu_q = on_cpu(cu_seqlens_q), cu_k = on_cpu(cu_seqlens_k);
-    const auto wrong = find_wrong_index_cpu(
-        index_params(values, std::nullopt, tile_rows, seqlen_q, seqlen_k, false, cu_q, cu_k));
+    const auto wrong =
+        find_wrong_index_cpu(index_params(values, std::nullopt, tile_rows, seqlen_q, seqlen_k, false, cu_q, cu_k));
     if (!wrong) return;
     TORCH_CHECK_VALUE(false, "indices must be from 0 to ", wrong->keys - 1, ", or -1 for none, got ", wrong->index);
 }
@@ -77,8 +84,8 @@ void check_indices(const Tensor& indices, int64_t tile_rows, int64_t seqlen_q, i
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> index_key_lists(const Tensor& indices, const OptionalTensor& intervals,
-                                                   int64_t tile_rows, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
-                                                   const OptionalTensor& cu_seqlens_q,
+                                                   int64_t tile_rows, int64_t seqlen_q, int64_t seqlen_k,
+                                                   bool is_causal, const OptionalTensor& cu_seqlens_q,
                                                    const OptionalTensor& cu_seqlens_k) {
     const IndexListsParams p =
         index_params(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);

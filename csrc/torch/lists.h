@@ -16,8 +16,8 @@ namespace flash_dmattn {
 std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, const OptionalTensor& intervals,
                                                    int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                                    const OptionalTensor& cu_seqlens_q,
-                                                   const OptionalTensor& cu_seqlens_k, std::optional<int64_t> keys_per_row,
-                                                   std::optional<int64_t> limit);
+                                                   const OptionalTensor& cu_seqlens_k,
+                                                   std::optional<int64_t> keys_per_row, std::optional<int64_t> limit);
 
 // The same of what an indexer has chosen: places of keys, int32 ({B|B/n|1}, {H|Hkv|1}, rows, k), a row of them for each
 // `tile_rows` query rows; of variable length (total_q, {H|Hkv|1}, k) too, where tile_rows is 1. Counted from the sequence's
@@ -25,7 +25,8 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
 // they are given, must then be given to the attention too, else they have been heeded. Nothing is read back from the
 // device: indices out of range are an error on the CPU and none elsewhere, but with FLASH_DMATTN_CHECK=1.
 std::tuple<Tensor, Tensor, Tensor> index_key_lists(const Tensor& indices, const OptionalTensor& intervals,
-                                                   int64_t tile_rows, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
-                                                   const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
+                                                   int64_t tile_rows, int64_t seqlen_q, int64_t seqlen_k,
+                                                   bool is_causal, const OptionalTensor& cu_seqlens_q,
+                                                   const OptionalTensor& cu_seqlens_k);
 
 }  // namespace flash_dmattn

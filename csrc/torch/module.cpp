@@ -38,7 +38,8 @@ void check_pairs(const Tensor& query, const Tensor& key, py::handle mask, py::ha
 
 void check_fixed(py::handle query_in, py::handle key_in, py::handle value_in, py::handle mask, py::handle intervals,
                  py::handle bias, py::handle seqlens_k) {
-    const Tensor query = tensor_of("query", query_in), key = tensor_of("key", key_in), value = tensor_of("value", value_in);
+    const Tensor query = tensor_of("query", query_in), key = tensor_of("key", key_in),
+                 value = tensor_of("value", value_in);
     check_rows(query, key, value, false);
     check_pairs(query, key, mask, intervals, bias, std::nullopt);
     if (!seqlens_k.is_none()) check_seqlens_k(tensor_of("cache_seqlens", seqlens_k), query, key);
@@ -47,11 +48,12 @@ void check_fixed(py::handle query_in, py::handle key_in, py::handle value_in, py
 void check_variable(py::handle query_in, py::handle key_in, py::handle value_in, py::handle mask, py::handle intervals,
                     py::handle bias, py::handle cu_seqlens_q, py::handle cu_seqlens_k, int64_t max_seqlen_q,
                     int64_t max_seqlen_k) {
-    const Tensor query = tensor_of("query", query_in), key = tensor_of("key", key_in), value = tensor_of("value", value_in);
+    const Tensor query = tensor_of("query", query_in), key = tensor_of("key", key_in),
+                 value = tensor_of("value", value_in);
     check_rows(query, key, value, true);
-    check_varlen({tensor_of("cu_seqlens_q", cu_seqlens_q), tensor_of("cu_seqlens_k", cu_seqlens_k), max_seqlen_q,
-                  max_seqlen_k},
-                 query, key);
+    check_varlen(
+        {tensor_of("cu_seqlens_q", cu_seqlens_q), tensor_of("cu_seqlens_k", cu_seqlens_k), max_seqlen_q, max_seqlen_k},
+        query, key);
     check_pairs(query, key, mask, intervals, bias, max_seqlen_k);
 }
 
@@ -71,7 +73,8 @@ void check_kv(py::handle query_in, const Tensor& kv, const char* layout_q, bool 
 }
 
 void check_offsets(const char* name, py::handle cu_seqlens, const OptionalTensor& beside, const char* whose,
-                   std::optional<int64_t> total, bool or_less, const char* longest_name, std::optional<int64_t> longest) {
+                   std::optional<int64_t> total, bool or_less, const char* longest_name,
+                   std::optional<int64_t> longest) {
     const Tensor tensor = tensor_of(name, cu_seqlens);
     check_cu_seqlens({name, tensor, beside ? &*beside : nullptr, whose, total, or_less, longest_name, longest});
 }
@@ -79,8 +82,8 @@ void check_offsets(const char* name, py::handle cu_seqlens, const OptionalTensor
 // A tensor of four dimensions that stands for itself alone: no subclass, no transform's, no symbolic sizes.
 bool is_plain(py::handle object) {
     using Key = c10::DispatchKey;
-    constexpr c10::DispatchKeySet standing_in({Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper,
-                                               Key::Functionalize});
+    constexpr c10::DispatchKeySet standing_in(
+        {Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper, Key::Functionalize});
     if (!THPVariable_CheckExact(object.ptr())) return false;
     const Tensor& tensor = THPVariable_Unpack(object.ptr());
     return !tensor.key_set().has_any(standing_in) && (tensor.is_cpu() || tensor.is_cuda()) &&
@@ -130,8 +133,8 @@ py::object attend_plainly(py::handle query_in, py::handle key_in, py::handle val
         if (bias) check_bias(*bias, query, key, std::nullopt);
         const OptionalTensor none;
         const OptionalSymInt no_length;
-        result = call_attention_forward(query, key, value, bias, none, none, none, none, none, none, none, none, no_length,
-                                        no_length, none, scale, cap, is_causal.ptr() == Py_True,
+        result = call_attention_forward(query, key, value, bias, none, none, none, none, none, none, none, none,
+                                        no_length, no_length, none, scale, cap, is_causal.ptr() == Py_True,
                                         deterministic.ptr() == Py_True);
     }
     const auto& [out, lse] = result;
@@ -145,7 +148,8 @@ std::optional<std::string> why_not_usable() {
     const bool usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #elif defined(CPU_CAPABILITY_AVX2)
-    const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool usable =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #else
     const bool usable = true;
 #endif
@@ -176,8 +180,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("check_kv", &check_kv, "Refuses packed keys and values that do not fit query.");
     m.def("check_cu_seqlens", &check_offsets, "Refuses offsets of sequences that do not fit.");
 
-    m.def("attend_plainly", &attend_plainly,
-          "Attention of fixed length where nothing but a bias is asked for; None where it takes more than the operator.");
+    m.def(
+        "attend_plainly", &attend_plainly,
+        "Attention of fixed length where nothing but a bias is asked for; None where it takes more than the operator.");
 
     py::class_<MaskTensors>(m, "MaskTensors", "Which pairs see each other: a mask, intervals, or lists of keys.")
         .def(py::init<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>(),
@@ -215,8 +220,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
            double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
             const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
-            return backward(dout, dlse, {query, key, value, bias, masks, varlen, {}, {softmax_scale, softcap, is_causal}},
-                            out, lse, deterministic, needs_dbias);
+            return backward(dout, dlse,
+                            {query, key, value, bias, masks, varlen, {}, {softmax_scale, softcap, is_causal}}, out, lse,
+                            deterministic, needs_dbias);
         },
         no_gil, "(dquery, dkey, dvalue, dbias) of variable length; dbias is empty where it is not needed.");
 }

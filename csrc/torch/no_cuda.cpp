@@ -24,8 +24,8 @@ std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams&, c
     refuse(source);
 }
 std::tuple<Tensor, Tensor, Tensor> build_counted_lists(AttentionParams, const Tensor& source) { refuse(source); }
-void build_index_lists(const IndexListsParams&, const IndexListsPlan&, const Tensor& indices, int32_t*, int64_t*, int64_t*,
-                       uint32_t*) {
+void build_index_lists(const IndexListsParams&, const IndexListsPlan&, const Tensor& indices, int32_t*, int64_t*,
+                       int64_t*, uint32_t*) {
     refuse(indices);
 }
 Tensor topk_intervals(const Tensor& bias, int64_t, int64_t, const OptionalTensor&, const OptionalTensor&,

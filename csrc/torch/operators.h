@@ -13,10 +13,11 @@ using OptionalSymInt = std::optional<c10::SymInt>;
 
 // query, key, value, bias; mask, mask_tiles, intervals, list_keys, list_spans, list_rows; cu_seqlens_q, cu_seqlens_k,
 // max_seqlen_q, max_seqlen_k, seqlens_k; softmax_scale, softcap, is_causal, deterministic. To (out, lse).
-using ForwardOperator = std::tuple<Tensor, Tensor>(
-    const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-    const OptionalTensor&, OptionalSymInt, OptionalSymInt, const OptionalTensor&, double, double, bool, bool);
+using ForwardOperator = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                                   const OptionalTensor&, const OptionalTensor&, OptionalSymInt,
+                                                   OptionalSymInt, const OptionalTensor&, double, double, bool, bool);
 
 // dout, dlse; query, key, value, bias, out, lse; the same from mask to max_seqlen_k; softmax_scale, softcap, is_causal,
 // deterministic, needs_dbias. To (dquery, dkey, dvalue, dbias).
@@ -28,9 +29,8 @@ using BackwardOperator = std::tuple<Tensor, Tensor, Tensor, Tensor>(
 
 template <typename... Arguments>
 auto call_attention_forward(const Arguments&... arguments) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("flash_dmattn::attention_forward", "")
-                               .typed<ForwardOperator>();
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("flash_dmattn::attention_forward", "").typed<ForwardOperator>();
     return op.call(arguments...);
 }
 

@@ -53,8 +53,8 @@ inline void check_dtype(const Tensor& tensor, const char* name, at::ScalarType d
 
 // `whose`: the argument that is on the right device.
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& beside, const char* whose) {
-    TORCH_CHECK(tensor.device() == beside.device(), name, " must be on ", whose, "'s device ", beside.device(), ", got ",
-                tensor.device());
+    TORCH_CHECK(tensor.device() == beside.device(), name, " must be on ", whose, "'s device ", beside.device(),
+                ", got ", tensor.device());
 }
 
 inline void check_last_contiguous(const Tensor& tensor, const char* name) {

@@ -2,7 +2,7 @@
 // all its numbers together.
 #pragma once
 
-#include "sm90.cuh"
+#include "memory.cuh"
 
 namespace flash_dmattn::cuda {
 

@@ -1,14 +1,16 @@
 // Rows of keys or values, wherever they lie, to a tile in shared memory.
 #pragma once
 
+#include "cp_async.cuh"
 #include "smem_tile.cuh"
 
-namespace flash_dmattn::cuda::sm90 {
+namespace flash_dmattn::cuda {
 
 // A warp's part of a tile: kWarpKeys rows from `first`, a multiple of 8, on. `place` says which row of the tensor this
 // lane's key is; zeros stand for -1 and beyond the first `cols` columns. cp.async.
 template <int kWarpKeys, typename T, typename Tile>
-__device__ __forceinline__ void gather_rows(Tile& to, int first, const T* rows, int64_t row_stride, int place, int cols) {
+__device__ __forceinline__ void gather_rows(Tile& to, int first, const T* rows, int64_t row_stride, int place,
+                                            int cols) {
     constexpr int kAtOnce = 32 / Tile::kSlabChunks, kSteps = kWarpKeys / kAtOnce;
     constexpr int kPeriod = 8 / kAtOnce;  // the swizzle repeats every eight rows
     const int chunk = lane_id() % Tile::kSlabChunks, lane_row = lane_id() / Tile::kSlabChunks;
@@ -32,4 +34,4 @@ __device__ __forceinline__ void gather_rows(Tile& to, int first, const T* rows, 
     }
 }
 
-}  // namespace flash_dmattn::cuda::sm90
+}  // namespace flash_dmattn::cuda

@@ -1,9 +1,9 @@
 // Stages of shared memory that producers fill and consumers empty in turn.
 #pragma once
 
-#include "sm90.cuh"
+#include "mbarrier.cuh"
 
-namespace flash_dmattn::cuda::sm90 {
+namespace flash_dmattn::cuda {
 
 // Where a thread is in a pipeline: at a stage, and how often, modulo 2, it has been there before.
 template <int kStages>
@@ -49,7 +49,8 @@ struct PipelineBarriers {
 template <int kStages>
 class Pipeline : public PipelineState<kStages> {
 public:
-    __device__ __forceinline__ explicit Pipeline(PipelineBarriers<kStages>& barriers) : barriers_(smem_address(&barriers)) {}
+    __device__ __forceinline__ explicit Pipeline(PipelineBarriers<kStages>& barriers)
+        : barriers_(smem_address(&barriers)) {}
 
     __device__ __forceinline__ uint32_t full() const { return barriers_ + this->stage() * 8; }
     __device__ __forceinline__ uint32_t empty() const { return barriers_ + (kStages + this->stage()) * 8; }
@@ -69,4 +70,4 @@ private:
     uint32_t barriers_;
 };
 
-}  // namespace flash_dmattn::cuda::sm90
+}  // namespace flash_dmattn::cuda

@@ -9,7 +9,7 @@
 #include "smem_tile.cuh"
 #include "wgmma.cuh"
 
-namespace flash_dmattn::cuda::sm90 {
+namespace flash_dmattn::cuda {
 
 constexpr int kSmemTileAlign = 1024;  // bytes
 
@@ -18,8 +18,8 @@ class SmemDescriptor {
     static constexpr int kRowBytes = Tile::kSlabCols * 2, kSlabBytes = Tile::kRows * kRowBytes;
     static constexpr uint32_t kAddressMask = (1 << 18) - 1;  // in a cluster the rank stands above it
     static constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
-    static constexpr uint64_t kFields = kSwizzle << 62 | static_cast<uint64_t>(8 * kRowBytes / 16) << 32 |
-                                        static_cast<uint64_t>(kSlabBytes / 16) << 16;
+    static constexpr uint64_t kFields =
+        kSwizzle << 62 | static_cast<uint64_t>(8 * kRowBytes / 16) << 32 | static_cast<uint64_t>(kSlabBytes / 16) << 16;
     static_assert(kSlabBytes % kSmemTileAlign == 0 && kSlabBytes / 16 < 1 << 14);
 
 public:
@@ -49,4 +49,4 @@ __device__ __forceinline__ void to_a_operand(const float (&pairs)[1][kTiles][4],
         }
 }
 
-}  // namespace flash_dmattn::cuda::sm90
+}  // namespace flash_dmattn::cuda

@@ -2,7 +2,8 @@
 // copies between it and global memory.
 #pragma once
 
-#include "sm80.cuh"
+#include "cp_async.cuh"
+#include "mma.cuh"
 
 namespace flash_dmattn::cuda {
 
@@ -80,7 +81,9 @@ struct RowCopy {
     static __device__ __forceinline__ int first_row() { return threadIdx.x / Tile::kSlabChunks; }
     static __device__ __forceinline__ int chunk() { return threadIdx.x % Tile::kSlabChunks; }
     // This thread's part of the address; a loop keeps it in a register.
-    static __device__ __forceinline__ uint32_t lane_address(const Tile& tile) { return tile.address(first_row(), chunk()); }
+    static __device__ __forceinline__ uint32_t lane_address(const Tile& tile) {
+        return tile.address(first_row(), chunk());
+    }
 
     // next(i), called for rising i, gives the pointer to row first_row() + i * kRowsAtOnce, a multiple of 16 bytes, and
     // whether it is visible. Its first `cols` columns (a multiple of 8) are copied; zeros stand beyond them and in rows

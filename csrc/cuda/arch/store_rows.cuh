@@ -1,9 +1,10 @@
 // From a warp group's accumulator to rows of 16-bit elements in global memory.
 #pragma once
 
+#include "memory.cuh"
 #include "fragment.cuh"
 
-namespace flash_dmattn::cuda::sm90 {
+namespace flash_dmattn::cuda {
 
 // Of the lanes 4 q + j, x[i] becomes that of the lane 4 q + i with index j: from parts of four rows to whole ones.
 __device__ __forceinline__ void transpose_among_four(uint32_t (&x)[4]) {
@@ -38,4 +39,4 @@ __device__ __forceinline__ void store_row(const float (&acc)[1][kTiles][4], int 
     }
 }
 
-}  // namespace flash_dmattn::cuda::sm90
+}  // namespace flash_dmattn::cuda

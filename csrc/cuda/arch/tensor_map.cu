@@ -8,7 +8,7 @@
 
 #include "cuda/common/check.h"
 
-namespace flash_dmattn::cuda::sm90 {
+namespace flash_dmattn::cuda {
 namespace {
 
 constexpr int64_t kAlign = 16;
@@ -26,7 +26,8 @@ Function of_driver(const char* name) {
 }
 
 void check(CUresult result, const char* what) {
-    if (result != CUDA_SUCCESS) throw std::runtime_error(std::string(what) + " failed with error " + std::to_string(result));
+    if (result != CUDA_SUCCESS)
+        throw std::runtime_error(std::string(what) + " failed with error " + std::to_string(result));
 }
 
 // The driver wants the calling thread to have a context. The runtime sets its own, the device's primary one, with a thread's
@@ -43,7 +44,8 @@ void give_thread_a_context() {
 
 TensorLayout rows_layout(const AttentionParams& p, const RowsView& rows, int64_t heads, int64_t seqlen, int64_t total) {
     const bool varlen = p.cu_seqlens_q != nullptr;
-    return {rows.data, {p.head_dim, heads, varlen ? total : seqlen, varlen ? 1 : p.batch},
+    return {rows.data,
+            {p.head_dim, heads, varlen ? total : seqlen, varlen ? 1 : p.batch},
             {rows.head_stride, rows.row_stride, rows.batch_stride}};
 }
 
@@ -72,8 +74,8 @@ CUtensorMap make_map(const TensorLayout& tensor, const std::array<int, 4>& box) 
         strides[i] = static_cast<cuuint64_t>(sizes[i + 1] == 1 ? kAlign : tensor.strides[i] * kElementBytes);
     CUtensorMap map;
     const auto make = [&] {
-        return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(tensor.data), sizes, strides, box_sizes,
-                      steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(tensor.data), sizes, strides,
+                      box_sizes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                       box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
@@ -94,7 +96,8 @@ TensorLayout key_layout(const AttentionParams& p, const RowsView& keys) {
 }
 
 TensorLayout dense_layout(const AttentionParams& p, const ScoreView& pairs) {
-    return {pairs.data, {p.seqlen_k, p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q, pairs.heads, pairs.batches},
+    return {pairs.data,
+            {p.seqlen_k, p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q, pairs.heads, pairs.batches},
             {pairs.row_stride, pairs.head_stride, pairs.batch_stride}};
 }
 
@@ -108,4 +111,4 @@ bool can_load_keys(const AttentionParams& p) {
            (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
 }
 
-}  // namespace flash_dmattn::cuda::sm90
+}  // namespace flash_dmattn::cuda

@@ -8,7 +8,7 @@
 
 #include "params.h"
 
-namespace flash_dmattn::cuda::sm90 {
+namespace flash_dmattn::cuda {
 
 constexpr int64_t kElementBytes = 2;
 
@@ -33,4 +33,4 @@ TensorLayout dense_layout(const AttentionParams& p, const ScoreView& pairs);
 // Whether the kernels can load keys, values and a dense bias: by the copy engine, or where there are lists gathered.
 bool can_load_keys(const AttentionParams& p);
 
-}  // namespace flash_dmattn::cuda::sm90
+}  // namespace flash_dmattn::cuda

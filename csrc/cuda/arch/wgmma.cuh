@@ -5,8 +5,6 @@
 // them to a warp (arch/fragment.cuh).
 #pragma once
 
-#include "sm90.cuh"
-
 namespace flash_dmattn::cuda {
 
 // The registers of this warp's threads, from the next of the same warp group on: all its threads call.
@@ -43,75 +41,80 @@ template <int kN>
 struct Wgmma;
 
 #define FLASH_DMATTN_REGISTERS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define FLASH_DMATTN_REGISTERS_32  \
-    FLASH_DMATTN_REGISTERS_16 ", " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define FLASH_DMATTN_REGISTERS_48  \
-    FLASH_DMATTN_REGISTERS_32 ", " \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define FLASH_DMATTN_REGISTERS_64  \
-    FLASH_DMATTN_REGISTERS_48 ", " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define FLASH_DMATTN_REGISTERS_96  \
-    FLASH_DMATTN_REGISTERS_64 ", " \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define FLASH_DMATTN_REGISTERS_128  \
-    FLASH_DMATTN_REGISTERS_96 ", " \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define FLASH_DMATTN_REGISTERS_32 \
+    FLASH_DMATTN_REGISTERS_16     \
+        ", "                      \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FLASH_DMATTN_REGISTERS_48 \
+    FLASH_DMATTN_REGISTERS_32     \
+        ", "                      \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define FLASH_DMATTN_REGISTERS_64 \
+    FLASH_DMATTN_REGISTERS_48     \
+        ", "                      \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FLASH_DMATTN_REGISTERS_96                                                          \
+    FLASH_DMATTN_REGISTERS_64                                                              \
+        ", "                                                                               \
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FLASH_DMATTN_REGISTERS_128                                                                     \
+    FLASH_DMATTN_REGISTERS_96                                                                          \
+        ", "                                                                                           \
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FLASH_DMATTN_D4(n) "+f"(d[0][n][0]), "+f"(d[0][n][1]), "+f"(d[0][n][2]), "+f"(d[0][n][3])
-#define FLASH_DMATTN_D16(n) \
-    FLASH_DMATTN_D4(n), FLASH_DMATTN_D4(n + 1), FLASH_DMATTN_D4(n + 2), FLASH_DMATTN_D4(n + 3)
+#define FLASH_DMATTN_D16(n) FLASH_DMATTN_D4(n), FLASH_DMATTN_D4(n + 1), FLASH_DMATTN_D4(n + 2), FLASH_DMATTN_D4(n + 3)
 #define FLASH_DMATTN_D32(n) FLASH_DMATTN_D16(n), FLASH_DMATTN_D16(n + 4)
 #define FLASH_DMATTN_D48(n) FLASH_DMATTN_D32(n), FLASH_DMATTN_D16(n + 8)
 #define FLASH_DMATTN_D64(n) FLASH_DMATTN_D48(n), FLASH_DMATTN_D16(n + 12)
 #define FLASH_DMATTN_D96(n) FLASH_DMATTN_D64(n), FLASH_DMATTN_D16(n + 16), FLASH_DMATTN_D16(n + 20)
 #define FLASH_DMATTN_D128(n) FLASH_DMATTN_D96(n), FLASH_DMATTN_D16(n + 24), FLASH_DMATTN_D16(n + 28)
 
-#define FLASH_DMATTN_WGMMA_ASM(N, DTYPE, REGISTERS, A, B, ACCUMULATE, TRANSPOSED)                                       \
-    "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #ACCUMULATE ", 0;\n"                                         \
-    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." DTYPE "." DTYPE " {" REGISTERS "}, " A ", %" #B                   \
+#define FLASH_DMATTN_WGMMA_ASM(N, DTYPE, REGISTERS, A, B, ACCUMULATE, TRANSPOSED)                     \
+    "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #ACCUMULATE                                \
+    ", 0;\n"                                                                                          \
+    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." DTYPE "." DTYPE " {" REGISTERS "}, " A ", %" #B \
     ", accumulate, 1, 1, " TRANSPOSED ";\n}"
 
 // i0, i1, ..: the numbers of the operands after those of d.
-#define FLASH_DMATTN_WGMMA(N, REGISTERS, D, i0, i1, i2, i3, i4, i5, i6)                                                  \
-    template <>                                                                                                         \
-    struct Wgmma<N> {                                                                                                   \
-        using Accumulator = float[1][N / 8][4];                                                                         \
-                                                                                                                        \
-        template <typename T, bool kTransposedA, bool kTransposedB>                                                     \
-        static __device__ __forceinline__ void multiply(Accumulator& d, uint64_t a, uint64_t b, bool accumulate) {      \
-            if constexpr (std::is_same_v<T, half_t>) {                                                                  \
-                asm volatile(FLASH_DMATTN_WGMMA_ASM(N, "f16", REGISTERS, "%" #i0, i1, i2, "%" #i3 ", %" #i4)            \
-                             : D                                                                                        \
-                             : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposedA)),  \
-                               "n"(static_cast<int>(kTransposedB)));                                                    \
-            } else {                                                                                                    \
-                asm volatile(FLASH_DMATTN_WGMMA_ASM(N, "bf16", REGISTERS, "%" #i0, i1, i2, "%" #i3 ", %" #i4)           \
-                             : D                                                                                        \
-                             : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposedA)),  \
-                               "n"(static_cast<int>(kTransposedB)));                                                    \
-            }                                                                                                           \
-        }                                                                                                               \
-        template <typename T, bool kTransposedB>                                                                        \
-        static __device__ __forceinline__ void multiply(Accumulator& d, const uint32_t(&a)[4], uint64_t b,              \
-                                                        bool accumulate) {                                              \
-            constexpr int kTransposed = kTransposedB;                                                                   \
-            if constexpr (std::is_same_v<T, half_t>) {                                                                  \
-                asm volatile(FLASH_DMATTN_WGMMA_ASM(N, "f16", REGISTERS, "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}",    \
-                                                    i4, i5, "%" #i6)                                                    \
-                             : D                                                                                        \
-                             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),   \
-                               "n"(kTransposed));                                                                       \
-            } else {                                                                                                    \
-                asm volatile(FLASH_DMATTN_WGMMA_ASM(N, "bf16", REGISTERS, "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}",   \
-                                                    i4, i5, "%" #i6)                                                    \
-                             : D                                                                                        \
-                             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),   \
-                               "n"(kTransposed));                                                                       \
-            }                                                                                                           \
-        }                                                                                                               \
+#define FLASH_DMATTN_WGMMA(N, REGISTERS, D, i0, i1, i2, i3, i4, i5, i6)                                                \
+    template <>                                                                                                        \
+    struct Wgmma<N> {                                                                                                  \
+        using Accumulator = float[1][N / 8][4];                                                                        \
+                                                                                                                       \
+        template <typename T, bool kTransposedA, bool kTransposedB>                                                    \
+        static __device__ __forceinline__ void multiply(Accumulator& d, uint64_t a, uint64_t b, bool accumulate) {     \
+            if constexpr (std::is_same_v<T, half_t>) {                                                                 \
+                asm volatile(FLASH_DMATTN_WGMMA_ASM(N, "f16", REGISTERS, "%" #i0, i1, i2, "%" #i3 ", %" #i4)           \
+                             : D                                                                                       \
+                             : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposedA)), \
+                               "n"(static_cast<int>(kTransposedB)));                                                   \
+            } else {                                                                                                   \
+                asm volatile(FLASH_DMATTN_WGMMA_ASM(N, "bf16", REGISTERS, "%" #i0, i1, i2, "%" #i3 ", %" #i4)          \
+                             : D                                                                                       \
+                             : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposedA)), \
+                               "n"(static_cast<int>(kTransposedB)));                                                   \
+            }                                                                                                          \
+        }                                                                                                              \
+        template <typename T, bool kTransposedB>                                                                       \
+        static __device__ __forceinline__ void multiply(Accumulator& d, const uint32_t (&a)[4], uint64_t b,            \
+                                                        bool accumulate) {                                             \
+            constexpr int kTransposed = kTransposedB;                                                                  \
+            if constexpr (std::is_same_v<T, half_t>) {                                                                 \
+                asm volatile(FLASH_DMATTN_WGMMA_ASM(N, "f16", REGISTERS, "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}",   \
+                                                    i4, i5, "%" #i6)                                                   \
+                             : D                                                                                       \
+                             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),  \
+                               "n"(kTransposed));                                                                      \
+            } else {                                                                                                   \
+                asm volatile(FLASH_DMATTN_WGMMA_ASM(N, "bf16", REGISTERS, "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}",  \
+                                                    i4, i5, "%" #i6)                                                   \
+                             : D                                                                                       \
+                             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),  \
+                               "n"(kTransposed));                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
     };
 
 FLASH_DMATTN_WGMMA(32, FLASH_DMATTN_REGISTERS_16, FLASH_DMATTN_D16(0), 16, 17, 18, 19, 20, 21, 22)

@@ -1,9 +1,9 @@
 // Zeros for what may hold anything: zero times NaN would reach a sum.
 #pragma once
 
-#include "sm90.cuh"
+#include "mbarrier.cuh"
 
-namespace flash_dmattn::cuda::sm90 {
+namespace flash_dmattn::cuda {
 
 // Rows [first, first + kCount) of a tile of 16-bit elements to 0 where is_empty(row), by kThreads threads, this one `thread`
 // of them. A barrier follows.
@@ -24,4 +24,4 @@ __device__ __forceinline__ bool any_of(const bool (&flags)[kCount]) {
     return any;
 }
 
-}  // namespace flash_dmattn::cuda::sm90
+}  // namespace flash_dmattn::cuda

@@ -8,11 +8,11 @@
 #include <stdexcept>
 #include <string>
 
-#define FLASH_CUDA_CHECK(expression)                                                                          \
-    do {                                                                                                      \
-        const cudaError_t status_ = (expression);                                                             \
-        if (status_ != cudaSuccess)                                                                           \
-            throw std::runtime_error(std::string(#expression " failed: ") + cudaGetErrorString(status_));     \
+#define FLASH_CUDA_CHECK(expression)                                                                      \
+    do {                                                                                                  \
+        const cudaError_t status_ = (expression);                                                         \
+        if (status_ != cudaSuccess)                                                                       \
+            throw std::runtime_error(std::string(#expression " failed: ") + cudaGetErrorString(status_)); \
     } while (0)
 
 namespace flash_dmattn::cuda {
@@ -20,8 +20,9 @@ namespace flash_dmattn::cuda {
 // The blocks of a launch, as it takes them.
 inline unsigned grid_of(int64_t blocks) {
     if (blocks > INT_MAX)
-        throw std::runtime_error("this call needs " + std::to_string(blocks) + " blocks of one kernel, a launch takes " +
-                                 std::to_string(INT_MAX) + ": call with fewer sequences, rows or heads at a time");
+        throw std::runtime_error("this call needs " + std::to_string(blocks) +
+                                 " blocks of one kernel, a launch takes " + std::to_string(INT_MAX) +
+                                 ": call with fewer sequences, rows or heads at a time");
     return static_cast<unsigned>(blocks);
 }
 

@@ -9,7 +9,7 @@ struct Device {
     int num_sms;
     int64_t l2_bytes;
     int64_t shared_memory;  // the most that a block may have, in bytes
-    int capability;  // 90 for 9.0
+    int capability;         // 90 for 9.0
     int code;  // the architecture, as __CUDA_ARCH__ has it, of the code that was loaded: not always the device's own
 };
 

@@ -28,7 +28,6 @@ class MaskSummaries {
     static_assert(kKeys % kTile == 0 && kTile == IntervalBlockSummary::kKeys);
 
 public:
-
     __device__ MaskSummaries(const AttentionParams& p, const Sequence& s, int head)
         : mask_(p.packed_mask), intervals_(p.interval_summaries) {
         if (mask_.bits != nullptr) {
@@ -116,7 +115,7 @@ private:
 
     const PackedMask& mask_;
     const IntervalSummaries& intervals_;
-    int64_t offset_ = 0;                   // of a bool mask's first summary,
+    int64_t offset_ = 0;                           // of a bool mask's first summary,
     const IntervalBlockSummary* tiles_ = nullptr;  // or that of intervals
 };
 
@@ -204,7 +203,7 @@ private:
     Summarize summarize_;
     BlockMaskIterator ahead_;
     int end_;
-    int current_ = 0;  // lane of the current tile
+    int current_ = 0;                                // lane of the current tile
     uint32_t columns_[BlockSummary<kKeys>::kWords];  // of this lane's tile
 };
 

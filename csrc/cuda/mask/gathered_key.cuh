@@ -5,7 +5,7 @@
 #include "key_list.cuh"
 #include "cuda/softmax/scores.cuh"
 
-namespace flash_dmattn::cuda::sm90 {
+namespace flash_dmattn::cuda {
 
 struct GatheredKey {
     int place;  // in the sequence, or none
@@ -54,9 +54,10 @@ private:
 // What comes with a tile of kKeys keys.
 template <int kKeys>
 struct GatheredKeys {
-    alignas(16) uint32_t rows[kKeys][KeyList::kWords];  // bit i % 32 of word i / 32: whether row i of the list sees the key
-    int place[kKeys];                                   // in the sequence; -1 where no row sees the key
-    float bias[kKeys];                                  // times log2(e)
+    alignas(
+        16) uint32_t rows[kKeys][KeyList::kWords];  // bit i % 32 of word i / 32: whether row i of the list sees the key
+    int place[kKeys];                               // in the sequence; -1 where no row sees the key
+    float bias[kKeys];                              // times log2(e)
 
     __device__ __forceinline__ void store(int i, int key_place, const uint32_t (&words)[KeyList::kWords],
                                           float key_bias) {
@@ -66,4 +67,4 @@ struct GatheredKeys {
     }
 };
 
-}  // namespace flash_dmattn::cuda::sm90
+}  // namespace flash_dmattn::cuda

@@ -1,6 +1,7 @@
 // Masks of intervals: which rows see a key, and which keys a row sees.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
 #include "bits.cuh"
 #include "cuda/arch/fragment.cuh"
 #include "cuda/common/sequence.cuh"
@@ -66,7 +67,7 @@ public:
 private:
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kParts = kWarps > kWords ? kWarps / kWords : 1;  // of the rows, for each word of keys
-    static constexpr int kOwn = ceil_div(kWords * kParts, kWarps);  // parts of a warp
+    static constexpr int kOwn = ceil_div(kWords * kParts, kWarps);        // parts of a warp
 
     __device__ static int part(int i) { return warp_id() + i * kWarps; }
     __device__ static bool exists(int i) { return part(i) < kWords * kParts; }
@@ -79,8 +80,8 @@ private:
 // Starts to copy the intervals of kKeys keys to shared memory, pairs of a start and an end; those of keys beyond the
 // sequence's are left out. `offset` is that of the sequence's first key. cp.async, the caller commits.
 template <int kKeys>
-__device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParams& p, const Sequence& s,
-                                               int64_t offset, int first_key) {
+__device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParams& p, const Sequence& s, int64_t offset,
+                                               int first_key) {
     const int key = first_key + threadIdx.x;
     if (threadIdx.x >= kKeys || key >= s.keys) return;
     const int64_t at = offset + key * p.intervals.col_stride;

@@ -1,6 +1,7 @@
 // Key lists, and which rows see a listed key.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
 #include "bits.cuh"
 #include "intervals.cuh"
 
@@ -44,11 +45,11 @@ struct KeyList {
     static constexpr int kWords = KeyListsView::kRows / 32;
     static_assert(kWords == 4, "copied as 16 bytes");
 
-    const int32_t* keys;   // [size]: places in the sequence, -1 where there is none
-    int size;              // a multiple of KeyListsView::kAlign
+    const int32_t* keys;     // [size]: places in the sequence, -1 where there is none
+    int size;                // a multiple of KeyListsView::kAlign
     int first_row, end_row;  // of the list's tile, which may reach beyond the sequence
-    const uint32_t* rows;  // of the list's keys, or null
-    const int32_t* start;  // of the sequence's keys, or null
+    const uint32_t* rows;    // of the list's keys, or null
+    const int32_t* start;    // of the sequence's keys, or null
     const int32_t* end;
     int64_t col_stride;
 
@@ -57,7 +58,8 @@ struct KeyList {
         const KeyListsView& lists = p.lists;
         const int64_t tile = lists.num_m_blocks > 1 ? row / lists.tile_rows : 0;
         const int64_t batch = shared_batch(lists, s);
-        const int64_t list = (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.num_m_blocks + tile;
+        const int64_t list =
+            (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.num_m_blocks + tile;
         // Whatever a caller's own lists say, nothing beyond their memory is read.
         const int64_t first = min(max(lists.begins[list], int64_t{0}), lists.capacity);
         constexpr int kAlign = KeyListsView::kAlign;
@@ -107,9 +109,10 @@ struct KeyList {
     }
 
     // What was fetched, together with causality and length.
-    __device__ __forceinline__ SeeingRows seeing(const uint4& fetched, int key, const Sequence& s, bool is_causal) const {
+    __device__ __forceinline__ SeeingRows seeing(const uint4& fetched, int key, const Sequence& s,
+                                                 bool is_causal) const {
         SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, min(s.rows, end_row), rows != nullptr, first_row,
-                           fetched};
+                          fetched};
         if (start != nullptr) {
             seeing.begin = max(seeing.begin, static_cast<int>(fetched.x));
             seeing.end = min(seeing.end, static_cast<int>(fetched.y));

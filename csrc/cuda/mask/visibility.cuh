@@ -24,7 +24,7 @@ using VisibleKeys = uint32_t[kMTiles * 2][kNTiles / 4];
 // x = -inf where a pair is invisible: here alone masks, causality, lengths and keys hidden by their bias take effect.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4],
-                                               const VisibleKeys<kMTiles, kNTiles>& visible) {
+                                           const VisibleKeys<kMTiles, kNTiles>& visible) {
     static_assert(kNTiles % 4 == 0);
 #pragma unroll
     for (int i = 0; i < kMTiles * 2; ++i)
@@ -45,7 +45,7 @@ __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4],
 // row_bits[2 m + h] selects row 16 m + 8 h + fragment_row() in it.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4], const uint32_t* rows,
-                                               const uint32_t (&row_bits)[kMTiles * 2]) {
+                                           const uint32_t (&row_bits)[kMTiles * 2]) {
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
         const uint2 seeing = *reinterpret_cast<const uint2*>(rows + n * 8 + fragment_col());
@@ -83,15 +83,15 @@ __device__ __forceinline__ void apply_bias_mask(float (&acc)[kMTiles][kNTiles][4
 template <int kRows, int kKeys, bool kCausal>
 struct BlockVisibility {
     const uint32_t (*mask)[kKeys / 32];  // null where there is none
-    const int2* intervals;                 // null where there are none
+    const int2* intervals;               // null where there are none
     int first_row;
-    int limit;  // of the tile's keys, without causality
-    int diagonal;  // row r of the tile sees its keys below diagonal + r
+    int limit;       // of the tile's keys, without causality
+    int diagonal;    // row r of the tile sees its keys below diagonal + r
     bool mask_full;  // the mask hides nothing of the tile
 
     template <typename Stage>
-    __device__ BlockVisibility(const AttentionParams& p, const Sequence& s, const Stage& stage, int m_block, int n_block,
-                              bool mask_full)
+    __device__ BlockVisibility(const AttentionParams& p, const Sequence& s, const Stage& stage, int m_block,
+                               int n_block, bool mask_full)
         : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
           intervals(p.interval_summaries.tiles != nullptr ? stage.intervals : nullptr),
           first_row(m_block * kRows),

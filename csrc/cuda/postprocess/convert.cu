@@ -48,9 +48,7 @@ __global__ void __launch_bounds__(kThreads) convert_dbias_kernel(const __grid_co
 
 template <typename T>
 void postprocess(const BwdArgs& p, cudaStream_t stream) {
-    const auto blocks = [](int64_t elements) {
-        return grid_of(ceil_div<int64_t>(elements, kThreads * kChunk));
-    };
+    const auto blocks = [](int64_t elements) { return grid_of(ceil_div<int64_t>(elements, kThreads * kChunk)); };
     const int64_t elements = p.dkv_rows * p.kv_heads * p.head_dim;
     if (elements > 0) {
         convert_dkv_kernel<T><<<dim3(blocks(elements), 2), kThreads, 0, stream>>>(p);

@@ -64,8 +64,7 @@ void launch_delta(const BwdArgs& p, cudaStream_t stream) {
 }  // namespace
 
 void compute_delta(const BwdArgs& args, cudaStream_t stream) {
-    args.dtype == DataType::kFloat16 ? launch_delta<half_t>(args, stream)
-                                       : launch_delta<bfloat16_t>(args, stream);
+    args.dtype == DataType::kFloat16 ? launch_delta<half_t>(args, stream) : launch_delta<bfloat16_t>(args, stream);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -1,9 +1,10 @@
 // Products of matrices in shared memory, a warp at a time: acc += op(A) op(B) by mma_m16n8k16.
 #pragma once
 
+#include "cuda/arch/memory.cuh"
+#include "cuda/arch/mma.cuh"
 #include "cuda/arch/fragment.cuh"
 #include "cuda/arch/smem_tile.cuh"
-#include "cuda/arch/sm90.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
@@ -53,8 +54,7 @@ public:
         return Tile::offset(row + lane % 8 + below * 8, col / Tile::kChunk + beside) * 2;
     }
     __device__ __forceinline__ uint32_t address(int row, int col) const {
-        return (lane_address_ ^ (col % Tile::kSlabCols * 2)) +
-               (col / Tile::kSlabCols * Tile::kRows + row) * kRowBytes;
+        return (lane_address_ ^ (col % Tile::kSlabCols * 2)) + (col / Tile::kSlabCols * Tile::kRows + row) * kRowBytes;
     }
     template <bool kTransposed>
     __device__ __forceinline__ void load(uint32_t (&to)[4], int row, int col) const {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], 
         for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
             for (int n = 0; n < kNTiles; ++n) {
-                const uint32_t(&pair)[4] = b_blocks[step % 2][n / 2];
+                const uint32_t (&pair)[4] = b_blocks[step % 2][n / 2];
                 mma_m16n8k16<T>(acc[m][n], a_blocks[step % 2][m], pair[n % 2 * 2], pair[n % 2 * 2 + 1]);
             }
     }
@@ -132,7 +132,7 @@ __device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTile
             if constexpr (kHasSm90) {
                 stmatrix_x4(address, block);
             } else {
-                // Lane 8 i + r has the address of row r of the 8x8 matrix i.
+            // Lane 8 i + r has the address of row r of the 8x8 matrix i.
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const uint32_t row = __shfl_sync(~0u, address, i * 8 + fragment_row());

@@ -1,6 +1,7 @@
 // The running maximum and sum of every row of a block, and what they do to the output so far.
 #pragma once
 
+#include "cuda/arch/math.cuh"
 #include "cuda/arch/fragment.cuh"
 
 namespace flash_dmattn::cuda {
@@ -29,9 +30,9 @@ struct OnlineSoftmax {
     // new largest. Before a row's largest becomes a finite number below `extreme`, hide_extremes() may yet hide scores.
     // await_out() is called once the largest are found, before `out` is corrected.
     template <int kNTiles, typename HideExtremes, typename Correct, typename AwaitOut = void (*)()>
-    __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme,
-                                           const HideExtremes& hide_extremes, const Correct& correct,
-                                           const AwaitOut& await_out = [] {}) {
+    __device__ __forceinline__ void update(
+        float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme, const HideExtremes& hide_extremes,
+        const Correct& correct, const AwaitOut& await_out = [] {}) {
         float largest[kMTiles * 2];
         const auto find_largest = [&] {
             float odd[kMTiles * 2];  // of every second column: chains of comparisons that do not wait for each other

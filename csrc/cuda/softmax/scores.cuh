@@ -4,6 +4,7 @@
 
 #include <cfloat>
 
+#include "cuda/arch/math.cuh"
 #include "params.h"
 #include "cuda/arch/fragment.cuh"
 #include "cuda/mask/visibility.cuh"
@@ -115,7 +116,7 @@ __device__ __forceinline__ float probability(float s, float scale_log2, float sh
 // anything. shift, scale_log2: as above.
 template <bool kSoftcap>
 __device__ __forceinline__ float score_gradient(float& s, float& dp, float shift, float delta, float scale_log2,
-                                                    float scale_of_capped, bool is_visible) {
+                                                float scale_of_capped, bool is_visible) {
     float capped = 0;
     if (kSoftcap) s = capped = fast_tanh(s * scale_of_capped);
     const float prob = probability(s, scale_log2, shift);
@@ -151,8 +152,8 @@ __device__ __forceinline__ void differentiate(float (&s)[kMTiles][kNTiles][4], f
             if (kMasked) {
 #pragma unroll
                 for (int w = 0; w < kWords; ++w)
-                    visible[h][w] = visibility.word(r, key / 32 + w) >> (kKeys % 32 ? key % 32 : 0) >>
-                                    (fragment_col(lane));
+                    visible[h][w] =
+                        visibility.word(r, key / 32 + w) >> (kKeys % 32 ? key % 32 : 0) >> (fragment_col(lane));
             }
         }
 #pragma unroll
@@ -175,8 +176,8 @@ __device__ __forceinline__ void differentiate(float (&s)[kMTiles][kNTiles][4], f
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     is_visible[e] = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
-                    dx[e] = score_gradient<kSoftcap>(s[m][k][2 * h + e], dp[m][k][2 * h + e], shift[e], delta[h], scale_log2,
-                                                         scale / softcap, is_visible[e]);
+                    dx[e] = score_gradient<kSoftcap>(s[m][k][2 * h + e], dp[m][k][2 * h + e], shift[e], delta[h],
+                                                     scale_log2, scale / softcap, is_visible[e]);
                 }
                 take(m, h, k, dx, is_visible);
             }

@@ -48,10 +48,15 @@ public:
     };
 
     __device__ ChunkSelector(const Sequences& all, const KeyBias& bias, SharedStorage& smem)
-        : all_(all), bias_(bias), smem_(smem), s_(all, blockIdx.y / all.heads, blockIdx.y % all.heads),
-          from_(bias.of<Bits>(s_)), first_turn_(blockIdx.x * kChunk),
+        : all_(all),
+          bias_(bias),
+          smem_(smem),
+          s_(all, blockIdx.y / all.heads, blockIdx.y % all.heads),
+          from_(bias.of<Bits>(s_)),
+          first_turn_(blockIdx.x * kChunk),
           turns_(min(kChunk, s_.keys - all.window - first_turn_)),
-          before_(all.window + first_turn_), leaving_(min(all.window, turns_)),
+          before_(all.window + first_turn_),
+          leaving_(min(all.window, turns_)),
           is_last_(before_ + turns_ == s_.keys) {}
 
     __device__ void run() {
@@ -63,7 +68,8 @@ public:
         sort_candidates();
         Drops(smem_.drops, leaving_ + turns_, first_turn_, all_.window).run([&](uint32_t key, int turn) {
             // Who stays takes a turn after the last.
-            if (!(key & kHidden) && (is_last_ || turn < first_turn_ + turns_)) s_.write_end(all_, key, all_.window + turn);
+            if (!(key & kHidden) && (is_last_ || turn < first_turn_ + turns_))
+                s_.write_end(all_, key, all_.window + turn);
         });
     }
 
@@ -159,14 +165,14 @@ private:
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
             if (key(i) >= before_) continue;
-            const bool in_window =
-                rank_[i] > window.rank || (rank_[i] == window.rank && left_window-- <= window.equal);
+            const bool in_window = rank_[i] > window.rank || (rank_[i] == window.rank && left_window-- <= window.equal);
             const bool stays = rank_[i] > staying.rank || (rank_[i] == staying.rank && left_staying-- <= staying.equal);
             if (in_window && !stays) is_candidate |= 1u << i;
             if (stays && rank_[i] != 0) never_goes |= 1u << i;
         }
         if (is_last_)
-            for (; never_goes != 0; never_goes &= never_goes - 1) s_.write_end(all_, key(__ffs(never_goes) - 1), s_.keys);
+            for (; never_goes != 0; never_goes &= never_goes - 1)
+                s_.write_end(all_, key(__ffs(never_goes) - 1), s_.keys);
         uint32_t at;
         __syncthreads();
         Scan(smem_.scan).ExclusiveSum(__popc(is_candidate), at);
@@ -209,8 +215,8 @@ private:
 };
 
 template <typename Bits>
-__global__ void __launch_bounds__(kThreads) select_chunks_kernel(const __grid_constant__ Sequences all,
-                                                                 const __grid_constant__ KeyBias bias) {
+__global__ void __launch_bounds__(kThreads)
+    select_chunks_kernel(const __grid_constant__ Sequences all, const __grid_constant__ KeyBias bias) {
     using Selector = ChunkSelector<Bits>;
     __shared__ typename Selector::SharedStorage smem;
     Selector(all, bias, smem).run();
@@ -232,8 +238,7 @@ bool suits_chunks(const SelectParams& params) {
     if (params.cu_seqlens_k != nullptr || params.bias.dtype == DataType::kFloat64 || params.keys <= kShortest ||
         params.keys > kLongest || params.window == 0 || params.window >= params.keys)
         return false;
-    return params.batches * params.bias.heads * chunks_of(params.keys, params.window) <=
-           current_device().num_sms;
+    return params.batches * params.bias.heads * chunks_of(params.keys, params.window) <= current_device().num_sms;
 }
 
 void select_chunked_sequences(const Sequences& sequences, const BiasView& view, cudaStream_t stream) {

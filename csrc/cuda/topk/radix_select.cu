@@ -12,9 +12,10 @@
 #include <string>
 
 #include "cuda/mask/bits.cuh"
+#include "cuda/arch/cluster.cuh"
+#include "cuda/arch/memory.cuh"
 #include "cuda/common/check.h"
 #include "cuda/common/device.h"
-#include "cuda/arch/sm90.cuh"
 #include "order.cuh"
 #include "topk.h"
 
@@ -43,10 +44,10 @@ struct Selection {
     bool aligned;  // groups of keys may be loaded 16 bytes at a time
     int64_t list_stride;
     const int32_t* seqused_k;
-    int32_t* listed;      // [lists, list_stride]
-    int64_t* begins;      // [lists]
-    int64_t* ends;        // [lists]
-    uint4* listed_rows;   // [lists, list_stride], or null
+    int32_t* listed;     // [lists, list_stride]
+    int64_t* begins;     // [lists]
+    int64_t* ends;       // [lists]
+    uint4* listed_rows;  // [lists, list_stride], or null
 };
 
 // The orders of neighbouring keys, as they lie in memory. Of a hidden key it is kHiddenOrder.
@@ -500,9 +501,9 @@ private:
     const int64_t list_;
     const int rank_;
     const Bits* bias_;
-    int newest_;      // the last key of the first row; below 0 where it has none
-    int first_keys_;  // how many keys the first row may see
-    int begin_, end_; // of them this block's
+    int newest_;              // the last key of the first row; below 0 where it has none
+    int first_keys_;          // how many keys the first row may see
+    int begin_, end_;         // of them this block's
     bool held_;               // groups_ has all of this block's keys
     bool stores_;             // shared memory has room for them,
     bool is_stored_ = false;  // and has them

@@ -94,9 +94,9 @@ struct Chunk {
 // What is to be sorted: places, and ranks with the number of the sequence above. Where there is no room above there is
 // but one sequence, or, of 64-bit ranks, they are sorted by rank first.
 template <DataType kType, typename Key>
-__global__ void __launch_bounds__(kThreads) make_keys_kernel(const __grid_constant__ Sequences all,
-                                                             const __grid_constant__ BiasView bias, int64_t places,
-                                                             Key* keys, uint32_t* values) {
+__global__ void __launch_bounds__(kThreads)
+    make_keys_kernel(const __grid_constant__ Sequences all, const __grid_constant__ BiasView bias, int64_t places,
+                     Key* keys, uint32_t* values) {
     using Bits = typename FloatBits<kType>::Bits;
     const int64_t place = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (place >= places) return;
@@ -137,9 +137,9 @@ __global__ void __launch_bounds__(kThreads) make_keys_kernel(const __grid_consta
 }
 
 // Of places that are sorted by rank: the sequences, to sort by.
-__global__ void __launch_bounds__(kThreads) number_sequences_kernel(const __grid_constant__ Sequences all,
-                                                                    int64_t places, const uint32_t* values,
-                                                                    uint32_t* keys) {
+__global__ void __launch_bounds__(kThreads)
+    number_sequences_kernel(const __grid_constant__ Sequences all, int64_t places, const uint32_t* values,
+                            uint32_t* keys) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (i >= places) return;
     const int place = static_cast<int>(values[i] & ~kHidden), above = place / all.keys;
@@ -175,8 +175,8 @@ __device__ void count_by_warps(const Sequences& all, const Chunk& chunk, const R
     __syncthreads();
 }
 
-__global__ void __launch_bounds__(kThreads) count_arrivals_kernel(const __grid_constant__ Sequences all,
-                                                                  const __grid_constant__ Round round) {
+__global__ void __launch_bounds__(kThreads)
+    count_arrivals_kernel(const __grid_constant__ Sequences all, const __grid_constant__ Round round) {
     __shared__ int counts[kWarps][kChildren];
     const Chunk chunk(all);
     if (chunk.turns <= 0) return;
@@ -220,8 +220,8 @@ private:
 
 // A key goes to the first child that it may: which has not been passed when it arrives, and that the keys before it
 // have not filled together with the children before.
-__global__ void __launch_bounds__(kThreads) part_kernel(const __grid_constant__ Sequences all,
-                                                        const __grid_constant__ Round round) {
+__global__ void __launch_bounds__(kThreads)
+    part_kernel(const __grid_constant__ Sequences all, const __grid_constant__ Round round) {
     __shared__ int counts[kWarps][kChildren];
     __shared__ int before_chunk[kWarps][kChildren];  // part of the sum a warp
     const Chunk chunk(all);
@@ -274,8 +274,8 @@ __global__ void __launch_bounds__(kThreads) part_kernel(const __grid_constant__ 
     });
 }
 
-__global__ void __launch_bounds__(kThreads, 2) eviction_kernel(const __grid_constant__ Sequences all,
-                                                               const uint32_t* values) {
+__global__ void __launch_bounds__(kThreads, 2)
+    eviction_kernel(const __grid_constant__ Sequences all, const uint32_t* values) {
     __shared__ typename ChunkDrops::SharedStorage smem;
     const Chunk chunk(all);
     if (chunk.turns <= 0) return;
@@ -305,9 +305,7 @@ void make_keys(const Sequences& all, const BiasView& bias, int64_t places, Key* 
     launch(make_keys_kernel<DataType::kFloat16, Key>);
 }
 
-int bits_of_rank(DataType dtype) {
-    return dtype == DataType::kFloat64 ? 64 : dtype == DataType::kFloat32 ? 32 : 16;
-}
+int bits_of_rank(DataType dtype) { return dtype == DataType::kFloat64 ? 64 : dtype == DataType::kFloat32 ? 32 : 16; }
 int64_t sequences_of(const Sequences& all) {  // of variable length, one more a head
     return static_cast<int64_t>(all.heads) * (all.varlen() ? all.batches + 1 : all.batches);
 }

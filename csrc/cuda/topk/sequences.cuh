@@ -40,7 +40,7 @@ struct OneSequence {
     int first_place;
     int first_key;  // of variable length, among all
     int keys;
-    int lead;       // row 0 stands at this key of the sequence
+    int lead;                       // row 0 stands at this key of the sequence
     int64_t first_out, out_stride;  // where its intervals are
 
     __device__ OneSequence(const Sequences& all, int batch_, int head_) : batch(batch_), head(head_) {
@@ -80,13 +80,17 @@ struct KeyBias {
     bool is_bfloat16;
 
     KeyBias(const Sequences& all, const BiasView& view)
-        : data(view.data), batch_stride(!all.varlen() && view.batches > 1 ? view.batch_stride : 0),
-          head_stride(view.head_stride), col_stride(view.col_stride), is_bfloat16(view.dtype == DataType::kBFloat16) {}
+        : data(view.data),
+          batch_stride(!all.varlen() && view.batches > 1 ? view.batch_stride : 0),
+          head_stride(view.head_stride),
+          col_stride(view.col_stride),
+          is_bfloat16(view.dtype == DataType::kBFloat16) {}
 
     // That of the sequence's first key.
     template <typename Bits>
     __device__ const Bits* of(const OneSequence& s) const {
-        return static_cast<const Bits*>(data) + s.batch * batch_stride + s.head * head_stride + s.first_key * col_stride;
+        return static_cast<const Bits*>(data) + s.batch * batch_stride + s.head * head_stride +
+               s.first_key * col_stride;
     }
 };
 

@@ -43,8 +43,8 @@ struct Sorter<uint16_t, kThreads, kWords> {
 };
 
 template <typename Bits, int kThreads, int kWords>
-__global__ void __launch_bounds__(kThreads) select_short_kernel(const __grid_constant__ Sequences all,
-                                                                const __grid_constant__ KeyBias bias) {
+__global__ void __launch_bounds__(kThreads)
+    select_short_kernel(const __grid_constant__ Sequences all, const __grid_constant__ KeyBias bias) {
     using Sort = Sorter<Bits, kThreads, kWords>;
     using Drops = EvictionOrder<kThreads, kWords>;
     __shared__ union {

@@ -51,11 +51,11 @@ void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan&
 constexpr int64_t kMaxListedRows = 16;
 
 struct RadixSelectPlan {
-    int64_t lists = 0;     // batches * heads: list b * heads + h, of one row tile
-    int64_t stride = 0;    // list l begins at l * stride
-    int64_t capacity = 0;  // of keys, and of rows where has_rows
-    bool has_rows = false; // more than one row: the kernel writes `rows`
-    int cluster = 1;       // blocks that share a list's work
+    int64_t lists = 0;      // batches * heads: list b * heads + h, of one row tile
+    int64_t stride = 0;     // list l begins at l * stride
+    int64_t capacity = 0;   // of keys, and of rows where has_rows
+    bool has_rows = false;  // more than one row: the kernel writes `rows`
+    int cluster = 1;        // blocks that share a list's work
 };
 
 RadixSelectPlan plan_select_key_lists(const SelectParams& params);

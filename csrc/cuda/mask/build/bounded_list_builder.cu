@@ -14,9 +14,9 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kWarpTiles = 4;       // of a warp at most
+constexpr int kWarpTiles = 4;  // of a warp at most
 constexpr int kMaxTiles = kWarps * kWarpTiles;
-constexpr int kKeys = 4;            // of a thread at a time
+constexpr int kKeys = 4;  // of a thread at a time
 constexpr int kStep = kThreads * kKeys;
 constexpr int kRoom = kStep + kStep / 2;
 constexpr int kTileRows = KeyListsView::kRows;
@@ -177,8 +177,8 @@ private:
     int lengths_[kWarpTiles] = {};     // of the lists of the warp's tiles, uncut
 };
 
-__global__ void __launch_bounds__(kThreads, 2) bounded_lists_kernel(const __grid_constant__ AttentionParams p,
-                                                                    const __grid_constant__ Lists lists) {
+__global__ void __launch_bounds__(kThreads, 2)
+    bounded_lists_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
     Block(p, lists).run();
 }
 
@@ -208,8 +208,13 @@ void bounded_lists_cuda(const AttentionParams& params, const BoundedListsPlan& p
                         int64_t* ends, cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) return;
-    const Lists lists{static_cast<int>(plan.heads), static_cast<int>(plan.num_m_blocks), plan.block_tiles, plan.stride,
-                      keys, begins, ends};
+    const Lists lists{static_cast<int>(plan.heads),
+                      static_cast<int>(plan.num_m_blocks),
+                      plan.block_tiles,
+                      plan.stride,
+                      keys,
+                      begins,
+                      ends};
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.block_tiles);
     bounded_lists_kernel<<<grid_of(blocks), kThreads, 0, stream>>>(params, lists);
     FLASH_CUDA_CHECK(cudaGetLastError());

@@ -63,9 +63,8 @@ public:
             const int keys = min(end_key - first_key, kWindow), words = ceil_div(keys, 32);
             for (int word = threadIdx.x; word < words; word += kThreads) smem_.named[word] = 0;
             __syncthreads();
-            for_each_index(first_key, keys, [&](int key, const RowRange&) {
-                atomicOr(&smem_.named[key / 32], 1u << key % 32);
-            });
+            for_each_index(first_key, keys,
+                           [&](int key, const RowRange&) { atomicOr(&smem_.named[key / 32], 1u << key % 32); });
             __syncthreads();
             const int listed = count_before(words);
             write_keys(begin + size, first_key, words);
@@ -190,8 +189,8 @@ private:
     const int32_t* end_ = nullptr;
 };
 
-__global__ void __launch_bounds__(kThreads, 2) index_lists_kernel(const __grid_constant__ IndexListsParams p,
-                                                                  const __grid_constant__ Lists lists) {
+__global__ void __launch_bounds__(kThreads, 2)
+    index_lists_kernel(const __grid_constant__ IndexListsParams p, const __grid_constant__ Lists lists) {
     __shared__ SharedMemory smem;
     Block(p, lists, smem).run();
 }
@@ -204,9 +203,16 @@ void index_lists_cuda(const IndexListsParams& params, const IndexListsPlan& plan
     using namespace cuda;
     if (plan.units() == 0) return;
     const auto to_int = [](int64_t size) { return static_cast<int>(size); };
-    const Lists lists{to_int(plan.heads),  to_int(plan.num_m_blocks),    to_int(plan.group_tiles), to_int(plan.groups),
-                      to_int(plan.group_rows()), plan.stride,         keys,                     begins,
-                      ends,                rows};
+    const Lists lists{to_int(plan.heads),
+                      to_int(plan.num_m_blocks),
+                      to_int(plan.group_tiles),
+                      to_int(plan.groups),
+                      to_int(plan.group_rows()),
+                      plan.stride,
+                      keys,
+                      begins,
+                      ends,
+                      rows};
     index_lists_kernel<<<grid_of(plan.units()), kThreads, 0, stream>>>(params, lists);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }

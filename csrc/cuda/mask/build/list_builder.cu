@@ -22,9 +22,9 @@ constexpr int kRowWords = kTileRows / 32;
 // The lists as kernels see them.
 struct Lists {
     int batches, heads, num_m_blocks, chunks, chunk_keys;
-    int32_t* counts;  // [batches, heads, chunks, num_m_blocks]; once scanned, of the chunks before
+    int32_t* counts;             // [batches, heads, chunks, num_m_blocks]; once scanned, of the chunks before
     unsigned long long* walked;  // keys in tiles that are not empty, of all lists; null where nobody asks
-    const int64_t* begins;  // [lists]
+    const int64_t* begins;       // [lists]
     int64_t capacity;
     int32_t* keys;
     uint4* rows;
@@ -136,16 +136,16 @@ __device__ ListChunk chunk_of_thread(const Lists& lists) {
     return chunk;
 }
 
-__global__ void __launch_bounds__(kThreads) count_intervals_kernel(const __grid_constant__ AttentionParams p,
-                                                                   const __grid_constant__ Lists lists) {
+__global__ void __launch_bounds__(kThreads)
+    count_intervals_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
     const ListChunk chunk = chunk_of_thread(lists);
     int count = 0;
     for_each_listed_key(p, lists, chunk, [&](int) { ++count; });
     if (chunk.exists(lists)) chunk.count(lists) = count;
 }
 
-__global__ void __launch_bounds__(kThreads) fill_intervals_kernel(const __grid_constant__ AttentionParams p,
-                                                                  const __grid_constant__ Lists lists) {
+__global__ void __launch_bounds__(kThreads)
+    fill_intervals_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
     const ListChunk chunk = chunk_of_thread(lists);
     ListWriter list(lists, chunk);
     // A tile that does not exist begins beyond the sequence's rows, where no interval reaches.
@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(kThreads) fill_intervals_kernel(const __grid_c
 }
 
 // Counts of a bool mask's columns: the union of those of the tile's rows.
-__global__ void __launch_bounds__(kThreads) count_columns_kernel(const __grid_constant__ AttentionParams p,
-                                                                 const __grid_constant__ Lists lists) {
+__global__ void __launch_bounds__(kThreads)
+    count_columns_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
     constexpr int kTile = PackedMask::kTile, kDown = kTileRows / kTile;
     const PackedMask& mask = p.packed_mask;
     const ListChunk chunk = chunk_of_thread(lists);
@@ -193,8 +193,8 @@ __device__ __forceinline__ uint4 load_bits(const uint32_t* row, int first_key, i
 
 // One warp writes one chunk of a bool mask's list, 128 keys by 128 rows at a time.
 template <bool kRowsAlike>
-__global__ void __launch_bounds__(kThreads) fill_bits_kernel(const __grid_constant__ AttentionParams p,
-                                                             const __grid_constant__ Lists lists) {
+__global__ void __launch_bounds__(kThreads)
+    fill_bits_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
     constexpr int kKeysAtOnce = 128;
     if (lists.begins[0] < 0) return;  // none are made
     const PackedMask& mask = p.packed_mask;
@@ -283,9 +283,9 @@ __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_cons
 // Lengths, which stand where the ends will, to places. One block.
 constexpr int kPlaceThreads = 1024;
 // walked: the keys in tiles that are not empty, where lists are made only if they hold at most `percent` of them; else null.
-__global__ void __launch_bounds__(kPlaceThreads) place_lists_kernel(int64_t lists, int64_t* begins, int64_t* ends,
-                                                                    int64_t capacity, int64_t* total,
-                                                                    const unsigned long long* walked, int64_t percent) {
+__global__ void __launch_bounds__(kPlaceThreads)
+    place_lists_kernel(int64_t lists, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
+                       const unsigned long long* walked, int64_t percent) {
     constexpr int kLists = 4;  // of a thread at a time
     __shared__ int64_t sums[2][kPlaceThreads / 32];
     const int64_t limit = capacity / KeyListsView::kAlign * KeyListsView::kAlign;
@@ -413,12 +413,12 @@ void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& pla
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, 32);
     launch(scan_counts_kernel, blocks, stream, lists, ends);
     place_lists_kernel<<<1, kPlaceThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total, lists.walked,
-                                                          percent.value_or(0));
+                                                        percent.value_or(0));
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
-                         const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream) {
+                        const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) return;
     Lists lists = lists_of(plan, scratch);

@@ -43,6 +43,6 @@ void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& pla
 // Nothing is written beyond `capacity` keys: [capacity], and rows [capacity, KeyListsView::kRows / 32], of which a row
 // whose key is -1 is 0.
 void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
-                         const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream);
+                        const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream);
 
 }  // namespace flash_dmattn

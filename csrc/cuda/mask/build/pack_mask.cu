@@ -18,13 +18,16 @@ constexpr int kKeys = 512;  // of one block: 16 a lane
 constexpr int kWords = kKeys / 32;
 
 // Four bools to four bits.
-__device__ __forceinline__ uint32_t to_bits(uint32_t bools) { return (__vminu4(bools, 0x01010101u) * 0x10204080u) >> 28; }
+__device__ __forceinline__ uint32_t to_bits(uint32_t bools) {
+    return (__vminu4(bools, 0x01010101u) * 0x10204080u) >> 28;
+}
 
 // This warp's words of one row: lane i < 16 gets the keys [first_key + 32 i, first_key + 32 (i + 1)), 0 from `end` on.
 // Aligned rows of contiguous keys are read 16 bytes a lane.
 struct VectorReader {
     static constexpr int kRegisters = 4;
-    static __device__ __forceinline__ void read(uint32_t (&raw)[4], const uint8_t* row, int64_t, int first_key, int end) {
+    static __device__ __forceinline__ void read(uint32_t (&raw)[4], const uint8_t* row, int64_t, int first_key,
+                                                int end) {
         const int key = first_key + lane_id() * 16;
         raw[0] = raw[1] = raw[2] = raw[3] = 0;
         if (key + 16 <= end) {
@@ -58,12 +61,13 @@ struct ScalarReader {
 
 // One block packs 64 rows by 512 keys of one batch and mask head.
 template <typename Reader>
-__global__ void __launch_bounds__(kWarps * 32) pack_mask_kernel(const __grid_constant__ AttentionParams p,
-                                                                const __grid_constant__ PackedMask packed) {
+__global__ void __launch_bounds__(kWarps * 32)
+    pack_mask_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ PackedMask packed) {
     __shared__ uint32_t any_visible[kWarps][kWords], all_visible[kWarps][kWords];
     FlatIndex block(blockIdx.x);
     const int first_key = block.take(ceil_div<int64_t>(packed.words, kWords)) * kKeys;
-    const int m_block = block.take(packed.num_m_blocks), head = block.take(packed.heads), batch = static_cast<int>(block.rest);
+    const int m_block = block.take(packed.num_m_blocks), head = block.take(packed.heads),
+              batch = static_cast<int>(block.rest);
     const Sequence s(p, batch);
 
     const bool row_broadcast = packed.bits_row_stride == 0;
@@ -161,7 +165,8 @@ PackedMask plan_packed_mask(const AttentionParams& p, int64_t total_q) {
 void pack_mask_cuda(const AttentionParams& params, const PackedMask& packed, cudaStream_t stream) {
     using namespace cuda;
     if (packed.bits_size == 0) return;
-    const int64_t blocks = packed.batches * packed.heads * packed.num_m_blocks * ceil_div<int64_t>(packed.words, kWords);
+    const int64_t blocks =
+        packed.batches * packed.heads * packed.num_m_blocks * ceil_div<int64_t>(packed.words, kWords);
     const MaskView& mask = params.mask;
     const auto aligned = [](int64_t stride) { return stride % 16 == 0; };
     const bool sequences_aligned = params.cu_seqlens_q == nullptr || !mask.per_key;  // else they start at any key

@@ -13,8 +13,9 @@ namespace {
 constexpr int kThreads = 256;
 
 // One warp a tile, two keys a lane.
-__global__ void __launch_bounds__(kThreads) summarize_intervals_kernel(const __grid_constant__ AttentionParams p,
-                                                                       const __grid_constant__ IntervalSummaries tiles) {
+__global__ void __launch_bounds__(kThreads)
+    summarize_intervals_kernel(const __grid_constant__ AttentionParams p,
+                               const __grid_constant__ IntervalSummaries tiles) {
     const int64_t index = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + warp_id();
     if (index == 0 && lane_id() == 0) *tiles.tile_count_semaphore = 0;
     if (index >= tiles.size) return;

@@ -46,7 +46,8 @@ struct BwdSharedStorage {
 // Whether a block's shared memory holds what it exchanges, too: 227 KiB on compute capability 9.0.
 template <typename Traits>
 constexpr bool kCanClusterReduce =
-    !Traits::kIsSmall && sizeof(BwdSharedStorage<Traits, BiasKind::kDense>) + sizeof(DxExchangeSharedStorage<Traits>) <= 227 * 1024;
+    !Traits::kIsSmall &&
+    sizeof(BwdSharedStorage<Traits, BiasKind::kDense>) + sizeof(DxExchangeSharedStorage<Traits>) <= 227 * 1024;
 
 // A visit to a tile of query rows.
 struct RowTileVisit {

@@ -3,7 +3,9 @@
 // send it theirs, to its shared memory, and it writes the sum. Nothing is computed twice.
 #pragma once
 
-#include "cuda/arch/sm90.cuh"
+#include "cuda/arch/cluster.cuh"
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/memory.cuh"
 #include "kernel_traits.h"
 #include "cuda/sm80/warp_gemm.cuh"
 
@@ -23,9 +25,7 @@ public:
     using SharedStorage = DxExchangeSharedStorage<Traits>;
 
     // Whether so many batch elements can each own whole pairs of neighbouring blocks.
-    static bool can_divide(int64_t sharers) {
-        return sharers == 2 ? kCanDivideBy<2> : sharers == 4 && kCanDivideBy<4>;
-    }
+    static bool can_divide(int64_t sharers) { return sharers == 2 ? kCanDivideBy<2> : sharers == 4 && kCanDivideBy<4>; }
 
     __device__ DsmemReduction(const SmemAddress& address_of, const SharedStorage& smem, int sharers)
         : parts_(address_of(smem.parts)),
@@ -89,7 +89,8 @@ private:
             for (int n = 0; n < kN; ++n) {
                 const int block = m * Traits::kScoreN + first_n + n, owner = block / kOwned;
                 const uint32_t here = to + block % kOwned * kBlockBytes;
-                store_smem_or_dsmem(here, map_to_cta(here, owner), map_to_cta(received_, owner), owner == rank, dx[m][n]);
+                store_smem_or_dsmem(here, map_to_cta(here, owner), map_to_cta(received_, owner), owner == rank,
+                                    dx[m][n]);
             }
     }
 

@@ -5,6 +5,8 @@
 // hold it (see dquery_accum in plan.h), so that every addition is 16 bytes a thread and 512 a warp.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
+#include "cuda/arch/memory.cuh"
 #include "cuda/arch/atomic_add.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "block.cuh"
@@ -16,8 +18,7 @@ namespace flash_dmattn::cuda::sm80 {
 // In deterministic mode the blocks of one head add to a tile of dQ in the order of their keys.
 __device__ __forceinline__ void wait_for_turn(const int32_t* turns, int turn) {
     if (threadIdx.x == 0) {
-        while (load_acquire(turns) != turn) {
-        }
+        while (load_acquire(turns) != turn) {}
     }
     __syncthreads();
 }
@@ -39,7 +40,8 @@ public:
     // smem.sequence has been written, and has keys in this tile of them. group: query heads of a key/value head.
     __device__ Bwd(const BwdArgs& p, SharedStorage& smem, int group, int n_block, int kv_head)
         : p_(p), smem_(smem), block_(p, smem, group, n_block, kv_head), address_of(block_.address_of) {
-        const int dq_row = warp_id() / Traits::kDqColWarps * Traits::kDqRows, dq_col = warp_id() % Traits::kDqColWarps * 16;
+        const int dq_row = warp_id() / Traits::kDqColWarps * Traits::kDqRows,
+                  dq_col = warp_id() % Traits::kDqColWarps * 16;
         const auto keep = [&](LaneOffset which, uint32_t offset) { smem.lane_offsets[which][threadIdx.x] = offset; };
         keep(kScoreRows, ScoreRows::lane_offset(block_.score_row, 0));
         keep(kScoreKeys, ScoreKeys::lane_offset(block_.score_key, 0));
@@ -172,25 +174,24 @@ private:
     __device__ __forceinline__ void find_head(int head) {
         __syncwarp();
         if (lane_id() == 0) smem_.head_rows[warp_id()] = HeadRows<T>(p_, sequence(), head);
-        if (kBias == BiasKind::kDense && lane_id() == 1)
-            smem_.head_bias[warp_id()] = HeadBias<T>(p_, sequence(), head);
+        if (kBias == BiasKind::kDense && lane_id() == 1) smem_.head_bias[warp_id()] = HeadBias<T>(p_, sequence(), head);
         __syncwarp();
         if (kKeyBias && threadIdx.x < Traits::kKeys)
             key_bias_ = load_key_bias<T>(p_, sequence(), head, block_.first_key + threadIdx.x);
     }
     __device__ __forceinline__ void load_rows(int stage, int m_block) const {
-        load_row_stage(smem_.rows[stage], address_of, p_, sequence(), smem_.head_rows[warp_id()], m_block * Traits::kRows,
-                       block_.rows_from(m_block), block_.n_block);
+        load_row_stage(smem_.rows[stage], address_of, p_, sequence(), smem_.head_rows[warp_id()],
+                       m_block * Traits::kRows, block_.rows_from(m_block), block_.n_block);
         if constexpr (kBias == BiasKind::kDense)
             load_bias<Traits>(smem_.probs[stage], address_of, p_, sequence(), smem_.head_bias[warp_id()], m_block,
-                            block_.n_block);
+                              block_.n_block);
         if (kKeyBias && threadIdx.x < Traits::kKeys) smem_.rows[stage].key_bias[threadIdx.x] = key_bias_;
         cp_async_commit();
     }
 
     // P and dS of one pass over the tile, of this warp's columns of blocks from first_n on, rounded, to shared memory.
-    __device__ __forceinline__ void make_pass(const RowTileVisit& visit, typename Traits::ScoresTile& probs, int first_n,
-                                              DbiasWriter& dbias) const {
+    __device__ __forceinline__ void make_pass(const RowTileVisit& visit, typename Traits::ScoresTile& probs,
+                                              int first_n, DbiasWriter& dbias) const {
         const auto& rows = smem_.rows[visit.stage];
         const int score_row = block_.score_row, score_key = block_.score_key + first_n * 8;
         float scores[Traits::kScoreM][kPassN][4], dprobs[Traits::kScoreM][kPassN][4];
@@ -200,20 +201,20 @@ private:
         const uint32_t pairs_at = lane_offset(kScorePairs);
         // Of the bias, before it is of P.
         const Pairs prob_blocks = Pairs(address_of(probs), pairs_at).from(0, first_n * 8);
-        const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
+        const auto dense_bias = [&](uint32_t (&to)[4], int m, int n) {
             prob_blocks.template load<false>(to, m * 16, n * 8);
         };
-        const auto take = [&](int, int, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
+        const auto take = [&](int, int, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
             dbias.take(first_n + n, dx, is_visible);
         };
         const int lane = opaque(lane_id());
-        const auto take_capped = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
+        const auto take_capped = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
             dbias.take_capped(visit, first_n + n, score_row + m * 16 + h * 8, score_key + n * 8, rows_left, lane, dx,
                               is_visible);
         };
         const auto make_visibility = [&] {
             return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p_, sequence(), rows, visit.m_block,
-                                                                     block_.n_block, visit.mask_full);
+                                                                          block_.n_block, visit.mask_full);
         };
         differentiate_pass<Traits, kBias>(
             scores, dprobs, p_, ScoreRows(address_of(rows.query), rows_at), ScoreKeys(address_of(smem_.key), keys_at),
@@ -228,14 +229,14 @@ private:
     __device__ __forceinline__ void add_pairs_by_rows(DkvSum& sum, const typename Traits::ScoresTile& pairs,
                                                       const typename Traits::RowsTile& rows) const {
         multiply_add<T, Traits::kRows, kDkvColStep>(sum, DkvPairs(address_of(pairs), lane_offset(kDkvPairs)),
-                                                  DkvRows(address_of(rows), lane_offset(kDkvRows)));
+                                                    DkvRows(address_of(rows), lane_offset(kDkvRows)));
     }
     // dQ += dS K.
     __device__ __forceinline__ void add_dquery(const RowTileVisit& visit) const {
         float dquery[Traits::kDqM][Traits::kDqN][4];
         clear(dquery);
         multiply_add<T, Traits::kKeys, kDqColStep>(dquery, DqPairs(address_of(smem_.dscores), lane_offset(kDqPairs)),
-                                                 DqKeys(address_of(smem_.key), lane_offset(kDqKeys)));
+                                                   DqKeys(address_of(smem_.key), lane_offset(kDqKeys)));
         const int64_t tile = dquery_tile<Traits::kRows>(p_, sequence(), visit.head, visit.m_block);
         float* to = p_.dquery_accum + tile * Traits::kRows * Traits::kHeadDim + threadIdx.x * 4;
         if (p_.deterministic) wait_for_turn(p_.dquery_semaphore + tile, block_.n_block);
@@ -252,7 +253,7 @@ private:
         store_rounded<T, kDkvColStep>(sum, Keys(address_of(staging), Keys::lane_offset(dkv_key(), dkv_col())), scale);
         __syncthreads();
         copy_tile_out<Traits::kThreads>(staging, first_key_of(view), view.row_stride, block_.keys(),
-                                      static_cast<int>(p_.head_dim));
+                                        static_cast<int>(p_.head_dim));
     }
 
     const BwdArgs& p_;

@@ -12,9 +12,9 @@ struct BwdTileSizes {
     int rows, keys;  // of a tile
     int warps;
     int score_row_warps;  // warps along the rows of S = Q K^T and dP = dO V^T; the others lie along the keys
-    int score_passes;  // a warp's keys of S and dP are computed in so many parts, where registers are short
-    int key_warps;  // warps along the keys of dK and dV; the others lie along the head dimension
-    int row_warps;  // warps along the rows of dQ; the others lie along the head dimension
+    int score_passes;     // a warp's keys of S and dP are computed in so many parts, where registers are short
+    int key_warps;        // warps along the keys of dK and dV; the others lie along the head dimension
+    int row_warps;        // warps along the rows of dQ; the others lie along the head dimension
     int blocks_per_sm;
 };
 
@@ -26,19 +26,43 @@ constexpr bool has_little_shared_memory(int architecture) { return architecture 
 constexpr BwdTileSizes small_bwd_tile_sizes(int head_dim) {
     switch (head_dim) {
         case 32:
-            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 3};
+            return {.rows = 64,
+                    .keys = 64,
+                    .warps = 4,
+                    .score_row_warps = 2,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 3};
         case 64:
-            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 2};
+            return {.rows = 64,
+                    .keys = 64,
+                    .warps = 4,
+                    .score_row_warps = 2,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 2};
         case 96:
         case 128:
-            return {.rows = 32, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 2};
+            return {.rows = 32,
+                    .keys = 64,
+                    .warps = 4,
+                    .score_row_warps = 2,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 2};
         case 192:
         case 256:
-            return {.rows = 32, .keys = 64, .warps = 8, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 1};
+            return {.rows = 32,
+                    .keys = 64,
+                    .warps = 8,
+                    .score_row_warps = 2,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 1};
     }
     throw std::logic_error("head dimension");
 }
@@ -48,21 +72,51 @@ constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool is_small) {
     if (is_small) return small_bwd_tile_sizes(head_dim);
     switch (head_dim) {
         case 32:
-            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 3};
+            return {.rows = 64,
+                    .keys = 64,
+                    .warps = 4,
+                    .score_row_warps = 2,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 3};
         case 64:
-            return {.rows = 128, .keys = 128, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 4,
-                    .row_warps = 4, .blocks_per_sm = 1};
+            return {.rows = 128,
+                    .keys = 128,
+                    .warps = 8,
+                    .score_row_warps = 4,
+                    .score_passes = 1,
+                    .key_warps = 4,
+                    .row_warps = 4,
+                    .blocks_per_sm = 1};
         case 96:
-            return {.rows = 64, .keys = 128, .warps = 8, .score_row_warps = 2, .score_passes = 1, .key_warps = 4,
-                    .row_warps = 4, .blocks_per_sm = 1};
+            return {.rows = 64,
+                    .keys = 128,
+                    .warps = 8,
+                    .score_row_warps = 2,
+                    .score_passes = 1,
+                    .key_warps = 4,
+                    .row_warps = 4,
+                    .blocks_per_sm = 1};
         case 128:
-            return {.rows = 64, .keys = 128, .warps = 8, .score_row_warps = 2, .score_passes = 1, .key_warps = 4,
-                    .row_warps = 2, .blocks_per_sm = 1};
+            return {.rows = 64,
+                    .keys = 128,
+                    .warps = 8,
+                    .score_row_warps = 2,
+                    .score_passes = 1,
+                    .key_warps = 4,
+                    .row_warps = 2,
+                    .blocks_per_sm = 1};
         case 192:
         case 256:
-            return {.rows = 64, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 1};
+            return {.rows = 64,
+                    .keys = 64,
+                    .warps = 8,
+                    .score_row_warps = 4,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 1};
     }
     throw std::logic_error("head dimension");
 }
@@ -72,19 +126,43 @@ constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool is_small) {
 constexpr BwdTileSizes dbias_tile_sizes(int head_dim) {
     switch (head_dim) {
         case 32:
-            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 2, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 4};
+            return {.rows = 64,
+                    .keys = 64,
+                    .warps = 4,
+                    .score_row_warps = 2,
+                    .score_passes = 2,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 4};
         case 64:
         case 96:
         case 128:
-            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 3};
+            return {.rows = 64,
+                    .keys = 64,
+                    .warps = 4,
+                    .score_row_warps = 2,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 3};
         case 192:
-            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 2};
+            return {.rows = 64,
+                    .keys = 64,
+                    .warps = 4,
+                    .score_row_warps = 2,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 2};
         case 256:
-            return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 1};
+            return {.rows = 64,
+                    .keys = 64,
+                    .warps = 4,
+                    .score_row_warps = 2,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 1};
     }
     throw std::logic_error("head dimension");
 }
@@ -96,38 +174,92 @@ constexpr BwdTileSizes gather_tile_sizes(int head_dim, bool is_small) {
         switch (head_dim) {
             case 32:
             case 64:
-                return {.rows = 64, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                        .row_warps = 2, .blocks_per_sm = 1};
+                return {.rows = 64,
+                        .keys = 64,
+                        .warps = 4,
+                        .score_row_warps = 2,
+                        .score_passes = 1,
+                        .key_warps = 2,
+                        .row_warps = 2,
+                        .blocks_per_sm = 1};
             case 96:
             case 128:
-                return {.rows = 32, .keys = 64, .warps = 4, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                        .row_warps = 2, .blocks_per_sm = 1};
+                return {.rows = 32,
+                        .keys = 64,
+                        .warps = 4,
+                        .score_row_warps = 2,
+                        .score_passes = 1,
+                        .key_warps = 2,
+                        .row_warps = 2,
+                        .blocks_per_sm = 1};
             case 192:
-                return {.rows = 64, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 2,
-                        .row_warps = 2, .blocks_per_sm = 1};
+                return {.rows = 64,
+                        .keys = 64,
+                        .warps = 8,
+                        .score_row_warps = 4,
+                        .score_passes = 1,
+                        .key_warps = 2,
+                        .row_warps = 2,
+                        .blocks_per_sm = 1};
             case 256:
-                return {.rows = 32, .keys = 64, .warps = 8, .score_row_warps = 2, .score_passes = 1, .key_warps = 2,
-                        .row_warps = 2, .blocks_per_sm = 1};
+                return {.rows = 32,
+                        .keys = 64,
+                        .warps = 8,
+                        .score_row_warps = 2,
+                        .score_passes = 1,
+                        .key_warps = 2,
+                        .row_warps = 2,
+                        .blocks_per_sm = 1};
         }
         throw std::logic_error("head dimension");
     }
     switch (head_dim) {
         case 32:
-            return {.rows = 128, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 2, .key_warps = 4,
-                    .row_warps = 4, .blocks_per_sm = 2};
+            return {.rows = 128,
+                    .keys = 64,
+                    .warps = 8,
+                    .score_row_warps = 4,
+                    .score_passes = 2,
+                    .key_warps = 4,
+                    .row_warps = 4,
+                    .blocks_per_sm = 2};
         case 64:
-            return {.rows = 128, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 4, .blocks_per_sm = 1};
+            return {.rows = 128,
+                    .keys = 64,
+                    .warps = 8,
+                    .score_row_warps = 4,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 4,
+                    .blocks_per_sm = 1};
         case 96:
-            return {.rows = 128, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 4,
-                    .row_warps = 4, .blocks_per_sm = 1};
+            return {.rows = 128,
+                    .keys = 64,
+                    .warps = 8,
+                    .score_row_warps = 4,
+                    .score_passes = 1,
+                    .key_warps = 4,
+                    .row_warps = 4,
+                    .blocks_per_sm = 1};
         case 128:
-            return {.rows = 128, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 4, .blocks_per_sm = 1};
+            return {.rows = 128,
+                    .keys = 64,
+                    .warps = 8,
+                    .score_row_warps = 4,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 4,
+                    .blocks_per_sm = 1};
         case 192:
         case 256:
-            return {.rows = 64, .keys = 64, .warps = 8, .score_row_warps = 4, .score_passes = 1, .key_warps = 2,
-                    .row_warps = 2, .blocks_per_sm = 1};
+            return {.rows = 64,
+                    .keys = 64,
+                    .warps = 8,
+                    .score_row_warps = 4,
+                    .score_passes = 1,
+                    .key_warps = 2,
+                    .row_warps = 2,
+                    .blocks_per_sm = 1};
     }
     throw std::logic_error("head dimension");
 }
@@ -179,11 +311,12 @@ struct BwdKernelTraits {
     static constexpr int kDqRows = kRows / kSizes.row_warps;
     static constexpr int kDqM = kDqRows / 16, kDqN = kHeadDim / kDqColWarps / 8;
 
-    static_assert(kScoreN % kPasses == 0 && kPassN % 2 == 0 && kHeadDim % (16 * kDkvColWarps) == 0 && kHeadDim % (16 * kDqColWarps) == 0);
+    static_assert(kScoreN % kPasses == 0 && kPassN % 2 == 0 && kHeadDim % (16 * kDkvColWarps) == 0 &&
+                  kHeadDim % (16 * kDqColWarps) == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
     using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
-    using ScoresTile = SmemTile<T, kRows, kKeys>;  // bias, P, dS
+    using ScoresTile = SmemTile<T, kRows, kKeys>;   // bias, P, dS
 };
 
 }  // namespace flash_dmattn::cuda::sm80

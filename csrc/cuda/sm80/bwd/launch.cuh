@@ -43,7 +43,8 @@ void sum_shared_dbias(const BwdArgs& p, cudaStream_t stream) {
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys);
     if (num_n_blocks == 0) return;
     const int64_t runs = p.dbias_tiles / num_n_blocks * ceil_div<int64_t>(num_n_blocks, p.dbias_run);
-    launch<Traits>(bwd_dbias_kernel<Traits, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSharedStorage<Traits>), p, stream);
+    launch<Traits>(bwd_dbias_kernel<Traits, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSharedStorage<Traits>), p,
+                   stream);
     if (p.dbias_splits > 1) launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
 }
 
@@ -52,13 +53,16 @@ void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
     const BwdKernel kernel = bwd_kernel<Traits, kBias, kCausal>;
     // As much for every launch: what a kernel may have is kept by the device, for all threads of the process.
-    constexpr size_t kBytes = sizeof(BwdSharedStorage<Traits, kBias>) +
-                              (kBias == BiasKind::kDense && kCanClusterReduce<Traits> ? sizeof(DxExchangeSharedStorage<Traits>) : 0);
+    constexpr size_t kBytes =
+        sizeof(BwdSharedStorage<Traits, kBias>) +
+        (kBias == BiasKind::kDense && kCanClusterReduce<Traits> ? sizeof(DxExchangeSharedStorage<Traits>) : 0);
     if (p.dense_dbias == DenseDbias::kClusterReduce) return launch_clusters<Traits>(kernel, blocks, kBytes, p, stream);
     launch<Traits>(kernel, blocks, kBytes, p, stream);
-    if (p.dense_dbias == DenseDbias::kAtomic) launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
+    if (p.dense_dbias == DenseDbias::kAtomic)
+        launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
     if (p.dense_dbias == DenseDbias::kRecompute)
-        sum_shared_dbias<BwdKernelTraits<Traits::kHeadDim, typename Traits::T, Traits::kIsSmall, BwdPass::kDbias>, kCausal>(p, stream);
+        sum_shared_dbias<BwdKernelTraits<Traits::kHeadDim, typename Traits::T, Traits::kIsSmall, BwdPass::kDbias>,
+                         kCausal>(p, stream);
 }
 
 template <typename Traits, bool kCausal>
@@ -69,8 +73,8 @@ void run_bwd_tiles(const BwdArgs& p, cudaStream_t stream) {
         case BiasKind::kDense: run_bwd_main<Traits, kCausal, BiasKind::kDense>(p, stream); break;
     }
     const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
-    launch<Traits>(convert_dquery_kernel<Traits>, num_m_blocks * p.heads * p.batch, sizeof(typename Traits::RowsTile), p,
-                 stream);
+    launch<Traits>(convert_dquery_kernel<Traits>, num_m_blocks * p.heads * p.batch, sizeof(typename Traits::RowsTile),
+                   p, stream);
 }
 
 template <typename Traits>

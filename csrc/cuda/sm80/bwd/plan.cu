@@ -67,7 +67,8 @@ bool can_cluster_reduce(const BwdParams& p, const BwdPlan& plan) {
     const bool batches_share = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr;
     if (!batches_share || plan.small_tiles) return false;  // code with the large tiles has clusters, too
 #define FLASH_DMATTN_MATCH(T, kHeadDim) \
-    if (plan.head_dim == kHeadDim) return can_cluster_reduce_among<BwdKernelTraits<kHeadDim, T, false>>(p.dbias.batch_group_size);
+    if (plan.head_dim == kHeadDim)      \
+        return can_cluster_reduce_among<BwdKernelTraits<kHeadDim, T, false>>(p.dbias.batch_group_size);
     FLASH_DMATTN_SM80_BWD_KERNELS(FLASH_DMATTN_MATCH)
 #undef FLASH_DMATTN_MATCH
     return false;
@@ -126,7 +127,8 @@ void plan_lists(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     plan.dkv_cols = plan.head_dim;
     plan.dkv_accum = take_floats(layout, 2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols);
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_is_of_one(p))
-        plan.dbias_accum_size = (p.cu_seqlens_q != nullptr ? p.total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
+        plan.dbias_accum_size =
+            (p.cu_seqlens_q != nullptr ? p.total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
     plan.dbias_accum = take_floats(layout, plan.dbias_accum_size);
     const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, std::min<int64_t>(block_rows, p.lists.tile_rows));
     if (p.deterministic) plan.progress_counters = take_ints(layout, p.batch * p.heads * num_m_blocks + 1);

@@ -1,6 +1,7 @@
 // From Q, K, dO and V of one tile to P and dS: what the backward's kernels have in common.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
 #include "cuda/mask/intervals.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/common/sequence.cuh"
@@ -14,8 +15,8 @@ namespace flash_dmattn::cuda::sm80 {
 // The rows from `first_row` on to a tile, zeros where it is larger than `rows` x `cols`; cp.async, the caller commits. A
 // tile that is whole, as most are, costs little more than its cp.async instructions.
 template <typename Traits, int kThreads, typename T>
-__device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, int64_t row_stride, int first_row, int rows,
-                                                int cols) {
+__device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, int64_t row_stride, int first_row,
+                                                int rows, int cols) {
     constexpr int kRowsAtOnce = kThreads / Traits::kSlabChunks;
     static_assert(kRowsAtOnce % 8 == 0 && Traits::kRows % kRowsAtOnce == 0, "the swizzle repeats every eight rows");
     const int first = threadIdx.x / Traits::kSlabChunks, chunk = threadIdx.x % Traits::kSlabChunks;
@@ -30,7 +31,8 @@ __device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, in
                 cp_async_16(to + slab * kSlabBytes + step * kStepBytes, from + slab * Traits::kSlabCols);
     } else {
 #pragma unroll 1
-        for (int row = first; row < Traits::kRows; row += kRowsAtOnce, from += kRowsAtOnce * row_stride, to += kStepBytes)
+        for (int row = first; row < Traits::kRows;
+             row += kRowsAtOnce, from += kRowsAtOnce * row_stride, to += kStepBytes)
 #pragma unroll
             for (int slab = 0; slab < Traits::kSlabs; ++slab) {
                 const int left = cols - chunk * Traits::kChunk - slab * Traits::kSlabCols;
@@ -99,12 +101,14 @@ struct HeadBias {
 // commits.
 template <typename Traits, bool kKeyBias>
 __device__ __forceinline__ void load_row_stage(const RowStage<Traits, kKeyBias>& stage, const SmemAddress& address_of,
-                                               const BwdArgs& p, const Sequence& s, const HeadRows<typename Traits::T>& head,
-                                               int first, int left, int n_block) {
+                                               const BwdArgs& p, const Sequence& s,
+                                               const HeadRows<typename Traits::T>& head, int first, int left,
+                                               int n_block) {
     const int head_dim = static_cast<int>(p.head_dim);
-    const auto load_rows = [&](const typename Traits::RowsTile& tile, const typename Traits::T* from, int64_t row_stride) {
+    const auto load_rows = [&](const typename Traits::RowsTile& tile, const typename Traits::T* from,
+                               int64_t row_stride) {
         copy_tile_async<typename Traits::RowsTile, Traits::kThreads>(address_of(tile), from, row_stride, first, left,
-                                                                 head_dim);
+                                                                     head_dim);
     };
     load_rows(stage.query, head.query, p.query.row_stride);
     load_rows(stage.dout, head.dout, p.dout.row_stride);
@@ -130,9 +134,8 @@ __device__ __forceinline__ void load_bias(typename Traits::ScoresTile& tile, con
     const int first_row = m_block * Traits::kRows, first_key = n_block * Traits::kKeys;
     const int keys = s.keys - first_key;
     if (head.aligned) {
-        copy_tile_async<typename Traits::ScoresTile, Traits::kThreads>(address_of(tile), head.data + first_key,
-                                                                  p.bias.row_stride, first_row, s.rows - first_row,
-                                                                  keys);
+        copy_tile_async<typename Traits::ScoresTile, Traits::kThreads>(
+            address_of(tile), head.data + first_key, p.bias.row_stride, first_row, s.rows - first_row, keys);
         return;
     }
     const T* bias = head.data + first_row * p.bias.row_stride + first_key * p.bias.col_stride;
@@ -184,11 +187,12 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Traits, kKeyBias>& stage,
 template <typename Traits, BiasKind kBias, int kPassN, typename Rows, typename Keys, typename Stage, typename DenseBias,
           typename MakeVisibility, typename Take, typename TakeCapped>
 __device__ __forceinline__ void differentiate_pass(float (&scores)[Traits::kScoreM][kPassN][4],
-                                                   float (&dprobs)[Traits::kScoreM][kPassN][4], const AttentionParams& p,
-                                                   const Rows& query, const Keys& key, const Rows& dout,
-                                                   const Keys& value, const Stage& stage, const DenseBias& dense_bias,
-                                                   const MakeVisibility& make_visibility, int first_row, int first_key,
-                                                   int rows, const Take& take, const TakeCapped& take_capped) {
+                                                   float (&dprobs)[Traits::kScoreM][kPassN][4],
+                                                   const AttentionParams& p, const Rows& query, const Keys& key,
+                                                   const Rows& dout, const Keys& value, const Stage& stage,
+                                                   const DenseBias& dense_bias, const MakeVisibility& make_visibility,
+                                                   int first_row, int first_key, int rows, const Take& take,
+                                                   const TakeCapped& take_capped) {
     using T = typename Traits::T;
     clear(scores);
     clear(dprobs);

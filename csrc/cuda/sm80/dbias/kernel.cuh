@@ -6,6 +6,7 @@
 // [B, H, Sq, Sk] in memory. Where tiles are few, the sharers are split among blocks, whose sums a second kernel adds up.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
 #include "cuda/sm80/bwd/kernel.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -42,11 +43,13 @@ template <typename Traits>
 struct DbiasRun {
     int m_block, n_block, key_end, dbias_head, split;
     int first_batch;  // of those that share the gradient's
-    int64_t index;  // of the first tile, among all
+    int64_t index;    // of the first tile, among all
 
     __device__ DbiasRun(const BwdArgs& p, int block) {
-        const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys), run = static_cast<int>(p.dbias_run);
-        const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), Traits::kRows), runs = ceil_div(num_n_blocks, run);
+        const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
+                  run = static_cast<int>(p.dbias_run);
+        const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), Traits::kRows),
+                  runs = ceil_div(num_n_blocks, run);
         const int splits = static_cast<int>(p.dbias_splits), heads = static_cast<int>(p.dbias.heads);
         split = block % splits;
         n_block = block / splits % runs * run;
@@ -204,22 +207,23 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm
         float scores[Traits::kScoreM][Traits::kPassN][4], dprobs[Traits::kScoreM][Traits::kPassN][4];
         const uint32_t pass_at = keys_at + first_n * 8 * KeysB::kRowBytes;
         const int rows = first.rows - first_row, key = score_key + first_n * 8;
-        const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
+        const auto dense_bias = [&](uint32_t (&to)[4], int m, int n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = opaque(bias[m][first_n + n + i / 2][i % 2]);
         };
-        const auto take = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
+        const auto take = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
 #pragma unroll
             for (int e = 0; e < 2; ++e)
                 if (is_visible[e]) sum[m][first_n + n][2 * h + e] += dx[e];
         };
         const auto make_visibility = [&] {
-            return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p, first, stage.rows, run.m_block, tile, full);
+            return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p, first, stage.rows, run.m_block, tile,
+                                                                          full);
         };
         differentiate_pass<Traits, BiasKind::kDense>(
             scores, dprobs, p, RowsA(address_of(stage.rows.query), rows_at), KeysB(address_of(stage.key), pass_at),
-            RowsA(address_of(stage.rows.dout), rows_at), KeysB(address_of(stage.value), pass_at), stage.rows, dense_bias,
-            make_visibility, first_score_row, key, rows, take, take);
+            RowsA(address_of(stage.rows.dout), rows_at), KeysB(address_of(stage.value), pass_at), stage.rows,
+            dense_bias, make_visibility, first_score_row, key, rows, take, take);
     };
 
     const auto store = [&](int tile) {
@@ -280,7 +284,8 @@ __global__ void __launch_bounds__(Traits::kThreads) sum_dbias_parts_kernel(const
         for (int m = 0; m < Traits::kScoreM; ++m)
 #pragma unroll
             for (int n = 0; n < Traits::kScoreN; ++n) {
-                const float4 x = *reinterpret_cast<const float4*>(from + (m * Traits::kScoreN + n) * Traits::kThreads * 4);
+                const float4 x =
+                    *reinterpret_cast<const float4*>(from + (m * Traits::kScoreN + n) * Traits::kThreads * 4);
                 sum[m][n][0] += x.x, sum[m][n][1] += x.y, sum[m][n][2] += x.z, sum[m][n][3] += x.w;
             }
     }

@@ -13,6 +13,7 @@
 // Sums is what a writer keeps in registers; an array, it is a local of whoever runs the loop (see BwdBlock).
 #pragma once
 
+#include "cuda/arch/memory.cuh"
 #include "cuda/arch/atomic_add.cuh"
 #include "cuda/sm80/bwd/block.cuh"
 
@@ -30,8 +31,7 @@ public:
     __device__ void begin() {}
     __device__ void begin_tile() {}
     __device__ void take(int, const float (&)[2], const bool (&)[2]) {}
-    __device__ void take_capped(const RowTileVisit&, int, int, int, int, int, const float (&)[2],
-                                const bool (&)[2]) {}
+    __device__ void take_capped(const RowTileVisit&, int, int, int, int, int, const float (&)[2], const bool (&)[2]) {}
     template <int kPassN>
     __device__ void take_pass(const RowTileVisit&, const float (&)[Traits::kScoreM][kPassN][4], int) {}
     __device__ void end_tile(const RowTileVisit&) {}
@@ -118,7 +118,8 @@ public:
 
     __device__ DenseDbiasWriter(const Block& block, Sums&)
         : block_(block),
-          reduction_(block.address_of, reduction_smem(block.address_of), static_cast<int>(block.p.dbias.batch_group_size)) {}
+          reduction_(block.address_of, reduction_smem(block.address_of),
+                     static_cast<int>(block.p.dbias.batch_group_size)) {}
 
     // Whether the blocks of a cluster are those of the batch elements that share a bias.
     static __device__ __forceinline__ bool owns_cluster(const BwdArgs& p) { return is(p, DenseDbias::kClusterReduce); }
@@ -174,15 +175,16 @@ private:
 
     // It follows the rest of the block's shared memory.
     static __device__ const DxExchangeSharedStorage<Traits>& reduction_smem(const SmemAddress& memory) {
-        return *reinterpret_cast<const DxExchangeSharedStorage<Traits>*>(memory.start() + sizeof(typename Block::SharedStorage));
+        return *reinterpret_cast<const DxExchangeSharedStorage<Traits>*>(memory.start() +
+                                                                         sizeof(typename Block::SharedStorage));
     }
 
     // A tile of the gradient.
     __device__ __forceinline__ T* rows_of(int head, int m_block) const {
         const BwdArgs& p = block_.p;
         const Sequence& s = block_.sequence();
-        return static_cast<T*>(p.dbias.data) + (p.dbias.batches > 1 ? block_.smem.bias_batch * p.dbias.batch_stride : 0) +
-               head * p.dbias.head_stride +
+        return static_cast<T*>(p.dbias.data) +
+               (p.dbias.batches > 1 ? block_.smem.bias_batch * p.dbias.batch_stride : 0) + head * p.dbias.head_stride +
                static_cast<uint32_t>(s.first_row + m_block * Traits::kRows) * p.dbias.row_stride + block_.first_key;
     }
 
@@ -232,7 +234,7 @@ private:
 
     __device__ __forceinline__ void store(const RowTileVisit& visit) const {
         copy_tile_out<Traits::kThreads>(block_.smem.dscores, rows_of(visit.head, visit.m_block),
-                                      block_.p.dbias.row_stride, block_.rows_from(visit.m_block), block_.keys());
+                                        block_.p.dbias.row_stride, block_.rows_from(visit.m_block), block_.keys());
     }
 
     __device__ __forceinline__ void store_reduced(const RowTileVisit& visit) const {
@@ -244,7 +246,7 @@ private:
         const int rows = block_.rows_from(visit.m_block), keys = block_.keys();
         const bool plain = is_plain<Traits, 4>(tile, view, rows, keys);
         T* at = tile + row * view.row_stride + key;
-        reduction_.sum(visit.stage, [&](int i, const float(&a)[4], const float(&b)[4]) {
+        reduction_.sum(visit.stage, [&](int i, const float (&a)[4], const float (&b)[4]) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float x[2][2] = {{a[2 * h], a[2 * h + 1]}, {b[2 * h], b[2 * h + 1]}};

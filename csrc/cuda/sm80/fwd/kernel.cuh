@@ -1,6 +1,7 @@
 // The forward for compute capability 8.0 and up: one block owns a tile of query rows and goes over the keys once.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
 #include "cuda/mask/intervals.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
@@ -15,8 +16,8 @@ class FwdKernel : public FwdBlock<T, kBias, Traits> {
     friend Block;
 
 public:
-    using Block::kRows, Block::kKeys, Block::kThreads, Block::kWarpKeys, Block::kMTiles, Block::kNTiles, Block::kAhead;
     using Block::kKeyWarps, Block::kWords, Block::kWarpWords;
+    using Block::kRows, Block::kKeys, Block::kThreads, Block::kWarpKeys, Block::kMTiles, Block::kNTiles, Block::kAhead;
     using typename Block::KeyTile;
     using typename Block::WorkTile;
     static_assert(kRows <= kThreads && kKeys <= kThreads, "one thread copies one row's mask, or one key's bias");
@@ -68,17 +69,17 @@ public:
         const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
         const unsigned tiles = ceil_div(sequence().keys_of(last_row, is_causal()), kKeys);
         const unsigned num_splits = static_cast<unsigned>(p_.num_splits), split = smem_.work_tile.split;
-        ActiveBlockScan<kKeys, decltype(summarize)> tile(tiles * split / num_splits, tiles * (split + 1) / num_splits, summarize);
+        ActiveBlockScan<kKeys, decltype(summarize)> tile(tiles * split / num_splits, tiles * (split + 1) / num_splits,
+                                                         summarize);
         for (int row = threadIdx.x; row < kRows; row += kThreads)
-            smem_.row_end[row] =
-                query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), is_causal()) : 0;
+            smem_.row_end[row] = query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), is_causal()) : 0;
         this->attend(*this, tile);
     }
 
 private:
-    using typename Block::KeyCopy;
     using Block::p_, Block::schedule_, Block::warp_row_, Block::warp_key_, Block::key_copy_;
     using Block::query_row, Block::sequence;
+    using typename Block::KeyCopy;
     using BiasCopy = RowCopy<kThreads, BiasTile>;
 
     __device__ bool is_causal() const { return Traits::kPackGqa ? p_.is_causal : kCausal; }
@@ -100,8 +101,8 @@ private:
     }
     // from: this thread's first row of the first tile of keys.
     template <typename Traits, typename Visible>
-    __device__ __forceinline__ void load_visible(uint32_t to, const T* from, int64_t row_stride,
-                                                 const Traits& tile, const Visible& visible) {
+    __device__ __forceinline__ void load_visible(uint32_t to, const T* from, int64_t row_stride, const Traits& tile,
+                                                 const Visible& visible) {
         uint32_t bits[kWords];  // the lowest of each is this thread's first row's
 #pragma unroll
         for (int w = 0; w < kWords; ++w) bits[w] = (tile.columns(w) & visible(w)) >> KeyCopy::first_row();
@@ -202,7 +203,8 @@ private:
 #pragma unroll
             for (int w = 0; w < kWords; ++w) all_visible &= smem_.bias_visible[w] == ~0u;
         }
-        if constexpr (kBias == BiasKind::kDense) scale_and_add_bias<T, kAhead>(scores, scale, smem_.bias, warp_row_, warp_key_);
+        if constexpr (kBias == BiasKind::kDense)
+            scale_and_add_bias<T, kAhead>(scores, scale, smem_.bias, warp_row_, warp_key_);
         if (all_visible) return;
 
         uint32_t columns[kWarpWords];  // keys of this warp that some row sees
@@ -217,7 +219,8 @@ private:
         const bool masked = mask_by_row() && !tile.full();
         if (!masked && !is_causal()) return apply_mask(scores, visible);  // rows alike: less to compute
         if (masked)
-            for_each_word([&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
+            for_each_word(
+                [&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
         if (is_causal()) {
             const int first_key = tile.index() * kKeys + warp_key_;
             for_each_word([&](int i, int row, int w) {
@@ -231,7 +234,8 @@ private:
     __device__ __forceinline__ void mask_by_bias(float (&scores)[kMTiles][kNTiles][4], int tile) {
         if constexpr (kBias == BiasKind::kDense) {
             const Sequence& s = sequence();
-            const T* bias = static_cast<const T*>(p_.bias.data) + score_offset(p_.bias, s, smem_.work_tile.first_head, p_.heads);
+            const T* bias =
+                static_cast<const T*>(p_.bias.data) + score_offset(p_.bias, s, smem_.work_tile.first_head, p_.heads);
             const int first_key = tile * kKeys + warp_key_;
             apply_bias_mask<T>(scores, [&](int row, int key) {
                 return bias + min(query_row(warp_row_ + row), s.rows - 1) * p_.bias.row_stride +

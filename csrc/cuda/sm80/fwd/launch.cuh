@@ -41,7 +41,7 @@ void run_fwd_with(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
     using Usual = FwdKernel<T, kBias, kCausal, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill>>;
     // Where shared memory is short, a tile for fewer rows serves.
     fits_shared_memory<typename Usual::SharedStorage>() ? launch_fwd<Usual>(p, plan, stream)
-                                                       : run_fwd_small<T, kHeadDim>(p, plan, stream);
+                                                        : run_fwd_small<T, kHeadDim>(p, plan, stream);
 }
 
 template <typename T, int kHeadDim, bool kCausal>

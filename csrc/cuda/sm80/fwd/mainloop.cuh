@@ -2,6 +2,9 @@
 // softmax and the output.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
+#include "cuda/arch/math.cuh"
+#include "cuda/arch/mma.cuh"
 #include "cuda/softmax/combine.cuh"
 #include "cuda/softmax/online_softmax.cuh"
 #include "cuda/softmax/scores.cuh"
@@ -15,9 +18,9 @@ namespace flash_dmattn::cuda::sm80 {
 // How the work is cut among blocks.
 struct FwdSchedule {
     int num_m_blocks;  // of a head, or of `pack` heads
-    int heads;      // H / pack
+    int heads;         // H / pack
     int batch;
-    int pack;       // query heads that share a tile: row r of it is row r / pack of head r % pack
+    int pack;          // query heads that share a tile: row r of it is row r / pack of head r % pack
     bool batch_first;  // neighbouring blocks differ in their batch, else in their row tile
     float scale;
     float to_log2;  // makes exponents of 2 of what the softmax sees
@@ -69,7 +72,10 @@ protected:
 
     // memory.work has been written.
     __device__ FwdBlock(const FwdArgs& p, const FwdSchedule& schedule, SharedStorage& memory)
-        : p_(p), schedule_(schedule), memory_(memory), warp_row_(warp_id() / kKeyWarps * kWarpRows),
+        : p_(p),
+          schedule_(schedule),
+          memory_(memory),
+          warp_row_(warp_id() / kKeyWarps * kWarpRows),
           warp_key_(warp_id() % kKeyWarps * kWarpKeys),
           query_lane_(opaque(memory.query.lane_down() + warp_row_ * kRowBytes)),
           key_lane_(opaque(memory.key.lane_across() + warp_key_ * kRowBytes)),
@@ -133,7 +139,9 @@ protected:
         if constexpr (kKeyWarps > 1) merge_key_warps();
         if (Traits::kMaySplit && p_.num_splits > 1) {
             if (warp_key_ == 0) store_split();
-            if (is_last_cta(p_.split_counters + memory_.work_tile.tile, static_cast<int>(p_.num_splits), memory_.ticket)) combine_splits();
+            if (is_last_cta(p_.split_counters + memory_.work_tile.tile, static_cast<int>(p_.num_splits),
+                            memory_.ticket))
+                combine_splits();
         } else if (warp_key_ == 0) {
             store_out();
         }
@@ -142,16 +150,18 @@ protected:
     __device__ const Sequence& sequence() const { return memory_.work_tile.s; }
     // Row of the sequence, and its head, of a row of the tile.
     __device__ int query_row(int row) const {
-        return Traits::kPackGqa ? (memory_.work_tile.first_row + row) / schedule_.pack : memory_.work_tile.first_row + row;
+        return Traits::kPackGqa ? (memory_.work_tile.first_row + row) / schedule_.pack
+                                : memory_.work_tile.first_row + row;
     }
     __device__ int query_head(int row) const {
-        return memory_.work_tile.first_head + (Traits::kPackGqa ? (memory_.work_tile.first_row + row) % schedule_.pack : 0);
+        return memory_.work_tile.first_head +
+               (Traits::kPackGqa ? (memory_.work_tile.first_row + row) % schedule_.pack : 0);
     }
 
     const FwdArgs& p_;
     const FwdSchedule& schedule_;
     SharedStorage& memory_;
-    const int warp_row_, warp_key_;  // this warp's first row and key of a tile
+    const int warp_row_, warp_key_;                                 // this warp's first row and key of a tile
     const uint32_t query_lane_, key_lane_, value_lane_, key_copy_;  // this lane's parts of shared addresses
 
 private:
@@ -184,7 +194,7 @@ private:
             for (int n = 0; n < kNTiles; n += 2) {
                 const int step = d * kAcross + n / 2;
                 if (step + kAhead < kSteps) load(step + kAhead);
-                const uint32_t(&b)[4] = k[step % 2];
+                const uint32_t (&b)[4] = k[step % 2];
 #pragma unroll
                 for (int m = 0; m < kMTiles; ++m) {
                     mma_m16n8k16<T>(scores[m][n], q[d % 2][m], b[0], b[1]);
@@ -213,7 +223,7 @@ private:
             for (int d = 0; d < kOutTiles; d += 2) {
                 const int step = k / 2 * kAcross + d / 2;
                 if (step + kAhead < kSteps) load(step + kAhead);
-                const uint32_t(&b)[4] = v[step % 2];
+                const uint32_t (&b)[4] = v[step % 2];
 #pragma unroll
                 for (int m = 0; m < kMTiles; ++m) {
                     mma_m16n8k16<T>(out_[m][d], p[m], b[0], b[1]);

@@ -31,7 +31,8 @@ int64_t plan_splits(const FwdParams& p, const FwdPlan& plan, int64_t tiles) {
     const auto steps = [&](int64_t num_splits) {
         // To clear the tickets and to wait for all parts takes about two steps, to read a part back a sixteenth.
         const double to_combine = num_splits == 1 ? 0 : 2 + num_splits / 16.;
-        return static_cast<double>(ceil_div(tiles * num_splits, slots) * ceil_div(num_n_blocks, num_splits)) + to_combine;
+        return static_cast<double>(ceil_div(tiles * num_splits, slots) * ceil_div(num_n_blocks, num_splits)) +
+               to_combine;
     };
     int64_t best = 1;
     for (int64_t num_splits = 2; num_splits <= std::min<int64_t>(num_n_blocks, FwdPlan::kMaxSplits); ++num_splits)

@@ -7,6 +7,8 @@
 // dV: the two keep different units busy, and one barrier a turn is enough.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
+#include "cuda/arch/memory.cuh"
 #include "cuda/mask/key_list.cuh"
 #include "cuda/arch/atomic_add.cuh"
 #include "cuda/sm80/bwd/kernel.cuh"
@@ -25,7 +27,9 @@ struct RowTileChains {
     }
 
     constexpr __host__ __device__ RowTileChains(const BwdArgs& p, int rows)
-        : chains(1), heads(static_cast<int>(p.heads / p.tile_heads)), batches(static_cast<int>(p.batch)),
+        : chains(1),
+          heads(static_cast<int>(p.heads / p.tile_heads)),
+          batches(static_cast<int>(p.batch)),
           num_m_blocks(static_cast<int>(ceil_div<int64_t>(p.seqlen_q, rows_of(p, rows)))) {
         const bool dense = p.dbias_accum_size > 0;  // its entries may be shared by more than a group's heads
         if (!dense || p.dbias.heads > 1) chains = static_cast<int>(p.kv_heads), heads /= chains;
@@ -39,7 +43,7 @@ struct RowTileChains {
 struct RowTile {
     Sequence s;
     int head, first_row;  // the first head
-    int chain, place;  // in the chain
+    int chain, place;     // in the chain
 
     __device__ RowTile(const BwdArgs& p, int tile_rows, unsigned index) : s(p, 0) {
         const RowTileChains all(p, tile_rows);
@@ -47,7 +51,8 @@ struct RowTile {
         chain = p.deterministic ? index % chains : index / length;
         // Unordered, the last rows come first: under causality their lists are the longest.
         place = p.deterministic ? index / chains : length - 1 - index % length;
-        const int tile_heads = static_cast<int>(p.tile_heads), head_chains = static_cast<int>(p.heads) / tile_heads / all.heads;
+        const int tile_heads = static_cast<int>(p.tile_heads),
+                  head_chains = static_cast<int>(p.heads) / tile_heads / all.heads;
         head = (chain % head_chains * all.heads + place % all.heads) * tile_heads;
         first_row = place / all.heads / all.batches * RowTileChains::rows_of(p, tile_rows);
         s = Sequence(p, chain / head_chains * all.batches + place / all.heads % all.batches);
@@ -119,7 +124,10 @@ public:
 
     // smem.tile has been written.
     __device__ GatherBwd(const BwdArgs& p, SharedStorage& smem)
-        : p_(p), smem_(smem), address_of(&smem), score_row_(warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows),
+        : p_(p),
+          smem_(smem),
+          address_of(&smem),
+          score_row_(warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows),
           score_key_(warp_id() % Traits::kScoreKeyWarps * Traits::kScoreKeys) {
         if (threadIdx.x == 0) {
             smem.list = KeyList(p, sequence(), head(), first_row());
@@ -303,11 +311,11 @@ private:
         const struct {
             const float *lse, *delta, *key_bias;
         } numbers{smem_.rows.lse, smem_.rows.delta, stage.bias};
-        const auto dense_bias = [&](uint32_t(&to)[4], int m, int n) {
+        const auto dense_bias = [&](uint32_t (&to)[4], int m, int n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = bias[kBias == BiasKind::kDense ? m : 0][n + i / 2][i % 2];
         };
-        const auto take = [&](int m, int h, int n, const float(&dx)[2], const bool(&is_visible)[2]) {
+        const auto take = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
             const float dx0 = is_visible[0] ? dx[0] : 0, dx1 = is_visible[1] ? dx[1] : 0;
             if constexpr (kKeyBias) {
                 column_sums_[(first_n + n) * 2] += dx0;
@@ -332,7 +340,8 @@ private:
 
     // Of this lane's pairs, straight from global memory; 0 where there is none.
     template <int kM>
-    __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Traits::kPassN][2], const Stage& stage, int first_n) {
+    __device__ __forceinline__ void gather_bias(uint32_t (&bias)[kM][Traits::kPassN][2], const Stage& stage,
+                                                int first_n) {
         const T* from = reinterpret_cast<const T*>(smem_.at.bias);
 #pragma unroll
         for (int n = 0; n < Traits::kPassN; ++n) {
@@ -488,7 +497,7 @@ private:
     int key_ = -1;                     // the one that it has fetched, and what is known of it:
     uint4 rows_of_key_{};
     float key_bias_ = 0;
-    int cleared_ = 0;                  // of thread 0: the predecessor's watermark, as last seen
+    int cleared_ = 0;                    // of thread 0: the predecessor's watermark, as last seen
     float column_sums_[kLaneKeys] = {};  // of dx, over this lane's rows
     float dquery_[Traits::kDqM][Traits::kDqN][4];
 };
@@ -504,7 +513,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm
     if (threadIdx.x == 0) {
         // Whoever waits for another tile holds a higher ticket: the other has begun.
         const RowTileChains all(p, Traits::kRows);
-        const unsigned index = p.deterministic ? atomicAdd(p.progress_counters + all.chains * all.length(), 1) : blockIdx.x;
+        const unsigned index =
+            p.deterministic ? atomicAdd(p.progress_counters + all.chains * all.length(), 1) : blockIdx.x;
         smem.tile = RowTile(p, Traits::kRows, index);
     }
     __syncthreads();

@@ -10,7 +10,7 @@ template <typename Traits, BiasKind kBias>
 void launch_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
     const RowTileChains all(p, Traits::kRows);
     launch<Traits>(gather_bwd_kernel<Traits, kBias>, static_cast<int64_t>(all.chains) * all.length(),
-                 sizeof(typename GatherBwd<Traits, kBias>::SharedStorage), p, stream);
+                   sizeof(typename GatherBwd<Traits, kBias>::SharedStorage), p, stream);
 }
 
 template <typename Traits>

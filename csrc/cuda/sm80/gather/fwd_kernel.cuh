@@ -4,6 +4,7 @@
 // these K and what tells which rows see them, then V.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
 #include "cuda/mask/key_list.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/sm80/fwd/mainloop.cuh"
@@ -37,7 +38,8 @@ public:
         const T* first_key;
         const T* first_value;
         const char* first_bias;
-        int keys[2][kKeys];  // of the current tile and the next, in turn: places in the sequence, -1 where there is none
+        int keys[2]
+                [kKeys];  // of the current tile and the next, in turn: places in the sequence, -1 where there is none
         // Of the current tile:
         alignas(16) float bias[kKeys];
         alignas(16) uint32_t rows[kRowWarps][kKeys];  // bit i: row warp_rows.first + i sees the key
@@ -55,8 +57,7 @@ public:
             smem.list = KeyList(p, s, head, query_row(0));
             smem.first_key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
             smem.first_value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
-            if (kBias != BiasKind::kNone)
-                smem.first_bias = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
+            if (kBias != BiasKind::kNone) smem.first_bias = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
         }
         if (threadIdx.x < kRowWarps) {
             const int row = threadIdx.x * kWarpRows, first = query_row(row);
@@ -73,7 +74,8 @@ public:
         __syncthreads();
         const unsigned tiles = ceil_div(smem_.list.size, kKeys);
         const unsigned splits = static_cast<unsigned>(p_.num_splits), split = smem_.work_tile.split;
-        const int begin = static_cast<int>(tiles * split / splits), end = static_cast<int>(tiles * (split + 1) / splits);
+        const int begin = static_cast<int>(tiles * split / splits),
+                  end = static_cast<int>(tiles * (split + 1) / splits);
         fetch_keys(begin);
         cp_async_commit();
         cp_async_wait<0>();
@@ -83,9 +85,9 @@ public:
     }
 
 private:
-    using typename Block::KeyCopy;
     using Block::key_copy_, Block::p_, Block::query_row, Block::schedule_, Block::sequence, Block::warp_key_;
     using Block::warp_row_;
+    using typename Block::KeyCopy;
 
     struct ListTiles {
         int current;
@@ -188,7 +190,8 @@ private:
                 for (int e = 0; e < 2; ++e) {
                     const int key = keys[n * 8 + fragment_col() + e];
                     float& x = scores[i / 2][n][i % 2 * 2 + e];
-                    x = fmaf(x, scale, to_float(__ldg(bias + (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride)));
+                    x = fmaf(x, scale,
+                             to_float(__ldg(bias + (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride)));
                 }
         }
     }

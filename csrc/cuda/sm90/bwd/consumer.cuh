@@ -3,6 +3,11 @@
 
 #include <climits>
 
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/memory.cuh"
+#include "cuda/arch/mma.cuh"
+#include "cuda/arch/named_barrier.cuh"
+#include "cuda/arch/tma.cuh"
 #include "cuda/mask/intervals.cuh"
 #include "cuda/arch/atomic_add.cuh"
 #include "cuda/softmax/scores.cuh"
@@ -19,8 +24,14 @@ public:
     using T = typename Traits::T;
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
 
-    __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
-        : p_(p), maps_(maps), scale_(scale), smem_(smem), work_tile_(work_tile), warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
+    __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, const BwdScale& scale, SharedStorage& smem,
+                           const BwdWorkTile& work_tile)
+        : p_(p),
+          maps_(maps),
+          scale_(scale),
+          smem_(smem),
+          work_tile_(work_tile),
+          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
           part_(warpgroup_),
           warp_key_((Traits::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16),
           reduction_(smem.reduction, warpgroup_, smem.rank, static_cast<int>(p.dbias.batch_group_size)),
@@ -97,7 +108,8 @@ private:
         header_ = info().header;
         return header_.m_block != SharedStorage::RowInfo::kEnd;
     }
-    __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, ScoresDescriptor& probs, ScoresDescriptor& dscores) {
+    __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, ScoresDescriptor& probs,
+                                          ScoresDescriptor& dscores) {
         const bool has_empty = any_of(header_.has_empty);
         if (has_empty) clear_empty_rows(query());
         part_.issue_scores(scores, smem_.key, query());
@@ -134,7 +146,8 @@ private:
     __device__ __forceinline__ void add_of_own_keys(const ScoresDescriptor& probs, const ScoresDescriptor& dscores) {
         part_.issue_sum(dvalue_, probs, dout());
         store_pairs(pairs(), dscores);
-        if (Traits::kClusterReduces && is_warpgroup_leader()) tma_store_wait_group_read();  // of the sums of the visit before
+        if (Traits::kClusterReduces && is_warpgroup_leader())
+            tma_store_wait_group_read();  // of the sums of the visit before
         fence_proxy_async();
         if (p_.deterministic) wait_for_additions();
         named_barrier_sync(1, Traits::kConsumerWarpgroups * 128);  // dS has come whole, and nobody reads the one before
@@ -212,7 +225,8 @@ private:
                 key_bias_[h] = 0;
                 if (k < s.keys) {
                     const char* bias = bias_data(p_.bias, score_offset(p_.bias, s, head, p_.heads));
-                    key_bias_[h] = key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, k * p_.bias.col_stride)) * kLog2E;
+                    key_bias_[h] =
+                        key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, k * p_.bias.col_stride)) * kLog2E;
                 }
             }
         }
@@ -261,7 +275,7 @@ private:
     __device__ __forceinline__ uint32_t pairs_at(const ScoresTile& tile, int row) const {
         const int lane = lane_id();
         return smem_address(tile.data + ScoresTile::offset(part_.first_row() + row + lane % 8 + lane / 16 * 8,
-                                                          warp_key_ / 8 + lane / 8 % 2));
+                                                           warp_key_ / 8 + lane / 8 % 2));
     }
     __device__ __forceinline__ void store_pairs(ScoresTile& to, const ScoresDescriptor& pairs) const {
 #pragma unroll
@@ -348,8 +362,7 @@ private:
         const RowStats lse(info().lse + part_.first_row());
         for_each_score<true, true>(lse, has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {
             const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
-                                                      scale_.softcap * kLog2E, scale_.scale / scale_.softcap,
-                                                      is_visible);
+                                                  scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);
             if (kBias == BiasKind::kKey) key_sums_[h] += is_visible ? dx : 0.f;
         });
     }
@@ -372,8 +385,7 @@ private:
         if (is_warpgroup_leader()) {
             end_last_turn();
             int32_t* turn = info().turns + warpgroup_;
-            while (load_acquire(turn) != info().turn) {
-            }
+            while (load_acquire(turn) != info().turn) {}
             smem_.turn[warpgroup_] = turn;
         }
         named_barrier_sync(2 + warpgroup_, 128);
@@ -392,9 +404,10 @@ private:
     __device__ __forceinline__ void store_dbias() {
         if constexpr (kBias == BiasKind::kDense) {
             if (Traits::kClusterReduces || p_.dense_dbias != DenseDbias::kDirect || !is_warpgroup_leader()) return;
-            tma_store_4d(&maps_.dbias, smem_address(pairs().data + ScoresTile::offset(part_.first_row(), part_.first_key() / 8)),
-                      work_tile_.n_block * kKeys + part_.first_key(), header_.m_block * kRows + part_.first_row(), header_.head,
-                      smem_.bias_batch);
+            tma_store_4d(&maps_.dbias,
+                         smem_address(pairs().data + ScoresTile::offset(part_.first_row(), part_.first_key() / 8)),
+                         work_tile_.n_block * kKeys + part_.first_key(), header_.m_block * kRows + part_.first_row(),
+                         header_.head, smem_.bias_batch);
             tma_store_commit_group();
         }
     }
@@ -405,7 +418,7 @@ private:
         named_barrier_sync(2 + warpgroup_, 128);
         if (!is_warpgroup_leader()) return;
         tma_store_4d(&maps_.dbias, reduction_.sums(), work_tile_.n_block * kKeys + warpgroup_ * 64,
-                  header_.m_block * kRows + reduction_.first_row(), header_.head, smem_.bias_batch);
+                     header_.m_block * kRows + reduction_.first_row(), header_.head, smem_.bias_batch);
         tma_store_commit_group();
     }
     __device__ __forceinline__ void end_pairs() {

@@ -3,7 +3,9 @@
 // Of every tile of pairs each block is given a part of the rows by all others, in float32, adds its own and stores the sum.
 #pragma once
 
-#include "cuda/arch/sm90.cuh"
+#include "cuda/arch/cluster.cuh"
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/mma.cuh"
 #include "kernel_traits.h"
 #include "cuda/arch/smem_descriptor.cuh"
 
@@ -18,7 +20,8 @@ template <typename Traits>
 struct BwdExchangeSharedStorage {
     static constexpr int kTiles = Traits::kRows / 8;
 
-    float4 parts[Traits::kConsumerWarpgroups][kTiles][128];  // as accumulators hold them, from one block after the other
+    float4 parts[Traits::kConsumerWarpgroups][kTiles]
+                [128];  // as accumulators hold them, from one block after the other
     alignas(kSmemTileAlign) SmemTile<typename Traits::T, Traits::kRows / 2, Traits::kKeys> sums;
     alignas(8) uint64_t full[Traits::kConsumerWarpgroups];
     alignas(8) uint64_t empty[Traits::kConsumerWarpgroups];  // everywhere, the part that this block writes
@@ -49,7 +52,9 @@ public:
         : smem_(smem), warpgroup_(group), thread_(static_cast<int>(threadIdx.x) % 128), rank_(rank), blocks_(blocks) {}
 
     // Sends everybody their parts; this block's own stays here.
-    __device__ __forceinline__ void send(const Pairs& dx) const { blocks_ == 2 ? send_among<2>(dx) : send_among<4>(dx); }
+    __device__ __forceinline__ void send(const Pairs& dx) const {
+        blocks_ == 2 ? send_among<2>(dx) : send_among<4>(dx);
+    }
 
     // Adds up the parts that are this block's to smem.sums, rounded; warp_key: this warp's first key of the block's.
     template <typename T>
@@ -79,7 +84,7 @@ private:
 #pragma unroll
             for (int n = 0; n < kPart; ++n)
                 store_smem_or_dsmem(here + n * kTileBytes, there + n * kTileBytes, full_there, owner == rank_,
-                                      dx[0][owner * kPart + n]);
+                                    dx[0][owner * kPart + n]);
         }
     }
 

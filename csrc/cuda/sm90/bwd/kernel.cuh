@@ -1,6 +1,7 @@
 // The backward for compute capability 9.0, and dQ from its sums.
 #pragma once
 
+#include "cuda/arch/cluster.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "consumer.cuh"
 #include "producer.cuh"
@@ -10,7 +11,8 @@ namespace flash_dmattn::cuda::sm90 {
 // The keys of a block, or of a cluster of `sharers` blocks.
 template <typename Traits>
 __device__ BwdWorkTile work_tile_of(const BwdArgs& p, int index, int sharers) {
-    const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys), kv_heads = static_cast<int>(p.kv_heads);
+    const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
+              kv_heads = static_cast<int>(p.kv_heads);
     BwdWorkTile work_tile;
     int head = index / num_n_blocks;  // of all batch elements, those of a cluster counted once
     work_tile.n_block = index % num_n_blocks;
@@ -77,7 +79,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 // dQ from float32, as the main kernel's registers held it, to rows of the query's dtype. One block a tile of rows.
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128) convert_dquery_kernel(const __grid_constant__ BwdArgs p) {
+__global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
+    convert_dquery_kernel(const __grid_constant__ BwdArgs p) {
     if (is_inactive(p)) return;
     using T = typename Traits::T;
     constexpr int kRows = Traits::kRows, kTiles = Traits::kDqCols / 8;
@@ -94,7 +97,8 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128) convert_dqu
         const float4 x = *reinterpret_cast<const float4*>(from + Layout::offset(0, n, 0));
         dquery[0][n][0] = x.x, dquery[0][n][1] = x.y, dquery[0][n][2] = x.z, dquery[0][n][3] = x.w;
     }
-    const int group_row = Traits::kSplitsDqRows ? group * 64 : 0, col = Traits::kSplitsDqRows ? 0 : group * Traits::kDqCols;
+    const int group_row = Traits::kSplitsDqRows ? group * 64 : 0,
+              col = Traits::kSplitsDqRows ? 0 : group * Traits::kDqCols;
     T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + col;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -41,12 +41,13 @@ struct BwdKernelTraits {
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
     static constexpr int kStages = 2;
     static constexpr bool kSharesKeys = kKeys == 64;
-    static constexpr int kScoreRows = kSharesKeys ? kRows / kConsumerWarpgroups : kRows;       // of a group: of S and dP,
+    static constexpr int kScoreRows = kSharesKeys ? kRows / kConsumerWarpgroups : kRows;  // of a group: of S and dP,
     static constexpr int kSumCols = kSharesKeys ? kHeadDim / kConsumerWarpgroups : kHeadDim;  // of dK and dV
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumerWarpgroups;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumerWarpgroups;
-    static_assert((kSharesKeys || kKeys == 64 * kConsumerWarpgroups) && (kSplitsDqRows || (kRows == 64 && kDqCols % 32 == 0)));
+    static_assert((kSharesKeys || kKeys == 64 * kConsumerWarpgroups) &&
+                  (kSplitsDqRows || (kRows == 64 && kDqCols % 32 == 0)));
     // Whether shared memory has room for dQ on its way to its sums: then the copy engine adds it.
     static constexpr bool kStagesDquery = !kSharesKeys && !(kClusterReduces && kHeadDim == 128);
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -55,7 +56,7 @@ struct BwdKernelTraits {
     static constexpr int kSlabCols = kHeadDim % 64 == 0 && kSumCols % 64 == 0 ? 64 : 32;
     using RowsTile = SmemTile<T, kRows, kHeadDim, kSlabCols>;  // Q, dO
     using KeysTile = SmemTile<T, kKeys, kHeadDim, kSlabCols>;  // K, V
-    using ScoresTile = SmemTile<T, kRows, kKeys>;  // bias, dS, P; a slab for 64 keys
+    using ScoresTile = SmemTile<T, kRows, kKeys>;              // bias, dS, P; a slab for 64 keys
     static_assert(ScoresTile::kSlabCols == 64);
 };
 

@@ -45,7 +45,8 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, maps, factors));
 
     const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
-    convert_dquery_kernel<Traits><<<grid_of(num_m_blocks * p.heads * p.batch), Traits::kConsumerWarpgroups * 128, 0, stream>>>(p);
+    convert_dquery_kernel<Traits>
+        <<<grid_of(num_m_blocks * p.heads * p.batch), Traits::kConsumerWarpgroups * 128, 0, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

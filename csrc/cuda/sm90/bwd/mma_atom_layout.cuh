@@ -2,7 +2,8 @@
 // ones that heads share. Where it lies in the tiles, the products, and how dQ comes to its sums.
 #pragma once
 
-#include "cuda/arch/sm90.cuh"
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/tma.cuh"
 #include "cuda/arch/smem_descriptor.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -12,8 +13,8 @@ namespace flash_dmattn::cuda::sm90 {
 template <typename Traits>
 class MmaAtomLayout {
     using T = typename Traits::T;
-    using RowsTile = typename Traits::RowsTile;    // Q, dO
-    using KeysTile = typename Traits::KeysTile;    // K, V
+    using RowsTile = typename Traits::RowsTile;      // Q, dO
+    using KeysTile = typename Traits::KeysTile;      // K, V
     using ScoresTile = typename Traits::ScoresTile;  // P, dS: rows by keys
 
 public:
@@ -72,7 +73,8 @@ public:
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Traits::kKeys; k += 16)
-            Wgmma<Traits::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, dquery_col()), k > 0);
+            Wgmma<Traits::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, dquery_col()),
+                                                                      k > 0);
         wgmma_commit_group();
     }
 

@@ -18,7 +18,9 @@ namespace flash_dmattn::cuda::sm90 {
 namespace {
 
 // About the keys of a list.
-int64_t list_length(const BwdParams& p) { return p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k; }
+int64_t list_length(const BwdParams& p) {
+    return p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k;
+}
 
 bool can_load(const BwdParams& p) {
     return can_map(query_layout(p, p.query)) && can_map(query_layout(p, p.dout)) && can_load_keys(p);
@@ -34,14 +36,15 @@ bool can_store_whole(const BwdParams& p) {
 DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
     const bool can_store = can_store_whole(p) && p.softcap == 0;
     if (can_store && p.dbias.batches == p.batch) return DenseDbias::kDirect;
-    if (can_store && can_cluster_reduce_among(p.dbias.batch_group_size) && can_cluster_reduce_at(head_dim)) return DenseDbias::kClusterReduce;
+    if (can_store && can_cluster_reduce_among(p.dbias.batch_group_size) && can_cluster_reduce_at(head_dim))
+        return DenseDbias::kClusterReduce;
     return DenseDbias::kNone;
 }
 
 // Heads share neither keys nor, where a gradient is asked for, biases.
 bool is_pair_bias(const BwdParams& p) {
-    return is_pair_bias_problem(p) && p.seqlen_q <= kPairBiasBwdLongest && p.seqlen_k <= kPairBiasBwdLongest && p.kv_heads == p.heads &&
-           can_map(query_layout(p, p.out)) && (!p.dbias.present() || can_store_whole(p));
+    return is_pair_bias_problem(p) && p.seqlen_q <= kPairBiasBwdLongest && p.seqlen_k <= kPairBiasBwdLongest &&
+           p.kv_heads == p.heads && can_map(query_layout(p, p.out)) && (!p.dbias.present() || can_store_whole(p));
 }
 
 // The kernels for a dense bias that batch elements share have an owner for each gradient, and no sums but the bias's.
@@ -78,7 +81,8 @@ void plan_grouped(const BwdParams& p, BwdPlan& plan, WorkspaceLayout& layout) {
     const int64_t rows = grouped_block_m(p), num_m_blocks = ceil_div(p.seqlen_q, rows) * p.kv_heads * p.batch;
     const int64_t numbers = p.heads / p.kv_heads * rows * plan.head_dim;  // of a tile of rows
     const double bytes = static_cast<double>(device.num_sms * numbers) * (2 * kElementBytes + sizeof(float));
-    const auto for_cache = static_cast<int64_t>(std::ceil(bytes / (kShareOfCache * static_cast<double>(device.l2_bytes))));
+    const auto for_cache =
+        static_cast<int64_t>(std::ceil(bytes / (kShareOfCache * static_cast<double>(device.l2_bytes))));
     const int64_t for_device = ceil_div<int64_t>(device.num_sms, num_m_blocks);
     const int64_t num_n_blocks = ceil_div<int64_t>(list_length(p), grouped_block_n(plan.head_dim));
     plan.list_splits = std::min(std::max(for_cache, for_device), num_n_blocks);

@@ -1,6 +1,8 @@
 // The warp group that loads, of the backward.
 #pragma once
 
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/tma.cuh"
 #include "cuda/mask/intervals.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
@@ -17,7 +19,12 @@ public:
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
 
     __device__ BwdProducer(const BwdArgs& p, const BwdMaps& maps, SharedStorage& smem, const BwdWorkTile& work_tile)
-        : p_(p), maps_(maps), smem_(smem), work_tile_(work_tile), query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline),
+        : p_(p),
+          maps_(maps),
+          smem_(smem),
+          work_tile_(work_tile),
+          query_pipeline_(smem.query_pipeline),
+          dout_pipeline_(smem.dout_pipeline),
           bias_pipeline_(smem.bias_pipeline) {}
 
     __device__ void run() {
@@ -80,7 +87,7 @@ private:
         return range;
     }
     __device__ __forceinline__ BlockSummary<kKeys> summary_of(const Sequence& s, int head, int m_block,
-                                                             int n_block) const {
+                                                              int n_block) const {
         const MaskSummaries<kRows, kKeys> mask(p_, s, head);
         return mask.of(m_block * kRows, min((m_block + 1) * kRows, s.rows) - 1, n_block);
     }
@@ -129,7 +136,8 @@ private:
                 const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
                 const RowRange rows = mask.rows_of(s.rows, work_tile_.n_block);
                 for (int tile = rows.begin / kRows + lane_id(); tile * kRows < rows.end; tile += 32) {
-                    const auto summary = mask.of(tile * kRows, min((tile + 1) * kRows, sequence().rows) - 1, work_tile_.n_block);
+                    const auto summary =
+                        mask.of(tile * kRows, min((tile + 1) * kRows, sequence().rows) - 1, work_tile_.n_block);
 #pragma unroll
                     for (int w = 0; w < kWords; ++w) seen_by_head |= summary.columns[w] & (w == warp ? ~0u : 0u);
                 }
@@ -137,7 +145,8 @@ private:
             bool is_hidden = key >= s.keys;
             if (kBias == BiasKind::kKey && !is_hidden) {
                 const char* bias = bias_data(p_.bias, score_offset(p_.bias, s, head, p_.heads));
-                is_hidden = key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride)) == -kInfinity;
+                is_hidden =
+                    key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride)) == -kInfinity;
             }
             seen |= __reduce_or_sync(~0u, seen_by_head) & __ballot_sync(~0u, !is_hidden);
         }
@@ -167,7 +176,8 @@ private:
         if (threadIdx.x == kQueryThread) {
             query_pipeline_.producer_acquire();
             mbarrier_expect_tx(query_pipeline_.full(), sizeof(typename Traits::RowsTile));
-            copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, s, tensor_row, head);
+            copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, s, tensor_row,
+                      head);
         }
         if (threadIdx.x == kDoutThread) {
             dout_pipeline_.producer_acquire();
@@ -181,8 +191,8 @@ private:
 #pragma unroll
             for (int slab = 0; slab < Traits::ScoresTile::kSlabs; ++slab)
                 tma_load_4d(smem_address(pairs.data + slab * kRows * 64), &maps_.bias, bias_pipeline_.full(),
-                         first_key() + slab * 64, tensor_row, shared_head(head, p_.heads, p_.bias.heads),
-                         smem_.bias_batch);
+                            first_key() + slab * 64, tensor_row, shared_head(head, p_.heads, p_.bias.heads),
+                            smem_.bias_batch);
         }
         const int turn_to_add = p_.deterministic && warp_id() == 0 ? turn(head, m_block) : 0;
         query_pipeline_.producer_acquire();

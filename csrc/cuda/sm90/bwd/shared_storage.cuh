@@ -8,6 +8,7 @@
 
 #include <cuda.h>
 
+#include "cuda/arch/mbarrier.cuh"
 #include "params.h"
 #include "cuda/common/sequence.cuh"
 #include "cuda/plan.h"
@@ -42,7 +43,7 @@ struct BwdSharedStorage {
         // What a visit begins with, read at once.
         struct alignas(16) Header {
             int head, m_block;
-            bool mask_full;  // the mask hides nothing of the tile
+            bool mask_full;              // the mask hides nothing of the tile
             bool has_empty[kRows / 32];  // of 32 rows: some see nothing, or lie beyond the sequence
         };
         Header header;
@@ -90,7 +91,7 @@ struct BwdSharedStorage {
 // The keys that a block owns.
 struct BwdWorkTile {
     int n_block, kv_head, first_head, group;  // the query heads [first_head, first_head + group)
-    int first_batch;  // the batch element, of a cluster its first block's
+    int first_batch;                          // the batch element, of a cluster its first block's
 };
 
 }  // namespace flash_dmattn::cuda::sm90

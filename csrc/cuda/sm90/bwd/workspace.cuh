@@ -15,11 +15,14 @@ __device__ __forceinline__ int32_t* dquery_semaphore(const BwdArgs& p, int64_t t
 // dQ of a tile of rows lies as the registers hold it: of each warp of the groups kWarp numbers, four of each lane together.
 template <typename Traits>
 struct DqueryLayout {
-    static constexpr int kTiles = Traits::kDqCols / 8, kWarp = kTiles * 32 * 4, kSize = Traits::kConsumerWarpgroups * 4 * kWarp;
+    static constexpr int kTiles = Traits::kDqCols / 8, kWarp = kTiles * 32 * 4,
+                         kSize = Traits::kConsumerWarpgroups * 4 * kWarp;
     static_assert(kSize == Traits::kRows * Traits::kHeadDim);
 
     // Of four numbers of a lane.
-    static __device__ __forceinline__ int offset(int warp, int n, int lane) { return warp * kWarp + (n * 32 + lane) * 4; }
+    static __device__ __forceinline__ int offset(int warp, int n, int lane) {
+        return warp * kWarp + (n * 32 + lane) * 4;
+    }
 };
 constexpr int64_t count_dquery_semaphores(int64_t tiles) { return 1 + tiles * kBwdConsumerWarpgroups; }
 

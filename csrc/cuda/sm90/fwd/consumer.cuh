@@ -2,6 +2,8 @@
 // is handed, the two products, the softmax and the output.
 #pragma once
 
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/named_barrier.cuh"
 #include "cuda/softmax/online_softmax.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "shared_storage.cuh"
@@ -15,9 +17,15 @@ public:
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
 
     __device__ FwdConsumer(const FwdArgs& p, const FwdSchedule& schedule, SharedStorage& smem)
-        : p_(p), schedule_(schedule), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1),
-          warp_row_in_warpgroup_((warp_id() - 4) * 16 % kWarpgroupRows), query_pipeline_(smem.query_pipeline), key_pipeline_(smem.key_pipeline),
-          value_pipeline_(smem.value_pipeline), bias_pipeline_(smem.bias_pipelines[warpgroup_]) {}
+        : p_(p),
+          schedule_(schedule),
+          smem_(smem),
+          warpgroup_(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1),
+          warp_row_in_warpgroup_((warp_id() - 4) * 16 % kWarpgroupRows),
+          query_pipeline_(smem.query_pipeline),
+          key_pipeline_(smem.key_pipeline),
+          value_pipeline_(smem.value_pipeline),
+          bias_pipeline_(smem.bias_pipelines[warpgroup_]) {}
 
     __device__ void run() {
         if (warpgroup_ == Traits::kConsumerWarpgroups - 1) warp_scheduler_barrier_arrive();  // the first begins
@@ -45,8 +53,12 @@ private:
     // While a group multiplies, another computes exponentials: they take turns at handing products to the tensor cores.
     // Barriers 1, 2, .. are the groups' turns, then come their own.
     __device__ void warp_scheduler_barrier_sync() const { named_barrier_sync(1 + warpgroup_, 2 * kWarpgroupThreads); }
-    __device__ void warp_scheduler_barrier_arrive() const { named_barrier_arrive(1 + (warpgroup_ + 1) % Traits::kConsumerWarpgroups, 2 * kWarpgroupThreads); }
-    __device__ void sync_warpgroup() const { named_barrier_sync(1 + Traits::kConsumerWarpgroups + warpgroup_, kWarpgroupThreads); }
+    __device__ void warp_scheduler_barrier_arrive() const {
+        named_barrier_arrive(1 + (warpgroup_ + 1) % Traits::kConsumerWarpgroups, 2 * kWarpgroupThreads);
+    }
+    __device__ void sync_warpgroup() const {
+        named_barrier_sync(1 + Traits::kConsumerWarpgroups + warpgroup_, kWarpgroupThreads);
+    }
 
     // S of a tile is multiplied together with O += P V of the tile before.
     __device__ __forceinline__ void attend() {
@@ -218,7 +230,7 @@ private:
 #pragma unroll
         for (int w = 0; w < kWords; ++w)
             if (__any_sync(~0u, hidden[w] != 0))
-                apply_mask(reinterpret_cast<float(&)[1][4][4]>(scores[0][4 * w]), rows + w * 32, row_bits);
+                apply_mask(reinterpret_cast<float (&)[1][4][4]>(scores[0][4 * w]), rows + w * 32, row_bits);
     }
 
     // Whether a pair of the tile is invisible, and then which pairs are not.
@@ -251,8 +263,9 @@ private:
 #pragma unroll
         for (int part = 0; part < kTiles / kPartTiles; ++part) {
             bias_pipeline_.consumer_wait();
-            auto& part_scores = reinterpret_cast<float(&)[1][kPartTiles][4]>(scores[0][part * kPartTiles]);
-            scale_and_add_bias<T, 1>(part_scores, scale, smem_.bias[warpgroup_][bias_pipeline_.stage()], warp_row_in_warpgroup_, 0);
+            auto& part_scores = reinterpret_cast<float (&)[1][kPartTiles][4]>(scores[0][part * kPartTiles]);
+            scale_and_add_bias<T, 1>(part_scores, scale, smem_.bias[warpgroup_][bias_pipeline_.stage()],
+                                     warp_row_in_warpgroup_, 0);
             fence_proxy_async();  // the next biases must not overtake these reads
             bias_pipeline_.release();
             bias_pipeline_.advance();

@@ -4,6 +4,8 @@
 // keys in the sequence by two tiles; by these, what tells which rows see a key, and its bias, by one.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
+#include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
 #include "shared_storage.cuh"
 #include "cuda/arch/gather_rows.cuh"
@@ -16,8 +18,14 @@ class FwdGatherProducer {
 public:
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
 
-    __device__ FwdGatherProducer(const FwdArgs& p, const FwdSchedule& schedule, const FwdMaps& maps, SharedStorage& smem)
-        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), query_pipeline_(smem.query_pipeline), key_pipeline_(smem.key_pipeline),
+    __device__ FwdGatherProducer(const FwdArgs& p, const FwdSchedule& schedule, const FwdMaps& maps,
+                                 SharedStorage& smem)
+        : p_(p),
+          schedule_(schedule),
+          maps_(maps),
+          smem_(smem),
+          query_pipeline_(smem.query_pipeline),
+          key_pipeline_(smem.key_pipeline),
           value_pipeline_(smem.value_pipeline) {}
 
     __device__ void run() {
@@ -39,7 +47,8 @@ private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys;
     static constexpr int kWarpKeys = kKeys / 4;
     using KeyTile = typename SharedStorage::KeyTile;
-    static_assert(kBias != BiasKind::kDense && SharedStorage::kRows == KeyListsView::kRows && kKeys % KeyListsView::kAlign == 0);
+    static_assert(kBias != BiasKind::kDense && SharedStorage::kRows == KeyListsView::kRows &&
+                  kKeys % KeyListsView::kAlign == 0);
 
     __device__ __forceinline__ void load(FwdWorkTile& work_tile) {
         const KeyList list(p_, work_tile.s, work_tile.head, work_tile.first_row);
@@ -48,7 +57,8 @@ private:
         const int kv_head = shared_head(work_tile.head, p_.heads, p_.kv_heads);
         const T* first_key = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work_tile.s, kv_head);
         const T* first_value = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
-        const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list, kRows / schedule_.tile_heads);
+        const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list,
+                                          kRows / schedule_.tile_heads);
         const int lane_key = warp_id() * kWarpKeys + lane_id();
         const auto place_of = [&](int tile) { return lane_id() < kWarpKeys ? list.key(tile * kKeys + lane_key) : -1; };
         const auto fetch = [&](int tile, int place) { return reader.fetch(tile * kKeys + lane_key, place); };

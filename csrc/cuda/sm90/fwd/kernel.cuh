@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     __syncthreads();
     if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-        using Producer = std::conditional_t<Traits::kGathers, FwdGatherProducer<T, kBias, Traits>, FwdTmaProducer<T, kBias, Traits>>;
+        using Producer =
+            std::conditional_t<Traits::kGathers, FwdGatherProducer<T, kBias, Traits>, FwdTmaProducer<T, kBias, Traits>>;
         Producer(p, schedule, maps, smem).run();
     } else {
         warpgroup_reg_alloc<Traits::kConsumerRegisters>();

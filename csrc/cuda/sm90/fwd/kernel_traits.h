@@ -18,16 +18,28 @@ struct FwdTileSizes {
 // For many rows. A tile of dense biases costs shared memory and registers.
 constexpr FwdTileSizes fwd_tile_sizes(int head_dim, bool has_dense_bias) {
     switch (head_dim) {
-        case 32: return {.groups = 3, .keys = 128, .query_stages = 2, .key_stages = 4, .value_stages = 4, .bias_stages = 4};
+        case 32:
+            return {.groups = 3, .keys = 128, .query_stages = 2, .key_stages = 4, .value_stages = 4, .bias_stages = 4};
         case 64:
-            return {.groups = has_dense_bias ? 2 : 3, .keys = 128, .query_stages = 1, .key_stages = 3, .value_stages = 3,
+            return {.groups = has_dense_bias ? 2 : 3,
+                    .keys = 128,
+                    .query_stages = 1,
+                    .key_stages = 3,
+                    .value_stages = 3,
                     .bias_stages = 4};
-        case 96: return {.groups = 2, .keys = 128, .query_stages = 1, .key_stages = 2, .value_stages = 3, .bias_stages = 4};
+        case 96:
+            return {.groups = 2, .keys = 128, .query_stages = 1, .key_stages = 2, .value_stages = 3, .bias_stages = 4};
         case 128:
-            return {.groups = 2, .keys = 128, .query_stages = 1, .key_stages = has_dense_bias ? 2 : 3, .value_stages = 2,
+            return {.groups = 2,
+                    .keys = 128,
+                    .query_stages = 1,
+                    .key_stages = has_dense_bias ? 2 : 3,
+                    .value_stages = 2,
                     .bias_stages = 3};
-        case 192: return {.groups = 2, .keys = 64, .query_stages = 1, .key_stages = 2, .value_stages = 3, .bias_stages = 3};
-        case 256: return {.groups = 2, .keys = 64, .query_stages = 1, .key_stages = 2, .value_stages = 2, .bias_stages = 1};
+        case 192:
+            return {.groups = 2, .keys = 64, .query_stages = 1, .key_stages = 2, .value_stages = 3, .bias_stages = 3};
+        case 256:
+            return {.groups = 2, .keys = 64, .query_stages = 1, .key_stages = 2, .value_stages = 2, .bias_stages = 1};
     }
     throw std::logic_error("head dimension");
 }
@@ -47,7 +59,8 @@ struct FwdKernelTraits {
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
     // Of a thread that loads and of one that multiplies: of all groups together what a block is launched with.
     static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kHeadDim == 256 ? 224 : 208;
-    static constexpr int kProducerRegisters = 65536 / kThreads / 8 * 8 * (1 + kConsumerWarpgroups) - kConsumerWarpgroups * kConsumerRegisters;
+    static constexpr int kProducerRegisters =
+        65536 / kThreads / 8 * 8 * (1 + kConsumerWarpgroups) - kConsumerWarpgroups * kConsumerRegisters;
     static_assert(kConsumerWarpgroups == 2 || kConsumerWarpgroups == 3);
     static constexpr bool kGathers = false;
 };

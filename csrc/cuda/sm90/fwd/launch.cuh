@@ -15,7 +15,8 @@ template <typename T, BiasKind kBias, typename Traits>
 void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
     FwdSchedule schedule;
-    const int tile_heads = schedule.tile_heads = Traits::kGathers && p.lists.tile_rows < Traits::kRows ? Traits::kConsumerWarpgroups : 1;
+    const int tile_heads = schedule.tile_heads =
+        Traits::kGathers && p.lists.tile_rows < Traits::kRows ? Traits::kConsumerWarpgroups : 1;
     const int tile_rows = Traits::kRows / tile_heads;
     const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, tile_rows), heads = p.heads / tile_heads;
     schedule.num_work_tiles = grid_of(num_m_blocks * heads * p.batch);
@@ -36,7 +37,8 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
         maps.key = make_map(key_layout(p, p.key), {kSlab, 1, Traits::kKeys, 1});
         maps.value = make_map(key_layout(p, p.value), {kSlab, 1, Traits::kKeys, 1});
     }
-    if (kBias == BiasKind::kDense) maps.bias = make_map(dense_layout(p, p.bias), {SharedStorage::kBiasKeys, kWarpgroupRows, 1, 1});
+    if (kBias == BiasKind::kDense)
+        maps.bias = make_map(dense_layout(p, p.bias), {SharedStorage::kBiasKeys, kWarpgroupRows, 1, 1});
 
     // Where the works are about alike, or short, as many blocks as run at once share them out, and load for the next while the
     // last ends; else blocks come as others end. Intervals are windows, documents, anything: of their works a block takes one

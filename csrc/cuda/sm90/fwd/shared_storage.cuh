@@ -26,12 +26,13 @@ constexpr int kProducerThreads = kBias == BiasKind::kDense ? 96 : 128;
 struct FwdSchedule {
     unsigned num_work_tiles;
     FastDivmod num_m_blocks;  // of a head
-    FastDivmod heads;      // H / tile_heads
+    FastDivmod heads;         // H / tile_heads
     FastDivmod batch;
-    uint32_t* tile_count_semaphore;    // counts the works that blocks have drawn; null, and unasked with a dense bias: nobody draws
-    int tile_heads;    // of gathered keys: 1, or as many as there are groups, which then have the same rows of one head each
-    bool batch_first;  // neighbouring works differ in their batch, else in their row tile
-    bool m_block_last;   // all heads come before the next row tile: works that follow each other are about as long
+    uint32_t*
+        tile_count_semaphore;  // counts the works that blocks have drawn; null, and unasked with a dense bias: nobody draws
+    int tile_heads;  // of gathered keys: 1, or as many as there are groups, which then have the same rows of one head each
+    bool batch_first;   // neighbouring works differ in their batch, else in their row tile
+    bool m_block_last;  // all heads come before the next row tile: works that follow each other are about as long
     float scale;
     float to_log2;  // makes exponents of 2 of what the softmax sees
     // Scores stay unscaled where nothing is added to them and their order is that of the scaled ones.
@@ -72,7 +73,8 @@ struct FwdSharedStorage {
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = kKeys / 32;
     static constexpr int kBiasKeys = 64;  // of a tile of dense biases
     static constexpr int kWorkTileStages = Traits::kQueryStages + 1;
-    static constexpr int kNextWorkTileBarrier = 1 + 2 * Traits::kConsumerWarpgroups;  // behind those of the groups that multiply
+    static constexpr int kNextWorkTileBarrier =
+        1 + 2 * Traits::kConsumerWarpgroups;  // behind those of the groups that multiply
 
     using QueryTile = SmemTile<T, kRows, Traits::kHeadDim>;
     using KeyTile = SmemTile<T, kKeys, Traits::kHeadDim>;
@@ -84,9 +86,9 @@ struct FwdSharedStorage {
     struct KeyInfo {
         static constexpr int kNone = -1;  // as a tile: the work visits none
 
-        int tile;                  // not of gathered keys
-        bool full;                 // neither mask nor causality nor lengths hide a pair
-        bool last;                 // the work visits no other; not of gathered keys
+        int tile;                              // not of gathered keys
+        bool full;                             // neither mask nor causality nor lengths hide a pair
+        bool last;                             // the work visits no other; not of gathered keys
         alignas(16) uint32_t columns[kWords];  // keys that some row sees; those that a key bias hides are none
         // Of masks that rows do not share, where the tile is not full: the keys that a row sees; of gathered keys the rows
         // that see a key.
@@ -97,11 +99,13 @@ struct FwdSharedStorage {
     alignas(kSmemTileAlign) QueryTile query[Traits::kQueryStages];
     alignas(kSmemTileAlign) KeyTile key[Traits::kKeyStages];
     alignas(kSmemTileAlign) KeyTile value[Traits::kValueStages];
-    using BiasTiles = std::conditional_t<kBias == BiasKind::kDense, BiasTile[Traits::kConsumerWarpgroups][Traits::kBiasStages], NoBias>;
+    using BiasTiles = std::conditional_t<kBias == BiasKind::kDense,
+                                         BiasTile[Traits::kConsumerWarpgroups][Traits::kBiasStages], NoBias>;
     alignas(kSmemTileAlign) BiasTiles bias;
     KeyInfo keys[Traits::kKeyStages];
-    alignas(FwdWorkTile) unsigned char num_work_tiles[kWorkTileStages][sizeof(FwdWorkTile)];  // those of the queries, and the one before
-    unsigned next_work_tile[2];  // as drawn, in turn
+    alignas(FwdWorkTile) unsigned char num_work_tiles[kWorkTileStages]
+                                                     [sizeof(FwdWorkTile)];  // those of the queries, and the one before
+    unsigned next_work_tile[2];                                              // as drawn, in turn
     PipelineBarriers<Traits::kQueryStages> query_pipeline;
     PipelineBarriers<Traits::kKeyStages> key_pipeline;
     PipelineBarriers<Traits::kValueStages> value_pipeline;
@@ -122,7 +126,8 @@ struct FwdSharedStorage {
 
 // Whether a mask says of each row other things; else the columns of its tiles say all.
 __device__ __forceinline__ bool mask_differs_by_row(const AttentionParams& p) {
-    return p.interval_summaries.tiles != nullptr || (p.packed_mask.bits != nullptr && p.packed_mask.bits_row_stride != 0);
+    return p.interval_summaries.tiles != nullptr ||
+           (p.packed_mask.bits != nullptr && p.packed_mask.bits_row_stride != 0);
 }
 
 }  // namespace flash_dmattn::cuda::sm90

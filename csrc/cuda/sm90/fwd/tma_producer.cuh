@@ -1,6 +1,9 @@
 // The warp group that loads, of the forward by tiles of neighbouring keys: the copy engine fetches them.
 #pragma once
 
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/named_barrier.cuh"
+#include "cuda/arch/tma.cuh"
 #include "cuda/mask/intervals.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
@@ -15,7 +18,12 @@ public:
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
 
     __device__ FwdTmaProducer(const FwdArgs& p, const FwdSchedule& schedule, const FwdMaps& maps, SharedStorage& smem)
-        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), query_pipeline_(smem.query_pipeline), key_pipeline_(smem.key_pipeline),
+        : p_(p),
+          schedule_(schedule),
+          maps_(maps),
+          smem_(smem),
+          query_pipeline_(smem.query_pipeline),
+          key_pipeline_(smem.key_pipeline),
           value_pipeline_(smem.value_pipeline) {}
 
     __device__ void run() {
@@ -37,7 +45,8 @@ public:
     }
 
 private:
-    static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = SharedStorage::kWords, kThreads = kProducerThreads<kBias>;
+    static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = SharedStorage::kWords,
+                         kThreads = kProducerThreads<kBias>;
     static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // of a thread that loads a mask
     // Who starts copies, each in a warp of its own: the group's instructions are slow, and so none waits for another's.
     static constexpr int kKeyThread = 0, kValueThread = 32, kQueryThread = 64;
@@ -47,7 +56,8 @@ private:
     // A thread that hands over dense biases: they take longest to come, and nothing else waits for their room.
     class DenseBiases {
     public:
-        __device__ DenseBiases(const FwdArgs& p, const FwdMaps& maps, SharedStorage& smem) : p_(p), maps_(maps), smem_(smem) {}
+        __device__ DenseBiases(const FwdArgs& p, const FwdMaps& maps, SharedStorage& smem)
+            : p_(p), maps_(maps), smem_(smem) {}
 
         __device__ __forceinline__ void load(const FwdWorkTile& work_tile, int tile) {
             if (lane_id() != 0) return;
@@ -60,7 +70,7 @@ private:
                     const uint32_t full = smem_address(&barriers.full[place_.stage()]);
                     mbarrier_arrive_and_expect_tx(full, sizeof(typename SharedStorage::BiasTile));
                     tma_load_4d(smem_address(&smem_.bias[group][place_.stage()]), &maps_.bias, full, key,
-                             row + group * kWarpgroupRows, head, batch);
+                                row + group * kWarpgroupRows, head, batch);
                 }
         }
 
@@ -107,7 +117,7 @@ private:
         if (p_.interval_summaries.tiles != nullptr && span.end > 32) {
             const MaskSummaries<kRows, kKeys> mask(p_, work_tile.s, work_tile.head);
             span = active_block_range(span.end, {work_tile.first_row, last_row + 1},
-                                   [&](int tile) { return mask.rows_of(work_tile.s.rows, tile); });
+                                      [&](int tile) { return mask.rows_of(work_tile.s.rows, tile); });
         }
         return ActiveBlockScan<kKeys, decltype(summarize)>(span.begin, span.end, summarize);
     }
@@ -117,7 +127,7 @@ private:
         static constexpr int kWarps = kThreads / 32;
 
         int tile;
-        bool full;  // no pair is hidden
+        bool full;                                   // no pair is hidden
         uint32_t columns[ceil_div(kWords, kWarps)];  // this warp's words
         // What comes from memory through registers: on its way before there is room for it.
         BlockIntervals<kThreads, kWords> intervals;
@@ -224,8 +234,8 @@ private:
         value_pipeline_.advance();
     }
 
-    __device__ __forceinline__ void load_keys(typename SharedStorage::KeyTile& to, const CUtensorMap& map, uint32_t barrier,
-                                              const FwdWorkTile& work_tile, int tile) {
+    __device__ __forceinline__ void load_keys(typename SharedStorage::KeyTile& to, const CUtensorMap& map,
+                                              uint32_t barrier, const FwdWorkTile& work_tile, int tile) {
         copy_rows(to, map, barrier, p_, work_tile.s, work_tile.s.first_key + tile * kKeys, kv_head_);
     }
     __device__ __forceinline__ float key_bias_of_thread(const FwdWorkTile& work_tile, int tile) const {
@@ -236,11 +246,13 @@ private:
     }
 
     // Of a tile, this thread's rows.
-    __device__ __forceinline__ void load_mask(MaskWords (&words)[kMaskRows], const FwdWorkTile& work_tile, int tile) const {
+    __device__ __forceinline__ void load_mask(MaskWords (&words)[kMaskRows], const FwdWorkTile& work_tile,
+                                              int tile) const {
         const uint32_t* bits = mask_words(p_, work_tile.s, work_tile.head) + tile * kWords;
 #pragma unroll
         for (int i = 0; i < kMaskRows; ++i) {
-            const int row = min(work_tile.first_row + static_cast<int>(threadIdx.x) + i * kThreads, work_tile.s.rows - 1);
+            const int row =
+                min(work_tile.first_row + static_cast<int>(threadIdx.x) + i * kThreads, work_tile.s.rows - 1);
             words[i] = __ldg(reinterpret_cast<const MaskWords*>(bits + row * p_.packed_mask.bits_row_stride));
         }
     }

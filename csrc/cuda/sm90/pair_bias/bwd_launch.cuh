@@ -12,7 +12,8 @@ namespace flash_dmattn::cuda::sm90 {
 
 template <typename Traits>
 void launch_pair_bias_dquery(const BwdArgs& p, cudaStream_t stream) {
-    const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, kPairBiasRows), Traits::kAllKeyTiles, p.dbias_splits);
+    const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, kPairBiasRows), Traits::kAllKeyTiles,
+                                    p.dbias_splits);
 
     PairBiasBwdMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
@@ -35,7 +36,8 @@ void launch_pair_bias_dquery(const BwdArgs& p, cudaStream_t stream) {
 
 template <typename Traits>
 void launch_pair_bias_dkey(const BwdArgs& p, cudaStream_t stream) {
-    const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_k, Traits::kKeys), ceil_div<int64_t>(p.seqlen_q, kPairBiasRows));
+    const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_k, Traits::kKeys),
+                                    ceil_div<int64_t>(p.seqlen_q, kPairBiasRows));
 
     PairBiasBwdMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
@@ -47,7 +49,8 @@ void launch_pair_bias_dkey(const BwdArgs& p, cudaStream_t stream) {
     using SharedStorage = PairDkeySharedStorage<Traits>;
     const auto kernel = pair_bias_dkey_kernel<Traits>;
     allow_shared_memory("the backward", p.head_dim, kernel, SharedStorage::bytes(kPairBiasBwdLongest / kPairBiasRows));
-    kernel<<<grid_of(schedule.blocks(p)), Traits::kThreads, SharedStorage::bytes(schedule.bias_tiles), stream>>>(p, schedule, maps);
+    kernel<<<grid_of(schedule.blocks(p)), Traits::kThreads, SharedStorage::bytes(schedule.bias_tiles), stream>>>(
+        p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -44,7 +44,8 @@ inline int64_t pair_bias_splits(int64_t tiles, int64_t sharers) {
     int64_t best = 1, least = INT64_MAX / 64;
     for (int64_t splits = 1; splits <= std::min(sharers, std::max<int64_t>(kWaves * slots / tiles, 1)); ++splits) {
         const int64_t works = ceil_div(tiles * splits, slots) * ceil_div(sharers, splits);  // one block after the other
-        if (works * 50 >= least * 49) continue;  // a part costs more than its works: biases are loaded, gradients stored
+        if (works * 50 >= least * 49)
+            continue;  // a part costs more than its works: biases are loaded, gradients stored
         best = splits;
         least = works;
     }
@@ -61,12 +62,15 @@ constexpr int kPairBiasDbiasTile = 64 * 64;  // floats of a part of the gradient
 inline bool should_use_pair_bias_fwd(const AttentionParams& p) {
     return p.dtype == DataType::kBFloat16 || (p.seqlen_k <= 384 && pair_bias_batch_group_size(p) >= 64);
 }
-inline bool should_use_pair_bias_bwd(const AttentionParams& p) { return p.seqlen_k <= 256 || pair_bias_batch_group_size(p) >= 64; }
+inline bool should_use_pair_bias_bwd(const AttentionParams& p) {
+    return p.seqlen_k <= 256 || pair_bias_batch_group_size(p) >= 64;
+}
 
 // What the kernels ask of a call besides strides (arch/tensor_map.h), forward and backward.
 inline bool is_pair_bias_problem(const AttentionParams& p) {
     constexpr int64_t kMinBatchGroup = 16;  // of which each block has some
-    const bool is_shared = p.bias.present() && p.bias.kind == BiasKind::kDense && pair_bias_batch_group_size(p) >= kMinBatchGroup;
+    const bool is_shared =
+        p.bias.present() && p.bias.kind == BiasKind::kDense && pair_bias_batch_group_size(p) >= kMinBatchGroup;
     const bool row_broadcast = !p.packed_mask.present() || p.packed_mask.bits_row_stride == 0;
     return is_shared && row_broadcast && p.head_dim <= kPairBiasHeadDim && p.cu_seqlens_q == nullptr &&
            p.seqused_k == nullptr && !p.intervals.present() && !p.lists.present() && !p.is_causal && p.softcap == 0;

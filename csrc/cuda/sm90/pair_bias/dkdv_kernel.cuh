@@ -4,6 +4,9 @@
 // The first warp group loads: its first warp by the copy engine, its second what comes with rows.
 #pragma once
 
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/mma.cuh"
+#include "cuda/arch/tma.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
 #include "row_stats.cuh"
 #include "cuda/arch/store_rows.cuh"
@@ -13,9 +16,11 @@ namespace flash_dmattn::cuda::sm90 {
 template <typename T_, int kConsumerWarpgroups_>
 struct PairBiasDkeyKernelTraits {
     using T = T_;
-    static constexpr int kConsumerWarpgroups = kConsumerWarpgroups_, kKeys = kConsumerWarpgroups * 64, kRowStages = 3, kKeyStages = 2;
+    static constexpr int kConsumerWarpgroups = kConsumerWarpgroups_, kKeys = kConsumerWarpgroups * 64, kRowStages = 3,
+                         kKeyStages = 2;
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
-    static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32, kConsumerRegisters = kConsumerWarpgroups == 2 ? 232 : 160;
+    static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32,
+                         kConsumerRegisters = kConsumerWarpgroups == 2 ? 232 : 160;
     using RowsTile = SmemTile<T, kPairBiasRows, kPairBiasHeadDim>;
     using KeysTile = SmemTile<T, kKeys, kPairBiasHeadDim>;
 };
@@ -24,7 +29,7 @@ template <typename Traits>
 struct PairDkeySharedStorage {
     using T = typename Traits::T;
     struct KeyInfo {
-        uint32_t visited_rows;  // a bit for each tile of them
+        uint32_t visited_rows;                              // a bit for each tile of them
         uint32_t columns[Traits::kConsumerWarpgroups * 2];  // keys that are visible
     };
 
@@ -38,10 +43,11 @@ struct PairDkeySharedStorage {
     PipelineBarriers<Traits::kRowStages> row_pipeline;
     alignas(8) uint64_t cleared[Traits::kRowStages];  // completes when what comes with the rows of a stage is there
     alignas(8) uint64_t bias_full;
-    alignas(kSmemTileAlign) PairBiasSmemTile<T> bias[1];    // [groups][bias_tiles]
+    alignas(kSmemTileAlign) PairBiasSmemTile<T> bias[1];  // [groups][bias_tiles]
 
     static size_t bytes(int bias_tiles) {
-        return offsetof(PairDkeySharedStorage, bias) + Traits::kConsumerWarpgroups * bias_tiles * sizeof(PairBiasSmemTile<T>);
+        return offsetof(PairDkeySharedStorage, bias) +
+               Traits::kConsumerWarpgroups * bias_tiles * sizeof(PairBiasSmemTile<T>);
     }
     // By one thread.
     __device__ void init_pipelines() {
@@ -59,9 +65,14 @@ public:
     using SharedStorage = PairDkeySharedStorage<Traits>;
     using T = typename Traits::T;
 
-    __device__ PairBiasDkeyProducer(const BwdArgs& p, const PairBiasSchedule& schedule, const PairBiasBwdMaps& maps, SharedStorage& smem,
-                              const PairBiasWorkTile& block)
-        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), block_(block), key_pipeline_(smem.key_pipeline),
+    __device__ PairBiasDkeyProducer(const BwdArgs& p, const PairBiasSchedule& schedule, const PairBiasBwdMaps& maps,
+                                    SharedStorage& smem, const PairBiasWorkTile& block)
+        : p_(p),
+          schedule_(schedule),
+          maps_(maps),
+          smem_(smem),
+          block_(block),
+          key_pipeline_(smem.key_pipeline),
           row_pipeline_(smem.row_pipeline) {}
 
     __device__ void run() {
@@ -88,10 +99,11 @@ private:
     __device__ void load_bias() {
         const int tiles = schedule_.bias_tiles, head = shared_head(block_.head, p_.heads, p_.bias.heads);
         const uint32_t full = smem_address(&smem_.bias_full);
-        mbarrier_arrive_and_expect_tx(full, Traits::kConsumerWarpgroups * tiles * static_cast<int>(sizeof(PairBiasSmemTile<T>)));
+        mbarrier_arrive_and_expect_tx(
+            full, Traits::kConsumerWarpgroups * tiles * static_cast<int>(sizeof(PairBiasSmemTile<T>)));
         for (int i = 0; i < Traits::kConsumerWarpgroups * tiles; ++i)
             tma_load_4d(smem_address(&smem_.bias[i]), &maps_.bias, full, block_.tile * Traits::kKeys + i / tiles * 64,
-                     i % tiles * kPairBiasRows, head, block_.bias_batch);
+                        i % tiles * kPairBiasRows, head, block_.bias_batch);
     }
     __device__ void load(const Sequence& s, const typename SharedStorage::KeyInfo& info) {
         const int key = block_.tile * Traits::kKeys, stage = key_pipeline_.stage();
@@ -138,12 +150,21 @@ public:
     using SharedStorage = PairDkeySharedStorage<Traits>;
     using T = typename Traits::T;
 
-    __device__ PairBiasDkeyConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem, const PairBiasWorkTile& block)
-        : p_(p), schedule_(schedule), smem_(smem), block_(block),
-          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_key_(warp_id() % 4 * 16),
-          key_(block.tile * Traits::kKeys + warpgroup_ * 64 + warp_key_ + fragment_row()), dkey_rows_(first_row(p.dkey)),
-          dvalue_rows_(first_row(p.dvalue)), bias_lane_(opaque(bias_lane())), key_pipeline_(smem.key_pipeline),
-          row_pipeline_(smem.row_pipeline), multiplied_pipeline_(smem.row_pipeline) {}
+    __device__ PairBiasDkeyConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
+                                    const PairBiasWorkTile& block)
+        : p_(p),
+          schedule_(schedule),
+          smem_(smem),
+          block_(block),
+          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
+          warp_key_(warp_id() % 4 * 16),
+          key_(block.tile * Traits::kKeys + warpgroup_ * 64 + warp_key_ + fragment_row()),
+          dkey_rows_(first_row(p.dkey)),
+          dvalue_rows_(first_row(p.dvalue)),
+          bias_lane_(opaque(bias_lane())),
+          key_pipeline_(smem.key_pipeline),
+          row_pipeline_(smem.row_pipeline),
+          multiplied_pipeline_(smem.row_pipeline) {}
 
     __device__ void run() {
         mbarrier_wait(smem_address(&smem_.bias_full), 0);
@@ -151,7 +172,8 @@ public:
             key_pipeline_.consumer_wait();
             const auto& info = smem_.keys[key_pipeline_.stage()];
             sum(info.visited_rows);
-            const uint32_t visible = info.columns[(warpgroup_ * 64 + warp_key_) / 32] >> (warp_key_ % 32 + fragment_row());
+            const uint32_t visible =
+                info.columns[(warpgroup_ * 64 + warp_key_) / 32] >> (warp_key_ % 32 + fragment_row());
             key_pipeline_.release();
             key_pipeline_.advance();
             store(visible);
@@ -189,7 +211,8 @@ private:
         Pairs scores, dprobs;
         Packed probs, dscores;
         const int key_stage = key_pipeline_.stage();
-        const SmemDescriptor<KeysTile> key(smem_.key[key_stage], warpgroup_ * 64), value(smem_.value[key_stage], warpgroup_ * 64);
+        const SmemDescriptor<KeysTile> key(smem_.key[key_stage], warpgroup_ * 64),
+            value(smem_.value[key_stage], warpgroup_ * 64);
         for (uint32_t left = visited; left != 0; left &= left - 1) {
             const int stage = row_pipeline_.stage();
             row_pipeline_.consumer_wait();
@@ -232,7 +255,8 @@ private:
         wgmma_commit_group();
     }
     // dV += P dO, or dK += dS Q.
-    static __device__ __forceinline__ void issue_sum(DimSum& sum, const Packed& pairs, const SmemDescriptor<RowsTile>& rows) {
+    static __device__ __forceinline__ void issue_sum(DimSum& sum, const Packed& pairs,
+                                                     const SmemDescriptor<RowsTile>& rows) {
         warpgroup_fence_operand(sum);
         wgmma_fence();
 #pragma unroll
@@ -287,8 +311,8 @@ private:
     SharedStorage& smem_;
     const PairBiasWorkTile& block_;
     const int warpgroup_;
-    const int warp_key_;  // this warp's first key of the group's
-    const int key_;  // this lane's first of two, of the sequence
+    const int warp_key_;           // this warp's first key of the group's
+    const int key_;                // this lane's first of two, of the sequence
     T *dkey_rows_, *dvalue_rows_;  // from there on, in the current batch element
     const uint32_t bias_lane_;
     Pipeline<Traits::kKeyStages> key_pipeline_;
@@ -299,7 +323,7 @@ private:
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     pair_bias_dkey_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ PairBiasSchedule schedule,
-                     const __grid_constant__ PairBiasBwdMaps maps) {
+                          const __grid_constant__ PairBiasBwdMaps maps) {
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<PairDkeySharedStorage<Traits>*>(raw_smem);
     if (threadIdx.x == 0) smem.init_pipelines();

@@ -5,6 +5,11 @@
 // engine, its second what comes with rows, the others what comes with a group's keys.
 #pragma once
 
+#include "cuda/arch/math.cuh"
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/mma.cuh"
+#include "cuda/arch/named_barrier.cuh"
+#include "cuda/arch/tma.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
 #include "row_stats.cuh"
 #include "cuda/arch/store_rows.cuh"
@@ -15,7 +20,8 @@ namespace flash_dmattn::cuda::sm90 {
 template <typename T_, int kKeyTiles_>
 struct PairBiasDqueryKernelTraits {
     using T = T_;
-    static constexpr int kConsumerWarpgroups = 2, kKeyTiles = kKeyTiles_, kAllKeyTiles = kConsumerWarpgroups * kKeyTiles;
+    static constexpr int kConsumerWarpgroups = 2, kKeyTiles = kKeyTiles_,
+                         kAllKeyTiles = kConsumerWarpgroups * kKeyTiles;
     static constexpr int kRowStages = 2, kKeyStages = 6;
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -42,7 +48,8 @@ struct PairDquerySharedStorage {
     alignas(kSmemTileAlign) Rows rows[Traits::kRowStages];
     alignas(kSmemTileAlign) Keys keys[Traits::kConsumerWarpgroups][Traits::kKeyStages];
     alignas(kSmemTileAlign) PairBiasSmemTile<T> bias[Traits::kAllKeyTiles];
-    float4 dquery[2][Traits::kConsumerWarpgroups][kPairBiasHeadDim / 8][128];  // of the last batch elements, each group's sum
+    float4 dquery[2][Traits::kConsumerWarpgroups][kPairBiasHeadDim / 8]
+                 [128];  // of the last batch elements, each group's sum
     RowsInfo infos[Traits::kRowStages];
     PairBiasKeyFactors<64> factors[Traits::kConsumerWarpgroups][Traits::kKeyStages];  // of tiles that are not full
     PipelineBarriers<Traits::kRowStages> row_pipeline;
@@ -76,7 +83,8 @@ public:
     using SharedStorage = PairDquerySharedStorage<Traits>;
     using T = typename Traits::T;
 
-    __device__ PairBiasDqueryProducer(const BwdArgs& p, const PairBiasBwdMaps& maps, SharedStorage& smem, const PairBiasWorkTile& block)
+    __device__ PairBiasDqueryProducer(const BwdArgs& p, const PairBiasBwdMaps& maps, SharedStorage& smem,
+                                      const PairBiasWorkTile& block)
         : p_(p), maps_(maps), smem_(smem), block_(block) {}
 
     __device__ void run() {
@@ -91,7 +99,8 @@ private:
 
     __device__ void load() {
         Pipeline<Traits::kRowStages> row_pipeline(smem_.row_pipeline);
-        KeyPipeline key_pipelines[Traits::kConsumerWarpgroups] = {KeyPipeline(smem_.key_pipelines[0]), KeyPipeline(smem_.key_pipelines[1])};
+        KeyPipeline key_pipelines[Traits::kConsumerWarpgroups] = {KeyPipeline(smem_.key_pipelines[0]),
+                                                                  KeyPipeline(smem_.key_pipelines[1])};
         const int head = shared_head(block_.head, p_.heads, p_.kv_heads);
         if (lane_id() == 0) load_bias();
         for (int batch = block_.begin; batch < block_.end; ++batch) {
@@ -123,8 +132,8 @@ private:
         const uint32_t full = smem_address(&smem_.bias_full);
         mbarrier_arrive_and_expect_tx(full, sizeof(smem_.bias));
         for (int tile = 0; tile < Traits::kAllKeyTiles; ++tile)
-            tma_load_4d(smem_address(&smem_.bias[tile]), &maps_.bias, full, tile * 64, block_.tile * kPairBiasRows, head,
-                     block_.bias_batch);
+            tma_load_4d(smem_address(&smem_.bias[tile]), &maps_.bias, full, tile * 64, block_.tile * kPairBiasRows,
+                        head, block_.bias_batch);
     }
     __device__ void load_rows(const Sequence& s, typename SharedStorage::Rows& rows, uint32_t full) {
         const int row = block_.tile * kPairBiasRows;
@@ -192,14 +201,15 @@ private:
                 const int tile = group * Traits::kKeyTiles + t;
                 if (!(keys.visits.visited >> tile & 1)) continue;
                 pipeline.consumer_wait();
-                produce_key_info(smem_.keys[group][pipeline.stage()], smem_.factors[group][pipeline.stage()], keys, tile);
+                produce_key_info(smem_.keys[group][pipeline.stage()], smem_.factors[group][pipeline.stage()], keys,
+                                 tile);
                 announce(smem_.keys_cleared[group][pipeline.stage()]);
                 pipeline.advance();
             }
         }
     }
-    __device__ void produce_key_info(typename SharedStorage::Keys& stage, PairBiasKeyFactors<64>& factors, const PairBiasKeys<64>& keys,
-                                 int tile) {
+    __device__ void produce_key_info(typename SharedStorage::Keys& stage, PairBiasKeyFactors<64>& factors,
+                                     const PairBiasKeys<64>& keys, int tile) {
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
             const int key = w * 32 + lane_id();
@@ -228,12 +238,20 @@ public:
     using SharedStorage = PairDquerySharedStorage<Traits>;
     using T = typename Traits::T;
 
-    __device__ PairBiasDqueryConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem, const PairBiasWorkTile& block)
-        : p_(p), schedule_(schedule), smem_(smem), block_(block),
-          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_row_(warp_id() % 4 * 16),
-          hides_keys_(pair_bias_hides_keys<64>(p)), row_(block.tile * kPairBiasRows + warp_row_ + fragment_row()),
+    __device__ PairBiasDqueryConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
+                                      const PairBiasWorkTile& block)
+        : p_(p),
+          schedule_(schedule),
+          smem_(smem),
+          block_(block),
+          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
+          warp_row_(warp_id() % 4 * 16),
+          hides_keys_(pair_bias_hides_keys<64>(p)),
+          row_(block.tile * kPairBiasRows + warp_row_ + fragment_row()),
           dquery_rows_(static_cast<T*>(p.dquery.data) + block.head * p.dquery.head_stride + row_ * p.dquery.row_stride),
-          row_pipeline_(smem.row_pipeline), key_pipeline_(smem.key_pipelines[warpgroup_]), multiplied_pipeline_(smem.key_pipelines[warpgroup_]),
+          row_pipeline_(smem.row_pipeline),
+          key_pipeline_(smem.key_pipelines[warpgroup_]),
+          multiplied_pipeline_(smem.key_pipelines[warpgroup_]),
           bias_lane_(opaque(smem.bias[first_tile()].lane_down() + warp_row_ * BiasTile::kSlabCols * sizeof(T))) {
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t)
@@ -432,7 +450,7 @@ private:
     const int warpgroup_;
     const int warp_row_;  // this warp's first row of the block's
     const bool hides_keys_;
-    const int row_;  // this lane's first of two, of the sequence
+    const int row_;         // this lane's first of two, of the sequence
     T* const dquery_rows_;  // from there on, in batch element 0
     Pipeline<Traits::kRowStages> row_pipeline_;
     Pipeline<Traits::kKeyStages> key_pipeline_, multiplied_pipeline_;
@@ -444,7 +462,7 @@ private:
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     pair_bias_dquery_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ PairBiasSchedule schedule,
-                       const __grid_constant__ PairBiasBwdMaps maps) {
+                            const __grid_constant__ PairBiasBwdMaps maps) {
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<PairDquerySharedStorage<Traits>*>(raw_smem);
     if (threadIdx.x == 0) smem.init_pipelines();

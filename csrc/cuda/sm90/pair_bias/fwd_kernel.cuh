@@ -7,6 +7,10 @@
 // large nor very small: then no score is asked for the largest. Else the base runs, as elsewhere.
 #pragma once
 
+#include "cuda/arch/math.cuh"
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/mma.cuh"
+#include "cuda/arch/tma.cuh"
 #include "cuda/softmax/online_softmax.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
@@ -24,9 +28,11 @@ template <typename T_, int kWhich>
 struct PairBiasFwdKernelTraits {
     using T = T_;
     static constexpr PairBiasFwdTileSizes kSizes = kPairBiasFwdTiles[kWhich];
-    static constexpr int kConsumerWarpgroups = kSizes.groups, kRows = kConsumerWarpgroups * 64, kKeys = kSizes.keys, kStages = kSizes.stages;
+    static constexpr int kConsumerWarpgroups = kSizes.groups, kRows = kConsumerWarpgroups * 64, kKeys = kSizes.keys,
+                         kStages = kSizes.stages;
     static constexpr int kWords = kKeys / 32, kThreads = (1 + kConsumerWarpgroups) * 128;
-    static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 56 : 32, kConsumerRegisters = kConsumerWarpgroups == 2 ? 224 : 160;
+    static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 56 : 32,
+                         kConsumerRegisters = kConsumerWarpgroups == 2 ? 224 : 160;
     using QueryTile = SmemTile<T, kRows, kPairBiasHeadDim>;
     using KeyTile = SmemTile<T, kKeys, kPairBiasHeadDim>;
 };
@@ -51,7 +57,8 @@ struct PairFwdSharedStorage {
     alignas(kSmemTileAlign) PairBiasSmemTile<T> bias[1];  // [groups][bias_tiles]
 
     static size_t bytes(int bias_tiles) {
-        return offsetof(PairFwdSharedStorage, bias) + Traits::kConsumerWarpgroups * bias_tiles * sizeof(PairBiasSmemTile<T>);
+        return offsetof(PairFwdSharedStorage, bias) +
+               Traits::kConsumerWarpgroups * bias_tiles * sizeof(PairBiasSmemTile<T>);
     }
     // By one thread.
     __device__ void init_pipelines() {
@@ -68,9 +75,14 @@ public:
     using SharedStorage = PairFwdSharedStorage<Traits>;
     using T = typename Traits::T;
 
-    __device__ PairBiasFwdProducer(const FwdArgs& p, const PairBiasSchedule& schedule, const PairBiasFwdMaps& maps, SharedStorage& smem,
-                             const PairBiasWorkTile& block)
-        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), block_(block), query_pipeline_(smem.query_pipeline),
+    __device__ PairBiasFwdProducer(const FwdArgs& p, const PairBiasSchedule& schedule, const PairBiasFwdMaps& maps,
+                                   SharedStorage& smem, const PairBiasWorkTile& block)
+        : p_(p),
+          schedule_(schedule),
+          maps_(maps),
+          smem_(smem),
+          block_(block),
+          query_pipeline_(smem.query_pipeline),
           key_pipeline_(smem.key_pipeline) {}
 
     __device__ void run() {
@@ -91,10 +103,11 @@ private:
     __device__ void load_bias() {
         const int tiles = schedule_.bias_tiles, head = shared_head(block_.head, p_.heads, p_.bias.heads);
         const uint32_t full = smem_address(&smem_.bias_full);
-        mbarrier_arrive_and_expect_tx(full, Traits::kConsumerWarpgroups * tiles * static_cast<int>(sizeof(PairBiasSmemTile<T>)));
+        mbarrier_arrive_and_expect_tx(
+            full, Traits::kConsumerWarpgroups * tiles * static_cast<int>(sizeof(PairBiasSmemTile<T>)));
         for (int i = 0; i < Traits::kConsumerWarpgroups * tiles; ++i)
             tma_load_4d(smem_address(&smem_.bias[i]), &maps_.bias, full, i % tiles * kPairBiasCols,
-                     block_.tile * Traits::kRows + i / tiles * 64, head, block_.bias_batch);
+                        block_.tile * Traits::kRows + i / tiles * 64, head, block_.bias_batch);
     }
     __device__ void load(const Sequence& s, const PairBiasActiveBlocks& visits) {
         query_pipeline_.producer_acquire();
@@ -150,17 +163,25 @@ public:
     using SharedStorage = PairFwdSharedStorage<Traits>;
     using T = typename Traits::T;
 
-    __device__ PairBiasFwdConsumer(const FwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem, const PairBiasWorkTile& block)
-        : p_(p), schedule_(schedule), smem_(smem), block_(block), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1),
-          warp_row_(warp_id() % 4 * 16), hides_keys_(pair_bias_hides_keys<Traits::kKeys>(p)),
+    __device__ PairBiasFwdConsumer(const FwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
+                                   const PairBiasWorkTile& block)
+        : p_(p),
+          schedule_(schedule),
+          smem_(smem),
+          block_(block),
+          warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1),
+          warp_row_(warp_id() % 4 * 16),
+          hides_keys_(pair_bias_hides_keys<Traits::kKeys>(p)),
           row_(block.tile * Traits::kRows + warpgroup_ * 64 + warp_row_ + fragment_row()),
           out_rows_(static_cast<T*>(p.out.data) + block.begin * p.out.batch_stride + block.head * p.out.head_stride +
                     row_ * p.out.row_stride),
           lse_rows_(static_cast<float*>(p.lse.data) + block.begin * p.lse.batch_stride +
                     block.head * p.lse.head_stride + row_),
           bias_(smem.bias + warpgroup_ * schedule.bias_tiles),
-          bias_lane_(opaque(bias_->lane_down() + warp_row_ * BiasTile::kSlabCols * sizeof(T))), query_pipeline_(smem.query_pipeline),
-          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.key_pipeline) {}
+          bias_lane_(opaque(bias_->lane_down() + warp_row_ * BiasTile::kSlabCols * sizeof(T))),
+          query_pipeline_(smem.query_pipeline),
+          key_pipeline_(smem.key_pipeline),
+          value_pipeline_(smem.key_pipeline) {}
 
     __device__ void run() {
         mbarrier_wait(smem_address(&smem_.bias_full), 0);
@@ -189,7 +210,8 @@ private:
     __device__ __forceinline__ void load_query() {
         const uint32_t lane = smem_.query.lane_down();
 #pragma unroll
-        for (int d = 0; d < kPairBiasHeadDim; d += 16) QueryTile::load_a(query_[d / 16], lane, warpgroup_ * 64 + warp_row_, d);
+        for (int d = 0; d < kPairBiasHeadDim; d += 16)
+            QueryTile::load_a(query_[d / 16], lane, warpgroup_ * 64 + warp_row_, d);
         fence_proxy_async();
         query_pipeline_.release();
         query_pipeline_.advance();
@@ -294,7 +316,8 @@ private:
     __device__ __forceinline__ void exponentiate(Scores& scores, float (&factors)[2], int tile, bool is_full) {
         if (uses_fixed_max_) {
             float sum[2];
-            is_full ? exponentiate_fixed_max<false>(scores, sum, tile) : exponentiate_fixed_max<true>(scores, sum, tile);
+            is_full ? exponentiate_fixed_max<false>(scores, sum, tile)
+                    : exponentiate_fixed_max<true>(scores, sum, tile);
             uses_fixed_max_ = fit(sum, tile);
             if (uses_fixed_max_) {
                 softmax_.sum[0] += sum[0], softmax_.sum[1] += sum[1];
@@ -381,13 +404,14 @@ private:
     __device__ __forceinline__ void apply_mask_and_bias(Scores& scores, int tile, bool is_full) const {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-            auto& part_scores = reinterpret_cast<float(&)[1][kPartTiles][4]>(scores[0][part * kPartTiles]);
+            auto& part_scores = reinterpret_cast<float (&)[1][kPartTiles][4]>(scores[0][part * kPartTiles]);
             scale_and_add_bias<T, 1>(part_scores, schedule_.scale, bias_[tile * kParts + part], warp_row_, 0);
         }
         if (is_full) return;
         VisibleKeys<1, kTiles> visible;
 #pragma unroll
-        for (int w = 0; w < Traits::kWords; ++w) visible[0][w] = visible[1][w] = smem_.keys[key_pipeline_.stage()].columns[w];
+        for (int w = 0; w < Traits::kWords; ++w)
+            visible[0][w] = visible[1][w] = smem_.keys[key_pipeline_.stage()].columns[w];
         apply_mask(scores, visible);
     }
 
@@ -403,8 +427,7 @@ private:
         // Of the four lanes that hold both rows, the first two take one each.
         const int h = lane_id() % 4;
         const float sum = h == 0 ? sums[0] : sums[1], base = h == 0 ? softmax_.max[0] : softmax_.max[1];
-        if (h < 2 && row_ + h * 8 < p_.seqlen_q)
-            lse_rows_[h * 8] = sum == 0 ? -kInfinity : base + logf(sum);
+        if (h < 2 && row_ + h * 8 < p_.seqlen_q) lse_rows_[h * 8] = sum == 0 ? -kInfinity : base + logf(sum);
     }
 
     const FwdArgs& p_;
@@ -415,9 +438,9 @@ private:
     const int warp_row_;  // this warp's first row of the group's
     const bool hides_keys_;
     const int row_;  // this lane's first of two, of the sequence
-    T* out_rows_;  // from there on, in the current batch element
+    T* out_rows_;    // from there on, in the current batch element
     float* lse_rows_;
-    BiasTile* const bias_;  // of the group's rows
+    BiasTile* const bias_;      // of the group's rows
     const uint32_t bias_lane_;  // where this lane reads of the first, of the warp's rows
     Pipeline<1> query_pipeline_;
     Pipeline<Traits::kStages> key_pipeline_, value_pipeline_;
@@ -432,7 +455,7 @@ private:
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     pair_bias_fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ PairBiasSchedule schedule,
-                    const __grid_constant__ PairBiasFwdMaps maps) {
+                         const __grid_constant__ PairBiasFwdMaps maps) {
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<PairFwdSharedStorage<Traits>*>(raw_smem);
     if (threadIdx.x == 0) smem.init_pipelines();

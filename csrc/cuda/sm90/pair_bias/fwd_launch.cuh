@@ -13,7 +13,7 @@ template <typename Traits>
 void launch_pair_bias_fwd(const FwdArgs& p, cudaStream_t stream) {
     constexpr int kBiasTilesOfKeys = Traits::kKeys / kPairBiasCols;
     const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, Traits::kRows),
-                                ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * kBiasTilesOfKeys);
+                                    ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * kBiasTilesOfKeys);
 
     PairBiasFwdMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, Traits::kRows, 1});

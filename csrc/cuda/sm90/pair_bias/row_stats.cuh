@@ -24,7 +24,8 @@ struct PairBiasRowStats {
     float lse[2], delta[2];
 
     // `of_delta`: D_i, or a part of it, absent where that is 0.
-    __device__ PairBiasRowStats(const BwdArgs& p, const RowStatView& of_delta, const Sequence& s, int head, int first_row) {
+    __device__ PairBiasRowStats(const BwdArgs& p, const RowStatView& of_delta, const Sequence& s, int head,
+                                int first_row) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = first_row + 2 * lane_id() + i;

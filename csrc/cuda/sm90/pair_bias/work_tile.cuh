@@ -17,18 +17,22 @@ using PairBiasSmemTile = SmemTile<T, 64, kPairBiasCols>;
 
 // A block goes over some of the batch elements that share a bias, with one tile of one head's rows (or keys).
 struct PairBiasSchedule {
-    int tiles;  // of a head
-    int sharers;  // of one bias
-    int splits;   // parts that they are cut into
+    int tiles;       // of a head
+    int sharers;     // of one bias
+    int splits;      // parts that they are cut into
     int bias_tiles;  // of 64 keys (or rows), of the whole other side
     float scale;
 
     PairBiasSchedule(const AttentionParams& p, int64_t tiles, int64_t bias_tiles, int64_t splits)
-        : tiles(static_cast<int>(tiles)), sharers(static_cast<int>(pair_bias_batch_group_size(p))), splits(static_cast<int>(splits)),
-          bias_tiles(static_cast<int>(bias_tiles)), scale(static_cast<float>(p.softmax_scale)) {}
+        : tiles(static_cast<int>(tiles)),
+          sharers(static_cast<int>(pair_bias_batch_group_size(p))),
+          splits(static_cast<int>(splits)),
+          bias_tiles(static_cast<int>(bias_tiles)),
+          scale(static_cast<float>(p.softmax_scale)) {}
     // In as many parts as are best.
     PairBiasSchedule(const AttentionParams& p, int64_t tiles, int64_t bias_tiles)
-        : PairBiasSchedule(p, tiles, bias_tiles, pair_bias_splits(tiles * p.heads * p.bias.batches, pair_bias_batch_group_size(p))) {}
+        : PairBiasSchedule(p, tiles, bias_tiles,
+                           pair_bias_splits(tiles * p.heads * p.bias.batches, pair_bias_batch_group_size(p))) {}
 
     int64_t blocks(const AttentionParams& p) const { return tiles * p.heads * p.bias.batches * splits; }
 };

@@ -6,6 +6,11 @@
 // barrier 2 + group.
 #pragma once
 
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/memory.cuh"
+#include "cuda/arch/mma.cuh"
+#include "cuda/arch/named_barrier.cuh"
+#include "cuda/arch/tma.cuh"
 #include "cuda/arch/atomic_add.cuh"
 #include "cuda/arch/zero_rows.cuh"
 #include "grouped_shared_storage.cuh"
@@ -20,17 +25,23 @@ public:
     using SharedStorage = GatherGroupSharedStorage<Traits>;
 
     __device__ GroupedSparseBwdConsumer(const BwdArgs& p, SharedStorage& smem)
-        : p_(p), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), part_(warpgroup_),
-          warp_key_((Traits::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16), key_pipeline_(smem.key_pipeline),
-          value_pipeline_(smem.value_pipeline), query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline),
+        : p_(p),
+          smem_(smem),
+          warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1),
+          part_(warpgroup_),
+          warp_key_((Traits::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16),
+          key_pipeline_(smem.key_pipeline),
+          value_pipeline_(smem.value_pipeline),
+          query_pipeline_(smem.query_pipeline),
+          dout_pipeline_(smem.dout_pipeline),
           pairs_pipeline_(smem.pairs_pipeline) {
         const GroupedSparseBwdWorkTile& work_tile = smem.work_tile();
         slot_ = work_tile.unit % static_cast<int>(p.dquery_slots);
         visits_ = work_tile.visits<kRows>();
         const int64_t first_visit = static_cast<int64_t>(slot_) * visits_;
         const int owner = Traits::kStagesDquery ? warp_id() - 4 : warpgroup_;
-        dquery_sums_ = reinterpret_cast<float4*>(p.dquery_accum) + first_visit * kVisitSums + owner * kDqTiles * kDqStride +
-                       threadIdx.x % kDqStride;
+        dquery_sums_ = reinterpret_cast<float4*>(p.dquery_accum) + first_visit * kVisitSums +
+                       owner * kDqTiles * kDqStride + threadIdx.x % kDqStride;
     }
 
     __device__ __forceinline__ void run() {
@@ -69,8 +80,8 @@ private:
     using DquerySum = typename Part::DquerySum;
 
     // Rows of a head, with the tile's keys.
-    __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, ScoresDescriptor& probs, ScoresDescriptor& dscores,
-                                          int i) {
+    __device__ __forceinline__ void visit(Pairs& scores, Pairs& dprobs, ScoresDescriptor& probs,
+                                          ScoresDescriptor& dscores, int i) {
         query_pipeline_.consumer_wait();
         const bool has_empty = any_of(info().has_empty);
         if (has_empty) clear_empty_rows(query());
@@ -96,7 +107,8 @@ private:
         }
     }
     // P and dS of the group's own keys: operands as they lie in registers.
-    __device__ __forceinline__ void add_of_own_keys(const ScoresDescriptor& probs, const ScoresDescriptor& dscores, int i) {
+    __device__ __forceinline__ void add_of_own_keys(const ScoresDescriptor& probs, const ScoresDescriptor& dscores,
+                                                    int i) {
         part_.issue_sum(dvalue_, probs, dout());
         store_pairs(dscores_tile(), dscores);
         fence_proxy_async();
@@ -119,7 +131,8 @@ private:
     }
     // Of the keys that the groups share each has some rows: it needs the others' P and dS, too. dV and dK are awaited in the
     // next visit, so that their products run while dQ is added to its sums.
-    __device__ __forceinline__ void add_of_shared_keys(const ScoresDescriptor& probs, const ScoresDescriptor& dscores, int i) {
+    __device__ __forceinline__ void add_of_shared_keys(const ScoresDescriptor& probs, const ScoresDescriptor& dscores,
+                                                       int i) {
         pairs_pipeline_.producer_acquire();
         store_pairs(probs_tile(), probs);
         store_pairs(dscores_tile(), dscores);
@@ -167,7 +180,8 @@ private:
 
     // Rows by keys, transposed by stmatrix.
     __device__ __forceinline__ void store_pairs(ScoresTile& tile, const ScoresDescriptor& pairs) const {
-        const int row = part_.first_row() + lane_id() % 8 + lane_id() / 16 * 8, chunk = warp_key_ / 8 + lane_id() / 8 % 2;
+        const int row = part_.first_row() + lane_id() % 8 + lane_id() / 16 * 8,
+                  chunk = warp_key_ / 8 + lane_id() / 8 % 2;
         const uint32_t to = smem_address(tile.data + ScoresTile::offset(row, chunk));
 #pragma unroll
         for (int r = 0; r < kScoreRows / 16; ++r)
@@ -199,7 +213,8 @@ private:
     __device__ __forceinline__ void add_to_keys() {
         const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
         const int64_t first_key = p_.cu_seqlens_k == nullptr ? work_tile.s.batch * p_.seqlen_k : work_tile.s.first_key;
-        float* const dkey = p_.dkv_accum + (first_key * p_.kv_heads + work_tile.head / work_tile.group) * kHeadDim + part_.first_col();
+        float* const dkey =
+            p_.dkv_accum + (first_key * p_.kv_heads + work_tile.head / work_tile.group) * kHeadDim + part_.first_col();
         const int64_t row_stride = p_.kv_heads * kHeadDim;
         float* const dvalue = dkey + p_.dkv_rows * row_stride;
         if constexpr (Traits::kSharesKeys) {
@@ -233,7 +248,7 @@ private:
                 for (int n = 0; n < kDqTiles; ++n) {
                     float4 x{};
                     if (first + i < visits_) x = __ldcg(dquery_sums(first + i) + n * kDqStride);
-                    float(&sum)[4] = dquery[i][0][n];
+                    float (&sum)[4] = dquery[i][0][n];
                     sum[0] = x.x, sum[1] = x.y, sum[2] = x.z, sum[3] = x.w;
                 }
 #pragma unroll
@@ -252,7 +267,8 @@ private:
     __device__ __forceinline__ void store_dquery(const DquerySum& dquery, int visit) const {
         const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
         const int first = work_tile.first_row + work_tile.row_of<kRows>(visit) + part_.dquery_row();
-        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work_tile.s, work_tile.head_of<kRows>(visit)) + part_.dquery_col();
+        T* to = static_cast<T*>(p_.dquery.data) +
+                query_offset(p_.dquery, work_tile.s, work_tile.head_of<kRows>(visit)) + part_.dquery_col();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first + warp_id() % 4 * 16 + h * 8 + fragment_row();

@@ -1,6 +1,7 @@
 // The backward over key lists that heads share, for compute capability 9.0.
 #pragma once
 
+#include "cuda/arch/memory.cuh"
 #include "per_head_kernel.cuh"
 #include "grouped_consumer.cuh"
 #include "grouped_producer.cuh"
@@ -27,8 +28,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         smem.first_tile = tiles * work_tile.part / parts;
         smem.end_tile = tiles * (work_tile.part + 1) / parts;
         smem.init_pipelines();
-        while (load_acquire(slot_epoch(p, work_tile.unit % slots)) < work_tile.unit / slots) {
-        }
+        while (load_acquire(slot_epoch(p, work_tile.unit % slots)) < work_tile.unit / slots) {}
     }
     __syncthreads();
     if (threadIdx.x < 128) {

@@ -5,6 +5,8 @@
 // gather_bwd_producer.cuh.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
+#include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
 #include "grouped_shared_storage.cuh"
 #include "cuda/arch/gather_rows.cuh"
@@ -18,8 +20,13 @@ public:
     using SharedStorage = GatherGroupSharedStorage<Traits>;
 
     __device__ GroupedSparseBwdProducer(const BwdArgs& p, const SparseBwdMaps& maps, SharedStorage& smem)
-        : p_(p), maps_(maps), smem_(smem), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline),
-          query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline) {}
+        : p_(p),
+          maps_(maps),
+          smem_(smem),
+          key_pipeline_(smem.key_pipeline),
+          value_pipeline_(smem.value_pipeline),
+          query_pipeline_(smem.query_pipeline),
+          dout_pipeline_(smem.dout_pipeline) {}
 
     __device__ void run() {
         const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
@@ -84,12 +91,14 @@ private:
         query_pipeline_.producer_acquire();
         if (threadIdx.x == kQueryThread) {
             mbarrier_expect_tx(query_pipeline_.full(), sizeof(typename Traits::RowsTile));
-            copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, work_tile.s, tensor_row, head);
+            copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, work_tile.s,
+                      tensor_row, head);
         }
         if (threadIdx.x == kDoutThread) {
             dout_pipeline_.producer_acquire();
             mbarrier_arrive_and_expect_tx(dout_pipeline_.full(), sizeof(typename Traits::RowsTile));
-            copy_rows(smem_.dout[dout_pipeline_.stage()], maps_.dout, dout_pipeline_.full(), p_, work_tile.s, tensor_row, head);
+            copy_rows(smem_.dout[dout_pipeline_.stage()], maps_.dout, dout_pipeline_.full(), p_, work_tile.s,
+                      tensor_row, head);
         }
         auto& info = smem_.rows[query_pipeline_.stage()];
         if (threadIdx.x < kRows) {

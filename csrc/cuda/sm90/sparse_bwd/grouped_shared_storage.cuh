@@ -26,7 +26,7 @@ struct GroupedSparseBwdKernelTraits {
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
     static constexpr int kStages = 2;  // of rows
     static constexpr bool kSharesKeys = kKeys == 64;
-    static constexpr int kScoreRows = kSharesKeys ? kRows / kConsumerWarpgroups : kRows;       // of a group: of S and dP,
+    static constexpr int kScoreRows = kSharesKeys ? kRows / kConsumerWarpgroups : kRows;  // of a group: of S and dP,
     static constexpr int kSumCols = kSharesKeys ? kHeadDim / kConsumerWarpgroups : kHeadDim;  // of dK and dV
     // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumerWarpgroups;
@@ -39,9 +39,9 @@ struct GroupedSparseBwdKernelTraits {
                   kKeys % KeyListsView::kAlign == 0);
 
     static constexpr int kSlabCols = kSumCols % 64 == 0 ? 64 : 32;  // a group's columns begin with a slab
-    using RowsTile = SmemTile<T, kRows, kHeadDim, kSlabCols>;  // Q, dO
-    using KeysTile = SmemTile<T, kKeys, kHeadDim, kSlabCols>;  // K, V
-    using ScoresTile = SmemTile<T, kRows, kKeys>;                // dS, P
+    using RowsTile = SmemTile<T, kRows, kHeadDim, kSlabCols>;       // Q, dO
+    using KeysTile = SmemTile<T, kKeys, kHeadDim, kSlabCols>;       // K, V
+    using ScoresTile = SmemTile<T, kRows, kKeys>;                   // dS, P
     using SumsStages = KeyGradientStages<64, 3>;
 };
 
@@ -49,8 +49,8 @@ struct GroupedSparseBwdKernelTraits {
 // that go by about the same keys; the last rows come first: under causality their lists are the longest.
 struct GroupedSparseBwdWorkTile {
     Sequence s;
-    int part, unit;   // unit: which rows, counted over all
-    int head, group;  // the query heads [head, head + group)
+    int part, unit;                     // unit: which rows, counted over all
+    int head, group;                    // the query heads [head, head + group)
     int first_row, end_row, tile_rows;  // the rows [first_row, end_row), of tile_rows at most
 
     __device__ GroupedSparseBwdWorkTile(const BwdArgs& p, int number)
@@ -107,7 +107,8 @@ struct GatherGroupSharedStorage {
     alignas(kSmemTileAlign) typename Traits::RowsTile dout[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::ScoresTile pairs[2];  // two stages of dS, or of shared keys dS and P
     struct Nothing {};
-    std::conditional_t<Traits::kSharesKeys, Nothing, typename Traits::SumsStages[Traits::kConsumerWarpgroups * 4]> sums;  // of a warp
+    std::conditional_t<Traits::kSharesKeys, Nothing, typename Traits::SumsStages[Traits::kConsumerWarpgroups * 4]>
+        sums;  // of a warp
     GatheredKeys<kKeys> keys;
     RowInfo rows[Traits::kStages];
     alignas(GroupedSparseBwdWorkTile) unsigned char raw_work_tile[sizeof(GroupedSparseBwdWorkTile)];
@@ -119,9 +120,12 @@ struct GatherGroupSharedStorage {
     PipelineBarriers<1> pairs_pipeline;  // where keys are shared; nobody waits for it to be full
     // dQ of each warp on its way to its sums.
     using DqueryStage = typename MmaAtomLayout<Traits>::DqueryStage;
-    alignas(128) std::conditional_t<Traits::kStagesDquery, DqueryStage[Traits::kConsumerWarpgroups * 4], Nothing> dquery;
+    alignas(
+        128) std::conditional_t<Traits::kStagesDquery, DqueryStage[Traits::kConsumerWarpgroups * 4], Nothing> dquery;
 
-    __device__ GroupedSparseBwdWorkTile& work_tile() { return reinterpret_cast<GroupedSparseBwdWorkTile&>(raw_work_tile); }
+    __device__ GroupedSparseBwdWorkTile& work_tile() {
+        return reinterpret_cast<GroupedSparseBwdWorkTile&>(raw_work_tile);
+    }
     __device__ KeyList& list() { return reinterpret_cast<KeyList&>(raw_list); }
 
     // By one thread.
@@ -138,7 +142,9 @@ struct GatherGroupSharedStorage {
 
 // Of dquery_semaphore: the tickets that blocks have drawn; behind them for each slot of dquery_accum how many parts have ended in
 // it, and how often it has been emptied.
-__device__ __forceinline__ int32_t* finished_splits(const BwdArgs& p, int slot) { return p.dquery_semaphore + 1 + 2 * slot; }
+__device__ __forceinline__ int32_t* finished_splits(const BwdArgs& p, int slot) {
+    return p.dquery_semaphore + 1 + 2 * slot;
+}
 __device__ __forceinline__ int32_t* slot_epoch(const BwdArgs& p, int slot) { return finished_splits(p, slot) + 1; }
 
 }  // namespace flash_dmattn::cuda::sm90

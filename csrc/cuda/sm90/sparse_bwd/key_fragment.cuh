@@ -2,9 +2,11 @@
 // their pairs, the gradient of their bias, and the way of their dK and dV to the sums in global memory.
 #pragma once
 
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/memory.cuh"
+#include "cuda/arch/tma.cuh"
 #include "cuda/arch/atomic_add.cuh"
 #include "cuda/softmax/scores.cuh"
-#include "cuda/arch/sm90.cuh"
 #include "cuda/mask/gathered_key.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -120,7 +122,8 @@ private:
                                                   float (&s)[1][kTiles][4], float (&dp)[1][kTiles][4], int m,
                                                   const float* lse, const float* delta) {
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
-        const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E, scale_of_capped = kSoftcap ? scale / softcap : 0;
+        const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E,
+                    scale_of_capped = kSoftcap ? scale / softcap : 0;
         const uint32_t bits[2] = {seen[0] >> fragment_col(), seen[1] >> fragment_col()};
 #pragma unroll
         for (int n = 0; n < 4; ++n) {

@@ -12,7 +12,7 @@ namespace flash_dmattn::cuda::sm90 {
 
 template <typename Traits>
 void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdMaps), int64_t blocks, size_t shared_bytes, const BwdArgs& p,
-                     cudaStream_t stream) {
+                       cudaStream_t stream) {
     constexpr int kSlab = Traits::RowsTile::kSlabCols;
     SparseBwdMaps maps;
     maps.query = make_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
@@ -25,13 +25,15 @@ void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdMaps), int64_t blocks, s
 template <typename Traits, BiasKind kBias>
 void launch_per_head_sparse_bwd(const BwdArgs& p, cudaStream_t stream) {
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows) * p.heads * p.batch;
-    launch_sparse_bwd<Traits>(per_head_sparse_bwd_kernel<Traits, kBias>, blocks, sizeof(GatherBwdSharedStorage<Traits>), p, stream);
+    launch_sparse_bwd<Traits>(per_head_sparse_bwd_kernel<Traits, kBias>, blocks, sizeof(GatherBwdSharedStorage<Traits>),
+                              p, stream);
 }
 
 template <typename Traits, BiasKind kBias>
 void launch_grouped_sparse_bwd(const BwdArgs& p, cudaStream_t stream) {
     const int64_t blocks = ceil_div(p.seqlen_q, grouped_block_m(p)) * p.kv_heads * p.batch * p.list_splits;
-    launch_sparse_bwd<Traits>(grouped_sparse_bwd_kernel<Traits, kBias>, blocks, sizeof(GatherGroupSharedStorage<Traits>), p, stream);
+    launch_sparse_bwd<Traits>(grouped_sparse_bwd_kernel<Traits, kBias>, blocks,
+                              sizeof(GatherGroupSharedStorage<Traits>), p, stream);
 }
 
 template <typename T, int kHeadDim, int kVisitRows>

@@ -5,6 +5,10 @@
 // it; and, before a group writes dS of the next tile, at barrier 2 + group, for the other to have read its own.
 #pragma once
 
+#include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/mma.cuh"
+#include "cuda/arch/named_barrier.cuh"
+#include "cuda/arch/tma.cuh"
 #include "cuda/arch/zero_rows.cuh"
 #include "per_head_shared_storage.cuh"
 #include "cuda/arch/store_rows.cuh"
@@ -18,8 +22,12 @@ public:
     using SharedStorage = GatherBwdSharedStorage<Traits>;
 
     __device__ PerHeadSparseBwdConsumer(const BwdArgs& p, SharedStorage& smem)
-        : p_(p), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), warp_key_((warp_id() - 4) * 16),
-          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {
+        : p_(p),
+          smem_(smem),
+          warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1),
+          warp_key_((warp_id() - 4) * 16),
+          key_pipeline_(smem.key_pipeline),
+          value_pipeline_(smem.value_pipeline) {
         const PerHeadSparseBwdWorkTile& work_tile = smem.work_tile();
         const int kv_head = shared_head(work_tile.head, p.heads, p.kv_heads);
         const int64_t first_key = p.cu_seqlens_k == nullptr ? work_tile.s.batch * p.seqlen_k : work_tile.s.first_key;
@@ -91,7 +99,7 @@ private:
     using RowsTile = typename Traits::RowsTile;
     using KeysTile = typename Traits::KeysTile;
     using ScoresTile = typename Traits::ScoresTile;
-    using Pairs = float[1][kTiles][4];      // keys by half of the rows
+    using Pairs = float[1][kTiles][4];  // keys by half of the rows
     using Operands = uint32_t[kHalf / 16][4];
     using DimSum = float[1][kDimTiles][4];  // keys, or rows, by columns
 
@@ -109,7 +117,8 @@ private:
     // A product that begins anew is cleared nevertheless, here and below: else it would hold its registers from the last one
     // on.
     // S = K Q^T, or dP = V dO^T, of half of the rows.
-    __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows, int half) const {
+    __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows,
+                                                 int half) const {
         const SmemDescriptor<KeysTile> a(keys, warpgroup_ * 64);
         const SmemDescriptor<RowsTile> b(rows, half * kHalf);
         clear(pairs);
@@ -169,7 +178,8 @@ private:
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int w = half * 2 + i;
-            keys_.differentiate(p_, smem_.keys[key_pipeline_.stage()], w, s, dp, i * 4, smem_.lse + w * 32, smem_.delta + w * 32);
+            keys_.differentiate(p_, smem_.keys[key_pipeline_.stage()], w, s, dp, i * 4, smem_.lse + w * 32,
+                                smem_.delta + w * 32);
         }
     }
 

@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (!work_tile.empty()) {
             const KeyList list(p, work_tile.s, work_tile.head, work_tile.first_row);
             smem.list() = list;
-            smem.tiles = count_key_tiles<Traits::kKeys>(p, work_tile.s, min(work_tile.first_row + Traits::kRows, work_tile.s.rows), list);
+            smem.tiles = count_key_tiles<Traits::kKeys>(
+                p, work_tile.s, min(work_tile.first_row + Traits::kRows, work_tile.s.rows), list);
         }
         smem.init_pipelines();
     }

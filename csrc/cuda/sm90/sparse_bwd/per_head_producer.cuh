@@ -5,6 +5,8 @@
 // what tells which rows see it, and its bias, by one.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
+#include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
 #include "per_head_shared_storage.cuh"
 #include "cuda/arch/gather_rows.cuh"
@@ -44,7 +46,8 @@ public:
             cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
             key_pipeline_.advance();
             value_pipeline_.producer_acquire();
-            gather_rows<32>(smem_.value[value_pipeline_.stage()], warp_key, values, p_.value.row_stride, seen, head_dim);
+            gather_rows<32>(smem_.value[value_pipeline_.stage()], warp_key, values, p_.value.row_stride, seen,
+                            head_dim);
             cp_async_mbarrier_arrive_noinc(value_pipeline_.full());
             value_pipeline_.advance();
         }
@@ -62,7 +65,8 @@ private:
         const int row = work_tile.first_row + threadIdx.x;
         const bool exists = row < work_tile.s.rows;
         const auto stat = [&](const RowStatView& view) {
-            return exists ? static_cast<const float*>(view.data)[stat_offset(view, work_tile.s, work_tile.head) + row] : 0;
+            return exists ? static_cast<const float*>(view.data)[stat_offset(view, work_tile.s, work_tile.head) + row]
+                          : 0;
         };
         const float lse = lse_to_log2(stat(p_.lse), exists);
         smem_.lse[threadIdx.x] = lse;

@@ -8,6 +8,7 @@
 
 #include <cuda.h>
 
+#include "cuda/arch/mbarrier.cuh"
 #include "params.h"
 #include "cuda/plan.h"
 #include "key_fragment.cuh"
@@ -25,11 +26,12 @@ struct PerHeadSparseBwdKernelTraits {
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
     static constexpr int kKeyStages = kHeadDim > 64 ? 1 : 2, kValueStages = kKeyStages;
     static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-    static_assert(kRows == 64 * kConsumerWarpgroups && kKeys == 64 * kConsumerWarpgroups && kKeys % KeyListsView::kAlign == 0);
+    static_assert(kRows == 64 * kConsumerWarpgroups && kKeys == 64 * kConsumerWarpgroups &&
+                  kKeys % KeyListsView::kAlign == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
     using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
-    using ScoresTile = SmemTile<T, kRows, kKeys>;    // dS
+    using ScoresTile = SmemTile<T, kRows, kKeys>;   // dS
     using SumsStages = KeyGradientStages<64, 3>;
 };
 
@@ -77,7 +79,9 @@ struct GatherBwdSharedStorage {
     PipelineBarriers<Traits::kKeyStages> key_pipeline;
     PipelineBarriers<Traits::kValueStages> value_pipeline;
 
-    __device__ PerHeadSparseBwdWorkTile& work_tile() { return reinterpret_cast<PerHeadSparseBwdWorkTile&>(raw_work_tile); }
+    __device__ PerHeadSparseBwdWorkTile& work_tile() {
+        return reinterpret_cast<PerHeadSparseBwdWorkTile&>(raw_work_tile);
+    }
     __device__ KeyList& list() { return reinterpret_cast<KeyList&>(raw_list); }
 
     // By one thread.

@@ -1,0 +1,38 @@
+// Thread block clusters and distributed shared memory (DSMEM). Compute capability 9.0 and up.
+#pragma once
+
+#include "cuda/common/basics.cuh"
+
+namespace flash_dmattn::cuda {
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Maps a shared-memory address of this CTA to the same address in CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t map_to_cta(uint32_t address, int rank) {
+    uint32_t mapped;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+}
+
+__device__ __forceinline__ uint32_t load_dsmem(uint32_t dsmem_address) {
+    uint32_t x;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(dsmem_address) : "memory");
+    return x;
+}
+
+// Stores 16 bytes to shared memory: to `here` in this CTA where is_here, else asynchronously to `there` in another CTA of the
+// cluster, whose mbarrier `barrier_there` counts the bytes. Remote addresses come from map_to_cta.
+__device__ __forceinline__ void store_smem_or_dsmem(uint32_t here, uint32_t there, uint32_t barrier_there, bool is_here,
+                                                    const float (&x)[4]) {
+    asm volatile(
+        "{\n.reg .pred here;\nsetp.ne.u32 here, %6, 0;\n"
+        "@here st.shared.v4.f32 [%7], {%1, %2, %3, %4};\n"
+        "@!here st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n}" ::"r"(
+            there),
+        "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier_there), "r"(static_cast<uint32_t>(is_here)), "r"(here)
+        : "memory");
+}
+
+}  // namespace flash_dmattn::cuda

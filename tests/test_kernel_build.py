@@ -293,14 +293,20 @@ size_t smallest() {  // the launch takes it where no other fits
     return std::min({sizeof(typename Kernels::SharedStorage)...});
 }
 
+template <int kHeadDim, FwdTileKind kKind>
+using Forward = FwdKernel<half_t, BiasKind::kDense, kKind == FwdTileKind::kPrefill, FwdKernelTraits<kHeadDim, kKind>>;
+template <int kHeadDim, FwdTileKind kKind>
+using GatherForward = GatherFwdKernel<half_t, BiasKind::kDense, FwdKernelTraits<kHeadDim, kKind, true>>;
+
+template <template <int, FwdTileKind> typename Kernel, int kHeadDim>
+size_t smallest_of_kinds() {
+    return smallest<Kernel<kHeadDim, FwdTileKind::kPrefill>, Kernel<kHeadDim, FwdTileKind::kSmall>,
+                    Kernel<kHeadDim, FwdTileKind::kDecode>>();
+}
+
 template <int kHeadDim>
 size_t forward() {
-    return std::max(smallest<FwdKernel<half_t, BiasKind::kDense, true, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill>>,
-                             FwdKernel<half_t, BiasKind::kDense, false, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>,
-                             FwdKernel<half_t, BiasKind::kDense, false, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>>(),
-                    smallest<GatherFwdKernel<half_t, BiasKind::kDense, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill, true>>,
-                             GatherFwdKernel<half_t, BiasKind::kDense, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>,
-                             GatherFwdKernel<half_t, BiasKind::kDense, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>>());
+    return std::max(smallest_of_kinds<Forward, kHeadDim>(), smallest_of_kinds<GatherForward, kHeadDim>());
 }
 
 template <typename... Memories>
@@ -313,7 +319,8 @@ size_t backward() {
     using Tile = BwdKernelTraits<kHeadDim, half_t, kIsSmall>;
     using DbiasTile = BwdKernelTraits<kHeadDim, half_t, kIsSmall, BwdPass::kDbias>;
     using GatherTile = BwdKernelTraits<kHeadDim, half_t, kIsSmall, BwdPass::kGather>;
-    return largest<BwdSharedStorage<Tile, BiasKind::kKey>, BwdSharedStorage<Tile, BiasKind::kDense>, BwdDbiasSharedStorage<DbiasTile>,
+    return largest<BwdSharedStorage<Tile, BiasKind::kKey>, BwdSharedStorage<Tile, BiasKind::kDense>,
+                   BwdDbiasSharedStorage<DbiasTile>,
                    typename GatherBwd<GatherTile, BiasKind::kKey>::SharedStorage,
                    typename GatherBwd<GatherTile, BiasKind::kDense>::SharedStorage>();
 }
@@ -403,9 +410,13 @@ struct Backward {
 #define BACKWARD(T, kHeadDim)                                                                \\
     print<Backward<kHeadDim, can_cluster_reduce_at(kHeadDim)>::template Memory<BiasKind::kDense>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
-#define SPARSE_BACKWARD(T, kHeadDim)                                                 \\
-    print<GroupedSparseBwdSharedStorage<GroupedSparseBwdKernelTraits<T, kHeadDim, kHeadDim <= 64 ? 128 : 64>>>( \\
-        "sparse_bwd", kHeadDim, can_run_per_head(kHeadDim) ? sizeof(PerHeadSparseBwdSharedStorage<PerHeadSparseBwdKernelTraits<T, kHeadDim>>) : 0);
+template <typename T, int kHeadDim>
+using Grouped = GroupedSparseBwdSharedStorage<GroupedSparseBwdKernelTraits<T, kHeadDim, kHeadDim <= 64 ? 128 : 64>>;
+template <typename T, int kHeadDim>
+using PerHead = PerHeadSparseBwdSharedStorage<PerHeadSparseBwdKernelTraits<T, kHeadDim>>;
+#define SPARSE_BACKWARD(T, kHeadDim)                             \\
+    print<Grouped<T, kHeadDim>>("sparse_bwd", kHeadDim, \\
+                                can_run_per_head(kHeadDim) ? sizeof(PerHead<T, kHeadDim>) : 0);
 
 template <typename... Tiles>
 size_t largest_pair_bias_fwd() {
@@ -415,10 +426,11 @@ template <typename... Tiles>
 size_t largest_pair_bias_dkey() {
     return std::max({PairBiasDkeySharedStorage<Tiles>::bytes(kPairBiasBwdLongest / kPairBiasRows)...});
 }
-#define PAIR_BIAS(T, kHeadDim)                                                                      \\
-    print<PairBiasDquerySharedStorage<PairBiasDqueryKernelTraits<T, 3>>>(                                               \\
-        "pair_bias", kHeadDim, std::max(largest_pair_bias_fwd<PairBiasFwdKernelTraits<T, 0>, PairBiasFwdKernelTraits<T, 1>>(), \\
-                                   largest_pair_bias_dkey<PairBiasDkeyKernelTraits<T, 2>, PairBiasDkeyKernelTraits<T, 3>>()));
+#define PAIR_BIAS(T, kHeadDim)                                                                               \\
+    print<PairBiasDquerySharedStorage<PairBiasDqueryKernelTraits<T, 3>>>(                                    \\
+        "pair_bias", kHeadDim,                                                                               \\
+        std::max(largest_pair_bias_fwd<PairBiasFwdKernelTraits<T, 0>, PairBiasFwdKernelTraits<T, 1>>(),      \\
+                 largest_pair_bias_dkey<PairBiasDkeyKernelTraits<T, 2>, PairBiasDkeyKernelTraits<T, 3>>()));
 
 #include "kernels.h"
 

@@ -1,24 +1,24 @@
-// Bit vectors of visibility, 32 pairs a word.
+// Bit vectors of visible keys or rows, 32 per word.
 #pragma once
 
 #include "cuda/common/basics.cuh"
 
 namespace flash_dmattn::cuda {
 
-// The word `word` of a bit vector whose first `limit` bits are 1.
+// Word `word` of a bit vector whose first `limit` bits are 1.
 __device__ __forceinline__ uint32_t bits_below(int limit, int word) {
-    uint32_t others;  // a shift by 32 or more leaves 0, as that of C++ need not
+    uint32_t others;  // shl.b32 by 32 or more returns 0; C++ leaves it undefined
     asm("shl.b32 %0, %1, %2;" : "=r"(others) : "r"(~0u), "r"(max(limit - word * 32, 0)));
     return ~others;
 }
 
-// How many lanes below this one are named in a ballot.
+// Number of set bits of a ballot below this lane.
 __device__ __forceinline__ int rank_in(uint32_t ballot) { return __popc(ballot & ((1u << lane_id()) - 1)); }
 
-// Transposes 32 x 32 bits, of each word: of lane i, bit j becomes bit i of lane j.
+// Transposes the 32 x 32 bits of each word across the warp: bit j of lane i becomes bit i of lane j.
 template <int kWords>
 __device__ __forceinline__ void transpose_bits(uint32_t (&words)[kWords]) {
-    uint32_t low_half = 0x0000ffff;  // of every 2 * step bits the lower ones
+    uint32_t low_half = 0x0000ffff;  // the lower half of each 2 * step bits
 #pragma unroll
     for (int step = 16; step > 0; step /= 2, low_half ^= low_half << step) {
         const bool upper = lane_id() & step;

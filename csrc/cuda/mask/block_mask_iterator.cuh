@@ -1,4 +1,4 @@
-// Which tiles a block visits: those that the mask leaves a pair of, in ascending order.
+// Iterates over the key blocks (n_blocks) in which a CTA's rows see any key, in ascending order.
 #pragma once
 
 #include "bits.cuh"
@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda {
 
-// What is known of a tile before any of its pairs is read. Bit j % 32 of columns[j / 32]: may a row see key j of it. Beyond the
-// sequence's keys it may say anything.
+// What the block summaries say about an m_block x n_block. Bit j % 32 of columns[j / 32]: a row may see key j of the block.
+// Bits beyond the sequence are undefined.
 template <int kKeys>
 struct BlockSummary {
     static constexpr int kWords = kKeys / 32;
@@ -21,7 +21,7 @@ __device__ __forceinline__ bool has_mask(const AttentionParams& p) {
     return p.packed_mask.bits != nullptr || p.interval_summaries.tiles != nullptr;
 }
 
-// A mask's summaries of one batch and head, read a kernel's tile at a time.
+// The mask's block summaries of one batch element and head, combined to the kernel's block size.
 template <int kRows, int kKeys>
 class MaskSummaries {
     static constexpr int kTile = PackedMask::kTile, kAcross = kKeys / kTile;
@@ -39,8 +39,7 @@ public:
         }
     }
 
-    // Of the rows [first_row, last_row] and the keys [n_block * kKeys, (n_block + 1) * kKeys). Without a mask, and
-    // before causality and lengths are asked, every pair is visible.
+        // Summary of rows [first_row, last_row] and keys [n_block * kKeys, (n_block + 1) * kKeys), without causality and lengths.
     __device__ BlockSummary<kKeys> of(int first_row, int last_row, int n_block) const {
         BlockSummary<kKeys> summary;
         summary.full = true;
@@ -50,7 +49,7 @@ public:
         if (mask_.bits != nullptr) {
             const bool row_broadcast = mask_.tiles_row_stride == 0;
             const int end = row_broadcast ? 1 : last_row / kTile + 1;
-            constexpr int kAtOnce = kRows > kTile ? 2 : 1;  // none of which waits for another
+            constexpr int kAtOnce = kRows > kTile ? 2 : 1;  // independent loads
 #pragma unroll 1
             for (int row = row_broadcast ? 0 : first_row / kTile; row < end; row += kAtOnce) {
                 BlockKind kinds[kAtOnce][kAcross];
@@ -91,7 +90,7 @@ public:
         return summary;
     }
 
-    // The rows among which all lie that the mask shows some of these keys; may be none. Of bits, which do not say, all rows.
+        // A row range outside which no row sees a key of the block. Packed masks do not store it: all rows.
     __device__ RowRange rows_of(int rows, int n_block) const {
         if (intervals_.tiles == nullptr) return {0, rows};
         RowRange range{rows, 0};
@@ -104,7 +103,7 @@ public:
     }
 
 private:
-    // The last one where there is none: so that of several none waits for another.
+        // Clamped to the last summary, so that loads beyond it need no branch.
     __device__ __forceinline__ IntervalBlockSummary interval_summary(int n_block) const {
         return tiles_[min(n_block, static_cast<int>(intervals_.num_n_blocks) - 1)];
     }
@@ -115,18 +114,18 @@ private:
 
     const PackedMask& mask_;
     const IntervalSummaries& intervals_;
-    int64_t offset_ = 0;                           // of a bool mask's first summary,
-    const IntervalBlockSummary* tiles_ = nullptr;  // or that of intervals
+    int64_t offset_ = 0;                           // of the first summary of a packed mask
+    const IntervalBlockSummary* tiles_ = nullptr;  // the first summary of an interval mask
 };
 
-// Looks at candidates 32 at a time, one a lane, so that the main loop waits for memory once every 32 of them. All lanes of
-// a warp call together, and see the same.
+// Tests 32 candidate blocks at a time, one per lane, so that the mainloop waits for summaries once per 32 blocks. All lanes
+// of a warp call together and get the same result.
 struct BlockMaskIterator {
-    int next;              // the first candidate that has not been looked at
-    uint32_t pending = 0;  // of the 32 before it: candidates still to visit,
-    uint32_t full = 0;     // and those of which the mask hides nothing
+    int next;              // the first untested candidate
+    uint32_t pending = 0;  // active candidates among the 32 before `next`
+    uint32_t full = 0;     // candidates in which the mask hides no score
 
-    // ask(candidate, is_empty, is_full) answers for this lane's candidate.
+        // ask(candidate, is_empty, is_full) classifies this lane's candidate.
     template <typename Ask>
     __device__ __forceinline__ void look(int end, const Ask& ask) {
         const int candidate = next + lane_id();
@@ -136,7 +135,7 @@ struct BlockMaskIterator {
         full = __ballot_sync(~0u, is_full);
         next += 32;
     }
-    // The lane that has looked at the first that is pending, which no longer is.
+        // Removes the first pending candidate and returns its lane.
     __device__ __forceinline__ int take() {
         const int lane = __ffs(pending) - 1;
         pending &= pending - 1;
@@ -146,13 +145,13 @@ struct BlockMaskIterator {
     __device__ __forceinline__ bool is_full(int lane) const { return full >> lane & 1; }
 };
 
-// Candidates [begin, end).
+// Blocks [begin, end).
 struct BlockRange {
     int begin, end;
 };
 
-// Of [0, end) a part, in steps of 32, beyond which no candidate has any of `rows`: rows_of(candidate) says which it has. For a
-// mask that hides long stretches: of many candidates memory answers at once.
+// Narrows [0, end), in steps of 32, to the blocks whose row range rows_of(block) intersects `rows`. For masks that hide long
+// stretches, such as windows: tests 128 blocks per step.
 template <typename RowsOf>
 __device__ __forceinline__ BlockRange active_block_range(int end, RowRange rows, const RowsOf& rows_of) {
     constexpr int kAtOnce = 4;
@@ -172,14 +171,14 @@ __device__ __forceinline__ BlockRange active_block_range(int end, RowRange rows,
     return span;
 }
 
-// Visits the tiles of [begin, end) that are not empty. Every warp of a block sees the same sequence.
+// Iterates over the non-empty blocks of [begin, end). Every warp of a CTA gets the same sequence.
 template <int kKeys, typename Summarize>
 class ActiveBlockScan {
 public:
     __device__ ActiveBlockScan(int begin, int end, const Summarize& summarize)
         : summarize_(summarize), ahead_{begin}, end_(end) {}
 
-    // Whether there is another tile, which then is the current one.
+        // Moves to the next active block; false at the end.
     __device__ __forceinline__ bool next() {
         while (ahead_.pending == 0) {
             if (ahead_.next >= end_) return false;
@@ -196,15 +195,15 @@ public:
     }
     __device__ __forceinline__ int index() const { return ahead_.candidate(current_); }
     __device__ __forceinline__ bool full() const { return ahead_.is_full(current_); }
-    // Word of the current tile's columns.
+        // Word of the current block's visible keys.
     __device__ __forceinline__ uint32_t columns(int word) const { return __shfl_sync(~0u, columns_[word], current_); }
 
 private:
     Summarize summarize_;
     BlockMaskIterator ahead_;
     int end_;
-    int current_ = 0;                                // lane of the current tile
-    uint32_t columns_[BlockSummary<kKeys>::kWords];  // of this lane's tile
+    int current_ = 0;                                // lane of the current block
+    uint32_t columns_[BlockSummary<kKeys>::kWords];  // of this lane's block
 };
 
 }  // namespace flash_dmattn::cuda

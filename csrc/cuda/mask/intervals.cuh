@@ -1,4 +1,4 @@
-// Masks of intervals: which rows see a key, and which keys a row sees.
+// Interval masks: key j is visible to the rows [start_j, end_j).
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -8,32 +8,32 @@
 
 namespace flash_dmattn::cuda {
 
-// Some rows of a sequence.
+// Rows [begin, end) of a sequence.
 struct RowRange {
     int begin, end;
     __device__ bool empty() const { return begin >= end; }
 };
 
-// Of the interval of a sequence's first key, for one head; add `key * col_stride`.
+// Offset of the interval of a sequence's first key for one head; add `key * col_stride`.
 __device__ __forceinline__ int64_t interval_offset(const IntervalView& view, const Sequence& s, int head,
                                                    int64_t heads) {
     return (view.batches > 1 ? s.batch * view.batch_stride : 0) +
            shared_head(head, heads, view.heads) * view.head_stride + s.first_key * view.col_stride;
 }
 
-// The rows that see a key of the sequence, by its interval and by causality.
+// Rows that see a key of the sequence, by its interval and by causality.
 __device__ __forceinline__ RowRange rows_of_key(const AttentionParams& p, const Sequence& s, int64_t offset, int key) {
     const int64_t at = offset + key * p.intervals.col_stride;
     const int begin = p.is_causal ? s.causal_begin(key) : 0;
     return {max(min(p.intervals.start[at], s.rows), begin), max(min(p.intervals.end[at], s.rows), 0)};
 }
 
-// The intervals of a tile's keys, a key for each lane, as the warps of kThreads threads share them out: to be fetched early,
-// and expanded to what PackedMask has.
+// The key intervals of an n_block, one key per lane, split among the warps of kThreads threads. Fetched early, then expanded
+// to mask bits.
 template <int kThreads, int kWords>
 class BlockIntervals {
 public:
-    // Of the keys from first_key on.
+        // Fetches the intervals of the keys from first_key on.
     __device__ __forceinline__ void fetch(const AttentionParams& p, const Sequence& s, int head, int first_key) {
         const int64_t offset = interval_offset(p.intervals, s, head, p.heads);
 #pragma unroll
@@ -43,15 +43,15 @@ public:
         }
     }
 
-    // Which rows of a tile see which keys: bit j % 32 of to[r][j / 32]. Row r of the tile is row (first_row + r) / pack of
-    // the sequence. All warps take part.
+        // Writes the mask bits: bit j % 32 of to[r][j / 32] is 1 where row r sees key j. Row r of the m_block is row
+        // (first_row + r) / pack of the sequence. All warps take part.
     template <int kRows>
     __device__ __forceinline__ void expand(uint32_t (&to)[kRows][kWords], int first_row, int pack) const {
         constexpr int kTimes = ceil_div(kRows, kParts * 32);
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             if (!exists(i)) continue;
-            uint32_t seen[kTimes];  // together, since each has a long way
+            uint32_t seen[kTimes];  // transposed together, to overlap their latencies
 #pragma unroll
             for (int t = 0; t < kTimes; ++t) {
                 const int above = first_row + row(i, t);
@@ -66,8 +66,8 @@ public:
 
 private:
     static constexpr int kWarps = kThreads / 32;
-    static constexpr int kParts = kWarps > kWords ? kWarps / kWords : 1;  // of the rows, for each word of keys
-    static constexpr int kOwn = ceil_div(kWords * kParts, kWarps);        // parts of a warp
+    static constexpr int kParts = kWarps > kWords ? kWarps / kWords : 1;  // row parts per word of keys
+    static constexpr int kOwn = ceil_div(kWords * kParts, kWarps);        // parts per warp
 
     __device__ static int part(int i) { return warp_id() + i * kWarps; }
     __device__ static bool exists(int i) { return part(i) < kWords * kParts; }
@@ -77,8 +77,8 @@ private:
     RowRange rows_[kOwn];
 };
 
-// Starts to copy the intervals of kKeys keys to shared memory, pairs of a start and an end; those of keys beyond the
-// sequence's are left out. `offset` is that of the sequence's first key. cp.async, the caller commits.
+// Copies the (start, end) intervals of kKeys keys to shared memory by cp.async; the caller commits. Skips keys beyond the
+// sequence. `offset` is that of the sequence's first key.
 template <int kKeys>
 __device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParams& p, const Sequence& s, int64_t offset,
                                                int first_key) {
@@ -89,10 +89,10 @@ __device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParam
     cp_async<4>(to + threadIdx.x * 8 + 4, p.intervals.end + at);
 }
 
-// Which of 32 keys a row sees, by their intervals; of the keys that this lane has of an accumulator (see fragment.cuh)
-// alone, the bits of the others are 0.
+// Which of 32 keys a row sees by their intervals. Only this lane's keys of an accumulator fragment are tested; the bits of
+// the others are 0.
 __device__ __forceinline__ uint32_t keys_seen(const int2* intervals, int row) {
-    const int first_key = opaque(fragment_col());  // else its multiples take registers across the caller's loop
+    const int first_key = opaque(fragment_col());  // keeps its multiples out of registers across the caller's loop
     uint32_t seen = 0;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {

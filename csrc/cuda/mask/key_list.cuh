@@ -1,4 +1,4 @@
-// Key lists, and which rows see a listed key.
+// Key lists: the sorted keys that any row of an m_block sees, and which rows see each of them.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -7,29 +7,27 @@
 
 namespace flash_dmattn::cuda {
 
-// Whether an entry of a list is one of a sequence's `keys` keys. Padding is none, nor what lists that were made for other
-// sequences name beyond this one.
+// Whether a list entry is a key of a sequence with `keys` keys: not padding, nor beyond the sequence.
 __device__ __forceinline__ bool is_key(int entry, int keys) {
     return static_cast<unsigned>(entry) < static_cast<unsigned>(keys);
 }
 
-// The rows that see a key: [begin, end), and of them only those whose bit is set, where there are bits.
+// Rows that see a key: [begin, end), and with bits only those whose bit is set.
 struct SeeingRows {
     int begin;
-    int end;  // at most that of the list's tile
+    int end;  // at most the end of the list's m_block
     bool has_bits;
-    int first_bit;  // the row of the first
+    int first_bit;  // row of bit 0
     uint4 bits;
 
-    // Bit i % 32 of word i / 32: whether row first + i sees the key; where there are bits, `first` is the first of the list's
-    // tile.
+        // Bit i % 32 of word i / 32: row first + i sees the key. With bits, `first` is the first row of the list's m_block.
     __device__ __forceinline__ void of_tile(int first, uint32_t (&words)[4]) const {
         const uint32_t memory[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w)
             words[w] = bits_below(end - first, w) & ~bits_below(begin - first, w) & (has_bits ? memory[w] : ~0u);
     }
-    // Bit i: whether row first + i sees the key; `first` is a row of the list's tile.
+        // Bit i: row first + i sees the key. `first` is a row of the list's m_block.
     __device__ __forceinline__ uint32_t from(int first) const {
         const uint32_t rows = bits_below(end - first, 0) & ~bits_below(begin - first, 0);
         if (!has_bits) return rows;
@@ -40,27 +38,27 @@ struct SeeingRows {
     }
 };
 
-// The list of keys that a tile of query rows goes by.
+// The key list of an m_block.
 struct KeyList {
     static constexpr int kWords = KeyListsView::kRows / 32;
     static_assert(kWords == 4, "copied as 16 bytes");
 
-    const int32_t* keys;     // [size]: places in the sequence, -1 where there is none
+    const int32_t* keys;     // [size]: positions in the sequence, -1 in the padding
     int size;                // a multiple of KeyListsView::kAlign
-    int first_row, end_row;  // of the list's tile, which may reach beyond the sequence
-    const uint32_t* rows;    // of the list's keys, or null
-    const int32_t* start;    // of the sequence's keys, or null
+    int first_row, end_row;  // of the m_block, which may reach beyond the sequence
+    const uint32_t* rows;    // [size, kWords]: row bits of the listed keys, or null
+    const int32_t* start;    // intervals of the sequence's keys, or null
     const int32_t* end;
     int64_t col_stride;
 
-    // Of query head `head` and row `row` of the sequence.
+        // The list for row `row` of query head `head`.
     __device__ KeyList(const AttentionParams& p, const Sequence& s, int head, int row) {
         const KeyListsView& lists = p.lists;
         const int64_t tile = lists.num_m_blocks > 1 ? row / lists.tile_rows : 0;
         const int64_t batch = shared_batch(lists, s);
         const int64_t list =
             (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.num_m_blocks + tile;
-        // Whatever a caller's own lists say, nothing beyond their memory is read.
+                // Clamped, so that malformed lists of a caller cause no read beyond their memory.
         const int64_t first = min(max(lists.begins[list], int64_t{0}), lists.capacity);
         constexpr int kAlign = KeyListsView::kAlign;
         keys = lists.keys + first;
@@ -80,7 +78,7 @@ struct KeyList {
     }
 
     __device__ __forceinline__ int key(int at) const { return at < size ? keys[at] : -1; }
-    // What memory says of the rows that see keys[at], which is `key`: an interval, or bits. To be fetched early.
+        // Fetches what says which rows see keys[at] == key: its interval, or its row bits.
     __device__ __forceinline__ uint4 fetch(int at, int key) const {
         if (start != nullptr)
             return {static_cast<uint32_t>(start[key * col_stride]), static_cast<uint32_t>(end[key * col_stride]), 0, 0};
@@ -88,7 +86,7 @@ struct KeyList {
         return {};
     }
 
-    // Starts to copy the same to shared memory: keys[at],
+        // The same by cp.async to shared memory: keys[at] ..
     __device__ __forceinline__ void fetch_key(int& to, int at) const {
         if (at < size) {
             cp_async<4>(smem_address(&to), keys + at);
@@ -97,7 +95,7 @@ struct KeyList {
         }
     }
 
-    // and what memory says of the rows that see it.
+        // .. and its interval or row bits.
     __device__ __forceinline__ void fetch(uint4& to, int at, int key) const {
         const uint32_t address = smem_address(&to);
         if (start != nullptr) {

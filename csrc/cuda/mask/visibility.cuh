@@ -1,4 +1,4 @@
-// Which pairs are visible: mask, causality, lengths and biases that hide.
+// Applies masks to scores: bool masks, intervals, causality, sequence lengths, and biases that hide.
 #pragma once
 
 #include <cfloat>
@@ -10,18 +10,18 @@
 
 namespace flash_dmattn::cuda {
 
-// A bias hides a pair unless it is above the least finite number of its dtype: additive masks are full of it.
+// A bias hides a score unless it is above finfo(dtype).min, which additive masks use for masked keys.
 template <typename T>
 constexpr float kLeastFinite = std::is_same_v<T, half_t>       ? -65504.f
                                : std::is_same_v<T, bfloat16_t> ? -0x1.fep127f
                                                                : -FLT_MAX;
 
-// The keys that this lane's rows of an accumulator may see, 32 keys a word, the first key in the lowest bit; index [2 m + h]
-// is row 16 m + 8 h + fragment_row().
+// Visible keys of this lane's accumulator rows, 32 keys per word, first key in the lowest bit. Element [2 m + h] belongs to
+// row 16 m + 8 h + fragment_row().
 template <int kMTiles, int kNTiles>
 using VisibleKeys = uint32_t[kMTiles * 2][kNTiles / 4];
 
-// x = -inf where a pair is invisible: here alone masks, causality, lengths and keys hidden by their bias take effect.
+// x = -inf where a score is masked. Masks, causality, lengths and hiding key biases take effect only here.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4],
                                            const VisibleKeys<kMTiles, kNTiles>& visible) {
@@ -41,8 +41,8 @@ __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4],
         }
 }
 
-// The same where visibility stands by keys: `rows` in shared memory has a word for each key of the accumulator, and
-// row_bits[2 m + h] selects row 16 m + 8 h + fragment_row() in it.
+// The same with visible rows per key: `rows` in shared memory has a word for each key of the accumulator, and
+// row_bits[2 m + h] selects the bit of row 16 m + 8 h + fragment_row().
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4], const uint32_t* rows,
                                            const uint32_t (&row_bits)[kMTiles * 2]) {
@@ -58,8 +58,8 @@ __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4], co
     }
 }
 
-// x = -inf where a dense bias hides a pair, for rows that may see nothing else. at(row, key) is where the bias of a pair of
-// the accumulator stands.
+// x = -inf where a dense bias hides a score. Only needed for rows whose other scores are hidden too. at(row, key) returns
+// the address of the bias.
 template <typename T, int kMTiles, int kNTiles, typename At>
 __device__ __forceinline__ void apply_bias_mask(float (&acc)[kMTiles][kNTiles][4], const At& at) {
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ __forceinline__ void apply_bias_mask(float (&acc)[kMTiles][kNTiles][4
             for (int i = 0; i < 4; ++i) {
                 float& x = acc[m][n][i];
                 if constexpr (std::is_same_v<T, bfloat16_t>) {
-                    // The least finite bfloat16 is so large that nothing that was added to it is seen.
+                                        // Adding a score to finfo(bfloat16).min does not change it in float32.
                     x = x <= kLeastFinite<T> ? -kInfinity : x;
                 } else if (x < kLeastFinite<T> / 2 && x != -kInfinity) {
                     const T bias = *at(m * 16 + i / 2 * 8 + fragment_row(), n * 8 + fragment_col() + i % 2);
@@ -79,15 +79,15 @@ __device__ __forceinline__ void apply_bias_mask(float (&acc)[kMTiles][kNTiles][4
             }
 }
 
-// Which pairs of a tile are visible, 32 keys of a row in a word: mask, causality and lengths.
+// Visible keys of the rows of a block by mask, causality and lengths, 32 keys per word.
 template <int kRows, int kKeys, bool kCausal>
 struct BlockVisibility {
-    const uint32_t (*mask)[kKeys / 32];  // null where there is none
-    const int2* intervals;               // null where there are none
+    const uint32_t (*mask)[kKeys / 32];  // or null
+    const int2* intervals;               // or null
     int first_row;
-    int limit;       // of the tile's keys, without causality
-    int diagonal;    // row r of the tile sees its keys below diagonal + r
-    bool mask_full;  // the mask hides nothing of the tile
+    int limit;       // keys of the block inside the sequence
+    int diagonal;    // by causality, row r of the block sees its keys below diagonal + r
+    bool mask_full;  // the mask hides no score of the block
 
     template <typename Stage>
     __device__ BlockVisibility(const AttentionParams& p, const Sequence& s, const Stage& stage, int m_block,
@@ -99,7 +99,7 @@ struct BlockVisibility {
           diagonal(m_block * kRows + 1 + s.keys - s.rows - n_block * kKeys),
           mask_full(mask_full) {}
 
-    // Whether every pair is visible.
+        // Whether every score is visible.
     __device__ bool full() const { return mask_full && limit >= kKeys && (!kCausal || diagonal >= kKeys); }
     __device__ uint32_t word(int row, int w) const {
         const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
@@ -108,14 +108,14 @@ struct BlockVisibility {
     }
 };
 
-// The same of gathered keys, whose rows stand by key; (row, key) is where the warp's part of the tile begins.
+// The same for gathered keys, whose mask is stored per key; (row, key) is the origin of the warp's part of the block.
 template <typename Stage>
 struct GatheredVisibility {
     const Stage& stage;
     int row, key;
 
     __device__ bool full() const { return stage.seen_by_all[row / 32][key / 32] == ~0u; }
-    // 32 keys of a row, of which only this lane's are told.
+        // Visible keys of a row; only this lane's bits are valid.
     __device__ __forceinline__ uint32_t word(int r, int w) const {
         const int lane_key = fragment_col();
         uint32_t bits = 0;

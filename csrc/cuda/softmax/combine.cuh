@@ -1,5 +1,5 @@
-// The results of blocks that each saw a part of the keys, to one: out = sum of exp(lse_s - lse) out_s, added up in the
-// order of the parts by whichever block finishes last.
+// Split-KV reduction: out = sum over splits s of exp(lse_s - lse) out_s, in the order of the splits. The last CTA to finish
+// computes it.
 #pragma once
 
 #include "cuda/plan.h"
@@ -8,8 +8,8 @@
 
 namespace flash_dmattn::cuda {
 
-// Whether this block is the last of `blocks` to take a ticket; then it sees what the others wrote before. All threads of
-// the block call; `taken` is in shared memory.
+// Returns whether this CTA is the last of `blocks` to increment the counter. Then the writes of the others are visible.
+// All threads of the CTA call; `taken` is in shared memory.
 __device__ __forceinline__ bool is_last_cta(int32_t* split_counters, int blocks, int& taken) {
     __threadfence();
     __syncthreads();
@@ -20,18 +20,18 @@ __device__ __forceinline__ bool is_last_cta(int32_t* split_counters, int blocks,
     return true;
 }
 
-// Of a row's numbers in FwdArgs::split_lse, and of its rows in split_out.
+// Index of a row in FwdArgs::split_lse, and of its vector in split_out.
 __device__ __forceinline__ int64_t split_index(const FwdArgs& p, const Sequence& s, int split, int head, int row) {
     return ((static_cast<int64_t>(split) * p.batch + s.batch) * p.heads + head) * p.seqlen_q + row;
 }
 
-// out and lse of one row, by one warp. Not inlined: it comes after all else, and the main loop's registers are short.
+// One warp combines out and lse of one row. Not inlined, to keep its registers out of the mainloop.
 template <typename T, int kHeadDim>
 __device__ __noinline__ void combine_row(const FwdArgs& p, const Sequence& s, int head, int row) {
-    constexpr int kSteps = ceil_div(kHeadDim, 64);  // of two columns a lane
+    constexpr int kSteps = ceil_div(kHeadDim, 64);  // two columns per lane
     const int num_splits = static_cast<int>(p.num_splits), head_dim = static_cast<int>(p.head_dim);
     const int64_t first = split_index(p, s, 0, head, row), stride = p.batch * p.heads * p.seqlen_q;
-    static_assert(FwdPlan::kMaxSplits == 64, "two a lane");
+    static_assert(FwdPlan::kMaxSplits == 64, "two per lane");
     float weights[2], largest = -kInfinity;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -52,7 +52,7 @@ __device__ __noinline__ void combine_row(const FwdArgs& p, const Sequence& s, in
 #pragma unroll 4
     for (int split = 0; split < num_splits; ++split) {
         const float weight = __shfl_sync(~0u, split < 32 ? weights[0] : weights[1], split % 32);
-        if (weight == 0) continue;  // a part without a visible key has written nothing
+        if (weight == 0) continue;  // a split without visible keys has not written split_out
         const float* from = p.split_out + (split * stride + first) * p.head_dim;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {

@@ -1,4 +1,4 @@
-// The running maximum and sum of every row of a block, and what they do to the output so far.
+// Online softmax: running maximum and sum per row, and the rescaling of the output accumulator.
 #pragma once
 
 #include "cuda/arch/math.cuh"
@@ -6,17 +6,17 @@
 
 namespace flash_dmattn::cuda {
 
-// Of a warp's kMTiles * 16 rows; the layout is that of fragment.cuh, and index [2 m + h] of an array is row 16 m + 8 h +
-// fragment_row(). Scores times `to_log2` are exponents of 2.
+// State of a warp's 16 * kMTiles rows in the accumulator layout of fragment.cuh: element [2 m + h] belongs to row
+// 16 m + 8 h + fragment_row(). Scores times `to_log2` are exponents of 2.
 template <int kMTiles>
 struct OnlineSoftmax {
-    // The base of a row's exponents may lag behind its largest score, as long as no exponential exceeds 2^kSlack.
+        // Lazy rescaling: the base stays below the row maximum while no exponential exceeds 2^kSlack.
     static constexpr float kSlack = 8;
-    // Where exponents are larger, what the rounding of the base leaves of them would show.
+        // Above this shift, the rounding error of score * to_log2 - shift is visible, so the base is subtracted first.
     static constexpr float kLargestShift = 1 << 20;
 
     float max[kMTiles * 2];
-    float sum[kMTiles * 2];  // of this lane's columns alone
+    float sum[kMTiles * 2];  // over this lane's columns
 
     __device__ OnlineSoftmax() {
 #pragma unroll
@@ -26,16 +26,16 @@ struct OnlineSoftmax {
         }
     }
 
-    // Scores to exp(score - the row's largest so far); correct(i, factor) is to bring what was summed of `out` before to the
-    // new largest. Before a row's largest becomes a finite number below `extreme`, hide_extremes() may yet hide scores.
-    // await_out() is called once the largest are found, before `out` is corrected.
+        // Replaces scores by exp(score - base). correct(i, factor) rescales row i of the output accumulator to the new base.
+        // hide_extremes() is called before a row maximum becomes a finite number below `extreme`, and may set scores to -inf.
+        // await_out() is called when the maxima are known, before the accumulator is rescaled.
     template <int kNTiles, typename HideExtremes, typename Correct, typename AwaitOut = void (*)()>
     __device__ __forceinline__ void update(
         float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme, const HideExtremes& hide_extremes,
         const Correct& correct, const AwaitOut& await_out = [] {}) {
         float largest[kMTiles * 2];
         const auto find_largest = [&] {
-            float odd[kMTiles * 2];  // of every second column: chains of comparisons that do not wait for each other
+            float odd[kMTiles * 2];  // odd columns: a second, independent dependency chain
 #pragma unroll
             for (int i = 0; i < kMTiles * 2; ++i) largest[i] = odd[i] = max[i];
 #pragma unroll
@@ -59,12 +59,11 @@ struct OnlineSoftmax {
         find_largest();
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) {
-            // What was summed stays as it is while no exponential exceeds 2^kSlack.
             if ((largest[i] - max[i]) * to_log2 <= kSlack) largest[i] = max[i];
             changes |= largest[i] != max[i];
         }
         await_out();
-        if (__any_sync(~0u, changes || is_large)) {  // as is rare
+        if (__any_sync(~0u, changes || is_large)) {  // rare
             bool is_extreme = false;
 #pragma unroll
             for (int i = 0; i < kMTiles * 2; ++i) is_extreme |= largest[i] < extreme && largest[i] != -kInfinity;
@@ -82,7 +81,7 @@ struct OnlineSoftmax {
                 correct(i, correction);
                 is_large |= find_shift(i);
             }
-            // Rows of large scores, near the limits of float32 perhaps: these are exact after the base is taken away.
+                        // Large scores are exact after the base is subtracted.
             if (__any_sync(~0u, is_large)) {
 #pragma unroll
                 for (int i = 0; i < kMTiles * 2; ++i) {
@@ -108,7 +107,7 @@ struct OnlineSoftmax {
                 }
     }
 
-    // Row [i] of `out` times a factor.
+        // Multiplies row i of `out` by a factor.
     template <int kOutTiles>
     static __device__ __forceinline__ void scale(float (&out)[kMTiles][kOutTiles][4], int i, float factor) {
 #pragma unroll
@@ -118,7 +117,7 @@ struct OnlineSoftmax {
         }
     }
 
-    // 1 / sum of row [i], and its lse where scores times `unit` are natural exponents; 0 and -inf where nothing was visible.
+        // Returns 1 / sum of row i and writes its lse (scores times `unit` are natural exponents); 0 and -inf for an empty row.
     __device__ __forceinline__ float finish(int i, float unit, float& lse) {
         const float total = row_sum(sum[i]);
         const bool empty = total == 0;

@@ -1,5 +1,5 @@
-// x_ij from q_i k_j: scale, softcap, bias and visibility, applied to accumulators in registers (fragment.cuh), and the
-// derivative of all that. Forward and backward, tiles and lists ask here.
+// Score arithmetic on accumulators (fragment.cuh): scale, softcap, bias, and the derivative. Shared by forward and backward,
+// dense and gathered kernels, sm80 and sm90.
 #pragma once
 
 #include <cfloat>
@@ -11,13 +11,13 @@
 
 namespace flash_dmattn::cuda {
 
-// tanh within a few units of 1e-7 of the right value, where the hardware's own is off by 5e-4.
+// tanh with an absolute error of a few 1e-7; tanh.approx has 5e-4.
 __device__ __forceinline__ float fast_tanh(float x) {
     // 1 - 2 / (e^2x + 1): both ends saturate to 1 and -1.
     return 1.f - __fdividef(2.f, fast_exp2(x * (2 * kLog2E)) + 1.f);
 }
 
-// x = scale * x, and where there is a softcap, softcap * tanh(scale * x / softcap).
+// x = scale * x; with a softcap, x = softcap * tanh(scale * x / softcap).
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void scale_and_cap(float (&acc)[kMTiles][kNTiles][4], float scale, float softcap) {
     const float inner = softcap > 0 ? scale / softcap : scale;
@@ -37,24 +37,24 @@ __device__ __forceinline__ void scale_and_cap(float (&acc)[kMTiles][kNTiles][4],
     }
 }
 
-// The bits of a key bias whatever its dtype. What they say is asked later, so that nothing waits for memory here.
+// Loads the bits of a key bias of any dtype. key_bias_of converts them later, so that the load does not stall here.
 __device__ __forceinline__ uint32_t load_key_bias(const BiasView& view, const char* bias, int64_t at) {
     return view.dtype == DataType::kFloat32 ? __ldg(reinterpret_cast<const uint32_t*>(bias) + at)
                                             : __ldg(reinterpret_cast<const uint16_t*>(bias) + at);
 }
-// -inf where it hides the key.
+// Converts the bits; -inf if the bias hides the key.
 template <typename T>
 __device__ __forceinline__ float key_bias_of(const BiasView& view, uint32_t bits) {
     const bool is_float = view.dtype == DataType::kFloat32;
     const float bias = is_float ? __uint_as_float(bits) : unpack<T>(bits).x;
     return bias <= (is_float ? kLeastFinite<float> : kLeastFinite<T>) ? -kInfinity : bias;
 }
-// Of one sequence and head; of any dtype.
+// Address of the bias of one sequence and head, in bytes.
 __device__ __forceinline__ const char* bias_data(const BiasView& view, int64_t offset) {
     return static_cast<const char*>(view.data) + offset * (view.dtype == DataType::kFloat32 ? 4 : 2);
 }
 
-// x = scale * x + bias, one number a key; `bias` is in shared memory, its first key that of the accumulator.
+// x = scale * x + key bias. `bias` is in shared memory and starts at the accumulator's first key.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles][4], float scale, const float* bias) {
 #pragma unroll
@@ -71,15 +71,15 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
     }
 }
 
-// x = scale * x + bias, one number a pair; the accumulator lies at (row, col) of the tile `bias`, which is
-// read kAhead (0 or 1) steps before it is added.
+// x = scale * x + dense bias. The accumulator's origin is (row, col) of the shared-memory tile `bias`, which is read kAhead
+// (0 or 1) steps ahead.
 template <typename T, int kAhead, int kMTiles, int kNTiles, typename Tile>
 __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles][4], float scale, const Tile& bias,
                                                    int row, int col) {
     static_assert(kNTiles % 2 == 0);
     constexpr int kAcross = kNTiles / 2, kSteps = kMTiles * kAcross;
     const uint32_t lane = bias.lane_down() + row * Tile::kSlabCols * sizeof(T);
-    uint32_t b[2][4];  // the 8x8 blocks of an A operand are those of two accumulator tiles
+    uint32_t b[2][4];  // an A fragment covers two accumulator fragments
     const auto load = [&](int step) {
         Tile::load_a(b[step % 2], lane, step / kAcross * 16, col + step % kAcross * 16);
     };
@@ -98,22 +98,20 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
     }
 }
 
-// lse of a row in units of log2(e), for the exponents of its pairs. exp2(x - inf) = 0: an empty row, and one beyond the
-// sequence, has no p. Nor has a pair that its bias hides, since lse is larger by far: of float16 by 32 at the least, the
-// distance to the next visible bias. Nor has a row whose lse times log2(e) is no number of float32; it must not become -inf
-// here.
+// lse times log2(e), +inf for empty rows and rows beyond the sequence, so that exp2(x - lse) is 0. It is 0 for scores that
+// a bias hides as well, because lse is larger by at least the spacing of biases near finfo.min (32 for float16). The
+// product must not overflow to -inf.
 __device__ __forceinline__ float lse_to_log2(float lse, bool exists) {
     return exists && lse != -kInfinity ? max_or_nan(lse * kLog2E, -FLT_MAX) : kInfinity;
 }
 
-// p of a pair from its product s = q k, or from tanh. shift: bias - lse, times log2(e). scale_log2: the scale, or the softcap,
-// times log2(e). p is not above 1, as in the forward, where lse is a sum of rounded numbers.
+// p from s = q k, or from the tanh of the softcap. shift is (bias - lse) * log2(e); scale_log2 is the scale, or the
+// softcap, times log2(e). p is clamped to 1, because lse is a rounded sum.
 __device__ __forceinline__ float probability(float s, float scale_log2, float shift) {
     return fast_exp2(min_or_nan(fmaf(s, scale_log2, shift), 0.f));
 }
 
-// From the products s = q k and dp = do v of a pair to p and ds, 0 where it is not visible; gives dx, which then may be
-// anything. shift, scale_log2: as above.
+// Replaces s = q k by p and dp = do v by ds, 0 for masked scores. Returns dx, which is undefined for masked scores.
 template <bool kSoftcap>
 __device__ __forceinline__ float score_gradient(float& s, float& dp, float shift, float delta, float scale_log2,
                                                 float scale_of_capped, bool is_visible) {
@@ -126,11 +124,11 @@ __device__ __forceinline__ float score_gradient(float& s, float& dp, float shift
     return dx;
 }
 
-// S and dP to P and dS of some of a tile's pairs; they begin at (row, key) of it. `stage` has the rows' lse
-// and delta and, of a key bias, key_bias; visibility.word(row, w) is asked for this lane's keys alone.
-// dense_bias(to, m, n) gives the bias of a block of 16 x 16 pairs as load_a does. take(m, h, n, dx, is_visible) is given
-// dx of two neighbouring pairs, of row m, h and the keys of n, before it becomes ds; where one is not visible its dx may
-// be anything.
+// Replaces S and dP by P and dS. The accumulators' origin is (row, key) of the tile.
+//   stage                  lse and delta of the rows, and key_bias
+//   visibility             word(row, w): visible keys 32 w .. 32 w + 31; only this lane's bits are valid
+//   dense_bias(to, m, n)   loads the bias of a 16 x 16 block as an A fragment
+//   take(m, h, n, dx, is_visible)   receives dx of two neighbouring scores; it is undefined for masked scores
 template <typename T, BiasKind kBias, bool kMasked, bool kSoftcap, int kMTiles, int kNTiles, typename Stage,
           typename Visibility, typename DenseBias, typename Take>
 __device__ __forceinline__ void differentiate(float (&s)[kMTiles][kNTiles][4], float (&dp)[kMTiles][kNTiles][4],
@@ -161,7 +159,7 @@ __device__ __forceinline__ void differentiate(float (&s)[kMTiles][kNTiles][4], f
             uint32_t bias[4];
             if (kBias == BiasKind::kDense) dense_bias(bias, m, n);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // in the order of the 8x8 blocks
+            for (int i = 0; i < 4; ++i) {
                 const int h = i % 2, k = n + i / 2;
                 float2 b = {0, 0};
                 if (kBias == BiasKind::kDense) {

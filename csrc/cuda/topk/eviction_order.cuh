@@ -1,14 +1,13 @@
-// When keys drop out, for one block's keys in shared memory.
+// When each key is evicted from the top-w window, for the keys of one CTA in shared memory.
 //
-// Let a sequence's keys be in order from the worst to the best (least bias first; of equal ones the earlier first).
-// With the arrival of each key from number w on, one of those that are there goes: the worst. So there is one key for
-// each `turn` 0, 1, .. at which key w + turn arrives (w more turns, which never come, take those that stay), and going
-// through the keys in order, each takes the first free turn at which it is there: at or after its arrival, which of key j
-// is turn max(j - w, 0).
+// Sort the keys of a sequence ascending by (bias, position). When key w + t arrives (eviction time t = 0, 1, ..), the
+// smallest key in the window is evicted, so each time evicts exactly one key (w further times, which never happen, take the
+// keys that stay). In ascending order, each key takes the first free time at or after its arrival; key j arrives at time
+// max(j - w, 0).
 //
-// Of the keys that go within some turns, those that go within the first half are the first ones in order, as many as
-// there are turns, of those that have arrived by then: all that stay are better. So a stable partition parts them, half
-// by half, until each key stands at its turn.
+// Divide and conquer: among the keys evicted within a range of times, those evicted in the first half of the range are the
+// first ones in order that have arrived by its middle, as many as the half has times, because every key that stays is
+// larger. A stable partition separates the halves, down to single times.
 #pragma once
 
 #include "cuda/mask/bits.cuh"
@@ -16,7 +15,7 @@
 
 namespace flash_dmattn::cuda {
 
-// kThreads threads with kWords words of 32 keys a warp: the turns of one block.
+// kThreads threads, kWords words of 32 keys per warp: kTurns eviction times per CTA.
 template <int kThreads, int kWords>
 class EvictionOrder {
     static constexpr int kWarps = kThreads / 32;
@@ -26,15 +25,15 @@ public:
     static constexpr int kTurns = kThreads * kWords;
 
     struct SharedStorage {
-        uint32_t keys[kTurns];  // in order; kHidden may be set
+        uint32_t keys[kTurns];  // ascending; kHidden may be set
         int counts[kWarps];
     };
 
-    // smem.keys holds the `turns` keys that go at the turns first_turn, first_turn + 1, ..; all threads see them.
+        // smem.keys holds the `turns` keys that are evicted at times first_turn, first_turn + 1, ..; visible to all threads.
     __device__ EvictionOrder(SharedStorage& smem, int turns, int first_turn, int window)
         : smem_(smem), turns_(turns), first_turn_(first_turn), window_(window), first_(warp_id() * kOfWarp) {}
 
-    // Calls visit(key, turn) for each, the key as it stood in smem.keys.
+        // Calls visit(key, time) for each key.
     template <typename Visit>
     __device__ void run(const Visit& visit) {
         load();
@@ -63,10 +62,10 @@ private:
     __device__ __forceinline__ void load() {
         for_each([&](int w, int at) { key_[w] = at < turns_ ? smem_.keys[at] : 0; });
     }
-    // The first of the block's turns at which a key is there; below 0 where it was there before.
+        // Arrival time of a key relative to first_turn_; negative if it arrived before.
     __device__ int arrival(uint32_t key) const { return static_cast<int>(key & ~kHidden) - window_ - first_turn_; }
 
-    // Where the key at `at` goes: `before` keys of its node, which begins at `node`, are there by its middle.
+        // Target of the key at `at`. `before` keys of its node, which starts at `node`, have arrived by the node's middle.
     __device__ static int place_of(bool early, int at, int node, int half, int before) {
         return early && before < half ? node + before : at + half - min(before, half);
     }

@@ -1,4 +1,4 @@
-// A bias as an unsigned integer of the same order.
+// Order-preserving unsigned integers of biases.
 #pragma once
 
 // The check for NaN stays in every build.
@@ -10,7 +10,7 @@
 
 namespace flash_dmattn::cuda {
 
-// What a number is in memory, and the bits of -0, of infinity and of the least finite number.
+// Bit patterns of -0, infinity and finfo.min of a dtype.
 template <DataType kType>
 struct FloatBits;
 template <>
@@ -34,7 +34,7 @@ struct FloatBits<DataType::kFloat64> {
     static constexpr Bits kMinusZero = 1ull << 63, kInfinity = 0x7ffull << 52, kLeast = ~(1ull << 52);
 };
 
-// Larger where the bias is larger, the same for both zeros: of a negative number the two's complement.
+// Monotonic in the bias, equal for both zeros: the two's complement of a negative number.
 template <DataType kType>
 constexpr __host__ __device__ auto order_of(typename FloatBits<kType>::Bits bits) {
     using F = FloatBits<kType>;
@@ -42,11 +42,11 @@ constexpr __host__ __device__ auto order_of(typename FloatBits<kType>::Bits bits
     return bits >= F::kMinusZero ? static_cast<Bits>(0 - bits) : static_cast<Bits>(bits | F::kMinusZero);
 }
 
-// Of a bias up to here the key is hidden.
+// A key is hidden if its order is at most this.
 template <DataType kType>
 constexpr auto kHiddenOrder = order_of<kType>(FloatBits<kType>::kLeast);
 
-// The order, and 0 of a bias that hides its key: -inf and the least finite number.
+// The order, or 0 for a bias that hides its key: -inf and finfo.min.
 template <DataType kType>
 __device__ __forceinline__ auto rank_of_bias(typename FloatBits<kType>::Bits bits) {
     const auto order = order_of<kType>(bits);
@@ -59,7 +59,7 @@ __device__ __forceinline__ bool is_nan(typename FloatBits<kType>::Bits bits) {
     return static_cast<typename F::Bits>(bits & static_cast<typename F::Bits>(~F::kMinusZero)) > F::kInfinity;
 }
 
-// The rank of a bias of 32 bits, float32, or of 16.
+// The rank of a 32-bit (float32) or 16-bit bias.
 template <typename Bits>
 __device__ __forceinline__ uint32_t rank_of(Bits bits, bool is_bfloat16, bool& found_nan) {
     if constexpr (sizeof(Bits) == 4) {

@@ -1,11 +1,12 @@
-// Radix select of the keys that few rows see. The blocks of a cluster share a list's work: each has a part of the keys.
+// Top-k selection for few query rows (decoding): radix select from the bias straight to key lists. The CTAs of a cluster
+// share a list, each with a part of its keys.
 //
-// The first row's keys: digit by digit, from the highest, the w-th largest bias is found, by counting how many of the
-// keys that agree so far have which digit; the blocks add up their counts. Then every key above it is listed, and of
-// those equal to it the last ones. Keys are written in order, after those of the threads, warps and blocks before.
+// First row: the w-th largest bias is found digit by digit, from the highest. Each CTA histograms the digit of the keys that
+// match the digits found so far, and the histograms are summed over DSMEM. Then every larger key is listed, and the last of
+// the equal ones. Prefix sums over threads, warps and CTAs keep the keys in order.
 //
-// Each further row takes one key more and leaves out the least of all that it then has, if they are more than w. Only
-// the least Rows - 1 keys of the first row may ever go, so a warp plays through all rows with these and the new keys.
+// Each further row adds one key and evicts the smallest if there are more than w. Only the rows - 1 smallest keys of the
+// first row can be evicted, so one warp simulates all rows with these and the new keys.
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
@@ -25,23 +26,23 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxBlocks = 8;  // of a cluster, on every device that has clusters
+constexpr int kMaxBlocks = 8;  // the portable cluster size
 constexpr int kDigit = 8, kBins = 1 << kDigit;
-constexpr int kCopies = 16;  // of a count: most keys have one of few high digits
+constexpr int kCopies = 16;  // of the histogram, against contention: high digits take few values
 constexpr int kGroup = 8;    // neighbouring keys of a thread
-constexpr int kGroups = 4;   // that a thread has at a time
+constexpr int kGroups = 4;   // groups of a thread per load
 constexpr int kStep = kThreads * kGroup;
 constexpr int kMaxRows = static_cast<int>(kMaxListedRows);
 constexpr int kRowWords = KeyListsView::kRows / 32;
 static_assert(kRowWords == 4, "written as 16 bytes");
-static_assert(2 * (kMaxRows - 1) <= 32, "a warp has the keys that come and those that go");
+static_assert(2 * (kMaxRows - 1) <= 32, "a warp holds the added and the evictable keys");
 
 struct Selection {
     const void* bias;
     int64_t batch_stride, head_stride, col_stride;
     int heads, keys, rows, window, cluster;
-    int storable;  // so many keys of a block fit in its shared memory
-    bool aligned;  // groups of keys may be loaded 16 bytes at a time
+    int storable;  // keys of a CTA that fit in its shared memory
+    bool aligned;  // groups of keys can be loaded 16 bytes at a time
     int64_t list_stride;
     const int32_t* seqused_k;
     int32_t* listed;     // [lists, list_stride]
@@ -50,7 +51,7 @@ struct Selection {
     uint4* listed_rows;  // [lists, list_stride], or null
 };
 
-// The orders of neighbouring keys, as they lie in memory. Of a hidden key it is kHiddenOrder.
+// Order-preserving integers of neighbouring biases, packed as in memory. A hidden key has kHiddenOrder.
 template <DataType kType>
 struct alignas(16) Group {
     using Bits = typename FloatBits<kType>::Bits;
@@ -60,13 +61,13 @@ struct alignas(16) Group {
 
     uint32_t words[kWords];
 
-    // From the biases. largest_size: the largest so far, of each half word, without their signs.
+        // Converts biases. largest_size: running maximum magnitude per half word, to detect NaN.
     __device__ void to_orders(uint32_t& largest_size) {
 #pragma unroll
         for (uint32_t& word : words) {
             if constexpr (kOfWord == 2) {
                 largest_size = __vmaxu2(largest_size, word & 0x7fff7fff);
-                uint32_t negative;  // of each half all bits or none
+                uint32_t negative;  // all bits of a half, or none
                 asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(negative) : "r"(word));
                 word = __vmaxu2((word ^ (negative | 0x80008000)) + (negative & 0x10001), kHidden);
             } else {
@@ -81,8 +82,8 @@ struct alignas(16) Group {
         return largest_size > kMax;
     }
 
-    // Of each order that agrees with `known` above its lowest kShift + kDigit bits, counts the digit from bit kShift
-    // on; `counts` is the address in shared memory of those of digit 0.
+        // Histograms the digit at bit kShift of each order that matches `known` above that digit. `counts` is the shared-memory
+        // address of the bin of digit 0.
     template <int kShift>
     __device__ void count(uint32_t counts, uint32_t known) const {
         constexpr uint32_t kAbove = static_cast<Bits>(~Bits{0} << kShift << kDigit);
@@ -97,7 +98,7 @@ struct alignas(16) Group {
         }
     }
 
-    // Bit i: whether order i is at least `limit`, or above all where that is 2^16 or 2^32.
+        // Bit i: order i >= limit.
     __device__ uint32_t at_least(uint32_t limit) const {
         uint32_t mask = 0;
 #pragma unroll
@@ -115,7 +116,7 @@ struct alignas(16) Group {
     }
 };
 
-// A key of the list by which to compare: of larger bias, then later.
+// A listed key for comparison: by bias, then by position.
 using Entry = uint64_t;
 constexpr Entry kNoEntry = ~0ull;
 __device__ Entry entry_of(uint32_t rank, int key) {
@@ -125,19 +126,19 @@ __device__ Entry entry_of(uint32_t rank, int key) {
 struct SharedStorage {
     union {
         uint32_t copies[kBins][kCopies];
-        Entry entries[kBins * kCopies / 2];  // of the first row's keys, where they fit
+        Entry entries[kBins * kCopies / 2];  // the first row's keys, if they fit
     };
-    uint32_t counts[2][kBins];  // of this block's keys, read by the others
+    uint32_t counts[2][kBins];  // histograms of this CTA's keys, read by the others
     uint32_t totals[kBins];
     int digit, above, own_above;
-    int greater, equal;  // of this block's keys
+    int greater, equal;  // counts of this CTA's keys
     uint32_t warp_counts[2][kGroups * kWarps];
     Entry warp_least[2][kWarps];
-    Entry least[32];  // the least keys of the first row, ascending
+    Entry least[32];  // the smallest keys of the first row, ascending
     int least_at[32];
 };
 
-// Of a cluster; before compute capability 9.0 a block is its own.
+// Loads from CTA `rank` of the cluster. Before compute capability 9.0 a cluster is one CTA.
 __device__ uint32_t load_of_block(const uint32_t* from, int rank) {
     if constexpr (kHasSm90) return load_dsmem(map_to_cta(smem_address(from), rank));
     return *from;
@@ -170,7 +171,7 @@ public:
         place_blocks();
         write_first_row();
         refuse_nan(Group<kType>::has_nan(largest_size_));
-        sync_cluster();  // nobody leaves before the others have read its counts, and all keys are written
+        sync_cluster();  // the others have read this CTA's shared memory, and all keys are written
         if (rank_ != 0) return;
         if (s_.rows > 1) follow_rows();
         finish();
@@ -226,7 +227,7 @@ private:
         return reinterpret_cast<Group<kType>*>(dynamic_smem)[((first - begin_) / kStep + g) * kThreads + threadIdx.x];
     }
 
-    // Calls visit(first) with the block's keys from `first` on in groups_; beyond its last key they are hidden ones.
+        // Calls visit(first) with this CTA's keys from `first` on in groups_; keys beyond the last count as hidden.
     template <typename Visit>
     __device__ __forceinline__ void for_each_load(const Visit& visit) {
         for (int first = begin_; first < end_; first += kGroups * kStep) {
@@ -240,7 +241,7 @@ private:
         }
     }
 
-    // The keys above threshold_ and the last `equal_taken_` of those equal to it are the first row's.
+        // The first row sees the keys above threshold_ and the last `equal_taken_` of those equal to it.
     __device__ void find_threshold() {
         threshold_ = static_cast<Bits>(~Bits{0});  // above every bias
         greater_ = equal_ = equal_taken_ = 0;
@@ -287,7 +288,7 @@ private:
         }
     }
 
-    // The digit of which, with those above it, there are `wanted` keys at least.
+        // Chooses the largest digit such that at least `wanted` keys have this digit or a larger one.
     __device__ void choose_digit(int buffer, int wanted) {
         sync_cluster();
         const uint32_t* own = smem_.counts[buffer];
@@ -321,7 +322,7 @@ private:
         __syncthreads();
     }
 
-    // How many keys above and equal to the threshold are in the blocks before, and in all.
+        // Prefix sums over the CTAs of the keys above and equal to the threshold, and the totals.
     __device__ void place_blocks() {
         if (threadIdx.x == 0) smem_.greater = greater_, smem_.equal = equal_;
         sync_cluster();
@@ -342,7 +343,7 @@ private:
         const uint4 all_rows{(1u << s_.rows) - 1, 0, 0, 0};
         int32_t* listed = s_.listed + list_ * s_.list_stride;
         for_each_load([&](int first) {
-            // Of group g the bits from 8 g on.
+                        // Group g has bits [8 g, 8 g + 8).
             uint32_t greater = 0, equal = 0;
             if (threshold_ != static_cast<Bits>(~Bits{0})) {
 #pragma unroll
@@ -352,7 +353,7 @@ private:
                 }
                 equal = equal_taken_ == 0 ? 0 : equal & ~greater;
             }
-            // Numbers of greater and, in the high half, equal keys: those of this load before the thread's.
+                        // Counts of greater (low half) and equal (high half) keys of this load before the thread's.
             uint32_t before[kGroups], own[kGroups];
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
@@ -404,13 +405,13 @@ private:
         return entry_of(rank_of_bias<kType>(bits_of(key)), key);
     }
 
-    // The least keys of the first row, ascending: smem_.least and where they are listed.
+        // Finds the smallest keys of the first row, ascending (smem_.least), and their list positions.
     __device__ void find_least() {
         constexpr int kFit = sizeof(smem_.entries) / sizeof(Entry);
         const bool fit = length_ <= kFit;
         if (fit)
             for (int at = threadIdx.x; at < length_; at += kThreads) smem_.entries[at] = read_entry(at);
-        // This thread's least entry above `floor`; none is below 1.
+                // This thread's smallest entry above `floor`; entries are at least 1.
         Entry own;
         int own_at = 0;
         const auto find_own = [&](Entry floor) {
@@ -449,7 +450,7 @@ private:
         const int i = lane_id() % kHalf;
         const bool is_new = lane_id() < kHalf;
         const bool exists = i + 1 < s_.rows;
-        // The lower lanes have the keys that the rows 1, 2, .. see first, the upper ones those that may go.
+                // The lower half-warp holds the keys that rows 1, 2, .. add, the upper half the evictable keys.
         Entry entry = kNoEntry;
         if (exists && is_new && newest_ + 1 + i >= 0) {
             const Bits bits = bits_of(newest_ + 1 + i);
@@ -483,7 +484,7 @@ private:
         length_ += __popc(listed);
     }
 
-    // By the first warp, which knows the length.
+        // Pads the list and writes its bounds. Only the first warp knows the length.
     __device__ void finish() const {
         if (warp_id() != 0) return;
         constexpr int kAlign = KeyListsView::kAlign;
@@ -502,15 +503,15 @@ private:
     const int rank_;
     const Bits* bias_;
     int newest_;              // the last key of the first row; below 0 where it has none
-    int first_keys_;          // how many keys the first row may see
-    int begin_, end_;         // of them this block's
-    bool held_;               // groups_ has all of this block's keys
-    bool stores_;             // shared memory has room for them,
-    bool is_stored_ = false;  // and has them
+    int first_keys_;          // number of causal keys of the first row
+    int begin_, end_;         // this CTA's part of them
+    bool held_;               // groups_ holds all keys of this CTA
+    bool stores_;             // shared memory has room for them
+    bool is_stored_ = false;  // shared memory holds them
     uint32_t largest_size_ = 0;
     Group<kType> groups_[kGroups];
     Bits threshold_;
-    int greater_, equal_;  // this block's, then those before
+    int greater_, equal_;  // counts of this CTA; after place_blocks, of the CTAs before it
     int equal_taken_, equal_left_;
     int length_;
 };
@@ -532,15 +533,15 @@ Kernel kernel_of(DataType dtype) {
     }
 }
 
-// What the device, and what was compiled for it, can do. Asked once a device and kernel.
+// Capabilities of the device and of the loaded code, queried once per device and kernel.
 struct Abilities {
     bool has_clusters;
-    int shared_bytes;  // that a block may have beside its own
+    int shared_bytes;  // dynamic shared memory available to a CTA
 };
 
 Abilities abilities(DataType dtype) {
     constexpr int kMaxDevices = 64, kTypes = 3;
-    static std::atomic<int> known[kMaxDevices][kTypes];  // 0: not yet, else 2 * bytes + clusters + 1
+    static std::atomic<int> known[kMaxDevices][kTypes];  // 0: unknown, else 2 * bytes + clusters + 1
     int device = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     const Kernel kernel = kernel_of(dtype);
@@ -571,7 +572,7 @@ RadixSelectPlan plan_select_key_lists(const SelectParams& params) {
     plan.stride = ceil_div(most, kAlign) * kAlign;
     plan.capacity = plan.lists * plan.stride;
     plan.has_rows = params.rows > 1;
-    // Blocks for most multiprocessors, but each with more than two steps' keys: to come together takes time.
+        // Enough CTAs for most SMs, each with more than two steps of keys, because a cluster barrier costs time.
     if (plan.lists == 0 || !abilities(params.bias.dtype).has_clusters) return plan;
     const int64_t blocks = current_device().num_sms * 7 / 8;
     while (plan.cluster < kMaxBlocks && plan.lists * plan.cluster < blocks && params.keys > 2 * kStep * plan.cluster)
@@ -606,7 +607,7 @@ void select_key_lists_cuda(const SelectParams& params, const RadixSelectPlan& pl
     selection.ends = ends;
     selection.listed_rows = reinterpret_cast<uint4*>(rows);
 
-    // Room for a block's keys, where they are too many to be held in registers, and few enough to have room.
+        // Keys that do not fit in registers are kept in shared memory if they fit there.
     constexpr int64_t kLoad = kGroups * kStep;
     const int64_t share = ceil_div(ceil_div<int64_t>(params.keys, plan.cluster), kLoad) * kLoad;
     const bool stores = share > kLoad && share * bytes <= abilities(bias.dtype).shared_bytes;

@@ -1,5 +1,5 @@
-// The sequences to select in: every batch element and head has one. All keys of all sequences, one sequence after the
-// other (of variable length: of head 0, then of head 1, ..), are numbered by their `place`.
+// The sequences of a selection, one per batch element and head. `place` numbers all keys of all sequences, sequence by
+// sequence (variable length: head 0, then head 1, ..).
 #pragma once
 
 #include "cuda/common/basics.cuh"
@@ -7,7 +7,7 @@
 
 namespace flash_dmattn::cuda {
 
-// How kernels see the problem.
+// The problem as a kernel parameter.
 struct Sequences {
     int batches, heads;
     int rows, keys;  // Sq and Sk; of variable length keys is total_k

@@ -1,4 +1,4 @@
-// Intervals of sequences that one block sorts and splits whole: one launch.
+// Intervals of short sequences in one launch: a CTA sorts a sequence and finds when its keys are evicted.
 #pragma once
 
 #include "sequences.cuh"
@@ -7,7 +7,7 @@ namespace flash_dmattn::cuda {
 
 constexpr int64_t kShortSequence = 8192;  // keys at most
 
-// longest: no sequence has more keys. float16, bfloat16 and float32.
+// longest: upper bound of a sequence's keys. float16, bfloat16 and float32.
 void select_short_sequences(const Sequences& sequences, const BiasView& bias, int64_t longest, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

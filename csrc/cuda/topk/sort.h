@@ -1,4 +1,4 @@
-// Stable radix sorts of keys with their values, ascending.
+// Stable ascending radix sorts of key-value pairs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 
 namespace flash_dmattn::cuda {
 
-// One of two buffers holds what there is to sort, afterwards what is sorted.
+// A double buffer: `current` holds the input, then the sorted output.
 template <typename T>
 struct Buffers {
     T* current;
@@ -16,7 +16,7 @@ struct Buffers {
 
 int64_t sort_scratch_bytes_32(int64_t size);
 int64_t sort_scratch_bytes_64(int64_t size);
-// Of the keys the lowest `bits` are looked at.
+// Only the lowest `bits` of the keys are compared.
 void sort_pairs(void* scratch, int64_t scratch_bytes, Buffers<uint32_t>& keys, Buffers<uint32_t>& values, int64_t size,
                 int bits, cudaStream_t stream);
 void sort_pairs(void* scratch, int64_t scratch_bytes, Buffers<uint64_t>& keys, Buffers<uint32_t>& values, int64_t size,

@@ -1,9 +1,9 @@
-// A sequence's turns (eviction_order.cuh) are cut into chunks, and a block finds by itself which keys go in one of them.
+// A sequence's eviction times (eviction_order.cuh) are cut into chunks, and one CTA finds the keys evicted in a chunk.
 //
-// Before the chunk's first turn the window is there: the w best of the keys so far. Each turn takes the worst, so that in
-// n turns none but the n worst of the window can go, or the n keys that arrive. A block holds the ranks of all keys so
-// far; it counts its way to the rank of the window's worst and to that of the n-th worst, sorts these n keys together with
-// those that arrive, and deals out the turns.
+// Before the chunk's first time, the window holds the w largest keys so far. Each time evicts the smallest, so n times can
+// evict only the n smallest of the window and the n keys that arrive. A CTA holds the ranks of all earlier keys, finds the
+// rank of the window's smallest and n-th smallest by bisection, and sorts these n keys together with the arriving ones.
+//
 #include "chunked_sequences.h"
 
 #include <cub/block/block_merge_sort.cuh>
@@ -18,14 +18,14 @@ namespace flash_dmattn::cuda {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kHeld = 8;  // neighbouring keys of a thread, of those before a chunk's first turn
+constexpr int kHeld = 8;  // neighbouring keys per thread, among those before the chunk
 constexpr int kLongest = kThreads * kHeld;
-using Drops = EvictionOrder<kThreads, 1>;
-constexpr int kChunk = Drops::kTurns / 2;  // turns: as many keys of the window may go as arrive
+using Order = EvictionOrder<kThreads, 1>;
+constexpr int kChunk = Order::kTimes / 2;  // times: as many keys of the window can be evicted as arrive
 static_assert(kWarps == 32, "a lane for each warp's count");
 static_assert(kLongest < 1 << 16, "two counts share a word");
 
-// The best keys: those above `rank`, and the last `equal` of those that have it.
+// The largest keys: those above `rank`, and the last `equal` of those equal to it.
 struct Best {
     uint32_t rank;
     int equal;
@@ -40,9 +40,9 @@ public:
     struct SharedStorage {
         union {
             typename Scan::TempStorage scan;
-            uint64_t candidates[Drops::kTurns];
+            uint64_t candidates[Order::kTimes];
             typename Sort::TempStorage sort;
-            Drops::SharedStorage drops;
+            Order::SharedStorage order;
         };
         uint32_t counts[2][kWarps];
     };
@@ -53,23 +53,23 @@ public:
           smem_(smem),
           s_(all, blockIdx.y / all.heads, blockIdx.y % all.heads),
           from_(bias.of<Bits>(s_)),
-          first_turn_(blockIdx.x * kChunk),
-          turns_(min(kChunk, s_.keys - all.window - first_turn_)),
-          before_(all.window + first_turn_),
-          leaving_(min(all.window, turns_)),
-          is_last_(before_ + turns_ == s_.keys) {}
+          first_time_(blockIdx.x * kChunk),
+          times_(min(kChunk, s_.keys - all.window - first_time_)),
+          before_(all.window + first_time_),
+          evictable_(min(all.window, times_)),
+          is_last_(before_ + times_ == s_.keys) {}
 
     __device__ void run() {
         load();
         Best window, staying;
-        find_best(all_.window, all_.window - leaving_, window, staying);
+        find_best(all_.window, all_.window - evictable_, window, staying);
         gather_candidates(window, staying);
         refuse_nan(found_nan_);
         sort_candidates();
-        Drops(smem_.drops, leaving_ + turns_, first_turn_, all_.window).run([&](uint32_t key, int turn) {
-            // Who stays takes a turn after the last.
-            if (!(key & kHidden) && (is_last_ || turn < first_turn_ + turns_))
-                s_.write_end(all_, key, all_.window + turn);
+        Order(smem_.order, evictable_ + times_, first_time_, all_.window).run([&](uint32_t key, int time) {
+            // Keys that stay take a time after the last.
+            if (!(key & kHidden) && (is_last_ || time < first_time_ + times_))
+                s_.write_end(all_, key, all_.window + time);
         });
     }
 
@@ -78,7 +78,7 @@ private:
 
     __device__ int key(int i) const { return static_cast<int>(threadIdx.x) * kHeld + i; }
 
-    // The rank of a key of which this chunk tells that it is seen from its row on, or never.
+    // The rank of a key; writes its interval's start if this chunk owns the key.
     __device__ uint32_t arrive(int key) {
         const uint32_t rank = to_rank(from_[key * bias_.col_stride]);
         s_.write_start(all_, key);
@@ -107,11 +107,11 @@ private:
 #pragma unroll
             for (int j = 0; j < kVector; ++j) rank_[i + j] = key(i + j) < before_ ? to_rank(parts[j]) : 0;
         }
-        if (first_turn_ > 0) return;
+        if (first_time_ > 0) return;
         for (int i = threadIdx.x; i < before_; i += kThreads) arrive(i);
     }
 
-    // How many keys, of those before the chunk, have a rank of at least low, and how many one of at least high: above 0.
+    // Counts the keys before the chunk with rank >= low and with rank >= high; both are above 0.
     __device__ uint2 count(uint32_t low, uint32_t high, int buffer) {
         uint32_t own = 0;
 #pragma unroll
@@ -123,9 +123,9 @@ private:
         return {total & 0xffff, total >> 16};
     }
 
-    // The `more` best keys before the chunk, and the `fewer` best, both by bisection.
+    // Finds the `more` largest and the `fewer` largest keys before the chunk, both by bisection.
     __device__ void find_best(int more, int fewer, Best& of_more, Best& of_fewer) {
-        // At least as many as are wanted have a rank of at least `low`; fewer, `above`, one of at least `high`.
+        // Invariant: at least `wanted` keys have rank >= low; `above` < wanted keys have rank >= high.
         struct Search {
             uint32_t low, high;
             int above;
@@ -151,28 +151,29 @@ private:
         of_fewer = {b.low, fewer - b.above};
     }
 
-    // To shared memory, in the order of their numbers: the window's keys but those that stay, then those that arrive.
+    // Writes the candidates to shared memory by position: the evictable keys of the window, then the arriving keys.
     __device__ void gather_candidates(const Best& window, const Best& staying) {
-        uint32_t equal = 0, before, all;  // two counts: of the window's least rank, of the least that stays
+        uint32_t equal = 0, before,
+                 all;  // two packed counts: of the window's smallest rank, of the smallest that stays
 #pragma unroll
         for (int i = 0; i < kHeld; ++i)
             if (key(i) < before_) equal += (rank_[i] == window.rank ? 1 : 0) + (rank_[i] == staying.rank ? 1 << 16 : 0);
         Scan(smem_.scan).ExclusiveSum(equal, before, all);
-        // How many of equal rank come from this thread's first key on.
+        // Number of keys of equal rank from this thread's first key on.
         int left_window = static_cast<int>((all & 0xffff) - (before & 0xffff));
         int left_staying = static_cast<int>((all >> 16) - (before >> 16));
-        uint32_t is_candidate = 0, never_goes = 0;  // a bit for each of this thread's keys
+        uint32_t is_candidate = 0, is_never_evicted = 0;  // one bit per key of this thread
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
             if (key(i) >= before_) continue;
             const bool in_window = rank_[i] > window.rank || (rank_[i] == window.rank && left_window-- <= window.equal);
             const bool stays = rank_[i] > staying.rank || (rank_[i] == staying.rank && left_staying-- <= staying.equal);
             if (in_window && !stays) is_candidate |= 1u << i;
-            if (stays && rank_[i] != 0) never_goes |= 1u << i;
+            if (stays && rank_[i] != 0) is_never_evicted |= 1u << i;
         }
         if (is_last_)
-            for (; never_goes != 0; never_goes &= never_goes - 1)
-                s_.write_end(all_, key(__ffs(never_goes) - 1), s_.keys);
+            for (; is_never_evicted != 0; is_never_evicted &= is_never_evicted - 1)
+                s_.write_end(all_, key(__ffs(is_never_evicted) - 1), s_.keys);
         uint32_t at;
         __syncthreads();
         Scan(smem_.scan).ExclusiveSum(__popc(is_candidate), at);
@@ -180,10 +181,10 @@ private:
 #pragma unroll
         for (int i = 0; i < kHeld; ++i)
             if (is_candidate >> i & 1) smem_.candidates[at++] = entry(rank_[i], key(i));
-        for (int i = threadIdx.x; i < Drops::kTurns - leaving_; i += kThreads) {
-            uint64_t arriving = ~uint64_t{0};  // behind all others
-            if (i < turns_) arriving = entry(arrive(before_ + i), before_ + i);
-            smem_.candidates[leaving_ + i] = arriving;
+        for (int i = threadIdx.x; i < Order::kTimes - evictable_; i += kThreads) {
+            uint64_t arriving = ~uint64_t{0};  // sorts last
+            if (i < times_) arriving = entry(arrive(before_ + i), before_ + i);
+            smem_.candidates[evictable_ + i] = arriving;
         }
         __syncthreads();
     }
@@ -197,7 +198,7 @@ private:
         __syncthreads();
         Sort(smem_.sort).Sort(candidate, [](uint64_t a, uint64_t b) { return a < b; });
         __syncthreads();
-        smem_.drops.keys[threadIdx.x] = static_cast<uint32_t>(candidate[0]) | (candidate[0] >> 32 == 0 ? kHidden : 0);
+        smem_.order.keys[threadIdx.x] = static_cast<uint32_t>(candidate[0]) | (candidate[0] >> 32 == 0 ? kHidden : 0);
         __syncthreads();
     }
 
@@ -206,9 +207,9 @@ private:
     SharedStorage& smem_;
     const OneSequence s_;
     const Bits* from_;
-    const int first_turn_, turns_;  // of the chunk
-    const int before_;              // so many keys are there before its first turn,
-    const int leaving_;             // and of the window so many, the worst, may go in it
+    const int first_time_, times_;  // of the chunk
+    const int before_;              // number of keys before its first time
+    const int evictable_;           // number of evictable keys of the window
     const bool is_last_;
     bool found_nan_ = false;
     uint32_t rank_[kHeld];
@@ -234,7 +235,7 @@ void select(const Sequences& all, const KeyBias& bias, cudaStream_t stream) {
 }  // namespace
 
 bool suits_chunks(const SelectParams& params) {
-    constexpr int64_t kShortest = 4096;  // of which one block sorts all as fast
+    constexpr int64_t kShortest = 4096;  // one CTA sorts shorter sequences as fast
     if (params.cu_seqlens_k != nullptr || params.bias.dtype == DataType::kFloat64 || params.keys <= kShortest ||
         params.keys > kLongest || params.window == 0 || params.window >= params.keys)
         return false;

@@ -15,30 +15,30 @@
 
 namespace flash_dmattn::cuda {
 
-// kThreads threads, kWords words of 32 keys per warp: kTurns eviction times per CTA.
+// kThreads threads, kWords words of 32 keys per warp: kTimes eviction times per CTA.
 template <int kThreads, int kWords>
 class EvictionOrder {
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kOfWarp = 32 * kWords;
 
 public:
-    static constexpr int kTurns = kThreads * kWords;
+    static constexpr int kTimes = kThreads * kWords;
 
     struct SharedStorage {
-        uint32_t keys[kTurns];  // ascending; kHidden may be set
+        uint32_t keys[kTimes];  // ascending; kHidden may be set
         int counts[kWarps];
     };
 
-        // smem.keys holds the `turns` keys that are evicted at times first_turn, first_turn + 1, ..; visible to all threads.
-    __device__ EvictionOrder(SharedStorage& smem, int turns, int first_turn, int window)
-        : smem_(smem), turns_(turns), first_turn_(first_turn), window_(window), first_(warp_id() * kOfWarp) {}
+    // smem.keys holds the `turns` keys that are evicted at times first_time, first_time + 1, ..; visible to all threads.
+    __device__ EvictionOrder(SharedStorage& smem, int times, int first_time, int window)
+        : smem_(smem), times_(times), first_time_(first_time), window_(window), first_(warp_id() * kOfWarp) {}
 
-        // Calls visit(key, time) for each key.
+    // Calls visit(key, time) for each key.
     template <typename Visit>
     __device__ void run(const Visit& visit) {
         load();
 #pragma unroll 1
-        for (int half = kTurns / 2; half >= kOfWarp; half /= 2) split_among_warps(half);
+        for (int half = kTimes / 2; half >= kOfWarp; half /= 2) split_among_warps(half);
         if constexpr (kWords >= 16) split_in_warp<8>();
         if constexpr (kWords >= 8) split_in_warp<4>();
         if constexpr (kWords >= 4) split_in_warp<2>();
@@ -49,7 +49,7 @@ public:
         split_in_word<2>();
         split_in_word<1>();
         for_each([&](int w, int at) {
-            if (at < turns_) visit(key_[w], first_turn_ + at);
+            if (at < times_) visit(key_[w], first_time_ + at);
         });
     }
 
@@ -60,13 +60,13 @@ private:
         for (int w = 0; w < kWords; ++w) visit(w, first_ + w * 32 + lane_id());
     }
     __device__ __forceinline__ void load() {
-        for_each([&](int w, int at) { key_[w] = at < turns_ ? smem_.keys[at] : 0; });
+        for_each([&](int w, int at) { key_[w] = at < times_ ? smem_.keys[at] : 0; });
     }
-        // Arrival time of a key relative to first_turn_; negative if it arrived before.
-    __device__ int arrival(uint32_t key) const { return static_cast<int>(key & ~kHidden) - window_ - first_turn_; }
+    // Arrival time of a key relative to first_time_; negative if it arrived before.
+    __device__ int arrival(uint32_t key) const { return static_cast<int>(key & ~kHidden) - window_ - first_time_; }
 
-        // Target of the key at `at`. `before` keys of its node, which starts at `node`, have arrived by the node's middle.
-    __device__ static int place_of(bool early, int at, int node, int half, int before) {
+    // Target of the key at `at`. `before` keys of its node, which starts at `node`, have arrived by the node's middle.
+    __device__ static int position_of(bool early, int at, int node, int half, int before) {
         return early && before < half ? node + before : at + half - min(before, half);
     }
 
@@ -75,7 +75,7 @@ private:
         uint32_t early[kWords];
         int own = 0;
         for_each([&](int w, int at) {
-            early[w] = __ballot_sync(~0u, at < turns_ && arrival(key_[w]) < node + half);
+            early[w] = __ballot_sync(~0u, at < times_ && arrival(key_[w]) < node + half);
             own += __popc(early[w]);
         });
         if (lane_id() == 0) smem_.counts[warp_id()] = own;
@@ -83,8 +83,8 @@ private:
         const bool counted = lane_id() >= node / kOfWarp && lane_id() < warp_id();
         int before = __reduce_add_sync(~0u, counted ? smem_.counts[lane_id()] : 0);
         for_each([&](int w, int at) {
-            const int to = place_of(early[w] >> lane_id() & 1, at, node, half, before + rank_in(early[w]));
-            if (at < turns_) smem_.keys[to] = key_[w];
+            const int to = position_of(early[w] >> lane_id() & 1, at, node, half, before + rank_in(early[w]));
+            if (at < times_) smem_.keys[to] = key_[w];
             before += __popc(early[w]);
         });
         __syncthreads();
@@ -99,9 +99,9 @@ private:
         for_each([&](int w, int at) {
             if (w % (2 * kHalfWords) == 0) before = 0;
             const int node = first_ + w / (2 * kHalfWords) * (2 * kHalf);
-            const uint32_t early = __ballot_sync(~0u, at < turns_ && arrival(key_[w]) < node + kHalf);
-            const int to = place_of(early >> lane_id() & 1, at, node, kHalf, before + rank_in(early));
-            if (at < turns_) smem_.keys[to] = key_[w];
+            const uint32_t early = __ballot_sync(~0u, at < times_ && arrival(key_[w]) < node + kHalf);
+            const int to = position_of(early >> lane_id() & 1, at, node, kHalf, before + rank_in(early));
+            if (at < times_) smem_.keys[to] = key_[w];
             before += __popc(early);
         });
         __syncwarp();
@@ -114,16 +114,17 @@ private:
         __syncwarp();
         for_each([&](int w, int at) {
             const int node = at - lane_id() + node_lane;
-            const uint32_t early = __ballot_sync(~0u, at < turns_ && arrival(key_[w]) < node + kHalf);
-            const int to = place_of(early >> lane_id() & 1, at, node, kHalf, rank_in(early >> node_lane << node_lane));
-            if (at < turns_) smem_.keys[to] = key_[w];
+            const uint32_t early = __ballot_sync(~0u, at < times_ && arrival(key_[w]) < node + kHalf);
+            const int to =
+                position_of(early >> lane_id() & 1, at, node, kHalf, rank_in(early >> node_lane << node_lane));
+            if (at < times_) smem_.keys[to] = key_[w];
         });
         __syncwarp();
         load();
     }
 
     SharedStorage& smem_;
-    const int turns_, first_turn_, window_;
+    const int times_, first_time_, window_;
     const int first_;  // the warp's first key
     uint32_t key_[kWords];
 };

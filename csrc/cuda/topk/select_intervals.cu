@@ -1,10 +1,10 @@
-// Intervals. Other files have the ways for short sequences; of long ones the keys of all are sorted from the worst to the
-// best, parted into the chunks of turns at which they go, and a block finds the turns of a chunk. eviction_order.cuh says what
-// turns are and why this is right.
+// Top-k intervals of long sequences. The keys of all sequences are sorted ascending, partitioned into chunks of eviction times,
+// and one CTA finds the times of a chunk (eviction_order.cuh). Shorter sequences have files of their own.
 //
-// Parting the keys of a node, some neighbouring turns, into up to 32 children at once takes two launches: a key goes to
-// the first child by whose end it has arrived and whose end has not yet been reached by keys before it in order, so
-// that what matters is how many keys before it arrive in which child.
+// A node is a range of eviction times. Two launches partition its keys into up to 32 children at once: a key goes to the first
+// child by whose end it has arrived and which the keys before it in order have not filled, so the number of earlier keys per
+// arrival child decides.
+//
 #include <algorithm>
 #include <utility>
 
@@ -20,9 +20,9 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kWords = 8;  // of 32 keys, that a warp has
-using ChunkDrops = EvictionOrder<kThreads, kWords>;
-constexpr int kChunk = ChunkDrops::kTurns;
+constexpr int kWords = 8;  // words of 32 keys per warp
+using ChunkOrder = EvictionOrder<kThreads, kWords>;
+constexpr int kChunk = ChunkOrder::kTimes;
 constexpr int kChildBits = 5, kChildren = 1 << kChildBits;
 static_assert(kChildren == 32, "one a lane");
 constexpr int64_t kMaxPlaces = 1 << 30;
@@ -33,8 +33,8 @@ int bits_for(int64_t values) {  // 0 .. values - 1
     return bits;
 }
 
-// The chunks of all sequences, numbered: those of a sequence follow each other. Of variable length there are some
-// numbers more than chunks: where sequence b begins after x keys, its chunks are numbered from x / kChunk + b on.
+// Numbers the chunks of all sequences consecutively. With variable length, a sequence b that starts after x keys has chunks
+// from x / kChunk + b on, so some numbers have no chunk.
 int64_t chunks_of(const Sequences& all) {
     if (!all.varlen()) return static_cast<int64_t>(all.count()) * ceil_div(all.keys, kChunk);
     return static_cast<int64_t>(all.heads) * (all.keys / kChunk + all.batches);
@@ -50,7 +50,7 @@ struct ChunkPlace {
             const int of_head = all.keys / kChunk + all.batches;
             head = number / of_head;
             number %= of_head;
-            int low = 0, high = all.batches - 1;  // the last sequence that begins at or before the number
+            int low = 0, high = all.batches - 1;  // the last sequence that starts at or before the number
             while (low < high) {
                 const int middle = (low + high + 1) / 2;
                 if (first_number(all, middle) <= number) {
@@ -70,18 +70,18 @@ struct ChunkPlace {
     }
 };
 
-// A block's chunk, and its warps' keys.
+// A CTA's chunk and its warps' keys.
 struct Chunk {
-    const ChunkPlace place;
+    const ChunkPlace position;
     const OneSequence sequence;
-    const int first;  // turn
-    const int turns;  // 0 or less where there is no such chunk
+    const int first;  // eviction time
+    const int times;  // number of times; 0 or less: no such chunk
 
     __device__ explicit Chunk(const Sequences& all)
-        : place(all, blockIdx.x),
-          sequence(all, place.batch, place.head),
-          first(place.in_sequence * kChunk),
-          turns(min(sequence.keys - first, kChunk)) {}
+        : position(all, blockIdx.x),
+          sequence(all, position.batch, position.head),
+          first(position.in_sequence * kChunk),
+          times(min(sequence.keys - first, kChunk)) {}
 
     // Calls visit(w, at) for each word of the warp.
     template <typename Visit>
@@ -91,17 +91,17 @@ struct Chunk {
     }
 };
 
-// What is to be sorted: places, and ranks with the number of the sequence above. Where there is no room above there is
-// but one sequence, or, of 64-bit ranks, they are sorted by rank first.
+// The sort's input: positions, and ranks with the sequence number above them. If there is no room above, there is one
+// sequence, or 64-bit ranks are sorted by rank first.
 template <DataType kType, typename Key>
 __global__ void __launch_bounds__(kThreads)
-    make_keys_kernel(const __grid_constant__ Sequences all, const __grid_constant__ BiasView bias, int64_t places,
+    make_keys_kernel(const __grid_constant__ Sequences all, const __grid_constant__ BiasView bias, int64_t positions,
                      Key* keys, uint32_t* values) {
     using Bits = typename FloatBits<kType>::Bits;
-    const int64_t place = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    if (place >= places) return;
-    int key = static_cast<int>(place % all.keys);
-    const int above = static_cast<int>(place / all.keys);
+    const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    if (position >= positions) return;
+    int key = static_cast<int>(position % all.keys);
+    const int above = static_cast<int>(position / all.keys);
     int head = above % all.heads, batch = above / all.heads;
     int64_t at = key * bias.col_stride + head * bias.head_stride;
     if (all.varlen()) {
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
     } else if (bias.batches > 1) {
         at += batch * bias.batch_stride;
     }
-    uint32_t value = static_cast<uint32_t>(place);
+    uint32_t value = static_cast<uint32_t>(position);
     Bits rank = 0;
     if (batch < all.batches) {
         const OneSequence s(all, batch, head);
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kThreads)
         if (rank == 0) {
             value |= kHidden;
             s.write_hidden(all, key);
-        } else if (values == nullptr) {  // every key is seen from its row on, or none
-            s.write_end(all, key, all.window == 0 ? key : kNeverDropped);
+        } else if (values == nullptr) {  // every key is visible from its row on, or never
+            s.write_end(all, key, all.window == 0 ? key : kNeverEvicted);
         }
     } else {
         all.start[static_cast<int64_t>(key) * all.heads + head] = 0;
@@ -132,31 +132,31 @@ __global__ void __launch_bounds__(kThreads)
     Key sequence = 0;
     if constexpr (sizeof(Bits) < sizeof(Key))
         sequence = static_cast<Key>(all.varlen() ? head * (all.batches + 1) + batch : above) << (sizeof(Bits) * 8);
-    keys[place] = sequence | rank;
-    values[place] = value;
+    keys[position] = sequence | rank;
+    values[position] = value;
 }
 
-// Of places that are sorted by rank: the sequences, to sort by.
+// Sequence numbers of positions that are sorted by rank: the keys of the second sort.
 __global__ void __launch_bounds__(kThreads)
-    number_sequences_kernel(const __grid_constant__ Sequences all, int64_t places, const uint32_t* values,
+    number_sequences_kernel(const __grid_constant__ Sequences all, int64_t positions, const uint32_t* values,
                             uint32_t* keys) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    if (i >= places) return;
-    const int place = static_cast<int>(values[i] & ~kHidden), above = place / all.keys;
-    keys[i] = all.varlen() ? above * (all.batches + 1) + batch_of_key(all, place % all.keys) : above;
+    if (i >= positions) return;
+    const int position = static_cast<int>(values[i] & ~kHidden), above = position / all.keys;
+    keys[i] = all.varlen() ? above * (all.batches + 1) + batch_of_key(all, position % all.keys) : above;
 }
 
-// One round of parting: nodes of `1 << node_bits` turns into children of `1 << child_bits`.
+// One partition round: nodes of 1 << node_bits times into children of 1 << child_bits.
 struct Round {
     int node_bits, child_bits;
     const uint32_t* from;
     uint32_t* to;
-    int32_t* counts;  // [chunks, kChildren]: keys of the chunk, by the child in which they arrive
+    int32_t* counts;  // [chunks, kChildren]: keys of the chunk by arrival child
 };
 
-// The node's child at which a key of it arrives.
+// The child of the node in which a key arrives.
 __device__ int arrival_child(const Sequences& all, const Chunk& chunk, const Round& round, uint32_t value) {
-    const int key = static_cast<int>(value & ~kHidden) - chunk.sequence.first_place;
+    const int key = static_cast<int>(value & ~kHidden) - chunk.sequence.first_position;
     const int node = chunk.first >> round.node_bits << round.node_bits;
     return max(key - all.window - node, 0) >> round.child_bits;
 }
@@ -166,11 +166,11 @@ __device__ void count_by_warps(const Sequences& all, const Chunk& chunk, const R
                                int (&counts)[kWarps][kChildren], uint32_t (&value)[kWords], int (&child)[kWords]) {
     counts[warp_id()][lane_id()] = 0;
     __syncwarp();
-    const uint32_t* from = round.from + chunk.sequence.first_place + chunk.first;
-    Chunk::for_each([&](int w, int at) { value[w] = at < chunk.turns ? from[at] : 0; });
+    const uint32_t* from = round.from + chunk.sequence.first_position + chunk.first;
+    Chunk::for_each([&](int w, int at) { value[w] = at < chunk.times ? from[at] : 0; });
     Chunk::for_each([&](int w, int at) {
-        child[w] = at < chunk.turns ? arrival_child(all, chunk, round, value[w]) : kChildren;
-        if (at < chunk.turns) atomicAdd(&counts[warp_id()][child[w]], 1);
+        child[w] = at < chunk.times ? arrival_child(all, chunk, round, value[w]) : kChildren;
+        if (at < chunk.times) atomicAdd(&counts[warp_id()][child[w]], 1);
     });
     __syncthreads();
 }
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
     count_arrivals_kernel(const __grid_constant__ Sequences all, const __grid_constant__ Round round) {
     __shared__ int counts[kWarps][kChildren];
     const Chunk chunk(all);
-    if (chunk.turns <= 0) return;
+    if (chunk.times <= 0) return;
     uint32_t value[kWords];
     int child[kWords];
     count_by_warps(all, chunk, round, counts, value, child);
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kThreads)
     round.counts[static_cast<int64_t>(blockIdx.x) * kChildren + lane_id()] = sum;
 }
 
-// Which lanes have which child, a ballot for each of its bits.
+// The lanes of each child, as one ballot per bit of the child.
 class LanesByChild {
 public:
     struct Masks {
@@ -202,7 +202,7 @@ public:
         for (int bit = 0; bit < kChildBits; ++bit) ballots_[bit] = __ballot_sync(~0u, child >> bit & 1);
     }
 
-    // The lanes whose child is below, or is, this one. Lanes may ask of different children.
+    // The lanes whose child is at most this one. Lanes may pass different children.
     __device__ Masks upto(int child) const {
         Masks masks{0, exists_};
 #pragma unroll
@@ -218,14 +218,13 @@ private:
     uint32_t exists_, ballots_[kChildBits];
 };
 
-// A key goes to the first child that it may: which has not been passed when it arrives, and that the keys before it
-// have not filled together with the children before.
+// A key goes to the first child that has not ended when the key arrives and that the keys before it have not filled.
 __global__ void __launch_bounds__(kThreads)
     part_kernel(const __grid_constant__ Sequences all, const __grid_constant__ Round round) {
     __shared__ int counts[kWarps][kChildren];
-    __shared__ int before_chunk[kWarps][kChildren];  // part of the sum a warp
+    __shared__ int before_chunk[kWarps][kChildren];  // a partial sum per warp
     const Chunk chunk(all);
-    if (chunk.turns <= 0) return;
+    if (chunk.times <= 0) return;
     uint32_t value[kWords];
     int child[kWords];
     const int node = chunk.first >> round.node_bits << round.node_bits;
@@ -236,7 +235,7 @@ __global__ void __launch_bounds__(kThreads)
     before_chunk[warp_id()][lane_id()] = sum;
     count_by_warps(all, chunk, round, counts, value, child);
 
-    // Of lane i: how many of the keys before arrive in child i; then, in child i or before.
+    // Lane i: number of earlier keys that arrive in child i; then, in children up to i.
     int arrived = 0;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
@@ -250,52 +249,53 @@ __global__ void __launch_bounds__(kThreads)
     }
 
     const int size = 1 << round.child_bits;
-    uint32_t* to = round.to + chunk.sequence.first_place + node;
+    uint32_t* to = round.to + chunk.sequence.first_position + node;
     Chunk::for_each([&](int w, int at) {
-        const bool exists = at < chunk.turns;
+        const bool exists = at < chunk.times;
         const LanesByChild lanes(child[w], exists);
-        const uint32_t open = __ballot_sync(~0u, arrived < (lane_id() + 1) * size);  // so far; the last is to the end
+        const uint32_t open =
+            __ballot_sync(~0u, arrived < (lane_id() + 1) * size);  // not yet filled; the last never is
         const auto next_open = [&](int c) { return __ffs(open & (~0u << c)) - 1; };
-        int place = -1, c = exists ? next_open(child[w]) : 0;
-        while (__any_sync(~0u, exists && place < 0)) {
+        int position = -1, c = exists ? next_open(child[w]) : 0;
+        while (__any_sync(~0u, exists && position < 0)) {
             const LanesByChild::Masks masks = lanes.upto(c);
             const int before = __shfl_sync(~0u, arrived, c) + rank_in(masks.below | masks.equal);
             const int gone = min(__shfl_sync(~0u, arrived, max(c - 1, 0)) + rank_in(masks.below), c * size);
-            if (!exists || place >= 0) continue;
+            if (!exists || position >= 0) continue;
             if (before < (c + 1) * size) {
-                place = c * size + before - gone;
+                position = c * size + before - gone;
             } else {
                 c = next_open(c + 1);
             }
         }
         const LanesByChild::Masks masks = lanes.upto(lane_id());
         arrived += __popc(masks.below | masks.equal);
-        if (exists) to[place] = value[w];
+        if (exists) to[position] = value[w];
     });
 }
 
 __global__ void __launch_bounds__(kThreads, 2)
     eviction_kernel(const __grid_constant__ Sequences all, const uint32_t* values) {
-    __shared__ typename ChunkDrops::SharedStorage smem;
+    __shared__ typename ChunkOrder::SharedStorage smem;
     const Chunk chunk(all);
-    if (chunk.turns <= 0) return;
-    const uint32_t* from = values + chunk.sequence.first_place + chunk.first;
+    if (chunk.times <= 0) return;
+    const uint32_t* from = values + chunk.sequence.first_position + chunk.first;
     Chunk::for_each([&](int, int at) {
-        if (at < chunk.turns) smem.keys[at] = from[at] - chunk.sequence.first_place;
+        if (at < chunk.times) smem.keys[at] = from[at] - chunk.sequence.first_position;
     });
-    __syncwarp();  // a warp reads what it wrote
-    ChunkDrops(smem, chunk.turns, chunk.first, all.window).run([&](uint32_t key, int turn) {
-        if (!(key & kHidden)) chunk.sequence.write_end(all, key, all.window + turn);
+    __syncwarp();
+    ChunkOrder(smem, chunk.times, chunk.first, all.window).run([&](uint32_t key, int time) {
+        if (!(key & kHidden)) chunk.sequence.write_end(all, key, all.window + time);
     });
 }
 
-unsigned blocks_of(int64_t places) { return grid_of(ceil_div<int64_t>(places, kThreads)); }
+unsigned blocks_of(int64_t positions) { return grid_of(ceil_div<int64_t>(positions, kThreads)); }
 
 template <typename Key>
-void make_keys(const Sequences& all, const BiasView& bias, int64_t places, Key* keys, uint32_t* values,
+void make_keys(const Sequences& all, const BiasView& bias, int64_t positions, Key* keys, uint32_t* values,
                cudaStream_t stream) {
     const auto launch = [&](auto kernel) {
-        kernel<<<blocks_of(places), kThreads, 0, stream>>>(all, bias, places, keys, values);
+        kernel<<<blocks_of(positions), kThreads, 0, stream>>>(all, bias, positions, keys, values);
     };
     if constexpr (sizeof(Key) == 8) {
         if (bias.dtype == DataType::kFloat64) return launch(make_keys_kernel<DataType::kFloat64, Key>);
@@ -306,53 +306,54 @@ void make_keys(const Sequences& all, const BiasView& bias, int64_t places, Key* 
 }
 
 int bits_of_rank(DataType dtype) { return dtype == DataType::kFloat64 ? 64 : dtype == DataType::kFloat32 ? 32 : 16; }
-int64_t sequences_of(const Sequences& all) {  // of variable length, one more a head
+int64_t sequences_of(const Sequences& all) {  // with variable length, one more per head
     return static_cast<int64_t>(all.heads) * (all.varlen() ? all.batches + 1 : all.batches);
 }
 
-// How wide the numbers are that are sorted.
+// Width of the sort keys.
 bool sorts_64_bits(const Sequences& all, DataType dtype) {
     return bits_of_rank(dtype) + bits_for(sequences_of(all)) > 32;
 }
 
-// The parts of the scratch memory, each aligned to 256 bytes.
+// Parts of the scratch memory, each aligned to 256 bytes.
 struct Scratch {
     int64_t keys[2], values[2], counts, sort, bytes = 0;
 
-    Scratch(const Sequences& all, DataType dtype, int64_t places, int64_t sort_bytes) {
+    Scratch(const Sequences& all, DataType dtype, int64_t positions, int64_t sort_bytes) {
         const auto take = [&](int64_t size) {
             const int64_t at = bytes;
             bytes += ceil_div<int64_t>(size, 256) * 256;
             return at;
         };
-        for (int64_t& part : keys) part = take(places * (sorts_64_bits(all, dtype) ? 8 : 4));
-        for (int64_t& part : values) part = take(places * 4);
+        for (int64_t& part : keys) part = take(positions * (sorts_64_bits(all, dtype) ? 8 : 4));
+        for (int64_t& part : values) part = take(positions * 4);
         counts = take(chunks_of(all) * kChildren * sizeof(int32_t));
         sort = take(sort_bytes);
     }
 };
 
-// The places, sequence after sequence, from the worst to the best.
+// Sorts the positions ascending within each sequence.
 template <typename Key>
-Buffers<uint32_t> sort_places(const Sequences& all, const BiasView& bias, int64_t places, const Scratch& parts,
-                              int64_t sort_bytes, char* scratch, cudaStream_t stream) {
+Buffers<uint32_t> sort_positions(const Sequences& all, const BiasView& bias, int64_t positions, const Scratch& parts,
+                                 int64_t sort_bytes, char* scratch, cudaStream_t stream) {
     Buffers<Key> keys{reinterpret_cast<Key*>(scratch + parts.keys[0]), reinterpret_cast<Key*>(scratch + parts.keys[1])};
     Buffers<uint32_t> values{reinterpret_cast<uint32_t*>(scratch + parts.values[0]),
                              reinterpret_cast<uint32_t*>(scratch + parts.values[1])};
-    make_keys(all, bias, places, keys.current, values.current, stream);
+    make_keys(all, bias, positions, keys.current, values.current, stream);
     const int rank_bits = bits_of_rank(bias.dtype), sequence_bits = bits_for(sequences_of(all));
     const bool apart = rank_bits == 64;
-    sort_pairs(scratch + parts.sort, sort_bytes, keys, values, places, rank_bits + (apart ? 0 : sequence_bits), stream);
+    sort_pairs(scratch + parts.sort, sort_bytes, keys, values, positions, rank_bits + (apart ? 0 : sequence_bits),
+               stream);
     if (apart && sequence_bits > 0) {
         Buffers<uint32_t> sequences{reinterpret_cast<uint32_t*>(keys.current), reinterpret_cast<uint32_t*>(keys.other)};
-        number_sequences_kernel<<<blocks_of(places), kThreads, 0, stream>>>(all, places, values.current,
-                                                                            sequences.current);
-        sort_pairs(scratch + parts.sort, sort_bytes, sequences, values, places, sequence_bits, stream);
+        number_sequences_kernel<<<blocks_of(positions), kThreads, 0, stream>>>(all, positions, values.current,
+                                                                               sequences.current);
+        sort_pairs(scratch + parts.sort, sort_bytes, sequences, values, positions, sequence_bits, stream);
     }
     return values;
 }
 
-// Whether no key is ever driven out, or every key at once.
+// Whether no key is ever evicted, or every key at once.
 bool is_trivial(const SelectParams& params, int64_t longest) { return params.window == 0 || params.window >= longest; }
 
 int64_t longest_of(const SelectParams& params) {
@@ -366,19 +367,19 @@ IntervalSelectPlan plan_select_intervals(const SelectParams& params) {
     using namespace cuda;
     IntervalSelectPlan plan;
     const Sequences all(params, nullptr);
-    const int64_t places = Sequences::places(params), longest = longest_of(params);
-    if (places > kMaxPlaces)
+    const int64_t positions = Sequences::positions(params), longest = longest_of(params);
+    if (positions > kMaxPlaces)
         throw std::runtime_error("intervals are selected among up to 2^30 keys of all batch elements and heads, got " +
-                                 std::to_string(places));
+                                 std::to_string(positions));
     plan.by_chunks = suits_chunks(params);
     if (plan.by_chunks) return plan;
     plan.one_launch = longest <= kShortSequence && params.bias.dtype != DataType::kFloat64;
-    if (plan.one_launch || places == 0 || is_trivial(params, longest)) return plan;
+    if (plan.one_launch || positions == 0 || is_trivial(params, longest)) return plan;
     const bool wide = sorts_64_bits(all, params.bias.dtype);
-    plan.sort_bytes = wide ? sort_scratch_bytes_64(places) : sort_scratch_bytes_32(places);
+    plan.sort_bytes = wide ? sort_scratch_bytes_64(positions) : sort_scratch_bytes_32(positions);
     if (params.bias.dtype == DataType::kFloat64)
-        plan.sort_bytes = std::max(plan.sort_bytes, sort_scratch_bytes_32(places));
-    plan.scratch_bytes = Scratch(all, params.bias.dtype, places, plan.sort_bytes).bytes;
+        plan.sort_bytes = std::max(plan.sort_bytes, sort_scratch_bytes_32(positions));
+    plan.scratch_bytes = Scratch(all, params.bias.dtype, positions, plan.sort_bytes).bytes;
     return plan;
 }
 
@@ -386,24 +387,24 @@ void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan&
                            int32_t* intervals, cudaStream_t stream) {
     using namespace cuda;
     const Sequences all(params, intervals);
-    const int64_t places = Sequences::places(params), longest = longest_of(params);
-    if (places == 0) return;
-    if (all.count() == 0) {  // keys that are no sequence's
-        FLASH_CUDA_CHECK(cudaMemsetAsync(intervals, 0, 2 * places * sizeof(int32_t), stream));
+    const int64_t positions = Sequences::positions(params), longest = longest_of(params);
+    if (positions == 0) return;
+    if (all.count() == 0) {  // keys without a sequence
+        FLASH_CUDA_CHECK(cudaMemsetAsync(intervals, 0, 2 * positions * sizeof(int32_t), stream));
         return;
     }
     if (plan.by_chunks) return select_chunked_sequences(all, params.bias, stream);
     if (plan.one_launch) return select_short_sequences(all, params.bias, longest, stream);
     if (is_trivial(params, longest)) {
-        make_keys<uint64_t>(all, params.bias, places, nullptr, nullptr, stream);
+        make_keys<uint64_t>(all, params.bias, positions, nullptr, nullptr, stream);
         FLASH_CUDA_CHECK(cudaGetLastError());
         return;
     }
 
-    const Scratch parts(all, params.bias.dtype, places, plan.sort_bytes);
-    const auto sort = sorts_64_bits(all, params.bias.dtype) ? sort_places<uint64_t> : sort_places<uint32_t>;
+    const Scratch parts(all, params.bias.dtype, positions, plan.sort_bytes);
+    const auto sort = sorts_64_bits(all, params.bias.dtype) ? sort_positions<uint64_t> : sort_positions<uint32_t>;
     char* memory = static_cast<char*>(scratch);
-    Buffers<uint32_t> values = sort(all, params.bias, places, parts, plan.sort_bytes, memory, stream);
+    Buffers<uint32_t> values = sort(all, params.bias, positions, parts, plan.sort_bytes, memory, stream);
     const unsigned chunks = grid_of(chunks_of(all));
     const int chunk_bits = bits_for(kChunk);
     int node_bits = chunk_bits + bits_for(ceil_div<int64_t>(params.keys, kChunk));

@@ -10,11 +10,11 @@ namespace flash_dmattn::cuda {
 // The problem as a kernel parameter.
 struct Sequences {
     int batches, heads;
-    int rows, keys;  // Sq and Sk; of variable length keys is total_k
+    int rows, keys;  // Sq and Sk; variable length: keys is total_k
     int window;
-    const int32_t* cu_q;  // [batches + 1], of variable length
+    const int32_t* cu_q;  // [batches + 1], variable length
     const int32_t* cu_k;
-    int32_t* start;  // [batches, heads, Sk], of variable length [total_k, heads]
+    int32_t* start;  // [batches, heads, Sk], variable length [total_k, heads]
     int32_t* end;    // the same
 
     explicit Sequences(const SelectParams& params, int32_t* intervals)
@@ -22,13 +22,13 @@ struct Sequences {
           heads(static_cast<int>(params.bias.heads)),
           rows(static_cast<int>(params.rows)),
           keys(static_cast<int>(params.keys)),
-          window(static_cast<int>(params.window < kNeverDropped ? params.window : kNeverDropped)),
+          window(static_cast<int>(params.window < kNeverEvicted ? params.window : kNeverEvicted)),
           cu_q(params.cu_seqlens_q),
           cu_k(params.cu_seqlens_k),
           start(intervals),
-          end(intervals == nullptr ? nullptr : intervals + places(params)) {}
+          end(intervals == nullptr ? nullptr : intervals + positions(params)) {}
 
-    static int64_t places(const SelectParams& params) {
+    static int64_t positions(const SelectParams& params) {
         return (params.cu_seqlens_k != nullptr ? 1 : params.batches) * params.bias.heads * params.keys;
     }
     __host__ __device__ bool varlen() const { return cu_k != nullptr; }
@@ -37,33 +37,33 @@ struct Sequences {
 
 struct OneSequence {
     int batch, head;
-    int first_place;
-    int first_key;  // of variable length, among all
+    int first_position;
+    int first_key;  // variable length: among all keys
     int keys;
     int lead;                       // row 0 stands at this key of the sequence
-    int64_t first_out, out_stride;  // where its intervals are
+    int64_t first_out, out_stride;  // of its intervals
 
     __device__ OneSequence(const Sequences& all, int batch_, int head_) : batch(batch_), head(head_) {
         if (all.varlen()) {
             first_key = all.cu_k[batch];
             keys = all.cu_k[batch + 1] - first_key;
             lead = keys - (all.cu_q[batch + 1] - all.cu_q[batch]);
-            first_place = head * all.keys + first_key;
+            first_position = head * all.keys + first_key;
             out_stride = all.heads;
             first_out = first_key * out_stride + head;
         } else {
             first_key = 0;
             keys = all.keys;
             lead = keys - all.rows;
-            first_place = (batch * all.heads + head) * keys;
+            first_position = (batch * all.heads + head) * keys;
             out_stride = 1;
-            first_out = first_place;
+            first_out = first_position;
         }
     }
 
-    // Of one key: its interval, where it drops out with the arrival of key `dropped_by`.
-    __device__ void write_end(const Sequences& all, int key, int dropped_by) const {
-        all.end[first_out + key * out_stride] = dropped_by < keys ? max(dropped_by - lead, 0) : kNeverDropped;
+    // Writes the interval of a key that the arrival of key `evicted_at` evicts.
+    __device__ void write_end(const Sequences& all, int key, int evicted_at) const {
+        all.end[first_out + key * out_stride] = evicted_at < keys ? max(evicted_at - lead, 0) : kNeverEvicted;
     }
     __device__ void write_start(const Sequences& all, int key) const {
         all.start[first_out + key * out_stride] = max(key - lead, 0);
@@ -73,7 +73,7 @@ struct OneSequence {
     }
 };
 
-// A bias of 16 or 32 bits a key.
+// A key bias of 16 or 32 bits.
 struct KeyBias {
     const void* data;
     int64_t batch_stride, head_stride, col_stride;
@@ -86,7 +86,7 @@ struct KeyBias {
           col_stride(view.col_stride),
           is_bfloat16(view.dtype == DataType::kBFloat16) {}
 
-    // That of the sequence's first key.
+    // Bias of the sequence's first key.
     template <typename Bits>
     __device__ const Bits* of(const OneSequence& s) const {
         return static_cast<const Bits*>(data) + s.batch * batch_stride + s.head * head_stride +
@@ -94,7 +94,7 @@ struct KeyBias {
     }
 };
 
-// Of variable length: the sequence of a key, or `batches` behind the last.
+// Variable length: the sequence of a key, or `batches` behind the last.
 __device__ __forceinline__ int batch_of_key(const Sequences& all, int key) {
     int low = 0, high = all.batches;  // the first whose keys end behind `key`
     while (low < high) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ int batch_of_key(const Sequences& all, int key) {
     return low;
 }
 
-// A key in a sorted order: its number, and whether its bias hides it.
+// Flag of a sorted key whose bias hides it; the other bits are its position.
 constexpr uint32_t kHidden = 1u << 31;
 
 }  // namespace flash_dmattn::cuda

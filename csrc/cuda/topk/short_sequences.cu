@@ -9,7 +9,7 @@
 namespace flash_dmattn::cuda {
 namespace {
 
-// Sorts a block's keys from the worst to the best; those that are there come in the order of their numbers.
+// Sorts a CTA's keys ascending by (bias, position).
 template <typename Bits, int kThreads, int kWords>
 struct Sorter {
     using Sort = cub::BlockRadixSort<uint32_t, kThreads, kWords, uint32_t>;
@@ -26,7 +26,7 @@ struct Sorter {
     }
 };
 
-// Rank and number of a key fit in one word.
+// Rank and position of a key fit in one word.
 template <int kThreads, int kWords>
 struct Sorter<uint16_t, kThreads, kWords> {
     using Sort = cub::BlockRadixSort<uint32_t, kThreads, kWords>;
@@ -46,10 +46,10 @@ template <typename Bits, int kThreads, int kWords>
 __global__ void __launch_bounds__(kThreads)
     select_short_kernel(const __grid_constant__ Sequences all, const __grid_constant__ KeyBias bias) {
     using Sort = Sorter<Bits, kThreads, kWords>;
-    using Drops = EvictionOrder<kThreads, kWords>;
+    using Order = EvictionOrder<kThreads, kWords>;
     __shared__ union {
         typename Sort::SharedStorage sort;
-        typename Drops::SharedStorage drops;
+        typename Order::SharedStorage order;
     } smem;
 
     const OneSequence s(all, blockIdx.x / all.heads, blockIdx.x % all.heads);
@@ -66,16 +66,16 @@ __global__ void __launch_bounds__(kThreads)
     Sort::run(smem.sort, rank, key);
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) smem.drops.keys[i * kThreads + threadIdx.x] = key[i];
+    for (int i = 0; i < kWords; ++i) smem.order.keys[i * kThreads + threadIdx.x] = key[i];
     __syncthreads();
 
     for (int i = threadIdx.x; i < s.keys; i += kThreads) s.write_start(all, i);
-    const int turns = min(s.keys, Drops::kTurns);  // of a sequence that is longer than was said, part
-    Drops(smem.drops, turns, 0, all.window).run([&](uint32_t key, int turn) {
+    const int times = min(s.keys, Order::kTimes);  // clamped, in case a sequence is longer than `longest`
+    Order(smem.order, times, 0, all.window).run([&](uint32_t key, int time) {
         if (key & kHidden) {
             s.write_hidden(all, key & ~kHidden);
         } else {
-            s.write_end(all, key, all.window + turn);
+            s.write_end(all, key, all.window + time);
         }
     });
     if (!all.varlen() || s.batch != all.batches - 1) return;

@@ -22,13 +22,13 @@ struct SelectParams {
     int64_t window = 0;   // w
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1], variable length
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]
-        // [B], or null: number of keys of each batch element, clamped to [0, Sk]. The last row stands at the last of them; keys
-        // beyond are not read. select_key_lists_cuda only.
+    // [B], or null: number of keys of each batch element, clamped to [0, Sk]. The last row stands at the last of them; keys
+    // beyond are not read. select_key_lists_cuda only.
     const int32_t* seqused_k = nullptr;
 };
 
 // The interval end of a key that is never evicted.
-constexpr int32_t kNeverDropped = 1 << 30;
+constexpr int32_t kNeverEvicted = 1 << 30;
 
 // Many rows. Every dtype of DataType; up to 2^30 keys over all batch elements and heads.
 struct IntervalSelectPlan {

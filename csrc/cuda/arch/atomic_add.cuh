@@ -1,5 +1,5 @@
-// Sums in global memory: to[0] += x, to[1] += y and so on, by one instruction where there is one. `to` is aligned to
-// all its numbers together.
+// Adds to global memory: to[0] += x, to[1] += y, .. in one vector instruction if the target has one. `to` is aligned to all
+// elements together.
 #pragma once
 
 #include "memory.cuh"

@@ -1,5 +1,4 @@
-// A key of a list as a lane of a loading group sees to it: what memory says of it is fetched early and looked at late, so that
-// nothing waits for memory.
+// Prefetch of a listed key by one producer lane: fetched early, consumed late, to hide the latency of global memory.
 #pragma once
 
 #include "key_list.cuh"
@@ -8,12 +7,12 @@
 namespace flash_dmattn::cuda {
 
 struct GatheredKey {
-    int place;  // in the sequence, or none
+    int place;  // position in the sequence, or no key
     uint4 rows;
     uint32_t bias;
 };
 
-// Of one list, for some rows of its tile.
+// Reads the keys of one list for some rows of its m_block.
 template <typename T, BiasKind kBias>
 class ListReader {
 public:
@@ -31,7 +30,7 @@ public:
         return key;
     }
 
-    // Which rows see the key, and its bias. Gives its place, or -1 where no row sees it: such a key may hold anything.
+        // Writes which rows see the key, and its bias. Returns its position, or -1 if no row sees it; such a key may hold anything.
     __device__ __forceinline__ int look(const GatheredKey& key, uint32_t (&words)[KeyList::kWords], float& bias) const {
         SeeingRows seeing = list_.seeing(key.rows, key.place, s_, p_.is_causal);
         bias = kBias == BiasKind::kKey ? key_bias_of<T>(p_.bias, key.bias) : 0;
@@ -51,12 +50,12 @@ private:
     const char* bias_ = nullptr;
 };
 
-// What comes with a tile of kKeys keys.
+// Row visibility, positions and biases of a gathered n_block, in shared memory.
 template <int kKeys>
 struct GatheredKeys {
     alignas(
         16) uint32_t rows[kKeys][KeyList::kWords];  // bit i % 32 of word i / 32: whether row i of the list sees the key
-    int place[kKeys];                               // in the sequence; -1 where no row sees the key
+    int place[kKeys];                               // position in the sequence; -1 if no row sees the key
     float bias[kKeys];                              // times log2(e)
 
     __device__ __forceinline__ void store(int i, int key_place, const uint32_t (&words)[KeyList::kWords],

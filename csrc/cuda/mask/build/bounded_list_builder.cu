@@ -1,5 +1,5 @@
-// A block has some neighbouring row tiles. It walks over the keys and gathers, in order, those that any of its rows
-// sees; whenever they are many, its warps write, each for its tiles, those of a tile.
+// A CTA builds the lists of some neighbouring m_blocks. It scans the keys and collects, in order, those that any of its rows
+// sees. When the buffer is full, its warps write the keys of each m_block.
 #include "bounded_list_builder.h"
 
 #include <algorithm>
@@ -14,9 +14,9 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kWarpTiles = 4;  // of a warp at most
+constexpr int kWarpTiles = 4;  // m_blocks per warp, at most
 constexpr int kMaxTiles = kWarps * kWarpTiles;
-constexpr int kKeys = 4;  // of a thread at a time
+constexpr int kKeys = 4;  // keys per thread and step
 constexpr int kStep = kThreads * kKeys;
 constexpr int kRoom = kStep + kStep / 2;
 constexpr int kTileRows = KeyListsView::kRows;
@@ -29,7 +29,7 @@ struct Lists {
     int64_t* ends;    // [lists]
 };
 
-// Keys that some of the block's rows see, and which: [begin, end), counted from the block's first.
+// Keys that some of the CTA's rows see, with those rows: [begin, end), relative to the CTA's first row.
 struct Gathered {
     int key[kRoom], begin[kRoom], end[kRoom];
 };
@@ -120,13 +120,13 @@ private:
         }
     }
 
-    // Whether any of the block's rows sees the key; rows.begin comes to heed causality.
+        // Whether any of the CTA's rows sees the key; applies causality to rows.begin.
     __device__ bool is_seen(int key, RowRange& rows) const {
         rows.begin = max(rows.begin, p_.is_causal ? max(key - sequence_.keys + sequence_.rows, 0) : 0);
         return rows.begin <= last_row_ && rows.end > first_row_ && !rows.empty();
     }
 
-    // The tiles of a warp are kWarps apart.
+        // A warp's m_blocks are kWarps apart.
     template <typename Visit>
     __device__ void for_each_tile(const Visit& visit) {
 #pragma unroll
@@ -173,8 +173,8 @@ private:
     const int32_t* end_;
     int first_row_, last_row_, keys_;
     bool aligned_;
-    int starts_[kKeys], ends_[kKeys];  // of the keys to be looked at next
-    int lengths_[kWarpTiles] = {};     // of the lists of the warp's tiles, uncut
+    int starts_[kKeys], ends_[kKeys];  // of the next keys
+    int lengths_[kWarpTiles] = {};     // list lengths of the warp's m_blocks, before truncation
 };
 
 __global__ void __launch_bounds__(kThreads, 2)
@@ -195,7 +195,7 @@ BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_
     const int64_t more_rows = std::max<int64_t>(std::min(params.seqlen_q, kRows) - 1, 0);
     plan.stride = ceil_div(std::min(keys_per_row + more_rows, params.seqlen_k), kAlign) * kAlign;
     plan.capacity = plan.lists() * plan.stride;
-    // As many tiles together as leave most multiprocessors two blocks: each block reads all intervals.
+        // Every CTA reads all intervals, so it takes as many m_blocks as leave two CTAs per SM.
     const int64_t blocks = plan.lists() == 0 ? 0 : current_device().num_sms * 3 / 2;
     plan.block_tiles = kMaxTiles;
     while (plan.block_tiles > 1 &&

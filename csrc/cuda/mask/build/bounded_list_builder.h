@@ -1,5 +1,5 @@
-// The key lists of a mask of intervals of which no row sees more than so many keys: every list has the same room, so
-// they are written in one pass, nothing is counted first and nothing is read back.
+// Builds the key lists of an interval mask whose rows see a bounded number of keys. Every list has the same capacity, so they
+// are written in one pass without counting and without a host synchronization.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,20 +12,19 @@ struct BoundedListsPlan {
     int64_t batches = 1;  // as in KeyListsView
     int64_t heads = 1;
     int64_t num_m_blocks = 1;
-    int64_t stride = 0;    // list t begins at t * stride
-    int64_t capacity = 0;  // of keys
-    int block_tiles = 1;   // row tiles of one block
+    int64_t stride = 0;    // list t starts at t * stride
+    int64_t capacity = 0;  // elements of keys
+    int block_tiles = 1;   // m_blocks per CTA
 
     int64_t lists() const { return batches * heads * num_m_blocks; }
 };
 
-// keys_per_row: no n rows that follow each other see more than keys_per_row + n - 1 keys. Of params the intervals, the
-// batch, the lengths, cu_seqlens and is_causal are read.
+// keys_per_row: n consecutive rows see at most keys_per_row + n - 1 keys. Reads the intervals, batch, lengths, cu_seqlens and
+// is_causal of params.
 BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_per_row);
 
-// keys [capacity], begins and ends [lists], as KeyListsView has them. A key is listed where its interval, the
-// sequence's length and, if params.is_causal, causality let a row of the tile see it. A list that would not fit in its
-// room is cut.
+// keys [capacity], begins and ends [lists], as in KeyListsView. Lists a key if its interval, the sequence length and, if
+// params.is_causal, causality let a row of the m_block see it. Truncates a list that exceeds its capacity.
 void bounded_lists_cuda(const AttentionParams& params, const BoundedListsPlan& plan, int32_t* keys, int64_t* begins,
                         int64_t* ends, cudaStream_t stream);
 

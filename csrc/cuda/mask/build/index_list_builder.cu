@@ -1,7 +1,6 @@
-// A block makes one list: it marks the keys that are named in a bit vector in shared memory, which puts them in order and
-// counts each once, and writes them down. Where not every row of the list sees all of them it goes over the indices once
-// more, and sets the bits of each row at the place that its key was given. Of very many keys it does so for one window of
-// them after the other.
+// A CTA builds one list: it sets a bit per listed key in shared memory, which sorts and deduplicates the keys, and writes
+// them. If rows of the list see different keys, a second pass over the indices sets each row's bit at the key's list
+// position. Long sequences are processed in windows of keys.
 #include "index_list_builder.h"
 
 #include "cuda/common/check.h"
@@ -16,8 +15,8 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kWords = 4096;          // of the bit vector
-constexpr int kWindow = kWords * 32;  // keys at a time
-constexpr int kAtOnce = 8;            // indices of a thread that are on their way together
+constexpr int kWindow = kWords * 32;  // keys per window
+constexpr int kAtOnce = 8;            // indices per thread in flight
 
 struct Lists {
     int heads, num_m_blocks, group_tiles, groups, group_rows;
@@ -30,7 +29,7 @@ struct Lists {
 
 struct SharedMemory {
     uint32_t named[kWords];  // bit j % 32 of word j / 32: key j of the window is listed
-    int before[kWords];      // how many of the words before are
+    int before[kWords];      // number of listed keys in earlier words
     int sums[kWarps];
 };
 
@@ -78,8 +77,8 @@ public:
 private:
     __device__ int tile_rows() const { return static_cast<int>(p_.indices.tile_rows); }
 
-    // Calls visit(key, rows) for every index that names one of the window's keys, counted from its first, and rows that
-    // see it, counted from the group's first.
+        // Calls visit(key, rows) for every index in the window: the key relative to the window, and the rows that see it relative
+        // to the group's first row.
     template <typename Visit>
     __device__ __forceinline__ void for_each_index(int first_key, int keys, const Visit& visit) const {
         const unsigned count = static_cast<unsigned>(p_.indices.count);
@@ -102,7 +101,7 @@ private:
         }
     }
 
-    // Of the rows of the group that share a row of indices.
+        // The same for the rows of the group that share one row of indices.
     __device__ RowRange rows_that_see(int key, int tile) const {
         const int64_t tile_begin = static_cast<int64_t>(tile) * tile_rows();
         RowRange rows{max(static_cast<int>(tile_begin), first_row_),
@@ -115,7 +114,7 @@ private:
         return {rows.begin - first_row_, rows.end - first_row_};
     }
 
-    // Fills `before`, and gives how many keys there are. A thread has some words that follow each other.
+        // Fills `before` and returns the number of keys. A thread scans consecutive words.
     __device__ int count_before(int words) {
         const int each = ceil_div(words, kThreads);
         const int first = min(static_cast<int>(threadIdx.x) * each, words), end = min(first + each, words);
@@ -182,10 +181,10 @@ private:
     SharedMemory& smem_;
     const Sequence sequence_;
     int first_row_, end_row_;  // of the group
-    int first_tile_;           // of rows of indices that the group lies across
-    unsigned total_;           // how many indices they hold
+    int first_tile_;           // the first row of indices that covers the group
+    unsigned total_;           // number of indices of the group
     const int32_t* indices_;
-    const int32_t* start_ = nullptr;  // of the sequence's keys, or null
+    const int32_t* start_ = nullptr;  // intervals of the sequence's keys, or null
     const int32_t* end_ = nullptr;
 };
 

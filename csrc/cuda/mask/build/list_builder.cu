@@ -1,5 +1,5 @@
-// Key lists are put together of chunks of keys: each chunk counts the keys that every row tile lists, the counts of the
-// chunks before are summed up, and from there on each chunk writes its keys, in order.
+// Builds key lists in chunks of keys: count the listed keys per (chunk, m_block), scan the counts, and write each chunk's keys
+// at its offset, in order.
 #include "list_builder.h"
 
 #include <algorithm>
@@ -19,18 +19,18 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kTileRows = KeyListsView::kRows;
 constexpr int kRowWords = kTileRows / 32;
 
-// The lists as kernels see them.
+// The lists as a kernel parameter.
 struct Lists {
     int batches, heads, num_m_blocks, chunks, chunk_keys;
-    int32_t* counts;             // [batches, heads, chunks, num_m_blocks]; once scanned, of the chunks before
-    unsigned long long* walked;  // keys in tiles that are not empty, of all lists; null where nobody asks
+    int32_t* counts;             // [batches, heads, chunks, num_m_blocks]; after the scan, of earlier chunks
+    unsigned long long* walked;  // keys in non-empty blocks, over all lists; or null
     const int64_t* begins;       // [lists]
     int64_t capacity;
     int32_t* keys;
     uint4* rows;
 };
 
-// One chunk of the list of one row tile.
+// One chunk of the list of one m_block.
 struct ListChunk {
     int batch, head, m_block, chunk;
 
@@ -42,7 +42,7 @@ struct ListChunk {
         const int64_t above = (static_cast<int64_t>(batch) * lists.heads + head) * lists.chunks + chunk;
         return lists.counts[above * lists.num_m_blocks + m_block];
     }
-    // Number `index` where row tiles are dealt out `tiles_at_once`; neighbours differ in their chunk.
+        // Chunk number `index` of a grid that covers `tiles_at_once` m_blocks per index; neighbours differ in their chunk.
     __device__ ListChunk(const Lists& lists, int64_t index, int tiles_at_once) {
         const int steps = ceil_div(lists.num_m_blocks, tiles_at_once);
         chunk = static_cast<int>(index % lists.chunks);
@@ -53,7 +53,7 @@ struct ListChunk {
     }
 };
 
-// Where a chunk writes its keys.
+// The output of a chunk.
 class ListWriter {
 public:
     __device__ ListWriter(const Lists& lists, const ListChunk& chunk)
@@ -67,7 +67,7 @@ public:
         put(at, key);
         if (at < lists_.capacity) lists_.rows[at] = rows;
     }
-    // A warp writes the keys of the lanes where `listed`.
+        // Appends the keys of the lanes with `listed`.
     template <typename... Rows>
     __device__ __forceinline__ void append_of_warp(bool listed, int key, Rows... rows) {
         const uint32_t ballot = __ballot_sync(~0u, listed);
@@ -78,7 +78,7 @@ public:
         constexpr int kAlign = KeyListsView::kAlign;
         return static_cast<int>((kAlign - at_ % kAlign) % kAlign);
     }
-    // The same for all lanes of a warp.
+        // Appends the keys of all lanes of a warp.
     template <typename... Rows>
     __device__ void pad_by_warp(Rows... zeros) {
         for (int i = lane_id(), end = padding(); i < end; i += 32) put(at_ + i, -1, zeros...);
@@ -89,15 +89,15 @@ private:
     int64_t at_;
 };
 
-// Calls visit(key) for the keys of a chunk that this thread's row tile lists, by its mask of intervals, in order. All
-// threads of a block call it together; their row tiles are neighbours.
+// Calls visit(key), in order, for the keys of a chunk whose interval intersects this thread's m_block. All threads of a CTA
+// call together; their m_blocks are neighbours.
 template <typename Visit>
 __device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, const Lists& lists,
                                                     const ListChunk& chunk, const Visit& visit) {
     struct alignas(16) GatheredKey {
         int key, first_tile, last_tile;
     };
-    __shared__ GatheredKey listed[kThreads];  // those of the last kThreads keys that any of the block's tiles lists
+    __shared__ GatheredKey listed[kThreads];  // of the last kThreads keys, those that any m_block of the CTA lists
     __shared__ int counts[kWarps];
 
     const Sequence s(p, chunk.batch);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, co
     }
 }
 
-// The chunk of this thread's row tile; a block has kThreads row tiles.
+// The chunk of this thread's m_block; a CTA has kThreads m_blocks.
 __device__ ListChunk chunk_of_thread(const Lists& lists) {
     ListChunk chunk(lists, blockIdx.x, kThreads);
     chunk.m_block += threadIdx.x;
@@ -148,13 +148,13 @@ __global__ void __launch_bounds__(kThreads)
     fill_intervals_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
     const ListChunk chunk = chunk_of_thread(lists);
     ListWriter list(lists, chunk);
-    // A tile that does not exist begins beyond the sequence's rows, where no interval reaches.
+        // An m_block that does not exist starts beyond the rows, where no interval reaches.
     for_each_listed_key(p, lists, chunk, [&](int key) { list.append(key); });
     if (chunk.exists(lists) && chunk.chunk == lists.chunks - 1)
         for (int i = list.padding(); i > 0; --i) list.append(-1);
 }
 
-// Counts of a bool mask's columns: the union of those of the tile's rows.
+// Counts a bool mask's visible keys: the union over the m_block's rows.
 __global__ void __launch_bounds__(kThreads)
     count_columns_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
     constexpr int kTile = PackedMask::kTile, kDown = kTileRows / kTile;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
     if (lane_id() == 0 && walked > 0) atomicAdd(lists.walked, walked);
 }
 
-// 128 keys of a row, 0 from `end` on.
+// Mask bits of 128 keys of a row, 0 from `end` on.
 __device__ __forceinline__ uint4 load_bits(const uint32_t* row, int first_key, int end) {
     const uint4 words = *reinterpret_cast<const uint4*>(row + first_key / 32);
     const int limit = end - first_key;
@@ -191,12 +191,12 @@ __device__ __forceinline__ uint4 load_bits(const uint32_t* row, int first_key, i
             words.w & bits_below(limit, 3)};
 }
 
-// One warp writes one chunk of a bool mask's list, 128 keys by 128 rows at a time.
+// One warp writes a chunk of a bool mask's list, 128 keys x 128 rows at a time.
 template <bool kRowsAlike>
 __global__ void __launch_bounds__(kThreads)
     fill_bits_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
     constexpr int kKeysAtOnce = 128;
-    if (lists.begins[0] < 0) return;  // none are made
+    if (lists.begins[0] < 0) return;  // no lists are built
     const PackedMask& mask = p.packed_mask;
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp_id();
     const ListChunk chunk(lists, index, 1);
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads)
             };
             append(words.x, 0), append(words.y, 1), append(words.z, 2), append(words.w, 3);
         } else {
-            uint32_t seen_by[kKeysAtOnce / 32][kRowWords];  // of the lane's keys, all rows
+            uint32_t seen_by[kKeysAtOnce / 32][kRowWords];  // rows that see the lane's keys
 #pragma unroll
             for (int w = 0; w < kRowWords; ++w) {
                 const int row = first_row + w * 32 + lane_id();
@@ -244,8 +244,8 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Counts to their sums over the chunks before, and lengths. A block has 32 neighbouring lists, one a lane, and each of
-// its warps a part of the chunks.
+// Exclusive scan of the counts over chunks; writes the list lengths. A CTA has 32 neighbouring lists, one per lane; its warps
+// split the chunks.
 __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_constant__ Lists lists, int64_t* lengths) {
     __shared__ int sums[kWarps][32];
     const int steps = ceil_div(lists.num_m_blocks, 32);
@@ -280,13 +280,13 @@ __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_cons
     if (warp_id() == 0) lengths[above * lists.num_m_blocks + m_block] = ceil_div<int64_t>(total, kAlign) * kAlign;
 }
 
-// Lengths, which stand where the ends will, to places. One block.
+// Scans the lengths, stored in `ends`, to begins and ends. One CTA.
 constexpr int kPlaceThreads = 1024;
-// walked: the keys in tiles that are not empty, where lists are made only if they hold at most `percent` of them; else null.
+// walked: keys in non-empty blocks; lists are built only if they hold at most `percent` of them. Null: always.
 __global__ void __launch_bounds__(kPlaceThreads)
     place_lists_kernel(int64_t lists, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
                        const unsigned long long* walked, int64_t percent) {
-    constexpr int kLists = 4;  // of a thread at a time
+    constexpr int kLists = 4;  // lists per thread and step
     __shared__ int64_t sums[2][kPlaceThreads / 32];
     const int64_t limit = capacity / KeyListsView::kAlign * KeyListsView::kAlign;
     int64_t before = 0;
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
     for (int64_t list = threadIdx.x; list < lists; list += kPlaceThreads) begins[list] = ends[list] = -1;
 }
 
-// The parts of the scratch memory, each a multiple of 16 bytes.
+// Parts of the scratch memory, each a multiple of 16 bytes.
 struct Scratch {
     int64_t walked, counts, bytes;
     explicit Scratch(const KeyListsPlan& plan) {
@@ -358,7 +358,7 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream, 
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-// Blocks where a thread has one chunk of one list.
+// Grid size with one thread per chunk of a list.
 int64_t blocks_of_threads(const KeyListsPlan& plan) {
     return plan.batches * plan.heads * plan.chunks * ceil_div<int64_t>(plan.num_m_blocks, kThreads);
 }
@@ -370,13 +370,13 @@ KeyListsPlan plan_key_lists(const AttentionParams& params) {
     using namespace cuda;
     KeyListsPlan plan;
     const bool varlen = params.cu_seqlens_q != nullptr;
-    const bool is_bool = params.mask.present();  // a mask without elements has no lists to make
+    const bool is_bool = params.mask.present();  // a mask without elements has no lists
     plan.heads = is_bool ? params.mask.heads : params.intervals.heads;
     plan.batches = varlen ? params.batch : is_bool ? params.mask.batches : params.intervals.batches;
     plan.row_broadcast = is_bool && params.mask.per_key;
     plan.has_rows = is_bool && !plan.row_broadcast;
     plan.num_m_blocks = plan.row_broadcast ? 1 : ceil_div(params.seqlen_q, KeyListsView::kRows);
-    // Small chunks spread the work; their counts must not take much memory.
+        // Small chunks balance the load, but their counts must stay small.
     constexpr int64_t kMaxCounts = 8 << 20;
     const auto chunks = [&] { return std::max<int64_t>(ceil_div(params.seqlen_k, plan.chunk_keys), 1); };
     for (plan.chunk_keys = kThreads; chunks() > 1 && plan.lists() * chunks() > kMaxCounts;) plan.chunk_keys *= 2;
@@ -390,7 +390,7 @@ int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& 
     const int64_t rows = params.seqlen_q, keys = params.seqlen_k, seeing = std::min(rows, keys);  // rows that see a key
     const int64_t pairs = params.is_causal ? seeing * keys - seeing * (seeing - 1) / 2 : rows * keys;
     constexpr int64_t kAlign = KeyListsView::kAlign;
-    const int64_t walked = pairs / KeyListsView::kRows + keys;  // or a few more: the last tile of rows counts whole
+    const int64_t walked = pairs / KeyListsView::kRows + keys;  // an upper bound: the last m_block counts as full
     const int64_t of_head = ceil_div(walked / 2, kAlign) + plan.num_m_blocks;  // with padding
     return plan.batches * plan.heads * of_head * kAlign;
 }

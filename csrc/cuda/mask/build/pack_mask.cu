@@ -1,4 +1,4 @@
-// A bool mask to bits, and what each tile of 64 rows by 64 keys holds; the mask is read once.
+// Packs a bool mask to bits and summarizes each block of 64 rows x 64 keys. Reads the mask once.
 #include <algorithm>
 #include <stdexcept>
 
@@ -14,16 +14,16 @@ namespace {
 constexpr int kTile = PackedMask::kTile;
 constexpr int kWarps = 8;
 constexpr int kRowsPerWarp = kTile / kWarps;
-constexpr int kKeys = 512;  // of one block: 16 a lane
+constexpr int kKeys = 512;  // per CTA: 16 per lane
 constexpr int kWords = kKeys / 32;
 
-// Four bools to four bits.
+// Packs four bools to four bits.
 __device__ __forceinline__ uint32_t to_bits(uint32_t bools) {
     return (__vminu4(bools, 0x01010101u) * 0x10204080u) >> 28;
 }
 
-// This warp's words of one row: lane i < 16 gets the keys [first_key + 32 i, first_key + 32 (i + 1)), 0 from `end` on.
-// Aligned rows of contiguous keys are read 16 bytes a lane.
+// Packs a row's words of this warp: lane i < 16 returns the keys [first_key + 32 i, first_key + 32 (i + 1)), 0 from `end` on.
+// Reads aligned rows of contiguous keys 16 bytes per lane.
 struct VectorReader {
     static constexpr int kRegisters = 4;
     static __device__ __forceinline__ void read(uint32_t (&raw)[4], const uint8_t* row, int64_t, int first_key,
@@ -45,7 +45,7 @@ struct VectorReader {
         return low | high << 16;
     }
 };
-// Any strides.
+// The same for any strides.
 struct ScalarReader {
     static constexpr int kRegisters = 1;
     static __device__ __forceinline__ void read(uint32_t (&raw)[1], const uint8_t* row, int64_t col_stride,
@@ -59,7 +59,7 @@ struct ScalarReader {
     static __device__ __forceinline__ uint32_t word(const uint32_t (&raw)[1]) { return raw[0]; }
 };
 
-// One block packs 64 rows by 512 keys of one batch and mask head.
+// A CTA packs 64 rows x 512 keys of one batch element and mask head.
 template <typename Reader>
 __global__ void __launch_bounds__(kWarps * 32)
     pack_mask_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ PackedMask packed) {
@@ -75,12 +75,12 @@ __global__ void __launch_bounds__(kWarps * 32)
     const int first_row = m_block * kTile;
     if (first_row >= rows) return;
     const int last_row = min(first_row + kTile, rows) - 1;
-    // Key tiles that causality hides from all of the rows are not read.
+        // Does not read n_blocks that causality hides from all rows.
     const bool is_cut = p.is_causal && !row_broadcast;
     int end = s.keys;
     if (is_cut) end = min(end, ceil_div(s.causal_end(last_row), kTile) * kTile);
 
-    const int tile = threadIdx.x;  // of 64 keys, of the block's
+    const int tile = threadIdx.x;  // 64-key block of the CTA
     const auto summarize = [&](uint64_t columns, bool full) {
         const int64_t at = batch * packed.tiles_batch_stride + head * packed.tiles_head_stride +
                            m_block * packed.tiles_row_stride + first_key / kTile + tile;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kWarps * 32)
         all &= word;
     }
     if (lane < kWords) {
-        const int valid = s.keys - key;  // what lies beyond the last key hides nothing
+        const int valid = s.keys - key;  // padding keys do not make a block mixed
         any_visible[warp_id()][lane] = any;
         all_visible[warp_id()][lane] = all | (valid >= 32 ? 0u : valid <= 0 ? ~0u : ~0u << valid);
     }
@@ -169,7 +169,7 @@ void pack_mask_cuda(const AttentionParams& params, const PackedMask& packed, cud
         packed.batches * packed.heads * packed.num_m_blocks * ceil_div<int64_t>(packed.words, kWords);
     const MaskView& mask = params.mask;
     const auto aligned = [](int64_t stride) { return stride % 16 == 0; };
-    const bool sequences_aligned = params.cu_seqlens_q == nullptr || !mask.per_key;  // else they start at any key
+    const bool sequences_aligned = params.cu_seqlens_q == nullptr || !mask.per_key;  // else a sequence may start at any key
     const bool vector = mask.col_stride == 1 && aligned(reinterpret_cast<intptr_t>(mask.data)) && sequences_aligned &&
                         aligned(mask.batch_stride) && aligned(mask.head_stride) && aligned(mask.row_stride);
     const auto kernel = vector ? pack_mask_kernel<VectorReader> : pack_mask_kernel<ScalarReader>;

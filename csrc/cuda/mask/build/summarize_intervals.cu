@@ -1,4 +1,4 @@
-// What the intervals of each 64 keys have in common.
+// Summarizes the intervals of each block of 64 keys.
 #include <climits>
 #include <stdexcept>
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One warp a tile, two keys a lane.
+// One warp per block, two keys per lane.
 __global__ void __launch_bounds__(kThreads)
     summarize_intervals_kernel(const __grid_constant__ AttentionParams p,
                                const __grid_constant__ IntervalSummaries tiles) {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
         const RowRange rows = exists ? rows_of_key(p, s, offset, key) : RowRange{0, 0};
         const uint64_t seen = __ballot_sync(~0u, !rows.empty());
         tile.seen |= seen << half * 32;
-        if (!exists) continue;  // what lies beyond the last key hides nothing
+        if (!exists) continue;  // padding keys do not make a block mixed
         if (rows.empty()) {
             tile.last_begin = INT_MAX;
         } else {
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
 
 IntervalSummaries plan_interval_summaries(const AttentionParams& params) {
     const IntervalView& intervals = params.intervals;
-    // Causality and lengths count, too, and they differ.
+        // Summaries include causality and lengths, which may differ between batch elements.
     const bool own_lengths = params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
     const int64_t batches = own_lengths ? params.batch : intervals.batches;
     IntervalSummaries tiles;

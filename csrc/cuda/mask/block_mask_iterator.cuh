@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda {
 
-// What the block summaries say about an m_block x n_block. Bit j % 32 of columns[j / 32]: a row may see key j of the block.
-// Bits beyond the sequence are undefined.
+// What the block summaries say about an m_block x n_block. Bit j % 32 of columns[j / 32]: a row may see key j of the
+// block. Bits beyond the sequence are undefined.
 template <int kKeys>
 struct BlockSummary {
     static constexpr int kWords = kKeys / 32;
@@ -39,7 +39,8 @@ public:
         }
     }
 
-        // Summary of rows [first_row, last_row] and keys [n_block * kKeys, (n_block + 1) * kKeys), without causality and lengths.
+        // Summary of rows [first_row, last_row] and keys [n_block * kKeys, (n_block + 1) * kKeys), without causality
+        // and lengths.
     __device__ BlockSummary<kKeys> of(int first_row, int last_row, int n_block) const {
         BlockSummary<kKeys> summary;
         summary.full = true;
@@ -118,8 +119,8 @@ private:
     const IntervalBlockSummary* tiles_ = nullptr;  // the first summary of an interval mask
 };
 
-// Tests 32 candidate blocks at a time, one per lane, so that the mainloop waits for summaries once per 32 blocks. All lanes
-// of a warp call together and get the same result.
+// Tests 32 candidate blocks at a time, one per lane, so that the mainloop waits for summaries once per 32 blocks. All
+// lanes of a warp call together and get the same result.
 struct BlockMaskIterator {
     int next;              // the first untested candidate
     uint32_t pending = 0;  // active candidates among the 32 before `next`
@@ -150,8 +151,8 @@ struct BlockRange {
     int begin, end;
 };
 
-// Narrows [0, end), in steps of 32, to the blocks whose row range rows_of(block) intersects `rows`. For masks that hide long
-// stretches, such as windows: tests 128 blocks per step.
+// Narrows [0, end), in steps of 32, to the blocks whose row range rows_of(block) intersects `rows`. For masks that hide
+// long stretches, such as windows: tests 128 blocks per step.
 template <typename RowsOf>
 __device__ __forceinline__ BlockRange active_block_range(int end, RowRange rows, const RowsOf& rows_of) {
     constexpr int kAtOnce = 4;

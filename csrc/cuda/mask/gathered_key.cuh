@@ -30,7 +30,8 @@ public:
         return key;
     }
 
-        // Writes which rows see the key, and its bias. Returns its position, or -1 if no row sees it; such a key may hold anything.
+        // Writes which rows see the key, and its bias. Returns its position, or -1 if no row sees it; such a key may
+        // hold anything.
     __device__ __forceinline__ int look(const GatheredKey& key, uint32_t (&words)[KeyList::kWords], float& bias) const {
         SeeingRows seeing = list_.seeing(key.rows, key.place, s_, p_.is_causal);
         bias = kBias == BiasKind::kKey ? key_bias_of<T>(p_.bias, key.bias) : 0;

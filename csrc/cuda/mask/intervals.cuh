@@ -28,8 +28,8 @@ __device__ __forceinline__ RowRange rows_of_key(const AttentionParams& p, const 
     return {max(min(p.intervals.start[at], s.rows), begin), max(min(p.intervals.end[at], s.rows), 0)};
 }
 
-// The key intervals of an n_block, one key per lane, split among the warps of kThreads threads. Fetched early, then expanded
-// to mask bits.
+// The key intervals of an n_block, one key per lane, split among the warps of kThreads threads. Fetched early, then
+// expanded to mask bits.
 template <int kThreads, int kWords>
 class BlockIntervals {
 public:
@@ -77,8 +77,8 @@ private:
     RowRange rows_[kOwn];
 };
 
-// Copies the (start, end) intervals of kKeys keys to shared memory by cp.async; the caller commits. Skips keys beyond the
-// sequence. `offset` is that of the sequence's first key.
+// Copies the (start, end) intervals of kKeys keys to shared memory by cp.async; the caller commits. Skips keys beyond
+// the sequence. `offset` is that of the sequence's first key.
 template <int kKeys>
 __device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParams& p, const Sequence& s, int64_t offset,
                                                int first_key) {
@@ -89,8 +89,8 @@ __device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParam
     cp_async<4>(to + threadIdx.x * 8 + 4, p.intervals.end + at);
 }
 
-// Which of 32 keys a row sees by their intervals. Only this lane's keys of an accumulator fragment are tested; the bits of
-// the others are 0.
+// Which of 32 keys a row sees by their intervals. Only this lane's keys of an accumulator fragment are tested; the bits
+// of the others are 0.
 __device__ __forceinline__ uint32_t keys_seen(const int2* intervals, int row) {
     const int first_key = opaque(fragment_col());  // keeps its multiples out of registers across the caller's loop
     uint32_t seen = 0;

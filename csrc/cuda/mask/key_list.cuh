@@ -20,7 +20,8 @@ struct SeeingRows {
     int first_bit;  // row of bit 0
     uint4 bits;
 
-        // Bit i % 32 of word i / 32: row first + i sees the key. With bits, `first` is the first row of the list's m_block.
+        // Bit i % 32 of word i / 32: row first + i sees the key. With bits, `first` is the first row of the list's
+        // m_block.
     __device__ __forceinline__ void of_tile(int first, uint32_t (&words)[4]) const {
         const uint32_t memory[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll

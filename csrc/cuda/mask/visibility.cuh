@@ -16,8 +16,8 @@ constexpr float kLeastFinite = std::is_same_v<T, half_t>       ? -65504.f
                                : std::is_same_v<T, bfloat16_t> ? -0x1.fep127f
                                                                : -FLT_MAX;
 
-// Visible keys of this lane's accumulator rows, 32 keys per word, first key in the lowest bit. Element [2 m + h] belongs to
-// row 16 m + 8 h + fragment_row().
+// Visible keys of this lane's accumulator rows, 32 keys per word, first key in the lowest bit. Element [2 m + h]
+// belongs to row 16 m + 8 h + fragment_row().
 template <int kMTiles, int kNTiles>
 using VisibleKeys = uint32_t[kMTiles * 2][kNTiles / 4];
 
@@ -58,8 +58,8 @@ __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4], co
     }
 }
 
-// x = -inf where a dense bias hides a score. Only needed for rows whose other scores are hidden too. at(row, key) returns
-// the address of the bias.
+// x = -inf where a dense bias hides a score. Only needed for rows whose other scores are hidden too. at(row, key)
+// returns the address of the bias.
 template <typename T, int kMTiles, int kNTiles, typename At>
 __device__ __forceinline__ void apply_bias_mask(float (&acc)[kMTiles][kNTiles][4], const At& at) {
 #pragma unroll

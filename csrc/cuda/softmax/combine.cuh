@@ -1,5 +1,5 @@
-// Split-KV reduction: out = sum over splits s of exp(lse_s - lse) out_s, in the order of the splits. The last CTA to finish
-// computes it.
+// Split-KV reduction: out = sum over splits s of exp(lse_s - lse) out_s, in the order of the splits. The last CTA to
+// finish computes it.
 #pragma once
 
 #include "cuda/plan.h"

@@ -26,9 +26,9 @@ struct OnlineSoftmax {
         }
     }
 
-        // Replaces scores by exp(score - base). correct(i, factor) rescales row i of the output accumulator to the new base.
-        // hide_extremes() is called before a row maximum becomes a finite number below `extreme`, and may set scores to -inf.
-        // await_out() is called when the maxima are known, before the accumulator is rescaled.
+        // Replaces scores by exp(score - base). correct(i, factor) rescales row i of the output accumulator to the new
+        // base. hide_extremes() is called before a row maximum becomes a finite number below `extreme`, and may set
+        // scores to -inf. await_out() is called when the maxima are known, before the accumulator is rescaled.
     template <int kNTiles, typename HideExtremes, typename Correct, typename AwaitOut = void (*)()>
     __device__ __forceinline__ void update(
         float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme, const HideExtremes& hide_extremes,
@@ -117,7 +117,8 @@ struct OnlineSoftmax {
         }
     }
 
-        // Returns 1 / sum of row i and writes its lse (scores times `unit` are natural exponents); 0 and -inf for an empty row.
+        // Returns 1 / sum of row i and writes its lse (scores times `unit` are natural exponents); 0 and -inf for an
+        // empty row.
     __device__ __forceinline__ float finish(int i, float unit, float& lse) {
         const float total = row_sum(sum[i]);
         const bool empty = total == 0;

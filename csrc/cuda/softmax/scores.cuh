@@ -1,5 +1,5 @@
-// Score arithmetic on accumulators (fragment.cuh): scale, softcap, bias, and the derivative. Shared by forward and backward,
-// dense and gathered kernels, sm80 and sm90.
+// Score arithmetic on accumulators (fragment.cuh): scale, softcap, bias, and the derivative. Shared by forward and
+// backward, dense and gathered kernels, sm80 and sm90.
 #pragma once
 
 #include <cfloat>
@@ -71,8 +71,8 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
     }
 }
 
-// x = scale * x + dense bias. The accumulator's origin is (row, col) of the shared-memory tile `bias`, which is read kAhead
-// (0 or 1) steps ahead.
+// x = scale * x + dense bias. The accumulator's origin is (row, col) of the shared-memory tile `bias`, which is read
+// kAhead (0 or 1) steps ahead.
 template <typename T, int kAhead, int kMTiles, int kNTiles, typename Tile>
 __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles][4], float scale, const Tile& bias,
                                                    int row, int col) {
@@ -98,9 +98,9 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
     }
 }
 
-// lse times log2(e), +inf for empty rows and rows beyond the sequence, so that exp2(x - lse) is 0. It is 0 for scores that
-// a bias hides as well, because lse is larger by at least the spacing of biases near finfo.min (32 for float16). The
-// product must not overflow to -inf.
+// lse times log2(e), +inf for empty rows and rows beyond the sequence, so that exp2(x - lse) is 0. It is 0 for scores
+// that a bias hides as well, because lse is larger by at least the spacing of biases near finfo.min (32 for float16).
+// The product must not overflow to -inf.
 __device__ __forceinline__ float lse_to_log2(float lse, bool exists) {
     return exists && lse != -kInfinity ? max_or_nan(lse * kLog2E, -FLT_MAX) : kInfinity;
 }

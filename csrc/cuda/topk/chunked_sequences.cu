@@ -1,8 +1,9 @@
 // A sequence's eviction times (eviction_order.cuh) are cut into chunks, and one CTA finds the keys evicted in a chunk.
 //
-// Before the chunk's first time, the window holds the w largest keys so far. Each time evicts the smallest, so n times can
-// evict only the n smallest of the window and the n keys that arrive. A CTA holds the ranks of all earlier keys, finds the
-// rank of the window's smallest and n-th smallest by bisection, and sorts these n keys together with the arriving ones.
+// Before the chunk's first time, the window holds the w largest keys so far. Each time evicts the smallest, so n times
+// can evict only the n smallest of the window and the n keys that arrive. A CTA holds the ranks of all earlier keys,
+// finds the rank of the window's smallest and n-th smallest by bisection, and sorts these n keys together with the
+// arriving ones.
 //
 #include "chunked_sequences.h"
 

@@ -5,8 +5,8 @@
 
 namespace flash_dmattn::cuda {
 
-// Whether this is the fastest path: fixed length, neither short nor longer than a CTA holds, few enough that all CTAs run at
-// once, and some keys are evicted. float16, bfloat16 and float32.
+// Whether this is the fastest path: fixed length, neither short nor longer than a CTA holds, few enough that all CTAs
+// run at once, and some keys are evicted. float16, bfloat16 and float32.
 bool suits_chunks(const SelectParams& params);
 
 void select_chunked_sequences(const Sequences& sequences, const BiasView& bias, cudaStream_t stream);

@@ -1,13 +1,13 @@
 // When each key is evicted from the top-w window, for the keys of one CTA in shared memory.
 //
 // Sort the keys of a sequence ascending by (bias, position). When key w + t arrives (eviction time t = 0, 1, ..), the
-// smallest key in the window is evicted, so each time evicts exactly one key (w further times, which never happen, take the
-// keys that stay). In ascending order, each key takes the first free time at or after its arrival; key j arrives at time
-// max(j - w, 0).
+// smallest key in the window is evicted, so each time evicts exactly one key (w further times, which never happen, take
+// the keys that stay). In ascending order, each key takes the first free time at or after its arrival; key j arrives at
+// time max(j - w, 0).
 //
-// Divide and conquer: among the keys evicted within a range of times, those evicted in the first half of the range are the
-// first ones in order that have arrived by its middle, as many as the half has times, because every key that stays is
-// larger. A stable partition separates the halves, down to single times.
+// Divide and conquer: among the keys evicted within a range of times, those evicted in the first half of the range are
+// the first ones in order that have arrived by its middle, as many as the half has times, because every key that stays
+// is larger. A stable partition separates the halves, down to single times.
 #pragma once
 
 #include "cuda/mask/bits.cuh"
@@ -29,7 +29,8 @@ public:
         int counts[kWarps];
     };
 
-    // smem.keys holds the `turns` keys that are evicted at times first_time, first_time + 1, ..; visible to all threads.
+    // smem.keys holds the `turns` keys that are evicted at times first_time, first_time + 1, ..; visible to all
+    // threads.
     __device__ EvictionOrder(SharedStorage& smem, int times, int first_time, int window)
         : smem_(smem), times_(times), first_time_(first_time), window_(window), first_(warp_id() * kOfWarp) {}
 

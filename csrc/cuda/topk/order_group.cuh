@@ -40,8 +40,8 @@ struct alignas(16) Group {
         return largest_size > kMax;
     }
 
-    // Histograms the digit at bit kShift of each order that matches `known` above that digit. `counts` is the shared-memory
-    // address of the bin of digit 0.
+    // Histograms the digit at bit kShift of each order that matches `known` above that digit. `counts` is the
+    // shared-memory address of the bin of digit 0.
     template <int kShift>
     __device__ void count(uint32_t counts, uint32_t known) const {
         constexpr uint32_t kAbove = static_cast<Bits>(~Bits{0} << kShift << kDigit);

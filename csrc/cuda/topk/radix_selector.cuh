@@ -1,12 +1,12 @@
-// Top-k selection for few query rows (decoding): radix select from the bias straight to key lists. The CTAs of a cluster
-// share a list, each with a part of its keys.
+// Top-k selection for few query rows (decoding): radix select from the bias straight to key lists. The CTAs of a
+// cluster share a list, each with a part of its keys.
 //
-// First row: the w-th largest bias is found digit by digit, from the highest. Each CTA histograms the digit of the keys that
-// match the digits found so far, and the histograms are summed over DSMEM. Then every larger key is listed, and the last of
-// the equal ones. Prefix sums over threads, warps and CTAs keep the keys in order.
+// First row: the w-th largest bias is found digit by digit, from the highest. Each CTA histograms the digit of the keys
+// that match the digits found so far, and the histograms are summed over DSMEM. Then every larger key is listed, and
+// the last of the equal ones. Prefix sums over threads, warps and CTAs keep the keys in order.
 //
-// Each further row adds one key and evicts the smallest if there are more than w. Only the rows - 1 smallest keys of the
-// first row can be evicted, so one warp simulates all rows with these and the new keys.
+// Each further row adds one key and evicts the smallest if there are more than w. Only the rows - 1 smallest keys of
+// the first row can be evicted, so one warp simulates all rows with these and the new keys.
 #pragma once
 
 #include "cuda/arch/cluster.cuh"

@@ -1,9 +1,10 @@
-// Top-k intervals of long sequences. The keys of all sequences are sorted ascending, partitioned into chunks of eviction times,
-// and one CTA finds the times of a chunk (eviction_order.cuh). Shorter sequences have files of their own.
+// Top-k intervals of long sequences. The keys of all sequences are sorted ascending, partitioned into chunks of
+// eviction times, and one CTA finds the times of a chunk (eviction_order.cuh). Shorter sequences have files of their
+// own.
 //
-// A node is a range of eviction times. Two launches partition its keys into up to 32 children at once: a key goes to the first
-// child by whose end it has arrived and which the keys before it in order have not filled, so the number of earlier keys per
-// arrival child decides.
+// A node is a range of eviction times. Two launches partition its keys into up to 32 children at once: a key goes to
+// the first child by whose end it has arrived and which the keys before it in order have not filled, so the number of
+// earlier keys per arrival child decides.
 //
 #include <algorithm>
 #include <utility>
@@ -33,8 +34,8 @@ int bits_for(int64_t values) {  // 0 .. values - 1
     return bits;
 }
 
-// Numbers the chunks of all sequences consecutively. With variable length, a sequence b that starts after x keys has chunks
-// from x / kChunk + b on, so some numbers have no chunk.
+// Numbers the chunks of all sequences consecutively. With variable length, a sequence b that starts after x keys has
+// chunks from x / kChunk + b on, so some numbers have no chunk.
 int64_t chunks_of(const Sequences& all) {
     if (!all.varlen()) return static_cast<int64_t>(all.count()) * ceil_div(all.keys, kChunk);
     return static_cast<int64_t>(all.heads) * (all.keys / kChunk + all.batches);

@@ -1,9 +1,9 @@
-// Top-k selection: from a key bias to the w keys of largest bias among each row's causal keys, as intervals (many rows) or
-// key lists (1 to 16 rows, decoding).
+// Top-k selection: from a key bias to the w keys of largest bias among each row's causal keys, as intervals (many rows)
+// or key lists (1 to 16 rows, decoding).
 //
 // On ties the later key wins. A key whose bias is -inf or finfo(dtype).min is never selected. A NaN bias fails a device
-// assertion. Row i of Sq stands at key i + (Sk - Sq). Nothing synchronizes with the host; every call can be captured in a
-// CUDA graph.
+// assertion. Row i of Sq stands at key i + (Sk - Sq). Nothing synchronizes with the host; every call can be captured in
+// a CUDA graph.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,8 +22,8 @@ struct SelectParams {
     int64_t window = 0;   // w
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1], variable length
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]
-    // [B], or null: number of keys of each batch element, clamped to [0, Sk]. The last row stands at the last of them; keys
-    // beyond are not read. select_key_lists_cuda only.
+    // [B], or null: number of keys of each batch element, clamped to [0, Sk]. The last row stands at the last of them;
+    // keys beyond are not read. select_key_lists_cuda only.
     const int32_t* seqused_k = nullptr;
 };
 
@@ -40,9 +40,9 @@ struct IntervalSelectPlan {
 
 IntervalSelectPlan plan_select_intervals(const SelectParams& params);
 
-// intervals: int32 [2, batches, heads, Sk], variable length [2, total_k, heads], contiguous: starts, then ends, in rows of the
-// sequence, as IntervalView reads them. Both are at least 0; a key that no row sees has end <= start. Both are 0 for keys
-// behind the last sequence.
+// intervals: int32 [2, batches, heads, Sk], variable length [2, total_k, heads], contiguous: starts, then ends, in rows
+// of the sequence, as IntervalView reads them. Both are at least 0; a key that no row sees has end <= start. Both are 0
+// for keys behind the last sequence.
 void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan& plan, void* scratch,
                            int32_t* intervals, cudaStream_t stream);
 
@@ -59,9 +59,9 @@ struct RadixSelectPlan {
 
 RadixSelectPlan plan_select_key_lists(const SelectParams& params);
 
-// keys [capacity], begins and ends [lists], rows [capacity, KeyListsView::kRows / 32] (null if !has_rows), as in KeyListsView:
-// keys ascending, padded with -1 (rows: 0) to a multiple of KeyListsView::kAlign. The rows' bits include causality; a single
-// row sees its whole list.
+// keys [capacity], begins and ends [lists], rows [capacity, KeyListsView::kRows / 32] (null if !has_rows), as in
+// KeyListsView: keys ascending, padded with -1 (rows: 0) to a multiple of KeyListsView::kAlign. The rows' bits include
+// causality; a single row sees its whole list.
 void select_key_lists_cuda(const SelectParams& params, const RadixSelectPlan& plan, int32_t* keys, int64_t* begins,
                            int64_t* ends, uint32_t* rows, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// A CTA builds the lists of some neighbouring m_blocks. It scans the keys and collects, in order, those that any of its rows
-// sees. When the buffer is full, its warps write the keys of each m_block.
+// A CTA builds the lists of some neighbouring m_blocks. It scans the keys and collects, in order, those that any of its
+// rows sees. When the buffer is full, its warps write the keys of each m_block.
 #include "bounded_list_builder.h"
 
 #include <algorithm>

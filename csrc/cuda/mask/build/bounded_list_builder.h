@@ -1,5 +1,5 @@
-// Builds the key lists of an interval mask whose rows see a bounded number of keys. Every list has the same capacity, so they
-// are written in one pass without counting and without a host synchronization.
+// Builds the key lists of an interval mask whose rows see a bounded number of keys. Every list has the same capacity,
+// so they are written in one pass without counting and without a host synchronization.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,12 +19,12 @@ struct BoundedListsPlan {
     int64_t lists() const { return batches * heads * num_m_blocks; }
 };
 
-// keys_per_row: n consecutive rows see at most keys_per_row + n - 1 keys. Reads the intervals, batch, lengths, cu_seqlens and
-// is_causal of params.
+// keys_per_row: n consecutive rows see at most keys_per_row + n - 1 keys. Reads the intervals, batch, lengths,
+// cu_seqlens and is_causal of params.
 BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_per_row);
 
-// keys [capacity], begins and ends [lists], as in KeyListsView. Lists a key if its interval, the sequence length and, if
-// params.is_causal, causality let a row of the m_block see it. Truncates a list that exceeds its capacity.
+// keys [capacity], begins and ends [lists], as in KeyListsView. Lists a key if its interval, the sequence length and,
+// if params.is_causal, causality let a row of the m_block see it. Truncates a list that exceeds its capacity.
 void bounded_lists_cuda(const AttentionParams& params, const BoundedListsPlan& plan, int32_t* keys, int64_t* begins,
                         int64_t* ends, cudaStream_t stream);
 

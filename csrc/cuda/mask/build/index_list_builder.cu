@@ -1,6 +1,6 @@
-// A CTA builds one list: it sets a bit per listed key in shared memory, which sorts and deduplicates the keys, and writes
-// them. If rows of the list see different keys, a second pass over the indices sets each row's bit at the key's list
-// position. Long sequences are processed in windows of keys.
+// A CTA builds one list: it sets a bit per listed key in shared memory, which sorts and deduplicates the keys, and
+// writes them. If rows of the list see different keys, a second pass over the indices sets each row's bit at the key's
+// list position. Long sequences are processed in windows of keys.
 #include "index_list_builder.h"
 
 #include "cuda/common/check.h"
@@ -77,8 +77,8 @@ public:
 private:
     __device__ int tile_rows() const { return static_cast<int>(p_.indices.tile_rows); }
 
-        // Calls visit(key, rows) for every index in the window: the key relative to the window, and the rows that see it relative
-        // to the group's first row.
+        // Calls visit(key, rows) for every index in the window: the key relative to the window, and the rows that see
+        // it relative to the group's first row.
     template <typename Visit>
     __device__ __forceinline__ void for_each_index(int first_key, int keys, const Visit& visit) const {
         const unsigned count = static_cast<unsigned>(p_.indices.count);

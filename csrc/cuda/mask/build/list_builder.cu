@@ -1,5 +1,5 @@
-// Builds key lists in chunks of keys: count the listed keys per (chunk, m_block), scan the counts, and write each chunk's keys
-// at its offset, in order.
+// Builds key lists in chunks of keys: count the listed keys per (chunk, m_block), scan the counts, and write each
+// chunk's keys at its offset, in order.
 #include "list_builder.h"
 
 #include <algorithm>
@@ -42,7 +42,8 @@ struct ListChunk {
         const int64_t above = (static_cast<int64_t>(batch) * lists.heads + head) * lists.chunks + chunk;
         return lists.counts[above * lists.num_m_blocks + m_block];
     }
-        // Chunk number `index` of a grid that covers `tiles_at_once` m_blocks per index; neighbours differ in their chunk.
+        // Chunk number `index` of a grid that covers `tiles_at_once` m_blocks per index; neighbours differ in their
+        // chunk.
     __device__ ListChunk(const Lists& lists, int64_t index, int tiles_at_once) {
         const int steps = ceil_div(lists.num_m_blocks, tiles_at_once);
         chunk = static_cast<int>(index % lists.chunks);
@@ -89,8 +90,8 @@ private:
     int64_t at_;
 };
 
-// Calls visit(key), in order, for the keys of a chunk whose interval intersects this thread's m_block. All threads of a CTA
-// call together; their m_blocks are neighbours.
+// Calls visit(key), in order, for the keys of a chunk whose interval intersects this thread's m_block. All threads of a
+// CTA call together; their m_blocks are neighbours.
 template <typename Visit>
 __device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, const Lists& lists,
                                                     const ListChunk& chunk, const Visit& visit) {
@@ -244,8 +245,8 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Exclusive scan of the counts over chunks; writes the list lengths. A CTA has 32 neighbouring lists, one per lane; its warps
-// split the chunks.
+// Exclusive scan of the counts over chunks; writes the list lengths. A CTA has 32 neighbouring lists, one per lane; its
+// warps split the chunks.
 __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_constant__ Lists lists, int64_t* lengths) {
     __shared__ int sums[kWarps][32];
     const int steps = ceil_div(lists.num_m_blocks, 32);

@@ -1,7 +1,7 @@
-// Builds the key lists of KeyListsView (params.h) from params.mask or params.intervals in two steps: offsets of the lists,
-// then their keys. Lists a key if the mask, the sequence length and, if params.is_causal, causality let a row of the m_block
-// see it; if one list serves all rows, the attention kernels apply causality. Reads the mask, batch, lengths and cu_seqlens of
-// params.
+// Builds the key lists of KeyListsView (params.h) from params.mask or params.intervals in two steps: offsets of the
+// lists, then their keys. Lists a key if the mask, the sequence length and, if params.is_causal, causality let a row of
+// the m_block see it; if one list serves all rows, the attention kernels apply causality. Reads the mask, batch,
+// lengths and cu_seqlens of params.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,8 +27,8 @@ struct KeyListsPlan {
 
 KeyListsPlan plan_key_lists(const AttentionParams& params);
 
-// Capacity where lists are built only if they are short: half of the causal keys, to bound the memory of lists that are not
-// built.
+// Capacity where lists are built only if they are short: half of the causal keys, to bound the memory of lists that are
+// not built.
 int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& plan);
 
 // params.packed_mask of a bool mask has been filled.
@@ -41,8 +41,8 @@ void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& pla
                           void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
                           cudaStream_t stream);
 
-// Writes keys [capacity] and rows [capacity, KeyListsView::kRows / 32]; the row bits of padding are 0. Writes nothing beyond
-// `capacity`.
+// Writes keys [capacity] and rows [capacity, KeyListsView::kRows / 32]; the row bits of padding are 0. Writes nothing
+// beyond `capacity`.
 void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
                         const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream);
 

@@ -22,8 +22,8 @@ __device__ __forceinline__ uint32_t to_bits(uint32_t bools) {
     return (__vminu4(bools, 0x01010101u) * 0x10204080u) >> 28;
 }
 
-// Packs a row's words of this warp: lane i < 16 returns the keys [first_key + 32 i, first_key + 32 (i + 1)), 0 from `end` on.
-// Reads aligned rows of contiguous keys 16 bytes per lane.
+// Packs a row's words of this warp: lane i < 16 returns the keys [first_key + 32 i, first_key + 32 (i + 1)), 0 from
+// `end` on. Reads aligned rows of contiguous keys 16 bytes per lane.
 struct VectorReader {
     static constexpr int kRegisters = 4;
     static __device__ __forceinline__ void read(uint32_t (&raw)[4], const uint8_t* row, int64_t, int first_key,

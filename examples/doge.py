@@ -36,7 +36,7 @@ from train_lm import (
     option,
     print_samples,
     random_batch,
-    with_progress,
+    track,
 )
 from transformers import DogeConfig, DogeForCausalLM
 
@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
         model = build_model(config, implementation)
         losses[implementation] = []
         run = training_steps(model, config, training)
-        for step in with_progress(run, config, console, lambda x, name=implementation: f"{name}  loss {x.loss:.3f}"):
+        for step in track(run, config, console, lambda x, name=implementation: f"{name}  loss {x.loss:.3f}"):
             losses[implementation].append(step.loss)
         console.print(f"{implementation}: loss {step.loss:.3f}, {step.tokens_per_second:,.0f} tokens/s")
 

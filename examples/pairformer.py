@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor, nn
-from train_lm import argument_parser, check_device_and_plot, check_positive, optimizer_step, option, with_progress
+from train_lm import argument_parser, check_device_and_plot, check_positive, optimizer_step, option, track
 
 from flash_dmattn.integrations.triangle import triangle_attention
 
@@ -247,7 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
     for implementation in reversed(config.implementations):
         model = build_model(config, implementation)
         run = training_steps(model, config)
-        steps = list(with_progress(run, config, console, lambda x, name=implementation: f"{name}  loss {x.loss:.3f}"))
+        steps = list(track(run, config, console, lambda x, name=implementation: f"{name}  loss {x.loss:.3f}"))
         losses[implementation] = [step.loss for step in steps]
         median = sorted(step.milliseconds for step in steps)[len(steps) // 2]
         curve = losses[implementation]

@@ -313,7 +313,7 @@ def optimizer_step(model: nn.Module, config) -> Callable[[Tensor], None]:
     return step
 
 
-def with_progress(steps: Iterable, config, console: Console, describe: Callable[[object], str]) -> Iterator:
+def track(steps: Iterable, config, console: Console, describe: Callable[[object], str]) -> Iterator:
     """Iterates over the steps with a progress bar of `config.steps` and a description of the last step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -438,9 +438,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     steps = []
     run = training_steps(model, config, mesh, training, validation)
-    for step in with_progress(
-        run, config, console, lambda x: f"loss {x.loss:.3f}, {x.tokens_per_second:,.0f} tokens/s"
-    ):
+    for step in track(run, config, console, lambda x: f"loss {x.loss:.3f}  {x.tokens_per_second:,.0f} tokens/s"):
         steps.append(step)
         if step.validation_loss is not None:
             console.print(f"step {len(steps):5}  loss {step.loss:.3f}  validation {step.validation_loss:.3f}")

@@ -50,38 +50,25 @@ class Pattern(NamedTuple):
 def _pattern_factories() -> list[tuple[CodeType, Callable[..., Pattern]]]:
     """Pairs (code of a transformers mask function, function from its closure values to a Pattern).
 
-    Skips functions whose free variables differ from those listed here.
+    Skips mask functions whose free variables differ from the parameters here.
     """
-    integers = torch.zeros(1, dtype=torch.int64)
+    utils, integers = masking_utils, torch.zeros(1, dtype=torch.int64)
     known = (
-        (masking_utils.causal_mask_function, (), lambda: Pattern(is_causal=True)),
-        (masking_utils.bidirectional_mask_function, (), Pattern),
+        (utils.causal_mask_function, lambda: Pattern(is_causal=True)),
+        (utils.bidirectional_mask_function, lambda: Pattern()),
+        (utils.sliding_window_overlay(1), lambda sliding_window: Pattern(window=(sliding_window - 1, EVERY_ROW))),
         (
-            masking_utils.sliding_window_overlay(1),
-            ("sliding_window",),
-            lambda size: Pattern(window=(size - 1, EVERY_ROW)),
+            utils.sliding_window_bidirectional_overlay(1),
+            lambda sliding_window: Pattern(window=(sliding_window, sliding_window)),
         ),
+        (utils.chunked_overlay(1, integers), lambda chunk_size, left_padding: Pattern(chunk=chunk_size)),
         (
-            masking_utils.sliding_window_bidirectional_overlay(1),
-            ("sliding_window",),
-            lambda size: Pattern(window=(size, size)),
-        ),
-        (
-            masking_utils.chunked_overlay(1, integers),
-            ("chunk_size", "left_padding"),
-            lambda size, left_padding: Pattern(chunk=size),
-        ),
-        (
-            masking_utils.packed_sequence_mask_function(integers),
-            ("packed_sequence_mask",),
-            lambda ids: Pattern(documents=ids),
+            utils.packed_sequence_mask_function(integers),
+            lambda packed_sequence_mask: Pattern(documents=packed_sequence_mask),
         ),
     )
-    return [
-        (function.__code__, factory)
-        for function, variables, factory in known
-        if function.__code__.co_freevars == variables
-    ]
+    codes = [(function.__code__, factory) for function, factory in known]
+    return [(code, factory) for code, factory in codes if code.co_freevars == factory.__code__.co_varnames]
 
 
 _PATTERN_FACTORIES = _pattern_factories()

@@ -88,14 +88,12 @@ def batched(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor 
         if rows.ndim != 3:
             raise ValueError(f"{name} must be (S_r, heads, D) with cu_seqlens, got shape {shape_of(rows)}")
 
-    def per_key(name: str, x):
-        if isinstance(x, Tensor):
-            if x.ndim != 2:
-                raise ValueError(f"{name} must be (S_r, {{H|Hkv|1}}) with cu_seqlens, got shape {shape_of(x)}")
-            return x.T[None, :, None]
-        return x
-
-    return query[None], key[None], value[None], per_key("attn_mask", mask), per_key("attn_bias", bias)
+    per_key = []
+    for name, x in (("attn_mask", mask), ("attn_bias", bias)):
+        if isinstance(x, Tensor) and x.ndim != 2:
+            raise ValueError(f"{name} must be (S_r, {{H|Hkv|1}}) with cu_seqlens, got shape {shape_of(x)}")
+        per_key.append(x.T[None, :, None] if isinstance(x, Tensor) else x)
+    return query[None], key[None], value[None], *per_key
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> None:

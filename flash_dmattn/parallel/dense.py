@@ -106,26 +106,41 @@ def head_slices(key: Tensor, num_keys: int, single: bool) -> list[slice]:
     return [slice(start, min(start + width, heads)) for start in range(0, heads, width)]
 
 
-def slice_heads(x: Tensor, kv: slice, kv_heads: int, dim: int = 1) -> Tensor:
-    """The heads of a tensor with {H|Hkv|1} heads in `dim` that belong to the key/value heads `kv`."""
-    if x.shape[dim] == 1:
-        return x
-    ratio = x.shape[dim] // kv_heads
-    return x.narrow(dim, kv.start * ratio, (kv.stop - kv.start) * ratio)
+@dataclass(frozen=True)
+class CallSlice:
+    """The parts of all tensors that one kernel call reads and writes: a row range and a slice of the KV heads."""
 
+    row_range: RowRange
+    kv: slice
+    kv_heads: int  # Hkv
 
-def slice_mask(mask: Tensor | KeyIntervalMask | None, kv: slice, kv_heads: int) -> Tensor | KeyIntervalMask | None:
-    if isinstance(mask, KeyIntervalMask):
-        return mask._of_same_kind(slice_heads(mask.intervals, kv, kv_heads, dim=2))
-    return None if mask is None else slice_heads(mask, kv, kv_heads)
+    def heads(self, x: Tensor, dim: int) -> Tensor:
+        """The heads of a tensor with {H|Hkv|1} heads in `dim`."""
+        if x.shape[dim] == 1:
+            return x
+        ratio = x.shape[dim] // self.kv_heads
+        return x.narrow(dim, self.kv.start * ratio, (self.kv.stop - self.kv.start) * ratio)
 
+    def rows(self, x: Tensor) -> Tensor:
+        """Of (B, S_r, H, D)."""
+        return self.row_range.narrow(self.heads(x, 2), 1)
 
-def slice_bias(bias: Tensor | None, plan: GatherPlan, row_range: RowRange, kv: slice, kv_heads: int) -> Tensor | None:
-    """The part of a bias, or of its gradient, that one kernel call reads or writes."""
-    if bias is None:
-        return None
-    bias = slice_heads(bias, kv, kv_heads)[..., : row_range.num_keys]
-    return bias if plan.bias_is_sharded else row_range.narrow(bias, 2)
+    def lse(self, x: Tensor | None) -> Tensor | None:
+        """Of (B, H, S_r)."""
+        return None if x is None else self.row_range.narrow(self.heads(x, 1), 2)
+
+    def bias(self, x: Tensor | None, is_key_bias: bool) -> Tensor | None:
+        """Of a bias or its gradient."""
+        if x is None:
+            return None
+        x = self.heads(x, 1)[..., : self.row_range.num_keys]
+        return x if is_key_bias else self.row_range.narrow(x, 2)
+
+    def mask(self) -> Tensor | KeyIntervalMask | None:
+        mask = self.row_range.mask
+        if isinstance(mask, KeyIntervalMask):
+            return mask._of_same_kind(self.heads(mask.intervals, 2))
+        return None if mask is None else self.heads(mask, 1)
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -151,20 +166,18 @@ class GatheredAttention(torch.autograd.Function):
         lse = query.new_empty(batch, heads, rows, dtype=torch.promote_types(query.dtype, torch.float32))
         for kv, keys, values in all_gather_kv(plan, key, value, kv_slices):
             for i, row_range in enumerate(plan.row_ranges):
-                q = row_range.narrow(slice_heads(query, kv, kv_heads, dim=2), 1)
-                k, v = keys[:, : row_range.num_keys], values[:, : row_range.num_keys]
+                part = CallSlice(row_range, kv, kv_heads)
+                q, k, v = part.rows(query), keys[:, : row_range.num_keys], values[:, : row_range.num_keys]
                 if kv is kv_slices[0] or not masks_shared:
-                    mask = slice_mask(row_range.mask, kv, kv_heads)
                     call = (q, k, bias, any(ctx.needs_input_grad), plan.deterministic)
-                    mask = mask_for(backend, mask, plan.sparse, *call, q.shape[1], k.shape[1], plan.is_causal)
+                    mask = mask_for(backend, part.mask(), plan.sparse, *call, q.shape[1], k.shape[1], plan.is_causal)
                     masks.append(mask_tensors(mask, q, k, plan.is_causal, None))
-                slice_out, slice_lse = ops.attention_forward(
-                    *(q, k, v, slice_bias(bias, plan, row_range, kv, kv_heads)),
-                    *masks[i if masks_shared else -1],
+                part_out, part_lse = ops.attention_forward(
+                    *(q, k, v, part.bias(bias, plan.bias_is_sharded), *masks[i if masks_shared else -1]),
                     *(*FIXED, None, plan.softmax_scale, plan.softcap, plan.is_causal, plan.deterministic),
                 )
-                row_range.narrow(slice_heads(out, kv, kv_heads, dim=2), 1).copy_(slice_out)
-                row_range.narrow(slice_heads(lse, kv, kv_heads), 2).copy_(slice_lse)
+                part.rows(out).copy_(part_out)
+                part.lse(lse).copy_(part_lse)
         ctx.plan, ctx.kv_slices = plan, kv_slices
         ctx.save_for_backward(query, key, value, bias, out, lse, *(x for mask in masks for x in mask))
         ctx.set_materialize_grads(False)
@@ -194,21 +207,15 @@ class GatheredAttention(torch.autograd.Function):
         for kv, keys, values in all_gather_kv(plan, key, value, kv_slices):
             dkeys = dvalues = None
             for row_range in plan.row_ranges:
-                num_keys = row_range.num_keys
-                slice_dout, q, slice_out, slice_dq = (
-                    row_range.narrow(slice_heads(x, kv, kv_heads, dim=2), 1) for x in (dout, query, out, dquery)
-                )
-                slice_dlse, slice_lse = (
-                    None if x is None else row_range.narrow(slice_heads(x, kv, kv_heads), 2) for x in (dlse, lse)
-                )
-                dq, dk, dv, slice_dbias = ops.attention_backward(
-                    *(slice_dout, slice_dlse, q, keys[:, :num_keys], values[:, :num_keys]),
-                    *(slice_bias(bias, plan, row_range, kv, kv_heads), slice_out, slice_lse, *next(masks), *FIXED),
+                part, num_keys = CallSlice(row_range, kv, kv_heads), row_range.num_keys
+                dq, dk, dv, part_dbias = ops.attention_backward(
+                    *(part.rows(dout), part.lse(dlse), part.rows(query), keys[:, :num_keys], values[:, :num_keys]),
+                    *(part.bias(bias, plan.bias_is_sharded), part.rows(out), part.lse(lse), *next(masks), *FIXED),
                     *(plan.softmax_scale, plan.softcap, plan.is_causal, plan.deterministic, needs_dbias),
                 )
-                slice_dq.copy_(dq)
+                part.rows(dquery).copy_(dq)
                 if needs_dbias:
-                    slice_bias(dbias, plan, row_range, kv, kv_heads).add_(slice_dbias)
+                    part.bias(dbias, plan.bias_is_sharded).add_(part_dbias)
                 if dkeys is None:  # the first row range sees all keys
                     dkeys, dvalues = dk, dv
                 else:

@@ -75,7 +75,7 @@ def plan_exact(shards: Shards, needed_by: Tensor, recv_counts: Tensor, keys: Ten
         recv_counts: int64 (R, batches, heads): how many keys of each rank this rank needs.
         keys: int64 (batches, heads, n): local keys; None: all of them.
     """
-    size, batches, heads, listed = needed_by.shape
+    _, batches, heads, listed = needed_by.shape
     send_counts = needed_by.sum(dim=-1)
     on_host = torch.stack((send_counts, recv_counts)).cpu()
     send_totals, recv_totals = (tuple(counts) for counts in on_host.sum(dim=(2, 3)).tolist())
@@ -83,12 +83,7 @@ def plan_exact(shards: Shards, needed_by: Tensor, recv_counts: Tensor, keys: Ten
 
     sent = nonzero_index(needed_by, sum(send_totals))
     send = (sent // (heads * listed) % batches, sent % listed, sent // listed % heads) if len(sent) else (sent,) * 3
-    slot_starts = exclusive_cumsum(recv_counts)
-    recv_index = received_rows(recv_counts, slot_starts, sum(recv_totals))
-    return HaloPlan(
-        *(shards.group, batches, heads, shards.local_length, send_totals, recv_totals),
-        *(lookup_keys(send, keys), recv_index, num_slots, slot_starts),
-    )
+    return make_plan(shards, send_totals, recv_totals, send, keys, recv_counts, num_slots)
 
 
 def plan_fixed(shards: Shards, needed_by: Tensor | None, capacity: int, keys: Tensor) -> HaloPlan:
@@ -105,24 +100,19 @@ def plan_fixed(shards: Shards, needed_by: Tensor | None, capacity: int, keys: Te
     send_totals = tuple(batches * heads * local_capacity if q > rank else 0 for q in range(shards.size))
     recv_totals = tuple(batches * heads * count for count in capacities)
 
-    number = torch.arange(local_capacity, device=device).expand(num_later, batches, heads, -1)
+    position = torch.arange(local_capacity, device=device).expand(num_later, batches, heads, -1)
     if needed_by is not None:  # spare slots send other keys, which no row sees
         needed = needed_by[rank + 1 :]
         target = needed.cumsum(dim=-1).sub_(1).masked_fill_(~needed, local_capacity)
         source = torch.arange(listed, device=device).expand_as(target)
-        number = pad(number, (0, 1)).scatter_(-1, target, source)[..., :local_capacity]
-    number = number.flatten()
-    row = torch.arange(len(number), device=device)
+        position = pad(position, (0, 1)).scatter_(-1, target, source)[..., :local_capacity]
+    position = position.flatten()
+    row = torch.arange(len(position), device=device)
     batch_head = row // max(local_capacity, 1)
-    send = (batch_head // heads % batches, number, batch_head % heads)
+    send = (batch_head // heads % batches, position, batch_head % heads)
 
-    counts = constants(capacities, device)[:, None, None].expand(shards.size, batches, heads)
-    slot_starts = exclusive_cumsum(counts)
-    recv_index = received_rows(counts, slot_starts, sum(recv_totals))
-    return HaloPlan(
-        *(shards.group, batches, heads, shards.local_length, send_totals, recv_totals),
-        *(lookup_keys(send, keys), recv_index, sum(capacities), slot_starts),
-    )
+    recv_counts = constants(capacities, device)[:, None, None].expand(shards.size, batches, heads)
+    return make_plan(shards, send_totals, recv_totals, send, keys, recv_counts, sum(capacities))
 
 
 def earlier_capacities(shards: Shards, capacity: int) -> tuple[int, ...]:
@@ -130,10 +120,23 @@ def earlier_capacities(shards: Shards, capacity: int) -> tuple[int, ...]:
     return tuple(min(capacity, length) if q < shards.rank else 0 for q, length in enumerate(shards.lengths))
 
 
-def lookup_keys(send: tuple[Tensor, Tensor, Tensor], keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces positions in the list `keys` by the keys themselves, in (batch element, position, head) of each row."""
-    batch, number, head = send
-    return (batch, number if keys is None else keys[batch, head, number], head)
+def make_plan(
+    shards: Shards,
+    send_totals: tuple[int, ...],
+    recv_totals: tuple[int, ...],
+    send: tuple[Tensor, Tensor, Tensor],
+    keys: Tensor | None,
+    recv_counts: Tensor,
+    num_slots: int,
+) -> HaloPlan:
+    """A plan from (batch element, position in `keys`, head) of each sent row and the counts of received rows."""
+    batch, position, head = send
+    send_index = (batch, position if keys is None else keys[batch, head, position], head)
+    slot_starts = exclusive_cumsum(recv_counts)
+    return HaloPlan(
+        *(shards.group, *recv_counts.shape[1:], shards.local_length, send_totals, recv_totals, send_index),
+        *(received_rows(recv_counts, slot_starts, sum(recv_totals)), num_slots, slot_starts),
+    )
 
 
 def received_rows(counts: Tensor, slot_starts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:

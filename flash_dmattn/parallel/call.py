@@ -22,14 +22,14 @@ Mask = Union[Tensor, KeyIntervalMask, None]
 
 @dataclass(frozen=True)
 class ShardedCall:
-    """The arguments of one rank, as passed; after `check_call` as in the comments."""
+    """The arguments of one rank. The comments describe them after `check_call`."""
 
     query: Tensor  # (B, S_r, H, D); packed sequences are one batch element
     key: Tensor
     value: Tensor
     mask: Mask  # 4-dimensional bool, or a KeyIntervalMask, of variable length if the call is
     bias: Tensor | None
-    softmax_scale: float | None  # never None
+    softmax_scale: float | None  # not None
     is_causal: bool
     softcap: float
     deterministic: bool

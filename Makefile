@@ -1,5 +1,5 @@
-# Two commands for a newcomer: `make demo` and `make test`. Both need Debian or Ubuntu with python3 and g++, and keep
-# what they install in .venv. PYTHON names another interpreter, TORCH another version of PyTorch than CI tests.
+# `make demo` and `make test` require Debian or Ubuntu with python3 and g++. They install into .venv.
+# PYTHON selects the interpreter, TORCH the version of PyTorch.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -9,7 +9,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.h' -o -name '*.cpp
 .PHONY: demo test lint format clean
 .DELETE_ON_ERROR:
 
-# On the GPU where there is one that the kernels were built for, else on the CPU.
+# Runs on the GPU if the CUDA kernels support it, else on the CPU.
 demo: $(VENV)/built
 	@device=$$($(BIN)/python -m flash_dmattn.info --device) || exit 1; \
 	echo "flash_dmattn demo on: $$device"; \
@@ -30,7 +30,7 @@ format: $(VENV)/built
 clean:
 	rm -rf $(VENV) build dist *.egg-info flash_dmattn/*.so flash_dmattn/_C.torch
 
-# PyTorch first: the extension is built against the one that is there.
+# PyTorch comes first: the extension is built against the installed version.
 $(VENV)/installed: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "python3 is missing: apt install python3 python3-venv python3-dev"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed, got $$($(PYTHON) --version)"; exit 1; }

@@ -1,9 +1,8 @@
-"""Builds flash_dmattn._C: the CPU kernels everywhere, the CUDA kernels where they can be. Name and needs stand in
-pyproject.toml.
+"""Builds flash_dmattn._C: the CPU kernels always, the CUDA kernels where possible. Metadata is in pyproject.toml.
 
-CUDA kernels are built where PyTorch is a CUDA build, an nvcc of the same CUDA major version is found, and either a
-GPU is present or TORCH_CUDA_ARCH_LIST is set. FLASH_DMATTN_HEAD_DIMS ("64,128") and FLASH_DMATTN_DTYPES ("bf16")
-narrow them; FLASH_DMATTN_CPU_CAPABILITY (DEFAULT, AVX2, AVX512) chooses another processor than this one.
+CUDA kernels require a CUDA build of PyTorch, an nvcc of the same CUDA major version, and a GPU or TORCH_CUDA_ARCH_LIST.
+FLASH_DMATTN_HEAD_DIMS ("64,128") and FLASH_DMATTN_DTYPES ("bf16") restrict them. FLASH_DMATTN_CPU_CAPABILITY (DEFAULT,
+AVX2, AVX512) selects the CPU instruction set; the default is that of the build machine.
 """
 
 import os
@@ -21,7 +20,7 @@ try:
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 except ImportError:
     sys.exit(
-        "flash_dmattn is built against the installed PyTorch, and there is none: install torch >= 2.9 first, "
+        "flash_dmattn is built against the installed PyTorch, which was not found: install torch >= 2.9 first, "
         "then run `pip install --no-build-isolation .`"
     )
 
@@ -40,11 +39,10 @@ WITH_CUDA, WITHOUT_CUDA = "csrc/torch/cuda.cpp", "csrc/torch/no_cuda.cpp"
 CPU_SOURCES = [path for path in sources("csrc/torch/*.cpp", "csrc/cpu/*.cpp") if path not in (WITH_CUDA, WITHOUT_CUDA)]
 CUDA_SOURCES = [WITH_CUDA, *sources("csrc/cuda/**/*.cu")]
 
-# Without -fno-trapping-math a select between two floats keeps a loop from becoming vector instructions; nothing here
-# reads floating-point exceptions.
+# -fno-trapping-math allows the compiler to vectorize loops with float selects. No code reads floating-point exceptions.
 CXX_FLAGS = ["-O3", "-fopenmp", "-fno-trapping-math", "-Wno-unknown-pragmas"]
 
-# PyTorch's build forbids conversions of the half types; the kernels rely on them.
+# PyTorch disables conversions of the half types, which the kernels use.
 NVCC_FLAGS = [
     "-O3",
     "-U__CUDA_NO_HALF_CONVERSIONS__",
@@ -52,7 +50,7 @@ NVCC_FLAGS = [
     "-U__CUDA_NO_HALF_OPERATORS__",
 ]
 
-# How at::vec is told which vector instructions it may use.
+# at::vec selects its vector instructions by these macros.
 CPU_CAPABILITY_FLAGS = {
     "DEFAULT": [],
     "AVX2": ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2"],
@@ -61,7 +59,7 @@ CPU_CAPABILITY_FLAGS = {
 
 
 def cpu_flags() -> list[str]:
-    """For this machine's processor, or for FLASH_DMATTN_CPU_CAPABILITY."""
+    """Flags for FLASH_DMATTN_CPU_CAPABILITY, by default this machine's instruction set."""
     capability = os.environ.get("FLASH_DMATTN_CPU_CAPABILITY", "")
     if not capability:
         capability = torch.backends.cpu.get_cpu_capability()
@@ -80,41 +78,41 @@ def require_compiler() -> None:
 
 
 def nvcc_version() -> str | None:
-    """As in "13.0"; None where no nvcc says what it is."""
+    """The version of nvcc, such as "13.0"; None if nvcc was not found."""
     if CUDA_HOME is None:
         return None
     try:
-        said = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "--version"], capture_output=True, text=True)
+        result = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "--version"], capture_output=True, text=True)
     except OSError:
         return None
-    release = re.search(r"release (\d+\.\d+)", said.stdout)
+    release = re.search(r"release (\d+\.\d+)", result.stdout)
     return release and release.group(1)
 
 
 def why_without_cuda() -> str | None:
-    """None where the CUDA kernels are built, else one sentence."""
+    """The reason why the CUDA kernels are not built; None if they are."""
     if torch.version.cuda is None:
         return "this PyTorch has no CUDA"
     nvcc = nvcc_version()
     if nvcc is None:
         return "nvcc was not found (set CUDA_HOME)"
-    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    if not torch.cuda.is_available() and not wanted:
+    arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if not torch.cuda.is_available() and not arch_list:
         return "no GPU was found and TORCH_CUDA_ARCH_LIST is not set"
     major, nvcc_major = (version.partition(".")[0] for version in (torch.version.cuda, nvcc))
     if major != nvcc_major:
         reason = (
-            f"nvcc is of CUDA {nvcc} and PyTorch {torch.__version__} of CUDA {torch.version.cuda}: "
-            f"set CUDA_HOME to a toolkit of CUDA {major}, or install a PyTorch of CUDA {nvcc_major}"
+            f"nvcc has CUDA {nvcc} and PyTorch {torch.__version__} has CUDA {torch.version.cuda}: "
+            f"set CUDA_HOME to a CUDA {major} toolkit, or install PyTorch for CUDA {nvcc_major}"
         )
-        if wanted:
-            sys.exit(f"flash_dmattn: TORCH_CUDA_ARCH_LIST asks for CUDA kernels, but {reason}")
+        if arch_list:
+            sys.exit(f"flash_dmattn: TORCH_CUDA_ARCH_LIST is set, but {reason}")
         return reason
     return None
 
 
 def quoted(name: str, text: str) -> str:
-    """The definition of a macro as a string."""
+    """Defines a macro as a string literal."""
     return f'-D{name}="{text}"'
 
 
@@ -127,7 +125,7 @@ def extension():
         flags["cxx"].append(quoted("FLASH_DMATTN_WHY_NO_CUDA", reason))
         return CppExtension("flash_dmattn._C", [*CPU_SOURCES, WITHOUT_CUDA], **options)
 
-    # Chosen here, not by CUDAExtension, so that the module can tell for which it was built.
+    # Computed here instead of by CUDAExtension, so that the module can report its architectures.
     targets = cpp_extension._get_cuda_arch_flags()
     codes = sorted(
         {target.rpartition("code=")[2] for target in targets}, key=lambda c: (c.startswith("compute"), len(c), c)
@@ -139,13 +137,12 @@ def extension():
     flags["cxx"] += ["-DFLASH_DMATTN_WITH_CUDA", quoted("FLASH_DMATTN_CUDA_ARCHITECTURES", architectures)]
     flags["nvcc"] = NVCC_FLAGS + targets
     print(f"flash_dmattn: building {len(kernels)} files of CUDA kernels for {architectures}")
-    # The files that take longest come first, so that no core is left alone with one: of kernels the last of the list.
+    # The slowest files, the last of `kernels`, come first, so that the build does not end with one of them.
     return CUDAExtension("flash_dmattn._C", kernels[::-1] + CUDA_SOURCES + CPU_SOURCES, **options)
 
 
 class Build(BuildExtension):
-    """Gives the kernels of an architecture the targets that they are written for, and says beside the module for which
-    PyTorch it was built: flash_dmattn/loading.py."""
+    """Compiles each kernel for its own architectures, and writes PyTorch's version beside the module (loading.py)."""
 
     def build_extension(self, ext):
         self.compiler.compile = compile_by_file(self.compiler.compile, generate_kernels.targets_of)

@@ -1,14 +1,14 @@
-"""Train a small Doge of Hugging Face transformers on real text with flash_dmattn, beside its eager attention.
+"""Train a small Doge model of Hugging Face transformers with flash_dmattn, compared to its eager attention.
 
     python examples/doge.py --plot doge.png                               # a few minutes on two CPU cores
     python examples/doge.py --device cuda --seq-len 4096 --window 512 --hidden 512 --plot doge.png
     python examples/doge.py --only flash_dmattn --steps 300               # without the comparison
 
-The extra [bench] brings what it needs: pip install --no-build-isolation '.[bench]'.
+Requires the extra [bench]: pip install --no-build-isolation '.[bench]'.
 
-`use_flash_dmattn(model)` is the one line that switches it. Doge's rows attend to the `window` keys of largest bias,
-which its eager attention says by a mask of seq_len x seq_len; the picture has the loss of both, and the memory that a
-step of training takes at its peak, by the length of the sequences.
+`use_flash_dmattn(model)` switches the model. Each row of Doge attends to the `window` keys of largest bias; its eager
+attention creates a seq_len x seq_len mask for that. The plot shows the loss of both implementations and the peak
+memory of a training step by sequence length.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from train_lm import (
     VOCABULARY,
     argument_parser,
     check_sizes,
-    learner,
     load_text,
+    optimizer_step,
     option,
     print_samples,
     random_batch,
-    watched,
+    track,
 )
 from transformers import DogeConfig, DogeForCausalLM
 
@@ -50,20 +50,20 @@ MIB = 2**20
 class Config:
     """Every field is also a command line argument."""
 
-    text: str | None = option(None, "file to learn (default: the topics of Python's own help)")
+    text: str | None = option(None, "text file to train on (default: the topics of Python's help)")
     steps: int = option(100, "optimizer steps")
-    batch_size: int = option(2, "sequences a step")
+    batch_size: int = option(2, "sequences per step")
     seq_len: int = option(512, "bytes in a sequence")
-    window: int = option(64, "keys that a query keeps")
+    window: int = option(64, "keys that each query attends to")
     hidden: int = option(128, "width of the model")
     layers: int = option(4, "transformer blocks")
     heads: int = option(4, "query heads")
     kv_heads: int = option(2, "key/value heads")
     lr: float = option(3e-3, "peak learning rate")
-    device: str = option("cpu", "where to train; cuda in bfloat16, cpu in float32", choices=["cpu", "cuda"])
-    only: str | None = option(None, "train with this attention alone (default: both)", choices=IMPLEMENTATIONS)
-    seed: int = option(0, "of the weights, the batches and the samples")
-    plot: str | None = option(None, "PNG file to draw losses and memory in (default: none)")
+    device: str = option("cpu", "device to train on; cuda in bfloat16, cpu in float32", choices=["cpu", "cuda"])
+    only: str | None = option(None, "train with this implementation only (default: both)", choices=IMPLEMENTATIONS)
+    seed: int = option(0, "seed of weights, batches and samples")
+    plot: str | None = option(None, "PNG file for losses and memory (default: none)")
     samples: int = option(2, "texts to generate at the end")
 
     def __post_init__(self):
@@ -93,7 +93,7 @@ def build_model(config: Config, implementation: str) -> DogeForCausalLM:
         use_cache=False,
     )
     model = DogeForCausalLM._from_config(doge, attn_implementation="eager")
-    for layer in model.model.layers:  # not zero: dt_proj's gradient is a multiple of A
+    for layer in model.model.layers:  # not zero: dt_proj's gradient is proportional to A
         nn.init.ones_(layer.self_attn.A)
     model.to(config.device, torch.bfloat16 if config.device == "cuda" else torch.float32)
     return use_flash_dmattn(model) if implementation == OURS else model
@@ -105,27 +105,27 @@ def build_model(config: Config, implementation: str) -> DogeForCausalLM:
 @dataclass(frozen=True)
 class Step:
     loss: float
-    tokens_per_second: float  # since the second step
+    tokens_per_second: float  # average since the second step
 
 
 def training_steps(model: DogeForCausalLM, config: Config, data: Tensor) -> Iterator[Step]:
-    """The same batches whatever the attention."""
-    learn = learner(model, config)
+    """Every implementation trains on the same batches."""
+    update = optimizer_step(model, config)
     generator = torch.Generator().manual_seed(config.seed)
     seconds = 0.0
     for step in range(config.steps):
         tokens, _ = random_batch(data, config, generator)
         started = time.perf_counter()
-        loss = model(tokens, labels=tokens).loss  # the model shifts its labels by itself
-        learn(loss)
-        loss = loss.item()  # waits for the device, so that the clock is read after the work
+        loss = model(tokens, labels=tokens).loss  # the model shifts the labels
+        update(loss)
+        loss = loss.item()  # synchronizes before the clock is read
         seconds += time.perf_counter() - started if step else 0.0
         yield Step(loss, step * tokens.numel() / seconds if step else 0.0)
 
 
 @torch.no_grad()
 def generate(model: DogeForCausalLM, config: Config, prompts: Tensor) -> Tensor:
-    """Continue every prompt (B, S) by CONTINUATION bytes, with a cache of keys, values and biases."""
+    """Prompts (B, S) with CONTINUATION sampled bytes each; caches keys, values and biases."""
     prompts = prompts.to(config.device, torch.long)
     options = {"do_sample": True, "temperature": 0.8, "pad_token_id": 0, "use_cache": True}
     return model.eval().generate(
@@ -136,21 +136,23 @@ def generate(model: DogeForCausalLM, config: Config, prompts: Tensor) -> Tensor:
 # Memory
 
 
-def peaks_of_steps(config: Config, implementation: str) -> list[float]:
-    """MiB at the peak of forward and backward, beyond weights and gradients, of each of `lengths_of`; NaN where the GPU
-    has no more. To be run in a fresh process: what it has freed it keeps."""
+def measure_peaks(config: Config, implementation: str) -> list[float]:
+    """Peak memory in MiB of forward and backward without weights and gradients, for each of `sequence_lengths`.
+
+    NaN if the GPU runs out of memory. Must run in a fresh process, because a process keeps freed memory.
+    """
     model = build_model(config, implementation)
 
     def step(seq_len: int) -> None:
         tokens = torch.zeros(config.batch_size, seq_len, dtype=torch.long, device=config.device)
         model(tokens, labels=tokens).loss.backward()
 
-    step(min(config.seq_len, 2 * config.window))  # loads libraries, makes the gradients
+    step(min(config.seq_len, 2 * config.window))  # loads libraries and allocates the gradients
     before = torch.cuda.memory_allocated() if config.device == "cuda" else resident_bytes("VmRSS")
     mib = []
-    for seq_len in lengths_of(config):  # rising, so that what a step leaves behind is less than the next takes
+    for seq_len in sequence_lengths(config):  # ascending: each step needs more than the previous one left allocated
         try:
-            forget_peak(config.device)
+            reset_peak(config.device)
             step(seq_len)
             peak = torch.cuda.max_memory_allocated() if config.device == "cuda" else resident_bytes("VmHWM")
             mib.append((peak - before) / MIB)
@@ -159,7 +161,7 @@ def peaks_of_steps(config: Config, implementation: str) -> list[float]:
     return mib
 
 
-def forget_peak(device: str) -> None:
+def reset_peak(device: str) -> None:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -168,38 +170,38 @@ def forget_peak(device: str) -> None:
 
 
 def resident_bytes(entry: str) -> int:
-    """VmRSS, what this process has in memory now, or VmHWM, the most that it had."""
+    """The resident memory of this process: now (VmRSS) or at its peak (VmHWM)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines[entry].removesuffix("kB"))
 
 
-def lengths_of(config: Config) -> list[int]:
+def sequence_lengths(config: Config) -> list[int]:
     return sorted({max(1, config.seq_len // part) for part in (4, 2, 1)})
 
 
 def peaks(config: Config) -> dict[str, list[float]]:
-    """`peaks_of_steps` by implementation."""
+    """`measure_peaks` of each implementation."""
     mib = {}
     for implementation in config.implementations:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            mib[implementation] = pool.submit(peaks_of_steps, config, implementation).result()
+            mib[implementation] = pool.submit(measure_peaks, config, implementation).result()
     return mib
 
 
-# What it shows
+# Output
 
 
 def plot(losses: dict[str, list[float]], mib: dict[str, list[float]], config: Config, path: str) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss_axes, memory_axes = figure.subplots(1, 2)
-    for style, implementation in zip(("-", ":"), config.implementations):  # the curves lie on each other
+    for style, implementation in zip(("-", ":"), config.implementations):  # the curves coincide
         curve = losses[implementation]
         loss_axes.plot(range(1, len(curve) + 1), curve, style, label=implementation)
-    loss_axes.set(xlabel="step", ylabel="training loss (nats a byte)", title=f"Doge, window {config.window}")
+    loss_axes.set(xlabel="step", ylabel="training loss (nats per byte)", title=f"Doge, window {config.window}")
     for implementation, figures in mib.items():
-        memory_axes.plot(lengths_of(config), figures, "o-", label=implementation)
-    title = f"a training step on {config.device}, batch {config.batch_size}"
-    memory_axes.set(xlabel="sequence length", ylabel="peak memory beyond weights (MiB)", title=title)
+        memory_axes.plot(sequence_lengths(config), figures, "o-", label=implementation)
+    title = f"training step on {config.device}, batch size {config.batch_size}"
+    memory_axes.set(xlabel="sequence length", ylabel="peak memory without weights (MiB)", title=title)
     memory_axes.set_ylim(bottom=0)
     for axes in (loss_axes, memory_axes):
         axes.legend()
@@ -217,11 +219,11 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console()
     losses: dict[str, list[float]] = {}
     model = None
-    for implementation in reversed(config.implementations):  # ours last: it generates
+    for implementation in reversed(config.implementations):  # flash_dmattn last: its model generates
         model = build_model(config, implementation)
         losses[implementation] = []
-        learning = training_steps(model, config, training)
-        for step in watched(learning, config, console, lambda x, name=implementation: f"{name}  loss {x.loss:.3f}"):
+        run = training_steps(model, config, training)
+        for step in track(run, config, console, lambda x, name=implementation: f"{name}  loss {x.loss:.3f}"):
             losses[implementation].append(step.loss)
         console.print(f"{implementation}: loss {step.loss:.3f}, {step.tokens_per_second:,.0f} tokens/s")
 
@@ -232,8 +234,8 @@ def main(arguments: list[str] | None = None) -> None:
         with console.status("memory"):
             mib = peaks(config)
         for implementation, figures in mib.items():
-            at = ", ".join(f"{mib:.0f} MiB at {length}" for length, mib in zip(lengths_of(config), figures))
-            console.print(f"{implementation}: {at}")
+            peaks_text = ", ".join(f"{mib:.0f} MiB at {n}" for n, mib in zip(sequence_lengths(config), figures))
+            console.print(f"{implementation}: {peaks_text}")
         plot(losses, mib, config, config.plot)
         console.print(f"losses and memory: {config.plot}")
 

@@ -1,13 +1,13 @@
-"""Train a small pair block, triangle attention at both nodes, on synthetic chains, beside plain PyTorch's attention.
+"""Train a small pair block with triangle attention on synthetic chains, compared to plain PyTorch.
 
     python examples/pairformer.py --plot pairformer.png             # less than a minute on two CPU cores
     python examples/pairformer.py --device cuda --length 256 --channels 128 --plot pairformer.png
     python examples/pairformer.py --only flash_dmattn --steps 400   # without the comparison
 
-A chain of points folds at random; of few pairs of them the distance is known, and the model is to tell those of all. Of
-the points i, j and k two distances bound the third: pairs of row i look at each other under a bias of the pairs between
-their ends (AlphaFold's triangle attention, algorithms 13 and 14 of Jumper et al., 2021), and that bias is one for all
-rows. `triangle_attention` never expands it; plain PyTorch makes the scores of every row.
+Each chain of points folds at random. The distances of a few pairs are given, and the model predicts all others. Two
+sides of a triangle bound the third, so the pairs of row i attend to each other with a bias of the pair of their ends
+(AlphaFold's triangle attention, algorithms 13 and 14 of Jumper et al., 2021). All rows share this bias.
+`triangle_attention` never expands it; plain PyTorch materializes the scores of every row.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor, nn
-from train_lm import argument_parser, check_device_and_plot, check_positive, learner, option, watched
+from train_lm import argument_parser, check_device_and_plot, check_positive, optimizer_step, option, track
 
 from flash_dmattn.integrations.triangle import triangle_attention
 
 OURS, EAGER = IMPLEMENTATIONS = ("flash_dmattn", "eager")
-BINS = 16  # of distances; the first holds what is below NEAREST, the last what is beyond FARTHEST
-NEAREST, FARTHEST = 1.5, 12.0  # neighbours in the chain are 1 apart
-REACH = 8  # places along the chain that a pair knows apart
+BINS = 16  # distance bins; the first is below NEAREST, the last above FARTHEST
+NEAREST, FARTHEST = 1.5, 12.0  # neighbours in the chain have distance 1
+MAX_OFFSET = 8  # relative positions in the chain are clamped to this range
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Config:
     """Every field is also a command line argument."""
 
     steps: int = option(100, "optimizer steps")
-    batch_size: int = option(4, "chains a step")
-    length: int = option(32, "points of the longest chain; the shortest has half of them")
-    observed: float = option(0.1, "part of the pairs whose distance is known")
-    channels: int = option(32, "width of a pair")
-    heads: int = option(4, "heads of an attention")
+    batch_size: int = option(4, "chains per step")
+    length: int = option(32, "points of the longest chain; the shortest has half as many")
+    observed: float = option(0.1, "fraction of the pairs whose distance is given")
+    channels: int = option(32, "channels of the pair representation")
+    heads: int = option(4, "attention heads")
     blocks: int = option(2, "pair blocks")
     lr: float = option(3e-3, "peak learning rate")
-    device: str = option("cpu", "where to train; cuda in bfloat16, cpu in float32", choices=["cpu", "cuda"])
-    only: str | None = option(None, "train with this attention alone (default: both)", choices=IMPLEMENTATIONS)
-    seed: int = option(0, "of the weights and the chains")
-    plot: str | None = option(None, "PNG file to draw losses and distances in (default: none)")
+    device: str = option("cpu", "device to train on; cuda in bfloat16, cpu in float32", choices=["cpu", "cuda"])
+    only: str | None = option(None, "train with this implementation only (default: both)", choices=IMPLEMENTATIONS)
+    seed: int = option(0, "seed of weights and chains")
+    plot: str | None = option(None, "PNG file for losses and distances (default: none)")
 
     def __post_init__(self):
         check_positive(self, "steps", "batch_size", "channels", "heads", "blocks", "lr")
@@ -72,7 +72,7 @@ class Config:
 @dataclass(frozen=True)
 class Chains:
     distances: Tensor  # (B, S, S)
-    exists: Tensor  # bool (B, S): chains that are shorter end in padding
+    exists: Tensor  # bool (B, S), False = padding
     observed: Tensor  # bool (B, S, S), symmetric
 
     def to(self, device: str) -> Chains:
@@ -84,12 +84,12 @@ class Chains:
 
 
 def random_chains(config: Config, generator: torch.Generator) -> Chains:
-    """Points a unit apart, in directions that turn slowly."""
+    """Chains of points with unit steps whose directions change slowly."""
     batch, length = config.batch_size, config.length
-    turns = torch.randn(batch, length, 3, generator=generator)
-    directions = [turns[:, 0]]
-    for turn in turns[:, 1:].unbind(1):
-        directions.append(0.6 * directions[-1] + 0.8 * turn)
+    noise = torch.randn(batch, length, 3, generator=generator)
+    directions = [noise[:, 0]]
+    for change in noise[:, 1:].unbind(1):
+        directions.append(0.6 * directions[-1] + 0.8 * change)
     points = F.normalize(torch.stack(directions, dim=1), dim=-1).cumsum(dim=1)
     lengths = torch.randint(length // 2, length + 1, (batch, 1), generator=generator)
     exists = torch.arange(length) < lengths
@@ -101,7 +101,7 @@ def random_chains(config: Config, generator: torch.Generator) -> Chains:
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-    """`triangle_attention` in plain PyTorch: the reference."""
+    """`triangle_attention` in plain PyTorch."""
     scores = q.shape[-1] ** -0.5 * q @ k.mT + bias
     return scores.masked_fill(~mask, -1e9).softmax(dim=-1).to(v.dtype) @ v
 
@@ -110,7 +110,7 @@ ATTENTIONS = {OURS: triangle_attention, EAGER: eager_attention}
 
 
 class TriangleAttention(nn.Module):
-    """Pairs (i, j) attend to pairs (i, k), with a bias of (j, k); at the ending node to (k, j), with one of (k, i)."""
+    """Pair (i, j) attends to pairs (i, k) with the bias of (j, k); at the ending node to (k, j) with that of (k, i)."""
 
     def __init__(self, config: Config, at_end: bool, attention: Callable[..., Tensor]):
         super().__init__()
@@ -151,18 +151,18 @@ class PairBlock(nn.Module):
 class Pairformer(nn.Module):
     def __init__(self, config: Config, attention: Callable[..., Tensor]):
         super().__init__()
-        self.places = nn.Embedding(2 * REACH + 1, config.channels)
-        self.distances = nn.Embedding(BINS + 1, config.channels)  # the last: unknown
+        self.offsets = nn.Embedding(2 * MAX_OFFSET + 1, config.channels)
+        self.distances = nn.Embedding(BINS + 1, config.channels)  # the last entry: unknown
         self.blocks = nn.ModuleList(PairBlock(config, attention) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(config.channels)
         self.head = nn.Linear(config.channels, BINS)
 
     def forward(self, chains: Chains) -> Tensor:
-        """Logits (B, S, S, BINS) of the distances."""
-        place = torch.arange(chains.exists.shape[1], device=chains.exists.device)
-        apart = (place[:, None] - place).clamp(-REACH, REACH) + REACH
-        known = chains.bins().masked_fill(~chains.observed, BINS)
-        pairs = self.places(apart) + self.distances(known)
+        """Logits (B, S, S, BINS) of the distance bins."""
+        position = torch.arange(chains.exists.shape[1], device=chains.exists.device)
+        offset = (position[:, None] - position).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        bins = chains.bins().masked_fill(~chains.observed, BINS)
+        pairs = self.offsets(offset) + self.distances(bins)
         mask = chains.exists[:, :, None] & chains.exists[:, None, :]
         for block in self.blocks:
             pairs = block(pairs, mask)
@@ -179,12 +179,12 @@ def build_model(config: Config, implementation: str) -> Pairformer:
 
 
 def loss_of(model: Pairformer, chains: Chains, config: Config) -> Tensor:
-    """Cross entropy of the distances that are not known, in nats a pair."""
+    """Cross entropy of the unknown distances, in nats per pair."""
     with config.autocast():
         logits = model(chains)
-    asked = chains.exists[:, :, None] & chains.exists[:, None, :] & ~chains.observed
-    asked = asked & ~torch.eye(asked.shape[1], dtype=torch.bool, device=asked.device)
-    return F.cross_entropy(logits[asked].float(), chains.bins()[asked])
+    target = chains.exists[:, :, None] & chains.exists[:, None, :] & ~chains.observed
+    target = target & ~torch.eye(target.shape[1], dtype=torch.bool, device=target.device)
+    return F.cross_entropy(logits[target].float(), chains.bins()[target])
 
 
 @dataclass(frozen=True)
@@ -194,43 +194,43 @@ class Step:
 
 
 def training_steps(model: Pairformer, config: Config) -> Iterator[Step]:
-    """The same chains whatever the attention."""
-    learn = learner(model, config)
+    """Every implementation trains on the same chains."""
+    update = optimizer_step(model, config)
     generator = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):
         chains = random_chains(config, generator).to(config.device)
         started = time.perf_counter()
         loss = loss_of(model, chains, config)
-        learn(loss)
-        loss = loss.item()  # waits for the device, so that the clock is read after the work
+        update(loss)
+        loss = loss.item()  # synchronizes before the clock is read
         yield Step(loss, 1e3 * (time.perf_counter() - started))
 
 
-# What it shows
+# Output
 
 
 def plot(losses: dict[str, list[float]], model: Pairformer, config: Config, path: str) -> None:
-    """The losses, and of a chain that was not trained on the distances that are known, all of them, and the model's."""
+    """Plots the losses, and the given, true and predicted distances of a held-out chain."""
     chains = random_chains(config, torch.Generator().manual_seed(config.seed + 1)).to(config.device)
     with torch.no_grad(), config.autocast():
-        likely = model(chains).float().softmax(dim=-1)
-    middles = torch.linspace(NEAREST, FARTHEST, BINS, device=likely.device)
+        probs = model(chains).float().softmax(dim=-1)
+    centers = torch.linspace(NEAREST, FARTHEST, BINS, device=probs.device)
     exists, known, distances = chains.exists[0], chains.observed[0], chains.distances[0]
     maps = {
-        "known": distances.masked_fill(~known, torch.nan),
-        "all": distances,
-        "told": torch.where(known, distances, (likely[0] * middles).sum(dim=-1)).fill_diagonal_(0),
+        "given": distances.masked_fill(~known, torch.nan),
+        "true": distances,
+        "predicted": torch.where(known, distances, (probs[0] * centers).sum(dim=-1)).fill_diagonal_(0),
     }
     figure = Figure(figsize=(13, 3.4), layout="constrained")
     loss_axes, *map_axes = figure.subplots(1, 4)
-    for style, (implementation, curve) in zip(("-", ":"), losses.items()):  # the curves lie on each other
+    for style, (implementation, curve) in zip(("-", ":"), losses.items()):  # the curves coincide
         loss_axes.plot(range(1, len(curve) + 1), curve, style, label=implementation)
-    loss_axes.set(xlabel="step", ylabel="loss (nats a pair)")
+    loss_axes.set(xlabel="step", ylabel="loss (nats per pair)")
     loss_axes.legend()
     for axes, (title, distances) in zip(map_axes, maps.items()):
         image = axes.imshow(distances[exists][:, exists].cpu(), vmin=0, vmax=FARTHEST)
         axes.set(title=title, xticks=[], yticks=[])
-    figure.colorbar(image, ax=map_axes, label="distance (steps of the chain)")
+    figure.colorbar(image, ax=map_axes, label="distance (chain steps)")
     figure.savefig(path, format="png", dpi=150)
 
 
@@ -246,16 +246,16 @@ def main(arguments: list[str] | None = None) -> None:
     model = None
     for implementation in reversed(config.implementations):
         model = build_model(config, implementation)
-        learning = training_steps(model, config)
-        steps = list(watched(learning, config, console, lambda x, name=implementation: f"{name}  loss {x.loss:.3f}"))
+        run = training_steps(model, config)
+        steps = list(track(run, config, console, lambda x, name=implementation: f"{name}  loss {x.loss:.3f}"))
         losses[implementation] = [step.loss for step in steps]
         median = sorted(step.milliseconds for step in steps)[len(steps) // 2]
         curve = losses[implementation]
-        console.print(f"{implementation}: loss {curve[0]:.3f} to {curve[-1]:.3f}, {median:.0f} ms a step")
+        console.print(f"{implementation}: loss {curve[0]:.3f} to {curve[-1]:.3f}, {median:.0f} ms per step")
 
     if len(losses) == 2:
-        apart = max(abs(ours - eager) for ours, eager in zip(losses[OURS], losses[EAGER]))
-        console.print(f"the losses of a step differ by {apart:.1e} at most")
+        difference = max(abs(ours - eager) for ours, eager in zip(losses[OURS], losses[EAGER]))
+        console.print(f"the losses of a step differ by at most {difference:.1e}")
     if config.plot:
         plot(losses, model, config, config.plot)
         console.print(f"losses and distances: {config.plot}")

@@ -1,18 +1,18 @@
-"""Train a small byte-level language model whose attention is dynamic-mask attention.
+"""Train a small byte-level language model with dynamic-mask attention.
 
     python examples/train_lm.py --plot loss.png                          # about a minute on two CPU cores
     python examples/train_lm.py --device cuda --seq-len 1024 --window 256 --text shakespeare.txt
-    torchrun --nproc-per-node 4 examples/train_lm.py --context-parallel 2    # two ranks to a sequence, two to the batch
+    torchrun --nproc-per-node 4 examples/train_lm.py --context-parallel 2    # 2-way data, 2-way context parallelism
 
-The extra [bench] brings what it needs: pip install --no-build-isolation '.[bench]'.
+Requires the extra [bench]: pip install --no-build-isolation '.[bench]'.
 
-It is a decoder-only transformer (RMSNorm, rotary positions, SwiGLU, tied head). Its attention learns which keys are
-worth keeping: every token gets one number per key/value head, its bias. Each query attends to the `window` keys of
-largest bias among those that are not in its future, and the same bias is added to their scores, so it is trained
-through its gradient. No mask of seq_len x seq_len exists: a sequence costs seq_len x window.
+The model is a decoder-only transformer (RMSNorm, rotary embeddings, SwiGLU, tied embeddings). Its attention learns
+which keys to keep: every token has one bias per key/value head. Each query attends to the `window` causal keys of
+largest bias. The bias is also added to the scores, so it is trained through its gradient. No seq_len x seq_len mask is
+created; attention costs seq_len x window.
 
-Under torchrun the ranks make up a mesh, `--context-parallel` of them to each sequence and the rest to the batch. The
-model's weights and their optimizer's state are sharded (FSDP2), and a step is the same as that of one process.
+Under torchrun, `--context-parallel` ranks share each sequence and the other mesh dimension is data parallel. FSDP2
+shards the weights and the optimizer state. A step is the same as with one process.
 """
 
 import argparse
@@ -39,14 +39,14 @@ from torch.distributed.fsdp import fully_shard
 from flash_dmattn import flash_dmattn_func_auto
 from flash_dmattn.parallel import context_parallel_attention, shard
 
-VOCABULARY = 256  # bytes: no tokenizer to train or to download
-PROMPT, CONTINUATION = 48, 160  # bytes of held-out text given, and of text sampled after it
+VOCABULARY = 256  # bytes, so no tokenizer is needed
+PROMPT, CONTINUATION = 48, 160  # bytes of held-out text in a prompt, and of sampled text
 DTYPES = ["float32", "bfloat16"]
 BACKENDS = ["cuda", "cpu", "triton", "flex", "reference"]
 
 
 def option(default, help: str, **argparse_options):
-    """A field of Config, with what argparse needs to know of it."""
+    """A field of Config with the options of its command line argument."""
     kind = str if default is None else type(default)
     return field(default=default, metadata={"help": help, "type": kind, **argparse_options})
 
@@ -59,13 +59,13 @@ def check_positive(config, *names: str) -> None:
 
 def check_device_and_plot(config) -> None:
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: this PyTorch finds no CUDA device")
+        raise ValueError("device cuda: PyTorch finds no CUDA device")
     if config.plot and not Path(config.plot).absolute().parent.is_dir():
         raise ValueError(f"plot: there is no folder {Path(config.plot).parent}")
 
 
 def check_sizes(config, width: str) -> None:
-    """What the examples ask of a Config, whose width is the field named so: ValueError where it is otherwise."""
+    """Raises ValueError for sizes that do not fit; `width` names the field of the model width."""
     check_positive(config, "steps", "batch_size", "seq_len", "window", width, "layers", "heads", "kv_heads", "lr")
     if config.samples < 0:
         raise ValueError(f"samples must not be negative, got {config.samples}")
@@ -80,24 +80,24 @@ def check_sizes(config, width: str) -> None:
 class Config:
     """Every field is also a command line argument."""
 
-    text: str | None = option(None, "file to learn (default: the topics of Python's own help)")
+    text: str | None = option(None, "text file to train on (default: the topics of Python's help)")
     steps: int = option(300, "optimizer steps")
-    batch_size: int = option(16, "sequences a step, of all ranks together")
+    batch_size: int = option(16, "sequences per step, over all ranks")
     seq_len: int = option(128, "bytes in a sequence")
-    window: int = option(32, "keys that a query keeps")
+    window: int = option(32, "keys that each query attends to")
     dim: int = option(128, "width of the model")
     layers: int = option(4, "transformer blocks")
     heads: int = option(4, "query heads")
     kv_heads: int = option(2, "key/value heads")
     lr: float = option(3e-3, "peak learning rate")
-    device: str = option("cpu", "where to train", choices=["cpu", "cuda"])
-    dtype: str | None = option(None, "of autocast (default: float32 on cpu, bfloat16 on cuda)", choices=DTYPES)
-    backend: str | None = option(None, "what computes the attention (default: by device)", choices=BACKENDS)
-    seed: int = option(0, "of the weights, the batches and the samples")
-    plot: str | None = option(None, "PNG file to draw the loss curve in (default: none)")
-    samples: int = option(3, "texts to sample at the end")
-    context_parallel: int = option(1, "ranks that share a sequence, under torchrun")
-    deterministic: bool = option(False, "make the same seed give bitwise the same losses", action="store_true")
+    device: str = option("cpu", "device to train on", choices=["cpu", "cuda"])
+    dtype: str | None = option(None, "autocast dtype (default: float32 on cpu, bfloat16 on cuda)", choices=DTYPES)
+    backend: str | None = option(None, "attention backend (default: that of the device)", choices=BACKENDS)
+    seed: int = option(0, "seed of weights, batches and samples")
+    plot: str | None = option(None, "PNG file for the loss curve (default: none)")
+    samples: int = option(3, "texts to generate at the end")
+    context_parallel: int = option(1, "ranks per sequence, under torchrun")
+    deterministic: bool = option(False, "bitwise reproducible losses for a seed", action="store_true")
 
     def __post_init__(self):
         check_sizes(self, width="dim")
@@ -106,24 +106,24 @@ class Config:
         if self.backend == "flex" and self.device == "cpu":
             raise ValueError("backend flex needs device cuda: PyTorch's FlexAttention has no backward on the CPU")
         if self.device == "cuda" and self.dtype == "float32" and self.backend in (None, "cuda"):
-            raise ValueError("the CUDA kernels take no float32: choose dtype bfloat16, or another backend")
+            raise ValueError("the CUDA kernels do not support float32: use dtype bfloat16 or another backend")
         if self.context_parallel < 1:
             raise ValueError(f"context_parallel must be positive, got {self.context_parallel}")
         if self.seq_len % self.context_parallel:
             raise ValueError(f"context_parallel ({self.context_parallel}) must divide seq_len ({self.seq_len})")
         if self.context_parallel > 1 and self.backend not in (None, self.device):
-            raise ValueError(f"context_parallel is for the backend {self.device}, got {self.backend}")
+            raise ValueError(f"context_parallel requires backend {self.device}, got {self.backend}")
 
     def autocast(self) -> torch.autocast:
         dtype = getattr(torch, self.dtype or {"cpu": "float32", "cuda": "bfloat16"}[self.device])
         return torch.autocast(self.device, dtype, enabled=dtype != torch.float32)
 
 
-# The ranks
+# Distributed training
 
 
-def join_ranks(config: Config) -> DeviceMesh | None:
-    """The processes of torchrun as a mesh of "data" x "context"; None where this one is alone."""
+def init_mesh(config: Config) -> DeviceMesh | None:
+    """The ranks of torchrun as a mesh ("data", "context"); None for a single process."""
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size % config.context_parallel:
         raise ValueError(f"context_parallel ({config.context_parallel}) must divide the number of ranks ({size})")
@@ -137,13 +137,13 @@ def join_ranks(config: Config) -> DeviceMesh | None:
     return init_device_mesh(config.device, (data, config.context_parallel), mesh_dim_names=("data", "context"))
 
 
-def own_part(batch: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Of sequences (B, S) those of this rank, and of these its part."""
+def local_shard(batch: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's shard of a batch (B, S), over sequences and within each sequence."""
     return batch if mesh is None else shard(shard(batch, 0, group=mesh["data"]), 1, group=mesh["context"])
 
 
-def mean_of_ranks(loss: Tensor, mesh: DeviceMesh | None) -> float:
-    """Waits for the device."""
+def mean_over_ranks(loss: Tensor, mesh: DeviceMesh | None) -> float:
+    """Synchronizes the device."""
     loss = loss.detach()
     if mesh is not None:
         dist.all_reduce(loss)
@@ -154,8 +154,8 @@ def mean_of_ranks(loss: Tensor, mesh: DeviceMesh | None) -> float:
 # The model
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x (B, S, H, D): the pair (x[d], x[d + D/2]) turns with the position."""
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x (B, S, H, D): rotates the pairs (x[d], x[d + D/2])."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).type_as(x)
 
@@ -171,12 +171,12 @@ class DynamicMaskAttention(nn.Module):
         self.v_proj = nn.Linear(config.dim, config.kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(config.heads * head_dim, config.dim, bias=False)
         self.dt_proj = nn.Linear(config.kv_heads * head_dim, config.kv_heads, bias=False)
-        # Not zero: dt_proj's gradient is a multiple of A, and a constant bias is no preference.
+        # Not zero: dt_proj's gradient is proportional to A, and a constant bias ranks no key.
         self.A = nn.Parameter(torch.ones(config.kv_heads))
 
     def key_bias(self, value: Tensor) -> Tensor:
-        """(B, S, Hkv, D) -> (B, Hkv, 1, S): how much each token is worth keeping, exp(A softplus(W_dt v))."""
-        # In the weights' precision: in bfloat16 many biases would be equal.
+        """The key bias (B, Hkv, 1, S) of values (B, S, Hkv, D): exp(A softplus(W_dt v)), the importance of each key."""
+        # In the precision of the weights: in bfloat16 many biases would tie.
         with torch.autocast(value.device.type, enabled=False):
             dt = F.softplus(self.dt_proj(value.flatten(2).type_as(self.dt_proj.weight)))
             return torch.exp(self.A * dt).transpose(1, 2).unsqueeze(2)
@@ -185,7 +185,7 @@ class DynamicMaskAttention(nn.Module):
         query, key, value = (
             proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         bias = self.key_bias(value)
         out = self.attention(query, key, value, attn_bias=bias, is_causal=True, window_size=self.window)
         return self.o_proj(out.flatten(2))
@@ -194,7 +194,7 @@ class DynamicMaskAttention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        hidden = 8 * math.ceil(dim / 3)  # 8/3 dim: three matrices then weigh as much as two of 4 dim
+        hidden = 8 * math.ceil(dim / 3)  # as many parameters as two matrices of width 4 dim
         self.gate_proj = nn.Linear(dim, hidden, bias=False)
         self.up_proj = nn.Linear(dim, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, dim, bias=False)
@@ -219,35 +219,35 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        self.first = 0  # of the sequence's tokens that this rank has
+        self.start = 0  # position of the first local token
         attention = flash_dmattn_func_auto(backend=config.backend or config.device)
-        self.whole_attention = attention = partial(attention, deterministic=config.deterministic)
+        self.local_attention = attention = partial(attention, deterministic=config.deterministic)
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
-        nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)  # it is also the head
+        nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)  # tied to the output head
 
         head_dim = config.dim // config.heads
         frequencies = 10000.0 ** -torch.arange(0, 1, 2 / head_dim)
-        angles = torch.outer(torch.arange(config.seq_len), frequencies).unsqueeze(1)  # (S, 1, D/2): alike in every head
+        angles = torch.outer(torch.arange(config.seq_len), frequencies).unsqueeze(1)  # (S, 1, D/2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def share_sequences(self, ranks: DeviceMesh | None) -> None:
-        """From now on each of these ranks has its part of every sequence; None: all of it."""
-        attention = self.whole_attention
-        if ranks is not None:
-            attention = partial(context_parallel_attention, group=ranks, **attention.keywords)
+    def set_context_parallel(self, mesh: DeviceMesh | None) -> None:
+        """Shards sequences over the ranks of a one-dimensional mesh; None: whole sequences on each rank."""
+        attention = self.local_attention
+        if mesh is not None:
+            attention = partial(context_parallel_attention, group=mesh, **attention.keywords)
         for block in self.blocks:
             block.attention.attention = attention
-        self.first = 0 if ranks is None else ranks.get_local_rank() * (len(self.cos) // ranks.size())
+        self.start = 0 if mesh is None else mesh.get_local_rank() * (len(self.cos) // mesh.size())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, S) -> (B, S, VOCABULARY): logits of the byte after each."""
-        places = slice(self.first, self.first + tokens.shape[1])
+        """Logits (B, S, VOCABULARY) of the next byte after each of tokens (B, S)."""
+        positions = slice(self.start, self.start + tokens.shape[1])
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.cos[places], self.sin[places])
+            x = block(x, self.cos[positions], self.sin[positions])
         return F.linear(self.norm(x), self.embedding.weight)
 
 
@@ -255,27 +255,27 @@ class LanguageModel(nn.Module):
 
 
 def load_text(config: Config) -> tuple[Tensor, Tensor]:
-    """The text's bytes, as (training, validation): the last tenth is held out."""
+    """The bytes of the text as (training, validation). The last tenth is held out."""
     text = Path(config.text).read_bytes() if config.text else "\n\n".join(topics.topics.values()).encode()
     held_out = len(text) // 10
     if held_out <= config.seq_len:
         raise ValueError(
             f"the text is too short: a tenth of its {len(text)} bytes is held out, "
-            f"and that must be longer than a sequence (seq_len = {config.seq_len})"
+            f"which must be longer than a sequence (seq_len = {config.seq_len})"
         )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return data[:-held_out], data[-held_out:]
 
 
 def random_batch(data: Tensor, config: Config, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random sequences of the text, and the byte that follows each of their bytes."""
+    """Random sequences (B, S) of the text, and their next bytes (B, S)."""
     starts = torch.randint(len(data) - config.seq_len, (config.batch_size, 1), generator=generator)
     sequences = data[starts + torch.arange(config.seq_len + 1)].to(config.device, torch.long)
     return sequences[:, :-1], sequences[:, 1:]
 
 
 def loss_of(model: LanguageModel, batch: tuple[Tensor, Tensor], config: Config) -> Tensor:
-    """Cross entropy, in nats a byte."""
+    """Cross entropy in nats per byte."""
     tokens, targets = batch
     with config.autocast():
         logits = model(tokens)
@@ -283,7 +283,7 @@ def loss_of(model: LanguageModel, batch: tuple[Tensor, Tensor], config: Config) 
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over the first tenth, then a cosine down to a tenth."""
+    """Linear warm-up over the first tenth of the steps, then cosine decay to 0.1."""
     warmup = max(1, steps // 10)
     if step < warmup:
         return (step + 1) / warmup
@@ -294,27 +294,27 @@ def learning_rate_factor(step: int, steps: int) -> float:
 @dataclass(frozen=True)
 class Step:
     loss: float
-    validation_loss: float | None  # measured about ten times in a run
-    tokens_per_second: float  # since the first step, validation left out
+    validation_loss: float | None  # measured about ten times per run
+    tokens_per_second: float  # average since the first step, without validation
 
 
-def learner(model: nn.Module, config) -> Callable[[Tensor], None]:
-    """A function that makes a step of AdamW of a loss, by gradients that are clipped to a norm of 1."""
+def optimizer_step(model: nn.Module, config) -> Callable[[Tensor], None]:
+    """A function of a loss: its backward, gradient clipping to norm 1 and an AdamW step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=config.steps))
 
-    def learn(loss: Tensor) -> None:
+    def step(loss: Tensor) -> None:
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         schedule.step()
 
-    return learn
+    return step
 
 
-def watched(steps: Iterable, config, console: Console, describe: Callable[[object], str]) -> Iterator:
-    """The steps, beside a bar of how many of `config.steps` there have been, and what `describe` says of the last."""
+def track(steps: Iterable, config, console: Console, describe: Callable[[object], str]) -> Iterator:
+    """Iterates over the steps with a progress bar of `config.steps` and a description of the last step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=config.steps)
@@ -326,76 +326,76 @@ def watched(steps: Iterable, config, console: Console, describe: Callable[[objec
 def training_steps(
     model: LanguageModel, config: Config, mesh: DeviceMesh | None, training: Tensor, validation: Tensor
 ) -> Iterator[Step]:
-    def own_loss(batch: tuple[Tensor, Tensor]) -> Tensor:
-        return loss_of(model, tuple(own_part(part, mesh) for part in batch), config)
+    def local_loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(model, tuple(local_shard(part, mesh) for part in batch), config)
 
-    learn = learner(model, config)
+    update = optimizer_step(model, config)
     generator = torch.Generator().manual_seed(config.seed)
     validation_batches = [random_batch(validation, config, generator) for _ in range(2)]
     validate_every = max(1, config.steps // 10)
     seconds = 0.0
     for step in range(1, config.steps + 1):
         started = time.perf_counter()
-        loss = own_loss(random_batch(training, config, generator))  # the same batch on every rank
-        learn(loss)
-        loss = mean_of_ranks(loss, mesh)  # waits for the device, so that the clock is read after the work
+        loss = local_loss(random_batch(training, config, generator))  # the same batch on every rank
+        update(loss)
+        loss = mean_over_ranks(loss, mesh)  # synchronizes before the clock is read
         seconds += time.perf_counter() - started
 
         validation_loss = None
         if step == 1 or step % validate_every == 0 or step == config.steps:
             with torch.no_grad():
-                losses = [own_loss(batch) for batch in validation_batches]
-            validation_loss = mean_of_ranks(torch.stack(losses).mean(), mesh)
+                losses = [local_loss(batch) for batch in validation_batches]
+            validation_loss = mean_over_ranks(torch.stack(losses).mean(), mesh)
         yield Step(loss, validation_loss, step * config.batch_size * config.seq_len / seconds)
 
 
 def build_model(config: Config, mesh: DeviceMesh | None = None) -> LanguageModel:
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it on CUDA
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
     model = LanguageModel(config).to(config.device)
     if mesh is not None:
-        # Each rank's loss is the mean of its own tokens, and attention gives keys and values their gradients of all
-        # ranks' losses: what FSDP averages over all ranks is the gradient of the mean of all tokens.
+        # Each rank's loss is the mean over its tokens. Attention returns the gradients of all ranks' losses to keys and
+        # values, so FSDP's average over all ranks is the gradient of the mean over all tokens.
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         if config.context_parallel > 1:
-            model.share_sequences(mesh["context"])
+            model.set_context_parallel(mesh["context"])
     return model
 
 
 def train(config: Config) -> list[float]:
     """The training loss of every step."""
-    mesh = join_ranks(config)
+    mesh = init_mesh(config)
     return [step.loss for step in training_steps(build_model(config, mesh), config, mesh, *load_text(config))]
 
 
-# What it shows
+# Output
 
 
 @torch.no_grad()
 def sample(model: LanguageModel, config: Config, prompts: Tensor, temperature: float = 0.8) -> Tensor:
-    """Continue every prompt (B, S) by CONTINUATION bytes."""
+    """Prompts (B, S) with CONTINUATION sampled bytes each."""
     tokens = prompts.to(config.device, torch.long)
     for _ in range(CONTINUATION):
         with config.autocast():
             logits = model(tokens[:, -config.seq_len :])[:, -1]
-        following = torch.multinomial(torch.softmax(logits.float() / temperature, dim=-1), 1)
-        tokens = torch.cat([tokens, following], dim=1)
+        next_token = torch.multinomial(torch.softmax(logits.float() / temperature, dim=-1), 1)
+        tokens = torch.cat([tokens, next_token], dim=1)
     return tokens
 
 
-def print_samples(continued: Callable[[Tensor], Tensor], config, validation: Tensor, console: Console) -> None:
-    """`config.samples` pieces of held-out text, and what a model makes of them: `continued` of prompts (B, S)."""
+def print_samples(generate: Callable[[Tensor], Tensor], config, validation: Tensor, console: Console) -> None:
+    """Prints `config.samples` prompts of held-out text and their continuations by `generate`, of prompts (B, S)."""
     prompt = min(PROMPT, config.seq_len)
     starts = torch.randint(len(validation) - prompt, (config.samples, 1))
     prompts = validation[starts + torch.arange(prompt)]
-    for tokens in continued(prompts).tolist():
-        given, following = (bytes(part).decode(errors="replace") for part in (tokens[:prompt], tokens[prompt:]))
+    for tokens in generate(prompts).tolist():
+        text, continuation = (bytes(part).decode(errors="replace") for part in (tokens[:prompt], tokens[prompt:]))
         console.rule("sample", style="dim")
-        console.print(Text(given, style="dim") + Text(following))
+        console.print(Text(text, style="dim") + Text(continuation))
 
 
 def plot_losses(steps: list[Step], path: str) -> None:
@@ -404,13 +404,13 @@ def plot_losses(steps: list[Step], path: str) -> None:
     axes = figure.subplots()
     axes.plot(numbers, [step.loss for step in steps], linewidth=1, alpha=0.6, label="training")
     axes.plot(numbers, [step.validation_loss for step in steps], "o", label="validation")
-    axes.set(xlabel="step", ylabel="loss (nats a byte)")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.legend()
     figure.savefig(path, format="png", dpi=150)
 
 
-def argument_parser(config: type = Config, about: str = __doc__) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+def argument_parser(config: type = Config, description: str = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for argument in fields(config):
         options = {"default": argument.default, **argument.metadata}
         if argument.type is bool:
@@ -426,7 +426,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         config = Config(**vars(parser.parse_args(arguments)))
         training, validation = load_text(config)
-        mesh = join_ranks(config)
+        mesh = init_mesh(config)
         model = build_model(config, mesh)
     except (ValueError, RuntimeError, OSError) as error:
         parser.error(str(error))
@@ -434,17 +434,17 @@ def main(arguments: list[str] | None = None) -> None:
     is_first = mesh is None or mesh.get_rank() == 0
     console = Console(quiet=not is_first)
     parameters = sum(p.numel() for p in model.parameters())
-    console.print(f"{parameters:,} parameters; {len(training):,} bytes to learn, {len(validation):,} held out")
+    console.print(f"{parameters:,} parameters; {len(training):,} training bytes, {len(validation):,} held out")
 
     steps = []
-    learning = training_steps(model, config, mesh, training, validation)
-    for step in watched(learning, config, console, lambda x: f"loss {x.loss:.3f}  {x.tokens_per_second:,.0f} tokens/s"):
+    run = training_steps(model, config, mesh, training, validation)
+    for step in track(run, config, console, lambda x: f"loss {x.loss:.3f}  {x.tokens_per_second:,.0f} tokens/s"):
         steps.append(step)
         if step.validation_loss is not None:
             console.print(f"step {len(steps):5}  loss {step.loss:.3f}  validation {step.validation_loss:.3f}")
 
     if config.samples:
-        model.share_sequences(None)  # they grow, from lengths that no number of ranks need divide
+        model.set_context_parallel(None)  # generated sequences have any length
         print_samples(partial(sample, model, config), config, validation, console)
     console.rule(style="dim")
     console.print(f"{steps[-1].tokens_per_second:,.0f} tokens/s")

@@ -1,5 +1,5 @@
 {
-  description = "flash_dmattn as a kernel of the Hugging Face Hub";
+  description = "flash_dmattn for the Hugging Face kernels Hub";
 
   inputs = {
     kernel-builder.url = "github:huggingface/kernels";

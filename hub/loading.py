@@ -1,8 +1,7 @@
-"""The operators of an extension that kernel-builder made, in the place of a compiled module: written over
-flash_dmattn/loading.py in the kernel for the Hub.
+"""Replaces flash_dmattn/loading.py in the kernel for the Hub: the operators of an extension built by kernel-builder.
 
-Such an extension keeps to Python's stable ABI, which pybind11's functions do not. What the library asks of them is
-here: the operators check every argument themselves, as they do in graphs that are traced.
+Such an extension uses Python's stable ABI, which excludes pybind11's functions. This module stands in for the functions
+that the library calls. The operators check all arguments themselves, as they do in traced graphs.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import torch
 
 from ._ops import add_op_namespace_prefix
 
-NAMESPACE = add_op_namespace_prefix("").removesuffix("::")  # of the operators, another for every build
+NAMESPACE = add_op_namespace_prefix("").removesuffix("::")  # of the operators; every build has its own
 
 
 class Extension:
-    """What is asked of the compiled module."""
+    """The interface of the compiled module."""
 
     has_cuda = True
 
@@ -25,7 +24,7 @@ class Extension:
 
     @staticmethod
     def attend_plainly(*arguments) -> None:
-        """Every call goes the way of Python."""
+        """No fast path: every call is dispatched in Python."""
 
     @staticmethod
     def check_fixed(query, key, value, *others) -> None:
@@ -37,7 +36,7 @@ class Extension:
 
     @staticmethod
     def check_kernels(*arguments) -> None:
-        """Left to the operators, as what follows."""
+        """The operators perform this check and those below."""
 
     check_packed = check_kv = check_cu_seqlens = check_kernels
 

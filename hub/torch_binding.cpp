@@ -1,5 +1,5 @@
-// What makes an extension of Hugging Face kernels of the operators, which library.cpp and autograd.cpp register: the module
-// that Python imports. registration.h is kernel-builder's.
+// Creates the Python module of an extension for Hugging Face kernels. library.cpp and autograd.cpp register its operators.
+// kernel-builder provides registration.h.
 #include "registration.h"
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -1,10 +1,9 @@
-"""Gives a wheel the local version that says what it was built for, in its name and its metadata, as FlashAttention's
-have:
+"""Adds the CUDA, PyTorch and C++ ABI versions to a wheel's version, in its name and metadata, as FlashAttention does:
 
     python scripts/name_wheel.py dist/flash_dmattn-0.1.0-cp312-cp312-linux_x86_64.whl
     dist/flash_dmattn-0.1.0+cu12torch2.11cxx11abiTRUE-cp312-cp312-linux_x86_64.whl
 
-cu and torch are those of the PyTorch that is installed, which the wheel was built against; "cpu" stands for no CUDA.
+The versions are those of the installed PyTorch, which the wheel was built against; "cpu" means no CUDA.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def wheel(*arguments: object) -> None:
 
 
 def rename(path: Path, local: str) -> Path:
-    """Writes the wheel of that local version beside `path`, which it replaces."""
+    """Replaces the wheel at `path` by one with the local version. Returns its path."""
     name, version, tags = path.name.split("-", 2)
     if "+" in version:
         raise SystemExit(f"{path.name} has a local version already")
@@ -42,7 +41,7 @@ def rename(path: Path, local: str) -> Path:
         metadata = info / "METADATA"
         text, count = re.subn(r"^Version: .*$", f"Version: {full}", metadata.read_text(), count=1, flags=re.MULTILINE)
         if count != 1:
-            raise SystemExit(f"{path.name} has no version in its metadata")
+            raise SystemExit(f"{path.name} has no Version field in its metadata")
         metadata.write_text(text)
         wheel("pack", content, "--dest-dir", path.parent)
     path.unlink()

@@ -111,8 +111,8 @@ def setup_with_nvcc(tmp_path, says, **environment):
 
 NVCC_12 = "Cuda compilation tools, release 12.8, V12.8.93"
 MISMATCH = (
-    f"nvcc is of CUDA 12.8 and PyTorch {torch.__version__} of CUDA 13.0: "
-    "set CUDA_HOME to a toolkit of CUDA 13, or install a PyTorch of CUDA 12\n"
+    f"nvcc has CUDA 12.8 and PyTorch {torch.__version__} has CUDA 13.0: "
+    "set CUDA_HOME to a CUDA 13 toolkit, or install PyTorch for CUDA 12\n"
 )
 
 
@@ -125,7 +125,7 @@ def test_an_nvcc_of_another_major_version_leaves_the_cpu_kernels(tmp_path):
 def test_an_nvcc_of_another_major_version_is_an_error_where_cuda_is_asked_for(tmp_path):
     done = setup_with_nvcc(tmp_path, NVCC_12, TORCH_CUDA_ARCH_LIST="9.0")
     assert done.returncode != 0
-    assert f"TORCH_CUDA_ARCH_LIST asks for CUDA kernels, but {MISMATCH}" in done.stderr
+    assert f"TORCH_CUDA_ARCH_LIST is set, but {MISMATCH}" in done.stderr
 
 
 @pytest.mark.parametrize("says", [None, "", "not a version"])

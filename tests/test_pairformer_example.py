@@ -48,7 +48,7 @@ def test_command(tmp_path):
     plot = tmp_path / "pairformer.png"
     done = run_script(SCRIPT, *command_line(**TINY, steps=3, plot=plot))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ms a step") == 2 and "the losses of a step differ by" in done.stdout
+    assert done.stdout.count("ms per step") == 2 and "the losses of a step differ by" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

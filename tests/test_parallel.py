@@ -369,11 +369,11 @@ def of_portions(case, portion_bytes):
     """`sharded`, with so many bytes of keys and values gathered at once."""
     from flash_dmattn.parallel import dense
 
-    usual, dense.PORTION_BYTES = dense.PORTION_BYTES, portion_bytes
+    usual, dense.HEAD_SLICE_BYTES = dense.HEAD_SLICE_BYTES, portion_bytes
     try:
         return sharded(case)
     finally:
-        dense.PORTION_BYTES = usual
+        dense.HEAD_SLICE_BYTES = usual
 
 
 @on_both
@@ -436,19 +436,19 @@ def test_dtypes(ranks, dtype):
 
 def halo(case, fixed_shapes):
     """How many keys a head this rank fetches for a window."""
-    from flash_dmattn.parallel.halo import plan_of_selection
     from flash_dmattn.parallel.shards import Shards
+    from flash_dmattn.parallel.topk import plan_for_topk
 
     rank = dist.get_rank()
     bias = of_rank(case, case.make()[2], 3, rank)
-    plan, mask = plan_of_selection(
+    plan, mask = plan_for_topk(
         Shards(dist.group.WORLD, case.lengths), bias, case.options["window_size"], None, case.kv_heads, fixed_shapes
     )
     first = sum(case.lengths[:rank])
     # What the first rows see of other ranks, by the definition of the mask.
     dense = KeyIntervalMask.topk(case.make()[2], case.options["window_size"]).to_dense()
     needed = dense[:, :, first : first + case.lengths[rank], :first].any(dim=2).sum(dim=-1)
-    return plan.fetched, sum(plan.to_receive), needed, mask.end.shape
+    return plan.num_slots, sum(plan.recv_counts), needed, mask.end.shape
 
 
 @on_both
@@ -464,7 +464,7 @@ def test_no_more_keys_are_fetched_than_rows_see(ranks):
 
 def check_best_keys(device):
     """Of more keys those that the last row sees, in order, and hidden ones only where there are no more."""
-    from flash_dmattn.parallel.halo import best_keys
+    from flash_dmattn.parallel.topk import topk_keys
 
     generator = torch.Generator().manual_seed(0)
     for hidden, tied in ((0.0, 0), (0.3, 0), (0.0, 4), (0.97, 4)):
@@ -472,7 +472,7 @@ def check_best_keys(device):
         bias = (bias * tied).round() if tied else bias
         bias = bias.masked_fill(torch.rand(bias.shape, generator=generator) < hidden, -torch.inf)
         for count in (0, 1, 64, 100, 699):
-            keys, is_one = (x.cpu() for x in best_keys(bias.to(device), count))
+            keys, is_one = (x.cpu() for x in topk_keys(bias.to(device), count))
             assert keys.shape == is_one.shape == (2, 3, count) and keys.dtype == torch.int64
             is_one &= bias.gather(-1, keys) > -torch.inf
             wanted = KeyIntervalMask.topk(bias, count, 1).to_dense()[:, :, 0]
@@ -604,7 +604,7 @@ def wrong_group(kind):
     [
         ("number", "TypeError", "ProcessGroup"),
         ("mesh", "ValueError", "one dimension"),
-        ("of others", "ValueError", "hold"),
+        ("of others", "ValueError", "include"),
     ],
 )
 def test_wrong_groups_are_errors_on_every_rank(two, kind, error, message):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from flash_dmattn.integrations.triangle import HIDES, DS4Sci_EvoformerAttention, triangle_attention
+from flash_dmattn.integrations.triangle import MASK_THRESHOLD, DS4Sci_EvoformerAttention, triangle_attention
 
 B, N, H, ROWS, KEYS, D = 2, 5, 3, 20, 26, 8
 
@@ -109,7 +109,7 @@ def evoformer_inputs(dtype=torch.float64):
     return query, key, value, hidden, pairs
 
 
-@pytest.mark.parametrize("least", [-1e9, -torch.inf, HIDES, torch.finfo(torch.float64).min])
+@pytest.mark.parametrize("least", [-1e9, -torch.inf, MASK_THRESHOLD, torch.finfo(torch.float64).min])
 @pytest.mark.parametrize("with_pairs", [False, True])
 def test_evoformer(with_pairs, least):
     query, key, value, hidden, pairs = evoformer_inputs()
@@ -293,13 +293,13 @@ EVOFORMER = {
     "mask bias that is no mask": (
         [ZEROS - 2.5, PAIRS],
         ValueError,
-        r"biases\[0\] must hold 0 and numbers from -10000 down alone beside a pair bias, where it is a mask, got -2.5",
+        r"biases\[0\] must be 0 or at most -10000 with a pair bias, got -2.5",
     ),
-    "NaN in a mask bias": ([ZEROS + torch.nan, PAIRS], ValueError, r"biases\[0\] must hold 0 and .*, got nan"),
+    "NaN in a mask bias": ([ZEROS + torch.nan, PAIRS], ValueError, r"biases\[0\] must be 0 or .*, got nan"),
     "mask bias that requires a gradient": (
         [ZEROS.clone().requires_grad_(), PAIRS],
         ValueError,
-        r"biases\[0\] must not require a gradient beside a pair bias, where it is a mask: give its detach\(\)",
+        r"biases\[0\] must not require a gradient with a pair bias: pass its detach\(\)",
     ),
 }
 

@@ -1,1 +1,1 @@
-"""flash_dmattn inside other libraries. Each module but `triangle` imports the library that it is named after."""
+"""Integrations with other libraries. Each module except `triangle` imports the library that it is named after."""

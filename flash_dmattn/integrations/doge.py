@@ -1,4 +1,4 @@
-"""Doge's attention by bias and window in place of its S x S mask."""
+"""Doge's dynamic-mask attention through attn_bias and window_size instead of an S x S mask."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..interface import flash_dmattn_func
 from ..interval_mask import KeyIntervalMask, sequence_of_keys
 from ..masks import create_mask
 from ..selection import topk_of_cache
-from .transformers import NAME, refuse
+from .transformers import NAME, require_supported
 from .visible_keys import Pattern, VisibleKeys
 
 
-def use_window(model: nn.Module) -> None:
-    """Every DogeAttention in the model becomes a DogeWindowAttention, with the same weights."""
+def use_window_attention(model: nn.Module) -> None:
+    """Converts every DogeAttention of the model to DogeWindowAttention in place. The weights stay the same."""
     for module in model.modules():
         if type(module) is DogeAttention:
             module.__class__ = DogeWindowAttention
 
 
 class DogeWindowAttention(DogeAttention):
-    """DogeAttention with attn_implementation="flash_dmattn"; with any other it is DogeAttention.
+    """DogeAttention with attn_implementation="flash_dmattn". Other implementations use DogeAttention's forward.
 
-    The bias of a key depends on its value alone, so that generation keeps it: in one more layer of the cache for each
-    layer of the model, behind them, where all that befalls a cache (beam search, cropping) befalls it too.
+    A key's bias depends on its value only, so generation caches it. The cache has one extra layer per model layer for
+    the biases, appended after the model's layers, so that beam search and cropping apply to them too.
     """
 
     def forward(
@@ -42,7 +42,7 @@ class DogeWindowAttention(DogeAttention):
     ) -> tuple[Tensor, Tensor | None]:
         if self.config._attn_implementation != NAME:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        refuse(self.attention_dropout if self.training else 0.0, kwargs)
+        require_supported(self.attention_dropout if self.training else 0.0, kwargs)
         query, key, value = (
             rearrange(proj(hidden_states), "b s (h d) -> b s h d", d=self.head_dim)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -51,45 +51,45 @@ class DogeWindowAttention(DogeAttention):
         if past_key_values is None:
             bias = self.key_bias(value)
         else:
-            key, value, bias = self.with_past(key, value, past_key_values)
-        visible = self.visible(attention_mask, query, key, kwargs)
+            key, value, bias = self.update_cache(key, value, past_key_values)
+        visible = self.visible_keys(attention_mask, query, key, kwargs)
         out = flash_dmattn_func(
             *(query, key, value),
-            **chosen_keys(bias, self.keep_window_size, visible, query.shape[1]),
+            **topk_arguments(bias, self.keep_window_size, visible, query.shape[1]),
             softmax_scale=self.scaling,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return self.o_proj(rearrange(out, "b s h d -> b s (h d)")), None
 
     def key_bias(self, value: Tensor) -> Tensor:
-        """(B, S, Hkv, D) -> (B, Hkv, 1, S): what is added to the scores of each key, and what the rows choose by."""
+        """The key bias (B, Hkv, 1, S) of values (B, S, Hkv, D): it is added to the scores and ranks the keys."""
         logits = self.dt_proj(rearrange(value, "b s h d -> b s (h d)"))
         return rearrange(torch.exp(self.A * F.softplus(logits)), "b s h -> b h 1 s")
 
-    def with_past(self, key: Tensor, value: Tensor, past: Cache) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys and values (B, Sk, Hkv, D) and the bias (B, Hkv, 1, Sk) of all that the cache then holds."""
-        bias_layer = self.bias_layer(past)
+    def update_cache(self, key: Tensor, value: Tensor, cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
+        """Adds keys and values to the cache. Returns all keys and values (B, Sk, Hkv, D) and biases (B, Hkv, 1, Sk)."""
+        bias_layer = self.bias_layer(cache)
         new = (rearrange(x, "b s h d -> b h s d") for x in (key, value))
-        keys, values = (rearrange(x, "b h s d -> b s h d") for x in past.update(*new, self.layer_idx))
+        keys, values = (rearrange(x, "b h s d -> b s h d") for x in cache.update(*new, self.layer_idx))
         if bias_layer is None:
             return keys, values, self.key_bias(values)
         new = rearrange(self.key_bias(value), "b h 1 s -> b h s 1")
         bias, _ = bias_layer.update(new, new[..., :0])
         return keys, values, rearrange(bias, "b h s 1 -> b h 1 s")
 
-    def bias_layer(self, past: Cache) -> DynamicLayer | StaticLayer | None:
-        """Where the cache keeps the bias of this layer; None where it is made of all values again."""
-        layers, count = past.layers, self.config.num_hidden_layers
-        if self.layer_idx == 0 and len(layers) <= count and not past.offloading:
+    def bias_layer(self, cache: Cache) -> DynamicLayer | StaticLayer | None:
+        """The cache layer for this layer's biases; None if they are recomputed from all values."""
+        layers, count = cache.layers, self.config.num_hidden_layers
+        if self.layer_idx == 0 and len(layers) <= count and not cache.offloading:
             while len(layers) < count:
-                layers.append(past.layer_class_to_replicate())
-            empty_ones = not any(layer.is_initialized for layer in layers)
-            if empty_ones and all(type(layer) in (DynamicLayer, StaticLayer) for layer in layers):
-                layers.extend([like(layer) for layer in layers])
+                layers.append(cache.layer_class_to_replicate())
+            is_empty = not any(layer.is_initialized for layer in layers)
+            if is_empty and all(type(layer) in (DynamicLayer, StaticLayer) for layer in layers):
+                layers.extend([empty_layer_like(layer) for layer in layers])
         return layers[count + self.layer_idx] if len(layers) == 2 * count else None
 
-    def visible(self, attention_mask: VisibleKeys | Tensor | None, query: Tensor, key: Tensor, options: dict):
-        """What the rows may choose from, as VisibleKeys where nothing else was given."""
+    def visible_keys(self, attention_mask: VisibleKeys | Tensor | None, query: Tensor, key: Tensor, options: dict):
+        """The candidate keys of each row: the given mask, or causality as VisibleKeys, with packed sequences."""
         cu_seqlens = options.get("cu_seq_lens_q")
         batch, seqlen_q, seqlen_k = *query.shape[:2], key.shape[1]
         if attention_mask is None:
@@ -101,33 +101,36 @@ class DogeWindowAttention(DogeAttention):
         return attention_mask.with_documents(ids)
 
 
-def like(layer: DynamicLayer | StaticLayer) -> DynamicLayer | StaticLayer:
-    """Another layer of a cache with as much room."""
+def empty_layer_like(layer: DynamicLayer | StaticLayer) -> DynamicLayer | StaticLayer:
     return StaticLayer(layer.max_cache_len) if type(layer) is StaticLayer else DynamicLayer()
 
 
-def chosen_keys(bias: Tensor, window_size: int, visible: VisibleKeys | Tensor, seqlen_q: int) -> dict[str, object]:
-    """The arguments of flash_dmattn_func by which each row sees the window_size keys of largest bias among the visible.
+def topk_arguments(bias: Tensor, window_size: int, visible: VisibleKeys | Tensor, seqlen_q: int) -> dict[str, object]:
+    """flash_dmattn_func's mask arguments: each row sees its window_size visible keys of largest bias.
 
-    bias: (B, Hkv, 1, Sk).
+    Args:
+        bias: (B, Hkv, 1, Sk).
+        window_size: the number of keys per row.
+        visible: the candidate keys; a Tensor is bool (True = visible) or additive (0 = visible).
+        seqlen_q: Sq.
     """
     batch, _, _, keys = bias.shape
-    if not isinstance(visible, VisibleKeys):  # Doge hides what an additive mask adds anything to
+    if not isinstance(visible, VisibleKeys):
         visible = visible[..., :keys]
         candidates = visible if visible.dtype == torch.bool else visible == 0
-        return chosen_of_each_row(bias, window_size, candidates, batch, seqlen_q, keys)
+        return dense_topk_arguments(bias, window_size, candidates, batch, seqlen_q, keys)
     is_causal, window, _, documents = visible.pattern
-    if not is_causal or (window is not None and window[0] >= window_size):  # keys that drop out may return
-        return chosen_of_each_row(bias, window_size, visible.to_dense(), batch, seqlen_q, keys)
+    if not is_causal or (window is not None and window[0] >= window_size):  # an evicted key can return
+        return dense_topk_arguments(bias, window_size, visible.to_dense(), batch, seqlen_q, keys)
 
-    if visible.real is not None:
-        bias = bias.masked_fill(~rearrange(visible.real, "b keys -> b 1 1 keys"), -torch.inf)
+    if visible.padding_mask is not None:
+        bias = bias.masked_fill(~rearrange(visible.padding_mask, "b keys -> b 1 1 keys"), -torch.inf)
     is_prefix = window is None and documents is None
     if is_prefix and visible.is_causal:
-        choice = {"window_size": window_size, "cache_seqlens": visible.cache_seqlens}
-        return {"attn_bias": bias, "is_causal": True, **choice}
-    if is_prefix:  # of a static cache, with gradients
-        mask = topk_of_cache(bias.detach().squeeze(2), window_size, seqlen_q, visible.filled())
+        topk = {"window_size": window_size, "cache_seqlens": visible.cache_seqlens}
+        return {"attn_bias": bias, "is_causal": True, **topk}
+    if is_prefix:  # a static cache with gradients
+        mask = topk_of_cache(bias.detach().squeeze(2), window_size, seqlen_q, visible.key_lengths())
         return {"attn_mask": mask, "attn_bias": bias}
     mask = visible.intervals
     if window is None and window_size < keys:
@@ -135,19 +138,19 @@ def chosen_keys(bias: Tensor, window_size: int, visible: VisibleKeys | Tensor, s
     return {"attn_mask": mask, "attn_bias": bias, "is_causal": visible.is_causal}
 
 
-def chosen_of_each_row(
+def dense_topk_arguments(
     bias: Tensor, window_size: int, candidates: Tensor, batch: int, seqlen_q: int, keys: int
 ) -> dict[str, object]:
-    """By a bool mask of Sq x Sk: for what rows may see that no prefix of the keys is."""
+    """The same through a bool mask (B, Hkv, Sq, Sk), for candidates that are no prefix of the keys."""
     mask = create_mask(bias, candidates, batch, seqlen_q, keys, window_size, least(bias.dtype))
     return {"attn_mask": mask, "attn_bias": bias}
 
 
 @torch.no_grad()
 def ranks_by_document(bias: Tensor, documents: Tensor) -> Tensor:
-    """float (B, Hkv, 1, S): every key of a document above all before it, and by their bias within it.
+    """float (B, Hkv, 1, S): ranks of the keys by (document, bias). Masked keys have -inf.
 
-    The best w up to a row, of which those of earlier documents are hidden, are then the best of its own document.
+    The w keys of highest rank up to a row, without those of earlier documents, are the w best of the row's document.
     """
     order = bias.argsort(dim=-1, stable=True)
     documents = rearrange(documents, "b keys -> b 1 1 keys").expand(bias.shape)

@@ -1,9 +1,9 @@
-"""Attention with a pair bias, as protein models call it: rows of pairs that share one bias, which is never expanded.
+"""Attention with a pair bias, for protein models. The bias is shared by N rows of pairs and never expanded.
 
-    from flash_dmattn.integrations.triangle import triangle_attention           # cuEquivariance's shapes
-    from flash_dmattn.integrations.triangle import DS4Sci_EvoformerAttention    # DeepSpeed4Science's
+    from flash_dmattn.integrations.triangle import triangle_attention           # cuEquivariance's signature
+    from flash_dmattn.integrations.triangle import DS4Sci_EvoformerAttention    # DeepSpeed4Science's signature
 
-Needs neither of these libraries.
+Neither library is required.
 """
 
 from __future__ import annotations
@@ -17,48 +17,47 @@ from ..arguments import names, require_device, require_floating, require_tensor,
 from ..checks import check_finite
 from ..interface import autocast_is_on, flash_dmattn_func
 
-# From here down an entry of a mask bias hides its key: beside scores that lie closer together its exp is 0 in float32.
-HIDES = -1e4
+# A mask bias of at most this value masks its key: in float32 its exp is 0 relative to ordinary scores.
+MASK_THRESHOLD = -1e4
 
 
 def triangle_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """cuequivariance_torch.triangle_attention by flash_dmattn: N rows of pairs attend under one bias for all of them.
+    """Triangle attention with the signature of cuequivariance_torch.triangle_attention.
 
-    For row n of a batch element, query i and key j of a head:
+    N rows of pairs share one bias. For row n of a batch element, query i and key j of a head:
 
         o_ni = sum_j softmax_j(scale * <q_ni, k_nj> + bias_ij) v_nj    over the keys j with mask_nj
 
-    Differentiable in q, k, v and the bias, whose gradient is summed over the N rows in float32 and comes in the bias's
-    shape. Nothing of N x Q x K is made: the bias is read as it is. One whose keys do not lie next to each other in
-    memory, as of a projection (B, Q, K, H), is copied first, once for the N rows.
+    This is the attention of AlphaFold (Jumper et al., 2021, supplement, algorithms 13 and 14). Differentiable in q, k,
+    v and bias. The gradient of the bias is summed over the N rows in float32 and has the bias's shape. No tensor of
+    N x Q x K elements is created. A bias whose keys are not contiguous, such as a projection (B, Q, K, H), is copied
+    once.
 
-    A row whose mask hides every key gives 0 and zero gradients; cuEquivariance, which puts -1e9 in place of the scores
-    that the mask hides, gives the mean of v.
+    A row whose mask hides every key returns 0 and has zero gradients. cuEquivariance returns the mean of v there,
+    because it replaces masked scores by -1e9.
 
     Args:
         q: (B, N, H, Q, D), in the dtypes of `flash_dmattn_func`; D from 1 to 256.
         k: (B, N, H, K, D) in q's dtype.
         v: (B, N, H, K, D) in q's dtype.
-        bias: (B, 1, H, Q, K) in q's dtype; float32 beside other dtypes is refused, not rounded.
-        mask: bool (B, {N|1}, 1, 1, K), True = visible; None: all are.
-        scale: 1 / sqrt(D) by default.
+        bias: (B, 1, H, Q, K) in q's dtype. A float32 bias with another dtype of q is an error.
+        mask: bool (B, {N|1}, 1, 1, K), True = visible; None: all keys are visible.
+        scale: scale of the scores, default 1 / sqrt(D).
 
-    All may be given without B, for one batch element: q (N, H, Q, D), bias (1, H, Q, K), mask ({N|1}, 1, 1, K).
+    All tensors may omit B for one batch element: q (N, H, Q, D), bias (1, H, Q, K), mask ({N|1}, 1, 1, K).
 
     Returns:
-        (B, N, H, Q, D), or (N, H, Q, D), in q's dtype: a view of (B, N, Q, H, D) in memory.
+        (B, N, H, Q, D) or (N, H, Q, D), in q's dtype; a view of memory laid out as (B, N, Q, H, D).
 
     Raises:
         ValueError: a shape or value that does not fit.
         TypeError: a dtype or type that does not fit.
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
-    require_tensor("q", q)
-    require_tensor("k", k)
-    require_tensor("v", v)
-    require_tensor("bias", bias)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias)):
+        require_tensor(name, tensor)
     if mask is not None:
         require_tensor("mask", mask)
     if q.ndim == 4:
@@ -72,45 +71,47 @@ def triangle_attention(
     require_shape("k", k, "(B, N, H, K, D)", (*batch, n, heads, keys, head_dim))
     require_shape("v", v, "(B, N, H, K, D)", (*batch, n, heads, keys, head_dim))
     require_shape("bias", bias, "(B, 1, H, Q, K)", (*batch, 1, heads, rows, keys))
-    require_like("q", q, {"k": k, "v": v, "bias": bias})
+    require_same("q", q, {"k": k, "v": v, "bias": bias})
     if mask is not None:
         check_mask(mask, batch, n, keys, q.device)
     if scale is not None:
         check_finite("scale", scale)
-    # In the order in which the kernels take them: (N, Q, H, D) or (B, N, Q, H, D).
+    # (N, Q, H, D) or (B, N, Q, H, D)
     q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
     if not batch:
-        return flash_dmattn_func(q, k, v, mask, with_close_keys(bias), scale).transpose(1, 2)
-    mask = None if mask is None else rows_of(mask)
-    out = flash_dmattn_func(rows_of(q), rows_of(k), rows_of(v), mask, pair_bias(bias), scale)
+        return flash_dmattn_func(q, k, v, mask, key_contiguous(bias), scale).transpose(1, 2)
+    mask = None if mask is None else mask.flatten(0, 1)
+    q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
+    out = flash_dmattn_func(q_rows, k_rows, v_rows, mask, key_contiguous(bias.squeeze(1)), scale)
     return out.view_as(q).transpose(2, 3)
 
 
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
-    """DeepSpeed4Science's DS4Sci_EvoformerAttention by flash_dmattn: a mask bias, a pair bias, both or none.
+    """Evoformer attention with the signature of DeepSpeed4Science's DS4Sci_EvoformerAttention.
 
         O_ni = sum_j softmax_j(<Q_ni, K_nj> / sqrt(D) + biases[0]_nj + biases[1]_ij) V_nj
 
-    Differentiable in Q, K, V and the pair bias, and, where there is no pair bias, in the mask bias.
+    Differentiable in Q, K, V and the pair bias biases[1]; without a pair bias also in the mask bias biases[0].
 
-    An entry of the mask bias of -1e4 or less hides its key, as -inf does. Beside a pair bias the mask bias must hold
-    nothing but 0 and what hides, for then it is a mask, and must not require a gradient: a sum of the two would have
-    to be made for each of the N rows. Where it stands alone it may hold anything. A row whose keys are all hidden gives
-    0 and zero gradients, where DeepSpeed gives the mean of V.
+    A mask bias of -1e4 or less masks its key, as -inf does. With a pair bias the mask bias is applied as a bool mask,
+    because the sum of both would have N x S x Sk elements per head: it must hold only 0 and values of -1e4 or less, and
+    must not require a gradient. Without a pair bias it may hold any values.
+
+    A row whose keys are all masked returns 0 and has zero gradients; DeepSpeed returns the mean of V.
 
     Args:
         Q: (B, N, S, H, D), in the dtypes of `flash_dmattn_func`; D from 1 to 256.
-        K: (B, N, Sk, H, D) in Q's dtype; DeepSpeed's Sk is S.
+        K: (B, N, Sk, H, D) in Q's dtype. DeepSpeed requires Sk = S.
         V: (B, N, Sk, H, D) in Q's dtype.
-        biases: up to two. The mask bias (B, N, 1, 1, Sk), in Q's dtype or float32, or None; and the pair bias
+        biases: up to two: the mask bias (B, N, 1, 1, Sk) in Q's dtype or float32, or None; the pair bias
             (B, 1, H, S, Sk) in Q's dtype, or None.
 
     Returns:
         (B, N, S, H, D) in Q's dtype.
 
     Raises:
-        ValueError: a shape or value that does not fit. On CUDA the values of a mask bias beside a pair bias are checked
-            by the GPU, without making the host wait: a device-side assertion fails where they do not fit.
+        ValueError: a shape or value that does not fit. On CUDA the values of a mask bias with a pair bias are checked
+            on the device without synchronization: a device-side assertion fails.
         TypeError: a dtype or type that does not fit.
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
@@ -120,62 +121,50 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         raise TypeError(f"biases must be a list or tuple of up to two biases, got {type(biases).__name__}")
     if len(biases) > 2:
         raise ValueError(f"biases must be up to two, the mask bias and the pair bias, got {len(biases)}")
-    mask_bias, pairs = (*biases, None, None)[:2]
+    mask_bias, pair_bias = (*biases, None, None)[:2]
     if Q.ndim != 5:
         raise ValueError(f"Q must be (B, N, S, H, D), got shape {shape_of(Q)}")
     batch, n, rows, heads, head_dim = Q.shape
     keys = K.shape[2] if K.ndim == 5 else 0
     require_shape("K", K, "(B, N, Sk, H, D)", (batch, n, keys, heads, head_dim))
     require_shape("V", V, "(B, N, Sk, H, D)", (batch, n, keys, heads, head_dim))
-    require_like("Q", Q, {"K": K, "V": V})
+    require_same("Q", Q, {"K": K, "V": V})
     mask = bias = None
-    if pairs is not None:
-        require_tensor("biases[1]", pairs)
-        require_shape("biases[1]", pairs, "(B, 1, H, S, Sk)", (batch, 1, heads, rows, keys))
-        require_like("Q", Q, {"biases[1]": pairs})
-        bias = pair_bias(pairs)
+    if pair_bias is not None:
+        require_tensor("biases[1]", pair_bias)
+        require_shape("biases[1]", pair_bias, "(B, 1, H, S, Sk)", (batch, 1, heads, rows, keys))
+        require_same("Q", Q, {"biases[1]": pair_bias})
+        bias = key_contiguous(pair_bias.squeeze(1))
     if mask_bias is not None:
         require_floating("biases[0]", mask_bias)
         require_shape("biases[0]", mask_bias, "(B, N, 1, 1, Sk)", (batch, n, 1, 1, keys))
         require_device("biases[0]", mask_bias, Q.device, "Q")
-        if pairs is not None:
-            mask = rows_of(mask_of(mask_bias))
+        if pair_bias is not None:
+            mask = bool_mask(mask_bias).flatten(0, 1)
         else:
             if mask_bias.dtype != torch.float32:
-                require_like("Q", Q, {"biases[0]": mask_bias})
-            bias = rows_of(mask_bias.masked_fill(mask_bias <= HIDES, -torch.inf))
-    return flash_dmattn_func(rows_of(Q), rows_of(K), rows_of(V), mask, bias).view_as(Q)
+                require_same("Q", Q, {"biases[0]": mask_bias})
+            bias = mask_bias.masked_fill(mask_bias <= MASK_THRESHOLD, -torch.inf).flatten(0, 1)
+    return flash_dmattn_func(*(x.flatten(0, 1) for x in (Q, K, V)), mask, bias).view_as(Q)
 
 
-def mask_of(mask_bias: Tensor) -> Tensor:
-    """bool, True = visible, of a mask bias that holds 0 and what hides."""
+def bool_mask(mask_bias: Tensor) -> Tensor:
+    """bool, True = visible. Raises ValueError for values other than 0 and those up to MASK_THRESHOLD."""
     if mask_bias.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "biases[0] must not require a gradient beside a pair bias, where it is a mask: give its detach()"
-        )
+        raise ValueError("biases[0] must not require a gradient with a pair bias: pass its detach()")
     visible = mask_bias == 0
-    fits = visible | (mask_bias <= HIDES)
-    message = f"biases[0] must hold 0 and numbers from {HIDES:g} down alone beside a pair bias, where it is a mask"
+    is_valid = visible | (mask_bias <= MASK_THRESHOLD)
+    message = f"biases[0] must be 0 or at most {MASK_THRESHOLD:g} with a pair bias"
     if values_at_hand(mask_bias):
-        if not fits.all():
-            raise ValueError(f"{message}, got {mask_bias[~fits][0].item():g}")
-    elif torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():  # which know no assertions
-        torch._assert_async(fits.all(), message)
+        if not is_valid.all():
+            raise ValueError(f"{message}, got {mask_bias[~is_valid][0].item():g}")
+    elif torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():  # those have no assertions
+        torch._assert_async(is_valid.all(), message)
     return visible
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """(B, N, ..) to (B N, ..), as flash_dmattn_func takes batches."""
-    return x.flatten(0, 1)
-
-
-def pair_bias(bias: Tensor) -> Tensor:
-    """(B, 1, H, Q, K) to (B, H, Q, K), one for the N rows of a batch element."""
-    return with_close_keys(bias.squeeze(1))
-
-
-def with_close_keys(bias: Tensor) -> Tensor:
-    """A bias whose keys lie next to each other: the kernels read it N times, and keys that lie apart one by one."""
+def key_contiguous(bias: Tensor) -> Tensor:
+    """The bias with contiguous keys: the kernels read it N times, with vector loads if the keys are contiguous."""
     return bias if bias.stride(-1) == 1 else bias.contiguous()
 
 
@@ -188,16 +177,16 @@ def check_mask(mask: Tensor, batch: list[int], n: int, keys: int, device: torch.
 
 
 def require_shape(name: str, tensor: Tensor, layout: str, shape: tuple[int, ...]) -> None:
-    """layout: with a batch dimension B, which tensors of four dimensions are given without."""
+    """`layout` names five dimensions; tensors of four dimensions omit B."""
     if tensor.shape != shape:
         layout = layout if len(shape) == 5 else layout.replace("(B, ", "(")
         raise ValueError(f"{name} must be {layout} = {shape}, got shape {shape_of(tensor)}")
 
 
-def require_like(first: str, query: Tensor, others: dict[str, Tensor]) -> None:
-    """The device and, unless autocast sees to it, the dtype of the queries."""
+def require_same(query_name: str, query: Tensor, others: dict[str, Tensor]) -> None:
+    """Requires the device of the queries and, without autocast, their dtype."""
     device, dtype = query.device, query.dtype
     for name, tensor in others.items():
-        require_device(name, tensor, device, first)
+        require_device(name, tensor, device, query_name)
         if tensor.dtype != dtype and not autocast_is_on(device):
-            raise TypeError(f"{name} must have {first}'s dtype {names([dtype])}, got {names([tensor.dtype])}")
+            raise TypeError(f"{name} must have {query_name}'s dtype {names([dtype])}, got {names([tensor.dtype])}")

@@ -1,4 +1,4 @@
-"""What the rows of a transformers model see, said without a mask of Sq x Sk."""
+"""Attention masks of transformers models in O(Sk) memory: VisibleKeys and the mask function that creates it."""
 
 from __future__ import annotations
 
@@ -18,70 +18,63 @@ from transformers import masking_utils
 
 from ..interval_mask import EVERY_ROW, KeyIntervalMask
 
-OLDEST = "5.17"
+MIN_TRANSFORMERS = "5.17"
 
 
 def require_version(version: str) -> None:
-    if Version(version) < Version(OLDEST):
-        raise ImportError(f"flash_dmattn.integrations.transformers needs transformers {OLDEST} or newer, got {version}")
+    if Version(version) < Version(MIN_TRANSFORMERS):
+        raise ImportError(
+            f"flash_dmattn.integrations.transformers needs transformers {MIN_TRANSFORMERS} or newer, got {version}"
+        )
 
 
 require_version(transformers.__version__)
 
 
 class Pattern(NamedTuple):
-    """The part of a mask that positions decide."""
+    """The part of a mask that depends on positions only."""
 
     is_causal: bool = False
-    window: tuple[int, int] | None = None  # how many keys a row sees before and after its own
-    chunk: int | None = (
-        None  # the size of the chunks, counted from the first key that is no padding, that see themselves
-    )
-    documents: Tensor | None = None  # integers (B, S): a run of equal ones is a document
+    window: tuple[int, int] | None = None  # keys visible before and after the row's own position
+    chunk: int | None = None  # chunk size; chunks start at the first key that is not padding
+    documents: Tensor | None = None  # integers (B, S): document ids
 
     def __and__(self, other: Pattern) -> Pattern | None:
-        """What both let be seen; None where both have a part of the same kind."""
-        pairs = list(zip(self[1:], other[1:]))
-        if any(mine is not None and theirs is not None for mine, theirs in pairs):
+        """The intersection, or None if both define the same field."""
+        fields = list(zip(self[1:], other[1:]))
+        if any(left is not None and right is not None for left, right in fields):
             return None
-        return Pattern(self.is_causal or other.is_causal, *(theirs if mine is None else mine for mine, theirs in pairs))
+        return Pattern(self.is_causal or other.is_causal, *(right if left is None else left for left, right in fields))
 
 
-def _overlays() -> list[tuple[CodeType, Callable[..., Pattern]]]:
-    """The functions of indices by which transformers says what is seen, by their code, and what makes the Pattern of
-    what such a function holds. One that holds something else than here is left out."""
-    integers = torch.zeros(1, dtype=torch.int64)
+def _pattern_factories() -> list[tuple[CodeType, Callable[..., Pattern]]]:
+    """Pairs (code of a transformers mask function, function from its closure values to a Pattern).
+
+    Skips mask functions whose free variables differ from the parameters here.
+    """
+    utils, integers = masking_utils, torch.zeros(1, dtype=torch.int64)
     known = (
-        (masking_utils.causal_mask_function, (), lambda: Pattern(is_causal=True)),
-        (masking_utils.bidirectional_mask_function, (), Pattern),
+        (utils.causal_mask_function, lambda: Pattern(is_causal=True)),
+        (utils.bidirectional_mask_function, lambda: Pattern()),
+        (utils.sliding_window_overlay(1), lambda sliding_window: Pattern(window=(sliding_window - 1, EVERY_ROW))),
         (
-            masking_utils.sliding_window_overlay(1),
-            ("sliding_window",),
-            lambda size: Pattern(window=(size - 1, EVERY_ROW)),
+            utils.sliding_window_bidirectional_overlay(1),
+            lambda sliding_window: Pattern(window=(sliding_window, sliding_window)),
         ),
+        (utils.chunked_overlay(1, integers), lambda chunk_size, left_padding: Pattern(chunk=chunk_size)),
         (
-            masking_utils.sliding_window_bidirectional_overlay(1),
-            ("sliding_window",),
-            lambda size: Pattern(window=(size, size)),
-        ),
-        (
-            masking_utils.chunked_overlay(1, integers),
-            ("chunk_size", "left_padding"),
-            lambda size, first: Pattern(chunk=size),
-        ),
-        (
-            masking_utils.packed_sequence_mask_function(integers),
-            ("packed_sequence_mask",),
-            lambda ids: Pattern(documents=ids),
+            utils.packed_sequence_mask_function(integers),
+            lambda packed_sequence_mask: Pattern(documents=packed_sequence_mask),
         ),
     )
-    return [(function.__code__, make) for function, holds, make in known if function.__code__.co_freevars == holds]
+    codes = [(function.__code__, factory) for function, factory in known]
+    return [(code, factory) for code, factory in codes if code.co_freevars == factory.__code__.co_varnames]
 
 
-_OVERLAYS = _overlays()
-_BOTH = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
-# Later versions look at position_ids in the place of places, which within a document differ alike.
-_BY_POSITION = (
+_PATTERN_FACTORIES = _pattern_factories()
+_AND_MASKS = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
+# Newer transformers versions compare position_ids instead of indices; within a document the differences are equal.
+_REMAP_POSITIONS = (
     masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, None).__code__
     if hasattr(masking_utils, "remap_positions_for_packed_sequence")
     else None
@@ -89,58 +82,65 @@ _BY_POSITION = (
 
 
 def pattern_of(mask_function: Callable) -> Pattern | None:
-    """What a mask function of transformers says; None where it is no Pattern."""
+    """The Pattern of a transformers mask function, or None if it has no equivalent Pattern."""
     code = getattr(mask_function, "__code__", None)
-    for known, make in _OVERLAYS:  # no dict, whose lookups torch.compile cannot guard
+    for known, factory in _PATTERN_FACTORIES:  # not a dict: torch.compile cannot guard its lookups
         if code is known:
-            return make(*held_by(mask_function))
-    if code is not _BOTH or len(held_by(mask_function)) != 1:
+            return factory(*closure_values(mask_function))
+    if code is not _AND_MASKS or len(closure_values(mask_function)) != 1:
         return None
-    pattern, by_position = Pattern(), False
-    for part in held_by(mask_function)[0]:
-        if _BY_POSITION is not None and getattr(part, "__code__", None) is _BY_POSITION:
-            part, by_position = held_by(part)[0], True
+    pattern, is_remapped = Pattern(), False
+    for part in closure_values(mask_function)[0]:
+        if _REMAP_POSITIONS is not None and getattr(part, "__code__", None) is _REMAP_POSITIONS:
+            part, is_remapped = closure_values(part)[0], True
         part = pattern_of(part)
         pattern = None if pattern is None or part is None else pattern & part
-    if by_position and pattern is not None and (pattern.documents is None or pattern.chunk is not None):
+    if is_remapped and pattern is not None and (pattern.documents is None or pattern.chunk is not None):
         return None
     return pattern
 
 
-def held_by(function: Callable) -> list:
+def closure_values(function: Callable) -> list:
     return [cell.cell_contents for cell in function.__closure__ or ()]
 
 
-def plain_pattern(mask_function: Callable, local_size: int | None, causal: bool, bidirectional: bool) -> Pattern | None:
-    """The same under torch.compile, which cannot look into functions that were made within the graph: by what
-    transformers lets SDPA leave out. causal, bidirectional: whether nothing but that and local_size, the size of a
-    sliding window, is said, so that a mask may be skipped."""
-    if getattr(mask_function, "__code__", None) is not _BOTH:
+def traced_pattern(mask_function: Callable, local_size: int | None, causal: bool, full: bool) -> Pattern | None:
+    """`pattern_of` under torch.compile, which cannot inspect closures that are created inside the graph.
+
+    Args:
+        mask_function: the mask function of transformers.
+        local_size: sliding window size, or None.
+        causal, full: whether transformers allows SDPA to skip a causal or bidirectional mask: the mask then consists
+            of that and the sliding window only.
+    """
+    if getattr(mask_function, "__code__", None) is not _AND_MASKS:
         return pattern_of(mask_function)
-    if local_size is None or not (causal or bidirectional):
+    if local_size is None or not (causal or full):
         return None
     window = (local_size - 1, EVERY_ROW) if causal else (local_size, local_size)
     return Pattern(is_causal=causal, window=window)
 
 
 class VisibleKeys:
-    """What stands in for the bool mask (B, 1, Sq, Sk) between transformers' mask functions and its attention.
+    """Replaces the bool mask (B, 1, Sq, Sk) between transformers' mask functions and its attention functions.
 
-    A model hands it on without looking. One that computes with it, or takes a part of it, finds the bool tensor: every
-    function and method of PyTorch and every operator works on `to_dense()`.
+    Models pass it through unchanged. A model that indexes it or computes with it gets the bool tensor: PyTorch
+    functions, methods and operators apply to `to_dense()`.
 
     Args:
         batch, seqlen_q, seqlen_k: B, Sq and Sk.
-        lead: row i stands at key i + lead. An int, or one integer on the device, as of a static cache.
-        pattern: what positions decide; no chunk.
-        real: bool (B, Sk), False = padding; None where there is none.
-        device: where the mask is.
+        q_offset: row i has the position of key i + q_offset. An int, or an integer tensor with one element for static
+            caches.
+        pattern: the mask by position, without a chunk.
+        padding_mask: bool (B, Sk), False = padding; None if there is no padding.
+        device: the device of the mask.
 
     Attributes:
-        batch, seqlen_q, seqlen_k, lead, pattern, real, device: as given.
-        intervals: KeyIntervalMask ({B|1}, 1, Sk); None where every row may see every key.
-        is_causal: whether causality, aligned at the bottom right, comes beside the intervals.
-        cache_seqlens: int32 (B), how many of the keys there are, where that says it and no gradients are wanted.
+        batch, seqlen_q, seqlen_k, q_offset, pattern, padding_mask, device: the arguments.
+        intervals: KeyIntervalMask ({B|1}, 1, Sk), or None if every row sees every key.
+        is_causal: whether a causal mask, aligned to the bottom right corner, applies in addition to `intervals`.
+        cache_seqlens: int32 (B), the number of keys in use, or None. Replaces intervals for causal static caches
+            without gradients.
     """
 
     def __init__(
@@ -148,48 +148,49 @@ class VisibleKeys:
         batch: int,
         seqlen_q: int,
         seqlen_k: int,
-        lead: int | Tensor,
+        q_offset: int | Tensor,
         pattern: Pattern,
-        real: Tensor | None,
+        padding_mask: Tensor | None,
         device: torch.device | str,
     ):
         self.batch, self.seqlen_q, self.seqlen_k = batch, seqlen_q, seqlen_k
-        self.lead, self.pattern, self.real, self.device = lead, pattern, real, torch.device(device)
-        at_the_end = not isinstance(lead, Tensor) and lead == seqlen_k - seqlen_q
+        self.q_offset, self.pattern, self.padding_mask = q_offset, pattern, padding_mask
+        self.device = torch.device(device)
+        is_bottom_right = not isinstance(q_offset, Tensor) and q_offset == seqlen_k - seqlen_q
         is_prefix = pattern.is_causal and pattern.window is None and pattern.documents is None
-        by_length = is_prefix and not at_the_end and not torch.is_grad_enabled()
-        self.cache_seqlens = self.filled() if by_length else None
-        self.is_causal = pattern.is_causal and (at_the_end or by_length)
-        self.intervals = self.intervals_of(pattern._replace(is_causal=pattern.is_causal and not self.is_causal))
+        use_cache_seqlens = is_prefix and not is_bottom_right and not torch.is_grad_enabled()
+        self.cache_seqlens = self.key_lengths() if use_cache_seqlens else None
+        self.is_causal = pattern.is_causal and (is_bottom_right or use_cache_seqlens)
+        self.intervals = self.build_intervals(pattern._replace(is_causal=pattern.is_causal and not self.is_causal))
 
-    def filled(self) -> Tensor:
-        """int32 (B): the number of keys up to that at which the last row stands."""
+    def key_lengths(self) -> Tensor:
+        """int32 (B): the number of keys up to the position of the last row."""
         rows = torch.full((self.batch,), self.seqlen_q, dtype=torch.int32, device=self.device)
-        return (rows + self.lead).int()
+        return (rows + self.q_offset).int()
 
     def with_documents(self, documents: Tensor) -> VisibleKeys:
-        """Of rows that see only their own document, which integers (B, S) say; of the same rows as keys."""
-        sizes = (self.batch, self.seqlen_q, self.seqlen_k, self.lead)
-        return VisibleKeys(*sizes, self.pattern._replace(documents=documents), self.real, self.device)
+        """The same mask with document ids, integers (B, S). Needs Sq = Sk."""
+        sizes = (self.batch, self.seqlen_q, self.seqlen_k, self.q_offset)
+        return VisibleKeys(*sizes, self.pattern._replace(documents=documents), self.padding_mask, self.device)
 
-    def intervals_of(self, pattern: Pattern) -> KeyIntervalMask | None:
-        """What a pattern shows of the keys that are no padding."""
+    def build_intervals(self, pattern: Pattern) -> KeyIntervalMask | None:
+        """`pattern` and the padding mask as intervals; None if every row sees every key."""
         masks = []
         if pattern.is_causal or pattern.window is not None:
-            own = torch.arange(self.seqlen_k, dtype=torch.int32, device=self.device)[None, None] - self.lead  # rows
+            rows = torch.arange(self.seqlen_k, dtype=torch.int32, device=self.device)[None, None] - self.q_offset
             left, right = pattern.window or (EVERY_ROW, EVERY_ROW)
             left, right = (
                 min(size, self.seqlen_q + self.seqlen_k) for size in (left, 0 if self.pattern.is_causal else right)
             )
-            start, end = (own - right).clamp(min=0).int(), (own + (left + 1)).clamp(min=0).int()
+            start, end = (rows - right).clamp(min=0).int(), (rows + (left + 1)).clamp(min=0).int()
             masks.append(KeyIntervalMask(start, end, keys_per_row=left + right + 1, rows=self.seqlen_q))
         if pattern.documents is not None:
             masks.append(KeyIntervalMask.documents(ids=pattern.documents))
-        if self.real is not None:
-            masks.append(KeyIntervalMask.padding(self.real))
+        if self.padding_mask is not None:
+            masks.append(KeyIntervalMask.padding(self.padding_mask))
         return reduce(and_, masks) if masks else None
 
-    # As a tensor
+    # Tensor interface
 
     ndim = 4
     dtype = torch.bool
@@ -200,17 +201,17 @@ class VisibleKeys:
 
     def to_dense(self) -> Tensor:
         """bool (B, 1, Sq, Sk), True = visible."""
-        intervals = self.intervals_of(self.pattern)
+        intervals = self.build_intervals(self.pattern)
         if intervals is None:
             return torch.ones(self.shape, dtype=torch.bool, device=self.device)
         return intervals.to_dense(self.seqlen_q).expand(self.shape)
 
     def contiguous(self, **kwargs) -> VisibleKeys:
-        """As generate asks of a mask."""
+        """transformers' generate calls this."""
         return self
 
     def to(self, *args, **kwargs) -> VisibleKeys | Tensor:
-        """As of a tensor: to another device it stays what it is, in another dtype it is dense."""
+        """torch.Tensor.to. Returns a VisibleKeys for another device, a dense mask for another dtype."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype not in (None, torch.bool):
             return self.to_dense().to(*args, **kwargs)
@@ -222,10 +223,10 @@ class VisibleKeys:
 
         sizes = (self.batch, self.seqlen_q, self.seqlen_k)
         pattern = Pattern(*map(move, self.pattern))
-        return VisibleKeys(*sizes, move(self.lead), pattern, move(self.real), device)
+        return VisibleKeys(*sizes, move(self.q_offset), pattern, move(self.padding_mask), device)
 
     def __getattr__(self, name: str):
-        if name.startswith("__"):  # what Python asks of any object
+        if name.startswith("__"):  # Python protocols, such as copying
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         return getattr(self.to_dense(), name)
 
@@ -265,16 +266,16 @@ def visible_keys_mask(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> VisibleKeys | Tensor:
-    """transformers' mask function of attn_implementation="flash_dmattn", with the arguments of `sdpa_mask` there.
+    """transformers' mask function for attn_implementation="flash_dmattn", with the arguments of `sdpa_mask`.
 
     Returns:
-        VisibleKeys where positions and padding say what is seen; else bool (B, 1, Sq, Sk). Never None, which leaves
-        causality to a flag of the layer: not every model of transformers sets it right.
+        VisibleKeys if positions and padding define the mask, else bool (B, 1, Sq, Sk). Never None: transformers would
+        then use the layer's `is_causal`, which some models set incorrectly.
     """
-    if isinstance(attention_mask, VisibleKeys):  # made before the call of the model, as generate does for static caches
+    if isinstance(attention_mask, VisibleKeys):  # generate creates the mask before the model call for static caches
         return attention_mask
     if torch.compiler.is_compiling():
-        pattern = plain_pattern(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip)
+        pattern = traced_pattern(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip)
     else:
         pattern = pattern_of(mask_function)
     if pattern is not None and pattern.chunk is not None:
@@ -289,25 +290,28 @@ def visible_keys_mask(
     if pattern.window is not None and kv_length - 1 <= min(pattern.window):
         pattern = pattern._replace(window=None)
 
-    return VisibleKeys(
-        *(batch_size, q_length, kv_length, q_offset - kv_offset, pattern),
-        real_keys(attention_mask, kv_length, kv_offset, q_offset + q_length if pattern.is_causal else None),
-        device,
-    )
+    causal_end = q_offset + q_length if pattern.is_causal else None
+    padding_mask = slice_padding_mask(attention_mask, kv_length, kv_offset, causal_end)
+    return VisibleKeys(batch_size, q_length, kv_length, q_offset - kv_offset, pattern, padding_mask, device)
 
 
-def real_keys(
-    attention_mask: Tensor | None, kv_length: int, kv_offset: int, rows_end: int | Tensor | None
+def slice_padding_mask(
+    attention_mask: Tensor | None, kv_length: int, kv_offset: int, causal_end: int | Tensor | None
 ) -> Tensor | None:
-    """bool (B, Sk) of a padding mask (B, Sk or less), beyond which all is padding; None where no key is that a row may
-    see. rows_end: behind which key causality hides all, if it does."""
+    """The part (B, Sk) of a padding mask that covers these keys; None if it masks no key that a row can see.
+
+    Args:
+        attention_mask: bool (B, n), False = padding. Keys beyond n are padding.
+        kv_length, kv_offset: number of keys and position of the first.
+        causal_end: causality masks the keys from this position on; None without causality.
+    """
     if attention_mask is None:
         return None
-    real = attention_mask[:, kv_offset : kv_offset + kv_length]
-    missing = kv_length - real.shape[1]
+    padding_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
+    missing = kv_length - padding_mask.shape[1]
     if not torch.compiler.is_compiling():
-        # Of a static cache the mask does not reach the keys that are not there yet, but causality hides those.
-        reaches = not missing or (rows_end is not None and attention_mask.shape[1] >= rows_end)
-        if bool(real.all() & reaches):
+        # With a static cache the mask does not cover the unused keys, but causality masks those.
+        covers_visible = not missing or (causal_end is not None and attention_mask.shape[1] >= causal_end)
+        if bool(padding_mask.all() & covers_visible):
             return None
-    return pad(real, (0, missing)) if missing else real
+    return pad(padding_mask, (0, missing)) if missing else padding_mask

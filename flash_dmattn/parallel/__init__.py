@@ -1,6 +1,6 @@
-"""Attention on more than one GPU: over a sequence that is sharded over the ranks of a torch.distributed group."""
+"""Context parallelism: attention over a sequence that is sharded over the ranks of a torch.distributed group."""
 
-from . import dtensor  # noqa: F401, which registers sharding rules
+from . import dtensor  # noqa: F401, registers sharding rules
 from .attention import context_parallel_attention
 from .collectives import Traffic, count_traffic
 from .groups import RankError

@@ -1,4 +1,4 @@
-"""What goes from rank to rank on torch.distributed, and how much of it: every byte passes through this file."""
+"""Collectives on torch.distributed. All communication passes through this file, which counts its bytes."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# PyTorch 2.13 has a new name for it.
+# PyTorch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
 class Traffic:
-    """What this rank sent to others and received from them, in bytes, and in how many collectives."""
+    """Bytes that this rank sent to and received from other ranks, and the number of collectives."""
 
     sent: int = 0
     received: int = 0
     collectives: int = 0
 
 
-_counting: list[Traffic] = []  # of the whole process: the backward runs in threads of its own
+_counters: list[Traffic] = []  # process-wide, because the backward runs in other threads
 
 
 @contextlib.contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Counts what this rank sends and receives for tensors in calls of `flash_dmattn.parallel` made inside.
+    """Counts the bytes that `flash_dmattn.parallel` sends and receives on this rank inside the context.
 
-    The small exchange between the hosts, by which the ranks compare their calls, is left out: it is a few hundred bytes
-    a rank and not on the device. An all-gather counts as if each shard were sent once to every other rank.
+    Excludes the exchange between the hosts in which the ranks compare their arguments: a few hundred bytes per rank,
+    not on the device. An all-gather counts each shard as sent once to every other rank.
     """
     traffic = Traffic()
-    _counting.append(traffic)
+    _counters.append(traffic)
     try:
         yield traffic
     finally:
-        _counting.remove(traffic)
+        _counters.remove(traffic)
 
 
 def _count(sent: int, received: int) -> None:
-    for traffic in _counting:
+    for traffic in _counters:
         traffic.sent += sent
         traffic.received += received
         traffic.collectives += 1
 
 
-class Pending:
-    """A collective under way; `wait` gives what it brings. On CUDA the host does not wait, the current stream does."""
+class PendingCollective:
+    """A collective in flight. On CUDA `wait` blocks the current stream, not the host."""
 
     def __init__(self, received: Tensor, sent: Tensor, work):
-        self._received, self._sent, self._work = received, sent, work  # what is sent must live until then
+        self._received, self._sent, self._work = received, sent, work  # keeps `sent` alive until `wait`
 
     def wait(self) -> Tensor:
         if self._work is not None:
@@ -61,14 +61,14 @@ class Pending:
         return self._received
 
 
-def start_all_gather(shard: Tensor, group: dist.ProcessGroup) -> Pending:
-    """`wait` gives (R, *shard.shape): the shards of all ranks, which have the same shape."""
+def start_all_gather(shard: Tensor, group: dist.ProcessGroup) -> PendingCollective:
+    """`wait` returns (R, *shard.shape): the shards of all ranks, which must have the same shape."""
     shard = shard.contiguous()
     size = group.size()
     gathered = shard.new_empty(size, *shard.shape)
     _count(sent=(size - 1) * shard.nbytes, received=(size - 1) * shard.nbytes)
     work = _all_gather(gathered.view(-1), shard.view(-1), group=group, async_op=True)
-    return Pending(gathered, shard, work)
+    return PendingCollective(gathered, shard, work)
 
 
 def all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -76,49 +76,51 @@ def all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     return start_all_gather(shard, group).wait()
 
 
-def gather_on_host(words: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(R, n): what the hosts have to say, int64 (n) on the CPU each. It is not counted."""
+def all_gather_on_host(words: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(R, n) of int64 (n) on the CPU. Not counted as traffic."""
     gathered = words.new_empty(group.size() * words.numel())
     _all_gather(gathered, words, group=group)
     return gathered.view(group.size(), -1)
 
 
-def gather_along(shard: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The shards of all ranks one after the other along dimension `dim`, where rank q has lengths[q]."""
-    return joined(all_gather(padded(shard, max(lengths), dim), group), lengths, dim)
+def all_gather_concat(shard: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The shards of all ranks, concatenated along `dim`, where rank q has lengths[q]."""
+    return concat_shards(all_gather(pad_to(shard, max(lengths), dim), group), lengths, dim)
 
 
-def padded(shard: Tensor, length: int, dim: int) -> Tensor:
-    """With zeros behind, to a length in dimension `dim` that all ranks have."""
+def pad_to(shard: Tensor, length: int, dim: int) -> Tensor:
+    """The shard with zeros appended along `dim` up to `length`."""
     missing = length - shard.shape[dim]
     if not missing:
         return shard
     return torch.cat([shard, shard.new_zeros(*shard.shape[:dim], missing, *shard.shape[dim + 1 :])], dim)
 
 
-def joined(gathered: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
-    """Shards (R, .., the longest of lengths, ..), one after the other along the shard's dimension `dim`."""
+def concat_shards(gathered: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+    """Concatenates padded shards (R, .., max(lengths), ..) along the shard's dimension `dim`, without the padding."""
     longest = gathered.shape[dim + 1]
     if all(length == longest for length in lengths):
-        return gathered.movedim(0, dim).flatten(dim, dim + 1)  # a view where all dimensions before `dim` are of size 1
+        return gathered.movedim(0, dim).flatten(dim, dim + 1)  # a view if all dimensions before `dim` have size 1
     return torch.cat([shard.narrow(dim, 0, length) for shard, length in zip(gathered, lengths)], dim)
 
 
 def start_all_to_all(
-    rows: Tensor, to_send: Sequence[int], to_receive: Sequence[int], group: dist.ProcessGroup
-) -> Pending:
-    """`wait` gives (sum of to_receive, ..): rank q sent to_receive[q] rows, and gets to_send[q] of `rows`, in order."""
+    rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: dist.ProcessGroup
+) -> PendingCollective:
+    """Sends send_counts[q] of `rows` to rank q, in order. `wait` returns (sum of recv_counts, ..), in rank order."""
     rows = rows.contiguous()
-    received = rows.new_empty(sum(to_receive), *rows.shape[1:])
-    width = rows[:1].nbytes if rows.shape[0] else received[:1].nbytes
-    own = group.rank()
+    received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
+    row_bytes = rows[:1].nbytes if rows.shape[0] else received[:1].nbytes
+    rank = group.rank()
     _count(
-        sent=(sum(to_send) - to_send[own]) * width,
-        received=(sum(to_receive) - to_receive[own]) * width,
+        sent=(sum(send_counts) - send_counts[rank]) * row_bytes,
+        received=(sum(recv_counts) - recv_counts[rank]) * row_bytes,
     )
-    work = dist.all_to_all_single(received, rows, list(to_receive), list(to_send), group=group, async_op=True)
-    return Pending(received, rows, work)
+    work = dist.all_to_all_single(received, rows, list(recv_counts), list(send_counts), group=group, async_op=True)
+    return PendingCollective(received, rows, work)
 
 
-def all_to_all(rows: Tensor, to_send: Sequence[int], to_receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    return start_all_to_all(rows, to_send, to_receive, group).wait()
+def all_to_all(
+    rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    return start_all_to_all(rows, send_counts, recv_counts, group).wait()

@@ -1,11 +1,11 @@
-"""Attention whose rows see most keys: keys and values are gathered from all ranks, a few heads at a time.
+"""Context parallelism for masks whose rows see most keys: K and V are all-gathered, a few heads at a time.
 
-While the kernels go over some heads, the next are on their way; no rank ever holds more than two portions, but for a
-third while zigzag shards are brought into order. They are gathered once more in the backward, which sends each rank the
-gradients of its keys, again a portion at a time.
+The all-gather of the next head slice overlaps with attention over the current one. A rank holds at most two gathered
+slices, and a third while zigzag shards are concatenated. The backward gathers K and V again and reduce-scatters their
+gradients, one head slice at a time.
 
-A rank's rows are one run of the sequence, or with zigzag shards two. Causality shows each run the keys up to its own
-last: a call of the kernels for each run, over so many keys in the order of the sequence, as causal as one GPU's.
+The rows of a rank are one range of the sequence, with zigzag shards two. A causal range sees the keys up to its own
+end: there is one causal kernel call per range over these keys, in the order of the sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,35 +22,35 @@ from ..backends.compiled import FIXED, mask_tensors
 from ..interface import kernels_for, mask_for
 from ..interval_mask import KeyIntervalMask
 from . import collectives
-from .layout import zigzag_by_rank, zigzag_chunks, zigzag_joined
+from .layout import concat_zigzag, split_zigzag, zigzag_chunks
 from .shards import Shards
 
-# A portion of keys and values is made this large where one head is smaller: a call over few heads has so few blocks of
-# keys that the last ones leave much of a GPU idle.
-PORTION_BYTES = 128 << 20
+# Bytes of K and V in a head slice; a slice has at least one head. Smaller kernel calls have too few work tiles to fill
+# the GPU until their end.
+HEAD_SLICE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
-class Run:
-    """Rows of this rank that follow each other in the sequence, for one call of the kernels."""
+class RowRange:
+    """A contiguous range of this rank's rows, for one kernel call."""
 
     rows: slice
-    seen: int  # how many keys, from the first, there are to see
+    num_keys: int  # the rows see keys [0, num_keys) only
     mask: Tensor | KeyIntervalMask | None  # of these rows and keys
 
-    def of_rows(self, rows: Tensor, dim: int) -> Tensor:
-        return rows.narrow(dim, self.rows.start, self.rows.stop - self.rows.start)
+    def narrow(self, x: Tensor, dim: int) -> Tensor:
+        return x.narrow(dim, self.rows.start, self.rows.stop - self.rows.start)
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Attention of this rank's rows to keys of all ranks."""
+class GatherPlan:
+    """Attention of this rank's rows to the keys of all ranks."""
 
     shards: Shards
     zigzag: bool
-    in_sequence: bool  # whether gathered keys of a zigzag layout are brought into the order of the sequence
-    runs: tuple[Run, ...]  # those that see more keys first
-    bias_is_sharded: bool  # whether the bias is one number a key, as yet of the own keys
+    sequence_order: bool  # whether gathered zigzag shards are brought into the order of the sequence
+    row_ranges: tuple[RowRange, ...]  # ordered by decreasing num_keys
+    bias_is_sharded: bool  # a key bias, which is sharded like the keys
     is_causal: bool
     softmax_scale: float
     softcap: float
@@ -59,115 +58,127 @@ class Dense:
     sparse: str
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        return self.shards.group
+    def num_keys(self) -> int:
+        """No row of this rank sees a key from this one on."""
+        return self.row_ranges[0].num_keys
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self.shards.lengths
+    def pad(self, shard: Tensor, dim: int) -> Tensor:
+        """Pads a shard to the length of the longest."""
+        return collectives.pad_to(shard, max(self.shards.lengths), dim)
 
-    @property
-    def seen(self) -> int:
-        """How many of the gathered keys, from the first, there are to see."""
-        return self.runs[0].seen
+    def concat(self, gathered: Tensor, dim: int) -> Tensor:
+        """The keys [0, num_keys) of gathered shards (R, ..)."""
+        if self.sequence_order:
+            return concat_zigzag(gathered, dim, self.num_keys)
+        return collectives.concat_shards(gathered, self.shards.lengths, dim).narrow(dim, 0, self.num_keys)
 
-    def whole(self, gathered: Tensor, dim: int) -> Tensor:
-        """Of shards (R, ..) the keys that there are to see."""
-        if self.in_sequence:
-            return zigzag_joined(gathered, dim, self.seen)
-        return collectives.joined(gathered, self.lengths, dim).narrow(dim, 0, self.seen)
+    def all_gather(self, shard: Tensor, dim: int) -> Tensor:
+        """The keys [0, num_keys) of all ranks."""
+        return self.concat(collectives.all_gather(self.pad(shard, dim), self.shards.group), dim)
 
-    def start_reduce(self, grad: Tensor, dim: int) -> collectives.Pending:
-        """Sends each rank its part of what `whole` gave a gradient for."""
-        if self.in_sequence:
-            grad = zigzag_by_rank(grad, dim, self.shards.own, self.shards.size)
-            to_send = self.lengths
+    def start_reduce_scatter(self, grad: Tensor, dim: int) -> collectives.PendingCollective:
+        """Sends each rank the gradients of its keys; `grad` has the keys that `concat` returns."""
+        shards = self.shards
+        if self.sequence_order:
+            grad = split_zigzag(grad, dim, shards.local_length, shards.size)
+            send_counts = shards.lengths
         else:
-            starts = [min(start, self.seen) for start in self.shards.starts]
-            to_send = [behind - first for first, behind in zip(starts, starts[1:])]
-        # A rank whose rows end before this rank's keys sends nothing.
-        sends = [
-            self.shards.own if q >= self.shards.rank or not self.sees_prefix else 0 for q in range(self.shards.size)
-        ]
-        return collectives.start_all_to_all(grad.movedim(dim, 0), to_send, sends, self.group)
+            starts = [min(start, self.num_keys) for start in shards.starts]
+            send_counts = [end - start for start, end in zip(starts, starts[1:])]
+        # With causal contiguous shards, earlier ranks see no key of this rank.
+        only_later = self.is_causal and not self.zigzag
+        recv_counts = [0 if only_later and q < shards.rank else shards.local_length for q in range(shards.size)]
+        return collectives.start_all_to_all(grad.movedim(dim, 0), send_counts, recv_counts, shards.group)
 
-    def reduced(self, pending: collectives.Pending, dim: int, dtype: torch.dtype) -> Tensor:
-        """The sum of what came, in float32 or wider."""
-        parts = pending.wait()
-        parts = parts.unflatten(0, (-1, self.shards.own)) if self.shards.own else parts[None]
-        wide = torch.promote_types(parts.dtype, torch.float32)
-        return parts.sum(dim=0, dtype=wide).to(dtype).movedim(0, dim)
-
-    @property
-    def sees_prefix(self) -> bool:
-        """Whether each rank sees the keys up to its own last alone."""
-        return self.is_causal and not self.zigzag
+    def finish_reduce_scatter(self, pending: collectives.PendingCollective, dim: int, dtype: torch.dtype) -> Tensor:
+        """Sums the received gradients in float32 or wider."""
+        parts, length = pending.wait(), self.shards.local_length
+        parts = parts.unflatten(0, (-1, length)) if length else parts[None]
+        sum_dtype = torch.promote_types(parts.dtype, torch.float32)
+        return parts.sum(dim=0, dtype=sum_dtype).to(dtype).movedim(0, dim)
 
 
-def portions(key: Tensor, keys: int, one_only: bool) -> list[slice]:
-    """Key/value heads that are gathered together."""
+def head_slices(key: Tensor, num_keys: int, single: bool) -> list[slice]:
+    """Slices of the key/value heads of about HEAD_SLICE_BYTES each; `single`: one slice."""
     batch, _, heads, head_dim = key.shape
-    of_a_head = 2 * batch * keys * head_dim * key.element_size()
-    together = heads if one_only else max(1, min(heads, PORTION_BYTES // max(of_a_head, 1)))
-    return [slice(first, min(first + together, heads)) for first in range(0, heads, together)]
+    head_bytes = 2 * batch * num_keys * head_dim * key.element_size()
+    width = heads if single else max(1, min(heads, HEAD_SLICE_BYTES // max(head_bytes, 1)))
+    return [slice(start, min(start + width, heads)) for start in range(0, heads, width)]
 
 
-def of_heads(pairs: Tensor, kv: slice, kv_heads: int, dim: int = 1) -> Tensor:
-    """Of a mask or bias with {H|Hkv|1} heads those of some key/value heads."""
-    if pairs.shape[dim] == 1:
-        return pairs
-    group = pairs.shape[dim] // kv_heads
-    return pairs.narrow(dim, kv.start * group, (kv.stop - kv.start) * group)
+@dataclass(frozen=True)
+class CallSlice:
+    """The parts of all tensors that one kernel call reads and writes: a row range and a slice of the KV heads."""
 
+    row_range: RowRange
+    kv: slice
+    kv_heads: int  # Hkv
 
-def mask_of_heads(mask: Tensor | KeyIntervalMask | None, kv: slice, kv_heads: int) -> Tensor | KeyIntervalMask | None:
-    if isinstance(mask, KeyIntervalMask):
-        return mask._of_same_kind(of_heads(mask.intervals, kv, kv_heads, dim=2))
-    return None if mask is None else of_heads(mask, kv, kv_heads)
+    def heads(self, x: Tensor, dim: int) -> Tensor:
+        """The heads of a tensor with {H|Hkv|1} heads in `dim`."""
+        if x.shape[dim] == 1:
+            return x
+        ratio = x.shape[dim] // self.kv_heads
+        return x.narrow(dim, self.kv.start * ratio, (self.kv.stop - self.kv.start) * ratio)
 
+    def rows(self, x: Tensor) -> Tensor:
+        """Of (B, S_r, H, D)."""
+        return self.row_range.narrow(self.heads(x, 2), 1)
 
-def bias_of(bias: Tensor | None, dense: Dense, run: Run, kv: slice, kv_heads: int) -> Tensor | None:
-    """Of a bias, or its gradient, what a call takes or gives."""
-    if bias is None:
-        return None
-    bias = of_heads(bias, kv, kv_heads)[..., : run.seen]
-    return bias if dense.bias_is_sharded else run.of_rows(bias, 2)
+    def lse(self, x: Tensor | None) -> Tensor | None:
+        """Of (B, H, S_r)."""
+        return None if x is None else self.row_range.narrow(self.heads(x, 1), 2)
+
+    def bias(self, x: Tensor | None, is_key_bias: bool) -> Tensor | None:
+        """Of a bias or its gradient."""
+        if x is None:
+            return None
+        x = self.heads(x, 1)[..., : self.row_range.num_keys]
+        return x if is_key_bias else self.row_range.narrow(x, 2)
+
+    def mask(self) -> Tensor | KeyIntervalMask | None:
+        mask = self.row_range.mask
+        if isinstance(mask, KeyIntervalMask):
+            return mask._of_same_kind(self.heads(mask.intervals, 2))
+        return None if mask is None else self.heads(mask, 1)
 
 
 class GatheredAttention(torch.autograd.Function):
-    """(dense, query, key, value, bias) -> (out, lse), with query (B, S_r, H, D) and the own shards of key and value."""
+    """(plan, query, key, value, bias) -> (out, lse).
+
+    query: (B, S_r, H, D); key, value: (B, S_r, Hkv, D); bias: a key bias of the local keys, or a dense bias of the
+    local rows and the keys [0, plan.num_keys). out: (B, S_r, H, D); lse: (B, H, S_r).
+    """
 
     @staticmethod
-    def forward(ctx, dense: Dense, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None):
+    def forward(ctx, plan: GatherPlan, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None):
         backend = kernels_for(query)
-        batch, own, heads, _ = query.shape
+        batch, rows, heads, _ = query.shape
         kv_heads = key.shape[2]
-        if dense.bias_is_sharded:
-            bias = dense.whole(collectives.all_gather(padded(bias, dense, 3), dense.group), 3)
-        # The gradient of a bias of pairs that all heads share is summed by the kernels, in one call.
-        one_call = bias is not None and not dense.bias_is_sharded and bias.shape[1] == 1
-        parts = portions(key, sum(dense.lengths), one_call)
-        same_for_heads = all(run.mask is None or run.mask.shape[1] == 1 for run in dense.runs)
-        masks = []  # of each portion's runs; where heads share them, of the first portion's
+        if plan.bias_is_sharded:
+            bias = plan.all_gather(bias, 3)
+        # The kernels sum the gradient of a dense bias that all heads share, within one call.
+        single = bias is not None and not plan.bias_is_sharded and bias.shape[1] == 1
+        kv_slices = head_slices(key, sum(plan.shards.lengths), single)
+        masks_shared = all(r.mask is None or r.mask.shape[1] == 1 for r in plan.row_ranges)
+        masks = []  # per head slice and row range; per row range if the heads share the masks
         out = query.new_empty(query.shape)
-        lse = query.new_empty(batch, heads, own, dtype=torch.promote_types(query.dtype, torch.float32))
-        for kv, (keys, values) in gathered(dense, key, value, parts):
-            for i, run in enumerate(dense.runs):
-                rows = run.of_rows(of_heads(query, kv, kv_heads, dim=2), 1)
-                some_keys, some_values = keys[:, : run.seen], values[:, : run.seen]
-                if kv is parts[0] or not same_for_heads:
-                    mask = mask_of_heads(run.mask, kv, kv_heads)
-                    call = (rows, some_keys, bias, any(ctx.needs_input_grad), dense.deterministic)
-                    mask = mask_for(backend, mask, dense.sparse, *call, rows.shape[1], run.seen, dense.is_causal)
-                    masks.append(mask_tensors(mask, rows, some_keys, dense.is_causal, None))
-                some_out, some_lse = ops.attention_forward(
-                    *(rows, some_keys, some_values, bias_of(bias, dense, run, kv, kv_heads)),
-                    *masks[i if same_for_heads else -1],
-                    *(*FIXED, None, dense.softmax_scale, dense.softcap, dense.is_causal, dense.deterministic),
+        lse = query.new_empty(batch, heads, rows, dtype=torch.promote_types(query.dtype, torch.float32))
+        for kv, keys, values in all_gather_kv(plan, key, value, kv_slices):
+            for i, row_range in enumerate(plan.row_ranges):
+                part = CallSlice(row_range, kv, kv_heads)
+                q, k, v = part.rows(query), keys[:, : row_range.num_keys], values[:, : row_range.num_keys]
+                if kv is kv_slices[0] or not masks_shared:
+                    call = (q, k, bias, any(ctx.needs_input_grad), plan.deterministic)
+                    mask = mask_for(backend, part.mask(), plan.sparse, *call, q.shape[1], k.shape[1], plan.is_causal)
+                    masks.append(mask_tensors(mask, q, k, plan.is_causal, None))
+                part_out, part_lse = ops.attention_forward(
+                    *(q, k, v, part.bias(bias, plan.bias_is_sharded), *masks[i if masks_shared else -1]),
+                    *(*FIXED, None, plan.softmax_scale, plan.softcap, plan.is_causal, plan.deterministic),
                 )
-                run.of_rows(of_heads(out, kv, kv_heads, dim=2), 1).copy_(some_out)
-                run.of_rows(of_heads(lse, kv, kv_heads), 2).copy_(some_lse)
-        ctx.dense, ctx.parts = dense, parts
+                part.rows(out).copy_(part_out)
+                part.lse(lse).copy_(part_lse)
+        ctx.plan, ctx.kv_slices = plan, kv_slices
         ctx.save_for_backward(query, key, value, bias, out, lse, *(x for mask in masks for x in mask))
         ctx.set_materialize_grads(False)
         return out, lse
@@ -175,85 +186,75 @@ class GatheredAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
-        dense, parts = ctx.dense, ctx.parts
+        plan, kv_slices = ctx.plan, ctx.kv_slices
         query, key, value, bias, out, lse, *tensors = ctx.saved_tensors
-        of_one = len(ops.MaskTensors._fields)
-        masks = [tensors[i : i + of_one] for i in range(0, len(tensors), of_one)]
-        masks = iter(masks * (len(parts) * len(dense.runs) // len(masks)))
+        mask_size = len(ops.MaskTensors._fields)
+        masks = [tensors[i : i + mask_size] for i in range(0, len(tensors), mask_size)]
+        masks = iter(masks * (len(kv_slices) * len(plan.row_ranges) // len(masks)))
         kv_heads, needs_dbias = key.shape[2], bias is not None and ctx.needs_input_grad[4]
         dout = torch.zeros_like(out) if dout is None else dout
         dquery, dkey, dvalue = (torch.empty_like(x) for x in (query, key, value))
         dbias = None
         if needs_dbias:
-            # Of one number a key the calls' parts are summed; of one a pair each call has its own.
-            dtype = torch.promote_types(bias.dtype, torch.float32) if dense.bias_is_sharded else bias.dtype
+            # Calls add to the gradient of a key bias; each call has its own part of the gradient of a dense bias.
+            dtype = torch.promote_types(bias.dtype, torch.float32) if plan.bias_is_sharded else bias.dtype
             dbias = torch.zeros(bias.shape, dtype=dtype, device=bias.device)
 
-        def finish(kv: slice, sent: collectives.Pending) -> None:
-            dkey[:, :, kv], dvalue[:, :, kv] = dense.reduced(sent, 1, dkey.dtype).unbind(2)
+        def finish(kv: slice, pending: collectives.PendingCollective) -> None:
+            dkey[:, :, kv], dvalue[:, :, kv] = plan.finish_reduce_scatter(pending, 1, dkey.dtype).unbind(2)
 
-        under_way = None
-        for kv, (keys, values) in gathered(dense, key, value, parts):
+        in_flight = None
+        for kv, keys, values in all_gather_kv(plan, key, value, kv_slices):
             dkeys = dvalues = None
-            for run in dense.runs:
-                of_rows = (run.of_rows(of_heads(x, kv, kv_heads, dim=2), 1) for x in (dout, query, out, dquery))
-                of_lse = (None if x is None else run.of_rows(of_heads(x, kv, kv_heads), 2) for x in (dlse, lse))
-                (some_dout, rows, some_out, some_dquery), (some_dlse, some_lse) = of_rows, of_lse
-                drows, some_dkeys, some_dvalues, some_dbias = ops.attention_backward(
-                    *(some_dout, some_dlse, rows, keys[:, : run.seen], values[:, : run.seen]),
-                    *(bias_of(bias, dense, run, kv, kv_heads), some_out, some_lse, *next(masks), *FIXED),
-                    *(dense.softmax_scale, dense.softcap, dense.is_causal, dense.deterministic, needs_dbias),
+            for row_range in plan.row_ranges:
+                part, num_keys = CallSlice(row_range, kv, kv_heads), row_range.num_keys
+                dq, dk, dv, part_dbias = ops.attention_backward(
+                    *(part.rows(dout), part.lse(dlse), part.rows(query), keys[:, :num_keys], values[:, :num_keys]),
+                    *(part.bias(bias, plan.bias_is_sharded), part.rows(out), part.lse(lse), *next(masks), *FIXED),
+                    *(plan.softmax_scale, plan.softcap, plan.is_causal, plan.deterministic, needs_dbias),
                 )
-                some_dquery.copy_(drows)
+                part.rows(dquery).copy_(dq)
                 if needs_dbias:
-                    bias_of(dbias, dense, run, kv, kv_heads).add_(some_dbias)
-                if dkeys is None:  # of all keys
-                    dkeys, dvalues = some_dkeys, some_dvalues
+                    part.bias(dbias, plan.bias_is_sharded).add_(part_dbias)
+                if dkeys is None:  # the first row range sees all keys
+                    dkeys, dvalues = dk, dv
                 else:
-                    dkeys[:, : run.seen].add_(some_dkeys)
-                    dvalues[:, : run.seen].add_(some_dvalues)
-            sent = dense.start_reduce(torch.stack((dkeys, dvalues), 2), 1)
-            if under_way is not None:
-                finish(*under_way)
-            under_way = kv, sent
-        finish(*under_way)
-        if needs_dbias and dense.bias_is_sharded:
-            dbias = dense.reduced(dense.start_reduce(dbias, 3), 3, bias.dtype)
+                    dkeys[:, :num_keys].add_(dk)
+                    dvalues[:, :num_keys].add_(dv)
+            pending = plan.start_reduce_scatter(torch.stack((dkeys, dvalues), 2), 1)
+            if in_flight is not None:
+                finish(*in_flight)
+            in_flight = kv, pending
+        finish(*in_flight)
+        if needs_dbias and plan.bias_is_sharded:
+            dbias = plan.finish_reduce_scatter(plan.start_reduce_scatter(dbias, 3), 3, bias.dtype)
         return None, dquery, dkey, dvalue, dbias
 
 
-def gathered(
-    dense: Dense, key: Tensor, value: Tensor, parts: Sequence[slice]
-) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-    """Keys and values of all ranks, portion by portion; the next is on its way while one is worked on.
+def all_gather_kv(
+    plan: GatherPlan, key: Tensor, value: Tensor, kv_slices: Sequence[slice]
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yields (head slice, keys, values) of all ranks. The next slice is in flight meanwhile.
 
-    Both go in one collective, started before the copies that join the portion at hand: so it has its multiprocessors
-    before attention takes all. One that found none would start on one rank behind attention, and keep those that it
-    has on another until then.
+    K and V share one collective. It starts before the copies that concatenate the current slice, so that it gets its
+    SMs before attention occupies all of them. A collective without free SMs would wait for attention on this rank and
+    hold its SMs idle on the other ranks.
     """
 
-    def start(kv: slice) -> collectives.Pending:
+    def start(kv: slice) -> collectives.PendingCollective:
         rows = torch.stack((key[:, :, kv], value[:, :, kv]), 2)
-        return collectives.start_all_gather(padded(rows, dense, 1), dense.group)
+        return collectives.start_all_gather(plan.pad(rows, 1), plan.shards.group)
 
-    under_way = start(parts[0])
-    for i, kv in enumerate(parts):
-        shards = under_way.wait()
-        under_way = start(parts[i + 1]) if i + 1 < len(parts) else None
-        keys, values = dense.whole(shards, 1).unbind(2)
-        del shards
-        yield kv, (keys, values)
-
-
-def padded(shard: Tensor, dense: Dense, dim: int) -> Tensor:
-    """A shard as long as the longest."""
-    return collectives.padded(shard, max(dense.lengths), dim)
+    in_flight = start(kv_slices[0])
+    for i, kv in enumerate(kv_slices):
+        gathered = in_flight.wait()
+        in_flight = start(kv_slices[i + 1]) if i + 1 < len(kv_slices) else None
+        keys, values = plan.concat(gathered, 1).unbind(2)
+        del gathered
+        yield kv, keys, values
 
 
-# The problem of a call
-
-
-def dense_problem(
+def make_gather_plan(
     shards: Shards,
     zigzag: bool,
     mask: Tensor | KeyIntervalMask | None,
@@ -262,32 +263,36 @@ def dense_problem(
     bias_kind: str | None,
     is_causal: bool,
     **options,
-) -> tuple[Dense, Tensor | None]:
-    """What `GatheredAttention` takes: the problem, and the bias without the columns that nobody sees."""
-    own, seqlen = shards.own, sum(shards.lengths)
+) -> tuple[GatherPlan, Tensor | None]:
+    """The first and the last argument of `GatheredAttention`: the plan, and the bias without columns that no row sees.
+
+    Gathers key masks and interval masks. The kinds are those of `agreement.KINDS`.
+    """
+    length, seqlen = shards.local_length, sum(shards.lengths)
     if zigzag and is_causal:
-        chunk = own // 2
+        chunk = length // 2
         front, back = zigzag_chunks(shards.rank, shards.size)
-        runs = Run(slice(chunk, own), (back + 1) * chunk, None), Run(slice(0, chunk), (front + 1) * chunk, None)
+        row_ranges = (
+            RowRange(slice(chunk, length), (back + 1) * chunk, None),
+            RowRange(slice(0, chunk), (front + 1) * chunk, None),
+        )
     else:
-        runs = (Run(slice(0, own), shards.first + own if is_causal else seqlen, None),)
-    in_sequence = zigzag and (is_causal or "pair" in (mask_kind, bias_kind))
-    dense = Dense(shards, zigzag, in_sequence, runs, bias_kind == "key", is_causal, **options)
+        row_ranges = (RowRange(slice(0, length), shards.local_start + length if is_causal else seqlen, None),)
+    sequence_order = zigzag and (is_causal or "dense" in (mask_kind, bias_kind))
+    plan = GatherPlan(shards, zigzag, sequence_order, row_ranges, bias_kind == "key", is_causal, **options)
     if mask_kind == "key":
-        flags = mask.to(torch.uint8)  # NCCL has no bool
-        mask = dense.whole(collectives.all_gather(padded(flags, dense, 3), dense.group), 3).bool()
+        mask = plan.all_gather(mask.to(torch.uint8), 3).bool()  # NCCL does not support bool
     elif mask_kind == "intervals":
-        whole = dense.whole(collectives.all_gather(padded(mask.intervals, dense, 3), dense.group), 3)
-        intervals = (whole - shards.first).clamp_(0, own)
-        mask = KeyIntervalMask._of(intervals, mask.keys_per_row, mask.scattered, own)
-    runs = tuple(replace(run, mask=mask_of_run(mask, mask_kind, run, own)) for run in runs)
-    return replace(dense, runs=runs), bias[..., : dense.seen] if bias_kind == "pair" else bias
+        intervals = (plan.all_gather(mask.intervals, 3) - shards.local_start).clamp_(0, length)
+        mask = KeyIntervalMask._of(intervals, mask.keys_per_row, mask.scattered, length)
+    row_ranges = tuple(replace(r, mask=mask_of_range(mask, mask_kind, r, length)) for r in row_ranges)
+    return replace(plan, row_ranges=row_ranges), bias[..., : plan.num_keys] if bias_kind == "dense" else bias
 
 
-def mask_of_run(
-    mask: Tensor | KeyIntervalMask | None, mask_kind: str | None, run: Run, own: int
+def mask_of_range(
+    mask: Tensor | KeyIntervalMask | None, mask_kind: str | None, row_range: RowRange, length: int
 ) -> Tensor | KeyIntervalMask | None:
-    if not isinstance(mask, Tensor):  # intervals are of contiguous shards, which are one run
+    if not isinstance(mask, Tensor):  # interval masks need contiguous shards, which have one range
         return mask
-    mask = run.of_rows(mask, 2) if mask.shape[2] == own else mask
-    return mask if mask_kind == "row" else mask[..., : run.seen]
+    mask = row_range.narrow(mask, 2) if mask.shape[2] == length else mask
+    return mask if mask_kind == "row" else mask[..., : row_range.num_keys]

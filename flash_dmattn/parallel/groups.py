@@ -1,4 +1,4 @@
-"""The ranks that share a sequence, and how they make sure that their calls fit before anything else is sent."""
+"""Process groups, and the exchange in which the ranks compare their arguments."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from . import collectives
 
 Group = Union[dist.ProcessGroup, DeviceMesh, None]
 
-MESSAGE_BYTES = 384  # of a rank's error
+MESSAGE_BYTES = 384  # maximal length of an error message that is sent to the other ranks
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class RankError(RuntimeError):
-    """Another rank of the group refused its arguments."""
+    """Another rank of the group rejected its arguments."""
 
 
-def resolve(group: Group) -> dist.ProcessGroup:
-    """The process group that is meant by a group, by a DeviceMesh of one dimension, or by None: all processes."""
+def resolve_group(group: Group) -> dist.ProcessGroup:
+    """The process group of a ProcessGroup, of a one-dimensional DeviceMesh, or of None: all processes."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("group needs torch.distributed, which is not initialized: call init_process_group first")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group must be a DeviceMesh of one dimension, got {group.ndim} with the names "
-                f"{group.mesh_dim_names}: take the one over which the sequence is sharded, as mesh['context']"
+                f"{group.mesh_dim_names}: pass the dimension that shards the sequence, such as mesh['context']"
             )
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group must hold this process, got a group of other ranks")
+        raise ValueError("group must include this process, got a group of other ranks")
     if not isinstance(group, dist.ProcessGroup):
         accepted = "a torch.distributed.ProcessGroup, a DeviceMesh of one dimension or None"
         raise TypeError(f"group must be {accepted}, got {type(group).__name__}")
@@ -43,7 +43,7 @@ def resolve(group: Group) -> dist.ProcessGroup:
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that takes CPU tensors: itself where it can, else one of gloo, made once."""
+    """A group of the same ranks for CPU tensors: the group itself, or a cached gloo group."""
     if "cpu:" in dist.get_backend_config(group):
         return group
     if group not in _host_groups:
@@ -52,26 +52,28 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _host_groups[group]
 
 
-def exchange_statements(
-    group: dist.ProcessGroup, statement: Sequence[int], error: Exception | None
+def exchange_on_host(
+    group: dist.ProcessGroup, numbers: Sequence[int], error: Exception | None
 ) -> tuple[tuple[int, ...], ...]:
-    """What each rank states of its call, the same number of ints on each; raises on all where one has an error.
+    """All-gathers the numbers of each rank, the same count on each. No GPU is synchronized.
 
-    This goes from host to host, so that no rank waits for a GPU.
+    Raises:
+        the local `error` on this rank, if it is not None.
+        RankError: another rank has an error.
     """
-    sent = torch.zeros(1 + len(statement) + MESSAGE_BYTES // 8, dtype=torch.int64)
+    sent = torch.zeros(1 + len(numbers) + MESSAGE_BYTES // 8, dtype=torch.int64)
     if error is None:
-        sent[1 : 1 + len(statement)] = torch.tensor(statement)
+        sent[1 : 1 + len(numbers)] = torch.tensor(numbers)
     else:
         text = f"{type(error).__name__}: {error}".encode()[:MESSAGE_BYTES]
         sent[0] = 1
-        sent[1 + len(statement) :].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    received = collectives.gather_on_host(sent, host_group(group))
+        sent[1 + len(numbers) :].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    received = collectives.all_gather_on_host(sent, host_group(group))
     if error is not None:
         raise error
     failed = received[:, 0].nonzero().flatten().tolist()
     if failed:
-        text = bytes(received[failed[0], 1 + len(statement) :].contiguous().view(torch.uint8).tolist())
+        text = bytes(received[failed[0], 1 + len(numbers) :].contiguous().view(torch.uint8).tolist())
         text = text.rstrip(b"\0").decode(errors="replace")
-        raise RankError(f"rank {failed[0]} of the group refused its arguments: {text}")
-    return tuple(map(tuple, received[:, 1 : 1 + len(statement)].tolist()))
+        raise RankError(f"rank {failed[0]} of the group rejected its arguments: {text}")
+    return tuple(map(tuple, received[:, 1 : 1 + len(numbers)].tolist()))

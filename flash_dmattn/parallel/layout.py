@@ -1,4 +1,4 @@
-"""Which rows of a sequence each rank holds."""
+"""Sequence layouts: the rows of the sequence that each rank holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arguments import require_count, require_tensor, shape_of
 from ..interval_mask import KeyIntervalMask
 from . import collectives
-from .groups import Group, exchange_statements, resolve
+from .groups import Group, exchange_on_host, resolve_group
 from .shards import starts_of
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -23,25 +23,25 @@ def check_layout(layout: object) -> None:
 
 
 def even_lengths(seqlen: int, size: int) -> tuple[int, ...]:
-    """The lengths of contiguous shards of a sequence: no two differ by more than 1, the longer ones come first."""
+    """Lengths of contiguous shards that differ by at most 1, the longer ones first."""
     return tuple(seqlen // size + (rank < seqlen % size) for rank in range(size))
 
 
 def zigzag_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Of 2 R chunks of a sequence the two that a rank holds: one from the front, and its mirror image from the back."""
+    """The two of 2 R chunks that a rank holds: one from the front and its mirror image from the back."""
     return rank, 2 * size - 1 - rank
 
 
 def zigzag_chunk_length(seqlen: int, size: int) -> int:
     if seqlen % (2 * size):
         raise ValueError(
-            f"layout='zigzag' needs a sequence that 2 x {size} ranks divide into equal chunks, got one of {seqlen}"
+            f"layout='zigzag' needs a sequence length that is a multiple of 2 x {size} ranks, got {seqlen}"
         )
     return seqlen // (2 * size)
 
 
 def zigzag_positions(seqlen: int, rank: int, size: int, device: torch.device | str | None = None) -> Tensor:
-    """int64 (S / R): where in the sequence the rows of a rank are."""
+    """int64 (S / R): positions of a rank's rows in the sequence."""
     chunk = zigzag_chunk_length(seqlen, size)
     first, last = (torch.arange(c * chunk, (c + 1) * chunk, device=device) for c in zigzag_chunks(rank, size))
     return torch.cat([first, last])
@@ -50,22 +50,22 @@ def zigzag_positions(seqlen: int, rank: int, size: int, device: torch.device | s
 def positions(
     seqlen: int, *, group: Group = None, layout: str = "contiguous", device: torch.device | str | None = None
 ) -> Tensor:
-    """Where in the sequence this rank's rows are, as rotary embeddings need to know.
+    """Positions of this rank's rows in the sequence, for example for rotary embeddings.
 
     Args:
         seqlen: S, the length of the whole sequence.
-        group: as of `context_parallel_attention`.
-        layout: "contiguous", as even as S allows, the longer shards first; or "zigzag": chunks r and 2 R - 1 - r of
-            2 R equal ones.
-        device: where to make it.
+        group: as in `context_parallel_attention`.
+        layout: "contiguous": lengths differ by at most 1, longer shards first; or "zigzag": rank r holds chunks r and
+            2 R - 1 - r of 2 R equal chunks.
+        device: device of the result.
 
     Returns:
-        int64 (S_r), rising.
+        int64 (S_r), ascending.
 
     Raises:
-        As `shard`.
+        ValueError: an unknown layout, or a zigzag layout of a length that is no multiple of 2 R.
     """
-    group = resolve(group)
+    group = resolve_group(group)
     check_layout(layout)
     require_count("seqlen", seqlen)
     rank, size = group.rank(), group.size()
@@ -76,83 +76,88 @@ def positions(
 
 
 def shard(whole: Sharded, dim: int = 1, *, group: Group = None, layout: str = "contiguous") -> Sharded:
-    """This rank's part of what every rank has whole. Differentiable.
+    """This rank's shard of a tensor that every rank has whole. Differentiable.
 
     Args:
-        whole: a tensor with the sequence in dimension `dim`; or a KeyIntervalMask, of which the keys are taken, while
-            starts and ends go on counting rows of the whole sequence.
-        dim: the dimension of the sequence.
-        group, layout: as of `positions`.
+        whole: a tensor with the sequence in dimension `dim`; or a KeyIntervalMask: its keys are sharded, its starts and
+            ends still count rows of the whole sequence.
+        dim: the sequence dimension.
+        group, layout: as in `positions`.
 
     Returns:
-        The part: a view where the layout is contiguous.
+        The shard; with the contiguous layout a view.
 
     Raises:
-        TypeError: neither a tensor nor a KeyIntervalMask.
-        ValueError: an unknown layout; a zigzag layout of a length that 2 R does not divide, or of a KeyIntervalMask.
+        TypeError: `whole` is neither a tensor nor a KeyIntervalMask.
+        ValueError: an unknown layout; a zigzag layout of a length that is no multiple of 2 R, or of a KeyIntervalMask.
     """
-    group = resolve(group)
+    group = resolve_group(group)
     check_layout(layout)
     if isinstance(whole, KeyIntervalMask):
         if layout != "contiguous":
-            raise ValueError(f"a KeyIntervalMask is for contiguous shards, got layout={layout!r}")
+            raise ValueError(f"a KeyIntervalMask needs layout='contiguous', got layout={layout!r}")
         intervals = shard(whole.intervals, 1 if whole.is_varlen else 3, group=group)
         return whole._of_same_kind(intervals)
     require_tensor("whole", whole)
     if layout == "zigzag":
-        place = zigzag_positions(whole.shape[dim], group.rank(), group.size(), whole.device)
-        return whole.index_select(dim, place)
+        index = zigzag_positions(whole.shape[dim], group.rank(), group.size(), whole.device)
+        return whole.index_select(dim, index)
     return whole.split(even_lengths(whole.shape[dim], group.size()), dim)[group.rank()]
 
 
 @torch.no_grad()
 def unshard(part: Tensor, dim: int = 1, *, group: Group = None, layout: str = "contiguous") -> Tensor:
-    """The whole of which every rank has a part: the inverse of `shard`, of uneven contiguous parts too. No gradients.
+    """All-gathers the shards of a sequence: the inverse of `shard`. Contiguous shards may be uneven. No gradients.
 
     Args:
-        part: this rank's part, with its part of the sequence in dimension `dim`.
-        dim: the dimension of the sequence.
-        group, layout: as of `positions`.
+        part: this rank's shard.
+        dim: the sequence dimension.
+        group, layout: as in `positions`.
+
+    Returns:
+        The whole tensor, on every rank.
 
     Raises:
-        TypeError: no tensor.
-        ValueError: an unknown layout; zigzag parts of different lengths; parts of which other dimensions differ.
+        TypeError: `part` is not a tensor.
+        ValueError: an unknown layout; zigzag shards of different lengths; shards whose other dimensions differ.
     """
-    group = resolve(group)
+    group = resolve_group(group)
     error = None
     try:
         check_layout(layout)
         require_tensor("part", part)
         dim = range(part.ndim)[dim]
         others = (*part.shape[:dim], *part.shape[dim + 1 :])
-        statement = (part.shape[dim], part.ndim, hash(others), part.element_size())
+        numbers = (part.shape[dim], part.ndim, hash(others), part.element_size())
     except (TypeError, ValueError, IndexError) as caught:
-        error, statement = caught, (0,) * 4
-    stated = exchange_statements(group, statement, error)
-    if len({rest[1:] for rest in stated}) > 1:
-        raise ValueError(f"part must be alike on every rank but in dimension {dim}, got shape {shape_of(part)} here")
-    lengths = [length for length, *_ in stated]
+        error, numbers = caught, (0,) * 4
+    gathered = exchange_on_host(group, numbers, error)
+    if len({rest[1:] for rest in gathered}) > 1:
+        raise ValueError(f"part must have the same shape on every rank except in dimension {dim}, got {shape_of(part)}")
+    lengths = [length for length, *_ in gathered]
     if layout == "contiguous":
-        return collectives.gather_along(part, lengths, dim, group)
+        return collectives.all_gather_concat(part, lengths, dim, group)
     if len(set(lengths)) > 1:
         raise ValueError(f"layout='zigzag' needs parts of the same length, got {lengths}")
     zigzag_chunk_length(sum(lengths), group.size())
-    return zigzag_joined(collectives.all_gather(part, group), dim, sum(lengths))
+    return concat_zigzag(collectives.all_gather(part, group), dim, sum(lengths))
 
 
-def zigzag_joined(shards: Tensor, dim: int, length: int) -> Tensor:
-    """Of zigzag shards (R, ..) the first `length`, whole chunks, of the sequence, in the shard's dimension `dim`."""
+def concat_zigzag(shards: Tensor, dim: int, length: int) -> Tensor:
+    """The first `length` elements, whole chunks, of the sequence of zigzag shards (R, ..), along the shard's `dim`."""
     front, back = shards.chunk(2, dim + 1)
     chunk = front.shape[dim + 1]
     chunks = [*front, *reversed(back.unbind())]
     return torch.cat(chunks[: length // chunk] if chunk else chunks, dim)
 
 
-def zigzag_by_rank(rows: Tensor, dim: int, own: int, size: int) -> Tensor:
-    """Of `size` ranks with `own` rows each, one shard after the other: the inverse of `zigzag_joined`, with zeros for
-    the chunks that it left out."""
-    chunk = own // 2
+def split_zigzag(rows: Tensor, dim: int, shard_length: int, size: int) -> Tensor:
+    """The zigzag shards of `size` ranks, concatenated along `dim`: the inverse of `concat_zigzag`.
+
+    Chunks that `rows` does not contain become zeros.
+    """
+    chunk = shard_length // 2
     chunks = rows.split(chunk, dim) if chunk else (rows,) * (2 * size)
     zeros = rows.new_zeros(*rows.shape[:dim], chunk, *rows.shape[dim + 1 :]) if len(chunks) < 2 * size else None
-    numbers = [number for rank in range(size) for number in zigzag_chunks(rank, size)]
-    return torch.cat([chunks[number] if number < len(chunks) else zeros for number in numbers], dim)
+    order = [index for rank in range(size) for index in zigzag_chunks(rank, size)]
+    return torch.cat([chunks[index] if index < len(chunks) else zeros for index in order], dim)

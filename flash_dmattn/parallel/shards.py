@@ -1,4 +1,4 @@
-"""A sequence in contiguous shards."""
+"""A sequence in contiguous shards, one per rank."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 def starts_of(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Where each shard starts, and at last where the last one ends."""
+    """The start of each shard, and the end of the last."""
     return (0, *accumulate(lengths))
 
 
 @functools.lru_cache(maxsize=256)
 def constants(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 (n), made once: copying to a GPU takes time, and is not allowed while a CUDA graph is captured."""
+    """int64 (n), cached: a copy to the GPU takes time and cannot be captured in a CUDA graph."""
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A sequence in contiguous shards."""
+    """The shards of a sequence over a process group. "Local" refers to the calling rank."""
 
     group: dist.ProcessGroup
     lengths: tuple[int, ...]  # rows and keys of each rank
@@ -40,14 +40,17 @@ class Shards:
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each shard starts, and at last where the sequence ends."""
+        """The start of each shard, and the end of the sequence."""
         return starts_of(self.lengths)
 
     @property
-    def first(self) -> int:
-        """The sequence's row that is this rank's first."""
+    def local_start(self) -> int:
         return self.starts[self.rank]
 
     @property
-    def own(self) -> int:
+    def local_length(self) -> int:
         return self.lengths[self.rank]
+
+    def local_positions(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+        """(S_r): positions of the local rows in the sequence."""
+        return torch.arange(self.local_start, self.local_start + self.local_length, dtype=dtype, device=device)

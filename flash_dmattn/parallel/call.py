@@ -1,0 +1,142 @@
+"""The arguments of `context_parallel_attention`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Union
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import checks
+from ..arguments import check_cu_seqlens, require_bool, require_count, require_tensor, shape_of, values_at_hand
+from ..interface import autocast, default_scale, kernels_for
+from ..interval_mask import KeyIntervalMask, refuse_nan
+from ..key_lists import KeyLists
+from .layout import check_layout, zigzag_chunk_length
+
+Mask = Union[Tensor, KeyIntervalMask, None]
+
+
+@dataclass(frozen=True)
+class ShardedCall:
+    """The arguments of one rank. The comments describe them after `check_call`."""
+
+    query: Tensor  # (B, S_r, H, D); packed sequences are one batch element
+    key: Tensor
+    value: Tensor
+    mask: Mask  # 4-dimensional bool, or a KeyIntervalMask, of variable length if the call is
+    bias: Tensor | None
+    softmax_scale: float | None  # not None
+    is_causal: bool
+    softcap: float
+    deterministic: bool
+    window_size: int | None
+    sparse: str
+    cu_seqlens: Tensor | None
+    layout: str
+    fixed_shapes: bool | None
+
+
+def check_call(call: ShardedCall, return_lse: bool) -> ShardedCall:
+    """Checks all that does not depend on other ranks. Applies autocast and defaults."""
+    mask, window_size, cu_seqlens = call.mask, call.window_size, call.cu_seqlens
+    tensors = {"query": call.query, "key": call.key, "value": call.value, "attn_mask": mask, "attn_bias": call.bias}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"{name} must be this rank's shard as a plain tensor, got a DTensor: pass its to_local()")
+    kernels_for(call.query)
+    checks.check_options(
+        *(mask, call.softmax_scale, call.is_causal, call.softcap, call.deterministic, False, return_lse),
+        *(window_size, call.sparse),
+    )
+    check_layout(call.layout)
+    if call.fixed_shapes is not None:
+        require_bool("fixed_shapes", call.fixed_shapes)
+    if isinstance(mask, KeyLists):
+        raise TypeError("attn_mask must be bool or a KeyIntervalMask, got KeyLists, which support one rank only")
+    query, key, value, bias = autocast(call.query, call.key, call.value, call.bias)
+    is_varlen = cu_seqlens is not None
+    if is_varlen:
+        check_cu_seqlens("cu_seqlens", cu_seqlens, query, "query")
+        query, key, value, mask, bias = batched(query, key, value, mask, bias)
+    check_shapes(query, key, value, mask, bias)
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(f"a rank must have as many keys as rows, got {query.shape[1]} rows and {key.shape[1]} keys")
+    if window_size is not None:
+        require_count("window_size", window_size)
+        checks.check_window(mask, bias, query.shape[0], key.shape[1], call.is_causal)
+        refuse_nan(bias)
+    if call.layout == "zigzag" and (window_size is not None or isinstance(mask, KeyIntervalMask) or is_varlen):
+        raise ValueError(
+            "layout='zigzag' does not support window_size, KeyIntervalMask and cu_seqlens: those are balanced with "
+            "contiguous shards"
+        )
+    if is_varlen and bias is not None and bias.shape[3] != key.shape[1]:
+        raise ValueError(f"attn_bias must have one value per key with cu_seqlens, got shape {shape_of(bias)}")
+    options = {"softmax_scale": default_scale(call.softmax_scale, query), "is_causal": bool(call.is_causal)}
+    options["deterministic"] = bool(call.deterministic)
+    return replace(call, query=query, key=key, value=value, mask=mask, bias=bias, **options)
+
+
+def batched(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> tuple:
+    """Packed sequences as one batch element: (S_r, heads, ..) to (1, S_r, heads, ..)."""
+    for name, rows in (("query", query), ("key", key), ("value", value)):
+        require_tensor(name, rows)
+        if rows.ndim != 3:
+            raise ValueError(f"{name} must be (S_r, heads, D) with cu_seqlens, got shape {shape_of(rows)}")
+
+    per_key = []
+    for name, x in (("attn_mask", mask), ("attn_bias", bias)):
+        if isinstance(x, Tensor) and x.ndim != 2:
+            raise ValueError(f"{name} must be (S_r, {{H|Hkv|1}}) with cu_seqlens, got shape {shape_of(x)}")
+        per_key.append(x.T[None, :, None] if isinstance(x, Tensor) else x)
+    return query[None], key[None], value[None], *per_key
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> None:
+    """Checks all shapes but the last two dimensions of mask and bias, which depend on the other ranks' lengths."""
+    checks.check_inputs("check_fixed", query, key, value, None, None, None)
+
+    def check_beside(x: Mask, *mask_and_bias: Mask) -> None:
+        keys = key
+        if isinstance(x, Tensor) and x.ndim == 4 and x.shape[3] not in (1, key.shape[1]):
+            keys = key.new_empty(1).expand(key.shape[0], x.shape[3], *key.shape[2:])
+        checks.check_inputs("check_fixed", query, keys, keys, *mask_and_bias, None)
+
+    if isinstance(mask, KeyIntervalMask):
+        mask = mask.sequence(0, mask.keys) if mask.is_varlen else mask
+        if mask.keys != key.shape[1]:
+            raise ValueError(
+                f"attn_mask must be of this rank's {key.shape[1]} keys, got {mask.keys}: "
+                "use flash_dmattn.parallel.shard on a mask of the whole sequence"
+            )
+    check_beside(mask, mask, None)
+    check_beside(bias, None, bias)
+
+
+def check_lengths(lengths: Sequence[int], local_length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
+    lengths = tuple(lengths)
+    for length in lengths:
+        require_count("shard_lengths", length, "ints")
+    if len(lengths) != group.size() or lengths[group.rank()] != local_length:
+        raise ValueError(
+            f"shard_lengths must be the rows of {group.size()} ranks, with {local_length} for rank {group.rank()}, "
+            f"got {lengths}"
+        )
+    return lengths
+
+
+def check_whole(call: ShardedCall, lengths: tuple[int, ...]) -> None:
+    """Checks all that depends on the lengths of the shards. Every rank raises the same error."""
+    seqlen = sum(lengths)
+    if isinstance(call.mask, KeyIntervalMask):
+        call.mask.require_rows("attn_mask", seqlen)
+    if call.cu_seqlens is not None and values_at_hand(call.cu_seqlens):
+        check_cu_seqlens("cu_seqlens", call.cu_seqlens, total=seqlen)
+    if call.layout == "zigzag":
+        zigzag_chunk_length(seqlen, len(lengths))
+        if len(set(lengths)) > 1:
+            raise ValueError(f"layout='zigzag' needs shards of the same length, got {list(lengths)}")

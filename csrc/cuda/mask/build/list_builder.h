@@ -34,8 +34,8 @@ int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& 
 // params.packed_mask of a bool mask has been filled.
 //   begins, ends [lists]   offsets, rounded up to KeyListsView::kAlign and clamped to `capacity`
 //   total                  required capacity, or null
-//   percent                bool mask: build lists only if they fit and hold at most this percentage of the keys in non-empty
-//                          blocks (PackedMask); otherwise all begins and ends are -1
+//   percent                bool mask: build lists only if they fit and hold at most this percentage of the keys in
+//                          non-empty blocks (PackedMask); otherwise all begins and ends are -1
 //   scratch                plan.scratch_bytes, aligned to 16; the second step reads it
 void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
                           void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,

@@ -169,7 +169,8 @@ void pack_mask_cuda(const AttentionParams& params, const PackedMask& packed, cud
         packed.batches * packed.heads * packed.num_m_blocks * ceil_div<int64_t>(packed.words, kWords);
     const MaskView& mask = params.mask;
     const auto aligned = [](int64_t stride) { return stride % 16 == 0; };
-    const bool sequences_aligned = params.cu_seqlens_q == nullptr || !mask.per_key;  // else a sequence may start at any key
+    // With a key mask of variable length a sequence may start at any key.
+    const bool sequences_aligned = params.cu_seqlens_q == nullptr || !mask.per_key;
     const bool vector = mask.col_stride == 1 && aligned(reinterpret_cast<intptr_t>(mask.data)) && sequences_aligned &&
                         aligned(mask.batch_stride) && aligned(mask.head_stride) && aligned(mask.row_stride);
     const auto kernel = vector ? pack_mask_kernel<VectorReader> : pack_mask_kernel<ScalarReader>;

@@ -4,6 +4,8 @@
 // fragment_row() and column 8 n + fragment_col() + e, for h and e in {0, 1}. Of scores rows are query rows, columns keys.
 #pragma once
 
+#include "cuda/common/basics.cuh"
+
 namespace flash_dmattn::cuda {
 
 __device__ __forceinline__ int fragment_row(int lane = lane_id()) { return lane / 4; }

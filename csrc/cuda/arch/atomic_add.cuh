@@ -1,5 +1,4 @@
-// Sums in global memory: to[0] += x, to[1] += y and so on, by one instruction where there is one. `to` is aligned to
-// all its numbers together.
+// Vector additions to global memory, by one instruction on sm90. `to` is aligned to the whole vector.
 #pragma once
 
 #include "memory.cuh"

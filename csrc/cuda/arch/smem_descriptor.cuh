@@ -1,8 +1,8 @@
 // Shared-memory descriptors: SmemTiles as operands of wgmma.
 //
 // Slabs of 64 (32) columns have the 128-byte (64-byte) swizzle of wgmma and TMA, if tiles are aligned to 1024 bytes.
-// Fields (PTX ISA, "Matrix Descriptor Format"): address, leading byte offset (from slab to slab), stride byte offset (from
-// eight rows to the next eight), swizzle mode.
+// Fields (PTX ISA, "Matrix Descriptor Format"): address, leading byte offset (from slab to slab), stride byte offset
+// (from eight rows to the next eight), swizzle mode.
 #pragma once
 
 #include "fragment.cuh"
@@ -36,7 +36,8 @@ public:
     static constexpr int k_extent() {
         return kMajor == Major::kK ? Tile::kCols : Tile::kRows;
     }
-    // For one wgmma: 16 elements along K from `k` on, which are columns of a K-major operand and rows of an MN-major one.
+    // For one wgmma: 16 elements along K from `k` on, which are columns of a K-major operand and rows of an MN-major
+    // one.
     template <Major kMajor>
     __device__ __forceinline__ uint64_t at_k(int k) const {
         return descriptor_ + (kMajor == Major::kK ? col_offset(k) : k * kRowBytes / 16);

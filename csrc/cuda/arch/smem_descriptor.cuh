@@ -6,12 +6,11 @@
 #pragma once
 
 #include "fragment.cuh"
+#include "shared_storage.cuh"
 #include "smem_tile.cuh"
 #include "wgmma.cuh"
 
 namespace flash_dmattn::cuda {
-
-constexpr int kSmemTileAlign = 1024;  // bytes
 
 // Which dimension of an operand is contiguous in shared memory: K, along which the GEMM sums, or M (of A) and N (of B).
 enum class Major { kK, kMN };

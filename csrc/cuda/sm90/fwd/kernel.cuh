@@ -13,10 +13,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdKernelParams params,
                const __grid_constant__ FwdTensorMaps maps) {
     if (is_inactive(p)) return;
-    extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
-    auto& smem = *reinterpret_cast<FwdSharedStorage<T, kBias, Traits>*>(raw_smem);
-    if (threadIdx.x == 0) smem.init_pipelines();
-    __syncthreads();
+    auto& smem = init_shared_storage<FwdSharedStorage<T, kBias, Traits>>();
     if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         using Producer =

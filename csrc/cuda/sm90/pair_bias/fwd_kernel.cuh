@@ -10,10 +10,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     pair_bias_fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ PairBiasSchedule schedule,
                          const __grid_constant__ PairBiasFwdTensorMaps maps) {
-    extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
-    auto& smem = *reinterpret_cast<PairBiasFwdSharedStorage<Traits>*>(raw_smem);
-    if (threadIdx.x == 0) smem.init_pipelines();
-    __syncthreads();
+    auto& smem = init_shared_storage<PairBiasFwdSharedStorage<Traits>>();
     const PairBiasWorkTile work_tile(schedule, static_cast<int>(p.heads), static_cast<int>(p.bias.batches));
     if (threadIdx.x < 128) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();

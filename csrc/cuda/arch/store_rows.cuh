@@ -13,8 +13,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
     for (int step = 1; step <= 2; step *= 2) {
         const bool upper = lane_id() & step;
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            const int low = step == 1 ? 2 * pair : pair, high = low + step;
+        for (int i = 0; i < 2; ++i) {
+            const int low = step == 1 ? 2 * i : i, high = low + step;
             const uint32_t received = __shfl_xor_sync(~0u, upper ? x[low] : x[high], step);
             x[low] = upper ? received : x[low];
             x[high] = upper ? x[high] : received;
@@ -30,13 +30,13 @@ __device__ __forceinline__ void store_row(const float (&acc)[1][kFragments][4], 
     static_assert(kFragments % 4 == 0);
 #pragma unroll
     for (int n = 0; n < kFragments; n += 4) {
-        uint32_t pairs[4];
+        uint32_t packed[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            pairs[i] = pack<T>(acc[0][n + i][2 * h] * factor, acc[0][n + i][2 * h + 1] * factor);
-        transpose_quad(pairs);
+            packed[i] = pack<T>(acc[0][n + i][2 * h] * factor, acc[0][n + i][2 * h + 1] * factor);
+        transpose_quad(packed);
         const int col = (n + lane_id() % 4) * 8;
-        if (exists && col < cols) store_global_16(to + col, pairs);
+        if (exists && col < cols) store_global_16(to + col, packed);
     }
 }
 

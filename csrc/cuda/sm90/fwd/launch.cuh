@@ -28,9 +28,7 @@ struct FwdGrid {
         // A persistent CTA loads its next work tile during the last one's epilogue. Causal work tiles and masks that
         // differ by row balance better with one CTA per tile, unless they are short; interval masks use the dynamic
         // scheduler.
-        const bool mask_differs_by_row =
-            p.interval_summaries.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
-        const bool uniform = gathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row);
+        const bool uniform = gathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row(p));
         constexpr int kShort = 2048;
         const bool is_persistent = uniform || p.interval_summaries.present() || p.seqlen_q <= kShort;
         scheduler.m_block_last = is_persistent && !uniform;

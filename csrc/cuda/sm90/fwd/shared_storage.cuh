@@ -105,7 +105,7 @@ struct FwdSharedStorage {
 };
 
 // Whether a mask differs by row. If not, visible_keys holds all of it.
-__device__ __forceinline__ bool mask_differs_by_row(const AttentionParams& p) {
+__host__ __device__ __forceinline__ bool mask_differs_by_row(const AttentionParams& p) {
     return p.interval_summaries.tiles != nullptr ||
            (p.packed_mask.bits != nullptr && p.packed_mask.bits_row_stride != 0);
 }

@@ -14,14 +14,13 @@ namespace flash_dmattn::cuda::sm90 {
 
 struct FwdTileSchedulerParams {
     unsigned num_work_tiles;
-    FastDivmod num_m_blocks;  // of one head
-    FastDivmod heads;         // H / heads_per_tile
-    FastDivmod batch;         // B
-    uint32_t*
-        tile_count_semaphore;  // work tiles that were fetched dynamically; null: static. Ignored with a dense bias
-    int heads_per_tile;        // gathered keys: 1, or one query head of the GQA group per MMA warpgroup; else 1
-    bool batch_first;          // the batch varies fastest, so that CTAs share a dense bias in L2; else the m_block
-    bool m_block_last;         // the m_block varies slowest: consecutive work tiles are about equally long
+    FastDivmod num_m_blocks;         // of one head
+    FastDivmod heads;                // H / heads_per_tile
+    FastDivmod batch;                // B
+    uint32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused with a dense bias
+    int heads_per_tile;              // gathered keys: one query head per MMA warpgroup, or 1; else 1
+    bool batch_first;   // the batch varies fastest, so that L2 serves a shared dense bias; else the m_block
+    bool m_block_last;  // the m_block varies slowest: consecutive work tiles are about equally long
 };
 
 // A work tile: an m_block of one head, or of heads_per_tile heads from `head` on.

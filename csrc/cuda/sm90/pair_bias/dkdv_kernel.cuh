@@ -42,8 +42,8 @@ struct PairBiasDkeySharedStorage {
     KeyMetadata metadata[Traits::kKeyStages];
     PipelineBarriers<Traits::kKeyStages> key_pipeline;
     PipelineBarriers<Traits::kRowStages> row_pipeline;
-    alignas(8) uint64_t
-        rows_ready[Traits::kRowStages];  // complete when a stage has row stats and its empty rows are zero
+    // Complete when a stage has row stats and its empty rows are zero.
+    alignas(8) uint64_t rows_ready[Traits::kRowStages];
     alignas(8) uint64_t bias_full;
     alignas(kSmemTileAlign) PairBiasSmemTile<T> bias[1];  // [warpgroup][bias_tiles]
 

@@ -45,8 +45,8 @@ struct PairBiasDquerySharedStorage {
     PairBiasKeyFactors<64> factors[Traits::kConsumerWarpgroups][Traits::kKeyStages];  // of n_blocks that are not full
     PipelineBarriers<Traits::kRowStages> row_pipeline;
     PipelineBarriers<Traits::kKeyStages> key_pipelines[Traits::kConsumerWarpgroups];
-    // rows_ready completes when a stage has row stats and its empty rows are zero, keys_zeroed when it has key factors and
-    // its hidden keys and values are zero.
+    // rows_ready completes when a stage has row stats and its empty rows are zero, keys_zeroed when it has key factors
+    // and its hidden keys and values are zero.
     alignas(8) uint64_t rows_ready[Traits::kRowStages];
     alignas(8) uint64_t keys_zeroed[Traits::kConsumerWarpgroups][Traits::kKeyStages];
     alignas(8) uint64_t bias_full;

@@ -1,5 +1,4 @@
-// Adds to global memory: to[0] += x, to[1] += y, .. in one vector instruction if the target has one. `to` is aligned to all
-// elements together.
+// Vector additions to global memory, by one instruction on sm90. `to` is aligned to the whole vector.
 #pragma once
 
 #include "memory.cuh"

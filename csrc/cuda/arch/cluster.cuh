@@ -22,8 +22,8 @@ __device__ __forceinline__ uint32_t load_dsmem(uint32_t dsmem_address) {
     return x;
 }
 
-// Stores 16 bytes to shared memory: to `here` in this CTA where is_here, else asynchronously to `there` in another CTA of the
-// cluster, whose mbarrier `barrier_there` counts the bytes. Remote addresses come from map_to_cta.
+// Stores 16 bytes to shared memory: to `here` in this CTA where is_here, else asynchronously to `there` in another CTA
+// of the cluster, whose mbarrier `barrier_there` counts the bytes. Remote addresses come from map_to_cta.
 __device__ __forceinline__ void store_smem_or_dsmem(uint32_t here, uint32_t there, uint32_t barrier_there, bool is_here,
                                                     const float (&x)[4]) {
     asm volatile(

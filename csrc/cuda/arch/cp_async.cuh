@@ -5,8 +5,8 @@
 
 namespace flash_dmattn::cuda {
 
-// Copies `bytes` (0 to 16) from global to shared memory and fills the rest of the 16 bytes with zeros. With bytes == 0 it
-// does not read `from`. Both addresses are multiples of 16.
+// Copies `bytes` (0 to 16) from global to shared memory and fills the rest of the 16 bytes with zeros. With bytes == 0
+// it does not read `from`. Both addresses are multiples of 16.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, int bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }

@@ -1,27 +1,29 @@
-// How mma_m16n8k16 deals an accumulator to the lanes of a warp.
+// The accumulator layout of mma_m16n8k16 and wgmma in the lanes of a warp.
 //
-// An accumulator is acc[kMTiles][kNTiles][4], tiles of 16 rows by 8 columns: acc[m][n][2 h + e] is row 16 m + 8 h +
-// fragment_row() and column 8 n + fragment_col() + e, for h and e in {0, 1}. Of scores rows are query rows, columns keys.
+// An accumulator is acc[kMFragments][kNFragments][4], fragments of 16 rows by 8 columns: acc[m][n][2 h + e] is row
+// 16 m + 8 h + fragment_row() and column 8 n + fragment_col() + e, for h and e in {0, 1}.
 #pragma once
+
+#include "cuda/common/basics.cuh"
 
 namespace flash_dmattn::cuda {
 
 __device__ __forceinline__ int fragment_row(int lane = lane_id()) { return lane / 4; }
 __device__ __forceinline__ int fragment_col(int lane = lane_id()) { return lane % 4 * 2; }
-// One lane of the four that hold a row.
+// True for one of the four lanes that hold a row.
 __device__ __forceinline__ bool is_row_leader() { return lane_id() % 4 == 0; }
 
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void clear(float (&acc)[kMTiles][kNTiles][4]) {
+template <int kMFragments, int kNFragments>
+__device__ __forceinline__ void clear(float (&acc)[kMFragments][kNFragments][4]) {
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
+    for (int m = 0; m < kMFragments; ++m)
 #pragma unroll
-        for (int n = 0; n < kNTiles; ++n)
+        for (int n = 0; n < kNFragments; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
 }
 
-// Over the four lanes that hold one row of an accumulator.
+// Reductions over the four lanes that hold a row.
 __device__ __forceinline__ float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));

@@ -5,8 +5,8 @@
 
 namespace flash_dmattn::cuda {
 
-// A phase completes after `arrivals` arrivals and after all bytes that they expect. Waiters pass the parity of the phase
-// that they wait for; the first phase has parity 0.
+// A phase completes after `arrivals` arrivals and after all bytes that they expect. Waiters pass the parity of the
+// phase that they wait for; the first phase has parity 0.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier),
                  "r"(arrivals)
@@ -45,8 +45,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int phase) {
         : "memory");
 }
 
-// Orders this thread's generic-proxy accesses to shared memory before later async-proxy accesses (TMA, wgmma) that other
-// threads start after a barrier.
+// Orders this thread's generic-proxy accesses to shared memory before later async-proxy accesses (TMA, wgmma) that
+// other threads start after a barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The same for global memory.

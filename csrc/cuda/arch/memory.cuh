@@ -5,8 +5,8 @@
 
 namespace flash_dmattn::cuda {
 
-// Whether the code being compiled may use instructions of compute capability 9.0. They do not assemble for older targets,
-// so callers test this at compile time.
+// Whether the code being compiled may use instructions of compute capability 9.0. They do not assemble for older
+// targets, so callers test this at compile time.
 #ifdef __CUDA_ARCH__
 constexpr bool kHasSm90 = __CUDA_ARCH__ >= 900;
 #else
@@ -32,7 +32,8 @@ __device__ __forceinline__ void store_global_16(void* to, const uint32_t (&x)[4]
                  : "memory");
 }
 
-// *to += x in global memory, without a return value. atomicAdd tests the address space where the compiler does not know it.
+// *to += x in global memory, without a return value. atomicAdd tests the address space where the compiler does not know
+// it.
 __device__ __forceinline__ void reduce_add(float* to, float x) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }

@@ -5,8 +5,8 @@
 
 namespace flash_dmattn::cuda {
 
-// Loads four 8x8 matrices of 16-bit elements. Lane i passes the address of row i % 8 of matrix i / 8 and receives elements
-// (i / 4, 2 * (i % 4) + {0, 1}) of each matrix. The _trans form loads the transposed matrices.
+// Loads four 8x8 matrices of 16-bit elements. Lane i passes the address of row i % 8 of matrix i / 8 and receives
+// elements (i / 4, 2 * (i % 4) + {0, 1}) of each matrix. The _trans form loads the transposed matrices.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -33,8 +33,8 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t to, const uint32_t (&
 }
 
 // c += a b with c 16x8, a 16x16 and b 16x8. Lane i holds rows i / 4 (c[0], c[1]) and i / 4 + 8 (c[2], c[3]) and columns
-// 2 * (i % 4) + {0, 1} of c. a is four and b two 8x8 matrices in ldmatrix's layout: a in the order top left, bottom left,
-// top right, bottom right; b, stored as 8 columns of 16, as its first and last 8 rows.
+// 2 * (i % 4) + {0, 1} of c. a is four and b two 8x8 matrices in ldmatrix's layout: a in the order top left, bottom
+// left, top right, bottom right; b, stored as 8 columns of 16, as its first and last 8 rows.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<T, half_t>) {

@@ -1,11 +1,11 @@
-// Stages of shared memory that producers fill and consumers empty in turn.
+// Pipelines: stages of shared memory with a full and an empty mbarrier each.
 #pragma once
 
 #include "mbarrier.cuh"
 
 namespace flash_dmattn::cuda {
 
-// Where a thread is in a pipeline: at a stage, and how often, modulo 2, it has been there before.
+// A thread's position in a pipeline: the stage, and the parity of its barrier phase.
 template <int kStages>
 class PipelineState {
 public:
@@ -23,29 +23,30 @@ private:
     int stage_ = 0, phase_ = 0;
 };
 
-// The barriers of a pipeline, in shared memory.
+// The mbarriers of a pipeline, in shared memory.
 template <int kStages>
 struct PipelineBarriers {
-    alignas(8) uint64_t full[kStages];   // completes when a stage has been filled,
-    alignas(8) uint64_t empty[kStages];  // when everybody is done with it
+    alignas(8) uint64_t full[kStages];   // completes when the producers have filled the stage
+    alignas(8) uint64_t empty[kStages];  // completes when the consumers have released it
 
-    // By one thread, before anybody waits.
+    // One thread calls, before a barrier of the CTA. The counts are arrivals.
     __device__ void init(int producers, int consumers) {
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(smem_address(&full[stage]), producers);
             mbarrier_init(smem_address(&empty[stage]), consumers);
         }
     }
-    __device__ __forceinline__ void consumer_wait(const PipelineState<kStages>& at) const {
-        mbarrier_wait(smem_address(&full[at.stage()]), at.phase());
+    __device__ __forceinline__ void consumer_wait(const PipelineState<kStages>& state) const {
+        mbarrier_wait(smem_address(&full[state.stage()]), state.phase());
     }
-    // This warp is done with the stage; its lanes call together.
+    // One arrival per warp; all its lanes call.
     __device__ __forceinline__ void release(int stage) const {
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(smem_address(&empty[stage]));
     }
 };
 
+// A thread's state together with the barriers' address.
 template <int kStages>
 class Pipeline : public PipelineState<kStages> {
 public:
@@ -55,9 +56,9 @@ public:
     __device__ __forceinline__ uint32_t full() const { return barriers_ + this->stage() * 8; }
     __device__ __forceinline__ uint32_t empty() const { return barriers_ + (kStages + this->stage()) * 8; }
     __device__ __forceinline__ void consumer_wait() const { mbarrier_wait(full(), this->phase()); }
-    // At first every stage is.
+    // Returns at once for the first round: all stages start empty.
     __device__ __forceinline__ void producer_acquire() const { mbarrier_wait(empty(), this->phase() ^ 1); }
-    // This warp is done with the stage, or the one before; its lanes call together.
+    // Release the current or the previous stage: one arrival per warp; all its lanes call.
     __device__ __forceinline__ void release() const { release(this->stage()); }
     __device__ __forceinline__ void consumer_release_previous() const { release(this->last_stage()); }
 

@@ -1,5 +1,4 @@
-// A matrix of 16-bit elements in shared memory, swizzled so that ldmatrix reads it without bank conflicts, and the
-// copies between it and global memory.
+// Swizzled tiles of 16-bit elements in shared memory, and copies between them and global memory.
 #pragma once
 
 #include "cp_async.cuh"
@@ -7,21 +6,22 @@
 
 namespace flash_dmattn::cuda {
 
-// Stored as slabs of 64 columns (of 32, where 64 does not divide the columns or 32 are asked for) whose rows are chunks of
-// 16 bytes; the chunks of a row are permuted by the row, so that eight rows of one column of chunks lie in different banks.
+// The tile consists of slabs of kSlabCols columns, 64 or 32, in the 128-byte or 64-byte swizzle of TMA and wgmma: the
+// 16-byte chunks of a slab row are permuted by the row, so that ldmatrix reads eight rows without bank conflicts.
 template <typename T, int kRows_, int kCols_, int kSlabCols_ = kCols_ % 64 == 0 ? 64 : 32>
 struct alignas(128) SmemTile {
+    using Element = T;
     static constexpr int kRows = kRows_;
     static constexpr int kCols = kCols_;
     static constexpr int kSlabCols = kSlabCols_;
     static constexpr int kSlabs = kCols / kSlabCols;
-    static constexpr int kChunk = 8;  // elements of 16 bytes
+    static constexpr int kChunk = 8;  // elements of a 16-byte chunk
     static constexpr int kSlabChunks = kSlabCols / kChunk;
     static_assert(sizeof(T) == 2 && kCols % kSlabCols == 0 && kRows % 8 == 0);
 
     T data[kRows * kCols];
 
-    // Offset, in elements, of chunk `chunk` (of the whole row) of row `row`.
+    // Offset in elements of a chunk, counted over the whole row.
     static __device__ __forceinline__ int offset(int row, int chunk) {
         const int slab = chunk / kSlabChunks;
         const int permuted = (chunk % kSlabChunks) ^ (kSlabChunks == 8 ? row % 8 : (row / 2) % 4);
@@ -32,30 +32,29 @@ struct alignas(128) SmemTile {
     }
     __device__ __forceinline__ T& at(int row, int col) { return data[offset(row, col / kChunk) + col % kChunk]; }
 
-    // Operands of m16n8k16, by ldmatrix. Every form reads 16 rows from `row` (a multiple of 8) and 16 columns from `col` (a
-    // multiple of 16). `lane` is this lane's part of the address, which a loop keeps in a register so that the rest becomes
-    // immediate; the order of the four matrices leaves each operand in adjacent registers.
+    // ldmatrix of m16n8k16 operands: 16 rows from `row` (a multiple of 8) and 16 columns from `col` (a multiple of 16).
+    // `lane` is lane_down() or lane_across(): a loop keeps it in a register, so that the rest becomes immediate.
     __device__ __forceinline__ uint32_t lane_down() const { return address(lane_id() % 16, lane_id() / 16); }
     __device__ __forceinline__ uint32_t lane_across() const {
         return address(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2);
     }
 
-    // A operand: its rows are rows here. lane_down.
+    // An A operand, M x K; lane_down().
     static __device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t lane, int row, int col) {
         ldmatrix_x4(a, moved(lane, row, col));
     }
-    // Two B operands, n = rows and k = columns here: b[0], b[1] of the first eight rows, b[2], b[3] of the last. For a
-    // product with the transposed of this matrix (q k^T). lane_across.
+    // Two B operands from N x K, as in Q K^T: b[0], b[1] for the first eight rows, b[2], b[3] for the last;
+    // lane_across().
     static __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t lane, int row, int col) {
         ldmatrix_x4(b, moved(lane, row, col));
     }
-    // Two B operands, k = rows and n = columns here. For a product with this matrix (p v). lane_down.
+    // Two B operands from K x N, as in P V; lane_down().
     static __device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], uint32_t lane, int row, int col) {
         ldmatrix_x4_trans(b, moved(lane, row, col));
     }
 
 private:
-    // The address `row` rows below and `col` columns right of a lane's.
+    // Moves a lane's address by `row` rows and `col` columns.
     static __device__ __forceinline__ uint32_t moved(uint32_t lane_address, int row, int col) {
         const int slab = col / kSlabCols;
         const uint32_t permuted = lane_address ^ (col % kSlabCols / kChunk * 16);
@@ -69,7 +68,7 @@ struct RowSource {
     bool visible;
 };
 
-// How a block of kThreads copies a tile's rows: a thread copies one chunk of every slab in the rows first_row() + i *
+// How kThreads threads copy a tile by cp.async: each copies one chunk of every slab in rows first_row() + i *
 // kRowsAtOnce.
 template <int kThreads, typename Tile>
 struct RowCopy {
@@ -80,14 +79,14 @@ struct RowCopy {
 
     static __device__ __forceinline__ int first_row() { return threadIdx.x / Tile::kSlabChunks; }
     static __device__ __forceinline__ int chunk() { return threadIdx.x % Tile::kSlabChunks; }
-    // This thread's part of the address; a loop keeps it in a register.
+    // Loops keep this in a register.
     static __device__ __forceinline__ uint32_t lane_address(const Tile& tile) {
         return tile.address(first_row(), chunk());
     }
 
-    // next(i), called for rising i, gives the pointer to row first_row() + i * kRowsAtOnce, a multiple of 16 bytes, and
-    // whether it is visible. Its first `cols` columns (a multiple of 8) are copied; zeros stand beyond them and in rows
-    // that are not visible: nothing else is read. The caller commits.
+    // next(i), called for ascending i, returns the RowSource of row first_row() + i * kRowsAtOnce, 16-byte aligned.
+    // Copies its first `cols` columns, a multiple of 8; writes zeros elsewhere and for hidden rows, which are not read.
+    // The caller commits.
     template <typename Next>
     static __device__ __forceinline__ void start(uint32_t lane, int cols, const Next& next) {
         const int left = cols - chunk() * Tile::kChunk;
@@ -106,8 +105,7 @@ struct RowCopy {
     }
 };
 
-// The same where rows are found one by one: row_pointer(row) is null where row is not visible. Where `cols` is no
-// multiple of 8, the rest of the last chunk is not read either.
+// The same with row_pointer(row), null for hidden rows, and any `cols`: nothing beyond them is read.
 template <int kThreads, typename Tile, typename RowPointer>
 __device__ __forceinline__ void copy_rows_async(Tile& tile, int cols, const RowPointer& row_pointer) {
     using Copy = RowCopy<kThreads, Tile>;
@@ -126,7 +124,7 @@ __device__ __forceinline__ void copy_rows_async(Tile& tile, int cols, const RowP
     }
 }
 
-// A tile's rows from `first` on, before `rows`, to rows of global memory, 16 bytes a thread where they are aligned.
+// Stores the tile's rows [first, rows) to global memory, row `first` to `to`; 16 bytes a thread where rows are aligned.
 template <int kThreads, typename Tile, typename T>
 __device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t row_stride, int rows, int cols,
                                               int first = 0) {

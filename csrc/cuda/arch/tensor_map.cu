@@ -14,9 +14,9 @@ namespace {
 constexpr int64_t kAlign = 16;
 constexpr int64_t kStrideLimit = int64_t{1} << 40;
 
-// A function of the driver, through the runtime: the driver's library need not be linked.
+// A driver function, found through the runtime: avoids linking libcuda.
 template <typename Function>
-Function of_driver(const char* name) {
+Function driver_function(const char* name) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
     constexpr unsigned kSinceCuda = 12000;
@@ -30,11 +30,11 @@ void check(CUresult result, const char* what) {
         throw std::runtime_error(std::string(what) + " failed with error " + std::to_string(result));
 }
 
-// The driver wants the calling thread to have a context. The runtime sets its own, the device's primary one, with a thread's
-// first call that needs it: a thread of autograd, or of a server, may not have made any. It is kept until the process ends.
-void give_thread_a_context() {
-    static const auto retain = of_driver<decltype(&cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain");
-    static const auto set_current = of_driver<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
+// Makes the device's primary context current. The runtime does so only with a thread's first call that needs it, which
+// an autograd or server thread may not have made. The context is retained until the process ends.
+void set_primary_context() {
+    static const auto retain = driver_function<decltype(&cuDevicePrimaryCtxRetain)>("cuDevicePrimaryCtxRetain");
+    static const auto set_current = driver_function<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
     int device;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     CUcontext context;
@@ -62,7 +62,7 @@ bool can_map(const TensorLayout& tensor) {
 }
 
 CUtensorMap make_map(const TensorLayout& tensor, const std::array<int, 4>& box) {
-    static const auto encode = of_driver<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+    static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
     cuuint64_t sizes[4], strides[3];
     cuuint32_t box_sizes[4], steps[4];
     for (int i = 0; i < 4; ++i) {
@@ -81,7 +81,7 @@ CUtensorMap make_map(const TensorLayout& tensor, const std::array<int, 4>& box) 
     };
     CUresult result = make();
     if (result == CUDA_ERROR_INVALID_CONTEXT) {
-        give_thread_a_context();
+        set_primary_context();
         result = make();
     }
     check(result, "cuTensorMapEncodeTiled");
@@ -95,17 +95,17 @@ TensorLayout key_layout(const AttentionParams& p, const RowsView& keys) {
     return rows_layout(p, keys, p.kv_heads, p.seqlen_k, p.total_k);
 }
 
-TensorLayout dense_layout(const AttentionParams& p, const ScoreView& pairs) {
-    return {pairs.data,
-            {p.seqlen_k, p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q, pairs.heads, pairs.batches},
-            {pairs.row_stride, pairs.head_stride, pairs.batch_stride}};
+TensorLayout dense_layout(const AttentionParams& p, const ScoreView& scores) {
+    return {scores.data,
+            {p.seqlen_k, p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q, scores.heads, scores.batches},
+            {scores.row_stride, scores.head_stride, scores.batch_stride}};
 }
 
 bool can_load_keys(const AttentionParams& p) {
     const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
-    if (p.lists.present()) {  // threads gather the keys, by strides of 32 bits
-        const int64_t longest = std::max(p.key.row_stride, p.value.row_stride);
-        return !is_dense && longest * kElementBytes <= std::numeric_limits<uint32_t>::max();
+    if (p.lists.present()) {  // gather_rows multiplies by a 32-bit stride
+        const int64_t max_stride = std::max(p.key.row_stride, p.value.row_stride);
+        return !is_dense && max_stride * kElementBytes <= std::numeric_limits<uint32_t>::max();
     }
     return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
            (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));

@@ -1,4 +1,4 @@
-// What the copy engine is told of a tensor.
+// TMA descriptors (tensor maps) of Q, K, V, a dense bias and their gradients.
 #pragma once
 
 #include <cuda.h>
@@ -12,25 +12,26 @@ namespace flash_dmattn::cuda {
 
 constexpr int64_t kElementBytes = 2;
 
-// Of 16-bit elements, contiguous along the first dimension; strides count elements, that of a dimension of one element may
-// be anything. Boxes are copied, swizzled as SmemTile is: slabs of box[0] elements, 64 or 32.
+// A 4D tensor of 16-bit elements, contiguous along the first dimension. Strides count elements; the stride of a
+// dimension of size 1 is ignored.
 struct TensorLayout {
     const void* data;
     std::array<int64_t, 4> sizes;
     std::array<int64_t, 3> strides;  // of the dimensions after the first
 };
 
-// Whether the copy engine can read it: 16 bytes at a time, and no stride of 0.
+// Whether TMA can access the tensor: 16-byte aligned address and strides, no stride of 0.
 bool can_map(const TensorLayout& tensor);
+// `box` is one TMA transfer. box[0], 64 or 32 elements, selects the swizzle of an SmemTile slab.
 CUtensorMap make_map(const TensorLayout& tensor, const std::array<int, 4>& box);
 
-// [D, heads, S, B]; of variable length [D, heads, total, 1].
+// [D, heads, S, B]; variable length: [D, heads, total, 1].
 TensorLayout query_layout(const AttentionParams& p, const RowsView& rows);
 TensorLayout key_layout(const AttentionParams& p, const RowsView& keys);
-// Of a dense bias or its gradient, contiguous along the keys: [Sk, Sq, heads, B].
-TensorLayout dense_layout(const AttentionParams& p, const ScoreView& pairs);
+// A dense bias or its gradient, contiguous along the keys: [Sk, Sq, heads, B].
+TensorLayout dense_layout(const AttentionParams& p, const ScoreView& scores);
 
-// Whether the kernels can load keys, values and a dense bias: by the copy engine, or where there are lists gathered.
+// Whether the sm90 kernels can load K, V and a dense bias: by TMA, or gathered with key lists.
 bool can_load_keys(const AttentionParams& p);
 
 }  // namespace flash_dmattn::cuda

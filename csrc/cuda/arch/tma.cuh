@@ -17,15 +17,16 @@ __device__ __forceinline__ void tma_load_4d(uint32_t to, const void* map, uint32
         : "memory");
 }
 
-// TMA store of a box; elements outside the tensor are not written. The caller commits, and waits before it reuses `from`.
+// TMA store of a box; elements outside the tensor are not written. The caller commits, and waits before it reuses
+// `from`.
 __device__ __forceinline__ void tma_store_4d(const void* map, uint32_t from, int x, int y, int z, int w) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
                  : "memory");
 }
 
-// Adds `bytes` of floats in shared memory to global memory. Addresses and bytes are multiples of 16. Committed and awaited
-// like a TMA store.
+// Adds `bytes` of floats in shared memory to global memory. Addresses and bytes are multiples of 16. Committed and
+// awaited like a TMA store.
 __device__ __forceinline__ void tma_reduce_add(float* to, uint32_t from, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                  "r"(bytes)

@@ -1,4 +1,4 @@
-// Tiles of rows by the copy engine.
+// TMA loads of Q, K, V or dO tiles.
 #pragma once
 
 #include <cuda.h>
@@ -8,8 +8,8 @@
 
 namespace flash_dmattn::cuda {
 
-// The rows of one head from `row` of the tensor on; the barrier is told of their bytes. Of variable length the rows of all
-// sequences follow each other, as those of one batch element. `to_row`: of the tile.
+// Loads rows of one head, from `row` of the tensor on, to the tile's rows from `to_row` on: one box of the map for each
+// slab. The barrier must already expect their bytes. With variable length all sequences are one batch element.
 template <typename Tile>
 __device__ __forceinline__ void copy_rows(Tile& to, const CUtensorMap& map, uint32_t barrier, const AttentionParams& p,
                                           const Sequence& s, int row, int head, int to_row = 0) {

@@ -1,12 +1,12 @@
-// Zeros for what may hold anything: zero times NaN would reach a sum.
+// Zeros rows of shared memory tiles that may hold NaN: 0 * NaN is NaN.
 #pragma once
 
 #include "mbarrier.cuh"
 
 namespace flash_dmattn::cuda {
 
-// Rows [first, first + kCount) of a tile of 16-bit elements to 0 where is_empty(row), by kThreads threads, this one `thread`
-// of them. A barrier follows.
+// Zeros the rows of [first, first + kCount) for which is_empty(row); `thread` counts the kThreads threads that call.
+// The caller synchronizes them.
 template <int kCount, int kThreads, typename Tile, typename IsEmpty>
 __device__ __forceinline__ void clear_rows(Tile& tile, int first, int thread, const IsEmpty& is_empty) {
     constexpr int kChunks = Tile::kCols / 8;

@@ -1,4 +1,4 @@
-// The forward for compute capability 9.0.
+// The sm90 forward kernel: one producer warpgroup, two or three MMA warpgroups of 64 query rows each.
 #pragma once
 
 #include "cuda/mask/device_dispatch.cuh"
@@ -10,21 +10,18 @@ namespace flash_dmattn::cuda::sm90 {
 
 template <typename T, BiasKind kBias, typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdSchedule schedule,
-               const __grid_constant__ FwdMaps maps) {
+    fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdKernelParams params,
+               const __grid_constant__ FwdTensorMaps maps) {
     if (is_inactive(p)) return;
-    extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
-    auto& smem = *reinterpret_cast<FwdSharedStorage<T, kBias, Traits>*>(raw_smem);
-    if (threadIdx.x == 0) smem.init_pipelines();
-    __syncthreads();
+    auto& smem = init_shared_storage<FwdSharedStorage<T, kBias, Traits>>();
     if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         using Producer =
             std::conditional_t<Traits::kGathers, FwdGatherProducer<T, kBias, Traits>, FwdTmaProducer<T, kBias, Traits>>;
-        Producer(p, schedule, maps, smem).run();
+        Producer(p, params.scheduler, maps, smem).run();
     } else {
         warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-        FwdConsumer<T, kBias, Traits>(p, schedule, smem).run();
+        FwdConsumer<T, kBias, Traits>(p, params, smem).run();
     }
 }
 

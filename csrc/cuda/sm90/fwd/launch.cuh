@@ -1,60 +1,69 @@
-// Launches the forward of one head dimension and dtype.
+// Launches the sm90 forward of one head dimension and dtype.
 #pragma once
 
 #include <algorithm>
 
+#include "cuda/arch/tensor_map.h"
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
-#include "plan.h"
 #include "kernel.cuh"
-#include "cuda/arch/tensor_map.h"
+#include "plan.h"
 
 namespace flash_dmattn::cuda::sm90 {
+
+// The tile scheduler of a call, and its grid.
+struct FwdGrid {
+    FwdTileSchedulerParams scheduler{};
+    unsigned num_ctas = 0;
+
+    FwdGrid(const FwdArgs& p, int rows, int heads_per_tile, bool gathers, bool has_dense_bias) {
+        const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, rows), heads = p.heads / heads_per_tile;
+        scheduler.num_work_tiles = grid_of(num_m_blocks * heads * p.batch);
+        scheduler.num_m_blocks = FastDivmod(num_m_blocks);
+        scheduler.heads = FastDivmod(heads);
+        scheduler.batch = FastDivmod(p.batch);
+        scheduler.tile_count_semaphore = p.interval_summaries.tile_count_semaphore;
+        scheduler.heads_per_tile = heads_per_tile;
+        scheduler.batch_first = has_dense_bias && p.bias.batches == 1 && p.batch <= 8;
+        // A persistent CTA loads its next work tile during the last one's epilogue. Causal work tiles and masks that
+        // differ by row balance better with one CTA per tile, unless they are short; interval masks use the dynamic
+        // scheduler.
+        const bool uniform = gathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row(p));
+        constexpr int kShort = 2048;
+        const bool is_persistent = uniform || p.interval_summaries.present() || p.seqlen_q <= kShort;
+        scheduler.m_block_last = is_persistent && !uniform;
+        num_ctas = is_persistent ? std::min<unsigned>(scheduler.num_work_tiles, current_device().num_sms)
+                                 : scheduler.num_work_tiles;
+    }
+};
 
 template <typename T, BiasKind kBias, typename Traits>
 void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
-    FwdSchedule schedule;
-    const int tile_heads = schedule.tile_heads =
-        Traits::kGathers && p.lists.tile_rows < Traits::kRows ? Traits::kConsumerWarpgroups : 1;
-    const int tile_rows = Traits::kRows / tile_heads;
-    const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, tile_rows), heads = p.heads / tile_heads;
-    schedule.num_work_tiles = grid_of(num_m_blocks * heads * p.batch);
-    schedule.num_m_blocks = FastDivmod(num_m_blocks);
-    schedule.heads = FastDivmod(heads);
-    schedule.batch = FastDivmod(p.batch);
-    // A bias that few batches share is then read from memory once.
-    schedule.batch_first = kBias == BiasKind::kDense && p.bias.batches == 1 && p.batch <= 8;
-    schedule.raw_scores = kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
-    schedule.scale = static_cast<float>(p.softmax_scale);
-    schedule.to_log2 = schedule.raw_scores ? schedule.scale * kLog2E : kLog2E;
-    schedule.softcap = static_cast<float>(p.softcap);
+    constexpr bool kIsDense = kBias == BiasKind::kDense;
+    const int heads_per_tile = Traits::kGathers && p.lists.tile_rows < Traits::kRows ? Traits::kConsumerWarpgroups : 1;
+    const int rows = Traits::kRows / heads_per_tile;
+    const FwdGrid grid(p, rows, heads_per_tile, Traits::kGathers, kIsDense);
 
-    FwdMaps maps{};
+    FwdKernelParams params{grid.scheduler, {}};
+    FwdSoftmaxParams& softmax = params.softmax;
+    softmax.raw_scores = kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
+    softmax.scale = static_cast<float>(p.softmax_scale);
+    softmax.to_log2 = softmax.raw_scores ? softmax.scale * kLog2E : kLog2E;
+    softmax.softcap = static_cast<float>(p.softcap);
+
+    FwdTensorMaps maps{};
     constexpr int kSlab = SharedStorage::KeyTile::kSlabCols;
-    maps.query = make_map(query_layout(p, p.query), {kSlab, 1, tile_rows, 1});
+    maps.query = make_map(query_layout(p, p.query), {kSlab, 1, rows, 1});
     if (!Traits::kGathers) {
         maps.key = make_map(key_layout(p, p.key), {kSlab, 1, Traits::kKeys, 1});
         maps.value = make_map(key_layout(p, p.value), {kSlab, 1, Traits::kKeys, 1});
     }
-    if (kBias == BiasKind::kDense)
-        maps.bias = make_map(dense_layout(p, p.bias), {SharedStorage::kBiasKeys, kWarpgroupRows, 1, 1});
+    if (kIsDense) maps.bias = make_map(dense_layout(p, p.bias), {SharedStorage::kBiasKeys, kWarpgroupRows, 1, 1});
 
-    // Where the works are about alike, or short, as many blocks as run at once share them out, and load for the next while the
-    // last ends; else blocks come as others end. Intervals are windows, documents, anything: of their works a block takes one
-    // when it is done with another.
-    const bool mask_differs_by_row =
-        p.interval_summaries.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
-    const bool uniform = Traits::kGathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row);
-    constexpr int kShort = 2048;
-    const bool is_persistent = uniform || p.interval_summaries.present() || p.seqlen_q <= kShort;
-    schedule.m_block_last = is_persistent && !uniform;
-    schedule.tile_count_semaphore = p.interval_summaries.tile_count_semaphore;
-    const unsigned blocks =
-        is_persistent ? std::min<unsigned>(schedule.num_work_tiles, current_device().num_sms) : schedule.num_work_tiles;
     const auto kernel = fwd_kernel<T, kBias, Traits>;
     allow_shared_memory("the forward", p.head_dim, kernel, sizeof(SharedStorage));
-    kernel<<<blocks, Traits::kThreads, sizeof(SharedStorage), stream>>>(p, schedule, maps);
+    kernel<<<grid.num_ctas, Traits::kThreads, sizeof(SharedStorage), stream>>>(p, params, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

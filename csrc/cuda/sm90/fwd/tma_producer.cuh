@@ -1,13 +1,16 @@
-// The warp group that loads, of the forward by tiles of neighbouring keys: the copy engine fetches them.
+// The producer warpgroup of the sm90 forward over n_blocks of contiguous keys.
+//
+// Three warps issue the TMA loads of K, V and Q: a single issuing thread was 10 to 25 % slower. All producer threads
+// write the metadata of a K stage, through registers. With a dense bias, the fourth warp only loads the bias, as many
+// stages ahead as there are.
 #pragma once
 
 #include "cuda/arch/mbarrier.cuh"
-#include "cuda/arch/named_barrier.cuh"
 #include "cuda/arch/tma.cuh"
+#include "cuda/arch/tma_load_rows.cuh"
+#include "cuda/mask/block_mask_iterator.cuh"
 #include "cuda/mask/intervals.cuh"
 #include "cuda/softmax/scores.cuh"
-#include "cuda/mask/block_mask_iterator.cuh"
-#include "cuda/arch/tma_load_rows.cuh"
 #include "shared_storage.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -17,9 +20,10 @@ class FwdTmaProducer {
 public:
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
 
-    __device__ FwdTmaProducer(const FwdArgs& p, const FwdSchedule& schedule, const FwdMaps& maps, SharedStorage& smem)
+    __device__ FwdTmaProducer(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, const FwdTensorMaps& maps,
+                              SharedStorage& smem)
         : p_(p),
-          schedule_(schedule),
+          scheduler_(scheduler),
           maps_(maps),
           smem_(smem),
           query_pipeline_(smem.query_pipeline),
@@ -29,9 +33,9 @@ public:
     __device__ void run() {
         if (threadIdx.x >= kThreads) {
             if constexpr (kBias == BiasKind::kDense) {
-                DenseBiases biases(p_, maps_, smem_);
+                DenseBiasProducer bias(p_, maps_, smem_);
                 for_each_work_tile([&](const FwdWorkTile& work_tile) {
-                    for (auto tile = scan(work_tile); tile.next();) biases.load(work_tile, tile.index());
+                    for (auto blocks = active_blocks(work_tile); blocks.next();) bias.load(work_tile, blocks.index());
                 });
             }
             return;
@@ -39,7 +43,7 @@ public:
         for_each_work_tile([&](const FwdWorkTile& work_tile) { load(work_tile); });
         if (threadIdx.x == kQueryThread) {
             query_pipeline_.producer_acquire();
-            smem_.work_tile(turn_).head = FwdWorkTile::kNone;
+            smem_.work_tile(work_tile_stage_).invalidate();
             mbarrier_arrive(query_pipeline_.full());
         }
     }
@@ -47,208 +51,203 @@ public:
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = SharedStorage::kWords,
                          kThreads = kProducerThreads<kBias>;
-    static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // of a thread that loads a mask
-    // Who starts copies, each in a warp of its own: the group's instructions are slow, and so none waits for another's.
+    static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // mask rows that a thread loads
+    // The threads that issue TMA loads, in different warps.
     static constexpr int kKeyThread = 0, kValueThread = 32, kQueryThread = 64;
+    using BlockMetadata = typename SharedStorage::BlockMetadata;
     using MaskWords = typename SharedStorage::MaskWords;
     static_assert(kBias != BiasKind::kKey || kKeys <= kThreads, "a thread loads the bias of one key");
 
-    // A thread that hands over dense biases: they take longest to come, and nothing else waits for their room.
-    class DenseBiases {
+    // One thread loads the dense bias of all MMA warpgroups, apart from K: the bias has the longest latency.
+    class DenseBiasProducer {
     public:
-        __device__ DenseBiases(const FwdArgs& p, const FwdMaps& maps, SharedStorage& smem)
+        __device__ DenseBiasProducer(const FwdArgs& p, const FwdTensorMaps& maps, SharedStorage& smem)
             : p_(p), maps_(maps), smem_(smem) {}
 
-        __device__ __forceinline__ void load(const FwdWorkTile& work_tile, int tile) {
+        __device__ __forceinline__ void load(const FwdWorkTile& work_tile, int n_block) {
             if (lane_id() != 0) return;
             const int head = shared_head(work_tile.head, p_.heads, p_.bias.heads);
             const int batch = shared_batch(p_.bias, work_tile.s), row = work_tile.s.first_row + work_tile.first_row;
-            for (int key = tile * kKeys; key < (tile + 1) * kKeys; key += SharedStorage::kBiasKeys, place_.advance())
-                for (int group = 0; group < Traits::kConsumerWarpgroups; ++group) {
-                    auto& barriers = smem_.bias_pipelines[group];
-                    mbarrier_wait(smem_address(&barriers.empty[place_.stage()]), place_.phase() ^ 1);
-                    const uint32_t full = smem_address(&barriers.full[place_.stage()]);
+            const int end = (n_block + 1) * kKeys;
+            for (int key = n_block * kKeys; key < end; key += SharedStorage::kBiasKeys, state_.advance())
+                for (int wg = 0; wg < Traits::kConsumerWarpgroups; ++wg) {
+                    auto& barriers = smem_.bias_pipelines[wg];
+                    mbarrier_wait(smem_address(&barriers.empty[state_.stage()]), state_.phase() ^ 1);
+                    const uint32_t full = smem_address(&barriers.full[state_.stage()]);
                     mbarrier_arrive_and_expect_tx(full, sizeof(typename SharedStorage::BiasTile));
-                    tma_load_4d(smem_address(&smem_.bias[group][place_.stage()]), &maps_.bias, full, key,
-                                row + group * kWarpgroupRows, head, batch);
+                    tma_load_4d(smem_address(&smem_.bias[wg][state_.stage()]), &maps_.bias, full, key,
+                                row + wg * kWarpgroupRows, head, batch);
                 }
         }
 
     private:
         const FwdArgs& p_;
-        const FwdMaps& maps_;
+        const FwdTensorMaps& maps_;
         SharedStorage& smem_;
-        PipelineState<Traits::kBiasStages> place_;  // in the pipelines of all groups
+        PipelineState<Traits::kBiasStages> state_;  // the same in all warpgroups' pipelines
     };
 
     template <typename Visit>
     __device__ __forceinline__ void for_each_work_tile(const Visit& visit) {
-        for (unsigned index = blockIdx.x; index < schedule_.num_work_tiles; index = next_work_tile(index)) {
-            const FwdWorkTile work_tile(p_, schedule_, index, kRows);
-            if (!work_tile.empty()) visit(work_tile);
+        typename SharedStorage::Scheduler tiles(scheduler_, smem_.next_work_tile);
+        for (auto tile = tiles.get_initial_work(); tile.is_valid(scheduler_); tile = tiles.next_work(tile)) {
+            const FwdWorkTile work_tile(p_, scheduler_, tile.index, kRows);
+            if (!work_tile.is_empty()) visit(work_tile);
         }
     }
-    // Where blocks draw their works, the loading warps are told by the first. It writes to two places in turn, since another
-    // warp may yet have to read what was drawn last.
-    __device__ __forceinline__ unsigned next_work_tile(unsigned index) {
-        if (kBias == BiasKind::kDense || schedule_.tile_count_semaphore == nullptr) return index + gridDim.x;
-        unsigned& drawn = smem_.next_work_tile[draw_];
-        draw_ ^= 1;
-        if (threadIdx.x == 0) drawn = gridDim.x + atomicAdd(schedule_.tile_count_semaphore, 1);
-        named_barrier_sync(SharedStorage::kNextWorkTileBarrier, kThreads);
-        return drawn;
-    }
 
-    // Over the tiles of keys of which the work sees any.
-    __device__ __forceinline__ auto scan(const FwdWorkTile& work_tile) const {
+    // Iterates over the n_blocks of which the work tile's rows see a key.
+    __device__ __forceinline__ auto active_blocks(const FwdWorkTile& work_tile) const {
         const int last_row = min(work_tile.first_row + kRows, work_tile.s.rows) - 1;
-        // The lane's tile of keys before any of its pairs is read.
-        const auto summarize = [this, &work_tile, last_row](int tile) {
+        const auto summarize = [this, &work_tile, last_row](int n_block) {
             const Sequence& s = work_tile.s;
             const MaskSummaries<kRows, kKeys> mask(p_, s, work_tile.head);
-            auto summary = mask.of(work_tile.first_row, last_row, tile);
-            summary.full &= (tile + 1) * kKeys <= s.keys_of(work_tile.first_row, p_.is_causal);
-            const int end = s.keys_of(last_row, p_.is_causal) - tile * kKeys;
+            auto summary = mask.of(work_tile.first_row, last_row, n_block);
+            summary.full &= (n_block + 1) * kKeys <= s.keys_of(work_tile.first_row, p_.is_causal);
+            const int end = s.keys_of(last_row, p_.is_causal) - n_block * kKeys;
 #pragma unroll
             for (int w = 0; w < kWords; ++w) summary.columns[w] &= bits_below(end, w);
             return summary;
         };
-        BlockRange span{0, ceil_div(work_tile.s.keys_of(last_row, p_.is_causal), kKeys)};
-        if (p_.interval_summaries.tiles != nullptr && span.end > 32) {
+        BlockRange range{0, ceil_div(work_tile.s.keys_of(last_row, p_.is_causal), kKeys)};
+        if (p_.interval_summaries.tiles != nullptr && range.end > 32) {
             const MaskSummaries<kRows, kKeys> mask(p_, work_tile.s, work_tile.head);
-            span = active_block_range(span.end, {work_tile.first_row, last_row + 1},
-                                      [&](int tile) { return mask.rows_of(work_tile.s.rows, tile); });
+            range = active_block_range(range.end, {work_tile.first_row, last_row + 1},
+                                       [&](int n_block) { return mask.rows_of(work_tile.s.rows, n_block); });
         }
-        return ActiveBlockScan<kKeys, decltype(summarize)>(span.begin, span.end, summarize);
+        return ActiveBlockScan<kKeys, decltype(summarize)>(range.begin, range.end, summarize);
     }
 
-    // A tile of keys that a work visits.
-    struct Visit {
+    // An active n_block, and its metadata in registers: prefetched before its stage is free.
+    struct ActiveBlock {
         static constexpr int kWarps = kThreads / 32;
 
-        int tile;
-        bool full;                                   // no pair is hidden
-        uint32_t columns[ceil_div(kWords, kWarps)];  // this warp's words
-        // What comes from memory through registers: on its way before there is room for it.
+        int n_block;
+        bool full;                                        // no score is hidden
+        uint32_t visible_keys[ceil_div(kWords, kWarps)];  // the words that this warp writes
         BlockIntervals<kThreads, kWords> intervals;
         float key_bias;
 
-        Visit() = default;
-        template <typename Scan>
-        __device__ __forceinline__ explicit Visit(const Scan& scan) : tile(scan.index()), full(scan.full()) {
+        ActiveBlock() = default;
+        template <typename Blocks>
+        __device__ __forceinline__ explicit ActiveBlock(const Blocks& blocks)
+            : n_block(blocks.index()), full(blocks.full()) {
 #pragma unroll
             for (int w = 0; w < kWords; ++w)
-                if (w % kWarps == warp_id()) columns[w / kWarps] = scan.columns(w);
+                if (w % kWarps == warp_id()) visible_keys[w / kWarps] = blocks.columns(w);
         }
     };
 
-    // In the order in which the consumers ask: the query and the first keys, then the keys of a tile before the values of the
-    // one before it.
+    // Produces stages in the order in which the consumers wait: K and Q of the first n_block, then K of an n_block
+    // before V of the previous one. Looks one n_block ahead, to know which one is the last.
     __device__ void load(const FwdWorkTile& work_tile) {
         kv_head_ = shared_head(work_tile.head, p_.heads, p_.kv_heads);
-        auto tiles = scan(work_tile);
-        Visit visit;
-        int before = SharedStorage::KeyInfo::kNone;
-        for (bool has_visit = false;; has_visit = true) {
-            const bool is_last = !tiles.next();
-            if (has_visit) {
-                if (before == SharedStorage::KeyInfo::kNone) load_query(work_tile);
-                produce_k(work_tile, visit, is_last);
-                if (before != SharedStorage::KeyInfo::kNone) load_values(work_tile, before);
-                before = visit.tile;
+        auto blocks = active_blocks(work_tile);
+        ActiveBlock block;
+        int previous = BlockMetadata::kNoBlock;
+        for (bool has_block = false;; has_block = true) {
+            const bool is_last = !blocks.next();
+            if (has_block) {
+                if (previous == BlockMetadata::kNoBlock) load_q(work_tile);
+                produce_k(work_tile, block, is_last);
+                if (previous != BlockMetadata::kNoBlock) load_v(work_tile, previous);
+                previous = block.n_block;
             }
             if (is_last) break;
-            visit = Visit(tiles);
-            fetch(work_tile, visit);
+            block = ActiveBlock(blocks);
+            prefetch(work_tile, block);
         }
-        if (before != SharedStorage::KeyInfo::kNone) return load_values(work_tile, before);
-        produce_no_k();
-        load_query(work_tile);
+        if (previous != BlockMetadata::kNoBlock) return load_v(work_tile, previous);
+        produce_no_block();
+        load_q(work_tile);
     }
 
-    __device__ void load_query(const FwdWorkTile& work_tile) {
+    __device__ void load_q(const FwdWorkTile& work_tile) {
         if (threadIdx.x == kQueryThread) {
             query_pipeline_.producer_acquire();
-            smem_.work_tile(turn_) = work_tile;
+            smem_.work_tile(work_tile_stage_) = work_tile;
             mbarrier_arrive_and_expect_tx(query_pipeline_.full(), sizeof(typename SharedStorage::QueryTile));
             copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, work_tile.s,
                       work_tile.s.first_row + work_tile.first_row, work_tile.head);
         }
-        turn_ = turn_ == SharedStorage::kWorkTileStages - 1 ? 0 : turn_ + 1;
+        work_tile_stage_ = SharedStorage::next_work_tile_stage(work_tile_stage_);
         query_pipeline_.advance();
     }
 
-    __device__ void produce_no_k() {
+    // A K stage without keys: the work tile has no active n_block.
+    __device__ void produce_no_block() {
         key_pipeline_.producer_acquire();
-        if (threadIdx.x == kKeyThread) smem_.keys[key_pipeline_.stage()].tile = SharedStorage::KeyInfo::kNone;
+        if (threadIdx.x == kKeyThread) smem_.metadata[key_pipeline_.stage()].n_block = BlockMetadata::kNoBlock;
         mbarrier_arrive(key_pipeline_.full());
         key_pipeline_.advance();
     }
 
     __device__ bool has_bits() const { return p_.packed_mask.bits != nullptr; }
-    __device__ bool is_masked(const Visit& visit) const { return !visit.full && mask_differs_by_row(p_); }
+    __device__ bool is_masked(const ActiveBlock& block) const { return !block.full && mask_differs_by_row(p_); }
 
-    __device__ __forceinline__ void fetch(const FwdWorkTile& work_tile, Visit& visit) const {
-        if constexpr (kBias == BiasKind::kKey) visit.key_bias = key_bias_of_thread(work_tile, visit.tile);
-        if (is_masked(visit) && !has_bits()) visit.intervals.fetch(p_, work_tile.s, work_tile.head, visit.tile * kKeys);
+    __device__ __forceinline__ void prefetch(const FwdWorkTile& work_tile, ActiveBlock& block) const {
+        if constexpr (kBias == BiasKind::kKey) block.key_bias = key_bias_of_thread(work_tile, block.n_block);
+        if (is_masked(block) && !has_bits())
+            block.intervals.fetch(p_, work_tile.s, work_tile.head, block.n_block * kKeys);
     }
 
-    __device__ __forceinline__ void produce_k(const FwdWorkTile& work_tile, const Visit& visit, bool is_last) {
+    __device__ __forceinline__ void produce_k(const FwdWorkTile& work_tile, const ActiveBlock& block, bool is_last) {
         MaskWords words[kMaskRows];
-        if (is_masked(visit) && has_bits()) load_mask(words, work_tile, visit.tile);
+        if (is_masked(block) && has_bits()) load_mask(words, work_tile, block.n_block);
         key_pipeline_.producer_acquire();
-        auto& info = smem_.keys[key_pipeline_.stage()];
+        auto& metadata = smem_.metadata[key_pipeline_.stage()];
         if (threadIdx.x == kKeyThread) {
-            info.tile = visit.tile;
-            info.full = visit.full;
-            info.last = is_last;
+            metadata.n_block = block.n_block;
+            metadata.full = block.full;
+            metadata.is_last = is_last;
             mbarrier_expect_tx(key_pipeline_.full(), sizeof(typename SharedStorage::KeyTile));
-            load_keys(smem_.key[key_pipeline_.stage()], maps_.key, key_pipeline_.full(), work_tile, visit.tile);
+            load_block(smem_.key[key_pipeline_.stage()], maps_.key, key_pipeline_.full(), work_tile, block.n_block);
         }
-        uint32_t not_hidden = ~0u;  // of keys 32 * warp_id() and so on
-        if constexpr (kBias == BiasKind::kKey) not_hidden = __ballot_sync(~0u, visit.key_bias != -kInfinity);
+        uint32_t not_hidden = ~0u;  // by the key bias; the word of warp_id()
+        if constexpr (kBias == BiasKind::kKey) not_hidden = __ballot_sync(~0u, block.key_bias != -kInfinity);
 #pragma unroll
         for (int w = 0; w < kWords; ++w)
-            if (w % Visit::kWarps == warp_id() && lane_id() == 0)
-                info.columns[w] = visit.columns[w / Visit::kWarps] & not_hidden;
+            if (w % ActiveBlock::kWarps == warp_id() && lane_id() == 0)
+                metadata.visible_keys[w] = block.visible_keys[w / ActiveBlock::kWarps] & not_hidden;
         if constexpr (kBias == BiasKind::kKey)
-            if (threadIdx.x < kKeys) info.bias[threadIdx.x] = visit.key_bias;
-        if (is_masked(visit) && has_bits()) {
+            if (threadIdx.x < kKeys) metadata.bias[threadIdx.x] = block.key_bias;
+        if (is_masked(block) && has_bits()) {
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i)
                 if (const int row = threadIdx.x + i * kThreads; row < kRows)
-                    *reinterpret_cast<MaskWords*>(info.mask[row]) = words[i];
-        } else if (is_masked(visit)) {
-            visit.intervals.expand(info.mask, work_tile.first_row, 1);
+                    *reinterpret_cast<MaskWords*>(metadata.mask[row]) = words[i];
+        } else if (is_masked(block)) {
+            block.intervals.expand(metadata.mask, work_tile.first_row, 1);
         }
         mbarrier_arrive(key_pipeline_.full());
         key_pipeline_.advance();
     }
 
-    __device__ __forceinline__ void load_values(const FwdWorkTile& work_tile, int tile) {
+    __device__ __forceinline__ void load_v(const FwdWorkTile& work_tile, int n_block) {
         if (threadIdx.x == kValueThread) {
             value_pipeline_.producer_acquire();
             mbarrier_arrive_and_expect_tx(value_pipeline_.full(), sizeof(typename SharedStorage::KeyTile));
-            load_keys(smem_.value[value_pipeline_.stage()], maps_.value, value_pipeline_.full(), work_tile, tile);
+            load_block(smem_.value[value_pipeline_.stage()], maps_.value, value_pipeline_.full(), work_tile, n_block);
         }
         value_pipeline_.advance();
     }
 
-    __device__ __forceinline__ void load_keys(typename SharedStorage::KeyTile& to, const CUtensorMap& map,
-                                              uint32_t barrier, const FwdWorkTile& work_tile, int tile) {
-        copy_rows(to, map, barrier, p_, work_tile.s, work_tile.s.first_key + tile * kKeys, kv_head_);
+    // One n_block of K or V.
+    __device__ __forceinline__ void load_block(typename SharedStorage::KeyTile& to, const CUtensorMap& map,
+                                               uint32_t barrier, const FwdWorkTile& work_tile, int n_block) {
+        copy_rows(to, map, barrier, p_, work_tile.s, work_tile.s.first_key + n_block * kKeys, kv_head_);
     }
-    __device__ __forceinline__ float key_bias_of_thread(const FwdWorkTile& work_tile, int tile) const {
-        const int key = tile * kKeys + threadIdx.x;
+    __device__ __forceinline__ float key_bias_of_thread(const FwdWorkTile& work_tile, int n_block) const {
+        const int key = n_block * kKeys + threadIdx.x;
         if (threadIdx.x >= kKeys || key >= work_tile.s.keys) return 0;
         const char* bias = bias_data(p_.bias, score_offset(p_.bias, work_tile.s, work_tile.head, p_.heads));
         return key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride));
     }
 
-    // Of a tile, this thread's rows.
+    // The mask rows threadIdx.x + i * kThreads of the n_block.
     __device__ __forceinline__ void load_mask(MaskWords (&words)[kMaskRows], const FwdWorkTile& work_tile,
-                                              int tile) const {
-        const uint32_t* bits = mask_words(p_, work_tile.s, work_tile.head) + tile * kWords;
+                                              int n_block) const {
+        const uint32_t* bits = mask_words(p_, work_tile.s, work_tile.head) + n_block * kWords;
 #pragma unroll
         for (int i = 0; i < kMaskRows; ++i) {
             const int row =
@@ -258,14 +257,14 @@ private:
     }
 
     const FwdArgs& p_;
-    const FwdSchedule& schedule_;
-    const FwdMaps& maps_;
+    const FwdTileSchedulerParams& scheduler_;
+    const FwdTensorMaps& maps_;
     SharedStorage& smem_;
     Pipeline<Traits::kQueryStages> query_pipeline_;
     Pipeline<Traits::kKeyStages> key_pipeline_;
     Pipeline<Traits::kValueStages> value_pipeline_;
-    int turn_ = 0, draw_ = 0;
-    int kv_head_;  // of the work
+    int work_tile_stage_ = 0;
+    int kv_head_;  // of the work tile
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -1,21 +1,21 @@
-// Launches the backward with a dense bias that batch elements share, of one dtype: dQ and the bias's gradient, and dK and dV.
+// Launches the pair bias backward of one dtype: dQ and dbias, then dK and dV.
 #pragma once
 
+#include "cuda/arch/tensor_map.h"
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
-#include "run.h"
 #include "dkdv_kernel.cuh"
 #include "dq_dbias_kernel.cuh"
-#include "cuda/arch/tensor_map.h"
+#include "run.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
 template <typename Traits>
 void launch_pair_bias_dquery(const BwdArgs& p, cudaStream_t stream) {
-    const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, kPairBiasRows), Traits::kAllKeyTiles,
+    const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, kPairBiasRows), Traits::kAllNBlocks,
                                     p.dbias_splits);
 
-    PairBiasBwdMaps maps{};
+    PairBiasBwdTensorMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
     maps.out = make_map(query_layout(p, p.out), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
     maps.dout = make_map(query_layout(p, p.dout), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
@@ -23,13 +23,13 @@ void launch_pair_bias_dquery(const BwdArgs& p, cudaStream_t stream) {
     maps.value = make_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, 64, 1});
     maps.bias = make_map(dense_layout(p, p.bias), {kPairBiasCols, kPairBiasRows, 1, 1});
 
-    using SharedStorage = PairDquerySharedStorage<Traits>;
+    using SharedStorage = PairBiasDquerySharedStorage<Traits>;
     const auto kernel = pair_bias_dquery_kernel<Traits>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
-    kernel<<<grid_of(schedule.blocks(p)), Traits::kThreads, sizeof(SharedStorage), stream>>>(p, schedule, maps);
+    kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, sizeof(SharedStorage), stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
     if (p.dbias_parts == nullptr) return;
-    constexpr int kColTiles = Traits::kAllKeyTiles * 64 / kPairBiasDbiasCols;
+    constexpr int kColTiles = Traits::kAllNBlocks * 64 / kPairBiasDbiasCols;
     pair_bias_dbias_kernel<Traits><<<grid_of(p.dbias_tiles * kColTiles), 128, 0, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
@@ -39,17 +39,17 @@ void launch_pair_bias_dkey(const BwdArgs& p, cudaStream_t stream) {
     const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_k, Traits::kKeys),
                                     ceil_div<int64_t>(p.seqlen_q, kPairBiasRows));
 
-    PairBiasBwdMaps maps{};
+    PairBiasBwdTensorMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
     maps.dout = make_map(query_layout(p, p.dout), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
     maps.key = make_map(key_layout(p, p.key), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
     maps.value = make_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
     maps.bias = make_map(dense_layout(p, p.bias), {kPairBiasCols, kPairBiasRows, 1, 1});
 
-    using SharedStorage = PairDkeySharedStorage<Traits>;
+    using SharedStorage = PairBiasDkeySharedStorage<Traits>;
     const auto kernel = pair_bias_dkey_kernel<Traits>;
     allow_shared_memory("the backward", p.head_dim, kernel, SharedStorage::bytes(kPairBiasBwdLongest / kPairBiasRows));
-    kernel<<<grid_of(schedule.blocks(p)), Traits::kThreads, SharedStorage::bytes(schedule.bias_tiles), stream>>>(
+    kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, SharedStorage::bytes(schedule.bias_tiles), stream>>>(
         p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }

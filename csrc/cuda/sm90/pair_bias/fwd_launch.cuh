@@ -1,31 +1,31 @@
-// Launches the forward with a dense bias that batch elements share, of one dtype.
+// Launches the pair bias forward of one dtype.
 #pragma once
 
+#include "cuda/arch/tensor_map.h"
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
-#include "run.h"
 #include "fwd_kernel.cuh"
-#include "cuda/arch/tensor_map.h"
+#include "run.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
 template <typename Traits>
 void launch_pair_bias_fwd(const FwdArgs& p, cudaStream_t stream) {
-    constexpr int kBiasTilesOfKeys = Traits::kKeys / kPairBiasCols;
+    constexpr int kBiasTiles = Traits::kKeys / kPairBiasCols;  // of an n_block
     const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, Traits::kRows),
-                                    ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * kBiasTilesOfKeys);
+                                    ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * kBiasTiles);
 
-    PairBiasFwdMaps maps{};
+    PairBiasFwdTensorMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, Traits::kRows, 1});
     maps.key = make_map(key_layout(p, p.key), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
     maps.value = make_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
     maps.bias = make_map(dense_layout(p, p.bias), {kPairBiasCols, 64, 1, 1});
 
     const auto kernel = pair_bias_fwd_kernel<Traits>;
-    const size_t bytes = PairFwdSharedStorage<Traits>::bytes(schedule.bias_tiles);
+    const size_t bytes = PairBiasFwdSharedStorage<Traits>::bytes(schedule.bias_tiles);
     allow_shared_memory("the forward", p.head_dim, kernel,
-                        PairFwdSharedStorage<Traits>::bytes(Traits::kSizes.longest / kPairBiasCols));
-    kernel<<<grid_of(schedule.blocks(p)), Traits::kThreads, bytes, stream>>>(p, schedule, maps);
+                        PairBiasFwdSharedStorage<Traits>::bytes(Traits::kSizes.longest / kPairBiasCols));
+    kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, bytes, stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -1,4 +1,4 @@
-// What the backward is told of query rows: lse and D_i, where a dense bias is shared by batch elements.
+// lse and D_i of query rows, for the pair bias backward.
 #pragma once
 
 #include "cuda/softmax/scores.cuh"
@@ -6,25 +6,28 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// How the copy engine finds the tensors: [D, heads, S, B], of the bias [Sk, Sq, heads, 1].
-struct PairBiasBwdMaps {
+// TMA descriptors: rows as [D, heads, S, B], the bias as [Sk, Sq, heads, 1].
+struct PairBiasBwdTensorMaps {
     CUtensorMap query, out, dout, key, value, bias;
 };
 
-struct PairBiasRowInfo {
-    // Of two rows the lse of both, times log2(e), inf where a row sees nothing; then D_i of both.
-    float4 twos[kPairBiasRows / 2];
+// Row stats of an m_block in shared memory.
+struct PairBiasSmemRowStats {
+    // {lse, lse, D_i, D_i} of two consecutive rows. lse is times log2(e), and inf for rows without a visible key.
+    float4 row_pairs[kPairBiasRows / 2];
 
-    __device__ __forceinline__ float& lse(int row) { return reinterpret_cast<float*>(twos)[row / 2 * 4 + row % 2]; }
+    __device__ __forceinline__ float& lse(int row) {
+        return reinterpret_cast<float*>(row_pairs)[row / 2 * 4 + row % 2];
+    }
     __device__ __forceinline__ float& delta(int row) { return (&lse(row))[2]; }
 };
 
-// Of kPairBiasRows rows, two a lane, 2 lane_id() and the next; on its way from memory before there is room for it.
+// Row stats of an m_block in a warp's registers, rows 2 lane_id() + {0, 1}: prefetched before their stage is filled.
 struct PairBiasRowStats {
     float lse[2], delta[2];
 
-    // `of_delta`: D_i, or a part of it, absent where that is 0.
-    __device__ PairBiasRowStats(const BwdArgs& p, const RowStatView& of_delta, const Sequence& s, int head,
+    // delta_view: D_i or a term of it; null: 0.
+    __device__ PairBiasRowStats(const BwdArgs& p, const RowStatView& delta_view, const Sequence& s, int head,
                                 int first_row) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -34,15 +37,15 @@ struct PairBiasRowStats {
                 return exists ? static_cast<const float*>(view.data)[stat_offset(view, s, head) + row] : 0.f;
             };
             lse[i] = lse_to_log2(stat(p.lse), exists);
-            delta[i] = lse[i] == kInfinity || of_delta.data == nullptr ? 0.f : stat(of_delta);
+            delta[i] = lse[i] == kInfinity || delta_view.data == nullptr ? 0.f : stat(delta_view);
         }
     }
-    // Rows that see nothing, and those beyond the sequence, may hold anything: zeros take their place.
+    // Zeros rows without a visible key and rows beyond the sequence: they may be NaN.
     template <typename... Tiles>
-    __device__ __forceinline__ void clear_empty(Tiles&... tiles) const {
+    __device__ __forceinline__ void zero_empty_rows(Tiles&... tiles) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (lse[i] == kInfinity) (clear_row(tiles, 2 * lane_id() + i), ...);
+            if (lse[i] == kInfinity) (zero_row(tiles, 2 * lane_id() + i), ...);
     }
 };
 

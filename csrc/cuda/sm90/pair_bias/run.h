@@ -1,5 +1,4 @@
-// A dense bias that batch elements share, over short sequences: what the dispatcher of compute capability 9.0 and the
-// instantiations share.
+// Entry points of the pair bias kernels, for the plans of sm90.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,121 +1,121 @@
-// What the kernels for a dense bias that batch elements share have in common: how the work is cut, and what is handed over.
+// What the pair bias kernels share: work tiles, active blocks and key masks.
 #pragma once
 
 #include <cuda.h>
 
+#include "cuda/arch/pipeline.cuh"
+#include "cuda/arch/smem_descriptor.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
 #include "cuda/plan.h"
-#include "cuda/arch/smem_descriptor.cuh"
 #include "config.h"
-#include "cuda/arch/pipeline.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
-constexpr int kPairBiasCols = 64;  // of a tile of biases, 64 rows by 64 keys
+constexpr int kPairBiasCols = 64;  // keys of a bias block in shared memory, of 64 rows
 template <typename T>
 using PairBiasSmemTile = SmemTile<T, 64, kPairBiasCols>;
 
-// A block goes over some of the batch elements that share a bias, with one tile of one head's rows (or keys).
+// How a call is cut into work tiles.
 struct PairBiasSchedule {
-    int tiles;       // of a head
-    int sharers;     // of one bias
-    int splits;      // parts that they are cut into
-    int bias_tiles;  // of 64 keys (or rows), of the whole other side
+    int num_blocks;        // m_blocks (dK and dV: n_blocks) of a head
+    int batch_group_size;  // batch elements that share a bias
+    int num_splits;        // of a batch group
+    int bias_tiles;        // 64-wide bias blocks along the other sequence dimension
     float scale;
 
-    PairBiasSchedule(const AttentionParams& p, int64_t tiles, int64_t bias_tiles, int64_t splits)
-        : tiles(static_cast<int>(tiles)),
-          sharers(static_cast<int>(pair_bias_batch_group_size(p))),
-          splits(static_cast<int>(splits)),
+    PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_tiles, int64_t num_splits)
+        : num_blocks(static_cast<int>(num_blocks)),
+          batch_group_size(static_cast<int>(pair_bias_batch_group_size(p))),
+          num_splits(static_cast<int>(num_splits)),
           bias_tiles(static_cast<int>(bias_tiles)),
           scale(static_cast<float>(p.softmax_scale)) {}
-    // In as many parts as are best.
-    PairBiasSchedule(const AttentionParams& p, int64_t tiles, int64_t bias_tiles)
-        : PairBiasSchedule(p, tiles, bias_tiles,
-                           pair_bias_splits(tiles * p.heads * p.bias.batches, pair_bias_batch_group_size(p))) {}
+    PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_tiles)
+        : PairBiasSchedule(p, num_blocks, bias_tiles,
+                           pair_bias_splits(num_blocks * p.heads * p.bias.batches, pair_bias_batch_group_size(p))) {}
 
-    int64_t blocks(const AttentionParams& p) const { return tiles * p.heads * p.bias.batches * splits; }
+    int64_t num_ctas(const AttentionParams& p) const { return num_blocks * p.heads * p.bias.batches * num_splits; }
 };
 
+// One CTA's work tile: an m_block (dK and dV: n_block) of one head, for one split of a batch group.
 struct PairBiasWorkTile {
-    int tile, head, bias_batch, split;
-    int begin, end;  // of the batch elements
+    int block, head, bias_batch, split;
+    int batch_begin, batch_end;
 
-    __device__ PairBiasWorkTile(const PairBiasSchedule& schedule, int heads, int biases) {
+    __device__ PairBiasWorkTile(const PairBiasSchedule& schedule, int heads, int bias_batches) {
         const int index = static_cast<int>(blockIdx.x);
-        tile = index % schedule.tiles;
-        head = index / schedule.tiles % heads;
-        bias_batch = index / schedule.tiles / heads % biases;
-        split = index / schedule.tiles / heads / biases;
-        const auto begin_of = [&](int part) {
-            const auto before = static_cast<int64_t>(schedule.sharers) * part / schedule.splits;
-            return bias_batch * schedule.sharers + static_cast<int>(before);
+        block = index % schedule.num_blocks;
+        head = index / schedule.num_blocks % heads;
+        bias_batch = index / schedule.num_blocks / heads % bias_batches;
+        split = index / schedule.num_blocks / heads / bias_batches;
+        const auto begin_of = [&](int i) {
+            const auto before = static_cast<int64_t>(schedule.batch_group_size) * i / schedule.num_splits;
+            return bias_batch * schedule.batch_group_size + static_cast<int>(before);
         };
-        begin = begin_of(split);
-        end = begin_of(split + 1);
+        batch_begin = begin_of(split);
+        batch_end = begin_of(split + 1);
     }
 };
 
-// What the loading warps tell of a batch element. Bit t: whether tile t of the other side is visited, and whether nothing of
-// it is hidden.
+// A batch element's n_blocks. Bit i: whether any key of n_block i is visible, and whether all are.
 struct PairBiasActiveBlocks {
-    uint32_t visited, full;
+    uint32_t active, full;
 };
 
-// Whether tiles of kKeys keys may not be full. If not, the second warp has nothing to do with keys.
+// Whether an n_block of kKeys keys may have hidden keys. If not, no producer warp zeros them.
 template <int kKeys>
 __device__ __forceinline__ bool pair_bias_hides_keys(const AttentionParams& p) {
     return p.packed_mask.bits != nullptr || p.seqlen_k % kKeys != 0;
 }
 
-// What a key mask says of a batch element's keys, a tile of kKeys a lane. All lanes of a warp call.
+// A batch element's key mask: lane i holds n_block i. All lanes of a warp call.
 template <int kKeys>
-struct PairBiasKeys {
+struct PairBiasKeyMask {
     BlockSummary<kKeys> summary;
-    PairBiasActiveBlocks visits;
+    PairBiasActiveBlocks blocks;
 
-    __device__ PairBiasKeys(const AttentionParams& p, int batch, int head) {
-        const int tile = lane_id(), keys = static_cast<int>(p.seqlen_k);
-        summary.full = tile * kKeys < keys;
+    __device__ PairBiasKeyMask(const AttentionParams& p, int batch, int head) {
+        const int n_block = lane_id(), keys = static_cast<int>(p.seqlen_k);
+        summary.full = n_block * kKeys < keys;
 #pragma unroll
         for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) summary.columns[w] = 0;
         if (summary.full) {
-            summary = MaskSummaries<64, kKeys>(p, Sequence(p, batch), head).of(0, 0, tile);
-            summary.full &= (tile + 1) * kKeys <= keys;
+            summary = MaskSummaries<64, kKeys>(p, Sequence(p, batch), head).of(0, 0, n_block);
+            summary.full &= (n_block + 1) * kKeys <= keys;
 #pragma unroll
             for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w)
-                summary.columns[w] &= bits_below(keys - tile * kKeys, w);
+                summary.columns[w] &= bits_below(keys - n_block * kKeys, w);
         }
         uint32_t any = 0;
 #pragma unroll
         for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) any |= summary.columns[w];
-        visits.visited = __ballot_sync(~0u, any != 0);
-        visits.full = __ballot_sync(~0u, summary.full);
+        blocks.active = __ballot_sync(~0u, any != 0);
+        blocks.full = __ballot_sync(~0u, summary.full);
     }
-    // Word w of a tile's columns.
-    __device__ __forceinline__ uint32_t columns(int tile, int w) const {
-        return __shfl_sync(~0u, summary.columns[w], tile);
+    // Word w of an n_block's visible keys.
+    __device__ __forceinline__ uint32_t visible_keys(int n_block, int w) const {
+        return __shfl_sync(~0u, summary.columns[w], n_block);
     }
 };
 
-// Rows of a tile to zeros where `hidden`: what is hidden may be NaN, and 0 times NaN would reach a sum.
-template <typename Traits>
-__device__ __forceinline__ void clear_row(Traits& tile, int row) {
-    static_assert(Traits::kSlabs == 1);
+// Zeros a row of a tile. A hidden row or key may be NaN, and 0 * NaN is NaN.
+template <typename Tile>
+__device__ __forceinline__ void zero_row(Tile& tile, int row) {
+    static_assert(Tile::kSlabs == 1);
 #pragma unroll
-    for (int chunk = 0; chunk < Traits::kSlabChunks; ++chunk)
-        *reinterpret_cast<uint4*>(tile.data + Traits::offset(row, chunk)) = {};
+    for (int chunk = 0; chunk < Tile::kSlabChunks; ++chunk)
+        *reinterpret_cast<uint4*>(tile.data + Tile::offset(row, chunk)) = {};
 }
 
-// Which of kKeys keys are visible, as factors, for the lanes that hold them: [c][2 n + e] is of the key 8 n + 2 c + e.
+// Visibility of kKeys keys as factors, 1 or 0, in the order of accumulator fragments: [c][2 n + e] is key 8 n + 2 c +
+// e.
 template <int kKeys>
 struct PairBiasKeyFactors {
-    alignas(16) float factors[4][kKeys / 4 + 4];  // rows begin in different banks
+    alignas(16) float factors[4][kKeys / 4 + 4];  // padded against bank conflicts
 
     __device__ __forceinline__ void set(int key, bool is_visible) {
         factors[key % 8 / 2][key / 8 * 2 + key % 2] = is_visible ? 1.f : 0.f;
     }
-    // Of this lane's keys in the tiles n and n + 1 of an accumulator, n even.
+    // This lane's keys in fragments n and n + 1, n even.
     __device__ __forceinline__ float4 of(int n) const {
         return *reinterpret_cast<const float4*>(&factors[lane_id() % 4][2 * n]);
     }

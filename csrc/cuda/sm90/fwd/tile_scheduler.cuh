@@ -1,0 +1,88 @@
+// The tile scheduler of the forward: which work tiles, (m_block, head, batch), a CTA processes, and in which order.
+//
+// | scheduler          | grid                  | next work tile    | used for                            |
+// | static persistent  | one CTA per SM        | index + gridDim.x | uniform work tiles; short sequences |
+// | dynamic persistent | one CTA per SM        | atomic counter    | interval masks without a dense bias |
+// | one CTA per tile   | one CTA per work tile | none              | the rest                            |
+#pragma once
+
+#include "cuda/arch/named_barrier.cuh"
+#include "cuda/common/sequence.cuh"
+#include "cuda/plan.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+struct FwdTileSchedulerParams {
+    unsigned num_work_tiles;
+    FastDivmod num_m_blocks;         // of one head
+    FastDivmod heads;                // H / heads_per_tile
+    FastDivmod batch;                // B
+    uint32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused with a dense bias
+    int heads_per_tile;              // gathered keys: one query head per MMA warpgroup, or 1; else 1
+    bool batch_first;   // the batch varies fastest, so that L2 serves a shared dense bias; else the m_block
+    bool m_block_last;  // the m_block varies slowest: consecutive work tiles are about equally long
+};
+
+// A work tile: an m_block of one head, or of heads_per_tile heads from `head` on.
+class FwdWorkTile {
+public:
+    Sequence s;
+    int head;
+    int first_row;      // in the sequence
+    int list_size = 0;  // gathered keys: entries of the key list
+
+    __device__ FwdWorkTile(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, unsigned index, int rows) {
+        FlatIndex rest(index);
+        int batch = scheduler.batch_first ? rest.take(scheduler.batch) : 0;
+        int m_block = scheduler.m_block_last ? 0 : rest.take(scheduler.num_m_blocks);
+        head = rest.take(scheduler.heads);
+        if (!scheduler.batch_first) batch = rest.take(scheduler.batch);
+        if (scheduler.m_block_last) m_block = static_cast<int>(rest.rest);
+        // The last m_block first: under causality it is the longest.
+        first_row = (static_cast<int>(scheduler.num_m_blocks.value) - 1 - m_block) * rows;
+        s = Sequence(p, batch);
+    }
+    // Whether the m_block lies beyond the rows of its sequence.
+    __device__ bool is_empty() const { return first_row >= s.rows; }
+
+    // The producer passes an invalid work tile to the consumers after its last one.
+    __device__ bool is_valid() const { return head != kInvalidHead; }
+    __device__ void invalidate() { head = kInvalidHead; }
+
+private:
+    static constexpr int kInvalidHead = -1;
+};
+
+// All producer warps, kThreads threads, call together with a dynamic counter.
+template <bool kIsStatic, int kBarrier, int kThreads>
+class FwdTileScheduler {
+public:
+    struct WorkTileInfo {
+        unsigned index;
+
+        __device__ __forceinline__ bool is_valid(const FwdTileSchedulerParams& params) const {
+            return index < params.num_work_tiles;
+        }
+    };
+
+    __device__ FwdTileScheduler(const FwdTileSchedulerParams& params, unsigned (&next_work_tile)[2])
+        : params_(params), next_work_tile_(next_work_tile) {}
+
+    __device__ __forceinline__ WorkTileInfo get_initial_work() const { return {blockIdx.x}; }
+    __device__ __forceinline__ WorkTileInfo next_work(WorkTileInfo current) {
+        if (kIsStatic || params_.tile_count_semaphore == nullptr) return {current.index + gridDim.x};
+        // Two slots, since another warp may not have read the last index yet.
+        unsigned& next = next_work_tile_[slot_];
+        slot_ ^= 1;
+        if (threadIdx.x == 0) next = gridDim.x + atomicAdd(params_.tile_count_semaphore, 1);
+        named_barrier_sync(kBarrier, kThreads);
+        return {next};
+    }
+
+private:
+    const FwdTileSchedulerParams& params_;
+    unsigned (&next_work_tile_)[2];
+    int slot_ = 0;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -31,7 +31,7 @@ import generate_kernels  # noqa: E402
 from flags_by_file import compile_by_file  # noqa: E402
 
 TORCH_SOURCES = [
-    f"csrc/torch/{name}.cpp" for name in ("attention", "autograd", "checks", "inputs", "library", "lists", "module")
+    f"csrc/torch/{name}.cpp" for name in ("autograd", "checks", "inputs", "library", "lists", "mha", "module")
 ]
 CPU_SOURCES = [
     *TORCH_SOURCES,
@@ -51,7 +51,7 @@ CPU_SOURCES = [
     ),
 ]
 CUDA_SOURCES = [
-    "csrc/torch/cuda.cpp",
+    "csrc/torch/cuda_backend.cpp",
     *(
         f"csrc/cuda/{name}.cu"
         for name in (

@@ -11,8 +11,8 @@ from flash_dmattn import (
     create_mask,
     flash_dmattn_func,
     flash_dmattn_func_auto,
-    prefix_topk,
 )
+from flash_dmattn.masks import prefix_topk
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

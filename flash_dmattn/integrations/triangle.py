@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..arguments import names, require_device, require_floating, require_tensor, shape_of, values_at_hand
+from ..arguments import is_host_readable, names, require_device, require_floating, require_tensor, shape_of
+from ..attend import autocast_is_on
 from ..checks import check_finite
-from ..interface import autocast_is_on, flash_dmattn_func
+from ..interface import flash_dmattn_func
 
 # From here down an entry of a mask bias hides its key: beside scores that lie closer together its exp is 0 in float32.
 HIDES = -1e4
@@ -156,7 +157,7 @@ def mask_of(mask_bias: Tensor) -> Tensor:
     visible = mask_bias == 0
     fits = visible | (mask_bias <= HIDES)
     message = f"biases[0] must hold 0 and numbers from {HIDES:g} down alone beside a pair bias, where it is a mask"
-    if values_at_hand(mask_bias):
+    if is_host_readable(mask_bias):
         if not fits.all():
             raise ValueError(f"{message}, got {mask_bias[~fits][0].item():g}")
     elif torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():  # which know no assertions

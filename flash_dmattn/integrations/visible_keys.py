@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
-from ..interval_mask import EVERY_ROW, KeyIntervalMask
+from ..masks import KeyIntervalMask
+from ..masks.positions import NEVER
 
 OLDEST = "5.17"
 
@@ -57,7 +58,7 @@ def _overlays() -> list[tuple[CodeType, Callable[..., Pattern]]]:
         (
             masking_utils.sliding_window_overlay(1),
             ("sliding_window",),
-            lambda size: Pattern(window=(size - 1, EVERY_ROW)),
+            lambda size: Pattern(window=(size - 1, NEVER)),
         ),
         (
             masking_utils.sliding_window_bidirectional_overlay(1),
@@ -119,7 +120,7 @@ def plain_pattern(mask_function: Callable, local_size: int | None, causal: bool,
         return pattern_of(mask_function)
     if local_size is None or not (causal or bidirectional):
         return None
-    window = (local_size - 1, EVERY_ROW) if causal else (local_size, local_size)
+    window = (local_size - 1, NEVER) if causal else (local_size, local_size)
     return Pattern(is_causal=causal, window=window)
 
 
@@ -177,7 +178,7 @@ class VisibleKeys:
         masks = []
         if pattern.is_causal or pattern.window is not None:
             own = torch.arange(self.seqlen_k, dtype=torch.int32, device=self.device)[None, None] - self.lead  # rows
-            left, right = pattern.window or (EVERY_ROW, EVERY_ROW)
+            left, right = pattern.window or (NEVER, NEVER)
             left, right = (
                 min(size, self.seqlen_q + self.seqlen_k) for size in (left, 0 if self.pattern.is_causal else right)
             )

@@ -15,20 +15,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import checks
-from ..arguments import check_cu_seqlens, require_bool, require_count, require_tensor, shape_of, values_at_hand
-from ..backends import reference
+from ..arguments import check_cu_seqlens, is_host_readable, require_bool, require_count, require_tensor, shape_of
+from ..attend import add_row_bias, autocast, default_scale, kernel_rows, kernels_for, without_padding
 from ..biases import hides
-from ..interface import (
-    add_row_bias,
-    autocast,
-    default_scale,
-    flash_dmattn_func,
-    kernel_rows,
-    kernels_for,
-    without_padding,
-)
-from ..interval_mask import KeyIntervalMask, refuse_nan
-from ..key_lists import SPARSE, KeyLists
+from ..broadcast import expand_shared
+from ..call import Call as LocalCall
+from ..interface import flash_dmattn_func
+from ..masks import SPARSE, KeyIntervalMask, KeyLists, as_mask
+from ..masks.topk import refuse_nan
 from . import halo
 from .dense import GatheredAttention, dense_problem
 from .groups import Group, exchange_statements, resolve
@@ -176,7 +170,8 @@ def checked_call(
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name} must be the rank's own part in a plain tensor, got a DTensor: take its to_local()")
     kernels_for(query)
-    checks.check_options(mask, softmax_scale, is_causal, softcap, deterministic, False, return_lse, window_size, sparse)
+    options = (softmax_scale, is_causal, softcap, deterministic, False, return_lse, window_size, sparse)
+    checks.check_options(LocalCall(query, key, value, mask, bias, *options))
     check_layout(layout)
     if fixed_shapes is not None:
         require_bool("fixed_shapes", fixed_shapes)
@@ -226,13 +221,14 @@ def as_fixed(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> None:
     """All but how many rows and keys of the whole a mask or bias is for, which the ranks find out together."""
-    checks.check_inputs("check_fixed", query, key, value, None, None, None)
+    checks.check_tensors(LocalCall(query, key, value), checks.NO_MASK, None)
 
-    def check_beside(pairs: Mask, *mask_and_bias: Mask) -> None:
+    def check_beside(pairs: Mask, mask: Mask, bias: Tensor | None) -> None:
         keys = key
         if isinstance(pairs, Tensor) and pairs.ndim == 4 and pairs.shape[3] not in (1, key.shape[1]):
             keys = key.new_empty(1).expand(key.shape[0], pairs.shape[3], *key.shape[2:])
-        checks.check_inputs("check_fixed", query, keys, keys, *mask_and_bias, None)
+        operands = checks.NO_MASK if mask is None else as_mask(mask).operands()
+        checks.check_tensors(LocalCall(query, keys, keys), operands, bias)
 
     if isinstance(mask, KeyIntervalMask):
         mask = mask.sequence(0, mask.keys) if mask.is_varlen else mask
@@ -328,7 +324,7 @@ def checksum(cu_seqlens: Tensor | None) -> int:
     """-1 for none; of values that cannot be looked at without waiting, how many they are."""
     if cu_seqlens is None:
         return -1
-    values = cu_seqlens.tolist() if values_at_hand(cu_seqlens) else [len(cu_seqlens)]
+    values = cu_seqlens.tolist() if is_host_readable(cu_seqlens) else [len(cu_seqlens)]
     return zlib.crc32(struct.pack(f"<{len(values)}q", *values))
 
 
@@ -393,7 +389,7 @@ def check_whole(call: Call, lengths: tuple[int, ...]) -> None:
     seqlen = sum(lengths)
     if isinstance(call.mask, KeyIntervalMask):
         call.mask.require_rows("attn_mask", seqlen)
-    if call.cu_seqlens is not None and values_at_hand(call.cu_seqlens):
+    if call.cu_seqlens is not None and is_host_readable(call.cu_seqlens):
         check_cu_seqlens("cu_seqlens", call.cu_seqlens, total=seqlen)
     if call.layout == "zigzag":
         zigzag_chunk_length(seqlen, len(lengths))
@@ -447,7 +443,7 @@ def attend_fetched(call: Call, shards: Shards, bias_kind: str | None) -> tuple[T
     if bias_kind == "key":
         # Of batch elements and heads that have keys of their own, the bias has numbers of its own.
         sizes = max(bias.shape[0], plan.batches), max(bias.shape[1], plan.heads)
-        bias = reference.expand_shared(bias, *sizes).expand(*sizes, -1, -1)
+        bias = expand_shared(bias, *sizes).expand(*sizes, -1, -1)
         rows.append(bias[:, :, 0].transpose(1, 2))
     if own is not None:
         rows.append(halo.interval_rows(own.intervals))
@@ -484,8 +480,8 @@ def intervals_of(call: Call, shards: Shards) -> KeyIntervalMask:
 def attend_gathered(call: Call, shards: Shards, mask_kind: str | None, bias_kind: str | None) -> tuple[Tensor, Tensor]:
     """Where rows see most keys: keys and values are gathered."""
     query, bias, row_bias = call.query, call.bias, None
-    if bias_kind == "row":  # as in interface.attend
-        row_bias, bias, bias_kind = reference.expand_shared(bias, query.shape[0], query.shape[2]), None, None
+    if bias_kind == "row":  # as in attend.py
+        row_bias, bias, bias_kind = expand_shared(bias, query.shape[0], query.shape[2]), None, None
         hidden_rows = hides(row_bias)
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
     dense, bias = dense_problem(

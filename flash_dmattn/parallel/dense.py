@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import ops
-from ..backends.compiled import FIXED, mask_tensors
-from ..interface import kernels_for, mask_for
-from ..interval_mask import KeyIntervalMask
+from ..attend import kernels_for, mask_operand
+from ..masks import KeyIntervalMask, Problem, as_mask
+from ..ops.schema import Arguments, MaskTensors
 from . import collectives
 from .layout import zigzag_by_rank, zigzag_chunks, zigzag_joined
 from .shards import Shards
@@ -65,6 +65,12 @@ class Dense:
     @property
     def lengths(self) -> tuple[int, ...]:
         return self.shards.lengths
+
+    @property
+    def options(self) -> dict[str, float | bool]:
+        """The operators' arguments that are no tensors."""
+        names = ("softmax_scale", "softcap", "is_causal", "deterministic")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def seen(self) -> int:
@@ -157,14 +163,16 @@ class GatheredAttention(torch.autograd.Function):
                 some_keys, some_values = keys[:, : run.seen], values[:, : run.seen]
                 if kv is parts[0] or not same_for_heads:
                     mask = mask_of_heads(run.mask, kv, kv_heads)
-                    call = (rows, some_keys, bias, any(ctx.needs_input_grad), dense.deterministic)
-                    mask = mask_for(backend, mask, dense.sparse, *call, rows.shape[1], run.seen, dense.is_causal)
-                    masks.append(mask_tensors(mask, rows, some_keys, dense.is_causal, None))
-                some_out, some_lse = ops.attention_forward(
-                    *(rows, some_keys, some_values, bias_of(bias, dense, run, kv, kv_heads)),
-                    *masks[i if same_for_heads else -1],
-                    *(*FIXED, None, dense.softmax_scale, dense.softcap, dense.is_causal, dense.deterministic),
-                )
+                    operand = mask_operand(
+                        *(backend, as_mask(mask), dense.sparse, rows, some_keys, bias),
+                        Problem(rows.shape[1], run.seen, dense.is_causal),
+                        needs_grad=any(ctx.needs_input_grad),
+                        deterministic=dense.deterministic,
+                    )
+                    masks.append(operand or MaskTensors())
+                some_bias = bias_of(bias, dense, run, kv, kv_heads)
+                tensors = (rows, some_keys, some_values, some_bias, *masks[i if same_for_heads else -1])
+                some_out, some_lse = ops.attention_forward(*Arguments(*tensors, **dense.options))
                 run.of_rows(of_heads(out, kv, kv_heads, dim=2), 1).copy_(some_out)
                 run.of_rows(of_heads(lse, kv, kv_heads), 2).copy_(some_lse)
         ctx.dense, ctx.parts = dense, parts
@@ -177,7 +185,7 @@ class GatheredAttention(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         dense, parts = ctx.dense, ctx.parts
         query, key, value, bias, out, lse, *tensors = ctx.saved_tensors
-        of_one = len(ops.MaskTensors._fields)
+        of_one = len(MaskTensors._fields)
         masks = [tensors[i : i + of_one] for i in range(0, len(tensors), of_one)]
         masks = iter(masks * (len(parts) * len(dense.runs) // len(masks)))
         kv_heads, needs_dbias = key.shape[2], bias is not None and ctx.needs_input_grad[4]
@@ -199,10 +207,11 @@ class GatheredAttention(torch.autograd.Function):
                 of_rows = (run.of_rows(of_heads(x, kv, kv_heads, dim=2), 1) for x in (dout, query, out, dquery))
                 of_lse = (None if x is None else run.of_rows(of_heads(x, kv, kv_heads), 2) for x in (dlse, lse))
                 (some_dout, rows, some_out, some_dquery), (some_dlse, some_lse) = of_rows, of_lse
+                some_bias = bias_of(bias, dense, run, kv, kv_heads)
+                tensors = (rows, keys[:, : run.seen], values[:, : run.seen], some_bias, *next(masks))
                 drows, some_dkeys, some_dvalues, some_dbias = ops.attention_backward(
-                    *(some_dout, some_dlse, rows, keys[:, : run.seen], values[:, : run.seen]),
-                    *(bias_of(bias, dense, run, kv, kv_heads), some_out, some_lse, *next(masks), *FIXED),
-                    *(dense.softmax_scale, dense.softcap, dense.is_causal, dense.deterministic, needs_dbias),
+                    *(some_dout, some_dlse, some_out, some_lse, needs_dbias),
+                    *Arguments(*tensors, **dense.options),
                 )
                 some_dquery.copy_(drows)
                 if needs_dbias:

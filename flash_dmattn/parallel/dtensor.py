@@ -10,12 +10,21 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from .. import ops
+from ..ops.list_sizes import has_row_bits
+from ..ops.schema import Arguments, BackwardArguments
 
-# (batch, heads): the dimensions of each argument and result. Lists of keys lie one after the other, so that each rank's
-# are its own, which is all that is asked of them.
-ROWS, PAIRS, LISTS = (0, 2), (0, 1), (0, 0)
-BEHIND_ONE = (1, 2)  # with a dimension in front: intervals (2, ..), spans (2, ..), tiles of a mask (9, ..)
-MASKS = ops.MaskTensors(PAIRS, BEHIND_ONE, BEHIND_ONE, LISTS, BEHIND_ONE, LISTS)
+# (batch, heads): the dimensions of a tensor. Lists lie one after the other, each rank's in a part of their first
+# dimension.
+ROWS, SCORES, LISTS = (0, 2), (0, 1), (0, 0)
+BEHIND_ONE = (1, 2)  # intervals (2, ..), spans (2, ..), tiles of a mask (9, ..)
+# The arguments and results of the attention operators that have these dimensions. Any other tensor is whole on every
+# rank.
+DIMENSIONS = {
+    **dict.fromkeys(("query", "key", "value", "dout", "out"), ROWS),
+    **dict.fromkeys(("bias", "dlse", "lse", "mask"), SCORES),
+    **dict.fromkeys(("mask_tiles", "intervals", "kv_indptr"), BEHIND_ONE),
+    **dict.fromkeys(("kv_indices", "kv_row_bits"), LISTS),
+}
 OF_BATCH, OF_HEADS = 0, 1
 
 
@@ -35,14 +44,20 @@ def own(argument: object, dims: tuple[int, int], which: int, shared=Replicate):
     return shared() if argument.shape[dims[which]] == 1 else Shard(dims[which])
 
 
-def own_masks(masks: ops.MaskTensors, which: int) -> list:
-    """The same of what a mask is made of; lists are shared where there is one for all."""
-    shares = is_tensor(masks.list_spans) and masks.list_spans.shape[BEHIND_ONE[which]] == 1
+def own_arguments(arguments, which: int) -> list:
+    """The placements of an operator's arguments where each rank has its own batch elements or heads."""
+    spans = arguments.kv_indptr
+    share_lists = is_tensor(spans) and spans.shape[BEHIND_ONE[which]] == 1
 
-    def placed(mask: object, dims: tuple[int, int]):
-        return own(mask, dims, which) if dims is not LISTS else whole([mask])[0] if shares else own_list(mask)
+    def placed(name: str, argument: object):
+        dims = DIMENSIONS.get(name)
+        if name == "seqlens_k" and which == OF_BATCH:
+            return own_list(argument)
+        if dims is None or (dims is LISTS and share_lists):
+            return whole([argument])[0]
+        return own_list(argument) if dims is LISTS else own(argument, dims, which)
 
-    return [placed(mask, dims) for mask, dims in zip(masks, MASKS)]
+    return [placed(name, argument) for name, argument in zip(arguments._fields, arguments)]
 
 
 def own_list(keys: object):
@@ -76,112 +91,103 @@ def require_whole_groups(query, key) -> None:
             )
 
 
-def axes(query, bias: object, masks: ops.MaskTensors) -> tuple[int, ...]:
-    """What the ranks of a mesh can share out: batch elements, which go with the bias and the mask that they share, and
+def axes(arguments) -> tuple[int, ...]:
+    """What a mesh dimension may shard: batch elements, where no rank splits those that share a bias or mask, and
     heads."""
-    shared = [
-        pairs.shape[dims[OF_BATCH]]
-        for pairs, dims in ((bias, PAIRS), (masks.mask, PAIRS), (masks.list_spans, BEHIND_ONE))
-        if is_tensor(pairs) and pairs.shape[dims[OF_BATCH]] not in (1, query.shape[0])
-    ]
-    can_part_batch = True
+    query = arguments.query
+    tensors = {name: getattr(arguments, name) for name in ("bias", "mask", "kv_indptr")}
+    batches = [x.shape[DIMENSIONS[name][OF_BATCH]] for name, x in tensors.items() if is_tensor(x)]
+    shared = [size for size in batches if size not in (1, query.shape[0])]
+    can_shard_batch = True
     for placement, ranks in zip(query.placements, query.mesh.shape):
-        undivided = [batches for batches in shared if batches % ranks or query.shape[0] % ranks]
-        can_part_batch &= not undivided
+        undivided = [size for size in shared if size % ranks or query.shape[0] % ranks]
+        can_shard_batch &= not undivided
         if undivided and placement.is_shard(0):
             raise ValueError(
                 f"query's {query.shape[0]} batch elements are sharded over {ranks} ranks, which must divide them "
                 f"and the {undivided[0]} of a mask or bias that they share"
             )
-    return (OF_BATCH, OF_HEADS) if can_part_batch else (OF_HEADS,)
+    return (OF_BATCH, OF_HEADS) if can_shard_batch else (OF_HEADS,)
 
 
-def forward_rule(query, key, value, bias, *rest):
+def accepted_placements(arguments, whole_results: list, own_results) -> list[tuple[list, list]]:
+    """(results, arguments) for each way of sharding; `own_results(which)` has the results of batch elements or
+    heads."""
+    require_lists_in_place(arguments.query, arguments.kv_indptr)
+    accepted = [(whole_results, whole(arguments))]
+    if arguments.cu_seqlens_q is None:
+        require_whole_groups(arguments.query, arguments.key)
+        accepted += [(own_results(which), own_arguments(arguments, which)) for which in axes(arguments)]
+    return accepted
+
+
+def forward_rule(*args):
     """(out, lse) of attention_forward."""
-    masks, (cu_seqlens_q, _, _, _, seqlens_k, *_) = ops.MaskTensors(*rest[: len(MASKS)]), rest[len(MASKS) :]
-    require_lists_in_place(query, masks.list_spans)
-    accepted = [(whole([query, query]), whole([query, key, value, bias, *rest]))]
-    if cu_seqlens_q is not None:
-        return accepted
-    require_whole_groups(query, key)
-    for which in axes(query, bias, masks):
-        lengths = own_list(seqlens_k) if which == OF_BATCH else whole([seqlens_k])[0]
-        taken = [
-            *(own(rows, ROWS, which) for rows in (query, key, value)),
-            own(bias, PAIRS, which),
-            *own_masks(masks, which),
-            *(None,) * 4,
-            lengths,
-            *(None,) * 4,
-        ]
-        accepted.append(([own(query, ROWS, which), Shard(PAIRS[which])], taken))
-    return accepted
+    arguments = Arguments(*args)
+    return accepted_placements(
+        arguments,
+        [Replicate()] * 2,
+        lambda which: [own(arguments.query, ROWS, which), Shard(SCORES[which])],
+    )
 
 
-def backward_rule(dout, dlse, query, key, value, bias, out, lse, *rest):
+def backward_rule(*args):
     """(dquery, dkey, dvalue, dbias) of attention_backward."""
-    masks, cu_seqlens_q, needs_dbias = ops.MaskTensors(*rest[: len(MASKS)]), rest[len(MASKS)], rest[-1]
-    require_lists_in_place(query, masks.list_spans)
-    rows = (query, key, value)
-    taken = whole([dout, dlse, *rows, bias, out, lse, *rest])
-    accepted = [(whole([*rows, query]), taken)]
-    if cu_seqlens_q is not None:
-        return accepted
-    require_whole_groups(query, key)
-    for which in axes(query, bias, masks):
-        grads = [own(x, ROWS, which) for x in rows]
-        # What the ranks share gets a part of its gradient from each.
-        grads.append(own(bias, PAIRS, which, shared=Partial) if needs_dbias else Replicate())
-        taken = [
-            *(own(dout, ROWS, which), own(dlse, PAIRS, which)),
-            *(own(x, ROWS, which) for x in rows),
-            *(own(bias, PAIRS, which), own(out, ROWS, which), own(lse, PAIRS, which)),
-            *own_masks(masks, which),
-            *(None,) * 9,
-        ]
-        accepted.append((grads, taken))
-    return accepted
+    arguments = BackwardArguments(*args)
+    rows = (arguments.query, arguments.key, arguments.value)
+
+    def own_results(which: int) -> list:
+        # Each rank has a part of the gradient of a shared bias.
+        dbias = own(arguments.bias, SCORES, which, shared=Partial) if arguments.needs_dbias else Replicate()
+        return [*(own(x, ROWS, which) for x in rows), dbias]
+
+    return accepted_placements(arguments, [Replicate()] * 4, own_results)
 
 
-def build_key_lists_rule(mask, intervals, *rest):
+def build_key_lists_rule(
+    mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, keys_per_row, limit
+):
     """(keys, spans, rows)"""
-    given, dims = (intervals, BEHIND_ONE) if mask is None else (mask, PAIRS)
+    others = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, keys_per_row, limit)
+    given, dims = (intervals, BEHIND_ONE) if mask is None else (mask, SCORES)
     results = (LISTS, BEHIND_ONE, LISTS)
-    accepted = [([Replicate()] * 3, whole([mask, intervals, *rest]))]
+    accepted = [([Replicate()] * 3, whole([mask, intervals, *others]))]
     for which in (OF_BATCH, OF_HEADS):
-        if rest[3] is None and given.shape[dims[which]] != 1:
-            placements = [own(mask, PAIRS, which), own(intervals, BEHIND_ONE, which), *(None,) * len(rest)]
+        if cu_seqlens_q is None and given.shape[dims[which]] != 1:
+            placements = [own(mask, SCORES, which), own(intervals, BEHIND_ONE, which), *whole(others)]
             accepted.append(([Shard(dim[which]) for dim in results], placements))
     return accepted
 
 
-def index_key_lists_rule(indices, intervals, *rest):
+def index_key_lists_rule(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
     """(keys, spans, rows)"""
-    tile_rows, *_, cu_seqlens_q, _ = rest
-    accepted = [([Replicate()] * 3, whole([indices, intervals, *rest]))]
+    others = (tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
+    accepted = [([Replicate()] * 3, whole([indices, intervals, *others]))]
     for which in (OF_BATCH, OF_HEADS):
-        parts = [own(indices, PAIRS, which), own(intervals, BEHIND_ONE, which)]
+        parts = [own(indices, SCORES, which), own(intervals, BEHIND_ONE, which)]
         if cu_seqlens_q is None and any(part is not None and part.is_shard() for part in parts):
-            rows = Shard(0) if ops.has_list_rows(tile_rows) else Replicate()
-            accepted.append(([Shard(0), Shard(BEHIND_ONE[which]), rows], [*parts, *(None,) * len(rest)]))
+            rows = Shard(0) if has_row_bits(tile_rows) else Replicate()
+            accepted.append(([Shard(0), Shard(BEHIND_ONE[which]), rows], [*parts, *whole(others)]))
     return accepted
 
 
-def pack_mask_rule(mask, *rest):
+def pack_mask_rule(mask, *others):
     """(bits, tiles)"""
-    accepted = [([Replicate()] * 2, whole([mask, *rest]))]
+    accepted = [([Replicate()] * 2, whole([mask, *others]))]
     for which in (OF_BATCH, OF_HEADS):
         if len(mask.shape) == 4 and mask.shape[which] != 1:
-            accepted.append(([Shard(PAIRS[which]), Shard(BEHIND_ONE[which])], [Shard(which), *(None,) * len(rest)]))
+            results = [Shard(SCORES[which]), Shard(BEHIND_ONE[which])]
+            accepted.append((results, [Shard(which), *whole(others)]))
     return accepted
 
 
-def topk_intervals_rule(bias, *rest):
+def topk_intervals_rule(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, longest):
     """int32 (2, ..)"""
-    accepted = [([Replicate()], whole([bias, *rest]))]
+    others = (window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, longest)
+    accepted = [([Replicate()], whole([bias, *others]))]
     for which in (OF_BATCH, OF_HEADS):
-        if rest[2] is None and bias.shape[which] != 1:
-            accepted.append(([Shard(BEHIND_ONE[which])], [Shard(which), *(None,) * len(rest)]))
+        if cu_seqlens_q is None and bias.shape[which] != 1:
+            accepted.append(([Shard(BEHIND_ONE[which])], [Shard(which), *whole(others)]))
     return accepted
 
 

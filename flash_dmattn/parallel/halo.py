@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import ops, prefix_topk
-from ..interval_mask import KeyIntervalMask, sequence_of_keys
+from .. import ops
+from ..masks import KeyIntervalMask, prefix_topk
+from ..masks.positions import sequence_of_keys
+from ..masks.topk import has_kernels
 from . import collectives
 from .shards import Shards, constants
 
@@ -301,8 +303,8 @@ def best_keys(bias: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """int64 (batches, heads, count), rising: the best of more keys; and bool, which of them are any: hidden ones may be
     left out."""
     batches, heads, _ = bias.shape
-    if not prefix_topk.has_kernels(bias):
-        keys = prefix_topk.best_places(bias.flatten(0, 1), count).view(batches, heads, count)
+    if not has_kernels(bias):
+        keys = prefix_topk.best_positions(bias.flatten(0, 1), count).view(batches, heads, count)
         return keys, torch.ones_like(keys, dtype=torch.bool)
     keys, spans, _ = ops.topk_lists(bias, count, 1, None)
     begin, end = spans

@@ -25,10 +25,10 @@ HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
 def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     """Attention through a backend. Variable length is for the compiled ones. Changes `call`."""
     checks.check_options(call)
-    call.query, call.key, call.value, call.bias = autocast(call.query, call.key, call.value, call.bias)
-    mask = call.mask = as_mask(call.mask)
+    call.query, call.key, call.value, call.attn_bias = autocast(call.query, call.key, call.value, call.attn_bias)
+    mask = call.attn_mask = as_mask(call.attn_mask)
     checks.check_call(backend, call)
-    query, bias, problem = call.query, call.bias, call.problem()
+    query, bias, problem = call.query, call.attn_bias, call.problem()
     if call.window_size is not None:
         as_lists = backend.SPARSE_MASKS and call.sparse != "tiles" and not call.return_attn_probs
         mask = selection.select(
@@ -43,8 +43,11 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
         hidden_rows = hides(row_bias)
         # Hidden rows get their outputs after the kernels; NaN in them must not reach the keys' gradients.
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
-    scale = default_scale(call.softmax_scale, query)
-    options = {"softmax_scale": scale, "is_causal": problem.is_causal, "softcap": call.softcap}
+    options = {
+        "softmax_scale": default_scale(call.softmax_scale, query),
+        "is_causal": problem.is_causal,
+        "softcap": call.softcap,
+    }
     used = clamped_to_totals(query, call.key, mask, bias, problem)
     needs_grad = requires_gradients(query, call.key, call.value, bias)
     operand = mask_operand(
@@ -66,8 +69,7 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     if row_bias is not None:
         out, lse = add_row_bias(out, lse, row_bias, hidden_rows)
     if call.return_attn_probs:
-        probs_of = probabilities if call.varlen is None else varlen_probabilities
-        probs = probs_of(query, call.key, mask, bias, problem, scale, call.softcap)
+        probs = probabilities(call, query, mask, bias, options)
         return out, lse, probs if row_bias is None else probs.masked_fill(hidden_rows, 0)
     return (out, lse) if call.return_lse else out
 
@@ -180,27 +182,21 @@ def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor
 
 @torch.no_grad()
 def probabilities(
-    query: Tensor, key: Tensor, mask: Mask | None, bias: Tensor | None, problem: Problem, scale: float, softcap: float
+    call: Call, query: Tensor, mask: Mask | None, bias: Tensor | None, options: dict[str, float | bool]
 ) -> Tensor:
-    """probs (B, H, Sq, Sk) in query's dtype."""
-    dense = None if mask is None else mask.as_bool(problem.seqlen_q)
-    options = {"softmax_scale": scale, "is_causal": problem.is_causal, "softcap": softcap}
-    probs, *_ = reference.probabilities(query, key, dense, bias, **options)
-    return probs.to(query.dtype)
-
-
-@torch.no_grad()
-def varlen_probabilities(
-    query: Tensor, key: Tensor, mask: Mask | None, bias: Tensor | None, problem: Problem, scale: float, softcap: float
-) -> Tensor:
-    """probs (B, H, max_seqlen_q, max_seqlen_k) in query's dtype, one sequence at a time, zero beyond its ends."""
-    options = {"softmax_scale": scale, "is_causal": problem.is_causal, "softcap": softcap}
+    """probs (B, H, Sq, Sk) in query's dtype; for variable length (B, H, max_seqlen_q, max_seqlen_k), zero beyond the
+    ends of a sequence."""
+    problem = call.problem()
+    if call.varlen is None:
+        dense = None if mask is None else mask.as_bool(problem.seqlen_q)
+        probs, *_ = reference.probabilities(query, call.key, dense, bias, **options)
+        return probs.to(query.dtype)
     offsets_q, offsets_k = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_k.tolist()
     probs = query.new_zeros(len(offsets_q) - 1, query.shape[1], problem.seqlen_q, problem.seqlen_k)
     for b in range(len(probs)):
         rows, keys = slice(*offsets_q[b : b + 2]), slice(*offsets_k[b : b + 2])
         dense = None if mask is None else mask.sequence_as_bool(b, rows, keys)
         own_bias = None if bias is None else scores_of_sequence(bias, rows, keys)
-        one, *_ = reference.probabilities(query[None, rows], key[None, keys], dense, own_bias, **options)
+        one, *_ = reference.probabilities(query[None, rows], call.key[None, keys], dense, own_bias, **options)
         probs[b, :, : one.shape[2], : one.shape[3]] = one[0]
     return probs

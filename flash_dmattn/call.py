@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,18 +21,19 @@ class Varlen(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """The arguments of a public function; shapes as in `flash_dmattn_func` and `flash_dmattn_varlen_func`."""
+    """The arguments of `flash_dmattn_func`, or with `varlen` those of `flash_dmattn_varlen_func`."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | Mask | None = None
-    bias: Tensor | None = None
+    attn_mask: Tensor | Mask | None = None
+    attn_bias: Tensor | None = None
     softmax_scale: float | None = None
     is_causal: bool = False
     softcap: float = 0.0
     deterministic: bool = False
     return_attn_probs: bool = False
+    _: KW_ONLY
     return_lse: bool = False
     window_size: int | None = None
     sparse: str = "auto"

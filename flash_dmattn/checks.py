@@ -33,9 +33,9 @@ def check_options(call: Call) -> None:
     require_bool("return_lse", call.return_lse)
     if call.sparse not in SPARSE:
         raise ValueError(f"sparse must be one of {', '.join(SPARSE)}, got {call.sparse!r}")
-    if call.sparse == "lists" and call.mask is None and call.window_size is None:
+    if call.sparse == "lists" and call.attn_mask is None and call.window_size is None:
         raise ValueError("sparse='lists' needs attn_mask or window_size, got none")
-    if call.sparse == "tiles" and isinstance(call.mask, Mask) and call.mask.needs_lists:
+    if call.sparse == "tiles" and isinstance(call.attn_mask, Mask) and call.attn_mask.needs_lists:
         raise ValueError("sparse='tiles' needs a mask, got attn_mask of KeyLists that were made from indices")
 
 
@@ -56,26 +56,25 @@ def check_finite(name: str, value: float) -> None:
 
 
 def check_call(backend: ModuleType, call: Call) -> None:
-    """The tensors of a call, its mask and its lengths. call.mask is None or a `Mask`."""
+    """The tensors of a call, its mask and its lengths. call.attn_mask is None or a `Mask`."""
     if call.varlen is not None:
         require_count("max_seqlen_q", call.varlen.max_seqlen_q)
         require_count("max_seqlen_k", call.varlen.max_seqlen_k)
 
     def check_with(mask: MaskTensors) -> None:
-        check_tensors(call, mask, call.bias)
+        check_tensors(call, mask, call.attn_bias)
 
-    if call.mask is None:
+    if call.attn_mask is None:
         check_with(NO_MASK)
     else:
-        call.mask.check(check_with, call)
-    checker = ops.checker()
-    if backend.SPARSE_MASKS and checker is not None:
-        checker.check_kernels(call.query)
+        call.attn_mask.check(check_with, call)
+    if backend.SPARSE_MASKS:
+        compiled_check("check_kernels", call.query)
     if call.cache_seqlens is not None:
         check_cache(backend, call.return_attn_probs)
     if call.window_size is not None:
         batch = call.query.shape[0] if call.varlen is None else None
-        check_window(call.mask, call.bias, batch, call.key.shape[-3], call.is_causal)
+        check_window(call.attn_mask, call.attn_bias, batch, call.key.shape[-3], call.is_causal)
 
 
 def check_tensors(call: Call, mask: MaskTensors, bias: Tensor | None) -> None:
@@ -118,15 +117,8 @@ def check_cache(backend: ModuleType, return_attn_probs: bool) -> None:
         raise ValueError("return_attn_probs is for keys that are all there, got cache_seqlens")
 
 
-def check_packed(name: str, tensor: object, layout: str, parts: int) -> None:
-    """A tensor that holds query, key and value, or key and value, along its third dimension from the end."""
+def compiled_check(name: str, *arguments: object) -> None:
+    """A check of csrc/torch/module.cpp. Skipped where `ops.checker` is None."""
     checker = ops.checker()
     if checker is not None:
-        checker.check_packed(name, tensor, layout, parts)
-
-
-def check_kv(query: object, kv: Tensor, layout_q: str, same_dtype: bool) -> None:
-    """Packed keys and values beside query."""
-    checker = ops.checker()
-    if checker is not None:
-        checker.check_kv(query, kv, layout_q, same_dtype)
+        getattr(checker, name)(*arguments)

@@ -92,8 +92,11 @@ def flash_dmattn_func(
         if result is not None:
             return result
     call = Call(
-        *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),
-        *(deterministic, return_attn_probs, return_lse, window_size, sparse, cache_seqlens),
+        *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs),
+        return_lse=return_lse,
+        window_size=window_size,
+        sparse=sparse,
+        cache_seqlens=cache_seqlens,
     )
     return attend(kernels_for(query), call)
 
@@ -105,7 +108,7 @@ def flash_dmattn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Tensor | tuple[
     attn_mask and attn_bias ({B|B/n|1}, {H|1}, {S|1}, {S|1}). Returns out (B, S, H, D), lse (B, H, S), probs
     (B, H, S, S).
     """
-    checks.check_packed("qkv", qkv, "(B, S, 3, H, D)", 3)
+    checks.compiled_check("check_packed", "qkv", qkv, "(B, S, 3, H, D)", 3)
     require_device_with_kernels("qkv", qkv)
     return flash_dmattn_func(*qkv.unbind(dim=2), *args, **kwargs)
 
@@ -116,8 +119,8 @@ def flash_dmattn_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Te
     The other arguments and errors are those of `flash_dmattn_func` from attn_mask on: attn_mask and attn_bias
     ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}). Returns out (B, Sq, H, D), lse (B, H, Sq), probs (B, H, Sq, Sk).
     """
-    checks.check_packed("kv", kv, "(B, Sk, 2, Hkv, D)", 2)
-    checks.check_kv(query, kv, "(B, Sq, H, D)", not autocast_is_on(kv.device))
+    checks.compiled_check("check_packed", "kv", kv, "(B, Sk, 2, Hkv, D)", 2)
+    checks.compiled_check("check_kv", query, kv, "(B, Sq, H, D)", not autocast_is_on(kv.device))
     return flash_dmattn_func(query, *kv.unbind(dim=2), *args, **kwargs)
 
 
@@ -167,8 +170,10 @@ def flash_dmattn_varlen_func(
         As `flash_dmattn_func`.
     """
     call = Call(
-        *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),
-        *(deterministic, return_attn_probs, return_lse, window_size, sparse),
+        *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs),
+        return_lse=return_lse,
+        window_size=window_size,
+        sparse=sparse,
         varlen=Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
     )
     return attend(kernels_for(query), call)
@@ -194,7 +199,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     The other arguments and errors are those of `flash_dmattn_varlen_func` from softmax_scale on. Returns
     out (total, H, D), lse (H, total), probs (B, H, max_seqlen, max_seqlen).
     """
-    checks.check_packed("qkv", qkv, "(total, 3, H, D)", 3)
+    checks.compiled_check("check_packed", "qkv", qkv, "(total, 3, H, D)", 3)
     require_device_with_kernels("qkv", qkv)
     check_cu_seqlens("cu_seqlens", cu_seqlens, qkv, "qkv", qkv.shape[0], ("max_seqlen", max_seqlen))
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -208,8 +213,8 @@ def flash_dmattn_varlen_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs
     (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k). Returns out (total_q, H, D), lse (H, total_q),
     probs (B, H, max_seqlen_q, max_seqlen_k).
     """
-    checks.check_packed("kv", kv, "(total_k, 2, Hkv, D)", 2)
-    checks.check_kv(query, kv, "(total_q, H, D)", not autocast_is_on(kv.device))
+    checks.compiled_check("check_packed", "kv", kv, "(total_k, 2, Hkv, D)", 2)
+    checks.compiled_check("check_kv", query, kv, "(total_q, H, D)", not autocast_is_on(kv.device))
     return flash_dmattn_varlen_func(query, *kv.unbind(dim=1), *args, **kwargs)
 
 
@@ -231,27 +236,7 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor |
     module = backends.require(name)
 
     @functools.wraps(flash_dmattn_func)
-    def function(
-        query,
-        key,
-        value,
-        attn_mask=None,
-        attn_bias=None,
-        softmax_scale=None,
-        is_causal=False,
-        softcap=0.0,
-        deterministic=False,
-        return_attn_probs=False,
-        *,
-        return_lse=False,
-        window_size=None,
-        sparse="auto",
-        cache_seqlens=None,
-    ):
-        call = Call(
-            *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap),
-            *(deterministic, return_attn_probs, return_lse, window_size, sparse, cache_seqlens),
-        )
-        return attend(module, call)
+    def function(*args, **kwargs):
+        return attend(module, Call(*args, **kwargs))
 
     return function

@@ -202,7 +202,7 @@ def test_what_goes_together_is_checked():
 @pytest.mark.parametrize("shape", [(1, 2, 1, KEYS), (1, 2, 0, KEYS), (0, 2, ROWS, KEYS)], ids=str)
 def test_masks_without_rows_of_their_own_are_refused(shape):
     mask = torch.ones(shape, dtype=torch.bool, device="cuda")
-    with pytest.raises(ValueError, match=r"mask must have pairs, and rows of their own, got shape \("):
+    with pytest.raises(ValueError, match=r"mask must not be empty, and have a row per query row, got shape \("):
         ops.pack_and_list_mask(mask, shape[2], KEYS, False, 60)
 
 

@@ -1,5 +1,5 @@
-// The arguments of the operators, listed once: the struct Inputs, the schemas (library.cpp), the signatures and the calls
-// (operators.h) and what autograd saves (autograd.cpp) are made from the list. flash_dmattn/ops/schema.py repeats it.
+// The list of the operators' arguments. The struct Inputs, the schemas (library.cpp), the signatures and calls
+// (operators.h) and autograd's saved values (autograd.cpp) are generated from it. flash_dmattn/ops/schema.py repeats it.
 #pragma once
 
 #include <c10/core/SymInt.h>
@@ -19,12 +19,13 @@ using OptionalSymInt = std::optional<c10::SymInt>;
 //   intervals            int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends, or (2, total_k, heads)
 //   kv_indices           int32 (capacity), the keys of all lists, padded with -1 (KeyListsView in params.h)
 //   kv_indptr            int64 (2, {B|B/n|1}, {H|Hkv|1}, row tiles), where each list begins and ends in kv_indices
-//   kv_row_bits          int32 (capacity, 4), a bit for each of the 128 rows of a list. (0, 4) or (0, 2) where each of the
-//                        128 or 64 rows of a list sees all its keys
+//   kv_row_bits          int32 (capacity, 4), a bit for each of the 128 rows of a list. (0, 4) or (0, 2) where each of
+//                        the 128 or 64 rows of a list sees all its keys
 //   cu_seqlens_*, max_*  all of them for variable length, or none; cu_seqlens int32 (B + 1)
 //   seqlens_k            int32 (B), the number of keys of each batch element, of fixed length and without gradients
-// At most one of mask and intervals is given. Lists come alone, with intervals that show which rows see a listed key, or
-// with a packed mask (pack_and_list_mask), where the device chooses between the two.
+//
+// At most one of mask and intervals is given. Lists come alone, with intervals that show which rows see a listed key,
+// or with a packed mask (pack_and_list_mask), where the device chooses between the two.
 #define FLASH_DMATTN_ARGUMENTS(X)                   \
     X("Tensor", Tensor, query)                      \
     X("Tensor", Tensor, key)                        \

@@ -1,5 +1,6 @@
-// Checks of tensors, before anything is launched. Each error names the argument, what it accepts and what it got: ValueError
-// for shapes and values, TypeError for dtypes, RuntimeError for devices. Sizes may be symbolic. Values are checked on the CPU.
+// Checks of tensors, before anything is launched. Each error names the argument, what it accepts and what it got:
+// ValueError for shapes and values, TypeError for dtypes, RuntimeError for devices. Sizes may be symbolic. Values are
+// checked on the CPU.
 #pragma once
 
 #include "tensors.h"
@@ -43,8 +44,8 @@ struct CuSeqlens {
     std::optional<int64_t> longest;  // an optional bound on the length of a sequence
 };
 void check_cu_seqlens(const CuSeqlens& given);
-// Whether values may be read: on the CPU, and on CUDA with FLASH_DMATTN_CHECK=1. Fake tensors of a traced graph and tensors
-// wrapped by torch.func have none.
+// Whether values may be read: on the CPU, and on CUDA with FLASH_DMATTN_CHECK=1. Fake tensors of a traced graph and
+// tensors wrapped by torch.func have none.
 bool is_host_readable(const Tensor& tensor);
 void check_same_sequences(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k);
 void check_varlen(const Varlen& varlen, const Tensor& query, const Tensor& key);

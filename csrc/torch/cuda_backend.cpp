@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tens
                                                                       int64_t seqlen_k, bool is_causal,
                                                                       int64_t percent) {
     AttentionParams p = mask_params(mask, std::nullopt, seqlen_q, seqlen_k, is_causal, std::nullopt, std::nullopt);
-    TORCH_CHECK_VALUE(mask.numel() > 0 && !p.mask.per_key, "mask must not be empty, and must have a row for each query row, got shape ",
+    TORCH_CHECK_VALUE(mask.numel() > 0 && !p.mask.per_key, "mask must not be empty, and have a row per query row, got shape ",
                       shape_of(mask));
     TORCH_CHECK_VALUE(percent >= 0 && percent <= 100, "percent must be from 0 to 100, got ", percent);
     const c10::cuda::CUDAGuard guard(mask.device());

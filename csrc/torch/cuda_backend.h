@@ -16,9 +16,9 @@ void backward_cuda(BwdParams& params, const Inputs& inputs);
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
 
-// For fixed length: the packed mask and its lists (kv_indices, kv_indptr, kv_row_bits), if these are short: at most half of all
-// keys, and at most `percent` of the keys in tiles that are not empty. Otherwise kv_indptr is -1. Reads nothing back: the
-// operators take both forms, and the device uses the lists if there are any, else the tiles.
+// For fixed length: the packed mask and its lists (kv_indices, kv_indptr, kv_row_bits), if these are short: at most
+// half of all keys, and at most `percent` of the keys in tiles that are not empty. Otherwise kv_indptr is -1. Reads
+// nothing back: the operators take both forms, and the device uses the lists if there are any, else the tiles.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t seqlen_q,
                                                                       int64_t seqlen_k, bool is_causal, int64_t percent);
 
@@ -32,8 +32,8 @@ void build_index_lists(const IndexListsParams& params, const IndexListsPlan& pla
                        int64_t* begins, int64_t* ends, uint32_t* rows);
 
 // Top-k selection (KeyIntervalMask.topk): from a key bias ({B|1}, {H|Hkv|1}, Sk) to intervals int32
-// (2, {B|1}, {H|Hkv|1}, Sk); for variable length from (total_k, heads) to (2, total_k, heads). longest: an optional bound on
-// the keys of a sequence, for variable length.
+// (2, {B|1}, {H|Hkv|1}, Sk); for variable length from (total_k, heads) to (2, total_k, heads). longest: an optional
+// bound on the keys of a sequence, for variable length.
 Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q, const OptionalTensor& cu_seqlens_q,
                       const OptionalTensor& cu_seqlens_k, std::optional<int64_t> longest);
 // For at most 16 rows, directly to lists (kv_indices, kv_indptr, kv_row_bits); kv_row_bits is empty for one row.

@@ -1,5 +1,5 @@
-// The schemas of the operators, and their kernels by device. Gradients are in autograd.cpp, the fakes for tracing graphs in
-// flash_dmattn/ops/fakes.py.
+// The schemas of the operators, and their kernels by device. Gradients are in autograd.cpp, the fakes for tracing
+// graphs in flash_dmattn/ops/fakes.py.
 #include <torch/library.h>
 
 #include <string>

@@ -23,7 +23,8 @@ Tensor empty_lse(const AttentionParams& p, const Inputs& in) {
                           : at::empty({p.batch, p.heads, p.seqlen_q}, options);
 }
 
-// Reduces the column sums of a key bias's gradient, (B, {H|Hkv}, 1, Sk) or ({H|Hkv}, total_k), to the bias's shape and dtype.
+// Reduces the column sums of a key bias's gradient, (B, {H|Hkv}, 1, Sk) or ({H|Hkv}, total_k), to the bias's shape and
+// dtype.
 Tensor sum_to_bias(const Tensor& column_sums, const Tensor& bias, bool varlen) {
     if (varlen) {
         const Tensor sums = bias.size(1) == 1 ? column_sums.sum(0, /*keepdim=*/true) : column_sums;

@@ -1,5 +1,5 @@
-// Attention on tensors, forward and backward: checks the inputs, fills the params, allocates the outputs, runs the kernels.
-// Serves fixed and variable length on every device.
+// Attention on tensors, forward and backward: checks the inputs, fills the params, allocates the outputs, runs the
+// kernels. Serves fixed and variable length on every device.
 #pragma once
 
 #include <tuple>

@@ -1,5 +1,5 @@
-// The Python module: the checks of every backend's inputs, the fast path of a plain call, and the four entry points of the
-// kernels. Loading it registers the operators (library.cpp).
+// The Python module: the checks of every backend's inputs, the fast path of a plain call, and the four entry points of
+// the kernels. Loading it registers the operators (library.cpp).
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

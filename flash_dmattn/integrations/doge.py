@@ -12,8 +12,8 @@ from transformers.models.doge.modeling_doge import DogeAttention, apply_rotary_p
 from ..biases import least
 from ..interface import flash_dmattn_func
 from ..masks import KeyIntervalMask, create_mask
-from ..masks.positions import sequence_of_keys
 from ..masks.selection import topk_of_cache
+from ..masks.topk import sequence_of_keys
 from .transformers import NAME, refuse
 from .visible_keys import Pattern, VisibleKeys
 

@@ -26,7 +26,7 @@ from ..biases import hides
 from ..checks import AnyMask
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import KeyIntervalMask
-from ..masks.positions import sequence_of_keys
+from ..masks.topk import sequence_of_keys
 from .visible_keys import VisibleKeys, visible_keys_mask
 
 NAME = "flash_dmattn"

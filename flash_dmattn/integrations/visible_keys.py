@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
 from ..masks import KeyIntervalMask
-from ..masks.positions import NEVER
+from ..masks.topk import NEVER
 
 OLDEST = "5.17"
 

@@ -64,10 +64,6 @@ class Mask:
         """Raises where the mask does not fit the call. `check_tensors` checks the call with a mask's tensors."""
         check_tensors(self.operands())
 
-    def given(self) -> object:
-        """The mask as the caller passed it."""
-        return self
-
     def unexpanded(self) -> Mask:
         """The same mask without expanded dimensions."""
         return self
@@ -78,7 +74,8 @@ class Mask:
 
     def has_column_per_key(self) -> bool:
         """Whether a mask of variable length has a column for each of the max_seqlen_k keys."""
-        return False
+        tensor = self.operands().mask
+        return tensor is not None and tensor.ndim == 3
 
 
 class PackedMask(Mask):

@@ -40,11 +40,5 @@ class BoolMask(Mask):
     def sequence_as_bool(self, number: int, rows: slice, keys: slice) -> Tensor:
         return scores_of_sequence(self.tensor, rows, keys)
 
-    def given(self) -> Tensor:
-        return self.tensor
-
     def unexpanded(self) -> BoolMask:
         return BoolMask(unexpand(self.tensor))
-
-    def has_column_per_key(self) -> bool:
-        return self.tensor.ndim == 3

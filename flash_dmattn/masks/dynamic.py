@@ -19,7 +19,7 @@ from ..arguments import (
 )
 from ..biases import hides
 from ..broadcast import expand_shared
-from .prefix_topk import topk_mask
+from .topk import topk_mask
 
 
 def create_mask(

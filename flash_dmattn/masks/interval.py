@@ -18,8 +18,7 @@ from ..arguments import (
 from ..broadcast import expand_shared
 from ..ops.schema import MaskTensors
 from .base import Mask
-from .positions import NEVER, own_rows, sequence_of_keys
-from .topk import check_topk, operator_for
+from .topk import NEVER, check_topk, operator_for, own_rows, sequence_of_keys
 
 FIXED, VARLEN = "({B|1}, {H|Hkv|1}, Sk)", "(total_k, {H|Hkv|1})"
 

@@ -194,9 +194,6 @@ class KeyLists(Mask):
     def without_lists(self) -> Mask:
         return self.source
 
-    def has_column_per_key(self) -> bool:
-        return self.source.has_column_per_key()
-
     def check(self, check_tensors, call) -> None:
         check_tensors(MaskTensors())
         check_lists(self, call.query, call.key, call.problem())
@@ -220,6 +217,11 @@ class KeyLists(Mask):
     def intervals(self) -> Tensor | None:
         """int32 (2, ...): the intervals that the kernels apply beside the lists."""
         return self.source.list_intervals
+
+    @property
+    def checked_mask(self) -> Tensor | KeyIntervalMask | None:
+        """`mask`, or for an indexer's keys the KeyIntervalMask beside them."""
+        return self.mask.shown if isinstance(self.mask, KeyIndices) else self.mask
 
     @property
     def rows_alike(self) -> bool:
@@ -348,7 +350,7 @@ def build_lists(mask: Mask, problem: Problem, limit: int | None = None) -> KeyLi
     lengths = clamped_seqlens(mask, problem)
     keys, spans, rows = ops.build_key_lists(operands.mask, operands.intervals, *lengths, *sequences, bound, limit)
     rows = None if operands.mask is None or is_per_key(mask.shape) else rows
-    return KeyLists(keys, spans, rows, mask.given(), *problem)
+    return KeyLists(keys, spans, rows, mask if operands.mask is None else operands.mask, *problem)
 
 
 def list_indices(source: KeyIndices, problem: Problem) -> KeyLists:

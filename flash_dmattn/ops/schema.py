@@ -28,29 +28,13 @@ class MaskTensors(NamedTuple):
     kv_row_bits: Optional[Tensor] = None
 
 
-class Arguments(NamedTuple):
-    """The arguments of attention_forward."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Optional[Tensor] = None
-    mask: Optional[Tensor] = None
-    mask_tiles: Optional[Tensor] = None
-    intervals: Optional[Tensor] = None
-    kv_indices: Optional[Tensor] = None
-    kv_indptr: Optional[Tensor] = None
-    kv_row_bits: Optional[Tensor] = None
-    cu_seqlens_q: Optional[Tensor] = None  # int32 (B + 1); all of the four, or none
-    cu_seqlens_k: Optional[Tensor] = None
-    max_seqlen_q: Optional[int] = None
-    max_seqlen_k: Optional[int] = None
-    seqlens_k: Optional[Tensor] = None  # int32 (B), cache_seqlens of the public functions
-    softmax_scale: float = 1.0
-    softcap: float = 0.0
-    is_causal: bool = False
-    deterministic: bool = False
-
+# The arguments of attention_forward. cu_seqlens int32 (B + 1): all four of the sequences, or none. seqlens_k int32 (B):
+# cache_seqlens of the public functions.
+TENSORS = ("query", "key", "value", "bias", *MaskTensors._fields)
+SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqlens_k")
+OPTIONS = {"softmax_scale": 1.0, "softcap": 0.0, "is_causal": False, "deterministic": False}
+DEFAULTS = (None, *MaskTensors(), *(None for _ in SEQUENCES), *OPTIONS.values())
+Arguments = namedtuple("Arguments", (*TENSORS, *SEQUENCES, *OPTIONS), defaults=DEFAULTS)
 
 # The arguments of attention_backward.
 BackwardArguments = namedtuple("BackwardArguments", ("dout", "dlse", "out", "lse", "needs_dbias", *Arguments._fields))

@@ -170,8 +170,9 @@ def checked_call(
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name} must be the rank's own part in a plain tensor, got a DTensor: take its to_local()")
     kernels_for(query)
-    options = (softmax_scale, is_causal, softcap, deterministic, False, return_lse, window_size, sparse)
-    checks.check_options(LocalCall(query, key, value, mask, bias, *options))
+    scalars = (softmax_scale, is_causal, softcap, deterministic)
+    options = {"return_lse": return_lse, "window_size": window_size, "sparse": sparse}
+    checks.check_options(LocalCall(query, key, value, mask, bias, *scalars, **options))
     check_layout(layout)
     if fixed_shapes is not None:
         require_bool("fixed_shapes", fixed_shapes)

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import ops
-from ..masks import KeyIntervalMask, prefix_topk
-from ..masks.positions import sequence_of_keys
-from ..masks.topk import has_kernels
+from ..masks import KeyIntervalMask
+from ..masks.topk import best_positions, has_kernels, sequence_of_keys
 from . import collectives
 from .shards import Shards, constants
 
@@ -304,7 +303,7 @@ def best_keys(bias: Tensor, count: int) -> tuple[Tensor, Tensor]:
     left out."""
     batches, heads, _ = bias.shape
     if not has_kernels(bias):
-        keys = prefix_topk.best_positions(bias.flatten(0, 1), count).view(batches, heads, count)
+        keys = best_positions(bias.flatten(0, 1), count).view(batches, heads, count)
         return keys, torch.ones_like(keys, dtype=torch.bool)
     keys, spans, _ = ops.topk_lists(bias, count, 1, None)
     begin, end = spans

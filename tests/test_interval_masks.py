@@ -430,7 +430,7 @@ ERRORS = {
     "rows of variable length": (
         lambda: KeyIntervalMask(*torch.zeros(2, 3, 1, dtype=torch.int32), rows=3),
         ValueError,
-        r"rows is of fixed length, got 3 with start of shape \(3, 1\)",
+        r"rows is for fixed length, got 3 with start of shape \(3, 1\)",
     ),
     "and of other rows": (
         lambda: KeyIntervalMask.causal(3, 5) & KeyIntervalMask.causal(5, 5),

@@ -35,7 +35,7 @@ def sources(*patterns: str) -> list[str]:
 
 
 # The PyTorch boundary has one file for a build with CUDA kernels and one for a build without them.
-WITH_CUDA, WITHOUT_CUDA = "csrc/torch/cuda.cpp", "csrc/torch/no_cuda.cpp"
+WITH_CUDA, WITHOUT_CUDA = "csrc/torch/cuda_backend.cpp", "csrc/torch/no_cuda.cpp"
 CPU_SOURCES = [path for path in sources("csrc/torch/*.cpp", "csrc/cpu/*.cpp") if path not in (WITH_CUDA, WITHOUT_CUDA)]
 CUDA_SOURCES = [WITH_CUDA, *sources("csrc/cuda/**/*.cu")]
 

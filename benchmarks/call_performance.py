@@ -79,7 +79,7 @@ from sparse import LISTS, TOPK, cudnn, flex, top_w
 from torch import Tensor
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto
-from flash_dmattn.key_lists import SPARSE
+from flash_dmattn.masks import SPARSE
 
 PREFILL, DECODE, HOST, SELECTION = PARTS = ("prefill", "decode", "host", "selection")
 AUTO, GRAPH, CACHE, QUARTER = "auto", "graph", "cache", "cache, a quarter"

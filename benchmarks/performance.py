@@ -343,7 +343,7 @@ def rows_that_see(inputs: Inputs) -> Tensor:
         start = torch.zeros(1, 1, problem.seqlen_k, dtype=torch.int32, device=inputs.query.device)
         end = start + problem.seqlen_q
     else:
-        return reference.visible_pairs(inputs.query, inputs.key, mask, inputs.bias, problem.is_causal).sum(dim=2)
+        return reference.visible_scores(inputs.query, inputs.key, mask, inputs.bias, problem.is_causal).sum(dim=2)
     if problem.is_causal:
         own = torch.arange(problem.seqlen_k, device=start.device) - (problem.seqlen_k - problem.seqlen_q)
         start = torch.maximum(start, own)

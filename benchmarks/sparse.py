@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func_auto
-from flash_dmattn.key_lists import SPARSE
+from flash_dmattn.masks import SPARSE
 
 TOPK, LISTS = "topk", "key lists"  # making the mask of a bias, and the lists of keys of a mask
 GIB = 2**30

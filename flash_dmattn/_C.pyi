@@ -1,5 +1,6 @@
-"""The compiled module (csrc/torch/module.cpp). Loading it registers the operators of torch.ops.flash_dmattn, by which
-the library calls the kernels; `mha_fwd` and its like are the same kernels without autograd."""
+"""The compiled module (csrc/torch/module.cpp). Loading it registers the operators of torch.ops.flash_dmattn, which the
+library calls. `mha_fwd`, `mha_bwd` and their variable-length forms call the same kernels without autograd; `masks` is
+flash_dmattn.ops.MaskTensors."""
 
 from torch import Tensor
 
@@ -9,21 +10,8 @@ def why_not_usable() -> str | None:
     """None, or why the compiled kernels cannot run on this machine."""
 
 def build_info() -> dict:
-    """What was built: torch, cpu_capability and why_no_cuda; with CUDA kernels cuda, cuda_architectures, head_dims and
-    dtypes, too."""
-
-class MaskTensors:
-    """Which pairs see each other: a mask, intervals, or lists of keys, shaped as flash_dmattn.ops.MaskTensors."""
-
-    def __init__(
-        self,
-        mask: Tensor | None = None,
-        mask_tiles: Tensor | None = None,
-        intervals: Tensor | None = None,
-        list_keys: Tensor | None = None,
-        list_spans: Tensor | None = None,
-        list_rows: Tensor | None = None,
-    ) -> None: ...
+    """The build: torch, cpu_capability and why_no_cuda; with CUDA kernels also cuda, cuda_architectures, head_dims and
+    dtypes."""
 
 def check_fixed(
     query: object,
@@ -74,7 +62,7 @@ def check_cu_seqlens(
 ) -> None:
     """Refuses offsets of sequences that do not fit."""
 
-def attend_plainly(
+def fast_path(
     query: object,
     key: object,
     value: object,
@@ -86,13 +74,13 @@ def attend_plainly(
     return_lse: object,
     /,
 ) -> object:
-    """Attention of fixed length where nothing but a bias is asked for; None where it takes more than the operator."""
+    """Attention of fixed length without a mask; None where the call needs more than the checks and the operator."""
 
 def mha_fwd(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    masks: MaskTensors,
+    masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     bias: Tensor | None,
     softmax_scale: float,
     softcap: float,
@@ -105,7 +93,7 @@ def mha_varlen_fwd(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    masks: MaskTensors,
+    masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     bias: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -126,7 +114,7 @@ def mha_bwd(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    masks: MaskTensors,
+    masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     bias: Tensor | None,
     softmax_scale: float,
     softcap: float,
@@ -145,7 +133,7 @@ def mha_varlen_bwd(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    masks: MaskTensors,
+    masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     bias: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,

@@ -1,5 +1,5 @@
-"""Dynamic-mask attention: exact attention whose mask and additive bias a model makes itself, with gradients for both
-the rows and the bias."""
+"""Dynamic-mask attention: exact attention with model-generated masks and additive biases, with gradients for query,
+key, value and the bias."""
 
 from .backends import get_available_backends, is_available
 from .interface import (
@@ -11,9 +11,7 @@ from .interface import (
     flash_dmattn_varlen_kvpacked_func,
     flash_dmattn_varlen_qkvpacked_func,
 )
-from .interval_mask import KeyIntervalMask
-from .key_lists import KeyLists
-from .masks import create_mask
+from .masks import KeyIntervalMask, KeyLists, create_mask
 from .padding import pad_input, unpad_input
 
 __version__ = "0.1.0"
@@ -22,7 +20,7 @@ _AVAILABLE = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAI
 
 
 def __getattr__(name: str) -> bool:
-    # Looked up when asked for: finding out imports Triton and FlexAttention.
+    # Evaluated on access: it imports Triton and FlexAttention.
     if name in _AVAILABLE:
         return is_available(_AVAILABLE[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""How a bad argument is refused: by an error that names it, what came and what is accepted."""
+"""Checks of single arguments. Each error names the argument, what it accepts and what it got."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def require_count(name: str, value: object, accepted: str = "an int") -> None:
 
 
 def require_number(name: str, value: object) -> None:
-    if type(value) in (float, int):  # as is common: to ask an abstract class takes longer
+    if type(value) in (float, int):  # the common case: an abstract class takes longer
         return
     is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
     if not is_number:
@@ -64,25 +64,25 @@ def require_number(name: str, value: object) -> None:
 
 
 def require_bool(name: str, value: object) -> None:
-    """Python's bool or NumPy's, which need not be installed."""
+    """Accepts Python's bool and NumPy's, which need not be installed."""
     if isinstance(value, bool):
         return
     if type(value).__module__ != "numpy" or type(value).__name__ not in ("bool", "bool_"):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
 
 
-def values_at_hand(tensor: Tensor) -> bool:
-    """Whether looking at the values is free: it would make a GPU wait, and there are none to look at while a graph is
-    traced or a transform of torch.func is active."""
+def is_host_readable(tensor: Tensor) -> bool:
+    """Whether reading the values is free. Values on a GPU need a synchronization; a traced graph and a transform of
+    torch.func have none."""
     if tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     keys, key = torch._C._dispatch_keys(tensor), torch._C.DispatchKey
     return not (keys.has(key.Python) or keys.has(key.FuncTorchBatched) or keys.has(key.FuncTorchGradWrapper))
 
 
-def is_known(condition: bool) -> bool:
-    """Whether a condition on lengths holds; False where a graph is traced for lengths on either side of it, which is
-    not cut in two for a choice that only the speed depends on."""
+def statically_true(condition: bool) -> bool:
+    """Whether a condition on lengths is known to hold. Adds no guard to a traced graph whose lengths may go either way:
+    for decisions that affect only the speed."""
     if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
@@ -99,11 +99,11 @@ def check_cu_seqlens(
     longest: tuple[str, object] | None = None,
     or_less: bool = False,
 ) -> None:
-    """Where sequences begin and end, int32 (B + 1). The values are looked at on the CPU; elsewhere the caller answers.
+    """Checks the offsets of sequences, int32 (B + 1). Their values are checked on the CPU only.
 
-    beside, whose: a tensor on whose device they must be, and its name.
-    total: how many rows or keys there are, where that is known; `or_less` lets the last sequence end before them.
-    longest: the name and value of a bound on the length of a sequence, where there is one.
+    beside, whose: a tensor on the required device, and its name.
+    total: the number of rows or keys, where known; with `or_less` the last sequence may end before it.
+    longest: the name and value of a bound on the length of a sequence, if any.
     """
     if longest is not None:
         require_count(*longest)

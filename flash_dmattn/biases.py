@@ -1,4 +1,4 @@
-"""When a bias hides a key. The compiled kernels have the same rule: csrc/cpu/scores.cpp."""
+"""The biases that hide a key. The compiled kernels have the same rule: csrc/cpu/scores.cpp."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def least(dtype: torch.dtype) -> float:
-    """The largest bias of that dtype that hides: its least finite number, of which additive masks are made."""
+    """The largest bias that hides: the least finite number of the dtype, which additive masks consist of."""
     return torch.finfo(dtype).min
 
 
 def hides(bias: Tensor) -> Tensor:
-    """bool, where the bias is -inf or the least finite number of its own dtype. NaN hides nothing: it stays NaN."""
+    """bool: whether a bias is -inf or the least finite number of its dtype. NaN does not hide; it propagates."""
     return bias <= least(bias.dtype)

@@ -1,5 +1,5 @@
-"""`python -m flash_dmattn.info` prints what is built in, and what this machine can use; with `--device` only "cuda",
-where PyTorch's current GPU is one that the CUDA kernels were built for, or "cpu"."""
+"""`python -m flash_dmattn.info` prints the build, the machine and the available backends. With `--device` it prints
+"cuda" where the CUDA kernels were built for PyTorch's current GPU, else "cpu"."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def parts_of(architecture: str) -> tuple[str, str, str]:
-    """Of an architecture as nvcc names it: sm (machine code) or compute (PTX), the version, and a letter or nothing."""
+    """Splits nvcc's name of an architecture: sm (machine code) or compute (PTX), the version, and a letter or
+    nothing."""
     return re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", architecture).groups()
 
 
 def serves(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether code for `architecture`, as nvcc names it, runs on a GPU of that compute capability."""
+    """Whether code for an architecture, in nvcc's naming, runs on a GPU of a compute capability."""
     kind, version, specific = parts_of(architecture)
     built = divmod(int(version), 10)
     if specific:
         return capability == built
-    if kind == "compute":  # PTX, which the driver compiles for any later GPU
+    if kind == "compute":  # the driver compiles PTX for any later GPU
         return capability >= built
     return capability[0] == built[0] and capability >= built
 
 
-def taken(architectures: list[str], capability: tuple[int, int]) -> str | None:
-    """Which of them the driver takes for a GPU: the latest machine code that serves it, else the latest PTX."""
+def code_for(architectures: list[str], capability: tuple[int, int]) -> str | None:
+    """The architecture whose code the driver loads on a GPU: the latest machine code that runs, else the latest PTX."""
 
     def preference(architecture: str) -> tuple[bool, int, str]:
         kind, version, specific = parts_of(architecture)
@@ -72,19 +73,19 @@ def built_architectures() -> list[str]:
 
 
 def best_device() -> str:
-    """The type of the device that the compiled kernels are fastest on here."""
-    is_served = torch.cuda.is_available() and taken(built_architectures(), torch.cuda.get_device_capability())
+    """The fastest device type on this machine for the compiled kernels."""
+    is_served = torch.cuda.is_available() and code_for(built_architectures(), torch.cuda.get_device_capability())
     return "cuda" if is_served else "cpu"
 
 
 def gpus() -> list[tuple[str, str]]:
-    """A line for each GPU, which says whether code for it was built."""
+    """A line for each GPU: whether code for it was built."""
     architectures = built_architectures()
     lines = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         text = f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}"
-        best = taken(architectures, capability)
+        best = code_for(architectures, capability)
         if best is not None:
             text += f", runs the kernels for {described_architecture(best)}"
         elif architectures:
@@ -105,7 +106,7 @@ def section(title: str, lines: list[tuple[str, str]]) -> str:
 
 
 def report() -> str:
-    """Everything, as text."""
+    """The whole report, as text."""
     machine = gpus() or [("GPU", "none that PyTorch sees")]
     return "\n\n".join(
         [
@@ -118,5 +119,5 @@ def report() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m flash_dmattn.info", description=__doc__)
-    parser.add_argument("--device", action="store_true", help="only the type of the device that serves here")
+    parser.add_argument("--device", action="store_true", help="print only the fastest device type: cuda or cpu")
     print(best_device() if parser.parse_args().device else report())

@@ -1,4 +1,4 @@
-"""The compiled module, or why there is none that can be used."""
+"""Loads the compiled module, or finds out why it cannot be used."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 NAMESPACE = "flash_dmattn"  # of the operators
 
-# Written by setup.py beside the module: one that does not load cannot say for which PyTorch it was built.
+# setup.py writes it beside the module: a module that does not load cannot report its PyTorch version.
 STAMP = Path(__file__).with_name("_C.torch")
 
 
 def load_compiled() -> tuple[ModuleType | None, str | None]:
-    """(module, None), or (None or module, why it cannot be used). Warns of a module built for another PyTorch."""
+    """(module, None), or (None or module, the reason why it is unusable). Warns about a build for another PyTorch."""
     if importlib.util.find_spec(f"{__package__}._C") is None:
         return None, "flash_dmattn's compiled module is missing; run `pip install .` in its source tree"
     built_for = STAMP.read_text().strip() if STAMP.exists() else None
@@ -35,7 +35,7 @@ def load_compiled() -> tuple[ModuleType | None, str | None]:
 
 
 def fits(built_for: str) -> bool:
-    """PyTorch changes its C++ interface between minor versions, not between patches; +cpu or +cu130 is tried."""
+    """Whether the minor versions match: PyTorch changes its C++ interface between these. Ignores +cpu and +cu130."""
     return built_for.split(".")[:2] == torch.__version__.split(".")[:2]
 
 

@@ -1,4 +1,4 @@
-"""Between padded batches and the packed rows that the variable-length functions take."""
+"""Converts between padded batches and the packed rows of the variable-length functions."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .arguments import require_count, require_device, require_integers, require_tensor, shape_of, values_at_hand
+from .arguments import is_host_readable, require_count, require_device, require_integers, require_tensor, shape_of
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The real tokens of a padded batch, one sequence after the other.
+    """Removes the padding of a batch: its real tokens, packed sequence after sequence.
 
     Args:
         hidden_states: (B, S, ...).
-        attention_mask: (B, S), bool or integer, not 0 = a real token.
+        attention_mask: (B, S), bool or integer, nonzero = a real token.
 
     Returns:
-        hidden_states: (total, ...), total being the number of real tokens.
-        indices: int64 (total), where each token stood among the B * S; `pad_input` takes them back.
-        cu_seqlens: int32 (B + 1), where each sequence begins.
+        hidden_states: (total, ...), where total is the number of real tokens.
+        indices: int64 (total), the position of each token among the B * S, for `pad_input`.
+        cu_seqlens: int32 (B + 1), the offsets of the sequences.
         max_seqlen: the longest sequence.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: no tensors, or an attention_mask that is neither bool nor integer.
+        ValueError: shapes that do not match.
+        TypeError: an argument that is no tensor, or an attention_mask that is neither bool nor integer.
         RuntimeError: tensors on different devices.
     """
     require_tensor("hidden_states", hidden_states)
@@ -44,16 +44,16 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: int) -> Tensor:
-    """The inverse of `unpad_input`: (total, ...) to (batch_size, seqlen, ...), zero where there was padding.
+    """The inverse of `unpad_input`: (total, ...) to (batch_size, seqlen, ...), with zeros as padding.
 
     Args:
         hidden_states: (total, ...).
-        indices: integers (total), the place of each token among the batch_size * seqlen.
+        indices: integers (total), the position of each token among the batch_size * seqlen.
         batch_size, seqlen: B and S.
 
     Raises:
-        ValueError: a shape that does not fit; on the CPU also indices out of range.
-        TypeError: no tensors, indices that are no integers, a size that is no int.
+        ValueError: an invalid shape; on the CPU also indices out of range.
+        TypeError: an argument that is no tensor, indices that are no integers, a size that is no int.
         RuntimeError: tensors on different devices.
     """
     require_tensor("hidden_states", hidden_states)
@@ -67,7 +67,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: i
         raise ValueError(
             f"indices must have one entry for each of the {hidden_states.shape[0]} tokens, got {shape_of(indices)}"
         )
-    if values_at_hand(indices) and indices.numel():
+    if is_host_readable(indices) and indices.numel():
         first, last = (int(bound) for bound in indices.aminmax())
         if first < 0 or last >= batch_size * seqlen:
             raise ValueError(

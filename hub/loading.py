@@ -23,7 +23,7 @@ class Extension:
         return {"torch": torch.__version__, "why_no_cuda": None}
 
     @staticmethod
-    def attend_plainly(*arguments) -> None:
+    def fast_path(*arguments) -> None:
         """No fast path: every call is dispatched in Python."""
 
     @staticmethod

@@ -69,11 +69,11 @@ def test_lists_are_made_where_they_are_short(case):
     packed = ops.pack_mask(mask, ROWS, KEYS, is_causal, None, None)
     assert torch.equal(made.mask_tiles, packed[1])
     if case in LONG:
-        assert (made.list_spans == -1).all()
+        assert (made.kv_indptr == -1).all()
         return
-    assert torch.equal(made.list_spans, whole.spans)
+    assert torch.equal(made.kv_indptr, whole.spans)
     listed = whole.keys.shape[0]
-    assert torch.equal(made.list_keys[:listed], whole.keys) and torch.equal(made.list_rows[:listed], whole.rows)
+    assert torch.equal(made.kv_indices[:listed], whole.keys) and torch.equal(made.kv_row_bits[:listed], whole.rows)
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "key bias"])
@@ -193,8 +193,8 @@ def test_percent_says_what_is_short():
 def test_what_goes_together_is_checked():
     query, key, value = on_gpu(1, ROWS, KEYS, 4, 2, 64)
     masks, options = list_mask(top_w(), True), (*(None,) * 5, 0.3, 0.0, True, False)
-    message = "mask and list_keys are given together as pack_and_list_mask returned them, .* without a dense attn_bias"
-    for bias, given in ((randn(1, 2, ROWS, KEYS), masks), (None, masks._replace(list_rows=None))):
+    message = "mask and kv_indices are given together as pack_and_list_mask returned them, .* without a dense attn_bias"
+    for bias, given in ((randn(1, 2, ROWS, KEYS), masks), (None, masks._replace(kv_row_bits=None))):
         with pytest.raises(ValueError, match=message):
             ops.attention_forward(query, key, value, bias, *given, *options)
 
@@ -202,7 +202,7 @@ def test_what_goes_together_is_checked():
 @pytest.mark.parametrize("shape", [(1, 2, 1, KEYS), (1, 2, 0, KEYS), (0, 2, ROWS, KEYS)], ids=str)
 def test_masks_without_rows_of_their_own_are_refused(shape):
     mask = torch.ones(shape, dtype=torch.bool, device="cuda")
-    with pytest.raises(ValueError, match=r"mask must have pairs, and rows of their own, got shape \("):
+    with pytest.raises(ValueError, match=r"mask must not be empty, and have a row per query row, got shape \("):
         ops.pack_and_list_mask(mask, shape[2], KEYS, False, 60)
 
 

@@ -374,34 +374,34 @@ def test_varlen(case):
 
 def backward_without_bias(kernels, lse, needs_dbias):
     """The compiled backward, called as the op calls it."""
-    tensors = (Q, torch.zeros(2, 4, 5), Q, K, V, Q, lse, kernels.MaskTensors(), None)
+    tensors = (Q, torch.zeros(2, 4, 5), Q, K, V, Q, lse, flash_dmattn.ops.MaskTensors(), None)
     return kernels.mha_bwd(*tensors, 1.0, 0.0, False, False, needs_dbias)
 
 
 STRIDED = Q.transpose(-1, -2).contiguous().transpose(-1, -2)
 COMPILED = {
     "shape": (
-        lambda k: k.mha_fwd(Q, K[:, :, :, :4], V, k.MaskTensors(), None, 1.0, 0.0, False),
+        lambda k: k.mha_fwd(Q, K[:, :, :, :4], V, flash_dmattn.ops.MaskTensors(), None, 1.0, 0.0, False),
         ValueError,
         "key must have query's head dimension 8, got 4",
     ),
     "head dimension": (
-        lambda k: k.mha_fwd(Q[..., :4], K[..., :4], V[..., :4], k.MaskTensors(), None, 1.0, 0.0, False),
+        lambda k: k.mha_fwd(Q[..., :4], K[..., :4], V[..., :4], flash_dmattn.ops.MaskTensors(), None, 1.0, 0.0, False),
         ValueError,
         "must be a multiple of 8 up to 256, got 4",
     ),
     "strides": (
-        lambda k: k.mha_fwd(STRIDED, K, V, k.MaskTensors(), None, 1.0, 0.0, False),
+        lambda k: k.mha_fwd(STRIDED, K, V, flash_dmattn.ops.MaskTensors(), None, 1.0, 0.0, False),
         ValueError,
         "query must be contiguous in its last dimension",
     ),
     "mask dtype": (
-        lambda k: k.mha_fwd(Q, K, V, k.MaskTensors(torch.ones(1, 1, 1, 7)), None, 1.0, 0.0, False),
+        lambda k: k.mha_fwd(Q, K, V, flash_dmattn.ops.MaskTensors(torch.ones(1, 1, 1, 7)), None, 1.0, 0.0, False),
         TypeError,
         r"attn_mask must be bool \(True = visible\), got float32",
     ),
     "bias shape": (
-        lambda k: k.mha_fwd(Q, K, V, k.MaskTensors(), torch.ones(1, 1, 1, 6), 1.0, 0.0, False),
+        lambda k: k.mha_fwd(Q, K, V, flash_dmattn.ops.MaskTensors(), torch.ones(1, 1, 1, 6), 1.0, 0.0, False),
         ValueError,
         "attn_bias must be .*: dimension 3 must be 1 or 7",
     ),
@@ -482,7 +482,7 @@ def test_a_dtype_that_cuda_kernels_do_not_take_is_refused_before_selection(monke
     def select(*args, **options):
         raise AssertionError("selected")
 
-    monkeypatch.setattr(flash_dmattn.interface.selection, "select", select)
+    monkeypatch.setattr(flash_dmattn.masks.selection, "select", select)
     with FakeTensorMode():
         query = torch.empty(1, 4, 2, 8, device="cuda", dtype=dtype)
         half, bias = query.half(), torch.empty(1, 2, 1, 4, device="cuda")

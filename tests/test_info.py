@@ -134,7 +134,7 @@ def test_which_gpu_code_serves(architecture, capability, expected):
     ],
 )
 def test_which_of_several_the_driver_takes(architectures, capability, expected):
-    assert info.taken(architectures.split(","), capability) == expected
+    assert info.code_for(architectures.split(","), capability) == expected
 
 
 @pytest.mark.parametrize(

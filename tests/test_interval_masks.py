@@ -11,8 +11,8 @@ from flash_dmattn import (
     create_mask,
     flash_dmattn_func,
     flash_dmattn_func_auto,
-    prefix_topk,
 )
+from flash_dmattn.masks import topk
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -297,8 +297,8 @@ def test_prefixes_of_a_permutation_on_cuda(size):
     last = torch.randint(size, (777,), dtype=torch.int32)
     wanted = (last * torch.rand(777)).int()
     arguments, levels = (values, last, wanted), (size - 1).bit_length()
-    found = prefix_topk.kth_smallest_of_prefixes(*arguments, levels)
-    assert torch.equal(prefix_topk.kth_smallest_of_prefixes(*(x.cuda() for x in arguments), levels).cpu(), found)
+    found = topk.kth_smallest_of_prefixes(*arguments, levels)
+    assert torch.equal(topk.kth_smallest_of_prefixes(*(x.cuda() for x in arguments), levels).cpu(), found)
     one = 100
     assert found[one] == values[: last[one] + 1].sort().values[wanted[one]]
 
@@ -430,7 +430,7 @@ ERRORS = {
     "rows of variable length": (
         lambda: KeyIntervalMask(*torch.zeros(2, 3, 1, dtype=torch.int32), rows=3),
         ValueError,
-        r"rows is of fixed length, got 3 with start of shape \(3, 1\)",
+        r"rows is for fixed length, got 3 with start of shape \(3, 1\)",
     ),
     "and of other rows": (
         lambda: KeyIntervalMask.causal(3, 5) & KeyIntervalMask.causal(5, 5),

@@ -15,6 +15,7 @@ from flash_dmattn import (
     flash_dmattn_varlen_func,
     ops,
 )
+from flash_dmattn.ops.list_sizes import has_row_bits
 
 TILE_ROWS = (1, 3, 32, 64, 96, 128, 192, 256, 1000)
 
@@ -34,7 +35,7 @@ def listed(lists, index):
     keys = lists.keys[begin:end]
     size = int((keys >= 0).sum())
     assert end - begin == -(-size // 64) * 64 and (keys[size:] == -1).all()
-    if not ops.has_list_rows(lists.mask.tile_rows):
+    if not has_row_bits(lists.mask.tile_rows):
         assert lists.rows.shape[0] == 0
         return keys[:size], torch.ones(32 * lists.rows.shape[1], size, dtype=torch.bool)
     assert lists.rows.shape == (lists.keys.shape[0], 4)
@@ -48,7 +49,7 @@ def check_lists(lists, dense):
     list_rows = 32 * lists.rows.shape[1]
     assert lists.spans.shape[1:] == (*dense.shape[:2], -(-dense.shape[2] // list_rows))
     assert list_rows == 64 if lists.mask.tile_rows % 128 == 64 else list_rows == 128
-    if not ops.has_list_rows(lists.mask.tile_rows):
+    if not has_row_bits(lists.mask.tile_rows):
         shared = [part.any(2, keepdim=True).expand_as(part) for part in dense.split(lists.mask.tile_rows, dim=2)]
         dense = torch.cat([*shared, dense[:, :, :0]], dim=2)
     for index in range(lists.batches * lists.heads * lists.row_tiles):
@@ -57,7 +58,7 @@ def check_lists(lists, dense):
         keys, rows = listed(lists, index)
         assert keys.tolist() == tile.any(dim=0).nonzero().flatten().tolist()
         assert torch.equal(rows[: tile.shape[0]], tile[:, keys])
-        assert not ops.has_list_rows(lists.mask.tile_rows) or not rows[tile.shape[0] :].any()
+        assert not has_row_bits(lists.mask.tile_rows) or not rows[tile.shape[0] :].any()
 
 
 @settings(deadline=None, max_examples=80)

@@ -6,7 +6,10 @@ from helpers import inputs, rand_intervals, rand_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, key_lists, ops
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
+from flash_dmattn.masks import Problem, as_mask, choice
+from flash_dmattn.masks import lists as lists_module
+from flash_dmattn.ops.list_sizes import walked_keys
 
 
 def dense_of(mask, seqlen_q, seqlen_k, is_causal):
@@ -200,11 +203,11 @@ CHOICES = {
 @pytest.mark.parametrize("case", CHOICES)
 def test_which_masks_go_by_lists_on_the_cpu(case):
     make, is_causal, by_lists = CHOICES[case]
-    mask = make()
+    mask = as_mask(make())
     keys = mask.shape[-1]
 
     def choose(mask, sparse):
-        return key_lists.choose(mask, sparse, False, keys, keys, is_causal)
+        return choice.choose(mask, sparse, False, Problem(keys, keys, is_causal))
 
     chosen = choose(mask, "auto")
     assert isinstance(chosen, KeyLists) == by_lists and (by_lists or chosen is mask)
@@ -212,24 +215,24 @@ def test_which_masks_go_by_lists_on_the_cpu(case):
     lists = choose(mask, "lists")
     assert isinstance(lists, KeyLists)
     assert choose(lists, "auto") is lists
-    assert choose(lists, "tiles") is mask
+    assert all(a is b for a, b in zip(choose(lists, "tiles").operands(), mask.operands()))
 
 
 def test_without_looking_a_bound_decides():
     short, long = (KeyIntervalMask.topk(torch.randn(1, 1, 1, 4096), w) for w in (512, 2200))
-    assert key_lists.knows_to_be_short(short, 4096, 4096, True)
-    assert not key_lists.knows_to_be_short(long, 4096, 4096, True)
-    assert key_lists.knows_to_be_short(long, 4096, 4096, False)
-    assert key_lists.knows_to_be_short(long, 1, 4096, True)
-    assert not key_lists.knows_to_be_short(KeyIntervalMask(short.start, short.end), 4096, 4096, True)
+    assert choice.estimate_short(short, Problem(4096, 4096, True))
+    assert not choice.estimate_short(long, Problem(4096, 4096, True))
+    assert choice.estimate_short(long, Problem(4096, 4096, False))
+    assert choice.estimate_short(long, Problem(1, 4096, True))
+    assert not choice.estimate_short(KeyIntervalMask(short.start, short.end), Problem(4096, 4096, True))
 
 
 def test_on_a_gpu_lists_are_for_what_is_scattered(monkeypatch):
-    monkeypatch.setattr(key_lists, "build", lambda *args: "lists")
+    monkeypatch.setattr(choice, "build_lists", lambda *args: "lists")
 
     def choose(mask, needs_gradients):
         keys = mask.shape[-1]
-        return key_lists.choose(mask.to("meta"), "auto", needs_gradients, keys, keys, True)
+        return choice.choose(mask.to("meta"), "auto", needs_gradients, Problem(keys, keys, True))
 
     scattered, window = KeyIntervalMask.topk(torch.randn(1, 1, 400), 300), KeyIntervalMask.sliding_window(400, 400, 30)
     assert choose(scattered, False) == choose(scattered & window, False) == choose(scattered, True) == "lists"
@@ -242,9 +245,9 @@ def test_on_a_gpu_lists_are_for_what_is_scattered(monkeypatch):
 @pytest.mark.parametrize("rows, keys", [(1, 1), (300, 300), (200, 700), (700, 200), (1, 50)])
 def test_walked_keys(rows, keys):
     height = min(rows, 128)
-    assert key_lists.walked_keys(rows, keys, False) == rows * keys / height
+    assert walked_keys(rows, keys, False) == rows * keys / height
     pairs = torch.ones(rows, keys).tril(keys - rows).sum().item()
-    assert key_lists.walked_keys(rows, keys, True) == pairs / height
+    assert walked_keys(rows, keys, True) == pairs / height
 
 
 def lists_of(*shape, rows=5, is_causal=False):
@@ -418,34 +421,34 @@ KERNEL_ERRORS = {
         {"intervals": torch.zeros(2, 1, 1, 6).int()},
         r"attn_mask.start must be \({B\|1}, {H\|Hkv\|1}, Sk\): dimension 2 must be 7, got shape \(1, 1, 6\)",
     ),
-    "keys without spans": ({"list_keys": torch.zeros(64).int()}, "list_keys comes with list_spans"),
+    "keys without spans": ({"kv_indices": torch.zeros(64).int()}, "kv_indices comes with kv_indptr"),
     "spans of too few dimensions": (
-        {"list_keys": torch.zeros(64).int(), "list_spans": torch.zeros(2, 3).long()},
-        r"list_spans must be contiguous .*, got shape \(2, 3\)",
+        {"kv_indices": torch.zeros(64).int(), "kv_indptr": torch.zeros(2, 3).long()},
+        r"kv_indptr must be contiguous .*, got shape \(2, 3\)",
     ),
     "spans of other heads": (
-        {"list_keys": torch.zeros(64).int(), "list_spans": torch.zeros(2, 1, 3, 1).long()},
-        "list_spans must be of 4, 2 or 1 heads, got 3",
+        {"kv_indices": torch.zeros(64).int(), "kv_indptr": torch.zeros(2, 1, 3, 1).long()},
+        "kv_indptr must be of 4, 2 or 1 heads, got 3",
     ),
     "spans of other rows": (
-        {"list_keys": torch.zeros(64).int(), "list_spans": torch.zeros(2, 1, 1, 2).long()},
-        "list_spans must be of 1 row tiles, got 2",
+        {"kv_indices": torch.zeros(64).int(), "kv_indptr": torch.zeros(2, 1, 1, 2).long()},
+        "kv_indptr must be of 1 row tiles, got 2",
     ),
     "spans beyond the keys": (
         {
-            "list_keys": torch.zeros(64).int(),
-            "list_spans": torch.tensor([0, 10**9]).view(2, 1, 1, 1),
+            "kv_indices": torch.zeros(64).int(),
+            "kv_indptr": torch.tensor([0, 10**9]).view(2, 1, 1, 1),
         },
-        "list_spans must lie within the 64 list_keys, got a list from 0 to 1000000000",
+        "kv_indptr must lie within the 64 kv_indices, got a list from 0 to 1000000000",
     ),
-    "spans without keys": ({"list_spans": torch.zeros(2, 1, 1, 1).long()}, "list_keys comes with list_spans"),
+    "spans without keys": ({"kv_indptr": torch.zeros(2, 1, 1, 1).long()}, "kv_indices comes with kv_indptr"),
     "rows of the wrong length": (
         {
-            "list_keys": torch.zeros(64).int(),
-            "list_spans": torch.zeros(2, 1, 1, 1).long(),
-            "list_rows": torch.zeros(63, 4).int(),
+            "kv_indices": torch.zeros(64).int(),
+            "kv_indptr": torch.zeros(2, 1, 1, 1).long(),
+            "kv_row_bits": torch.zeros(63, 4).int(),
         },
-        "list_rows must have shape",
+        "kv_row_bits must have shape",
     ),
 }
 
@@ -455,7 +458,7 @@ def test_the_compiled_entry_points_check_too(case):
     masks, message = KERNEL_ERRORS[case]
     kernels = ops.compiled_module()
     with pytest.raises(ValueError, match=message):
-        kernels.mha_fwd(Q, K, V, kernels.MaskTensors(**masks), None, 1.0, 0.0, False)
+        kernels.mha_fwd(Q, K, V, ops.MaskTensors(**masks), None, 1.0, 0.0, False)
 
 
 def test_the_operator_that_builds_checks_too():
@@ -471,7 +474,7 @@ def test_the_operator_that_builds_checks_too():
 @pytest.mark.parametrize("known", ["values", "totals"])
 def test_lists_take_room_for_the_sequences_that_there_are(known, monkeypatch):
     """256 sequences of 16, and a max_seqlen of 131072: 3 GB where each list could be as long as that allows."""
-    monkeypatch.setattr(key_lists, "values_at_hand", lambda tensor: known == "values")
+    monkeypatch.setattr(lists_module, "is_host_readable", lambda tensor: known == "values")
     cu = torch.arange(0, 4097, 16, dtype=torch.int32)
     mask = KeyIntervalMask.topk_varlen(torch.randn(4096, 1), 3000, cu)
     lists = KeyLists.build(mask, 131072, 131072, cu_seqlens_q=cu, cu_seqlens_k=cu)

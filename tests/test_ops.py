@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_kvpacked_func, flash_dmattn_varlen_func, ops
 from flash_dmattn.backends.compiled import FIXED
+from flash_dmattn.ops.schema import Arguments, BackwardArguments
 
 PAIRS = {
     "none": (None, None),
@@ -85,7 +86,8 @@ def test_a_bias_that_needs_no_gradient_costs_none():
         out = flash_dmattn_func(*tensors, None, torch.randn(1, 2, 9, 9, requires_grad=needed))
         with OperatorCalls() as seen:
             out.sum().backward()
-        needs_dbias += [args[-1] for name, args in seen.calls if "attention_backward" in name]
+        calls = [args for name, args in seen.calls if "attention_backward" in name]
+        needs_dbias += [BackwardArguments(*args).needs_dbias for args in calls]
     assert needs_dbias == [False, True]
 
 
@@ -103,15 +105,13 @@ def test_opcheck(case, dtype):
     mask = rand_mask(*shapes["mask"], visible=0.9) if shapes else None
     bias = torch.randn(shapes["bias"]).to(dtype).requires_grad_() if shapes else None
     query, key, value = (x.requires_grad_() for x in inputs(2, 5, 7, 4, 2, 8, dtype))
-    masks, options = (*ops.MaskTensors(mask), *FIXED), (0.3, 0.0, True, False)
-    torch.library.opcheck(
-        ops.attention_forward, (query, key, value, bias, *masks, None, *options), atol=1e-3, rtol=1e-2
-    )
+    options = (*ops.MaskTensors(mask), *FIXED, None, 0.3, 0.0, True, False)
+    torch.library.opcheck(ops.attention_forward, (query, key, value, bias, *options), atol=1e-3, rtol=1e-2)
 
     tensors = [None if x is None else x.detach() for x in (query, key, value, bias)]
-    out, lse = ops.attention_forward(*tensors, *masks, None, *options)
+    out, lse = ops.attention_forward(*tensors, *options)
     grads = torch.randn_like(out), torch.randn_like(lse)
-    backward = (*grads, *tensors, out, lse, *masks, *options, bias is not None)
+    backward = (*grads, out, lse, bias is not None, *tensors, *options)
     torch.library.opcheck(ops.attention_backward, backward, atol=1e-3, rtol=1e-2)
 
 
@@ -120,6 +120,12 @@ def test_a_dense_bias_of_one_column_is_refused():
     with pytest.raises(ValueError, match=r"attn_bias must have a column for every key, got shape \(1, 1, 70, 1\)"):
         bias = torch.zeros(1, 1, 70, 1)
         ops.attention_forward(query, key, value, bias, *ops.MaskTensors(), *FIXED, None, 0.3, 0.0, True, False)
+
+
+def test_the_arguments_in_python_are_those_of_the_schemas():
+    for operator, arguments in ((ops.attention_forward, Arguments), (ops.attention_backward, BackwardArguments)):
+        assert [argument.name for argument in operator._schema.arguments] == list(arguments._fields)
+    assert [name for name in Arguments._fields if name in ops.MaskTensors._fields] == list(ops.MaskTensors._fields)
 
 
 def test_opcheck_varlen():

@@ -14,7 +14,7 @@ from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
 )
-from flash_dmattn.backends.reference import expand_shared
+from flash_dmattn.broadcast import expand_shared
 
 BATCH, HEADS, KV_HEADS, ROWS, KEYS = 6, 4, 2, 70, 83
 needs_triton = pytest.mark.skipif(not TRITON_AVAILABLE, reason="Triton is not available")

@@ -77,9 +77,7 @@ def test_the_functions(stub, module):
             assert " ".join(ast.get_docstring(stub[name]).split()) == said
 
 
-def test_the_class_and_the_values(stub, module):
-    (constructor,) = (node for node in stub["MaskTensors"].body if isinstance(node, ast.FunctionDef))
-    assert signature(constructor, named=True) == exported(module.MaskTensors.__init__, named=True)
+def test_the_values(stub, module):
     values = [name for name in public(module) if not callable(getattr(module, name))]
     assert {name: stub[name] for name in values} == {name: type(getattr(module, name)).__name__ for name in values}
 

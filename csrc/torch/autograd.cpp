@@ -1,8 +1,11 @@
-// The operators' gradients.
+// The gradients of the attention operators.
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include <type_traits>
 
 #include "operators.h"
 
@@ -12,12 +15,13 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-OptionalTensor given(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+Tensor or_undefined(const Tensor& tensor) { return tensor; }
 Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
 
-// Whether gradients are to be made. Forward-mode tangents would be lost below, and are refused.
+// Whether autograd records the call. Forward-mode tangents would be lost below, and are refused.
 template <typename... Tensors>
-bool is_differentiated(const Tensors&... tensors) {
+bool needs_grad(const Tensors&... tensors) {
     const auto has_tangent = [](const Tensor& x) { return x.defined() && x._fw_grad(/*level=*/0).defined(); };
     const auto requires_grad = [](const Tensor& x) { return x.defined() && x.requires_grad(); };
     TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(tensors) || ...),
@@ -26,77 +30,85 @@ bool is_differentiated(const Tensors&... tensors) {
     return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
-// Tensors made in inference mode cannot be saved: nothing counts how often they are changed.
-Tensor saveable(const OptionalTensor& tensor) {
-    return tensor && tensor->is_inference() ? tensor->clone() : or_undefined(tensor);
+template <typename Field>
+constexpr bool is_tensor = std::is_same_v<Field, Tensor> || std::is_same_v<Field, OptionalTensor>;
+
+constexpr char kOptions[] = "options";  // the inputs that are no tensors, as one tuple
+
+// Saves out, lse and all inputs.
+void save(AutogradContext* ctx, const Inputs& inputs, const Tensor& out, const Tensor& lse) {
+    variable_list tensors{out, lse};
+    std::vector<c10::IValue> options;
+    for_each_field(inputs, [&](const auto& field) {
+        using Field = std::decay_t<decltype(field)>;
+        if constexpr (std::is_same_v<Field, OptionalTensor>) {
+            // Tensors made in inference mode have no version counter, and cannot be saved.
+            tensors.push_back(field && field->is_inference() ? field->clone() : or_undefined(field));
+        } else if constexpr (is_tensor<Field>) {
+            tensors.push_back(field);
+        } else {
+            options.emplace_back(field);
+        }
+    });
+    ctx->save_for_backward(std::move(tensors));
+    ctx->saved_data[kOptions] = c10::ivalue::Tuple::create(std::move(options));
 }
 
-// What the forward takes beside query, key, value and bias.
-struct Others {
-    OptionalTensor mask, mask_tiles, intervals, list_keys, list_spans, list_rows, cu_seqlens_q, cu_seqlens_k;
-    OptionalSymInt max_seqlen_q, max_seqlen_k;
-    OptionalTensor seqlens_k;
-    double softmax_scale, softcap;
-    bool is_causal, deterministic;
-};
+Inputs saved_inputs(AutogradContext* ctx, const variable_list& saved) {
+    const auto options = ctx->saved_data[kOptions].toTuple();
+    Inputs inputs;
+    size_t tensor = 2, option = 0;  // after out and lse
+    for_each_field(inputs, [&](auto& field) {
+        using Field = std::decay_t<decltype(field)>;
+        if constexpr (std::is_same_v<Field, OptionalTensor>) {
+            field = optional_of(saved[tensor++]);
+        } else if constexpr (is_tensor<Field>) {
+            field = saved[tensor++];
+        } else {
+            field = options->elements()[option++].template to<Field>();
+        }
+    });
+    return inputs;
+}
 
 class Attention : public torch::autograd::Function<Attention> {
 public:
-    static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
-                                 const OptionalTensor& bias, const Others& o) {
-        TORCH_CHECK_VALUE(!o.seqlens_k,
+    // The first four arguments are those of `inputs` that may have a gradient.
+    static variable_list forward(AutogradContext* ctx, const Tensor&, const Tensor&, const Tensor&,
+                                 const OptionalTensor&, const Inputs& inputs) {
+        TORCH_CHECK_VALUE(!inputs.seqlens_k,
                           "cache_seqlens is for inference, and has no gradients: call under torch.no_grad()");
         at::AutoDispatchBelowADInplaceOrView below;
-        const auto [out, lse] = call_attention_forward(query, key, value, bias, o.mask, o.mask_tiles, o.intervals,
-                                                       o.list_keys, o.list_spans, o.list_rows, o.cu_seqlens_q,
-                                                       o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k, o.seqlens_k,
-                                                       o.softmax_scale, o.softcap, o.is_causal, o.deterministic);
-        ctx->save_for_backward({query, key, value, or_undefined(bias), out, lse, saveable(o.mask),
-                                saveable(o.mask_tiles), saveable(o.intervals), saveable(o.list_keys),
-                                saveable(o.list_spans), saveable(o.list_rows), saveable(o.cu_seqlens_q),
-                                saveable(o.cu_seqlens_k)});
-        auto& kept = ctx->saved_data;
-        if (o.max_seqlen_q) kept["max_seqlen_q"] = *o.max_seqlen_q;
-        if (o.max_seqlen_k) kept["max_seqlen_k"] = *o.max_seqlen_k;
-        kept["softmax_scale"] = o.softmax_scale;
-        kept["softcap"] = o.softcap;
-        kept["is_causal"] = o.is_causal;
-        kept["deterministic"] = o.deterministic;
+        const auto [out, lse] = call_attention_forward(inputs);
+        save(ctx, inputs, out, lse);
         ctx->set_materialize_grads(false);
         return {out, lse};
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const variable_list saved = ctx->get_saved_variables();
-        const Tensor &query = saved[0], &key = saved[1], &value = saved[2], &bias = saved[3], &out = saved[4];
-        auto& kept = ctx->saved_data;
-        const auto length = [&](const char* name) -> OptionalSymInt {
-            const auto found = kept.find(name);
-            return found == kept.end() ? std::nullopt : OptionalSymInt(found->second.toSymInt());
-        };
-        const bool needs_dbias = bias.defined() && ctx->needs_input_grad(3);
+        const Inputs inputs = saved_inputs(ctx, saved);
+        const Tensor &out = saved[0], &lse = saved[1];
+        const bool needs_dbias = inputs.bias && ctx->needs_input_grad(3);
         const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(out);
-        const auto [dquery, dkey, dvalue, dbias] = call_attention_backward(
-            dout, given(grads[1]), query, key, value, given(bias), out, saved[5], given(saved[6]), given(saved[7]),
-            given(saved[8]), given(saved[9]), given(saved[10]), given(saved[11]), given(saved[12]), given(saved[13]),
-            length("max_seqlen_q"), length("max_seqlen_k"), kept["softmax_scale"].toDouble(),
-            kept["softcap"].toDouble(), kept["is_causal"].toBool(), kept["deterministic"].toBool(), needs_dbias);
+        const auto [dquery, dkey, dvalue, dbias] =
+            call_attention_backward(dout, optional_of(grads[1]), out, lse, needs_dbias, inputs);
         return {dquery, dkey, dvalue, needs_dbias ? dbias : Tensor(), Tensor()};
     }
 };
 
-template <typename... Rest>
-std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                   const OptionalTensor& bias, Rest... rest) {
-    if (!is_differentiated(query, key, value, or_undefined(bias))) {
+template <typename... Arguments>
+ForwardResult forward(Arguments... arguments) {
+    const Inputs inputs{std::move(arguments)...};
+    if (!needs_grad(inputs.query, inputs.key, inputs.value, or_undefined(inputs.bias))) {
         at::AutoDispatchBelowADInplaceOrView below;
-        return call_attention_forward(query, key, value, bias, rest...);
+        return call_attention_forward(inputs);
     }
-    const variable_list outputs = Attention::apply(query, key, value, bias, Others{rest...});
+    const variable_list outputs = Attention::apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs);
     return {outputs[0], outputs[1]};
 }
 
-// Gradients of gradients are refused where they are asked for, not where the first ones are made.
+// Raises where a second derivative is computed, not where the first one is.
 class Backward : public torch::autograd::Function<Backward> {
 public:
     static variable_list forward(AutogradContext*, const Tensor& dout, const OptionalTensor& dlse, const Tensor& query,
@@ -109,15 +121,16 @@ public:
     }
 };
 
-template <typename... Rest>
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& query,
-                                                    const Tensor& key, const Tensor& value, const OptionalTensor& bias,
-                                                    const Tensor& out, const Tensor& lse, Rest... rest) {
+template <typename... Arguments>
+BackwardResult backward(Tensor dout, OptionalTensor dlse, Tensor out, Tensor lse, bool needs_dbias,
+                        Arguments... arguments) {
+    const Inputs inputs{std::move(arguments)...};
     const auto run = [&] {
         at::AutoDispatchBelowADInplaceOrView below;
-        return call_attention_backward(dout, dlse, query, key, value, bias, out, lse, rest...);
+        return call_attention_backward(dout, dlse, out, lse, needs_dbias, inputs);
     };
-    if (!is_differentiated(dout, or_undefined(dlse), query, key, value, or_undefined(bias), out, lse)) return run();
+    const auto& [query, key, value, bias] = std::tie(inputs.query, inputs.key, inputs.value, inputs.bias);
+    if (!needs_grad(dout, or_undefined(dlse), query, key, value, or_undefined(bias), out, lse)) return run();
     const std::function<variable_list()> run_to_list = [&] {
         const auto [dquery, dkey, dvalue, dbias] = run();
         return variable_list{dquery, dkey, dvalue, dbias};

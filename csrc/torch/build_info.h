@@ -1,4 +1,4 @@
-// What was built, for flash_dmattn/info.py: from setup.py's definitions and scripts/generate_kernels.py's list.
+// The build, for flash_dmattn/info.py: from setup.py's definitions and the list of scripts/generate_kernels.py.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,8 +14,8 @@ namespace flash_dmattn {
 #define FLASH_DMATTN_QUOTED_(text) #text
 #define FLASH_DMATTN_QUOTED(text) FLASH_DMATTN_QUOTED_(text)
 
-// Lists are as the environment variables that choose them: "64,128", "fp16,bf16"; architectures as nvcc names its code:
-// "sm_80,sm_90,compute_90". Without CUDA kernels there is only the sentence why_no_cuda in their place.
+// Lists have the format of the environment variables that set them: "64,128", "fp16,bf16". Architectures have nvcc's
+// names: "sm_80,sm_90,compute_90". A build without CUDA kernels has the sentence why_no_cuda instead.
 inline pybind11::dict build_info() {
     pybind11::dict info;
     info["torch"] = FLASH_DMATTN_TORCH_VERSION;

@@ -19,7 +19,7 @@ int64_t dimensions_in(const char* layout) {
     return std::count(text.begin(), text.end(), ',') + 1;
 }
 
-// Sparse, mkldnn and nested tensors have no strides to go by.
+// Sparse, mkldnn and nested tensors have no strides.
 void check_dense(const char* name, const Tensor& tensor) {
     if (tensor.layout() == at::kStrided && !tensor.is_nested()) return;
     std::ostringstream kind;
@@ -33,12 +33,12 @@ void check_ndim(const char* name, const Tensor& tensor, const char* layout) {
                       layout, ", got shape ", shape_of(tensor));
 }
 
-// A dimension of a mask or bias: the sizes that it may have.
+// A dimension of a mask or bias: its accepted sizes.
 struct Dimension {
     const char* label;
     std::array<SymInt, 3> sizes;
     int count;
-    bool or_divisor = false;  // or one that divides the first of them
+    bool or_divisor = false;  // accepts divisors of the first size too
 };
 Dimension one_of(const char* label, SymInt a) { return {label, {std::move(a), 0, 0}, 1}; }
 Dimension one_of(const char* label, SymInt a, SymInt b) { return {label, {std::move(a), std::move(b), 0}, 2}; }
@@ -66,7 +66,7 @@ std::string layout_of(at::ArrayRef<Dimension> accepted) {
                       ", got shape ", shape_of(tensor));
 }
 
-// From dimension `first` of the tensor on.
+// Checks the dimensions from `first` on.
 void check_dimensions(const char* name, const Tensor& tensor, at::ArrayRef<Dimension> accepted, int64_t first = 0) {
     const auto count = static_cast<int64_t>(accepted.size());
     if (tensor.dim() - first != count) {
@@ -82,7 +82,7 @@ void check_dimensions(const char* name, const Tensor& tensor, at::ArrayRef<Dimen
     }
 }
 
-// The sizes of a mask or bias, of fixed length.
+// The dimensions of a mask or bias of fixed length.
 std::array<Dimension, 4> fixed_dimensions(const Tensor& query, const Tensor& key) {
     Dimension batch = one_of("{B|B/n|1}", query.sym_size(0), 1);
     batch.or_divisor = true;
@@ -93,34 +93,34 @@ Dimension packed_heads(const Tensor& query, const Tensor& key) {
     return one_of("{H|Hkv|1}", query.sym_size(1), key.sym_size(1), 1);
 }
 
-void check_pairs(const char* name, const Tensor& pairs, const Tensor& query, const Tensor& key,
-                 std::optional<int64_t> max_seqlen_k) {
-    check_dense(name, pairs);
+void check_scores(const char* name, const Tensor& scores, const Tensor& query, const Tensor& key,
+                  std::optional<int64_t> max_seqlen_k) {
+    check_dense(name, scores);
     if (!max_seqlen_k) {
-        check_dimensions(name, pairs, fixed_dimensions(query, key));
+        check_dimensions(name, scores, fixed_dimensions(query, key));
     } else {
-        TORCH_CHECK_VALUE(pairs.dim() == 2 || pairs.dim() == 3, name,
+        TORCH_CHECK_VALUE(scores.dim() == 2 || scores.dim() == 3, name,
                           " must be (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k), got shape ",
-                          shape_of(pairs));
-        if (pairs.dim() == 2) {
-            check_dimensions(name, pairs, {one_of("total_k", key.sym_size(0)), packed_heads(query, key)});
+                          shape_of(scores));
+        if (scores.dim() == 2) {
+            check_dimensions(name, scores, {one_of("total_k", key.sym_size(0)), packed_heads(query, key)});
         } else {
-            check_dimensions(name, pairs,
+            check_dimensions(name, scores,
                              {one_of("total_q", query.sym_size(0)), packed_heads(query, key),
                               one_of("max_seqlen_k", *max_seqlen_k)});
         }
     }
-    check_device(pairs, name, query, "query");
+    check_device(scores, name, query, "query");
 }
 
-bool is_per_key(const Tensor& pairs) { return pairs.dim() == 2 || (pairs.dim() == 4 && pairs.sym_size(2) == 1); }
+bool is_per_key(const Tensor& scores) { return scores.dim() == 2 || (scores.dim() == 4 && scores.sym_size(2) == 1); }
 
 bool is_floating(const Tensor& tensor) {
     const auto dtype = tensor.scalar_type();
     return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
 }
 
-// Whether lengths on a GPU are read back and checked too, which makes it wait: for finding out what is wrong.
+// Whether lengths on a GPU are read back and checked too, which synchronizes: a debugging aid.
 bool checks_devices() {
     static const bool checks = [] {
         const char* set = std::getenv("FLASH_DMATTN_CHECK");
@@ -129,12 +129,12 @@ bool checks_devices() {
     return checks;
 }
 
-// What is on the CPU already does not go through the dispatcher, where a transform would wrap it.
+// A CPU tensor skips the dispatcher, where a transform would wrap it.
 Tensor read_back(const Tensor& lengths) { return lengths.is_cpu() ? lengths.contiguous() : lengths.cpu().contiguous(); }
 
 }  // namespace
 
-bool values_at_hand(const Tensor& tensor) {
+bool is_host_readable(const Tensor& tensor) {
     using Key = c10::DispatchKey;
     constexpr c10::DispatchKeySet standing_in({Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper});
     if (tensor.key_set().has_any(standing_in)) return false;
@@ -192,7 +192,7 @@ void check_kernels(const Tensor& query) {
 
 void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k) {
     TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, "attn_mask must be bool (True = visible), got ", dtype_of(mask));
-    check_pairs("attn_mask", mask, query, key, max_seqlen_k);
+    check_scores("attn_mask", mask, query, key, max_seqlen_k);
 }
 
 void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor& key, bool varlen) {
@@ -211,7 +211,7 @@ void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor&
 }
 
 void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k) {
-    check_pairs("attn_bias", bias, query, key, max_seqlen_k);
+    check_scores("attn_bias", bias, query, key, max_seqlen_k);
     const auto dtype = bias.scalar_type();
     if (dtype == query.scalar_type()) return;
     const bool half = query.scalar_type() != at::kFloat;
@@ -230,7 +230,7 @@ void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor&
     check_device(seqlens_k, "cache_seqlens", query, "query");
     TORCH_CHECK_VALUE(seqlens_k.sym_size(0) == query.sym_size(0), "cache_seqlens must have query's batch size ",
                       query.sym_size(0), ", got ", seqlens_k.sym_size(0));
-    if (!values_at_hand(seqlens_k)) return;
+    if (!is_host_readable(seqlens_k)) return;
     const Tensor lengths = read_back(seqlens_k);
     for (const int32_t length : at::ArrayRef<int32_t>(lengths.const_data_ptr<int32_t>(), lengths.numel())) {
         TORCH_CHECK_VALUE(length >= 0 && length <= key.sym_size(1), "cache_seqlens must be from 0 to the ",
@@ -244,7 +244,7 @@ void check_cu_seqlens(const CuSeqlens& given) {
     if (given.beside != nullptr) check_device(given.tensor, given.name, *given.beside, given.whose);
     TORCH_CHECK_VALUE(given.tensor.sym_size(0) >= 1, given.name, " must have B + 1 elements, at least 1, got ",
                       given.tensor.sym_size(0));
-    if (!values_at_hand(given.tensor)) return;
+    if (!is_host_readable(given.tensor)) return;
     const Tensor offsets = read_back(given.tensor);
     const at::ArrayRef<int32_t> at(offsets.const_data_ptr<int32_t>(), offsets.numel());
     int64_t longest = 0, shortest = 0;

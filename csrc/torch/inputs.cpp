@@ -14,7 +14,7 @@ void set_sequences(AttentionParams& p, const Tensor& cu_seqlens_q, const Tensor&
     p.cu_seqlens_k = cu_seqlens_k.const_data_ptr<int32_t>();
 }
 
-// max_seqlen may be far above any sequence. On the CPU, where the lengths are at hand, work and memory go by these.
+// max_seqlen may be far above any sequence. On the CPU the lengths are readable, and bound the work and the memory.
 int64_t longest_sequence(const Tensor& cu_seqlens, int64_t max_seqlen) {
     if (!cu_seqlens.is_cpu()) return max_seqlen;
     const auto* at = cu_seqlens.const_data_ptr<int32_t>();
@@ -23,57 +23,57 @@ int64_t longest_sequence(const Tensor& cu_seqlens, int64_t max_seqlen) {
     return longest;
 }
 
-// How many batch elements, one after the other, share one of `batches`.
+// The number of consecutive batch elements that share one of `batches`.
 int64_t sharers(const AttentionParams& p, int64_t batches) {
     return p.cu_seqlens_q != nullptr || batches == 0 ? 1 : p.batch / batches;
 }
 
-KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, const Tensor& query) {
-    TORCH_CHECK_VALUE(masks.list_keys && masks.list_spans, "list_keys comes with list_spans");
-    if (masks.mask) {
-        TORCH_CHECK_VALUE(!query.is_cpu(),
-                          "mask and list_keys cannot both be given: the lists say what a bool mask does");
+KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
+    const Tensor& query = in.query;
+    TORCH_CHECK_VALUE(in.kv_indices && in.kv_indptr, "kv_indices comes with kv_indptr");
+    if (in.mask) {
+        TORCH_CHECK_VALUE(!query.is_cpu(), "mask and kv_indices cannot both be given on the CPU");
         TORCH_CHECK_VALUE(
-            p.cu_seqlens_q == nullptr && p.bias.kind != BiasKind::kDense && masks.list_rows,
-            "mask and list_keys are given together as pack_and_list_mask returned them, of fixed length and "
+            p.cu_seqlens_q == nullptr && p.bias.kind != BiasKind::kDense && in.kv_row_bits,
+            "mask and kv_indices are given together as pack_and_list_mask returned them, of fixed length and "
             "without a dense attn_bias");
     }
-    const Tensor &keys = *masks.list_keys, &spans = *masks.list_spans;
+    const Tensor &keys = *in.kv_indices, &spans = *in.kv_indptr;
     TORCH_CHECK_VALUE(spans.dim() == 4 && spans.size(0) == 2 && spans.is_contiguous(),
-                      "list_spans must be contiguous (2, {B|B/n|1}, {H|Hkv|1}, row tiles), got shape ", shape_of(spans),
+                      "kv_indptr must be contiguous (2, {B|B/n|1}, {H|Hkv|1}, row tiles), got shape ", shape_of(spans),
                       " and strides ", spans.strides());
-    check_dtype(spans, "list_spans", at::kLong);
+    check_dtype(spans, "kv_indptr", at::kLong);
     KeyListsView view;
     view.batches = spans.size(1);
     view.heads = spans.size(2);
-    view.row_broadcast = !masks.intervals && !masks.list_rows;
-    if (masks.list_rows) {
-        TORCH_CHECK_VALUE(masks.list_rows->dim() == 2 &&
-                              (masks.list_rows->size(1) == KeyListsView::kRows / 32 ||
-                               (masks.list_rows->size(0) == 0 && masks.list_rows->size(1) == KeyListsView::kRows / 64)),
-                          "list_rows must be (capacity, ", KeyListsView::kRows / 32,
+    view.row_broadcast = !in.intervals && !in.kv_row_bits;
+    if (in.kv_row_bits) {
+        TORCH_CHECK_VALUE(in.kv_row_bits->dim() == 2 &&
+                              (in.kv_row_bits->size(1) == KeyListsView::kRows / 32 ||
+                               (in.kv_row_bits->size(0) == 0 && in.kv_row_bits->size(1) == KeyListsView::kRows / 64)),
+                          "kv_row_bits must be (capacity, ", KeyListsView::kRows / 32,
                           "), or where every row of a list sees "
                           "its keys (0, a 32nd of its rows), got shape ",
-                          shape_of(*masks.list_rows));
-        view.tile_rows = masks.list_rows->size(1) * 32;
+                          shape_of(*in.kv_row_bits));
+        view.tile_rows = in.kv_row_bits->size(1) * 32;
     }
     const int64_t num_m_blocks = view.row_broadcast ? 1 : (p.seqlen_q + view.tile_rows - 1) / view.tile_rows;
-    const bool varlen = p.cu_seqlens_q != nullptr;  // the lists may have been made for longer sequences than there are
+    const bool varlen = p.cu_seqlens_q != nullptr;  // the lists may have been built for longer sequences
     view.num_m_blocks = spans.size(3);
     TORCH_CHECK_VALUE(view.batches == p.batch || (view.batches > 0 && p.batch % view.batches == 0),
-                      "list_spans must be of ", p.batch, " batch elements or a number that divides them, got ",
+                      "kv_indptr must be of ", p.batch, " batch elements or a number that divides them, got ",
                       view.batches);
     view.batch_group_size = sharers(p, view.batches);
-    TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "list_spans must be of ",
+    TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "kv_indptr must be of ",
                       p.heads, ", ", p.kv_heads, " or 1 heads, got ", view.heads);
     TORCH_CHECK_VALUE(view.num_m_blocks == num_m_blocks || (varlen && view.num_m_blocks > num_m_blocks),
-                      "list_spans must be of ", varlen ? "at least " : "", num_m_blocks, " row tiles, got ",
+                      "kv_indptr must be of ", varlen ? "at least " : "", num_m_blocks, " row tiles, got ",
                       view.num_m_blocks);
-    check_shape(keys, "list_keys", {keys.numel()});
-    check_dtype(keys, "list_keys", at::kInt);
-    check_last_contiguous(keys, "list_keys");
-    check_device(keys, "list_keys", query, "query");
-    check_device(spans, "list_spans", query, "query");
+    check_shape(keys, "kv_indices", {keys.numel()});
+    check_dtype(keys, "kv_indices", at::kInt);
+    check_last_contiguous(keys, "kv_indices");
+    check_device(keys, "kv_indices", query, "query");
+    check_device(spans, "kv_indptr", query, "query");
     view.keys = keys.const_data_ptr<int32_t>();
     view.capacity = keys.numel();
     view.begins = spans.const_data_ptr<int64_t>();
@@ -82,21 +82,21 @@ KeyListsView lists_view(const MaskTensors& masks, const AttentionParams& p, cons
     view.longest = lists > 0 ? keys.numel() / lists : 0;
     for (int64_t list = 0; spans.is_cpu() && list < lists; ++list) {
         const int64_t begin = view.begins[list], end = view.ends[list];
-        TORCH_CHECK_VALUE(0 <= begin && begin <= end && end <= view.capacity, "list_spans must lie within the ",
-                          view.capacity, " list_keys, got a list from ", begin, " to ", end);
+        TORCH_CHECK_VALUE(0 <= begin && begin <= end && end <= view.capacity, "kv_indptr must lie within the ",
+                          view.capacity, " kv_indices, got a list from ", begin, " to ", end);
     }
-    if (masks.list_rows && masks.list_rows->size(0) > 0) {
-        const Tensor& rows = *masks.list_rows;
-        check_shape(rows, "list_rows", {keys.numel(), KeyListsView::kRows / 32});
-        check_dtype(rows, "list_rows", at::kInt);
-        check_device(rows, "list_rows", query, "query");
-        TORCH_CHECK_VALUE(rows.is_contiguous(), "list_rows must be contiguous, got strides ", rows.strides());
+    if (in.kv_row_bits && in.kv_row_bits->size(0) > 0) {
+        const Tensor& rows = *in.kv_row_bits;
+        check_shape(rows, "kv_row_bits", {keys.numel(), KeyListsView::kRows / 32});
+        check_dtype(rows, "kv_row_bits", at::kInt);
+        check_device(rows, "kv_row_bits", query, "query");
+        TORCH_CHECK_VALUE(rows.is_contiguous(), "kv_row_bits must be contiguous, got strides ", rows.strides());
         view.rows = reinterpret_cast<const uint32_t*>(rows.const_data_ptr<int32_t>());
     }
     return view;
 }
 
-// The sequences of what a list is made from: `whose` is `beside`, which holds so many rows or keys, where that is known.
+// Checks the sequences of a list's source. `beside`, named `whose`, holds total_q rows or total_k keys, where known.
 void check_and_set_sequences(AttentionParams& p, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                              const Tensor& beside, const char* whose, std::optional<int64_t> total_q,
                              std::optional<int64_t> total_k) {
@@ -138,43 +138,53 @@ IndexView index_view(const Tensor& indices, int64_t tile_rows) {
     return view;
 }
 
+OptionalVarlen varlen_of(const Inputs& in) {
+    const bool some = in.cu_seqlens_q || in.cu_seqlens_k || in.max_seqlen_q || in.max_seqlen_k;
+    const bool all = in.cu_seqlens_q && in.cu_seqlens_k && in.max_seqlen_q && in.max_seqlen_k;
+    TORCH_CHECK_VALUE(some == all, "cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k come together");
+    if (!all) return std::nullopt;
+    return Varlen{*in.cu_seqlens_q, *in.cu_seqlens_k, in.max_seqlen_q->guard_int(__FILE__, __LINE__),
+                  in.max_seqlen_k->guard_int(__FILE__, __LINE__)};
+}
+
 }  // namespace
 
 void fill(AttentionParams& p, const Inputs& in) {
     const Tensor &query = in.query, &key = in.key, &value = in.value;
-    const bool varlen = in.is_varlen();
-    const std::optional<int64_t> max_seqlen_k = varlen ? std::optional(in.varlen->max_seqlen_k) : std::nullopt;
+    const OptionalVarlen sequences = varlen_of(in);
+    const bool varlen = sequences.has_value();
+    const std::optional<int64_t> max_seqlen_k = varlen ? std::optional(sequences->max_seqlen_k) : std::nullopt;
     check_rows(query, key, value, varlen);
     TORCH_CHECK_VALUE(query.size(-1) % 8 == 0, "query's head dimension must be a multiple of 8 up to 256, got ",
                       query.size(-1));
     for (const auto& [tensor, name] : {std::pair(&query, "query"), std::pair(&key, "key"), std::pair(&value, "value")})
         check_last_contiguous(*tensor, name);
     if (varlen) {
-        check_varlen(*in.varlen, query, key);
-        set_sequences(p, in.varlen->cu_seqlens_q, in.varlen->cu_seqlens_k);
+        check_varlen(*sequences, query, key);
+        set_sequences(p, sequences->cu_seqlens_q, sequences->cu_seqlens_k);
     }
 
-    p.batch = varlen ? in.varlen->cu_seqlens_q.numel() - 1 : query.size(0);
-    p.seqlen_q = varlen ? longest_sequence(in.varlen->cu_seqlens_q, in.varlen->max_seqlen_q) : query.size(1);
-    p.seqlen_k = varlen ? longest_sequence(in.varlen->cu_seqlens_k, in.varlen->max_seqlen_k) : key.size(1);
+    p.batch = varlen ? sequences->cu_seqlens_q.numel() - 1 : query.size(0);
+    p.seqlen_q = varlen ? longest_sequence(sequences->cu_seqlens_q, sequences->max_seqlen_q) : query.size(1);
+    p.seqlen_k = varlen ? longest_sequence(sequences->cu_seqlens_k, sequences->max_seqlen_k) : key.size(1);
     p.total_q = varlen ? query.size(0) : p.batch * p.seqlen_q;
     p.total_k = varlen ? key.size(0) : p.batch * p.seqlen_k;
     p.heads = query.size(-2);
     p.kv_heads = key.size(-2);
     p.head_dim = query.size(-1);
     p.dtype = data_type(query);
-    p.softmax_scale = in.options.softmax_scale;
-    p.softcap = in.options.softcap;
-    p.is_causal = in.options.is_causal;
+    p.softmax_scale = in.softmax_scale;
+    p.softcap = in.softcap;
+    p.is_causal = in.is_causal;
     p.query = rows_view(query, varlen);
     p.key = rows_view(key, varlen);
     p.value = rows_view(value, varlen);
 
     if (in.seqlens_k) {
-        TORCH_CHECK_VALUE(!varlen, "cache_seqlens is of fixed length; of variable length cu_seqlens_k says it");
+        TORCH_CHECK_VALUE(!varlen, "cache_seqlens is for fixed length; cu_seqlens_k holds the lengths of sequences");
         check_seqlens_k(*in.seqlens_k, query, key);
         check_last_contiguous(*in.seqlens_k, "cache_seqlens");
-        p.seqlens_k = in.seqlens_k->const_data_ptr<int32_t>();
+        p.seqused_k = in.seqlens_k->const_data_ptr<int32_t>();
     }
     if (in.bias) {
         check_bias(*in.bias, query, key, max_seqlen_k);
@@ -183,26 +193,25 @@ void fill(AttentionParams& p, const Inputs& in) {
         TORCH_CHECK_VALUE(varlen || in.bias->size(-1) == p.seqlen_k,
                           "attn_bias must have a column for every key, got shape ", shape_of(*in.bias));
     }
-    const MaskTensors& masks = in.masks;
-    TORCH_CHECK_VALUE(!masks.mask || !masks.intervals, "mask and intervals cannot both be given");
-    if (masks.mask && query.is_cpu()) {
-        check_mask(*masks.mask, query, key, max_seqlen_k);
-        p.mask = score_view(*masks.mask);
+    TORCH_CHECK_VALUE(!in.mask || !in.intervals, "mask and intervals cannot both be given");
+    if (in.mask && query.is_cpu()) {
+        check_mask(*in.mask, query, key, max_seqlen_k);
+        p.mask = score_view(*in.mask);
         p.mask.batch_group_size = sharers(p, p.mask.batches);
-    } else if (masks.mask) {
-        TORCH_CHECK_TYPE(masks.mask->scalar_type() == at::kInt && masks.mask_tiles,
-                         "on CUDA mask and mask_tiles must be what pack_mask returned, got ", dtype_of(*masks.mask));
-        check_device(*masks.mask, "mask", query, "query");
-        check_device(*masks.mask_tiles, "mask_tiles", query, "query");
-        TORCH_CHECK_VALUE(masks.mask->dim() == 3 || masks.mask->dim() == 4,
-                          "mask must be what pack_mask returned, got shape ", shape_of(*masks.mask));
-        p.mask = pair_sizes(masks.mask->sizes());
+    } else if (in.mask) {
+        TORCH_CHECK_TYPE(in.mask->scalar_type() == at::kInt && in.mask_tiles,
+                         "on CUDA mask and mask_tiles must be what pack_mask returned, got ", dtype_of(*in.mask));
+        check_device(*in.mask, "mask", query, "query");
+        check_device(*in.mask_tiles, "mask_tiles", query, "query");
+        TORCH_CHECK_VALUE(in.mask->dim() == 3 || in.mask->dim() == 4,
+                          "mask must be what pack_mask returned, got shape ", shape_of(*in.mask));
+        p.mask = score_sizes(in.mask->sizes());
     }
-    if (masks.intervals) {
-        check_intervals(*masks.intervals, query, key, varlen);
-        p.intervals = interval_view(*masks.intervals);
+    if (in.intervals) {
+        check_intervals(*in.intervals, query, key, varlen);
+        p.intervals = interval_view(*in.intervals);
     }
-    if (masks.list_keys || masks.list_spans || masks.list_rows) p.lists = lists_view(masks, p, query);
+    if (in.kv_indices || in.kv_indptr || in.kv_row_bits) p.lists = lists_view(in, p);
 }
 
 AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& intervals, int64_t seqlen_q,
@@ -213,33 +222,33 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
     const bool varlen = cu_seqlens_q.has_value();
     TORCH_CHECK_VALUE(mask || (intervals->dim() > 0 && intervals->size(0) == 2),
                       "intervals must be (2, ...), got shape ", shape_of(mask ? *mask : *intervals));
-    const Tensor pairs = mask ? *mask : (*intervals)[0];
-    check_dtype(pairs, mask ? "mask" : "intervals", mask ? at::kBool : at::kInt);
-    const int64_t dims = pairs.dim();
+    const Tensor scores = mask ? *mask : (*intervals)[0];
+    check_dtype(scores, mask ? "mask" : "intervals", mask ? at::kBool : at::kInt);
+    const int64_t dims = scores.dim();
     TORCH_CHECK_VALUE(mask ? (varlen ? dims == 2 || dims == 3 : dims == 4) : dims == (varlen ? 2 : 3),
                       mask ? "mask" : "intervals", " has the wrong number of dimensions, got shape ",
                       shape_of(mask ? *mask : *intervals));
     AttentionParams p;
-    p.batch = varlen ? cu_seqlens_q->numel() - 1 : pairs.size(0);
-    p.heads = p.kv_heads = pairs.size(1);
+    p.batch = varlen ? cu_seqlens_q->numel() - 1 : scores.size(0);
+    p.heads = p.kv_heads = scores.size(1);
     p.seqlen_q = seqlen_q;
     p.seqlen_k = seqlen_k;
     p.is_causal = is_causal;
     if (varlen) {
-        const auto total = [&](bool is_first) { return is_first ? std::optional(pairs.size(0)) : std::nullopt; };
-        check_and_set_sequences(p, cu_seqlens_q, cu_seqlens_k, pairs, mask ? "mask" : "intervals", total(dims == 3),
+        const auto total = [&](bool is_first) { return is_first ? std::optional(scores.size(0)) : std::nullopt; };
+        check_and_set_sequences(p, cu_seqlens_q, cu_seqlens_k, scores, mask ? "mask" : "intervals", total(dims == 3),
                                 total(dims == 2));
     }
     const auto fits = [](int64_t size, int64_t whole) { return size == whole || size == 1; };
     if (mask) {
-        const bool whole = dims == 4   ? fits(pairs.size(2), seqlen_q) && fits(pairs.size(3), seqlen_k)
-                           : dims == 3 ? pairs.size(2) == seqlen_k
+        const bool whole = dims == 4   ? fits(scores.size(2), seqlen_q) && fits(scores.size(3), seqlen_k)
+                           : dims == 3 ? scores.size(2) == seqlen_k
                                        : true;
         TORCH_CHECK_VALUE(whole, "mask must be of ", seqlen_q, " rows and ", seqlen_k, " keys, got shape ",
                           shape_of(*mask));
-        p.mask = score_view(pairs);
+        p.mask = score_view(scores);
     } else {
-        TORCH_CHECK_VALUE(varlen || pairs.size(2) == seqlen_k, "intervals must be of ", seqlen_k, " keys, got shape ",
+        TORCH_CHECK_VALUE(varlen || scores.size(2) == seqlen_k, "intervals must be of ", seqlen_k, " keys, got shape ",
                           shape_of(*intervals));
         p.intervals = interval_view(*intervals);
     }
@@ -249,7 +258,7 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
 IndexListsParams index_params(const Tensor& indices, const OptionalTensor& intervals, int64_t tile_rows,
                               int64_t seqlen_q, int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
                               const OptionalTensor& cu_seqlens_k) {
-    constexpr int64_t kMaxIndices = (int64_t{1} << 24) - 1;  // of a row: those of a list are counted in 32 bits
+    constexpr int64_t kMaxIndices = (int64_t{1} << 24) - 1;  // in a row: a list counts its indices in 32 bits
     check_lengths(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
     const bool varlen = cu_seqlens_q.has_value();
     check_dtype(indices, "indices", at::kInt);
@@ -280,7 +289,7 @@ IndexListsParams index_params(const Tensor& indices, const OptionalTensor& inter
                               (varlen || intervals->size(3) == seqlen_k),
                           "intervals must be starts and ends of ", seqlen_k, " keys, got shape ", shape_of(*intervals));
         p.intervals = interval_view(*intervals);
-        // The lists are for all batch elements and heads of either.
+        // The lists serve all batch elements and heads of both.
         p.heads = std::max(p.heads, p.intervals.heads);
         if (!varlen) p.batch = p.indices.batches == 1 ? p.intervals.batches : p.indices.batches;
     }

@@ -1,76 +1,42 @@
-// The operators' schemas, and what runs them on each device. Their gradients are in autograd.cpp, their fakes, by which
-// graphs are traced, in flash_dmattn/ops.py.
+// The schemas of the operators, and their kernels by device. Gradients are in autograd.cpp, the fakes for tracing
+// graphs in flash_dmattn/ops/fakes.py.
 #include <torch/library.h>
 
-#include "attention.h"
-#include "cuda.h"
+#include <string>
+
+#include "cuda_backend.h"
 #include "lists.h"
+#include "mha.h"
+#include "operators.h"
 
 namespace flash_dmattn {
 namespace {
 
-using OptionalInt = std::optional<int64_t>;
-
-OptionalVarlen varlen_of(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                         OptionalInt max_seqlen_q, OptionalInt max_seqlen_k) {
-    const bool some = cu_seqlens_q || cu_seqlens_k || max_seqlen_q || max_seqlen_k;
-    const bool all = cu_seqlens_q && cu_seqlens_k && max_seqlen_q && max_seqlen_k;
-    TORCH_CHECK_VALUE(some == all, "cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k come together");
-    return all ? OptionalVarlen(Varlen{*cu_seqlens_q, *cu_seqlens_k, *max_seqlen_q, *max_seqlen_k}) : std::nullopt;
+template <typename... Arguments>
+ForwardResult attention_forward(Arguments... arguments) {
+    return mha_fwd(Inputs{std::move(arguments)...});
 }
 
-std::tuple<Tensor, Tensor> attention_forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& bias, const OptionalTensor& mask,
-    const OptionalTensor& mask_tiles, const OptionalTensor& intervals, const OptionalTensor& list_keys,
-    const OptionalTensor& list_spans, const OptionalTensor& list_rows, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
-    const OptionalTensor& seqlens_k, double softmax_scale, double softcap, bool is_causal, bool /*deterministic*/) {
-    const auto varlen = varlen_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
-    return forward({query,
-                    key,
-                    value,
-                    bias,
-                    {mask, mask_tiles, intervals, list_keys, list_spans, list_rows},
-                    varlen,
-                    seqlens_k,
-                    {softmax_scale, softcap, is_causal}});
+template <typename... Arguments>
+BackwardResult attention_backward(Tensor dout, OptionalTensor dlse, Tensor out, Tensor lse, bool needs_dbias,
+                                  Arguments... arguments) {
+    return mha_bwd(dout, dlse, out, lse, needs_dbias, Inputs{std::move(arguments)...});
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& dout, const OptionalTensor& dlse, const Tensor& query, const Tensor& key, const Tensor& value,
-    const OptionalTensor& bias, const Tensor& out, const Tensor& lse, const OptionalTensor& mask,
-    const OptionalTensor& mask_tiles, const OptionalTensor& intervals, const OptionalTensor& list_keys,
-    const OptionalTensor& list_spans, const OptionalTensor& list_rows, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, double softmax_scale,
-    double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
-    const auto varlen = varlen_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
-    return backward(dout, dlse,
-                    {query,
-                     key,
-                     value,
-                     bias,
-                     {mask, mask_tiles, intervals, list_keys, list_spans, list_rows},
-                     varlen,
-                     std::nullopt,
-                     {softmax_scale, softcap, is_causal}},
-                    out, lse, deterministic, needs_dbias);
+// ", Tensor query, Tensor key, ..."
+std::string schema_arguments() {
+#define FLASH_DMATTN_SCHEMA(schema, type, name) ", " schema " " #name
+    return "" FLASH_DMATTN_ARGUMENTS(FLASH_DMATTN_SCHEMA);
+#undef FLASH_DMATTN_SCHEMA
 }
 
 }  // namespace
 
 TORCH_LIBRARY(flash_dmattn, m) {
-    m.def(
-        "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? mask_tiles, "
-        "Tensor? intervals, Tensor? list_keys, Tensor? list_spans, Tensor? list_rows, Tensor? cu_seqlens_q, "
-        "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? seqlens_k, float softmax_scale, "
-        "float softcap, bool is_causal, bool deterministic) -> (Tensor, Tensor)");
-    m.def(
-        "attention_backward(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor "
-        "out, "
-        "Tensor lse, Tensor? mask, Tensor? mask_tiles, Tensor? intervals, Tensor? list_keys, Tensor? list_spans, "
-        "Tensor? list_rows, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-        "float softmax_scale, float softcap, bool is_causal, bool deterministic, bool needs_dbias) "
-        "-> (Tensor, Tensor, Tensor, Tensor)");
+    m.def(("attention_forward(" + schema_arguments().substr(2) + ") -> (Tensor, Tensor)").c_str());
+    m.def(("attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool needs_dbias" +
+           schema_arguments() + ") -> (Tensor, Tensor, Tensor, Tensor)")
+              .c_str());
     m.def(
         "build_key_lists(Tensor? mask, Tensor? intervals, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, "
         "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? keys_per_row, SymInt? limit) -> (Tensor, Tensor, Tensor)");
@@ -91,16 +57,16 @@ TORCH_LIBRARY(flash_dmattn, m) {
 }
 
 TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
-    m.impl("attention_forward", attention_forward);
-    m.impl("attention_backward", attention_backward);
+    m.impl("attention_forward", static_cast<ForwardOperator*>(attention_forward));
+    m.impl("attention_backward", static_cast<BackwardOperator*>(attention_backward));
     m.impl("build_key_lists", build_key_lists);
     m.impl("index_key_lists", index_key_lists);
 }
 
-// Where the CUDA kernels were not built, these say so.
+// In a build without CUDA kernels these raise an error (no_cuda.cpp).
 TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
-    m.impl("attention_forward", attention_forward);
-    m.impl("attention_backward", attention_backward);
+    m.impl("attention_forward", static_cast<ForwardOperator*>(attention_forward));
+    m.impl("attention_backward", static_cast<BackwardOperator*>(attention_backward));
     m.impl("build_key_lists", build_key_lists);
     m.impl("index_key_lists", index_key_lists);
     m.impl("pack_mask", pack_mask);

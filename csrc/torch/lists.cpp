@@ -9,7 +9,7 @@
 
 #include "cpu/index_lists.h"
 #include "cpu/key_lists.h"
-#include "cuda.h"
+#include "cuda_backend.h"
 
 namespace flash_dmattn {
 namespace {
@@ -89,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor> index_key_lists(const Tensor& indices, const 
                                                    const OptionalTensor& cu_seqlens_k) {
     const IndexListsParams p =
         index_params(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
-    if (values_at_hand(indices)) check_indices(indices, tile_rows, seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
+    if (is_host_readable(indices)) check_indices(indices, tile_rows, seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
     const IndexListsPlan plan = plan_index_lists(p);
     const auto ints = indices.options().dtype(at::kInt), longs = indices.options().dtype(at::kLong);
     const Tensor keys = at::empty({plan.capacity}, ints);

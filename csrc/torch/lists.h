@@ -1,4 +1,4 @@
-// Lists of keys: what depends on the mask alone.
+// Builders of key lists, which depend on the mask only.
 #pragma once
 
 #include <tuple>
@@ -7,23 +7,23 @@
 
 namespace flash_dmattn {
 
-// (keys, spans, rows) of the lists of a mask's keys, in the forms of MaskTensors; rows is empty but for a bool mask whose
-// rows differ.
-// keys_per_row: of intervals, a bound: no n rows that follow each other see more than keys_per_row + n - 1 keys. Without
-//     one the lists' total length is read back from the device. A bound that is too small is an error on the CPU;
-//     elsewhere, where looking would make the device wait, it cuts lists short.
-// limit: without a bound, the total length beyond which the lists are of no use: they then come back empty.
+// (kv_indices, kv_indptr, kv_row_bits) of a mask's lists. kv_row_bits is empty except for a bool mask whose rows
+// differ. keys_per_row: for intervals, a bound: no n consecutive rows see more than keys_per_row + n - 1 keys. Without
+// a bound
+//     the total length of the lists is read back from the device. Too small a bound is an error on the CPU; on CUDA it
+//     truncates the lists.
+// limit: without a bound, the total length beyond which empty lists are returned.
 std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, const OptionalTensor& intervals,
                                                    int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                                    const OptionalTensor& cu_seqlens_q,
                                                    const OptionalTensor& cu_seqlens_k,
                                                    std::optional<int64_t> keys_per_row, std::optional<int64_t> limit);
 
-// The same of what an indexer has chosen: places of keys, int32 ({B|B/n|1}, {H|Hkv|1}, rows, k), a row of them for each
-// `tile_rows` query rows; of variable length (total_q, {H|Hkv|1}, k) too, where tile_rows is 1. Counted from the sequence's
-// first key, -1 for none. rows is empty where every row of a list sees all of its keys (see MaskTensors); `intervals`, where
-// they are given, must then be given to the attention too, else they have been heeded. Nothing is read back from the
-// device: indices out of range are an error on the CPU and none elsewhere, but with FLASH_DMATTN_CHECK=1.
+// The lists of an indexer's keys: positions from the sequence's first key, int32 ({B|B/n|1}, {H|Hkv|1}, rows, k), one
+// row for each `tile_rows` query rows, -1 for none; for variable length also (total_q, {H|Hkv|1}, k), with tile_rows 1.
+// kv_row_bits is empty where every row of a list sees all its keys: attention then needs the `intervals` too. Otherwise
+// the bits include them. Reads nothing back: an index out of range is an error on the CPU, and on CUDA with
+// FLASH_DMATTN_CHECK=1.
 std::tuple<Tensor, Tensor, Tensor> index_key_lists(const Tensor& indices, const OptionalTensor& intervals,
                                                    int64_t tile_rows, int64_t seqlen_q, int64_t seqlen_k,
                                                    bool is_causal, const OptionalTensor& cu_seqlens_q,

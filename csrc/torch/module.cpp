@@ -1,5 +1,5 @@
-// The Python module: the checks, by which every backend's inputs go, and the four entry points of the kernels. The
-// operators that PyTorch sees are registered by library.cpp when it is loaded.
+// The Python module: the checks of every backend's inputs, the fast path of a plain call, and the four entry points of
+// the kernels. Loading it registers the operators (library.cpp).
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -10,8 +10,8 @@
 #include <limits>
 #include <string>
 
-#include "attention.h"
 #include "build_info.h"
+#include "mha.h"
 #include "operators.h"
 
 namespace flash_dmattn {
@@ -19,7 +19,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Arguments come as they are: what is no tensor is refused by name.
+// Raises a TypeError that names the argument where `object` is no tensor.
 Tensor tensor_of(const char* name, py::handle object) {
     if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr());
     throw py::type_error(std::string(name) + " must be a torch.Tensor, got " + Py_TYPE(object.ptr())->tp_name);
@@ -28,8 +28,8 @@ OptionalTensor optional_tensor_of(const char* name, py::handle object) {
     return object.is_none() ? std::nullopt : OptionalTensor(tensor_of(name, object));
 }
 
-void check_pairs(const Tensor& query, const Tensor& key, py::handle mask, py::handle intervals, py::handle bias,
-                 std::optional<int64_t> max_seqlen_k) {
+void check_scores(const Tensor& query, const Tensor& key, py::handle mask, py::handle intervals, py::handle bias,
+                  std::optional<int64_t> max_seqlen_k) {
     if (!mask.is_none()) check_mask(tensor_of("attn_mask", mask), query, key, max_seqlen_k);
     if (!intervals.is_none())
         check_intervals(tensor_of("attn_mask.start", intervals), query, key, max_seqlen_k.has_value());
@@ -41,7 +41,7 @@ void check_fixed(py::handle query_in, py::handle key_in, py::handle value_in, py
     const Tensor query = tensor_of("query", query_in), key = tensor_of("key", key_in),
                  value = tensor_of("value", value_in);
     check_rows(query, key, value, false);
-    check_pairs(query, key, mask, intervals, bias, std::nullopt);
+    check_scores(query, key, mask, intervals, bias, std::nullopt);
     if (!seqlens_k.is_none()) check_seqlens_k(tensor_of("cache_seqlens", seqlens_k), query, key);
 }
 
@@ -54,10 +54,10 @@ void check_variable(py::handle query_in, py::handle key_in, py::handle value_in,
     check_varlen(
         {tensor_of("cu_seqlens_q", cu_seqlens_q), tensor_of("cu_seqlens_k", cu_seqlens_k), max_seqlen_q, max_seqlen_k},
         query, key);
-    check_pairs(query, key, mask, intervals, bias, max_seqlen_k);
+    check_scores(query, key, mask, intervals, bias, max_seqlen_k);
 }
 
-// `parts` tensors of rows in one, along the third dimension from the end.
+// `parts` tensors of rows, stacked along the third dimension from the end.
 void check_packed(const char* name, py::handle packed, const char* layout, int64_t parts) {
     const Tensor tensor = tensor_of(name, packed);
     check_rows_of(name, tensor, layout);
@@ -79,7 +79,7 @@ void check_offsets(const char* name, py::handle cu_seqlens, const OptionalTensor
     check_cu_seqlens({name, tensor, beside ? &*beside : nullptr, whose, total, or_less, longest_name, longest});
 }
 
-// A tensor of four dimensions that stands for itself alone: no subclass, no transform's, no symbolic sizes.
+// Whether `object` is an ordinary tensor of four dimensions: no subclass, no wrapper of a transform, no symbolic sizes.
 bool is_plain(py::handle object) {
     using Key = c10::DispatchKey;
     constexpr c10::DispatchKeySet standing_in(
@@ -91,27 +91,60 @@ bool is_plain(py::handle object) {
            !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == 4;
 }
 
-// Whether rows need no padding and no copy before the kernels take them: HEAD_DIM_MULTIPLE of interface.py.
+// Whether the kernels accept the rows without padding and without a copy: kernel_rows of flash_dmattn/attend.py.
 bool are_kernel_rows(const Tensor& rows) { return rows.size(3) % 8 == 0 && rows.stride(3) == 1; }
 
-// Whether something looks at calls of Python or of the dispatcher, or changes what they do.
+// Whether a mode or autocast intercepts calls of Python or of the dispatcher.
 bool is_overridden(const Tensor& query) {
     return at::impl::torch_function_mode_enabled() || at::autocast::is_autocast_enabled(query.device().type()) ||
            !(c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set).empty();
 }
 
-// The calls that only need to be checked and given to the operator, which small ones have no time to lose before. None
-// where it is for the functions in Python, which do whatever there is to be done, or to be refused.
-py::object attend_plainly(py::handle query_in, py::handle key_in, py::handle value_in, py::handle bias_in,
-                          py::handle softmax_scale, py::handle is_causal, py::handle softcap, py::handle deterministic,
-                          py::handle return_lse) {
-    const py::object elsewhere = py::none();
+Inputs plain_inputs(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& bias,
+                    double softmax_scale, double softcap, bool is_causal, bool deterministic) {
+    Inputs inputs;
+    inputs.query = query;
+    inputs.key = key;
+    inputs.value = value;
+    inputs.bias = bias;
+    inputs.softmax_scale = softmax_scale;
+    inputs.softcap = softcap;
+    inputs.is_causal = is_causal;
+    inputs.deterministic = deterministic;
+    return inputs;
+}
+
+// MaskTensors of flash_dmattn/ops/schema.py.
+using MaskTensors =
+    std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
+
+Inputs with_masks(Inputs inputs, const MaskTensors& masks) {
+    std::tie(inputs.mask, inputs.mask_tiles, inputs.intervals, inputs.kv_indices, inputs.kv_indptr,
+             inputs.kv_row_bits) = masks;
+    return inputs;
+}
+
+Inputs with_sequences(Inputs inputs, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
+                      int64_t max_seqlen_k) {
+    inputs.cu_seqlens_q = cu_seqlens_q;
+    inputs.cu_seqlens_k = cu_seqlens_k;
+    inputs.max_seqlen_q = max_seqlen_q;
+    inputs.max_seqlen_k = max_seqlen_k;
+    return inputs;
+}
+
+// Checks a plain call and calls the operator, which saves the host time of the functions in Python. Returns None where
+// these must prepare the inputs, or raise.
+py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in, py::handle bias_in,
+                     py::handle softmax_scale, py::handle is_causal, py::handle softcap, py::handle deterministic,
+                     py::handle return_lse) {
+    const py::object not_plain = py::none();
     for (const py::handle flag : {is_causal, deterministic, return_lse})
-        if (!PyBool_Check(flag.ptr())) return elsewhere;
-    if (!softmax_scale.is_none() && !PyFloat_CheckExact(softmax_scale.ptr())) return elsewhere;
-    if (!PyFloat_CheckExact(softcap.ptr())) return elsewhere;
-    if (!is_plain(query_in) || !is_plain(key_in) || !is_plain(value_in)) return elsewhere;
-    if (!bias_in.is_none() && !is_plain(bias_in)) return elsewhere;
+        if (!PyBool_Check(flag.ptr())) return not_plain;
+    if (!softmax_scale.is_none() && !PyFloat_CheckExact(softmax_scale.ptr())) return not_plain;
+    if (!PyFloat_CheckExact(softcap.ptr())) return not_plain;
+    if (!is_plain(query_in) || !is_plain(key_in) || !is_plain(value_in)) return not_plain;
+    if (!bias_in.is_none() && !is_plain(bias_in)) return not_plain;
 
     const Tensor &query = THPVariable_Unpack(query_in.ptr()), &key = THPVariable_Unpack(key_in.ptr()),
                  &value = THPVariable_Unpack(value_in.ptr());
@@ -120,10 +153,10 @@ py::object attend_plainly(py::handle query_in, py::handle key_in, py::handle val
     const double cap = PyFloat_AS_DOUBLE(softcap.ptr());
     const double scale = softmax_scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(query.size(3)))
                                                  : PyFloat_AS_DOUBLE(softmax_scale.ptr());
-    if (!(cap == 0 || (1 / kLargest <= cap && cap <= kLargest)) || !(std::abs(scale) <= kLargest)) return elsewhere;
-    if (is_overridden(query)) return elsewhere;
-    if (!are_kernel_rows(query) || !are_kernel_rows(key) || !are_kernel_rows(value)) return elsewhere;
-    if (bias && bias->size(3) == 1 && key.size(1) != 1) return elsewhere;  // the softmax does not see it
+    if (!(cap == 0 || (1 / kLargest <= cap && cap <= kLargest)) || !(std::abs(scale) <= kLargest)) return not_plain;
+    if (is_overridden(query)) return not_plain;
+    if (!are_kernel_rows(query) || !are_kernel_rows(key) || !are_kernel_rows(value)) return not_plain;
+    if (bias && bias->size(3) == 1 && key.size(1) != 1) return not_plain;  // constant along the keys
 
     std::tuple<Tensor, Tensor> result;
     {
@@ -131,18 +164,15 @@ py::object attend_plainly(py::handle query_in, py::handle key_in, py::handle val
         check_rows(query, key, value, false);
         check_kernels(query);
         if (bias) check_bias(*bias, query, key, std::nullopt);
-        const OptionalTensor none;
-        const OptionalSymInt no_length;
-        result = call_attention_forward(query, key, value, bias, none, none, none, none, none, none, none, none,
-                                        no_length, no_length, none, scale, cap, is_causal.ptr() == Py_True,
-                                        deterministic.ptr() == Py_True);
+        result = call_attention_forward(plain_inputs(query, key, value, bias, scale, cap, is_causal.ptr() == Py_True,
+                                                     deterministic.ptr() == Py_True));
     }
     const auto& [out, lse] = result;
     if (return_lse.ptr() == Py_True) return py::make_tuple(out, lse);
     return py::cast(out);
 }
 
-// What the CPU kernels were compiled for may be missing where they run.
+// The processor may lack the vector instructions that the CPU kernels were compiled for.
 std::optional<std::string> why_not_usable() {
 #if defined(CPU_CAPABILITY_AVX512)
     const bool usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -180,19 +210,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("check_kv", &check_kv, "Refuses packed keys and values that do not fit query.");
     m.def("check_cu_seqlens", &check_offsets, "Refuses offsets of sequences that do not fit.");
 
-    m.def(
-        "attend_plainly", &attend_plainly,
-        "Attention of fixed length where nothing but a bias is asked for; None where it takes more than the operator.");
+    m.def("fast_path", &fast_path,
+          "Attention of fixed length without a mask; None where the call needs more than the checks and the operator.");
 
-    py::class_<MaskTensors>(m, "MaskTensors", "Which pairs see each other: a mask, intervals, or lists of keys.")
-        .def(py::init<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>(),
-             py::arg("mask") = py::none(), py::arg("mask_tiles") = py::none(), py::arg("intervals") = py::none(),
-             py::arg("list_keys") = py::none(), py::arg("list_spans") = py::none(), py::arg("list_rows") = py::none());
     m.def(
         "mha_fwd",
         [](const Tensor& query, const Tensor& key, const Tensor& value, const MaskTensors& masks,
            const OptionalTensor& bias, double softmax_scale, double softcap, bool is_causal) {
-            return forward({query, key, value, bias, masks, {}, {}, {softmax_scale, softcap, is_causal}});
+            const Inputs inputs = plain_inputs(query, key, value, bias, softmax_scale, softcap, is_causal, false);
+            return mha_fwd(with_masks(inputs, masks));
         },
         no_gil, "(out, lse) of fixed length.");
     m.def(
@@ -200,8 +226,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](const Tensor& query, const Tensor& key, const Tensor& value, const MaskTensors& masks,
            const OptionalTensor& bias, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
            int64_t max_seqlen_k, double softmax_scale, double softcap, bool is_causal) {
-            const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
-            return forward({query, key, value, bias, masks, varlen, {}, {softmax_scale, softcap, is_causal}});
+            const Inputs inputs = plain_inputs(query, key, value, bias, softmax_scale, softcap, is_causal, false);
+            return mha_fwd(
+                with_sequences(with_masks(inputs, masks), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
         },
         no_gil, "(out, lse) of variable length.");
     m.def(
@@ -209,8 +236,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](const Tensor& dout, const OptionalTensor& dlse, const Tensor& query, const Tensor& key, const Tensor& value,
            const Tensor& out, const Tensor& lse, const MaskTensors& masks, const OptionalTensor& bias,
            double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
-            return backward(dout, dlse, {query, key, value, bias, masks, {}, {}, {softmax_scale, softcap, is_causal}},
-                            out, lse, deterministic, needs_dbias);
+            const Inputs inputs =
+                plain_inputs(query, key, value, bias, softmax_scale, softcap, is_causal, deterministic);
+            return mha_bwd(dout, dlse, out, lse, needs_dbias, with_masks(inputs, masks));
         },
         no_gil, "(dquery, dkey, dvalue, dbias) of fixed length; dbias is empty where it is not needed.");
     m.def(
@@ -219,10 +247,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            const Tensor& out, const Tensor& lse, const MaskTensors& masks, const OptionalTensor& bias,
            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
            double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
-            const Varlen varlen{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
-            return backward(dout, dlse,
-                            {query, key, value, bias, masks, varlen, {}, {softmax_scale, softcap, is_causal}}, out, lse,
-                            deterministic, needs_dbias);
+            const Inputs inputs =
+                plain_inputs(query, key, value, bias, softmax_scale, softcap, is_causal, deterministic);
+            return mha_bwd(
+                dout, dlse, out, lse, needs_dbias,
+                with_sequences(with_masks(inputs, masks), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
         },
         no_gil, "(dquery, dkey, dvalue, dbias) of variable length; dbias is empty where it is not needed.");
 }

@@ -1,4 +1,4 @@
-#include "cuda.h"
+#include "cuda_backend.h"
 
 namespace flash_dmattn {
 namespace {

@@ -1,45 +1,43 @@
-// The operators of the dispatcher, by which PyTorch sees every call: their signatures, and how C++ calls them.
+// The two attention operators of the dispatcher: their signatures, and how C++ calls them.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <tuple>
 
-#include "tensors.h"
+#include "arguments.h"
 
 namespace flash_dmattn {
 
-using OptionalSymInt = std::optional<c10::SymInt>;
+using ForwardResult = std::tuple<Tensor, Tensor>;                   // out, lse
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dquery, dkey, dvalue, dbias
 
-// query, key, value, bias; mask, mask_tiles, intervals, list_keys, list_spans, list_rows; cu_seqlens_q, cu_seqlens_k,
-// max_seqlen_q, max_seqlen_k, seqlens_k; softmax_scale, softcap, is_causal, deterministic. To (out, lse).
-using ForwardOperator = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                                   const OptionalTensor&, const OptionalTensor&, OptionalSymInt,
-                                                   OptionalSymInt, const OptionalTensor&, double, double, bool, bool);
+// The second parameter takes up the comma before the list of arguments.
+template <typename Result, typename, typename... Arguments>
+struct Signature {
+    using type = Result(Arguments...);
+};
 
-// dout, dlse; query, key, value, bias, out, lse; the same from mask to max_seqlen_k; softmax_scale, softcap, is_causal,
-// deterministic, needs_dbias. To (dquery, dkey, dvalue, dbias).
-using BackwardOperator = std::tuple<Tensor, Tensor, Tensor, Tensor>(
-    const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-    const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-    OptionalSymInt, OptionalSymInt, double, double, bool, bool, bool);
+#define FLASH_DMATTN_TYPE(schema, type, name) , type
+using ForwardOperator = Signature<ForwardResult, void FLASH_DMATTN_ARGUMENTS(FLASH_DMATTN_TYPE)>::type;
+// dout, dlse, out, lse, needs_dbias, and the arguments of the forward.
+using BackwardOperator = Signature<BackwardResult, void, Tensor, OptionalTensor, Tensor, Tensor,
+                                   bool FLASH_DMATTN_ARGUMENTS(FLASH_DMATTN_TYPE)>::type;
+#undef FLASH_DMATTN_TYPE
 
-template <typename... Arguments>
-auto call_attention_forward(const Arguments&... arguments) {
+inline ForwardResult call_attention_forward(const Inputs& inputs) {
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow("flash_dmattn::attention_forward", "").typed<ForwardOperator>();
-    return op.call(arguments...);
+    return apply_fields(inputs, [](const auto&... arguments) { return op.call(arguments...); });
 }
 
-template <typename... Arguments>
-auto call_attention_backward(const Arguments&... arguments) {
+inline BackwardResult call_attention_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& out,
+                                              const Tensor& lse, bool needs_dbias, const Inputs& inputs) {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("flash_dmattn::attention_backward", "")
                                .typed<BackwardOperator>();
-    return op.call(arguments...);
+    return apply_fields(
+        inputs, [&](const auto&... arguments) { return op.call(dout, dlse, out, lse, needs_dbias, arguments...); });
 }
 
 }  // namespace flash_dmattn

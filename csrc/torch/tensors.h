@@ -1,4 +1,4 @@
-// Tensors as messages name them, and as the params of kernels hold them.
+// Tensors in error messages and in the params of kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ namespace flash_dmattn {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// As Python writes them: "(2, 5, 8)", "float32".
+// In Python's notation: "(2, 5, 8)", "float32".
 inline std::string shape_of(const Tensor& tensor) {
     std::ostringstream text;
     const auto sizes = tensor.sym_sizes();
@@ -51,7 +51,7 @@ inline void check_dtype(const Tensor& tensor, const char* name, at::ScalarType d
     TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be ", dtype_name(dtype), ", got ", dtype_of(tensor));
 }
 
-// `whose`: the argument that is on the right device.
+// `whose`: the name of `beside`, which is on the required device.
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& beside, const char* whose) {
     TORCH_CHECK(tensor.device() == beside.device(), name, " must be on ", whose, "'s device ", beside.device(),
                 ", got ", tensor.device());
@@ -75,7 +75,7 @@ inline at::ScalarType accumulation_type(const Tensor& query) {
     return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The CUDA kernels read rows in pieces of 16 bytes; rows that do not lie so are copied, at O(S D).
+// The CUDA kernels read rows in pieces of 16 bytes; unaligned rows are copied, at O(S D).
 inline Tensor readable_rows(const Tensor& rows) {
     if (rows.is_cpu()) return rows;
     constexpr int64_t kBytes = 16;
@@ -85,12 +85,12 @@ inline Tensor readable_rows(const Tensor& rows) {
     return aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }
 
-// A stride of 0 where the dimension has one element: it serves every index.
+// 0 for a dimension of one element, which serves every index.
 inline int64_t broadcast_stride(const Tensor& tensor, int64_t dim) {
     return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
 }
 
-// Kernels write through a view only where it is one of an output.
+// Kernels write only through the views of outputs.
 inline void* data_of(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
 
 inline RowsView rows_view(const Tensor& t, bool varlen) {
@@ -103,8 +103,8 @@ inline RowStatView row_stat_view(const Tensor& t, bool varlen) {
     return {data_of(t), t.stride(0), t.stride(1)};
 }
 
-// A mask or bias: 4 dimensions of fixed length; of variable length 2 (one number a key) or 3 (one a pair).
-inline ScoreView pair_sizes(at::IntArrayRef shape) {
+// A mask or bias: 4 dimensions of fixed length; of variable length 2 (one number per key) or 3 (one per score).
+inline ScoreView score_sizes(at::IntArrayRef shape) {
     ScoreView view;
     view.batches = shape.size() == 4 ? shape[0] : 1;
     view.heads = shape[1];
@@ -113,7 +113,7 @@ inline ScoreView pair_sizes(at::IntArrayRef shape) {
 }
 
 inline ScoreView score_view(const Tensor& t) {
-    ScoreView view = pair_sizes(t.sizes());
+    ScoreView view = score_sizes(t.sizes());
     view.data = data_of(t);
     view.head_stride = broadcast_stride(t, 1);
     if (t.dim() == 4) {

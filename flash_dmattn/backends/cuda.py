@@ -9,7 +9,7 @@ from .compiled import attention_on
 
 NAME = "cuda"
 SPARSE_MASKS = True
-# Asked for here, where no graph is traced.
+# Read at import, where no graph is traced.
 WHY_NO_CUDA = None if ops.WHY_NOT_BUILT else ops.compiled_module().build_info()["why_no_cuda"]
 
 

@@ -1,7 +1,7 @@
 """FlexAttention (torch.nn.attention.flex_attention), for comparison.
 
-Compiled on CUDA; on the CPU, where PyTorch has no compiled backward of it, run operation by operation. Its block
-masks are made from N x N indices and its gradient of the bias goes through atomics, so it is not deterministic.
+Compiled on CUDA. On the CPU, where PyTorch has no compiled backward for it, it runs operation by operation. It builds
+its block masks from N x N indices. Its gradient of the bias uses atomics, so it is not deterministic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..biases import hides
-from ..interval_mask import KeyIntervalMask
+from ..masks import KeyIntervalMask
 
 NAME = "flex"
 SPARSE_MASKS = False
@@ -40,16 +40,16 @@ def refuse_unsupported(query: Tensor, key: Tensor, value: Tensor, bias: Tensor |
             raise ValueError(f"the backend 'flex' takes no empty tensors, got {name} of shape {tuple(tensor.shape)}")
 
 
-def entry(pairs: Tensor, batch: int, heads: int):
-    """The function (b, h, i, j) -> pairs[b, h, i, j] that minds the dimensions which are broadcast or shared."""
-    sharers, group = batch // pairs.shape[0], heads // pairs.shape[1]
-    rows, cols = pairs.shape[2], pairs.shape[3]
+def entry(scores: Tensor, batch: int, heads: int):
+    """The function (b, h, i, j) -> scores[b, h, i, j], for broadcast and shared dimensions too."""
+    batch_group, group = batch // scores.shape[0], heads // scores.shape[1]
+    rows, cols = scores.shape[2], scores.shape[3]
 
     def at(b, h, i, j):
         zero = torch.zeros_like(b)
-        element = zero if sharers == batch else b if sharers == 1 else b // sharers
+        element = zero if batch_group == batch else b if batch_group == 1 else b // batch_group
         head = h // group if group < heads else zero
-        return pairs[element, head, i if rows > 1 else zero, j if cols > 1 else zero]
+        return scores[element, head, i if rows > 1 else zero, j if cols > 1 else zero]
 
     return at
 
@@ -60,7 +60,7 @@ def functions(compiled: bool):
 
     if not compiled:
         return flex_attention, create_block_mask
-    # In PyTorch 2.11 a Triton kernel sorts the blocks of a row, and takes long to compile from 128 on (issue 182060).
+    # In PyTorch 2.11 a Triton kernel sorts the blocks of a row; from 128 blocks on it compiles slowly (issue 182060).
     options = {"triton.persistent_reductions": False}
     return torch.compile(flex_attention), torch.compile(create_block_mask, options=options)
 
@@ -80,7 +80,7 @@ def score_mod_of(bias: Tensor | None, softcap: float, batch: int, heads: int):
 
 
 def visibility(mask: Tensor | KeyIntervalMask, batch: int, heads: int):
-    """The function (b, h, i, j) -> whether row i sees key j."""
+    """The function (b, h, i, j) -> bool: row i sees key j."""
     if not isinstance(mask, KeyIntervalMask):
         return entry(mask, batch, heads)
     start_at, end_at = (entry(bounds[:, :, None], batch, heads) for bounds in (mask.start, mask.end))
@@ -88,7 +88,7 @@ def visibility(mask: Tensor | KeyIntervalMask, batch: int, heads: int):
 
 
 def block_mask_of(query: Tensor, key: Tensor, mask: Tensor | KeyIntervalMask | None, is_causal: bool):
-    """The BlockMask of a mask and causality, or None where every pair is visible."""
+    """The BlockMask of a mask and causality; None where every score is visible."""
     if mask is None and not is_causal:
         return None
     (batch, seqlen_q, heads, _), seqlen_k = query.shape, key.shape[1]
@@ -119,7 +119,7 @@ def attention(
     deterministic: bool,
     block_mask=None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, H, D) and lse (B, H, Sq); `block_mask` spares making it anew from `mask` and `is_causal`."""
+    """out (B, Sq, H, D) and lse (B, H, Sq). `block_mask` replaces the one built from `mask` and `is_causal`."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     refuse_unsupported(query, key, value, bias, deterministic)
@@ -127,7 +127,7 @@ def attention(
     kv_heads = key.shape[2]
     flex_attention, _ = functions(query.device.type == "cuda")
     with warnings.catch_warnings():
-        # It warns that the uncompiled form materializes the scores: on the CPU that is meant.
+        # The uncompiled form, used on the CPU on purpose, warns that it materializes the scores.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         out, aux = flex_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),

@@ -1,7 +1,7 @@
-"""Attention as its formulas read, materialized: the truth that every other backend is compared with.
+"""Attention by the formulas of docs/semantics.md, materialized, in plain PyTorch: the reference of all other backends.
 
-Plain PyTorch, differentiable any number of times, in any dtype: in float64 it is the reference of the tests, in a
-tested dtype it is the "eager" of their tolerance. The formulas are those of docs/semantics.md.
+Differentiable any number of times, in any dtype. In float64 it is the reference of the tests, in a tested dtype it is
+the "eager" result of their tolerance.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from einops import einsum, reduce, repeat
 from torch import Tensor
 
 from ..biases import hides
+from ..broadcast import expand_shared
 
 NAME = "reference"
 SPARSE_MASKS = False
@@ -20,19 +21,13 @@ def why_unavailable() -> str | None:
     return None
 
 
-def expand_shared(pairs: Tensor, batch: int, heads: int) -> Tensor:
-    """({B|B/n|1}, {H|Hkv|1}, ..) to ({B|1}, {H|1}, ..): a copy for each batch element and head that shares one."""
-    n, group = (1 if shared in (1, size) else size // shared for shared, size in zip(pairs.shape, (batch, heads)))
-    return repeat(pairs, "b h ... -> (b n) (h group) ...", n=n, group=group)
-
-
 def for_heads(rows: Tensor, heads: int) -> Tensor:
-    """Keys or values (B, Sk, Hkv, D) as (B, Sk, H, D): a copy for each query head that shares one."""
+    """Keys or values (B, Sk, Hkv, D) as (B, Sk, H, D): repeats them for the query heads of a group."""
     return repeat(rows, "b j h d -> b j (h group) d", group=heads // max(rows.shape[2], 1))
 
 
-def visible_pairs(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> Tensor:
-    """bool (B, H, Sq, Sk): mask_ij and causal_ij, and no bias_ij that hides."""
+def visible_scores(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> Tensor:
+    """bool (B, H, Sq, Sk): mask_ij and causal_ij, and bias_ij does not hide."""
     batch, seqlen_q, heads, _ = query.shape
     seqlen_k = key.shape[1]
     visible = torch.ones(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
@@ -55,21 +50,21 @@ def probabilities(
     is_causal: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """p_ij (B, H, Sq, Sk), lse_i (B, H, Sq) and the visible pairs, all in the precision of the inputs."""
+    """p_ij (B, H, Sq, Sk), lse_i (B, H, Sq) and the visible scores, in the precision of the inputs."""
     batch, _, heads, _ = query.shape
-    visible = visible_pairs(query, key, mask, bias, is_causal)
+    visible = visible_scores(query, key, mask, bias, is_causal)
     scores = einsum(query, for_heads(key, heads), "b i h d, b j h d -> b h i j") * softmax_scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + expand_shared(bias, batch, heads)
 
-    # A row that sees nothing is kept out of the softmax, whose gradient there is NaN.
+    # The softmax of an empty row has a NaN gradient, so its scores become 0.
     empty = ~visible.any(dim=-1)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(empty[..., None], 0)
     if not scores.shape[-1]:
         return scores, scores.sum(dim=-1).masked_fill(empty, -torch.inf), visible
-    # From the row's largest score, not from lse, which rounds log N away beside scores of -1e9.
+    # Relative to the row's largest score: lse rounds log N away for scores of -1e9.
     largest = scores.detach().amax(dim=-1)
     weights = torch.exp(scores - largest[..., None]).masked_fill(~visible, 0)
     total = weights.sum(dim=-1).masked_fill(empty, 1)
@@ -90,8 +85,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32 (float64 for float64)."""
     heads, kv_heads = query.shape[2], key.shape[2]
-    # Rows and keys that take no part may hold anything: zero times NaN must not reach a sum.
-    visible = visible_pairs(query, key, mask, bias, is_causal)
+    # Rows and keys that are not visible may hold NaN, and zero times NaN must not reach a sum.
+    visible = visible_scores(query, key, mask, bias, is_causal)
     if heads:
         sees = reduce(visible, "b h i j -> b i h 1", "any")
         seen = reduce(visible, "b (h group) i j -> b j h 1", "any", h=kv_heads)

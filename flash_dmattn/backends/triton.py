@@ -1,14 +1,14 @@
 """Attention as Triton kernels: fp16, bf16 and fp32 on a GPU, or on the CPU under Triton's interpreter.
 
-Every output has one owner, so nothing is atomic and every gradient is bitwise reproducible:
+Each program owns its outputs, so there are no atomics and every gradient is bitwise reproducible:
 
     _forward_kernel      a tile of query rows     out, lse
     _delta_kernel        a tile of query rows     D_i = <do_i, o_i> - dlse_i
-    _dq_kernel           a tile of query rows     dq, and dbias where it is dense and no dimension of it is broadcast
-    _dkdv_kernel         a tile of keys           dk, dv, and the column sums of dx for a key bias
-    _dbias_kernel        a tile of the bias       dbias where it is dense and broadcast over batches or heads
+    _dq_kernel           a tile of query rows     dq; dbias for a dense bias without broadcast dimensions
+    _dkdv_kernel         a tile of keys           dk, dv; the column sums of dx for a key bias
+    _dbias_kernel        a tile of the bias       dbias for a dense bias that batch elements or heads share
 
-All of them take the scores, and which pairs are visible, from `_scores`.
+All of them compute the scores and their visibility with `_scores`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..arguments import names
 from ..biases import least
-from ..ops import is_per_key
+from ..ops.list_sizes import is_per_key
 
 try:
     import triton
@@ -58,7 +58,7 @@ def _loop_kernel(end):
 
 @functools.cache
 def why_not_interpreted() -> str | None:
-    """Triton's interpreter before 3.7 makes loop bounds of arrays of one element, which NumPy from 2.5 on refuses."""
+    """Triton's interpreter before 3.7 uses arrays of one element as loop bounds, which NumPy from 2.5 on rejects."""
     try:
         _loop_kernel[(1,)](1)
     except Exception as error:
@@ -72,14 +72,14 @@ def why_not_interpreted() -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Device functions. A tile of pairs is (rows, keys) or (keys, rows): `rows` and `keys` are index tensors that broadcast
-# to it. Index arithmetic that meets a stride is 64-bit.
+# Device functions. A tile of scores is (rows, keys) or (keys, rows); the index tensors `rows` and `keys` broadcast to
+# it. Index arithmetic with strides is 64-bit.
 
 
 @jit
 def _dot(a, b):
     if INTERPRETED:
-        # numpy has no bfloat16. Widening is exact: a tensor core multiplies without rounding, too.
+        # numpy has no bfloat16. Widening is exact, as are the products of a tensor core.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
@@ -89,8 +89,8 @@ def _dot(a, b):
 def _add_product(total, a, b):
     """total + a b.
 
-    Triton makes `total` the first term of a product that is added to it: a gradient would be one chain of as many
-    additions as it has rows, which costs float32 a digit. A product that is subtracted is summed by itself.
+    Triton accumulates an added product into `total`: a gradient would be a chain of as many additions as it has rows,
+    which costs float32 a digit. A subtracted product has its own accumulator.
     """
     if a.dtype == tl.float32:
         return total - _dot(-a, b)
@@ -102,7 +102,7 @@ def _add_product(total, a, b):
 def _tanh(y):
     decay = tl.exp(-2.0 * tl.abs(y))
     far = (1.0 - decay) / (1.0 + decay)
-    # Near zero 1 - decay cancels: the odd series instead.
+    # Near zero 1 - decay cancels, so the odd series is used.
     z = y * y
     near = 1.0 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835 + z * (-1382 / 155925)))))
     return tl.where(z < 0.16, y * near, tl.where(y < 0, -far, far))
@@ -110,13 +110,13 @@ def _tanh(y):
 
 @jit
 def _at_head(base, strides, b, h):
-    """Where the (seqlen, head_dim) matrix of batch `b` and head `h` begins; strides are (batch, row, head)."""
+    """The address of the (seqlen, head_dim) matrix of batch `b` and head `h`; strides are (batch, row, head)."""
     return base + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
 
 
 @jit
 def _load_rows(base, row_stride, rows, seqlen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(len(rows), BLOCK_D) of a (seqlen, HEAD_DIM) matrix; zero outside, which is never read."""
+    """(len(rows), BLOCK_D) of a (seqlen, HEAD_DIM) matrix; zero outside of it, without reading there."""
     dims = tl.arange(0, BLOCK_D)
     inside = (rows < seqlen)[:, None] & (dims < HEAD_DIM)[None, :]
     return tl.load(base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :], mask=inside, other=0.0)
@@ -131,18 +131,18 @@ def _store_rows(base, row_stride, rows, seqlen, tile, HEAD_DIM: tl.constexpr, BL
 
 
 @jit
-def _pairs_at_head(base, strides, b, h, KIND: tl.constexpr):
-    """(pointer, row stride, key stride) of a mask's or bias's matrix; strides as `pairs_strides` gives them."""
+def _scores_at_head(base, strides, b, h, KIND: tl.constexpr):
+    """(pointer, row stride, key stride) of a mask's or bias's matrix; strides from `score_strides`."""
     if KIND != "none":
         base += (b // strides[5]).to(tl.int64) * strides[0] + (h // strides[4]).to(tl.int64) * strides[1]
     return base, strides[2], strides[3]
 
 
 @jit
-def _load_pairs(view, rows, keys, seqlen_q, seqlen_k, other, KIND: tl.constexpr, EDGE: tl.constexpr):
+def _load_scores(view, rows, keys, seqlen_q, seqlen_k, other, KIND: tl.constexpr, EDGE: tl.constexpr):
     """The tile of a dense mask or bias, or the one row of a key mask or key bias; `other` for keys past the end.
 
-    A row past the end reads the last one: nothing comes of it, and no test is needed for each pair.
+    A row past the end reads the last row: its results are dropped, and the scores need no bounds check.
     """
     base, row_stride, key_stride = view
     pointers = base + keys.to(tl.int64) * key_stride
@@ -172,11 +172,11 @@ def _scores(
     BIAS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """(x, visible, slope) of a tile of pairs from its `product` <q_i, k_j>.
+    """(x, visible, slope) of a tile of scores from its `product` <q_i, k_j>.
 
-    x is the score with softcap and bias, -inf where the pair is invisible; slope is ds after softcap over ds before.
-    `visible` broadcasts to the tile: what is alike for all rows is kept as one. Only a tile with EDGE meets the end of
-    the keys or the causal diagonal. Rows past the end are not told apart: their owner drops them, see _dkdv_kernel.
+    x is the score with softcap and bias, -inf where it is masked; slope is the derivative of the softcap. `visible`
+    broadcasts to the tile: a mask that all rows share keeps one row. Only a tile with EDGE contains the end of the keys
+    or the causal diagonal. Rows past the end are not masked: their owner drops them, see _dkdv_kernel.
     """
     s = product * softmax_scale
     slope = tl.full(product.shape, 1.0, tl.float32)
@@ -191,9 +191,9 @@ def _scores(
         if IS_CAUSAL:
             visible = visible & (keys <= rows + (seqlen_k - seqlen_q))
     if MASK != "none":
-        visible = visible & (_load_pairs(mask, rows, keys, seqlen_q, seqlen_k, 0, MASK, EDGE) != 0)
+        visible = visible & (_load_scores(mask, rows, keys, seqlen_q, seqlen_k, 0, MASK, EDGE) != 0)
     if BIAS != "none":
-        bias_tile = _load_pairs(bias, rows, keys, seqlen_q, seqlen_k, float("-inf"), BIAS, EDGE).to(tl.float32)
+        bias_tile = _load_scores(bias, rows, keys, seqlen_q, seqlen_k, float("-inf"), BIAS, EDGE).to(tl.float32)
         visible = visible & ((bias_tile <= least_bias) == 0)
         s += bias_tile
     return tl.where(visible, s, float("-inf")), visible, slope
@@ -201,9 +201,9 @@ def _scores(
 
 @jit
 def _zero_unseen(tile, visible, is_finite):
-    """`tile`, which has a row for each key, with zeros for keys that no row sees in `visible`: 0 * NaN is NaN.
+    """`tile`, with a row for each key, with zeros for keys that no row of `visible` sees: 0 * NaN is NaN.
 
-    Finding those keys among all pairs is slow: not done where the whole head `is_finite`.
+    Finding those keys is slow, and is skipped where the whole head `is_finite`.
     """
     if visible.shape[0] > 1:
         if not is_finite:
@@ -215,21 +215,21 @@ def _zero_unseen(tile, visible, is_finite):
 
 @jit
 def _is_finite(sums, index):
-    """Whether all rows of a head are finite, from their sum: where that overflows, False costs only time."""
+    """Whether all rows of a head are finite, from their sum. A False from an overflow costs only time."""
     total = tl.load(sums + index)
     return total - total == 0.0
 
 
 @jit
 def _load_statistics(base, rows, seqlen_q, other):
-    """lse or delta of the rows; base is where the head's (seqlen_q) begin."""
+    """lse or delta of the rows; base is the address of the head's (seqlen_q) values."""
     return tl.load(base + rows, mask=rows < seqlen_q, other=other)
 
 
 @jit
 def _gradients(x, visible, slope, dp, lse, delta):
-    """(p, dx, ds) of a tile of pairs; dp is <do_i, v_j>."""
-    # lse is -inf where the row sees nothing, and so is every x of it: keep -inf - -inf, which is NaN, out.
+    """(p, dx, ds) of a tile of scores; dp is <do_i, v_j>."""
+    # In an empty row lse and every x are -inf: avoids -inf - -inf, which is NaN.
     p = tl.exp(x - tl.where(lse == float("-inf"), 0.0, lse))
     dx = tl.where(visible, p * (dp - delta), 0.0)
     ds = tl.where(visible, dx * slope, 0.0)
@@ -252,7 +252,7 @@ def _row_tile(seqlen_q, HEAVY_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @jit
 def _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(whole, end): the rows of the tile at `row` see no key from `end` on; tiles before `whole` need no edge test."""
+    """(whole, end): the rows of the tile at `row` see the keys before `end`; tiles before `whole` have no edge."""
     whole = seqlen_k
     end = seqlen_k
     if IS_CAUSAL:
@@ -264,7 +264,7 @@ def _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.co
 
 @jit
 def _row_bounds(key, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(begin, whole): rows that see any key of the tile at `key` begin at `begin`; from `whole` on no edge is met."""
+    """(begin, whole): the rows from `begin` on see a key of the tile at `key`; tiles from `whole` on have no edge."""
     begin = 0
     whole = 0
     if IS_CAUSAL:
@@ -316,8 +316,8 @@ def _forward_kernel(
     rows = row + tl.arange(0, BLOCK_M)
     key = _at_head(key, k_strides, b, h // group)
     value = _at_head(value, v_strides, b, h // group)
-    mask = _pairs_at_head(mask, mask_strides, b, h, MASK)
-    bias = _pairs_at_head(bias, bias_strides, b, h, BIAS)
+    mask = _scores_at_head(mask, mask_strides, b, h, MASK)
+    bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
     is_finite = _is_finite(value_sums, b * (heads // group) + h // group)
     q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
 
@@ -413,14 +413,14 @@ def _dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dbias, where STORE_DBIAS, is contiguous (B, H, Sq, Sk), and zero already where causality hides whole tiles."""
+    """With STORE_DBIAS dbias is contiguous (B, H, Sq, Sk), and holds zeros in tiles that causality hides."""
     row, bh = _row_tile(seqlen_q, IS_CAUSAL, BLOCK_M)
     b, h = bh // heads, bh % heads
     rows = row + tl.arange(0, BLOCK_M)
     key = _at_head(key, k_strides, b, h // group)
     value = _at_head(value, v_strides, b, h // group)
-    mask = _pairs_at_head(mask, mask_strides, b, h, MASK)
-    bias = _pairs_at_head(bias, bias_strides, b, h, BIAS)
+    mask = _scores_at_head(mask, mask_strides, b, h, MASK)
+    bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
     is_finite = _is_finite(key_sums, b * (heads // group) + h // group)
     q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
     do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
@@ -491,10 +491,10 @@ def _dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """column_sums, where STORE_COLUMN_SUMS, is contiguous float32 (B, H, Sk): dx summed over the rows.
+    """With STORE_COLUMN_SUMS column_sums is contiguous float32 (B, H, Sk): dx summed over the rows.
 
-    Tiles of pairs are (keys, rows), as the products with do and q take them. A row past the end has lse = inf, hence
-    p = dx = 0, and q = do = 0. Rows that see nothing must hold no NaN in q and do.
+    Tiles of scores are (keys, rows), the operand layout of the products with do and q. A row past the end has lse =
+    inf, hence p = dx = 0, and q = do = 0. Empty rows must hold no NaN in q and do.
     """
     tiles = tl.cdiv(seqlen_k, BLOCK_N)
     start_key = tl.program_id(0) % tiles * BLOCK_N
@@ -511,8 +511,8 @@ def _dkdv_kernel(
         h = kv_head * group + member
         head_query = _at_head(query, q_strides, b, h)
         head_dout = _at_head(dout, do_strides, b, h)
-        head_mask = _pairs_at_head(mask, mask_strides, b, h, MASK)
-        head_bias = _pairs_at_head(bias, bias_strides, b, h, BIAS)
+        head_mask = _scores_at_head(mask, mask_strides, b, h, MASK)
+        head_bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
         bh = (b * heads + h).to(tl.int64)
         total_dx = tl.zeros([BLOCK_N], tl.float32)
         for EDGE in tl.static_range(2):
@@ -592,8 +592,8 @@ def _dbias_kernel(
     sharers = tl.where(start_key < end, batches_per_bias * heads_per_bias, 0)
     for sharer in range(0, sharers):
         b, h = first_b + sharer // heads_per_bias, first_h + sharer % heads_per_bias
-        head_mask = _pairs_at_head(mask, mask_strides, b, h, MASK)
-        head_bias = _pairs_at_head(bias, bias_strides, b, h, BIAS)
+        head_mask = _scores_at_head(mask, mask_strides, b, h, MASK)
+        head_bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
         q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
         k = _load_rows(_at_head(key, k_strides, b, h // group), k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
         x, visible, slope = _scores(
@@ -620,7 +620,7 @@ def _dbias_kernel(
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of a tile of pairs, and how its program runs."""
+    """Query rows and keys of a tile of scores, and the launch options of its program."""
 
     rows: int
     keys: int
@@ -628,8 +628,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By kernel, bytes of an element and padded head dimension (the first that is large enough). Measured on an H200, with a
-# dense bias and without anything; all fit into the 163 KB of shared memory of compute capability 8.0.
+# By kernel, bytes of an element and padded head dimension (the smallest that is large enough). Measured on an H200,
+# with a dense bias and without a bias; all fit into the 163 KB of shared memory of compute capability 8.0.
 TILES = {
     "forward": {
         2: {64: Tile(128, 64, 4, 3), 128: Tile(128, 32, 4, 3), 256: Tile(64, 32, 4, 2)},
@@ -648,7 +648,7 @@ TILES = {
         4: {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
     },
 }
-# Small, so that short sequences still have several tiles, and unequal, so that the two are not mixed up.
+# Small, so that short sequences have several tiles; unequal, so that a swap of rows and keys shows.
 INTERPRETED_TILE = Tile(32, 64, 1, 1)
 DELTA_ROWS = 64
 
@@ -672,44 +672,44 @@ def head_dim_options(query: Tensor) -> dict[str, int]:
     return {"HEAD_DIM": query.shape[3], "BLOCK_D": padded_head_dim(query.shape[3])}
 
 
-def pairs_kind(pairs: Tensor | None) -> str:
-    """What a mask or bias varies over: "none"; "key", alike for all rows; "dense"."""
-    if pairs is None:
+def score_kind(scores: Tensor | None) -> str:
+    """The kind of a mask or bias: "none"; "key", one number per key for all rows; "dense"."""
+    if scores is None:
         return "none"
-    return "key" if is_per_key(pairs.shape) else "dense"
+    return "key" if is_per_key(scores.shape) else "dense"
 
 
-def pairs_strides(pairs: Tensor | None, batch: int, heads: int) -> tuple[int, ...]:
-    """(batch, head, row, key), 0 where a dimension is broadcast, and how many query heads go to a head of `pairs`, and
-    batch elements to a batch of it."""
-    if pairs is None:
+def score_strides(scores: Tensor | None, batch: int, heads: int) -> tuple[int, ...]:
+    """(batch, head, row, key) strides of a mask or bias, 0 in broadcast dimensions; then the numbers of query heads and
+    of batch elements that share an entry."""
+    if scores is None:
         return (0, 0, 0, 0, 1, 1)
-    strides = (0 if size == 1 else stride for size, stride in zip(pairs.shape, pairs.stride(), strict=True))
-    return (*strides, heads // pairs.shape[1], batch // pairs.shape[0])
+    strides = (0 if size == 1 else stride for size, stride in zip(scores.shape, scores.stride(), strict=True))
+    return (*strides, heads // scores.shape[1], batch // scores.shape[0])
 
 
 def input_pointers(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
-    # No device function can return None, so a pointer that is never read stands in.
+    # Device functions cannot return None: query replaces a missing pointer and is never read as one.
     return query, key, value, query if mask is None else mask, query if bias is None else bias
 
 
 def input_strides(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
     batch, _, heads, _ = query.shape
     rows = (x.stride()[:3] for x in (query, key, value))
-    return *rows, pairs_strides(mask, batch, heads), pairs_strides(bias, batch, heads)
+    return *rows, score_strides(mask, batch, heads), score_strides(bias, batch, heads)
 
 
 def head_sums(x: Tensor) -> Tensor:
-    """float32 (B, Hkv): finite only if all of the head is, see _is_finite."""
+    """float32 (B, Hkv): finite only if the whole head is, see _is_finite."""
     return x.sum(dim=(1, 3), dtype=torch.float32)
 
 
-def has_pairs(query: Tensor, key: Tensor) -> bool:
+def has_scores(query: Tensor, key: Tensor) -> bool:
     return query.numel() > 0 and key.numel() > 0
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
-    """The gradients of (dout, dlse, query, key, value, mask, bias, *gradients); differentiating them again raises."""
+    """Passes the gradients of (dout, dlse, query, key, value, mask, bias, *gradients) on. Its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, *inputs_and_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -736,7 +736,7 @@ class _Attention(torch.autograd.Function):
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
         (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = query.shape, key.shape
-        if not has_pairs(query, key):
+        if not has_scores(query, key):
             out = query.new_zeros(query.shape)
             lse = query.new_full((batch, heads, seqlen_q), float("-inf"), dtype=torch.float32)
             ctx.save_for_backward(query, key, value, mask, bias, out, lse)
@@ -749,8 +749,8 @@ class _Attention(torch.autograd.Function):
         ctx.options = {
             "IS_CAUSAL": is_causal,
             "HAS_SOFTCAP": softcap > 0,
-            "MASK": pairs_kind(mask),
-            "BIAS": pairs_kind(bias),
+            "MASK": score_kind(mask),
+            "BIAS": score_kind(bias),
             **head_dim_options(query),
         }
         out = query.new_empty(query.shape)
@@ -772,20 +772,20 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             gradients = _Attention.gradients(ctx, dout, dlse)
-        # once_differentiable would let pass gradients that depend on the inputs alone.
+        # once_differentiable raises no error for gradients that depend on the inputs only.
         return _DifferentiatedOnce.apply(dout, dlse, *ctx.saved_tensors[:5], *gradients)
 
     @staticmethod
     def gradients(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, bias, out, lse = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv, _, needs_dbias, *_ = ctx.needs_input_grad
-        if not has_pairs(query, key):
+        if not has_scores(query, key):
             wanted = zip((query, key, value, mask, bias), ctx.needs_input_grad[:5], strict=True)
             return *(torch.zeros_like(x) if needed else None for x, needed in wanted), None, None, None
 
         (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = query.shape, key.shape
         if mask is not None or bias is not None or (ctx.options["IS_CAUSAL"] and seqlen_q > seqlen_k):
-            # 0 * NaN is NaN: whatever the rows that see nothing hold must not meet the keys.
+            # 0 * NaN is NaN: a NaN in an empty row must not reach the keys.
             is_empty = (lse == float("-inf")).transpose(1, 2)[..., None]
             query, dout = query.masked_fill(is_empty, 0), dout.masked_fill(is_empty, 0)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
@@ -795,7 +795,7 @@ class _Attention(torch.autograd.Function):
         if bias_kind == "key":
             column_sums = lse.new_empty((batch, heads, seqlen_k))
         elif bias_kind == "dense":
-            # The dq kernel never visits the tiles that causality hides.
+            # The dq kernel skips tiles that causality hides.
             dbias = bias.new_zeros(bias.shape) if ctx.options["IS_CAUSAL"] else bias.new_empty(bias.shape)
 
         with torch.cuda.device_of(query):
@@ -859,7 +859,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32, differentiable once.
 
-    `deterministic` asks for what is so in any case: no sum here depends on the order in which programs run.
+    Ignores `deterministic`: no sum depends on the order in which programs run.
 
     Raises TypeError for a dtype other than float16, bfloat16 and float32; RuntimeError where Triton cannot run, for
     tensors on the CPU without Triton's interpreter, and where a gradient is differentiated again.

@@ -11,9 +11,9 @@ from transformers.models.doge.modeling_doge import DogeAttention, apply_rotary_p
 
 from ..biases import least
 from ..interface import flash_dmattn_func
-from ..interval_mask import KeyIntervalMask, sequence_of_keys
-from ..masks import create_mask
-from ..selection import topk_of_cache
+from ..masks import KeyIntervalMask, create_mask
+from ..masks.selection import topk_of_cache
+from ..masks.topk import sequence_of_keys
 from .transformers import NAME, require_supported
 from .visible_keys import Pattern, VisibleKeys
 

@@ -25,7 +25,8 @@ from ..arguments import names, shape_of
 from ..biases import hides
 from ..checks import AnyMask
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
-from ..interval_mask import KeyIntervalMask, sequence_of_keys
+from ..masks import KeyIntervalMask
+from ..masks.topk import sequence_of_keys
 from .visible_keys import VisibleKeys, visible_keys_mask
 
 NAME = "flash_dmattn"

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..arguments import names, require_device, require_floating, require_tensor, shape_of, values_at_hand
+from ..arguments import is_host_readable, names, require_device, require_floating, require_tensor, shape_of
+from ..attend import autocast_is_on
 from ..checks import check_finite
-from ..interface import autocast_is_on, flash_dmattn_func
+from ..interface import flash_dmattn_func
 
 # A mask bias of at most this value masks its key: in float32 its exp is 0 relative to ordinary scores.
 MASK_THRESHOLD = -1e4
@@ -155,7 +156,7 @@ def bool_mask(mask_bias: Tensor) -> Tensor:
     visible = mask_bias == 0
     is_valid = visible | (mask_bias <= MASK_THRESHOLD)
     message = f"biases[0] must be 0 or at most {MASK_THRESHOLD:g} with a pair bias"
-    if values_at_hand(mask_bias):
+    if is_host_readable(mask_bias):
         if not is_valid.all():
             raise ValueError(f"{message}, got {mask_bias[~is_valid][0].item():g}")
     elif torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():  # those have no assertions

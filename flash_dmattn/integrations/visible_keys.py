@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
-from ..interval_mask import EVERY_ROW, KeyIntervalMask
+from ..masks import KeyIntervalMask
+from ..masks.topk import NEVER
 
 MIN_TRANSFORMERS = "5.17"
 
@@ -56,7 +57,7 @@ def _pattern_factories() -> list[tuple[CodeType, Callable[..., Pattern]]]:
     known = (
         (utils.causal_mask_function, lambda: Pattern(is_causal=True)),
         (utils.bidirectional_mask_function, lambda: Pattern()),
-        (utils.sliding_window_overlay(1), lambda sliding_window: Pattern(window=(sliding_window - 1, EVERY_ROW))),
+        (utils.sliding_window_overlay(1), lambda sliding_window: Pattern(window=(sliding_window - 1, NEVER))),
         (
             utils.sliding_window_bidirectional_overlay(1),
             lambda sliding_window: Pattern(window=(sliding_window, sliding_window)),
@@ -117,7 +118,7 @@ def traced_pattern(mask_function: Callable, local_size: int | None, causal: bool
         return pattern_of(mask_function)
     if local_size is None or not (causal or full):
         return None
-    window = (local_size - 1, EVERY_ROW) if causal else (local_size, local_size)
+    window = (local_size - 1, NEVER) if causal else (local_size, local_size)
     return Pattern(is_causal=causal, window=window)
 
 
@@ -178,7 +179,7 @@ class VisibleKeys:
         masks = []
         if pattern.is_causal or pattern.window is not None:
             rows = torch.arange(self.seqlen_k, dtype=torch.int32, device=self.device)[None, None] - self.q_offset
-            left, right = pattern.window or (EVERY_ROW, EVERY_ROW)
+            left, right = pattern.window or (NEVER, NEVER)
             left, right = (
                 min(size, self.seqlen_q + self.seqlen_k) for size in (left, 0 if self.pattern.is_causal else right)
             )

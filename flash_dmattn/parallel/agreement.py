@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import values_at_hand
-from ..interval_mask import KeyIntervalMask
-from ..key_lists import SPARSE
+from ..arguments import is_host_readable
+from ..masks import SPARSE, KeyIntervalMask
 from .call import ShardedCall
 from .layout import LAYOUTS
 
@@ -102,7 +101,7 @@ def checksum(cu_seqlens: Tensor | None) -> int:
     """-1 for None. Values that are not readable without synchronization are replaced by their number."""
     if cu_seqlens is None:
         return -1
-    values = cu_seqlens.tolist() if values_at_hand(cu_seqlens) else [len(cu_seqlens)]
+    values = cu_seqlens.tolist() if is_host_readable(cu_seqlens) else [len(cu_seqlens)]
     return zlib.crc32(struct.pack(f"<{len(values)}q", *values))
 
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..backends import reference
+from ..attend import add_row_bias, kernel_rows, without_padding
 from ..biases import hides
-from ..interface import add_row_bias, flash_dmattn_func, kernel_rows, without_padding
-from ..interval_mask import KeyIntervalMask
+from ..broadcast import expand_shared
+from ..interface import flash_dmattn_func
+from ..masks import KeyIntervalMask
 from . import halo
 from .agreement import EMPTY_SIGNATURE, agree, kinds_of, signature_of
 from .call import Mask, ShardedCall, check_call, check_lengths, check_whole
@@ -159,7 +160,7 @@ def attend_with_halo(call: ShardedCall, shards: Shards, bias_kind: str | None) -
     if bias_kind == "key":
         # If batch elements or heads fetch different keys, the bias cannot be shared between them.
         sizes = max(bias.shape[0], plan.batches), max(bias.shape[1], plan.heads)
-        bias = reference.expand_shared(bias, *sizes).expand(*sizes, -1, -1)
+        bias = expand_shared(bias, *sizes).expand(*sizes, -1, -1)
         rows.append(bias[:, :, 0].transpose(1, 2))
     if global_mask is not None:
         rows.append(halo.intervals_to_rows(global_mask.intervals))
@@ -199,7 +200,7 @@ def attend_with_all_gather(
     """For rows that see most keys: all-gathers K and V."""
     query, bias, row_bias = call.query, call.bias, None
     if bias_kind == "row":  # as in interface.attend
-        row_bias, bias, bias_kind = reference.expand_shared(bias, query.shape[0], query.shape[2]), None, None
+        row_bias, bias, bias_kind = expand_shared(bias, query.shape[0], query.shape[2]), None, None
         masked_rows = hides(row_bias)
         query = query.masked_fill(masked_rows.transpose(1, 2), 0)
     plan, bias = make_gather_plan(

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import checks
-from ..arguments import check_cu_seqlens, require_bool, require_count, require_tensor, shape_of, values_at_hand
-from ..interface import autocast, default_scale, kernels_for
-from ..interval_mask import KeyIntervalMask, refuse_nan
-from ..key_lists import KeyLists
+from ..arguments import check_cu_seqlens, is_host_readable, require_bool, require_count, require_tensor, shape_of
+from ..attend import autocast, default_scale, kernels_for
+from ..call import Call
+from ..masks import KeyIntervalMask, KeyLists, as_mask
+from ..masks.topk import refuse_nan
 from .layout import check_layout, zigzag_chunk_length
 
 Mask = Union[Tensor, KeyIntervalMask, None]
@@ -48,10 +49,9 @@ def check_call(call: ShardedCall, return_lse: bool) -> ShardedCall:
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name} must be this rank's shard as a plain tensor, got a DTensor: pass its to_local()")
     kernels_for(call.query)
-    checks.check_options(
-        *(mask, call.softmax_scale, call.is_causal, call.softcap, call.deterministic, False, return_lse),
-        *(window_size, call.sparse),
-    )
+    scalars = (call.softmax_scale, call.is_causal, call.softcap, call.deterministic)
+    options = {"return_lse": return_lse, "window_size": window_size, "sparse": call.sparse}
+    checks.check_options(Call(call.query, call.key, call.value, mask, call.bias, *scalars, **options))
     check_layout(call.layout)
     if call.fixed_shapes is not None:
         require_bool("fixed_shapes", call.fixed_shapes)
@@ -98,13 +98,14 @@ def batched(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> None:
     """Checks all shapes but the last two dimensions of mask and bias, which depend on the other ranks' lengths."""
-    checks.check_inputs("check_fixed", query, key, value, None, None, None)
+    checks.check_tensors(Call(query, key, value), checks.NO_MASK, None)
 
-    def check_beside(x: Mask, *mask_and_bias: Mask) -> None:
+    def check_beside(x: Mask, mask: Mask, bias: Tensor | None) -> None:
         keys = key
         if isinstance(x, Tensor) and x.ndim == 4 and x.shape[3] not in (1, key.shape[1]):
             keys = key.new_empty(1).expand(key.shape[0], x.shape[3], *key.shape[2:])
-        checks.check_inputs("check_fixed", query, keys, keys, *mask_and_bias, None)
+        operands = checks.NO_MASK if mask is None else as_mask(mask).operands()
+        checks.check_tensors(Call(query, keys, keys), operands, bias)
 
     if isinstance(mask, KeyIntervalMask):
         mask = mask.sequence(0, mask.keys) if mask.is_varlen else mask
@@ -134,7 +135,7 @@ def check_whole(call: ShardedCall, lengths: tuple[int, ...]) -> None:
     seqlen = sum(lengths)
     if isinstance(call.mask, KeyIntervalMask):
         call.mask.require_rows("attn_mask", seqlen)
-    if call.cu_seqlens is not None and values_at_hand(call.cu_seqlens):
+    if call.cu_seqlens is not None and is_host_readable(call.cu_seqlens):
         check_cu_seqlens("cu_seqlens", call.cu_seqlens, total=seqlen)
     if call.layout == "zigzag":
         zigzag_chunk_length(seqlen, len(lengths))

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import ops
-from ..backends.compiled import FIXED, mask_tensors
-from ..interface import kernels_for, mask_for
-from ..interval_mask import KeyIntervalMask
+from ..attend import kernels_for, mask_operand
+from ..masks import KeyIntervalMask, Problem, as_mask
+from ..ops.schema import Arguments, MaskTensors
 from . import collectives
 from .layout import concat_zigzag, split_zigzag, zigzag_chunks
 from .shards import Shards
@@ -56,6 +56,12 @@ class GatherPlan:
     softcap: float
     deterministic: bool
     sparse: str
+
+    @property
+    def options(self) -> dict[str, float | bool]:
+        """The operators' arguments that are no tensors."""
+        names = ("softmax_scale", "softcap", "is_causal", "deterministic")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def num_keys(self) -> int:
@@ -169,13 +175,15 @@ class GatheredAttention(torch.autograd.Function):
                 part = CallSlice(row_range, kv, kv_heads)
                 q, k, v = part.rows(query), keys[:, : row_range.num_keys], values[:, : row_range.num_keys]
                 if kv is kv_slices[0] or not masks_shared:
-                    call = (q, k, bias, any(ctx.needs_input_grad), plan.deterministic)
-                    mask = mask_for(backend, part.mask(), plan.sparse, *call, q.shape[1], k.shape[1], plan.is_causal)
-                    masks.append(mask_tensors(mask, q, k, plan.is_causal, None))
-                part_out, part_lse = ops.attention_forward(
-                    *(q, k, v, part.bias(bias, plan.bias_is_sharded), *masks[i if masks_shared else -1]),
-                    *(*FIXED, None, plan.softmax_scale, plan.softcap, plan.is_causal, plan.deterministic),
-                )
+                    operand = mask_operand(
+                        *(backend, as_mask(part.mask()), plan.sparse, q, k, bias),
+                        Problem(q.shape[1], k.shape[1], plan.is_causal),
+                        needs_grad=any(ctx.needs_input_grad),
+                        deterministic=plan.deterministic,
+                    )
+                    masks.append(operand or MaskTensors())
+                tensors = (q, k, v, part.bias(bias, plan.bias_is_sharded), *masks[i if masks_shared else -1])
+                part_out, part_lse = ops.attention_forward(*Arguments(*tensors, **plan.options))
                 part.rows(out).copy_(part_out)
                 part.lse(lse).copy_(part_lse)
         ctx.plan, ctx.kv_slices = plan, kv_slices
@@ -188,7 +196,7 @@ class GatheredAttention(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         plan, kv_slices = ctx.plan, ctx.kv_slices
         query, key, value, bias, out, lse, *tensors = ctx.saved_tensors
-        mask_size = len(ops.MaskTensors._fields)
+        mask_size = len(MaskTensors._fields)
         masks = [tensors[i : i + mask_size] for i in range(0, len(tensors), mask_size)]
         masks = iter(masks * (len(kv_slices) * len(plan.row_ranges) // len(masks)))
         kv_heads, needs_dbias = key.shape[2], bias is not None and ctx.needs_input_grad[4]
@@ -208,10 +216,11 @@ class GatheredAttention(torch.autograd.Function):
             dkeys = dvalues = None
             for row_range in plan.row_ranges:
                 part, num_keys = CallSlice(row_range, kv, kv_heads), row_range.num_keys
+                part_bias = part.bias(bias, plan.bias_is_sharded)
+                tensors = (part.rows(query), keys[:, :num_keys], values[:, :num_keys], part_bias, *next(masks))
                 dq, dk, dv, part_dbias = ops.attention_backward(
-                    *(part.rows(dout), part.lse(dlse), part.rows(query), keys[:, :num_keys], values[:, :num_keys]),
-                    *(part.bias(bias, plan.bias_is_sharded), part.rows(out), part.lse(lse), *next(masks), *FIXED),
-                    *(plan.softmax_scale, plan.softcap, plan.is_causal, plan.deterministic, needs_dbias),
+                    *(part.rows(dout), part.lse(dlse), part.rows(out), part.lse(lse), needs_dbias),
+                    *Arguments(*tensors, **plan.options),
                 )
                 part.rows(dquery).copy_(dq)
                 if needs_dbias:

@@ -10,13 +10,21 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from .. import ops
+from ..ops.list_sizes import has_row_bits
+from ..ops.schema import Arguments, BackwardArguments
 
 # The (batch, heads) dimensions of arguments and results.
 ROWS = (0, 2)  # query, key, value, out
 SCORES = (0, 1)  # masks, biases, lse
 STACKED = (1, 2)  # with one more dimension in front: intervals (2, ..), spans (2, ..), tiles of a mask (9, ..)
 LISTS = (0, 0)  # concatenated key lists: each rank has its own, of any length
-MASKS = ops.MaskTensors(SCORES, STACKED, STACKED, LISTS, STACKED, LISTS)
+# The dimensions of the attention operators' arguments. Other tensors are replicated.
+DIMENSIONS = {
+    **dict.fromkeys(("query", "key", "value", "dout", "out"), ROWS),
+    **dict.fromkeys(("bias", "dlse", "lse", "mask"), SCORES),
+    **dict.fromkeys(("mask_tiles", "intervals", "kv_indptr"), STACKED),
+    **dict.fromkeys(("kv_indices", "kv_row_bits"), LISTS),
+}
 BATCH, HEADS = AXES = (0, 1)
 
 
@@ -36,16 +44,20 @@ def sharded(argument: object, dims: tuple[int, int], axis: int, shared=Replicate
     return shared() if argument.shape[dims[axis]] == 1 else Shard(dims[axis])
 
 
-def sharded_masks(masks: ops.MaskTensors, axis: int) -> list:
-    """`sharded` for each tensor of a mask. Key lists are replicated if all elements along the axis share them."""
-    is_shared = is_tensor(masks.list_spans) and masks.list_spans.shape[STACKED[axis]] == 1
+def sharded_arguments(arguments: Arguments | BackwardArguments, axis: int) -> list:
+    """Placements of an operator's arguments. Key lists are replicated if all elements along the axis share them."""
+    spans = arguments.kv_indptr
+    lists_are_shared = is_tensor(spans) and spans.shape[STACKED[axis]] == 1
 
-    def placement(mask: object, dims: tuple[int, int]):
-        if dims is not LISTS:
-            return sharded(mask, dims, axis)
-        return replicated([mask])[0] if is_shared else sharded_list(mask)
+    def placement(name: str, argument: object):
+        dims = DIMENSIONS.get(name)
+        if name == "seqlens_k" and axis == BATCH:
+            return sharded_list(argument)
+        if dims is None or (dims is LISTS and lists_are_shared):
+            return replicated([argument])[0]
+        return sharded_list(argument) if dims is LISTS else sharded(argument, dims, axis)
 
-    return [placement(mask, dims) for mask, dims in zip(masks, MASKS)]
+    return [placement(name, argument) for name, argument in zip(arguments._fields, arguments)]
 
 
 def sharded_list(values: object):
@@ -79,13 +91,12 @@ def require_whole_groups(query, key) -> None:
             )
 
 
-def shardable_axes(query, bias: object, masks: ops.MaskTensors) -> tuple[int, ...]:
+def shardable_axes(arguments: Arguments | BackwardArguments) -> tuple[int, ...]:
     """BATCH, if no group of batch elements that shares a mask or bias would be split, and HEADS."""
-    shared = [
-        x.shape[dims[BATCH]]
-        for x, dims in ((bias, SCORES), (masks.mask, SCORES), (masks.list_spans, STACKED))
-        if is_tensor(x) and x.shape[dims[BATCH]] not in (1, query.shape[0])
-    ]
+    query = arguments.query
+    tensors = {name: getattr(arguments, name) for name in ("bias", "mask", "kv_indptr")}
+    batches = [x.shape[DIMENSIONS[name][BATCH]] for name, x in tensors.items() if is_tensor(x)]
+    shared = [size for size in batches if size not in (1, query.shape[0])]
     can_shard_batch = True
     for placement, ranks in zip(query.placements, query.mesh.shape):
         split = [batches for batches in shared if batches % ranks or query.shape[0] % ranks]
@@ -98,49 +109,32 @@ def shardable_axes(query, bias: object, masks: ops.MaskTensors) -> tuple[int, ..
     return AXES if can_shard_batch else (HEADS,)
 
 
-def forward_rule(query, key, value, bias, *rest):
+def attention_rule(arguments: Arguments | BackwardArguments, num_results: int, results) -> list:
+    """The rule of an attention operator; `results(axis)` are the placements of its results."""
+    require_local_lists(arguments.query, arguments.kv_indptr)
+    accepted = [([Replicate()] * num_results, replicated(arguments))]
+    if arguments.cu_seqlens_q is None:
+        require_whole_groups(arguments.query, arguments.key)
+        accepted += [(results(axis), sharded_arguments(arguments, axis)) for axis in shardable_axes(arguments)]
+    return accepted
+
+
+def forward_rule(*args):
     """attention_forward: (out, lse)"""
-    masks, (cu_seqlens_q, _, _, _, seqlens_k, *_) = ops.MaskTensors(*rest[: len(MASKS)]), rest[len(MASKS) :]
-    require_local_lists(query, masks.list_spans)
-    accepted = [(replicated([query, query]), replicated([query, key, value, bias, *rest]))]
-    if cu_seqlens_q is not None:
-        return accepted
-    require_whole_groups(query, key)
-    for axis in shardable_axes(query, bias, masks):
-        arguments = [
-            *(sharded(x, ROWS, axis) for x in (query, key, value)),
-            sharded(bias, SCORES, axis),
-            *sharded_masks(masks, axis),
-            *(None,) * 4,
-            sharded_list(seqlens_k) if axis == BATCH else replicated([seqlens_k])[0],
-            *(None,) * 4,
-        ]
-        accepted.append(([sharded(query, ROWS, axis), Shard(SCORES[axis])], arguments))
-    return accepted
+    arguments = Arguments(*args)
+    return attention_rule(arguments, 2, lambda axis: [sharded(arguments.query, ROWS, axis), Shard(SCORES[axis])])
 
 
-def backward_rule(dout, dlse, query, key, value, bias, out, lse, *rest):
+def backward_rule(*args):
     """attention_backward: (dquery, dkey, dvalue, dbias)"""
-    masks, cu_seqlens_q, needs_dbias = ops.MaskTensors(*rest[: len(MASKS)]), rest[len(MASKS)], rest[-1]
-    require_local_lists(query, masks.list_spans)
-    rows = (query, key, value)
-    accepted = [(replicated([*rows, query]), replicated([dout, dlse, *rows, bias, out, lse, *rest]))]
-    if cu_seqlens_q is not None:
-        return accepted
-    require_whole_groups(query, key)
-    for axis in shardable_axes(query, bias, masks):
-        grads = [sharded(x, ROWS, axis) for x in rows]
+    arguments = BackwardArguments(*args)
+
+    def results(axis: int) -> list:
         # Each rank contributes to the gradient of a broadcast bias.
-        grads.append(sharded(bias, SCORES, axis, shared=Partial) if needs_dbias else Replicate())
-        arguments = [
-            *(sharded(dout, ROWS, axis), sharded(dlse, SCORES, axis)),
-            *(sharded(x, ROWS, axis) for x in rows),
-            *(sharded(bias, SCORES, axis), sharded(out, ROWS, axis), sharded(lse, SCORES, axis)),
-            *sharded_masks(masks, axis),
-            *(None,) * 9,
-        ]
-        accepted.append((grads, arguments))
-    return accepted
+        dbias = sharded(arguments.bias, SCORES, axis, shared=Partial) if arguments.needs_dbias else Replicate()
+        return [*(sharded(x, ROWS, axis) for x in (arguments.query, arguments.key, arguments.value)), dbias]
+
+    return attention_rule(arguments, 4, results)
 
 
 def mask_rule(arguments: list, results: tuple, by_axis: dict[int, list]) -> list:
@@ -158,39 +152,43 @@ def mask_rule(arguments: list, results: tuple, by_axis: dict[int, list]) -> list
     return accepted
 
 
-def build_key_lists_rule(mask, intervals, *rest):
+def build_key_lists_rule(
+    mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, keys_per_row, limit
+):
     """(keys, spans, rows)"""
+    others = (seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, keys_per_row, limit)
     source, dims = (intervals, STACKED) if mask is None else (mask, SCORES)
     by_axis = {
         axis: [sharded(mask, SCORES, axis), sharded(intervals, STACKED, axis)]
         for axis in AXES
-        if rest[3] is None and source.shape[dims[axis]] != 1
+        if cu_seqlens_q is None and source.shape[dims[axis]] != 1
     }
-    return mask_rule([mask, intervals, *rest], (LISTS, STACKED, LISTS), by_axis)
+    return mask_rule([mask, intervals, *others], (LISTS, STACKED, LISTS), by_axis)
 
 
-def index_key_lists_rule(indices, intervals, *rest):
+def index_key_lists_rule(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
     """(keys, spans, rows)"""
-    tile_rows, *_, cu_seqlens_q, _ = rest
+    others = (tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k)
     by_axis = {}
     for axis in AXES:
         placements = [sharded(indices, SCORES, axis), sharded(intervals, STACKED, axis)]
         if cu_seqlens_q is None and any(p is not None and p.is_shard() for p in placements):
             by_axis[axis] = placements
-    rows = LISTS if ops.has_list_rows(tile_rows) else None
-    return mask_rule([indices, intervals, *rest], (LISTS, STACKED, rows), by_axis)
+    rows = LISTS if has_row_bits(tile_rows) else None
+    return mask_rule([indices, intervals, *others], (LISTS, STACKED, rows), by_axis)
 
 
-def pack_mask_rule(mask, *rest):
+def pack_mask_rule(mask, *others):
     """(bits, tiles)"""
     by_axis = {axis: [Shard(axis)] for axis in AXES if len(mask.shape) == 4 and mask.shape[axis] != 1}
-    return mask_rule([mask, *rest], (SCORES, STACKED), by_axis)
+    return mask_rule([mask, *others], (SCORES, STACKED), by_axis)
 
 
-def topk_intervals_rule(bias, *rest):
+def topk_intervals_rule(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, longest):
     """int32 (2, ..)"""
-    by_axis = {axis: [Shard(axis)] for axis in AXES if rest[2] is None and bias.shape[axis] != 1}
-    return mask_rule([bias, *rest], (STACKED,), by_axis)
+    others = (window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, longest)
+    by_axis = {axis: [Shard(axis)] for axis in AXES if cu_seqlens_q is None and bias.shape[axis] != 1}
+    return mask_rule([bias, *others], (STACKED,), by_axis)
 
 
 def topk_lists_rule(bias, window_size, seqlen_q, seqlens_k):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from ..interval_mask import KeyIntervalMask
+from ..masks import KeyIntervalMask
 from . import collectives
 from .shards import Shards, constants
 

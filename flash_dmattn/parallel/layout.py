@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import require_count, require_tensor, shape_of
-from ..interval_mask import KeyIntervalMask
+from ..masks import KeyIntervalMask
 from . import collectives
 from .groups import Group, exchange_on_host, resolve_group
 from .shards import starts_of

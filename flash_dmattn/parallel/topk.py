@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import ops, prefix_topk
-from ..interval_mask import KeyIntervalMask, sequence_of_keys
+from .. import ops
+from ..masks import KeyIntervalMask
+from ..masks.topk import best_positions, has_kernels, sequence_of_keys
 from . import collectives
 from .halo import HaloPlan, any_of_heads, earlier_capacities, local_mask, plan_exact, plan_fixed
 from .shards import Shards, constants
@@ -96,8 +97,8 @@ def topk_keys(bias: Tensor, count: int) -> tuple[Tensor, Tensor]:
         keys may be omitted.
     """
     batches, heads, _ = bias.shape
-    if not prefix_topk.has_kernels(bias):
-        keys = prefix_topk.best_places(bias.flatten(0, 1), count).view(batches, heads, count)
+    if not has_kernels(bias):
+        keys = best_positions(bias.flatten(0, 1), count).view(batches, heads, count)
         return keys, torch.ones_like(keys, dtype=torch.bool)
     keys, spans, _ = ops.topk_lists(bias, count, 1, None)
     begin, end = spans

@@ -1,4 +1,4 @@
-"""Masks that a model makes from its own biases."""
+"""create_mask: bool masks that a model derives from its biases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .arguments import (
+from ..arguments import (
     names,
     require_count,
     require_device,
@@ -17,8 +17,9 @@ from .arguments import (
     require_tensor,
     shape_of,
 )
-from .backends.reference import expand_shared
-from .biases import hides
+from ..biases import hides
+from ..broadcast import expand_shared
+from .topk import topk_mask
 
 
 def create_mask(
@@ -32,26 +33,26 @@ def create_mask(
     block_size: int | None = None,
     type: str = "topk",
 ) -> Tensor:
-    """The dynamic mask of a bias: for every row, the visible keys that its bias chooses.
+    """The dynamic mask of a bias: for every row, the candidate keys that the bias selects.
 
     Args:
         attention_bias: floating ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, Sk).
         attention_mask: the keys to choose from: bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible; or a
-            padding mask (B, Sk), bool or integer, not 0 = a real token; or None: all.
+            padding mask (B, Sk), bool or integer, nonzero = a real token; or None: all keys.
         batch_size, query_len, key_len: B, Sq and Sk.
-        window_size: how many keys "topk" keeps a row. At least 0; a row that has no more keys keeps them all.
-        min_dtype: keys whose bias is not above this are never chosen; nor is one of -inf or torch.finfo(dtype).min,
-            which hides its key in any case.
-        block_size: where given, each run of this many keys is kept whole if more than half of it was chosen, and
-            dropped otherwise; a key that `attention_mask` hides stays hidden.
-        type: "topk" keeps the `window_size` largest biases of a row, ties to the later key; "relu" keeps those above 0.
+        window_size: the number of keys that "topk" selects per row, at least 0. A row with fewer candidates keeps all.
+        min_dtype: a key whose bias is not above this is never selected; nor is one with a bias of -inf or
+            torch.finfo(dtype).min, which always hides.
+        block_size: if given, each block of this many keys becomes visible if more than half of it was selected, and
+            hidden otherwise; a key that `attention_mask` hides stays hidden.
+        type: "topk" selects the `window_size` largest biases of a row, ties to the later key; "relu" those above 0.
 
     Returns:
-        bool ({B|B/n|1}, {H|Hkv|1}, Sq, Sk), True = visible, with the batch and head dimensions of bias and mask
-        together: of two batch dimensions that are neither 1 nor the same it has B.
+        bool ({B|B/n|1}, {H|Hkv|1}, Sq, Sk), True = visible, in the broadcast batch and head dimensions of bias and
+        mask. If their batch dimensions differ and neither is 1, the result has B.
 
     Raises:
-        ValueError: a shape, size or type that does not fit.
+        ValueError: an invalid shape, size or type.
         TypeError: a bias that is not floating, an attention_mask that is neither bool nor a 2-dimensional integer
             padding mask, a size that is no int, a min_dtype that is no number.
         RuntimeError: an attention_mask that is not on attention_bias's device.
@@ -80,32 +81,18 @@ def create_mask(
         )
     bias = attention_bias.detach()
     if visible is not None and bias.shape[0] != visible.shape[0]:
-        bias, visible = (expand_shared(pairs, batch_size, pairs.shape[1]) for pairs in (bias, visible))
+        bias, visible = (expand_shared(x, batch_size, x.shape[1]) for x in (bias, visible))
     candidates = (bias > min_dtype) & ~hides(bias)
     candidates = candidates if visible is None else candidates & visible
     bias, candidates = torch.broadcast_tensors(bias, candidates)
-    chosen = topk_mask(bias, candidates, window_size) if type == "topk" else candidates & (bias > 0)
+    selected = topk_mask(bias, candidates, window_size) if type == "topk" else candidates & (bias > 0)
     if block_size is not None:
-        chosen = smooth_blocks(chosen, block_size) & candidates
-    return chosen.expand(-1, -1, query_len, -1)
-
-
-def topk_mask(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
-    """bool (.., Sk): the `window_size` largest biases among the candidates of each row, ties to the later key."""
-    window_size = min(window_size, bias.shape[-1])
-    if window_size == 0:
-        return torch.zeros_like(candidates)
-    bias = bias.masked_fill(~candidates, -torch.inf)
-    threshold = bias.topk(window_size, dim=-1, sorted=True).values[..., -1:]
-    above = bias > threshold
-    at = (bias == threshold) & candidates
-    room = window_size - above.sum(dim=-1, keepdim=True)
-    later_or_same = at.flip(-1).cumsum(dim=-1).flip(-1)
-    return above | (at & (later_or_same <= room))
+        selected = smooth_blocks(selected, block_size) & candidates
+    return selected.expand(-1, -1, query_len, -1)
 
 
 def smooth_blocks(mask: Tensor, block_size: int) -> Tensor:
-    """bool (.., Sk): each run of `block_size` keys becomes all True if more than half of it is, else all False."""
+    """bool (.., Sk): each block of `block_size` keys becomes True if more than half of it is True, else False."""
     key_len = mask.shape[-1]
     runs = -(-key_len // block_size)
     padded = rearrange(pad(mask, (0, runs * block_size - key_len)), "... (runs size) -> ... runs size", size=block_size)

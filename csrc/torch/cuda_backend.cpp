@@ -1,4 +1,4 @@
-#include "cuda.h"
+#include "cuda_backend.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -18,13 +18,13 @@ namespace {
 
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
-// Absent where no bytes are needed.
+// Undefined for 0 bytes.
 Tensor workspace(int64_t bytes, const Tensor& like) {
     return bytes > 0 ? at::empty({bytes}, like.options().dtype(at::kByte)) : Tensor();
 }
 void* address(const Tensor& memory) { return memory.defined() ? memory.data_ptr() : nullptr; }
 
-// A bool mask as the kernels read it.
+// The packed mask of a plan, in these tensors.
 PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles) {
     packed.bits = reinterpret_cast<uint32_t*>(bits.data_ptr<int32_t>());
     packed.columns = reinterpret_cast<uint64_t*>(tiles.data_ptr());
@@ -32,7 +32,7 @@ PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles
     return packed;
 }
 
-// Packs params.mask, which is `mask`; gives the memory.
+// Packs params.mask, which is `mask`. Returns (bits, tiles).
 std::tuple<Tensor, Tensor> pack(AttentionParams& p, const Tensor& mask) {
     const PackedMask plan = plan_packed_mask(p, mask.size(0));
     const auto ints = mask.options().dtype(at::kInt);
@@ -46,9 +46,9 @@ std::tuple<Tensor, Tensor> pack(AttentionParams& p, const Tensor& mask) {
     return {bits, tiles};
 }
 
-// What the tile kernels ask of the mask; gives the memory of what is made here.
+// Fills the params with a packed mask, or summarizes intervals by tiles. Returns the memory of the summary.
 Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
-    if (const OptionalTensor &bits = in.masks.mask, &tiles = in.masks.mask_tiles; bits) {
+    if (const OptionalTensor &bits = in.mask, &tiles = in.mask_tiles; bits) {
         const PackedMask plan = plan_packed_mask(p, in.query.size(0));
         TORCH_CHECK_VALUE(bits->numel() == plan.bits_size && tiles->numel() == 9 * plan.tiles_size,
                           "mask and mask_tiles must be what pack_mask returned for these lengths");
@@ -66,7 +66,7 @@ Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
     return memory;
 }
 
-// The ways by which a call may go: one, or where a mask is given both packed and as lists, by these and by tiles.
+// Runs a call once, or twice for a mask that is given both packed and as lists: the device selects one of the two.
 template <typename Params, typename Run>
 void for_each_dispatch(const Params& p, const Run& run) {
     if (!p.packed_mask.present() || !p.lists.present()) return run(p);
@@ -83,7 +83,7 @@ struct Lists {
     Tensor keys, spans, rows;
     int64_t* begins() const { return spans.data_ptr<int64_t>(); }
     int64_t* ends() const { return begins() + spans.stride(0); }
-    uint32_t* row_words() const {  // null where there are none
+    uint32_t* row_words() const {  // null without row bits
         return rows.numel() > 0 ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr;
     }
     std::tuple<Tensor, Tensor, Tensor> tensors() const { return {keys, spans, rows}; }
@@ -95,7 +95,7 @@ Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t
             at::empty({has_rows ? capacity : 0, KeyListsView::kRows / 32}, ints)};
 }
 
-// What is selected from: ({B|1}, heads, Sk) or ({B|1}, heads, 1, Sk); of variable length (total_k, heads).
+// bias: ({B|1}, heads, Sk) or ({B|1}, heads, 1, Sk); for variable length (total_k, heads).
 SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seqlen_q) {
     const bool varlen = bias.dim() == 2;
     TORCH_CHECK_VALUE(varlen || bias.dim() == 3 || (bias.dim() == 4 && bias.size(2) == 1),
@@ -128,10 +128,10 @@ void forward_cuda(FwdParams& p, const Inputs& in) {
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
-    for_each_dispatch(p, [&](const FwdParams& device_dispatch) {
-        const cuda::FwdPlan plan = cuda::plan_fwd(device_dispatch);
+    for_each_dispatch(p, [&](const FwdParams& params) {
+        const cuda::FwdPlan plan = cuda::plan_fwd(params);
         const Tensor memory = workspace(plan.workspace_bytes, in.query);
-        cuda::run_fwd(device_dispatch, plan, address(memory), stream);
+        cuda::run_fwd(params, plan, address(memory), stream);
     });
 }
 
@@ -140,10 +140,10 @@ void backward_cuda(BwdParams& p, const Inputs& in) {
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
-    for_each_dispatch(p, [&](const BwdParams& device_dispatch) {
-        const cuda::BwdPlan plan = cuda::plan_bwd(device_dispatch);
+    for_each_dispatch(p, [&](const BwdParams& params) {
+        const cuda::BwdPlan plan = cuda::plan_bwd(params);
         const Tensor memory = workspace(plan.workspace_bytes, in.query);
-        cuda::run_bwd(device_dispatch, plan, address(memory), stream);
+        cuda::run_bwd(params, plan, address(memory), stream);
     });
 }
 
@@ -158,8 +158,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tens
                                                                       int64_t seqlen_k, bool is_causal,
                                                                       int64_t percent) {
     AttentionParams p = mask_params(mask, std::nullopt, seqlen_q, seqlen_k, is_causal, std::nullopt, std::nullopt);
-    TORCH_CHECK_VALUE(mask.numel() > 0 && !p.mask.per_key, "mask must have pairs, and rows of their own, got shape ",
-                      shape_of(mask));
+    TORCH_CHECK_VALUE(mask.numel() > 0 && !p.mask.per_key,
+                      "mask must not be empty, and have a row per query row, got shape ", shape_of(mask));
     TORCH_CHECK_VALUE(percent >= 0 && percent <= 100, "percent must be from 0 to 100, got ", percent);
     const c10::cuda::CUDAGuard guard(mask.device());
     const auto [bits, tiles] = pack(p, mask);
@@ -255,7 +255,7 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
         TORCH_CHECK_VALUE(seqlens_k->dim() == 1 && (p.batches == 1 || seqlens_k->numel() == p.batches),
                           "seqlens_k must be (B), got shape ", shape_of(*seqlens_k));
         p.batches = seqlens_k->numel();
-        p.seqlens_k = seqlens_k->const_data_ptr<int32_t>();
+        p.seqused_k = seqlens_k->const_data_ptr<int32_t>();
     }
     const RadixSelectPlan plan = plan_select_key_lists(p);
     const Lists lists = empty_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);

@@ -1,4 +1,4 @@
-#include "attention.h"
+#include "mha.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -6,13 +6,13 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "cpu/attention.h"
-#include "cuda.h"
+#include "cuda_backend.h"
 
 namespace flash_dmattn {
 namespace {
 
 void make_readable(Inputs& in) {
-    // What has too few dimensions is refused by the checks.
+    // The checks refuse tensors with too few dimensions.
     for (Tensor* rows : {&in.query, &in.key, &in.value})
         if (rows->dim() > 0) *rows = readable_rows(*rows);
 }
@@ -23,26 +23,26 @@ Tensor empty_lse(const AttentionParams& p, const Inputs& in) {
                           : at::empty({p.batch, p.heads, p.seqlen_q}, options);
 }
 
-// Column sums of a key bias's gradient, [B, {H|Hkv}, 1, Sk] or [{H|Hkv}, total_k], to the bias's shape and dtype.
+// Reduces the column sums of a key bias's gradient, (B, {H|Hkv}, 1, Sk) or ({H|Hkv}, total_k), to the bias's shape and
+// dtype.
 Tensor sum_to_bias(const Tensor& column_sums, const Tensor& bias, bool varlen) {
     if (varlen) {
         const Tensor sums = bias.size(1) == 1 ? column_sums.sum(0, /*keepdim=*/true) : column_sums;
         return sums.t().to(bias.scalar_type()).contiguous();
     }
-    // Of batch elements that share a bias: (batches, those that share one, heads, 1, Sk).
+    // Batch elements that share a bias: (batches, elements of one, heads, 1, Sk).
     const int64_t batches = bias.size(0), all = column_sums.size(0);
-    const bool are_shared = batches > 1 && batches != all;  // by none, too
+    const bool are_shared = batches > 1 && batches != all;  // also with batches == 0
     const Tensor sums = are_shared ? column_sums.unflatten(0, {batches, all / batches}).sum(1) : column_sums;
     return sums.sum_to_size(bias.sizes()).to(bias.scalar_type());
 }
 
-// Where the kernels write the gradient of the bias: of a key bias column sums.
+// The tensor that the kernels write the gradient of the bias to: for a key bias its column sums.
 Tensor empty_dbias(BwdParams& p, const Inputs& in) {
     const Tensor& bias = *in.bias;
     const bool varlen = in.is_varlen();
     if (p.bias.kind == BiasKind::kDense) {
-        // Of variable length the pairs beyond a sequence's keys are no pairs: no unit writes them. Where there are lists,
-        // those of them alone are written.
+        // No kernel writes the columns beyond a sequence's keys. With lists only the listed scores are written.
         const bool all_written = !varlen && !p.lists.present() && !nothing_to_do(p);
         const Tensor dbias =
             all_written ? at::empty(bias.sizes(), bias.options()) : at::zeros(bias.sizes(), bias.options());
@@ -66,7 +66,7 @@ Tensor empty_dbias(BwdParams& p, const Inputs& in) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> forward(Inputs in) {
+std::tuple<Tensor, Tensor> mha_fwd(Inputs in) {
     make_readable(in);
     FwdParams p;
     fill(p, in);
@@ -82,15 +82,14 @@ std::tuple<Tensor, Tensor> forward(Inputs in) {
     return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const OptionalTensor& dlse, Inputs in,
-                                                    const Tensor& out, const Tensor& lse, bool deterministic,
-                                                    bool needs_dbias) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> mha_bwd(const Tensor& dout, const OptionalTensor& dlse, const Tensor& out,
+                                                   const Tensor& lse, bool needs_dbias, Inputs in) {
     make_readable(in);
     BwdParams p;
     fill(p, in);
     const Tensor& query = in.query;
     const bool varlen = in.is_varlen();
-    TORCH_CHECK_VALUE(!needs_dbias || in.bias, "a gradient of the bias was asked for, but there is no bias");
+    TORCH_CHECK_VALUE(!needs_dbias || in.bias, "needs_dbias is True, but there is no bias");
     TORCH_CHECK_VALUE(!in.seqlens_k, "cache_seqlens is for inference, and has no gradients");
     for (const auto& [tensor, name] : {std::pair(&dout, "dout"), std::pair(&out, "out")}) {
         check_shape(*tensor, name, query.sizes());
@@ -124,7 +123,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dout, const Op
     p.dquery = rows_view(dquery, varlen);
     p.dkey = rows_view(dkey, varlen);
     p.dvalue = rows_view(dvalue, varlen);
-    p.deterministic = deterministic;
+    p.deterministic = in.deterministic;
     Tensor dbias = needs_dbias ? empty_dbias(p, in) : at::empty({0}, query.options());
     if (!query.is_cpu()) {
         backward_cuda(p, in);

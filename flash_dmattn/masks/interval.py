@@ -1,48 +1,46 @@
-"""Masks that give every key one interval of query rows: O(Sk) memory where a bool mask takes O(Sq Sk)."""
+"""KeyIntervalMask: one interval of query rows for each key. O(Sk) memory, where a bool mask takes O(Sq Sk)."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from . import ops, prefix_topk
-from .arguments import (
+from ..arguments import (
     check_cu_seqlens,
     check_same_sequences,
+    is_host_readable,
     names,
     require_count,
-    require_floating,
     require_integers,
     require_tensor,
     shape_of,
-    values_at_hand,
 )
-from .backends.reference import expand_shared
+from ..broadcast import expand_shared
+from ..ops.schema import MaskTensors
+from .base import Mask
+from .topk import NEVER, check_topk, operator_for, own_rows, sequence_of_keys
 
 FIXED, VARLEN = "({B|1}, {H|Hkv|1}, Sk)", "(total_k, {H|Hkv|1})"
-EVERY_ROW = prefix_topk.NEVER  # the end of a key that stays visible
 
 
-class KeyIntervalMask:
-    """For each key the half-open interval of query rows that may see it: row i sees key j where start_j <= i < end_j.
+class KeyIntervalMask(Mask):
+    """For each key the half-open interval of query rows that see it: row i sees key j where start_j <= i < end_j.
 
-    Causal masks, sliding windows, packed documents, padding and the causal top-w dynamic mask are of this form, and so
-    is `a & b`, what both let be seen. `flash_dmattn_func` and its other forms take it as attn_mask.
+    Causal masks, sliding windows, packed documents, padding and the causal top-k dynamic mask have this form. `a & b`,
+    the keys that both masks show, has it too. Pass it as attn_mask to `flash_dmattn_func` and its other forms.
 
     Args:
-        start: int32 ({B|1}, {H|Hkv|1}, Sk); of variable length (total_k, {H|Hkv|1}). Rows count from the first of the
-            batch element, of variable length from the first of the key's own sequence.
+        start: int32 ({B|1}, {H|Hkv|1}, Sk); for variable length (total_k, {H|Hkv|1}). Rows count from the first row of
+            the batch element, for variable length from the first row of the key's sequence.
         end: int32 in start's shape. Ends may lie beyond the rows; no row sees a key whose end is not above its start.
-        keys_per_row: a bound, where one is known without looking at the values: no n rows that follow each other see
-            more than keys_per_row + n - 1 different keys. It saves reading back from the device how many they are. A
-            bound that is too small cuts lists of keys short: an error on the CPU, where they lack room in all; on CUDA
-            the results are wrong without a word.
-        scattered: whether the keys of a row lie scattered among those that it does not see, so that walking over the
-            keys in tiles finds hardly any to skip. The masks of `topk` do. Only the speed depends on it.
-        rows: of fixed length Sq, where the intervals are right for that number of rows alone, as those of `causal`,
-            `sliding_window`, `documents` and `topk` are: with another they are refused.
+        keys_per_row: a bound that is known without reading the values: no n consecutive rows see more than
+            keys_per_row + n - 1 different keys. It saves reading the number back from the device. Too small a bound
+            truncates the key lists: on the CPU that is an error where all lists together lack room; on CUDA the results
+            are wrong and no error is raised.
+        scattered: whether the visible keys of a row lie far apart, so that hardly any tile of keys is fully masked, as
+            in the masks of `topk`. Affects only the speed.
+        rows: Sq, for fixed length, where the intervals fit only that number of rows, as those of `causal`,
+            `sliding_window`, `documents` and `topk`. Calls with another number of rows raise an error.
 
     Attributes:
         start, end, keys_per_row, scattered, rows: as given.
@@ -50,7 +48,7 @@ class KeyIntervalMask:
 
     Raises:
         TypeError: start or end is no int32 tensor, keys_per_row or rows no int.
-        ValueError: shapes that do not fit, a negative keys_per_row or rows, rows of variable length.
+        ValueError: shapes that do not match, a negative keys_per_row or rows, rows with variable length.
         RuntimeError: start and end are on different devices.
     """
 
@@ -78,7 +76,7 @@ class KeyIntervalMask:
         if rows is not None:
             require_count("rows", rows)
             if start.ndim == 2:
-                raise ValueError(f"rows is of fixed length, got {rows} with start of shape {shape_of(start)}")
+                raise ValueError(f"rows is for fixed length, got {rows} with start of shape {shape_of(start)}")
         self._set(torch.stack((start, end)), keys_per_row, scattered, rows)
 
     def _set(self, intervals: Tensor, keys_per_row: int | None, scattered: bool, rows: int | None) -> None:
@@ -91,20 +89,39 @@ class KeyIntervalMask:
     def _of(
         cls, intervals: Tensor, keys_per_row: int | None = None, scattered: bool = False, rows: int | None = None
     ) -> KeyIntervalMask:
-        """The mask of starts and ends that lie in one tensor (2, ...), as the kernels take them."""
+        """The mask of intervals (2, ...): starts and ends in one tensor, as the kernels read them."""
         mask = cls.__new__(cls)
         mask._set(intervals, keys_per_row, scattered, rows)
         return mask
 
     def require_rows(self, name: str, seqlen_q: int) -> None:
-        """Refuses a number of rows for which the intervals were not made."""
+        """Raises ValueError where the intervals are for another number of rows."""
         if self.rows is not None and self.rows != seqlen_q:
             raise ValueError(
-                f"{name} was made for {self.rows} query rows, got {seqlen_q}: make it for {seqlen_q}, which then stand "
-                "at the last keys (seqlen_q of causal, sliding_window and topk)"
+                f"{name} was made for {self.rows} query rows, got {seqlen_q}: make it for {seqlen_q} rows, which are "
+                "aligned with the last keys (seqlen_q of causal, sliding_window and topk)"
             )
 
-    # What it is
+    # The protocol of a mask
+
+    @property
+    def list_intervals(self) -> Tensor:
+        return self.intervals
+
+    def operands(self) -> MaskTensors:
+        return MaskTensors(intervals=self.intervals)
+
+    def as_bool(self, seqlen_q: int) -> Tensor:
+        return self.to_dense(seqlen_q)
+
+    def sequence_as_bool(self, number: int, rows: slice, keys: slice) -> Tensor:
+        return self.sequence(keys.start, keys.stop).to_dense(rows.stop - rows.start)
+
+    def check(self, check_tensors, call) -> None:
+        super().check(check_tensors, call)
+        self.require_rows("attn_mask", call.problem().seqlen_q)
+
+    # Properties
 
     @property
     def start(self) -> Tensor:
@@ -116,17 +133,17 @@ class KeyIntervalMask:
 
     @property
     def shape(self) -> torch.Size:
-        """That of start and end."""
+        """The shape of start and end."""
         return self.intervals.shape[1:]
 
     @property
     def is_varlen(self) -> bool:
-        """Whether it is of variable length: (total_k, {H|Hkv|1})."""
+        """Whether the mask is for variable length: (total_k, {H|Hkv|1})."""
         return self.intervals.ndim == 3
 
     @property
     def batches(self) -> int | None:
-        """B or 1; None of variable length."""
+        """B or 1; None for variable length."""
         return None if self.is_varlen else self.shape[0]
 
     @property
@@ -136,26 +153,26 @@ class KeyIntervalMask:
 
     @property
     def keys(self) -> int:
-        """Sk; of variable length total_k."""
+        """Sk; for variable length total_k."""
         return self.shape[0 if self.is_varlen else 2]
 
     @property
     def device(self) -> torch.device:
-        """Where start and end are."""
+        """The device of start and end."""
         return self.intervals.device
 
     def __repr__(self) -> str:
-        # Sizes only: a GPU need not be waited for.
+        # Sizes only: reading values would wait for the GPU.
         sizes = {name: getattr(self, name) for name in ("batches", "heads", "rows", "keys", "keys_per_row")}
         known = "".join(f"{name}={size}, " for name, size in sizes.items() if size is not None)
         return f"KeyIntervalMask({known}device='{self.device}')"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyIntervalMask:
-        """The same mask on that device."""
+        """The same mask on another device."""
         return self._of_same_kind(self.intervals.to(device, non_blocking=non_blocking))
 
     def __and__(self, other: KeyIntervalMask) -> KeyIntervalMask:
-        """What both let be seen. Batch sizes must be the same or 1; of two head counts one must divide the other."""
+        """The keys that both masks show. Batch sizes must be equal or 1; one head count must divide the other."""
         if not isinstance(other, KeyIntervalMask):
             return NotImplemented
         heads = max(self.heads, other.heads)
@@ -190,45 +207,45 @@ class KeyIntervalMask:
         )
 
     def to_dense(self, seqlen_q: int | None = None) -> Tensor:
-        """bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible. Sq is `rows`, or as many as keys where that is not known.
+        """bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible. Sq is `rows`, or Sk where `rows` is None.
 
-        A mask of variable length has no dense form: take that of each `sequence`.
+        A mask of variable length has no dense form; use `sequence` for each of its sequences.
         """
         rows = torch.arange(self._rows(seqlen_q), dtype=torch.int32, device=self.device)[:, None]
         return (self.start[:, :, None] <= rows) & (rows < self.end[:, :, None])
 
     def density(self, seqlen_q: int | None = None) -> Tensor:
-        """float32, without dimensions: the part of all pairs that is visible; rows as in `to_dense`."""
+        """float32 scalar tensor: the visible share of all scores; rows as in `to_dense`."""
         rows = self._rows(seqlen_q)
         visible = (self.end.clamp(0, rows) - self.start.clamp(0, rows)).clamp_(min=0)
         return visible.sum() / max(rows * visible.numel(), 1)
 
     def sequence(self, first: int, last: int) -> KeyIntervalMask:
-        """Of a mask of variable length the sequence with the keys first .. last - 1, as a mask (1, {H|Hkv|1}, Sk)."""
+        """The keys first .. last - 1 of a mask of variable length, one sequence, as a mask (1, {H|Hkv|1}, Sk)."""
         if not self.is_varlen:
             raise ValueError(f"only a mask {VARLEN} has sequences, got {tuple(self.shape)}")
         return self._of_same_kind(self.intervals[:, first:last].transpose(1, 2)[:, None])
 
     def _of_same_kind(self, intervals: Tensor) -> KeyIntervalMask:
-        """Other intervals, of which the same is known."""
+        """A mask of other intervals with the same keys_per_row, scattered and rows."""
         return self._of(intervals, self.keys_per_row, self.scattered, self.rows)
 
     def _rows(self, seqlen_q: int | None) -> int:
         if self.is_varlen:
-            raise ValueError(f"a mask {VARLEN} does not know its sequences' rows; take sequence(first, last) of it")
+            raise ValueError(f"a mask {VARLEN} does not hold its sequences' rows; take sequence(first, last) of it")
         if seqlen_q is None:
             return self.keys if self.rows is None else self.rows
         require_count("seqlen_q", seqlen_q)
         self.require_rows("the mask", seqlen_q)
         return seqlen_q
 
-    # How it is made
+    # Constructors
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int, device: torch.device | str | None = None) -> KeyIntervalMask:
         """Row i sees the keys j <= i + (Sk - Sq): aligned to the bottom right corner. (1, 1, Sk)."""
         start = own_rows(seqlen_q, seqlen_k, device).clamp_(min=0)
-        return cls(start, torch.full_like(start, EVERY_ROW), rows=seqlen_q)
+        return cls(start, torch.full_like(start, NEVER), rows=seqlen_q)
 
     @classmethod
     def sliding_window(
@@ -238,13 +255,13 @@ class KeyIntervalMask:
         window_size: int | tuple[int, int],
         device: torch.device | str | None = None,
     ) -> KeyIntervalMask:
-        """Row i sees the keys around its own, which is key i + (Sk - Sq). (1, 1, Sk).
+        """Row i sees the keys around key i + (Sk - Sq). (1, 1, Sk).
 
         Args:
             seqlen_q, seqlen_k: Sq and Sk.
-            window_size: how many keys a row sees, of which its own is the last; or (left, right): how many it sees
-                before and how many after its own.
-            device: where to make it.
+            window_size: the number of keys that a row sees, up to key i + (Sk - Sq); or (left, right): the number of
+                keys before and after that key.
+            device: the device of the mask.
         """
         accepted = "an int or a tuple (left, right)"
         if isinstance(window_size, tuple):
@@ -257,7 +274,7 @@ class KeyIntervalMask:
             require_count("window_size", window_size, accepted)
             left, right = window_size - 1, 0
         own = own_rows(seqlen_q, seqlen_k, device)
-        left, right = min(left, EVERY_ROW - 1), min(right, EVERY_ROW)  # int32 holds their sums with any row
+        left, right = min(left, NEVER - 1), min(right, NEVER)  # int32 holds their sums with any row
         start, end = (own - right).clamp_(min=0), (own + (left + 1)).clamp_(min=0)
         return cls(start, end, keys_per_row=left + right + 1, rows=seqlen_q)
 
@@ -265,19 +282,19 @@ class KeyIntervalMask:
     def documents(
         cls, cu_seqlens: Tensor | None = None, seqlen: int | None = None, *, ids: Tensor | None = None
     ) -> KeyIntervalMask:
-        """Every row sees the keys of its own document; as many rows as keys. From `cu_seqlens` and `seqlen`, or `ids`.
+        """Every row sees the keys of its document; Sq = Sk. Takes `cu_seqlens` and `seqlen`, or `ids`.
 
         Args:
-            cu_seqlens: int32 (documents + 1), rising from 0: document d has the keys cu_seqlens[d] to
+            cu_seqlens: int32 (documents + 1), non-decreasing from 0: document d has the keys cu_seqlens[d] to
                 cu_seqlens[d + 1] - 1. No row sees the keys after the last document.
-            seqlen: how many keys there are.
-            ids: integers (S) or (B, S): a run of equal ones is a document.
+            seqlen: the number of keys.
+            ids: integers (S) or (B, S): each run of equal ids is a document.
 
         Returns:
             (1, 1, seqlen), or ({B|1}, 1, S).
 
         Raises:
-            TypeError, ValueError: an argument that does not fit; the values of cu_seqlens are looked at on the CPU.
+            TypeError, ValueError: an invalid argument; the values of cu_seqlens are checked on the CPU only.
         """
         if (cu_seqlens is None) == (ids is None) or (cu_seqlens is None) != (seqlen is None):
             raise ValueError("documents takes cu_seqlens and seqlen, or ids")
@@ -285,34 +302,34 @@ class KeyIntervalMask:
             require_count("seqlen", seqlen)
             check_cu_seqlens("cu_seqlens", cu_seqlens, total=seqlen, or_less=True)
             sequence = sequence_of_keys(cu_seqlens, seqlen)
-            behind = torch.cat([cu_seqlens[1:], cu_seqlens[-1:]])
-            return cls(cu_seqlens[sequence][None, None], behind[sequence][None, None], rows=seqlen)
+            end = torch.cat([cu_seqlens[1:], cu_seqlens[-1:]])
+            return cls(cu_seqlens[sequence][None, None], end[sequence][None, None], rows=seqlen)
 
         require_integers("ids", ids)
         if ids.ndim not in (1, 2):
             raise ValueError(f"ids must be (S) or (B, S), got shape {shape_of(ids)}")
         ids = ids if ids.ndim == 2 else ids[None]
         batch, seqlen = ids.shape
-        place = torch.arange(seqlen, dtype=torch.int32, device=ids.device)
+        position = torch.arange(seqlen, dtype=torch.int32, device=ids.device)
         changes = ids[:, 1:] != ids[:, :-1]
         edge = changes.new_ones(batch, min(seqlen, 1))
-        start = torch.where(torch.cat([edge, changes], dim=1), place, 0).cummax(dim=1).values
-        end = torch.where(torch.cat([changes, edge], dim=1), place + 1, seqlen).flip(1).cummin(dim=1).values.flip(1)
+        start = torch.where(torch.cat([edge, changes], dim=1), position, 0).cummax(dim=1).values
+        end = torch.where(torch.cat([changes, edge], dim=1), position + 1, seqlen).flip(1).cummin(dim=1).values.flip(1)
         return cls(start[:, None], end[:, None], rows=seqlen)
 
     @classmethod
     def padding(cls, real: Tensor, seqlen_k: int | None = None) -> KeyIntervalMask:
-        """Every row sees the keys that are no padding. (B, 1, Sk).
+        """Every row sees the keys that are not padding. (B, 1, Sk).
 
         Args:
-            real: bool or integers (B, Sk), not 0 = a real key; or integers (B): how many keys, counted from the first,
-                are real; on the CPU they are looked at: 0 to Sk.
+            real: bool or integers (B, Sk), nonzero = a real key; or integers (B): the number of real keys, which come
+                first. On the CPU the lengths are checked: 0 to Sk.
             seqlen_k: Sk, with lengths (B).
         """
         require_integers("real", real, or_bool=True)
         if real.ndim == 1 and real.dtype != torch.bool and seqlen_k is not None:
             require_count("seqlen_k", seqlen_k)
-            if values_at_hand(real) and ((real < 0) | (real > seqlen_k)).any():
+            if is_host_readable(real) and ((real < 0) | (real > seqlen_k)).any():
                 raise ValueError(f"real must be lengths from 0 to seqlen_k {seqlen_k}, got {real.tolist()}")
             real = torch.arange(seqlen_k, device=real.device) < real[:, None]
         if real.ndim != 2 or seqlen_k not in (None, real.shape[1]):
@@ -320,30 +337,30 @@ class KeyIntervalMask:
                 "real must be a mask (B, Sk), or lengths (B) with seqlen_k, "
                 f"got {names([real.dtype])} of shape {shape_of(real)} and seqlen_k {seqlen_k}"
             )
-        end = torch.where(real[:, None] != 0, EVERY_ROW, 0).int()
+        end = torch.where(real[:, None] != 0, NEVER, 0).int()
         return cls(torch.zeros_like(end), end)
 
     @classmethod
     def topk(cls, bias: Tensor, window_size: int, seqlen_q: int | None = None) -> KeyIntervalMask:
-        """The causal top-w mask of a bias: row i sees, of the keys j <= i + (Sk - Sq), the w of largest bias.
+        """The causal top-k mask of a bias: row i sees the w keys of largest bias among the keys j <= i + (Sk - Sq).
 
-        Of equal biases that of the later key is the larger, so a constant bias gives a sliding window. No row sees a
-        key whose bias is -inf or the least finite number of its dtype. From row to row the w-th largest bias never
-        falls, so a key that has dropped out does not return, and an interval says all. Exact; O(N log N) operations and
-        O(N) memory, all batch elements and heads at once.
+        On ties the later key wins, so a constant bias makes a sliding window. A key whose bias is -inf or the least
+        finite number of its dtype is never visible. The w-th largest bias never decreases from row to row, so an
+        evicted key never returns, and an interval per key is exact. O(N log N) operations and O(N) memory, for all
+        batch elements and heads at once.
 
         Args:
-            bias: floating, one number a key: ({B|1}, {H|Hkv|1}, 1, Sk) or ({B|1}, {H|Hkv|1}, Sk).
-            window_size: w, at least 0. A row that has no more keys sees them all.
-            seqlen_q: Sq, by default Sk. The rows stand at the bottom right, so 1 is a step of decoding.
+            bias: floating, one number per key: ({B|1}, {H|Hkv|1}, 1, Sk) or ({B|1}, {H|Hkv|1}, Sk).
+            window_size: w, at least 0. A row with fewer keys sees all of them.
+            seqlen_q: Sq, by default Sk. Rows are aligned to the bottom right corner, so 1 is a decoding step.
 
         Returns:
-            ({B|1}, {H|Hkv|1}, Sk). No gradient passes through it.
+            ({B|1}, {H|Hkv|1}, Sk). It carries no gradient.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit.
-            ValueError: a bias of NaN, on the CPU. On CUDA and under torch.compile nothing waits to look: there NaN
-                fails an assertion on the device, which a later call reports.
+            TypeError, ValueError: an invalid argument.
+            ValueError: a NaN in the bias, on the CPU. On CUDA and under torch.compile a NaN fails an assertion on the
+                device, which a later call reports.
         """
         check_topk("({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED, bias, window_size, ndims=(3, 4))
         keys = bias.shape[-1]
@@ -361,17 +378,18 @@ class KeyIntervalMask:
         cu_seqlens_q: Tensor | None = None,
         max_seqlen_k: int | None = None,
     ) -> KeyIntervalMask:
-        """`topk` of sequences of different lengths, packed one after the other: each has its own w keys.
+        """`topk` for packed sequences of different lengths: each sequence has its own w keys per row.
 
         Args:
             bias: floating (total_k, {H|Hkv|1}).
             window_size: w, at least 0.
             cu_seqlens_k: int32 (B + 1): sequence b has the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1] - 1.
             cu_seqlens_q: int32 (B + 1), the same for rows; by default cu_seqlens_k.
-            max_seqlen_k: at least the longest sequence of keys, where that is known: short ones are selected faster.
+            max_seqlen_k: an optional bound on the keys of a sequence, which makes selecting from short sequences
+                faster.
 
         Returns:
-            (total_k, {H|Hkv|1}). No gradient passes through it.
+            (total_k, {H|Hkv|1}). It carries no gradient.
 
         Raises:
             As `topk`.
@@ -384,76 +402,3 @@ class KeyIntervalMask:
         window = min(window_size, bias.shape[0])
         intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
         return cls._of(intervals, window_size, scattered=True)
-
-
-# Selection
-
-
-def operator_for(bias: Tensor) -> Callable[..., Tensor]:
-    """The operator topk_intervals; what runs it where there is none."""
-    is_operator = prefix_topk.has_kernels(bias) or (bias.device.type != "cuda" and ops.topk_intervals is not None)
-    return ops.topk_intervals if is_operator else topk_intervals
-
-
-def topk_intervals(
-    bias: Tensor,
-    window_size: int,
-    seqlen_q: int,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    longest: int | None,
-) -> Tensor:
-    """int32 (2, ...): starts and ends of `KeyIntervalMask.topk`, or with cu_seqlens of `topk_varlen`."""
-    refuse_nan(bias)
-    bias = bias.detach()
-    if cu_seqlens_k is None:
-        bias = bias.squeeze(2) if bias.ndim == 4 else bias
-        end = prefix_topk.topk_ends_of_last(bias.flatten(0, 1), window_size, seqlen_q).view(bias.shape).clamp_(min=0)
-        start = own_rows(seqlen_q, bias.shape[-1], bias.device).clamp_(min=0)
-        return torch.stack((start.expand(bias.shape), end))
-    keys = bias.shape[0]
-    sequence = sequence_of_keys(cu_seqlens_k, keys)
-    first = cu_seqlens_k[sequence]
-    end = prefix_topk.topk_ends(bias.T, window_size, first).T
-    place = torch.arange(keys, dtype=torch.int32, device=bias.device) - first
-    lead = torch.nn.functional.pad((cu_seqlens_k - cu_seqlens_q).diff(), (0, 1))[sequence]
-    start, end = (place - lead)[:, None].clamp_(min=0), (end - lead[:, None]).clamp_(min=0)
-    return torch.stack((start.expand(end.shape), end))
-
-
-if ops.topk_intervals is not None:
-    torch.library.impl(f"{ops.NAMESPACE}::topk_intervals", "cpu")(topk_intervals)
-
-
-# Checks and places
-
-
-def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> None:
-    require_count("window_size", window_size)
-    require_floating("bias", bias)
-    if bias.ndim not in ndims or (bias.ndim == 4 and bias.shape[2] != 1):
-        raise ValueError(f"bias must be {layout}, got shape {shape_of(bias)}")
-
-
-def refuse_nan(bias: Tensor) -> None:
-    """A bias to select from has an order. Kernels look themselves."""
-    if values_at_hand(bias):
-        if bias.detach().isnan().any():
-            raise ValueError("bias must not be NaN: it has no order")
-    elif not prefix_topk.has_kernels(bias) and (
-        torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()  # which know no assertions
-    ):
-        torch._assert_async(~bias.detach().isnan().any(), "KeyIntervalMask.topk: bias must not be NaN")
-
-
-def own_rows(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> Tensor:
-    """int32 (1, 1, Sk): the row that stands at each key, j - (Sk - Sq); before the first it is negative."""
-    require_count("seqlen_q", seqlen_q)
-    require_count("seqlen_k", seqlen_k)
-    return torch.arange(seqlen_q - seqlen_k, seqlen_q, dtype=torch.int32, device=device)[None, None]
-
-
-def sequence_of_keys(cu_seqlens: Tensor, keys: int) -> Tensor:
-    """int64 (keys): the number of the sequence that a key belongs to; that of keys after the last is B."""
-    places = torch.arange(keys, dtype=torch.int32, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens.contiguous(), places, right=True) - 1

@@ -1,0 +1,202 @@
+"""One call of attention: checks and prepares the inputs, calls a backend, and removes the padding."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import checks, ops
+from .arguments import require_tensor
+from .backends import cpu, cuda, reference
+from .biases import hides
+from .broadcast import expand_shared, scores_of_sequence
+from .call import Call, Varlen
+from .masks import Mask, Problem, as_mask, choice, selection
+from .ops.list_sizes import is_per_key
+from .ops.schema import MaskTensors
+
+HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
+
+
+def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
+    """Attention through a backend. Variable length is for the compiled ones. Changes `call`."""
+    checks.check_options(call)
+    call.query, call.key, call.value, call.attn_bias = autocast(call.query, call.key, call.value, call.attn_bias)
+    mask = call.attn_mask = as_mask(call.attn_mask)
+    checks.check_call(backend, call)
+    query, bias, problem = call.query, call.attn_bias, call.problem()
+    if call.window_size is not None:
+        as_lists = backend.SPARSE_MASKS and call.sparse != "tiles" and not call.return_attn_probs
+        mask = selection.select(
+            *(bias, call.window_size, problem, call.cache_seqlens),
+            as_lists=as_lists,
+            must_mask=call.sparse == "lists",
+        )
+    row_bias = hidden_rows = None
+    if call.varlen is None and bias is not None and bias.shape[3] == 1 and problem.seqlen_k != 1:
+        # Constant along the keys: it has no effect on the softmax.
+        row_bias, bias = expand_shared(bias, query.shape[0], query.shape[2]), None
+        hidden_rows = hides(row_bias)
+        # Hidden rows get their outputs after the kernels; NaN in them must not reach the keys' gradients.
+        query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
+    options = {
+        "softmax_scale": default_scale(call.softmax_scale, query),
+        "is_causal": problem.is_causal,
+        "softcap": call.softcap,
+    }
+    used = clamped_to_totals(query, call.key, mask, bias, problem)
+    needs_grad = requires_gradients(query, call.key, call.value, bias)
+    operand = mask_operand(
+        backend, mask, call.sparse, query, call.key, bias, used, needs_grad=needs_grad, deterministic=call.deterministic
+    )
+    sequences = {}  # arguments of the compiled backends only
+    if call.varlen is not None:
+        sequences["varlen"] = Varlen(used.cu_seqlens_q, used.cu_seqlens_k, used.seqlen_q, used.seqlen_k)
+    elif call.cache_seqlens is not None:
+        sequences["cache_seqlens"] = call.cache_seqlens
+    out, lse = backend.attention(
+        *map(kernel_rows, (query, call.key, call.value)),
+        *(operand, bias),
+        **options,
+        deterministic=bool(call.deterministic),
+        **sequences,
+    )
+    out = without_padding(out, query.shape[-1])
+    if row_bias is not None:
+        out, lse = add_row_bias(out, lse, row_bias, hidden_rows)
+    if call.return_attn_probs:
+        probs = probabilities(call, query, mask, bias, options)
+        return out, lse, probs if row_bias is None else probs.masked_fill(hidden_rows, 0)
+    return (out, lse) if call.return_lse else out
+
+
+def require_device_with_kernels(name: str, tensor: Tensor) -> str:
+    """The tensor's device type. Raises RuntimeError for a device without kernels."""
+    device_type = tensor.device.type
+    if device_type not in ("cpu", "cuda"):
+        raise RuntimeError(f"{name} must be on a cpu or cuda device, got {tensor.device}")
+    return device_type
+
+
+def kernels_for(query: Tensor) -> ModuleType:
+    """The compiled backend of query's device. Raises RuntimeError where it was not built."""
+    require_tensor("query", query)
+    device_type = require_device_with_kernels("query", query)
+    ops.compiled_module()
+    return cuda if device_type == "cuda" else cpu
+
+
+def requires_gradients(*leaves: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+
+
+def mask_operand(
+    backend: ModuleType,
+    mask: Mask | None,
+    sparse: str,
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    problem: Problem,
+    *,
+    needs_grad: bool,
+    deterministic: bool,
+) -> MaskTensors | Tensor | None:
+    """The mask as the backend takes it: the operators' tensors, or a bool tensor."""
+    if mask is None:
+        return None
+    if not backend.SPARSE_MASKS:
+        if sparse == "lists":
+            raise ValueError(f"sparse='lists' is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
+        return mask.as_bool(problem.seqlen_q)
+    form = choice.choose(mask.unexpanded(), sparse, needs_grad, problem)
+    if sparse == "auto" and not deterministic and choice.can_dispatch_on_device(form, bias, problem):
+        form = choice.dispatch_on_device(form, query, key, bias, needs_grad, problem.is_causal)
+    return form.packed(problem)
+
+
+def clamped_to_totals(query: Tensor, key: Tensor, mask: Mask | None, bias: Tensor | None, problem: Problem) -> Problem:
+    """For variable length, lengths that are at most the total rows and keys: the given bounds may be far above."""
+    if problem.cu_seqlens_q is None:
+        return problem
+    # A dense mask or bias has a column for each of the max_seqlen_k keys.
+    column_per_key = (mask is not None and mask.has_column_per_key()) or (bias is not None and bias.ndim == 3)
+    seqlen_k = problem.seqlen_k if column_per_key else min(problem.seqlen_k, key.shape[0])
+    return problem._replace(seqlen_q=min(problem.seqlen_q, query.shape[0]), seqlen_k=seqlen_k)
+
+
+def autocast_is_on(device: torch.device) -> bool:
+    # torch.is_autocast_enabled raises for devices without autocast, such as meta.
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def autocast(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The inputs in the dtype of torch.autocast. A float32 bias of one number per key stays float32."""
+    require_tensor("query", query)
+    if not autocast_is_on(query.device):
+        return query, key, value, bias
+    for name, tensor in (("key", key), ("value", value)):
+        require_tensor(name, tensor)
+    dtype = torch.get_autocast_dtype(query.device.type)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    if isinstance(bias, Tensor):
+        bias = bias if is_per_key(bias.shape) and bias.dtype == torch.float32 else cast(bias)
+    return cast(query), cast(key), cast(value), bias
+
+
+def default_scale(softmax_scale: float | None, query: Tensor) -> float:
+    return 1.0 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
+
+
+def kernel_rows(rows: Tensor) -> Tensor:
+    """Rows as the kernels read them: D contiguous and zero-padded to a multiple of 8."""
+    padding = -rows.shape[-1] % HEAD_DIM_MULTIPLE
+    if padding:
+        rows = pad(rows, (0, padding))
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def without_padding(out: Tensor, head_dim: int) -> Tensor:
+    """Removes the padding of `kernel_rows`."""
+    return out if out.shape[-1] == head_dim else out[..., :head_dim]
+
+
+def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """A bias ({B|1}, {H|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else, or hides its whole row."""
+    # A zero that depends on the bias, so that its gradient is zero, not None, where lse is not used.
+    zero = row_bias[..., :0].sum()
+    row_bias, hidden = row_bias[..., 0].to(lse.dtype), hidden_rows[..., 0]
+    empty = hidden | (lse == -torch.inf)  # no gradient, whatever the gradient of lse is
+    lse = (lse + row_bias.masked_fill(empty, 0)).masked_fill(hidden, -torch.inf)
+    return out.masked_fill(hidden.transpose(1, 2)[..., None], zero), lse
+
+
+@torch.no_grad()
+def probabilities(
+    call: Call, query: Tensor, mask: Mask | None, bias: Tensor | None, options: dict[str, float | bool]
+) -> Tensor:
+    """probs (B, H, Sq, Sk) in query's dtype; for variable length (B, H, max_seqlen_q, max_seqlen_k), zero beyond the
+    ends of a sequence."""
+    problem = call.problem()
+    if call.varlen is None:
+        dense = None if mask is None else mask.as_bool(problem.seqlen_q)
+        probs, *_ = reference.probabilities(query, call.key, dense, bias, **options)
+        return probs.to(query.dtype)
+    offsets_q, offsets_k = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_k.tolist()
+    probs = query.new_zeros(len(offsets_q) - 1, query.shape[1], problem.seqlen_q, problem.seqlen_k)
+    for b in range(len(probs)):
+        rows, keys = slice(*offsets_q[b : b + 2]), slice(*offsets_k[b : b + 2])
+        dense = None if mask is None else mask.sequence_as_bool(b, rows, keys)
+        own_bias = None if bias is None else scores_of_sequence(bias, rows, keys)
+        one, *_ = reference.probabilities(query[None, rows], call.key[None, keys], dense, own_bias, **options)
+        probs[b, :, : one.shape[2], : one.shape[3]] = one[0]
+    return probs

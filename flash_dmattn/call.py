@@ -1,0 +1,48 @@
+"""The arguments of one call."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .masks import Mask, Problem
+
+
+class Varlen(NamedTuple):
+    """The sequences of a packed batch."""
+
+    cu_seqlens_q: Tensor  # int32 (B + 1)
+    cu_seqlens_k: Tensor  # int32 (B + 1)
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@dataclass(eq=False)
+class Call:
+    """The arguments of `flash_dmattn_func`, or with `varlen` those of `flash_dmattn_varlen_func`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | Mask | None = None
+    attn_bias: Tensor | None = None
+    softmax_scale: float | None = None
+    is_causal: bool = False
+    softcap: float = 0.0
+    deterministic: bool = False
+    return_attn_probs: bool = False
+    _: KW_ONLY
+    return_lse: bool = False
+    window_size: int | None = None
+    sparse: str = "auto"
+    cache_seqlens: Tensor | None = None  # for fixed length
+    varlen: Varlen | None = None
+
+    def problem(self) -> Problem:
+        """The lengths as given. Needs query and key of the right number of dimensions."""
+        if self.varlen is None:
+            return Problem(self.query.shape[1], self.key.shape[1], bool(self.is_causal))
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = self.varlen
+        return Problem(max_seqlen_q, max_seqlen_k, bool(self.is_causal), cu_seqlens_q, cu_seqlens_k)

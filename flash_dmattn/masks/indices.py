@@ -1,0 +1,65 @@
+"""The keys that an indexer selects, as `KeyLists.from_indices` takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..broadcast import expand_shared
+from ..ops.list_sizes import has_row_bits
+from ..ops.schema import MaskTensors
+from .base import Mask
+from .interval import KeyIntervalMask
+
+
+@dataclass(frozen=True, eq=False)
+class KeyIndices(Mask):
+    """Which keys each query row, or each tile of query rows, sees. The kernels read it as lists only."""
+
+    indices: Tensor  # int32 ({B|B/n|1}, {H|Hkv|1}, rows, k) or (total_q, {H|Hkv|1}, k), -1 for none
+    tile_rows: int
+    shown: KeyIntervalMask | None  # hides indexed keys
+    seqlen_k: int
+
+    @property
+    def list_intervals(self) -> Tensor | None:
+        # Row bits include the intervals already.
+        return None if self.shown is None or has_row_bits(self.tile_rows) else self.shown.intervals
+
+    def operands(self) -> MaskTensors:
+        return MaskTensors() if self.shown is None else self.shown.operands()
+
+    def check(self, check_tensors, call) -> None:
+        (super() if self.shown is None else self.shown).check(check_tensors, call)
+
+    def as_bool(self, seqlen_q: int) -> Tensor:
+        dense = dense_indices(self.indices, self.seqlen_k)
+        dense = dense.repeat_interleave(min(self.tile_rows, seqlen_q), dim=2)[:, :, :seqlen_q]
+        if self.shown is None:
+            return dense
+        shown = self.shown.to_dense(seqlen_q)
+        heads = max(dense.shape[1], shown.shape[1])
+        return expand_shared(dense, len(dense), heads) & expand_shared(shown, len(shown), heads)
+
+    def sequence_as_bool(self, number: int, rows: slice, keys: slice) -> Tensor:
+        count = rows.stop - rows.start
+        if self.indices.ndim == 3:
+            own = self.indices[rows].transpose(0, 1)[None]
+        else:
+            of_sequence = self.indices[number if self.indices.shape[0] > 1 else 0]
+            own = of_sequence[None, :, : -(-count // self.tile_rows)]
+        shown = self.shown and self.shown.sequence(keys.start, keys.stop)
+        return KeyIndices(own, self.tile_rows, shown, keys.stop - keys.start).as_bool(count)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyIndices:
+        shown = self.shown and self.shown.to(device, non_blocking=non_blocking)
+        return KeyIndices(self.indices.to(device, non_blocking=non_blocking), self.tile_rows, shown, self.seqlen_k)
+
+
+def dense_indices(indices: Tensor, keys: int) -> Tensor:
+    """bool (.., keys): whether a key is among the indices."""
+    valid = (indices >= 0) & (indices < keys)
+    dense = torch.zeros(*indices.shape[:-1], keys + 1, dtype=torch.bool, device=indices.device)
+    return dense.scatter_(-1, torch.where(valid, indices, keys).long(), True)[..., :keys]

@@ -1,0 +1,393 @@
+"""KeyLists: for each tile of query rows the keys that any of its rows sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..arguments import (
+    check_cu_seqlens,
+    check_same_sequences,
+    is_host_readable,
+    names,
+    require_bool,
+    require_count,
+    require_dense,
+    require_device,
+    require_tensor,
+    shape_of,
+)
+from ..ops.list_sizes import LIST_ROWS, is_per_key
+from ..ops.schema import MaskTensors
+from .base import Mask, Problem
+from .dense import BoolMask
+from .indices import KeyIndices
+from .interval import KeyIntervalMask
+
+
+def as_mask(mask: Tensor | Mask | None) -> Mask | None:
+    """attn_mask as one object. Raises TypeError for any other type."""
+    if isinstance(mask, Tensor):
+        return BoolMask(mask)
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(
+            f"attn_mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got {type(mask).__name__}"
+        )
+    return mask
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KeyLists(Mask):
+    """A mask as sorted lists of keys, one for each batch element, head and tile of 128 (or 64) query rows.
+
+    The kernels gather the listed keys and skip all others, so the cost is proportional to the number of listed keys.
+    Built once, from a mask (`build`) or from an indexer's keys (`from_indices`), the lists serve any number of layers
+    and their backward passes, as `attn_mask`.
+    """
+
+    keys: Tensor  # int32 (capacity): list after list, each padded with -1 to a multiple of 64
+    spans: Tensor  # int64 (2, batches, heads, row tiles): where each list begins and ends in `keys`
+    # int32 (capacity, 4): a bit for each of the 128 rows that may see a key. None where all rows see it, or where
+    # intervals show it; (0, 4) or (0, 2) for indices that whole tiles of rows share
+    rows: Tensor | None
+    mask: Tensor | KeyIntervalMask | KeyIndices  # what the lists were built from
+    seqlen_q: int  # for variable length, as seqlen_k, a bound on the sequences
+    seqlen_k: int
+    is_causal: bool = False  # whether the lists leave out keys that causality hides
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+    @staticmethod
+    def build(
+        mask: Tensor | KeyIntervalMask,
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        is_causal: bool = False,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+    ) -> KeyLists:
+        """The lists of a mask.
+
+        Args:
+            mask: a KeyIntervalMask, or bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); for variable length
+                (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k).
+            seqlen_q: the number of query rows; for variable length max_seqlen_q. The lists of a mask that is the same
+                for all rows serve any number of rows.
+            seqlen_k: the number of keys, by default the mask's last dimension; for variable length max_seqlen_k.
+            is_causal: leaves out keys that causality hides. The lists then serve calls with is_causal=True only.
+            cu_seqlens_q, cu_seqlens_k: int32 (B + 1), for variable length. Their values are not checked on CUDA.
+
+        Raises:
+            ValueError: an invalid shape or value, or only one of cu_seqlens_q and cu_seqlens_k.
+            TypeError: a mask that is neither bool nor a KeyIntervalMask, a length that is no int, cu_seqlens that are
+                no int32 tensors.
+            RuntimeError: tensors on different devices.
+        """
+        check_buildable(mask, is_varlen(cu_seqlens_q, cu_seqlens_k))
+        require_bool("is_causal", is_causal)
+        require_count("seqlen_q", seqlen_q)
+        if seqlen_k is None:
+            seqlen_k = keys_of(mask)
+        require_count("seqlen_k", seqlen_k)
+        mask = as_mask(mask)
+        if cu_seqlens_q is not None:
+            dims = len(mask.shape)
+            total_q, total_k = (mask.shape[0] if dims == 3 else None), (mask.shape[0] if dims == 2 else None)
+            operands = mask.operands()
+            beside = (operands.intervals if operands.mask is None else operands.mask, "mask")
+            check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *beside, total_q, longest=("seqlen_q", seqlen_q))
+            check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *beside, total_k, longest=("seqlen_k", seqlen_k))
+            check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+        elif isinstance(mask, KeyIntervalMask):
+            mask.require_rows("mask", seqlen_q)
+        return build_lists(mask, Problem(seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k))
+
+    @staticmethod
+    def from_indices(
+        indices: Tensor,
+        seqlen_q: int,
+        seqlen_k: int,
+        is_causal: bool = False,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        *,
+        tile_rows: int = 1,
+        mask: KeyIntervalMask | None = None,
+    ) -> KeyLists:
+        """The lists of an indexer's keys: the indices of the keys that each query row, or each tile of rows, sees.
+
+        A row sees the keys of its indices unless causality, `mask` or the bias hides them. Repeated indices count once.
+        Indices have no gradient. No memory of size Sq x Sk is allocated, and nothing is read back from the device: the
+        lists take up to 20 bytes per index where each row has its own indices, and 4 bytes per index that 64 rows or a
+        multiple of 64 share.
+
+        Neighbouring rows should select similar keys: for each tile of 128 rows the kernels gather the keys that any of
+        the rows sees. Where 64 rows, or a multiple of 64, share their indices, no row gathers another's keys.
+
+        Args:
+            indices: int32 ({B|B/n|1}, {H|Hkv|1}, ceil(Sq / tile_rows), k), in any order: key positions from 0 to
+                Sk - 1, -1 for none; with a mask that differs by batch element, B or 1 batch elements. For variable
+                length int32 (total_q, {H|Hkv|1}, k), with tile_rows of 1, or
+                ({B|1}, {H|Hkv|1}, ceil(seqlen_q / tile_rows), k), where entries beyond the rows of a sequence are
+                ignored; positions count from the first key of the sequence.
+            seqlen_q: the number of query rows; for variable length max_seqlen_q.
+            seqlen_k: the number of keys; for variable length max_seqlen_k.
+            is_causal: leaves out keys that causality hides. The lists then serve calls with is_causal=True only.
+            cu_seqlens_q, cu_seqlens_k: int32 (B + 1), for variable length. Their values are not checked on CUDA.
+            tile_rows: the number of consecutive query rows, counted from the first of the sequence, that share a row of
+                indices.
+            mask: a KeyIntervalMask that hides indexed keys: documents, padding, a window.
+
+        Raises:
+            ValueError: an invalid shape or value. An index out of range raises on the CPU, and on CUDA with
+                FLASH_DMATTN_CHECK=1 in the environment; otherwise it counts as none on CUDA.
+            TypeError: indices that are no int32 tensor, a mask that is no KeyIntervalMask, a length that is no int.
+            RuntimeError: tensors on different devices.
+        """
+        require_tensor("indices", indices)
+        require_bool("is_causal", is_causal)
+        for name, count in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("tile_rows", tile_rows)):
+            require_count(name, count)
+        if mask is not None and not isinstance(mask, KeyIntervalMask):
+            got = f"a {names([mask.dtype])} tensor" if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask must be a KeyIntervalMask, got {got}: set the indices of hidden keys to -1")
+        has_sequences = is_varlen(cu_seqlens_q, cu_seqlens_k)
+        if has_sequences:
+            check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, indices, "indices", longest=("seqlen_q", seqlen_q))
+            check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, indices, "indices", longest=("seqlen_k", seqlen_k))
+        if mask is not None:
+            require_device("mask", mask.intervals, indices.device, "indices")
+            mask.require_rows("mask", seqlen_q)
+            if mask.is_varlen != has_sequences or (not has_sequences and mask.keys != seqlen_k):
+                accepted = "(total_k, {H|Hkv|1})" if has_sequences else f"({{B|1}}, {{H|Hkv|1}}, {seqlen_k})"
+                raise ValueError(f"mask must be {accepted}, got shape {shape_of(mask)}")
+        problem = Problem(seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k)
+        return list_indices(KeyIndices(indices, tile_rows, mask, seqlen_k), problem)
+
+    # The protocol of a mask
+
+    has_lists = True
+
+    @property
+    def source(self) -> Mask:
+        return as_mask(self.mask)
+
+    @property
+    def needs_lists(self) -> bool:
+        return isinstance(self.mask, KeyIndices)
+
+    def operands(self) -> MaskTensors:
+        return self.source.operands()
+
+    def packed(self, problem: Problem) -> MaskTensors:
+        return MaskTensors(None, None, self.intervals, self.keys, self.spans, self.rows)
+
+    def as_bool(self, seqlen_q: int) -> Tensor:
+        return self.source.as_bool(seqlen_q)
+
+    def sequence_as_bool(self, number: int, rows: slice, keys: slice) -> Tensor:
+        return self.source.sequence_as_bool(number, rows, keys)
+
+    def without_lists(self) -> Mask:
+        return self.source
+
+    def check(self, check_tensors, call) -> None:
+        check_tensors(MaskTensors())
+        check_lists(self, call.query, call.key, call.problem())
+        self.source.check(check_tensors, call)
+
+    # Properties
+
+    @property
+    def batches(self) -> int:
+        return self.spans.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.spans.shape[2]
+
+    @property
+    def row_tiles(self) -> int:
+        return self.spans.shape[3]
+
+    @property
+    def intervals(self) -> Tensor | None:
+        """int32 (2, ...): the intervals that the kernels apply beside the lists."""
+        return self.source.list_intervals
+
+    @property
+    def checked_mask(self) -> Tensor | KeyIntervalMask | None:
+        """`mask`, or for an indexer's keys the KeyIntervalMask beside them."""
+        return self.mask.shown if isinstance(self.mask, KeyIndices) else self.mask
+
+    @property
+    def rows_alike(self) -> bool:
+        """Whether one list serves every row of a head."""
+        return self.rows is None and self.intervals is None
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    def lengths(self) -> Tensor:
+        """int64 (batches, heads, row tiles): the length of each list, with its padding."""
+        return self.spans[1] - self.spans[0]
+
+    def density(self) -> float:
+        """The mean length of a list, with its padding, divided by `seqlen_k`: it may be above 1. 0 without lists.
+
+        Waits for the device.
+        """
+        return float(self.lengths().double().mean()) / max(self.seqlen_k, 1) if self.spans.numel() else 0.0
+
+    def to_dense(self) -> Tensor:
+        """The mask that the lists were built from, as bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}).
+
+        For lists built with is_causal=True (.., Sq, Sk), where keys that causality hides are False. Raises ValueError
+        for lists of variable length, which have no dense form.
+        """
+        if self.cu_seqlens_q is not None:
+            raise ValueError("to_dense is for lists of fixed length")
+        mask = self.as_bool(self.seqlen_q)
+        if not self.is_causal:
+            return mask
+        mask = mask.expand(-1, -1, self.seqlen_q, self.seqlen_k)
+        return mask.tril(self.seqlen_k - self.seqlen_q)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyLists:
+        """The same lists on another device."""
+
+        def move(value):
+            return value.to(device, non_blocking=non_blocking) if value is not None else None
+
+        fields = ("keys", "spans", "rows", "mask", "cu_seqlens_q", "cu_seqlens_k")
+        return replace(self, **{name: move(getattr(self, name)) for name in fields})
+
+    def __repr__(self) -> str:
+        causal = ", causal" if self.is_causal else ""
+        return (
+            f"KeyLists({self.batches} x {self.heads} x {self.row_tiles} lists, room for {self.keys.shape[0]} keys, "
+            f"seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}{causal}, device={str(self.device)!r})"
+        )
+
+
+# Checks
+
+
+def is_varlen(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together")
+    return cu_seqlens_q is not None
+
+
+def check_buildable(mask: object, has_sequences: bool) -> None:
+    is_intervals = isinstance(mask, KeyIntervalMask)
+    if not is_intervals and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
+        got = names([mask.dtype]) if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a bool tensor or a KeyIntervalMask, got {got}")
+    if not is_intervals:
+        require_dense("mask", mask)
+    for_intervals, for_bools = ((2,), (2, 3)) if has_sequences else ((3,), (4,))
+    accepted = for_intervals if is_intervals else for_bools
+    if len(mask.shape) not in accepted:
+        kind = "variable" if has_sequences else "fixed"
+        sizes = " or ".join(map(str, accepted))
+        raise ValueError(f"mask must have {sizes} dimensions of {kind} length, got shape {shape_of(mask)}")
+
+
+def keys_of(mask: Tensor | KeyIntervalMask) -> int:
+    """The default of seqlen_k."""
+    if len(mask.shape) == 2:
+        raise ValueError("seqlen_k must be given of variable length: the longest sequence of keys")
+    return mask.shape[-1]
+
+
+def check_lists(lists: KeyLists, query: Tensor, key: Tensor, problem: Problem) -> None:
+    """Raises where lists were built for another problem. query and key have been checked."""
+    seqlen_q, seqlen_k, is_causal, cu_seqlens_q, _ = problem
+    if (lists.cu_seqlens_q is None) != (cu_seqlens_q is None):
+        built, given = ("fixed", "variable") if lists.cu_seqlens_q is None else ("variable", "fixed")
+        raise ValueError(f"attn_mask holds lists of {built} length, got inputs of {given} length")
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    batches = query.shape[0] if lists.cu_seqlens_q is None else lists.batches
+    shares = lists.batches == batches or (lists.batches > 0 and batches % lists.batches == 0)
+    if lists.needs_lists and not (shares and lists.heads in (heads, kv_heads, 1)):
+        raise ValueError(
+            f"attn_mask must hold lists of {batches} batch elements, or a number that divides them, and of {heads}, "
+            f"{kv_heads} or 1 heads, got {lists.batches} and {lists.heads}"
+        )
+    if lists.seqlen_k != seqlen_k or (lists.seqlen_q != seqlen_q and not lists.rows_alike):
+        raise ValueError(
+            f"attn_mask holds lists for {lists.seqlen_q} rows and {lists.seqlen_k} keys, "
+            f"got {seqlen_q} rows and {seqlen_k} keys"
+        )
+    if lists.is_causal and not is_causal:
+        raise ValueError("attn_mask holds lists that were built with is_causal=True, got a call with is_causal=False")
+    if lists.device != query.device:
+        raise RuntimeError(f"attn_mask must be on query's device {query.device}, got {lists.device}")
+    for name in ("cu_seqlens_q", "cu_seqlens_k") if cu_seqlens_q is not None else ():
+        built, given = getattr(lists, name), getattr(problem, name)
+        if built.shape != given.shape:
+            raise ValueError(f"attn_mask holds lists of {built.shape[0] - 1} sequences, got {given.shape[0] - 1}")
+        # Lists that serve every row depend on the sequences of keys only.
+        matters = name == "cu_seqlens_k" or not lists.rows_alike
+        if matters and is_host_readable(built) and not torch.equal(built, given):
+            raise ValueError(f"attn_mask holds lists of other sequences: {name} differs")
+
+
+# Builders. Their inputs have been checked
+
+
+def build_lists(mask: Mask, problem: Problem, limit: int | None = None) -> KeyLists:
+    """The lists of a mask. limit: as in ops.build_key_lists."""
+    seqlen_q, seqlen_k, *sequences = problem
+    operands, bound = mask.operands(), None
+    if limit is None and mask.keys_per_row is not None:  # with a limit the keys are counted
+        bound = min(mask.keys_per_row, seqlen_k)
+    lengths = clamped_seqlens(mask, problem)
+    keys, spans, rows = ops.build_key_lists(operands.mask, operands.intervals, *lengths, *sequences, bound, limit)
+    rows = None if operands.mask is None or is_per_key(mask.shape) else rows
+    return KeyLists(keys, spans, rows, mask if operands.mask is None else operands.mask, *problem)
+
+
+def list_indices(source: KeyIndices, problem: Problem) -> KeyLists:
+    """The lists of an indexer's keys."""
+    seqlen_q, seqlen_k, *sequences = problem
+    cu_seqlens_q, cu_seqlens_k = problem.cu_seqlens_q, problem.cu_seqlens_k
+    indices, tile_rows, shown = source.indices, source.tile_rows, source.shown
+    if cu_seqlens_q is not None:
+        if is_host_readable(cu_seqlens_q):
+            longest_q, longest_k = map(longest_sequence, (cu_seqlens_q, cu_seqlens_k))
+        else:
+            longest_q = indices.shape[0] if indices.ndim == 3 else seqlen_q
+            longest_k = seqlen_k if shown is None else shown.keys
+        seqlen_q, seqlen_k = min(seqlen_q, longest_q), min(seqlen_k, longest_k)
+    has_tiles = cu_seqlens_q is None or indices.ndim == 4
+    if has_tiles and tile_rows >= problem.seqlen_q:  # all rows share their indices, like whole row tiles
+        tile_rows = -(-tile_rows // LIST_ROWS) * LIST_ROWS
+        source = KeyIndices(indices, tile_rows, shown, problem.seqlen_k)
+    intervals = None if shown is None else shown.intervals
+    tensors = ops.index_key_lists(indices, intervals, tile_rows, seqlen_q, seqlen_k, *sequences)
+    return KeyLists(*tensors, source, *problem)
+
+
+def longest_sequence(cu_seqlens: Tensor) -> int:
+    return max(cu_seqlens.diff().tolist(), default=0)
+
+
+def clamped_seqlens(mask: Mask, problem: Problem) -> tuple[int, int]:
+    """seqlen_q and seqlen_k, for variable length at most those of the longest sequences, as far as the host knows them:
+    the given bounds may be far above."""
+    seqlen_q, seqlen_k, _, cu_seqlens_q, cu_seqlens_k = problem
+    if cu_seqlens_q is None:
+        return seqlen_q, seqlen_k
+    column_per_key = mask.has_column_per_key()
+    if is_host_readable(cu_seqlens_q):
+        longest_q, longest_k = map(longest_sequence, (cu_seqlens_q, cu_seqlens_k))
+    else:
+        knows_rows = column_per_key or cu_seqlens_q is cu_seqlens_k
+        longest_q, longest_k = mask.shape[0] if knows_rows else seqlen_q, mask.shape[0]
+    return min(seqlen_q, longest_q), seqlen_k if column_per_key else min(seqlen_k, longest_k)

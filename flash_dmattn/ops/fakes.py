@@ -1,0 +1,110 @@
+"""Shapes and dtypes of the operators' results, for tracing graphs. Each function has its operator's name and
+arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .list_sizes import (
+    LIST_ALIGN,
+    LIST_ROWS,
+    count_causal_scores,
+    has_row_bits,
+    is_per_key,
+    list_capacity,
+    row_tiles,
+)
+from .schema import Arguments, BackwardArguments
+
+
+def empty(like: Tensor, shape, dtype: torch.dtype) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+def empty_lists(like: Tensor, capacity, spans, has_bits: bool, rows: int = LIST_ROWS) -> tuple[Tensor, Tensor, Tensor]:
+    """(keys, spans, row bits) of lists of `rows` rows."""
+    return (
+        empty(like, (capacity,), torch.int32),
+        empty(like, (2, *spans), torch.int64),
+        empty(like, (capacity if has_bits else 0, rows // 32), torch.int32),
+    )
+
+
+def attention_forward(*args):
+    query = Arguments(*args).query
+    *batch, seqlen_q, heads, _ = query.shape
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return empty(query, query.shape, query.dtype), empty(query, (*batch, heads, seqlen_q), lse_dtype)
+
+
+def attention_backward(*args):
+    given = BackwardArguments(*args)
+    inputs = (given.query, given.key, given.value, given.bias if given.needs_dbias else None)
+    return tuple(given.query.new_empty(0) if x is None else empty(x, x.shape, x.dtype) for x in inputs)
+
+
+def build_key_lists(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, keys_per_row, limit):
+    like = mask if mask is not None else intervals
+    shape = like.shape if mask is not None else like.shape[1:]
+    batches = shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    rows_alike = mask is not None and is_per_key(mask.shape)
+    tiles = 1 if rows_alike else row_tiles(seqlen_q)
+    if intervals is not None and keys_per_row is not None:
+        capacity = batches * shape[1] * tiles * list_capacity(keys_per_row, seqlen_q, seqlen_k)
+        if cu_seqlens_q is not None and like.device.type == "cpu":  # as in csrc/torch/lists.cpp
+            capacity = torch.sym_min(capacity, shape[1] * tiles * (shape[0] + batches * (LIST_ALIGN - 1)))
+    else:
+        capacity = torch.library.get_ctx().new_dynamic_size()
+    return empty_lists(like, capacity, (batches, shape[1], tiles), mask is not None and not rows_alike)
+
+
+def index_key_lists(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
+    # As plan_index_lists in csrc/index_params.h.
+    has_bits = has_row_bits(tile_rows)
+    list_rows = LIST_ROWS if has_bits or tile_rows % LIST_ROWS == 0 else LIST_ROWS // 2
+    tiles = -(-seqlen_q // list_rows)
+    groups = tiles if has_bits else -(-tiles // (tile_rows // list_rows))
+    if not has_bits:
+        across = 1
+    else:
+        across = LIST_ROWS // tile_rows if LIST_ROWS % tile_rows == 0 else (LIST_ROWS - 2) // tile_rows + 2
+    across = torch.sym_min(across, -(-seqlen_q // tile_rows))
+    stride = -(-torch.sym_min(across * indices.shape[-1], seqlen_k) // LIST_ALIGN) * LIST_ALIGN
+    heads, batches = indices.shape[1], indices.shape[0]
+    if intervals is not None:
+        heads = max(heads, intervals.shape[2])
+        batches = intervals.shape[1] if batches == 1 else batches
+    if cu_seqlens_q is not None:
+        batches = cu_seqlens_q.shape[0] - 1
+    return empty_lists(indices, batches * heads * groups * stride, (batches, heads, tiles), has_bits, list_rows)
+
+
+def pack_mask(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
+    rows_alike = is_per_key(mask.shape)
+    batches = mask.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    heads, words = mask.shape[1], -(-seqlen_k // 128) * 4
+    rows = (batches, heads, 1 if rows_alike else seqlen_q)
+    bits = (*(mask.shape[:2] if mask.ndim == 3 else rows), words)
+    tiles = (9, batches, heads, 1 if rows_alike else -(-seqlen_q // 64), -(-seqlen_k // 64))
+    return empty(mask, bits, torch.int32), empty(mask, tiles, torch.uint8)
+
+
+def pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal, percent):
+    batches, heads, tiles = *mask.shape[:2], row_tiles(seqlen_q)
+    # As room_for_short_lists in csrc/cuda/masks/key_lists.cu.
+    walked = count_causal_scores(seqlen_q, seqlen_k, is_causal) // LIST_ROWS + seqlen_k
+    capacity = batches * heads * (-(-(walked // 2) // LIST_ALIGN) + tiles) * LIST_ALIGN
+    packed = pack_mask(mask, seqlen_q, seqlen_k, is_causal, None, None)
+    return *packed, *empty_lists(mask, capacity, (batches, heads, tiles), True)
+
+
+def topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, longest):
+    shape = (*bias.shape[:2], bias.shape[3]) if bias.ndim == 4 else bias.shape
+    return empty(bias, (2, *shape), torch.int32)
+
+
+def topk_lists(bias, window_size, seqlen_q, seqlens_k):
+    batches, heads = bias.shape[0] if seqlens_k is None else seqlens_k.shape[0], bias.shape[1]
+    capacity = batches * heads * list_capacity(window_size, seqlen_q, bias.shape[-1])
+    return empty_lists(bias, capacity, (batches, heads, 1), seqlen_q > 1)

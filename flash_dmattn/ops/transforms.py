@@ -1,0 +1,145 @@
+"""The attention operators under torch.func: grad, vjp, jacrev, vmap.
+
+Transforms refuse autograd functions of C++ (csrc/torch/autograd.cpp). While a transform is active, the dispatcher calls
+the autograd functions of this file instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..loading import NAMESPACE
+from .schema import Arguments, BackwardArguments
+
+INSTEAD = "use the backend 'reference' for it"
+
+# Arguments with a part for every batch element, and the batch dimension of those that batch elements may share. A batch
+# of calls whose other arguments differ is not folded into one call.
+PER_BATCH = ("query", "key", "value", "dout", "dlse", "out", "lse")
+SHARED_BATCH = {"bias": 0, "mask": 0, "intervals": 1}
+
+
+class Operator(torch.autograd.Function):
+    """The common part of attention_forward and attention_backward."""
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            f"flash_dmattn does not support forward-mode AD (jvp, jacfwd, dual tensors); {INSTEAD}"
+        )
+
+
+class Forward(Operator):
+    @staticmethod
+    def forward(*args):
+        return ops.attention_forward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        if Arguments(*inputs).seqlens_k is not None and any(ctx.needs_input_grad):
+            raise ValueError("cache_seqlens is for inference, and has no gradients: call under torch.no_grad()")
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output, *(saveable(x) if isinstance(x, Tensor) else None for x in inputs))
+        ctx.options = [None if isinstance(x, Tensor) else x for x in inputs]
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        out, lse, *tensors = ctx.saved_tensors
+        inputs = [option if x is None else x for x, option in zip(tensors, ctx.options)]
+        needs_dbias = Arguments(*ctx.needs_input_grad).bias
+        dout = torch.zeros_like(out) if dout is None else dout
+        dquery, dkey, dvalue, dbias = Backward.apply(dout, dlse, out, lse, needs_dbias, *inputs)
+        gradients = {"query": dquery, "key": dkey, "value": dvalue, "bias": dbias if needs_dbias else None}
+        return tuple(map(gradients.get, Arguments._fields))
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return batched(Forward, Arguments, info.batch_size, in_dims, args, needs_dbias=False)
+
+
+class Backward(Operator):
+    @staticmethod
+    def forward(*args):
+        return ops.attention_backward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(f"flash_dmattn does not support double backward; {INSTEAD}")
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        needs_dbias = BackwardArguments(*args).needs_dbias
+        return batched(Backward, BackwardArguments, info.batch_size, in_dims, args, needs_dbias)
+
+
+def saveable(tensor: Tensor) -> Tensor:
+    """A tensor that can be saved: those made in inference mode have no version counter, and are cloned."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def batched(
+    operator: type[Operator], fields: type, size: int, in_dims: tuple, args: tuple, needs_dbias: bool
+) -> tuple[tuple[Tensor, ...], tuple]:
+    """`size` calls of an operator: one call with `size` times the batch where that copies nothing large, else one after
+    the other.
+
+    fields: Arguments or BackwardArguments, of `in_dims` and `args`.
+    needs_dbias: whether every call needs its own bias, for its own gradient.
+    """
+    args = fields(*(x if dim is None else x.movedim(dim, 0) for x, dim in zip(args, in_dims)))
+    is_mapped = fields(*(dim is not None for dim in in_dims))
+    folded = fold(size, is_mapped, args, needs_dbias)
+    if folded is None:
+        calls = [
+            operator.apply(*(contiguous_rows(x[i]) if mapped else x for x, mapped in zip(args, is_mapped)))
+            for i in range(size)
+        ]
+        return tuple(map(torch.stack, zip(*calls))), (0,) * len(calls[0])
+    outputs = operator.apply(*folded)
+    # Without needs_dbias the gradient of the bias is an empty tensor (0).
+    dims = tuple(None if x.ndim == 1 else 0 for x in outputs)
+    return tuple(
+        x if dim is None else x.unflatten(0, (size, x.shape[0] // size)) for x, dim in zip(outputs, dims)
+    ), dims
+
+
+def fold(size: int, is_mapped, args, needs_dbias: bool) -> list | None:
+    """The arguments with all calls in the batch dimension; None where that would copy an argument, or cannot be
+    done."""
+    batch = args.query.shape[1 if is_mapped.query else 0]
+    result = []
+    for name, x, mapped in zip(args._fields, args, is_mapped):
+        if not isinstance(x, Tensor):
+            result.append(x)
+        elif name in PER_BATCH:
+            x = x if mapped else x[None].expand(size, *x.shape)
+            result.append(contiguous_rows(x.flatten(0, 1)))
+        elif name not in SHARED_BATCH:
+            return None  # lists and sequences of variable length
+        else:
+            at, own = SHARED_BATCH[name], mapped or (name == "bias" and needs_dbias)
+            x = x[None].expand(size, *x.shape) if own and not mapped else x
+            each = x.shape[at + own]
+            # Several batch elements of a call may share an entry of its bias or mask, but not of its intervals.
+            fits = each == 1 if not own else each == batch or (at == 0 and each > 0 and batch % each == 0)
+            if not fits:
+                return None
+            result.append(x.movedim(0, at).flatten(at, at + 1) if own else x)
+    return result
+
+
+def contiguous_rows(rows: Tensor) -> Tensor:
+    return rows if rows.ndim == 0 or rows.stride(-1) == 1 else rows.contiguous()
+
+
+if ops.attention_forward is not None:
+    LIBRARY = torch.library.Library(NAMESPACE, "IMPL")
+    for name, function in (("attention_forward", Forward), ("attention_backward", Backward)):
+        # The dispatch key of active transforms.
+        LIBRARY.impl(name, function.apply, "FuncTorchDynamicLayerFrontMode")

@@ -353,7 +353,8 @@ def free_memory(device: str) -> None:
 def show(on: Console, suite: Suite, rows: list[Row]) -> None:
     """A table for each figure, and below the reasons of what is missing."""
     for figure in ("seconds", *SHOWN):
-        if any(row.get(figure) is not None for row in rows):
+        refused = figure == "seconds" and any(row.refusal for row in rows)
+        if refused or any(row.get(figure) is not None for row in rows):
             on.print(table(suite, figure, rows))
     refusals: dict[tuple[str, str], list[str]] = {}
     for row in rows:

@@ -291,16 +291,6 @@ def test_check_fails_what_is_too_slow(monkeypatch, capsys):
             frame.main(suite(1e9), [*arguments, "--workload=random", wrong])
 
 
-def test_check_requires_what_is_measured():
-    for module in (dense, sparse):
-        for suite in module.SUITES.values():
-            for device, demands in suite.demands.items():
-                names = [workload.name for workload in suite.workloads[device]]
-                for demand in demands:
-                    assert any(name.startswith(demand.workload) for name in names)
-                    assert {*demand.peers} <= {*suite.implementations}
-
-
 def test_a_demand_on_another_backend_is_checked_for_it():
     row = rows.Row("dense", "one", "float32", "forward", "flash_dmattn, triton", {"seconds": 2.0})
     assert failures([Demand("", "forward", 3.0)], [row], "flash_dmattn, triton") == []

@@ -81,11 +81,13 @@ def commit() -> str | None:
     """
     if os.environ.get("FLASH_DMATTN_COMMIT"):
         return os.environ["FLASH_DMATTN_COMMIT"]
-    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        changes = subprocess.run(status, capture_output=True, text=True, check=True).stdout
+        head, changes = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{head} + changes" if changes else head

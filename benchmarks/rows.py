@@ -76,7 +76,7 @@ def read(path: Path) -> list[Row]:
     ]
 
 
-def write(path: Path, rows: list[Row], **about: object) -> None:
+def write(path: Path, rows: list[Row]) -> None:
     """One row a line; `environment` in a row is an index into `environments`."""
     environments: list[dict[str, object]] = []
     lines = []
@@ -86,17 +86,11 @@ def write(path: Path, rows: list[Row], **about: object) -> None:
         refusal = {"refusal": row.refusal} if row.refusal else {}
         where = {"commit": row.commit, "environment": environments.index(row.environment)}
         lines.append(dict(zip(KEY, row.key)) | row.figures | refusal | where)
-    parts = [f'"{name}": {dumped(value)}' for name, value in about.items()]
-    parts += [f'"{name}": {listed(x)}' for name, x in (("environments", environments), ("rows", lines))]
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    path.write_text(f'{{\n"environments": {listed(environments)},\n"rows": {listed(lines)}\n}}\n')
 
 
 def listed(entries: list[dict[str, object]]) -> str:
-    return "[\n  " + ",\n  ".join(map(dumped, entries)) + "\n]" if entries else "[]"
-
-
-def dumped(value: object) -> str:
-    return json.dumps(finite(value), allow_nan=False)
+    return "[\n  " + ",\n  ".join(json.dumps(finite(entry), allow_nan=False) for entry in entries) + "\n]"
 
 
 def finite(value: object) -> object:

@@ -19,7 +19,7 @@ import peers  # noqa: E402
 import rows  # noqa: E402
 import run  # noqa: E402
 from frame import Setting, failures  # noqa: E402
-from problem import indexed, make_inputs, named, square, top_w  # noqa: E402
+from problem import indexed, make_inputs, top_w  # noqa: E402
 from rows import Row  # noqa: E402
 from suites import calls, dense, memory, small, sparse, triangle  # noqa: E402
 
@@ -111,8 +111,8 @@ def test_cudnn_attends_to_all_keys(monkeypatch):
 
 def test_small_performance(tmp_path):
     found = measured(tmp_path, "small", "--workload=B1 H1 S16", "--dtype=float32", "--samples=3")
-    name = "host time, B1 H1 S16 D16, {} threads"
-    names = {(name.format(threads), direction) for direction in (FORWARD, BOTH) for threads in (1, 2)}
+    workloads = [f"host time, B1 H1 S16 D16, {threads}" for threads in ("1 thread", "2 threads")]
+    names = {(workload, direction) for direction in (FORWARD, BOTH) for workload in workloads}
     assert {(row.workload, row.direction) for row in found} == names and len(found) == 2 * len(names)
     assert all(min(row.figures.values()) > 0 for row in found)
     assert all(("over_sdpa" in row.figures) == (row.implementation == OURS) for row in found)
@@ -210,8 +210,7 @@ def test_small_calls_do_the_same_work():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         if case.trained:
             dout = inputs.dout.transpose(1, 2)
-            outs = (ours, theirs)
-            gradients = zip(*(torch.autograd.grad(out, x.leaves, dout) for out, x in zip(outs, operations)))
+            gradients = zip(*(torch.autograd.grad(out, x.leaves, dout) for out, x in zip((ours, theirs), operations)))
             for name, (mine, its) in zip(case.trained, gradients):
                 its = its if name == "bias" else its.transpose(1, 2)
                 torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
@@ -311,12 +310,6 @@ def test_memory(tmp_path):
         assert row.get("extra_bytes_per_element") == row.get("extra_bytes") / elements
     too_much = [replace(row, figures={"peak_bytes": 601 * 2**20}) for row in found.values()]
     assert len(failures(memory.DEMANDS, too_much)) == 2
-
-
-def test_names_hold_the_sizes():
-    problem = square("", 2, 32, 64, 16, kv_heads=8, seqlen_q=8)
-    assert named("decode", problem).name == "decode, B2 H32/8 Sq8 Sk64 D16"
-    assert named("", top_w("", 64, 4, 2, 2, 8, seqlen_q=1)).name == "B1 H2 Sk64 D8 w4"
 
 
 # What --check requires

@@ -25,7 +25,6 @@ from frame import Demand, failures  # noqa: E402
 from suites import MODULES, dense, equivalence, sparse  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
-WAYS = [f"{way}_{kind}" for way in ("forward", "backward") for kind in ("equivalence", "performance")]
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +42,6 @@ def assert_says_where(environment, commit):
 def test_the_commit_of_a_copy_without_git(monkeypatch):
     monkeypatch.setenv("FLASH_DMATTN_COMMIT", "1234abc")
     assert "commit 1234abc" in report.describe(report.environment("cpu"))
-
-
-@pytest.mark.parametrize("script", WAYS)
-def test_help_of_the_scripts(script):
-    done = run_script(f"benchmarks/{script}.py", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--device" in done.stdout and "--json" in done.stdout
 
 
 @pytest.mark.parametrize("suite", MODULES)
@@ -84,10 +76,8 @@ def test_equivalence(tmp_path, way, outputs):
     content = json.loads(path.read_text())
     assert_says_where(content["environment"], content["environment"]["commit"])
     assert (content["dtype"], content["size"]) == ("float32", "small")
-    assert [outcome["config"] for outcome in content["outcomes"]] == [
-        "softcap, causal, key bias",
-        "softcap, mask, dense bias",
-    ]
+    configurations = ["softcap, causal, key bias", "softcap, mask, dense bias"]
+    assert [outcome["config"] for outcome in content["outcomes"]] == configurations
     for outcome in content["outcomes"]:
         assert (outcome["backend"], outcome["verdict"]) == ("cpu", "PASS")
         assert set(outcome["outputs"]) == outputs
@@ -250,7 +240,8 @@ def test_the_limit_counts_intervals_as_it_counts_scores():
     for lengths in ({}, {"seqlen_q": 1}, {"seqlen_q": 150, "bias": "B H 1 Sk"}):
         problem = problems.top_w("", 100, 8, 4, 2, 32, **lengths)
         inputs = problems.make_inputs(problem, torch.float32, "cpu", seed=0)
-        assert torch.equal(limit.rows_that_see(inputs), limit.rows_that_see(replace(inputs, mask=inputs.bool_mask())))
+        dense_mask = replace(inputs, mask=inputs.bool_mask())
+        assert torch.equal(limit.rows_that_see(inputs), limit.rows_that_see(dense_mask))
     for is_causal in (False, True):
         problem = problems.square("", 2, 4, 50, 8, seqlen_q=70, is_causal=is_causal)
         inputs = problems.make_inputs(problem, torch.float32, "cpu", seed=0)
@@ -294,9 +285,7 @@ def test_check_fails_what_is_too_slow(monkeypatch, capsys):
 def test_a_demand_on_another_backend_is_checked_for_it():
     row = rows.Row("dense", "one", "float32", "forward", "flash_dmattn, triton", {"seconds": 2.0})
     assert failures([Demand("", "forward", 3.0)], [row], "flash_dmattn, triton") == []
-    assert failures([Demand("", "forward", 3.0)], [row]) == [
-        "one, float32, forward: not measured, at most 3e+03 ms is allowed"
-    ]
+    assert "not measured" in failures([Demand("", "forward", 3.0)], [row])[0]
 
 
 # The result file and its tables
@@ -306,24 +295,18 @@ def test_rows_survive_the_file(tmp_path):
     where = {"device": "GPU", "commit": "abc"}
     figures = {"seconds": 0.1, "sent_bytes": [1, 3], "ratio": float("inf")}
     found = rows.stamped([rows.Row("suite", "work", "float32", "forward", name, figures) for name in "ab"], where)
-    rows.write(tmp_path / "a.json", found, about="x")
+    rows.write(tmp_path / "a.json", found)
     assert json.loads((tmp_path / "a.json").read_text())["environments"] == [{"device": "GPU"}]
     again = rows.read(tmp_path / "a.json")
     assert [row.key for row in again] == [row.key for row in found] and again[0].commit == "abc"
-    assert (
-        again[0].get("sent_bytes") == 3
-        and again[0].figures["ratio"] == "inf"
-        and again[0].environment == {"device": "GPU"}
-    )
+    assert again[0].get("sent_bytes") == 3 and again[0].figures["ratio"] == "inf"
 
 
 def test_update_replaces_rows_of_the_same_key(tmp_path):
     path = tmp_path / "kept.json"
-    other = rows.Row("dense", "another", "float32", "forward", "SDPA", {"seconds": 5.0}, commit="old")
-    name = f"{dense.WORKLOADS['cpu'][1].name}"
-    stale = rows.Row("dense", name, "float32", "forward", "SDPA", {"seconds": 5.0}, commit="old")
-    rows.write(path, [stale, other])
-    small = replace(problems.shrunk(dense.WORKLOADS["cpu"][1], 32), name=name)
+    small = problems.shrunk(dense.WORKLOADS["cpu"][1], 32)
+    name, of = small.name, ("float32", "forward", "SDPA", {"seconds": 5.0}, "", "old")
+    rows.write(path, [rows.Row("dense", name, *of), rows.Row("dense", "another", *of)])
     suite = replace(dense.SUITES["dense"], workloads={"cpu": [small]})
     arguments = ["--device=cpu", "--dtype=float32", "--direction=forward", "--samples=1", f"--update={path}"]
     assert frame.main(suite, arguments) == 0
@@ -338,8 +321,7 @@ def test_the_tables_are_what_the_results_say(monkeypatch, capsys):
     assert write_tables.main(["--check"]) == 0, capsys.readouterr().out
     text = "".join(page.read_text() for page in write_tables.PAGES)
     assert write_tables.BLOCK.findall(text) and set(write_tables.BLOCK.findall(text)) == write_tables.TABLES.keys()
-    changed = [replace(row, figures={name: 2 * x for name, x in row.figures.items() if name == "seconds"}) for row in
-               rows.read(RESULTS)]  # fmt: skip
+    changed = [replace(row, figures={"seconds": 1.5} if row.seconds else row.figures) for row in rows.read(RESULTS)]
     monkeypatch.setattr(write_tables, "read", lambda path: changed)
     assert write_tables.main(["--check"]) == 1
     assert "README.md, measured.md: run `python scripts/write_tables.py`" in capsys.readouterr().out

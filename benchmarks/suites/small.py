@@ -78,7 +78,7 @@ def measure(one: Small, setting: Setting) -> list[Row]:
     for threads in [setting.options.threads] if setting.options.threads else [2, 1]:
         torch.set_num_threads(threads)
         inputs = setting.inputs(one.problem)
-        name = f"{one.name}, {threads} threads"
+        name = f"{one.name}, {threads} thread{'s' if threads > 1 else ''}"
         for direction in one.directions:
             given = inputs if direction == FORWARD else inputs.requiring_grad()
             calls = [

@@ -1,46 +1,51 @@
-"""Draws what the other scripts measured as bars, ours beside its peers: time and memory.
+"""Draws rows as bars: a panel for each workload, flash_dmattn beside its peers.
 
-    python benchmarks/draw.py results/*.json --to docs/figures.svg
-    python benchmarks/draw.py results/*.json --to docs/figures.svg --workload Doge --workload S32768
+    python benchmarks/run.py draw benchmarks/results/h200.json --to figures.svg --workload Doge --workload "decode: B8"
 
-It reads the JSON of models_performance.py (training: time and memory), sparse_performance.py (forward and backward,
-added), forward_performance.py and backward_performance.py (forward and backward together), and call_performance.py
-(decoding: of what goes several ways the fastest). Every workload has a panel and a scale of its own, from 0; where the
-figures come from stands below.
+Forward and backward of one workload are added. Each panel has its own scale, from 0. --workload is a text in "SUITE:
+WORKLOAD"; where the figures come from stands below the panels.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib
-from call_performance import AUTO, BY_HAND, DECODE, DENSE, named
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from performance import BACKWARD, BOTH, FORWARD, Timing, grouped, in_short
-from report import describe, file_to_write
+from report import describe, in_short
+from rows import Row, read
 
-OURS = "flash_dmattn"
-# What the scripts call an implementation, and what the picture does; others keep their name.
-NAMES = {
-    **dict.fromkeys(("cuda", "cpu", AUTO), OURS),
-    "tiles": f"{OURS}, tiles",
-    "sdpa": "SDPA",
-    "sdpa-flash": "FlashAttention-2",
-    "sdpa-cudnn": "cuDNN",
-    "flex": "FlexAttention",
-    "cudnn": "cuDNN, all keys",
-    "cudnn-w": "cuDNN, dense S x w",
-    BY_HAND: "top-k by hand",
-    DENSE: "SDPA, all keys",
-}
+OURS, TRIANGLE = "flash_dmattn", "triangle_attention"
 COLOURS = {True: "#1f6f8b", False: "#b8bfc6"}  # ours, and the peers'
 COLUMNS, WIDTH, BAR = 3, 3.6, 0.26  # inches
+GIB = 2**30
+SIZES = {
+    r"B1 ": "",
+    r"B(\d+) ": r"batch \1, ",
+    r"H(\d+)/(\d+) ": r"\1 query heads, \2 KV heads, ",
+    r"H(\d+) ": r"\1 heads, ",
+    r"Sk(\d+)": r"\1 keys,",
+    r"S(\d+)": r"\1 tokens,",
+    r"D(\d+)": r"head dimension \1",
+}
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+# The suites that are drawn: a title, and the implementations where not all are drawn.
+SUITES = {
+    "dense": ("Attention:", None),
+    "sparse": ("Sparse attention:", None),
+    "prefill": ("Attention with top-k selection:", None),
+    "decode": ("Decoding step with top-k selection:", (OURS, "top-k by hand", "SDPA, all keys")),
+    "train": ("Training step:", None),
+    "generate": ("Text generation:", None),
+    "triangle": ("Triangle attention:", None),
+}
 
 
 @dataclass(frozen=True)
@@ -52,80 +57,86 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    workload: str
-    what: str
+    key: str  # "suite: workload"
+    title: str
     unit: str
     bars: list[Bar]
 
 
-def panels_of(content: dict) -> Iterator[Panel]:
-    """Of one file; none where it holds nothing that is drawn."""
-    parts = content.get("parts", {})
-    for workload, figures in by_workload(parts.get("train", [])).items():
-        for what, quantity, scale, unit in (("a training step", "seconds", 1e3, "ms"), ("its peak", "gib", 1, "GiB")):
-            bars = [bar(x["implementation"], x[quantity], scale, x["refusal"]) for x in figures]
-            if any(one.value is not None for one in bars):
-                yield Panel(workload, what, unit, bars)
-    decoding = grouped([Timing(**timing) for timing in parts.get(DECODE, [])])
-    for (workload, _, quantity), group in decoding.items():
-        taken = {name: timing for name in (AUTO, BY_HAND, DENSE) if (timing := named(group, name)) is not None}
-        if quantity == FORWARD and taken:
-            bars = [bar(name, timing.seconds, 1e3, timing.refusal) for name, timing in taken.items()]
-            yield Panel(workload, "a step of decoding", "ms", bars)
-    yield from panels_of_timings(grouped([Timing(**timing) for timing in content.get("timings", [])]))
-
-
-def panels_of_timings(groups: dict[tuple[str, str, str], dict[str, Timing]]) -> Iterator[Panel]:
-    for workload, dtype in dict.fromkeys(key[:2] for key in groups):
-        by_quantity = {quantity: group for (*of, quantity), group in groups.items() if of == [workload, dtype]}
-        if BOTH in by_quantity:
-            what, added = "forward and backward", [by_quantity[BOTH]]
-        elif BACKWARD in by_quantity and FORWARD in by_quantity:
-            what, added = "forward and backward", [by_quantity[FORWARD], by_quantity[BACKWARD]]
-        elif FORWARD in by_quantity:
-            what, added = "forward", [by_quantity[FORWARD]]
-        else:
+def panels_of(rows: list[Row]) -> Iterator[Panel]:
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.suite, row.workload, row.dtype), []).append(row)
+    for (suite, workload, dtype), group in groups.items():
+        if suite not in SUITES:
             continue
-        bars = []
-        for name in added[0]:
-            refusals = [group[name].refusal for group in added if group[name].refusal]
-            seconds = None if refusals else sum(group[name].seconds for group in added)
-            bars.append(bar(name, seconds, 1e3, *refusals[:1]))
-        yield Panel(workload, f"{what}, {dtype}", "ms", bars)
+        title = fill(f"{SUITES[suite][0]} {spelled(workload)}", 44, break_on_hyphens=False)
+        if directions := drawn_directions({row.direction for row in group if row.seconds is not None}):
+            name = " and ".join(direction.replace(" + ", " and ") for direction in directions).capitalize()
+            name = "Time" if suite in ("train", "generate") else name
+            bars = bars_of(suite, group, directions, "seconds", 1e3)
+            yield Panel(f"{suite}: {workload}", f"{title}\n{name}: ms, {dtype}", "ms", bars)
+        if suite == "train" and any(row.get("peak_bytes") is not None for row in group):
+            bars = bars_of(suite, group, [group[0].direction], "peak_bytes", 1 / GIB)
+            yield Panel(f"{suite}: {workload}", f"{title}\nPeak memory: GiB, {dtype}", "GiB", bars)
 
 
-def by_workload(figures: list[dict]) -> dict[str, list[dict]]:
-    groups: dict[str, list[dict]] = {}
-    for figure in figures:
-        groups.setdefault(figure["workload"], []).append(figure)
-    return groups
+def spelled(workload: str) -> str:
+    """With the sizes of its name in words: "B2 H32/8 S4096" as "batch 2, 32 query heads, 8 KV heads, 4096 tokens"."""
+    text = re.sub(r" w(\d+)", r", \1 visible keys per row", workload)
+    for sign, words in SIZES.items():
+        text = re.sub(rf"(?<![A-Za-z0-9,]){sign}", words, text)
+    return text.replace(",,", ",").rstrip(",")
 
 
-def bar(name: str, value: float | None, scale: float, refusal: str = "") -> Bar:
-    return Bar(NAMES.get(name, name), None if value is None else scale * value, in_short(refusal))
+def drawn_directions(measured: set[str]) -> list[str]:
+    """Those whose sum is drawn."""
+    if BOTH in measured:
+        return [BOTH]
+    if FORWARD in measured:
+        return [FORWARD, BACKWARD] if BACKWARD in measured else [FORWARD]
+    return sorted(measured - {BACKWARD, "topk", "key lists"})[:1]
+
+
+def bars_of(suite: str, group: list[Row], directions: list[str], figure: str, scale: float) -> list[Bar]:
+    """A bar for each implementation; of several ways, "name: way", the fastest in each direction."""
+    names = SUITES[suite][1] or dict.fromkeys(row.implementation.partition(": ")[0] for row in group)
+    bars = []
+    for name in names:
+        mine = [row for row in group if row.implementation.partition(": ")[0] == name]
+        found = [[row for row in mine if row.direction == direction] for direction in directions]
+        if not all(found):
+            continue
+        values = [min((x for row in rows if (x := row.get(figure)) is not None), default=None) for rows in found]
+        refusal = next((row.refusal for rows in found for row in rows if row.refusal), "")
+        if in_short(refusal) == "refused":
+            continue  # the peer does not support the workload
+        total = None if None in values else scale * sum(values)
+        bars.append(Bar(name, total, in_short(refusal) if total is None else ""))
+    return bars
 
 
 def draw_panel(axes: Axes, panel: Panel) -> None:
     places = range(len(panel.bars))
     values = [one.value or 0 for one in panel.bars]
-    axes.barh(places, values, color=[COLOURS[one.name == OURS] for one in panel.bars], height=0.7)
+    axes.barh(places, values, color=[COLOURS[one.name.startswith((OURS, TRIANGLE))] for one in panel.bars], height=0.7)
     for place, one in zip(places, panel.bars):
-        says = one.instead if one.value is None else f"{one.value:.3g} {panel.unit}"
-        axes.annotate(says, (one.value or 0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)
+        text = one.instead if one.value is None else f"{one.value:.3g} {panel.unit}"
+        axes.annotate(text, (one.value or 0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(places, [one.name for one in panel.bars], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max([*values, 1e-9]))  # room for the number
     axes.set_xticks([])
     axes.tick_params(length=0)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.set_title(f"{panel.workload}\n{panel.what}", fontsize=9, loc="left")
+    axes.set_title(panel.title, fontsize=8, loc="left")
 
 
 def draw(panels: list[Panel], places: list[str], path: Path) -> None:
-    """As SVG or PNG, by the name; the same panels give the same file."""
+    """As SVG or PNG, by the name; the same panels make the same file."""
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    height = 0.7 + BAR * max(len(panel.bars) for panel in panels)
+    height = 1.0 + BAR * max(len(panel.bars) for panel in panels)
     figure = Figure(
         figsize=(WIDTH * columns, height * rows + 0.2 * len(places)), layout="constrained", facecolor="white"
     )
@@ -134,7 +145,7 @@ def draw(panels: list[Panel], places: list[str], path: Path) -> None:
         draw_panel(axes, panel)
     for axes in cells[len(panels) :]:
         axes.set_visible(False)
-    figure.supxlabel("\n".join(places), fontsize=7)
+    figure.supxlabel("\n".join(["Shorter bars are better.", *places]), fontsize=7)
     with matplotlib.rc_context({"svg.hashsalt": "flash_dmattn", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -142,31 +153,32 @@ def draw(panels: list[Panel], places: list[str], path: Path) -> None:
 def picture(path: str) -> Path:
     if Path(path).suffix not in (".svg", ".png"):
         raise argparse.ArgumentTypeError(f"must end with .svg or .png, got {path}")
-    return file_to_write(path)
+    if not Path(path).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {Path(path).parent}")
+    return Path(path)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json", nargs="+", type=Path, help="what the scripts wrote with --json")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="run.py draw", description=__doc__, formatter_class=form)
+    parser.add_argument("json", nargs="+", type=Path, help="written with --json or --update")
     parser.add_argument("--to", required=True, type=picture, metavar="FILE", help="the picture, .svg or .png")
-    parser.add_argument(
-        "--workload", action="append", metavar="TEXT", help="only those with this in the name; may be repeated"
-    )
+    parser.add_argument("--workload", action="append", metavar="TEXT", help="only these; may be repeated")
     options = parser.parse_args(arguments)
-    panels, places = [], {}
+    rows: list[Row] = []
     for path in options.json:
         try:
-            content = json.loads(path.read_text())
-            found = list(panels_of(content))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            rows += read(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"{path}: {type(error).__name__}: {error}")
-        chosen = [x for x in found if options.workload is None or any(text in x.workload for text in options.workload)]
-        if chosen:
-            panels += chosen
-            places[describe(content["environment"])] = None
+    asked = options.workload or [""]
+    chosen = [row for row in rows if any(text in f"{row.suite}: {row.workload}" for text in asked)]
+    panels = [panel for panel in panels_of(chosen) if panel.bars]
     if not panels:
         parser.error("nothing in these files is drawn" + (" for these workloads" if options.workload else ""))
-    draw(panels, list(places), options.to)
+    keys = {panel.key for panel in panels}
+    drawn = [row for row in chosen if f"{row.suite}: {row.workload}" in keys]
+    draw(panels, list(dict.fromkeys(describe(row.environment | {"commit": row.commit}) for row in drawn)), options.to)
     print(f"{len(panels)} panels: {options.to}")
     return 0
 

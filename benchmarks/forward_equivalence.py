@@ -1,15 +1,8 @@
-"""Is the forward right? out and lse of every backend against the float64 reference, over many configurations.
-
-    python benchmarks/forward_equivalence.py                                  # every backend that runs here
-    python benchmarks/forward_equivalence.py --backend cpu --dtype bfloat16 --config softcap --outputs
-    TRITON_INTERPRET=1 python benchmarks/forward_equivalence.py --device cpu --backend triton
-
-The exit status is 1 where a backend misses the tolerance, or where nothing was compared.
-"""
+"""Compares out and lse of every backend with float64: `run.py equivalence --direction forward`."""
 
 import sys
 
-from equivalence import forward_outputs, main
+from run import main
 
 if __name__ == "__main__":
-    sys.exit(main(forward_outputs, __doc__))
+    sys.exit(main(["equivalence", "--direction=forward", *sys.argv[1:]]))

@@ -1,15 +1,8 @@
-"""How fast is the forward? Ours against SDPA and, on CUDA, FlexAttention.
-
-    python benchmarks/forward_performance.py --plot forward.png
-    python benchmarks/forward_performance.py --device cpu --workload "random mask" --check   # is it fast enough?
-    python benchmarks/forward_performance.py --backend cuda --backend triton --json forward.json
-
-The exit status is 1 where ours cannot do a workload, or where it is slower than --check allows.
-"""
+"""Times the forward beside its peers: `run.py dense --direction forward`."""
 
 import sys
 
-from performance import FORWARD, main
+from run import main
 
 if __name__ == "__main__":
-    sys.exit(main([FORWARD], __doc__))
+    sys.exit(main(["dense", "--direction=forward", *sys.argv[1:]]))

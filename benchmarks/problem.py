@@ -1,4 +1,4 @@
-"""One attention problem, by its sizes and by what its mask and bias are, and the tensors that make it up."""
+"""An attention problem: its sizes, its mask and bias, and the tensors made from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flash_dmattn import KeyIntervalMask, create_mask
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
-# What a mask holds, made from uniform random numbers of its shape.
+# Values of a mask, from uniform random numbers of its shape.
 
 
 def half_visible(uniform: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def half_visible(uniform: Tensor) -> Tensor:
 
 
 def padded(uniform: Tensor) -> Tensor:
-    """The keys up to a random length, at least one of them."""
+    """The keys up to a random length, at least one."""
     positions = torch.arange(uniform.shape[-1], device=uniform.device)
     return positions <= uniform[..., :1] * uniform.shape[-1]
 
@@ -33,7 +33,7 @@ def blank_rows(uniform: Tensor) -> Tensor:
 
 
 def blank_tiles(uniform: Tensor) -> Tensor:
-    """The first half of the rows sees nothing, and nobody sees the first half of the keys."""
+    """The first half of the rows sees no key, and no row sees the first half of the keys."""
     mask = half_visible(uniform)
     mask[:, :, : mask.shape[2] // 2] = False
     mask[..., : mask.shape[3] // 2] = False
@@ -50,7 +50,7 @@ def nothing_visible(uniform: Tensor) -> Tensor:
     return torch.zeros_like(uniform, dtype=torch.bool)
 
 
-# What a bias holds, made from normal random numbers of its shape.
+# Values of a bias, from normal random numbers of its shape.
 
 
 def unchanged(normal: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def all_minus_inf_at_head(normal: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """Masks and biases are described by their shapes, as "B Hkv Sq Sk" or "1 H 1 Sk"."""
+    """Masks and biases are given by their shapes, as "B Hkv Sq Sk" or "1 H 1 Sk"."""
 
     name: str
     batch: int
@@ -86,10 +86,10 @@ class Problem:
     bias: str | None = None
     bias_values: Callable[[Tensor], Tensor] = unchanged
     bias_dtype: torch.dtype | None = None  # None: query's
-    window: int | None = None  # how many keys of largest bias a row sees, instead of `mask`
+    window: int | None = None  # a row sees this many keys of largest bias; instead of `mask`
     as_intervals: bool = False  # whether the mask of `window` is a KeyIntervalMask, not a bool one
-    intervals: Callable[[int, str], KeyIntervalMask] | None = None  # of the length and device, instead of `mask`
-    packed: bool = False  # whether ours is given the batch elements as sequences of a packed batch
+    intervals: Callable[[int, str], KeyIntervalMask] | None = None  # from length and device; instead of `mask`
+    packed: bool = False  # whether flash_dmattn takes the batch elements as packed sequences
     uses_lse: bool = True  # whether lse has a gradient
 
     def shape_of(self, layout: str) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ class Inputs:
         return replace(self, **leaves)
 
     def leaves(self) -> dict[str, Tensor]:
-        """What has a gradient, by name."""
+        """The tensors that have a gradient, by name."""
         leaves = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias}
         return {name: tensor for name, tensor in leaves.items() if tensor is not None}
 
@@ -137,6 +137,69 @@ class Inputs:
             return_lse=True,
             **options,
         )
+
+
+@dataclass(frozen=True)
+class Indexed(Problem):
+    """Keys named by indices: each run of `tile_rows` query rows has the keys that its last row sees."""
+
+    tile_rows: int = 1
+    at_random: bool = False  # any `window` keys instead, so that neighbouring rows share keys only by chance
+
+    def indices(self, mask: KeyIntervalMask) -> Tensor:
+        """int32 (1, heads of the mask, tiles of rows, window), -1 for none."""
+        rows = torch.arange(self.seqlen_q, device=mask.device).split(self.tile_rows)
+        last = torch.stack([tile[-1] for tile in rows])
+        return torch.stack([self._of_head(*interval, last) for interval in mask.intervals[:, 0].unbind(1)])[None]
+
+    def _of_head(self, start: Tensor, end: Tensor, rows: Tensor) -> Tensor:
+        def of_some(row: Tensor) -> Tensor:
+            seen = (start <= row[:, None]) & (row[:, None] < end)
+            scores = torch.rand(seen.shape, device=seen.device) if self.at_random else seen.byte()
+            best = scores.topk(self.window, sorted=False)
+            return best.indices.int().masked_fill(best.values == 0, -1)
+
+        return torch.cat(list(map(of_some, rows.split(1024))))  # a bool for each score may not fit
+
+
+def square(name: str, batch: int, heads: int, seqlen: int, head_dim: int, **options) -> Problem:
+    """As many keys as rows, and as many KV heads as query heads unless the options differ."""
+    options = {"kv_heads": heads, "seqlen_q": seqlen, "seqlen_k": seqlen} | options
+    return Problem(name, batch=batch, heads=heads, head_dim=head_dim, **options)
+
+
+def top_w(name: str, seqlen: int, window: int, heads: int, kv_heads: int, head_dim: int, **options) -> Problem:
+    """Causal; each row sees the `window` keys of largest bias up to its own. Each KV head has its own bias."""
+    sizes = {"batch": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    lengths = {"seqlen_q": seqlen, "seqlen_k": seqlen}
+    mask = {"is_causal": True, "bias": "B Hkv 1 Sk", "window": window, "as_intervals": True}
+    return Problem(name, **(sizes | lengths | mask | options))
+
+
+def indexed(name: str, seqlen: int, window: int, *sizes: int, tile_rows: int, at_random: bool = False) -> Indexed:
+    return Indexed(**vars(top_w(name, seqlen, window, *sizes)), tile_rows=tile_rows, at_random=at_random)
+
+
+def named(label: str, problem: Problem) -> Problem:
+    """With the sizes in its name, as "causal, B1 H32/8 S4096 D128": 32 query heads, 8 KV heads."""
+    heads = f"H{problem.heads}" + (f"/{problem.kv_heads}" if problem.kv_heads != problem.heads else "")
+    if problem.seqlen_q == problem.seqlen_k:
+        seqlen = f"S{problem.seqlen_k}"
+    else:
+        seqlen = ("" if problem.seqlen_q == 1 else f"Sq{problem.seqlen_q} ") + f"Sk{problem.seqlen_k}"
+    window = f" w{problem.window}" if problem.window else ""
+    sizes = f"B{problem.batch} {heads} {seqlen} D{problem.head_dim}{window}"
+    return replace(problem, name=f"{label}, {sizes}" if label else sizes)
+
+
+def shrunk(workload, by: int):
+    """The workload with its lengths and windows divided; a workload with a method `shrunk` uses that."""
+    if by == 1:
+        return workload
+    if hasattr(workload, "shrunk"):
+        return workload.shrunk(by)
+    lengths = {name: getattr(workload, name, None) for name in ("seqlen", "seqlen_q", "seqlen_k", "window", "n")}
+    return replace(workload, **{name: max(1, size // by) for name, size in lengths.items() if size})
 
 
 def make_inputs(problem: Problem, dtype: torch.dtype, device: str, seed: int) -> Inputs:
@@ -172,7 +235,7 @@ def causal_pairs(problem: Problem, device: torch.device) -> Tensor:
 
 
 def dynamic_mask(problem: Problem, bias: Tensor) -> Tensor | KeyIntervalMask:
-    """The `window` keys of largest bias that each row may see."""
+    """Shows each row its `window` keys of largest bias."""
     if problem.as_intervals:
         return KeyIntervalMask.topk(bias, problem.window, problem.seqlen_q)
     allowed = causal_pairs(problem, bias.device) if problem.is_causal else None
@@ -183,7 +246,7 @@ def dynamic_mask(problem: Problem, bias: Tensor) -> Tensor | KeyIntervalMask:
 def surrounded(tensor: Tensor) -> Tensor:
     """The same values as a slice of a larger buffer that holds NaN (True in a mask) everywhere else.
 
-    Whatever reads beyond the tensor then shows it. The last dimension's margin keeps rows aligned to 16 bytes.
+    A read beyond the tensor then changes the result. The last dimension's margin keeps rows aligned to 16 bytes.
     """
     margins = [1] * (tensor.ndim - 1) + [8]
     sizes = [size + 2 * margin for size, margin in zip(tensor.shape, margins)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import NAMES, assert_close, in_float64, reference
-from programs import module_of
+from programs import importable, module_of
 from ranks import Ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from flash_dmattn import KeyIntervalMask, KeyLists
 from flash_dmattn.parallel import context_parallel_attention, count_traffic, positions, shard, unshard
 
-EXAMPLE, BENCHMARK = "examples/train_lm.py", "benchmarks/parallel_performance.py"
+EXAMPLE, BENCHMARK = "examples/train_lm.py", "benchmarks/run.py"
 TINY = {"batch_size": 4, "seq_len": 32, "window": 8, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes, where pytest-xdist goes by groups
@@ -921,48 +921,52 @@ def test_lists_of_dtensors_are_not_moved(two):
 
 
 def benchmark(arguments):
-    return module_of(BENCHMARK).main(arguments)
+    return module_of(BENCHMARK).main(["parallel", *arguments])
 
 
 def test_parallel_performance(two, tmp_path):
     pytest.importorskip("rich")
-    pytest.importorskip("matplotlib")
     path = tmp_path / "result.json"
     assert two.results(benchmark, ["--device=cpu", "--shrink=8", "--samples=1", f"--json={path}"]) == [0, 0]
-    content = json.loads(path.read_text())
-    assert (content["ranks"], content["shrink"]) == (2, 8)
-    results = {(result["workload"], result["method"]): result for result in content["results"]}
-    window, dense = "S2048 w128 H4/2 D64", "dense causal S1024 H4/2 D64"
-    for key, result in results.items():
-        if key != (dense, "PyTorch's ring"):  # for CUDA
-            assert 0 < result["forward"] < result["both"], key
-    ours, gathered = results[window, "ours"], results[window, "all-gather"]
-    assert 0 < max(ours["sent"]) < 0.2 * max(gathered["sent"])
-    assert max(ours["sent"] + ours["received"]) <= 1.2 * ours["budget"]
+    rows: dict = {}
+    for row in json.loads(path.read_text())["rows"]:
+        rows.setdefault((row["workload"].partition(",")[0], row["implementation"]), {})[row["direction"]] = row
+    window, dense, both = "top-w mask", "dense causal", "forward + backward"
+    for key, by_direction in rows.items():
+        if key != (dense, "PyTorch's ring attention"):  # for CUDA
+            assert 0 < by_direction["forward"]["seconds"] < by_direction[both]["seconds"], key
+            assert by_direction[both]["ranks"] == 2
+    ours, gathered = (rows[window, name][both] for name in ("flash_dmattn", "all-gather"))
+    assert 0 < max(ours["sent_bytes"]) < 0.2 * max(gathered["sent_bytes"])
+    budget = max(ours["sent_bytes"]) / ours["sent_over_budget"]
+    assert max(ours["sent_bytes"] + ours["received_bytes"]) <= 1.2 * budget
     # Keys and values to the other rank, twice; and the gradients of those that are its own back.
     of_others = 2 * 64 * 2 * 64 * 4
-    assert results[dense, "zigzag"]["sent"] == [3 * of_others] * 2
-    assert results[dense, "ours"]["sent"] == [2 * of_others, 3 * of_others]
+    assert rows[dense, "flash_dmattn, zigzag"][both]["sent_bytes"] == [3 * of_others] * 2
+    assert rows[dense, "flash_dmattn"][both]["sent_bytes"] == [2 * of_others, 3 * of_others]
 
 
 def test_the_benchmark_says_what_was_missed():
     pytest.importorskip("rich")
-    pytest.importorskip("matplotlib")
-    script = module_of(BENCHMARK)
-    strong, weak = next(iter(script.STRONG)), next(iter(script.WEAK))
+    with importable("benchmarks"):
+        from frame import failures
+        from rows import Row
+        from suites import parallel
 
-    def measured(ours, sent):
-        return [
-            script.Measured(strong, script.ALONE, both=2.0),
-            script.Measured(strong, script.OURS, both=ours, sent=[sent, 1], budget=100),
-            script.Measured(weak, script.SHARE, both=1.0),
-            script.Measured(weak, script.OURS, both=ours),
+    def missed(ours, sent):
+        both = [
+            (parallel.STRONG, parallel.ALONE, {"seconds": 2.0}),
+            (parallel.STRONG, parallel.OURS, {"seconds": ours, "sent_over_budget": sent / 100}),
+            (parallel.WEAK, parallel.SHARE, {"seconds": 1.0}),
+            (parallel.WEAK, parallel.OURS, {"seconds": ours, "sent_over_budget": 1.0}),
         ]
+        rows = [Row("parallel", name, "bfloat16", "forward + backward", method, x) for name, method, x in both]
+        return failures(parallel.DEMANDS["cuda"], rows)
 
-    assert script.failures(measured(1.0, 119)) == []
-    assert len(script.failures(measured(1.0, 121))) == 1
-    assert len(script.failures(measured(1.07, 119))) == 1  # weak scaling
-    assert len(script.failures(measured(1.2, 119))) == 2
+    assert missed(1.0, 119) == []
+    assert len(missed(1.0, 121)) == 1
+    assert len(missed(1.07, 119)) == 1  # weak scaling
+    assert len(missed(1.2, 119)) == 2
 
 
 # The example

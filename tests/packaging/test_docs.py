@@ -9,7 +9,7 @@ import pytest
 import flash_dmattn
 from flash_dmattn import backends, parallel
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import write_api  # noqa: E402
 

@@ -13,7 +13,7 @@ import torch
 
 import flash_dmattn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytest.importorskip("build")
 
 

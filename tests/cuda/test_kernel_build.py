@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from disassembly import Instruction, disassembled, find_cuobjdump, inner_loops
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

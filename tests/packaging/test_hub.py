@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 sys.path.insert(0, str(ROOT / "scripts"))
 import write_hub_kernel  # noqa: E402

@@ -37,8 +37,11 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def kernels(request, monkeypatch):
-    if hasattr(request, "param"):
-        monkeypatch.setenv("FLASH_DMATTN_ARCH", request.param)
+    """Selects the CUDA kernels that the case names, by itself or by its path (conformance/paths.py)."""
+    callspec = getattr(request.node, "callspec", None)
+    path = callspec.params.get("path") if callspec else None
+    if (architecture := getattr(request, "param", None) or getattr(path, "kernels", None)) is not None:
+        monkeypatch.setenv("FLASH_DMATTN_ARCH", architecture)
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +72,9 @@ def free_gib():
 
 @pytest.fixture
 def poisoned_allocations():
-    """Tensors that start unwritten are full of NaN."""
+    """Fills the memory of new tensors with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3, device="cuda").isnan().all()
+    assert torch.empty(3, device="cuda" if torch.cuda.is_available() else "cpu").isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
 

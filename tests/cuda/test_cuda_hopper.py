@@ -195,29 +195,6 @@ def test_more_masked_tiles_than_blocks_at_once(mask_rows):
     check(on_gpu(2, 1800, 1800, 16, 2, 64), mask, randn(2, 1, 1, 1800))
 
 
-@CAUSAL
-@BIASES
-@pytest.mark.parametrize("seqlen_k", [1, 63, 64, 65, 127, 128, 129, 200, 257])
-@pytest.mark.parametrize("seqlen_q", [65, 127, 128, 129, 191, 192, 193, 385])
-def test_lengths(seqlen_q, seqlen_k, pairs, causal):
-    """Of a dense bias the keys' number is a multiple of 8: the rows of biases then are of 16 bytes."""
-    keys = -(-seqlen_k // 8) * 8 if pairs == "dense" else seqlen_k
-    tensors = on_gpu(1, seqlen_q, keys, 2, 1, 64)
-    check(tensors, mask_of(1, 2, seqlen_q, keys), bias_of(pairs, 1, 2, seqlen_q, keys), is_causal=causal)
-
-
-@BIASES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 72, 96, 104, 128, 136, 192, 200, 256])
-def test_head_dims(head_dim, dtype, pairs):
-    tensors = on_gpu(2, 200, 264, 4, 2, head_dim, dtype=dtype)
-    bias = bias_of(pairs, 2, 4, 200, 264, dtype)
-    check(tensors, mask_of(2, 1, 200, 264), bias, is_causal=True)
-    check(tensors, intervals(1, 2, 264, rows=200), bias, sparse="tiles")
-    check(tensors, None, bias, softcap=5.0)
-    check(tensors, None, bias, softmax_scale=-0.3)
-
-
 @pytest.mark.parametrize(
     "layout", ["heads before rows", "every other row", "part of the columns", "one batch, one head"]
 )
@@ -244,19 +221,6 @@ def test_strides_that_can_be_copied(layout):
 
 
 # Broadcasts, and gradients that are shared
-
-
-@pytest.mark.parametrize("mask_shape", [(2, None, 200), (1, 1, 1), (2, 1, 1), (1, "kv", 200)], ids=str)
-@pytest.mark.parametrize("bias_rows", [1, 200])
-@pytest.mark.parametrize("bias_heads", ["all", "kv", 1])
-@pytest.mark.parametrize("bias_batch", [2, 1])
-@pytest.mark.parametrize("group", [1, 4, 8])
-def test_broadcasts(group, bias_batch, bias_heads, bias_rows, mask_shape):
-    kv_heads = 8 // group
-    heads_of = {"all": 8, None: 8, "kv": kv_heads, 1: 1}
-    mask = mask_of(mask_shape[0], heads_of[mask_shape[1]], mask_shape[2], 264)
-    bias = randn(bias_batch, heads_of[bias_heads], bias_rows, 264)
-    check(on_gpu(2, 200, 264, 8, kv_heads, 64), mask, bias, is_causal=group == 4)
 
 
 @pytest.mark.parametrize("heads", [4, 2, 1])
@@ -579,17 +543,6 @@ def test_lists_that_heads_share(head_dim, heads, pairs, softcap, causal, poisone
     eager = run(reference, *of_few, clean_dout[few], dlse[few], **options)
     exact = run(reference, *in_double, clean_dout[few].double(), dlse[few].double(), **options)
     assert_close([x[few] for x in expected], eager, exact, torch.bfloat16)
-
-
-@CAUSAL
-@BIASES
-def test_garbage_around_every_tensor(pairs, causal, poisoned_allocations):
-    """At distances of 16 bytes, which the copy engine takes: it fetches whole tiles, and tells their ends itself."""
-    tensors = [surrounded(x, margin=8) for x in on_gpu(2, 300, 264, 4, 2, 64)]
-    bias = bias_of(pairs, 2, 4, 300, 264)
-    bias = None if bias is None else surrounded(bias, margin=8)
-    dout = surrounded(torch.randn(2, 300, 4, 64, device="cuda").bfloat16() / 8, margin=8)
-    check(tensors, mask_of(2, 2, 300, 264), bias, dout=dout, is_causal=causal)
 
 
 def offsets(lengths):

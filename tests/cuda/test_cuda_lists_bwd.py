@@ -1,7 +1,6 @@
 """The CUDA backward over key lists, through the public functions."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from gpu_inputs import intervals, on_gpu, randn
 from helpers import check as check_function
 from helpers import rand_mask, run, surrounded
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,26 +36,6 @@ def gradients_of(tensors, mask, bias, dout, **options):
     return torch.autograd.grad(out, leaves, dout)
 
 
-@CAUSAL
-@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 7), (2, 1), (64, 65), (129, 127), (255, 1000), (1000, 255)])
-@pytest.mark.parametrize("kind", ["none", "key", "dense"])
-def test_lengths(seqlen_q, seqlen_k, kind, causal):
-    tensors = on_gpu(2, seqlen_q, seqlen_k, 4, 2, 64)
-    bias = None if kind == "none" else randn(2, 4, 1 if kind == "key" else seqlen_q, seqlen_k)
-    for mask in (intervals(2, 2, seqlen_k, rows=seqlen_q), bool_mask(2, 2, seqlen_q, seqlen_k)):
-        check(tensors, mask, bias, is_causal=causal)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bias_rows", [1, 200])
-@pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 80, 96, 128, 192, 256])
-def test_head_dims(head_dim, bias_rows, dtype):
-    tensors = on_gpu(1, 200, 300, 4, 2, head_dim, dtype=dtype)
-    mask, bias = intervals(1, 2, 300, rows=200), randn(1, 4, bias_rows, 300, dtype=dtype)
-    check(tensors, mask, bias, is_causal=True)
-    check(tensors, mask, bias, softcap=5.0, deterministic=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (6, 2), (2, 2)])
 @pytest.mark.parametrize("head_dim", [64, 128, 136, 192, 200, 256])
@@ -76,23 +55,6 @@ def test_lengths_of_lists_that_heads_share(head_dim, seqlen_q, seqlen_k, kind, c
     bias = None if kind == "none" else randn(2, 2, 1, seqlen_k)
     for mask in (intervals(2, 2, seqlen_k, rows=seqlen_q), bool_mask(2, 2, seqlen_q, seqlen_k)):
         check(tensors, mask, bias, is_causal=causal)
-
-
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 2), (4, 1), (6, 2), (8, 1)])
-@pytest.mark.parametrize("head_dim", [64, 192])
-def test_head_groups(head_dim, heads, kv_heads):
-    tensors = on_gpu(2, 150, 200, heads, kv_heads, head_dim)
-    for mask_heads, bias_heads in itertools.product({heads, kv_heads, 1}, repeat=2):
-        check(tensors, intervals(2, mask_heads, 200, rows=150), randn(1, bias_heads, 1, 200))
-
-
-@pytest.mark.parametrize("bias_shape", BIAS_SHAPES, ids=str)
-@pytest.mark.parametrize("mask_shape", [(2, 4), (1, 2), (2, 1)], ids=str)
-def test_broadcasts(mask_shape, bias_shape):
-    tensors, bias = on_gpu(2, 300, 500, 4, 2, 64), randn(*bias_shape)
-    check(tensors, bool_mask(*mask_shape, 300, 500), bias, is_causal=True)
-    check(tensors, bool_mask(*mask_shape, 1, 500), bias)
-    check(tensors, intervals(*mask_shape, 500, rows=300), bias)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -138,34 +100,6 @@ def test_no_gradient_of_the_bias():
     alone = torch.autograd.grad(out, (query, key, value), dout)
     for x, y in zip(alone, gradients_of((query, key, value), mask, bias, dout)):
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
-
-
-@CAUSAL
-@pytest.mark.parametrize("kind", ["none", "key", "dense"])
-@pytest.mark.parametrize("heads", [4, 2])
-@pytest.mark.parametrize("head_dim", [64, 192, 256])
-def test_varlen_is_as_in_tiles(head_dim, heads, kind, causal):
-    lengths_q, lengths_k = [3, 0, 129, 1, 300], [5, 4, 65, 0, 600]
-    cu_q, cu_k = (
-        torch.tensor([0, *itertools.accumulate(n)], device="cuda", dtype=torch.int32) for n in (lengths_q, lengths_k)
-    )
-    total_q, total_k = sum(lengths_q), sum(lengths_k)
-    shape = {"none": None, "key": (total_k, heads), "dense": (total_q, heads, 600)}[kind]
-    tensors = [randn(total_q, 4, head_dim), randn(total_k, 2, head_dim), randn(total_k, 2, head_dim)]
-    tensors += [] if shape is None else [randn(*shape)]
-    mask = intervals(total_k, 2, rows=300)
-    dout, dlse = randn(total_q, 4, head_dim) / 8, torch.randn(4, total_q, device="cuda") / 8
-    results = {}
-    for sparse, deterministic in (("tiles", False), ("lists", False), ("lists", True)):
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        bias = leaves[3] if shape else None
-        lengths = (cu_q, cu_k, 300, 600)
-        options = {"is_causal": causal, "return_lse": True, "sparse": sparse, "deterministic": deterministic}
-        out, lse = flash_dmattn_varlen_func(*leaves[:3], mask, bias, *lengths, **options)
-        results[sparse, deterministic] = torch.autograd.grad([out, lse], leaves, [dout, dlse])
-    for deterministic in (False, True):
-        for ours, tiles in zip(results["lists", deterministic], results["tiles", False]):
-            torch.testing.assert_close(ours, tiles, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("bias_shape", BIAS_SHAPES, ids=str)

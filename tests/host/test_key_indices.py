@@ -285,18 +285,6 @@ def test_room(tile_rows, list_rows, lists, room):
 # Graphs
 
 
-@pytest.mark.parametrize("tile_rows", [1, 64, 96, 256])
-def test_opcheck(tile_rows):
-    # Every list is full: what lies behind one that is not would be anything.
-    indices = torch.arange(64, dtype=torch.int32).expand(2, 2, -(-300 // tile_rows), 64).contiguous()
-    torch.library.opcheck(ops.index_key_lists, (indices, None, tile_rows, 300, 64, False, None, None))
-    every_row = torch.stack((torch.zeros(1, 4, 64), torch.full((1, 4, 64), 300))).int()
-    torch.library.opcheck(ops.index_key_lists, (indices, every_row, tile_rows, 300, 64, False, None, None))
-    cu = offsets([300, 300])
-    arguments = (indices, None, tile_rows, 300, 600, False, cu, cu)
-    torch.library.opcheck(ops.index_key_lists, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
 @pytest.mark.parametrize("tile_rows", [1, 64])
 def test_compiled_with_the_indexer(tile_rows):
     def layer(query, key, value, scores):

@@ -162,19 +162,6 @@ def test_what_a_value_tells():
     assert torch.equal(every_key.to_dense()[0, 0], torch.ones(200, 300, dtype=torch.bool).tril(100))
 
 
-def test_opcheck():
-    mask = rand_mask(2, 2, 150, 70, visible=0.1)
-    # Every key is seen by all rows: with a bound that leaves more room, what lies behind the lists would be anything.
-    intervals = torch.stack((torch.zeros(2, 2, 70), torch.full((2, 2, 70), 150))).int()
-    for arguments in (
-        (mask, None, 150, 70, True, None, None, None, None),
-        (mask[:, :, :1], None, 150, 70, False, None, None, None, None),
-        (None, intervals, 150, 70, False, None, None, 70, None),
-        (None, intervals, 150, 70, False, None, None, None, None),
-    ):
-        torch.library.opcheck(ops.build_key_lists, arguments)
-
-
 def mask_with_dense_rows(begin, end):
     mask = torch.zeros(1, 1, 1024, 1024, dtype=torch.bool)
     mask[:, :, begin:end] = True

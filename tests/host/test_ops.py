@@ -89,45 +89,11 @@ def test_a_bias_that_needs_no_gradient_costs_none():
     assert needs_dbias == [False, True]
 
 
-OPCHECKS = {
-    "plain": {},
-    "key bias": {"mask": (2, 1, 1, 7), "bias": (1, 2, 1, 7)},
-    "dense bias": {"mask": (2, 4, 5, 7), "bias": (1, 4, 5, 7)},
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", OPCHECKS)
-def test_opcheck(case, dtype):
-    shapes = OPCHECKS[case]
-    mask = rand_mask(*shapes["mask"], visible=0.9) if shapes else None
-    bias = torch.randn(shapes["bias"]).to(dtype).requires_grad_() if shapes else None
-    query, key, value = (x.requires_grad_() for x in inputs(2, 5, 7, 4, 2, 8, dtype))
-    masks, options = (*ops.MaskTensors(mask), *FIXED), (0.3, 0.0, True, False)
-    torch.library.opcheck(
-        ops.attention_forward, (query, key, value, bias, *masks, None, *options), atol=1e-3, rtol=1e-2
-    )
-
-    tensors = [None if x is None else x.detach() for x in (query, key, value, bias)]
-    out, lse = ops.attention_forward(*tensors, *masks, None, *options)
-    grads = torch.randn_like(out), torch.randn_like(lse)
-    backward = (*grads, *tensors, out, lse, *masks, *options, bias is not None)
-    torch.library.opcheck(ops.attention_backward, backward, atol=1e-3, rtol=1e-2)
-
-
 def test_a_dense_bias_of_one_column_is_refused():
     query, key, value = inputs(1, 70, 500, 2, 2, 8)
     with pytest.raises(ValueError, match=r"attn_bias must have a column for every key, got shape \(1, 1, 70, 1\)"):
         bias = torch.zeros(1, 1, 70, 1)
         ops.attention_forward(query, key, value, bias, *ops.MaskTensors(), *FIXED, None, 0.3, 0.0, True, False)
-
-
-def test_opcheck_varlen():
-    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
-    query, key, value = (torch.randn(9, 2, 8, requires_grad=True) for _ in range(3))
-    bias = torch.randn(9, 2, 5, requires_grad=True)
-    forward = (query, key, value, bias, *ops.MaskTensors(), cu, cu, 5, 5, None, 0.3, 0.0, False, False)
-    torch.library.opcheck(ops.attention_forward, forward)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

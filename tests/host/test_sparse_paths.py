@@ -3,18 +3,14 @@
 import pytest
 import torch
 from helpers import (
-    LENGTHS,
-    assert_close,
     check,
     hidden_by,
     inputs,
     rand_intervals,
     rand_mask,
-    reference,
     run,
-    surrounded,
 )
-from test_varlen import LENGTHS_K, LENGTHS_Q, gradients, offsets, one_by_one
+from sequences import Sequences, offsets
 
 from flash_dmattn import (
     KeyIntervalMask,
@@ -61,89 +57,12 @@ every_list = pytest.mark.parametrize("kind", ["intervals", "bool", "key"])
 
 
 @every_path
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    "seqlen_q, seqlen_k", [*zip(LENGTHS, reversed(LENGTHS)), (129, 1000), (1000, 65), (0, 9), (9, 0)]
-)
-def test_lengths(seqlen_q, seqlen_k, causal, kind, sparse):
-    tensors = inputs(1, seqlen_q, seqlen_k, 4, 2, head_dim=8)
-    mask = mask_of(kind, 1, 2, seqlen_q, seqlen_k)
-    check(tensors, mask, torch.randn(1, 2, 1, seqlen_k), function=by(sparse), is_causal=causal)
-
-
-@every_path
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [1, 40, 64, 256])
-def test_head_dims(head_dim, dtype, kind, sparse):
-    tensors = inputs(1, 140, 130, 2, 1, head_dim, dtype)
-    mask = mask_of(kind, 1, 1, 140, 130)
-    check(tensors, mask, torch.randn(1, 2, 1, 130).to(dtype), function=by(sparse), is_causal=True)
-
-
-@every_path
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 2), (8, 1), (3, 3)])
-@pytest.mark.parametrize("bias_rows", [1, 140], ids=["key", "dense"])
-def test_broadcasts(bias_rows, heads, kv_heads, kind, sparse):
-    """Every broadcast of the bias, and beside it every one of the mask."""
-    tensors = inputs(2, 140, 150, heads, kv_heads, 8)
-    masks = [(batch, mask_heads) for batch in (2, 1) for mask_heads in (heads, kv_heads, 1)]
-    biases = [(batch, bias_heads) for bias_heads in (heads, kv_heads, 1) for batch in (1, 2)]
-    for i in range(6):
-        # Shifted against each other, that all heads of one meet all of the other.
-        for mask_shape in {masks[i], masks[i // 2]}:
-            bias = torch.randn(*biases[i], bias_rows, 150)
-            check(tensors, mask_of(kind, *mask_shape, 140, 150), bias, function=by(sparse), is_causal=i % 2 == 0)
-
-
-@every_path
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias_shape", [(2, 4, 1, 600), (1, 2, 300, 600), (2, 1, 300, 1), None], ids=str)
 def test_several_tiles_with_softcap(bias_shape, dtype, kind, sparse):
     tensors = inputs(2, 300, 600, 4, 2, 16, dtype)
     bias = None if bias_shape is None else torch.randn(bias_shape).to(dtype)
     check(tensors, mask_of(kind, 2, 2, 300, 600), bias, function=by(sparse), is_causal=True, softcap=3.0)
-
-
-@every_path
-def test_a_float32_key_bias_of_half_inputs_is_not_rounded(kind, sparse):
-    tensors = inputs(1, 150, 200, 4, 2, 16, torch.bfloat16)
-    bias = torch.randn(1, 2, 1, 200) + 300  # of which bfloat16 keeps no fraction
-    mask = mask_of(kind, 1, 2, 150, 200)
-    ours = run(by(sparse), tensors, mask, bias, torch.ones_like(tensors[0]), torch.zeros(1, 4, 150))
-    exact = run(
-        *(reference, [x.double() for x in tensors], mask, bias.double()),
-        *(torch.ones_like(tensors[0]), torch.zeros(1, 4, 150)),
-    )
-    torch.testing.assert_close(ours[0].double(), exact[0], rtol=1e-2, atol=2e-2)
-    assert ours[5].dtype == torch.float32
-
-
-@every_path
-@pytest.mark.parametrize("bias_rows", [1, 140], ids=["key", "dense"])
-@pytest.mark.parametrize("hiding", ["-inf", "least"])
-def test_a_bias_that_hides(hiding, bias_rows, kind, sparse):
-    hidden = rand_mask(2, 2, bias_rows, 200, visible=0.4)
-    hidden[0, 0, 0] = True
-    bias = hidden_by(hidden, torch.randn(2, 2, bias_rows, 200), hiding)
-    _, lse, *_, dbias = check(inputs(2, 140, 200, 4, 2, 8), mask_of(kind, 2, 2, 140, 200), bias, function=by(sparse))
-    assert (lse[0, :2, 0] == -torch.inf).all() and (dbias[hidden] == 0).all()
-
-
-@every_path
-@pytest.mark.parametrize("bias_shape", [(2, 4, 1, 290), (1, 2, 300, 290)], ids=str)
-def test_memory_around_and_unwritten_memory_may_be_nan(bias_shape, kind, sparse):
-    tensors = [surrounded(x) for x in inputs(2, 300, 290, 4, 2, 12)]
-    mask = mask_of(kind, 2, 2, 300, 290)
-    if kind == "intervals":
-        mask = KeyIntervalMask(*(surrounded(x, fill=99) for x in (mask.start, mask.end)))
-    else:
-        mask = surrounded(mask, fill=True)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then gives NaN
-    try:
-        bias = surrounded(torch.randn(bias_shape))
-        check(tensors, mask, bias, function=by(sparse), dout=surrounded(torch.randn_like(tensors[0])), is_causal=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @every_path
@@ -172,43 +91,6 @@ def test_garbage_that_no_row_sees_reaches_nothing(bias_rows, garbage, kind, spar
     torch.testing.assert_close(ours[2][:, unseen], clean[2][:, unseen], rtol=1e-4, atol=1e-5)
 
 
-@every_path
-@pytest.mark.parametrize("garbage", [NAN, float("inf")])
-def test_garbage_in_padding_reaches_nothing(garbage, kind, sparse):
-    """Keys and rows that take no part may hold anything, in the backward too."""
-    tensors = inputs(2, 300, 300, 4, 2, 16)
-    lengths = torch.tensor([170, 299])[:, None]
-    real = torch.arange(300) < lengths
-    if kind == "intervals":
-        end = torch.where(real, lengths, 0).int()[:, None]
-        mask = KeyIntervalMask(torch.zeros_like(end), end)
-    else:
-        mask = real[:, None, None, :] & (real[:, None, :, None] if kind == "bool" else True)
-    dirty_rows = torch.zeros_like(real) if kind == "key" else ~real  # rows that see nothing
-    bias, dout, dlse = torch.randn(2, 2, 1, 300), torch.randn(2, 300, 4, 16), torch.zeros(2, 4, 300)
-    clean = run(by(sparse), tensors, mask, bias, dout, dlse)
-
-    def dirty(tensor, places):
-        return tensor.masked_fill(places[:, :, None, None], garbage)
-
-    query, key, value = tensors
-    dirty_tensors = dirty(query, dirty_rows), dirty(key, ~real), dirty(value, ~real)
-    ours = run(by(sparse), dirty_tensors, mask, bias, dirty(dout, dirty_rows), dlse)
-    for x, y in zip(ours, clean):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("seqlen_q", [0, 5, 300])
-@every_list
-def test_no_keys(kind, seqlen_q, heads):
-    mask = mask_of(kind, 2, heads, seqlen_q, 0)
-    tensors = [torch.randn(2, n, 2, 16, requires_grad=True) for n in (seqlen_q, 0, 0)]
-    out = flash_dmattn_func(*tensors, mask, sparse="lists")
-    assert out.shape == (2, seqlen_q, 2, 16) and (out == 0).all()
-    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), tensors))
-
-
 @pytest.mark.parametrize("rows", [0, 300])
 def test_no_keys_of_variable_length(rows):
     cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, 0))
@@ -216,15 +98,6 @@ def test_no_keys_of_variable_length(rows):
     mask = torch.zeros(0, 2, dtype=torch.bool)
     out = flash_dmattn_varlen_func(*tensors, mask, None, cu_q, cu_k, rows, 0, sparse="lists")
     assert out.shape == (rows, 2, 8) and (out == 0).all()
-
-
-@every_path
-def test_nothing_visible(kind, sparse):
-    mask = torch.zeros(1, 1, 1 if kind == "key" else 200, 140, dtype=torch.bool)
-    if kind == "intervals":
-        mask = KeyIntervalMask(*torch.full((2, 1, 1, 140), 7, dtype=torch.int32))
-    out, lse, *gradients = check(inputs(1, 200, 140, 2, 1), mask, torch.randn(1, 2, 1, 140), function=by(sparse))
-    assert (out == 0).all() and (lse == -torch.inf).all() and all((x == 0).all() for x in gradients)
 
 
 @every_path
@@ -430,62 +303,9 @@ def test_gradcheck():
 # Of variable length
 
 
-class Sequences:
-    """The lengths of test_varlen.py."""
-
-    cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K)
-    total_q, total_k, longest_q, longest_k = sum(LENGTHS_Q), sum(LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K)
-
-    @classmethod
-    def mask(cls, kind, heads):
-        if kind == "intervals":
-            return rand_intervals(cls.total_k, heads, rows=cls.longest_q)
-        shape = (cls.total_q, heads, cls.longest_k) if kind == "bool" else (cls.total_k, heads)
-        return rand_mask(*shape, visible=0.1)
-
-    @classmethod
-    def dense(cls, mask):
-        """bool (total_q, heads, longest_k)"""
-        if not isinstance(mask, KeyIntervalMask):
-            return mask
-        dense = torch.zeros(cls.total_q, mask.heads, cls.longest_k, dtype=torch.bool)
-        for b in range(len(LENGTHS_Q)):
-            q, k = slice(*cls.cu_q[b : b + 2].tolist()), slice(*cls.cu_k[b : b + 2].tolist())
-            one = mask.sequence(k.start, k.stop).to_dense(LENGTHS_Q[b])[0]
-            dense[q, :, : LENGTHS_K[b]] = one.transpose(0, 1)
-        return dense
-
-
-@every_path
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bias_kind", ["none", "key", "dense"])
-@pytest.mark.parametrize("mask_heads, bias_heads, causal", [(4, 2, False), (2, 4, True), (1, 1, True)])
-def test_variable_length(mask_heads, bias_heads, causal, bias_kind, dtype, kind, sparse):
-    s = Sequences
-    tensors = [surrounded(torch.randn(n, h, 16).to(dtype)) for n, h in ((s.total_q, 4), (s.total_k, 2), (s.total_k, 2))]
-    mask = s.mask(kind, mask_heads)
-    shape = {"none": None, "key": (s.total_k, bias_heads), "dense": (s.total_q, bias_heads, s.longest_k)}[bias_kind]
-    bias = None if shape is None else torch.randn(shape).to(dtype)
-    if bias_kind == "dense":
-        for b in range(len(LENGTHS_Q)):
-            bias[s.cu_q[b] : s.cu_q[b + 1], :, LENGTHS_K[b] :] = torch.nan
-    dout, dlse = torch.randn(s.total_q, 4, 16) / 8, torch.randn(4, s.total_q) / 8
-    lengths = (s.cu_q, s.cu_k, s.longest_q, s.longest_k)
-    options = {"is_causal": causal, "return_lse": True, "sparse": sparse}
-    ours = gradients(flash_dmattn_varlen_func, tensors, mask, bias, dout, dlse, *lengths, **options)
-
-    def alone(query, key, value, mask, bias):
-        return one_by_one(reference, query, key, value, mask, bias, s.cu_q, s.cu_k, is_causal=causal)
-
-    eager = gradients(alone, tensors, s.dense(mask), bias, dout, dlse)
-    double = [x.double() for x in tensors], s.dense(mask), None if bias is None else bias.double()
-    exact = gradients(alone, *double, dout, dlse)
-    assert_close(ours, eager, exact, dtype)
-
-
 @every_list
 def test_lists_of_variable_length(kind):
-    s = Sequences
+    s = Sequences()
     tensors = [torch.randn(n, h, 16) for n, h in ((s.total_q, 4), (s.total_k, 2), (s.total_k, 2))]
     lengths = (s.cu_q, s.cu_k, s.longest_q, s.longest_k)
     mask = s.mask(kind, 2)

@@ -1,91 +1,19 @@
 """Sequences of different lengths against one call of fixed length for each."""
 
-import itertools
-
 import pytest
 import torch
-from helpers import assert_close, rand_mask, surrounded
+from helpers import rand_mask
+from sequences import gradients, offsets
 
 from flash_dmattn import (
     KeyIntervalMask,
     flash_dmattn_func,
-    flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
     flash_dmattn_varlen_kvpacked_func,
     flash_dmattn_varlen_qkvpacked_func,
     pad_input,
     unpad_input,
 )
-
-LENGTHS_Q, LENGTHS_K = [3, 0, 129, 1, 300], [5, 4, 65, 0, 600]
-
-
-def offsets(lengths):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-
-
-def pairs_of(pairs, rows, keys):
-    """One sequence's part of a mask or bias as the fixed form wants it."""
-    if pairs is None:
-        return None
-    if pairs.ndim == 2:
-        return pairs[keys].T[None, :, None, :]
-    return pairs[rows, :, : keys.stop - keys.start].transpose(0, 1)[None]
-
-
-def one_by_one(function, query, key, value, mask, bias, cu_q, cu_k, **options):
-    outs, lses = [], []
-    for b in range(len(cu_q) - 1):
-        rows, keys = slice(*cu_q[b : b + 2].tolist()), slice(*cu_k[b : b + 2].tolist())
-        out, lse = function(
-            *(query[None, rows], key[None, keys], value[None, keys]),
-            *(pairs_of(mask, rows, keys), pairs_of(bias, rows, keys)),
-            return_lse=True,
-            **options,
-        )
-        outs.append(out[0])
-        lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, dim=1)
-
-
-def gradients(function, tensors, mask, bias, dout, dlse, *args, **options):
-    leaves = [x.detach().requires_grad_() for x in (*tensors, bias) if x is not None]
-    out, lse = function(*leaves[:3], mask, leaves[3] if bias is not None else None, *args, **options)
-    return out.detach(), lse.detach(), *torch.autograd.grad([out, lse], leaves, [dout.to(out), dlse.to(lse)])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pairs", ["none", "key", "dense"])
-@pytest.mark.parametrize("pair_heads", [4, 2, 1])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_every_sequence_is_as_if_alone(causal, pair_heads, pairs, dtype):
-    cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K)
-    total_q, total_k, longest_q, longest_k = sum(LENGTHS_Q), sum(LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K)
-    tensors = [surrounded(torch.randn(n, h, 16).to(dtype)) for n, h in ((total_q, 4), (total_k, 2), (total_k, 2))]
-    shape = {"none": None, "key": (total_k, pair_heads), "dense": (total_q, pair_heads, longest_k)}[pairs]
-    mask = None if shape is None else rand_mask(*shape)
-    bias = None if shape is None else torch.randn(shape).to(dtype)
-    if pairs == "dense":
-        for b in range(len(LENGTHS_Q)):
-            # What lies beyond a sequence's keys belongs to nobody.
-            bias[cu_q[b] : cu_q[b + 1], :, LENGTHS_K[b] :] = torch.nan
-    dout, dlse = torch.randn(total_q, 4, 16) / 8, torch.randn(4, total_q) / 8
-
-    ours = gradients(
-        flash_dmattn_varlen_func,
-        *(tensors, mask, bias, dout, dlse, cu_q, cu_k, longest_q, longest_k),
-        is_causal=causal,
-        return_lse=True,
-    )
-    reference = flash_dmattn_func_auto("reference")
-
-    def alone(query, key, value, mask, bias):
-        return one_by_one(reference, query, key, value, mask, bias, cu_q, cu_k, is_causal=causal)
-
-    eager = gradients(alone, tensors, mask, bias, dout, dlse)
-    double = [x.double() for x in tensors], mask, None if bias is None else bias.double()
-    exact = gradients(alone, *double, dout, dlse)
-    assert_close(ours, eager, exact, dtype)
 
 
 def test_packed_forms_are_the_same_function():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import NAMES, assert_close, in_float64, inputs, rand_intervals, reference, run
+from helpers import check, inputs, rand_intervals, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from indices import dense_of, rand_indices
@@ -87,84 +87,6 @@ def test_lists_are_what_the_rows_of_a_tile_see(
 
 
 # The attention
-
-
-def check_indices(tensors, indices, bias=None, *, tile_rows=1, mask=None, causal_lists=False, **options):
-    """Compares out, lse and every gradient with the reference; returns ours."""
-    query, key = tensors[:2]
-    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
-    dense = dense_of(indices, tile_rows, seqlen_q, seqlen_k, mask)
-    lists = KeyLists.from_indices(indices, seqlen_q, seqlen_k, causal_lists, tile_rows=tile_rows, mask=mask)
-    dout, dlse = torch.randn_like(query) / 8, torch.randn(*query.shape[:3]).transpose(1, 2) / 8
-    ours = run(flash_dmattn_func, tensors, lists, bias, dout, dlse, **options)
-    eager = run(reference, tensors, dense, bias, dout, dlse, **options)
-    double = [x.double() for x in tensors], dense, None if bias is None else in_float64(bias)
-    assert_close(ours, eager, run(reference, *double, dout.double(), dlse.double(), **options), query.dtype)
-    return ours
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("tile_rows", TILE_ROWS)
-@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 65), (129, 127), (255, 1000), (1000, 255)])
-def test_lengths(seqlen_q, seqlen_k, tile_rows, is_causal):
-    indices = rand_indices(2, 2, -(-seqlen_q // tile_rows), 20, keys=seqlen_k)
-    tensors = inputs(2, seqlen_q, seqlen_k, 4, 2)
-    bias = torch.randn(2, 2, 1, seqlen_k)
-    options = {"tile_rows": tile_rows, "is_causal": is_causal, "causal_lists": is_causal and tile_rows % 2 == 0}
-    check_indices(tensors, indices, bias, **options)
-
-
-@pytest.mark.parametrize("tile_rows", [1, 64, 128])
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 1), (4, 2), (6, 2), (4, 4)])
-def test_head_groups(heads, kv_heads, tile_rows):
-    tensors = inputs(4, 200, 150, heads, kv_heads)
-    for of_indices in {heads, kv_heads, 1}:
-        for batch in (4, 2, 1):
-            indices = rand_indices(batch, of_indices, -(-200 // tile_rows), 12, keys=150)
-            check_indices(tensors, indices, torch.randn(1, heads, 1, 150), tile_rows=tile_rows)
-            mask = rand_intervals(1 if batch == 2 else 4, kv_heads, 150, rows=200)
-            check_indices(tensors, indices, torch.randn(1, kv_heads, 200, 150), tile_rows=tile_rows, mask=mask)
-
-
-@pytest.mark.parametrize("tile_rows", [1, 40, 64])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dtypes_softcap_and_order(dtype, tile_rows):
-    tensors = inputs(1, 200, 300, 4, 2, 40, dtype)
-    bias = torch.randn(1, 4, 200, 300).to(dtype).masked_fill_(torch.rand(1, 4, 200, 300) < 0.2, -torch.inf)
-    indices = rand_indices(1, 2, -(-200 // tile_rows), 50, keys=300)
-    options = {"tile_rows": tile_rows, "is_causal": True, "softcap": 3.0, "deterministic": True}
-    torch.manual_seed(1)
-    first = check_indices(tensors, indices, bias, **options)
-    torch.manual_seed(1)
-    others = indices.flip(-1).repeat(1, 1, 1, 2)  # named otherwise, and twice
-    for name, x, y in zip(NAMES, first, check_indices(tensors, others, bias, **options)):
-        assert torch.equal(x, y), name
-
-
-@pytest.mark.parametrize("tile_rows", [1, 64, 256])
-def test_rows_without_keys(tile_rows):
-    tensors = inputs(2, 300, 100, 4, 2)
-    rows = -(-300 // tile_rows)
-    indices = rand_indices(2, 2, rows, 9, keys=100)
-    indices[0] = -1
-    indices[1, 1, rows // 2] = -1
-    out, lse, dq, dk, dv = check_indices(tensors, indices, tile_rows=tile_rows, is_causal=True)
-    for x in (out[0], dq[0], dk[0], dv[0]):
-        assert torch.equal(x, torch.zeros_like(x))
-    assert (lse[0] == -torch.inf).all()
-    nothing = torch.full((1, 1, rows, 0), 3, dtype=torch.int32)
-    assert (check_indices(tensors, nothing, tile_rows=tile_rows)[0] == 0).all()
-
-
-@pytest.mark.parametrize("tile_rows", [1, 64])
-def test_what_nobody_sees_may_hold_anything(tile_rows):
-    query, key, value = tensors = inputs(1, 200, 300, 2, 2)
-    indices = rand_indices(1, 1, -(-200 // tile_rows), 20, keys=150)
-    clean = check_indices(tensors, indices, tile_rows=tile_rows)
-    key[:, 150:], value[:, 150:] = torch.nan, torch.inf
-    lists = KeyLists.from_indices(indices, 200, 300, tile_rows=tile_rows)
-    out = flash_dmattn_func(query, key, value, lists)
-    torch.testing.assert_close(out, clean[0])
 
 
 def test_all_keys_are_dense_attention():
@@ -454,7 +376,8 @@ def test_indices_that_causality_hides_are_no_error():
     scores = torch.randn(1, 1, 100, 100).masked_fill_(~torch.ones(100, 100, dtype=torch.bool).tril(), -torch.inf)
     indices = scores.topk(10, dim=-1).indices.int()
     tensors = inputs(1, 100, 100)
-    check_indices(tensors, indices, is_causal=True, causal_lists=True)
+    lists = KeyLists.from_indices(indices, 100, 100, True)
+    check(tensors, lists, dense=dense_of(indices, 1, 100, 100), is_causal=True)
     visible = dense_of(indices, 1, 100, 100, is_causal=True)
     assert torch.equal(visible.sum(-1)[0, 0], torch.arange(1, 101).clamp(max=10))
 

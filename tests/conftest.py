@@ -44,6 +44,17 @@ def kernels(request, monkeypatch):
         monkeypatch.setenv("FLASH_DMATTN_ARCH", architecture)
 
 
+@pytest.fixture
+def use(monkeypatch):
+    """A function that selects the CUDA kernels by name; at first sm90."""
+
+    def use(architecture):
+        monkeypatch.setenv("FLASH_DMATTN_ARCH", architecture)
+
+    use("sm90")
+    return use
+
+
 @pytest.fixture(autouse=True)
 def gpu_memory(request, tmp_path_factory):
     """For a test that says how much it takes: one at a time, when other processes have given so much back."""

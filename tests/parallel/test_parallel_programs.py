@@ -1,0 +1,145 @@
+"""The benchmark and the example that run on several ranks."""
+
+import json
+import os
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import module_of
+
+pytestmark = pytest.mark.xdist_group("ranks")  # the processes are started by one worker
+
+
+EXAMPLE, BENCHMARK = "examples/train_lm.py", "benchmarks/parallel_performance.py"
+TINY = {"batch_size": 4, "seq_len": 32, "window": 8, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}
+
+
+def benchmark(arguments):
+    return module_of(BENCHMARK).main(arguments)
+
+
+def test_parallel_performance(two, tmp_path):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "result.json"
+    assert two.results(benchmark, ["--device=cpu", "--shrink=8", "--samples=1", f"--json={path}"]) == [0, 0]
+    content = json.loads(path.read_text())
+    assert (content["ranks"], content["shrink"]) == (2, 8)
+    results = {(result["workload"], result["method"]): result for result in content["results"]}
+    window, dense = "S2048 w128 H4/2 D64", "dense causal S1024 H4/2 D64"
+    for key, result in results.items():
+        if key != (dense, "PyTorch's ring"):  # for CUDA
+            assert 0 < result["forward"] < result["both"], key
+    ours, gathered = results[window, "ours"], results[window, "all-gather"]
+    assert 0 < max(ours["sent"]) < 0.2 * max(gathered["sent"])
+    assert max(ours["sent"] + ours["received"]) <= 1.2 * ours["budget"]
+    # Keys and values to the other rank, twice; and the gradients of those that are its own back.
+    of_others = 2 * 64 * 2 * 64 * 4
+    assert results[dense, "zigzag"]["sent"] == [3 * of_others] * 2
+    assert results[dense, "ours"]["sent"] == [2 * of_others, 3 * of_others]
+
+
+def test_the_benchmark_says_what_was_missed():
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    script = module_of(BENCHMARK)
+    strong, weak = next(iter(script.STRONG)), next(iter(script.WEAK))
+
+    def measured(ours, sent):
+        return [
+            script.Measured(strong, script.ALONE, both=2.0),
+            script.Measured(strong, script.OURS, both=ours, sent=[sent, 1], budget=100),
+            script.Measured(weak, script.SHARE, both=1.0),
+            script.Measured(weak, script.OURS, both=ours),
+        ]
+
+    assert script.failures(measured(1.0, 119)) == []
+    assert len(script.failures(measured(1.0, 121))) == 1
+    assert len(script.failures(measured(1.07, 119))) == 1  # weak scaling
+    assert len(script.failures(measured(1.2, 119))) == 2
+
+
+def train_example(options):
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(dist.get_world_size())):
+        train_lm = module_of(EXAMPLE)
+        return train_lm.train(train_lm.Config(**options))
+
+
+def test_the_example_trains_as_one_process_does(four):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    train_lm = module_of(EXAMPLE)
+    options = {**TINY, "steps": 4}
+    alone = train_lm.train(train_lm.Config(**options))
+    for context_parallel in (1, 2, 4):
+        for losses in four.results(train_example, {**options, "context_parallel": context_parallel}):
+            assert losses == pytest.approx(alone, rel=1e-4)
+
+
+def test_the_example_refuses_ranks_that_do_not_fit(two):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    train_lm = module_of(EXAMPLE)
+    for change, message in (
+        ({"context_parallel": 3}, "must divide seq_len"),
+        ({"context_parallel": 2}, "number of ranks"),
+        ({"context_parallel": 2, "backend": "reference"}, "backend"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_lm.train(train_lm.Config(**{**TINY, "steps": 1, **change}))
+    for failure in two.run(train_example, {**TINY, "steps": 1, "batch_size": 3}):
+        assert failure.kind == "ValueError" and "batch_size" in failure.message
+
+
+def heads_over_ranks():
+    """How far the loss and the gradients of the example with its heads over the ranks are from the whole model's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    train_lm = module_of(EXAMPLE)
+    config = train_lm.Config(**TINY)
+    batch = train_lm.random_batch(train_lm.load_text(config)[0], config, torch.Generator().manual_seed(0))
+    results = []
+    for is_parallel in (False, True):
+        model = train_lm.build_model(config)
+        if is_parallel:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            whole, by_head = (Replicate(),) * 3, partial(ColwiseParallel, use_local_output=False)
+            for block in model.blocks:
+                plan = {
+                    "attention": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+                    **{f"attention.{name}_proj": by_head() for name in "qkv"},
+                    "attention.dt_proj": RowwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+                    "attention.o_proj": RowwiseParallel(),
+                    "mlp.gate_proj": ColwiseParallel(),
+                    "mlp.up_proj": ColwiseParallel(),
+                    "mlp.down_proj": RowwiseParallel(),
+                }
+                parallelize_module(block, mesh, plan)
+                attention = block.attention
+                attention.A = torch.nn.Parameter(distribute_tensor(attention.A, mesh, [Shard(0)]))
+        loss = train_lm.loss_of(model, batch, config)
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        results.append(
+            (loss.detach(), {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()})
+        )
+    (loss, gradients), (parallel_loss, parallel_gradients) = results
+    differences = {name: (gradients[name] - parallel_gradients[name]).abs().max().item() for name in gradients}
+    return abs(loss - parallel_loss).item(), max(differences.values())
+
+
+def test_tensor_parallel_by_heads(two):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    for loss, gradient in two.results(heads_over_ranks):
+        assert loss < 1e-5 and gradient < 1e-5

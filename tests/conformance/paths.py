@@ -101,7 +101,8 @@ class Path:
         mask = self.rand_mask(batch, heads, max(seqlen_q, 1), seqlen_k, visible=0.1 if self.by_lists else 0.6)
         if self.by_lists:
             mask[..., torch.rand(seqlen_k, device=self.device) < 0.4] = False
-            mask[..., seqlen_q // 3, :] = False
+            if seqlen_q > 1:
+                mask[..., seqlen_q // 3, :] = False
         return mask
 
     def check(self, tensors, mask=None, bias=None, **options):

@@ -68,3 +68,18 @@ def test_bias_broadcasts(path, broadcast, dtype):
     rows, keys, head_dim = broadcast_sizes_of(path)
     tensors, bias = path.inputs(2, rows, keys, 4, 2, head_dim, dtype=dtype), path.randn(*shaped(broadcast, rows, keys))
     path.check(tensors, path.rand_mask(2, 1, rows, keys), bias.to(dtype), is_causal=True, softcap=3.0)
+
+
+SHAPES = [None, (2, 4, 1, 600), (1, 2, 300, 600), (2, 1, 300, 1), (1, 4, 300, 600), (1, 1, 300, 600)]
+BLOCKS = [
+    *(case(path, dtype) for path in cpu("intervals", *LISTS) for dtype in DTYPES),
+    *(case(path, dtype) for path in cpu("none", "bool") for dtype in (torch.float32, torch.bfloat16)),
+]
+
+
+@pytest.mark.parametrize("path, dtype", BLOCKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_several_blocks(shape, path, dtype):
+    """More rows and keys than a block has, and bias gradients summed over batch elements and heads."""
+    tensors, bias = path.inputs(2, 300, 600, 4, 2, 16, dtype=dtype), shape and path.randn(*shape, dtype=dtype)
+    path.check(tensors, path.make_mask(2, 2, 300, 600), bias, is_causal=True, softcap=3.0)

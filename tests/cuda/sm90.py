@@ -5,21 +5,15 @@ import re
 
 import pytest
 import torch
-from gpu_inputs import randn
-from helpers import rand_mask
+from gpu_inputs import mask_of, randn
 
 from flash_dmattn import flash_dmattn_func
 
-CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 BIASES = pytest.mark.parametrize("pairs", ["none", "key", "dense"])
 
 
 def bias_of(pairs, batch, heads, rows, keys, dtype=torch.bfloat16):
     return None if pairs == "none" else randn(batch, heads, 1 if pairs == "key" else rows, keys, dtype=dtype)
-
-
-def mask_of(*shape, visible=0.6):
-    return rand_mask(*shape, visible=visible, device="cuda")
 
 
 def names_of(call):

@@ -4,30 +4,19 @@ import functools
 
 import pytest
 import torch
-from gpu_inputs import randn, takes_gpu_memory
-from helpers import check, inputs, rand_mask
+from gpu_inputs import NEEDS_CUDA, mask_of, on_gpu, randn, takes_gpu_memory
+from helpers import check
 
 import flash_dmattn
-from flash_dmattn import flash_dmattn_func, ops
+from flash_dmattn import flash_dmattn_func
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
-]
-
-
-def on_gpu(*args, **kwargs):
-    return inputs(*args, **kwargs, device="cuda")
-
-
-def mask_of(*shape, visible=0.6):
-    return rand_mask(*shape, visible=visible, device="cuda")
+pytestmark = NEEDS_CUDA
 
 
 @pytest.mark.parametrize("batch", [2, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_dense_bias_that_batch_elements_share(head_dim, batch):
-    tensors = on_gpu(batch, 300, 434, 4, 2, head_dim, torch.bfloat16)
+    tensors = on_gpu(batch, 300, 434, 4, 2, head_dim)
     mask = mask_of(batch, 2, 300, 434)
     mask[0, :, :, :130] = False
     mask[:, 1, 120:260] = False
@@ -46,7 +35,7 @@ def test_dense_bias_that_batch_elements_share(head_dim, batch):
 def test_batches_that_share(head_dim, batch, batches, heads, sparse):
     """Masks and biases of B/n: gradients by clusters of 2 and 4, by sums of atomics, and by a kernel of their own."""
     function = functools.partial(flash_dmattn_func, sparse=sparse)
-    tensors = on_gpu(batch, 200, 304, 4, 2, head_dim, torch.bfloat16)
+    tensors = on_gpu(batch, 200, 304, 4, 2, head_dim)
     mask = mask_of(batch // batches, heads, 200, 304)
     mask[0, :, :, :130] = False
     bias = randn(batches, heads, 200, 304)
@@ -59,9 +48,9 @@ def test_batches_that_share(head_dim, batch, batches, heads, sparse):
 
 
 def test_decoding_with_batches_that_share():
-    tensors = on_gpu(8, 1, 3000, 8, 2, 128, torch.bfloat16)
+    tensors = on_gpu(8, 1, 3000, 8, 2, 128)
     check(tensors, mask_of(2, 1, 1, 3000), randn(4, 2, 1, 3000))
-    check(on_gpu(8, 5, 3000, 8, 2, 64, torch.bfloat16), mask_of(4, 1, 5, 3000), randn(2, 8, 5, 3000))
+    check(on_gpu(8, 5, 3000, 8, 2, 64), mask_of(4, 1, 5, 3000), randn(2, 8, 5, 3000))
 
 
 @takes_gpu_memory(5)
@@ -71,12 +60,12 @@ def test_dense_bias_whose_gradient_is_too_large_for_the_cache(causal, mask_shape
     mask = mask_of(*mask_shape)
     mask[1, :, :, :700] = False
     mask[:, 3:5, 200:500, 900:1500] = False
-    check(on_gpu(3, 900, 2000, 8, 8, 64, torch.bfloat16), mask, randn(1, 8, 900, 2000), is_causal=causal)
+    check(on_gpu(3, 900, 2000, 8, 8, 64), mask, randn(1, 8, 900, 2000), is_causal=causal)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_garbage_in_keys_that_their_bias_hides(head_dim):
-    tensors = [x.requires_grad_() for x in on_gpu(2, 150, 300, 4, 2, head_dim, torch.bfloat16)]
+    tensors = [x.requires_grad_() for x in on_gpu(2, 150, 300, 4, 2, head_dim)]
     hidden = torch.rand(2, 2, 1, 300, device="cuda") < 0.3
     hidden[1, :, :, 200:] = True
     bias = randn(2, 2, 1, 300).masked_fill(hidden, -torch.inf).requires_grad_()
@@ -90,24 +79,8 @@ def test_garbage_in_keys_that_their_bias_hides(head_dim):
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("bias_shape", [(2, 4, 1, 700), (1, 4, 500, 700), (1, 1, 500, 700), (2, 4, 500, 700)], ids=str)
-def test_deterministic_is_bitwise_reproducible(bias_shape, head_dim):
-    tensors = [x.requires_grad_() for x in on_gpu(2, 500, 700, 4, 2, head_dim, torch.bfloat16)]
-    mask, bias = mask_of(2, 2, 500, 700), randn(*bias_shape).requires_grad_()
-    dout = torch.randn_like(tensors[0])
-
-    def gradients():
-        out = flash_dmattn_func(*tensors, mask, bias, is_causal=True, deterministic=True)
-        return torch.autograd.grad(out, [*tensors, bias], dout)
-
-    first = gradients()
-    for _ in range(50):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(), first))
-
-
 def test_on_another_stream():
-    tensors = on_gpu(2, 1000, 1000, 4, 2, 64, torch.bfloat16)
+    tensors = on_gpu(2, 1000, 1000, 4, 2, 64)
     mask, bias = mask_of(2, 2, 1000, 1000), randn(2, 2, 1, 1000)
     expected = flash_dmattn_func(*tensors, mask, bias)
     stream = torch.cuda.Stream()
@@ -121,13 +94,13 @@ def test_on_another_stream():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
 def test_on_a_second_gpu():
-    tensors = on_gpu(1, 300, 300, 4, 2, 64, torch.bfloat16)
+    tensors = on_gpu(1, 300, 300, 4, 2, 64)
     out = flash_dmattn_func(*(x.to("cuda:1") for x in tensors), is_causal=True)
     assert out.device.index == 1 and torch.equal(out.cpu(), flash_dmattn_func(*tensors, is_causal=True).cpu())
 
 
 def test_graph_capture_and_replay():
-    leaves = [x.requires_grad_() for x in on_gpu(2, 300, 300, 4, 2, 64, torch.bfloat16)]
+    leaves = [x.requires_grad_() for x in on_gpu(2, 300, 300, 4, 2, 64)]
     mask, bias = mask_of(2, 2, 300, 300), randn(2, 2, 1, 300).requires_grad_()
     dout = torch.randn_like(leaves[0])
 
@@ -152,7 +125,7 @@ def test_compile_fullgraph():
     def layer(query, key, value, mask, bias):
         return flash_dmattn_func(query * 2, key, value, mask, bias.exp(), is_causal=True).sin()
 
-    tensors = on_gpu(2, 130, 130, 4, 2, 64, torch.bfloat16)
+    tensors = on_gpu(2, 130, 130, 4, 2, 64)
     mask, bias = mask_of(2, 2, 130, 130), randn(1, 2, 130, 130)
     results = []
     for function in (layer, torch.compile(layer, fullgraph=True)):
@@ -166,7 +139,7 @@ def test_compile_fullgraph():
 @takes_gpu_memory(6)
 def test_a_mask_of_more_than_32_bits_of_elements():
     seqlen = 46400
-    query, key, value = on_gpu(1, seqlen, seqlen, 1, 1, 64, torch.float16)
+    query, key, value = on_gpu(1, seqlen, seqlen, 1, 1, 64, dtype=torch.float16)
     mask = torch.zeros(1, 1, seqlen, seqlen, dtype=torch.bool, device="cuda")
     mask[..., -70:, ::3] = True
     assert mask.numel() > 2**31
@@ -182,7 +155,7 @@ def test_a_mask_of_more_than_32_bits_of_elements():
 @takes_gpu_memory(3)
 def test_memory_beside_inputs_and_gradients():
     """O(B H S D) and the packed mask; nothing else of O(Sq Sk)."""
-    tensors = [x.requires_grad_() for x in on_gpu(1, 8192, 8192, 4, 4, 64, torch.bfloat16)]
+    tensors = [x.requires_grad_() for x in on_gpu(1, 8192, 8192, 4, 4, 64)]
     mask, bias = mask_of(1, 4, 8192, 8192), randn(1, 4, 1, 8192).requires_grad_()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

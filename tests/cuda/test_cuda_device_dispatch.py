@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from gpu_inputs import on_gpu, randn
+from gpu_inputs import NEEDS_CUDA, on_gpu, randn
 from helpers import check
 
 from flash_dmattn import KeyLists, create_mask, flash_dmattn_func, flash_dmattn_func_auto, ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
-]
+pytestmark = NEEDS_CUDA
 
 ROWS, KEYS = 700, 2112
 

@@ -6,15 +6,12 @@ import sys
 
 import pytest
 import torch
-from gpu_inputs import on_gpu, randn
+from gpu_inputs import NEEDS_CUDA, on_gpu, randn
 from helpers import run
 
-from flash_dmattn import KeyIntervalMask, flash_dmattn_func, ops
+from flash_dmattn import KeyIntervalMask, flash_dmattn_func
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
-]
+pytestmark = NEEDS_CUDA
 
 
 @pytest.mark.parametrize("sparse", ["tiles", "lists"])

@@ -6,18 +6,14 @@ import sys
 
 import pytest
 import torch
-from gpu_inputs import on_gpu
+from gpu_inputs import CAUSAL, NEEDS_CUDA, on_gpu
 from indices import rand_indices
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
-]
+pytestmark = NEEDS_CUDA
 
 TILE_ROWS = pytest.mark.parametrize("tile_rows", [1, 3, 64, 96, 128, 192, 256, 1000])
-CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 def assert_same_lists(ours, cpu):

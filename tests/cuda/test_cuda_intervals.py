@@ -4,17 +4,12 @@ import itertools
 
 import pytest
 import torch
-from gpu_inputs import intervals, on_gpu, randn
+from gpu_inputs import CAUSAL, NEEDS_CUDA, intervals, on_gpu, randn
 from helpers import check, rand_mask
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, ops
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
-]
-
-CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+pytestmark = NEEDS_CUDA
 
 
 def offsets(lengths):
@@ -32,14 +27,6 @@ def test_tiles_that_are_empty_full_and_mixed(bias_shape, causal):
     window = KeyIntervalMask.sliding_window(1000, 1000, 300, device="cuda")
     for mask in (documents, window, documents & window):
         check(tensors, mask, randn(*bias_shape), is_causal=causal, sparse="tiles")
-
-
-@pytest.mark.parametrize("heads", [1, 2, 8])
-@pytest.mark.parametrize("seqlen_q", [1, 3, 15, 40])
-def test_decoding_splits_the_keys(seqlen_q, heads):
-    tensors = on_gpu(2, seqlen_q, 4000, 8, 2, 128)
-    mask = intervals(2, heads, 4000, rows=seqlen_q)
-    check(tensors, mask, randn(2, 2, 1, 4000), is_causal=True, sparse="tiles")
 
 
 # More works than a GPU has multiprocessors, of which blocks take the next as they are done with the last
@@ -79,79 +66,6 @@ def test_many_works_are_shared_out_anew_by_every_call_and_replay():
 
 
 # Lists
-
-
-def brute_force_list(visible):
-    """The keys that any of the rows of bool (rows, keys) sees, and which: int32 (keys, 4)."""
-    keys = visible.any(0).nonzero()[:, 0]
-    seen = torch.zeros(keys.numel(), 128, dtype=torch.int64)
-    seen[:, : visible.shape[0]] = visible[:, keys].T
-    words = (seen.view(-1, 4, 32) << torch.arange(32)).sum(-1)
-    return keys.int(), torch.where(words >= 2**31, words - 2**32, words).int()
-
-
-def check_lists(lists, sequences):
-    """sequences: of each batch element the visible pairs, bool (heads, rows, keys)."""
-    spans, keys = lists.spans.cpu().flatten(1), lists.keys.cpu()
-    rows = None if lists.rows is None else lists.rows.cpu()
-    at = 0
-    for visible in sequences:
-        visible = visible.cpu()
-        for head, tile in itertools.product(range(lists.heads), range(lists.row_tiles)):
-            expected, seeing = brute_force_list(visible[head, 128 * tile : 128 * (tile + 1)])
-            begin, end = spans[:, at].tolist()
-            assert end - begin == -(-expected.numel() // 64) * 64
-            assert torch.equal(keys[begin : begin + expected.numel()], expected)
-            assert (keys[begin + expected.numel() : end] == -1).all()
-            if rows is not None:
-                assert torch.equal(rows[begin : begin + expected.numel()], seeing)
-            at += 1
-    assert at == spans.shape[1]
-
-
-def causal_part(visible):
-    rows, keys = visible.shape[-2:]
-    return visible.tril(keys - rows)
-
-
-@CAUSAL
-@pytest.mark.parametrize("kind", ["intervals", "bool", "rows alike"])
-@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (128, 64), (129, 255), (700, 300), (300, 5000)])
-def test_lists(seqlen_q, seqlen_k, kind, causal):
-    if kind == "intervals":
-        mask = intervals(2, 3, seqlen_k, rows=seqlen_q, longest=max(seqlen_q // 3, 1))
-        visible = mask.to_dense(seqlen_q)
-    else:
-        mask = rand_mask(2, 3, 1 if kind == "rows alike" else seqlen_q, seqlen_k, visible=0.01, device="cuda")
-        visible = mask
-    lists = KeyLists.build(mask, seqlen_q, is_causal=causal)
-    check_lists(lists, causal_part(visible) if causal and kind != "rows alike" else visible)
-
-
-@CAUSAL
-@pytest.mark.parametrize("kind", ["intervals", "bool", "rows alike"])
-def test_lists_of_variable_length(kind, causal):
-    lengths_q, lengths_k = [3, 0, 129, 1, 300], [5, 4, 65, 0, 600]
-    total_q, total_k = sum(lengths_q), sum(lengths_k)
-    if kind == "intervals":
-        mask = intervals(total_k, 2, rows=300, longest=100)
-    else:
-        shape = (total_k, 2) if kind == "rows alike" else (total_q, 2, 600)
-        mask = rand_mask(*shape, visible=0.05, device="cuda")
-    lists = KeyLists.build(mask, 300, 600, causal, offsets(lengths_q), offsets(lengths_k))
-    sequences, row, key = [], 0, 0
-    for rows, keys in zip(lengths_q, lengths_k):
-        if kind == "intervals":
-            i = torch.arange(rows, device="cuda")[:, None]
-            start, end = (x[key : key + keys].T[:, None] for x in (mask.start, mask.end))
-            visible = (start <= i) & (i < end)
-        elif kind == "bool":
-            visible = mask[row : row + rows, :, :keys].transpose(0, 1)
-        else:
-            visible = mask[key : key + keys].T[:, None]
-        sequences.append(causal_part(visible) if causal and kind != "rows alike" else visible)
-        row, key = row + rows, key + keys
-    check_lists(lists, sequences)
 
 
 @CAUSAL

@@ -5,14 +5,12 @@ The reference is computed on the CPU, since cuBLAS does not run under every tool
 
 import pytest
 import torch
+from gpu_inputs import NEEDS_CUDA
 from helpers import check, inputs, rand_mask
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, ops
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
-]
+pytestmark = NEEDS_CUDA
 
 KEYS = 200
 # By name: rows, the shapes of mask and bias, options.

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gpu_inputs import intervals, on_gpu, randn, takes_gpu_memory
+from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn, takes_gpu_memory
 from helpers import check, reference, surrounded
-from sm90 import BIASES, CAUSAL, bias_of, mask_of
+from sm90 import BIASES, bias_of
 
 from flash_dmattn import flash_dmattn_func
 

@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 import torch
-from gpu_inputs import on_gpu, randn
+from gpu_inputs import CAUSAL, mask_of, on_gpu, randn
 from helpers import NAMES, assert_close, in_float64, reference, run
-from sm90 import BIASES, CAUSAL, bias_of, mask_of, offsets
+from sm90 import BIASES, bias_of, offsets
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func, flash_dmattn_varlen_func
 

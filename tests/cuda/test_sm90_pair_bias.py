@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gpu_inputs import on_gpu, randn
+from gpu_inputs import mask_of, on_gpu, randn
 from helpers import NAMES, assert_close, check, reference, run, surrounded
-from sm90 import hiding_bias, key_mask, mask_of, serves_pairs
+from sm90 import hiding_bias, key_mask, serves_pairs
 
 from flash_dmattn import flash_dmattn_func
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from gpu_inputs import intervals, on_gpu, randn
+from gpu_inputs import intervals, mask_of, on_gpu, randn
 from helpers import NAMES, run
-from sm90 import BIASES, bias_of, distance, mask_of, offsets
+from sm90 import BIASES, bias_of, distance, offsets
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func, flash_dmattn_varlen_func
 

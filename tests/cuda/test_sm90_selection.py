@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gpu_inputs import intervals, on_gpu, randn
+from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn
 from helpers import check
-from sm90 import BIASES, CAUSAL, bias_of, generations, kernels_of, mask_of
+from sm90 import BIASES, bias_of, generations, kernels_of
 
 from flash_dmattn import KeyLists
 

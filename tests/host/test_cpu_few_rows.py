@@ -6,23 +6,6 @@ from helpers import check, inputs, rand_intervals, rand_mask
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, heads, kv_heads", [(1, 4, 4), (1, 8, 1), (2, 6, 2), (5, 4, 2), (8, 2, 2), (9, 2, 2)])
-@pytest.mark.parametrize("keys, head_dim", [(1, 8), (129, 24), (777, 64), (1300, 40)])
-def test_few_rows(keys, head_dim, rows, heads, kv_heads, dtype, causal):
-    tensors = inputs(2, rows, keys, heads, kv_heads, head_dim, dtype)
-    check(tensors, rand_mask(1, heads, rows, keys), torch.randn(2, 1, 1, keys).to(dtype), is_causal=causal)
-    check(tensors, None, torch.randn(1, heads, rows, keys).to(dtype), is_causal=causal, softcap=5.0)
-
-
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_wide_heads(head_dim):
-    check(inputs(1, 3, 400, 4, 2, head_dim))
-
 
 def test_intervals_and_lists():
     tensors, bias = inputs(2, 7, 900, 4, 2, 16), torch.randn(2, 2, 1, 900)

@@ -5,6 +5,7 @@ import torch
 from helpers import inputs, rand_intervals, rand_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lists import check_lists
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, key_lists, ops
 
@@ -14,35 +15,6 @@ def dense_of(mask, seqlen_q, seqlen_k, is_causal):
     dense = mask.to_dense(seqlen_q) if isinstance(mask, KeyIntervalMask) else mask
     dense = dense.expand(-1, -1, seqlen_q, seqlen_k)
     return dense.tril(seqlen_k - seqlen_q) if is_causal else dense
-
-
-def list_and_rows(lists, index):
-    """The keys of a list, its padding left out, and bool (128, keys): which rows see them, or None."""
-    begin, end = lists.spans.flatten(1)[:, index].tolist()
-    assert begin % 64 == 0 and end % 64 == 0
-    keys = lists.keys[begin:end]
-    size = int((keys >= 0).sum())
-    assert end - begin == -(-size // 64) * 64 and (keys[size:] == -1).all()
-    if lists.rows is None:
-        return keys[:size], None
-    words = lists.rows[begin : begin + size]
-    rows = torch.stack([words[:, i // 32] >> (i % 32) & 1 for i in range(128)]).bool()
-    assert (lists.rows[begin + size : end] == 0).all()
-    return keys[:size], rows
-
-
-def check_lists(lists, dense):
-    """`dense`: bool (sequences, heads, Sq, Sk), what the lists shall say."""
-    assert (lists.batches, lists.heads) == tuple(dense.shape[:2])
-    assert lists.row_tiles == (1 if lists.rows_alike else -(-dense.shape[2] // 128))
-    for index in range(lists.batches * lists.heads * lists.row_tiles):
-        tile = dense.flatten(0, 1)[index // lists.row_tiles]
-        if not lists.rows_alike:
-            tile = tile[index % lists.row_tiles * 128 :][:128]
-        keys, rows = list_and_rows(lists, index)
-        assert keys.tolist() == tile.any(dim=0).nonzero().flatten().tolist()
-        if rows is not None:
-            assert torch.equal(rows[: tile.shape[0]], tile[:, keys]) and not rows[tile.shape[0] :].any()
 
 
 def in_layout(tensor, layout):
@@ -89,30 +61,6 @@ def test_a_key_mask_has_one_list_for_all_rows(is_causal):
     check_lists(lists, mask)
     everything = KeyLists.build(torch.ones(1, 1, 1, 1, dtype=torch.bool), 300, 200)
     check_lists(everything, torch.ones(1, 1, 1, 200, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("kind", ["intervals", "bool", "key"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_of_variable_length(is_causal, kind):
-    rows, keys = [3, 0, 129, 1, 300], [5, 4, 65, 0, 200]
-    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in (rows, keys))
-    if kind == "intervals":
-        mask = rand_intervals(sum(keys), 2, rows=300)
-    else:
-        mask = rand_mask(*((sum(rows), 2, 200) if kind == "bool" else (sum(keys), 2)), visible=0.02)
-    lists = KeyLists.build(mask, 300, 200, is_causal, cu_q, cu_k)
-
-    dense = torch.zeros(5, 2, 300, 200, dtype=torch.bool)
-    for b in range(5):
-        q, k = slice(*cu_q[b : b + 2].tolist()), slice(*cu_k[b : b + 2].tolist())
-        if kind == "intervals":
-            one = mask.sequence(k.start, k.stop).to_dense(rows[b])[0]
-        else:
-            one = mask[q, :, : keys[b]].transpose(0, 1) if kind == "bool" else mask[k].T[:, None]
-        if is_causal and kind != "key":
-            one = one.tril(keys[b] - rows[b])
-        dense[b, :, : one.shape[1], : keys[b]] = one
-    check_lists(lists, dense[:, :, :1] if kind == "key" else dense)
 
 
 def test_a_bound_spares_reading_the_lengths(monkeypatch):

@@ -1,24 +1,19 @@
-"""The CUDA backward over key lists, through the public functions."""
+"""The CUDA kernels over key lists."""
 
 import functools
 
 import pytest
 import torch
-from gpu_inputs import intervals, on_gpu, randn
+from gpu_inputs import CAUSAL, NEEDS_CUDA, intervals, on_gpu, randn
 from helpers import check as check_function
 from helpers import rand_mask, run, surrounded
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, ops
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
-]
+pytestmark = NEEDS_CUDA
 
 by_lists = functools.partial(flash_dmattn_func, sparse="lists")
 check = functools.partial(check_function, function=by_lists)
-CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-BIAS_SHAPES = [(2, 4, 1, 500), (1, 2, 1, 500), (2, 4, 300, 500), (1, 4, 300, 500), (2, 2, 300, 500), (1, 1, 300, 500)]
 
 
 def bool_mask(*shape, visible=0.3):
@@ -102,18 +97,6 @@ def test_no_gradient_of_the_bias():
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("bias_shape", BIAS_SHAPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_deterministic_is_bitwise_reproducible(head_dim, bias_shape):
-    tensors, bias = on_gpu(2, 300, 500, 4, 2, head_dim), randn(*bias_shape)
-    dout = torch.randn_like(tensors[0])
-    for mask in (bool_mask(2, 2, 300, 500), intervals(1, 4, 500, rows=300)):
-        first = gradients_of(tensors, mask, bias, dout, is_causal=True, deterministic=True)
-        for _ in range(20):
-            again = gradients_of(tensors, mask, bias, dout, is_causal=True, deterministic=True)
-            assert all(torch.equal(x, y) for x, y in zip(again, first))
-
-
 def test_deterministic_where_many_tiles_add_to_the_same_keys():
     tensors, bias = on_gpu(1, 4096, 4096, 8, 2, 64), randn(1, 2, 1, 4096)
     mask, dout = KeyIntervalMask.topk(bias, 512), torch.randn_like(tensors[0])
@@ -139,3 +122,48 @@ def test_nan_around_every_tensor_and_in_what_nobody_sees(head_dim, bias_rows):
     ours = run(by_lists, dirty[:3], mask, *dirty[3:], torch.zeros(2, 4, 300).cuda(), is_causal=True)
     for x, y in zip(ours, clean):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=1e-2)
+
+
+def mask_with_common_keys(kind, rows, keys):
+    """(2, 2, rows, keys), every fifth key of which all rows see."""
+    if kind == "intervals":
+        mask = intervals(2, 2, keys, rows=rows, longest=rows // 2 + 2)
+        start, end = mask.start.clone(), mask.end.clone()
+        start[..., ::5], end[..., ::5] = 0, rows + 3
+        return KeyIntervalMask(start, end)
+    mask = rand_mask(2, 2, 1 if kind == "rows alike" else rows, keys, visible=0.1, device="cuda")
+    mask[..., ::5] = True
+    return mask
+
+
+@pytest.mark.parametrize("kind", ["intervals", "bool", "rows alike"])
+def test_hidden_keys_in_lists_may_hold_nan(kind):
+    """Lists name keys that their bias hides; NaN stands around every tensor, too."""
+    query, key, value = on_gpu(2, 200, 500, 4, 2, 64)
+    mask, bias = mask_with_common_keys(kind, 200, 500), randn(2, 2, 1, 500)
+    hidden = torch.rand(2, 2, 500, device="cuda") < 0.5
+    if kind == "intervals":
+        mask = KeyIntervalMask(mask.start, mask.end.masked_fill(hidden, -1))
+    else:
+        mask = mask.expand(2, 2, -1, 500) & ~hidden[:, :, None]
+    bias[:, :, 0, ::7] = -torch.inf
+    hidden[:, :, ::7] = True
+    lists = KeyLists.build(mask, 200, 500)
+    expected = flash_dmattn_func(query, key, value, lists, bias, return_lse=True)
+    hidden = hidden.transpose(1, 2)[..., None]
+    dirty = [surrounded(x) for x in (query, key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.nan))]
+    ours = flash_dmattn_func(*dirty, lists, surrounded(bias), return_lse=True)
+    assert all(torch.equal(x, y) for x, y in zip(ours, expected))
+
+
+def test_graph_capture_and_replay():
+    tensors, bias = on_gpu(2, 300, 300, 4, 2, 64), randn(2, 2, 1, 300)
+    lists = KeyLists.build(mask_with_common_keys("intervals", 300, 300), 300)
+    flash_dmattn_func(*tensors, lists, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_dmattn_func(*tensors, lists, bias)
+    for tensor in (*tensors, bias):
+        tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    assert torch.equal(captured, flash_dmattn_func(*tensors, lists, bias))

@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel: its instructions, and the loops among them."""
+"""The machine code of a kernel: its instructions and its loops."""
 
 import importlib.util
 import os
@@ -20,14 +20,14 @@ class Instruction(NamedTuple):
 
 
 def find_cuobjdump() -> str | None:
-    """In CUDA_HOME, PATH, /usr/local, or where Triton brings its own."""
+    """The path of cuobjdump in CUDA_HOME, PATH, /usr/local or Triton's package."""
     home, triton = os.environ.get("CUDA_HOME"), importlib.util.find_spec("triton")
     folders = [Path(home, "bin")] if home else []
     on_path = shutil.which("cuobjdump")
     folders += [Path(on_path).parent] if on_path else []
     folders += sorted(Path("/usr/local").glob("cuda*/bin"), reverse=True)
     folders += [Path(triton.origin).parent / "backends/nvidia/bin"] if triton and triton.origin else []
-    # It calls nvdisasm, which lies beside it.
+    # It calls nvdisasm from the same folder.
     found = (folder for folder in folders if (folder / "cuobjdump").exists() and (folder / "nvdisasm").exists())
     return next((str(folder / "cuobjdump") for folder in found), None)
 
@@ -47,7 +47,7 @@ def disassembled(cuobjdump: str, cubin: Path) -> dict[str, list[Instruction]]:
 
 
 def successors(code: list[Instruction]) -> list[list[int]]:
-    """Of each instruction: the places in `code` that may follow it. A call returns."""
+    """For each instruction the indices in `code` that may follow it. A call returns."""
     places = {instruction.address: place for place, instruction in enumerate(code)}
     following = []
     for place, (_, predicated, text) in enumerate(code):

@@ -17,7 +17,7 @@ def bias_of(pairs, batch, heads, rows, keys, dtype=torch.bfloat16):
 
 
 def names_of(call):
-    """Of the kernels that a call launches."""
+    """The names of the kernels that a call launches, joined."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         call()
@@ -29,7 +29,7 @@ def names_of(call):
 
 
 def kernels_of(tensors, mask=None, bias=None, **options):
-    """The names of those of the forward and of the backward."""
+    """The names of the kernels of the forward and of the backward."""
     leaves = [x.requires_grad_() for x in (*tensors, bias) if x is not None]
     results = []
     forward = names_of(lambda: results.append(flash_dmattn_func(*tensors, mask, bias, **options)))
@@ -37,12 +37,12 @@ def kernels_of(tensors, mask=None, bias=None, **options):
 
 
 def generations(*args, **options):
-    """Those of the kernels of the forward and of the backward."""
+    """The architectures of the kernels of the forward and of the backward: sets of "sm80" and "sm90"."""
     return tuple(set(re.findall("sm[89]0", names)) for names in kernels_of(*args, **options))
 
 
 def hiding_bias(heads, rows, keys, dtype=torch.bfloat16):
-    """Some rows and pairs of it hide, in every way."""
+    """A dense bias that hides some rows and scores, with -inf and with the least finite number."""
     bias = randn(1, heads, rows, keys, dtype=dtype)
     bias[:, :, rows // 7] = torch.finfo(dtype).min
     bias[:, :, rows // 5, ::3] = bias[:, :, rows // 3, 1::2] = -torch.inf
@@ -51,14 +51,14 @@ def hiding_bias(heads, rows, keys, dtype=torch.bfloat16):
 
 
 def key_mask(batch, heads, keys):
-    """Of the first batch element nothing is visible, of the second the first keys alone."""
+    """A key mask: the first batch element sees nothing, the second only the first third of the keys."""
     mask = mask_of(batch, heads, 1, keys, visible=0.5)
     mask[0] = mask[1, ..., keys // 3 :] = False
     return mask
 
 
 def serves_pairs(*args, **options):
-    """Whether the kernels of their own serve the forward, and the backward."""
+    """Whether the forward and the backward use the pair bias kernels."""
     return tuple("pair_" in names for names in kernels_of(*args, **options))
 
 
@@ -67,7 +67,7 @@ def offsets(lengths):
 
 
 def distance(ours, others):
-    """How far apart, in units of the largest number and a little more; inf where only one is."""
+    """The largest difference, relative to the largest number; inf where only one of them is infinite."""
     apart = torch.where(ours == others, 0, (ours - others).abs())
     largest = others.masked_fill(others.isinf(), 0).abs().amax()
     return apart.nan_to_num(torch.inf, torch.inf).amax() / (largest + 2e-3)

@@ -1,4 +1,4 @@
-"""The CUDA kernels against the float64 reference on the GPU."""
+"""The dense CUDA kernels: shared biases, streams, CUDA graphs, memory, large tensors."""
 
 import functools
 
@@ -15,7 +15,7 @@ pytestmark = NEEDS_CUDA
 
 @pytest.mark.parametrize("batch", [2, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-def test_dense_bias_that_batch_elements_share(head_dim, batch):
+def test_a_dense_bias_shared_by_batch_elements(head_dim, batch):
     tensors = on_gpu(batch, 300, 434, 4, 2, head_dim)
     mask = mask_of(batch, 2, 300, 434)
     mask[0, :, :, :130] = False
@@ -32,8 +32,8 @@ def test_dense_bias_that_batch_elements_share(head_dim, batch):
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("batch, batches", [(4, 2), (8, 2), (6, 2), (6, 3), (12, 3), (10, 2)])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_batches_that_share(head_dim, batch, batches, heads, sparse):
-    """Masks and biases of B/n: gradients by clusters of 2 and 4, by sums of atomics, and by a kernel of their own."""
+def test_masks_and_biases_shared_by_batch_elements(head_dim, batch, batches, heads, sparse):
+    """Bias gradients are summed by cluster reduction (2 and 4 batch elements), by atomics, and by a second kernel."""
     function = functools.partial(flash_dmattn_func, sparse=sparse)
     tensors = on_gpu(batch, 200, 304, 4, 2, head_dim)
     mask = mask_of(batch // batches, heads, 200, 304)
@@ -47,7 +47,7 @@ def test_batches_that_share(head_dim, batch, batches, heads, sparse):
         check(tensors, None, bias)
 
 
-def test_decoding_with_batches_that_share():
+def test_decoding_with_shared_masks_and_biases():
     tensors = on_gpu(8, 1, 3000, 8, 2, 128)
     check(tensors, mask_of(2, 1, 1, 3000), randn(4, 2, 1, 3000))
     check(on_gpu(8, 5, 3000, 8, 2, 64), mask_of(4, 1, 5, 3000), randn(2, 8, 5, 3000))
@@ -56,7 +56,7 @@ def test_decoding_with_batches_that_share():
 @takes_gpu_memory(5)
 @pytest.mark.parametrize("mask_shape", [(3, 1, 1, 2000), (3, 8, 900, 2000)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_dense_bias_whose_gradient_is_too_large_for_the_cache(causal, mask_shape):
+def test_a_dense_bias_whose_gradient_exceeds_the_l2_cache(causal, mask_shape):
     mask = mask_of(*mask_shape)
     mask[1, :, :, :700] = False
     mask[:, 3:5, 200:500, 900:1500] = False
@@ -64,7 +64,7 @@ def test_dense_bias_whose_gradient_is_too_large_for_the_cache(causal, mask_shape
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_garbage_in_keys_that_their_bias_hides(head_dim):
+def test_keys_that_their_bias_hides_may_hold_nan(head_dim):
     tensors = [x.requires_grad_() for x in on_gpu(2, 150, 300, 4, 2, head_dim)]
     hidden = torch.rand(2, 2, 1, 300, device="cuda") < 0.3
     hidden[1, :, :, 200:] = True
@@ -137,7 +137,7 @@ def test_compile_fullgraph():
 
 
 @takes_gpu_memory(6)
-def test_a_mask_of_more_than_32_bits_of_elements():
+def test_a_mask_of_more_than_2_31_elements():
     seqlen = 46400
     query, key, value = on_gpu(1, seqlen, seqlen, 1, 1, 64, dtype=torch.float16)
     mask = torch.zeros(1, 1, seqlen, seqlen, dtype=torch.bool, device="cuda")
@@ -153,7 +153,7 @@ def test_a_mask_of_more_than_32_bits_of_elements():
 
 
 @takes_gpu_memory(3)
-def test_memory_beside_inputs_and_gradients():
+def test_memory_beyond_inputs_and_gradients_is_linear():
     """O(B H S D) and the packed mask; nothing else of O(Sq Sk)."""
     tensors = [x.requires_grad_() for x in on_gpu(1, 8192, 8192, 4, 4, 64)]
     mask, bias = mask_of(1, 4, 8192, 8192), randn(1, 4, 1, 8192).requires_grad_()

@@ -1,4 +1,4 @@
-"""Large bool masks on CUDA: the device looks whether their lists are short, and goes by them or by tiles."""
+"""Device-side dispatch for large bool masks: the device selects key lists where they are short, else dense blocks."""
 
 import pytest
 import torch
@@ -26,12 +26,12 @@ def top_w(heads=2, batches=1):
 
 
 def some_columns(batches, heads, rows=ROWS):
-    """A tenth of the keys, of which rows see a half each."""
+    """Each row sees half of one tenth of the keys."""
     return rand(batches, heads, 1, KEYS, visible=0.1) & rand(batches, heads, rows, KEYS, visible=0.5)
 
 
 def blocks():
-    """Tiles that are empty or full: documents."""
+    """Documents: blocks are empty or full."""
     document = torch.arange(KEYS, device="cuda") // 320
     return (document[None, -ROWS:, None] == document[None, None])[None]
 
@@ -46,7 +46,7 @@ SHORT = {
     "not contiguous": (lambda: some_columns(1, 2, 2 * ROWS)[:, :, ::2], False),
 }
 LONG = {
-    "half of all pairs": (lambda: rand(1, 2, ROWS, KEYS, visible=0.5), True),  # of every tile all keys
+    "half of all pairs": (lambda: rand(1, 2, ROWS, KEYS, visible=0.5), True),  # every list holds all keys
     "all pairs": (lambda: torch.ones(2, 1, ROWS, KEYS, dtype=torch.bool, device="cuda"), False),
     "documents": (blocks, False),
 }
@@ -59,7 +59,7 @@ def list_mask(mask, is_causal):
 
 
 @pytest.mark.parametrize("case", MASKS)
-def test_lists_are_made_where_they_are_short(case):
+def test_lists_are_built_only_where_they_are_short(case):
     make, is_causal = MASKS[case]
     mask = make()
     made, whole = list_mask(mask, is_causal), KeyLists.build(mask, ROWS, KEYS, is_causal)
@@ -76,14 +76,14 @@ def test_lists_are_made_where_they_are_short(case):
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "key bias"])
 @pytest.mark.parametrize("head_dim, dtype", [(64, torch.bfloat16), (128, torch.float16), (192, torch.bfloat16)])
 @pytest.mark.parametrize("case", MASKS)
-def test_as_the_reference(case, head_dim, dtype, with_bias):
+def test_outputs_and_gradients_match_the_reference(case, head_dim, dtype, with_bias):
     make, is_causal = MASKS[case]
     bias = randn(1, 2, 1, KEYS, dtype=dtype) if with_bias else None
     check(on_gpu(2, ROWS, KEYS, 4, 2, head_dim, dtype=dtype), make(), bias, is_causal=is_causal, softcap=10.0)
 
 
 @pytest.mark.parametrize("case", MASKS)
-def test_goes_by_what_is_short(case):
+def test_the_device_selects_lists_where_they_are_short(case):
     make, is_causal = MASKS[case]
     tensors, mask, bias = on_gpu(2, ROWS, KEYS, 4, 2, 128), make(), randn(1, 2, 1, KEYS)
     by = {
@@ -109,7 +109,7 @@ def test_more_rows_than_keys(visible, is_causal):
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
-def test_of_a_cache_that_is_filled_in_part(case):
+def test_a_cache_that_is_filled_in_part(case):
     mask, lengths = MASKS[case][0](), torch.tensor([KEYS, 900], dtype=torch.int32, device="cuda")
     query, key, value = on_gpu(2, ROWS, KEYS, 4, 2, 64)
     mask[..., 900:] = False
@@ -122,7 +122,7 @@ def test_of_a_cache_that_is_filled_in_part(case):
 
 
 @pytest.mark.parametrize("batch, heads", [(0, 4), (2, 0)])
-def test_nothing_to_do(batch, heads):
+def test_empty_batches_and_rows(batch, heads):
     mask = torch.ones(batch, min(heads, 1), ROWS, KEYS, dtype=torch.bool, device="cuda")
     query, key, value = on_gpu(batch, ROWS, KEYS, heads, heads, 64)
     assert flash_dmattn_func(query, key, value, mask).shape == query.shape
@@ -130,7 +130,7 @@ def test_nothing_to_do(batch, heads):
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
-def test_memory_that_nobody_wrote_is_not_read(case):
+def test_unwritten_memory_is_not_read(case):
     make, is_causal = MASKS[case]
     check(on_gpu(2, ROWS, KEYS, 4, 2, 64), make(), randn(1, 2, 1, KEYS), is_causal=is_causal)
 
@@ -143,7 +143,7 @@ def attend_and_differentiate(tensors, mask, bias, dout):
 
 @pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
 def test_the_host_does_not_wait(case):
-    """And a CUDA graph goes by what the mask holds when it is replayed."""
+    """The replay of a CUDA graph dispatches on the contents of the mask at replay."""
     tensors, mask, bias = on_gpu(2, ROWS, KEYS, 4, 2, 64), MASKS[case][0](), randn(1, 2, 1, KEYS)
     dout = torch.randn_like(tensors[0])
     first = attend_and_differentiate(tensors, mask, bias, dout)
@@ -168,7 +168,7 @@ def test_the_host_does_not_wait(case):
 
 
 def test_operator():
-    # What is beyond the lists, in their room, is not written: outputs cannot be compared.
+    # The capacity beyond the lists is not written, so outputs cannot be compared.
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")
     for percent in (0, 37, 100):
         torch.library.opcheck(ops.pack_and_list_mask, (top_w(), ROWS, KEYS, True, percent), test_utils=parts)
@@ -178,8 +178,8 @@ def test_operator():
     torch.library.opcheck(ops.attention_forward, arguments, atol=1e-2, rtol=1e-1)
 
 
-def test_percent_says_what_is_short():
-    mask = some_columns(1, 2)  # of every tile a tenth of the keys
+def test_percent_bounds_the_length_of_lists():
+    mask = some_columns(1, 2)  # every list holds a tenth of the keys
     for percent, are_made in ((0, False), (5, False), (20, True), (100, True)):
         *_, spans, _ = ops.pack_and_list_mask(mask, ROWS, KEYS, False, percent)
         assert (spans >= 0).all() if are_made else (spans == -1).all(), percent
@@ -187,7 +187,7 @@ def test_percent_says_what_is_short():
         ops.pack_and_list_mask(mask, ROWS, KEYS, False, 101)
 
 
-def test_what_goes_together_is_checked():
+def test_mask_and_lists_are_accepted_only_together():
     query, key, value = on_gpu(1, ROWS, KEYS, 4, 2, 64)
     masks, options = list_mask(top_w(), True), (*(None,) * 5, 0.3, 0.0, True, False)
     message = "mask and list_keys are given together as pack_and_list_mask returned them, .* without a dense attn_bias"
@@ -219,7 +219,7 @@ def test_compile_fullgraph():
 
 
 def made_of(mask, monkeypatch, **options):
-    """The operators that a call makes something of its mask by."""
+    """The operators that a call uses to pack its mask."""
     made = []
 
     def noting(name, operator):
@@ -232,7 +232,7 @@ def made_of(mask, monkeypatch, **options):
     return made
 
 
-def test_which_masks_are_looked_at(monkeypatch):
+def test_masks_that_the_device_inspects(monkeypatch):
     mask = top_w()
     assert made_of(mask, monkeypatch) == ["pack_and_list_mask"]
     assert made_of(mask, monkeypatch, attn_bias=randn(1, 2, 1, KEYS)) == ["pack_and_list_mask"]

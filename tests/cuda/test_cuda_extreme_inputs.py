@@ -1,4 +1,4 @@
-"""What demanding use broke, on the GPU: enormous scores, rows of NaN, wrong lengths."""
+"""Regressions on the GPU: enormous scores, rows of NaN, invalid lengths."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ pytestmark = NEEDS_CUDA
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("seqlen", [129, 257, 385])
 def test_no_probability_is_above_one(seqlen, head_dim, sparse):
-    """Scores of 1e5 and more, made again by the backward: |dv| is at most the sum of |dout|."""
+    """With scores above 1e5, which the backward recomputes, |dv| is at most the sum of |dout|."""
     query, key, value = on_gpu(2, seqlen, seqlen, 4, 2, head_dim)
     tensors = [300 * query, 300 * key, value]
     mask = KeyIntervalMask.sliding_window(seqlen, seqlen, 100, device="cuda")
@@ -34,7 +34,7 @@ def test_no_probability_is_above_one(seqlen, head_dim, sparse):
 @pytest.mark.parametrize("bias_rows", [None, 1, 768], ids=["no bias", "key bias", "dense bias"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_nan_row_stays_in_its_tiles(head_dim, bias_rows, sparse):
-    """Documents that end with the tiles: the keys of others do not notice; those of its own become NaN, not wrong."""
+    """Keys of other documents, which end at block boundaries, are unaffected; keys of its own document become NaN."""
     query, key, value = on_gpu(1, 768, 768, 2, 1, head_dim)
     ends = torch.tensor([0, 384, 768], dtype=torch.int32, device="cuda")
     mask = KeyIntervalMask.documents(ends, 768)
@@ -52,14 +52,14 @@ def test_a_nan_row_stays_in_its_tiles(head_dim, bias_rows, sparse):
     others = torch.arange(768, device="cuda") != 500
     assert out[:, 500].isnan().all() and lse[..., 500].isnan().all()
     assert torch.equal(out[:, others], clean_out[:, others]) and torch.equal(lse[..., others], clean_lse[..., others])
-    rounding = {"rtol": 2e-2, "atol": 2e-2}  # sums of float32 in any order, rounded
+    rounding = {"rtol": 2e-2, "atol": 2e-2}  # float32 sums in any order, then rounded
     torch.testing.assert_close(dq[:, others], clean_dq[:, others], **rounding)
     for ours, clean in ((dk, clean_dk), (dv, clean_dv)):
         torch.testing.assert_close(ours[:, :384], clean[:, :384], **rounding)
         assert ours[:, 384:].isnan().all()
 
 
-def test_lengths_on_the_gpu_are_looked_at_where_that_is_asked_for():
+def test_cu_seqlens_on_the_gpu_are_checked_on_request():
     program = """
 import torch
 from flash_dmattn import flash_dmattn_varlen_func
@@ -78,7 +78,7 @@ for lengths in ([0, 8, 4000], [0, -500000, 20], [0, 12, 8]):
 
 
 def test_a_key_that_mask_and_bias_hide_together_from_every_head_may_hold_nan():
-    """One head's bias hides it, the other's mask does: no head of the group sees it."""
+    """The bias hides it from one head, the mask from the other: no head of the group sees it."""
     query, key, value = on_gpu(1, 200, 300, 2, 1, 64)
     mask = torch.ones(1, 2, 200, 300, dtype=torch.bool, device="cuda")
     bias = randn(1, 2, 1, 300)

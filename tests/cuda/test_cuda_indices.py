@@ -1,4 +1,4 @@
-"""Lists of the keys that an indexer has chosen, on the GPU: beside the CPU's, and the attention against float64."""
+"""Key lists from an indexer's selection on the GPU equal those of the CPU."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ TILE_ROWS = pytest.mark.parametrize("tile_rows", [1, 3, 64, 96, 128, 192, 256, 1
 
 
 def assert_same_lists(ours, cpu):
-    """Where one list ends room may follow, which holds anything."""
+    """Compares the lists; the unused capacity between them may hold anything."""
     assert torch.equal(ours.spans.cpu(), cpu.spans) and ours.rows.shape == cpu.rows.shape
     for begin, end in cpu.spans.flatten(1).T.tolist():
         assert torch.equal(ours.keys[begin:end].cpu(), cpu.keys[begin:end])
@@ -30,7 +30,7 @@ def assert_same_lists(ours, cpu):
 @pytest.mark.parametrize(
     "seqlen_q, seqlen_k, count", [(1, 65, 9), (300, 200, 70), (513, 1000, 30), (256, 300_000, 900)]
 )
-def test_lists_are_those_of_the_cpu(seqlen_q, seqlen_k, count, tile_rows, causal):
+def test_lists_equal_those_of_the_cpu(seqlen_q, seqlen_k, count, tile_rows, causal):
     indices = rand_indices(2, 2, -(-seqlen_q // tile_rows), count, keys=seqlen_k)
     start = torch.randint(-5, seqlen_q, (1, 4, seqlen_k), dtype=torch.int32)
     mask = KeyIntervalMask(start, start + torch.randint(0, 200, start.shape, dtype=torch.int32))
@@ -51,7 +51,7 @@ def test_of_variable_length(tile_rows):
     indices = torch.full((5, 2, -(-300 // tile_rows), 12), -1, dtype=torch.int32)
     for b in range(5):
         indices[b, :, : -(-rows[b] // tile_rows)] = rand_indices(2, -(-rows[b] // tile_rows), 12, keys=keys[b])
-    # The longest sequence of rows is one of seqlen_q: on the CPU and on the GPU there are as many lists.
+    # One sequence has seqlen_q rows, so that CPU and GPU make the same number of lists.
     on_cpu, on_gpu = (
         KeyLists.from_indices(indices.to(device), 300, 200, True, cu_q.to(device), cu_k.to(device), tile_rows=tile_rows)
         for device in ("cpu", "cuda")
@@ -64,7 +64,7 @@ def test_of_variable_length(tile_rows):
     torch.testing.assert_close(ours.cpu().float(), expected, rtol=0.05, atol=0.05)
 
 
-def test_indices_out_of_range_name_nothing():
+def test_indices_out_of_range_are_ignored():
     indices = torch.tensor([0, 5, 7, 8, 2**31 - 1, -2, -(2**31), 5], dtype=torch.int32, device="cuda")
     for tile_rows in (1, 64):
         given = indices.expand(1, 1, -(-100 // tile_rows), 8)
@@ -77,8 +77,8 @@ def test_indices_out_of_range_name_nothing():
         torch.testing.assert_close(flash_dmattn_func(*tensors, lists), expected, rtol=0.02, atol=0.02)
 
 
-def test_nothing_waits():
-    """A graph can be captured of making the lists and going by them."""
+def test_building_lists_can_be_captured_in_a_graph():
+    """Neither building the lists nor attention over them synchronizes."""
     tensors = on_gpu(1, 512, 512, 4, 2, 64)
     indices = rand_indices(1, 2, 512, 16, keys=512, device="cuda")
 
@@ -94,7 +94,7 @@ def test_nothing_waits():
     torch.testing.assert_close(out, expected)
 
 
-def test_indices_on_the_gpu_are_looked_at_where_that_is_asked_for():
+def test_indices_on_the_gpu_are_checked_on_request():
     program = """
 import torch
 from flash_dmattn import KeyLists

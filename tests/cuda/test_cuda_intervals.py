@@ -1,4 +1,4 @@
-"""Interval masks in the CUDA kernels that go over tiles, and the key lists that CUDA builds."""
+"""Interval masks in the dense CUDA kernels: block skipping, the tile scheduler, and bounds of lists."""
 
 import itertools
 
@@ -16,12 +16,9 @@ def offsets(lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)], device="cuda", dtype=torch.int32)
 
 
-# Tiles
-
-
 @CAUSAL
 @pytest.mark.parametrize("bias_shape", [(1, 2, 1, 1000), (1, 1, 1000, 1000)], ids=str)
-def test_tiles_that_are_empty_full_and_mixed(bias_shape, causal):
+def test_blocks_that_are_empty_full_and_mixed(bias_shape, causal):
     tensors = on_gpu(1, 1000, 1000, 4, 2, 64)
     documents = KeyIntervalMask.documents(offsets([130, 1, 509, 360]), 1000)
     window = KeyIntervalMask.sliding_window(1000, 1000, 300, device="cuda")
@@ -29,20 +26,20 @@ def test_tiles_that_are_empty_full_and_mixed(bias_shape, causal):
         check(tensors, mask, randn(*bias_shape), is_causal=causal, sparse="tiles")
 
 
-# More works than a GPU has multiprocessors, of which blocks take the next as they are done with the last
+# More work tiles than SMs: the dynamic persistent tile scheduler
 
 
 @CAUSAL
 @pytest.mark.parametrize("bias_rows", ["none", "key", "dense"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_many_works_of_all_lengths(head_dim, bias_rows, causal):
+def test_more_work_tiles_than_sms_of_all_lengths(head_dim, bias_rows, causal):
     tensors = on_gpu(2, 600, 4200, 16, 4, head_dim)
     bias = None if bias_rows == "none" else randn(1, 4, 1 if bias_rows == "key" else 600, 4200)
     mask = intervals(2, 4, 4200, rows=600, longest=20) if causal else intervals(1, 1, 4200, rows=600)
     check(tensors, mask, bias, is_causal=causal, sparse="tiles")
 
 
-def test_many_works_are_shared_out_anew_by_every_call_and_replay():
+def test_the_tile_scheduler_restarts_at_every_call_and_replay():
     tensors = on_gpu(4, 2000, 2000, 16, 4, 128)[:3]
     lengths = [[700, 1, 99, 1200], [2000, 0, 0, 0], [64, 64, 64, 1808], [1, 1998, 1, 0]]
     ids = torch.stack([torch.repeat_interleave(torch.arange(4), torch.tensor(x)) for x in lengths]).cuda()
@@ -65,11 +62,8 @@ def test_many_works_are_shared_out_anew_by_every_call_and_replay():
         assert torch.equal(flash_dmattn_func(*tensors, masks[i], is_causal=True, sparse="tiles"), expected[i])
 
 
-# Lists
-
-
 @CAUSAL
-def test_lists_are_those_of_the_cpu(causal):
+def test_lists_equal_those_of_the_cpu(causal):
     bias = torch.randn(2, 2, 3000).cuda()
     for mask in (KeyIntervalMask.topk(bias, 100), rand_mask(2, 2, 500, 3000, visible=0.02, device="cuda")):
         rows = 3000 if isinstance(mask, KeyIntervalMask) else 500
@@ -84,7 +78,7 @@ def _to_cpu(mask):
     return mask.to("cpu") if isinstance(mask, KeyIntervalMask) else mask.cpu()
 
 
-def test_a_bound_that_is_wrong_cuts_lists_short():
+def test_a_wrong_bound_truncates_lists():
     mask = intervals(1, 2, 2000, rows=500)
     lists = KeyLists.build(mask, 500)
     room = 64 * 3

@@ -17,7 +17,7 @@ check = functools.partial(check_function, function=by_lists)
 
 
 def bool_mask(*shape, visible=0.3):
-    """Scattered pairs; some keys that no row sees, and some rows that see none."""
+    """An unstructured mask; no row sees some keys, and some rows see nothing."""
     mask = rand_mask(*shape, visible=visible, device="cuda")
     mask[..., torch.rand(shape[-1], device="cuda") < 0.4] = False
     if shape[-2] > 1:
@@ -34,7 +34,7 @@ def gradients_of(tensors, mask, bias, dout, **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (6, 2), (2, 2)])
 @pytest.mark.parametrize("head_dim", [64, 128, 136, 192, 200, 256])
-def test_lists_that_heads_share(head_dim, heads, kv_heads, dtype):
+def test_lists_shared_by_the_heads_of_a_group(head_dim, heads, kv_heads, dtype):
     tensors, bias = on_gpu(2, 300, 700, heads, kv_heads, head_dim, dtype=dtype), randn(1, kv_heads, 1, 700, dtype=dtype)
     check(tensors, intervals(1, kv_heads, 700, rows=300), bias, is_causal=True)
     check(tensors, bool_mask(2, 1, 300, 700), bias, softcap=5.0)
@@ -45,7 +45,7 @@ def test_lists_that_heads_share(head_dim, heads, kv_heads, dtype):
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 7), (2, 1), (64, 65), (129, 127), (255, 1000), (1000, 255)])
 @pytest.mark.parametrize("kind", ["none", "key"])
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
-def test_lengths_of_lists_that_heads_share(head_dim, seqlen_q, seqlen_k, kind, causal):
+def test_lengths_of_lists_shared_by_the_heads_of_a_group(head_dim, seqlen_q, seqlen_k, kind, causal):
     tensors = on_gpu(2, seqlen_q, seqlen_k, 4, 2, head_dim)
     bias = None if kind == "none" else randn(2, 2, 1, seqlen_k)
     for mask in (intervals(2, 2, seqlen_k, rows=seqlen_q), bool_mask(2, 2, seqlen_q, seqlen_k)):
@@ -53,7 +53,7 @@ def test_lengths_of_lists_that_heads_share(head_dim, seqlen_q, seqlen_k, kind, c
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_long_lists_of_uneven_length(head_dim):
+def test_long_lists_of_different_lengths(head_dim):
     tensors = on_gpu(1, 2000, 2000, 4, 2, head_dim)
     bias = randn(1, 2, 1, 2000)
     check(tensors, KeyIntervalMask.topk(bias, 500), bias, is_causal=True)
@@ -62,7 +62,7 @@ def test_long_lists_of_uneven_length(head_dim):
 
 
 def test_a_key_mask_under_causality():
-    """One list serves all rows; each tile stops where causality does."""
+    """All rows share one list; each row block stops at the causal bound."""
     tensors = on_gpu(2, 700, 900, 4, 2, 64)
     for visible in (0.05, 1.0):
         mask = rand_mask(2, 2, 1, 900, visible=visible, device="cuda")
@@ -88,7 +88,7 @@ def test_empty_lists_give_zero(head_dim):
         assert all((x == 0).all() for x in gradients_of(tensors, mask, bias, dout, deterministic=deterministic))
 
 
-def test_no_gradient_of_the_bias():
+def test_a_bias_without_a_gradient():
     query, key, value = (x.requires_grad_() for x in on_gpu(1, 300, 500, 4, 2, 64))
     mask, bias, dout = intervals(1, 2, 500, rows=300), randn(1, 4, 300, 500), randn(1, 300, 4, 64)
     out = by_lists(query, key, value, mask, bias)
@@ -111,7 +111,7 @@ def test_deterministic_where_many_tiles_add_to_the_same_keys():
 
 @pytest.mark.parametrize("bias_rows", [1, 300])
 @pytest.mark.parametrize("head_dim", [40, 128, 192, 256])
-def test_nan_around_every_tensor_and_in_what_nobody_sees(head_dim, bias_rows):
+def test_nan_around_every_tensor_and_in_hidden_rows_and_keys(head_dim, bias_rows):
     query, key, value = on_gpu(2, 300, 500, 4, 2, head_dim)
     mask, bias, dout = bool_mask(2, 2, 300, 500), randn(2, 2, bias_rows, 500), randn(2, 300, 4, head_dim) / 8
     seen = mask.tril(200)
@@ -125,7 +125,7 @@ def test_nan_around_every_tensor_and_in_what_nobody_sees(head_dim, bias_rows):
 
 
 def mask_with_common_keys(kind, rows, keys):
-    """(2, 2, rows, keys), every fifth key of which all rows see."""
+    """A mask (2, 2, rows, keys) with every fifth key visible to all rows."""
     if kind == "intervals":
         mask = intervals(2, 2, keys, rows=rows, longest=rows // 2 + 2)
         start, end = mask.start.clone(), mask.end.clone()
@@ -138,7 +138,7 @@ def mask_with_common_keys(kind, rows, keys):
 
 @pytest.mark.parametrize("kind", ["intervals", "bool", "rows alike"])
 def test_hidden_keys_in_lists_may_hold_nan(kind):
-    """Lists name keys that their bias hides; NaN stands around every tensor, too."""
+    """Lists hold keys that their bias hides; NaN surrounds every tensor."""
     query, key, value = on_gpu(2, 200, 500, 4, 2, 64)
     mask, bias = mask_with_common_keys(kind, 200, 500), randn(2, 2, 1, 500)
     hidden = torch.rand(2, 2, 500, device="cuda") < 0.5

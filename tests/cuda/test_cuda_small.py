@@ -1,4 +1,4 @@
-"""Every CUDA kernel once, on small shapes: what compute-sanitizer is run over (docs/testing.md).
+"""Every CUDA kernel on small shapes, for compute-sanitizer (docs/testing.md).
 
 The reference is computed on the CPU, since cuBLAS does not run under every tool.
 """
@@ -13,7 +13,7 @@ from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dma
 pytestmark = NEEDS_CUDA
 
 KEYS = 200
-# By name: rows, the shapes of mask and bias, options.
+# (rows, shape of the mask, shape of the bias, options) by name.
 CASES = {
     "no mask, no bias": (100, None, None, {}),
     "one row, keys split": (1, (2, 2, 1, 600), (2, 2, 1, 600), {}),
@@ -26,13 +26,13 @@ CASES = {
     "dense bias, shared": (100, (2, 4, 100, KEYS), (1, 2, 100, KEYS), {"softcap": 5.0}),
     "dense bias, shared by all, deterministic": (100, None, (1, 1, 100, KEYS), {"deterministic": True}),
 }
-# Head dimensions with tiles of different kinds.
+# Head dimensions with different block sizes.
 HEAD_DIMS = [64, 192]
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """For the reference: threads that wait for each other are slow under a tool, the more beside others."""
+    """Computes the reference with one thread: waiting threads are slow under compute-sanitizer."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,7 +90,7 @@ def test_topk(keys):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("keys", [200, 20_000], ids=["one block", "a cluster"])
 def test_decoding(keys, rows):
-    """Keys are selected, split among blocks, and the last block combines; caches are filled in part."""
+    """Split-KV over selected keys, combined by the last CTA, with partly filled caches."""
     query, key, value = inputs(2, rows, keys, 4, 2, 64, torch.bfloat16)
     bias, filled = randn((2, 2, 1, keys)), torch.tensor([keys // 3, keys], dtype=torch.int32)
     results = []

@@ -1,4 +1,4 @@
-"""The list of CUDA kernels, and what the compiler says of them."""
+"""The list of generated CUDA kernels, and the compiler's report of registers, local memory and serialized wgmma."""
 
 import os
 import re
@@ -69,7 +69,7 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
     ("codes", "is_for_hopper"),
     [(["sm_80"], False), (["sm_80", "sm_120", "compute_90"], False), (["sm_80", "sm_90"], True), (["sm_90a"], True)],
 )
-def test_hopper_kernels_where_the_build_is_for_hopper(generator, tmp_path, codes, is_for_hopper):
+def test_sm90_kernels_are_generated_for_sm90_builds_only(generator, tmp_path, codes, is_for_hopper):
     files = [path.name for path in generator.generate(tmp_path, codes)]
     assert any(name.endswith("_sm90.cu") for name in files) == is_for_hopper
     assert sum(name.endswith("_sm80.cu") for name in files) == 4 * len(generator.HEAD_DIMS) * len(generator.DTYPES)
@@ -127,14 +127,14 @@ def test_flags_by_file(generator):
         ("FLASH_DMATTN_DTYPES", "fp32", "FLASH_DMATTN_DTYPES names fp32; it accepts fp16, bf16"),
     ],
 )
-def test_what_cannot_be_built_is_refused(generator, tmp_path, monkeypatch, variable, value, message):
+def test_unknown_head_dims_and_dtypes_are_refused(generator, tmp_path, monkeypatch, variable, value, message):
     monkeypatch.setenv(variable, value)
     with pytest.raises(SystemExit) as refusal:
         generator.generate(tmp_path)
     assert str(refusal.value) == message
 
 
-def test_what_is_unchanged_is_not_compiled_again(generator, tmp_path):
+def test_unchanged_files_are_not_rewritten(generator, tmp_path):
     files = [*generator.generate(tmp_path), tmp_path / "kernels.h"]
     for path in files:
         os.utime(path, (0, 0))
@@ -145,7 +145,7 @@ def test_what_is_unchanged_is_not_compiled_again(generator, tmp_path):
 # The compiler's report
 
 
-def test_kernels_know_no_torch():
+def test_kernels_do_not_include_torch():
     for path in (ROOT / "csrc" / "cuda").rglob("*.*"):
         assert not re.search(r"#include\s*<(torch|ATen|c10)/", path.read_text()), path
 
@@ -169,13 +169,13 @@ def compiled(source, to, *options):
     return done.stderr
 
 
-# Local memory of a kernel, in bytes a thread, spilled registers included. Kernels that use all registers keep a few
-# values there; an array that went there would be hundreds of bytes.
+# Local memory of a kernel in bytes per thread, register spills included. Kernels that use all registers keep a few
+# values there; a spilled array would be hundreds of bytes.
 MOST_LOCAL_MEMORY = {"fwd": 0, "bwd": 112, "gather": 64}
 
 
 def local_memory(says):
-    """Of each kernel and target in what ptxas says: (kernel, target, bytes a thread)."""
+    """[(kernel, target, bytes per thread)] from the report of ptxas."""
     entry = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'.*?(\d+) bytes stack frame", re.DOTALL)
     return [(kernel, target, int(size)) for kernel, target, size in entry.findall(says)]
 
@@ -184,7 +184,7 @@ def local_memory(says):
 @pytest.mark.long
 @pytest.mark.parametrize("direction", MOST_LOCAL_MEMORY)
 def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, direction):
-    """For two architectures, with no other headers than CUDA's."""
+    """Compiles for two architectures, with no headers but CUDA's."""
     monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", "64")
     monkeypatch.setenv("FLASH_DMATTN_DTYPES", "bf16")
     generator.generate(tmp_path)
@@ -196,7 +196,7 @@ def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, dire
     assert not [kernel for kernel in report if kernel[2] > MOST_LOCAL_MEMORY[direction]]
 
 
-# Of Hopper's kernels a head dimension of each kind of tile.
+# One head dimension for each kind of sm90 block.
 HOPPER_KERNELS = [
     ("fwd", 64),
     ("fwd", 96),
@@ -211,21 +211,19 @@ HOPPER_KERNELS = [
     ("gather_bwd", 192),
     ("gather_bwd", 256),
 ]
-# setmaxnreg ignored; products of warp groups that wait for each other.
+# ptxas ignores setmaxnreg, or serializes wgmma.
 SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
-# Bytes a thread. The loading group gives its registers away, and keeps there what it needs once a tile.
+# Bytes per thread. The producer deallocates its registers and spills what it needs once per block.
 MOST_LOCAL_MEMORY_ON_HOPPER = 320
-# Instructions in the loop of products: where sums take all registers, addresses are read again. A sum that went there
-# would be dozens more.
+# Local loads and stores in the GEMM loop: where accumulators use all registers, addresses are reloaded. A spilled
+# accumulator would add dozens.
 MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40, "pair": 16, "gather_bwd": 40}
 
 
 @needs_nvcc
 @pytest.mark.long
 @pytest.mark.parametrize(("direction", "head_dim"), HOPPER_KERNELS)
-def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
-    generator, tmp_path, monkeypatch, direction, head_dim
-):
+def test_an_sm90_kernel_compiles_without_spills_in_its_gemm_loop(generator, tmp_path, monkeypatch, direction, head_dim):
     monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", str(head_dim))
     monkeypatch.setenv("FLASH_DMATTN_DTYPES", "bf16")
     generator.generate(tmp_path)
@@ -238,12 +236,11 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
 
     cuobjdump = find_cuobjdump()
     if cuobjdump is None:
-        return  # ptxas does not say where the spills are
+        return  # ptxas does not report where the spills are
     loops_of = {name: inner_loops(code, "HGMMA") for name, code in disassembled(cuobjdump, cubin).items()}
     loops_of = {name: loops for name, loops in loops_of.items() if loops}
-    # Without a bias, with one of keys, with a dense one; of the forward, the first two of gathered keys. Of the
-    # backward by these, the first two for groups, and up to head dimension 128 for heads apart. Of a pair bias the
-    # forward, dQ, and dK and dV.
+    # Dense kernels: no bias, key bias, dense bias; the forward has the first two over key lists as well. The backward
+    # over lists: the first two for groups, and up to head dimension 128 per head. Pair bias: forward, dQ, dK and dV.
     assert len(loops_of) >= {"fwd": 5, "gather_bwd": 4 if head_dim <= 128 else 2}.get(direction, 3)
     for name, loops in loops_of.items():
         for loop in loops:
@@ -251,8 +248,8 @@ def test_a_hopper_kernel_compiles_without_spills_beside_its_products(
             assert len(accesses) <= MOST_LOCAL_ACCESSES[direction], (name, accesses)
 
 
-def test_the_loops_of_a_kernel():
-    """An outer loop of products round one that waits, one of products that leaves and comes back, and one without."""
+def test_inner_loops_finds_the_gemm_loops():
+    """An outer GEMM loop around a waiting loop, a GEMM loop that branches out and back, and a loop without a GEMM."""
     code = """
         00 MOV
         10 HGMMA
@@ -334,14 +331,14 @@ int main() {
     }
 }
 """
-# Bytes that a block may have, by compute capability.
+# Shared memory per CTA in bytes, by compute capability.
 AVAILABLE = {"8.0": 163 * 1024, "8.6": 99 * 1024, "9.0": 227 * 1024}
 
 
 @needs_nvcc
 @pytest.mark.long
-def test_the_tiles_fit_shared_memory(tmp_path):
-    """As README.md's table of compute capabilities says."""
+def test_sm80_blocks_fit_shared_memory(tmp_path):
+    """The limits are those of the compute capabilities in README.md."""
     source = tmp_path / "sizes.cu"
     source.write_text(SHARED_MEMORY)
     compiled(source, tmp_path / "sizes")
@@ -433,7 +430,7 @@ int main() {
 
 @needs_nvcc
 @pytest.mark.long
-def test_hopper_tiles_fit_shared_memory(generator, tmp_path, monkeypatch):
+def test_sm90_blocks_fit_shared_memory(generator, tmp_path, monkeypatch):
     monkeypatch.setenv("FLASH_DMATTN_DTYPES", "fp16")
     generator.generate(tmp_path)
     source = tmp_path / "sizes.cu"

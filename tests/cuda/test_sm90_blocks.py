@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use"
 @CAUSAL
 @BIASES
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_more_tiles_than_blocks_at_once(head_dim, pairs, causal):
-    """Twice as many and more: a block does one after the other, and its rings go round many times."""
+def test_more_work_tiles_than_ctas(head_dim, pairs, causal):
+    """At least twice as many: a CTA computes several work tiles, and its pipeline wraps around many times."""
     batch, heads, seqlen = 2, 16, 1800
     assert batch * heads * (seqlen // 192) > 2 * torch.cuda.get_device_properties(0).multi_processor_count
     tensors = on_gpu(batch, seqlen, seqlen, heads, heads // 2, head_dim)
@@ -25,7 +25,7 @@ def test_more_tiles_than_blocks_at_once(head_dim, pairs, causal):
 
 @takes_gpu_memory(12)
 @pytest.mark.parametrize("mask_rows", [1, 1800])
-def test_more_masked_tiles_than_blocks_at_once(mask_rows):
+def test_more_masked_work_tiles_than_ctas(mask_rows):
     mask = mask_of(2, 1, mask_rows, 1800)
     mask[1, :, :, 300:900] = False
     mask[0, :, :, 1000:] = True
@@ -35,7 +35,7 @@ def test_more_masked_tiles_than_blocks_at_once(mask_rows):
 @pytest.mark.parametrize(
     "layout", ["heads before rows", "every other row", "part of the columns", "one batch, one head"]
 )
-def test_strides_that_can_be_copied(layout):
+def test_strides_that_tma_reads(layout):
     query, key, value = on_gpu(2, 200, 264, 4, 4, 64)
     bias, dout = randn(2, 4, 200, 264), torch.randn_like(query) / 8
     if layout == "heads before rows":
@@ -60,8 +60,8 @@ def test_strides_that_can_be_copied(layout):
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_dense_bias_that_batch_elements_share(head_dim, batch, heads):
-    """Where they see different tiles, and where nobody sees one."""
+def test_a_dense_bias_shared_by_batch_elements(head_dim, batch, heads):
+    """Batch elements see different blocks, and no batch element sees some blocks."""
     tensors = on_gpu(batch, 300, 440, 4, 2, head_dim)
     mask = mask_of(batch, 2, 300, 440)
     mask[0, :, :, :256] = False
@@ -88,7 +88,7 @@ def test_gradients_of_lse_alone():
 @pytest.mark.parametrize("batch", [2, 20])
 @pytest.mark.parametrize("least", [-1e9, -1e10, -2e38])
 def test_rows_of_large_biases(least, batch, use):
-    """As additive masks that are not made of -inf leave them: their softmax is that of what else is in the scores."""
+    """Rows of large negative biases are not hidden: the softmax is over the other parts of the scores."""
     bias = torch.full((1, 4, 200, 264), least, device="cuda", dtype=torch.bfloat16)
     bias[:, :, ::2, :100] = 0
     tensors = on_gpu(batch, 200, 264, 4, 4, 32)
@@ -97,14 +97,14 @@ def test_rows_of_large_biases(least, batch, use):
         use(architecture)
         out, lse = flash_dmattn_func(*tensors, None, bias, return_lse=True)
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-4)
-        # Of float32, what is added to such a bias is lost: all keys are alike.
+        # float32 loses what is added to such a bias: all keys have the same score.
         for rows, right in ((slice(0, None, 2), exact[:, ::2]), (slice(1, None, 2), tensors[2].double().mean(1, True))):
             torch.testing.assert_close(out[:, rows].double(), right.expand_as(out[:, rows]), rtol=2e-2, atol=2e-2)
 
 
 @takes_gpu_memory(16)
 @pytest.mark.parametrize("which", ["rows", "keys"])
-def test_rows_of_more_than_32_bits_of_elements(which):
+def test_rows_of_more_than_2_31_elements(which):
     """Sq or Sk x B x H x D > 2^31; the other is short."""
     many, few, heads, head_dim = 131136, 136, 64, 128
     rows, keys = (many, few) if which == "rows" else (few, many)
@@ -127,7 +127,7 @@ def test_rows_of_more_than_32_bits_of_elements(which):
 
 
 @takes_gpu_memory(20)
-def test_dense_bias_of_more_than_32_bits_of_elements():
+def test_a_dense_bias_of_more_than_2_31_elements():
     seqlen = 46408
     bias = torch.empty(1, 1, seqlen, seqlen, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
     assert bias.numel() > 2**31

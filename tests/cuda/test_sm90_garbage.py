@@ -18,7 +18,7 @@ KINDS = ["bool", "bool by lists", "keys alone", "bias", "intervals", "intervals 
 
 
 def hiding(kind, rows, keys):
-    """(mask, bias, options, rows that see nothing, keys that nobody sees), the last two as (2, rows) and (2, keys)."""
+    """(mask, bias, options, rows that see nothing (2, rows), keys that no row sees (2, keys))."""
     hidden_rows = torch.rand(2, rows, device="cuda") < 0.2
     hidden_keys = torch.rand(2, keys, device="cuda") < 0.2
     hidden_rows[1, :130] = hidden_keys[0, 120:] = True
@@ -45,7 +45,7 @@ def hiding(kind, rows, keys):
 
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 96, 128, 256])
 @pytest.mark.parametrize("kind", KINDS)
-def test_garbage_that_nobody_sees(kind, head_dim, poisoned_allocations):
+def test_hidden_rows_and_keys_may_hold_nan(kind, head_dim, poisoned_allocations):
     rows, keys = (440, 264) if kind == "causal" else (300, 264)
     mask, bias, options, hidden_rows, hidden_keys = hiding(kind, rows, keys)
     query, key, value = on_gpu(2, rows, keys, 4, 2, head_dim)
@@ -71,8 +71,8 @@ def test_garbage_that_nobody_sees(kind, head_dim, poisoned_allocations):
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("pairs", ["none", "key"])
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, 8), (96, 6), (128, 4), (128, 8)])
-def test_lists_that_heads_share(head_dim, heads, pairs, softcap, causal, poisoned_allocations):
-    """More tiles of rows than slots for the sums of their dQ; rows that see nothing, and keys that nobody sees."""
+def test_lists_shared_by_the_heads_of_a_group(head_dim, heads, pairs, softcap, causal, poisoned_allocations):
+    """More row blocks than slots for the partial sums of dQ; empty rows, and keys that no row sees."""
     batch, rows, keys = 24, 400, 1200
     tensors, mask = on_gpu(batch, rows, keys, heads, 2, head_dim), mask_of(batch, 2, rows, keys)
     mask[:, :, 130:135] = mask[:, :, 300:] = mask[..., 200:330] = mask[-1, 1] = False
@@ -85,7 +85,7 @@ def test_lists_that_heads_share(head_dim, heads, pairs, softcap, causal, poisone
     by_lists = functools.partial(flash_dmattn_func, sparse="lists", is_causal=causal, softcap=softcap)
 
     clean, clean_dout = [x.nan_to_num(0, 0, 0) for x in tensors], dout.nan_to_num(0)
-    few = slice(-2, None)  # of the last batch elements: the slots have been used before
+    few = slice(-2, None)  # the last batch elements, which reuse slots
     expected = run(by_lists, clean, mask, bias, clean_dout, dlse)
     for name, x, y in zip(NAMES, run(by_lists, tensors, mask, bias, dout, dlse), expected):
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3, msg=name)
@@ -100,7 +100,7 @@ def test_lists_that_heads_share(head_dim, heads, pairs, softcap, causal, poisone
 @CAUSAL
 @BIASES
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_variable_length_between_garbage(head_dim, pairs, causal, poisoned_allocations):
+def test_sequences_of_nan_do_not_reach_others(head_dim, pairs, causal, poisoned_allocations):
     """Sequences 2 and 6 are NaN throughout, and so is the dense bias beyond each sequence's keys."""
     rows, keys, dirty = [300, 0, 129, 70, 1, 200, 65, 193], [257, 40, 129, 0, 65, 264, 64, 8], (2, 6)
     cu_q, cu_k, longest_q, longest_k = offsets(rows), offsets(keys), max(rows), max(keys)

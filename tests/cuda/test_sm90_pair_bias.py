@@ -24,7 +24,7 @@ def test_pair_bias(rows, keys, dtype):
 
 @pytest.mark.parametrize(("rows", "keys"), [(72, 392), (1000, 200), (512, 512)])
 def test_pair_bias_over_longer_sequences(rows, keys):
-    """Of which the forward alone has kernels of its own."""
+    """For longer sequences only the forward has a pair bias kernel."""
     tensors, mask, bias = on_gpu(16, rows, keys, 2, 2, 32), key_mask(16, 1, keys), hiding_bias(2, rows, keys)
     check(tensors, mask, bias)
     assert serves_pairs(tensors, mask, bias) == (True, False)
@@ -36,7 +36,7 @@ def large_rows(tensors, bias):
 
 
 def large_keys(tensors, bias):
-    """Beside rows that have seen nothing before."""
+    """Some rows see nothing in the first key blocks."""
     tensors[1][::2, 200:] *= 30
     tensors[1][1::2, :100] *= 20
     bias[:, :, 50:90, :200] = bias[:, :, 90:100] = -torch.inf
@@ -48,15 +48,15 @@ def wide_biases(tensors, bias):
 
 
 def biases_of_two_levels(tensors, bias):
-    """Of which the mask hides the upper."""
+    """With a mask the keys of larger bias are hidden."""
     bias[..., ::2] += 100
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("change", [large_rows, large_keys, wide_biases, biases_of_two_levels])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_bases_of_the_softmax_of_pair_bias(dtype, change, masked):
-    """Where the largest bias of a row does as a base of its exponents, and where it does not."""
+def test_pair_bias_with_large_scores(dtype, change, masked):
+    """With and without the fixed-maximum fast path, which takes the largest bias of a row as the softmax maximum."""
     tensors, bias = on_gpu(20, 384, 384, 4, 4, 32, dtype=dtype), randn(1, 4, 384, 384, dtype=dtype)
     change(tensors, bias)
     mask = key_mask(20, 1, 384) if masked else None
@@ -70,7 +70,7 @@ def test_bases_of_the_softmax_of_pair_bias(dtype, change, masked):
 
 @pytest.mark.parametrize("head_dim", [8, 24, 32])
 @pytest.mark.parametrize("layout", ["heads before rows", "every other row", "part of the columns"])
-def test_strides_of_pair_bias(layout, head_dim):
+def test_pair_bias_strides(layout, head_dim):
     query, key, value = on_gpu(16, 200, 136, 4, 4, head_dim)
     bias, dout = hiding_bias(4, 200, 136), torch.randn_like(query) / 8
     if layout == "heads before rows":
@@ -86,8 +86,8 @@ def test_strides_of_pair_bias(layout, head_dim):
 
 
 @pytest.mark.parametrize("mask_batch", [1, 3, 60])
-def test_pair_biases_of_some_batch_elements_each(mask_batch):
-    """Three biases, of twenty batch elements each; masks shared likewise or not."""
+def test_several_pair_biases_in_a_batch(mask_batch):
+    """Three biases for twenty batch elements each, with masks that are shared in several ways."""
     tensors = on_gpu(60, 200, 136, 4, 4, 32)
     bias = torch.cat([hiding_bias(4, 200, 136) for _ in range(3)])
     mask = mask_of(mask_batch, 1, 1, 136)
@@ -95,8 +95,8 @@ def test_pair_biases_of_some_batch_elements_each(mask_batch):
     assert serves_pairs(tensors, mask, bias) == (True, True)
 
 
-def test_more_heads_than_blocks_at_once():
-    """Of pair bias: each has a tile of its own, and the batch is not cut."""
+def test_pair_bias_with_more_heads_than_ctas():
+    """Each head has a work tile of its own, and the batch is not split."""
     heads = 2 * torch.cuda.get_device_properties(0).multi_processor_count
     check(on_gpu(16, 72, 72, heads, heads, 32), key_mask(16, 1, 72), hiding_bias(heads, 72, 72))
 
@@ -114,7 +114,7 @@ UNSHARED = {
 
 
 @pytest.mark.parametrize("what", UNSHARED)
-def test_what_the_kernels_of_pair_bias_leave_to_others(what):
+def test_calls_that_the_pair_bias_kernels_do_not_take(what):
     options, sizes, served = UNSHARED[what]
     batch = sizes.get("batch", 20)
     keys = sizes.get("keys", 264)
@@ -125,7 +125,7 @@ def test_what_the_kernels_of_pair_bias_leave_to_others(what):
 
 
 @pytest.mark.parametrize("in_bias", [False, True])
-def test_garbage_beside_pair_bias(in_bias, poisoned_allocations):
+def test_pair_bias_with_nan_in_hidden_rows_and_keys(in_bias, poisoned_allocations):
     mask, bias = key_mask(20, 1, 264), hiding_bias(4, 200, 264)
     tensors, dout = on_gpu(20, 200, 264, 4, 4, 32), torch.randn(20, 200, 4, 32, device="cuda").bfloat16() / 8
     mask[..., 40] = False
@@ -146,14 +146,14 @@ def test_garbage_beside_pair_bias(in_bias, poisoned_allocations):
 
 
 def test_pair_bias_of_padded_sequences():
-    """Tiles of keys that are full, in part and not at all visible follow each other in the same memory."""
+    """Full, partial and empty key blocks follow each other in the same stage of shared memory."""
     lengths = torch.randint(0, 385, (80, 1, 1, 1), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     lengths[::5] = 384
     check(on_gpu(80, 200, 384, 2, 2, 32), torch.arange(384, device="cuda") < lengths, randn(1, 2, 200, 384))
 
 
-def test_hidden_keys_of_pair_bias_are_not_infinite():
-    """What float16 cannot hold of them is not multiplied by their zeros."""
+def test_pair_bias_multiplies_no_infinity_of_hidden_keys():
+    """Values of hidden keys that overflow float16 are not multiplied by zero probabilities."""
     mask, bias = key_mask(20, 1, 136), randn(1, 4, 200, 136, dtype=torch.float16)
     mask[..., 40] = False
     tensors = on_gpu(20, 200, 136, 4, 4, 32, dtype=torch.float16)
@@ -169,8 +169,8 @@ def test_hidden_keys_of_pair_bias_are_not_infinite():
         assert name == "lse" or high.isfinite().all(), name
 
 
-def test_pair_bias_is_bitwise_the_same_again():
-    """In every gradient, asked for or not."""
+def test_pair_bias_is_bitwise_reproducible():
+    """All gradients are reproducible, with and without deterministic=True."""
     tensors, mask, bias = on_gpu(40, 384, 384, 4, 4, 32), key_mask(40, 1, 384), randn(1, 4, 384, 384)
     dout, dlse = torch.randn_like(tensors[0]), torch.randn(40, 4, 384, device="cuda")
     first = run(flash_dmattn_func, tensors, mask, bias, dout, dlse)

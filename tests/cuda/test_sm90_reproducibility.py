@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use"
 
 @BIASES
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-def test_forward_is_bitwise_the_same_again(head_dim, pairs):
+def test_the_forward_is_bitwise_reproducible(head_dim, pairs):
     tensors, mask = on_gpu(2, 700, 904, 16, 4, head_dim), mask_of(2, 1, 700, 904)
     bias = bias_of(pairs, 2, 16, 700, 904)
     for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask, "softcap": 5.0}):
@@ -28,7 +28,7 @@ def test_forward_is_bitwise_the_same_again(head_dim, pairs):
 
 
 def tiles_of(batch, rows, keys):
-    """A mask of which each row tile sees few key tiles, others in each batch element, and some none."""
+    """A mask in which each row block sees few key blocks, different ones per batch element, and some see none."""
     few = torch.rand(batch, 1, -(-rows // 128), -(-keys // 128), device="cuda") < 0.3
     few[:, :, 3] = False
     of_pairs = few.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :rows, :keys]
@@ -37,8 +37,8 @@ def tiles_of(batch, rows, keys):
 
 @pytest.mark.parametrize("bias_shape", [None, (2, 4, 1), (2, 8, 900), (1, 8, 900)], ids=str)
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
-def test_deterministic_gradients_are_bitwise_the_same_again(head_dim, bias_shape):
-    """Blocks wait for those before them where all visit a tile of rows and where few do; more of them than at once."""
+def test_deterministic_gradients_are_bitwise_reproducible(head_dim, bias_shape):
+    """CTAs wait for their predecessors in the dQ order, where all or few of them visit a row block."""
     rows, keys = 900, 2568
     tensors, dout = on_gpu(2, rows, keys, 8, 4, head_dim), randn(2, rows, 8, head_dim) / 8
     bias = None if bias_shape is None else randn(*bias_shape, keys)
@@ -74,7 +74,7 @@ def test_deterministic_gradients_of_variable_length():
 
 
 def random_call(chance: random.Random):
-    """(tensors, mask, bias, options) of any kind, small."""
+    """(tensors, mask, bias, options) of a random small call."""
     batch, (heads, kv_heads) = chance.choice([1, 2, 3, 4]), chance.choice([(1, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
     rows = chance.choice([65, 100, 127, 128, 129, 191, 192, 193, 300, 449])
     keys = chance.choice([1, 8, 63, 64, 65, 128, 129, 200, 256, 384, 520])
@@ -102,8 +102,8 @@ def random_call(chance: random.Random):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_calls_are_as_by_the_old_kernels(seed, use):
-    """A thousand each: no hang, no NaN, and nowhere farther apart than their roundings."""
+def test_random_calls_agree_with_the_sm80_kernels(seed, use):
+    """A thousand calls per seed: no hang, no NaN, and no difference beyond rounding."""
     chance = random.Random(seed)
     for number in range(1000):
         tensors, mask, bias, options = random_call(chance)
@@ -120,8 +120,8 @@ def test_random_calls_are_as_by_the_old_kernels(seed, use):
         )
 
 
-def test_threads_that_have_called_nothing_before():
-    """One of a server, and autograd's: to describe tensors to the copy engine the driver wants a context of each."""
+def test_new_threads_without_a_cuda_context():
+    """A server's thread and autograd's: encoding a TMA descriptor needs a CUDA context in the calling thread."""
     program = """
 import threading
 import torch

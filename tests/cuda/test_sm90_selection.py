@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use"
 
 @BIASES
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128, 192, 256])
-def test_new_kernels_serve(head_dim, pairs, use):
+def test_sm90_kernels_are_selected(head_dim, pairs, use):
     tensors, mask = on_gpu(2, 200, 264, 4, 2, head_dim), mask_of(2, 1, 200, 264)
     bias = bias_of(pairs, 2, 4, 200, 264)
     for deterministic in (False, True):
@@ -25,7 +25,7 @@ def test_new_kernels_serve(head_dim, pairs, use):
 
 @pytest.mark.parametrize("pairs", ["none", "key"])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
-def test_new_kernels_serve_key_lists(head_dim, pairs):
+def test_sm90_kernels_take_key_lists(head_dim, pairs):
     tensors, mask = on_gpu(2, 200, 264, 4, 2, head_dim), intervals(1, 2, 264, rows=200)
     bias = bias_of(pairs, 2, 4, 200, 264)
     assert generations(tensors, mask, bias, is_causal=True, sparse="lists") == ({"sm90"}, {"sm90"})
@@ -35,19 +35,19 @@ def test_new_kernels_serve_key_lists(head_dim, pairs):
 @pytest.mark.parametrize("pairs", ["none", "key"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("head_dim", [136, 192, 200, 256])
-def test_new_kernels_serve_key_lists_of_large_heads_that_share_them(head_dim, kv_heads, pairs):
+def test_sm90_kernels_take_shared_key_lists_of_large_heads(head_dim, kv_heads, pairs):
     tensors, mask = on_gpu(2, 200, 264, 4, kv_heads, head_dim), intervals(1, kv_heads, 264, rows=200)
     bias = bias_of(pairs, 2, kv_heads, 200, 264)
     forward, backward = kernels_of(tensors, mask, bias, is_causal=True, sparse="lists")
     assert "sm80" not in forward + backward and "gather_group" in backward
     assert generations(tensors, mask, bias, sparse="lists", deterministic=True)[1] == {"sm80"}
-    # Lists of their own.
+    # Each head has lists of its own.
     if kv_heads == 2:
         assert generations(tensors, intervals(1, 4, 264, rows=200), bias, sparse="lists")[1] == {"sm80"}
 
 
-def test_which_kernel_serves_lists_that_heads_share():
-    """Long ones, and those of 64 rows, if the heads of a group do share them."""
+def test_the_kernel_of_shared_lists_is_selected_for_long_or_64_row_lists():
+    """Shared lists use the group kernel if they are long or have 64 rows."""
 
     def takes_groups(kv_heads, mask, keys=1000, bias_heads=1, **options):
         tensors = on_gpu(1, 600, keys, 4, kv_heads, 64)
@@ -65,26 +65,26 @@ def test_which_kernel_serves_lists_that_heads_share():
 
 
 @pytest.mark.parametrize(("head_dim", "pairs"), [(64, "dense"), (192, "key"), (256, "dense")])
-def test_other_key_lists_go_to_the_old_kernels(head_dim, pairs):
-    """With dense biases; of large heads with biases of their own."""
+def test_other_key_lists_fall_back_to_sm80(head_dim, pairs):
+    """Lists with a dense bias, and lists of large heads with a bias per query head."""
     tensors, mask = on_gpu(2, 200, 264, 4, 2, head_dim), mask_of(1, 2, 200, 264)
     bias = bias_of(pairs, 2, 4, 200, 264)
     assert generations(tensors, mask, bias, sparse="lists")[1] == {"sm80"}
 
 
-def test_unasked_the_new_kernels_serve_long_sequences(monkeypatch):
+def test_sm90_is_selected_automatically_for_long_sequences(monkeypatch):
     monkeypatch.delenv("FLASH_DMATTN_ARCH")
     assert generations(on_gpu(1, 2048, 2048, 4, 4, 128), None, randn(1, 4, 1, 2048)) == ({"sm90"}, {"sm90"})
 
 
 @pytest.mark.parametrize(("keys", "generation"), [(512, "sm80"), (1024, "sm90")])
-def test_unasked_the_new_kernels_serve_lists_of_large_heads_where_there_are_many_keys(keys, generation, monkeypatch):
+def test_sm90_is_selected_automatically_for_lists_of_large_heads_and_many_keys(keys, generation, monkeypatch):
     monkeypatch.delenv("FLASH_DMATTN_ARCH")
     tensors, mask = on_gpu(1, 200, keys, 4, 2, 256), intervals(1, 2, keys, rows=200)
     assert generations(tensors, mask, sparse="lists")[1] == {generation}
 
 
-# What the copy engine cannot read: of query, key and value, (tensors, bias).
+# Strides that TMA cannot read: functions of (query, key, value) that return (tensors, bias).
 UNCOPIED = {
     "rows of 1001 biases": lambda q, k, v: ((q, *on_gpu(2, 1, 1001, 4, 4, 64)[1:]), randn(2, 4, 200, 1001)),
     "a bias that is not aligned": lambda q, k, v: ((q, k, v), randn(2, 4, 200, 272)[..., 3:267]),
@@ -100,11 +100,11 @@ UNCOPIED = {
 
 @CAUSAL
 @pytest.mark.parametrize("what", UNCOPIED)
-def test_what_cannot_be_copied(what, causal):
+def test_strides_that_tma_cannot_read_fall_back_to_sm80(what, causal):
     tensors, bias = UNCOPIED[what](*on_gpu(2, 200, 264, 4, 4, 64))
     check(tensors, mask_of(2, 1, 1, tensors[1].shape[1]), bias, is_causal=causal)
     assert generations(tensors, None, bias, is_causal=causal) == ({"sm80"}, {"sm80"})
 
 
-def test_few_rows_go_to_the_old_kernels():
+def test_few_rows_fall_back_to_sm80():
     assert generations(on_gpu(2, 64, 264, 4, 4, 64))[0] == {"sm80"}

@@ -1,4 +1,4 @@
-"""Graphs for every length: how many are made, and what else traces the operators."""
+"""torch.compile with dynamic shapes makes one graph; export, make_fx and fake tensors trace the operators."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto
 
-# On both sides of what the choices in the call go by. Sizes of 1 and sizes that happen to be the same in the first call
-# (a batch and the number of heads) make graphs of their own in PyTorch, whatever is called.
+# Below and above the thresholds of the dispatch. PyTorch makes separate graphs for sizes of 1 and for sizes that are
+# equal in the first call (the batch size and the number of heads).
 BATCHES, SEQLENS = (3, 5, 6), (1025, 140, 200, 260, 300, 511, 513, 600, 777, 1000, 129, 1500)
 LENGTHS = [(BATCHES[i % 3], seqlen) for i, seqlen in enumerate(SEQLENS)]
 HEADS = 4

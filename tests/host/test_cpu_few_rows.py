@@ -1,4 +1,4 @@
-"""Sequences of few rows on the CPU, as in decoding: a path of their own, which cuts the keys into runs."""
+"""Few rows on the CPU, as in decoding: the kernels split the keys into runs."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def test_intervals_and_lists():
             check(tensors, dense, bias, function=function)
 
 
-def test_runs_that_nobody_sees():
-    """Whole runs of keys are hidden, for some heads or for all; what hidden keys hold reaches nothing."""
+def test_hidden_runs_of_keys_may_hold_nan():
+    """Whole runs of keys are hidden from some heads or from all; hidden keys hold NaN."""
     query, key, value = inputs(1, 4, 1500, 4, 2, 16)
     mask = torch.ones(1, 4, 4, 1500, dtype=torch.bool)
     mask[:, :, :, 200:900] = False
@@ -33,7 +33,7 @@ def test_runs_that_nobody_sees():
 
 
 @pytest.mark.parametrize("where", ["query", "key", "value"])
-def test_what_is_not_finite_reaches_only_who_sees_it(where):
+def test_nan_reaches_only_the_rows_and_heads_that_see_it(where):
     query, key, value = inputs(1, 3, 600, 2, 2, 16)
     clean = flash_dmattn_func(query, key, value, is_causal=True)
     {"query": query, "key": key, "value": value}[where][:, -1, 0] = torch.nan  # of the last row and key, of one head
@@ -45,8 +45,8 @@ def test_what_is_not_finite_reaches_only_who_sees_it(where):
 
 @pytest.mark.parametrize("size", [1.0, 300.0])
 @pytest.mark.parametrize("rows", [1, 8])
-def test_the_backward_makes_the_same_scores(rows, size):
-    """Scores of 1e5 round by no small part of p: dv sums to dout over the keys only if p is the forward's."""
+def test_the_backward_recomputes_the_scores_of_the_forward(rows, size):
+    """Scores of 1e5 round by a large part of p: dv sums to dout over the keys only if p equals the forward's."""
     query, key, value = (x.requires_grad_() for x in inputs(1, rows, 1000, 4, 2, 64))
     out = flash_dmattn_func(query * size, key * size, value)
     dout = torch.randn_like(out)
@@ -55,7 +55,7 @@ def test_the_backward_makes_the_same_scores(rows, size):
     torch.testing.assert_close(dvalue.sum(dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_sequence_does_not_depend_on_those_beside_it():
+def test_a_sequence_does_not_depend_on_its_neighbors():
     lengths_q, lengths_k = [1, 3, 0, 2, 8], [300, 1, 5, 0, 900]
     starts_q, starts_k = ([0, *torch.tensor(x).cumsum(0).tolist()] for x in (lengths_q, lengths_k))
     query, key, value = (x[0].requires_grad_() for x in inputs(1, sum(lengths_q), sum(lengths_k), 4, 2, 16))

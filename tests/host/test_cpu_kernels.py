@@ -1,4 +1,4 @@
-"""The CPU kernels of fixed length against the float64 reference: the matrix of docs/semantics.md."""
+"""The CPU kernels of fixed length: packed forms, probabilities, reproducibility."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def any_number_of_threads():
 
 
 def moved(tensor, numbers):
-    """The same values, some numbers away from where an allocator would put them."""
+    """A copy of the tensor whose address is offset by some numbers from an allocation."""
     memory = torch.empty(tensor.numel() + numbers, dtype=tensor.dtype)
     return memory[numbers:].view(tensor.shape).copy_(tensor)
 

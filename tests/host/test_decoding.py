@@ -1,4 +1,4 @@
-"""Few rows: keys selected in the call, and caches that are filled in part."""
+"""Decoding: key selection in the call, and caches that are partly filled."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ def problem(device, batch=2, seqlen_q=1, seqlen_k=300, heads=4, kv_heads=2, head
 
 
 def dense_of_topk(bias, window_size, seqlen_q):
-    """bool ({B|1}, heads, Sq, Sk): the same mask row by row, by sorting."""
+    """bool ({B|1}, heads, Sq, Sk): the top-k mask, selected row by row by sorting."""
     keys = bias.shape[3]
     mask = torch.zeros(*bias.shape[:2], seqlen_q, keys, dtype=torch.bool, device=bias.device)
     for row in range(seqlen_q):
         end = max(keys - seqlen_q + row + 1, 0)
-        # Read backwards, a stable order has the later of equal keys first.
+        # Reversed, a stable sort puts the later of equal keys first.
         best = end - 1 - bias[:, :, 0, :end].flip(-1).argsort(dim=-1, stable=True, descending=True)[..., :window_size]
         mask[:, :, row].scatter_(-1, best, True)
     return mask & (bias > torch.finfo(bias.dtype).min)
@@ -105,7 +105,7 @@ def test_opcheck(seqlen_q):
     torch.library.opcheck(ops.topk_intervals, (bias, 30, seqlen_q, None, None, None))
     filled = torch.tensor([300, 500], dtype=torch.int32, device="cuda")
     for lengths in (None, filled):
-        # What lies behind the lists may be anything, so results are not compared.
+        # The memory behind the lists may hold anything, so results are not compared.
         what = ("test_schema", "test_faketensor")
         torch.library.opcheck(ops.topk_lists, (bias, 30, seqlen_q, lengths), test_utils=what)
 
@@ -136,7 +136,7 @@ def test_a_cache_filled_in_part_is_its_first_keys(device, seqlen_q, kind):
     dense = torch.randn(len(lengths), 1, seqlen_q, 300, device=device).to(bias.dtype)
     mask = masks_of({"window": "none", "lists": "bool"}.get(kind, kind), len(lengths), seqlen_q, 300, device)
     filled = torch.tensor(lengths, dtype=torch.int32, device=device)
-    for batch, length in enumerate(lengths):  # what lies beyond may be anything
+    for batch, length in enumerate(lengths):  # the rest of the cache may hold anything
         for tensor in tensors[1:]:
             tensor[batch, length:] = torch.nan
         bias[batch, :, :, length:] = torch.nan

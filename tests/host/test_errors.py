@@ -1,4 +1,4 @@
-"""Bad input gets an error that names the argument, what came and what is accepted."""
+"""Bad input raises an error that names the argument, the value and what is accepted."""
 
 import pytest
 import torch
@@ -419,7 +419,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("case", COMPILED)
-def test_the_compiled_entry_points_check_too(case):
+def test_the_compiled_entry_points_check_their_arguments(case):
     function, error, message = COMPILED[case]
     with pytest.raises(error, match=message):
         function(flash_dmattn.ops.compiled_module())
@@ -476,7 +476,7 @@ def test_what_is_no_tensor_without_a_compiled_module(monkeypatch, backend, name)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_dtype_that_cuda_kernels_do_not_take_is_refused_before_selection(monkeypatch, dtype):
-    """Fake tensors stand for those of a GPU."""
+    """Fake tensors replace tensors on a GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def select(*args, **options):

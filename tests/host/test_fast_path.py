@@ -1,4 +1,4 @@
-"""The short way from Python to the operator, and the calls that must not take it."""
+"""The fast path from Python to the operator, and the calls that must not take it."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from flash_dmattn import flash_dmattn_func, interface, ops
 
 @pytest.fixture
 def without_short_way(monkeypatch):
-    """Runs a call by the functions in Python alone."""
+    """Runs a call without the fast path."""
 
     def run(call):
         with monkeypatch.context() as patch:
@@ -23,7 +23,7 @@ def without_short_way(monkeypatch):
 
 @pytest.fixture
 def long_ways(monkeypatch):
-    """Counts the calls that went by the functions in Python."""
+    """Counts the calls that took the slow path."""
     taken, attend = [], interface.attend
     monkeypatch.setattr(interface, "attend", lambda *args: taken.append(1) or attend(*args))
     return taken
@@ -36,7 +36,7 @@ OPTIONS = [{}, {"is_causal": True, "softcap": 3.0}, {"softmax_scale": 0.3, "retu
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "causal, softcap", "scale, lse"])
 @pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
-def test_both_ways_are_the_same(without_short_way, long_ways, bias, options):
+def test_the_fast_path_returns_the_same_bits(without_short_way, long_ways, bias, options):
     leaves = [x.clone().requires_grad_() for x in (QUERY, KEY, VALUE, bias) if x is not None]
 
     def call():
@@ -63,12 +63,12 @@ LONG = {
 
 
 @pytest.mark.parametrize("call", LONG.values(), ids=LONG.keys())
-def test_what_takes_more_goes_by_python(long_ways, call):
+def test_other_calls_take_the_slow_path(long_ways, call):
     call()
     assert long_ways
 
 
-def test_autocast_goes_by_python(long_ways):
+def test_autocast_takes_the_slow_path(long_ways):
     with torch.autocast("cpu", torch.bfloat16):
         assert flash_dmattn_func(QUERY, KEY, VALUE).dtype == torch.bfloat16
     assert long_ways

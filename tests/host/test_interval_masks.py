@@ -19,7 +19,7 @@ def arange_mask(seqlen_q, seqlen_k):
 
 
 def rand_intervals(batch, heads, keys, rows, generator):
-    """Any: empty ones, ones that begin before the first row or end behind the last."""
+    """Random intervals: some are empty, some begin before row 0 or end after the last row."""
     return torch.randint(-2, rows + 3, (2, batch, heads, keys), generator=generator, dtype=torch.int32)
 
 
@@ -345,7 +345,7 @@ def test_the_last_row_of_a_mask_is_that_of_a_step_of_decoding(kind):
     assert torch.equal(of_one.to_dense()[:, :, 0], of_nine.to_dense()[:, :, -1])
 
 
-def test_masks_that_serve_any_rows_know_none():
+def test_masks_for_any_number_of_rows():
     padding = KeyIntervalMask.padding(torch.ones(1, 9, dtype=torch.bool))
     packed = KeyIntervalMask.topk_varlen(torch.randn(9, 1), 2, torch.tensor([0, 9], dtype=torch.int32))
     assert padding.rows is None and packed.rows is None and packed.sequence(0, 9).rows is None

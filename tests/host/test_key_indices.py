@@ -1,4 +1,4 @@
-"""Lists of the keys that an indexer has chosen, against the bool masks that they stand for."""
+"""Key lists from an indexer's selection, against the bool masks that they stand for."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def in_layout(indices, layout):
 
 
 def listed(lists, index):
-    """The keys of a list, and bool (rows, keys): which rows see them; True where its rows do not differ."""
+    """The keys of a list, and bool (rows, keys): the rows that see them; all True where the rows share the list."""
     begin, end = lists.spans.flatten(1)[:, index].tolist()
     assert begin % 64 == 0 and end % 64 == 0
     keys = lists.keys[begin:end]
@@ -73,7 +73,7 @@ def check_lists(lists, dense):
     mask_heads=st.sampled_from([0, 1, 3]),
     seed=st.integers(0, 10_000),
 )
-def test_lists_are_what_the_rows_of_a_tile_see(
+def test_lists_hold_the_keys_that_their_rows_see(
     batch, heads, seqlen_q, seqlen_k, count, tile_rows, is_causal, layout, mask_heads, seed
 ):
     torch.manual_seed(seed)
@@ -160,7 +160,7 @@ def test_variable_length(tile_rows, packed, masked, is_causal):
 
 @pytest.mark.parametrize("longest", [1, 5])
 def test_steps_of_decoding_of_variable_length(longest):
-    """One row a sequence, each with indices of its own, whatever max_seqlen_q is said to be."""
+    """One row per sequence, each with indices of its own, for any max_seqlen_q."""
     lengths, cu_q, cu_k = [70, 3, 130], torch.arange(4, dtype=torch.int32), offsets([70, 3, 130])
     query, key, value = torch.randn(3, 4, 8), torch.randn(203, 2, 8), torch.randn(203, 2, 8)
     indices = torch.cat([rand_indices(1, 2, 20, keys=keys) for keys in lengths])
@@ -177,7 +177,7 @@ def test_steps_of_decoding_of_variable_length(longest):
 # Cost
 
 
-def test_nothing_grows_with_rows_times_keys():
+def test_memory_does_not_grow_with_rows_times_keys():
     """131072 rows and keys: a bool for each pair would take 16 GiB."""
     length = 131072
     query, key, value = tensors = [torch.randn(1, length, 1, 8, requires_grad=True) for _ in range(3)]
@@ -196,7 +196,7 @@ def test_nothing_grows_with_rows_times_keys():
 @pytest.mark.parametrize(
     "tile_rows, list_rows, lists, room", [(1, 128, 8, 640), (100, 128, 8, 64), (64, 64, 16, 64), (512, 128, 2, 64)]
 )
-def test_room(tile_rows, list_rows, lists, room):
+def test_number_and_capacity_of_lists(tile_rows, list_rows, lists, room):
     made = KeyLists.from_indices(
         rand_indices(1, 1, -(-1000 // tile_rows), 5, keys=2000), 1000, 2000, tile_rows=tile_rows
     )
@@ -372,7 +372,7 @@ def test_errors(case):
 
 
 def test_indices_that_causality_hides_are_no_error():
-    """As torch.topk chooses where there are fewer keys than it is asked for."""
+    """torch.topk returns such indices where fewer than k keys are visible."""
     scores = torch.randn(1, 1, 100, 100).masked_fill_(~torch.ones(100, 100, dtype=torch.bool).tril(), -torch.inf)
     indices = scores.topk(10, dim=-1).indices.int()
     tensors = inputs(1, 100, 100)
@@ -386,7 +386,7 @@ def test_indices_that_causality_hides_are_no_error():
 
 
 class Layer(torch.nn.Module):
-    """Attention to the keys that an indexer chooses, which learns from what the attention makes of them."""
+    """Attention over the keys that an indexer selects; the indexer learns from the attention probabilities."""
 
     def __init__(self, tokens: int, labels: int, dim: int, chosen: int, tile_rows: int):
         super().__init__()
@@ -398,7 +398,7 @@ class Layer(torch.nn.Module):
         self.head = torch.nn.Linear(dim, labels)
 
     def forward(self, tokens, labels):
-        """The logits of each row, and how far the indexer's scores are from the attention among the chosen keys."""
+        """The logits of each row, and the KL divergence of the indexer's scores from the probabilities."""
         seqlen, x = tokens.shape[1], self.token(tokens)
         scores = self.index_query(x) @ self.index_key(x).mT / x.shape[-1] ** 0.5
         allowed = torch.ones(seqlen, seqlen, dtype=torch.bool).tril(-1)
@@ -418,7 +418,7 @@ class Layer(torch.nn.Module):
 
 @pytest.mark.parametrize("tile_rows, chosen", [(1, 8), (4, 12)])
 def test_a_model_learns_with_its_indexer(tile_rows, chosen):
-    """Tokens come with random labels, then come again without: the indexer must find the first of each."""
+    """Tokens come with random labels, then again without: the indexer must find the first occurrence."""
     torch.manual_seed(0)
     tokens_of, labels_of, batch = 16, 4, 32
     model = Layer(tokens_of, labels_of, 32, chosen, tile_rows)

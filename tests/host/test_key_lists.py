@@ -1,4 +1,4 @@
-"""Lists of keys against dense masks, and when the kernels go by them."""
+"""Key lists against dense masks, and the masks for which they are selected."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def in_layout(tensor, layout):
     visible=st.sampled_from([0.0, 0.004, 0.1, 1.0]),
     seed=st.integers(0, 10_000),
 )
-def test_lists_are_what_the_rows_of_a_tile_see(
+def test_lists_hold_the_keys_that_their_rows_see(
     kind, batch, heads, seqlen_q, seqlen_k, is_causal, layout, visible, seed
 ):
     torch.manual_seed(seed)
@@ -48,7 +48,7 @@ def test_lists_are_what_the_rows_of_a_tile_see(
         shape = (batch, heads, max(seqlen_q, 2), 1 if kind == "bool without keys" else seqlen_k)
         mask = in_layout(rand_mask(*shape, visible=visible), layout)[:, :, :seqlen_q]
     if seqlen_q == 1 and kind != "intervals":
-        is_causal = False  # one row is a mask of one number a key, whose lists leave causality to the kernels
+        is_causal = False  # one row is a key mask, whose lists leave causality to the kernels
     lists = KeyLists.build(mask, seqlen_q, seqlen_k, is_causal)
     check_lists(lists, dense_of(mask, seqlen_q, seqlen_k, is_causal))
 
@@ -87,7 +87,7 @@ def test_a_bound_that_is_wrong_is_refused():
     torch.testing.assert_close(flash_dmattn_func(*tensors, mask), flash_dmattn_func(*tensors, is_causal=True))
 
 
-def test_a_bound_as_large_as_can_be():
+def test_a_bound_beyond_64_bits():
     tensors, bias = inputs(2, 20, 40), torch.randn(2, 2, 1, 40)
     expected = flash_dmattn_func(*tensors, None, bias, is_causal=True)
     for window_size in (2**63 - 1, 2**63):
@@ -96,7 +96,7 @@ def test_a_bound_as_large_as_can_be():
             torch.testing.assert_close(flash_dmattn_func(*tensors, None, bias, **options), expected)
 
 
-def test_what_a_value_tells():
+def test_repr_lengths_density_and_dense_form():
     mask = KeyIntervalMask.sliding_window(300, 300, 10)
     lists = KeyLists.build(mask, 300, is_causal=True)
     assert "1 x 1 x 3 lists" in repr(lists) and "causal" in repr(lists) and "seqlen_q=300" in repr(lists)
@@ -133,7 +133,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("case", CHOICES)
-def test_which_masks_go_by_lists_on_the_cpu(case):
+def test_masks_that_use_lists_on_the_cpu(case):
     make, is_causal, by_lists = CHOICES[case]
     mask = make()
     keys = mask.shape[-1]
@@ -150,7 +150,7 @@ def test_which_masks_go_by_lists_on_the_cpu(case):
     assert choose(lists, "tiles") is mask
 
 
-def test_without_looking_a_bound_decides():
+def test_a_bound_decides_without_reading_lengths():
     short, long = (KeyIntervalMask.topk(torch.randn(1, 1, 1, 4096), w) for w in (512, 2200))
     assert key_lists.knows_to_be_short(short, 4096, 4096, True)
     assert not key_lists.knows_to_be_short(long, 4096, 4096, True)
@@ -159,7 +159,7 @@ def test_without_looking_a_bound_decides():
     assert not key_lists.knows_to_be_short(KeyIntervalMask(short.start, short.end), 4096, 4096, True)
 
 
-def test_on_a_gpu_lists_are_for_what_is_scattered(monkeypatch):
+def test_lists_are_selected_on_a_gpu_for_unstructured_masks(monkeypatch):
     monkeypatch.setattr(key_lists, "build", lambda *args: "lists")
 
     def choose(mask, needs_gradients):
@@ -386,14 +386,14 @@ KERNEL_ERRORS = {
 
 
 @pytest.mark.parametrize("case", KERNEL_ERRORS)
-def test_the_compiled_entry_points_check_too(case):
+def test_the_compiled_entry_points_check_their_arguments(case):
     masks, message = KERNEL_ERRORS[case]
     kernels = ops.compiled_module()
     with pytest.raises(ValueError, match=message):
         kernels.mha_fwd(Q, K, V, kernels.MaskTensors(**masks), None, 1.0, 0.0, False)
 
 
-def test_the_operator_that_builds_checks_too():
+def test_build_key_lists_checks_its_arguments():
     with pytest.raises(ValueError, match="exactly one of mask and intervals must be given"):
         both = rand_mask(1, 1, 5, 7), torch.zeros(2, 1, 1, 7).int()
         ops.build_key_lists(*both, 5, 7, False, None, None, None, None)
@@ -405,7 +405,7 @@ def test_the_operator_that_builds_checks_too():
 
 @pytest.mark.parametrize("known", ["values", "totals"])
 def test_lists_take_room_for_the_sequences_that_there_are(known, monkeypatch):
-    """256 sequences of 16, and a max_seqlen of 131072: 3 GB where each list could be as long as that allows."""
+    """256 sequences of 16 keys: lists of max_seqlen 131072 each would take 3 GB."""
     monkeypatch.setattr(key_lists, "values_at_hand", lambda tensor: known == "values")
     cu = torch.arange(0, 4097, 16, dtype=torch.int32)
     mask = KeyIntervalMask.topk_varlen(torch.randn(4096, 1), 3000, cu)

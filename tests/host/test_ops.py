@@ -1,4 +1,4 @@
-"""The custom ops under autograd, torch.compile, autocast and opcheck."""
+"""The operators under autograd, torch.compile and autocast."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_a_dense_bias_of_one_column_is_refused():
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_fullgraph_with_dynamic_shapes(backend, monkeypatch, tmp_path):
-    # Inductor's cache knows an op by name, and would hand out code for the arguments that it had before a change.
+    # Inductor's cache identifies an operator by name, and would return code for an older signature.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def layer(query, key, value, mask, bias):

@@ -1,4 +1,4 @@
-"""Shapes, broadcasts and strides that nobody thought of."""
+"""Random shapes, broadcasts and strides."""
 
 import torch
 from helpers import check
@@ -9,7 +9,7 @@ LENGTHS = st.sampled_from([0, 1, 2, 3, 5, 17, 33, 70])
 
 
 def as_strided_somehow(tensor, kind):
-    """The same values laid out otherwise."""
+    """The same values with other strides."""
     if kind == "reversed" and tensor.ndim > 2:
         dims = list(range(tensor.ndim))
         order = [*reversed(dims[:-1]), dims[-1]]
@@ -59,7 +59,7 @@ def test_any_shape_broadcast_and_stride(
     visible,
     seed,
 ):
-    # The error of eager bfloat16, by which ours is judged, is chance where numbers are few.
+    # The error of eager bfloat16, which bounds ours, is random where numbers are few.
     assume(dtype != torch.bfloat16 or seqlen_q * seqlen_k == 0 or batch * seqlen_q * kv_heads * group >= 30)
     torch.manual_seed(seed)
     heads = kv_heads * group

@@ -1,4 +1,4 @@
-"""What peers get wrong: rows that see nothing, NaN where nothing is seen, lse, biases that the softmax cannot see."""
+"""Semantics at the edges: NaN, lse, huge biases, biases that are constant along the keys."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ NAN = float("nan")
 @pytest.mark.parametrize("function", [flash_dmattn_func, reference], ids=["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_additive_mask_of_a_batch_that_is_padded_on_the_left(dtype, function):
-    """As transformers makes it: the rows of the padding are all the least finite number, and see nothing."""
+    """The additive mask of transformers: padding rows hold only the least finite number, and see nothing."""
     tensors = inputs(2, 40, 40, 4, 2, 16, dtype)
     real = torch.arange(40) >= torch.tensor([[13], [0]])
     visible = real[:, None, None, :] & torch.ones(40, 40, dtype=torch.bool).tril()
@@ -30,7 +30,7 @@ def test_an_additive_mask_of_a_batch_that_is_padded_on_the_left(dtype, function)
 
 
 def test_a_bias_hides_by_its_own_dtype():
-    """A float32 bias beside bfloat16 rows: of float32 there are numbers below bfloat16's least."""
+    """A float32 bias with bfloat16 inputs: float32 has numbers below the least of bfloat16."""
     tensors = inputs(1, 20, 30, 2, 2, 8, torch.bfloat16)
     for visible, least in ((True, torch.bfloat16), (False, torch.float32)):
         all_least = torch.full((1, 1, 1, 30), torch.finfo(least).min)
@@ -48,12 +48,12 @@ def test_nan_in_the_bias_hides_nothing():
 
 @pytest.mark.parametrize("value", [-1e9, -1e30])
 def test_the_reference_of_rows_whose_biases_are_huge(value):
-    """In float32 no lse holds the logarithm of the number of keys beside such a bias: the truth goes without."""
+    """A float32 lse of such a bias loses the logarithm of the number of keys; the reference does not depend on it."""
     tensors = inputs(1, 20, 30)
     bias = torch.full((1, 1, 20, 30), value)
     dout, dlse = torch.randn_like(tensors[0]), torch.randn(1, 2, 20)
     ours = run(reference, tensors, None, bias, dout, dlse)
-    # The scores vanish beside the bias, and get gradients all the same.
+    # The scores vanish in the sum with the bias, but have gradients.
     expected = run(reference, tensors, None, torch.zeros_like(bias), dout, dlse, softmax_scale=1e-30)
     torch.testing.assert_close(ours[0], expected[0])
     torch.testing.assert_close(ours[4:], expected[4:])
@@ -107,7 +107,7 @@ def test_the_gradient_of_empty_rows_may_be_nan(bias_shape):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_two_calls_over_disjoint_keys_merge_exactly(causal):
-    """With lse and its gradient, attention over a part of the keys and over the rest is attention over all."""
+    """With lse and its gradient, attention over two parts of the keys merges to attention over all."""
     query, key, value = (x.double().requires_grad_() for x in inputs(1, 40, 90, 4, 2, 8))
     bias = torch.randn(1, 2, 1, 90, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(40, 90, dtype=torch.bool).tril(50)[None, None] if causal else rand_mask(1, 1, 40, 90)
@@ -154,7 +154,7 @@ def test_a_bias_that_is_constant_along_the_keys_gets_no_gradient_from_out():
 
 
 def test_the_mask_is_never_copied():
-    """A mask whose rows overlap in memory: 2^22 elements in the place of 2^12."""
+    """A mask whose rows overlap in memory: 2^22 elements in 2^12 bytes."""
     query, key, value = inputs(1, 1 << 11, 1 << 11, 1, 1, 8)
     mask = torch.ones(1 << 12, dtype=torch.bool).as_strided((1, 1, 1 << 11, 1 << 11), (0, 0, 1, 1))
     assert torch.equal(flash_dmattn_func(query, key, value, mask), flash_dmattn_func(query, key, value))
@@ -165,7 +165,7 @@ def test_the_mask_is_never_copied():
 @pytest.mark.parametrize("bias_rows", [None, 1, 300], ids=["no bias", "key bias", "dense bias"])
 @pytest.mark.parametrize("kind", ["causal", "documents", "mask", "bias"])
 def test_a_nan_row_reaches_only_the_keys_that_it_sees(kind, bias_rows, softcap, sparse):
-    """Of query and of the output's gradient; keys that other rows see in the same tile are as they were."""
+    """A row of query and a row of dout hold NaN; keys of the same block that only other rows see are unaffected."""
     query, key, value = inputs(1, 300, 300, 2, 1, 16)
     visible = torch.zeros(300, 300, dtype=torch.bool)
     visible[:130, :130] = visible[130:, 130:] = True
@@ -195,7 +195,7 @@ def test_a_nan_row_reaches_only_the_keys_that_it_sees(kind, bias_rows, softcap, 
     hit = hit | torch.ones(300, 300, dtype=torch.bool).tril()[201] if kind == "causal" else hit
     _, _, dq, dk, dv, *dbias = gradients(200)
     _, _, clean_dq, clean_dk, clean_dv, *clean_dbias = gradients(None)
-    # Where NaN was met, sums are taken in another order.
+    # Beside NaN, sums are taken in another order.
     rounding = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(dq[:, others], clean_dq[:, others], **rounding)
     for ours, clean in ((dk, clean_dk), (dv, clean_dv)):
@@ -210,7 +210,7 @@ def test_a_nan_row_reaches_only_the_keys_that_it_sees(kind, bias_rows, softcap, 
 @pytest.mark.parametrize("seqlen", [1, 127, 129, 257, 385, 513])
 @pytest.mark.parametrize("scale", [300, 3000])
 def test_scores_of_a_hundred_thousand_and_more(scale, seqlen, causal):
-    """The backward makes of such scores the same p as the forward did: at least as near as PyTorch's own attention."""
+    """The backward recomputes the p of the forward from such scores, at least as exactly as PyTorch's attention."""
     query, key, value = inputs(2, seqlen, seqlen, 2, 2, 64)
     tensors, dout = (query * scale, key * scale, value), torch.randn_like(query)
 
@@ -230,6 +230,6 @@ def test_scores_of_a_hundred_thousand_and_more(scale, seqlen, causal):
         ours = outputs(flash_dmattn_func, tensors, attn_mask=mask, sparse=sparse)
         for name, x, true, *others in zip(("out", "dq", "dk", "dv"), ours, exact, *peers):
             off, *others_off = ((y - true).abs().max().item() for y in (x, *others))
-            # Of one key p is 1 and ds is nothing but the rounding of <do, v> times a key of that size.
+            # With one key p is 1, and ds is the rounding error of <do, v>, multiplied by a key of that size.
             slack = 1e-6 if name in ("out", "dv") else 1e-5 * scale
             assert off <= 2 * max(others_off) + slack, f"{sparse}: {name} is off by {off:.1e}, others by {others_off}"

@@ -1,4 +1,4 @@
-"""Masks and biases whose batch dimension is B/n: n batch elements that follow each other share an entry."""
+"""Masks and biases whose batch dimension is B/n: n consecutive batch elements share an entry."""
 
 import functools
 
@@ -35,7 +35,7 @@ def expanded(pairs):
     return None if pairs is None else pairs.repeat_interleave(BATCH // pairs.shape[0], dim=0)
 
 
-def test_expand_shared_says_which_elements_share():
+def test_expand_shared_repeats_entries():
     pairs = torch.arange(6).view(3, 2, 1, 1)
     assert (
         expand_shared(pairs, 6, 4)[:, :, 0, 0].tolist() == [[0, 0, 1, 1]] * 2 + [[2, 2, 3, 3]] * 2 + [[4, 4, 5, 5]] * 2
@@ -47,8 +47,8 @@ def test_expand_shared_says_which_elements_share():
 @pytest.mark.parametrize("batches", [3, 2])
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("rows", [ROWS, 1])
-def test_the_same_as_one_for_each(function, batches, heads, rows):
-    """Against an entry for each batch element, whose gradients are then summed."""
+def test_a_shared_entry_equals_a_copy_for_each_batch_element(function, batches, heads, rows):
+    """The gradient of a shared entry is the sum over the batch elements that share it."""
     dtype = torch.float32 if function == "triton" else torch.float64
     tensors = tensors_of(dtype)
     bias = torch.randn(batches, heads, rows, KEYS, dtype=dtype)
@@ -64,7 +64,7 @@ def test_the_same_as_one_for_each(function, batches, heads, rows):
 
 @pytest.mark.parametrize("rows", [ROWS, 1])
 def test_no_batch_elements(rows):
-    """Nobody shares them: 0 for each of two entries, with a gradient of its shape."""
+    """No batch element shares the two entries: their gradient is 0."""
     tensors = [x.requires_grad_() for x in inputs(0, rows, KEYS, HEADS, KV_HEADS, 16)]
     bias = torch.randn(2, 2, rows, KEYS, requires_grad=True)
     out = flash_dmattn_func(*tensors, rand_mask(2, 1, rows, KEYS), bias)
@@ -95,7 +95,7 @@ def test_tiles_and_lists(dtype, sparse, batches, rows):
 
 
 def test_many_tiles():
-    """More than one tile of rows and of keys, and more batch elements than there are threads for."""
+    """Several blocks of rows and keys, and more batch elements than threads."""
     tensors = inputs(8, 300, 1100, 2, 1, 16)
     check(tensors, rand_mask(2, 1, 1, 1100), torch.randn(4, 2, 300, 1100))
 
@@ -152,7 +152,7 @@ def test_vmap_is_one_call(pairs, monkeypatch):
 
 
 def test_compiled_for_every_batch_size():
-    """One graph for a batch of N rows each, whatever B and N are."""
+    """One graph for any B and n."""
 
     def loss(query, key, value, mask, bias):
         return flash_dmattn_func(query, key, value, mask, bias).square().sum()
@@ -177,7 +177,7 @@ def test_create_mask():
     assert alone.shape[0] == 3 and alone.sum(-1).eq(8).all()
 
 
-def test_what_does_not_divide_is_refused():
+def test_numbers_of_entries_that_do_not_divide_the_batch_are_refused():
     tensors = tensors_of(torch.float32)
     for batches in (4, 5, 12):
         message = rf"dimension 0 must be 1 or 6 or divide 6, got shape \({batches}, 1, 1, 83\)"

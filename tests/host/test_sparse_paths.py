@@ -1,4 +1,4 @@
-"""Interval masks and key lists through every kernel path of the CPU, against the reference with the same mask dense."""
+"""Interval masks and key lists on the CPU: garbage, window_size, expanded masks, compile, other backends."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ NAN = float("nan")
 
 
 def by(sparse):
-    """flash_dmattn_func by tiles or by lists."""
+    """flash_dmattn_func with this argument `sparse`."""
 
     def function(*args, **options):
         return flash_dmattn_func(*args, **options, sparse=sparse)
@@ -45,7 +45,7 @@ def mask_of(kind, batch, heads, seqlen_q, seqlen_k):
     return rand_mask(batch, heads, 1, seqlen_k, visible=0.4)
 
 
-# Bool masks and key masks by tiles are what the other tests are about.
+# Dense blocks with bool masks are in other files.
 PATHS = {
     "intervals by tiles": ("intervals", "tiles"),
     "intervals by lists": ("intervals", "lists"),
@@ -60,7 +60,7 @@ every_list = pytest.mark.parametrize("kind", ["intervals", "bool", "key"])
 @pytest.mark.parametrize("garbage", [NAN, float("inf")])
 @pytest.mark.parametrize("bias_rows", [1, 300], ids=["key", "dense"])
 def test_garbage_that_no_row_sees_reaches_nothing(bias_rows, garbage, kind, sparse):
-    """In a list of 128 rows a key stands that most of them do not see: of it, too, they must not notice anything."""
+    """A list of 128 rows holds keys that most of its rows do not see: they do not affect these rows."""
     query, key, value = inputs(1, 300, 300, 4, 2, 16)
     mask = mask_of(kind, 1, 1, 300, 300)
     bias = torch.randn(1, 2, bias_rows, 300)
@@ -92,8 +92,8 @@ def test_no_keys_of_variable_length(rows):
 
 
 @every_path
-def test_lists_of_uneven_length(kind, sparse):
-    """One tile of rows sees everything, one nothing, the others a key each."""
+def test_lists_of_different_lengths(kind, sparse):
+    """One row block sees everything, one nothing, the others one key."""
     if kind == "intervals":
         start = torch.zeros(1, 1, 700, dtype=torch.int32)
         end = torch.full_like(start, 128)
@@ -176,7 +176,7 @@ def test_an_expanded_mask_reaches_the_kernels_as_it_was(shape, expected, monkeyp
     out = flash_dmattn_func(*tensors, mask.expand(2, 4, 60, 70), sparse="tiles")
     assert seen == [expected]
     assert torch.equal(out, flash_dmattn_func(*tensors, mask, sparse="tiles"))
-    # A key dimension stays, whatever its stride.
+    # The key dimension is not collapsed.
     flash_dmattn_func(*tensors, torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 4, 60, 70), sparse="tiles")
     assert seen[-1] == (1, 1, 1, 70)
 

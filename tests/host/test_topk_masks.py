@@ -15,7 +15,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def rand_bias(shape, dtype, generator):
-    """Of few different values, so that there are ties; one of them is -inf."""
+    """A bias of few different values, so that there are ties; one of them is -inf."""
     values = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 0.25, 3.0], dtype=dtype)
     return values[torch.randint(0, len(values), shape, generator=generator)]
 
@@ -36,7 +36,7 @@ def brute_force_topk(bias, window_size, seqlen_q=None):
 
 
 def most_keys_of_rows(dense, n):
-    """How many keys n rows that follow each other see together, at most."""
+    """The largest number of keys that n consecutive rows see together."""
     rows = dense.shape[2]
     return max(dense[:, :, i : i + n].any(dim=2).sum(dim=-1).max().item() for i in range(max(rows - n, 0) + 1))
 
@@ -143,7 +143,7 @@ def test_topk_compiles_as_one_graph():
 
 
 def same_rows(a, b, rows):
-    """The end may be anything up to the start where no row sees a key, and anything beyond the last row."""
+    """Whether rows see the same keys: ends before the start and ends beyond the last row are equivalent."""
     ends = [mask.end.clamp(max=rows).maximum(mask.start) for mask in (a, b)]
     return torch.equal(a.start, b.start) and torch.equal(*ends)
 
@@ -168,7 +168,7 @@ def test_topk_on_cuda_is_topk_on_the_cpu(dtype, keys):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 33, 4095, 4096, 4097, 8192, 100_003, 2**20, 2**20 + 5])
 def test_prefixes_of_a_permutation_on_cuda(size):
-    """Queries anywhere, not only those of topk."""
+    """Queries at random prefixes, not only those of topk."""
     values = torch.randperm(size, dtype=torch.int32)
     last = torch.randint(size, (777,), dtype=torch.int32)
     wanted = (last * torch.rand(777)).int()

@@ -103,7 +103,7 @@ def test_vmap_and_gradients_of_each_call(case, dim):
         each.append(grad(total(reference), wanted)(*one))
     assert_all_close(ours, map(torch.stack, zip(*each)))
 
-    # The other way round: one gradient through all calls.
+    # grad of vmap: one gradient through all calls.
     leaves = [x for i, x in enumerate(arguments) if i in wanted]
 
     def through(function):

@@ -1,4 +1,4 @@
-"""The Triton backend against the float64 reference: on a GPU where there is one, else in Triton's interpreter."""
+"""The Triton backend against the float64 reference: on a GPU if one is available, else in Triton's interpreter."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from flash_dmattn.backends import triton as backend  # noqa: E402
 pytestmark = pytest.mark.skipif(backend.why_unavailable() is not None, reason=str(backend.why_unavailable()))
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Several tiles either way, none of them whole at the end.
+# Several blocks of rows and keys; the last ones are partial.
 LONG, LONGER = (300, 417) if DEVICE == "cuda" else (70, 93)
 PLAIN = {"softmax_scale": 0.2, "is_causal": False, "softcap": 0.0, "deterministic": True}
 
@@ -89,7 +89,7 @@ def test_bias_of_several_tiles(rows, heads):
 
 
 def test_float32_key_bias():
-    """It is not rounded to the query's dtype, and neither is its gradient."""
+    """Neither the bias nor its gradient is rounded to the query's dtype."""
     tensors = inputs(dtype=torch.bfloat16, seqlen_k=64)
     bias = 8 + randn(1, 1, 1, 64) / 64  # bfloat16 would keep about none of the differences
     *_, dbias = check(tensors, bias=bias)
@@ -98,13 +98,13 @@ def test_float32_key_bias():
 
 
 def test_key_mask_and_key_bias():
-    """Kept as one row for the tile; with causality it becomes a tile of its own."""
+    """Without causality the kernel keeps one row for a block, with causality a whole block."""
     for causal in (False, True):
         check(inputs(), rand_mask(1, 1, 1, LONGER), randn(1, 2, 1, LONGER), causal=causal)
 
 
 def test_expanded_bias():
-    """A caller's expand has stride 0 but its full shape, hence a gradient for each element."""
+    """An expanded bias has stride 0 but its full shape, and a gradient for each element."""
     tensors = inputs(batch=2, seqlen_q=9, seqlen_k=20)
     *_, dbias = check(tensors, bias=randn(1, 1, 9, 20).expand(2, 2, 9, 20))
     assert not torch.equal(dbias[0], dbias[1])
@@ -147,7 +147,7 @@ def test_gradient_of_empty_rows_may_be_nan():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, LONG])
 def test_a_bias_that_hides(rows, dtype, by):
-    """Such a pair is as invisible as a masked one."""
+    """A score that the bias hides equals a masked score."""
     tensors = inputs(dtype=dtype)
     shown, hidden = randn(1, 1, rows, LONGER, dtype=dtype), rand_mask(1, 1, rows, LONGER)
     hidden[..., 5:6, :] |= rows > 1
@@ -169,7 +169,7 @@ def test_a_bias_hides_by_its_own_dtype():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_very_negative_bias(dtype):
-    """Half the least finite number leaves a pair visible, and overflows nothing."""
+    """Half the least finite number hides nothing and does not overflow."""
     bias = randn(1, 1, 20, 30, dtype=dtype)
     bias[..., ::2] = torch.finfo(dtype).min / 2
     check(inputs(seqlen_q=20, seqlen_k=30, dtype=dtype), bias=bias)
@@ -188,7 +188,7 @@ def poisoned_allocations():
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("mask_rows, bias_heads, bias_rows", [(LONG, 2, LONG), (LONG, 1, LONG), (1, 1, 1)])
 def test_poisoned_surroundings(poisoned_allocations, causal, mask_rows, bias_heads, bias_rows):
-    """NaN around every tensor and in what starts uninitialized, and `visible` all around the mask."""
+    """NaN surrounds every tensor and fills uninitialized memory; True surrounds the mask."""
     tensors = [surrounded(x, torch.nan) for x in inputs(head_dim=40)]
     mask = surrounded(rand_mask(1, 2, mask_rows, LONGER), True)
     bias = surrounded(randn(1, bias_heads, bias_rows, LONGER), torch.nan)
@@ -215,13 +215,13 @@ def test_sums_over_many_rows():
 
 
 @pytest.mark.parametrize("hidden_by", ["key mask", "mask", "key bias", "bias", "causal"])
-def test_nan_in_keys_nobody_sees(hidden_by):
+def test_hidden_keys_may_hold_nan(hidden_by):
     seqlen_q = LONGER if hidden_by == "causal" else LONG
     query, key, value = inputs(seqlen_q=seqlen_q)
     seen = torch.arange(LONGER, device=DEVICE) < LONG - 3
     mask = bias = None
     if hidden_by == "causal":
-        mask = seen[None, None, :, None]  # only those rows are left that see keys up to their own number
+        mask = seen[None, None, :, None]  # hides the rows that would see NaN keys
     elif hidden_by.endswith("mask"):
         mask = seen.expand(1, 1, 1 if hidden_by == "key mask" else LONG, LONGER)
     else:
@@ -232,7 +232,7 @@ def test_nan_in_keys_nobody_sees(hidden_by):
     assert (dk[:, ~seen] == 0).all() and (dv[:, ~seen] == 0).all()
 
 
-def test_nan_in_rows_that_see_nothing():
+def test_rows_that_see_nothing_may_hold_nan():
     query, key, value = inputs()
     sees = torch.arange(LONG, device=DEVICE) < LONG - 9
     query[:, ~sees] = torch.nan
@@ -285,7 +285,7 @@ def test_bitwise_reproducible():
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs the memory and the speed of a GPU")
 @takes_gpu_memory(6)
-def test_offsets_past_32_bits():
+def test_a_mask_of_more_than_2_31_elements():
     """A mask of more than 2^31 elements."""
     seqlen = 46400
     query, key, value = inputs(seqlen_q=seqlen, seqlen_k=seqlen, heads=1, dtype=torch.float16)
@@ -357,7 +357,7 @@ def test_tiles_for_every_head_dimension():
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter needs it")
-def test_an_interpreter_that_does_not_work_here(monkeypatch):
+def test_a_broken_interpreter_is_reported(monkeypatch):
     class Broken:
         def __getitem__(self, grid):
             raise TypeError("only 0-dimensional arrays can be converted")

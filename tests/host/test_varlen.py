@@ -1,4 +1,4 @@
-"""Sequences of different lengths against one call of fixed length for each."""
+"""Packed sequences: packed forms, padding helpers, memory, invalid lengths."""
 
 import pytest
 import torch
@@ -42,8 +42,8 @@ def test_probabilities():
     assert (probs[1, :, :, 2:] == 0).all() and (probs[0, :, 3:] == 0).all()
 
 
-def test_unpadded_is_as_padded():
-    """The whole way of a padded batch: unpad, attend, pad."""
+def test_unpadded_equals_padded():
+    """A padded batch through unpad_input, attention and pad_input."""
     hidden = torch.randn(3, 50, 2, 16)
     real = torch.arange(50) < torch.tensor([[50], [0], [17]])
     tokens, indices, cu_seqlens, longest = unpad_input(hidden, real.long())
@@ -106,7 +106,7 @@ def test_padding_of_batches_that_hold_nothing(shape):
     assert torch.equal(pad_input(tokens, indices, *shape), torch.zeros(*shape, 3))
 
 
-def test_the_backward_takes_memory_for_the_rows_that_there_are():
+def test_the_backward_allocates_for_existing_rows_only():
     """A long sequence beside many short ones: [sequences, longest, D] would be 839 GB."""
     longest, sequences = 1 << 14, 200_000
     cu_q = torch.cat([torch.tensor([0]), longest + torch.arange(sequences)]).int()
@@ -161,7 +161,7 @@ WRONG = {
 @pytest.mark.parametrize("which", ["q", "k"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_sequences_are_refused_in_a_graph_too(wrong, which, how):
-    """Where nothing looks while it is traced, the operators do when they run."""
+    """Tracing does not check the lengths; the operators do when they run."""
     values, longest, message = WRONG[wrong]
     right, wrong = torch.tensor([0, 8, 20], dtype=torch.int32), torch.tensor(values, dtype=torch.int32)
     cu = (wrong, right) if which == "q" else (right, wrong)
@@ -173,7 +173,7 @@ def test_wrong_sequences_are_refused_in_a_graph_too(wrong, which, how):
     def layer(rows, cu_q, cu_k):
         return flash_dmattn_varlen_func(rows, rows, rows, mask, bias, cu_q, cu_k, longest, longest, **options)
 
-    # A selection among keys that are not there may fail before.
+    # The key selection may fail first.
     expected = (Exception, None) if how == "window_size" else (ValueError, message)
     with pytest.raises(expected[0], match=expected[1]):
         layer(rows, *cu)

@@ -15,7 +15,7 @@ from flash_dmattn.integrations.transformers import register, use_flash_dmattn  #
 
 register()
 VOCABULARY, BATCH, SEQLEN = 96, 2, 21
-WINDOW = 5  # of the models that have one
+WINDOW = 5  # the window size of models with a sliding window
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "pad_token_id": 0}
 GROUPED = SIZES | {"num_key_value_heads": 2}
@@ -37,7 +37,7 @@ MODELS = {
     ),
     "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": WINDOW}),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5 | {"dropout_rate": 0.0, "decoder_start_token_id": 0}),
-    # Its decoder's layers say that they are not causal.
+    # The layers of its decoder have is_causal=False.
     "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", T5 | {"dropout_rate": 0.0, "decoder_start_token_id": 0}),
     "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
     "gpt_oss": (
@@ -46,7 +46,7 @@ MODELS = {
         GROUPED | {"head_dim": 8, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "doge": ("DogeForCausalLM", "DogeConfig", GROUPED | {"keep_window_size": 6}),
-    # Different head dimensions of key and value; and keys that an indexer chooses.
+    # Key and value have different head dimensions, and an indexer selects the keys.
     "deepseek_v32": (
         "DeepseekV32ForCausalLM",
         "DeepseekV32Config",
@@ -66,7 +66,7 @@ def build(name, **changes):
     config = getattr(transformers, config_class)(**sizes | changes)
     model = getattr(transformers, model_class)._from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():  # those too that are 0 or 1 at first, as Doge's A and GPT-OSS's sinks
+    for parameter in model.parameters():  # including those that start as 0 or 1, as Doge's A and GPT-OSS's sinks
         with torch.no_grad():
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     return model
@@ -89,7 +89,7 @@ def padding(side, batch=BATCH, seqlen=SEQLEN):
 
 
 def labels_of(name, ids, real):
-    """Labels for what is no padding; a decoder's row predicts the token after it."""
+    """Labels for real tokens; a decoder's row predicts the next token."""
     labels = ids.masked_fill(real == 0, -100)
     if name in DECODERS:  # no row of padding predicts
         labels[:, 1:] = labels[:, 1:].masked_fill(real[:, :-1] == 0, -100)
@@ -101,7 +101,7 @@ def step(model, **batch):
     model.zero_grad()
     out = model(**batch)
     out.loss.backward()
-    # Copies: a model that moves takes its gradients along.
+    # Copies, since a model that moves to another device moves its gradients.
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     return out.logits.detach(), out.loss.detach(), gradients
 
@@ -109,7 +109,7 @@ def step(model, **batch):
 def assert_same_step(ours, eager, rows):
     torch.testing.assert_close(ours[0][rows], eager[0][rows], rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(ours[1], eager[1], rtol=1e-5, atol=1e-5)
-    # Of all gradients together: that of a bias of keys is 0 but for rounding.
+    # Relative to all gradients: that of a key projection's bias is 0 up to rounding.
     largest = max(grad.abs().max() for grad in eager[2].values() if grad is not None)
     assert largest > 0
     for name, expected in eager[2].items():

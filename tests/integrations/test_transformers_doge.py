@@ -31,7 +31,7 @@ from flash_dmattn.integrations.transformers import use_flash_dmattn  # noqa: E40
 
 
 def test_doge_on_the_interface_alone():
-    """Without use_flash_dmattn Doge's own S x S bias goes to the kernels."""
+    """Without use_flash_dmattn the kernels get Doge's own S x S bias."""
     model, ids = build("doge"), tokens()
     registered = copy.deepcopy(model)
     registered.set_attn_implementation("flash_dmattn")
@@ -41,7 +41,7 @@ def test_doge_on_the_interface_alone():
         assert_same_step(step(registered, **batch), step(model, **batch), rows)
 
 
-def test_doge_goes_back_and_forth():
+def test_doge_switches_back_and_forth():
     model, ids = build("doge"), tokens()
     expected = model(ids).logits
     ours = switched(model)
@@ -58,14 +58,14 @@ def test_doge_goes_back_and_forth():
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("window", [3, 6, 9])
 def test_doge_with_a_sliding_window(window, side):
-    """Of 6 keys that are kept: where the window has more, keys that drop out may return."""
+    """Doge keeps 6 keys: in a larger sliding window, evicted keys may return."""
     model, ids, real = build("doge", sliding_window=window), tokens(), padding(side)
     batch = {"input_ids": ids, "attention_mask": real, "labels": labels_of("doge", ids, real)}
     assert_same_step(step(switched(model), **batch), step(model, **batch), real.bool())
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
-def test_doge_with_a_mask_of_pairs(kind):
+def test_doge_with_a_dense_mask(kind):
     model, ids = build("doge"), tokens()
     visible = rand_mask(BATCH, 1, SEQLEN, SEQLEN) | torch.eye(SEQLEN, dtype=torch.bool)
     mask = visible if kind == "bool" else torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min)
@@ -74,7 +74,7 @@ def test_doge_with_a_mask_of_pairs(kind):
     )
 
 
-def test_doge_packed_is_a_choice_within_each_document():
+def test_doge_selects_keys_within_each_packed_document():
     documents = torch.tensor([[0] * 9 + [1] * 4 + [2] * 8])
     bias = torch.randn(2, 3, 1, 21)
     bias[:, :, :, 5] = bias[:, :, :, 3]  # the later of equal ones
@@ -118,7 +118,7 @@ def test_doge_goes_on_with_a_cache_that_eager_began():
 
 
 def test_doge_with_a_cache_that_is_cut():
-    """Assisted generation throws tokens away: the bias must go with them."""
+    """Assisted generation drops tokens from the cache, and their biases with them."""
     model, ids = switched(build("doge")).eval(), tokens()
     past = DynamicCache(config=model.config)
     with torch.no_grad():

@@ -32,14 +32,14 @@ PATTERNS = {
     "chunks behind padding": masking_utils.chunked_causal_mask_function(64, torch.tensor([2, 0])),
 }
 PADDINGS = ["", "all real", "left", "right", "beyond"]
-# transformers counts chunks from where the padding ends.
+# transformers counts chunks from the end of the padding.
 SEEN = [(name, padded) for name in PATTERNS for padded in PADDINGS if "behind" not in name or padded == "left"]
 
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("sizes", list(offsets()), ids=str)
 @pytest.mark.parametrize(("pattern", "padded"), SEEN)
-def test_visible_keys_are_those_of_the_mask_of_pairs(pattern, sizes, padded, gradients):
+def test_visible_keys_equal_the_dense_mask(pattern, sizes, padded, gradients):
     q_length, kv_length, q_offset, kv_offset = sizes
     seen = int(q_offset) + q_length
     real = None
@@ -57,18 +57,18 @@ def test_visible_keys_are_those_of_the_mask_of_pairs(pattern, sizes, padded, gra
     torch.testing.assert_close(visible.to_dense(), expected)
     assert visible.cache_seqlens is None or not gradients
 
-    # What goes to the kernels.
+    # The kernels see the same keys.
     query, key, value = inputs(BATCH, q_length, kv_length, 2, 2, 8)
     by_head = [rearrange(x, "b s h d -> b h s d") for x in (query, key, value)]
-    layer = SimpleNamespace(is_causal="both" in pattern)  # wrong, as in some models: the mask says it
+    layer = SimpleNamespace(is_causal="both" in pattern)  # wrong, as in some models: the mask decides
     with torch.no_grad():
         exact = flash_dmattn_func_auto("reference")(query, key, value, expected)
         torch.testing.assert_close(attention(layer, *by_head, visible)[0], exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", DECODERS[:-1])
-def test_no_mask_of_pairs_is_made(name, monkeypatch):
-    """Of deepseek_v32, whose indexer computes with the mask, one is."""
+def test_no_dense_mask_is_built(name, monkeypatch):
+    """deepseek_v32 is left out: its indexer computes with the dense mask."""
     model, ids = switched(build(name)), tokens()
     monkeypatch.setattr(KeyIntervalMask, "to_dense", lambda *_: pytest.fail("a mask of pairs"))
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda *_, **__: pytest.fail("a mask of pairs"))
@@ -80,7 +80,7 @@ def test_no_mask_of_pairs_is_made(name, monkeypatch):
         model.generate(ids, attention_mask=padding("left"), do_sample=False, **options)
 
 
-def test_what_is_no_pattern_is_a_mask_of_pairs():
+def test_other_patterns_become_a_dense_mask():
     either = masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: (q < 4) & (k < 4))
     call = {"batch_size": BATCH, "q_length": 9, "kv_length": 9, "mask_function": either}
     mask = visible_keys_mask(**call)
@@ -95,7 +95,7 @@ def test_what_is_no_pattern_is_a_mask_of_pairs():
     assert isinstance(visible_keys_mask(**call | {"mask_function": twice}), torch.Tensor)
 
 
-def test_visible_keys_are_a_tensor_to_those_who_compute_with_them():
+def test_visible_keys_behave_as_a_bool_tensor():
     visible = visible_keys_mask(BATCH, q_length=4, kv_length=6, q_offset=2)
     dense = visible.to_dense()
     assert visible.dtype == torch.bool and visible.ndim == 4 and len(visible) == BATCH and visible.size(3) == 6
@@ -138,7 +138,7 @@ def test_additive_masks_and_position_biases(shape):
 
 
 def test_layers_share_the_copy_of_a_position_bias():
-    """T5 gives all layers one bias, with the heads innermost: it is kept for the backward once."""
+    """T5 passes all layers one bias, with the heads innermost: the backward keeps one copy."""
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=11, heads=4, kv_heads=2)
     weights = torch.randn(9, 11, 4, requires_grad=True)
 
@@ -164,7 +164,7 @@ def test_layers_share_the_copy_of_a_position_bias():
         before = call(shared)
         shared.mul_(0)
         assert not torch.equal(call(shared), before)
-    torch.testing.assert_close(call(shared), call(None))  # the copy was of what it had been
+    torch.testing.assert_close(call(shared), call(None))  # the copy is not stale
 
 
 def test_an_additive_mask_in_another_dtype_hides():
@@ -198,8 +198,8 @@ def test_sinks_take_part_of_the_softmax():
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
 
 
-def test_a_sink_that_takes_nothing():
-    """-inf beside a row that sees nothing is no NaN."""
+def test_a_sink_of_minus_infinity():
+    """A sink of -inf and a row that sees nothing produce no NaN."""
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=9, heads=4, kv_heads=2)
     visible = torch.ones(9, 9, dtype=torch.bool).tril(-1)[None, None]
     leaves = [x.requires_grad_() for x in (*tensors, torch.full((4,), -torch.inf))]

@@ -36,7 +36,7 @@ from flash_dmattn.integrations.visible_keys import require_version  # noqa: E402
     ],
     ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
 )
-def test_what_cannot_be_served_is_refused(options, says):
+def test_unsupported_arguments_are_refused(options, says):
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=9)
     with pytest.raises(ValueError, match=says):
         attention(layer, *tensors, **{"attention_mask": None, **options})
@@ -44,8 +44,8 @@ def test_what_cannot_be_served_is_refused(options, says):
 
 
 @pytest.mark.parametrize("mask", [torch.ones(2, 1, 9, 9, dtype=torch.long), torch.ones(2, 9)], ids=lambda x: x.ndim)
-def test_a_mask_that_could_mean_either_is_refused(mask):
-    """Integers of four dimensions, or floating numbers of two: 1 may be visible, or added."""
+def test_ambiguous_masks_are_refused(mask):
+    """Integers of 4 dimensions and floats of 2: a 1 could mean visible, or be added."""
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=9)
     with pytest.raises(TypeError, match=f"attention_mask must be .* got {str(mask.dtype)[6:]} of shape"):
         attention(layer, *tensors, mask)
@@ -60,7 +60,7 @@ def test_dropout_of_a_model_is_refused_in_training_only(name):
 
 
 class OwnAttention(nn.Module):
-    """Makes this file one of a model that computes attention itself."""
+    """Marks this file as a model that computes attention itself."""
 
 
 class OwnModel(PreTrainedModel):
@@ -100,7 +100,7 @@ def test_register_is_enough_and_may_be_called_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_name_stays_what_was_asked_for(name):
+def test_the_attention_implementation_keeps_its_name(name):
     """GPT-OSS prefers kernels of the hub to whatever has "flash" in its name; T5 holds three configs."""
     model = switched(build(name))
     for part in model.modules():

@@ -32,7 +32,7 @@ from flash_dmattn.integrations.transformers import attention  # noqa: E402
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_training_step_is_that_of_eager(name, side):
+def test_a_training_step_equals_eager(name, side):
     model, ids, real = build(name), tokens(), padding(side)
     batch = {"input_ids": ids, "attention_mask": real, "labels": labels_of(name, ids, real)}
     rows = slice(None) if name in ENCODER_DECODERS else real.bool()  # their decoders have no padding
@@ -93,14 +93,14 @@ def test_one_graph(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt_oss", "doge"])
-def test_what_a_padding_mask_does_not_reach_is_padding(name):
+def test_keys_beyond_a_padding_mask_are_padding(name):
     model, ids = build(name), tokens()
     short = torch.ones(BATCH, SEQLEN - 5, dtype=torch.long)
     batch = {"input_ids": ids, "attention_mask": short, "labels": ids}
     assert_same_step(step(switched(model), **batch), step(model, **batch), slice(None))
 
 
-def test_packed_under_compile_is_a_mask_of_pairs():
+def test_packed_sequences_compile_with_a_dense_mask():
     model, ids = switched(build("llama")), tokens(1)
     positions = torch.cat([torch.arange(8), torch.arange(SEQLEN - 8)])[None]
     packed = {"position_ids": positions, "use_cache": False}
@@ -114,7 +114,7 @@ def test_packed_under_compile_is_a_mask_of_pairs():
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_on_cuda(name, side):
-    """In bfloat16, as near to float32 as eager is; without Doge's choice, which rounding turns over."""
+    """In bfloat16, as close to float32 as eager is; Doge keeps all keys, since rounding changes its selection."""
     changes = {"keep_window_size": SEQLEN} if name == "doge" else {}
     model, ids, real = build(name, **changes), tokens(), padding(side)
     batch = {"input_ids": ids, "attention_mask": real, "labels": labels_of(name, ids, real)}

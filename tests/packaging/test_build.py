@@ -1,4 +1,4 @@
-"""The package as it is built and shipped."""
+"""The sdist and the wheel: contents, requirements, build without CUDA."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def run(*command, **environment):
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
-    # Of a copy: it is put together within the tree, where another worker may be at the same.
+    # Build from a copy: the build writes into the tree, where another worker may do the same.
     ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "_C.torch")
     tree = shutil.copytree(ROOT, folder / "tree", ignore=ignored)
     done = run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder), str(tree))
@@ -58,7 +58,7 @@ def test_pytorch_and_einops_alone_are_needed_at_run_time(sdist):
 
 @pytest.mark.long
 def test_the_sdist_builds_a_wheel_that_works(sdist, tmp_path):
-    """From the sdist to an installed package, away from the source tree; of the CPU kernels, wherever it runs."""
+    """Builds and installs a wheel with the CPU kernels from the sdist, outside the source tree."""
     done = run(
         *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), str(sdist)),
         MAX_JOBS=str(max(2, len(os.sched_getaffinity(0)))),

@@ -1,4 +1,4 @@
-"""The project for Hugging Face's kernel-builder, as far as it can be told without that."""
+"""The generated project for Hugging Face's kernel-builder, without running the builder."""
 
 import ast
 import re

@@ -163,7 +163,7 @@ def test_the_device_alone():
 
 
 def test_the_demo_runs_on_it(tmp_path):
-    """What `make demo` would run."""
+    """The command line of `make demo`."""
     makefile = Path(flash_dmattn.__file__).parent.parent / "Makefile"
     if not makefile.exists() or shutil.which("make") is None:
         pytest.skip("no source tree, or no make")

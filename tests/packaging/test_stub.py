@@ -1,4 +1,4 @@
-"""flash_dmattn/_C.pyi says of the compiled module what pybind11 says of it in its docstrings."""
+"""flash_dmattn/_C.pyi matches the signatures that pybind11 writes into the docstrings of the compiled module."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""The workflows under .github and what they call: what can be told of them where they do not run."""
+"""The workflows under .github, and the files and commands that they name."""
 
 import re
 import subprocess

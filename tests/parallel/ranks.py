@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """`size` processes of a group, with a GPU each where the backend is NCCL; `run` calls a function in each."""
+    """`size` processes of a group, each with a GPU where the backend is NCCL; `run` calls a function on each."""
 
     def __init__(self, size, backend="gloo", timeout=180):
         self.size = size
@@ -35,14 +35,14 @@ class Ranks:
             os.environ["OMP_NUM_THREADS"] = threads
 
     def run(self, function, *args):
-        """What function(*args) returns on each rank, an exception where it raised one."""
+        """The result of function(*args) on each rank, or a Failure where it raised."""
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
         results = [pickle.loads(pipe.recv_bytes()) for pipe in self.pipes]
         return [Failure(*result) if failed else result for failed, result in results]
 
     def results(self, function, *args):
-        """What it returns on each rank, where none may raise."""
+        """The result of function(*args) on each rank; fails if a rank raised."""
         results = self.run(function, *args)
         for rank, result in enumerate(results):
             assert not isinstance(result, Failure), f"rank {rank}: {result.trace}"

@@ -17,7 +17,7 @@ on_both = pytest.mark.parametrize("ranks", ["two", "four"], indirect=True)
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, of which every process makes the same tensors; whole ones, and `of_rank` their parts."""
+    """A problem whose whole tensors every process makes alike; `of_rank` cuts out the part of a rank."""
 
     lengths: tuple[int, ...]
     batch: int = 1
@@ -27,8 +27,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     bias: tuple | None = None  # its shape, with "S" for the sequence
     bias_dtype: torch.dtype | None = None
-    tied: int = 0  # biases are one of so many numbers; 0: all differ
-    hidden: float = 0.0  # the part of the biases that hide
+    tied: int = 0  # the number of different biases; 0: all differ
+    hidden: float = 0.0  # the fraction of biases that are -inf
     mask: tuple | None = None  # the shape of a bool mask, with "S" for the sequence
     intervals: str | None = None  # of make_intervals
     cu_seqlens: tuple[int, ...] | None = None
@@ -84,7 +84,7 @@ def make_intervals(case, generator):
 
 
 def of_rank(case, whole, dim, rank):
-    """A rank's part of a dimension."""
+    """The part of a rank in one dimension of a tensor."""
     if whole is None or whole.shape[dim] == 1 != case.seqlen:
         return whole
     if case.layout == "zigzag":
@@ -94,7 +94,7 @@ def of_rank(case, whole, dim, rank):
 
 
 def sharded(case, alone=False):
-    """(out, lse, dq, dk, dv, dbias) of this rank, or of a group of this process alone; and what was sent."""
+    """(out, lse, dq, dk, dv, dbias) of this rank, in the world group or alone in a group of one, and its traffic."""
     of_each = [dist.new_group([rank]) for rank in range(dist.get_world_size())] if alone else None
     rank, group = (0, of_each[dist.get_rank()]) if alone else (dist.get_rank(), None)
     rows, mask, bias, dout, dlse = case.make()
@@ -151,7 +151,7 @@ def joined(case, parts):
 
 
 def whole(case, dtype=None):
-    """The same of one process, by the reference."""
+    """(out, lse, dq, dk, dv, dbias) of the reference on one process."""
     rows, mask, bias, dout, dlse = case.make()
     options = dict(case.options)
     for name in ("fixed_shapes", "shard_lengths", "sparse"):
@@ -173,7 +173,7 @@ def whole(case, dtype=None):
 
 
 def varlen_mask(case, mask, bias, options):
-    """bool (1, {H|Hkv|1}, S, S): what packed sequences see, one sequence at a time."""
+    """bool (1, {H|Hkv|1}, S, S): the dense mask of packed sequences."""
     window = options.pop("window_size", None)
     heads = max([1, *(pairs.shape[1] for pairs in (mask, bias) if pairs is not None)])
     visible = torch.zeros(1, heads, case.seqlen, case.seqlen, dtype=torch.bool)
@@ -191,7 +191,7 @@ def varlen_mask(case, mask, bias, options):
 
 
 def check(ranks, case):
-    """Every output and gradient as one process has it; returns the traffic of each rank."""
+    """Asserts that every output and gradient equals one process's; returns the traffic of each rank."""
     results, traffic = zip(*ranks.results(sharded, case))
     ours = joined(case, results)
     exact = whole(case, torch.float64)

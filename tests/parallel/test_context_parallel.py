@@ -23,7 +23,7 @@ def nothing(batch, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"window_size": 3, "fixed_shapes": False}])
-def test_nothing_to_attend_to(two, options):
+def test_empty_batches_and_shards(two, options):
     for batch in (0, 2):
         assert two.results(partial(nothing, batch, **options)) == [True, True]
 
@@ -75,11 +75,11 @@ def test_intervals(ranks, even, is_causal, intervals, bias):
         {"bias": (2, 1, 1, "S"), "mask": (4, 2, "S", "S")},
     ],
 )
-def test_batches_that_share(ranks, problem):
+def test_masks_and_biases_shared_by_batch_elements(ranks, problem):
     check(ranks, Case(lengths_for(ranks), batch=4, heads=4, kv_heads=2, **problem))
 
 
-PACKED = {  # by how many ranks there are
+PACKED = {  # by the number of ranks
     2: {True: (0, 7, 7, 30, 48), False: (0, 37, 57)},
     4: {True: (0, 3, 60, 61, 96), False: (0, 37, 42, 42, 50, 72)},
 }
@@ -118,7 +118,7 @@ DENSE = [
 
 
 def of_portions(case, portion_bytes):
-    """`sharded`, with so many bytes of keys and values gathered at once."""
+    """`sharded`, gathering `portion_bytes` of keys and values at once."""
     from flash_dmattn.parallel import dense
 
     usual, dense.PORTION_BYTES = dense.PORTION_BYTES, portion_bytes
@@ -147,7 +147,7 @@ def test_dense(ranks, layout, is_causal, problem):
 
 @on_both
 def test_portions(ranks):
-    """Heads one by one and all together: the same."""
+    """Gathering head by head and all heads at once give the same results."""
     sizes = {"batch": 1, "heads": 8, "kv_heads": 4}
     for problem in (
         {},

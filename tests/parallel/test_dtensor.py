@@ -10,7 +10,7 @@ pytestmark = pytest.mark.xdist_group("ranks")  # the processes are started by on
 
 
 def over_dtensors(problem, dim, divided_bias):
-    """How far (out, dq, dk, dv, dbias) of DTensors are from those of whole tensors, by default of 2 batch elements."""
+    """The largest difference of (out, dq, dk, dv, dbias) between DTensors and whole tensors; 2 batch elements."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -48,7 +48,7 @@ def over_dtensors(problem, dim, divided_bias):
 
 
 WINDOWED = {"is_causal": True, "window_size": 64}
-# PyTorch 2.11 looks for the ranks' mesh in an operator's first argument alone, which for lists of keys is none.
+# PyTorch 2.11 reads the mesh from an operator's first argument only, which is None for key lists.
 MAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 

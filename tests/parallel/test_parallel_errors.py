@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xdist_group("ranks")  # the processes are started by on
 
 
 def attend(changes, common=()):
-    """A call with what each rank changes of it: shapes of tensors, or options."""
+    """A call whose tensor shapes or options differ by rank."""
     changes = {**dict(common), **changes.get(dist.get_rank(), changes.get("all", {}))}
     sizes = {"query": (1, 8, 4, 8), "key": (1, 8, 2, 8), "value": (1, 8, 2, 8), "attn_bias": None, "attn_mask": None}
     tensors = {}
@@ -60,11 +60,11 @@ REFUSED_BY_ONE = [
 
 
 @pytest.mark.parametrize("change, common, error, message", REFUSED_BY_ONE)
-def test_what_one_rank_refuses_raises_on_all(two, change, common, error, message):
+def test_an_error_on_one_rank_raises_on_all(two, change, common, error, message):
     other, one = two.run(attend, {1: change}, common)
     assert one.kind == error and message in one.message, one
     assert other.kind == "RankError" and "rank 1" in other.message and message in other.message, other
-    assert all(isinstance(shape, torch.Size) for shape in two.run(attend, {}, common))  # and the group goes on
+    assert all(isinstance(shape, torch.Size) for shape in two.run(attend, {}, common))  # the group is still usable
 
 
 REFUSED_BY_ALL = [
@@ -85,7 +85,7 @@ REFUSED_BY_ALL = [
 
 
 @pytest.mark.parametrize("changes, common, message", REFUSED_BY_ALL)
-def test_what_does_not_fit_together_raises_on_all(two, changes, common, message):
+def test_inconsistent_arguments_raise_on_all_ranks(two, changes, common, message):
     for failure in two.run(attend, changes, common):
         assert failure.kind == "ValueError" and message in failure.message, failure
 

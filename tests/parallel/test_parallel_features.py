@@ -11,7 +11,7 @@ pytestmark = pytest.mark.xdist_group("ranks")  # the processes are started by on
 
 
 def checkpointed(case):
-    """Gradients with the forward made once more in the backward, and without."""
+    """Whether gradients with activation checkpointing equal those without."""
     from torch.utils.checkpoint import checkpoint
 
     rank = dist.get_rank()
@@ -39,7 +39,7 @@ def repeated(case):
 
 
 @on_both
-def test_the_same_bits(ranks):
+def test_deterministic_gradients_are_bitwise_reproducible(ranks):
     sizes = {"heads": 4, "kv_heads": 2, "dtype": torch.float32, "bias": (1, 2, 1, "S")}
     for options in ({"window_size": 15}, {}):
         case = Case(lengths_for(ranks, False), options={"is_causal": True, "deterministic": True, **options}, **sizes)
@@ -61,7 +61,7 @@ def test_autocast(two):
 
 
 def compiled():
-    """A graph goes on before and after the call."""
+    """torch.compile makes a graph before and one after the call."""
     rows = [torch.randn(1, 8, 2, 8) for _ in range(3)]
 
     def model(query, key, value):

@@ -95,7 +95,7 @@ def test_the_example_refuses_ranks_that_do_not_fit(two):
 
 
 def heads_over_ranks():
-    """How far the loss and the gradients of the example with its heads over the ranks are from the whole model's."""
+    """The largest differences of loss and gradients between the example with tensor parallelism and the whole model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (

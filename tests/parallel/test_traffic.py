@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xdist_group("ranks")  # the processes are started by on
 
 
 def halo(case, fixed_shapes):
-    """How many keys a head this rank fetches for a window."""
+    """(fetched keys per head, received keys, keys that its rows see per head, shape of the mask) of this rank."""
     from flash_dmattn.parallel.halo import plan_of_selection
     from flash_dmattn.parallel.shards import Shards
 
@@ -23,7 +23,7 @@ def halo(case, fixed_shapes):
         Shards(dist.group.WORLD, case.lengths), bias, case.options["window_size"], None, case.kv_heads, fixed_shapes
     )
     first = sum(case.lengths[:rank])
-    # What the first rows see of other ranks, by the definition of the mask.
+    # Keys of other ranks that rows of this rank see, by the definition of the mask.
     dense = KeyIntervalMask.topk(case.make()[2], case.options["window_size"]).to_dense()
     needed = dense[:, :, first : first + case.lengths[rank], :first].any(dim=2).sum(dim=-1)
     return plan.fetched, sum(plan.to_receive), needed, mask.end.shape
@@ -41,7 +41,7 @@ def test_no_more_keys_are_fetched_than_rows_see(ranks):
 
 
 def check_best_keys(device):
-    """Of more keys those that the last row sees, in order, and hidden ones only where there are no more."""
+    """best_keys returns, sorted, the keys that the last row sees, and hidden keys only where there are no others."""
     from flash_dmattn.parallel.halo import best_keys
 
     generator = torch.Generator().manual_seed(0)

@@ -57,7 +57,7 @@ def new_tensors():
 
 @torch.no_grad()
 def captured():
-    """Whether a CUDA graph gives what the call does, for tensors that came after it was captured."""
+    """Whether the replay of a CUDA graph equals the call, for tensors written after the capture."""
     static = new_tensors()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

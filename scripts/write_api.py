@@ -2,7 +2,7 @@
 
     python scripts/write_api.py
 
-tests/test_docs.py fails where the page is not what this script writes.
+tests/packaging/test_docs.py fails where the page is not what this script writes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@ import gc
 import os
 import time
 
-# The workers of pytest-xdist are the parallelism: each, and every process that its tests start, has its share of the
-# processors. More threads wait for each other in turns. Before torch and NumPy, which read it once.
+# Each pytest-xdist worker, with the processes that its tests start, uses its share of the processors: more threads
+# would wait for each other. torch and NumPy read the variables once, when they are imported.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 if WORKERS > 1:
     THREADS = max(1, len(os.sched_getaffinity(0)) // WORKERS)
@@ -15,12 +15,12 @@ import torch  # noqa: E402
 from filelock import FileLock  # noqa: E402  PyTorch needs it, too
 
 if not torch.cuda.is_available():
-    # Before anything imports Triton, which asks once: its kernels then run in its interpreter.
+    # Triton reads the variable once, when it is imported: without a GPU its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from gpu_inputs import GIB, runs_hopper_kernels  # noqa: E402
 
-CACHE_GIB, PATIENCE = 1, 60  # what a worker may keep between its tests, and seconds to wait for what others hold
+CACHE_GIB, PATIENCE = 1, 60  # GPU memory that a worker may cache between tests; seconds to wait for other processes
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def seed():
 
 
 def pytest_generate_tests(metafunc):
-    """Where two generations of CUDA kernels run, every case that needs a GPU runs on both, and says so in its id."""
+    """Runs each GPU case on the sm80 and on the sm90 kernels where both are available; its id names the kernels."""
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
     if "gpu" in marks and "hopper" not in marks and runs_hopper_kernels():
         metafunc.parametrize("kernels", ["sm80", "sm90"], indirect=True)
@@ -37,13 +37,27 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def kernels(request, monkeypatch):
-    if hasattr(request, "param"):
-        monkeypatch.setenv("FLASH_DMATTN_ARCH", request.param)
+    """Selects the CUDA kernels that the case names, by itself or by its path (conformance/paths.py)."""
+    callspec = getattr(request.node, "callspec", None)
+    path = callspec.params.get("path") if callspec else None
+    if (architecture := getattr(request, "param", None) or getattr(path, "kernels", None)) is not None:
+        monkeypatch.setenv("FLASH_DMATTN_ARCH", architecture)
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """A function that selects the CUDA kernels by name; at first sm90."""
+
+    def use(architecture):
+        monkeypatch.setenv("FLASH_DMATTN_ARCH", architecture)
+
+    use("sm90")
+    return use
 
 
 @pytest.fixture(autouse=True)
 def gpu_memory(request, tmp_path_factory):
-    """For a test that says how much it takes: one at a time, when other processes have given so much back."""
+    """Runs tests marked `gpu_memory` one at a time, and waits until other processes have freed the memory."""
     if (mark := request.node.get_closest_marker("gpu_memory")) is None or not torch.cuda.is_available():
         yield
     else:
@@ -61,7 +75,7 @@ def gpu_memory(request, tmp_path_factory):
 
 
 def free_gib():
-    """Of the GPU's memory, when this process keeps none for later."""
+    """Frees this process's cache and returns the free GPU memory in GiB."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0] / GIB
@@ -69,9 +83,9 @@ def free_gib():
 
 @pytest.fixture
 def poisoned_allocations():
-    """Tensors that start unwritten are full of NaN."""
+    """Fills the memory of new tensors with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3, device="cuda").isnan().all()
+    assert torch.empty(3, device="cuda" if torch.cuda.is_available() else "cpu").isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
 

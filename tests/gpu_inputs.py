@@ -1,18 +1,24 @@
-"""What the tests of the GPU share: its memory, and random inputs there, in bfloat16 unless a test says otherwise."""
+"""Shared by the GPU tests: marks, memory limits, and random inputs on the GPU, in bfloat16 by default."""
 
 import pytest
 import torch
-from helpers import inputs
+from helpers import inputs, rand_mask
 
 from flash_dmattn import KeyIntervalMask, ops
 
 GIB = 2**30
+# The pytestmark of files whose tests need CUDA kernels.
+NEEDS_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ops.cuda_is_built(), reason="flash_dmattn was built without CUDA kernels"),
+]
+CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 def takes_gpu_memory(gib):
-    """Marks a test that takes so much memory: one at a time, skipped where there is less (conftest.py).
+    """Marks a test that allocates so many GiB of GPU memory: it runs alone, and is skipped where less is free.
 
-    The group keeps other workers from waiting for their turn; what lets one at a time go is a lock.
+    A lock (conftest.py) serializes these tests; the group keeps the workers from waiting for the lock.
     """
 
     def mark(test):
@@ -33,12 +39,16 @@ def on_gpu(*args, dtype=torch.bfloat16, **kwargs):
     return inputs(*args, dtype=dtype, device="cuda", **kwargs)
 
 
+def mask_of(*shape, visible=0.6):
+    return rand_mask(*shape, visible=visible, device="cuda")
+
+
 def randn(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def intervals(*shape, rows, longest=None):
-    """Random ones: some empty, some that begin before the first row or end behind the last."""
+    """A random KeyIntervalMask: some intervals are empty, some begin before row 0 or end after the last row."""
     start = torch.randint(-10, rows + 10, shape, device="cuda", dtype=torch.int32)
     length = torch.randint(-5, longest or rows, shape, device="cuda", dtype=torch.int32)
     return KeyIntervalMask(start, start + length)

@@ -1,4 +1,4 @@
-"""What the tests share: inputs, poisoned memory, and the criterion of correctness."""
+"""Shared by the tests: random inputs, poisoned memory, and the criterion of correctness."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import torch
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func, flash_dmattn_func_auto
 
-# The matrix of lengths, and every broadcast of a mask or bias for B = 2, H = 4, Hkv = 2.
+# The matrix of sequence lengths, and every broadcast of a mask or bias for B = 2, H = 4, Hkv = 2.
 LENGTHS = [1, 2, 7, 63, 64, 65, 127, 129, 255, 1000]
 BROADCASTS = list(itertools.product([2, 1], [4, 2, 1], ["Sq", 1], ["Sk", 1]))
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
@@ -22,7 +22,7 @@ def inputs(batch=2, seqlen_q=65, seqlen_k=65, heads=2, kv_heads=2, head_dim=16, 
 
 
 def shaped(broadcast, seqlen_q, seqlen_k):
-    """One of BROADCASTS with its lengths put in."""
+    """The shape of one of BROADCASTS for these sequence lengths."""
     return tuple({"Sq": seqlen_q, "Sk": seqlen_k}.get(size, size) for size in broadcast)
 
 
@@ -31,23 +31,23 @@ def rand_mask(*shape, visible=0.6, device="cpu"):
 
 
 def rand_intervals(*shape, rows, longest=200, device="cpu"):
-    """A KeyIntervalMask of any intervals: empty ones, ones that begin before the first row or end behind the last."""
+    """A KeyIntervalMask of random intervals: some are empty, some begin before row 0, some end after the last row."""
     start = torch.randint(-10, max(rows, 1), shape, dtype=torch.int32, device=device)
     return KeyIntervalMask(start, start + torch.randint(-5, longest, shape, dtype=torch.int32, device=device))
 
 
 def hidden_by(hidden, bias, by):
-    """The bias with what hides, "-inf" or the "least" finite number of its dtype, where `hidden` is True."""
+    """The bias with -inf (by="-inf") or the least finite number of its dtype (by="least") where `hidden` is True."""
     return bias.masked_fill(hidden, -torch.inf if by == "-inf" else torch.finfo(bias.dtype).min)
 
 
 def in_float64(bias):
-    """The bias in float64, where the least finite number of another dtype does not hide: -inf in its place."""
+    """The bias in float64, with -inf in place of the least finite number of its dtype, which hides as well."""
     return bias.double().masked_fill(bias <= torch.finfo(bias.dtype).min, -torch.inf)
 
 
 def surrounded(tensor, fill=torch.nan, margin=4):
-    """The same values as a view into memory that holds `fill` all around, in every dimension."""
+    """A copy of the tensor as a view into memory that holds `fill` on all sides of every dimension."""
     around = torch.full([size + 2 * margin for size in tensor.shape], fill, dtype=tensor.dtype, device=tensor.device)
     view = around[tuple(slice(margin, margin + size) for size in tensor.shape)]
     view.copy_(tensor)
@@ -55,7 +55,7 @@ def surrounded(tensor, fill=torch.nan, margin=4):
 
 
 def run(function, tensors, mask, bias, dout, dlse, **options):
-    """(out, lse, dq, dk, dv, dbias) of a function with the arguments of flash_dmattn_func; no dbias without a bias."""
+    """(out, lse, dq, dk, dv, dbias) of a function with flash_dmattn_func's arguments; no dbias without a bias."""
     leaves = [x.detach().requires_grad_() for x in (*tensors, bias) if x is not None]
     out, lse = function(*leaves[:3], mask, leaves[3] if bias is not None else None, return_lse=True, **options)
     gradients = torch.autograd.grad([out, lse], leaves, [dout.to(out.dtype), dlse.to(lse.dtype)])
@@ -63,7 +63,7 @@ def run(function, tensors, mask, bias, dout, dlse, **options):
 
 
 def assert_close(ours, eager, exact, dtype):
-    """At most twice as far from float64 as the same formula in the tested dtype is; -inf in the same places; no NaN."""
+    """Asserts max|ours - exact| <= 2 max|eager - exact| + SLACK for each output, -inf in the same places and no NaN."""
     for name, x, y, z in zip(NAMES, ours, eager, exact):
         assert x.shape == z.shape, name
         infinite = z.isinf()
@@ -76,16 +76,20 @@ def assert_close(ours, eager, exact, dtype):
             assert off <= limit, f"{name} is off by {off:.2e}, eager by {eager_off:.2e}"
 
 
-def check(tensors, mask=None, bias=None, *, function=flash_dmattn_func, dout=None, **options):
-    """Compares out, lse and every gradient with the reference; returns ours."""
+def check(tensors, mask=None, bias=None, *, function=flash_dmattn_func, dense=None, dout=None, **options):
+    """Compares out, lse and every gradient with the float64 reference, and returns ours.
+
+    `dense` is the mask of the reference, where it is another form of `mask`.
+    """
     query = tensors[0]
     batch, seqlen_q, heads, _ = query.shape
     # Small enough that the rounding of one sum of a thousand terms stays under the criterion's absolute part.
     dout = torch.randn_like(query) / 8 if dout is None else dout
     dlse = torch.randn(batch, heads, seqlen_q, device=query.device) / 8
     ours = run(function, tensors, mask, bias, dout, dlse, **options)
-    eager = run(reference, tensors, mask, bias, dout, dlse, **options)
-    double = [x.double() for x in tensors], mask, None if bias is None else in_float64(bias)
+    dense = mask if dense is None else dense
+    eager = run(reference, tensors, dense, bias, dout, dlse, **options)
+    double = [x.double() for x in tensors], dense, None if bias is None else in_float64(bias)
     exact = run(reference, *double, dout.double(), dlse.double(), **options)
     for name, x, like in zip(NAMES[2:], ours[2:], (*tensors, bias)):
         assert x.dtype == like.dtype, name

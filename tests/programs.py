@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 @contextlib.contextmanager
 def importable(folder):
-    """Within it, scripts of that folder import those beside them."""
+    """A context in which scripts of the folder import each other."""
     sys.path.insert(0, str(ROOT / folder))
     try:
         yield
@@ -21,7 +21,7 @@ def importable(folder):
 
 
 def module_of(script):
-    """As "examples/doge.py"."""
+    """The module of a script such as "examples/doge.py"."""
     folder, name = script.removesuffix(".py").split("/")
     with importable(folder):
         return importlib.import_module(name)
@@ -32,7 +32,7 @@ def command_line(**options):
 
 
 def run_script(script, *arguments, timeout=180):
-    """The subprocess.CompletedProcess of a command, with what it wrote in UTF-8."""
+    """Runs a script as a command; returns the subprocess.CompletedProcess with its output."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, str(ROOT / script), *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=timeout)

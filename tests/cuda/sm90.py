@@ -1,0 +1,73 @@
+"""Shared by the tests of the sm90 kernels: masks, biases, and the names of the kernels that a call launches."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from gpu_inputs import mask_of, randn
+
+from flash_dmattn import flash_dmattn_func
+
+BIASES = pytest.mark.parametrize("pairs", ["none", "key", "dense"])
+
+
+def bias_of(pairs, batch, heads, rows, keys, dtype=torch.bfloat16):
+    return None if pairs == "none" else randn(batch, heads, 1 if pairs == "key" else rows, keys, dtype=dtype)
+
+
+def names_of(call):
+    """The names of the kernels that a call launches, joined."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if "flash_dmattn" in event.name and "kernel" in event.name]
+    if not kernels:
+        pytest.skip("the profiler sees no kernels")
+    return " ".join(kernels)
+
+
+def kernels_of(tensors, mask=None, bias=None, **options):
+    """The names of the kernels of the forward and of the backward."""
+    leaves = [x.requires_grad_() for x in (*tensors, bias) if x is not None]
+    results = []
+    forward = names_of(lambda: results.append(flash_dmattn_func(*tensors, mask, bias, **options)))
+    return forward, names_of(lambda: torch.autograd.grad(results[0], leaves, torch.randn_like(results[0])))
+
+
+def generations(*args, **options):
+    """The architectures of the kernels of the forward and of the backward: sets of "sm80" and "sm90"."""
+    return tuple(set(re.findall("sm[89]0", names)) for names in kernels_of(*args, **options))
+
+
+def hiding_bias(heads, rows, keys, dtype=torch.bfloat16):
+    """A dense bias that hides some rows and scores, with -inf and with the least finite number."""
+    bias = randn(1, heads, rows, keys, dtype=dtype)
+    bias[:, :, rows // 7] = torch.finfo(dtype).min
+    bias[:, :, rows // 5, ::3] = bias[:, :, rows // 3, 1::2] = -torch.inf
+    bias[:, :, rows // 3, ::2] = torch.finfo(dtype).min
+    return bias
+
+
+def key_mask(batch, heads, keys):
+    """A key mask: the first batch element sees nothing, the second only the first third of the keys."""
+    mask = mask_of(batch, heads, 1, keys, visible=0.5)
+    mask[0] = mask[1, ..., keys // 3 :] = False
+    return mask
+
+
+def serves_pairs(*args, **options):
+    """Whether the forward and the backward use the pair bias kernels."""
+    return tuple("pair_" in names for names in kernels_of(*args, **options))
+
+
+def offsets(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], device="cuda", dtype=torch.int32)
+
+
+def distance(ours, others):
+    """The largest difference, relative to the largest number; inf where only one of them is infinite."""
+    apart = torch.where(ours == others, 0, (ours - others).abs())
+    largest = others.masked_fill(others.isinf(), 0).abs().amax()
+    return apart.nan_to_num(torch.inf, torch.inf).amax() / (largest + 2e-3)

@@ -1,0 +1,90 @@
+"""Interval masks in the dense CUDA kernels: block skipping, the tile scheduler, and bounds of lists."""
+
+import itertools
+
+import pytest
+import torch
+from gpu_inputs import CAUSAL, NEEDS_CUDA, intervals, on_gpu, randn
+from helpers import check, rand_mask
+
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func
+
+pytestmark = NEEDS_CUDA
+
+
+def offsets(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], device="cuda", dtype=torch.int32)
+
+
+@CAUSAL
+@pytest.mark.parametrize("bias_shape", [(1, 2, 1, 1000), (1, 1, 1000, 1000)], ids=str)
+def test_blocks_that_are_empty_full_and_mixed(bias_shape, causal):
+    tensors = on_gpu(1, 1000, 1000, 4, 2, 64)
+    documents = KeyIntervalMask.documents(offsets([130, 1, 509, 360]), 1000)
+    window = KeyIntervalMask.sliding_window(1000, 1000, 300, device="cuda")
+    for mask in (documents, window, documents & window):
+        check(tensors, mask, randn(*bias_shape), is_causal=causal, sparse="tiles")
+
+
+# More work tiles than SMs: the dynamic persistent tile scheduler
+
+
+@CAUSAL
+@pytest.mark.parametrize("bias_rows", ["none", "key", "dense"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_more_work_tiles_than_sms_of_all_lengths(head_dim, bias_rows, causal):
+    tensors = on_gpu(2, 600, 4200, 16, 4, head_dim)
+    bias = None if bias_rows == "none" else randn(1, 4, 1 if bias_rows == "key" else 600, 4200)
+    mask = intervals(2, 4, 4200, rows=600, longest=20) if causal else intervals(1, 1, 4200, rows=600)
+    check(tensors, mask, bias, is_causal=causal, sparse="tiles")
+
+
+def test_the_tile_scheduler_restarts_at_every_call_and_replay():
+    tensors = on_gpu(4, 2000, 2000, 16, 4, 128)[:3]
+    lengths = [[700, 1, 99, 1200], [2000, 0, 0, 0], [64, 64, 64, 1808], [1, 1998, 1, 0]]
+    ids = torch.stack([torch.repeat_interleave(torch.arange(4), torch.tensor(x)) for x in lengths]).cuda()
+    masks = [KeyIntervalMask.documents(ids=ids), KeyIntervalMask.documents(ids=ids.flip(0))]
+    mask = KeyIntervalMask(masks[0].start, masks[0].end)  # a copy
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    expected = [flash_dmattn_func(*tensors, m, is_causal=True, sparse="tiles") for m in masks]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        flash_dmattn_func(*tensors, mask, is_causal=True, sparse="tiles")
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        out = flash_dmattn_func(*tensors, mask, is_causal=True, sparse="tiles")
+    for i in (0, 1, 1, 0):
+        mask.start.copy_(masks[i].start)
+        mask.end.copy_(masks[i].end)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected[i])
+        assert torch.equal(flash_dmattn_func(*tensors, masks[i], is_causal=True, sparse="tiles"), expected[i])
+
+
+@CAUSAL
+def test_lists_equal_those_of_the_cpu(causal):
+    bias = torch.randn(2, 2, 3000).cuda()
+    for mask in (KeyIntervalMask.topk(bias, 100), rand_mask(2, 2, 500, 3000, visible=0.02, device="cuda")):
+        rows = 3000 if isinstance(mask, KeyIntervalMask) else 500
+        ours, cpu = KeyLists.build(mask, rows, is_causal=causal), KeyLists.build(_to_cpu(mask), rows, is_causal=causal)
+        assert torch.equal(ours.lengths().cpu(), cpu.lengths())
+        for a, b in zip(ours.spans.cpu().flatten(1).T.tolist(), cpu.spans.flatten(1).T.tolist()):
+            assert torch.equal(ours.keys[slice(*a)].cpu(), cpu.keys[slice(*b)])
+            assert cpu.rows is None or causal or torch.equal(ours.rows[slice(*a)].cpu(), cpu.rows[slice(*b)])
+
+
+def _to_cpu(mask):
+    return mask.to("cpu") if isinstance(mask, KeyIntervalMask) else mask.cpu()
+
+
+def test_a_wrong_bound_truncates_lists():
+    mask = intervals(1, 2, 2000, rows=500)
+    lists = KeyLists.build(mask, 500)
+    room = 64 * 3
+    cut = KeyLists.build(KeyIntervalMask(mask.start, mask.end, keys_per_row=room - 127), 500)
+    assert cut.keys.numel() == 2 * 4 * room
+    for a, b in zip(cut.spans.cpu().flatten(1).T.tolist(), lists.spans.cpu().flatten(1).T.tolist()):
+        size = min(b[1] - b[0], room)
+        assert a[1] - a[0] == size
+        assert torch.equal(cut.keys[slice(*a)], lists.keys[b[0] : b[0] + size])

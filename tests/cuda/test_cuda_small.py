@@ -1,0 +1,117 @@
+"""Every CUDA kernel on small shapes, for compute-sanitizer (docs/testing.md).
+
+The reference is computed on the CPU, since cuBLAS does not run under every tool.
+"""
+
+import pytest
+import torch
+from gpu_inputs import NEEDS_CUDA
+from helpers import check, inputs, rand_mask
+
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func
+
+pytestmark = NEEDS_CUDA
+
+KEYS = 200
+# (rows, shape of the mask, shape of the bias, options) by name.
+CASES = {
+    "no mask, no bias": (100, None, None, {}),
+    "one row, keys split": (1, (2, 2, 1, 600), (2, 2, 1, 600), {}),
+    "few rows": (20, (2, 1, 20, KEYS), (2, 2, 1, KEYS), {"is_causal": True}),
+    "key bias": (100, (2, 2, 100, KEYS), (2, 2, 1, KEYS), {"is_causal": True}),
+    "key bias, deterministic": (100, (1, 4, 100, KEYS), (1, 4, 1, KEYS), {"deterministic": True}),
+    "dense bias": (100, (2, 1, 1, KEYS), (2, 4, 100, KEYS), {"is_causal": True}),
+    "dense bias, shared by batch elements": (100, (2, 4, 100, KEYS), (1, 4, 100, KEYS), {}),
+    "dense bias, shared by heads": (100, None, (2, 2, 100, KEYS), {"is_causal": True}),
+    "dense bias, shared": (100, (2, 4, 100, KEYS), (1, 2, 100, KEYS), {"softcap": 5.0}),
+    "dense bias, shared by all, deterministic": (100, None, (1, 1, 100, KEYS), {"deterministic": True}),
+}
+# Head dimensions with different block sizes.
+HEAD_DIMS = [64, 192]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Computes the reference with one thread: waiting threads are slow under compute-sanitizer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def randn(shape):
+    return None if shape is None else torch.randn(*shape).bfloat16()
+
+
+def check_on_gpu(rows, keys, head_dim, mask, bias, sparse="tiles", **options):
+    def function(*args, **kwargs):
+        moved = [x if x is None else x.to("cuda") for x in args]
+        return [x.cpu() for x in flash_dmattn_func(*moved, sparse=sparse, **kwargs)]
+
+    tensors = inputs(2, rows, keys, 4, 2, head_dim, torch.bfloat16)
+    check(tensors, mask, bias, function=function, **options)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("case", CASES)
+def test_tiles(case, head_dim):
+    rows, mask_shape, bias_shape, options = CASES[case]
+    mask = None if mask_shape is None else rand_mask(*mask_shape)
+    keys = (bias_shape or mask_shape or (KEYS,))[-1]
+    check_on_gpu(rows, keys, head_dim, mask, randn(bias_shape), **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
+@pytest.mark.parametrize("bias_shape", [None, (2, 2, 1, KEYS), (1, 1, 150, KEYS), (2, 4, 150, KEYS)], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_lists(head_dim, bias_shape, deterministic):
+    options = {"sparse": "lists", "deterministic": deterministic}
+    bool_mask, intervals = rand_mask(2, 2, 150, KEYS, visible=0.2), KeyIntervalMask.topk(randn((2, 2, KEYS)), 30, 150)
+    check_on_gpu(150, KEYS, head_dim, bool_mask, randn(bias_shape), **options)
+    check_on_gpu(150, KEYS, head_dim, intervals, randn(bias_shape), is_causal=True, **options)
+
+
+@pytest.mark.parametrize("sparse", ["tiles", "lists"])
+@pytest.mark.parametrize("rows", [1, 100])
+def test_intervals(rows, sparse):
+    bias = randn((2, 2, 1, KEYS))
+    check_on_gpu(rows, KEYS, 64, KeyIntervalMask.topk(bias, 30, rows), bias, is_causal=True, sparse=sparse)
+
+
+@pytest.mark.parametrize("keys", [300, 6000, 20_000], ids=["one block", "chunks", "many blocks"])
+def test_topk(keys):
+    bias = randn((2, 2, keys))
+    on_cpu, on_cuda = (KeyIntervalMask.topk(x, 300) for x in (bias, bias.cuda()))
+    assert torch.equal(on_cpu.end.maximum(on_cpu.start), on_cuda.end.maximum(on_cuda.start).cpu())
+    lists = [KeyLists.build(mask, keys, is_causal=True) for mask in (on_cpu, on_cuda)]
+    assert torch.equal(lists[0].lengths(), lists[1].lengths().cpu())
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("keys", [200, 20_000], ids=["one block", "a cluster"])
+def test_decoding(keys, rows):
+    """Split-KV over selected keys, combined by the last CTA, with partly filled caches."""
+    query, key, value = inputs(2, rows, keys, 4, 2, 64, torch.bfloat16)
+    bias, filled = randn((2, 2, 1, keys)), torch.tensor([keys // 3, keys], dtype=torch.int32)
+    results = []
+    for device in ("cpu", "cuda"):
+        tensors = [x.to(device) for x in (query, key, value)]
+        options = {"attn_bias": bias.to(device), "is_causal": True, "cache_seqlens": filled.to(device)}
+        results.append([flash_dmattn_func(*tensors, **options, window_size=w).cpu() for w in (100, keys)])
+    for on_cpu, on_cuda in zip(*results):
+        torch.testing.assert_close(on_cuda, on_cpu, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("pairs", ["key", "dense"])
+def test_variable_length(pairs):
+    lengths = torch.tensor([0, 70, 70, 171], dtype=torch.int32).cuda()
+    shape = (171, 2) if pairs == "key" else (171, 4, 101)
+    mask = rand_mask(*shape).cuda()
+    leaves = [randn((171, heads, 64)).cuda().requires_grad_() for heads in (4, 2, 2)]
+    leaves.append(randn(shape).cuda().requires_grad_())
+    results = []
+    for visible in (mask, KeyLists.build(mask, 101, 101, True, lengths, lengths)):
+        out = flash_dmattn_varlen_func(*(*leaves[:3], visible, leaves[3], lengths, lengths, 101, 101), is_causal=True)
+        results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    for by_tiles, by_lists in zip(*results):
+        torch.testing.assert_close(by_tiles, by_lists, rtol=2e-2, atol=2e-2)

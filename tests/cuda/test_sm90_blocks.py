@@ -1,0 +1,144 @@
+"""The dense sm90 kernels: more work tiles than CTAs, strides that TMA reads, and gradients of a shared bias."""
+
+import pytest
+import torch
+from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn, takes_gpu_memory
+from helpers import check, reference, surrounded
+from sm90 import BIASES, bias_of
+
+from flash_dmattn import flash_dmattn_func
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use")]
+
+
+@takes_gpu_memory(12)
+@CAUSAL
+@BIASES
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_more_work_tiles_than_ctas(head_dim, pairs, causal):
+    """At least twice as many: a CTA computes several work tiles, and its pipeline wraps around many times."""
+    batch, heads, seqlen = 2, 16, 1800
+    assert batch * heads * (seqlen // 192) > 2 * torch.cuda.get_device_properties(0).multi_processor_count
+    tensors = on_gpu(batch, seqlen, seqlen, heads, heads // 2, head_dim)
+    check(tensors, None, bias_of(pairs, 1, heads, seqlen, seqlen), is_causal=causal)
+
+
+@takes_gpu_memory(12)
+@pytest.mark.parametrize("mask_rows", [1, 1800])
+def test_more_masked_work_tiles_than_ctas(mask_rows):
+    mask = mask_of(2, 1, mask_rows, 1800)
+    mask[1, :, :, 300:900] = False
+    mask[0, :, :, 1000:] = True
+    check(on_gpu(2, 1800, 1800, 16, 2, 64), mask, randn(2, 1, 1, 1800))
+
+
+@pytest.mark.parametrize(
+    "layout", ["heads before rows", "every other row", "part of the columns", "one batch, one head"]
+)
+def test_strides_that_tma_reads(layout):
+    query, key, value = on_gpu(2, 200, 264, 4, 4, 64)
+    bias, dout = randn(2, 4, 200, 264), torch.randn_like(query) / 8
+    if layout == "heads before rows":
+        query, key, value, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value, dout))
+        bias = bias.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "every other row":
+        query, key, value = (torch.cat([x, x], 1).unflatten(1, (-1, 2))[:, :, 1] for x in (query, key, value))
+        bias = randn(2, 4, 400, 264)[:, :, ::2]
+    elif layout == "part of the columns":
+        query, key, value, bias = (surrounded(x, margin=8) for x in (query, key, value, bias))
+    else:
+        query, key, value, dout, bias = (
+            query[:1, :, :1],
+            key[1:, :, 1:2],
+            value[:1, :, 3:],
+            dout[1:, :, 2:3],
+            bias[:1, :1],
+        )
+    check((query, key, value), mask_of(1, 1, 200, 264), bias, dout=dout, is_causal=True)
+
+
+@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_a_dense_bias_shared_by_batch_elements(head_dim, batch, heads):
+    """Batch elements see different blocks, and no batch element sees some blocks."""
+    tensors = on_gpu(batch, 300, 440, 4, 2, head_dim)
+    mask = mask_of(batch, 2, 300, 440)
+    mask[0, :, :, :256] = False
+    mask[:, 1, 128:256] = False
+    bias = randn(1, heads, 300, 440)
+    *_, dbias = check(tensors, mask, bias, is_causal=True)
+    if heads == 4:
+        assert (dbias[0][~mask.any(0).repeat_interleave(2, 0)] == 0).all()
+    check(tensors, None, bias)
+    check(tensors, intervals(batch, 1, 440, rows=300), bias, sparse="tiles", softcap=4.0)
+
+
+def test_gradients_of_lse_alone():
+    leaves = [x.requires_grad_() for x in (*on_gpu(2, 200, 264, 4, 2, 64), randn(2, 4, 200, 264))]
+    dlse = torch.randn(2, 4, 200, device="cuda")
+    results = []
+    for function, xs in ((flash_dmattn_func, leaves), (reference, [x.double() for x in leaves])):
+        _, lse = function(*xs[:3], None, xs[3], return_lse=True, is_causal=True)
+        results.append(torch.autograd.grad(lse, leaves, dlse.to(lse), allow_unused=True, materialize_grads=True))
+    for ours, exact in zip(*results):
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("batch", [2, 20])
+@pytest.mark.parametrize("least", [-1e9, -1e10, -2e38])
+def test_rows_of_large_biases(least, batch, use):
+    """Rows of large negative biases are not hidden: the softmax is over the other parts of the scores."""
+    bias = torch.full((1, 4, 200, 264), least, device="cuda", dtype=torch.bfloat16)
+    bias[:, :, ::2, :100] = 0
+    tensors = on_gpu(batch, 200, 264, 4, 4, 32)
+    exact, exact_lse = reference(*(x.double() for x in tensors), None, bias.double(), return_lse=True)
+    for architecture in ("sm80", "sm90"):
+        use(architecture)
+        out, lse = flash_dmattn_func(*tensors, None, bias, return_lse=True)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-4)
+        # float32 loses what is added to such a bias: all keys have the same score.
+        for rows, right in ((slice(0, None, 2), exact[:, ::2]), (slice(1, None, 2), tensors[2].double().mean(1, True))):
+            torch.testing.assert_close(out[:, rows].double(), right.expand_as(out[:, rows]), rtol=2e-2, atol=2e-2)
+
+
+@takes_gpu_memory(16)
+@pytest.mark.parametrize("which", ["rows", "keys"])
+def test_rows_of_more_than_2_31_elements(which):
+    """Sq or Sk x B x H x D > 2^31; the other is short."""
+    many, few, heads, head_dim = 131136, 136, 64, 128
+    rows, keys = (many, few) if which == "rows" else (few, many)
+    assert 2 * many * heads * head_dim > 2**31
+
+    def made(seqlen):
+        return torch.empty(2, seqlen, heads, head_dim, dtype=torch.bfloat16, device="cuda").normal_()
+
+    query = made(rows)
+    key = made(keys)
+    value = made(keys) if which == "rows" else key
+    bias = randn(1, heads, 1, keys)
+    out, lse = flash_dmattn_func(query, key, value, attn_bias=bias, return_lse=True)
+    for batch, head, last in ((0, 0, slice(0, 70)), (1, heads - 1, slice(rows - 70, rows))):
+        one = [query[batch, None, last, head, None], *(x[batch, None, :, head, None] for x in (key, value))]
+        exact, exact_lse = reference(*(x.double() for x in one), None, bias[:, head, None].double(), return_lse=True)
+        ours, atol = out[batch, None, last, head, None].double(), 2e-2 * exact.abs().max().item()
+        torch.testing.assert_close(ours, exact, rtol=2e-2, atol=atol)
+        torch.testing.assert_close(lse[batch, head, last].double(), exact_lse[0, 0], rtol=1e-4, atol=1e-3)
+
+
+@takes_gpu_memory(20)
+def test_a_dense_bias_of_more_than_2_31_elements():
+    seqlen = 46408
+    bias = torch.empty(1, 1, seqlen, seqlen, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
+    assert bias.numel() > 2**31
+    leaves = [*(x.requires_grad_() for x in on_gpu(1, seqlen, seqlen, 1, 1, 32)), bias]
+    dout = torch.randn_like(leaves[0])
+    out = flash_dmattn_func(*leaves[:3], None, bias)
+    dq, *_, dbias = torch.autograd.grad(out, leaves, dout)
+    tail = slice(seqlen - 70, seqlen)
+    inputs = [leaves[0][:, tail], *leaves[1:3], bias[:, :, tail]]
+    exact_leaves = [x.detach().double().requires_grad_() for x in inputs]
+    exact = reference(*exact_leaves[:3], None, exact_leaves[3])
+    exact_dq, *_, exact_dbias = torch.autograd.grad(exact, exact_leaves, dout[:, tail].double())
+    for ours, right in ((out[:, tail], exact), (dq[:, tail], exact_dq), (dbias[:, :, tail], exact_dbias)):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-2, atol=2e-2 * right.abs().max().item())

@@ -1,0 +1,141 @@
+"""torch.compile with dynamic shapes makes one graph; export, make_fx and fake tensors trace the operators."""
+
+import pytest
+import torch
+from helpers import inputs, rand_mask
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto
+
+# Below and above the thresholds of the dispatch. PyTorch makes separate graphs for sizes of 1 and for sizes that are
+# equal in the first call (the batch size and the number of heads).
+BATCHES, SEQLENS = (3, 5, 6), (1025, 140, 200, 260, 300, 511, 513, 600, 777, 1000, 129, 1500)
+LENGTHS = [(BATCHES[i % 3], seqlen) for i, seqlen in enumerate(SEQLENS)]
+HEADS = 4
+
+CASES = {
+    "plain": (lambda b, s: None, lambda q, k, v, x: flash_dmattn_func(q, k, v)),
+    "key bias": (lambda b, s: torch.randn(b, HEADS, 1, s), lambda q, k, v, x: flash_dmattn_func(q, k, v, None, x)),
+    "dense bias": (lambda b, s: torch.randn(1, HEADS, s, s), lambda q, k, v, x: flash_dmattn_func(q, k, v, None, x)),
+    "bool mask": (lambda b, s: rand_mask(b, 1, s, s), lambda q, k, v, x: flash_dmattn_func(q, k, v, x)),
+    "intervals": (
+        lambda b, s: None,
+        lambda q, k, v, x: flash_dmattn_func(
+            q, k, v, KeyIntervalMask.sliding_window(q.shape[1], k.shape[1], 16), is_causal=True
+        ),
+    ),
+    "window": (
+        lambda b, s: torch.randn(b, HEADS, 1, s),
+        lambda q, k, v, x: flash_dmattn_func(q, k, v, None, x, is_causal=True, window_size=200),
+    ),
+    "lists": (
+        lambda b, s: KeyLists.build(KeyIntervalMask.sliding_window(s, s, 16), s),
+        lambda q, k, v, x: flash_dmattn_func(q, k, v, x),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_graph_for_all_lengths(case):
+    make, function = CASES[case]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def layer(query, *rest):
+        return function(query * 2, *rest)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, seqlen in LENGTHS:
+        x = make(batch, seqlen)
+        leaves = [y.requires_grad_() for y in inputs(batch, seqlen, seqlen, HEADS, 2, 8)]
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            leaves.append(x.requires_grad_())
+        expected, ours = (f(*leaves[:3], x) for f in (layer, compiled))
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+        gradients = (torch.autograd.grad(out.sin().sum(), leaves) for out in (ours, expected))
+        for a, b in zip(*gradients):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def layer(query, key, value, bias):
+    return flash_dmattn_func(query, key, value, None, bias, is_causal=True)
+
+
+def windowed(query, key, value, bias):
+    return flash_dmattn_func(query, key, value, None, bias, is_causal=True, window_size=20)
+
+
+def tensors_of(batch, seqlen):
+    return (*inputs(batch, seqlen, seqlen, 4, 2, 8), torch.randn(batch, 4, 1, seqlen))
+
+
+@pytest.mark.parametrize("function", [layer, windowed])
+def test_mark_dynamic(function):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for batch, seqlen in ((3, 140), (5, 300), (6, 700)):
+        given = tensors_of(batch, seqlen)
+        for x in given:
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(x, 3 if x is given[3] else 1)
+        torch.testing.assert_close(compiled(*given), function(*given), rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("function", [layer, windowed])
+def test_export_with_dim(function):
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, value, bias):
+            return function(query, key, value, bias)
+
+    batch, seqlen = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("seqlen", min=130, max=4096)
+    rows = {0: batch, 1: seqlen}
+    exported = torch.export.export(
+        Layer(), tensors_of(3, 140), dynamic_shapes=(rows, rows, rows, {0: batch, 3: seqlen})
+    )
+    for sizes in ((5, 300), (7, 700)):
+        given = tensors_of(*sizes)
+        torch.testing.assert_close(exported.module()(*given), function(*given), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("function", [layer, windowed])
+def test_make_fx_symbolic(function):
+    def gradients(*tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return torch.autograd.grad(function(*leaves).sin().sum(), leaves)
+
+    traced = make_fx(gradients, tracing_mode="symbolic")(*tensors_of(3, 140))
+    given = tensors_of(5, 300)
+    for a, b in zip(traced(*given), gradients(*given)):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("function", [layer, windowed])
+def test_fake_tensors(function):
+    with FakeTensorMode():
+        for seqlen in (20, 700):
+            leaves = [x.requires_grad_() for x in tensors_of(2, seqlen)]
+            out = function(*leaves)
+            assert out.shape == (2, seqlen, 4, 8)
+            assert [x.shape for x in torch.autograd.grad(out.sum(), leaves)] == [x.shape for x in leaves]
+
+
+@pytest.mark.parametrize("backend", [None, "cpu"])
+def test_a_backend_by_name_inside_a_graph(backend):
+    def named(query, key, value, bias):
+        return flash_dmattn_func_auto(backend)(query, key, value, None, bias)
+
+    query, key, value, bias = tensors_of(2, 33)
+    torch._dynamo.reset()
+    compiled = torch.compile(named, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key, value, bias), flash_dmattn_func(query, key, value, None, bias))
+
+
+def test_a_bias_of_nan_is_refused_in_a_graph():
+    query, key, value, bias = tensors_of(2, 33)
+    bias[0, 0, 0, 5] = torch.nan
+    with pytest.raises(ValueError, match="bias must not be NaN"):
+        torch.compile(windowed, fullgraph=True, backend="aot_eager")(query, key, value, bias)

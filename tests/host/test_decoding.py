@@ -1,0 +1,221 @@
+"""Decoding: key selection in the call, and caches that are partly filled."""
+
+import pytest
+import torch
+from helpers import inputs, rand_mask
+
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto, ops
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def problem(device, batch=2, seqlen_q=1, seqlen_k=300, heads=4, kv_heads=2, head_dim=64):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tensors = inputs(batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, dtype, device)
+    return tensors, torch.randn(batch, kv_heads, 1, seqlen_k, device=device).to(dtype)
+
+
+def dense_of_topk(bias, window_size, seqlen_q):
+    """bool ({B|1}, heads, Sq, Sk): the top-k mask, selected row by row by sorting."""
+    keys = bias.shape[3]
+    mask = torch.zeros(*bias.shape[:2], seqlen_q, keys, dtype=torch.bool, device=bias.device)
+    for row in range(seqlen_q):
+        end = max(keys - seqlen_q + row + 1, 0)
+        # Reversed, a stable sort puts the later of equal keys first.
+        best = end - 1 - bias[:, :, 0, :end].flip(-1).argsort(dim=-1, stable=True, descending=True)[..., :window_size]
+        mask[:, :, row].scatter_(-1, best, True)
+    return mask & (bias > torch.finfo(bias.dtype).min)
+
+
+BIASES = {
+    "normal": lambda b: b,
+    "few values": lambda b: b.round(),
+    "constant": torch.zeros_like,
+    "rising": lambda b: b.sort(dim=-1).values,
+    "falling": lambda b: b.sort(dim=-1, descending=True).values,
+    "hidden": lambda b: b.masked_fill(torch.rand_like(b.float()) < 0.8, -torch.inf),
+    "least": lambda b: b.masked_fill(torch.rand_like(b.float()) < 0.8, torch.finfo(b.dtype).min),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("seqlen_q", [1, 2, 7, 16, 17])
+@pytest.mark.parametrize("kind", BIASES)
+def test_window_of_few_rows(device, seqlen_q, kind):
+    for seqlen_k in (1, 5, 63, 64, 300, 5000):
+        (query, key, value), bias = problem(device, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        bias = BIASES[kind](bias)
+        for window_size in (0, 1, 20, 256, seqlen_k - 1, seqlen_k, seqlen_k + 9):
+            mask = dense_of_topk(bias, max(window_size, 0), seqlen_q)
+            expected = flash_dmattn_func(query, key, value, mask, bias, is_causal=True, return_lse=True, sparse="tiles")
+            for sparse in ("auto", "tiles", "lists"):
+                options = {"window_size": max(window_size, 0), "sparse": sparse, "return_lse": True}
+                ours = flash_dmattn_func(query, key, value, None, bias, is_causal=True, **options)
+                for x, y in zip(ours, expected):
+                    torch.testing.assert_close(x, y, rtol=2e-2 if device == "cuda" else 1e-5, atol=1e-2)
+
+
+@on_devices
+@pytest.mark.parametrize("head_dim", [40, 128, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 5, 16])
+def test_gradients_of_few_rows(device, seqlen_q, head_dim):
+    tensors, bias = problem(device, seqlen_q=seqlen_q, seqlen_k=700, head_dim=head_dim)
+    dout = torch.randn_like(tensors[0]) / 8
+
+    def gradients(sparse):
+        leaves = [x.detach().requires_grad_() for x in (*tensors, bias)]
+        out = flash_dmattn_func(*leaves[:3], None, leaves[3], is_causal=True, window_size=90, sparse=sparse)
+        return torch.autograd.grad(out, leaves, dout)
+
+    for x, y in zip(gradients("auto"), gradients("tiles")):
+        torch.testing.assert_close(
+            x, y, rtol=2e-2 if device == "cuda" else 1e-4, atol=5e-3 if device == "cuda" else 1e-5
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("keys", [1, 64, 1000, 70_001])
+def test_lists_of_few_rows_are_exact(keys, rows, dtype):
+    bias = torch.randn(3, 2, 1, keys, device="cuda").to(dtype)
+    bias[0].masked_fill_(torch.rand_like(bias[0].float()) < 0.5, -torch.inf)
+    bias[1] = bias[1].round()
+    for window_size in (0, 1, 77, 2048):
+        mask = dense_of_topk(bias, window_size, rows).flatten(0, 1)
+        list_keys, spans, list_rows = ops.topk_lists(bias, window_size, rows, None)
+        for index, (begin, end) in enumerate(spans.flatten(1).T.tolist()):
+            expected = mask[index].any(dim=0).nonzero().flatten().int()
+            size = expected.numel()
+            assert end - begin == -(-size // 64) * 64
+            assert (
+                torch.equal(list_keys[begin : begin + size], expected) and (list_keys[begin + size : end] == -1).all()
+            )
+            if rows > 1:
+                seen = list_rows[begin : begin + size, :1] >> torch.arange(rows, device="cuda") & 1
+                assert torch.equal(seen.bool(), mask[index][:, expected.long()].T)
+                assert (list_rows[begin + size : end] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+def test_opcheck(seqlen_q):
+    bias = torch.randn(2, 2, 1, 500, device="cuda", dtype=torch.bfloat16)
+    torch.library.opcheck(ops.topk_intervals, (bias, 30, seqlen_q, None, None, None))
+    filled = torch.tensor([300, 500], dtype=torch.int32, device="cuda")
+    for lengths in (None, filled):
+        # The memory behind the lists may hold anything, so results are not compared.
+        what = ("test_schema", "test_faketensor")
+        torch.library.opcheck(ops.topk_lists, (bias, 30, seqlen_q, lengths), test_utils=what)
+
+
+def masks_of(kind, batch, seqlen_q, seqlen_k, device):
+    documents = KeyIntervalMask.documents(ids=torch.arange(seqlen_k, device=device) // 50)
+    return {
+        "none": None,
+        "key mask": rand_mask(batch, 1, 1, seqlen_k, device=device),
+        "bool": rand_mask(1, 2, seqlen_q, seqlen_k, device=device),
+        "intervals": KeyIntervalMask(documents.start, documents.end),  # for any number of rows
+    }[kind]
+
+
+def part_of(mask, batch, length):
+    """A mask of one batch element and its first keys."""
+    if isinstance(mask, KeyIntervalMask):
+        return KeyIntervalMask(mask.start[..., :length], mask.end[..., :length])
+    return None if mask is None else mask[batch if mask.shape[0] > 1 else 0][None, ..., :length]
+
+
+@on_devices
+@pytest.mark.parametrize("seqlen_q", [1, 5, 40, 130])
+@pytest.mark.parametrize("kind", ["none", "key mask", "bool", "intervals", "window", "lists"])
+def test_a_cache_filled_in_part_is_its_first_keys(device, seqlen_q, kind):
+    lengths = [0, 1, 64, 299, 300]
+    tensors, bias = problem(device, batch=len(lengths), seqlen_q=seqlen_q)
+    dense = torch.randn(len(lengths), 1, seqlen_q, 300, device=device).to(bias.dtype)
+    mask = masks_of({"window": "none", "lists": "bool"}.get(kind, kind), len(lengths), seqlen_q, 300, device)
+    filled = torch.tensor(lengths, dtype=torch.int32, device=device)
+    for batch, length in enumerate(lengths):  # the rest of the cache may hold anything
+        for tensor in tensors[1:]:
+            tensor[batch, length:] = torch.nan
+        bias[batch, :, :, length:] = torch.nan
+        dense[batch, ..., length:] = torch.nan
+    for a_bias in (bias, dense) if kind != "window" else (bias,):
+        options = {"is_causal": True, "return_lse": True, "window_size": 30 if kind == "window" else None}
+        given = KeyLists.build(mask, seqlen_q, 300) if kind == "lists" else mask
+        together = flash_dmattn_func(*tensors, given, a_bias, cache_seqlens=filled, **options)
+        for batch, length in enumerate(lengths):
+            query, key, value = (x[batch : batch + 1] for x in tensors)
+            alone = flash_dmattn_func(
+                *(query, key[:, :length], value[:, :length], part_of(mask, batch, length)),
+                *(a_bias[batch : batch + 1, ..., :length],),
+                **options,
+            )
+            for x, y in zip(together, alone):
+                torch.testing.assert_close(x[batch], y[0], rtol=2e-2 if device == "cuda" else 1e-4, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_one_graph_serves_growing_lengths(seqlen_q):
+    (query, key, value), bias = problem("cuda", seqlen_q=seqlen_q, seqlen_k=3000, head_dim=128)
+    filled = torch.full((2,), 3000, dtype=torch.int32, device="cuda")
+
+    def step():
+        options = {"is_causal": True, "window_size": 200, "cache_seqlens": filled, "return_lse": True}
+        return flash_dmattn_func(query, key, value, None, bias, **options)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ([0, 3000], [1, 2], [130, 131], [3000, 2999], [777, 64]):
+        filled.copy_(torch.tensor(lengths))
+        for x in captured:
+            x.fill_(torch.nan)
+        graph.replay()
+        for batch, length in enumerate(lengths):
+            one = (x[batch : batch + 1, :length] for x in (key, value))
+            alone = flash_dmattn_func(
+                *(query[batch : batch + 1], *one, None, bias[batch : batch + 1, ..., :length]),
+                **{"is_causal": True, "window_size": 200, "return_lse": True},
+            )
+            for x, y in zip(captured, alone):
+                torch.testing.assert_close(x[batch], y[0], rtol=2e-2, atol=1e-2)
+
+
+@on_devices
+def test_cache_errors(device):
+    (query, key, value), bias = problem(device)
+    filled = torch.tensor([5, 300], dtype=torch.int32, device=device)
+
+    def call(cache_seqlens, function=flash_dmattn_func, **options):
+        return function(query, key, value, None, bias, is_causal=True, cache_seqlens=cache_seqlens, **options)
+
+    with pytest.raises(TypeError, match="cache_seqlens must be a torch.Tensor, got list"):
+        call([5, 300])
+    with pytest.raises(TypeError, match="cache_seqlens must be int32, got int64"):
+        call(filled.long())
+    with pytest.raises(ValueError, match=r"cache_seqlens must have 1 dimensions \(B\), got shape \(1, 2\)"):
+        call(filled[None])
+    with pytest.raises(ValueError, match="cache_seqlens must have query's batch size 2, got 1"):
+        call(filled[:1])
+    with pytest.raises(RuntimeError, match="cache_seqlens must be on query's device .*, got meta"):
+        call(filled.to("meta"))
+    with pytest.raises(ValueError, match="return_attn_probs is for keys that are all there, got cache_seqlens"):
+        call(filled, return_attn_probs=True)
+    with pytest.raises(ValueError, match="cache_seqlens is for the backends .*, got the backend 'reference'"):
+        call(filled, flash_dmattn_func_auto("reference"))
+    if device == "cpu":
+        with pytest.raises(ValueError, match="cache_seqlens must be from 0 to the 300 keys given, got 301"):
+            call(filled + 1)
+    query.requires_grad_()
+    with pytest.raises(ValueError, match="cache_seqlens is for inference"):
+        call(filled)
+    with torch.no_grad():
+        call(filled)

@@ -1,0 +1,492 @@
+"""Bad input raises an error that names the argument, the value and what is accepted."""
+
+import pytest
+import torch
+from helpers import inputs
+
+import flash_dmattn
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_varlen_func
+
+Q, K, V = inputs(2, 5, 7, 4, 2, 8)
+
+
+def call(query=Q, key=K, value=V, *args, **kwargs):
+    return flash_dmattn_func(query, key, value, *args, **kwargs)
+
+
+FIXED = {
+    "query is no tensor": (lambda: call([1.0]), TypeError, "query must be a torch.Tensor, got list"),
+    "key is no tensor": (lambda: call(key=None), TypeError, "key must be a torch.Tensor, got NoneType"),
+    "query of 3 dimensions": (
+        lambda: call(Q[0]),
+        ValueError,
+        r"query must have 4 dimensions \(B, Sq, H, D\), got shape \(5, 4, 8\)",
+    ),
+    "integer query": (
+        lambda: call(Q.int()),
+        TypeError,
+        "query must be one of float16, bfloat16, float32, float64, got int32",
+    ),
+    "key in another dtype": (lambda: call(key=K.half()), TypeError, "key must have query's dtype float32, got float16"),
+    "key and value differ": (
+        lambda: call(value=V[:, :-1]),
+        ValueError,
+        r"key and value must have the same shape, got \(2, 7, 2, 8\) and \(2, 6, 2, 8\)",
+    ),
+    "batch sizes differ": (
+        lambda: call(key=K[:1], value=V[:1]),
+        ValueError,
+        "key must have query's batch size 2, got 1",
+    ),
+    "head dimensions differ": (
+        lambda: call(Q[..., :4]),
+        ValueError,
+        "key must have query's head dimension 4, got 8",
+    ),
+    "head dimension of 264": (
+        lambda: call(*inputs(1, 2, 2, 1, 1, 264)),
+        ValueError,
+        "query must have a head dimension from 1 to 256, got 264",
+    ),
+    "heads that do not divide": (
+        lambda: call(Q[:, :, :3]),
+        ValueError,
+        "query's head count must be a multiple of key's, got 3 and 2",
+    ),
+    "no key heads": (
+        lambda: call(key=K[:, :, :0], value=V[:, :, :0]),
+        ValueError,
+        "query's head count must be a multiple of key's, got 4 and 0",
+    ),
+    "float mask": (
+        lambda: call(attn_mask=torch.zeros(1, 1, 5, 7)),
+        TypeError,
+        r"attn_mask must be bool \(True = visible\), got float32",
+    ),
+    "mask of 2 dimensions": (
+        lambda: call(attn_mask=torch.ones(5, 7, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must have 4 dimensions \({B\|B/n\|1}, {H\|Hkv\|1}, {Sq\|1}, {Sk\|1}\), got shape \(5, 7\)",
+    ),
+    "mask of the wrong heads": (
+        lambda: call(attn_mask=torch.ones(1, 3, 5, 7, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must be .*: dimension 1 must be 1 or 2 or 4, got shape \(1, 3, 5, 7\)",
+    ),
+    "bias of the wrong keys": (
+        lambda: call(attn_bias=torch.zeros(1, 1, 5, 6)),
+        ValueError,
+        r"attn_bias must be .*: dimension 3 must be 1 or 7, got shape \(1, 1, 5, 6\)",
+    ),
+    "dense bias in another dtype": (
+        lambda: call(Q.half(), K.half(), V.half(), attn_bias=torch.zeros(1, 1, 5, 7)),
+        TypeError,
+        "attn_bias must be float16 .float32 is accepted where the bias is one number a key., got float32",
+    ),
+    "key bias in another dtype": (
+        lambda: call(attn_bias=torch.zeros(1, 1, 1, 7).half()),
+        TypeError,
+        "attn_bias must be float32, got float16",
+    ),
+    "scale is no number": (lambda: call(softmax_scale="1"), TypeError, "softmax_scale must be a number, got str"),
+    "scale is a bool": (
+        lambda: call(Q, K, V, None, None, True),
+        TypeError,
+        "softmax_scale must be a number, got bool",
+    ),
+    "softcap is a bool": (lambda: call(softcap=True), TypeError, "softcap must be a number, got bool"),
+    "is_causal is a number": (lambda: call(is_causal=0.5), TypeError, "is_causal must be a bool, got float"),
+    "deterministic is a number": (lambda: call(deterministic=1), TypeError, "deterministic must be a bool, got int"),
+    "return_attn_probs is a tensor": (
+        lambda: call(return_attn_probs=torch.tensor(True)),
+        TypeError,
+        "return_attn_probs must be a bool, got Tensor",
+    ),
+    "return_lse is None": (lambda: call(return_lse=None), TypeError, "return_lse must be a bool, got NoneType"),
+    "scale is NaN": (
+        lambda: call(softmax_scale=float("nan")),
+        ValueError,
+        "softmax_scale must be finite in float32, got nan",
+    ),
+    "scale is infinite in float32": (
+        lambda: call(softmax_scale=1e39),
+        ValueError,
+        r"softmax_scale must be finite in float32, got 1e\+39",
+    ),
+    "softcap is infinite in float32": (
+        lambda: call(softcap=1e39),
+        ValueError,
+        r"softcap must be finite in float32, got 1e\+39",
+    ),
+    "the inverse of softcap is infinite in float32": (
+        lambda: call(softcap=1e-40),
+        ValueError,
+        r"softcap must be 0 \(none\) or have a finite inverse in float32, got 1e-40",
+    ),
+    "sparse query": (
+        lambda: call(Q.to_sparse()),
+        TypeError,
+        "query must be a dense torch.Tensor, got a sparse_coo one",
+    ),
+    "sparse key": (lambda: call(key=K.to_sparse()), TypeError, "key must be a dense torch.Tensor, got a Sparse one"),
+    "sparse mask": (
+        lambda: call(attn_mask=torch.ones(1, 1, 5, 7).bool().to_sparse()),
+        TypeError,
+        "attn_mask must be a dense torch.Tensor, got a Sparse one",
+    ),
+    "sparse mask of lists": (
+        lambda: KeyLists.build(torch.ones(1, 1, 5, 7).bool().to_sparse(), 5),
+        TypeError,
+        "mask must be a dense torch.Tensor, got a sparse_coo one",
+    ),
+    "sparse bias": (
+        lambda: call(attn_bias=torch.ones(1, 1, 5, 7).to_sparse()),
+        TypeError,
+        "attn_bias must be a dense torch.Tensor, got a Sparse one",
+    ),
+    "sparse bias of topk": (
+        lambda: KeyIntervalMask.topk(torch.ones(1, 1, 7).to_sparse(), 3),
+        TypeError,
+        "bias must be a dense torch.Tensor, got a sparse_coo one",
+    ),
+    "sparse qkv": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 8).to_sparse()),
+        TypeError,
+        "qkv must be a dense torch.Tensor, got a Sparse one",
+    ),
+    "nested query": (
+        lambda: call(torch.nested.nested_tensor([*Q])),
+        TypeError,
+        "query must be a dense torch.Tensor, got a nested one",
+    ),
+    "jagged query": (
+        lambda: call(torch.nested.nested_tensor([*Q], layout=torch.jagged)),
+        TypeError,
+        "query must be a dense torch.Tensor, got a nested one",
+    ),
+    "jagged value": (
+        lambda: call(value=torch.nested.nested_tensor([*V], layout=torch.jagged)),
+        TypeError,
+        "value must be a dense torch.Tensor, got a nested one",
+    ),
+    "nested mask": (
+        lambda: call(attn_mask=torch.nested.nested_tensor([torch.ones(1, 5, 7).bool()])),
+        TypeError,
+        "attn_mask must be a dense torch.Tensor, got a nested one",
+    ),
+    "negative softcap": (
+        lambda: call(softcap=-1.0),
+        ValueError,
+        r"softcap must be 0 \(none\) or positive, got -1.0",
+    ),
+    "another device": (lambda: call(key=K.to("meta")), RuntimeError, "key must be on query's device cpu, got meta"),
+    "mask on another device": (
+        lambda: call(attn_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")),
+        RuntimeError,
+        "attn_mask must be on query's device cpu, got meta",
+    ),
+    "a device without kernels": (
+        lambda: call(Q.to("meta"), K.to("meta"), V.to("meta")),
+        RuntimeError,
+        "query must be on a cpu or cuda device, got meta",
+    ),
+    "qkv of 4 dimensions": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 4, 8)),
+        ValueError,
+        r"qkv must have 5 dimensions \(B, S, 3, H, D\), got shape \(2, 5, 4, 8\)",
+    ),
+    "qkv with 2 parts": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 2, 4, 8)),
+        ValueError,
+        r"qkv must be \(B, S, 3, H, D\), got shape \(2, 5, 2, 4, 8\)",
+    ),
+    "kv with 3 parts": (
+        lambda: flash_dmattn.flash_dmattn_kvpacked_func(Q, torch.zeros(2, 7, 3, 2, 8)),
+        ValueError,
+        r"kv must be \(B, Sk, 2, Hkv, D\), got shape \(2, 7, 3, 2, 8\)",
+    ),
+    "qkv of integers": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 8).int()),
+        TypeError,
+        "qkv must be one of float16, bfloat16, float32, float64, got int32",
+    ),
+    "qkv with a head dimension of 264": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 264)),
+        ValueError,
+        "qkv must have a head dimension from 1 to 256, got 264",
+    ),
+    "qkv on a device without kernels": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 8, device="meta")),
+        RuntimeError,
+        "qkv must be on a cpu or cuda device, got meta",
+    ),
+    "kv with other heads": (
+        lambda: flash_dmattn.flash_dmattn_kvpacked_func(Q, torch.zeros(2, 7, 2, 3, 8)),
+        ValueError,
+        "query's head count must be a multiple of kv's, got 4 and 3",
+    ),
+    "kv in another dtype": (
+        lambda: flash_dmattn.flash_dmattn_kvpacked_func(Q, torch.zeros(2, 7, 2, 2, 8).half()),
+        TypeError,
+        "kv must have query's dtype float32, got float16",
+    ),
+    "kv with another batch size": (
+        lambda: flash_dmattn.flash_dmattn_kvpacked_func(Q, torch.zeros(3, 7, 2, 2, 8)),
+        ValueError,
+        "kv must have query's batch size 2, got 3",
+    ),
+    "meta tensors for the reference": (
+        lambda: flash_dmattn_func_auto("reference")(Q.to("meta"), K, V),
+        RuntimeError,
+        "key must be on query's device meta, got cpu",
+    ),
+    "an unknown backend": (
+        lambda: flash_dmattn_func_auto("cudnn"),
+        ValueError,
+        "backend must be one of cuda, cpu, triton, flex, reference, got 'cudnn'",
+    ),
+}
+
+
+def test_numbers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    options = {"softmax_scale": numpy.float32(0.5), "is_causal": numpy.bool_(True), "softcap": numpy.float64(2)}
+    expected = call(softmax_scale=0.5, is_causal=True, softcap=2.0)
+    torch.testing.assert_close(call(**options, deterministic=numpy.bool_(True)), expected)
+    three = numpy.int64(3)
+    torch.testing.assert_close(varlen(max_q=three, max_k=three), varlen())
+    mask = KeyIntervalMask.sliding_window(numpy.int32(5), numpy.int32(7), three)
+    lists = KeyLists.build(mask, numpy.int64(5), numpy.int64(7), numpy.bool_(True))
+    torch.testing.assert_close(call(attn_mask=lists, is_causal=True), call(attn_mask=mask, is_causal=True))
+    lists = KeyLists.build(torch.ones(5, 1, dtype=torch.bool), three, three, numpy.bool_(False), CU, CU)
+    torch.testing.assert_close(varlen(lists), varlen())
+
+
+@pytest.mark.parametrize("case", FIXED)
+def test_fixed(case):
+    function, error, message = FIXED[case]
+    with pytest.raises(error, match=message):
+        function()
+
+
+CU = torch.tensor([0, 2, 5], dtype=torch.int32)
+ROWS = torch.randn(5, 2, 8)
+
+
+def varlen(mask=None, bias=None, cu_q=CU, cu_k=CU, max_q=3, max_k=3, rows=ROWS):
+    return flash_dmattn_varlen_func(rows, rows, rows, mask, bias, cu_q, cu_k, max_q, max_k)
+
+
+def packed(cu_seqlens=CU, max_seqlen=3):
+    qkv = torch.stack([ROWS] * 3, dim=1)
+    return flash_dmattn.flash_dmattn_varlen_qkvpacked_func(qkv, None, None, cu_seqlens, max_seqlen)
+
+
+VARLEN = {
+    "query of 4 dimensions": (
+        lambda: varlen(rows=Q),
+        ValueError,
+        r"query must have 3 dimensions \(total_q, H, D\), got shape \(2, 5, 4, 8\)",
+    ),
+    "cu_seqlens is no tensor": (
+        lambda: varlen(cu_q=[0, 5]),
+        TypeError,
+        "cu_seqlens_q must be a torch.Tensor, got list",
+    ),
+    "cu_seqlens in int64": (lambda: varlen(cu_k=CU.long()), TypeError, "cu_seqlens_k must be int32, got int64"),
+    "cu_seqlens of 2 dimensions": (
+        lambda: varlen(cu_q=CU[None]),
+        ValueError,
+        r"cu_seqlens_q must have 1 dimensions \(B \+ 1\), got shape \(1, 3\)",
+    ),
+    "no cu_seqlens": (
+        lambda: varlen(cu_q=CU[:0]),
+        ValueError,
+        r"cu_seqlens_q must have B \+ 1 elements, at least 1, got 0",
+    ),
+    "cu_seqlens that end early": (
+        lambda: varlen(cu_q=CU[:2]),
+        ValueError,
+        r"cu_seqlens_q must rise from 0 to the 5 given, got \[0, 2\]",
+    ),
+    "cu_seqlens that fall": (
+        lambda: varlen(cu_k=torch.tensor([0, 6, 5], dtype=torch.int32)),
+        ValueError,
+        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 6, 5\]",
+    ),
+    "batch sizes differ": (
+        lambda: varlen(cu_k=torch.tensor([0, 5], dtype=torch.int32), max_k=5),
+        ValueError,
+        r"cu_seqlens_q and cu_seqlens_k must both have B \+ 1 elements, got 3 and 2",
+    ),
+    "max_seqlen too short": (
+        lambda: varlen(max_q=2),
+        ValueError,
+        "max_seqlen_q must be at least the longest sequence 3, got 2",
+    ),
+    "max_seqlen is no int": (lambda: varlen(max_k=3.0), TypeError, "max_seqlen_k must be an int, got float"),
+    "max_seqlen below 0": (lambda: varlen(max_k=-1), ValueError, "max_seqlen_k must not be negative, got -1"),
+    "packed cu_seqlens in int64": (
+        lambda: packed(cu_seqlens=CU.long()),
+        TypeError,
+        "cu_seqlens must be int32, got int64",
+    ),
+    "packed cu_seqlens that end early": (
+        lambda: packed(cu_seqlens=CU[:2]),
+        ValueError,
+        r"cu_seqlens must rise from 0 to the 5 given, got \[0, 2\]",
+    ),
+    "packed max_seqlen too short": (
+        lambda: packed(max_seqlen=2),
+        ValueError,
+        "max_seqlen must be at least the longest sequence 3, got 2",
+    ),
+    "packed kv with another head dimension": (
+        lambda: flash_dmattn.flash_dmattn_varlen_kvpacked_func(ROWS, torch.zeros(5, 2, 2, 4), None, None, CU, CU, 3, 3),
+        ValueError,
+        "kv must have query's head dimension 8, got 4",
+    ),
+    "mask of 4 dimensions": (
+        lambda: varlen(mask=torch.ones(1, 1, 1, 5, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must be \(total_k, {H\|Hkv\|1}\) or \(total_q, {H\|Hkv\|1}, max_seqlen_k\), got shape",
+    ),
+    "float mask": (lambda: varlen(mask=torch.ones(5, 1)), TypeError, "attn_mask must be bool"),
+    "key bias of the wrong length": (
+        lambda: varlen(bias=torch.zeros(4, 1)),
+        ValueError,
+        r"attn_bias must be \(total_k, .*\): dimension 0 must be 5, got shape \(4, 1\)",
+    ),
+    "dense bias of the wrong length": (
+        lambda: varlen(bias=torch.zeros(5, 1, 4)),
+        ValueError,
+        r"attn_bias must be \(total_q, .*, max_seqlen_k\): dimension 2 must be 3, got shape \(5, 1, 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VARLEN)
+def test_varlen(case):
+    function, error, message = VARLEN[case]
+    with pytest.raises(error, match=message):
+        function()
+
+
+def backward_without_bias(kernels, lse, needs_dbias):
+    """The compiled backward, called as the op calls it."""
+    tensors = (Q, torch.zeros(2, 4, 5), Q, K, V, Q, lse, flash_dmattn.ops.MaskTensors(), None)
+    return kernels.mha_bwd(*tensors, 1.0, 0.0, False, False, needs_dbias)
+
+
+STRIDED = Q.transpose(-1, -2).contiguous().transpose(-1, -2)
+COMPILED = {
+    "shape": (
+        lambda k: k.mha_fwd(Q, K[:, :, :, :4], V, flash_dmattn.ops.MaskTensors(), None, 1.0, 0.0, False),
+        ValueError,
+        "key must have query's head dimension 8, got 4",
+    ),
+    "head dimension": (
+        lambda k: k.mha_fwd(Q[..., :4], K[..., :4], V[..., :4], flash_dmattn.ops.MaskTensors(), None, 1.0, 0.0, False),
+        ValueError,
+        "must be a multiple of 8 up to 256, got 4",
+    ),
+    "strides": (
+        lambda k: k.mha_fwd(STRIDED, K, V, flash_dmattn.ops.MaskTensors(), None, 1.0, 0.0, False),
+        ValueError,
+        "query must be contiguous in its last dimension",
+    ),
+    "mask dtype": (
+        lambda k: k.mha_fwd(Q, K, V, flash_dmattn.ops.MaskTensors(torch.ones(1, 1, 1, 7)), None, 1.0, 0.0, False),
+        TypeError,
+        r"attn_mask must be bool \(True = visible\), got float32",
+    ),
+    "bias shape": (
+        lambda k: k.mha_fwd(Q, K, V, flash_dmattn.ops.MaskTensors(), torch.ones(1, 1, 1, 6), 1.0, 0.0, False),
+        ValueError,
+        "attn_bias must be .*: dimension 3 must be 1 or 7",
+    ),
+    "bias gradient without bias": (
+        lambda k: backward_without_bias(k, lse=torch.zeros(2, 4, 5), needs_dbias=True),
+        ValueError,
+        "there is no bias",
+    ),
+    "lse shape": (
+        lambda k: backward_without_bias(k, lse=torch.zeros(2, 4, 4), needs_dbias=False),
+        ValueError,
+        "lse must have shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_the_compiled_entry_points_check_their_arguments(case):
+    function, error, message = COMPILED[case]
+    with pytest.raises(error, match=message):
+        function(flash_dmattn.ops.compiled_module())
+
+
+def test_unavailable_backends_say_why():
+    for name in flash_dmattn.backends.NAMES:
+        reason = flash_dmattn.backends.load(name).why_unavailable()
+        if reason is None:
+            assert callable(flash_dmattn_func_auto(name)) and name in flash_dmattn.get_available_backends()
+            continue
+        assert name not in flash_dmattn.get_available_backends()
+        with pytest.raises(RuntimeError, match=f"the backend '{name}' is not available: "):
+            flash_dmattn_func_auto(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
+def test_without_a_gpu():
+    assert flash_dmattn.CUDA_AVAILABLE is False and flash_dmattn.FLEX_AVAILABLE is True
+    assert "cuda" not in flash_dmattn.get_available_backends()
+    assert (
+        flash_dmattn.get_available_backends()[0] == "cpu" and flash_dmattn.get_available_backends()[-1] == "reference"
+    )
+
+
+def test_flex_refuses_what_it_cannot_do():
+    flex = flash_dmattn_func_auto("flex")
+    query, key, value = inputs(1, 5, 5, 2, 2, 16)
+    with pytest.raises(ValueError, match="'flex' has no deterministic gradient"):
+        flex(query, key, value, deterministic=True)
+    with pytest.raises(ValueError, match=r"'flex' takes no empty tensors, got key of shape \(1, 0, 2, 16\)"):
+        flex(query, key[:, :0], value[:, :0])
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="'flex' has no gradients on the CPU"):
+            flex(query.requires_grad_(), key, value)
+
+
+def test_a_missing_compiled_module_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(flash_dmattn.ops, "WHY_NOT_BUILT", "flash_dmattn's compiled module is missing")
+    with pytest.raises(RuntimeError, match="compiled module is missing"):
+        call()
+    with pytest.raises(RuntimeError, match="the backend 'cpu' is not available: flash_dmattn's compiled module is"):
+        flash_dmattn_func_auto("cpu")
+
+
+@pytest.mark.parametrize("backend", ["reference", "flex"])
+@pytest.mark.parametrize("name", ["key", "value", "attn_bias"])
+def test_what_is_no_tensor_without_a_compiled_module(monkeypatch, backend, name):
+    monkeypatch.setattr(flash_dmattn.ops, "WHY_NOT_BUILT", "flash_dmattn's compiled module is missing")
+    tensors = {"query": Q, "key": K, "value": V, name: [1.0]}
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
+        flash_dmattn_func_auto(backend)(**tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_dtype_that_cuda_kernels_do_not_take_is_refused_before_selection(monkeypatch, dtype):
+    """Fake tensors replace tensors on a GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def select(*args, **options):
+        raise AssertionError("selected")
+
+    monkeypatch.setattr(flash_dmattn.masks.selection, "select", select)
+    with FakeTensorMode():
+        query = torch.empty(1, 4, 2, 8, device="cuda", dtype=dtype)
+        half, bias = query.half(), torch.empty(1, 2, 1, 4, device="cuda")
+        with pytest.raises(TypeError, match=f"query must be float16 or bfloat16 on CUDA .*got {str(dtype)[6:]}"):
+            call(query, query, query, attn_bias=bias.to(dtype), is_causal=True, window_size=2)
+        with pytest.raises(AssertionError, match="selected"):
+            call(half, half, half, attn_bias=bias, is_causal=True, window_size=2)

@@ -1,0 +1,108 @@
+"""Models that switch to flash_dmattn and back, and calls that are refused."""
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", "5.17")
+
+from small_models import GROUPED, MODELS, build, one_call, switched, tokens  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
+
+from flash_dmattn.integrations.transformers import attention, register, use_flash_dmattn  # noqa: E402
+from flash_dmattn.integrations.visible_keys import require_version  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dropout": 0.1}, "no dropout of attention weights, got 0.1"),
+        ({"head_mask": torch.ones(2)}, "no masks of heads, got head_mask"),
+        ({"layer_head_mask": torch.ones(2)}, "no masks of heads, got layer_head_mask"),
+        ({"output_attentions": True}, "no attention weights"),
+        ({"block_indices": torch.zeros(1)}, "got block_indices"),
+        ({"position_bias": torch.zeros(1, 1, 9, 9), "cu_seq_lens_q": torch.tensor([0, 18])}, "position_bias"),
+        ({"attention_mask": torch.ones(2, 9, 9)}, r"attention_mask must be .* got shape \(2, 9, 9\)"),
+        (
+            {"attention_mask": torch.ones(3, 9).bool()},
+            r"attention_mask must be .* B = 2 and Sk = 9, got shape \(3, 9\)",
+        ),
+        (
+            {"attention_mask": torch.ones(2, 8).bool()},
+            r"attention_mask must be .* B = 2 and Sk = 9, got shape \(2, 8\)",
+        ),
+        ({"s_aux": torch.zeros(5)}, r"s_aux must have one sink for each of the 2 heads, got shape \(5,\)"),
+        ({"attention_mask": torch.ones(2, 1, 9, 9), "cu_seq_lens_q": torch.tensor([0, 18])}, "must be None"),
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
+)
+def test_unsupported_arguments_are_refused(options, says):
+    layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=9)
+    with pytest.raises(ValueError, match=says):
+        attention(layer, *tensors, **{"attention_mask": None, **options})
+    attention(layer, *tensors, None, dropout=0.0, head_mask=None, output_attentions=False)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 1, 9, 9, dtype=torch.long), torch.ones(2, 9)], ids=lambda x: x.ndim)
+def test_ambiguous_masks_are_refused(mask):
+    """Integers of 4 dimensions and floats of 2: a 1 could mean visible, or be added."""
+    layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=9)
+    with pytest.raises(TypeError, match=f"attention_mask must be .* got {str(mask.dtype)[6:]} of shape"):
+        attention(layer, *tensors, mask)
+
+
+@pytest.mark.parametrize("name", ["llama", "doge"])
+def test_dropout_of_a_model_is_refused_in_training_only(name):
+    model, ids = switched(build(name, attention_dropout=0.5)), tokens()
+    with pytest.raises(ValueError, match="no dropout of attention weights, got 0.5"):
+        model.train()(ids)
+    model.eval()(ids)
+
+
+class OwnAttention(nn.Module):
+    """Marks this file as a model that computes attention itself."""
+
+
+class OwnModel(PreTrainedModel):
+    config_class = transformers.LlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = OwnAttention()
+
+
+def test_a_model_off_the_interface_is_refused():
+    says = "is for models on transformers' attention interface, got OwnModel"
+    with pytest.raises(ValueError, match=says):
+        use_flash_dmattn(OwnModel(transformers.LlamaConfig(**GROUPED, attn_implementation="eager")))
+    with pytest.raises(ValueError, match=says):
+        OwnModel(transformers.LlamaConfig(**GROUPED, attn_implementation="flash_dmattn"))
+    with pytest.raises(TypeError, match="got Linear"):
+        use_flash_dmattn(nn.Linear(2, 2))
+
+
+def test_old_versions_are_refused():
+    with pytest.raises(ImportError, match=r"needs transformers 5.17 or newer, got 5.16.1"):
+        require_version("5.16.1")
+    require_version("6.0.0.dev0")
+
+
+def test_register_is_enough_and_may_be_called_again(tmp_path):
+    register()
+    register()
+    model, ids = build("llama"), tokens()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_dmattn")
+    assert loaded.config._attn_implementation == "flash_dmattn"
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=2e-5)
+    with pytest.raises(ValueError, match="flash_no_such_thing"):
+        model.set_attn_implementation("flash_no_such_thing")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_attention_implementation_keeps_its_name(name):
+    """GPT-OSS prefers kernels of the hub to whatever has "flash" in its name; T5 holds three configs."""
+    model = switched(build(name))
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            assert part.config._attn_implementation == "flash_dmattn"

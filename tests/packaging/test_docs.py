@@ -1,0 +1,79 @@
+"""The docs match the code: generated pages, links, examples, tables."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import flash_dmattn
+from flash_dmattn import backends, parallel
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import write_api  # noqa: E402
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_the_api_page_is_what_the_docstrings_say():
+    pytest.importorskip("transformers")
+    assert write_api.PAGE.read_text() == write_api.page(), "run `python scripts/write_api.py`"
+
+
+@pytest.mark.parametrize("module", [flash_dmattn, parallel], ids=lambda module: module.__name__)
+def test_the_api_page_has_everything_that_is_exported(module):
+    listed = {name for _, owner, names in write_api.SECTIONS for name in names if owner == module.__name__}
+    assert listed == {name for name in module.__all__ if not name.endswith("_AVAILABLE")}
+
+
+def test_a_docstring_as_markdown():
+    text = "What it does.\n\nArgs:\n    a, b: two\n        lines.\n\nBehind it.\n\nReturns:\n    c (B, S)."
+    assert write_api.described(text) == (
+        "What it does.\n\n**Args**\n\n- `a`, `b`: two lines.\n\nBehind it.\n\n**Returns**\n\nc (B, S)."
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, fragment = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if fragment:
+            anchors = map(anchor, re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE))
+            assert fragment in anchors, f"{page.name}: {target}"
+
+
+def programs(page):
+    """The blocks of Python on a page that are whole."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [block for block in blocks if "import torch\n" in block and "distributed" not in block]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md"])
+def test_the_examples_run_and_print_what_they_say(page, capsys):
+    assert programs(page)
+    for program in programs(page):
+        exec(program, {})
+        said = re.findall(r"^print\(.*?\)  # (.*)$", program, re.MULTILINE)
+        assert capsys.readouterr().out.splitlines() == said
+
+
+def test_the_tables_of_backends_name_them_all():
+    (heading,) = re.findall(r"^\| \| (cuda .*) \|$", (ROOT / "docs" / "backends.md").read_text(), re.MULTILINE)
+    assert tuple(heading.split(" | ")) == backends.NAMES
+
+
+def test_every_benchmark_stands_on_its_page():
+    said = (ROOT / "benchmarks" / "README.md").read_text()
+    scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts) > 5
+    for script in scripts:
+        assert f"`{script.name}`" in said

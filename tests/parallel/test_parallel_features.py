@@ -1,0 +1,74 @@
+"""Context parallel attention under checkpointing, determinism, autocast and torch.compile."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_cases import Case, lengths_for, of_rank, on_both, sharded
+
+from flash_dmattn.parallel import context_parallel_attention
+
+pytestmark = pytest.mark.xdist_group("ranks")  # the processes are started by one worker
+
+
+def checkpointed(case):
+    """Whether gradients with activation checkpointing equal those without."""
+    from torch.utils.checkpoint import checkpoint
+
+    rank = dist.get_rank()
+    rows, _, bias, dout, _ = case.make()
+    tensors = [of_rank(case, x, 1, rank) for x in rows] + [of_rank(case, bias, 3, rank)]
+    dout = of_rank(case, dout, 1, rank)
+
+    def gradients(wrap):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = wrap(lambda q, k, v, b: context_parallel_attention(q, k, v, attn_bias=b, **case.options), *leaves)
+        return torch.autograd.grad(out, leaves, dout)
+
+    again = gradients(lambda function, *args: checkpoint(function, *args, use_reentrant=False))
+    return all(map(torch.equal, gradients(lambda function, *args: function(*args)), again))
+
+
+def test_checkpointing(two):
+    for options in ({"is_causal": True, "window_size": 9}, {"is_causal": True}):
+        assert two.results(checkpointed, Case((24, 24), bias=(1, 1, 1, "S"), options=options)) == [True, True]
+
+
+def repeated(case):
+    (first, _), (second, _) = sharded(case), sharded(case)
+    return all(map(torch.equal, first, second))
+
+
+@on_both
+def test_deterministic_gradients_are_bitwise_reproducible(ranks):
+    sizes = {"heads": 4, "kv_heads": 2, "dtype": torch.float32, "bias": (1, 2, 1, "S")}
+    for options in ({"window_size": 15}, {}):
+        case = Case(lengths_for(ranks, False), options={"is_causal": True, "deterministic": True, **options}, **sizes)
+        assert all(ranks.results(repeated, case))
+
+
+def under_autocast():
+    rows = [torch.randn(1, 8, 2, 8) for _ in range(3)]
+    bias = torch.randn(1, 2, 1, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        return [
+            context_parallel_attention(*rows, attn_bias=bias, is_causal=True, **options).dtype
+            for options in ({"window_size": 3}, {})
+        ]
+
+
+def test_autocast(two):
+    assert two.results(under_autocast) == [[torch.bfloat16] * 2] * 2
+
+
+def compiled():
+    """torch.compile makes a graph before and one after the call."""
+    rows = [torch.randn(1, 8, 2, 8) for _ in range(3)]
+
+    def model(query, key, value):
+        return context_parallel_attention(query * 2, key, value, is_causal=True) + 1
+
+    return torch.allclose(torch.compile(model, backend="eager")(*rows), model(*rows))
+
+
+def test_compile(two):
+    assert two.results(compiled) == [True, True]

@@ -10,10 +10,10 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-using BwdKernel = void (*)(BwdArgs);
+using BwdKernelFn = void (*)(BwdArgs);
 
 template <typename Traits>
-void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
+void launch(BwdKernelFn kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
     if (blocks == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     kernel<<<grid_of(blocks), Traits::kThreads, shared_bytes, stream>>>(p);
@@ -22,7 +22,7 @@ void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs
 
 // The same, the blocks of the batch elements that share a bias in a cluster.
 template <typename Traits>
-void launch_clusters(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
+void launch_clusters(BwdKernelFn kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
     if (blocks == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     cudaLaunchAttribute cluster;
@@ -51,11 +51,11 @@ void sum_shared_dbias(const BwdArgs& p, cudaStream_t stream) {
 template <typename Traits, bool kCausal, BiasKind kBias>
 void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
-    const BwdKernel kernel = bwd_kernel<Traits, kBias, kCausal>;
+    const BwdKernelFn kernel = bwd_kernel<Traits, kBias, kCausal>;
     // As much for every launch: what a kernel may have is kept by the device, for all threads of the process.
     constexpr size_t kBytes =
         sizeof(BwdSharedStorage<Traits, kBias>) +
-        (kBias == BiasKind::kDense && kCanClusterReduce<Traits> ? sizeof(DxExchangeSharedStorage<Traits>) : 0);
+        (kBias == BiasKind::kDense && kCanClusterReduce<Traits> ? sizeof(DsmemReductionSharedStorage<Traits>) : 0);
     if (p.dense_dbias == DenseDbias::kClusterReduce) return launch_clusters<Traits>(kernel, blocks, kBytes, p, stream);
     launch<Traits>(kernel, blocks, kBytes, p, stream);
     if (p.dense_dbias == DenseDbias::kAtomic)

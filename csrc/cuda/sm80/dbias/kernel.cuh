@@ -13,13 +13,13 @@ namespace flash_dmattn::cuda::sm80 {
 
 // Where the rows and the keys of one that shares a tile begin.
 template <typename T>
-struct Sharer {
-    HeadRows<T> rows;
+struct Contributor {
+    HeadPointers<T> rows;
     const T* key;
     const T* value;
 
-    Sharer() = default;
-    __device__ Sharer(const BwdArgs& p, const Sequence& s, int head) : rows(p, s, head) {
+    Contributor() = default;
+    __device__ Contributor(const BwdArgs& p, const Sequence& s, int head) : rows(p, s, head) {
         const int kv_head = shared_head(head, p.heads, p.kv_heads);
         key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
         value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
@@ -29,23 +29,23 @@ struct Sharer {
 template <typename Traits>
 struct BwdDbiasSharedStorage {
     struct Stage {
-        RowStage<Traits, false> rows;
+        QdoStage<Traits, false> rows;
         typename Traits::KeysTile key;
         typename Traits::KeysTile value;
     };
     static constexpr int kStages = Traits::kHeadDim <= 64 ? 2 : 1;  // as many blocks as registers allow come first
     Stage stages[kStages];
-    Sharer<typename Traits::T> sharers[Traits::kThreads / 32][32];  // that each warp looks ahead to
+    Contributor<typename Traits::T> contributors[Traits::kThreads / 32][32];  // that each warp looks ahead to
 };
 
 // Which tiles of the gradient a block makes: [n_block, key_end) of a row of tiles.
 template <typename Traits>
-struct DbiasRun {
+struct DbiasWorkTile {
     int m_block, n_block, key_end, dbias_head, split;
     int first_batch;  // of those that share the gradient's
     int64_t index;    // of the first tile, among all
 
-    __device__ DbiasRun(const BwdArgs& p, int block) {
+    __device__ DbiasWorkTile(const BwdArgs& p, int block) {
         const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
                   run = static_cast<int>(p.dbias_run);
         const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), Traits::kRows),
@@ -75,14 +75,14 @@ __device__ __forceinline__ void for_each_row(const Visit& visit) {
 
 template <typename Traits>
 __device__ __forceinline__ void store_dbias_tile(const float (&sum)[Traits::kScoreM][Traits::kScoreN][4],
-                                                 const BwdArgs& p, const Sequence& s, const DbiasRun<Traits>& run,
+                                                 const BwdArgs& p, const Sequence& s, const DbiasWorkTile<Traits>& run,
                                                  int n_block) {
     using T = typename Traits::T;
     const int rows = s.rows - run.m_block * Traits::kRows, keys = s.keys - n_block * Traits::kKeys;
     T* to = static_cast<T*>(p.dbias.data) + shared_batch(p.dbias, s) * p.dbias.batch_stride +
             run.dbias_head * p.dbias.head_stride + (s.first_row + run.m_block * Traits::kRows) * p.dbias.row_stride +
             n_block * Traits::kKeys;
-    if (is_plain<Traits>(to, p.dbias, rows, keys)) {
+    if (is_full_and_aligned<Traits>(to, p.dbias, rows, keys)) {
         for_each_row<Traits>([&](int m, int h, int row, int key) {
             T* at = to + static_cast<uint32_t>(row) * p.dbias.row_stride + key;
 #pragma unroll
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm
     SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_memory);
     const SmemAddress address_of(shared_memory);
 
-    const DbiasRun<Traits> run(p, blockIdx.x);
+    const DbiasWorkTile<Traits> run(p, blockIdx.x);
     const Sequence first(p, run.first_batch);  // all that share a tile have its length
     const int first_row = run.m_block * Traits::kRows, last_row = min(first_row + Traits::kRows, first.rows) - 1;
     if (first_row >= first.rows || run.n_block * Traits::kKeys >= first.keys) return;
@@ -121,32 +121,32 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm
     // The sharers: a batch element's heads one after the other, so that K and V of a group are read together.
     const int heads = static_cast<int>(p.heads) / static_cast<int>(p.dbias.heads), first_head = run.dbias_head * heads;
     const int splits = static_cast<int>(p.dbias_splits);
-    const int64_t sharers = heads * p.dbias.batch_group_size;
-    const int sharer_begin = static_cast<int>(sharers * run.split / splits);
-    const int sharer_end = static_cast<int>(sharers * (run.split + 1) / splits);
+    const int64_t contributors = heads * p.dbias.batch_group_size;
+    const int contributor_begin = static_cast<int>(contributors * run.split / splits);
+    const int contributor_end = static_cast<int>(contributors * (run.split + 1) / splits);
     // Keys that causality leaves to the tile's last row.
     const int visible_keys = kCausal ? first.causal_end(last_row) : first.keys;
 
     // What is to be added next: of a tile, the sharers that the mask leaves a pair of. Each warp keeps where those lie that
     // it looks ahead to.
-    auto& window = smem.sharers[warp_id()];
-    BlockMaskIterator ahead{sharer_begin};
-    int n_block = run.n_block, sharer = 0, found_window = -1;
+    auto& window = smem.contributors[warp_id()];
+    BlockMaskIterator ahead{contributor_begin};
+    int n_block = run.n_block, contributor = 0, found_window = -1;
     const auto next = [&] {
         while (ahead.pending == 0) {
-            if (ahead.next >= sharer_end) {
-                ahead.next = sharer_begin;
+            if (ahead.next >= contributor_end) {
+                ahead.next = contributor_begin;
                 ++n_block;
             }
             if (n_block >= key_end || n_block * Traits::kKeys >= visible_keys) return false;
             const bool is_new = found_window != ahead.next;
             found_window = ahead.next;
             if (is_new) __syncwarp();
-            ahead.look(sharer_end, [&](int candidate, bool& is_empty, bool& is_full) {
+            ahead.look(contributor_end, [&](int candidate, bool& is_empty, bool& is_full) {
                 const int head = first_head + candidate % heads;
                 Sequence s = first;
                 s.batch += candidate / heads;
-                if (is_new) window[lane_id()] = Sharer<T>(p, s, head);
+                if (is_new) window[lane_id()] = Contributor<T>(p, s, head);
                 if (!has_mask(p)) return;
                 const MaskSummaries<Traits::kRows, Traits::kKeys> masks(p, s, head);
                 const auto summary = masks.of(first_row, last_row, n_block);
@@ -155,13 +155,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm
             });
             if (is_new) __syncwarp();
         }
-        sharer = ahead.take();
+        contributor = ahead.take();
         return true;
     };
     const auto load = [&](int stage) {
         auto& to = smem.stages[stage];
-        const Sharer<T>& from = window[sharer];
-        load_row_stage(to.rows, address_of, p, first, from.rows, first_row, first.rows - first_row, n_block);
+        const Contributor<T>& from = window[contributor];
+        load_qdo_stage(to.rows, address_of, p, first, from.rows, first_row, first.rows - first_row, n_block);
         const auto load_keys = [&](typename Traits::KeysTile& tile, const T* keys, int64_t row_stride) {
             const int first_key = n_block * Traits::kKeys;
             copy_tile_async<typename Traits::KeysTile, Traits::kThreads>(
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm
         const int rows = first.rows - first_row, keys = first.keys - tile * Traits::kKeys;
         const T* from = static_cast<const T*>(p.bias.data) + score_offset(p.bias, first, first_head, p.heads) +
                         first_row * p.bias.row_stride + tile * Traits::kKeys * p.bias.col_stride;
-        if (is_plain<Traits>(from, p.bias, rows, keys)) {
+        if (is_full_and_aligned<Traits>(from, p.bias, rows, keys)) {
             for_each_row<Traits>([&](int m, int h, int row, int key) {
                 const T* at = from + static_cast<uint32_t>(row) * p.bias.row_stride + key;
 #pragma unroll
@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm
     };
 
     float sum[Traits::kScoreM][Traits::kScoreN][4] = {};
-    using RowsA = OperandA<typename Traits::RowsTile, false>;
-    using KeysB = OperandB<typename Traits::KeysTile, false>;
+    using RowsA = FragmentsA<typename Traits::RowsTile, false>;
+    using KeysB = FragmentsB<typename Traits::KeysTile, false>;
     const int first_score_row = warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows;
     const int score_key = warp_id() % Traits::kScoreKeyWarps * Traits::kScoreKeys;
     const uint32_t rows_at = opaque(RowsA::lane_offset(first_score_row, 0));
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm
             return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p, first, stage.rows, run.m_block, tile,
                                                                           full);
         };
-        differentiate_pass<Traits, BiasKind::kDense>(
+        recompute_p_ds<Traits, BiasKind::kDense>(
             scores, dprobs, p, RowsA(address_of(stage.rows.query), rows_at), KeysB(address_of(stage.key), pass_at),
             RowsA(address_of(stage.rows.dout), rows_at), KeysB(address_of(stage.value), pass_at), stage.rows,
             dense_bias, make_visibility, first_score_row, key, rows, take, take);
@@ -248,8 +248,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm
         clear(sum);
         if (more && n_block == tile) load_bias(tile);
         while (more && n_block == tile) {
-            const bool is_full = ahead.is_full(sharer);
-            wait_for_rows(smem.stages[stage].rows, first.rows - first_row);
+            const bool is_full = ahead.is_full(contributor);
+            wait_for_qdo(smem.stages[stage].rows, first.rows - first_row);
             more = next();
             if (SharedStorage::kStages == 2 && more) load(stage ^ 1);
 #pragma unroll
@@ -272,7 +272,8 @@ __global__ void __launch_bounds__(Traits::kThreads) sum_dbias_parts_kernel(const
               run_length = static_cast<int>(p.dbias_run);
     const int runs = ceil_div(num_n_blocks, run_length), splits = static_cast<int>(p.dbias_splits);
     const int tile = blockIdx.x % num_n_blocks;
-    const DbiasRun<Traits> run(p, (static_cast<int>(blockIdx.x) / num_n_blocks * runs + tile / run_length) * splits);
+    const DbiasWorkTile<Traits> run(p,
+                                    (static_cast<int>(blockIdx.x) / num_n_blocks * runs + tile / run_length) * splits);
     const Sequence s(p, run.first_batch);
     if (run.m_block * Traits::kRows >= s.rows || tile * Traits::kKeys >= s.keys) return;
     float sum[Traits::kScoreM][Traits::kScoreN][4];

@@ -1,4 +1,4 @@
-// Launches the forward of few rows, of one head dimension and dtype.
+// Launches the small and decode forward of one head dimension and dtype.
 #pragma once
 
 #include "launch.cuh"
@@ -7,12 +7,12 @@ namespace flash_dmattn::cuda::sm80 {
 
 template <typename T, int kHeadDim, BiasKind kBias>
 void run_fwd_small_with(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
-    using Few = FwdKernel<T, kBias, false, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
+    using Small = FwdKernel<T, kBias, false, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
     using Decode = FwdKernel<T, kBias, false, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>;
-    if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Few::SharedStorage>()) {
+    if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Small::SharedStorage>()) {
         launch_fwd<Decode>(p, plan, stream);
     } else {
-        launch_fwd<Few>(p, plan, stream);
+        launch_fwd<Small>(p, plan, stream);
     }
 }
 

@@ -1,4 +1,4 @@
-// Runs the backward over key lists, of one dtype and head dimension.
+// Launches the backward over key lists of one head dimension and dtype.
 #pragma once
 
 #include "cuda/sm80/bwd/launch.cuh"
@@ -8,7 +8,7 @@ namespace flash_dmattn::cuda::sm80 {
 
 template <typename Traits, BiasKind kBias>
 void launch_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
-    const RowTileChains all(p, Traits::kRows);
+    const GatherBwdTileScheduler all(p, Traits::kRows);
     launch<Traits>(gather_bwd_kernel<Traits, kBias>, static_cast<int64_t>(all.chains) * all.length(),
                    sizeof(typename GatherBwd<Traits, kBias>::SharedStorage), p, stream);
 }

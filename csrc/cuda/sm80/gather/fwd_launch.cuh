@@ -1,4 +1,4 @@
-// Chooses the tile and the bias of the gathered forward of one head dimension and dtype, and launches.
+// Launches the forward over key lists of one head dimension and dtype.
 #pragma once
 
 #include "cuda/sm80/fwd/launch.cuh"
@@ -8,15 +8,15 @@ namespace flash_dmattn::cuda::sm80 {
 
 template <typename T, int kHeadDim, BiasKind kBias>
 void run_gather_fwd_with(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
-    using Usual = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill, true>>;
+    using Prefill = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill, true>>;
     using Decode = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>;
-    using Few = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
-    if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Few::SharedStorage>()) {
+    using Small = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
+    if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Small::SharedStorage>()) {
         launch_fwd<Decode>(p, plan, stream);
-    } else if (plan.tile == FwdTileKind::kSmall || !fits_shared_memory<typename Usual::SharedStorage>()) {
-        launch_fwd<Few>(p, plan, stream);
+    } else if (plan.tile == FwdTileKind::kSmall || !fits_shared_memory<typename Prefill::SharedStorage>()) {
+        launch_fwd<Small>(p, plan, stream);
     } else {
-        launch_fwd<Usual>(p, plan, stream);
+        launch_fwd<Prefill>(p, plan, stream);
     }
 }
 

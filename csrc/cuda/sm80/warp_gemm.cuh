@@ -56,9 +56,9 @@ public:
     __device__ __forceinline__ uint32_t address(int row, int col) const {
         return (lane_address_ ^ (col % Tile::kSlabCols * 2)) + (col / Tile::kSlabCols * Tile::kRows + row) * kRowBytes;
     }
-    template <bool kIsMnMajor>
+    template <bool kTransposed>
     __device__ __forceinline__ void load(uint32_t (&to)[4], int row, int col) const {
-        if constexpr (kIsMnMajor) {
+        if constexpr (kTransposed) {
             ldmatrix_x4_trans(to, address(row, col));
         } else {
             ldmatrix_x4(to, address(row, col));
@@ -69,21 +69,23 @@ private:
     uint32_t lane_address_;
 };
 
+enum class Major { kK, kMn };
+
 // Operands in shared memory. K-major: A is [m, k], B is [n, k]. MN-major: A is [k, m], B is [k, n].
-template <typename Tile, bool kIsMnMajor>
-struct FragmentsA : SmemFragments<Tile, kIsMnMajor ? MatrixOrder::kRowMajor : MatrixOrder::kColMajor> {
-    using Base = SmemFragments<Tile, kIsMnMajor ? MatrixOrder::kRowMajor : MatrixOrder::kColMajor>;
+template <typename Tile, Major kMajor>
+struct FragmentsA : SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kRowMajor : MatrixOrder::kColMajor> {
+    using Base = SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kRowMajor : MatrixOrder::kColMajor>;
     using Base::Base;
     __device__ __forceinline__ void load_fragment(uint32_t (&to)[4], int m, int k) const {
-        kIsMnMajor ? this->template load<true>(to, k, m) : this->template load<false>(to, m, k);
+        kMajor == Major::kMn ? this->template load<true>(to, k, m) : this->template load<false>(to, m, k);
     }
 };
-template <typename Tile, bool kIsMnMajor>
-struct FragmentsB : SmemFragments<Tile, kIsMnMajor ? MatrixOrder::kColMajor : MatrixOrder::kRowMajor> {
-    using Base = SmemFragments<Tile, kIsMnMajor ? MatrixOrder::kColMajor : MatrixOrder::kRowMajor>;
+template <typename Tile, Major kMajor>
+struct FragmentsB : SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kColMajor : MatrixOrder::kRowMajor> {
+    using Base = SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kColMajor : MatrixOrder::kRowMajor>;
     using Base::Base;
     __device__ __forceinline__ void load_fragment(uint32_t (&to)[4], int n, int k) const {
-        kIsMnMajor ? this->template load<true>(to, k, n) : this->template load<false>(to, n, k);
+        kMajor == Major::kMn ? this->template load<true>(to, k, n) : this->template load<false>(to, n, k);
     }
 };
 

@@ -107,13 +107,13 @@ private:
     static constexpr int kPasses = Traits::template kPassesWith<kBias>, kPassN = Traits::kScoreN / kPasses;
     static constexpr int kDkvColStep = Traits::kDkvColWarps * 16, kDqColStep = Traits::kDqColWarps * 16;
     using DkvAccumulator = float[Traits::kDkvM][Traits::kDkvN][4];
-    using ScoreA = FragmentsA<typename Traits::RowsTile, false>;
-    using ScoreB = FragmentsB<typename Traits::KeysTile, false>;
+    using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
+    using ScoreB = FragmentsB<typename Traits::KeysTile, Major::kK>;
     using ScoreC = SmemFragments<typename Traits::ScoresTile, MatrixOrder::kColMajor>;
-    using DkvA = FragmentsA<typename Traits::ScoresTile, true>;
-    using DkvB = FragmentsB<typename Traits::RowsTile, true>;
-    using DqA = FragmentsA<typename Traits::ScoresTile, false>;
-    using DqB = FragmentsB<typename Traits::KeysTile, true>;
+    using DkvA = FragmentsA<typename Traits::ScoresTile, Major::kMn>;
+    using DkvB = FragmentsB<typename Traits::RowsTile, Major::kMn>;
+    using DqA = FragmentsA<typename Traits::ScoresTile, Major::kK>;
+    using DqB = FragmentsB<typename Traits::KeysTile, Major::kMn>;
     using DkvC = SmemFragments<typename Traits::KeysTile, MatrixOrder::kColMajor>;
 
     __device__ const Sequence& sequence() const { return cta_.sequence(); }

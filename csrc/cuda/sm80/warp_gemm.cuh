@@ -8,7 +8,8 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Keeps the start of shared memory in one register. The compiler otherwise recomputes it, which costs more than an addition.
+// Keeps the start of shared memory in one register. The compiler otherwise recomputes it, which costs more than an
+// addition.
 class SmemAddress {
 public:
     __device__ __forceinline__ explicit SmemAddress(const void* start)
@@ -27,8 +28,8 @@ private:
 // Order in which ldmatrix.x4 reads the four 8x8 matrices of a 16x16 block.
 enum class MatrixOrder { kColMajor, kRowMajor };
 
-// Loads and stores 16x16 blocks of a swizzled tile, at offsets from a corner. In unrolled loops the offsets are constants: a
-// block costs one exclusive or, the rest of its address is an immediate.
+// Loads and stores 16x16 blocks of a swizzled tile, at offsets from a corner. In unrolled loops the offsets are
+// constants: a block costs one exclusive or, the rest of its address is an immediate.
 template <typename Tile, MatrixOrder kOrder>
 class SmemFragments {
 public:
@@ -37,8 +38,8 @@ public:
     // `lane_offset` is lane_offset(row, col) of the corner.
     __device__ __forceinline__ SmemFragments(uint32_t tile, uint32_t lane_offset) : lane_address_(tile + lane_offset) {}
 
-    // Recomputes the offset on every call: the opaque lane hides from the compiler that it is loop-invariant. Kept across a
-    // loop, the offsets of all blocks would spill.
+    // Recomputes the offset on every call: the opaque lane hides from the compiler that it is loop-invariant. Kept
+    // across a loop, the offsets of all blocks would spill.
     __device__ __forceinline__ SmemFragments(uint32_t tile, int row, int col)
         : lane_address_(tile + lane_offset(row, col, opaque(lane_id()))) {}
 
@@ -89,8 +90,8 @@ struct FragmentsB : SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kCol
     }
 };
 
-// acc += A B over kDepth. This warp's 16-column blocks lie kColStep apart. The loads of a k-step overlap the previous one's
-// mma.
+// acc += A B over kDepth. This warp's 16-column blocks lie kColStep apart. The loads of a k-step overlap the previous
+// one's mma.
 template <typename T, int kDepth, int kColStep = 16, int kMFragments, int kNFragments, typename A, typename B>
 __device__ __forceinline__ void warp_gemm(float (&acc)[kMFragments][kNFragments][4], const A& a, const B& b) {
     static_assert(kNFragments % 2 == 0);

@@ -1,6 +1,6 @@
-// DSMEM reduction of dbias over the batch elements that share a dense bias. The CTAs of one (head, n_block), one per batch
-// element, form a cluster and visit the same m_blocks. Each CTA owns a part of every dx tile, receives the others' values in
-// its shared memory and stores the sum.
+// DSMEM reduction of dbias over the batch elements that share a dense bias. The CTAs of one (head, n_block), one per
+// batch element, form a cluster and visit the same m_blocks. Each CTA owns a part of every dx tile, receives the
+// others' values in its shared memory and stores the sum.
 #pragma once
 
 #include "cuda/arch/cluster.cuh"
@@ -45,7 +45,8 @@ public:
     }
     __device__ __forceinline__ void end() const { cluster_sync(); }
 
-    // Tells the cluster that this CTA can receive the next tile; all its threads have called reduce() for the previous one.
+    // Tells the cluster that this CTA can receive the next tile; all its threads have called reduce() for the previous
+    // one.
     __device__ __forceinline__ void arrive_ready() const {
         if (threadIdx.x < group_size_) mbarrier_arrive_cluster(map_to_cta(ready_, threadIdx.x));
     }
@@ -61,8 +62,8 @@ public:
         if constexpr (kCanDivideBy<2>) send_among<2>(dx, first_n, rank);
     }
 
-    // CTA `rank` owns the fragments, row-major, from first_fragment(rank) on. Calls consume(i, a, b) with the sums of its
-    // fragments i and i + 1, for even i.
+    // CTA `rank` owns the fragments, row-major, from first_fragment(rank) on. Calls consume(i, a, b) with the sums of
+    // its fragments i and i + 1, for even i.
     __device__ __forceinline__ int first_fragment(int rank) const {
         return rank * (SharedStorage::kFragments / group_size_);
     }

@@ -1,7 +1,8 @@
-// The backward's main kernel: one CTA owns an n_block of one KV head and visits the m_blocks of its GQA group's query heads.
+// The backward's main kernel: one CTA owns an n_block of one KV head and visits the m_blocks of its GQA group's query
+// heads.
 //
-// dK and dV stay in registers. dQ is summed in float32 in global memory, in register order (dquery_accum in plan.h), so that
-// an addition covers 16 bytes per thread and 512 per warp.
+// dK and dV stay in registers. dQ is summed in float32 in global memory, in register order (dquery_accum in plan.h), so
+// that an addition covers 16 bytes per thread and 512 per warp.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -27,8 +28,9 @@ __device__ __forceinline__ void dq_semaphore_release(int32_t* semaphore) {
     if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
 }
 
-// Arrays are locals of run(), not members: see BwdCta. `visible_keys` is a local of run() too, since the compiler keeps it in
-// local memory: in a function that run() calls it would share that memory with the mainloop's arrays and keep them there.
+// Arrays are locals of run(), not members: see BwdCta. `visible_keys` is a local of run() too, since the compiler keeps
+// it in local memory: in a function that run() calls it would share that memory with the mainloop's arrays and keep
+// them there.
 template <typename Traits, BiasKind kBias, bool kCausal>
 class BwdKernel {
 public:
@@ -55,6 +57,7 @@ public:
     }
 
     __device__ __forceinline__ void run() {
+        // Prologue: K, V and the first m_block's stage.
         DkvAccumulator dkey, dvalue;
         clear(dkey);
         clear(dvalue);
@@ -65,7 +68,7 @@ public:
         bool more = m_blocks.next();
         if (more) {
             update_head_pointers(m_blocks.head());
-            load_rows(0, m_blocks.m_block());
+            load_stage(0, m_blocks.m_block());
         }
         uint32_t visible_keys[Traits::kWords];
         find_visible_keys(visible_keys);
@@ -73,29 +76,31 @@ public:
         load_keys(smem_.value, p_.value, visible_keys);
         cp_async_commit();
 
+        // Mainloop over m_blocks.
         for (int stage = 0; more; stage ^= 1) {
             const MBlockStep step{stage, m_blocks.head(), m_blocks.m_block(), m_blocks.mask_full()};
-            wait_for_qdo(smem_.rows[stage], cta_.rows_left(step.m_block));
+            wait_for_qdo(smem_.qdo[stage], cta_.rows_left(step.m_block));
             dbias.begin_m_block();
             more = m_blocks.next();
             const bool ends_head = !more || m_blocks.head() != step.head;
             if (more) {
                 if (ends_head) update_head_pointers(m_blocks.head());
-                load_rows(stage ^ 1, m_blocks.m_block());
+                load_stage(stage ^ 1, m_blocks.m_block());
             }
 
             auto& probs = probs_of(step);
 #pragma unroll
             for (int pass = 0; pass < kPasses; ++pass) compute_scores(step, probs, pass * kPassN, dbias);
             __syncthreads();
-            gemm_dkv(dvalue, probs, smem_.rows[stage].dout);
+            gemm_dkv(dvalue, probs, smem_.qdo[stage].dout);
             accumulate_dq(step);
-            gemm_dkv(dkey, smem_.dscores, smem_.rows[stage].query);
+            gemm_dkv(dkey, smem_.dscores, smem_.qdo[stage].query);
             dbias.end_m_block(step);
             if (ends_head) dbias.end_head(step.head, more, m_blocks);
         }
         dbias.end();
 
+        // Epilogue: dK and dV.
         cp_async_wait<0>();
         __syncthreads();
         store_dkv(dkey, smem_.key, p_.dkey, static_cast<float>(p_.softmax_scale));
@@ -126,7 +131,8 @@ private:
         return smem_.probs[SharedStorage::kProbStages == 2 ? step.stage : 0];
     }
 
-    // K and V of keys that no row sees may hold NaN, so they are not read. Each lane reads the block summary of one m_block.
+    // K and V of keys that no row sees may hold NaN, so they are not read. Each lane reads the block summary of one
+    // m_block.
     __device__ __forceinline__ void find_visible_keys(uint32_t (&visible_keys)[Traits::kWords]) const {
         const Sequence& s = sequence();
         const int first_head = cta_.first_head, end_head = first_head + cta_.qheads_per_kv;
@@ -180,20 +186,20 @@ private:
         if (kKeyBias && threadIdx.x < Traits::kKeys)
             key_bias_ = load_key_bias<T>(p_, sequence(), head, cta_.first_key + threadIdx.x);
     }
-    __device__ __forceinline__ void load_rows(int stage, int m_block) const {
-        load_qdo_stage(smem_.rows[stage], address_of, p_, sequence(), smem_.head_pointers[warp_id()],
+    __device__ __forceinline__ void load_stage(int stage, int m_block) const {
+        load_qdo_stage(smem_.qdo[stage], address_of, p_, sequence(), smem_.head_pointers[warp_id()],
                        m_block * Traits::kRows, cta_.rows_left(m_block), cta_.n_block);
         if constexpr (kBias == BiasKind::kDense)
             load_bias<Traits>(smem_.probs[stage], address_of, p_, sequence(), smem_.bias_pointers[warp_id()], m_block,
                               cta_.n_block);
-        if (kKeyBias && threadIdx.x < Traits::kKeys) smem_.rows[stage].key_bias[threadIdx.x] = key_bias_;
+        if (kKeyBias && threadIdx.x < Traits::kKeys) smem_.qdo[stage].key_bias[threadIdx.x] = key_bias_;
         cp_async_commit();
     }
 
     // Recomputes P and dS of one pass, the columns of this warp from fragment first_n on, and stores them rounded.
     __device__ __forceinline__ void compute_scores(const MBlockStep& step, typename Traits::ScoresTile& probs,
                                                    int first_n, DbiasWriter& dbias) const {
-        const auto& rows = smem_.rows[step.stage];
+        const auto& qdo = smem_.qdo[step.stage];
         const int score_row = cta_.score_row, score_key = cta_.score_key + first_n * 8;
         float scores[Traits::kScoreM][kPassN][4], dprobs[Traits::kScoreM][kPassN][4];
         const uint32_t a_offset = lane_offset(kScoreA);
@@ -214,12 +220,12 @@ private:
                                  is_visible);
         };
         const auto make_visibility = [&] {
-            return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p_, sequence(), rows, step.m_block,
+            return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p_, sequence(), qdo, step.m_block,
                                                                           cta_.n_block, step.mask_full);
         };
-        recompute_p_ds<Traits, kBias>(scores, dprobs, p_, ScoreA(address_of(rows.query), a_offset),
-                                      ScoreB(address_of(smem_.key), b_offset), ScoreA(address_of(rows.dout), a_offset),
-                                      ScoreB(address_of(smem_.value), b_offset), rows, dense_bias, make_visibility,
+        recompute_p_ds<Traits, kBias>(scores, dprobs, p_, ScoreA(address_of(qdo.query), a_offset),
+                                      ScoreB(address_of(smem_.key), b_offset), ScoreA(address_of(qdo.dout), a_offset),
+                                      ScoreB(address_of(smem_.value), b_offset), qdo, dense_bias, make_visibility,
                                       score_row, score_key, rows_left, add_dx, add_dx_softcap);
         dbias.add_ds(step, dprobs, first_n);
         store_accumulator<T>(scores, prob_fragments);

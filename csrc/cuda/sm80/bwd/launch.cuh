@@ -1,4 +1,4 @@
-// Runs the backward's kernels of one dtype and head dimension, one after the other on a stream.
+// Launches the backward's kernels of one dtype and head dimension on a stream.
 #pragma once
 
 #include "cuda/common/check.h"
@@ -13,23 +13,23 @@ namespace flash_dmattn::cuda::sm80 {
 using BwdKernelFn = void (*)(BwdArgs);
 
 template <typename Traits>
-void launch(BwdKernelFn kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
-    if (blocks == 0) return;
+void launch(BwdKernelFn kernel, int64_t num_ctas, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
+    if (num_ctas == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
-    kernel<<<grid_of(blocks), Traits::kThreads, shared_bytes, stream>>>(p);
+    kernel<<<grid_of(num_ctas), Traits::kThreads, shared_bytes, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-// The same, the blocks of the batch elements that share a bias in a cluster.
+// Launches clusters of the CTAs of the batch elements that share a bias.
 template <typename Traits>
-void launch_clusters(BwdKernelFn kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
-    if (blocks == 0) return;
+void launch_clusters(BwdKernelFn kernel, int64_t num_ctas, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
+    if (num_ctas == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(p.dbias.batch_group_size), 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = grid_of(blocks);
+    config.gridDim = grid_of(num_ctas);
     config.blockDim = Traits::kThreads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
@@ -39,7 +39,7 @@ void launch_clusters(BwdKernelFn kernel, int64_t blocks, size_t shared_bytes, co
 }
 
 template <typename Traits, bool kCausal>
-void sum_shared_dbias(const BwdArgs& p, cudaStream_t stream) {
+void recompute_dbias(const BwdArgs& p, cudaStream_t stream) {
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys);
     if (num_n_blocks == 0) return;
     const int64_t runs = p.dbias_tiles / num_n_blocks * ceil_div<int64_t>(num_n_blocks, p.dbias_run);
@@ -50,19 +50,20 @@ void sum_shared_dbias(const BwdArgs& p, cudaStream_t stream) {
 
 template <typename Traits, bool kCausal, BiasKind kBias>
 void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
-    const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
+    const int64_t num_ctas = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
     const BwdKernelFn kernel = bwd_kernel<Traits, kBias, kCausal>;
-    // As much for every launch: what a kernel may have is kept by the device, for all threads of the process.
+    // The same size for every launch: the kernel's limit is an attribute that all threads of the process share.
     constexpr size_t kBytes =
         sizeof(BwdSharedStorage<Traits, kBias>) +
         (kBias == BiasKind::kDense && kCanClusterReduce<Traits> ? sizeof(DsmemReductionSharedStorage<Traits>) : 0);
-    if (p.dense_dbias == DenseDbias::kClusterReduce) return launch_clusters<Traits>(kernel, blocks, kBytes, p, stream);
-    launch<Traits>(kernel, blocks, kBytes, p, stream);
+    if (p.dense_dbias == DenseDbias::kClusterReduce)
+        return launch_clusters<Traits>(kernel, num_ctas, kBytes, p, stream);
+    launch<Traits>(kernel, num_ctas, kBytes, p, stream);
     if (p.dense_dbias == DenseDbias::kAtomic)
         launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
     if (p.dense_dbias == DenseDbias::kRecompute)
-        sum_shared_dbias<BwdKernelTraits<Traits::kHeadDim, typename Traits::T, Traits::kIsSmall, BwdPass::kDbias>,
-                         kCausal>(p, stream);
+        recompute_dbias<BwdKernelTraits<Traits::kHeadDim, typename Traits::T, Traits::kIsSmall, BwdPass::kDbias>,
+                        kCausal>(p, stream);
 }
 
 template <typename Traits, bool kCausal>

@@ -13,8 +13,15 @@ struct MBlockIteratorState {
     BlockMaskIterator ahead;
 };
 
-// Iterates head by head over the m_blocks that causality and the mask leave active, ascending. The CTAs of a cluster, one per
-// batch element that shares a bias, visit the same m_blocks: those that are active for any of them.
+// One step of the mainloop.
+struct MBlockStep {
+    int stage;  // 0 and 1 alternate
+    int head, m_block;
+    bool mask_full;  // the mask hides no score of the tile
+};
+
+// Iterates head by head over the m_blocks that causality and the mask leave active, ascending. The CTAs of a cluster,
+// one per batch element that shares a bias, visit the same m_blocks: those that are active for any of them.
 template <typename Traits, bool kCausal>
 class MBlockIterator {
 public:

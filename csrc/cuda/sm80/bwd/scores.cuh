@@ -12,8 +12,8 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Copies rows from `first_row` on to a tile and fills it with zeros beyond `rows` x `cols`. cp.async; the caller commits. The
-// common case, a full tile, takes little more than the cp.async instructions.
+// Copies rows from `first_row` on to a tile and fills it with zeros beyond `rows` x `cols`. cp.async; the caller
+// commits. The common case, a full tile, takes little more than the cp.async instructions.
 template <typename Tile, int kThreads, typename T>
 __device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, int64_t row_stride, int first_row,
                                                 int rows, int cols) {
@@ -41,7 +41,8 @@ __device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, in
     }
 }
 
-// Pipeline stage of an m_block: Q, dO, lse, delta, and the mask or intervals of the n_block. kKeyBias: also its key bias.
+// Pipeline stage of an m_block: Q, dO, lse, delta, and the mask or intervals of the n_block. kKeyBias: also its key
+// bias.
 template <typename Traits, bool kKeyBias>
 struct QdoStage {
     typename Traits::RowsTile query;
@@ -160,8 +161,8 @@ __device__ __forceinline__ float load_key_bias(const BwdArgs& p, const Sequence&
     return key_bias_of<T>(p.bias, cuda::load_key_bias(p.bias, bias, key * p.bias.col_stride)) * kLog2E;
 }
 
-// Waits for the stage's copies and synchronizes the CTA. Clears Q and dO of rows without a visible key: they may hold NaN, and
-// 0 * NaN would reach a sum.
+// Waits for the stage's copies and synchronizes the CTA. Clears Q and dO of rows without a visible key: they may hold
+// NaN, and 0 * NaN would reach a sum.
 template <typename Traits, bool kKeyBias>
 __device__ __forceinline__ void wait_for_qdo(QdoStage<Traits, kKeyBias>& stage, int rows) {
     cp_async_wait<0>();
@@ -180,7 +181,8 @@ __device__ __forceinline__ void wait_for_qdo(QdoStage<Traits, kKeyBias>& stage, 
 }
 
 // Recomputes P and dS of one pass over this warp's part of a tile: S = Q K^T, dP = dO V^T, then differentiate().
-// make_visibility is called after the GEMMs, to save registers. add_dx_softcap replaces add_dx where there is a softcap.
+// make_visibility is called after the GEMMs, to save registers. add_dx_softcap replaces add_dx where there is a
+// softcap.
 template <typename Traits, BiasKind kBias, int kPassN, typename Rows, typename Keys, typename Stage, typename DenseBias,
           typename MakeVisibility, typename AddDx, typename AddDxSoftcap>
 __device__ __forceinline__ void recompute_p_ds(float (&scores)[Traits::kScoreM][kPassN][4],

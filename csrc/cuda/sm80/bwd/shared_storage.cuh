@@ -7,9 +7,9 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// ldmatrix offsets of each thread's fragments, computed once and kept in shared memory: recomputing them costs a tenth of the
-// instructions, and the mainloop has no registers left. A, B, C are the operands of S = Q K^T and dP = dO V^T ("Score"),
-// dV = P^T dO and dK = dS^T Q ("Dkv"), dQ = dS K ("Dq").
+// ldmatrix offsets of each thread's fragments, computed once and kept in shared memory: recomputing them costs a tenth
+// of the instructions, and the mainloop has no registers left. A, B, C are the operands of S = Q K^T and dP = dO V^T
+// ("Score"), dV = P^T dO and dK = dS^T Q ("Dkv"), dQ = dS K ("Dq").
 enum LdmatrixOffset {
     kScoreA,  // Q, dO
     kScoreB,  // K, V
@@ -28,11 +28,11 @@ struct BwdSharedStorage {
     static constexpr int kProbStages = kBias == BiasKind::kDense ? 2 : 1;
     typename Traits::KeysTile key;
     typename Traits::KeysTile value;
-    QdoStage<Traits, kKeyBias> rows[2];
+    QdoStage<Traits, kKeyBias> qdo[2];
     typename Traits::ScoresTile probs[kProbStages];
     typename Traits::ScoresTile dscores;
     uint16_t ldmatrix_offsets[kLdmatrixOffsets][Traits::kThreads];  // in bytes
-    // Per warp, so that no warp waits for another's.
+    // One per warp, so that warps need no barrier:
     HeadPointers<typename Traits::T> head_pointers[Traits::kThreads / 32];
     BiasPointer<typename Traits::T> bias_pointers[Traits::kThreads / 32];
     MBlockIteratorState m_block_states[Traits::kThreads / 32];
@@ -40,7 +40,7 @@ struct BwdSharedStorage {
     Sequence sequence;
     int bias_batch;  // batch index of the bias; with variable length the sequence
     int rank;        // of the sequence among the batch elements that share a bias
-    int ticket;
+    int ticket;      // deterministic: number of the work tile
 };
 
 // Whether the DSMEM reduction fits beside the rest into 227 KiB, the limit of compute capability 9.0.
@@ -49,14 +49,8 @@ constexpr bool kCanClusterReduce =
     !Traits::kIsSmall &&
     sizeof(BwdSharedStorage<Traits, BiasKind::kDense>) + sizeof(DsmemReductionSharedStorage<Traits>) <= 227 * 1024;
 
-// One step of the mainloop.
-struct MBlockStep {
-    int stage;  // 0 and 1 alternate
-    int head, m_block;
-    bool mask_full;  // the mask hides no score of the tile
-};
-
-// Holds scalars only: an array member would keep the whole struct in local memory until the compiler resolves its indices.
+// Holds scalars only: an array member would keep the whole struct in local memory until the compiler resolves its
+// indices.
 template <typename Traits, BiasKind kBias>
 struct BwdCta {
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
@@ -65,7 +59,7 @@ struct BwdCta {
     SharedStorage& smem;
     const SmemAddress address_of;
     const int n_block, first_key, kv_head;
-    const int qheads_per_kv, first_head;  // GQA: query heads of kv_head
+    const int qheads_per_kv, first_head;  // of kv_head's GQA group
     const int score_row, score_key;       // this warp's first row and key of S and dP
 
     // smem.sequence has been written.

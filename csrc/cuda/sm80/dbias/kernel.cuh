@@ -1,9 +1,9 @@
-// The "recompute" kernel of dbias: the gradient of a dense bias that batch elements or query heads share, where the main kernel
-// cannot sum it.
+// The "recompute" kernel of dbias: the gradient of a dense bias that batch elements or query heads share, where the
+// main kernel cannot sum it.
 //
-// A CTA owns a run of dbias tiles, one after the other. It recomputes P and dP of every contributor, the (batch, head) pairs
-// that share the tile, sums dx in float32 registers and writes the sum once. This takes no atomics and no memory of
-// [B, H, Sq, Sk]. Where tiles are few, splits share the contributors, and a second kernel adds up the splits' sums.
+// A CTA owns a run of dbias tiles, one after the other. It recomputes P and dP of every contributor, the (batch, head)
+// pairs that share the tile, sums dx in float32 registers and writes the sum once. This takes no atomics and no memory
+// of [B, H, Sq, Sk]. Where tiles are few, splits share the contributors, and a second kernel adds up the splits' sums.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -39,8 +39,8 @@ struct BwdDbiasSharedStorage {
     Contributor<typename Traits::T> contributors[Traits::kThreads / 32][32];  // each warp's look-ahead window
 };
 
-// A run of dbias tiles: the n_blocks [n_block, n_block_end) of one m_block, dbias head and batch group, and a split of its
-// contributors.
+// A run of dbias tiles: the n_blocks [n_block, n_block_end) of one m_block, dbias head and batch group, and a split of
+// its contributors.
 template <typename Traits>
 struct DbiasWorkTile {
     int m_block, n_block, n_block_end, dbias_head, split_idx;
@@ -64,7 +64,8 @@ struct DbiasWorkTile {
     }
 };
 
-// Calls visit(m, h, row, key) for every row of a tile that this lane holds; its pairs of neighbouring keys begin at key + 8 n.
+// Calls visit(m, h, row, key) for every row of a tile that this lane holds; its pairs of neighbouring keys begin at key
+// + 8 n.
 template <typename Traits, typename Visit>
 __device__ __forceinline__ void for_each_row(const Visit& visit) {
     const int row = warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows + fragment_row();
@@ -172,8 +173,8 @@ private:
     static __device__ int score_row() { return warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows; }
     static __device__ int score_key() { return warp_id() % Traits::kScoreKeyWarps * Traits::kScoreKeys; }
 
-    // Moves to the next contributor that the mask leaves active in n_block_, then to the next n_block. A batch element's heads
-    // follow each other, so that K and V of a GQA group are read together. Returns false at the end.
+    // Moves to the next contributor that the mask leaves active in n_block_, then to the next n_block. A batch
+    // element's heads follow each other, so that K and V of a GQA group are read together. Returns false at the end.
     __device__ __forceinline__ bool next() {
         while (ahead_.pending == 0) {
             if (ahead_.next >= contributor_end_) {

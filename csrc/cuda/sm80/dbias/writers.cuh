@@ -3,7 +3,7 @@
 //   begin()                           before the first m_block
 //   begin_m_block()                   once the CTA is done with the previous m_block
 //   add_dx(n, dx, is_visible)         dx of two neighbouring scores, of this lane's columns of fragment n
-//   add_dx_softcap(step, n, row, ..)  instead, where there is a softcap; (row, key) is the fragment's corner in the tile
+//   add_dx_softcap(step, n, row, ..)  instead, with a softcap; (row, key) is the fragment's corner in the tile
 //   add_ds(step, ds, first_n)         dS of one pass, in registers
 //   end_m_block(step)                 once dS of the m_block lies in shared memory, rounded
 //   end_head(head, more, m_blocks)    after the last m_block of a head; `more`: m_blocks is at the next head
@@ -211,9 +211,9 @@ private:
         const int heads = static_cast<int>(p.dbias.heads);
         const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), Traits::kRows);
         const int batch = p.dbias.batches > 1 || p.cu_seqlens_q != nullptr ? cta_.smem.bias_batch : 0;
-        const int m_block = (batch * heads + shared_head(step.head, p.heads, heads)) * num_m_blocks + step.m_block;
+        const int m_block_idx = (batch * heads + shared_head(step.head, p.heads, heads)) * num_m_blocks + step.m_block;
         const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);
-        const int64_t tile = static_cast<int64_t>(m_block) * num_n_blocks + cta_.n_block;
+        const int64_t tile = static_cast<int64_t>(m_block_idx) * num_n_blocks + cta_.n_block;
         float* to = p.dbias_parts + tile * Traits::kRows * Traits::kKeys + threadIdx.x * 4;
 #pragma unroll
         for (int m = 0; m < Traits::kScoreM; ++m)
@@ -242,7 +242,7 @@ private:
                 const float x[2][2] = {{a[2 * h], a[2 * h + 1]}, {b[2 * h], b[2 * h + 1]}};
                 T* to = at + h * 8 * view.row_stride + i * 8;
                 if (is_plain) {
-                    // Two lanes exchange a pair, so that each stores four neighbours: even lanes of fragment i, odd ones of i + 1.
+                    // Two lanes exchange pairs: even ones store four neighbours of fragment i, odd ones of i + 1.
                     const uint32_t in_a = pack<T>(x[0][0], x[0][1]), in_b = pack<T>(x[1][0], x[1][1]);
                     const bool odd = lane % 2;
                     const uint32_t other = __shfl_xor_sync(~0u, odd ? in_a : in_b, 1);

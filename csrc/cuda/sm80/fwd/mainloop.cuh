@@ -23,9 +23,10 @@ struct FwdKernelParams {
     bool bias_aligned;  // dense bias: keys are contiguous and every row is 16-byte aligned
 };
 
-// Base of the kernels. The derived kernel is the Source of keys: load_k, load_v and load_mask_and_bias start cp.async copies;
-// store_mask_and_bias writes to shared memory what load_mask_and_bias fetched into registers; apply_mask_and_bias turns
-// Q K^T into scores, and mask_by_bias masks what a dense bias hides from a row that has seen no other key so far.
+// Base of the kernels. The derived kernel is the Source of keys: load_k, load_v and load_mask_and_bias start cp.async
+// copies; store_mask_and_bias writes to shared memory what load_mask_and_bias fetched into registers;
+// apply_mask_and_bias turns Q K^T into scores, and mask_by_bias masks what a dense bias hides from a row that has seen
+// no other key so far.
 template <typename T, BiasKind kBias, typename Traits>
 class FwdMainloop {
 public:

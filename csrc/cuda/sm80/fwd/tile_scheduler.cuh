@@ -6,8 +6,8 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// (m_block, head, batch), or with pack-GQA (m_block, packed heads, batch), and a split of the keys. Lives in shared memory,
-// since the mainloop needs the registers.
+// (m_block, head, batch), or with pack-GQA (m_block, packed heads, batch), and a split of the keys. Lives in shared
+// memory, since the mainloop needs the registers.
 struct FwdWorkTile {
     Sequence sequence;
     int first_head;

@@ -6,9 +6,9 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Work tiles of one chain add to the same entries of dK, dV or dbias. With deterministic=True they do so in the order of the
-// chain: each publishes its progress, the first key that it has not added to yet, and the next one may add to all keys below.
-// Lists are sorted, so that one work tile follows the previous one closely.
+// Work tiles of one chain add to the same entries of dK, dV or dbias. With deterministic=True they do so in the order
+// of the chain: each publishes its progress, the first key that it has not added to yet, and the next one may add to
+// all keys below. Lists are sorted, so that one work tile follows the previous one closely.
 struct GatherBwdTileScheduler {
     int chains;
     int heads, batches, num_m_blocks;  // of one chain; `heads` counts the packed heads of a CTA once

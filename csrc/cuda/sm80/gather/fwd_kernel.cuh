@@ -1,7 +1,7 @@
 // The forward over key lists: one CTA owns an m_block and gathers the keys of its list.
 //
-// An n_block is fetched in three steps, each while another n_block is computed: the keys' positions in the sequence, then K
-// with the bias and the rows that see each key, then V.
+// An n_block is fetched in three steps, each while another n_block is computed: the keys' positions in the sequence,
+// then K with the bias and the rows that see each key, then V.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"

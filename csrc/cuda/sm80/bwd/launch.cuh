@@ -3,6 +3,7 @@
 
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
+#include "cuda/sm80/bias_dispatch.h"
 #include "plan.h"
 #include "convert.cuh"
 #include "cuda/sm80/dbias/kernel.cuh"
@@ -68,11 +69,7 @@ void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
 
 template <typename Traits, bool kCausal>
 void run_bwd_tiles(const BwdArgs& p, cudaStream_t stream) {
-    switch (p.bias.kind) {
-        case BiasKind::kNone: run_bwd_main<Traits, kCausal, BiasKind::kNone>(p, stream); break;
-        case BiasKind::kKey: run_bwd_main<Traits, kCausal, BiasKind::kKey>(p, stream); break;
-        case BiasKind::kDense: run_bwd_main<Traits, kCausal, BiasKind::kDense>(p, stream); break;
-    }
+    dispatch_bias(p.bias.kind, [&](auto bias) { run_bwd_main<Traits, kCausal, decltype(bias)::value>(p, stream); });
     const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
     launch<Traits>(convert_dquery_kernel<Traits>, num_m_blocks * p.heads * p.batch, sizeof(typename Traits::RowsTile),
                    p, stream);

@@ -3,6 +3,7 @@
 
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
+#include "cuda/sm80/bias_dispatch.h"
 #include "plan.h"
 #include "kernel_traits.h"
 #include "kernel.cuh"
@@ -37,21 +38,14 @@ void launch_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-template <typename T, int kHeadDim, bool kCausal, BiasKind kBias>
-void run_fwd_with(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
-    using Prefill = FwdKernel<T, kBias, kCausal, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill>>;
-    // Devices with less shared memory use smaller tiles.
-    fits_shared_memory<typename Prefill::SharedStorage>() ? launch_fwd<Prefill>(p, plan, stream)
-                                                          : run_fwd_small<T, kHeadDim>(p, plan, stream);
-}
-
 template <typename T, int kHeadDim, bool kCausal>
 void run_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
-    switch (bias_kind(p)) {
-        case BiasKind::kNone: return run_fwd_with<T, kHeadDim, kCausal, BiasKind::kNone>(p, plan, stream);
-        case BiasKind::kKey: return run_fwd_with<T, kHeadDim, kCausal, BiasKind::kKey>(p, plan, stream);
-        case BiasKind::kDense: return run_fwd_with<T, kHeadDim, kCausal, BiasKind::kDense>(p, plan, stream);
-    }
+    dispatch_bias(bias_kind(p), [&](auto bias) {
+        using Prefill = FwdKernel<T, decltype(bias)::value, kCausal, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill>>;
+        // Devices with less shared memory use smaller tiles.
+        fits_shared_memory<typename Prefill::SharedStorage>() ? launch_fwd<Prefill>(p, plan, stream)
+                                                              : run_fwd_small<T, kHeadDim>(p, plan, stream);
+    });
 }
 
 }  // namespace flash_dmattn::cuda::sm80

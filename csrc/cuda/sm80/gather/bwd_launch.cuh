@@ -15,11 +15,7 @@ void launch_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
 
 template <typename Traits>
 void run_gather_bwd_with(const BwdArgs& p, cudaStream_t stream) {
-    switch (p.bias.kind) {
-        case BiasKind::kNone: launch_gather_bwd<Traits, BiasKind::kNone>(p, stream); break;
-        case BiasKind::kKey: launch_gather_bwd<Traits, BiasKind::kKey>(p, stream); break;
-        case BiasKind::kDense: launch_gather_bwd<Traits, BiasKind::kDense>(p, stream); break;
-    }
+    dispatch_bias(p.bias.kind, [&](auto bias) { launch_gather_bwd<Traits, decltype(bias)::value>(p, stream); });
 }
 
 template <typename T, int kHeadDim>

@@ -6,27 +6,21 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-template <typename T, int kHeadDim, BiasKind kBias>
-void run_gather_fwd_with(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
-    using Prefill = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill, true>>;
-    using Decode = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>;
-    using Small = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
-    if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Small::SharedStorage>()) {
-        launch_fwd<Decode>(p, plan, stream);
-    } else if (plan.tile == FwdTileKind::kSmall || !fits_shared_memory<typename Prefill::SharedStorage>()) {
-        launch_fwd<Small>(p, plan, stream);
-    } else {
-        launch_fwd<Prefill>(p, plan, stream);
-    }
-}
-
 template <typename T, int kHeadDim>
 void run_gather_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
-    switch (bias_kind(p)) {
-        case BiasKind::kNone: return run_gather_fwd_with<T, kHeadDim, BiasKind::kNone>(p, plan, stream);
-        case BiasKind::kKey: return run_gather_fwd_with<T, kHeadDim, BiasKind::kKey>(p, plan, stream);
-        case BiasKind::kDense: return run_gather_fwd_with<T, kHeadDim, BiasKind::kDense>(p, plan, stream);
-    }
+    dispatch_bias(bias_kind(p), [&](auto bias) {
+        constexpr BiasKind kBias = decltype(bias)::value;
+        using Prefill = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill, true>>;
+        using Decode = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>;
+        using Small = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
+        if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Small::SharedStorage>()) {
+            launch_fwd<Decode>(p, plan, stream);
+        } else if (plan.tile == FwdTileKind::kSmall || !fits_shared_memory<typename Prefill::SharedStorage>()) {
+            launch_fwd<Small>(p, plan, stream);
+        } else {
+            launch_fwd<Prefill>(p, plan, stream);
+        }
+    });
 }
 
 }  // namespace flash_dmattn::cuda::sm80

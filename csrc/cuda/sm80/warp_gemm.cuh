@@ -8,8 +8,7 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Keeps the start of shared memory in one register. The compiler otherwise recomputes it, which costs more than an
-// addition.
+// Keeps the start of shared memory in one register: recomputing it costs more than an addition.
 class SmemAddress {
 public:
     __device__ __forceinline__ explicit SmemAddress(const void* start)
@@ -90,8 +89,7 @@ struct FragmentsB : SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kCol
     }
 };
 
-// acc += A B over kDepth. This warp's 16-column blocks lie kColStep apart. The loads of a k-step overlap the previous
-// one's mma.
+// acc += A B over kDepth. This warp's 16-column blocks lie kColStep apart. Loads run one k-step ahead of mma.sync.
 template <typename T, int kDepth, int kColStep = 16, int kMFragments, int kNFragments, typename A, typename B>
 __device__ __forceinline__ void warp_gemm(float (&acc)[kMFragments][kNFragments][4], const A& a, const B& b) {
     static_assert(kNFragments % 2 == 0);

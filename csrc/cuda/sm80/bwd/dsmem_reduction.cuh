@@ -45,8 +45,7 @@ public:
     }
     __device__ __forceinline__ void end() const { cluster_sync(); }
 
-    // Tells the cluster that this CTA can receive the next tile; all its threads have called reduce() for the previous
-    // one.
+    // Tells the cluster that this CTA can receive the next tile: all its threads have returned from reduce().
     __device__ __forceinline__ void arrive_ready() const {
         if (threadIdx.x < group_size_) mbarrier_arrive_cluster(map_to_cta(ready_, threadIdx.x));
     }

@@ -1,5 +1,4 @@
-// The backward's main kernel: one CTA owns an n_block of one KV head and visits the m_blocks of its GQA group's query
-// heads.
+// The backward's main kernel: one CTA owns an n_block of one KV head and visits the m_blocks of its query heads.
 //
 // dK and dV stay in registers. dQ is summed in float32 in global memory, in register order (dquery_accum in plan.h), so
 // that an addition covers 16 bytes per thread and 512 per warp.
@@ -131,8 +130,7 @@ private:
         return smem_.probs[SharedStorage::kProbStages == 2 ? step.stage : 0];
     }
 
-    // K and V of keys that no row sees may hold NaN, so they are not read. Each lane reads the block summary of one
-    // m_block.
+    // K and V of keys that no row sees may hold NaN and are not read. A lane reads the block summary of one m_block.
     __device__ __forceinline__ void find_visible_keys(uint32_t (&visible_keys)[Traits::kWords]) const {
         const Sequence& s = sequence();
         const int first_head = cta_.first_head, end_head = first_head + cta_.qheads_per_kv;

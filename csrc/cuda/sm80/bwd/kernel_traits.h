@@ -62,8 +62,7 @@ constexpr BwdTileSizes dbias_tile_sizes(int head_dim) {
     throw std::logic_error("head dimension");
 }
 
-// The kernel over key lists adds dK and dV of each key to global memory once per m_block, so that its m_blocks are
-// large.
+// The kernel over key lists adds dK and dV to global memory once per m_block: its m_blocks are large.
 constexpr BwdTileSizes gather_tile_sizes(int head_dim, bool is_small) {
     if (is_small) {
         switch (head_dim) {

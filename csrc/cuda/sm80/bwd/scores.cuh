@@ -41,8 +41,7 @@ __device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, in
     }
 }
 
-// Pipeline stage of an m_block: Q, dO, lse, delta, and the mask or intervals of the n_block. kKeyBias: also its key
-// bias.
+// Pipeline stage of an m_block: Q, dO, lse, delta, mask or intervals, and with kKeyBias the key bias.
 template <typename Traits, bool kKeyBias>
 struct QdoStage {
     typename Traits::RowsTile query;
@@ -181,8 +180,7 @@ __device__ __forceinline__ void wait_for_qdo(QdoStage<Traits, kKeyBias>& stage, 
 }
 
 // Recomputes P and dS of one pass over this warp's part of a tile: S = Q K^T, dP = dO V^T, then differentiate().
-// make_visibility is called after the GEMMs, to save registers. add_dx_softcap replaces add_dx where there is a
-// softcap.
+// Calls make_visibility after the GEMMs, to save registers. With a softcap add_dx_softcap replaces add_dx.
 template <typename Traits, BiasKind kBias, int kPassN, typename Rows, typename Keys, typename Stage, typename DenseBias,
           typename MakeVisibility, typename AddDx, typename AddDxSoftcap>
 __device__ __forceinline__ void recompute_p_ds(float (&scores)[Traits::kScoreM][kPassN][4],

@@ -49,8 +49,7 @@ constexpr bool kCanClusterReduce =
     !Traits::kIsSmall &&
     sizeof(BwdSharedStorage<Traits, BiasKind::kDense>) + sizeof(DsmemReductionSharedStorage<Traits>) <= 227 * 1024;
 
-// Holds scalars only: an array member would keep the whole struct in local memory until the compiler resolves its
-// indices.
+// Holds scalars only: with an array member the whole struct would stay in local memory.
 template <typename Traits, BiasKind kBias>
 struct BwdCta {
     using SharedStorage = BwdSharedStorage<Traits, kBias>;

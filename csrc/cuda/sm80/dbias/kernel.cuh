@@ -1,5 +1,4 @@
-// The "recompute" kernel of dbias: the gradient of a dense bias that batch elements or query heads share, where the
-// main kernel cannot sum it.
+// The "recompute" kernel of dbias, for a dense bias whose shared gradient the main kernel cannot sum.
 //
 // A CTA owns a run of dbias tiles, one after the other. It recomputes P and dP of every contributor, the (batch, head)
 // pairs that share the tile, sums dx in float32 registers and writes the sum once. This takes no atomics and no memory
@@ -39,8 +38,7 @@ struct BwdDbiasSharedStorage {
     Contributor<typename Traits::T> contributors[Traits::kThreads / 32][32];  // each warp's look-ahead window
 };
 
-// A run of dbias tiles: the n_blocks [n_block, n_block_end) of one m_block, dbias head and batch group, and a split of
-// its contributors.
+// A run of dbias tiles, the n_blocks [n_block, n_block_end) of one m_block, and a split of its contributors.
 template <typename Traits>
 struct DbiasWorkTile {
     int m_block, n_block, n_block_end, dbias_head, split_idx;
@@ -64,8 +62,7 @@ struct DbiasWorkTile {
     }
 };
 
-// Calls visit(m, h, row, key) for every row of a tile that this lane holds; its pairs of neighbouring keys begin at key
-// + 8 n.
+// Calls visit(m, h, row, key) for every row of a tile that this lane holds, in the columns key + 8 n and key + 8 n + 1.
 template <typename Traits, typename Visit>
 __device__ __forceinline__ void for_each_row(const Visit& visit) {
     const int row = warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows + fragment_row();

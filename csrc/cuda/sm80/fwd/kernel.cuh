@@ -1,5 +1,4 @@
-// The forward over contiguous keys, compute capability 8.0 and up: one CTA owns an m_block and visits its n_blocks
-// once.
+// The forward over contiguous keys: one CTA owns an m_block and visits its n_blocks once.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"

@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// row_warps warps split the rows. For each of them key_warps warps split the keys; each keeps a softmax of its own, and
-// the epilogue merges them.
+// row_warps warps split the rows. For each of them key_warps warps split the keys, each with a softmax of its own; the
+// epilogue merges them.
 struct FwdTileSizes {
     int rows, keys;  // of an m_block and an n_block
     int row_warps;

@@ -58,8 +58,8 @@ public:
         load_kv(0);
         wait_for_qdo(smem_.qdo, score_rows());
 
-        // Ping-pong: the two warps of a scheduler run the halves of a step in different order, so that one's GEMMs
-        // overlap the other's softmax.
+        // Ping-pong: the two warps of a scheduler run the halves of a step in different order; one's GEMMs overlap the
+        // other's softmax.
         const bool scores_first = warp_id() < kThreads / 64;
         for (int n_block = -1; n_block < num_n_blocks_; ++n_block) {
             if (p_.deterministic) wait_for_progress(n_block);
@@ -129,8 +129,7 @@ private:
         }
     }
 
-    // Fetches the keys' visibility and bias into registers, one thread per key; store_keys() writes them after the
-    // step's math.
+    // Fetches visibility and bias of one key per thread into registers; store_keys() writes them after the GEMMs.
     __device__ __forceinline__ void fetch_positions(int n_block) {
         if (threadIdx.x >= kKeys) return;
         position_ = next_position_;
@@ -375,8 +374,7 @@ private:
         if (smem_.work_tile.chain_idx == 0) return;
         while (predecessor_progress_ < key) predecessor_progress_ = load_acquire(progress_counter() - 1);
     }
-    // Waits until the predecessor in the chain has added to every key of this step, and orders this thread's own
-    // additions.
+    // Waits until the predecessor in the chain has added to every key of this step.
     __device__ void wait_for_progress(int n_block) {
         __threadfence();
         if (accumulates_dbias()) ++n_block;

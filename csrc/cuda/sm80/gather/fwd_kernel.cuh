@@ -40,6 +40,7 @@ public:
         const T* first_value;
         const char* first_bias;
         int positions[2][kKeys];  // of the current n_block and the next, in the sequence; -1 for none
+        // The current n_block:
         alignas(16) float bias[kKeys];
         alignas(16) uint32_t rows[kRowWarps][kKeys];  // bit i: row warp_rows.first + i sees the key
         uint4 visibility_data[kKeys];                 // intervals or bits, from which `rows` is computed

@@ -102,208 +102,202 @@ __device__ __forceinline__ void store_dbias_tile(const float (&sum)[Traits::kSco
     });
 }
 
+// Starts to load one contributor's stage. cp.async; commits.
+template <typename Traits>
+__device__ __forceinline__ void load_contributor(typename BwdDbiasSharedStorage<Traits>::Stage& to,
+                                                 const SmemAddress& address_of, const BwdArgs& p, const Sequence& s,
+                                                 const Contributor<typename Traits::T>& from, int first_row,
+                                                 int n_block) {
+    load_qdo_stage(to.qdo, address_of, p, s, from.rows, first_row, s.rows - first_row, n_block);
+    const auto load_keys = [&](typename Traits::KeysTile& tile, const typename Traits::T* keys, int64_t row_stride) {
+        const int first_key = n_block * Traits::kKeys;
+        copy_tile_async<typename Traits::KeysTile, Traits::kThreads>(address_of(tile), keys, row_stride, first_key,
+                                                                     s.keys - first_key, static_cast<int>(p.head_dim));
+    };
+    load_keys(to.key, from.key, p.key.row_stride);
+    load_keys(to.value, from.value, p.value.row_stride);
+    cp_async_commit();
+}
+
+// Adds dx of one contributor and pass to the sums.
 template <typename Traits, bool kCausal>
-class DbiasKernel {
-public:
-    using T = typename Traits::T;
-    using SharedStorage = BwdDbiasSharedStorage<Traits>;
-    using Sum = float[Traits::kScoreM][Traits::kScoreN][4];
-    using Bias = uint32_t[Traits::kScoreM][Traits::kScoreN][2];  // two keys a register
-
-    // sequence: of the batch group's first element. All contributors have its length.
-    __device__ DbiasKernel(const BwdArgs& p, SharedStorage& smem, const DbiasWorkTile<Traits>& work_tile,
-                           const Sequence& sequence)
-        : p_(p),
-          smem_(smem),
-          work_tile_(work_tile),
-          s_(sequence),
-          address_of(&smem),
-          first_row_(work_tile.m_block * Traits::kRows),
-          last_row_(min(first_row_ + Traits::kRows, sequence.rows) - 1),
-          n_block_end_(min(work_tile.n_block_end, ceil_div(sequence.keys, Traits::kKeys))),
-          heads_(static_cast<int>(p.heads) / static_cast<int>(p.dbias.heads)),
-          first_head_(work_tile.dbias_head * heads_),
-          visible_keys_(kCausal ? sequence.causal_end(last_row_) : sequence.keys),
-          window_(smem.contributors[warp_id()]),
-          ahead_{0},
-          n_block_(work_tile.n_block) {
-        const int splits = static_cast<int>(p.dbias_splits);
-        const int64_t contributors = heads_ * p.dbias.batch_group_size;
-        contributor_begin_ = static_cast<int>(contributors * work_tile.split_idx / splits);
-        contributor_end_ = static_cast<int>(contributors * (work_tile.split_idx + 1) / splits);
-        ahead_.next = contributor_begin_;
-        a_offset_ = opaque(ScoreA::lane_offset(score_row(), 0));
-        b_offset_ = opaque(ScoreB::lane_offset(score_key(), 0));
-    }
-
-    __device__ __forceinline__ void run() {
-        Bias bias;
-        Sum sum = {};
-        bool more = next();
-        if (more) load_stage(0);
-        int stage = 0;
-        for (int n_block = work_tile_.n_block; n_block < n_block_end_; ++n_block) {
-            clear(sum);
-            if (more && n_block_ == n_block) load_bias(bias, n_block);
-            while (more && n_block_ == n_block) {
-                const bool is_full = ahead_.is_full(contributor_);
-                wait_for_qdo(smem_.stages[stage].qdo, s_.rows - first_row_);
-                more = next();
-                if (SharedStorage::kStages == 2 && more) load_stage(stage ^ 1);
-#pragma unroll
-                for (int pass = 0; pass < Traits::kPasses; ++pass)
-                    add_dx(sum, bias, smem_.stages[stage], n_block, is_full, pass * Traits::kPassN);
-                if (SharedStorage::kStages == 1) {
-                    __syncthreads();
-                    if (more) load_stage(0);
-                }
-                stage = (stage + 1) % SharedStorage::kStages;
-            }
-            store(sum, n_block);
-        }
-    }
-
-private:
+struct DxPass {
     using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
     using ScoreB = FragmentsB<typename Traits::KeysTile, Major::kK>;
+    const BwdArgs& p;
+    const Sequence& s;
+    const SmemAddress& address_of;
+    const int m_block;
+    const int score_row, score_key;  // this warp's first row and key
+    const uint32_t a_offset, b_offset;
 
-    static __device__ int score_row() { return warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows; }
-    static __device__ int score_key() { return warp_id() % Traits::kScoreKeyWarps * Traits::kScoreKeys; }
+    __device__ DxPass(const BwdArgs& p_, const Sequence& s_, const SmemAddress& address_of_, int m_block_)
+        : p(p_),
+          s(s_),
+          address_of(address_of_),
+          m_block(m_block_),
+          score_row(warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows),
+          score_key(warp_id() % Traits::kScoreKeyWarps * Traits::kScoreKeys),
+          a_offset(opaque(ScoreA::lane_offset(score_row, 0))),
+          b_offset(opaque(ScoreB::lane_offset(score_key, 0))) {}
 
-    // Moves to the next contributor that the mask leaves active in n_block_, then to the next n_block. A batch
-    // element's heads follow each other, so that K and V of a GQA group are read together. Returns false at the end.
-    __device__ __forceinline__ bool next() {
-        while (ahead_.pending == 0) {
-            if (ahead_.next >= contributor_end_) {
-                ahead_.next = contributor_begin_;
-                ++n_block_;
-            }
-            if (n_block_ >= n_block_end_ || n_block_ * Traits::kKeys >= visible_keys_) return false;
-            const bool is_new = window_begin_ != ahead_.next;
-            window_begin_ = ahead_.next;
-            if (is_new) __syncwarp();
-            ahead_.look(contributor_end_, [&](int candidate, bool& is_empty, bool& is_full) {
-                const int head = first_head_ + candidate % heads_;
-                Sequence s = s_;
-                s.batch += candidate / heads_;
-                if (is_new) window_[lane_id()] = Contributor<T>(p_, s, head);
-                if (!has_mask(p_)) return;
-                const MaskSummaries<Traits::kRows, Traits::kKeys> masks(p_, s, head);
-                const auto summary = masks.of(first_row_, last_row_, n_block_);
-                is_empty = summary.empty;
-                is_full = summary.full;
-            });
-            if (is_new) __syncwarp();
-        }
-        contributor_ = ahead_.take();
-        return true;
-    }
-
-    __device__ __forceinline__ void load_stage(int stage) const {
-        auto& to = smem_.stages[stage];
-        const Contributor<T>& from = window_[contributor_];
-        load_qdo_stage(to.qdo, address_of, p_, s_, from.rows, first_row_, s_.rows - first_row_, n_block_);
-        const auto load_keys = [&](typename Traits::KeysTile& tile, const T* keys, int64_t row_stride) {
-            const int first_key = n_block_ * Traits::kKeys;
-            copy_tile_async<typename Traits::KeysTile, Traits::kThreads>(
-                address_of(tile), keys, row_stride, first_key, s_.keys - first_key, static_cast<int>(p_.head_dim));
-        };
-        load_keys(to.key, from.key, p_.key.row_stride);
-        load_keys(to.value, from.value, p_.value.row_stride);
-        cp_async_commit();
-    }
-
-    // Loads the bias of this lane's scores, which all contributors share.
-    __device__ __forceinline__ void load_bias(Bias& bias, int n_block) const {
-        const int rows = s_.rows - first_row_, keys = s_.keys - n_block * Traits::kKeys;
-        const T* from = static_cast<const T*>(p_.bias.data) + score_offset(p_.bias, s_, first_head_, p_.heads) +
-                        first_row_ * p_.bias.row_stride + n_block * Traits::kKeys * p_.bias.col_stride;
-        if (is_full_and_aligned<Traits>(from, p_.bias, rows, keys)) {
-            for_each_row<Traits>([&](int m, int h, int row, int key) {
-                const T* at = from + static_cast<uint32_t>(row) * p_.bias.row_stride + key;
-#pragma unroll
-                for (int n = 0; n < Traits::kScoreN; ++n)
-                    bias[m][n][h] = *reinterpret_cast<const uint32_t*>(at + n * 8);
-            });
-            return;
-        }
-        for_each_row<Traits>([&](int m, int h, int row, int key) {
-            const auto load = [&](int k) {
-                const bool in_sequence = row < rows && k < keys;
-                return in_sequence ? to_float(from[row * p_.bias.row_stride + k * p_.bias.col_stride]) : 0.f;
-            };
-#pragma unroll
-            for (int n = 0; n < Traits::kScoreN; ++n) bias[m][n][h] = pack<T>(load(key + n * 8), load(key + n * 8 + 1));
-        });
-    }
-
-    // Adds dx of one contributor, of the columns from fragment first_n on.
-    __device__ __forceinline__ void add_dx(Sum& sum, const Bias& bias, const typename SharedStorage::Stage& stage,
-                                           int n_block, bool is_full, int first_n) const {
+    // The columns of the pass begin at fragment first_n.
+    __device__ __forceinline__ void add(float (&sum)[Traits::kScoreM][Traits::kScoreN][4],
+                                        const uint32_t (&bias)[Traits::kScoreM][Traits::kScoreN][2],
+                                        const typename BwdDbiasSharedStorage<Traits>::Stage& stage, int n_block,
+                                        bool is_full, int first_n) const {
         float scores[Traits::kScoreM][Traits::kPassN][4], dprobs[Traits::kScoreM][Traits::kPassN][4];
-        const uint32_t b_offset = b_offset_ + first_n * 8 * ScoreB::kRowBytes;
-        const int rows = s_.rows - first_row_, key = score_key() + first_n * 8;
+        const uint32_t pass_offset = b_offset + first_n * 8 * ScoreB::kRowBytes;
+        const int rows = s.rows - m_block * Traits::kRows, key = score_key + first_n * 8;
         const auto dense_bias = [&](uint32_t (&to)[4], int m, int n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = opaque(bias[m][first_n + n + i / 2][i % 2]);
         };
-        const auto add = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
+        const auto add_dx = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
 #pragma unroll
             for (int e = 0; e < 2; ++e)
                 if (is_visible[e]) sum[m][first_n + n][2 * h + e] += dx[e];
         };
         const auto make_visibility = [&] {
-            return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p_, s_, stage.qdo, work_tile_.m_block,
-                                                                          n_block, is_full);
+            return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p, s, stage.qdo, m_block, n_block, is_full);
         };
-        recompute_p_ds<Traits, BiasKind::kDense>(
-            scores, dprobs, p_, ScoreA(address_of(stage.qdo.query), a_offset_), ScoreB(address_of(stage.key), b_offset),
-            ScoreA(address_of(stage.qdo.dout), a_offset_), ScoreB(address_of(stage.value), b_offset), stage.qdo,
-            dense_bias, make_visibility, score_row(), key, rows, add, add);
+        recompute_p_ds<Traits, BiasKind::kDense>(scores, dprobs, p, ScoreA(address_of(stage.qdo.query), a_offset),
+                                                 ScoreB(address_of(stage.key), pass_offset),
+                                                 ScoreA(address_of(stage.qdo.dout), a_offset),
+                                                 ScoreB(address_of(stage.value), pass_offset), stage.qdo, dense_bias,
+                                                 make_visibility, score_row, key, rows, add_dx, add_dx);
     }
-
-    __device__ __forceinline__ void store(const Sum& sum, int n_block) const {
-        if (p_.dbias_splits == 1) {
-            store_dbias_tile<Traits>(sum, p_, s_, work_tile_, n_block);
-            return;
-        }
-        const int64_t part = work_tile_.split_idx * p_.dbias_tiles + work_tile_.index + n_block - work_tile_.n_block;
-        float* to = p_.dbias_parts + part * Traits::kRows * Traits::kKeys + threadIdx.x * 4;
-#pragma unroll
-        for (int m = 0; m < Traits::kScoreM; ++m)
-#pragma unroll
-            for (int n = 0; n < Traits::kScoreN; ++n)
-                *reinterpret_cast<float4*>(to + (m * Traits::kScoreN + n) * Traits::kThreads * 4) =
-                    make_float4(sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]);
-    }
-
-    const BwdArgs& p_;
-    SharedStorage& smem_;
-    const DbiasWorkTile<Traits>& work_tile_;
-    const Sequence& s_;
-    const SmemAddress address_of;
-    const int first_row_, last_row_, n_block_end_;
-    const int heads_, first_head_;  // query heads of the dbias head
-    const int visible_keys_;        // keys that causality leaves to the last row
-    Contributor<T> (&window_)[32];
-    BlockMaskIterator ahead_;
-    int contributor_begin_, contributor_end_;  // of this split
-    int n_block_, contributor_ = 0;            // what next() found; contributor_ is an index into the window
-    int window_begin_ = -1;                    // contributor of window_[0]
-    uint32_t a_offset_, b_offset_;
 };
+
+// Loads the bias of this lane's scores, two keys a register. All contributors share it.
+template <typename Traits>
+__device__ __forceinline__ void load_lane_bias(uint32_t (&bias)[Traits::kScoreM][Traits::kScoreN][2], const BwdArgs& p,
+                                               const Sequence& s, int first_head, int first_row, int n_block) {
+    using T = typename Traits::T;
+    const int rows = s.rows - first_row, keys = s.keys - n_block * Traits::kKeys;
+    const T* from = static_cast<const T*>(p.bias.data) + score_offset(p.bias, s, first_head, p.heads) +
+                    first_row * p.bias.row_stride + n_block * Traits::kKeys * p.bias.col_stride;
+    if (is_full_and_aligned<Traits>(from, p.bias, rows, keys)) {
+        for_each_row<Traits>([&](int m, int h, int row, int key) {
+            const T* at = from + static_cast<uint32_t>(row) * p.bias.row_stride + key;
+#pragma unroll
+            for (int n = 0; n < Traits::kScoreN; ++n) bias[m][n][h] = *reinterpret_cast<const uint32_t*>(at + n * 8);
+        });
+        return;
+    }
+    for_each_row<Traits>([&](int m, int h, int row, int key) {
+        const auto load = [&](int k) {
+            const bool in_sequence = row < rows && k < keys;
+            return in_sequence ? to_float(from[row * p.bias.row_stride + k * p.bias.col_stride]) : 0.f;
+        };
+#pragma unroll
+        for (int n = 0; n < Traits::kScoreN; ++n) bias[m][n][h] = pack<T>(load(key + n * 8), load(key + n * 8 + 1));
+    });
+}
+
+// Stores dbias, or with several splits this split's sum in float32.
+template <typename Traits>
+__device__ __forceinline__ void store_sum(const float (&sum)[Traits::kScoreM][Traits::kScoreN][4], const BwdArgs& p,
+                                          const Sequence& s, const DbiasWorkTile<Traits>& work_tile, int splits,
+                                          int n_block) {
+    if (splits == 1) {
+        store_dbias_tile<Traits>(sum, p, s, work_tile, n_block);
+        return;
+    }
+    const int64_t part = work_tile.split_idx * p.dbias_tiles + work_tile.index + n_block - work_tile.n_block;
+    float* to = p.dbias_parts + part * Traits::kRows * Traits::kKeys + threadIdx.x * 4;
+#pragma unroll
+    for (int m = 0; m < Traits::kScoreM; ++m)
+#pragma unroll
+        for (int n = 0; n < Traits::kScoreN; ++n)
+            *reinterpret_cast<float4*>(to + (m * Traits::kScoreN + n) * Traits::kThreads * 4) =
+                make_float4(sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]);
+}
 
 template <typename Traits, bool kCausal>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm)
     bwd_dbias_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Traits::kIsUsed) return;
-    using Kernel = DbiasKernel<Traits, kCausal>;
+    using T = typename Traits::T;
+    using SharedStorage = BwdDbiasSharedStorage<Traits>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory);
+    SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_memory);
+    const SmemAddress address_of(shared_memory);
+
     const DbiasWorkTile<Traits> work_tile(p, blockIdx.x);
-    const Sequence s(p, work_tile.first_batch);
-    if (work_tile.m_block * Traits::kRows >= s.rows || work_tile.n_block * Traits::kKeys >= s.keys) return;
-    Kernel(p, smem, work_tile, s).run();
+    const Sequence s(p, work_tile.first_batch);  // all contributors have its length
+    const int first_row = work_tile.m_block * Traits::kRows, last_row = min(first_row + Traits::kRows, s.rows) - 1;
+    if (first_row >= s.rows || work_tile.n_block * Traits::kKeys >= s.keys) return;
+    const int n_block_end = min(work_tile.n_block_end, ceil_div(s.keys, Traits::kKeys));
+
+    // A batch element's heads follow each other, so that K and V of a GQA group are read together.
+    const int heads = static_cast<int>(p.heads) / static_cast<int>(p.dbias.heads);
+    const int first_head = work_tile.dbias_head * heads;
+    const int splits = static_cast<int>(p.dbias_splits);
+    const int64_t contributors = heads * p.dbias.batch_group_size;
+    const int contributor_begin = static_cast<int>(contributors * work_tile.split_idx / splits);
+    const int contributor_end = static_cast<int>(contributors * (work_tile.split_idx + 1) / splits);
+    const int visible_keys = kCausal ? s.causal_end(last_row) : s.keys;  // of the m_block's last row
+
+    // Moves to the next contributor that the mask leaves active in n_block, then to the next n_block.
+    auto& window = smem.contributors[warp_id()];
+    BlockMaskIterator ahead{contributor_begin};
+    int n_block = work_tile.n_block, contributor = 0, window_begin = -1;
+    const auto next = [&] {
+        while (ahead.pending == 0) {
+            if (ahead.next >= contributor_end) {
+                ahead.next = contributor_begin;
+                ++n_block;
+            }
+            if (n_block >= n_block_end || n_block * Traits::kKeys >= visible_keys) return false;
+            const bool is_new = window_begin != ahead.next;
+            window_begin = ahead.next;
+            if (is_new) __syncwarp();
+            ahead.look(contributor_end, [&](int candidate, bool& is_empty, bool& is_full) {
+                const int head = first_head + candidate % heads;
+                Sequence other = s;
+                other.batch += candidate / heads;
+                if (is_new) window[lane_id()] = Contributor<T>(p, other, head);
+                if (!has_mask(p)) return;
+                const MaskSummaries<Traits::kRows, Traits::kKeys> masks(p, other, head);
+                const auto summary = masks.of(first_row, last_row, n_block);
+                is_empty = summary.empty;
+                is_full = summary.full;
+            });
+            if (is_new) __syncwarp();
+        }
+        contributor = ahead.take();
+        return true;
+    };
+    const auto load = [&](int stage) {
+        load_contributor<Traits>(smem.stages[stage], address_of, p, s, window[contributor], first_row, n_block);
+    };
+
+    uint32_t bias[Traits::kScoreM][Traits::kScoreN][2];
+    float sum[Traits::kScoreM][Traits::kScoreN][4] = {};
+    const DxPass<Traits, kCausal> dx_pass(p, s, address_of, work_tile.m_block);
+    bool more = next();
+    if (more) load(0);
+    int stage = 0;
+    for (int current = work_tile.n_block; current < n_block_end; ++current) {
+        clear(sum);
+        if (more && n_block == current) load_lane_bias<Traits>(bias, p, s, first_head, first_row, current);
+        while (more && n_block == current) {
+            const bool is_full = ahead.is_full(contributor);
+            wait_for_qdo(smem.stages[stage].qdo, s.rows - first_row);
+            more = next();
+            if (SharedStorage::kStages == 2 && more) load(stage ^ 1);
+#pragma unroll
+            for (int pass = 0; pass < Traits::kPasses; ++pass)
+                dx_pass.add(sum, bias, smem.stages[stage], current, is_full, pass * Traits::kPassN);
+            if (SharedStorage::kStages == 1) {
+                __syncthreads();
+                if (more) load(0);
+            }
+            stage = (stage + 1) % SharedStorage::kStages;
+        }
+        store_sum<Traits>(sum, p, s, work_tile, splits, current);
+    }
 }
 
 // Adds up the splits of each dbias tile in their order and rounds the sum. The main kernel's atomic sums are one split.

@@ -69,67 +69,13 @@ protected:
           ldmatrix_v_(opaque(shared_storage.value.lane_down() + warp_key_ * kRowBytes)),
           copy_to_k_(opaque(CopyKv::lane_address(shared_storage.key))) {}
 
-    // `n_block` iterates over the n_blocks to visit: next() moves to the next one, index() is its number.
+    // Prologue, mainloop and epilogue. `n_block` iterates over the n_blocks to visit: next() moves to the next one, index()
+    // is its number.
     template <typename Source, typename NBlock>
     __device__ __forceinline__ void attend(Source& source, NBlock& n_block) {
-        const bool is_active = prologue(source, n_block);
-        mainloop(source, n_block, is_active);
-        epilogue();
-    }
-
-    __device__ const Sequence& sequence() const { return shared_storage_.work_tile.sequence; }
-    // Row of the sequence, and head, of a row of the tile.
-    __device__ int query_row(int row) const {
-        return Traits::kPackGqa ? (shared_storage_.work_tile.first_row + row) / params_.scheduler.qheads_per_tile
-                                : shared_storage_.work_tile.first_row + row;
-    }
-    __device__ int query_head(int row) const {
-        return shared_storage_.work_tile.first_head +
-               (Traits::kPackGqa ? (shared_storage_.work_tile.first_row + row) % params_.scheduler.qheads_per_tile : 0);
-    }
-
-    // Scales and caps scores, before a bias is added. Returns the factor that scale_and_add_bias still has to apply.
-    __device__ __forceinline__ float scale_scores(float (&scores)[kMFragments][kNFragments][4]) const {
-        if (kBias == BiasKind::kNone ? params_.is_unscaled : !(params_.softcap > 0)) return params_.scale;
-        scale_and_cap(scores, params_.scale, params_.softcap);
-        return 1;
-    }
-    // `bias` points to row 0 and key 0 of the sequence; bias_offset(key of the warp's part) is that of a key's bias.
-    template <typename BiasOffset>
-    __device__ __forceinline__ void mask_by_dense_bias(float (&scores)[kMFragments][kNFragments][4], const T* bias,
-                                                       const BiasOffset& bias_offset) const {
-        apply_bias_mask<T>(scores, [&](int row, int key) {
-            return bias + min(query_row(warp_row_ + row), sequence().rows - 1) * p_.bias.row_stride + bias_offset(key);
-        });
-    }
-
-    const FwdArgs& p_;
-    const FwdKernelParams& params_;
-    SharedStorage& shared_storage_;
-    const int warp_row_, warp_key_;                                    // this warp's first row and key of a tile
-    const uint32_t ldmatrix_q_, ldmatrix_k_, ldmatrix_v_, copy_to_k_;  // this lane's addresses in shared memory
-
-private:
-    static constexpr int kRowBytes = QueryTile::kSlabCols * sizeof(T);  // of a swizzle slab
-
-    // Loads Q and the first n_block's K, mask and bias. Returns false where no n_block is visible.
-    template <typename Source, typename NBlock>
-    __device__ __forceinline__ bool prologue(Source& source, NBlock& n_block) {
         clear(out_);
-        load_q();
-        const bool more = n_block.next();
-        if (more) {
-            source.load_k(n_block);
-            source.load_mask_and_bias(n_block);
-        }
-        cp_async_commit();
-        if (more) source.store_mask_and_bias(n_block);
-        return more;
-    }
-
-    template <typename Source, typename NBlock>
-    __device__ __forceinline__ void mainloop(Source& source, NBlock& n_block, bool more) {
         const bool is_idle = query_row(warp_row_) >= sequence().rows;  // this warp has no rows and only copies
+        bool more = prologue(source, n_block);
         while (more) {
             float scores[kMFragments][kNFragments][4] = {};
             cp_async_wait<0>();
@@ -159,6 +105,59 @@ private:
             }
             if (more) source.store_mask_and_bias(n_block);
         }
+        epilogue();
+    }
+
+    __device__ const Sequence& sequence() const { return shared_storage_.work_tile.sequence; }
+    // Row of the sequence, and head, of a row of the tile.
+    __device__ int query_row(int row) const {
+        return Traits::kPackGqa ? (shared_storage_.work_tile.first_row + row) / params_.scheduler.qheads_per_tile
+                                : shared_storage_.work_tile.first_row + row;
+    }
+    __device__ int query_head(int row) const {
+        return shared_storage_.work_tile.first_head +
+               (Traits::kPackGqa ? (shared_storage_.work_tile.first_row + row) % params_.scheduler.qheads_per_tile : 0);
+    }
+
+    // Scales and caps scores, before a bias is added. Returns the factor that scale_and_add_bias still has to apply.
+    __device__ __forceinline__ float scale_scores(float (&scores)[kMFragments][kNFragments][4]) const {
+        float scale = params_.scale;
+        if (kBias == BiasKind::kNone ? !params_.is_unscaled : params_.softcap > 0) {
+            scale_and_cap(scores, scale, params_.softcap);
+            scale = 1;
+        }
+        return scale;
+    }
+    // `bias` points to row 0 and key 0 of the sequence; bias_offset(key of the warp's part) is that of a key's bias.
+    template <typename BiasOffset>
+    __device__ __forceinline__ void mask_by_dense_bias(float (&scores)[kMFragments][kNFragments][4], const T* bias,
+                                                       const BiasOffset& bias_offset) const {
+        apply_bias_mask<T>(scores, [&](int row, int key) {
+            return bias + min(query_row(warp_row_ + row), sequence().rows - 1) * p_.bias.row_stride + bias_offset(key);
+        });
+    }
+
+    const FwdArgs& p_;
+    const FwdKernelParams& params_;
+    SharedStorage& shared_storage_;
+    const int warp_row_, warp_key_;                                    // this warp's first row and key of a tile
+    const uint32_t ldmatrix_q_, ldmatrix_k_, ldmatrix_v_, copy_to_k_;  // this lane's addresses in shared memory
+
+private:
+    static constexpr int kRowBytes = QueryTile::kSlabCols * sizeof(T);  // of a swizzle slab
+
+    // Loads Q and the first n_block's K, mask and bias. Returns false where no n_block is visible.
+    template <typename Source, typename NBlock>
+    __device__ __forceinline__ bool prologue(Source& source, NBlock& n_block) {
+        load_q();
+        const bool more = n_block.next();
+        if (more) {
+            source.load_k(n_block);
+            source.load_mask_and_bias(n_block);
+        }
+        cp_async_commit();
+        if (more) source.store_mask_and_bias(n_block);
+        return more;
     }
 
     // Stores O and lse; with split-KV, stores this split's part, and the last CTA combines all parts.
@@ -353,9 +352,19 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     if (is_inactive(p)) return;
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw_smem);
-    if (threadIdx.x == 0) params.scheduler.get_work_tile(p, smem.work_tile, Kernel::kRows);
+    const FwdTileScheduler& scheduler = params.scheduler;
+    if (threadIdx.x == 0) {
+        FlatIndex index(blockIdx.x);
+        smem.work_tile.split_idx = index.take(p.num_splits);
+        smem.work_tile.split_group = static_cast<int>(index.rest);
+        const int early_batch = scheduler.batch_first ? index.take(scheduler.batch) : 0;
+        // Starts with the last m_block: under causality it has the most keys.
+        smem.work_tile.first_row = (scheduler.num_m_blocks - 1 - index.take(scheduler.num_m_blocks)) * Kernel::kRows;
+        smem.work_tile.first_head = index.take(scheduler.heads) * scheduler.qheads_per_tile;
+        smem.work_tile.sequence = Sequence(p, scheduler.batch_first ? early_batch : static_cast<int>(index.rest));
+    }
     __syncthreads();
-    if (!params.scheduler.is_valid(smem.work_tile)) return;
+    if (!scheduler.is_valid(smem.work_tile)) return;
     Kernel(p, params, smem).run();
 }
 

@@ -1,4 +1,5 @@
-// The forward's tile scheduler: one CTA for each work tile and split of its keys.
+// The forward's tile scheduler: one CTA for each work tile and split of its keys. fwd_kernel decodes blockIdx, since a
+// function for it changes the register allocation of the mainloop.
 #pragma once
 
 #include "cuda/common/sequence.cuh"
@@ -23,17 +24,6 @@ struct FwdTileScheduler {
     int qheads_per_tile;  // pack-GQA: row r of a tile is row r / qheads_per_tile of head r % qheads_per_tile
     bool batch_first;     // neighbouring CTAs differ in their batch element, else in their m_block
 
-    __device__ __forceinline__ void get_work_tile(const FwdArgs& p, FwdWorkTile& work_tile,
-                                                  int rows_per_m_block) const {
-        FlatIndex index(blockIdx.x);
-        work_tile.split_idx = index.take(p.num_splits);
-        work_tile.split_group = static_cast<int>(index.rest);
-        const int early_batch = batch_first ? index.take(batch) : 0;
-        // Starts with the last m_block: under causality it has the most keys.
-        work_tile.first_row = (num_m_blocks - 1 - index.take(num_m_blocks)) * rows_per_m_block;
-        work_tile.first_head = index.take(heads) * qheads_per_tile;
-        work_tile.sequence = Sequence(p, batch_first ? early_batch : static_cast<int>(index.rest));
-    }
     // False where a sequence of variable length has fewer m_blocks than the longest one.
     __device__ __forceinline__ bool is_valid(const FwdWorkTile& work_tile) const {
         return work_tile.first_row < work_tile.sequence.rows * qheads_per_tile;

@@ -150,10 +150,10 @@ private:
 #pragma unroll
         for (int warp = 0; warp < kRowWarps; ++warp) {
             const WarpRows& rows = smem_.warp_rows[warp];
-            const uint32_t visible_positions = seeing.from(rows.first) & rows.all;
-            smem_.rows[warp][threadIdx.x] = visible_positions;
-            some |= visible_positions != 0;
-            all &= visible_positions == rows.all;
+            const uint32_t visible_rows = seeing.from(rows.first) & rows.all;
+            smem_.rows[warp][threadIdx.x] = visible_rows;
+            some |= visible_rows != 0;
+            all &= visible_rows == rows.all;
         }
         smem_.visible_positions[threadIdx.x] = some ? key : -1;
         const uint32_t seen_by_all = __ballot_sync(~0u, all);

@@ -69,8 +69,7 @@ protected:
           ldmatrix_v_(opaque(shared_storage.value.lane_down() + warp_key_ * kRowBytes)),
           copy_to_k_(opaque(CopyKv::lane_address(shared_storage.key))) {}
 
-    // Prologue, mainloop and epilogue. `n_block` iterates over the n_blocks to visit: next() moves to the next one, index()
-    // is its number.
+    // Prologue, mainloop, epilogue. `n_block` iterates over the n_blocks to visit; index() is the current one.
     template <typename Source, typename NBlock>
     __device__ __forceinline__ void attend(Source& source, NBlock& n_block) {
         clear(out_);

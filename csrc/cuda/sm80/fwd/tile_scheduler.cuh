@@ -1,5 +1,4 @@
-// The forward's tile scheduler: one CTA for each work tile and split of its keys. fwd_kernel decodes blockIdx, since a
-// function for it changes the register allocation of the mainloop.
+// The forward's tile scheduler: one CTA for each work tile and split of its keys. fwd_kernel decodes blockIdx.
 #pragma once
 
 #include "cuda/common/sequence.cuh"

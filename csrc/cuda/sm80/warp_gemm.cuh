@@ -1,4 +1,4 @@
-// Products of matrices in shared memory, a warp at a time: acc += op(A) op(B) by mma_m16n8k16.
+// GEMMs of one warp: mma.sync m16n8k16 on fragments that ldmatrix reads from swizzled shared memory.
 #pragma once
 
 #include "cuda/arch/memory.cuh"
@@ -8,8 +8,7 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Addresses of what lies in a block's shared memory, from one register: its start is not a constant, and to find it anew
-// costs more than an addition.
+// Keeps the start of shared memory in one register: recomputing it costs more than an addition.
 class SmemAddress {
 public:
     __device__ __forceinline__ explicit SmemAddress(const void* start)
@@ -25,33 +24,34 @@ private:
     uint32_t address_;
 };
 
-// Which 8x8 matrix of a 16x16 block the lanes 8 to 15 of an ldmatrix address: the one below the first or the one beside
-// it. The other one is that of the lanes 16 to 23.
-enum class BlockOrder { kBelowFirst, kBesideFirst };
+// Order in which ldmatrix.x4 reads the four 8x8 matrices of a 16x16 block.
+enum class MatrixOrder { kColMajor, kRowMajor };
 
-// Reads and writes 16x16 blocks of a tile, at offsets from a corner of it that are known at compile time once loops are
-// unrolled: a block costs an exclusive or, and what is left of its address is an immediate.
-template <typename Tile, BlockOrder kOrder>
-class Blocks {
+// Loads and stores 16x16 blocks of a swizzled tile, at offsets from a corner. In unrolled loops the offsets are
+// constants: a block costs one exclusive or, the rest of its address is an immediate.
+template <typename Tile, MatrixOrder kOrder>
+class SmemFragments {
 public:
     static constexpr int kRowBytes = Tile::kSlabCols * 2;
 
-    // `lane_offset` is lane_offset(row, col) of the corner, which many products have in common.
-    __device__ __forceinline__ Blocks(uint32_t tile, uint32_t lane_offset) : lane_address_(tile + lane_offset) {}
+    // `lane_offset` is lane_offset(row, col) of the corner.
+    __device__ __forceinline__ SmemFragments(uint32_t tile, uint32_t lane_offset) : lane_address_(tile + lane_offset) {}
 
-    // Found anew wherever it is wanted: the compiler is not to see that the corner is the same in every turn of a loop.
-    // Kept across it, the offsets of all blocks would take more registers than there are.
-    __device__ __forceinline__ Blocks(uint32_t tile, int row, int col)
+    // Recomputes the offset on every call: the opaque lane hides from the compiler that it is loop-invariant. Kept
+    // across a loop, the offsets of all blocks would spill.
+    __device__ __forceinline__ SmemFragments(uint32_t tile, int row, int col)
         : lane_address_(tile + lane_offset(row, col, opaque(lane_id()))) {}
 
-    // The blocks from a corner further on; its row and column are as those of a block.
-    __device__ __forceinline__ Blocks from(int row, int col) const { return Blocks(address(row, col), 0); }
+    // Moves the corner.
+    __device__ __forceinline__ SmemFragments from(int row, int col) const {
+        return SmemFragments(address(row, col), 0);
+    }
 
-    // row is a multiple of 8; col shares no bit with the column offsets, other than multiples of a slab.
+    // row is a multiple of 8; col shares no bit with later column offsets, except multiples of a swizzle slab.
     static __device__ __forceinline__ uint32_t lane_offset(int row, int col, int lane = lane_id()) {
-        const int below = kOrder == BlockOrder::kBelowFirst ? lane / 8 % 2 : lane / 16;
-        const int beside = kOrder == BlockOrder::kBelowFirst ? lane / 16 : lane / 8 % 2;
-        return Tile::offset(row + lane % 8 + below * 8, col / Tile::kChunk + beside) * 2;
+        const int row8 = kOrder == MatrixOrder::kColMajor ? lane / 8 % 2 : lane / 16;
+        const int col8 = kOrder == MatrixOrder::kColMajor ? lane / 16 : lane / 8 % 2;
+        return Tile::offset(row + lane % 8 + row8 * 8, col / Tile::kChunk + col8) * 2;
     }
     __device__ __forceinline__ uint32_t address(int row, int col) const {
         return (lane_address_ ^ (col % Tile::kSlabCols * 2)) + (col / Tile::kSlabCols * Tile::kRows + row) * kRowBytes;
@@ -69,35 +69,36 @@ private:
     uint32_t lane_address_;
 };
 
-// An operand of a product as it lies in shared memory: [m, k] or, transposed, [k, m]; of B [n, k] or, transposed, [k, n].
-template <typename Tile, bool kTransposed>
-struct OperandA : Blocks<Tile, kTransposed ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst> {
-    using Base = Blocks<Tile, kTransposed ? BlockOrder::kBesideFirst : BlockOrder::kBelowFirst>;
+enum class Major { kK, kMn };
+
+// Operands in shared memory. K-major: A is [m, k], B is [n, k]. MN-major: A is [k, m], B is [k, n].
+template <typename Tile, Major kMajor>
+struct FragmentsA : SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kRowMajor : MatrixOrder::kColMajor> {
+    using Base = SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kRowMajor : MatrixOrder::kColMajor>;
     using Base::Base;
-    __device__ __forceinline__ void block(uint32_t (&to)[4], int m, int k) const {
-        kTransposed ? this->template load<true>(to, k, m) : this->template load<false>(to, m, k);
+    __device__ __forceinline__ void load_fragment(uint32_t (&to)[4], int m, int k) const {
+        kMajor == Major::kMn ? this->template load<true>(to, k, m) : this->template load<false>(to, m, k);
     }
 };
-template <typename Tile, bool kTransposed>
-struct OperandB : Blocks<Tile, kTransposed ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst> {
-    using Base = Blocks<Tile, kTransposed ? BlockOrder::kBelowFirst : BlockOrder::kBesideFirst>;
+template <typename Tile, Major kMajor>
+struct FragmentsB : SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kColMajor : MatrixOrder::kRowMajor> {
+    using Base = SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kColMajor : MatrixOrder::kRowMajor>;
     using Base::Base;
-    __device__ __forceinline__ void block(uint32_t (&to)[4], int n, int k) const {
-        kTransposed ? this->template load<true>(to, k, n) : this->template load<false>(to, n, k);
+    __device__ __forceinline__ void load_fragment(uint32_t (&to)[4], int n, int k) const {
+        kMajor == Major::kMn ? this->template load<true>(to, k, n) : this->template load<false>(to, n, k);
     }
 };
 
-// acc[m][n] += A B over kDepth. This warp's blocks of 16 columns lie kColStep apart. The operands of a step are loaded
-// while the one before is multiplied.
-template <typename T, int kDepth, int kColStep = 16, int kMTiles, int kNTiles, typename A, typename B>
-__device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], const A& a, const B& b) {
-    static_assert(kNTiles % 2 == 0);
-    uint32_t a_blocks[2][kMTiles][4], b_blocks[2][kNTiles / 2][4];
+// acc += A B over kDepth. This warp's 16-column blocks lie kColStep apart. Loads run one k-step ahead of mma.sync.
+template <typename T, int kDepth, int kColStep = 16, int kMFragments, int kNFragments, typename A, typename B>
+__device__ __forceinline__ void warp_gemm(float (&acc)[kMFragments][kNFragments][4], const A& a, const B& b) {
+    static_assert(kNFragments % 2 == 0);
+    uint32_t a_fragments[2][kMFragments][4], b_fragments[2][kNFragments / 2][4];
     const auto load = [&](int step) {
 #pragma unroll
-        for (int m = 0; m < kMTiles; ++m) a.block(a_blocks[step % 2][m], m * 16, step * 16);
+        for (int m = 0; m < kMFragments; ++m) a.load_fragment(a_fragments[step % 2][m], m * 16, step * 16);
 #pragma unroll
-        for (int n = 0; n < kNTiles / 2; ++n) b.block(b_blocks[step % 2][n], n * kColStep, step * 16);
+        for (int n = 0; n < kNFragments / 2; ++n) b.load_fragment(b_fragments[step % 2][n], n * kColStep, step * 16);
     };
     constexpr int kSteps = kDepth / 16;
     load(0);
@@ -105,28 +106,29 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMTiles][kNTiles][4], 
     for (int step = 0; step < kSteps; ++step) {
         if (step + 1 < kSteps) load(step + 1);
 #pragma unroll
-        for (int m = 0; m < kMTiles; ++m)
+        for (int m = 0; m < kMFragments; ++m)
 #pragma unroll
-            for (int n = 0; n < kNTiles; ++n) {
-                const uint32_t (&pair)[4] = b_blocks[step % 2][n / 2];
-                mma_m16n8k16<T>(acc[m][n], a_blocks[step % 2][m], pair[n % 2 * 2], pair[n % 2 * 2 + 1]);
+            for (int n = 0; n < kNFragments; ++n) {
+                const uint32_t (&b16)[4] = b_fragments[step % 2][n / 2];
+                mma_m16n8k16<T>(acc[m][n], a_fragments[step % 2][m], b16[n % 2 * 2], b16[n % 2 * 2 + 1]);
             }
     }
 }
 
-// The accumulator, rounded, to blocks of a tile; those of 16 columns lie kColStep apart.
-template <typename T, int kColStep = 16, int kMTiles, int kNTiles, typename Tile>
-__device__ __forceinline__ void store_rounded(const float (&acc)[kMTiles][kNTiles][4],
-                                              const Blocks<Tile, BlockOrder::kBelowFirst>& to, float scale = 1.f) {
+// Rounds an accumulator and stores it to a tile; 16-column blocks lie kColStep apart.
+template <typename T, int kColStep = 16, int kMFragments, int kNFragments, typename Tile>
+__device__ __forceinline__ void store_accumulator(const float (&acc)[kMFragments][kNFragments][4],
+                                                  const SmemFragments<Tile, MatrixOrder::kColMajor>& to,
+                                                  float scale = 1.f) {
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
+    for (int m = 0; m < kMFragments; ++m)
 #pragma unroll
-        for (int n = 0; n < kNTiles; n += 2) {
+        for (int n = 0; n < kNFragments; n += 2) {
             uint32_t block[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float* pair = acc[m][n + i / 2] + i % 2 * 2;
-                block[i] = pack<T>(pair[0] * scale, pair[1] * scale);
+                const float* x = acc[m][n + i / 2] + i % 2 * 2;
+                block[i] = pack<T>(x[0] * scale, x[1] * scale);
             }
             const uint32_t address = to.address(m * 16, n / 2 * kColStep);
             if constexpr (kHasSm90) {

@@ -1,11 +1,11 @@
-// dQ from float32, as the main kernel's registers held it, to rows of the query's dtype.
+// Postprocess: float32 dQ in the main kernel's register order to rows of the query's dtype.
 #pragma once
 
 #include "kernel.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
-// One block a tile of rows.
+// One CTA per m_block.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads) convert_dquery_kernel(const __grid_constant__ BwdArgs p) {
     if (is_inactive(p)) return;
@@ -31,11 +31,11 @@ __global__ void __launch_bounds__(Traits::kThreads) convert_dquery_kernel(const 
             dquery[m][n][0] = x.x, dquery[m][n][1] = x.y, dquery[m][n][2] = x.z, dquery[m][n][3] = x.w;
         }
     const int warp = warp_id();
-    using Rows = Blocks<typename Traits::RowsTile, BlockOrder::kBelowFirst>;
+    using Rows = SmemFragments<typename Traits::RowsTile, MatrixOrder::kColMajor>;
     const uint32_t corner =
         Rows::lane_offset(warp / Traits::kDqColWarps * Traits::kDqRows, warp % Traits::kDqColWarps * 16);
-    store_rounded<T, Traits::kDqColWarps * 16>(dquery, Rows(smem_address(&rows), corner),
-                                               static_cast<float>(p.softmax_scale));
+    store_accumulator<T, Traits::kDqColWarps * 16>(dquery, Rows(smem_address(&rows), corner),
+                                                   static_cast<float>(p.softmax_scale));
     __syncthreads();
     T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + first_row * p.dquery.row_stride;
     copy_tile_out<Traits::kThreads>(rows, to, p.dquery.row_stride, s.rows - first_row, static_cast<int>(p.head_dim));

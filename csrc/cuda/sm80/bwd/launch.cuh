@@ -1,8 +1,9 @@
-// Runs the backward's kernels of one dtype and head dimension, one after the other on a stream.
+// Launches the backward's kernels of one dtype and head dimension on a stream.
 #pragma once
 
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
+#include "cuda/sm80/bias_dispatch.h"
 #include "plan.h"
 #include "convert.cuh"
 #include "cuda/sm80/dbias/kernel.cuh"
@@ -10,26 +11,26 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-using BwdKernel = void (*)(BwdArgs);
+using BwdKernelFn = void (*)(BwdArgs);
 
 template <typename Traits>
-void launch(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
-    if (blocks == 0) return;
+void launch(BwdKernelFn kernel, int64_t num_ctas, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
+    if (num_ctas == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
-    kernel<<<grid_of(blocks), Traits::kThreads, shared_bytes, stream>>>(p);
+    kernel<<<grid_of(num_ctas), Traits::kThreads, shared_bytes, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-// The same, the blocks of the batch elements that share a bias in a cluster.
+// Launches clusters of the CTAs of the batch elements that share a bias.
 template <typename Traits>
-void launch_clusters(BwdKernel kernel, int64_t blocks, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
-    if (blocks == 0) return;
+void launch_clusters(BwdKernelFn kernel, int64_t num_ctas, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
+    if (num_ctas == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(p.dbias.batch_group_size), 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = grid_of(blocks);
+    config.gridDim = grid_of(num_ctas);
     config.blockDim = Traits::kThreads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
@@ -39,7 +40,7 @@ void launch_clusters(BwdKernel kernel, int64_t blocks, size_t shared_bytes, cons
 }
 
 template <typename Traits, bool kCausal>
-void sum_shared_dbias(const BwdArgs& p, cudaStream_t stream) {
+void recompute_dbias(const BwdArgs& p, cudaStream_t stream) {
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys);
     if (num_n_blocks == 0) return;
     const int64_t runs = p.dbias_tiles / num_n_blocks * ceil_div<int64_t>(num_n_blocks, p.dbias_run);
@@ -50,28 +51,25 @@ void sum_shared_dbias(const BwdArgs& p, cudaStream_t stream) {
 
 template <typename Traits, bool kCausal, BiasKind kBias>
 void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
-    const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
-    const BwdKernel kernel = bwd_kernel<Traits, kBias, kCausal>;
-    // As much for every launch: what a kernel may have is kept by the device, for all threads of the process.
+    const int64_t num_ctas = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
+    const BwdKernelFn kernel = bwd_kernel<Traits, kBias, kCausal>;
+    // The same size for every launch: the kernel's limit is an attribute that all threads of the process share.
     constexpr size_t kBytes =
         sizeof(BwdSharedStorage<Traits, kBias>) +
-        (kBias == BiasKind::kDense && kCanClusterReduce<Traits> ? sizeof(DxExchangeSharedStorage<Traits>) : 0);
-    if (p.dense_dbias == DenseDbias::kClusterReduce) return launch_clusters<Traits>(kernel, blocks, kBytes, p, stream);
-    launch<Traits>(kernel, blocks, kBytes, p, stream);
+        (kBias == BiasKind::kDense && kCanClusterReduce<Traits> ? sizeof(DsmemReductionSharedStorage<Traits>) : 0);
+    if (p.dense_dbias == DenseDbias::kClusterReduce)
+        return launch_clusters<Traits>(kernel, num_ctas, kBytes, p, stream);
+    launch<Traits>(kernel, num_ctas, kBytes, p, stream);
     if (p.dense_dbias == DenseDbias::kAtomic)
         launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
     if (p.dense_dbias == DenseDbias::kRecompute)
-        sum_shared_dbias<BwdKernelTraits<Traits::kHeadDim, typename Traits::T, Traits::kIsSmall, BwdPass::kDbias>,
-                         kCausal>(p, stream);
+        recompute_dbias<BwdKernelTraits<Traits::kHeadDim, typename Traits::T, Traits::kIsSmall, BwdPass::kDbias>,
+                        kCausal>(p, stream);
 }
 
 template <typename Traits, bool kCausal>
 void run_bwd_tiles(const BwdArgs& p, cudaStream_t stream) {
-    switch (p.bias.kind) {
-        case BiasKind::kNone: run_bwd_main<Traits, kCausal, BiasKind::kNone>(p, stream); break;
-        case BiasKind::kKey: run_bwd_main<Traits, kCausal, BiasKind::kKey>(p, stream); break;
-        case BiasKind::kDense: run_bwd_main<Traits, kCausal, BiasKind::kDense>(p, stream); break;
-    }
+    dispatch_bias(p.bias.kind, [&](auto bias) { run_bwd_main<Traits, kCausal, decltype(bias)::value>(p, stream); });
     const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
     launch<Traits>(convert_dquery_kernel<Traits>, num_m_blocks * p.heads * p.batch, sizeof(typename Traits::RowsTile),
                    p, stream);

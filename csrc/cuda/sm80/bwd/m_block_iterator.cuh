@@ -1,4 +1,4 @@
-// Which tiles of query rows a block of the backward visits.
+// The m_blocks that a CTA of the backward visits.
 #pragma once
 
 #include "cuda/mask/block_mask_iterator.cuh"
@@ -6,49 +6,56 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// Where a warp is in its visits; in shared memory: registers are short.
-struct RowTilePlace {
+// Lives in shared memory, one per warp, to save registers.
+struct MBlockIteratorState {
     int head, m_block;
-    bool mask_full;  // the mask hides nothing of the tile
+    bool mask_full;  // the mask hides no score of the tile
     BlockMaskIterator ahead;
 };
 
-// Which tiles of rows a block visits: head after head, the tiles that causality and the mask leave a pair of, ascending.
-// The blocks of a cluster, one for each batch element that shares a bias, visit the same tiles: those that a mask leaves a
-// pair of for any of them.
+// One step of the mainloop.
+struct MBlockStep {
+    int stage;  // 0 and 1 alternate
+    int head, m_block;
+    bool mask_full;  // the mask hides no score of the tile
+};
+
+// Iterates head by head over the m_blocks that causality and the mask leave active, ascending. The CTAs of a cluster,
+// one per batch element that shares a bias, visit the same m_blocks: those that are active for any of them.
 template <typename Traits, bool kCausal>
-class RowTileCursor {
+class MBlockIterator {
 public:
-    __device__ RowTileCursor(RowTilePlace& place, const BwdArgs& p, const Sequence& s, int n_block, int first_head)
-        : place_(place), p_(p), s_(s), n_block_(n_block), first_head_(first_head) {
+    __device__ MBlockIterator(MBlockIteratorState& state, const BwdArgs& p, const Sequence& s, int n_block,
+                              int first_head)
+        : state_(state), p_(p), s_(s), n_block_(n_block), first_head_(first_head) {
         __syncwarp();
-        place_ = {first_head, 0, false, {begin()}};
+        state_ = {first_head, 0, false, {begin()}};
         __syncwarp();
     }
 
-    __device__ __forceinline__ int head() const { return place_.head; }
-    __device__ __forceinline__ int m_block() const { return place_.m_block; }
-    __device__ __forceinline__ bool mask_full() const { return place_.mask_full; }
+    __device__ __forceinline__ int head() const { return state_.head; }
+    __device__ __forceinline__ int m_block() const { return state_.m_block; }
+    __device__ __forceinline__ bool mask_full() const { return state_.mask_full; }
 
-    // Moves to the next tile; false where there is none.
+    // Moves to the next m_block. Returns false at the end.
     __device__ __forceinline__ bool next() {
-        RowTilePlace place = place_;
+        MBlockIteratorState state = state_;
         __syncwarp();
-        while (place.ahead.pending == 0) {
-            if (place.ahead.next >= end()) {
-                if (place.head + 1 == first_head_ + static_cast<int>(p_.heads / p_.kv_heads)) return false;
-                ++place.head;
-                place.ahead.next = begin();
-                if (place.ahead.next >= end()) return false;
+        while (state.ahead.pending == 0) {
+            if (state.ahead.next >= end()) {
+                if (state.head + 1 == first_head_ + static_cast<int>(p_.heads / p_.kv_heads)) return false;
+                ++state.head;
+                state.ahead.next = begin();
+                if (state.ahead.next >= end()) return false;
             }
-            place.ahead.look(end(), [&](int tile, bool& is_empty, bool& is_full) {
-                if (has_mask(p_)) ask_mask(place.head, tile, is_empty, is_full);
+            state.ahead.look(end(), [&](int m_block, bool& is_empty, bool& is_full) {
+                if (has_mask(p_)) summarize(state.head, m_block, is_empty, is_full);
             });
         }
-        const int lane = place.ahead.take();
-        place.m_block = place.ahead.candidate(lane);
-        place.mask_full = place.ahead.is_full(lane);
-        place_ = place;
+        const int lane = state.ahead.take();
+        state.m_block = state.ahead.candidate(lane);
+        state.mask_full = state.ahead.is_full(lane);
+        state_ = state;
         __syncwarp();
         return true;
     }
@@ -57,27 +64,27 @@ private:
     __device__ int begin() const { return kCausal ? s_.causal_begin(n_block_ * Traits::kKeys) / Traits::kRows : 0; }
     __device__ int end() const { return ceil_div(s_.rows, Traits::kRows); }
 
-    __device__ __forceinline__ void ask_mask(int head, int tile, bool& is_empty, bool& is_full) const {
+    __device__ __forceinline__ void summarize(int head, int m_block, bool& is_empty, bool& is_full) const {
         const auto summary_of = [&](const Sequence& s) {
             const MaskSummaries<Traits::kRows, Traits::kKeys> masks(p_, s, head);
-            const int first = tile * Traits::kRows;
+            const int first = m_block * Traits::kRows;
             return masks.of(first, min(first + Traits::kRows, s.rows) - 1, n_block_);
         };
         const auto summary = summary_of(s_);
         is_full = summary.full;
-        // In deterministic mode every block takes its turn at every tile.
+        // Deterministic mode orders the CTAs of every m_block, so none may skip one.
         is_empty = summary.empty && !p_.deterministic;
         if (p_.dense_dbias == DenseDbias::kClusterReduce) {
             Sequence other = s_;
-            const int sharers = static_cast<int>(p_.dbias.batch_group_size);  // 2 or 4
-            for (int i = 1; is_empty && i < sharers; ++i) {
+            const int group_size = static_cast<int>(p_.dbias.batch_group_size);  // 2 or 4
+            for (int i = 1; is_empty && i < group_size; ++i) {
                 other.batch = s_.batch ^ i;
                 is_empty = summary_of(other).empty;
             }
         }
     }
 
-    RowTilePlace& place_;
+    MBlockIteratorState& state_;
     const BwdArgs& p_;
     const Sequence& s_;
     int n_block_, first_head_;

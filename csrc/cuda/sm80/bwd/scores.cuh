@@ -1,4 +1,4 @@
-// From Q, K, dO and V of one tile to P and dS: what the backward's kernels have in common.
+// Recomputation of P and dS from Q, K, dO and V, shared by the backward's kernels.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -12,65 +12,64 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The rows from `first_row` on to a tile, zeros where it is larger than `rows` x `cols`; cp.async, the caller commits. A
-// tile that is whole, as most are, costs little more than its cp.async instructions.
-template <typename Traits, int kThreads, typename T>
+// Copies rows from `first_row` on to a tile and fills it with zeros beyond `rows` x `cols`. cp.async; the caller
+// commits. The common case, a full tile, takes little more than the cp.async instructions.
+template <typename Tile, int kThreads, typename T>
 __device__ __forceinline__ void copy_tile_async(uint32_t tile, const T* from, int64_t row_stride, int first_row,
                                                 int rows, int cols) {
-    constexpr int kRowsAtOnce = kThreads / Traits::kSlabChunks;
-    static_assert(kRowsAtOnce % 8 == 0 && Traits::kRows % kRowsAtOnce == 0, "the swizzle repeats every eight rows");
-    const int first = threadIdx.x / Traits::kSlabChunks, chunk = threadIdx.x % Traits::kSlabChunks;
-    uint32_t to = tile + Traits::offset(first, chunk) * 2;
-    from += static_cast<uint32_t>(first_row + first) * row_stride + chunk * Traits::kChunk;
-    constexpr int kSlabBytes = Traits::kRows * Traits::kSlabCols * 2, kStepBytes = kRowsAtOnce * Traits::kSlabCols * 2;
-    if (rows >= Traits::kRows && cols >= Traits::kCols) {
+    constexpr int kRowsAtOnce = kThreads / Tile::kSlabChunks;
+    static_assert(kRowsAtOnce % 8 == 0 && Tile::kRows % kRowsAtOnce == 0, "the swizzle repeats every eight rows");
+    const int first = threadIdx.x / Tile::kSlabChunks, chunk = threadIdx.x % Tile::kSlabChunks;
+    uint32_t to = tile + Tile::offset(first, chunk) * 2;
+    from += static_cast<uint32_t>(first_row + first) * row_stride + chunk * Tile::kChunk;
+    constexpr int kSlabBytes = Tile::kRows * Tile::kSlabCols * 2, kStepBytes = kRowsAtOnce * Tile::kSlabCols * 2;
+    if (rows >= Tile::kRows && cols >= Tile::kCols) {
 #pragma unroll
-        for (int step = 0; step < Traits::kRows / kRowsAtOnce; ++step, from += kRowsAtOnce * row_stride)
+        for (int step = 0; step < Tile::kRows / kRowsAtOnce; ++step, from += kRowsAtOnce * row_stride)
 #pragma unroll
-            for (int slab = 0; slab < Traits::kSlabs; ++slab)
-                cp_async_16(to + slab * kSlabBytes + step * kStepBytes, from + slab * Traits::kSlabCols);
+            for (int slab = 0; slab < Tile::kSlabs; ++slab)
+                cp_async_16(to + slab * kSlabBytes + step * kStepBytes, from + slab * Tile::kSlabCols);
     } else {
 #pragma unroll 1
-        for (int row = first; row < Traits::kRows;
-             row += kRowsAtOnce, from += kRowsAtOnce * row_stride, to += kStepBytes)
+        for (int row = first; row < Tile::kRows; row += kRowsAtOnce, from += kRowsAtOnce * row_stride, to += kStepBytes)
 #pragma unroll
-            for (int slab = 0; slab < Traits::kSlabs; ++slab) {
-                const int left = cols - chunk * Traits::kChunk - slab * Traits::kSlabCols;
-                const int bytes = row < rows ? min(max(left, 0), Traits::kChunk) * 2 : 0;
-                cp_async_16(to + slab * kSlabBytes, bytes > 0 ? from + slab * Traits::kSlabCols : nullptr, bytes);
+            for (int slab = 0; slab < Tile::kSlabs; ++slab) {
+                const int left = cols - chunk * Tile::kChunk - slab * Tile::kSlabCols;
+                const int bytes = row < rows ? min(max(left, 0), Tile::kChunk) * 2 : 0;
+                cp_async_16(to + slab * kSlabBytes, bytes > 0 ? from + slab * Tile::kSlabCols : nullptr, bytes);
             }
     }
 }
 
-// What a tile of query rows brings to shared memory; two of them take turns. kKeyBias: one number a key comes along.
+// Pipeline stage of an m_block: Q, dO, lse, delta, mask or intervals, and with kKeyBias the key bias.
 template <typename Traits, bool kKeyBias>
-struct RowStage {
+struct QdoStage {
     typename Traits::RowsTile query;
     typename Traits::RowsTile dout;
     alignas(16) float lse[Traits::kRows];
     alignas(16) float delta[Traits::kRows];
-    union {  // whichever form the mask has
+    union {  // by kind of mask
         alignas(16) uint32_t mask[Traits::kRows][Traits::kWords];
         alignas(16) int2 intervals[Traits::kKeys];
     };
     alignas(16) float key_bias[kKeyBias ? Traits::kKeys : 4];  // times log2(e)
 };
 
-// Where the rows of one query head begin, of all that a tile of them brings along. It is found once a head and kept in
-// shared memory: found anew for every tile, it would cost as much as a tenth of the tile's work, and registers are short.
+// Pointers to row 0 of one query head, for all that a stage loads. Computed once per head and kept in shared memory:
+// recomputing them for every m_block costs up to a tenth of its time, and registers are short.
 template <typename T>
-struct HeadRows {
+struct HeadPointers {
     const T* query;
     const T* dout;
     const float* lse;
     const float* delta;
-    union {  // whichever form the mask has
+    union {  // by kind of mask
         const uint32_t* mask;
         int64_t intervals;  // an offset
     };
 
-    HeadRows() = default;
-    __device__ HeadRows(const BwdArgs& p, const Sequence& s, int head)
+    HeadPointers() = default;
+    __device__ HeadPointers(const BwdArgs& p, const Sequence& s, int head)
         : query(static_cast<const T*>(p.query.data) + query_offset(p.query, s, head)),
           dout(static_cast<const T*>(p.dout.data) + query_offset(p.dout, s, head)),
           lse(static_cast<const float*>(p.lse.data) + stat_offset(p.lse, s, head)),
@@ -84,25 +83,24 @@ struct HeadRows {
     }
 };
 
-// The same of its dense bias.
+// Pointer to the dense bias of one query head.
 template <typename T>
-struct HeadBias {
+struct BiasPointer {
     const T* data;
-    bool aligned;  // whether 16 bytes can be read at once
+    bool aligned;  // 16-byte copies are possible
 
-    HeadBias() = default;
-    __device__ HeadBias(const BwdArgs& p, const Sequence& s, int head)
+    BiasPointer() = default;
+    __device__ BiasPointer(const BwdArgs& p, const Sequence& s, int head)
         : data(static_cast<const T*>(p.bias.data) + score_offset(p.bias, s, head, p.heads)),
           aligned(p.bias.col_stride == 1 && p.bias.row_stride % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {
     }
 };
 
-// Loads of one tile of the rows and keys of a head, of which the rows from `first` on are `left`; cp.async, the caller
-// commits.
+// Loads the stage of the m_block that begins at row `first` and has `left` rows. cp.async; the caller commits.
 template <typename Traits, bool kKeyBias>
-__device__ __forceinline__ void load_row_stage(const RowStage<Traits, kKeyBias>& stage, const SmemAddress& address_of,
+__device__ __forceinline__ void load_qdo_stage(const QdoStage<Traits, kKeyBias>& stage, const SmemAddress& address_of,
                                                const BwdArgs& p, const Sequence& s,
-                                               const HeadRows<typename Traits::T>& head, int first, int left,
+                                               const HeadPointers<typename Traits::T>& head, int first, int left,
                                                int n_block) {
     const int head_dim = static_cast<int>(p.head_dim);
     const auto load_rows = [&](const typename Traits::RowsTile& tile, const typename Traits::T* from,
@@ -125,11 +123,11 @@ __device__ __forceinline__ void load_row_stage(const RowStage<Traits, kKeyBias>&
             head.mask + static_cast<uint32_t>(first + row) * p.packed_mask.bits_row_stride + n_block * Traits::kWords);
 }
 
-// A tile of a dense bias; pairs outside of the sequence become 0.
+// Loads a tile of the dense bias, 0 outside of the sequence. cp.async where aligned; the caller commits.
 template <typename Traits>
 __device__ __forceinline__ void load_bias(typename Traits::ScoresTile& tile, const SmemAddress& address_of,
-                                          const BwdArgs& p, const Sequence& s, const HeadBias<typename Traits::T>& head,
-                                          int m_block, int n_block) {
+                                          const BwdArgs& p, const Sequence& s,
+                                          const BiasPointer<typename Traits::T>& head, int m_block, int n_block) {
     using T = typename Traits::T;
     const int first_row = m_block * Traits::kRows, first_key = n_block * Traits::kKeys;
     const int keys = s.keys - first_key;
@@ -147,14 +145,14 @@ __device__ __forceinline__ void load_bias(typename Traits::ScoresTile& tile, con
     }
 }
 
-// Whether a tile is whole and kTogether neighbouring pairs of a row are one access, as in most tiles they are.
+// Whether a tile is full and kTogether neighbouring scores of a row can be one access.
 template <typename Traits, int kTogether = 2, typename T>
-__device__ __forceinline__ bool is_plain(const T* tile, const ScoreView& view, int rows, int keys) {
+__device__ __forceinline__ bool is_full_and_aligned(const T* tile, const ScoreView& view, int rows, int keys) {
     return rows >= Traits::kRows && keys >= Traits::kKeys && view.col_stride == 1 && view.row_stride % kTogether == 0 &&
            reinterpret_cast<uintptr_t>(tile) % (kTogether * sizeof(T)) == 0;
 }
 
-// Key `key` of the tile's bias, times log2(e), -inf where it hides the key; 0 beyond the sequence.
+// Bias of key `key` of the sequence, times log2(e): -inf where it hides the key, 0 beyond the sequence.
 template <typename T>
 __device__ __forceinline__ float load_key_bias(const BwdArgs& p, const Sequence& s, int head, int key) {
     if (key >= s.keys) return 0;
@@ -162,10 +160,10 @@ __device__ __forceinline__ float load_key_bias(const BwdArgs& p, const Sequence&
     return key_bias_of<T>(p.bias, cuda::load_key_bias(p.bias, bias, key * p.bias.col_stride)) * kLog2E;
 }
 
-// A row that sees nothing may hold anything, and zero times NaN would reach a sum: where the tile has such rows, the
-// block clears them. Ends with the block's threads synchronized and their copies visible to each other.
+// Waits for the stage's copies and synchronizes the CTA. Clears Q and dO of rows without a visible key: they may hold
+// NaN, and 0 * NaN would reach a sum.
 template <typename Traits, bool kKeyBias>
-__device__ __forceinline__ void wait_for_rows(RowStage<Traits, kKeyBias>& stage, int rows) {
+__device__ __forceinline__ void wait_for_qdo(QdoStage<Traits, kKeyBias>& stage, int rows) {
     cp_async_wait<0>();
     const int row = threadIdx.x;
     const bool empty = row < Traits::kRows && row < rows && stage.lse[row] == -kInfinity;
@@ -181,34 +179,32 @@ __device__ __forceinline__ void wait_for_rows(RowStage<Traits, kKeyBias>& stage,
     __syncthreads();
 }
 
-// S and dP of one pass over this warp's part of a tile, from operands in shared memory, and of them P and dS. make_visibility
-// is called after the products; its answer also tells whether it is full(). take_capped stands in for take where there is
-// a softcap.
+// Recomputes P and dS of one pass over this warp's part of a tile: S = Q K^T, dP = dO V^T, then differentiate().
+// Calls make_visibility after the GEMMs, to save registers. With a softcap add_dx_softcap replaces add_dx.
 template <typename Traits, BiasKind kBias, int kPassN, typename Rows, typename Keys, typename Stage, typename DenseBias,
-          typename MakeVisibility, typename Take, typename TakeCapped>
-__device__ __forceinline__ void differentiate_pass(float (&scores)[Traits::kScoreM][kPassN][4],
-                                                   float (&dprobs)[Traits::kScoreM][kPassN][4],
-                                                   const AttentionParams& p, const Rows& query, const Keys& key,
-                                                   const Rows& dout, const Keys& value, const Stage& stage,
-                                                   const DenseBias& dense_bias, const MakeVisibility& make_visibility,
-                                                   int first_row, int first_key, int rows, const Take& take,
-                                                   const TakeCapped& take_capped) {
+          typename MakeVisibility, typename AddDx, typename AddDxSoftcap>
+__device__ __forceinline__ void recompute_p_ds(float (&scores)[Traits::kScoreM][kPassN][4],
+                                               float (&dprobs)[Traits::kScoreM][kPassN][4], const AttentionParams& p,
+                                               const Rows& query, const Keys& key, const Rows& dout, const Keys& value,
+                                               const Stage& stage, const DenseBias& dense_bias,
+                                               const MakeVisibility& make_visibility, int first_row, int first_key,
+                                               int rows, const AddDx& add_dx, const AddDxSoftcap& add_dx_softcap) {
     using T = typename Traits::T;
     clear(scores);
     clear(dprobs);
-    multiply_add<T, Traits::kHeadDim>(scores, query, key);
-    multiply_add<T, Traits::kHeadDim>(dprobs, dout, value);
+    warp_gemm<T, Traits::kHeadDim>(scores, query, key);
+    warp_gemm<T, Traits::kHeadDim>(dprobs, dout, value);
     const auto visibility = make_visibility();
     const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
     if (softcap > 0) {
         differentiate<T, kBias, true, true>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
-                                            scale, softcap, take_capped);
+                                            scale, softcap, add_dx_softcap);
     } else if (visibility.full()) {
         differentiate<T, kBias, false, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
-                                              scale, softcap, take);
+                                              scale, softcap, add_dx);
     } else {
         differentiate<T, kBias, true, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
-                                             scale, softcap, take);
+                                             scale, softcap, add_dx);
     }
 }
 

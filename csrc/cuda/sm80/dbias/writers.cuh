@@ -1,85 +1,79 @@
-// What the backward's main kernel does about the bias's gradient, by the kind of bias. A writer follows the main loop:
+// How the backward's main kernel writes the gradient of the bias, one writer per kind of bias. The mainloop calls:
 //
-//   begin()                                    before the first tile
-//   begin_tile()                               once the block is done with the tile before
-//   take(n, dx, is_visible)                    dx of two neighbouring pairs, of this lane's columns of block n
-//   take_capped(visit, n, row, key, rows, ..)  the same where there is a softcap; (row, key) is the first pair of the
-//                                              block in the tile, which has `rows` rows
-//   take_pass(visit, ds, first_n)              ds of all pairs of a pass, in registers
-//   end_tile(visit)                            once dS of the tile lies in shared memory, rounded
-//   end_head(head, more, cursor)               after the last tile of a head; the cursor is at the next, if there is one
-//   end()                                      after the last tile
+//   begin()                           before the first m_block
+//   begin_m_block()                   once the CTA is done with the previous m_block
+//   add_dx(n, dx, is_visible)         dx of two neighbouring scores, of this lane's columns of fragment n
+//   add_dx_softcap(step, n, row, ..)  instead, with a softcap; (row, key) is the fragment's corner in the tile
+//   add_ds(step, ds, first_n)         dS of one pass, in registers
+//   end_m_block(step)                 once dS of the m_block lies in shared memory, rounded
+//   end_head(head, more, m_blocks)    after the last m_block of a head; `more`: m_blocks is at the next head
+//   end()                             after the last m_block
 //
-// Sums is what a writer keeps in registers; an array, it is a local of whoever runs the loop (see BwdBlock).
+// Sums is what a writer keeps in registers. It holds an array, so it is a local of the mainloop (see BwdCta).
 #pragma once
 
 #include "cuda/arch/memory.cuh"
 #include "cuda/arch/atomic_add.cuh"
-#include "cuda/sm80/bwd/block.cuh"
+#include "cuda/sm80/bwd/shared_storage.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
 template <typename Traits>
-class NoDbiasWriter {
-public:
-    using Block = BwdBlock<Traits, BiasKind::kNone>;
+struct DbiasWriterBase {
     struct Sums {};
-
-    __device__ NoDbiasWriter(const Block&, Sums&) {}
-    static __device__ bool owns_cluster(const BwdArgs&) { return false; }
+    static __device__ bool uses_cluster(const BwdArgs&) { return false; }
 
     __device__ void begin() {}
-    __device__ void begin_tile() {}
-    __device__ void take(int, const float (&)[2], const bool (&)[2]) {}
-    __device__ void take_capped(const RowTileVisit&, int, int, int, int, int, const float (&)[2], const bool (&)[2]) {}
+    __device__ void begin_m_block() {}
+    __device__ void add_dx(int, const float (&)[2], const bool (&)[2]) {}
+    __device__ void add_dx_softcap(const MBlockStep&, int, int, int, int, int, const float (&)[2], const bool (&)[2]) {}
     template <int kPassN>
-    __device__ void take_pass(const RowTileVisit&, const float (&)[Traits::kScoreM][kPassN][4], int) {}
-    __device__ void end_tile(const RowTileVisit&) {}
-    template <typename Cursor>
-    __device__ void end_head(int, bool, const Cursor&) {}
+    __device__ void add_ds(const MBlockStep&, const float (&)[Traits::kScoreM][kPassN][4], int) {}
+    __device__ void end_m_block(const MBlockStep&) {}
+    template <typename Iterator>
+    __device__ void end_head(int, bool, const Iterator&) {}
     __device__ void end() {}
 };
 
-// The gradient of a key's bias is its column's sum of dx, over all rows of the heads that share it.
 template <typename Traits>
-class KeyDbiasWriter {
+struct NoDbiasWriter : DbiasWriterBase<Traits> {
+    using typename DbiasWriterBase<Traits>::Sums;
+    __device__ NoDbiasWriter(const BwdCta<Traits, BiasKind::kNone>&, Sums&) {}
+};
+
+// dbias of a key: the sum of dx over all rows of the heads that share it.
+template <typename Traits>
+class KeyDbiasWriter : public DbiasWriterBase<Traits> {
 public:
-    using Block = BwdBlock<Traits, BiasKind::kKey>;
+    using Cta = BwdCta<Traits, BiasKind::kKey>;
     struct Sums {
-        float of_columns[Traits::kScoreN][2] = {};  // this lane's
+        float of_keys[Traits::kScoreN][2] = {};  // over this lane's rows
     };
 
-    __device__ KeyDbiasWriter(const Block& block, Sums& sums) : block_(block), sums_(sums.of_columns) {}
-    static __device__ bool owns_cluster(const BwdArgs&) { return false; }
+    __device__ KeyDbiasWriter(const Cta& cta, Sums& sums) : cta_(cta), sums_(sums.of_keys) {}
 
-    __device__ void begin() {}
-    __device__ void begin_tile() {}
-    __device__ __forceinline__ void take(int n, const float (&dx)[2], const bool (&is_visible)[2]) {
+    __device__ __forceinline__ void add_dx(int n, const float (&dx)[2], const bool (&is_visible)[2]) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) sums_[n][e] += is_visible[e] ? dx[e] : 0.f;
     }
-    __device__ __forceinline__ void take_capped(const RowTileVisit&, int n, int, int, int, int, const float (&dx)[2],
-                                                const bool (&is_visible)[2]) {
-        take(n, dx, is_visible);
+    __device__ __forceinline__ void add_dx_softcap(const MBlockStep&, int n, int, int, int, int, const float (&dx)[2],
+                                                   const bool (&is_visible)[2]) {
+        add_dx(n, dx, is_visible);
     }
-    template <int kPassN>
-    __device__ void take_pass(const RowTileVisit&, const float (&)[Traits::kScoreM][kPassN][4], int) {}
-    __device__ void end_tile(const RowTileVisit&) {}
-    template <typename Cursor>
-    __device__ __forceinline__ void end_head(int head, bool more, const Cursor& cursor) {
-        const BwdArgs& p = block_.p;
+    template <typename Iterator>
+    __device__ __forceinline__ void end_head(int head, bool more, const Iterator& m_blocks) {
+        const BwdArgs& p = cta_.p;
         if (p.dbias.data == nullptr) return;
         const auto sums_of = [&](int head) { return shared_head(head, p.heads, p.dbias.heads); };
-        if (!more || sums_of(cursor.head()) != sums_of(head)) store(head);
+        if (!more || sums_of(m_blocks.head()) != sums_of(head)) store(head);
     }
-    __device__ void end() {}
 
 private:
-    // The sums, added up over the lanes and warps that share a column.
+    // Reduces over the lanes and warps that share a key, and stores.
     __device__ __forceinline__ void store(int head) {
-        const BwdArgs& p = block_.p;
-        auto& smem = block_.smem;
-        if (threadIdx.x < Traits::kKeys) smem.column_sums[threadIdx.x] = 0;
+        const BwdArgs& p = cta_.p;
+        auto& smem = cta_.smem;
+        if (threadIdx.x < Traits::kKeys) smem.key_sums[threadIdx.x] = 0;
         __syncthreads();
         for (int row_warp = 0; row_warp < Traits::kSizes.score_row_warps; ++row_warp) {
             if (warp_id() / Traits::kScoreKeyWarps == row_warp) {
@@ -90,74 +84,70 @@ private:
                         float sum = sums_[n][e];
 #pragma unroll
                         for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-                        if (lane_id() < 4) smem.column_sums[block_.score_key + n * 8 + lane_id() * 2 + e] += sum;
+                        if (lane_id() < 4) smem.key_sums[cta_.score_key + n * 8 + lane_id() * 2 + e] += sum;
                         sums_[n][e] = 0;
                     }
             }
             __syncthreads();
         }
-        const int key = block_.first_key + threadIdx.x;
-        if (threadIdx.x < Traits::kKeys && key < block_.sequence().keys) {
-            float* to = static_cast<float*>(p.dbias.data) + score_offset(p.dbias, block_.sequence(), head, p.heads);
-            to[key * p.dbias.col_stride] = smem.column_sums[threadIdx.x];
+        const int key = cta_.first_key + threadIdx.x;
+        if (threadIdx.x < Traits::kKeys && key < cta_.sequence().keys) {
+            float* to = static_cast<float*>(p.dbias.data) + score_offset(p.dbias, cta_.sequence(), head, p.heads);
+            to[key * p.dbias.col_stride] = smem.key_sums[threadIdx.x];
         }
         __syncthreads();
     }
 
-    const Block& block_;
+    const Cta& cta_;
     float (&sums_)[Traits::kScoreN][2];
 };
 
-// A dense bias, whose gradient is dx, pair by pair. BwdCuts::dense_dbias says who writes it.
+// dbias of a dense bias: dx, score by score. BwdCuts::dense_dbias selects how it is written.
 template <typename Traits, bool kCausal>
-class DenseDbiasWriter {
+class DenseDbiasWriter : public DbiasWriterBase<Traits> {
 public:
-    using Block = BwdBlock<Traits, BiasKind::kDense>;
-    struct Sums {};
+    using Cta = BwdCta<Traits, BiasKind::kDense>;
+    using typename DbiasWriterBase<Traits>::Sums;
     using T = typename Traits::T;
 
-    __device__ DenseDbiasWriter(const Block& block, Sums&)
-        : block_(block),
-          reduction_(block.address_of, reduction_smem(block.address_of),
-                     static_cast<int>(block.p.dbias.batch_group_size)) {}
+    __device__ DenseDbiasWriter(const Cta& cta, Sums&)
+        : cta_(cta),
+          reduction_(cta.address_of, reduction_smem(cta.address_of), static_cast<int>(cta.p.dbias.batch_group_size)) {}
 
-    // Whether the blocks of a cluster are those of the batch elements that share a bias.
-    static __device__ __forceinline__ bool owns_cluster(const BwdArgs& p) { return is(p, DenseDbias::kClusterReduce); }
+    // Whether the CTAs of the batch elements that share a bias form a cluster.
+    static __device__ __forceinline__ bool uses_cluster(const BwdArgs& p) { return is(p, DenseDbias::kClusterReduce); }
 
     __device__ __forceinline__ void begin() const {
         if constexpr (kMayClusterReduce)
             if (is(DenseDbias::kClusterReduce)) reduction_.begin();
-        if (is(DenseDbias::kDirect) || is(DenseDbias::kClusterReduce)) clear_unvisited();
+        if (is(DenseDbias::kDirect) || is(DenseDbias::kClusterReduce)) clear_skipped();
     }
-    __device__ __forceinline__ void begin_tile() const {
+    __device__ __forceinline__ void begin_m_block() const {
         if constexpr (kMayClusterReduce)
-            if (is(DenseDbias::kClusterReduce)) reduction_.await_parts();
+            if (is(DenseDbias::kClusterReduce)) reduction_.arrive_ready();
     }
-    __device__ void take(int, const float (&)[2], const bool (&)[2]) const {}
-    // ds is not dx where there is a softcap; dx then goes straight to the gradient.
-    __device__ __forceinline__ void take_capped(const RowTileVisit& visit, int, int row, int key, int rows, int lane,
-                                                const float (&dx)[2], const bool (&is_visible)[2]) const {
+    // With a softcap dS differs from dx, so dx is stored from registers.
+    __device__ __forceinline__ void add_dx_softcap(const MBlockStep& step, int, int row, int key, int rows, int lane,
+                                                   const float (&dx)[2], const bool (&is_visible)[2]) const {
         row += fragment_row(lane), key += fragment_col(lane);
         if (!is(DenseDbias::kDirect) || row >= rows) return;
-        T* to = rows_of(visit.head, visit.m_block) + row * block_.p.dbias.row_stride + key;
+        T* to = dbias_tile(step.head, step.m_block) + row * cta_.p.dbias.row_stride + key;
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-            if (block_.first_key + key + e < block_.sequence().keys) to[e] = T(is_visible[e] ? dx[e] : 0.f);
+            if (cta_.first_key + key + e < cta_.sequence().keys) to[e] = T(is_visible[e] ? dx[e] : 0.f);
     }
     template <int kPassN>
-    __device__ __forceinline__ void take_pass(const RowTileVisit& visit, const float (&ds)[Traits::kScoreM][kPassN][4],
-                                              int first_n) const {
-        if (is(DenseDbias::kAtomic)) add(visit, ds, first_n);
+    __device__ __forceinline__ void add_ds(const MBlockStep& step, const float (&ds)[Traits::kScoreM][kPassN][4],
+                                           int first_n) const {
+        if (is(DenseDbias::kAtomic)) add(step, ds, first_n);
         if constexpr (kMayClusterReduce)
-            if (is(DenseDbias::kClusterReduce)) reduction_.send(ds, first_n, block_.smem.rank, visit.stage);
+            if (is(DenseDbias::kClusterReduce)) reduction_.send(ds, first_n, cta_.smem.rank, step.stage);
     }
-    __device__ __forceinline__ void end_tile(const RowTileVisit& visit) const {
-        if (is(DenseDbias::kDirect) && block_.p.softcap == 0) store(visit);
+    __device__ __forceinline__ void end_m_block(const MBlockStep& step) const {
+        if (is(DenseDbias::kDirect) && cta_.p.softcap == 0) store(step);
         if constexpr (kMayClusterReduce)
-            if (is(DenseDbias::kClusterReduce)) store_reduced(visit);
+            if (is(DenseDbias::kClusterReduce)) store_reduced(step);
     }
-    template <typename Cursor>
-    __device__ void end_head(int, bool, const Cursor&) const {}
     __device__ __forceinline__ void end() const {
         if constexpr (kMayClusterReduce)
             if (is(DenseDbias::kClusterReduce)) reduction_.end();
@@ -166,64 +156,64 @@ public:
 private:
     static constexpr bool kMayClusterReduce = kCanClusterReduce<Traits> && kHasSm90;
 
-    // Asked of a constant whenever it matters: kept, the answer would be spilled.
+    // Compares the kernel parameter on every call: a kept result would be spilled.
     static __device__ __forceinline__ bool is(const BwdArgs& p, DenseDbias what) {
         return (what != DenseDbias::kClusterReduce || kMayClusterReduce) &&
                opaque(static_cast<uint32_t>(p.dense_dbias)) == static_cast<uint32_t>(what);
     }
-    __device__ __forceinline__ bool is(DenseDbias what) const { return is(block_.p, what); }
+    __device__ __forceinline__ bool is(DenseDbias what) const { return is(cta_.p, what); }
 
-    // It follows the rest of the block's shared memory.
-    static __device__ const DxExchangeSharedStorage<Traits>& reduction_smem(const SmemAddress& memory) {
-        return *reinterpret_cast<const DxExchangeSharedStorage<Traits>*>(memory.start() +
-                                                                         sizeof(typename Block::SharedStorage));
+    // Follows the CTA's other shared memory.
+    static __device__ const DsmemReductionSharedStorage<Traits>& reduction_smem(const SmemAddress& memory) {
+        return *reinterpret_cast<const DsmemReductionSharedStorage<Traits>*>(memory.start() +
+                                                                             sizeof(typename Cta::SharedStorage));
     }
 
-    // A tile of the gradient.
-    __device__ __forceinline__ T* rows_of(int head, int m_block) const {
-        const BwdArgs& p = block_.p;
-        const Sequence& s = block_.sequence();
-        return static_cast<T*>(p.dbias.data) +
-               (p.dbias.batches > 1 ? block_.smem.bias_batch * p.dbias.batch_stride : 0) + head * p.dbias.head_stride +
-               static_cast<uint32_t>(s.first_row + m_block * Traits::kRows) * p.dbias.row_stride + block_.first_key;
+    // Row 0 of the CTA's dbias tile in an m_block.
+    __device__ __forceinline__ T* dbias_tile(int head, int m_block) const {
+        const BwdArgs& p = cta_.p;
+        const Sequence& s = cta_.sequence();
+        return static_cast<T*>(p.dbias.data) + (p.dbias.batches > 1 ? cta_.smem.bias_batch * p.dbias.batch_stride : 0) +
+               head * p.dbias.head_stride +
+               static_cast<uint32_t>(s.first_row + m_block * Traits::kRows) * p.dbias.row_stride + cta_.first_key;
     }
 
-    // Tiles that the cursor leaves out have a gradient, too: 0. Batch elements that share it take turns.
-    __device__ __forceinline__ void clear_unvisited() const {
-        const BwdArgs& p = block_.p;
-        const Sequence& s = block_.sequence();
+    // Stores zeros to the tiles that the mainloop skips. The CTAs of a cluster share them out.
+    __device__ __forceinline__ void clear_skipped() const {
+        const BwdArgs& p = cta_.p;
+        const Sequence& s = cta_.sequence();
         if (!kCausal && !has_mask(p)) return;
-        const int sharers = is(DenseDbias::kClusterReduce) ? static_cast<int>(p.dbias.batch_group_size) : 1;
-        auto visited = block_.template cursor<kCausal>();
-        bool more = visited.next();
-        for (int head = block_.first_head; head < block_.first_head + block_.group; ++head) {
-            for (int tile = 0; tile < ceil_div(s.rows, Traits::kRows); ++tile) {
-                if (more && visited.head() == head && visited.m_block() == tile) {
-                    more = visited.next();
+        const int group_size = is(DenseDbias::kClusterReduce) ? static_cast<int>(p.dbias.batch_group_size) : 1;
+        auto active = cta_.template m_block_iterator<kCausal>();
+        bool more = active.next();
+        for (int head = cta_.first_head; head < cta_.first_head + cta_.qheads_per_kv; ++head) {
+            for (int m_block = 0; m_block < ceil_div(s.rows, Traits::kRows); ++m_block) {
+                if (more && active.head() == head && active.m_block() == m_block) {
+                    more = active.next();
                     continue;
                 }
-                if (sharers > 1 && tile % sharers != block_.smem.rank) continue;
-                T* to = rows_of(head, tile);
+                if (group_size > 1 && m_block % group_size != cta_.smem.rank) continue;
+                T* to = dbias_tile(head, m_block);
                 for (int i = opaque(threadIdx.x); i < Traits::kRows * Traits::kKeys; i += Traits::kThreads) {
                     const int row = i / Traits::kKeys, key = i % Traits::kKeys;
-                    if (tile * Traits::kRows + row < s.rows && block_.first_key + key < s.keys)
+                    if (m_block * Traits::kRows + row < s.rows && cta_.first_key + key < s.keys)
                         to[row * p.dbias.row_stride + key] = T(0.f);
                 }
             }
         }
     }
 
-    // To the sums of the tile, in the order in which registers hold it.
+    // Adds to the tile's float32 sums in global memory, in register order.
     template <int kPassN>
-    __device__ __forceinline__ void add(const RowTileVisit& visit, const float (&dx)[Traits::kScoreM][kPassN][4],
+    __device__ __forceinline__ void add(const MBlockStep& step, const float (&dx)[Traits::kScoreM][kPassN][4],
                                         int first_n) const {
-        const BwdArgs& p = block_.p;
+        const BwdArgs& p = cta_.p;
         const int heads = static_cast<int>(p.dbias.heads);
         const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), Traits::kRows);
-        const int batch = p.dbias.batches > 1 || p.cu_seqlens_q != nullptr ? block_.smem.bias_batch : 0;
-        const int tile_row = (batch * heads + shared_head(visit.head, p.heads, heads)) * num_m_blocks + visit.m_block;
+        const int batch = p.dbias.batches > 1 || p.cu_seqlens_q != nullptr ? cta_.smem.bias_batch : 0;
+        const int m_block_idx = (batch * heads + shared_head(step.head, p.heads, heads)) * num_m_blocks + step.m_block;
         const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);
-        const int64_t tile = static_cast<int64_t>(tile_row) * num_n_blocks + block_.n_block;
+        const int64_t tile = static_cast<int64_t>(m_block_idx) * num_n_blocks + cta_.n_block;
         float* to = p.dbias_parts + tile * Traits::kRows * Traits::kKeys + threadIdx.x * 4;
 #pragma unroll
         for (int m = 0; m < Traits::kScoreM; ++m)
@@ -232,27 +222,27 @@ private:
                 reduce_add(to + (m * Traits::kScoreN + first_n + n) * Traits::kThreads * 4, dx[m][n]);
     }
 
-    __device__ __forceinline__ void store(const RowTileVisit& visit) const {
-        copy_tile_out<Traits::kThreads>(block_.smem.dscores, rows_of(visit.head, visit.m_block),
-                                        block_.p.dbias.row_stride, block_.rows_from(visit.m_block), block_.keys());
+    __device__ __forceinline__ void store(const MBlockStep& step) const {
+        copy_tile_out<Traits::kThreads>(cta_.smem.dscores, dbias_tile(step.head, step.m_block), cta_.p.dbias.row_stride,
+                                        cta_.rows_left(step.m_block), cta_.keys_left());
     }
 
-    __device__ __forceinline__ void store_reduced(const RowTileVisit& visit) const {
-        const ScoreView& view = block_.p.dbias;
-        T* tile = rows_of(visit.head, visit.m_block);
-        const int first_block = reduction_.first_block(block_.smem.rank), lane = opaque(lane_id());
-        const int row = block_.score_row + first_block / Traits::kScoreN * 16 + fragment_row(lane);
-        const int key = block_.score_key + first_block % Traits::kScoreN * 8;
-        const int rows = block_.rows_from(visit.m_block), keys = block_.keys();
-        const bool plain = is_plain<Traits, 4>(tile, view, rows, keys);
+    __device__ __forceinline__ void store_reduced(const MBlockStep& step) const {
+        const ScoreView& view = cta_.p.dbias;
+        T* tile = dbias_tile(step.head, step.m_block);
+        const int first_fragment = reduction_.first_fragment(cta_.smem.rank), lane = opaque(lane_id());
+        const int row = cta_.score_row + first_fragment / Traits::kScoreN * 16 + fragment_row(lane);
+        const int key = cta_.score_key + first_fragment % Traits::kScoreN * 8;
+        const int rows = cta_.rows_left(step.m_block), keys = cta_.keys_left();
+        const bool is_plain = is_full_and_aligned<Traits, 4>(tile, view, rows, keys);
         T* at = tile + row * view.row_stride + key;
-        reduction_.sum(visit.stage, [&](int i, const float (&a)[4], const float (&b)[4]) {
+        reduction_.reduce(step.stage, [&](int i, const float (&a)[4], const float (&b)[4]) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float x[2][2] = {{a[2 * h], a[2 * h + 1]}, {b[2 * h], b[2 * h + 1]}};
                 T* to = at + h * 8 * view.row_stride + i * 8;
-                if (plain) {
-                    // Two lanes trade, so that each has four neighbours: the even one of block i, the odd one of i + 1.
+                if (is_plain) {
+                    // Two lanes exchange pairs: even ones store four neighbours of fragment i, odd ones of i + 1.
                     const uint32_t in_a = pack<T>(x[0][0], x[0][1]), in_b = pack<T>(x[1][0], x[1][1]);
                     const bool odd = lane % 2;
                     const uint32_t other = __shfl_xor_sync(~0u, odd ? in_a : in_b, 1);
@@ -261,15 +251,15 @@ private:
                 } else if (row + h * 8 < rows) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        const int pair = i * 8 + e / 2 * 8 + fragment_col(lane) + e % 2;
-                        if (key + pair < keys) at[h * 8 * view.row_stride + pair] = T(x[e / 2][e % 2]);
+                        const int col = i * 8 + e / 2 * 8 + fragment_col(lane) + e % 2;
+                        if (key + col < keys) at[h * 8 * view.row_stride + col] = T(x[e / 2][e % 2]);
                     }
                 }
             }
         });
     }
 
-    const Block& block_;
+    const Cta& cta_;
     const DsmemReduction<Traits> reduction_;
 };
 

@@ -1,4 +1,4 @@
-// The forward for compute capability 8.0 and up: one block owns a tile of query rows and goes over the keys once.
+// The forward over contiguous keys: one CTA owns an m_block and visits its n_blocks once.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -9,155 +9,155 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// kCausal: of many rows. Of few, which Traits packs, causality is asked at run time.
+// kCausal: prefill tiles only. Tiles with pack-GQA test causality at run time.
 template <typename T, BiasKind kBias, bool kCausal, typename Traits>
-class FwdKernel : public FwdBlock<T, kBias, Traits> {
-    using Block = FwdBlock<T, kBias, Traits>;
-    friend Block;
+class FwdKernel : public FwdMainloop<T, kBias, Traits> {
+    using Mainloop = FwdMainloop<T, kBias, Traits>;
+    friend Mainloop;
 
 public:
-    using Block::kKeyWarps, Block::kWords, Block::kWarpWords;
-    using Block::kRows, Block::kKeys, Block::kThreads, Block::kWarpKeys, Block::kMTiles, Block::kNTiles, Block::kAhead;
-    using typename Block::KeyTile;
-    using typename Block::WorkTile;
-    static_assert(kRows <= kThreads && kKeys <= kThreads, "one thread copies one row's mask, or one key's bias");
+    using Mainloop::kKeyWarps, Mainloop::kWords, Mainloop::kWarpWords;
+    using Mainloop::kRows, Mainloop::kKeys, Mainloop::kThreads, Mainloop::kWarpKeys, Mainloop::kMFragments,
+        Mainloop::kNFragments, Mainloop::kAhead;
+    using typename Mainloop::KvTile;
+    static_assert(kRows <= kThreads && kKeys <= kThreads, "a thread copies one row's mask and one key's bias");
 
     using BiasTile = SmemTile<T, kRows, kKeys>;
 
-    struct SharedStorage : Block::SharedStorage {
-        // Of the current tile of keys:
+    struct SharedStorage : Mainloop::SharedStorage {
+        // The current n_block:
         std::conditional_t<kBias == BiasKind::kDense, BiasTile, float[kKeys]> bias;
         alignas(16) uint32_t mask[kRows][kWords];
-        uint32_t bias_visible[kWords];  // keys that their bias does not hide
-        int row_end[kRows];             // a row sees keys below this by causality and length
+        uint32_t visible_by_bias[kWords];  // keys that the key bias leaves visible
+        int row_end[kRows];                // keys of the sequence that causality and length leave to a row
     };
 
-    // smem.work has been written.
-    __device__ FwdKernel(const FwdArgs& p, const FwdSchedule& schedule, SharedStorage& smem)
-        : Block(p, schedule, smem), smem_(smem) {
-        if constexpr (kBias == BiasKind::kDense) bias_copy_ = opaque(BiasCopy::lane_address(smem.bias));
-        const Sequence& s = smem.work_tile.s;
+    // smem.work_tile has been written.
+    __device__ FwdKernel(const FwdArgs& p, const FwdKernelParams& params, SharedStorage& smem)
+        : Mainloop(p, params, smem), smem_(smem) {
+        if constexpr (kBias == BiasKind::kDense) copy_to_bias_ = opaque(CopyBias::lane_address(smem.bias));
+        const Sequence& s = smem.work_tile.sequence;
         const int first_head = smem.work_tile.first_head;
-        const int kv_head = shared_head(first_head, p.heads, p.kv_heads), row = KeyCopy::first_row();
+        const int kv_head = shared_head(first_head, p.heads, p.kv_heads), row = CopyKv::first_row();
         key_ = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head) + row * p.key.row_stride;
         value_ = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head) + row * p.value.row_stride;
         if (kBias != BiasKind::kNone) {
             const int64_t offset = score_offset(p.bias, s, first_head, p.heads);
             bias_ = bias_data(p.bias, offset);
             if (kBias == BiasKind::kDense && !Traits::kPackGqa)
-                bias_ += query_row(BiasCopy::first_row()) * p.bias.row_stride * sizeof(T);
+                bias_ += query_row(CopyBias::first_row()) * p.bias.row_stride * sizeof(T);
         }
         if (mask_by_row() && !has_intervals()) {
             const int mask_row = min(query_row(min(static_cast<int>(threadIdx.x), kRows - 1)), s.rows - 1);
-            mask_row_ = mask_words(p, s, first_head) + mask_row * p.packed_mask.bits_row_stride;
+            mask_words_ = mask_words(p, s, first_head) + mask_row * p.packed_mask.bits_row_stride;
         }
     }
 
     __device__ void run() {
-        // The lane's tile of keys before any of its pairs is read.
-        const auto summarize = [&](int tile) {
-            const WorkTile& work_tile = smem_.work_tile;
-            const int low = query_row(0), high = min(query_row(kRows - 1), work_tile.s.rows - 1);
-            const MaskSummaries<kRows, kKeys> mask(p_, work_tile.s, work_tile.first_head);
-            auto summary = mask.of(low, high, tile);
-            summary.full &= (tile + 1) * kKeys <= work_tile.s.keys_of(low, is_causal());
-            const int end = work_tile.s.keys_of(high, is_causal()) - tile * kKeys;
+        // Summary of the n_block that this lane looks ahead to, with causality and length applied.
+        const auto summarize = [&](int n_block) {
+            const FwdWorkTile& work_tile = smem_.work_tile;
+            const int low = query_row(0), high = min(query_row(kRows - 1), work_tile.sequence.rows - 1);
+            const MaskSummaries<kRows, kKeys> mask(p_, work_tile.sequence, work_tile.first_head);
+            auto summary = mask.of(low, high, n_block);
+            summary.full &= (n_block + 1) * kKeys <= work_tile.sequence.keys_of(low, is_causal());
+            const int end = work_tile.sequence.keys_of(high, is_causal()) - n_block * kKeys;
 #pragma unroll
             for (int w = 0; w < kWords; ++w) summary.columns[w] &= bits_below(end, w);
             return summary;
         };
         const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
-        const unsigned tiles = ceil_div(sequence().keys_of(last_row, is_causal()), kKeys);
-        const unsigned num_splits = static_cast<unsigned>(p_.num_splits), split = smem_.work_tile.split;
-        ActiveBlockScan<kKeys, decltype(summarize)> tile(tiles * split / num_splits, tiles * (split + 1) / num_splits,
-                                                         summarize);
+        const unsigned num_n_blocks = ceil_div(sequence().keys_of(last_row, is_causal()), kKeys);
+        const unsigned num_splits = static_cast<unsigned>(p_.num_splits), split_idx = smem_.work_tile.split_idx;
+        ActiveBlockScan<kKeys, decltype(summarize)> n_block(num_n_blocks * split_idx / num_splits,
+                                                            num_n_blocks * (split_idx + 1) / num_splits, summarize);
         for (int row = threadIdx.x; row < kRows; row += kThreads)
             smem_.row_end[row] = query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), is_causal()) : 0;
-        this->attend(*this, tile);
+        this->attend(*this, n_block);
     }
 
 private:
-    using Block::p_, Block::schedule_, Block::warp_row_, Block::warp_key_, Block::key_copy_;
-    using Block::query_row, Block::sequence;
-    using typename Block::KeyCopy;
-    using BiasCopy = RowCopy<kThreads, BiasTile>;
+    using Mainloop::p_, Mainloop::params_, Mainloop::warp_row_, Mainloop::warp_key_, Mainloop::copy_to_k_;
+    using Mainloop::query_row, Mainloop::sequence;
+    using typename Mainloop::CopyKv;
+    using CopyBias = RowCopy<kThreads, BiasTile>;
 
     __device__ bool is_causal() const { return Traits::kPackGqa ? p_.is_causal : kCausal; }
     __device__ bool has_intervals() const { return p_.interval_summaries.tiles != nullptr; }
-    // Else a tile's columns say all that the mask does.
+    // False where the mask broadcasts over rows: the block summary's visible keys then are the whole mask.
     __device__ bool mask_by_row() const {
         return has_intervals() || (p_.packed_mask.bits != nullptr && p_.packed_mask.bits_row_stride != 0);
     }
 
-    // Keys that no row sees are not read, and neither are their values.
-    template <typename Traits>
-    __device__ __forceinline__ void load_key(const Traits& tile) {
-        load_visible(key_copy_, key_, p_.key.row_stride, tile, [](int) { return ~0u; });
+    // K and V of keys that no row sees are not read.
+    template <typename NBlock>
+    __device__ __forceinline__ void load_k(const NBlock& n_block) {
+        load_visible(copy_to_k_, key_, p_.key.row_stride, n_block, [](int) { return ~0u; });
     }
-    template <typename Traits>
-    __device__ __forceinline__ void load_value(const Traits& tile) {
-        load_visible(key_copy_ + sizeof(KeyTile), value_, p_.value.row_stride, tile,
-                     [&](int word) { return kBias == BiasKind::kKey ? smem_.bias_visible[word] : ~0u; });
+    template <typename NBlock>
+    __device__ __forceinline__ void load_v(const NBlock& n_block) {
+        load_visible(copy_to_k_ + sizeof(KvTile), value_, p_.value.row_stride, n_block,
+                     [&](int word) { return kBias == BiasKind::kKey ? smem_.visible_by_bias[word] : ~0u; });
     }
-    // from: this thread's first row of the first tile of keys.
-    template <typename Traits, typename Visible>
-    __device__ __forceinline__ void load_visible(uint32_t to, const T* from, int64_t row_stride, const Traits& tile,
+    // from: this thread's first row of n_block 0.
+    template <typename NBlock, typename Visible>
+    __device__ __forceinline__ void load_visible(uint32_t to, const T* from, int64_t row_stride, const NBlock& n_block,
                                                  const Visible& visible) {
-        uint32_t bits[kWords];  // the lowest of each is this thread's first row's
+        uint32_t bits[kWords];  // bit 0 of each is this thread's first row
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) bits[w] = (tile.columns(w) & visible(w)) >> KeyCopy::first_row();
-        from += tile.index() * kKeys * row_stride;
-        KeyCopy::start(to, static_cast<int>(p_.head_dim), [&](int i) {
-            const int row = i * KeyCopy::kRowsAtOnce;
+        for (int w = 0; w < kWords; ++w) bits[w] = (n_block.columns(w) & visible(w)) >> CopyKv::first_row();
+        from += n_block.index() * kKeys * row_stride;
+        CopyKv::start(to, static_cast<int>(p_.head_dim), [&](int i) {
+            const int row = i * CopyKv::kRowsAtOnce;
             const RowSource<T> source{from, (bits[row / 32] >> row % 32 & 1) != 0};
-            from += KeyCopy::kRowsAtOnce * row_stride;
+            from += CopyKv::kRowsAtOnce * row_stride;
             return source;
         });
     }
 
-    // Starts to fetch what is added to the scores and what hides them.
-    template <typename Traits>
-    __device__ __forceinline__ void load_pairs(const Traits& tile) {
-        if (mask_by_row() && !tile.full()) load_mask(tile.index());
+    template <typename NBlock>
+    __device__ __forceinline__ void load_mask_and_bias(const NBlock& n_block) {
+        if (mask_by_row() && !n_block.full()) load_mask(n_block.index());
         if constexpr (kBias == BiasKind::kKey) {
-            const int key = tile.index() * kKeys + threadIdx.x;
+            const int key = n_block.index() * kKeys + threadIdx.x;
             key_bias_ = 0;
             if (threadIdx.x < kKeys && key < sequence().keys)
                 key_bias_ = load_key_bias(p_.bias, bias_, key * p_.bias.col_stride);
         }
-        if constexpr (kBias == BiasKind::kDense) load_dense_bias(tile.index() * kKeys);
+        if constexpr (kBias == BiasKind::kDense) load_dense_bias(n_block.index() * kKeys);
     }
 
-    __device__ __forceinline__ void load_mask(int tile) {
+    __device__ __forceinline__ void load_mask(int n_block) {
         if (has_intervals()) {
             BlockIntervals<kThreads, kWords> intervals;
-            intervals.fetch(p_, sequence(), smem_.work_tile.first_head, tile * kKeys);
-            intervals.expand(smem_.mask, smem_.work_tile.first_row, Traits::kPackGqa ? schedule_.pack : 1);
+            intervals.fetch(p_, sequence(), smem_.work_tile.first_head, n_block * kKeys);
+            intervals.expand(smem_.mask, smem_.work_tile.first_row,
+                             Traits::kPackGqa ? params_.scheduler.qheads_per_tile : 1);
         } else if (threadIdx.x < kRows) {
-            cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_row_ + tile * kWords);
+            cp_async<kWords * 4>(smem_address(smem_.mask[threadIdx.x]), mask_words_ + n_block * kWords);
         }
     }
 
     __device__ __forceinline__ void load_dense_bias(int first_key) {
         const T* bias = reinterpret_cast<const T*>(bias_) + first_key * p_.bias.col_stride;
         const int64_t row_stride = p_.bias.row_stride;
-        // What stands beyond the keys of a sequence is hidden; here the tensor's end matters alone.
+        // The mask hides keys beyond the sequence, so only the tensor's end limits the copy.
         const int keys = static_cast<int>(p_.seqlen_k) - first_key;
-        const bool aligned = schedule_.bias_aligned && (keys >= kKeys || keys % 8 == 0);
+        const bool aligned = params_.bias_aligned && (keys >= kKeys || keys % 8 == 0);
         if (aligned && !Traits::kPackGqa) {
-            const int rows_left = sequence().rows - query_row(BiasCopy::first_row());
-            BiasCopy::start(bias_copy_, keys, [&](int i) {
-                const RowSource<T> source{bias, i * BiasCopy::kRowsAtOnce < rows_left};
-                bias += BiasCopy::kRowsAtOnce * row_stride;
+            const int rows_left = sequence().rows - query_row(CopyBias::first_row());
+            CopyBias::start(copy_to_bias_, keys, [&](int i) {
+                const RowSource<T> source{bias, i * CopyBias::kRowsAtOnce < rows_left};
+                bias += CopyBias::kRowsAtOnce * row_stride;
                 return source;
             });
         } else if (aligned) {
-            BiasCopy::start(bias_copy_, keys, [&](int i) {
-                const int row = query_row(BiasCopy::first_row() + i * BiasCopy::kRowsAtOnce);
+            CopyBias::start(copy_to_bias_, keys, [&](int i) {
+                const int row = query_row(CopyBias::first_row() + i * CopyBias::kRowsAtOnce);
                 return RowSource<T>{bias + row * row_stride, row < sequence().rows};
             });
         } else {
-            const int first = Traits::kPackGqa ? 0 : query_row(BiasCopy::first_row());  // that `bias` points to
+            const int first = Traits::kPackGqa ? 0 : query_row(CopyBias::first_row());  // row that `bias` points to
 #pragma unroll 1
             for (int at = threadIdx.x; at < kRows * kKeys; at += kThreads) {
                 const int col = at % kKeys, row = query_row(at / kKeys);
@@ -168,89 +168,83 @@ private:
         }
     }
 
-    // The key bias travels through a register, whatever its stride and dtype, while the last tile is computed.
-    template <typename Traits>
-    __device__ void store_pairs(const Traits&) {
+    // The key bias passes through a register, since cp.async cannot copy its stride and convert its dtype.
+    template <typename NBlock>
+    __device__ void store_mask_and_bias(const NBlock&) {
         if constexpr (kBias == BiasKind::kKey) {
             if (threadIdx.x >= kKeys) return;
             const float bias = key_bias_of<T>(p_.bias, key_bias_);
             smem_.bias[threadIdx.x] = bias;
             const uint32_t visible = __ballot_sync(~0u, bias != -kInfinity);
-            if (lane_id() == 0) smem_.bias_visible[warp_id()] = visible;
+            if (lane_id() == 0) smem_.visible_by_bias[warp_id()] = visible;
         }
     }
 
-    // Calls visit(i, row of the warp, w) for the words of VisibleKeys.
+    // Calls visit(i, row of the warp, w) for each word of VisibleKeys.
     template <typename Visit>
-    static __device__ __forceinline__ void for_each_word(const Visit& visit) {
+    static __device__ __forceinline__ void for_each_mask_word(const Visit& visit) {
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i)
+        for (int i = 0; i < kMFragments * 2; ++i)
 #pragma unroll
             for (int w = 0; w < kWarpWords; ++w) visit(i, i * 8 + fragment_row(), w);
     }
 
-    // Products to what the softmax sees: scaled, capped, biased, and -inf where invisible.
-    template <typename Traits>
-    __device__ __forceinline__ void apply_mask_and_bias(float (&scores)[kMTiles][kNTiles][4], const Traits& tile) {
-        float scale = schedule_.scale;
-        if (kBias == BiasKind::kNone ? !schedule_.raw_scores : schedule_.softcap > 0) {
-            scale_and_cap(scores, scale, schedule_.softcap);
-            scale = 1;
-        }
-        bool all_visible = tile.full();
+    // Q K^T to scores: scaled, capped, biased, -inf where masked.
+    template <typename NBlock>
+    __device__ __forceinline__ void apply_mask_and_bias(float (&scores)[kMFragments][kNFragments][4],
+                                                        const NBlock& n_block) {
+        const float scale = this->scale_scores(scores);
+        bool all_visible = n_block.full();
         if constexpr (kBias == BiasKind::kKey) {
             scale_and_add_bias(scores, scale, smem_.bias + warp_key_);
 #pragma unroll
-            for (int w = 0; w < kWords; ++w) all_visible &= smem_.bias_visible[w] == ~0u;
+            for (int w = 0; w < kWords; ++w) all_visible &= smem_.visible_by_bias[w] == ~0u;
         }
         if constexpr (kBias == BiasKind::kDense)
             scale_and_add_bias<T, kAhead>(scores, scale, smem_.bias, warp_row_, warp_key_);
         if (all_visible) return;
 
-        uint32_t columns[kWarpWords];  // keys of this warp that some row sees
+        uint32_t visible_keys[kWarpWords];  // keys of this warp that some row sees
 #pragma unroll
         for (int word = 0; word < kWords; ++word) {
-            uint32_t keys = tile.columns(word);
-            if (kBias == BiasKind::kKey) keys &= smem_.bias_visible[word];
-            if (kKeyWarps == 1 || word / kWarpWords == warp_key_ / kWarpKeys) columns[word % kWarpWords] = keys;
+            uint32_t keys = n_block.columns(word);
+            if (kBias == BiasKind::kKey) keys &= smem_.visible_by_bias[word];
+            if (kKeyWarps == 1 || word / kWarpWords == warp_key_ / kWarpKeys) visible_keys[word % kWarpWords] = keys;
         }
-        VisibleKeys<kMTiles, kNTiles> visible;
-        for_each_word([&](int i, int, int w) { visible[i][w] = columns[w]; });
-        const bool masked = mask_by_row() && !tile.full();
-        if (!masked && !is_causal()) return apply_mask(scores, visible);  // rows alike: less to compute
+        VisibleKeys<kMFragments, kNFragments> visible;
+        for_each_mask_word([&](int i, int, int w) { visible[i][w] = visible_keys[w]; });
+        const bool masked = mask_by_row() && !n_block.full();
+        if (!masked && !is_causal()) return apply_mask(scores, visible);  // all rows see the same keys
         if (masked)
-            for_each_word(
+            for_each_mask_word(
                 [&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
         if (is_causal()) {
-            const int first_key = tile.index() * kKeys + warp_key_;
-            for_each_word([&](int i, int row, int w) {
+            const int first_key = n_block.index() * kKeys + warp_key_;
+            for_each_mask_word([&](int i, int row, int w) {
                 visible[i][w] &= bits_below(smem_.row_end[warp_row_ + row] - first_key, w);
             });
         }
         apply_mask(scores, visible);
     }
 
-    // -inf where the bias of tile number `tile` hides a pair, as apply_mask could not see without a comparison a pair.
-    __device__ __forceinline__ void mask_by_bias(float (&scores)[kMTiles][kNTiles][4], int tile) {
+    __device__ __forceinline__ void mask_by_bias(float (&scores)[kMFragments][kNFragments][4], int n_block) {
         if constexpr (kBias == BiasKind::kDense) {
             const Sequence& s = sequence();
             const T* bias =
                 static_cast<const T*>(p_.bias.data) + score_offset(p_.bias, s, smem_.work_tile.first_head, p_.heads);
-            const int first_key = tile * kKeys + warp_key_;
-            apply_bias_mask<T>(scores, [&](int row, int key) {
-                return bias + min(query_row(warp_row_ + row), s.rows - 1) * p_.bias.row_stride +
-                       min(first_key + key, s.keys - 1) * p_.bias.col_stride;
-            });
+            const int first_key = n_block * kKeys + warp_key_;
+            this->mask_by_dense_bias(scores, bias,
+                                     [&](int key) { return min(first_key + key, s.keys - 1) * p_.bias.col_stride; });
         }
     }
 
     SharedStorage& smem_;
-    uint32_t bias_copy_ = 0;
-    const T* key_;  // of this thread's first row of the first tile
+    uint32_t copy_to_bias_ = 0;  // this thread's address in smem.bias
+    const T* key_;               // this thread's first row of n_block 0
     const T* value_;
-    const char* bias_ = nullptr;          // of a dense bias and rows of one head, of this thread's first row to copy
-    const uint32_t* mask_row_ = nullptr;  // of this thread's row
-    uint32_t key_bias_ = 0;               // bits of that of this thread's key of the next tile
+    const char* bias_ = nullptr;  // of the sequence and head; without pack-GQA a dense bias's first row to copy
+    const uint32_t* mask_words_ = nullptr;  // this thread's row of the mask
+    uint32_t key_bias_ = 0;                 // bits of the bias of this thread's key in the next n_block
 };
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -1,4 +1,4 @@
-// Traits sizes of the forward.
+// Tile sizes of the forward.
 #pragma once
 
 #include <stdexcept>
@@ -7,13 +7,13 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// `rows` query rows and `keys` keys at a time. row_warps warps share the rows, and for each of them key_warps warps share
-// the keys, each with a softmax of its own, merged at the end. `blocks` fit a multiprocessor, as far as registers decide.
+// row_warps warps split the rows. For each of them key_warps warps split the keys, each with a softmax of its own; the
+// epilogue merges them.
 struct FwdTileSizes {
-    int rows, keys;
+    int rows, keys;  // of an m_block and an n_block
     int row_warps;
     int key_warps;
-    int blocks;
+    int blocks;  // CTAs per SM that registers allow
 };
 
 constexpr FwdTileSizes prefill_fwd_tile_sizes(int head_dim) {
@@ -28,7 +28,7 @@ constexpr FwdTileSizes prefill_fwd_tile_sizes(int head_dim) {
     throw std::logic_error("head dimension");
 }
 
-// For few rows.
+// At most 64 rows.
 constexpr FwdTileSizes small_fwd_tile_sizes(int head_dim) {
     switch (head_dim) {
         case 32:
@@ -41,7 +41,7 @@ constexpr FwdTileSizes small_fwd_tile_sizes(int head_dim) {
     throw std::logic_error("head dimension");
 }
 
-// For at most 16 or 32, decoding above all.
+// At most 16 or 32 rows, as in decoding.
 constexpr FwdTileSizes decode_fwd_tile_sizes(int head_dim) {
     switch (head_dim) {
         case 32:
@@ -63,7 +63,7 @@ constexpr FwdTileSizes fwd_tile_sizes(FwdTileKind kind, int head_dim) {
     throw std::logic_error("tile of the forward");
 }
 
-// kPackGqa: the query heads that share keys may share a tile.
+// kPackGqa: query heads of one KV head may share a tile.
 template <int kHeadDim_, FwdTileKind kKind, bool kPackGqa_ = kKind != FwdTileKind::kPrefill>
 struct FwdKernelTraits {
     static constexpr int kHeadDim = kHeadDim_;
@@ -72,9 +72,9 @@ struct FwdKernelTraits {
     static constexpr int kKeys = kSizes.keys;
     static constexpr int kRowWarps = kSizes.row_warps;
     static constexpr int kKeyWarps = kSizes.key_warps;
-    static constexpr int kBlocks = kSizes.blocks;
+    static constexpr int kCtasPerSm = kSizes.blocks;
     static constexpr bool kPackGqa = kPackGqa_;
-    static constexpr bool kMaySplit = kKind != FwdTileKind::kPrefill;  // the keys, among blocks
+    static constexpr bool kMaySplit = kKind != FwdTileKind::kPrefill;  // split-KV
 };
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -1,5 +1,4 @@
-// A block of the forward, wherever its keys come from: its query rows, the loop over tiles of keys, the two products, the
-// softmax and the output.
+// The forward of one CTA, for any source of keys: prologue, mainloop over n_blocks, epilogue.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -8,224 +7,232 @@
 #include "cuda/softmax/combine.cuh"
 #include "cuda/softmax/online_softmax.cuh"
 #include "cuda/softmax/scores.cuh"
-#include "cuda/common/sequence.cuh"
 #include "cuda/arch/smem_tile.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "kernel_traits.h"
+#include "tile_scheduler.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
-// How the work is cut among blocks.
-struct FwdSchedule {
-    int num_m_blocks;  // of a head, or of `pack` heads
-    int heads;         // H / pack
-    int batch;
-    int pack;          // query heads that share a tile: row r of it is row r / pack of head r % pack
-    bool batch_first;  // neighbouring blocks differ in their batch, else in their row tile
+struct FwdKernelParams {
+    FwdTileScheduler scheduler;
     float scale;
-    float to_log2;  // makes exponents of 2 of what the softmax sees
-    // Scores stay unscaled where nothing is added to them and their order is that of the scaled ones.
-    bool raw_scores;
+    float to_log2;     // converts scores to exponents of 2
+    bool is_unscaled;  // scores stay unscaled: nothing is added to them and scaling keeps their order
     float softcap;
-    bool bias_aligned;  // of a dense bias: rows of contiguous keys, 16-byte aligned
+    bool bias_aligned;  // dense bias: keys are contiguous and every row is 16-byte aligned
 };
 
+// Base of the kernels. The derived kernel is the Source of keys: load_k, load_v and load_mask_and_bias start cp.async
+// copies; store_mask_and_bias writes to shared memory what load_mask_and_bias fetched into registers;
+// apply_mask_and_bias turns Q K^T into scores, and mask_by_bias masks what a dense bias hides from a row that has seen
+// no other key so far.
 template <typename T, BiasKind kBias, typename Traits>
-class FwdBlock {
+class FwdMainloop {
 public:
-    static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kBlocks = Traits::kBlocks;
+    static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kCtasPerSm = Traits::kCtasPerSm;
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kKeyWarps = Traits::kKeyWarps, kThreads = Traits::kRowWarps * kKeyWarps * 32;
     static constexpr int kWarpRows = kRows / Traits::kRowWarps, kWarpKeys = kKeys / kKeyWarps;
-    static constexpr int kMTiles = kWarpRows / 16, kNTiles = kWarpKeys / 8, kOutTiles = kHeadDim / 8;
+    static constexpr int kMFragments = kWarpRows / 16, kNFragments = kWarpKeys / 8, kOutFragments = kHeadDim / 8;
     static constexpr int kWords = kKeys / 32, kWarpWords = kWarpKeys / 32;
-    // By how many steps operands are read from shared memory ahead of the products: where few warps share a multiprocessor,
-    // they do not hide that time for each other.
-    static constexpr int kAhead = kBlocks * kThreads <= 256 ? 1 : 0;
+    // ldmatrix runs this many steps ahead of mma.sync: with few warps an SM does not hide its latency otherwise.
+    static constexpr int kAhead = kCtasPerSm * kThreads <= 256 ? 1 : 0;
 
     using QueryTile = SmemTile<T, kRows, kHeadDim>;
-    using KeyTile = SmemTile<T, kKeys, kHeadDim>;
-
-    // What a block works on. It stays in shared memory, since the main loop needs the registers.
-    struct WorkTile {
-        Sequence s;
-        int first_head;
-        int first_row;  // of the tile, counted in rows of `pack` heads
-        int tile;       // among those of all heads and batch elements
-        int split;
-    };
+    using KvTile = SmemTile<T, kKeys, kHeadDim>;
 
     struct SharedStorage {
-        QueryTile query;  // at the end, out
-        KeyTile key;
-        KeyTile value;
-        float max[kKeyWarps][kRows];  // at the end, of the warps that share rows
+        QueryTile query;  // the epilogue stages O here
+        KvTile key;
+        KvTile value;
+        float max[kKeyWarps][kRows];  // epilogue: softmax of the warps that share rows
         float sum[kKeyWarps][kRows];
-        WorkTile work_tile;
-        int ticket;
+        FwdWorkTile work_tile;
+        int finished_splits;
     };
 
 protected:
-    using QueryCopy = RowCopy<kThreads, QueryTile>;
-    using KeyCopy = RowCopy<kThreads, KeyTile>;
-    static_assert(KeyCopy::kRowsAtOnce <= 32, "a step's keys lie in one word of a tile's columns");
+    using CopyQ = RowCopy<kThreads, QueryTile>;
+    using CopyKv = RowCopy<kThreads, KvTile>;
+    static_assert(CopyKv::kRowsAtOnce <= 32, "the keys of a copy step lie in one word of visible keys");
 
-    // memory.work has been written.
-    __device__ FwdBlock(const FwdArgs& p, const FwdSchedule& schedule, SharedStorage& memory)
+    // shared_storage.work_tile has been written.
+    __device__ FwdMainloop(const FwdArgs& p, const FwdKernelParams& params, SharedStorage& shared_storage)
         : p_(p),
-          schedule_(schedule),
-          memory_(memory),
+          params_(params),
+          shared_storage_(shared_storage),
           warp_row_(warp_id() / kKeyWarps * kWarpRows),
           warp_key_(warp_id() % kKeyWarps * kWarpKeys),
-          query_lane_(opaque(memory.query.lane_down() + warp_row_ * kRowBytes)),
-          key_lane_(opaque(memory.key.lane_across() + warp_key_ * kRowBytes)),
-          value_lane_(opaque(memory.value.lane_down() + warp_key_ * kRowBytes)),
-          key_copy_(opaque(KeyCopy::lane_address(memory.key))) {}
+          ldmatrix_q_(opaque(shared_storage.query.lane_down() + warp_row_ * kRowBytes)),
+          ldmatrix_k_(opaque(shared_storage.key.lane_across() + warp_key_ * kRowBytes)),
+          ldmatrix_v_(opaque(shared_storage.value.lane_down() + warp_key_ * kRowBytes)),
+          copy_to_k_(opaque(CopyKv::lane_address(shared_storage.key))) {}
 
-    // Goes over the keys: `tile` moves from one tile of them to the next, and `source` fetches what belongs to it.
-    // load_key, load_value and load_pairs start to fetch; store_pairs leaves in shared memory what load_pairs has fetched
-    // to registers; apply_mask_and_bias makes of products what the softmax sees, but for pairs that a dense bias hides from rows
-    // which see others: they weigh nothing. For the rest there is mask_by_bias.
-    template <typename Source, typename Tiles>
-    __device__ __forceinline__ void attend(Source& source, Tiles& tile) {
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-            for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) out_[m][n][i] = 0;
-        const bool idle = query_row(warp_row_) >= sequence().rows;  // this warp has no rows and only copies
-
-        load_query();
-        bool more = tile.next();
-        if (more) {
-            source.load_key(tile);
-            source.load_pairs(tile);
-        }
-        cp_async_commit();
-        if (more) source.store_pairs(tile);
-
+    // Prologue, mainloop, epilogue. `n_block` iterates over the n_blocks to visit; index() is the current one.
+    template <typename Source, typename NBlock>
+    __device__ __forceinline__ void attend(Source& source, NBlock& n_block) {
+        clear(out_);
+        const bool is_idle = query_row(warp_row_) >= sequence().rows;  // this warp has no rows and only copies
+        bool more = prologue(source, n_block);
         while (more) {
-            float scores[kMTiles][kNTiles][4] = {};
+            float scores[kMFragments][kNFragments][4] = {};
             cp_async_wait<0>();
-            __syncthreads();  // query, key and pairs have come; the last tile's value is free
-            source.load_value(tile);
+            __syncthreads();  // Q, K, mask and bias are loaded; the previous V is free
+            source.load_v(n_block);
             cp_async_commit();
-            if (!idle) {
+            if (!is_idle) {
                 gemm_qk(scores);
-                source.apply_mask_and_bias(scores, tile);
+                source.apply_mask_and_bias(scores, n_block);
             }
             cp_async_wait<0>();
-            __syncthreads();  // value has come; key and pairs are free
-            const int visited = tile.index();
-            more = tile.next();
+            __syncthreads();  // V is loaded; K, mask and bias are free
+            const int current = n_block.index();
+            more = n_block.next();
             if (more) {
-                source.load_key(tile);
-                source.load_pairs(tile);
+                source.load_k(n_block);
+                source.load_mask_and_bias(n_block);
             }
             cp_async_commit();
-            if (!idle) {
-                // A row that so far has seen nothing but what its dense bias hides.
+            if (!is_idle) {
+                // A maximum below this belongs to a row that has only seen keys that its dense bias hides.
                 constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
                 softmax_.update(
-                    scores, schedule_.to_log2, kExtreme, [&] { source.mask_by_bias(scores, visited); },
+                    scores, params_.to_log2, kExtreme, [&] { source.mask_by_bias(scores, current); },
                     [&](int i, float factor) { softmax_.scale(out_, i, factor); });
                 gemm_pv(scores);
             }
-            if (more) source.store_pairs(tile);
+            if (more) source.store_mask_and_bias(n_block);
         }
+        epilogue();
+    }
+
+    __device__ const Sequence& sequence() const { return shared_storage_.work_tile.sequence; }
+    // Row of the sequence, and head, of a row of the tile.
+    __device__ int query_row(int row) const {
+        return Traits::kPackGqa ? (shared_storage_.work_tile.first_row + row) / params_.scheduler.qheads_per_tile
+                                : shared_storage_.work_tile.first_row + row;
+    }
+    __device__ int query_head(int row) const {
+        return shared_storage_.work_tile.first_head +
+               (Traits::kPackGqa ? (shared_storage_.work_tile.first_row + row) % params_.scheduler.qheads_per_tile : 0);
+    }
+
+    // Scales and caps scores, before a bias is added. Returns the factor that scale_and_add_bias still has to apply.
+    __device__ __forceinline__ float scale_scores(float (&scores)[kMFragments][kNFragments][4]) const {
+        float scale = params_.scale;
+        if (kBias == BiasKind::kNone ? !params_.is_unscaled : params_.softcap > 0) {
+            scale_and_cap(scores, scale, params_.softcap);
+            scale = 1;
+        }
+        return scale;
+    }
+    // `bias` points to row 0 and key 0 of the sequence; bias_offset(key of the warp's part) is that of a key's bias.
+    template <typename BiasOffset>
+    __device__ __forceinline__ void mask_by_dense_bias(float (&scores)[kMFragments][kNFragments][4], const T* bias,
+                                                       const BiasOffset& bias_offset) const {
+        apply_bias_mask<T>(scores, [&](int row, int key) {
+            return bias + min(query_row(warp_row_ + row), sequence().rows - 1) * p_.bias.row_stride + bias_offset(key);
+        });
+    }
+
+    const FwdArgs& p_;
+    const FwdKernelParams& params_;
+    SharedStorage& shared_storage_;
+    const int warp_row_, warp_key_;                                    // this warp's first row and key of a tile
+    const uint32_t ldmatrix_q_, ldmatrix_k_, ldmatrix_v_, copy_to_k_;  // this lane's addresses in shared memory
+
+private:
+    static constexpr int kRowBytes = QueryTile::kSlabCols * sizeof(T);  // of a swizzle slab
+
+    // Loads Q and the first n_block's K, mask and bias. Returns false where no n_block is visible.
+    template <typename Source, typename NBlock>
+    __device__ __forceinline__ bool prologue(Source& source, NBlock& n_block) {
+        load_q();
+        const bool more = n_block.next();
+        if (more) {
+            source.load_k(n_block);
+            source.load_mask_and_bias(n_block);
+        }
+        cp_async_commit();
+        if (more) source.store_mask_and_bias(n_block);
+        return more;
+    }
+
+    // Stores O and lse; with split-KV, stores this split's part, and the last CTA combines all parts.
+    __device__ __forceinline__ void epilogue() {
         cp_async_wait<0>();
-        __syncthreads();  // query has come even where no tile was visited; its memory is free
+        __syncthreads();  // Q is loaded even where no n_block was visited; its shared memory is free
         if constexpr (kKeyWarps > 1) merge_key_warps();
         if (Traits::kMaySplit && p_.num_splits > 1) {
-            if (warp_key_ == 0) store_split();
-            if (is_last_cta(p_.split_counters + memory_.work_tile.tile, static_cast<int>(p_.num_splits),
-                            memory_.ticket))
+            if (warp_key_ == 0) store_partial();
+            if (is_last_cta(p_.split_counters + shared_storage_.work_tile.split_group, static_cast<int>(p_.num_splits),
+                            shared_storage_.finished_splits))
                 combine_splits();
         } else if (warp_key_ == 0) {
             store_out();
         }
     }
 
-    __device__ const Sequence& sequence() const { return memory_.work_tile.s; }
-    // Row of the sequence, and its head, of a row of the tile.
-    __device__ int query_row(int row) const {
-        return Traits::kPackGqa ? (memory_.work_tile.first_row + row) / schedule_.pack
-                                : memory_.work_tile.first_row + row;
-    }
-    __device__ int query_head(int row) const {
-        return memory_.work_tile.first_head +
-               (Traits::kPackGqa ? (memory_.work_tile.first_row + row) % schedule_.pack : 0);
-    }
-
-    const FwdArgs& p_;
-    const FwdSchedule& schedule_;
-    SharedStorage& memory_;
-    const int warp_row_, warp_key_;                                 // this warp's first row and key of a tile
-    const uint32_t query_lane_, key_lane_, value_lane_, key_copy_;  // this lane's parts of shared addresses
-
-private:
-    static constexpr int kRowBytes = QueryTile::kSlabCols * sizeof(T);  // of a slab
-
-    __device__ void load_query() {
+    __device__ void load_q() {
         const T* query = static_cast<const T*>(p_.query.data) + query_offset(p_.query, sequence(), 0);
-        QueryCopy::start(QueryCopy::lane_address(memory_.query), static_cast<int>(p_.head_dim), [&](int i) {
-            const int row = QueryCopy::first_row() + i * QueryCopy::kRowsAtOnce;
+        CopyQ::start(CopyQ::lane_address(shared_storage_.query), static_cast<int>(p_.head_dim), [&](int i) {
+            const int row = CopyQ::first_row() + i * CopyQ::kRowsAtOnce;
             const int64_t at = query_row(row) * p_.query.row_stride + query_head(row) * p_.query.head_stride;
             return RowSource<T>{query + at, query_row(row) < sequence().rows};
         });
     }
 
-    __device__ __forceinline__ void gemm_qk(float (&scores)[kMTiles][kNTiles][4]) {
-        constexpr int kAcross = kNTiles / 2, kSteps = kHeadDim / 16 * kAcross;
-        uint32_t q[2][kMTiles][4], k[2][4];
+    __device__ __forceinline__ void gemm_qk(float (&scores)[kMFragments][kNFragments][4]) {
+        constexpr int kColSteps = kNFragments / 2, kSteps = kHeadDim / 16 * kColSteps;
+        uint32_t q[2][kMFragments][4], k[2][4];
         const auto load = [&](int step) {
-            const int d = step / kAcross;
-            if (step % kAcross == 0) {
+            const int d = step / kColSteps;
+            if (step % kColSteps == 0) {
 #pragma unroll
-                for (int m = 0; m < kMTiles; ++m) QueryTile::load_a(q[d % 2][m], query_lane_, m * 16, d * 16);
+                for (int m = 0; m < kMFragments; ++m) QueryTile::load_a(q[d % 2][m], ldmatrix_q_, m * 16, d * 16);
             }
-            KeyTile::load_b(k[step % 2], key_lane_, step % kAcross * 16, d * 16);
+            KvTile::load_b(k[step % 2], ldmatrix_k_, step % kColSteps * 16, d * 16);
         };
         if (kAhead > 0) load(0);
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; ++d)
 #pragma unroll
-            for (int n = 0; n < kNTiles; n += 2) {
-                const int step = d * kAcross + n / 2;
+            for (int n = 0; n < kNFragments; n += 2) {
+                const int step = d * kColSteps + n / 2;
                 if (step + kAhead < kSteps) load(step + kAhead);
                 const uint32_t (&b)[4] = k[step % 2];
 #pragma unroll
-                for (int m = 0; m < kMTiles; ++m) {
+                for (int m = 0; m < kMFragments; ++m) {
                     mma_m16n8k16<T>(scores[m][n], q[d % 2][m], b[0], b[1]);
                     mma_m16n8k16<T>(scores[m][n + 1], q[d % 2][m], b[2], b[3]);
                 }
             }
     }
 
-    __device__ __forceinline__ void gemm_pv(const float (&probs)[kMTiles][kNTiles][4]) {
-        constexpr int kAcross = kOutTiles / 2, kSteps = kNTiles / 2 * kAcross;
-        uint32_t p[kMTiles][4], v[2][4];
+    __device__ __forceinline__ void gemm_pv(const float (&probs)[kMFragments][kNFragments][4]) {
+        constexpr int kColSteps = kOutFragments / 2, kSteps = kNFragments / 2 * kColSteps;
+        uint32_t p[kMFragments][4], v[2][4];
         const auto load = [&](int step) {
-            KeyTile::load_b_transposed(v[step % 2], value_lane_, step / kAcross * 16, step % kAcross * 16);
+            KvTile::load_b_transposed(v[step % 2], ldmatrix_v_, step / kColSteps * 16, step % kColSteps * 16);
         };
         if (kAhead > 0) load(0);
 #pragma unroll
-        for (int k = 0; k < kNTiles; k += 2) {
+        for (int k = 0; k < kNFragments; k += 2) {
 #pragma unroll
-            for (int m = 0; m < kMTiles; ++m)
+            for (int m = 0; m < kMFragments; ++m)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float* pair = probs[m][k + i / 2] + i % 2 * 2;
-                    p[m][i] = pack<T>(pair[0], pair[1]);
+                    const float* x = probs[m][k + i / 2] + i % 2 * 2;
+                    p[m][i] = pack<T>(x[0], x[1]);
                 }
 #pragma unroll
-            for (int d = 0; d < kOutTiles; d += 2) {
-                const int step = k / 2 * kAcross + d / 2;
+            for (int d = 0; d < kOutFragments; d += 2) {
+                const int step = k / 2 * kColSteps + d / 2;
                 if (step + kAhead < kSteps) load(step + kAhead);
                 const uint32_t (&b)[4] = v[step % 2];
 #pragma unroll
-                for (int m = 0; m < kMTiles; ++m) {
+                for (int m = 0; m < kMFragments; ++m) {
                     mma_m16n8k16<T>(out_[m][d], p[m], b[0], b[1]);
                     mma_m16n8k16<T>(out_[m][d + 1], p[m], b[2], b[3]);
                 }
@@ -233,36 +240,37 @@ private:
         }
     }
 
-    // To one result of all warps that share rows, in the first of them.
+    // Merges the softmax and O of the warps that share rows into the first of them.
     __device__ void merge_key_warps() {
-        const int part = warp_key_ / kWarpKeys;
-        float* merged = reinterpret_cast<float*>(&memory_.key);  // [kRows][kHeadDim]
-        static_assert(kKeyWarps == 1 || sizeof(float) * kRows * kHeadDim <= 2 * sizeof(KeyTile));
+        const int key_warp = warp_key_ / kWarpKeys;
+        float* merged = reinterpret_cast<float*>(&shared_storage_.key);  // [kRows][kHeadDim]
+        static_assert(kKeyWarps == 1 || sizeof(float) * kRows * kHeadDim <= 2 * sizeof(KvTile));
         const auto for_each = [&](auto&& visit) {  // of this lane's rows
 #pragma unroll
-            for (int i = 0; i < kMTiles * 2; ++i) visit(i, warp_row_ + i * 8 + fragment_row());
+            for (int i = 0; i < kMFragments * 2; ++i) visit(i, warp_row_ + i * 8 + fragment_row());
         };
         for_each([&](int i, int row) {
-            memory_.max[part][row] = softmax_.max[i];
-            memory_.sum[part][row] = row_sum(softmax_.sum[i]);
+            shared_storage_.max[key_warp][row] = softmax_.max[i];
+            shared_storage_.sum[key_warp][row] = row_sum(softmax_.sum[i]);
         });
         __syncthreads();
         for_each([&](int i, int row) {
-            float largest = memory_.max[0][row], total = 0;
-            for (int w = 1; w < kKeyWarps; ++w) largest = fmaxf(largest, memory_.max[w][row]);
+            float largest = shared_storage_.max[0][row], total = 0;
+            for (int w = 1; w < kKeyWarps; ++w) largest = fmaxf(largest, shared_storage_.max[w][row]);
             const float shift = largest == -kInfinity ? 0.f : largest;
-            const auto weight = [&](float max) { return fast_exp2((max - shift) * schedule_.to_log2); };
-            for (int w = 0; w < kKeyWarps; ++w) total += memory_.sum[w][row] * weight(memory_.max[w][row]);
+            const auto weight = [&](float max) { return fast_exp2((max - shift) * params_.to_log2); };
+            for (int w = 0; w < kKeyWarps; ++w)
+                total += shared_storage_.sum[w][row] * weight(shared_storage_.max[w][row]);
             const float own = weight(softmax_.max[i]);
             softmax_.scale(out_, i, own);
             softmax_.max[i] = largest;
             softmax_.sum[i] = is_row_leader() ? total : 0.f;
         });
         for (int w = kKeyWarps - 1; w >= 0; --w) {
-            if (part == w) {
+            if (key_warp == w) {
                 for_each([&](int i, int row) {
 #pragma unroll
-                    for (int n = 0; n < kOutTiles; ++n) {
+                    for (int n = 0; n < kOutFragments; ++n) {
                         float* x = out_[i / 2][n] + i % 2 * 2;
                         float2* at = reinterpret_cast<float2*>(merged + row * kHeadDim + n * 8 + fragment_col());
                         if (w < kKeyWarps - 1) x[0] += at->x, x[1] += at->y;
@@ -278,50 +286,49 @@ private:
     template <typename Store>
     __device__ __forceinline__ void for_each_row(const Store& store) {
 #pragma unroll
-        for (int m = 0; m < kMTiles; ++m)
+        for (int m = 0; m < kMFragments; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float lse;
-                const float inverse = softmax_.finish(2 * m + h, schedule_.raw_scores ? schedule_.scale : 1.f, lse);
+                const float inverse = softmax_.finish(2 * m + h, params_.is_unscaled ? params_.scale : 1.f, lse);
                 store(warp_row_ + m * 16 + h * 8 + fragment_row(), m, h, inverse, lse);
             }
     }
 
-    // Through shared memory, so that whole rows are written.
+    // Stages O in shared memory, so that global stores cover whole rows.
     __device__ void store_out() {
         for_each_row([&](int row, int m, int h, float inverse, float lse) {
 #pragma unroll
-            for (int n = 0; n < kOutTiles; ++n) {
+            for (int n = 0; n < kOutFragments; ++n) {
                 const float* x = out_[m][n] + 2 * h;
-                T* to = &memory_.query.at(row, n * 8 + fragment_col());
+                T* to = &shared_storage_.query.at(row, n * 8 + fragment_col());
                 *reinterpret_cast<uint32_t*>(to) = pack<T>(x[0] * inverse, x[1] * inverse);
             }
             const int i = query_row(row);
             if (is_row_leader() && i < sequence().rows)
                 static_cast<float*>(p_.lse.data)[stat_offset(p_.lse, sequence(), query_head(row)) + i] = lse;
         });
-        // A warp reads and writes its own rows alone.
-        __syncwarp();
+        __syncwarp();  // each warp stages and stores its own rows
         T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, sequence(), 0);
         constexpr int kChunks = kHeadDim / 8;
         for (int at = lane_id(); at < kWarpRows * kChunks; at += 32) {
             const int row = warp_row_ + at / kChunks, chunk = at % kChunks, i = query_row(row);
             if (i >= sequence().rows || chunk * 8 >= p_.head_dim) continue;
             T* to = out + i * p_.out.row_stride + query_head(row) * p_.out.head_stride + chunk * 8;
-            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&memory_.query.at(row, chunk * 8));
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&shared_storage_.query.at(row, chunk * 8));
         }
     }
 
-    __device__ void store_split() {
+    __device__ void store_partial() {
         for_each_row([&](int row, int m, int h, float inverse, float lse) {
             const int i = query_row(row);
             if (i >= sequence().rows) return;
-            const int64_t at = split_index(p_, sequence(), memory_.work_tile.split, query_head(row), i);
+            const int64_t at = split_index(p_, sequence(), shared_storage_.work_tile.split_idx, query_head(row), i);
             if (is_row_leader()) p_.split_lse[at] = lse;
             if (lse == -kInfinity) return;
             float* out = p_.split_out + at * p_.head_dim;
 #pragma unroll
-            for (int n = 0; n < kOutTiles; ++n) {
+            for (int n = 0; n < kOutFragments; ++n) {
                 const int col = n * 8 + fragment_col();
                 const float* x = out_[m][n] + 2 * h;
                 if (col < p_.head_dim) *reinterpret_cast<float2*>(out + col) = {x[0] * inverse, x[1] * inverse};
@@ -334,29 +341,30 @@ private:
             combine_row<T, kHeadDim>(p_, sequence(), query_head(row), query_row(row));
     }
 
-    OnlineSoftmax<kMTiles> softmax_;
-    float out_[kMTiles][kOutTiles][4];
+    OnlineSoftmax<kMFragments> softmax_;
+    float out_[kMFragments][kOutFragments][4];
 };
 
 template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
-    fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdSchedule schedule) {
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
+    fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdKernelParams params) {
     if (is_inactive(p)) return;
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw_smem);
+    const FwdTileScheduler& scheduler = params.scheduler;
     if (threadIdx.x == 0) {
-        FlatIndex block(blockIdx.x);
-        smem.work_tile.split = block.take(p.num_splits);
-        smem.work_tile.tile = static_cast<int>(block.rest);
-        const int early_batch = schedule.batch_first ? block.take(schedule.batch) : 0;
-        // The last rows come first: under causality they are the longest.
-        smem.work_tile.first_row = (schedule.num_m_blocks - 1 - block.take(schedule.num_m_blocks)) * Kernel::kRows;
-        smem.work_tile.first_head = block.take(schedule.heads) * schedule.pack;
-        smem.work_tile.s = Sequence(p, schedule.batch_first ? early_batch : static_cast<int>(block.rest));
+        FlatIndex index(blockIdx.x);
+        smem.work_tile.split_idx = index.take(p.num_splits);
+        smem.work_tile.split_group = static_cast<int>(index.rest);
+        const int early_batch = scheduler.batch_first ? index.take(scheduler.batch) : 0;
+        // Starts with the last m_block: under causality it has the most keys.
+        smem.work_tile.first_row = (scheduler.num_m_blocks - 1 - index.take(scheduler.num_m_blocks)) * Kernel::kRows;
+        smem.work_tile.first_head = index.take(scheduler.heads) * scheduler.qheads_per_tile;
+        smem.work_tile.sequence = Sequence(p, scheduler.batch_first ? early_batch : static_cast<int>(index.rest));
     }
     __syncthreads();
-    if (smem.work_tile.first_row >= smem.work_tile.s.rows * schedule.pack) return;
-    Kernel(p, schedule, smem).run();
+    if (!scheduler.is_valid(smem.work_tile)) return;
+    Kernel(p, params, smem).run();
 }
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -1,28 +1,22 @@
-// Launches the forward of few rows, of one head dimension and dtype.
+// Launches the small and decode forward of one head dimension and dtype.
 #pragma once
 
 #include "launch.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
-template <typename T, int kHeadDim, BiasKind kBias>
-void run_fwd_small_with(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
-    using Few = FwdKernel<T, kBias, false, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
-    using Decode = FwdKernel<T, kBias, false, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>;
-    if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Few::SharedStorage>()) {
-        launch_fwd<Decode>(p, plan, stream);
-    } else {
-        launch_fwd<Few>(p, plan, stream);
-    }
-}
-
 template <typename T, int kHeadDim>
 void run_fwd_small(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
-    switch (bias_kind(p)) {
-        case BiasKind::kNone: return run_fwd_small_with<T, kHeadDim, BiasKind::kNone>(p, plan, stream);
-        case BiasKind::kKey: return run_fwd_small_with<T, kHeadDim, BiasKind::kKey>(p, plan, stream);
-        case BiasKind::kDense: return run_fwd_small_with<T, kHeadDim, BiasKind::kDense>(p, plan, stream);
-    }
+    dispatch_bias(bias_kind(p), [&](auto bias) {
+        constexpr BiasKind kBias = decltype(bias)::value;
+        using Small = FwdKernel<T, kBias, false, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
+        using Decode = FwdKernel<T, kBias, false, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>;
+        if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Small::SharedStorage>()) {
+            launch_fwd<Decode>(p, plan, stream);
+        } else {
+            launch_fwd<Small>(p, plan, stream);
+        }
+    });
 }
 
 }  // namespace flash_dmattn::cuda::sm80

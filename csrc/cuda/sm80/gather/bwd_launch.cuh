@@ -1,4 +1,4 @@
-// Runs the backward over key lists, of one dtype and head dimension.
+// Launches the backward over key lists of one head dimension and dtype.
 #pragma once
 
 #include "cuda/sm80/bwd/launch.cuh"
@@ -8,18 +8,14 @@ namespace flash_dmattn::cuda::sm80 {
 
 template <typename Traits, BiasKind kBias>
 void launch_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
-    const RowTileChains all(p, Traits::kRows);
-    launch<Traits>(gather_bwd_kernel<Traits, kBias>, static_cast<int64_t>(all.chains) * all.length(),
+    const GatherBwdTileScheduler scheduler(p, Traits::kRows);
+    launch<Traits>(gather_bwd_kernel<Traits, kBias>, static_cast<int64_t>(scheduler.chains) * scheduler.chain_length(),
                    sizeof(typename GatherBwd<Traits, kBias>::SharedStorage), p, stream);
 }
 
 template <typename Traits>
 void run_gather_bwd_with(const BwdArgs& p, cudaStream_t stream) {
-    switch (p.bias.kind) {
-        case BiasKind::kNone: launch_gather_bwd<Traits, BiasKind::kNone>(p, stream); break;
-        case BiasKind::kKey: launch_gather_bwd<Traits, BiasKind::kKey>(p, stream); break;
-        case BiasKind::kDense: launch_gather_bwd<Traits, BiasKind::kDense>(p, stream); break;
-    }
+    dispatch_bias(p.bias.kind, [&](auto bias) { launch_gather_bwd<Traits, decltype(bias)::value>(p, stream); });
 }
 
 template <typename T, int kHeadDim>

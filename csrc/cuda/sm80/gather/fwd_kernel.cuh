@@ -1,7 +1,7 @@
-// The forward over key lists: a block owns a tile of query rows and gathers the keys of its list, wherever they lie.
+// The forward over key lists: one CTA owns an m_block and gathers the keys of its list.
 //
-// A tile's keys are fetched in three steps, each while another tile is computed: their places in the sequence, then by
-// these K and what tells which rows see them, then V.
+// An n_block is fetched in three steps, each while another n_block is computed: the keys' positions in the sequence,
+// then K with the bias and the rows that see each key, then V.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -12,45 +12,45 @@
 namespace flash_dmattn::cuda::sm80 {
 
 template <typename T, BiasKind kBias, typename Traits>
-class GatherFwdKernel : public FwdBlock<T, kBias, Traits> {
-    using Block = FwdBlock<T, kBias, Traits>;
-    friend Block;
+class GatherFwdKernel : public FwdMainloop<T, kBias, Traits> {
+    using Mainloop = FwdMainloop<T, kBias, Traits>;
+    friend Mainloop;
 
 public:
-    using Block::kKeys, Block::kMTiles, Block::kNTiles, Block::kRows, Block::kThreads, Block::kWarpKeys;
-    using Block::kWarpRows, Block::kWarpWords, Block::kWords;
-    using typename Block::KeyTile;
+    using Mainloop::kKeys, Mainloop::kMFragments, Mainloop::kNFragments, Mainloop::kRows, Mainloop::kThreads,
+        Mainloop::kWarpKeys;
+    using Mainloop::kWarpRows, Mainloop::kWarpWords, Mainloop::kWords;
+    using typename Mainloop::KvTile;
     static constexpr int kRowWarps = Traits::kRowWarps;
-    static_assert(kKeys <= kThreads, "one thread sees to one key");
+    static_assert(kKeys <= kThreads, "a thread fetches one key");
     static_assert(kWarpRows <= 32, "a word holds which of a warp's rows see a key");
-    static_assert(KeyListsView::kRows % kRows == 0, "a block's rows lie in one tile of lists");  // see plan_fwd
+    static_assert(KeyListsView::kRows % kRows == 0, "an m_block uses one list");  // see plan_fwd
 
-    // Query rows that a warp's rows belong to.
+    // Query rows of a warp's part of the m_block.
     struct WarpRows {
         int first;
-        uint32_t all;  // bit i: there is a row first + i
+        uint32_t all;  // bit i: row first + i exists
     };
 
-    struct SharedStorage : Block::SharedStorage {
+    struct SharedStorage : Mainloop::SharedStorage {
         KeyList list;
         WarpRows warp_rows[kRowWarps];
-        // Of the sequence and head.
+        // The sequence and head:
         const T* first_key;
         const T* first_value;
         const char* first_bias;
-        int keys[2]
-                [kKeys];  // of the current tile and the next, in turn: places in the sequence, -1 where there is none
-        // Of the current tile:
+        int positions[2][kKeys];  // of the current n_block and the next, in the sequence; -1 for none
+        // The current n_block:
         alignas(16) float bias[kKeys];
         alignas(16) uint32_t rows[kRowWarps][kKeys];  // bit i: row warp_rows.first + i sees the key
-        uint4 fetched[kKeys];                         // what `rows` is made of
-        int seen[kKeys];                              // as `keys`, -1 also where no row of the block sees the key
+        uint4 visibility_data[kKeys];                 // intervals or bits, from which `rows` is computed
+        int visible_positions[kKeys];                 // -1 also where no row of the m_block sees the key
         uint32_t seen_by_all[kWords];
     };
 
-    // smem.work has been written.
-    __device__ GatherFwdKernel(const FwdArgs& p, const FwdSchedule& schedule, SharedStorage& smem)
-        : Block(p, schedule, smem), smem_(smem) {
+    // smem.work_tile has been written.
+    __device__ GatherFwdKernel(const FwdArgs& p, const FwdKernelParams& params, SharedStorage& smem)
+        : Mainloop(p, params, smem), smem_(smem) {
         if (threadIdx.x == 0) {
             const Sequence& s = sequence();
             const int head = smem.work_tile.first_head, kv_head = shared_head(head, p.heads, p.kv_heads);
@@ -66,78 +66,80 @@ public:
         }
         const int first = query_row(warp_row_);
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i)
-            row_bits_ |= (query_row(warp_row_ + i * 8 + fragment_row()) - first) << i * 8;
+        for (int i = 0; i < kMFragments * 2; ++i)
+            row_shifts_ |= (query_row(warp_row_ + i * 8 + fragment_row()) - first) << i * 8;
     }
 
     __device__ void run() {
         __syncthreads();
-        const unsigned tiles = ceil_div(smem_.list.size, kKeys);
-        const unsigned splits = static_cast<unsigned>(p_.num_splits), split = smem_.work_tile.split;
-        const int begin = static_cast<int>(tiles * split / splits),
-                  end = static_cast<int>(tiles * (split + 1) / splits);
-        fetch_keys(begin);
+        const unsigned num_n_blocks = ceil_div(smem_.list.size, kKeys);
+        const unsigned num_splits = static_cast<unsigned>(p_.num_splits), split_idx = smem_.work_tile.split_idx;
+        const int begin = static_cast<int>(num_n_blocks * split_idx / num_splits),
+                  end = static_cast<int>(num_n_blocks * (split_idx + 1) / num_splits);
+        fetch_positions(begin);
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
-        ListTiles tile{begin - 1, end};
-        this->attend(*this, tile);
+        ListBlockScan n_block{begin - 1, end};
+        this->attend(*this, n_block);
     }
 
 private:
-    using Block::key_copy_, Block::p_, Block::query_row, Block::schedule_, Block::sequence, Block::warp_key_;
-    using Block::warp_row_;
-    using typename Block::KeyCopy;
+    using Mainloop::copy_to_k_, Mainloop::p_, Mainloop::query_row, Mainloop::params_, Mainloop::sequence,
+        Mainloop::warp_key_;
+    using Mainloop::warp_row_;
+    using typename Mainloop::CopyKv;
 
-    struct ListTiles {
+    struct ListBlockScan {
         int current;
         int end;
         __device__ __forceinline__ bool next() { return ++current < end; }
         __device__ __forceinline__ int index() const { return current; }
     };
 
-    __device__ __forceinline__ int* keys_of(int tile) { return smem_.keys[tile % 2]; }
+    __device__ __forceinline__ int* positions_of(int n_block) { return smem_.positions[n_block % 2]; }
 
-    __device__ __forceinline__ void fetch_keys(int tile) {
-        if (threadIdx.x < kKeys) smem_.list.fetch_key(keys_of(tile)[threadIdx.x], tile * kKeys + threadIdx.x);
+    __device__ __forceinline__ void fetch_positions(int n_block) {
+        if (threadIdx.x < kKeys)
+            smem_.list.fetch_key(positions_of(n_block)[threadIdx.x], n_block * kKeys + threadIdx.x);
     }
-    __device__ __forceinline__ void load_key(const ListTiles& tile) {
-        load_rows(key_copy_, smem_.first_key, p_.key.row_stride, keys_of(tile.current));
+    __device__ __forceinline__ void load_k(const ListBlockScan& n_block) {
+        gather_tile(copy_to_k_, smem_.first_key, p_.key.row_stride, positions_of(n_block.current));
     }
-    __device__ __forceinline__ void load_value(const ListTiles&) {
-        load_rows(key_copy_ + sizeof(KeyTile), smem_.first_value, p_.value.row_stride, smem_.seen);
+    __device__ __forceinline__ void load_v(const ListBlockScan&) {
+        gather_tile(copy_to_k_ + sizeof(KvTile), smem_.first_value, p_.value.row_stride, smem_.visible_positions);
     }
-    __device__ __forceinline__ void load_rows(uint32_t to, const T* rows, int64_t row_stride, const int* keys) {
-        // Counted in pieces of 16 bytes, of which the strides are multiples: one 32-bit product a row.
-        const uint4* pieces = reinterpret_cast<const uint4*>(rows);
-        const uint32_t stride = static_cast<uint32_t>(row_stride / KeyTile::kChunk);
-        // Read at once, since reads do not overtake the copies.
+    __device__ __forceinline__ void gather_tile(uint32_t to, const T* rows, int64_t row_stride, const int* positions) {
+        // Strides are multiples of 16 bytes; in units of 16 bytes an offset takes one 32-bit multiplication.
+        const uint4* chunks = reinterpret_cast<const uint4*>(rows);
+        const uint32_t stride = static_cast<uint32_t>(row_stride / KvTile::kChunk);
+        // Reads all positions before the first copy, since reads do not overtake copies.
         const int sequence_keys = sequence().keys;
-        int places[KeyCopy::kSteps];
+        int gathered[CopyKv::kSteps];
 #pragma unroll
-        for (int i = 0; i < KeyCopy::kSteps; ++i) places[i] = keys[KeyCopy::first_row() + i * KeyCopy::kRowsAtOnce];
-        KeyCopy::start(to, static_cast<int>(p_.head_dim), [&](int i) {
-            const uint64_t offset = static_cast<uint64_t>(static_cast<uint32_t>(places[i])) * stride;
-            return RowSource<T>{reinterpret_cast<const T*>(pieces + offset), is_key(places[i], sequence_keys)};
+        for (int i = 0; i < CopyKv::kSteps; ++i) gathered[i] = positions[CopyKv::first_row() + i * CopyKv::kRowsAtOnce];
+        CopyKv::start(to, static_cast<int>(p_.head_dim), [&](int i) {
+            const uint64_t offset = static_cast<uint64_t>(static_cast<uint32_t>(gathered[i])) * stride;
+            return RowSource<T>{reinterpret_cast<const T*>(chunks + offset), is_key(gathered[i], sequence_keys)};
         });
     }
 
-    __device__ __forceinline__ void load_pairs(const ListTiles& tile) {
+    __device__ __forceinline__ void load_mask_and_bias(const ListBlockScan& n_block) {
         if (threadIdx.x >= kKeys) return;
-        const int key = keys_of(tile.current)[threadIdx.x];
+        const int key = positions_of(n_block.current)[threadIdx.x];
         if (is_key(key, sequence().keys)) {
-            smem_.list.fetch(smem_.fetched[threadIdx.x], tile.current * kKeys + threadIdx.x, key);
+            smem_.list.fetch(smem_.visibility_data[threadIdx.x], n_block.current * kKeys + threadIdx.x, key);
             if constexpr (kBias == BiasKind::kKey)
                 key_bias_ = load_key_bias(p_.bias, smem_.first_bias, key * p_.bias.col_stride);
         }
-        fetch_keys(tile.current + 1);
+        fetch_positions(n_block.current + 1);
     }
-    // Which rows see the tile's keys, and the bias: from what this thread has fetched.
-    __device__ __forceinline__ void store_pairs(const ListTiles& tile) {
+    // Computes from what this thread has fetched which rows see its key, and the key's bias.
+    __device__ __forceinline__ void store_mask_and_bias(const ListBlockScan& n_block) {
         cp_async_wait<0>();
         if (threadIdx.x >= kKeys) return;
-        const int key = keys_of(tile.current)[threadIdx.x];
-        SeeingRows seeing = smem_.list.seeing(smem_.fetched[threadIdx.x], key, sequence(), p_.is_causal);
+        const int key = positions_of(n_block.current)[threadIdx.x];
+        SeeingRows seeing = smem_.list.seeing(smem_.visibility_data[threadIdx.x], key, sequence(), p_.is_causal);
         if (!is_key(key, sequence().keys)) seeing.end = 0;
         if constexpr (kBias == BiasKind::kKey) {
             const float bias = key_bias_of<T>(p_.bias, key_bias_);
@@ -148,47 +150,46 @@ private:
 #pragma unroll
         for (int warp = 0; warp < kRowWarps; ++warp) {
             const WarpRows& rows = smem_.warp_rows[warp];
-            const uint32_t seen = seeing.from(rows.first) & rows.all;
-            smem_.rows[warp][threadIdx.x] = seen;
-            some |= seen != 0;
-            all &= seen == rows.all;
+            const uint32_t visible_rows = seeing.from(rows.first) & rows.all;
+            smem_.rows[warp][threadIdx.x] = visible_rows;
+            some |= visible_rows != 0;
+            all &= visible_rows == rows.all;
         }
-        smem_.seen[threadIdx.x] = some ? key : -1;
+        smem_.visible_positions[threadIdx.x] = some ? key : -1;
         const uint32_t seen_by_all = __ballot_sync(~0u, all);
         if (lane_id() == 0) smem_.seen_by_all[warp_id()] = seen_by_all;
     }
 
-    // Products to what the softmax sees: scaled, capped, biased, and -inf where invisible.
-    __device__ __forceinline__ void apply_mask_and_bias(float (&scores)[kMTiles][kNTiles][4], const ListTiles& tile) {
-        float scale = schedule_.scale;
-        if (kBias == BiasKind::kNone ? !schedule_.raw_scores : schedule_.softcap > 0) {
-            scale_and_cap(scores, scale, schedule_.softcap);
-            scale = 1;
-        }
+    // Q K^T to scores: scaled, capped, biased, -inf where masked.
+    __device__ __forceinline__ void apply_mask_and_bias(float (&scores)[kMFragments][kNFragments][4],
+                                                        const ListBlockScan& n_block) {
+        const float scale = this->scale_scores(scores);
         if constexpr (kBias == BiasKind::kKey) scale_and_add_bias(scores, scale, smem_.bias + warp_key_);
-        if constexpr (kBias == BiasKind::kDense) add_dense_bias(scores, scale, keys_of(tile.current) + warp_key_);
+        if constexpr (kBias == BiasKind::kDense)
+            add_dense_bias(scores, scale, positions_of(n_block.current) + warp_key_);
 
         bool all_visible = true;
 #pragma unroll
         for (int w = 0; w < kWarpWords; ++w) all_visible &= smem_.seen_by_all[warp_key_ / 32 + w] == ~0u;
         if (all_visible) return;
-        uint32_t row_bits[kMTiles * 2];
+        uint32_t row_bits[kMFragments * 2];
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i) row_bits[i] = 1u << (row_bits_ >> i * 8 & 31);
+        for (int i = 0; i < kMFragments * 2; ++i) row_bits[i] = 1u << (row_shifts_ >> i * 8 & 31);
         apply_mask(scores, smem_.rows[warp_row_ / kWarpRows] + warp_key_, row_bits);
     }
 
-    // Straight from global memory; pairs beyond the rows or without a key are hidden afterwards.
-    __device__ __forceinline__ void add_dense_bias(float (&scores)[kMTiles][kNTiles][4], float scale, const int* keys) {
+    // Reads global memory. The mask hides rows and keys that do not exist.
+    __device__ __forceinline__ void add_dense_bias(float (&scores)[kMFragments][kNFragments][4], float scale,
+                                                   const int* positions) {
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i) {
+        for (int i = 0; i < kMFragments * 2; ++i) {
             const int row = min(query_row(warp_row_ + i * 8 + fragment_row()), sequence().rows - 1);
             const T* bias = reinterpret_cast<const T*>(smem_.first_bias) + row * p_.bias.row_stride;
 #pragma unroll
-            for (int n = 0; n < kNTiles; ++n)
+            for (int n = 0; n < kNFragments; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int key = keys[n * 8 + fragment_col() + e];
+                    const int key = positions[n * 8 + fragment_col() + e];
                     float& x = scores[i / 2][n][i % 2 * 2 + e];
                     x = fmaf(x, scale,
                              to_float(__ldg(bias + (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride)));
@@ -196,20 +197,18 @@ private:
         }
     }
 
-    // -inf where the bias of tile number `tile` hides a pair. The tile's keys have left shared memory.
-    __device__ __forceinline__ void mask_by_bias(float (&scores)[kMTiles][kNTiles][4], int tile) {
+    // Reads the list again: the n_block's positions have left shared memory.
+    __device__ __forceinline__ void mask_by_bias(float (&scores)[kMFragments][kNFragments][4], int n_block) {
         if constexpr (kBias == BiasKind::kDense)
-            apply_bias_mask<T>(scores, [&](int row, int at) {
-                const int key = smem_.list.key(tile * kKeys + warp_key_ + at);
-                return reinterpret_cast<const T*>(smem_.first_bias) +
-                       min(query_row(warp_row_ + row), sequence().rows - 1) * p_.bias.row_stride +
-                       (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride;
+            this->mask_by_dense_bias(scores, reinterpret_cast<const T*>(smem_.first_bias), [&](int at) {
+                const int key = smem_.list.key(n_block * kKeys + warp_key_ + at);
+                return (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride;
             });
     }
 
     SharedStorage& smem_;
-    uint32_t row_bits_ = 0;  // of this lane's rows, counted from warp_rows.first; a byte each
-    uint32_t key_bias_ = 0;  // bits of the bias of this thread's key of the next tile
+    uint32_t row_shifts_ = 0;  // this lane's rows, relative to warp_rows.first; a byte each
+    uint32_t key_bias_ = 0;    // bits of the bias of this thread's key in the next n_block
 };
 
 }  // namespace flash_dmattn::cuda::sm80

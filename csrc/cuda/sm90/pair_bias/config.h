@@ -1,8 +1,8 @@
-// A dense bias that batch elements share, over short sequences, as pair representations of proteins give it: which calls the
-// kernels for it serve, and their tiles.
+// Pair bias: a dense bias that many batch elements share, over short sequences, as in the pair representations of protein
+// models. Which calls the kernels support, their tiles, and how batch elements are split among CTAs.
 //
-// A block keeps the biases of its query rows (or keys) with the whole of the other side in shared memory, and goes over the
-// batch elements that share them.
+// A CTA holds the biases of its m_block with all keys (or of its n_block with all rows) in shared memory, and loops over
+// the batch elements that share them.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,11 @@ namespace flash_dmattn::cuda::sm90 {
 
 constexpr int kPairBiasHeadDim = 32;
 
-// `groups` warp groups multiply, 64 query rows each, by `keys` keys at a time, of which `stages` tiles are in shared memory
-// beside the biases of the groups' rows and of up to `longest` keys.
 struct PairBiasFwdTileSizes {
-    int groups, keys, stages, longest;
+    int groups;   // consumer warpgroups, 64 query rows each
+    int keys;     // of an n_block
+    int stages;   // n_blocks of K and V in shared memory
+    int longest;  // keys whose biases fit in shared memory
 };
 constexpr PairBiasFwdTileSizes kPairBiasFwdTiles[] = {
     {.groups = 3, .keys = 128, .stages = 4, .longest = 384},
@@ -27,38 +28,37 @@ constexpr PairBiasFwdTileSizes kPairBiasFwdTiles[] = {
 };
 constexpr int kPairBiasFwdLongest = kPairBiasFwdTiles[1].longest;
 
-// The longest sequence of the backward: the gradients of 64 rows' biases are in registers, the biases of 192 keys in shared
-// memory.
+// The longest sequence of the backward: registers hold dbias of 64 rows, shared memory the biases of 192 keys.
 constexpr int kPairBiasBwdLongest = 384;
-constexpr int kPairBiasRows = 64;  // of a block that makes dQ, and of a tile of rows otherwise
+constexpr int kPairBiasRows = 64;  // of an m_block of the backward
 
-// So many batch elements, one after the other, share a bias.
+// The number of consecutive batch elements that share a bias.
 inline int64_t pair_bias_batch_group_size(const AttentionParams& p) { return p.batch / p.bias.batches; }
 
-// Into how many parts the batch elements that share a bias are cut; `tiles` are those of all heads and biases. All blocks of
-// a part go over its batch elements at the same time, so that queries, keys and values come from memory once; a few waves,
-// as full as can be.
-inline int64_t pair_bias_splits(int64_t tiles, int64_t sharers) {
-    constexpr int64_t kWaves = 4;
-    const int64_t slots = current_device().num_sms;
+// The number of CTAs among which the batch elements that share a bias are split. `tiles`: m_blocks (or n_blocks) of all heads
+// and biases. The CTAs of a split loop over the same batch elements at the same time, so that the L2 cache serves Q, K and V.
+inline int64_t pair_bias_splits(int64_t tiles, int64_t batch_group_size) {
+    constexpr int64_t kMaxWaves = 4;
+    const int64_t num_sms = current_device().num_sms;
+    const int64_t max_splits = std::min(batch_group_size, std::max<int64_t>(kMaxWaves * num_sms / tiles, 1));
     int64_t best = 1, least = INT64_MAX / 64;
-    for (int64_t splits = 1; splits <= std::min(sharers, std::max<int64_t>(kWaves * slots / tiles, 1)); ++splits) {
-        const int64_t works = ceil_div(tiles * splits, slots) * ceil_div(sharers, splits);  // one block after the other
-        if (works * 50 >= least * 49)
-            continue;  // a part costs more than its works: biases are loaded, gradients stored
+    for (int64_t splits = 1; splits <= max_splits; ++splits) {
+        const int64_t steps = ceil_div(tiles * splits, num_sms) * ceil_div(batch_group_size, splits);  // of an SM
+        // Each split loads the biases and stores the gradients again: it must save 2 %.
+        if (steps * 50 >= least * 49) continue;
         best = splits;
-        least = works;
+        least = steps;
     }
     return best;
 }
-// Tiles of rows of the kernel that makes dQ and the bias's gradient, of all heads and biases, and its tiles of keys.
-inline int64_t pair_bias_dquery_tiles(const AttentionParams& p) {
+// The kernel of dQ and dbias: m_blocks of all heads and biases, and n_blocks of 64 keys, an even number.
+inline int64_t pair_bias_dquery_m_blocks(const AttentionParams& p) {
     return ceil_div<int64_t>(p.seqlen_q, kPairBiasRows) * p.heads * p.bias.batches;
 }
-inline int64_t pair_bias_dquery_key_tiles(const AttentionParams& p) { return ceil_div<int64_t>(p.seqlen_k, 128) * 2; }
-constexpr int kPairBiasDbiasTile = 64 * 64;  // floats of a part of the gradient
+inline int64_t pair_bias_dquery_n_blocks(const AttentionParams& p) { return ceil_div<int64_t>(p.seqlen_k, 128) * 2; }
+constexpr int kPairBiasDbiasTile = 64 * 64;  // floats of dbias in an m_block x n_block
 
-// Whether they are faster than those for 8.0, as measured on an H200.
+// Whether the kernels are faster than sm80's, as measured on an H200.
 inline bool should_use_pair_bias_fwd(const AttentionParams& p) {
     return p.dtype == DataType::kBFloat16 || (p.seqlen_k <= 384 && pair_bias_batch_group_size(p) >= 64);
 }
@@ -66,9 +66,9 @@ inline bool should_use_pair_bias_bwd(const AttentionParams& p) {
     return p.seqlen_k <= 256 || pair_bias_batch_group_size(p) >= 64;
 }
 
-// What the kernels ask of a call besides strides (arch/tensor_map.h), forward and backward.
+// Whether the forward and the backward support a call, apart from strides (arch/tensor_map.h) and lengths.
 inline bool is_pair_bias_problem(const AttentionParams& p) {
-    constexpr int64_t kMinBatchGroup = 16;  // of which each block has some
+    constexpr int64_t kMinBatchGroup = 16;  // enough for each CTA to reuse its biases
     const bool is_shared =
         p.bias.present() && p.bias.kind == BiasKind::kDense && pair_bias_batch_group_size(p) >= kMinBatchGroup;
     const bool row_broadcast = !p.packed_mask.present() || p.packed_mask.bits_row_stride == 0;

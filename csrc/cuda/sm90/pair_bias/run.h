@@ -1,5 +1,5 @@
-// A dense bias that batch elements share, over short sequences: what the dispatcher of compute capability 9.0 and the
-// instantiations share.
+// The launchers for pair bias, a dense bias that many batch elements share, over short sequences.
+// scripts/generate_kernels.py instantiates them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,6 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Instantiated in the files that scripts/generate_kernels.py writes.
 template <typename T, int kHeadDim>
 void run_pair_bias_fwd(const FwdArgs& args, cudaStream_t stream);
 template <typename T, int kHeadDim>

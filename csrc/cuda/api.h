@@ -31,8 +31,8 @@ BwdPlan plan_bwd(const BwdParams& params);
 
 // workspace: plan.workspace_bytes uninitialized bytes at a multiple of 256; null where that is 0.
 void run_fwd(const FwdParams& params, const FwdPlan& plan, void* workspace, cudaStream_t stream);
-// dout and the gradients are aligned as query is. The caller zeroes dbias of a key bias, and dbias of a dense bias where
-// it has variable length or key lists are present.
+// dout and the gradients are aligned as query is. The caller zeroes dbias of a key bias, and dbias of a dense bias
+// where it has variable length or key lists are present.
 void run_bwd(const BwdParams& params, const BwdPlan& plan, void* workspace, cudaStream_t stream);
 
 }  // namespace cuda

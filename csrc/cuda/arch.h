@@ -15,8 +15,8 @@ template <typename Params, typename Plan>
 struct Direction {
     // Whether the kernels are faster than those of the rows below; null: the choice of last resort.
     bool (*should_use)(const Params& params);
-    // Selects the kernels and divides the work among CTAs. Returns false and leaves `plan` unchanged where no kernel that
-    // supports the call was built.
+    // Selects the kernels and divides the work among CTAs. Returns false and leaves `plan` unchanged where no kernel
+    // that supports the call was built.
     bool (*plan)(const Params& params, Plan& plan);
 };
 

@@ -26,8 +26,8 @@ const Architecture* named_architecture() {
     return nullptr;
 }
 
-// Plans a call with the first architecture that runs on the device, is faster, and supports the call. A named one is used
-// even where it is slower, and those above it are not.
+// Plans a call with the first architecture that runs on the device, is faster, and supports the call. A named one is
+// used even where it is slower, and those above it are not.
 template <typename Params, typename Plan>
 void select_kernels(const char* what, Direction<Params, Plan> Architecture::* direction, const Params& p, Plan& plan) {
     const int capability = current_device().capability;

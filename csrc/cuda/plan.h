@@ -75,7 +75,7 @@ enum class DenseDbias : int32_t {
 
 // How the backward is divided among CTAs. A kernel parameter, as part of BwdArgs.
 struct BwdTiling {
-    int64_t dquery_m_blocks = 0;  // m_blocks of one head in dquery_accum; of variable length, of all sequences
+    int64_t dquery_m_blocks = 0;  // m_blocks of one head in dquery_accum; with variable length, of all sequences
     DenseDbias dense_dbias = DenseDbias::kNone;
     // dbias is reduced in m_block x n_block tiles, where dense_dbias is kAtomic or kRecompute, and with pair bias:
     int64_t dbias_tiles = 0;   // of all heads and batch elements of dbias; pair bias: m_blocks of them
@@ -85,7 +85,7 @@ struct BwdTiling {
     int64_t tile_heads = 1;        // sm80: query heads of a CTA, each with an equal share of its rows
     int64_t list_splits = 0;       // sm90: CTAs that share a list for all heads of a GQA group; 0: a CTA has one head
     int64_t dquery_slots = 0;      // with list_splits: m_blocks, of all heads of a group, that dquery_accum holds
-    int64_t dkv_rows = 0;          // B * Sk; of variable length total_k
+    int64_t dkv_rows = 0;          // B * Sk; with variable length total_k
     int64_t dkv_cols = 0;          // D, rounded up to the kernel's head dimension
     int64_t dbias_accum_size = 0;  // elements of a dense bias that heads or batch elements share, else 0
 };
@@ -93,7 +93,7 @@ struct BwdTiling {
 struct BwdPlan : BwdTiling, WorkspaceLayout {
     BwdLauncher launch;            // empty where the batch or the heads are 0
     bool preprocess_delta = true;  // false: the main kernel computes D_i
-    int64_t delta_rows = 0;        // rows of one head; of variable length, of all sequences
+    int64_t delta_rows = 0;        // rows of one head; with variable length, of all sequences
     int64_t zeroed_bytes = 0;      // bytes at the start of the workspace that are zeroed before the launch
     WorkspacePart dquery_accum, dquery_semaphore, dbias_parts, dkv_accum, dbias_accum, progress_counters;  // BwdArgs
     WorkspacePart delta;                                                                                   // BwdParams
@@ -101,11 +101,11 @@ struct BwdPlan : BwdTiling, WorkspaceLayout {
 
 // A kernel parameter: compiled kernels depend on the order of the members, here and in params.h.
 struct BwdArgs : BwdParams, BwdTiling {
-    // dQ, float32, in the order of the accumulator registers: [{B} H, dquery_m_blocks, rows of an m_block * D rounded up],
-    // or with list_splits [dquery_slots, H / Hkv, the same].
+    // dQ, float32, in the order of the accumulator registers: [{B} H, dquery_m_blocks, rows of an m_block * D rounded
+    // up], or with list_splits [dquery_slots, H / Hkv, the same].
     float* dquery_accum;
-    // deterministic: for each m_block the n_block that may add to dQ, and one ticket counter; with list_splits: the state
-    // of each slot, and one ticket counter.
+    // deterministic: for each m_block the n_block that may add to dQ, and one ticket counter; with list_splits: the
+    // state of each slot, and one ticket counter.
     int32_t* dquery_semaphore;
     float* dbias_parts;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
     // Where keys are gathered by lists:

@@ -20,13 +20,14 @@ constexpr __host__ __device__ T ceil_div(T a, T b) {
     return (a + b - 1) / b;
 }
 
-// Whether tiles of `fewer` rows (or keys) serve so many better than tiles of `more`, of which more than a tenth would be none.
+// Whether tiles of `fewer` rows (or keys) serve so many better than tiles of `more`, of which more than a tenth would
+// be none.
 constexpr bool fewer_fit_better(int64_t count, int64_t fewer, int64_t more) {
     return ceil_div(count, fewer) * fewer * 10 < ceil_div(count, more) * more * 9;
 }
 
-// A number to divide by again and again, of at most 31 bits as the dividends: two or three instructions instead of some twenty.
-// From Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
+// A number to divide by again and again, of at most 31 bits as the dividends: two or three instructions instead of some
+// twenty. From Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
 struct FastDivmod {
     uint32_t value = 1, multiplier = 0, shift = 0;
 
@@ -74,7 +75,8 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
     return x;
 }
 
-// A value that is the same in all lanes, of which the compiler then knows that: what depends on it is computed once a warp.
+// A value that is the same in all lanes, of which the compiler then knows that: what depends on it is computed once a
+// warp.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // Two numbers in one register, the first in its low half.

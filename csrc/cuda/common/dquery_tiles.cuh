@@ -7,7 +7,8 @@
 
 namespace flash_dmattn::cuda {
 
-// m_blocks of `rows` rows of one head; of variable length, of all sequences, each with room for a partial last m_block.
+// m_blocks of `rows` rows of one head; with variable length, of all sequences, each with room for a partial last
+// m_block.
 inline int64_t count_dquery_m_blocks(const AttentionParams& p, int64_t rows) {
     return p.cu_seqlens_q == nullptr ? ceil_div(p.seqlen_q, rows) : p.total_q / rows + p.batch;
 }

@@ -30,8 +30,8 @@ const KernelTable<Kernels> kKernels(FLASH_DMATTN_INSTANCES(FLASH_DMATTN_SM80_BWD
 });
 using KernelEntry = KernelTable<Kernels>::Entry;
 
-// The number of CTAs, at most `max_splits`, among which the sharers of each dbias tile are split, so that the CTAs fill 2
-// to 4 waves of `slots` as evenly as possible.
+// The number of CTAs, at most `max_splits`, among which the sharers of each dbias tile are split, so that the CTAs fill
+// 2 to 4 waves of `slots` as evenly as possible.
 int64_t splits_that_fill_waves(int64_t tiles, int64_t slots, int64_t max_splits) {
     int64_t best = 1;
     double best_filled = 0;
@@ -51,8 +51,8 @@ int64_t count_dbias_tiles(const BwdParams& p, const BwdTileSizes& tile) {
     return tiles * p.dbias.heads * (p.cu_seqlens_q == nullptr ? p.dbias.batches : p.batch);
 }
 
-// kRecompute: a CTA has a run of n_blocks, as long as all SMs have CTAs. Where there are too few tiles for that, the batch
-// elements and heads that share a tile are split.
+// kRecompute: a CTA has a run of n_blocks, as long as all SMs have CTAs. Where there are too few tiles for that, the
+// batch elements and heads that share a tile are split.
 void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, cuda::BwdPlan& plan) {
     constexpr int64_t kWaves = 2, kMaxRun = 16;
     plan.dbias_tiles = count_dbias_tiles(p, tile);
@@ -64,8 +64,8 @@ void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, cuda::BwdPl
     plan.dbias_run = std::clamp<int64_t>(plan.dbias_tiles / (kWaves * slots), 1, std::min(kMaxRun, num_n_blocks));
 }
 
-// Atomic additions are cheap while the L2 cache holds the sums. It need not hold those of all batch elements: CTAs start
-// in batch order, and where many batch elements share a bias, few biases are in use at once.
+// Atomic additions are cheap while the L2 cache holds the sums. It need not hold those of all batch elements: CTAs
+// start in batch order, and where many batch elements share a bias, few biases are in use at once.
 bool can_add_in_cache(const BwdParams& p, const BwdTileSizes& tile, int64_t bytes) {
     if (bytes == 0) return true;
     const int64_t l2_bytes = current_device().l2_bytes;

@@ -67,8 +67,8 @@ bool plan_pair_bias(const BwdParams& p, BwdPlan& plan) {
     return true;
 }
 
-// The two kernels over key lists: per head, and grouped, where a CTA has all query heads of a GQA group, which must share
-// keys. Where both support a call, long lists that heads share are faster grouped, as measured on an H200.
+// The two kernels over key lists: per head, and grouped, where a CTA has all query heads of a GQA group, which must
+// share keys. Where both support a call, long lists that heads share are faster grouped, as measured on an H200.
 bool supports_per_head(const BwdParams& p, int head_dim) {
     return p.lists.tile_rows == KeyListsView::kRows && can_run_per_head(head_dim);
 }
@@ -77,8 +77,8 @@ bool should_group_heads(const BwdParams& p, int head_dim) {
     return !supports_per_head(p, head_dim) || (p.heads > p.kv_heads && max_list_length(p) >= 512);
 }
 
-// Splits each list among CTAs, so many that they fill the device, and that Q, dO and the sums of dQ, which all m_blocks in
-// progress read and write for every n_block, stay in the L2 cache.
+// Splits each list among CTAs, so many that they fill the device, and that Q, dO and the sums of dQ, which all m_blocks
+// in progress read and write for every n_block, stay in the L2 cache.
 void plan_grouped(const BwdParams& p, int head_dim, BwdPlan& plan) {
     constexpr double kShareOfCache = 0.4;
     const Device& device = current_device();

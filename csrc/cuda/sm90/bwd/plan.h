@@ -7,7 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Whether these kernels are faster than sm80's, as measured on an H200: with short sequences of small heads they are not.
+// Whether these kernels are faster than sm80's, as measured on an H200: with short sequences of small heads they are
+// not.
 bool should_use_bwd(const BwdParams& params);
 bool plan_bwd(const BwdParams& params, BwdPlan& plan);
 

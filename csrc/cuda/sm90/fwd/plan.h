@@ -7,7 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Whether these kernels are faster than sm80's, as measured on an H200: with short sequences of small heads they are not.
+// Whether these kernels are faster than sm80's, as measured on an H200: with short sequences of small heads they are
+// not.
 bool should_use_fwd(const FwdParams& params);
 // Supported: more than 64 rows, and tensors that TMA can read; over key lists, no dense bias.
 bool plan_fwd(const FwdParams& params, FwdPlan& plan);

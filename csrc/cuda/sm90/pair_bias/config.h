@@ -1,8 +1,8 @@
-// Pair bias: a dense bias that many batch elements share, over short sequences, as in the pair representations of protein
-// models. Which calls the kernels support, their tiles, and how batch elements are split among CTAs.
+// Pair bias: a dense bias that many batch elements share, over short sequences, as in the pair representations of
+// protein models. Which calls the kernels support, their tiles, and how batch elements are split among CTAs.
 //
-// A CTA holds the biases of its m_block with all keys (or of its n_block with all rows) in shared memory, and loops over
-// the batch elements that share them.
+// A CTA holds the biases of its m_block with all keys (or of its n_block with all rows) in shared memory, and loops
+// over the batch elements that share them.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,9 @@ constexpr int kPairBiasRows = 64;  // of an m_block of the backward
 // The number of consecutive batch elements that share a bias.
 inline int64_t pair_bias_batch_group_size(const AttentionParams& p) { return p.batch / p.bias.batches; }
 
-// The number of CTAs among which the batch elements that share a bias are split. `tiles`: m_blocks (or n_blocks) of all heads
-// and biases. The CTAs of a split loop over the same batch elements at the same time, so that the L2 cache serves Q, K and V.
+// The number of CTAs among which the batch elements that share a bias are split. `tiles`: m_blocks (or n_blocks) of all
+// heads and biases. The CTAs of a split loop over the same batch elements at the same time, so that the L2 cache serves
+// Q, K and V.
 inline int64_t pair_bias_splits(int64_t tiles, int64_t batch_group_size) {
     constexpr int64_t kMaxWaves = 4;
     const int64_t num_sms = current_device().num_sms;

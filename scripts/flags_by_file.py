@@ -1,4 +1,4 @@
-"""nvcc's targets by file, where PyTorch's BuildExtension knows one list of flags for all files of an extension."""
+"""nvcc targets for each file. PyTorch's BuildExtension has one list of flags for all files of an extension."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 def compile_by_file(compile_files: Callable, targets_of: Callable[[str], list[str] | None]) -> Callable:
-    """A compiler's method `compile`, calling itself once for all files of the same targets.
+    """Wraps a compiler's method `compile`: calls it once for each group of files with the same targets.
 
-    targets_of(source) gives the -gencode flags of a file that has its own, in place of the extension's, or None.
+    targets_of(source) returns the -gencode flags of a file, which replace the extension's, or None to keep those.
     """
 
     def compile_groups(sources, *args, extra_postargs=None, **options):
@@ -20,8 +20,8 @@ def compile_by_file(compile_files: Callable, targets_of: Callable[[str], list[st
         for targets, group in groups.items():
             flags = extra_postargs
             if targets is not None:
-                kept = [flag for flag in extra_postargs["nvcc"] if not flag.startswith("-gencode")]
-                flags = {**extra_postargs, "nvcc": [*kept, *targets]}
+                others = [flag for flag in extra_postargs["nvcc"] if not flag.startswith("-gencode")]
+                flags = {**extra_postargs, "nvcc": [*others, *targets]}
             objects += compile_files(group, *args, extra_postargs=flags, **options)
         return objects
 

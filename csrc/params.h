@@ -176,7 +176,7 @@ struct IntervalSummaries {
 // dense blocks, and the launch that was not selected returns immediately. Kernels that serve only a dense bias are
 // never launched so.
 struct DeviceDispatch {
-    const int64_t* begins = nullptr;  // KeyListsView::begins, negative where lists are not used; null: no dispatch
+    const int64_t* begins = nullptr;  // KeyListsView::begins: begins[0] < 0 where lists are not used; null: no dispatch
     bool by_lists = false;            // whether this launch is the one for lists
 };
 

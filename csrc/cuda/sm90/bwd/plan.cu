@@ -28,8 +28,8 @@ bool can_load(const BwdParams& p) {
     return can_map(query_layout(p, p.query)) && can_map(query_layout(p, p.dout)) && can_load_keys(p);
 }
 
-// An upper bound of the keys of a list.
-int64_t max_list_length(const BwdParams& p) {
+// About the number of keys of a list: only the device knows it.
+int64_t estimate_list_length(const BwdParams& p) {
     return p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k;
 }
 
@@ -74,7 +74,7 @@ bool supports_per_head(const BwdParams& p, int head_dim) {
 }
 bool should_group_heads(const BwdParams& p, int head_dim) {
     if (!heads_share_keys(p)) return false;
-    return !supports_per_head(p, head_dim) || (p.heads > p.kv_heads && max_list_length(p) >= 512);
+    return !supports_per_head(p, head_dim) || (p.heads > p.kv_heads && estimate_list_length(p) >= 512);
 }
 
 // Splits each list among CTAs, so many that they fill the device, and that Q, dO and the sums of dQ, which all m_blocks
@@ -88,7 +88,7 @@ void plan_grouped(const BwdParams& p, int head_dim, BwdPlan& plan) {
     const auto for_cache =
         static_cast<int64_t>(std::ceil(bytes / (kShareOfCache * static_cast<double>(device.l2_bytes))));
     const int64_t for_device = ceil_div<int64_t>(device.num_sms, num_m_blocks);
-    const int64_t num_n_blocks = ceil_div<int64_t>(max_list_length(p), grouped_block_n(head_dim));
+    const int64_t num_n_blocks = ceil_div<int64_t>(estimate_list_length(p), grouped_block_n(head_dim));
     plan.list_splits = std::min(std::max(for_cache, for_device), num_n_blocks);
     // Twice as many slots as m_blocks in progress, so that no CTA waits for the last split of another m_block.
     plan.dquery_slots = std::min(2 * ceil_div<int64_t>(device.num_sms, plan.list_splits), num_m_blocks);

@@ -2,7 +2,7 @@
 #include <memory>
 #include <vector>
 
-#include "mha.h"
+#include "mha_cpu.h"
 #include "gather_bwd.h"
 #include "bwd_tasks.h"
 #include "parallel.h"

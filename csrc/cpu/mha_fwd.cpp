@@ -4,7 +4,7 @@
 #include <limits>
 #include <vector>
 
-#include "mha.h"
+#include "mha_cpu.h"
 #include "gathered_keys.h"
 #include "scores.h"
 #include "parallel.h"

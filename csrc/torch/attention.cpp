@@ -5,7 +5,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "cpu/mha.h"
+#include "cpu/mha_cpu.h"
 #include "cuda.h"
 
 namespace flash_dmattn {

@@ -1,4 +1,4 @@
-// Key lists of what an indexer has chosen: the keys of each query row, or of each tile of query rows.
+// Key lists from the indices that an indexer selects for each query row, or for each block of query rows.
 #pragma once
 
 #include <algorithm>
@@ -7,61 +7,63 @@
 
 namespace flash_dmattn {
 
-// Places of keys, counted from the sequence's first; -1 stands for none, and so does whatever is no key.
+// Positions of keys, counted from the sequence's first key. Positions outside the sequence, such as -1, stand for none.
 struct IndexView {
-    const int32_t* data =
-        nullptr;  // [{B|1}, {H|Hkv|1}, ceil(Sq / tile_rows), k]; or of variable length [total_q, heads, k]
+    // [{B|1}, {H|Hkv|1}, ceil(Sq / tile_rows), k]; with variable length [total_q, heads, k]
+    const int32_t* data = nullptr;
     int64_t batch_stride = 0;
     int64_t head_stride = 0;
     int64_t row_stride = 0;
     int64_t col_stride = 0;
-    int64_t batches = 1;
-    int64_t heads = 1;
+    int64_t batches = 1;    // B or 1
+    int64_t heads = 1;      // H, Hkv or 1
     int64_t count = 0;      // k
     int64_t tile_rows = 1;  // query rows that share a row of indices
-    bool packed = false;    // the rows of all sequences lie one after the other
+    bool packed = false;    // variable length: the rows of all sequences are concatenated
 };
 
-// Beside the indices the batch elements and heads of the lists, the lengths, cu_seqlens and is_causal are read, and
-// `intervals`, where they are present: a row sees of its indices what they show.
+// Beside the indices the builders read batch and heads, which are those of the lists, the lengths, cu_seqlens,
+// is_causal, and `intervals`: where present, a row sees only the indices that they show.
 struct IndexListsParams : AttentionParams {
     IndexView indices;
 };
 
-// A group of query rows has one list: the rows of a tile of lists, or those that share indices, where these are whole
-// tiles of lists. Its list begins at `stride` times its number, and all the tiles of the group name it.
+// How index lists are laid out. A list belongs to a group of m_blocks: one m_block, or the m_blocks whose rows share
+// indices. List i starts at keys[i * stride], and all m_blocks of its group refer to it.
 struct IndexListsPlan {
-    int64_t batches = 1;  // as in KeyListsView
-    int64_t heads = 1;
-    int64_t num_m_blocks = 1;
-    int64_t tile_rows = KeyListsView::kRows;
-    bool has_rows = false;    // not every row of a list sees all of its keys
-    int64_t group_tiles = 1;  // tiles of lists in a group
-    int64_t groups = 1;       // of one batch element and head
-    int64_t stride = 0;       // room for a list
-    int64_t capacity = 0;     // of keys, in all
+    int64_t batches = 1;                      // as in KeyListsView
+    int64_t heads = 1;                        // as in KeyListsView
+    int64_t num_m_blocks = 1;                 // as in KeyListsView
+    int64_t tile_rows = KeyListsView::kRows;  // rows of an m_block
+    bool has_rows = false;                    // rows of an m_block have indices of their own: KeyListsView::rows
+    int64_t group_tiles = 1;                  // m_blocks of a group
+    int64_t groups = 1;                       // of one batch element and head
+    int64_t stride = 0;                       // keys that a list has room for
+    int64_t capacity = 0;                     // keys that all lists have room for
 
-    int64_t units() const { return batches * heads * groups; }
+    int64_t units() const { return batches * heads * groups; }  // lists
     int64_t group_rows() const { return group_tiles * tile_rows; }
 };
 
-// How rows are grouped is written down in flash_dmattn/ops.py as well, for graphs.
+// flash_dmattn/ops.py repeats the grouping and the capacity, for graphs.
 inline IndexListsPlan plan_index_lists(const IndexListsParams& p) {
     constexpr int64_t kRows = KeyListsView::kRows, kAlign = KeyListsView::kAlign;
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-    const int64_t shared = p.indices.tile_rows;
+    const int64_t index_rows = p.indices.tile_rows;
     IndexListsPlan plan;
     plan.batches = p.batch;
     plan.heads = p.heads;
-    plan.has_rows = shared % (kRows / 2) != 0;
-    plan.tile_rows = plan.has_rows || shared % kRows == 0 ? kRows : kRows / 2;
+    plan.has_rows = index_rows % (kRows / 2) != 0;
+    plan.tile_rows = plan.has_rows || index_rows % kRows == 0 ? kRows : kRows / 2;
     plan.num_m_blocks = ceil_div(p.seqlen_q, plan.tile_rows);
-    plan.group_tiles = plan.has_rows ? 1 : shared / plan.tile_rows;
+    plan.group_tiles = plan.has_rows ? 1 : index_rows / plan.tile_rows;
     plan.groups = ceil_div(plan.num_m_blocks, plan.group_tiles);
-    // Rows of indices that a group may lie across.
-    const int64_t most = !plan.has_rows ? 1 : kRows % shared == 0 ? kRows / shared : (kRows - 2) / shared + 2;
-    const int64_t across = std::min(most, ceil_div(p.seqlen_q, shared));
-    plan.stride = ceil_div(std::min(across * p.indices.count, p.seqlen_k), kAlign) * kAlign;
+    // The most rows of indices that the query rows of a group refer to.
+    const int64_t overlapped = !plan.has_rows            ? 1
+                               : kRows % index_rows == 0 ? kRows / index_rows
+                                                         : (kRows - 2) / index_rows + 2;
+    const int64_t most = std::min(overlapped, ceil_div(p.seqlen_q, index_rows));
+    plan.stride = ceil_div(std::min(most * p.indices.count, p.seqlen_k), kAlign) * kAlign;
     plan.capacity = plan.units() * plan.stride;
     return plan;
 }

@@ -1,6 +1,10 @@
-// What a kernel is given: plain structs that CPU and CUDA runners share. Shapes stand beside every pointer in the
-// notation of docs/semantics.md: B batches, H query heads, Hkv key/value heads, Sq query rows, Sk keys, D head dimension.
-// Every stride counts elements and is 64 bits wide; a broadcast dimension has stride 0.
+// The problem that a kernel solves, as plain structs that the CPU and the CUDA kernels share, without torch.
+//
+// Shapes: B batch elements, H query heads, Hkv key/value heads, Sq query rows, Sk keys, D head dimension; of variable
+// length [total_q, ..] and [total_k, ..], all sequences concatenated. {H|Hkv|1} is a dimension of one of these sizes.
+// Strides count elements, in 64 bits; a broadcast dimension has stride 0. Absent tensors have null pointers.
+//
+// CUDA kernels take these structs by value: compiled kernels depend on the order and types of the members.
 #pragma once
 
 #include <cstdint>
@@ -9,45 +13,46 @@ namespace flash_dmattn {
 
 enum class DataType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
 
-// Query-like or key-like rows; D is contiguous. Of variable length: batch_stride is 0 and row 0 is the first row of
-// the first sequence.
+// Q, K, V, O and their gradients. D is contiguous.
 struct RowsView {
-    void* data = nullptr;  // [B, S, heads, D] or [total, heads, D]
-    int64_t batch_stride = 0;
+    void* data = nullptr;      // [B, S, heads, D]; with variable length [total, heads, D]
+    int64_t batch_stride = 0;  // 0 with variable length
     int64_t row_stride = 0;
     int64_t head_stride = 0;
 };
 
-// One number a row and head: lse, D_i and their gradients, in the accumulation type.
+// One number for each row and query head: lse, its gradient, and D_i. In the accumulation type: float32, on the CPU
+// float64 for float64 tensors. Rows are contiguous.
 struct RowStatView {
-    void* data = nullptr;  // [B, H, Sq] or [H, total_q]
-    int64_t batch_stride = 0;
+    void* data = nullptr;      // [B, H, Sq]; with variable length [H, total_q]
+    int64_t batch_stride = 0;  // 0 with variable length
     int64_t head_stride = 0;
 };
 
-// One number a (query row, key) pair: mask, bias and the gradient of the bias.
+// One element for each score, that is, for each query row and key, up to broadcasts: mask, bias and its gradient.
 struct ScoreView {
-    // [{B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}]; of variable length [total_k, heads] or [total_q, heads, Sk]
+    // [{B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}]; with variable length [total_q, heads, Sk], or [total_k, heads] where
+    // per_key
     void* data = nullptr;
     int64_t batch_stride = 0;
     int64_t head_stride = 0;
     int64_t row_stride = 0;
     int64_t col_stride = 0;
-    int64_t batches = 1;           // size of the batch dimension: B, B/n or 1
-    int64_t batch_group_size = 1;  // n: so many batch elements, one after the other, share one; of variable length 1
-    int64_t heads = 1;             // size of the head dimension: H, Hkv or 1
-    bool per_key = false;  // one number a key; of variable length the first dimension then counts keys, not rows
+    int64_t batches = 1;           // B, B/n or 1
+    int64_t batch_group_size = 1;  // n consecutive batch elements share one of the view; 1 with variable length
+    int64_t heads = 1;             // H, Hkv or 1
+    bool per_key = false;          // broadcast over rows: one element for each key
 
     bool present() const { return data != nullptr; }
-    // The query heads [h * H / heads, (h + 1) * H / heads) share head h of this view.
+    // Query heads [h * H / heads, (h + 1) * H / heads) share head h of the view.
     int64_t head_of(int64_t query_head, int64_t query_heads) const { return query_head / (query_heads / heads); }
-    // The batch elements [b * n, (b + 1) * n) share batch b of this view.
+    // Batch elements [b * n, (b + 1) * n) share batch b of the view.
     int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_group_size : 0; }
 };
 
 enum class BiasKind : int32_t {
     kNone,
-    kKey,    // the same for every query row: [.., 1, Sk]
+    kKey,    // [.., 1, Sk], broadcast over rows
     kDense,  // [.., Sq, Sk]
 };
 
@@ -59,11 +64,11 @@ struct BiasView : ScoreView {
     DataType dtype = DataType::kFloat32;
 };
 
-// A mask of intervals: key j may be seen by the query rows [start_j, end_j), counted from the sequence's first row. Ends
-// may lie beyond the rows.
+// An interval mask. The key interval of key j: query rows [start_j, end_j), counted from the sequence's first row, see
+// the key. An end may lie beyond the last row.
 struct IntervalView {
-    const int32_t* start = nullptr;  // [{B|1}, {H|Hkv|1}, Sk]; of variable length [total_k, heads]
-    const int32_t* end = nullptr;    // with start's strides
+    const int32_t* start = nullptr;  // [{B|1}, {H|Hkv|1}, Sk]; with variable length [total_k, heads]
+    const int32_t* end = nullptr;    // the same shape and strides
     int64_t batch_stride = 0;
     int64_t head_stride = 0;
     int64_t col_stride = 0;
@@ -73,114 +78,125 @@ struct IntervalView {
     bool present() const { return start != nullptr; }
 };
 
-// For each tile of query rows the sorted keys that any of its rows sees. List t belongs to batch element
-// t / (heads * num_m_blocks), mask head t / num_m_blocks % heads and the rows [tile_rows * (t % num_m_blocks), ...), counted from
-// the sequence's first; it is keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, and ends in -1
-// up to a multiple of kAlign. Lists need not be adjacent, and several tiles may have the same. Where `intervals` are given
-// too they decide which rows see a key of the list, else `rows` does, else every row of the tile sees it. Causality and
-// the bias may hide more. Where lists were not made, since they would not be short, all begins and ends are -1.
+// Key lists: for each m_block the sorted keys that any of its rows sees, for kernels that gather keys.
+//
+// List t belongs to batch element t / (heads * num_m_blocks), mask head t / num_m_blocks % heads and m_block
+// t % num_m_blocks, which has the rows [m_block * tile_rows, (m_block + 1) * tile_rows) of its sequence. Its keys are
+// keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, padded with -1 to a multiple of kAlign.
+// Lists need not be adjacent; m_blocks may share one.
+//
+// A row sees a key of its list if `intervals` of the problem show it; without intervals, if its bit in `rows` is set;
+// without both, always. Causality and the bias may hide more.
+//
+// A CUDA builder that finds the lists too long leaves all begins and ends at -1 (see DeviceDispatch).
 struct KeyListsView {
-    static constexpr int64_t kRows = 128;  // of a tile, at most
+    static constexpr int64_t kRows = 128;  // most rows of an m_block
     static constexpr int64_t kAlign = 64;
 
     const int32_t* keys = nullptr;    // [capacity]
-    const int64_t* begins = nullptr;  // [lists], multiples of kAlign
-    const int64_t* ends = nullptr;    // [lists], the same
-    const uint32_t* rows = nullptr;   // [capacity, kRows / 32]: bit i % 32 of word i / 32 is row i of the tile
+    const int64_t* begins = nullptr;  // [batches, heads, num_m_blocks], multiples of kAlign
+    const int64_t* ends = nullptr;    // [batches, heads, num_m_blocks], multiples of kAlign
+    // [capacity, kRows / 32]. Bit i % 32 of word i / 32: row i of the m_block sees the key.
+    const uint32_t* rows = nullptr;
     int64_t capacity = 0;
-    int64_t batches = 1;           // B, or B/n or 1 where batch elements share lists
+    int64_t batches = 1;           // B, B/n or 1
     int64_t batch_group_size = 1;  // as in ScoreView
     int64_t heads = 1;             // H, Hkv or 1
-    int64_t tile_rows = kRows;     // or kRows / 2
-    int64_t num_m_blocks = 1;      // ceil(Sq / tile_rows), or 1 where every row of a head shares one list (a key mask)
-    int64_t longest = 0;           // about how long a list may be, by the room that there is, where that is known
-    bool row_broadcast = false;    // one list serves every row
+    int64_t tile_rows = kRows;     // rows of an m_block: kRows or kRows / 2
+    int64_t num_m_blocks = 1;      // ceil(Sq / tile_rows), or 1 where all rows of a head share one list
+    int64_t longest = 0;           // the average capacity of a list, as an estimate of its length; 0: unknown
+    bool row_broadcast = false;    // all rows of a head share one list, as with a key mask
 
-    bool present() const { return begins != nullptr; }  // the keys may be none
+    bool present() const { return begins != nullptr; }  // `keys` may be empty
     int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_group_size : 0; }
 };
 
-// What a mask says of a tile.
+// How much of a block of scores a mask shows.
 enum class BlockKind : uint8_t { kEmpty, kMixed, kFull };
 
-// A bool mask as the CUDA kernels read it: packed to bits, and summarized in tiles of 64 rows by 64 keys. Rows, heads
-// and batches that the mask broadcasts are stored once. Made by pack_mask_cuda, shared by forward and backward. Tiles
-// that causality hides whole are kEmpty whatever the mask says, and their bits are undefined; nor do columns count pairs
-// that causality hides.
+// A bool mask as the CUDA kernels read it: packed to bits, with a block summary for every 64 rows (m_block) by 64 keys
+// (n_block). A block summary is the block's kind and its visible keys, which decide whether a kernel skips a block,
+// tests its scores, or need not test them. Broadcast rows, heads and batch elements are stored once. pack_mask_cuda
+// makes it; forward and backward share it.
+//
+// Blocks that causality hides entirely are kEmpty, and their bits are undefined. `columns` has no keys that causality
+// hides from all rows of a block.
 struct PackedMask {
-    static constexpr int64_t kTile = 64;
+    static constexpr int64_t kTile = 64;  // rows and keys of a block
 
-    // [{B|B/n|1}, heads, {Sq|1}, words]; of variable length [B, heads, 1, words] where rows are alike, else [total_q, heads,
-    // words]. Bit j % 32 of word j / 32 is key j of the sequence; `words` is a multiple of 4, and bits beyond the keys
-    // are 0.
+    // [{B|B/n|1}, heads, {Sq|1}, words]; with variable length [B, heads, 1, words] where row_broadcast, else
+    // [total_q, heads, words]. Bit j % 32 of word j / 32 is key j of the sequence. Bits beyond the last key are 0.
     uint32_t* bits = nullptr;
-    // [{B|B/n|1}, heads, num_m_blocks, num_n_blocks]: bit j is 1 where a row of the tile sees key j of it.
+    // The visible keys: [batches, heads, num_m_blocks, num_n_blocks]. Bit j: some row of the block sees its key j.
     uint64_t* columns = nullptr;
-    BlockKind* kinds = nullptr;     // [{B|B/n|1}, heads, num_m_blocks, num_n_blocks]
-    int64_t bits_batch_stride = 0;  // counted in words
+    BlockKind* kinds = nullptr;     // [batches, heads, num_m_blocks, num_n_blocks]
+    int64_t bits_batch_stride = 0;  // in words
     int64_t bits_head_stride = 0;
-    int64_t bits_row_stride = 0;  // 0 where every row is alike
-    int64_t tiles_batch_stride = 0;
+    int64_t bits_row_stride = 0;     // 0: broadcast over rows
+    int64_t tiles_batch_stride = 0;  // of columns and kinds
     int64_t tiles_head_stride = 0;
-    int64_t tiles_row_stride = 0;  // 0 where every row is alike, else num_n_blocks
-    int64_t batches = 1;
+    int64_t tiles_row_stride = 0;  // from m_block to m_block; 0: broadcast over rows
+    int64_t batches = 1;           // B, B/n or 1
     int64_t batch_group_size = 1;  // as in ScoreView
-    int64_t heads = 1;
+    int64_t heads = 1;             // H, Hkv or 1
     int64_t num_m_blocks = 1;
     int64_t num_n_blocks = 0;
-    int64_t words = 0;
-    int64_t bits_size = 0;  // numbers of elements to allocate
-    int64_t tiles_size = 0;
+    int64_t words = 0;       // of a row, a multiple of 4
+    int64_t bits_size = 0;   // elements of bits
+    int64_t tiles_size = 0;  // elements of columns, and of kinds
 
     bool present() const { return bits != nullptr; }
 };
 
-// What the rows that see each of 64 keys have in common, as the CUDA kernels of tiles ask it of a mask of intervals:
-// causality and lengths count. Of the keys that no row sees, last_begin and first_end say that not all are seen.
+// The block summary of an interval mask: bounds of the key intervals of 64 keys (an n_block), with causality and
+// lengths. An n_block is empty for an m_block outside [first_begin, last_end), and full for one inside [last_begin,
+// first_end).
 struct alignas(16) IntervalBlockSummary {
     static constexpr int64_t kKeys = 64;
 
-    int32_t first_begin, last_begin;  // rows [first_begin, last_end) see some of the keys,
-    int32_t first_end, last_end;      // rows [last_begin, first_end) all
-    uint64_t seen;                    // bit j is 1 where any row sees key j
+    // Rows. A key that no row sees makes [last_begin, first_end) empty.
+    int32_t first_begin, last_begin;
+    int32_t first_end, last_end;
+    uint64_t seen;  // the visible keys. Bit j: some row sees key j
 };
 
-// Made by summarize_intervals_cuda.
+// Block summaries of an interval mask. summarize_intervals_cuda makes them.
 struct IntervalSummaries {
-    IntervalBlockSummary* tiles = nullptr;  // [{B|1}, heads, num_n_blocks]; where lengths differ [B, ..]
+    IntervalBlockSummary* tiles = nullptr;  // [{B|1}, heads, num_n_blocks]; B where lengths differ
     int64_t batch_stride = 0;
     int64_t num_n_blocks = 0;
-    int64_t size = 0;                          // number of elements to allocate
-    uint32_t* tile_count_semaphore = nullptr;  // [1], 0: by it the blocks of one forward share out what they do
+    int64_t size = 0;                          // elements of tiles
+    uint32_t* tile_count_semaphore = nullptr;  // [1], zeroed: the counter of the forward's dynamic tile scheduler
 
     bool present() const { return tiles != nullptr; }
 };
 
-// On CUDA a bool mask may be given both packed and as lists, of which the device alone knows whether they were made. Then
-// everything is launched twice, to go by the lists and to go by tiles, and what is launched in vain ends at once. There is no
-// dense bias then: what serves these alone is never launched in vain.
+// Device-side dispatch. For a bool mask that may be sparse, CUDA packs the mask and builds key lists, and only the
+// device knows whether the lists are short enough to be used. Then each kernel is launched twice, for lists and for
+// dense blocks, and the launch that was not selected returns immediately. Kernels that serve only a dense bias are
+// never launched so.
 struct DeviceDispatch {
-    const int64_t* begins = nullptr;  // those of the lists; null where there is but one way
-    bool by_lists = false;
+    const int64_t* begins = nullptr;  // KeyListsView::begins: begins[0] < 0 where lists are not used; null: no dispatch
+    bool by_lists = false;            // whether this launch is the one for lists
 };
 
-// The problem: everything that forward and backward have in common.
+// What forward and backward have in common.
 struct AttentionParams {
     int64_t batch = 0;
     int64_t heads = 0;
     int64_t kv_heads = 0;
-    int64_t seqlen_q = 0;  // the longest, of variable length
-    int64_t seqlen_k = 0;
-    int64_t total_q = 0;  // rows and keys of all sequences together
-    int64_t total_k = 0;
+    int64_t seqlen_q = 0;  // Sq; with variable length the maximum
+    int64_t seqlen_k = 0;  // Sk; with variable length the maximum
+    int64_t total_q = 0;   // rows of all sequences
+    int64_t total_k = 0;   // keys of all sequences
     int64_t head_dim = 0;
-    const int32_t* cu_seqlens_q = nullptr;  // [B + 1], or null where every sequence has seqlen_q rows
-    const int32_t* cu_seqlens_k = nullptr;  // [B + 1]
-    // [B], of fixed length: the keys that a sequence has, at most seqlen_k of them. What lies beyond, of a cache that is
-    // filled in part, is never read, and causality aligns to their end. Forward alone.
+    const int32_t* cu_seqlens_q = nullptr;  // [B + 1]; null with fixed length
+    const int32_t* cu_seqlens_k = nullptr;  // [B + 1]; null with fixed length
+    // [B], forward only, with fixed length: the keys of each sequence in a partly filled cache, clamped to [0,
+    // seqlen_k]. Keys beyond are never read, and causality aligns to the last used key.
     const int32_t* seqused_k = nullptr;
 
-    DataType dtype = DataType::kFloat32;  // of query, key, value, out and their gradients
+    DataType dtype = DataType::kFloat32;  // of Q, K, V, O and their gradients
     double softmax_scale = 1.0;
     double softcap = 0.0;  // 0: none
     bool is_causal = false;
@@ -190,28 +206,29 @@ struct AttentionParams {
     RowsView value;  // [B, Sk, Hkv, D]
     RowsView out;    // [B, Sq, H, D]
     RowStatView lse;
-    MaskView mask;  // at most one of `mask` and `intervals` is present
-    IntervalView intervals;
-    KeyListsView lists;  // where present, the keys are gathered by them
+    MaskView mask;           // at most one of `mask` and `intervals` is present
+    IntervalView intervals;  // at most one of `mask` and `intervals` is present
+    KeyListsView lists;      // present: kernels gather keys
     BiasView bias;
-    PackedMask packed_mask;                // of CUDA: stands in for `mask`, which then may be absent
-    IntervalSummaries interval_summaries;  // of CUDA: of `intervals`, where there are no lists
-    DeviceDispatch device_dispatch;        // of CUDA
+    // CUDA only:
+    PackedMask packed_mask;                // replaces `mask`, which may be absent
+    IntervalSummaries interval_summaries;  // of `intervals`, without lists
+    DeviceDispatch device_dispatch;
 };
 
 struct FwdParams : AttentionParams {};
 
 struct BwdParams : AttentionParams {
     RowsView dout;      // [B, Sq, H, D]
-    RowStatView dlse;   // of CUDA: absent where it is 0
-    RowStatView delta;  // D_i = <do_i, o_i> - dlse_i: scratch of the CPU kernels
+    RowStatView dlse;   // on CUDA absent where it is 0
+    RowStatView delta;  // D_i = <do_i, o_i> - dlse_i: scratch memory
 
-    RowsView dquery;
-    RowsView dkey;
-    RowsView dvalue;
-    // Absent where no gradient of the bias is asked for. Of a dense bias: the gradient itself, in the bias's shape and
-    // dtype, keys contiguous. Of a key bias: column sums in the accumulation type [B, {H|Hkv}, 1, Sk], or of variable
-    // length [{H|Hkv}, total_k]; the caller sums what the bias broadcasts beyond that.
+    RowsView dquery;  // [B, Sq, H, D]
+    RowsView dkey;    // [B, Sk, Hkv, D]
+    RowsView dvalue;  // [B, Sk, Hkv, D]
+    // Absent where the bias needs no gradient. Dense bias: the gradient in the bias's shape and dtype, keys
+    // contiguous. Key bias: column sums in the accumulation type, [B, {H|Hkv}, 1, Sk] or, with variable length,
+    // [{H|Hkv}, total_k]; the caller sums over further broadcast dimensions.
     ScoreView dbias;
     bool deterministic = false;
 };

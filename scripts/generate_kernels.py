@@ -1,7 +1,6 @@
-"""Writes the CUDA kernels' instantiations into a build folder, and beside them kernels.h, by which the dispatchers know
-what was built.
+"""Writes the instantiations of the CUDA kernels into a build folder, and kernels.h, which lists them for the plans.
 
-A file is named by direction, head dimension, dtype, causal flag and architecture, such as
+A file name consists of direction, head dimension, dtype, causal flag and architecture, such as
 fwd_hdim128_bf16_causal_sm80.cu. FLASH_DMATTN_HEAD_DIMS (such as "64,128") and FLASH_DMATTN_DTYPES (such as "bf16")
 narrow the list.
 """
@@ -19,13 +18,13 @@ DTYPES = {"fp16": "half_t", "bf16": "bfloat16_t"}
 
 
 class Architecture(NamedTuple):
-    """The kernels of one folder of csrc/cuda."""
+    """The kernels of one folder of csrc/cuda, which have a row in csrc/cuda/arch.h."""
 
-    code: str | None  # they are built where the build is for this code; None: always
-    targets: list[str] | None  # nvcc's, for their files; None: those that the build is for
+    code: str | None  # built if the build targets this code; None: always built
+    targets: list[str] | None  # nvcc's -gencode flags for the files; None: the targets of the build
 
 
-# wgmma and setmaxnreg stand in the code for 9.0 alone, which runs on nothing else.
+# wgmma and setmaxnreg need sm_90a, whose code runs on compute capability 9.0 only.
 ARCHITECTURES = {
     "sm80": Architecture(None, None),
     "sm90": Architecture("sm_90", ["-gencode=arch=compute_90a,code=sm_90a"]),
@@ -34,7 +33,7 @@ ALL_CODES = ("sm_80", "sm_90")
 
 
 class Group(NamedTuple):
-    """What the files of one architecture, direction and causal flag instantiate, for each head dimension and dtype."""
+    """The files of one architecture, direction and causal flag: one for each head dimension and dtype."""
 
     architecture: str
     direction: str
@@ -44,47 +43,59 @@ class Group(NamedTuple):
     head_dims: tuple[int, ...] = HEAD_DIMS
 
 
-FWD = "(const FwdArgs&, const FwdPlan&, cudaStream_t)"
-BWD = "(const BwdArgs&, const BwdPlan&, cudaStream_t)"
+SM80_FWD = "(const FwdArgs&, const FwdPlan&, cudaStream_t)"
+SM80_BWD = "(const BwdArgs&, const BwdPlan&, cudaStream_t)"
+SM90_FWD = "(const FwdArgs&, cudaStream_t)"
+SM90_BWD = "(const BwdArgs&, cudaStream_t)"
 
-# Files of both causal flags where the flag costs no instantiations or both are small beside what they share.
+# The causal flag has files of its own only where its instantiations take long to compile.
 GROUPS = (
     Group(
-        *("sm80", "fwd", False, ("fwd/launch.cuh", "fwd/small_launch.cuh")),
-        (f"run_fwd<T, D, false>{FWD}", f"run_fwd_small<T, D>{FWD}"),
+        "sm80",
+        "fwd",
+        causal=False,
+        headers=("fwd/launch.cuh", "fwd/small_launch.cuh"),
+        functions=(f"run_fwd<T, D, false>{SM80_FWD}", f"run_fwd_small<T, D>{SM80_FWD}"),
     ),
-    Group("sm80", "fwd", True, ("fwd/launch.cuh",), (f"run_fwd<T, D, true>{FWD}",)),
-    Group("sm80", "bwd", False, ("bwd/launch.cuh",), (f"run_bwd<T, D>{BWD}",)),
-    Group("sm90", "fwd", False, ("fwd/launch.cuh",), ("run_fwd<T, D>(const FwdArgs&, cudaStream_t)",)),
+    Group("sm80", "fwd", causal=True, headers=("fwd/launch.cuh",), functions=(f"run_fwd<T, D, true>{SM80_FWD}",)),
+    Group("sm80", "bwd", causal=False, headers=("bwd/launch.cuh",), functions=(f"run_bwd<T, D>{SM80_BWD}",)),
+    Group("sm90", "fwd", causal=False, headers=("fwd/launch.cuh",), functions=(f"run_fwd<T, D>{SM90_FWD}",)),
     Group(
         "sm90",
         "bwd",
-        False,
-        ("bwd/launch.cuh",),
-        ("run_bwd<T, D>(const BwdArgs&, cudaStream_t)",),
-        (32, 64, 128, 192, 256),
+        causal=False,
+        headers=("bwd/launch.cuh",),
+        functions=(f"run_bwd<T, D>{SM90_BWD}",),
+        head_dims=(32, 64, 128, 192, 256),
     ),
     Group(
-        *("sm90", "pair_bias", False, ("pair_bias/fwd_launch.cuh", "pair_bias/bwd_launch.cuh")),
-        (
-            "run_pair_bias_fwd<T, D>(const FwdArgs&, cudaStream_t)",
-            "run_pair_bias_bwd<T, D>(const BwdArgs&, cudaStream_t)",
-        ),
-        (32,),
+        "sm90",
+        "pair_bias",
+        causal=False,
+        headers=("pair_bias/fwd_launch.cuh", "pair_bias/bwd_launch.cuh"),
+        functions=(f"run_pair_bias_fwd<T, D>{SM90_FWD}", f"run_pair_bias_bwd<T, D>{SM90_BWD}"),
+        head_dims=(32,),
     ),
     Group(
-        *("sm90", "sparse_bwd", False, ("sparse_bwd/launch.cuh",)),
-        *(("run_sparse_bwd<T, D>(const BwdArgs&, cudaStream_t)",), (64, 128, 192, 256)),
+        "sm90",
+        "sparse_bwd",
+        causal=False,
+        headers=("sparse_bwd/launch.cuh",),
+        functions=(f"run_sparse_bwd<T, D>{SM90_BWD}",),
+        head_dims=(64, 128, 192, 256),
     ),
     Group(
-        *("sm80", "gather", False, ("gather/fwd_launch.cuh", "gather/bwd_launch.cuh")),
-        (f"run_gather_fwd<T, D>{FWD}", f"run_gather_bwd<T, D>{BWD}"),
+        "sm80",
+        "gather",
+        causal=False,
+        headers=("gather/fwd_launch.cuh", "gather/bwd_launch.cuh"),
+        functions=(f"run_gather_fwd<T, D>{SM80_FWD}", f"run_gather_bwd<T, D>{SM80_BWD}"),
     ),
 )
 
 
 class Kernel(NamedTuple):
-    """One file."""
+    """One generated file."""
 
     group: Group
     head_dim: int
@@ -107,8 +118,11 @@ class Kernel(NamedTuple):
         return "\n".join([*lines, f"}}  // namespace {namespace}", ""])
 
 
-def chosen(variable: str, all_values: list[str]) -> list[str]:
-    """The values that an environment variable names, in the order of `all_values`; all where it is unset."""
+def selected(variable: str, all_values: list[str]) -> list[str]:
+    """The values that an environment variable names, in the order of `all_values`; all of them if it is unset.
+
+    Exits with a message if it names an unknown value.
+    """
     named = [value.strip() for value in os.environ.get(variable, "").split(",") if value.strip()]
     unknown = sorted(set(named) - set(all_values))
     if unknown:
@@ -116,12 +130,12 @@ def chosen(variable: str, all_values: list[str]) -> list[str]:
     return [value for value in all_values if not named or value in named]
 
 
-def chosen_head_dims() -> list[str]:
-    return chosen("FLASH_DMATTN_HEAD_DIMS", [str(d) for d in HEAD_DIMS])
+def selected_head_dims() -> list[str]:
+    return selected("FLASH_DMATTN_HEAD_DIMS", [str(d) for d in HEAD_DIMS])
 
 
-def chosen_dtypes() -> list[str]:
-    return chosen("FLASH_DMATTN_DTYPES", list(DTYPES))
+def selected_dtypes() -> list[str]:
+    return selected("FLASH_DMATTN_DTYPES", list(DTYPES))
 
 
 def is_for(architecture: Architecture, codes: Collection[str]) -> bool:
@@ -129,25 +143,25 @@ def is_for(architecture: Architecture, codes: Collection[str]) -> bool:
 
 
 def kernels(codes: Collection[str]) -> list[Kernel]:
-    """What is to be built for such codes as "sm_90": of each group by rising head dimension."""
+    """The files to build for codes such as "sm_90": group by group, by ascending head dimension."""
     return [
         Kernel(group, int(head_dim), dtype)
         for group in GROUPS
         if is_for(ARCHITECTURES[group.architecture], codes)
-        for head_dim in chosen_head_dims()
-        for dtype in chosen_dtypes()
+        for head_dim in selected_head_dims()
+        for dtype in selected_dtypes()
         if int(head_dim) in group.head_dims
     ]
 
 
 def header(codes: Collection[str]) -> str:
     lines = [
-        "// Generated by scripts/generate_kernels.py: what is built, as the environment variables name it and, of each",
-        "// architecture and direction, as X(T, head dimension).",
+        "// Generated by scripts/generate_kernels.py: the kernels that are built, as X(T, head dimension) for each",
+        "// architecture and direction, and as values of the environment variables. See cuda/common/kernel_table.h.",
         "#pragma once",
         "",
-        '#define FLASH_DMATTN_HEAD_DIMS "{}"'.format(",".join(chosen_head_dims())),
-        '#define FLASH_DMATTN_DTYPES "{}"'.format(",".join(chosen_dtypes())),
+        '#define FLASH_DMATTN_HEAD_DIMS "{}"'.format(",".join(selected_head_dims())),
+        '#define FLASH_DMATTN_DTYPES "{}"'.format(",".join(selected_dtypes())),
     ]
     for architecture, direction in dict.fromkeys((group.architecture, group.direction) for group in GROUPS):
         group = (architecture, direction)
@@ -158,7 +172,7 @@ def header(codes: Collection[str]) -> str:
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Leaves an equal file alone, so that the build does not compile it again."""
+    """Leaves an equal file unchanged, so that the build does not compile it again."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
@@ -173,7 +187,7 @@ def generate(folder: Path, codes: Collection[str] = ALL_CODES) -> list[Path]:
 
 
 def targets_of(source: str) -> list[str] | None:
-    """nvcc's -gencode flags for a file, or None where it takes those that the build is for."""
+    """nvcc's -gencode flags for a source file, or None for the targets of the build."""
     for name, architecture in ARCHITECTURES.items():
         if Path(source).stem.endswith(f"_{name}"):
             return architecture.targets
@@ -182,8 +196,8 @@ def targets_of(source: str) -> list[str] | None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the files are written; made where it is missing")
-    parser.add_argument("--codes", default=",".join(ALL_CODES), help="what the build is for (default: %(default)s)")
+    parser.add_argument("folder", type=Path, help="output folder, created if missing")
+    parser.add_argument("--codes", default=",".join(ALL_CODES), help="target codes (default: %(default)s)")
     arguments = parser.parse_args()
     for path in generate(arguments.folder, arguments.codes.split(",")):
         print(path)

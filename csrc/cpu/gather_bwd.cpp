@@ -3,21 +3,22 @@
 #include <algorithm>
 #include <vector>
 
-#include "gather.h"
-#include "gradient.h"
+#include "gathered_keys.h"
+#include "bwd_tasks.h"
+#include "parallel.h"
 
 namespace flash_dmattn {
 namespace {
 
 constexpr int64_t kKeys = 256;
 
-// What one run of row tiles gives to the gradients of one key/value head, for the keys from the first to the last that
-// its lists name.
+// The partial gradients of one KV head from one split of the m_blocks, for the keys from the first to the last in its
+// lists.
 template <typename acc_t>
-struct KeyPart {
+struct DkvPartial {
     int64_t first = 0, keys = 0;
     Buffer<acc_t> dkey, dvalue;       // [keys, D]
-    std::vector<double> column_sums;  // [heads of dbias that share the key/value head, keys]
+    std::vector<double> column_sums;  // [heads of dbias that share the KV head, keys]
 
     void start(int64_t first_key, int64_t key_count, int64_t dim, int64_t dbias_heads) {
         first = first_key;
@@ -29,24 +30,24 @@ struct KeyPart {
 };
 
 template <typename acc_t>
-class KeyParts {
+class DkvPartials {
 public:
-    KeyParts(const BwdParams& p, const GradientUnits& units)
+    DkvPartials(const BwdParams& p, const BwdTasks& tasks)
         : p_(p),
-          runs_(units.runs),
+          num_splits_(tasks.num_splits),
           dbias_heads_(p.dbias.present() && p.dbias.per_key ? p.dbias.heads / p.kv_heads : 0),
-          parts_(runs_ * p.batch * p.kv_heads) {}
+          partials_(num_splits_ * p.batch * p.kv_heads) {}
 
-    KeyPart<acc_t>& part(int64_t run, int64_t batch, int64_t kv_head) {
-        return parts_[(run * p_.batch + batch) * p_.kv_heads + kv_head];
+    DkvPartial<acc_t>& partial(int64_t split, int64_t batch, int64_t kv_head) {
+        return partials_[(split * p_.batch + batch) * p_.kv_heads + kv_head];
     }
 
     int64_t dbias_heads() const { return dbias_heads_; }
 
-    // Sums the parts into dkey, dvalue and dbias, in the order of the runs.
+    // Sums the partial gradients into dkey, dvalue and dbias, in the order of the splits.
     void reduce() {
         const int64_t num_n_blocks = ceil_div(p_.seqlen_k, kKeys);
-        for_each_unit(p_.batch * p_.kv_heads * num_n_blocks, [&] {
+        parallel_for_tasks(p_.batch * p_.kv_heads * num_n_blocks, [&] {
             Buffer<acc_t> sums(kKeys * p_.head_dim);
             return [this, num_n_blocks, sums = std::move(sums)](int64_t index) mutable {
                 const Sequence s(p_, index / num_n_blocks / p_.kv_heads);
@@ -54,29 +55,29 @@ public:
                 const int64_t key = index % num_n_blocks * kKeys;
                 if (key >= s.keys) return;
                 const int64_t keys = std::min(kKeys, s.keys - key);
-                const Matrix<acc_t> room{sums.data(), keys, p_.head_dim, p_.head_dim};
-                reduce_rows(s, kv_head, key, room, &KeyPart<acc_t>::dkey, p_.dkey);
-                reduce_rows(s, kv_head, key, room, &KeyPart<acc_t>::dvalue, p_.dvalue);
+                const Matrix<acc_t> buffer{sums.data(), keys, p_.head_dim, p_.head_dim};
+                reduce_rows(s, kv_head, key, buffer, &DkvPartial<acc_t>::dkey, p_.dkey);
+                reduce_rows(s, kv_head, key, buffer, &DkvPartial<acc_t>::dvalue, p_.dvalue);
                 for (int64_t h = 0; h < dbias_heads_; ++h) reduce_column_sums(s, kv_head, h, key, keys);
             };
         });
     }
 
 private:
-    // Calls f(part, begin, end) for every run's part, with those of the keys that it holds.
+    // Calls f(partial, begin, end) for each split that has any of the keys, with the range that it has.
     template <typename F>
-    void for_each_part(const Sequence& s, int64_t kv_head, int64_t key, int64_t keys, F&& f) {
-        for (int64_t run = 0; run < runs_; ++run) {
-            const auto& from = part(run, s.batch, kv_head);
+    void for_each_partial(const Sequence& s, int64_t kv_head, int64_t key, int64_t keys, F&& f) {
+        for (int64_t split = 0; split < num_splits_; ++split) {
+            const auto& from = partial(split, s.batch, kv_head);
             const int64_t begin = std::max(key, from.first), end = std::min(key + keys, from.first + from.keys);
             if (begin < end) f(from, begin, end);
         }
     }
 
     void reduce_rows(const Sequence& s, int64_t kv_head, int64_t key, const Matrix<acc_t>& sums,
-                     Buffer<acc_t> KeyPart<acc_t>::* rows, const RowsView& to) {
+                     Buffer<acc_t> DkvPartial<acc_t>::* rows, const RowsView& to) {
         std::fill_n(sums.data, sums.rows * sums.cols, acc_t(0));
-        for_each_part(s, kv_head, key, sums.rows, [&](const KeyPart<acc_t>& from, int64_t begin, int64_t end) {
+        for_each_partial(s, kv_head, key, sums.rows, [&](const DkvPartial<acc_t>& from, int64_t begin, int64_t end) {
             const acc_t* x = (from.*rows).data() + (begin - from.first) * sums.cols;
             row_add(sums.row(begin - key), x, (end - begin) * sums.cols);
         });
@@ -87,7 +88,7 @@ private:
         const int64_t head = (kv_head * dbias_heads_ + dbias_head) * (p_.heads / p_.dbias.heads);
         acc_t* to = static_cast<acc_t*>(p_.dbias.data) + offset_of(p_.dbias, Tile{s, head, 0, 1, key, keys}, p_.heads);
         double sums[kKeys] = {};
-        for_each_part(s, kv_head, key, keys, [&](const KeyPart<acc_t>& from, int64_t begin, int64_t end) {
+        for_each_partial(s, kv_head, key, keys, [&](const DkvPartial<acc_t>& from, int64_t begin, int64_t end) {
             const double* x = from.column_sums.data() + dbias_head * from.keys;
             for (int64_t j = begin; j < end; ++j) sums[j - key] += x[j - from.first];
         });
@@ -95,104 +96,105 @@ private:
     }
 
     const BwdParams& p_;
-    int64_t runs_, dbias_heads_;
-    std::vector<KeyPart<acc_t>> parts_;
+    int64_t num_splits_, dbias_heads_;
+    std::vector<DkvPartial<acc_t>> partials_;
 };
 
-// One unit of work, over a run of row tiles: it makes dquery and a dense dbias of those rows whole; of dkey, dvalue and
-// the column sums of a key bias it makes a part, summed over the runs afterwards.
+// A task over a split of the m_blocks. It stores dquery and a dense dbias of these rows, and partial sums of dkey,
+// dvalue and the gradient of a key bias, which DkvPartials::reduce sums.
 template <typename acc_t>
-class BackwardUnit {
+class GatherBwdTask {
 public:
-    BackwardUnit(const BwdParams& params, const GradientUnits& units, KeyParts<acc_t>& parts)
+    GatherBwdTask(const BwdParams& params, const BwdTasks& tasks, DkvPartials<acc_t>& partials)
         : p_(params),
-          units_(units),
-          parts_(parts),
-          group_(params.heads / params.kv_heads),
-          sharing_(params.lists.heads == params.heads ? 1 : group_),
-          rows_each_(params.lists.tile_rows),
-          max_rows_(std::min(rows_each_, params.seqlen_q)),
-          tile_(params, kKeys),
+          tasks_(tasks),
+          partials_(partials),
+          qheads_per_kv_(params.heads / params.kv_heads),
+          heads_per_list_(params.lists.heads == params.heads ? 1 : qheads_per_kv_),
+          tile_rows_(params.lists.tile_rows),
+          max_rows_(std::min(tile_rows_, params.seqlen_q)),
+          gradients_(params, kKeys),
           gathered_(params, kKeys, /*backward=*/true),
           query_(max_rows_ * p_.head_dim),
           query_transposed_(query_.size()),
           dout_(query_.size()),
           dout_transposed_(query_.size()),
           dquery_(query_.size()),
-          column_sums_(parts.dbias_heads() > 0 ? kKeys : 0),
-          dense_slots_(!has_dense_dbias(params)             ? 0
-                       : params.dbias.heads == params.heads ? sharing_
+          column_sums_(partials.dbias_heads() > 0 ? kKeys : 0),
+          dense_heads_(!has_dense_dbias(params)             ? 0
+                       : params.dbias.heads == params.heads ? heads_per_list_
                                                             : 1),
-          dense_rows_(dense_slots_ * max_rows_ * params.seqlen_k),
+          dense_rows_(dense_heads_ * max_rows_ * params.seqlen_k),
           transposed_(kKeys * p_.head_dim) {}
 
     void operator()(int64_t index) {
-        // The last rows come first: under causality they are the longest.
-        const int64_t run = units_.runs - 1 - units_.run(index);
-        const int64_t head = units_.first_head(index), batch = units_.first_batch(index);
-        // Zero times what stands in an invisible row may have been NaN.
-        if (!differentiate(run, batch, head, /*exact=*/false)) differentiate(run, batch, head, /*exact=*/true);
+        // The last rows come first: with causality their lists are the longest.
+        const int64_t split = tasks_.num_splits - 1 - tasks_.split(index);
+        const int64_t head = tasks_.first_head(index), batch = tasks_.first_batch(index);
+        // A masked key may hold NaN, and 0 * NaN is NaN.
+        if (!compute(split, batch, head, /*exact=*/false)) compute(split, batch, head, /*exact=*/true);
     }
 
 private:
     // Returns whether every gradient is finite.
-    bool differentiate(int64_t run, int64_t first_batch, int64_t first_head, bool exact) {
+    bool compute(int64_t split, int64_t first_batch, int64_t first_head, bool exact) {
         const Sequence first(p_, first_batch);
-        const int64_t begin = run * units_.tiles_each * rows_each_;
-        const int64_t end = std::min(begin + units_.tiles_each * rows_each_, first.rows);
-        units_.for_each_kv_head(first_batch, first_head,
-                                [&](const Sequence& s, int64_t head) { start_part(run, s, head, begin, end); });
+        const int64_t begin = split * tasks_.tiles_per_split * tile_rows_;
+        const int64_t end = std::min(begin + tasks_.tiles_per_split * tile_rows_, first.rows);
+        tasks_.for_each_kv_head(first_batch, first_head,
+                                [&](const Sequence& s, int64_t head) { start_partial(split, s, head, begin, end); });
         bool finite = true;
-        for (int64_t row = begin; row < end; row += rows_each_) {
-            finite &= differentiate_rows(run, first_batch, first_head, row, std::min(rows_each_, end - row), exact);
+        for (int64_t row = begin; row < end; row += tile_rows_) {
+            finite &= compute_m_block(split, first_batch, first_head, row, std::min(tile_rows_, end - row), exact);
         }
-        units_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            finite &= is_finite(parts_.part(run, s.batch, head / group_));
+        tasks_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            finite &= is_finite(partials_.partial(split, s.batch, head / qheads_per_kv_));
         });
         return finite;
     }
 
-    void start_part(int64_t run, const Sequence& s, int64_t first_head, int64_t begin, int64_t end) {
+    void start_partial(int64_t split, const Sequence& s, int64_t first_head, int64_t begin, int64_t end) {
         int64_t first = s.keys, last = -1;
-        for (int64_t row = begin; row < end; row += rows_each_) {
-            for (int64_t head = first_head; head < first_head + group_; head += sharing_) {
-                const KeyList list = list_of(p_, s, head, row, std::min(rows_each_, end - row));
+        for (int64_t row = begin; row < end; row += tile_rows_) {
+            for (int64_t head = first_head; head < first_head + qheads_per_kv_; head += heads_per_list_) {
+                const KeyList list = find_list(p_, s, head, row, std::min(tile_rows_, end - row));
                 if (list.size == 0) continue;
                 first = std::min<int64_t>(first, list.keys[0]);
                 last = std::max<int64_t>(last, list.keys[list.size - 1]);
             }
         }
-        parts_.part(run, s.batch, first_head / group_)
-            .start(first, std::max<int64_t>(last + 1 - first, 0), p_.head_dim, parts_.dbias_heads());
+        partials_.partial(split, s.batch, first_head / qheads_per_kv_)
+            .start(first, std::max<int64_t>(last + 1 - first, 0), p_.head_dim, partials_.dbias_heads());
     }
 
-    // One row tile against the keys of its lists. The batch elements of a group have one length: a group spans them
-    // only where the length is fixed.
-    bool differentiate_rows(int64_t run, int64_t first_batch, int64_t first_head, int64_t row, int64_t rows,
-                            bool exact) {
+    // One m_block by the keys of its lists. A group spans batch elements only with fixed length, so they have the same
+    // length.
+    bool compute_m_block(int64_t split, int64_t first_batch, int64_t first_head, int64_t row, int64_t rows,
+                         bool exact) {
         bool finite = true;
-        for (int64_t head = first_head; head < first_head + units_.heads_each; head += sharing_) {
-            for (int64_t b = first_batch; b < first_batch + units_.batches_each; ++b) {
+        for (int64_t head = first_head; head < first_head + tasks_.heads_per_task; head += heads_per_list_) {
+            for (int64_t b = first_batch; b < first_batch + tasks_.batches_per_task; ++b) {
                 const Sequence s(p_, b);
-                auto& part = parts_.part(run, b, head / group_);
+                auto& partial = partials_.partial(split, b, head / qheads_per_kv_);
                 gathered_.load(s, head, row, rows);
                 dkey_.assign(gathered_.size() * p_.head_dim, acc_t(0));
                 dvalue_.assign(dkey_.size(), acc_t(0));
-                for (int64_t h = head; h < head + sharing_; ++h) finite &= add_head(s, h, row, rows, part, exact);
-                scatter(dkey_, part, part.dkey);
-                scatter(dvalue_, part, part.dvalue);
+                for (int64_t h = head; h < head + heads_per_list_; ++h)
+                    finite &= add_head(s, h, row, rows, partial, exact);
+                scatter(dkey_, partial, partial.dkey);
+                scatter(dvalue_, partial, partial.dvalue);
             }
             const Sequence s(p_, first_batch);
-            for (int64_t h = head; h < head + sharing_ && dense_slots_ > 0; ++h) {
-                if (units_.last_of_bias_head(h)) store_dense_dbias({s, h, row, rows, 0, s.keys});
+            for (int64_t h = head; h < head + heads_per_list_ && dense_heads_ > 0; ++h) {
+                if (tasks_.is_last_of_bias_head(h)) store_dense_dbias({s, h, row, rows, 0, s.keys});
             }
         }
         return finite;
     }
 
-    // One query head's rows: makes its dquery, and adds to what the keys of the list get. Returns whether dquery is
+    // One query head: stores its dquery, and adds to dkey and dvalue of the list's keys. Returns whether dquery is
     // finite.
-    bool add_head(const Sequence& s, int64_t head, int64_t row, int64_t rows, KeyPart<acc_t>& part, bool exact) {
+    bool add_head(const Sequence& s, int64_t head, int64_t row, int64_t rows, DkvPartial<acc_t>& partial, bool exact) {
         const auto query = load_rows(p_, p_.query, s, row, rows, head, query_.data());
         const auto dout = load_rows(p_, p_.dout, s, row, rows, head, dout_.data());
         const auto query_transposed = transpose(query, query_transposed_.data());
@@ -202,14 +204,14 @@ private:
         int64_t at = 0;
         for (const auto& keys : gathered_.tiles()) {
             const int64_t n = keys.list.size;
-            tile_.compute(keys.tile(s, head, row, rows), query, dout, keys.key, keys.key_transposed,
-                          keys.value_transposed);
+            gradients_.compute(keys.tile(s, head, row, rows), query, dout, keys.key, keys.key_transposed,
+                               keys.value_transposed);
             const Matrix<acc_t> dkey{dkey_.data() + at, p_.head_dim, n, n};
             const Matrix<acc_t> dvalue{dvalue_.data() + at, p_.head_dim, n, n};
-            add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, dvalue);
-            if (dense_slots_ > 0) add_dense_rows(head, keys.list);
-            if (!column_sums_.empty()) add_column_sums(head, keys.list, part);
-            const auto& ds = tile_.to_ds();
+            add_product_right<acc_t>(dout_transposed, gradients_.probs, 1, exact, dvalue);
+            if (dense_heads_ > 0) add_dense_rows(head, keys.list);
+            if (!column_sums_.empty()) add_column_sums(head, keys.list, partial);
+            const auto& ds = gradients_.to_ds();
             add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, dkey);
             add_product_left<acc_t>(ds, keys.key, p_.softmax_scale, exact, dquery);
             at += n * p_.head_dim;
@@ -218,34 +220,34 @@ private:
         return all_finite(dquery);
     }
 
-    // The gradients of the gathered keys, transposed [D, keys] a tile after the other, home to their places.
-    void scatter(Buffer<acc_t>& transposed, KeyPart<acc_t>& part, Buffer<acc_t>& to) {
+    // Adds the gradients of the gathered keys, [D, keys] for each n_block, to the rows of their positions.
+    void scatter(Buffer<acc_t>& transposed, DkvPartial<acc_t>& partial, Buffer<acc_t>& to) {
         acc_t* from = transposed.data();
         for (const auto& keys : gathered_.tiles()) {
             const int64_t n = keys.list.size;
             const auto rows = transpose<acc_t>({from, p_.head_dim, n, n}, transposed_.data());
             for (int64_t j = 0; j < n; ++j) {
-                row_add(to.data() + (keys.list.keys[j] - part.first) * p_.head_dim, rows.row(j), p_.head_dim);
+                row_add(to.data() + (keys.list.keys[j] - partial.first) * p_.head_dim, rows.row(j), p_.head_dim);
             }
             from += n * p_.head_dim;
         }
     }
 
-    void add_column_sums(int64_t head, const KeyList& keys, KeyPart<acc_t>& part) {
+    void add_column_sums(int64_t head, const KeyList& keys, DkvPartial<acc_t>& partial) {
         std::fill_n(column_sums_.begin(), keys.size, 0.0);
-        tile_.add_column_sums(column_sums_.data());
-        const int64_t dbias_head = head / (p_.heads / p_.dbias.heads) % parts_.dbias_heads();
-        double* to = part.column_sums.data() + dbias_head * part.keys;
-        for (int64_t j = 0; j < keys.size; ++j) to[keys.keys[j] - part.first] += column_sums_[j];
+        gradients_.add_column_sums(column_sums_.data());
+        const int64_t dbias_head = head / (p_.heads / p_.dbias.heads) % partials_.dbias_heads();
+        double* to = partial.column_sums.data() + dbias_head * partial.keys;
+        for (int64_t j = 0; j < keys.size; ++j) to[keys.keys[j] - partial.first] += column_sums_[j];
     }
 
-    // The rows of dbias that grow with the tile of rows, [rows, Sk]; zero at first.
-    acc_t* dense_rows(int64_t head) { return dense_rows_.data() + head % dense_slots_ * max_rows_ * p_.seqlen_k; }
+    // The sums of dbias of the current m_block for a head, [rows, Sk]; zero between m_blocks.
+    acc_t* dense_rows(int64_t head) { return dense_rows_.data() + head % dense_heads_ * max_rows_ * p_.seqlen_k; }
 
     void add_dense_rows(int64_t head, const KeyList& keys) {
-        for (int64_t i = 0; i < tile_.dx.rows; ++i) {
+        for (int64_t i = 0; i < gradients_.dx.rows; ++i) {
             acc_t* to = dense_rows(head) + i * p_.seqlen_k;
-            const acc_t* dx = tile_.dx.row(i);
+            const acc_t* dx = gradients_.dx.row(i);
             for (int64_t j = 0; j < keys.size; ++j) to[keys.keys[j]] += dx[j];
         }
     }
@@ -256,40 +258,40 @@ private:
         std::fill_n(rows.data, max_rows_ * p_.seqlen_k, acc_t(0));
     }
 
-    bool is_finite(const KeyPart<acc_t>& part) const {
+    bool is_finite(const DkvPartial<acc_t>& partial) const {
         const auto finite = [&](const Buffer<acc_t>& x) {
-            return all_finite<acc_t>({const_cast<acc_t*>(x.data()), part.keys, p_.head_dim, p_.head_dim});
+            return all_finite<acc_t>({const_cast<acc_t*>(x.data()), partial.keys, p_.head_dim, p_.head_dim});
         };
-        return finite(part.dkey) && finite(part.dvalue);
+        return finite(partial.dkey) && finite(partial.dvalue);
     }
 
     const BwdParams& p_;
-    const GradientUnits& units_;
-    KeyParts<acc_t>& parts_;
-    int64_t group_;
-    int64_t sharing_;    // how many query heads have one list and one key/value head
-    int64_t rows_each_;  // of a tile
+    const BwdTasks& tasks_;
+    DkvPartials<acc_t>& partials_;
+    int64_t qheads_per_kv_;
+    int64_t heads_per_list_;  // query heads that share a list and a KV head
+    int64_t tile_rows_;       // rows of an m_block
     int64_t max_rows_;
-    GradientTile<acc_t> tile_;
+    ScoreGradients<acc_t> gradients_;
     GatheredKeys<acc_t> gathered_;
     Buffer<acc_t> query_, query_transposed_, dout_, dout_transposed_, dquery_;
-    Buffer<acc_t> dkey_, dvalue_;  // of the gathered keys
+    Buffer<acc_t> dkey_, dvalue_;  // [D, keys] for each n_block of gathered keys
     std::vector<double> column_sums_;
-    int64_t dense_slots_;  // how many heads of dbias grow at once
+    int64_t dense_heads_;  // heads of dbias that are summed at once
     Buffer<acc_t> dense_rows_, transposed_;
 };
 
 }  // namespace
 
 template <typename acc_t>
-void gathered_backward(const BwdParams& params) {
-    const GradientUnits units(params, ceil_div(params.seqlen_q, params.lists.tile_rows));
-    KeyParts<acc_t> parts(params, units);
-    for_each_unit(units.count(), [&] { return BackwardUnit<acc_t>(params, units, parts); });
-    parts.reduce();
+void gather_bwd(const BwdParams& params) {
+    const BwdTasks tasks(params, ceil_div(params.seqlen_q, params.lists.tile_rows));
+    DkvPartials<acc_t> partials(params, tasks);
+    parallel_for_tasks(tasks.count(), [&] { return GatherBwdTask<acc_t>(params, tasks, partials); });
+    partials.reduce();
 }
 
-template void gathered_backward<float>(const BwdParams&);
-template void gathered_backward<double>(const BwdParams&);
+template void gather_bwd<float>(const BwdParams&);
+template void gather_bwd<double>(const BwdParams&);
 
 }  // namespace flash_dmattn

@@ -4,8 +4,8 @@
 
 namespace flash_dmattn {
 
-// The backward over lists of keys, after row_deltas.
+// The backward over key lists. params.delta is filled before.
 template <typename acc_t>
-void gathered_backward(const BwdParams& params);
+void gather_bwd(const BwdParams& params);
 
 }  // namespace flash_dmattn

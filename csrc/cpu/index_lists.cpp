@@ -3,45 +3,49 @@
 #include <algorithm>
 #include <vector>
 
-#include "work.h"
+#include "tile.h"
+#include "parallel.h"
 
 namespace flash_dmattn {
 namespace {
 
 constexpr int64_t kWords = KeyListsView::kRows / 32;
 
-// The indices of one row of them.
+// The first index of a row of indices.
 const int32_t* indices_of(const IndexView& view, const Sequence& s, int64_t head, int64_t heads, int64_t row) {
     return view.data + (view.batches > 1 ? s.batch * view.batch_stride : 0) +
            head / (heads / view.heads) * view.head_stride + (view.packed ? s.first_row + row : row) * view.row_stride;
 }
 
-// Bits begin to end - 1 of a list's row words.
+// Sets the bits [begin, end) of a key's row words.
 void set_bits(uint32_t* words, int64_t begin, int64_t end) {
     for (int64_t bit = begin; bit < end; ++bit) words[bit / 32] |= uint32_t{1} << bit % 32;
 }
 
-// Makes one list after the other; owns its scratch memory, one object a thread.
+// Builds lists one by one. Owns its scratch memory: one object per thread.
 class IndexLists {
 public:
     IndexLists(const IndexListsParams& params, const IndexListsPlan& plan)
-        : p_(params), plan_(plan), seen_(ceil_div(p_.seqlen_k, 64)), rows_(plan.has_rows ? kWords * p_.seqlen_k : 0) {}
+        : p_(params),
+          plan_(plan),
+          visible_(ceil_div(p_.seqlen_k, 64)),
+          rows_(plan.has_rows ? kWords * p_.seqlen_k : 0) {}
 
-    void make(int64_t unit, int32_t* keys, int64_t* begins, int64_t* ends, uint32_t* rows) {
-        const int64_t group = unit % plan_.groups, begin = unit * plan_.stride;
-        mark(Sequence(p_, unit / plan_.groups / plan_.heads), unit / plan_.groups % plan_.heads, group);
+    void build(int64_t task, int32_t* keys, int64_t* begins, int64_t* ends, uint32_t* rows) {
+        const int64_t group = task % plan_.groups, begin = task * plan_.stride;
+        mark(Sequence(p_, task / plan_.groups / plan_.heads), task / plan_.groups % plan_.heads, group);
         const int64_t end = write(begin, keys, rows);
-        const int64_t first_tile = group * plan_.group_tiles;
-        const int64_t end_tile = std::min(first_tile + plan_.group_tiles, plan_.num_m_blocks);
-        for (int64_t tile = first_tile; tile < end_tile; ++tile) {
-            const int64_t list = unit / plan_.groups * plan_.num_m_blocks + tile;
+        const int64_t first_m_block = group * plan_.group_tiles;
+        const int64_t end_m_block = std::min(first_m_block + plan_.group_tiles, plan_.num_m_blocks);
+        for (int64_t m_block = first_m_block; m_block < end_m_block; ++m_block) {
+            const int64_t list = task / plan_.groups * plan_.num_m_blocks + m_block;
             begins[list] = begin;
             ends[list] = end;
         }
     }
 
 private:
-    // Which keys the rows of a group see, and which rows see each.
+    // Marks the keys that the rows of a group see, and which rows see each.
     void mark(const Sequence& s, int64_t head, int64_t group) {
         const int64_t first = group * plan_.group_rows(), end = std::min(first + plan_.group_rows(), s.rows);
         const int64_t shared = p_.indices.tile_rows;
@@ -68,21 +72,21 @@ private:
         const uint64_t bit = uint64_t{1} << key % 64;
         if (plan_.has_rows) {
             uint32_t* words = rows_.data() + key * kWords;
-            if ((seen_[key / 64] & bit) == 0) std::fill_n(words, kWords, 0);
+            if ((visible_[key / 64] & bit) == 0) std::fill_n(words, kWords, 0);
             set_bits(words, begin, end);
         }
-        seen_[key / 64] |= bit;
+        visible_[key / 64] |= bit;
     }
 
-    // What was marked, as a list from `at` on; gives its end, and marks nothing any more.
+    // Writes the marked keys as a list from `at` on, clears the marks, and returns the list's end.
     int64_t write(int64_t at, int32_t* keys, uint32_t* rows) {
-        for (size_t word = 0; word < seen_.size(); ++word) {
-            for (uint64_t bits = seen_[word]; bits != 0; bits &= bits - 1) {
+        for (size_t word = 0; word < visible_.size(); ++word) {
+            for (uint64_t bits = visible_[word]; bits != 0; bits &= bits - 1) {
                 const int64_t key = static_cast<int64_t>(word) * 64 + __builtin_ctzll(bits);
                 if (plan_.has_rows) std::copy_n(rows_.data() + key * kWords, kWords, rows + at * kWords);
                 keys[at++] = static_cast<int32_t>(key);
             }
-            seen_[word] = 0;
+            visible_[word] = 0;
         }
         for (; at % KeyListsView::kAlign != 0; ++at) {
             keys[at] = -1;
@@ -93,8 +97,8 @@ private:
 
     const IndexListsParams& p_;
     const IndexListsPlan& plan_;
-    std::vector<uint64_t> seen_;  // a bit a key
-    std::vector<uint32_t> rows_;  // [Sk, kWords]: of the keys that are seen
+    std::vector<uint64_t> visible_;  // one bit for each key
+    std::vector<uint32_t> rows_;     // [Sk, kWords], valid for the visible keys
 };
 
 }  // namespace
@@ -103,15 +107,15 @@ std::optional<WrongIndex> find_wrong_index_cpu(const IndexListsParams& params) {
     const IndexView& view = params.indices;
     const int64_t batches = params.cu_seqlens_k != nullptr ? params.batch : view.batches;
     std::vector<std::optional<WrongIndex>> found(batches * view.heads);
-    for_each_unit(batches * view.heads, [&] {
-        return [&](int64_t unit) {
-            const Sequence s(params, unit / view.heads);
+    parallel_for_tasks(batches * view.heads, [&] {
+        return [&](int64_t task) {
+            const Sequence s(params, task / view.heads);
             const auto keys = static_cast<uint32_t>(s.keys);
-            for (int64_t row = 0; row < ceil_div(s.rows, view.tile_rows) && !found[unit]; ++row) {
-                const int32_t* indices = indices_of(view, s, unit % view.heads, view.heads, row);
-                for (int64_t i = 0; i < view.count && !found[unit]; ++i) {
+            for (int64_t row = 0; row < ceil_div(s.rows, view.tile_rows) && !found[task]; ++row) {
+                const int32_t* indices = indices_of(view, s, task % view.heads, view.heads, row);
+                for (int64_t i = 0; i < view.count && !found[task]; ++i) {
                     const int32_t index = indices[i * view.col_stride];
-                    if (static_cast<uint32_t>(index) >= keys && index != -1) found[unit] = WrongIndex{index, s.keys};
+                    if (static_cast<uint32_t>(index) >= keys && index != -1) found[task] = WrongIndex{index, s.keys};
                 }
             }
         };
@@ -122,9 +126,10 @@ std::optional<WrongIndex> find_wrong_index_cpu(const IndexListsParams& params) {
 
 void index_lists_cpu(const IndexListsParams& params, const IndexListsPlan& plan, int32_t* keys, int64_t* begins,
                      int64_t* ends, uint32_t* rows) {
-    for_each_unit(plan.units(), [&] {
-        return
-            [=, lists = IndexLists(params, plan)](int64_t unit) mutable { lists.make(unit, keys, begins, ends, rows); };
+    parallel_for_tasks(plan.units(), [&] {
+        return [=, lists = IndexLists(params, plan)](int64_t task) mutable {
+            lists.build(task, keys, begins, ends, rows);
+        };
     });
 }
 

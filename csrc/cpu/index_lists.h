@@ -1,4 +1,4 @@
-// The key lists of what an indexer has chosen.
+// Builds key lists from the indices of an indexer. See csrc/index_params.h.
 #pragma once
 
 #include <optional>
@@ -12,11 +12,11 @@ struct WrongIndex {
     int32_t index;
     int64_t keys;  // of the sequence
 };
-// The first, if there is one.
+// The first invalid index, if any.
 std::optional<WrongIndex> find_wrong_index_cpu(const IndexListsParams& params);
 
-// keys [capacity], begins and ends [lists], rows [capacity, KeyListsView::kRows / 32] where the plan has them, as
-// KeyListsView has them.
+// Fills keys [capacity], begins and ends [lists], and where plan.has_rows, rows [capacity, KeyListsView::kRows / 32].
+// See KeyListsView.
 void index_lists_cpu(const IndexListsParams& params, const IndexListsPlan& plan, int32_t* keys, int64_t* begins,
                      int64_t* ends, uint32_t* rows);
 

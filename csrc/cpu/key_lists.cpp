@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "work.h"
+#include "tile.h"
+#include "parallel.h"
 
 namespace flash_dmattn {
 namespace {
@@ -13,17 +14,17 @@ constexpr int64_t kWords = kRows / 32;
 
 int64_t round_up(int64_t length) { return ceil_div(length, KeyListsView::kAlign) * KeyListsView::kAlign; }
 
-// The place of one batch element's and head's lists among all.
-struct ListsOf {
+// The lists of one batch element and head.
+struct HeadLists {
     Sequence sequence;
     int64_t head;
-    int64_t first;  // index of the list of its first tile
+    int64_t first;  // list of the first m_block
 
-    ListsOf(const AttentionParams& p, int64_t index, int64_t num_m_blocks)
+    HeadLists(const AttentionParams& p, int64_t index, int64_t num_m_blocks)
         : sequence(p, index / p.heads), head(index % p.heads), first(index * num_m_blocks) {}
 };
 
-// Takes the keys of one list in order, and pads it to its end.
+// Writes one list, key by key, and pads it.
 class ListWriter {
 public:
     ListWriter(int64_t begin, int64_t end, int32_t* keys, uint32_t* rows)
@@ -37,8 +38,8 @@ public:
     }
 
     void pad() {
-        constexpr uint32_t nobody[kWords] = {};
-        while (at_ < end_) push(-1, nobody);
+        constexpr uint32_t no_rows[kWords] = {};
+        while (at_ < end_) push(-1, no_rows);
     }
 
 private:
@@ -47,41 +48,41 @@ private:
     uint32_t* rows_;
 };
 
-// The lists of an interval mask. The rows that see a key are a run, and so are the tiles of rows that list it.
+// The lists of an interval mask. Consecutive rows see a key, so consecutive m_blocks list it.
 class IntervalLists {
 public:
     explicit IntervalLists(const AttentionParams& params) : p_(params), num_m_blocks_(ceil_div(p_.seqlen_q, kRows)) {}
 
     void lengths(int64_t index, int64_t* lengths) const {
-        const ListsOf lists(p_, index, num_m_blocks_);
+        const HeadLists lists(p_, index, num_m_blocks_);
         std::vector<int64_t> change(num_m_blocks_ + 1);
-        for_each_key(lists, [&](int64_t, int64_t tile, int64_t tile_end) {
-            ++change[tile];
-            --change[tile_end];
+        for_each_key(lists, [&](int64_t, int64_t m_block, int64_t end_m_block) {
+            ++change[m_block];
+            --change[end_m_block];
         });
         int64_t length = 0;
-        for (int64_t tile = 0; tile < num_m_blocks_; ++tile) {
-            length += change[tile];
-            lengths[lists.first + tile] = round_up(length);
+        for (int64_t m_block = 0; m_block < num_m_blocks_; ++m_block) {
+            length += change[m_block];
+            lengths[lists.first + m_block] = round_up(length);
         }
     }
 
     void fill(int64_t index, const int64_t* begins, const int64_t* ends, int32_t* keys) const {
-        const ListsOf lists(p_, index, num_m_blocks_);
+        const HeadLists lists(p_, index, num_m_blocks_);
         std::vector<ListWriter> writers;
         for (int64_t t = lists.first; t < lists.first + num_m_blocks_; ++t) {
             writers.emplace_back(begins[t], ends[t], keys, nullptr);
         }
-        for_each_key(lists, [&](int64_t key, int64_t tile, int64_t tile_end) {
-            for (; tile < tile_end; ++tile) writers[tile].push(key);
+        for_each_key(lists, [&](int64_t key, int64_t m_block, int64_t end_m_block) {
+            for (; m_block < end_m_block; ++m_block) writers[m_block].push(key);
         });
         for (auto& writer : writers) writer.pad();
     }
 
 private:
-    // Calls f(key, tile, tile_end) with the tiles of rows that see each key that any row sees.
+    // Calls f(key, m_block, end) for each visible key, with the m_blocks [m_block, end) that see it.
     template <typename F>
-    void for_each_key(const ListsOf& lists, F&& f) const {
+    void for_each_key(const HeadLists& lists, F&& f) const {
         const Sequence& s = lists.sequence;
         const IntervalView& view = p_.intervals;
         const int64_t at = offset_of(view, s, lists.head, p_.heads);
@@ -97,7 +98,7 @@ private:
     int64_t num_m_blocks_;
 };
 
-// The lists of a bool mask, a tile of rows at a time.
+// The lists of a bool mask, one m_block at a time. Owns its scratch memory: one object per thread.
 class MaskLists {
 public:
     explicit MaskLists(const AttentionParams& params)
@@ -106,7 +107,7 @@ public:
     void length(int64_t list, int64_t* lengths) {
         const int64_t keys = read(list);
         int64_t length = 0;
-        for (int64_t key = 0; key < keys; ++key) length += seen(key);
+        for (int64_t key = 0; key < keys; ++key) length += is_visible(key);
         lengths[list] = round_up(length);
     }
 
@@ -114,7 +115,7 @@ public:
         ListWriter writer(begins[list], ends[list], keys, rows);
         const int64_t end = read(list);
         for (int64_t key = 0; key < end; ++key) {
-            if (!seen(key)) continue;
+            if (!is_visible(key)) continue;
             uint32_t words[kWords];
             for (int64_t w = 0; w < kWords; ++w) words[w] = rows_[w * p_.seqlen_k + key];
             writer.push(key, words);
@@ -125,16 +126,16 @@ public:
     int64_t num_m_blocks() const { return num_m_blocks_; }
 
 private:
-    bool seen(int64_t key) const {
+    bool is_visible(int64_t key) const {
         uint32_t any = 0;
         for (int64_t w = 0; w < kWords; ++w) any |= rows_[w * p_.seqlen_k + key];
         return any != 0;
     }
 
-    // Which rows of the list's tile see each key; returns the number of keys.
+    // Reads which rows of the list's m_block see each key. Returns the number of keys.
     int64_t read(int64_t list) {
         const MaskView& mask = p_.mask;
-        const ListsOf lists(p_, list / num_m_blocks_, num_m_blocks_);
+        const HeadLists lists(p_, list / num_m_blocks_, num_m_blocks_);
         const Sequence& s = lists.sequence;
         const int64_t row = list % num_m_blocks_ * kRows;
         const int64_t rows = mask.per_key ? 1 : std::min(kRows, s.rows - row);
@@ -167,11 +168,11 @@ private:
 void key_list_lengths_cpu(const AttentionParams& params, int64_t* lengths) {
     if (params.intervals.present()) {
         const IntervalLists lists(params);
-        return for_each_unit(params.batch * params.heads,
-                             [&] { return [&](int64_t i) { lists.lengths(i, lengths); }; });
+        return parallel_for_tasks(params.batch * params.heads,
+                                  [&] { return [&](int64_t i) { lists.lengths(i, lengths); }; });
     }
     const int64_t num_m_blocks = MaskLists(params).num_m_blocks();
-    for_each_unit(params.batch * params.heads * num_m_blocks, [&] {
+    parallel_for_tasks(params.batch * params.heads * num_m_blocks, [&] {
         return [lengths, lists = MaskLists(params)](int64_t i) mutable { lists.length(i, lengths); };
     });
 }
@@ -180,11 +181,11 @@ void key_list_fill_cpu(const AttentionParams& params, const int64_t* begins, con
                        uint32_t* rows) {
     if (params.intervals.present()) {
         const IntervalLists lists(params);
-        return for_each_unit(params.batch * params.heads,
-                             [&] { return [&](int64_t i) { lists.fill(i, begins, ends, keys); }; });
+        return parallel_for_tasks(params.batch * params.heads,
+                                  [&] { return [&](int64_t i) { lists.fill(i, begins, ends, keys); }; });
     }
     const int64_t num_m_blocks = MaskLists(params).num_m_blocks();
-    for_each_unit(params.batch * params.heads * num_m_blocks, [&] {
+    parallel_for_tasks(params.batch * params.heads * num_m_blocks, [&] {
         return [=, lists = MaskLists(params)](int64_t i) mutable { lists.fill(i, begins, ends, keys, rows); };
     });
 }

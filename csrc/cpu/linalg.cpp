@@ -1,16 +1,15 @@
 #include "linalg.h"
 
 #include <ATen/ATen.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/functional_bfloat16.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-// Absent where PyTorch's BLAS is another than MKL; then nothing is called by these names.
+#include "vec.h"
+
+// Null unless PyTorch's BLAS is MKL.
 extern "C" {
 int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
 void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
@@ -22,7 +21,7 @@ void dgemm_(const char*, const char*, const int*, const int*, const int*, const 
 namespace flash_dmattn {
 namespace {
 
-// The tensor that ATen's matrix product wants to see; nothing is copied.
+// A tensor for ATen's matrix product that shares the matrix's memory.
 template <typename acc_t>
 at::Tensor as_tensor(const Matrix<acc_t>& m) {
     return at::from_blob(m.data, {m.rows, m.cols}, {m.stride, 1}, c10::CppTypeToScalarType<acc_t>::value);
@@ -31,14 +30,14 @@ at::Tensor as_tensor(const Matrix<acc_t>& m) {
 auto* blas_gemm(float) { return sgemm_; }
 auto* blas_gemm(double) { return dgemm_; }
 
-// Whether BLAS takes it as it is.
+// Whether BLAS accepts the matrix without a copy.
 template <typename acc_t>
 bool is_plain(const Matrix<acc_t>& m) {
     return 0 < m.cols && m.cols <= m.stride && m.stride <= std::numeric_limits<int>::max();
 }
 
-// MKL straight away, whose integers have 32 bits in PyTorch: a small product takes less time than what ATen does before
-// it. Another BLAS by ATen's own entry to it, without the dispatcher.
+// c = alpha * a b + beta * c. Calls MKL directly, whose integers have 32 bits in PyTorch: ATen's overhead exceeds the
+// time of a small product. Other BLAS libraries are called by ATen's entry point, without the dispatcher.
 template <typename acc_t>
 void gemm(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, acc_t beta, const Matrix<acc_t>& c) {
     const bool has_mkl = MKL_Set_Num_Threads_Local != nullptr && blas_gemm(acc_t()) != nullptr;
@@ -51,40 +50,15 @@ void gemm(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, acc_t bet
     at::cpu::addmm_out(out, out, as_tensor(a), as_tensor(b), beta, alpha);
 }
 
-// Calls f(T) with a value of the C++ type behind `dtype`.
-template <typename F>
-void with_type(DataType dtype, F&& f) {
-    switch (dtype) {
-        case DataType::kFloat16: return f(at::Half());
-        case DataType::kBFloat16: return f(at::BFloat16());
-        case DataType::kFloat32: return f(float());
-        case DataType::kFloat64: return f(double());
-    }
-}
-
-template <typename T>
-Matrix<const T> as_matrix(const StoredRows& stored) {
-    return {static_cast<const T*>(stored.data) + stored.offset, stored.rows, stored.cols, stored.stride};
-}
-
-// Calls f(rows) with the matrix that they are.
-template <typename F>
-void with_rows(const StoredRows& stored, F&& f) {
-    with_type(stored.dtype, [&](auto type) { f(as_matrix<decltype(type)>(stored)); });
-}
-
-template <typename acc_t>
-using Vec = at::vec::Vectorized<acc_t>;
-
 inline Vec<double> exponential(const Vec<double>& x) { return x.exp(); }
 
-// e^x = 2^n e^r with n = round(x / ln 2), and e^r by the polynomial of degree 6 whose largest relative error for
-// |r| <= ln(2) / 2 is least, 4e-9: inline, where at::vec's exp is a call for every vector. x is at most 0: above 88 it
-// would overflow to anything. Below the normal numbers the result is 0; NaN stays NaN.
+// e^x = 2^n e^r with n = round(x / ln 2) and a minimax polynomial of degree 6 for e^r, |r| <= ln(2) / 2, with a
+// relative error of 4e-9. It is inlined, while at::vec's exp is a function call per vector. x must be at most 0: above
+// 88 the result is undefined. Results below the normal numbers are 0; NaN stays NaN.
 inline Vec<float> exponential(const Vec<float>& x) {
     using at::vec::fmadd;
     const Vec<float> n = (x * Vec<float>(1.44269504f)).round();
-    // ln 2 in two parts, of which the first times n is exact.
+    // ln 2 in two parts; n times the first is exact.
     const Vec<float> r = fmadd(n, Vec<float>(2.12194440e-4f), fmadd(n, Vec<float>(-0.693359375f), x));
     Vec<float> series(0.0013814584f);
     for (const float coefficient : {0.008368724f, 0.04166839f, 0.16666521f, 0.49999994f, 1.f, 1.f})
@@ -119,185 +93,9 @@ void product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, acc_t alpha, const 
     gemm<acc_t>(a, b, alpha, 0, c);
 }
 
-// How many rows are taken together in a product of few: their sums are to stay in the processor's registers.
-constexpr int kBlockRows = Vec<float>::size() == 16 ? 4 : 2;
-
-// The next numbers of a row, as many as a vector holds, or `count` of them.
-template <typename acc_t, typename T>
-Vec<acc_t> load_vector(const T* from, int64_t count = Vec<acc_t>::size()) {
-    constexpr int64_t width = Vec<acc_t>::size();
-    if constexpr (std::is_same_v<T, acc_t>) {
-        return count == width ? Vec<acc_t>::loadu(from) : Vec<acc_t>::loadu(from, count);
-    } else {
-        if constexpr (sizeof(T) == 2 && std::is_same_v<acc_t, float>) {
-            Vec<float> widened;
-            if (count == width) return at::vec::load_to_float(from, widened), widened;
-        }
-        acc_t some[width] = {};
-        std::copy_n(from, count, some);
-        return Vec<acc_t>::loadu(some);
-    }
-}
-
-// The sums of each vector's numbers, one after the other in the first vectors. All are summed in the same order: neighbours
-// first.
-template <int n, typename acc_t>
-__attribute__((always_inline)) inline void sum_each(Vec<acc_t> (&x)[n]) {
-    int count = n;
-#pragma GCC unroll 8
-    for (int64_t pieces = Vec<acc_t>::size(); pieces > 1; pieces /= 2) {
-        const bool alone = count == 1;
-        count = alone ? 1 : count / 2;
-#pragma GCC unroll 16
-        for (int i = 0; i < count; ++i) {
-            const auto [even, odd] = at::vec::deinterleave2<acc_t>(x[alone ? 0 : 2 * i], x[alone ? 0 : 2 * i + 1]);
-            x[i] = even + odd;
-        }
-    }
-}
-
-// c_ij = alpha * <a_i, b_j> for kRows rows from i on and kCols from j on.
-template <int kRows, int kCols, typename acc_t, typename T>
-void dot_block(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t i,
-               int64_t j) {
-    constexpr int64_t width = Vec<acc_t>::size();
-    Vec<acc_t> sums[kRows * kCols];
-    const acc_t* rows[kRows];
-    const T* cols[kCols];
-#pragma GCC unroll 16
-    for (int x = 0; x < kRows; ++x) rows[x] = a.row(i + x);
-#pragma GCC unroll 16
-    for (int y = 0; y < kCols; ++y) cols[y] = b.row(j + y);
-#pragma GCC unroll 16
-    for (int z = 0; z < kRows * kCols; ++z) sums[z] = Vec<acc_t>(0);
-    const auto add_pieces = [&](int64_t d, int64_t count) __attribute__((always_inline)) {
-        Vec<acc_t> factors[kCols];
-#pragma GCC unroll 16
-        for (int y = 0; y < kCols; ++y) factors[y] = load_vector<acc_t>(cols[y] + d, count);
-#pragma GCC unroll 16
-        for (int x = 0; x < kRows; ++x) {
-            const auto factor = load_vector<acc_t>(rows[x] + d, count);
-#pragma GCC unroll 16
-            for (int y = 0; y < kCols; ++y)
-                sums[x * kCols + y] = at::vec::fmadd(factor, factors[y], sums[x * kCols + y]);
-        }
-    };
-    const int64_t whole = a.cols / width * width;
-    if (whole < a.cols)
-        add_pieces(whole, a.cols - whole);  // first: after the last whole vectors the sums are in registers
-    for (int64_t d = 0; d < whole; d += width) add_pieces(d, width);
-    sum_each(sums);
-    acc_t products[std::max<int64_t>(kRows * kCols, width)];
-#pragma GCC unroll 16
-    for (int64_t z = 0; z < kRows * kCols; z += width) (sums[z / width] * Vec<acc_t>(alpha)).store(products + z);
-#pragma GCC unroll 16
-    for (int x = 0; x < kRows; ++x) std::copy_n(products + x * kCols, kCols, c.row(i + x) + j);
-}
-
-template <int kCols, typename acc_t, typename T>
-void dot_columns(const Matrix<acc_t>& a, const Matrix<const T>& b, acc_t alpha, const Matrix<acc_t>& c, int64_t j) {
-    int64_t i = 0;
-    for (; i + kBlockRows <= a.rows; i += kBlockRows) dot_block<kBlockRows, kCols>(a, b, alpha, c, i, j);
-    for (; i + 2 <= a.rows; i += 2) dot_block<2, kCols>(a, b, alpha, c, i, j);
-    if (i < a.rows) dot_block<1, kCols>(a, b, alpha, c, i, j);
-}
-
-// Brings some rows nearer to the processor, which does not see rows that lie apart coming.
-template <typename T>
-void prefetch(const Matrix<const T>& rows, int64_t first, int64_t end) {
-    for (int64_t i = first; i < std::min(end, rows.rows); ++i) {
-        const char* row = reinterpret_cast<const char*>(rows.row(i));
-        const int64_t size = rows.cols * static_cast<int64_t>(sizeof(T));
-        for (int64_t byte = 0; byte < size; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-    }
-}
-
-template <typename acc_t>
-void row_products(const Matrix<acc_t>& a, const StoredRows& stored, acc_t alpha, const Matrix<acc_t>& c,
-                  std::initializer_list<StoredRows> next) {
-    with_rows(stored, [&]<typename T>(const Matrix<const T>& b) {
-        int64_t j = 0;
-        for (; j + 4 <= b.rows; j += 4) {
-            for (const StoredRows& rows : next) prefetch(as_matrix<T>(rows), j, j + 4);
-            dot_columns<4>(a, b, alpha, c, j);
-        }
-        for (; j < b.rows; ++j) dot_columns<1>(a, b, alpha, c, j);
-    });
-}
-
-// kRows rows of c from i on, and kVectors vectors of them from d on, += w b. A single vector may be of `count` numbers.
-template <int kRows, int kVectors, typename acc_t, typename T>
-void weighted_block(const Matrix<acc_t>& w, const Matrix<const T>& b, const Matrix<acc_t>& c, int64_t i, int64_t d,
-                    int64_t count) {
-    constexpr int64_t width = Vec<acc_t>::size();
-    if (kVectors > 1) count = width;
-    Vec<acc_t> sums[kRows * kVectors];
-    const acc_t* weights[kRows];
-#pragma GCC unroll 16
-    for (int x = 0; x < kRows; ++x) {
-        weights[x] = w.row(i + x);
-#pragma GCC unroll 16
-        for (int y = 0; y < kVectors; ++y)
-            sums[x * kVectors + y] = load_vector<acc_t>(c.row(i + x) + d + y * width, count);
-    }
-    const auto add_row = [&](int64_t j, Vec<acc_t>* to) __attribute__((always_inline)) {
-        Vec<acc_t> factors[kVectors];
-#pragma GCC unroll 16
-        for (int y = 0; y < kVectors; ++y) factors[y] = load_vector<acc_t>(b.row(j) + d + y * width, count);
-#pragma GCC unroll 16
-        for (int x = 0; x < kRows; ++x) {
-            const Vec<acc_t> weight(weights[x][j]);
-#pragma GCC unroll 16
-            for (int y = 0; y < kVectors; ++y)
-                to[x * kVectors + y] = at::vec::fmadd(weight, factors[y], to[x * kVectors + y]);
-        }
-    };
-    int64_t j = 0;
-    if constexpr (kRows == 1) {  // so few sums wait for each other: every other key goes to sums of its own
-        Vec<acc_t> others[kVectors];
-#pragma GCC unroll 16
-        for (int y = 0; y < kVectors; ++y) others[y] = Vec<acc_t>(0);
-        for (; j + 2 <= b.rows; j += 2) {
-            add_row(j, sums);
-            add_row(j + 1, others);
-        }
-#pragma GCC unroll 16
-        for (int y = 0; y < kVectors; ++y) sums[y] = sums[y] + others[y];
-    }
-    for (; j < b.rows; ++j) add_row(j, sums);
-#pragma GCC unroll 16
-    for (int x = 0; x < kRows; ++x) {
-#pragma GCC unroll 16
-        for (int y = 0; y < kVectors; ++y) {
-            acc_t* to = c.row(i + x) + d + y * width;
-            count == width ? sums[x * kVectors + y].store(to) : sums[x * kVectors + y].store(to, count);
-        }
-    }
-}
-
-template <int kVectors, typename acc_t, typename T>
-void weighted_columns(const Matrix<acc_t>& w, const Matrix<const T>& b, const Matrix<acc_t>& c, int64_t d) {
-    const int64_t count = std::min<int64_t>(c.cols - d, Vec<acc_t>::size());
-    int64_t i = 0;
-    for (; i + kBlockRows <= c.rows; i += kBlockRows) weighted_block<kBlockRows, kVectors>(w, b, c, i, d, count);
-    for (; i + 2 <= c.rows; i += 2) weighted_block<2, kVectors>(w, b, c, i, d, count);
-    if (i < c.rows) weighted_block<1, kVectors>(w, b, c, i, d, count);
-}
-
-template <typename acc_t>
-void add_weighted_rows(const Matrix<acc_t>& w, const StoredRows& stored, const Matrix<acc_t>& c) {
-    constexpr int64_t width = Vec<acc_t>::size();
-    with_rows(stored, [&](const auto& b) {
-        int64_t d = 0;
-        for (; d + 4 * width <= c.cols; d += 4 * width) weighted_columns<4>(w, b, c, d);
-        for (; d + 2 * width <= c.cols; d += 2 * width) weighted_columns<2>(w, b, c, d);
-        for (; d < c.cols; d += width) weighted_columns<1>(w, b, c, d);
-    });
-}
-
 template <typename acc_t>
 void precise_product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, const Matrix<acc_t>& c) {
-    constexpr int64_t kWhole = 128, kPiece = 64;  // up to kWhole shorter sums buy little
+    constexpr int64_t kWhole = 128, kPiece = 64;  // splitting sums up to kWhole gains little
     const int64_t piece = a.cols <= kWhole ? a.cols : kPiece;
     for (int64_t k = 0; k < a.cols; k += piece) {
         const int64_t n = std::min(piece, a.cols - k);
@@ -305,7 +103,7 @@ void precise_product(const Matrix<acc_t>& a, const Matrix<acc_t>& b, const Matri
     }
 }
 
-// Calls f(i, j, weight) for the elements of w that are not 0.
+// Calls f(i, j, alpha * w_ij) where that is not 0.
 template <typename acc_t, typename F>
 void for_each_weight(const Matrix<acc_t>& w, acc_t alpha, F&& f) {
     for (int64_t i = 0; i < w.rows; ++i) {
@@ -332,7 +130,7 @@ void add_product_right(const Matrix<acc_t>& a, const Matrix<acc_t>& w, acc_t alp
     });
 }
 
-// n numbers as others; at::vec's own conversion widens one after the other.
+// Converts n elements. at::vec::convert is not vectorized for half types to float.
 template <typename T, typename acc_t>
 void convert_row(const T* from, acc_t* to, int64_t n) {
     if constexpr (sizeof(T) == 2 && std::is_same_v<acc_t, float>) {
@@ -346,7 +144,7 @@ void convert_row(const T* from, acc_t* to, int64_t n) {
     at::vec::convert<T, acc_t>(from, to, n);
 }
 
-// The numbers where they are, if they are of acc_t.
+// Elements of type acc_t as a matrix, without a copy.
 template <typename acc_t>
 Matrix<acc_t> in_place(const void* data, int64_t offset, int64_t stride, int64_t rows, int64_t cols) {
     return {const_cast<acc_t*>(static_cast<const acc_t*>(data)) + offset, rows, cols, stride};
@@ -395,10 +193,10 @@ void store(const Matrix<acc_t>& matrix, void* data, DataType dtype, int64_t offs
 }
 
 template <typename acc_t>
-acc_t least(DataType dtype) {
-    acc_t lowest = 0;
-    with_type(dtype, [&](auto type) { lowest = static_cast<acc_t>(std::numeric_limits<decltype(type)>::lowest()); });
-    return lowest;
+acc_t lowest(DataType dtype) {
+    acc_t value = 0;
+    with_type(dtype, [&](auto type) { value = static_cast<acc_t>(std::numeric_limits<decltype(type)>::lowest()); });
+    return value;
 }
 
 template <typename acc_t>
@@ -436,14 +234,14 @@ acc_t row_max(const acc_t* x, int64_t n) {
     if (n < width) return at::vec::reduce_all<acc_t>(larger, x, n);
     Vec<acc_t> largest = Vec<acc_t>::loadu(x);
     for (int64_t j = width; j + width <= n; j += width) largest = larger(largest, Vec<acc_t>::loadu(x + j));
-    if (n % width != 0) largest = larger(largest, Vec<acc_t>::loadu(x + n - width));  // some for the second time
+    if (n % width != 0) largest = larger(largest, Vec<acc_t>::loadu(x + n - width));  // overlaps the previous vector
     return at::vec::vec_reduce_all<acc_t>(larger, largest);
 }
 
 template <typename acc_t>
 acc_t row_exp(acc_t* x, acc_t shift, int64_t n) {
     constexpr int64_t width = Vec<acc_t>::size();
-    using at::vec::minimum;  // NaN stays
+    using at::vec::minimum;  // keeps NaN
     const Vec<acc_t> shifts(shift), zero(0);
     Vec<acc_t> sums(0);
     int64_t j = 0;
@@ -473,7 +271,7 @@ void row_add(acc_t* x, const acc_t* y, int64_t n) {
 
 template <typename acc_t>
 double row_dot(const acc_t* x, const acc_t* y, int64_t n) {
-    constexpr int kSums = 8;  // side by side in vectors
+    constexpr int kSums = 8;  // independent sums, for vectorization
     double sums[kSums] = {};
     int64_t j = 0;
     for (; j + kSums <= n; j += kSums) {
@@ -506,9 +304,6 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
 #define INSTANTIATE(acc_t)                                                                                            \
     template Matrix<acc_t> transpose(const Matrix<acc_t>&, acc_t*, int64_t);                                          \
     template void product(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, const Matrix<acc_t>&);                   \
-    template void row_products(const Matrix<acc_t>&, const StoredRows&, acc_t, const Matrix<acc_t>&,                  \
-                               std::initializer_list<StoredRows>);                                                    \
-    template void add_weighted_rows(const Matrix<acc_t>&, const StoredRows&, const Matrix<acc_t>&);                   \
     template void precise_product(const Matrix<acc_t>&, const Matrix<acc_t>&, const Matrix<acc_t>&);                  \
     template void add_product_left(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);    \
     template void add_product_right(const Matrix<acc_t>&, const Matrix<acc_t>&, acc_t, bool, const Matrix<acc_t>&);   \
@@ -516,7 +311,7 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
     template Matrix<acc_t> load_operand(const void*, DataType, int64_t, int64_t, int64_t, int64_t, acc_t*);           \
     template void store(const Matrix<acc_t>&, void*, DataType, int64_t, int64_t);                                     \
     template Matrix<acc_t> gather(const void*, DataType, int64_t, int64_t, const int32_t*, int64_t, int64_t, acc_t*); \
-    template acc_t least(DataType);                                                                                   \
+    template acc_t lowest(DataType);                                                                                  \
     template bool all_finite(const Matrix<acc_t>&);                                                                   \
     template acc_t row_max(const acc_t*, int64_t);                                                                    \
     template acc_t row_exp(acc_t*, acc_t, int64_t);                                                                   \

@@ -2,9 +2,10 @@
 #include <memory>
 #include <vector>
 
-#include "attention.h"
+#include "mha_cpu.h"
 #include "gather_bwd.h"
-#include "gradient.h"
+#include "bwd_tasks.h"
+#include "parallel.h"
 
 namespace flash_dmattn {
 namespace {
@@ -12,38 +13,38 @@ namespace {
 constexpr int64_t kRows = kGradientRows;
 constexpr int64_t kKeys = 512;
 
-// The parts of dquery in the accumulation type, one [H, rows of all sequences, D] for each run of key tiles; nothing is in
-// it at first. Where all keys are one tile there are none: each tile of pairs then makes its rows of dquery whole.
+// Partial sums of dquery in the accumulation type, [num_splits, H, rows of all sequences, D], uninitialized. Absent
+// where all keys are one n_block: then each tile stores its rows of dquery.
 template <typename acc_t>
-class DqueryParts {
+class DqueryPartials {
 public:
-    DqueryParts(const BwdParams& p, const GradientUnits& units)
+    DqueryPartials(const BwdParams& p, const BwdTasks& tasks)
         : p_(p),
-          runs_(p.seqlen_k <= kKeys ? 0 : units.runs),
+          num_splits_(p.seqlen_k <= kKeys ? 0 : tasks.num_splits),
           total_(p.cu_seqlens_q != nullptr ? p.cu_seqlens_q[p.batch] : p.batch * p.seqlen_q),
-          data_(AlignedAllocator<acc_t>().allocate(runs_ * p.heads * total_ * p.head_dim)) {}
+          data_(AlignedAllocator<acc_t>().allocate(num_splits_ * p.heads * total_ * p.head_dim)) {}
 
-    bool present() const { return runs_ > 0; }
+    bool present() const { return num_splits_ > 0; }
 
-    Matrix<acc_t> part(int64_t run, const Sequence& s, int64_t head, int64_t row, int64_t rows) {
+    Matrix<acc_t> partial(int64_t split, const Sequence& s, int64_t head, int64_t row, int64_t rows) {
         const int64_t first = p_.cu_seqlens_q != nullptr ? s.first_row : s.batch * p_.seqlen_q;
-        const int64_t at = (run * p_.heads + head) * total_ + first + row;
+        const int64_t at = (split * p_.heads + head) * total_ + first + row;
         return {data_.get() + at * p_.head_dim, rows, p_.head_dim, p_.head_dim};
     }
 
-    // Sums the parts into dquery, in the order of the runs.
+    // Sums the partial sums into dquery, in the order of the splits.
     void reduce() {
         const int64_t num_m_blocks = ceil_div(p_.seqlen_q, kRows);
-        for_each_unit(p_.batch * p_.heads * num_m_blocks, [&] {
+        parallel_for_tasks(p_.batch * p_.heads * num_m_blocks, [&] {
             return [this, num_m_blocks](int64_t index) {
                 const Sequence s(p_, index / num_m_blocks / p_.heads);
                 const int64_t head = index / num_m_blocks % p_.heads;
                 const int64_t row = index % num_m_blocks * kRows;
                 if (row >= s.rows) return;
                 const int64_t rows = std::min(kRows, s.rows - row);
-                const auto sum = part(0, s, head, row, rows);
-                for (int64_t run = 1; run < runs_; ++run) {
-                    row_add(sum.data, part(run, s, head, row, rows).data, rows * p_.head_dim);
+                const auto sum = partial(0, s, head, row, rows);
+                for (int64_t split = 1; split < num_splits_; ++split) {
+                    row_add(sum.data, partial(split, s, head, row, rows).data, rows * p_.head_dim);
                 }
                 store_rows(p_, sum, p_.dquery, s, row, head);
             };
@@ -52,50 +53,50 @@ public:
 
 private:
     const BwdParams& p_;
-    int64_t runs_, total_;
-    std::unique_ptr<acc_t, AlignedDelete> data_;  // uninitialized: every unit starts its part
+    int64_t num_splits_, total_;
+    std::unique_ptr<acc_t, AlignedDelete> data_;  // uninitialized: each task zeroes its own
 };
 
-// One unit of work, over a run of key tiles: it makes dkey, dvalue and dbias of those keys whole; of dquery it makes a
-// part, summed over the runs afterwards.
+// A task over a split of the n_blocks. It stores dkey, dvalue and dbias of these keys, and partial sums of dquery,
+// which DqueryPartials::reduce sums.
 template <typename acc_t>
-class BackwardUnit {
+class BwdTask {
 public:
-    BackwardUnit(const BwdParams& params, const GradientUnits& units, DqueryParts<acc_t>& dquery)
+    BwdTask(const BwdParams& params, const BwdTasks& tasks, DqueryPartials<acc_t>& dquery)
         : p_(params),
-          units_(units),
+          tasks_(tasks),
           dquery_(dquery),
-          group_(params.heads / params.kv_heads),
-          kv_heads_each_(units.heads_each / group_),
+          qheads_per_kv_(params.heads / params.kv_heads),
+          kv_heads_per_task_(tasks.heads_per_task / qheads_per_kv_),
           dense_dbias_(has_dense_dbias(params)),
           key_dbias_(params.dbias.present() && params.dbias.per_key),
           max_rows_(std::min(kRows, params.seqlen_q)),
           max_keys_(std::min(kKeys, params.seqlen_k)),
-          tile_(params, kKeys),
+          gradients_(params, kKeys),
           query_(max_rows_ * p_.head_dim),
           query_transposed_(padded(max_rows_) * p_.head_dim),
           dout_(query_.size()),
           dout_transposed_(query_transposed_.size()),
           dquery_rows_(dquery.present() ? 0 : query_.size()),
           deltas_(params),
-          // Where one tile of one query head has all rows, a member is done before the next is begun.
-          members_(params.seqlen_q <= kRows && group_ == 1 ? 1 : units.batches_each * kv_heads_each_,
-                   Member(padded(max_keys_) * p_.head_dim)),
+          // Where one m_block of one query head has all rows, a block is finished before the next begins.
+          kv_blocks_(params.seqlen_q <= kRows && qheads_per_kv_ == 1 ? 1 : tasks.batches_per_task * kv_heads_per_task_,
+                     KvBlock(padded(max_keys_) * p_.head_dim)),
           key_scratch_(max_keys_ * p_.head_dim),
-          dense_tile_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
-          column_sums_(key_dbias_ ? units.heads_each * max_keys_ : 0) {}
+          dense_sums_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
+          column_sums_(key_dbias_ ? tasks.heads_per_task * max_keys_ : 0) {}
 
     void operator()(int64_t index) {
-        const int64_t run = units_.run(index), head = units_.first_head(index), batch = units_.first_batch(index);
-        // Zero times what stands in an invisible row may have been NaN.
-        if (!differentiate(run, batch, head, /*exact=*/false)) differentiate(run, batch, head, /*exact=*/true);
+        const int64_t split = tasks_.split(index), head = tasks_.first_head(index), batch = tasks_.first_batch(index);
+        // A masked row may hold NaN, and 0 * NaN is NaN.
+        if (!compute(split, batch, head, /*exact=*/false)) compute(split, batch, head, /*exact=*/true);
     }
 
 private:
-    // One key/value head of one batch element: the tile of keys under way, and the gradients that grow with it, transposed
-    // [D, keys] as the BLAS likes them.
-    struct Member {
-        explicit Member(int64_t size)
+    // The current n_block of one KV head and batch element, and its gradients. Gradients are [D, keys], which is faster
+    // in the BLAS.
+    struct KvBlock {
+        explicit KvBlock(int64_t size)
             : key_(size), key_transposed_(size), value_transposed_(size), dkey_(size), dvalue_(size) {}
 
         void start(const BwdParams& p, const Sequence& s, int64_t first, int64_t keys, int64_t kv_head,
@@ -117,29 +118,28 @@ private:
     };
 
     // Returns whether every gradient is finite.
-    bool differentiate(int64_t run, int64_t first_batch, int64_t first_head, bool exact) {
+    bool compute(int64_t split, int64_t first_batch, int64_t first_head, bool exact) {
         bool finite = true;
         const auto for_each_dquery = [&](auto&& f) {
             if (!dquery_.present()) return;
-            units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-                f(dquery_.part(run, s, head, 0, s.rows));
+            tasks_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+                f(dquery_.partial(split, s, head, 0, s.rows));
             });
         };
         for_each_dquery([](const Matrix<acc_t>& rows) { std::fill_n(rows.data, rows.rows * rows.cols, acc_t(0)); });
-        const int64_t longest = Sequence(p_, first_batch).keys;
-        if (longest == 0 && !dquery_.present()) store_no_dquery(first_batch, first_head);
-        const int64_t end = std::min((run + 1) * units_.tiles_each * kKeys, longest);
-        for (int64_t key = run * units_.tiles_each * kKeys; key < end; key += kKeys) {
-            finite &= differentiate_keys(run, first_batch, first_head, key, std::min(kKeys, end - key), exact);
+        const int64_t num_keys = Sequence(p_, first_batch).keys;
+        if (num_keys == 0 && !dquery_.present()) store_zero_dquery(first_batch, first_head);
+        const int64_t end = std::min((split + 1) * tasks_.tiles_per_split * kKeys, num_keys);
+        for (int64_t key = split * tasks_.tiles_per_split * kKeys; key < end; key += kKeys) {
+            finite &= compute_n_block(split, first_batch, first_head, key, std::min(kKeys, end - key), exact);
         }
         for_each_dquery([&](const Matrix<acc_t>& rows) { finite &= all_finite(rows); });
         return finite;
     }
 
-    // One key tile against all rows. The batch elements of a group have one length: a group spans them only where the
-    // length is fixed.
-    bool differentiate_keys(int64_t run, int64_t first_batch, int64_t first_head, int64_t key, int64_t keys,
-                            bool exact) {
+    // One n_block by all rows. A group spans batch elements only with fixed length, so they have the same length.
+    bool compute_n_block(int64_t split, int64_t first_batch, int64_t first_head, int64_t key, int64_t keys,
+                         bool exact) {
         std::fill(column_sums_.begin(), column_sums_.end(), 0.0);
         bool finite = true;
         const Sequence first(p_, first_batch);
@@ -148,49 +148,49 @@ private:
         const int64_t first_row = dense_dbias_ || !dquery_.present() ? 0 : std::min(visible_begin, last_row);
         for (int64_t row = first_row; row <= last_row; row += kRows) {
             const int64_t rows = std::min(kRows, first.rows - row);
-            for (int64_t head = first_head; head < first_head + units_.heads_each; ++head) {
-                const bool starts = row == first_row && head % group_ == 0;
-                const bool ends = row == last_row && (head + 1) % group_ == 0;
-                for (int64_t b = first_batch; b < first_batch + units_.batches_each; ++b) {
+            for (int64_t head = first_head; head < first_head + tasks_.heads_per_task; ++head) {
+                const bool starts = row == first_row && head % qheads_per_kv_ == 0;
+                const bool ends = row == last_row && (head + 1) % qheads_per_kv_ == 0;
+                for (int64_t b = first_batch; b < first_batch + tasks_.batches_per_task; ++b) {
                     const Sequence s(p_, b);
-                    Member& m = member(b - first_batch, head - first_head);
-                    if (starts) m.start(p_, s, key, keys, head / group_, key_scratch_.data());
+                    KvBlock& block = kv_block(b - first_batch, head - first_head);
+                    if (starts) block.start(p_, s, key, keys, head / qheads_per_kv_, key_scratch_.data());
                     const int64_t seen = p_.is_causal ? std::min(s.causal_end(row + rows - 1) - key, keys) : keys;
                     const Tile tile{s, head, row, rows, key, seen};
-                    const auto dquery = rows_of_dquery(run, tile);
-                    if (row >= visible_begin && rows > 0 && !mask_hides(p_, tile)) {
-                        add_tile(tile, m, dquery, head - first_head, exact);
+                    const auto dquery = rows_of_dquery(split, tile);
+                    if (row >= visible_begin && rows > 0 && !is_fully_masked(p_, tile)) {
+                        add_tile(tile, block, dquery, head - first_head, exact);
                     }
                     if (!dquery_.present()) {
                         finite &= all_finite(dquery);
                         store_rows(p_, dquery, p_.dquery, s, row, head);
                     }
                     if (ends) {
-                        finite &= store_transposed(m.dkey, p_.dkey, s, key, head / group_);
-                        finite &= store_transposed(m.dvalue, p_.dvalue, s, key, head / group_);
+                        finite &= store_transposed(block.dkey, p_.dkey, s, key, head / qheads_per_kv_);
+                        finite &= store_transposed(block.dvalue, p_.dvalue, s, key, head / qheads_per_kv_);
                     }
                 }
-                if (dense_dbias_ && units_.last_of_bias_head(head))
+                if (dense_dbias_ && tasks_.is_last_of_bias_head(head))
                     store_dense_dbias({first, head, row, rows, key, keys});
             }
         }
-        units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
-            if (key_dbias_ && units_.last_of_bias_head(head))
+        tasks_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+            if (key_dbias_ && tasks_.is_last_of_bias_head(head))
                 store_key_dbias({s, head, 0, 1, key, keys}, head - first_head);
         });
         return finite;
     }
 
-    // Where a tile's gradient of the query is summed; nothing is in it where the tile makes it whole.
-    Matrix<acc_t> rows_of_dquery(int64_t run, const Tile& tile) {
-        if (dquery_.present()) return dquery_.part(run, tile.sequence, tile.head, tile.row, tile.rows);
+    // Where dquery of a tile is summed; zeroed here where the tile stores it.
+    Matrix<acc_t> rows_of_dquery(int64_t split, const Tile& tile) {
+        if (dquery_.present()) return dquery_.partial(split, tile.sequence, tile.head, tile.row, tile.rows);
         std::fill_n(dquery_rows_.data(), tile.rows * p_.head_dim, acc_t(0));
         return {dquery_rows_.data(), tile.rows, p_.head_dim, p_.head_dim};
     }
 
-    // Where there are no keys there is no tile either.
-    void store_no_dquery(int64_t first_batch, int64_t first_head) {
-        units_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
+    // Without keys there is no tile that would store dquery.
+    void store_zero_dquery(int64_t first_batch, int64_t first_head) {
+        tasks_.for_each_query_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             for (int64_t row = 0; row < s.rows; row += kRows) {
                 const Tile tile{s, head, row, std::min(kRows, s.rows - row), 0, 0};
                 store_rows(p_, rows_of_dquery(0, tile), p_.dquery, s, row, head);
@@ -198,7 +198,7 @@ private:
         });
     }
 
-    void add_tile(const Tile& tile, Member& m, const Matrix<acc_t>& dquery, int64_t head_in_group, bool exact) {
+    void add_tile(const Tile& tile, KvBlock& block, const Matrix<acc_t>& dquery, int64_t head_in_group, bool exact) {
         const Sequence& s = tile.sequence;
         if (!dquery_.present()) deltas_(s, tile.head, tile.row, tile.rows);
         const auto query = load_rows(p_, p_.query, s, tile.row, tile.rows, tile.head, query_.data());
@@ -206,24 +206,26 @@ private:
         const auto query_transposed = transpose(query, query_transposed_.data(), padded(tile.rows));
         const auto dout_transposed = transpose(dout, dout_transposed_.data(), padded(tile.rows));
 
-        const auto key = m.key.first_rows(tile.keys);
-        tile_.compute(tile, query, dout, key, m.key_transposed.first_cols(tile.keys),
-                      m.value_transposed.first_cols(tile.keys));
-        add_product_right<acc_t>(dout_transposed, tile_.probs, 1, exact, m.dvalue.first_cols(tile.keys));
+        const auto key = block.key.first_rows(tile.keys);
+        gradients_.compute(tile, query, dout, key, block.key_transposed.first_cols(tile.keys),
+                           block.value_transposed.first_cols(tile.keys));
+        add_product_right<acc_t>(dout_transposed, gradients_.probs, 1, exact, block.dvalue.first_cols(tile.keys));
         for (int64_t i = 0; i < tile.rows && dense_dbias_; ++i) {
-            row_add(dense_tile_.data() + i * max_keys_, tile_.dx.row(i), tile.keys);
+            row_add(dense_sums_.data() + i * max_keys_, gradients_.dx.row(i), tile.keys);
         }
         if (key_dbias_) add_column_sums(head_in_group);
-        const auto& ds = tile_.to_ds();
-        add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, m.dkey.first_cols(tile.keys));
+        const auto& ds = gradients_.to_ds();
+        add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, block.dkey.first_cols(tile.keys));
         add_product_left<acc_t>(ds, key, p_.softmax_scale, exact, dquery);
     }
 
-    Member& member(int64_t batch_in_group, int64_t head_in_group) {
-        return members_[members_.size() == 1 ? 0 : batch_in_group * kv_heads_each_ + head_in_group / group_];
+    KvBlock& kv_block(int64_t batch_in_group, int64_t head_in_group) {
+        return kv_blocks_[kv_blocks_.size() == 1
+                              ? 0
+                              : batch_in_group * kv_heads_per_task_ + head_in_group / qheads_per_kv_];
     }
 
-    // Returns whether it is finite.
+    // Returns whether the gradient is finite.
     bool store_transposed(const Matrix<acc_t>& transposed, const RowsView& to, const Sequence& s, int64_t key,
                           int64_t kv_head) {
         const auto rows = transpose(transposed, key_scratch_.data());
@@ -233,7 +235,7 @@ private:
 
     void add_column_sums(int64_t head_in_group) {
         const int64_t bias_head = head_in_group / (p_.heads / p_.dbias.heads);
-        tile_.add_column_sums(column_sums_.data() + bias_head * max_keys_);
+        gradients_.add_column_sums(column_sums_.data() + bias_head * max_keys_);
     }
 
     void store_key_dbias(const Tile& tile, int64_t head_in_group) {
@@ -243,32 +245,32 @@ private:
     }
 
     void store_dense_dbias(const Tile& tile) {
-        const Matrix<acc_t> sums{dense_tile_.data(), tile.rows, tile.keys, max_keys_};
+        const Matrix<acc_t> sums{dense_sums_.data(), tile.rows, tile.keys, max_keys_};
         store(sums, p_.dbias.data, p_.bias.dtype, offset_of(p_.dbias, tile, p_.heads), p_.dbias.row_stride);
-        std::fill(dense_tile_.begin(), dense_tile_.end(), acc_t(0));
+        std::fill(dense_sums_.begin(), dense_sums_.end(), acc_t(0));
     }
 
     const BwdParams& p_;
-    const GradientUnits& units_;
-    DqueryParts<acc_t>& dquery_;
-    int64_t group_, kv_heads_each_;
+    const BwdTasks& tasks_;
+    DqueryPartials<acc_t>& dquery_;
+    int64_t qheads_per_kv_, kv_heads_per_task_;
     bool dense_dbias_, key_dbias_;
     int64_t max_rows_, max_keys_;
-    GradientTile<acc_t> tile_;
+    ScoreGradients<acc_t> gradients_;
     Buffer<acc_t> query_, query_transposed_, dout_, dout_transposed_, dquery_rows_;
     RowDeltas<acc_t> deltas_;
-    std::vector<Member> members_;
-    Buffer<acc_t> key_scratch_, dense_tile_;
-    std::vector<double> column_sums_;  // of thousands of rows
+    std::vector<KvBlock> kv_blocks_;
+    Buffer<acc_t> key_scratch_, dense_sums_;
+    std::vector<double> column_sums_;  // float64, because there may be thousands of rows
 };
 
 template <typename acc_t>
 void run(const BwdParams& params) {
-    const GradientUnits units(params, ceil_div(params.seqlen_k, kKeys));
-    DqueryParts<acc_t> dquery(params, units);
-    if (params.lists.present() || dquery.present()) row_deltas<acc_t>(params);  // else each tile does
-    if (params.lists.present()) return gathered_backward<acc_t>(params);
-    for_each_unit(units.count(), [&] { return BackwardUnit<acc_t>(params, units, dquery); });
+    const BwdTasks tasks(params, ceil_div(params.seqlen_k, kKeys));
+    DqueryPartials<acc_t> dquery(params, tasks);
+    if (params.lists.present() || dquery.present()) row_deltas<acc_t>(params);  // else each tile computes D_i
+    if (params.lists.present()) return gather_bwd<acc_t>(params);
+    parallel_for_tasks(tasks.count(), [&] { return BwdTask<acc_t>(params, tasks, dquery); });
     if (dquery.present()) dquery.reduce();
 }
 

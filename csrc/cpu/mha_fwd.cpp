@@ -4,9 +4,10 @@
 #include <limits>
 #include <vector>
 
-#include "attention.h"
-#include "gather.h"
+#include "mha_cpu.h"
+#include "gathered_keys.h"
 #include "scores.h"
+#include "parallel.h"
 
 namespace flash_dmattn {
 namespace {
@@ -16,16 +17,17 @@ constexpr int64_t kKeys = 256;
 
 constexpr int64_t kFewRowsKeys = 128;
 
-// What is known of some rows after some of their keys: exp(score - max) summed, and out, not yet divided by sum.
+// The online softmax of some rows after some of their keys: the maximum, the sum of exp(score - max), and the output
+// before the division by the sum.
 template <typename acc_t>
-struct RowSums {
+struct SoftmaxState {
     static constexpr acc_t kNone = -std::numeric_limits<acc_t>::infinity();
 
     Matrix<acc_t> out;
     acc_t* max;
     double* sum;
 
-    RowSums rows(int64_t first, int64_t count) const {
+    SoftmaxState rows(int64_t first, int64_t count) const {
         return {{out.row(first), count, out.cols, out.stride}, max + first, sum + first};
     }
 
@@ -35,9 +37,9 @@ struct RowSums {
         std::fill_n(sum, out.rows, 0.0);
     }
 
-    // What was summed is brought to a new largest score, of which it returns whether there is one.
-    bool raise(int64_t i, acc_t largest) const {
-        const acc_t now = largest <= max[i] ? max[i] : largest;  // NaN wins
+    // Rescales row i to a new maximum. Returns whether the row has a visible score.
+    bool update_max(int64_t i, acc_t largest) const {
+        const acc_t now = largest <= max[i] ? max[i] : largest;  // a NaN replaces any maximum
         if (now == kNone) return false;
         if (max[i] != now && max[i] != kNone) {
             const acc_t correction = std::exp(max[i] - now);
@@ -48,10 +50,10 @@ struct RowSums {
         return true;
     }
 
-    // Adds what other keys gave the same rows.
-    void add(const RowSums& other) const {
+    // Adds the softmax of the same rows over other keys.
+    void merge(const SoftmaxState& other) const {
         for (int64_t i = 0; i < out.rows; ++i) {
-            if (!raise(i, other.max[i])) continue;
+            if (!update_max(i, other.max[i])) continue;
             const acc_t weight = std::exp(other.max[i] - max[i]);
             sum[i] += other.sum[i] * weight;
             row_scale(other.out.row(i), weight, out.cols);
@@ -59,7 +61,7 @@ struct RowSums {
         }
     }
 
-    // Brings out and lse of rows of a query head home.
+    // Normalizes and stores out and lse of rows of a query head.
     void finish(const FwdParams& p, const Sequence& sequence, int64_t head, int64_t row) const {
         acc_t* lse = row_stats<acc_t>(p.lse, sequence, head, row);
         for (int64_t i = 0; i < out.rows; ++i) {
@@ -71,15 +73,15 @@ struct RowSums {
     }
 };
 
-// Products to exp(score - the row's largest so far).
+// Replaces the products of a tile by exp(score - maximum so far), and updates the sums.
 template <typename acc_t>
-void online_softmax(const FwdParams& p, const Tile& tile, const Matrix<acc_t>& products, const RowSums<acc_t>& sums,
-                    PairScratch<acc_t>& scratch) {
+void online_softmax(const FwdParams& p, const Tile& tile, const Matrix<acc_t>& products,
+                    const SoftmaxState<acc_t>& sums, ScoreScratch<acc_t>& scratch) {
     ScoreRows<acc_t> scores(p, tile, scratch);
     for (int64_t i = 0; i < tile.rows; ++i) {
         acc_t* x = products.row(i);
         scores.finish(i, x, nullptr);
-        if (sums.raise(i, row_max(x, tile.keys))) {
+        if (sums.update_max(i, row_max(x, tile.keys))) {
             sums.sum[i] += row_exp(x, sums.max[i], tile.keys);
         } else {
             std::fill_n(x, tile.keys, acc_t(0));
@@ -87,15 +89,15 @@ void online_softmax(const FwdParams& p, const Tile& tile, const Matrix<acc_t>& p
     }
 }
 
-// out and lse of one tile of query rows; owns its scratch memory, one object a thread.
+// Computes out and lse of one m_block. Owns its scratch memory: one object per thread.
 template <typename acc_t>
-class ForwardUnit {
+class FwdTask {
 public:
-    explicit ForwardUnit(const FwdParams& params)
+    explicit FwdTask(const FwdParams& params)
         : p_(params),
           max_rows_(std::min(kRows, params.seqlen_q)),
           max_keys_(std::min(kKeys, params.seqlen_k)),
-          pairs_(max_keys_),
+          score_scratch_(max_keys_),
           gathered_(params, kKeys),
           query_(max_rows_ * p_.head_dim),
           key_(params.lists.present() ? 0 : max_keys_ * p_.head_dim),
@@ -106,46 +108,46 @@ public:
           sum_(max_rows_) {}
 
     void operator()(const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
-        const RowSums<acc_t> sums{{out_.data(), rows, p_.head_dim, p_.head_dim}, max_.data(), sum_.data()};
+        const SoftmaxState<acc_t> sums{{out_.data(), rows, p_.head_dim, p_.head_dim}, max_.data(), sum_.data()};
         attend(sequence, head, row, sums, /*exact=*/false);
-        // Zero times what stands in an invisible value may have been NaN.
+        // A masked value may hold NaN, and 0 * NaN is NaN.
         if (!all_finite(sums.out)) attend(sequence, head, row, sums, /*exact=*/true);
         sums.finish(p_, sequence, head, row);
     }
 
 private:
-    void attend(const Sequence& sequence, int64_t head, int64_t row, const RowSums<acc_t>& sums, bool exact) {
+    void attend(const Sequence& sequence, int64_t head, int64_t row, const SoftmaxState<acc_t>& sums, bool exact) {
         sums.start();
         const auto query = load_rows(p_, p_.query, sequence, row, sums.out.rows, head, query_.data());
         p_.lists.present() ? walk_list(sequence, head, row, query, sums, exact)
                            : walk_keys(sequence, head, row, query, sums, exact);
     }
 
-    // All keys up to the last that causality shows, a tile after the other.
+    // The dense mainloop: all n_blocks up to the causal end.
     void walk_keys(const Sequence& sequence, int64_t head, int64_t row, const Matrix<acc_t>& query,
-                   const RowSums<acc_t>& sums, bool exact) {
+                   const SoftmaxState<acc_t>& sums, bool exact) {
         const int64_t kv_head = head / (p_.heads / p_.kv_heads);
         const int64_t end = p_.is_causal ? sequence.causal_end(row + query.rows - 1) : sequence.keys;
         for (int64_t j = 0; j < end; j += kKeys) {
             const Tile tile{sequence, head, row, query.rows, j, std::min(kKeys, end - j)};
-            if (mask_hides(p_, tile)) continue;
+            if (is_fully_masked(p_, tile)) continue;
             const auto key = load_keys(p_, p_.key, sequence, j, tile.keys, kv_head, key_.data());
             const auto key_transposed = transpose(key, key_transposed_.data(), padded(tile.keys));
             const Matrix<acc_t> probs = products(tile, query, key, key_transposed);
-            online_softmax(p_, tile, probs, sums, pairs_);
+            online_softmax(p_, tile, probs, sums, score_scratch_);
             const auto value = load_keys(p_, p_.value, sequence, j, tile.keys, kv_head, key_.data());
             add_product_left<acc_t>(probs, value, 1, exact, sums.out);
         }
     }
 
-    // The keys that the rows' list names.
+    // The mainloop over the gathered keys of the m_block's list.
     void walk_list(const Sequence& sequence, int64_t head, int64_t row, const Matrix<acc_t>& query,
-                   const RowSums<acc_t>& sums, bool exact) {
+                   const SoftmaxState<acc_t>& sums, bool exact) {
         gathered_.load(sequence, head, row, query.rows);
         for (const auto& keys : gathered_.tiles()) {
             const Tile tile = keys.tile(sequence, head, row, query.rows);
             const Matrix<acc_t> probs = products(tile, query, keys.key, keys.key_transposed);
-            online_softmax(p_, tile, probs, sums, pairs_);
+            online_softmax(p_, tile, probs, sums, score_scratch_);
             add_product_left<acc_t>(probs, keys.value, 1, exact, sums.out);
         }
     }
@@ -159,115 +161,115 @@ private:
 
     const FwdParams& p_;
     int64_t max_rows_, max_keys_;
-    PairScratch<acc_t> pairs_;
+    ScoreScratch<acc_t> score_scratch_;
     GatheredKeys<acc_t> gathered_;
     Buffer<acc_t> query_, key_, key_transposed_, probs_, out_, max_;
     std::vector<double> sum_;
 };
 
-// Sequences of few rows, as in decoding, whose keys are what costs: each is read once, in the order in which memory has
-// them, for all heads. There are several runs of keys where batch elements alone give few units of work; the cut is the
-// same whatever the number of threads.
+// Split-KV for sequences of few rows, as in decoding, where reading the keys takes the time: each key is read once for
+// all heads, in memory order. The keys of a batch element are split where batch elements alone are few tasks. The
+// splits do not depend on the number of threads.
 template <typename acc_t>
-class FewRows {
+class SplitKvFwd {
 public:
-    explicit FewRows(const FwdParams& params) : p_(params), group_(p_.heads / p_.kv_heads) {
-        constexpr int64_t kMinUnits = 64;
-        const int64_t most_runs = ceil_div(kMinUnits, p_.batch), tiles = ceil_div(p_.seqlen_k, kFewRowsKeys);
-        keys_each_ = std::max<int64_t>(ceil_div(tiles, most_runs), 1) * kFewRowsKeys;
-        runs_ = std::max<int64_t>(ceil_div(p_.seqlen_k, keys_each_), 1);
-        out_.resize(p_.batch * runs_ * rows_each() * p_.head_dim);
-        max_.resize(p_.batch * runs_ * rows_each());
+    explicit SplitKvFwd(const FwdParams& params) : p_(params), qheads_per_kv_(p_.heads / p_.kv_heads) {
+        constexpr int64_t kMinTasks = 64;
+        const int64_t max_splits = ceil_div(kMinTasks, p_.batch), tiles = ceil_div(p_.seqlen_k, kFewRowsKeys);
+        keys_per_split_ = std::max<int64_t>(ceil_div(tiles, max_splits), 1) * kFewRowsKeys;
+        num_splits_ = std::max<int64_t>(ceil_div(p_.seqlen_k, keys_per_split_), 1);
+        out_.resize(p_.batch * num_splits_ * rows_per_split() * p_.head_dim);
+        max_.resize(p_.batch * num_splits_ * rows_per_split());
         sum_.resize(max_.size());
-        done_ = std::vector<std::atomic<int64_t>>(p_.batch);
+        finished_splits_ = std::vector<std::atomic<int64_t>>(p_.batch);
     }
 
     void run() {
-        for_each_unit(p_.batch * runs_, [&] {
-            return [this, unit = Unit(p_)](int64_t index) mutable {
-                const Sequence s(p_, index / runs_);
+        parallel_for_tasks(p_.batch * num_splits_, [&] {
+            return [this, scratch = Scratch(p_)](int64_t index) mutable {
+                const Sequence s(p_, index / num_splits_);
                 if (s.rows == 0) return;
-                attend(s, index % runs_, unit);
-                if (++done_[s.batch] == runs_) finish(s);  // whichever comes last sums all parts in their order
+                attend(s, index % num_splits_, scratch);
+                if (++finished_splits_[s.batch] == num_splits_) finish(s);  // the last split merges all
             };
         });
     }
 
 private:
-    // Scratch memory, one object a thread.
-    struct Unit {
-        explicit Unit(const FwdParams& p)
+    // One object per thread.
+    struct Scratch {
+        explicit Scratch(const FwdParams& p)
             : max_keys(std::min(kFewRowsKeys, p.seqlen_k)),
-              pairs(max_keys),
+              scores(max_keys),
               query(p.heads * p.seqlen_q * p.head_dim),
               value(max_keys * p.head_dim),
               probs(p.heads / p.kv_heads * p.seqlen_q * padded(max_keys)) {}
 
         int64_t max_keys;
-        PairScratch<acc_t> pairs;
+        ScoreScratch<acc_t> scores;
         Buffer<acc_t> query, value, probs;
     };
 
-    int64_t rows_each() const { return p_.heads * p_.seqlen_q; }
+    int64_t rows_per_split() const { return p_.heads * p_.seqlen_q; }
 
-    // What a run gives to the rows of a sequence: those of a query head after those of the head before.
-    RowSums<acc_t> part(const Sequence& s, int64_t run) {
-        const int64_t at = (s.batch * runs_ + run) * rows_each();
+    // The softmax state of a split for the rows of a sequence, head by head.
+    SoftmaxState<acc_t> partial(const Sequence& s, int64_t split) {
+        const int64_t at = (s.batch * num_splits_ + split) * rows_per_split();
         const Matrix<acc_t> out{out_.data() + at * p_.head_dim, p_.heads * s.rows, p_.head_dim, p_.head_dim};
         return {out, max_.data() + at, sum_.data() + at};
     }
 
-    void attend(const Sequence& s, int64_t run, Unit& unit) {
-        const auto sums = part(s, run);
-        const Matrix<acc_t> query{unit.query.data(), sums.out.rows, p_.head_dim, p_.head_dim};
+    void attend(const Sequence& s, int64_t split, Scratch& scratch) {
+        const auto sums = partial(s, split);
+        const Matrix<acc_t> query{scratch.query.data(), sums.out.rows, p_.head_dim, p_.head_dim};
         for (int64_t head = 0; head < p_.heads; ++head) {
             acc_t* to = query.row(head * s.rows);
             const auto rows = load_rows(p_, p_.query, s, 0, s.rows, head, to);
             for (int64_t i = 0; i < s.rows && rows.data != to; ++i)
                 std::copy_n(rows.row(i), rows.cols, to + i * rows.cols);
         }
-        attend(s, run, query, sums, unit, /*exact=*/false);
-        // Zero times what stands in an invisible value may have been NaN.
-        if (!all_finite(sums.out)) attend(s, run, query, sums, unit, /*exact=*/true);
+        attend(s, split, query, sums, scratch, /*exact=*/false);
+        // A masked value may hold NaN, and 0 * NaN is NaN.
+        if (!all_finite(sums.out)) attend(s, split, query, sums, scratch, /*exact=*/true);
     }
 
-    void attend(const Sequence& s, int64_t run, const Matrix<acc_t>& query, const RowSums<acc_t>& sums, Unit& unit,
-                bool exact) {
+    void attend(const Sequence& s, int64_t split, const Matrix<acc_t>& query, const SoftmaxState<acc_t>& sums,
+                Scratch& scratch, bool exact) {
         sums.start();
-        const int64_t end = std::min((run + 1) * keys_each_, s.keys);
-        for (int64_t j = run * keys_each_; j < end; j += kFewRowsKeys) {
+        const int64_t end = std::min((split + 1) * keys_per_split_, s.keys);
+        for (int64_t j = split * keys_per_split_; j < end; j += kFewRowsKeys) {
             const int64_t keys = std::min(kFewRowsKeys, end - j);
-            for (int64_t head = 0; head < p_.heads; head += group_) {
-                const int64_t first = head * s.rows, rows = group_ * s.rows;
+            for (int64_t head = 0; head < p_.heads; head += qheads_per_kv_) {
+                const int64_t first = head * s.rows, rows = qheads_per_kv_ * s.rows;
                 add_keys(s, head, j, keys, {query.row(first), rows, query.cols, query.stride}, sums.rows(first, rows),
-                         unit, exact);
+                         scratch, exact);
             }
         }
     }
 
-    // Some keys of one key/value head to the rows of the query heads that share it, from `first_head` on.
+    // One n_block of a KV head for the rows of its query heads, from `first_head` on.
     void add_keys(const Sequence& s, int64_t first_head, int64_t key, int64_t keys, const Matrix<acc_t>& query,
-                  const RowSums<acc_t>& sums, Unit& unit, bool exact) {
+                  const SoftmaxState<acc_t>& sums, Scratch& scratch, bool exact) {
         const auto tile_of = [&](int64_t head) { return Tile{s, head, 0, s.rows, key, keys}; };
         int64_t head = first_head;
-        while (head < first_head + group_ && mask_hides(p_, tile_of(head))) ++head;
-        if (head == first_head + group_) return;
-        const Matrix<acc_t> probs{unit.probs.data(), query.rows, keys, padded(keys)};
+        while (head < first_head + qheads_per_kv_ && is_fully_masked(p_, tile_of(head))) ++head;
+        if (head == first_head + qheads_per_kv_) return;
+        const Matrix<acc_t> probs{scratch.probs.data(), query.rows, keys, padded(keys)};
         const StoredRows value = stored_keys(p_.value, s, key, keys, first_head);
-        const bool last = first_head + group_ == p_.heads;
+        const bool last = first_head + qheads_per_kv_ == p_.heads;
         const int64_t next_key = last ? std::min(key + kFewRowsKeys, s.keys) : key;
-        const StoredRows next =
-            stored_keys(p_.key, s, next_key, std::min(kFewRowsKeys, s.keys - next_key), last ? 0 : first_head + group_);
+        const StoredRows next = stored_keys(p_.key, s, next_key, std::min(kFewRowsKeys, s.keys - next_key),
+                                            last ? 0 : first_head + qheads_per_kv_);
         row_products<acc_t>(query, stored_keys(p_.key, s, key, keys, first_head), p_.softmax_scale, probs,
                             {value, next});
-        for (head = first_head; head < first_head + group_; ++head) {
+        for (head = first_head; head < first_head + qheads_per_kv_; ++head) {
             const int64_t row = (head - first_head) * s.rows;
             online_softmax(p_, tile_of(head), {probs.row(row), s.rows, keys, probs.stride}, sums.rows(row, s.rows),
-                           unit.pairs);
+                           scratch.scores);
         }
         if (exact) {
             const auto widened = load<acc_t>(value.data, value.dtype, value.offset, value.stride, value.rows,
-                                             value.cols, unit.value.data());
+                                             value.cols, scratch.value.data());
             add_product_left<acc_t>(probs, widened, 1, exact, sums.out);
         } else {
             add_weighted_rows<acc_t>(probs, value, sums.out);
@@ -275,26 +277,26 @@ private:
     }
 
     StoredRows stored_keys(const RowsView& view, const Sequence& s, int64_t key, int64_t keys, int64_t head) const {
-        const int64_t at =
-            s.batch * view.batch_stride + (s.first_key + key) * view.row_stride + head / group_ * view.head_stride;
+        const int64_t at = s.batch * view.batch_stride + (s.first_key + key) * view.row_stride +
+                           head / qheads_per_kv_ * view.head_stride;
         return {view.data, p_.dtype, at, keys, p_.head_dim, view.row_stride};
     }
 
-    // Sums the parts of all runs, in their order.
+    // Merges all splits, in their order.
     void finish(const Sequence& s) {
-        const auto sums = part(s, 0);
-        for (int64_t run = 1; run < runs_; ++run) sums.add(part(s, run));
+        const auto sums = partial(s, 0);
+        for (int64_t split = 1; split < num_splits_; ++split) sums.merge(partial(s, split));
         for (int64_t head = 0; head < p_.heads; ++head) sums.rows(head * s.rows, s.rows).finish(p_, s, head, 0);
     }
 
     const FwdParams& p_;
-    int64_t group_, keys_each_, runs_;
+    int64_t qheads_per_kv_, keys_per_split_, num_splits_;
     Buffer<acc_t> out_, max_;
     std::vector<double> sum_;
-    std::vector<std::atomic<int64_t>> done_;  // how many runs of each sequence
+    std::vector<std::atomic<int64_t>> finished_splits_;  // [B]
 };
 
-// Rows and keys of the (batch element, query head) that comes after: of short sequences the next unit of work.
+// Prefetches Q, K and V of the next batch element and query head: with short sequences the next task.
 void prefetch_sequence(const FwdParams& p, int64_t index) {
     if (index >= p.batch * p.heads) return;
     const Sequence s(p, index / p.heads);
@@ -306,22 +308,21 @@ void prefetch_sequence(const FwdParams& p, int64_t index) {
 
 template <typename acc_t>
 void run(const FwdParams& params) {
-    if (params.seqlen_q <= kFewRows && !params.lists.present()) return FewRows<acc_t>(params).run();
-    // Where there are lists, the query heads that share a key/value head follow each other: they share what is
-    // gathered.
-    const int64_t rows_each = params.lists.present() ? params.lists.tile_rows : kRows;
-    const int64_t heads_each = params.lists.present() ? params.heads / params.kv_heads : 1;
-    const int64_t num_m_blocks = ceil_div(params.seqlen_q, rows_each), head_groups = params.heads / heads_each;
-    for_each_unit(params.batch * head_groups * num_m_blocks, [&] {
-        return [=, &params, unit = ForwardUnit<acc_t>(params)](int64_t index) mutable {
-            // The last rows come first: under causality they are the longest.
-            const int64_t row = (num_m_blocks - 1 - index % num_m_blocks) * rows_each;
-            const int64_t first_head = index / num_m_blocks % head_groups * heads_each;
+    if (params.seqlen_q <= kFewRows && !params.lists.present()) return SplitKvFwd<acc_t>(params).run();
+    // Over key lists a task has all query heads of a GQA group, which share the gathered keys.
+    const int64_t tile_rows = params.lists.present() ? params.lists.tile_rows : kRows;
+    const int64_t heads_per_task = params.lists.present() ? params.heads / params.kv_heads : 1;
+    const int64_t num_m_blocks = ceil_div(params.seqlen_q, tile_rows), head_groups = params.heads / heads_per_task;
+    parallel_for_tasks(params.batch * head_groups * num_m_blocks, [&] {
+        return [=, &params, task = FwdTask<acc_t>(params)](int64_t index) mutable {
+            // The last rows come first: with causality they see most keys.
+            const int64_t row = (num_m_blocks - 1 - index % num_m_blocks) * tile_rows;
+            const int64_t first_head = index / num_m_blocks % head_groups * heads_per_task;
             const Sequence sequence(params, index / num_m_blocks / head_groups);
             if (row >= sequence.rows) return;
-            if (num_m_blocks == 1 && heads_each == 1) prefetch_sequence(params, index + 1);
-            for (int64_t head = first_head; head < first_head + heads_each; ++head) {
-                unit(sequence, head, row, std::min(rows_each, sequence.rows - row));
+            if (num_m_blocks == 1 && heads_per_task == 1) prefetch_sequence(params, index + 1);
+            for (int64_t head = first_head; head < first_head + heads_per_task; ++head) {
+                task(sequence, head, row, std::min(tile_rows, sequence.rows - row));
             }
         };
     });

@@ -7,23 +7,23 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int64_t kRowsAhead = 8;
-constexpr int64_t kProductRows = 128, kProductKeys = 256;  // every tile begins at a multiple of both
+constexpr int64_t kProductRows = 128, kProductKeys = 256;  // tiles start at multiples of both
 
-// x += bias where a pair is visible, else -inf: chosen, not added, for the score of an invisible pair may be NaN. A bias
-// hides up to `least`, the least finite number of its type: additive masks are made of it. NaN hides nothing.
+// x += bias where visible, else -inf. A masked score may be NaN, so -inf is selected, not added. A bias masks where it
+// is at most `lowest`, the lowest finite number of its type, which additive masks contain. A NaN bias masks nothing.
 template <typename acc_t>
-void apply_mask_and_bias(acc_t* __restrict x, const acc_t* __restrict bias, acc_t least,
+void apply_mask_and_bias(acc_t* __restrict x, const acc_t* __restrict bias, acc_t lowest,
                          const uint8_t* __restrict visible, int64_t n) {
     constexpr acc_t hidden = -std::numeric_limits<acc_t>::infinity();
     if (bias != nullptr && visible != nullptr) {
         for (int64_t j = 0; j < n; ++j) {
             const acc_t b = bias[j], sum = x[j] + b;
-            x[j] = (visible[j] != 0) & !(b <= least) ? sum : hidden;
+            x[j] = (visible[j] != 0) & !(b <= lowest) ? sum : hidden;
         }
     } else if (bias != nullptr) {
         for (int64_t j = 0; j < n; ++j) {
             const acc_t b = bias[j], sum = x[j] + b;
-            x[j] = b <= least ? hidden : sum;
+            x[j] = b <= lowest ? hidden : sum;
         }
     } else if (visible != nullptr) {
         for (int64_t j = 0; j < n; ++j) {
@@ -33,18 +33,18 @@ void apply_mask_and_bias(acc_t* __restrict x, const acc_t* __restrict bias, acc_
     }
 }
 
-// Calls f(j, start, end) for each key of the tile.
+// Calls f(j, start, end) with the interval of each key of the tile.
 template <typename F>
 void for_each_interval(const AttentionParams& params, const Tile& tile, F&& f) {
     const IntervalView& view = params.intervals;
     const int64_t at = offset_of(view, tile.sequence, tile.head, params.heads);
     for (int64_t j = 0; j < tile.keys; ++j) {
-        const int64_t key = at + (tile.listed != nullptr ? tile.listed[j] : tile.key + j) * view.col_stride;
+        const int64_t key = at + (tile.gathered != nullptr ? tile.gathered[j] : tile.key + j) * view.col_stride;
         f(j, view.start[key], view.end[key]);
     }
 }
 
-bool intervals_hide(const AttentionParams& params, const Tile& tile) {
+bool intervals_mask_all(const AttentionParams& params, const Tile& tile) {
     bool seen = false;
     for_each_interval(params, tile, [&](int64_t, int64_t start, int64_t end) {
         seen |= std::max(start, tile.row) < std::min(end, tile.row + tile.rows);
@@ -52,13 +52,13 @@ bool intervals_hide(const AttentionParams& params, const Tile& tile) {
     return !seen;
 }
 
-// Bytes, not bool: PyTorch takes any but 0 for True.
+// Whether any byte is not 0. PyTorch treats any byte but 0 as True, so the values are no bool.
 bool any(const uint8_t* values, int64_t n, int64_t stride) {
-    constexpr int64_t kAtOnce = 256;
+    constexpr int64_t kChunk = 256;
     if (stride == 1) {
-        for (int64_t j = 0; j < n; j += kAtOnce) {
+        for (int64_t j = 0; j < n; j += kChunk) {
             uint8_t some = 0;
-            for (int64_t i = j; i < std::min(j + kAtOnce, n); ++i) some |= values[i];
+            for (int64_t i = j; i < std::min(j + kChunk, n); ++i) some |= values[i];
             if (some != 0) return true;
         }
         return false;
@@ -70,8 +70,8 @@ bool any(const uint8_t* values, int64_t n, int64_t stride) {
 
 }  // namespace
 
-bool mask_hides(const AttentionParams& params, const Tile& tile) {
-    if (params.intervals.present()) return intervals_hide(params, tile);
+bool is_fully_masked(const AttentionParams& params, const Tile& tile) {
+    if (params.intervals.present()) return intervals_mask_all(params, tile);
     const MaskView& mask = params.mask;
     if (!mask.present()) return false;
     const auto* visible = static_cast<const uint8_t*>(mask.data) + offset_of(mask, tile, params.heads);
@@ -100,12 +100,12 @@ void score_products(const AttentionParams& params, const Tile& tile, const Matri
 }
 
 template <typename acc_t>
-ScoreRows<acc_t>::ScoreRows(const AttentionParams& params, const Tile& tile, PairScratch<acc_t>& scratch)
+ScoreRows<acc_t>::ScoreRows(const AttentionParams& params, const Tile& tile, ScoreScratch<acc_t>& scratch)
     : p_(params), tile_(tile), scratch_(scratch) {
     if (p_.mask.present()) mask_at_ = static_cast<const uint8_t*>(p_.mask.data) + offset_of(p_.mask, tile, p_.heads);
     if (p_.bias.present()) {
         bias_at_ = offset_of(p_.bias, tile, p_.heads);
-        least_bias_ = least<acc_t>(p_.bias.dtype);
+        lowest_bias_ = lowest<acc_t>(p_.bias.dtype);
     }
     if (p_.intervals.present()) {
         for_each_interval(p_, tile, [&](int64_t j, int32_t start, int32_t end) {
@@ -119,9 +119,9 @@ ScoreRows<acc_t>::ScoreRows(const AttentionParams& params, const Tile& tile, Pai
 template <typename acc_t>
 void ScoreRows<acc_t>::finish(int64_t i, acc_t* x, acc_t* slope) {
     if (p_.softcap > 0) row_softcap<acc_t>(x, slope, p_.softcap, tile_.keys);
-    const uint8_t* seen = tile_.listed_rows != nullptr ? listed_visible(i) : visible(i);
-    apply_mask_and_bias(x, bias(i), least_bias_, seen, tile_.keys);
-    if (intervals_) hide_outside_intervals(i, x);
+    const uint8_t* seen = tile_.row_words != nullptr ? gathered_visible(i) : visible(i);
+    apply_mask_and_bias(x, bias(i), lowest_bias_, seen, tile_.keys);
+    if (intervals_) apply_intervals(i, x);
     if (p_.is_causal) {
         const int64_t end = tile_.keys_before(tile_.sequence.causal_end(tile_.row + i));
         if (end < tile_.keys) std::fill(x + end, x + tile_.keys, -std::numeric_limits<acc_t>::infinity());
@@ -129,7 +129,7 @@ void ScoreRows<acc_t>::finish(int64_t i, acc_t* x, acc_t* slope) {
 }
 
 template <typename acc_t>
-void ScoreRows<acc_t>::hide_outside_intervals(int64_t i, acc_t* __restrict x) const {
+void ScoreRows<acc_t>::apply_intervals(int64_t i, acc_t* __restrict x) const {
     const int32_t* __restrict start = scratch_.start.data();
     const int32_t* __restrict end = scratch_.end.data();
     const int32_t row = static_cast<int32_t>(tile_.row + i);
@@ -139,7 +139,7 @@ void ScoreRows<acc_t>::hide_outside_intervals(int64_t i, acc_t* __restrict x) co
     }
 }
 
-// Row i of the bias, contiguous; null where there is none.
+// Row i of the bias, contiguous; null without a bias.
 template <typename acc_t>
 const acc_t* ScoreRows<acc_t>::bias(int64_t i) {
     const BiasView& bias = p_.bias;
@@ -147,8 +147,8 @@ const acc_t* ScoreRows<acc_t>::bias(int64_t i) {
     if (i > 0 && bias.row_stride == 0) return bias_row_;
     const int64_t at = bias_at_ + i * bias.row_stride;
     acc_t* row = scratch_.bias.data();
-    if (tile_.listed != nullptr) {
-        bias_row_ = gather<acc_t>(bias.data, bias.dtype, at, bias.col_stride, tile_.listed, tile_.keys, 1, row).data;
+    if (tile_.gathered != nullptr) {
+        bias_row_ = gather<acc_t>(bias.data, bias.dtype, at, bias.col_stride, tile_.gathered, tile_.keys, 1, row).data;
     } else if (bias.col_stride == 1) {
         bias_row_ = load<acc_t>(bias.data, bias.dtype, at, tile_.keys, 1, tile_.keys, row).data;
     } else {
@@ -159,7 +159,7 @@ const acc_t* ScoreRows<acc_t>::bias(int64_t i) {
     return bias_row_;
 }
 
-// Row i of the mask, contiguous; null where there is none.
+// Row i of the mask, contiguous; null without a mask.
 template <typename acc_t>
 const uint8_t* ScoreRows<acc_t>::visible(int64_t i) {
     const MaskView& mask = p_.mask;
@@ -173,17 +173,17 @@ const uint8_t* ScoreRows<acc_t>::visible(int64_t i) {
     return scratch_.visible.data();
 }
 
-// The bits of row i of a list's keys, as bytes.
+// The bits of row i for the gathered keys, as bytes.
 template <typename acc_t>
-const uint8_t* ScoreRows<acc_t>::listed_visible(int64_t i) {
+const uint8_t* ScoreRows<acc_t>::gathered_visible(int64_t i) {
     constexpr int64_t kWords = KeyListsView::kRows / 32;
-    const uint32_t* words = tile_.listed_rows + i / 32;
+    const uint32_t* words = tile_.row_words + i / 32;
     uint8_t* visible = scratch_.visible.data();
     for (int64_t j = 0; j < tile_.keys; ++j) visible[j] = words[j * kWords] >> (i % 32) & 1;
     return visible;
 }
 
-// A tile's rows of a mask lie far apart: the processor does not see the next one coming.
+// The hardware prefetcher does not recognize rows of a mask, which are far apart.
 template <typename acc_t>
 void ScoreRows<acc_t>::prefetch(int64_t i) const {
     if (i >= tile_.rows) return;

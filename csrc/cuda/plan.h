@@ -1,119 +1,117 @@
-// What is decided of a call before anything is launched, and what its kernels are then given: the problem, how it is
-// cut, and the parts of the call's one workspace.
+// Plans, made on the host before anything is launched, and the arguments of the kernels that they select.
 #pragma once
+
+#include <cuda_runtime.h>
+
+#include <functional>
 
 #include "params.h"
 
 namespace flash_dmattn::cuda {
 
-// Kernels of one generation: a device is served by those of its own where they are built, else by older ones.
-enum class Arch : int32_t {
-    kSm80,  // mma.sync, cp.async: compute capability 8.0 and up
-    kSm90,  // wgmma, the copy engine: 9.0
-};
-
-// Whether the query heads that share a key/value head go by the same lists of keys, mask and key bias, so that they may
-// share a tile of keys.
+// Whether the query heads of a GQA group share key lists, mask and key bias, so that they may share an n_block.
 inline bool heads_share_keys(const AttentionParams& p) {
     const auto shared = [&](const auto& view) { return !view.present() || view.heads <= p.kv_heads; };
     return shared(p.packed_mask) && shared(p.intervals) && shared(p.lists) && shared(p.bias);
 }
 
-// A part of the workspace.
+// One buffer of the workspace.
 struct WorkspacePart {
-    int64_t offset = 0;
+    int64_t offset = 0;  // in bytes
     int64_t bytes = 0;
 
+    // Null where the buffer is empty.
     template <typename X>
-    X* in(void* workspace) const {  // null where nothing is needed
+    X* in(void* workspace) const {
         return bytes == 0 ? nullptr : reinterpret_cast<X*>(static_cast<char*>(workspace) + offset);
     }
 };
 
-// Parts one after the other, aligned as PyTorch's allocator aligns the whole.
+// A call has one workspace. Its buffers are adjacent, each aligned as PyTorch's allocator aligns the whole.
 struct WorkspaceLayout {
     static constexpr int64_t kAlign = 256;
-    int64_t bytes = 0;
+    int64_t workspace_bytes = 0;
 
-    WorkspacePart take(int64_t size) {
-        const WorkspacePart part{bytes, size};
-        bytes += (size + kAlign - 1) / kAlign * kAlign;
+    template <typename X>
+    WorkspacePart take(int64_t count) {
+        const WorkspacePart part{workspace_bytes, count * static_cast<int64_t>(sizeof(X))};
+        workspace_bytes += (part.bytes + kAlign - 1) / kAlign * kAlign;
         return part;
     }
 };
 
-// Rows of a block of the forward: many, at most 64, or at most 16 or 32, as when decoding.
-enum class FwdTileKind : int32_t { kPrefill, kSmall, kDecode };
+struct FwdArgs;
+struct BwdArgs;
 
-struct FwdPlan {
+// Launches the selected kernels. A plan that only one architecture needs, such as sm80's tile, is bound into it.
+using FwdLauncher = std::function<void(const FwdArgs&, cudaStream_t)>;
+using BwdLauncher = std::function<void(const BwdArgs&, cudaStream_t)>;
+
+struct FwdPlan : WorkspaceLayout {
     static constexpr int kMaxSplits = 64;
 
-    Arch arch = Arch::kSm80;
-    int head_dim = 0;   // of the kernels that serve the call; 0 where there is nothing to do
-    bool pair = false;  // by the kernels for a dense bias that batch elements share (sm90/pair_bias/run.h)
-    FwdTileKind tile = FwdTileKind::kPrefill;
-    int64_t pack = 1;             // query heads that share a tile
-    int64_t num_splits = 1;       // parts that the keys of a tile are cut into
-    int64_t num_split_tiles = 0;  // tiles of rows whose keys are split, of all heads and batch elements; no fewer
-    WorkspacePart split_counters, split_out, split_lse;  // tickets are 0 when the kernels begin
-    int64_t workspace_bytes = 0;
+    FwdLauncher launch;                                  // empty where the output has no elements
+    int64_t num_splits = 1;                              // split-KV: CTAs that share the keys of an m_block
+    WorkspacePart split_counters, split_out, split_lse;  // FwdArgs; the counters are zeroed before the launch
 };
 
+// A kernel parameter: compiled kernels depend on the order of the members, here and in params.h.
 struct FwdArgs : FwdParams {
     int64_t num_splits;
-    // Where splits > 1:
-    int32_t* split_counters;  // [tiles of rows]: blocks that have finished
-    float* split_out;         // [splits, B, H, Sq, D]
-    float* split_lse;         // [splits, B, H, Sq]
+    // Null unless num_splits > 1:
+    int32_t* split_counters;  // [m_blocks of all heads and batch elements]: finished splits
+    float* split_out;         // [num_splits, B, H, Sq, D]
+    float* split_lse;         // [num_splits, B, H, Sq]
 };
 
-// Who writes the gradient of a dense bias.
+// Which kernel writes the gradient of a dense bias. dx is the gradient of the scores after softcap and bias.
 enum class DenseDbias : int32_t {
-    kNone,           // nobody: there is none
-    kDirect,         // each entry belongs to one batch element and one head: the main kernel, where dx is made
-    kClusterReduce,  // batch elements share it: the main kernel, whose blocks exchange dx
-    kAtomic,         // whoever shares it: the main kernel adds dx to float32 sums, few enough for the cache to hold
-    kRecompute,      // whoever shares it: a kernel that computes dx again
+    kNone,           // no gradient is needed
+    kDirect,         // the main kernel stores dx: each entry belongs to one batch element and one head
+    kClusterReduce,  // the main kernel: the CTAs of the batch elements that share an entry reduce dx through DSMEM
+    kAtomic,         // the main kernel adds dx to float32 sums, small enough to stay in the L2 cache
+    kRecompute,      // a separate kernel recomputes dx
 };
 
-// How the backward is cut.
-struct BwdCuts {
-    int64_t dquery_tiles = 0;  // tiles of rows of one head; of variable length, of all sequences together
+// How the backward is divided among CTAs. A kernel parameter, as part of BwdArgs.
+struct BwdTiling {
+    int64_t dquery_m_blocks = 0;  // m_blocks of one head in dquery_accum; with variable length, of all sequences
     DenseDbias dense_dbias = DenseDbias::kNone;
-    int64_t dbias_tiles = 0;
-    int64_t dbias_splits = 1;
-    int64_t dbias_run = 1;  // tiles of keys, one after the other, that one block makes of a shared dbias
-    // Where the keys are gathered by lists:
-    int64_t tile_heads = 1;        // query heads of a block, each with an equal share of its rows
-    int64_t list_splits = 0;       // of a list, each a block's, where the heads of a group share its keys; else 0
-    int64_t dquery_slots = 0;      // there: tiles of rows, of all heads of a group, whose dQ dquery_accum can hold
-    int64_t dkv_rows = 0;          // B * Sk; of variable length total_k
-    int64_t dkv_cols = 0;          // D, rounded up
-    int64_t dbias_accum_size = 0;  // elements of a dense bias that heads or batch elements share
+    // dbias is reduced in m_block x n_block tiles, where dense_dbias is kAtomic or kRecompute, and with pair bias:
+    int64_t dbias_tiles = 0;   // of all heads and batch elements of dbias; pair bias: m_blocks of them
+    int64_t dbias_splits = 1;  // CTAs among which the sharers of a tile are split
+    int64_t dbias_run = 1;     // kRecompute: consecutive n_blocks of a CTA
+    // Where keys are gathered by lists:
+    int64_t tile_heads = 1;        // sm80: query heads of a CTA, each with an equal share of its rows
+    int64_t list_splits = 0;       // sm90: CTAs that share a list for all heads of a GQA group; 0: a CTA has one head
+    int64_t dquery_slots = 0;      // with list_splits: m_blocks, of all heads of a group, that dquery_accum holds
+    int64_t dkv_rows = 0;          // B * Sk; with variable length total_k
+    int64_t dkv_cols = 0;          // D, rounded up to the kernel's head dimension
+    int64_t dbias_accum_size = 0;  // elements of a dense bias that heads or batch elements share, else 0
 };
 
-struct BwdPlan : BwdCuts {
-    Arch arch = Arch::kSm80;
-    int head_dim = 0;          // of the kernels that serve the call; 0 where there is nothing to do
-    bool pair = false;         // by the kernels for a dense bias that batch elements share (sm90/pair_bias/run.h)
-    bool small_tiles = false;  // those for little shared memory
-    WorkspacePart dquery_accum, dquery_semaphore, dbias_parts, dkv_accum, dbias_accum, progress_counters, delta;
-    int64_t delta_rows = 0;    // of one head; of variable length, of all sequences together
-    int64_t zeroed_bytes = 0;  // of the workspace, from its start: they are 0 when the kernels begin
-    int64_t workspace_bytes = 0;
+struct BwdPlan : BwdTiling, WorkspaceLayout {
+    BwdLauncher launch;            // empty where the batch or the heads are 0
+    bool preprocess_delta = true;  // false: the main kernel computes D_i
+    int64_t delta_rows = 0;        // rows of one head; with variable length, of all sequences
+    int64_t zeroed_bytes = 0;      // bytes at the start of the workspace that are zeroed before the launch
+    WorkspacePart dquery_accum, dquery_semaphore, dbias_parts, dkv_accum, dbias_accum, progress_counters;  // BwdArgs
+    WorkspacePart delta;                                                                                   // BwdParams
 };
 
-struct BwdArgs : BwdParams, BwdCuts {
-    // float32 [{B} H, tiles of rows, rows of a tile * D rounded up], or with list_splits [dquery_slots, H / Hkv, ..], in the
-    // order in which registers hold a tile.
+// A kernel parameter: compiled kernels depend on the order of the members, here and in params.h.
+struct BwdArgs : BwdParams, BwdTiling {
+    // dQ, float32, in the order of the accumulator registers: [{B} H, dquery_m_blocks, rows of an m_block * D rounded
+    // up], or with list_splits [dquery_slots, H / Hkv, the same].
     float* dquery_accum;
-    int32_t*
-        dquery_semaphore;  // where deterministic: whose turn it is, of each tile of rows, and one ticket; or of each slot
-    float* dbias_parts;    // [dbias_splits, dbias_tiles, a tile], where kAtomic or dbias_splits > 1
-    // Where the keys are gathered by lists:
+    // deterministic: for each m_block the n_block that may add to dQ, and one ticket counter; with list_splits: the
+    // state of each slot, and one ticket counter.
+    int32_t* dquery_semaphore;
+    float* dbias_parts;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
+    // Where keys are gathered by lists:
     float* dkv_accum;            // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
-    float* dbias_accum;          // in the bias's shape
-    int32_t* progress_counters;  // [B H tiles of rows] and one ticket, where deterministic
+    float* dbias_accum;          // in the bias's shape, [dbias_accum_size]
+    int32_t* progress_counters;  // deterministic: [B, H, m_blocks], and one ticket counter
 };
 
 }  // namespace flash_dmattn::cuda

@@ -5,7 +5,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "cpu/attention.h"
+#include "cpu/mha_cpu.h"
 #include "cuda_backend.h"
 
 namespace flash_dmattn {

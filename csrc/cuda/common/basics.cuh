@@ -1,4 +1,4 @@
-// What every kernel is written with: the half-precision types, and who a thread is.
+// Half-precision types, thread indices and integer helpers of all kernels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,13 +20,13 @@ constexpr __host__ __device__ T ceil_div(T a, T b) {
     return (a + b - 1) / b;
 }
 
-// Whether tiles of `fewer` rows (or keys) serve so many better than tiles of `more`, of which more than a tenth would be none.
+// Whether blocks of `fewer` rows (or keys) waste less than blocks of `more`, by over a tenth.
 constexpr bool fewer_fit_better(int64_t count, int64_t fewer, int64_t more) {
     return ceil_div(count, fewer) * fewer * 10 < ceil_div(count, more) * more * 9;
 }
 
-// A number to divide by again and again, of at most 31 bits as the dividends: two or three instructions instead of some twenty.
-// From Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
+// Division by an invariant divisor: two or three instructions instead of about twenty. Divisor and dividends have at
+// most 31 bits. From Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
 struct FastDivmod {
     uint32_t value = 1, multiplier = 0, shift = 0;
 
@@ -42,21 +42,22 @@ struct FastDivmod {
     }
 };
 
-// An index over several dimensions together, to be taken apart: first the one in which neighbours differ.
+// Unflattens an index over several dimensions, from the innermost dimension to the outermost.
 template <typename Index>
 struct FlatIndex {
-    Index rest;  // over the dimensions that have not been taken
+    Index rest;  // flat index over the remaining dimensions
 
-    __device__ explicit FlatIndex(Index index) : rest(index) {}
+    __device__ explicit FlatIndex(Index flat) : rest(flat) {}
+    // Removes the innermost dimension, of `count` elements, and returns the index in it.
     __device__ __forceinline__ int take(int64_t count) {
-        const Index place = rest % static_cast<Index>(count);
+        const Index index = rest % static_cast<Index>(count);
         rest /= static_cast<Index>(count);
-        return static_cast<int>(place);
+        return static_cast<int>(index);
     }
     __device__ __forceinline__ int take(const FastDivmod& count) {
-        const Index quotient = count.quotient(rest), place = rest - quotient * count.value;
+        const Index quotient = count.quotient(rest), index = rest - quotient * count.value;
         rest = quotient;
-        return static_cast<int>(place);
+        return static_cast<int>(index);
     }
 };
 
@@ -67,26 +68,26 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// A value of which the compiler does not see where it comes from: so it neither computes it again and again, nor what
-// depends on it long before it is needed, to hold it in registers or to spill it.
+// Hides a value's origin from the compiler, which then neither recomputes the value, nor computes what depends on it
+// long before it is needed and holds that in registers.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// A value that is the same in all lanes, of which the compiler then knows that: what depends on it is computed once a warp.
+// Tells the compiler that a value is the same in all lanes, so that it uses uniform registers for what depends on it.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// Two numbers in one register, the first in its low half.
+// Two half-precision numbers in one register.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t packed;
     if constexpr (std::is_same_v<T, half_t>) {
-        const __half2 pair = __floats2half2_rn(low, high);
-        packed = reinterpret_cast<const uint32_t&>(pair);
+        const __half2 halves = __floats2half2_rn(low, high);
+        packed = reinterpret_cast<const uint32_t&>(halves);
     } else {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-        packed = reinterpret_cast<const uint32_t&>(pair);
+        const __nv_bfloat162 halves = __floats2bfloat162_rn(low, high);
+        packed = reinterpret_cast<const uint32_t&>(halves);
     }
     return packed;
 }

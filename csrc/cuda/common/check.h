@@ -1,4 +1,4 @@
-// The CUDA runtime's errors become exceptions; nothing here knows torch.
+// Errors of the CUDA runtime as exceptions, and the limit of a grid.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@
 
 namespace flash_dmattn::cuda {
 
-// The blocks of a launch, as it takes them.
+// The grid of a launch. Throws std::runtime_error where it exceeds the limit.
 inline unsigned grid_of(int64_t blocks) {
     if (blocks > INT_MAX)
         throw std::runtime_error("this call needs " + std::to_string(blocks) +

@@ -8,20 +8,20 @@
 namespace flash_dmattn::cuda {
 namespace {
 
-__global__ void probe_kernel() {}  // tells for which architecture the loaded code was compiled
+__global__ void probe_kernel() {}  // its attributes report for which architecture the loaded code was compiled
 
 struct Entry {
-    Device facts;
-    std::set<const void*> allowed;  // kernels that have been given their shared memory
+    Device device;
+    std::set<const void*> allowed;  // kernels whose limit of dynamic shared memory is raised
 };
 
-int attribute(int device, cudaDeviceAttr what) {
+int attribute(int device, cudaDeviceAttr name) {
     int value = 0;
-    FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&value, what, device));
+    FLASH_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
     return value;
 }
 
-Entry ask(int device) {
+Entry query(int device) {
     cudaFuncAttributes probe;
     FLASH_CUDA_CHECK(cudaFuncGetAttributes(&probe, probe_kernel));
     return {{attribute(device, cudaDevAttrMultiProcessorCount), attribute(device, cudaDevAttrL2CacheSize),
@@ -34,20 +34,20 @@ Entry ask(int device) {
 
 std::mutex mutex;
 
-// Of the current device; entries stay where they are. `mutex` is held.
+// The entry of the current device; references stay valid. The caller holds `mutex`.
 Entry& current_entry() {
     static std::map<int, Entry> entries;
     int device = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     const auto found = entries.find(device);
-    return found != entries.end() ? found->second : entries.emplace(device, ask(device)).first->second;
+    return found != entries.end() ? found->second : entries.emplace(device, query(device)).first->second;
 }
 
 }  // namespace
 
 const Device& current_device() {
     const std::lock_guard<std::mutex> lock(mutex);
-    return current_entry().facts;
+    return current_entry().device;
 }
 
 void allow_shared_memory(const void* kernel, int64_t bytes) {

@@ -1,4 +1,4 @@
-// Where the backward sums dQ: in the workspace, in tiles of some query rows of one head.
+// The layout of dquery_accum, where the backward sums dQ: one tile for each m_block of each head.
 #pragma once
 
 #include "cuda/plan.h"
@@ -7,22 +7,21 @@
 
 namespace flash_dmattn::cuda {
 
-// Tiles of `rows` rows of one head; of variable length, of all sequences together: each has room for a last tile that is not
-// full.
-inline int64_t count_dquery_tiles(const AttentionParams& p, int64_t rows) {
+// m_blocks of `rows` rows of one head; with variable length, of all sequences, each with room for a partial last
+// m_block.
+inline int64_t count_dquery_m_blocks(const AttentionParams& p, int64_t rows) {
     return p.cu_seqlens_q == nullptr ? ceil_div(p.seqlen_q, rows) : p.total_q / rows + p.batch;
 }
 
-// Tiles of all heads together.
-constexpr __host__ __device__ int64_t dquery_tiles_total(const AttentionParams& p, const BwdCuts& cuts) {
-    return (p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * cuts.dquery_tiles;
+constexpr __host__ __device__ int64_t dquery_tiles_total(const AttentionParams& p, const BwdTiling& tiling) {
+    return (p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * tiling.dquery_m_blocks;
 }
 
-// Index of a tile of dquery_accum. Of variable length a sequence's tiles begin at first_row / rows of a tile + batch.
+// The tile of an m_block. With variable length a sequence starts at tile first_row / kRows + batch of its head.
 template <int kRows>
 __device__ __forceinline__ int64_t dquery_tile(const BwdArgs& p, const Sequence& s, int head, int m_block) {
-    if (p.cu_seqlens_q == nullptr) return (s.batch * p.heads + head) * p.dquery_tiles + m_block;
-    return head * p.dquery_tiles + s.first_row / kRows + s.batch + m_block;
+    if (p.cu_seqlens_q == nullptr) return (s.batch * p.heads + head) * p.dquery_m_blocks + m_block;
+    return head * p.dquery_m_blocks + s.first_row / kRows + s.batch + m_block;
 }
 
 }  // namespace flash_dmattn::cuda

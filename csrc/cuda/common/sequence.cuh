@@ -1,4 +1,4 @@
-// Where one batch element's rows and keys lie, of fixed and of variable length; the CUDA twin of csrc/cpu/work.h.
+// The rows and keys of a batch element, with fixed and with variable length.
 #pragma once
 
 #include "params.h"
@@ -7,9 +7,9 @@ namespace flash_dmattn::cuda {
 
 struct Sequence {
     int batch;
-    int first_row;  // 0 of fixed length
+    int first_row;  // in the concatenated rows; 0 with fixed length
     int rows;
-    int first_key;
+    int first_key;  // in the concatenated keys; 0 with fixed length
     int keys;
 
     Sequence() = default;
@@ -25,30 +25,32 @@ struct Sequence {
         }
     }
 
-    // Row i sees the keys [0, causal_end(i)), aligned to the bottom right corner.
+    // A row sees the keys [0, causal_end(row)): causality aligns to the bottom right corner.
     __device__ int causal_end(int row) const { return min(max(row + 1 + keys - rows, 0), keys); }
-    // Key j is seen by the rows [causal_begin(j), rows).
+    // The rows [causal_begin(key), rows) see a key.
     __device__ int causal_begin(int key) const { return min(max(key - keys + rows, 0), rows); }
-    // The keys that causality and the length leave to a row.
+    // The number of keys that causality and the length leave to a row.
     __device__ int keys_of(int row, bool is_causal) const { return is_causal ? causal_end(row) : keys; }
 };
 
-// The head of a mask, a bias, keys or values with `view_heads` heads that query head `head` of `heads` goes by.
+// The head of a view with `view_heads` heads that query head `head` of `heads` uses.
 __device__ __forceinline__ int shared_head(int head, int64_t heads, int64_t view_heads) {
-    if (view_heads == heads) return head;  // as is common, like 1: no division
+    // The common cases need no division.
+    if (view_heads == heads) return head;
     if (view_heads == 1) return 0;
     return head / (static_cast<int>(heads) / static_cast<int>(view_heads));
 }
 
-// The batch element of a mask, a bias or lists that a sequence goes by.
+// The batch element of a mask, a bias or lists that a sequence uses.
 template <typename View>
 __device__ __forceinline__ int shared_batch(const View& view, const Sequence& s) {
+    // The common cases need no division.
     if (view.batches == 1) return 0;
-    if (view.batch_group_size == 1) return s.batch;  // as is common: no division
+    if (view.batch_group_size == 1) return s.batch;
     return s.batch / static_cast<int>(view.batch_group_size);
 }
 
-// Offsets of the first row (or key) of a sequence, for one head; add `row * row_stride`.
+// The offset of a sequence's first row (or key) in one head, in elements. Add row * row_stride.
 __device__ __forceinline__ int64_t query_offset(const RowsView& view, const Sequence& s, int head) {
     return s.batch * view.batch_stride + s.first_row * view.row_stride + head * view.head_stride;
 }
@@ -58,14 +60,14 @@ __device__ __forceinline__ int64_t key_offset(const RowsView& view, const Sequen
 __device__ __forceinline__ int64_t stat_offset(const RowStatView& view, const Sequence& s, int head) {
     return s.batch * view.batch_stride + head * view.head_stride + s.first_row;
 }
-// A packed mask's words of a sequence's first row, for one head; add `row * bits_row_stride` and the word.
+// The words of a packed mask for a sequence's first row and one head. Add row * bits_row_stride and the word.
 __device__ __forceinline__ const uint32_t* mask_words(const AttentionParams& p, const Sequence& s, int head) {
     const PackedMask& mask = p.packed_mask;
     return mask.bits + shared_batch(mask, s) * mask.bits_batch_stride +
            shared_head(head, p.heads, mask.heads) * mask.bits_head_stride + s.first_row * mask.bits_row_stride;
 }
-// Of variable length the pairs of a sequence start at its first key where there is one number a key, else at its
-// first row. Add `row * row_stride + key * col_stride`.
+// The offset of a sequence's first score in one head, in elements. Add row * row_stride + key * col_stride. With
+// variable length the scores start at the first key where the view is per key, else at the first row.
 __device__ __forceinline__ int64_t score_offset(const ScoreView& view, const Sequence& s, int head, int64_t heads) {
     return shared_batch(view, s) * view.batch_stride + shared_head(head, heads, view.heads) * view.head_stride +
            (view.per_key ? s.first_key * view.col_stride : s.first_row * view.row_stride);

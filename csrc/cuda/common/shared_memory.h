@@ -1,4 +1,4 @@
-// Shared memory of a block on the current device.
+// Whether a kernel's shared memory fits on the current device.
 #pragma once
 
 #include <stdexcept>
@@ -8,15 +8,15 @@
 
 namespace flash_dmattn::cuda {
 
-constexpr int kSharedMemoryOfAnyBlock = 48 * 1024;  // needs no leave
+constexpr int kDefaultSharedMemory = 48 * 1024;  // the limit of a CTA that needs no attribute, in bytes
 
 template <typename SharedStorage>
 bool fits_shared_memory() {
     constexpr int64_t kBytes = sizeof(SharedStorage);
-    return kBytes <= kSharedMemoryOfAnyBlock || kBytes <= current_device().shared_memory;
+    return kBytes <= kDefaultSharedMemory || kBytes <= current_device().shared_memory;
 }
 
-// A message for people where `needed` bytes are more than there are.
+// Throws std::runtime_error where `needed` bytes exceed `available`.
 inline void require_shared_memory(const char* what, int64_t head_dim, int64_t needed, int64_t available) {
     if (needed <= available) return;
     throw std::runtime_error(std::string(what) + " of head dimension " + std::to_string(head_dim) + " needs " +
@@ -24,10 +24,10 @@ inline void require_shared_memory(const char* what, int64_t head_dim, int64_t ne
                              std::to_string(available / 1024) + ": see 'What runs where' in README.md");
 }
 
-// `bytes` are the same whenever a kernel is launched.
+// Raises the limit for a launch. `bytes` is the same for all launches of a kernel, because only the first sets it.
 template <typename Kernel>
 void allow_shared_memory(const char* what, int64_t head_dim, Kernel* kernel, int64_t bytes) {
-    if (bytes <= kSharedMemoryOfAnyBlock) return;
+    if (bytes <= kDefaultSharedMemory) return;
     require_shared_memory(what, head_dim, bytes, current_device().shared_memory);
     allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
 }

@@ -8,7 +8,7 @@ namespace flash_dmattn::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kChunk = 8;  // elements a thread converts
+constexpr int kChunk = 8;  // elements that a thread converts
 
 template <typename T>
 __device__ __forceinline__ uint4 round_chunk(const float* from, float scale) {
@@ -17,7 +17,7 @@ __device__ __forceinline__ uint4 round_chunk(const float* from, float scale) {
             pack<T>(b.z * scale, b.w * scale)};
 }
 
-// blockIdx.y: dkey or dvalue.
+// blockIdx.y: 0 for dkey, 1 for dvalue.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_constant__ BwdArgs p) {
     if (is_inactive(p)) return;

@@ -1,4 +1,4 @@
-// What the backward over key lists leaves to do after its main kernel: sums in float32 to gradients in their dtype.
+// Converts the float32 sums of the backward over key lists to gradients, after its main kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 
 namespace flash_dmattn::cuda {
 
-// dkv_accum to dkey and dvalue, and where there is a dbias_accum, it to dbias.
+// dkv_accum to dkey and dvalue, dbias_accum to dbias, where present.
 void convert_sums(const BwdArgs& args, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

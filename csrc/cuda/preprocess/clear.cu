@@ -8,7 +8,7 @@ namespace flash_dmattn::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kChunks = 8;  // of 16 bytes, of a thread
+constexpr int kChunks = 8;  // of 16 bytes, for each thread
 
 __global__ void __launch_bounds__(kThreads)
     clear_kernel(const __grid_constant__ AttentionParams p, uint4* memory, int64_t chunks) {
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kChunks + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i)
-        if (const int64_t at = first + i * kThreads; at < chunks) memory[at] = uint4{};
+        if (const int64_t chunk = first + i * kThreads; chunk < chunks) memory[chunk] = uint4{};
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the kernels of a call need before they begin: sums that are 0.
+// Zeroes the sums in the workspace before the main kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,8 @@
 
 namespace flash_dmattn::cuda {
 
-// memory: `bytes` of it, a multiple of 16, at such an address. Where the call goes the other way it is left as it is.
+// memory: 16-byte aligned; `bytes` is a multiple of 16. An inactive launch of a device-side dispatch leaves it
+// unchanged.
 void clear(const AttentionParams& params, void* memory, int64_t bytes, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// 16 bytes a lane; kLanes, a power of 2, take a row of up to 8 * kLanes columns.
+// kLanes lanes, a power of 2, reduce a row of up to 8 * kLanes elements: 16 bytes a lane.
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ BwdArgs p) {
     if (is_inactive(p)) return;
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (!in_sequence || col != 0) return;
-    const auto* dlses = static_cast<const float*>(p.dlse.data);
-    const float dlse = dlses != nullptr ? dlses[stat_offset(p.dlse, s, head) + row] : 0.f;
+    const auto* const dlse_data = static_cast<const float*>(p.dlse.data);
+    const float dlse = dlse_data != nullptr ? dlse_data[stat_offset(p.dlse, s, head) + row] : 0.f;
     static_cast<float*>(p.delta.data)[stat_offset(p.delta, s, head) + row] = sum - dlse;
 }
 

@@ -1,4 +1,4 @@
-// What the backward needs before its main kernel: D_i, for every row.
+// Computes D_i = <do_i, o_i> - dlse_i for every row, before the backward's main kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +7,7 @@
 
 namespace flash_dmattn::cuda {
 
+// Writes args.delta.
 void compute_delta(const BwdArgs& args, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

@@ -1,4 +1,4 @@
-// The backward for compute capability 8.0 and up: what its dispatcher and its instantiations share.
+// The sm80 backward: its plan, and the launchers that scripts/generate_kernels.py instantiates.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,14 +7,16 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The kernels, how their work is cut, and the parts of the workspace, those that must be 0 first.
-void plan_bwd(const BwdParams& params, BwdPlan& plan, WorkspaceLayout& layout);
-void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
+// What sm80 alone plans.
+struct BwdPlan {
+    bool small_tiles = false;  // tiles for devices with little shared memory
+};
 
-// Instantiated in the files that scripts/generate_kernels.py writes.
+bool plan_bwd(const BwdParams& params, cuda::BwdPlan& plan);
+
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
-// The same, where params.lists are present.
+// Gathers the keys of params.lists.
 template <typename T, int kHeadDim>
 void run_gather_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
 

@@ -102,7 +102,7 @@ private:
     float (&sums_)[Traits::kScoreN][2];
 };
 
-// dbias of a dense bias: dx, score by score. BwdCuts::dense_dbias selects how it is written.
+// dbias of a dense bias: dx, score by score. BwdTiling::dense_dbias selects how it is written.
 template <typename Traits, bool kCausal>
 class DenseDbiasWriter : public DbiasWriterBase<Traits> {
 public:

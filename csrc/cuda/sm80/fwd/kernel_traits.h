@@ -3,7 +3,7 @@
 
 #include <stdexcept>
 
-#include "cuda/plan.h"
+#include "plan.h"
 
 namespace flash_dmattn::cuda::sm80 {
 

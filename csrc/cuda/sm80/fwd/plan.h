@@ -1,4 +1,4 @@
-// The forward for compute capability 8.0 and up: what its dispatcher and its instantiations share.
+// The sm80 forward: its plan, and the launchers that scripts/generate_kernels.py instantiates.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,18 +7,25 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The kernels, the tile, and how the keys are split.
-void plan_fwd(const FwdParams& params, FwdPlan& plan);
-void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
+// The tile of a CTA: many query rows; at most 64; at most 16 or 32, as in decoding.
+enum class FwdTileKind : int32_t { kPrefill, kSmall, kDecode };
 
-// Instantiated in the files that scripts/generate_kernels.py writes. Causality is a constant where it pays: over key lists
-// and of few rows it is asked once for each key or row, beside what memory says of it.
+// What sm80 alone plans.
+struct FwdPlan {
+    FwdTileKind tile = FwdTileKind::kPrefill;
+    int64_t pack = 1;  // pack-GQA: query heads that share an m_block
+};
+
+bool plan_fwd(const FwdParams& params, cuda::FwdPlan& plan);
+
+// Many rows. Causality is a template flag only here: over key lists and with few rows it is tested once per key or row,
+// beside what is read from memory.
 template <typename T, int kHeadDim, bool kCausal>
 void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
-// Of few rows: tiles of other kinds than kPrefill.
+// Few rows: kSmall and kDecode.
 template <typename T, int kHeadDim>
 void run_fwd_small(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
-// Over params.lists.
+// Gathers the keys of params.lists.
 template <typename T, int kHeadDim>
 void run_gather_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
 

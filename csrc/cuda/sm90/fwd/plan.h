@@ -1,4 +1,4 @@
-// The forward for compute capability 9.0: what its dispatcher and its instantiations share.
+// The sm90 forward: its plan, and the launchers that scripts/generate_kernels.py instantiates.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,14 +7,12 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Whether these kernels are faster than those for 8.0, as measured on an H200: short sequences of small heads are not.
+// Whether these kernels are faster than sm80's, as measured on an H200: with short sequences of small heads they are
+// not.
 bool should_use_fwd(const FwdParams& params);
-// Whether these kernels were built for the call and can do it, and then the plan for it: tiles of many rows, whose tensors
-// the copy engine can read; gathered keys without a dense bias.
+// Supported: more than 64 rows, and tensors that TMA can read; over key lists, no dense bias.
 bool plan_fwd(const FwdParams& params, FwdPlan& plan);
-void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
 
-// Instantiated in the files that scripts/generate_kernels.py writes.
 template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& args, cudaStream_t stream);
 

@@ -1,4 +1,5 @@
-// Entry points of the pair bias kernels, for the plans of sm90.
+// The launchers for pair bias, a dense bias that many batch elements share, over short sequences.
+// scripts/generate_kernels.py instantiates them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +8,6 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Instantiated in the files that scripts/generate_kernels.py writes.
 template <typename T, int kHeadDim>
 void run_pair_bias_fwd(const FwdArgs& args, cudaStream_t stream);
 template <typename T, int kHeadDim>

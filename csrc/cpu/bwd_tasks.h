@@ -1,4 +1,4 @@
-// What every backward on the CPU does with a tile of pairs and with the rows on their own.
+// What the dense backward and the backward over key lists share: tasks, the gradients of a tile's scores, and D_i.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,8 @@
 #include "linalg.h"
 #include "params.h"
 #include "scores.h"
-#include "work.h"
+#include "tile.h"
+#include "parallel.h"
 
 namespace flash_dmattn {
 
@@ -19,42 +20,42 @@ constexpr int64_t kGradientRows = KeyListsView::kRows;
 
 inline bool has_dense_dbias(const BwdParams& p) { return p.dbias.present() && !p.dbias.per_key; }
 
-// How a backward is cut into units of work. A unit owns the (batch element, query head) pairs that share an entry of the
-// bias's gradient or a key/value head, and a run of tiles, of rows or of keys as the backward has it. The cut is the same
-// whatever the number of threads.
-struct GradientUnits {
-    static constexpr int64_t kMinUnits = 16;  // there are several runs where heads and batch elements give fewer units
+// How a backward is divided into tasks. A task owns a group of batch elements and query heads that share entries of
+// dbias or a KV head, and a split of their `tiles` (n_blocks, or m_blocks over key lists), that is, consecutive tiles.
+// The division does not depend on the number of threads.
+struct BwdTasks {
+    static constexpr int64_t kMinTasks = 16;  // tiles are split where groups alone are fewer tasks
 
     const BwdParams& p;
-    int64_t batches_each, heads_each, batch_groups, head_groups, tiles_each, runs;
+    int64_t batches_per_task, heads_per_task, batch_groups, head_groups, tiles_per_split, num_splits;
 
-    GradientUnits(const BwdParams& params, int64_t tiles)
-        : p(params), batches_each(1), heads_each(p.heads / p.kv_heads) {
+    BwdTasks(const BwdParams& params, int64_t tiles)
+        : p(params), batches_per_task(1), heads_per_task(p.heads / p.kv_heads) {
         if (has_dense_dbias(p)) {
-            if (p.cu_seqlens_q == nullptr) batches_each = p.batch / p.dbias.batches;
-            heads_each = std::max(heads_each, p.heads / p.dbias.heads);
+            if (p.cu_seqlens_q == nullptr) batches_per_task = p.batch / p.dbias.batches;
+            heads_per_task = std::max(heads_per_task, p.heads / p.dbias.heads);
         }
-        batch_groups = p.batch / batches_each;
-        head_groups = p.heads / heads_each;
-        const int64_t wanted_runs = ceil_div(kMinUnits, batch_groups * head_groups);
-        tiles_each = std::max<int64_t>(ceil_div(tiles, wanted_runs), 1);
-        runs = std::max<int64_t>(ceil_div(tiles, tiles_each), 1);
+        batch_groups = p.batch / batches_per_task;
+        head_groups = p.heads / heads_per_task;
+        const int64_t wanted_splits = ceil_div(kMinTasks, batch_groups * head_groups);
+        tiles_per_split = std::max<int64_t>(ceil_div(tiles, wanted_splits), 1);
+        num_splits = std::max<int64_t>(ceil_div(tiles, tiles_per_split), 1);
     }
 
-    int64_t count() const { return batch_groups * head_groups * runs; }
-    int64_t run(int64_t unit) const { return unit % runs; }
-    int64_t first_head(int64_t unit) const { return unit / runs % head_groups * heads_each; }
-    int64_t first_batch(int64_t unit) const { return unit / runs / head_groups * batches_each; }
+    int64_t count() const { return batch_groups * head_groups * num_splits; }
+    int64_t split(int64_t task) const { return task % num_splits; }
+    int64_t first_head(int64_t task) const { return task / num_splits % head_groups * heads_per_task; }
+    int64_t first_batch(int64_t task) const { return task / num_splits / head_groups * batches_per_task; }
 
-    // Calls f(sequence, query head) for each pair that a unit owns.
+    // Calls f(sequence, query head) for each batch element and query head of a task.
     template <typename F>
     void for_each_query_head(int64_t first_batch, int64_t first_head, F&& f) const {
-        for (int64_t b = first_batch; b < first_batch + batches_each; ++b) {
+        for (int64_t b = first_batch; b < first_batch + batches_per_task; ++b) {
             const Sequence sequence(p, b);
-            for (int64_t head = first_head; head < first_head + heads_each; ++head) f(sequence, head);
+            for (int64_t head = first_head; head < first_head + heads_per_task; ++head) f(sequence, head);
         }
     }
-    // The same with the first query head of each key/value head alone.
+    // Calls f(sequence, query head) for the first query head of each KV head only.
     template <typename F>
     void for_each_kv_head(int64_t first_batch, int64_t first_head, F&& f) const {
         for_each_query_head(first_batch, first_head, [&](const Sequence& sequence, int64_t head) {
@@ -62,19 +63,19 @@ struct GradientUnits {
         });
     }
 
-    // Of the heads that share an entry of dbias, the last brings the sum home.
-    bool last_of_bias_head(int64_t head) const { return (head + 1) % (p.heads / p.dbias.heads) == 0; }
+    // Whether `head` is the last of the query heads that share a head of dbias; it stores the sum.
+    bool is_last_of_bias_head(int64_t head) const { return (head + 1) % (p.heads / p.dbias.heads) == 0; }
 };
 
-// p_ij and dx_ij = p_ij (<do_i, v_j> - D_i) of one tile, recomputed from lse; and how dx becomes ds.
+// p_ij and dx_ij = p_ij (<do_i, v_j> - D_i) of one tile, recomputed from lse, and ds_ij.
 template <typename acc_t>
-class GradientTile {
+class ScoreGradients {
 public:
-    GradientTile(const BwdParams& params, int64_t tile_keys)
+    ScoreGradients(const BwdParams& params, int64_t tile_keys)
         : p_(params),
           max_rows_(std::min(kGradientRows, params.seqlen_q)),
           max_keys_(std::min(tile_keys, params.seqlen_k)),
-          pairs_(max_keys_),
+          score_scratch_(max_keys_),
           probs_(max_rows_ * padded(max_keys_)),
           dx_(probs_.size()),
           slope_(params.softcap > 0 ? probs_.size() : 0) {}
@@ -88,7 +89,7 @@ public:
 
         const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
         const acc_t* delta = row_stats<acc_t>(p_.delta, tile.sequence, tile.head, tile.row);
-        ScoreRows<acc_t> scores(p_, tile, pairs_);
+        ScoreRows<acc_t> scores(p_, tile, score_scratch_);
         for (int64_t i = 0; i < tile.rows; ++i) {
             acc_t* p = probs.row(i);
             acc_t* d = dx.row(i);
@@ -98,8 +99,8 @@ public:
         }
     }
 
-    // dx, which the bias's gradient is made of, becomes ds, which query's and key's are. The slope of an invisible pair
-    // may be NaN.
+    // Converts dx, the gradient of the biased scores, to ds, the gradient before the softcap, in place. The slope of a
+    // masked score may be NaN.
     const Matrix<acc_t>& to_ds() {
         for (int64_t i = 0; i < dx.rows && !slope_.empty(); ++i) {
             const acc_t* slope = slope_.data() + i * dx.stride;
@@ -111,10 +112,10 @@ public:
         return dx;
     }
 
-    // What a key bias's gradient is made of; double, for there may be thousands of rows.
+    // Adds the column sums of dx, for the gradient of a key bias. float64, because there may be thousands of rows.
     void add_column_sums(double* sums) const {
         int64_t i = 0;
-        for (; i + 4 <= dx.rows; i += 4) {  // four rows for every widening
+        for (; i + 4 <= dx.rows; i += 4) {  // one conversion to float64 for four rows
             const acc_t *a = dx.row(i), *b = dx.row(i + 1), *c = dx.row(i + 2), *d = dx.row(i + 3);
             for (int64_t j = 0; j < dx.cols; ++j) sums[j] += (a[j] + b[j]) + (c[j] + d[j]);
         }
@@ -126,7 +127,7 @@ public:
     Matrix<acc_t> probs, dx;
 
 private:
-    // x = exp(x - lse), where lse is NaN too: then of the visible pairs alone.
+    // x = exp(x - lse). A NaN lse makes the visible scores NaN, and only those.
     static void probabilities(acc_t* x, acc_t lse, int64_t n) {
         constexpr acc_t infinity = std::numeric_limits<acc_t>::infinity();
         if (std::isnan(lse)) {
@@ -138,11 +139,11 @@ private:
 
     const BwdParams& p_;
     int64_t max_rows_, max_keys_;
-    PairScratch<acc_t> pairs_;
+    ScoreScratch<acc_t> score_scratch_;
     Buffer<acc_t> probs_, dx_, slope_;
 };
 
-// D_i = <do_i, o_i> - dlse_i of some rows, a tile at a time; owns its scratch memory.
+// Computes D_i = <do_i, o_i> - dlse_i of an m_block. Owns its scratch memory: one object per thread.
 template <typename acc_t>
 class RowDeltas {
 public:
@@ -165,7 +166,7 @@ private:
 template <typename acc_t>
 void row_deltas(const BwdParams& p) {
     const int64_t num_m_blocks = ceil_div(p.seqlen_q, kGradientRows);
-    for_each_unit(p.batch * p.heads * num_m_blocks, [&] {
+    parallel_for_tasks(p.batch * p.heads * num_m_blocks, [&] {
         return [=, &p, deltas = RowDeltas<acc_t>(p)](int64_t index) mutable {
             const Sequence s(p, index / num_m_blocks / p.heads);
             const int64_t row = index % num_m_blocks * kGradientRows;

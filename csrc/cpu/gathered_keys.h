@@ -1,4 +1,4 @@
-// The keys that a list names, as the kernels of lists walk over them.
+// The keys of a key list, gathered from K and V for the kernels over lists.
 #pragma once
 
 #include <cstdint>
@@ -6,14 +6,14 @@
 
 #include "linalg.h"
 #include "params.h"
-#include "work.h"
+#include "tile.h"
 
 namespace flash_dmattn {
 
-// The keys of one list, or some that follow each other in it, in rising order, without the padding.
+// One key list, or consecutive keys of it, sorted, without the padding.
 struct KeyList {
-    const int32_t* keys;
-    const uint32_t* rows;  // as in KeyListsView, or null
+    const int32_t* keys;   // [size] positions
+    const uint32_t* rows;  // [size, KeyListsView::kRows / 32], or null
     int64_t size;
 
     KeyList from(int64_t first, int64_t count) const {
@@ -22,23 +22,24 @@ struct KeyList {
     }
 };
 
-// The keys that some of the rows [row, row + rows) sees, which lie in one tile of KeyListsView::kRows.
-KeyList list_of(const AttentionParams& params, const Sequence& sequence, int64_t head, int64_t row, int64_t rows);
+// The keys that any of the rows [row, row + rows) sees. The rows belong to one m_block of the lists.
+KeyList find_list(const AttentionParams& params, const Sequence& sequence, int64_t head, int64_t row, int64_t rows);
 
-// Some keys of a list, with their rows of key and value side by side.
+// An n_block of gathered keys.
 template <typename acc_t>
 struct GatheredTile {
     KeyList list;
-    Matrix<acc_t> key{}, value{};                        // [keys, D]
-    Matrix<acc_t> key_transposed{}, value_transposed{};  // [D, keys]; as score_products asks, and in the backward
+    Matrix<acc_t> key{}, value{};  // [keys, D]
+    Matrix<acc_t> key_transposed{},
+        value_transposed{};  // [D, keys]; the first unless the rows are few, the second in the backward
 
     Tile tile(const Sequence& sequence, int64_t head, int64_t row, int64_t rows) const {
         return {sequence, head, row, rows, 0, list.size, list.keys, list.rows};
     }
 };
 
-// The list of some rows, gathered and widened, in tiles of at most `tile_keys` keys. It holds until the next `load`;
-// query heads that share the list and the key/value head find it there already.
+// The keys of a list, gathered and converted, in n_blocks of at most `tile_keys` keys. They stay valid until the next
+// `load`, which does nothing where the list and the KV head are the same, as for query heads of a GQA group.
 template <typename acc_t>
 class GatheredKeys {
 public:

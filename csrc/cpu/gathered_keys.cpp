@@ -1,4 +1,4 @@
-#include "gather.h"
+#include "gathered_keys.h"
 
 #include <algorithm>
 
@@ -6,7 +6,7 @@
 
 namespace flash_dmattn {
 
-KeyList list_of(const AttentionParams& params, const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
+KeyList find_list(const AttentionParams& params, const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
     const KeyListsView& lists = params.lists;
     const int64_t list_head = head / (params.heads / lists.heads);
     const int64_t m_block = lists.row_broadcast ? 0 : row / lists.tile_rows;
@@ -22,7 +22,7 @@ KeyList list_of(const AttentionParams& params, const Sequence& sequence, int64_t
 
 template <typename acc_t>
 void GatheredKeys<acc_t>::load(const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
-    const KeyList list = list_of(p_, sequence, head, row, rows);
+    const KeyList list = find_list(p_, sequence, head, row, rows);
     const int64_t kv_head = head / (p_.heads / p_.kv_heads);
     const bool same_list = list.keys == list_.keys && list.size == list_.size;
     if (same_list && sequence.batch == batch_ && kv_head == kv_head_) return;
@@ -32,7 +32,7 @@ void GatheredKeys<acc_t>::load(const Sequence& sequence, int64_t head, int64_t r
 
     const int64_t dim = p_.head_dim;
     if (static_cast<int64_t>(key_.size()) < list.size * dim) {
-        for (auto* room : {&key_, &value_, &key_transposed_}) room->resize(list.size * dim);
+        for (auto* buffer : {&key_, &value_, &key_transposed_}) buffer->resize(list.size * dim);
         if (backward_) value_transposed_.resize(list.size * dim);
     }
     const auto gathered = [&](const RowsView& view, const KeyList& keys, acc_t* to) {

@@ -1,9 +1,8 @@
-// How the work is cut: sequences, tiles, and units that threads take one after the other.
+// Sequences, tiles, and the rows of tensors that belong to them.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 
 #include "linalg.h"
 #include "params.h"
@@ -12,12 +11,12 @@ namespace flash_dmattn {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Where one batch element's rows and keys lie.
+// The rows and keys of a batch element, with fixed and with variable length.
 struct Sequence {
     int64_t batch;
-    int64_t first_row;  // 0 of fixed length
+    int64_t first_row;  // in the concatenated rows; 0 with fixed length
     int64_t rows;
-    int64_t first_key;
+    int64_t first_key;  // in the concatenated keys; 0 with fixed length
     int64_t keys;
 
     Sequence(const AttentionParams& p, int64_t b)
@@ -32,26 +31,26 @@ struct Sequence {
         }
     }
 
-    // Row i sees the keys [0, causal_end(i)), aligned to the bottom right corner.
+    // A row sees the keys [0, causal_end(row)): causality aligns to the bottom right corner.
     int64_t causal_end(int64_t row) const { return std::clamp<int64_t>(row + 1 + keys - rows, 0, keys); }
-    // Key j is seen by the rows [causal_begin(j), rows).
+    // The rows [causal_begin(key), rows) see a key.
     int64_t causal_begin(int64_t key) const { return std::clamp<int64_t>(key - keys + rows, 0, rows); }
 };
 
-// Some rows and some keys of one sequence, for one query head. The keys are a run, or some that a list names.
+// Rows of one sequence and query head, by consecutive keys or by keys gathered by a list.
 struct Tile {
     const Sequence& sequence;
     int64_t head;
     int64_t row;
     int64_t rows;
-    int64_t key;  // the first of the run; 0 where they are listed
+    int64_t key;  // the first key; 0 where keys are gathered
     int64_t keys;
-    const int32_t* listed = nullptr;        // the keys, in rising order
-    const uint32_t* listed_rows = nullptr;  // which rows see them, as in KeyListsView
+    const int32_t* gathered = nullptr;    // positions of the gathered keys, sorted; null for consecutive keys
+    const uint32_t* row_words = nullptr;  // KeyListsView::rows of the gathered keys, or null
 
-    // How many of the keys lie before `end`.
+    // The number of the tile's keys before position `end`.
     int64_t keys_before(int64_t end) const {
-        if (listed != nullptr) return std::lower_bound(listed, listed + keys, end) - listed;
+        if (gathered != nullptr) return std::lower_bound(gathered, gathered + keys, end) - gathered;
         return std::clamp<int64_t>(end - key, 0, keys);
     }
 };
@@ -62,8 +61,8 @@ acc_t* row_stats(const RowStatView& view, const Sequence& sequence, int64_t head
            sequence.first_row + row;
 }
 
-// Of variable length the pairs of a sequence start at its first key where there is one number a key, else at its
-// first row.
+// The offset of a tile's first score, in elements. With variable length the scores of a sequence start at its first key
+// where the view is per key, else at its first row.
 inline int64_t offset_of(const ScoreView& view, const Tile& tile, int64_t query_heads) {
     const Sequence& s = tile.sequence;
     return view.batch_of(s.batch) * view.batch_stride + view.head_of(tile.head, query_heads) * view.head_stride +
@@ -71,13 +70,14 @@ inline int64_t offset_of(const ScoreView& view, const Tile& tile, int64_t query_
            ((view.per_key ? s.first_key : 0) + tile.key) * view.col_stride;
 }
 
-// Of the interval of the sequence's first key.
+// The offset of the key interval of a sequence's first key.
 inline int64_t offset_of(const IntervalView& view, const Sequence& s, int64_t query_head, int64_t query_heads) {
     return (view.batches > 1 ? s.batch * view.batch_stride : 0) +
            query_head / (query_heads / view.heads) * view.head_stride + s.first_key * view.col_stride;
 }
 
-// Some rows of a query-like tensor, or of a key-like one, as a matrix; see `load` and `store`.
+// Rows of Q, O or a gradient of theirs (load_rows, store_rows), or of K, V or theirs (load_keys, store_keys), as
+// matrices [rows, D]. See `load_operand` and `store`.
 template <typename acc_t>
 Matrix<acc_t> load_rows(const AttentionParams& p, const RowsView& view, const Sequence& s, int64_t row, int64_t rows,
                         int64_t head, acc_t* scratch) {
@@ -106,8 +106,8 @@ void store_keys(const AttentionParams& p, const Matrix<acc_t>& keys, const RowsV
     store(keys, view.data, p.dtype, at, view.row_stride);
 }
 
-// Brings rows of a query-like or key-like tensor nearer to the processor, which does not see coming what lies apart: for the
-// unit of work that follows, which is likely to be the same thread's. At most 128 of them: more are more work than waiting.
+// Prefetches rows for the next task, which the same thread probably runs. The hardware prefetcher does not recognize
+// rows that are far apart. More than 128 rows cost more than they save.
 inline void prefetch_rows(const AttentionParams& p, const RowsView& view, int64_t batch, int64_t row, int64_t rows,
                           int64_t head) {
     const int64_t size = p.dtype == DataType::kFloat64 ? 8 : p.dtype == DataType::kFloat32 ? 4 : 2;
@@ -117,9 +117,5 @@ inline void prefetch_rows(const AttentionParams& p, const RowsView& view, int64_
         for (int64_t byte = 0; byte < p.head_dim * size; byte += 64) __builtin_prefetch(from + byte, 0, 2);
     }
 }
-
-// Runs `unit(index)` for every index below `units`; threads take the next one when they are free. `make_unit` is
-// called once a thread, so that a unit may own scratch memory.
-void for_each_unit(int64_t units, const std::function<std::function<void(int64_t)>()>& make_unit);
 
 }  // namespace flash_dmattn

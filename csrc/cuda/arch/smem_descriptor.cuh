@@ -1,8 +1,8 @@
-// Tiles in shared memory as operands of wgmma: the descriptors by which it reads them.
+// Shared-memory descriptors: SmemTiles as operands of wgmma.
 //
-// SmemTile's slabs of 64 (32) columns are what wgmma and the copy engine call a swizzle of 128 (64) bytes, if tiles lie on
-// 1024 bytes. Fields, PTX ISA "Matrix Descriptor Format": address, the stride between slabs where they lie beside each
-// other (leading), the stride between eight rows and the next, the swizzle.
+// Slabs of 64 (32) columns have the 128-byte (64-byte) swizzle of wgmma and TMA, if tiles are aligned to 1024 bytes.
+// Fields (PTX ISA, "Matrix Descriptor Format"): address, leading byte offset (from slab to slab), stride byte offset (from
+// eight rows to the next eight), swizzle mode.
 #pragma once
 
 #include "fragment.cuh"
@@ -13,39 +13,57 @@ namespace flash_dmattn::cuda {
 
 constexpr int kSmemTileAlign = 1024;  // bytes
 
+// Which dimension of an operand is contiguous in shared memory: K, along which the GEMM sums, or M (of A) and N (of B).
+enum class Major { kK, kMN };
+
 template <typename Tile>
 class SmemDescriptor {
     static constexpr int kRowBytes = Tile::kSlabCols * 2, kSlabBytes = Tile::kRows * kRowBytes;
-    static constexpr uint32_t kAddressMask = (1 << 18) - 1;  // in a cluster the rank stands above it
+    static constexpr uint32_t kAddressMask = (1 << 18) - 1;  // the bits above it hold the CTA's rank in a cluster
     static constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
     static constexpr uint64_t kFields =
         kSwizzle << 62 | static_cast<uint64_t>(8 * kRowBytes / 16) << 32 | static_cast<uint64_t>(kSlabBytes / 16) << 16;
     static_assert(kSlabBytes % kSmemTileAlign == 0 && kSlabBytes / 16 < 1 << 14);
 
 public:
-    __device__ __forceinline__ explicit SmemDescriptor(const Tile& tile, int first_row = 0)
-        : descriptor_(kFields | ((smem_address(&tile) + first_row * kRowBytes) & kAddressMask) / 16) {}
+    // The operand begins at first_row (a multiple of 8) and first_col (of 16) of the tile.
+    __device__ __forceinline__ explicit SmemDescriptor(const Tile& tile, int first_row = 0, int first_col = 0)
+        : descriptor_((kFields | ((smem_address(&tile) + first_row * kRowBytes) & kAddressMask) / 16) +
+                      col_offset(first_col)) {}
 
-    // Of 16 columns from `col` on, along which a product sums; the rows are the product's.
-    __device__ __forceinline__ uint64_t across(int col) const {
-        return descriptor_ + (col / Tile::kSlabCols * kSlabBytes + col % Tile::kSlabCols * 2) / 16;
+    // The tile's extent along K.
+    template <Major kMajor>
+    static constexpr int k_extent() {
+        return kMajor == Major::kK ? Tile::kCols : Tile::kRows;
     }
-    // Of 16 rows from `row` on, along which a product sums; the columns, from `col` on, are the product's: kTransposed.
-    __device__ __forceinline__ uint64_t down(int row, int col = 0) const { return across(col) + row * kRowBytes / 16; }
+    // For one wgmma: 16 elements along K from `k` on, which are columns of a K-major operand and rows of an MN-major one.
+    template <Major kMajor>
+    __device__ __forceinline__ uint64_t at_k(int k) const {
+        return descriptor_ + (kMajor == Major::kK ? col_offset(k) : k * kRowBytes / 16);
+    }
+    __device__ __forceinline__ uint64_t across(int col) const { return at_k<Major::kK>(col); }
+    __device__ __forceinline__ uint64_t down(int row, int col = 0) const {
+        return descriptor_ + col_offset(col) + row * kRowBytes / 16;
+    }
 
 private:
+    static __device__ __forceinline__ int col_offset(int col) {
+        return (col / Tile::kSlabCols * kSlabBytes + col % Tile::kSlabCols * 2) / 16;
+    }
+
     uint64_t descriptor_;
 };
 
-// An accumulator, rounded, to the left operand of a product, in registers; its columns are what the product sums over.
-template <typename T, int kTiles>
-__device__ __forceinline__ void to_a_operand(const float (&pairs)[1][kTiles][4], uint32_t (&operand)[kTiles / 2][4]) {
+// Rounds an accumulator to the A operand of the next GEMM, in registers: its columns become that GEMM's K.
+template <typename T, int kFragments>
+__device__ __forceinline__ void to_a_operand(const float (&acc)[1][kFragments][4],
+                                             uint32_t (&operand)[kFragments / 2][4]) {
 #pragma unroll
-    for (int k = 0; k < kTiles / 2; ++k)
+    for (int k = 0; k < kFragments / 2; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float* pair = pairs[0][2 * k + i / 2] + i % 2 * 2;
-            operand[k][i] = pack<T>(pair[0], pair[1]);
+            const float* x = acc[0][2 * k + i / 2] + i % 2 * 2;
+            operand[k][i] = pack<T>(x[0], x[1]);
         }
 }
 

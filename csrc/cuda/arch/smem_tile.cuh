@@ -11,6 +11,7 @@ namespace flash_dmattn::cuda {
 // 16 bytes; the chunks of a row are permuted by the row, so that eight rows of one column of chunks lie in different banks.
 template <typename T, int kRows_, int kCols_, int kSlabCols_ = kCols_ % 64 == 0 ? 64 : 32>
 struct alignas(128) SmemTile {
+    using Element = T;
     static constexpr int kRows = kRows_;
     static constexpr int kCols = kCols_;
     static constexpr int kSlabCols = kSlabCols_;

@@ -34,10 +34,8 @@ public:
           probs_pipeline_(smem.probs_pipeline) {}
 
     __device__ __forceinline__ void run() {
-#pragma unroll
-        for (int n = 0; n < Traits::kDkvCols / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) dk_[0][n][i] = dv_[0][n][i] = 0;
+        clear(dk_);
+        clear(dv_);
         mbarrier_wait(smem_address(&smem_.keys_full), 0);
         zero_invisible_keys();
         mainloop();

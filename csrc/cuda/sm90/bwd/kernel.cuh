@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/arch/cluster.cuh"
-#include "cuda/arch/warp_specialization.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "consumer.cuh"
 #include "producer.cuh"
@@ -66,8 +65,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x < Traits::kConsumerWarpgroups) smem.held_dq_semaphore[threadIdx.x] = nullptr;
     __syncthreads();
     if (work_tile.n_block * Traits::kKeys >= smem.sequence.keys) return;
-    run_warp_specialized<Traits>([&] { BwdProducer<Traits, kBias>(p, maps, smem, work_tile).run(); },
-                                 [&] { BwdConsumer<Traits, kBias>(p, maps, scale, smem, work_tile).run(); });
+    if (threadIdx.x < 128) {
+        warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+        BwdProducer<Traits, kBias>(p, maps, smem, work_tile).run();
+    } else {
+        warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+        BwdConsumer<Traits, kBias>(p, maps, scale, smem, work_tile).run();
+    }
     if constexpr (Traits::kClusterReduces) {
         __syncwarp();
         cluster_sync();  // a CTA must not exit while others still send to it

@@ -2,8 +2,8 @@
 // sparse kernel: its operands, its GEMMs, and the reduction of dQ in global memory.
 #pragma once
 
-#include "cuda/arch/gemm.cuh"
 #include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/gemm.cuh"
 #include "cuda/arch/tma.cuh"
 #include "cuda/arch/smem_descriptor.cuh"
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/arch/memory.cuh"
-#include "cuda/arch/warp_specialization.cuh"
 #include "per_head_kernel.cuh"
 #include "grouped_consumer.cuh"
 #include "grouped_producer.cuh"
@@ -32,8 +31,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         while (load_acquire(slot_epoch(p, work_tile.group_index % slots)) < work_tile.group_index / slots) {}
     }
     __syncthreads();
-    run_warp_specialized<Traits>([&] { GroupedSparseBwdProducer<Traits, kBias>(p, maps, smem).run(); },
-                                 [&] { GroupedSparseBwdConsumer<Traits, kBias>(p, smem).run(); });
+    if (threadIdx.x < 128) {
+        warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+        GroupedSparseBwdProducer<Traits, kBias>(p, maps, smem).run();
+    } else {
+        warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+        GroupedSparseBwdConsumer<Traits, kBias>(p, smem).run();
+    }
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -2,8 +2,8 @@
 // of 64 rows.
 #pragma once
 
-#include "cuda/arch/gemm.cuh"
 #include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/gemm.cuh"
 #include "cuda/arch/mma.cuh"
 #include "cuda/arch/named_barrier.cuh"
 #include "cuda/arch/tma.cuh"

@@ -1,7 +1,6 @@
 // The per-head sparse backward kernel.
 #pragma once
 
-#include "cuda/arch/warp_specialization.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "per_head_consumer.cuh"
 #include "per_head_producer.cuh"
@@ -45,8 +44,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     __syncthreads();
     if (smem.work_tile().empty()) return;
-    run_warp_specialized<Traits>([&] { PerHeadSparseBwdProducer<Traits, kBias>(p, maps, smem).run(); },
-                                 [&] { PerHeadSparseBwdConsumer<Traits, kBias>(p, smem).run(); });
+    if (threadIdx.x < 128) {
+        warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+        PerHeadSparseBwdProducer<Traits, kBias>(p, maps, smem).run();
+    } else {
+        warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+        PerHeadSparseBwdConsumer<Traits, kBias>(p, smem).run();
+    }
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -18,8 +18,8 @@ namespace flash_dmattn::cuda::sm90 {
 template <typename Traits, BiasKind kBias>
 class BwdConsumer : BwdScores<Traits, kBias> {
     using Base = BwdScores<Traits, kBias>;
-    using Base::has_dbias, Base::store_dbias;
     using Base::p_, Base::scale_, Base::smem_, Base::work_tile_, Base::warpgroup_, Base::layout_, Base::warp_key_;
+    using Base::reduction_, Base::probs_pipeline_, Base::dk_in_flight_, Base::has_dbias, Base::store_dbias;
     using Base::state_, Base::header_, Base::m_block_info, Base::bias_dscores, Base::key, Base::begin_head;
 
 public:
@@ -28,10 +28,7 @@ public:
 
     __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, const BwdScale& scale, SharedStorage& smem,
                            const BwdWorkTile& work_tile)
-        : Base(p, scale, smem, work_tile),
-          maps_(maps),
-          reduction_(smem.reduction, warpgroup_, smem.cta_rank, static_cast<int>(p.dbias.batch_group_size)),
-          probs_pipeline_(smem.probs_pipeline) {}
+        : Base(p, scale, smem, work_tile), maps_(maps) {}
 
     __device__ __forceinline__ void run() {
         clear(dk_);
@@ -258,10 +255,11 @@ private:
     __device__ __forceinline__ void store_dense_dbias() {
         if constexpr (kBias == BiasKind::kDense) {
             if (Traits::kClusterReduces || p_.dense_dbias != DenseDbias::kDirect || !is_warpgroup_leader()) return;
-            const int row = layout_.first_row(), key = layout_.first_key();
-            tma_store_4d(&maps_.dbias, smem_address(bias_dscores().data + ScoresTile::offset(row, key / 8)),
-                         work_tile_.n_block * kKeys + key, header_.m_block * kRows + row, header_.head,
-                         smem_.bias_batch);
+            tma_store_4d(
+                &maps_.dbias,
+                smem_address(bias_dscores().data + ScoresTile::offset(layout_.first_row(), layout_.first_key() / 8)),
+                work_tile_.n_block * kKeys + layout_.first_key(), header_.m_block * kRows + layout_.first_row(),
+                header_.head, smem_.bias_batch);
             tma_store_commit_group();
         }
     }
@@ -292,9 +290,6 @@ private:
     }
 
     const BwdMaps& maps_;
-    std::conditional_t<Traits::kClusterReduces, DsmemReduction<Traits>, NoReduction> reduction_;
-    Pipeline<1> probs_pipeline_;
-    bool dk_in_flight_ = false;
     DkvFragment dk_, dv_;
 };
 

@@ -32,7 +32,9 @@ protected:
           work_tile_(work_tile),
           warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
           layout_(warpgroup_),
-          warp_key_(AtomLayout::warp_key()) {}
+          warp_key_(AtomLayout::warp_key()),
+          reduction_(smem.reduction, warpgroup_, smem.cta_rank, static_cast<int>(p.dbias.batch_group_size)),
+          probs_pipeline_(smem.probs_pipeline) {}
 
     // lse or delta of the rows of this lane's scores. Where registers are free all are read at once, while wgmma runs:
     // it keeps shared memory so busy that a read takes long.
@@ -203,11 +205,14 @@ protected:
     const BwdWorkTile& work_tile_;
     const int warpgroup_;
     const AtomLayout layout_;
-    const int warp_key_;                    // the warp's first key of the n_block
+    const int warp_key_;  // the warp's first key of the n_block
+    std::conditional_t<Traits::kClusterReduces, DsmemReduction<Traits>, NoReduction> reduction_;
     PipelineState<Traits::kStages> state_;  // of the pipelines of Q, dO and the bias: a step uses a stage of each
     typename MBlockInfo::Header header_;    // of the current m_block
-    RowRange rows_[2];                      // that may see each key
-    float bias_[2] = {};                    // times log2(e)
+    Pipeline<1> probs_pipeline_;
+    bool dk_in_flight_ = false;
+    RowRange rows_[2];    // that may see each key
+    float bias_[2] = {};  // times log2(e)
     float dbias_[2] = {};
 };
 

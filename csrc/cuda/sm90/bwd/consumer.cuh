@@ -49,6 +49,7 @@ private:
     using DkvFragment = typename AtomLayout::DkvFragment;
     using DqFragment = typename AtomLayout::DqFragment;
     using MBlockInfo = typename SharedStorage::MBlockInfo;
+    using RowStats = typename Base::RowStats;
 
     __device__ __forceinline__ void mainloop() {
         int head = -1;
@@ -98,7 +99,22 @@ private:
         layout_.gemm_scores(dprobs, smem_.value, dout());
         if constexpr (Traits::kSharesKeys) finish_previous_dk();
         if constexpr (kBias == BiasKind::kDense) smem_.bias_pipeline.consumer_wait(state_);
-        differentiate(scores, dprobs);
+        if (scale_.softcap > 0) {
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(scores);
+            warpgroup_fence_operand(dprobs);
+            Base::differentiate_capped(scores, dprobs);
+        } else {
+            const RowStats lse(m_block_info().lse + layout_.first_row());
+            wgmma_wait_group<1>();
+            warpgroup_fence_operand(scores);
+            const bool is_masked = Base::exponentiate(scores, lse);
+            const RowStats delta(m_block_info().delta + layout_.first_row());
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(dprobs);
+            is_masked ? Base::template differentiate<true>(scores, dprobs, delta)
+                      : Base::template differentiate<false>(scores, dprobs, delta);
+        }
         if constexpr (Traits::kClusterReduces) reduction_.send(dprobs);
         to_a_operand<T>(scores, probs);
         to_a_operand<T>(dprobs, dscores);
@@ -106,25 +122,6 @@ private:
             gemm_dkv_dq_of_shared_keys(probs, dscores);
         } else {
             gemm_dkv_dq_of_own_keys(probs, dscores);
-        }
-    }
-    // Waits for S and dP and turns them into P and dS.
-    __device__ __forceinline__ void differentiate(ScoresFragment& scores, ScoresFragment& dprobs) {
-        if (scale_.softcap > 0) {
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(scores);
-            warpgroup_fence_operand(dprobs);
-            Base::differentiate_capped(scores, dprobs);
-        } else {
-            const auto lse = Base::lse();
-            wgmma_wait_group<1>();
-            warpgroup_fence_operand(scores);
-            const bool is_masked = Base::exponentiate(scores, lse);
-            const auto delta = Base::delta();
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(dprobs);
-            is_masked ? Base::template differentiate<true>(scores, dprobs, delta)
-                      : Base::template differentiate<false>(scores, dprobs, delta);
         }
     }
     // P and dS of the warpgroup's own keys are A operands in registers; only dQ needs dS of both warpgroups.

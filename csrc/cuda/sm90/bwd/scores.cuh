@@ -53,8 +53,6 @@ protected:
         const float* stats_;
         float2 prefetched_[kPrefetched > 0 ? kPrefetched : 1];
     };
-    __device__ RowStats lse() const { return RowStats(m_block_info().lse + layout_.first_row()); }
-    __device__ RowStats delta() const { return RowStats(m_block_info().delta + layout_.first_row()); }
 
     __device__ const MBlockInfo& m_block_info() const { return smem_.m_blocks[state_.stage()]; }
     __device__ ScoresTile& bias_dscores() const { return smem_.bias_dscores[state_.stage()]; }
@@ -148,7 +146,8 @@ protected:
     // S and dP to P and dS with a softcap.
     __device__ __forceinline__ void differentiate_capped(ScoresFragment& s, ScoresFragment& dp) {
         const float* deltas = m_block_info().delta + layout_.first_row() + fragment_col();
-        for_each_score<true, true>(lse(), has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {
+        const RowStats lse(m_block_info().lse + layout_.first_row());
+        for_each_score<true, true>(lse, has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {
             const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
                                                   scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);
             if (kBias == BiasKind::kKey) dbias_[h] += is_visible ? dx : 0.f;

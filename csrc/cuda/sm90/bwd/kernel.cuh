@@ -1,4 +1,4 @@
-// The backward for compute capability 9.0, and dQ from its sums.
+// The kernels of the backward: the main kernel, and the conversion of dQ from float32.
 #pragma once
 
 #include "cuda/arch/cluster.cuh"
@@ -8,27 +8,29 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The keys of a block, or of a cluster of `sharers` blocks.
+// Tile scheduler: one CTA for each work tile, or a cluster of cluster_size CTAs that differ in their batch element
+// alone.
 template <typename Traits>
-__device__ BwdWorkTile work_tile_of(const BwdArgs& p, int index, int sharers) {
+__device__ BwdWorkTile get_work_tile(const BwdArgs& p, int index, int cluster_size) {
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
               kv_heads = static_cast<int>(p.kv_heads);
     BwdWorkTile work_tile;
-    int head = index / num_n_blocks;  // of all batch elements, those of a cluster counted once
+    int head = index / num_n_blocks;  // over the batch elements, too, those of a cluster counted once
     work_tile.n_block = index % num_n_blocks;
     if (p.is_causal || p.deterministic) {
-        // The lower keys of some heads come before the higher ones. Under causality more rows see them: short works end the
-        // call. And where blocks take turns they wait for lower keys: few of one head shall be at work at once.
-        constexpr int kHeadsAtOnce = 16;  // their queries stay in the cache
-        const int heads = kv_heads * (static_cast<int>(p.batch) / sharers);
+        // Some heads at once, lower n_blocks before higher ones. Under causality more rows see the lower ones: the
+        // longest work tiles start first. In deterministic order a CTA waits for lower n_blocks: few of one head should
+        // be active at once.
+        constexpr int kHeadsAtOnce = 16;  // their Q and dO stay in L2
+        const int heads = kv_heads * (static_cast<int>(p.batch) / cluster_size);
         const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(heads - first, kHeadsAtOnce);
         work_tile.n_block = (index - first * num_n_blocks) / at_once;
         head = first + (index - first * num_n_blocks) % at_once;
     }
     work_tile.kv_head = head % kv_heads;
-    work_tile.group = static_cast<int>(p.heads) / kv_heads;
-    work_tile.first_head = work_tile.kv_head * work_tile.group;
-    work_tile.first_batch = head / kv_heads * sharers;
+    work_tile.qheads_per_kv = static_cast<int>(p.heads) / kv_heads;
+    work_tile.first_head = work_tile.kv_head * work_tile.qheads_per_kv;
+    work_tile.first_batch = head / kv_heads * cluster_size;
     return work_tile;
 }
 
@@ -39,29 +41,28 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (is_inactive(p)) return;
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<BwdSharedStorage<Traits, kBias>*>(raw_smem);
-    // The blocks of a cluster differ in their batch element alone.
-    const int sharers = Traits::kClusterReduces ? static_cast<int>(p.dbias.batch_group_size) : 1;
+    const int cluster_size = Traits::kClusterReduces ? static_cast<int>(p.dbias.batch_group_size) : 1;
     if (threadIdx.x == 0) {
-        smem.rank = blockIdx.x % sharers;
-        // Who waits for the blocks of lower keys holds a higher ticket than they: they have begun.
-        if (p.deterministic && smem.rank == 0) smem.ticket = atomicAdd(drawn_tickets(p), 1);
+        smem.cta_rank = blockIdx.x % cluster_size;
+        // A CTA has a higher index than those that it waits for: they have started.
+        if (p.deterministic && smem.cta_rank == 0) smem.work_index = atomicAdd(tile_count_semaphore(p), 1);
         smem.init_pipelines();
-        if constexpr (Traits::kClusterReduces) smem.reduction.init(sharers);
+        if constexpr (Traits::kClusterReduces) smem.reduction.init(cluster_size);
     }
     __syncthreads();
-    int index = blockIdx.x / sharers;
+    int index = blockIdx.x / cluster_size;
     if constexpr (Traits::kClusterReduces) {
         cluster_sync();
-        if (p.deterministic) index = load_dsmem(map_to_cta(smem_address(&smem.ticket), 0));
+        if (p.deterministic) index = load_dsmem(map_to_cta(smem_address(&smem.work_index), 0));
     } else if (p.deterministic) {
-        index = smem.ticket;
+        index = smem.work_index;
     }
-    const BwdWorkTile work_tile = work_tile_of<Traits>(p, index, sharers);
+    const BwdWorkTile work_tile = get_work_tile<Traits>(p, index, cluster_size);
     if (threadIdx.x == 0) {
-        smem.sequence = Sequence(p, work_tile.first_batch + smem.rank);
+        smem.sequence = Sequence(p, work_tile.first_batch + smem.cta_rank);
         smem.bias_batch = shared_batch(p.bias, smem.sequence);
     }
-    if (threadIdx.x < Traits::kConsumerWarpgroups) smem.turn[threadIdx.x] = nullptr;
+    if (threadIdx.x < Traits::kConsumerWarpgroups) smem.held_dq_semaphore[threadIdx.x] = nullptr;
     __syncthreads();
     if (work_tile.n_block * Traits::kKeys >= smem.sequence.keys) return;
     if (threadIdx.x < 128) {
@@ -73,38 +74,37 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     if constexpr (Traits::kClusterReduces) {
         __syncwarp();
-        cluster_sync();  // nobody sends to a block that has ended
+        cluster_sync();  // a CTA must not exit while others still send to it
     }
 }
 
-// dQ from float32, as the main kernel's registers held it, to rows of the query's dtype. One block a tile of rows.
+// Scales dQ and converts it from dquery_accum to rows of the query's dtype. One CTA for each m_block.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
     convert_dquery_kernel(const __grid_constant__ BwdArgs p) {
     if (is_inactive(p)) return;
     using T = typename Traits::T;
-    constexpr int kRows = Traits::kRows, kTiles = Traits::kDqCols / 8;
+    using Layout = DqueryLayout<Traits>;
+    constexpr int kRows = Traits::kRows;
     const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads);
-    const int m_block = blockIdx.x % num_m_blocks, head = blockIdx.x / num_m_blocks % heads, group = threadIdx.x / 128;
+    const int m_block = blockIdx.x % num_m_blocks, head = blockIdx.x / num_m_blocks % heads;
+    const MmaAtomLayout<Traits> layout(threadIdx.x / 128);
     const Sequence s(p, blockIdx.x / num_m_blocks / heads);
     if (m_block * kRows >= s.rows) return;
-    using Layout = DqueryLayout<Traits>;
     const float* from = p.dquery_accum + dquery_tile<kRows>(p, s, head, m_block) * Layout::kSize +
                         Layout::offset(warp_id(), 0, lane_id());
-    float dquery[1][kTiles][4];
+    typename MmaAtomLayout<Traits>::DqFragment dq;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
+    for (int n = 0; n < Layout::kFragments; ++n) {
         const float4 x = *reinterpret_cast<const float4*>(from + Layout::offset(0, n, 0));
-        dquery[0][n][0] = x.x, dquery[0][n][1] = x.y, dquery[0][n][2] = x.z, dquery[0][n][3] = x.w;
+        dq[0][n][0] = x.x, dq[0][n][1] = x.y, dq[0][n][2] = x.z, dq[0][n][3] = x.w;
     }
-    const int group_row = Traits::kSplitsDqRows ? group * 64 : 0,
-              col = Traits::kSplitsDqRows ? 0 : group * Traits::kDqCols;
-    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + col;
+    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + layout.dq_col();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int row = m_block * kRows + group_row + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();
-        store_row(dquery, h, static_cast<float>(p.softmax_scale), to + row * p.dquery.row_stride,
-                  static_cast<int>(p.head_dim) - col, row < s.rows);
+        const int row = m_block * kRows + layout.dq_row() + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();
+        store_row(dq, h, static_cast<float>(p.softmax_scale), to + row * p.dquery.row_stride,
+                  static_cast<int>(p.head_dim) - layout.dq_col(), row < s.rows);
     }
 }
 

@@ -1,4 +1,4 @@
-// Traits sizes of the backward.
+// Block sizes of the backward, and how its two MMA warpgroups split each GEMM.
 #pragma once
 
 #include <stdexcept>
@@ -8,16 +8,21 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-constexpr int kBwdConsumerWarpgroups = 2;  // warp groups that multiply
+constexpr int kBwdConsumerWarpgroups = 2;  // MMA warpgroups
 
-// A block owns `keys` keys and visits `rows` query rows at a time. Up to head dimension 128 each warp group that multiplies
-// has 64 keys of its own: their dK and dV stay in its registers, beside S and dP of all rows. Above that 64 keys are shared:
-// a group makes S and dP of its part of the rows, and sums its part of the columns of dK and dV.
+// Barrier 0 is __syncthreads.
+enum BwdNamedBarrier : int {
+    kConsumersBarrier = 1,    // both MMA warpgroups: P and dS are complete in shared memory
+    kWarpgroupBarrier = 2,    // + warpgroup: the four warps of one MMA warpgroup
+    kDscoresReadBarrier = 2,  // + warpgroup, of the per-head sparse kernel: the other one has read this one's dS
+};
+
+// Query rows of an m_block, keys of an n_block.
 struct BwdTileSizes {
     int rows, keys;
 };
 
-// A head dimension is rounded up to one of these. exchanges: BwdKernelTraits::kClusterReduces.
+// For each compiled head dimension. cluster_reduces: BwdKernelTraits::kClusterReduces.
 constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool cluster_reduces) {
     switch (head_dim) {
         case 32: return {.rows = 128, .keys = 128};
@@ -29,35 +34,47 @@ constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool cluster_reduces) {
     throw std::logic_error("head dimension");
 }
 
-// kClusterReduces: of a dense bias that batch elements share, whose blocks form a cluster and exchange its gradient.
-template <typename T_, int kHeadDim_, bool kClusterReduces_ = false>
-struct BwdKernelTraits {
+// What the dense and the sparse backward kernels share: tiles in shared memory, and the MMA atom layout of two
+// warpgroups. S and dP are transposed (keys x rows): P and dS are then A operands in registers of dV = P dO and dK = dS
+// Q.
+//
+//   accumulator   M x N             K          split of 128 keys               split of 64 keys (kSharesKeys)
+//   S, dP         keys x rows       head_dim   M: 64 keys each                 N: kScoreRows rows each
+//   dK, dV        keys x head_dim   rows       M: 64 keys each                 N: kDkvCols columns each
+//   dQ            rows x head_dim   keys       M (128 rows) or N (64 rows)     N: kDqCols columns each
+//
+// 64 keys: above head dimension 128, dK and dV of 64 keys fill the registers of one warpgroup.
+template <typename T_, int kHeadDim_, int kRows_, int kKeys_>
+struct BwdMmaTraits {
     using T = T_;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr bool kClusterReduces = kClusterReduces_;
-    static constexpr BwdTileSizes kSizes = bwd_tile_sizes(kHeadDim, kClusterReduces);
-    static constexpr int kRows = kSizes.rows, kKeys = kSizes.keys, kWords = kKeys / 32;
+    static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kKeys = kKeys_;
     static constexpr int kConsumerWarpgroups = kBwdConsumerWarpgroups;
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
-    static constexpr int kStages = 2;
+    static constexpr int kStages = 2;  // of Q and dO
     static constexpr bool kSharesKeys = kKeys == 64;
-    static constexpr int kScoreRows = kSharesKeys ? kRows / kConsumerWarpgroups : kRows;  // of a group: of S and dP,
-    static constexpr int kSumCols = kSharesKeys ? kHeadDim / kConsumerWarpgroups : kHeadDim;  // of dK and dV
-    // Of dQ a group makes 64 rows, or of 64 rows its part of the columns.
+    static constexpr int kScoreRows = kSharesKeys ? kRows / kConsumerWarpgroups : kRows;
+    static constexpr int kDkvCols = kSharesKeys ? kHeadDim / kConsumerWarpgroups : kHeadDim;
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumerWarpgroups;
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumerWarpgroups;
     static_assert((kSharesKeys || kKeys == 64 * kConsumerWarpgroups) &&
                   (kSplitsDqRows || (kRows == 64 && kDqCols % 32 == 0)));
-    // Whether shared memory has room for dQ on its way to its sums: then the copy engine adds it.
-    static constexpr bool kStagesDquery = !kSharesKeys && !(kClusterReduces && kHeadDim == 128);
-    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-    // A group's columns begin with a slab.
-    static constexpr int kSlabCols = kHeadDim % 64 == 0 && kSumCols % 64 == 0 ? 64 : 32;
-    using RowsTile = SmemTile<T, kRows, kHeadDim, kSlabCols>;  // Q, dO
-    using KeysTile = SmemTile<T, kKeys, kHeadDim, kSlabCols>;  // K, V
-    using ScoresTile = SmemTile<T, kRows, kKeys>;              // bias, dS, P; a slab for 64 keys
-    static_assert(ScoresTile::kSlabCols == 64);
+    static constexpr int kSlabCols = kDkvCols % 64 == 0 ? 64 : 32;  // each warpgroup's columns begin with a slab
+    using RowsTile = SmemTile<T, kRows, kHeadDim, kSlabCols>;       // Q, dO
+    using KeysTile = SmemTile<T, kKeys, kHeadDim, kSlabCols>;       // K, V
+    using ScoresTile = SmemTile<T, kRows, kKeys>;                   // dense bias, P, dS
+    static_assert(ScoresTile::kSlabCols == 64, "one slab for each 64 keys");
+};
+
+// kClusterReduces: batch elements share a dense bias, and the CTAs of a cluster reduce its gradient through DSMEM.
+template <typename T, int kHeadDim, bool kClusterReduces_ = false>
+struct BwdKernelTraits : BwdMmaTraits<T, kHeadDim, bwd_tile_sizes(kHeadDim, kClusterReduces_).rows,
+                                      bwd_tile_sizes(kHeadDim, kClusterReduces_).keys> {
+    static constexpr bool kClusterReduces = kClusterReduces_;
+    static constexpr int kWords = BwdKernelTraits::kKeys / 32;
+    // Whether shared memory has room to stage dQ, so that TMA adds it to global memory.
+    static constexpr bool kStagesDq = !BwdKernelTraits::kSharesKeys && !(kClusterReduces && kHeadDim == 128);
+    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

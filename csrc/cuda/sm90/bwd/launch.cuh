@@ -3,9 +3,9 @@
 
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
+#include "cuda/arch/tensor_map.h"
 #include "plan.h"
 #include "kernel.cuh"
-#include "cuda/arch/tensor_map.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -13,7 +13,7 @@ template <typename Traits, BiasKind kBias>
 void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
     constexpr int kSlab = Traits::RowsTile::kSlabCols;
-    const int sharers = Traits::kClusterReduces ? static_cast<int>(p.dbias.batch_group_size) : 1;
+    const int cluster_size = Traits::kClusterReduces ? static_cast<int>(p.dbias.batch_group_size) : 1;
     BwdMaps maps{};
     maps.query = make_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
     maps.dout = make_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
@@ -25,18 +25,18 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
         if (p.dense_dbias == DenseDbias::kDirect)
             maps.dbias = make_map(dense_layout(p, p.dbias), {kScoresSlab, Traits::kScoreRows, 1, 1});
         if (Traits::kClusterReduces)
-            maps.dbias = make_map(dense_layout(p, p.dbias), {kScoresSlab, Traits::kRows / sharers, 1, 1});
+            maps.dbias = make_map(dense_layout(p, p.dbias), {kScoresSlab, Traits::kRows / cluster_size, 1, 1});
     }
     const auto scale = static_cast<float>(p.softmax_scale);
     const BwdScale factors{scale, scale * kLog2E, static_cast<float>(p.softcap)};
-    const int64_t blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
+    const int64_t num_ctas = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
     const auto kernel = bwd_kernel<Traits, kBias>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(sharers), 1, 1};
+    cluster.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = grid_of(blocks);
+    config.gridDim = grid_of(num_ctas);
     config.blockDim = Traits::kThreads;
     config.dynamicSmemBytes = sizeof(SharedStorage);
     config.stream = stream;

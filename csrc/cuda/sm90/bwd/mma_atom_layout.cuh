@@ -1,92 +1,84 @@
-// A warp group's part of a visit of the backward, to a tile of rows with a tile of keys: by neighbouring keys, and by gathered
-// ones that heads share. Where it lies in the tiles, the products, and how dQ comes to its sums.
+// One MMA warpgroup's share of a step of the backward's mainloop, an (m_block, n_block) of the dense or the grouped
+// sparse kernel: its operands, its GEMMs, and the reduction of dQ in global memory.
 #pragma once
 
 #include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/gemm.cuh"
 #include "cuda/arch/tma.cuh"
 #include "cuda/arch/smem_descriptor.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A Traits has T, sizes and shared tiles. A group multiplies 64 keys of its own with all rows; or, with kSharesKeys, all keys
-// with its share of the rows, and of dK and dV makes its share of the columns. What is issued is in flight.
+// Traits: a BwdMmaTraits, which tells how the warpgroups split each GEMM. A GEMM returns while its wgmma group is in
+// flight.
 template <typename Traits>
 class MmaAtomLayout {
     using T = typename Traits::T;
-    using RowsTile = typename Traits::RowsTile;      // Q, dO
-    using KeysTile = typename Traits::KeysTile;      // K, V
-    using ScoresTile = typename Traits::ScoresTile;  // P, dS: rows by keys
+    using RowsTile = typename Traits::RowsTile;      // Q, dO: rows x head_dim
+    using KeysTile = typename Traits::KeysTile;      // K, V: keys x head_dim
+    using ScoresTile = typename Traits::ScoresTile;  // P, dS: rows x keys
 
 public:
-    using Pairs = float[1][Traits::kScoreRows / 8][4];  // S, dP: keys by rows
-    using ScoresDescriptor = uint32_t[Traits::kScoreRows / 16][4];
-    using DimSum = float[1][Traits::kSumCols / 8][4];  // dK, dV: keys by columns
-    using DquerySum = float[1][Traits::kDqCols / 8][4];
-    using DqueryStage = float4[Traits::kDqCols / 8][32];  // of a warp
+    using ScoresFragment = float[1][Traits::kScoreRows / 8][4];  // S, dP: keys x rows
+    using ScoresOperand = uint32_t[Traits::kScoreRows / 16][4];  // P, dS in 16 bits
+    using DkvFragment = float[1][Traits::kDkvCols / 8][4];       // dK, dV: keys x columns
+    using DqFragment = float[1][Traits::kDqCols / 8][4];         // rows x columns
+    using DqStage = float4[Traits::kDqCols / 8][32];             // of one warp, in shared memory
 
-    __device__ explicit MmaAtomLayout(int group) : warpgroup_(group) {}
+    __device__ explicit MmaAtomLayout(int warpgroup) : warpgroup_(warpgroup) {}
 
-    // The group's first: of the keys, of the rows of S and dP, of the columns of dK and dV; of dQ.
+    // The warp's first key of the n_block: a warp holds 16 keys of S, dP, dK and dV.
+    static __device__ int warp_key() { return (Traits::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16; }
+    // The warpgroup's origin: keys and rows of S and dP; columns of dK and dV; rows and columns of dQ.
     __device__ int first_key() const { return Traits::kSharesKeys ? 0 : warpgroup_ * 64; }
     __device__ int first_row() const { return Traits::kSharesKeys ? warpgroup_ * Traits::kScoreRows : 0; }
-    __device__ int first_col() const { return Traits::kSharesKeys ? warpgroup_ * Traits::kSumCols : 0; }
-    __device__ int dquery_row() const { return Traits::kSplitsDqRows ? warpgroup_ * 64 : 0; }
-    __device__ int dquery_col() const { return Traits::kSplitsDqRows ? 0 : warpgroup_ * Traits::kDqCols; }
+    __device__ int first_col() const { return Traits::kSharesKeys ? warpgroup_ * Traits::kDkvCols : 0; }
+    __device__ int dq_row() const { return Traits::kSplitsDqRows ? warpgroup_ * 64 : 0; }
+    __device__ int dq_col() const { return Traits::kSplitsDqRows ? 0 : warpgroup_ * Traits::kDqCols; }
 
-    // S = K Q^T, or dP = V dO^T.
-    __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows) const {
+    // S = K Q^T or dP = V dO^T, summed over head_dim: both operands are K-major.
+    __device__ __forceinline__ void gemm_scores(ScoresFragment& scores, const KeysTile& keys,
+                                                const RowsTile& rows) const {
         const SmemDescriptor<KeysTile> a(keys, first_key());
         const SmemDescriptor<RowsTile> b(rows, first_row());
-        warpgroup_fence_operand(pairs);
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < Traits::kHeadDim; d += 16)
-            Wgmma<Traits::kScoreRows>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
-        wgmma_commit_group();
+        gemm_ss<true, Major::kK, Major::kK>(scores, a, b);
     }
-
-    // dV += P dO, or dK += dS Q: of the group's keys, or of all, in shared memory, and the group's columns.
-    __device__ __forceinline__ void issue_sum(DimSum& sum, const ScoresDescriptor& pairs, const RowsTile& rows) const {
+    // dV += P dO or dK += dS Q, summed over rows: dO and Q are MN-major. P and dS of the warpgroup's own keys are in
+    // registers, those of shared keys in shared memory, MN-major.
+    __device__ __forceinline__ void gemm_dkv(DkvFragment& acc, const ScoresOperand& scores,
+                                             const RowsTile& rows) const {
+        gemm_rs<false, Major::kMN>(acc, scores, SmemDescriptor<RowsTile>(rows));
+    }
+    __device__ __forceinline__ void gemm_dkv(DkvFragment& acc, const ScoresTile& scores, const RowsTile& rows) const {
+        const SmemDescriptor<ScoresTile> a(scores);
         const SmemDescriptor<RowsTile> b(rows);
-        warpgroup_fence_operand(sum);
+        warpgroup_fence_operand(acc);
         wgmma_fence();
 #pragma unroll
         for (int r = 0; r < Traits::kRows; r += 16)
-            Wgmma<Traits::kSumCols>::template multiply<T, true>(sum, pairs[r / 16], b.down(r), true);
+            Wgmma<Traits::kDkvCols>::template multiply<T, true, true>(acc, a.down(r), b.down(r, first_col()), true);
         wgmma_commit_group();
     }
-    __device__ __forceinline__ void issue_sum(DimSum& sum, const ScoresTile& pairs, const RowsTile& rows) const {
-        const SmemDescriptor<ScoresTile> a(pairs);
-        const SmemDescriptor<RowsTile> b(rows);
-        warpgroup_fence_operand(sum);
-        wgmma_fence();
-#pragma unroll
-        for (int r = 0; r < Traits::kRows; r += 16)
-            Wgmma<Traits::kSumCols>::template multiply<T, true, true>(sum, a.down(r), b.down(r, first_col()), true);
-        wgmma_commit_group();
-    }
-
-    // dQ = dS^T K.
-    __device__ __forceinline__ void gemm_dq(DquerySum& dquery, const ScoresTile& dscores, const KeysTile& keys) const {
-        const SmemDescriptor<ScoresTile> a(dscores, dquery_row());
+    // dQ = dS^T K, summed over keys: dS is K-major, K is MN-major.
+    __device__ __forceinline__ void gemm_dq(DqFragment& dq, const ScoresTile& dscores, const KeysTile& keys) const {
+        const SmemDescriptor<ScoresTile> a(dscores, dq_row());
         const SmemDescriptor<KeysTile> b(keys);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Traits::kKeys; k += 16)
-            Wgmma<Traits::kDqCols>::template multiply<T, false, true>(dquery, a.across(k), b.down(k, dquery_col()),
-                                                                      k > 0);
+            Wgmma<Traits::kDqCols>::template multiply<T, false, true>(dq, a.across(k), b.down(k, dq_col()), k > 0);
         wgmma_commit_group();
     }
 
-    // This warp's dQ to its sums, as registers hold it: from shared memory by the copy engine, so that what threads read next
-    // does not queue behind additions.
-    __device__ __forceinline__ void add_staged(const DquerySum& dquery, DqueryStage& stage, float* to) const {
+    // Adds the warp's dQ to `to` in accumulator order, by TMA from shared memory: additions from registers would delay
+    // the warp's next loads.
+    __device__ __forceinline__ void tma_reduce_add_dq(const DqFragment& dq, DqStage& stage, float* to) const {
         const int lane = lane_id();
-        if (lane == 0) tma_store_wait_group_read();  // of the visit before
+        if (lane == 0) tma_store_wait_group_read();  // of the previous step
         __syncwarp();
 #pragma unroll
         for (int n = 0; n < Traits::kDqCols / 8; ++n) {
-            const float* x = dquery[0][n];
+            const float* x = dq[0][n];
             stage[n][lane] = {x[0], x[1], x[2], x[3]};
         }
         fence_proxy_async();

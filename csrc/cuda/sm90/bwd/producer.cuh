@@ -1,4 +1,5 @@
-// The warp group that loads, of the backward.
+// The producer warpgroup of the backward: K and V of the n_block, then Q, dO, row data and a dense bias of each
+// m_block.
 #pragma once
 
 #include "cuda/arch/mbarrier.cuh"
@@ -29,56 +30,56 @@ public:
 
     __device__ void run() {
         load_keys();
-        for_each_tile<false>([&](int head, int m_block, bool is_visited, bool mask_full) {
-            if (is_visited) load_rows(head, m_block, mask_full);
+        for_each_m_block<false>([&](int head, int m_block, bool is_active, bool is_full) {
+            if (is_active) load_m_block(head, m_block, is_full);
         });
         query_pipeline_.producer_acquire();
-        if (threadIdx.x == 0) smem_.rows[query_pipeline_.stage()].header.m_block = SharedStorage::RowInfo::kEnd;
+        if (threadIdx.x == 0) smem_.m_blocks[query_pipeline_.stage()].header.m_block = SharedStorage::MBlockInfo::kEnd;
         mbarrier_arrive(query_pipeline_.full());
-        // Tiles that nobody visits have a gradient, too: 0.
+        // The mainloop skips fully masked blocks; their dbias is 0.
         if (kBias == BiasKind::kDense && p_.dense_dbias != DenseDbias::kNone && (p_.is_causal || has_mask(p_)))
-            for_each_tile<true>([&](int head, int m_block, bool is_visited, bool) {
-                const bool is_own = !Traits::kClusterReduces || m_block % p_.dbias.batch_group_size == smem_.rank;
-                if (!is_visited && is_own) clear_dbias(head, m_block);
+            for_each_m_block<true>([&](int head, int m_block, bool is_active, bool) {
+                const bool is_own = !Traits::kClusterReduces || m_block % p_.dbias.batch_group_size == smem_.cta_rank;
+                if (!is_active && is_own) clear_dbias(head, m_block);
             });
     }
 
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = Traits::kWords;
-    // Who starts copies, each in a warp of its own: the group's instructions are slow, and so none waits for another's.
+    // Threads that issue TMA loads, in three warps: none waits for another's pipeline.
     static constexpr int kBiasThread = 32, kQueryThread = 64, kDoutThread = 96;
 
     __device__ const Sequence& sequence() const { return smem_.sequence; }
     __device__ int first_key() const { return work_tile_.n_block * kKeys; }
 
-    // Calls visit(head, row tile, whether a row of it sees a key, whether the mask hides nothing of it), for all tiles, or
-    // without some that are not visited. They rise; where blocks take turns they fall: there a causal mask lets all blocks of
-    // a head begin at once.
+    // Calls visit(head, m_block, is_active, is_full). is_active: some row sees a key; is_full: the mask hides no score.
+    // kAll: also for m_blocks outside active_rows. The m_blocks ascend; with deterministic=True they descend, so that
+    // under causality all CTAs of a head start at once.
     template <bool kAll, typename Visit>
-    __device__ __forceinline__ void for_each_tile(const Visit& visit) const {
+    __device__ __forceinline__ void for_each_m_block(const Visit& visit) const {
         const int causal_begin = p_.is_causal ? sequence().causal_begin(first_key()) / kRows : 0;
-        for (int head = work_tile_.first_head; head < work_tile_.first_head + work_tile_.group; ++head) {
-            const RowRange rows = kAll ? RowRange{0, sequence().rows} : rows_to_visit(head);
-            const int begin = rows.begin / kRows, tiles = max(ceil_div(rows.end, kRows) - begin, 0);
-            const auto tile_at = [&](int i) { return begin + (p_.deterministic ? tiles - 1 - i : i); };
-            for (BlockMaskIterator ahead{0}; ahead.next < tiles;) {
-                const int first = ahead.next, end = min(first + 32, tiles);
-                ahead.look(tiles, [&](int i, bool& is_empty, bool& is_full) {
-                    const int tile = tile_at(i);
-                    is_full = summary_of(sequence(), head, tile, work_tile_.n_block).full;
-                    is_empty = tile < causal_begin || is_hidden(head, tile, work_tile_.n_block);
+        for (int head = work_tile_.first_head; head < work_tile_.first_head + work_tile_.qheads_per_kv; ++head) {
+            const RowRange rows = kAll ? RowRange{0, sequence().rows} : active_rows(head);
+            const int begin = rows.begin / kRows, count = max(ceil_div(rows.end, kRows) - begin, 0);
+            const auto m_block_at = [&](int i) { return begin + (p_.deterministic ? count - 1 - i : i); };
+            for (BlockMaskIterator blocks{0}; blocks.next < count;) {
+                const int first = blocks.next, end = min(first + 32, count);
+                blocks.look(count, [&](int i, bool& is_empty, bool& is_full) {
+                    const int m_block = m_block_at(i);
+                    is_full = block_summary(sequence(), head, m_block, work_tile_.n_block).full;
+                    is_empty = m_block < causal_begin || is_masked_out(head, m_block, work_tile_.n_block);
                 });
                 for (int i = first; i < end; ++i)
-                    visit(head, tile_at(i), ahead.pending >> (i - first) & 1, ahead.is_full(i - first));
+                    visit(head, m_block_at(i), blocks.pending >> (i - first) & 1, blocks.is_full(i - first));
             }
         }
     }
 
-    // The rows among which all lie that see some key, to some of a cluster's blocks, which visit the same tiles: by causality
-    // and, where it says that without a look at every tile, by the mask.
-    __device__ __forceinline__ RowRange rows_to_visit(int head) const {
+    // A range that contains every row that sees a key of the n_block, in any sequence of the cluster: its CTAs iterate
+    // over the same m_blocks.
+    __device__ __forceinline__ RowRange active_rows(int head) const {
         RowRange range{sequence().rows, 0};
-        for_each_sharer([&](const Sequence& s) {
+        for_each_sequence([&](const Sequence& s) {
             const RowRange rows = MaskSummaries<kRows, kKeys>(p_, s, head).rows_of(s.rows, work_tile_.n_block);
             range = {min(range.begin, rows.begin), max(range.end, rows.end)};
             return true;
@@ -86,40 +87,40 @@ private:
         if (p_.is_causal) range.begin = max(range.begin, sequence().causal_begin(first_key()));
         return range;
     }
-    __device__ __forceinline__ BlockSummary<kKeys> summary_of(const Sequence& s, int head, int m_block,
-                                                              int n_block) const {
+    __device__ __forceinline__ BlockSummary<kKeys> block_summary(const Sequence& s, int head, int m_block,
+                                                                 int n_block) const {
         const MaskSummaries<kRows, kKeys> mask(p_, s, head);
         return mask.of(m_block * kRows, min((m_block + 1) * kRows, s.rows) - 1, n_block);
     }
-    // Whether the mask leaves no pair of a tile, to none of a cluster's blocks.
-    __device__ __forceinline__ bool is_hidden(int head, int m_block, int n_block) const {
+    // Whether the mask hides all scores, in every sequence of the cluster.
+    __device__ __forceinline__ bool is_masked_out(int head, int m_block, int n_block) const {
         bool is_empty = true;
-        for_each_sharer([&](const Sequence& s) { return is_empty &= summary_of(s, head, m_block, n_block).empty; });
+        for_each_sequence(
+            [&](const Sequence& s) { return is_empty &= block_summary(s, head, m_block, n_block).empty; });
         return is_empty;
     }
-    // Calls visit(sequence) for this block's and those of the other blocks of a cluster, as long as it gives true.
+    // Calls visit(sequence) for this CTA, then for the other CTAs of the cluster, until it returns false.
     template <typename Visit>
-    __device__ __forceinline__ void for_each_sharer(const Visit& visit) const {
+    __device__ __forceinline__ void for_each_sequence(const Visit& visit) const {
         if (!visit(sequence()) || !Traits::kClusterReduces) return;
         Sequence other = sequence();
-        const int sharers = static_cast<int>(p_.dbias.batch_group_size);  // 2 or 4
-        for (int i = 1; i < sharers; ++i) {
+        const int cluster_size = static_cast<int>(p_.dbias.batch_group_size);  // 2 or 4
+        for (int i = 1; i < cluster_size; ++i) {
             other.batch = sequence().batch ^ i;
             if (!visit(other)) return;
         }
     }
-    // One after the last of the lower tiles of keys whose blocks visit a tile of rows, too: they add to its dQ before. A
-    // warp calls.
-    __device__ __forceinline__ int turn(int head, int m_block) const {
+    // The value of the dQ semaphore at which this CTA may add: one after the last lower n_block that adds to the
+    // m_block's dQ. A warp calls.
+    __device__ __forceinline__ int dq_semaphore_value(int head, int m_block) const {
         for (int end = work_tile_.n_block; end > 0; end -= 32) {
             const int n_block = end - 1 - lane_id();
-            const uint32_t visiting = __ballot_sync(~0u, n_block >= 0 && !is_hidden(head, m_block, n_block));
-            if (visiting != 0) return end - (__ffs(visiting) - 1);
+            const uint32_t active = __ballot_sync(~0u, n_block >= 0 && !is_masked_out(head, m_block, n_block));
+            if (active != 0) return end - (__ffs(active) - 1);
         }
         return 0;
     }
 
-    // Keys that no row sees, for the mask or their bias, may hold anything: the consumers clear them.
     __device__ void load_keys() {
         const Sequence& s = sequence();
         if (threadIdx.x == 0) {
@@ -128,18 +129,20 @@ private:
             copy_rows(smem_.key, maps_.key, barrier, p_, s, s.first_key + first_key(), work_tile_.kv_head);
             copy_rows(smem_.value, maps_.value, barrier, p_, s, s.first_key + first_key(), work_tile_.kv_head);
         }
-        const int warp = warp_id(), key = first_key() + threadIdx.x;  // a warp looks at 32 keys, if there are so many
-        uint32_t seen = 0;
-        for (int head = work_tile_.first_head; head < work_tile_.first_head + work_tile_.group; ++head) {
-            uint32_t seen_by_head = has_mask(p_) ? 0 : ~0u;
+        // Finds the keys that some row sees, by the mask and a key bias: the consumers zero the others. A word for each
+        // warp.
+        const int warp = warp_id(), key = first_key() + threadIdx.x;
+        uint32_t visible = 0;
+        for (int head = work_tile_.first_head; head < work_tile_.first_head + work_tile_.qheads_per_kv; ++head) {
+            uint32_t unmasked = has_mask(p_) ? 0 : ~0u;
             if (has_mask(p_)) {
                 const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
                 const RowRange rows = mask.rows_of(s.rows, work_tile_.n_block);
-                for (int tile = rows.begin / kRows + lane_id(); tile * kRows < rows.end; tile += 32) {
+                for (int m_block = rows.begin / kRows + lane_id(); m_block * kRows < rows.end; m_block += 32) {
                     const auto summary =
-                        mask.of(tile * kRows, min((tile + 1) * kRows, sequence().rows) - 1, work_tile_.n_block);
+                        mask.of(m_block * kRows, min((m_block + 1) * kRows, sequence().rows) - 1, work_tile_.n_block);
 #pragma unroll
-                    for (int w = 0; w < kWords; ++w) seen_by_head |= summary.columns[w] & (w == warp ? ~0u : 0u);
+                    for (int w = 0; w < kWords; ++w) unmasked |= summary.columns[w] & (w == warp ? ~0u : 0u);
                 }
             }
             bool is_hidden = key >= s.keys;
@@ -148,19 +151,20 @@ private:
                 is_hidden =
                     key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride)) == -kInfinity;
             }
-            seen |= __reduce_or_sync(~0u, seen_by_head) & __ballot_sync(~0u, !is_hidden);
+            visible |= __reduce_or_sync(~0u, unmasked) & __ballot_sync(~0u, !is_hidden);
         }
-        if (lane_id() == 0 && warp < kWords) smem_.seen[warp] = seen;
+        if (lane_id() == 0 && warp < kWords) smem_.visible_keys[warp] = visible;
         mbarrier_arrive(smem_address(&smem_.keys_full));
     }
 
-    __device__ __forceinline__ void load_rows(int head, int m_block, bool mask_full) {
+    // Fetches row data before it waits for a free stage.
+    __device__ __forceinline__ void load_m_block(int head, int m_block, bool is_full) {
         const Sequence& s = sequence();
         const int first = m_block * kRows, row = first + threadIdx.x;
-        const bool is_masked = !mask_full && p_.packed_mask.bits != nullptr;
+        const bool is_masked = !is_full && p_.packed_mask.bits != nullptr;
         float lse = 0, delta = 0;
-        MaskWords words = {};
         bool is_empty = false;
+        MaskWords words = {};
         if (threadIdx.x < kRows) {
             if (is_masked) words = load_mask(head, row);
             const bool exists = row < s.rows;
@@ -172,7 +176,37 @@ private:
             is_empty = lse == kInfinity;
             if (is_empty) delta = 0;
         }
-        const int tensor_row = s.first_row + first;
+        issue_tma_loads(head, s.first_row + first);
+        const int semaphore_value = p_.deterministic && warp_id() == 0 ? dq_semaphore_value(head, m_block) : 0;
+        query_pipeline_.producer_acquire();
+        auto& info = smem_.m_blocks[query_pipeline_.stage()];
+        if (threadIdx.x < kRows) {
+            info.lse[threadIdx.x] = lse;
+            info.delta[threadIdx.x] = delta;
+            if (is_masked) {
+                info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
+                if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
+            }
+        }
+        const bool has_empty_rows = __any_sync(~0u, is_empty);
+        if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty_rows[warp_id()] = has_empty_rows;
+        if (threadIdx.x == 0) {
+            info.header.head = head;
+            info.header.m_block = m_block;
+            const int64_t tile = dquery_tile<kRows>(p_, s, head, m_block);
+            info.dq_accum = p_.dquery_accum + tile * DqueryLayout<Traits>::kSize;
+            info.dq_semaphore = dquery_semaphore(p_, tile);
+            info.dq_semaphore_value = semaphore_value;
+            info.header.is_full_block = is_full;
+        }
+        mbarrier_arrive(query_pipeline_.full());
+        query_pipeline_.advance();
+        dout_pipeline_.advance();
+        bias_pipeline_.advance();
+    }
+    // Q, dO and a dense bias. tensor_row: the m_block's first row of the tensor.
+    __device__ __forceinline__ void issue_tma_loads(int head, int tensor_row) {
+        const Sequence& s = sequence();
         if (threadIdx.x == kQueryThread) {
             query_pipeline_.producer_acquire();
             mbarrier_expect_tx(query_pipeline_.full(), sizeof(typename Traits::RowsTile));
@@ -187,48 +221,22 @@ private:
         if (kBias == BiasKind::kDense && threadIdx.x == kBiasThread) {
             bias_pipeline_.producer_acquire();
             mbarrier_arrive_and_expect_tx(bias_pipeline_.full(), sizeof(typename Traits::ScoresTile));
-            auto& pairs = smem_.pairs[bias_pipeline_.stage()];
+            auto& bias = smem_.bias_dscores[bias_pipeline_.stage()];
 #pragma unroll
             for (int slab = 0; slab < Traits::ScoresTile::kSlabs; ++slab)
-                tma_load_4d(smem_address(pairs.data + slab * kRows * 64), &maps_.bias, bias_pipeline_.full(),
+                tma_load_4d(smem_address(bias.data + slab * kRows * 64), &maps_.bias, bias_pipeline_.full(),
                             first_key() + slab * 64, tensor_row, shared_head(head, p_.heads, p_.bias.heads),
                             smem_.bias_batch);
         }
-        const int turn_to_add = p_.deterministic && warp_id() == 0 ? turn(head, m_block) : 0;
-        query_pipeline_.producer_acquire();
-        auto& info = smem_.rows[query_pipeline_.stage()];
-        if (threadIdx.x < kRows) {
-            info.lse[threadIdx.x] = lse;
-            info.delta[threadIdx.x] = delta;
-            if (is_masked) {
-                info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
-                if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
-            }
-        }
-        const bool has_empty = __any_sync(~0u, is_empty);
-        if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty[warp_id()] = has_empty;
-        if (threadIdx.x == 0) {
-            info.header.head = head;
-            info.header.m_block = m_block;
-            const int64_t tile = dquery_tile<kRows>(p_, s, head, m_block);
-            info.dquery = p_.dquery_accum + tile * DqueryLayout<Traits>::kSize;
-            info.turns = dquery_semaphore(p_, tile);
-            info.turn = turn_to_add;
-            info.header.mask_full = mask_full;
-        }
-        mbarrier_arrive(query_pipeline_.full());
-        query_pipeline_.advance();
-        dout_pipeline_.advance();
-        bias_pipeline_.advance();
     }
 
-    // Of a tile, one row's words.
+    // A row's words of the packed mask.
     static_assert(kWords == 2 || kWords == 4);
     using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;
     __device__ __forceinline__ MaskWords load_mask(int head, int row) const {
         const uint32_t* words = mask_words(p_, sequence(), head) + work_tile_.n_block * kWords;
-        const int64_t at = min(row, sequence().rows - 1) * p_.packed_mask.bits_row_stride;
-        return __ldg(reinterpret_cast<const MaskWords*>(words + at));
+        const int64_t offset = min(row, sequence().rows - 1) * p_.packed_mask.bits_row_stride;
+        return __ldg(reinterpret_cast<const MaskWords*>(words + offset));
     }
 
     __device__ void clear_dbias(int head, int m_block) const {
@@ -237,7 +245,7 @@ private:
                 static_cast<int64_t>(m_block * kRows) * p_.dbias.row_stride + first_key();
         for (int i = threadIdx.x; i < kRows * kKeys / 8; i += 128) {
             const int row = i / (kKeys / 8), key = i % (kKeys / 8) * 8;
-            // A row of keys is a multiple of 8, or the copy engine could not store it.
+            // TMA requires seqlen_k to be a multiple of 8.
             if (m_block * kRows + row < s.rows && first_key() + key < s.keys)
                 *reinterpret_cast<uint4*>(to + row * p_.dbias.row_stride + key) = {};
         }

@@ -1,9 +1,8 @@
-// A block of the backward for compute capability 9.0: what its warp groups share.
+// Shared memory of the backward, its named barriers, and its work tile.
 //
-// It owns a tile of keys of one key/value head and visits the tiles of query rows that see it, of every query head of the
-// group. The first warp group loads, the others multiply. Scores stand transposed, keys by rows: so P and dS are operands of
-// dV = P dO and dK = dS Q as they lie in registers, where a group has 64 keys of its own (bwd_config.h), and what is of a
-// key is of two rows of a thread.
+// A CTA owns an n_block of one key/value head. Its mainloop iterates over the m_blocks that see the n_block, for every
+// query head of the GQA group. Warpgroup 0 is the producer, two MMA warpgroups are the consumers. They compute S and dP
+// transposed (kernel_traits.h).
 #pragma once
 
 #include <cuda.h>
@@ -19,7 +18,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// How the copy engine finds the tensors: [D, heads, S, B], of a dense bias and its gradient [Sk, Sq, heads, B].
+// TMA tensor maps: [D, heads, S, B]; of a dense bias and its gradient [Sk, Sq, heads, B].
 struct BwdMaps {
     CUtensorMap query, dout, key, value, bias, dbias;
 };
@@ -36,48 +35,48 @@ template <typename Traits, BiasKind kBias>
 struct BwdSharedStorage {
     static constexpr int kRows = Traits::kRows;
 
-    // What comes with a tile of query rows.
-    struct RowInfo {
-        static constexpr int kEnd = -1;  // as a tile: there is no other
+    // Row data of an m_block, a stage of the query pipeline.
+    struct MBlockInfo {
+        static constexpr int kEnd = -1;  // as an m_block: the mainloop ends
 
-        // What a visit begins with, read at once.
+        // Read at once.
         struct alignas(16) Header {
             int head, m_block;
-            bool mask_full;              // the mask hides nothing of the tile
-            bool has_empty[kRows / 32];  // of 32 rows: some see nothing, or lie beyond the sequence
+            bool is_full_block;               // the mask hides no score
+            bool has_empty_rows[kRows / 32];  // for 32 rows each: some see no key or lie beyond the sequence
         };
         Header header;
-        float* dquery;  // the sums of the tile
-        // Where deterministic: of each group what shows whose turn it is to add to dQ, and how it shows this block's.
-        int32_t* turns;
-        int turn;
-        alignas(16) float lse[kRows];  // times log2(e); inf where a row sees nothing
+        float* dq_accum;  // the m_block's tile of dquery_accum
+        // With deterministic=True: the semaphore of each warpgroup, and the value at which this CTA may add to dQ.
+        int32_t* dq_semaphore;
+        int dq_semaphore_value;
+        alignas(16) float lse[kRows];  // times log2(e); inf where a row sees no key
         alignas(16) float delta[kRows];
-        alignas(16) uint32_t mask[Traits::kWords][kRows];  // bit j % 32 of word j / 32: whether the row sees key j
+        alignas(16) uint32_t mask[Traits::kWords][kRows];  // bit j % 32 of word j / 32: the row sees key j
     };
 
     alignas(kSmemTileAlign) typename Traits::KeysTile key;
     alignas(kSmemTileAlign) typename Traits::KeysTile value;
     alignas(kSmemTileAlign) typename Traits::RowsTile query[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::RowsTile dout[Traits::kStages];
-    alignas(kSmemTileAlign) typename Traits::ScoresTile pairs[Traits::kStages];  // of a dense bias, then of dS
+    alignas(kSmemTileAlign) typename Traits::ScoresTile bias_dscores[Traits::kStages];  // a dense bias, then dS
     alignas(kSmemTileAlign) std::conditional_t<Traits::kSharesKeys, typename Traits::ScoresTile, NoTile> probs;
-    std::conditional_t<Traits::kClusterReduces, BwdExchangeSharedStorage<Traits>, NoReduction> reduction;
-    // dQ of each warp on its way to its sums.
-    using DqueryStage = typename MmaAtomLayout<Traits>::DqueryStage;
-    alignas(128) std::conditional_t<Traits::kStagesDquery, DqueryStage[Traits::kConsumerWarpgroups * 4], NoTile> dquery;
-    RowInfo rows[Traits::kStages];
-    uint32_t seen[Traits::kWords];  // keys that some row sees
+    std::conditional_t<Traits::kClusterReduces, DsmemReductionSharedStorage<Traits>, NoReduction> reduction;
+    using DqStage = typename MmaAtomLayout<Traits>::DqStage;
+    alignas(
+        128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], NoTile> dq;  // per warp
+    MBlockInfo m_blocks[Traits::kStages];
+    uint32_t visible_keys[Traits::kWords];  // bit j % 32 of word j / 32: some row sees key j
     Sequence sequence;
-    int bias_batch;  // that the sequence goes by
-    int rank;        // of the sequence among those that share a bias and exchange its gradient; else 0
-    int ticket;
-    int32_t* turn[Traits::kConsumerWarpgroups];  // where deterministic: of each group, the last that it has waited for
+    int bias_batch;                                           // the batch element of the bias
+    int cta_rank;                                             // in the cluster; 0 without one
+    int work_index;                                           // with deterministic=True
+    int32_t* held_dq_semaphore[Traits::kConsumerWarpgroups];  // the last one acquired and not yet released, or null
     alignas(8) uint64_t keys_full;
     PipelineBarriers<Traits::kStages> query_pipeline, dout_pipeline, bias_pipeline;
-    PipelineBarriers<1> probs_pipeline;  // nobody waits for it to be full
+    PipelineBarriers<1> probs_pipeline;  // only its empty barrier is used
 
-    // By one thread.
+    // One thread calls.
     __device__ void init_pipelines() {
         constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
         mbarrier_init(smem_address(&keys_full), 128);
@@ -88,10 +87,10 @@ struct BwdSharedStorage {
     }
 };
 
-// The keys that a block owns.
+// An n_block of one key/value head and batch element.
 struct BwdWorkTile {
-    int n_block, kv_head, first_head, group;  // the query heads [first_head, first_head + group)
-    int first_batch;                          // the batch element, of a cluster its first block's
+    int n_block, kv_head, first_head, qheads_per_kv;  // the query heads [first_head, first_head + qheads_per_kv)
+    int first_batch;                                  // the batch element of the cluster's first CTA
 };
 
 }  // namespace flash_dmattn::cuda::sm90

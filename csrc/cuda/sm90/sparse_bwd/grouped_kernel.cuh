@@ -1,4 +1,4 @@
-// The backward over key lists that heads share, for compute capability 9.0.
+// The grouped sparse backward kernel.
 #pragma once
 
 #include "cuda/arch/memory.cuh"
@@ -13,22 +13,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     grouped_sparse_bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ SparseBwdMaps maps) {
     if (is_inactive(p)) return;
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
-    auto& smem = *reinterpret_cast<GatherGroupSharedStorage<Traits>*>(raw_smem);
+    auto& smem = *reinterpret_cast<GroupedSparseBwdSharedStorage<Traits>*>(raw_smem);
     if (threadIdx.x == 0) {
-        // Whoever waits for a slot holds a higher ticket than the blocks that empty it: they have begun.
-        const GroupedSparseBwdWorkTile work_tile(p, atomicAdd(p.dquery_semaphore, 1));
+        // A CTA that waits for a slot has a higher index than those that empty it: they have started.
+        const GroupedSparseBwdWorkTile work_tile(p, atomicAdd(tile_count_semaphore(p), 1));
         smem.work_tile() = work_tile;
-        int tiles = 0;
+        int num_n_blocks = 0;
         if (!work_tile.empty()) {
             const KeyList list(p, work_tile.s, work_tile.head, work_tile.first_row);
             smem.list() = list;
-            tiles = count_key_tiles<Traits::kKeys>(p, work_tile.s, work_tile.end_row, list);
+            num_n_blocks = count_n_blocks<Traits::kKeys>(p, work_tile.s, work_tile.end_row, list);
         }
-        const int parts = static_cast<int>(p.list_splits), slots = static_cast<int>(p.dquery_slots);
-        smem.first_tile = tiles * work_tile.part / parts;
-        smem.end_tile = tiles * (work_tile.part + 1) / parts;
+        const int num_splits = static_cast<int>(p.list_splits), slots = static_cast<int>(p.dquery_slots);
+        smem.first_n_block = num_n_blocks * work_tile.split / num_splits;
+        smem.end_n_block = num_n_blocks * (work_tile.split + 1) / num_splits;
         smem.init_pipelines();
-        while (load_acquire(slot_epoch(p, work_tile.unit % slots)) < work_tile.unit / slots) {}
+        while (load_acquire(slot_epoch(p, work_tile.group_index % slots)) < work_tile.group_index / slots) {}
     }
     __syncthreads();
     if (threadIdx.x < 128) {

@@ -1,8 +1,5 @@
-// The warp group that loads, of the backward over key lists that heads share: one tile of keys after the other, wherever they
-// lie, and with each the rows of every head.
-//
-// A lane sees to one key of a tile; of 64 keys two lanes see to the same. What it needs is read ahead, as in
-// gather_bwd_producer.cuh.
+// The producer warpgroup of the grouped sparse backward: gathered n_blocks of K and V, and with each the rows of every
+// head.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -17,7 +14,7 @@ template <typename Traits, BiasKind kBias>
 class GroupedSparseBwdProducer {
 public:
     using T = typename Traits::T;
-    using SharedStorage = GatherGroupSharedStorage<Traits>;
+    using SharedStorage = GroupedSparseBwdSharedStorage<Traits>;
 
     __device__ GroupedSparseBwdProducer(const BwdArgs& p, const SparseBwdMaps& maps, SharedStorage& smem)
         : p_(p),
@@ -31,37 +28,40 @@ public:
     __device__ void run() {
         const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
         const KeyList& list = smem_.list();
-        const int first = smem_.first_tile, end = smem_.end_tile, visits = work_tile.visits<kRows>();
+        const int first = smem_.first_n_block, end = smem_.end_n_block, num_steps = work_tile.num_steps<kRows>();
         if (first == end) return;
-        const int kv_head = work_tile.head / work_tile.group;
+        const int kv_head = work_tile.head / work_tile.qheads_per_kv;
         const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work_tile.s, kv_head);
         const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
         const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list);
         const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * kWarpKeys;
+        // Two lanes share a key of 64.
         const int lane_key = kWarpKeys == 32 ? threadIdx.x : warp_key + threadIdx.x % kWarpKeys;
-
-        const auto place_of = [&](int tile) { return tile < end ? list.key(tile * kKeys + lane_key) : -1; };
-        const auto fetch = [&](int tile, int place) { return reader.fetch(tile * kKeys + lane_key, place); };
-        GatheredKey key = fetch(first, place_of(first));
-        int place = place_of(first + 1);
-        for (int tile = first; tile < end; ++tile) {
+        // Prefetched: the key's position by two n_blocks; by this, which rows see the key, and its bias, by one.
+        const auto position_of = [&](int n_block) { return n_block < end ? list.key(n_block * kKeys + lane_key) : -1; };
+        const auto fetch = [&](int n_block, int position) {
+            return reader.fetch(n_block * kKeys + lane_key, position);
+        };
+        GatheredKey key = fetch(first, position_of(first));
+        int next_position = position_of(first + 1);
+        for (int n_block = first; n_block < end; ++n_block) {
             load_rows(work_tile, 0);
-            uint32_t words[KeyList::kWords];
+            uint32_t visible_rows[KeyList::kWords];
             float bias;
-            const int seen = reader.look(key, words, bias);
+            const int position = reader.look(key, visible_rows, bias);
             value_pipeline_.producer_acquire();
-            gather_rows<kWarpKeys>(smem_.value, warp_key, values, p_.value.row_stride, seen, head_dim);
+            gather_rows<kWarpKeys>(smem_.value, warp_key, values, p_.value.row_stride, position, head_dim);
             cp_async_mbarrier_arrive_noinc(value_pipeline_.full());
             value_pipeline_.advance();
             key_pipeline_.producer_acquire();
-            if (threadIdx.x % 32 < kWarpKeys) smem_.keys.store(lane_key, seen, words, bias);
+            if (threadIdx.x % 32 < kWarpKeys) smem_.keys.store(lane_key, position, visible_rows, bias);
             mbarrier_arrive(key_pipeline_.full());
-            gather_rows<kWarpKeys>(smem_.key, warp_key, keys, p_.key.row_stride, seen, head_dim);
+            gather_rows<kWarpKeys>(smem_.key, warp_key, keys, p_.key.row_stride, position, head_dim);
             cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
             key_pipeline_.advance();
-            key = fetch(tile + 1, place);
-            place = place_of(tile + 2);
-            for (int visit = 1; visit < visits; ++visit) load_rows(work_tile, visit);
+            key = fetch(n_block + 1, next_position);
+            next_position = position_of(n_block + 2);
+            for (int step = 1; step < num_steps; ++step) load_rows(work_tile, step);
         }
         cp_async_commit();
         cp_async_wait<0>();
@@ -69,11 +69,12 @@ public:
 
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWarpKeys = kKeys / 4;
-    static_assert(kRows <= 128 && kWarpKeys <= 32, "a thread sees to one row and one key");
-    static constexpr int kQueryThread = 64, kDoutThread = 96;  // of two warps: neither waits for the other's copies
+    static_assert(kRows <= 128 && kWarpKeys <= 32, "a thread has one row and one key");
+    static constexpr int kQueryThread = 64, kDoutThread = 96;  // in two warps: neither waits for the other's pipeline
 
-    __device__ __forceinline__ void load_rows(const GroupedSparseBwdWorkTile& work_tile, int visit) {
-        const int head = work_tile.head_of<kRows>(visit), first = work_tile.first_row + work_tile.row_of<kRows>(visit);
+    // Fetches row data before it waits for a free stage.
+    __device__ __forceinline__ void load_rows(const GroupedSparseBwdWorkTile& work_tile, int step) {
+        const int head = work_tile.head_of<kRows>(step), first = work_tile.first_row + work_tile.row_of<kRows>(step);
         const int row = first + threadIdx.x;
         float lse = 0, delta = 0;
         bool is_empty = false;
@@ -105,8 +106,8 @@ private:
             info.lse[threadIdx.x] = lse;
             info.delta[threadIdx.x] = delta;
         }
-        const bool has_empty = __any_sync(~0u, is_empty);
-        if (lane_id() == 0 && warp_id() < kRows / 32) info.has_empty[warp_id()] = has_empty;
+        const bool has_empty_rows = __any_sync(~0u, is_empty);
+        if (lane_id() == 0 && warp_id() < kRows / 32) info.has_empty_rows[warp_id()] = has_empty_rows;
         mbarrier_arrive(query_pipeline_.full());
         query_pipeline_.advance();
         dout_pipeline_.advance();

@@ -1,5 +1,5 @@
-// The keys of a gathered tile as the lanes of a warp that multiplies hold them, where scores stand keys by rows: P and dS of
-// their pairs, the gradient of their bias, and the way of their dK and dV to the sums in global memory.
+// The gathered keys that a lane of an MMA warpgroup holds: P and dS of their scores, the key bias's gradient, and the
+// addition of dK and dV to their sums in global memory.
 #pragma once
 
 #include "cuda/arch/mbarrier.cuh"
@@ -11,120 +11,120 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A warp's sums of 8 keys, kCols columns at a time, on their way to global memory; kStages such parts.
+// A warp's staging buffers for TMA additions of dK and dV: 8 keys by kCols columns each.
 template <int kCols_, int kStages_>
 struct KeyGradientStages {
     static constexpr int kCols = kCols_, kStages = kStages_;
-    alignas(16) float part[kStages][8][kCols + 8];  // rows 8 banks apart: a quarter of a warp writes one
+    alignas(16) float stage[kStages][8][kCols + 8];  // rows are 8 banks apart: a quarter of a warp writes one
 };
 
-// A lane's two.
+// A lane has two keys, rows of the transposed scores: keys 8 h + fragment_row() of the warp's 16.
 template <BiasKind kBias>
 class KeyFragment {
 public:
-    // first: the warp's first key of the tile.
+    // warp_key: the warp's first key of the n_block.
     template <int kKeys>
-    __device__ __forceinline__ void begin(const GatheredKeys<kKeys>& keys, int first) {
-        first_ = first;
+    __device__ __forceinline__ void begin(const GatheredKeys<kKeys>& keys, int warp_key) {
+        warp_key_ = warp_key;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            place_[h] = keys.place[key(h)];
+            position_[h] = keys.place[key(h)];
             bias_[h] = kBias == BiasKind::kKey ? keys.bias[key(h)] : 0;
-            sums_[h] = 0;
+            dbias_[h] = 0;
         }
     }
 
-    // S and dP to P and dS, of the 32 rows of word w of the list's, whose lse and delta these are. In the accumulators
-    // they begin at m.
-    template <int kKeys, int kTiles>
+    // S and dP to P and dS of 32 rows: word w of the rows that see a key, fragments [m, m + 4) of the accumulators. lse
+    // and delta begin at these rows.
+    template <int kKeys, int kFragments>
     __device__ __forceinline__ void differentiate(const AttentionParams& p, const GatheredKeys<kKeys>& keys, int w,
-                                                  float (&s)[1][kTiles][4], float (&dp)[1][kTiles][4], int m,
+                                                  float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4], int m,
                                                   const float* lse, const float* delta) {
-        const uint32_t seen[2] = {keys.rows[key(0)][w], keys.rows[key(1)][w]};
+        const uint32_t visible_rows[2] = {keys.rows[key(0)][w], keys.rows[key(1)][w]};
         if (p.softcap > 0) {
-            differentiate<true, true>(p, seen, s, dp, m, lse, delta);
-        } else if (__all_sync(~0u, (seen[0] & seen[1]) == ~0u)) {
-            differentiate<false, false>(p, seen, s, dp, m, lse, delta);
+            differentiate<true, true>(p, visible_rows, s, dp, m, lse, delta);
+        } else if (__all_sync(~0u, (visible_rows[0] & visible_rows[1]) == ~0u)) {
+            differentiate<false, false>(p, visible_rows, s, dp, m, lse, delta);
         } else {
-            differentiate<true, false>(p, seen, s, dp, m, lse, delta);
+            differentiate<true, false>(p, visible_rows, s, dp, m, lse, delta);
         }
     }
 
-    // The gradient of a key's bias is its sum of dx over the rows.
+    // Adds the key bias's gradient, the sum of dS over the rows.
     __device__ __forceinline__ void add_dbias(const BwdArgs& p, const Sequence& s, int head) const {
         if (kBias != BiasKind::kKey || p.dbias.data == nullptr) return;
         float* to = static_cast<float*>(p.dbias.data) + score_offset(p.dbias, s, head, p.heads);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float sum = row_sum(sums_[h]);
-            if (is_row_leader() && place_[h] >= 0) reduce_add(to + place_[h] * p.dbias.col_stride, sum);
+            const float sum = row_sum(dbias_[h]);
+            if (is_row_leader() && position_[h] >= 0) reduce_add(to + position_[h] * p.dbias.col_stride, sum);
         }
     }
 
-    // Keys by columns, to rows of global memory, by way of shared memory. The parts are taken in turn, `part` is the next.
-    template <typename Stages, int kTiles>
-    __device__ __forceinline__ void add_staged(const float (&sum)[1][kTiles][4], float* to, int64_t row_stride,
-                                               Stages& stages, int& part) const {
+    // Adds dK or dV to rows of global memory by TMA. `stage`: the next staging buffer.
+    template <typename Stages, int kFragments>
+    __device__ __forceinline__ void tma_reduce_add_dkv(const float (&acc)[1][kFragments][4], float* to,
+                                                       int64_t row_stride, Stages& stages, int& stage) const {
         constexpr int kCols = Stages::kCols, kStages = Stages::kStages;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int place = __shfl_sync(~0u, place_[h], lane_id() % 8 * 4);  // of key lane_id()
-            const bool adds = lane_id() < 8 && place >= 0;
-            float* row = to + place * row_stride;
+            const int position = __shfl_sync(~0u, position_[h], lane_id() % 8 * 4);  // of key lane_id()
+            const bool adds = lane_id() < 8 && position >= 0;
+            float* row = to + position * row_stride;
 #pragma unroll
-            for (int col = 0; col < kTiles * 8; col += kCols) {
-                auto& rows = stages.part[part];
+            for (int col = 0; col < kFragments * 8; col += kCols) {
+                auto& rows = stages.stage[stage];
                 tma_store_wait_group_read<kStages - 1>();
                 __syncwarp();
                 float* lane = rows[fragment_row()] + fragment_col();
 #pragma unroll
                 for (int n = 0; n < kCols / 8; ++n) {
-                    const float* x = sum[0][col / 8 + n] + 2 * h;
+                    const float* x = acc[0][col / 8 + n] + 2 * h;
                     *reinterpret_cast<float2*>(lane + n * 8) = {x[0], x[1]};
                 }
                 fence_proxy_async();
                 __syncwarp();
                 if (adds) tma_reduce_add(row + col, smem_address(rows[lane_id()]), kCols * sizeof(float));
                 tma_store_commit_group();
-                part = part == kStages - 1 ? 0 : part + 1;
+                stage = stage == kStages - 1 ? 0 : stage + 1;
             }
         }
     }
-    // The same from registers, where shared memory has no room. Of two tiles of columns an even lane and the next hold four
-    // columns each: one gets those of the first tile, the other those of the second.
-    template <int kTiles>
-    __device__ __forceinline__ void add(const float (&sum)[1][kTiles][4], float* to, int64_t row_stride) const {
-        static_assert(kTiles % 2 == 0);
+    // The same from registers, where shared memory has no room. An even lane and the next exchange halves of two
+    // fragments: each then adds four columns of one of them.
+    template <int kFragments>
+    __device__ __forceinline__ void reduce_add_dkv(const float (&acc)[1][kFragments][4], float* to,
+                                                   int64_t row_stride) const {
+        static_assert(kFragments % 2 == 0);
         const bool is_odd = lane_id() % 2;
         const int col = lane_id() % 4 / 2 * 4 + (is_odd ? 8 : 0);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float* row = to + place_[h] * row_stride + col;
+            float* row = to + position_[h] * row_stride + col;
 #pragma unroll
-            for (int n = 0; n < kTiles; n += 2) {
-                const float *first = sum[0][n] + 2 * h, *second = sum[0][n + 1] + 2 * h;
+            for (int n = 0; n < kFragments; n += 2) {
+                const float *first = acc[0][n] + 2 * h, *second = acc[0][n + 1] + 2 * h;
                 const float x = __shfl_xor_sync(~0u, is_odd ? first[0] : second[0], 1);
                 const float y = __shfl_xor_sync(~0u, is_odd ? first[1] : second[1], 1);
                 const float four[4] = {is_odd ? x : first[0], is_odd ? y : first[1], is_odd ? second[0] : x,
                                        is_odd ? second[1] : y};
-                if (place_[h] >= 0) reduce_add(row + n * 8, four);
+                if (position_[h] >= 0) reduce_add(row + n * 8, four);
             }
         }
     }
 
 private:
-    // Of the tile: key h of this lane's two.
-    __device__ int key(int h) const { return first_ + h * 8 + fragment_row(); }
+    // Key h of the n_block.
+    __device__ int key(int h) const { return warp_key_ + h * 8 + fragment_row(); }
 
-    // `seen` tells which rows see this lane's keys.
-    template <bool kMasked, bool kSoftcap, int kTiles>
-    __device__ __forceinline__ void differentiate(const AttentionParams& p, const uint32_t (&seen)[2],
-                                                  float (&s)[1][kTiles][4], float (&dp)[1][kTiles][4], int m,
+    template <bool kMasked, bool kSoftcap, int kFragments>
+    __device__ __forceinline__ void differentiate(const AttentionParams& p, const uint32_t (&visible_rows)[2],
+                                                  float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4], int m,
                                                   const float* lse, const float* delta) {
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E,
                     scale_of_capped = kSoftcap ? scale / softcap : 0;
-        const uint32_t bits[2] = {seen[0] >> fragment_col(), seen[1] >> fragment_col()};
+        const uint32_t bits[2] = {visible_rows[0] >> fragment_col(), visible_rows[1] >> fragment_col()};
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 8 + fragment_col());
@@ -137,14 +137,14 @@ private:
                     const float dx = score_gradient<kSoftcap>(
                         s[0][m + n][2 * h + e], dp[0][m + n][2 * h + e], bias_[h] - (e ? row_lse.y : row_lse.x),
                         e ? row_delta.y : row_delta.x, scale_log2, scale_of_capped, is_visible);
-                    if (kBias == BiasKind::kKey) sums_[h] += is_visible ? dx : 0.f;
+                    if (kBias == BiasKind::kKey) dbias_[h] += is_visible ? dx : 0.f;
                 }
         }
     }
 
-    int first_;
-    int place_[2];  // -1 where no row sees the key
-    float bias_[2], sums_[2];
+    int warp_key_;
+    int position_[2];  // in the sequence; -1 where no row sees the key
+    float bias_[2], dbias_[2];
 };
 
 }  // namespace flash_dmattn::cuda::sm90

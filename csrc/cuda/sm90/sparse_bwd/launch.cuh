@@ -1,44 +1,44 @@
-// Launches the backward over key lists of one head dimension and dtype.
+// Launches the sparse backward of one head dimension and dtype.
 #pragma once
 
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
+#include "cuda/arch/tensor_map.h"
 #include "cuda/sm90/bwd/plan.h"
 #include "per_head_kernel.cuh"
 #include "grouped_kernel.cuh"
-#include "cuda/arch/tensor_map.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <typename Traits>
-void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdMaps), int64_t blocks, size_t shared_bytes, const BwdArgs& p,
+template <typename Traits, typename SharedStorage>
+void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdMaps), int64_t num_ctas, const BwdArgs& p,
                        cudaStream_t stream) {
     constexpr int kSlab = Traits::RowsTile::kSlabCols;
     SparseBwdMaps maps;
     maps.query = make_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
     maps.dout = make_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
-    allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
-    kernel<<<grid_of(blocks), Traits::kThreads, shared_bytes, stream>>>(p, maps);
+    allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
+    kernel<<<grid_of(num_ctas), Traits::kThreads, sizeof(SharedStorage), stream>>>(p, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 template <typename Traits, BiasKind kBias>
 void launch_per_head_sparse_bwd(const BwdArgs& p, cudaStream_t stream) {
-    const int64_t blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows) * p.heads * p.batch;
-    launch_sparse_bwd<Traits>(per_head_sparse_bwd_kernel<Traits, kBias>, blocks, sizeof(GatherBwdSharedStorage<Traits>),
-                              p, stream);
+    const int64_t num_ctas = ceil_div<int64_t>(p.seqlen_q, Traits::kRows) * p.heads * p.batch;
+    launch_sparse_bwd<Traits, PerHeadSparseBwdSharedStorage<Traits>>(per_head_sparse_bwd_kernel<Traits, kBias>,
+                                                                     num_ctas, p, stream);
 }
 
 template <typename Traits, BiasKind kBias>
 void launch_grouped_sparse_bwd(const BwdArgs& p, cudaStream_t stream) {
-    const int64_t blocks = ceil_div(p.seqlen_q, grouped_block_m(p)) * p.kv_heads * p.batch * p.list_splits;
-    launch_sparse_bwd<Traits>(grouped_sparse_bwd_kernel<Traits, kBias>, blocks,
-                              sizeof(GatherGroupSharedStorage<Traits>), p, stream);
+    const int64_t num_ctas = ceil_div(p.seqlen_q, grouped_block_m(p)) * p.kv_heads * p.batch * p.list_splits;
+    launch_sparse_bwd<Traits, GroupedSparseBwdSharedStorage<Traits>>(grouped_sparse_bwd_kernel<Traits, kBias>, num_ctas,
+                                                                     p, stream);
 }
 
-template <typename T, int kHeadDim, int kVisitRows>
+template <typename T, int kHeadDim, int kRows>
 void run_grouped_sparse_bwd(const BwdArgs& p, cudaStream_t stream) {
-    using Traits = GroupedSparseBwdKernelTraits<T, kHeadDim, kVisitRows>;
+    using Traits = GroupedSparseBwdKernelTraits<T, kHeadDim, kRows>;
     p.bias.present() ? launch_grouped_sparse_bwd<Traits, BiasKind::kKey>(p, stream)
                      : launch_grouped_sparse_bwd<Traits, BiasKind::kNone>(p, stream);
 }

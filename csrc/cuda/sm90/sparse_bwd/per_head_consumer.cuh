@@ -1,17 +1,15 @@
-// A warp group that multiplies, of the backward over key lists: what 64 keys of each tile get of dK, dV and the gradient of
-// their bias, and dQ of 64 rows.
-//
-// Who waits for whom: both groups, at barrier 1, until dS of the tile is whole, since each makes its rows of dQ from all of
-// it; and, before a group writes dS of the next tile, at barrier 2 + group, for the other to have read its own.
+// An MMA warpgroup of the per-head sparse backward: dK, dV and the bias's gradient of 64 keys of each n_block, and dQ
+// of 64 rows.
 #pragma once
 
 #include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/gemm.cuh"
 #include "cuda/arch/mma.cuh"
 #include "cuda/arch/named_barrier.cuh"
 #include "cuda/arch/tma.cuh"
 #include "cuda/arch/zero_rows.cuh"
-#include "per_head_shared_storage.cuh"
 #include "cuda/arch/store_rows.cuh"
+#include "per_head_shared_storage.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -19,7 +17,7 @@ template <typename Traits, BiasKind kBias>
 class PerHeadSparseBwdConsumer {
 public:
     using T = typename Traits::T;
-    using SharedStorage = GatherBwdSharedStorage<Traits>;
+    using SharedStorage = PerHeadSparseBwdSharedStorage<Traits>;
 
     __device__ PerHeadSparseBwdConsumer(const BwdArgs& p, SharedStorage& smem)
         : p_(p),
@@ -31,141 +29,125 @@ public:
         const PerHeadSparseBwdWorkTile& work_tile = smem.work_tile();
         const int kv_head = shared_head(work_tile.head, p.heads, p.kv_heads);
         const int64_t first_key = p.cu_seqlens_k == nullptr ? work_tile.s.batch * p.seqlen_k : work_tile.s.first_key;
-        dkey_ = p.dkv_accum + (first_key * p.kv_heads + kv_head) * kHeadDim;
+        dk_accum_ = p.dkv_accum + (first_key * p.kv_heads + kv_head) * kHeadDim;
     }
 
     __device__ __forceinline__ void run() {
-        clear(dquery_);
+        clear(dq_);
         mbarrier_wait(smem_address(&smem_.rows_full), 0);
-        clear_empty_rows();
-        float* const dvalue = dkey_ + p_.dkv_rows * p_.kv_heads * kHeadDim;
-        const int tiles = smem_.tiles;
-        for (int tile = 0; tile < tiles; ++tile) {
-            Pairs scores[2], dprobs[2];  // of the halves of the rows
-            Operands probs[2], dscores;
-            key_pipeline_.consumer_wait();
-            fence_proxy_async();  // threads have written the keys
-            issue_scores(scores[0], n_block(), smem_.query, 0);
-            value_pipeline_.consumer_wait();
-            fence_proxy_async();
-            issue_scores(dprobs[0], value_tile(), smem_.dout, 0);
-            issue_scores(scores[1], n_block(), smem_.query, 1);
-            keys_.begin(smem_.keys[key_pipeline_.stage()], warp_key_);
-            wgmma_wait_group<1>();
-            warpgroup_fence_operand(scores[0]);
-            warpgroup_fence_operand(dprobs[0]);
-            differentiate(scores[0], dprobs[0], 0);
-            to_a_operand<T>(scores[0], probs[0]);
-            to_a_operand<T>(dprobs[0], dscores);
-            if (tile > 0) named_barrier_sync(2 + warpgroup_, kThreads);  // the other group has read the dS before
-            store_dscores(dscores, 0);
-            issue_scores(dprobs[1], value_tile(), smem_.dout, 1);
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(scores[1]);
-            warpgroup_fence_operand(dprobs[1]);
-            value_pipeline_.release();
-            value_pipeline_.advance();
-            differentiate(scores[1], dprobs[1], 1);
-            to_a_operand<T>(scores[1], probs[1]);
-            to_a_operand<T>(dprobs[1], dscores);
-            store_dscores(dscores, 1);
-            fence_proxy_async();
-            keys_.add_dbias(p_, smem_.work_tile().s, smem_.work_tile().head);
-
-            DimSum dvalue_of_tile, dkey_of_tile;
-            gemm_dv(dvalue_of_tile, probs);
-            named_barrier_sync(1, kThreads);  // dS of the tile is whole
-            gemm_dq();
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(dvalue_of_tile);
-            warpgroup_fence_operand(dquery_);
-            if (tile + 1 < tiles) named_barrier_arrive(2 + (warpgroup_ ^ 1), kThreads);
-            key_pipeline_.release();
-            key_pipeline_.advance();
-            add_to_keys(dvalue, dvalue_of_tile);
-            gemm_dk(dkey_of_tile);
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(dkey_of_tile);
-            add_to_keys(dkey_, dkey_of_tile);
-        }
-        store_dquery();
+        zero_empty_rows();
+        float* const dv_accum = dk_accum_ + p_.dkv_rows * p_.kv_heads * kHeadDim;
+        const int num_n_blocks = smem_.num_n_blocks;
+        for (int n_block = 0; n_block < num_n_blocks; ++n_block) step(n_block, num_n_blocks, dv_accum);
+        store_dq();
         tma_store_wait_group();
     }
 
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim;
     static constexpr int kThreads = Traits::kConsumerWarpgroups * 128;
-    static constexpr int kHalf = kRows / 2, kTiles = kHalf / 8, kDimTiles = kHeadDim / 8;
+    static constexpr int kHalf = kRows / 2;
     using RowsTile = typename Traits::RowsTile;
     using KeysTile = typename Traits::KeysTile;
     using ScoresTile = typename Traits::ScoresTile;
-    using Pairs = float[1][kTiles][4];  // keys by half of the rows
-    using Operands = uint32_t[kHalf / 16][4];
-    using DimSum = float[1][kDimTiles][4];  // keys, or rows, by columns
+    using ScoresFragment = float[1][kHalf / 8][4];  // keys x half of the rows
+    using ScoresOperand = uint32_t[kHalf / 16][4];
+    using DimFragment = float[1][kHeadDim / 8][4];  // dK, dV: keys x head_dim; dQ: rows x head_dim
 
-    __device__ const KeysTile& n_block() const { return smem_.key[key_pipeline_.stage()]; }
-    __device__ const KeysTile& value_tile() const { return smem_.value[value_pipeline_.stage()]; }
-    // A row that sees nothing may hold anything.
-    __device__ __forceinline__ void clear_empty_rows() const {
-        if (!any_of(smem_.has_empty)) return;
+    // One n_block. S and dP are computed in halves of the rows: all of them would not fit the registers beside dQ and
+    // P.
+    __device__ __forceinline__ void step(int n_block, int num_n_blocks, float* dv_accum) {
+        ScoresFragment scores[2], dprobs[2];
+        ScoresOperand probs[2], dscores;
+        key_pipeline_.consumer_wait();
+        fence_proxy_async();  // cp.async wrote the keys
+        gemm_scores(scores[0], key(), smem_.query, 0);
+        value_pipeline_.consumer_wait();
+        fence_proxy_async();
+        gemm_scores(dprobs[0], value(), smem_.dout, 0);
+        gemm_scores(scores[1], key(), smem_.query, 1);
+        keys_.begin(smem_.keys[key_pipeline_.stage()], warp_key_);
+        wgmma_wait_group<1>();
+        warpgroup_fence_operand(scores[0]);
+        warpgroup_fence_operand(dprobs[0]);
+        differentiate(scores[0], dprobs[0], 0);
+        to_a_operand<T>(scores[0], probs[0]);
+        to_a_operand<T>(dprobs[0], dscores);
+        if (n_block > 0) named_barrier_sync(kDscoresReadBarrier + warpgroup_, kThreads);
+        store_dscores(dscores, 0);
+        gemm_scores(dprobs[1], value(), smem_.dout, 1);
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(scores[1]);
+        warpgroup_fence_operand(dprobs[1]);
+        value_pipeline_.release();
+        value_pipeline_.advance();
+        differentiate(scores[1], dprobs[1], 1);
+        to_a_operand<T>(scores[1], probs[1]);
+        to_a_operand<T>(dprobs[1], dscores);
+        store_dscores(dscores, 1);
+        fence_proxy_async();
+        keys_.add_dbias(p_, smem_.work_tile().s, smem_.work_tile().head);
+
+        DimFragment dv, dk;
+        gemm_dv(dv, probs);
+        named_barrier_sync(kConsumersBarrier, kThreads);  // each warpgroup's dQ needs dS of all keys
+        gemm_dq();
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(dv);
+        warpgroup_fence_operand(dq_);
+        if (n_block + 1 < num_n_blocks) named_barrier_arrive(kDscoresReadBarrier + (warpgroup_ ^ 1), kThreads);
+        key_pipeline_.release();
+        key_pipeline_.advance();
+        add_dkv(dv_accum, dv);
+        gemm_dk(dk);
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(dk);
+        add_dkv(dk_accum_, dk);
+    }
+
+    __device__ const KeysTile& key() const { return smem_.key[key_pipeline_.stage()]; }
+    __device__ const KeysTile& value() const { return smem_.value[value_pipeline_.stage()]; }
+
+    // Rows that see no key may hold NaN, and 0 * NaN would enter a sum.
+    __device__ __forceinline__ void zero_empty_rows() const {
+        if (!any_of(smem_.has_empty_rows)) return;
         const auto is_empty = [&](int r) { return smem_.lse[r] == kInfinity; };
         clear_rows<kRows, kThreads>(smem_.query, 0, static_cast<int>(threadIdx.x) - 128, is_empty);
         clear_rows<kRows, kThreads>(smem_.dout, 0, static_cast<int>(threadIdx.x) - 128, is_empty);
-        named_barrier_sync(1, kThreads);
+        named_barrier_sync(kConsumersBarrier, kThreads);
     }
 
-    // A product that begins anew is cleared nevertheless, here and below: else it would hold its registers from the last one
-    // on.
-    // S = K Q^T, or dP = V dO^T, of half of the rows.
-    __device__ __forceinline__ void issue_scores(Pairs& pairs, const KeysTile& keys, const RowsTile& rows,
-                                                 int half) const {
+    // The GEMMs clear accumulators that they overwrite: else the registers would stay live from the previous n_block
+    // on. S = K Q^T or dP = V dO^T of half of the rows: both operands are K-major.
+    __device__ __forceinline__ void gemm_scores(ScoresFragment& scores, const KeysTile& keys, const RowsTile& rows,
+                                                int half) const {
         const SmemDescriptor<KeysTile> a(keys, warpgroup_ * 64);
         const SmemDescriptor<RowsTile> b(rows, half * kHalf);
-        clear(pairs);
-        warpgroup_fence_operand(pairs);
-        wgmma_fence();
-#pragma unroll
-        for (int d = 0; d < kHeadDim; d += 16)
-            Wgmma<kHalf>::template multiply<T, false, false>(pairs, a.across(d), b.across(d), d > 0);
-        wgmma_commit_group();
+        clear(scores);
+        gemm_ss<true, Major::kK, Major::kK>(scores, a, b);
     }
-    // dV = P dO, of the tile alone.
-    __device__ __forceinline__ void gemm_dv(DimSum& sum, const Operands (&probs)[2]) const {
-        const SmemDescriptor<RowsTile> b(smem_.dout);
-        clear(sum);
-        warpgroup_fence_operand(sum);
-        wgmma_fence();
-#pragma unroll
-        for (int r = 0; r < kRows; r += 16)
-            Wgmma<kHeadDim>::template multiply<T, true>(sum, probs[r / kHalf][r % kHalf / 16], b.down(r), r > 0);
-        wgmma_commit_group();
+    // dV = P dO: P is in registers, dO is MN-major.
+    __device__ __forceinline__ void gemm_dv(DimFragment& dv, ScoresOperand (&probs)[2]) const {
+        clear(dv);
+        gemm_rs<true, Major::kMN>(dv, reinterpret_cast<uint32_t (&)[kRows / 16][4]>(probs),
+                                  SmemDescriptor<RowsTile>(smem_.dout));
     }
-    // dK = dS Q, of the tile alone.
-    __device__ __forceinline__ void gemm_dk(DimSum& sum) const {
-        const SmemDescriptor<ScoresTile> a(smem_.dscores);
+    // dK = dS Q: both operands are MN-major.
+    __device__ __forceinline__ void gemm_dk(DimFragment& dk) const {
+        const SmemDescriptor<ScoresTile> a(smem_.dscores, 0, warpgroup_ * 64);
         const SmemDescriptor<RowsTile> b(smem_.query);
-        clear(sum);
-        warpgroup_fence_operand(sum);
-        wgmma_fence();
-#pragma unroll
-        for (int r = 0; r < kRows; r += 16)
-            Wgmma<kHeadDim>::template multiply<T, true, true>(sum, a.down(r, warpgroup_ * 64), b.down(r), r > 0);
-        wgmma_commit_group();
+        clear(dk);
+        gemm_ss<true, Major::kMN, Major::kMN>(dk, a, b);
     }
-    // dQ += dS^T K.
+    // dQ += dS^T K: dS is K-major, K is MN-major.
     __device__ __forceinline__ void gemm_dq() {
         const SmemDescriptor<ScoresTile> a(smem_.dscores, warpgroup_ * 64);
-        const SmemDescriptor<KeysTile> b(n_block());
-        warpgroup_fence_operand(dquery_);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kKeys; k += 16)
-            Wgmma<kHeadDim>::template multiply<T, false, true>(dquery_, a.across(k), b.down(k), true);
-        wgmma_commit_group();
+        const SmemDescriptor<KeysTile> b(key());
+        gemm_ss<false, Major::kK, Major::kMN>(dq_, a, b);
     }
 
-    // Rows by keys, transposed by stmatrix.
-    __device__ __forceinline__ void store_dscores(const Operands& dscores, int half) const {
+    // stmatrix transposes to rows x keys.
+    __device__ __forceinline__ void store_dscores(const ScoresOperand& dscores, int half) const {
         const int row = lane_id() % 8 + lane_id() / 16 * 8, chunk = warp_key_ / 8 + lane_id() / 8 % 2;
         const uint32_t to = smem_address(smem_.dscores.data + ScoresTile::offset(row, chunk));
 #pragma unroll
@@ -173,8 +155,8 @@ private:
             stmatrix_x4_trans(to + (half * kHalf + r * 16) * ScoresTile::kSlabCols * sizeof(T), dscores[r]);
     }
 
-    // S and dP to P and dS, of half of the rows.
-    __device__ __forceinline__ void differentiate(Pairs& s, Pairs& dp, int half) {
+    // S and dP to P and dS of half of the rows.
+    __device__ __forceinline__ void differentiate(ScoresFragment& s, ScoresFragment& dp, int half) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int w = half * 2 + i;
@@ -183,17 +165,17 @@ private:
         }
     }
 
-    __device__ __forceinline__ void add_to_keys(float* to, const DimSum& sum) {
-        keys_.add_staged(sum, to, p_.kv_heads * kHeadDim, smem_.sums[warp_id() - 4], sums_part_);
+    __device__ __forceinline__ void add_dkv(float* to, const DimFragment& acc) {
+        keys_.tma_reduce_add_dkv(acc, to, p_.kv_heads * kHeadDim, smem_.dkv[warp_id() - 4], dkv_stage_);
     }
 
-    __device__ __forceinline__ void store_dquery() const {
+    __device__ __forceinline__ void store_dq() const {
         const PerHeadSparseBwdWorkTile& work_tile = smem_.work_tile();
         T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work_tile.s, work_tile.head);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = work_tile.first_row + warp_key_ + h * 8 + fragment_row();
-            store_row(dquery_, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
+            store_row(dq_, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
                       static_cast<int>(p_.head_dim), row < work_tile.s.rows);
         }
     }
@@ -201,13 +183,13 @@ private:
     const BwdArgs& p_;
     SharedStorage& smem_;
     const int warpgroup_;
-    const int warp_key_;  // this warp's first key of the tile's, and first row of dQ
+    const int warp_key_;  // the warp's first key of the n_block, and its first row of dQ
     Pipeline<Traits::kKeyStages> key_pipeline_;
     Pipeline<Traits::kValueStages> value_pipeline_;
-    float* dkey_;  // the sums of the sequence's first key
-    int sums_part_ = 0;
+    float* dk_accum_;  // of the sequence's first key
+    int dkv_stage_ = 0;
     KeyFragment<kBias> keys_;
-    DimSum dquery_;
+    DimFragment dq_;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

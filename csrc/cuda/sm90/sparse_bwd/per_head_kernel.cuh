@@ -1,4 +1,4 @@
-// The backward over key lists for compute capability 9.0.
+// The per-head sparse backward kernel.
 #pragma once
 
 #include "cuda/mask/device_dispatch.cuh"
@@ -7,22 +7,22 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The tiles of keys that the rows before end_row have of their list. A list that all rows share is cut where causality ends.
+// The n_blocks of a list for the rows before end_row. A list that all rows share is cut at their causal end.
 template <int kKeys>
-__device__ int count_key_tiles(const BwdArgs& p, const Sequence& s, int end_row, const KeyList& list) {
-    int tiles = ceil_div(list.size, kKeys);
-    if (!p.is_causal || p.lists.num_m_blocks > 1) return tiles;
+__device__ int count_n_blocks(const BwdArgs& p, const Sequence& s, int end_row, const KeyList& list) {
+    int num_n_blocks = ceil_div(list.size, kKeys);
+    if (!p.is_causal || p.lists.num_m_blocks > 1) return num_n_blocks;
     const int end = s.causal_end(end_row - 1);
     int low = 0;
-    while (low < tiles) {
-        const int middle = (low + tiles) / 2;
+    while (low < num_n_blocks) {
+        const int middle = (low + num_n_blocks) / 2;
         if (is_key(list.keys[middle * kKeys], end)) {
             low = middle + 1;
         } else {
-            tiles = middle;
+            num_n_blocks = middle;
         }
     }
-    return tiles;
+    return num_n_blocks;
 }
 
 template <typename Traits, BiasKind kBias>
@@ -30,14 +30,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     per_head_sparse_bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ SparseBwdMaps maps) {
     if (is_inactive(p)) return;
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
-    auto& smem = *reinterpret_cast<GatherBwdSharedStorage<Traits>*>(raw_smem);
+    auto& smem = *reinterpret_cast<PerHeadSparseBwdSharedStorage<Traits>*>(raw_smem);
     if (threadIdx.x == 0) {
         const PerHeadSparseBwdWorkTile work_tile(p, blockIdx.x, Traits::kRows);
         smem.work_tile() = work_tile;
         if (!work_tile.empty()) {
             const KeyList list(p, work_tile.s, work_tile.head, work_tile.first_row);
             smem.list() = list;
-            smem.tiles = count_key_tiles<Traits::kKeys>(
+            smem.num_n_blocks = count_n_blocks<Traits::kKeys>(
                 p, work_tile.s, min(work_tile.first_row + Traits::kRows, work_tile.s.rows), list);
         }
         smem.init_pipelines();

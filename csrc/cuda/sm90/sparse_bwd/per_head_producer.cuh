@@ -1,8 +1,4 @@
-// The warp group that loads, of the backward over key lists: the rows of the block, then one tile of keys after the other,
-// wherever they lie.
-//
-// A lane sees to one key of a tile. What it needs is read ahead: the place of the key in the sequence by two tiles; by that,
-// what tells which rows see it, and its bias, by one.
+// The producer warpgroup of the per-head sparse backward: the rows of the CTA once, then gathered n_blocks of K and V.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -17,7 +13,7 @@ template <typename Traits, BiasKind kBias>
 class PerHeadSparseBwdProducer {
 public:
     using T = typename Traits::T;
-    using SharedStorage = GatherBwdSharedStorage<Traits>;
+    using SharedStorage = PerHeadSparseBwdSharedStorage<Traits>;
 
     __device__ PerHeadSparseBwdProducer(const BwdArgs& p, const SparseBwdMaps& maps, SharedStorage& smem)
         : p_(p), maps_(maps), smem_(smem), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {}
@@ -26,27 +22,31 @@ public:
         load_rows();
         const PerHeadSparseBwdWorkTile& work_tile = smem_.work_tile();
         const KeyList list = smem_.list();
-        const int tiles = smem_.tiles;
+        const int num_n_blocks = smem_.num_n_blocks;
         const int kv_head = shared_head(work_tile.head, p_.heads, p_.kv_heads);
         const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work_tile.s, kv_head);
         const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
         const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list);
         const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * 32;
-
-        const auto place_of = [&](int tile) { return tile < tiles ? list.key(tile * kKeys + threadIdx.x) : -1; };
-        const auto fetch = [&](int tile, int place) { return reader.fetch(tile * kKeys + threadIdx.x, place); };
-        GatheredKey key = fetch(0, place_of(0));
-        int place = place_of(1);
-        for (int tile = 0; tile < tiles; ++tile) {
-            const int seen = hand_over(reader, key);
-            key = fetch(tile + 1, place);
-            place = place_of(tile + 2);
-            gather_rows<32>(smem_.key[key_pipeline_.stage()], warp_key, keys, p_.key.row_stride, seen, head_dim);
+        // Prefetched: the key's position by two n_blocks; by this, which rows see the key, and its bias, by one.
+        const auto position_of = [&](int n_block) {
+            return n_block < num_n_blocks ? list.key(n_block * kKeys + threadIdx.x) : -1;
+        };
+        const auto fetch = [&](int n_block, int position) {
+            return reader.fetch(n_block * kKeys + threadIdx.x, position);
+        };
+        GatheredKey key = fetch(0, position_of(0));
+        int next_position = position_of(1);
+        for (int n_block = 0; n_block < num_n_blocks; ++n_block) {
+            const int position = produce_key_data(reader, key);
+            key = fetch(n_block + 1, next_position);
+            next_position = position_of(n_block + 2);
+            gather_rows<32>(smem_.key[key_pipeline_.stage()], warp_key, keys, p_.key.row_stride, position, head_dim);
             mbarrier_arrive(key_pipeline_.full());
             cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
             key_pipeline_.advance();
             value_pipeline_.producer_acquire();
-            gather_rows<32>(smem_.value[value_pipeline_.stage()], warp_key, values, p_.value.row_stride, seen,
+            gather_rows<32>(smem_.value[value_pipeline_.stage()], warp_key, values, p_.value.row_stride, position,
                             head_dim);
             cp_async_mbarrier_arrive_noinc(value_pipeline_.full());
             value_pipeline_.advance();
@@ -57,7 +57,7 @@ public:
 
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys;
-    static_assert(kRows == 128 && kKeys == 128, "a thread sees to one row and one key");
+    static_assert(kRows == 128 && kKeys == 128, "a thread has one row and one key");
 
     __device__ __forceinline__ void load_rows() {
         const PerHeadSparseBwdWorkTile& work_tile = smem_.work_tile();
@@ -71,8 +71,8 @@ private:
         const float lse = lse_to_log2(stat(p_.lse), exists);
         smem_.lse[threadIdx.x] = lse;
         smem_.delta[threadIdx.x] = lse == kInfinity ? 0 : stat(p_.delta);
-        const bool has_empty = __any_sync(~0u, lse == kInfinity);
-        if (lane_id() == 0) smem_.has_empty[warp_id()] = has_empty;
+        const bool has_empty_rows = __any_sync(~0u, lse == kInfinity);
+        if (lane_id() == 0) smem_.has_empty_rows[warp_id()] = has_empty_rows;
         if (threadIdx.x == 0) {
             mbarrier_arrive_and_expect_tx(barrier, 2 * sizeof(typename Traits::RowsTile));
             const int tensor_row = work_tile.s.first_row + work_tile.first_row;
@@ -83,14 +83,14 @@ private:
         }
     }
 
-    // What comes with the key. Gives its place, or -1 where no row sees it.
-    __device__ __forceinline__ int hand_over(const ListReader<T, kBias>& reader, const GatheredKey& key) {
-        uint32_t words[SharedStorage::kRowWords];
+    // Writes the key's data to its stage. Returns the key's position, or -1 where no row sees it.
+    __device__ __forceinline__ int produce_key_data(const ListReader<T, kBias>& reader, const GatheredKey& key) {
+        uint32_t visible_rows[SharedStorage::kRowWords];
         float bias;
-        const int place = reader.look(key, words, bias);
+        const int position = reader.look(key, visible_rows, bias);
         key_pipeline_.producer_acquire();
-        smem_.keys[key_pipeline_.stage()].store(threadIdx.x, place, words, bias);
-        return place;
+        smem_.keys[key_pipeline_.stage()].store(threadIdx.x, position, visible_rows, bias);
+        return position;
     }
 
     const BwdArgs& p_;

@@ -1,0 +1,218 @@
+// The scores of an MMA warpgroup of the backward: masks and biases of its keys, P and dS, and the key bias's gradient.
+#pragma once
+
+#include <climits>
+
+#include "cuda/arch/atomic_add.cuh"
+#include "cuda/arch/memory.cuh"
+#include "cuda/arch/mma.cuh"
+#include "cuda/mask/intervals.cuh"
+#include "cuda/softmax/scores.cuh"
+#include "shared_storage.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// The part of BwdConsumer between the GEMMs. A lane has two keys, rows of the transposed scores: keys 8 h +
+// fragment_row() of the warp's 16.
+template <typename Traits, BiasKind kBias>
+class BwdScores {
+protected:
+    using T = typename Traits::T;
+    using SharedStorage = BwdSharedStorage<Traits, kBias>;
+    using MBlockInfo = typename SharedStorage::MBlockInfo;
+    using AtomLayout = MmaAtomLayout<Traits>;
+    using ScoresFragment = typename AtomLayout::ScoresFragment;
+    using ScoresTile = typename Traits::ScoresTile;
+    static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
+
+    __device__ BwdScores(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
+        : p_(p),
+          scale_(scale),
+          smem_(smem),
+          work_tile_(work_tile),
+          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
+          layout_(warpgroup_),
+          warp_key_(AtomLayout::warp_key()),
+          reduction_(smem.reduction, warpgroup_, smem.cta_rank, static_cast<int>(p.dbias.batch_group_size)),
+          probs_pipeline_(smem.probs_pipeline) {}
+
+    // lse or delta of the rows of this lane's scores. Where registers are free all are read at once, while wgmma runs:
+    // it keeps shared memory so busy that a read takes long.
+    class RowStats {
+    public:
+        __device__ __forceinline__ explicit RowStats(const float* stats) : stats_(stats + fragment_col()) {
+#pragma unroll
+            for (int m = 0; m < kPrefetched; ++m) prefetched_[m] = load(m);
+        }
+        __device__ __forceinline__ float2 operator[](int m) const { return kPrefetched > 0 ? prefetched_[m] : load(m); }
+
+    private:
+        static constexpr int kPrefetched = kFragments <= 8 && kBias != BiasKind::kDense ? kFragments : 0;
+        __device__ __forceinline__ float2 load(int m) const { return *reinterpret_cast<const float2*>(stats_ + m * 8); }
+
+        const float* stats_;
+        float2 prefetched_[kPrefetched > 0 ? kPrefetched : 1];
+    };
+
+    __device__ const MBlockInfo& m_block_info() const { return smem_.m_blocks[state_.stage()]; }
+    __device__ ScoresTile& bias_dscores() const { return smem_.bias_dscores[state_.stage()]; }
+    // The lane's address for ldmatrix.trans and stmatrix.trans of 16 rows, from `row` of the warpgroup on, and the
+    // warp's 16 keys: they transpose between the tile and two neighbouring fragments of an accumulator.
+    __device__ __forceinline__ uint32_t scores_address(const ScoresTile& tile, int row) const {
+        const int lane = lane_id();
+        return smem_address(tile.data + ScoresTile::offset(layout_.first_row() + row + lane % 8 + lane / 16 * 8,
+                                                           warp_key_ / 8 + lane / 8 % 2));
+    }
+    // Key h of the sequence.
+    __device__ int key(int h) const { return work_tile_.n_block * Traits::kKeys + warp_key_ + h * 8 + fragment_row(); }
+
+    // Reads the keys' bias and the rows that may see them.
+    __device__ void begin_head(int head) {
+        const Sequence& s = smem_.sequence;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int k = key(h);
+            rows_[h] = {p_.is_causal ? s.causal_begin(k) : 0, k < s.keys ? s.rows : 0};
+            if (k < s.keys && p_.interval_summaries.tiles != nullptr)
+                rows_[h] = rows_of_key(p_, s, interval_offset(p_.intervals, s, head, p_.heads), k);
+            if (rows_[h].end == s.rows) rows_[h].end = INT_MAX;  // beyond the sequence P is 0 without a test
+            if constexpr (kBias == BiasKind::kKey) {
+                bias_[h] = 0;
+                if (k < s.keys) {
+                    const char* bias = bias_data(p_.bias, score_offset(p_.bias, s, head, p_.heads));
+                    bias_[h] = key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, k * p_.bias.col_stride)) * kLog2E;
+                }
+            }
+        }
+    }
+
+    __device__ bool has_dbias() const { return kBias == BiasKind::kKey && p_.dbias.data != nullptr; }
+    // Stores the key bias's gradient, the sum of dS over the rows. Shared keys have a part of it in each warpgroup: two
+    // additions commute, so the result is deterministic.
+    __device__ void store_dbias(int head) {
+        const Sequence& s = smem_.sequence;
+        float* to = static_cast<float*>(p_.dbias.data) + score_offset(p_.dbias, s, head, p_.heads);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float sum = row_sum(dbias_[h]);
+            if (is_row_leader() && key(h) < s.keys) {
+                float* to_key = to + key(h) * p_.dbias.col_stride;
+                if (Traits::kSharesKeys) {
+                    reduce_add(to_key, sum);
+                } else {
+                    *to_key = sum;
+                }
+            }
+            dbias_[h] = 0;
+        }
+    }
+
+    // S to P without a softcap; returns whether some scores may be masked.
+    __device__ __forceinline__ bool exponentiate(ScoresFragment& s, const RowStats& lse) const {
+        // Whether causality, lengths and intervals leave all of the warpgroup's rows to the warp's keys.
+        const int first_row = header_.m_block * Traits::kRows + layout_.first_row();
+        const auto covers = [&](const RowRange& rows) {
+            return rows.begin <= first_row && rows.end >= first_row + Traits::kScoreRows;
+        };
+        const bool in_range = __all_sync(~0u, covers(rows_[0]) && covers(rows_[1]));
+        const auto take = [&](int m, int h, int e, float shift, bool is_visible) {
+            float& x = s[0][m][2 * h + e];
+            x = probability(x, scale_.scale_log2, shift);
+            if (!is_visible) x = 0;
+        };
+        if (has_bits()) {
+            in_range ? for_each_score<false, true>(lse, true, take) : for_each_score<true, true>(lse, true, take);
+        } else {
+            in_range ? for_each_score<false, false>(lse, false, take) : for_each_score<true, false>(lse, false, take);
+        }
+        return has_bits() || !in_range;
+    }
+    // P and dP to dS. Where a score is masked P is 0 and dP may be anything.
+    template <bool kMasked>
+    __device__ __forceinline__ void differentiate(const ScoresFragment& prob, ScoresFragment& dp,
+                                                  const RowStats& deltas) {
+#pragma unroll
+        for (int m = 0; m < kFragments; ++m) {
+            const float2 delta = deltas[m];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& x = dp[0][m][i];
+                x = prob[0][m][i] * (x - (i % 2 ? delta.y : delta.x));
+                if (kMasked && prob[0][m][i] == 0) x = 0;
+                if (kBias == BiasKind::kKey) dbias_[i / 2] += x;
+            }
+        }
+    }
+    // S and dP to P and dS with a softcap.
+    __device__ __forceinline__ void differentiate_capped(ScoresFragment& s, ScoresFragment& dp) {
+        const float* deltas = m_block_info().delta + layout_.first_row() + fragment_col();
+        const RowStats lse(m_block_info().lse + layout_.first_row());
+        for_each_score<true, true>(lse, has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {
+            const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
+                                                  scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);
+            if (kBias == BiasKind::kKey) dbias_[h] += is_visible ? dx : 0.f;
+        });
+    }
+
+private:
+    __device__ bool has_bits() const { return p_.packed_mask.bits != nullptr && !header_.is_full_block; }
+
+    // Calls take(m, h, e, bias - lse, is_visible) for each score [0][m][2 h + e] of this lane.
+    template <bool kRanges, bool kBits, typename Take>
+    __device__ __forceinline__ void for_each_score(const RowStats& lses, bool has_bits, const Take& take) const {
+        const auto& info = m_block_info();
+        const int block_row = layout_.first_row() + fragment_col(),
+                  first_row = header_.m_block * Traits::kRows + block_row;
+        const int bit = warp_key_ % 32 + fragment_row();
+#pragma unroll
+        for (int n = 0; n < kFragments; n += 2) {
+            uint32_t dense[4];
+            if (kBias == BiasKind::kDense) ldmatrix_x4_trans(dense, scores_address(bias_dscores(), n * 8));
+#pragma unroll
+            for (int m = n; m < n + 2; ++m) {
+                const float2 lse = lses[m];
+                uint2 bits = {~0u, ~0u};
+                if (kBits && has_bits)
+                    bits = *reinterpret_cast<const uint2*>(info.mask[warp_key_ / 32] + block_row + m * 8);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float2 bias = {0, 0};
+                    if (kBias == BiasKind::kDense) {
+                        bias = unpack<T>(dense[m % 2 * 2 + h]);
+                        bias = {bias.x * kLog2E, bias.y * kLog2E};
+                    } else if (kBias == BiasKind::kKey) {
+                        bias = {bias_[h], bias_[h]};
+                    }
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int row = first_row + m * 8 + e;
+                        bool is_visible = true;
+                        if (kRanges) is_visible = row >= rows_[h].begin && row < rows_[h].end;
+                        if (kBits) is_visible = is_visible && (e ? bits.y : bits.x) >> (bit + h * 8) & 1;
+                        const float minus_lse = -(e ? lse.y : lse.x), x = e ? bias.y : bias.x;
+                        take(m, h, e, kBias == BiasKind::kNone ? minus_lse : x + minus_lse, is_visible);
+                    }
+                }
+            }
+        }
+    }
+
+protected:
+    const BwdArgs& p_;
+    const BwdScale& scale_;
+    SharedStorage& smem_;
+    const BwdWorkTile& work_tile_;
+    const int warpgroup_;
+    const AtomLayout layout_;
+    const int warp_key_;  // the warp's first key of the n_block
+    std::conditional_t<Traits::kClusterReduces, DsmemReduction<Traits>, NoReduction> reduction_;
+    PipelineState<Traits::kStages> state_;  // of the pipelines of Q, dO and the bias: a step uses a stage of each
+    typename MBlockInfo::Header header_;    // of the current m_block
+    Pipeline<1> probs_pipeline_;
+    bool dk_in_flight_ = false;
+    RowRange rows_[2];    // that may see each key
+    float bias_[2] = {};  // times log2(e)
+    float dbias_[2] = {};
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -128,22 +128,22 @@ struct PackedMask {
     // [total_q, heads, words]. Bit j % 32 of word j / 32 is key j of the sequence. Bits beyond the last key are 0.
     uint32_t* bits = nullptr;
     // The visible keys: [batches, heads, num_m_blocks, num_n_blocks]. Bit j: some row of the block sees its key j.
-    uint64_t* columns = nullptr;
+    uint64_t* visible_keys = nullptr;
     BlockKind* kinds = nullptr;     // [batches, heads, num_m_blocks, num_n_blocks]
     int64_t bits_batch_stride = 0;  // in words
     int64_t bits_head_stride = 0;
-    int64_t bits_row_stride = 0;     // 0: broadcast over rows
-    int64_t tiles_batch_stride = 0;  // of columns and kinds
-    int64_t tiles_head_stride = 0;
-    int64_t tiles_row_stride = 0;  // from m_block to m_block; 0: broadcast over rows
-    int64_t batches = 1;           // B, B/n or 1
-    int64_t batch_group_size = 1;  // as in ScoreView
-    int64_t heads = 1;             // H, Hkv or 1
+    int64_t bits_row_stride = 0;      // 0: broadcast over rows
+    int64_t blocks_batch_stride = 0;  // of columns and kinds
+    int64_t blocks_head_stride = 0;
+    int64_t blocks_row_stride = 0;  // from m_block to m_block; 0: broadcast over rows
+    int64_t batches = 1;            // B, B/n or 1
+    int64_t batch_group_size = 1;   // as in ScoreView
+    int64_t heads = 1;              // H, Hkv or 1
     int64_t num_m_blocks = 1;
     int64_t num_n_blocks = 0;
-    int64_t words = 0;       // of a row, a multiple of 4
-    int64_t bits_size = 0;   // elements of bits
-    int64_t tiles_size = 0;  // elements of columns, and of kinds
+    int64_t words = 0;        // of a row, a multiple of 4
+    int64_t bits_size = 0;    // elements of bits
+    int64_t blocks_size = 0;  // elements of columns, and of kinds
 
     bool present() const { return bits != nullptr; }
 };

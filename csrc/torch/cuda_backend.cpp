@@ -27,8 +27,8 @@ void* address(const Tensor& memory) { return memory.defined() ? memory.data_ptr(
 // The packed mask of a plan, in these tensors.
 PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles) {
     packed.bits = reinterpret_cast<uint32_t*>(bits.data_ptr<int32_t>());
-    packed.columns = reinterpret_cast<uint64_t*>(tiles.data_ptr());
-    packed.kinds = reinterpret_cast<BlockKind*>(packed.columns + packed.tiles_size);
+    packed.visible_keys = reinterpret_cast<uint64_t*>(tiles.data_ptr());
+    packed.kinds = reinterpret_cast<BlockKind*>(packed.visible_keys + packed.blocks_size);
     return packed;
 }
 
@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor> pack(AttentionParams& p, const Tensor& mask) {
 Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
     if (const OptionalTensor &bits = in.mask, &tiles = in.mask_tiles; bits) {
         const PackedMask plan = plan_packed_mask(p, in.query.size(0));
-        TORCH_CHECK_VALUE(bits->numel() == plan.bits_size && tiles->numel() == 9 * plan.tiles_size,
+        TORCH_CHECK_VALUE(bits->numel() == plan.bits_size && tiles->numel() == 9 * plan.blocks_size,
                           "mask and mask_tiles must be what pack_mask returned for these lengths");
         p.packed_mask = in_tensors(plan, *bits, *tiles);
     }

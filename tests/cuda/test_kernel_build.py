@@ -318,8 +318,8 @@ size_t backward() {
     using GatherTile = BwdKernelTraits<kHeadDim, half_t, kIsSmall, BwdPass::kGather>;
     return largest<BwdSharedStorage<Tile, BiasKind::kKey>, BwdSharedStorage<Tile, BiasKind::kDense>,
                    BwdDbiasSharedStorage<DbiasTile>,
-                   typename GatherBwd<GatherTile, BiasKind::kKey>::SharedStorage,
-                   typename GatherBwd<GatherTile, BiasKind::kDense>::SharedStorage>();
+                   typename GatherBwdKernel<GatherTile, BiasKind::kKey>::SharedStorage,
+                   typename GatherBwdKernel<GatherTile, BiasKind::kDense>::SharedStorage>();
 }
 
 template <int kHeadDim>
@@ -421,7 +421,7 @@ size_t largest_pair_bias_fwd() {
 }
 template <typename... Tiles>
 size_t largest_pair_bias_dkey() {
-    return std::max({PairBiasDkeySharedStorage<Tiles>::bytes(kPairBiasBwdLongest / kPairBiasRows)...});
+    return std::max({PairBiasDkeySharedStorage<Tiles>::bytes(kPairBiasBwdMaxSeqlen / kPairBiasRows)...});
 }
 #define PAIR_BIAS(T, kHeadDim)                                                                               \\
     print<PairBiasDquerySharedStorage<PairBiasDqueryKernelTraits<T, 3>>>(                                    \\

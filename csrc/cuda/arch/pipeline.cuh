@@ -17,7 +17,7 @@ public:
             phase_ ^= 1;
         }
     }
-    __device__ __forceinline__ int last_stage() const { return stage_ == 0 ? kStages - 1 : stage_ - 1; }
+    __device__ __forceinline__ int previous_stage() const { return stage_ == 0 ? kStages - 1 : stage_ - 1; }
 
 private:
     int stage_ = 0, phase_ = 0;
@@ -40,7 +40,7 @@ struct PipelineBarriers {
         mbarrier_wait(smem_address(&full[state.stage()]), state.phase());
     }
     // One arrival per warp; all its lanes call.
-    __device__ __forceinline__ void release(int stage) const {
+    __device__ __forceinline__ void consumer_release(int stage) const {
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(smem_address(&empty[stage]));
     }
@@ -59,11 +59,11 @@ public:
     // Returns at once for the first round: all stages start empty.
     __device__ __forceinline__ void producer_acquire() const { mbarrier_wait(empty(), this->phase() ^ 1); }
     // Release the current or the previous stage: one arrival per warp; all its lanes call.
-    __device__ __forceinline__ void release() const { release(this->stage()); }
-    __device__ __forceinline__ void consumer_release_previous() const { release(this->last_stage()); }
+    __device__ __forceinline__ void consumer_release() const { consumer_release(this->stage()); }
+    __device__ __forceinline__ void consumer_release_previous() const { consumer_release(this->previous_stage()); }
 
 private:
-    __device__ __forceinline__ void release(int stage) const {
+    __device__ __forceinline__ void consumer_release(int stage) const {
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(barriers_ + (kStages + stage) * 8);
     }

@@ -33,22 +33,23 @@ struct alignas(128) SmemTile {
     __device__ __forceinline__ T& at(int row, int col) { return data[offset(row, col / kChunk) + col % kChunk]; }
 
     // ldmatrix of m16n8k16 operands: 16 rows from `row` (a multiple of 8) and 16 columns from `col` (a multiple of 16).
-    // `lane` is lane_down() or lane_across(): a loop keeps it in a register, so that the rest becomes immediate.
-    __device__ __forceinline__ uint32_t lane_down() const { return address(lane_id() % 16, lane_id() / 16); }
-    __device__ __forceinline__ uint32_t lane_across() const {
+    // `lane` is ldmatrix_lane_a() or ldmatrix_lane_b(): a loop keeps it in a register, so that the rest becomes
+    // immediate.
+    __device__ __forceinline__ uint32_t ldmatrix_lane_a() const { return address(lane_id() % 16, lane_id() / 16); }
+    __device__ __forceinline__ uint32_t ldmatrix_lane_b() const {
         return address(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2);
     }
 
-    // An A operand, M x K; lane_down().
+    // An A operand, M x K; ldmatrix_lane_a().
     static __device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t lane, int row, int col) {
         ldmatrix_x4(a, moved(lane, row, col));
     }
     // Two B operands from N x K, as in Q K^T: b[0], b[1] for the first eight rows, b[2], b[3] for the last;
-    // lane_across().
+    // ldmatrix_lane_b().
     static __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t lane, int row, int col) {
         ldmatrix_x4(b, moved(lane, row, col));
     }
-    // Two B operands from K x N, as in P V; lane_down().
+    // Two B operands from K x N, as in P V; ldmatrix_lane_a().
     static __device__ __forceinline__ void load_b_transposed(uint32_t (&b)[4], uint32_t lane, int row, int col) {
         ldmatrix_x4_trans(b, moved(lane, row, col));
     }

@@ -51,7 +51,7 @@ TensorLayout rows_layout(const AttentionParams& p, const RowsView& rows, int64_t
 
 }  // namespace
 
-bool can_map(const TensorLayout& tensor) {
+bool is_tma_compatible(const TensorLayout& tensor) {
     bool can = reinterpret_cast<uintptr_t>(tensor.data) % kAlign == 0;
     for (int64_t size : tensor.sizes) can &= size > 0 && size <= INT_MAX;
     for (size_t i = 0; i < tensor.strides.size(); ++i) {
@@ -61,7 +61,7 @@ bool can_map(const TensorLayout& tensor) {
     return can;
 }
 
-CUtensorMap make_map(const TensorLayout& tensor, const std::array<int, 4>& box) {
+CUtensorMap make_tensor_map(const TensorLayout& tensor, const std::array<int, 4>& box) {
     static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
     cuuint64_t sizes[4], strides[3];
     cuuint32_t box_sizes[4], steps[4];
@@ -95,7 +95,7 @@ TensorLayout key_layout(const AttentionParams& p, const RowsView& keys) {
     return rows_layout(p, keys, p.kv_heads, p.seqlen_k, p.total_k);
 }
 
-TensorLayout dense_layout(const AttentionParams& p, const ScoreView& scores) {
+TensorLayout dense_bias_layout(const AttentionParams& p, const ScoreView& scores) {
     return {scores.data,
             {p.seqlen_k, p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q, scores.heads, scores.batches},
             {scores.row_stride, scores.head_stride, scores.batch_stride}};
@@ -107,8 +107,8 @@ bool can_load_keys(const AttentionParams& p) {
         const int64_t max_stride = std::max(p.key.row_stride, p.value.row_stride);
         return !is_dense && max_stride * kElementBytes <= std::numeric_limits<uint32_t>::max();
     }
-    return can_map(key_layout(p, p.key)) && can_map(key_layout(p, p.value)) &&
-           (!is_dense || (p.bias.col_stride == 1 && can_map(dense_layout(p, p.bias))));
+    return is_tma_compatible(key_layout(p, p.key)) && is_tma_compatible(key_layout(p, p.value)) &&
+           (!is_dense || (p.bias.col_stride == 1 && is_tma_compatible(dense_bias_layout(p, p.bias))));
 }
 
 }  // namespace flash_dmattn::cuda

@@ -21,15 +21,15 @@ struct TensorLayout {
 };
 
 // Whether TMA can access the tensor: 16-byte aligned address and strides, no stride of 0.
-bool can_map(const TensorLayout& tensor);
+bool is_tma_compatible(const TensorLayout& tensor);
 // `box` is one TMA transfer. box[0], 64 or 32 elements, selects the swizzle of an SmemTile slab.
-CUtensorMap make_map(const TensorLayout& tensor, const std::array<int, 4>& box);
+CUtensorMap make_tensor_map(const TensorLayout& tensor, const std::array<int, 4>& box);
 
 // [D, heads, S, B]; variable length: [D, heads, total, 1].
 TensorLayout query_layout(const AttentionParams& p, const RowsView& rows);
 TensorLayout key_layout(const AttentionParams& p, const RowsView& keys);
 // A dense bias or its gradient, contiguous along the keys: [Sk, Sq, heads, B].
-TensorLayout dense_layout(const AttentionParams& p, const ScoreView& scores);
+TensorLayout dense_bias_layout(const AttentionParams& p, const ScoreView& scores);
 
 // Whether the sm90 kernels can load K, V and a dense bias: by TMA, or gathered with key lists.
 bool can_load_keys(const AttentionParams& p);

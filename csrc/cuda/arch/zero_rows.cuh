@@ -8,7 +8,7 @@ namespace flash_dmattn::cuda {
 // Zeros the rows of [first, first + kCount) for which is_empty(row); `thread` counts the kThreads threads that call.
 // The caller synchronizes them.
 template <int kCount, int kThreads, typename Tile, typename IsEmpty>
-__device__ __forceinline__ void clear_rows(Tile& tile, int first, int thread, const IsEmpty& is_empty) {
+__device__ __forceinline__ void zero_rows(Tile& tile, int first, int thread, const IsEmpty& is_empty) {
     constexpr int kChunks = Tile::kCols / 8;
     for (int i = thread; i < kCount * kChunks; i += kThreads)
         if (is_empty(first + i / kChunks))

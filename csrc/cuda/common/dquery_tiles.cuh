@@ -13,7 +13,7 @@ inline int64_t count_dquery_m_blocks(const AttentionParams& p, int64_t rows) {
     return p.cu_seqlens_q == nullptr ? ceil_div(p.seqlen_q, rows) : p.total_q / rows + p.batch;
 }
 
-constexpr __host__ __device__ int64_t dquery_tiles_total(const AttentionParams& p, const BwdTiling& tiling) {
+constexpr __host__ __device__ int64_t total_dquery_m_blocks(const AttentionParams& p, const BwdTiling& tiling) {
     return (p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * tiling.dquery_m_blocks;
 }
 

@@ -14,7 +14,7 @@ struct BlockSummary {
     static constexpr int kWords = kKeys / 32;
     bool empty;
     bool full;
-    uint32_t columns[kWords];
+    uint32_t visible_keys[kWords];
 };
 
 __device__ __forceinline__ bool has_mask(const AttentionParams& p) {
@@ -32,45 +32,45 @@ public:
         : mask_(p.packed_mask), intervals_(p.interval_summaries) {
         if (mask_.bits != nullptr) {
             const int mask_head = shared_head(head, p.heads, mask_.heads);
-            offset_ = shared_batch(mask_, s) * mask_.tiles_batch_stride + mask_head * mask_.tiles_head_stride;
+            offset_ = shared_batch(mask_, s) * mask_.blocks_batch_stride + mask_head * mask_.blocks_head_stride;
         } else if (intervals_.tiles != nullptr) {
             const int mask_head = shared_head(head, p.heads, p.intervals.heads);
             tiles_ = intervals_.tiles + s.batch * intervals_.batch_stride + mask_head * intervals_.num_n_blocks;
         }
     }
 
-        // Summary of rows [first_row, last_row] and keys [n_block * kKeys, (n_block + 1) * kKeys), without causality
-        // and lengths.
+    // Summary of rows [first_row, last_row] and keys [n_block * kKeys, (n_block + 1) * kKeys), without causality
+    // and lengths.
     __device__ BlockSummary<kKeys> of(int first_row, int last_row, int n_block) const {
         BlockSummary<kKeys> summary;
         summary.full = true;
         const bool present = mask_.bits != nullptr || intervals_.tiles != nullptr;
 #pragma unroll
-        for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) summary.columns[w] = present ? 0 : ~0u;
+        for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) summary.visible_keys[w] = present ? 0 : ~0u;
         if (mask_.bits != nullptr) {
-            const bool row_broadcast = mask_.tiles_row_stride == 0;
+            const bool row_broadcast = mask_.blocks_row_stride == 0;
             const int end = row_broadcast ? 1 : last_row / kTile + 1;
-            constexpr int kAtOnce = kRows > kTile ? 2 : 1;  // independent loads
+            constexpr int kUnroll = kRows > kTile ? 2 : 1;  // independent loads
 #pragma unroll 1
-            for (int row = row_broadcast ? 0 : first_row / kTile; row < end; row += kAtOnce) {
-                BlockKind kinds[kAtOnce][kAcross];
-                uint64_t columns[kAtOnce][kAcross];
+            for (int row = row_broadcast ? 0 : first_row / kTile; row < end; row += kUnroll) {
+                BlockKind kinds[kUnroll][kAcross];
+                uint64_t visible_keys[kUnroll][kAcross];
 #pragma unroll
-                for (int r = 0; r < kAtOnce; ++r)
+                for (int r = 0; r < kUnroll; ++r)
 #pragma unroll
                     for (int k = 0; k < kAcross; ++k) {
                         const int key = n_block * kAcross + k;
                         const bool exists = row + r < end && key < mask_.num_n_blocks;
-                        const int64_t at = offset_ + (row + r) * mask_.tiles_row_stride + key;
+                        const int64_t at = offset_ + (row + r) * mask_.blocks_row_stride + key;
                         kinds[r][k] = exists ? mask_.kinds[at] : BlockKind::kFull;
-                        columns[r][k] = exists ? mask_.columns[at] : 0;
+                        visible_keys[r][k] = exists ? mask_.visible_keys[at] : 0;
                     }
 #pragma unroll
-                for (int r = 0; r < kAtOnce; ++r)
+                for (int r = 0; r < kUnroll; ++r)
 #pragma unroll
                     for (int k = 0; k < kAcross; ++k) {
                         summary.full &= kinds[r][k] == BlockKind::kFull;
-                        add_columns(summary, k, columns[r][k]);
+                        add_visible_keys(summary, k, visible_keys[r][k]);
                     }
             }
         } else if (intervals_.tiles != nullptr) {
@@ -81,17 +81,17 @@ public:
             for (int k = 0; k < kAcross; ++k) {
                 const IntervalBlockSummary& tile = tiles[k];
                 summary.full &= tile.last_begin <= first_row && tile.first_end > last_row;
-                if (tile.first_begin <= last_row && tile.last_end > first_row) add_columns(summary, k, tile.seen);
+                if (tile.first_begin <= last_row && tile.last_end > first_row) add_visible_keys(summary, k, tile.seen);
             }
         }
         uint32_t any = 0;
 #pragma unroll
-        for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) any |= summary.columns[w];
+        for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) any |= summary.visible_keys[w];
         summary.empty = any == 0;
         return summary;
     }
 
-        // A row range outside which no row sees a key of the block. Packed masks do not store it: all rows.
+    // A row range outside which no row sees a key of the block. Packed masks do not store it: all rows.
     __device__ RowRange rows_of(int rows, int n_block) const {
         if (intervals_.tiles == nullptr) return {0, rows};
         RowRange range{rows, 0};
@@ -104,13 +104,14 @@ public:
     }
 
 private:
-        // Clamped to the last summary, so that loads beyond it need no branch.
+    // Clamped to the last summary, so that loads beyond it need no branch.
     __device__ __forceinline__ IntervalBlockSummary interval_summary(int n_block) const {
         return tiles_[min(n_block, static_cast<int>(intervals_.num_n_blocks) - 1)];
     }
-    static __device__ __forceinline__ void add_columns(BlockSummary<kKeys>& summary, int tile, uint64_t columns) {
-        summary.columns[2 * tile] |= static_cast<uint32_t>(columns);
-        summary.columns[2 * tile + 1] |= static_cast<uint32_t>(columns >> 32);
+    static __device__ __forceinline__ void add_visible_keys(BlockSummary<kKeys>& summary, int tile,
+                                                            uint64_t visible_keys) {
+        summary.visible_keys[2 * tile] |= static_cast<uint32_t>(visible_keys);
+        summary.visible_keys[2 * tile + 1] |= static_cast<uint32_t>(visible_keys >> 32);
     }
 
     const PackedMask& mask_;
@@ -126,7 +127,7 @@ struct BlockMaskIterator {
     uint32_t pending = 0;  // active candidates among the 32 before `next`
     uint32_t full = 0;     // candidates in which the mask hides no score
 
-        // ask(candidate, is_empty, is_full) classifies this lane's candidate.
+    // ask(candidate, is_empty, is_full) classifies this lane's candidate.
     template <typename Ask>
     __device__ __forceinline__ void look(int end, const Ask& ask) {
         const int candidate = next + lane_id();
@@ -136,7 +137,7 @@ struct BlockMaskIterator {
         full = __ballot_sync(~0u, is_full);
         next += 32;
     }
-        // Removes the first pending candidate and returns its lane.
+    // Removes the first pending candidate and returns its lane.
     __device__ __forceinline__ int take() {
         const int lane = __ffs(pending) - 1;
         pending &= pending - 1;
@@ -155,14 +156,14 @@ struct BlockRange {
 // long stretches, such as windows: tests 128 blocks per step.
 template <typename RowsOf>
 __device__ __forceinline__ BlockRange active_block_range(int end, RowRange rows, const RowsOf& rows_of) {
-    constexpr int kAtOnce = 4;
+    constexpr int kUnroll = 4;
     BlockRange span{end, 0};
-    for (int next = 0; next < end; next += 32 * kAtOnce) {
-        RowRange seen[kAtOnce];
+    for (int next = 0; next < end; next += 32 * kUnroll) {
+        RowRange seen[kUnroll];
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) seen[k] = rows_of(min(next + 32 * k + lane_id(), end - 1));
+        for (int k = 0; k < kUnroll; ++k) seen[k] = rows_of(min(next + 32 * k + lane_id(), end - 1));
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
+        for (int k = 0; k < kUnroll; ++k) {
             const bool is_visited = seen[k].begin < rows.end && seen[k].end > rows.begin;
             if (!__any_sync(~0u, is_visited)) continue;
             span.begin = min(span.begin, next + 32 * k);
@@ -177,34 +178,36 @@ template <int kKeys, typename Summarize>
 class ActiveBlockScan {
 public:
     __device__ ActiveBlockScan(int begin, int end, const Summarize& summarize)
-        : summarize_(summarize), ahead_{begin}, end_(end) {}
+        : summarize_(summarize), iterator_{begin}, end_(end) {}
 
-        // Moves to the next active block; false at the end.
+    // Moves to the next active block; false at the end.
     __device__ __forceinline__ bool next() {
-        while (ahead_.pending == 0) {
-            if (ahead_.next >= end_) return false;
-            ahead_.look(end_, [&](int index, bool& is_empty, bool& is_full) {
+        while (iterator_.pending == 0) {
+            if (iterator_.next >= end_) return false;
+            iterator_.look(end_, [&](int index, bool& is_empty, bool& is_full) {
                 const BlockSummary<kKeys> summary = summarize_(index);
                 is_empty = summary.empty;
                 is_full = summary.full;
 #pragma unroll
-                for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) columns_[w] = summary.columns[w];
+                for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) visible_keys_[w] = summary.visible_keys[w];
             });
         }
-        current_ = ahead_.take();
+        current_ = iterator_.take();
         return true;
     }
-    __device__ __forceinline__ int index() const { return ahead_.candidate(current_); }
-    __device__ __forceinline__ bool full() const { return ahead_.is_full(current_); }
-        // Word of the current block's visible keys.
-    __device__ __forceinline__ uint32_t columns(int word) const { return __shfl_sync(~0u, columns_[word], current_); }
+    __device__ __forceinline__ int index() const { return iterator_.candidate(current_); }
+    __device__ __forceinline__ bool full() const { return iterator_.is_full(current_); }
+    // Word of the current block's visible keys.
+    __device__ __forceinline__ uint32_t visible_keys(int word) const {
+        return __shfl_sync(~0u, visible_keys_[word], current_);
+    }
 
 private:
     Summarize summarize_;
-    BlockMaskIterator ahead_;
+    BlockMaskIterator iterator_;
     int end_;
-    int current_ = 0;                                // lane of the current block
-    uint32_t columns_[BlockSummary<kKeys>::kWords];  // of this lane's block
+    int current_ = 0;                                     // lane of the current block
+    uint32_t visible_keys_[BlockSummary<kKeys>::kWords];  // of this lane's block
 };
 
 }  // namespace flash_dmattn::cuda

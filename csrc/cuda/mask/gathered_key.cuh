@@ -7,7 +7,7 @@
 namespace flash_dmattn::cuda {
 
 struct GatheredKey {
-    int place;  // position in the sequence, or no key
+    int position;  // position in the sequence, or no key
     uint4 rows;
     uint32_t bias;
 };
@@ -22,25 +22,25 @@ public:
         if (kBias == BiasKind::kKey) bias_ = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
     }
 
-    __device__ __forceinline__ GatheredKey fetch(int at, int place) const {
-        GatheredKey key{place, {}, 0};
-        if (!is_key(place, s_.keys)) return key;
-        key.rows = list_.fetch(at, place);
-        if (kBias == BiasKind::kKey) key.bias = load_key_bias(p_.bias, bias_, place * p_.bias.col_stride);
+    __device__ __forceinline__ GatheredKey fetch(int at, int position) const {
+        GatheredKey key{position, {}, 0};
+        if (!is_key(position, s_.keys)) return key;
+        key.rows = list_.fetch(at, position);
+        if (kBias == BiasKind::kKey) key.bias = load_key_bias(p_.bias, bias_, position * p_.bias.col_stride);
         return key;
     }
 
-        // Writes which rows see the key, and its bias. Returns its position, or -1 if no row sees it; such a key may
-        // hold anything.
+    // Writes which rows see the key, and its bias. Returns its position, or -1 if no row sees it; such a key may
+    // hold anything.
     __device__ __forceinline__ int look(const GatheredKey& key, uint32_t (&words)[KeyList::kWords], float& bias) const {
-        SeeingRows seeing = list_.seeing(key.rows, key.place, s_, p_.is_causal);
+        VisibleRows visible_rows = list_.visible_rows(key.rows, key.position, s_, p_.is_causal);
         bias = kBias == BiasKind::kKey ? key_bias_of<T>(p_.bias, key.bias) : 0;
-        if (!is_key(key.place, s_.keys) || bias == -kInfinity) seeing.end = 0;
-        seeing.end = min(seeing.end, end_row_);
-        seeing.of_tile(first_row_, words);
+        if (!is_key(key.position, s_.keys) || bias == -kInfinity) visible_rows.end = 0;
+        visible_rows.end = min(visible_rows.end, end_row_);
+        visible_rows.of_tile(first_row_, words);
         const bool is_seen = (words[0] | words[1] | words[2] | words[3]) != 0;
         if (!is_seen) bias = 0;
-        return is_seen ? key.place : -1;
+        return is_seen ? key.position : -1;
     }
 
 private:
@@ -56,13 +56,13 @@ template <int kKeys>
 struct GatheredKeys {
     alignas(
         16) uint32_t rows[kKeys][KeyList::kWords];  // bit i % 32 of word i / 32: whether row i of the list sees the key
-    int place[kKeys];                               // position in the sequence; -1 if no row sees the key
+    int position[kKeys];                            // position in the sequence; -1 if no row sees the key
     float bias[kKeys];                              // times log2(e)
 
-    __device__ __forceinline__ void store(int i, int key_place, const uint32_t (&words)[KeyList::kWords],
+    __device__ __forceinline__ void store(int i, int key_position, const uint32_t (&words)[KeyList::kWords],
                                           float key_bias) {
         *reinterpret_cast<uint4*>(rows[i]) = {words[0], words[1], words[2], words[3]};
-        place[i] = key_place;
+        position[i] = key_position;
         bias[i] = key_bias * kLog2E;
     }
 };

@@ -33,7 +33,7 @@ __device__ __forceinline__ RowRange rows_of_key(const AttentionParams& p, const 
 template <int kThreads, int kWords>
 class BlockIntervals {
 public:
-        // Fetches the intervals of the keys from first_key on.
+    // Fetches the intervals of the keys from first_key on.
     __device__ __forceinline__ void fetch(const AttentionParams& p, const Sequence& s, int head, int first_key) {
         const int64_t offset = interval_offset(p.intervals, s, head, p.heads);
 #pragma unroll
@@ -43,8 +43,8 @@ public:
         }
     }
 
-        // Writes the mask bits: bit j % 32 of to[r][j / 32] is 1 where row r sees key j. Row r of the m_block is row
-        // (first_row + r) / pack of the sequence. All warps take part.
+    // Writes the mask bits: bit j % 32 of to[r][j / 32] is 1 where row r sees key j. Row r of the m_block is row
+    // (first_row + r) / pack of the sequence. All warps take part.
     template <int kRows>
     __device__ __forceinline__ void expand(uint32_t (&to)[kRows][kWords], int first_row, int pack) const {
         constexpr int kTimes = ceil_div(kRows, kParts * 32);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void load_intervals(uint32_t to, const AttentionParam
 
 // Which of 32 keys a row sees by their intervals. Only this lane's keys of an accumulator fragment are tested; the bits
 // of the others are 0.
-__device__ __forceinline__ uint32_t keys_seen(const int2* intervals, int row) {
+__device__ __forceinline__ uint32_t visible_key_bits(const int2* intervals, int row) {
     const int first_key = opaque(fragment_col());  // keeps its multiples out of registers across the caller's loop
     uint32_t seen = 0;
 #pragma unroll

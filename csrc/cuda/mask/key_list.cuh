@@ -13,22 +13,22 @@ __device__ __forceinline__ bool is_key(int entry, int keys) {
 }
 
 // Rows that see a key: [begin, end), and with bits only those whose bit is set.
-struct SeeingRows {
+struct VisibleRows {
     int begin;
     int end;  // at most the end of the list's m_block
     bool has_bits;
     int first_bit;  // row of bit 0
     uint4 bits;
 
-        // Bit i % 32 of word i / 32: row first + i sees the key. With bits, `first` is the first row of the list's
-        // m_block.
+    // Bit i % 32 of word i / 32: row first + i sees the key. With bits, `first` is the first row of the list's
+    // m_block.
     __device__ __forceinline__ void of_tile(int first, uint32_t (&words)[4]) const {
         const uint32_t memory[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w)
             words[w] = bits_below(end - first, w) & ~bits_below(begin - first, w) & (has_bits ? memory[w] : ~0u);
     }
-        // Bit i: row first + i sees the key. `first` is a row of the list's m_block.
+    // Bit i: row first + i sees the key. `first` is a row of the list's m_block.
     __device__ __forceinline__ uint32_t from(int first) const {
         const uint32_t rows = bits_below(end - first, 0) & ~bits_below(begin - first, 0);
         if (!has_bits) return rows;
@@ -52,14 +52,14 @@ struct KeyList {
     const int32_t* end;
     int64_t col_stride;
 
-        // The list for row `row` of query head `head`.
+    // The list for row `row` of query head `head`.
     __device__ KeyList(const AttentionParams& p, const Sequence& s, int head, int row) {
         const KeyListsView& lists = p.lists;
         const int64_t tile = lists.num_m_blocks > 1 ? row / lists.tile_rows : 0;
         const int64_t batch = shared_batch(lists, s);
         const int64_t list =
             (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.num_m_blocks + tile;
-                // Clamped, so that malformed lists of a caller cause no read beyond their memory.
+        // Clamped, so that malformed lists of a caller cause no read beyond their memory.
         const int64_t first = min(max(lists.begins[list], int64_t{0}), lists.capacity);
         constexpr int kAlign = KeyListsView::kAlign;
         keys = lists.keys + first;
@@ -79,7 +79,7 @@ struct KeyList {
     }
 
     __device__ __forceinline__ int key(int at) const { return at < size ? keys[at] : -1; }
-        // Fetches what says which rows see keys[at] == key: its interval, or its row bits.
+    // Fetches what says which rows see keys[at] == key: its interval, or its row bits.
     __device__ __forceinline__ uint4 fetch(int at, int key) const {
         if (start != nullptr)
             return {static_cast<uint32_t>(start[key * col_stride]), static_cast<uint32_t>(end[key * col_stride]), 0, 0};
@@ -87,7 +87,7 @@ struct KeyList {
         return {};
     }
 
-        // The same by cp.async to shared memory: keys[at] ..
+    // The same by cp.async to shared memory: keys[at] ..
     __device__ __forceinline__ void fetch_key(int& to, int at) const {
         if (at < size) {
             cp_async<4>(smem_address(&to), keys + at);
@@ -96,7 +96,7 @@ struct KeyList {
         }
     }
 
-        // .. and its interval or row bits.
+    // .. and its interval or row bits.
     __device__ __forceinline__ void fetch(uint4& to, int at, int key) const {
         const uint32_t address = smem_address(&to);
         if (start != nullptr) {
@@ -108,15 +108,15 @@ struct KeyList {
     }
 
     // What was fetched, together with causality and length.
-    __device__ __forceinline__ SeeingRows seeing(const uint4& fetched, int key, const Sequence& s,
-                                                 bool is_causal) const {
-        SeeingRows seeing{is_causal ? s.causal_begin(key) : 0, min(s.rows, end_row), rows != nullptr, first_row,
-                          fetched};
+    __device__ __forceinline__ VisibleRows visible_rows(const uint4& fetched, int key, const Sequence& s,
+                                                        bool is_causal) const {
+        VisibleRows visible_rows{is_causal ? s.causal_begin(key) : 0, min(s.rows, end_row), rows != nullptr, first_row,
+                                 fetched};
         if (start != nullptr) {
-            seeing.begin = max(seeing.begin, static_cast<int>(fetched.x));
-            seeing.end = min(seeing.end, static_cast<int>(fetched.y));
+            visible_rows.begin = max(visible_rows.begin, static_cast<int>(fetched.x));
+            visible_rows.end = min(visible_rows.end, static_cast<int>(fetched.y));
         }
-        return seeing;
+        return visible_rows;
     }
 };
 

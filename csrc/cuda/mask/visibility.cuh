@@ -48,12 +48,12 @@ __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4], co
                                            const uint32_t (&row_bits)[kMTiles * 2]) {
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
-        const uint2 seeing = *reinterpret_cast<const uint2*>(rows + n * 8 + fragment_col());
+        const uint2 visible_rows = *reinterpret_cast<const uint2*>(rows + n * 8 + fragment_col());
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) {
             float* x = acc[i / 2][n] + i % 2 * 2;
-            x[0] = seeing.x & row_bits[i] ? x[0] : -kInfinity;
-            x[1] = seeing.y & row_bits[i] ? x[1] : -kInfinity;
+            x[0] = visible_rows.x & row_bits[i] ? x[0] : -kInfinity;
+            x[1] = visible_rows.y & row_bits[i] ? x[1] : -kInfinity;
         }
     }
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void apply_bias_mask(float (&acc)[kMTiles][kNTiles][4
             for (int i = 0; i < 4; ++i) {
                 float& x = acc[m][n][i];
                 if constexpr (std::is_same_v<T, bfloat16_t>) {
-                                        // Adding a score to finfo(bfloat16).min does not change it in float32.
+                    // Adding a score to finfo(bfloat16).min does not change it in float32.
                     x = x <= kLeastFinite<T> ? -kInfinity : x;
                 } else if (x < kLeastFinite<T> / 2 && x != -kInfinity) {
                     const T bias = *at(m * 16 + i / 2 * 8 + fragment_row(), n * 8 + fragment_col() + i % 2);
@@ -99,12 +99,12 @@ struct BlockVisibility {
           diagonal(m_block * kRows + 1 + s.keys - s.rows - n_block * kKeys),
           mask_full(mask_full) {}
 
-        // Whether every score is visible.
+    // Whether every score is visible.
     __device__ bool full() const { return mask_full && limit >= kKeys && (!kCausal || diagonal >= kKeys); }
     __device__ uint32_t word(int row, int w) const {
         const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
         if (mask != nullptr) return visible & mask[row][w];
-        return intervals == nullptr ? visible : visible & keys_seen(intervals + w * 32, first_row + row);
+        return intervals == nullptr ? visible : visible & visible_key_bits(intervals + w * 32, first_row + row);
     }
 };
 
@@ -115,7 +115,7 @@ struct GatheredVisibility {
     int row, key;
 
     __device__ bool full() const { return stage.seen_by_all[row / 32][key / 32] == ~0u; }
-        // Visible keys of a row; only this lane's bits are valid.
+    // Visible keys of a row; only this lane's bits are valid.
     __device__ __forceinline__ uint32_t word(int r, int w) const {
         const int lane_key = fragment_col();
         uint32_t bits = 0;

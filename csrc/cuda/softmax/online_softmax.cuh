@@ -10,9 +10,9 @@ namespace flash_dmattn::cuda {
 // 16 m + 8 h + fragment_row(). Scores times `to_log2` are exponents of 2.
 template <int kMTiles>
 struct OnlineSoftmax {
-        // Lazy rescaling: the base stays below the row maximum while no exponential exceeds 2^kSlack.
+    // Lazy rescaling: the base stays below the row maximum while no exponential exceeds 2^kSlack.
     static constexpr float kSlack = 8;
-        // Above this shift, the rounding error of score * to_log2 - shift is visible, so the base is subtracted first.
+    // Above this shift, the rounding error of score * to_log2 - shift is visible, so the base is subtracted first.
     static constexpr float kLargestShift = 1 << 20;
 
     float max[kMTiles * 2];
@@ -26,15 +26,15 @@ struct OnlineSoftmax {
         }
     }
 
-        // Replaces scores by exp(score - base). correct(i, factor) rescales row i of the output accumulator to the new
-        // base. hide_extremes() is called before a row maximum becomes a finite number below `extreme`, and may set
-        // scores to -inf. await_out() is called when the maxima are known, before the accumulator is rescaled.
-    template <int kNTiles, typename HideExtremes, typename Correct, typename AwaitOut = void (*)()>
+    // Replaces scores by exp(score - base). correct(i, factor) rescales row i of the output accumulator to the new
+    // base. mask_extremes() is called before a row maximum becomes a finite number below `extreme`, and may set
+    // scores to -inf. await_out() is called when the maxima are known, before the accumulator is rescaled.
+    template <int kNTiles, typename MaskExtremes, typename Correct, typename AwaitOut = void (*)()>
     __device__ __forceinline__ void update(
-        float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme, const HideExtremes& hide_extremes,
+        float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme, const MaskExtremes& mask_extremes,
         const Correct& correct, const AwaitOut& await_out = [] {}) {
         float largest[kMTiles * 2];
-        const auto find_largest = [&] {
+        const auto compute_max = [&] {
             float odd[kMTiles * 2];  // odd columns: a second, independent dependency chain
 #pragma unroll
             for (int i = 0; i < kMTiles * 2; ++i) largest[i] = odd[i] = max[i];
@@ -49,14 +49,14 @@ struct OnlineSoftmax {
             for (int i = 0; i < kMTiles * 2; ++i) largest[i] = row_max(fmaxf(largest[i], odd[i]));
         };
         float shift[kMTiles * 2];
-        const auto find_shift = [&](int i) {
+        const auto compute_shift = [&](int i) {
             shift[i] = (max[i] == -kInfinity ? 0.f : max[i]) * to_log2;
             return fabsf(shift[i]) > kLargestShift;
         };
         bool changes = false, is_large = false;
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i) is_large |= find_shift(i);
-        find_largest();
+        for (int i = 0; i < kMTiles * 2; ++i) is_large |= compute_shift(i);
+        compute_max();
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) {
             if ((largest[i] - max[i]) * to_log2 <= kSlack) largest[i] = max[i];
@@ -68,8 +68,8 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int i = 0; i < kMTiles * 2; ++i) is_extreme |= largest[i] < extreme && largest[i] != -kInfinity;
             if (extreme > -kInfinity && __any_sync(~0u, is_extreme)) {
-                hide_extremes();
-                find_largest();
+                mask_extremes();
+                compute_max();
             }
             is_large = false;
 #pragma unroll
@@ -79,9 +79,9 @@ struct OnlineSoftmax {
                 max[i] = largest[i];
                 sum[i] *= correction;
                 correct(i, correction);
-                is_large |= find_shift(i);
+                is_large |= compute_shift(i);
             }
-                        // Large scores are exact after the base is subtracted.
+            // Large scores are exact after the base is subtracted.
             if (__any_sync(~0u, is_large)) {
 #pragma unroll
                 for (int i = 0; i < kMTiles * 2; ++i) {
@@ -107,7 +107,7 @@ struct OnlineSoftmax {
                 }
     }
 
-        // Multiplies row i of `out` by a factor.
+    // Multiplies row i of `out` by a factor.
     template <int kOutTiles>
     static __device__ __forceinline__ void scale(float (&out)[kMTiles][kOutTiles][4], int i, float factor) {
 #pragma unroll
@@ -117,8 +117,8 @@ struct OnlineSoftmax {
         }
     }
 
-        // Returns 1 / sum of row i and writes its lse (scores times `unit` are natural exponents); 0 and -inf for an
-        // empty row.
+    // Returns 1 / sum of row i and writes its lse (scores times `unit` are natural exponents); 0 and -inf for an
+    // empty row.
     __device__ __forceinline__ float finish(int i, float unit, float& lse) {
         const float total = row_sum(sum[i]);
         const bool empty = total == 0;

@@ -78,7 +78,7 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
                                                    int row, int col) {
     static_assert(kNTiles % 2 == 0);
     constexpr int kAcross = kNTiles / 2, kSteps = kMTiles * kAcross;
-    const uint32_t lane = bias.lane_down() + row * Tile::kSlabCols * sizeof(T);
+    const uint32_t lane = bias.ldmatrix_lane_a() + row * Tile::kSlabCols * sizeof(T);
     uint32_t b[2][4];  // an A fragment covers two accumulator fragments
     const auto load = [&](int step) {
         Tile::load_a(b[step % 2], lane, step / kAcross * 16, col + step % kAcross * 16);

@@ -120,13 +120,13 @@ private:
         }
     }
 
-        // Whether any of the CTA's rows sees the key; applies causality to rows.begin.
+    // Whether any of the CTA's rows sees the key; applies causality to rows.begin.
     __device__ bool is_seen(int key, RowRange& rows) const {
         rows.begin = max(rows.begin, p_.is_causal ? max(key - sequence_.keys + sequence_.rows, 0) : 0);
         return rows.begin <= last_row_ && rows.end > first_row_ && !rows.empty();
     }
 
-        // A warp's m_blocks are kWarps apart.
+    // A warp's m_blocks are kWarps apart.
     template <typename Visit>
     __device__ void for_each_tile(const Visit& visit) {
 #pragma unroll
@@ -195,7 +195,7 @@ BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_
     const int64_t more_rows = std::max<int64_t>(std::min(params.seqlen_q, kRows) - 1, 0);
     plan.stride = ceil_div(std::min(keys_per_row + more_rows, params.seqlen_k), kAlign) * kAlign;
     plan.capacity = plan.lists() * plan.stride;
-        // Every CTA reads all intervals, so it takes as many m_blocks as leave two CTAs per SM.
+    // Every CTA reads all intervals, so it takes as many m_blocks as leave two CTAs per SM.
     const int64_t blocks = plan.lists() == 0 ? 0 : current_device().num_sms * 3 / 2;
     plan.block_tiles = kMaxTiles;
     while (plan.block_tiles > 1 &&

@@ -16,7 +16,7 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kWords = 4096;          // of the bit vector
 constexpr int kWindow = kWords * 32;  // keys per window
-constexpr int kAtOnce = 8;            // indices per thread in flight
+constexpr int kUnroll = 8;            // indices per thread in flight
 
 struct Lists {
     int heads, num_m_blocks, group_tiles, groups, group_rows;
@@ -77,15 +77,15 @@ public:
 private:
     __device__ int tile_rows() const { return static_cast<int>(p_.indices.tile_rows); }
 
-        // Calls visit(key, rows) for every index in the window: the key relative to the window, and the rows that see
-        // it relative to the group's first row.
+    // Calls visit(key, rows) for every index in the window: the key relative to the window, and the rows that see
+    // it relative to the group's first row.
     template <typename Visit>
     __device__ __forceinline__ void for_each_index(int first_key, int keys, const Visit& visit) const {
         const unsigned count = static_cast<unsigned>(p_.indices.count);
-        for (unsigned first = threadIdx.x; first < total_; first += kThreads * kAtOnce) {
-            int index[kAtOnce], tile[kAtOnce];
+        for (unsigned first = threadIdx.x; first < total_; first += kThreads * kUnroll) {
+            int index[kUnroll], tile[kUnroll];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
+            for (int i = 0; i < kUnroll; ++i) {
                 const unsigned at = first + i * kThreads;
                 index[i] = -1;
                 if (at >= total_) continue;
@@ -93,16 +93,16 @@ private:
                 index[i] = indices_[tile[i] * p_.indices.row_stride + (at - tile[i] * count) * p_.indices.col_stride];
             }
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
+            for (int i = 0; i < kUnroll; ++i) {
                 if (index[i] < 0 || !is_key(index[i] - first_key, keys)) continue;
-                const RowRange rows = rows_that_see(index[i], first_tile_ + tile[i]);
+                const RowRange rows = visible_rows(index[i], first_tile_ + tile[i]);
                 if (!rows.empty()) visit(index[i] - first_key, rows);
             }
         }
     }
 
-        // The same for the rows of the group that share one row of indices.
-    __device__ RowRange rows_that_see(int key, int tile) const {
+    // The same for the rows of the group that share one row of indices.
+    __device__ RowRange visible_rows(int key, int tile) const {
         const int64_t tile_begin = static_cast<int64_t>(tile) * tile_rows();
         RowRange rows{max(static_cast<int>(tile_begin), first_row_),
                       static_cast<int>(min(tile_begin + tile_rows(), static_cast<int64_t>(end_row_)))};
@@ -114,7 +114,7 @@ private:
         return {rows.begin - first_row_, rows.end - first_row_};
     }
 
-        // Fills `before` and returns the number of keys. A thread scans consecutive words.
+    // Fills `before` and returns the number of keys. A thread scans consecutive words.
     __device__ int count_before(int words) {
         const int each = ceil_div(words, kThreads);
         const int first = min(static_cast<int>(threadIdx.x) * each, words), end = min(first + each, words);

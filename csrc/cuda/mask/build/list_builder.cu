@@ -42,8 +42,8 @@ struct ListChunk {
         const int64_t above = (static_cast<int64_t>(batch) * lists.heads + head) * lists.chunks + chunk;
         return lists.counts[above * lists.num_m_blocks + m_block];
     }
-        // Chunk number `index` of a grid that covers `tiles_at_once` m_blocks per index; neighbours differ in their
-        // chunk.
+    // Chunk number `index` of a grid that covers `tiles_at_once` m_blocks per index; neighbours differ in their
+    // chunk.
     __device__ ListChunk(const Lists& lists, int64_t index, int tiles_at_once) {
         const int steps = ceil_div(lists.num_m_blocks, tiles_at_once);
         chunk = static_cast<int>(index % lists.chunks);
@@ -68,7 +68,7 @@ public:
         put(at, key);
         if (at < lists_.capacity) lists_.rows[at] = rows;
     }
-        // Appends the keys of the lanes with `listed`.
+    // Appends the keys of the lanes with `listed`.
     template <typename... Rows>
     __device__ __forceinline__ void append_of_warp(bool listed, int key, Rows... rows) {
         const uint32_t ballot = __ballot_sync(~0u, listed);
@@ -79,7 +79,7 @@ public:
         constexpr int kAlign = KeyListsView::kAlign;
         return static_cast<int>((kAlign - at_ % kAlign) % kAlign);
     }
-        // Appends the keys of all lanes of a warp.
+    // Appends the keys of all lanes of a warp.
     template <typename... Rows>
     __device__ void pad_by_warp(Rows... zeros) {
         for (int i = lane_id(), end = padding(); i < end; i += 32) put(at_ + i, -1, zeros...);
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
     fill_intervals_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
     const ListChunk chunk = chunk_of_thread(lists);
     ListWriter list(lists, chunk);
-        // An m_block that does not exist starts beyond the rows, where no interval reaches.
+    // An m_block that does not exist starts beyond the rows, where no interval reaches.
     for_each_listed_key(p, lists, chunk, [&](int key) { list.append(key); });
     if (chunk.exists(lists) && chunk.chunk == lists.chunks - 1)
         for (int i = list.padding(); i > 0; --i) list.append(-1);
@@ -164,18 +164,18 @@ __global__ void __launch_bounds__(kThreads)
     unsigned walked = 0;
     if (chunk.exists(lists)) {
         const Sequence s(p, chunk.batch);
-        const bool row_broadcast = mask.tiles_row_stride == 0;
+        const bool row_broadcast = mask.blocks_row_stride == 0;
         const int first = row_broadcast ? 0 : chunk.m_block * kDown;
         const int end = row_broadcast ? 1 : min(first + kDown, ceil_div(s.rows, kTile));
-        const int64_t offset = chunk.batch * mask.tiles_batch_stride + chunk.head * mask.tiles_head_stride;
+        const int64_t offset = chunk.batch * mask.blocks_batch_stride + chunk.head * mask.blocks_head_stride;
         const int first_key = chunk.chunk * lists.chunk_keys, end_key = min(first_key + lists.chunk_keys, s.keys);
         int count = 0;
         for (int n_block = first_key / kTile; n_block < ceil_div(end_key, kTile); ++n_block) {
-            uint64_t columns = 0;
+            uint64_t visible_keys = 0;
             for (int row = first; row < end; ++row)
-                columns |= mask.columns[offset + row * mask.tiles_row_stride + n_block];
-            count += __popcll(columns);
-            walked += columns != 0 ? kTile : 0;
+                visible_keys |= mask.visible_keys[offset + row * mask.blocks_row_stride + n_block];
+            count += __popcll(visible_keys);
+            walked += visible_keys != 0 ? kTile : 0;
         }
         chunk.count(lists) = count;
     }
@@ -377,7 +377,7 @@ KeyListsPlan plan_key_lists(const AttentionParams& params) {
     plan.row_broadcast = is_bool && params.mask.per_key;
     plan.has_rows = is_bool && !plan.row_broadcast;
     plan.num_m_blocks = plan.row_broadcast ? 1 : ceil_div(params.seqlen_q, KeyListsView::kRows);
-        // Small chunks balance the load, but their counts must stay small.
+    // Small chunks balance the load, but their counts must stay small.
     constexpr int64_t kMaxCounts = 8 << 20;
     const auto chunks = [&] { return std::max<int64_t>(ceil_div(params.seqlen_k, plan.chunk_keys), 1); };
     for (plan.chunk_keys = kThreads; chunks() > 1 && plan.lists() * chunks() > kMaxCounts;) plan.chunk_keys *= 2;
@@ -388,8 +388,9 @@ KeyListsPlan plan_key_lists(const AttentionParams& params) {
 
 int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& plan) {
     using cuda::ceil_div;
-    const int64_t rows = params.seqlen_q, keys = params.seqlen_k, seeing = std::min(rows, keys);  // rows that see a key
-    const int64_t pairs = params.is_causal ? seeing * keys - seeing * (seeing - 1) / 2 : rows * keys;
+    const int64_t rows = params.seqlen_q, keys = params.seqlen_k,
+                  visible_rows = std::min(rows, keys);  // rows that see a key
+    const int64_t pairs = params.is_causal ? visible_rows * keys - visible_rows * (visible_rows - 1) / 2 : rows * keys;
     constexpr int64_t kAlign = KeyListsView::kAlign;
     const int64_t walked = pairs / KeyListsView::kRows + keys;  // an upper bound: the last m_block counts as full
     const int64_t of_head = ceil_div(walked / 2, kAlign) + plan.num_m_blocks;  // with padding

@@ -75,17 +75,17 @@ __global__ void __launch_bounds__(kWarps * 32)
     const int first_row = m_block * kTile;
     if (first_row >= rows) return;
     const int last_row = min(first_row + kTile, rows) - 1;
-        // Does not read n_blocks that causality hides from all rows.
+    // Does not read n_blocks that causality hides from all rows.
     const bool is_cut = p.is_causal && !row_broadcast;
     int end = s.keys;
     if (is_cut) end = min(end, ceil_div(s.causal_end(last_row), kTile) * kTile);
 
     const int tile = threadIdx.x;  // 64-key block of the CTA
-    const auto summarize = [&](uint64_t columns, bool full) {
-        const int64_t at = batch * packed.tiles_batch_stride + head * packed.tiles_head_stride +
-                           m_block * packed.tiles_row_stride + first_key / kTile + tile;
-        packed.columns[at] = columns;
-        packed.kinds[at] = columns == 0 ? BlockKind::kEmpty : full ? BlockKind::kFull : BlockKind::kMixed;
+    const auto summarize = [&](uint64_t visible_keys, bool full) {
+        const int64_t at = batch * packed.blocks_batch_stride + head * packed.blocks_head_stride +
+                           m_block * packed.blocks_row_stride + first_key / kTile + tile;
+        packed.visible_keys[at] = visible_keys;
+        packed.kinds[at] = visible_keys == 0 ? BlockKind::kEmpty : full ? BlockKind::kFull : BlockKind::kMixed;
     };
     const bool has_tile = tile < kKeys / kTile && first_key / kTile + tile < packed.num_n_blocks;
     if (first_key >= end) {
@@ -122,14 +122,14 @@ __global__ void __launch_bounds__(kWarps * 32)
     __syncthreads();
 
     if (!has_tile) return;
-    uint32_t columns[2] = {0, 0};
+    uint32_t visible_keys[2] = {0, 0};
     bool full = true;
     for (int w = 0; w < kWarps; ++w)
         for (int i = 0; i < 2; ++i) {
-            columns[i] |= any_visible[w][tile * 2 + i];
+            visible_keys[i] |= any_visible[w][tile * 2 + i];
             full &= all_visible[w][tile * 2 + i] == ~0u;
         }
-    summarize(columns[0] | static_cast<uint64_t>(columns[1]) << 32, full);
+    summarize(visible_keys[0] | static_cast<uint64_t>(visible_keys[1]) << 32, full);
 }
 
 }  // namespace
@@ -155,10 +155,10 @@ PackedMask plan_packed_mask(const AttentionParams& p, int64_t total_q) {
     packed.bits_batch_stride = by_row || packed.batches == 1 ? 0 : packed.heads * rows * packed.words;
     packed.bits_size = (by_row ? total_q : packed.batches * rows) * packed.heads * packed.words;
 
-    packed.tiles_row_stride = row_broadcast ? 0 : packed.num_n_blocks;
-    packed.tiles_head_stride = packed.num_m_blocks * packed.num_n_blocks;
-    packed.tiles_batch_stride = packed.batches == 1 ? 0 : packed.heads * packed.tiles_head_stride;
-    packed.tiles_size = packed.batches * packed.heads * packed.tiles_head_stride;
+    packed.blocks_row_stride = row_broadcast ? 0 : packed.num_n_blocks;
+    packed.blocks_head_stride = packed.num_m_blocks * packed.num_n_blocks;
+    packed.blocks_batch_stride = packed.batches == 1 ? 0 : packed.heads * packed.blocks_head_stride;
+    packed.blocks_size = packed.batches * packed.heads * packed.blocks_head_stride;
     return packed;
 }
 

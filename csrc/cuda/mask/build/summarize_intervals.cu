@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
 
 IntervalSummaries plan_interval_summaries(const AttentionParams& params) {
     const IntervalView& intervals = params.intervals;
-        // Summaries include causality and lengths, which may differ between batch elements.
+    // Summaries include causality and lengths, which may differ between batch elements.
     const bool own_lengths = params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
     const int64_t batches = own_lengths ? params.batch : intervals.batches;
     IntervalSummaries tiles;

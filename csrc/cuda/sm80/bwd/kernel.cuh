@@ -147,7 +147,7 @@ private:
                 const int first_row = m_block * Traits::kRows;
                 const auto summary = masks.of(first_row, min(first_row + Traits::kRows, s.rows) - 1, cta_.n_block);
 #pragma unroll
-                for (int w = 0; w < Traits::kWords; ++w) visible_by_head[w] |= summary.columns[w];
+                for (int w = 0; w < Traits::kWords; ++w) visible_by_head[w] |= summary.visible_keys[w];
             }
 #pragma unroll
             for (int w = 0; w < Traits::kWords; ++w) {
@@ -271,7 +271,7 @@ private:
 };
 
 template <typename Traits, BiasKind kBias, bool kCausal>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     bwd_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Traits::kIsUsed) return;
     if (is_inactive(p)) return;
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm
     int n_block, kv_head, batch;
     if (p.deterministic) {
         // Tickets rise with n_block, so a CTA waits only for CTAs that have started.
-        if (threadIdx.x == 0) smem.ticket = atomicAdd(p.dquery_semaphore + dquery_tiles_total(p, p), 1);
+        if (threadIdx.x == 0) smem.ticket = atomicAdd(p.dquery_semaphore + total_dquery_m_blocks(p, p), 1);
         __syncthreads();
         kv_head = smem.ticket % kv_heads;
         batch = smem.ticket / kv_heads % batches;

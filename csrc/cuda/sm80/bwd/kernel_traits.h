@@ -16,12 +16,12 @@ struct BwdTileSizes {
     int score_passes;     // a warp computes its keys of S and dP in this many passes, to save registers
     int dkv_key_warps;    // warps along the keys of dK and dV; the others split the head dimension
     int dq_row_warps;     // warps along the rows of dQ; the others split the head dimension
-    int blocks_per_sm;
+    int ctas_per_sm;
 };
 
 // Whether code for an architecture, numbered as __CUDA_ARCH__, uses the small tiles. A CTA can have 163 KiB of shared
 // memory on compute capability 8.0 and 8.7, 99 KiB on 8.6, 8.9 and 12.x, and 227 KiB on 9.0 to 11.x.
-constexpr bool has_little_shared_memory(int architecture) { return architecture < 900 || architecture >= 1200; }
+constexpr bool uses_small_tiles(int architecture) { return architecture < 900 || architecture >= 1200; }
 
 // Fits 99 KiB of shared memory up to head dimension 128, and 163 KiB above.
 constexpr BwdTileSizes small_bwd_tile_sizes(int head_dim) {
@@ -106,7 +106,7 @@ struct BwdKernelTraits {
     static constexpr bool kIsSmall = kIsSmall_;
     // Kernels of tiles that an architecture does not use compile to nothing.
 #ifdef __CUDA_ARCH__
-    static constexpr bool kIsUsed = kIsSmall == has_little_shared_memory(__CUDA_ARCH__);
+    static constexpr bool kIsUsed = kIsSmall == uses_small_tiles(__CUDA_ARCH__);
 #else
     static constexpr bool kIsUsed = true;
 #endif

@@ -58,7 +58,7 @@ void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, cuda::BwdPl
     plan.dbias_tiles = count_dbias_tiles(p, tile);
     if (plan.dbias_tiles == 0) return;
     const int64_t sharers = p.dbias.batch_group_size * (p.heads / p.dbias.heads);
-    const int64_t slots = current_device().num_sms * tile.blocks_per_sm;
+    const int64_t slots = current_device().num_sms * tile.ctas_per_sm;
     if (plan.dbias_tiles < kWaves * slots) plan.dbias_splits = splits_that_fill_waves(plan.dbias_tiles, slots, sharers);
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, tile.keys);
     plan.dbias_run = std::clamp<int64_t>(plan.dbias_tiles / (kWaves * slots), 1, std::min(kMaxRun, num_n_blocks));
@@ -71,7 +71,7 @@ bool can_add_in_cache(const BwdParams& p, const BwdTileSizes& tile, int64_t byte
     const int64_t l2_bytes = current_device().l2_bytes;
     const int64_t biases = p.cu_seqlens_q == nullptr ? p.dbias.batches : 1;
     const int64_t bias_ctas = p.dbias.batch_group_size * p.kv_heads * ceil_div<int64_t>(p.seqlen_k, tile.keys);
-    const int64_t slots = current_device().num_sms * tile.blocks_per_sm;
+    const int64_t slots = current_device().num_sms * tile.ctas_per_sm;
     const int64_t biases_at_once = std::min(biases, 1 + slots / bias_ctas);
     constexpr int64_t kMaxCaches = 4;  // limits the workspace: the sums of all biases take at most this many L2 caches
     return bytes / biases * biases_at_once <= l2_bytes / 2 && bytes <= kMaxCaches * l2_bytes;
@@ -86,7 +86,7 @@ bool can_cluster_reduce(const BwdParams& p, const KernelEntry& kernel, const Bwd
 
 // Selects which kernel writes the gradient of a dense bias. Returns the number of floats in dbias_parts.
 int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& own, cuda::BwdPlan& plan) {
-    if (dbias_is_of_one(p)) {
+    if (is_unshared_dbias(p)) {
         plan.dense_dbias = DenseDbias::kDirect;
         return 0;
     }
@@ -113,7 +113,7 @@ int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, const Bw
 void plan_dense(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& own, cuda::BwdPlan& plan) {
     const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, own.small_tiles);
     plan.dquery_m_blocks = count_dquery_m_blocks(p, tile.rows);
-    const int64_t num_m_blocks = dquery_tiles_total(p, plan);
+    const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
     plan.dquery_accum = plan.take<float>(num_m_blocks * tile.rows * kernel.head_dim);
     if (p.deterministic) plan.dquery_semaphore = plan.take<int32_t>(num_m_blocks + 1);
     plan.zeroed_bytes = plan.workspace_bytes;
@@ -134,7 +134,7 @@ void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& o
     plan.dkv_rows = p.total_k;
     plan.dkv_cols = kernel.head_dim;
     plan.dkv_accum = plan.take<float>(2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols);
-    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !dbias_is_of_one(p))
+    if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !is_unshared_dbias(p))
         plan.dbias_accum_size =
             (p.cu_seqlens_q != nullptr ? p.total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
     plan.dbias_accum = plan.take<float>(plan.dbias_accum_size);
@@ -148,7 +148,7 @@ void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& o
 bool plan_bwd(const BwdParams& p, cuda::BwdPlan& plan) {
     const KernelEntry* const kernel = kKernels.find(p);
     if (kernel == nullptr) return false;
-    const BwdPlan own{has_little_shared_memory(current_device().code)};
+    const BwdPlan own{uses_small_tiles(current_device().code)};
     p.lists.present() ? plan_gather(p, *kernel, own, plan) : plan_dense(p, *kernel, own, plan);
     plan.launch = [launch = p.lists.present() ? kernel->value.launch_gather : kernel->value.launch, own](
                       const BwdArgs& args, cudaStream_t stream) { launch(args, own, stream); };

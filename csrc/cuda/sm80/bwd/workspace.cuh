@@ -6,7 +6,7 @@
 namespace flash_dmattn::cuda::sm80 {
 
 // Whether every entry of a dense bias belongs to one batch element and one query head: no sum over either is needed.
-inline bool dbias_is_of_one(const BwdParams& p) {
+inline bool is_unshared_dbias(const BwdParams& p) {
     return p.dbias.heads == p.heads && (p.cu_seqlens_q != nullptr || p.dbias.batches == p.batch);
 }
 

@@ -215,7 +215,7 @@ __device__ __forceinline__ void store_sum(const float (&sum)[Traits::kScoreM][Tr
 }
 
 template <typename Traits, bool kCausal>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     bwd_dbias_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Traits::kIsUsed) return;
     using T = typename Traits::T;

@@ -63,7 +63,7 @@ public:
             summary.full &= (n_block + 1) * kKeys <= work_tile.sequence.keys_of(low, is_causal());
             const int end = work_tile.sequence.keys_of(high, is_causal()) - n_block * kKeys;
 #pragma unroll
-            for (int w = 0; w < kWords; ++w) summary.columns[w] &= bits_below(end, w);
+            for (int w = 0; w < kWords; ++w) summary.visible_keys[w] &= bits_below(end, w);
             return summary;
         };
         const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
@@ -105,7 +105,7 @@ private:
                                                  const Visible& visible) {
         uint32_t bits[kWords];  // bit 0 of each is this thread's first row
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) bits[w] = (n_block.columns(w) & visible(w)) >> CopyKv::first_row();
+        for (int w = 0; w < kWords; ++w) bits[w] = (n_block.visible_keys(w) & visible(w)) >> CopyKv::first_row();
         from += n_block.index() * kKeys * row_stride;
         CopyKv::start(to, static_cast<int>(p_.head_dim), [&](int i) {
             const int row = i * CopyKv::kRowsAtOnce;
@@ -207,7 +207,7 @@ private:
         uint32_t visible_keys[kWarpWords];  // keys of this warp that some row sees
 #pragma unroll
         for (int word = 0; word < kWords; ++word) {
-            uint32_t keys = n_block.columns(word);
+            uint32_t keys = n_block.visible_keys(word);
             if (kBias == BiasKind::kKey) keys &= smem_.visible_by_bias[word];
             if (kKeyWarps == 1 || word / kWarpWords == warp_key_ / kWarpKeys) visible_keys[word % kWarpWords] = keys;
         }

@@ -64,9 +64,9 @@ protected:
           shared_storage_(shared_storage),
           warp_row_(warp_id() / kKeyWarps * kWarpRows),
           warp_key_(warp_id() % kKeyWarps * kWarpKeys),
-          ldmatrix_q_(opaque(shared_storage.query.lane_down() + warp_row_ * kRowBytes)),
-          ldmatrix_k_(opaque(shared_storage.key.lane_across() + warp_key_ * kRowBytes)),
-          ldmatrix_v_(opaque(shared_storage.value.lane_down() + warp_key_ * kRowBytes)),
+          ldmatrix_q_(opaque(shared_storage.query.ldmatrix_lane_a() + warp_row_ * kRowBytes)),
+          ldmatrix_k_(opaque(shared_storage.key.ldmatrix_lane_b() + warp_key_ * kRowBytes)),
+          ldmatrix_v_(opaque(shared_storage.value.ldmatrix_lane_a() + warp_key_ * kRowBytes)),
           copy_to_k_(opaque(CopyKv::lane_address(shared_storage.key))) {}
 
     // Prologue, mainloop, epilogue. `n_block` iterates over the n_blocks to visit; index() is the current one.

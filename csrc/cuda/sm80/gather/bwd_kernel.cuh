@@ -16,7 +16,7 @@
 namespace flash_dmattn::cuda::sm80 {
 
 template <typename Traits, BiasKind kBias>
-class GatherBwd {
+class GatherBwdKernel {
 public:
     using T = typename Traits::T;
     static constexpr int kKeys = Traits::kKeys, kRows = Traits::kRows, kThreads = Traits::kThreads;
@@ -27,7 +27,7 @@ public:
     using SharedStorage = GatherBwdSharedStorage<Traits>;
 
     // smem.work_tile has been written.
-    __device__ GatherBwd(const BwdArgs& p, SharedStorage& smem)
+    __device__ GatherBwdKernel(const BwdArgs& p, SharedStorage& smem)
         : p_(p),
           smem_(smem),
           address_of(&smem),
@@ -146,12 +146,12 @@ private:
     __device__ __forceinline__ void store_keys(int n_block) {
         if (threadIdx.x >= kKeys) return;
         Stage& stage = smem_.keys[n_block % SharedStorage::kPositionStages];
-        SeeingRows seeing = smem_.list.seeing(visibility_data_, position_, sequence(), p_.is_causal);
-        if (position_ < 0 || (kKeyBias && key_bias_ == -kInfinity)) seeing.end = 0;
+        VisibleRows visible_rows = smem_.list.visible_rows(visibility_data_, position_, sequence(), p_.is_causal);
+        if (position_ < 0 || (kKeyBias && key_bias_ == -kInfinity)) visible_rows.end = 0;
         uint32_t any = 0;
 #pragma unroll
         for (int w = 0; w < Stage::kWords; ++w) {
-            const uint32_t rows = seeing.from(first_row() + w * 32 % rows_per_head());
+            const uint32_t rows = visible_rows.from(first_row() + w * 32 % rows_per_head());
             stage.rows[w][threadIdx.x] = rows;
             any |= rows;
             const uint32_t seen_by_all = __ballot_sync(~0u, rows == bits_below(score_rows(), w));
@@ -422,11 +422,11 @@ private:
 };
 
 template <typename Traits, BiasKind kBias>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.blocks_per_sm)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     gather_bwd_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Traits::kIsUsed) return;
     if (is_inactive(p)) return;
-    using Kernel = GatherBwd<Traits, kBias>;
+    using Kernel = GatherBwdKernel<Traits, kBias>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory);
     if (threadIdx.x == 0) {

@@ -139,21 +139,22 @@ private:
         cp_async_wait<0>();
         if (threadIdx.x >= kKeys) return;
         const int key = positions_of(n_block.current)[threadIdx.x];
-        SeeingRows seeing = smem_.list.seeing(smem_.visibility_data[threadIdx.x], key, sequence(), p_.is_causal);
-        if (!is_key(key, sequence().keys)) seeing.end = 0;
+        VisibleRows visible_rows =
+            smem_.list.visible_rows(smem_.visibility_data[threadIdx.x], key, sequence(), p_.is_causal);
+        if (!is_key(key, sequence().keys)) visible_rows.end = 0;
         if constexpr (kBias == BiasKind::kKey) {
             const float bias = key_bias_of<T>(p_.bias, key_bias_);
             smem_.bias[threadIdx.x] = bias;
-            if (bias == -kInfinity) seeing.end = 0;
+            if (bias == -kInfinity) visible_rows.end = 0;
         }
         bool some = false, all = true;
 #pragma unroll
         for (int warp = 0; warp < kRowWarps; ++warp) {
             const WarpRows& rows = smem_.warp_rows[warp];
-            const uint32_t visible_rows = seeing.from(rows.first) & rows.all;
-            smem_.rows[warp][threadIdx.x] = visible_rows;
-            some |= visible_rows != 0;
-            all &= visible_rows == rows.all;
+            const uint32_t row_bits = visible_rows.from(rows.first) & rows.all;
+            smem_.rows[warp][threadIdx.x] = row_bits;
+            some |= row_bits != 0;
+            all &= row_bits == rows.all;
         }
         smem_.visible_positions[threadIdx.x] = some ? key : -1;
         const uint32_t seen_by_all = __ballot_sync(~0u, all);

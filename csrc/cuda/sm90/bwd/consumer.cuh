@@ -140,13 +140,13 @@ private:
         wgmma_wait_group<1>();  // dV and dQ
         warpgroup_fence_operand(dv_);
         warpgroup_fence_operand(dq);
-        smem_.dout_pipeline.release(state_.stage());
+        smem_.dout_pipeline.consumer_release(state_.stage());
         release_bias(state_.stage());
         add_dq(dq);
         if constexpr (Traits::kClusterReduces) store_reduced_dbias();
         wgmma_wait_group<0>();  // dK
         warpgroup_fence_operand(dk_);
-        smem_.query_pipeline.release(state_.stage());
+        smem_.query_pipeline.consumer_release(state_.stage());
     }
     // Each warpgroup has P and dS of some rows of the shared keys and needs those of the other, too. finish_previous_dk
     // waits for dK in the next step, so that its GEMM overlaps the addition of dQ.
@@ -166,8 +166,8 @@ private:
         wgmma_wait_group<1>();  // dV and dQ
         warpgroup_fence_operand(dv_);
         warpgroup_fence_operand(dq);
-        smem_.dout_pipeline.release(state_.stage());
-        probs_pipeline_.release();
+        smem_.dout_pipeline.consumer_release(state_.stage());
+        probs_pipeline_.consumer_release();
         probs_pipeline_.advance();
         add_dq(dq);
         dk_in_flight_ = true;
@@ -177,8 +177,8 @@ private:
         wgmma_wait_group<2>();
         warpgroup_fence_operand(dk_);
         if (!dk_in_flight_) return;
-        smem_.query_pipeline.release(state_.last_stage());
-        release_bias(state_.last_stage());
+        smem_.query_pipeline.consumer_release(state_.previous_stage());
+        release_bias(state_.previous_stage());
     }
 
     static __device__ bool is_warpgroup_leader() { return threadIdx.x % 128 == 0; }
@@ -200,13 +200,13 @@ private:
         for (int w = 0; w < Traits::kWords; ++w) any |= smem_.visible_keys[w] != ~0u;
         if (!any) return;
         constexpr int kCount = kKeys / Traits::kConsumerWarpgroups;
-        clear_rows<kCount, 128>(smem_.key, warpgroup_ * kCount, threadIdx.x % 128, is_invisible);
-        clear_rows<kCount, 128>(smem_.value, warpgroup_ * kCount, threadIdx.x % 128, is_invisible);
+        zero_rows<kCount, 128>(smem_.key, warpgroup_ * kCount, threadIdx.x % 128, is_invisible);
+        zero_rows<kCount, 128>(smem_.value, warpgroup_ * kCount, threadIdx.x % 128, is_invisible);
         sync_consumers();
     }
     // Rows that see no key may hold NaN. Both warpgroups write the same zeros.
     __device__ __forceinline__ void zero_empty_rows(RowsTile& rows) const {
-        clear_rows<kRows, 128>(rows, 0, threadIdx.x % 128, [&](int r) { return m_block_info().lse[r] == kInfinity; });
+        zero_rows<kRows, 128>(rows, 0, threadIdx.x % 128, [&](int r) { return m_block_info().lse[r] == kInfinity; });
         sync_warpgroup();
     }
 
@@ -273,7 +273,7 @@ private:
     __device__ __forceinline__ void release_bias(int stage) {
         if constexpr (kBias == BiasKind::kDense) {
             if (is_warpgroup_leader()) tma_store_wait_group_read();
-            smem_.bias_pipeline.release(stage);
+            smem_.bias_pipeline.consumer_release(stage);
         }
     }
 

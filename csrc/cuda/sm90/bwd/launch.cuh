@@ -15,17 +15,18 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     constexpr int kSlab = Traits::RowsTile::kSlabCols;
     const int cluster_size = Traits::kClusterReduces ? static_cast<int>(p.dbias.batch_group_size) : 1;
     BwdMaps maps{};
-    maps.query = make_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
-    maps.dout = make_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
-    maps.key = make_map(key_layout(p, p.key), {kSlab, 1, Traits::kKeys, 1});
-    maps.value = make_map(key_layout(p, p.value), {kSlab, 1, Traits::kKeys, 1});
+    maps.query = make_tensor_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
+    maps.dout = make_tensor_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
+    maps.key = make_tensor_map(key_layout(p, p.key), {kSlab, 1, Traits::kKeys, 1});
+    maps.value = make_tensor_map(key_layout(p, p.value), {kSlab, 1, Traits::kKeys, 1});
     if constexpr (kBias == BiasKind::kDense) {
         constexpr int kScoresSlab = Traits::ScoresTile::kSlabCols;
-        maps.bias = make_map(dense_layout(p, p.bias), {kScoresSlab, Traits::kRows, 1, 1});
+        maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kScoresSlab, Traits::kRows, 1, 1});
         if (p.dense_dbias == DenseDbias::kDirect)
-            maps.dbias = make_map(dense_layout(p, p.dbias), {kScoresSlab, Traits::kScoreRows, 1, 1});
+            maps.dbias = make_tensor_map(dense_bias_layout(p, p.dbias), {kScoresSlab, Traits::kScoreRows, 1, 1});
         if (Traits::kClusterReduces)
-            maps.dbias = make_map(dense_layout(p, p.dbias), {kScoresSlab, Traits::kRows / cluster_size, 1, 1});
+            maps.dbias =
+                make_tensor_map(dense_bias_layout(p, p.dbias), {kScoresSlab, Traits::kRows / cluster_size, 1, 1});
     }
     const auto scale = static_cast<float>(p.softmax_scale);
     const BwdScale factors{scale, scale * kLog2E, static_cast<float>(p.softcap)};

@@ -25,7 +25,8 @@ const KernelTable<Launcher> kPairBiasKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN
                                                                     run_pair_bias_bwd));
 
 bool can_load(const BwdParams& p) {
-    return can_map(query_layout(p, p.query)) && can_map(query_layout(p, p.dout)) && can_load_keys(p);
+    return is_tma_compatible(query_layout(p, p.query)) && is_tma_compatible(query_layout(p, p.dout)) &&
+           can_load_keys(p);
 }
 
 // About the number of keys of a list: only the device knows it.
@@ -36,7 +37,7 @@ int64_t estimate_list_length(const BwdParams& p) {
 // Whether TMA can store tiles of the gradient of a dense bias: heads share no entry, and a tile that reaches beyond its
 // sequence does not reach into another.
 bool can_store_dbias(const BwdParams& p) {
-    return p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && can_map(dense_layout(p, p.dbias));
+    return p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && is_tma_compatible(dense_bias_layout(p, p.dbias));
 }
 
 // Which kernel writes the gradient of a dense bias; kNone where none can. A softcap makes ds differ from dx.
@@ -50,8 +51,9 @@ DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
 
 // Heads must share neither keys nor, where dbias is needed, biases.
 bool is_pair_bias(const BwdParams& p) {
-    return is_pair_bias_problem(p) && p.seqlen_q <= kPairBiasBwdLongest && p.seqlen_k <= kPairBiasBwdLongest &&
-           p.kv_heads == p.heads && can_map(query_layout(p, p.out)) && (!p.dbias.present() || can_store_dbias(p));
+    return is_pair_bias_problem(p) && p.seqlen_q <= kPairBiasBwdMaxSeqlen && p.seqlen_k <= kPairBiasBwdMaxSeqlen &&
+           p.kv_heads == p.heads && is_tma_compatible(query_layout(p, p.out)) &&
+           (!p.dbias.present() || can_store_dbias(p));
 }
 
 // Each gradient has an owner; only the parts of dbias are summed in the workspace.
@@ -60,10 +62,10 @@ bool plan_pair_bias(const BwdParams& p, BwdPlan& plan) {
     if (kernel == nullptr) return false;
     plan.launch = kernel->value;
     plan.preprocess_delta = false;
-    plan.dbias_tiles = pair_bias_dquery_m_blocks(p);
+    plan.dbias_tiles = pair_bias_dq_m_blocks(p);
     plan.dbias_splits = pair_bias_splits(plan.dbias_tiles, pair_bias_batch_group_size(p));
-    const int64_t parts = p.dbias.present() ? plan.dbias_splits * plan.dbias_tiles * pair_bias_dquery_n_blocks(p) : 0;
-    plan.dbias_parts = plan.take<float>(parts * kPairBiasDbiasTile);
+    const int64_t parts = p.dbias.present() ? plan.dbias_splits * plan.dbias_tiles * pair_bias_dq_n_blocks(p) : 0;
+    plan.dbias_parts = plan.take<float>(parts * kPairBiasDbiasBlockSize);
     return true;
 }
 
@@ -122,7 +124,7 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     plan.launch = kernel->value;
     const int64_t rows = bwd_tile_sizes(kernel->head_dim, plan.dense_dbias == DenseDbias::kClusterReduce).rows;
     plan.dquery_m_blocks = count_dquery_m_blocks(p, rows);
-    const int64_t num_m_blocks = dquery_tiles_total(p, plan);
+    const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
     plan.dquery_accum = plan.take<float>(num_m_blocks * rows * kernel->head_dim);
     plan.dquery_semaphore = plan.take<int32_t>(p.deterministic ? count_dquery_semaphores(num_m_blocks) : 0);
     plan.zeroed_bytes = plan.workspace_bytes;

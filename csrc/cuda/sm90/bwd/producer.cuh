@@ -126,8 +126,8 @@ private:
         if (threadIdx.x == 0) {
             const uint32_t barrier = smem_address(&smem_.keys_full);
             mbarrier_expect_tx(barrier, 2 * sizeof(typename Traits::KeysTile));
-            copy_rows(smem_.key, maps_.key, barrier, p_, s, s.first_key + first_key(), work_tile_.kv_head);
-            copy_rows(smem_.value, maps_.value, barrier, p_, s, s.first_key + first_key(), work_tile_.kv_head);
+            tma_load_rows(smem_.key, maps_.key, barrier, p_, s, s.first_key + first_key(), work_tile_.kv_head);
+            tma_load_rows(smem_.value, maps_.value, barrier, p_, s, s.first_key + first_key(), work_tile_.kv_head);
         }
         // Finds the keys that some row sees, by the mask and a key bias: the consumers zero the others. A word for each
         // warp.
@@ -142,7 +142,7 @@ private:
                     const auto summary =
                         mask.of(m_block * kRows, min((m_block + 1) * kRows, sequence().rows) - 1, work_tile_.n_block);
 #pragma unroll
-                    for (int w = 0; w < kWords; ++w) unmasked |= summary.columns[w] & (w == warp ? ~0u : 0u);
+                    for (int w = 0; w < kWords; ++w) unmasked |= summary.visible_keys[w] & (w == warp ? ~0u : 0u);
                 }
             }
             bool is_hidden = key >= s.keys;
@@ -210,13 +210,14 @@ private:
         if (threadIdx.x == kQueryThread) {
             query_pipeline_.producer_acquire();
             mbarrier_expect_tx(query_pipeline_.full(), sizeof(typename Traits::RowsTile));
-            copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, s, tensor_row,
-                      head);
+            tma_load_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, s, tensor_row,
+                          head);
         }
         if (threadIdx.x == kDoutThread) {
             dout_pipeline_.producer_acquire();
             mbarrier_arrive_and_expect_tx(dout_pipeline_.full(), sizeof(typename Traits::RowsTile));
-            copy_rows(smem_.dout[dout_pipeline_.stage()], maps_.dout, dout_pipeline_.full(), p_, s, tensor_row, head);
+            tma_load_rows(smem_.dout[dout_pipeline_.stage()], maps_.dout, dout_pipeline_.full(), p_, s, tensor_row,
+                          head);
         }
         if (kBias == BiasKind::kDense && threadIdx.x == kBiasThread) {
             bias_pipeline_.producer_acquire();

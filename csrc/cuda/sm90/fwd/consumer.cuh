@@ -99,7 +99,7 @@ private:
             gemm_pv(probs);
             finish_pv();
         } else {
-            query_pipeline_.release();  // otherwise after the last scores
+            query_pipeline_.consumer_release();  // otherwise after the last scores
         }
     }
 
@@ -123,7 +123,7 @@ private:
     __device__ __forceinline__ void wait_for_scores(Scores& scores) const {
         wgmma_wait_group<kPending>();
         warpgroup_fence_operand(scores);
-        if (is_last_block()) query_pipeline_.release();
+        if (is_last_block()) query_pipeline_.consumer_release();
     }
 
     // Returns whether the work tile has another n_block; its K is then in shared memory.
@@ -166,11 +166,11 @@ private:
         sync_warpgroup();
     }
     __device__ __forceinline__ void release_keys() {
-        key_pipeline_.release();
+        key_pipeline_.consumer_release();
         key_pipeline_.advance();
     }
     __device__ __forceinline__ void release_values() {
-        value_pipeline_.release();
+        value_pipeline_.consumer_release();
         value_pipeline_.advance();
     }
 
@@ -260,7 +260,7 @@ private:
             auto& part_scores = reinterpret_cast<float (&)[1][kPartFragments][4]>(scores[0][part * kPartFragments]);
             scale_and_add_bias<T, 1>(part_scores, scale, smem_.bias[warpgroup_][bias_pipeline_.stage()], warp_row_, 0);
             fence_proxy_async();  // orders these reads before the next TMA load of the stage
-            bias_pipeline_.release();
+            bias_pipeline_.consumer_release();
             bias_pipeline_.advance();
         }
     }

@@ -99,8 +99,9 @@ private:
             smem_.work_tile(work_tile_stage_) = work_tile;
             mbarrier_arrive_and_expect_tx(query_pipeline_.full(), sizeof(typename SharedStorage::QueryTile));
             for (int i = 0; i < scheduler_.heads_per_tile; ++i)
-                copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, work_tile.s,
-                          work_tile.s.first_row + work_tile.first_row, work_tile.head + i, i * kWarpgroupRows);
+                tma_load_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_,
+                              work_tile.s, work_tile.s.first_row + work_tile.first_row, work_tile.head + i,
+                              i * kWarpgroupRows);
         }
         work_tile_stage_ = SharedStorage::next_work_tile_stage(work_tile_stage_);
         query_pipeline_.advance();

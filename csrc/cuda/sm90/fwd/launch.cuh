@@ -54,12 +54,13 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
 
     FwdTensorMaps maps{};
     constexpr int kSlab = SharedStorage::KeyTile::kSlabCols;
-    maps.query = make_map(query_layout(p, p.query), {kSlab, 1, rows, 1});
+    maps.query = make_tensor_map(query_layout(p, p.query), {kSlab, 1, rows, 1});
     if (!Traits::kGathers) {
-        maps.key = make_map(key_layout(p, p.key), {kSlab, 1, Traits::kKeys, 1});
-        maps.value = make_map(key_layout(p, p.value), {kSlab, 1, Traits::kKeys, 1});
+        maps.key = make_tensor_map(key_layout(p, p.key), {kSlab, 1, Traits::kKeys, 1});
+        maps.value = make_tensor_map(key_layout(p, p.value), {kSlab, 1, Traits::kKeys, 1});
     }
-    if (kIsDense) maps.bias = make_map(dense_layout(p, p.bias), {SharedStorage::kBiasKeys, kWarpgroupRows, 1, 1});
+    if (kIsDense)
+        maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {SharedStorage::kBiasKeys, kWarpgroupRows, 1, 1});
 
     const auto kernel = fwd_kernel<T, kBias, Traits>;
     allow_shared_memory("the forward", p.head_dim, kernel, sizeof(SharedStorage));

@@ -17,14 +17,14 @@ const KernelTable<Launcher> kKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM90_FW
 const KernelTable<Launcher> kPairBiasKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM90_PAIR_BIAS_KERNELS,
                                                                     run_pair_bias_fwd));
 
-bool can_load(const FwdParams& p) { return can_map(query_layout(p, p.query)) && can_load_keys(p); }
+bool can_load(const FwdParams& p) { return is_tma_compatible(query_layout(p, p.query)) && can_load_keys(p); }
 
 // A list for the rows of one consumer warpgroup needs two query heads that share it, one for each warpgroup.
 bool supports_lists(const FwdParams& p) {
     return p.lists.tile_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p));
 }
 
-bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= kPairBiasFwdLongest; }
+bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= kPairBiasFwdMaxSeqlenK; }
 
 }  // namespace
 

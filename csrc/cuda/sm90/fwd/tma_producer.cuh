@@ -106,7 +106,7 @@ private:
             summary.full &= (n_block + 1) * kKeys <= s.keys_of(work_tile.first_row, p_.is_causal);
             const int end = s.keys_of(last_row, p_.is_causal) - n_block * kKeys;
 #pragma unroll
-            for (int w = 0; w < kWords; ++w) summary.columns[w] &= bits_below(end, w);
+            for (int w = 0; w < kWords; ++w) summary.visible_keys[w] &= bits_below(end, w);
             return summary;
         };
         BlockRange range{0, ceil_div(work_tile.s.keys_of(last_row, p_.is_causal), kKeys)};
@@ -134,7 +134,7 @@ private:
             : n_block(blocks.index()), full(blocks.full()) {
 #pragma unroll
             for (int w = 0; w < kWords; ++w)
-                if (w % kWarps == warp_id()) visible_keys[w / kWarps] = blocks.columns(w);
+                if (w % kWarps == warp_id()) visible_keys[w / kWarps] = blocks.visible_keys(w);
         }
     };
 
@@ -167,8 +167,8 @@ private:
             query_pipeline_.producer_acquire();
             smem_.work_tile(work_tile_stage_) = work_tile;
             mbarrier_arrive_and_expect_tx(query_pipeline_.full(), sizeof(typename SharedStorage::QueryTile));
-            copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, work_tile.s,
-                      work_tile.s.first_row + work_tile.first_row, work_tile.head);
+            tma_load_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, work_tile.s,
+                          work_tile.s.first_row + work_tile.first_row, work_tile.head);
         }
         work_tile_stage_ = SharedStorage::next_work_tile_stage(work_tile_stage_);
         query_pipeline_.advance();
@@ -235,7 +235,7 @@ private:
     // One n_block of K or V.
     __device__ __forceinline__ void load_block(typename SharedStorage::KeyTile& to, const CUtensorMap& map,
                                                uint32_t barrier, const FwdWorkTile& work_tile, int n_block) {
-        copy_rows(to, map, barrier, p_, work_tile.s, work_tile.s.first_key + n_block * kKeys, kv_head_);
+        tma_load_rows(to, map, barrier, p_, work_tile.s, work_tile.s.first_key + n_block * kKeys, kv_head_);
     }
     __device__ __forceinline__ float key_bias_of_thread(const FwdWorkTile& work_tile, int n_block) const {
         const int key = n_block * kKeys + threadIdx.x;

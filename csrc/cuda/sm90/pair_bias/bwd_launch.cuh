@@ -16,12 +16,12 @@ void launch_pair_bias_dquery(const BwdArgs& p, cudaStream_t stream) {
                                     p.dbias_splits);
 
     PairBiasBwdTensorMaps maps{};
-    maps.query = make_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
-    maps.out = make_map(query_layout(p, p.out), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
-    maps.dout = make_map(query_layout(p, p.dout), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
-    maps.key = make_map(key_layout(p, p.key), {kPairBiasHeadDim, 1, 64, 1});
-    maps.value = make_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, 64, 1});
-    maps.bias = make_map(dense_layout(p, p.bias), {kPairBiasCols, kPairBiasRows, 1, 1});
+    maps.query = make_tensor_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
+    maps.out = make_tensor_map(query_layout(p, p.out), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
+    maps.dout = make_tensor_map(query_layout(p, p.dout), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
+    maps.key = make_tensor_map(key_layout(p, p.key), {kPairBiasHeadDim, 1, 64, 1});
+    maps.value = make_tensor_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, 64, 1});
+    maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kPairBiasCols, kPairBiasRows, 1, 1});
 
     using SharedStorage = PairBiasDquerySharedStorage<Traits>;
     const auto kernel = pair_bias_dquery_kernel<Traits>;
@@ -40,15 +40,16 @@ void launch_pair_bias_dkey(const BwdArgs& p, cudaStream_t stream) {
                                     ceil_div<int64_t>(p.seqlen_q, kPairBiasRows));
 
     PairBiasBwdTensorMaps maps{};
-    maps.query = make_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
-    maps.dout = make_map(query_layout(p, p.dout), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
-    maps.key = make_map(key_layout(p, p.key), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
-    maps.value = make_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
-    maps.bias = make_map(dense_layout(p, p.bias), {kPairBiasCols, kPairBiasRows, 1, 1});
+    maps.query = make_tensor_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
+    maps.dout = make_tensor_map(query_layout(p, p.dout), {kPairBiasHeadDim, 1, kPairBiasRows, 1});
+    maps.key = make_tensor_map(key_layout(p, p.key), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
+    maps.value = make_tensor_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
+    maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kPairBiasCols, kPairBiasRows, 1, 1});
 
     using SharedStorage = PairBiasDkeySharedStorage<Traits>;
     const auto kernel = pair_bias_dkey_kernel<Traits>;
-    allow_shared_memory("the backward", p.head_dim, kernel, SharedStorage::bytes(kPairBiasBwdLongest / kPairBiasRows));
+    allow_shared_memory("the backward", p.head_dim, kernel,
+                        SharedStorage::bytes(kPairBiasBwdMaxSeqlen / kPairBiasRows));
     kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, SharedStorage::bytes(schedule.bias_tiles), stream>>>(
         p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());

@@ -18,18 +18,18 @@ constexpr int kPairBiasHeadDim = 32;
 
 struct PairBiasFwdTileSizes {
     int warpgroups;  // consumer warpgroups, 64 query rows each
-    int keys;     // of an n_block
-    int stages;   // n_blocks of K and V in shared memory
-    int longest;  // keys whose biases fit in shared memory
+    int keys;        // of an n_block
+    int stages;      // n_blocks of K and V in shared memory
+    int longest;     // keys whose biases fit in shared memory
 };
 constexpr PairBiasFwdTileSizes kPairBiasFwdTiles[] = {
     {.warpgroups = 3, .keys = 128, .stages = 4, .longest = 384},
     {.warpgroups = 2, .keys = 128, .stages = 4, .longest = 512},
 };
-constexpr int kPairBiasFwdLongest = kPairBiasFwdTiles[1].longest;
+constexpr int kPairBiasFwdMaxSeqlenK = kPairBiasFwdTiles[1].longest;
 
 // The longest sequence of the backward: registers hold dbias of 64 rows, shared memory the biases of 192 keys.
-constexpr int kPairBiasBwdLongest = 384;
+constexpr int kPairBiasBwdMaxSeqlen = 384;
 constexpr int kPairBiasRows = 64;  // of an m_block of the backward
 
 // The number of consecutive batch elements that share a bias.
@@ -53,11 +53,11 @@ inline int64_t pair_bias_splits(int64_t tiles, int64_t batch_group_size) {
     return best;
 }
 // The kernel of dQ and dbias: m_blocks of all heads and biases, and n_blocks of 64 keys, an even number.
-inline int64_t pair_bias_dquery_m_blocks(const AttentionParams& p) {
+inline int64_t pair_bias_dq_m_blocks(const AttentionParams& p) {
     return ceil_div<int64_t>(p.seqlen_q, kPairBiasRows) * p.heads * p.bias.batches;
 }
-inline int64_t pair_bias_dquery_n_blocks(const AttentionParams& p) { return ceil_div<int64_t>(p.seqlen_k, 128) * 2; }
-constexpr int kPairBiasDbiasTile = 64 * 64;  // floats of dbias in an m_block x n_block
+inline int64_t pair_bias_dq_n_blocks(const AttentionParams& p) { return ceil_div<int64_t>(p.seqlen_k, 128) * 2; }
+constexpr int kPairBiasDbiasBlockSize = 64 * 64;  // floats of dbias in an m_block x n_block
 
 // Whether the kernels are faster than sm80's, as measured on an H200.
 inline bool should_use_pair_bias_fwd(const AttentionParams& p) {

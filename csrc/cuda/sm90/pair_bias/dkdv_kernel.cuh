@@ -116,16 +116,17 @@ private:
         key_pipeline_.producer_acquire();
         smem_.metadata[stage] = metadata;
         mbarrier_arrive_and_expect_tx(key_pipeline_.full(), 2 * sizeof(typename Traits::KeysTile));
-        copy_rows(smem_.key[stage], maps_.key, key_pipeline_.full(), p_, s, key, work_tile_.head);
-        copy_rows(smem_.value[stage], maps_.value, key_pipeline_.full(), p_, s, key, work_tile_.head);
+        tma_load_rows(smem_.key[stage], maps_.key, key_pipeline_.full(), p_, s, key, work_tile_.head);
+        tma_load_rows(smem_.value[stage], maps_.value, key_pipeline_.full(), p_, s, key, work_tile_.head);
         key_pipeline_.advance();
         for (uint32_t left = metadata.active_m_blocks; left != 0; left &= left - 1, row_pipeline_.advance()) {
             const int row = (__ffs(left) - 1) * kPairBiasRows;
             row_pipeline_.producer_acquire();
             mbarrier_arrive_and_expect_tx(row_pipeline_.full(), 2 * sizeof(typename Traits::RowsTile));
-            copy_rows(smem_.query[row_pipeline_.stage()], maps_.query, row_pipeline_.full(), p_, s, row,
-                      work_tile_.head);
-            copy_rows(smem_.dout[row_pipeline_.stage()], maps_.dout, row_pipeline_.full(), p_, s, row, work_tile_.head);
+            tma_load_rows(smem_.query[row_pipeline_.stage()], maps_.query, row_pipeline_.full(), p_, s, row,
+                          work_tile_.head);
+            tma_load_rows(smem_.dout[row_pipeline_.stage()], maps_.dout, row_pipeline_.full(), p_, s, row,
+                          work_tile_.head);
         }
     }
 
@@ -182,7 +183,7 @@ public:
             mainloop(metadata.active_m_blocks);
             const uint32_t visible =
                 metadata.visible_keys[(warpgroup_ * 64 + warp_key_) / 32] >> (warp_key_ % 32 + fragment_row());
-            key_pipeline_.release();
+            key_pipeline_.consumer_release();
             key_pipeline_.advance();
             epilogue(visible);
             dkey_rows_ += p_.dkey.batch_stride;
@@ -248,7 +249,7 @@ private:
         if (active_m_blocks != 0) release_rows();
     }
     __device__ __forceinline__ void release_rows() {
-        released_rows_.release();
+        released_rows_.consumer_release();
         released_rows_.advance();
     }
 

@@ -32,7 +32,8 @@ public:
           row_pipeline_(smem.row_pipeline),
           key_pipeline_(smem.key_pipelines[warpgroup_]),
           released_keys_(smem.key_pipelines[warpgroup_]),
-          bias_lane_(opaque(smem.bias[first_n_block()].lane_down() + warp_row_ * BiasTile::kSlabCols * sizeof(T))) {
+          bias_lane_(
+              opaque(smem.bias[first_n_block()].ldmatrix_lane_a() + warp_row_ * BiasTile::kSlabCols * sizeof(T))) {
 #pragma unroll
         for (int i = 0; i < kNBlocks; ++i)
 #pragma unroll
@@ -47,7 +48,7 @@ public:
             row_pipeline_.consumer_wait();
             mbarrier_wait(smem_address(&smem_.rows_ready[row_pipeline_.stage()]), row_pipeline_.phase());
             mainloop();
-            row_pipeline_.release();
+            row_pipeline_.consumer_release();
             row_pipeline_.advance();
             if (batch > work_tile_.batch_begin) store_dq(batch - 1);
             write_partial_dq(batch);
@@ -110,7 +111,7 @@ private:
         if (!is_first) release_keys();
     }
     __device__ __forceinline__ void release_keys() {
-        released_keys_.release();
+        released_keys_.consumer_release();
         released_keys_.advance();
     }
     __device__ __forceinline__ void add_dbias(int block, const Scores& dscores) {

@@ -70,7 +70,8 @@ enum PairBiasDqueryNamedBarriers : int {
 // A partial dbias in the workspace: [splits, biases, heads, m_blocks, n_blocks, 64 x 64 in the order of registers].
 template <typename Traits>
 __device__ __forceinline__ float* pair_bias_dbias_part(const BwdArgs& p, int64_t split, int64_t m_block, int n_block) {
-    return p.dbias_parts + ((split * p.dbias_tiles + m_block) * Traits::kAllNBlocks + n_block) * kPairBiasDbiasTile;
+    return p.dbias_parts +
+           ((split * p.dbias_tiles + m_block) * Traits::kAllNBlocks + n_block) * kPairBiasDbiasBlockSize;
 }
 
 // The first warp issues TMA loads. The second zeros empty rows and computes the row stats. The others zero hidden keys,
@@ -119,8 +120,8 @@ private:
                     auto& keys = smem_.keys[wg][pipeline.stage()];
                     pipeline.producer_acquire();
                     mbarrier_arrive_and_expect_tx(pipeline.full(), sizeof(keys));
-                    copy_rows(keys.key, maps_.key, pipeline.full(), p_, s, n_block * 64, head);
-                    copy_rows(keys.value, maps_.value, pipeline.full(), p_, s, n_block * 64, head);
+                    tma_load_rows(keys.key, maps_.key, pipeline.full(), p_, s, n_block * 64, head);
+                    tma_load_rows(keys.value, maps_.value, pipeline.full(), p_, s, n_block * 64, head);
                     pipeline.advance();
                 }
         }
@@ -136,9 +137,9 @@ private:
     __device__ void load_rows(const Sequence& s, typename SharedStorage::Rows& rows, uint32_t full) {
         const int row = work_tile_.block * kPairBiasRows;
         mbarrier_arrive_and_expect_tx(full, sizeof(rows));
-        copy_rows(rows.query, maps_.query, full, p_, s, row, work_tile_.head);
-        copy_rows(rows.out, maps_.out, full, p_, s, row, work_tile_.head);
-        copy_rows(rows.dout, maps_.dout, full, p_, s, row, work_tile_.head);
+        tma_load_rows(rows.query, maps_.query, full, p_, s, row, work_tile_.head);
+        tma_load_rows(rows.out, maps_.out, full, p_, s, row, work_tile_.head);
+        tma_load_rows(rows.dout, maps_.dout, full, p_, s, row, work_tile_.head);
     }
 
     // Writes lse and D_i to shared memory, and D_i to global memory for the dK and dV kernel.
@@ -168,7 +169,7 @@ private:
     // <dO_i, O_i>: the diagonal of dO O^T.
     __device__ void dot_out_dout(const typename SharedStorage::Rows& rows, PairBiasSmemRowStats& row_stats) {
         using RowsTile = typename Traits::RowsTile;
-        const uint32_t dout = rows.dout.lane_down(), out = rows.out.lane_across();
+        const uint32_t dout = rows.dout.ldmatrix_lane_a(), out = rows.out.ldmatrix_lane_b();
 #pragma unroll
         for (int first = 0; first < kPairBiasRows; first += 16) {
             float products[2][4] = {};  // with the first and the last eight rows of O

@@ -35,7 +35,7 @@ public:
           lse_rows_(static_cast<float*>(p.lse.data) + work_tile.batch_begin * p.lse.batch_stride +
                     work_tile.head * p.lse.head_stride + row_),
           bias_(smem.bias + warpgroup_ * schedule.bias_tiles),
-          bias_lane_(opaque(bias_->lane_down() + warp_row_ * BiasTile::kSlabCols * sizeof(T))),
+          bias_lane_(opaque(bias_->ldmatrix_lane_a() + warp_row_ * BiasTile::kSlabCols * sizeof(T))),
           query_pipeline_(smem.query_pipeline),
           key_pipeline_(smem.key_pipeline),
           value_pipeline_(smem.key_pipeline) {}
@@ -65,12 +65,12 @@ private:
 
     // Q stays in registers, and its stage is released at once.
     __device__ __forceinline__ void load_query() {
-        const uint32_t lane = smem_.query.lane_down();
+        const uint32_t lane = smem_.query.ldmatrix_lane_a();
 #pragma unroll
         for (int d = 0; d < kPairBiasHeadDim; d += 16)
             QueryTile::load_a(query_[d / 16], lane, warpgroup_ * 64 + warp_row_, d);
         fence_proxy_async();
-        query_pipeline_.release();
+        query_pipeline_.consumer_release();
         query_pipeline_.advance();
     }
 
@@ -146,7 +146,7 @@ private:
         if (hides_keys_) mbarrier_wait(smem_address(&smem_.keys_zeroed[key_pipeline_.stage()]), key_pipeline_.phase());
     }
     __device__ __forceinline__ void release_keys() {
-        value_pipeline_.release();
+        value_pipeline_.consumer_release();
         value_pipeline_.advance();
     }
 
@@ -222,7 +222,7 @@ private:
     __device__ __forceinline__ void recompute_qk(Scores& scores) const {
         clear(scores);
         const auto& key = smem_.key[key_pipeline_.stage()];
-        const uint32_t lane = key.lane_across();
+        const uint32_t lane = key.ldmatrix_lane_b();
 #pragma unroll
         for (int n = 0; n < kScoreFragments; n += 2)
 #pragma unroll

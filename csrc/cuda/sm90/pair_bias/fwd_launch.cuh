@@ -16,10 +16,10 @@ void launch_pair_bias_fwd(const FwdArgs& p, cudaStream_t stream) {
                                     ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * kBiasTiles);
 
     PairBiasFwdTensorMaps maps{};
-    maps.query = make_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, Traits::kRows, 1});
-    maps.key = make_map(key_layout(p, p.key), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
-    maps.value = make_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
-    maps.bias = make_map(dense_layout(p, p.bias), {kPairBiasCols, 64, 1, 1});
+    maps.query = make_tensor_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, Traits::kRows, 1});
+    maps.key = make_tensor_map(key_layout(p, p.key), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
+    maps.value = make_tensor_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
+    maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kPairBiasCols, 64, 1, 1});
 
     const auto kernel = pair_bias_fwd_kernel<Traits>;
     const size_t bytes = PairBiasFwdSharedStorage<Traits>::bytes(schedule.bias_tiles);

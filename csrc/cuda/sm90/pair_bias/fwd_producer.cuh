@@ -104,16 +104,16 @@ private:
         query_pipeline_.producer_acquire();
         smem_.blocks = blocks;
         mbarrier_arrive_and_expect_tx(query_pipeline_.full(), sizeof(typename Traits::QueryTile));
-        copy_rows(smem_.query, maps_.query, query_pipeline_.full(), p_, s, work_tile_.block * Traits::kRows,
-                  work_tile_.head);
+        tma_load_rows(smem_.query, maps_.query, query_pipeline_.full(), p_, s, work_tile_.block * Traits::kRows,
+                      work_tile_.head);
         query_pipeline_.advance();
         const int head = shared_head(work_tile_.head, p_.heads, p_.kv_heads);
         for (uint32_t left = blocks.active; left != 0; left &= left - 1, key_pipeline_.advance()) {
             const int key = (__ffs(left) - 1) * Traits::kKeys;
             key_pipeline_.producer_acquire();
             mbarrier_arrive_and_expect_tx(key_pipeline_.full(), 2 * sizeof(typename Traits::KeyTile));
-            copy_rows(smem_.key[key_pipeline_.stage()], maps_.key, key_pipeline_.full(), p_, s, key, head);
-            copy_rows(smem_.value[key_pipeline_.stage()], maps_.value, key_pipeline_.full(), p_, s, key, head);
+            tma_load_rows(smem_.key[key_pipeline_.stage()], maps_.key, key_pipeline_.full(), p_, s, key, head);
+            tma_load_rows(smem_.value[key_pipeline_.stage()], maps_.value, key_pipeline_.full(), p_, s, key, head);
         }
     }
 

@@ -77,23 +77,23 @@ struct PairBiasKeyMask {
         const int n_block = lane_id(), keys = static_cast<int>(p.seqlen_k);
         summary.full = n_block * kKeys < keys;
 #pragma unroll
-        for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) summary.columns[w] = 0;
+        for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) summary.visible_keys[w] = 0;
         if (summary.full) {
             summary = MaskSummaries<64, kKeys>(p, Sequence(p, batch), head).of(0, 0, n_block);
             summary.full &= (n_block + 1) * kKeys <= keys;
 #pragma unroll
             for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w)
-                summary.columns[w] &= bits_below(keys - n_block * kKeys, w);
+                summary.visible_keys[w] &= bits_below(keys - n_block * kKeys, w);
         }
         uint32_t any = 0;
 #pragma unroll
-        for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) any |= summary.columns[w];
+        for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) any |= summary.visible_keys[w];
         blocks.active = __ballot_sync(~0u, any != 0);
         blocks.full = __ballot_sync(~0u, summary.full);
     }
     // Word w of an n_block's visible keys.
     __device__ __forceinline__ uint32_t visible_keys(int n_block, int w) const {
-        return __shfl_sync(~0u, summary.columns[w], n_block);
+        return __shfl_sync(~0u, summary.visible_keys[w], n_block);
     }
 };
 

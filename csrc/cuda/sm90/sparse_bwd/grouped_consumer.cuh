@@ -89,7 +89,7 @@ private:
         warpgroup_fence_operand(scores);
         warpgroup_fence_operand(dprobs);
         if (i == num_steps_ - 1) {
-            value_pipeline_.release();
+            value_pipeline_.consumer_release();
             value_pipeline_.advance();
         }
         differentiate(scores, dprobs, i);
@@ -114,14 +114,14 @@ private:
         wgmma_wait_group<1>();  // dV and dQ
         warpgroup_fence_operand(dv_);
         warpgroup_fence_operand(dq);
-        dout_pipeline_.release();
+        dout_pipeline_.consumer_release();
         dout_pipeline_.advance();
         if (i == num_steps_ - 1) release_key();
         add_dq(dq, i);
         dscores_stage_ ^= 1;
         wgmma_wait_group<0>();  // dK
         warpgroup_fence_operand(dk_);
-        query_pipeline_.release();
+        query_pipeline_.consumer_release();
         query_pipeline_.advance();
     }
     // Each warpgroup has P and dS of some rows of the shared keys and needs those of the other, too.
@@ -153,11 +153,11 @@ private:
         if (!has_previous) return;
         query_pipeline_.consumer_release_previous();
         dout_pipeline_.consumer_release_previous();
-        scores_pipeline_.release();
+        scores_pipeline_.consumer_release();
         scores_pipeline_.advance();
     }
     __device__ __forceinline__ void release_key() {
-        key_pipeline_.release();
+        key_pipeline_.consumer_release();
         key_pipeline_.advance();
     }
 
@@ -169,7 +169,7 @@ private:
 
     // Rows that see no key may hold NaN, and 0 * NaN would enter a sum. Both warpgroups write the same zeros.
     __device__ __forceinline__ void zero_empty_rows(RowsTile& rows) const {
-        clear_rows<kRows, 128>(rows, 0, threadIdx.x % 128, [&](int r) { return row_info().lse[r] == kInfinity; });
+        zero_rows<kRows, 128>(rows, 0, threadIdx.x % 128, [&](int r) { return row_info().lse[r] == kInfinity; });
         named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
     }
 

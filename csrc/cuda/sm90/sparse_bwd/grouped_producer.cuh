@@ -92,14 +92,14 @@ private:
         query_pipeline_.producer_acquire();
         if (threadIdx.x == kQueryThread) {
             mbarrier_expect_tx(query_pipeline_.full(), sizeof(typename Traits::RowsTile));
-            copy_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, work_tile.s,
-                      tensor_row, head);
+            tma_load_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, work_tile.s,
+                          tensor_row, head);
         }
         if (threadIdx.x == kDoutThread) {
             dout_pipeline_.producer_acquire();
             mbarrier_arrive_and_expect_tx(dout_pipeline_.full(), sizeof(typename Traits::RowsTile));
-            copy_rows(smem_.dout[dout_pipeline_.stage()], maps_.dout, dout_pipeline_.full(), p_, work_tile.s,
-                      tensor_row, head);
+            tma_load_rows(smem_.dout[dout_pipeline_.stage()], maps_.dout, dout_pipeline_.full(), p_, work_tile.s,
+                          tensor_row, head);
         }
         auto& info = smem_.rows[query_pipeline_.stage()];
         if (threadIdx.x < kRows) {

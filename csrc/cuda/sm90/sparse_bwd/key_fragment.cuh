@@ -28,7 +28,7 @@ public:
         warp_key_ = warp_key;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            position_[h] = keys.place[key(h)];
+            position_[h] = keys.position[key(h)];
             bias_[h] = kBias == BiasKind::kKey ? keys.bias[key(h)] : 0;
             dbias_[h] = 0;
         }

@@ -15,8 +15,8 @@ void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdMaps), int64_t num_ctas,
                        cudaStream_t stream) {
     constexpr int kSlab = Traits::RowsTile::kSlabCols;
     SparseBwdMaps maps;
-    maps.query = make_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
-    maps.dout = make_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
+    maps.query = make_tensor_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
+    maps.dout = make_tensor_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
     kernel<<<grid_of(num_ctas), Traits::kThreads, sizeof(SharedStorage), stream>>>(p, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());

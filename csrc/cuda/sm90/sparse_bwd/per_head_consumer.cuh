@@ -79,7 +79,7 @@ private:
         wgmma_wait_group<0>();
         warpgroup_fence_operand(scores[1]);
         warpgroup_fence_operand(dprobs[1]);
-        value_pipeline_.release();
+        value_pipeline_.consumer_release();
         value_pipeline_.advance();
         differentiate(scores[1], dprobs[1], 1);
         to_a_operand<T>(scores[1], probs[1]);
@@ -96,7 +96,7 @@ private:
         warpgroup_fence_operand(dv);
         warpgroup_fence_operand(dq_);
         if (n_block + 1 < num_n_blocks) named_barrier_arrive(kDscoresReadBarrier + (warpgroup_ ^ 1), kThreads);
-        key_pipeline_.release();
+        key_pipeline_.consumer_release();
         key_pipeline_.advance();
         add_dkv(dv_accum, dv);
         gemm_dk(dk);
@@ -112,8 +112,8 @@ private:
     __device__ __forceinline__ void zero_empty_rows() const {
         if (!any_of(smem_.has_empty_rows)) return;
         const auto is_empty = [&](int r) { return smem_.lse[r] == kInfinity; };
-        clear_rows<kRows, kThreads>(smem_.query, 0, static_cast<int>(threadIdx.x) - 128, is_empty);
-        clear_rows<kRows, kThreads>(smem_.dout, 0, static_cast<int>(threadIdx.x) - 128, is_empty);
+        zero_rows<kRows, kThreads>(smem_.query, 0, static_cast<int>(threadIdx.x) - 128, is_empty);
+        zero_rows<kRows, kThreads>(smem_.dout, 0, static_cast<int>(threadIdx.x) - 128, is_empty);
         named_barrier_sync(kConsumersBarrier, kThreads);
     }
 

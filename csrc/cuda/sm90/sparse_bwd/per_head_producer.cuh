@@ -76,8 +76,8 @@ private:
         if (threadIdx.x == 0) {
             mbarrier_arrive_and_expect_tx(barrier, 2 * sizeof(typename Traits::RowsTile));
             const int tensor_row = work_tile.s.first_row + work_tile.first_row;
-            copy_rows(smem_.query, maps_.query, barrier, p_, work_tile.s, tensor_row, work_tile.head);
-            copy_rows(smem_.dout, maps_.dout, barrier, p_, work_tile.s, tensor_row, work_tile.head);
+            tma_load_rows(smem_.query, maps_.query, barrier, p_, work_tile.s, tensor_row, work_tile.head);
+            tma_load_rows(smem_.dout, maps_.dout, barrier, p_, work_tile.s, tensor_row, work_tile.head);
         } else {
             mbarrier_arrive(barrier);
         }

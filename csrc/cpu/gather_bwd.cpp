@@ -177,12 +177,19 @@ private:
                 const Sequence s(p_, b);
                 auto& partial = partials_.partial(split, b, head / qheads_per_kv_);
                 gathered_.load(s, head, row, rows);
-                dkey_.assign(gathered_.size() * p_.head_dim, acc_t(0));
-                dvalue_.assign(dkey_.size(), acc_t(0));
-                for (int64_t h = head; h < head + heads_per_list_; ++h)
+                const int64_t size = gathered_.size() * p_.head_dim;
+                dkey_sum_.assign(size, acc_t(0));
+                dvalue_sum_.assign(size, acc_t(0));
+                // Each head is summed on its own first: one long chain of additions over all heads rounds more.
+                for (int64_t h = head; h < head + heads_per_list_; ++h) {
+                    dkey_.assign(size, acc_t(0));
+                    dvalue_.assign(size, acc_t(0));
                     finite &= add_head(s, h, row, rows, partial, exact);
-                scatter(dkey_, partial, partial.dkey);
-                scatter(dvalue_, partial, partial.dvalue);
+                    row_add(dkey_sum_.data(), dkey_.data(), size);
+                    row_add(dvalue_sum_.data(), dvalue_.data(), size);
+                }
+                scatter(dkey_sum_, partial, partial.dkey);
+                scatter(dvalue_sum_, partial, partial.dvalue);
             }
             const Sequence s(p_, first_batch);
             for (int64_t h = head; h < head + heads_per_list_ && dense_heads_ > 0; ++h) {
@@ -275,7 +282,8 @@ private:
     ScoreGradients<acc_t> gradients_;
     GatheredKeys<acc_t> gathered_;
     Buffer<acc_t> query_, query_transposed_, dout_, dout_transposed_, dquery_;
-    Buffer<acc_t> dkey_, dvalue_;  // [D, keys] for each n_block of gathered keys
+    // [D, keys] for each n_block of gathered keys: of one head, and summed over the heads that share the list.
+    Buffer<acc_t> dkey_, dvalue_, dkey_sum_, dvalue_sum_;
     std::vector<double> column_sums_;
     int64_t dense_heads_;  // heads of dbias that are summed at once
     Buffer<acc_t> dense_rows_, transposed_;

@@ -39,7 +39,7 @@ def test_sm90_kernels_take_shared_key_lists_of_large_heads(head_dim, kv_heads, p
     tensors, mask = on_gpu(2, 200, 264, 4, kv_heads, head_dim), intervals(1, kv_heads, 264, rows=200)
     bias = bias_of(pairs, 2, kv_heads, 200, 264)
     forward, backward = kernels_of(tensors, mask, bias, is_causal=True, sparse="lists")
-    assert "sm80" not in forward + backward and "gather_group" in backward
+    assert "sm80" not in forward + backward and "grouped_sparse_bwd" in backward
     assert generations(tensors, mask, bias, sparse="lists", deterministic=True)[1] == {"sm80"}
     # Each head has lists of its own.
     if kv_heads == 2:
@@ -51,7 +51,7 @@ def test_the_kernel_of_shared_lists_is_selected_for_long_or_64_row_lists():
 
     def takes_groups(kv_heads, mask, keys=1000, bias_heads=1, **options):
         tensors = on_gpu(1, 600, keys, 4, kv_heads, 64)
-        return "gather_group" in kernels_of(tensors, mask, randn(1, bias_heads, 1, keys), **options)[1]
+        return "grouped_sparse_bwd" in kernels_of(tensors, mask, randn(1, bias_heads, 1, keys), **options)[1]
 
     assert takes_groups(2, mask_of(1, 2, 600, 1000), sparse="lists")
     assert not takes_groups(2, mask_of(1, 2, 600, 400), 400, sparse="lists")

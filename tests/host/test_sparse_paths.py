@@ -168,7 +168,7 @@ def test_an_expanded_mask_reaches_the_kernels_as_it_was(shape, expected, monkeyp
     attention = cpu.attention
 
     def spy(query, key, value, mask, *args, **options):
-        seen.append(tuple(mask.shape))
+        seen.append(tuple(mask.mask.shape))
         return attention(query, key, value, mask, *args, **options)
 
     monkeypatch.setattr(cpu, "attention", spy)

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
     constexpr int kRows = Traits::kRows;
     const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads);
     const int m_block = blockIdx.x % num_m_blocks, head = blockIdx.x / num_m_blocks % heads;
-    const MmaAtomLayout<Traits> layout(threadIdx.x / 128);
+    const int warpgroup = threadIdx.x / 128;
     const Sequence s(p, blockIdx.x / num_m_blocks / heads);
     if (m_block * kRows >= s.rows) return;
     const float* from = p.dquery_accum + dquery_tile<kRows>(p, s, head, m_block) * Layout::kSize +
@@ -99,12 +99,14 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
         const float4 x = *reinterpret_cast<const float4*>(from + Layout::offset(0, n, 0));
         dq[0][n][0] = x.x, dq[0][n][1] = x.y, dq[0][n][2] = x.z, dq[0][n][3] = x.w;
     }
-    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + layout.dq_col();
+    const int first_row = Traits::kSplitsDqRows ? warpgroup * 64 : 0;
+    const int first_col = Traits::kSplitsDqRows ? 0 : warpgroup * Traits::kDqCols;
+    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + first_col;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int row = m_block * kRows + layout.dq_row() + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();
+        const int row = m_block * kRows + first_row + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();
         store_row(dq, h, static_cast<float>(p.softmax_scale), to + row * p.dquery.row_stride,
-                  static_cast<int>(p.head_dim) - layout.dq_col(), row < s.rows);
+                  static_cast<int>(p.head_dim) - first_col, row < s.rows);
     }
 }
 

@@ -72,13 +72,9 @@ template <typename acc_t>
 class ScoreGradients {
 public:
     ScoreGradients(const BwdParams& params, int64_t tile_keys)
-        : p_(params),
-          max_rows_(std::min(kGradientRows, params.seqlen_q)),
-          max_keys_(std::min(tile_keys, params.seqlen_k)),
-          score_scratch_(max_keys_),
-          probs_(max_rows_ * padded(max_keys_)),
-          dx_(probs_.size()),
-          slope_(params.softcap > 0 ? probs_.size() : 0) {}
+        : p_(params), max_rows_(std::min(kGradientRows, params.seqlen_q)),
+          max_keys_(std::min(tile_keys, params.seqlen_k)), score_scratch_(max_keys_),
+          probs_(max_rows_ * padded(max_keys_)), dx_(probs_.size()), slope_(params.softcap > 0 ? probs_.size() : 0) {}
 
     void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout, const Matrix<acc_t>& key,
                  const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {

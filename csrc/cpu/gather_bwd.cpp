@@ -33,8 +33,7 @@ template <typename acc_t>
 class DkvPartials {
 public:
     DkvPartials(const BwdParams& p, const BwdTasks& tasks)
-        : p_(p),
-          num_splits_(tasks.num_splits),
+        : p_(p), num_splits_(tasks.num_splits),
           dbias_heads_(p.dbias.present() && p.dbias.per_key ? p.dbias.heads / p.kv_heads : 0),
           partials_(num_splits_ * p.batch * p.kv_heads) {}
 
@@ -106,26 +105,16 @@ template <typename acc_t>
 class GatherBwdTask {
 public:
     GatherBwdTask(const BwdParams& params, const BwdTasks& tasks, DkvPartials<acc_t>& partials)
-        : p_(params),
-          tasks_(tasks),
-          partials_(partials),
-          qheads_per_kv_(params.heads / params.kv_heads),
-          heads_per_list_(params.lists.heads == params.heads ? 1 : qheads_per_kv_),
-          tile_rows_(params.lists.tile_rows),
-          max_rows_(std::min(tile_rows_, params.seqlen_q)),
-          gradients_(params, kKeys),
-          gathered_(params, kKeys, /*backward=*/true),
-          query_(max_rows_ * p_.head_dim),
-          query_transposed_(query_.size()),
-          dout_(query_.size()),
-          dout_transposed_(query_.size()),
-          dquery_(query_.size()),
-          column_sums_(partials.dbias_heads() > 0 ? kKeys : 0),
+        : p_(params), tasks_(tasks), partials_(partials), qheads_per_kv_(params.heads / params.kv_heads),
+          heads_per_list_(params.lists.heads == params.heads ? 1 : qheads_per_kv_), tile_rows_(params.lists.tile_rows),
+          max_rows_(std::min(tile_rows_, params.seqlen_q)), gradients_(params, kKeys),
+          gathered_(params, kKeys, /*backward=*/true), query_(max_rows_ * p_.head_dim),
+          query_transposed_(query_.size()), dout_(query_.size()), dout_transposed_(query_.size()),
+          dquery_(query_.size()), column_sums_(partials.dbias_heads() > 0 ? kKeys : 0),
           dense_heads_(!has_dense_dbias(params)             ? 0
                        : params.dbias.heads == params.heads ? heads_per_list_
                                                             : 1),
-          dense_rows_(dense_heads_ * max_rows_ * params.seqlen_k),
-          transposed_(kKeys * p_.head_dim) {}
+          dense_rows_(dense_heads_ * max_rows_ * params.seqlen_k), transposed_(kKeys * p_.head_dim) {}
 
     void operator()(int64_t index) {
         // The last rows come first: with causality their lists are the longest.

@@ -26,9 +26,7 @@ void set_bits(uint32_t* words, int64_t begin, int64_t end) {
 class IndexLists {
 public:
     IndexLists(const IndexListsParams& params, const IndexListsPlan& plan)
-        : p_(params),
-          plan_(plan),
-          visible_(ceil_div(p_.seqlen_k, 64)),
+        : p_(params), plan_(plan), visible_(ceil_div(p_.seqlen_k, 64)),
           rows_(plan.has_rows ? kWords * p_.seqlen_k : 0) {}
 
     void build(int64_t task, int32_t* keys, int64_t* begins, int64_t* ends, uint32_t* rows) {

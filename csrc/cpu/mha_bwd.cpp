@@ -19,8 +19,7 @@ template <typename acc_t>
 class DqueryPartials {
 public:
     DqueryPartials(const BwdParams& p, const BwdTasks& tasks)
-        : p_(p),
-          num_splits_(p.seqlen_k <= kKeys ? 0 : tasks.num_splits),
+        : p_(p), num_splits_(p.seqlen_k <= kKeys ? 0 : tasks.num_splits),
           total_(p.cu_seqlens_q != nullptr ? p.cu_seqlens_q[p.batch] : p.batch * p.seqlen_q),
           data_(AlignedAllocator<acc_t>().allocate(num_splits_ * p.heads * total_ * p.head_dim)) {}
 
@@ -63,27 +62,17 @@ template <typename acc_t>
 class BwdTask {
 public:
     BwdTask(const BwdParams& params, const BwdTasks& tasks, DqueryPartials<acc_t>& dquery)
-        : p_(params),
-          tasks_(tasks),
-          dquery_(dquery),
-          qheads_per_kv_(params.heads / params.kv_heads),
-          kv_heads_per_task_(tasks.heads_per_task / qheads_per_kv_),
-          dense_dbias_(has_dense_dbias(params)),
-          key_dbias_(params.dbias.present() && params.dbias.per_key),
-          max_rows_(std::min(kRows, params.seqlen_q)),
-          max_keys_(std::min(kKeys, params.seqlen_k)),
-          gradients_(params, kKeys),
-          query_(max_rows_ * p_.head_dim),
-          query_transposed_(padded(max_rows_) * p_.head_dim),
-          dout_(query_.size()),
-          dout_transposed_(query_transposed_.size()),
-          dquery_rows_(dquery.present() ? 0 : query_.size()),
+        : p_(params), tasks_(tasks), dquery_(dquery), qheads_per_kv_(params.heads / params.kv_heads),
+          kv_heads_per_task_(tasks.heads_per_task / qheads_per_kv_), dense_dbias_(has_dense_dbias(params)),
+          key_dbias_(params.dbias.present() && params.dbias.per_key), max_rows_(std::min(kRows, params.seqlen_q)),
+          max_keys_(std::min(kKeys, params.seqlen_k)), gradients_(params, kKeys), query_(max_rows_ * p_.head_dim),
+          query_transposed_(padded(max_rows_) * p_.head_dim), dout_(query_.size()),
+          dout_transposed_(query_transposed_.size()), dquery_rows_(dquery.present() ? 0 : query_.size()),
           deltas_(params),
           // Where one m_block of one query head has all rows, a block is finished before the next begins.
           kv_blocks_(params.seqlen_q <= kRows && qheads_per_kv_ == 1 ? 1 : tasks.batches_per_task * kv_heads_per_task_,
                      KvBlock(padded(max_keys_) * p_.head_dim)),
-          key_scratch_(max_keys_ * p_.head_dim),
-          dense_sums_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
+          key_scratch_(max_keys_ * p_.head_dim), dense_sums_(dense_dbias_ ? max_rows_ * max_keys_ : 0),
           column_sums_(key_dbias_ ? tasks.heads_per_task * max_keys_ : 0) {}
 
     void operator()(int64_t index) {

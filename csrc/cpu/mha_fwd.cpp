@@ -94,18 +94,11 @@ template <typename acc_t>
 class FwdTask {
 public:
     explicit FwdTask(const FwdParams& params)
-        : p_(params),
-          max_rows_(std::min(kRows, params.seqlen_q)),
-          max_keys_(std::min(kKeys, params.seqlen_k)),
-          score_scratch_(max_keys_),
-          gathered_(params, kKeys),
-          query_(max_rows_ * p_.head_dim),
+        : p_(params), max_rows_(std::min(kRows, params.seqlen_q)), max_keys_(std::min(kKeys, params.seqlen_k)),
+          score_scratch_(max_keys_), gathered_(params, kKeys), query_(max_rows_ * p_.head_dim),
           key_(params.lists.present() ? 0 : max_keys_ * p_.head_dim),
           key_transposed_(params.lists.present() ? 0 : padded(max_keys_) * p_.head_dim),
-          probs_(max_rows_ * padded(max_keys_)),
-          out_(max_rows_ * p_.head_dim),
-          max_(max_rows_),
-          sum_(max_rows_) {}
+          probs_(max_rows_ * padded(max_keys_)), out_(max_rows_ * p_.head_dim), max_(max_rows_), sum_(max_rows_) {}
 
     void operator()(const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
         const SoftmaxState<acc_t> sums{{out_.data(), rows, p_.head_dim, p_.head_dim}, max_.data(), sum_.data()};
@@ -199,11 +192,8 @@ private:
     // One object per thread.
     struct Scratch {
         explicit Scratch(const FwdParams& p)
-            : max_keys(std::min(kFewRowsKeys, p.seqlen_k)),
-              scores(max_keys),
-              query(p.heads * p.seqlen_q * p.head_dim),
-              value(max_keys * p.head_dim),
-              probs(p.heads / p.kv_heads * p.seqlen_q * padded(max_keys)) {}
+            : max_keys(std::min(kFewRowsKeys, p.seqlen_k)), scores(max_keys), query(p.heads * p.seqlen_q * p.head_dim),
+              value(max_keys * p.head_dim), probs(p.heads / p.kv_heads * p.seqlen_q * padded(max_keys)) {}
 
         int64_t max_keys;
         ScoreScratch<acc_t> scores;

@@ -54,10 +54,10 @@ private:
 // Row visibility, positions and biases of a gathered n_block, in shared memory.
 template <int kKeys>
 struct GatheredKeys {
-    alignas(
-        16) uint32_t rows[kKeys][KeyList::kWords];  // bit i % 32 of word i / 32: whether row i of the list sees the key
-    int position[kKeys];                            // position in the sequence; -1 if no row sees the key
-    float bias[kKeys];                              // times log2(e)
+    // Bit i % 32 of word i / 32: row i of the list sees the key.
+    alignas(16) uint32_t rows[kKeys][KeyList::kWords];
+    int position[kKeys];  // position in the sequence; -1 if no row sees the key
+    float bias[kKeys];    // times log2(e)
 
     __device__ __forceinline__ void store(int i, int key_position, const uint32_t (&words)[KeyList::kWords],
                                           float key_bias) {

@@ -93,10 +93,8 @@ struct BlockVisibility {
     __device__ BlockVisibility(const AttentionParams& p, const Sequence& s, const Stage& stage, int m_block,
                                int n_block, bool mask_full)
         : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
-          intervals(p.interval_summaries.tiles != nullptr ? stage.intervals : nullptr),
-          first_row(m_block * kRows),
-          limit(s.keys - n_block * kKeys),
-          diagonal(m_block * kRows + 1 + s.keys - s.rows - n_block * kKeys),
+          intervals(p.interval_summaries.tiles != nullptr ? stage.intervals : nullptr), first_row(m_block * kRows),
+          limit(s.keys - n_block * kKeys), diagonal(m_block * kRows + 1 + s.keys - s.rows - n_block * kKeys),
           mask_full(mask_full) {}
 
     // Whether every score is visible.

@@ -49,16 +49,10 @@ public:
     };
 
     __device__ ChunkSelector(const Sequences& all, const KeyBias& bias, SharedStorage& smem)
-        : all_(all),
-          bias_(bias),
-          smem_(smem),
-          s_(all, blockIdx.y / all.heads, blockIdx.y % all.heads),
-          from_(bias.of<Bits>(s_)),
-          first_time_(blockIdx.x * kChunk),
-          times_(min(kChunk, s_.keys - all.window - first_time_)),
-          before_(all.window + first_time_),
-          evictable_(min(all.window, times_)),
-          is_last_(before_ + times_ == s_.keys) {}
+        : all_(all), bias_(bias), smem_(smem), s_(all, blockIdx.y / all.heads, blockIdx.y % all.heads),
+          from_(bias.of<Bits>(s_)), first_time_(blockIdx.x * kChunk),
+          times_(min(kChunk, s_.keys - all.window - first_time_)), before_(all.window + first_time_),
+          evictable_(min(all.window, times_)), is_last_(before_ + times_ == s_.keys) {}
 
     __device__ void run() {
         load();

@@ -79,9 +79,7 @@ struct Chunk {
     const int times;  // number of times; 0 or less: no such chunk
 
     __device__ explicit Chunk(const Sequences& all)
-        : position(all, blockIdx.x),
-          sequence(all, position.batch, position.head),
-          first(position.in_sequence * kChunk),
+        : position(all, blockIdx.x), sequence(all, position.batch, position.head), first(position.in_sequence * kChunk),
           times(min(sequence.keys - first, kChunk)) {}
 
     // Calls visit(w, at) for each word of the warp.

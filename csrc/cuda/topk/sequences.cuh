@@ -18,14 +18,10 @@ struct Sequences {
     int32_t* end;    // the same
 
     explicit Sequences(const SelectParams& params, int32_t* intervals)
-        : batches(static_cast<int>(params.batches)),
-          heads(static_cast<int>(params.bias.heads)),
-          rows(static_cast<int>(params.rows)),
-          keys(static_cast<int>(params.keys)),
+        : batches(static_cast<int>(params.batches)), heads(static_cast<int>(params.bias.heads)),
+          rows(static_cast<int>(params.rows)), keys(static_cast<int>(params.keys)),
           window(static_cast<int>(params.window < kNeverEvicted ? params.window : kNeverEvicted)),
-          cu_q(params.cu_seqlens_q),
-          cu_k(params.cu_seqlens_k),
-          start(intervals),
+          cu_q(params.cu_seqlens_q), cu_k(params.cu_seqlens_k), start(intervals),
           end(intervals == nullptr ? nullptr : intervals + positions(params)) {}
 
     static int64_t positions(const SelectParams& params) {
@@ -80,11 +76,8 @@ struct KeyBias {
     bool is_bfloat16;
 
     KeyBias(const Sequences& all, const BiasView& view)
-        : data(view.data),
-          batch_stride(!all.varlen() && view.batches > 1 ? view.batch_stride : 0),
-          head_stride(view.head_stride),
-          col_stride(view.col_stride),
-          is_bfloat16(view.dtype == DataType::kBFloat16) {}
+        : data(view.data), batch_stride(!all.varlen() && view.batches > 1 ? view.batch_stride : 0),
+          head_stride(view.head_stride), col_stride(view.col_stride), is_bfloat16(view.dtype == DataType::kBFloat16) {}
 
     // Bias of the sequence's first key.
     template <typename Bits>

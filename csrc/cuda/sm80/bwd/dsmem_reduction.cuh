@@ -30,9 +30,7 @@ public:
     }
 
     __device__ DsmemReduction(const SmemAddress& address_of, const SharedStorage& smem, int group_size)
-        : parts_(address_of(smem.parts)),
-          ready_(address_of(smem.ready)),
-          received_(address_of(smem.received)),
+        : parts_(address_of(smem.parts)), ready_(address_of(smem.ready)), received_(address_of(smem.received)),
           group_size_(group_size) {}
 
     // All threads of the cluster call begin() first and end() last.

@@ -73,8 +73,7 @@ struct HeadPointers {
         : query(static_cast<const T*>(p.query.data) + query_offset(p.query, s, head)),
           dout(static_cast<const T*>(p.dout.data) + query_offset(p.dout, s, head)),
           lse(static_cast<const float*>(p.lse.data) + stat_offset(p.lse, s, head)),
-          delta(static_cast<const float*>(p.delta.data) + stat_offset(p.delta, s, head)),
-          mask(nullptr) {
+          delta(static_cast<const float*>(p.delta.data) + stat_offset(p.delta, s, head)), mask(nullptr) {
         if (p.packed_mask.bits != nullptr) {
             mask = mask_words(p, s, head);
         } else if (p.interval_summaries.tiles != nullptr) {

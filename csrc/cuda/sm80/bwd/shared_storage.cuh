@@ -63,14 +63,8 @@ struct BwdCta {
 
     // smem.sequence has been written.
     __device__ BwdCta(const BwdArgs& args, SharedStorage& memory, int qheads_per_kv_, int n_block_, int kv_head_)
-        : p(args),
-          smem(memory),
-          address_of(&memory),
-          n_block(n_block_),
-          first_key(n_block_ * Traits::kKeys),
-          kv_head(kv_head_),
-          qheads_per_kv(qheads_per_kv_),
-          first_head(kv_head_ * qheads_per_kv),
+        : p(args), smem(memory), address_of(&memory), n_block(n_block_), first_key(n_block_ * Traits::kKeys),
+          kv_head(kv_head_), qheads_per_kv(qheads_per_kv_), first_head(kv_head_ * qheads_per_kv),
           score_row(warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows),
           score_key(warp_id() % Traits::kScoreKeyWarps * Traits::kScoreKeys) {}
 

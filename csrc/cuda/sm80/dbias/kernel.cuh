@@ -132,14 +132,10 @@ struct DxPass {
     const uint32_t a_offset, b_offset;
 
     __device__ DxPass(const BwdArgs& p_, const Sequence& s_, const SmemAddress& address_of_, int m_block_)
-        : p(p_),
-          s(s_),
-          address_of(address_of_),
-          m_block(m_block_),
+        : p(p_), s(s_), address_of(address_of_), m_block(m_block_),
           score_row(warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows),
           score_key(warp_id() % Traits::kScoreKeyWarps * Traits::kScoreKeys),
-          a_offset(opaque(ScoreA::lane_offset(score_row, 0))),
-          b_offset(opaque(ScoreB::lane_offset(score_key, 0))) {}
+          a_offset(opaque(ScoreA::lane_offset(score_row, 0))), b_offset(opaque(ScoreB::lane_offset(score_key, 0))) {}
 
     // The columns of the pass begin at fragment first_n.
     __device__ __forceinline__ void add(float (&sum)[Traits::kScoreM][Traits::kScoreN][4],

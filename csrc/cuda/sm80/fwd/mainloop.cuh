@@ -59,10 +59,7 @@ protected:
 
     // shared_storage.work_tile has been written.
     __device__ FwdMainloop(const FwdArgs& p, const FwdKernelParams& params, SharedStorage& shared_storage)
-        : p_(p),
-          params_(params),
-          shared_storage_(shared_storage),
-          warp_row_(warp_id() / kKeyWarps * kWarpRows),
+        : p_(p), params_(params), shared_storage_(shared_storage), warp_row_(warp_id() / kKeyWarps * kWarpRows),
           warp_key_(warp_id() % kKeyWarps * kWarpKeys),
           ldmatrix_q_(opaque(shared_storage.query.ldmatrix_lane_a() + warp_row_ * kRowBytes)),
           ldmatrix_k_(opaque(shared_storage.key.ldmatrix_lane_b() + warp_key_ * kRowBytes)),

@@ -28,10 +28,7 @@ public:
 
     // smem.work_tile has been written.
     __device__ GatherBwdKernel(const BwdArgs& p, SharedStorage& smem)
-        : p_(p),
-          smem_(smem),
-          address_of(&smem),
-          score_row_(warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows),
+        : p_(p), smem_(smem), address_of(&smem), score_row_(warp_id() / Traits::kScoreKeyWarps * Traits::kScoreRows),
           score_key_(warp_id() % Traits::kScoreKeyWarps * Traits::kScoreKeys) {
         if (threadIdx.x == 0) {
             smem.list = KeyList(p, sequence(), first_head(), first_row());

@@ -20,9 +20,7 @@ struct GatherBwdTileScheduler {
     }
 
     constexpr __host__ __device__ GatherBwdTileScheduler(const BwdArgs& p, int max_rows)
-        : chains(1),
-          heads(static_cast<int>(p.heads / p.tile_heads)),
-          batches(static_cast<int>(p.batch)),
+        : chains(1), heads(static_cast<int>(p.heads / p.tile_heads)), batches(static_cast<int>(p.batch)),
           num_m_blocks(static_cast<int>(ceil_div<int64_t>(p.seqlen_q, block_m(p, max_rows)))) {
         const bool accumulates_dbias = p.dbias_accum_size > 0;  // more heads than a GQA group may share its entries
         if (!accumulates_dbias || p.dbias.heads > 1) chains = static_cast<int>(p.kv_heads), heads /= chains;

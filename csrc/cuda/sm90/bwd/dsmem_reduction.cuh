@@ -51,10 +51,7 @@ public:
     static_assert(kFragments % 8 == 0, "each of 4 CTAs owns pairs of fragments");
 
     __device__ DsmemReduction(SharedStorage& smem, int warpgroup, int cta_rank, int cluster_size)
-        : smem_(smem),
-          warpgroup_(warpgroup),
-          thread_(static_cast<int>(threadIdx.x) % 128),
-          cta_rank_(cta_rank),
+        : smem_(smem), warpgroup_(warpgroup), thread_(static_cast<int>(threadIdx.x) % 128), cta_rank_(cta_rank),
           cluster_size_(cluster_size) {}
 
     // Sends each CTA the rows that it owns.

@@ -20,13 +20,8 @@ public:
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
 
     __device__ BwdProducer(const BwdArgs& p, const BwdMaps& maps, SharedStorage& smem, const BwdWorkTile& work_tile)
-        : p_(p),
-          maps_(maps),
-          smem_(smem),
-          work_tile_(work_tile),
-          query_pipeline_(smem.query_pipeline),
-          dout_pipeline_(smem.dout_pipeline),
-          bias_pipeline_(smem.bias_pipeline) {}
+        : p_(p), maps_(maps), smem_(smem), work_tile_(work_tile), query_pipeline_(smem.query_pipeline),
+          dout_pipeline_(smem.dout_pipeline), bias_pipeline_(smem.bias_pipeline) {}
 
     __device__ void run() {
         load_keys();

@@ -26,12 +26,8 @@ protected:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
 
     __device__ BwdScores(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
-        : p_(p),
-          scale_(scale),
-          smem_(smem),
-          work_tile_(work_tile),
-          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
-          layout_(warpgroup_),
+        : p_(p), scale_(scale), smem_(smem), work_tile_(work_tile),
+          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), layout_(warpgroup_),
           warp_key_(AtomLayout::warp_key()),
           reduction_(smem.reduction, warpgroup_, smem.cta_rank, static_cast<int>(p.dbias.batch_group_size)),
           probs_pipeline_(smem.probs_pipeline) {}

@@ -63,8 +63,8 @@ struct BwdSharedStorage {
     alignas(kSmemTileAlign) std::conditional_t<Traits::kSharesKeys, typename Traits::ScoresTile, NoTile> probs;
     std::conditional_t<Traits::kClusterReduces, DsmemReductionSharedStorage<Traits>, NoReduction> reduction;
     using DqStage = typename MmaAtomLayout<Traits>::DqStage;
-    alignas(
-        128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], NoTile> dq;  // per warp
+    // Per warp.
+    alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], NoTile> dq;
     MBlockInfo m_blocks[Traits::kStages];
     uint32_t visible_keys[Traits::kWords];  // bit j % 32 of word j / 32: some row sees key j
     Sequence sequence;

@@ -20,13 +20,8 @@ public:
 
     __device__ FwdGatherProducer(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, const FwdTensorMaps& maps,
                                  SharedStorage& smem)
-        : p_(p),
-          scheduler_(scheduler),
-          maps_(maps),
-          smem_(smem),
-          query_pipeline_(smem.query_pipeline),
-          key_pipeline_(smem.key_pipeline),
-          value_pipeline_(smem.value_pipeline) {}
+        : p_(p), scheduler_(scheduler), maps_(maps), smem_(smem), query_pipeline_(smem.query_pipeline),
+          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {}
 
     __device__ void run() {
         typename SharedStorage::Scheduler tiles(scheduler_, smem_.next_work_tile);

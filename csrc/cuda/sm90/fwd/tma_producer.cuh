@@ -22,13 +22,8 @@ public:
 
     __device__ FwdTmaProducer(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, const FwdTensorMaps& maps,
                               SharedStorage& smem)
-        : p_(p),
-          scheduler_(scheduler),
-          maps_(maps),
-          smem_(smem),
-          query_pipeline_(smem.query_pipeline),
-          key_pipeline_(smem.key_pipeline),
-          value_pipeline_(smem.value_pipeline) {}
+        : p_(p), scheduler_(scheduler), maps_(maps), smem_(smem), query_pipeline_(smem.query_pipeline),
+          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {}
 
     __device__ void run() {
         if (threadIdx.x >= kThreads) {

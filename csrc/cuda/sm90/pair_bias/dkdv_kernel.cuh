@@ -71,12 +71,7 @@ public:
     __device__ PairBiasDkeyProducer(const BwdArgs& p, const PairBiasSchedule& schedule,
                                     const PairBiasBwdTensorMaps& maps, SharedStorage& smem,
                                     const PairBiasWorkTile& work_tile)
-        : p_(p),
-          schedule_(schedule),
-          maps_(maps),
-          smem_(smem),
-          work_tile_(work_tile),
-          key_pipeline_(smem.key_pipeline),
+        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), work_tile_(work_tile), key_pipeline_(smem.key_pipeline),
           row_pipeline_(smem.row_pipeline) {}
 
     __device__ void run() {
@@ -161,19 +156,11 @@ public:
 
     __device__ PairBiasDkeyConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
                                     const PairBiasWorkTile& work_tile)
-        : p_(p),
-          schedule_(schedule),
-          smem_(smem),
-          work_tile_(work_tile),
-          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
-          warp_key_(warp_id() % 4 * 16),
+        : p_(p), schedule_(schedule), smem_(smem), work_tile_(work_tile),
+          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_key_(warp_id() % 4 * 16),
           key_(work_tile.block * Traits::kKeys + warpgroup_ * 64 + warp_key_ + fragment_row()),
-          dkey_rows_(first_row(p.dkey)),
-          dvalue_rows_(first_row(p.dvalue)),
-          bias_lane_(opaque(bias_lane())),
-          key_pipeline_(smem.key_pipeline),
-          row_pipeline_(smem.row_pipeline),
-          released_rows_(smem.row_pipeline) {}
+          dkey_rows_(first_row(p.dkey)), dvalue_rows_(first_row(p.dvalue)), bias_lane_(opaque(bias_lane())),
+          key_pipeline_(smem.key_pipeline), row_pipeline_(smem.row_pipeline), released_rows_(smem.row_pipeline) {}
 
     __device__ void run() {
         mbarrier_wait(smem_address(&smem_.bias_full), 0);

@@ -22,12 +22,8 @@ public:
 
     __device__ PairBiasFwdConsumer(const FwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
                                    const PairBiasWorkTile& work_tile)
-        : p_(p),
-          schedule_(schedule),
-          smem_(smem),
-          work_tile_(work_tile),
-          warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1),
-          warp_row_(warp_id() % 4 * 16),
+        : p_(p), schedule_(schedule), smem_(smem), work_tile_(work_tile),
+          warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), warp_row_(warp_id() % 4 * 16),
           hides_keys_(pair_bias_hides_keys<Traits::kKeys>(p)),
           row_(work_tile.block * Traits::kRows + warpgroup_ * 64 + warp_row_ + fragment_row()),
           out_rows_(static_cast<T*>(p.out.data) + work_tile.batch_begin * p.out.batch_stride +
@@ -36,9 +32,7 @@ public:
                     work_tile.head * p.lse.head_stride + row_),
           bias_(smem.bias + warpgroup_ * schedule.bias_tiles),
           bias_lane_(opaque(bias_->ldmatrix_lane_a() + warp_row_ * BiasTile::kSlabCols * sizeof(T))),
-          query_pipeline_(smem.query_pipeline),
-          key_pipeline_(smem.key_pipeline),
-          value_pipeline_(smem.key_pipeline) {}
+          query_pipeline_(smem.query_pipeline), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.key_pipeline) {}
 
     __device__ void run() {
         mbarrier_wait(smem_address(&smem_.bias_full), 0);

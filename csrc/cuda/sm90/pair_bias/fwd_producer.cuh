@@ -68,13 +68,8 @@ public:
     __device__ PairBiasFwdProducer(const FwdArgs& p, const PairBiasSchedule& schedule,
                                    const PairBiasFwdTensorMaps& maps, SharedStorage& smem,
                                    const PairBiasWorkTile& work_tile)
-        : p_(p),
-          schedule_(schedule),
-          maps_(maps),
-          smem_(smem),
-          work_tile_(work_tile),
-          query_pipeline_(smem.query_pipeline),
-          key_pipeline_(smem.key_pipeline) {}
+        : p_(p), schedule_(schedule), maps_(maps), smem_(smem), work_tile_(work_tile),
+          query_pipeline_(smem.query_pipeline), key_pipeline_(smem.key_pipeline) {}
 
     __device__ void run() {
         const int warp = warp_id();

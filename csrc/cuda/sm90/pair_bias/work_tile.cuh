@@ -24,10 +24,8 @@ struct PairBiasSchedule {
     float scale;
 
     PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_tiles, int64_t num_splits)
-        : num_blocks(static_cast<int>(num_blocks)),
-          batch_group_size(static_cast<int>(pair_bias_batch_group_size(p))),
-          num_splits(static_cast<int>(num_splits)),
-          bias_tiles(static_cast<int>(bias_tiles)),
+        : num_blocks(static_cast<int>(num_blocks)), batch_group_size(static_cast<int>(pair_bias_batch_group_size(p))),
+          num_splits(static_cast<int>(num_splits)), bias_tiles(static_cast<int>(bias_tiles)),
           scale(static_cast<float>(p.softmax_scale)) {}
     PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_tiles)
         : PairBiasSchedule(p, num_blocks, bias_tiles,

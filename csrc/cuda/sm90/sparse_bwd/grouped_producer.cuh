@@ -17,13 +17,8 @@ public:
     using SharedStorage = GroupedSparseBwdSharedStorage<Traits>;
 
     __device__ GroupedSparseBwdProducer(const BwdArgs& p, const SparseBwdMaps& maps, SharedStorage& smem)
-        : p_(p),
-          maps_(maps),
-          smem_(smem),
-          key_pipeline_(smem.key_pipeline),
-          value_pipeline_(smem.value_pipeline),
-          query_pipeline_(smem.query_pipeline),
-          dout_pipeline_(smem.dout_pipeline) {}
+        : p_(p), maps_(maps), smem_(smem), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline),
+          query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline) {}
 
     __device__ void run() {
         const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();

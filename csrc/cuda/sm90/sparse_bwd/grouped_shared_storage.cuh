@@ -90,8 +90,8 @@ struct GroupedSparseBwdSharedStorage {
     PipelineBarriers<Traits::kStages> query_pipeline, dout_pipeline;
     PipelineBarriers<1> scores_pipeline;  // with shared keys; only its empty barrier is used
     using DqStage = typename MmaAtomLayout<Traits>::DqStage;
-    alignas(
-        128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], Nothing> dq;  // per warp
+    // Per warp.
+    alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], Nothing> dq;
 
     __device__ GroupedSparseBwdWorkTile& work_tile() { return raw_work_tile.get(); }
     __device__ KeyList& list() { return raw_list.get(); }

@@ -45,7 +45,7 @@ struct IndexListsPlan {
     int64_t group_rows() const { return group_tiles * tile_rows; }
 };
 
-// flash_dmattn/ops.py repeats the grouping and the capacity, for graphs.
+// flash_dmattn/ops/fakes.py repeats the grouping and the capacity, for graphs.
 inline IndexListsPlan plan_index_lists(const IndexListsParams& p) {
     constexpr int64_t kRows = KeyListsView::kRows, kAlign = KeyListsView::kAlign;
     const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };

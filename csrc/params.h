@@ -119,8 +119,8 @@ enum class BlockKind : uint8_t { kEmpty, kMixed, kFull };
 // tests its scores, or need not test them. Broadcast rows, heads and batch elements are stored once. pack_mask_cuda
 // makes it; forward and backward share it.
 //
-// Blocks that causality hides entirely are kEmpty, and their bits are undefined. `columns` has no keys that causality
-// hides from all rows of a block.
+// Blocks that causality hides entirely are kEmpty, and their bits are undefined. `visible_keys` has no keys that
+// causality hides from all rows of a block.
 struct PackedMask {
     static constexpr int64_t kTile = 64;  // rows and keys of a block
 
@@ -133,7 +133,7 @@ struct PackedMask {
     int64_t bits_batch_stride = 0;  // in words
     int64_t bits_head_stride = 0;
     int64_t bits_row_stride = 0;      // 0: broadcast over rows
-    int64_t blocks_batch_stride = 0;  // of columns and kinds
+    int64_t blocks_batch_stride = 0;  // of visible_keys and kinds
     int64_t blocks_head_stride = 0;
     int64_t blocks_row_stride = 0;  // from m_block to m_block; 0: broadcast over rows
     int64_t batches = 1;            // B, B/n or 1
@@ -143,7 +143,7 @@ struct PackedMask {
     int64_t num_n_blocks = 0;
     int64_t words = 0;        // of a row, a multiple of 4
     int64_t bits_size = 0;    // elements of bits
-    int64_t blocks_size = 0;  // elements of columns, and of kinds
+    int64_t blocks_size = 0;  // elements of visible_keys, and of kinds
 
     bool present() const { return bits != nullptr; }
 };

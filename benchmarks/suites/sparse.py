@@ -77,7 +77,7 @@ def times_as_fast(workload: str, peer: str, forward: float, backward: float) -> 
 
 
 def over_dense(workload: str, forward: float, backward: float) -> list[Demand]:
-    """Beside as many dense products, which need no mask."""
+    """Relative to the same number of dense products."""
     peers = (CUDNN_DENSE,)
     return [Demand(workload, FORWARD, forward, peers, plus=TOPK), Demand(workload, BACKWARD, backward, peers)]
 

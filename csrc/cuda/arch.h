@@ -1,5 +1,4 @@
-// The table of architectures. A new one is a row here, a folder beside sm80/ and sm90/, and a row in
-// scripts/generate_kernels.py.
+// The table of architectures. docs/adding.md lists what a new one needs.
 #pragma once
 
 #include "cuda/plan.h"

@@ -15,7 +15,7 @@ using OptionalSymInt = std::optional<c10::SymInt>;
 //   query                (B, Sq, H, D), or of variable length (total_q, H, D)
 //   key, value           (B, Sk, Hkv, D), or (total_k, Hkv, D)
 //   bias                 ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, Sk), or (total_k, heads), or (total_q, heads, max_seqlen_k)
-//   mask                 bool in the bias's shapes. On CUDA the bits that pack_mask made: int32, 32 keys a word
+//   mask                 bool in the bias's shapes. On CUDA the bits that pack_mask made: int32, 32 keys per word
 //   mask_tiles           on CUDA, beside mask: uint8, nine bytes for each tile of 64 x 64 scores
 //   intervals            int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends, or (2, total_k, heads)
 //   kv_indices           int32 (capacity), the keys of all lists, padded with -1 (KeyListsView in params.h)

@@ -167,8 +167,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tens
     const Tensor scratch = workspace(plan.scratch_bytes, mask);
     const int64_t capacity = room_for_short_lists(p, plan);
     const Lists lists = empty_lists(mask, capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
-    key_list_places_cuda(p, plan, percent, address(scratch), lists.begins(), lists.ends(), capacity, nullptr,
-                         current_stream());
+    key_list_offsets_cuda(p, plan, percent, address(scratch), lists.begins(), lists.ends(), capacity, nullptr,
+                          current_stream());
     key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(),
                        lists.row_words(), current_stream());
     return {bits, tiles, lists.keys, lists.spans, lists.rows};
@@ -195,12 +195,12 @@ std::tuple<Tensor, Tensor, Tensor> build_counted_lists(AttentionParams p, const 
     const auto packed = p.mask.present() ? pack(p, source) : std::tuple<Tensor, Tensor>();
     const Tensor scratch = workspace(plan.scratch_bytes, source);
     const Tensor total = at::empty({1}, source.options().dtype(at::kLong));
-    const Lists places = empty_lists(source, 0, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
-    key_list_places_cuda(p, plan, std::nullopt, address(scratch), places.begins(), places.ends(),
-                         std::numeric_limits<int64_t>::max(), total.data_ptr<int64_t>(), stream);
+    const Lists offsets = empty_lists(source, 0, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
+    key_list_offsets_cuda(p, plan, std::nullopt, address(scratch), offsets.begins(), offsets.ends(),
+                          std::numeric_limits<int64_t>::max(), total.data_ptr<int64_t>(), stream);
     const int64_t capacity = total.item<int64_t>();
     Lists lists = empty_lists(source, capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
-    lists.spans = places.spans;
+    lists.spans = offsets.spans;
     key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(),
                        lists.row_words(), stream);
     return lists.tensors();

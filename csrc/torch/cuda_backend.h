@@ -11,8 +11,8 @@ namespace flash_dmattn {
 void forward_cuda(FwdParams& params, const Inputs& inputs);
 void backward_cuda(BwdParams& params, const Inputs& inputs);
 
-// A packed mask: bits int32 in the mask's shape, 32 keys a word; and nine bytes for each tile of 64 x 64 scores, uint8
-// (9, {B|B/n|1}, heads, row tiles, key tiles): eight of columns, then the tile's kind.
+// A packed mask: bits int32 in the mask's shape, 32 keys per word; and nine bytes for each tile of 64 x 64 scores, uint8
+// (9, {B|B/n|1}, heads, row tiles, key tiles): eight of visible keys, then the tile's kind.
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
 

@@ -268,7 +268,7 @@ IndexListsParams index_params(const Tensor& indices, const OptionalTensor& inter
     TORCH_CHECK_VALUE(tile_rows >= 1 && tile_rows <= std::numeric_limits<int32_t>::max(),
                       "tile_rows must be positive and fit in 32 bits, got ", tile_rows);
     TORCH_CHECK_VALUE(indices.size(-1) <= kMaxIndices, "indices must have at most ", kMaxIndices,
-                      " keys a row, got shape ", shape_of(indices));
+                      " keys per row, got shape ", shape_of(indices));
     IndexListsParams p;
     p.indices = index_view(indices, tile_rows);
     TORCH_CHECK_VALUE(!p.indices.packed || tile_rows == 1,

@@ -12,7 +12,7 @@ namespace flash_dmattn {
 using ForwardResult = std::tuple<Tensor, Tensor>;                   // out, lse
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // dquery, dkey, dvalue, dbias
 
-// The second parameter takes up the comma before the list of arguments.
+// The second parameter absorbs the comma before the list of arguments.
 template <typename Result, typename, typename... Arguments>
 struct Signature {
     using type = Result(Arguments...);

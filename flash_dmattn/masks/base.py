@@ -38,7 +38,7 @@ class Mask:
     keys_per_row: int | None = None
     # Whether the visible keys of a row lie far apart, so that hardly any tile of keys is fully masked.
     scattered: bool = False
-    # Whether the kernels gather listed keys (KeyLists), and whether nothing but lists can express the mask.
+    # Whether the kernels gather listed keys (KeyLists), and whether only lists can represent the mask.
     has_lists: bool = False
     needs_lists: bool = False
     # int32 (2, ...): the intervals that the kernels apply beside lists of this mask.

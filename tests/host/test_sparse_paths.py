@@ -273,7 +273,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(function, (leaves[1], leaves[2], bias))
 
 
-# Of variable length
+# Variable length
 
 
 @every_list

@@ -44,7 +44,7 @@ def test_the_kernels_and_the_reference_give_the_same_losses(train_lm, float64_we
     assert kernels == pytest.approx(reference, rel=1e-6)  # losses are float32
 
 
-def test_the_default_backend_goes_by_the_device(train_lm):
+def test_the_default_backend_matches_the_device(train_lm):
     options = TINY | {"steps": 3, "deterministic": True}
     default, cpu = (train_lm.train(train_lm.Config(**options, backend=backend)) for backend in (None, "cpu"))
     assert default == cpu

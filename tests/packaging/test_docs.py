@@ -77,3 +77,24 @@ def test_every_benchmark_stands_on_its_page():
     assert len(scripts) > 5
     for script in scripts:
         assert f"`{script.name}`" in said
+
+
+PATH = re.compile(r"[\w./-]*[\w-]/[\w.-]+\.(?:cuh|cu|h|cpp|py|md|svg|json|yml)\b")
+BASES = ("", "csrc", "csrc/cuda", "csrc/cuda/arch", "flash_dmattn", "docs", "tests")
+GENERATED = ("build/kernels/", "results/")
+
+
+def test_paths_in_docs_and_comments_exist():
+    """A renamed file must be renamed in every page, comment and docstring that names it."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    sources = [path for folder in ("csrc", "flash_dmattn") for path in (ROOT / folder).rglob("*.*")]
+    missing = []
+    for path in [*pages, *(path for path in sources if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".py", ".pyi"))]:
+        text = path.read_text()
+        if path.suffix not in (".md", ".py", ".pyi"):
+            text = "\n".join(re.findall(r"//.*", text))
+        for name in PATH.findall(text):
+            bases = [path.parent, *(ROOT / base for base in BASES)]
+            if "://" not in name and not name.startswith(GENERATED) and not any((b / name).exists() for b in bases):
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert missing == []

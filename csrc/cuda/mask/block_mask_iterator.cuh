@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda {
 
-// What the block summaries say about an m_block x n_block. Bit j % 32 of columns[j / 32]: a row may see key j of the
-// block. Bits beyond the sequence are undefined.
+// What the block summaries say about an m_block x n_block. Bit j % 32 of visible_keys[j / 32]: a row may see key j of
+// the block. Bits beyond the sequence are undefined.
 template <int kKeys>
 struct BlockSummary {
     static constexpr int kWords = kKeys / 32;

@@ -131,10 +131,10 @@ __device__ __forceinline__ float score_gradient(float& s, float& dp, float shift
 //   take(m, h, n, dx, is_visible)   receives dx of two neighbouring scores; it is undefined for masked scores
 template <typename T, BiasKind kBias, bool kMasked, bool kSoftcap, int kMTiles, int kNTiles, typename Stage,
           typename Visibility, typename DenseBias, typename Take>
-__device__ __forceinline__ void differentiate(float (&s)[kMTiles][kNTiles][4], float (&dp)[kMTiles][kNTiles][4],
-                                              const Stage& stage, const DenseBias& dense_bias,
-                                              const Visibility& visibility, int row, int key, int rows, float scale,
-                                              float softcap, const Take& take) {
+__device__ __forceinline__ void compute_p_ds(float (&s)[kMTiles][kNTiles][4], float (&dp)[kMTiles][kNTiles][4],
+                                             const Stage& stage, const DenseBias& dense_bias,
+                                             const Visibility& visibility, int row, int key, int rows, float scale,
+                                             float softcap, const Take& take) {
     const int lane = lane_id();
     const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E;
 #pragma unroll

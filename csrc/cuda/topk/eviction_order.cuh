@@ -19,7 +19,7 @@ namespace flash_dmattn::cuda {
 template <int kThreads, int kWords>
 class EvictionOrder {
     static constexpr int kWarps = kThreads / 32;
-    static constexpr int kOfWarp = 32 * kWords;
+    static constexpr int kTimesPerWarp = 32 * kWords;
 
 public:
     static constexpr int kTimes = kThreads * kWords;
@@ -29,17 +29,17 @@ public:
         int counts[kWarps];
     };
 
-    // smem.keys holds the `turns` keys that are evicted at times first_time, first_time + 1, ..; visible to all
+    // smem.keys holds the `times` keys that are evicted at times first_time, first_time + 1, ..; visible to all
     // threads.
     __device__ EvictionOrder(SharedStorage& smem, int times, int first_time, int window)
-        : smem_(smem), times_(times), first_time_(first_time), window_(window), first_(warp_id() * kOfWarp) {}
+        : smem_(smem), times_(times), first_time_(first_time), window_(window), first_(warp_id() * kTimesPerWarp) {}
 
     // Calls visit(key, time) for each key.
     template <typename Visit>
     __device__ void run(const Visit& visit) {
         load();
 #pragma unroll 1
-        for (int half = kTimes / 2; half >= kOfWarp; half /= 2) split_among_warps(half);
+        for (int half = kTimes / 2; half >= kTimesPerWarp; half /= 2) split_among_warps(half);
         if constexpr (kWords >= 16) split_in_warp<8>();
         if constexpr (kWords >= 8) split_in_warp<4>();
         if constexpr (kWords >= 4) split_in_warp<2>();
@@ -81,7 +81,7 @@ private:
         });
         if (lane_id() == 0) smem_.counts[warp_id()] = own;
         __syncthreads();
-        const bool counted = lane_id() >= node / kOfWarp && lane_id() < warp_id();
+        const bool counted = lane_id() >= node / kTimesPerWarp && lane_id() < warp_id();
         int before = __reduce_add_sync(~0u, counted ? smem_.counts[lane_id()] : 0);
         for_each([&](int w, int at) {
             const int to = position_of(early[w] >> lane_id() & 1, at, node, half, before + rank_in(early[w]));

@@ -13,9 +13,9 @@ constexpr int kGroup = 8;    // neighbouring keys of a thread
 template <DataType kType>
 struct alignas(16) Group {
     using Bits = typename FloatBits<kType>::Bits;
-    static constexpr int kOfWord = 4 / sizeof(Bits);
-    static constexpr int kWords = kGroup / kOfWord;
-    static constexpr uint32_t kHidden = kHiddenOrder<kType> * (kOfWord == 2 ? 0x10001u : 1u);
+    static constexpr int kPerWord = 4 / sizeof(Bits);
+    static constexpr int kWords = kGroup / kPerWord;
+    static constexpr uint32_t kHidden = kHiddenOrder<kType> * (kPerWord == 2 ? 0x10001u : 1u);
 
     uint32_t words[kWords];
 
@@ -23,7 +23,7 @@ struct alignas(16) Group {
     __device__ void to_orders(uint32_t& largest_size) {
 #pragma unroll
         for (uint32_t& word : words) {
-            if constexpr (kOfWord == 2) {
+            if constexpr (kPerWord == 2) {
                 largest_size = __vmaxu2(largest_size, word & 0x7fff7fff);
                 uint32_t negative;  // all bits of a half, or none
                 asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(negative) : "r"(word));
@@ -36,7 +36,7 @@ struct alignas(16) Group {
     }
     __device__ static bool has_nan(uint32_t largest_size) {
         constexpr uint32_t kMax = FloatBits<kType>::kInfinity;
-        if constexpr (kOfWord == 2) return (largest_size & 0xffff) > kMax || largest_size >> 16 > kMax;
+        if constexpr (kPerWord == 2) return (largest_size & 0xffff) > kMax || largest_size >> 16 > kMax;
         return largest_size > kMax;
     }
 
@@ -47,8 +47,8 @@ struct alignas(16) Group {
         constexpr uint32_t kAbove = static_cast<Bits>(~Bits{0} << kShift << kDigit);
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
-            const int half = i % kOfWord * 16;
-            const uint32_t word = words[i / kOfWord];
+            const int half = i % kPerWord * 16;
+            const uint32_t word = words[i / kPerWord];
             const uint32_t digit = __byte_perm(word, 0, 0x4440 + (kShift + half) / 8);
             const uint32_t differs = (word ^ known << half) & kAbove << half;
             const uint32_t to = counts + digit * (kCopies * 4);
@@ -61,9 +61,9 @@ struct alignas(16) Group {
         uint32_t mask = 0;
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
-            const uint32_t word = words[i / kOfWord];
+            const uint32_t word = words[i / kPerWord];
             bool holds;
-            if constexpr (kOfWord == 2) {
+            if constexpr (kPerWord == 2) {
                 holds = (i % 2 == 0 ? word << 16 : word) >= limit << 16;
             } else {
                 holds = word >= limit;

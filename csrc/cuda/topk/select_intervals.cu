@@ -26,7 +26,7 @@ using ChunkOrder = EvictionOrder<kThreads, kWords>;
 constexpr int kChunk = ChunkOrder::kTimes;
 constexpr int kChildBits = 5, kChildren = 1 << kChildBits;
 static_assert(kChildren == 32, "one a lane");
-constexpr int64_t kMaxPlaces = 1 << 30;
+constexpr int64_t kMaxPositions = 1 << 30;
 
 int bits_for(int64_t values) {  // 0 .. values - 1
     int bits = 0;
@@ -367,7 +367,7 @@ IntervalSelectPlan plan_select_intervals(const SelectParams& params) {
     IntervalSelectPlan plan;
     const Sequences all(params, nullptr);
     const int64_t positions = Sequences::positions(params), longest = longest_of(params);
-    if (positions > kMaxPlaces)
+    if (positions > kMaxPositions)
         throw std::runtime_error("intervals are selected among up to 2^30 keys of all batch elements and heads, got " +
                                  std::to_string(positions));
     plan.by_chunks = suits_chunks(params);

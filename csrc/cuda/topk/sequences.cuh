@@ -1,5 +1,5 @@
-// The sequences of a selection, one per batch element and head. `place` numbers all keys of all sequences, sequence by
-// sequence (variable length: head 0, then head 1, ..).
+// The sequences of a selection, one per batch element and head. A position numbers all keys of all sequences, sequence
+// by sequence (variable length: head 0, then head 1, ..).
 #pragma once
 
 #include "cuda/common/basics.cuh"

@@ -28,8 +28,8 @@ struct Lists {
 };
 
 struct SharedMemory {
-    uint32_t named[kWords];  // bit j % 32 of word j / 32: key j of the window is listed
-    int before[kWords];      // number of listed keys in earlier words
+    uint32_t listed_bits[kWords];    // bit j % 32 of word j / 32: key j of the window is listed
+    int listed_before_word[kWords];  // number of listed keys in earlier words
     int sums[kWarps];
 };
 
@@ -60,10 +60,10 @@ public:
         int size = 0;
         for (int first_key = 0; first_key < end_key; first_key += kWindow) {
             const int keys = min(end_key - first_key, kWindow), words = ceil_div(keys, 32);
-            for (int word = threadIdx.x; word < words; word += kThreads) smem_.named[word] = 0;
+            for (int word = threadIdx.x; word < words; word += kThreads) smem_.listed_bits[word] = 0;
             __syncthreads();
             for_each_index(first_key, keys,
-                           [&](int key, const RowRange&) { atomicOr(&smem_.named[key / 32], 1u << key % 32); });
+                           [&](int key, const RowRange&) { atomicOr(&smem_.listed_bits[key / 32], 1u << key % 32); });
             __syncthreads();
             const int listed = count_before(words);
             write_keys(begin + size, first_key, words);
@@ -119,7 +119,7 @@ private:
         const int each = ceil_div(words, kThreads);
         const int first = min(static_cast<int>(threadIdx.x) * each, words), end = min(first + each, words);
         int own = 0;
-        for (int word = first; word < end; ++word) own += __popc(smem_.named[word]);
+        for (int word = first; word < end; ++word) own += __popc(smem_.listed_bits[word]);
         int upto = own;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -129,10 +129,10 @@ private:
         if (lane_id() == 31) smem_.sums[warp_id()] = upto;
         __syncthreads();
         const int of_warp = lane_id() < kWarps ? smem_.sums[lane_id()] : 0;
-        int before = upto - own + __reduce_add_sync(~0u, lane_id() < warp_id() ? of_warp : 0);
+        int listed_before_word = upto - own + __reduce_add_sync(~0u, lane_id() < warp_id() ? of_warp : 0);
         for (int word = first; word < end; ++word) {
-            smem_.before[word] = before;
-            before += __popc(smem_.named[word]);
+            smem_.listed_before_word[word] = listed_before_word;
+            listed_before_word += __popc(smem_.listed_bits[word]);
         }
         __syncthreads();
         return __reduce_add_sync(~0u, of_warp);
@@ -140,8 +140,8 @@ private:
 
     __device__ void write_keys(int64_t begin, int first_key, int words) const {
         for (int word = threadIdx.x; word < words; word += kThreads) {
-            int64_t at = begin + smem_.before[word];
-            for (uint32_t bits = smem_.named[word]; bits != 0; bits &= bits - 1)
+            int64_t at = begin + smem_.listed_before_word[word];
+            for (uint32_t bits = smem_.listed_bits[word]; bits != 0; bits &= bits - 1)
                 lists_.keys[at++] = first_key + word * 32 + __ffs(bits) - 1;
         }
     }
@@ -151,8 +151,9 @@ private:
         for (int i = threadIdx.x; i < listed; i += kThreads) to[i] = uint4{};
         __syncthreads();
         for_each_index(first_key, keys, [&](int key, const RowRange& rows) {
-            const uint32_t named_before = smem_.named[key / 32] & bits_below(key % 32, 0);
-            uint32_t* words = reinterpret_cast<uint32_t*>(to + smem_.before[key / 32] + __popc(named_before));
+            const uint32_t named_before = smem_.listed_bits[key / 32] & bits_below(key % 32, 0);
+            uint32_t* words =
+                reinterpret_cast<uint32_t*>(to + smem_.listed_before_word[key / 32] + __popc(named_before));
             for (int word = rows.begin / 32; word <= (rows.end - 1) / 32; ++word)
                 atomicOr(words + word, bits_below(rows.end, word) & ~bits_below(rows.begin, word));
         });

@@ -22,9 +22,9 @@ constexpr int kRowWords = kTileRows / 32;
 // The lists as a kernel parameter.
 struct Lists {
     int batches, heads, num_m_blocks, chunks, chunk_keys;
-    int32_t* counts;             // [batches, heads, chunks, num_m_blocks]; after the scan, of earlier chunks
-    unsigned long long* walked;  // keys in non-empty blocks, over all lists; or null
-    const int64_t* begins;       // [lists]
+    int32_t* counts;                   // [batches, heads, chunks, num_m_blocks]; after the scan, of earlier chunks
+    unsigned long long* visited_keys;  // keys in non-empty blocks, over all lists; or null
+    const int64_t* begins;             // [lists]
     int64_t capacity;
     int32_t* keys;
     uint4* rows;
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
     constexpr int kTile = PackedMask::kTile, kDown = kTileRows / kTile;
     const PackedMask& mask = p.packed_mask;
     const ListChunk chunk = chunk_of_thread(lists);
-    unsigned walked = 0;
+    unsigned visited_keys = 0;
     if (chunk.exists(lists)) {
         const Sequence s(p, chunk.batch);
         const bool row_broadcast = mask.blocks_row_stride == 0;
@@ -175,13 +175,13 @@ __global__ void __launch_bounds__(kThreads)
             for (int row = first; row < end; ++row)
                 visible_keys |= mask.visible_keys[offset + row * mask.blocks_row_stride + n_block];
             count += __popcll(visible_keys);
-            walked += visible_keys != 0 ? kTile : 0;
+            visited_keys += visible_keys != 0 ? kTile : 0;
         }
         chunk.count(lists) = count;
     }
-    if (lists.walked == nullptr) return;
-    walked = __reduce_add_sync(~0u, walked);
-    if (lane_id() == 0 && walked > 0) atomicAdd(lists.walked, walked);
+    if (lists.visited_keys == nullptr) return;
+    visited_keys = __reduce_add_sync(~0u, visited_keys);
+    if (lane_id() == 0 && visited_keys > 0) atomicAdd(lists.visited_keys, visited_keys);
 }
 
 // Mask bits of 128 keys of a row, 0 from `end` on.
@@ -285,8 +285,8 @@ __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_cons
 constexpr int kPlaceThreads = 1024;
 // walked: keys in non-empty blocks; lists are built only if they hold at most `percent` of them. Null: always.
 __global__ void __launch_bounds__(kPlaceThreads)
-    place_lists_kernel(int64_t lists, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
-                       const unsigned long long* walked, int64_t percent) {
+    scan_list_offsets_kernel(int64_t lists, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
+                             const unsigned long long* visited_keys, int64_t percent) {
     constexpr int kLists = 4;  // lists per thread and step
     __shared__ int64_t sums[2][kPlaceThreads / 32];
     const int64_t limit = capacity / KeyListsView::kAlign * KeyListsView::kAlign;
@@ -322,14 +322,15 @@ __global__ void __launch_bounds__(kPlaceThreads)
         }
     }
     if (threadIdx.x == 0 && total != nullptr) *total = before;
-    if (walked == nullptr || (before <= limit && before <= static_cast<int64_t>(*walked) * percent / 100)) return;
+    if (visited_keys == nullptr || (before <= limit && before <= static_cast<int64_t>(*visited_keys) * percent / 100))
+        return;
     __syncthreads();
     for (int64_t list = threadIdx.x; list < lists; list += kPlaceThreads) begins[list] = ends[list] = -1;
 }
 
 // Parts of the scratch memory, each a multiple of 16 bytes.
 struct Scratch {
-    int64_t walked, counts, bytes;
+    int64_t visited_keys, counts, bytes;
     explicit Scratch(const KeyListsPlan& plan) {
         bytes = 0;
         const auto take = [&](int64_t size) {
@@ -337,7 +338,7 @@ struct Scratch {
             bytes += ceil_div<int64_t>(size, 16) * 16;
             return at;
         };
-        walked = take(sizeof(unsigned long long));
+        visited_keys = take(sizeof(unsigned long long));
         counts = take(plan.lists() * plan.chunks * sizeof(int32_t));
     }
 };
@@ -390,16 +391,18 @@ int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& 
     using cuda::ceil_div;
     const int64_t rows = params.seqlen_q, keys = params.seqlen_k,
                   visible_rows = std::min(rows, keys);  // rows that see a key
-    const int64_t pairs = params.is_causal ? visible_rows * keys - visible_rows * (visible_rows - 1) / 2 : rows * keys;
+    const int64_t causal_scores =
+        params.is_causal ? visible_rows * keys - visible_rows * (visible_rows - 1) / 2 : rows * keys;
     constexpr int64_t kAlign = KeyListsView::kAlign;
-    const int64_t walked = pairs / KeyListsView::kRows + keys;  // an upper bound: the last m_block counts as full
-    const int64_t of_head = ceil_div(walked / 2, kAlign) + plan.num_m_blocks;  // with padding
-    return plan.batches * plan.heads * of_head * kAlign;
+    const int64_t visited_keys =
+        causal_scores / KeyListsView::kRows + keys;  // an upper bound: the last m_block counts as full
+    const int64_t keys_per_head = ceil_div(visited_keys / 2, kAlign) + plan.num_m_blocks;  // with padding
+    return plan.batches * plan.heads * keys_per_head * kAlign;
 }
 
-void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
-                          void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
-                          cudaStream_t stream) {
+void key_list_offsets_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
+                           void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
+                           cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) {
         if (total != nullptr) FLASH_CUDA_CHECK(cudaMemsetAsync(total, 0, sizeof(int64_t), stream));
@@ -407,15 +410,16 @@ void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& pla
     }
     Lists lists = lists_of(plan, scratch);
     if (percent) {
-        lists.walked = reinterpret_cast<unsigned long long*>(static_cast<char*>(scratch) + Scratch(plan).walked);
-        FLASH_CUDA_CHECK(cudaMemsetAsync(lists.walked, 0, sizeof(*lists.walked), stream));
+        lists.visited_keys =
+            reinterpret_cast<unsigned long long*>(static_cast<char*>(scratch) + Scratch(plan).visited_keys);
+        FLASH_CUDA_CHECK(cudaMemsetAsync(lists.visited_keys, 0, sizeof(*lists.visited_keys), stream));
     }
     const auto count = params.packed_mask.present() ? count_columns_kernel : count_intervals_kernel;
     launch(count, blocks_of_threads(plan), stream, params, lists);
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, 32);
     launch(scan_counts_kernel, blocks, stream, lists, ends);
-    place_lists_kernel<<<1, kPlaceThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total, lists.walked,
-                                                        percent.value_or(0));
+    scan_list_offsets_kernel<<<1, kPlaceThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total,
+                                                              lists.visited_keys, percent.value_or(0));
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -37,9 +37,9 @@ int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& 
 //   percent                bool mask: build lists only if they fit and hold at most this percentage of the keys in
 //                          non-empty blocks (PackedMask); otherwise all begins and ends are -1
 //   scratch                plan.scratch_bytes, aligned to 16; the second step reads it
-void key_list_places_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
-                          void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
-                          cudaStream_t stream);
+void key_list_offsets_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
+                           void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
+                           cudaStream_t stream);
 
 // Writes keys [capacity] and rows [capacity, KeyListsView::kRows / 32]; the row bits of padding are 0. Writes nothing
 // beyond `capacity`.

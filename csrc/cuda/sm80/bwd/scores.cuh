@@ -178,7 +178,7 @@ __device__ __forceinline__ void wait_for_qdo(QdoStage<Traits, kKeyBias>& stage, 
     __syncthreads();
 }
 
-// Recomputes P and dS of one pass over this warp's part of a tile: S = Q K^T, dP = dO V^T, then differentiate().
+// Recomputes P and dS of one pass over this warp's part of a tile: S = Q K^T, dP = dO V^T, then compute_p_ds().
 // Calls make_visibility after the GEMMs, to save registers. With a softcap add_dx_softcap replaces add_dx.
 template <typename Traits, BiasKind kBias, int kPassN, typename Rows, typename Keys, typename Stage, typename DenseBias,
           typename MakeVisibility, typename AddDx, typename AddDxSoftcap>
@@ -196,14 +196,14 @@ __device__ __forceinline__ void recompute_p_ds(float (&scores)[Traits::kScoreM][
     const auto visibility = make_visibility();
     const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
     if (softcap > 0) {
-        differentiate<T, kBias, true, true>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
-                                            scale, softcap, add_dx_softcap);
+        compute_p_ds<T, kBias, true, true>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
+                                           scale, softcap, add_dx_softcap);
     } else if (visibility.full()) {
-        differentiate<T, kBias, false, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
-                                              scale, softcap, add_dx);
-    } else {
-        differentiate<T, kBias, true, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
+        compute_p_ds<T, kBias, false, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
                                              scale, softcap, add_dx);
+    } else {
+        compute_p_ds<T, kBias, true, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
+                                            scale, softcap, add_dx);
     }
 }
 

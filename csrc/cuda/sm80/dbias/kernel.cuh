@@ -1,7 +1,7 @@
 // The "recompute" kernel of dbias, for a dense bias whose shared gradient the main kernel cannot sum.
 //
 // A CTA owns a run of dbias tiles, one after the other. It recomputes P and dP of every contributor, the (batch, head)
-// pairs that share the tile, sums dx in float32 registers and writes the sum once. This takes no atomics and no memory
+// pairs that share the tile, sums dx in float32 registers and writes the sum once. This needs neither atomics nor memory
 // of [B, H, Sq, Sk]. Where tiles are few, splits share the contributors, and a second kernel adds up the splits' sums.
 #pragma once
 

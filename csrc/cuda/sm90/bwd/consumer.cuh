@@ -103,7 +103,7 @@ private:
             wgmma_wait_group<0>();
             warpgroup_fence_operand(scores);
             warpgroup_fence_operand(dprobs);
-            Base::differentiate_capped(scores, dprobs);
+            Base::compute_ds_softcap(scores, dprobs);
         } else {
             const RowStats lse(m_block_info().lse + layout_.first_row());
             wgmma_wait_group<1>();
@@ -112,8 +112,8 @@ private:
             const RowStats delta(m_block_info().delta + layout_.first_row());
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dprobs);
-            is_masked ? Base::template differentiate<true>(scores, dprobs, delta)
-                      : Base::template differentiate<false>(scores, dprobs, delta);
+            is_masked ? Base::template compute_ds<true>(scores, dprobs, delta)
+                      : Base::template compute_ds<false>(scores, dprobs, delta);
         }
         if constexpr (Traits::kClusterReduces) reduction_.send(dprobs);
         to_a_operand<T>(scores, probs);

@@ -9,7 +9,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Traits: a BwdMmaTraits, which tells how the warpgroups split each GEMM. A GEMM returns while its wgmma group is in
+// Traits: a BwdMmaTraits, which defines how the warpgroups split each GEMM. A GEMM returns while its wgmma group is in
 // flight.
 template <typename Traits>
 class MmaAtomLayout {

@@ -125,8 +125,7 @@ protected:
     }
     // P and dP to dS. Where a score is masked P is 0 and dP may be anything.
     template <bool kMasked>
-    __device__ __forceinline__ void differentiate(const ScoresFragment& prob, ScoresFragment& dp,
-                                                  const RowStats& deltas) {
+    __device__ __forceinline__ void compute_ds(const ScoresFragment& prob, ScoresFragment& dp, const RowStats& deltas) {
 #pragma unroll
         for (int m = 0; m < kFragments; ++m) {
             const float2 delta = deltas[m];
@@ -140,7 +139,7 @@ protected:
         }
     }
     // S and dP to P and dS with a softcap.
-    __device__ __forceinline__ void differentiate_capped(ScoresFragment& s, ScoresFragment& dp) {
+    __device__ __forceinline__ void compute_ds_softcap(ScoresFragment& s, ScoresFragment& dp) {
         const float* deltas = m_block_info().delta + layout_.first_row() + fragment_col();
         const RowStats lse(m_block_info().lse + layout_.first_row());
         for_each_score<true, true>(lse, has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {

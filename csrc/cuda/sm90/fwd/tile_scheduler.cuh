@@ -1,9 +1,9 @@
 // The tile scheduler of the forward: which work tiles, (m_block, head, batch), a CTA processes, and in which order.
 //
-// | scheduler          | grid                  | next work tile    | used for                            |
-// | static persistent  | one CTA per SM        | index + gridDim.x | uniform work tiles; short sequences |
-// | dynamic persistent | one CTA per SM        | atomic counter    | interval masks without a dense bias |
-// | one CTA per tile   | one CTA per work tile | none              | the rest                            |
+// | call (FwdGrid in launch.cuh)                     | scheduler          | next work tile    |
+// | interval mask without a dense bias or lists      | dynamic persistent | atomic counter    |
+// | other interval masks; uniform work tiles; <= 2048 rows | static persistent  | index + gridDim.x |
+// | the rest                                         | one CTA per tile   | none              |
 #pragma once
 
 #include "cuda/arch/named_barrier.cuh"

@@ -86,7 +86,7 @@ private:
             value_pipeline_.consumer_release();
             value_pipeline_.advance();
         }
-        differentiate(scores, dprobs, i);
+        compute_p_ds_gathered(scores, dprobs, i);
         to_a_operand<T>(scores, probs);
         to_a_operand<T>(dprobs, dscores);
         if constexpr (Traits::kSharesKeys) {
@@ -178,12 +178,12 @@ private:
     }
 
     // S and dP to P and dS.
-    __device__ __forceinline__ void differentiate(ScoresFragment& s, ScoresFragment& dp, int step) {
+    __device__ __forceinline__ void compute_p_ds_gathered(ScoresFragment& s, ScoresFragment& dp, int step) {
         const int first_word = (smem_.work_tile().template row_of<kRows>(step) + layout_.first_row()) / 32;
         const float *lse = row_info().lse + layout_.first_row(), *delta = row_info().delta + layout_.first_row();
 #pragma unroll
         for (int w = 0; w < kScoreRows / 32; ++w)
-            keys_.differentiate(p_, smem_.keys, first_word + w, s, dp, w * 4, lse + w * 32, delta + w * 32);
+            keys_.compute_p_ds_gathered(p_, smem_.keys, first_word + w, s, dp, w * 4, lse + w * 32, delta + w * 32);
     }
 
     // This thread's first float4 of a step's dQ in the slot, in accumulator order; the next is kDqStride further.

@@ -37,16 +37,17 @@ public:
     // S and dP to P and dS of 32 rows: word w of the rows that see a key, fragments [m, m + 4) of the accumulators. lse
     // and delta begin at these rows.
     template <int kKeys, int kFragments>
-    __device__ __forceinline__ void differentiate(const AttentionParams& p, const GatheredKeys<kKeys>& keys, int w,
-                                                  float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4], int m,
-                                                  const float* lse, const float* delta) {
+    __device__ __forceinline__ void compute_p_ds_gathered(const AttentionParams& p, const GatheredKeys<kKeys>& keys,
+                                                          int w, float (&s)[1][kFragments][4],
+                                                          float (&dp)[1][kFragments][4], int m, const float* lse,
+                                                          const float* delta) {
         const uint32_t visible_rows[2] = {keys.rows[key(0)][w], keys.rows[key(1)][w]};
         if (p.softcap > 0) {
-            differentiate<true, true>(p, visible_rows, s, dp, m, lse, delta);
+            compute_p_ds_gathered<true, true>(p, visible_rows, s, dp, m, lse, delta);
         } else if (__all_sync(~0u, (visible_rows[0] & visible_rows[1]) == ~0u)) {
-            differentiate<false, false>(p, visible_rows, s, dp, m, lse, delta);
+            compute_p_ds_gathered<false, false>(p, visible_rows, s, dp, m, lse, delta);
         } else {
-            differentiate<true, false>(p, visible_rows, s, dp, m, lse, delta);
+            compute_p_ds_gathered<true, false>(p, visible_rows, s, dp, m, lse, delta);
         }
     }
 
@@ -118,9 +119,9 @@ private:
     __device__ int key(int h) const { return warp_key_ + h * 8 + fragment_row(); }
 
     template <bool kMasked, bool kSoftcap, int kFragments>
-    __device__ __forceinline__ void differentiate(const AttentionParams& p, const uint32_t (&visible_rows)[2],
-                                                  float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4], int m,
-                                                  const float* lse, const float* delta) {
+    __device__ __forceinline__ void compute_p_ds_gathered(const AttentionParams& p, const uint32_t (&visible_rows)[2],
+                                                          float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4],
+                                                          int m, const float* lse, const float* delta) {
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
         const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E,
                     scale_of_capped = kSoftcap ? scale / softcap : 0;

@@ -66,7 +66,7 @@ private:
         wgmma_wait_group<1>();
         warpgroup_fence_operand(scores[0]);
         warpgroup_fence_operand(dprobs[0]);
-        differentiate(scores[0], dprobs[0], 0);
+        compute_p_ds_gathered(scores[0], dprobs[0], 0);
         to_a_operand<T>(scores[0], probs[0]);
         to_a_operand<T>(dprobs[0], dscores);
         if (n_block > 0) named_barrier_sync(kDscoresReadBarrier + warpgroup_, kThreads);
@@ -77,7 +77,7 @@ private:
         warpgroup_fence_operand(dprobs[1]);
         value_pipeline_.consumer_release();
         value_pipeline_.advance();
-        differentiate(scores[1], dprobs[1], 1);
+        compute_p_ds_gathered(scores[1], dprobs[1], 1);
         to_a_operand<T>(scores[1], probs[1]);
         to_a_operand<T>(dprobs[1], dscores);
         store_dscores(dscores, 1);
@@ -152,12 +152,12 @@ private:
     }
 
     // S and dP to P and dS of half of the rows.
-    __device__ __forceinline__ void differentiate(ScoresFragment& s, ScoresFragment& dp, int half) {
+    __device__ __forceinline__ void compute_p_ds_gathered(ScoresFragment& s, ScoresFragment& dp, int half) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int w = half * 2 + i;
-            keys_.differentiate(p_, smem_.keys[key_pipeline_.stage()], w, s, dp, i * 4, smem_.lse + w * 32,
-                                smem_.delta + w * 32);
+            keys_.compute_p_ds_gathered(p_, smem_.keys[key_pipeline_.stage()], w, s, dp, i * 4, smem_.lse + w * 32,
+                                        smem_.delta + w * 32);
         }
     }
 

@@ -233,8 +233,10 @@ private:
             const T* bias =
                 static_cast<const T*>(p_.bias.data) + score_offset(p_.bias, s, smem_.work_tile.first_head, p_.heads);
             const int first_key = n_block * kKeys + warp_key_;
-            this->mask_by_dense_bias(scores, bias,
-                                     [&](int key) { return min(first_key + key, s.keys - 1) * p_.bias.col_stride; });
+            apply_bias_mask<T>(scores, [&](int row, int key) {
+                return bias + min(query_row(warp_row_ + row), s.rows - 1) * p_.bias.row_stride +
+                       min(first_key + key, s.keys - 1) * p_.bias.col_stride;
+            });
         }
     }
 

@@ -124,14 +124,6 @@ protected:
         }
         return scale;
     }
-    // `bias` points to row 0 and key 0 of the sequence; bias_offset(key of the warp's part) is that of a key's bias.
-    template <typename BiasOffset>
-    __device__ __forceinline__ void mask_by_dense_bias(float (&scores)[kMFragments][kNFragments][4], const T* bias,
-                                                       const BiasOffset& bias_offset) const {
-        apply_bias_mask<T>(scores, [&](int row, int key) {
-            return bias + min(query_row(warp_row_ + row), sequence().rows - 1) * p_.bias.row_stride + bias_offset(key);
-        });
-    }
 
     const FwdArgs& p_;
     const FwdKernelParams& params_;

@@ -201,9 +201,11 @@ private:
     // Reads the list again: the n_block's positions have left shared memory.
     __device__ __forceinline__ void mask_by_bias(float (&scores)[kMFragments][kNFragments][4], int n_block) {
         if constexpr (kBias == BiasKind::kDense)
-            this->mask_by_dense_bias(scores, reinterpret_cast<const T*>(smem_.first_bias), [&](int at) {
+            apply_bias_mask<T>(scores, [&](int row, int at) {
                 const int key = smem_.list.key(n_block * kKeys + warp_key_ + at);
-                return (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride;
+                return reinterpret_cast<const T*>(smem_.first_bias) +
+                       min(query_row(warp_row_ + row), sequence().rows - 1) * p_.bias.row_stride +
+                       (is_key(key, sequence().keys) ? key : 0) * p_.bias.col_stride;
             });
     }
 

@@ -1,7 +1,7 @@
 """Writes the tables of README.md and docs/measured.md from benchmarks/results/h200.json.
 
 python scripts/write_tables.py            # writes them between the markers <!-- table: NAME --> and <!-- end -->
-python scripts/write_tables.py --check    # exit status 1 where a page differs; tests/benchmarks/test_benchmarks.py runs this
+python scripts/write_tables.py --check    # exit status 1 where a page differs; a test of benchmarks/ runs this
 """
 
 from __future__ import annotations

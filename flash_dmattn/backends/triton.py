@@ -109,37 +109,53 @@ def _tanh(y):
 
 
 @jit
-def _at_head(base, strides, b, h):
-    """The address of the (seqlen, head_dim) matrix of batch `b` and head `h`; strides are (batch, row, head)."""
-    return base + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
+def _at_head(matrix, b, h):
+    """(pointer, row stride) of the (seqlen, head_dim) matrix of batch `b` and head `h`."""
+    base, strides = matrix
+    return base + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2], strides[1]
 
 
 @jit
-def _load_rows(base, row_stride, rows, seqlen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(len(rows), BLOCK_D) of a (seqlen, HEAD_DIM) matrix; zero outside of it, without reading there."""
+def _row_pointers(matrix, rows, seqlen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(pointers, whether they are inside) of (len(rows), BLOCK_D) of a (seqlen, HEAD_DIM) matrix of `_at_head`."""
+    base, row_stride = matrix
     dims = tl.arange(0, BLOCK_D)
     inside = (rows < seqlen)[:, None] & (dims < HEAD_DIM)[None, :]
-    return tl.load(base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :], mask=inside, other=0.0)
+    return base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :], inside
 
 
 @jit
-def _store_rows(base, row_stride, rows, seqlen, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    dims = tl.arange(0, BLOCK_D)
-    inside = (rows < seqlen)[:, None] & (dims < HEAD_DIM)[None, :]
-    pointers = base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :]
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+def _load_rows(matrix, rows, seqlen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(len(rows), BLOCK_D); zero outside of the matrix, without reading there."""
+    pointers, inside = _row_pointers(matrix, rows, seqlen, HEAD_DIM, BLOCK_D)
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 @jit
-def _scores_at_head(base, strides, b, h, KIND: tl.constexpr):
+def _store_rows(matrix, rows, seqlen, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    pointers, inside = _row_pointers(matrix, rows, seqlen, HEAD_DIM, BLOCK_D)
+    tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=inside)
+
+
+@jit
+def _store_dbias(dbias, index, rows, keys, tile, sizes):
+    """Stores a tile of matrix `index` (Sq, Sk) of dbias."""
+    pointers = dbias + (index.to(tl.int64) * sizes.seqlen_q + rows)[:, None] * sizes.seqlen_k + keys[None, :]
+    inside = (rows < sizes.seqlen_q)[:, None] & (keys < sizes.seqlen_k)[None, :]
+    tl.store(pointers, tile.to(dbias.dtype.element_ty), mask=inside)
+
+
+@jit
+def _scores_at_head(scores, b, h, KIND: tl.constexpr):
     """(pointer, row stride, key stride) of a mask's or bias's matrix; strides from `score_strides`."""
+    base, strides = scores
     if KIND != "none":
         base += (b // strides[5]).to(tl.int64) * strides[0] + (h // strides[4]).to(tl.int64) * strides[1]
     return base, strides[2], strides[3]
 
 
 @jit
-def _load_scores(view, rows, keys, seqlen_q, seqlen_k, other, KIND: tl.constexpr, EDGE: tl.constexpr):
+def _load_scores(view, rows, keys, sizes, other, KIND: tl.constexpr, EDGE: tl.constexpr):
     """The tile of a dense mask or bias, or the one row of a key mask or key bias; `other` for keys past the end.
 
     A row past the end reads the last row: its results are dropped, and the scores need no bounds check.
@@ -147,9 +163,9 @@ def _load_scores(view, rows, keys, seqlen_q, seqlen_k, other, KIND: tl.constexpr
     base, row_stride, key_stride = view
     pointers = base + keys.to(tl.int64) * key_stride
     if KIND == "dense":
-        pointers += tl.minimum(rows, seqlen_q - 1).to(tl.int64) * row_stride
+        pointers += tl.minimum(rows, sizes.seqlen_q - 1).to(tl.int64) * row_stride
     if EDGE:
-        return tl.load(pointers, mask=keys < seqlen_k, other=other)
+        return tl.load(pointers, mask=keys < sizes.seqlen_k, other=other)
     else:
         return tl.load(pointers)
 
@@ -159,13 +175,9 @@ def _scores(
     product,
     rows,
     keys,
-    seqlen_q,
-    seqlen_k,
     mask,
     bias,
-    softmax_scale,
-    softcap,
-    least_bias,
+    sizes,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
@@ -178,23 +190,23 @@ def _scores(
     broadcasts to the tile: a mask that all rows share keeps one row. Only a tile with EDGE contains the end of the keys
     or the causal diagonal. Rows past the end are not masked: their owner drops them, see _dkdv_kernel.
     """
-    s = product * softmax_scale
+    s = product * sizes.softmax_scale
     slope = tl.full(product.shape, 1.0, tl.float32)
     if HAS_SOFTCAP:
-        capped = _tanh(s / softcap)
-        s = softcap * capped
+        capped = _tanh(s / sizes.softcap)
+        s = sizes.softcap * capped
         slope = 1.0 - capped * capped
 
     visible = tl.full([1, 1], 1, tl.int1)
     if EDGE:
-        visible = keys < seqlen_k
+        visible = keys < sizes.seqlen_k
         if IS_CAUSAL:
-            visible = visible & (keys <= rows + (seqlen_k - seqlen_q))
+            visible = visible & (keys <= rows + (sizes.seqlen_k - sizes.seqlen_q))
     if MASK != "none":
-        visible = visible & (_load_scores(mask, rows, keys, seqlen_q, seqlen_k, 0, MASK, EDGE) != 0)
+        visible = visible & (_load_scores(mask, rows, keys, sizes, 0, MASK, EDGE) != 0)
     if BIAS != "none":
-        bias_tile = _load_scores(bias, rows, keys, seqlen_q, seqlen_k, float("-inf"), BIAS, EDGE).to(tl.float32)
-        visible = visible & ((bias_tile <= least_bias) == 0)
+        bias_tile = _load_scores(bias, rows, keys, sizes, float("-inf"), BIAS, EDGE).to(tl.float32)
+        visible = visible & ((bias_tile <= sizes.least_bias) == 0)
         s += bias_tile
     return tl.where(visible, s, float("-inf")), visible, slope
 
@@ -214,26 +226,65 @@ def _zero_unseen(tile, visible, is_finite):
 
 
 @jit
-def _is_finite(sums, index):
+def _is_finite(sums, b, kv_head, sizes):
     """Whether all rows of a head are finite, from their sum. A False from an overflow costs only time."""
-    total = tl.load(sums + index)
+    total = tl.load(sums + b * (sizes.heads // sizes.group) + kv_head)
     return total - total == 0.0
 
 
 @jit
-def _load_statistics(base, rows, seqlen_q, other):
-    """lse or delta of the rows; base is the address of the head's (seqlen_q) values."""
-    return tl.load(base + rows, mask=rows < seqlen_q, other=other)
+def _load_statistics(base, b, h, rows, sizes, other):
+    """lse, delta or dlse of the rows of a head."""
+    first = (b * sizes.heads + h).to(tl.int64) * sizes.seqlen_q
+    return tl.load(base + first + rows, mask=rows < sizes.seqlen_q, other=other)
 
 
 @jit
-def _gradients(x, visible, slope, dp, lse, delta):
-    """(p, dx, ds) of a tile of scores; dp is <do_i, v_j>."""
+def _store_statistics(base, b, h, rows, sizes, values):
+    first = (b * sizes.heads + h).to(tl.int64) * sizes.seqlen_q
+    tl.store(base + first + rows, values, mask=rows < sizes.seqlen_q)
+
+
+@jit
+def _load_row_operands(inputs, of_rows, b, h, rows, sizes, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(q, do, lse, delta) of query rows."""
+    q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, HEAD_DIM, BLOCK_D)
+    do = _load_rows(_at_head(of_rows.dout, b, h), rows, sizes.seqlen_q, HEAD_DIM, BLOCK_D)
+    lse = _load_statistics(of_rows.lse, b, h, rows, sizes, float("inf"))
+    return q, do, lse, _load_statistics(of_rows.delta, b, h, rows, sizes, 0.0)
+
+
+@jit
+def _load_key_operands(inputs, b, kv_head, keys, sizes, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(k, v) of keys."""
+    k = _load_rows(_at_head(inputs.key, b, kv_head), keys, sizes.seqlen_k, HEAD_DIM, BLOCK_D)
+    return k, _load_rows(_at_head(inputs.value, b, kv_head), keys, sizes.seqlen_k, HEAD_DIM, BLOCK_D)
+
+
+@jit
+def _gradients(
+    product,
+    dp,
+    lse,
+    delta,
+    rows,
+    keys,
+    mask,
+    bias,
+    sizes,
+    IS_CAUSAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    BIAS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """(p, dx, ds, visible) of a tile of scores; dp is <do_i, v_j>. The other arguments are those of `_scores`."""
+    x, visible, slope = _scores(*(product, rows, keys, mask, bias, sizes), *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE))
     # In an empty row lse and every x are -inf: avoids -inf - -inf, which is NaN.
     p = tl.exp(x - tl.where(lse == float("-inf"), 0.0, lse))
     dx = tl.where(visible, p * (dp - delta), 0.0)
     ds = tl.where(visible, dx * slope, 0.0)
-    return p, dx, ds
+    return p, dx, ds, visible
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,67 +292,52 @@ def _gradients(x, visible, slope, dp, lse, delta):
 
 
 @jit
-def _row_tile(seqlen_q, HEAVY_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(first row, batch-and-head index) of a program that owns a tile of rows."""
-    tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    tile = tl.program_id(0) % tiles
+def _row_tile(sizes, HEAVY_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(b, h, first row, rows) of a program that owns a tile of rows."""
+    tiles = tl.cdiv(sizes.seqlen_q, BLOCK_M)
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if HEAVY_FIRST:
         tile = tiles - 1 - tile
-    return tile * BLOCK_M, tl.program_id(0) // tiles
+    return bh // sizes.heads, bh % sizes.heads, tile * BLOCK_M, tile * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @jit
-def _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _key_bounds(row, sizes, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(whole, end): the rows of the tile at `row` see the keys before `end`; tiles before `whole` have no edge."""
-    whole = seqlen_k
-    end = seqlen_k
+    whole = sizes.seqlen_k
+    end = sizes.seqlen_k
     if IS_CAUSAL:
-        diagonal = row + (seqlen_k - seqlen_q)
+        diagonal = row + (sizes.seqlen_k - sizes.seqlen_q)
         whole = tl.minimum(whole, tl.maximum(diagonal + 1, 0))
         end = tl.minimum(end, tl.maximum(diagonal + BLOCK_M, 0))
     return whole // BLOCK_N * BLOCK_N, end
 
 
 @jit
-def _row_bounds(key, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _row_bounds(key, sizes, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, whole): the rows from `begin` on see a key of the tile at `key`; tiles from `whole` on have no edge."""
     begin = 0
     whole = 0
     if IS_CAUSAL:
-        diagonal = key - (seqlen_k - seqlen_q)
+        diagonal = key - (sizes.seqlen_k - sizes.seqlen_q)
         begin = tl.maximum(diagonal, 0) // BLOCK_M * BLOCK_M
         whole = tl.cdiv(tl.maximum(diagonal + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M
-    return begin, tl.where(key + BLOCK_N > seqlen_k, seqlen_q, tl.minimum(whole, seqlen_q))
+    return begin, tl.where(key + BLOCK_N > sizes.seqlen_k, sizes.seqlen_q, tl.minimum(whole, sizes.seqlen_q))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels. Strides of q, k, v, out, do are (batch, row, head); lse, delta and dlse are contiguous (B, H, Sq);
-# key_sums and value_sums, over rows and head dimension, are contiguous float32 (B, Hkv).
+# Kernels. `inputs` is Inputs, `of_rows` is OfRows, `sizes` is Sizes. Matrices of rows (out, dq, ..) are (pointer,
+# (batch, row, head) strides); lse, delta and dlse are contiguous (B, H, Sq); key_sums and value_sums, over rows and
+# head dimension, are contiguous float32 (B, Hkv).
 
 
 @jit
 def _forward_kernel(
-    query,
-    key,
-    value,
-    mask,
-    bias,
+    inputs,
     value_sums,
     out,
     lse,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    bias_strides,
-    out_strides,
-    heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    softmax_scale,
-    softcap,
-    least_bias,
+    sizes,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
@@ -311,44 +347,39 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    row, bh = _row_tile(seqlen_q, IS_CAUSAL, BLOCK_M)
-    b, h = bh // heads, bh % heads
-    rows = row + tl.arange(0, BLOCK_M)
-    key = _at_head(key, k_strides, b, h // group)
-    value = _at_head(value, v_strides, b, h // group)
-    mask = _scores_at_head(mask, mask_strides, b, h, MASK)
-    bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
-    is_finite = _is_finite(value_sums, b * (heads // group) + h // group)
-    q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+    b, h, row, rows = _row_tile(sizes, IS_CAUSAL, BLOCK_M)
+    kv_head = h // sizes.group
+    key, value = _at_head(inputs.key, b, kv_head), _at_head(inputs.value, b, kv_head)
+    mask, bias = _scores_at_head(inputs.mask, b, h, MASK), _scores_at_head(inputs.bias, b, h, BIAS)
+    is_finite = _is_finite(value_sums, b, kv_head, sizes)
+    q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, HEAD_DIM, BLOCK_D)
 
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    whole, end = _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    whole, end = _key_bounds(row, sizes, IS_CAUSAL, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, end if EDGE else whole, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = _load_rows(key, k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+            k = _load_rows(key, keys, sizes.seqlen_k, HEAD_DIM, BLOCK_D)
             x, visible, _ = _scores(
-                _dot(q, tl.trans(k)),
-                *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, mask, bias, softmax_scale, softcap, least_bias),
+                *(_dot(q, tl.trans(k)), rows[:, None], keys[None, :], mask, bias, sizes),
                 *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
             )
             new_max = tl.maximum(row_max, tl.max(x, axis=1))
             anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.exp(x - anchor[:, None])
             rescale = tl.exp(row_max - anchor)
-            v = _load_rows(value, v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-            v = _zero_unseen(v, visible, is_finite)
+            v = _zero_unseen(_load_rows(value, keys, sizes.seqlen_k, HEAD_DIM, BLOCK_D), visible, is_finite)
             total = _add_product(total * rescale[:, None], p.to(v.dtype), v)
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
             row_max = new_max
 
     is_empty = row_sum == 0.0
     total = total / tl.where(is_empty, 1.0, row_sum)[:, None]
-    _store_rows(_at_head(out, out_strides, b, h), out_strides[1], rows, seqlen_q, total, HEAD_DIM, BLOCK_D)
+    _store_rows(_at_head(out, b, h), rows, sizes.seqlen_q, total, HEAD_DIM, BLOCK_D)
     row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(tl.where(is_empty, 1.0, row_sum)))
-    tl.store(lse + bh.to(tl.int64) * seqlen_q + rows, row_lse, mask=rows < seqlen_q)
+    _store_statistics(lse, b, h, rows, sizes, row_lse)
 
 
 @jit
@@ -357,52 +388,27 @@ def _delta_kernel(
     dout,
     dlse,
     delta,
-    out_strides,
-    do_strides,
-    heads,
-    seqlen_q,
+    sizes,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    row, bh = _row_tile(seqlen_q, False, BLOCK_M)
-    b, h = bh // heads, bh % heads
-    rows = row + tl.arange(0, BLOCK_M)
-    o = _load_rows(_at_head(out, out_strides, b, h), out_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-    do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-    first = bh.to(tl.int64) * seqlen_q
-    dots = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
-    row_delta = dots - _load_statistics(dlse + first, rows, seqlen_q, 0.0)
-    tl.store(delta + first + rows, row_delta, mask=rows < seqlen_q)
+    b, h, _, rows = _row_tile(sizes, False, BLOCK_M)
+    o = _load_rows(_at_head(out, b, h), rows, sizes.seqlen_q, HEAD_DIM, BLOCK_D)
+    do = _load_rows(_at_head(dout, b, h), rows, sizes.seqlen_q, HEAD_DIM, BLOCK_D)
+    row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
+    row_delta -= _load_statistics(dlse, b, h, rows, sizes, 0.0)
+    _store_statistics(delta, b, h, rows, sizes, row_delta)
 
 
 @jit
 def _dq_kernel(
-    query,
-    key,
-    value,
-    mask,
-    bias,
-    lse,
-    dout,
-    delta,
+    inputs,
+    of_rows,
     key_sums,
     dq,
     dbias,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    bias_strides,
-    do_strides,
-    dq_strides,
-    heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    softmax_scale,
-    softcap,
-    least_bias,
+    sizes,
     STORE_DBIAS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -414,73 +420,40 @@ def _dq_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """With STORE_DBIAS dbias is contiguous (B, H, Sq, Sk), and holds zeros in tiles that causality hides."""
-    row, bh = _row_tile(seqlen_q, IS_CAUSAL, BLOCK_M)
-    b, h = bh // heads, bh % heads
-    rows = row + tl.arange(0, BLOCK_M)
-    key = _at_head(key, k_strides, b, h // group)
-    value = _at_head(value, v_strides, b, h // group)
-    mask = _scores_at_head(mask, mask_strides, b, h, MASK)
-    bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
-    is_finite = _is_finite(key_sums, b * (heads // group) + h // group)
-    q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-    do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-    first = bh.to(tl.int64) * seqlen_q
-    row_lse = _load_statistics(lse + first, rows, seqlen_q, float("inf"))
-    row_delta = _load_statistics(delta + first, rows, seqlen_q, 0.0)
+    b, h, row, rows = _row_tile(sizes, IS_CAUSAL, BLOCK_M)
+    kv_head = h // sizes.group
+    mask, bias = _scores_at_head(inputs.mask, b, h, MASK), _scores_at_head(inputs.bias, b, h, BIAS)
+    is_finite = _is_finite(key_sums, b, kv_head, sizes)
+    q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes, HEAD_DIM, BLOCK_D)
 
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    whole, end = _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    whole, end = _key_bounds(row, sizes, IS_CAUSAL, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, end if EDGE else whole, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = _load_rows(key, k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-            v = _load_rows(value, v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-            x, visible, slope = _scores(
-                _dot(q, tl.trans(k)),
-                *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, mask, bias, softmax_scale, softcap, least_bias),
+            k, v = _load_key_operands(inputs, b, kv_head, keys, sizes, HEAD_DIM, BLOCK_D)
+            _, dx, ds, visible = _gradients(
+                *(_dot(q, tl.trans(k)), _dot(do, tl.trans(v)), lse[:, None], delta[:, None]),
+                *(rows[:, None], keys[None, :], mask, bias, sizes),
                 *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
             )
-            dp = _dot(do, tl.trans(v))
-            _, dx, ds = _gradients(x, visible, slope, dp, row_lse[:, None], row_delta[:, None])
             if STORE_DBIAS:
-                pointers = dbias + (first + rows)[:, None] * seqlen_k + keys[None, :]
-                inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
-                tl.store(pointers, dx.to(dbias.dtype.element_ty), mask=inside)
+                _store_dbias(dbias, b * sizes.heads + h, rows, keys, dx, sizes)
             k = _zero_unseen(k, visible, is_finite)
             total = _add_product(total, ds.to(k.dtype), k)
 
-    total *= softmax_scale
-    _store_rows(_at_head(dq, dq_strides, b, h), dq_strides[1], rows, seqlen_q, total, HEAD_DIM, BLOCK_D)
+    total *= sizes.softmax_scale
+    _store_rows(_at_head(dq, b, h), rows, sizes.seqlen_q, total, HEAD_DIM, BLOCK_D)
 
 
 @jit
 def _dkdv_kernel(
-    query,
-    key,
-    value,
-    mask,
-    bias,
-    lse,
-    dout,
-    delta,
+    inputs,
+    of_rows,
     dk,
     dv,
     column_sums,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    bias_strides,
-    do_strides,
-    dk_strides,
-    dv_strides,
-    heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    softmax_scale,
-    softcap,
-    least_bias,
+    sizes,
     STORE_COLUMN_SUMS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -496,79 +469,51 @@ def _dkdv_kernel(
     Tiles of scores are (keys, rows), the operand layout of the products with do and q. A row past the end has lse =
     inf, hence p = dx = 0, and q = do = 0. Empty rows must hold no NaN in q and do.
     """
-    tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    tiles = tl.cdiv(sizes.seqlen_k, BLOCK_N)
     start_key = tl.program_id(0) % tiles * BLOCK_N
-    kv_heads = heads // group
+    kv_heads = sizes.heads // sizes.group
     b, kv_head = tl.program_id(0) // tiles // kv_heads, tl.program_id(0) // tiles % kv_heads
     keys = start_key + tl.arange(0, BLOCK_N)
-    k = _load_rows(_at_head(key, k_strides, b, kv_head), k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-    v = _load_rows(_at_head(value, v_strides, b, kv_head), v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+    k, v = _load_key_operands(inputs, b, kv_head, keys, sizes, HEAD_DIM, BLOCK_D)
 
     total_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     total_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    begin, whole = _row_bounds(start_key, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)
-    for member in range(0, group):
-        h = kv_head * group + member
-        head_query = _at_head(query, q_strides, b, h)
-        head_dout = _at_head(dout, do_strides, b, h)
-        head_mask = _scores_at_head(mask, mask_strides, b, h, MASK)
-        head_bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
-        bh = (b * heads + h).to(tl.int64)
+    begin, whole = _row_bounds(start_key, sizes, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    for member in range(0, sizes.group):
+        h = kv_head * sizes.group + member
+        mask, bias = _scores_at_head(inputs.mask, b, h, MASK), _scores_at_head(inputs.bias, b, h, BIAS)
         total_dx = tl.zeros([BLOCK_N], tl.float32)
         for EDGE in tl.static_range(2):
-            for row in range(begin if EDGE else whole, whole if EDGE else seqlen_q, BLOCK_M):
+            for row in range(begin if EDGE else whole, whole if EDGE else sizes.seqlen_q, BLOCK_M):
                 rows = row + tl.arange(0, BLOCK_M)
-                q = _load_rows(head_query, q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-                do = _load_rows(head_dout, do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-                row_lse = _load_statistics(lse + bh * seqlen_q, rows, seqlen_q, float("inf"))
-                row_delta = _load_statistics(delta + bh * seqlen_q, rows, seqlen_q, 0.0)
-                x, visible, slope = _scores(
-                    _dot(k, tl.trans(q)),
-                    *(rows[None, :], keys[:, None], seqlen_q, seqlen_k, head_mask, head_bias),
-                    *(softmax_scale, softcap, least_bias),
+                q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes, HEAD_DIM, BLOCK_D)
+                p, dx, ds, _ = _gradients(
+                    *(_dot(k, tl.trans(q)), _dot(v, tl.trans(do)), lse[None, :], delta[None, :]),
+                    *(rows[None, :], keys[:, None], mask, bias, sizes),
                     *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
                 )
-                dp = _dot(v, tl.trans(do))
-                p, dx, ds = _gradients(x, visible, slope, dp, row_lse[None, :], row_delta[None, :])
                 total_dv = _add_product(total_dv, p.to(do.dtype), do)
                 total_dk = _add_product(total_dk, ds.to(q.dtype), q)
                 if STORE_COLUMN_SUMS:
                     total_dx += tl.sum(dx, axis=1)
         if STORE_COLUMN_SUMS:
-            tl.store(column_sums + bh * seqlen_k + keys, total_dx, mask=keys < seqlen_k)
+            first = (b * sizes.heads + h).to(tl.int64) * sizes.seqlen_k
+            tl.store(column_sums + first + keys, total_dx, mask=keys < sizes.seqlen_k)
 
-    total_dk *= softmax_scale
-    _store_rows(_at_head(dk, dk_strides, b, kv_head), dk_strides[1], keys, seqlen_k, total_dk, HEAD_DIM, BLOCK_D)
-    _store_rows(_at_head(dv, dv_strides, b, kv_head), dv_strides[1], keys, seqlen_k, total_dv, HEAD_DIM, BLOCK_D)
+    total_dk *= sizes.softmax_scale
+    _store_rows(_at_head(dk, b, kv_head), keys, sizes.seqlen_k, total_dk, HEAD_DIM, BLOCK_D)
+    _store_rows(_at_head(dv, b, kv_head), keys, sizes.seqlen_k, total_dv, HEAD_DIM, BLOCK_D)
 
 
 @jit
 def _dbias_kernel(
-    query,
-    key,
-    value,
-    mask,
-    bias,
-    lse,
-    dout,
-    delta,
+    inputs,
+    of_rows,
     dbias,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    bias_strides,
-    do_strides,
-    heads,
-    group,
     bias_heads,
     batches_per_bias,
     heads_per_bias,
-    seqlen_q,
-    seqlen_k,
-    softmax_scale,
-    softcap,
-    least_bias,
+    sizes,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
@@ -579,7 +524,7 @@ def _dbias_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """dbias is contiguous (B / batches_per_bias, bias_heads, Sq, Sk): one tile of it, summed over all that share it."""
-    key_tiles, row_tiles = tl.cdiv(seqlen_k, BLOCK_N), tl.cdiv(seqlen_q, BLOCK_M)
+    key_tiles, row_tiles = tl.cdiv(sizes.seqlen_k, BLOCK_N), tl.cdiv(sizes.seqlen_q, BLOCK_M)
     start_key = tl.program_id(0) % key_tiles * BLOCK_N
     row = tl.program_id(0) // key_tiles % row_tiles * BLOCK_M
     bias_bh = tl.program_id(0) // key_tiles // row_tiles
@@ -588,31 +533,20 @@ def _dbias_kernel(
     keys = start_key + tl.arange(0, BLOCK_N)
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    end = _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)[1]
+    end = _key_bounds(row, sizes, IS_CAUSAL, BLOCK_M, BLOCK_N)[1]
     sharers = tl.where(start_key < end, batches_per_bias * heads_per_bias, 0)
     for sharer in range(0, sharers):
         b, h = first_b + sharer // heads_per_bias, first_h + sharer % heads_per_bias
-        head_mask = _scores_at_head(mask, mask_strides, b, h, MASK)
-        head_bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
-        q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-        k = _load_rows(_at_head(key, k_strides, b, h // group), k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-        x, visible, slope = _scores(
-            _dot(q, tl.trans(k)),
-            *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, head_mask, head_bias),
-            *(softmax_scale, softcap, least_bias),
+        mask, bias = _scores_at_head(inputs.mask, b, h, MASK), _scores_at_head(inputs.bias, b, h, BIAS)
+        q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes, HEAD_DIM, BLOCK_D)
+        k, v = _load_key_operands(inputs, b, h // sizes.group, keys, sizes, HEAD_DIM, BLOCK_D)
+        _, dx, _, _ = _gradients(
+            *(_dot(q, tl.trans(k)), _dot(do, tl.trans(v)), lse[:, None], delta[:, None]),
+            *(rows[:, None], keys[None, :], mask, bias, sizes),
             *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, True),
         )
-        do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-        v = _load_rows(_at_head(value, v_strides, b, h // group), v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-        first = (b * heads + h).to(tl.int64) * seqlen_q
-        row_lse = _load_statistics(lse + first, rows, seqlen_q, float("inf"))
-        row_delta = _load_statistics(delta + first, rows, seqlen_q, 0.0)
-        _, dx, _ = _gradients(x, visible, slope, _dot(do, tl.trans(v)), row_lse[:, None], row_delta[:, None])
         total += dx
-
-    pointers = dbias + (bias_bh.to(tl.int64) * seqlen_q + rows)[:, None] * seqlen_k + keys[None, :]
-    inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
-    tl.store(pointers, total.to(dbias.dtype.element_ty), mask=inside)
+    _store_dbias(dbias, bias_bh, rows, keys, total, sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -688,15 +622,43 @@ def score_strides(scores: Tensor | None, batch: int, heads: int) -> tuple[int, .
     return (*strides, heads // scores.shape[1], batch // scores.shape[0])
 
 
-def input_pointers(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
-    # Device functions cannot return None: query replaces a missing pointer and is never read as one.
-    return query, key, value, query if mask is None else mask, query if bias is None else bias
+class Inputs(NamedTuple):
+    """(pointer, strides) of each input; strides from `matrix` and `score_strides`."""
+
+    query: tuple
+    key: tuple
+    value: tuple
+    mask: tuple
+    bias: tuple
 
 
-def input_strides(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
+class OfRows(NamedTuple):
+    """What the backward kernels read of each row beside query."""
+
+    dout: tuple  # as an input
+    lse: Tensor
+    delta: Tensor
+
+
+class Sizes(NamedTuple):
+    heads: int
+    group: int  # query heads per key/value head
+    seqlen_q: int
+    seqlen_k: int
+    softmax_scale: float
+    softcap: float
+    least_bias: float  # the largest that hides
+
+
+def matrix(x: Tensor) -> tuple:
+    return x, x.stride()[:3]
+
+
+def inputs_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Inputs:
     batch, _, heads, _ = query.shape
-    rows = (x.stride()[:3] for x in (query, key, value))
-    return *rows, score_strides(mask, batch, heads), score_strides(bias, batch, heads)
+    # Device functions cannot return None: query replaces a missing pointer and is never read as one.
+    scores = ((query if x is None else x, score_strides(x, batch, heads)) for x in (mask, bias))
+    return Inputs(matrix(query), matrix(key), matrix(value), *scores)
 
 
 def head_sums(x: Tensor) -> Tensor:
@@ -745,7 +707,7 @@ class _Attention(torch.autograd.Function):
         if mask is not None:
             mask = mask.view(torch.uint8)  # a Triton pointer to bool would load single bits
         least_bias = 0.0 if bias is None else least(bias.dtype)
-        ctx.sizes = (seqlen_q, seqlen_k, softmax_scale, softcap, least_bias)
+        ctx.sizes = Sizes(heads, heads // kv_heads, seqlen_q, seqlen_k, softmax_scale, softcap, least_bias)
         ctx.options = {
             "IS_CAUSAL": is_causal,
             "HAS_SOFTCAP": softcap > 0,
@@ -758,10 +720,7 @@ class _Attention(torch.autograd.Function):
         tile = tile_for("forward", query)
         with torch.cuda.device_of(query):
             _forward_kernel[(triton.cdiv(seqlen_q, tile.rows) * batch * heads,)](
-                *(*input_pointers(query, key, value, mask, bias), head_sums(value), out, lse),
-                *input_strides(query, key, value, mask, bias),
-                out.stride()[:3],
-                *(heads, heads // kv_heads, *ctx.sizes),
+                *(inputs_of(query, key, value, mask, bias), head_sums(value), matrix(out), lse, ctx.sizes),
                 **ctx.options,
                 **tile_options(tile),
             )
@@ -801,20 +760,18 @@ class _Attention(torch.autograd.Function):
         with torch.cuda.device_of(query):
             delta = torch.empty_like(lse)
             _delta_kernel[(triton.cdiv(seqlen_q, DELTA_ROWS) * batch * heads,)](
-                *(out, dout, dlse.contiguous(), delta, out.stride()[:3], dout.stride()[:3], heads, seqlen_q),
+                *(matrix(out), matrix(dout), dlse.contiguous(), delta, ctx.sizes),
                 **head_dim_options(query),
                 BLOCK_M=DELTA_ROWS,
             )
-            inputs = (*input_pointers(query, key, value, mask, bias), lse, dout, delta)
-            strides = (*input_strides(query, key, value, mask, bias), dout.stride()[:3])
+            inputs = inputs_of(query, key, value, mask, bias), OfRows(matrix(dout), lse, delta)
 
             stores_dbias = bias_kind == "dense" and not is_shared
             if needs_dq or stores_dbias:
                 dq = query.new_empty(query.shape)
                 tile = tile_for("dq", query)
                 _dq_kernel[(triton.cdiv(seqlen_q, tile.rows) * batch * heads,)](
-                    *(*inputs, head_sums(key), dq, dbias, *strides, dq.stride()[:3]),
-                    *(heads, heads // kv_heads, *ctx.sizes),
+                    *(*inputs, head_sums(key), matrix(dq), dbias, ctx.sizes),
                     STORE_DBIAS=stores_dbias,
                     **ctx.options,
                     **tile_options(tile),
@@ -823,8 +780,7 @@ class _Attention(torch.autograd.Function):
                 dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
                 tile = tile_for("dkdv", query)
                 _dkdv_kernel[(triton.cdiv(seqlen_k, tile.keys) * batch * kv_heads,)](
-                    *(*inputs, dk, dv, column_sums, *strides, dk.stride()[:3], dv.stride()[:3]),
-                    *(heads, heads // kv_heads, *ctx.sizes),
+                    *(*inputs, matrix(dk), matrix(dv), column_sums, ctx.sizes),
                     STORE_COLUMN_SUMS=column_sums is not None,
                     **ctx.options,
                     **tile_options(tile),
@@ -834,8 +790,7 @@ class _Attention(torch.autograd.Function):
                 tile = tile_for("dbias", query)
                 tiles = triton.cdiv(seqlen_q, tile.rows) * triton.cdiv(seqlen_k, tile.keys)
                 _dbias_kernel[(tiles * bias_batch * bias_heads,)](
-                    *(*inputs, dbias, *strides, heads, heads // kv_heads),
-                    *(bias_heads, batch // bias_batch, heads // bias_heads, *ctx.sizes),
+                    *(*inputs, dbias, bias_heads, batch // bias_batch, heads // bias_heads, ctx.sizes),
                     **ctx.options,
                     **tile_options(tile),
                 )

@@ -116,24 +116,24 @@ def _at_head(matrix, b, h):
 
 
 @jit
-def _row_pointers(matrix, rows, seqlen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _row_pointers(matrix, rows, seqlen, sizes):
     """(pointers, whether they are inside) of (len(rows), BLOCK_D) of a (seqlen, HEAD_DIM) matrix of `_at_head`."""
     base, row_stride = matrix
-    dims = tl.arange(0, BLOCK_D)
-    inside = (rows < seqlen)[:, None] & (dims < HEAD_DIM)[None, :]
+    dims = tl.arange(0, sizes.BLOCK_D)
+    inside = (rows < seqlen)[:, None] & (dims < sizes.HEAD_DIM)[None, :]
     return base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :], inside
 
 
 @jit
-def _load_rows(matrix, rows, seqlen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_rows(matrix, rows, seqlen, sizes):
     """(len(rows), BLOCK_D); zero outside of the matrix, without reading there."""
-    pointers, inside = _row_pointers(matrix, rows, seqlen, HEAD_DIM, BLOCK_D)
+    pointers, inside = _row_pointers(matrix, rows, seqlen, sizes)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @jit
-def _store_rows(matrix, rows, seqlen, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    pointers, inside = _row_pointers(matrix, rows, seqlen, HEAD_DIM, BLOCK_D)
+def _store_rows(matrix, rows, seqlen, tile, sizes):
+    pointers, inside = _row_pointers(matrix, rows, seqlen, sizes)
     tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=inside)
 
 
@@ -146,23 +146,23 @@ def _store_dbias(dbias, index, rows, keys, tile, sizes):
 
 
 @jit
-def _scores_at_head(scores, b, h, KIND: tl.constexpr):
-    """(pointer, row stride, key stride) of a mask's or bias's matrix; strides from `score_strides`."""
-    base, strides = scores
-    if KIND != "none":
+def _scores_at_head(scores, b, h):
+    """(pointer, row stride, key stride, kind) of a mask's or bias's matrix."""
+    base, strides, kind = scores
+    if kind != "none":
         base += (b // strides[5]).to(tl.int64) * strides[0] + (h // strides[4]).to(tl.int64) * strides[1]
-    return base, strides[2], strides[3]
+    return base, strides[2], strides[3], kind
 
 
 @jit
-def _load_scores(view, rows, keys, sizes, other, KIND: tl.constexpr, EDGE: tl.constexpr):
+def _load_scores(view, rows, keys, sizes, other, EDGE: tl.constexpr):
     """The tile of a dense mask or bias, or the one row of a key mask or key bias; `other` for keys past the end.
 
     A row past the end reads the last row: its results are dropped, and the scores need no bounds check.
     """
-    base, row_stride, key_stride = view
+    base, row_stride, key_stride, kind = view
     pointers = base + keys.to(tl.int64) * key_stride
-    if KIND == "dense":
+    if kind == "dense":
         pointers += tl.minimum(rows, sizes.seqlen_q - 1).to(tl.int64) * row_stride
     if EDGE:
         return tl.load(pointers, mask=keys < sizes.seqlen_k, other=other)
@@ -171,19 +171,7 @@ def _load_scores(view, rows, keys, sizes, other, KIND: tl.constexpr, EDGE: tl.co
 
 
 @jit
-def _scores(
-    product,
-    rows,
-    keys,
-    mask,
-    bias,
-    sizes,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+def _scores(product, rows, keys, mask, bias, sizes, EDGE: tl.constexpr):
     """(x, visible, slope) of a tile of scores from its `product` <q_i, k_j>.
 
     x is the score with softcap and bias, -inf where it is masked; slope is the derivative of the softcap. `visible`
@@ -192,7 +180,7 @@ def _scores(
     """
     s = product * sizes.softmax_scale
     slope = tl.full(product.shape, 1.0, tl.float32)
-    if HAS_SOFTCAP:
+    if sizes.HAS_SOFTCAP:
         capped = _tanh(s / sizes.softcap)
         s = sizes.softcap * capped
         slope = 1.0 - capped * capped
@@ -200,12 +188,12 @@ def _scores(
     visible = tl.full([1, 1], 1, tl.int1)
     if EDGE:
         visible = keys < sizes.seqlen_k
-        if IS_CAUSAL:
+        if sizes.IS_CAUSAL:
             visible = visible & (keys <= rows + (sizes.seqlen_k - sizes.seqlen_q))
-    if MASK != "none":
-        visible = visible & (_load_scores(mask, rows, keys, sizes, 0, MASK, EDGE) != 0)
-    if BIAS != "none":
-        bias_tile = _load_scores(bias, rows, keys, sizes, float("-inf"), BIAS, EDGE).to(tl.float32)
+    if mask[3] != "none":
+        visible = visible & (_load_scores(mask, rows, keys, sizes, 0, EDGE) != 0)
+    if bias[3] != "none":
+        bias_tile = _load_scores(bias, rows, keys, sizes, float("-inf"), EDGE).to(tl.float32)
         visible = visible & ((bias_tile <= sizes.least_bias) == 0)
         s += bias_tile
     return tl.where(visible, s, float("-inf")), visible, slope
@@ -246,40 +234,25 @@ def _store_statistics(base, b, h, rows, sizes, values):
 
 
 @jit
-def _load_row_operands(inputs, of_rows, b, h, rows, sizes, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_row_operands(inputs, of_rows, b, h, rows, sizes):
     """(q, do, lse, delta) of query rows."""
-    q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, HEAD_DIM, BLOCK_D)
-    do = _load_rows(_at_head(of_rows.dout, b, h), rows, sizes.seqlen_q, HEAD_DIM, BLOCK_D)
+    q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, sizes)
+    do = _load_rows(_at_head(of_rows.dout, b, h), rows, sizes.seqlen_q, sizes)
     lse = _load_statistics(of_rows.lse, b, h, rows, sizes, float("inf"))
     return q, do, lse, _load_statistics(of_rows.delta, b, h, rows, sizes, 0.0)
 
 
 @jit
-def _load_key_operands(inputs, b, kv_head, keys, sizes, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_key_operands(inputs, b, kv_head, keys, sizes):
     """(k, v) of keys."""
-    k = _load_rows(_at_head(inputs.key, b, kv_head), keys, sizes.seqlen_k, HEAD_DIM, BLOCK_D)
-    return k, _load_rows(_at_head(inputs.value, b, kv_head), keys, sizes.seqlen_k, HEAD_DIM, BLOCK_D)
+    k = _load_rows(_at_head(inputs.key, b, kv_head), keys, sizes.seqlen_k, sizes)
+    return k, _load_rows(_at_head(inputs.value, b, kv_head), keys, sizes.seqlen_k, sizes)
 
 
 @jit
-def _gradients(
-    product,
-    dp,
-    lse,
-    delta,
-    rows,
-    keys,
-    mask,
-    bias,
-    sizes,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+def _gradients(product, dp, lse, delta, rows, keys, mask, bias, sizes, EDGE: tl.constexpr):
     """(p, dx, ds, visible) of a tile of scores; dp is <do_i, v_j>. The other arguments are those of `_scores`."""
-    x, visible, slope = _scores(*(product, rows, keys, mask, bias, sizes), *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE))
+    x, visible, slope = _scores(product, rows, keys, mask, bias, sizes, EDGE)
     # In an empty row lse and every x are -inf: avoids -inf - -inf, which is NaN.
     p = tl.exp(x - tl.where(lse == float("-inf"), 0.0, lse))
     dx = tl.where(visible, p * (dp - delta), 0.0)
@@ -302,11 +275,11 @@ def _row_tile(sizes, HEAVY_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @jit
-def _key_bounds(row, sizes, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _key_bounds(row, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(whole, end): the rows of the tile at `row` see the keys before `end`; tiles before `whole` have no edge."""
     whole = sizes.seqlen_k
     end = sizes.seqlen_k
-    if IS_CAUSAL:
+    if sizes.IS_CAUSAL:
         diagonal = row + (sizes.seqlen_k - sizes.seqlen_q)
         whole = tl.minimum(whole, tl.maximum(diagonal + 1, 0))
         end = tl.minimum(end, tl.maximum(diagonal + BLOCK_M, 0))
@@ -314,11 +287,11 @@ def _key_bounds(row, sizes, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
 
 
 @jit
-def _row_bounds(key, sizes, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _row_bounds(key, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, whole): the rows from `begin` on see a key of the tile at `key`; tiles from `whole` on have no edge."""
     begin = 0
     whole = 0
-    if IS_CAUSAL:
+    if sizes.IS_CAUSAL:
         diagonal = key - (sizes.seqlen_k - sizes.seqlen_q)
         begin = tl.maximum(diagonal, 0) // BLOCK_M * BLOCK_M
         whole = tl.cdiv(tl.maximum(diagonal + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M
@@ -332,70 +305,45 @@ def _row_bounds(key, sizes, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
 
 
 @jit
-def _forward_kernel(
-    inputs,
-    value_sums,
-    out,
-    lse,
-    sizes,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    b, h, row, rows = _row_tile(sizes, IS_CAUSAL, BLOCK_M)
+def _forward_kernel(inputs, value_sums, out, lse, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    b, h, row, rows = _row_tile(sizes, sizes.IS_CAUSAL, BLOCK_M)
     kv_head = h // sizes.group
     key, value = _at_head(inputs.key, b, kv_head), _at_head(inputs.value, b, kv_head)
-    mask, bias = _scores_at_head(inputs.mask, b, h, MASK), _scores_at_head(inputs.bias, b, h, BIAS)
+    mask, bias = _scores_at_head(inputs.mask, b, h), _scores_at_head(inputs.bias, b, h)
     is_finite = _is_finite(value_sums, b, kv_head, sizes)
-    q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, HEAD_DIM, BLOCK_D)
+    q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, sizes)
 
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M, sizes.BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    whole, end = _key_bounds(row, sizes, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    whole, end = _key_bounds(row, sizes, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, end if EDGE else whole, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = _load_rows(key, keys, sizes.seqlen_k, HEAD_DIM, BLOCK_D)
-            x, visible, _ = _scores(
-                *(_dot(q, tl.trans(k)), rows[:, None], keys[None, :], mask, bias, sizes),
-                *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
-            )
+            k = _load_rows(key, keys, sizes.seqlen_k, sizes)
+            product = _dot(q, tl.trans(k))
+            x, visible, _ = _scores(product, rows[:, None], keys[None, :], mask, bias, sizes, EDGE)
             new_max = tl.maximum(row_max, tl.max(x, axis=1))
             anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.exp(x - anchor[:, None])
             rescale = tl.exp(row_max - anchor)
-            v = _zero_unseen(_load_rows(value, keys, sizes.seqlen_k, HEAD_DIM, BLOCK_D), visible, is_finite)
+            v = _zero_unseen(_load_rows(value, keys, sizes.seqlen_k, sizes), visible, is_finite)
             total = _add_product(total * rescale[:, None], p.to(v.dtype), v)
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
             row_max = new_max
 
     is_empty = row_sum == 0.0
     total = total / tl.where(is_empty, 1.0, row_sum)[:, None]
-    _store_rows(_at_head(out, b, h), rows, sizes.seqlen_q, total, HEAD_DIM, BLOCK_D)
+    _store_rows(_at_head(out, b, h), rows, sizes.seqlen_q, total, sizes)
     row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(tl.where(is_empty, 1.0, row_sum)))
     _store_statistics(lse, b, h, rows, sizes, row_lse)
 
 
 @jit
-def _delta_kernel(
-    out,
-    dout,
-    dlse,
-    delta,
-    sizes,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+def _delta_kernel(out, dout, dlse, delta, sizes, BLOCK_M: tl.constexpr):
     b, h, _, rows = _row_tile(sizes, False, BLOCK_M)
-    o = _load_rows(_at_head(out, b, h), rows, sizes.seqlen_q, HEAD_DIM, BLOCK_D)
-    do = _load_rows(_at_head(dout, b, h), rows, sizes.seqlen_q, HEAD_DIM, BLOCK_D)
+    o = _load_rows(_at_head(out, b, h), rows, sizes.seqlen_q, sizes)
+    do = _load_rows(_at_head(dout, b, h), rows, sizes.seqlen_q, sizes)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
     row_delta -= _load_statistics(dlse, b, h, rows, sizes, 0.0)
     _store_statistics(delta, b, h, rows, sizes, row_delta)
@@ -403,39 +351,24 @@ def _delta_kernel(
 
 @jit
 def _dq_kernel(
-    inputs,
-    of_rows,
-    key_sums,
-    dq,
-    dbias,
-    sizes,
-    STORE_DBIAS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    inputs, of_rows, key_sums, dq, dbias, sizes, STORE_DBIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """With STORE_DBIAS dbias is contiguous (B, H, Sq, Sk), and holds zeros in tiles that causality hides."""
-    b, h, row, rows = _row_tile(sizes, IS_CAUSAL, BLOCK_M)
+    b, h, row, rows = _row_tile(sizes, sizes.IS_CAUSAL, BLOCK_M)
     kv_head = h // sizes.group
-    mask, bias = _scores_at_head(inputs.mask, b, h, MASK), _scores_at_head(inputs.bias, b, h, BIAS)
+    mask, bias = _scores_at_head(inputs.mask, b, h), _scores_at_head(inputs.bias, b, h)
     is_finite = _is_finite(key_sums, b, kv_head, sizes)
-    q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes, HEAD_DIM, BLOCK_D)
+    q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
 
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    whole, end = _key_bounds(row, sizes, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    total = tl.zeros([BLOCK_M, sizes.BLOCK_D], tl.float32)
+    whole, end = _key_bounds(row, sizes, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, end if EDGE else whole, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k, v = _load_key_operands(inputs, b, kv_head, keys, sizes, HEAD_DIM, BLOCK_D)
+            k, v = _load_key_operands(inputs, b, kv_head, keys, sizes)
             _, dx, ds, visible = _gradients(
                 *(_dot(q, tl.trans(k)), _dot(do, tl.trans(v)), lse[:, None], delta[:, None]),
-                *(rows[:, None], keys[None, :], mask, bias, sizes),
-                *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
+                *(rows[:, None], keys[None, :], mask, bias, sizes, EDGE),
             )
             if STORE_DBIAS:
                 _store_dbias(dbias, b * sizes.heads + h, rows, keys, dx, sizes)
@@ -443,7 +376,7 @@ def _dq_kernel(
             total = _add_product(total, ds.to(k.dtype), k)
 
     total *= sizes.softmax_scale
-    _store_rows(_at_head(dq, b, h), rows, sizes.seqlen_q, total, HEAD_DIM, BLOCK_D)
+    _store_rows(_at_head(dq, b, h), rows, sizes.seqlen_q, total, sizes)
 
 
 @jit
@@ -455,12 +388,6 @@ def _dkdv_kernel(
     column_sums,
     sizes,
     STORE_COLUMN_SUMS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -474,23 +401,22 @@ def _dkdv_kernel(
     kv_heads = sizes.heads // sizes.group
     b, kv_head = tl.program_id(0) // tiles // kv_heads, tl.program_id(0) // tiles % kv_heads
     keys = start_key + tl.arange(0, BLOCK_N)
-    k, v = _load_key_operands(inputs, b, kv_head, keys, sizes, HEAD_DIM, BLOCK_D)
+    k, v = _load_key_operands(inputs, b, kv_head, keys, sizes)
 
-    total_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    total_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    begin, whole = _row_bounds(start_key, sizes, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    total_dk = tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32)
+    total_dv = tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32)
+    begin, whole = _row_bounds(start_key, sizes, BLOCK_M, BLOCK_N)
     for member in range(0, sizes.group):
         h = kv_head * sizes.group + member
-        mask, bias = _scores_at_head(inputs.mask, b, h, MASK), _scores_at_head(inputs.bias, b, h, BIAS)
+        mask, bias = _scores_at_head(inputs.mask, b, h), _scores_at_head(inputs.bias, b, h)
         total_dx = tl.zeros([BLOCK_N], tl.float32)
         for EDGE in tl.static_range(2):
             for row in range(begin if EDGE else whole, whole if EDGE else sizes.seqlen_q, BLOCK_M):
                 rows = row + tl.arange(0, BLOCK_M)
-                q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes, HEAD_DIM, BLOCK_D)
+                q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
                 p, dx, ds, _ = _gradients(
                     *(_dot(k, tl.trans(q)), _dot(v, tl.trans(do)), lse[None, :], delta[None, :]),
-                    *(rows[None, :], keys[:, None], mask, bias, sizes),
-                    *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
+                    *(rows[None, :], keys[:, None], mask, bias, sizes, EDGE),
                 )
                 total_dv = _add_product(total_dv, p.to(do.dtype), do)
                 total_dk = _add_product(total_dk, ds.to(q.dtype), q)
@@ -501,8 +427,8 @@ def _dkdv_kernel(
             tl.store(column_sums + first + keys, total_dx, mask=keys < sizes.seqlen_k)
 
     total_dk *= sizes.softmax_scale
-    _store_rows(_at_head(dk, b, kv_head), keys, sizes.seqlen_k, total_dk, HEAD_DIM, BLOCK_D)
-    _store_rows(_at_head(dv, b, kv_head), keys, sizes.seqlen_k, total_dv, HEAD_DIM, BLOCK_D)
+    _store_rows(_at_head(dk, b, kv_head), keys, sizes.seqlen_k, total_dk, sizes)
+    _store_rows(_at_head(dv, b, kv_head), keys, sizes.seqlen_k, total_dv, sizes)
 
 
 @jit
@@ -514,12 +440,6 @@ def _dbias_kernel(
     batches_per_bias,
     heads_per_bias,
     sizes,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -533,17 +453,16 @@ def _dbias_kernel(
     keys = start_key + tl.arange(0, BLOCK_N)
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    end = _key_bounds(row, sizes, IS_CAUSAL, BLOCK_M, BLOCK_N)[1]
+    end = _key_bounds(row, sizes, BLOCK_M, BLOCK_N)[1]
     sharers = tl.where(start_key < end, batches_per_bias * heads_per_bias, 0)
     for sharer in range(0, sharers):
         b, h = first_b + sharer // heads_per_bias, first_h + sharer % heads_per_bias
-        mask, bias = _scores_at_head(inputs.mask, b, h, MASK), _scores_at_head(inputs.bias, b, h, BIAS)
-        q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes, HEAD_DIM, BLOCK_D)
-        k, v = _load_key_operands(inputs, b, h // sizes.group, keys, sizes, HEAD_DIM, BLOCK_D)
+        mask, bias = _scores_at_head(inputs.mask, b, h), _scores_at_head(inputs.bias, b, h)
+        q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
+        k, v = _load_key_operands(inputs, b, h // sizes.group, keys, sizes)
         _, dx, _, _ = _gradients(
             *(_dot(q, tl.trans(k)), _dot(do, tl.trans(v)), lse[:, None], delta[:, None]),
-            *(rows[:, None], keys[None, :], mask, bias, sizes),
-            *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, True),
+            *(rows[:, None], keys[None, :], mask, bias, sizes, True),
         )
         total += dx
     _store_dbias(dbias, bias_bh, rows, keys, total, sizes)
@@ -602,10 +521,6 @@ def tile_options(tile: Tile) -> dict[str, int]:
     return {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
-def head_dim_options(query: Tensor) -> dict[str, int]:
-    return {"HEAD_DIM": query.shape[3], "BLOCK_D": padded_head_dim(query.shape[3])}
-
-
 def score_kind(scores: Tensor | None) -> str:
     """The kind of a mask or bias: "none"; "key", one number per key for all rows; "dense"."""
     if scores is None:
@@ -648,17 +563,24 @@ class Sizes(NamedTuple):
     softmax_scale: float
     softcap: float
     least_bias: float  # the largest that hides
+    IS_CAUSAL: Any  # from here on tl.constexpr
+    HAS_SOFTCAP: Any
+    HEAD_DIM: Any
+    BLOCK_D: Any  # HEAD_DIM, padded
 
 
 def matrix(x: Tensor) -> tuple:
     return x, x.stride()[:3]
 
 
-def inputs_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Inputs:
-    batch, _, heads, _ = query.shape
+def scores_input(scores: Tensor | None, query: Tensor) -> tuple:
     # Device functions cannot return None: query replaces a missing pointer and is never read as one.
-    scores = ((query if x is None else x, score_strides(x, batch, heads)) for x in (mask, bias))
-    return Inputs(matrix(query), matrix(key), matrix(value), *scores)
+    pointer = query if scores is None else scores
+    return pointer, score_strides(scores, query.shape[0], query.shape[2]), tl.constexpr(score_kind(scores))
+
+
+def inputs_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Inputs:
+    return Inputs(*map(matrix, (query, key, value)), scores_input(mask, query), scores_input(bias, query))
 
 
 def head_sums(x: Tensor) -> Tensor:
@@ -707,21 +629,16 @@ class _Attention(torch.autograd.Function):
         if mask is not None:
             mask = mask.view(torch.uint8)  # a Triton pointer to bool would load single bits
         least_bias = 0.0 if bias is None else least(bias.dtype)
-        ctx.sizes = Sizes(heads, heads // kv_heads, seqlen_q, seqlen_k, softmax_scale, softcap, least_bias)
-        ctx.options = {
-            "IS_CAUSAL": is_causal,
-            "HAS_SOFTCAP": softcap > 0,
-            "MASK": score_kind(mask),
-            "BIAS": score_kind(bias),
-            **head_dim_options(query),
-        }
+        ctx.sizes = Sizes(
+            *(heads, heads // kv_heads, seqlen_q, seqlen_k, softmax_scale, softcap, least_bias),
+            *map(tl.constexpr, (is_causal, softcap > 0, query.shape[3], padded_head_dim(query.shape[3]))),
+        )
         out = query.new_empty(query.shape)
         lse = query.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
         tile = tile_for("forward", query)
         with torch.cuda.device_of(query):
             _forward_kernel[(triton.cdiv(seqlen_q, tile.rows) * batch * heads,)](
                 *(inputs_of(query, key, value, mask, bias), head_sums(value), matrix(out), lse, ctx.sizes),
-                **ctx.options,
                 **tile_options(tile),
             )
         ctx.save_for_backward(query, key, value, mask, bias, out, lse)
@@ -743,25 +660,24 @@ class _Attention(torch.autograd.Function):
             return *(torch.zeros_like(x) if needed else None for x, needed in wanted), None, None, None
 
         (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = query.shape, key.shape
-        if mask is not None or bias is not None or (ctx.options["IS_CAUSAL"] and seqlen_q > seqlen_k):
+        if mask is not None or bias is not None or (ctx.sizes.IS_CAUSAL and seqlen_q > seqlen_k):
             # 0 * NaN is NaN: a NaN in an empty row must not reach the keys.
             is_empty = (lse == float("-inf")).transpose(1, 2)[..., None]
             query, dout = query.masked_fill(is_empty, 0), dout.masked_fill(is_empty, 0)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        bias_kind = ctx.options["BIAS"] if needs_dbias else "none"
+        bias_kind = score_kind(bias if needs_dbias else None)
         is_shared = bias_kind != "none" and bias.shape[:2] != (batch, heads)
         dq = dk = dv = dbias = column_sums = None
         if bias_kind == "key":
             column_sums = lse.new_empty((batch, heads, seqlen_k))
         elif bias_kind == "dense":
             # The dq kernel skips tiles that causality hides.
-            dbias = bias.new_zeros(bias.shape) if ctx.options["IS_CAUSAL"] else bias.new_empty(bias.shape)
+            dbias = bias.new_zeros(bias.shape) if ctx.sizes.IS_CAUSAL else bias.new_empty(bias.shape)
 
         with torch.cuda.device_of(query):
             delta = torch.empty_like(lse)
             _delta_kernel[(triton.cdiv(seqlen_q, DELTA_ROWS) * batch * heads,)](
                 *(matrix(out), matrix(dout), dlse.contiguous(), delta, ctx.sizes),
-                **head_dim_options(query),
                 BLOCK_M=DELTA_ROWS,
             )
             inputs = inputs_of(query, key, value, mask, bias), OfRows(matrix(dout), lse, delta)
@@ -773,7 +689,6 @@ class _Attention(torch.autograd.Function):
                 _dq_kernel[(triton.cdiv(seqlen_q, tile.rows) * batch * heads,)](
                     *(*inputs, head_sums(key), matrix(dq), dbias, ctx.sizes),
                     STORE_DBIAS=stores_dbias,
-                    **ctx.options,
                     **tile_options(tile),
                 )
             if needs_dk or needs_dv or column_sums is not None:
@@ -782,7 +697,6 @@ class _Attention(torch.autograd.Function):
                 _dkdv_kernel[(triton.cdiv(seqlen_k, tile.keys) * batch * kv_heads,)](
                     *(*inputs, matrix(dk), matrix(dv), column_sums, ctx.sizes),
                     STORE_COLUMN_SUMS=column_sums is not None,
-                    **ctx.options,
                     **tile_options(tile),
                 )
             if bias_kind == "dense" and is_shared:
@@ -791,7 +705,6 @@ class _Attention(torch.autograd.Function):
                 tiles = triton.cdiv(seqlen_q, tile.rows) * triton.cdiv(seqlen_k, tile.keys)
                 _dbias_kernel[(tiles * bias_batch * bias_heads,)](
                     *(*inputs, dbias, bias_heads, batch // bias_batch, heads // bias_heads, ctx.sizes),
-                    **ctx.options,
                     **tile_options(tile),
                 )
         if column_sums is not None:

@@ -146,23 +146,23 @@ def _store_dbias(dbias, index, rows, keys, tile, sizes):
 
 
 @jit
-def _scores_at_head(scores, b, h):
-    """(pointer, row stride, key stride, kind) of a mask's or bias's matrix."""
-    base, strides, kind = scores
-    if kind != "none":
+def _scores_at_head(scores, b, h, KIND: tl.constexpr):
+    """(pointer, row stride, key stride) of a mask's or bias's matrix."""
+    base, strides = scores
+    if KIND != "none":
         base += (b // strides[5]).to(tl.int64) * strides[0] + (h // strides[4]).to(tl.int64) * strides[1]
-    return base, strides[2], strides[3], kind
+    return base, strides[2], strides[3]
 
 
 @jit
-def _load_scores(view, rows, keys, sizes, other, EDGE: tl.constexpr):
+def _load_scores(view, rows, keys, sizes, other, KIND: tl.constexpr, EDGE: tl.constexpr):
     """The tile of a dense mask or bias, or the one row of a key mask or key bias; `other` for keys past the end.
 
     A row past the end reads the last row: its results are dropped, and the scores need no bounds check.
     """
-    base, row_stride, key_stride, kind = view
+    base, row_stride, key_stride = view
     pointers = base + keys.to(tl.int64) * key_stride
-    if kind == "dense":
+    if KIND == "dense":
         pointers += tl.minimum(rows, sizes.seqlen_q - 1).to(tl.int64) * row_stride
     if EDGE:
         return tl.load(pointers, mask=keys < sizes.seqlen_k, other=other)
@@ -190,10 +190,10 @@ def _scores(product, rows, keys, mask, bias, sizes, EDGE: tl.constexpr):
         visible = keys < sizes.seqlen_k
         if sizes.IS_CAUSAL:
             visible = visible & (keys <= rows + (sizes.seqlen_k - sizes.seqlen_q))
-    if mask[3] != "none":
-        visible = visible & (_load_scores(mask, rows, keys, sizes, 0, EDGE) != 0)
-    if bias[3] != "none":
-        bias_tile = _load_scores(bias, rows, keys, sizes, float("-inf"), EDGE).to(tl.float32)
+    if sizes.MASK != "none":
+        visible = visible & (_load_scores(mask, rows, keys, sizes, 0, sizes.MASK, EDGE) != 0)
+    if sizes.BIAS != "none":
+        bias_tile = _load_scores(bias, rows, keys, sizes, float("-inf"), sizes.BIAS, EDGE).to(tl.float32)
         visible = visible & ((bias_tile <= sizes.least_bias) == 0)
         s += bias_tile
     return tl.where(visible, s, float("-inf")), visible, slope
@@ -309,7 +309,8 @@ def _forward_kernel(inputs, value_sums, out, lse, sizes, BLOCK_M: tl.constexpr, 
     b, h, row, rows = _row_tile(sizes, sizes.IS_CAUSAL, BLOCK_M)
     kv_head = h // sizes.group
     key, value = _at_head(inputs.key, b, kv_head), _at_head(inputs.value, b, kv_head)
-    mask, bias = _scores_at_head(inputs.mask, b, h), _scores_at_head(inputs.bias, b, h)
+    mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
+    bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
     is_finite = _is_finite(value_sums, b, kv_head, sizes)
     q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, sizes)
 
@@ -356,7 +357,8 @@ def _dq_kernel(
     """With STORE_DBIAS dbias is contiguous (B, H, Sq, Sk), and holds zeros in tiles that causality hides."""
     b, h, row, rows = _row_tile(sizes, sizes.IS_CAUSAL, BLOCK_M)
     kv_head = h // sizes.group
-    mask, bias = _scores_at_head(inputs.mask, b, h), _scores_at_head(inputs.bias, b, h)
+    mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
+    bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
     is_finite = _is_finite(key_sums, b, kv_head, sizes)
     q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
 
@@ -408,7 +410,8 @@ def _dkdv_kernel(
     begin, whole = _row_bounds(start_key, sizes, BLOCK_M, BLOCK_N)
     for member in range(0, sizes.group):
         h = kv_head * sizes.group + member
-        mask, bias = _scores_at_head(inputs.mask, b, h), _scores_at_head(inputs.bias, b, h)
+        mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
+        bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
         total_dx = tl.zeros([BLOCK_N], tl.float32)
         for EDGE in tl.static_range(2):
             for row in range(begin if EDGE else whole, whole if EDGE else sizes.seqlen_q, BLOCK_M):
@@ -457,7 +460,8 @@ def _dbias_kernel(
     sharers = tl.where(start_key < end, batches_per_bias * heads_per_bias, 0)
     for sharer in range(0, sharers):
         b, h = first_b + sharer // heads_per_bias, first_h + sharer % heads_per_bias
-        mask, bias = _scores_at_head(inputs.mask, b, h), _scores_at_head(inputs.bias, b, h)
+        mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
+        bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
         q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
         k, v = _load_key_operands(inputs, b, h // sizes.group, keys, sizes)
         _, dx, _, _ = _gradients(
@@ -567,6 +571,8 @@ class Sizes(NamedTuple):
     HAS_SOFTCAP: Any
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM, padded
+    MASK: Any  # see score_kind
+    BIAS: Any
 
 
 def matrix(x: Tensor) -> tuple:
@@ -576,7 +582,7 @@ def matrix(x: Tensor) -> tuple:
 def scores_input(scores: Tensor | None, query: Tensor) -> tuple:
     # Device functions cannot return None: query replaces a missing pointer and is never read as one.
     pointer = query if scores is None else scores
-    return pointer, score_strides(scores, query.shape[0], query.shape[2]), tl.constexpr(score_kind(scores))
+    return pointer, score_strides(scores, query.shape[0], query.shape[2])
 
 
 def inputs_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Inputs:
@@ -632,6 +638,7 @@ class _Attention(torch.autograd.Function):
         ctx.sizes = Sizes(
             *(heads, heads // kv_heads, seqlen_q, seqlen_k, softmax_scale, softcap, least_bias),
             *map(tl.constexpr, (is_causal, softcap > 0, query.shape[3], padded_head_dim(query.shape[3]))),
+            *map(tl.constexpr, (score_kind(mask), score_kind(bias))),
         )
         out = query.new_empty(query.shape)
         lse = query.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
@@ -660,19 +667,19 @@ class _Attention(torch.autograd.Function):
             return *(torch.zeros_like(x) if needed else None for x, needed in wanted), None, None, None
 
         (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = query.shape, key.shape
-        if mask is not None or bias is not None or (ctx.sizes.IS_CAUSAL and seqlen_q > seqlen_k):
+        if mask is not None or bias is not None or (ctx.sizes.IS_CAUSAL.value and seqlen_q > seqlen_k):
             # 0 * NaN is NaN: a NaN in an empty row must not reach the keys.
             is_empty = (lse == float("-inf")).transpose(1, 2)[..., None]
             query, dout = query.masked_fill(is_empty, 0), dout.masked_fill(is_empty, 0)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        bias_kind = score_kind(bias if needs_dbias else None)
+        bias_kind = ctx.sizes.BIAS.value if needs_dbias else "none"
         is_shared = bias_kind != "none" and bias.shape[:2] != (batch, heads)
         dq = dk = dv = dbias = column_sums = None
         if bias_kind == "key":
             column_sums = lse.new_empty((batch, heads, seqlen_k))
         elif bias_kind == "dense":
             # The dq kernel skips tiles that causality hides.
-            dbias = bias.new_zeros(bias.shape) if ctx.sizes.IS_CAUSAL else bias.new_empty(bias.shape)
+            dbias = bias.new_zeros(bias.shape) if ctx.sizes.IS_CAUSAL.value else bias.new_empty(bias.shape)
 
         with torch.cuda.device_of(query):
             delta = torch.empty_like(lse)

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..arguments import names
 from ..biases import least
+from ..call import Options
 from ..ops.list_sizes import is_per_key
 
 try:
@@ -510,10 +512,6 @@ INTERPRETED_TILE = Tile(32, 64, 1, 1)
 DELTA_ROWS = 64
 
 
-def padded_head_dim(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
-
-
 def tile_for(kernel: str, query: Tensor) -> Tile:
     if INTERPRETED.value:
         return INTERPRETED_TILE
@@ -532,17 +530,8 @@ def score_kind(scores: Tensor | None) -> str:
     return "key" if is_per_key(scores.shape) else "dense"
 
 
-def score_strides(scores: Tensor | None, batch: int, heads: int) -> tuple[int, ...]:
-    """(batch, head, row, key) strides of a mask or bias, 0 in broadcast dimensions; then the numbers of query heads and
-    of batch elements that share an entry."""
-    if scores is None:
-        return (0, 0, 0, 0, 1, 1)
-    strides = (0 if size == 1 else stride for size, stride in zip(scores.shape, scores.stride(), strict=True))
-    return (*strides, heads // scores.shape[1], batch // scores.shape[0])
-
-
 class Inputs(NamedTuple):
-    """(pointer, strides) of each input; strides from `matrix` and `score_strides`."""
+    """(pointer, strides) of each input; see `matrix` and `scores_input`."""
 
     query: tuple
     key: tuple
@@ -580,9 +569,12 @@ def matrix(x: Tensor) -> tuple:
 
 
 def scores_input(scores: Tensor | None, query: Tensor) -> tuple:
-    # Device functions cannot return None: query replaces a missing pointer and is never read as one.
-    pointer = query if scores is None else scores
-    return pointer, score_strides(scores, query.shape[0], query.shape[2])
+    """A mask or bias; its (batch, head, row, key) strides, 0 in broadcast dimensions, and the numbers of query heads
+    and of batch elements that share an entry."""
+    if scores is None:
+        return query, (0, 0, 0, 0, 1, 1)  # device functions cannot return None; the kernels do not read this pointer
+    strides = (0 if size == 1 else stride for size, stride in zip(scores.shape, scores.stride(), strict=True))
+    return scores, (*strides, query.shape[2] // scores.shape[1], query.shape[0] // scores.shape[0])
 
 
 def inputs_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Inputs:
@@ -614,17 +606,7 @@ class _Attention(torch.autograd.Function):
     """(out, lse) of (query, key, value, mask, bias, softmax_scale, is_causal, softcap); see `attention`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        softmax_scale: float,
-        is_causal: bool,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, query, key, value, mask, bias, softmax_scale, is_causal, softcap) -> tuple[Tensor, Tensor]:
         (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = query.shape, key.shape
         if not has_scores(query, key):
             out = query.new_zeros(query.shape)
@@ -635,10 +617,10 @@ class _Attention(torch.autograd.Function):
         if mask is not None:
             mask = mask.view(torch.uint8)  # a Triton pointer to bool would load single bits
         least_bias = 0.0 if bias is None else least(bias.dtype)
+        block_d = max(16, triton.next_power_of_2(query.shape[3]))
         ctx.sizes = Sizes(
             *(heads, heads // kv_heads, seqlen_q, seqlen_k, softmax_scale, softcap, least_bias),
-            *map(tl.constexpr, (is_causal, softcap > 0, query.shape[3], padded_head_dim(query.shape[3]))),
-            *map(tl.constexpr, (score_kind(mask), score_kind(bias))),
+            *map(tl.constexpr, (is_causal, softcap > 0, query.shape[3], block_d, score_kind(mask), score_kind(bias))),
         )
         out = query.new_empty(query.shape)
         lse = query.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
@@ -721,16 +703,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    *,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32, differentiable once.
 
@@ -750,4 +723,6 @@ def attention(
             f"the backend 'triton' takes tensors on a GPU, got query on {query.device}; "
             "set TRITON_INTERPRET=1 before it is imported to run its kernels in Triton's interpreter"
         )
-    return _Attention.apply(query, key, value, mask, bias, float(softmax_scale), bool(is_causal), float(softcap))
+    return _Attention.apply(
+        query, key, value, mask, bias, options["softmax_scale"], options["is_causal"], options["softcap"]
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 
 import torch
@@ -14,7 +13,7 @@ from .arguments import require_tensor
 from .backends import cpu, cuda, reference
 from .biases import hides
 from .broadcast import expand_shared, scores_of_sequence
-from .call import Call, Varlen
+from .call import Call, Options, Varlen
 from .masks import Mask, Problem, as_mask, choice, selection
 from .ops.list_sizes import is_per_key
 from .ops.schema import MaskTensors
@@ -43,13 +42,10 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
         hidden_rows = hides(row_bias)
         # Hidden rows get their outputs after the kernels; NaN in them must not reach the keys' gradients.
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
-    options = {
-        "softmax_scale": default_scale(call.softmax_scale, query),
-        "is_causal": problem.is_causal,
-        "softcap": call.softcap,
-    }
+    options = call.options()
     used = clamped_to_totals(query, call.key, mask, bias, problem)
-    needs_grad = requires_gradients(query, call.key, call.value, bias)
+    leaves = (query, call.key, call.value, bias)
+    needs_grad = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
     operand = mask_operand(
         backend, mask, call.sparse, query, call.key, bias, used, needs_grad=needs_grad, deterministic=call.deterministic
     )
@@ -58,13 +54,8 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
         sequences["varlen"] = Varlen(used.cu_seqlens_q, used.cu_seqlens_k, used.seqlen_q, used.seqlen_k)
     elif call.cache_seqlens is not None:
         sequences["cache_seqlens"] = call.cache_seqlens
-    out, lse = backend.attention(
-        *map(kernel_rows, (query, call.key, call.value)),
-        *(operand, bias),
-        **options,
-        deterministic=bool(call.deterministic),
-        **sequences,
-    )
+    rows = map(kernel_rows, (query, call.key, call.value))
+    out, lse = backend.attention(*rows, operand, bias, **options, **sequences)
     out = without_padding(out, query.shape[-1])
     if row_bias is not None:
         out, lse = add_row_bias(out, lse, row_bias, hidden_rows)
@@ -88,10 +79,6 @@ def kernels_for(query: Tensor) -> ModuleType:
     device_type = require_device_with_kernels("query", query)
     ops.compiled_module()
     return cuda if device_type == "cuda" else cpu
-
-
-def requires_gradients(*leaves: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
 
 
 def mask_operand(
@@ -153,10 +140,6 @@ def autocast(
     return cast(query), cast(key), cast(value), bias
 
 
-def default_scale(softmax_scale: float | None, query: Tensor) -> float:
-    return 1.0 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
-
-
 def kernel_rows(rows: Tensor) -> Tensor:
     """Rows as the kernels read them: D contiguous and zero-padded to a multiple of 8."""
     padding = -rows.shape[-1] % HEAD_DIM_MULTIPLE
@@ -181,9 +164,7 @@ def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor
 
 
 @torch.no_grad()
-def probabilities(
-    call: Call, query: Tensor, mask: Mask | None, bias: Tensor | None, options: dict[str, float | bool]
-) -> Tensor:
+def probabilities(call: Call, query: Tensor, mask: Mask | None, bias: Tensor | None, options: Options) -> Tensor:
     """probs (B, H, Sq, Sk) in query's dtype; for variable length (B, H, max_seqlen_q, max_seqlen_k), zero beyond the
     ends of a sequence."""
     problem = call.problem()

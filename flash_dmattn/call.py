@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 
 from .masks import Mask, Problem
+
+
+class Options(TypedDict):
+    """The keyword arguments of every backend's `attention`. The operators have the same names."""
+
+    softmax_scale: float
+    is_causal: bool
+    softcap: float
+    deterministic: bool
 
 
 class Varlen(NamedTuple):
@@ -39,6 +49,16 @@ class Call:
     sparse: str = "auto"
     cache_seqlens: Tensor | None = None  # for fixed length
     varlen: Varlen | None = None
+
+    def options(self) -> Options:
+        """Needs query of at least one dimension."""
+        scale = 1.0 / math.sqrt(self.query.shape[-1]) if self.softmax_scale is None else self.softmax_scale
+        return {
+            "softmax_scale": float(scale),
+            "is_causal": bool(self.is_causal),
+            "softcap": float(self.softcap),
+            "deterministic": bool(self.deterministic),
+        }
 
     def problem(self) -> Problem:
         """The lengths as given. Needs query and key of the right number of dimensions."""

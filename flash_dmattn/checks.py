@@ -26,7 +26,13 @@ NO_MASK = MaskTensors()
 
 def check_options(call: Call) -> None:
     """The arguments whose checks need no shapes."""
-    check_scalars(call.softmax_scale, call.softcap)
+    if call.softmax_scale is not None:
+        check_finite("softmax_scale", call.softmax_scale)
+    check_finite("softcap", call.softcap)
+    if call.softcap < 0:
+        raise ValueError(f"softcap must be 0 (none) or positive, got {call.softcap}")
+    if 0 < call.softcap < 1 / FLOAT32_MAX:
+        raise ValueError(f"softcap must be 0 (none) or have a finite inverse in float32, got {call.softcap}")
     require_bool("is_causal", call.is_causal)
     require_bool("deterministic", call.deterministic)
     require_bool("return_attn_probs", call.return_attn_probs)
@@ -37,16 +43,6 @@ def check_options(call: Call) -> None:
         raise ValueError("sparse='lists' needs attn_mask or window_size, got none")
     if call.sparse == "tiles" and isinstance(call.attn_mask, Mask) and call.attn_mask.needs_lists:
         raise ValueError("sparse='tiles' needs a mask, got attn_mask of KeyLists that were made from indices")
-
-
-def check_scalars(softmax_scale: float | None, softcap: float) -> None:
-    if softmax_scale is not None:
-        check_finite("softmax_scale", softmax_scale)
-    check_finite("softcap", softcap)
-    if softcap < 0:
-        raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
-    if 0 < softcap < 1 / FLOAT32_MAX:
-        raise ValueError(f"softcap must be 0 (none) or have a finite inverse in float32, got {softcap}")
 
 
 def check_finite(name: str, value: float) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import ops
-from ..call import Varlen
+from ..call import Options, Varlen
 from ..ops.schema import Arguments, MaskTensors
 
 FIXED = Varlen(None, None, None, None)
@@ -24,19 +25,13 @@ def attention_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
         mask: MaskTensors | None,
         bias: Tensor | None,
         *,
-        softmax_scale: float,
-        is_causal: bool,
-        softcap: float,
-        deterministic: bool,
         varlen: Varlen | None = None,
         cache_seqlens: Tensor | None = None,
+        **options: Unpack[Options],
     ) -> tuple[Tensor, Tensor]:
         if query.device.type != device_type:
             raise RuntimeError(f"the backend '{device_type}' takes {device_type} tensors, got query on {query.device}")
-        arguments = Arguments(
-            *(query, key, value, bias, *(mask or NO_MASK), *(varlen or FIXED), cache_seqlens),
-            *(float(softmax_scale), float(softcap), is_causal, deterministic),
-        )
-        return ops.attention_forward(*arguments)
+        tensors = (query, key, value, bias, *(mask or NO_MASK), *(varlen or FIXED), cache_seqlens)
+        return ops.attention_forward(*Arguments(*tensors, **options))
 
     return attention

@@ -11,8 +11,10 @@ import warnings
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..biases import hides
+from ..call import Options
 from ..masks import KeyIntervalMask
 
 NAME = "flex"
@@ -113,16 +115,13 @@ def attention(
     mask: Tensor | None,
     bias: Tensor | None,
     *,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
     block_mask=None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, H, D) and lse (B, H, Sq). `block_mask` replaces the one built from `mask` and `is_causal`."""
+    """out (B, Sq, H, D) and lse (B, H, Sq). `block_mask` replaces the one of `mask` and `is_causal`."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    refuse_unsupported(query, key, value, bias, deterministic)
+    refuse_unsupported(query, key, value, bias, options["deterministic"])
     batch, _, heads, _ = query.shape
     kv_heads = key.shape[2]
     flex_attention, _ = functions(query.device.type == "cuda")
@@ -131,9 +130,9 @@ def attention(
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         out, aux = flex_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
-            score_mod=score_mod_of(bias, softcap, batch, heads),
-            block_mask=block_mask_of(query, key, mask, is_causal) if block_mask is None else block_mask,
-            scale=softmax_scale,
+            score_mod=score_mod_of(bias, options["softcap"], batch, heads),
+            block_mask=block_mask_of(query, key, mask, options["is_causal"]) if block_mask is None else block_mask,
+            scale=options["softmax_scale"],
             enable_gqa=heads != kv_heads,
             return_aux=AuxRequest(lse=True),
         )

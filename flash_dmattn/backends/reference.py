@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from einops import einsum, reduce, repeat
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..biases import hides
 from ..broadcast import expand_shared
+from ..call import Options
 
 NAME = "reference"
 SPARSE_MASKS = False
@@ -41,20 +43,13 @@ def visible_scores(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor
 
 
 def probabilities(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    *,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
+    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """p_ij (B, H, Sq, Sk), lse_i (B, H, Sq) and the visible scores, in the precision of the inputs."""
     batch, _, heads, _ = query.shape
-    visible = visible_scores(query, key, mask, bias, is_causal)
-    scores = einsum(query, for_heads(key, heads), "b i h d, b j h d -> b h i j") * softmax_scale
-    if softcap > 0:
+    visible = visible_scores(query, key, mask, bias, options["is_causal"])
+    scores = einsum(query, for_heads(key, heads), "b i h d, b j h d -> b h i j") * options["softmax_scale"]
+    if (softcap := options["softcap"]) > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + expand_shared(bias, batch, heads)
@@ -72,28 +67,17 @@ def probabilities(
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    *,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32 (float64 for float64)."""
     heads, kv_heads = query.shape[2], key.shape[2]
     # Rows and keys that are not visible may hold NaN, and zero times NaN must not reach a sum.
-    visible = visible_scores(query, key, mask, bias, is_causal)
+    visible = visible_scores(query, key, mask, bias, options["is_causal"])
     if heads:
         sees = reduce(visible, "b h i j -> b i h 1", "any")
         seen = reduce(visible, "b (h group) i j -> b j h 1", "any", h=kv_heads)
         query, key, value = query.masked_fill(~sees, 0), key.masked_fill(~seen, 0), value.masked_fill(~seen, 0)
 
-    probs, lse, _ = probabilities(
-        query, key, mask, bias, softmax_scale=softmax_scale, is_causal=is_causal, softcap=softcap
-    )
+    probs, lse, _ = probabilities(query, key, mask, bias, **options)
     out = einsum(probs.to(value.dtype), for_heads(value, heads), "b h i j, b j h d -> b i h d")
     return out, lse if lse.dtype == torch.float64 else lse.float()

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..arguments import names
 from ..biases import least
+from ..call import Options
 from ..ops.list_sizes import is_per_key
 
 try:
@@ -109,37 +111,53 @@ def _tanh(y):
 
 
 @jit
-def _at_head(base, strides, b, h):
-    """The address of the (seqlen, head_dim) matrix of batch `b` and head `h`; strides are (batch, row, head)."""
-    return base + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
+def _at_head(matrix, b, h):
+    """(pointer, row stride) of the (seqlen, head_dim) matrix of batch `b` and head `h`."""
+    base, strides = matrix
+    return base + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2], strides[1]
 
 
 @jit
-def _load_rows(base, row_stride, rows, seqlen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(len(rows), BLOCK_D) of a (seqlen, HEAD_DIM) matrix; zero outside of it, without reading there."""
-    dims = tl.arange(0, BLOCK_D)
-    inside = (rows < seqlen)[:, None] & (dims < HEAD_DIM)[None, :]
-    return tl.load(base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :], mask=inside, other=0.0)
+def _row_pointers(matrix, rows, seqlen, sizes):
+    """(pointers, whether they are inside) of (len(rows), BLOCK_D) of a (seqlen, HEAD_DIM) matrix of `_at_head`."""
+    base, row_stride = matrix
+    dims = tl.arange(0, sizes.BLOCK_D)
+    inside = (rows < seqlen)[:, None] & (dims < sizes.HEAD_DIM)[None, :]
+    return base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :], inside
 
 
 @jit
-def _store_rows(base, row_stride, rows, seqlen, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    dims = tl.arange(0, BLOCK_D)
-    inside = (rows < seqlen)[:, None] & (dims < HEAD_DIM)[None, :]
-    pointers = base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :]
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+def _load_rows(matrix, rows, seqlen, sizes):
+    """(len(rows), BLOCK_D); zero outside of the matrix, without reading there."""
+    pointers, inside = _row_pointers(matrix, rows, seqlen, sizes)
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 @jit
-def _scores_at_head(base, strides, b, h, KIND: tl.constexpr):
-    """(pointer, row stride, key stride) of a mask's or bias's matrix; strides from `score_strides`."""
+def _store_rows(matrix, rows, seqlen, tile, sizes):
+    pointers, inside = _row_pointers(matrix, rows, seqlen, sizes)
+    tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=inside)
+
+
+@jit
+def _store_dbias(dbias, index, rows, keys, tile, sizes):
+    """Stores a tile of matrix `index` (Sq, Sk) of dbias."""
+    pointers = dbias + (index.to(tl.int64) * sizes.seqlen_q + rows)[:, None] * sizes.seqlen_k + keys[None, :]
+    inside = (rows < sizes.seqlen_q)[:, None] & (keys < sizes.seqlen_k)[None, :]
+    tl.store(pointers, tile.to(dbias.dtype.element_ty), mask=inside)
+
+
+@jit
+def _scores_at_head(scores, b, h, KIND: tl.constexpr):
+    """(pointer, row stride, key stride) of a mask's or bias's matrix."""
+    base, strides = scores
     if KIND != "none":
         base += (b // strides[5]).to(tl.int64) * strides[0] + (h // strides[4]).to(tl.int64) * strides[1]
     return base, strides[2], strides[3]
 
 
 @jit
-def _load_scores(view, rows, keys, seqlen_q, seqlen_k, other, KIND: tl.constexpr, EDGE: tl.constexpr):
+def _load_scores(view, rows, keys, sizes, other, KIND: tl.constexpr, EDGE: tl.constexpr):
     """The tile of a dense mask or bias, or the one row of a key mask or key bias; `other` for keys past the end.
 
     A row past the end reads the last row: its results are dropped, and the scores need no bounds check.
@@ -147,54 +165,38 @@ def _load_scores(view, rows, keys, seqlen_q, seqlen_k, other, KIND: tl.constexpr
     base, row_stride, key_stride = view
     pointers = base + keys.to(tl.int64) * key_stride
     if KIND == "dense":
-        pointers += tl.minimum(rows, seqlen_q - 1).to(tl.int64) * row_stride
+        pointers += tl.minimum(rows, sizes.seqlen_q - 1).to(tl.int64) * row_stride
     if EDGE:
-        return tl.load(pointers, mask=keys < seqlen_k, other=other)
+        return tl.load(pointers, mask=keys < sizes.seqlen_k, other=other)
     else:
         return tl.load(pointers)
 
 
 @jit
-def _scores(
-    product,
-    rows,
-    keys,
-    seqlen_q,
-    seqlen_k,
-    mask,
-    bias,
-    softmax_scale,
-    softcap,
-    least_bias,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    EDGE: tl.constexpr,
-):
+def _scores(product, rows, keys, mask, bias, sizes, EDGE: tl.constexpr):
     """(x, visible, slope) of a tile of scores from its `product` <q_i, k_j>.
 
     x is the score with softcap and bias, -inf where it is masked; slope is the derivative of the softcap. `visible`
     broadcasts to the tile: a mask that all rows share keeps one row. Only a tile with EDGE contains the end of the keys
     or the causal diagonal. Rows past the end are not masked: their owner drops them, see _dkdv_kernel.
     """
-    s = product * softmax_scale
+    s = product * sizes.softmax_scale
     slope = tl.full(product.shape, 1.0, tl.float32)
-    if HAS_SOFTCAP:
-        capped = _tanh(s / softcap)
-        s = softcap * capped
+    if sizes.HAS_SOFTCAP:
+        capped = _tanh(s / sizes.softcap)
+        s = sizes.softcap * capped
         slope = 1.0 - capped * capped
 
     visible = tl.full([1, 1], 1, tl.int1)
     if EDGE:
-        visible = keys < seqlen_k
-        if IS_CAUSAL:
-            visible = visible & (keys <= rows + (seqlen_k - seqlen_q))
-    if MASK != "none":
-        visible = visible & (_load_scores(mask, rows, keys, seqlen_q, seqlen_k, 0, MASK, EDGE) != 0)
-    if BIAS != "none":
-        bias_tile = _load_scores(bias, rows, keys, seqlen_q, seqlen_k, float("-inf"), BIAS, EDGE).to(tl.float32)
-        visible = visible & ((bias_tile <= least_bias) == 0)
+        visible = keys < sizes.seqlen_k
+        if sizes.IS_CAUSAL:
+            visible = visible & (keys <= rows + (sizes.seqlen_k - sizes.seqlen_q))
+    if sizes.MASK != "none":
+        visible = visible & (_load_scores(mask, rows, keys, sizes, 0, sizes.MASK, EDGE) != 0)
+    if sizes.BIAS != "none":
+        bias_tile = _load_scores(bias, rows, keys, sizes, float("-inf"), sizes.BIAS, EDGE).to(tl.float32)
+        visible = visible & ((bias_tile <= sizes.least_bias) == 0)
         s += bias_tile
     return tl.where(visible, s, float("-inf")), visible, slope
 
@@ -214,26 +216,50 @@ def _zero_unseen(tile, visible, is_finite):
 
 
 @jit
-def _is_finite(sums, index):
+def _is_finite(sums, b, kv_head, sizes):
     """Whether all rows of a head are finite, from their sum. A False from an overflow costs only time."""
-    total = tl.load(sums + index)
+    total = tl.load(sums + b * (sizes.heads // sizes.group) + kv_head)
     return total - total == 0.0
 
 
 @jit
-def _load_statistics(base, rows, seqlen_q, other):
-    """lse or delta of the rows; base is the address of the head's (seqlen_q) values."""
-    return tl.load(base + rows, mask=rows < seqlen_q, other=other)
+def _load_statistics(base, b, h, rows, sizes, other):
+    """lse, delta or dlse of the rows of a head."""
+    first = (b * sizes.heads + h).to(tl.int64) * sizes.seqlen_q
+    return tl.load(base + first + rows, mask=rows < sizes.seqlen_q, other=other)
 
 
 @jit
-def _gradients(x, visible, slope, dp, lse, delta):
-    """(p, dx, ds) of a tile of scores; dp is <do_i, v_j>."""
+def _store_statistics(base, b, h, rows, sizes, values):
+    first = (b * sizes.heads + h).to(tl.int64) * sizes.seqlen_q
+    tl.store(base + first + rows, values, mask=rows < sizes.seqlen_q)
+
+
+@jit
+def _load_row_operands(inputs, of_rows, b, h, rows, sizes):
+    """(q, do, lse, delta) of query rows."""
+    q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, sizes)
+    do = _load_rows(_at_head(of_rows.dout, b, h), rows, sizes.seqlen_q, sizes)
+    lse = _load_statistics(of_rows.lse, b, h, rows, sizes, float("inf"))
+    return q, do, lse, _load_statistics(of_rows.delta, b, h, rows, sizes, 0.0)
+
+
+@jit
+def _load_key_operands(inputs, b, kv_head, keys, sizes):
+    """(k, v) of keys."""
+    k = _load_rows(_at_head(inputs.key, b, kv_head), keys, sizes.seqlen_k, sizes)
+    return k, _load_rows(_at_head(inputs.value, b, kv_head), keys, sizes.seqlen_k, sizes)
+
+
+@jit
+def _gradients(product, dp, lse, delta, rows, keys, mask, bias, sizes, EDGE: tl.constexpr):
+    """(p, dx, ds, visible) of a tile of scores; dp is <do_i, v_j>. The other arguments are those of `_scores`."""
+    x, visible, slope = _scores(product, rows, keys, mask, bias, sizes, EDGE)
     # In an empty row lse and every x are -inf: avoids -inf - -inf, which is NaN.
     p = tl.exp(x - tl.where(lse == float("-inf"), 0.0, lse))
     dx = tl.where(visible, p * (dp - delta), 0.0)
     ds = tl.where(visible, dx * slope, 0.0)
-    return p, dx, ds
+    return p, dx, ds, visible
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,253 +267,131 @@ def _gradients(x, visible, slope, dp, lse, delta):
 
 
 @jit
-def _row_tile(seqlen_q, HEAVY_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(first row, batch-and-head index) of a program that owns a tile of rows."""
-    tiles = tl.cdiv(seqlen_q, BLOCK_M)
-    tile = tl.program_id(0) % tiles
+def _row_tile(sizes, HEAVY_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(b, h, first row, rows) of a program that owns a tile of rows."""
+    tiles = tl.cdiv(sizes.seqlen_q, BLOCK_M)
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if HEAVY_FIRST:
         tile = tiles - 1 - tile
-    return tile * BLOCK_M, tl.program_id(0) // tiles
+    return bh // sizes.heads, bh % sizes.heads, tile * BLOCK_M, tile * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @jit
-def _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _key_bounds(row, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(whole, end): the rows of the tile at `row` see the keys before `end`; tiles before `whole` have no edge."""
-    whole = seqlen_k
-    end = seqlen_k
-    if IS_CAUSAL:
-        diagonal = row + (seqlen_k - seqlen_q)
+    whole = sizes.seqlen_k
+    end = sizes.seqlen_k
+    if sizes.IS_CAUSAL:
+        diagonal = row + (sizes.seqlen_k - sizes.seqlen_q)
         whole = tl.minimum(whole, tl.maximum(diagonal + 1, 0))
         end = tl.minimum(end, tl.maximum(diagonal + BLOCK_M, 0))
     return whole // BLOCK_N * BLOCK_N, end
 
 
 @jit
-def _row_bounds(key, seqlen_q, seqlen_k, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _row_bounds(key, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, whole): the rows from `begin` on see a key of the tile at `key`; tiles from `whole` on have no edge."""
     begin = 0
     whole = 0
-    if IS_CAUSAL:
-        diagonal = key - (seqlen_k - seqlen_q)
+    if sizes.IS_CAUSAL:
+        diagonal = key - (sizes.seqlen_k - sizes.seqlen_q)
         begin = tl.maximum(diagonal, 0) // BLOCK_M * BLOCK_M
         whole = tl.cdiv(tl.maximum(diagonal + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M
-    return begin, tl.where(key + BLOCK_N > seqlen_k, seqlen_q, tl.minimum(whole, seqlen_q))
+    return begin, tl.where(key + BLOCK_N > sizes.seqlen_k, sizes.seqlen_q, tl.minimum(whole, sizes.seqlen_q))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels. Strides of q, k, v, out, do are (batch, row, head); lse, delta and dlse are contiguous (B, H, Sq);
-# key_sums and value_sums, over rows and head dimension, are contiguous float32 (B, Hkv).
+# Kernels. `inputs` is Inputs, `of_rows` is OfRows, `sizes` is Sizes. Matrices of rows (out, dq, ..) are (pointer,
+# (batch, row, head) strides); lse, delta and dlse are contiguous (B, H, Sq); key_sums and value_sums, over rows and
+# head dimension, are contiguous float32 (B, Hkv).
 
 
 @jit
-def _forward_kernel(
-    query,
-    key,
-    value,
-    mask,
-    bias,
-    value_sums,
-    out,
-    lse,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    bias_strides,
-    out_strides,
-    heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    softmax_scale,
-    softcap,
-    least_bias,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    row, bh = _row_tile(seqlen_q, IS_CAUSAL, BLOCK_M)
-    b, h = bh // heads, bh % heads
-    rows = row + tl.arange(0, BLOCK_M)
-    key = _at_head(key, k_strides, b, h // group)
-    value = _at_head(value, v_strides, b, h // group)
-    mask = _scores_at_head(mask, mask_strides, b, h, MASK)
-    bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
-    is_finite = _is_finite(value_sums, b * (heads // group) + h // group)
-    q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
+def _forward_kernel(inputs, value_sums, out, lse, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    b, h, row, rows = _row_tile(sizes, sizes.IS_CAUSAL, BLOCK_M)
+    kv_head = h // sizes.group
+    key, value = _at_head(inputs.key, b, kv_head), _at_head(inputs.value, b, kv_head)
+    mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
+    bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
+    is_finite = _is_finite(value_sums, b, kv_head, sizes)
+    q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, sizes)
 
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M, sizes.BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    whole, end = _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    whole, end = _key_bounds(row, sizes, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, end if EDGE else whole, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = _load_rows(key, k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-            x, visible, _ = _scores(
-                _dot(q, tl.trans(k)),
-                *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, mask, bias, softmax_scale, softcap, least_bias),
-                *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
-            )
+            k = _load_rows(key, keys, sizes.seqlen_k, sizes)
+            product = _dot(q, tl.trans(k))
+            x, visible, _ = _scores(product, rows[:, None], keys[None, :], mask, bias, sizes, EDGE)
             new_max = tl.maximum(row_max, tl.max(x, axis=1))
             anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.exp(x - anchor[:, None])
             rescale = tl.exp(row_max - anchor)
-            v = _load_rows(value, v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-            v = _zero_unseen(v, visible, is_finite)
+            v = _zero_unseen(_load_rows(value, keys, sizes.seqlen_k, sizes), visible, is_finite)
             total = _add_product(total * rescale[:, None], p.to(v.dtype), v)
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
             row_max = new_max
 
     is_empty = row_sum == 0.0
     total = total / tl.where(is_empty, 1.0, row_sum)[:, None]
-    _store_rows(_at_head(out, out_strides, b, h), out_strides[1], rows, seqlen_q, total, HEAD_DIM, BLOCK_D)
+    _store_rows(_at_head(out, b, h), rows, sizes.seqlen_q, total, sizes)
     row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(tl.where(is_empty, 1.0, row_sum)))
-    tl.store(lse + bh.to(tl.int64) * seqlen_q + rows, row_lse, mask=rows < seqlen_q)
+    _store_statistics(lse, b, h, rows, sizes, row_lse)
 
 
 @jit
-def _delta_kernel(
-    out,
-    dout,
-    dlse,
-    delta,
-    out_strides,
-    do_strides,
-    heads,
-    seqlen_q,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    row, bh = _row_tile(seqlen_q, False, BLOCK_M)
-    b, h = bh // heads, bh % heads
-    rows = row + tl.arange(0, BLOCK_M)
-    o = _load_rows(_at_head(out, out_strides, b, h), out_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-    do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-    first = bh.to(tl.int64) * seqlen_q
-    dots = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
-    row_delta = dots - _load_statistics(dlse + first, rows, seqlen_q, 0.0)
-    tl.store(delta + first + rows, row_delta, mask=rows < seqlen_q)
+def _delta_kernel(out, dout, dlse, delta, sizes, BLOCK_M: tl.constexpr):
+    b, h, _, rows = _row_tile(sizes, False, BLOCK_M)
+    o = _load_rows(_at_head(out, b, h), rows, sizes.seqlen_q, sizes)
+    do = _load_rows(_at_head(dout, b, h), rows, sizes.seqlen_q, sizes)
+    row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
+    row_delta -= _load_statistics(dlse, b, h, rows, sizes, 0.0)
+    _store_statistics(delta, b, h, rows, sizes, row_delta)
 
 
 @jit
 def _dq_kernel(
-    query,
-    key,
-    value,
-    mask,
-    bias,
-    lse,
-    dout,
-    delta,
-    key_sums,
-    dq,
-    dbias,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    bias_strides,
-    do_strides,
-    dq_strides,
-    heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    softmax_scale,
-    softcap,
-    least_bias,
-    STORE_DBIAS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    inputs, of_rows, key_sums, dq, dbias, sizes, STORE_DBIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """With STORE_DBIAS dbias is contiguous (B, H, Sq, Sk), and holds zeros in tiles that causality hides."""
-    row, bh = _row_tile(seqlen_q, IS_CAUSAL, BLOCK_M)
-    b, h = bh // heads, bh % heads
-    rows = row + tl.arange(0, BLOCK_M)
-    key = _at_head(key, k_strides, b, h // group)
-    value = _at_head(value, v_strides, b, h // group)
-    mask = _scores_at_head(mask, mask_strides, b, h, MASK)
-    bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
-    is_finite = _is_finite(key_sums, b * (heads // group) + h // group)
-    q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-    do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-    first = bh.to(tl.int64) * seqlen_q
-    row_lse = _load_statistics(lse + first, rows, seqlen_q, float("inf"))
-    row_delta = _load_statistics(delta + first, rows, seqlen_q, 0.0)
+    b, h, row, rows = _row_tile(sizes, sizes.IS_CAUSAL, BLOCK_M)
+    kv_head = h // sizes.group
+    mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
+    bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
+    is_finite = _is_finite(key_sums, b, kv_head, sizes)
+    q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
 
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    whole, end = _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)
+    total = tl.zeros([BLOCK_M, sizes.BLOCK_D], tl.float32)
+    whole, end = _key_bounds(row, sizes, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, end if EDGE else whole, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = _load_rows(key, k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-            v = _load_rows(value, v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-            x, visible, slope = _scores(
-                _dot(q, tl.trans(k)),
-                *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, mask, bias, softmax_scale, softcap, least_bias),
-                *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
+            k, v = _load_key_operands(inputs, b, kv_head, keys, sizes)
+            _, dx, ds, visible = _gradients(
+                *(_dot(q, tl.trans(k)), _dot(do, tl.trans(v)), lse[:, None], delta[:, None]),
+                *(rows[:, None], keys[None, :], mask, bias, sizes, EDGE),
             )
-            dp = _dot(do, tl.trans(v))
-            _, dx, ds = _gradients(x, visible, slope, dp, row_lse[:, None], row_delta[:, None])
             if STORE_DBIAS:
-                pointers = dbias + (first + rows)[:, None] * seqlen_k + keys[None, :]
-                inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
-                tl.store(pointers, dx.to(dbias.dtype.element_ty), mask=inside)
+                _store_dbias(dbias, b * sizes.heads + h, rows, keys, dx, sizes)
             k = _zero_unseen(k, visible, is_finite)
             total = _add_product(total, ds.to(k.dtype), k)
 
-    total *= softmax_scale
-    _store_rows(_at_head(dq, dq_strides, b, h), dq_strides[1], rows, seqlen_q, total, HEAD_DIM, BLOCK_D)
+    total *= sizes.softmax_scale
+    _store_rows(_at_head(dq, b, h), rows, sizes.seqlen_q, total, sizes)
 
 
 @jit
 def _dkdv_kernel(
-    query,
-    key,
-    value,
-    mask,
-    bias,
-    lse,
-    dout,
-    delta,
+    inputs,
+    of_rows,
     dk,
     dv,
     column_sums,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    bias_strides,
-    do_strides,
-    dk_strides,
-    dv_strides,
-    heads,
-    group,
-    seqlen_q,
-    seqlen_k,
-    softmax_scale,
-    softcap,
-    least_bias,
+    sizes,
     STORE_COLUMN_SUMS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -496,90 +400,56 @@ def _dkdv_kernel(
     Tiles of scores are (keys, rows), the operand layout of the products with do and q. A row past the end has lse =
     inf, hence p = dx = 0, and q = do = 0. Empty rows must hold no NaN in q and do.
     """
-    tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    tiles = tl.cdiv(sizes.seqlen_k, BLOCK_N)
     start_key = tl.program_id(0) % tiles * BLOCK_N
-    kv_heads = heads // group
+    kv_heads = sizes.heads // sizes.group
     b, kv_head = tl.program_id(0) // tiles // kv_heads, tl.program_id(0) // tiles % kv_heads
     keys = start_key + tl.arange(0, BLOCK_N)
-    k = _load_rows(_at_head(key, k_strides, b, kv_head), k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-    v = _load_rows(_at_head(value, v_strides, b, kv_head), v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
+    k, v = _load_key_operands(inputs, b, kv_head, keys, sizes)
 
-    total_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    total_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    begin, whole = _row_bounds(start_key, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)
-    for member in range(0, group):
-        h = kv_head * group + member
-        head_query = _at_head(query, q_strides, b, h)
-        head_dout = _at_head(dout, do_strides, b, h)
-        head_mask = _scores_at_head(mask, mask_strides, b, h, MASK)
-        head_bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
-        bh = (b * heads + h).to(tl.int64)
+    total_dk = tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32)
+    total_dv = tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32)
+    begin, whole = _row_bounds(start_key, sizes, BLOCK_M, BLOCK_N)
+    for member in range(0, sizes.group):
+        h = kv_head * sizes.group + member
+        mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
+        bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
         total_dx = tl.zeros([BLOCK_N], tl.float32)
         for EDGE in tl.static_range(2):
-            for row in range(begin if EDGE else whole, whole if EDGE else seqlen_q, BLOCK_M):
+            for row in range(begin if EDGE else whole, whole if EDGE else sizes.seqlen_q, BLOCK_M):
                 rows = row + tl.arange(0, BLOCK_M)
-                q = _load_rows(head_query, q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-                do = _load_rows(head_dout, do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-                row_lse = _load_statistics(lse + bh * seqlen_q, rows, seqlen_q, float("inf"))
-                row_delta = _load_statistics(delta + bh * seqlen_q, rows, seqlen_q, 0.0)
-                x, visible, slope = _scores(
-                    _dot(k, tl.trans(q)),
-                    *(rows[None, :], keys[:, None], seqlen_q, seqlen_k, head_mask, head_bias),
-                    *(softmax_scale, softcap, least_bias),
-                    *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, EDGE),
+                q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
+                p, dx, ds, _ = _gradients(
+                    *(_dot(k, tl.trans(q)), _dot(v, tl.trans(do)), lse[None, :], delta[None, :]),
+                    *(rows[None, :], keys[:, None], mask, bias, sizes, EDGE),
                 )
-                dp = _dot(v, tl.trans(do))
-                p, dx, ds = _gradients(x, visible, slope, dp, row_lse[None, :], row_delta[None, :])
                 total_dv = _add_product(total_dv, p.to(do.dtype), do)
                 total_dk = _add_product(total_dk, ds.to(q.dtype), q)
                 if STORE_COLUMN_SUMS:
                     total_dx += tl.sum(dx, axis=1)
         if STORE_COLUMN_SUMS:
-            tl.store(column_sums + bh * seqlen_k + keys, total_dx, mask=keys < seqlen_k)
+            first = (b * sizes.heads + h).to(tl.int64) * sizes.seqlen_k
+            tl.store(column_sums + first + keys, total_dx, mask=keys < sizes.seqlen_k)
 
-    total_dk *= softmax_scale
-    _store_rows(_at_head(dk, dk_strides, b, kv_head), dk_strides[1], keys, seqlen_k, total_dk, HEAD_DIM, BLOCK_D)
-    _store_rows(_at_head(dv, dv_strides, b, kv_head), dv_strides[1], keys, seqlen_k, total_dv, HEAD_DIM, BLOCK_D)
+    total_dk *= sizes.softmax_scale
+    _store_rows(_at_head(dk, b, kv_head), keys, sizes.seqlen_k, total_dk, sizes)
+    _store_rows(_at_head(dv, b, kv_head), keys, sizes.seqlen_k, total_dv, sizes)
 
 
 @jit
 def _dbias_kernel(
-    query,
-    key,
-    value,
-    mask,
-    bias,
-    lse,
-    dout,
-    delta,
+    inputs,
+    of_rows,
     dbias,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    bias_strides,
-    do_strides,
-    heads,
-    group,
     bias_heads,
     batches_per_bias,
     heads_per_bias,
-    seqlen_q,
-    seqlen_k,
-    softmax_scale,
-    softcap,
-    least_bias,
-    IS_CAUSAL: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    sizes,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """dbias is contiguous (B / batches_per_bias, bias_heads, Sq, Sk): one tile of it, summed over all that share it."""
-    key_tiles, row_tiles = tl.cdiv(seqlen_k, BLOCK_N), tl.cdiv(seqlen_q, BLOCK_M)
+    key_tiles, row_tiles = tl.cdiv(sizes.seqlen_k, BLOCK_N), tl.cdiv(sizes.seqlen_q, BLOCK_M)
     start_key = tl.program_id(0) % key_tiles * BLOCK_N
     row = tl.program_id(0) // key_tiles % row_tiles * BLOCK_M
     bias_bh = tl.program_id(0) // key_tiles // row_tiles
@@ -588,31 +458,20 @@ def _dbias_kernel(
     keys = start_key + tl.arange(0, BLOCK_N)
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    end = _key_bounds(row, seqlen_q, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N)[1]
+    end = _key_bounds(row, sizes, BLOCK_M, BLOCK_N)[1]
     sharers = tl.where(start_key < end, batches_per_bias * heads_per_bias, 0)
     for sharer in range(0, sharers):
         b, h = first_b + sharer // heads_per_bias, first_h + sharer % heads_per_bias
-        head_mask = _scores_at_head(mask, mask_strides, b, h, MASK)
-        head_bias = _scores_at_head(bias, bias_strides, b, h, BIAS)
-        q = _load_rows(_at_head(query, q_strides, b, h), q_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-        k = _load_rows(_at_head(key, k_strides, b, h // group), k_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-        x, visible, slope = _scores(
-            _dot(q, tl.trans(k)),
-            *(rows[:, None], keys[None, :], seqlen_q, seqlen_k, head_mask, head_bias),
-            *(softmax_scale, softcap, least_bias),
-            *(IS_CAUSAL, HAS_SOFTCAP, MASK, BIAS, True),
+        mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
+        bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
+        q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
+        k, v = _load_key_operands(inputs, b, h // sizes.group, keys, sizes)
+        _, dx, _, _ = _gradients(
+            *(_dot(q, tl.trans(k)), _dot(do, tl.trans(v)), lse[:, None], delta[:, None]),
+            *(rows[:, None], keys[None, :], mask, bias, sizes, True),
         )
-        do = _load_rows(_at_head(dout, do_strides, b, h), do_strides[1], rows, seqlen_q, HEAD_DIM, BLOCK_D)
-        v = _load_rows(_at_head(value, v_strides, b, h // group), v_strides[1], keys, seqlen_k, HEAD_DIM, BLOCK_D)
-        first = (b * heads + h).to(tl.int64) * seqlen_q
-        row_lse = _load_statistics(lse + first, rows, seqlen_q, float("inf"))
-        row_delta = _load_statistics(delta + first, rows, seqlen_q, 0.0)
-        _, dx, _ = _gradients(x, visible, slope, _dot(do, tl.trans(v)), row_lse[:, None], row_delta[:, None])
         total += dx
-
-    pointers = dbias + (bias_bh.to(tl.int64) * seqlen_q + rows)[:, None] * seqlen_k + keys[None, :]
-    inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
-    tl.store(pointers, total.to(dbias.dtype.element_ty), mask=inside)
+    _store_dbias(dbias, bias_bh, rows, keys, total, sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -653,10 +512,6 @@ INTERPRETED_TILE = Tile(32, 64, 1, 1)
 DELTA_ROWS = 64
 
 
-def padded_head_dim(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
-
-
 def tile_for(kernel: str, query: Tensor) -> Tile:
     if INTERPRETED.value:
         return INTERPRETED_TILE
@@ -668,10 +523,6 @@ def tile_options(tile: Tile) -> dict[str, int]:
     return {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
-def head_dim_options(query: Tensor) -> dict[str, int]:
-    return {"HEAD_DIM": query.shape[3], "BLOCK_D": padded_head_dim(query.shape[3])}
-
-
 def score_kind(scores: Tensor | None) -> str:
     """The kind of a mask or bias: "none"; "key", one number per key for all rows; "dense"."""
     if scores is None:
@@ -679,24 +530,55 @@ def score_kind(scores: Tensor | None) -> str:
     return "key" if is_per_key(scores.shape) else "dense"
 
 
-def score_strides(scores: Tensor | None, batch: int, heads: int) -> tuple[int, ...]:
-    """(batch, head, row, key) strides of a mask or bias, 0 in broadcast dimensions; then the numbers of query heads and
-    of batch elements that share an entry."""
+class Inputs(NamedTuple):
+    """(pointer, strides) of each input; see `matrix` and `scores_input`."""
+
+    query: tuple
+    key: tuple
+    value: tuple
+    mask: tuple
+    bias: tuple
+
+
+class OfRows(NamedTuple):
+    """What the backward kernels read of each row beside query."""
+
+    dout: tuple  # as an input
+    lse: Tensor
+    delta: Tensor
+
+
+class Sizes(NamedTuple):
+    heads: int
+    group: int  # query heads per key/value head
+    seqlen_q: int
+    seqlen_k: int
+    softmax_scale: float
+    softcap: float
+    least_bias: float  # the largest that hides
+    IS_CAUSAL: Any  # from here on tl.constexpr
+    HAS_SOFTCAP: Any
+    HEAD_DIM: Any
+    BLOCK_D: Any  # HEAD_DIM, padded
+    MASK: Any  # see score_kind
+    BIAS: Any
+
+
+def matrix(x: Tensor) -> tuple:
+    return x, x.stride()[:3]
+
+
+def scores_input(scores: Tensor | None, query: Tensor) -> tuple:
+    """A mask or bias; its (batch, head, row, key) strides, 0 in broadcast dimensions, and the numbers of query heads
+    and of batch elements that share an entry."""
     if scores is None:
-        return (0, 0, 0, 0, 1, 1)
+        return query, (0, 0, 0, 0, 1, 1)  # device functions cannot return None; the kernels do not read this pointer
     strides = (0 if size == 1 else stride for size, stride in zip(scores.shape, scores.stride(), strict=True))
-    return (*strides, heads // scores.shape[1], batch // scores.shape[0])
+    return scores, (*strides, query.shape[2] // scores.shape[1], query.shape[0] // scores.shape[0])
 
 
-def input_pointers(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
-    # Device functions cannot return None: query replaces a missing pointer and is never read as one.
-    return query, key, value, query if mask is None else mask, query if bias is None else bias
-
-
-def input_strides(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None):
-    batch, _, heads, _ = query.shape
-    rows = (x.stride()[:3] for x in (query, key, value))
-    return *rows, score_strides(mask, batch, heads), score_strides(bias, batch, heads)
+def inputs_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> Inputs:
+    return Inputs(*map(matrix, (query, key, value)), scores_input(mask, query), scores_input(bias, query))
 
 
 def head_sums(x: Tensor) -> Tensor:
@@ -724,17 +606,7 @@ class _Attention(torch.autograd.Function):
     """(out, lse) of (query, key, value, mask, bias, softmax_scale, is_causal, softcap); see `attention`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        softmax_scale: float,
-        is_causal: bool,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, query, key, value, mask, bias, softmax_scale, is_causal, softcap) -> tuple[Tensor, Tensor]:
         (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = query.shape, key.shape
         if not has_scores(query, key):
             out = query.new_zeros(query.shape)
@@ -745,24 +617,17 @@ class _Attention(torch.autograd.Function):
         if mask is not None:
             mask = mask.view(torch.uint8)  # a Triton pointer to bool would load single bits
         least_bias = 0.0 if bias is None else least(bias.dtype)
-        ctx.sizes = (seqlen_q, seqlen_k, softmax_scale, softcap, least_bias)
-        ctx.options = {
-            "IS_CAUSAL": is_causal,
-            "HAS_SOFTCAP": softcap > 0,
-            "MASK": score_kind(mask),
-            "BIAS": score_kind(bias),
-            **head_dim_options(query),
-        }
+        block_d = max(16, triton.next_power_of_2(query.shape[3]))
+        ctx.sizes = Sizes(
+            *(heads, heads // kv_heads, seqlen_q, seqlen_k, softmax_scale, softcap, least_bias),
+            *map(tl.constexpr, (is_causal, softcap > 0, query.shape[3], block_d, score_kind(mask), score_kind(bias))),
+        )
         out = query.new_empty(query.shape)
         lse = query.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
         tile = tile_for("forward", query)
         with torch.cuda.device_of(query):
             _forward_kernel[(triton.cdiv(seqlen_q, tile.rows) * batch * heads,)](
-                *(*input_pointers(query, key, value, mask, bias), head_sums(value), out, lse),
-                *input_strides(query, key, value, mask, bias),
-                out.stride()[:3],
-                *(heads, heads // kv_heads, *ctx.sizes),
-                **ctx.options,
+                *(inputs_of(query, key, value, mask, bias), head_sums(value), matrix(out), lse, ctx.sizes),
                 **tile_options(tile),
             )
         ctx.save_for_backward(query, key, value, mask, bias, out, lse)
@@ -784,49 +649,43 @@ class _Attention(torch.autograd.Function):
             return *(torch.zeros_like(x) if needed else None for x, needed in wanted), None, None, None
 
         (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = query.shape, key.shape
-        if mask is not None or bias is not None or (ctx.options["IS_CAUSAL"] and seqlen_q > seqlen_k):
+        if mask is not None or bias is not None or (ctx.sizes.IS_CAUSAL.value and seqlen_q > seqlen_k):
             # 0 * NaN is NaN: a NaN in an empty row must not reach the keys.
             is_empty = (lse == float("-inf")).transpose(1, 2)[..., None]
             query, dout = query.masked_fill(is_empty, 0), dout.masked_fill(is_empty, 0)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        bias_kind = ctx.options["BIAS"] if needs_dbias else "none"
+        bias_kind = ctx.sizes.BIAS.value if needs_dbias else "none"
         is_shared = bias_kind != "none" and bias.shape[:2] != (batch, heads)
         dq = dk = dv = dbias = column_sums = None
         if bias_kind == "key":
             column_sums = lse.new_empty((batch, heads, seqlen_k))
         elif bias_kind == "dense":
             # The dq kernel skips tiles that causality hides.
-            dbias = bias.new_zeros(bias.shape) if ctx.options["IS_CAUSAL"] else bias.new_empty(bias.shape)
+            dbias = bias.new_zeros(bias.shape) if ctx.sizes.IS_CAUSAL.value else bias.new_empty(bias.shape)
 
         with torch.cuda.device_of(query):
             delta = torch.empty_like(lse)
             _delta_kernel[(triton.cdiv(seqlen_q, DELTA_ROWS) * batch * heads,)](
-                *(out, dout, dlse.contiguous(), delta, out.stride()[:3], dout.stride()[:3], heads, seqlen_q),
-                **head_dim_options(query),
+                *(matrix(out), matrix(dout), dlse.contiguous(), delta, ctx.sizes),
                 BLOCK_M=DELTA_ROWS,
             )
-            inputs = (*input_pointers(query, key, value, mask, bias), lse, dout, delta)
-            strides = (*input_strides(query, key, value, mask, bias), dout.stride()[:3])
+            inputs = inputs_of(query, key, value, mask, bias), OfRows(matrix(dout), lse, delta)
 
             stores_dbias = bias_kind == "dense" and not is_shared
             if needs_dq or stores_dbias:
                 dq = query.new_empty(query.shape)
                 tile = tile_for("dq", query)
                 _dq_kernel[(triton.cdiv(seqlen_q, tile.rows) * batch * heads,)](
-                    *(*inputs, head_sums(key), dq, dbias, *strides, dq.stride()[:3]),
-                    *(heads, heads // kv_heads, *ctx.sizes),
+                    *(*inputs, head_sums(key), matrix(dq), dbias, ctx.sizes),
                     STORE_DBIAS=stores_dbias,
-                    **ctx.options,
                     **tile_options(tile),
                 )
             if needs_dk or needs_dv or column_sums is not None:
                 dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
                 tile = tile_for("dkdv", query)
                 _dkdv_kernel[(triton.cdiv(seqlen_k, tile.keys) * batch * kv_heads,)](
-                    *(*inputs, dk, dv, column_sums, *strides, dk.stride()[:3], dv.stride()[:3]),
-                    *(heads, heads // kv_heads, *ctx.sizes),
+                    *(*inputs, matrix(dk), matrix(dv), column_sums, ctx.sizes),
                     STORE_COLUMN_SUMS=column_sums is not None,
-                    **ctx.options,
                     **tile_options(tile),
                 )
             if bias_kind == "dense" and is_shared:
@@ -834,9 +693,7 @@ class _Attention(torch.autograd.Function):
                 tile = tile_for("dbias", query)
                 tiles = triton.cdiv(seqlen_q, tile.rows) * triton.cdiv(seqlen_k, tile.keys)
                 _dbias_kernel[(tiles * bias_batch * bias_heads,)](
-                    *(*inputs, dbias, *strides, heads, heads // kv_heads),
-                    *(bias_heads, batch // bias_batch, heads // bias_heads, *ctx.sizes),
-                    **ctx.options,
+                    *(*inputs, dbias, bias_heads, batch // bias_batch, heads // bias_heads, ctx.sizes),
                     **tile_options(tile),
                 )
         if column_sums is not None:
@@ -846,16 +703,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    *,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32, differentiable once.
 
@@ -875,4 +723,6 @@ def attention(
             f"the backend 'triton' takes tensors on a GPU, got query on {query.device}; "
             "set TRITON_INTERPRET=1 before it is imported to run its kernels in Triton's interpreter"
         )
-    return _Attention.apply(query, key, value, mask, bias, float(softmax_scale), bool(is_causal), float(softcap))
+    return _Attention.apply(
+        query, key, value, mask, bias, options["softmax_scale"], options["is_causal"], options["softcap"]
+    )

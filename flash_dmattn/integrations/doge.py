@@ -85,7 +85,7 @@ class DogeWindowAttention(DogeAttention):
                 layers.append(cache.layer_class_to_replicate())
             is_empty = not any(layer.is_initialized for layer in layers)
             if is_empty and all(type(layer) in (DynamicLayer, StaticLayer) for layer in layers):
-                layers.extend([empty_layer_like(layer) for layer in layers])
+                layers.extend([type(x)(x.max_cache_len) if type(x) is StaticLayer else type(x)() for x in layers])
         return layers[count + self.layer_idx] if len(layers) == 2 * count else None
 
     def visible_keys(self, attention_mask: VisibleKeys | Tensor | None, query: Tensor, key: Tensor, options: dict):
@@ -99,10 +99,6 @@ class DogeWindowAttention(DogeAttention):
             return attention_mask
         ids = rearrange(sequence_of_keys(cu_seqlens.int(), batch * seqlen_k), "(b s) -> b s", b=batch)
         return attention_mask.with_documents(ids)
-
-
-def empty_layer_like(layer: DynamicLayer | StaticLayer) -> DynamicLayer | StaticLayer:
-    return StaticLayer(layer.max_cache_len) if type(layer) is StaticLayer else DynamicLayer()
 
 
 def topk_arguments(bias: Tensor, window_size: int, visible: VisibleKeys | Tensor, seqlen_q: int) -> dict[str, object]:

@@ -231,7 +231,9 @@ def mask_arguments(
         elif attention_mask.dtype == torch.bool:
             mask, is_causal = attention_mask[..., :keys], False
         else:
-            mask_bias, is_causal = cast_additive_mask(attention_mask[..., :keys], query.dtype), False
+            mask_bias, is_causal = attention_mask[..., :keys], False
+            if mask_bias.dtype != query.dtype:  # the least finite number of one dtype hides no key in another
+                mask_bias = mask_bias.to(query.dtype).masked_fill(hides(mask_bias), -torch.inf)
             bias = mask_bias if bias is None else bias + mask_bias
     if bias is not None:
         bias = key_contiguous(bias if bias.shape[-1] == keys else bias[..., :keys]).to(query.dtype)
@@ -266,11 +268,6 @@ def require_mask(mask: Tensor, batch: int, keys: int) -> None:
         raise ValueError(f"attention_mask must be {accepted}, with {sizes}, got shape {shape_of(mask)}")
     if mask.dtype != torch.bool and mask.is_floating_point() != (mask.ndim == 4):
         raise TypeError(f"attention_mask must be {accepted}, got {names([mask.dtype])} of shape {shape_of(mask)}")
-
-
-def cast_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts a floating mask; entries that mask a key (-inf or finfo.min) become -inf."""
-    return mask if mask.dtype == dtype else mask.to(dtype).masked_fill(hides(mask), -torch.inf)
 
 
 def packed_attention(

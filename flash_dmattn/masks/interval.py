@@ -77,13 +77,8 @@ class KeyIntervalMask(Mask):
             require_count("rows", rows)
             if start.ndim == 2:
                 raise ValueError(f"rows is for fixed length, got {rows} with start of shape {shape_of(start)}")
-        self._set(torch.stack((start, end)), keys_per_row, scattered, rows)
-
-    def _set(self, intervals: Tensor, keys_per_row: int | None, scattered: bool, rows: int | None) -> None:
-        self.intervals = intervals
-        self.keys_per_row = keys_per_row
-        self.scattered = scattered
-        self.rows = rows
+        self.intervals = torch.stack((start, end))
+        self.keys_per_row, self.scattered, self.rows = keys_per_row, scattered, rows
 
     @classmethod
     def _of(
@@ -91,7 +86,8 @@ class KeyIntervalMask(Mask):
     ) -> KeyIntervalMask:
         """The mask of intervals (2, ...): starts and ends in one tensor, as the kernels read them."""
         mask = cls.__new__(cls)
-        mask._set(intervals, keys_per_row, scattered, rows)
+        mask.intervals = intervals
+        mask.keys_per_row, mask.scattered, mask.rows = keys_per_row, scattered, rows
         return mask
 
     def require_rows(self, name: str, seqlen_q: int) -> None:

@@ -90,7 +90,9 @@ class KeyLists(Mask):
         require_bool("is_causal", is_causal)
         require_count("seqlen_q", seqlen_q)
         if seqlen_k is None:
-            seqlen_k = keys_of(mask)
+            if len(mask.shape) == 2:
+                raise ValueError("seqlen_k must be given of variable length: the longest sequence of keys")
+            seqlen_k = mask.shape[-1]
         require_count("seqlen_k", seqlen_k)
         mask = as_mask(mask)
         if cu_seqlens_q is not None:
@@ -296,13 +298,6 @@ def check_buildable(mask: object, has_sequences: bool) -> None:
         kind = "variable" if has_sequences else "fixed"
         sizes = " or ".join(map(str, accepted))
         raise ValueError(f"mask must have {sizes} dimensions of {kind} length, got shape {shape_of(mask)}")
-
-
-def keys_of(mask: Tensor | KeyIntervalMask) -> int:
-    """The default of seqlen_k."""
-    if len(mask.shape) == 2:
-        raise ValueError("seqlen_k must be given of variable length: the longest sequence of keys")
-    return mask.shape[-1]
 
 
 def check_lists(lists: KeyLists, query: Tensor, key: Tensor, problem: Problem) -> None:

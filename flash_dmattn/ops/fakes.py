@@ -18,16 +18,12 @@ from .list_sizes import (
 from .schema import Arguments, BackwardArguments
 
 
-def empty(like: Tensor, shape, dtype: torch.dtype) -> Tensor:
-    return like.new_empty(shape, dtype=dtype)
-
-
 def empty_lists(like: Tensor, capacity, spans, has_bits: bool, rows: int = LIST_ROWS) -> tuple[Tensor, Tensor, Tensor]:
     """(keys, spans, row bits) of lists of `rows` rows."""
     return (
-        empty(like, (capacity,), torch.int32),
-        empty(like, (2, *spans), torch.int64),
-        empty(like, (capacity if has_bits else 0, rows // 32), torch.int32),
+        like.new_empty((capacity,), dtype=torch.int32),
+        like.new_empty((2, *spans), dtype=torch.int64),
+        like.new_empty((capacity if has_bits else 0, rows // 32), dtype=torch.int32),
     )
 
 
@@ -35,13 +31,13 @@ def attention_forward(*args):
     query = Arguments(*args).query
     *batch, seqlen_q, heads, _ = query.shape
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return empty(query, query.shape, query.dtype), empty(query, (*batch, heads, seqlen_q), lse_dtype)
+    return query.new_empty(query.shape), query.new_empty((*batch, heads, seqlen_q), dtype=lse_dtype)
 
 
 def attention_backward(*args):
     given = BackwardArguments(*args)
     inputs = (given.query, given.key, given.value, given.bias if given.needs_dbias else None)
-    return tuple(given.query.new_empty(0) if x is None else empty(x, x.shape, x.dtype) for x in inputs)
+    return tuple(given.query.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 def build_key_lists(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, keys_per_row, limit):
@@ -87,7 +83,7 @@ def pack_mask(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
     rows = (batches, heads, 1 if rows_alike else seqlen_q)
     bits = (*(mask.shape[:2] if mask.ndim == 3 else rows), words)
     tiles = (9, batches, heads, 1 if rows_alike else -(-seqlen_q // 64), -(-seqlen_k // 64))
-    return empty(mask, bits, torch.int32), empty(mask, tiles, torch.uint8)
+    return mask.new_empty(bits, dtype=torch.int32), mask.new_empty(tiles, dtype=torch.uint8)
 
 
 def pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal, percent):
@@ -101,7 +97,7 @@ def pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal, percent):
 
 def topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, longest):
     shape = (*bias.shape[:2], bias.shape[3]) if bias.ndim == 4 else bias.shape
-    return empty(bias, (2, *shape), torch.int32)
+    return bias.new_empty((2, *shape), dtype=torch.int32)
 
 
 def topk_lists(bias, window_size, seqlen_q, seqlens_k):

@@ -41,7 +41,9 @@ class Forward(Operator):
         if Arguments(*inputs).seqlens_k is not None and any(ctx.needs_input_grad):
             raise ValueError("cache_seqlens is for inference, and has no gradients: call under torch.no_grad()")
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output, *(saveable(x) if isinstance(x, Tensor) else None for x in inputs))
+        tensors = (x if isinstance(x, Tensor) else None for x in inputs)
+        # Tensors made in inference mode have no version counter and cannot be saved.
+        ctx.save_for_backward(*output, *(x.clone() if x is not None and x.is_inference() else x for x in tensors))
         ctx.options = [None if isinstance(x, Tensor) else x for x in inputs]
 
     @staticmethod
@@ -76,11 +78,6 @@ class Backward(Operator):
     def vmap(info, in_dims, *args):
         needs_dbias = BackwardArguments(*args).needs_dbias
         return batched(Backward, BackwardArguments, info.batch_size, in_dims, args, needs_dbias)
-
-
-def saveable(tensor: Tensor) -> Tensor:
-    """A tensor that can be saved: those made in inference mode have no version counter, and are cloned."""
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def batched(

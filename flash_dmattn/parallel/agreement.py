@@ -73,7 +73,7 @@ def signature_of(call: ShardedCall) -> CallSignature:
     def bits(number: float) -> int:
         return struct.unpack("<q", struct.pack("<d", number))[0]
 
-    mask, bias = call.mask, call.bias
+    mask, bias = call.attn_mask, call.attn_bias
     is_bool, is_intervals = isinstance(mask, Tensor), isinstance(mask, KeyIntervalMask)
     mask_type = 0 if mask is None else 1 if is_bool else 3 if mask.is_varlen else 2
     leaves = (call.query, call.key, call.value, bias)

@@ -95,11 +95,16 @@ def context_parallel_attention(
     group = resolve_group(group)
     call = ShardedCall(
         *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic),
-        *(window_size, sparse, cu_seqlens, layout, fixed_shapes),
+        return_lse=return_lse,
+        window_size=window_size,
+        sparse=sparse,
+        cu_seqlens=cu_seqlens,
+        layout=layout,
+        fixed_shapes=fixed_shapes,
     )
     error, signature = None, EMPTY_SIGNATURE
     try:
-        call = check_call(call, return_lse)
+        call = check_call(call)
         signature = signature_of(call)
     except Exception as caught:  # any error: the other ranks must not wait for this one
         if shard_lengths is not None:
@@ -123,11 +128,11 @@ def attend(call: ShardedCall, shards: Shards, mask_kind: str | None, bias_kind: 
     if call.window_size is not None and not is_varlen and call.window_size >= sum(shards.lengths):
         call = replace(call, window_size=None)  # every row sees all its causal keys
     if shards.size == 1 and not is_varlen:
-        return attend_locally(call, call.key, call.value, call.mask, call.bias, call.window_size)
+        return attend_locally(call, call.key, call.value, call.attn_mask, call.attn_bias, call.window_size)
     if call.query.shape[0] == 0 or call.query.shape[2] == 0:  # empty on every rank
         out, lse = attend_locally(call, call.key, call.value, None, None)
         # The gradient of the bias is zero, not None.
-        return out if call.bias is None else out + call.bias[..., :0].sum().to(out.dtype), lse
+        return out if call.attn_bias is None else out + call.attn_bias[..., :0].sum().to(out.dtype), lse
     if call.window_size is not None or is_varlen or (mask_kind == "intervals" and bias_kind != "dense"):
         return attend_with_halo(call, shards, bias_kind)
     return attend_with_all_gather(call, shards, mask_kind, bias_kind)
@@ -148,7 +153,7 @@ def attend_locally(
 
 def attend_with_halo(call: ShardedCall, shards: Shards, bias_kind: str | None) -> tuple[Tensor, Tensor]:
     """For rows that see few keys of other ranks: fetches these keys."""
-    bias, key_heads = call.bias, call.key.shape[2]
+    bias, key_heads = call.attn_bias, call.key.shape[2]
     global_mask = mask = None
     if call.window_size is None:
         global_mask = global_intervals(call, shards)
@@ -163,7 +168,7 @@ def attend_with_halo(call: ShardedCall, shards: Shards, bias_kind: str | None) -
         bias = expand_shared(bias, *sizes).expand(*sizes, -1, -1)
         rows.append(bias[:, :, 0].transpose(1, 2))
     if global_mask is not None:
-        rows.append(halo.intervals_to_rows(global_mask.intervals))
+        rows.append(global_mask.intervals.permute(1, 3, 2, 0))  # (B, S, H, 2)
     key, value, *rest = halo.HaloExchange.apply(plan, *rows)
     if global_mask is not None:
         mask = halo.mask_from_rows(shards, rest.pop(), global_mask)
@@ -174,7 +179,7 @@ def attend_with_halo(call: ShardedCall, shards: Shards, bias_kind: str | None) -
 
 def global_intervals(call: ShardedCall, shards: Shards) -> KeyIntervalMask:
     """The rows of the whole sequence that see each local key: mask, causality and packed sequences as intervals."""
-    mask = call.mask
+    mask = call.attn_mask
     position = shards.local_positions(call.key.device, torch.int32)
     keys_per_row, scattered = None, False
     if call.cu_seqlens is None:
@@ -198,18 +203,13 @@ def attend_with_all_gather(
     call: ShardedCall, shards: Shards, mask_kind: str | None, bias_kind: str | None
 ) -> tuple[Tensor, Tensor]:
     """For rows that see most keys: all-gathers K and V."""
-    query, bias, row_bias = call.query, call.bias, None
+    query, bias, row_bias = call.query, call.attn_bias, None
     if bias_kind == "row":  # as in interface.attend
         row_bias, bias, bias_kind = expand_shared(bias, query.shape[0], query.shape[2]), None, None
         masked_rows = hides(row_bias)
         query = query.masked_fill(masked_rows.transpose(1, 2), 0)
-    plan, bias = make_gather_plan(
-        *(shards, call.layout == "zigzag", call.mask, mask_kind, bias, bias_kind, call.is_causal),
-        softmax_scale=float(call.softmax_scale),
-        softcap=float(call.softcap),
-        deterministic=call.deterministic,
-        sparse=call.sparse,
-    )
+    zigzag, options = call.layout == "zigzag", call.options()
+    plan, bias = make_gather_plan(shards, zigzag, call.attn_mask, mask_kind, bias, bias_kind, call.sparse, options)
     out, lse = GatheredAttention.apply(plan, *map(kernel_rows, (query, call.key, call.value)), bias)
     out = without_padding(out, query.shape[-1])
     return (out, lse) if row_bias is None else add_row_bias(out, lse, row_bias, masked_rows)

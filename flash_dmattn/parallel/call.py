@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import checks
 from ..arguments import check_cu_seqlens, is_host_readable, require_bool, require_count, require_tensor, shape_of
-from ..attend import autocast, default_scale, kernels_for
+from ..attend import autocast, kernels_for
 from ..call import Call
 from ..masks import KeyIntervalMask, KeyLists, as_mask
 from ..masks.topk import refuse_nan
@@ -21,43 +21,30 @@ from .layout import check_layout, zigzag_chunk_length
 Mask = Union[Tensor, KeyIntervalMask, None]
 
 
-@dataclass(frozen=True)
-class ShardedCall:
-    """The arguments of one rank. The comments describe them after `check_call`."""
+@dataclass(eq=False)
+class ShardedCall(Call):
+    """The arguments of one rank. After `check_call` packed sequences are one batch element, softmax_scale is a number,
+    and attn_mask is 4-dimensional bool or a KeyIntervalMask, of variable length if the call is."""
 
-    query: Tensor  # (B, S_r, H, D); packed sequences are one batch element
-    key: Tensor
-    value: Tensor
-    mask: Mask  # 4-dimensional bool, or a KeyIntervalMask, of variable length if the call is
-    bias: Tensor | None
-    softmax_scale: float | None  # not None
-    is_causal: bool
-    softcap: float
-    deterministic: bool
-    window_size: int | None
-    sparse: str
-    cu_seqlens: Tensor | None
-    layout: str
-    fixed_shapes: bool | None
+    cu_seqlens: Tensor | None = None
+    layout: str = "contiguous"
+    fixed_shapes: bool | None = None
 
 
-def check_call(call: ShardedCall, return_lse: bool) -> ShardedCall:
+def check_call(call: ShardedCall) -> ShardedCall:
     """Checks all that does not depend on other ranks. Applies autocast and defaults."""
-    mask, window_size, cu_seqlens = call.mask, call.window_size, call.cu_seqlens
-    tensors = {"query": call.query, "key": call.key, "value": call.value, "attn_mask": mask, "attn_bias": call.bias}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
+    mask, window_size, cu_seqlens = call.attn_mask, call.window_size, call.cu_seqlens
+    for name in ("query", "key", "value", "attn_mask", "attn_bias"):
+        if isinstance(getattr(call, name), DTensor):
             raise TypeError(f"{name} must be this rank's shard as a plain tensor, got a DTensor: pass its to_local()")
     kernels_for(call.query)
-    scalars = (call.softmax_scale, call.is_causal, call.softcap, call.deterministic)
-    options = {"return_lse": return_lse, "window_size": window_size, "sparse": call.sparse}
-    checks.check_options(Call(call.query, call.key, call.value, mask, call.bias, *scalars, **options))
+    checks.check_options(call)
     check_layout(call.layout)
     if call.fixed_shapes is not None:
         require_bool("fixed_shapes", call.fixed_shapes)
     if isinstance(mask, KeyLists):
         raise TypeError("attn_mask must be bool or a KeyIntervalMask, got KeyLists, which support one rank only")
-    query, key, value, bias = autocast(call.query, call.key, call.value, call.bias)
+    query, key, value, bias = autocast(call.query, call.key, call.value, call.attn_bias)
     is_varlen = cu_seqlens is not None
     if is_varlen:
         check_cu_seqlens("cu_seqlens", cu_seqlens, query, "query")
@@ -76,9 +63,8 @@ def check_call(call: ShardedCall, return_lse: bool) -> ShardedCall:
         )
     if is_varlen and bias is not None and bias.shape[3] != key.shape[1]:
         raise ValueError(f"attn_bias must have one value per key with cu_seqlens, got shape {shape_of(bias)}")
-    options = {"softmax_scale": default_scale(call.softmax_scale, query), "is_causal": bool(call.is_causal)}
-    options["deterministic"] = bool(call.deterministic)
-    return replace(call, query=query, key=key, value=value, mask=mask, bias=bias, **options)
+    tensors = {"query": query, "key": key, "value": value, "attn_mask": mask, "attn_bias": bias}
+    return replace(call, **tensors, **call.options())
 
 
 def batched(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> tuple:
@@ -133,8 +119,8 @@ def check_lengths(lengths: Sequence[int], local_length: int, group: dist.Process
 def check_whole(call: ShardedCall, lengths: tuple[int, ...]) -> None:
     """Checks all that depends on the lengths of the shards. Every rank raises the same error."""
     seqlen = sum(lengths)
-    if isinstance(call.mask, KeyIntervalMask):
-        call.mask.require_rows("attn_mask", seqlen)
+    if isinstance(call.attn_mask, KeyIntervalMask):
+        call.attn_mask.require_rows("attn_mask", seqlen)
     if call.cu_seqlens is not None and is_host_readable(call.cu_seqlens):
         check_cu_seqlens("cu_seqlens", call.cu_seqlens, total=seqlen)
     if call.layout == "zigzag":

@@ -83,11 +83,6 @@ def all_gather_on_host(words: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered.view(group.size(), -1)
 
 
-def all_gather_concat(shard: Tensor, lengths: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The shards of all ranks, concatenated along `dim`, where rank q has lengths[q]."""
-    return concat_shards(all_gather(pad_to(shard, max(lengths), dim), group), lengths, dim)
-
-
 def pad_to(shard: Tensor, length: int, dim: int) -> Tensor:
     """The shard with zeros appended along `dim` up to `length`."""
     missing = length - shard.shape[dim]

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..attend import kernels_for, mask_operand
+from ..call import Options
 from ..masks import KeyIntervalMask, Problem, as_mask
 from ..ops.schema import Arguments, MaskTensors
 from . import collectives
@@ -51,17 +52,8 @@ class GatherPlan:
     sequence_order: bool  # whether gathered zigzag shards are brought into the order of the sequence
     row_ranges: tuple[RowRange, ...]  # ordered by decreasing num_keys
     bias_is_sharded: bool  # a key bias, which is sharded like the keys
-    is_causal: bool
-    softmax_scale: float
-    softcap: float
-    deterministic: bool
     sparse: str
-
-    @property
-    def options(self) -> dict[str, float | bool]:
-        """The operators' arguments that are no tensors."""
-        names = ("softmax_scale", "softcap", "is_causal", "deterministic")
-        return {name: getattr(self, name) for name in names}
+    options: Options
 
     @property
     def num_keys(self) -> int:
@@ -92,7 +84,7 @@ class GatherPlan:
             starts = [min(start, self.num_keys) for start in shards.starts]
             send_counts = [end - start for start, end in zip(starts, starts[1:])]
         # With causal contiguous shards, earlier ranks see no key of this rank.
-        only_later = self.is_causal and not self.zigzag
+        only_later = self.options["is_causal"] and not self.zigzag
         recv_counts = [0 if only_later and q < shards.rank else shards.local_length for q in range(shards.size)]
         return collectives.start_all_to_all(grad.movedim(dim, 0), send_counts, recv_counts, shards.group)
 
@@ -177,9 +169,9 @@ class GatheredAttention(torch.autograd.Function):
                 if kv is kv_slices[0] or not masks_shared:
                     operand = mask_operand(
                         *(backend, as_mask(part.mask()), plan.sparse, q, k, bias),
-                        Problem(q.shape[1], k.shape[1], plan.is_causal),
+                        Problem(q.shape[1], k.shape[1], plan.options["is_causal"]),
                         needs_grad=any(ctx.needs_input_grad),
-                        deterministic=plan.deterministic,
+                        deterministic=plan.options["deterministic"],
                     )
                     masks.append(operand or MaskTensors())
                 tensors = (q, k, v, part.bias(bias, plan.bias_is_sharded), *masks[i if masks_shared else -1])
@@ -270,14 +262,14 @@ def make_gather_plan(
     mask_kind: str | None,
     bias: Tensor | None,
     bias_kind: str | None,
-    is_causal: bool,
-    **options,
+    sparse: str,
+    options: Options,
 ) -> tuple[GatherPlan, Tensor | None]:
     """The first and the last argument of `GatheredAttention`: the plan, and the bias without columns that no row sees.
 
     Gathers key masks and interval masks. The kinds are those of `agreement.KINDS`.
     """
-    length, seqlen = shards.local_length, sum(shards.lengths)
+    length, seqlen, is_causal = shards.local_length, sum(shards.lengths), options["is_causal"]
     if zigzag and is_causal:
         chunk = length // 2
         front, back = zigzag_chunks(shards.rank, shards.size)
@@ -288,7 +280,7 @@ def make_gather_plan(
     else:
         row_ranges = (RowRange(slice(0, length), shards.local_start + length if is_causal else seqlen, None),)
     sequence_order = zigzag and (is_causal or "dense" in (mask_kind, bias_kind))
-    plan = GatherPlan(shards, zigzag, sequence_order, row_ranges, bias_kind == "key", is_causal, **options)
+    plan = GatherPlan(shards, zigzag, sequence_order, row_ranges, bias_kind == "key", sparse, options)
     if mask_kind == "key":
         mask = plan.all_gather(mask.to(torch.uint8), 3).bool()  # NCCL does not support bool
     elif mask_kind == "intervals":

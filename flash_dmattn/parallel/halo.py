@@ -223,11 +223,6 @@ def add_received_grads(plan: HaloPlan, grad: Tensor, rows: Tensor) -> None:
 # Interval masks
 
 
-def intervals_to_rows(intervals: Tensor) -> Tensor:
-    """Intervals (2, B, H, S) as rows (B, S, H, 2) for HaloExchange."""
-    return intervals.permute(1, 3, 2, 0)
-
-
 def mask_from_rows(shards: Shards, rows: Tensor, mask: KeyIntervalMask) -> KeyIntervalMask:
     """The mask of [fetched keys; local keys] from the exchanged rows (B, num_slots + S, H, 2) of `mask`."""
     intervals = rows.permute(3, 0, 2, 1) - shards.local_start

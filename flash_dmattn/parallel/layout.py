@@ -136,7 +136,8 @@ def unshard(part: Tensor, dim: int = 1, *, group: Group = None, layout: str = "c
         raise ValueError(f"part must have the same shape on every rank except in dimension {dim}, got {shape_of(part)}")
     lengths = [length for length, *_ in gathered]
     if layout == "contiguous":
-        return collectives.all_gather_concat(part, lengths, dim, group)
+        padded = collectives.pad_to(part, max(lengths), dim)
+        return collectives.concat_shards(collectives.all_gather(padded, group), lengths, dim)
     if len(set(lengths)) > 1:
         raise ValueError(f"layout='zigzag' needs parts of the same length, got {lengths}")
     zigzag_chunk_length(sum(lengths), group.size())

@@ -12,15 +12,6 @@ def expand_shared(scores: Tensor, batch: int, heads: int) -> Tensor:
     return repeat(scores, "b h ... -> (b n) (h group) ...", n=n, group=group)
 
 
-def unexpand(mask: Tensor) -> Tensor:
-    """A bool mask with size 1 in place of an expanded batch, head or row dimension: the kernels then read it once."""
-    # With variable length, dimension 0 holds the rows or keys of all sequences.
-    for dim in (0, 1, 2) if mask.ndim == 4 else (1,):
-        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
-            mask = mask.narrow(dim, 0, 1)
-    return mask
-
-
 def scores_of_sequence(scores: Tensor, rows: slice, keys: slice) -> Tensor:
     """One sequence of a mask or bias of variable length: (1, heads, {rows|1}, keys)."""
     if scores.ndim == 2:

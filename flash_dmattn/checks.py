@@ -67,7 +67,10 @@ def check_call(backend: ModuleType, call: Call) -> None:
     if backend.SPARSE_MASKS:
         compiled_check("check_kernels", call.query)
     if call.cache_seqlens is not None:
-        check_cache(backend, call.return_attn_probs)
+        if not backend.SPARSE_MASKS:
+            raise ValueError(f"cache_seqlens is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
+        if call.return_attn_probs:
+            raise ValueError("return_attn_probs is for keys that are all there, got cache_seqlens")
     if call.window_size is not None:
         batch = call.query.shape[0] if call.varlen is None else None
         check_window(call.attn_mask, call.attn_bias, batch, call.key.shape[-3], call.is_causal)
@@ -104,13 +107,6 @@ def check_window(mask: Mask | None, bias: Tensor | None, batch: int | None, keys
         got = "none" if bias is None else f"shape {shape_of(bias)}"
         layouts = "({B|1}, {H|Hkv|1}, 1, Sk) or (total_k, {H|Hkv|1})"
         raise ValueError(f"window_size needs attn_bias of one number a key, {layouts}, got {got}")
-
-
-def check_cache(backend: ModuleType, return_attn_probs: bool) -> None:
-    if not backend.SPARSE_MASKS:
-        raise ValueError(f"cache_seqlens is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
-    if return_attn_probs:
-        raise ValueError("return_attn_probs is for keys that are all there, got cache_seqlens")
 
 
 def compiled_check(name: str, *arguments: object) -> None:

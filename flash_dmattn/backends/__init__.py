@@ -3,7 +3,7 @@
     NAME: str
     SPARSE_MASKS: bool                  whether `mask` is ops.MaskTensors (the compiled backends), or else a bool tensor
     why_unavailable() -> str | None     None where the backend is available, else one sentence with the reason
-    attention(query, key, value, mask, bias, *, softmax_scale, is_causal, softcap, deterministic) -> (out, lse)
+    attention(query, key, value, mask, bias, **options) -> (out, lse)     options: call.Options
 
 The compiled backends also take varlen and cache_seqlens. Inputs have been checked (checks.py): query (B, Sq, H, D), key
 and value (B, Sk, Hkv, D) with a contiguous D, a multiple of 8; mask None, MaskTensors, or bool ({B|B/n|1}, {H|Hkv|1},

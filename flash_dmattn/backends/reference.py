@@ -44,8 +44,8 @@ def visible_scores(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor
 
 def probabilities(
     query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, **options: Unpack[Options]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """p_ij (B, H, Sq, Sk), lse_i (B, H, Sq) and the visible scores, in the precision of the inputs."""
+) -> tuple[Tensor, Tensor]:
+    """p_ij (B, H, Sq, Sk) and lse_i (B, H, Sq), in the precision of the inputs."""
     batch, _, heads, _ = query.shape
     visible = visible_scores(query, key, mask, bias, options["is_causal"])
     scores = einsum(query, for_heads(key, heads), "b i h d, b j h d -> b h i j") * options["softmax_scale"]
@@ -58,12 +58,12 @@ def probabilities(
     empty = ~visible.any(dim=-1)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(empty[..., None], 0)
     if not scores.shape[-1]:
-        return scores, scores.sum(dim=-1).masked_fill(empty, -torch.inf), visible
+        return scores, scores.sum(dim=-1).masked_fill(empty, -torch.inf)
     # Relative to the row's largest score: lse rounds log N away for scores of -1e9.
     largest = scores.detach().amax(dim=-1)
     weights = torch.exp(scores - largest[..., None]).masked_fill(~visible, 0)
     total = weights.sum(dim=-1).masked_fill(empty, 1)
-    return weights / total[..., None], (largest + torch.log(total)).masked_fill(empty, -torch.inf), visible
+    return weights / total[..., None], (largest + torch.log(total)).masked_fill(empty, -torch.inf)
 
 
 def attention(
@@ -78,6 +78,6 @@ def attention(
         seen = reduce(visible, "b (h group) i j -> b j h 1", "any", h=kv_heads)
         query, key, value = query.masked_fill(~sees, 0), key.masked_fill(~seen, 0), value.masked_fill(~seen, 0)
 
-    probs, lse, _ = probabilities(query, key, mask, bias, **options)
+    probs, lse = probabilities(query, key, mask, bias, **options)
     out = einsum(probs.to(value.dtype), for_heads(value, heads), "b h i j, b j h d -> b i h d")
     return out, lse if lse.dtype == torch.float64 else lse.float()

@@ -118,32 +118,32 @@ def _at_head(matrix, b, h):
 
 
 @jit
-def _row_pointers(matrix, rows, seqlen, sizes):
+def _row_pointers(matrix, rows, seqlen, call):
     """(pointers, whether they are inside) of (len(rows), BLOCK_D) of a (seqlen, HEAD_DIM) matrix of `_at_head`."""
     base, row_stride = matrix
-    dims = tl.arange(0, sizes.BLOCK_D)
-    inside = (rows < seqlen)[:, None] & (dims < sizes.HEAD_DIM)[None, :]
+    dims = tl.arange(0, call.BLOCK_D)
+    inside = (rows < seqlen)[:, None] & (dims < call.HEAD_DIM)[None, :]
     return base + rows.to(tl.int64)[:, None] * row_stride + dims[None, :], inside
 
 
 @jit
-def _load_rows(matrix, rows, seqlen, sizes):
+def _load_rows(matrix, rows, seqlen, call):
     """(len(rows), BLOCK_D); zero outside of the matrix, without reading there."""
-    pointers, inside = _row_pointers(matrix, rows, seqlen, sizes)
+    pointers, inside = _row_pointers(matrix, rows, seqlen, call)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @jit
-def _store_rows(matrix, rows, seqlen, tile, sizes):
-    pointers, inside = _row_pointers(matrix, rows, seqlen, sizes)
+def _store_rows(matrix, rows, seqlen, tile, call):
+    pointers, inside = _row_pointers(matrix, rows, seqlen, call)
     tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=inside)
 
 
 @jit
-def _store_dbias(dbias, index, rows, keys, tile, sizes):
+def _store_dbias(dbias, index, rows, keys, tile, call):
     """Stores a tile of matrix `index` (Sq, Sk) of dbias."""
-    pointers = dbias + (index.to(tl.int64) * sizes.seqlen_q + rows)[:, None] * sizes.seqlen_k + keys[None, :]
-    inside = (rows < sizes.seqlen_q)[:, None] & (keys < sizes.seqlen_k)[None, :]
+    pointers = dbias + (index.to(tl.int64) * call.seqlen_q + rows)[:, None] * call.seqlen_k + keys[None, :]
+    inside = (rows < call.seqlen_q)[:, None] & (keys < call.seqlen_k)[None, :]
     tl.store(pointers, tile.to(dbias.dtype.element_ty), mask=inside)
 
 
@@ -157,7 +157,7 @@ def _scores_at_head(scores, b, h, KIND: tl.constexpr):
 
 
 @jit
-def _load_scores(view, rows, keys, sizes, other, KIND: tl.constexpr, EDGE: tl.constexpr):
+def _load_scores(view, rows, keys, call, other, KIND: tl.constexpr, EDGE: tl.constexpr):
     """The tile of a dense mask or bias, or the one row of a key mask or key bias; `other` for keys past the end.
 
     A row past the end reads the last row: its results are dropped, and the scores need no bounds check.
@@ -165,38 +165,38 @@ def _load_scores(view, rows, keys, sizes, other, KIND: tl.constexpr, EDGE: tl.co
     base, row_stride, key_stride = view
     pointers = base + keys.to(tl.int64) * key_stride
     if KIND == "dense":
-        pointers += tl.minimum(rows, sizes.seqlen_q - 1).to(tl.int64) * row_stride
+        pointers += tl.minimum(rows, call.seqlen_q - 1).to(tl.int64) * row_stride
     if EDGE:
-        return tl.load(pointers, mask=keys < sizes.seqlen_k, other=other)
+        return tl.load(pointers, mask=keys < call.seqlen_k, other=other)
     else:
         return tl.load(pointers)
 
 
 @jit
-def _scores(product, rows, keys, mask, bias, sizes, EDGE: tl.constexpr):
+def _scores(product, rows, keys, mask, bias, call, EDGE: tl.constexpr):
     """(x, visible, slope) of a tile of scores from its `product` <q_i, k_j>.
 
     x is the score with softcap and bias, -inf where it is masked; slope is the derivative of the softcap. `visible`
     broadcasts to the tile: a mask that all rows share keeps one row. Only a tile with EDGE contains the end of the keys
     or the causal diagonal. Rows past the end are not masked: their owner drops them, see _dkdv_kernel.
     """
-    s = product * sizes.softmax_scale
+    s = product * call.softmax_scale
     slope = tl.full(product.shape, 1.0, tl.float32)
-    if sizes.HAS_SOFTCAP:
-        capped = _tanh(s / sizes.softcap)
-        s = sizes.softcap * capped
+    if call.HAS_SOFTCAP:
+        capped = _tanh(s / call.softcap)
+        s = call.softcap * capped
         slope = 1.0 - capped * capped
 
     visible = tl.full([1, 1], 1, tl.int1)
     if EDGE:
-        visible = keys < sizes.seqlen_k
-        if sizes.IS_CAUSAL:
-            visible = visible & (keys <= rows + (sizes.seqlen_k - sizes.seqlen_q))
-    if sizes.MASK != "none":
-        visible = visible & (_load_scores(mask, rows, keys, sizes, 0, sizes.MASK, EDGE) != 0)
-    if sizes.BIAS != "none":
-        bias_tile = _load_scores(bias, rows, keys, sizes, float("-inf"), sizes.BIAS, EDGE).to(tl.float32)
-        visible = visible & ((bias_tile <= sizes.least_bias) == 0)
+        visible = keys < call.seqlen_k
+        if call.IS_CAUSAL:
+            visible = visible & (keys <= rows + (call.seqlen_k - call.seqlen_q))
+    if call.MASK != "none":
+        visible = visible & (_load_scores(mask, rows, keys, call, 0, call.MASK, EDGE) != 0)
+    if call.BIAS != "none":
+        bias_tile = _load_scores(bias, rows, keys, call, float("-inf"), call.BIAS, EDGE).to(tl.float32)
+        visible = visible & ((bias_tile <= call.least_bias) == 0)
         s += bias_tile
     return tl.where(visible, s, float("-inf")), visible, slope
 
@@ -216,45 +216,45 @@ def _zero_unseen(tile, visible, is_finite):
 
 
 @jit
-def _is_finite(sums, b, kv_head, sizes):
+def _is_finite(sums, b, kv_head, call):
     """Whether all rows of a head are finite, from their sum. A False from an overflow costs only time."""
-    total = tl.load(sums + b * (sizes.heads // sizes.group) + kv_head)
+    total = tl.load(sums + b * (call.heads // call.group) + kv_head)
     return total - total == 0.0
 
 
 @jit
-def _load_statistics(base, b, h, rows, sizes, other):
+def _load_statistics(base, b, h, rows, call, other):
     """lse, delta or dlse of the rows of a head."""
-    first = (b * sizes.heads + h).to(tl.int64) * sizes.seqlen_q
-    return tl.load(base + first + rows, mask=rows < sizes.seqlen_q, other=other)
+    first = (b * call.heads + h).to(tl.int64) * call.seqlen_q
+    return tl.load(base + first + rows, mask=rows < call.seqlen_q, other=other)
 
 
 @jit
-def _store_statistics(base, b, h, rows, sizes, values):
-    first = (b * sizes.heads + h).to(tl.int64) * sizes.seqlen_q
-    tl.store(base + first + rows, values, mask=rows < sizes.seqlen_q)
+def _store_statistics(base, b, h, rows, call, values):
+    first = (b * call.heads + h).to(tl.int64) * call.seqlen_q
+    tl.store(base + first + rows, values, mask=rows < call.seqlen_q)
 
 
 @jit
-def _load_row_operands(inputs, of_rows, b, h, rows, sizes):
+def _load_row_operands(inputs, of_rows, b, h, rows, call):
     """(q, do, lse, delta) of query rows."""
-    q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, sizes)
-    do = _load_rows(_at_head(of_rows.dout, b, h), rows, sizes.seqlen_q, sizes)
-    lse = _load_statistics(of_rows.lse, b, h, rows, sizes, float("inf"))
-    return q, do, lse, _load_statistics(of_rows.delta, b, h, rows, sizes, 0.0)
+    q = _load_rows(_at_head(inputs.query, b, h), rows, call.seqlen_q, call)
+    do = _load_rows(_at_head(of_rows.dout, b, h), rows, call.seqlen_q, call)
+    lse = _load_statistics(of_rows.lse, b, h, rows, call, float("inf"))
+    return q, do, lse, _load_statistics(of_rows.delta, b, h, rows, call, 0.0)
 
 
 @jit
-def _load_key_operands(inputs, b, kv_head, keys, sizes):
+def _load_key_operands(inputs, b, kv_head, keys, call):
     """(k, v) of keys."""
-    k = _load_rows(_at_head(inputs.key, b, kv_head), keys, sizes.seqlen_k, sizes)
-    return k, _load_rows(_at_head(inputs.value, b, kv_head), keys, sizes.seqlen_k, sizes)
+    k = _load_rows(_at_head(inputs.key, b, kv_head), keys, call.seqlen_k, call)
+    return k, _load_rows(_at_head(inputs.value, b, kv_head), keys, call.seqlen_k, call)
 
 
 @jit
-def _gradients(product, dp, lse, delta, rows, keys, mask, bias, sizes, EDGE: tl.constexpr):
+def _gradients(product, dp, lse, delta, rows, keys, mask, bias, call, EDGE: tl.constexpr):
     """(p, dx, ds, visible) of a tile of scores; dp is <do_i, v_j>. The other arguments are those of `_scores`."""
-    x, visible, slope = _scores(product, rows, keys, mask, bias, sizes, EDGE)
+    x, visible, slope = _scores(product, rows, keys, mask, bias, call, EDGE)
     # In an empty row lse and every x are -inf: avoids -inf - -inf, which is NaN.
     p = tl.exp(x - tl.where(lse == float("-inf"), 0.0, lse))
     dx = tl.where(visible, p * (dp - delta), 0.0)
@@ -267,173 +267,161 @@ def _gradients(product, dp, lse, delta, rows, keys, mask, bias, sizes, EDGE: tl.
 
 
 @jit
-def _row_tile(sizes, HEAVY_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
+def _row_tile(call, HEAVY_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
     """(b, h, first row, rows) of a program that owns a tile of rows."""
-    tiles = tl.cdiv(sizes.seqlen_q, BLOCK_M)
+    tiles = tl.cdiv(call.seqlen_q, BLOCK_M)
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if HEAVY_FIRST:
         tile = tiles - 1 - tile
-    return bh // sizes.heads, bh % sizes.heads, tile * BLOCK_M, tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    return bh // call.heads, bh % call.heads, tile * BLOCK_M, tile * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @jit
-def _key_bounds(row, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _key_bounds(row, call, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(whole, end): the rows of the tile at `row` see the keys before `end`; tiles before `whole` have no edge."""
-    whole = sizes.seqlen_k
-    end = sizes.seqlen_k
-    if sizes.IS_CAUSAL:
-        diagonal = row + (sizes.seqlen_k - sizes.seqlen_q)
+    whole = call.seqlen_k
+    end = call.seqlen_k
+    if call.IS_CAUSAL:
+        diagonal = row + (call.seqlen_k - call.seqlen_q)
         whole = tl.minimum(whole, tl.maximum(diagonal + 1, 0))
         end = tl.minimum(end, tl.maximum(diagonal + BLOCK_M, 0))
     return whole // BLOCK_N * BLOCK_N, end
 
 
 @jit
-def _row_bounds(key, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _row_bounds(key, call, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, whole): the rows from `begin` on see a key of the tile at `key`; tiles from `whole` on have no edge."""
     begin = 0
     whole = 0
-    if sizes.IS_CAUSAL:
-        diagonal = key - (sizes.seqlen_k - sizes.seqlen_q)
+    if call.IS_CAUSAL:
+        diagonal = key - (call.seqlen_k - call.seqlen_q)
         begin = tl.maximum(diagonal, 0) // BLOCK_M * BLOCK_M
         whole = tl.cdiv(tl.maximum(diagonal + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M
-    return begin, tl.where(key + BLOCK_N > sizes.seqlen_k, sizes.seqlen_q, tl.minimum(whole, sizes.seqlen_q))
+    return begin, tl.where(key + BLOCK_N > call.seqlen_k, call.seqlen_q, tl.minimum(whole, call.seqlen_q))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels. `inputs` is Inputs, `of_rows` is OfRows, `sizes` is Sizes. Matrices of rows (out, dq, ..) are (pointer,
+# Kernels. `inputs` is Inputs, `of_rows` is OfRows, `call` is CallParams. Matrices of rows (out, dq, ..) are (pointer,
 # (batch, row, head) strides); lse, delta and dlse are contiguous (B, H, Sq); key_sums and value_sums, over rows and
 # head dimension, are contiguous float32 (B, Hkv).
 
 
 @jit
-def _forward_kernel(inputs, value_sums, out, lse, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    b, h, row, rows = _row_tile(sizes, sizes.IS_CAUSAL, BLOCK_M)
-    kv_head = h // sizes.group
+def _forward_kernel(inputs, value_sums, out, lse, call, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    b, h, row, rows = _row_tile(call, call.IS_CAUSAL, BLOCK_M)
+    kv_head = h // call.group
     key, value = _at_head(inputs.key, b, kv_head), _at_head(inputs.value, b, kv_head)
-    mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
-    bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
-    is_finite = _is_finite(value_sums, b, kv_head, sizes)
-    q = _load_rows(_at_head(inputs.query, b, h), rows, sizes.seqlen_q, sizes)
+    mask = _scores_at_head(inputs.mask, b, h, call.MASK)
+    bias = _scores_at_head(inputs.bias, b, h, call.BIAS)
+    is_finite = _is_finite(value_sums, b, kv_head, call)
+    q = _load_rows(_at_head(inputs.query, b, h), rows, call.seqlen_q, call)
 
-    total = tl.zeros([BLOCK_M, sizes.BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M, call.BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    whole, end = _key_bounds(row, sizes, BLOCK_M, BLOCK_N)
+    whole, end = _key_bounds(row, call, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, end if EDGE else whole, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k = _load_rows(key, keys, sizes.seqlen_k, sizes)
+            k = _load_rows(key, keys, call.seqlen_k, call)
             product = _dot(q, tl.trans(k))
-            x, visible, _ = _scores(product, rows[:, None], keys[None, :], mask, bias, sizes, EDGE)
+            x, visible, _ = _scores(product, rows[:, None], keys[None, :], mask, bias, call, EDGE)
             new_max = tl.maximum(row_max, tl.max(x, axis=1))
             anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.exp(x - anchor[:, None])
             rescale = tl.exp(row_max - anchor)
-            v = _zero_unseen(_load_rows(value, keys, sizes.seqlen_k, sizes), visible, is_finite)
+            v = _zero_unseen(_load_rows(value, keys, call.seqlen_k, call), visible, is_finite)
             total = _add_product(total * rescale[:, None], p.to(v.dtype), v)
             row_sum = row_sum * rescale + tl.sum(p, axis=1)
             row_max = new_max
 
     is_empty = row_sum == 0.0
     total = total / tl.where(is_empty, 1.0, row_sum)[:, None]
-    _store_rows(_at_head(out, b, h), rows, sizes.seqlen_q, total, sizes)
+    _store_rows(_at_head(out, b, h), rows, call.seqlen_q, total, call)
     row_lse = tl.where(is_empty, float("-inf"), row_max + tl.log(tl.where(is_empty, 1.0, row_sum)))
-    _store_statistics(lse, b, h, rows, sizes, row_lse)
+    _store_statistics(lse, b, h, rows, call, row_lse)
 
 
 @jit
-def _delta_kernel(out, dout, dlse, delta, sizes, BLOCK_M: tl.constexpr):
-    b, h, _, rows = _row_tile(sizes, False, BLOCK_M)
-    o = _load_rows(_at_head(out, b, h), rows, sizes.seqlen_q, sizes)
-    do = _load_rows(_at_head(dout, b, h), rows, sizes.seqlen_q, sizes)
+def _delta_kernel(out, dout, dlse, delta, call, BLOCK_M: tl.constexpr):
+    b, h, _, rows = _row_tile(call, False, BLOCK_M)
+    o = _load_rows(_at_head(out, b, h), rows, call.seqlen_q, call)
+    do = _load_rows(_at_head(dout, b, h), rows, call.seqlen_q, call)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
-    row_delta -= _load_statistics(dlse, b, h, rows, sizes, 0.0)
-    _store_statistics(delta, b, h, rows, sizes, row_delta)
+    row_delta -= _load_statistics(dlse, b, h, rows, call, 0.0)
+    _store_statistics(delta, b, h, rows, call, row_delta)
 
 
 @jit
-def _dq_kernel(
-    inputs, of_rows, key_sums, dq, dbias, sizes, STORE_DBIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """With STORE_DBIAS dbias is contiguous (B, H, Sq, Sk), and holds zeros in tiles that causality hides."""
-    b, h, row, rows = _row_tile(sizes, sizes.IS_CAUSAL, BLOCK_M)
-    kv_head = h // sizes.group
-    mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
-    bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
-    is_finite = _is_finite(key_sums, b, kv_head, sizes)
-    q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
+def _dq_kernel(inputs, of_rows, key_sums, dq, dbias, call, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dbias is None, or contiguous (B, H, Sq, Sk) and holds zeros in tiles that causality hides."""
+    b, h, row, rows = _row_tile(call, call.IS_CAUSAL, BLOCK_M)
+    kv_head = h // call.group
+    mask = _scores_at_head(inputs.mask, b, h, call.MASK)
+    bias = _scores_at_head(inputs.bias, b, h, call.BIAS)
+    is_finite = _is_finite(key_sums, b, kv_head, call)
+    q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, call)
 
-    total = tl.zeros([BLOCK_M, sizes.BLOCK_D], tl.float32)
-    whole, end = _key_bounds(row, sizes, BLOCK_M, BLOCK_N)
+    total = tl.zeros([BLOCK_M, call.BLOCK_D], tl.float32)
+    whole, end = _key_bounds(row, call, BLOCK_M, BLOCK_N)
     for EDGE in tl.static_range(2):
         for start in range(whole if EDGE else 0, end if EDGE else whole, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            k, v = _load_key_operands(inputs, b, kv_head, keys, sizes)
+            k, v = _load_key_operands(inputs, b, kv_head, keys, call)
             _, dx, ds, visible = _gradients(
                 *(_dot(q, tl.trans(k)), _dot(do, tl.trans(v)), lse[:, None], delta[:, None]),
-                *(rows[:, None], keys[None, :], mask, bias, sizes, EDGE),
+                *(rows[:, None], keys[None, :], mask, bias, call, EDGE),
             )
-            if STORE_DBIAS:
-                _store_dbias(dbias, b * sizes.heads + h, rows, keys, dx, sizes)
+            if dbias is not None:
+                _store_dbias(dbias, b * call.heads + h, rows, keys, dx, call)
             k = _zero_unseen(k, visible, is_finite)
             total = _add_product(total, ds.to(k.dtype), k)
 
-    total *= sizes.softmax_scale
-    _store_rows(_at_head(dq, b, h), rows, sizes.seqlen_q, total, sizes)
+    total *= call.softmax_scale
+    _store_rows(_at_head(dq, b, h), rows, call.seqlen_q, total, call)
 
 
 @jit
-def _dkdv_kernel(
-    inputs,
-    of_rows,
-    dk,
-    dv,
-    column_sums,
-    sizes,
-    STORE_COLUMN_SUMS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """With STORE_COLUMN_SUMS column_sums is contiguous float32 (B, H, Sk): dx summed over the rows.
+def _dkdv_kernel(inputs, of_rows, dk, dv, column_sums, call, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """column_sums is None, or contiguous float32 (B, H, Sk): dx summed over the rows.
 
     Tiles of scores are (keys, rows), the operand layout of the products with do and q. A row past the end has lse =
     inf, hence p = dx = 0, and q = do = 0. Empty rows must hold no NaN in q and do.
     """
-    tiles = tl.cdiv(sizes.seqlen_k, BLOCK_N)
+    tiles = tl.cdiv(call.seqlen_k, BLOCK_N)
     start_key = tl.program_id(0) % tiles * BLOCK_N
-    kv_heads = sizes.heads // sizes.group
+    kv_heads = call.heads // call.group
     b, kv_head = tl.program_id(0) // tiles // kv_heads, tl.program_id(0) // tiles % kv_heads
     keys = start_key + tl.arange(0, BLOCK_N)
-    k, v = _load_key_operands(inputs, b, kv_head, keys, sizes)
+    k, v = _load_key_operands(inputs, b, kv_head, keys, call)
 
-    total_dk = tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32)
-    total_dv = tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32)
-    begin, whole = _row_bounds(start_key, sizes, BLOCK_M, BLOCK_N)
-    for member in range(0, sizes.group):
-        h = kv_head * sizes.group + member
-        mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
-        bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
+    total_dk = tl.zeros([BLOCK_N, call.BLOCK_D], tl.float32)
+    total_dv = tl.zeros([BLOCK_N, call.BLOCK_D], tl.float32)
+    begin, whole = _row_bounds(start_key, call, BLOCK_M, BLOCK_N)
+    for member in range(0, call.group):
+        h = kv_head * call.group + member
+        mask = _scores_at_head(inputs.mask, b, h, call.MASK)
+        bias = _scores_at_head(inputs.bias, b, h, call.BIAS)
         total_dx = tl.zeros([BLOCK_N], tl.float32)
         for EDGE in tl.static_range(2):
-            for row in range(begin if EDGE else whole, whole if EDGE else sizes.seqlen_q, BLOCK_M):
+            for row in range(begin if EDGE else whole, whole if EDGE else call.seqlen_q, BLOCK_M):
                 rows = row + tl.arange(0, BLOCK_M)
-                q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
+                q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, call)
                 p, dx, ds, _ = _gradients(
                     *(_dot(k, tl.trans(q)), _dot(v, tl.trans(do)), lse[None, :], delta[None, :]),
-                    *(rows[None, :], keys[:, None], mask, bias, sizes, EDGE),
+                    *(rows[None, :], keys[:, None], mask, bias, call, EDGE),
                 )
                 total_dv = _add_product(total_dv, p.to(do.dtype), do)
                 total_dk = _add_product(total_dk, ds.to(q.dtype), q)
-                if STORE_COLUMN_SUMS:
+                if column_sums is not None:
                     total_dx += tl.sum(dx, axis=1)
-        if STORE_COLUMN_SUMS:
-            first = (b * sizes.heads + h).to(tl.int64) * sizes.seqlen_k
-            tl.store(column_sums + first + keys, total_dx, mask=keys < sizes.seqlen_k)
+        if column_sums is not None:
+            first = (b * call.heads + h).to(tl.int64) * call.seqlen_k
+            tl.store(column_sums + first + keys, total_dx, mask=keys < call.seqlen_k)
 
-    total_dk *= sizes.softmax_scale
-    _store_rows(_at_head(dk, b, kv_head), keys, sizes.seqlen_k, total_dk, sizes)
-    _store_rows(_at_head(dv, b, kv_head), keys, sizes.seqlen_k, total_dv, sizes)
+    total_dk *= call.softmax_scale
+    _store_rows(_at_head(dk, b, kv_head), keys, call.seqlen_k, total_dk, call)
+    _store_rows(_at_head(dv, b, kv_head), keys, call.seqlen_k, total_dv, call)
 
 
 @jit
@@ -444,12 +432,12 @@ def _dbias_kernel(
     bias_heads,
     batches_per_bias,
     heads_per_bias,
-    sizes,
+    call,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """dbias is contiguous (B / batches_per_bias, bias_heads, Sq, Sk): one tile of it, summed over all that share it."""
-    key_tiles, row_tiles = tl.cdiv(sizes.seqlen_k, BLOCK_N), tl.cdiv(sizes.seqlen_q, BLOCK_M)
+    key_tiles, row_tiles = tl.cdiv(call.seqlen_k, BLOCK_N), tl.cdiv(call.seqlen_q, BLOCK_M)
     start_key = tl.program_id(0) % key_tiles * BLOCK_N
     row = tl.program_id(0) // key_tiles % row_tiles * BLOCK_M
     bias_bh = tl.program_id(0) // key_tiles // row_tiles
@@ -458,20 +446,20 @@ def _dbias_kernel(
     keys = start_key + tl.arange(0, BLOCK_N)
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    end = _key_bounds(row, sizes, BLOCK_M, BLOCK_N)[1]
+    end = _key_bounds(row, call, BLOCK_M, BLOCK_N)[1]
     sharers = tl.where(start_key < end, batches_per_bias * heads_per_bias, 0)
     for sharer in range(0, sharers):
         b, h = first_b + sharer // heads_per_bias, first_h + sharer % heads_per_bias
-        mask = _scores_at_head(inputs.mask, b, h, sizes.MASK)
-        bias = _scores_at_head(inputs.bias, b, h, sizes.BIAS)
-        q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, sizes)
-        k, v = _load_key_operands(inputs, b, h // sizes.group, keys, sizes)
+        mask = _scores_at_head(inputs.mask, b, h, call.MASK)
+        bias = _scores_at_head(inputs.bias, b, h, call.BIAS)
+        q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, call)
+        k, v = _load_key_operands(inputs, b, h // call.group, keys, call)
         _, dx, _, _ = _gradients(
             *(_dot(q, tl.trans(k)), _dot(do, tl.trans(v)), lse[:, None], delta[:, None]),
-            *(rows[:, None], keys[None, :], mask, bias, sizes, True),
+            *(rows[:, None], keys[None, :], mask, bias, call, True),
         )
         total += dx
-    _store_dbias(dbias, bias_bh, rows, keys, total, sizes)
+    _store_dbias(dbias, bias_bh, rows, keys, total, call)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -548,7 +536,9 @@ class OfRows(NamedTuple):
     delta: Tensor
 
 
-class Sizes(NamedTuple):
+class CallParams(NamedTuple):
+    """The numbers of a call: kernel arguments, then compile-time constants."""
+
     heads: int
     group: int  # query heads per key/value head
     seqlen_q: int
@@ -556,7 +546,7 @@ class Sizes(NamedTuple):
     softmax_scale: float
     softcap: float
     least_bias: float  # the largest that hides
-    IS_CAUSAL: Any  # from here on tl.constexpr
+    IS_CAUSAL: Any  # as the following, tl.constexpr
     HAS_SOFTCAP: Any
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM, padded
@@ -618,7 +608,7 @@ class _Attention(torch.autograd.Function):
             mask = mask.view(torch.uint8)  # a Triton pointer to bool would load single bits
         least_bias = 0.0 if bias is None else least(bias.dtype)
         block_d = max(16, triton.next_power_of_2(query.shape[3]))
-        ctx.sizes = Sizes(
+        ctx.call = CallParams(
             *(heads, heads // kv_heads, seqlen_q, seqlen_k, softmax_scale, softcap, least_bias),
             *map(tl.constexpr, (is_causal, softcap > 0, query.shape[3], block_d, score_kind(mask), score_kind(bias))),
         )
@@ -627,7 +617,7 @@ class _Attention(torch.autograd.Function):
         tile = tile_for("forward", query)
         with torch.cuda.device_of(query):
             _forward_kernel[(triton.cdiv(seqlen_q, tile.rows) * batch * heads,)](
-                *(inputs_of(query, key, value, mask, bias), head_sums(value), matrix(out), lse, ctx.sizes),
+                *(inputs_of(query, key, value, mask, bias), head_sums(value), matrix(out), lse, ctx.call),
                 **tile_options(tile),
             )
         ctx.save_for_backward(query, key, value, mask, bias, out, lse)
@@ -649,24 +639,24 @@ class _Attention(torch.autograd.Function):
             return *(torch.zeros_like(x) if needed else None for x, needed in wanted), None, None, None
 
         (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = query.shape, key.shape
-        if mask is not None or bias is not None or (ctx.sizes.IS_CAUSAL.value and seqlen_q > seqlen_k):
+        if mask is not None or bias is not None or (ctx.call.IS_CAUSAL.value and seqlen_q > seqlen_k):
             # 0 * NaN is NaN: a NaN in an empty row must not reach the keys.
             is_empty = (lse == float("-inf")).transpose(1, 2)[..., None]
             query, dout = query.masked_fill(is_empty, 0), dout.masked_fill(is_empty, 0)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        bias_kind = ctx.sizes.BIAS.value if needs_dbias else "none"
+        bias_kind = ctx.call.BIAS.value if needs_dbias else "none"
         is_shared = bias_kind != "none" and bias.shape[:2] != (batch, heads)
         dq = dk = dv = dbias = column_sums = None
         if bias_kind == "key":
             column_sums = lse.new_empty((batch, heads, seqlen_k))
         elif bias_kind == "dense":
             # The dq kernel skips tiles that causality hides.
-            dbias = bias.new_zeros(bias.shape) if ctx.sizes.IS_CAUSAL.value else bias.new_empty(bias.shape)
+            dbias = bias.new_zeros(bias.shape) if ctx.call.IS_CAUSAL.value else bias.new_empty(bias.shape)
 
         with torch.cuda.device_of(query):
             delta = torch.empty_like(lse)
             _delta_kernel[(triton.cdiv(seqlen_q, DELTA_ROWS) * batch * heads,)](
-                *(matrix(out), matrix(dout), dlse.contiguous(), delta, ctx.sizes),
+                *(matrix(out), matrix(dout), dlse.contiguous(), delta, ctx.call),
                 BLOCK_M=DELTA_ROWS,
             )
             inputs = inputs_of(query, key, value, mask, bias), OfRows(matrix(dout), lse, delta)
@@ -676,16 +666,14 @@ class _Attention(torch.autograd.Function):
                 dq = query.new_empty(query.shape)
                 tile = tile_for("dq", query)
                 _dq_kernel[(triton.cdiv(seqlen_q, tile.rows) * batch * heads,)](
-                    *(*inputs, head_sums(key), matrix(dq), dbias, ctx.sizes),
-                    STORE_DBIAS=stores_dbias,
+                    *(*inputs, head_sums(key), matrix(dq), dbias if stores_dbias else None, ctx.call),
                     **tile_options(tile),
                 )
             if needs_dk or needs_dv or column_sums is not None:
                 dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
                 tile = tile_for("dkdv", query)
                 _dkdv_kernel[(triton.cdiv(seqlen_k, tile.keys) * batch * kv_heads,)](
-                    *(*inputs, matrix(dk), matrix(dv), column_sums, ctx.sizes),
-                    STORE_COLUMN_SUMS=column_sums is not None,
+                    *(*inputs, matrix(dk), matrix(dv), column_sums, ctx.call),
                     **tile_options(tile),
                 )
             if bias_kind == "dense" and is_shared:
@@ -693,7 +681,7 @@ class _Attention(torch.autograd.Function):
                 tile = tile_for("dbias", query)
                 tiles = triton.cdiv(seqlen_q, tile.rows) * triton.cdiv(seqlen_k, tile.keys)
                 _dbias_kernel[(tiles * bias_batch * bias_heads,)](
-                    *(*inputs, dbias, bias_heads, batch // bias_batch, heads // bias_heads, ctx.sizes),
+                    *(*inputs, dbias, bias_heads, batch // bias_batch, heads // bias_heads, ctx.call),
                     **tile_options(tile),
                 )
         if column_sums is not None:

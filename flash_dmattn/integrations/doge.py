@@ -110,14 +110,14 @@ def topk_arguments(bias: Tensor, window_size: int, visible: VisibleKeys | Tensor
         visible: the candidate keys; a Tensor is bool (True = visible) or additive (0 = visible).
         seqlen_q: Sq.
     """
-    batch, _, _, keys = bias.shape
+    keys = bias.shape[3]
     if not isinstance(visible, VisibleKeys):
         visible = visible[..., :keys]
         candidates = visible if visible.dtype == torch.bool else visible == 0
-        return dense_topk_arguments(bias, window_size, candidates, batch, seqlen_q, keys)
+        return dense_topk_arguments(bias, window_size, candidates, seqlen_q)
     is_causal, window, _, documents = visible.pattern
     if not is_causal or (window is not None and window[0] >= window_size):  # an evicted key can return
-        return dense_topk_arguments(bias, window_size, visible.to_dense(), batch, seqlen_q, keys)
+        return dense_topk_arguments(bias, window_size, visible.to_dense(), seqlen_q)
 
     if visible.padding_mask is not None:
         bias = bias.masked_fill(~rearrange(visible.padding_mask, "b keys -> b 1 1 keys"), -torch.inf)
@@ -134,11 +134,9 @@ def topk_arguments(bias: Tensor, window_size: int, visible: VisibleKeys | Tensor
     return {"attn_mask": mask, "attn_bias": bias, "is_causal": visible.is_causal}
 
 
-def dense_topk_arguments(
-    bias: Tensor, window_size: int, candidates: Tensor, batch: int, seqlen_q: int, keys: int
-) -> dict[str, object]:
+def dense_topk_arguments(bias: Tensor, window_size: int, candidates: Tensor, seqlen_q: int) -> dict[str, object]:
     """The same through a bool mask (B, Hkv, Sq, Sk), for candidates that are no prefix of the keys."""
-    mask = create_mask(bias, candidates, batch, seqlen_q, keys, window_size, least(bias.dtype))
+    mask = create_mask(bias, candidates, bias.shape[0], seqlen_q, bias.shape[3], window_size, least(bias.dtype))
     return {"attn_mask": mask, "attn_bias": bias}
 
 

@@ -74,7 +74,11 @@ def triangle_attention(
     require_shape("bias", bias, "(B, 1, H, Q, K)", (*batch, 1, heads, rows, keys))
     require_same("q", q, {"k": k, "v": v, "bias": bias})
     if mask is not None:
-        check_mask(mask, batch, n, keys, q.device)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask must be bool (True = visible), got {names([mask.dtype])}")
+        require_device("mask", mask, q.device, "q")
+        if mask.shape != (*batch, 1, 1, 1, keys):
+            require_shape("mask", mask, "(B, {N|1}, 1, 1, K)", (*batch, n, 1, 1, keys))
     if scale is not None:
         check_finite("scale", scale)
     # (N, Q, H, D) or (B, N, Q, H, D)
@@ -167,14 +171,6 @@ def bool_mask(mask_bias: Tensor) -> Tensor:
 def key_contiguous(bias: Tensor) -> Tensor:
     """The bias with contiguous keys: the kernels read it N times, with vector loads if the keys are contiguous."""
     return bias if bias.stride(-1) == 1 else bias.contiguous()
-
-
-def check_mask(mask: Tensor, batch: list[int], n: int, keys: int, device: torch.device) -> None:
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool (True = visible), got {names([mask.dtype])}")
-    require_device("mask", mask, device, "q")
-    if mask.shape != (*batch, 1, 1, 1, keys):
-        require_shape("mask", mask, "(B, {N|1}, 1, 1, K)", (*batch, n, 1, 1, keys))
 
 
 def require_shape(name: str, tensor: Tensor, layout: str, shape: tuple[int, ...]) -> None:

@@ -65,7 +65,7 @@ class Mask:
         check_tensors(self.operands())
 
     def unexpanded(self) -> Mask:
-        """The same mask without expanded dimensions."""
+        """The same mask with size 1 in place of expanded dimensions: the kernels then read them once."""
         return self
 
     def without_lists(self) -> Mask:

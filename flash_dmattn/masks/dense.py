@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..broadcast import scores_of_sequence, unexpand
+from ..broadcast import scores_of_sequence
 from ..ops.schema import MaskTensors
 from .base import Mask, Problem
 
@@ -41,4 +41,9 @@ class BoolMask(Mask):
         return scores_of_sequence(self.tensor, rows, keys)
 
     def unexpanded(self) -> BoolMask:
-        return BoolMask(unexpand(self.tensor))
+        tensor = self.tensor
+        # With variable length, dimension 0 holds the rows or keys of all sequences.
+        for dim in (0, 1, 2) if tensor.ndim == 4 else (1,):
+            if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+        return BoolMask(tensor)

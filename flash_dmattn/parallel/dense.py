@@ -286,14 +286,10 @@ def make_gather_plan(
     elif mask_kind == "intervals":
         intervals = (plan.all_gather(mask.intervals, 3) - shards.local_start).clamp_(0, length)
         mask = KeyIntervalMask._of(intervals, mask.keys_per_row, mask.scattered, length)
-    row_ranges = tuple(replace(r, mask=mask_of_range(mask, mask_kind, r, length)) for r in row_ranges)
+    if isinstance(mask, Tensor):
+        masks = [r.narrow(mask, 2) if mask.shape[2] == length else mask for r in row_ranges]
+        masks = [x if mask_kind == "row" else x[..., : r.num_keys] for x, r in zip(masks, row_ranges)]
+    else:  # interval masks need contiguous shards, which have one range
+        masks = [mask] * len(row_ranges)
+    row_ranges = tuple(replace(r, mask=x) for r, x in zip(row_ranges, masks))
     return replace(plan, row_ranges=row_ranges), bias[..., : plan.num_keys] if bias_kind == "dense" else bias
-
-
-def mask_of_range(
-    mask: Tensor | KeyIntervalMask | None, mask_kind: str | None, row_range: RowRange, length: int
-) -> Tensor | KeyIntervalMask | None:
-    if not isinstance(mask, Tensor):  # interval masks need contiguous shards, which have one range
-        return mask
-    mask = row_range.narrow(mask, 2) if mask.shape[2] == length else mask
-    return mask if mask_kind == "row" else mask[..., : row_range.num_keys]

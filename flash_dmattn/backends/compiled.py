@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from .. import ops
 from ..call import Options, Varlen
 from ..ops.schema import Arguments, MaskTensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FIXED = Varlen(None, None, None, None)
 NO_MASK = MaskTensors()

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ..biases import hides
 from ..call import Options
 from ..masks import KeyIntervalMask
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 NAME = "flex"
 SPARSE_MASKS = False

@@ -6,14 +6,18 @@ the "eager" result of their tolerance.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from einops import einsum, reduce, repeat
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ..biases import hides
 from ..broadcast import expand_shared
 from ..call import Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 NAME = "reference"
 SPARSE_MASKS = False

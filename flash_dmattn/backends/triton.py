@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ..arguments import names
 from ..biases import least
 from ..call import Options
 from ..ops.list_sizes import is_per_key
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 try:
     import triton

@@ -11,8 +11,8 @@ namespace flash_dmattn::cuda {
 template <bool kZeroInit, Major kMajorA, Major kMajorB, int kFragments, typename TileA, typename TileB>
 __device__ __forceinline__ void gemm_ss(float (&acc)[1][kFragments][4], const SmemDescriptor<TileA>& a,
                                         const SmemDescriptor<TileB>& b) {
-    constexpr int kK = SmemDescriptor<TileA>::template k_extent<kMajorA>();
-    static_assert(kK == SmemDescriptor<TileB>::template k_extent<kMajorB>());
+    constexpr int kK = SmemDescriptor<TileA>::template kExtentK<kMajorA>;
+    static_assert(kK == SmemDescriptor<TileB>::template kExtentK<kMajorB>);
     warpgroup_fence_operand(acc);
     wgmma_fence();
 #pragma unroll
@@ -26,7 +26,7 @@ __device__ __forceinline__ void gemm_ss(float (&acc)[1][kFragments][4], const Sm
 template <bool kZeroInit, Major kMajorB, int kFragments, int kFragmentsA, typename TileB>
 __device__ __forceinline__ void gemm_rs(float (&acc)[1][kFragments][4], const uint32_t (&a)[kFragmentsA][4],
                                         const SmemDescriptor<TileB>& b) {
-    static_assert(kFragmentsA * 16 == SmemDescriptor<TileB>::template k_extent<kMajorB>());
+    static_assert(kFragmentsA * 16 == SmemDescriptor<TileB>::template kExtentK<kMajorB>);
     warpgroup_fence_operand(acc);
     wgmma_fence();
 #pragma unroll

@@ -32,9 +32,7 @@ public:
 
     // The tile's extent along K.
     template <Major kMajor>
-    static constexpr int k_extent() {
-        return kMajor == Major::kK ? Tile::kCols : Tile::kRows;
-    }
+    static constexpr int kExtentK = kMajor == Major::kK ? Tile::kCols : Tile::kRows;
     // For one wgmma: 16 elements along K from `k` on, which are columns of a K-major operand and rows of an MN-major
     // one.
     template <Major kMajor>

@@ -8,9 +8,9 @@
 #include <limits>
 
 #include "cuda/api.h"
-#include "cuda/mask/build/bounded_list_builder.h"
-#include "cuda/mask/build/index_list_builder.h"
-#include "cuda/mask/build/list_builder.h"
+#include "cuda/mask/builders/bounded_list_builder.h"
+#include "cuda/mask/builders/index_list_builder.h"
+#include "cuda/mask/builders/list_builder.h"
 #include "cuda/topk/topk.h"
 
 namespace flash_dmattn {

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .. import ops
-from ..call import Options, Varlen
+from ..call import Varlen
 from ..ops.schema import Arguments, MaskTensors
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 FIXED = Varlen(None, None, None, None)
 NO_MASK = MaskTensors()
@@ -30,7 +26,7 @@ def attention_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
         *,
         varlen: Varlen | None = None,
         cache_seqlens: Tensor | None = None,
-        **options: Unpack[Options],
+        **options,
     ) -> tuple[Tensor, Tensor]:
         if query.device.type != device_type:
             raise RuntimeError(f"the backend '{device_type}' takes {device_type} tensors, got query on {query.device}")

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..biases import hides
-from ..call import Options
 from ..masks import KeyIntervalMask
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 NAME = "flex"
 SPARSE_MASKS = False
@@ -119,7 +114,7 @@ def attention(
     bias: Tensor | None,
     *,
     block_mask=None,
-    **options: Unpack[Options],
+    **options,
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) and lse (B, H, Sq). `block_mask` replaces the one of `mask` and `is_causal`."""
     from torch.nn.attention.flex_attention import AuxRequest

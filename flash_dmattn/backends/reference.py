@@ -6,18 +6,12 @@ the "eager" result of their tolerance.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from einops import einsum, reduce, repeat
 from torch import Tensor
 
 from ..biases import hides
 from ..broadcast import expand_shared
-from ..call import Options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 NAME = "reference"
 SPARSE_MASKS = False
@@ -47,7 +41,7 @@ def visible_scores(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor
 
 
 def probabilities(
-    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, **options: Unpack[Options]
+    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, **options
 ) -> tuple[Tensor, Tensor]:
     """p_ij (B, H, Sq, Sk) and lse_i (B, H, Sq), in the precision of the inputs."""
     batch, _, heads, _ = query.shape
@@ -71,7 +65,7 @@ def probabilities(
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, **options: Unpack[Options]
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, **options
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32 (float64 for float64)."""
     heads, kv_heads = query.shape[2], key.shape[2]

@@ -15,18 +15,14 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..arguments import names
 from ..biases import least
-from ..call import Options
 from ..ops.list_sizes import is_per_key
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 try:
     import triton
@@ -693,7 +689,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, **options: Unpack[Options]
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, **options
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32, differentiable once.
 

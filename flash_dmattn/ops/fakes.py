@@ -88,7 +88,7 @@ def pack_mask(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
 
 def pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal, percent):
     batches, heads, tiles = *mask.shape[:2], row_tiles(seqlen_q)
-    # As room_for_short_lists in csrc/cuda/mask/build/list_builder.cu.
+    # As room_for_short_lists in csrc/cuda/mask/builders/list_builder.cu.
     walked = count_causal_scores(seqlen_q, seqlen_k, is_causal) // LIST_ROWS + seqlen_k
     capacity = batches * heads * (-(-(walked // 2) // LIST_ALIGN) + tiles) * LIST_ALIGN
     packed = pack_mask(mask, seqlen_q, seqlen_k, is_causal, None, None)

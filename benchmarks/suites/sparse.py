@@ -148,7 +148,7 @@ def time_preparation(problem: Problem, implementation: str, setting: Setting) ->
 
 
 def peak_memory(problem: Problem, implementation: str, build: Build, setting: Setting) -> list[Row]:
-    """Of a forward and backward, the inputs included."""
+    """Forward and backward, inputs included."""
     before = torch.cuda.memory_allocated()
     inputs = setting.inputs(problem).requiring_grad()
     torch.cuda.reset_peak_memory_stats()

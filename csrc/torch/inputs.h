@@ -7,7 +7,7 @@
 
 namespace flash_dmattn {
 
-// Checks the inputs and fills the params that forward and backward share. Of a packed mask it fills the sizes only;
+// Checks the inputs and fills the params that forward and backward share. For a packed mask it fills the sizes only;
 // cuda_backend.cpp fills the rest.
 void fill(AttentionParams& params, const Inputs& inputs);
 

@@ -128,7 +128,7 @@ class CallSlice:
         return None if x is None else self.row_range.narrow(self.heads(x, 1), 2)
 
     def bias(self, x: Tensor | None, is_key_bias: bool) -> Tensor | None:
-        """Of a bias or its gradient."""
+        """The slice of a bias or of its gradient."""
         if x is None:
             return None
         x = self.heads(x, 1)[..., : self.row_range.num_keys]

@@ -3,6 +3,7 @@
 import helpers
 import pytest
 import torch
+from generate_kernels import HEAD_DIMS
 from helpers import NAMES, run
 from indices import dense_of, rand_indices
 from paths import CAUSAL, DTYPES, both, case, cpu, cuda, on
@@ -44,7 +45,7 @@ def test_lengths(path, seqlen_q, seqlen_k, tile_rows, causal):
 
 
 def head_dim_cases():
-    head_dims = [(path, head_dim, torch.bfloat16) for path in cuda("none") for head_dim in (32, 64, 96, 128, 192, 256)]
+    head_dims = [(path, head_dim, torch.bfloat16) for path in cuda("none") for head_dim in HEAD_DIMS]
     return [case(*values) for values in [*((path, 40, dtype) for path in cpu("none") for dtype in DTYPES), *head_dims]]
 
 

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from generate_kernels import HEAD_DIMS
 from gpu_inputs import NEEDS_CUDA, mask_of, on_gpu, randn, takes_gpu_memory
 from helpers import check
 
@@ -14,7 +15,7 @@ pytestmark = NEEDS_CUDA
 
 
 @pytest.mark.parametrize("batch", [2, 3, 4, 8])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_dense_bias_shared_by_batch_elements(head_dim, batch):
     tensors = on_gpu(batch, 300, 434, 4, 2, head_dim)
     mask = mask_of(batch, 2, 300, 434)

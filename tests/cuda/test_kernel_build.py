@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import generate_kernels
 import pytest
 from disassembly import Instruction, disassembled, find_cuobjdump, inner_loops
 
@@ -17,9 +18,6 @@ ROOT = Path(__file__).parents[2]
 def generator(monkeypatch):
     monkeypatch.delenv("FLASH_DMATTN_HEAD_DIMS", raising=False)
     monkeypatch.delenv("FLASH_DMATTN_DTYPES", raising=False)
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    import generate_kernels
-
     return generate_kernels
 
 
@@ -328,8 +326,11 @@ void print() {
                 backward<kHeadDim, false>());
 }
 
+#define PRINT(T, kHeadDim) print<kHeadDim>();
+#include "kernels.h"
+
 int main() {
-    print<32>(), print<64>(), print<96>(), print<128>(), print<192>(), print<256>();
+    FLASH_DMATTN_SM80_FWD_KERNELS(PRINT)
     require_shared_memory("the backward", 256, 200, 200);
     try {
         require_shared_memory("the backward", 256, 140 * 1024 - 5, 99 * 1024);
@@ -344,14 +345,16 @@ AVAILABLE = {"8.0": 163 * 1024, "8.6": 99 * 1024, "9.0": 227 * 1024}
 
 @needs_nvcc
 @pytest.mark.long
-def test_sm80_blocks_fit_shared_memory(tmp_path):
+def test_sm80_blocks_fit_shared_memory(generator, tmp_path, monkeypatch):
     """The limits are those of the compute capabilities in README.md."""
+    monkeypatch.setenv("FLASH_DMATTN_DTYPES", "fp16")
+    generator.generate(tmp_path)
     source = tmp_path / "sizes.cu"
     source.write_text(SHARED_MEMORY)
-    compiled(source, tmp_path / "sizes")
+    compiled(source, tmp_path / "sizes", "-I", tmp_path)
     *lines, refusal = subprocess.run([tmp_path / "sizes"], capture_output=True, text=True).stdout.splitlines()
     sizes = {int(head_dim): map(int, rest) for head_dim, *rest in map(str.split, lines)}
-    assert list(sizes) == [32, 64, 96, 128, 192, 256]
+    assert tuple(sizes) == generator.HEAD_DIMS
     for head_dim, (forward, small_backward, backward) in sizes.items():
         assert forward <= AVAILABLE["8.6"]
         assert small_backward <= AVAILABLE["8.6" if head_dim <= 128 else "8.0"]

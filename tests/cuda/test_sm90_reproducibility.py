@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from generate_kernels import HEAD_DIMS
 from gpu_inputs import intervals, mask_of, on_gpu, randn
 from helpers import NAMES, run
 from sm90 import BIASES, bias_of, distance, offsets
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use"
 
 
 @BIASES
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_forward_is_bitwise_reproducible(head_dim, pairs):
     tensors, mask = on_gpu(2, 700, 904, 16, 4, head_dim), mask_of(2, 1, 700, 904)
     bias = bias_of(pairs, 2, 16, 700, 904)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from generate_kernels import HEAD_DIMS
 from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn
 from helpers import check
 from sm90 import BIASES, bias_of, generations, kernels_of
@@ -12,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use"
 
 
 @BIASES
-@pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, *HEAD_DIMS])
 def test_sm90_kernels_are_selected(head_dim, pairs, use):
     tensors, mask = on_gpu(2, 200, 264, 4, 2, head_dim), mask_of(2, 1, 200, 264)
     bias = bias_of(pairs, 2, 4, 200, 264)

@@ -46,7 +46,7 @@ int64_t plan_splits(const FwdParams& p, const FwdTileSizes& tile, int64_t num_m_
     // Only the device knows how long a list is. A split for which a list has no keys left finishes at once.
     const int64_t keys = p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k;
     const int64_t num_n_blocks = ceil_div<int64_t>(keys, tile.keys);
-    const int64_t slots = current_device().num_sms * tile.blocks;
+    const int64_t slots = current_device().num_sms * tile.ctas_per_sm;
     const auto time = [&](int64_t num_splits) {
         // Zeroing the counters and waiting for all splits take about two n_blocks, reading a split back a sixteenth.
         const double combine = num_splits == 1 ? 0 : 2 + num_splits / 16.;

@@ -4,11 +4,9 @@
 #include <cuda_runtime.h>
 
 #include "cuda/plan.h"
+#include "cuda/sm80/tile_sizes.h"
 
 namespace flash_dmattn::cuda::sm80 {
-
-// The tile of a CTA: many query rows; at most 64; at most 16 or 32, as in decoding.
-enum class FwdTileKind : int32_t { kPrefill, kSmall, kDecode };
 
 // What sm80 alone plans.
 struct FwdPlan {

@@ -1,10 +1,9 @@
-// Block sizes of the backward, and how its two MMA warpgroups split each GEMM.
+// How the two MMA warpgroups of a backward kernel split each GEMM.
 #pragma once
-
-#include <stdexcept>
 
 #include "params.h"
 #include "cuda/arch/smem_tile.cuh"
+#include "cuda/sm90/tile_sizes.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -16,23 +15,6 @@ enum BwdNamedBarrier : int {
     kWarpgroupBarrier = 2,    // + warpgroup: the four warps of one MMA warpgroup
     kDscoresReadBarrier = 2,  // + warpgroup, of the per-head sparse kernel: the other one has read this one's dS
 };
-
-// Query rows of an m_block, keys of an n_block.
-struct BwdTileSizes {
-    int rows, keys;
-};
-
-// For each compiled head dimension. cluster_reduces: BwdKernelTraits::kClusterReduces.
-constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool cluster_reduces) {
-    switch (head_dim) {
-        case 32: return {.rows = 128, .keys = 128};
-        case 64: return {.rows = cluster_reduces ? 64 : 128, .keys = 128};
-        case 128: return {.rows = 64, .keys = 128};
-        case 192: return {.rows = 64, .keys = 64};
-        case 256: return {.rows = 64, .keys = 64};
-    }
-    throw std::logic_error("head dimension");
-}
 
 // What the dense and the sparse backward kernels share: tiles in shared memory, and the MMA atom layout of two
 // warpgroups. S and dP are transposed (keys x rows): P and dS are then A operands in registers of dV = P dO and dK = dS

@@ -9,7 +9,7 @@
 #include "cuda/common/kernel_table.h"
 #include "cuda/sm90/pair_bias/config.h"
 #include "cuda/sm90/pair_bias/run.h"
-#include "cuda/sm90/sparse_bwd/grouped_config.h"
+#include "cuda/sm90/tile_sizes.h"
 #include "dsmem_reduction.cuh"
 #include "kernels.h"  // generated
 #include "workspace.cuh"

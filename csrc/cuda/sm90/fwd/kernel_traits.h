@@ -1,52 +1,9 @@
-// Block sizes, stages and registers of the sm90 forward.
+// Compile-time parameters of a forward kernel: its tiles, stages and registers.
 #pragma once
 
-#include <stdexcept>
+#include "cuda/sm90/tile_sizes.h"
 
 namespace flash_dmattn::cuda::sm90 {
-
-// `warpgroups` MMA warpgroups of 64 query rows each, n_blocks of `keys` keys (64 or 128), and the stages of each
-// pipeline. A bias stage holds 64 keys of one warpgroup's dense bias.
-struct FwdTileSizes {
-    int warpgroups, keys;
-    int query_stages;
-    int key_stages;
-    int value_stages;
-    int bias_stages;
-};
-
-// Prefill only: decoding uses the sm80 kernels. A dense bias takes shared memory and registers.
-constexpr FwdTileSizes fwd_tile_sizes(int head_dim, bool has_dense_bias) {
-    switch (head_dim) {
-        case 32:
-            return {
-                .warpgroups = 3, .keys = 128, .query_stages = 2, .key_stages = 4, .value_stages = 4, .bias_stages = 4};
-        case 64:
-            return {.warpgroups = has_dense_bias ? 2 : 3,
-                    .keys = 128,
-                    .query_stages = 1,
-                    .key_stages = 3,
-                    .value_stages = 3,
-                    .bias_stages = 4};
-        case 96:
-            return {
-                .warpgroups = 2, .keys = 128, .query_stages = 1, .key_stages = 2, .value_stages = 3, .bias_stages = 4};
-        case 128:
-            return {.warpgroups = 2,
-                    .keys = 128,
-                    .query_stages = 1,
-                    .key_stages = has_dense_bias ? 2 : 3,
-                    .value_stages = 2,
-                    .bias_stages = 3};
-        case 192:
-            return {
-                .warpgroups = 2, .keys = 64, .query_stages = 1, .key_stages = 2, .value_stages = 3, .bias_stages = 3};
-        case 256:
-            return {
-                .warpgroups = 2, .keys = 64, .query_stages = 1, .key_stages = 2, .value_stages = 2, .bias_stages = 1};
-    }
-    throw std::logic_error("head dimension");
-}
 
 // kFewer: two MMA warpgroups instead of three.
 template <int kHeadDim_, bool kHasDenseBias, bool kFewer = false>

@@ -5,7 +5,6 @@
 
 #include "cuda/plan.h"
 #include "cuda/sm90/bwd/kernel_traits.h"
-#include "grouped_config.h"
 #include "key_fragment.cuh"
 
 namespace flash_dmattn::cuda::sm90 {

@@ -1,0 +1,60 @@
+// The tile sizes of the sm90 kernels, for each compiled head dimension. Pair bias: pair_bias/config.h.
+#pragma once
+
+#include <stdexcept>
+
+#include "params.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// The function below lists these in order.
+struct FwdTileSizes {
+    int warpgroups;  // MMA warpgroups of 64 query rows each
+    int keys;        // of an n_block: 64 or 128
+    int query_stages, key_stages, value_stages;
+    int bias_stages;  // each holds 64 keys of one warpgroup's dense bias
+};
+
+// Prefill only: decoding uses the sm80 kernels. A dense bias takes shared memory and registers.
+constexpr FwdTileSizes fwd_tile_sizes(int head_dim, bool has_dense_bias) {
+    switch (head_dim) {
+        case 32: return {3, 128, 2, 4, 4, 4};
+        case 64: return {has_dense_bias ? 2 : 3, 128, 1, 3, 3, 4};
+        case 96: return {2, 128, 1, 2, 3, 4};
+        case 128: return {2, 128, 1, has_dense_bias ? 2 : 3, 2, 3};
+        case 192: return {2, 64, 1, 2, 3, 3};
+        case 256: return {2, 64, 1, 2, 2, 1};
+    }
+    throw std::logic_error("head dimension");
+}
+
+// Query rows of an m_block, keys of an n_block.
+struct BwdTileSizes {
+    int rows, keys;
+};
+
+// For each compiled head dimension. cluster_reduces: BwdKernelTraits::kClusterReduces.
+constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool cluster_reduces) {
+    switch (head_dim) {
+        case 32: return {.rows = 128, .keys = 128};
+        case 64: return {.rows = cluster_reduces ? 64 : 128, .keys = 128};
+        case 128: return {.rows = 64, .keys = 128};
+        case 192: return {.rows = 64, .keys = 64};
+        case 256: return {.rows = 64, .keys = 64};
+    }
+    throw std::logic_error("head dimension");
+}
+
+// The grouped sparse backward. Keys of an n_block: above head dimension 128 both MMA warpgroups share 64
+// (bwd/kernel_traits.h).
+constexpr int grouped_block_n(int head_dim) { return head_dim > 128 ? 64 : 128; }
+
+// Whether the per-head sparse kernel is compiled, too.
+constexpr bool can_run_per_head(int head_dim) { return head_dim <= 128; }
+
+// Rows of an m_block for each head: those of one list.
+constexpr __host__ __device__ int64_t grouped_block_m(const AttentionParams& p) {
+    return p.lists.num_m_blocks > 1 ? p.lists.tile_rows : KeyListsView::kRows;
+}
+
+}  // namespace flash_dmattn::cuda::sm90

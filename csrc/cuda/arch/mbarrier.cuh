@@ -36,12 +36,15 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t cluster_barrier
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_barrier) : "memory");
 }
 
+// The time hint lets the hardware suspend the warp. Without it a waiting warp polls: about 120 times per step in the
+// producer of the backward.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int phase) {
+    constexpr int kSuspendNanoseconds = 10'000'000;
     asm volatile(
         "{\n.reg .pred done;\nAGAIN:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
         "@!done bra AGAIN;\n}" ::"r"(barrier),
-        "r"(phase)
+        "r"(phase), "n"(kSuspendNanoseconds)
         : "memory");
 }
 

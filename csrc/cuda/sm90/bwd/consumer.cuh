@@ -99,22 +99,12 @@ private:
         layout_.gemm_scores(dprobs, smem_.value, dout());
         if constexpr (Traits::kSharesKeys) finish_previous_dk();
         if constexpr (kBias == BiasKind::kDense) smem_.bias_pipeline.consumer_wait(state_);
-        if (scale_.softcap > 0) {
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(scores);
-            warpgroup_fence_operand(dprobs);
-            Base::compute_ds_softcap(scores, dprobs);
-        } else {
-            const RowStats lse(m_block_info().lse + layout_.first_row());
-            wgmma_wait_group<1>();
-            warpgroup_fence_operand(scores);
-            const bool is_masked = Base::exponentiate(scores, lse);
-            const RowStats delta(m_block_info().delta + layout_.first_row());
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(dprobs);
-            is_masked ? Base::template compute_ds<true>(scores, dprobs, delta)
-                      : Base::template compute_ds<false>(scores, dprobs, delta);
-        }
+        const RowStats lse(m_block_info().lse + layout_.first_row());
+        // Both: the exponentials then overlap the arithmetic of dS. Waiting for S alone was up to 3 % slower.
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(scores);
+        warpgroup_fence_operand(dprobs);
+        scale_.softcap > 0 ? Base::compute_p_ds_softcap(scores, dprobs, lse) : Base::compute_p_ds(scores, dprobs, lse);
         if constexpr (Traits::kClusterReduces) reduction_.send(dprobs);
         to_a_operand<T>(scores, probs);
         to_a_operand<T>(dprobs, dscores);

@@ -103,29 +103,34 @@ protected:
         }
     }
 
-    // S to P without a softcap; returns whether some scores may be masked.
-    __device__ __forceinline__ bool exponentiate(ScoresFragment& s, const RowStats& lse) const {
+    // S and dP to P and dS without a softcap.
+    __device__ __forceinline__ void compute_p_ds(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
         // Whether causality, lengths and intervals leave all of the warpgroup's rows to the warp's keys.
         const int first_row = header_.m_block * Traits::kRows + layout_.first_row();
         const auto covers = [&](const RowRange& rows) {
             return rows.begin <= first_row && rows.end >= first_row + Traits::kScoreRows;
         };
         const bool in_range = __all_sync(~0u, covers(rows_[0]) && covers(rows_[1]));
-        const auto take = [&](int m, int h, int e, float shift, bool is_visible) {
+        if (has_bits()) {
+            in_range ? compute_p_ds<false, true>(s, dp, lse) : compute_p_ds<true, true>(s, dp, lse);
+        } else {
+            in_range ? compute_p_ds<false, false>(s, dp, lse) : compute_p_ds<true, false>(s, dp, lse);
+        }
+    }
+    // kRanges: some rows are out of a key's range. kBits: the packed mask hides some scores.
+    template <bool kRanges, bool kBits>
+    __device__ __forceinline__ void compute_p_ds(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
+        for_each_score<kRanges, kBits>(lse, kBits, [&](int m, int h, int e, float shift, bool is_visible) {
             float& x = s[0][m][2 * h + e];
             x = probability(x, scale_.scale_log2, shift);
             if (!is_visible) x = 0;
-        };
-        if (has_bits()) {
-            in_range ? for_each_score<false, true>(lse, true, take) : for_each_score<true, true>(lse, true, take);
-        } else {
-            in_range ? for_each_score<false, false>(lse, false, take) : for_each_score<true, false>(lse, false, take);
-        }
-        return has_bits() || !in_range;
+        });
+        compute_ds<kRanges || kBits>(s, dp);
     }
     // P and dP to dS. Where a score is masked P is 0 and dP may be anything.
     template <bool kMasked>
-    __device__ __forceinline__ void compute_ds(const ScoresFragment& prob, ScoresFragment& dp, const RowStats& deltas) {
+    __device__ __forceinline__ void compute_ds(const ScoresFragment& prob, ScoresFragment& dp) {
+        const RowStats deltas(m_block_info().delta + layout_.first_row());
 #pragma unroll
         for (int m = 0; m < kFragments; ++m) {
             const float2 delta = deltas[m];
@@ -139,9 +144,8 @@ protected:
         }
     }
     // S and dP to P and dS with a softcap.
-    __device__ __forceinline__ void compute_ds_softcap(ScoresFragment& s, ScoresFragment& dp) {
+    __device__ __forceinline__ void compute_p_ds_softcap(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
         const float* deltas = m_block_info().delta + layout_.first_row() + fragment_col();
-        const RowStats lse(m_block_info().lse + layout_.first_row());
         for_each_score<true, true>(lse, has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {
             const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
                                                   scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);

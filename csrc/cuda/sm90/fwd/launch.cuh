@@ -20,20 +20,36 @@ struct FwdGrid {
         const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, rows), heads = p.heads / heads_per_tile;
         scheduler.num_work_tiles = grid_of(num_m_blocks * heads * p.batch);
         scheduler.num_m_blocks = FastDivmod(num_m_blocks);
-        scheduler.heads = FastDivmod(heads);
-        scheduler.batch = FastDivmod(p.batch);
         scheduler.tile_count_semaphore = p.interval_summaries.tile_count_semaphore;
         scheduler.heads_per_tile = heads_per_tile;
         scheduler.batch_first = has_dense_bias && p.bias.batches == 1 && p.batch <= 8;
+        scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
         // A persistent CTA loads its next work tile during the last one's epilogue. Causal work tiles and masks that
         // differ by row balance better with one CTA per tile, unless they are short; interval masks use the dynamic
         // scheduler.
         const bool uniform = gathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row(p));
         constexpr int kShort = 2048;
         const bool is_persistent = uniform || p.interval_summaries.present() || p.seqlen_q <= kShort;
-        scheduler.m_block_last = is_persistent && !uniform;
+        const int64_t pairs = heads * p.batch;
+        int64_t section = scheduler.batch_first ? p.batch : 1;
+        if (is_persistent && !uniform) {
+            section = pairs;  // consecutive work tiles are about equally long
+        } else if (p.is_causal && !uniform && p.cu_seqlens_q == nullptr) {
+            section = pairs_in_cache(p, pairs);
+        }
+        scheduler.section = FastDivmod(section);
         num_ctas = is_persistent ? std::min<unsigned>(scheduler.num_work_tiles, current_device().num_sms)
                                  : scheduler.num_work_tiles;
+    }
+
+private:
+    // The largest divisor of the number of (head, batch) pairs whose K and V take at most half of the L2 cache.
+    static int64_t pairs_in_cache(const FwdArgs& p, int64_t pairs) {
+        const int64_t kv_head_bytes = 2 * p.seqlen_k * p.head_dim * kElementBytes;
+        const int64_t kv_heads = current_device().l2_bytes / 2 / kv_head_bytes;
+        int64_t section = std::clamp<int64_t>(kv_heads * (p.heads / p.kv_heads), 1, pairs);
+        while (pairs % section != 0) --section;
+        return section;
     }
 };
 

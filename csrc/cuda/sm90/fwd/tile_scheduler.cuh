@@ -1,5 +1,9 @@
 // The tile scheduler of the forward: which work tiles, (m_block, head, batch), a CTA processes, and in which order.
 //
+// The (head, batch) pairs are divided into sections. Within a section the m_block varies slowest, the last one first:
+// under causality it is the longest, so the work tiles of a section run longest first. Sections run one after another,
+// so that L2 holds the K and V of the section in progress.
+//
 // | call (FwdGrid in launch.cuh)                     | scheduler          | next work tile    |
 // | interval mask without a dense bias or lists      | dynamic persistent | atomic counter    |
 // | other interval masks; uniform work tiles; <= 2048 rows | static persistent  | index + gridDim.x |
@@ -15,12 +19,11 @@ namespace flash_dmattn::cuda::sm90 {
 struct FwdTileSchedulerParams {
     unsigned num_work_tiles;
     FastDivmod num_m_blocks;         // of one head
-    FastDivmod heads;                // H / heads_per_tile
-    FastDivmod batch;                // B
+    FastDivmod section;              // (head, batch) pairs of a section; divides their number
+    FastDivmod inner;                // H / heads_per_tile, or B if batch_first
     uint32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused with a dense bias
     int heads_per_tile;              // gathered keys: one query head per MMA warpgroup, or 1; else 1
-    bool batch_first;   // the batch varies fastest, so that L2 serves a shared dense bias; else the m_block
-    bool m_block_last;  // the m_block varies slowest: consecutive work tiles are about equally long
+    bool batch_first;                // pairs are numbered batch by batch, so that L2 serves a shared dense bias
 };
 
 // A work tile: an m_block of one head, or of heads_per_tile heads from `head` on.
@@ -33,14 +36,12 @@ public:
 
     __device__ FwdWorkTile(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, unsigned index, int rows) {
         FlatIndex rest(index);
-        int batch = scheduler.batch_first ? rest.take(scheduler.batch) : 0;
-        int m_block = scheduler.m_block_last ? 0 : rest.take(scheduler.num_m_blocks);
-        head = rest.take(scheduler.heads);
-        if (!scheduler.batch_first) batch = rest.take(scheduler.batch);
-        if (scheduler.m_block_last) m_block = static_cast<int>(rest.rest);
-        // The last m_block first: under causality it is the longest.
+        const int in_section = rest.take(scheduler.section), m_block = rest.take(scheduler.num_m_blocks);
+        FlatIndex pair(rest.rest * scheduler.section.value + in_section);
+        const int inner = pair.take(scheduler.inner), outer = static_cast<int>(pair.rest);
+        head = scheduler.batch_first ? outer : inner;
         first_row = (static_cast<int>(scheduler.num_m_blocks.value) - 1 - m_block) * rows;
-        s = Sequence(p, batch);
+        s = Sequence(p, scheduler.batch_first ? inner : outer);
     }
     // Whether the m_block lies beyond the rows of its sequence.
     __device__ bool is_empty() const { return first_row >= s.rows; }

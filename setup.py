@@ -111,6 +111,12 @@ def why_without_cuda() -> str | None:
     return None
 
 
+def compression_flag(nvcc: str) -> str:
+    """nvcc's flag that compresses the device code, which makes the module about four times smaller."""
+    major, minor = map(int, nvcc.split("."))
+    return "--compress-mode=size" if (major, minor) >= (12, 8) else "-Xfatbin=-compress-all"
+
+
 def quoted(name: str, text: str) -> str:
     """Defines a macro as a string literal."""
     return f'-D{name}="{text}"'
@@ -135,7 +141,7 @@ def extension():
     options["include_dirs"].append(str(generated))
     architectures = ",".join(codes)
     flags["cxx"] += ["-DFLASH_DMATTN_WITH_CUDA", quoted("FLASH_DMATTN_CUDA_ARCHITECTURES", architectures)]
-    flags["nvcc"] = NVCC_FLAGS + targets
+    flags["nvcc"] = [*NVCC_FLAGS, compression_flag(nvcc_version()), *targets]
     print(f"flash_dmattn: building {len(kernels)} files of CUDA kernels for {architectures}")
     # The slowest files, the last of `kernels`, come first, so that the build does not end with one of them.
     return CUDAExtension("flash_dmattn._C", kernels[::-1] + CUDA_SOURCES + CPU_SOURCES, **options)

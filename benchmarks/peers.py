@@ -8,6 +8,7 @@ sequences have one length.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from flash_dmattn.backends import flex, reference
 
 OURS = "flash_dmattn"
 OURS_TILES, OURS_LISTS = f"{OURS}, tiles", f"{OURS}, lists"
-SDPA, FLEX, FLASH2, CUDNN = "SDPA", "FlexAttention", "FlashAttention-2", "cuDNN"
+SDPA, FLEX, FLASH2, FLASH4, CUDNN = "SDPA", "FlexAttention", "FlashAttention-2", "FlashAttention-4", "cuDNN"
 CUDNN_ALL, CUDNN_DENSE = "cuDNN, all keys", "cuDNN, dense S x w"
 BY_HAND, DENSE = "top-k by hand", "SDPA, all keys"
 FLEX_SCORES = 2**31
@@ -238,9 +239,37 @@ def by_cudnn(inputs: Inputs, is_causal: bool) -> Operation:
     return Operation(forward, leaves)
 
 
+# FlashAttention-4: the package flash-attn-4
+
+
+def flash_attention_4(inputs: Inputs) -> Operation:
+    problem, leaves = inputs.problem, [inputs.query, inputs.key, inputs.value]
+    if inputs.mask is not None or inputs.bias is not None:
+        raise ValueError(f"{FLASH4} is compared without mask and bias")
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    options = {"causal": problem.is_causal}
+    if not problem.packed:
+        return Operation(lambda: flash_attn_func(*leaves, **options)[0], leaves)
+    ends = torch.arange(problem.batch + 1, dtype=torch.int32, device=inputs.query.device) * problem.seqlen_q
+    options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": problem.seqlen_q}
+    options |= {"max_seqlen_k": problem.seqlen_k}
+
+    def forward() -> Tensor:
+        out = flash_attn_varlen_func(*(leaf.flatten(0, 1) for leaf in leaves), **options)[0]
+        return out.unflatten(0, (problem.batch, -1))
+
+    return Operation(forward, leaves)
+
+
+def has_flash_attention_4() -> bool:
+    return bool(importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"))
+
+
 PEERS: dict[str, Build] = {
     SDPA: sdpa,
     FLASH2: sdpa_by(SDPBackend.FLASH_ATTENTION, FLASH2),
+    FLASH4: flash_attention_4,
     CUDNN: sdpa_by(SDPBackend.CUDNN_ATTENTION, CUDNN),
     FLEX: flex_attention,
 }

@@ -1,7 +1,8 @@
 """Attention with masks and biases that are made beforehand, forward and backward.
 
 SDPA takes mask and bias as one float mask and chooses its own kernel; FlexAttention takes a block mask. Both are made
-beforehand. FlashAttention-2 (PyTorch's) and cuDNN run without mask and bias only.
+beforehand. FlashAttention-2 (PyTorch's), FlashAttention-4 (where flash-attn-4 is installed) and cuDNN run without mask
+and bias only.
 """
 
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import torch
 from frame import Demand, Setting, Suite
 from limit import limit_of
-from peers import CUDNN, FLASH2, FLEX, OURS, PEERS, SDPA, Build, ours
+from peers import CUDNN, FLASH2, FLASH4, FLEX, OURS, PEERS, SDPA, Build, has_flash_attention_4, ours
 from problem import Inputs, Problem, named, square
 from rows import Row
 from timing import BACKWARD, BOTH, FORWARD, Call, call_for
@@ -95,7 +96,7 @@ def measure(problem: Problem, setting: Setting) -> list[Row]:
 
 
 def builders_of(setting: Setting) -> dict[str, Build]:
-    peers = [SDPA] if setting.device == "cpu" else list(PEERS)
+    peers = [SDPA] if setting.device == "cpu" else [p for p in PEERS if p != FLASH4 or has_flash_attention_4()]
     available = PEERS | {name: partial(ours, backend) for name, backend in setting.own.items()}
     return {name: available[name] for name in setting.names(OURS, *peers)}
 

@@ -13,6 +13,9 @@ Requires the extra `[transformers]`.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
+from typing import TypeVar
 
 import torch
 from einops import rearrange
@@ -27,22 +30,28 @@ from ..checks import AnyMask
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import KeyIntervalMask
 from ..masks.topk import sequence_of_keys
+from .model_parts import reason_to_refuse, split_parts, switch
 from .visible_keys import VisibleKeys, visible_keys_mask
 
 NAME = "flash_dmattn"
+NOT_SUPPORTED = f"attn_implementation={NAME!r} is for models on transformers' attention interface"
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def register() -> None:
     """Registers `attn_implementation="flash_dmattn"` with transformers' attention interface.
 
-    Repeated calls have no effect. Models that do not use the attention interface raise a ValueError for this name.
+    Repeated calls have no effect. Models that flash_dmattn does not support raise a ValueError for this name.
     Unsupported options, such as attention dropout, raise a ValueError when attention is called.
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, visible_keys_mask)
-    check = PreTrainedModel._check_and_adjust_attn_implementation
-    if not hasattr(check, "accepts_flash_dmattn"):
-        PreTrainedModel._check_and_adjust_attn_implementation = _accept_flash_dmattn(check)
+    if not hasattr(PreTrainedModel._check_and_adjust_attn_implementation, "accepts_flash_dmattn"):
+        for name, wrapper in (
+            ("_check_and_adjust_attn_implementation", _accept_flash_dmattn),
+            ("get_correct_attn_implementation", _refuse_unsupported_models),
+        ):
+            setattr(PreTrainedModel, name, wrapper(getattr(PreTrainedModel, name)))
 
 
 def _accept_flash_dmattn(check):
@@ -54,20 +63,28 @@ def _accept_flash_dmattn(check):
 
     @functools.wraps(check)
     def checked(self, attn_implementation, *args, **kwargs):
-        if attn_implementation != NAME:
-            return check(self, attn_implementation, *args, **kwargs)
-        if not self._can_set_attn_implementation():
-            raise ValueError(
-                f"attn_implementation={NAME!r} is for models on transformers' attention interface, "
-                f"got {type(self).__name__}, which has its own attention code"
-            )
-        return self.get_correct_attn_implementation(NAME)
+        if attn_implementation == NAME:
+            return self.get_correct_attn_implementation(NAME)
+        return check(self, attn_implementation, *args, **kwargs)
 
     checked.accepts_flash_dmattn = True
     return checked
 
 
-def use_flash_dmattn(model: PreTrainedModel) -> PreTrainedModel:
+def _refuse_unsupported_models(check):
+    """Wraps transformers' check of one model: of the whole model and of each part that it switches."""
+
+    @functools.wraps(check)
+    def checked(self, requested_attention, *args, **kwargs):
+        reason = reason_to_refuse(type(self)) if requested_attention == NAME else None
+        if reason is not None:
+            raise ValueError(f"{NOT_SUPPORTED}, got {type(self).__name__}, {reason}")
+        return check(self, requested_attention, *args, **kwargs)
+
+    return checked
+
+
+def use_flash_dmattn(model: Model, partial: bool = False) -> Model:
     """Switches a transformers model to flash_dmattn in place.
 
     Sets `attn_implementation="flash_dmattn"` on the model and all its parts. Doge's attention then passes its key bias
@@ -75,23 +92,26 @@ def use_flash_dmattn(model: PreTrainedModel) -> PreTrainedModel:
     the same; outputs and gradients agree up to rounding.
 
     Args:
-        model: a transformers model on any device.
+        model: a transformers model on any device, or a module that contains one, such as a PEFT model.
+        partial: switch the parts that can be switched, such as the language model of a vision model. The others keep
+            their attention implementation. By default a part that cannot be switched raises an error.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: `model` is not a transformers.PreTrainedModel.
-        ValueError: the model does not use the attention interface.
+        TypeError: `model` neither is nor contains a transformers.PreTrainedModel.
+        ValueError: the model, or a part of it, does not use the attention interface. Nothing is switched.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    if not isinstance(model, nn.Module) or not any(isinstance(part, PreTrainedModel) for part in model.modules()):
+        raise TypeError(f"model must be or contain a transformers.PreTrainedModel, got {type(model).__name__}")
     register()
-    # Set each part explicitly: transformers skips parts whose config class is the model's, as T5's encoder and decoder.
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            part._check_and_adjust_attn_implementation(NAME)
-            part.set_attn_implementation(NAME)
+    switchable, refused = split_parts(model)
+    if refused and not (partial and switchable):
+        got = ", and ".join(f"{part}, {part.reason}" for part in refused)
+        others = ", ".join(part.name for part in switchable if part.has_attention())
+        raise ValueError(f"{NOT_SUPPORTED}, got {got}" + (f"; partial=True switches {others} only" if others else ""))
+    switch(switchable, refused, NAME)
     if any(type(module).__name__ == "DogeAttention" for module in model.modules()):
         from .doge import use_window_attention
 
@@ -110,6 +130,7 @@ def attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -123,7 +144,7 @@ def attention(
 
     Args:
         module: the attention layer. Its `is_causal` applies if the argument is None.
-        query: (B, H, Sq, D).
+        query: ({B|1}, H, Sq, D).
         key: (B, Hkv, Sk, D), H a multiple of Hkv.
         value: (B, Hkv, Sk, Dv).
         attention_mask: VisibleKeys from the mask function; or bool ({B|1}, {H|1}, {Sq|1}, Sk), True = visible; or
@@ -133,25 +154,29 @@ def attention(
         dropout: must be 0.
         is_causal: row i sees the keys j <= i + (Sk - Sq) only. Ignored with a 4-dimensional mask.
         softcap: bound of the scaled scores; None or 0: no bound.
-        s_aux: attention sinks (H): one extra logit per head in the softmax denominator, differentiable.
+        s_aux, sinks: attention sinks, one extra logit in the softmax denominator, differentiable: (H), one per head; or
+            ({B|1}, H, {Sq|1}, 1), one per head and row. Models use either name.
         position_bias: floating ({B|1}, {H|1}, {Sq|1}, Sk), added to the scores, differentiable.
         cu_seq_lens_q, cu_seq_lens_k: integers (sequences + 1): boundaries of sequences packed into B * S rows and keys.
         max_length_q, max_length_k: upper bounds of the sequence lengths, default B * S.
         indices: integers (B, Sq, k): the keys that each row may see, from an indexer. Creates a bool mask Sq x Sk.
         deterministic: bitwise reproducible gradients; default: torch.are_deterministic_algorithms_enabled().
+        kwargs: other arguments of the model, which do not affect attention. A tensor that the model's eager attention
+            uses is refused.
 
     Returns:
         (out (B, Sq, H, Dv), None); None stands for the attention weights. Rows without a visible key are 0.
 
     Raises:
-        ValueError: a shape that does not fit; dropout, head masks or attention weights requested.
+        ValueError: a shape that does not fit; dropout, head masks, attention weights or continuous batching
+            requested; an unknown tensor argument.
         TypeError: a dtype that does not fit.
     """
     require_supported(dropout, kwargs)
-    if s_aux is not None and shape_of(s_aux) != (query.shape[1],):
-        raise ValueError(
-            f"s_aux must have one sink for each of the {query.shape[1]} heads, got shape {shape_of(s_aux)}"
-        )
+    require_known_tensors(module, kwargs)
+    sinks = require_sinks(s_aux, sinks, query)
+    if query.shape[0] == 1:
+        query = query.expand(key.shape[0], -1, -1, -1)
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     query, key, value = (rearrange(x, "b h s d -> b s h d") for x in (query, key, value))
     if value_dim != head_dim:  # zero padding changes neither the scores nor out[..., :value_dim]
@@ -160,7 +185,7 @@ def attention(
         "softmax_scale": head_dim**-0.5 if scaling is None else scaling,
         "softcap": softcap or 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        "return_lse": s_aux is not None,
+        "return_lse": sinks is not None,
     }
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if indices is not None:
@@ -173,8 +198,8 @@ def attention(
     else:
         mask = mask_arguments(attention_mask, position_bias, query, key, is_causal)
         out = flash_dmattn_func(query, key, value, **mask, **options)
-    if s_aux is not None:
-        out = apply_sinks(*out, s_aux)
+    if sinks is not None:
+        out = apply_sinks(*out, sinks)
     return out[..., :value_dim], None
 
 
@@ -194,6 +219,7 @@ UNSUPPORTED = {
     "layer_head_mask": "masks of heads",
     "cross_attn_head_mask": "masks of heads",
     "block_indices": "block selection by an indexer",
+    "cache": "continuous batching",
     "output_attentions": "attention weights, which are never materialized",
 }
 
@@ -211,6 +237,46 @@ def require_supported(dropout: float, options: dict) -> None:
             raise ValueError(f"attn_implementation={NAME!r} has no {feature}, got {name}: use 'eager'")
 
 
+# Tensors that transformers passes to the attention of any model, and that do not affect it.
+IGNORED = ("position_ids", "cache_position", "seq_idx", "num_items_in_batch")
+
+
+def require_known_tensors(module: nn.Module, options: dict) -> None:
+    """Raises ValueError for a tensor that eager attention uses and this function would ignore.
+
+    A model passes the arguments that it does not know on to its attention. The signature of the model's
+    `eager_attention_forward` shows which of them attention uses. Without that function no unknown tensor is accepted.
+    """
+    for name, value in options.items():
+        if isinstance(value, Tensor) and name not in IGNORED:
+            used = eager_arguments(type(module).__module__)
+            if used is None or name in used:
+                raise ValueError(f"attn_implementation={NAME!r} has no argument {name}, got shape {shape_of(value)}")
+
+
+@torch.compiler.assume_constant_result
+def eager_arguments(model_file: str) -> tuple[str, ...] | None:
+    """The arguments of the eager attention in a file of transformers, or None if it has none of that name."""
+    eager = getattr(sys.modules.get(model_file), "eager_attention_forward", None)
+    return None if eager is None else tuple(inspect.signature(eager).parameters)
+
+
+def require_sinks(s_aux: Tensor | None, sinks: Tensor | None, query: Tensor) -> Tensor | None:
+    """The attention sinks under the name that the model uses."""
+    if s_aux is not None and sinks is not None:
+        raise ValueError("s_aux and sinks are two names of one argument, got both")
+    name, sinks = ("sinks", sinks) if s_aux is None else ("s_aux", s_aux)
+    if sinks is None:
+        return None
+    batch, heads, rows, _ = query.shape
+    shape = shape_of(sinks)
+    is_per_row = len(shape) == 4 and shape[0] in (1, batch) and shape[1] == heads and shape[2] in (1, rows)
+    if shape != (heads,) and not (is_per_row and shape[3] == 1):
+        accepted = f"(H) or ({{B|1}}, H, {{Sq|1}}, 1) with B = {batch}, H = {heads} and Sq = {rows}"
+        raise ValueError(f"{name} must be {accepted}, got shape {shape}")
+    return sinks
+
+
 def mask_arguments(
     attention_mask: VisibleKeys | Tensor | None,
     position_bias: Tensor | None,
@@ -223,6 +289,8 @@ def mask_arguments(
     mask, bias, cache_seqlens = None, position_bias, None
     if isinstance(attention_mask, VisibleKeys):
         mask, is_causal = attention_mask.intervals, attention_mask.is_causal
+        if is_causal and attention_mask.seqlen_k != keys:
+            raise ValueError(f"attention_mask must be for the {keys} keys, got shape {tuple(attention_mask.shape)}")
         cache_seqlens = attention_mask.cache_seqlens
     elif attention_mask is not None:
         require_mask(attention_mask, key.shape[0], keys)
@@ -323,15 +391,16 @@ def per_sequence_intervals(visible: VisibleKeys, cu_seqlens: Tensor, total: int)
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Adds one logit per head to the softmax denominator.
+    """Adds one logit to the softmax denominator.
 
     With Z = exp(lse) every probability is multiplied by Z / (Z + exp(sink)) = sigmoid(lse - sink).
 
     Args:
         out: (B, S, H, D).
         lse: (B, H, S).
-        sinks: (H).
+        sinks: (H) or ({B|1}, H, {S|1}, 1).
     """
     lse = lse.masked_fill(lse == -torch.inf, 0)  # rows without a visible key: -inf minus a sink of -inf is NaN
-    factor = torch.sigmoid(lse - rearrange(sinks.to(lse.dtype), "h -> h 1"))
+    sinks = sinks.squeeze(-1) if sinks.ndim == 4 else rearrange(sinks, "h -> h 1")
+    factor = torch.sigmoid(lse - sinks.to(lse.dtype))
     return (out * rearrange(factor, "b h s -> b s h 1")).to(out.dtype)

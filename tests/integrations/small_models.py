@@ -135,7 +135,8 @@ def by_softmax(query, key, value, added, scaling=None, softcap=None, sinks=None)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     scores = scores + added
     if sinks is not None:
-        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+        sinks = sinks[None, :, None, None] if sinks.ndim == 1 else sinks
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], dim=-1)
     return torch.einsum("bhij, bhjd -> bihd", scores.softmax(dim=-1)[..., : key.shape[2]], value)
 
 

@@ -184,12 +184,14 @@ def test_a_padding_mask_of_two_dimensions():
     torch.testing.assert_close(out, attention(layer, *tensors, real[:, None, None, :11])[0])
 
 
-def test_sinks_take_part_of_the_softmax():
+@pytest.mark.parametrize("shape", [(4,), (2, 4, 9, 1), (1, 4, 1, 1)], ids=str)
+def test_sinks_take_part_of_the_softmax(shape):
+    """One for each head, as in GPT-OSS, or for each head and row, as in Inkling 2."""
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=9, heads=4, kv_heads=2)
-    sinks = torch.randn(4, requires_grad=True)
+    sinks = torch.randn(shape)
     visible = torch.ones(9, 9, dtype=torch.bool).tril(-1)[None, None]  # the first row sees its sink alone
-    leaves = [x.double().requires_grad_() for x in (*tensors, sinks.detach())]
-    ours, _ = attention(layer, *leaves[:3], visible, s_aux=leaves[3])
+    leaves = [x.double().requires_grad_() for x in (*tensors, sinks)]
+    ours, _ = attention(layer, *leaves[:3], visible, **{"s_aux" if len(shape) == 1 else "sinks": leaves[3]})
     expected = by_softmax(*leaves[:3], torch.zeros(9, 9).masked_fill(~visible, -torch.inf), sinks=leaves[3])
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
     assert ours[:, 0].eq(0).all()

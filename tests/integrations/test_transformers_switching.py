@@ -6,7 +6,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", "5.17")
 
-from small_models import GROUPED, MODELS, build, one_call, switched, tokens  # noqa: E402
+from small_models import GROUPED, MODELS, build, one_call, padding, switched, tokens  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 from flash_dmattn.integrations.transformers import attention, register, use_flash_dmattn  # noqa: E402
@@ -31,7 +31,11 @@ from flash_dmattn.integrations.visible_keys import require_version  # noqa: E402
             {"attention_mask": torch.ones(2, 8).bool()},
             r"attention_mask must be .* B = 2 and Sk = 9, got shape \(2, 8\)",
         ),
-        ({"s_aux": torch.zeros(5)}, r"s_aux must have one sink for each of the 2 heads, got shape \(5,\)"),
+        ({"s_aux": torch.zeros(5)}, r"s_aux must be \(H\) or .* with B = 2, H = 2 and Sq = 9, got shape \(5,\)"),
+        ({"sinks": torch.zeros(2, 2, 8, 1)}, r"sinks must be .*, got shape \(2, 2, 8, 1\)"),
+        ({"sinks": torch.zeros(2), "s_aux": torch.zeros(2)}, "s_aux and sinks are two names"),
+        ({"cache": object()}, "no continuous batching, got cache"),
+        ({"gate": torch.zeros(2)}, r"has no argument gate, got shape \(2,\)"),
         ({"attention_mask": torch.ones(2, 1, 9, 9), "cu_seq_lens_q": torch.tensor([0, 18])}, "must be None"),
     ],
     ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
@@ -41,6 +45,35 @@ def test_unsupported_arguments_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         attention(layer, *tensors, **{"attention_mask": None, **options})
     attention(layer, *tensors, None, dropout=0.0, head_mask=None, output_attentions=False)
+
+
+def test_tensors_that_eager_attention_uses_are_refused(monkeypatch):
+    """Other tensors pass through a model to its attention in eager attention, too."""
+    from transformers.models.llama import modeling_llama
+
+    model, ids = switched(build("llama")), tokens()
+    logits = model(ids).logits
+    assert torch.equal(model(ids, gate=torch.zeros(2), seq_idx=torch.zeros(2)).logits, logits)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids, padding("none"), gate=torch.zeros(2)).logits, logits)
+
+    def eager_attention_forward(module, query, key, value, attention_mask, gate=None, **kwargs):
+        """A newer version of the model."""
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager_attention_forward)
+    with pytest.raises(ValueError, match=r"has no argument gate, got shape \(2,\)"):
+        model(ids, gate=torch.zeros(2))
+
+
+def test_a_causal_mask_for_other_keys_is_refused():
+    """A layer that appends keys of its own: aligned to the bottom right corner, causality would hide others."""
+    model = switched(build("llama"))
+    layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=12)
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: attention(layer, *tensors, kwargs["attention_mask"]), with_kwargs=True
+    )
+    with pytest.raises(ValueError, match=r"attention_mask must be for the 12 keys, got shape \(2, 1, 9, 9\)"):
+        model(tokens(seqlen=9))
 
 
 @pytest.mark.parametrize("mask", [torch.ones(2, 1, 9, 9, dtype=torch.long), torch.ones(2, 9)], ids=lambda x: x.ndim)

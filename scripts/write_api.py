@@ -34,6 +34,7 @@ SECTIONS = (
     ("Backends", "flash_dmattn", ("flash_dmattn_func_auto", "get_available_backends")),
     ("Models of transformers", "flash_dmattn.integrations.transformers", ("register", "use_flash_dmattn")),
     ("Pair biases", "flash_dmattn.integrations.triangle", ("triangle_attention", "DS4Sci_EvoformerAttention")),
+    ("Windows of images", "flash_dmattn.integrations.windows", ("window_attention",)),
     (
         "More than one GPU",
         "flash_dmattn.parallel",

@@ -1,1 +1,1 @@
-"""Integrations with other libraries. Each module except `triangle` imports the library that it is named after."""
+"""Integrations with other libraries. Each module except `triangle` and `windows` imports the library of its name."""

@@ -1,0 +1,91 @@
+"""Attention within the windows of images, whose masks and biases repeat for every image, as in Swin.
+
+from flash_dmattn.integrations.windows import window_attention
+"""
+
+from __future__ import annotations
+
+from einops import rearrange
+from torch import Tensor
+
+from ..arguments import require_tensor, shape_of
+from ..interface import flash_dmattn_func
+
+
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    *,
+    return_lse: bool = False,
+    sparse: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_dmattn_func` whose masks and biases repeat cyclically along the batch.
+
+    Swin partitions each of B / nW images into nW windows: batch element b is window b % nW of image b // nW, and uses
+    entry b % nW of a mask or bias of nW entries. `flash_dmattn_func` uses entry b // n of B / n entries instead.
+
+    query, key, value and out are copied once, ordered by window. A mask or bias of nW entries is neither copied nor
+    repeated.
+
+    Args:
+        query: (B, Sq, H, D), in the dtypes of `flash_dmattn_func`.
+        key, value: (B, Sk, Hkv, D) in query's dtype.
+        attn_mask: bool ({B|nW|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible. nW divides B. For a mask of 0 and -100,
+            as Swin makes it, (nW, N, N): `(mask == 0).unsqueeze(1)`.
+        attn_bias: ({B|nW|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), as in `flash_dmattn_func`, such as Swin's relative position
+            bias (1, H, N, N). Its gradient is summed over the images.
+        softmax_scale, is_causal, softcap, deterministic, return_lse, sparse: as in `flash_dmattn_func`.
+
+    Returns:
+        out (B, Sq, H, D), or (out, lse) with lse (B, H, Sq).
+
+    Raises:
+        As `flash_dmattn_func`.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        require_tensor(name, tensor)
+        if tensor.ndim != 4 or tensor.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have 4 dimensions and query's batch size, got shape {shape_of(tensor)}")
+    batch = query.shape[0]
+    windows = number_of_windows(batch, {"attn_mask": attn_mask, "attn_bias": attn_bias})
+
+    def by_window(x: Tensor | None) -> Tensor | None:
+        if windows == 1 or x is None or x.shape[0] != batch:
+            return x
+        return rearrange(x, "(images windows) ... -> (windows images) ...", windows=windows)
+
+    def by_image(x: Tensor) -> Tensor:
+        return rearrange(x, "(windows images) ... -> (images windows) ...", windows=windows)
+
+    results = flash_dmattn_func(
+        *map(by_window, (query, key, value, attn_mask, attn_bias)),
+        *(softmax_scale, is_causal, softcap, deterministic),
+        return_lse=return_lse,
+        sparse=sparse,
+    )
+    return tuple(map(by_image, results)) if return_lse else by_image(results)
+
+
+def number_of_windows(batch: int, masks: dict[str, Tensor | None]) -> int:
+    """nW, the batch size of the mask and the bias that repeat; 1 if none repeats."""
+    windows = 1
+    for name, mask in masks.items():
+        if mask is None:
+            continue
+        require_tensor(name, mask)
+        entries = mask.shape[0] if mask.ndim == 4 else 0
+        if entries in (1, batch) and mask.ndim == 4:
+            continue
+        if entries == 0 or batch % entries or windows not in (1, entries):
+            accepted = "({B|nW|1}, {H|Hkv|1}, {Sq|1}, {Sk|1})"
+            sizes = f"B = {batch} and {f'nW = {windows}' if windows > 1 else 'an nW that divides B'}"
+            raise ValueError(f"{name} must be {accepted} with {sizes}, got shape {shape_of(mask)}")
+        windows = entries
+    return windows

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numbers
+import operator
 
 import torch
 from torch import Tensor
 
 from . import ops
+
+INT64_MAX = 2**63 - 1
 
 
 def names(dtypes) -> str:
@@ -48,11 +51,21 @@ def require_device(name: str, tensor: Tensor, device: torch.device, whose: str) 
         raise RuntimeError(f"{name} must be on {whose}'s device {device}, got {tensor.device}")
 
 
-def require_count(name: str, value: object, accepted: str = "an int") -> None:
+def require_count(name: str, value: object, accepted: str = "an int") -> int:
+    """The value as an int, also for integers of NumPy; lengths of a traced graph stay symbolic."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
+    return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
+
+
+def require_length(name: str, value: object) -> int:
+    """A count that the operators take: `require_count` with a bound."""
+    value = require_count(name, value)
+    if isinstance(value, int) and value > INT64_MAX:
+        raise ValueError(f"{name} must fit in 64 bits, got {value}")
+    return value
 
 
 def require_number(name: str, value: object) -> None:
@@ -105,11 +118,9 @@ def check_cu_seqlens(
     total: the number of rows or keys, where known; with `or_less` the last sequence may end before it.
     longest: the name and value of a bound on the length of a sequence, if any.
     """
-    if longest is not None:
-        require_count(*longest)
+    longest_name, bound = ("", None) if longest is None else (longest[0], require_length(*longest))
     checker = ops.checker()
     if checker is not None:
-        longest_name, bound = ("", None) if longest is None else (longest[0], int(longest[1]))
         checker.check_cu_seqlens(name, cu_seqlens, beside, whose, total, or_less, longest_name, bound)
 
 

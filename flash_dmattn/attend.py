@@ -27,6 +27,7 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     call.query, call.key, call.value, call.attn_bias = autocast(call.query, call.key, call.value, call.attn_bias)
     mask = call.attn_mask = as_mask(call.attn_mask)
     checks.check_call(backend, call)
+    apply_scale_tensor(call)
     query, bias, problem = call.query, call.attn_bias, call.problem()
     if call.window_size is not None:
         as_lists = backend.SPARSE_MASKS and call.sparse != "tiles" and not call.return_attn_probs
@@ -54,9 +55,9 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
         sequences["varlen"] = Varlen(used.cu_seqlens_q, used.cu_seqlens_k, used.seqlen_q, used.seqlen_k)
     elif call.cache_seqlens is not None:
         sequences["cache_seqlens"] = call.cache_seqlens
-    rows = map(kernel_rows, (query, call.key, call.value))
+    rows = kernel_rows(query, call.key, call.value)
     out, lse = backend.attention(*rows, operand, bias, **options, **sequences)
-    out = without_padding(out, query.shape[-1])
+    out = without_padding(out, call.value.shape[-1])
     if row_bias is not None:
         out, lse = add_row_bias(out, lse, row_bias, hidden_rows)
     if call.return_attn_probs:
@@ -140,12 +141,22 @@ def autocast(
     return cast(query), cast(key), cast(value), bias
 
 
-def kernel_rows(rows: Tensor) -> Tensor:
-    """Rows as the kernels read them: D contiguous and zero-padded to a multiple of 8."""
-    padding = -rows.shape[-1] % HEAD_DIM_MULTIPLE
-    if padding:
-        rows = pad(rows, (0, padding))
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+def apply_scale_tensor(call: Call) -> None:
+    """Multiplies query by a softmax_scale that is a tensor, which so gets its gradient. Rounds to query's dtype."""
+    query, scale = call.query, call.softmax_scale
+    if isinstance(scale, Tensor):
+        checks.check_scale(scale, query)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        per_head = scale if scale.ndim == 0 else scale[:, None]
+        call.query, call.softmax_scale = (query.to(dtype) * per_head.to(dtype)).to(query.dtype), 1.0
+
+
+def kernel_rows(*rows: Tensor) -> list[Tensor]:
+    """query, key and value as the kernels read them: D contiguous, and zero-padded to one multiple of 8 for all."""
+    head_dim = max(x.shape[-1] for x in rows)
+    head_dim += -head_dim % HEAD_DIM_MULTIPLE
+    rows = [x if x.shape[-1] == head_dim else pad(x, (0, head_dim - x.shape[-1])) for x in rows]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
 
 
 def without_padding(out: Tensor, head_dim: int) -> Tensor:

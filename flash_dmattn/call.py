@@ -31,27 +31,32 @@ class Varlen(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """The arguments of `flash_dmattn_func`, or with `varlen` those of `flash_dmattn_varlen_func`."""
+    """The arguments of `flash_dmattn_func`, or with `varlen` those of `flash_dmattn_varlen_func`.
+
+    `checks.check_options` replaces None where it stands for another value; `attend.apply_scale_tensor` replaces a
+    softmax_scale that is a tensor.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     attn_mask: Tensor | Mask | None = None
     attn_bias: Tensor | None = None
-    softmax_scale: float | None = None
-    is_causal: bool = False
-    softcap: float = 0.0
-    deterministic: bool = False
-    return_attn_probs: bool = False
+    softmax_scale: float | Tensor | None = None
+    is_causal: bool | None = False
+    softcap: float | None = 0.0
+    deterministic: bool | None = False
+    return_attn_probs: bool | None = False
     _: KW_ONLY
     return_lse: bool = False
     window_size: int | None = None
     sparse: str = "auto"
     cache_seqlens: Tensor | None = None  # for fixed length
+    scale: float | Tensor | None = None  # deprecated: softmax_scale
     varlen: Varlen | None = None
 
     def options(self) -> Options:
-        """Needs query of at least one dimension."""
+        """Needs query of at least one dimension, and a softmax_scale that is no tensor."""
         scale = 1.0 / math.sqrt(self.query.shape[-1]) if self.softmax_scale is None else self.softmax_scale
         return {
             "softmax_scale": float(scale),

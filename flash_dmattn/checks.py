@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .arguments import require_bool, require_count, require_number, require_tensor, shape_of
+from .arguments import (
+    require_bool,
+    require_count,
+    require_device,
+    require_floating,
+    require_length,
+    require_number,
+    require_tensor,
+    shape_of,
+)
 from .call import Call
+from .deprecation import deprecated
 from .masks import SPARSE, KeyIntervalMask, KeyLists, Mask
 from .ops.list_sizes import is_per_key
 from .ops.schema import MaskTensors
@@ -22,11 +32,28 @@ from .ops.schema import MaskTensors
 FLOAT32_MAX = torch.finfo(torch.float32).max
 AnyMask = Union[Tensor, KeyIntervalMask, KeyLists, None]
 NO_MASK = MaskTensors()
+# None stands for these values, as in upstream's flash-dmattn.
+NONE_MEANS = {"is_causal": False, "softcap": 0.0, "deterministic": False, "return_attn_probs": False}
 
 
 def check_options(call: Call) -> None:
-    """The arguments whose checks need no shapes."""
-    if call.softmax_scale is not None:
+    """The arguments whose checks need no shapes. Replaces None by its meaning, and integers of other types by ints."""
+    for name, default in NONE_MEANS.items():
+        if getattr(call, name) is None:
+            setattr(call, name, default)
+    if call.scale is not None:
+        if call.softmax_scale is not None:
+            raise ValueError("scale is the former name of softmax_scale, got both")
+        deprecated("the argument scale", "softmax_scale")
+        call.softmax_scale, call.scale = call.scale, None
+    if call.window_size is not None:
+        call.window_size = require_count("window_size", call.window_size)
+    if call.varlen is not None:
+        require_tensor("cu_seqlens_q", call.varlen.cu_seqlens_q)
+        require_tensor("cu_seqlens_k", call.varlen.cu_seqlens_k)
+        lengths = {name: require_length(name, getattr(call.varlen, name)) for name in ("max_seqlen_q", "max_seqlen_k")}
+        call.varlen = call.varlen._replace(**lengths)
+    if call.softmax_scale is not None and not isinstance(call.softmax_scale, Tensor):
         check_finite("softmax_scale", call.softmax_scale)
     check_finite("softcap", call.softcap)
     if call.softcap < 0:
@@ -51,11 +78,20 @@ def check_finite(name: str, value: float) -> None:
         raise ValueError(f"{name} must be finite in float32, got {value}")
 
 
+def check_scale(scale: Tensor, query: Tensor) -> None:
+    """A softmax_scale that is a tensor. Its values are not checked."""
+    require_floating("softmax_scale", scale)
+    heads = query.shape[-2]
+    if scale.shape not in ((), (heads,)):
+        raise ValueError(
+            f"softmax_scale must be a number, or a tensor () or (H) for H = {heads} heads, got shape {shape_of(scale)}"
+        )
+    if scale.ndim == 1 or scale.device.type != "cpu":  # a number on the CPU serves every device
+        require_device("softmax_scale", scale, query.device, "query")
+
+
 def check_call(backend: ModuleType, call: Call) -> None:
     """The tensors of a call, its mask and its lengths. call.attn_mask is None or a `Mask`."""
-    if call.varlen is not None:
-        require_count("max_seqlen_q", call.varlen.max_seqlen_q)
-        require_count("max_seqlen_k", call.varlen.max_seqlen_k)
 
     def check_with(mask: MaskTensors) -> None:
         check_tensors(call, mask, call.attn_bias)

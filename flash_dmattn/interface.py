@@ -1,11 +1,13 @@
 """The public functions: dynamic-mask attention of separate, packed and variable-length inputs.
 
-Each function makes a `Call` of its arguments and passes it to `attend`.
+Each function makes a `Call` of its arguments and passes it to `attend`. scripts/write_stub.py writes interface.pyi, the
+types of the results, from the signatures.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 from torch import Tensor
@@ -17,22 +19,36 @@ from .call import Call, Varlen
 from .checks import AnyMask
 
 
+def continued_by(function: Callable, first: str) -> Callable[[Callable], Callable]:
+    """Puts the parameters of `function` from `first` on in place of *args and **kwargs, for help and type checkers."""
+
+    def decorate(packed: Callable) -> Callable:
+        signature = inspect.signature(packed)
+        own = [p for p in signature.parameters.values() if p.name not in ("args", "kwargs")]
+        names, rest = zip(*inspect.signature(function).parameters.items())
+        packed.__signature__ = signature.replace(parameters=[*own, *rest[names.index(first) :]])
+        return packed
+
+    return decorate
+
+
 def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: AnyMask = None,
     attn_bias: Tensor | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    softmax_scale: float | Tensor | None = None,
+    is_causal: bool | None = False,
+    softcap: float | None = 0.0,
+    deterministic: bool | None = False,
+    return_attn_probs: bool | None = False,
     *,
     return_lse: bool = False,
     window_size: int | None = None,
     sparse: str = "auto",
     cache_seqlens: Tensor | None = None,
+    scale: float | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention with a mask and an additive bias, differentiable in query, key, value and bias.
 
@@ -49,14 +65,16 @@ def flash_dmattn_func(
     Args:
         query: (B, Sq, H, D), float16 or bfloat16; on the CPU float32 and float64 too. D from 1 to 256.
         key: (B, Sk, Hkv, D) in query's dtype. H is a multiple of Hkv; query head h uses key/value head h // (H / Hkv).
-        value: (B, Sk, Hkv, D) in query's dtype.
+        value: (B, Sk, Hkv, Dv) in query's dtype. Where Dv, from 1 to 256, is not D, the narrower ones are copied with
+            zeros up to the larger one.
         attn_mask: bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible, never copied; or a KeyIntervalMask,
             which takes O(Sk) memory; or KeyLists, built once from either, or from an indexer's keys, and reused. With a
             batch dimension of B/n, each entry serves n consecutive batch elements.
         attn_bias: ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype, added to the scores; a key bias
             [.., 1, Sk] may be float32. Its gradient has its shape and dtype, and is summed in float32 over broadcast
             and shared dimensions.
-        softmax_scale: 1 / sqrt(D) by default.
+        softmax_scale: a number, by default 1 / sqrt(D); or a floating tensor () or (H), which is differentiable:
+            query is multiplied by it, in float32, and rounded to its dtype. Values of a tensor are not checked.
         is_causal: key j is visible to row i only where j <= i + (Sk - Sq): aligned to the bottom right corner.
         softcap: 0 for none, else the bound of the capped scores.
         deterministic: the same inputs produce bitwise identical gradients.
@@ -72,9 +90,12 @@ def flash_dmattn_func(
             Keys beyond are neither selected nor read, and the last query row is aligned with the last valid key. On
             CUDA only the device reads the values, so that one CUDA graph serves all lengths. For inference: no
             gradients.
+        scale: the former name of softmax_scale, deprecated.
+
+    None for is_causal, softcap, deterministic or return_attn_probs means the default.
 
     Returns:
-        out (B, Sq, H, D) in query's dtype;
+        out (B, Sq, H, Dv) in query's dtype;
         with return_lse (out, lse), lse (B, H, Sq) in natural logarithms, float32 (float64 for float64), -inf for a row
         without visible keys;
         with return_attn_probs (out, lse, probs), probs (B, H, Sq, Sk) in query's dtype, without a gradient.
@@ -85,7 +106,7 @@ def flash_dmattn_func(
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
     is_plain = attn_mask is None and window_size is None and cache_seqlens is None and return_attn_probs is False
-    if is_plain and sparse == "auto":
+    if is_plain and sparse == "auto" and scale is None:
         result = ops.fast_path(
             query, key, value, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_lse
         )
@@ -97,10 +118,12 @@ def flash_dmattn_func(
         window_size=window_size,
         sparse=sparse,
         cache_seqlens=cache_seqlens,
+        scale=scale,
     )
     return attend(kernels_for(query), call)
 
 
+@continued_by(flash_dmattn_func, "attn_mask")
 def flash_dmattn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` of qkv (B, S, 3, H, D): query, key and value along the third dimension.
 
@@ -113,6 +136,7 @@ def flash_dmattn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Tensor | tuple[
     return flash_dmattn_func(*qkv.unbind(dim=2), *args, **kwargs)
 
 
+@continued_by(flash_dmattn_func, "attn_mask")
 def flash_dmattn_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` of query (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D): key and value along the third dimension.
 
@@ -128,42 +152,43 @@ def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: AnyMask,
-    attn_bias: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    attn_mask: AnyMask = None,
+    attn_bias: Tensor | None = None,
+    cu_seqlens_q: Tensor = None,
+    cu_seqlens_k: Tensor = None,
+    max_seqlen_q: int = None,
+    max_seqlen_k: int = None,
+    softmax_scale: float | Tensor | None = None,
+    is_causal: bool | None = False,
+    softcap: float | None = 0.0,
+    deterministic: bool | None = False,
+    return_attn_probs: bool | None = False,
     *,
     return_lse: bool = False,
     window_size: int | None = None,
     sparse: str = "auto",
+    scale: float | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` for packed sequences of different lengths.
 
     Args:
         query: (total_q, H, D).
         key: (total_k, Hkv, D) in query's dtype.
-        value: (total_k, Hkv, D) in query's dtype.
+        value: (total_k, Hkv, Dv) in query's dtype.
         attn_mask: bool, True = visible: per key (total_k, {H|Hkv|1}), or per score
             (total_q, {H|Hkv|1}, max_seqlen_k), whose last dimension counts from the sequence's first key; or a
             KeyIntervalMask of (total_k, {H|Hkv|1}), whose rows count from the sequence's first; or KeyLists.
         attn_bias: in the same shapes in query's dtype; a key bias may be float32.
-        cu_seqlens_q: int32 (B + 1): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. The values are
-            not checked on CUDA, where that would need a synchronization.
-        cu_seqlens_k: int32 (B + 1), the same for keys.
-        max_seqlen_q: at least the longest sequence of rows.
-        max_seqlen_k: at least the longest sequence of keys.
+        cu_seqlens_q: required, int32 (B + 1): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. The
+            values are not checked on CUDA, where that would need a synchronization.
+        cu_seqlens_k: required, int32 (B + 1), the same for keys.
+        max_seqlen_q: required, at least the longest sequence of rows.
+        max_seqlen_k: required, at least the longest sequence of keys.
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`; causality holds in each sequence.
-        return_attn_probs, return_lse, window_size, sparse: as in `flash_dmattn_func`.
+        return_attn_probs, return_lse, window_size, sparse, scale: as in `flash_dmattn_func`.
 
     Returns:
-        out (total_q, H, D), or (out, lse) with lse (H, total_q), or (out, lse, probs) with probs
+        out (total_q, H, Dv), or (out, lse) with lse (H, total_q), or (out, lse, probs) with probs
         (B, H, max_seqlen_q, max_seqlen_k), zero beyond a sequence's rows and keys.
 
     Raises:
@@ -174,17 +199,19 @@ def flash_dmattn_varlen_func(
         return_lse=return_lse,
         window_size=window_size,
         sparse=sparse,
+        scale=scale,
         varlen=Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
     )
     return attend(kernels_for(query), call)
 
 
+@continued_by(flash_dmattn_varlen_func, "softmax_scale")
 def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor,
-    attn_mask: AnyMask,
-    attn_bias: Tensor | None,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
+    attn_mask: AnyMask = None,
+    attn_bias: Tensor | None = None,
+    cu_seqlens: Tensor = None,
+    max_seqlen: int = None,
     *args,
     **kwargs,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -193,8 +220,8 @@ def flash_dmattn_varlen_qkvpacked_func(
     Args:
         qkv: (total, 3, H, D).
         attn_mask, attn_bias: per key (total, {H|1}), or per score (total, {H|1}, max_seqlen).
-        cu_seqlens: int32 (B + 1), the offsets of the sequences.
-        max_seqlen: at least the longest sequence.
+        cu_seqlens: required, int32 (B + 1), the offsets of the sequences.
+        max_seqlen: required, at least the longest sequence.
 
     The other arguments and errors are those of `flash_dmattn_varlen_func` from softmax_scale on. Returns
     out (total, H, D), lse (H, total), probs (B, H, max_seqlen, max_seqlen).
@@ -206,6 +233,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     return flash_dmattn_varlen_func(*qkv.unbind(dim=1), attn_mask, attn_bias, *lengths, *args, **kwargs)
 
 
+@continued_by(flash_dmattn_varlen_func, "attn_mask")
 def flash_dmattn_varlen_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_varlen_func` of query (total_q, H, D) and kv (total_k, 2, Hkv, D): key and value along dimension 1.
 

@@ -59,8 +59,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: i
     require_tensor("hidden_states", hidden_states)
     require_integers("indices", indices)
     require_device("indices", indices, hidden_states.device, "hidden_states")
-    require_count("batch_size", batch_size)
-    require_count("seqlen", seqlen)
+    batch_size, seqlen = require_count("batch_size", batch_size), require_count("seqlen", seqlen)
     if hidden_states.ndim == 0:
         raise ValueError("hidden_states must be (total, ...), got shape ()")
     if indices.ndim != 1 or indices.shape[0] != hidden_states.shape[0]:

@@ -157,11 +157,14 @@ void check_beside_query(const char* name, const Tensor& tensor, const Tensor& qu
     TORCH_CHECK_TYPE(!same_dtype || tensor.scalar_type() == query.scalar_type(), name, " must have query's dtype ",
                      dtype_of(query), ", got ", dtype_of(tensor));
     check_device(tensor, name, query, "query");
-    TORCH_CHECK_VALUE(tensor.sym_size(-1) == query.sym_size(-1), name, " must have query's head dimension ",
-                      query.sym_size(-1), ", got ", tensor.sym_size(-1));
     const SymInt heads = query.sym_size(-2), kv_heads = tensor.sym_size(-2);
     TORCH_CHECK_VALUE(kv_heads == 0 ? heads == 0 : heads % kv_heads == 0, "query's head count must be a multiple of ",
                       name, "'s, got ", heads, " and ", kv_heads);
+}
+
+void check_same_head_dim(const char* name, const Tensor& tensor, const Tensor& query) {
+    TORCH_CHECK_VALUE(tensor.sym_size(-1) == query.sym_size(-1), name, " must have query's head dimension ",
+                      query.sym_size(-1), ", got ", tensor.sym_size(-1));
 }
 
 void check_batch(const char* name, const Tensor& tensor, const Tensor& query) {
@@ -176,10 +179,13 @@ void check_rows(const Tensor& query, const Tensor& key, const Tensor& value, boo
     check_rows_of("key", key, layout_k);
     check_rows_of("value", value, layout_k);
     check_beside_query("key", key, query, true);
+    check_same_head_dim("key", key, query);
     check_beside_query("value", value, query, true);
     check_head_dim("query", query);
-    TORCH_CHECK_VALUE(key.sym_sizes() == value.sym_sizes(), "key and value must have the same shape, got ",
-                      shape_of(key), " and ", shape_of(value));
+    check_head_dim("value", value);
+    TORCH_CHECK_VALUE(key.sym_sizes().slice(0, key.dim() - 1) == value.sym_sizes().slice(0, value.dim() - 1),
+                      "key and value must have the same shape except for the head dimension, got ", shape_of(key),
+                      " and ", shape_of(value));
     if (!varlen) check_batch("key", key, query);
 }
 

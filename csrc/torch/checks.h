@@ -14,15 +14,16 @@ struct Varlen {
 };
 using OptionalVarlen = std::optional<Varlen>;
 
-// query, key and value of fixed or variable length.
+// query, key and value of fixed or variable length. The value may have its own head dimension.
 void check_rows(const Tensor& query, const Tensor& key, const Tensor& value, bool varlen);
 // Whether the compiled kernels of query's device accept its dtype. Other backends have their own checks.
 void check_kernels(const Tensor& query);
 // One tensor of rows, with a `layout` such as "(B, Sq, H, D)".
 void check_rows_of(const char* name, const Tensor& tensor, const char* layout);
 void check_head_dim(const char* name, const Tensor& tensor);
-// The dtype, device, heads and head dimension of `tensor` against query's; the last two dimensions are heads and D.
+// The dtype, device and heads of `tensor` against query's; the last two dimensions are heads and D.
 void check_beside_query(const char* name, const Tensor& tensor, const Tensor& query, bool same_dtype);
+void check_same_head_dim(const char* name, const Tensor& tensor, const Tensor& query);
 void check_batch(const char* name, const Tensor& tensor, const Tensor& query);
 
 // Masks and biases; the rows have been checked. max_seqlen_k: for variable length.

@@ -155,6 +155,7 @@ void fill(AttentionParams& p, const Inputs& in) {
     const bool varlen = sequences.has_value();
     const std::optional<int64_t> max_seqlen_k = varlen ? std::optional(sequences->max_seqlen_k) : std::nullopt;
     check_rows(query, key, value, varlen);
+    check_same_head_dim("value", value, query);
     TORCH_CHECK_VALUE(query.size(-1) % 8 == 0, "query's head dimension must be a multiple of 8 up to 256, got ",
                       query.size(-1));
     for (const auto& [tensor, name] : {std::pair(&query, "query"), std::pair(&key, "key"), std::pair(&value, "value")})

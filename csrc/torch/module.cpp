@@ -69,6 +69,7 @@ void check_kv(py::handle query_in, const Tensor& kv, const char* layout_q, bool 
     const Tensor query = tensor_of("query", query_in);
     check_rows_of("query", query, layout_q);
     check_beside_query("kv", kv, query, same_dtype);
+    check_same_head_dim("kv", kv, query);
     if (query.dim() == 4) check_batch("kv", kv, query);
 }
 
@@ -156,6 +157,7 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
     if (!(cap == 0 || (1 / kLargest <= cap && cap <= kLargest)) || !(std::abs(scale) <= kLargest)) return not_plain;
     if (is_overridden(query)) return not_plain;
     if (!are_kernel_rows(query) || !are_kernel_rows(key) || !are_kernel_rows(value)) return not_plain;
+    if (value.size(3) != key.size(3)) return not_plain;
     if (bias && bias->size(3) == 1 && key.size(1) != 1) return not_plain;  // constant along the keys
 
     std::tuple<Tensor, Tensor> result;

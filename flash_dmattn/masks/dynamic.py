@@ -59,12 +59,11 @@ def create_mask(
     """
     if type not in ("topk", "relu"):
         raise ValueError(f"type must be 'topk' or 'relu', got {type!r}")
-    sizes = {"batch_size": batch_size, "query_len": query_len, "key_len": key_len, "window_size": window_size}
-    for name, size in sizes.items():
-        require_count(name, size)
+    batch_size, query_len = require_count("batch_size", batch_size), require_count("query_len", query_len)
+    key_len, window_size = require_count("key_len", key_len), require_count("window_size", window_size)
     require_number("min_dtype", min_dtype)
     if block_size is not None:
-        require_count("block_size", block_size)
+        block_size = require_count("block_size", block_size)
         if block_size == 0:
             raise ValueError("block_size must be at least 1 or None, got 0")
     require_floating("attention_bias", attention_bias)

@@ -12,6 +12,7 @@ from ..arguments import (
     names,
     require_count,
     require_integers,
+    require_length,
     require_tensor,
     shape_of,
 )
@@ -72,9 +73,9 @@ class KeyIntervalMask(Mask):
         if end.device != start.device:
             raise RuntimeError(f"end must be on start's device {start.device}, got {end.device}")
         if keys_per_row is not None:
-            require_count("keys_per_row", keys_per_row)
+            keys_per_row = require_count("keys_per_row", keys_per_row)
         if rows is not None:
-            require_count("rows", rows)
+            rows = require_count("rows", rows)
             if start.ndim == 2:
                 raise ValueError(f"rows is for fixed length, got {rows} with start of shape {shape_of(start)}")
         self.intervals = torch.stack((start, end))
@@ -231,7 +232,7 @@ class KeyIntervalMask(Mask):
             raise ValueError(f"a mask {VARLEN} does not hold its sequences' rows; take sequence(first, last) of it")
         if seqlen_q is None:
             return self.keys if self.rows is None else self.rows
-        require_count("seqlen_q", seqlen_q)
+        seqlen_q = require_length("seqlen_q", seqlen_q)
         self.require_rows("the mask", seqlen_q)
         return seqlen_q
 
@@ -264,11 +265,9 @@ class KeyIntervalMask(Mask):
             if len(window_size) != 2:
                 raise ValueError(f"window_size must be {accepted}, got {window_size}")
             left, right = window_size
-            require_count("window_size[0]", left)
-            require_count("window_size[1]", right)
+            left, right = require_count("window_size[0]", left), require_count("window_size[1]", right)
         else:
-            require_count("window_size", window_size, accepted)
-            left, right = window_size - 1, 0
+            left, right = require_count("window_size", window_size, accepted) - 1, 0
         own = own_rows(seqlen_q, seqlen_k, device)
         left, right = min(left, NEVER - 1), min(right, NEVER)  # int32 holds their sums with any row
         start, end = (own - right).clamp_(min=0), (own + (left + 1)).clamp_(min=0)
@@ -295,7 +294,7 @@ class KeyIntervalMask(Mask):
         if (cu_seqlens is None) == (ids is None) or (cu_seqlens is None) != (seqlen is None):
             raise ValueError("documents takes cu_seqlens and seqlen, or ids")
         if ids is None:
-            require_count("seqlen", seqlen)
+            seqlen = require_length("seqlen", seqlen)
             check_cu_seqlens("cu_seqlens", cu_seqlens, total=seqlen, or_less=True)
             sequence = sequence_of_keys(cu_seqlens, seqlen)
             end = torch.cat([cu_seqlens[1:], cu_seqlens[-1:]])
@@ -324,7 +323,7 @@ class KeyIntervalMask(Mask):
         """
         require_integers("real", real, or_bool=True)
         if real.ndim == 1 and real.dtype != torch.bool and seqlen_k is not None:
-            require_count("seqlen_k", seqlen_k)
+            seqlen_k = require_length("seqlen_k", seqlen_k)
             if is_host_readable(real) and ((real < 0) | (real > seqlen_k)).any():
                 raise ValueError(f"real must be lengths from 0 to seqlen_k {seqlen_k}, got {real.tolist()}")
             real = torch.arange(seqlen_k, device=real.device) < real[:, None]
@@ -358,10 +357,9 @@ class KeyIntervalMask(Mask):
             ValueError: a NaN in the bias, on the CPU. On CUDA and under torch.compile a NaN fails an assertion on the
                 device, which a later call reports.
         """
-        check_topk("({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED, bias, window_size, ndims=(3, 4))
+        window_size = check_topk("({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED, bias, window_size, ndims=(3, 4))
         keys = bias.shape[-1]
-        rows = keys if seqlen_q is None else seqlen_q
-        require_count("seqlen_q", rows)
+        rows = keys if seqlen_q is None else require_length("seqlen_q", seqlen_q)
         intervals = operator_for(bias)(bias, min(window_size, keys), rows, None, None, None)
         return cls._of(intervals, window_size, scattered=True, rows=rows)
 
@@ -390,11 +388,13 @@ class KeyIntervalMask(Mask):
         Raises:
             As `topk`.
         """
-        check_topk(VARLEN, bias, window_size, ndims=(2,))
+        window_size = check_topk(VARLEN, bias, window_size, ndims=(2,))
         check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias, "bias", total=bias.shape[0])
         cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
         check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias, "bias")
         check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+        if max_seqlen_k is not None:
+            max_seqlen_k = require_length("max_seqlen_k", max_seqlen_k)
         window = min(window_size, bias.shape[0])
         intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
         return cls._of(intervals, window_size, scattered=True)

@@ -14,13 +14,13 @@ from ..arguments import (
     is_host_readable,
     names,
     require_bool,
-    require_count,
     require_dense,
     require_device,
+    require_length,
     require_tensor,
     shape_of,
 )
-from ..ops.list_sizes import LIST_ROWS, is_per_key
+from ..ops.list_sizes import LIST_ROWS, MAX_TILE_ROWS, is_per_key
 from ..ops.schema import MaskTensors
 from .base import Mask, Problem
 from .dense import BoolMask
@@ -88,12 +88,12 @@ class KeyLists(Mask):
         """
         check_buildable(mask, is_varlen(cu_seqlens_q, cu_seqlens_k))
         require_bool("is_causal", is_causal)
-        require_count("seqlen_q", seqlen_q)
+        seqlen_q = require_length("seqlen_q", seqlen_q)
         if seqlen_k is None:
             if len(mask.shape) == 2:
                 raise ValueError("seqlen_k must be given of variable length: the longest sequence of keys")
             seqlen_k = mask.shape[-1]
-        require_count("seqlen_k", seqlen_k)
+        seqlen_k = require_length("seqlen_k", seqlen_k)
         mask = as_mask(mask)
         if cu_seqlens_q is not None:
             dims = len(mask.shape)
@@ -151,8 +151,8 @@ class KeyLists(Mask):
         """
         require_tensor("indices", indices)
         require_bool("is_causal", is_causal)
-        for name, count in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("tile_rows", tile_rows)):
-            require_count(name, count)
+        seqlen_q, seqlen_k = require_length("seqlen_q", seqlen_q), require_length("seqlen_k", seqlen_k)
+        tile_rows = require_length("tile_rows", tile_rows)
         if mask is not None and not isinstance(mask, KeyIntervalMask):
             got = f"a {names([mask.dtype])} tensor" if isinstance(mask, Tensor) else type(mask).__name__
             raise TypeError(f"mask must be a KeyIntervalMask, got {got}: set the indices of hidden keys to -1")
@@ -360,9 +360,11 @@ def list_indices(source: KeyIndices, problem: Problem) -> KeyLists:
             longest_q = indices.shape[0] if indices.ndim == 3 else seqlen_q
             longest_k = seqlen_k if shown is None else shown.keys
         seqlen_q, seqlen_k = min(seqlen_q, longest_q), min(seqlen_k, longest_k)
-    has_tiles = cu_seqlens_q is None or indices.ndim == 4
-    if has_tiles and tile_rows >= problem.seqlen_q:  # all rows share their indices, like whole row tiles
-        tile_rows = -(-tile_rows // LIST_ROWS) * LIST_ROWS
+    # The operator reports a wrong number of rows of indices, for the given tile_rows.
+    has_tiles = indices.ndim == 4 and (cu_seqlens_q is not None or indices.shape[2] <= 1)
+    if has_tiles and min(tile_rows, MAX_TILE_ROWS) >= problem.seqlen_q:
+        # All rows share their indices, like whole row tiles.
+        tile_rows = min(-(-tile_rows // LIST_ROWS) * LIST_ROWS, MAX_TILE_ROWS)
         source = KeyIndices(indices, tile_rows, shown, problem.seqlen_k)
     intervals = None if shown is None else shown.intervals
     tensors = ops.index_key_lists(indices, intervals, tile_rows, seqlen_q, seqlen_k, *sequences)

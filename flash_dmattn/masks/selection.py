@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..arguments import require_count, statically_true
+from ..arguments import statically_true
 from ..ops.list_sizes import MAX_TOPK_LIST_ROWS
 from ..ops.schema import MaskTensors
 from .base import Mask, PackedMask, Problem
@@ -32,7 +32,6 @@ def select(
         must_mask: never returns None.
     """
     seqlen_q, seqlen_k, _, cu_seqlens_q, cu_seqlens_k = problem
-    require_count("window_size", window_size)
     if statically_true(window_size >= seqlen_k) and not must_mask:
         refuse_nan(bias)
         return None

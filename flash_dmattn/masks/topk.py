@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..arguments import is_host_readable, require_count, require_floating, shape_of
+from ..arguments import is_host_readable, require_count, require_floating, require_length, shape_of
 from ..biases import hides
 
 NEVER = 1 << 30  # beyond any position; the sum of two positions still fits in int32
@@ -62,11 +62,13 @@ if ops.topk_intervals is not None:
     torch.library.impl(f"{ops.NAMESPACE}::topk_intervals", "cpu")(topk_intervals)
 
 
-def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> None:
-    require_count("window_size", window_size)
+def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> int:
+    """Returns window_size as an int."""
+    window_size = require_count("window_size", window_size)
     require_floating("bias", bias)
     if bias.ndim not in ndims or (bias.ndim == 4 and bias.shape[2] != 1):
         raise ValueError(f"bias must be {layout}, got shape {shape_of(bias)}")
+    return window_size
 
 
 def refuse_nan(bias: Tensor) -> None:
@@ -82,8 +84,7 @@ def refuse_nan(bias: Tensor) -> None:
 
 def own_rows(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> Tensor:
     """int32 (1, 1, Sk): the row aligned with each key, j - (Sk - Sq). Negative before the first row."""
-    require_count("seqlen_q", seqlen_q)
-    require_count("seqlen_k", seqlen_k)
+    seqlen_q, seqlen_k = require_length("seqlen_q", seqlen_q), require_length("seqlen_k", seqlen_k)
     return torch.arange(seqlen_q - seqlen_k, seqlen_q, dtype=torch.int32, device=device)[None, None]
 
 

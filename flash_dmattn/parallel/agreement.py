@@ -30,6 +30,7 @@ class CallSignature(NamedTuple):
     heads_of_query: int
     heads_of_key: int
     head_dimension: int
+    head_dimension_of_value: int
     softmax_scale: int  # the bits of a float64, as softcap
     is_causal: int
     softcap: int
@@ -84,7 +85,7 @@ def signature_of(call: ShardedCall) -> CallSignature:
 
     return CallSignature(
         *(DTYPES.index(call.query.dtype), call.query.shape[0], call.query.shape[2], call.key.shape[2]),
-        *(call.query.shape[3], bits(call.softmax_scale), int(call.is_causal), bits(call.softcap)),
+        *(call.query.shape[3], call.value.shape[3], bits(call.softmax_scale), int(call.is_causal), bits(call.softcap)),
         *(int(call.deterministic), optional(call.window_size), SPARSE.index(call.sparse), checksum(call.cu_seqlens)),
         *(LAYOUTS.index(call.layout), optional(call.fixed_shapes)),
         *(mask_type, 1 if mask_type in (0, 3) else mask.shape[0], 1 if mask is None else mask.shape[1]),

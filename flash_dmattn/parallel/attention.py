@@ -31,7 +31,7 @@ def context_parallel_attention(
     attn_bias: Tensor | None = None,
     *,
     group: Group = None,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Tensor | None = None,
     is_causal: bool = False,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -58,7 +58,7 @@ def context_parallel_attention(
     Args:
         query: (B, S_r, H, D), in the dtypes of `flash_dmattn_func`. With cu_seqlens (S_r, H, D).
         key: (B, S_r, Hkv, D). With cu_seqlens (S_r, Hkv, D).
-        value: as key.
+        value: (B, S_r, Hkv, Dv). With cu_seqlens (S_r, Hkv, Dv).
         attn_mask: a KeyIntervalMask ({B|1}, {H|Hkv|1}, S_r) of the local keys whose starts and ends count the rows of
             the whole sequence (`shard` creates it from a whole mask); or bool, True = visible: per key
             ({B|1}, {H|Hkv|1}, 1, S_r) of the local keys, dense ({B|1}, {H|Hkv|1}, S_r, S) of the local rows and all
@@ -66,7 +66,8 @@ def context_parallel_attention(
             bool (S_r, {H|Hkv|1}), or a KeyIntervalMask that counts the rows of each key's own sequence.
         attn_bias: the shapes of a bool mask, in query's dtype; a key bias may be float32.
         group: a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, or None: all processes.
-        softmax_scale, is_causal, softcap, deterministic, sparse: as in `flash_dmattn_func`.
+        softmax_scale, is_causal, softcap, deterministic, sparse: as in `flash_dmattn_func`. A softmax_scale that is a
+            tensor gets on each rank the gradient of that rank's rows.
         return_lse: also return lse, which is differentiable.
         window_size: causal top-k selection, as in `flash_dmattn_func`. Each rank selects for its own rows, among its
             own keys and the window_size best of each earlier rank. With cu_seqlens each sequence has its own selection.
@@ -82,7 +83,7 @@ def context_parallel_attention(
             (.., 1, 1) on a rank with one row is one per key.
 
     Returns:
-        out (B, S_r, H, D), with cu_seqlens (S_r, H, D);
+        out (B, S_r, H, Dv), with cu_seqlens (S_r, H, Dv);
         with return_lse (out, lse), lse (B, H, S_r) or (H, S_r), float32 (float64 for float64), -inf for rows without a
         visible key.
 
@@ -210,6 +211,6 @@ def attend_with_all_gather(
         query = query.masked_fill(masked_rows.transpose(1, 2), 0)
     zigzag, options = call.layout == "zigzag", call.options()
     plan, bias = make_gather_plan(shards, zigzag, call.attn_mask, mask_kind, bias, bias_kind, call.sparse, options)
-    out, lse = GatheredAttention.apply(plan, *map(kernel_rows, (query, call.key, call.value)), bias)
-    out = without_padding(out, query.shape[-1])
+    out, lse = GatheredAttention.apply(plan, *kernel_rows(query, call.key, call.value), bias)
+    out = without_padding(out, call.value.shape[-1])
     return (out, lse) if row_bias is None else add_row_bias(out, lse, row_bias, masked_rows)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import checks
 from ..arguments import check_cu_seqlens, is_host_readable, require_bool, require_count, require_tensor, shape_of
-from ..attend import autocast, kernels_for
+from ..attend import apply_scale_tensor, autocast, kernels_for
 from ..call import Call
 from ..masks import KeyIntervalMask, KeyLists, as_mask
 from ..masks.topk import refuse_nan
@@ -33,7 +33,7 @@ class ShardedCall(Call):
 
 def check_call(call: ShardedCall) -> ShardedCall:
     """Checks all that does not depend on other ranks. Applies autocast and defaults."""
-    mask, window_size, cu_seqlens = call.attn_mask, call.window_size, call.cu_seqlens
+    mask, cu_seqlens = call.attn_mask, call.cu_seqlens
     for name in ("query", "key", "value", "attn_mask", "attn_bias"):
         if isinstance(getattr(call, name), DTensor):
             raise TypeError(f"{name} must be this rank's shard as a plain tensor, got a DTensor: pass its to_local()")
@@ -52,19 +52,19 @@ def check_call(call: ShardedCall) -> ShardedCall:
     check_shapes(query, key, value, mask, bias)
     if query.shape[1] != key.shape[1]:
         raise ValueError(f"a rank must have as many keys as rows, got {query.shape[1]} rows and {key.shape[1]} keys")
-    if window_size is not None:
-        require_count("window_size", window_size)
+    if call.window_size is not None:
         checks.check_window(mask, bias, query.shape[0], key.shape[1], call.is_causal)
         refuse_nan(bias)
-    if call.layout == "zigzag" and (window_size is not None or isinstance(mask, KeyIntervalMask) or is_varlen):
+    if call.layout == "zigzag" and (call.window_size is not None or isinstance(mask, KeyIntervalMask) or is_varlen):
         raise ValueError(
             "layout='zigzag' does not support window_size, KeyIntervalMask and cu_seqlens: those are balanced with "
             "contiguous shards"
         )
     if is_varlen and bias is not None and bias.shape[3] != key.shape[1]:
         raise ValueError(f"attn_bias must have one value per key with cu_seqlens, got shape {shape_of(bias)}")
-    tensors = {"query": query, "key": key, "value": value, "attn_mask": mask, "attn_bias": bias}
-    return replace(call, **tensors, **call.options())
+    call = replace(call, query=query, key=key, value=value, attn_mask=mask, attn_bias=bias)
+    apply_scale_tensor(call)
+    return replace(call, **call.options())
 
 
 def batched(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> tuple:
@@ -105,9 +105,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Te
 
 
 def check_lengths(lengths: Sequence[int], local_length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
-    lengths = tuple(lengths)
-    for length in lengths:
-        require_count("shard_lengths", length, "ints")
+    lengths = tuple(require_count("shard_lengths", length, "ints") for length in lengths)
     if len(lengths) != group.size() or lengths[group.rank()] != local_length:
         raise ValueError(
             f"shard_lengths must be the rows of {group.size()} ranks, with {local_length} for rank {group.rank()}, "

@@ -67,7 +67,7 @@ def positions(
     """
     group = resolve_group(group)
     check_layout(layout)
-    require_count("seqlen", seqlen)
+    seqlen = require_count("seqlen", seqlen)
     rank, size = group.rank(), group.size()
     if layout == "zigzag":
         return zigzag_positions(seqlen, rank, size, device)

@@ -53,6 +53,33 @@ def test_head_dims(path, head_dim, dtype, bias):
         path.check(tensors, mask, bias, softmax_scale=-0.3)
 
 
+def value_dim_cases():
+    groups = [
+        (cpu("none", "bool", "interval lists"), [(64, 128), (12, 35), (40, 8)], [torch.float64, torch.float32]),
+        (cuda("none", "intervals", "interval lists"), [(64, 128), (192, 128), (36, 20), (16, 256)], [torch.bfloat16]),
+        (triton("none"), [(16, 40), (40, 16)], [torch.float32]),
+    ]
+    return [
+        case(path, *head_dims, dtype)
+        for paths, all_head_dims, dtypes in groups
+        for path in paths
+        for head_dims in all_head_dims
+        for dtype in dtypes
+    ]
+
+
+@pytest.mark.parametrize("path, head_dim, value_dim, dtype", value_dim_cases())
+def test_a_value_of_another_head_dimension(path, head_dim, value_dim, dtype):
+    batch, rows, keys, heads, kv_heads = sizes_of(path)
+    query, key, _ = path.inputs(batch, rows, keys, heads, kv_heads, head_dim, dtype=dtype)
+    value = path.randn(batch, keys, kv_heads, value_dim, dtype=dtype)
+    mask = path.make_mask(batch, kv_heads, rows, keys)
+    bias = path.randn(batch, heads, 1, keys, dtype=dtype)
+    out, _, dq, _, dv, _ = path.check((query, key, value), mask, bias, is_causal=True)
+    assert out.shape == (batch, rows, heads, value_dim)
+    assert dq.shape == query.shape and dv.shape == value.shape
+
+
 @pytest.mark.parametrize("path, scale", [case(path, scale) for path in cpu("none") for scale in (0.0, -0.3, 1.0)])
 def test_softmax_scale(path, scale):
     path.check(path.inputs(), softmax_scale=scale)

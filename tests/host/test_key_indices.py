@@ -226,6 +226,18 @@ def test_compiled_with_the_indexer(tile_rows):
             torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("tile_rows", [7, 2**31 - 1, 2**40])
+def test_all_rows_share_their_indices(tile_rows):
+    indices, seqlen_q, seqlen_k = rand_indices(2, 1, 1, 3, keys=7), 5, 7
+    lists = KeyLists.from_indices(indices, seqlen_q, seqlen_k, tile_rows=tile_rows)
+    assert torch.equal(lists.as_bool(seqlen_q), dense_of(indices, 5, seqlen_q, seqlen_k))
+    tensors = inputs(2, seqlen_q, seqlen_k, 4, 2, 8)
+    torch.testing.assert_close(
+        flash_dmattn_func(*tensors, attn_mask=lists),
+        flash_dmattn_func(*tensors, attn_mask=dense_of(indices, 5, seqlen_q, seqlen_k)),
+    )
+
+
 # Errors
 
 INDICES = torch.zeros(1, 1, 5, 3, dtype=torch.int32)
@@ -279,6 +291,11 @@ ERRORS = {
         lambda: made(INDICES[0, 0][:, None], 5, 5, False, CU, CU, tile_rows=2),
         ValueError,
         r"tile_rows must be 1 for indices \(total_q, {H\|Hkv\|1}, k\), got 2",
+    ),
+    "tiles of more rows than query": (
+        lambda: made(tile_rows=2**31 - 1),
+        ValueError,
+        "indices must have 1 rows for 5 query rows, 2147483647 of which share one",
     ),
     "tiles of no rows": (lambda: made(tile_rows=0), ValueError, "tile_rows must be positive and fit in 32 bits, got 0"),
     "tiles of a negative number of rows": (lambda: made(tile_rows=-1), ValueError, "tile_rows must not be negative"),

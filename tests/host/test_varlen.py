@@ -177,3 +177,25 @@ def test_wrong_sequences_are_refused_in_a_graph_too(wrong, which, how):
     expected = (Exception, None) if how == "window_size" else (ValueError, message)
     with pytest.raises(expected[0], match=expected[1]):
         layer(rows, *cu)
+
+
+CU = offsets([3, 2])
+
+
+@pytest.mark.parametrize(
+    "lengths, error, message",
+    [
+        ((CU, CU, 2**70, 3), ValueError, f"max_seqlen_q must fit in 64 bits, got {2**70}"),
+        ((CU, CU, 3, 2**70), ValueError, f"max_seqlen_k must fit in 64 bits, got {2**70}"),
+        ((CU, None, 3, 3), TypeError, "cu_seqlens_k must be a torch.Tensor, got NoneType"),
+        ((), TypeError, "cu_seqlens_q must be a torch.Tensor, got NoneType"),
+    ],
+)
+def test_lengths_that_are_none(lengths, error, message):
+    with pytest.raises(error, match=message):
+        flash_dmattn_varlen_func(*torch.randn(3, 5, 2, 8), None, None, *lengths)
+
+
+def test_a_bound_beyond_64_bits():
+    with pytest.raises(ValueError, match=f"max_seqlen must fit in 64 bits, got {2**70}"):
+        flash_dmattn_varlen_qkvpacked_func(torch.randn(5, 3, 2, 8), None, None, CU, 2**70)

@@ -24,6 +24,7 @@ class Case:
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 8
+    value_dim: int | None = None  # None: head_dim
     dtype: torch.dtype = torch.float64
     bias: tuple | None = None  # its shape, with "S" for the sequence
     bias_dtype: torch.dtype | None = None
@@ -49,7 +50,9 @@ class Case:
         def normal(*shape, dtype=self.dtype):
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-        rows = [normal(self.batch, self.seqlen, n, self.head_dim) for n in (self.heads, self.kv_heads, self.kv_heads)]
+        value_dim = self.value_dim or self.head_dim
+        sizes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, value_dim)
+        rows = [normal(self.batch, self.seqlen, *heads_and_dim) for heads_and_dim in sizes]
         bias = mask = None
         if self.bias is not None:
             bias = normal(*self.shape(self.bias), dtype=self.bias_dtype or self.dtype)
@@ -63,7 +66,7 @@ class Case:
             mask = make_intervals(self, generator)
         lse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         dlse = normal(self.batch, self.heads, self.seqlen, dtype=lse_dtype) / 8
-        return rows, mask, bias, normal(self.batch, self.seqlen, self.heads, self.head_dim) / 8, dlse
+        return rows, mask, bias, normal(self.batch, self.seqlen, self.heads, value_dim) / 8, dlse
 
 
 def make_intervals(case, generator):

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from sharded_cases import Case, check, joined, lengths_for, on_both, on_two, sharded, whole
@@ -181,6 +182,15 @@ def test_dtypes(ranks, dtype):
         ranks, Case(lengths_for(ranks, False), bias=(2, 2, 1, "S"), bias_dtype=torch.float32, options=window, **sizes)
     )
     check(ranks, Case(lengths_for(ranks), bias=(2, 4, 1, "S"), options={"is_causal": True}, **sizes))
+
+
+@on_both
+@pytest.mark.parametrize("value_dim", [3, 20])
+def test_a_value_of_another_head_dimension(ranks, value_dim):
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 12, "value_dim": value_dim}
+    window = {"is_causal": True, "window_size": np.int64(11)}
+    check(ranks, Case(lengths_for(ranks, False), bias=(2, 2, 1, "S"), options=window, **sizes))
+    check(ranks, Case(lengths_for(ranks), bias=(2, 4, "S", "S"), options={"is_causal": True}, **sizes))
 
 
 ALONE = [

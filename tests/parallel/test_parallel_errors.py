@@ -70,6 +70,7 @@ def test_an_error_on_one_rank_raises_on_all(two, change, common, error, message)
 REFUSED_BY_ALL = [
     ({1: {"is_causal": True}}, {}, "is causal"),
     ({1: {"query": (1, 8, 2, 8)}}, {}, "heads of query"),
+    ({1: {"value": (1, 8, 2, 16)}}, {}, "head dimension of value"),
     ({1: {"window_size": 4}}, WINDOW, "window size"),
     ({1: {"softmax_scale": 0.5}}, {}, "softmax scale"),
     ({1: {"requires_grad": True}}, {}, "gradients"),

@@ -20,7 +20,6 @@ from typing import TypeVar
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -177,12 +176,9 @@ def attention(
     sinks = require_sinks(s_aux, sinks, query)
     if query.shape[0] == 1:
         query = query.expand(key.shape[0], -1, -1, -1)
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
     query, key, value = (rearrange(x, "b h s d -> b s h d") for x in (query, key, value))
-    if value_dim != head_dim:  # zero padding changes neither the scores nor out[..., :value_dim]
-        query, key, value = (pad(x, (0, max(head_dim, value_dim) - x.shape[-1])) for x in (query, key, value))
     options = {
-        "softmax_scale": head_dim**-0.5 if scaling is None else scaling,
+        "softmax_scale": scaling,
         "softcap": softcap or 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         "return_lse": sinks is not None,
@@ -200,7 +196,7 @@ def attention(
         out = flash_dmattn_func(query, key, value, **mask, **options)
     if sinks is not None:
         out = apply_sinks(*out, sinks)
-    return out[..., :value_dim], None
+    return out, None
 
 
 def select_indices(indices: Tensor, attention_mask: VisibleKeys | Tensor | None, keys: int) -> Tensor:

@@ -12,6 +12,7 @@ from .interface import (
     flash_dmattn_varlen_qkvpacked_func,
 )
 from .masks import KeyIntervalMask, KeyLists, create_mask
+from .merge import merge_attention
 from .padding import pad_input, unpad_input
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "flash_dmattn_varlen_kvpacked_func",
     "flash_dmattn_varlen_qkvpacked_func",
     "get_available_backends",
+    "merge_attention",
     "pad_input",
     "unpad_input",
 ]

@@ -27,6 +27,7 @@ SECTIONS = (
             "flash_dmattn_varlen_func",
             "flash_dmattn_varlen_qkvpacked_func",
             "flash_dmattn_varlen_kvpacked_func",
+            "merge_attention",
         ),
     ),
     ("Masks", "flash_dmattn", ("KeyIntervalMask", "KeyLists", "create_mask")),

@@ -1,6 +1,9 @@
 """Dynamic-mask attention: exact attention with model-generated masks and additive biases, with gradients for query,
 key, value and the bias."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from .backends import get_available_backends, is_available
 from .interface import (
     flash_dmattn_func,
@@ -18,13 +21,25 @@ from .padding import pad_input, unpad_input
 __version__ = "0.1.0"
 
 _AVAILABLE = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
+# Names of upstream's flash-dmattn, deprecated, and their modules.
+_UPSTREAM = {"triton_dmattn_func": "flash_dmattn_triton", "flex_dmattn_func": "flash_dmattn_flex"}
 
+if TYPE_CHECKING:
+    from .flash_dmattn_flex import flex_dmattn_func as flex_dmattn_func
+    from .flash_dmattn_triton import triton_dmattn_func as triton_dmattn_func
 
-def __getattr__(name: str) -> bool:
-    # Evaluated on access: it imports Triton and FlexAttention.
-    if name in _AVAILABLE:
-        return is_available(_AVAILABLE[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    CUDA_AVAILABLE: bool
+    TRITON_AVAILABLE: bool
+    FLEX_AVAILABLE: bool
+else:
+
+    def __getattr__(name):
+        # Evaluated on access: it imports Triton and FlexAttention.
+        if name in _AVAILABLE:
+            return is_available(_AVAILABLE[name])
+        if name in _UPSTREAM:
+            return getattr(importlib.import_module(f".{_UPSTREAM[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

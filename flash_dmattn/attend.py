@@ -151,11 +151,14 @@ def apply_scale_tensor(call: Call) -> None:
         call.query, call.softmax_scale = (query.to(dtype) * per_head.to(dtype)).to(query.dtype), 1.0
 
 
-def kernel_rows(*rows: Tensor) -> list[Tensor]:
+def kernel_rows(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """query, key and value as the kernels read them: D contiguous, and zero-padded to one multiple of 8 for all."""
-    head_dim = max(x.shape[-1] for x in rows)
+    own, of_key = query.shape[-1], key.shape[-1]
+    if own != of_key:  # where `ops.checker` is None, padding would hide it
+        raise ValueError(f"key must have query's head dimension {own}, got {of_key}")
+    head_dim = max(own, value.shape[-1])
     head_dim += -head_dim % HEAD_DIM_MULTIPLE
-    rows = [x if x.shape[-1] == head_dim else pad(x, (0, head_dim - x.shape[-1])) for x in rows]
+    rows = [x if x.shape[-1] == head_dim else pad(x, (0, head_dim - x.shape[-1])) for x in (query, key, value)]
     return [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
 
 

@@ -44,7 +44,7 @@ def check_options(call: Call) -> None:
     if call.scale is not None:
         if call.softmax_scale is not None:
             raise ValueError("scale is the former name of softmax_scale, got both")
-        deprecated("the argument scale", "softmax_scale")
+        deprecated("the argument scale of upstream's flash-dmattn", "softmax_scale")
         call.softmax_scale, call.scale = call.scale, None
     if call.window_size is not None:
         call.window_size = require_count("window_size", call.window_size)

@@ -19,4 +19,4 @@ def deprecated(old: str, new: str) -> None:
         frame = frame.f_back
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
-    warnings.warn_explicit(f"{old} of flash-dmattn is deprecated: use {new}", DeprecationWarning, *place, registry)
+    warnings.warn_explicit(f"{old} is deprecated: use {new}", DeprecationWarning, *place, registry)

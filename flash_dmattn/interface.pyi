@@ -1,0 +1,261 @@
+# Written by scripts/write_stub.py from the signatures in interface.py.
+# fmt: off
+from typing import Literal, Protocol, overload
+
+from torch import Tensor
+
+from .checks import AnyMask
+
+@overload
+def flash_dmattn_func(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+) -> Tensor: ...
+
+@overload
+def flash_dmattn_func(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+    return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_func(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
+    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_func(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
+    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
+
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+) -> Tensor: ...
+
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+    return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
+    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_qkvpacked_func(
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
+    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
+
+@overload
+def flash_dmattn_kvpacked_func(
+    query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+) -> Tensor: ...
+
+@overload
+def flash_dmattn_kvpacked_func(
+    query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+    return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_kvpacked_func(
+    query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
+    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_kvpacked_func(
+    query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
+    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
+
+@overload
+def flash_dmattn_varlen_func(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    scale: float | Tensor | None = ...,
+) -> Tensor: ...
+
+@overload
+def flash_dmattn_varlen_func(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+    return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_varlen_func(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
+    window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_varlen_func(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
+    window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
+
+@overload
+def flash_dmattn_varlen_qkvpacked_func(
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
+    max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
+    *, return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    scale: float | Tensor | None = ...,
+) -> Tensor: ...
+
+@overload
+def flash_dmattn_varlen_qkvpacked_func(
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
+    max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
+    *, return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_varlen_qkvpacked_func(
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
+    max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., *, return_attn_probs: Literal[True],
+    return_lse: bool = ..., window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_varlen_qkvpacked_func(
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
+    max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *,
+    return_lse: bool = ..., window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
+
+@overload
+def flash_dmattn_varlen_kvpacked_func(
+    query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    scale: float | Tensor | None = ...,
+) -> Tensor: ...
+
+@overload
+def flash_dmattn_varlen_kvpacked_func(
+    query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+    return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_varlen_kvpacked_func(
+    query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
+    window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+@overload
+def flash_dmattn_varlen_kvpacked_func(
+    query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+    deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
+    window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
+
+class FlashDmattnFunc(Protocol):
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+        softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+        deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+        return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+        cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+        softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+        deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
+        return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+        cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+        softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+        deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
+        window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+        scale: float | Tensor | None = ...,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
+        softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
+        deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
+        window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+        scale: float | Tensor | None = ...,
+    ) -> Tensor | tuple[Tensor, ...]: ...
+
+def flash_dmattn_func_auto(backend: str | None = ...) -> FlashDmattnFunc: ...

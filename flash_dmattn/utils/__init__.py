@@ -1,0 +1,1 @@
+"""Import paths of upstream's flash-dmattn: masks and padding."""

@@ -54,6 +54,18 @@ def test_a_tensor_equals_the_number():
             assert torch.allclose(x, y, rtol=0, atol=1e-12)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_number_on_the_cpu_serves_cuda(where):
+    query, key, value = inputs(dtype=torch.bfloat16, device="cuda")
+    scale = torch.tensor(0.3, device=where, requires_grad=True)
+    out = flash_dmattn_func(query, key, value, softmax_scale=scale)
+    by_hand = (query.float() * 0.3).bfloat16()
+    assert torch.equal(out, flash_dmattn_func(by_hand, key, value, softmax_scale=1.0))
+    (gradient,) = torch.autograd.grad(out.float().square().sum(), scale)
+    assert gradient.device.type == where and gradient.isfinite()
+
+
 def test_packed_and_compiled_calls_and_other_backends():
     query, key, _ = inputs(1, 20, 20, HEADS, 2, 16, dtype=torch.float64)
     scale = torch.rand(HEADS, dtype=torch.float64)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from sharded_cases import Case, lengths_for, of_rank, on_both, sharded
 
+from flash_dmattn import flash_dmattn_func
 from flash_dmattn.parallel import context_parallel_attention
 
 pytestmark = pytest.mark.xdist_group("ranks")  # the processes are started by one worker
@@ -44,6 +45,26 @@ def test_deterministic_gradients_are_bitwise_reproducible(ranks):
     for options in ({"window_size": 15}, {}):
         case = Case(lengths_for(ranks, False), options={"is_causal": True, "deterministic": True, **options}, **sizes)
         assert all(ranks.results(repeated, case))
+
+
+def scale_gradients(problem):
+    """The gradient of a softmax_scale per head: the sum over the ranks, and that of one process."""
+    case = Case((24, 24), heads=2, bias=(1, 1, 1, "S"), options={"is_causal": True, **problem})
+    rank = dist.get_rank()
+    rows, _, bias, dout, _ = case.make()
+    scale = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+    whole = flash_dmattn_func(*rows, None, bias, scale, **case.options)
+    (expected,) = torch.autograd.grad(whole, scale, dout)
+    parts = [of_rank(case, x, 1, rank) for x in rows] + [None, of_rank(case, bias, 3, rank)]
+    out = context_parallel_attention(*parts, softmax_scale=scale, **case.options)
+    (gradient,) = torch.autograd.grad(out, scale, of_rank(case, dout, 1, rank))
+    dist.all_reduce(gradient)
+    return torch.allclose(out, of_rank(case, whole, 1, rank)) and torch.allclose(gradient, expected)
+
+
+@pytest.mark.parametrize("problem", [{"window_size": 9}, {}], ids=str)
+def test_a_scale_with_a_gradient(two, problem):
+    assert two.results(scale_gradients, problem) == [True, True]
 
 
 def under_autocast():

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import checks, ops
-from .arguments import require_tensor
+from .arguments import is_host_readable, require_tensor
 from .backends import cpu, cuda, reference
 from .biases import hides
 from .broadcast import expand_shared, scores_of_sequence
@@ -28,6 +28,8 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     mask = call.attn_mask = as_mask(call.attn_mask)
     checks.check_call(backend, call)
     apply_scale_tensor(call)
+    if call.cache_seqlens is not None and mask is None:
+        drop_room(call)
     query, bias, problem = call.query, call.attn_bias, call.problem()
     if call.window_size is not None:
         as_lists = backend.SPARSE_MASKS and call.sparse != "tiles" and not call.return_attn_probs
@@ -80,6 +82,16 @@ def kernels_for(query: Tensor) -> ModuleType:
     device_type = require_device_with_kernels("query", query)
     ops.compiled_module()
     return cuda if device_type == "cuda" else cpu
+
+
+def drop_room(call: Call) -> None:
+    """Removes the keys beyond the longest sequence of a cache from a call without a mask: its room then costs nothing."""
+    if not is_host_readable(call.cache_seqlens):
+        return
+    longest, room = max(call.cache_seqlens.tolist(), default=0), call.key.shape[1]
+    call.key, call.value = call.key[:, :longest], call.value[:, :longest]
+    if call.attn_bias is not None and call.attn_bias.shape[3] == room:
+        call.attn_bias = call.attn_bias[..., :longest]
 
 
 def mask_operand(

@@ -161,16 +161,18 @@ private:
 };
 
 // Split-KV for sequences of few rows, as in decoding, where reading the keys takes the time: each key is read once for
-// all heads, in memory order. The keys of a batch element are split where batch elements alone are few tasks. The
-// splits do not depend on the number of threads.
+// all heads that share it, without key lists in memory order. The keys of a batch element are split where batch elements
+// alone are few tasks. The splits do not depend on the number of threads.
 template <typename acc_t>
 class SplitKvFwd {
 public:
-    explicit SplitKvFwd(const FwdParams& params) : p_(params), qheads_per_kv_(p_.heads / p_.kv_heads) {
+    explicit SplitKvFwd(const FwdParams& params)
+        : p_(params), qheads_per_kv_(p_.heads / p_.kv_heads),
+          group_heads_(p_.heads / std::max(p_.kv_heads, p_.lists.heads)) {
         constexpr int64_t kMinTasks = 64;
-        const int64_t max_splits = ceil_div(kMinTasks, p_.batch), tiles = ceil_div(p_.seqlen_k, kFewRowsKeys);
-        keys_per_split_ = std::max<int64_t>(ceil_div(tiles, max_splits), 1) * kFewRowsKeys;
-        num_splits_ = std::max<int64_t>(ceil_div(p_.seqlen_k, keys_per_split_), 1);
+        const int64_t max_splits = ceil_div(kMinTasks, p_.batch), most_keys = count_most_keys();
+        keys_per_split_ = std::max<int64_t>(ceil_div(ceil_div(most_keys, kFewRowsKeys), max_splits), 1) * kFewRowsKeys;
+        num_splits_ = std::max<int64_t>(ceil_div(most_keys, keys_per_split_), 1);
         out_.resize(p_.batch * num_splits_ * rows_per_split() * p_.head_dim);
         max_.resize(p_.batch * num_splits_ * rows_per_split());
         sum_.resize(max_.size());
@@ -193,12 +195,29 @@ private:
     struct Scratch {
         explicit Scratch(const FwdParams& p)
             : max_keys(std::min(kFewRowsKeys, p.seqlen_k)), scores(max_keys), query(p.heads * p.seqlen_q * p.head_dim),
-              value(max_keys * p.head_dim), probs(p.heads / p.kv_heads * p.seqlen_q * padded(max_keys)) {}
+              key(p.lists.present() ? max_keys * p.head_dim : 0), value(max_keys * p.head_dim),
+              probs(p.heads / p.kv_heads * p.seqlen_q * padded(max_keys)) {}
 
         int64_t max_keys;
         ScoreScratch<acc_t> scores;
-        Buffer<acc_t> query, value, probs;
+        Buffer<acc_t> query, key, value, probs;
     };
+
+    // The n_block of a tile, and what a task reads after its keys.
+    struct KeyBlock {
+        Tile tile;  // of the first head
+        StoredRows key, value, next;
+    };
+
+    // The keys of the longest sequence or list.
+    int64_t count_most_keys() const {
+        int64_t most = 0;
+        const KeyListsView& lists = p_.lists;
+        for (int64_t i = 0; i < lists.batches * lists.heads * lists.num_m_blocks && lists.present(); ++i)
+            most = std::max(most, lists.ends[i] - lists.begins[i]);
+        for (int64_t b = 0; b < p_.batch && !lists.present(); ++b) most = std::max(most, Sequence(p_, b).keys);
+        return most;
+    }
 
     int64_t rows_per_split() const { return p_.heads * p_.seqlen_q; }
 
@@ -226,37 +245,72 @@ private:
     void attend(const Sequence& s, int64_t split, const Matrix<acc_t>& query, const SoftmaxState<acc_t>& sums,
                 Scratch& scratch, bool exact) {
         sums.start();
-        const int64_t end = std::min((split + 1) * keys_per_split_, s.keys);
-        for (int64_t j = split * keys_per_split_; j < end; j += kFewRowsKeys) {
+        const int64_t first = split * keys_per_split_;
+        const auto add = [&](const KeyBlock& block) {
+            const int64_t row = block.tile.head * s.rows, rows = group_heads_ * s.rows;
+            add_keys(block, {query.row(row), rows, query.cols, query.stride}, sums.rows(row, rows), scratch, exact);
+        };
+        p_.lists.present() ? walk_lists(s, first, scratch, add) : walk_keys(s, first, add);
+    }
+
+    // Calls add for the n_blocks of a split, key by key and head by head.
+    template <typename F>
+    void walk_keys(const Sequence& s, int64_t first, F&& add) const {
+        const int64_t end = std::min(first + keys_per_split_, s.keys);
+        for (int64_t j = first; j < end; j += kFewRowsKeys) {
             const int64_t keys = std::min(kFewRowsKeys, end - j);
-            for (int64_t head = 0; head < p_.heads; head += qheads_per_kv_) {
-                const int64_t first = head * s.rows, rows = qheads_per_kv_ * s.rows;
-                add_keys(s, head, j, keys, {query.row(first), rows, query.cols, query.stride}, sums.rows(first, rows),
-                         scratch, exact);
+            for (int64_t head = 0; head < p_.heads; head += group_heads_) {
+                const bool last = head + group_heads_ == p_.heads;
+                const int64_t next_key = last ? std::min(j + kFewRowsKeys, s.keys) : j;
+                const int64_t next_keys = std::min(kFewRowsKeys, s.keys - next_key);
+                add({{s, head, 0, s.rows, j, keys},
+                     stored_keys(p_.key, s, j, keys, head),
+                     stored_keys(p_.value, s, j, keys, head),
+                     stored_keys(p_.key, s, next_key, next_keys, last ? 0 : head + group_heads_)});
             }
         }
     }
 
-    // One n_block of a KV head for the rows of its query heads, from `first_head` on.
-    void add_keys(const Sequence& s, int64_t first_head, int64_t key, int64_t keys, const Matrix<acc_t>& query,
-                  const SoftmaxState<acc_t>& sums, Scratch& scratch, bool exact) {
-        const auto tile_of = [&](int64_t head) { return Tile{s, head, 0, s.rows, key, keys}; };
-        int64_t head = first_head;
-        while (head < first_head + qheads_per_kv_ && is_fully_masked(p_, tile_of(head))) ++head;
-        if (head == first_head + qheads_per_kv_) return;
+    // Calls add for the gathered n_blocks of a split, head by head and key by key.
+    template <typename F>
+    void walk_lists(const Sequence& s, int64_t first, Scratch& scratch, F&& add) const {
+        for (int64_t head = 0; head < p_.heads; head += group_heads_) {
+            const KeyList list = find_list(p_, s, head, 0, s.rows);
+            const int64_t end = std::min(first + keys_per_split_, list.size);
+            for (int64_t j = first; j < end; j += kFewRowsKeys) {
+                const KeyList keys = list.from(j, std::min(kFewRowsKeys, end - j));
+                const auto gathered = [&](const RowsView& view, acc_t* to) {
+                    const StoredRows rows = stored_keys(view, s, 0, s.keys, head);
+                    return stored(gather<acc_t>(rows.data, rows.dtype, rows.offset, rows.stride, keys.keys, keys.size,
+                                                rows.cols, to));
+                };
+                add({{s, head, 0, s.rows, 0, keys.size, keys.keys, keys.rows},
+                     gathered(p_.key, scratch.key.data()),
+                     gathered(p_.value, scratch.value.data()),
+                     StoredRows{}});
+            }
+        }
+    }
+
+    // Adds an n_block to the rows of the query heads that share its keys.
+    void add_keys(const KeyBlock& block, const Matrix<acc_t>& query, const SoftmaxState<acc_t>& sums, Scratch& scratch,
+                  bool exact) {
+        const int64_t keys = block.tile.keys, rows = block.tile.rows;
+        const auto tile_of = [&](int64_t i) {
+            Tile tile = block.tile;
+            tile.head += i;
+            return tile;
+        };
+        int64_t i = 0;
+        while (i < group_heads_ && is_fully_masked(p_, tile_of(i))) ++i;
+        if (i == group_heads_) return;
         const Matrix<acc_t> probs{scratch.probs.data(), query.rows, keys, padded(keys)};
-        const StoredRows value = stored_keys(p_.value, s, key, keys, first_head);
-        const bool last = first_head + qheads_per_kv_ == p_.heads;
-        const int64_t next_key = last ? std::min(key + kFewRowsKeys, s.keys) : key;
-        const StoredRows next = stored_keys(p_.key, s, next_key, std::min(kFewRowsKeys, s.keys - next_key),
-                                            last ? 0 : first_head + qheads_per_kv_);
-        row_products<acc_t>(query, stored_keys(p_.key, s, key, keys, first_head), p_.softmax_scale, probs,
-                            {value, next});
-        for (head = first_head; head < first_head + qheads_per_kv_; ++head) {
-            const int64_t row = (head - first_head) * s.rows;
-            online_softmax(p_, tile_of(head), {probs.row(row), s.rows, keys, probs.stride}, sums.rows(row, s.rows),
+        row_products<acc_t>(query, block.key, p_.softmax_scale, probs, {block.value, block.next});
+        for (i = 0; i < group_heads_; ++i) {
+            online_softmax(p_, tile_of(i), {probs.row(i * rows), rows, keys, probs.stride}, sums.rows(i * rows, rows),
                            scratch.scores);
         }
+        const StoredRows& value = block.value;
         if (exact) {
             const auto widened = load<acc_t>(value.data, value.dtype, value.offset, value.stride, value.rows,
                                              value.cols, scratch.value.data());
@@ -280,7 +334,9 @@ private:
     }
 
     const FwdParams& p_;
-    int64_t qheads_per_kv_, keys_per_split_, num_splits_;
+    int64_t qheads_per_kv_;
+    int64_t group_heads_;  // query heads that share keys: those of a KV head, or of a list
+    int64_t keys_per_split_, num_splits_;
     Buffer<acc_t> out_, max_;
     std::vector<double> sum_;
     std::vector<std::atomic<int64_t>> finished_splits_;  // [B]
@@ -298,7 +354,7 @@ void prefetch_sequence(const FwdParams& p, int64_t index) {
 
 template <typename acc_t>
 void run(const FwdParams& params) {
-    if (params.seqlen_q <= kFewRows && !params.lists.present()) return SplitKvFwd<acc_t>(params).run();
+    if (params.seqlen_q <= kFewRows) return SplitKvFwd<acc_t>(params).run();
     // Over key lists a task has all query heads of a GQA group, which share the gathered keys.
     const int64_t tile_rows = params.lists.present() ? params.lists.tile_rows : kRows;
     const int64_t heads_per_task = params.lists.present() ? params.heads / params.kv_heads : 1;

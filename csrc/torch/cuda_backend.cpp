@@ -12,6 +12,7 @@
 #include "cuda/mask/builders/index_list_builder.h"
 #include "cuda/mask/builders/list_builder.h"
 #include "cuda/topk/topk.h"
+#include "topk.h"
 
 namespace flash_dmattn {
 namespace {
@@ -93,32 +94,6 @@ Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t
     const auto ints = like.options().dtype(at::kInt);
     return {at::empty({capacity}, ints), at::empty({2, batches, heads, num_m_blocks}, like.options().dtype(at::kLong)),
             at::empty({has_rows ? capacity : 0, KeyListsView::kRows / 32}, ints)};
-}
-
-// bias: ({B|1}, heads, Sk) or ({B|1}, heads, 1, Sk); for variable length (total_k, heads).
-SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seqlen_q) {
-    const bool varlen = bias.dim() == 2;
-    TORCH_CHECK_VALUE(varlen || bias.dim() == 3 || (bias.dim() == 4 && bias.size(2) == 1),
-                      "bias must be ({B|1}, {H|Hkv|1}, 1, Sk), or without the 1, or (total_k, {H|Hkv|1}), got shape ",
-                      shape_of(bias));
-    TORCH_CHECK_TYPE(at::isFloatingType(bias.scalar_type()), "bias must be floating, got ", dtype_of(bias));
-    TORCH_CHECK_VALUE(window_size >= 0 && seqlen_q >= 0, "window_size and seqlen_q must not be negative, got ",
-                      window_size, " and ", seqlen_q);
-    SelectParams p;
-    p.bias.data = data_of(bias);
-    p.bias.batches = varlen ? 1 : bias.size(0);
-    p.bias.heads = bias.size(1);
-    p.bias.per_key = true;
-    p.bias.batch_stride = varlen ? 0 : broadcast_stride(bias, 0);
-    p.bias.head_stride = broadcast_stride(bias, 1);
-    p.bias.col_stride = bias.stride(varlen ? 0 : -1);
-    p.bias.kind = BiasKind::kKey;
-    p.bias.dtype = data_type(bias);
-    p.batches = p.bias.batches;
-    p.rows = seqlen_q;
-    p.keys = p.longest = bias.size(varlen ? 0 : -1);
-    p.window = std::min(window_size, p.keys);
-    return p;
 }
 
 }  // namespace
@@ -242,28 +217,10 @@ Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
     return intervals;
 }
 
-std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
-                                              const OptionalTensor& seqlens_k) {
+void select_key_lists(const SelectParams& params, const Tensor& bias, int32_t* keys, int64_t* begins, int64_t* ends,
+                      uint32_t* rows) {
     const c10::cuda::CUDAGuard guard(bias.device());
-    SelectParams p = select_params(bias, window_size, seqlen_q);
-    TORCH_CHECK_VALUE(bias.dim() != 2 && seqlen_q <= kMaxListedRows, "topk_lists is of fixed length and for up to ",
-                      kMaxListedRows, " rows, got ", seqlen_q, " and bias of shape ", shape_of(bias));
-    if (seqlens_k) {
-        check_dtype(*seqlens_k, "seqlens_k", at::kInt);
-        check_device(*seqlens_k, "seqlens_k", bias, "bias");
-        check_last_contiguous(*seqlens_k, "seqlens_k");
-        TORCH_CHECK_VALUE(seqlens_k->dim() == 1 && (p.batches == 1 || seqlens_k->numel() == p.batches),
-                          "seqlens_k must be (B), got shape ", shape_of(*seqlens_k));
-        p.batches = seqlens_k->numel();
-        p.seqused_k = seqlens_k->const_data_ptr<int32_t>();
-    }
-    const RadixSelectPlan plan = plan_select_key_lists(p);
-    const Lists lists = empty_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);
-    if (plan.lists > 0) {
-        select_key_lists_cuda(p, plan, lists.keys.data_ptr<int32_t>(), lists.begins(), lists.ends(), lists.row_words(),
-                              current_stream());
-    }
-    return lists.tensors();
+    select_key_lists_cuda(params, plan_select_key_lists(params), keys, begins, ends, rows, current_stream());
 }
 
 }  // namespace flash_dmattn

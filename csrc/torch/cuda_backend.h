@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "inputs.h"
+#include "select_params.h"
 
 namespace flash_dmattn {
 
@@ -37,9 +38,8 @@ void build_index_lists(const IndexListsParams& params, const IndexListsPlan& pla
 // bound on the keys of a sequence, for variable length.
 Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q, const OptionalTensor& cu_seqlens_q,
                       const OptionalTensor& cu_seqlens_k, std::optional<int64_t> longest);
-// For at most 16 rows, directly to lists (kv_indices, kv_indptr, kv_row_bits); kv_row_bits is empty for one row.
-// seqlens_k: int32 (B); keys beyond are neither selected nor read.
-std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
-                                              const OptionalTensor& seqlens_k);
+// topk_lists (topk.h) on CUDA, as topk_lists_cpu (cpu/topk_lists.h).
+void select_key_lists(const SelectParams& params, const Tensor& bias, int32_t* keys, int64_t* begins, int64_t* ends,
+                      uint32_t* rows);
 
 }  // namespace flash_dmattn

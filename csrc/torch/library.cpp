@@ -8,6 +8,7 @@
 #include "lists.h"
 #include "mha.h"
 #include "operators.h"
+#include "topk.h"
 
 namespace flash_dmattn {
 namespace {
@@ -61,6 +62,7 @@ TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
     m.impl("attention_backward", static_cast<BackwardOperator*>(attention_backward));
     m.impl("build_key_lists", build_key_lists);
     m.impl("index_key_lists", index_key_lists);
+    m.impl("topk_lists", topk_lists);
 }
 
 // In a build without CUDA kernels these raise an error (no_cuda.cpp).

@@ -32,7 +32,7 @@ Tensor topk_intervals(const Tensor& bias, int64_t, int64_t, const OptionalTensor
                       std::optional<int64_t>) {
     refuse(bias);
 }
-std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t, int64_t, const OptionalTensor&) {
+void select_key_lists(const SelectParams&, const Tensor& bias, int32_t*, int64_t*, int64_t*, uint32_t*) {
     refuse(bias);
 }
 

@@ -11,7 +11,7 @@ from ..ops.list_sizes import MAX_TOPK_LIST_ROWS
 from ..ops.schema import MaskTensors
 from .base import Mask, PackedMask, Problem
 from .interval import KeyIntervalMask
-from .topk import has_kernels, refuse_nan
+from .topk import has_list_kernels, refuse_nan
 
 
 def select(
@@ -33,11 +33,11 @@ def select(
     """
     seqlen_q, seqlen_k, _, cu_seqlens_q, cu_seqlens_k = problem
     if statically_true(window_size >= seqlen_k) and not must_mask:
-        refuse_nan(bias)
+        refuse_nan(bias, cache_seqlens)
         return None
     if cu_seqlens_k is not None:
         return KeyIntervalMask.topk_varlen(bias, window_size, cu_seqlens_k, cu_seqlens_q, seqlen_k)
-    if as_lists and has_kernels(bias) and statically_true(seqlen_q <= MAX_TOPK_LIST_ROWS):
+    if as_lists and has_list_kernels(bias) and statically_true(seqlen_q <= MAX_TOPK_LIST_ROWS):
         keys, spans, rows = ops.topk_lists(bias, min(window_size, seqlen_k), seqlen_q, cache_seqlens)
         row_bits = rows if seqlen_q > 1 else None
         return PackedMask(MaskTensors(kv_indices=keys, kv_indptr=spans, kv_row_bits=row_bits))

@@ -26,6 +26,11 @@ def has_kernels(bias: Tensor) -> bool:
     return bias.device.type == "cuda" and ops.cuda_is_built()
 
 
+def has_list_kernels(bias: Tensor) -> bool:
+    """Whether compiled kernels select key lists from the bias."""
+    return has_kernels(bias) or (bias.device.type == "cpu" and ops.topk_lists is not None)
+
+
 def operator_for(bias: Tensor) -> Callable[..., Tensor]:
     """The operator topk_intervals, or without a compiled module its CPU kernel."""
     is_operator = has_kernels(bias) or (bias.device.type != "cuda" and ops.topk_intervals is not None)
@@ -71,15 +76,24 @@ def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int,
     return window_size
 
 
-def refuse_nan(bias: Tensor) -> None:
-    """Raises where a bias to select from is NaN. CUDA kernels check it themselves."""
-    if is_host_readable(bias):
-        if bias.detach().isnan().any():
-            raise ValueError("bias must not be NaN: it has no order")
-    elif not has_kernels(bias) and (
-        torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()  # these lack assertions
-    ):
-        torch._assert_async(~bias.detach().isnan().any(), "KeyIntervalMask.topk: bias must not be NaN")
+def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None) -> None:
+    """Raises where a bias to select from is NaN. CUDA kernels check it themselves.
+
+    seqused_k: int32 (B), for a bias (B, .., Sk): the number of each sequence's keys; those beyond may hold anything.
+    """
+    if has_kernels(bias):
+        return
+    is_nan, is_readable = bias.detach().isnan(), is_host_readable(bias)
+    if is_readable and not is_nan.any():
+        return
+    if seqused_k is not None:
+        is_used = torch.arange(bias.shape[-1], device=bias.device) < seqused_k[:, None]
+        is_nan = is_nan & is_used.view(-1, *(1,) * (bias.ndim - 2), bias.shape[-1])
+    if not is_readable:
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():  # these lack assertions
+            torch._assert_async(~is_nan.any(), "KeyIntervalMask.topk: bias must not be NaN")
+    elif is_nan.any():
+        raise ValueError("bias must not be NaN: it has no order")
 
 
 def own_rows(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> Tensor:
@@ -100,9 +114,20 @@ def topk_mask(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
     if window_size == 0:
         return torch.zeros_like(candidates)
     bias = bias.masked_fill(~candidates, -torch.inf)
-    threshold = bias.topk(window_size, dim=-1, sorted=True).values[..., -1:]
-    above = bias > threshold
-    at = (bias == threshold) & candidates
+    threshold = bias.topk(window_size, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
+    selected = (bias >= threshold) & candidates
+    if not is_host_readable(bias):
+        return without_earlier_ties(selected, bias > threshold, window_size)
+    crowded = selected.sum(dim=-1) > window_size  # ties at the threshold
+    if crowded.any():
+        above = bias[crowded] > threshold[crowded]
+        selected[crowded] = without_earlier_ties(selected[crowded], above, window_size)
+    return selected
+
+
+def without_earlier_ties(selected: Tensor, above: Tensor, window_size: int) -> Tensor:
+    """bool (.., Sk): the keys above the threshold and, up to window_size, the latest other selected keys."""
+    at = selected & ~above
     room = window_size - above.sum(dim=-1, keepdim=True)
     later_or_same = at.flip(-1).cumsum(dim=-1).flip(-1)
     return above | (at & (later_or_same <= room))

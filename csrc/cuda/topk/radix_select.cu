@@ -62,13 +62,7 @@ Abilities abilities(DataType dtype) {
 
 RadixSelectPlan plan_select_key_lists(const SelectParams& params) {
     using namespace cuda;
-    constexpr int64_t kAlign = KeyListsView::kAlign;
-    RadixSelectPlan plan;
-    plan.lists = params.rows > 0 ? params.batches * params.bias.heads : 0;
-    const int64_t most = std::min(params.window + std::max<int64_t>(params.rows - 1, 0), params.keys);
-    plan.stride = ceil_div(most, kAlign) * kAlign;
-    plan.capacity = plan.lists * plan.stride;
-    plan.has_rows = params.rows > 1;
+    RadixSelectPlan plan{plan_selected_lists(params)};
     // Enough CTAs for most SMs, each with more than two steps of keys, because a cluster barrier costs time.
     if (plan.lists == 0 || !abilities(params.bias.dtype).has_clusters) return plan;
     const int64_t blocks = current_device().num_sms * 7 / 8;

@@ -1,0 +1,184 @@
+#include "topk_lists.h"
+
+#include <atomic>
+#include <vector>
+
+#include "linalg.h"
+#include "parallel.h"
+#include "tile.h"
+
+namespace flash_dmattn {
+namespace {
+
+constexpr int64_t kWords = KeyListsView::kRows / 32;
+constexpr int64_t kChunk = 1024;  // biases that are converted at once
+constexpr int64_t kGroup = 32;    // biases that are compared at once
+
+template <typename acc_t>
+struct RankedKey {
+    acc_t bias;
+    int32_t key;
+
+    // The better key comes first.
+    bool operator<(const RankedKey& other) const { return bias != other.bias ? bias > other.bias : key > other.key; }
+};
+
+// Selects one list at a time. Owns its scratch memory: one object per thread.
+template <typename acc_t>
+class TopkSelector {
+public:
+    explicit TopkSelector(const SelectParams& params)
+        : p_(params), lowest_(lowest<acc_t>(params.bias.dtype)), chunk_(kChunk), listed_(ceil_div(params.keys, 64)) {}
+
+    // Returns the end of the list, which begins at `begin`, or -1 for a bias that is NaN.
+    int64_t select(int64_t batch, int64_t head, int64_t begin, int32_t* keys, uint32_t* rows) {
+        const int64_t used = p_.seqused_k != nullptr ? std::clamp<int64_t>(p_.seqused_k[batch], 0, p_.keys) : p_.keys;
+        const BiasView& bias = p_.bias;
+        bias_at_ = (bias.batches > 1 ? batch * bias.batch_stride : 0) + head * bias.head_stride;
+        lead_ = used - p_.rows;
+        const int64_t first_later = std::max<int64_t>(lead_ + 1, 0);  // the first key that row 0 does not see
+        best_.clear();
+        partly_seen_.clear();
+        if (p_.window > 0 && !(find_best(first_later) && add_later(first_later, used))) return -1;
+        for (const auto& ranked : best_) list(ranked.key, p_.rows);
+        return write(used, begin, keys, rows);
+    }
+
+private:
+    // best_ = the best of the keys [0, end). The last key comes first: a key that ties with a later one is not better.
+    // Returns whether no bias is NaN.
+    bool find_best(int64_t end) {
+        threshold_ = lowest_;
+        for (; end > 0; end -= std::min(end, kChunk)) {
+            const int64_t first = std::max<int64_t>(end - kChunk, 0);
+            const acc_t* x = load_chunk(first, end - first);
+            for (int64_t group_end = end - first; group_end > 0; group_end -= std::min(group_end, kGroup)) {
+                const int64_t group = std::max<int64_t>(group_end - kGroup, 0);
+                if (!any_better(x + group, group_end - group)) continue;
+                for (int64_t j = group_end - 1; j >= group; --j)
+                    if (!(x[j] <= threshold_) && !add_candidate(x[j], first + j)) return false;
+            }
+        }
+        keep_best();
+        return true;
+    }
+
+    // NaN is better than any threshold.
+    bool any_better(const acc_t* x, int64_t n) const {
+        const acc_t threshold = threshold_;
+        int some = 0;
+        for (int64_t j = 0; j < n; ++j) some |= !(x[j] <= threshold);
+        return some != 0;
+    }
+
+    bool add_candidate(acc_t bias, int64_t key) {
+        if (bias != bias) return false;
+        best_.push_back({bias, static_cast<int32_t>(key)});
+        // Keeping w of 2 w candidates takes a constant time per candidate.
+        if (static_cast<int64_t>(best_.size()) >= 2 * std::max(p_.window, kGroup)) keep_best();
+        return true;
+    }
+
+    void keep_best() {
+        if (static_cast<int64_t>(best_.size()) <= p_.window) return;
+        const auto worst = best_.begin() + (p_.window - 1);
+        std::nth_element(best_.begin(), worst, best_.end());
+        threshold_ = worst->bias;
+        best_.resize(p_.window);
+    }
+
+    // Adds the keys [first, end), each of which is new to a row and may evict one. Returns whether no bias is NaN.
+    bool add_later(int64_t first, int64_t end) {
+        if (first == end) return true;
+        const acc_t* x = load_chunk(first, end - first);  // fewer than rows
+        std::make_heap(best_.begin(), best_.end());       // the worst is at the front
+        for (int64_t key = first; key < end; ++key) {
+            const RankedKey<acc_t> ranked{x[key - first], static_cast<int32_t>(key)};
+            if (ranked.bias != ranked.bias) return false;
+            if (ranked.bias <= lowest_) continue;
+            if (static_cast<int64_t>(best_.size()) == p_.window) {
+                if (best_.front() < ranked) continue;
+                std::pop_heap(best_.begin(), best_.end());
+                list(best_.back().key, key - lead_);
+                best_.pop_back();
+            }
+            best_.push_back(ranked);
+            std::push_heap(best_.begin(), best_.end());
+        }
+        return true;
+    }
+
+    // Lists a key that the rows before `end_row` see, from its own row on.
+    void list(int64_t key, int64_t end_row) {
+        const int64_t first_row = std::max<int64_t>(key - lead_, 0);
+        listed_[key / 64] |= uint64_t{1} << key % 64;
+        if (end_row - first_row < p_.rows) partly_seen_.push_back({key, row_bits(first_row, end_row)});
+    }
+
+    static uint32_t row_bits(int64_t first, int64_t end) { return (uint32_t{1} << end) - (uint32_t{1} << first); }
+
+    // Writes the listed ones of the used keys and clears the list. Returns its end.
+    int64_t write(int64_t used, int64_t begin, int32_t* keys, uint32_t* rows) {
+        int64_t at = begin;
+        for (int64_t word = 0; word < ceil_div(used, 64); ++word) {
+            for (uint64_t bits = listed_[word]; bits != 0; bits &= bits - 1)
+                keys[at++] = static_cast<int32_t>(word * 64 + __builtin_ctzll(bits));
+            listed_[word] = 0;
+        }
+        const int64_t size = at - begin, end = begin + ceil_div(size, KeyListsView::kAlign) * KeyListsView::kAlign;
+        std::fill(keys + at, keys + end, -1);
+        if (rows == nullptr) return end;
+        std::fill(rows + begin * kWords, rows + end * kWords, 0);
+        for (int64_t i = begin; i < at; ++i) rows[i * kWords] = row_bits(0, p_.rows);
+        for (const auto& [key, bits] : partly_seen_)
+            rows[(std::lower_bound(keys + begin, keys + at, key) - keys) * kWords] = bits;
+        return end;
+    }
+
+    const acc_t* load_chunk(int64_t first, int64_t count) {
+        const BiasView& bias = p_.bias;
+        const int64_t at = bias_at_ + first * bias.col_stride;
+        if (bias.col_stride == 1) return load<acc_t>(bias.data, bias.dtype, at, count, 1, count, chunk_.data()).data;
+        const auto column = load<acc_t>(bias.data, bias.dtype, at, bias.col_stride, count, 1, chunk_.data());
+        for (int64_t j = 0; j < count; ++j) chunk_[j] = *column.row(j);
+        return chunk_.data();
+    }
+
+    struct PartlySeen {
+        int64_t key;
+        uint32_t rows;
+    };
+
+    const SelectParams& p_;
+    acc_t lowest_, threshold_ = 0;  // a key whose bias is not above the threshold is not among the best
+    int64_t bias_at_ = 0, lead_ = 0;
+    Buffer<acc_t> chunk_;
+    std::vector<RankedKey<acc_t>> best_;
+    std::vector<uint64_t> listed_;  // one bit for each key
+    std::vector<PartlySeen> partly_seen_;
+};
+
+template <typename acc_t>
+bool select_all(const SelectParams& params, const SelectedListsPlan& plan, int32_t* keys, int64_t* begins,
+                int64_t* ends, uint32_t* rows) {
+    std::atomic<bool> has_order{true};
+    parallel_for_tasks(plan.lists, [&] {
+        return [&, selector = TopkSelector<acc_t>(params)](int64_t list) mutable {
+            begins[list] = list * plan.stride;
+            const int64_t batch = list / params.bias.heads, head = list % params.bias.heads;
+            ends[list] = selector.select(batch, head, begins[list], keys, plan.has_rows ? rows : nullptr);
+            if (ends[list] < 0) has_order = false;
+        };
+    });
+    return has_order;
+}
+
+}  // namespace
+
+bool topk_lists_cpu(const SelectParams& params, const SelectedListsPlan& plan, int32_t* keys, int64_t* begins,
+                    int64_t* ends, uint32_t* rows) {
+    return params.bias.dtype == DataType::kFloat64 ? select_all<double>(params, plan, keys, begins, ends, rows)
+                                                   : select_all<float>(params, plan, keys, begins, ends, rows);
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,67 @@
+#include "topk.h"
+
+#include <ATen/ops/empty.h>
+
+#include "cpu/topk_lists.h"
+#include "cuda_backend.h"
+
+namespace flash_dmattn {
+
+SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seqlen_q) {
+    const bool varlen = bias.dim() == 2;
+    TORCH_CHECK_VALUE(varlen || bias.dim() == 3 || (bias.dim() == 4 && bias.size(2) == 1),
+                      "bias must be ({B|1}, {H|Hkv|1}, 1, Sk), or without the 1, or (total_k, {H|Hkv|1}), got shape ",
+                      shape_of(bias));
+    TORCH_CHECK_TYPE(at::isFloatingType(bias.scalar_type()), "bias must be floating, got ", dtype_of(bias));
+    TORCH_CHECK_VALUE(window_size >= 0 && seqlen_q >= 0, "window_size and seqlen_q must not be negative, got ",
+                      window_size, " and ", seqlen_q);
+    SelectParams p;
+    p.bias.data = data_of(bias);
+    p.bias.batches = varlen ? 1 : bias.size(0);
+    p.bias.heads = bias.size(1);
+    p.bias.per_key = true;
+    p.bias.batch_stride = varlen ? 0 : broadcast_stride(bias, 0);
+    p.bias.head_stride = broadcast_stride(bias, 1);
+    p.bias.col_stride = bias.stride(varlen ? 0 : -1);
+    p.bias.kind = BiasKind::kKey;
+    p.bias.dtype = data_type(bias);
+    p.batches = p.bias.batches;
+    p.rows = seqlen_q;
+    p.keys = p.longest = bias.size(varlen ? 0 : -1);
+    p.window = std::min(window_size, p.keys);
+    return p;
+}
+
+std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
+                                              const OptionalTensor& seqlens_k) {
+    SelectParams p = select_params(bias, window_size, seqlen_q);
+    TORCH_CHECK_VALUE(bias.dim() != 2 && seqlen_q <= kMaxListedRows, "topk_lists is of fixed length and for up to ",
+                      kMaxListedRows, " rows, got ", seqlen_q, " and bias of shape ", shape_of(bias));
+    if (seqlens_k) {
+        check_dtype(*seqlens_k, "seqlens_k", at::kInt);
+        check_device(*seqlens_k, "seqlens_k", bias, "bias");
+        check_last_contiguous(*seqlens_k, "seqlens_k");
+        TORCH_CHECK_VALUE(seqlens_k->dim() == 1 && (p.batches == 1 || seqlens_k->numel() == p.batches),
+                          "seqlens_k must be (B), got shape ", shape_of(*seqlens_k));
+        p.batches = seqlens_k->numel();
+        p.seqused_k = seqlens_k->const_data_ptr<int32_t>();
+    }
+    const SelectedListsPlan plan = plan_selected_lists(p);
+    const auto ints = bias.options().dtype(at::kInt);
+    Tensor keys = at::empty({plan.capacity}, ints),
+           spans = at::empty({2, p.batches, p.bias.heads, 1}, bias.options().dtype(at::kLong)),
+           rows = at::empty({plan.has_rows ? plan.capacity : 0, KeyListsView::kRows / 32}, ints);
+    if (plan.lists == 0) return {keys, spans, rows};
+    int32_t* list_keys = keys.data_ptr<int32_t>();
+    int64_t *begins = spans.data_ptr<int64_t>(), *ends = begins + plan.lists;
+    uint32_t* row_words = plan.has_rows ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr;
+    if (!bias.is_cpu()) {
+        select_key_lists(p, bias, list_keys, begins, ends, row_words);
+    } else {
+        TORCH_CHECK_VALUE(topk_lists_cpu(p, plan, list_keys, begins, ends, row_words),
+                          "bias must not be NaN: it has no order");
+    }
+    return {keys, spans, rows};
+}
+
+}  // namespace flash_dmattn

@@ -85,7 +85,7 @@ def kernels_for(query: Tensor) -> ModuleType:
 
 
 def drop_room(call: Call) -> None:
-    """Removes the keys beyond the longest sequence of a cache from a call without a mask: its room then costs nothing."""
+    """Removes the keys beyond the longest sequence of a cache from a call without a mask: empty room costs nothing."""
     if not is_host_readable(call.cache_seqlens):
         return
     longest, room = max(call.cache_seqlens.tolist(), default=0), call.key.shape[1]

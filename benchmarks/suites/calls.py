@@ -219,13 +219,15 @@ def selection(problem: Problem, setting: Setting) -> list[Row]:
     return setting.time(problem.name, SELECTION, makers | {CALLS: lambda: calls[OURS]})
 
 
-def suite(name: str, workloads: dict[str, list], measure: Callable, demands: list[Demand], unit: str = "ms") -> Suite:
-    return Suite(name, __doc__, workloads, measure, demands={"cuda": demands}, unit=unit)
+def suite(
+    name: str, workloads: dict[str, list], measure: Callable, demands: list[Demand], unit: str = "ms", **others
+) -> Suite:
+    return Suite(name, __doc__, workloads, measure, demands={"cuda": demands, **others}, unit=unit)
 
 
 SUITES = {
     "prefill": suite("prefill", PREFILL, prefill, PREFILL_DEMANDS),
-    "decode": suite("decode", DECODE, decode, DECODE_DEMANDS),
+    "decode": suite("decode", DECODE, decode, DECODE_DEMANDS, cpu=[Demand("", FORWARD, 1.2, (BY_HAND,))]),
     "host": suite("host", {"cpu": SMALL_CALLS, "cuda": SMALL_CALLS}, host, HOST_DEMANDS, "us"),
     "selection": suite("selection", SELECTED, selection, SELECTION_DEMANDS),
 }

@@ -17,7 +17,7 @@ from ..arguments import (
     require_tensor,
     shape_of,
 )
-from ..biases import hides
+from ..biases import least
 from ..broadcast import expand_shared
 from .topk import topk_mask
 
@@ -81,7 +81,7 @@ def create_mask(
     bias = attention_bias.detach()
     if visible is not None and bias.shape[0] != visible.shape[0]:
         bias, visible = (expand_shared(x, batch_size, x.shape[1]) for x in (bias, visible))
-    candidates = (bias > min_dtype) & ~hides(bias)
+    candidates = bias > max(min_dtype, least(bias.dtype))
     candidates = candidates if visible is None else candidates & visible
     bias, candidates = torch.broadcast_tensors(bias, candidates)
     selected = topk_mask(bias, candidates, window_size) if type == "topk" else candidates & (bias > 0)

@@ -17,8 +17,10 @@ from torch import Tensor
 from .. import ops
 from ..arguments import is_host_readable, require_count, require_floating, require_length, shape_of
 from ..biases import hides
+from ..ops.list_sizes import list_capacity
 
 NEVER = 1 << 30  # beyond any position; the sum of two positions still fits in int32
+CACHED_ELEMENTS = 1 << 18  # biases of which all intermediate results stay in a CPU's cache
 
 
 def has_kernels(bias: Tensor) -> bool:
@@ -109,28 +111,31 @@ def sequence_of_keys(cu_seqlens: Tensor, keys: int) -> Tensor:
 
 
 def topk_mask(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
-    """bool (.., Sk): the `window_size` largest biases among the candidates of each row, ties to the later key."""
+    """bool (.., rows, Sk): the `window_size` largest biases among the candidates of each row, ties to the later key."""
     window_size = min(window_size, bias.shape[-1])
     if window_size == 0:
         return torch.zeros_like(candidates)
-    bias = bias.masked_fill(~candidates, -torch.inf)
+    if not is_host_readable(bias):
+        return topk_mask_of_part(bias, candidates, window_size)
+    rows = max(CACHED_ELEMENTS * bias.shape[-2] // max(bias.numel(), 1), 1)
+    parts = zip(bias.split(rows, dim=-2), candidates.split(rows, dim=-2))
+    return torch.cat([topk_mask_of_part(*part, window_size) for part in parts], dim=-2)
+
+
+def topk_mask_of_part(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
+    """`topk_mask` of some rows, for 0 < window_size <= Sk."""
+    is_readable = is_host_readable(bias)
+    if is_readable and bias.element_size() == 2:
+        bias = bias.float()  # the CPU compares these faster
+    bias = torch.where(candidates, bias, -torch.inf)
     threshold = bias.topk(window_size, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
     selected = (bias >= threshold) & candidates
-    if not is_host_readable(bias):
-        return without_earlier_ties(selected, bias > threshold, window_size)
-    crowded = selected.sum(dim=-1) > window_size  # ties at the threshold
-    if crowded.any():
-        above = bias[crowded] > threshold[crowded]
-        selected[crowded] = without_earlier_ties(selected[crowded], above, window_size)
-    return selected
-
-
-def without_earlier_ties(selected: Tensor, above: Tensor, window_size: int) -> Tensor:
-    """bool (.., Sk): the keys above the threshold and, up to window_size, the latest other selected keys."""
-    at = selected & ~above
-    room = window_size - above.sum(dim=-1, keepdim=True)
-    later_or_same = at.flip(-1).cumsum(dim=-1).flip(-1)
-    return above | (at & (later_or_same <= room))
+    excess = selected.sum(dim=-1, keepdim=True, dtype=torch.int32) - window_size
+    if is_readable and not (excess > 0).any():
+        return selected
+    ties = selected & (bias == threshold)
+    number = ties.to(torch.int8).cumsum(dim=-1, dtype=torch.int32)  # far faster than of bool, or in int64
+    return torch.where(ties, number > excess, selected)  # without the earliest ties
 
 
 def topk_ends(bias: Tensor, window_size: int, first: Tensor | None = None) -> Tensor:
@@ -166,20 +171,33 @@ def topk_ends_of_last(bias: Tensor, window_size: int, rows: int) -> Tensor:
     lead = keys - rows  # the position of the first row
     if not 0 < window_size <= lead or rows == 0:
         return topk_ends(bias, window_size) - lead
-    known = best_positions(bias[:, : lead + 1], window_size)
+    known, is_valid = (x[0] for x in topk_keys(bias[None, :, : lead + 1], window_size))
     later = torch.arange(lead + 1, keys, device=bias.device).expand(heads, rows - 1)
-    candidates = torch.cat([known, later], dim=-1)
-    ends = topk_ends(bias.gather(-1, candidates), window_size) - (window_size - 1)
-    return ends.new_zeros(heads, keys).scatter_(-1, candidates, ends)
+    biases = [bias.gather(-1, known).masked_fill_(~is_valid, -torch.inf), bias[:, lead + 1 :]]
+    ends = topk_ends(torch.cat(biases, dim=-1), window_size) - (window_size - 1)
+    candidates = torch.cat([known.masked_fill(~is_valid, keys), later], dim=-1)
+    return ends.new_zeros(heads, keys + 1).scatter_(-1, candidates, ends)[:, :keys]  # the last column is dropped
 
 
-def best_positions(bias: Tensor, count: int) -> Tensor:
-    """int64 (heads, count): the positions of the best keys, ascending. Sorts no biases."""
-    heads, keys = bias.shape
+def topk_keys(bias: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best keys of biases (batches, heads, n), count <= n.
+
+    Returns:
+        keys int64 (batches, heads, count), ascending; and bool of the same shape, False for missing entries, whose key
+        is 0. Masked keys may be omitted.
+    """
+    batches, heads, length = bias.shape
+    if has_list_kernels(bias):
+        keys, (begin, end), _ = ops.topk_lists(bias, count, 1, None)
+        keys = keys.view(batches, heads, list_capacity(count, 1, length))[..., :count]
+        # Lists are padded with -1 to a multiple of 64; memory beyond is uninitialized.
+        is_valid = (torch.arange(count, device=bias.device) < end - begin) & (keys >= 0)
+        return keys.long().masked_fill_(~is_valid, 0), is_valid
     is_best = topk_mask(bias, torch.ones_like(bias, dtype=torch.bool), count)
-    positions = torch.arange(keys, device=bias.device).expand(heads, keys)
+    positions = torch.arange(length, device=bias.device).expand(bias.shape)
     to = torch.where(is_best, is_best.cumsum(dim=-1) - 1, count)  # the last column is dropped
-    return positions.new_empty(heads, count + 1).scatter_(-1, to, positions)[:, :count]
+    keys = positions.new_empty(batches, heads, count + 1).scatter_(-1, to, positions)[..., :count]
+    return keys, torch.ones_like(keys, dtype=torch.bool)
 
 
 def eviction_positions(bias: Tensor, window_size: int, first: Tensor | None) -> Tensor:

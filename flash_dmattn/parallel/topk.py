@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import ops
 from ..masks import KeyIntervalMask
-from ..masks.topk import best_positions, has_kernels, sequence_of_keys
+from ..masks.topk import sequence_of_keys, topk_keys
 from . import collectives
 from .halo import HaloPlan, any_of_heads, earlier_capacities, local_mask, plan_exact, plan_fixed
 from .shards import Shards, constants
@@ -87,25 +86,6 @@ def candidates(shards: Shards, bias: Tensor, count: int, cu_seqlens: Tensor | No
         return pad(bias, (0, width - length), value=-torch.inf), keys.expand(*bias.shape[:2], -1)
     keys, is_valid = topk_keys(bias, width)
     return bias.gather(-1, keys).masked_fill_(~is_valid, -torch.inf), keys
-
-
-def topk_keys(bias: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best keys of biases (batches, heads, n), count < n.
-
-    Returns:
-        keys int64 (batches, heads, count), ascending; and bool of the same shape, False for missing entries. Masked
-        keys may be omitted.
-    """
-    batches, heads, _ = bias.shape
-    if not has_kernels(bias):
-        keys = best_positions(bias.flatten(0, 1), count).view(batches, heads, count)
-        return keys, torch.ones_like(keys, dtype=torch.bool)
-    keys, spans, _ = ops.topk_lists(bias, count, 1, None)
-    begin, end = spans
-    keys = keys.view(batches, heads, -1)[..., :count] if count else keys.view(batches, heads, 0)
-    # Lists are padded with -1 to a multiple of 64; memory beyond is uninitialized.
-    is_valid = (torch.arange(count, device=bias.device) < end - begin) & (keys >= 0)
-    return keys.long().masked_fill_(~is_valid, 0), is_valid
 
 
 def select_rows(shards: Shards, bias: Tensor, window_size: int, cu_seqlens: Tensor | None) -> Tensor:

@@ -1,5 +1,7 @@
 """Few rows on the CPU, as in decoding: the kernels split the keys into runs."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import check, inputs, rand_intervals, rand_mask
@@ -18,6 +20,28 @@ def test_intervals_and_lists():
                 return flash_dmattn_func(query, key, value, given, bias, sparse=sparse, **options)
 
             check(tensors, dense, bias, function=function)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_lists_in_several_splits(rows, heads):
+    """Lists of different lengths, shared by all heads, by the heads of a group, or by none."""
+    tensors, mask = inputs(2, rows, 3000, 4, 2, 16), rand_mask(2, heads, rows, 3000, visible=0.3)
+    mask[0, 0] = False
+    mask[1, -1, :, 100:] = False
+    check(tensors, mask, torch.randn(2, 4, 1, 3000), function=partial(flash_dmattn_func, sparse="lists"))
+
+
+def test_nan_of_a_listed_key_reaches_only_the_rows_that_see_it():
+    query, key, value = inputs(1, 3, 2000, 4, 2, 16)
+    mask = rand_mask(1, 4, 3, 2000, visible=0.2)
+    mask[..., 700], mask[:, 1, 2, 700] = False, True
+    clean = flash_dmattn_func(query, key, value, mask.clone().index_fill_(3, torch.tensor([700]), False))
+    key[:, 700], value[:, 700] = torch.nan, torch.nan
+    out = flash_dmattn_func(query, key, value, mask, sparse="lists")
+    assert out[0, 2, 1].isnan().all()
+    out[0, 2, 1] = clean[0, 2, 1]
+    torch.testing.assert_close(out, clean)
 
 
 def test_hidden_runs_of_keys_may_hold_nan():

@@ -49,6 +49,17 @@ def test_against_brute_force(batch, heads, query_len, key_len, window_size, kind
     assert torch.equal(got, brute_force(bias.expand(full), visible, window_size, kind))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_rows_in_parts(dtype, monkeypatch):
+    """Parts of one and of several rows; some without ties, some with."""
+    bias, visible = torch.randn(2, 2, 7, 20).to(dtype), torch.rand(2, 2, 7, 20) < 0.7
+    bias[:, 0] = bias[:, 0].round()
+    expected = brute_force(bias, visible, 5, "topk")
+    for elements in (1, 2 * 80, 1 << 18):
+        monkeypatch.setattr("flash_dmattn.masks.topk.CACHED_ELEMENTS", elements)
+        assert torch.equal(create_mask(bias, visible, 2, 7, 20, 5, MIN), expected)
+
+
 def test_what_a_bias_hides_is_not_chosen():
     for dtype in (torch.float32, torch.bfloat16):
         bias = torch.tensor([[[[-torch.inf, torch.finfo(dtype).min, -3e38, 1.0]]]], dtype=dtype)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from helpers import inputs, rand_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto, ops
 
@@ -74,12 +76,12 @@ def test_gradients_of_few_rows(device, seqlen_q, head_dim):
         )
 
 
-@pytest.mark.gpu
+@on_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("keys", [1, 64, 1000, 70_001])
-def test_lists_of_few_rows_are_exact(keys, rows, dtype):
-    bias = torch.randn(3, 2, 1, keys, device="cuda").to(dtype)
+def test_lists_of_few_rows_are_exact(device, keys, rows, dtype):
+    bias = torch.randn(3, 2, 1, keys, device=device).to(dtype)
     bias[0].masked_fill_(torch.rand_like(bias[0].float()) < 0.5, -torch.inf)
     bias[1] = bias[1].round()
     for window_size in (0, 1, 77, 2048):
@@ -93,17 +95,17 @@ def test_lists_of_few_rows_are_exact(keys, rows, dtype):
                 torch.equal(list_keys[begin : begin + size], expected) and (list_keys[begin + size : end] == -1).all()
             )
             if rows > 1:
-                seen = list_rows[begin : begin + size, :1] >> torch.arange(rows, device="cuda") & 1
+                seen = list_rows[begin : begin + size, :1] >> torch.arange(rows, device=device) & 1
                 assert torch.equal(seen.bool(), mask[index][:, expected.long()].T)
                 assert (list_rows[begin + size : end] == 0).all()
 
 
-@pytest.mark.gpu
+@on_devices
 @pytest.mark.parametrize("seqlen_q", [1, 5])
-def test_opcheck(seqlen_q):
-    bias = torch.randn(2, 2, 1, 500, device="cuda", dtype=torch.bfloat16)
+def test_opcheck(device, seqlen_q):
+    bias = torch.randn(2, 2, 1, 500, device=device, dtype=torch.bfloat16)
     torch.library.opcheck(ops.topk_intervals, (bias, 30, seqlen_q, None, None, None))
-    filled = torch.tensor([300, 500], dtype=torch.int32, device="cuda")
+    filled = torch.tensor([300, 500], dtype=torch.int32, device=device)
     for lengths in (None, filled):
         # The memory behind the lists may hold anything, so results are not compared.
         what = ("test_schema", "test_faketensor")
@@ -129,20 +131,22 @@ def part_of(mask, batch, length):
 
 @on_devices
 @pytest.mark.parametrize("seqlen_q", [1, 5, 40, 130])
-@pytest.mark.parametrize("kind", ["none", "key mask", "bool", "intervals", "window", "lists"])
+@pytest.mark.parametrize("kind", ["none", "key mask", "bool", "intervals", "window", "window of all", "lists"])
 def test_a_cache_filled_in_part_is_its_first_keys(device, seqlen_q, kind):
-    lengths = [0, 1, 64, 299, 300]
+    lengths, windows = [0, 1, 64, 299, 300], {"window": 30, "window of all": 300}
     tensors, bias = problem(device, batch=len(lengths), seqlen_q=seqlen_q)
     dense = torch.randn(len(lengths), 1, seqlen_q, 300, device=device).to(bias.dtype)
-    mask = masks_of({"window": "none", "lists": "bool"}.get(kind, kind), len(lengths), seqlen_q, 300, device)
+    mask = masks_of(
+        {"lists": "bool"}.get(kind, "none" if kind in windows else kind), len(lengths), seqlen_q, 300, device
+    )
     filled = torch.tensor(lengths, dtype=torch.int32, device=device)
     for batch, length in enumerate(lengths):  # the rest of the cache may hold anything
         for tensor in tensors[1:]:
             tensor[batch, length:] = torch.nan
         bias[batch, :, :, length:] = torch.nan
         dense[batch, ..., length:] = torch.nan
-    for a_bias in (bias, dense) if kind != "window" else (bias,):
-        options = {"is_causal": True, "return_lse": True, "window_size": 30 if kind == "window" else None}
+    for a_bias in (bias, dense) if kind not in windows else (bias,):
+        options = {"is_causal": True, "return_lse": True, "window_size": windows.get(kind)}
         given = KeyLists.build(mask, seqlen_q, 300) if kind == "lists" else mask
         together = flash_dmattn_func(*tensors, given, a_bias, cache_seqlens=filled, **options)
         for batch, length in enumerate(lengths):
@@ -154,6 +158,63 @@ def test_a_cache_filled_in_part_is_its_first_keys(device, seqlen_q, kind):
             )
             for x, y in zip(together, alone):
                 torch.testing.assert_close(x[batch], y[0], rtol=2e-2 if device == "cuda" else 1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("window_size", [30, 200, 1000])
+@pytest.mark.parametrize("seqlen_q", [1, 5, 40])
+def test_nan_in_a_cache_is_refused_where_it_is_filled(seqlen_q, window_size):
+    (query, key, value), bias = problem("cpu", seqlen_q=seqlen_q)
+    filled = torch.tensor([120, 60], dtype=torch.int32)
+    options = {"is_causal": True, "window_size": window_size, "cache_seqlens": filled}
+    bias[1, 0, 0, 60] = torch.nan  # beyond the second sequence, before the end of the first
+    assert flash_dmattn_func(query, key, value, None, bias, **options).isfinite().all()
+    bias[1, 0, 0, 59] = torch.nan
+    with pytest.raises(ValueError, match="bias must not be NaN"):
+        flash_dmattn_func(query, key, value, None, bias, **options)
+
+
+class Visits(TorchDispatchMode):
+    """Records the operators that are called, with the shapes of the tensors that they read."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
+        if not is_view:
+            tensors = (x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor))
+            self.calls.append((str(function), [tuple(x.shape) for x in tensors]))
+        return result
+
+
+@pytest.mark.parametrize("window_size", [None, 30, 250, 100_000])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 40])
+def test_the_room_of_a_cache_costs_nothing(seqlen_q, window_size):
+    """The same operators read the same numbers of elements for any room."""
+    visits = []
+    for room in (400, 50_000):
+        (query, key, value), bias = problem("cpu", seqlen_q=seqlen_q, seqlen_k=room, heads=2, kv_heads=1, head_dim=8)
+        filled = torch.tensor([300, 170], dtype=torch.int32)
+        options = {"is_causal": True, "window_size": window_size, "cache_seqlens": filled}
+        with Visits() as seen:
+            flash_dmattn_func(query, key, value, None, bias, **options)
+        visits.append(seen.calls)
+    assert visits[0] == visits[1] and any("attention_forward" in name for name, _ in visits[0])
+
+
+def test_a_window_of_all_keys_calls_what_no_window_calls():
+    """But for the check of the bias."""
+    (query, key, value), bias = problem("cpu")
+    filled = torch.tensor([300, 170], dtype=torch.int32)
+    names = []
+    for window_size in (None, 300):
+        with Visits() as seen:
+            options = {"is_causal": True, "window_size": window_size, "cache_seqlens": filled}
+            flash_dmattn_func(query, key, value, None, bias, **options)
+        names.append([name for name, _ in seen.calls if name.startswith("flash_dmattn.")])
+    assert names[0] == names[1] == ["flash_dmattn.attention_forward.default"]
 
 
 @pytest.mark.gpu

@@ -85,7 +85,7 @@ def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None) -> None:
     """
     if has_kernels(bias):
         return
-    is_nan, is_readable = bias.detach().isnan(), is_host_readable(bias)
+    is_nan, is_readable = bias.isnan(), is_host_readable(bias)
     if is_readable and not is_nan.any():
         return
     if seqused_k is not None:

@@ -121,10 +121,27 @@ def check_tensors(call: Call, mask: MaskTensors, bias: Tensor | None) -> None:
             require_tensor(name, tensor)
         if bias is not None:
             require_tensor("attn_bias", bias)
+        if call.varlen is not None:
+            check_totals(call, mask, bias)
     elif call.varlen is None:
         checker.check_fixed(query, key, value, mask.mask, mask.intervals, bias, call.cache_seqlens)
     else:
         checker.check_varlen(query, key, value, mask.mask, mask.intervals, bias, *call.varlen)
+
+
+def check_totals(call: Call, mask: MaskTensors, bias: Tensor | None) -> None:
+    """Whether masks and biases of variable length are of the same sequences as query and key. In a traced graph
+    operators that have neither of the two read them: those that pack a mask, build its lists or select keys."""
+    for name, shape in (
+        ("attn_mask", None if mask.mask is None else mask.mask.shape),
+        ("attn_mask.start", None if mask.intervals is None else mask.intervals.shape[1:]),
+        ("attn_bias", None if bias is None else bias.shape),
+    ):
+        if shape is None or len(shape) not in (2, 3):
+            continue
+        what, rows = ("keys", call.key) if len(shape) == 2 else ("rows", call.query)
+        if shape[0] != rows.shape[0]:
+            raise ValueError(f"{name} must have the {rows.shape[0]} {what} of all sequences, got shape {tuple(shape)}")
 
 
 def check_window(mask: Mask | None, bias: Tensor | None, batch: int | None, keys: int, is_causal: bool) -> None:

@@ -201,6 +201,26 @@ void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std:
     check_scores("attn_mask", mask, query, key, max_seqlen_k);
 }
 
+void check_packed_mask(const Tensor& bits, const Tensor& tiles, const Tensor& query, const Tensor& key, int64_t batch,
+                       bool varlen) {
+    for (const auto& [tensor, name, dtype] :
+         {std::tuple(&bits, "mask", at::kInt), std::tuple(&tiles, "mask_tiles", at::kByte)}) {
+        TORCH_CHECK_TYPE(tensor->scalar_type() == dtype, name, " must be what pack_mask returned on CUDA, ",
+                         dtype_name(dtype), ", got ", dtype_of(*tensor));
+        check_device(*tensor, name, query, "query");
+        TORCH_CHECK_VALUE(tensor->is_contiguous(), name, " must be contiguous, got strides ", tensor->strides());
+    }
+    const Dimension words = one_of("words", bits.dim() > 0 ? bits.sym_size(-1) : 0);
+    if (!varlen) {
+        const auto fixed = fixed_dimensions(query, key);
+        check_dimensions("mask", bits, {fixed[0], fixed[1], fixed[2], words});
+    } else if (bits.dim() == 4) {  // broadcast over rows
+        check_dimensions("mask", bits, {one_of("B", batch), packed_heads(query, key), one_of("1", 1), words});
+    } else {
+        check_dimensions("mask", bits, {one_of("total_q", query.sym_size(0)), packed_heads(query, key), words});
+    }
+}
+
 void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor& key, bool varlen) {
     check_dtype(intervals, "attn_mask.start", at::kInt);
     TORCH_CHECK_VALUE(intervals.dim() > 0 && intervals.sym_size(0) == 2,
@@ -228,6 +248,11 @@ void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std:
         TORCH_CHECK_TYPE(false, "attn_bias must be ", dtype_of(query),
                          " (float32 is accepted where the bias is one number a key), got ", dtype_of(bias));
     }
+}
+
+void check_length(const char* name, int64_t length) {
+    constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK_VALUE(length >= 0 && length <= kMax, name, " must be from 0 to ", kMax, ", got ", length);
 }
 
 void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor& key) {

@@ -28,6 +28,27 @@ int64_t sharers(const AttentionParams& p, int64_t batches) {
     return p.cu_seqlens_q != nullptr || batches == 0 ? 1 : p.batch / batches;
 }
 
+// The CPU kernels search a list by bisection and skip keys beyond the last one, so that sorted lists without negative
+// keys read nothing else. The CUDA kernels test every key.
+void check_list_contents(const KeyListsView& view, int64_t lists) {
+    for (int64_t list = 0; list < lists; ++list) {
+        const int64_t begin = view.begins[list], end = view.ends[list];
+        TORCH_CHECK_VALUE(0 <= begin && begin <= end && end <= view.capacity, "kv_indptr must lie within the ",
+                          view.capacity, " kv_indices, got a list from ", begin, " to ", end);
+        if (list > 0 && begin == view.begins[list - 1] && end == view.ends[list - 1]) continue;  // m_blocks share it
+        const int32_t* keys = view.keys + begin;
+        int64_t size = end - begin;
+        while (size > 0 && keys[size - 1] < 0) --size;
+        bool ascends = size == 0 || keys[0] >= 0;
+        for (int64_t j = 1; j < size; ++j) ascends &= keys[j - 1] < keys[j];
+        if (ascends) continue;
+        int64_t wrong = 0;
+        while (keys[wrong] > (wrong > 0 ? keys[wrong - 1] : -1)) ++wrong;
+        TORCH_CHECK_VALUE(false, "kv_indices must ascend from 0 within a list, with -1 after its last key, got ",
+                          keys[wrong], " at ", begin + wrong, ", in the list from ", begin, " to ", end);
+    }
+}
+
 KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
     const Tensor& query = in.query;
     TORCH_CHECK_VALUE(in.kv_indices && in.kv_indptr, "kv_indices comes with kv_indptr");
@@ -60,9 +81,9 @@ KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
     const int64_t num_m_blocks = view.row_broadcast ? 1 : (p.seqlen_q + view.tile_rows - 1) / view.tile_rows;
     const bool varlen = p.cu_seqlens_q != nullptr;  // the lists may have been built for longer sequences
     view.num_m_blocks = spans.size(3);
-    TORCH_CHECK_VALUE(view.batches == p.batch || (view.batches > 0 && p.batch % view.batches == 0),
-                      "kv_indptr must be of ", p.batch, " batch elements or a number that divides them, got ",
-                      view.batches);
+    TORCH_CHECK_VALUE(view.batches == p.batch || (!varlen && view.batches > 0 && p.batch % view.batches == 0),
+                      "kv_indptr must be of ", p.batch,
+                      varlen ? " sequences" : " batch elements or a number that divides them", ", got ", view.batches);
     view.batch_group_size = sharers(p, view.batches);
     TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "kv_indptr must be of ",
                       p.heads, ", ", p.kv_heads, " or 1 heads, got ", view.heads);
@@ -80,11 +101,7 @@ KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
     view.ends = view.begins + spans.stride(0);
     const int64_t lists = view.batches * view.heads * view.num_m_blocks;
     view.longest = lists > 0 ? keys.numel() / lists : 0;
-    for (int64_t list = 0; spans.is_cpu() && list < lists; ++list) {
-        const int64_t begin = view.begins[list], end = view.ends[list];
-        TORCH_CHECK_VALUE(0 <= begin && begin <= end && end <= view.capacity, "kv_indptr must lie within the ",
-                          view.capacity, " kv_indices, got a list from ", begin, " to ", end);
-    }
+    if (spans.is_cpu()) check_list_contents(view, lists);
     if (in.kv_row_bits && in.kv_row_bits->size(0) > 0) {
         const Tensor& rows = *in.kv_row_bits;
         check_shape(rows, "kv_row_bits", {keys.numel(), KeyListsView::kRows / 32});
@@ -118,8 +135,8 @@ void check_lengths(int64_t seqlen_q, int64_t seqlen_k, const OptionalTensor& cu_
                    const OptionalTensor& cu_seqlens_k) {
     TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
                       "cu_seqlens_q and cu_seqlens_k come together");
-    TORCH_CHECK_VALUE(seqlen_q >= 0 && seqlen_k >= 0, "seqlen_q and seqlen_k must not be negative, got ", seqlen_q,
-                      " and ", seqlen_k);
+    check_length("seqlen_q", seqlen_q);
+    check_length("seqlen_k", seqlen_k);
 }
 
 // int32 ({B|1}, {H|Hkv|1}, rows, k), or of variable length (total_q, {H|Hkv|1}, k).
@@ -168,6 +185,8 @@ void fill(AttentionParams& p, const Inputs& in) {
     p.batch = varlen ? sequences->cu_seqlens_q.numel() - 1 : query.size(0);
     p.seqlen_q = varlen ? longest_sequence(sequences->cu_seqlens_q, sequences->max_seqlen_q) : query.size(1);
     p.seqlen_k = varlen ? longest_sequence(sequences->cu_seqlens_k, sequences->max_seqlen_k) : key.size(1);
+    check_length(varlen ? "max_seqlen_q" : "the number of query rows", p.seqlen_q);
+    check_length(varlen ? "max_seqlen_k" : "the number of keys", p.seqlen_k);
     p.total_q = varlen ? query.size(0) : p.batch * p.seqlen_q;
     p.total_k = varlen ? key.size(0) : p.batch * p.seqlen_k;
     p.heads = query.size(-2);
@@ -195,18 +214,14 @@ void fill(AttentionParams& p, const Inputs& in) {
                           "attn_bias must have a column for every key, got shape ", shape_of(*in.bias));
     }
     TORCH_CHECK_VALUE(!in.mask || !in.intervals, "mask and intervals cannot both be given");
-    if (in.mask && query.is_cpu()) {
-        check_mask(*in.mask, query, key, max_seqlen_k);
-        p.mask = score_view(*in.mask);
+    if (in.mask) {
+        const bool is_packed = !query.is_cpu();
+        TORCH_CHECK_VALUE(!is_packed || in.mask_tiles,
+                          "on CUDA mask comes with mask_tiles, as pack_mask returned them");
+        is_packed ? check_packed_mask(*in.mask, *in.mask_tiles, query, key, p.batch, varlen)
+                  : check_mask(*in.mask, query, key, max_seqlen_k);
+        p.mask = is_packed ? score_sizes(in.mask->sizes()) : score_view(*in.mask);
         p.mask.batch_group_size = sharers(p, p.mask.batches);
-    } else if (in.mask) {
-        TORCH_CHECK_TYPE(in.mask->scalar_type() == at::kInt && in.mask_tiles,
-                         "on CUDA mask and mask_tiles must be what pack_mask returned, got ", dtype_of(*in.mask));
-        check_device(*in.mask, "mask", query, "query");
-        check_device(*in.mask_tiles, "mask_tiles", query, "query");
-        TORCH_CHECK_VALUE(in.mask->dim() == 3 || in.mask->dim() == 4,
-                          "mask must be what pack_mask returned, got shape ", shape_of(*in.mask));
-        p.mask = score_sizes(in.mask->sizes());
     }
     if (in.intervals) {
         check_intervals(*in.intervals, query, key, varlen);

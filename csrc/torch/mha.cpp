@@ -15,6 +15,9 @@ void make_readable(Inputs& in) {
     // The checks refuse tensors with too few dimensions.
     for (Tensor* rows : {&in.query, &in.key, &in.value})
         if (rows->dim() > 0) *rows = readable_rows(*rows);
+    // Views of what the operators made, as vmap passes them.
+    for (OptionalTensor* bits : {&in.mask, &in.mask_tiles, &in.kv_row_bits})
+        if (*bits && (*bits)->is_cuda() && !is_aligned(**bits)) *bits = (*bits)->clone(at::MemoryFormat::Contiguous);
 }
 
 Tensor empty_lse(const AttentionParams& p, const Inputs& in) {

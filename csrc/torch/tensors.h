@@ -75,12 +75,17 @@ inline at::ScalarType accumulation_type(const Tensor& query) {
     return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The CUDA kernels read rows in pieces of 16 bytes; unaligned rows are copied, at O(S D).
+// The CUDA kernels read rows, packed masks and row bits in pieces of 16 bytes.
+constexpr int64_t kPieceBytes = 16;
+inline bool is_aligned(const Tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kPieceBytes == 0;
+}
+
+// Unaligned rows are copied, at O(S D).
 inline Tensor readable_rows(const Tensor& rows) {
     if (rows.is_cpu()) return rows;
-    constexpr int64_t kBytes = 16;
-    const int64_t elements = kBytes / rows.element_size();
-    bool aligned = reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kBytes == 0 && rows.stride(-1) == 1;
+    const int64_t elements = kPieceBytes / rows.element_size();
+    bool aligned = is_aligned(rows) && rows.stride(-1) == 1;
     for (int64_t dim = 0; dim + 1 < rows.dim(); ++dim) aligned &= rows.stride(dim) % elements == 0;
     return aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }

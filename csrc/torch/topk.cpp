@@ -13,8 +13,9 @@ SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seql
                       "bias must be ({B|1}, {H|Hkv|1}, 1, Sk), or without the 1, or (total_k, {H|Hkv|1}), got shape ",
                       shape_of(bias));
     TORCH_CHECK_TYPE(at::isFloatingType(bias.scalar_type()), "bias must be floating, got ", dtype_of(bias));
-    TORCH_CHECK_VALUE(window_size >= 0 && seqlen_q >= 0, "window_size and seqlen_q must not be negative, got ",
-                      window_size, " and ", seqlen_q);
+    TORCH_CHECK_VALUE(window_size >= 0, "window_size must not be negative, got ", window_size);
+    check_length("seqlen_q", seqlen_q);
+    check_length("the number of keys", bias.size(varlen ? 0 : -1));
     SelectParams p;
     p.bias.data = data_of(bias);
     p.bias.batches = varlen ? 1 : bias.size(0);

@@ -64,6 +64,21 @@ def test_of_variable_length(tile_rows):
     torch.testing.assert_close(ours.cpu().float(), expected, rtol=0.05, atol=0.05)
 
 
+@TILE_ROWS
+def test_intervals_of_the_largest_and_least_numbers(tile_rows):
+    """Rows relative to a list's first row do not overflow."""
+    low, high = -(2**31), 2**31 - 1
+    start = torch.tensor([low, low, high, 0, 300, low, 5, high], dtype=torch.int32).repeat(32).view(1, 1, 256)
+    end = torch.tensor([low, high, low, low, high, 200, 130, high], dtype=torch.int32).repeat(32).view(1, 1, 256)
+    mask = KeyIntervalMask(start, end)
+    indices = rand_indices(1, 1, -(-400 // tile_rows), 60, keys=256)
+    on_cpu, on_gpu = (
+        KeyLists.from_indices(indices.to(device), 400, 256, tile_rows=tile_rows, mask=mask.to(device))
+        for device in ("cpu", "cuda")
+    )
+    assert_same_lists(on_gpu, on_cpu)
+
+
 def test_indices_out_of_range_are_ignored():
     indices = torch.tensor([0, 5, 7, 8, 2**31 - 1, -2, -(2**31), 5], dtype=torch.int32, device="cuda")
     for tile_rows in (1, 64):

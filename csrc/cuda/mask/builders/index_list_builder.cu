@@ -39,7 +39,7 @@ public:
         : p_(p), lists_(lists), smem_(smem), sequence_(p, blockIdx.x / lists.groups / lists.heads) {
         const int head = blockIdx.x / lists.groups % lists.heads;
         first_row_ = static_cast<int>(blockIdx.x % lists.groups) * lists.group_rows;
-        end_row_ = min(first_row_ + lists.group_rows, sequence_.rows);
+        end_row_ = first_row_ + min(lists.group_rows, sequence_.rows - first_row_);
         const IndexView& view = p.indices;
         first_tile_ = first_row_ / tile_rows();
         const int tiles = end_row_ > first_row_ ? (end_row_ - 1) / tile_rows() - first_tile_ + 1 : 0;
@@ -109,7 +109,7 @@ private:
         if (p_.is_causal) rows.begin = max(rows.begin, sequence_.causal_begin(key));
         if (start_ != nullptr) {
             rows.begin = max(rows.begin, start_[key * p_.intervals.col_stride]);
-            rows.end = min(rows.end, end_[key * p_.intervals.col_stride]);
+            rows.end = min(rows.end, max(end_[key * p_.intervals.col_stride], first_row_));
         }
         return {rows.begin - first_row_, rows.end - first_row_};
     }

@@ -2,7 +2,8 @@
 
 CUDA kernels require a CUDA build of PyTorch, an nvcc of the same CUDA major version, and a GPU or TORCH_CUDA_ARCH_LIST.
 FLASH_DMATTN_HEAD_DIMS ("64,128") and FLASH_DMATTN_DTYPES ("bf16") restrict them. FLASH_DMATTN_CPU_CAPABILITY (DEFAULT,
-AVX2, AVX512) selects the CPU instruction set; the default is that of the build machine.
+AVX2, AVX512) selects the CPU instruction set; the default is that of the build machine. FLASH_DMATTN_CXX_FLAGS are
+further flags of the C++ compiler (scripts/sanitize.py).
 """
 
 import os
@@ -123,7 +124,8 @@ def quoted(name: str, text: str) -> str:
 
 
 def extension():
-    flags = {"cxx": [*CXX_FLAGS, *cpu_flags(), quoted("FLASH_DMATTN_TORCH_VERSION", torch.__version__)]}
+    more = os.environ.get("FLASH_DMATTN_CXX_FLAGS", "").split()
+    flags = {"cxx": [*CXX_FLAGS, *cpu_flags(), *more, quoted("FLASH_DMATTN_TORCH_VERSION", torch.__version__)]}
     options = {"include_dirs": [str(ROOT / "csrc")], "extra_compile_args": flags, "extra_link_args": ["-fopenmp"]}
     reason = why_without_cuda()
     if reason is not None:

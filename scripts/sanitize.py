@@ -4,7 +4,7 @@
     python scripts/sanitize.py thread                               # ThreadSanitizer
     python scripts/sanitize.py address tests/host/test_varlen.py -k causal
 
-Arguments after the mode go to pytest and replace TESTS. The first report ends the run. Needs g++.
+Arguments after the mode go to pytest and replace TESTS. The first report ends the run. Needs GCC.
 FLASH_DMATTN_CPU_CAPABILITY selects the instruction set, as in any build.
 """
 
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMPILER = os.environ.get("CXX", "g++")
+COMPILER = os.environ.get("CXX", "c++")
 # The CPU kernels, the lists and the operators with random and with wrong arguments.
 TESTS = [
     *("tests/host/test_properties.py", "tests/host/test_operator_inputs.py", "tests/host/test_key_lists.py"),

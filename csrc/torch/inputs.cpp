@@ -39,9 +39,9 @@ void check_list_contents(const KeyListsView& view, int64_t lists) {
         const int32_t* keys = view.keys + begin;
         int64_t size = end - begin;
         while (size > 0 && keys[size - 1] < 0) --size;
-        bool ascends = size == 0 || keys[0] >= 0;
-        for (int64_t j = 1; j < size; ++j) ascends &= keys[j - 1] < keys[j];
-        if (ascends) continue;
+        int32_t unsorted = size > 0 && keys[0] < 0;  // as wide as a key, so that the compiler vectorizes the loop
+        for (int64_t j = 1; j < size; ++j) unsorted |= keys[j - 1] >= keys[j];
+        if (!unsorted) continue;
         int64_t wrong = 0;
         while (keys[wrong] > (wrong > 0 ? keys[wrong - 1] : -1)) ++wrong;
         TORCH_CHECK_VALUE(false, "kv_indices must ascend from 0 within a list, with -1 after its last key, got ",

@@ -97,6 +97,18 @@ def test_all_keys_are_dense_attention():
     torch.testing.assert_close(flash_dmattn_func(*tensors, lists, is_causal=True), expected)
 
 
+@pytest.mark.parametrize("tile_rows", [1, 64, 192])
+def test_intervals_of_the_largest_and_least_numbers(tile_rows):
+    low, high = -(2**31), 2**31 - 1
+    start = torch.tensor([low, low, high, 0, 200, low, 5, high], dtype=torch.int32).repeat(16).view(1, 1, 128)
+    end = torch.tensor([low, high, low, low, high, 200, 130, high], dtype=torch.int32).repeat(16).view(1, 1, 128)
+    indices = rand_indices(1, 1, -(-300 // tile_rows), 60, keys=128)
+    lists = KeyLists.from_indices(indices, 300, 128, tile_rows=tile_rows, mask=KeyIntervalMask(start, end))
+    dense = dense_of(indices, tile_rows, 300, 128, KeyIntervalMask(start, end))
+    check_lists(lists, dense)
+    check(inputs(1, 300, 128), lists, dense=dense)
+
+
 def test_other_backends_take_the_dense_form():
     tensors = inputs(1, 130, 90)
     indices = rand_indices(1, 1, 130, 9, keys=90)

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "checks.h"
 #include "cpu/topk_lists.h"
 #include "cuda_backend.h"
 

@@ -67,17 +67,41 @@ struct BwdTasks {
     bool is_last_of_bias_head(int64_t head) const { return (head + 1) % (p.heads / p.dbias.heads) == 0; }
 };
 
+// Computes D_i = <do_i, o_i> - dlse_i of an m_block. Owns its scratch memory: one object per thread.
+template <typename acc_t>
+class RowDeltas {
+public:
+    explicit RowDeltas(const BwdParams& params)
+        : p_(params), out_(std::min(kGradientRows, p_.seqlen_q) * p_.head_dim), dout_(out_.size()) {}
+
+    void operator()(const Sequence& s, int64_t head, int64_t row, int64_t rows) {
+        const auto out = load_rows(p_, p_.out, s, row, rows, head, out_.data());
+        const auto dout = load_rows(p_, p_.dout, s, row, rows, head, dout_.data());
+        const acc_t* dlse = row_stats<acc_t>(p_.dlse, s, head, row);
+        acc_t* delta = row_stats<acc_t>(p_.delta, s, head, row);
+        for (int64_t i = 0; i < rows; ++i) delta[i] = row_dot(dout.row(i), out.row(i), p_.head_dim) - dlse[i];
+    }
+
+private:
+    const BwdParams& p_;
+    Buffer<acc_t> out_, dout_;
+};
+
 // p_ij and dx_ij = p_ij (<do_i, v_j> - D_i) of one tile, recomputed from lse, and ds_ij.
 template <typename acc_t>
 class ScoreGradients {
 public:
-    ScoreGradients(const BwdParams& params, int64_t tile_keys)
-        : p_(params), max_rows_(std::min(kGradientRows, params.seqlen_q)),
+    // knows_deltas: whether p.delta holds D_i already.
+    ScoreGradients(const BwdParams& params, int64_t tile_keys, bool knows_deltas)
+        : p_(params), knows_deltas_(knows_deltas), deltas_(params), max_rows_(std::min(kGradientRows, params.seqlen_q)),
           max_keys_(std::min(tile_keys, params.seqlen_k)), score_scratch_(max_keys_),
           probs_(max_rows_ * padded(max_keys_)), dx_(probs_.size()), slope_(params.softcap > 0 ? probs_.size() : 0) {}
 
-    void compute(const Tile& tile, const Matrix<acc_t>& query, const Matrix<acc_t>& dout, const Matrix<acc_t>& key,
-                 const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
+    // has_all_keys: whether the tile has every key that its rows see. Then D_i is summed from p, which is normalized
+    // again. Otherwise D_i has the rounding error of `out`, and p that of lse, which are large for the half types and
+    // for large scores.
+    void compute(const Tile& tile, bool has_all_keys, const Matrix<acc_t>& query, const Matrix<acc_t>& dout,
+                 const Matrix<acc_t>& key, const Matrix<acc_t>& key_transposed, const Matrix<acc_t>& value_transposed) {
         probs = {probs_.data(), tile.rows, tile.keys, padded(tile.keys)};
         dx = {dx_.data(), tile.rows, tile.keys, padded(tile.keys)};
         score_products<acc_t>(p_, tile, query, key, key_transposed, probs);
@@ -85,13 +109,20 @@ public:
 
         const acc_t* lse = row_stats<acc_t>(p_.lse, tile.sequence, tile.head, tile.row);
         const acc_t* delta = row_stats<acc_t>(p_.delta, tile.sequence, tile.head, tile.row);
+        const acc_t* dlse = row_stats<acc_t>(p_.dlse, tile.sequence, tile.head, tile.row);
         ScoreRows<acc_t> scores(p_, tile, score_scratch_);
         for (int64_t i = 0; i < tile.rows; ++i) {
             acc_t* p = probs.row(i);
             acc_t* d = dx.row(i);
             scores.finish(i, p, slope_.empty() ? nullptr : slope_.data() + i * dx.stride);
-            probabilities(p, lse[i], tile.keys);
-            row_dx(d, p, delta[i], tile.keys);
+            const acc_t sum = probabilities(p, lse[i], tile.keys);
+            if (has_all_keys && is_whole_softmax(sum, lse[i])) {
+                row_scale(p, 1 / sum, tile.keys);
+                row_dx(d, p, row_mean(p, d, tile.keys) - dlse[i], tile.keys);
+            } else {
+                if (!knows_deltas_) deltas_(tile.sequence, tile.head, tile.row + i, 1);
+                row_dx(d, p, delta[i], tile.keys);
+            }
         }
     }
 
@@ -123,40 +154,28 @@ public:
     Matrix<acc_t> probs, dx;
 
 private:
-    // x = exp(x - lse). A NaN lse makes the visible scores NaN, and only those.
-    static void probabilities(acc_t* x, acc_t lse, int64_t n) {
+    // x = exp(x - lse). Returns the sum. A NaN lse makes the visible scores NaN, and only those.
+    static acc_t probabilities(acc_t* x, acc_t lse, int64_t n) {
         constexpr acc_t infinity = std::numeric_limits<acc_t>::infinity();
-        if (std::isnan(lse)) {
-            for (int64_t j = 0; j < n; ++j) x[j] = x[j] == -infinity ? acc_t(0) : lse;
-        } else {
-            row_exp(x, lse == -infinity ? infinity : lse, n);
-        }
+        if (!std::isnan(lse)) return row_exp(x, lse == -infinity ? infinity : lse, n);
+        for (int64_t j = 0; j < n; ++j) x[j] = x[j] == -infinity ? acc_t(0) : lse;
+        return lse;
+    }
+
+    // Whether a row's p sum to 1 up to the rounding of lse. If not, lse is of more keys than those of this call.
+    static bool is_whole_softmax(acc_t sum, acc_t lse) {
+        constexpr acc_t rounding = 8 * std::numeric_limits<acc_t>::epsilon();
+        if (std::abs(sum - 1) <= rounding) return true;
+        const acc_t size = std::abs(lse), ulp = std::nextafter(size, std::numeric_limits<acc_t>::infinity()) - size;
+        return std::abs(std::log(sum)) <= ulp / 2 + rounding;
     }
 
     const BwdParams& p_;
+    bool knows_deltas_;
+    RowDeltas<acc_t> deltas_;
     int64_t max_rows_, max_keys_;
     ScoreScratch<acc_t> score_scratch_;
     Buffer<acc_t> probs_, dx_, slope_;
-};
-
-// Computes D_i = <do_i, o_i> - dlse_i of an m_block. Owns its scratch memory: one object per thread.
-template <typename acc_t>
-class RowDeltas {
-public:
-    explicit RowDeltas(const BwdParams& params)
-        : p_(params), out_(std::min(kGradientRows, p_.seqlen_q) * p_.head_dim), dout_(out_.size()) {}
-
-    void operator()(const Sequence& s, int64_t head, int64_t row, int64_t rows) {
-        const auto out = load_rows(p_, p_.out, s, row, rows, head, out_.data());
-        const auto dout = load_rows(p_, p_.dout, s, row, rows, head, dout_.data());
-        const acc_t* dlse = row_stats<acc_t>(p_.dlse, s, head, row);
-        acc_t* delta = row_stats<acc_t>(p_.delta, s, head, row);
-        for (int64_t i = 0; i < rows; ++i) delta[i] = row_dot(dout.row(i), out.row(i), p_.head_dim) - dlse[i];
-    }
-
-private:
-    const BwdParams& p_;
-    Buffer<acc_t> out_, dout_;
 };
 
 template <typename acc_t>

@@ -107,7 +107,7 @@ public:
     GatherBwdTask(const BwdParams& params, const BwdTasks& tasks, DkvPartials<acc_t>& partials)
         : p_(params), tasks_(tasks), partials_(partials), qheads_per_kv_(params.heads / params.kv_heads),
           heads_per_list_(params.lists.heads == params.heads ? 1 : qheads_per_kv_), tile_rows_(params.lists.tile_rows),
-          max_rows_(std::min(tile_rows_, params.seqlen_q)), gradients_(params, kKeys),
+          max_rows_(std::min(tile_rows_, params.seqlen_q)), gradients_(params, kKeys, /*knows_deltas=*/true),
           gathered_(params, kKeys, /*backward=*/true), query_(max_rows_ * p_.head_dim),
           query_transposed_(query_.size()), dout_(query_.size()), dout_transposed_(query_.size()),
           dquery_(query_.size()), column_sums_(partials.dbias_heads() > 0 ? kKeys : 0),
@@ -200,8 +200,8 @@ private:
         int64_t at = 0;
         for (const auto& keys : gathered_.tiles()) {
             const int64_t n = keys.list.size;
-            gradients_.compute(keys.tile(s, head, row, rows), query, dout, keys.key, keys.key_transposed,
-                               keys.value_transposed);
+            gradients_.compute(keys.tile(s, head, row, rows), gathered_.tiles().size() == 1, query, dout, keys.key,
+                               keys.key_transposed, keys.value_transposed);
             const Matrix<acc_t> dkey{dkey_.data() + at, p_.head_dim, n, n};
             const Matrix<acc_t> dvalue{dvalue_.data() + at, p_.head_dim, n, n};
             add_product_right<acc_t>(dout_transposed, gradients_.probs, 1, exact, dvalue);

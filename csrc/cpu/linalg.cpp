@@ -282,6 +282,14 @@ double row_dot(const acc_t* x, const acc_t* y, int64_t n) {
 }
 
 template <typename acc_t>
+acc_t row_mean(const acc_t* p, const acc_t* x, int64_t n) {
+    const Vec<acc_t> zero(0);
+    return at::vec::map2_reduce_all<acc_t>(
+        [=](Vec<acc_t> prob, Vec<acc_t> value) { return Vec<acc_t>::blendv(prob * value, zero, prob == zero); },
+        [](Vec<acc_t> a, Vec<acc_t> b) { return a + b; }, p, x, n);
+}
+
+template <typename acc_t>
 void row_dx(acc_t* dp, const acc_t* p, acc_t delta, int64_t n) {
     const Vec<acc_t> zero(0), deltas(delta);
     at::vec::map2<acc_t>(
@@ -318,6 +326,7 @@ void row_softcap(acc_t* x, acc_t* slope, acc_t softcap, int64_t n) {
     template void row_scale(acc_t*, acc_t, int64_t);                                                                  \
     template void row_add(acc_t*, const acc_t*, int64_t);                                                             \
     template double row_dot(const acc_t*, const acc_t*, int64_t);                                                     \
+    template acc_t row_mean(const acc_t*, const acc_t*, int64_t);                                                     \
     template void row_dx(acc_t*, const acc_t*, acc_t, int64_t);                                                       \
     template void row_softcap(acc_t*, acc_t*, acc_t, int64_t);
 

@@ -134,6 +134,9 @@ void row_add(acc_t* x, const acc_t* y, int64_t n);
 // In float64, because D_i = <do_i, o_i> is subtracted from numbers of similar size.
 template <typename acc_t>
 double row_dot(const acc_t* x, const acc_t* y, int64_t n);
+// Sum of p x over a row of probabilities. Adds nothing where p is 0, because x may be NaN there.
+template <typename acc_t>
+acc_t row_mean(const acc_t* p, const acc_t* x, int64_t n);
 // dp = p (dp - delta), but 0 where p is 0, because <do, v> of a masked score may be NaN.
 template <typename acc_t>
 void row_dx(acc_t* dp, const acc_t* p, acc_t delta, int64_t n);

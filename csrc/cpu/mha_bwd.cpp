@@ -65,10 +65,9 @@ public:
         : p_(params), tasks_(tasks), dquery_(dquery), qheads_per_kv_(params.heads / params.kv_heads),
           kv_heads_per_task_(tasks.heads_per_task / qheads_per_kv_), dense_dbias_(has_dense_dbias(params)),
           key_dbias_(params.dbias.present() && params.dbias.per_key), max_rows_(std::min(kRows, params.seqlen_q)),
-          max_keys_(std::min(kKeys, params.seqlen_k)), gradients_(params, kKeys), query_(max_rows_ * p_.head_dim),
-          query_transposed_(padded(max_rows_) * p_.head_dim), dout_(query_.size()),
+          max_keys_(std::min(kKeys, params.seqlen_k)), gradients_(params, kKeys, /*knows_deltas=*/dquery.present()),
+          query_(max_rows_ * p_.head_dim), query_transposed_(padded(max_rows_) * p_.head_dim), dout_(query_.size()),
           dout_transposed_(query_transposed_.size()), dquery_rows_(dquery.present() ? 0 : query_.size()),
-          deltas_(params),
           // Where one m_block of one query head has all rows, a block is finished before the next begins.
           kv_blocks_(params.seqlen_q <= kRows && qheads_per_kv_ == 1 ? 1 : tasks.batches_per_task * kv_heads_per_task_,
                      KvBlock(padded(max_keys_) * p_.head_dim)),
@@ -144,11 +143,12 @@ private:
                     const Sequence s(p_, b);
                     KvBlock& block = kv_block(b - first_batch, head - first_head);
                     if (starts) block.start(p_, s, key, keys, head / qheads_per_kv_, key_scratch_.data());
-                    const int64_t seen = p_.is_causal ? std::min(s.causal_end(row + rows - 1) - key, keys) : keys;
+                    const int64_t seen_end = p_.is_causal ? s.causal_end(row + rows - 1) : s.keys;
+                    const int64_t seen = std::min(seen_end - key, keys);
                     const Tile tile{s, head, row, rows, key, seen};
                     const auto dquery = rows_of_dquery(split, tile);
                     if (row >= visible_begin && rows > 0 && !is_fully_masked(p_, tile)) {
-                        add_tile(tile, block, dquery, head - first_head, exact);
+                        add_tile(tile, seen == seen_end, block, dquery, head - first_head, exact);
                     }
                     if (!dquery_.present()) {
                         finite &= all_finite(dquery);
@@ -187,16 +187,16 @@ private:
         });
     }
 
-    void add_tile(const Tile& tile, KvBlock& block, const Matrix<acc_t>& dquery, int64_t head_in_group, bool exact) {
+    void add_tile(const Tile& tile, bool has_all_keys, KvBlock& block, const Matrix<acc_t>& dquery,
+                  int64_t head_in_group, bool exact) {
         const Sequence& s = tile.sequence;
-        if (!dquery_.present()) deltas_(s, tile.head, tile.row, tile.rows);
         const auto query = load_rows(p_, p_.query, s, tile.row, tile.rows, tile.head, query_.data());
         const auto dout = load_rows(p_, p_.dout, s, tile.row, tile.rows, tile.head, dout_.data());
         const auto query_transposed = transpose(query, query_transposed_.data(), padded(tile.rows));
         const auto dout_transposed = transpose(dout, dout_transposed_.data(), padded(tile.rows));
 
         const auto key = block.key.first_rows(tile.keys);
-        gradients_.compute(tile, query, dout, key, block.key_transposed.first_cols(tile.keys),
+        gradients_.compute(tile, has_all_keys, query, dout, key, block.key_transposed.first_cols(tile.keys),
                            block.value_transposed.first_cols(tile.keys));
         add_product_right<acc_t>(dout_transposed, gradients_.probs, 1, exact, block.dvalue.first_cols(tile.keys));
         for (int64_t i = 0; i < tile.rows && dense_dbias_; ++i) {
@@ -247,7 +247,6 @@ private:
     int64_t max_rows_, max_keys_;
     ScoreGradients<acc_t> gradients_;
     Buffer<acc_t> query_, query_transposed_, dout_, dout_transposed_, dquery_rows_;
-    RowDeltas<acc_t> deltas_;
     std::vector<KvBlock> kv_blocks_;
     Buffer<acc_t> key_scratch_, dense_sums_;
     std::vector<double> column_sums_;  // float64, because there may be thousands of rows

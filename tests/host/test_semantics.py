@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import check, hidden_by, inputs, rand_mask, reference, run
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func
 
@@ -47,17 +48,19 @@ def test_nan_in_the_bias_hides_nothing():
 
 
 @pytest.mark.parametrize("value", [-1e9, -1e30])
-def test_the_reference_of_rows_whose_biases_are_huge(value):
-    """A float32 lse of such a bias loses the logarithm of the number of keys; the reference does not depend on it."""
+@pytest.mark.parametrize("function", [reference, flash_dmattn_func], ids=["reference", "cpu"])
+def test_rows_whose_biases_are_huge(function, value):
+    """A float32 lse of such a bias loses the logarithm of the number of keys. The reference does not depend on it, nor
+    do CPU kernels whose tile has all keys of a row."""
     tensors = inputs(1, 20, 30)
     bias = torch.full((1, 1, 20, 30), value)
     dout, dlse = torch.randn_like(tensors[0]), torch.randn(1, 2, 20)
-    ours = run(reference, tensors, None, bias, dout, dlse)
+    ours = run(function, tensors, None, bias, dout, dlse)
     # The scores vanish in the sum with the bias, but have gradients.
     expected = run(reference, tensors, None, torch.zeros_like(bias), dout, dlse, softmax_scale=1e-30)
     torch.testing.assert_close(ours[0], expected[0])
     torch.testing.assert_close(ours[4:], expected[4:])
-    probs = reference(*tensors, None, bias, return_attn_probs=True)[2]
+    probs = function(*tensors, None, bias, return_attn_probs=True)[2]
     torch.testing.assert_close(probs.sum(-1), torch.ones(1, 2, 20))
 
 
@@ -233,3 +236,31 @@ def test_scores_of_a_hundred_thousand_and_more(scale, seqlen, causal):
             # With one key p is 1, and ds is the rounding error of <do, v>, multiplied by a key of that size.
             slack = 1e-6 if name in ("out", "dv") else 1e-5 * scale
             assert off <= 2 * max(others_off) + slack, f"{sparse}: {name} is off by {off:.1e}, others by {others_off}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sparse, keys", [("tiles", 500), ("lists", 250)])
+def test_gradients_of_large_scores_are_those_of_the_math_path(sparse, keys, dtype):
+    """With scores of standard deviation 5000 a row's softmax is one key, or two. A D_i of the rounded out would be off
+    by a hundred times as much as PyTorch's path "math", which saves p."""
+    query, *rows = inputs(1, 256, keys, 2, 2, 64)
+    tensors, bias = [x.to(dtype) for x in (query * 5000, *rows)], torch.randn(1, 2, 256, keys).to(dtype)
+    dout = torch.randn_like(tensors[0])
+    mask = torch.ones(1, 1, 1, keys, dtype=torch.bool)
+
+    def math(query, key, value, bias):
+        rows = (x.transpose(1, 2) for x in (query, key, value))
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=bias).transpose(1, 2)
+
+    def gradients(function, *tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return torch.autograd.grad(function(*leaves), leaves, dout.to(tensors[0].dtype))
+
+    exact = gradients(math, *(x.double() for x in (*tensors, bias)))
+    peer = gradients(math, *tensors, bias)
+    ours = gradients(lambda q, k, v, b: flash_dmattn_func(q, k, v, mask, b, sparse=sparse), *tensors, bias)
+    for name, x, y, true in zip(("dq", "dk", "dv", "dbias"), ours, peer, exact):
+        off, peer_off = ((z - true).abs().max().item() for z in (x, y))
+        # The scores themselves are rounded by 1e-3, here and there in another order.
+        assert off <= 4 * peer_off, f"{name} is off by {off:.1e}, the math path by {peer_off:.1e}"

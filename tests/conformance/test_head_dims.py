@@ -86,7 +86,7 @@ def test_softmax_scale(path, scale):
 
 
 def softcap_cases():
-    groups = [(cpu("none"), [0.5, 30.0], DTYPES), (triton("none"), [0.5, 1000.0], [torch.float32])]
+    groups = [(cpu("none"), [0.3, 30.0], DTYPES), (triton("none"), [0.5, 1000.0], [torch.float32])]
     return [
         case(path, softcap, dtype)
         for paths, caps, dtypes in groups
@@ -98,7 +98,7 @@ def softcap_cases():
 
 @pytest.mark.parametrize("path, softcap, dtype", softcap_cases())
 def test_softcap(path, softcap, dtype):
-    """0.5 saturates tanh; 1000 leaves it near zero, and multiplies its error."""
+    """0.3, which float32 rounds, and 0.5 saturate tanh; 1000 leaves it near zero, and multiplies its error."""
     tensors = path.inputs(dtype=dtype) if path.on_cpu else path.inputs(*sizes_of(path), 16)
     seqlen_q, seqlen_k = tensors[0].shape[1], tensors[1].shape[1]
     bias = path.randn(1, 2, seqlen_q, seqlen_k, dtype=dtype) if path.on_cpu else None

@@ -1,4 +1,9 @@
-"""The CPU kernels of fixed length: packed forms, probabilities, reproducibility."""
+"""The CPU kernels of fixed length: packed forms, probabilities, long sums, reproducibility."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +44,17 @@ def test_probabilities():
     torch.testing.assert_close(probs.sum(-1), (lse > -torch.inf).float())
 
 
+@pytest.mark.parametrize("head_dim", [136, 192])
+def test_long_sums_of_the_backward_are_split(head_dim):
+    """<do, v> is a sum of D terms, from which D_i is subtracted: one chain of additions has twice this error."""
+    dout, value = torch.rand(1, 32, 1, head_dim), torch.rand(1, 600, 1, head_dim)
+    query, bias = torch.zeros_like(dout), torch.zeros(1, 1, 32, 600, requires_grad=True)
+    (dbias,) = torch.autograd.grad(flash_dmattn_func(query, torch.zeros_like(value), value, None, bias), bias, dout)
+    products = torch.einsum("bihd, bjhd -> bhij", dout.double(), value.double())
+    errors = dbias * 600 - (products - products.mean(-1, keepdim=True))
+    assert errors.square().mean().sqrt() <= 1.1 * torch.finfo(torch.float32).eps * products.mean()
+
+
 @pytest.fixture
 def any_number_of_threads():
     threads = torch.get_num_threads()
@@ -59,6 +75,8 @@ def moved(tensor, numbers):
     [
         *((1, 1, 1, 5, 257, 64), (1, 1, 1, 257, 257, 40), (1, 2, 1, 129, 600, 32), (2, 4, 2, 300, 300, 16)),
         *((2, 4, 2, 8, 700, 40), (3, 4, 4, 1, 1025, 24), (40, 2, 2, 49, 49, 32)),
+        # Products of these sizes round otherwise where an operand is not aligned.
+        *((1, 1, 1, 8, 513, 24), (1, 1, 1, 8, 257, 40), (1, 1, 1, 257, 257, 16)),
     ],
 )
 @pytest.mark.parametrize("bias_rows", ["none", "key", "dense"])
@@ -82,3 +100,14 @@ def test_the_same_bits_for_any_number_of_threads_and_any_address(
         assert all(torch.equal(a, b) for a, b in zip(results(threads, 0), first)), f"{threads} threads"
     for numbers in (1, 2, 3, 8):
         assert all(torch.equal(a, b) for a, b in zip(results(2, numbers), first)), f"{numbers} numbers away"
+
+
+def test_the_same_bits_where_nothing_limits_the_threads():
+    """Workers of pytest-xdist set MKL_NUM_THREADS (conftest.py): here the test above runs in a process without it."""
+    limits = ("OMP_", "MKL_", "OPENBLAS_", "PYTEST_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(limits)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    selected = "the_same_bits_for_any_number_of_threads and none and float32"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", selected, __file__]
+    done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

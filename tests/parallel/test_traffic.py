@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import Case, check, of_rank, on_both, sharded
+from sharded_cases import Case, check, of_rank, on_both
 
 from flash_dmattn import KeyIntervalMask
 
@@ -92,10 +92,16 @@ def test_bytes_of_a_window(ranks, fixed_shapes):
 
 
 @on_both
-def test_a_window_sends_the_same_at_any_length(ranks):
-    def sent(length):
-        options = {"is_causal": True, "window_size": 16}
-        case = Case((length,) * ranks.size, bias=(1, 1, 1, "S"), options=options)
-        return sum(traffic.sent for _, traffic in ranks.results(sharded, case))
-
-    assert sent(300) <= 1.2 * sent(100)
+@pytest.mark.parametrize("length", [40, 100, 300])
+def test_a_window_sends_the_visible_keys_at_any_length(ranks, length):
+    """Each key that rows of another rank see is sent once with its value and bias, and their gradients come back."""
+    window, head_dim, size = 16, 8, 8  # size: bytes of a float64
+    options = {"is_causal": True, "window_size": window}
+    case = Case((length,) * ranks.size, head_dim=head_dim, bias=(1, 1, 1, "S"), options=options)
+    visible = sum(int(needed.sum()) for _, _, needed, _ in ranks.results(halo, case, False))
+    assert window <= visible <= window * (ranks.size - 1)
+    keys = 2 * visible * (2 * head_dim + 1) * size
+    selection = ranks.size * (ranks.size - 1) * (window + 2) * size  # the best biases of each rank, and the worst keys
+    traffic = check(ranks, case)
+    assert keys < sum(t.sent for t in traffic) <= keys + selection
+    assert sum(t.received for t in traffic) == sum(t.sent for t in traffic)

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test sanitize lint format clean
+.PHONY: demo test test-capabilities sanitize lint format clean
 .DELETE_ON_ERROR:
 
 # Runs on the GPU if the CUDA kernels support it, else on the CPU.
@@ -18,6 +18,10 @@ demo: $(VENV)/built
 
 test: lint
 	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# The CPU kernels of each instruction set that this machine has, with 1, 2 and 16 threads.
+test-capabilities: $(VENV)/built
+	$(BIN)/python scripts/check_capabilities.py
 
 sanitize: $(VENV)/built
 	$(BIN)/python scripts/sanitize.py

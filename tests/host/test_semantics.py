@@ -5,7 +5,7 @@ import torch
 from helpers import check, hidden_by, inputs, rand_mask, reference, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_dmattn import KeyIntervalMask, flash_dmattn_func
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAN = float("nan")
@@ -264,3 +264,23 @@ def test_gradients_of_large_scores_are_those_of_the_math_path(sparse, keys, dtyp
         off, peer_off = ((z - true).abs().max().item() for z in (x, y))
         # The scores themselves are rounded by 1e-3, here and there in another order.
         assert off <= 4 * peer_off, f"{name} is off by {off:.1e}, the math path by {peer_off:.1e}"
+
+
+@pytest.mark.parametrize("by_lists", [False, True], ids=["tiles", "lists"])
+def test_the_backward_over_some_of_the_keys_of_lse(by_lists):
+    """As in ring attention: lse and out are of all keys, and each call has a part of them."""
+    tensors, dout = inputs(1, 50, 300, 4, 2, 32), torch.randn(1, 50, 4, 32)
+    leaves = [x.requires_grad_() for x in tensors]
+    out, lse = flash_dmattn_func(*leaves, return_lse=True)
+    exact = torch.autograd.grad(reference(*leaves), leaves, dout)
+    query, key, value = (x.detach() for x in tensors)
+    mask = torch.ones(1, 1, 1, 150, dtype=torch.bool)
+    masks = KeyLists.build(mask, 50).packed(None) if by_lists else ops.MaskTensors()
+    parts = []
+    for keys in (slice(150), slice(150, None)):
+        rows = (query, key[:, keys].contiguous(), value[:, keys].contiguous(), out.detach(), lse.detach())
+        options = (None, 32**-0.5, 0.0, False, False, False)
+        parts.append(ops.compiled_module().mha_bwd(dout, None, *rows, masks, *options))
+    dquery, dkey, dvalue = parts[0][0] + parts[1][0], *(torch.cat([a, b], 1) for a, b in zip(*(p[1:3] for p in parts)))
+    for ours, expected in zip((dquery, dkey, dvalue), exact):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6)

@@ -38,11 +38,11 @@ def sdist(tmp_path_factory):
 def test_the_sdist_holds_everything_that_is_tracked(sdist):
     with tarfile.open(sdist) as archive:
         shipped = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    folders = ("csrc", "flash_dmattn", "scripts", "hub", "benchmarks", "examples", "docs", "tests")
+    folders = ("csrc", "flash_dmattn", "scripts", "benchmarks", "examples", "docs", "tests")
     listed = run("git", "ls-files", *folders)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    suffixes = {".py", ".pyi", ".typed", ".h", ".cpp", ".cu", ".cuh", ".md", ".nix", ".json", ".svg"}
+    suffixes = {".py", ".pyi", ".typed", ".h", ".cpp", ".cu", ".cuh", ".md", ".json", ".svg"}
     wanted = {name for name in listed.stdout.split() if Path(name).suffix in suffixes}
     wanted |= {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
     assert wanted | {"Makefile", "pyproject.toml", "setup.py"} <= shipped

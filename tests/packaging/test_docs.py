@@ -1,6 +1,7 @@
 """The docs match the code: generated pages, links, examples, tables."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -64,6 +65,21 @@ def test_the_examples_run_and_print_what_they_say(page, capsys):
         exec(program, {})
         said = re.findall(r"^print\(.*?\)  # (.*)$", program, re.MULTILINE)
         assert capsys.readouterr().out.splitlines() == said
+
+
+def test_every_install_command_names_the_requirements_of_the_build():
+    """pip builds without isolation, so the commands install pyproject's requirements: a venv may have an old setuptools."""
+    (listed,) = re.findall(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    required = [name for name in re.findall(r'"(.*?)"', listed) if not name.startswith("torch")]
+    workflows = ROOT / ".github" / "workflows"  # not in a source distribution
+    named = set()
+    for path in [*PAGES, ROOT / "Makefile", *workflows.glob("*.yml")]:
+        for command in re.findall(r"^[^`\n]*pip install (.*setuptools.*)$", path.read_text(), re.MULTILINE):
+            words = [word for word in shlex.split(command) if not word.startswith("-")]
+            assert words[: len(required)] == required, path
+            named.add(path.name)
+    assert named >= {"README.md", "install.md", "Makefile"}
+    assert not workflows.is_dir() or named >= {"test.yml", "cuda.yml", "wheels.yml"}
 
 
 def test_the_tables_of_backends_name_them_all():

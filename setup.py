@@ -71,10 +71,13 @@ def cpu_flags() -> list[str]:
 
 
 def require_compiler() -> None:
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None and shutil.which("g++") is None:
+    """PyTorch compiles with the command in CXX, such as "ccache g++", or else with c++."""
+    command = os.environ.get("CXX", "c++")
+    if shutil.which(command.partition(" ")[0]) is None:
+        name = f"CXX={command}" if "CXX" in os.environ else command
         sys.exit(
-            f"flash_dmattn needs a C++ compiler, and {compiler} was not found: on Debian or Ubuntu, apt install g++"
+            f"flash_dmattn needs a C++ compiler, and {name} was not found: "
+            "set CXX to an installed one, or install g++ (on Debian or Ubuntu, apt install g++)"
         )
 
 

@@ -93,6 +93,34 @@ def test_an_unknown_processor_is_refused():
     assert "FLASH_DMATTN_CPU_CAPABILITY must be one of DEFAULT, AVX2, AVX512, got MMX" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("compiler", "named"),
+    [("no-such-clang++", "CXX=no-such-clang++"), ("no-such-ccache g++", "CXX=no-such-ccache g++"), (None, "c++")],
+)
+def test_a_missing_compiler_is_one_sentence(tmp_path, compiler, named):
+    """Even where g++ is in PATH: PyTorch would compile with the missing one."""
+    gxx = tmp_path / "g++"
+    gxx.write_text("#!/bin/sh\n")
+    gxx.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": str(tmp_path)}
+    if compiler is not None:
+        environment["CXX"] = compiler
+    command = [sys.executable, "setup.py", "build_ext", "--help"]  # --help: compiles nothing
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1:] == [
+        f"flash_dmattn needs a C++ compiler, and {named} was not found: "
+        "set CXX to an installed one, or install g++ (on Debian or Ubuntu, apt install g++)"
+    ]
+
+
+@pytest.mark.parametrize("compiler", [None, "g++", "env g++"])
+def test_a_compiler_in_path_serves(compiler):
+    environment = {} if compiler is None else {"CXX": compiler}
+    done = run(sys.executable, "setup.py", "build_ext", "--help", **environment)
+    assert done.returncode == 0, done.stderr
+
+
 def setup_with_nvcc(tmp_path, says, **environment):
     """setup.py beside a PyTorch of CUDA 13.0 that sees a GPU, and an nvcc that says this; None: there is none."""
     nvcc = tmp_path / "bin" / "nvcc"

@@ -8,6 +8,7 @@ further flags of the C++ compiler (scripts/sanitize.py).
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import generate_kernels  # noqa: E402
 from flags_by_file import compile_by_file  # noqa: E402
+
+source_hash = runpy.run_path(str(ROOT / "flash_dmattn" / "source_hash.py"))["source_hash"]
 
 
 def sources(*patterns: str) -> list[str]:
@@ -153,16 +156,18 @@ def extension():
 
 
 class Build(BuildExtension):
-    """Compiles each kernel for its own architectures, and writes PyTorch's version beside the module (loading.py)."""
+    """Compiles each kernel for its own architectures, and writes the stamp that loading.py reads."""
 
     def build_extension(self, ext):
         self.compiler.compile = compile_by_file(self.compiler.compile, generate_kernels.targets_of)
         super().build_extension(ext)
 
     def run(self):
+        (extension,) = self.extensions
+        built_of = source_hash(ROOT, WITH_CUDA in extension.sources)  # before the build, which takes minutes
         super().run()
-        for extension in self.extensions:
-            Path(self.get_ext_fullpath(extension.name)).with_name("_C.torch").write_text(torch.__version__)
+        stamp = Path(self.get_ext_fullpath(extension.name)).with_name("_C.torch")
+        stamp.write_text(f"{torch.__version__}\n{built_of}\n")
 
 
 if any(command.startswith(("build", "bdist", "develop", "install", "editable")) for command in sys.argv[1:]):

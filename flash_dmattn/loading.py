@@ -9,17 +9,25 @@ from types import ModuleType
 
 import torch
 
-NAMESPACE = "flash_dmattn"  # of the operators
+from .source_hash import source_hash
 
-# setup.py writes it beside the module: a module that does not load cannot report its PyTorch version.
+NAMESPACE = "flash_dmattn"  # of the operators
+INSTALL = "run `pip install --no-build-isolation .` in its source tree"
+
+# setup.py writes two lines beside the module: PyTorch's version, as a module that does not load cannot report it, and
+# the hash of the sources.
 STAMP = Path(__file__).with_name("_C.torch")
+ROOT = Path(__file__).parents[1]  # the source tree of an editable installation
 
 
 def load_compiled() -> tuple[ModuleType | None, str | None]:
-    """(module, None), or (None or module, the reason why it is unusable). Warns about a build for another PyTorch."""
+    """(module, None), or (None or module, the reason why it is unusable).
+
+    Warns about a build for another PyTorch, and about a build of other sources than those in the tree.
+    """
     if importlib.util.find_spec(f"{__package__}._C") is None:
-        return None, "flash_dmattn's compiled module is missing; run `pip install .` in its source tree"
-    built_for = STAMP.read_text().strip() if STAMP.exists() else None
+        return None, f"flash_dmattn's compiled module is missing; {INSTALL}"
+    built_for, built_of = stamp()
     if built_for is not None and not fits(built_for):
         return None, warned(other_torch(built_for))
     try:
@@ -27,11 +35,23 @@ def load_compiled() -> tuple[ModuleType | None, str | None]:
     except ImportError as error:
         if built_for not in (None, torch.__version__):
             return None, warned(f"{other_torch(built_for)} ({error})")
-        return None, f"flash_dmattn's compiled module does not load ({error}); run `pip install .` in its source tree"
+        return None, f"flash_dmattn's compiled module does not load ({error}); {INSTALL}"
     built_for = _C.build_info()["torch"]
     if not fits(built_for):
         return None, warned(other_torch(built_for))
+    if built_of is not None and source_hash(ROOT, _C.has_cuda) not in (None, built_of):
+        warned(
+            f"flash_dmattn's compiled module was not built from the current sources in {ROOT}: "
+            "run `pip install --no-build-isolation -e .` there again"
+        )
     return _C, _C.why_not_usable()
+
+
+def stamp() -> tuple[str | None, str | None]:
+    """(PyTorch's version, hash of the sources) of the build, None where it is unknown."""
+    lines = STAMP.read_text().splitlines() if STAMP.exists() else []
+    built_for, built_of = [*lines, None, None][:2]
+    return built_for, built_of
 
 
 def fits(built_for: str) -> bool:
@@ -42,7 +62,7 @@ def fits(built_for: str) -> bool:
 def other_torch(built_for: str) -> str:
     return (
         f"flash_dmattn's compiled module was built for PyTorch {built_for}, and this is PyTorch {torch.__version__}: "
-        "run `pip install --no-build-isolation .` in its source tree again"
+        f"{INSTALL} again"
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flash_dmattn
+from flash_dmattn.source_hash import source_hash
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("build")
@@ -69,7 +70,8 @@ def test_the_sdist_builds_a_wheel_that_works(sdist, tmp_path):
     (wheel,) = tmp_path.glob(f"flash_dmattn-{flash_dmattn.__version__}-*.whl")
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    assert (site / "flash_dmattn" / "_C.torch").read_text() == torch.__version__
+    stamp = (site / "flash_dmattn" / "_C.torch").read_text()
+    assert stamp == f"{torch.__version__}\n{source_hash(ROOT, with_cuda=False)}\n"
     assert all((site / "flash_dmattn" / name).exists() for name in ("py.typed", "_C.pyi"))
     program = (
         "import flash_dmattn, torch; x = torch.randn(1, 5, 2, 8, requires_grad=True);"

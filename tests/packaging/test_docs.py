@@ -68,7 +68,7 @@ def test_the_examples_run_and_print_what_they_say(page, capsys):
 
 
 def test_every_install_command_names_the_requirements_of_the_build():
-    """pip builds without isolation, so the commands install pyproject's requirements: a venv may have an old setuptools."""
+    """Without build isolation the commands install pyproject's requirements: a venv may have an old setuptools."""
     (listed,) = re.findall(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     required = [name for name in re.findall(r'"(.*?)"', listed) if not name.startswith("torch")]
     workflows = ROOT / ".github" / "workflows"  # not in a source distribution

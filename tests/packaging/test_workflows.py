@@ -41,9 +41,64 @@ def test_a_job(workflow, name):
     for step in job["steps"]:
         assert ("uses" in step) != ("run" in step)
         if "uses" in step:
-            assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"])
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"])
         # An expression in a shell's text could hold anything; a matrix holds what stands here.
         assert set(re.findall(r"\$\{\{ (\w+)\.", step.get("run", ""))) <= {"matrix"}
+
+
+def test_a_comment_names_the_version_of_every_pinned_action():
+    versions = {}
+    for path in FOLDER.glob("*.yml"):
+        for action, version in re.findall(r"uses: (\S+)(.*)", path.read_text()):
+            assert re.fullmatch(r" # v\d+\.\d+\.\d+", version), action
+            assert versions.setdefault(action.partition("@")[0], (action, version)) == (action, version)
+
+
+# PyTorch moves the tags of its builder images, and no digest of them could be verified.
+IMAGES_WITHOUT_DIGEST = {"pytorch/manylinux2_28-builder:cuda${{ matrix.cuda }}"}
+
+
+@pytest.mark.parametrize(("workflow", "name"), JOBS)
+def test_images_have_digests(workflow, name):
+    job = WORKFLOWS[workflow]["jobs"][name]
+    image = job.get("container")
+    if image is None or image in IMAGES_WITHOUT_DIGEST:
+        return
+    assert image.endswith("@sha256:${{ matrix.digest }}")
+    matrix = job["strategy"]["matrix"]
+    digests = {entry["cuda"]: entry["digest"] for entry in matrix["include"]}
+    assert set(digests) == set(matrix["cuda"])
+    assert all(re.fullmatch(r"[0-9a-f]{64}", digest) for digest in digests.values())
+    assert len(set(digests.values())) == len(digests)
+
+
+@pytest.mark.parametrize(("workflow", "name"), JOBS)
+def test_a_download_is_checked_before_it_runs(workflow, name):
+    for step in WORKFLOWS[workflow]["jobs"][name]["steps"]:
+        commands = step.get("run", "").splitlines()
+        downloads = [line for line in commands if re.search(r"\b(curl|wget)\b", line)]
+        assert not [line for line in downloads if re.search(r"[|<(]\s*(\w+sh|sh|curl|wget|python\d*)\b", line)]
+        if downloads:
+            (download,) = downloads
+            check = commands[commands.index(download) + 1]
+            assert "sha256sum --check --strict" in check
+            assert re.fullmatch(r"[0-9a-f]{64}", step["env"]["SHA256"]) and "$SHA256" in check
+
+
+def test_wheels_have_checksums_and_an_attestation():
+    job = WORKFLOWS["wheels"]["jobs"]["release"]
+    assert job["permissions"] == {"contents": "write", "id-token": "write", "attestations": "write"}
+    steps = [step.get("name", step.get("uses", "").partition("@")[0]) for step in job["steps"]]
+    assert steps == [
+        "actions/download-artifact",
+        "Checksums",
+        "actions/attest-build-provenance",
+        "Attach to the release",
+    ]
+    _, checksums, attestation, attach = job["steps"]
+    assert checksums["run"] == "sha256sum -- *.whl > SHA256SUMS" and checksums["working-directory"] == "dist"
+    assert attestation["with"] == {"subject-checksums": "dist/SHA256SUMS"}
+    assert 'gh release upload "$TAG" dist/*.whl dist/SHA256SUMS' in attach["run"]
 
 
 def test_every_version_that_pyproject_names_is_tested():

@@ -75,6 +75,7 @@ def main(mode: str = "address", *arguments: str) -> int:
     environment = {
         "LD_PRELOAD": ":".join(build(settings, folder)),
         "PYTHONPATH": str(folder),
+        "OMP_WAIT_POLICY": "passive",  # slow threads that spin would take the processors from each other
         **settings["environment"],
     }
     # From the build's folder, so that Python imports the package there and not the one in the tree.

@@ -11,11 +11,12 @@ from ..broadcast import expand_shared
 from ..ops.list_sizes import has_row_bits
 from ..ops.schema import MaskTensors
 from .base import Mask
+from .containers import Container, register
 from .interval import KeyIntervalMask
 
 
 @dataclass(frozen=True, eq=False)
-class KeyIndices(Mask):
+class KeyIndices(Container, Mask):
     """Which keys each query row, or each tile of query rows, sees. The kernels read it as lists only."""
 
     indices: Tensor  # int32 ({B|B/n|1}, {H|Hkv|1}, rows, k) or (total_q, {H|Hkv|1}, k), -1 for none
@@ -53,9 +54,8 @@ class KeyIndices(Mask):
         shown = self.shown and self.shown.sequence(keys.start, keys.stop)
         return KeyIndices(own, self.tile_rows, shown, keys.stop - keys.start).as_bool(count)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyIndices:
-        shown = self.shown and self.shown.to(device, non_blocking=non_blocking)
-        return KeyIndices(self.indices.to(device, non_blocking=non_blocking), self.tile_rows, shown, self.seqlen_k)
+
+register(KeyIndices, ("indices", "shown"), ("tile_rows", "seqlen_k"))
 
 
 def dense_indices(indices: Tensor, keys: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..arguments import (
     check_cu_seqlens,
@@ -19,12 +20,13 @@ from ..arguments import (
 from ..broadcast import expand_shared
 from ..ops.schema import MaskTensors
 from .base import Mask
+from .containers import Container, register
 from .topk import NEVER, check_topk, operator_for, own_rows, sequence_of_keys
 
 FIXED, VARLEN = "({B|1}, {H|Hkv|1}, Sk)", "(total_k, {H|Hkv|1})"
 
 
-class KeyIntervalMask(Mask):
+class KeyIntervalMask(Container, Mask):
     """For each key the half-open interval of query rows that see it: row i sees key j where start_j <= i < end_j.
 
     Causal masks, sliding windows, packed documents, padding and the causal top-k dynamic mask have this form. `a & b`,
@@ -164,14 +166,66 @@ class KeyIntervalMask(Mask):
         known = "".join(f"{name}={size}, " for name, size in sizes.items() if size is not None)
         return f"KeyIntervalMask({known}device='{self.device}')"
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyIntervalMask:
-        """The same mask on another device."""
-        return self._of_same_kind(self.intervals.to(device, non_blocking=non_blocking))
+    def __getitem__(self, index: int | slice | Tensor) -> KeyIntervalMask:
+        """The mask of some batch elements: `mask[2]` and `mask[2:4]` keep the batch dimension."""
+        if self.is_varlen:
+            raise ValueError(f"a mask {VARLEN} has no batch elements; take sequence(first, last) of it")
+        if isinstance(index, int):
+            index = range(self.shape[0])[index]  # raises IndexError
+            index = slice(index, index + 1)
+        if not isinstance(index, (slice, Tensor)):
+            raise TypeError(f"a mask is indexed by an int, a slice or a tensor, got {type(index).__name__}")
+        return self._of_same_kind(self.intervals[:, index])
 
-    def __and__(self, other: KeyIntervalMask) -> KeyIntervalMask:
-        """The keys that both masks show. Batch sizes must be equal or 1; one head count must divide the other."""
+    def __and__(self, other: KeyIntervalMask | Tensor) -> KeyIntervalMask | Tensor:
+        """The scores that both masks show. Batch sizes must be equal or 1; one head count must divide the other.
+
+        With a bool tensor ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) a bool tensor.
+        """
+        if isinstance(other, Tensor):
+            return self._and_bool(other)
         if not isinstance(other, KeyIntervalMask):
             return NotImplemented
+        (start, end), (others_start, others_end) = self._beside(other, "&")
+        bounds = [mask.keys_per_row for mask in (self, other) if mask.keys_per_row is not None]
+        return KeyIntervalMask(
+            torch.maximum(start, others_start),
+            torch.minimum(end, others_end),
+            keys_per_row=min(bounds) if bounds else None,
+            scattered=self.scattered or other.scattered,
+            rows=other.rows if self.rows is None else self.rows,
+        )
+
+    __rand__ = __and__
+
+    def __or__(self, other: KeyIntervalMask) -> KeyIntervalMask:
+        """The scores that either mask shows, where the rows that see a key are one interval. Waits for the device.
+
+        Raises ValueError where a key's two intervals leave a gap: use `to_dense`.
+        """
+        if not isinstance(other, KeyIntervalMask):
+            return NotImplemented
+        (start, end), (others_start, others_end) = self._beside(other, "|")
+        is_empty, others_empty = end <= start, others_end <= others_start
+        gap = ~is_empty & ~others_empty & (torch.maximum(start, others_start) > torch.minimum(end, others_end))
+        if gap.any():
+            raise ValueError(
+                f"a | b is a KeyIntervalMask only where the intervals of each key overlap or touch, got "
+                f"{int(gap.sum())} keys with a gap: use a.to_dense() | b.to_dense()"
+            )
+
+        def united(own: Tensor, others: Tensor, both: Tensor) -> Tensor:
+            return torch.where(others_empty, own, torch.where(is_empty, others, both))
+
+        return KeyIntervalMask(
+            united(start, others_start, torch.minimum(start, others_start)),
+            united(end, others_end, torch.maximum(end, others_end)),
+            scattered=self.scattered and other.scattered,
+            rows=other.rows if self.rows is None else self.rows,
+        )
+
+    def _beside(self, other: KeyIntervalMask, symbol: str) -> list[tuple[Tensor, Tensor]]:
+        """(start, end) of both masks with the same number of heads. Raises where the masks do not fit."""
         heads = max(self.heads, other.heads)
         fit = (
             self.is_varlen == other.is_varlen
@@ -181,27 +235,22 @@ class KeyIntervalMask(Mask):
         )
         if not fit:
             raise ValueError(
-                f"a & b needs masks {FIXED}, or {VARLEN}, with the same keys, with the same batch size or 1, and with "
-                f"head counts of which one divides the other, got {tuple(self.shape)} and {tuple(other.shape)}"
+                f"a {symbol} b needs masks {FIXED}, or {VARLEN}, with the same keys, with the same batch size or 1, "
+                f"and with head counts of which one divides the other, got {tuple(self.shape)} and {tuple(other.shape)}"
             )
         if self.device != other.device:
-            raise RuntimeError(f"a & b needs masks on the same device, got {self.device} and {other.device}")
-
+            raise RuntimeError(f"a {symbol} b needs masks on the same device, got {self.device} and {other.device}")
         if None not in (self.rows, other.rows) and self.rows != other.rows:
-            raise ValueError(f"a & b needs masks of the same rows, got {self.rows} and {other.rows}")
+            raise ValueError(f"a {symbol} b needs masks of the same rows, got {self.rows} and {other.rows}")
+        return [tuple(expand_shared(rows, rows.shape[0], heads) for rows in mask.intervals) for mask in (self, other)]
 
-        bounds = [mask.keys_per_row for mask in (self, other) if mask.keys_per_row is not None]
-
-        (start, end), (others_start, others_end) = (
-            (expand_shared(rows, rows.shape[0], heads) for rows in mask.intervals) for mask in (self, other)
-        )
-        return KeyIntervalMask(
-            torch.maximum(start, others_start),
-            torch.minimum(end, others_end),
-            keys_per_row=min(bounds) if bounds else None,
-            scattered=self.scattered or other.scattered,
-            rows=other.rows if self.rows is None else self.rows,
-        )
+    def _and_bool(self, other: Tensor) -> Tensor:
+        if other.dtype != torch.bool or other.ndim != 4:
+            got = f"{names([other.dtype])} of shape {shape_of(other)}"
+            raise TypeError(f"a & b needs a bool tensor ({{B|1}}, {{H|Hkv|1}}, {{Sq|1}}, {{Sk|1}}), got {got}")
+        dense = self.to_dense(other.shape[2] if self.rows is None and other.shape[2] > 1 else None)
+        heads = max(dense.shape[1], other.shape[1])
+        return expand_shared(dense, dense.shape[0], heads) & expand_shared(other, other.shape[0], heads)
 
     def to_dense(self, seqlen_q: int | None = None) -> Tensor:
         """bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible. Sq is `rows`, or Sk where `rows` is None.
@@ -398,3 +447,23 @@ class KeyIntervalMask(Mask):
         window = min(window_size, bias.shape[0])
         intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
         return cls._of(intervals, window_size, scattered=True)
+
+
+register(KeyIntervalMask, ("intervals",), ("keys_per_row", "scattered", "rows"))
+
+
+def collate(masks: list[KeyIntervalMask], *, collate_fn_map: object = None) -> KeyIntervalMask:
+    """One mask of the batch elements of all, for torch.utils.data.default_collate."""
+    first = masks[0]
+    if first.is_varlen or any((mask.shape[1:], mask.rows) != (first.shape[1:], first.rows) for mask in masks):
+        raise ValueError(f"collate needs masks {FIXED} with the same heads, keys and rows, got {masks}")
+    bounds = [mask.keys_per_row for mask in masks]
+    return KeyIntervalMask._of(
+        torch.cat([mask.intervals for mask in masks], dim=1),
+        keys_per_row=None if None in bounds else max(bounds),
+        scattered=any(mask.scattered for mask in masks),
+        rows=first.rows,
+    )
+
+
+default_collate_fn_map[KeyIntervalMask] = collate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ..arguments import (
 from ..ops.list_sizes import LIST_ROWS, MAX_TILE_ROWS, is_per_key
 from ..ops.schema import MaskTensors
 from .base import Mask, Problem
+from .containers import Container, register
 from .dense import BoolMask
 from .indices import KeyIndices
 from .interval import KeyIntervalMask
@@ -40,12 +41,13 @@ def as_mask(mask: Tensor | Mask | None) -> Mask | None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KeyLists(Mask):
+class KeyLists(Container, Mask):
     """A mask as sorted lists of keys, one for each batch element, head and tile of 128 (or 64) query rows.
 
     The kernels gather the listed keys and skip all others, so the cost is proportional to the number of listed keys.
     Built once, from a mask (`build`) or from an indexer's keys (`from_indices`), the lists serve any number of layers
-    and their backward passes, as `attn_mask`.
+    and their backward passes, as `attn_mask`. They hold the mask or the indices that they were built from, and no copy:
+    edited in place, these no longer fit the lists.
     """
 
     keys: Tensor  # int32 (capacity): list after list, each padded with -1 to a multiple of 64
@@ -259,21 +261,19 @@ class KeyLists(Mask):
         mask = mask.expand(-1, -1, self.seqlen_q, self.seqlen_k)
         return mask.tril(self.seqlen_k - self.seqlen_q)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyLists:
-        """The same lists on another device."""
-
-        def move(value):
-            return value.to(device, non_blocking=non_blocking) if value is not None else None
-
-        fields = ("keys", "spans", "rows", "mask", "cu_seqlens_q", "cu_seqlens_k")
-        return replace(self, **{name: move(getattr(self, name)) for name in fields})
-
     def __repr__(self) -> str:
         causal = ", causal" if self.is_causal else ""
         return (
             f"KeyLists({self.batches} x {self.heads} x {self.row_tiles} lists, room for {self.keys.shape[0]} keys, "
             f"seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}{causal}, device={str(self.device)!r})"
         )
+
+
+register(
+    KeyLists,
+    ("keys", "spans", "rows", "mask", "cu_seqlens_q", "cu_seqlens_k"),
+    ("seqlen_q", "seqlen_k", "is_causal"),
+)
 
 
 # Checks

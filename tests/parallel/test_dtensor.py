@@ -14,6 +14,7 @@ def over_dtensors(problem, dim, divided_bias):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+    import flash_dmattn.parallel  # noqa: F401, registers the sharding rules
     from flash_dmattn import flash_dmattn_func
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -57,7 +57,4 @@ topk_lists = _operator("topk_lists")
 
 from . import flops, transforms  # noqa: E402  transforms registers itself for the operators above
 
-if _C is not None:
-    flops.register(NAMESPACE)
-
-__all__ = ["Arguments", "BackwardArguments", "MaskTensors", "transforms"]
+__all__ = ["Arguments", "BackwardArguments", "MaskTensors", "flops", "transforms"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils.flop_counter import register_flop_formula
 
+from ..loading import NAMESPACE
 from .list_sizes import LIST_ROWS, count_causal_scores
 from .schema import Arguments, BackwardArguments
 
@@ -88,7 +91,16 @@ def backward(*args, out_val=None, **kwargs) -> int:
     return BACKWARD_GEMMS * 2 * inputs.query.shape[-1] * visible_scores(inputs)
 
 
-def register(namespace: str) -> None:
-    operators = getattr(torch.ops, namespace)
+def register() -> None:
+    """Registers the formulas where torch.utils.flop_counter is loaded. Loading it here would load Triton, too."""
+    if "torch.utils.flop_counter" in sys.modules:
+        _register_once()
+
+
+@functools.cache
+def _register_once() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    operators = getattr(torch.ops, NAMESPACE)
     register_flop_formula(operators.attention_forward, get_raw=True)(forward)
     register_flop_formula(operators.attention_backward, get_raw=True)(backward)

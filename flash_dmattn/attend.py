@@ -23,7 +23,6 @@ HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
 
 def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     """Attention through a backend. Variable length is for the compiled ones. Changes `call`."""
-    ops.flops.register()
     checks.check_options(call)
     call.query, call.key, call.value, call.attn_bias = autocast(call.query, call.key, call.value, call.attn_bias)
     mask = call.attn_mask = as_mask(call.attn_mask)

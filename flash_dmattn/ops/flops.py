@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import importlib.abc
+import importlib.util
 import sys
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -91,16 +93,39 @@ def backward(*args, out_val=None, **kwargs) -> int:
     return BACKWARD_GEMMS * 2 * inputs.query.shape[-1] * visible_scores(inputs)
 
 
+# Registration
+
+
+FLOP_COUNTER = "torch.utils.flop_counter"
+
+
 def register() -> None:
-    """Registers the formulas where torch.utils.flop_counter is loaded. Loading it here would load Triton, too."""
-    if "torch.utils.flop_counter" in sys.modules:
-        _register_once()
+    """Registers the formulas once torch.utils.flop_counter is imported. Importing it here would import Triton, too."""
+    if FLOP_COUNTER in sys.modules:
+        register_formulas(sys.modules[FLOP_COUNTER])
+    else:
+        sys.meta_path.insert(0, AfterImport())
 
 
-@functools.cache
-def _register_once() -> None:
-    from torch.utils.flop_counter import register_flop_formula
-
+def register_formulas(flop_counter: ModuleType) -> None:
     operators = getattr(torch.ops, NAMESPACE)
-    register_flop_formula(operators.attention_forward, get_raw=True)(forward)
-    register_flop_formula(operators.attention_backward, get_raw=True)(backward)
+    flop_counter.register_flop_formula(operators.attention_forward, get_raw=True)(forward)
+    flop_counter.register_flop_formula(operators.attention_backward, get_raw=True)(backward)
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Lets the other finders import torch.utils.flop_counter, then registers the formulas."""
+
+    def find_spec(self, name, path, target=None):
+        if name != FLOP_COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            register_formulas(module)
+
+        spec.loader.exec_module = exec_module
+        return spec

@@ -1,5 +1,8 @@
 """FlopCounterMode counts the visible scores: 4 D operations each in the forward, 10 D in the backward."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from helpers import rand_intervals, rand_mask
@@ -51,6 +54,13 @@ def test_a_selection_by_lists():
 def test_indices_that_tiles_share():
     indices = torch.arange(64, dtype=torch.int32).expand(1, 1, 3, 64)
     assert counted(lambda: attend(KeyLists.from_indices(indices, S, S, tile_rows=128))) == 14 * D * B * H * S * 64
+
+
+def test_the_formulas_are_registered_whichever_module_is_imported_first():
+    count = "from torch.utils.flop_counter import FlopCounterMode, flop_registry"
+    for order in (["import flash_dmattn", count], [count, "import flash_dmattn"]):
+        program = "; ".join([*order, "import torch; assert torch.ops.flash_dmattn.attention_forward in flop_registry"])
+        subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_no_mask():

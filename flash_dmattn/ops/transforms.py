@@ -91,6 +91,9 @@ def batched(
     """
     args = fields(*(x if dim is None else x.movedim(dim, 0) for x, dim in zip(args, in_dims)))
     is_mapped = fields(*(dim is not None for dim in in_dims))
+    if size == 0:  # one call, of zeros, shows the shapes
+        call = operator.apply(*(zeros_of_none(x) if mapped else x for x, mapped in zip(args, is_mapped)))
+        return tuple(x[None][:0] for x in call), (0,) * len(call)
     folded = fold(size, is_mapped, args, needs_dbias)
     if folded is None:
         calls = [
@@ -104,6 +107,11 @@ def batched(
     return tuple(
         x if dim is None else x.unflatten(0, (size, x.shape[0] // size)) for x, dim in zip(outputs, dims)
     ), dims
+
+
+def zeros_of_none(x: Tensor) -> Tensor:
+    """Zeros in the shape of an element of x, which has none; of the graph where x has a gradient."""
+    return x.sum(0) if x.is_floating_point() else x.new_zeros(x.shape[1:])
 
 
 def fold(size: int, is_mapped, args, needs_dbias: bool) -> list | None:

@@ -244,3 +244,17 @@ def test_lists_move_without_blocking():
     lists = KeyLists.build(KeyIntervalMask.causal(200, 200), 200)
     moved = lists.to("cpu", non_blocking=True)
     assert torch.equal(moved.keys, lists.keys) and moved.seqlen_q == 200
+
+
+@pytest.mark.parametrize("bias_dims", [None, 0])
+def test_vmap_over_no_elements(bias_dims):
+    query, key, value = (torch.randn(0, 2, 9, 2, 8, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 2, 1, 9) if bias_dims is None else torch.randn(0, 2, 2, 1, 9)
+
+    def call(query, key, value, bias):
+        return flash_dmattn_func(query, key, value, attn_bias=bias)
+
+    out = torch.func.vmap(call, in_dims=(0, 0, 0, bias_dims))(query, key, value, bias)
+    assert out.shape == query.shape
+    (dquery,) = torch.autograd.grad(out.sum(), query)
+    assert dquery.shape == query.shape

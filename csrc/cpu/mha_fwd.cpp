@@ -212,10 +212,12 @@ private:
     // The keys of the longest sequence or list.
     int64_t count_most_keys() const {
         int64_t most = 0;
-        const KeyListsView& lists = p_.lists;
-        for (int64_t i = 0; i < lists.batches * lists.heads * lists.num_m_blocks && lists.present(); ++i)
-            most = std::max(most, lists.ends[i] - lists.begins[i]);
-        for (int64_t b = 0; b < p_.batch && !lists.present(); ++b) most = std::max(most, Sequence(p_, b).keys);
+        if (const KeyListsView& lists = p_.lists; lists.present()) {
+            for (int64_t i = 0; i < lists.batches * lists.heads * lists.num_m_blocks; ++i)
+                most = std::max(most, lists.ends[i] - lists.begins[i]);
+        } else {
+            for (int64_t b = 0; b < p_.batch; ++b) most = std::max(most, Sequence(p_, b).keys);
+        }
         return most;
     }
 

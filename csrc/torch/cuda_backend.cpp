@@ -12,6 +12,7 @@
 #include "cuda/mask/builders/index_list_builder.h"
 #include "cuda/mask/builders/list_builder.h"
 #include "cuda/topk/topk.h"
+#include "lists.h"
 #include "topk.h"
 
 namespace flash_dmattn {
@@ -78,22 +79,6 @@ void for_each_dispatch(const Params& p, const Run& run) {
     by_tiles.device_dispatch = {p.lists.begins, false};
     run(by_lists);
     run(by_tiles);
-}
-
-struct Lists {
-    Tensor keys, spans, rows;
-    int64_t* begins() const { return spans.data_ptr<int64_t>(); }
-    int64_t* ends() const { return begins() + spans.stride(0); }
-    uint32_t* row_words() const {  // null without row bits
-        return rows.numel() > 0 ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr;
-    }
-    std::tuple<Tensor, Tensor, Tensor> tensors() const { return {keys, spans, rows}; }
-};
-Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads, int64_t num_m_blocks,
-                  bool has_rows) {
-    const auto ints = like.options().dtype(at::kInt);
-    return {at::empty({capacity}, ints), at::empty({2, batches, heads, num_m_blocks}, like.options().dtype(at::kLong)),
-            at::empty({has_rows ? capacity : 0, KeyListsView::kRows / 32}, ints)};
 }
 
 }  // namespace

@@ -24,6 +24,13 @@ int64_t round_up(int64_t length) {
 
 }  // namespace
 
+Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads, int64_t num_m_blocks,
+                  bool has_rows, int64_t tile_rows) {
+    const auto ints = like.options().dtype(at::kInt);
+    return {at::empty({capacity}, ints), at::empty({2, batches, heads, num_m_blocks}, like.options().dtype(at::kLong)),
+            at::empty({has_rows ? capacity : 0, tile_rows / 32}, ints)};
+}
+
 std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, const OptionalTensor& intervals,
                                                    int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                                    const OptionalTensor& cu_seqlens_q,
@@ -91,18 +98,15 @@ std::tuple<Tensor, Tensor, Tensor> index_key_lists(const Tensor& indices, const 
         index_params(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
     if (is_host_readable(indices)) check_indices(indices, tile_rows, seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
     const IndexListsPlan plan = plan_index_lists(p);
-    const auto ints = indices.options().dtype(at::kInt), longs = indices.options().dtype(at::kLong);
-    const Tensor keys = at::empty({plan.capacity}, ints);
-    const Tensor spans = at::empty({2, plan.batches, plan.heads, plan.num_m_blocks}, longs);
-    const Tensor rows = at::empty({plan.has_rows ? plan.capacity : 0, plan.tile_rows / 32}, ints);
-    int64_t *begins = spans.data_ptr<int64_t>(), *ends = begins + spans.stride(0);
-    uint32_t* row_words = plan.has_rows ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr;
+    const Lists lists =
+        empty_lists(indices, plan.capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows, plan.tile_rows);
+    int32_t* keys = lists.keys.data_ptr<int32_t>();
     if (indices.is_cpu()) {
-        index_lists_cpu(p, plan, keys.data_ptr<int32_t>(), begins, ends, row_words);
+        index_lists_cpu(p, plan, keys, lists.begins(), lists.ends(), lists.row_words());
     } else {
-        build_index_lists(p, plan, indices, keys.data_ptr<int32_t>(), begins, ends, row_words);
+        build_index_lists(p, plan, indices, keys, lists.begins(), lists.ends(), lists.row_words());
     }
-    return {keys, spans, rows};
+    return lists.tensors();
 }
 
 }  // namespace flash_dmattn

@@ -1,10 +1,9 @@
 #include "topk.h"
 
-#include <ATen/ops/empty.h>
-
 #include "checks.h"
 #include "cpu/topk_lists.h"
 #include "cuda_backend.h"
+#include "lists.h"
 
 namespace flash_dmattn {
 
@@ -49,21 +48,16 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
         p.seqused_k = seqlens_k->const_data_ptr<int32_t>();
     }
     const SelectedListsPlan plan = plan_selected_lists(p);
-    const auto ints = bias.options().dtype(at::kInt);
-    Tensor keys = at::empty({plan.capacity}, ints),
-           spans = at::empty({2, p.batches, p.bias.heads, 1}, bias.options().dtype(at::kLong)),
-           rows = at::empty({plan.has_rows ? plan.capacity : 0, KeyListsView::kRows / 32}, ints);
-    if (plan.lists == 0) return {keys, spans, rows};
-    int32_t* list_keys = keys.data_ptr<int32_t>();
-    int64_t *begins = spans.data_ptr<int64_t>(), *ends = begins + plan.lists;
-    uint32_t* row_words = plan.has_rows ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr;
+    const Lists lists = empty_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);
+    if (plan.lists == 0) return lists.tensors();
+    int32_t* keys = lists.keys.data_ptr<int32_t>();
     if (!bias.is_cpu()) {
-        select_key_lists(p, bias, list_keys, begins, ends, row_words);
+        select_key_lists(p, bias, keys, lists.begins(), lists.ends(), lists.row_words());
     } else {
-        TORCH_CHECK_VALUE(topk_lists_cpu(p, plan, list_keys, begins, ends, row_words),
+        TORCH_CHECK_VALUE(topk_lists_cpu(p, plan, keys, lists.begins(), lists.ends(), lists.row_words()),
                           "bias must not be NaN: it has no order");
     }
-    return {keys, spans, rows};
+    return lists.tensors();
 }
 
 }  // namespace flash_dmattn

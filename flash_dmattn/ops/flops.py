@@ -7,7 +7,6 @@ of a mask waits for its device. Meta and fake tensors have no values: all scores
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -206,11 +205,16 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name != FLOP_COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is None:
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            # Not before: a caller of find_spec may not import the module.
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             execute(module)
             register_formulas(module)
 

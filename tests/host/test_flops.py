@@ -194,6 +194,7 @@ def test_without_values_all_scores_that_causality_shows_count():
 
 def test_the_formulas_are_registered_whichever_module_is_imported_first():
     count = "from torch.utils.flop_counter import FlopCounterMode, flop_registry"
-    for order in (["import flash_dmattn", count], [count, "import flash_dmattn"]):
+    find = "from importlib.util import find_spec; find_spec('torch.utils.flop_counter')"
+    for order in (["import flash_dmattn", count], [count, "import flash_dmattn"], ["import flash_dmattn", find, count]):
         program = "; ".join([*order, "import torch; assert torch.ops.flash_dmattn.attention_forward in flop_registry"])
         subprocess.run([sys.executable, "-c", program], check=True)

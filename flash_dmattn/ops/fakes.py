@@ -27,6 +27,15 @@ def empty_lists(like: Tensor, capacity, spans, has_bits: bool, rows: int = LIST_
     )
 
 
+def guard_free(size):
+    """The size, or where it may be 1 in a traced graph, a size unknown to it: PyTorch makes separate graphs for 1."""
+    if isinstance(size, int):
+        return size
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return size if statically_known_true(size != 1) else torch.library.get_ctx().new_dynamic_size()
+
+
 def attention_forward(*args):
     query = Arguments(*args).query
     *batch, seqlen_q, heads, _ = query.shape
@@ -52,7 +61,7 @@ def build_key_lists(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q
             capacity = torch.sym_min(capacity, shape[1] * tiles * (shape[0] + batches * (LIST_ALIGN - 1)))
     else:
         capacity = torch.library.get_ctx().new_dynamic_size()
-    return empty_lists(like, capacity, (batches, shape[1], tiles), mask is not None and not rows_alike)
+    return empty_lists(like, capacity, (batches, shape[1], guard_free(tiles)), mask is not None and not rows_alike)
 
 
 def index_key_lists(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
@@ -73,7 +82,8 @@ def index_key_lists(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal
         batches = intervals.shape[1] if batches == 1 else batches
     if cu_seqlens_q is not None:
         batches = cu_seqlens_q.shape[0] - 1
-    return empty_lists(indices, batches * heads * groups * stride, (batches, heads, tiles), has_bits, list_rows)
+    spans = (batches, heads, guard_free(tiles))
+    return empty_lists(indices, batches * heads * groups * stride, spans, has_bits, list_rows)
 
 
 def pack_mask(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
@@ -82,7 +92,7 @@ def pack_mask(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
     heads, words = mask.shape[1], -(-seqlen_k // 128) * 4
     rows = (batches, heads, 1 if rows_alike else seqlen_q)
     bits = (*(mask.shape[:2] if mask.ndim == 3 else rows), words)
-    tiles = (9, batches, heads, 1 if rows_alike else -(-seqlen_q // 64), -(-seqlen_k // 64))
+    tiles = (9, batches, heads, *map(guard_free, (1 if rows_alike else -(-seqlen_q // 64), -(-seqlen_k // 64))))
     return mask.new_empty(bits, dtype=torch.int32), mask.new_empty(tiles, dtype=torch.uint8)
 
 

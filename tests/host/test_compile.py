@@ -6,11 +6,11 @@ from helpers import inputs, rand_mask
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto, ops
 
 # Below and above the thresholds of the dispatch. PyTorch makes separate graphs for sizes of 1 and for sizes that are
 # equal in the first call (the batch size and the number of heads).
-BATCHES, SEQLENS = (3, 5, 6), (1025, 140, 200, 260, 300, 511, 513, 600, 777, 1000, 129, 1500)
+BATCHES, SEQLENS = (3, 5, 6), (1025, 140, 200, 260, 300, 511, 513, 600, 777, 1000, 129, 1500, 20, 128)
 LENGTHS = [(BATCHES[i % 3], seqlen) for i, seqlen in enumerate(SEQLENS)]
 HEADS = 4
 
@@ -47,6 +47,8 @@ def test_one_graph_for_all_lengths(case):
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for batch, seqlen in LENGTHS:
+        if case == "lists" and seqlen <= 128:
+            continue  # one row tile: an input of size 1
         x = make(batch, seqlen)
         leaves = [y.requires_grad_() for y in inputs(batch, seqlen, seqlen, HEADS, 2, 8)]
         if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -99,6 +101,37 @@ def test_export_with_dim(function):
     for sizes in ((5, 300), (7, 700)):
         given = tensors_of(*sizes)
         torch.testing.assert_close(exported.module()(*given), function(*given), rtol=1e-4, atol=1e-4)
+
+
+class Selected(torch.nn.Module):
+    """A layer whose operators make tensors of one row per 64 or 128 rows."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, query, key, value, bias):
+        if self.kind == "window":
+            return windowed(query, key, value, bias)
+        seqlen = query.shape[1]
+        mask = bias.squeeze(2)[..., None, :] > 0
+        if self.kind == "packed":  # an operator of CUDA, which is traced anywhere
+            return ops.pack_mask(mask.expand(-1, -1, seqlen, -1), seqlen, seqlen, True, None, None)[1]
+        indices = (torch.arange(8, dtype=torch.int32) - 1).expand(1, 1, seqlen, 8)
+        return flash_dmattn_func(query, key, value, KeyLists.from_indices(indices, seqlen, seqlen))
+
+
+@pytest.mark.parametrize("first", [100, 140])
+@pytest.mark.parametrize("kind", ["window", "indices", "packed"])
+def test_export_for_one_row_tile_and_for_many(kind, first):
+    model = Selected(kind)
+    batch, seqlen = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("seqlen", min=2, max=4096)
+    rows = {0: batch, 1: seqlen}
+    shapes = (rows, rows, rows, {0: batch, 3: seqlen})
+    exported = torch.export.export(model, tensors_of(3, first), dynamic_shapes=shapes)
+    for length in (7, 20, 64, 127, 128, 129, 300) if kind != "packed" else ():
+        given = tensors_of(5, length)
+        torch.testing.assert_close(exported.module()(*given), model(*given), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("function", [layer, windowed])

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from . import checks, ops
 from .arguments import is_host_readable, require_tensor
-from .backends import cpu, cuda, reference
+from .backends import cpu, cuda, meta, reference
 from .biases import hides
 from .broadcast import expand_shared, scores_of_sequence
 from .call import Call, Options, Varlen
@@ -18,6 +18,7 @@ from .masks import Mask, Problem, as_mask, choice, selection
 from .ops.list_sizes import is_per_key
 from .ops.schema import MaskTensors
 
+COMPILED = {"cpu": cpu, "cuda": cuda, "meta": meta}
 HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
 
 
@@ -71,8 +72,8 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
 def require_device_with_kernels(name: str, tensor: Tensor) -> str:
     """The tensor's device type. Raises RuntimeError for a device without kernels."""
     device_type = tensor.device.type
-    if device_type not in ("cpu", "cuda"):
-        raise RuntimeError(f"{name} must be on a cpu or cuda device, got {tensor.device}")
+    if device_type not in COMPILED:
+        raise RuntimeError(f"{name} must be on a cpu, cuda or meta device, got {tensor.device}")
     return device_type
 
 
@@ -81,7 +82,7 @@ def kernels_for(query: Tensor) -> ModuleType:
     require_tensor("query", query)
     device_type = require_device_with_kernels("query", query)
     ops.compiled_module()
-    return cuda if device_type == "cuda" else cpu
+    return COMPILED[device_type]
 
 
 def drop_room(call: Call) -> None:

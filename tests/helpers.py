@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func, flash_dmattn_func_auto
 
@@ -19,6 +20,12 @@ def inputs(batch=2, seqlen_q=65, seqlen_k=65, heads=2, kv_heads=2, head_dim=16, 
     """Random query, key and value, (B, S, heads, D)."""
     shapes = ((seqlen_q, heads), (seqlen_k, kv_heads), (seqlen_k, kv_heads))
     return [torch.randn(batch, seqlen, n, head_dim, device=device).to(dtype) for seqlen, n in shapes]
+
+
+def on_xpu(*shape):
+    """A tensor on a device that has no kernels, wherever the tests run."""
+    with FakeTensorMode():
+        return torch.zeros(shape, device="xpu")
 
 
 def shaped(broadcast, seqlen_q, seqlen_k):

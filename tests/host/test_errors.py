@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import inputs
+from helpers import inputs, on_xpu
 
 import flash_dmattn
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_varlen_func
@@ -191,9 +191,9 @@ FIXED = {
         "attn_mask must be on query's device cpu, got meta",
     ),
     "a device without kernels": (
-        lambda: call(Q.to("meta"), K.to("meta"), V.to("meta")),
+        lambda: call(on_xpu(2, 5, 4, 8), K, V),
         RuntimeError,
-        "query must be on a cpu or cuda device, got meta",
+        "query must be on a cpu, cuda or meta device, got xpu:0",
     ),
     "qkv of 4 dimensions": (
         lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 4, 8)),
@@ -221,9 +221,9 @@ FIXED = {
         "qkv must have a head dimension from 1 to 256, got 264",
     ),
     "qkv on a device without kernels": (
-        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 8, device="meta")),
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func(on_xpu(2, 5, 3, 4, 8)),
         RuntimeError,
-        "qkv must be on a cpu or cuda device, got meta",
+        "qkv must be on a cpu, cuda or meta device, got xpu:0",
     ),
     "kv with other heads": (
         lambda: flash_dmattn.flash_dmattn_kvpacked_func(Q, torch.zeros(2, 7, 2, 3, 8)),

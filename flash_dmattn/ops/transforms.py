@@ -6,8 +6,11 @@ the autograd functions of this file instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 from .. import ops
 from ..loading import NAMESPACE
@@ -143,8 +146,22 @@ def contiguous_rows(rows: Tensor) -> Tensor:
     return rows if rows.ndim == 0 or rows.stride(-1) == 1 else rows.contiguous()
 
 
+def transformed(function: type[Operator]) -> Callable[..., tuple[Tensor, ...]]:
+    """The operator while transforms are active."""
+
+    def call(*args):
+        if any(interpreter.key() == TransformType.Functionalize for interpreter in get_interpreter_stack()):
+            raise NotImplementedError(
+                "flash_dmattn does not support torch.func.functionalize, whose transform has no rule for autograd "
+                f"functions; torch.export and torch.compile need none, or {INSTEAD}"
+            )
+        return function.apply(*args)
+
+    return call
+
+
 if ops.attention_forward is not None:
     LIBRARY = torch.library.Library(NAMESPACE, "IMPL")
     for name, function in (("attention_forward", Forward), ("attention_backward", Backward)):
         # The dispatch key of active transforms.
-        LIBRARY.impl(name, function.apply, "FuncTorchDynamicLayerFrontMode")
+        LIBRARY.impl(name, transformed(function), "FuncTorchDynamicLayerFrontMode")

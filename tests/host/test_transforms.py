@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from helpers import inputs, rand_intervals, rand_mask, reference
-from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func
 
@@ -153,6 +153,23 @@ def test_grad_and_vmap_of_variable_length():
     leaves = [x.clone().requires_grad_() for x in tensors]
     sum(total(*(x[i] for x in leaves)) for i in range(CALLS)).backward()
     assert_all_close(vmap(grad(total, (0, 1, 2)))(*tensors), [x.grad for x in leaves])
+
+
+def test_functionalize_is_refused():
+    tensors = small()
+
+    def total(*tensors):
+        return flash_dmattn_func(*tensors).sum()
+
+    stacked_tensors = [torch.stack([x, x]) for x in tensors]
+    for call, given in (
+        (functionalize(total), tensors),
+        (functionalize(grad(total)), tensors),
+        (grad(functionalize(total)), tensors),
+        (functionalize(vmap(total)), stacked_tensors),
+    ):
+        with pytest.raises(NotImplementedError, match="does not support torch.func.functionalize.* 'reference'"):
+            call(*given)
 
 
 @pytest.mark.parametrize("calls", [None, 2])

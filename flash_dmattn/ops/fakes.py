@@ -28,8 +28,11 @@ def empty_lists(like: Tensor, capacity, spans, has_bits: bool, rows: int = LIST_
 
 
 def guard_free(size):
-    """The size, or where it may be 1 in a traced graph, a size unknown to it: PyTorch makes separate graphs for 1."""
-    if isinstance(size, int):
+    """The size, or where it may be 1 in a traced graph, a size unknown to it: PyTorch makes separate graphs for 1.
+
+    The size itself where unknown sizes are off, as in torch.compile without fullgraph=True: they would break the graph.
+    """
+    if isinstance(size, int) or not size.node.shape_env.allow_dynamic_output_shape_ops:
         return size
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
 

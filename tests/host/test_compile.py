@@ -134,6 +134,17 @@ def test_export_for_one_row_tile_and_for_many(kind, first):
         torch.testing.assert_close(exported.module()(*given), model(*given), rtol=1e-4, atol=1e-4)
 
 
+def test_one_row_tile_or_many_without_fullgraph():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(windowed, dynamic=True, backend="aot_eager")
+    for sizes in ((3, 1025), (5, 140), (6, 64), (3, 128), (5, 129)):
+        leaves = [x.requires_grad_() for x in tensors_of(*sizes)]
+        ours, expected = (torch.autograd.grad(f(*leaves).sin().sum(), leaves) for f in (compiled, windowed))
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 @pytest.mark.parametrize("function", [layer, windowed])
 def test_make_fx_symbolic(function):
     def gradients(*tensors):

@@ -275,7 +275,11 @@ IndexListsParams index_params(const Tensor& indices, const OptionalTensor& inter
                               int64_t seqlen_q, int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
                               const OptionalTensor& cu_seqlens_k) {
     constexpr int64_t kMaxIndices = (int64_t{1} << 24) - 1;  // in a row: a list counts its indices in 32 bits
+    // The builder steps through the keys by windows of 2^17 and rounds the length of a list up, both in 32 bits.
+    constexpr int64_t kMaxKeys = (int64_t{1} << 31) - (int64_t{1} << 17);
     check_lengths(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
+    TORCH_CHECK_VALUE(seqlen_k <= kMaxKeys, "seqlen_k must be at most ", kMaxKeys, " for lists of indices, got ",
+                      seqlen_k);
     const bool varlen = cu_seqlens_q.has_value();
     check_dtype(indices, "indices", at::kInt);
     TORCH_CHECK_VALUE(indices.dim() == 4 || (varlen && indices.dim() == 3),

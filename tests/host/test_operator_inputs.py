@@ -188,6 +188,14 @@ def test_lengths_of_more_than_31_bits_are_refused():
             KeyLists.from_indices(ints(1, 1, 1, 1), seqlen_q, seqlen_k, tile_rows=seqlen_q)
 
 
+def test_index_lists_of_keys_that_overflow_the_builder_are_refused():
+    most = 2**31 - 2**17
+    assert KeyLists.from_indices(ints(1, 1, 1, 1), 1, most, tile_rows=64).seqlen_k == most
+    for seqlen_k in (most + 1, 2**31 - 1):
+        with pytest.raises(ValueError, match=f"seqlen_k must be at most {most} for lists of indices, got {seqlen_k}"):
+            KeyLists.from_indices(ints(1, 1, 1, 1), 1, seqlen_k)
+
+
 @pytest.mark.parametrize("given", ["mask", "rows of a mask", "intervals", "bias", "window"])
 def test_export_refuses_masks_and_biases_of_other_sequences(given):
     """On CUDA the operators that pack a mask, list it or select keys see neither the keys nor the offsets' values."""

@@ -96,6 +96,8 @@ def check_call(backend: ModuleType, call: Call) -> None:
     def check_with(mask: MaskTensors) -> None:
         check_tensors(call, mask, call.attn_bias)
 
+    if type(call.query) is not Tensor and hasattr(call.query, "device_mesh"):
+        check_distributed(call)
     if call.attn_mask is None:
         check_with(NO_MASK)
     else:
@@ -110,6 +112,19 @@ def check_call(backend: ModuleType, call: Call) -> None:
     if call.window_size is not None:
         batch = call.query.shape[0] if call.varlen is None else None
         check_window(call.attn_mask, call.attn_bias, batch, call.key.shape[-3], call.is_causal)
+
+
+def check_distributed(call: Call) -> None:
+    """Whether all tensors beside a query that is a DTensor are DTensors. PyTorch's own error names none."""
+    mask = call.attn_mask
+    of_mask = NO_MASK if mask is None else mask.packed(call.problem()) if mask.has_lists else mask.operands()
+    beside = [("key", call.key), ("value", call.value), ("attn_bias", call.attn_bias)]
+    for name, tensor in beside + [("attn_mask", tensor) for tensor in of_mask]:
+        if isinstance(tensor, Tensor) and not hasattr(tensor, "device_mesh"):
+            raise TypeError(
+                f"{name} must be a DTensor, like query, got a plain tensor: make it of "
+                f"distribute_tensor(tensor, mesh, placements), where [Replicate()] replicates it"
+            )
 
 
 def check_tensors(call: Call, mask: MaskTensors, bias: Tensor | None) -> None:

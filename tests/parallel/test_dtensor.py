@@ -89,6 +89,38 @@ def test_ranks_divide_what_batch_elements_share(two):
         assert "sharded over 2 ranks, which must divide them and the 3 of a mask or bias" in failure.message
 
 
+def beside_a_plain_mask(kind):
+    """A query that is sharded by heads, and a mask as a plain tensor, then the same one replicated."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import flash_dmattn.parallel  # noqa: F401, registers the sharding rules
+    from flash_dmattn import KeyIntervalMask, flash_dmattn_func
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors = [distribute_tensor(torch.randn(2, 9, 4, 16), mesh, [Shard(2)]) for _ in range(3)]
+    start = torch.arange(9, dtype=torch.int32)[None, None]
+    make, parts = {
+        "bool": (lambda x: x, [torch.rand(2, 1, 9, 9) < 0.5]),
+        "intervals": (KeyIntervalMask, [start, start + 3]),
+        "lists": (lambda *x: KeyLists.build(KeyIntervalMask(*x), 9), [start, start + 3]),
+    }[kind]
+    try:
+        flash_dmattn_func(*tensors, make(*parts))
+    except TypeError as error:
+        message = str(error)
+    if kind == "lists":  # they cannot move: their mask would have to be sharded as the query
+        return message, True
+    replicated = make(*(distribute_tensor(part, mesh, [Replicate()]) for part in parts))
+    return message, flash_dmattn_func(*tensors, replicated).placements == (Shard(2),)
+
+
+@pytest.mark.parametrize("kind", ["bool", "intervals", "lists"])
+def test_a_plain_mask_beside_dtensors_is_named(two, kind):
+    for message, works_replicated in two.results(beside_a_plain_mask, kind):
+        assert message.startswith("attn_mask must be a DTensor, like query, got a plain tensor") and works_replicated
+
+
 def test_lists_of_dtensors_are_not_moved(two):
     skip_lists(WINDOWED)
     for failure in two.run(over_dtensors, {"bias": (1, 2, 1, 600), **WINDOWED}, 2, False):

@@ -23,8 +23,14 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 def require_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}{as_tensor_hint(name, value)}")
     require_dense(name, value)
+
+
+def as_tensor_hint(name: str, value: object) -> str:
+    """The end of an error for NumPy arrays and sequences in place of tensors."""
+    is_array = isinstance(value, (list, tuple)) or hasattr(value, "__array__")
+    return f": pass torch.as_tensor({name})" if is_array and not isinstance(value, Tensor) else ""
 
 
 def require_dense(name: str, value: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ class KeyIndices(Container, Mask):
     def list_intervals(self) -> Tensor | None:
         # Row bits include the intervals already.
         return None if self.shown is None or has_row_bits(self.tile_rows) else self.shown.intervals
+
+    def __getitem__(self, index: slice) -> KeyIndices:
+        """The indices of some batch elements, and the intervals beside them. Those of all batch elements stay."""
+        held = {"indices": self.indices, "shown": self.shown}
+        batches = max(part.shape[0] for part in held.values() if part is not None)
+        parts = {name: part[index] for name, part in held.items() if part is not None and part.shape[0] == batches}
+        return replace(self, **parts)
 
     def operands(self) -> MaskTensors:
         return MaskTensors() if self.shown is None else self.shown.operands()

@@ -17,13 +17,11 @@ from ..arguments import (
     require_tensor,
     shape_of,
 )
-from ..broadcast import expand_shared
 from ..ops.schema import MaskTensors
 from .base import Mask
+from .combined import FIXED, VARLEN, intersection, intersection_with_bool, union
 from .containers import Container, register
 from .topk import NEVER, check_topk, operator_for, own_rows, sequence_of_keys
-
-FIXED, VARLEN = "({B|1}, {H|Hkv|1}, Sk)", "(total_k, {H|Hkv|1})"
 
 
 class KeyIntervalMask(Container, Mask):
@@ -183,74 +181,20 @@ class KeyIntervalMask(Container, Mask):
         With a bool tensor ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) a bool tensor.
         """
         if isinstance(other, Tensor):
-            return self._and_bool(other)
-        if not isinstance(other, KeyIntervalMask):
-            return NotImplemented
-        (start, end), (others_start, others_end) = self._beside(other, "&")
-        bounds = [mask.keys_per_row for mask in (self, other) if mask.keys_per_row is not None]
-        return KeyIntervalMask(
-            torch.maximum(start, others_start),
-            torch.minimum(end, others_end),
-            keys_per_row=min(bounds) if bounds else None,
-            scattered=self.scattered or other.scattered,
-            rows=other.rows if self.rows is None else self.rows,
-        )
+            return intersection_with_bool(self, other)
+        return intersection(self, other) if isinstance(other, KeyIntervalMask) else NotImplemented
 
     __rand__ = __and__
 
     def __or__(self, other: KeyIntervalMask) -> KeyIntervalMask:
         """The scores that either mask shows, where the rows that see a key are one interval. Waits for the device.
 
-        Raises ValueError where a key's two intervals leave a gap: use `to_dense`.
+        It has keys_per_row where both masks have it and one has rows. Under torch.compile it has none.
+
+        Raises ValueError where a key's two intervals leave a gap: use `to_dense`. Under torch.compile and torch.export
+        a gap fails an assertion on the device.
         """
-        if not isinstance(other, KeyIntervalMask):
-            return NotImplemented
-        (start, end), (others_start, others_end) = self._beside(other, "|")
-        is_empty, others_empty = end <= start, others_end <= others_start
-        gap = ~is_empty & ~others_empty & (torch.maximum(start, others_start) > torch.minimum(end, others_end))
-        if gap.any():
-            raise ValueError(
-                f"a | b is a KeyIntervalMask only where the intervals of each key overlap or touch, got "
-                f"{int(gap.sum())} keys with a gap: use a.to_dense() | b.to_dense()"
-            )
-
-        def united(own: Tensor, others: Tensor, both: Tensor) -> Tensor:
-            return torch.where(others_empty, own, torch.where(is_empty, others, both))
-
-        return KeyIntervalMask(
-            united(start, others_start, torch.minimum(start, others_start)),
-            united(end, others_end, torch.maximum(end, others_end)),
-            scattered=self.scattered and other.scattered,
-            rows=other.rows if self.rows is None else self.rows,
-        )
-
-    def _beside(self, other: KeyIntervalMask, symbol: str) -> list[tuple[Tensor, Tensor]]:
-        """(start, end) of both masks with the same number of heads. Raises where the masks do not fit."""
-        heads = max(self.heads, other.heads)
-        fit = (
-            self.is_varlen == other.is_varlen
-            and self.keys == other.keys
-            and (self.batches == other.batches or 1 in (self.batches, other.batches))
-            and all(mask.heads == heads or (mask.heads and heads % mask.heads == 0) for mask in (self, other))
-        )
-        if not fit:
-            raise ValueError(
-                f"a {symbol} b needs masks {FIXED}, or {VARLEN}, with the same keys, with the same batch size or 1, "
-                f"and with head counts of which one divides the other, got {tuple(self.shape)} and {tuple(other.shape)}"
-            )
-        if self.device != other.device:
-            raise RuntimeError(f"a {symbol} b needs masks on the same device, got {self.device} and {other.device}")
-        if None not in (self.rows, other.rows) and self.rows != other.rows:
-            raise ValueError(f"a {symbol} b needs masks of the same rows, got {self.rows} and {other.rows}")
-        return [tuple(expand_shared(rows, rows.shape[0], heads) for rows in mask.intervals) for mask in (self, other)]
-
-    def _and_bool(self, other: Tensor) -> Tensor:
-        if other.dtype != torch.bool or other.ndim != 4:
-            got = f"{names([other.dtype])} of shape {shape_of(other)}"
-            raise TypeError(f"a & b needs a bool tensor ({{B|1}}, {{H|Hkv|1}}, {{Sq|1}}, {{Sk|1}}), got {got}")
-        dense = self.to_dense(other.shape[2] if self.rows is None and other.shape[2] > 1 else None)
-        heads = max(dense.shape[1], other.shape[1])
-        return expand_shared(dense, dense.shape[0], heads) & expand_shared(other, other.shape[0], heads)
+        return union(self, other) if isinstance(other, KeyIntervalMask) else NotImplemented
 
     def to_dense(self, seqlen_q: int | None = None) -> Tensor:
         """bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible. Sq is `rows`, or Sk where `rows` is None.
@@ -271,6 +215,10 @@ class KeyIntervalMask(Container, Mask):
         if not self.is_varlen:
             raise ValueError(f"only a mask {VARLEN} has sequences, got {tuple(self.shape)}")
         return self._of_same_kind(self.intervals[:, first:last].transpose(1, 2)[:, None])
+
+    def copy(self) -> KeyIntervalMask:
+        """The same mask in memory of its own."""
+        return self._of_same_kind(self.intervals.clone())
 
     def _of_same_kind(self, intervals: Tensor) -> KeyIntervalMask:
         """A mask of other intervals with the same keys_per_row, scattered and rows."""
@@ -453,10 +401,18 @@ register(KeyIntervalMask, ("intervals",), ("keys_per_row", "scattered", "rows"))
 
 
 def collate(masks: list[KeyIntervalMask], *, collate_fn_map: object = None) -> KeyIntervalMask:
-    """One mask of the batch elements of all, for torch.utils.data.default_collate."""
+    """One mask of the batch elements of all, or of variable length of all sequences, for
+    torch.utils.data.default_collate."""
+
+    def kind(mask: KeyIntervalMask) -> tuple:
+        return mask.is_varlen, mask.shape[1:], mask.rows
+
     first = masks[0]
-    if first.is_varlen or any((mask.shape[1:], mask.rows) != (first.shape[1:], first.rows) for mask in masks):
-        raise ValueError(f"collate needs masks {FIXED} with the same heads, keys and rows, got {masks}")
+    if any(kind(mask) != kind(first) for mask in masks):
+        raise ValueError(
+            f"collate needs masks {FIXED} with the same heads, keys and rows, or {VARLEN} with the same heads, got "
+            f"{masks}"
+        )
     bounds = [mask.keys_per_row for mask in masks]
     return KeyIntervalMask._of(
         torch.cat([mask.intervals for mask in masks], dim=1),

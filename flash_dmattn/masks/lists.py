@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .. import ops
 from ..arguments import (
+    as_tensor_hint,
     check_cu_seqlens,
     check_same_sequences,
     is_host_readable,
@@ -36,6 +38,7 @@ def as_mask(mask: Tensor | Mask | None) -> Mask | None:
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(
             f"attn_mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got {type(mask).__name__}"
+            f"{as_tensor_hint('attn_mask', mask)}"
         )
     return mask
 
@@ -46,8 +49,8 @@ class KeyLists(Container, Mask):
 
     The kernels gather the listed keys and skip all others, so the cost is proportional to the number of listed keys.
     Built once, from a mask (`build`) or from an indexer's keys (`from_indices`), the lists serve any number of layers
-    and their backward passes, as `attn_mask`. They hold the mask or the indices that they were built from, and no copy:
-    edited in place, these no longer fit the lists.
+    and their backward passes, as `attn_mask`. They copy the intervals of a mask, but no bool mask and no indices: edited
+    in place, these no longer fit the lists.
     """
 
     keys: Tensor  # int32 (capacity): list after list, each padded with -1 to a multiple of 64
@@ -107,6 +110,7 @@ class KeyLists(Container, Mask):
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         elif isinstance(mask, KeyIntervalMask):
             mask.require_rows("mask", seqlen_q)
+        mask = mask.copy() if isinstance(mask, KeyIntervalMask) else mask
         return build_lists(mask, Problem(seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k))
 
     @staticmethod
@@ -168,6 +172,7 @@ class KeyLists(Container, Mask):
             if mask.is_varlen != has_sequences or (not has_sequences and mask.keys != seqlen_k):
                 accepted = "(total_k, {H|Hkv|1})" if has_sequences else f"({{B|1}}, {{H|Hkv|1}}, {seqlen_k})"
                 raise ValueError(f"mask must be {accepted}, got shape {shape_of(mask)}")
+            mask = mask.copy()
         problem = Problem(seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k)
         return list_indices(KeyIndices(indices, tile_rows, mask, seqlen_k), problem)
 
@@ -261,6 +266,17 @@ class KeyLists(Container, Mask):
         mask = mask.expand(-1, -1, self.seqlen_q, self.seqlen_k)
         return mask.tril(self.seqlen_k - self.seqlen_q)
 
+    def __getitem__(self, index: int | slice) -> KeyLists:
+        """The lists of some batch elements: `lists[2]` and `lists[2:4]` keep the batch dimension and copy no list."""
+        if self.cu_seqlens_q is not None:
+            raise ValueError("lists of variable length have no batch elements: build them of some sequences")
+        if isinstance(index, int):
+            index = range(self.batches)[index]  # raises IndexError
+            index = slice(index, index + 1)
+        if not isinstance(index, slice):
+            raise TypeError(f"lists are indexed by an int or a slice, got {type(index).__name__}")
+        return replace(self, spans=self.spans[:, index].contiguous(), mask=self.mask[index])
+
     def __repr__(self) -> str:
         causal = ", causal" if self.is_causal else ""
         return (
@@ -276,6 +292,14 @@ register(
 )
 
 
+def collate(lists: list[KeyLists], *, collate_fn_map: object = None) -> KeyLists:
+    """torch.utils.data.default_collate of lists."""
+    raise TypeError("KeyLists cannot be collated: collate the masks or the indices, then build the lists of the batch")
+
+
+default_collate_fn_map[KeyLists] = collate
+
+
 # Checks
 
 
@@ -289,7 +313,7 @@ def check_buildable(mask: object, has_sequences: bool) -> None:
     is_intervals = isinstance(mask, KeyIntervalMask)
     if not is_intervals and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
         got = names([mask.dtype]) if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask must be a bool tensor or a KeyIntervalMask, got {got}")
+        raise TypeError(f"mask must be a bool tensor or a KeyIntervalMask, got {got}{as_tensor_hint('mask', mask)}")
     if not is_intervals:
         require_dense("mask", mask)
     for_intervals, for_bools = ((2,), (2, 3)) if has_sequences else ((3,), (4,))

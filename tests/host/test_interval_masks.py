@@ -172,7 +172,7 @@ ERRORS = {
     "& lengths": (lambda: MASK & KeyIntervalMask(INTERVALS[0], INTERVALS[0]), ValueError, "needs masks"),
     "& devices": (lambda: MASK & MASK.to("meta"), RuntimeError, "same device, got cpu and meta"),
     "& type": (lambda: MASK & 1, TypeError, "unsupported operand"),
-    "& bool": (lambda: MASK & INTERVALS, TypeError, r"needs a bool tensor .* got int32 of shape \(2, 3, 4\)"),
+    "& bool": (lambda: MASK & INTERVALS, TypeError, r"must be a KeyIntervalMask or a bool tensor, got int32"),
     "| gap": (
         lambda: KeyIntervalMask(INTERVALS, INTERVALS + 1) | KeyIntervalMask(INTERVALS + 2, INTERVALS + 3),
         ValueError,

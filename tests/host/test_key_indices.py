@@ -278,7 +278,16 @@ ERRORS = {
         "indices must be from 0 to 3, or -1 for none, got 4",
     ),
     "64-bit indices": (lambda: made(INDICES.long()), TypeError, "indices must be int32, got int64"),
-    "a list of indices": (lambda: made([[0]]), TypeError, "indices must be a torch.Tensor, got list"),
+    "a list of indices": (
+        lambda: made([[0]]),
+        TypeError,
+        "indices must be a torch.Tensor, got list: pass torch.as_tensor",
+    ),
+    "NumPy's indices": (
+        lambda: made(INDICES.numpy()),
+        TypeError,
+        r"indices must be a torch.Tensor, got ndarray: pass torch.as_tensor\(indices\)",
+    ),
     "indices of three dimensions": (
         lambda: made(INDICES[0]),
         ValueError,

@@ -73,6 +73,64 @@ def test_a_batch_of_masks():
         next(iter(DataLoader([masks[0], KeyIntervalMask.causal(9, 9)], batch_size=2)))
 
 
+def test_a_batch_of_masks_of_variable_length():
+    masks = [KeyIntervalMask(start, start + 2, keys_per_row=2) for start in torch.arange(9).int().view(3, 3, 1)]
+    (both,) = DataLoader(masks[:2], batch_size=2)
+    assert both.is_varlen and torch.equal(both.end.flatten(), torch.arange(6) + 2) and both.keys_per_row == 2
+    with pytest.raises(ValueError, match="collate needs masks .* with the same heads"):
+        next(iter(DataLoader([masks[0], KeyIntervalMask.causal(9, 9)], batch_size=2)))
+
+
+def test_lists_are_not_collated():
+    with pytest.raises(TypeError, match="KeyLists cannot be collated: collate the masks or the indices, then build"):
+        next(iter(DataLoader([MASKS["lists of bool"]()], batch_size=1)))
+
+
+@pytest.mark.parametrize("kind", ["lists of intervals", "lists of bool", "lists of indices"])
+@pytest.mark.parametrize("index", [1, -2, slice(1, 2), slice(2, 2)])
+def test_lists_of_some_batch_elements(kind, index):
+    torch.manual_seed(1)
+    lists, tensors = MASKS[kind](), [torch.randn(2, 9, 2, 8) for _ in range(3)]
+    own = [x[index] if isinstance(index, slice) else x[index][None] for x in tensors]
+    expected = flash_dmattn_func(*tensors, lists)
+    assert torch.equal(flash_dmattn_func(*own, lists[index]), expected[index].view(own[0].shape))
+    assert torch.equal(lists[index].to_dense(), lists.to_dense()[index].view(len(own[0]), *lists.to_dense().shape[1:]))
+
+
+def test_lists_of_indices_beside_intervals_of_each_batch_element():
+    shown = rand_intervals(2, 1, 9, rows=9)
+    lists = KeyLists.from_indices(INDICES[:1], 9, 9, mask=shown)
+    assert torch.equal(lists[1].to_dense(), lists.to_dense()[1:])
+
+
+def test_lists_are_indexed_by_batch_elements_only():
+    lists = MASKS["lists of bool"]()
+    with pytest.raises(IndexError):
+        lists[2]
+    with pytest.raises(TypeError, match="lists are indexed by an int or a slice, got Tensor"):
+        lists[torch.tensor([0])]
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    start = torch.zeros(9, 1, dtype=torch.int32)
+    packed = KeyLists.build(KeyIntervalMask(start, start + 9), 5, 5, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    with pytest.raises(ValueError, match="lists of variable length have no batch elements"):
+        packed[0]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lists_keep_their_intervals(is_causal):
+    for make in (
+        lambda mask: KeyLists.build(mask, 9, is_causal=is_causal),
+        lambda mask: KeyLists.from_indices(INDICES, 9, 9, is_causal, mask=mask),
+        lambda mask: KeyLists.from_indices(INDICES[:, :, :1], 9, 9, is_causal, tile_rows=64, mask=mask),
+    ):
+        mask = rand_intervals(2, 1, 9, rows=9)
+        lists, tensors = make(mask), [torch.randn(2, 9, 2, 8) for _ in range(3)]
+        before, dense = flash_dmattn_func(*tensors, lists, is_causal=True), lists.to_dense()
+        mask.intervals.zero_()
+        assert torch.equal(flash_dmattn_func(*tensors, lists, is_causal=True), before)
+        assert torch.equal(lists.to_dense(), dense)
+
+
 def test_batch_elements():
     mask = rand_intervals(4, 2, 9, rows=9)
     dense = mask.to_dense(9)
@@ -86,6 +144,77 @@ def test_and_with_a_bool_tensor():
     expected = intervals.to_dense(9) & mask
     assert torch.equal(intervals & mask, expected) and torch.equal(mask & intervals, expected)
     assert torch.equal(attend(intervals & mask[:, :2]), attend(intervals.to_dense(9) & mask[:, :2]))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        rand_mask(3, 1, 9, 9),
+        rand_mask(1, 3, 9, 9),
+        rand_mask(1, 1, 5, 9),
+        rand_mask(1, 1, 9, 5),
+        rand_mask(1, 1, 9, 9)[0],
+    ],
+)
+def test_and_with_a_bool_tensor_that_does_not_fit(mask):
+    a = rand_intervals(2, 2, 9, rows=9)
+    a = KeyIntervalMask(a.start, a.end, rows=9)
+    message = (
+        r"b of a & b must be a bool tensor \({B\|1}, {H\|Hkv\|1}, {9\|1}, {9\|1}\) for a of 2 batch elements and 2 "
+        rf"heads.*, got shape \({mask.shape[0]}, "
+    )
+    with pytest.raises(ValueError, match=message):
+        a & mask
+
+
+def test_and_with_other_tensors():
+    a = rand_intervals(2, 2, 9, rows=9)
+    with pytest.raises(TypeError, match="b of a & b must be a KeyIntervalMask or a bool tensor, got float32"):
+        a & torch.ones(2, 2, 9, 9)
+    with pytest.raises(RuntimeError, match="b of a & b must be on a's device cpu, got meta"):
+        a & rand_mask(2, 2, 9, 9, device="meta")
+    start = torch.zeros(9, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="a & b of a bool tensor b needs a of fixed length"):
+        KeyIntervalMask(start, start) & rand_mask(1, 1, 9, 9)
+
+
+def test_or_of_intervals_with_a_gap_outside_the_rows():
+    start = torch.tensor([[[-9, 3, 0]]], dtype=torch.int32)
+    a = KeyIntervalMask(start, start + torch.tensor([4, 7, 5], dtype=torch.int32), rows=9)
+    b = KeyIntervalMask(torch.tensor([[[2, 12, 4]]]).int(), torch.tensor([[[5, 20, 6]]]).int())
+    assert torch.equal((a | b).to_dense(), a.to_dense(9) | b.to_dense(9))
+    with pytest.raises(ValueError, match="got 1 keys with a gap: use a.to_dense"):
+        KeyIntervalMask(a.start, a.end) | b  # rows from 12 on may exist
+
+
+def test_or_keeps_keys_per_row():
+    def most(mask, rows):
+        dense = mask.to_dense(rows)
+        spans = [(i, j) for i in range(rows) for j in range(i + 1, rows + 1)]
+        return max(int(dense[:, :, i:j].any(2).sum(-1).max()) - (j - i - 1) for i, j in spans)
+
+    for rows in (1, 7, 40):
+        start = torch.randint(-3, rows + 3, (2, 2, 30), dtype=torch.int32)
+        middle = start + torch.randint(-1, 4, start.shape, dtype=torch.int32)
+        a = KeyIntervalMask(start, middle, keys_per_row=30)
+        b = KeyIntervalMask(middle, middle + 2, keys_per_row=30, rows=rows)
+        assert (a | b).keys_per_row == most(a | b, rows)
+        assert (a | KeyIntervalMask(middle, middle + 2, rows=rows)).keys_per_row is None
+    window = KeyIntervalMask.sliding_window(40, 40, 4)
+    assert (window | KeyIntervalMask.sliding_window(40, 40, 7)).keys_per_row == 7
+
+
+def test_or_in_a_graph():
+    def visible(start, middle, end):
+        return (KeyIntervalMask(start, middle) | KeyIntervalMask(middle, end)).to_dense(12)
+
+    start = torch.randint(0, 9, (2, 1, 12), dtype=torch.int32)
+    compiled = torch.compile(visible, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(start, start + 1, start + 3), visible(start, start + 1, start + 3))
+    with pytest.raises(RuntimeError, match="only where the intervals of each key overlap or touch"):
+        torch.compile(lambda start: (KeyIntervalMask(start, start + 1) | KeyIntervalMask(start + 4, start + 5)).start)(
+            start
+        )
 
 
 def test_or():

@@ -42,6 +42,11 @@ def test_window_size(rows):
     assert torch.autograd.grad(out.sum(), bias)[0].shape == bias.shape
 
 
+def test_unions():
+    both = KeyIntervalMask.causal(SEQLEN, 9, "meta") | KeyIntervalMask.sliding_window(SEQLEN, 9, 3, "meta")
+    assert (both.shape, both.device.type, both.rows) == ((1, 1, 9), "meta", SEQLEN)
+
+
 def test_variable_length():
     ends = torch.zeros(3, dtype=torch.int32, device="meta")
     rows = [x[0] for x in on_meta()]

@@ -155,6 +155,17 @@ def test_grad_and_vmap_of_variable_length():
     assert_all_close(vmap(grad(total, (0, 1, 2)))(*tensors), [x.grad for x in leaves])
 
 
+def test_vmap_of_size_0():
+    def windowed(bias, *tensors):
+        return flash_dmattn_func(*tensors, None, bias, is_causal=True, window_size=3)
+
+    tensors = [x.new_empty(0, *x.shape) for x in small()]
+    bias = torch.zeros(2, 1, 1, tensors[1].shape[2])
+    assert vmap(lambda *x: windowed(bias, *x))(*tensors).shape == tensors[0].shape
+    with pytest.raises(RuntimeError, match="does not support vmap over dims of size 0"):
+        vmap(windowed)(bias.expand(0, *bias.shape), *tensors)
+
+
 def test_functionalize_is_refused():
     tensors = small()
 

@@ -49,8 +49,8 @@ class KeyLists(Container, Mask):
 
     The kernels gather the listed keys and skip all others, so the cost is proportional to the number of listed keys.
     Built once, from a mask (`build`) or from an indexer's keys (`from_indices`), the lists serve any number of layers
-    and their backward passes, as `attn_mask`. They copy the intervals of a mask, but no bool mask and no indices: edited
-    in place, these no longer fit the lists.
+    and their backward passes, as `attn_mask`. They copy the intervals of a mask, but no bool mask and no indices: if
+    these are edited in place, they no longer fit the lists.
     """
 
     keys: Tensor  # int32 (capacity): list after list, each padded with -1 to a multiple of 64

@@ -33,7 +33,7 @@ def intersection_with_bool(a: KeyIntervalMask, b: Tensor) -> Tensor:
     if b.dtype != torch.bool:
         raise TypeError(f"b of a & b must be a KeyIntervalMask or a bool tensor, got {names([b.dtype])}")
     if b.ndim == 4 and not a.is_varlen:
-        rows = b.shape[2] if a.rows is None and b.shape[2] > 1 else a.keys if a.rows is None else a.rows
+        rows = a.rows if a.rows is not None else b.shape[2] if b.shape[2] > 1 else a.keys
         heads = max(a.heads, b.shape[1])
         fits = (
             (a.batches == b.shape[0] or 1 in (a.batches, b.shape[0]))
@@ -64,12 +64,11 @@ def union(a: KeyIntervalMask, b: KeyIntervalMask) -> KeyIntervalMask:
     is_empty, others_empty = end <= start, others_end <= others_start
     gap = ~is_empty & ~others_empty & (torch.maximum(start, others_start) > torch.minimum(end, others_end))
     reads_values = is_host_readable(gap) or (gap.is_cuda and type(gap) is Tensor and not torch.compiler.is_compiling())
-    message = "a | b is a KeyIntervalMask only where the intervals of each key overlap or touch, got {}a gap: use "
-    message += "a.to_dense() | b.to_dense()"
+    accepted = "a | b is a KeyIntervalMask only where the intervals of each key overlap or touch"
     if not reads_values:
-        torch._assert_async(~gap.any(), message.format(""))
+        torch._assert_async(~gap.any(), f"{accepted}: use a.to_dense() | b.to_dense()")
     elif gap.any():
-        raise ValueError(message.format(f"{int(gap.sum())} keys with "))
+        raise ValueError(f"{accepted}, got {int(gap.sum())} keys with a gap: use a.to_dense() | b.to_dense()")
 
     def united(own: Tensor, others: Tensor, both: Tensor) -> Tensor:
         return torch.where(others_empty, own, torch.where(is_empty, others, both))

@@ -64,6 +64,31 @@ struct BiasView : ScoreView {
     DataType dtype = DataType::kFloat32;
 };
 
+// A relative position bias: one number for each distance of a key from a row, added to the score after the softcap, or
+// hiding it where it is -inf or the lowest finite number. In the accumulation type, as RowStatView. Entries are
+// contiguous.
+//
+// One dimension: row i and key j of a sequence of Sq rows and Sk keys read entry R + clamp(j - (i + Sk - Sq), -R, R).
+// A grid of h x w tokens, Sq = Sk = h * w: row i = y_i * w + x_i and key j read entry
+// (y_i - y_j + h - 1) * (2 w - 1) + (x_i - x_j + w - 1), which is base(i) - offset(j) with
+// base(i) = (y_i + h - 1) * (2 w - 1) + x_i + w - 1 and offset(j) = y_j * (2 w - 1) + x_j.
+struct RelativeBiasView {
+    const void* data = nullptr;  // [{B|1}, {H|Hkv|1}, size]
+    int64_t batch_stride = 0;
+    int64_t head_stride = 0;
+    int64_t batches = 1;      // B or 1
+    int64_t heads = 1;        // H, Hkv or 1
+    int64_t radius = 0;       // R; one dimension: size is 2 R + 1
+    int64_t grid_height = 0;  // h; 0: one dimension
+    int64_t grid_width = 0;   // w; size is (2 h - 1) * (2 w - 1)
+
+    bool present() const { return data != nullptr; }
+    bool has_grid() const { return grid_height > 0; }
+    int64_t size() const { return has_grid() ? (2 * grid_height - 1) * (2 * grid_width - 1) : 2 * radius + 1; }
+    int64_t head_of(int64_t query_head, int64_t query_heads) const { return query_head / (query_heads / heads); }
+    int64_t batch_of(int64_t batch) const { return batches > 1 ? batch : 0; }
+};
+
 // An interval mask. The key interval of key j: query rows [start_j, end_j), counted from the sequence's first row, see
 // the key. An end may lie beyond the last row.
 struct IntervalView {
@@ -214,6 +239,8 @@ struct AttentionParams {
     PackedMask packed_mask;                // replaces `mask`, which may be absent
     IntervalSummaries interval_summaries;  // of `intervals`, without lists
     DeviceDispatch device_dispatch;
+
+    RelativeBiasView relative_bias;
 };
 
 struct FwdParams : AttentionParams {};
@@ -231,6 +258,9 @@ struct BwdParams : AttentionParams {
     // [{H|Hkv}, total_k]; the caller sums over further broadcast dimensions.
     ScoreView dbias;
     bool deterministic = false;
+    // [batches, heads, size] of relative_bias, contiguous, in the accumulation type, zeroed by the caller: kernels add to
+    // it. Null where relative_bias needs no gradient.
+    void* drelative_bias = nullptr;
 };
 
 }  // namespace flash_dmattn

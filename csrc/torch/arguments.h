@@ -15,6 +15,8 @@ using OptionalSymInt = std::optional<c10::SymInt>;
 //   query                (B, Sq, H, D), or of variable length (total_q, H, D)
 //   key, value           (B, Sk, Hkv, D), or (total_k, Hkv, D)
 //   bias                 ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, Sk), or (total_k, heads), or (total_q, heads, max_seqlen_k)
+//   relative_bias        ({B|1}, {H|Hkv|1}, 2 R + 1), or for a grid of h x w tokens ({B|1}, {H|Hkv|1}, 2 h - 1, 2 w - 1);
+//                        float32, or float64 beside a float64 query (RelativeBiasView in params.h)
 //   mask                 bool in the bias's shapes. On CUDA the bits that pack_mask made: int32, 32 keys per word
 //   mask_tiles           on CUDA, beside mask: uint8, nine bytes for each tile of 64 x 64 scores
 //   intervals            int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends, or (2, total_k, heads)
@@ -27,25 +29,26 @@ using OptionalSymInt = std::optional<c10::SymInt>;
 //
 // At most one of mask and intervals is given. Lists come alone, with intervals that show which rows see a listed key,
 // or with a packed mask (pack_and_list_mask), where the device chooses between the two.
-#define FLASH_DMATTN_ARGUMENTS(X)              \
-    X("Tensor", Tensor, query)                 \
-    X("Tensor", Tensor, key)                   \
-    X("Tensor", Tensor, value)                 \
-    X("Tensor?", OptionalTensor, bias)         \
-    X("Tensor?", OptionalTensor, mask)         \
-    X("Tensor?", OptionalTensor, mask_tiles)   \
-    X("Tensor?", OptionalTensor, intervals)    \
-    X("Tensor?", OptionalTensor, kv_indices)   \
-    X("Tensor?", OptionalTensor, kv_indptr)    \
-    X("Tensor?", OptionalTensor, kv_row_bits)  \
-    X("Tensor?", OptionalTensor, cu_seqlens_q) \
-    X("Tensor?", OptionalTensor, cu_seqlens_k) \
-    X("SymInt?", OptionalSymInt, max_seqlen_q) \
-    X("SymInt?", OptionalSymInt, max_seqlen_k) \
-    X("Tensor?", OptionalTensor, seqlens_k)    \
-    X("float", double, softmax_scale)          \
-    X("float", double, softcap)                \
-    X("bool", bool, is_causal)                 \
+#define FLASH_DMATTN_ARGUMENTS(X)               \
+    X("Tensor", Tensor, query)                  \
+    X("Tensor", Tensor, key)                    \
+    X("Tensor", Tensor, value)                  \
+    X("Tensor?", OptionalTensor, bias)          \
+    X("Tensor?", OptionalTensor, relative_bias) \
+    X("Tensor?", OptionalTensor, mask)          \
+    X("Tensor?", OptionalTensor, mask_tiles)    \
+    X("Tensor?", OptionalTensor, intervals)     \
+    X("Tensor?", OptionalTensor, kv_indices)    \
+    X("Tensor?", OptionalTensor, kv_indptr)     \
+    X("Tensor?", OptionalTensor, kv_row_bits)   \
+    X("Tensor?", OptionalTensor, cu_seqlens_q)  \
+    X("Tensor?", OptionalTensor, cu_seqlens_k)  \
+    X("SymInt?", OptionalSymInt, max_seqlen_q)  \
+    X("SymInt?", OptionalSymInt, max_seqlen_k)  \
+    X("Tensor?", OptionalTensor, seqlens_k)     \
+    X("float", double, softmax_scale)           \
+    X("float", double, softcap)                 \
+    X("bool", bool, is_causal)                  \
     X("bool", bool, deterministic)
 
 struct Inputs {

@@ -73,9 +73,9 @@ Inputs saved_inputs(AutogradContext* ctx, const variable_list& saved) {
 
 class Attention : public torch::autograd::Function<Attention> {
 public:
-    // The first four arguments are those of `inputs` that may have a gradient.
+    // The first five arguments are those of `inputs` that may have a gradient.
     static variable_list forward(AutogradContext* ctx, const Tensor&, const Tensor&, const Tensor&,
-                                 const OptionalTensor&, const Inputs& inputs) {
+                                 const OptionalTensor&, const OptionalTensor&, const Inputs& inputs) {
         TORCH_CHECK_VALUE(!inputs.seqlens_k,
                           "cache_seqlens is for inference, and has no gradients: call under torch.no_grad()");
         at::AutoDispatchBelowADInplaceOrView below;
@@ -90,21 +90,26 @@ public:
         const Inputs inputs = saved_inputs(ctx, saved);
         const Tensor &out = saved[0], &lse = saved[1];
         const bool needs_dbias = inputs.bias && ctx->needs_input_grad(3);
+        // Absent tensors have no edge.
+        const bool needs_drelative_bias = inputs.relative_bias && ctx->needs_input_grad(inputs.bias ? 4 : 3);
         const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(out);
-        const auto [dquery, dkey, dvalue, dbias] =
-            call_attention_backward(dout, optional_of(grads[1]), out, lse, needs_dbias, inputs);
-        return {dquery, dkey, dvalue, needs_dbias ? dbias : Tensor(), Tensor()};
+        const auto [dquery, dkey, dvalue, dbias, drelative_bias] =
+            call_attention_backward(dout, optional_of(grads[1]), out, lse, needs_dbias, needs_drelative_bias, inputs);
+        return {dquery,  dkey, dvalue, needs_dbias ? dbias : Tensor(), needs_drelative_bias ? drelative_bias : Tensor(),
+                Tensor()};
     }
 };
 
 template <typename... Arguments>
 ForwardResult forward(Arguments... arguments) {
     const Inputs inputs{std::move(arguments)...};
-    if (!needs_grad(inputs.query, inputs.key, inputs.value, or_undefined(inputs.bias))) {
+    if (!needs_grad(inputs.query, inputs.key, inputs.value, or_undefined(inputs.bias),
+                    or_undefined(inputs.relative_bias))) {
         at::AutoDispatchBelowADInplaceOrView below;
         return call_attention_forward(inputs);
     }
-    const variable_list outputs = Attention::apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs);
+    const variable_list outputs =
+        Attention::apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.relative_bias, inputs);
     return {outputs[0], outputs[1]};
 }
 
@@ -112,8 +117,9 @@ ForwardResult forward(Arguments... arguments) {
 class Backward : public torch::autograd::Function<Backward> {
 public:
     static variable_list forward(AutogradContext*, const Tensor& dout, const OptionalTensor& dlse, const Tensor& query,
-                                 const Tensor& key, const Tensor& value, const OptionalTensor& bias, const Tensor& out,
-                                 const Tensor& lse, const std::function<variable_list()>& gradients) {
+                                 const Tensor& key, const Tensor& value, const OptionalTensor& bias,
+                                 const OptionalTensor& relative_bias, const Tensor& out, const Tensor& lse,
+                                 const std::function<variable_list()>& gradients) {
         return gradients();
     }
     static variable_list backward(AutogradContext*, const variable_list&) {
@@ -123,20 +129,25 @@ public:
 
 template <typename... Arguments>
 BackwardResult backward(Tensor dout, OptionalTensor dlse, Tensor out, Tensor lse, bool needs_dbias,
-                        Arguments... arguments) {
+                        bool needs_drelative_bias, Arguments... arguments) {
     const Inputs inputs{std::move(arguments)...};
     const auto run = [&] {
         at::AutoDispatchBelowADInplaceOrView below;
-        return call_attention_backward(dout, dlse, out, lse, needs_dbias, inputs);
+        return call_attention_backward(dout, dlse, out, lse, needs_dbias, needs_drelative_bias, inputs);
     };
-    const auto& [query, key, value, bias] = std::tie(inputs.query, inputs.key, inputs.value, inputs.bias);
-    if (!needs_grad(dout, or_undefined(dlse), query, key, value, or_undefined(bias), out, lse)) return run();
+    const auto& [query, key, value, bias, relative_bias] =
+        std::tie(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.relative_bias);
+    if (!needs_grad(dout, or_undefined(dlse), query, key, value, or_undefined(bias), or_undefined(relative_bias), out,
+                    lse)) {
+        return run();
+    }
     const std::function<variable_list()> run_to_list = [&] {
-        const auto [dquery, dkey, dvalue, dbias] = run();
-        return variable_list{dquery, dkey, dvalue, dbias};
+        const auto [dquery, dkey, dvalue, dbias, drelative_bias] = run();
+        return variable_list{dquery, dkey, dvalue, dbias, drelative_bias};
     };
-    const variable_list gradients = Backward::apply(dout, dlse, query, key, value, bias, out, lse, run_to_list);
-    return {gradients[0], gradients[1], gradients[2], gradients[3]};
+    const variable_list gradients =
+        Backward::apply(dout, dlse, query, key, value, bias, relative_bias, out, lse, run_to_list);
+    return {gradients[0], gradients[1], gradients[2], gradients[3], gradients[4]};
 }
 
 }  // namespace

@@ -250,6 +250,41 @@ void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std:
     }
 }
 
+void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& key, const SymInt& batch) {
+    const char* name = "relative_bias";
+    check_dense(name, bias);
+    const bool has_grid = bias.dim() == 4;
+    TORCH_CHECK_VALUE(bias.dim() == 3 || has_grid, name,
+                      " must be ({B|1}, {H|Hkv|1}, 2R + 1), or with grid=(h, w) ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1), "
+                      "got shape ",
+                      shape_of(bias));
+    const Dimension batches = one_of("{B|1}", batch, 1);
+    const Dimension heads = one_of("{H|Hkv|1}", query.sym_size(-2), key.sym_size(-2), 1);
+    if (has_grid) {
+        TORCH_CHECK_VALUE(query.dim() == 4, name, " of a grid is for fixed length, got shape ", shape_of(bias));
+        check_dimensions(name, bias,
+                         {batches, heads, one_of("2h - 1", bias.sym_size(2)), one_of("2w - 1", bias.sym_size(3))});
+    } else {
+        check_dimensions(name, bias, {batches, heads, one_of("2R + 1", bias.sym_size(2))});
+    }
+    SymInt tokens = 1;
+    for (int64_t dim = 2; dim < bias.dim(); ++dim) {
+        const SymInt size = bias.sym_size(dim);
+        TORCH_CHECK_VALUE(size % 2 == 1, name, " must have an odd number of entries in dimension ", dim, ", ",
+                          has_grid ? (dim == 2 ? "2h - 1" : "2w - 1") : "2R + 1", ", got shape ", shape_of(bias));
+        tokens *= (size + 1) / 2;
+    }
+    TORCH_CHECK_VALUE(!has_grid || (query.sym_size(1) == tokens && key.sym_size(1) == tokens), name, " of shape ",
+                      shape_of(bias), " is of a grid of ", tokens, " tokens, got ", query.sym_size(1),
+                      " query rows and ", key.sym_size(1), " keys");
+    const auto dtype = bias.scalar_type();
+    const bool is_wide = query.scalar_type() == at::kDouble;
+    TORCH_CHECK_TYPE(dtype == query.scalar_type() || (dtype == at::kFloat && !is_wide), name, " must be ",
+                     dtype_of(query), query.scalar_type() == at::kFloat || is_wide ? "" : " or float32", ", got ",
+                     dtype_of(bias));
+    check_device(bias, name, query, "query");
+}
+
 void check_length(const char* name, int64_t length) {
     constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
     TORCH_CHECK_VALUE(length >= 0 && length <= kMax, name, " must be from 0 to ", kMax, ", got ", length);

@@ -33,6 +33,8 @@ void check_packed_mask(const Tensor& bits, const Tensor& tiles, const Tensor& qu
                        bool varlen);
 void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor& key, bool varlen);
 void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k);
+// A relative bias of one dimension or of a grid, in float32 or query's dtype. `batch`: the batch elements or sequences.
+void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& key, const c10::SymInt& batch);
 // Sq, Sk or a bound on them: the kernels count rows and keys in 32 bits.
 void check_length(const char* name, int64_t length);
 // The number of valid keys of each batch element, for fixed length.

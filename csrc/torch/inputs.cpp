@@ -213,6 +213,12 @@ void fill(AttentionParams& p, const Inputs& in) {
         TORCH_CHECK_VALUE(varlen || in.bias->size(-1) == p.seqlen_k,
                           "attn_bias must have a column for every key, got shape ", shape_of(*in.bias));
     }
+    if (in.relative_bias) {
+        check_relative_bias(*in.relative_bias, query, key, p.batch);
+        check_dtype(*in.relative_bias, "relative_bias", accumulation_type(query));
+        TORCH_CHECK(query.is_cpu(), "relative_bias is not built for CUDA yet");
+        p.relative_bias = relative_bias_view(*in.relative_bias);
+    }
     TORCH_CHECK_VALUE(!in.mask || !in.intervals, "mask and intervals cannot both be given");
     if (in.mask) {
         const bool is_packed = !query.is_cpu();

@@ -20,8 +20,8 @@ ForwardResult attention_forward(Arguments... arguments) {
 
 template <typename... Arguments>
 BackwardResult attention_backward(Tensor dout, OptionalTensor dlse, Tensor out, Tensor lse, bool needs_dbias,
-                                  Arguments... arguments) {
-    return mha_bwd(dout, dlse, out, lse, needs_dbias, Inputs{std::move(arguments)...});
+                                  bool needs_drelative_bias, Arguments... arguments) {
+    return mha_bwd(dout, dlse, out, lse, needs_dbias, needs_drelative_bias, Inputs{std::move(arguments)...});
 }
 
 // ", Tensor query, Tensor key, ..."
@@ -35,8 +35,9 @@ std::string schema_arguments() {
 
 TORCH_LIBRARY(flash_dmattn, m) {
     m.def(("attention_forward(" + schema_arguments().substr(2) + ") -> (Tensor, Tensor)").c_str());
-    m.def(("attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool needs_dbias" +
-           schema_arguments() + ") -> (Tensor, Tensor, Tensor, Tensor)")
+    m.def(("attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool needs_dbias, "
+           "bool needs_drelative_bias" +
+           schema_arguments() + ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
               .c_str());
     m.def(
         "build_key_lists(Tensor? mask, Tensor? intervals, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, "

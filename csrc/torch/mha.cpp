@@ -15,6 +15,8 @@ void make_readable(Inputs& in) {
     // The checks refuse tensors with too few dimensions.
     for (Tensor* rows : {&in.query, &in.key, &in.value})
         if (rows->dim() > 0) *rows = readable_rows(*rows);
+    if (in.relative_bias && !has_contiguous_entries(*in.relative_bias))
+        in.relative_bias = in.relative_bias->contiguous();
     // Views of what the operators made, as vmap passes them.
     for (OptionalTensor* bits : {&in.mask, &in.mask_tiles, &in.kv_row_bits})
         if (*bits && (*bits)->is_cuda() && !is_aligned(**bits)) *bits = (*bits)->clone(at::MemoryFormat::Contiguous);
@@ -69,7 +71,7 @@ Tensor empty_dbias(BwdParams& p, const Inputs& in) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> mha_fwd(Inputs in) {
+ForwardResult mha_fwd(Inputs in) {
     make_readable(in);
     FwdParams p;
     fill(p, in);
@@ -85,14 +87,16 @@ std::tuple<Tensor, Tensor> mha_fwd(Inputs in) {
     return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> mha_bwd(const Tensor& dout, const OptionalTensor& dlse, const Tensor& out,
-                                                   const Tensor& lse, bool needs_dbias, Inputs in) {
+BackwardResult mha_bwd(const Tensor& dout, const OptionalTensor& dlse, const Tensor& out, const Tensor& lse,
+                       bool needs_dbias, bool needs_drelative_bias, Inputs in) {
     make_readable(in);
     BwdParams p;
     fill(p, in);
     const Tensor& query = in.query;
     const bool varlen = in.is_varlen();
     TORCH_CHECK_VALUE(!needs_dbias || in.bias, "needs_dbias is True, but there is no bias");
+    TORCH_CHECK_VALUE(!needs_drelative_bias || in.relative_bias,
+                      "needs_drelative_bias is True, but there is no relative_bias");
     TORCH_CHECK_VALUE(!in.seqlens_k, "cache_seqlens is for inference, and has no gradients");
     for (const auto& [tensor, name] : {std::pair(&dout, "dout"), std::pair(&out, "out")}) {
         check_shape(*tensor, name, query.sizes());
@@ -128,13 +132,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mha_bwd(const Tensor& dout, const Opt
     p.dvalue = rows_view(dvalue, varlen);
     p.deterministic = in.deterministic;
     Tensor dbias = needs_dbias ? empty_dbias(p, in) : at::empty({0}, query.options());
+    const Tensor drelative_bias = needs_drelative_bias
+                                      ? at::zeros(in.relative_bias->sizes(), in.relative_bias->options())
+                                      : at::empty({0}, query.options());
+    if (needs_drelative_bias) p.drelative_bias = data_of(drelative_bias);
     if (!query.is_cpu()) {
         backward_cuda(p, in);
     } else if (!nothing_to_do(p)) {
         mha_bwd_cpu(p);
     }
     if (needs_dbias && p.bias.kind == BiasKind::kKey) dbias = sum_to_bias(dbias, *in.bias, varlen);
-    return {dquery, dkey, dvalue, dbias};
+    return {dquery, dkey, dvalue, dbias, drelative_bias};
 }
 
 }  // namespace flash_dmattn

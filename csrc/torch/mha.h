@@ -2,17 +2,15 @@
 // kernels. Serves fixed and variable length on every device.
 #pragma once
 
-#include <tuple>
-
 #include "inputs.h"
+#include "operators.h"
 
 namespace flash_dmattn {
 
-// (out, lse)
-std::tuple<Tensor, Tensor> mha_fwd(Inputs inputs);
+ForwardResult mha_fwd(Inputs inputs);
 
-// (dquery, dkey, dvalue, dbias). dbias is empty without needs_dbias. A missing `dlse` counts as 0.
-std::tuple<Tensor, Tensor, Tensor, Tensor> mha_bwd(const Tensor& dout, const OptionalTensor& dlse, const Tensor& out,
-                                                   const Tensor& lse, bool needs_dbias, Inputs inputs);
+// dbias is empty without needs_dbias, drelative_bias without needs_drelative_bias. A missing `dlse` counts as 0.
+BackwardResult mha_bwd(const Tensor& dout, const OptionalTensor& dlse, const Tensor& out, const Tensor& lse,
+                       bool needs_dbias, bool needs_drelative_bias, Inputs inputs);
 
 }  // namespace flash_dmattn

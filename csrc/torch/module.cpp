@@ -134,6 +134,12 @@ Inputs with_sequences(Inputs inputs, const Tensor& cu_seqlens_q, const Tensor& c
     return inputs;
 }
 
+// The gradients of upstream's arguments, which have no relative_bias.
+std::tuple<Tensor, Tensor, Tensor, Tensor> first_four(const BackwardResult& gradients) {
+    const auto& [dquery, dkey, dvalue, dbias, _] = gradients;
+    return {dquery, dkey, dvalue, dbias};
+}
+
 // Checks a plain call and calls the operator, which saves the host time of the functions in Python. Returns None where
 // these must prepare the inputs, or raise.
 py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in, py::handle bias_in,
@@ -240,7 +246,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
             const Inputs inputs =
                 plain_inputs(query, key, value, bias, softmax_scale, softcap, is_causal, deterministic);
-            return mha_bwd(dout, dlse, out, lse, needs_dbias, with_masks(inputs, masks));
+            return first_four(mha_bwd(dout, dlse, out, lse, needs_dbias, false, with_masks(inputs, masks)));
         },
         no_gil, "(dquery, dkey, dvalue, dbias) of fixed length; dbias is empty where it is not needed.");
     m.def(
@@ -251,9 +257,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            double softmax_scale, double softcap, bool is_causal, bool deterministic, bool needs_dbias) {
             const Inputs inputs =
                 plain_inputs(query, key, value, bias, softmax_scale, softcap, is_causal, deterministic);
-            return mha_bwd(
-                dout, dlse, out, lse, needs_dbias,
-                with_sequences(with_masks(inputs, masks), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
+            return first_four(mha_bwd(
+                dout, dlse, out, lse, needs_dbias, false,
+                with_sequences(with_masks(inputs, masks), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)));
         },
         no_gil, "(dquery, dkey, dvalue, dbias) of variable length; dbias is empty where it is not needed.");
 }

@@ -142,6 +142,31 @@ inline BiasView bias_view(const Tensor& bias) {
     return view;
 }
 
+// Whether the dimensions after batch and heads are contiguous.
+inline bool has_contiguous_entries(const Tensor& bias) {
+    int64_t stride = 1;
+    for (int64_t dim = bias.dim() - 1; dim >= 2; stride *= bias.size(dim--))
+        if (bias.size(dim) > 1 && bias.stride(dim) != stride) return false;
+    return true;
+}
+
+// ({B|1}, heads, 2 R + 1) or ({B|1}, heads, 2 h - 1, 2 w - 1), with contiguous entries.
+inline RelativeBiasView relative_bias_view(const Tensor& bias) {
+    RelativeBiasView view;
+    view.data = bias.const_data_ptr();
+    view.batches = bias.size(0);
+    view.batch_stride = broadcast_stride(bias, 0);
+    view.heads = bias.size(1);
+    view.head_stride = broadcast_stride(bias, 1);
+    if (bias.dim() == 4) {
+        view.grid_height = (bias.size(2) + 1) / 2;
+        view.grid_width = (bias.size(3) + 1) / 2;
+    } else {
+        view.radius = bias.size(2) / 2;
+    }
+    return view;
+}
+
 // (2, {B|1}, heads, Sk), or (2, total_k, heads).
 inline IntervalView interval_view(const Tensor& intervals) {
     const bool varlen = intervals.dim() == 3;

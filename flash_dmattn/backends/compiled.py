@@ -24,13 +24,14 @@ def attention_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
         mask: MaskTensors | None,
         bias: Tensor | None,
         *,
+        relative_bias: Tensor | None = None,
         varlen: Varlen | None = None,
         cache_seqlens: Tensor | None = None,
         **options,
     ) -> tuple[Tensor, Tensor]:
         if query.device.type != device_type:
             raise RuntimeError(f"the backend '{device_type}' takes {device_type} tensors, got query on {query.device}")
-        tensors = (query, key, value, bias, *(mask or NO_MASK), *(varlen or FIXED), cache_seqlens)
+        tensors = (query, key, value, bias, relative_bias, *(mask or NO_MASK), *(varlen or FIXED), cache_seqlens)
         return ops.attention_forward(*Arguments(*tensors, **options))
 
     return attention

@@ -48,7 +48,9 @@ def attention_forward(*args):
 
 def attention_backward(*args):
     given = BackwardArguments(*args)
-    inputs = (given.query, given.key, given.value, given.bias if given.needs_dbias else None)
+    bias = given.bias if given.needs_dbias else None
+    relative_bias = given.relative_bias if given.needs_drelative_bias else None
+    inputs = (given.query, given.key, given.value, bias, relative_bias)
     return tuple(given.query.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 

@@ -29,12 +29,14 @@ class MaskTensors(NamedTuple):
 
 
 # The arguments of attention_forward. cu_seqlens int32 (B + 1): all four of the sequences, or none. seqlens_k int32 (B):
-# cache_seqlens of the public functions.
-TENSORS = ("query", "key", "value", "bias", *MaskTensors._fields)
+# cache_seqlens of the public functions. relative_bias: float32, or float64 beside a float64 query; with a fourth
+# dimension of a grid.
+TENSORS = ("query", "key", "value", "bias", "relative_bias", *MaskTensors._fields)
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqlens_k")
 OPTIONS = {"softmax_scale": 1.0, "softcap": 0.0, "is_causal": False, "deterministic": False}
-DEFAULTS = (None, *MaskTensors(), *(None for _ in SEQUENCES), *OPTIONS.values())
+DEFAULTS = (None, None, *MaskTensors(), *(None for _ in SEQUENCES), *OPTIONS.values())
 Arguments = namedtuple("Arguments", (*TENSORS, *SEQUENCES, *OPTIONS), defaults=DEFAULTS)
 
 # The arguments of attention_backward.
-BackwardArguments = namedtuple("BackwardArguments", ("dout", "dlse", "out", "lse", "needs_dbias", *Arguments._fields))
+NEEDS = ("needs_dbias", "needs_drelative_bias")
+BackwardArguments = namedtuple("BackwardArguments", ("dout", "dlse", "out", "lse", *NEEDS, *Arguments._fields))

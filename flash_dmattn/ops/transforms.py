@@ -6,7 +6,7 @@ the autograd functions of this file instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ INSTEAD = "use the backend 'reference' for it"
 # Arguments with a part for every batch element, and the batch dimension of those that batch elements may share. A batch
 # of calls whose other arguments differ is not folded into one call.
 PER_BATCH = ("query", "key", "value", "dout", "dlse", "out", "lse")
-SHARED_BATCH = {"bias": 0, "mask": 0, "intervals": 1}
+SHARED_BATCH = {"bias": 0, "relative_bias": 0, "mask": 0, "intervals": 1}
+GROUPS_SHARE = ("bias", "mask")  # groups of batch elements may share an entry, too
 
 
 class Operator(torch.autograd.Function):
@@ -53,15 +54,15 @@ class Forward(Operator):
     def backward(ctx, dout, dlse):
         out, lse, *tensors = ctx.saved_tensors
         inputs = [option if x is None else x for x, option in zip(tensors, ctx.options)]
-        needs_dbias = Arguments(*ctx.needs_input_grad).bias
+        needed = Arguments(*ctx.needs_input_grad)
         dout = torch.zeros_like(out) if dout is None else dout
-        dquery, dkey, dvalue, dbias = Backward.apply(dout, dlse, out, lse, needs_dbias, *inputs)
-        gradients = {"query": dquery, "key": dkey, "value": dvalue, "bias": dbias if needs_dbias else None}
-        return tuple(map(gradients.get, Arguments._fields))
+        gradients = Backward.apply(dout, dlse, out, lse, needed.bias, needed.relative_bias, *inputs)
+        gradients = dict(zip(("query", "key", "value", "bias", "relative_bias"), gradients))
+        return tuple(gradients.get(name) if needs else None for name, needs in zip(Arguments._fields, needed))
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        return batched(Forward, Arguments, info.batch_size, in_dims, args, needs_dbias=False)
+        return batched(Forward, Arguments, info.batch_size, in_dims, args)
 
 
 class Backward(Operator):
@@ -79,25 +80,26 @@ class Backward(Operator):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        needs_dbias = BackwardArguments(*args).needs_dbias
-        return batched(Backward, BackwardArguments, info.batch_size, in_dims, args, needs_dbias)
+        given = BackwardArguments(*args)
+        own = [name for name in ("bias", "relative_bias") if getattr(given, f"needs_d{name}")]
+        return batched(Backward, BackwardArguments, info.batch_size, in_dims, args, own)
 
 
 def batched(
-    operator: type[Operator], fields: type, size: int, in_dims: tuple, args: tuple, needs_dbias: bool
+    operator: type[Operator], fields: type, size: int, in_dims: tuple, args: tuple, own: Collection[str] = ()
 ) -> tuple[tuple[Tensor, ...], tuple]:
     """`size` calls of an operator: one call with `size` times the batch where that copies nothing large, else one after
     the other.
 
     fields: Arguments or BackwardArguments, of `in_dims` and `args`.
-    needs_dbias: whether every call needs its own bias, for its own gradient.
+    own: the arguments that every call needs its own of, for its own gradient.
     """
     args = fields(*(x if dim is None else x.movedim(dim, 0) for x, dim in zip(args, in_dims)))
     is_mapped = fields(*(dim is not None for dim in in_dims))
     if size == 0:  # one call, of zeros, shows the shapes
         call = operator.apply(*(zeros_of_none(x) if mapped else x for x, mapped in zip(args, is_mapped)))
         return tuple(x[None][:0] for x in call), (0,) * len(call)
-    folded = fold(size, is_mapped, args, needs_dbias)
+    folded = fold(size, is_mapped, args, own)
     if folded is None:
         calls = [
             operator.apply(*(contiguous_rows(x[i]) if mapped else x for x, mapped in zip(args, is_mapped)))
@@ -105,7 +107,7 @@ def batched(
         ]
         return tuple(map(torch.stack, zip(*calls))), (0,) * len(calls[0])
     outputs = operator.apply(*folded)
-    # Without needs_dbias the gradient of the bias is an empty tensor (0).
+    # A gradient that is not needed is an empty tensor (0).
     dims = tuple(None if x.ndim == 1 else 0 for x in outputs)
     return tuple(
         x if dim is None else x.unflatten(0, (size, x.shape[0] // size)) for x, dim in zip(outputs, dims)
@@ -117,7 +119,7 @@ def zeros_of_none(x: Tensor) -> Tensor:
     return x.sum(0) if x.is_floating_point() else x.new_zeros(x.shape[1:])
 
 
-def fold(size: int, is_mapped, args, needs_dbias: bool) -> list | None:
+def fold(size: int, is_mapped, args, own: Collection[str]) -> list | None:
     """The arguments with all calls in the batch dimension; None where that would copy an argument, or cannot be
     done."""
     batch = args.query.shape[1 if is_mapped.query else 0]
@@ -131,14 +133,13 @@ def fold(size: int, is_mapped, args, needs_dbias: bool) -> list | None:
         elif name not in SHARED_BATCH:
             return None  # lists and sequences of variable length
         else:
-            at, own = SHARED_BATCH[name], mapped or (name == "bias" and needs_dbias)
-            x = x[None].expand(size, *x.shape) if own and not mapped else x
-            each = x.shape[at + own]
-            # Several batch elements of a call may share an entry of its bias or mask, but not of its intervals.
-            fits = each == 1 if not own else each == batch or (at == 0 and each > 0 and batch % each == 0)
-            if not fits:
+            at, per_call = SHARED_BATCH[name], mapped or name in own
+            x = x[None].expand(size, *x.shape) if per_call and not mapped else x
+            each = x.shape[at + per_call]
+            divides = name in GROUPS_SHARE and each > 0 and batch % each == 0
+            if not (each == batch or divides if per_call else each == 1):
                 return None
-            result.append(x.movedim(0, at).flatten(at, at + 1) if own else x)
+            result.append(x.movedim(0, at).flatten(at, at + 1) if per_call else x)
     return result
 
 

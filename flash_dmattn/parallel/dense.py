@@ -174,7 +174,7 @@ class GatheredAttention(torch.autograd.Function):
                         deterministic=plan.options["deterministic"],
                     )
                     masks.append(operand or MaskTensors())
-                tensors = (q, k, v, part.bias(bias, plan.bias_is_sharded), *masks[i if masks_shared else -1])
+                tensors = (q, k, v, part.bias(bias, plan.bias_is_sharded), None, *masks[i if masks_shared else -1])
                 part_out, part_lse = ops.attention_forward(*Arguments(*tensors, **plan.options))
                 part.rows(out).copy_(part_out)
                 part.lse(lse).copy_(part_lse)
@@ -209,9 +209,9 @@ class GatheredAttention(torch.autograd.Function):
             for row_range in plan.row_ranges:
                 part, num_keys = CallSlice(row_range, kv, kv_heads), row_range.num_keys
                 part_bias = part.bias(bias, plan.bias_is_sharded)
-                tensors = (part.rows(query), keys[:, :num_keys], values[:, :num_keys], part_bias, *next(masks))
-                dq, dk, dv, part_dbias = ops.attention_backward(
-                    *(part.rows(dout), part.lse(dlse), part.rows(out), part.lse(lse), needs_dbias),
+                tensors = (part.rows(query), keys[:, :num_keys], values[:, :num_keys], part_bias, None, *next(masks))
+                dq, dk, dv, part_dbias, _ = ops.attention_backward(
+                    *(part.rows(dout), part.lse(dlse), part.rows(out), part.lse(lse), needs_dbias, False),
                     *Arguments(*tensors, **plan.options),
                 )
                 part.rows(dquery).copy_(dq)

@@ -21,7 +21,7 @@ LISTS = (0, 0)  # concatenated key lists: each rank has its own, of any length
 # The dimensions of the attention operators' arguments. Other tensors are replicated.
 DIMENSIONS = {
     **dict.fromkeys(("query", "key", "value", "dout", "out"), ROWS),
-    **dict.fromkeys(("bias", "dlse", "lse", "mask"), SCORES),
+    **dict.fromkeys(("bias", "relative_bias", "dlse", "lse", "mask"), SCORES),
     **dict.fromkeys(("mask_tiles", "intervals", "kv_indptr"), STACKED),
     **dict.fromkeys(("kv_indices", "kv_row_bits"), LISTS),
 }
@@ -126,15 +126,16 @@ def forward_rule(*args):
 
 
 def backward_rule(*args):
-    """attention_backward: (dquery, dkey, dvalue, dbias)"""
+    """attention_backward: (dquery, dkey, dvalue, dbias, drelative_bias)"""
     arguments = BackwardArguments(*args)
 
     def results(axis: int) -> list:
         # Each rank contributes to the gradient of a broadcast bias.
-        dbias = sharded(arguments.bias, SCORES, axis, shared=Partial) if arguments.needs_dbias else Replicate()
-        return [*(sharded(x, ROWS, axis) for x in (arguments.query, arguments.key, arguments.value)), dbias]
+        biases = (arguments.bias, arguments.needs_dbias), (arguments.relative_bias, arguments.needs_drelative_bias)
+        dbiases = [sharded(x, SCORES, axis, shared=Partial) if needed else Replicate() for x, needed in biases]
+        return [*(sharded(x, ROWS, axis) for x in (arguments.query, arguments.key, arguments.value)), *dbiases]
 
-    return attention_rule(arguments, 4, results)
+    return attention_rule(arguments, 5, results)
 
 
 def mask_rule(arguments: list, results: tuple, by_axis: dict[int, list]) -> list:

@@ -15,15 +15,17 @@ SHAPES = {
     "dense": ((2, 4, "Sq", "Sk"), (1, 4, "Sq", "Sk")),
     "dense of each batch element": ((1, 2, "Sq", "Sk"), (2, 4, "Sq", "Sk")),
 }
+RELATIVE = {"no relative bias": None, "relative bias": (1, 4, 9), "of each batch element": (2, 1, 41)}
 CASES = [
     *(case(path, 5, 7, 8, dtype) for path in cpu("none") for dtype in (torch.float32, torch.bfloat16)),
     *(case(path, 70, 90, 64, torch.bfloat16) for path in cuda("none")),
 ]
 
 
+@pytest.mark.parametrize("relative", RELATIVE)
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("path, seqlen_q, seqlen_k, head_dim, dtype", CASES)
-def test_attention(path, seqlen_q, seqlen_k, head_dim, dtype, shapes):
+def test_attention(path, seqlen_q, seqlen_k, head_dim, dtype, shapes, relative):
     def sized(shape):
         return None if shape is None else [{"Sq": seqlen_q, "Sk": seqlen_k}.get(size, size) for size in shape]
 
@@ -31,6 +33,9 @@ def test_attention(path, seqlen_q, seqlen_k, head_dim, dtype, shapes):
     query, key, value = (x.requires_grad_() for x in path.inputs(2, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=dtype))
     mask = None if mask_shape is None else path.rand_mask(*mask_shape, visible=0.9)
     bias = None if bias_shape is None else path.randn(*bias_shape, dtype=dtype).requires_grad_()
+    relative_bias = None
+    if RELATIVE[relative] is not None:
+        relative_bias = path.randn(*RELATIVE[relative], dtype=torch.float32).requires_grad_()
     packing = (mask, seqlen_q, seqlen_k, False, None, None)
     masks = ops.MaskTensors(mask)
     if path.on_cuda and mask is not None:
@@ -38,13 +43,14 @@ def test_attention(path, seqlen_q, seqlen_k, head_dim, dtype, shapes):
         masks = ops.MaskTensors(*ops.pack_mask(*packing))
     rounding = {"atol": 1e-2, "rtol": 1e-1} if path.on_cuda else {"atol": 1e-3, "rtol": 1e-2}
     options = (0.3, 0.0, True, False) if path.on_cpu else (0.3, 0.0, False, True)
-    forward = (query, key, value, bias, *masks, *FIXED, None, *options)
+    forward = (query, key, value, bias, relative_bias, *masks, *FIXED, None, *options)
     torch.library.opcheck(ops.attention_forward, forward, **rounding)
 
-    tensors = [None if x is None else x.detach() for x in (query, key, value, bias)]
+    tensors = [None if x is None else x.detach() for x in (query, key, value, bias, relative_bias)]
     out, lse = ops.attention_forward(*tensors, *masks, *FIXED, None, *options)
     gradients = torch.randn_like(out), torch.randn_like(lse)
-    backward = (*gradients, out, lse, bias is not None, *tensors, *masks, *FIXED, None, *options)
+    needed = bias is not None, relative_bias is not None
+    backward = (*gradients, out, lse, *needed, *tensors, *masks, *FIXED, None, *options)
     torch.library.opcheck(ops.attention_backward, backward, **rounding)
 
 
@@ -53,7 +59,7 @@ def test_attention_of_variable_length(path):
     cu = offsets([4, 5])
     query, key, value = (torch.randn(9, 2, 8, requires_grad=True) for _ in range(3))
     bias = torch.randn(9, 2, 5, requires_grad=True)
-    forward = (query, key, value, bias, *ops.MaskTensors(), cu, cu, 5, 5, None, 0.3, 0.0, False, False)
+    forward = (query, key, value, bias, None, *ops.MaskTensors(), cu, cu, 5, 5, None, 0.3, 0.0, False, False)
     torch.library.opcheck(ops.attention_forward, forward)
 
 

@@ -193,7 +193,7 @@ def test_mask_and_lists_are_accepted_only_together():
     message = "mask and kv_indices are given together as pack_and_list_mask returned them, .* without a dense attn_bias"
     for bias, given in ((randn(1, 2, ROWS, KEYS), masks), (None, masks._replace(kv_row_bits=None))):
         with pytest.raises(ValueError, match=message):
-            ops.attention_forward(query, key, value, bias, *given, *options)
+            ops.attention_forward(query, key, value, bias, None, *given, *options)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1, KEYS), (1, 2, 0, KEYS), (0, 2, ROWS, KEYS)], ids=str)

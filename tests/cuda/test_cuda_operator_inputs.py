@@ -95,7 +95,7 @@ def test_packed_masks_that_do_not_fit_are_refused(direction):
             if direction == "forward":
                 ops.attention_forward(*arguments)
             else:
-                ops.attention_backward(out, None, out, lse, False, *arguments)
+                ops.attention_backward(out, None, out, lse, False, False, *arguments)
 
 
 def test_packed_masks_of_other_sequences_are_refused():

@@ -133,7 +133,7 @@ def test_the_operators_refuse(case, direction):
         if direction == "forward":
             ops.attention_forward(*arguments)
         else:
-            ops.attention_backward(out, None, out, lse, arguments.bias is not None, *arguments)
+            ops.attention_backward(out, None, out, lse, arguments.bias is not None, False, *arguments)
 
 
 def test_keys_beyond_the_last_one_are_skipped():

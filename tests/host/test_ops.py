@@ -95,7 +95,7 @@ def test_a_dense_bias_of_one_column_is_refused():
     query, key, value = inputs(1, 70, 500, 2, 2, 8)
     with pytest.raises(ValueError, match=r"attn_bias must have a column for every key, got shape \(1, 1, 70, 1\)"):
         bias = torch.zeros(1, 1, 70, 1)
-        ops.attention_forward(query, key, value, bias, *ops.MaskTensors(), *FIXED, None, 0.3, 0.0, True, False)
+        ops.attention_forward(*Arguments(query, key, value, bias, softmax_scale=0.3))
 
 
 def test_the_python_arguments_match_the_schemas():

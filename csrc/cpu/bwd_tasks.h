@@ -22,12 +22,17 @@ inline bool has_dense_dbias(const BwdParams& p) { return p.dbias.present() && !p
 
 // How a backward is divided into tasks. A task owns a group of batch elements and query heads that share entries of
 // dbias or a KV head, and a split of their `tiles` (n_blocks, or m_blocks over key lists), that is, consecutive tiles.
-// The division does not depend on the number of threads.
+// Where all batch elements share a relative bias with a gradient, a task owns several such groups of batch elements, one
+// after the other, to limit the memory of partial sums (relative_gradient.h). The division does not depend on the number
+// of threads.
 struct BwdTasks {
     static constexpr int64_t kMinTasks = 16;  // tiles are split where groups alone are fewer tasks
+    // Tasks with partial sums of a relative bias, unless there are more groups of heads.
+    static constexpr int64_t kMaxRelativeSums = 64;
 
     const BwdParams& p;
     int64_t batches_per_task, heads_per_task, batch_groups, head_groups, tiles_per_split, num_splits;
+    int64_t groups_per_task = 1;  // of batch elements
 
     BwdTasks(const BwdParams& params, int64_t tiles)
         : p(params), batches_per_task(1), heads_per_task(p.heads / p.kv_heads) {
@@ -40,12 +45,27 @@ struct BwdTasks {
         const int64_t wanted_splits = ceil_div(kMinTasks, batch_groups * head_groups);
         tiles_per_split = std::max<int64_t>(ceil_div(tiles, wanted_splits), 1);
         num_splits = std::max<int64_t>(ceil_div(tiles, tiles_per_split), 1);
+        if (p.drelative_bias != nullptr && p.relative_bias.batches == 1)
+            groups_per_task = ceil_div(batch_groups, ceil_div(kMaxRelativeSums, head_groups * num_splits));
     }
 
-    int64_t count() const { return batch_groups * head_groups * num_splits; }
+    int64_t count() const { return ceil_div(batch_groups, groups_per_task) * head_groups * num_splits; }
     int64_t split(int64_t task) const { return task % num_splits; }
     int64_t first_head(int64_t task) const { return task / num_splits % head_groups * heads_per_task; }
-    int64_t first_batch(int64_t task) const { return task / num_splits / head_groups * batches_per_task; }
+    int64_t first_batch(int64_t task) const {
+        return task / num_splits / head_groups * groups_per_task * batches_per_task;
+    }
+    // Calls f(first batch element) for each group of batch elements of a task.
+    template <typename F>
+    void for_each_group(int64_t task, F&& f) const {
+        const int64_t first = first_batch(task), end = first + groups_per_task * batches_per_task;
+        for (int64_t b = first; b < std::min(end, p.batch); b += batches_per_task) f(b);
+    }
+    // The tasks of a batch element, query head and split.
+    int64_t task_of(int64_t batch, int64_t head, int64_t split) const {
+        const int64_t groups = batch / batches_per_task / groups_per_task;
+        return (groups * head_groups + head / heads_per_task) * num_splits + split;
+    }
 
     // Calls f(sequence, query head) for each batch element and query head of a task.
     template <typename F>

@@ -5,6 +5,7 @@
 
 #include "gathered_keys.h"
 #include "bwd_tasks.h"
+#include "relative_gradient.h"
 #include "parallel.h"
 
 namespace flash_dmattn {
@@ -104,8 +105,10 @@ private:
 template <typename acc_t>
 class GatherBwdTask {
 public:
-    GatherBwdTask(const BwdParams& params, const BwdTasks& tasks, DkvPartials<acc_t>& partials)
-        : p_(params), tasks_(tasks), partials_(partials), qheads_per_kv_(params.heads / params.kv_heads),
+    GatherBwdTask(const BwdParams& params, const BwdTasks& tasks, DkvPartials<acc_t>& partials,
+                  RelativeGradient<acc_t>& relative)
+        : p_(params), tasks_(tasks), partials_(partials), relative_(relative),
+          qheads_per_kv_(params.heads / params.kv_heads),
           heads_per_list_(params.lists.heads == params.heads ? 1 : qheads_per_kv_), tile_rows_(params.lists.tile_rows),
           max_rows_(std::min(tile_rows_, params.seqlen_q)), gradients_(params, kKeys, /*knows_deltas=*/true),
           gathered_(params, kKeys, /*backward=*/true), query_(max_rows_ * p_.head_dim),
@@ -119,9 +122,13 @@ public:
     void operator()(int64_t index) {
         // The last rows come first: with causality their lists are the longest.
         const int64_t split = tasks_.num_splits - 1 - tasks_.split(index);
-        const int64_t head = tasks_.first_head(index), batch = tasks_.first_batch(index);
-        // A masked key may hold NaN, and 0 * NaN is NaN.
-        if (!compute(split, batch, head, /*exact=*/false)) compute(split, batch, head, /*exact=*/true);
+        const int64_t head = tasks_.first_head(index);
+        task_ = index;
+        relative_.start(index);
+        tasks_.for_each_group(index, [&](int64_t batch) {
+            // A masked key may hold NaN, and 0 * NaN is NaN.
+            if (!compute(split, batch, head, /*exact=*/false)) compute(split, batch, head, /*exact=*/true);
+        });
     }
 
 private:
@@ -207,6 +214,9 @@ private:
             add_product_right<acc_t>(dout_transposed, gradients_.probs, 1, exact, dvalue);
             if (dense_heads_ > 0) add_dense_rows(head, keys.list);
             if (!column_sums_.empty()) add_column_sums(head, keys.list, partial);
+            if (relative_.present() && !exact) {  // the second computation of a task has the same dx
+                relative_.add(task_, keys.tile(s, head, row, rows), gradients_.dx, relative_scratch_);
+            }
             const auto& ds = gradients_.to_ds();
             add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, dkey);
             add_product_left<acc_t>(ds, keys.key, p_.softmax_scale, exact, dquery);
@@ -264,6 +274,8 @@ private:
     const BwdParams& p_;
     const BwdTasks& tasks_;
     DkvPartials<acc_t>& partials_;
+    RelativeGradient<acc_t>& relative_;
+    int64_t task_ = 0;
     int64_t qheads_per_kv_;
     int64_t heads_per_list_;  // query heads that share a list and a KV head
     int64_t tile_rows_;       // rows of an m_block
@@ -276,6 +288,7 @@ private:
     std::vector<double> column_sums_;
     int64_t dense_heads_;  // heads of dbias that are summed at once
     Buffer<acc_t> dense_rows_, transposed_;
+    RelativeScratch<acc_t> relative_scratch_;
 };
 
 }  // namespace
@@ -284,8 +297,10 @@ template <typename acc_t>
 void gather_bwd(const BwdParams& params) {
     const BwdTasks tasks(params, ceil_div(params.seqlen_q, params.lists.tile_rows));
     DkvPartials<acc_t> partials(params, tasks);
-    parallel_for_tasks(tasks.count(), [&] { return GatherBwdTask<acc_t>(params, tasks, partials); });
+    RelativeGradient<acc_t> relative(params, tasks);
+    parallel_for_tasks(tasks.count(), [&] { return GatherBwdTask<acc_t>(params, tasks, partials, relative); });
     partials.reduce();
+    if (relative.present()) relative.reduce();
 }
 
 template void gather_bwd<float>(const BwdParams&);

@@ -6,6 +6,7 @@
 #include "gather_bwd.h"
 #include "bwd_tasks.h"
 #include "parallel.h"
+#include "relative_gradient.h"
 
 namespace flash_dmattn {
 namespace {
@@ -56,17 +57,19 @@ private:
     std::unique_ptr<acc_t, AlignedDelete> data_;  // uninitialized: each task zeroes its own
 };
 
-// A task over a split of the n_blocks. It stores dkey, dvalue and dbias of these keys, and partial sums of dquery,
-// which DqueryPartials::reduce sums.
+// A task over a split of the n_blocks. It stores dkey, dvalue and dbias of these keys, and partial sums of dquery
+// and of the gradient of a relative bias, which DqueryPartials and RelativeGradient reduce.
 template <typename acc_t>
 class BwdTask {
 public:
-    BwdTask(const BwdParams& params, const BwdTasks& tasks, DqueryPartials<acc_t>& dquery)
-        : p_(params), tasks_(tasks), dquery_(dquery), qheads_per_kv_(params.heads / params.kv_heads),
-          kv_heads_per_task_(tasks.heads_per_task / qheads_per_kv_), dense_dbias_(has_dense_dbias(params)),
-          key_dbias_(params.dbias.present() && params.dbias.per_key), max_rows_(std::min(kRows, params.seqlen_q)),
-          max_keys_(std::min(kKeys, params.seqlen_k)), gradients_(params, kKeys, /*knows_deltas=*/dquery.present()),
-          query_(max_rows_ * p_.head_dim), query_transposed_(padded(max_rows_) * p_.head_dim), dout_(query_.size()),
+    BwdTask(const BwdParams& params, const BwdTasks& tasks, DqueryPartials<acc_t>& dquery,
+            RelativeGradient<acc_t>& relative)
+        : p_(params), tasks_(tasks), dquery_(dquery), relative_(relative),
+          qheads_per_kv_(params.heads / params.kv_heads), kv_heads_per_task_(tasks.heads_per_task / qheads_per_kv_),
+          dense_dbias_(has_dense_dbias(params)), key_dbias_(params.dbias.present() && params.dbias.per_key),
+          max_rows_(std::min(kRows, params.seqlen_q)), max_keys_(std::min(kKeys, params.seqlen_k)),
+          gradients_(params, kKeys, /*knows_deltas=*/dquery.present()), query_(max_rows_ * p_.head_dim),
+          query_transposed_(padded(max_rows_) * p_.head_dim), dout_(query_.size()),
           dout_transposed_(query_transposed_.size()), dquery_rows_(dquery.present() ? 0 : query_.size()),
           // Where one m_block of one query head has all rows, a block is finished before the next begins.
           kv_blocks_(params.seqlen_q <= kRows && qheads_per_kv_ == 1 ? 1 : tasks.batches_per_task * kv_heads_per_task_,
@@ -75,9 +78,13 @@ public:
           column_sums_(key_dbias_ ? tasks.heads_per_task * max_keys_ : 0) {}
 
     void operator()(int64_t index) {
-        const int64_t split = tasks_.split(index), head = tasks_.first_head(index), batch = tasks_.first_batch(index);
-        // A masked row may hold NaN, and 0 * NaN is NaN.
-        if (!compute(split, batch, head, /*exact=*/false)) compute(split, batch, head, /*exact=*/true);
+        const int64_t split = tasks_.split(index), head = tasks_.first_head(index);
+        task_ = index;
+        relative_.start(index);
+        tasks_.for_each_group(index, [&](int64_t batch) {
+            // A masked row may hold NaN, and 0 * NaN is NaN.
+            if (!compute(split, batch, head, /*exact=*/false)) compute(split, batch, head, /*exact=*/true);
+        });
     }
 
 private:
@@ -203,6 +210,8 @@ private:
             row_add(dense_sums_.data() + i * max_keys_, gradients_.dx.row(i), tile.keys);
         }
         if (key_dbias_) add_column_sums(head_in_group);
+        // The second computation of a task has the same dx.
+        if (relative_.present() && !exact) relative_.add(task_, tile, gradients_.dx, relative_scratch_);
         const auto& ds = gradients_.to_ds();
         add_product_right<acc_t>(query_transposed, ds, p_.softmax_scale, exact, block.dkey.first_cols(tile.keys));
         add_product_left<acc_t>(ds, key, p_.softmax_scale, exact, dquery);
@@ -242,6 +251,8 @@ private:
     const BwdParams& p_;
     const BwdTasks& tasks_;
     DqueryPartials<acc_t>& dquery_;
+    RelativeGradient<acc_t>& relative_;
+    int64_t task_ = 0;
     int64_t qheads_per_kv_, kv_heads_per_task_;
     bool dense_dbias_, key_dbias_;
     int64_t max_rows_, max_keys_;
@@ -250,6 +261,7 @@ private:
     std::vector<KvBlock> kv_blocks_;
     Buffer<acc_t> key_scratch_, dense_sums_;
     std::vector<double> column_sums_;  // float64, because there may be thousands of rows
+    RelativeScratch<acc_t> relative_scratch_;
 };
 
 template <typename acc_t>
@@ -258,8 +270,10 @@ void run(const BwdParams& params) {
     DqueryPartials<acc_t> dquery(params, tasks);
     if (params.lists.present() || dquery.present()) row_deltas<acc_t>(params);  // else each tile computes D_i
     if (params.lists.present()) return gather_bwd<acc_t>(params);
-    parallel_for_tasks(tasks.count(), [&] { return BwdTask<acc_t>(params, tasks, dquery); });
+    RelativeGradient<acc_t> relative(params, tasks);
+    parallel_for_tasks(tasks.count(), [&] { return BwdTask<acc_t>(params, tasks, dquery, relative); });
     if (dquery.present()) dquery.reduce();
+    if (relative.present()) relative.reduce();
 }
 
 }  // namespace

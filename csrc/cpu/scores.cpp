@@ -71,6 +71,7 @@ bool any(const uint8_t* values, int64_t n, int64_t stride) {
 }  // namespace
 
 bool is_fully_masked(const AttentionParams& params, const Tile& tile) {
+    if (is_hidden_by_relative_bias(params, tile)) return true;
     if (params.intervals.present()) return intervals_mask_all(params, tile);
     const MaskView& mask = params.mask;
     if (!mask.present()) return false;
@@ -107,6 +108,7 @@ ScoreRows<acc_t>::ScoreRows(const AttentionParams& params, const Tile& tile, Sco
         bias_at_ = offset_of(p_.bias, tile, p_.heads);
         lowest_bias_ = lowest<acc_t>(p_.bias.dtype);
     }
+    if (p_.relative_bias.present()) relative_.emplace(p_, tile, scratch.relative);
     if (p_.intervals.present()) {
         for_each_interval(p_, tile, [&](int64_t j, int32_t start, int32_t end) {
             scratch_.start[j] = start;
@@ -121,6 +123,7 @@ void ScoreRows<acc_t>::finish(int64_t i, acc_t* x, acc_t* slope) {
     if (p_.softcap > 0) row_softcap<acc_t>(x, slope, p_.softcap, tile_.keys);
     const uint8_t* seen = tile_.row_words != nullptr ? gathered_visible(i) : visible(i);
     apply_mask_and_bias(x, bias(i), lowest_bias_, seen, tile_.keys);
+    if (relative_) relative_->apply(i, x);
     if (intervals_) apply_intervals(i, x);
     if (p_.is_causal) {
         const int64_t end = tile_.keys_before(tile_.sequence.causal_end(tile_.row + i));

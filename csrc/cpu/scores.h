@@ -2,15 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "linalg.h"
 #include "params.h"
+#include "relative_rows.h"
 #include "tile.h"
 
 namespace flash_dmattn {
 
-// Whether the mask hides the whole tile, apart from causality, which bounds the loops.
+// Whether the mask or the relative bias hides the whole tile, apart from causality, which bounds the loops.
 bool is_fully_masked(const AttentionParams& params, const Tile& tile);
 
 // For so few rows a product is faster than transposing its keys.
@@ -32,6 +34,7 @@ struct ScoreScratch {
     Buffer<acc_t> bias;
     std::vector<uint8_t> visible;
     std::vector<int32_t> start, end;
+    RelativeScratch<acc_t> relative;
 
     explicit ScoreScratch(int64_t keys) : bias(keys), visible(keys), start(keys), end(keys) {}
 };
@@ -42,7 +45,7 @@ class ScoreRows {
 public:
     ScoreRows(const AttentionParams& params, const Tile& tile, ScoreScratch<acc_t>& scratch);
 
-    // Applies softcap, bias and masks to row i of softmax_scale * <q_i, k_j>, [keys]. slope, if not null, receives
+    // Applies softcap, biases and masks to row i of softmax_scale * <q_i, k_j>, [keys]. slope, if not null, receives
     // d(capped score) / d(score).
     void finish(int64_t i, acc_t* x, acc_t* slope);
 
@@ -61,6 +64,7 @@ private:
     int64_t bias_at_ = 0;
     acc_t lowest_bias_ = 0;
     const acc_t* bias_row_ = nullptr;  // of the previous row
+    std::optional<RelativeRows<acc_t>> relative_;
 };
 
 }  // namespace flash_dmattn

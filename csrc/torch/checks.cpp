@@ -278,10 +278,8 @@ void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& 
                       shape_of(bias), " is of a grid of ", tokens, " tokens, got ", query.sym_size(1),
                       " query rows and ", key.sym_size(1), " keys");
     const auto dtype = bias.scalar_type();
-    const bool is_wide = query.scalar_type() == at::kDouble;
-    TORCH_CHECK_TYPE(dtype == query.scalar_type() || (dtype == at::kFloat && !is_wide), name, " must be ",
-                     dtype_of(query), query.scalar_type() == at::kFloat || is_wide ? "" : " or float32", ", got ",
-                     dtype_of(bias));
+    TORCH_CHECK_TYPE(dtype == query.scalar_type() || dtype == at::kFloat, name, " must be ", dtype_of(query),
+                     query.scalar_type() == at::kFloat ? "" : " or float32", ", got ", dtype_of(bias));
     check_device(bias, name, query, "query");
 }
 

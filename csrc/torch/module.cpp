@@ -57,6 +57,10 @@ void check_variable(py::handle query_in, py::handle key_in, py::handle value_in,
     check_scores(query, key, mask, intervals, bias, max_seqlen_k);
 }
 
+void check_relative(py::handle bias, py::handle query, py::handle key, int64_t batch) {
+    check_relative_bias(tensor_of("relative_bias", bias), tensor_of("query", query), tensor_of("key", key), batch);
+}
+
 // `parts` tensors of rows, stacked along the third dimension from the end.
 void check_packed(const char* name, py::handle packed, const char* layout, int64_t parts) {
     const Tensor tensor = tensor_of(name, packed);
@@ -213,6 +217,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
     m.def("check_fixed", &check_fixed, "Refuses inputs of fixed length that do not fit.");
     m.def("check_varlen", &check_variable, "Refuses inputs of variable length that do not fit.");
+    m.def("check_relative_bias", &check_relative, "Refuses a relative bias that does not fit.");
     m.def("check_kernels", &check_kernels, "Refuses a query that the kernels of its device do not take.");
     m.def("check_packed", &check_packed, "Refuses a packed tensor of rows that does not fit.");
     m.def("check_kv", &check_kv, "Refuses packed keys and values that do not fit query.");

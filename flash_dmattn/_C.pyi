@@ -40,6 +40,9 @@ def check_varlen(
 ) -> None:
     """Refuses inputs of variable length that do not fit."""
 
+def check_relative_bias(bias: object, query: object, key: object, batch: int, /) -> None:
+    """Refuses a relative bias that does not fit."""
+
 def check_kernels(query: Tensor, /) -> None:
     """Refuses a query that the kernels of its device do not take."""
 

@@ -4,6 +4,7 @@ key, value and the bias."""
 import importlib
 from typing import TYPE_CHECKING
 
+from . import relative as relative
 from .backends import get_available_backends, is_available
 from .interface import (
     flash_dmattn_func,

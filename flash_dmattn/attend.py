@@ -13,10 +13,11 @@ from .arguments import is_host_readable, require_tensor
 from .backends import cpu, cuda, meta, reference
 from .biases import hides
 from .broadcast import expand_shared, scores_of_sequence
-from .call import Call, Options, Varlen
+from .call import Call, Varlen
 from .masks import Mask, Problem, as_mask, choice, selection
 from .ops.list_sizes import is_per_key
 from .ops.schema import MaskTensors
+from .sinks import apply_sinks, scale_of
 
 COMPILED = {"cpu": cpu, "cuda": cuda, "meta": meta}
 HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
@@ -48,11 +49,14 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
     options = call.options()
     used = clamped_to_totals(query, call.key, mask, bias, problem)
-    leaves = (query, call.key, call.value, bias)
+    relative_bias = None if call.relative_bias is None else accumulated(call.relative_bias, query)
+    leaves = (query, call.key, call.value, bias, relative_bias)
     needs_grad = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
     operand = mask_operand(
         backend, mask, call.sparse, query, call.key, bias, used, needs_grad=needs_grad, deterministic=call.deterministic
     )
+    if relative_bias is not None:
+        options["relative_bias"] = relative_bias
     sequences = {}  # arguments of the compiled backends only
     if call.varlen is not None:
         sequences["varlen"] = Varlen(used.cu_seqlens_q, used.cu_seqlens_k, used.seqlen_q, used.seqlen_k)
@@ -63,6 +67,8 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     out = without_padding(out, call.value.shape[-1])
     if row_bias is not None:
         out, lse = add_row_bias(out, lse, row_bias, hidden_rows)
+    if call.sinks is not None:
+        out = apply_sinks(out, lse, call.sinks)
     if call.return_attn_probs:
         probs = probabilities(call, query, mask, bias, options)
         return out, lse, probs if row_bias is None else probs.masked_fill(hidden_rows, 0)
@@ -130,6 +136,14 @@ def clamped_to_totals(query: Tensor, key: Tensor, mask: Mask | None, bias: Tenso
     return problem._replace(seqlen_q=min(problem.seqlen_q, query.shape[0]), seqlen_k=seqlen_k)
 
 
+def accumulated(relative_bias: Tensor, query: Tensor) -> Tensor:
+    """A relative bias in the type in which the kernels compute, with -inf for what hides in its own dtype."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    if relative_bias.dtype == dtype:
+        return relative_bias
+    return relative_bias.to(dtype).masked_fill(hides(relative_bias), -torch.inf)
+
+
 def autocast_is_on(device: torch.device) -> bool:
     # torch.is_autocast_enabled raises for devices without autocast, such as meta.
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
@@ -191,20 +205,28 @@ def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor
 
 
 @torch.no_grad()
-def probabilities(call: Call, query: Tensor, mask: Mask | None, bias: Tensor | None, options: Options) -> Tensor:
+def probabilities(call: Call, query: Tensor, mask: Mask | None, bias: Tensor | None, options: dict) -> Tensor:
     """probs (B, H, Sq, Sk) in query's dtype; for variable length (B, H, max_seqlen_q, max_seqlen_k), zero beyond the
     ends of a sequence."""
     problem = call.problem()
     if call.varlen is None:
         dense = None if mask is None else mask.as_bool(problem.seqlen_q)
-        probs, *_ = reference.probabilities(query, call.key, dense, bias, **options)
-        return probs.to(query.dtype)
+        return probabilities_of(query, call.key, dense, bias, call.sinks, options)
     offsets_q, offsets_k = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_k.tolist()
     probs = query.new_zeros(len(offsets_q) - 1, query.shape[1], problem.seqlen_q, problem.seqlen_k)
     for b in range(len(probs)):
         rows, keys = slice(*offsets_q[b : b + 2]), slice(*offsets_k[b : b + 2])
         dense = None if mask is None else mask.sequence_as_bool(b, rows, keys)
         own_bias = None if bias is None else scores_of_sequence(bias, rows, keys)
-        one, *_ = reference.probabilities(query[None, rows], call.key[None, keys], dense, own_bias, **options)
+        if call.relative_bias is not None and call.relative_bias.shape[0] > 1:
+            options["relative_bias"] = call.relative_bias[b : b + 1]
+        one = probabilities_of(query[None, rows], call.key[None, keys], dense, own_bias, call.sinks, options)
         probs[b, :, : one.shape[2], : one.shape[3]] = one[0]
     return probs
+
+
+def probabilities_of(
+    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None, options: dict
+) -> Tensor:
+    probs, lse = reference.probabilities(query, key, mask, bias, **options)
+    return (probs if sinks is None else probs * scale_of(lse, sinks)[..., None]).to(query.dtype)

@@ -52,6 +52,9 @@ class Call:
     window_size: int | None = None
     sparse: str = "auto"
     cache_seqlens: Tensor | None = None  # for fixed length
+    relative_bias: Tensor | None = None
+    grid: tuple[int, int] | None = None
+    sinks: Tensor | None = None
     scale: float | Tensor | None = None  # deprecated: softmax_scale
     varlen: Varlen | None = None
 
@@ -64,6 +67,11 @@ class Call:
             "softcap": float(self.softcap),
             "deterministic": bool(self.deterministic),
         }
+
+    @property
+    def batch(self) -> int:
+        """The batch elements, or the sequences of variable length."""
+        return self.query.shape[0] if self.varlen is None else self.varlen.cu_seqlens_q.shape[0] - 1
 
     def problem(self) -> Problem:
         """The lengths as given. Needs query and key of the right number of dimensions."""

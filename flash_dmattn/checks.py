@@ -28,6 +28,7 @@ from .deprecation import deprecated
 from .masks import SPARSE, KeyIntervalMask, KeyLists, Mask
 from .ops.list_sizes import is_per_key
 from .ops.schema import MaskTensors
+from .sinks import check_sinks
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 AnyMask = Union[Tensor, KeyIntervalMask, KeyLists, None]
@@ -104,6 +105,10 @@ def check_call(backend: ModuleType, call: Call) -> None:
         call.attn_mask.check(check_with, call)
     if backend.SPARSE_MASKS:
         compiled_check("check_kernels", call.query)
+    if call.relative_bias is not None or call.grid is not None:
+        check_relative_bias(call)
+    if call.sinks is not None:
+        check_sinks(call.sinks, call.query)
     if call.cache_seqlens is not None:
         if not backend.SPARSE_MASKS:
             raise ValueError(f"cache_seqlens is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
@@ -157,6 +162,43 @@ def check_totals(call: Call, mask: MaskTensors, bias: Tensor | None) -> None:
         what, rows = ("keys", call.key) if len(shape) == 2 else ("rows", call.query)
         if shape[0] != rows.shape[0]:
             raise ValueError(f"{name} must have the {rows.shape[0]} {what} of all sequences, got shape {tuple(shape)}")
+
+
+def check_relative_bias(call: Call) -> None:
+    """relative_bias and grid. Their place in the call is checked here, the tensor in csrc/torch/checks.cpp."""
+    bias, grid = call.relative_bias, call.grid
+    if bias is None:
+        raise ValueError(f"grid comes with relative_bias ({{B|1}}, {{H|Hkv|1}}, 2h - 1, 2w - 1), got grid={grid} alone")
+    require_tensor("relative_bias", bias)
+    if grid is None and bias.ndim == 4:
+        raise ValueError(f"relative_bias of four dimensions comes with grid=(h, w), got shape {shape_of(bias)} alone")
+    if grid is not None:
+        height, width = call.grid = checked_grid(grid)
+        if call.varlen is not None:
+            raise ValueError(f"grid is for fixed length, got grid={call.grid} and cu_seqlens_q")
+        if call.cache_seqlens is not None:
+            raise ValueError(f"grid is for images that are all there, got grid={call.grid} and cache_seqlens")
+        if bias.ndim != 4 or bias.shape[2:] != (2 * height - 1, 2 * width - 1):
+            raise ValueError(
+                f"relative_bias must be ({{B|1}}, {{H|Hkv|1}}, {2 * height - 1}, {2 * width - 1}) with "
+                f"grid={call.grid}, got shape {shape_of(bias)}"
+            )
+        lengths = call.query.shape[1], call.key.shape[1]
+        if lengths != (height * width, height * width):
+            raise ValueError(
+                f"grid must be of the query rows and of the keys, got grid={call.grid} of {height * width} tokens for "
+                f"{lengths[0]} rows and {lengths[1]} keys"
+            )
+    compiled_check("check_relative_bias", bias, call.query, call.key, call.batch)
+
+
+def checked_grid(grid: object) -> tuple[int, int]:
+    if not isinstance(grid, (tuple, list, torch.Size)) or len(grid) != 2:
+        raise TypeError(f"grid must be a pair of ints (h, w), got {grid!r}")
+    height, width = (require_count("grid", size, "a pair of ints (h, w)") for size in grid)
+    if height == 0 or width == 0:
+        raise ValueError(f"grid must be a pair of positive ints (h, w), got {(height, width)}")
+    return height, width
 
 
 def check_window(mask: Mask | None, bias: Tensor | None, batch: int | None, keys: int, is_causal: bool) -> None:

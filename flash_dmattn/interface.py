@@ -48,14 +48,17 @@ def flash_dmattn_func(
     window_size: int | None = None,
     sparse: str = "auto",
     cache_seqlens: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    grid: tuple[int, int] | None = None,
+    sinks: Tensor | None = None,
     scale: float | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Exact attention with a mask and an additive bias, differentiable in query, key, value and bias.
+    """Exact attention with a mask and additive biases, differentiable in query, key, value and the biases.
 
     For query row i and key j of a batch element and head:
 
         s_ij = softmax_scale * <q_i, k_j>, then softcap * tanh(s_ij / softcap) where softcap > 0
-        p_ij = softmax over the visible keys j of (s_ij + bias_ij)
+        p_ij = softmax over the visible keys j of (s_ij + bias_ij + relative_bias[d_ij]),    d_ij = j - (i + Sk - Sq)
         o_i  = sum_j p_ij v_j
 
     A key is visible where attn_mask is True, causality allows it, and its bias is above the least finite number of the
@@ -90,6 +93,16 @@ def flash_dmattn_func(
             Keys beyond are neither selected nor read, and the last query row is aligned with the last valid key. On
             CUDA only the device reads the values, so that one CUDA graph serves all lengths. For inference: no
             gradients.
+        relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), float32 or in query's dtype, added to the scores by the distance
+            d = j - (i + Sk - Sq) of key j from row i's own key: entry R + clamp(d, -R, R). Nothing of size Sq x Sk is
+            made. With cache_seqlens Sk is the number of valid keys. -inf and the least finite number hide; blocks of
+            keys that it hides are skipped. Its gradient is summed in float32. `flash_dmattn.relative` makes the tables
+            of T5, ALiBi and others. window_size selects by attn_bias alone.
+        grid: (h, w), for the tokens of an image, row by row: Sq = Sk = h * w, and relative_bias is
+            ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1), of which row (y_i, x_i) and key (y_j, x_j) read entry
+            (y_i - y_j + h - 1, x_i - x_j + w - 1).
+        sinks: ({H|1}), float32 or in query's dtype: a logit a head in the denominator of the softmax, differentiable.
+            lse stays that of the keys.
         scale: the former name of softmax_scale, deprecated.
 
     None for is_causal, softcap, deterministic or return_attn_probs means the default.
@@ -106,6 +119,7 @@ def flash_dmattn_func(
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
     is_plain = attn_mask is None and window_size is None and cache_seqlens is None and return_attn_probs is False
+    is_plain = is_plain and relative_bias is None and grid is None and sinks is None
     if is_plain and sparse == "auto" and scale is None:
         result = ops.fast_path(
             query, key, value, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_lse
@@ -118,6 +132,9 @@ def flash_dmattn_func(
         window_size=window_size,
         sparse=sparse,
         cache_seqlens=cache_seqlens,
+        relative_bias=relative_bias,
+        grid=grid,
+        sinks=sinks,
         scale=scale,
     )
     return attend(kernels_for(query), call)
@@ -167,6 +184,9 @@ def flash_dmattn_varlen_func(
     return_lse: bool = False,
     window_size: int | None = None,
     sparse: str = "auto",
+    relative_bias: Tensor | None = None,
+    grid: tuple[int, int] | None = None,
+    sinks: Tensor | None = None,
     scale: float | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` for packed sequences of different lengths.
@@ -185,7 +205,10 @@ def flash_dmattn_varlen_func(
         max_seqlen_q: required, at least the longest sequence of rows.
         max_seqlen_k: required, at least the longest sequence of keys.
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`; causality holds in each sequence.
-        return_attn_probs, return_lse, window_size, sparse, scale: as in `flash_dmattn_func`.
+        return_attn_probs, return_lse, window_size, sparse, sinks, scale: as in `flash_dmattn_func`.
+        relative_bias: as in `flash_dmattn_func`; distances count from the sequence's own lengths. B sequences may have
+            one table each.
+        grid: must be None: a grid is for fixed length.
 
     Returns:
         out (total_q, H, Dv), or (out, lse) with lse (H, total_q), or (out, lse, probs) with probs
@@ -199,6 +222,9 @@ def flash_dmattn_varlen_func(
         return_lse=return_lse,
         window_size=window_size,
         sparse=sparse,
+        relative_bias=relative_bias,
+        grid=grid,
+        sinks=sinks,
         scale=scale,
         varlen=Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
     )

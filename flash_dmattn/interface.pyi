@@ -12,7 +12,8 @@ def flash_dmattn_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
-    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
 @overload
@@ -21,7 +22,8 @@ def flash_dmattn_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
-    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 @overload
@@ -30,6 +32,7 @@ def flash_dmattn_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
     window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -39,6 +42,7 @@ def flash_dmattn_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
     window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
@@ -48,7 +52,8 @@ def flash_dmattn_qkvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
-    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
 @overload
@@ -57,7 +62,8 @@ def flash_dmattn_qkvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
-    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 @overload
@@ -66,6 +72,7 @@ def flash_dmattn_qkvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
     window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -75,6 +82,7 @@ def flash_dmattn_qkvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
     window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
@@ -84,7 +92,8 @@ def flash_dmattn_kvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
-    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
 @overload
@@ -93,7 +102,8 @@ def flash_dmattn_kvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
-    cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 @overload
@@ -102,6 +112,7 @@ def flash_dmattn_kvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
     window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -111,6 +122,7 @@ def flash_dmattn_kvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
     window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
@@ -121,6 +133,7 @@ def flash_dmattn_varlen_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
@@ -131,6 +144,7 @@ def flash_dmattn_varlen_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -140,7 +154,8 @@ def flash_dmattn_varlen_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+    window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 @overload
@@ -149,7 +164,8 @@ def flash_dmattn_varlen_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+    window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 @overload
@@ -158,6 +174,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
     *, return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
@@ -167,6 +184,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
     *, return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -175,7 +193,8 @@ def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
     max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., *, return_attn_probs: Literal[True],
-    return_lse: bool = ..., window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+    return_lse: bool = ..., window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 @overload
@@ -183,7 +202,8 @@ def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
     max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *,
-    return_lse: bool = ..., window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+    return_lse: bool = ..., window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 @overload
@@ -193,6 +213,7 @@ def flash_dmattn_varlen_kvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
@@ -203,6 +224,7 @@ def flash_dmattn_varlen_kvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -212,7 +234,8 @@ def flash_dmattn_varlen_kvpacked_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+    window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 @overload
@@ -221,7 +244,8 @@ def flash_dmattn_varlen_kvpacked_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., scale: float | Tensor | None = ...,
+    window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 class FlashDmattnFunc(Protocol):
@@ -231,7 +255,8 @@ class FlashDmattnFunc(Protocol):
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
         return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
-        cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+        cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+        sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
     ) -> Tensor: ...
     @overload
     def __call__(
@@ -239,7 +264,8 @@ class FlashDmattnFunc(Protocol):
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
         return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
-        cache_seqlens: Tensor | None = ..., scale: float | Tensor | None = ...,
+        cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+        sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def __call__(
@@ -247,6 +273,7 @@ class FlashDmattnFunc(Protocol):
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
         window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+        relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
         scale: float | Tensor | None = ...,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
     @overload
@@ -255,6 +282,7 @@ class FlashDmattnFunc(Protocol):
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
         window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+        relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
         scale: float | Tensor | None = ...,
     ) -> Tensor | tuple[Tensor, ...]: ...
 

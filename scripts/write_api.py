@@ -30,6 +30,11 @@ SECTIONS = (
             "merge_attention",
         ),
     ),
+    (
+        "Relative biases",
+        "flash_dmattn.relative",
+        ("t5", "alibi", "alibi_slopes", "kerple", "window", "dense"),
+    ),
     ("Masks", "flash_dmattn", ("KeyIntervalMask", "KeyLists", "create_mask")),
     ("Padding", "flash_dmattn", ("unpad_input", "pad_input")),
     ("Backends", "flash_dmattn", ("flash_dmattn_func_auto", "get_available_backends")),

@@ -61,17 +61,20 @@ def surrounded(tensor, fill=torch.nan, margin=4):
     return view
 
 
-def run(function, tensors, mask, bias, dout, dlse, **options):
-    """(out, lse, dq, dk, dv, dbias) of a function with flash_dmattn_func's arguments; no dbias without a bias."""
-    leaves = [x.detach().requires_grad_() for x in (*tensors, bias) if x is not None]
+def run(function, tensors, mask, bias, dout, dlse, *, relative_bias=None, **options):
+    """(out, lse, dq, dk, dv, dbias, drelative_bias) of a function with flash_dmattn_func's arguments; no gradient of a
+    bias that is None."""
+    leaves = [x.detach().requires_grad_() for x in (*tensors, bias, relative_bias) if x is not None]
+    if relative_bias is not None:
+        options["relative_bias"] = leaves[-1]
     out, lse = function(*leaves[:3], mask, leaves[3] if bias is not None else None, return_lse=True, **options)
     gradients = torch.autograd.grad([out, lse], leaves, [dout.to(out.dtype), dlse.to(lse.dtype)])
     return out.detach(), lse.detach(), *gradients
 
 
-def assert_close(ours, eager, exact, dtype):
+def assert_close(ours, eager, exact, dtype, names=(*NAMES, "drelative_bias")):
     """Asserts max|ours - exact| <= 2 max|eager - exact| + SLACK for each output, -inf in the same places and no NaN."""
-    for name, x, y, z in zip(NAMES, ours, eager, exact):
+    for name, x, y, z in zip(names, ours, eager, exact):
         assert x.shape == z.shape, name
         infinite = z.isinf()
         assert torch.equal(x[infinite].double(), z[infinite].double()), f"{name}: -inf in the wrong places"
@@ -83,7 +86,9 @@ def assert_close(ours, eager, exact, dtype):
             assert off <= limit, f"{name} is off by {off:.2e}, eager by {eager_off:.2e}"
 
 
-def check(tensors, mask=None, bias=None, *, function=flash_dmattn_func, dense=None, dout=None, **options):
+def check(
+    tensors, mask=None, bias=None, *, function=flash_dmattn_func, dense=None, dout=None, relative_bias=None, **options
+):
     """Compares out, lse and every gradient with the float64 reference, and returns ours.
 
     `dense` is the mask of the reference, where it is another form of `mask`.
@@ -94,12 +99,16 @@ def check(tensors, mask=None, bias=None, *, function=flash_dmattn_func, dense=No
     if dout is None:
         dout = query.new_empty(*query.shape[:-1], tensors[2].shape[-1]).normal_() / 8
     dlse = torch.randn(batch, heads, seqlen_q, device=query.device) / 8
-    ours = run(function, tensors, mask, bias, dout, dlse, **options)
+    ours = run(function, tensors, mask, bias, dout, dlse, relative_bias=relative_bias, **options)
     dense = mask if dense is None else dense
-    eager = run(reference, tensors, dense, bias, dout, dlse, **options)
-    double = [x.double() for x in tensors], dense, None if bias is None else in_float64(bias)
-    exact = run(reference, *double, dout.double(), dlse.double(), **options)
-    for name, x, like in zip(NAMES[2:], ours[2:], (*tensors, bias)):
-        assert x.dtype == like.dtype, name
-    assert_close(ours, eager, exact, query.dtype)
+    eager = run(reference, tensors, dense, bias, dout, dlse, relative_bias=relative_bias, **options)
+    double = [None if x is None else in_float64(x) for x in (*tensors, bias, relative_bias)]
+    exact = run(
+        reference, double[:3], dense, double[3], dout.double(), dlse.double(), relative_bias=double[4], **options
+    )
+    leaves = {"dq": tensors[0], "dk": tensors[1], "dv": tensors[2], "dbias": bias, "drelative_bias": relative_bias}
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    for (name, leaf), x in zip(leaves.items(), ours[2:], strict=True):
+        assert x.dtype == leaf.dtype, name
+    assert_close(ours, eager, exact, query.dtype, ("out", "lse", *leaves))
     return ours

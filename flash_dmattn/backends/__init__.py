@@ -3,13 +3,14 @@
     NAME: str
     SPARSE_MASKS: bool                  whether `mask` is ops.MaskTensors (the compiled backends), or else a bool tensor
     why_unavailable() -> str | None     None where the backend is available, else one sentence with the reason
-    attention(query, key, value, mask, bias, **options) -> (out, lse)     options: call.Options
+    attention(query, key, value, mask, bias, relative_bias=None, **options) -> (out, lse)     options: call.Options
 
 The compiled backends also take varlen and cache_seqlens. Inputs have been checked (checks.py): query (B, Sq, H, D), key
 and value (B, Sk, Hkv, D) with a contiguous D, a multiple of 8; mask None, MaskTensors, or bool ({B|B/n|1}, {H|Hkv|1},
-{Sq|1}, {Sk|1}); bias None or floating in a bool mask's shapes, never constant along the keys. `attention` returns out
-(B, Sq, H, D) and lse (B, H, Sq), both differentiable. It raises an error for what it does not support: no backend falls
-back to another.
+{Sq|1}, {Sk|1}); bias None or floating in a bool mask's shapes, never constant along the keys; relative_bias float32, or
+float64 for a float64 query, ({B|1}, {H|Hkv|1}, 2R + 1) or, of a grid, ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1). `attention`
+returns out (B, Sq, H, D) and lse (B, H, Sq), both differentiable. It raises an error for what it does not support: no
+backend falls back to another.
 """
 
 from __future__ import annotations

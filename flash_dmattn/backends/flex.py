@@ -1,7 +1,7 @@
 """FlexAttention (torch.nn.attention.flex_attention), for comparison.
 
 Compiled on CUDA. On the CPU, where PyTorch has no compiled backward for it, it runs operation by operation. It builds
-its block masks from N x N indices. Its gradient of the bias uses atomics, so it is not deterministic.
+its block masks from N x N indices. Its gradients of biases use atomics, so they are not deterministic.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def why_unavailable() -> str | None:
     return None
 
 
-def refuse_unsupported(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, deterministic: bool) -> None:
-    tensors = [x for x in (query, key, value, bias) if x is not None]
+def refuse_unsupported(arguments: tuple[Tensor | None, ...], deterministic: bool) -> None:
+    """arguments: query, key, value and the biases."""
+    query, key, *_ = tensors = [x for x in arguments if x is not None]
     if query.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise RuntimeError("the backend 'flex' has no gradients on the CPU; use it under torch.no_grad() or on CUDA")
     if deterministic:
@@ -65,18 +66,33 @@ def functions(compiled: bool):
     return torch.compile(flex_attention), torch.compile(create_block_mask, options=options)
 
 
-def score_mod_of(bias: Tensor | None, softcap: float, batch: int, heads: int):
-    bias_at = None if bias is None else entry(bias, batch, heads)
+def relative_entry(relative_bias: Tensor, query: Tensor, key: Tensor):
+    """The function (b, h, i, j) -> the entry of a relative bias that the score reads."""
+    table_at = entry(relative_bias if relative_bias.ndim == 4 else relative_bias[:, :, None], *query.shape[::2][:2])
+    if relative_bias.ndim == 4:
+        height, width = ((size + 1) // 2 for size in relative_bias.shape[2:])
+        return lambda b, h, i, j: table_at(
+            b, h, i // width - j // width + height - 1, i % width - j % width + width - 1
+        )
+    radius, shift = relative_bias.shape[2] // 2, key.shape[1] - query.shape[1]
+    return lambda b, h, i, j: table_at(b, h, i, (j - i - shift).clamp(-radius, radius) + radius)
+
+
+def score_mod_of(bias: Tensor | None, relative_bias: Tensor | None, softcap: float, query: Tensor, key: Tensor):
+    batch, _, heads, _ = query.shape
+    added = [] if bias is None else [entry(bias, batch, heads)]
+    if relative_bias is not None:
+        added.append(relative_entry(relative_bias, query, key))
 
     def score_mod(score, b, h, i, j):
         if softcap > 0:
             score = softcap * torch.tanh(score / softcap)
-        if bias_at is None:
-            return score
-        bias_ij = bias_at(b, h, i, j)
-        return torch.where(hides(bias_ij), -torch.inf, score + bias_ij)
+        for bias_at in added:
+            bias_ij = bias_at(b, h, i, j)
+            score = torch.where(hides(bias_ij), -torch.inf, score + bias_ij)
+        return score
 
-    return None if bias is None and softcap <= 0 else score_mod
+    return score_mod if added or softcap > 0 else None
 
 
 def visibility(mask: Tensor | KeyIntervalMask, batch: int, heads: int):
@@ -113,22 +129,22 @@ def attention(
     mask: Tensor | None,
     bias: Tensor | None,
     *,
+    relative_bias: Tensor | None = None,
     block_mask=None,
     **options,
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) and lse (B, H, Sq). `block_mask` replaces the one of `mask` and `is_causal`."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    refuse_unsupported(query, key, value, bias, options["deterministic"])
-    batch, _, heads, _ = query.shape
-    kv_heads = key.shape[2]
+    refuse_unsupported((query, key, value, bias, relative_bias), options["deterministic"])
+    heads, kv_heads = query.shape[2], key.shape[2]
     flex_attention, _ = functions(query.device.type == "cuda")
     with warnings.catch_warnings():
         # The uncompiled form, used on the CPU on purpose, warns that it materializes the scores.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         out, aux = flex_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
-            score_mod=score_mod_of(bias, options["softcap"], batch, heads),
+            score_mod=score_mod_of(bias, relative_bias, options["softcap"], query, key),
             block_mask=block_mask_of(query, key, mask, options["is_causal"]) if block_mask is None else block_mask,
             scale=options["softmax_scale"],
             enable_gqa=heads != kv_heads,

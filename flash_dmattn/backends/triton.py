@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import names
+from ..arguments import names, shape_of
 from ..biases import least
 from ..ops.list_sizes import is_per_key
 
@@ -689,17 +689,30 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, **options
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    *,
+    relative_bias: Tensor | None = None,
+    **options,
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, H, D) in query's dtype and lse (B, H, Sq) in float32, differentiable once.
 
     Ignores `deterministic`: no sum depends on the order in which programs run.
 
-    Raises TypeError for a dtype other than float16, bfloat16 and float32; RuntimeError where Triton cannot run, for
-    tensors on the CPU without Triton's interpreter, and where a gradient is differentiated again.
+    Raises TypeError for a dtype other than float16, bfloat16 and float32; ValueError for a relative_bias; RuntimeError
+    where Triton cannot run, for tensors on the CPU without Triton's interpreter, and where a gradient is differentiated
+    again.
     """
     if (reason := why_unavailable()) is not None:
         raise RuntimeError(f"the backend 'triton' is not available: {reason}")
+    if relative_bias is not None:
+        raise ValueError(
+            f"the backend 'triton' takes no relative_bias, got shape {shape_of(relative_bias)}: pass "
+            "flash_dmattn.relative.dense of it as attn_bias"
+        )
     if query.dtype not in DTYPES:
         raise TypeError(
             f"the backend 'triton' takes float16, bfloat16 and float32, got query in {names([query.dtype])}"

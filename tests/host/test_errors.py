@@ -250,6 +250,124 @@ FIXED = {
         ValueError,
         "backend must be one of cuda, cpu, triton, flex, reference, got 'cudnn'",
     ),
+    "relative_bias is no tensor": (
+        lambda: call(relative_bias=[0.0]),
+        TypeError,
+        "relative_bias must be a torch.Tensor, got list",
+    ),
+    "relative_bias of two dimensions": (
+        lambda: call(relative_bias=torch.zeros(4, 9)),
+        ValueError,
+        r"relative_bias must be \(\{B\|1\}, \{H\|Hkv\|1\}, 2R \+ 1\), .*, got shape \(4, 9\)",
+    ),
+    "relative_bias of an even number": (
+        lambda: call(relative_bias=torch.zeros(1, 4, 8)),
+        ValueError,
+        r"relative_bias must have an odd number of entries in dimension 2, 2R \+ 1, got shape \(1, 4, 8\)",
+    ),
+    "relative_bias of no entries": (
+        lambda: call(relative_bias=torch.zeros(1, 4, 0)),
+        ValueError,
+        "relative_bias must have an odd number of entries in dimension 2",
+    ),
+    "relative_bias of 3 heads": (
+        lambda: call(relative_bias=torch.zeros(1, 3, 9)),
+        ValueError,
+        "relative_bias must be .*: dimension 1 must be 1 or 2 or 4, got shape",
+    ),
+    "relative_bias of 3 batch elements": (
+        lambda: call(relative_bias=torch.zeros(3, 4, 9)),
+        ValueError,
+        "relative_bias must be .*: dimension 0 must be 1 or 2, got shape",
+    ),
+    "relative_bias in another dtype": (
+        lambda: call(relative_bias=torch.zeros(1, 4, 9).half()),
+        TypeError,
+        "relative_bias must be float32, got float16",
+    ),
+    "relative_bias of integers": (
+        lambda: call(Q.half(), K.half(), V.half(), relative_bias=torch.zeros(1, 4, 9).int()),
+        TypeError,
+        "relative_bias must be float16 or float32, got int32",
+    ),
+    "relative_bias elsewhere": (
+        lambda: call(relative_bias=torch.zeros(1, 4, 9, device="meta")),
+        RuntimeError,
+        "relative_bias must be on query's device cpu, got meta",
+    ),
+    "relative_bias of a grid alone": (
+        lambda: call(relative_bias=torch.zeros(1, 4, 3, 9)),
+        ValueError,
+        r"relative_bias of four dimensions comes with grid=\(h, w\), got shape \(1, 4, 3, 9\) alone",
+    ),
+    "grid alone": (lambda: call(grid=(1, 5)), ValueError, r"grid comes with relative_bias .*, got grid=\(1, 5\) alone"),
+    "grid of one number": (
+        lambda: call(relative_bias=torch.zeros(1, 4, 9), grid=5),
+        TypeError,
+        r"grid must be a pair of ints \(h, w\), got 5",
+    ),
+    "grid of floats": (
+        lambda: call(relative_bias=torch.zeros(1, 4, 1, 9), grid=(1.0, 5)),
+        TypeError,
+        r"grid must be a pair of ints \(h, w\), got float",
+    ),
+    "grid of no rows": (
+        lambda: call(relative_bias=torch.zeros(1, 4, 1, 9), grid=(0, 5)),
+        ValueError,
+        r"grid must be a pair of positive ints \(h, w\), got \(0, 5\)",
+    ),
+    "grid of another table": (
+        lambda: call(relative_bias=torch.zeros(1, 4, 1, 7), grid=(1, 5)),
+        ValueError,
+        r"relative_bias must be \(\{B\|1\}, \{H\|Hkv\|1\}, 1, 9\) with grid=\(1, 5\), got shape \(1, 4, 1, 7\)",
+    ),
+    "grid of other lengths": (
+        lambda: call(relative_bias=torch.zeros(1, 4, 1, 9), grid=(1, 5)),
+        ValueError,
+        r"grid must be of the query rows and of the keys, got grid=\(1, 5\) of 5 tokens for 5 rows and 7 keys",
+    ),
+    "grid with a cache": (
+        lambda: call(
+            key=K[:, :5],
+            value=V[:, :5],
+            relative_bias=torch.zeros(1, 4, 1, 9),
+            grid=(1, 5),
+            cache_seqlens=torch.tensor([5, 5], dtype=torch.int32),
+        ),
+        ValueError,
+        r"grid is for images that are all there, got grid=\(1, 5\) and cache_seqlens",
+    ),
+    "grid of variable length": (
+        lambda: flash_dmattn_varlen_func(
+            *(Q[0], K[0, :5], V[0, :5], None, None, *(torch.tensor([0, 5], dtype=torch.int32),) * 2, 5, 5),
+            relative_bias=torch.zeros(1, 4, 1, 9),
+            grid=(1, 5),
+        ),
+        ValueError,
+        r"grid is for fixed length, got grid=\(1, 5\) and cu_seqlens_q",
+    ),
+    "relative_bias for the backend 'triton'": (
+        lambda: flash_dmattn_func_auto("triton")(Q, K, V, relative_bias=torch.zeros(1, 4, 9)),
+        (ValueError, RuntimeError),
+        "the backend 'triton' (takes no relative_bias|is not available)",
+    ),
+    "sinks is no tensor": (lambda: call(sinks=1.0), TypeError, "sinks must be a torch.Tensor, got float"),
+    "sinks of integers": (lambda: call(sinks=torch.zeros(4).int()), TypeError, "sinks must be floating, got int32"),
+    "sinks of 3 heads": (
+        lambda: call(sinks=torch.zeros(3)),
+        ValueError,
+        r"sinks must be \(\{H\|1\}\) for H = 4 heads, got shape \(3,\)",
+    ),
+    "sinks in another dtype": (
+        lambda: call(sinks=torch.zeros(4).half()),
+        TypeError,
+        "sinks must be float32, got float16",
+    ),
+    "sinks elsewhere": (
+        lambda: call(sinks=torch.zeros(4, device="meta")),
+        RuntimeError,
+        "sinks must be on query's device cpu, got meta",
+    ),
 }
 
 

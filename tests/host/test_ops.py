@@ -6,7 +6,6 @@ from helpers import inputs, rand_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_kvpacked_func, flash_dmattn_varlen_func, ops
-from flash_dmattn.backends.compiled import FIXED
 from flash_dmattn.ops.schema import Arguments, BackwardArguments
 
 PAIRS = {

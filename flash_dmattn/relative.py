@@ -1,0 +1,161 @@
+"""Tables for the argument `relative_bias`: biases that depend only on the distance of a key from its query row.
+
+    relative_bias ({B|1}, {H|Hkv|1}, 2R + 1): score (i, j) reads entry R + clamp(d, -R, R), d = j - (i + Sk - Sq)
+
+Each function makes such a table from the parameters of a published method, in float32 or float64, differentiably.
+Tables of the same size add up: `alibi(slopes, R) + window(R, left, right)`. `dense` materializes the bias of a table.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .arguments import require_count, require_floating, shape_of
+
+
+def distances(max_distance: int, device: torch.device | str | None = None) -> Tensor:
+    """int64 (2R + 1): -R to R, the distances of the entries of a table of radius R."""
+    radius = require_count("max_distance", max_distance)
+    return torch.arange(-radius, radius + 1, device=device)
+
+
+def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Tensor:
+    """The relative bias of T5 (Raffel et al., 2020, arXiv:1910.10683) from its embedding of distance buckets.
+
+    Half of the buckets of a direction hold one distance each, the other half ranges that grow logarithmically up to
+    max_distance. With n buckets for a direction and e = n // 2, distance a >= 0 is in bucket
+
+        a                                                             if a < e
+        min(e + floor(log(a / e) / log(max_distance / e) (n - e)), n - 1)    else
+
+    bidirectional: keys after the row use the second half of the buckets; else they are in bucket 0.
+
+    Args:
+        table: (buckets, H), `relative_attention_bias.weight` of a T5 model.
+        bidirectional: True for an encoder, False for a decoder.
+        max_distance: `relative_attention_max_distance` of the model's config. Farther keys share the last bucket.
+
+    Returns:
+        (1, H, 2 * max_distance + 1).
+    """
+    require_parameters("table", table, 2, "(buckets, H)")
+    distance = distances(max_distance, table.device)
+    buckets, first = table.shape[0], 0
+    if bidirectional:
+        buckets //= 2
+        first, distance = torch.where(distance > 0, buckets, 0), distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = buckets // 2
+    if not 0 < exact < max_distance:
+        raise ValueError(
+            f"max_distance must be above the {exact} buckets of one distance each, at least one, got {max_distance} "
+            f"and a table of {table.shape[0]} buckets"
+        )
+    # In float32, as transformers computes it: a distance at the edge of a bucket stays in its bucket.
+    far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
+    far = (exact + far.long()).clamp(max=buckets - 1)
+    bucket = first + torch.where(distance < exact, distance, far)
+    return wide(table)[bucket].T[None]
+
+
+def alibi(slopes: Tensor, max_distance: int) -> Tensor:
+    """The linear bias of ALiBi (Press et al., 2022, arXiv:2108.12409): -slope_h |d|.
+
+    Args:
+        slopes: (H), such as `alibi_slopes(H)`; differentiable.
+        max_distance: at least the longest distance in a call, max(Sq, Sk) - 1: farther keys have the bias of this one.
+
+    Returns:
+        (1, H, 2 * max_distance + 1).
+    """
+    require_parameters("slopes", slopes, 1, "(H)")
+    return (-wide(slopes)[:, None] * distances(max_distance, slopes.device).abs())[None]
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """float32 (H): the slopes of ALiBi's paper, 2 ** (-8 (h + 1) / H) for H a power of two. For other H those of the
+    next lower power of two, followed by every second slope of the next higher one."""
+    heads = require_count("heads", heads)
+    lower = 1 << heads.bit_length() - 1 if heads else 0
+    own = [2 ** (-8 * (h + 1) / lower) for h in range(lower)]
+    between = [2 ** (-8 * (2 * h + 1) / (2 * lower)) for h in range(heads - lower)]
+    return torch.tensor([*own, *between], dtype=torch.float32, device=device)
+
+
+def kerple(scale: Tensor, shape: Tensor, max_distance: int, kind: str = "log") -> Tensor:
+    """The kernel biases of KERPLE (Chi et al., 2022, arXiv:2205.09921), with one scale and one shape a head:
+
+        kind="log"      -scale_h log(1 + shape_h |d|)
+        kind="power"    -scale_h |d| ** shape_h         shape_h in (0, 2]
+
+    Args:
+        scale, shape: (H), positive; differentiable.
+        max_distance: at least the longest distance in a call: farther keys have the bias of this one.
+        kind: "log" or "power".
+
+    Returns:
+        (1, H, 2 * max_distance + 1).
+    """
+    for name, parameter in (("scale", scale), ("shape", shape)):
+        require_parameters(name, parameter, 1, "(H)")
+    scale, shape, distance = wide(scale)[:, None], wide(shape)[:, None], distances(max_distance, scale.device).abs()
+    if kind == "log":
+        return (-scale * torch.log1p(shape * distance))[None]
+    if kind == "power":
+        # 0 ** shape has no finite gradient for shapes below 1.
+        return (-scale * torch.where(distance > 0, distance.clamp(min=1) ** shape, 0))[None]
+    raise ValueError(f"kind must be 'log' or 'power', got {kind!r}")
+
+
+def window(max_distance: int, left: int, right: int = 0, device: torch.device | str | None = None) -> Tensor:
+    """A sliding window: 0 for the keys from `left` before the row's own to `right` after it, -inf for the others.
+
+    Blocks that it hides are skipped. Its radius must be above left and right, so that the clamped entries hide.
+
+    Returns:
+        float32 (1, 1, 2 * max_distance + 1).
+    """
+    left, right = require_count("left", left), require_count("right", right)
+    distance = distances(max_distance, device)
+    if max(left, right) >= max_distance:
+        raise ValueError(f"max_distance must be above left and right, got {max_distance}, {left} and {right}")
+    return torch.where((-left <= distance) & (distance <= right), 0.0, -torch.inf)[None, None]
+
+
+def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The bias ({B|1}, {H|Hkv|1}, Sq, Sk) of a table, materialized: for other backends, tests and pictures.
+
+    Args:
+        relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), or of a grid of h x w tokens ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1).
+        seqlen_q, seqlen_k: Sq and Sk; for a grid both h * w.
+    """
+    rows = torch.arange(seqlen_q, device=relative_bias.device)[:, None]
+    keys = torch.arange(seqlen_k, device=relative_bias.device)
+    if relative_bias.ndim == 4:
+        height, width = ((size + 1) // 2 for size in relative_bias.shape[2:])
+        down, right = rows // width - keys // width, rows % width - keys % width
+        return relative_bias[:, :, down + height - 1, right + width - 1]
+    radius = relative_bias.shape[2] // 2
+    return relative_bias[:, :, (keys - rows - (seqlen_k - seqlen_q)).clamp(-radius, radius) + radius]
+
+
+def shifted(relative_bias: Tensor, shift: int) -> Tensor:
+    """The table whose entry of distance d is that of d + shift. Its radius is larger by |shift|, so that its clamped
+    entries are those of `relative_bias`."""
+    radius = relative_bias.shape[2] // 2
+    return relative_bias[:, :, (distances(radius + abs(shift)) + shift).clamp(-radius, radius) + radius]
+
+
+def wide(parameters: Tensor) -> Tensor:
+    """In float32, or float64."""
+    return parameters.to(torch.promote_types(parameters.dtype, torch.float32))
+
+
+def require_parameters(name: str, parameters: object, ndim: int, layout: str) -> None:
+    require_floating(name, parameters)
+    if parameters.ndim != ndim:
+        raise ValueError(f"{name} must be {layout}, got shape {shape_of(parameters)}")

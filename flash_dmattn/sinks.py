@@ -1,0 +1,40 @@
+"""Attention sinks: a logit of each head in the denominator of the softmax, of no key.
+
+With Z = exp(lse) every probability is multiplied by Z / (Z + exp(sink)) = sigmoid(lse - sink), and so is the output.
+lse stays that of the keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .arguments import names, require_device, require_floating, shape_of
+
+
+def check_sinks(sinks: object, query: Tensor) -> None:
+    require_floating("sinks", sinks)
+    heads = query.shape[-2]
+    if sinks.shape not in ((heads,), (1,)):
+        raise ValueError(f"sinks must be ({{H|1}}) for H = {heads} heads, got shape {shape_of(sinks)}")
+    if sinks.dtype not in (torch.float32, query.dtype):
+        accepted = " or ".join(dict.fromkeys((names([query.dtype]), "float32")))
+        raise TypeError(f"sinks must be {accepted}, got {names([sinks.dtype])}")
+    require_device("sinks", sinks, query.device, "query")
+
+
+def scale_of(lse: Tensor, sinks: Tensor) -> Tensor:
+    """sigmoid(lse - sink), in the shape and dtype of lse.
+
+    sinks: ({H|1}), or of the dimensions of lse, such as one for each row.
+    """
+    sinks = (sinks[:, None] if sinks.ndim == 1 else sinks).to(lse.dtype)
+    is_empty, is_none = lse == -torch.inf, sinks == -torch.inf  # -inf - -inf is NaN
+    scale = torch.sigmoid((lse - sinks).masked_fill(is_empty | is_none, 0))
+    return scale.masked_fill(is_empty, 0).masked_fill(is_none, 1)
+
+
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """out (.., S, H, D) with sinks, from out without them and lse (.., H, S). Rounded once, to out's dtype."""
+    scale = scale_of(lse, sinks).transpose(-2, -1)[..., None]
+    return (out.to(scale.dtype) * scale).to(out.dtype)

@@ -1,0 +1,229 @@
+"""Biases that depend on the distance of a key from its row, against the materialized bias in float64."""
+
+import functools
+
+import pytest
+import torch
+from helpers import assert_close, in_float64, reference, run
+from paths import CAUSAL, HALVES, LISTS, both, case
+from sequences import Sequences, slices
+
+from flash_dmattn import KeyIntervalMask, flash_dmattn_func, relative
+
+ALL = ("none", "bool", "key", "intervals", *LISTS)
+TABLES = [(batch, heads) for batch in (2, 1) for heads in (4, 2, 1)]
+
+
+def head_dim(path):
+    return 64 if path.on_cuda else 16
+
+
+def table(path, *shape, dtype=torch.float32):
+    return path.randn(*shape, dtype=dtype)
+
+
+LENGTHS = [(1, 1), (1, 300), (300, 1), (65, 65), (129, 255), (255, 129), (600, 1000)]
+RADII = {
+    "0": lambda rows, keys: 0,
+    "9": lambda rows, keys: 9,
+    "all": max,
+    "beyond": lambda rows, keys: rows + keys + 70,
+}
+
+
+@CAUSAL
+@pytest.mark.parametrize("path", [case(path) for path in both("none")])
+@pytest.mark.parametrize("radius", RADII)
+@pytest.mark.parametrize("rows, keys", LENGTHS)
+def test_lengths_and_radii(path, rows, keys, radius, causal):
+    size = 2 * RADII[radius](rows, keys) + 1
+    tensors = path.inputs(2, rows, keys, 4, 2, head_dim(path))
+    path.check(tensors, relative_bias=table(path, 1, 4, size), is_causal=causal)
+
+
+@pytest.mark.parametrize("path", [case(path) for path in both("none")])
+@pytest.mark.parametrize("shape", TABLES, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_broadcasts(path, shape, softcap):
+    tensors = path.inputs(2, 140, 200, 4, 2, head_dim(path))
+    path.check(tensors, relative_bias=table(path, *shape, 2 * 60 + 1), softcap=softcap)
+
+
+@CAUSAL
+@pytest.mark.parametrize("path", [case(path) for path in both(*ALL)])
+@pytest.mark.parametrize("bias_shape", [None, (2, 2, 1), (1, 4, "Sq"), (1, 1, "Sq")], ids=str)
+def test_masks_and_biases(path, bias_shape, causal):
+    rows, keys = 300, 500
+    bias = None
+    if bias_shape is not None:
+        bias = path.randn(*(rows if size == "Sq" else size for size in bias_shape), keys)
+    for heads in (4, 1):
+        mask = path.make_mask(2, heads, rows, keys)
+        options = {"relative_bias": table(path, 1, heads, 2 * 130 + 1), "is_causal": causal}
+        path.check(path.inputs(2, rows, keys, 4, 2, head_dim(path)), mask, bias, **options)
+
+
+@pytest.mark.parametrize("path, dtype", [case(path, dtype) for path in both("none") for dtype in HALVES])
+@pytest.mark.parametrize("size", [32, 96, 128, 192, 256])
+def test_head_dimensions(path, dtype, size):
+    tensors = path.inputs(2, 150, 200, 4, 2, size if path.on_cuda else size // 4, dtype=dtype)
+    path.check(tensors, relative_bias=table(path, 1, 4, 2 * 90 + 1), is_causal=True)
+
+
+@pytest.mark.parametrize("path, dtype", [case(path, dtype) for path in both("none") for dtype in HALVES])
+def test_tables_in_the_dtype_of_query(path, dtype):
+    bias = table(path, 1, 4, 2 * 40 + 1, dtype=dtype)
+    bias[..., :9] = torch.finfo(dtype).min
+    path.check(path.inputs(2, 90, 90, 4, 2, head_dim(path), dtype=dtype), relative_bias=bias)
+
+
+@pytest.mark.parametrize("path", [case(path) for path in both("none", "bool", "interval lists")])
+@pytest.mark.parametrize("by", [-torch.inf, torch.finfo(torch.float32).min])
+def test_hidden_distances(path, by):
+    """A window of keys, far from the diagonal for head 1, and a head that sees nothing."""
+    rows, keys, radius = 700, 900, 400
+    distance = relative.distances(radius, path.device)
+    bias = table(path, 1, 4, 2 * radius + 1)
+    bias[:, 0, distance.abs() > 50] = by
+    bias[:, 1, (distance > -300) | (distance < -350)] = by
+    bias[:, 2, distance % 3 == 0] = by
+    bias[:, 3] = by
+    mask = path.make_mask(2, 4, rows, keys)
+    out, lse, dq, *_, drelative = path.check(path.inputs(2, rows, keys, 4, 4, head_dim(path)), mask, relative_bias=bias)
+    assert (out[:, :, 3] == 0).all() and (lse[:, 3] == -torch.inf).all() and (dq[:, :, 3] == 0).all()
+    assert (drelative[bias == by] == 0).all()
+
+
+@pytest.mark.parametrize("path", [case(path) for path in both("none")])
+def test_hidden_keys_may_hold_nan(path):
+    query, key, value = path.inputs(1, 300, 300, 2, 2, head_dim(path))
+    key[:, 200:], value[:, 200:] = torch.nan, torch.nan
+    bias = table(path, 1, 2, 2 * 500 + 1)
+    bias[..., 400:] = -torch.inf  # keys less than 101 before a row
+    out, *gradients = run(
+        flash_dmattn_func, (query, key, value), None, None, query, query[..., 0].transpose(1, 2), relative_bias=bias
+    )
+    assert out.isfinite().all() and all(x.isfinite().all() for x in gradients[1:])
+
+
+@pytest.mark.parametrize("path", [case(path) for path in both("none")])
+@pytest.mark.parametrize("height, width", [(7, 7), (1, 40), (40, 1), (5, 9), (16, 20), (1, 1)])
+@pytest.mark.parametrize("shape", [(1, 4), (2, 1)], ids=str)
+def test_grids(path, height, width, shape):
+    tokens = height * width
+    tensors = path.inputs(2, tokens, tokens, 4, 4, head_dim(path))
+    bias = table(path, *shape, 2 * height - 1, 2 * width - 1)
+    path.check(tensors, relative_bias=bias, grid=(height, width))
+
+
+@pytest.mark.parametrize("path", [case(path) for path in both("bool", "intervals", "bool lists", "interval lists")])
+def test_grids_with_masks(path):
+    mask, dense_bias = path.make_mask(2, 2, 240, 240), path.randn(1, 4, 240, 240)
+    bias = table(path, 1, 4, 23, 39)
+    bias[..., 3, :] = -torch.inf
+    path.check(path.inputs(2, 240, 240, 4, 2, head_dim(path)), mask, dense_bias, relative_bias=bias, grid=(12, 20))
+
+
+@CAUSAL
+@pytest.mark.parametrize("path", [case(path) for path in both("none")])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_few_rows(path, rows, causal, softcap):
+    bias = table(path, 1, 8, 2 * 700 + 1)
+    bias[:, 0, :650] = -torch.inf
+    tensors = path.inputs(2, rows, 1300, 8, 2, head_dim(path))
+    path.check(tensors, None, path.randn(2, 2, 1, 1300), relative_bias=bias, is_causal=causal, softcap=softcap)
+
+
+@pytest.mark.parametrize("path", [case(path) for path in both("none")])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_caches_count_from_the_last_valid_key(path, rows):
+    query, key, value = path.inputs(3, rows, 700, 4, 2, head_dim(path))
+    lengths, bias = [700, 0, 257], table(path, 3, 4, 2 * 90 + 1)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=path.device)
+    ours = flash_dmattn_func(
+        query, key, value, relative_bias=bias, cache_seqlens=seqlens, is_causal=True, return_lse=True
+    )
+    for b, length in enumerate(lengths):
+        own = [x[b : b + 1, :length] for x in (key, value)]
+        expected = flash_dmattn_func(
+            query[b : b + 1], *own, relative_bias=bias[b : b + 1], is_causal=True, return_lse=True
+        )
+        for x, y in zip(ours, expected):
+            torch.testing.assert_close(x[b : b + 1], y, rtol=1e-2 if path.on_cuda else 1e-5, atol=1e-2)
+
+
+@CAUSAL
+@pytest.mark.parametrize("path", [case(path) for path in both("none", "key", "interval lists")])
+@pytest.mark.parametrize("batch, heads", [(1, 4), (5, 2), (1, 1)])
+def test_variable_length(path, batch, heads, causal):
+    """Every sequence counts distances from its own lengths."""
+    s = Sequences(path.device)
+    tensors = [path.randn(n, h, head_dim(path)) for n, h in ((s.total_q, 4), (s.total_k, 2), (s.total_k, 2))]
+    mask = s.mask(path.mask, 2, visible=0.6)
+    bias = table(path, batch, heads, 2 * 80 + 1)
+    dout = path.randn(s.total_q, 4, head_dim(path)) / 8
+    dlse = path.randn(4, s.total_q, dtype=torch.float32) / 8
+
+    def alone(query, key, value, mask, _, relative_bias, return_lse):
+        outs, lses = [], []
+        for b, (rows, keys) in enumerate(zip(slices(s.cu_q), slices(s.cu_k))):
+            own = relative_bias[b : b + 1] if batch > 1 else relative_bias
+            seen = None
+            if mask is not None:
+                seen = mask[keys].T[None, :, None] if mask.ndim == 2 else mask[rows, :, : keys.stop - keys.start]
+                seen = seen if mask.ndim == 2 else seen.transpose(0, 1)[None]
+            one = (query[None, rows], key[None, keys], value[None, keys], seen)
+            out, lse = reference(*one, relative_bias=own, is_causal=causal, return_lse=True)
+            outs.append(out[0])
+            lses.append(lse[0])
+        return torch.cat(outs), torch.cat(lses, dim=1)
+
+    def packed(query, key, value, mask, bias, **options):
+        return path.varlen_function(query, key, value, mask, bias, *s.lengths, is_causal=causal, **options)
+
+    eager = run(alone, tensors, s.dense(mask), None, dout, dlse, relative_bias=bias)
+    double = [in_float64(x) for x in (*tensors, bias)]
+    exact = run(alone, double[:3], s.dense(mask), None, dout.double(), dlse.double(), relative_bias=double[3])
+    ours = run(packed, tensors, mask, None, dout, dlse, relative_bias=bias)
+    assert_close(ours, eager, exact, path.dtype, ("out", "lse", "dq", "dk", "dv", "drelative_bias"))
+
+
+@pytest.mark.parametrize("path", [case(path) for path in both("none", "interval lists", "bool lists")])
+@pytest.mark.parametrize("shape", [(1, 4), (1, 1), (3, 2)], ids=str)
+def test_gradients_are_bitwise_reproducible(path, shape):
+    """On the CPU for any number of threads."""
+    tensors, bias = path.inputs(3, 400, 700, 4, 2, head_dim(path)), table(path, *shape, 2 * 300 + 1)
+    mask = path.make_mask(3, 2, 400, 700)
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(3, 4, 400, device=path.device)
+    function = functools.partial(path.function, deterministic=True)
+    threads, first = torch.get_num_threads(), None
+    try:
+        for count in (1, 2, 3) if path.on_cpu else range(20):
+            if path.on_cpu:
+                torch.set_num_threads(count)
+            again = run(function, tensors, mask, None, dout, dlse, relative_bias=bias)
+            first = first or again
+            assert all(torch.equal(a, b) for a, b in zip(again, first))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("path", [case(path) for path in both("none")])
+def test_many_batch_elements_share_a_table(path):
+    """More groups of batch elements than tasks with partial sums."""
+    tensors = path.inputs(150, 20, 20, 2, 2, head_dim(path))
+    path.check(tensors, relative_bias=table(path, 1, 2, 2 * 15 + 1))
+
+
+@pytest.mark.parametrize("path", [case(path) for path in both("none")])
+def test_window_size_selects_by_the_bias_alone(path):
+    query, key, value = path.inputs(2, 200, 200, 4, 2, head_dim(path))
+    key_bias, bias = path.randn(2, 2, 1, 200), table(path, 1, 4, 2 * 200 + 1) * 9
+    options = {"is_causal": True, "return_lse": True}
+    ours = flash_dmattn_func(query, key, value, None, key_bias, window_size=30, relative_bias=bias, **options)
+    dense_bias = relative.dense(bias, 200, 200).to(query.dtype) + key_bias.repeat_interleave(2, dim=1)
+    mask = KeyIntervalMask.topk(key_bias, 30)
+    expected = flash_dmattn_func(query, key, value, mask, dense_bias, **options)
+    for x, y in zip(ours, expected):
+        torch.testing.assert_close(x, y, rtol=5e-2 if path.on_cuda else 1e-4, atol=5e-2 if path.on_cuda else 1e-4)

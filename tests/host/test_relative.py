@@ -1,0 +1,201 @@
+"""flash_dmattn.relative: the tables of published methods. And relative_bias in programs of PyTorch."""
+
+import pytest
+import torch
+from helpers import inputs
+
+from flash_dmattn import (
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    flash_dmattn_kvpacked_func,
+    flash_dmattn_qkvpacked_func,
+    flash_dmattn_varlen_qkvpacked_func,
+    relative,
+)
+
+
+def test_dense():
+    table = torch.arange(7.0)[None, None]
+    assert relative.dense(table, 2, 4)[0, 0].tolist() == [[1, 2, 3, 4], [0, 1, 2, 3]]
+    assert relative.dense(table[..., 2:5], 2, 4)[0, 0].tolist() == [[2, 2, 3, 4], [2, 2, 2, 3]]
+    grid = torch.arange(9.0).view(1, 1, 3, 3)  # 2 x 2 tokens
+    assert relative.dense(grid, 4, 4)[0, 0].tolist() == [[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]]
+
+
+def test_shifted():
+    table = torch.randn(1, 2, 2 * 6 + 1)
+    for shift in (-9, -1, 0, 4, 30):
+        by_keys = relative.dense(table, 20, 20 + abs(shift))
+        # As rows that stand `shift` keys later than bottom right.
+        ours = relative.dense(relative.shifted(table, shift), 20, 20 + abs(shift))
+        rows, keys = torch.arange(20)[:, None], torch.arange(20 + abs(shift))
+        expected = table[:, :, (keys - rows - abs(shift) + shift).clamp(-6, 6) + 6]
+        assert by_keys.shape == ours.shape and torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("buckets, max_distance", [(32, 128), (32, 20), (8, 50), (64, 256)])
+def test_t5(bidirectional, buckets, max_distance):
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    table = torch.randn(buckets, 4)
+    seqlen = 2 * max_distance + 7
+    distance = torch.arange(seqlen) - torch.arange(seqlen)[:, None]
+    bucket = t5.T5Attention._relative_position_bucket(distance, bidirectional, buckets, max_distance)
+    ours = relative.dense(relative.t5(table, bidirectional, max_distance), seqlen, seqlen)
+    assert torch.equal(ours, table[bucket].permute(2, 0, 1)[None])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 16])
+def test_alibi_of_bloom(heads):
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    bias = bloom.build_alibi_tensor(torch.ones(1, 50), heads, torch.float32).view(heads, 50)
+    ours = relative.dense(relative.alibi(relative.alibi_slopes(heads), 60), 50, 50)[0]
+    # Bloom's is one number a key: apart from a constant for each row the same for the keys up to it.
+    for row in range(50):
+        torch.testing.assert_close(ours[:, row, : row + 1], bias[:, : row + 1] - bias[:, row, None])
+
+
+@pytest.mark.parametrize("heads", [4, 6, 12])
+def test_alibi_of_mpt(heads):
+    mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+    bias = mpt.build_mpt_alibi_tensor(heads, 40)[..., 0, :]  # slope * (key - last key)
+    slopes = torch.linalg.lstsq(torch.arange(-39.0, 1)[:, None], bias.reshape(heads, 40).T).solution[0]
+    ours = relative.alibi(slopes, 40)
+    torch.testing.assert_close(relative.dense(ours, 40, 40)[0, :, -1], bias.reshape(heads, 40))
+
+
+def test_kerple():
+    scale, shape = torch.rand(3) + 0.1, torch.rand(3) + 0.1
+    distance = relative.distances(9).abs()
+    log, power = (relative.kerple(scale, shape, 9, kind) for kind in ("log", "power"))
+    for h in range(3):
+        torch.testing.assert_close(log[0, h], -scale[h] * (1 + shape[h] * distance).log())
+        torch.testing.assert_close(power[0, h], -scale[h] * distance ** shape[h])
+    with pytest.raises(ValueError, match="kind must be 'log' or 'power', got 'linear'"):
+        relative.kerple(scale, shape, 9, "linear")
+
+
+def test_window():
+    table = relative.window(9, 3, 1)
+    assert table.shape == (1, 1, 19) and (table[0, 0, 6:11] == 0).all()
+    assert (table == -torch.inf).sum() == 14
+    with pytest.raises(ValueError, match="max_distance must be above left and right, got 9, 9 and 0"):
+        relative.window(9, 9)
+
+
+def test_tables_have_gradients():
+    parameters = {
+        "table": (torch.randn(8, 2), lambda x: relative.t5(x, max_distance=20)),
+        "slopes": (torch.rand(2), lambda x: relative.alibi(x, 20)),
+        "scale": (torch.rand(2), lambda x: relative.kerple(x, torch.ones(2), 20)),
+        "shape": (torch.rand(2) + 0.1, lambda x: relative.kerple(torch.ones(2), x, 20, "power")),
+    }
+    query, key, value = inputs(1, 30, 40, 2, 2, 8, torch.float64)
+    for name, (parameter, make) in parameters.items():
+        parameter = parameter.double().requires_grad_()
+        gradients = []
+        for function in (flash_dmattn_func, flash_dmattn_func_auto("reference")):
+            out = function(query, key, value, relative_bias=make(parameter))
+            gradients.append(torch.autograd.grad(out.square().sum(), parameter)[0])
+        assert gradients[0].abs().sum() > 0, name
+        torch.testing.assert_close(*gradients)
+
+
+def test_wrong_parameters_are_refused():
+    for call, error, message in (
+        (lambda: relative.t5(torch.zeros(8)), ValueError, r"table must be \(buckets, H\), got shape \(8,\)"),
+        (lambda: relative.t5(torch.zeros(8, 2).int()), TypeError, "table must be floating, got int32"),
+        (lambda: relative.t5(torch.zeros(64, 2), max_distance=16), ValueError, "max_distance must be above the 16"),
+        (lambda: relative.alibi(torch.zeros(2, 2), 9), ValueError, r"slopes must be \(H\), got shape \(2, 2\)"),
+        (lambda: relative.alibi(torch.zeros(2), -1), ValueError, "max_distance must not be negative, got -1"),
+        (lambda: relative.window(9, -1), ValueError, "left must not be negative, got -1"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_packed_forms():
+    qkv, bias = torch.randn(2, 9, 3, 4, 8), torch.randn(1, 4, 2 * 5 + 1)
+    expected = flash_dmattn_func(*qkv.unbind(2), relative_bias=bias)
+    assert torch.equal(flash_dmattn_qkvpacked_func(qkv, relative_bias=bias), expected)
+    assert torch.equal(flash_dmattn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], relative_bias=bias), expected)
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32)
+    out = flash_dmattn_varlen_qkvpacked_func(qkv.flatten(0, 1), None, None, cu, 9, relative_bias=bias)
+    torch.testing.assert_close(out.view_as(expected), expected)
+
+
+@pytest.mark.parametrize("shape, grid", [((2, 4, 11), None), ((1, 2, 5, 7), (3, 4))], ids=str)
+def test_probabilities(shape, grid):
+    query, key, value = inputs(2, 12, 12, 4, 2, 8, torch.float64)
+    bias = torch.randn(shape).double()
+    out, _, probs = flash_dmattn_func(query, key, value, relative_bias=bias, grid=grid, return_attn_probs=True)
+    values = value.repeat_interleave(2, dim=2)
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", probs, values), out)
+
+
+@pytest.mark.parametrize("shape, grid", [((2, 4, 11), None), ((1, 2, 5, 7), (3, 4))], ids=str)
+def test_flex(shape, grid):
+    pytest.importorskip("torch.nn.attention.flex_attention")
+    query, key, value = inputs(2, 12, 12, 4, 2, 16)
+    bias = torch.randn(shape)
+    bias[..., 0] = -torch.inf
+    flex = flash_dmattn_func_auto("flex")(query, key, value, relative_bias=bias, grid=grid)
+    torch.testing.assert_close(flex, flash_dmattn_func(query, key, value, relative_bias=bias, grid=grid))
+
+
+def layer(query, key, value, bias):
+    return flash_dmattn_func(query, key, value, relative_bias=bias.exp(), is_causal=True).sin().sum()
+
+
+def test_compile_with_dynamic_shapes():
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, seqlen, size in ((2, 33, 9), (3, 65, 131), (1, 129, 1)):
+        leaves = [x.requires_grad_() for x in (*inputs(batch, seqlen, seqlen, 4, 2, 12), torch.randn(1, 4, size))]
+        results = [torch.autograd.grad(f(*leaves), leaves) for f in (layer, compiled)]
+        for x, y in zip(*results):
+            torch.testing.assert_close(x, y)
+
+
+def test_export():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(1, 2, 9))
+
+        def forward(self, query, key, value):
+            return flash_dmattn_func(query, key, value, relative_bias=self.table)
+
+    tensors, model = tuple(inputs(2, 5, 7, 2, 2, 8)), Layer()
+    exported = torch.export.export(model, tensors)
+    torch.testing.assert_close(exported.module()(*tensors), model(*tensors))
+
+
+def test_torch_func():
+    leaves = (*inputs(2, 9, 11, 4, 2, 8), torch.randn(1, 4, 7))
+    expected = torch.autograd.grad(layer(*(x.requires_grad_() for x in leaves)), leaves)
+    leaves = tuple(x.detach() for x in leaves)
+    for x, y in zip(torch.func.grad(layer, argnums=(0, 1, 2, 3))(*leaves), expected):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("mapped", [True, False], ids=["a table for each", "one table"])
+@pytest.mark.parametrize("batch, shape", [(2, (2, 4, 7)), (2, (1, 4, 7)), (1, (1, 1, 7))], ids=str)
+def test_gradients_of_vmap(batch, shape, mapped):
+    tensors = [torch.stack(x) for x in zip(*(inputs(batch, 9, 11, 4, 2, 8) for _ in range(3)))]
+    bias = torch.randn(3, *shape) if mapped else torch.randn(shape)
+    gradient = torch.func.grad(layer, argnums=(0, 1, 2, 3))
+    ours = torch.func.vmap(gradient, in_dims=(0, 0, 0, 0 if mapped else None))(*tensors, bias)
+    for i in range(3):
+        one = gradient(*(x[i] for x in tensors), bias[i] if mapped else bias)
+        for x, y in zip(ours, one):
+            torch.testing.assert_close(x[i], y)
+
+
+def test_autocast_leaves_the_table():
+    query, key, value = inputs(1, 9, 9, 2, 2, 8)
+    bias = torch.randn(1, 2, 9, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_dmattn_func(query, key, value, relative_bias=bias)
+    expected = flash_dmattn_func(query.bfloat16(), key.bfloat16(), value.bfloat16(), relative_bias=bias)
+    assert torch.equal(out, expected)
+    assert torch.autograd.grad(out.float().sum(), bias)[0].dtype == torch.float32

@@ -47,7 +47,10 @@ class CallSignature(NamedTuple):
     dtype_of_attn_bias: int
     batch_size_of_attn_bias: int
     heads_of_attn_bias: int
-    gradients_of_query_key_value_and_bias: int  # one bit each: the collectives of the backward need all ranks
+    batch_size_of_relative_bias: int
+    heads_of_relative_bias: int
+    entries_of_relative_bias: int
+    gradients_of_query_key_value_and_biases: int  # one bit each: the collectives of the backward need all ranks
 
     rows: int
     mask_rows: int
@@ -65,7 +68,7 @@ DECODERS = {
     "sparse": SPARSE.__getitem__,
     "layout": LAYOUTS.__getitem__,
     "type_of_attn_mask": MASK_TYPES.__getitem__,
-    "gradients_of_query_key_value_and_bias": lambda bits: f"{bits:04b}"[::-1],
+    "gradients_of_query_key_value_and_biases": lambda bits: f"{bits:05b}"[::-1],
     "cu_seqlens": lambda checksum: f"cu_seqlens with checksum {checksum}" if checksum >= 0 else "none",
 }
 
@@ -77,7 +80,7 @@ def signature_of(call: ShardedCall) -> CallSignature:
     mask, bias = call.attn_mask, call.attn_bias
     is_bool, is_intervals = isinstance(mask, Tensor), isinstance(mask, KeyIntervalMask)
     mask_type = 0 if mask is None else 1 if is_bool else 3 if mask.is_varlen else 2
-    leaves = (call.query, call.key, call.value, bias)
+    leaves = (call.query, call.key, call.value, bias, call.relative_bias)
     needs_grad = [torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves]
 
     def optional(number: int | None) -> int:
@@ -91,6 +94,7 @@ def signature_of(call: ShardedCall) -> CallSignature:
         *(mask_type, 1 if mask_type in (0, 3) else mask.shape[0], 1 if mask is None else mask.shape[1]),
         *(optional(mask.rows if is_intervals else None), -1 if bias is None else DTYPES.index(bias.dtype)),
         *((1, 1) if bias is None else bias.shape[:2]),
+        *((1, 1, -1) if call.relative_bias is None else call.relative_bias.shape),
         sum(is_needed << i for i, is_needed in enumerate(needs_grad)),
         call.query.shape[1],
         *(mask.shape[2:] if is_bool else (-1, -1)),

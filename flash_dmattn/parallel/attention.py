@@ -13,6 +13,8 @@ from ..biases import hides
 from ..broadcast import expand_shared
 from ..interface import flash_dmattn_func
 from ..masks import KeyIntervalMask
+from ..relative import shifted
+from ..sinks import apply_sinks
 from . import halo
 from .agreement import EMPTY_SIGNATURE, agree, kinds_of, signature_of
 from .call import Mask, ShardedCall, check_call, check_lengths, check_whole
@@ -42,6 +44,8 @@ def context_parallel_attention(
     layout: str = "contiguous",
     fixed_shapes: bool | None = None,
     shard_lengths: Sequence[int] | None = None,
+    relative_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_dmattn_func` over a sequence of S rows and keys that is sharded over R ranks; rank r holds S_r of them.
 
@@ -81,6 +85,9 @@ def context_parallel_attention(
         shard_lengths: S_r of every rank. None: the ranks exchange their lengths and compare their arguments on the
             hosts. If given, nothing is compared: arguments that do not fit are undefined behaviour, and a mask or bias
             (.., 1, 1) on a rank with one row is one per key.
+        relative_bias: as in `flash_dmattn_func`, by distances in the whole sequence; the same on every rank. Each rank
+            gets the gradient of its rows. Such calls all-gather K and V, and refuse window_size, cu_seqlens and grids.
+        sinks: as in `flash_dmattn_func`; each rank gets the gradient of its rows.
 
     Returns:
         out (B, S_r, H, Dv), with cu_seqlens (S_r, H, Dv);
@@ -102,6 +109,8 @@ def context_parallel_attention(
         cu_seqlens=cu_seqlens,
         layout=layout,
         fixed_shapes=fixed_shapes,
+        relative_bias=relative_bias,
+        sinks=sinks,
     )
     error, signature = None, EMPTY_SIGNATURE
     try:
@@ -118,6 +127,8 @@ def context_parallel_attention(
         mask_kind, bias_kind = kinds_of((signature,), sum(lengths))
     check_whole(call, lengths)
     out, lse = attend(call, Shards(group, lengths), mask_kind, bias_kind)
+    if sinks is not None:
+        out = apply_sinks(out, lse, sinks)
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -134,7 +145,8 @@ def attend(call: ShardedCall, shards: Shards, mask_kind: str | None, bias_kind: 
         out, lse = attend_locally(call, call.key, call.value, None, None)
         # The gradient of the bias is zero, not None.
         return out if call.attn_bias is None else out + call.attn_bias[..., :0].sum().to(out.dtype), lse
-    if call.window_size is not None or is_varlen or (mask_kind == "intervals" and bias_kind != "dense"):
+    sees_few = mask_kind == "intervals" and bias_kind != "dense" and call.relative_bias is None
+    if call.window_size is not None or is_varlen or sees_few:
         return attend_with_halo(call, shards, bias_kind)
     return attend_with_all_gather(call, shards, mask_kind, bias_kind)
 
@@ -149,6 +161,7 @@ def attend_locally(
         return_lse=True,
         window_size=window_size,
         sparse=call.sparse if has_mask else "auto",
+        relative_bias=call.relative_bias,
     )
 
 
@@ -210,7 +223,12 @@ def attend_with_all_gather(
         masked_rows = hides(row_bias)
         query = query.masked_fill(masked_rows.transpose(1, 2), 0)
     zigzag, options = call.layout == "zigzag", call.options()
-    plan, bias = make_gather_plan(shards, zigzag, call.attn_mask, mask_kind, bias, bias_kind, call.sparse, options)
-    out, lse = GatheredAttention.apply(plan, *kernel_rows(query, call.key, call.value), bias)
+    relative_bias = call.relative_bias
+    plan, bias = make_gather_plan(
+        *(shards, zigzag, call.attn_mask, mask_kind, bias, bias_kind, call.sparse, options),
+        by_distance=relative_bias is not None,
+    )
+    tables = [] if relative_bias is None else [shifted(relative_bias, r.distance_shift) for r in plan.row_ranges]
+    out, lse = GatheredAttention.apply(plan, *kernel_rows(query, call.key, call.value), bias, *tables)
     out = without_padding(out, call.value.shape[-1])
     return (out, lse) if row_bias is None else add_row_bias(out, lse, row_bias, masked_rows)

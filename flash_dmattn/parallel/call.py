@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from .. import checks
 from ..arguments import check_cu_seqlens, is_host_readable, require_bool, require_count, require_tensor, shape_of
-from ..attend import apply_scale_tensor, autocast, kernels_for
+from ..attend import accumulated, apply_scale_tensor, autocast, kernels_for
 from ..call import Call
 from ..masks import KeyIntervalMask, KeyLists, as_mask
 from ..masks.topk import refuse_nan
+from ..sinks import check_sinks
 from .layout import check_layout, zigzag_chunk_length
 
 Mask = Union[Tensor, KeyIntervalMask, None]
@@ -34,7 +35,7 @@ class ShardedCall(Call):
 def check_call(call: ShardedCall) -> ShardedCall:
     """Checks all that does not depend on other ranks. Applies autocast and defaults."""
     mask, cu_seqlens = call.attn_mask, call.cu_seqlens
-    for name in ("query", "key", "value", "attn_mask", "attn_bias"):
+    for name in ("query", "key", "value", "attn_mask", "attn_bias", "relative_bias", "sinks"):
         if isinstance(getattr(call, name), DTensor):
             raise TypeError(f"{name} must be this rank's shard as a plain tensor, got a DTensor: pass its to_local()")
     kernels_for(call.query)
@@ -63,8 +64,27 @@ def check_call(call: ShardedCall) -> ShardedCall:
     if is_varlen and bias is not None and bias.shape[3] != key.shape[1]:
         raise ValueError(f"attn_bias must have one value per key with cu_seqlens, got shape {shape_of(bias)}")
     call = replace(call, query=query, key=key, value=value, attn_mask=mask, attn_bias=bias)
+    if call.relative_bias is not None:
+        call.relative_bias = checked_relative_bias(call)
+    if call.sinks is not None:
+        check_sinks(call.sinks, query)
     apply_scale_tensor(call)
     return replace(call, **call.options())
+
+
+def checked_relative_bias(call: ShardedCall) -> Tensor:
+    """relative_bias in the type in which the kernels compute."""
+    require_tensor("relative_bias", call.relative_bias)
+    if call.relative_bias.ndim == 4:
+        raise ValueError(f"relative_bias of a grid is for one rank, got shape {shape_of(call.relative_bias)}")
+    checks.check_relative_bias(call)
+    for name in ("window_size", "cu_seqlens"):
+        if getattr(call, name) is not None:
+            raise ValueError(
+                f"relative_bias is for calls that all-gather K and V, got {name}: the keys that a rank fetches for it "
+                "have no common distance from its rows"
+            )
+    return accumulated(call.relative_bias, call.query)
 
 
 def batched(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> tuple:

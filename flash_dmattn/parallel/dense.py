@@ -36,8 +36,14 @@ class RowRange:
     """A contiguous range of this rank's rows, for one kernel call."""
 
     rows: slice
+    position: int  # of the first row in the sequence
     num_keys: int  # the rows see keys [0, num_keys) only
-    mask: Tensor | KeyIntervalMask | None  # of these rows and keys
+    mask: Tensor | KeyIntervalMask | None = None  # of these rows and keys
+
+    @property
+    def distance_shift(self) -> int:
+        """What a distance in the sequence is above one in the call, whose last row stands at the last key."""
+        return self.num_keys - (self.rows.stop - self.rows.start) - self.position
 
     def narrow(self, x: Tensor, dim: int) -> Tensor:
         return x.narrow(dim, self.rows.start, self.rows.stop - self.rows.start)
@@ -142,14 +148,15 @@ class CallSlice:
 
 
 class GatheredAttention(torch.autograd.Function):
-    """(plan, query, key, value, bias) -> (out, lse).
+    """(plan, query, key, value, bias, *tables) -> (out, lse).
 
     query: (B, S_r, H, D); key, value: (B, S_r, Hkv, D); bias: a key bias of the local keys, or a dense bias of the
-    local rows and the keys [0, plan.num_keys). out: (B, S_r, H, D); lse: (B, H, S_r).
+    local rows and the keys [0, plan.num_keys); tables: none, or a relative bias for each row range, whose distances are
+    those of its calls. out: (B, S_r, H, D); lse: (B, H, S_r).
     """
 
     @staticmethod
-    def forward(ctx, plan: GatherPlan, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None):
+    def forward(ctx, plan: GatherPlan, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *tables: Tensor):
         backend = kernels_for(query)
         batch, rows, heads, _ = query.shape
         kv_heads = key.shape[2]
@@ -174,12 +181,13 @@ class GatheredAttention(torch.autograd.Function):
                         deterministic=plan.options["deterministic"],
                     )
                     masks.append(operand or MaskTensors())
-                tensors = (q, k, v, part.bias(bias, plan.bias_is_sharded), None, *masks[i if masks_shared else -1])
+                table = part.heads(tables[i], 1) if tables else None
+                tensors = (q, k, v, part.bias(bias, plan.bias_is_sharded), table, *masks[i if masks_shared else -1])
                 part_out, part_lse = ops.attention_forward(*Arguments(*tensors, **plan.options))
                 part.rows(out).copy_(part_out)
                 part.lse(lse).copy_(part_lse)
-        ctx.plan, ctx.kv_slices = plan, kv_slices
-        ctx.save_for_backward(query, key, value, bias, out, lse, *(x for mask in masks for x in mask))
+        ctx.plan, ctx.kv_slices, ctx.num_tables = plan, kv_slices, len(tables)
+        ctx.save_for_backward(query, key, value, bias, out, lse, *tables, *(x for mask in masks for x in mask))
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -188,12 +196,15 @@ class GatheredAttention(torch.autograd.Function):
     def backward(ctx, dout: Tensor | None, dlse: Tensor | None):
         plan, kv_slices = ctx.plan, ctx.kv_slices
         query, key, value, bias, out, lse, *tensors = ctx.saved_tensors
+        tables, tensors = tensors[: ctx.num_tables], tensors[ctx.num_tables :]
         mask_size = len(MaskTensors._fields)
         masks = [tensors[i : i + mask_size] for i in range(0, len(tensors), mask_size)]
         masks = iter(masks * (len(kv_slices) * len(plan.row_ranges) // len(masks)))
         kv_heads, needs_dbias = key.shape[2], bias is not None and ctx.needs_input_grad[4]
         dout = torch.zeros_like(out) if dout is None else dout
         dquery, dkey, dvalue = (torch.empty_like(x) for x in (query, key, value))
+        needs_dtables = bool(tables) and ctx.needs_input_grad[5]
+        dtables = [torch.zeros_like(table) if needs_dtables else None for table in tables]
         dbias = None
         if needs_dbias:
             # Calls add to the gradient of a key bias; each call has its own part of the gradient of a dense bias.
@@ -206,14 +217,17 @@ class GatheredAttention(torch.autograd.Function):
         in_flight = None
         for kv, keys, values in all_gather_kv(plan, key, value, kv_slices):
             dkeys = dvalues = None
-            for row_range in plan.row_ranges:
+            for i, row_range in enumerate(plan.row_ranges):
                 part, num_keys = CallSlice(row_range, kv, kv_heads), row_range.num_keys
                 part_bias = part.bias(bias, plan.bias_is_sharded)
-                tensors = (part.rows(query), keys[:, :num_keys], values[:, :num_keys], part_bias, None, *next(masks))
-                dq, dk, dv, part_dbias, _ = ops.attention_backward(
-                    *(part.rows(dout), part.lse(dlse), part.rows(out), part.lse(lse), needs_dbias, False),
-                    *Arguments(*tensors, **plan.options),
+                tensors = (part.rows(query), keys[:, :num_keys], values[:, :num_keys], part_bias)
+                table = part.heads(tables[i], 1) if tables else None
+                dq, dk, dv, part_dbias, dtable = ops.attention_backward(
+                    *(part.rows(dout), part.lse(dlse), part.rows(out), part.lse(lse), needs_dbias, needs_dtables),
+                    *Arguments(*tensors, table, *next(masks), **plan.options),
                 )
+                if needs_dtables:
+                    part.heads(dtables[i], 1).add_(dtable)
                 part.rows(dquery).copy_(dq)
                 if needs_dbias:
                     part.bias(dbias, plan.bias_is_sharded).add_(part_dbias)
@@ -229,7 +243,7 @@ class GatheredAttention(torch.autograd.Function):
         finish(*in_flight)
         if needs_dbias and plan.bias_is_sharded:
             dbias = plan.finish_reduce_scatter(plan.start_reduce_scatter(dbias, 3), 3, bias.dtype)
-        return None, dquery, dkey, dvalue, dbias
+        return None, dquery, dkey, dvalue, dbias, *dtables
 
 
 def all_gather_kv(
@@ -264,22 +278,26 @@ def make_gather_plan(
     bias_kind: str | None,
     sparse: str,
     options: Options,
+    by_distance: bool,
 ) -> tuple[GatherPlan, Tensor | None]:
     """The first and the last argument of `GatheredAttention`: the plan, and the bias without columns that no row sees.
 
-    Gathers key masks and interval masks. The kinds are those of `agreement.KINDS`.
+    Gathers key masks and interval masks. The kinds are those of `agreement.KINDS`. by_distance: there is a relative
+    bias, which needs ranges of consecutive rows and keys in the order of the sequence.
     """
     length, seqlen, is_causal = shards.local_length, sum(shards.lengths), options["is_causal"]
-    if zigzag and is_causal:
+    in_chunks = is_causal or by_distance
+    if zigzag and in_chunks:
         chunk = length // 2
         front, back = zigzag_chunks(shards.rank, shards.size)
         row_ranges = (
-            RowRange(slice(chunk, length), (back + 1) * chunk, None),
-            RowRange(slice(0, chunk), (front + 1) * chunk, None),
+            RowRange(slice(chunk, length), back * chunk, (back + 1) * chunk if is_causal else seqlen),
+            RowRange(slice(0, chunk), front * chunk, (front + 1) * chunk if is_causal else seqlen),
         )
     else:
-        row_ranges = (RowRange(slice(0, length), shards.local_start + length if is_causal else seqlen, None),)
-    sequence_order = zigzag and (is_causal or "dense" in (mask_kind, bias_kind))
+        start = shards.local_start
+        row_ranges = (RowRange(slice(0, length), start, start + length if is_causal else seqlen),)
+    sequence_order = zigzag and (in_chunks or "dense" in (mask_kind, bias_kind))
     plan = GatherPlan(shards, zigzag, sequence_order, row_ranges, bias_kind == "key", sparse, options)
     if mask_kind == "key":
         mask = plan.all_gather(mask.to(torch.uint8), 3).bool()  # NCCL does not support bool

@@ -33,6 +33,7 @@ class Case:
     mask: tuple | None = None  # the shape of a bool mask, with "S" for the sequence
     intervals: str | None = None  # of make_intervals
     cu_seqlens: tuple[int, ...] | None = None
+    relative: tuple | None = None  # the shape of a relative bias, alike on all ranks
     layout: str = "contiguous"
     options: dict = field(default_factory=dict)
 
@@ -67,6 +68,13 @@ class Case:
         lse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         dlse = normal(self.batch, self.heads, self.seqlen, dtype=lse_dtype) / 8
         return rows, mask, bias, normal(self.batch, self.seqlen, self.heads, value_dim) / 8, dlse
+
+
+def make_relative(case):
+    """[relative bias], or [] where there is none"""
+    if case.relative is None:
+        return []
+    return [torch.randn(case.relative, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(case.dtype)]
 
 
 def make_intervals(case, generator):
@@ -121,7 +129,10 @@ def sharded(case, alone=False):
     options = dict(case.options, layout=case.layout)
     if case.cu_seqlens is not None:
         options["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)
-    leaves = [x.detach().clone().requires_grad_() for x in (*rows, bias) if x is not None]
+    relative = [x.to(device) for x in make_relative(case)]
+    leaves = [x.detach().clone().requires_grad_() for x in (*rows, bias, *relative) if x is not None]
+    if relative:
+        options["relative_bias"] = leaves[-1]
     with count_traffic() as traffic:
         out, lse = context_parallel_attention(
             *leaves[:3], mask, leaves[3] if bias is not None else None, group=group, return_lse=True, **options
@@ -138,6 +149,9 @@ def joined(case, parts):
     """The whole (out, lse, dq, dk, dv, dbias) of the ranks' parts."""
     results = []
     for i, tensors in enumerate(zip(*parts)):
+        if case.relative is not None and i == len(parts[0]) - 1:
+            results.append(sum(tensors))  # each rank has the gradient of its rows
+            continue
         if case.cu_seqlens is not None:
             tensors = [x[None] if i != 5 else x.T[None, :, None] for x in tensors]
         dim = 2 if i == 1 else 1
@@ -166,7 +180,10 @@ def whole(case, dtype=None):
     if dtype is not None:
         rows, dout, dlse = [x.to(dtype) for x in rows], dout.to(dtype), dlse.to(dtype)
         bias = None if bias is None else in_float64(bias)
-    leaves = [x.detach().requires_grad_() for x in (*rows, bias) if x is not None]
+    relative = [x if dtype is None else in_float64(x) for x in make_relative(case)]
+    leaves = [x.detach().requires_grad_() for x in (*rows, bias, *relative) if x is not None]
+    if relative:
+        options["relative_bias"] = leaves[-1]
     out, lse = reference(*leaves[:3], mask, leaves[3] if bias is not None else None, return_lse=True, **options)
     return [
         out.detach(),

@@ -5,8 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from sharded_cases import Case, check, joined, lengths_for, on_both, on_two, sharded, whole
+from sharded_cases import Case, check, joined, lengths_for, of_rank, on_both, on_two, sharded, whole
 
+from flash_dmattn import flash_dmattn_func
 from flash_dmattn.parallel import context_parallel_attention
 
 pytestmark = pytest.mark.xdist_group("ranks")  # the processes are started by one worker
@@ -210,3 +211,49 @@ def test_a_group_of_one(two, problem):
         for x, y in zip(joined(case, [ours]), exact, strict=True):
             assert torch.allclose(x, y, rtol=0, atol=1e-11)
         assert traffic.sent == 0
+
+
+@on_both
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("layout", ["even", "uneven", "zigzag"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        {"relative": (1, 4, 2 * 300 + 1)},
+        {"relative": (2, 1, 2 * 9 + 1), "bias": (1, 2, 1, "S")},
+        {"relative": (1, 2, 1), "bias": (2, 4, "S", "S"), "mask": (1, 1, 1, "S")},
+    ],
+)
+def test_relative_bias_counts_distances_in_the_whole_sequence(ranks, layout, is_causal, problem):
+    case = Case(
+        lengths_for(ranks, layout != "uneven"),
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        layout="zigzag" if layout == "zigzag" else "contiguous",
+        options={"is_causal": is_causal},
+        **problem,
+    )
+    check(ranks, case)
+
+
+@on_two
+def test_relative_bias_with_intervals(ranks):
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2}
+    check(ranks, Case(lengths_for(ranks), intervals="any", relative=(1, 2, 2 * 30 + 1), **sizes))
+
+
+def with_sinks(case):
+    """Whether sinks on all ranks are those of one process: the outputs of this rank's rows, and the gradient."""
+    rows, _, _, dout, _ = case.make()
+    rank, sinks = torch.distributed.get_rank(), torch.linspace(-1, 1, case.heads, requires_grad=True)
+    parts = [of_rank(case, x, 1, rank) for x in rows]
+    out = context_parallel_attention(*parts, sinks=sinks)
+    expected = of_rank(case, flash_dmattn_func(*rows, sinks=sinks), 1, rank)
+    own = of_rank(case, dout, 1, rank)
+    gradients = [torch.autograd.grad(x, sinks, own)[0] for x in (out, expected)]
+    return torch.allclose(out, expected) and torch.allclose(*gradients)
+
+
+def test_sinks(two):
+    assert two.results(with_sinks, Case((24, 20), heads=4, kv_heads=2)) == [True, True]

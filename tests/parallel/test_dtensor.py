@@ -23,21 +23,26 @@ def over_dtensors(problem, dim, divided_bias):
     batch = problem.pop("batch", 2)
     shapes = [(batch, 600, 4, 16), (batch, 600, 2, 16), (batch, 600, 2, 16)] + [problem.pop("bias", None)]
     mask, indices, tile_rows = (problem.pop(name, None) for name in ("mask", "indices", "tile_rows"))
+    relative_bias = problem.pop("relative_bias", None)
     tensors = [torch.randn(shape) for shape in shapes if shape is not None]
     dout = torch.randn(shapes[0])
 
     def run(place):
         leaves = [place(x, dim) for x in tensors[:3]]
         leaves += [place(x, None if not divided_bias else {2: 1, 0: 0}[dim]) for x in tensors[3:]]
+        if relative_bias is not None:
+            table = torch.randn(relative_bias, generator=torch.Generator().manual_seed(1))
+            leaves.append(place(table, {2: 1, 0: 0}[dim] if divided_bias else None))
         leaves = [x.detach().requires_grad_() for x in leaves]
-        bias = leaves[3] if len(leaves) == 4 else None
+        bias = leaves[3] if len(tensors) == 4 else None
         generator, masks = torch.Generator().manual_seed(0), None
         if mask:
             masks = place(torch.rand(mask, generator=generator) < 0.6, {2: 1, 0: 0}[dim])
         elif indices:
             chosen = torch.randint(-1, 600, indices, generator=generator, dtype=torch.int32)
             masks = KeyLists.from_indices(place(chosen, {2: 1, 0: 0}[dim]), 600, 600, tile_rows=tile_rows)
-        out = flash_dmattn_func(*leaves[:3], masks, bias, **problem)
+        relative = {} if relative_bias is None else {"relative_bias": leaves[-1]}
+        out = flash_dmattn_func(*leaves[:3], masks, bias, **relative, **problem)
         return out, *torch.autograd.grad(out, leaves, place(dout, dim))
 
     def distributed(tensor, dim):
@@ -75,6 +80,10 @@ def skip_lists(problem):
         ({"bias": (2, 2, 1, 600), "sparse": "tiles", **WINDOWED}, 2, True),
         ({"bias": (1, 1, 1, 600), **WINDOWED}, 2, False),
         ({"bias": (1, 2, 1, 600), **WINDOWED}, 0, False),
+        ({"relative_bias": (1, 4, 41)}, 2, True),
+        ({"relative_bias": (2, 1, 41)}, 2, False),
+        ({"relative_bias": (2, 2, 41), "bias": (2, 2, 1, 600)}, 0, True),
+        ({"relative_bias": (1, 4, 41), "bias": (1, 4, 600, 600)}, 0, False),
         ({"indices": (2, 2, 600, 20), "tile_rows": 1}, 2, False),
         ({"indices": (2, 2, 10, 20), "tile_rows": 64, "is_causal": True}, 0, False),
     ],

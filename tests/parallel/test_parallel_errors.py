@@ -55,6 +55,15 @@ REFUSED_BY_ONE = [
     ({"attn_mask": KeyIntervalMask.causal(16, 16)}, {}, "ValueError", "shard"),
     ({"dtensor": True}, {}, "TypeError", "to_local"),
     ({"cu_seqlens": torch.tensor([0, 16])}, {}, "TypeError", "cu_seqlens"),
+    (
+        {"relative_bias": torch.zeros(1, 4, 9)},
+        WINDOW,
+        "ValueError",
+        "relative_bias is for calls that all-gather K and V",
+    ),
+    ({"relative_bias": torch.zeros(1, 4, 3, 9)}, {}, "ValueError", "relative_bias of a grid is for one rank"),
+    ({"relative_bias": torch.zeros(1, 4, 8)}, {}, "ValueError", "relative_bias must have an odd number"),
+    ({"sinks": torch.zeros(3)}, {}, "ValueError", "sinks must be"),
     ({"fixed_shapes": "yes"}, WINDOW, "TypeError", "fixed_shapes"),
 ]
 
@@ -74,6 +83,7 @@ REFUSED_BY_ALL = [
     ({1: {"window_size": 4}}, WINDOW, "window size"),
     ({1: {"softmax_scale": 0.5}}, {}, "softmax scale"),
     ({1: {"requires_grad": True}}, {}, "gradients"),
+    ({1: {"relative_bias": torch.zeros(1, 4, 7)}}, {"relative_bias": torch.zeros(1, 4, 9)}, "entries of relative bias"),
     ({1: {"attn_bias": None}}, {"attn_bias": (1, 2, 1, 8)}, "attn bias"),
     ({1: {"attn_bias": (1, 1, 1, 8)}}, {"attn_bias": (1, 2, 1, 8)}, "heads of attn bias"),
     ({"all": {"attn_bias": (1, 2, 8, 8)}}, {}, "attn_bias must be"),

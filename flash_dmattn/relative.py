@@ -143,11 +143,12 @@ def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     return relative_bias[:, :, (keys - rows - (seqlen_k - seqlen_q)).clamp(-radius, radius) + radius]
 
 
-def shifted(relative_bias: Tensor, shift: int) -> Tensor:
-    """The table whose entry of distance d is that of d + shift. Its radius is larger by |shift|, so that its clamped
-    entries are those of `relative_bias`."""
+def shifted(relative_bias: Tensor, shift: int | Tensor, most: int | None = None) -> Tensor:
+    """The table whose entry of distance d is that of d + shift. Its radius is larger by `most`, at least |shift|, the
+    default, so that its clamped entries are those of `relative_bias`."""
     radius = relative_bias.shape[2] // 2
-    return relative_bias[:, :, (distances(radius + abs(shift)) + shift).clamp(-radius, radius) + radius]
+    distance = distances(radius + (abs(shift) if most is None else most), relative_bias.device)
+    return relative_bias[:, :, (distance + shift).clamp(-radius, radius) + radius]
 
 
 def wide(parameters: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ from ..checks import AnyMask
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import KeyIntervalMask
 from ..masks.topk import sequence_of_keys
+from ..relative import shifted
+from ..sinks import apply_sinks
 from .model_parts import reason_to_refuse, split_parts, switch
 from .visible_keys import VisibleKeys, visible_keys_mask
 
@@ -87,8 +89,9 @@ def use_flash_dmattn(model: Model, partial: bool = False) -> Model:
     """Switches a transformers model to flash_dmattn in place.
 
     Sets `attn_implementation="flash_dmattn"` on the model and all its parts. Doge's attention then passes its key bias
-    and `keep_window_size` to the kernels, in training and generation, and no longer creates an S x S mask. Weights stay
-    the same; outputs and gradients agree up to rounding.
+    and `keep_window_size` to the kernels, in training and generation, and no longer creates an S x S mask. T5 and the
+    models that copy its attention pass a relative bias, and no longer create an S x S bias. Weights stay the same;
+    outputs and gradients agree up to rounding.
 
     Args:
         model: a transformers model on any device, or a module that contains one, such as a PEFT model.
@@ -115,6 +118,9 @@ def use_flash_dmattn(model: Model, partial: bool = False) -> Model:
         from .doge import use_window_attention
 
         use_window_attention(model)
+    from .t5 import use_relative_bias
+
+    use_relative_bias(model)
     return model
 
 
@@ -155,7 +161,8 @@ def attention(
         softcap: bound of the scaled scores; None or 0: no bound.
         s_aux, sinks: attention sinks, one extra logit in the softmax denominator, differentiable: (H), one per head; or
             ({B|1}, H, {Sq|1}, 1), one per head and row. Models use either name.
-        position_bias: floating ({B|1}, {H|1}, {Sq|1}, Sk), added to the scores, differentiable.
+        position_bias: floating ({B|1}, {H|1}, {Sq|1}, Sk), added to the scores, differentiable; or a relative bias
+            (1, H, 2R + 1) of the positions that attention_mask has, or of rows that end at the last key.
         cu_seq_lens_q, cu_seq_lens_k: integers (sequences + 1): boundaries of sequences packed into B * S rows and keys.
         max_length_q, max_length_k: upper bounds of the sequence lengths, default B * S.
         indices: integers (B, Sq, k): the keys that each row may see, from an indexer. Creates a bool mask Sq x Sk.
@@ -181,11 +188,15 @@ def attention(
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        "return_lse": sinks is not None,
+        "return_lse": sinks is not None and sinks.ndim == 4,
+        "sinks": None if sinks is None or sinks.ndim == 4 else sinks,
     }
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if indices is not None:
         attention_mask = select_indices(indices, attention_mask, key.shape[1])
+    if position_bias is not None and position_bias.ndim == 3:
+        options["relative_bias"] = relative_bias_of(position_bias, attention_mask, query, key)
+        position_bias = None
     if cu_seq_lens_q is not None:
         if position_bias is not None:
             raise ValueError("position_bias is for sequences that are not packed, got cu_seq_lens_q too")
@@ -194,8 +205,8 @@ def attention(
     else:
         mask = mask_arguments(attention_mask, position_bias, query, key, is_causal)
         out = flash_dmattn_func(query, key, value, **mask, **options)
-    if sinks is not None:
-        out = apply_sinks(*out, sinks)
+    if options["return_lse"]:
+        out = apply_sinks(*out, sinks.squeeze(-1))
     return out, None
 
 
@@ -270,7 +281,22 @@ def require_sinks(s_aux: Tensor | None, sinks: Tensor | None, query: Tensor) -> 
     if shape != (heads,) and not (is_per_row and shape[3] == 1):
         accepted = f"(H) or ({{B|1}}, H, {{Sq|1}}, 1) with B = {batch}, H = {heads} and Sq = {rows}"
         raise ValueError(f"{name} must be {accepted}, got shape {shape}")
-    return sinks
+    return sinks if sinks.dtype == query.dtype else sinks.to(torch.promote_types(query.dtype, torch.float32))
+
+
+def relative_bias_of(
+    table: Tensor, attention_mask: VisibleKeys | Tensor | None, query: Tensor, key: Tensor
+) -> Tensor | None:
+    """flash_dmattn_func's relative_bias, which counts distances from the last key, from a table of distances between
+    positions. None for a table of one entry, which adds the same to all scores of a row."""
+    if table.shape[-1] == 1:
+        return None
+    if not isinstance(attention_mask, VisibleKeys) or attention_mask.cache_seqlens is not None:
+        return table
+    shift = key.shape[1] - query.shape[1] - attention_mask.q_offset
+    if isinstance(shift, Tensor):
+        return shifted(table, shift, most=key.shape[1])
+    return table if shift == 0 else shifted(table, shift)
 
 
 def mask_arguments(
@@ -384,19 +410,3 @@ def per_sequence_intervals(visible: VisibleKeys, cu_seqlens: Tensor, total: int)
     first = cu_seqlens[sequence_of_keys(cu_seqlens, total)]
     start, end = (rearrange((rows - first).clamp(min=0), "1 h keys -> keys h") for rows in (mask.start, mask.end))
     return KeyIntervalMask(start, end, keys_per_row=mask.keys_per_row)
-
-
-def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Adds one logit to the softmax denominator.
-
-    With Z = exp(lse) every probability is multiplied by Z / (Z + exp(sink)) = sigmoid(lse - sink).
-
-    Args:
-        out: (B, S, H, D).
-        lse: (B, H, S).
-        sinks: (H) or ({B|1}, H, {S|1}, 1).
-    """
-    lse = lse.masked_fill(lse == -torch.inf, 0)  # rows without a visible key: -inf minus a sink of -inf is NaN
-    sinks = sinks.squeeze(-1) if sinks.ndim == 4 else rearrange(sinks, "h -> h 1")
-    factor = torch.sigmoid(lse - sinks.to(lse.dtype))
-    return (out * rearrange(factor, "b h s -> b s h 1")).to(out.dtype)

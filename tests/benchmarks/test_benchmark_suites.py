@@ -21,7 +21,7 @@ import run  # noqa: E402
 from frame import Setting, failures  # noqa: E402
 from problem import indexed, make_inputs, top_w  # noqa: E402
 from rows import Row  # noqa: E402
-from suites import calls, dense, memory, small, sparse, triangle  # noqa: E402
+from suites import calls, dense, memory, relative, small, sparse, triangle  # noqa: E402
 
 REFERENCE = peers.flash_dmattn_func_auto("reference")
 OURS, TILES, LISTS = "flash_dmattn", "flash_dmattn, tiles", "flash_dmattn, lists"
@@ -103,6 +103,28 @@ def test_cudnn_attends_to_all_keys(monkeypatch):
         torch.testing.assert_close(peers.cudnn(inputs).forward(), everything, rtol=1e-4, atol=1e-5)
     first = REFERENCE(inputs.query, inputs.key[:, :8], inputs.value[:, :8])
     torch.testing.assert_close(peers.cudnn_of_window(inputs).forward(), first, rtol=1e-4, atol=1e-5)
+
+
+# Relative biases
+
+
+def test_relative_performance(tmp_path):
+    found = measured(tmp_path, "relative", "--shrink=64", "--samples=1", "--threads=1")
+    taken = {(row.direction, row.implementation) for row in found}
+    names = (OURS, relative.NO_BIAS, relative.DENSE_BIAS, "SDPA")
+    assert taken == {(direction, name) for direction in (FORWARD, BOTH, BACKWARD) for name in names}
+    assert len(found) == 4 * 3 * len(names) and all(row.seconds > 0 for row in found)
+
+
+@pytest.mark.parametrize("kind", [relative.TABLE, relative.T5, relative.ALIBI, relative.IMAGE])
+def test_implementations_of_relative_biases_compute_the_same(kind):
+    problem = relative.workload("", 2, 4, 36, 16, kind=kind, is_causal=kind == relative.ALIBI)
+    inputs = make_inputs(problem, torch.float32, "cpu", seed=0)
+    parameters = problem.parameters("cpu")
+    out = relative.ours(inputs, parameters).forward()
+    for name in (relative.DENSE_BIAS, "SDPA", "FlexAttention"):
+        other = relative.IMPLEMENTATIONS[name](inputs, parameters).forward()
+        torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-5)
 
 
 # Small calls

@@ -52,8 +52,9 @@ struct ScoreView {
 
 enum class BiasKind : int32_t {
     kNone,
-    kKey,    // [.., 1, Sk], broadcast over rows
-    kDense,  // [.., Sq, Sk]
+    kKey,       // [.., 1, Sk], broadcast over rows
+    kDense,     // [.., Sq, Sk]
+    kRelative,  // none, beside a relative bias of one dimension: an instantiation of CUDA kernels, never in a BiasView
 };
 
 // bool, true = visible.
@@ -81,6 +82,9 @@ struct RelativeBiasView {
     int64_t radius = 0;       // R; one dimension: size is 2 R + 1
     int64_t grid_height = 0;  // h; 0: one dimension
     int64_t grid_width = 0;   // w; size is (2 h - 1) * (2 w - 1)
+    // CUDA only: 2^40 / w, rounded up. A position divided by w is its product with this, shifted by 40 bits, exactly
+    // while h * w * w < 2^40.
+    uint64_t inverse_grid_width = 0;
 
     bool present() const { return data != nullptr; }
     bool has_grid() const { return grid_height > 0; }

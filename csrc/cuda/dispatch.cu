@@ -10,6 +10,7 @@
 #include "cuda/arch.h"
 #include "cuda/common/check.h"
 #include "cuda/common/device.h"
+#include "cuda/common/exact_sum.cuh"
 #include "cuda/postprocess/convert.h"
 #include "cuda/preprocess/clear.h"
 #include "cuda/preprocess/delta.h"
@@ -42,6 +43,12 @@ void select_kernels(const char* what, Direction<Params, Plan> Architecture::* di
                              std::to_string(p.head_dim) + ": see FLASH_DMATTN_DTYPES and FLASH_DMATTN_HEAD_DIMS");
 }
 
+uint64_t inverse_grid_width(const AttentionParams& p) {
+    constexpr uint64_t kOne = uint64_t{1} << 40;
+    const auto width = static_cast<uint64_t>(p.relative_bias.grid_width);
+    return width > 0 ? (kOne + width - 1) / width : 0;
+}
+
 }  // namespace
 
 FwdPlan plan_fwd(const FwdParams& p) {
@@ -53,6 +60,7 @@ FwdPlan plan_fwd(const FwdParams& p) {
 void run_fwd(const FwdParams& p, const FwdPlan& plan, void* workspace, cudaStream_t stream) {
     if (!plan.launch) return;
     FwdArgs args{p};
+    args.relative_bias.inverse_grid_width = inverse_grid_width(p);
     args.num_splits = plan.num_splits;
     args.split_counters = plan.split_counters.in<int32_t>(workspace);
     args.split_out = plan.split_out.in<float>(workspace);
@@ -68,12 +76,15 @@ BwdPlan plan_bwd(const BwdParams& p) {
     select_kernels("backward", &Architecture::bwd, p, plan);
     plan.delta_rows = p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q;
     plan.delta = plan.take<float>((p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * plan.delta_rows);
+    if (p.drelative_bias != nullptr && p.deterministic)
+        plan.drelative_bias_exact = plan.take<ExactSum>(relative_bias_elements(p));
     return plan;
 }
 
 void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStream_t stream) {
     if (!plan.launch) return;
     BwdArgs args{p, plan};
+    args.relative_bias.inverse_grid_width = inverse_grid_width(p);
     const int64_t rows = plan.delta_rows;
     args.delta = {plan.delta.in<float>(workspace), p.cu_seqlens_q == nullptr ? p.heads * rows : 0, rows};
     args.dquery_accum = plan.dquery_accum.in<float>(workspace);
@@ -82,7 +93,11 @@ void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStrea
     args.dkv_accum = plan.dkv_accum.in<float>(workspace);
     args.dbias_accum = plan.dbias_accum.in<float>(workspace);
     args.progress_counters = plan.progress_counters.in<int32_t>(workspace);
+    args.relative_bias_entries = p.relative_bias.size();
+    args.drelative_bias_exact = plan.drelative_bias_exact.in<ExactSum>(workspace);
     clear(args, workspace, plan.zeroed_bytes, stream);
+    if (args.drelative_bias_exact != nullptr)
+        FLASH_CUDA_CHECK(cudaMemsetAsync(args.drelative_bias_exact, 0, plan.drelative_bias_exact.bytes, stream));
     if (plan.preprocess_delta) compute_delta(args, stream);
     plan.launch(args, stream);
     convert_sums(args, stream);

@@ -9,10 +9,16 @@
 
 namespace flash_dmattn::cuda {
 
-// Whether the query heads of a GQA group share key lists, mask and key bias, so that they may share an n_block.
+// Whether the query heads of a GQA group share key lists, mask and biases, so that they may share an n_block.
 inline bool heads_share_keys(const AttentionParams& p) {
     const auto shared = [&](const auto& view) { return !view.present() || view.heads <= p.kv_heads; };
-    return shared(p.packed_mask) && shared(p.intervals) && shared(p.lists) && shared(p.bias);
+    return shared(p.packed_mask) && shared(p.intervals) && shared(p.lists) && shared(p.bias) && shared(p.relative_bias);
+}
+
+// Elements of the gradient of relative_bias.
+inline int64_t relative_bias_elements(const AttentionParams& p) {
+    const RelativeBiasView& view = p.relative_bias;
+    return view.batches * view.heads * view.size();
 }
 
 // One buffer of the workspace.
@@ -40,6 +46,7 @@ struct WorkspaceLayout {
     }
 };
 
+struct ExactSum;
 struct FwdArgs;
 struct BwdArgs;
 
@@ -96,7 +103,8 @@ struct BwdPlan : BwdTiling, WorkspaceLayout {
     int64_t delta_rows = 0;        // rows of one head; with variable length, of all sequences
     int64_t zeroed_bytes = 0;      // bytes at the start of the workspace that are zeroed before the launch
     WorkspacePart dquery_accum, dquery_semaphore, dbias_parts, dkv_accum, dbias_accum, progress_counters;  // BwdArgs
-    WorkspacePart delta;                                                                                   // BwdParams
+    WorkspacePart drelative_bias_exact;  // BwdArgs; zeroed before the launch
+    WorkspacePart delta;                 // BwdParams
 };
 
 // A kernel parameter: compiled kernels depend on the order of the members, here and in params.h.
@@ -109,9 +117,11 @@ struct BwdArgs : BwdParams, BwdTiling {
     int32_t* dquery_semaphore;
     float* dbias_parts;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
     // Where keys are gathered by lists:
-    float* dkv_accum;            // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
-    float* dbias_accum;          // in the bias's shape, [dbias_accum_size]
-    int32_t* progress_counters;  // deterministic: [B, H, m_blocks], and one ticket counter
+    float* dkv_accum;                // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
+    float* dbias_accum;              // in the bias's shape, [dbias_accum_size]
+    int32_t* progress_counters;      // deterministic: [B, H, m_blocks], and one ticket counter
+    int64_t relative_bias_entries;   // of one batch element and head
+    ExactSum* drelative_bias_exact;  // deterministic: in the shape of drelative_bias; else null
 };
 
 }  // namespace flash_dmattn::cuda

@@ -216,7 +216,6 @@ void fill(AttentionParams& p, const Inputs& in) {
     if (in.relative_bias) {
         check_relative_bias(*in.relative_bias, query, key, p.batch);
         check_dtype(*in.relative_bias, "relative_bias", accumulation_type(query));
-        TORCH_CHECK(query.is_cpu(), "relative_bias is not built for CUDA yet");
         p.relative_bias = relative_bias_view(*in.relative_bias);
     }
     TORCH_CHECK_VALUE(!in.mask || !in.intervals, "mask and intervals cannot both be given");

@@ -39,10 +39,18 @@ struct PipelineBarriers {
     __device__ __forceinline__ void consumer_wait(const PipelineState<kStages>& state) const {
         mbarrier_wait(smem_address(&full[state.stage()]), state.phase());
     }
-    // One arrival per warp; all its lanes call.
-    __device__ __forceinline__ void consumer_release(int stage) const {
+    // Returns at once for the first round: all stages start empty.
+    __device__ __forceinline__ void producer_acquire(const PipelineState<kStages>& state) const {
+        mbarrier_wait(smem_address(&empty[state.stage()]), state.phase() ^ 1);
+    }
+    // Release, or fill, a stage: one arrival per warp; all its lanes call.
+    __device__ __forceinline__ void consumer_release(int stage) const { arrive(empty[stage]); }
+    __device__ __forceinline__ void producer_commit(int stage) const { arrive(full[stage]); }
+
+private:
+    static __device__ __forceinline__ void arrive(const uint64_t& barrier) {
         __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(smem_address(&empty[stage]));
+        if (lane_id() == 0) mbarrier_arrive(smem_address(&barrier));
     }
 };
 

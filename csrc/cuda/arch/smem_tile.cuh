@@ -21,10 +21,11 @@ struct alignas(128) SmemTile {
 
     T data[kRows * kCols];
 
-    // Offset in elements of a chunk, counted over the whole row.
-    static __device__ __forceinline__ int offset(int row, int chunk) {
-        const int slab = chunk / kSlabChunks;
-        const int permuted = (chunk % kSlabChunks) ^ (kSlabChunks == 8 ? row % 8 : (row / 2) % 4);
+    // Offset in elements of a chunk, counted over the whole row. Unsigned indices take fewer instructions.
+    template <typename Index>
+    static __device__ __forceinline__ Index offset(Index row, Index chunk) {
+        const Index slab = chunk / kSlabChunks;
+        const Index permuted = (chunk % kSlabChunks) ^ (kSlabChunks == 8 ? row % 8 : (row / 2) % 4);
         return (slab * kRows + row) * kSlabCols + permuted * kChunk;
     }
     __device__ __forceinline__ uint32_t address(int row, int chunk) const {

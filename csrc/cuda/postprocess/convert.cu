@@ -2,6 +2,7 @@
 
 #include "cuda/common/basics.cuh"
 #include "cuda/common/check.h"
+#include "cuda/common/exact_sum.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 
 namespace flash_dmattn::cuda {
@@ -46,6 +47,12 @@ __global__ void __launch_bounds__(kThreads) convert_dbias_kernel(const __grid_co
     }
 }
 
+__global__ void __launch_bounds__(kThreads)
+    convert_exact_sums_kernel(const ExactSum* __restrict__ sums, float* __restrict__ to, int64_t size) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    if (i < size) to[i] = sums[i].value();
+}
+
 template <typename T>
 void postprocess(const BwdArgs& p, cudaStream_t stream) {
     const auto blocks = [](int64_t elements) { return grid_of(ceil_div<int64_t>(elements, kThreads * kChunk)); };
@@ -56,6 +63,12 @@ void postprocess(const BwdArgs& p, cudaStream_t stream) {
     }
     if (p.dbias_accum_size > 0) {
         convert_dbias_kernel<T><<<blocks(p.dbias_accum_size), kThreads, 0, stream>>>(p);
+        FLASH_CUDA_CHECK(cudaGetLastError());
+    }
+    if (p.drelative_bias_exact != nullptr) {
+        const int64_t size = relative_bias_elements(p);
+        convert_exact_sums_kernel<<<grid_of(ceil_div<int64_t>(size, kThreads)), kThreads, 0, stream>>>(
+            p.drelative_bias_exact, static_cast<float*>(p.drelative_bias), size);
         FLASH_CUDA_CHECK(cudaGetLastError());
     }
 }

@@ -1,4 +1,4 @@
-// Converts the float32 sums of the backward over key lists to gradients, after its main kernel.
+// Converts the sums of the backward to gradients, after its main kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 
 namespace flash_dmattn::cuda {
 
-// dkv_accum to dkey and dvalue, dbias_accum to dbias, where present.
+// dkv_accum to dkey and dvalue, dbias_accum to dbias, drelative_bias_exact to drelative_bias, where present.
 void convert_sums(const BwdArgs& args, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

@@ -114,9 +114,9 @@ __device__ __forceinline__ float probability(float s, float scale_log2, float sh
 // Replaces s = q k by p and dp = do v by ds, 0 for masked scores. Returns dx, which is undefined for masked scores.
 template <bool kSoftcap>
 __device__ __forceinline__ float score_gradient(float& s, float& dp, float shift, float delta, float scale_log2,
-                                                float scale_of_capped, bool is_visible) {
+                                                float scale_of_capped, bool is_visible, bool has_softcap = true) {
     float capped = 0;
-    if (kSoftcap) s = capped = fast_tanh(s * scale_of_capped);
+    if (kSoftcap && has_softcap) s = capped = fast_tanh(s * scale_of_capped);
     const float prob = probability(s, scale_log2, shift);
     const float dx = prob * (dp - delta);
     s = is_visible ? prob : 0;
@@ -124,19 +124,22 @@ __device__ __forceinline__ float score_gradient(float& s, float& dp, float shift
     return dx;
 }
 
-// Replaces S and dP by P and dS. The accumulators' origin is (row, key) of the tile.
+// Replaces S and dP by P and dS. The accumulators' origin is (row, key) of the tile. kGeneral: there may be a softcap, a
+// relative bias or both; else they are not read.
 //   stage                  lse and delta of the rows, and key_bias
 //   visibility             word(row, w): visible keys 32 w .. 32 w + 31; only this lane's bits are valid
 //   dense_bias(to, m, n)   loads the bias of a 16 x 16 block as an A fragment
+//   relative_bias(row, key)   times log2(e), of a row of the tile and two neighbouring keys
 //   take(m, h, n, dx, is_visible)   receives dx of two neighbouring scores; it is undefined for masked scores
-template <typename T, BiasKind kBias, bool kMasked, bool kSoftcap, int kMTiles, int kNTiles, typename Stage,
-          typename Visibility, typename DenseBias, typename Take>
+template <typename T, BiasKind kBias, bool kMasked, bool kGeneral, int kMTiles, int kNTiles, typename Stage,
+          typename Visibility, typename DenseBias, typename RelativeBias, typename Take>
 __device__ __forceinline__ void compute_p_ds(float (&s)[kMTiles][kNTiles][4], float (&dp)[kMTiles][kNTiles][4],
                                              const Stage& stage, const DenseBias& dense_bias,
-                                             const Visibility& visibility, int row, int key, int rows, float scale,
-                                             float softcap, const Take& take) {
+                                             const RelativeBias& relative_bias, const Visibility& visibility, int row,
+                                             int key, int rows, float scale, float softcap, const Take& take) {
     const int lane = lane_id();
-    const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E;
+    const bool has_softcap = kGeneral && softcap > 0;
+    const float scale_log2 = (has_softcap ? softcap : scale) * kLog2E;
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
         float lse[2], delta[2];
@@ -168,14 +171,19 @@ __device__ __forceinline__ void compute_p_ds(float (&s)[kMTiles][kNTiles][4], fl
                 } else if (kBias == BiasKind::kKey) {
                     b = *reinterpret_cast<const float2*>(stage.key_bias + key + k * 8 + fragment_col(lane));
                 }
+                if (kGeneral) {
+                    const float2 r =
+                        relative_bias(row + m * 16 + h * 8 + fragment_row(lane), key + k * 8 + fragment_col(lane));
+                    b = {b.x + r.x, b.y + r.y};
+                }
                 const float shift[2] = {b.x - lse[h], b.y - lse[h]};
                 float dx[2];
                 bool is_visible[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     is_visible[e] = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
-                    dx[e] = score_gradient<kSoftcap>(s[m][k][2 * h + e], dp[m][k][2 * h + e], shift[e], delta[h],
-                                                     scale_log2, scale / softcap, is_visible[e]);
+                    dx[e] = score_gradient<kGeneral>(s[m][k][2 * h + e], dp[m][k][2 * h + e], shift[e], delta[h],
+                                                     scale_log2, scale / softcap, is_visible[e], has_softcap);
                 }
                 take(m, h, k, dx, is_visible);
             }

@@ -94,6 +94,7 @@ public:
             gemm_dkv(dvalue, probs, smem_.qdo[stage].dout);
             accumulate_dq(step);
             gemm_dkv(dkey, smem_.dscores, smem_.qdo[stage].query);
+            if (p_.drelative_bias != nullptr && sums_relative_bias_by_tile()) add_relative_bias_gradient(step);
             dbias.end_m_block(step);
             if (ends_head) dbias.end_head(step.head, more, m_blocks);
         }
@@ -213,9 +214,20 @@ private:
             dbias.add_dx(first_n + n, dx, is_visible);
         };
         const int lane = opaque(lane_id());
-        const auto add_dx_softcap = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
-            dbias.add_dx_softcap(step, first_n + n, score_row + m * 16 + h * 8, score_key + n * 8, rows_left, lane, dx,
-                                 is_visible);
+        const auto add_dx_general = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
+            const int row = score_row + m * 16 + h * 8, key = score_key + n * 8;
+            if (p_.softcap > 0) {
+                dbias.add_dx_softcap(step, first_n + n, row, key, rows_left, lane, dx, is_visible);
+            } else {
+                dbias.add_dx(first_n + n, dx, is_visible);
+            }
+            if (p_.drelative_bias != nullptr && !sums_relative_bias_by_tile())
+                add_relative_bias_gradient(step, row + fragment_row(lane), key + fragment_col(lane), dx, is_visible);
+        };
+        const auto relative_bias = [&](int row, int key) {
+            const int first = cta_.first_key + key;
+            return relative_bias_log2(p_, sequence(), relative_bias_entries(p_, sequence().batch, step.head),
+                                      step.m_block * Traits::kRows + row, {first, first + 1});
         };
         const auto make_visibility = [&] {
             return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p_, sequence(), qdo, step.m_block,
@@ -223,8 +235,8 @@ private:
         };
         recompute_p_ds<Traits, kBias>(scores, dprobs, p_, ScoreA(address_of(qdo.query), a_offset),
                                       ScoreB(address_of(smem_.key), b_offset), ScoreA(address_of(qdo.dout), a_offset),
-                                      ScoreB(address_of(smem_.value), b_offset), qdo, dense_bias, make_visibility,
-                                      score_row, score_key, rows_left, add_dx, add_dx_softcap);
+                                      ScoreB(address_of(smem_.value), b_offset), qdo, dense_bias, relative_bias,
+                                      make_visibility, score_row, score_key, rows_left, add_dx, add_dx_general);
         dbias.add_ds(step, dprobs, first_n);
         store_accumulator<T>(scores, prob_fragments);
         store_accumulator<T>(dprobs, ScoreC(address_of(smem_.dscores), c_offset).from(0, first_n * 8));
@@ -251,6 +263,25 @@ private:
             for (int n = 0; n < Traits::kDqN; ++n)
                 reduce_add(to + (m * Traits::kDqN + n) * Traits::kThreads * 4, dquery[m][n]);
         if (p_.deterministic) dq_semaphore_release(p_.dquery_semaphore + dq_tile);
+    }
+
+    // Whether the gradient of relative_bias is summed from the tile of dS in shared memory: with a softcap that is not
+    // dx. Otherwise it is summed score by score.
+    __device__ bool sums_relative_bias_by_tile() const { return p_.softcap == 0 && p_.relative_bias.grid_width == 0; }
+    __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step) const {
+        const RelativeBiasGradient gradient(p_, sequence(), step.head);
+        const int first = gradient.row_part(step.m_block * Traits::kRows) + gradient.key_part(cta_.first_key);
+        gradient.template add_tile<Traits::kThreads / 32>(smem_.dscores, warp_id(), first);
+    }
+    // Of two scores; row and key are those of the tile.
+    __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step, int row, int key,
+                                                               const float (&dx)[2],
+                                                               const bool (&is_visible)[2]) const {
+        const RelativeBiasGradient gradient(p_, sequence(), step.head);
+        const int part = gradient.row_part(step.m_block * Traits::kRows + row);
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            if (is_visible[e] && dx[e] != 0) gradient.add(part + gradient.key_part(cta_.first_key + key + e), dx[e]);
     }
 
     __device__ __forceinline__ void store_dkv(const DkvAccumulator& acc, typename Traits::KeysTile& staging,

@@ -3,6 +3,7 @@
 
 #include "cuda/arch/cp_async.cuh"
 #include "cuda/mask/intervals.cuh"
+#include "cuda/softmax/relative_bias.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/common/sequence.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
@@ -178,16 +179,27 @@ __device__ __forceinline__ void wait_for_qdo(QdoStage<Traits, kKeyBias>& stage, 
     __syncthreads();
 }
 
+// The relative bias, times log2(e), of a row and two keys of the sequence; 0 where there is none.
+__device__ __forceinline__ float2 relative_bias_log2(const AttentionParams& p, const Sequence& s, const float* entries,
+                                                     int row, int2 keys) {
+    if (entries == nullptr) return {0, 0};
+    const RelativeBias bias(p.relative_bias, s, entries);
+    const int part = bias.row_part(row);
+    return {bias[part + bias.key_part(keys.x)] * kLog2E, bias[part + bias.key_part(keys.y)] * kLog2E};
+}
+
 // Recomputes P and dS of one pass over this warp's part of a tile: S = Q K^T, dP = dO V^T, then compute_p_ds().
-// Calls make_visibility after the GEMMs, to save registers. With a softcap add_dx_softcap replaces add_dx.
+// Calls make_visibility after the GEMMs, to save registers. With a softcap or a relative bias add_dx_general replaces
+// add_dx.
 template <typename Traits, BiasKind kBias, int kPassN, typename Rows, typename Keys, typename Stage, typename DenseBias,
-          typename MakeVisibility, typename AddDx, typename AddDxSoftcap>
+          typename RelativeBias, typename MakeVisibility, typename AddDx, typename AddDxGeneral>
 __device__ __forceinline__ void recompute_p_ds(float (&scores)[Traits::kScoreM][kPassN][4],
                                                float (&dprobs)[Traits::kScoreM][kPassN][4], const AttentionParams& p,
                                                const Rows& query, const Keys& key, const Rows& dout, const Keys& value,
                                                const Stage& stage, const DenseBias& dense_bias,
-                                               const MakeVisibility& make_visibility, int first_row, int first_key,
-                                               int rows, const AddDx& add_dx, const AddDxSoftcap& add_dx_softcap) {
+                                               const RelativeBias& relative_bias, const MakeVisibility& make_visibility,
+                                               int first_row, int first_key, int rows, const AddDx& add_dx,
+                                               const AddDxGeneral& add_dx_general) {
     using T = typename Traits::T;
     clear(scores);
     clear(dprobs);
@@ -195,15 +207,15 @@ __device__ __forceinline__ void recompute_p_ds(float (&scores)[Traits::kScoreM][
     warp_gemm<T, Traits::kHeadDim>(dprobs, dout, value);
     const auto visibility = make_visibility();
     const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
-    if (softcap > 0) {
-        compute_p_ds<T, kBias, true, true>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
-                                           scale, softcap, add_dx_softcap);
+    if (softcap > 0 || p.relative_bias.data != nullptr) {
+        compute_p_ds<T, kBias, true, true>(scores, dprobs, stage, dense_bias, relative_bias, visibility, first_row,
+                                           first_key, rows, scale, softcap, add_dx_general);
     } else if (visibility.full()) {
-        compute_p_ds<T, kBias, false, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
-                                             scale, softcap, add_dx);
+        compute_p_ds<T, kBias, false, false>(scores, dprobs, stage, dense_bias, relative_bias, visibility, first_row,
+                                             first_key, rows, scale, softcap, add_dx);
     } else {
-        compute_p_ds<T, kBias, true, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows,
-                                            scale, softcap, add_dx);
+        compute_p_ds<T, kBias, true, false>(scores, dprobs, stage, dense_bias, relative_bias, visibility, first_row,
+                                            first_key, rows, scale, softcap, add_dx);
     }
 }
 

@@ -16,12 +16,14 @@ struct Contributor {
     HeadPointers<T> rows;
     const T* key;
     const T* value;
+    const float* relative_bias;  // or null
 
     Contributor() = default;
     __device__ Contributor(const BwdArgs& p, const Sequence& s, int head) : rows(p, s, head) {
         const int kv_head = shared_head(head, p.heads, p.kv_heads);
         key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
         value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
+        relative_bias = relative_bias_entries(p, s.batch, head);
     }
 };
 
@@ -141,7 +143,7 @@ struct DxPass {
     __device__ __forceinline__ void add(float (&sum)[Traits::kScoreM][Traits::kScoreN][4],
                                         const uint32_t (&bias)[Traits::kScoreM][Traits::kScoreN][2],
                                         const typename BwdDbiasSharedStorage<Traits>::Stage& stage, int n_block,
-                                        bool is_full, int first_n) const {
+                                        const float* relative_bias, bool is_full, int first_n) const {
         float scores[Traits::kScoreM][Traits::kPassN][4], dprobs[Traits::kScoreM][Traits::kPassN][4];
         const uint32_t pass_offset = b_offset + first_n * 8 * ScoreB::kRowBytes;
         const int rows = s.rows - m_block * Traits::kRows, key = score_key + first_n * 8;
@@ -157,11 +159,15 @@ struct DxPass {
         const auto make_visibility = [&] {
             return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p, s, stage.qdo, m_block, n_block, is_full);
         };
-        recompute_p_ds<Traits, BiasKind::kDense>(scores, dprobs, p, ScoreA(address_of(stage.qdo.query), a_offset),
-                                                 ScoreB(address_of(stage.key), pass_offset),
-                                                 ScoreA(address_of(stage.qdo.dout), a_offset),
-                                                 ScoreB(address_of(stage.value), pass_offset), stage.qdo, dense_bias,
-                                                 make_visibility, score_row, key, rows, add_dx, add_dx);
+        const auto relative_bias_of = [&](int row, int k) {
+            const int first = n_block * Traits::kKeys + k;
+            return relative_bias_log2(p, s, relative_bias, m_block * Traits::kRows + row, {first, first + 1});
+        };
+        recompute_p_ds<Traits, BiasKind::kDense>(
+            scores, dprobs, p, ScoreA(address_of(stage.qdo.query), a_offset),
+            ScoreB(address_of(stage.key), pass_offset), ScoreA(address_of(stage.qdo.dout), a_offset),
+            ScoreB(address_of(stage.value), pass_offset), stage.qdo, dense_bias, relative_bias_of, make_visibility,
+            score_row, key, rows, add_dx, add_dx);
     }
 };
 
@@ -280,12 +286,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
         if (more && n_block == current) load_lane_bias<Traits>(bias, p, s, first_head, first_row, current);
         while (more && n_block == current) {
             const bool is_full = ahead.is_full(contributor);
+            const float* const relative_bias = window[contributor].relative_bias;
             wait_for_qdo(smem.stages[stage].qdo, s.rows - first_row);
             more = next();
             if (SharedStorage::kStages == 2 && more) load(stage ^ 1);
 #pragma unroll
             for (int pass = 0; pass < Traits::kPasses; ++pass)
-                dx_pass.add(sum, bias, smem.stages[stage], current, is_full, pass * Traits::kPassN);
+                dx_pass.add(sum, bias, smem.stages[stage], current, relative_bias, is_full, pass * Traits::kPassN);
             if (SharedStorage::kStages == 1) {
                 __syncthreads();
                 if (more) load(0);

@@ -202,6 +202,8 @@ private:
         }
         if constexpr (kBias == BiasKind::kDense)
             scale_and_add_bias<T, kAhead>(scores, scale, smem_.bias, warp_row_, warp_key_);
+        const int first_key = n_block.index() * kKeys + warp_key_;
+        this->add_relative_bias(scores, [&](int n, int e) { return first_key + n * 8 + fragment_col() + e; });
         if (all_visible) return;
 
         uint32_t visible_keys[kWarpWords];  // keys of this warp that some row sees
@@ -219,7 +221,6 @@ private:
             for_each_mask_word(
                 [&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
         if (is_causal()) {
-            const int first_key = n_block.index() * kKeys + warp_key_;
             for_each_mask_word([&](int i, int row, int w) {
                 visible[i][w] &= bits_below(smem_.row_end[warp_row_ + row] - first_key, w);
             });

@@ -24,7 +24,7 @@ void launch_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
     scheduler.batch = static_cast<int>(p.batch);
     // CTAs that share a bias tile run together, so that it is read from memory once.
     scheduler.batch_first = bias == BiasKind::kDense && p.bias.batches == 1 && p.batch <= 8;
-    params.is_unscaled = bias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
+    params.is_unscaled = bias == BiasKind::kNone && !p.relative_bias.present() && p.softcap == 0 && p.softmax_scale > 0;
     params.scale = static_cast<float>(p.softmax_scale);
     params.to_log2 = params.is_unscaled ? params.scale * kLog2E : kLog2E;
     params.softcap = static_cast<float>(p.softcap);

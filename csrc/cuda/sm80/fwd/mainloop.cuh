@@ -6,6 +6,7 @@
 #include "cuda/arch/mma.cuh"
 #include "cuda/softmax/combine.cuh"
 #include "cuda/softmax/online_softmax.cuh"
+#include "cuda/softmax/relative_bias.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/arch/smem_tile.cuh"
 #include "cuda/mask/device_dispatch.cuh"
@@ -123,6 +124,17 @@ protected:
             scale = 1;
         }
         return scale;
+    }
+
+    // key_at(n, e): the key, in the sequence, of column e of this lane's fragment n.
+    template <typename KeyAt>
+    __device__ __forceinline__ void add_relative_bias(float (&scores)[kMFragments][kNFragments][4],
+                                                      const KeyAt& key_at) const {
+        if (p_.relative_bias.data == nullptr) return;
+        const RelativeBias bias(p_.relative_bias, sequence(),
+                                relative_bias_entries(p_, sequence().batch, shared_storage_.work_tile.first_head));
+        const auto row_at = [&](int i) { return query_row(warp_row_ + i * 8 + fragment_row()); };
+        cuda::add_relative_bias(scores, bias, row_at, key_at);
     }
 
     const FwdArgs& p_;

@@ -236,19 +236,39 @@ private:
                 if (needs_dbias()) accumulate_dense_dbias(stage, row, first_n + n, dx0, dx1);
             }
         };
+        const auto add_dx_general = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
+            add_dx(m, h, n, dx, is_visible);
+            if (p_.drelative_bias == nullptr) return;
+            const int row = score_row_ + m * 16 + h * 8 + fragment_row();
+            add_relative_bias_gradient(row, lane_positions(stage, first_n + n), dx, is_visible);
+        };
+        const auto relative_bias = [&](int row, int key) {
+            const int2 keys = *reinterpret_cast<const int2*>(stage.position + key);
+            return relative_bias_log2(p_, sequence(), relative_bias_entries(p_, sequence().batch, first_head()),
+                                      first_row() + row % rows_per_head(), keys);
+        };
         using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
         using ScoreB = FragmentsB<typename Traits::KeysTile, Major::kK>;
         recompute_p_ds<Traits, kBias>(
             scores, dprobs, p_, ScoreA(address_of(smem_.qdo.query), score_row_, 0),
             ScoreB(address_of(k_of(n_block)), first_key, 0), ScoreA(address_of(smem_.qdo.dout), score_row_, 0),
-            ScoreB(address_of(v_of(n_block)), first_key, 0), row_stats, dense_bias,
+            ScoreB(address_of(v_of(n_block)), first_key, 0), row_stats, dense_bias, relative_bias,
             [&] { return GatheredVisibility<Stage>{stage, score_row_, score_key_}; }, score_row_, first_key, rows,
-            add_dx, add_dx);
+            add_dx, add_dx_general);
         using ScoreC = SmemFragments<typename Traits::ScoresTile, MatrixOrder::kColMajor>;
         store_accumulator<T>(
             scores, ScoreC(address_of(smem_.probs[n_block % SharedStorage::kScoreStages]), score_row_, first_key));
         store_accumulator<T>(
             dprobs, ScoreC(address_of(smem_.dscores[n_block % SharedStorage::kScoreStages]), score_row_, first_key));
+    }
+
+    // Of two scores: a row of the m_block, and the positions of two keys.
+    __device__ __forceinline__ void add_relative_bias_gradient(int row, int2 keys, const float (&dx)[2],
+                                                               const bool (&is_visible)[2]) const {
+        const RelativeBiasGradient gradient(p_, sequence(), first_head());
+        const int part = gradient.row_part(first_row() + row % rows_per_head());
+        if (is_visible[0] && dx[0] != 0) gradient.add(part + gradient.key_part(keys.x), dx[0]);
+        if (is_visible[1] && dx[1] != 0) gradient.add(part + gradient.key_part(keys.y), dx[1]);
     }
 
     // Loads the dense bias of this lane's scores from global memory; 0 where row or key does not exist.

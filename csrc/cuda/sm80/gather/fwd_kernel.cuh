@@ -168,6 +168,8 @@ private:
         if constexpr (kBias == BiasKind::kKey) scale_and_add_bias(scores, scale, smem_.bias + warp_key_);
         if constexpr (kBias == BiasKind::kDense)
             add_dense_bias(scores, scale, positions_of(n_block.current) + warp_key_);
+        const int* positions = positions_of(n_block.current) + warp_key_ + fragment_col();
+        this->add_relative_bias(scores, [&](int n, int e) { return positions[n * 8 + e]; });
 
         bool all_visible = true;
 #pragma unroll

@@ -93,7 +93,10 @@ private:
                                          ScoresOperand& dscores) {
         const bool has_empty_rows = any_of(header_.has_empty_rows);
         if (has_empty_rows) zero_empty_rows(query());
-        layout_.gemm_scores(scores, smem_.key, query());
+        if constexpr (kBias == BiasKind::kRelative)
+            m_block_info().relative_bias.load(
+                scores, SharedStorage::RelativeSegment::lane_offset(warp_key_, layout_.first_row()));
+        layout_.template gemm_scores<kBias != BiasKind::kRelative>(scores, smem_.key, query());
         smem_.dout_pipeline.consumer_wait(state_);
         if (has_empty_rows) zero_empty_rows(dout());
         layout_.gemm_scores(dprobs, smem_.value, dout());
@@ -117,7 +120,7 @@ private:
     // P and dS of the warpgroup's own keys are A operands in registers; only dQ needs dS of both warpgroups.
     __device__ __forceinline__ void gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores) {
         layout_.gemm_dkv(dv_, probs, dout());
-        store_scores(bias_dscores(), dscores);
+        store_dscores(dscores);
         if (Traits::kClusterReduces && is_warpgroup_leader()) tma_store_wait_group_read();  // the previous step's sums
         fence_proxy_async();
         if (p_.deterministic) wait_for_dq_additions();
@@ -144,7 +147,7 @@ private:
                                                                const ScoresOperand& dscores) {
         probs_pipeline_.producer_acquire();
         store_scores(smem_.probs, probs);
-        store_scores(bias_dscores(), dscores);
+        store_dscores(dscores);
         fence_proxy_async();
         sync_consumers();  // P and dS are complete
         store_dense_dbias();
@@ -204,6 +207,14 @@ private:
 #pragma unroll
         for (int r = 0; r < Traits::kScoreRows / 16; ++r)
             stmatrix_x4_trans(Base::scores_address(to, r * 16), scores[r]);
+    }
+
+    __device__ __forceinline__ void store_dscores(const ScoresOperand& dscores) const {
+        if constexpr (kBias == BiasKind::kRelative)
+            if (p_.drelative_bias != nullptr) smem_.dscores_pipeline.producer_acquire(state_);
+        store_scores(bias_dscores(), dscores);
+        if constexpr (kBias == BiasKind::kRelative)
+            if (p_.drelative_bias != nullptr) smem_.dscores_pipeline.producer_commit(state_.stage());
     }
 
     __device__ __forceinline__ void add_dq(const DqFragment& dq) const {

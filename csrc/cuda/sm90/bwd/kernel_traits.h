@@ -56,7 +56,13 @@ struct BwdKernelTraits : BwdMmaTraits<T, kHeadDim, bwd_tile_sizes(kHeadDim, kClu
     static constexpr int kWords = BwdKernelTraits::kKeys / 32;
     // Whether shared memory has room to stage dQ, so that TMA adds it to global memory.
     static constexpr bool kStagesDq = !BwdKernelTraits::kSharesKeys && !(kClusterReduces && kHeadDim == 128);
-    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+};
+
+// Registers per thread. The warps that sum dS get more than those that only load, where S and dP of 64 rows leave some.
+template <typename Traits, BiasKind kBias>
+struct BwdRegisters {
+    static constexpr int kProducer = kBias == BiasKind::kRelative && Traits::kScoreRows <= 64 ? 56 : 40,
+                         kConsumer = (504 - kProducer) / 2;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -54,7 +54,8 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& p, cudaStream_t stream) {
     using Traits = BwdKernelTraits<T, kHeadDim>;
-    switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
+    const BiasKind bias = p.relative_bias.present() ? BiasKind::kRelative : BiasKind::kNone;
+    switch (p.bias.present() ? p.bias.kind : bias) {
         case BiasKind::kNone: return launch_bwd<Traits, BiasKind::kNone>(p, stream);
         case BiasKind::kKey: return launch_bwd<Traits, BiasKind::kKey>(p, stream);
         case BiasKind::kDense:
@@ -62,6 +63,7 @@ void run_bwd(const BwdArgs& p, cudaStream_t stream) {
                 if (p.dense_dbias == DenseDbias::kClusterReduce)
                     return launch_bwd<BwdKernelTraits<T, kHeadDim, true>, BiasKind::kDense>(p, stream);
             return launch_bwd<Traits, BiasKind::kDense>(p, stream);
+        case BiasKind::kRelative: return launch_bwd<Traits, BiasKind::kRelative>(p, stream);
     }
 }
 

@@ -36,12 +36,13 @@ public:
     __device__ int dq_row() const { return Traits::kSplitsDqRows ? warpgroup_ * 64 : 0; }
     __device__ int dq_col() const { return Traits::kSplitsDqRows ? 0 : warpgroup_ * Traits::kDqCols; }
 
-    // S = K Q^T or dP = V dO^T, summed over head_dim: both operands are K-major.
+    // S = K Q^T or dP = V dO^T, summed over head_dim: both operands are K-major. Without kZeroInit S += K Q^T.
+    template <bool kZeroInit = true>
     __device__ __forceinline__ void gemm_scores(ScoresFragment& scores, const KeysTile& keys,
                                                 const RowsTile& rows) const {
         const SmemDescriptor<KeysTile> a(keys, first_key());
         const SmemDescriptor<RowsTile> b(rows, first_row());
-        gemm_ss<true, Major::kK, Major::kK>(scores, a, b);
+        gemm_ss<kZeroInit, Major::kK, Major::kK>(scores, a, b);
     }
     // dV += P dO or dK += dS Q, summed over rows: dO and Q are MN-major. P and dS of the warpgroup's own keys are in
     // registers, those of shared keys in shared memory, MN-major.

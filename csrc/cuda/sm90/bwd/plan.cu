@@ -49,6 +49,12 @@ DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
     return DenseDbias::kNone;
 }
 
+// Q K^T is accumulated onto the relative bias divided by the softmax scale.
+bool supports_relative_bias(const BwdParams& p) {
+    return !p.relative_bias.has_grid() && !p.bias.present() && !p.lists.present() && p.softcap == 0 &&
+           p.softmax_scale > 0;
+}
+
 // Heads must share neither keys nor, where dbias is needed, biases.
 bool is_pair_bias(const BwdParams& p) {
     return is_pair_bias_problem(p) && p.seqlen_q <= kPairBiasBwdMaxSeqlen && p.seqlen_k <= kPairBiasBwdMaxSeqlen &&
@@ -143,6 +149,7 @@ bool should_use_bwd(const BwdParams& p) {
 
 bool plan_bwd(const BwdParams& p, BwdPlan& plan) {
     if (p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
+    if (p.relative_bias.present() && !supports_relative_bias(p)) return false;
     if (p.lists.present()) return plan_sparse(p, plan);
     return (is_pair_bias(p) && plan_pair_bias(p, plan)) || plan_dense(p, plan);
 }

@@ -26,8 +26,12 @@ public:
     __device__ void run() {
         load_keys();
         for_each_m_block<false>([&](int head, int m_block, bool is_active, bool is_full) {
-            if (is_active) load_m_block(head, m_block, is_full);
+            if (!is_active) return;
+            load_m_block(head, m_block, is_full);
+            sum_previous_dscores();
+            previous_ = {head, m_block};
         });
+        sum_previous_dscores();
         query_pipeline_.producer_acquire();
         if (threadIdx.x == 0) smem_.m_blocks[query_pipeline_.stage()].header.m_block = SharedStorage::MBlockInfo::kEnd;
         mbarrier_arrive(query_pipeline_.full());
@@ -41,6 +45,9 @@ public:
 
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = Traits::kWords;
+    // Entries of a relative bias that a thread loads.
+    static constexpr int kRelativeEntries =
+        kBias == BiasKind::kRelative ? ceil_div(SharedStorage::RelativeSegment::kSize, 128) : 1;
     // Threads that issue TMA loads, in three warps: none waits for another's pipeline.
     static constexpr int kBiasThread = 32, kQueryThread = 64, kDoutThread = 96;
 
@@ -171,6 +178,8 @@ private:
             is_empty = lse == kInfinity;
             if (is_empty) delta = 0;
         }
+        float relative_bias[kRelativeEntries];
+        if constexpr (kBias == BiasKind::kRelative) load_relative_bias(relative_bias, head, m_block);
         issue_tma_loads(head, s.first_row + first);
         const int semaphore_value = p_.deterministic && warp_id() == 0 ? dq_semaphore_value(head, m_block) : 0;
         query_pipeline_.producer_acquire();
@@ -183,6 +192,11 @@ private:
                 if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
             }
         }
+        if constexpr (kBias == BiasKind::kRelative)
+#pragma unroll
+            for (int i = 0; i < kRelativeEntries; ++i)
+                if (const int at = threadIdx.x + i * 128; at < SharedStorage::RelativeSegment::kSize)
+                    info.relative_bias.store(at, relative_bias[i]);
         const bool has_empty_rows = __any_sync(~0u, is_empty);
         if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty_rows[warp_id()] = has_empty_rows;
         if (threadIdx.x == 0) {
@@ -198,6 +212,29 @@ private:
         query_pipeline_.advance();
         dout_pipeline_.advance();
         bias_pipeline_.advance();
+    }
+    // Adds dS of the previous m_block to the gradient of the relative bias, after the loads of the next one have been
+    // issued.
+    __device__ __forceinline__ void sum_previous_dscores() {
+        if constexpr (kBias == BiasKind::kRelative) {
+            if (p_.drelative_bias == nullptr || previous_.m_block < 0) return;
+            smem_.dscores_pipeline.consumer_wait(dscores_state_);
+            const RelativeBiasGradient gradient(p_, sequence(), previous_.head);
+            const int first = gradient.row_part(previous_.m_block * kRows) + gradient.key_part(first_key());
+            gradient.template add_tile<kProducerWarps>(smem_.bias_dscores[dscores_state_.stage()], warp_id(), first);
+            smem_.dscores_pipeline.consumer_release(dscores_state_.stage());
+            dscores_state_.advance();
+        }
+    }
+    // The entries threadIdx.x + i * 128 of the m_block's segment, in the order of rows.
+    __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int head,
+                                                       int m_block) const {
+        const RelativeBias bias(p_.relative_bias, sequence(), relative_bias_entries(p_, sequence().batch, head));
+        const float inverse_scale = 1 / static_cast<float>(p_.softmax_scale);
+        const int last =
+            bias.row_part(m_block * kRows) + bias.key_part(first_key() + kKeys - 1) - static_cast<int>(threadIdx.x);
+#pragma unroll
+        for (int i = 0; i < kRelativeEntries; ++i) entries[i] = bias[last - i * 128] * inverse_scale;
     }
     // Q, dO and a dense bias. tensor_row: the m_block's first row of the tensor.
     __device__ __forceinline__ void issue_tma_loads(int head, int tensor_row) {
@@ -252,6 +289,10 @@ private:
     SharedStorage& smem_;
     const BwdWorkTile& work_tile_;
     Pipeline<Traits::kStages> query_pipeline_, dout_pipeline_, bias_pipeline_;
+    PipelineState<Traits::kStages> dscores_state_;
+    struct {
+        int head, m_block = -1;
+    } previous_;  // the m_block whose dS has not been summed
 };
 
 }  // namespace flash_dmattn::cuda::sm90

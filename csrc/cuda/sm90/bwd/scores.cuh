@@ -24,6 +24,8 @@ protected:
     using ScoresFragment = typename AtomLayout::ScoresFragment;
     using ScoresTile = typename Traits::ScoresTile;
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
+    // Whether a bias is added after Q K^T; the accumulator starts from a relative one.
+    static constexpr bool kHasBias = kBias == BiasKind::kKey || kBias == BiasKind::kDense;
 
     __device__ BwdScores(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
         : p_(p), scale_(scale), smem_(smem), work_tile_(work_tile),
@@ -189,7 +191,7 @@ private:
                         if (kRanges) is_visible = row >= rows_[h].begin && row < rows_[h].end;
                         if (kBits) is_visible = is_visible && (e ? bits.y : bits.x) >> (bit + h * 8) & 1;
                         const float minus_lse = -(e ? lse.y : lse.x), x = e ? bias.y : bias.x;
-                        take(m, h, e, kBias == BiasKind::kNone ? minus_lse : x + minus_lse, is_visible);
+                        take(m, h, e, kHasBias ? x + minus_lse : minus_lse, is_visible);
                     }
                 }
             }

@@ -15,6 +15,7 @@
 #include "dsmem_reduction.cuh"
 #include "mma_atom_layout.cuh"
 #include "cuda/arch/pipeline.cuh"
+#include "cuda/softmax/relative_bias.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -31,9 +32,13 @@ struct BwdScale {
 
 struct NoTile {};
 
+constexpr int kProducerWarps = 4;
+
 template <typename Traits, BiasKind kBias>
 struct BwdSharedStorage {
     static constexpr int kRows = Traits::kRows;
+    // Scores are transposed: keys x rows.
+    using RelativeSegment = RelativeBiasSegment<Traits::kKeys, kRows>;
 
     // Row data of an m_block, a stage of the query pipeline.
     struct MBlockInfo {
@@ -53,6 +58,7 @@ struct BwdSharedStorage {
         alignas(16) float lse[kRows];  // times log2(e); inf where a row sees no key
         alignas(16) float delta[kRows];
         alignas(16) uint32_t mask[Traits::kWords][kRows];  // bit j % 32 of word j / 32: the row sees key j
+        std::conditional_t<kBias == BiasKind::kRelative, RelativeSegment, NoTile> relative_bias;
     };
 
     alignas(kSmemTileAlign) typename Traits::KeysTile key;
@@ -74,6 +80,9 @@ struct BwdSharedStorage {
     int32_t* held_dq_semaphore[Traits::kConsumerWarpgroups];  // the last one acquired and not yet released, or null
     alignas(8) uint64_t keys_full;
     PipelineBarriers<Traits::kStages> query_pipeline, dout_pipeline, bias_pipeline;
+    // dS, which the MMA warps write and the producer warps sum.
+    using DscoresPipeline = PipelineBarriers<Traits::kStages>;
+    std::conditional_t<kBias == BiasKind::kRelative, DscoresPipeline, NoTile> dscores_pipeline;
     PipelineBarriers<1> probs_pipeline;  // only its empty barrier is used
 
     // One thread calls.
@@ -84,6 +93,7 @@ struct BwdSharedStorage {
         dout_pipeline.init(1, kConsumerWarps);
         bias_pipeline.init(1, kConsumerWarps);
         probs_pipeline.init(1, kConsumerWarps);
+        if constexpr (kBias == BiasKind::kRelative) dscores_pipeline.init(kConsumerWarps, kProducerWarps);
     }
 };
 

@@ -20,7 +20,8 @@ public:
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
 
     __device__ FwdConsumer(const FwdArgs& p, const FwdKernelParams& params, SharedStorage& smem)
-        : p_(p), params_(params), smem_(smem), warpgroup_(uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)),
+        : p_(p), params_(params), smem_(smem),
+          warpgroup_(uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)),
           warp_row_((warp_id() - 4) * 16 % kWarpgroupRows), query_pipeline_(smem.query_pipeline),
           key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline),
           bias_pipeline_(smem.bias_pipelines[warpgroup_]) {}
@@ -75,6 +76,7 @@ private:
         Probs probs;
         if (wait_for_keys()) {
             if (Traits::kGathers) fence_proxy_async();  // cp.async writes K through the generic proxy
+            init_scores(scores);
             warp_scheduler_barrier_sync();
             gemm_qk(scores);
             warp_scheduler_barrier_arrive();
@@ -82,6 +84,7 @@ private:
             softmax(scores, probs, [] {});
             while (wait_for_keys()) {
                 if (Traits::kGathers) wait_for_values();  // its fence outside the barrier, where it delays nothing else
+                init_scores(scores);
                 warp_scheduler_barrier_sync();
                 gemm_qk(scores);
                 if (!Traits::kGathers) wait_for_values();
@@ -98,8 +101,13 @@ private:
         }
     }
 
+    // Starts the scores from the relative bias, before the warpgroup's turn to issue GEMMs.
+    __device__ __forceinline__ void init_scores(Scores& scores) const {
+        if constexpr (kBias == BiasKind::kRelative)
+            metadata().relative_bias.load(scores, SharedStorage::RelativeSegment::lane_offset(tile_row(), 0));
+    }
     __device__ __forceinline__ void gemm_qk(Scores& scores) const {
-        gemm_ss<true, Major::kK, Major::kK>(
+        gemm_ss<kBias != BiasKind::kRelative, Major::kK, Major::kK>(
             scores, SmemDescriptor<QueryTile>(smem_.query[query_pipeline_.stage()], warpgroup_ * kWarpgroupRows),
             SmemDescriptor<KeyTile>(smem_.key[key_pipeline_.stage()]));
     }
@@ -192,7 +200,8 @@ private:
 
     __device__ __forceinline__ void apply_mask_and_bias(Scores& scores) {
         float scale = params_.softmax.scale;
-        if (kBias == BiasKind::kNone ? !params_.softmax.raw_scores : params_.softmax.softcap > 0) {
+        if (kBias == BiasKind::kNone ? !params_.softmax.raw_scores
+                                     : kBias != BiasKind::kRelative && params_.softmax.softcap > 0) {
             scale_and_cap(scores, scale, params_.softmax.softcap);
             scale = 1;
         }

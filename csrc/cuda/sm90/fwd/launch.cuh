@@ -63,7 +63,8 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
 
     FwdKernelParams params{grid.scheduler, {}};
     FwdSoftmaxParams& softmax = params.softmax;
-    softmax.raw_scores = kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
+    softmax.raw_scores =
+        kBias == BiasKind::kRelative || (kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0);
     softmax.scale = static_cast<float>(p.softmax_scale);
     softmax.to_log2 = softmax.raw_scores ? softmax.scale * kLog2E : kLog2E;
     softmax.softcap = static_cast<float>(p.softcap);
@@ -90,7 +91,8 @@ void run_fwd_with(const FwdArgs& p, cudaStream_t stream) {
     using Traits = FwdKernelTraits<kHeadDim, kIsDense>;
     if constexpr (Traits::kConsumerWarpgroups > 2) {
         using Fewer = FwdKernelTraits<kHeadDim, kIsDense, true>;
-        if (fewer_fit_better(p.seqlen_q, Fewer::kRows, Traits::kRows)) return launch_fwd<T, kBias, Fewer>(p, stream);
+        if (kBias == BiasKind::kRelative || fewer_fit_better(p.seqlen_q, Fewer::kRows, Traits::kRows))
+            return launch_fwd<T, kBias, Fewer>(p, stream);
     }
     launch_fwd<T, kBias, Traits>(p, stream);
 }
@@ -102,10 +104,12 @@ void run_fwd(const FwdArgs& p, cudaStream_t stream) {
                                       : launch_fwd<T, BiasKind::kNone, FwdGatherKernelTraits<kHeadDim>>(p, stream);
         return;
     }
-    switch (p.bias.present() ? p.bias.kind : BiasKind::kNone) {
+    const BiasKind bias = p.relative_bias.present() ? BiasKind::kRelative : BiasKind::kNone;
+    switch (p.bias.present() ? p.bias.kind : bias) {
         case BiasKind::kNone: return run_fwd_with<T, BiasKind::kNone, kHeadDim>(p, stream);
         case BiasKind::kKey: return run_fwd_with<T, BiasKind::kKey, kHeadDim>(p, stream);
         case BiasKind::kDense: return run_fwd_with<T, BiasKind::kDense, kHeadDim>(p, stream);
+        case BiasKind::kRelative: return run_fwd_with<T, BiasKind::kRelative, kHeadDim>(p, stream);
     }
 }
 

@@ -24,6 +24,12 @@ bool supports_lists(const FwdParams& p) {
     return p.lists.tile_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p));
 }
 
+// Q K^T is accumulated onto the relative bias divided by the softmax scale.
+bool supports_relative_bias(const FwdParams& p) {
+    return !p.relative_bias.has_grid() && !p.bias.present() && !p.lists.present() && p.softcap == 0 &&
+           p.softmax_scale > 0;
+}
+
 bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= kPairBiasFwdMaxSeqlenK; }
 
 }  // namespace
@@ -38,6 +44,7 @@ bool should_use_fwd(const FwdParams& p) {
 
 bool plan_fwd(const FwdParams& p, FwdPlan& plan) {
     if (p.seqlen_q < kMinRows || p.seqlen_k == 0 || !can_load(p)) return false;
+    if (p.relative_bias.present() && !supports_relative_bias(p)) return false;
     if (p.lists.present() && !supports_lists(p)) return false;
     const auto* kernel = is_pair_bias(p) ? kPairBiasKernels.find(p) : nullptr;
     if (kernel == nullptr) kernel = kKernels.find(p);

@@ -6,6 +6,7 @@
 #include "params.h"
 #include "cuda/arch/pipeline.cuh"
 #include "cuda/arch/smem_descriptor.cuh"
+#include "cuda/softmax/relative_bias.cuh"
 #include "kernel_traits.h"
 #include "tile_scheduler.cuh"
 
@@ -21,7 +22,7 @@ constexpr int kProducerThreads = kBias == BiasKind::kDense ? 96 : 128;
 struct FwdSoftmaxParams {
     float scale;
     float to_log2;    // scores of the softmax times this are exponents of 2
-    bool raw_scores;  // the softmax runs on unscaled Q K^T: nothing is added, and scaling keeps the order
+    bool raw_scores;  // the softmax runs on unscaled Q K^T: nothing is added to it, and scaling keeps the order
     float softcap;    // 0: none
 };
 
@@ -56,6 +57,7 @@ struct FwdSharedStorage {
     using QueryTile = SmemTile<T, kRows, Traits::kHeadDim>;
     using KeyTile = SmemTile<T, kKeys, Traits::kHeadDim>;
     using BiasTile = SmemTile<T, kWarpgroupRows, kBiasKeys>;
+    using RelativeSegment = RelativeBiasSegment<kRows, kKeys>;
     using NamedBarriers = FwdNamedBarriers<Traits::kConsumerWarpgroups>;
     using Scheduler = FwdTileScheduler<kBias == BiasKind::kDense || Traits::kGathers, NamedBarriers::kNextWorkTile,
                                        kProducerThreads<kBias>>;
@@ -74,6 +76,7 @@ struct FwdSharedStorage {
         // rows that see a key.
         alignas(16) std::conditional_t<Traits::kGathers, uint32_t[kRows / 32][kKeys], uint32_t[kRows][kWords]> mask;
         std::conditional_t<kBias == BiasKind::kKey, float[kKeys], NoBias> bias;
+        std::conditional_t<kBias == BiasKind::kRelative, RelativeSegment, NoBias> relative_bias;
     };
 
     alignas(kSmemTileAlign) QueryTile query[Traits::kQueryStages];

@@ -47,6 +47,9 @@ private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = SharedStorage::kWords,
                          kThreads = kProducerThreads<kBias>;
     static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // mask rows that a thread loads
+    // Entries of a relative bias that a thread loads.
+    static constexpr int kRelativeEntries =
+        kBias == BiasKind::kRelative ? ceil_div(SharedStorage::RelativeSegment::kSize, kThreads) : 1;
     // The threads that issue TMA loads, in different warps.
     static constexpr int kKeyThread = 0, kValueThread = 32, kQueryThread = 64;
     using BlockMetadata = typename SharedStorage::BlockMetadata;
@@ -122,6 +125,7 @@ private:
         uint32_t visible_keys[ceil_div(kWords, kWarps)];  // the words that this warp writes
         BlockIntervals<kThreads, kWords> intervals;
         float key_bias;
+        float relative_bias[kRelativeEntries];
 
         ActiveBlock() = default;
         template <typename Blocks>
@@ -137,6 +141,7 @@ private:
     // before V of the previous one. Looks one n_block ahead, to know which one is the last.
     __device__ void load(const FwdWorkTile& work_tile) {
         kv_head_ = shared_head(work_tile.head, p_.heads, p_.kv_heads);
+        if constexpr (kBias == BiasKind::kRelative) begin_relative_bias(work_tile);
         auto blocks = active_blocks(work_tile);
         ActiveBlock block;
         int previous = BlockMetadata::kNoBlock;
@@ -182,6 +187,7 @@ private:
 
     __device__ __forceinline__ void prefetch(const FwdWorkTile& work_tile, ActiveBlock& block) const {
         if constexpr (kBias == BiasKind::kKey) block.key_bias = key_bias_of_thread(work_tile, block.n_block);
+        if constexpr (kBias == BiasKind::kRelative) load_relative_bias(block.relative_bias, block.n_block);
         if (is_masked(block) && !has_bits())
             block.intervals.fetch(p_, work_tile.s, work_tile.head, block.n_block * kKeys);
     }
@@ -206,6 +212,11 @@ private:
                 metadata.visible_keys[w] = block.visible_keys[w / ActiveBlock::kWarps] & not_hidden;
         if constexpr (kBias == BiasKind::kKey)
             if (threadIdx.x < kKeys) metadata.bias[threadIdx.x] = block.key_bias;
+        if constexpr (kBias == BiasKind::kRelative)
+#pragma unroll
+            for (int i = 0; i < kRelativeEntries; ++i)
+                if (const int at = threadIdx.x + i * kThreads; at < SharedStorage::RelativeSegment::kSize)
+                    metadata.relative_bias.store(at, block.relative_bias[i]);
         if (is_masked(block) && has_bits()) {
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i)
@@ -239,6 +250,19 @@ private:
         return key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride));
     }
 
+    __device__ __forceinline__ void begin_relative_bias(const FwdWorkTile& work_tile) {
+        relative_bias_ =
+            RelativeBias(p_.relative_bias, work_tile.s, relative_bias_entries(p_, work_tile.s.batch, work_tile.head));
+        relative_row_ = relative_bias_.row_part(work_tile.first_row + kRows - 1) + static_cast<int>(threadIdx.x);
+        inverse_scale_ = 1 / static_cast<float>(p_.softmax_scale);
+    }
+    // The entries threadIdx.x + i * kThreads of the segment.
+    __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int n_block) const {
+#pragma unroll
+        for (int i = 0; i < kRelativeEntries; ++i)
+            entries[i] = relative_bias_[relative_row_ + n_block * kKeys + i * kThreads] * inverse_scale_;
+    }
+
     // The mask rows threadIdx.x + i * kThreads of the n_block.
     __device__ __forceinline__ void load_mask(MaskWords (&words)[kMaskRows], const FwdWorkTile& work_tile,
                                               int n_block) const {
@@ -259,7 +283,10 @@ private:
     Pipeline<Traits::kKeyStages> key_pipeline_;
     Pipeline<Traits::kValueStages> value_pipeline_;
     int work_tile_stage_ = 0;
-    int kv_head_;  // of the work tile
+    int kv_head_;                 // of the work tile
+    RelativeBias relative_bias_;  // of the work tile
+    int relative_row_;            // the position of the segment's entry threadIdx.x in n_block 0
+    float inverse_scale_;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -70,7 +70,14 @@ class PassesTable(nn.Module):
         is_known = isinstance(mask, VisibleKeys) or past_key_values is None or not past_key_values.is_compileable
         if position_bias is None and is_known and self.config._attn_implementation == NAME:
             position_bias = table_of(self)
-        return super().forward(hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
+        return super().forward(
+            hidden_states,
+            mask=mask,
+            key_value_states=key_value_states,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
 
 
 class ComputesTable(nn.Module):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from frame import Demand, Setting, Suite
+from frame import MIB, Demand, Setting, Suite
 from limit import limit_of
 from peers import FLEX, OURS, SDPA
 from problem import Inputs, Problem, named, square
@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flash_dmattn import flash_dmattn_func, relative
 from flash_dmattn.backends import flex
 
+MEMORY = "memory"  # of forward and backward
 NO_BIAS, DENSE_BIAS = f"{OURS}, no bias", f"{OURS}, dense bias"
 TABLE, T5, ALIBI, IMAGE = "table", "t5", "alibi", "image"
 BUCKETS, MAX_DISTANCE = 32, 128
@@ -103,6 +104,7 @@ DEMANDS = {
         *of_none(LINEAR, 1.08, 1.12),
         *of_none(f"{IMAGES}, B8", 1.25, 1.5),
         Demand(f"{EVERY_DISTANCE}, B2 H16 S4096", BOTH, 0.25, (FLEX,)),
+        Demand(f"{EVERY_DISTANCE}, B1 H16 S32768", MEMORY, 64 * MIB, figure="extra_bytes"),
     ],
 }
 
@@ -194,7 +196,21 @@ def measure(problem: Relative, setting: Setting) -> list[Row]:
         given = parameters.detach().requires_grad_(needs_grad)
         makers = {name: partial(make_call, direction, IMPLEMENTATIONS[name], inputs, given) for name in names}
         rows += setting.time(problem.name, direction, makers, limit_of(direction, inputs))
+        if direction == BOTH and setting.device == "cuda" and OURS in names:
+            extra = extra_bytes(makers[OURS](), inputs, given)
+            rows.append(setting.row(problem.name, MEMORY, OURS, extra_bytes=extra))
     return rows
+
+
+def extra_bytes(call: Call, inputs: Inputs, parameters: Tensor) -> int:
+    """Peak GPU memory beyond the inputs, out, lse and the gradients."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = call()
+    peak = torch.cuda.max_memory_allocated() - before
+    del gradients  # kept until here: they are part of the peak
+    leaves = (inputs.query, inputs.key, inputs.value, parameters)
+    return peak - inputs.query.nbytes - inputs.dlse.nbytes - sum(leaf.nbytes for leaf in leaves)
 
 
 def make_call(direction: str, build: Build, inputs: Inputs, parameters: Tensor) -> Call:

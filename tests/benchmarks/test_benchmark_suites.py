@@ -116,6 +116,17 @@ def test_relative_performance(tmp_path):
     assert len(found) == 4 * 3 * len(names) and all(row.seconds > 0 for row in found)
 
 
+def test_relative_biases_are_required_to_cost_little():
+    figures = {FORWARD: {OURS: 1.1, relative.NO_BIAS: 1.0}, BACKWARD: {OURS: 1.3, relative.NO_BIAS: 1.0}}
+    both = {BOTH: {OURS: 0.2, "FlexAttention": 1.0}}
+    lines = missed("relative", "every distance, B2 H16 S4096 D64", figures | both)
+    assert lines == [
+        "backward: 1.3 x seconds of flash_dmattn, no bias, at most 1.2 x seconds of flash_dmattn, no bias is allowed"
+    ]
+    memory = {relative.MEMORY: {OURS: 65 * 2**20}}
+    assert len(missed("relative", "every distance, B1 H16 S32768 D64", memory, "extra_bytes")) == 1
+
+
 @pytest.mark.parametrize("kind", [relative.TABLE, relative.T5, relative.ALIBI, relative.IMAGE])
 def test_implementations_of_relative_biases_compute_the_same(kind):
     problem = relative.workload("", 2, 4, 36, 16, kind=kind, is_causal=kind == relative.ALIBI)
@@ -332,7 +343,7 @@ def test_memory(tmp_path):
 
 # What --check requires
 
-SUITES = {name: suite for module in (calls, dense, sparse, triangle) for name, suite in module.SUITES.items()}
+SUITES = {name: suite for module in (calls, dense, relative, sparse, triangle) for name, suite in module.SUITES.items()}
 ALL_KEYS, S_TIMES_W = "cuDNN, all keys", "cuDNN, dense S x w"
 
 

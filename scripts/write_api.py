@@ -36,6 +36,7 @@ SECTIONS = (
         ("t5", "alibi", "alibi_slopes", "kerple", "window", "dense"),
     ),
     ("Masks", "flash_dmattn", ("KeyIntervalMask", "KeyLists", "create_mask")),
+    ("Pictures of masks", "flash_dmattn.visualize", ("plot",)),
     ("Padding", "flash_dmattn", ("unpad_input", "pad_input")),
     ("Backends", "flash_dmattn", ("flash_dmattn_func_auto", "get_available_backends")),
     ("Models of transformers", "flash_dmattn.integrations.transformers", ("register", "use_flash_dmattn")),

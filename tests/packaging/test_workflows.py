@@ -22,8 +22,8 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
 
 
-def test_there_are_three():
-    assert set(WORKFLOWS) == {"test", "cuda", "wheels"}
+def test_there_are_four():
+    assert set(WORKFLOWS) == {"test", "cuda", "wheels", "docs"}
     for workflow in WORKFLOWS.values():
         assert workflow["permissions"] == {"contents": "read"}
         assert True in workflow  # YAML's reading of `on`
@@ -99,6 +99,17 @@ def test_wheels_have_checksums_and_an_attestation():
     assert checksums["run"] == "sha256sum -- *.whl > SHA256SUMS" and checksums["working-directory"] == "dist"
     assert attestation["with"] == {"subject-checksums": "dist/SHA256SUMS"}
     assert 'gh release upload "$TAG" dist/*.whl dist/SHA256SUMS' in attach["run"]
+
+
+def test_the_site_is_published_from_what_make_docs_builds():
+    build, publish = WORKFLOWS["docs"]["jobs"]["build"], WORKFLOWS["docs"]["jobs"]["publish"]
+    *_, made, upload = build["steps"]
+    assert made["run"] == "make docs" and upload["with"] == {"path": "site"}
+    assert publish["needs"] == "build" and publish["permissions"] == {"pages": "write", "id-token": "write"}
+    assert [step["uses"].partition("@")[0] for step in (upload, *publish["steps"])] == [
+        "actions/upload-pages-artifact",
+        "actions/deploy-pages",
+    ]
 
 
 def test_every_version_that_pyproject_names_is_tested():

@@ -1,0 +1,77 @@
+"""Hooks of `mkdocs build` (mkdocs.yml): pages outside docs/, links to files of the repository, formulas as MathML.
+
+Markdown stays readable on a code host: its links are those of the repository, and a formula is a ```math block.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+import latex2mathml.converter
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+# Path in the repository to path in the site.
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+FILES = {
+    "CITATION.cff": "files/CITATION.cff",
+    "LICENSE": "files/LICENSE.txt",
+    "benchmarks/results/h200.json": "files/h200.json",
+}
+SOURCES = {site: repository for repository, site in PAGES.items()}
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def source_of(page: str) -> str:
+    """The path in the repository of a page of the site."""
+    return SOURCES.get(page, f"docs/{page}")
+
+
+def in_site(path: str) -> str:
+    """The path in the site of a path in the repository; of a file that the site does not have, the path itself."""
+    known = PAGES | FILES
+    return known[path] if path in known else path.removeprefix("docs/")
+
+
+def with_site_links(markdown: str, page: str) -> str:
+    """The text of a page with the links of the site in place of those of the repository."""
+    folder, here = posixpath.dirname(source_of(page)), posixpath.dirname(page)
+
+    def replaced(match: re.Match) -> str:
+        target = in_site(posixpath.normpath(posixpath.join(folder, match[1])))
+        return f"]({posixpath.relpath(target, here or '.')}{match[2] or ''})"
+
+    return LINK.sub(replaced, markdown)
+
+
+def math_block(source: str, language: str, css_class: str, options: dict, md: object, **more) -> str:
+    mathml = latex2mathml.converter.convert(source, display="block")
+    return f'<div class="math">{mathml}</div>'
+
+
+# Events of MkDocs
+
+
+def on_config(config):
+    fences = config.mdx_configs.setdefault("pymdownx.superfences", {}).setdefault("custom_fences", [])
+    fences.append({"name": "math", "class": "math", "format": math_block})
+    config.watch += [str(ROOT / path) for path in (*PAGES, *FILES)]
+    return config
+
+
+def on_files(files: Files, config) -> Files:
+    for repository, site in (PAGES | FILES).items():
+        files.append(File.generated(config, site, abs_src_path=str(ROOT / repository)))
+    return files
+
+
+def on_page_markdown(markdown: str, page, config, files) -> str:
+    return with_site_links(markdown, page.file.src_uri)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import checks, ops
+from . import checks, fallbacks, ops
 from .arguments import is_host_readable, require_tensor
 from .backends import cpu, cuda, meta, reference
 from .biases import hides
 from .broadcast import expand_shared, scores_of_sequence
 from .call import Call, Varlen
 from .masks import Mask, Problem, as_mask, choice, selection
+from .masks.dense import BoolMask
 from .ops.list_sizes import is_per_key
 from .ops.schema import MaskTensors
 from .sinks import apply_sinks, scale_of
@@ -119,10 +120,15 @@ def mask_operand(
     if not backend.SPARSE_MASKS:
         if sparse == "lists":
             raise ValueError(f"sparse='lists' is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
+        if fallbacks.enabled() and not isinstance(mask, BoolMask):
+            text = f"the backend '{backend.NAME}' reads it as bool, Sq x Sk bytes: use 'cuda' or 'cpu'"
+            fallbacks.report(f"dense form of a {type(mask).__name__}", text)
         return mask.as_bool(problem.seqlen_q)
     form = choice.choose(mask.unexpanded(), sparse, needs_grad, problem)
     if sparse == "auto" and not deterministic and choice.can_dispatch_on_device(form, bias, problem):
         form = choice.dispatch_on_device(form, query, key, bias, needs_grad, problem.is_causal)
+    elif sparse == "auto" and fallbacks.enabled() and (reason := choice.why_tiles(form, bias, deterministic, problem)):
+        fallbacks.report("tiles instead of key lists", reason)
     return form.packed(problem)
 
 
@@ -185,8 +191,24 @@ def kernel_rows(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         raise ValueError(f"key must have query's head dimension {own}, got {of_key}")
     head_dim = max(own, value.shape[-1])
     head_dim += -head_dim % HEAD_DIM_MULTIPLE
+    if fallbacks.enabled():
+        report_copies(query, key, value, head_dim)
     rows = [x if x.shape[-1] == head_dim else pad(x, (0, head_dim - x.shape[-1])) for x in (query, key, value)]
     return [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
+
+
+def report_copies(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> None:
+    own, of_value = query.shape[-1], value.shape[-1]
+    if {own, of_value} != {head_dim}:
+        fallbacks.report(
+            "padding of the head dimension",
+            f"{own} of query and key and {of_value} of value are copied to {head_dim}: "
+            f"use one multiple of {HEAD_DIM_MULTIPLE} for all",
+        )
+    for name, rows in (("query", query), ("key", key), ("value", value)):
+        if rows.shape[-1] == head_dim and rows.stride(-1) != 1:
+            text = "its head dimension is not contiguous: make it the innermost dimension of the projection's output"
+            fallbacks.report(f"copy of {name}", text)
 
 
 def without_padding(out: Tensor, head_dim: int) -> Tensor:

@@ -8,12 +8,14 @@
 #include <string_view>
 
 #include "cuda/arch.h"
+#include "cuda/arch/tensor_map.h"
 #include "cuda/common/check.h"
 #include "cuda/common/device.h"
 #include "cuda/common/exact_sum.cuh"
 #include "cuda/postprocess/convert.h"
 #include "cuda/preprocess/clear.h"
 #include "cuda/preprocess/delta.h"
+#include "fallback_log.h"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -27,17 +29,37 @@ const Architecture* named_architecture() {
     return nullptr;
 }
 
+// For the log: why kernels that would be faster do not support a call, and what to change.
+const char* why_unsupported(const AttentionParams& p) {
+    const bool readable = is_tma_compatible(query_layout(p, p.query)) && can_load_keys(p);
+    return p.lists.present() || readable
+               ? "they do not support it (docs/logging.md lists what they support)"
+               : "TMA cannot read the strides: make the head dimension of query, key and value and the keys of a dense "
+                 "bias contiguous, and all other strides multiples of 16 bytes that are not 0";
+}
+
 // Plans a call with the first architecture that runs on the device, is faster, and supports the call. A named one is
 // used even where it is slower, and those above it are not.
 template <typename Params, typename Plan>
 void select_kernels(const char* what, Direction<Params, Plan> Architecture::* direction, const Params& p, Plan& plan) {
     const int capability = current_device().capability;
     const Architecture* const named = named_architecture();
+    const char* skipped = nullptr;  // the first architecture that runs on the device and does not serve the call
+    const char* reason = nullptr;
     for (auto* arch = named != nullptr ? named : std::begin(kArchitectures); arch != std::end(kArchitectures); ++arch) {
         const Direction<Params, Plan>& kernels = arch->*direction;
         if (!arch->runs_on(capability)) continue;
-        if (arch != named && kernels.should_use != nullptr && !kernels.should_use(p)) continue;
-        if (kernels.plan(p, plan)) return;
+        const bool faster = arch == named || kernels.should_use == nullptr || kernels.should_use(p);
+        if (faster && kernels.plan(p, plan)) {
+            if (skipped != nullptr && logs_fallbacks())
+                log_fallback(std::string(what) + " on the " + arch->name + " kernels",
+                             std::string("the ") + skipped + " kernels do not run this call: " + reason);
+            return;
+        }
+        if (skipped == nullptr && logs_fallbacks()) {
+            skipped = arch->name;
+            reason = faster ? why_unsupported(p) : "they are not faster for these sizes";
+        }
     }
     throw std::runtime_error("no " + std::string(what) + " kernel was built for this dtype and head dimension " +
                              std::to_string(p.head_dim) + ": see FLASH_DMATTN_DTYPES and FLASH_DMATTN_HEAD_DIMS");

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <string>
 
+#include "fallback_log.h"
 #include "params.h"
 
 namespace flash_dmattn {
@@ -87,7 +88,12 @@ inline Tensor readable_rows(const Tensor& rows) {
     const int64_t elements = kPieceBytes / rows.element_size();
     bool aligned = is_aligned(rows) && rows.stride(-1) == 1;
     for (int64_t dim = 0; dim + 1 < rows.dim(); ++dim) aligned &= rows.stride(dim) % elements == 0;
-    return aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
+    if (aligned) return rows;
+    if (logs_fallbacks())
+        log_fallback("copy of rows",
+                     "query, key, value or the gradient of out is copied, because the kernels read rows of "
+                     "16 bytes: align the storage and all strides but the last to 16 bytes");
+    return rows.clone(at::MemoryFormat::Contiguous);
 }
 
 // 0 for a dimension of one element, which serves every index.

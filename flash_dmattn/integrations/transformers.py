@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from .. import fallbacks
 from ..arguments import names, shape_of
 from ..biases import hides
 from ..checks import AnyMask
@@ -341,6 +342,7 @@ def key_contiguous(bias: Tensor) -> Tensor:
     """
     if bias.stride(-1) == 1:
         return bias
+    fallbacks.report_bias_copy()
     # A cached copy of a leaf would keep the leaf, its key, alive.
     if not (bias.requires_grad and torch.is_grad_enabled()) or bias.is_leaf or torch.compiler.is_compiling():
         return bias.contiguous()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import fallbacks
 from ..arguments import is_host_readable, names, require_device, require_floating, require_tensor, shape_of
 from ..attend import autocast_is_on
 from ..checks import check_finite
@@ -170,7 +171,10 @@ def bool_mask(mask_bias: Tensor) -> Tensor:
 
 def key_contiguous(bias: Tensor) -> Tensor:
     """The bias with contiguous keys: the kernels read it N times, with vector loads if the keys are contiguous."""
-    return bias if bias.stride(-1) == 1 else bias.contiguous()
+    if bias.stride(-1) == 1:
+        return bias
+    fallbacks.report_bias_copy()
+    return bias.contiguous()
 
 
 def require_shape(name: str, tensor: Tensor, layout: str, shape: tuple[int, ...]) -> None:

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
+from .. import fallbacks
 from ..masks import KeyIntervalMask
 from ..masks.topk import NEVER
 
@@ -202,6 +203,9 @@ class VisibleKeys:
 
     def to_dense(self) -> Tensor:
         """bool (B, 1, Sq, Sk), True = visible."""
+        if fallbacks.enabled():
+            text = "the model computes with it, at Sq x Sk bytes: pass it to the attention as it is"
+            fallbacks.report("dense form of a VisibleKeys", text)
         intervals = self.build_intervals(self.pattern)
         if intervals is None:
             return torch.ones(self.shape, dtype=torch.bool, device=self.device)

@@ -88,6 +88,20 @@ def can_dispatch_on_device(mask: Mask, bias: Tensor | None, problem: Problem) ->
     return whole and large and some and (bias is None or statically_true(bias.shape[2] == 1))
 
 
+def why_tiles(mask: Mask, bias: Tensor | None, deterministic: bool, problem: Problem) -> str | None:
+    """For the log: why sparse="auto" reads a mask on CUDA by tiles that may show few keys, and what to change."""
+    if mask.has_lists or mask.device.type == "cpu":
+        return None
+    if mask.operands().mask is None:
+        if mask.scattered and mask.keys_per_row is None:
+            return "the mask's keys_per_row is not known without reading it: pass keys_per_row to KeyIntervalMask"
+        return None
+    if not can_dispatch_on_device(mask, None, problem):
+        return None
+    cause = "deterministic=True" if deterministic else "a dense bias"
+    return f"with {cause} the device does not count the keys of a bool mask: pass sparse='lists' if rows see few keys"
+
+
 def dispatch_on_device(
     mask: Mask, query: Tensor, key: Tensor, bias: Tensor | None, needs_grad: bool, is_causal: bool
 ) -> PackedMask:

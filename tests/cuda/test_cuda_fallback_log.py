@@ -1,0 +1,78 @@
+"""FLASH_DMATTN_LOG=1 on a GPU: what the compiled module and the choice between tiles and lists report."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from gpu_inputs import NEEDS_CUDA, runs_hopper_kernels
+from programs import ROOT
+
+pytestmark = NEEDS_CUDA
+
+PROGRAM = """
+import torch
+from flash_dmattn import flash_dmattn_func
+
+def rows(batch, seqlen, heads, head_dim):
+    return torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+
+def call(rows_q, rows_k, **options):
+    return flash_dmattn_func(rows(1, rows_q, 4, 128), rows(1, rows_k, 4, 128), rows(1, rows_k, 4, 128), **options)
+
+for _ in range(2):
+"""
+CALLS = {
+    # Rows of 129 elements: their strides are no multiple of 16 bytes.
+    "unaligned rows": (
+        "x = rows(1, 256, 4, 129)[..., :128]; flash_dmattn_func(x, x, x)",
+        ["copy of rows: query, key, value or the gradient of out is copied"],
+        False,
+    ),
+    # Bias rows of 257 elements.
+    "unaligned bias": (
+        "call(256, 257, attn_bias=rows(1, 4, 256, 257))",
+        ["forward on the sm80 kernels: the sm90 kernels do not run this call: TMA cannot read the strides"],
+        True,
+    ),
+    "few rows": (
+        "call(1, 4096)",
+        ["forward on the sm80 kernels: the sm90 kernels do not run this call: they do not support it"],
+        True,
+    ),
+    "few keys": (
+        "call(256, 64)",
+        ["forward on the sm80 kernels: the sm90 kernels do not run this call: they are not faster for these sizes"],
+        True,
+    ),
+    "bool mask beside a dense bias": (
+        "call(256, 2048, attn_mask=torch.rand(1, 4, 256, 2048, device='cuda') < 0.1, attn_bias=rows(1, 4, 256, 2048))",
+        ["tiles instead of key lists: with a dense bias the device does not count the keys of a bool mask"],
+        False,
+    ),
+    "an ordinary call": ("call(256, 2048, is_causal=True)", [], False),
+}
+
+
+def reported(call, **variables):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | variables
+    environment.pop("FLASH_DMATTN_ARCH", None)
+    program = PROGRAM + f"    {call}\ntorch.cuda.synchronize()"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if line.startswith("flash_dmattn: ")]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_fallback_is_reported_once(name):
+    call, said, needs_hopper = CALLS[name]
+    if needs_hopper and not runs_hopper_kernels():
+        pytest.skip("reports what the sm90 kernels do not run")
+    lines = reported(call, FLASH_DMATTN_LOG="1")
+    assert len(lines) == len(said), lines
+    for line, text in zip(lines, said):
+        assert line.startswith(f"flash_dmattn: {text}")
+
+
+def test_nothing_is_reported_without_the_variable():
+    assert reported(CALLS["unaligned rows"][0], FLASH_DMATTN_LOG="0") == []

@@ -1,0 +1,126 @@
+"""FLASH_DMATTN_LOG=1: each fallback is reported once, with its reason; without it nothing is."""
+
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from programs import ROOT
+
+from flash_dmattn import KeyIntervalMask, fallbacks, flash_dmattn_func, flash_dmattn_func_auto
+from flash_dmattn.integrations.triangle import triangle_attention
+from flash_dmattn.masks import Problem, choice
+
+
+@pytest.fixture
+def log(monkeypatch, caplog):
+    monkeypatch.setattr(fallbacks, "LOGS", True)
+    monkeypatch.setattr(fallbacks, "_logged", set())
+    caplog.set_level(logging.WARNING, "flash_dmattn")
+    return caplog
+
+
+def rows(*shape):
+    return torch.randn(*shape)
+
+
+def padded_head_dim():
+    flash_dmattn_func(rows(1, 4, 2, 12), rows(1, 4, 2, 12), rows(1, 4, 2, 20))
+
+
+def strided_rows():
+    flash_dmattn_func(rows(1, 4, 2, 16), rows(1, 4, 16, 2).transpose(2, 3), rows(1, 4, 2, 16))
+
+
+def dense_intervals():
+    flash_dmattn_func_auto("reference")(*(rows(1, 4, 2, 16),) * 3, attn_mask=KeyIntervalMask.causal(4, 4))
+
+
+def strided_bias():
+    triangle_attention(*(rows(1, 3, 2, 4, 8),) * 3, rows(1, 4, 4, 2).permute(0, 3, 1, 2).unsqueeze(1))
+
+
+CASES = [
+    (padded_head_dim, "padding of the head dimension: 12 of query and key and 20 of value are copied to 24"),
+    (strided_rows, "copy of key: its head dimension is not contiguous"),
+    (dense_intervals, "dense form of a KeyIntervalMask: the backend 'reference' reads it as bool"),
+    (strided_bias, "copy of a bias: its keys are not contiguous"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), CASES, ids=[call.__name__ for call, _ in CASES])
+def test_a_fallback_is_reported_once(log, call, said):
+    call()
+    call()
+    (message,) = [record.getMessage() for record in log.records]
+    assert message.startswith(f"flash_dmattn: {said}")
+
+
+def test_an_ordinary_call_reports_nothing(log):
+    bias = rows(1, 1, 1, 64).requires_grad_()
+    out = flash_dmattn_func(rows(1, 64, 2, 16), rows(1, 64, 1, 16), rows(1, 64, 1, 16), attn_bias=bias, is_causal=True,
+                            window_size=8)  # fmt: skip
+    out.sum().backward()
+    assert not log.records
+
+
+@pytest.mark.parametrize("call", [call for call, _ in CASES], ids=lambda call: call.__name__)
+def test_nothing_is_reported_without_the_variable(log, monkeypatch, call):
+    monkeypatch.setattr(fallbacks, "LOGS", False)
+    call()
+    assert not log.records
+
+
+def test_a_traced_call_is_one_graph(log):
+    torch.compile(flash_dmattn_func, backend="eager", fullgraph=True)(*(rows(1, 4, 2, 12),) * 3)
+
+
+def test_why_tiles():
+    """Meta tensors stand for CUDA's: their values cannot be read either."""
+    problem = Problem(512, 4096)
+    intervals = torch.zeros(1, 1, 4096, dtype=torch.int32, device="meta")
+    known = KeyIntervalMask(intervals, intervals, keys_per_row=8, scattered=True)
+    unknown = KeyIntervalMask(intervals, intervals, scattered=True)
+    window = KeyIntervalMask(intervals, intervals)
+    assert choice.why_tiles(known, None, False, problem) is None
+    assert choice.why_tiles(window, None, False, problem) is None
+    assert "pass keys_per_row" in choice.why_tiles(unknown, None, False, problem)
+    assert choice.why_tiles(KeyIntervalMask.causal(4, 4), None, False, problem) is None
+
+
+def run(*command, **variables):
+    return subprocess.run(command, env={"PATH": "/usr/bin:/bin", **variables}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("value", "lines"), [("1", 2), ("0", 0), ("", 0)])
+def test_the_variable(value, lines):
+    """With no handler Python prints warnings to stderr."""
+    program = "from flash_dmattn import fallbacks as f\nfor k in 'aab': f.enabled() and f.report(k, 'why')"
+    done = run(sys.executable, "-c", program, FLASH_DMATTN_LOG=value, PYTHONPATH=":".join([str(ROOT), *sys.path]))
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("flash_dmattn: ")] == [
+        "flash_dmattn: a: why",
+        "flash_dmattn: b: why",
+    ][:lines]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_the_variable_in_the_compiled_module(tmp_path):
+    source, program = tmp_path / "log.cpp", tmp_path / "log"
+    source.write_text(
+        '#include "fallback_log.h"\n'
+        "int main() {\n"
+        "    using namespace flash_dmattn;\n"
+        '    for (const char* kind : {"a", "a", "b"})\n'
+        '        if (logs_fallbacks()) log_fallback(kind, "why");\n'
+        "}\n"
+    )
+    csrc = Path(ROOT) / "csrc"
+    if not csrc.is_dir():
+        pytest.skip("no source tree")
+    subprocess.run(["g++", "-std=c++17", f"-I{csrc}", str(source), "-o", str(program)], check=True)
+    assert run(str(program), FLASH_DMATTN_LOG="1").stderr == "flash_dmattn: a: why\nflash_dmattn: b: why\n"
+    assert run(str(program)).stderr == run(str(program), FLASH_DMATTN_LOG="0").stderr == ""

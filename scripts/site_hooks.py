@@ -1,4 +1,5 @@
-"""Hooks of `mkdocs build` (mkdocs.yml): pages outside docs/, links to files of the repository, formulas as MathML.
+"""Hooks of `mkdocs build` (mkdocs.yml): pages outside docs/, links to files of the repository, formulas as MathML, bars
+on the performance page.
 
 Markdown stays readable on a code host: its links are those of the repository, and a formula is a ```math block.
 """
@@ -7,12 +8,17 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 import latex2mathml.converter
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import performance_bars  # noqa: E402
+import write_tables  # noqa: E402
+
 # Path in the repository to path in the site.
 PAGES = {
     "README.md": "index.md",
@@ -57,6 +63,20 @@ def math_block(source: str, language: str, css_class: str, options: dict, md: ob
     return f'<div class="math">{mathml}</div>'
 
 
+def with_bars(markdown: str) -> str:
+    """The performance page with bars behind the tables that have peers."""
+    rows = write_tables.read(write_tables.RESULTS)
+    known = {(one.suite, one.workload): one for one in performance_bars.comparisons(rows)}
+
+    def replaced(match: re.Match) -> str:
+        table = write_tables.TABLES[match[1]]
+        lines = table.lines(rows) if isinstance(table, write_tables.Table) else {}
+        bars = [performance_bars.bars(known[key], label) for key, label in lines.items() if key in known]
+        return "\n\n".join([match[0], *bars])
+
+    return write_tables.BLOCK.sub(replaced, markdown)
+
+
 # Events of MkDocs
 
 
@@ -74,4 +94,6 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
+    if page.file.src_uri == "measured.md":
+        markdown = with_bars(markdown)
     return with_site_links(markdown, page.file.src_uri)

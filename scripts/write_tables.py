@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
+from performance_bars import slower  # noqa: E402
 from rows import Row, read  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
@@ -113,12 +114,16 @@ class Table:
     packages: tuple[str, ...] = ("torch", "cudnn", "triton")
     notes: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def markdown(self, rows: list[Row]) -> str:
-        lines = self.workloads or {
+    def lines(self, rows: list[Row]) -> dict[tuple[str, str], str]:
+        """(suite, workload) to the label of its line."""
+        return self.workloads or {
             (row.suite, row.workload): row.workload
             for row in rows
             if row.suite == self.suite and self.needs in row.workload
         }
+
+    def markdown(self, rows: list[Row]) -> str:
+        lines = self.lines(rows)
         groups = {key: [row for row in rows if (row.suite, row.workload) == key] for key in lines}
         empty = [key for key, group in groups.items() if not group]
         if empty:
@@ -180,7 +185,15 @@ def milliseconds(name: str, direction: str, digits: int) -> Text:
     return cell(name, of=[Figure(direction, form=fixed(digits))])
 
 
+class Slower:
+    """The workloads in which a peer is faster."""
+
+    def markdown(self, rows: list[Row]) -> str:
+        return slower(rows)
+
+
 TABLES = {
+    "slower": Slower(),
     "readme": Table(
         "Median time in ms, forward / backward with the gradient of the bias. S8192 to S131072: causal, each row sees "
         "the w keys of largest bias, 32 query heads, 8 KV heads, head dimension 128. The others: batch 2, 4096 tokens, "

@@ -81,6 +81,13 @@ def test_formulas_are_mathml(site):
     assert not [name for name, text in pages(site).items() if "language-math" in text or "\\frac{" in text]
 
 
+def test_the_performance_page_has_bars(site):
+    page = (site / "measured" / "index.html").read_text()
+    assert page.count('<div class="bars">') > 30
+    for name in ("FlexAttention", "cuDNN", "SDPA", "FlashAttention-2"):
+        assert f'<span class="bar-name">{name}</span>' in page
+
+
 def test_nothing_is_loaded_from_elsewhere(site):
     """Links may lead elsewhere; scripts, styles, fonts and images may not."""
     for name, text in pages(site).items():

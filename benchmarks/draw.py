@@ -38,13 +38,13 @@ SIZES = {
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 # The suites that are drawn: a title, and the implementations where not all are drawn.
 SUITES = {
-    "dense": ("Attention:", None),
-    "sparse": ("Sparse attention:", None),
-    "prefill": ("Attention with top-k selection:", None),
-    "decode": ("Decoding step with top-k selection:", (OURS, "top-k by hand", "SDPA, all keys")),
-    "train": ("Training step:", None),
-    "generate": ("Text generation:", None),
-    "triangle": ("Triangle attention:", None),
+    "dense": ("Attention", None),
+    "sparse": ("Sparse attention", None),
+    "prefill": ("Prefill", None),
+    "decode": ("Decoding step", (OURS, "top-k by hand", "SDPA, all keys")),
+    "train": ("Training step", None),
+    "generate": ("Text generation", None),
+    "triangle": ("Triangle attention", None),
 }
 
 
@@ -59,6 +59,7 @@ class Bar:
 class Panel:
     key: str  # "suite: workload"
     title: str
+    details: str
     unit: str
     bars: list[Bar]
 
@@ -70,15 +71,32 @@ def panels_of(rows: list[Row]) -> Iterator[Panel]:
     for (suite, workload, dtype), group in groups.items():
         if suite not in SUITES:
             continue
-        title = fill(f"{SUITES[suite][0]} {spelled(workload)}", 44, break_on_hyphens=False)
+        title, sizes = headline(suite, workload), spelled(workload)
         if directions := drawn_directions({row.direction for row in group if row.seconds is not None}):
-            name = " and ".join(direction.replace(" + ", " and ") for direction in directions).capitalize()
-            name = "Time" if suite in ("train", "generate") else name
+            name = " and ".join(direction.replace(" + ", " and ") for direction in directions)
+            name = "ms" if suite in ("train", "generate") else f"ms, {name}"
             bars = bars_of(suite, group, directions, "seconds", 1e3)
-            yield Panel(f"{suite}: {workload}", f"{title}\n{name}: ms, {dtype}", "ms", bars)
+            yield Panel(f"{suite}: {workload}", title, f"{name}; {sizes}; {dtype}", "ms", bars)
         if suite == "train" and any(row.get("peak_bytes") is not None for row in group):
             bars = bars_of(suite, group, [group[0].direction], "peak_bytes", 1 / GIB)
-            yield Panel(f"{suite}: {workload}", f"{title}\nPeak memory: GiB, {dtype}", "GiB", bars)
+            yield Panel(
+                f"{suite}: {workload}",
+                f"Memory of a {title[0].lower()}{title[1:]}",
+                f"GiB at the peak; {sizes}; {dtype}",
+                "GiB",
+                bars,
+            )
+
+
+def headline(suite: str, workload: str) -> str:
+    """What a reader must know first: "Training step, Doge, 8,192 tokens"."""
+    kind = re.match(r"(?:(?!B\d)[^,\[])*", workload)[0].strip()
+    if kind == "top-w mask":
+        window = re.search(r" w(\d+)", workload)
+        kind = f"{int(window[1]):,} keys per row"
+    length = re.search(r"\bS(k?)(\d+)", workload)
+    parts = [SUITES[suite][0], kind, f"{int(length[2]):,} {'keys' if length[1] else 'tokens'}" if length else ""]
+    return ", ".join(part for part in parts if part)
 
 
 def spelled(workload: str) -> str:
@@ -129,7 +147,15 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_xticks([])
     axes.tick_params(length=0)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.set_title(panel.title, fontsize=8, loc="left")
+    details = fill(panel.details, 52, break_on_hyphens=False)
+    axes.set_title(
+        fill(panel.title, 33, break_on_hyphens=False),
+        fontsize=9,
+        fontweight="bold",
+        loc="left",
+        pad=6 + 8 * (1 + details.count("\n")),
+    )
+    axes.text(0, 1.02, details, fontsize=6.5, color="#555555", transform=axes.transAxes, va="bottom")
 
 
 def draw(panels: list[Panel], places: list[str], path: Path) -> None:

@@ -350,7 +350,7 @@ def test_the_picture_of_what_was_measured(tmp_path, capsys):
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "figures.svg").read_text()
     assert svg == (tmp_path / "again.svg").read_text()
-    for text in ("Forward and backward: ms, float32", "Decoding step with top-k selection: 8 query", "SDPA, all keys"):
+    for text in ("ms, forward and backward; random", "Decoding step, ", "SDPA, all keys"):
         assert f">{text}" in svg
     taken = [row for row in rows.read(paths[1]) if row.implementation == "flash_dmattn"]
     ours = sum(row.seconds for row in taken if row.direction in ("forward", "backward"))
@@ -372,6 +372,20 @@ def test_the_picture_of_a_model(tmp_path):
     for text in ("35.1 ms", "208 ms", "5.25 GiB", "25.3 GiB"):
         assert svg.count(f">{text}</text>") == 1
     assert svg.count(">no memory</text>") == 2 and "T5" not in svg
+
+
+@pytest.mark.parametrize(
+    ("suite", "workload", "title"),
+    [
+        ("train", "Doge, 4 layers, B2 S8192 w1024", "Training step, Doge, 8,192 tokens"),
+        ("train", "T5", "Training step, T5"),
+        ("sparse", "top-w mask, B1 H32/8 S32768 D128 w2048", "Sparse attention, 2,048 keys per row, 32,768 tokens"),
+        ("dense", "dense bias [B,H,S,S], B2 H16 S4096 D128", "Attention, dense bias, 4,096 tokens"),
+        ("decode", "B8 H32/8 Sk131072 D128 w2048", "Decoding step, 131,072 keys"),
+    ],
+)
+def test_titles_of_the_picture(suite, workload, title):
+    assert draw.headline(suite, workload) == title
 
 
 @pytest.mark.parametrize(

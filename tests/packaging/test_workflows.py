@@ -112,6 +112,13 @@ def test_the_site_is_published_from_what_make_docs_builds():
     ]
 
 
+def test_the_tests_install_what_the_site_needs():
+    """tests/packaging/test_site.py would be skipped otherwise."""
+    assert re.search(r"^test: .*\$\(VENV\)/docs$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (install,) = [step["run"] for step in WORKFLOWS["test"]["jobs"]["cpu"]["steps"] if step.get("name") == "Install"]
+    assert '-e ".[test]" --group docs' in install
+
+
 def test_every_version_that_pyproject_names_is_tested():
     matrix = WORKFLOWS["test"]["jobs"]["cpu"]["strategy"]["matrix"]
     pyproject = (ROOT / "pyproject.toml").read_text()

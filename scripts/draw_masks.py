@@ -7,7 +7,6 @@ Needs the extra [bench] for matplotlib. The same version of matplotlib writes th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -37,7 +36,7 @@ def chosen_keys() -> torch.Tensor:
     return torch.cat([near, far], dim=1).clamp_(min=0).int()[None, None]
 
 
-def masks() -> dict[str, Callable]:
+def masks() -> dict[str, tuple[KeyIntervalMask | KeyLists | torch.Tensor, bool]]:
     """Picture to the mask, and whether the call is causal."""
     ends = torch.tensor([0, 300, 420, 900, S], dtype=torch.int32)
     documents = KeyIntervalMask.documents(ends, S)
@@ -101,7 +100,11 @@ def draw_topk() -> None:
     save(figure, "topk_intervals")
 
 
-if __name__ == "__main__":
+def main() -> None:
     torch.manual_seed(0)
     draw_kinds()
     draw_topk()
+
+
+if __name__ == "__main__":
+    main()

@@ -52,6 +52,18 @@ def test_links_resolve(page):
             assert fragment in anchors, f"{page.name}: {target}"
 
 
+def test_the_pictures_of_masks_are_those_of_the_script(tmp_path, monkeypatch):
+    """By name: other versions of matplotlib write other bytes."""
+    pytest.importorskip("matplotlib")
+    import draw_masks
+
+    monkeypatch.setattr(draw_masks, "FOLDER", tmp_path)
+    draw_masks.main()
+    drawn, page = {path.name for path in tmp_path.iterdir()}, (ROOT / "docs" / "masks.md").read_text()
+    assert drawn == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+    assert drawn == set(re.findall(r"\]\(pictures/(.*?)\)", page))
+
+
 def test_every_install_command_names_the_requirements_of_the_build():
     """Without build isolation the commands install pyproject's requirements: a venv may have an old setuptools."""
     (listed,) = re.findall(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

@@ -75,14 +75,14 @@ def draw_topk() -> None:
     figure = Figure(figsize=(5.6, 7.0), layout="constrained", facecolor="white")
     above, below = figure.subplots(2, 1, height_ratios=[1, 3], sharex=True)
     survives = [last == keys for last in end]
-    above.bar(range(keys), bias - bias.min() + 0.2, color=[VISIBLE if one else OTHER for one in survives])
+    above.bar(range(keys), (bias - bias.min() + 0.2).tolist(), color=[VISIBLE if one else OTHER for one in survives])
     above.set_title("1. The model computes one bias per key", loc="left", fontsize=10)
     above.set_yticks([])
     above.set_ylabel("bias")
     seen = mask.to_dense()[0, 0]
     causal = torch.ones_like(seen).tril()
-    below.imshow(seen.int() + causal.int(), cmap=ListedColormap(["white", "#eceef0", VISIBLE]), aspect="auto")
-    below.vlines(torch.arange(keys + 1) - 0.5, -0.5, keys - 0.5, color="white", lw=1.5)
+    below.imshow((seen.int() + causal.int()).numpy(), cmap=ListedColormap(["white", "#eceef0", VISIBLE]), aspect="auto")
+    below.vlines([key - 0.5 for key in range(keys + 1)], -0.5, keys - 0.5, color="white", lw=1.5)
     evicted = next(key for key in range(2, keys) if key + 3 < end[key] < keys - 3)
     row = end[evicted]
     below.annotate(

@@ -98,7 +98,7 @@ class Table:
 
     Attributes:
         measured: what the cells hold, and their unit.
-        columns: heading to the text of a cell.
+        columns: heading to the text of a cell; a column without text is left out.
         suite: with `workloads` empty, every workload of this suite with `needs` in its name is a line.
         workloads: (suite, workload) to the label of its line.
         commands: measure the rows again.
@@ -128,10 +128,13 @@ class Table:
         empty = [key for key, group in groups.items() if not group]
         if empty:
             raise ValueError(f"{RESULTS.name} has no rows of {empty}")
-        table = [["workload", *self.columns], ["---"] * (1 + len(self.columns))]
-        for key, label in lines.items():
-            cells = (self.notes.get((label, name)) or text(groups[key]) for name, text in self.columns.items())
-            table.append([label, *cells])
+        cells = {
+            name: [self.notes.get((label, name)) or text(groups[key]) for key, label in lines.items()]
+            for name, text in self.columns.items()
+        }
+        cells = {name: column for name, column in cells.items() if any(column)}  # of peers that were measured
+        table = [["workload", *cells], ["---"] * (1 + len(cells))]
+        table += [list(line) for line in zip(lines.values(), *cells.values())]
         body = "\n".join("| " + " | ".join(line) + " |" for line in table).replace("|  |", "| |")
         caption = textwrap.fill(f"{self.measured} {self.origin(groups, lines)}", 120, break_on_hyphens=False)
         return "\n\n".join([caption, body.replace("|  |", "| |"), "\n".join(f"    {line}" for line in self.commands)])
@@ -224,6 +227,7 @@ TABLES = {
             "SDPA": cell("SDPA", of=TWO),
             "cuDNN": cell("cuDNN", of=TWO),
             "FlashAttention-2": cell("FlashAttention-2", of=TWO),
+            "FlashAttention-4": cell("FlashAttention-4", of=TWO),
         },
         run("dense"),
         suite="dense",
@@ -323,7 +327,7 @@ TABLES = {
     ),
     "triangle": Table(
         "Median time in ms, forward / backward with dbias.",
-        columns(["triangle_attention", "plain batch"], THREE_DIGITS) | columns(["SDPA"], TWO),
+        columns(["triangle_attention", "plain batch"], THREE_DIGITS) | columns(["cuEquivariance", "SDPA"], TWO),
         run("triangle"),
         suite="triangle",
         packages=("torch",),

@@ -326,6 +326,17 @@ def test_the_tables_are_what_the_results_say(monkeypatch, capsys):
     assert "README.md, measured.md: run `python scripts/write_tables.py`" in capsys.readouterr().out
 
 
+def test_a_peer_has_a_column_once_it_is_measured():
+    table = write_tables.TABLES["dense"]
+    found = [row for row in rows.read(RESULTS) if row.implementation != "FlashAttention-4"]
+    assert "FlashAttention-4" not in table.markdown(found)
+    more = [replace(row, implementation="FlashAttention-4") for row in found if row.implementation == "cuDNN"]
+    lines = [line for line in table.markdown(found + more).splitlines() if line.startswith("|")]
+    headings, _, *cells = [[text.strip() for text in line.strip("|").split("|")] for line in lines]
+    column, cudnn = headings.index("FlashAttention-4"), headings.index("cuDNN")
+    assert [line[column] for line in cells] == [line[cudnn] for line in cells] and cells[0][column]
+
+
 def test_the_results_are_of_known_workloads():
     pytest.importorskip("transformers")
     for row in rows.read(RESULTS):

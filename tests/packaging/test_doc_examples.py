@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -105,6 +106,21 @@ def test_the_examples_run_and_print_what_they_say(page, capsys, tmp_path, monkey
             exec(compile(program, page, "exec"), names)
             output = capsys.readouterr().out
         check_output(block, output)
+
+
+@pytest.mark.gpu
+def test_the_first_example_runs_on_a_gpu(capsys):
+    """As the README says: with device="cuda" and dtype=torch.bfloat16."""
+    block = BLOCK.findall((ROOT / "README.md").read_text())[0]
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            exec(block, names := {})
+    finally:
+        torch.set_default_dtype(dtype)
+    assert names["bias"].grad.is_cuda and names["out"].dtype == torch.bfloat16
+    check_output(block, capsys.readouterr().out)
 
 
 def test_a_wrong_output_is_noticed():

@@ -67,6 +67,7 @@ def test_navigation_dark_mode_and_copy_buttons(site):
         ("triangle", "guides/pair-bias/"),
         ("visualize", "masks/"),
         ("score_mod", "guides/from-flex-attention/"),
+        ("relative_bias", "guides/position-bias/"),
         ("bench", "measured/"),
     ],
 )

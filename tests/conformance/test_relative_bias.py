@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from helpers import assert_close, in_float64, reference, run
+from helpers import assert_close, eager, in_float64, run
 from paths import CAUSAL, HALVES, LISTS, both, case, cpu
 from sequences import Sequences, slices
 
@@ -173,8 +173,8 @@ def test_variable_length(path, batch, heads, causal):
             if mask is not None:
                 seen = mask[keys].T[None, :, None] if mask.ndim == 2 else mask[rows, :, : keys.stop - keys.start]
                 seen = seen if mask.ndim == 2 else seen.transpose(0, 1)[None]
-            one = (query[None, rows], key[None, keys], value[None, keys], seen)
-            out, lse = reference(*one, relative_bias=own, is_causal=causal, return_lse=True)
+            one = (query[None, rows], key[None, keys], value[None, keys], seen, None)
+            out, lse = eager(*one, relative_bias=own, is_causal=causal, return_lse=True)
             outs.append(out[0])
             lses.append(lse[0])
         return torch.cat(outs), torch.cat(lses, dim=1)
@@ -182,11 +182,11 @@ def test_variable_length(path, batch, heads, causal):
     def packed(query, key, value, mask, bias, **options):
         return path.varlen_function(query, key, value, mask, bias, *s.lengths, is_causal=causal, **options)
 
-    eager = run(alone, tensors, s.dense(mask), None, dout, dlse, relative_bias=bias)
+    rounded = run(alone, tensors, s.dense(mask), None, dout, dlse, relative_bias=bias)
     double = [in_float64(x) for x in (*tensors, bias)]
     exact = run(alone, double[:3], s.dense(mask), None, dout.double(), dlse.double(), relative_bias=double[3])
     ours = run(packed, tensors, mask, None, dout, dlse, relative_bias=bias)
-    assert_close(ours, eager, exact, path.dtype, ("out", "lse", "dq", "dk", "dv", "drelative_bias"))
+    assert_close(ours, rounded, exact, path.dtype, ("out", "lse", "dq", "dk", "dv", "drelative_bias"))
 
 
 @pytest.mark.parametrize("path", [case(path) for path in both("none", "interval lists", "bool lists")])
@@ -220,10 +220,8 @@ def test_many_batch_elements_share_a_table(path):
 def test_window_size_selects_by_the_bias_alone(path):
     query, key, value = path.inputs(2, 200, 200, 4, 2, head_dim(path))
     key_bias, bias = path.randn(2, 2, 1, 200), table(path, 1, 4, 2 * 200 + 1) * 9
-    options = {"is_causal": True, "return_lse": True}
-    ours = flash_dmattn_func(query, key, value, None, key_bias, window_size=30, relative_bias=bias, **options)
-    dense_bias = relative.dense(bias, 200, 200).to(query.dtype) + key_bias.repeat_interleave(2, dim=1)
-    mask = KeyIntervalMask.topk(key_bias, 30)
-    expected = flash_dmattn_func(query, key, value, mask, dense_bias, **options)
+    options = {"is_causal": True, "relative_bias": bias, "return_lse": True}
+    ours = flash_dmattn_func(query, key, value, None, key_bias, window_size=30, **options)
+    expected = flash_dmattn_func(query, key, value, KeyIntervalMask.topk(key_bias, 30), key_bias, **options)
     for x, y in zip(ours, expected):
-        torch.testing.assert_close(x, y, rtol=5e-2 if path.on_cuda else 1e-4, atol=5e-2 if path.on_cuda else 1e-4)
+        torch.testing.assert_close(x, y, rtol=1e-2 if path.on_cuda else 1e-4, atol=1e-2 if path.on_cuda else 1e-4)

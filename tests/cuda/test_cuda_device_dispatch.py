@@ -174,7 +174,7 @@ def test_operator():
         torch.library.opcheck(ops.pack_and_list_mask, (top_w(), ROWS, KEYS, True, percent), test_utils=parts)
     query, key, value = on_gpu(2, ROWS, KEYS, 4, 2, 64)
     options = (*(None,) * 5, 0.3, 0.0, True, False)
-    arguments = (query.requires_grad_(), key, value, None, *list_mask(top_w(), True), *options)
+    arguments = (query.requires_grad_(), key, value, None, None, *list_mask(top_w(), True), *options)
     torch.library.opcheck(ops.attention_forward, arguments, atol=1e-2, rtol=1e-1)
 
 

@@ -176,7 +176,7 @@ def test_packed_masks_of_variable_length():
 @pytest.mark.gpu
 def test_a_packed_mask_on_cuda():
     mask = rand_mask(BATCH, KV_HEADS, ROWS, KEYS, device="cuda")
-    on_cuda = [x.cuda() for x in tensors()]
+    on_cuda = [x.cuda().half() for x in tensors()]
     counted = flops_of(lambda: flash_dmattn_func(*on_cuda, mask, is_causal=True))
     assert counted == FORWARD * scores_of(mask, True)
 

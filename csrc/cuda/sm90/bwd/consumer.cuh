@@ -107,7 +107,11 @@ private:
         wgmma_wait_group<0>();
         warpgroup_fence_operand(scores);
         warpgroup_fence_operand(dprobs);
-        scale_.softcap > 0 ? Base::compute_p_ds_softcap(scores, dprobs, lse) : Base::compute_p_ds(scores, dprobs, lse);
+        if (kBias != BiasKind::kRelative && scale_.softcap > 0) {
+            Base::compute_p_ds_softcap(scores, dprobs, lse);
+        } else {
+            Base::compute_p_ds(scores, dprobs, lse);
+        }
         if constexpr (Traits::kClusterReduces) reduction_.send(dprobs);
         to_a_operand<T>(scores, probs);
         to_a_operand<T>(dprobs, dscores);

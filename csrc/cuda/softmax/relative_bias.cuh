@@ -81,26 +81,20 @@ public:
         exact_sums_ = p.drelative_bias_exact == nullptr ? nullptr : p.drelative_bias_exact + first;
     }
 
-    // Adds dx of one score. Not inlined: an unrolled loop over scores would take long to compile.
-    __device__ __noinline__ void add(int position, float dx) const {
-        const int entry = clamp(position);
-        if (exact_sums_ != nullptr) {
-            exact_sums_[entry].add(dx);
-        } else {
-            reduce_add(sums_ + entry, dx);
-        }
+    // Adds dx of one score.
+    __device__ __forceinline__ void add(int position, float dx) const {
+        add_to(sums_, exact_sums_, clamp(position), dx);
     }
 
     // Adds a tile of dx, rows x keys in 16 bits, summed over equal positions in one dimension. `first`: the position of
-    // its first row and key. kWarps warps call.
+    // its first row and key. kWarps warps call, each with kInFlight reads in flight.
     //
     // The tile is divided into blocks of 8 x 8. A warp sums the blocks of four neighbouring diagonals at once, since
     // ldmatrix loads four neighbouring blocks.
-    template <int kWarps, typename Tile>
+    template <int kWarps, int kInFlight, typename Tile>
     __device__ __forceinline__ void add_tile(const Tile& tile, int warp, int first) const {
         using T = typename Tile::Element;
         constexpr int kRowBlocks = Tile::kRows / 8, kKeyBlocks = Tile::kCols / 8, kAtOnce = 4;
-        constexpr int kInFlight = 4;  // a read takes long while wgmma keeps shared memory busy
         constexpr int kLowest = -ceil_div(kRowBlocks, kAtOnce) * kAtOnce;  // diagonal: key block minus row block
         const bool is_clamped = this->is_clamped(first - Tile::kRows + 1, first + Tile::kCols - 1);
         float total = 0;
@@ -151,6 +145,15 @@ public:
     }
 
 private:
+    // Not inlined: unrolled loops over scores would take long to compile.
+    static __device__ __noinline__ void add_to(float* sums, ExactSum* exact_sums, int entry, float dx) {
+        if (exact_sums != nullptr) {
+            exact_sums[entry].add(dx);
+        } else {
+            reduce_add(sums + entry, dx);
+        }
+    }
+
     // Adds four neighbouring 8 x 8 blocks. A lane holds row r = fragment_row() and keys k = fragment_col() and k + 1 of
     // each. Elements of equal k - r are summed by shuffles: first k + 1 of row r + 1 with k of row r, then rows r + 2,
     // r + 4 and r + 6.

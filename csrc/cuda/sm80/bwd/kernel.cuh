@@ -271,7 +271,7 @@ private:
     __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step) const {
         const RelativeBiasGradient gradient(p_, sequence(), step.head);
         const int first = gradient.row_part(step.m_block * Traits::kRows) + gradient.key_part(cta_.first_key);
-        gradient.template add_tile<Traits::kThreads / 32>(smem_.dscores, warp_id(), first);
+        gradient.template add_tile<Traits::kThreads / 32, 1>(smem_.dscores, warp_id(), first);
     }
     // Of two scores; row and key are those of the tile.
     __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step, int row, int key,

@@ -221,7 +221,8 @@ private:
             smem_.dscores_pipeline.consumer_wait(dscores_state_);
             const RelativeBiasGradient gradient(p_, sequence(), previous_.head);
             const int first = gradient.row_part(previous_.m_block * kRows) + gradient.key_part(first_key());
-            gradient.template add_tile<kProducerWarps>(smem_.bias_dscores[dscores_state_.stage()], warp_id(), first);
+            // Reads take long while wgmma keeps shared memory busy: several are in flight.
+            gradient.template add_tile<kProducerWarps, 4>(smem_.bias_dscores[dscores_state_.stage()], warp_id(), first);
             smem_.dscores_pipeline.consumer_release(dscores_state_.stage());
             dscores_state_.advance();
         }

@@ -30,7 +30,7 @@ __device__ __forceinline__ void dq_semaphore_release(int32_t* semaphore) {
 // Arrays are locals of run(), not members: see BwdCta. `visible_keys` is a local of run() too, since the compiler keeps
 // it in local memory: in a function that run() calls it would share that memory with the mainloop's arrays and keep
 // them there.
-template <typename Traits, BiasKind kBias, bool kCausal>
+template <typename Traits, BiasKind kBias, bool kCausal, ScoreTerms kTerms>
 class BwdKernel {
 public:
     using T = typename Traits::T;
@@ -94,7 +94,8 @@ public:
             gemm_dkv(dvalue, probs, smem_.qdo[stage].dout);
             accumulate_dq(step);
             gemm_dkv(dkey, smem_.dscores, smem_.qdo[stage].query);
-            if (p_.drelative_bias != nullptr && sums_relative_bias_by_tile()) add_relative_bias_gradient(step);
+            if constexpr (kTerms == ScoreTerms::kGeneral)
+                if (p_.drelative_bias != nullptr && sums_relative_bias_by_tile()) add_relative_bias_gradient(step);
             dbias.end_m_block(step);
             if (ends_head) dbias.end_head(step.head, more, m_blocks);
         }
@@ -233,10 +234,10 @@ private:
             return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p_, sequence(), qdo, step.m_block,
                                                                           cta_.n_block, step.mask_full);
         };
-        recompute_p_ds<Traits, kBias>(scores, dprobs, p_, ScoreA(address_of(qdo.query), a_offset),
-                                      ScoreB(address_of(smem_.key), b_offset), ScoreA(address_of(qdo.dout), a_offset),
-                                      ScoreB(address_of(smem_.value), b_offset), qdo, dense_bias, relative_bias,
-                                      make_visibility, score_row, score_key, rows_left, add_dx, add_dx_general);
+        recompute_p_ds<Traits, kBias, kTerms>(
+            scores, dprobs, p_, ScoreA(address_of(qdo.query), a_offset), ScoreB(address_of(smem_.key), b_offset),
+            ScoreA(address_of(qdo.dout), a_offset), ScoreB(address_of(smem_.value), b_offset), qdo, dense_bias,
+            relative_bias, make_visibility, score_row, score_key, rows_left, add_dx, add_dx_general);
         dbias.add_ds(step, dprobs, first_n);
         store_accumulator<T>(scores, prob_fragments);
         store_accumulator<T>(dprobs, ScoreC(address_of(smem_.dscores), c_offset).from(0, first_n * 8));
@@ -301,12 +302,12 @@ private:
     float key_bias_ = 0;         // of key threadIdx.x of the n_block, times log2(e)
 };
 
-template <typename Traits, BiasKind kBias, bool kCausal>
+template <typename Traits, BiasKind kBias, bool kCausal, ScoreTerms kTerms>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     bwd_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Traits::kIsUsed) return;
     if (is_inactive(p)) return;
-    using Kernel = BwdKernel<Traits, kBias, kCausal>;
+    using Kernel = BwdKernel<Traits, kBias, kCausal, kTerms>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory);
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);

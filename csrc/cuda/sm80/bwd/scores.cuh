@@ -188,11 +188,21 @@ __device__ __forceinline__ float2 relative_bias_log2(const AttentionParams& p, c
     return {bias[part + bias.key_part(keys.x)] * kLog2E, bias[part + bias.key_part(keys.y)] * kLog2E};
 }
 
+// The terms of a score that a kernel is compiled for.
+enum class ScoreTerms {
+    kPlain,    // Q K^T and attn_bias
+    kGeneral,  // also a softcap, a relative bias or both
+    kEither,   // tests at run time
+};
+__host__ __device__ __forceinline__ bool has_general_terms(const AttentionParams& p) {
+    return p.softcap > 0 || p.relative_bias.data != nullptr;
+}
+
 // Recomputes P and dS of one pass over this warp's part of a tile: S = Q K^T, dP = dO V^T, then compute_p_ds().
 // Calls make_visibility after the GEMMs, to save registers. With a softcap or a relative bias add_dx_general replaces
 // add_dx.
-template <typename Traits, BiasKind kBias, int kPassN, typename Rows, typename Keys, typename Stage, typename DenseBias,
-          typename RelativeBias, typename MakeVisibility, typename AddDx, typename AddDxGeneral>
+template <typename Traits, BiasKind kBias, ScoreTerms kTerms, int kPassN, typename Rows, typename Keys, typename Stage,
+          typename DenseBias, typename RelativeBias, typename MakeVisibility, typename AddDx, typename AddDxGeneral>
 __device__ __forceinline__ void recompute_p_ds(float (&scores)[Traits::kScoreM][kPassN][4],
                                                float (&dprobs)[Traits::kScoreM][kPassN][4], const AttentionParams& p,
                                                const Rows& query, const Keys& key, const Rows& dout, const Keys& value,
@@ -207,7 +217,7 @@ __device__ __forceinline__ void recompute_p_ds(float (&scores)[Traits::kScoreM][
     warp_gemm<T, Traits::kHeadDim>(dprobs, dout, value);
     const auto visibility = make_visibility();
     const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
-    if (softcap > 0 || p.relative_bias.data != nullptr) {
+    if (kTerms == ScoreTerms::kGeneral || (kTerms == ScoreTerms::kEither && has_general_terms(p))) {
         compute_p_ds<T, kBias, true, true>(scores, dprobs, stage, dense_bias, relative_bias, visibility, first_row,
                                            first_key, rows, scale, softcap, add_dx_general);
     } else if (visibility.full()) {

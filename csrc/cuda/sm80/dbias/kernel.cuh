@@ -163,7 +163,7 @@ struct DxPass {
             const int first = n_block * Traits::kKeys + k;
             return relative_bias_log2(p, s, relative_bias, m_block * Traits::kRows + row, {first, first + 1});
         };
-        recompute_p_ds<Traits, BiasKind::kDense>(
+        recompute_p_ds<Traits, BiasKind::kDense, ScoreTerms::kEither>(
             scores, dprobs, p, ScoreA(address_of(stage.qdo.query), a_offset),
             ScoreB(address_of(stage.key), pass_offset), ScoreA(address_of(stage.qdo.dout), a_offset),
             ScoreB(address_of(stage.value), pass_offset), stage.qdo, dense_bias, relative_bias_of, make_visibility,

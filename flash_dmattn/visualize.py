@@ -165,7 +165,7 @@ def plot(
     Sq x Sk tensor is made.
 
     Args:
-        mask: what `attn_mask` accepts, of fixed length. Of a KeyIntervalMask of variable length plot one `sequence`.
+        mask: what `attn_mask` accepts, of fixed length. For a KeyIntervalMask of variable length, plot one `sequence`.
         seqlen_q: Sq, where the mask does not determine it; by default Sk.
         batch, head: which entry of the mask.
         is_causal: also hides what a call with is_causal=True hides.

@@ -66,7 +66,7 @@ class PassesTable(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs,
     ):
-        # Of a static cache only VisibleKeys tells how many keys are in use.
+        # With a static cache only VisibleKeys knows how many keys are in use.
         is_known = isinstance(mask, VisibleKeys) or past_key_values is None or not past_key_values.is_compileable
         if position_bias is None and is_known and self.config._attn_implementation == NAME:
             position_bias = table_of(self)

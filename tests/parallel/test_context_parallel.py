@@ -119,6 +119,19 @@ DENSE = [
 ]
 
 
+def dense_case(ranks, layout, is_causal, problem):
+    """A problem in the layout "even", "uneven" or "zigzag"."""
+    options = {"is_causal": is_causal, **problem.get("options", {})}
+    return Case(
+        lengths_for(ranks, layout != "uneven"),
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        layout="zigzag" if layout == "zigzag" else "contiguous",
+        **{**problem, "options": options},
+    )
+
+
 def of_portions(case, portion_bytes):
     """`sharded`, gathering `portion_bytes` of keys and values at once."""
     from flash_dmattn.parallel import dense
@@ -135,16 +148,7 @@ def of_portions(case, portion_bytes):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("problem", DENSE)
 def test_dense(ranks, layout, is_causal, problem):
-    options = {"is_causal": is_causal, **problem.get("options", {})}
-    case = Case(
-        lengths_for(ranks, layout != "uneven"),
-        batch=2,
-        heads=4,
-        kv_heads=2,
-        layout="zigzag" if layout == "zigzag" else "contiguous",
-        **{**problem, "options": options},
-    )
-    check(ranks, case)
+    check(ranks, dense_case(ranks, layout, is_causal, problem))
 
 
 @on_both
@@ -225,16 +229,7 @@ def test_a_group_of_one(two, problem):
     ],
 )
 def test_relative_bias_counts_distances_in_the_whole_sequence(ranks, layout, is_causal, problem):
-    case = Case(
-        lengths_for(ranks, layout != "uneven"),
-        batch=2,
-        heads=4,
-        kv_heads=2,
-        layout="zigzag" if layout == "zigzag" else "contiguous",
-        options={"is_causal": is_causal},
-        **problem,
-    )
-    check(ranks, case)
+    check(ranks, dense_case(ranks, layout, is_causal, problem))
 
 
 @on_two

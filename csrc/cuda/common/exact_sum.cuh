@@ -33,7 +33,7 @@ struct ExactSum {
 
     __device__ __forceinline__ float value() const {
         double sum = 0;
-        // Of a negative number the digits below the highest would cancel it.
+        // In a negative number the lower digits are positive and would cancel the highest.
         if (!sum_if_positive(1, sum)) {
             sum_if_positive(-1, sum);
             sum = -sum;

@@ -4,6 +4,7 @@
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/arch/tensor_map.h"
+#include "cuda/sm90/relative_bias.h"
 #include "plan.h"
 #include "kernel.cuh"
 
@@ -54,8 +55,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& p, cudaStream_t stream) {
     using Traits = BwdKernelTraits<T, kHeadDim>;
-    const BiasKind bias = p.relative_bias.present() ? BiasKind::kRelative : BiasKind::kNone;
-    switch (p.bias.present() ? p.bias.kind : bias) {
+    switch (kernel_bias_kind(p)) {
         case BiasKind::kNone: return launch_bwd<Traits, BiasKind::kNone>(p, stream);
         case BiasKind::kKey: return launch_bwd<Traits, BiasKind::kKey>(p, stream);
         case BiasKind::kDense:

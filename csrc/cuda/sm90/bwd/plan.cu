@@ -9,6 +9,7 @@
 #include "cuda/common/kernel_table.h"
 #include "cuda/sm90/pair_bias/config.h"
 #include "cuda/sm90/pair_bias/run.h"
+#include "cuda/sm90/relative_bias.h"
 #include "cuda/sm90/tile_sizes.h"
 #include "dsmem_reduction.cuh"
 #include "kernels.h"  // generated
@@ -47,12 +48,6 @@ DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
     if (can_cluster_reduce_among(p.dbias.batch_group_size) && can_cluster_reduce_at(head_dim))
         return DenseDbias::kClusterReduce;
     return DenseDbias::kNone;
-}
-
-// Q K^T is accumulated onto the relative bias divided by the softmax scale.
-bool supports_relative_bias(const BwdParams& p) {
-    return !p.relative_bias.has_grid() && !p.bias.present() && !p.lists.present() && p.softcap == 0 &&
-           p.softmax_scale > 0;
 }
 
 // Heads must share neither keys nor, where dbias is needed, biases.

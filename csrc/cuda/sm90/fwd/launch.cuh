@@ -7,6 +7,7 @@
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
 #include "kernel.cuh"
+#include "cuda/sm90/relative_bias.h"
 #include "plan.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -104,8 +105,7 @@ void run_fwd(const FwdArgs& p, cudaStream_t stream) {
                                       : launch_fwd<T, BiasKind::kNone, FwdGatherKernelTraits<kHeadDim>>(p, stream);
         return;
     }
-    const BiasKind bias = p.relative_bias.present() ? BiasKind::kRelative : BiasKind::kNone;
-    switch (p.bias.present() ? p.bias.kind : bias) {
+    switch (kernel_bias_kind(p)) {
         case BiasKind::kNone: return run_fwd_with<T, BiasKind::kNone, kHeadDim>(p, stream);
         case BiasKind::kKey: return run_fwd_with<T, BiasKind::kKey, kHeadDim>(p, stream);
         case BiasKind::kDense: return run_fwd_with<T, BiasKind::kDense, kHeadDim>(p, stream);

@@ -5,6 +5,7 @@
 #include "cuda/common/kernel_table.h"
 #include "cuda/sm90/pair_bias/config.h"
 #include "cuda/sm90/pair_bias/run.h"
+#include "cuda/sm90/relative_bias.h"
 #include "kernels.h"  // generated
 
 namespace flash_dmattn::cuda::sm90 {
@@ -22,12 +23,6 @@ bool can_load(const FwdParams& p) { return is_tma_compatible(query_layout(p, p.q
 // A list for the rows of one consumer warpgroup needs two query heads that share it, one for each warpgroup.
 bool supports_lists(const FwdParams& p) {
     return p.lists.tile_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p));
-}
-
-// Q K^T is accumulated onto the relative bias divided by the softmax scale.
-bool supports_relative_bias(const FwdParams& p) {
-    return !p.relative_bias.has_grid() && !p.bias.present() && !p.lists.present() && p.softcap == 0 &&
-           p.softmax_scale > 0;
 }
 
 bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= kPairBiasFwdMaxSeqlenK; }

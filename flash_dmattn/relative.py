@@ -111,6 +111,30 @@ def kerple(scale: Tensor, shape: Tensor, max_distance: int, kind: str = "log") -
     raise ValueError(f"kind must be 'log' or 'power', got {kind!r}")
 
 
+def sandwich(heads: int, max_distance: int, dim: int = 128, device: torch.device | str | None = None) -> Tensor:
+    """The bias of Sandwich (Chi et al., 2023, arXiv:2212.10356): the product of two sinusoidal position embeddings of
+    width dim, divided by the compression ratio of the head, and 0 at distance 0. It has no parameters:
+
+        (sum_i cos(d / 10000 ** (2 i / dim)) - dim / 2) H / (8 (h + 1)),    i = 1 to dim / 2
+
+    Args:
+        heads: H.
+        max_distance: at least the longest distance in a call: farther keys have the bias of this one.
+        dim: even; 128 in the paper.
+
+    Returns:
+        float32 (1, H, 2 * max_distance + 1).
+    """
+    heads, dim = require_count("heads", heads), require_count("dim", dim)
+    if dim % 2:
+        raise ValueError(f"dim must be even, got {dim}")
+    frequency = 10000.0 ** (-torch.arange(2, dim + 1, 2, dtype=torch.float64, device=device) / dim)
+    # In float64: the angles of far distances are large.
+    product = (distances(max_distance, device)[:, None] * frequency).cos().sum(1) - dim / 2
+    ratio = 8 * torch.arange(1, heads + 1, dtype=torch.float64, device=device) / heads
+    return (product / ratio[:, None]).float()[None]
+
+
 def window(max_distance: int, left: int, right: int = 0, device: torch.device | str | None = None) -> Tensor:
     """A sliding window: 0 for the keys from `left` before the row's own to `right` after it, -inf for the others.
 

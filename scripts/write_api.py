@@ -33,7 +33,7 @@ SECTIONS = (
     (
         "Relative biases",
         "flash_dmattn.relative",
-        ("t5", "alibi", "alibi_slopes", "kerple", "window", "dense"),
+        ("t5", "alibi", "alibi_slopes", "kerple", "sandwich", "window", "dense"),
     ),
     ("Masks", "flash_dmattn", ("KeyIntervalMask", "KeyLists", "create_mask")),
     ("Pictures of masks", "flash_dmattn.visualize", ("plot",)),

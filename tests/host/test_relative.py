@@ -75,6 +75,19 @@ def test_kerple():
         relative.kerple(scale, shape, 9, "linear")
 
 
+def test_sandwich():
+    heads, dim, seqlen = 3, 8, 40
+    # By the embeddings themselves: position m has sin and cos of m / 10000 ** (2 i / dim).
+    angle = torch.arange(seqlen).double()[:, None] / 10000.0 ** (torch.arange(1, dim // 2 + 1) * 2 / dim)
+    embedding = torch.cat([angle.sin(), angle.cos()], dim=1)
+    expected = (embedding @ embedding.T - dim / 2) * heads / (8 * torch.arange(1, heads + 1)[:, None, None])
+    ours = relative.dense(relative.sandwich(heads, seqlen, dim), seqlen, seqlen)[0]
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="dim must be even, got 7"):
+        relative.sandwich(heads, seqlen, 7)
+
+
 def test_window():
     table = relative.window(9, 3, 1)
     assert table.shape == (1, 1, 19) and (table[0, 0, 6:11] == 0).all()

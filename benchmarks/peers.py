@@ -250,16 +250,21 @@ def flash_attention_4(inputs: Inputs) -> Operation:
 
     options = {"causal": problem.is_causal}
     if not problem.packed:
-        return Operation(lambda: flash_attn_func(*leaves, **options)[0], leaves)
+        return Operation(lambda: out_of(flash_attn_func(*leaves, **options)), leaves)
     ends = torch.arange(problem.batch + 1, dtype=torch.int32, device=inputs.query.device) * problem.seqlen_q
     options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": problem.seqlen_q}
     options |= {"max_seqlen_k": problem.seqlen_k}
 
     def forward() -> Tensor:
-        out = flash_attn_varlen_func(*(leaf.flatten(0, 1) for leaf in leaves), **options)[0]
-        return out.unflatten(0, (problem.batch, -1))
+        rows = (leaf.flatten(0, 1) for leaf in leaves)
+        return out_of(flash_attn_varlen_func(*rows, **options)).unflatten(0, (problem.batch, -1))
 
     return Operation(forward, leaves)
+
+
+def out_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Some versions return lse, too."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def has_flash_attention_4() -> bool:

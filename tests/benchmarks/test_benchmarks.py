@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ import run  # noqa: E402
 import write_tables  # noqa: E402
 from frame import Demand, failures  # noqa: E402
 from suites import MODULES, dense, equivalence, sparse  # noqa: E402
+
+from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
 
@@ -223,6 +226,29 @@ def test_the_peers_do_the_same_work():
             if name in ("FlashAttention-4", "cuDNN"):
                 continue  # no such kernel on the CPU
             torch.testing.assert_close(build(inputs).forward()[sees], expected[sees], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("returns_lse", [False, True])
+def test_flash_attention_4_is_called_with_its_arguments(monkeypatch, returns_lse):
+    """flash_attn.cute of flash-attn-4, as this library computes it."""
+
+    def result(out, lse):
+        return (out, lse) if returns_lse else out
+
+    def fixed(q, k, v, softmax_scale=None, causal=False):
+        return result(*flash_dmattn_func(q, k, v, softmax_scale=softmax_scale, is_causal=causal, return_lse=True))
+
+    def varlen(q, k, v, *, causal=False, **lengths):
+        return result(*flash_dmattn_varlen_func(q, k, v, is_causal=causal, return_lse=True, **lengths))
+
+    cute = SimpleNamespace(flash_attn_func=fixed, flash_attn_varlen_func=varlen)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=cute))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    for options in ({}, {"is_causal": True}, {"is_causal": True, "packed": True}):
+        problem = problems.square("", 2, 4, 64, 32, kv_heads=2, **options)
+        inputs = problems.make_inputs(problem, torch.float32, "cpu", seed=0)
+        expected = peers.ours("reference", inputs).forward()
+        torch.testing.assert_close(peers.PEERS[peers.FLASH4](inputs).forward(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_limit_counts_what_is_visible():

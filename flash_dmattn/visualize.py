@@ -113,6 +113,7 @@ def densities(picture: Picture, lists: KeyLists | None, cells: int) -> Densities
         visible.index_add_(0, at, sums_of(counts, cell))
         computed.index_add_(0, at, edges.diff()[:, None] * sums_of(done, cell))
     area = torch.outer(*(sums_of(torch.ones(size, dtype=torch.int64, device=device), cell) for size in (rows, keys)))
+    area = area.double()  # PyTorch divides integers in its default dtype, which numpy may not have
     return Densities(visible / area, computed / area, cell)
 
 

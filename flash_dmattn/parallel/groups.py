@@ -61,13 +61,14 @@ def exchange_on_host(
         the local `error` on this rank, if it is not None.
         RankError: another rank has an error.
     """
-    sent = torch.zeros(1 + len(numbers) + MESSAGE_BYTES // 8, dtype=torch.int64)
+    sent = torch.zeros(1 + len(numbers) + MESSAGE_BYTES // 8, dtype=torch.int64, device="cpu")
     if error is None:
-        sent[1 : 1 + len(numbers)] = torch.tensor(numbers)
+        sent[1 : 1 + len(numbers)] = torch.tensor(numbers, device="cpu")
     else:
-        text = f"{type(error).__name__}: {error}".encode()[:MESSAGE_BYTES]
+        text = list(f"{type(error).__name__}: {error}".encode()[:MESSAGE_BYTES])
         sent[0] = 1
-        sent[1 + len(numbers) :].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        message = sent[1 + len(numbers) :].view(torch.uint8)
+        message[: len(text)] = torch.tensor(text, dtype=torch.uint8, device="cpu")
     received = collectives.all_gather_on_host(sent, host_group(group))
     if error is not None:
         raise error

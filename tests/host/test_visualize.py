@@ -91,6 +91,16 @@ def test_a_picture(tmp_path):
     assert plot(MASKS["lists"], ax=axes) is axes
 
 
+def test_a_picture_beside_a_default_dtype_that_numpy_lacks():
+    pytest.importorskip("matplotlib")
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        plot(TOPK)
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 REFUSED = [
     ((torch.ones(1, 1, 4, 4),), {}, TypeError, "mask must be bool, got float32"),
     (([1],), {}, TypeError, "must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got list"),

@@ -8,6 +8,7 @@ from sharded_cases import Case, lengths_for, of_rank, on_both
 
 from flash_dmattn import KeyIntervalMask
 from flash_dmattn.parallel import context_parallel_attention, positions, shard, unshard
+from flash_dmattn.parallel.groups import exchange_on_host
 
 pytestmark = pytest.mark.xdist_group("ranks")  # the processes are started by one worker
 
@@ -99,3 +100,16 @@ def test_torch_distributed_must_be_initialized():
     rows = [torch.zeros(1, 4, 2, 8) for _ in range(3)]
     with pytest.raises(RuntimeError, match="init_process_group"):
         context_parallel_attention(*rows)
+
+
+def exchange_beside_a_default_device(fails):
+    """ "meta" stands for "cuda" in torch.set_default_device."""
+    error = ValueError("mine") if fails and dist.get_rank() else None
+    with torch.device("meta"):
+        return exchange_on_host(dist.group.WORLD, (dist.get_rank(), 7), error)
+
+
+def test_the_exchange_on_the_host_does_not_use_the_default_device(two):
+    assert two.results(exchange_beside_a_default_device, False) == [((0, 7), (1, 7))] * 2
+    messages = [failure.message for failure in two.run(exchange_beside_a_default_device, True)]
+    assert messages == ["rank 1 of the group rejected its arguments: ValueError: mine", "mine"]

@@ -1,30 +1,28 @@
-// FLASH_DMATTN_LOG=1 in the environment reports on stderr where a call falls back, each kind once (docs/logging.md).
-// flash_dmattn/fallbacks.py does so for what Python decides.
+// Reports where a call falls back, each kind once (docs/logging.md). Python asks for the reports where FLASH_DMATTN_LOG=1
+// (csrc/torch/python_log.h), and writes them into its log beside its own (flash_dmattn/fallbacks.py).
 #pragma once
 
-#include <cstdio>
-#include <cstdlib>
+#include <atomic>
 #include <mutex>
 #include <set>
 #include <string>
-#include <string_view>
 
 namespace flash_dmattn {
 
-inline bool logs_fallbacks() {
-    static const bool logs = [] {
-        const char* set = std::getenv("FLASH_DMATTN_LOG");
-        return set != nullptr && std::string_view(set) == "1";
-    }();
-    return logs;
-}
+// Receives a report. Null where none is wanted.
+inline std::atomic<void (*)(const std::string& kind, const std::string& text)> fallback_receiver{nullptr};
 
-// kind: what falls back; text: the reason, and what to change.
+inline bool logs_fallbacks() { return fallback_receiver.load(std::memory_order_relaxed) != nullptr; }
+
+// Call it where logs_fallbacks(). kind: what falls back; text: the reason, and what to change.
 inline void log_fallback(const std::string& kind, const std::string& text) {
     static std::mutex mutex;
     static std::set<std::string> logged;
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (logged.insert(kind + text).second) std::fprintf(stderr, "flash_dmattn: %s: %s\n", kind.c_str(), text.c_str());
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (!logged.insert(kind + text).second) return;
+    }
+    fallback_receiver.load()(kind, text);  // without the lock: the receiver may wait for Python's
 }
 
 }  // namespace flash_dmattn

@@ -13,6 +13,9 @@ def build_info() -> dict:
     """The build: torch, cpu_capability and why_no_cuda; with CUDA kernels also cuda, cuda_architectures, head_dims and
     dtypes."""
 
+def report_fallbacks_to(receiver: object, /) -> None:
+    """Passes the kind and the text of each fallback to a function."""
+
 def check_fixed(
     query: object,
     key: object,

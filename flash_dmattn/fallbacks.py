@@ -1,7 +1,7 @@
 """FLASH_DMATTN_LOG=1 in the environment reports where a call falls back, each kind once (docs/logging.md).
 
-Python's logging gets what Python decides, as warnings of the logger "flash_dmattn"; csrc/fallback_log.h writes what the
-compiled module decides to stderr.
+The logger "flash_dmattn" gets them as warnings: what Python decides by `report`, what the compiled module decides
+(csrc/fallback_log.h) by `write`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ def report(kind: str, text: str) -> None:
     """Call it where `enabled()`. kind: what falls back; text: the reason, and what to change."""
     if kind not in _logged:
         _logged.add(kind)
-        logger.warning("flash_dmattn: %s: %s", kind, text)
+        write(kind, text)
+
+
+def write(kind: str, text: str) -> None:
+    logger.warning("flash_dmattn: %s: %s", kind, text)
 
 
 def report_bias_copy() -> None:

@@ -13,6 +13,7 @@
 #include "build_info.h"
 #include "mha.h"
 #include "operators.h"
+#include "python_log.h"
 
 namespace flash_dmattn {
 namespace {
@@ -214,6 +215,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #else
     m.attr("has_cuda") = false;
 #endif
+
+    m.def("report_fallbacks_to", &report_fallbacks_to, "Passes the kind and the text of each fallback to a function.");
 
     m.def("check_fixed", &check_fixed, "Refuses inputs of fixed length that do not fit.");
     m.def("check_varlen", &check_variable, "Refuses inputs of variable length that do not fit.");

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from .. import fallbacks
 from ..loading import NAMESPACE, load_compiled
 from . import fakes
 from .schema import Arguments, BackwardArguments, MaskTensors
 
 _C, WHY_NOT_BUILT = load_compiled()
+if _C is not None and fallbacks.LOGS:
+    _C.report_fallbacks_to(fallbacks.write)
 
 
 def compiled_module():

@@ -54,12 +54,16 @@ CALLS = {
 }
 
 
-def reported(call, **variables):
+def run(program, **variables):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | variables
     environment.pop("FLASH_DMATTN_ARCH", None)
-    program = PROGRAM + f"    {call}\ntorch.cuda.synchronize()"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def reported(call, **variables):
+    done = run(f"{PROGRAM}    {call}\ntorch.cuda.synchronize()", **variables)
     return [line for line in done.stderr.splitlines() if line.startswith("flash_dmattn: ")]
 
 
@@ -76,3 +80,18 @@ def test_each_fallback_is_reported_once(name):
 
 def test_nothing_is_reported_without_the_variable():
     assert reported(CALLS["unaligned rows"][0], FLASH_DMATTN_LOG="0") == []
+
+
+def test_a_handler_gets_what_the_compiled_module_reports():
+    """In place of stderr, from the thread of the caller and from autograd's."""
+    program = (
+        "import logging, sys\n"
+        "logging.getLogger('flash_dmattn').addHandler(logging.StreamHandler(sys.stdout))\n"
+        f"{PROGRAM}    x = rows(1, 256, 4, 128).requires_grad_()\n"
+        "    flash_dmattn_func(x, x, x).backward(rows(1, 256, 4, 129)[..., :128])\n"
+        "torch.cuda.synchronize()"
+    )
+    done = run(program, FLASH_DMATTN_LOG="1")
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("flash_dmattn: copy of rows: query, key, value or the gradient of out is copied")
+    assert "flash_dmattn: " not in done.stderr

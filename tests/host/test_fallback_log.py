@@ -1,9 +1,11 @@
 """FLASH_DMATTN_LOG=1: each fallback is reported once, with its reason; without it nothing is."""
 
+import importlib.util
 import logging
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -107,20 +109,76 @@ def test_the_variable(value, lines):
     ][:lines]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_the_variable_in_the_compiled_module(tmp_path):
-    source, program = tmp_path / "log.cpp", tmp_path / "log"
-    source.write_text(
-        '#include "fallback_log.h"\n'
-        "int main() {\n"
-        "    using namespace flash_dmattn;\n"
-        '    for (const char* kind : {"a", "a", "b"})\n'
-        '        if (logs_fallbacks()) log_fallback(kind, "why");\n'
-        "}\n"
+MODULE = """
+#include "torch/python_log.h"
+
+#include <thread>
+
+namespace py = pybind11;
+using namespace flash_dmattn;
+
+// From a thread of autograd and, as the fast path does, from Python's own.
+void fall_back() {
+    std::thread([] {
+        for (const char* kind : {"a", "a", "b"})
+            if (logs_fallbacks()) log_fallback(kind, "why");
+    }).join();
+}
+
+PYBIND11_MODULE(fallback_module, m) {
+    m.def("report_fallbacks_to", &report_fallbacks_to);
+    m.def("fall_back", &fall_back, py::call_guard<py::gil_scoped_release>());
+    m.def("fall_back_here", [](const std::string& kind) { log_fallback(kind, "why"); });
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def fallback_module(tmp_path_factory):
+    """The log of the compiled module, in a module that falls back on the CPU, too."""
+    if shutil.which("g++") is None or not (ROOT / "csrc").is_dir():
+        pytest.skip("needs g++ and the source tree")
+    folder = tmp_path_factory.mktemp("module")
+    (folder / "module.cpp").write_text(MODULE)
+    includes = [ROOT / "csrc", sysconfig.get_path("include"), Path(torch.__file__).parent / "include"]
+    command = ["g++", "-std=c++17", "-O0", "-shared", "-fPIC", *(f"-I{path}" for path in includes)]
+    subprocess.run([*command, str(folder / "module.cpp"), "-o", str(folder / "fallback_module.so")], check=True)
+    spec = importlib.util.spec_from_file_location("fallback_module", folder / "fallback_module.so")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_compiled_module_writes_into_the_same_log(fallback_module, log, capfd):
+    fallback_module.fall_back()  # reported to none
+    fallback_module.report_fallbacks_to(fallbacks.write)
+    fallback_module.fall_back()
+    fallback_module.fall_back_here("c")
+    fallback_module.fall_back_here("c")
+    messages = [f"flash_dmattn: {kind}: why" for kind in "abc"]
+    assert [record.getMessage() for record in log.records] == messages
+    assert {(record.name, record.levelname) for record in log.records} == {("flash_dmattn", "WARNING")}
+    assert capfd.readouterr().err == ""
+
+
+def test_a_handler_that_fails_does_not_stop_the_call(fallback_module, monkeypatch):
+    def fail(kind, text):
+        raise OSError("disk full")
+
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda caught: unraisable.append(caught.exc_value))
+    fallback_module.report_fallbacks_to(fail)
+    fallback_module.fall_back_here("d")
+    assert [str(error) for error in unraisable] == ["disk full"]
+
+
+@pytest.mark.parametrize(("value", "calls"), [("1", 1), ("0", 0)])
+def test_the_compiled_module_is_asked_for_reports(value, calls):
+    program = (
+        "import sys; asked = []\n"
+        "def see(frame, event, called):\n"
+        "    if event == 'c_call' and called.__name__ == 'report_fallbacks_to': asked.append(called)\n"
+        "sys.setprofile(see); import flash_dmattn; sys.setprofile(None); print(len(asked))"
     )
-    csrc = Path(ROOT) / "csrc"
-    if not csrc.is_dir():
-        pytest.skip("no source tree")
-    subprocess.run(["g++", "-std=c++17", f"-I{csrc}", str(source), "-o", str(program)], check=True)
-    assert run(str(program), FLASH_DMATTN_LOG="1").stderr == "flash_dmattn: a: why\nflash_dmattn: b: why\n"
-    assert run(str(program)).stderr == run(str(program), FLASH_DMATTN_LOG="0").stderr == ""
+    done = run(sys.executable, "-c", program, FLASH_DMATTN_LOG=value, PYTHONPATH=":".join([str(ROOT), *sys.path]))
+    assert done.stdout == f"{calls}\n", done.stderr

@@ -79,7 +79,13 @@ def test_search_finds(site, word, page):
 
 def test_formulas_are_mathml(site):
     assert "<math" in (site / "masks" / "index.html").read_text()
+    assert (site / "semantics" / "index.html").read_text().count("<math") > 10
     assert not [name for name, text in pages(site).items() if "language-math" in text or "\\frac{" in text]
+
+
+def test_pipes_in_tables_have_no_backslash(site):
+    assert "{X|Y}" in (site / "semantics" / "index.html").read_text()
+    assert not [name for name, text in pages(site).items() if "\\|" in text and name != "changelog/index.html"]
 
 
 def test_the_performance_page_has_bars(site):

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import flash_dmattn
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SAID = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
@@ -75,7 +77,7 @@ def check_output(block: str, output: str) -> None:
         assert any(line == said for line in lines), f"not printed: {said}\n{output}"
 
 
-def torchrun(program: str, ranks: str, folder: Path) -> str:
+def torchrun(program: str, ranks: str, folder: Path, **variables: str) -> str:
     path = folder / "program.py"
     path.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, str(path)]
@@ -83,44 +85,77 @@ def torchrun(program: str, ranks: str, folder: Path) -> str:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *sys.path])),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("page", PAGES)
-def test_the_examples_run_and_print_what_they_say(page, capsys, tmp_path, monkeypatch):
-    """The blocks of a page run one after the other, as a reader pastes them."""
+def blocks_of(page: str) -> list[str]:
+    """Skips the test where a package of the page is missing."""
     blocks = BLOCK.findall((ROOT / page).read_text())
     for package in OPTIONAL:
         if any(package in block or (package == "matplotlib" and "visualize" in block) for block in blocks):
             pytest.importorskip(package)
+    return blocks
+
+
+@pytest.fixture
+def a_reader(tmp_path, monkeypatch):
+    """An empty folder; the defaults of PyTorch that a page sets are reset."""
     monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_run_and_print_what_they_say(page, capsys, a_reader, monkeypatch):
+    """The blocks of a page run one after the other, as a reader pastes them, without a GPU."""
+    monkeypatch.setitem(vars(flash_dmattn), "CUDA_AVAILABLE", False)
     names = {}
-    for block in blocks:
+    for block in blocks_of(page):
         program = whole(block)
         if ranks := re.match(r"# torchrun --nproc-per-node (\d+)", program):
-            output = torchrun(program, ranks[1], tmp_path)
+            output = torchrun(program, ranks[1], a_reader, CUDA_VISIBLE_DEVICES="")
         else:
             exec(compile(program, page, "exec"), names)
             output = capsys.readouterr().out
         check_output(block, output)
 
 
+def why_not_on_a_gpu(program: str) -> str | None:
+    if not (ranks := re.match(r"# torchrun --nproc-per-node (\d+)", program)):
+        return None
+    if "CUDA_AVAILABLE" not in program:
+        return "a program of gloo; tests/parallel/test_two_gpus.py runs such calls on GPUs"
+    return None if torch.cuda.device_count() >= int(ranks[1]) else f"needs {ranks[1]} GPUs"
+
+
 @pytest.mark.gpu
-def test_the_first_example_runs_on_a_gpu(capsys):
-    """As the README says: with device="cuda" and dtype=torch.bfloat16."""
-    block = BLOCK.findall((ROOT / "README.md").read_text())[0]
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            exec(block, names := {})
-    finally:
-        torch.set_default_dtype(dtype)
-    assert names["bias"].grad.is_cuda and names["out"].dtype == torch.bfloat16
-    check_output(block, capsys.readouterr().out)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_run_on_a_gpu(page, capsys, a_reader):
+    """A page selects the device itself. For one that does not, the README says: "cuda" and torch.bfloat16."""
+    blocks = blocks_of(page)
+    if not any("CUDA_AVAILABLE" in block for block in blocks):
+        torch.set_default_device("cuda")
+        torch.set_default_dtype(torch.bfloat16)
+    names, skipped = {}, []
+    for number, block in enumerate(blocks, 1):
+        program = whole(block)
+        if reason := why_not_on_a_gpu(program):
+            skipped.append(f"block {number} of {len(blocks)}: {reason}")
+        elif ranks := re.match(r"# torchrun --nproc-per-node (\d+)", program):
+            check_output(block, torchrun(program, ranks[1], a_reader))
+        else:
+            exec(compile(program, page, "exec"), names)
+            check_output(block.replace("device='cpu'", "device='cuda:0'"), capsys.readouterr().out)
+    if "device" in names:
+        assert names["device"] == "cuda"
+    if "out" in names:
+        assert names["out"].is_cuda
+    if skipped:
+        pytest.skip("; ".join(skipped))
 
 
 def test_a_wrong_output_is_noticed():

@@ -1,7 +1,8 @@
 """Hooks of `mkdocs build` (mkdocs.yml): pages outside docs/, links to files of the repository, formulas as MathML, bars
 on the performance page.
 
-Markdown stays readable on a code host: its links are those of the repository, and a formula is a ```math block.
+Markdown stays readable on a code host: its links are those of the repository, many with the file's name as their text,
+and a formula is a ```math block.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ FILES = {
     "benchmarks/results/h200.json": "files/h200.json",
 }
 SOURCES = {site: repository for repository, site in PAGES.items()}
+FILE_NAME = re.compile(r"\[[\w-]+\.md\](?=\(([^)\s#]+))")  # of a link, as its text
 CODE_IN_ROW = re.compile(r"(?<=[| ])`[^`\n]*\\\|[^`\n]*`")
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -57,6 +59,16 @@ def with_site_links(markdown: str, page: str) -> str:
         return f"]({posixpath.relpath(target, here or '.')}{match[2] or ''})"
 
     return LINK.sub(replaced, markdown)
+
+
+def with_titles(markdown: str, page: str) -> str:
+    """A link whose text is the name of a page's file has the title of the page."""
+    folder = ROOT / posixpath.dirname(source_of(page))
+
+    def replaced(match: re.Match) -> str:
+        return f"[{(folder / match[1]).read_text().partition(chr(10))[0].removeprefix('# ')}]"
+
+    return FILE_NAME.sub(replaced, markdown)
 
 
 def with_pipes(markdown: str) -> str:
@@ -102,4 +114,4 @@ def on_files(files: Files, config) -> Files:
 def on_page_markdown(markdown: str, page, config, files) -> str:
     if page.file.src_uri == "measured.md":
         markdown = with_bars(markdown)
-    return with_site_links(with_pipes(markdown), page.file.src_uri)
+    return with_site_links(with_titles(with_pipes(markdown), page.file.src_uri), page.file.src_uri)

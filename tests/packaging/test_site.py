@@ -88,6 +88,11 @@ def test_pipes_in_tables_have_no_backslash(site):
     assert not [name for name, text in pages(site).items() if "\\|" in text and name != "changelog/index.html"]
 
 
+def test_links_have_the_titles_of_pages(site):
+    assert not [name for name, text in pages(site).items() if re.search(r">[\w-]+\.md</a>", text)]
+    assert '<a href="../logging/">Log of fallbacks</a>' in pages(site)["usage/index.html"]
+
+
 def test_the_performance_page_has_bars(site):
     page = (site / "measured" / "index.html").read_text()
     assert page.count('<div class="bars">') > 30

@@ -168,3 +168,9 @@ def test_a_wrong_output_is_noticed():
 def test_every_guide_has_examples():
     guides = {str(path.relative_to(ROOT)) for path in ROOT.glob("docs/guides/*.md") if path.stem != "index"}
     assert len(guides) >= 12 and guides <= set(PAGES)
+
+
+def test_every_guide_selects_the_device():
+    for path in ROOT.glob("docs/guides/*.md"):
+        blocks = BLOCK.findall(path.read_text())
+        assert not blocks or re.search(r"if (CUDA_AVAILABLE|use_cuda)\b", "".join(blocks)), path.name

@@ -15,6 +15,7 @@ from .interface import (
     flash_dmattn_varlen_kvpacked_func,
     flash_dmattn_varlen_qkvpacked_func,
 )
+from .kvcache import flash_dmattn_with_kvcache
 from .masks import KeyIntervalMask, KeyLists, create_mask
 from .merge import merge_attention
 from .padding import pad_input, unpad_input
@@ -57,6 +58,7 @@ __all__ = [
     "flash_dmattn_varlen_func",
     "flash_dmattn_varlen_kvpacked_func",
     "flash_dmattn_varlen_qkvpacked_func",
+    "flash_dmattn_with_kvcache",
     "get_available_backends",
     "merge_attention",
     "pad_input",

@@ -56,11 +56,7 @@ def check_options(call: Call) -> None:
         call.varlen = call.varlen._replace(**lengths)
     if call.softmax_scale is not None and not isinstance(call.softmax_scale, Tensor):
         check_finite("softmax_scale", call.softmax_scale)
-    check_finite("softcap", call.softcap)
-    if call.softcap < 0:
-        raise ValueError(f"softcap must be 0 (none) or positive, got {call.softcap}")
-    if 0 < call.softcap < 1 / FLOAT32_MAX:
-        raise ValueError(f"softcap must be 0 (none) or have a finite inverse in float32, got {call.softcap}")
+    check_softcap(call.softcap)
     require_bool("is_causal", call.is_causal)
     require_bool("deterministic", call.deterministic)
     require_bool("return_attn_probs", call.return_attn_probs)
@@ -77,6 +73,14 @@ def check_finite(name: str, value: float) -> None:
     require_number(name, value)
     if not -FLOAT32_MAX <= value <= FLOAT32_MAX:  # the kernels compute with it in float32
         raise ValueError(f"{name} must be finite in float32, got {value}")
+
+
+def check_softcap(softcap: float) -> None:
+    check_finite("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
+    if 0 < softcap < 1 / FLOAT32_MAX:
+        raise ValueError(f"softcap must be 0 (none) or have a finite inverse in float32, got {softcap}")
 
 
 def check_scale(scale: Tensor, query: Tensor) -> None:

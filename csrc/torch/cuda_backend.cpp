@@ -107,6 +107,8 @@ void backward_cuda(BwdParams& p, const Inputs& in) {
     });
 }
 
+bool decode_kvcache_cuda(KvCacheParams&, const Tensor&) { return false; }
+
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
     AttentionParams p = mask_params(mask, std::nullopt, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda_backend.h"
+#include "kvcache.h"
 #include "lists.h"
 #include "mha.h"
 #include "operators.h"
@@ -24,12 +25,18 @@ BackwardResult attention_backward(Tensor dout, OptionalTensor dlse, Tensor out, 
     return mha_bwd(dout, dlse, out, lse, needs_dbias, needs_drelative_bias, Inputs{std::move(arguments)...});
 }
 
+template <typename... Arguments>
+ForwardResult with_kvcache(Arguments... arguments) {
+    return attention_with_kvcache(KvCacheInputs{std::move(arguments)...});
+}
+
 // ", Tensor query, Tensor key, ..."
 std::string schema_arguments() {
 #define FLASH_DMATTN_SCHEMA(schema, type, name) ", " schema " " #name
     return "" FLASH_DMATTN_ARGUMENTS(FLASH_DMATTN_SCHEMA);
-#undef FLASH_DMATTN_SCHEMA
 }
+std::string kvcache_schema_arguments() { return "" FLASH_DMATTN_KVCACHE_ARGUMENTS(FLASH_DMATTN_SCHEMA); }
+#undef FLASH_DMATTN_SCHEMA
 
 }  // namespace
 
@@ -39,6 +46,8 @@ TORCH_LIBRARY(flash_dmattn, m) {
            "bool needs_drelative_bias" +
            schema_arguments() + ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
               .c_str());
+    for (const char* name : {"attention_with_kvcache", "compose_attention_with_kvcache"})
+        m.def((name + ("(" + kvcache_schema_arguments().substr(2)) + ") -> (Tensor, Tensor)").c_str());
     m.def(
         "build_key_lists(Tensor? mask, Tensor? intervals, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, "
         "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? keys_per_row, SymInt? limit) -> (Tensor, Tensor, Tensor)");
@@ -61,6 +70,7 @@ TORCH_LIBRARY(flash_dmattn, m) {
 TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
     m.impl("attention_forward", static_cast<ForwardOperator*>(attention_forward));
     m.impl("attention_backward", static_cast<BackwardOperator*>(attention_backward));
+    m.impl("attention_with_kvcache", static_cast<KvCacheOperator*>(with_kvcache));
     m.impl("build_key_lists", build_key_lists);
     m.impl("index_key_lists", index_key_lists);
     m.impl("topk_lists", topk_lists);
@@ -70,6 +80,7 @@ TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
 TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
     m.impl("attention_forward", static_cast<ForwardOperator*>(attention_forward));
     m.impl("attention_backward", static_cast<BackwardOperator*>(attention_backward));
+    m.impl("attention_with_kvcache", static_cast<KvCacheOperator*>(with_kvcache));
     m.impl("build_key_lists", build_key_lists);
     m.impl("index_key_lists", index_key_lists);
     m.impl("pack_mask", pack_mask);

@@ -51,6 +51,8 @@ def _operator(name: str):
 # csrc/torch/arguments.h, lists.h and cuda_backend.h document arguments and results.
 attention_forward = _operator("attention_forward")
 attention_backward = _operator("attention_backward")
+attention_with_kvcache = _operator("attention_with_kvcache")
+compose_attention_with_kvcache = _operator("compose_attention_with_kvcache")
 build_key_lists = _operator("build_key_lists")
 index_key_lists = _operator("index_key_lists")
 pack_mask = _operator("pack_mask")

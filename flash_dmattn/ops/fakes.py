@@ -15,7 +15,7 @@ from .list_sizes import (
     list_capacity,
     row_tiles,
 )
-from .schema import Arguments, BackwardArguments
+from .schema import Arguments, BackwardArguments, KvCacheArguments
 
 
 def empty_lists(like: Tensor, capacity, spans, has_bits: bool, rows: int = LIST_ROWS) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,6 +52,17 @@ def attention_backward(*args):
     relative_bias = given.relative_bias if given.needs_drelative_bias else None
     inputs = (given.query, given.key, given.value, bias, relative_bias)
     return tuple(given.query.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+def attention_with_kvcache(*args):
+    given = KvCacheArguments(*args)
+    *batch, seqlen_q, heads, _ = given.query.shape
+    lse_dtype = torch.promote_types(given.query.dtype, torch.float32)
+    out = given.query.new_empty((*batch, seqlen_q, heads, given.v_cache.shape[3]))
+    return out, given.query.new_empty((*batch, heads, seqlen_q), dtype=lse_dtype)
+
+
+compose_attention_with_kvcache = attention_with_kvcache
 
 
 def build_key_lists(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k, keys_per_row, limit):

@@ -37,6 +37,13 @@ OPTIONS = {"softmax_scale": 1.0, "softcap": 0.0, "is_causal": False, "determinis
 DEFAULTS = (None, None, *MaskTensors(), *(None for _ in SEQUENCES), *OPTIONS.values())
 Arguments = namedtuple("Arguments", (*TENSORS, *SEQUENCES, *OPTIONS), defaults=DEFAULTS)
 
+# The arguments of attention_with_kvcache and compose_attention_with_kvcache, as csrc/torch/kvcache.h lists them.
+KvCacheArguments = namedtuple(
+    "KvCacheArguments",
+    "query k_cache v_cache key value bias_cache bias cache_seqlens cache_batch_idx block_table cu_seqlens_q "
+    "max_seqlen_q window_size softmax_scale is_causal softcap relative_bias sinks batch_invariant",
+)
+
 # The arguments of attention_backward.
 NEEDS = ("needs_dbias", "needs_drelative_bias")
 BackwardArguments = namedtuple("BackwardArguments", ("dout", "dlse", "out", "lse", *NEEDS, *Arguments._fields))

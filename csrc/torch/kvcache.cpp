@@ -1,0 +1,294 @@
+#include "kvcache.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "checks.h"
+#include "cuda_backend.h"
+
+namespace flash_dmattn {
+namespace {
+
+constexpr int64_t kMinPageSize = 16, kMaxPageSize = 256;
+
+// The shape of a tensor beside others of its call: (first, second, heads, D), or without D.
+void check_sizes(const char* name, const Tensor& tensor, at::IntArrayRef sizes, const char* layout) {
+    TORCH_CHECK_VALUE(tensor.sizes() == sizes, name, " must be ", layout, " = ", sizes, ", got shape ",
+                      shape_of(tensor));
+}
+
+void check_cache_rows(const char* name, const Tensor& cache, const Tensor& query, const char* layout) {
+    check_rows_of(name, cache, layout);
+    check_beside_query(name, cache, query, true);
+    check_head_dim(name, cache);
+    TORCH_CHECK_VALUE(cache.stride(-1) == 1 || cache.numel() == 0, name,
+                      " must be contiguous in its last dimension, got strides ", cache.strides());
+    if (query.is_cpu()) return;
+    TORCH_CHECK_VALUE(cache.size(3) % 8 == 0 && cache.size(3) == query.size(-1), name,
+                      " must have query's head dimension and a multiple of 8 on CUDA, which pads no cache, got ",
+                      cache.size(3), " beside query's ", query.size(-1));
+    bool aligned = is_aligned(cache);
+    for (int64_t dim = 0; dim < 3; ++dim)
+        aligned &= cache.size(dim) <= 1 || cache.stride(dim) % (kPieceBytes / cache.element_size()) == 0;
+    TORCH_CHECK_VALUE(aligned, name,
+                      " must be aligned to 16 bytes, in its storage and in all strides but the last, got strides ",
+                      cache.strides());
+}
+
+void check_caches(const KvCacheInputs& in) {
+    const Tensor& query = in.query;
+    const char* layout = in.block_table ? "(pages, page_size, Hkv, D)" : "(B, Sk, Hkv, D)";
+    check_rows_of("query", query, in.is_packed() ? "(total_q, H, D)" : "(B, Sq, H, D)");
+    check_head_dim("query", query);
+    check_kernels(query);
+    check_cache_rows("k_cache", in.k_cache, query, layout);
+    check_same_head_dim("k_cache", in.k_cache, query);
+    check_cache_rows("v_cache", in.v_cache, query, layout);
+    const auto sizes = in.k_cache.sizes().slice(0, 3);
+    TORCH_CHECK_VALUE(in.v_cache.sizes().slice(0, 3) == sizes,
+                      "k_cache and v_cache must have the same shape except for the head dimension, got ",
+                      shape_of(in.k_cache), " and ", shape_of(in.v_cache));
+    if (!in.bias_cache) return;
+    const Tensor& bias = *in.bias_cache;
+    check_sizes("bias_cache", bias, sizes, in.block_table ? "(pages, page_size, Hkv)" : "(B, Sk, Hkv)");
+    TORCH_CHECK_TYPE(bias.scalar_type() == at::kFloat || bias.scalar_type() == query.scalar_type(),
+                     "bias_cache must be float32 or have the cache's dtype ", dtype_of(query), ", got ",
+                     dtype_of(bias));
+    check_device(bias, "bias_cache", query, "query");
+}
+
+void check_new_tokens(const KvCacheInputs& in) {
+    TORCH_CHECK_VALUE(in.key.has_value() == in.value.has_value(), "key and value come together, got ",
+                      in.key ? "key" : "value", " alone");
+    const bool has_bias = in.key && in.bias_cache;
+    TORCH_CHECK_VALUE(has_bias || !in.bias, "bias comes with key and bias_cache, got it without ",
+                      in.key ? "bias_cache" : "key");
+    TORCH_CHECK_VALUE(!has_bias || in.bias, "bias of the new tokens must be given with key and bias_cache, got none");
+    if (!in.key) return;
+    std::vector<int64_t> sizes = in.query.sizes().vec();
+    sizes[sizes.size() - 2] = in.k_cache.size(2);
+    const char* layout = in.is_packed() ? "(total_q, Hkv, D)" : "(B, Sq, Hkv, D)";
+    for (const auto& [name, rows, cache] :
+         {std::tuple("key", &*in.key, &in.k_cache), std::tuple("value", &*in.value, &in.v_cache)}) {
+        check_rows_of(name, *rows, layout);
+        check_beside_query(name, *rows, in.query, true);
+        sizes.back() = cache->size(3);
+        check_sizes(name, *rows, sizes, layout);
+    }
+    if (!in.bias) return;
+    sizes.pop_back();
+    check_sizes("bias", *in.bias, sizes, in.is_packed() ? "(total_q, Hkv)" : "(B, Sq, Hkv)");
+    TORCH_CHECK_TYPE(in.bias->scalar_type() == in.bias_cache->scalar_type(), "bias must have bias_cache's dtype ",
+                     dtype_of(*in.bias_cache), ", got ", dtype_of(*in.bias));
+    check_device(*in.bias, "bias", in.query, "query");
+}
+
+void check_integers(const char* name, const Tensor& tensor, const Tensor& query, int64_t batch, bool is_table) {
+    TORCH_CHECK_VALUE(tensor.dim() == (is_table ? 2 : 1) && tensor.size(0) == batch, name, " must be ",
+                      is_table ? "(B, pages of a sequence)" : "(B)", " for ", batch, " sequences, got shape ",
+                      shape_of(tensor));
+    check_dtype(tensor, name, at::kInt);
+    check_device(tensor, name, query, "query");
+    check_last_contiguous(tensor, name);
+}
+
+int64_t check_sequences(const KvCacheInputs& in) {
+    TORCH_CHECK_VALUE(in.cu_seqlens_q.has_value() == in.max_seqlen_q.has_value(),
+                      "cu_seqlens_q and max_seqlen_q come together");
+    if (in.is_packed()) {
+        CuSeqlens given{"cu_seqlens_q", *in.cu_seqlens_q, &in.query, "query"};
+        given.total = in.query.size(0);
+        given.longest_name = "max_seqlen_q";
+        given.longest = in.max_seqlen_q->guard_int(__FILE__, __LINE__);
+        check_length("max_seqlen_q", *given.longest);
+        check_cu_seqlens(given);
+        check_last_contiguous(*in.cu_seqlens_q, "cu_seqlens_q");
+    }
+    const int64_t batch = in.is_packed() ? in.cu_seqlens_q->numel() - 1 : in.query.size(0);
+    check_integers("cache_seqlens", in.cache_seqlens, in.query, batch, false);
+    const int64_t page_size = in.k_cache.size(1);
+    if (in.block_table) {
+        check_integers("block_table", *in.block_table, in.query, batch, true);
+        TORCH_CHECK_VALUE(!in.cache_batch_idx, "cache_batch_idx is for a contiguous cache, got block_table too");
+        TORCH_CHECK_VALUE(kMinPageSize <= page_size && page_size <= kMaxPageSize, "k_cache must have pages of ",
+                          kMinPageSize, " to ", kMaxPageSize, " keys with block_table, got shape ",
+                          shape_of(in.k_cache));
+    } else if (in.cache_batch_idx) {
+        check_integers("cache_batch_idx", *in.cache_batch_idx, in.query, batch, false);
+    } else {
+        TORCH_CHECK_VALUE(in.k_cache.size(0) == batch, "k_cache must have query's batch size ", batch,
+                          " without cache_batch_idx and block_table, got ", in.k_cache.size(0));
+    }
+    check_length("the room for the keys of a sequence",
+                 in.block_table ? in.block_table->size(1) * page_size : page_size);
+    return batch;
+}
+
+void check_options(const KvCacheInputs& in, int64_t batch) {
+    if (in.window_size) {
+        TORCH_CHECK_VALUE(in.window_size->guard_int(__FILE__, __LINE__) >= 0, "window_size must not be negative, got ",
+                          *in.window_size);
+        TORCH_CHECK_VALUE(in.bias_cache, "window_size selects by bias_cache, got none");
+        TORCH_CHECK_VALUE(in.is_causal,
+                          "window_size needs is_causal=True: each row chooses among the keys up to its own");
+    }
+    if (in.relative_bias) {
+        TORCH_CHECK_VALUE(in.relative_bias->dim() == 3, "relative_bias must be ({B|1}, {H|Hkv|1}, 2R + 1), got shape ",
+                          shape_of(*in.relative_bias));
+        check_relative_bias(*in.relative_bias, in.query, in.k_cache, batch);
+        check_dtype(*in.relative_bias, "relative_bias", accumulation_type(in.query));
+    }
+    if (in.sinks) {
+        TORCH_CHECK_VALUE(in.sinks->dim() == 1 && (in.sinks->size(0) == in.query.size(-2) || in.sinks->size(0) == 1),
+                          "sinks must be ({H|1}), got shape ", shape_of(*in.sinks));
+        check_dtype(*in.sinks, "sinks", accumulation_type(in.query));
+        check_device(*in.sinks, "sinks", in.query, "query");
+    }
+}
+
+KeyBiasView key_bias_view(const Tensor& bias, bool packed) {
+    KeyBiasView view;
+    view.data = data_of(bias);
+    view.batch_stride = packed ? 0 : bias.stride(0);
+    view.row_stride = bias.stride(packed ? 0 : 1);
+    view.head_stride = bias.stride(-1);
+    view.dtype = data_type(bias);
+    return view;
+}
+
+KvCacheParams params_of(const KvCacheInputs& in, int64_t batch) {
+    const bool packed = in.is_packed(), paged = in.block_table.has_value();
+    KvCacheParams p;
+    p.batch = batch;
+    p.heads = in.query.size(-2);
+    p.kv_heads = in.k_cache.size(2);
+    p.head_dim = in.query.size(-1);
+    p.seqlen_q = packed ? in.max_seqlen_q->guard_int(__FILE__, __LINE__) : in.query.size(1);
+    p.total_q = packed ? in.query.size(0) : batch * p.seqlen_q;
+    if (packed) p.cu_seqlens_q = in.cu_seqlens_q->const_data_ptr<int32_t>();
+    p.cache_batch = in.k_cache.size(0);
+    p.seqlen_k = in.k_cache.size(1);
+    if (paged) {
+        p.page_size = in.k_cache.size(1);
+        p.seqlen_k = in.block_table->size(1) * p.page_size;
+        p.block_table = in.block_table->const_data_ptr<int32_t>();
+        p.block_table_stride = in.block_table->stride(0);
+    }
+    if (in.cache_batch_idx) p.cache_batch_idx = in.cache_batch_idx->const_data_ptr<int32_t>();
+    p.cache_seqlens = in.cache_seqlens.const_data_ptr<int32_t>();
+    p.dtype = data_type(in.query);
+    p.softmax_scale = in.softmax_scale;
+    p.softcap = in.softcap;
+    p.is_causal = in.is_causal;
+    if (in.window_size) p.window_size = in.window_size->guard_int(__FILE__, __LINE__);
+    p.batch_invariant = in.batch_invariant;
+    p.query = rows_view(in.query, packed);
+    p.k_cache = rows_view(in.k_cache, false);
+    p.v_cache = rows_view(in.v_cache, false);
+    if (in.key) {
+        p.key = rows_view(*in.key, packed);
+        p.value = rows_view(*in.value, packed);
+    }
+    if (in.bias_cache) p.bias_cache = key_bias_view(*in.bias_cache, false);
+    if (in.bias) p.bias = key_bias_view(*in.bias, packed);
+    if (in.relative_bias) p.relative_bias = relative_bias_view(*in.relative_bias);
+    if (in.sinks && in.sinks->scalar_type() == at::kFloat) {
+        p.sinks = in.sinks->const_data_ptr<float>();
+        p.sinks_stride = broadcast_stride(*in.sinks, 0);
+    }
+    return p;
+}
+
+// The values of lengths, pages and batch elements, read back from a GPU under FLASH_DMATTN_CHECK=1. CUDA kernels and
+// the composition clamp them otherwise.
+void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
+    if (!is_host_readable(in.cache_seqlens)) return;
+    const auto read = [](const OptionalTensor& tensor) {
+        return tensor ? tensor->to(at::kCPU).contiguous() : Tensor();
+    };
+    const Tensor seqlens = read(in.cache_seqlens), table = read(in.block_table), elements = read(in.cache_batch_idx),
+                 offsets = read(in.cu_seqlens_q);
+    const auto at = [](const Tensor& tensor, int64_t i) { return int64_t{tensor.const_data_ptr<int32_t>()[i]}; };
+    std::vector<int64_t> written;  // positions of the cache, all batch elements or pages concatenated
+    for (int64_t b = 0; b < p.batch; ++b) {
+        const int64_t rows = offsets.defined() ? at(offsets, b + 1) - at(offsets, b) : p.seqlen_q;
+        const int64_t length = at(seqlens, b), keys = length + (in.key ? rows : 0);
+        TORCH_CHECK_VALUE(length >= 0, "cache_seqlens must not be negative, got ", length, " for sequence ", b);
+        TORCH_CHECK_VALUE(keys <= p.seqlen_k, "cache_seqlens must be at most the ", p.seqlen_k,
+                          " keys that a sequence has room for", in.key ? ", with its new tokens" : "", ", got ", length,
+                          in.key ? " and " + std::to_string(rows) + " new ones" : "", " for sequence ", b);
+        const int64_t pages = p.page_size > 0 ? (keys + p.page_size - 1) / p.page_size : 0;
+        for (int64_t j = 0; j < pages; ++j) {
+            const int64_t page = at(table, b * table.size(1) + j);
+            TORCH_CHECK_VALUE(0 <= page && page < p.cache_batch, "block_table must be of pages from 0 to ",
+                              p.cache_batch - 1, ", got ", page, " for page ", j, " of sequence ", b);
+        }
+        const int64_t element = elements.defined() ? at(elements, b) : b;
+        TORCH_CHECK_VALUE(p.page_size > 0 || (0 <= element && element < p.cache_batch),
+                          "cache_batch_idx must be from 0 to ", p.cache_batch - 1, ", got ", element, " for sequence ",
+                          b);
+        for (int64_t key = length; key < keys; ++key)
+            written.push_back(p.page_size > 0
+                                  ? at(table, b * table.size(1) + key / p.page_size) * p.page_size + key % p.page_size
+                                  : element * p.seqlen_k + key);
+    }
+    std::sort(written.begin(), written.end());
+    const auto twice = std::adjacent_find(written.begin(), written.end());
+    if (twice == written.end()) return;
+    const int64_t width = p.page_size > 0 ? p.page_size : p.seqlen_k;
+    TORCH_CHECK_VALUE(false, p.page_size > 0 ? "block_table" : "cache_batch_idx",
+                      " must give each new token a place of its own, got two for key ", *twice % width,
+                      p.page_size > 0 ? " of page " : " of batch element ", *twice / width);
+}
+
+// Rows of the call as the kernels read them, copied at O(Sq D) where needed.
+void make_readable(KvCacheInputs& in) {
+    const auto readable = [](const Tensor& rows) {
+        return readable_rows(rows.stride(-1) == 1 ? rows : rows.contiguous());
+    };
+    in.query = readable(in.query);
+    if (in.key) {
+        in.key = readable(*in.key);
+        in.value = readable(*in.value);
+    }
+    if (in.relative_bias && !has_contiguous_entries(*in.relative_bias))
+        in.relative_bias = in.relative_bias->contiguous();
+}
+
+ForwardResult compose(const KvCacheInputs& in) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("flash_dmattn::compose_attention_with_kvcache", "")
+                               .typed<KvCacheOperator>();
+    const auto call = [&](std::nullptr_t, const auto&... arguments) { return op.call(arguments...); };
+#define FLASH_DMATTN_PASS(schema, type, name) , in.name
+    return call(nullptr FLASH_DMATTN_KVCACHE_ARGUMENTS(FLASH_DMATTN_PASS));
+#undef FLASH_DMATTN_PASS
+}
+
+}  // namespace
+
+ForwardResult attention_with_kvcache(KvCacheInputs in) {
+    check_caches(in);
+    const int64_t batch = check_sequences(in);
+    check_new_tokens(in);
+    check_options(in, batch);
+    make_readable(in);
+    KvCacheParams p = params_of(in, batch);
+    check_positions(in, p);
+    const bool sees_nothing = in.window_size && p.window_size == 0;  // KvCacheParams has no such window
+    if (in.query.is_cpu() || sees_nothing || p.batch == 0 || p.total_q == 0 || p.heads == 0) return compose(in);
+
+    const Tensor out = at::empty(in.query.sizes(), in.query.options());
+    const auto stats = in.query.options().dtype(at::kFloat);
+    const Tensor lse =
+        in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats);
+    p.out = rows_view(out, in.is_packed());
+    p.lse = row_stat_view(lse, in.is_packed());
+    if (decode_kvcache_cuda(p, in.query)) return {out, lse};
+    return compose(in);
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,151 @@
+"""`flash_dmattn_with_kvcache`: attention of new tokens over a cache of keys, values and biases, contiguous or in pages."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import checks, ops
+from . import kvcache_composed as kvcache_composed  # implements an operator
+from .arguments import require_bool, require_count, require_length, require_tensor
+from .attend import accumulated, autocast_is_on, kernels_for
+from .sinks import check_sinks
+
+INT32_MAX = 2**31 - 1
+
+
+def flash_dmattn_with_kvcache(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    bias_cache: Tensor | None = None,
+    bias: Tensor | None = None,
+    cache_seqlens: Tensor | int,
+    cache_batch_idx: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    window_size: int | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = True,
+    softcap: float = 0.0,
+    relative_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new tokens over a cache of keys, values and biases, for inference: decoding, a few rows, chunks of
+    prefill, and batches that mix them.
+
+    The formula is that of `flash_dmattn_func`. A sequence has cache_seqlens keys in the cache. Where key is given, one
+    new key, value and bias for each new row are written into the cache in place behind them, before attention. The last
+    row stands at the last key, the row before it at the key before: causality is aligned to the bottom right corner.
+
+    The cache is contiguous, or it consists of pages that the sequences share: page block_table[b, j] holds the keys
+    j * page_size to (j + 1) * page_size - 1 of sequence b.
+
+    Args:
+        query: (B, Sq, H, D), float16 or bfloat16; on the CPU float32 and float64 too. With cu_seqlens_q (total_q, H, D).
+        k_cache: (B, Sk, Hkv, D) in query's dtype, or with block_table (pages, page_size, Hkv, D). The last dimension is
+            contiguous; on CUDA D is a multiple of 8, and storage and other strides are aligned to 16 bytes.
+        v_cache: as k_cache; on the CPU with a head dimension of its own.
+        key, value: of the new tokens, (B, Sq, Hkv, D), with cu_seqlens_q (total_q, Hkv, D), in query's dtype; both or
+            none.
+        bias_cache: (B, Sk, Hkv) or (pages, page_size, Hkv), float32 or in the cache's dtype: one number a key and
+            key/value head, added to the scores. -inf and the least finite number of the dtype hide the key.
+        bias: of the new tokens, (B, Sq, Hkv) or (total_q, Hkv), in bias_cache's dtype; with key and bias_cache.
+        cache_seqlens: int32 (B), or an int for all: the keys in the cache, without the new ones. On CUDA only the
+            device reads the values, so that one CUDA graph serves all lengths.
+        cache_batch_idx: int32 (B), for a contiguous cache: the cache's batch element of each sequence.
+        block_table: int32 (B, pages of a sequence): the pages of each sequence, of 16 to 256 keys. Entries beyond a
+            sequence's keys may have any value.
+        cu_seqlens_q: int32 (B + 1): query, key, value and bias are packed, and sequence b has the rows cu_seqlens_q[b]
+            to cu_seqlens_q[b + 1] - 1. Sequences may have different numbers of rows, also none.
+        max_seqlen_q: with cu_seqlens_q, at least the most rows of a sequence.
+        window_size: top-k selection: each row sees the `window_size` keys of largest bias among the keys up to its own,
+            ties to the later key. Needs bias_cache and is_causal.
+        softmax_scale: by default 1 / sqrt(D).
+        is_causal: a row sees the keys up to its own, else all of the sequence.
+        softcap: 0 for none, else the bound of the capped scores.
+        relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), as in `flash_dmattn_func`; distances are those in the sequence.
+        sinks: ({H|1}), as in `flash_dmattn_func`.
+        return_lse: also return lse, without sinks.
+        batch_invariant: a sequence gets bitwise the same output alone and in any batch, at any position in it, with any
+            order of pages.
+
+    Bad lengths, pages and batch elements, and two new tokens for one place of the cache, are errors on the CPU, and on
+    CUDA under FLASH_DMATTN_CHECK=1. Else CUDA never reads or writes outside the tensors, and drops new tokens that have
+    no place; the output of such a sequence is undefined.
+
+    Returns:
+        out in query's shape (with v_cache's head dimension) and dtype, or with return_lse (out, lse), lse (B, H, Sq) or
+        (H, total_q) in natural logarithms, float32 (float64 for float64), -inf for a row without visible keys.
+
+    Raises:
+        ValueError: an invalid shape or value.
+        TypeError: an invalid dtype or type.
+        RuntimeError: tensors on different devices, kernels that were not built, or a tensor that requires grad while
+            gradients are enabled: there are none.
+    """
+    kernels_for(query)
+    tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
+    tensors |= {"bias_cache": bias_cache, "bias": bias, "cache_batch_idx": cache_batch_idx, "block_table": block_table}
+    tensors |= {"cu_seqlens_q": cu_seqlens_q, "relative_bias": relative_bias, "sinks": sinks}
+    check_tensors(tensors)
+    if autocast_is_on(query.device):  # the cache cannot be copied
+        query, key, value = (x if x is None else x.to(k_cache.dtype) for x in (query, key, value))
+    check_options(softmax_scale, softcap, is_causal, return_lse, batch_invariant)
+    if window_size is not None:
+        window_size = require_length("window_size", window_size)
+    if max_seqlen_q is not None:
+        max_seqlen_q = require_length("max_seqlen_q", max_seqlen_q)
+    if not isinstance(cache_seqlens, Tensor):
+        batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        cache_seqlens = lengths_of(cache_seqlens, batch, query.device)
+    if relative_bias is not None:
+        relative_bias = accumulated(relative_bias, query)
+    if sinks is not None:
+        check_sinks(sinks, query)
+        sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
+    scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if softmax_scale is None else float(softmax_scale)
+    out, lse = ops.attention_with_kvcache(
+        *(query, k_cache, v_cache, key, value, bias_cache, bias, cache_seqlens, cache_batch_idx, block_table),
+        *(cu_seqlens_q, max_seqlen_q, window_size, scale, bool(is_causal), float(softcap), relative_bias, sinks),
+        bool(batch_invariant),
+    )
+    return (out, lse) if return_lse else out
+
+
+def check_tensors(tensors: dict[str, Tensor | None]) -> None:
+    """Types and gradients. csrc/torch/kvcache.cpp checks shapes, dtypes, devices and values."""
+    for name, tensor in tensors.items():
+        if tensor is None and name not in ("query", "k_cache", "v_cache"):
+            continue
+        require_tensor(name, tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; "
+                "call it under torch.no_grad()"
+            )
+
+
+def check_options(
+    softmax_scale: object, softcap: object, is_causal: object, return_lse: object, batch_invariant: object
+) -> None:
+    if softmax_scale is not None:
+        checks.check_finite("softmax_scale", softmax_scale)
+    checks.check_softcap(softcap)
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("batch_invariant", batch_invariant)):
+        require_bool(name, flag)
+
+
+def lengths_of(cache_seqlens: object, batch: int, device: torch.device) -> Tensor:
+    length = require_count("cache_seqlens", cache_seqlens, "a torch.Tensor or an int")
+    if isinstance(length, int) and length > INT32_MAX:
+        raise ValueError(f"cache_seqlens must fit in 32 bits, got {length}")
+    return torch.full((batch,), length, dtype=torch.int32, device=device)

@@ -14,8 +14,8 @@ from .interface import (
     flash_dmattn_varlen_func,
     flash_dmattn_varlen_kvpacked_func,
     flash_dmattn_varlen_qkvpacked_func,
+    flash_dmattn_with_kvcache,
 )
-from .kvcache import flash_dmattn_with_kvcache
 from .masks import KeyIntervalMask, KeyLists, create_mask
 from .merge import merge_attention
 from .padding import pad_input, unpad_input

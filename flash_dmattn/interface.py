@@ -17,6 +17,7 @@ from .arguments import check_cu_seqlens
 from .attend import attend, autocast_is_on, kernels_for, require_device_with_kernels
 from .call import Call, Varlen
 from .checks import AnyMask
+from .kvcache import flash_dmattn_with_kvcache as flash_dmattn_with_kvcache
 
 
 def continued_by(function: Callable, first: str) -> Callable[[Callable], Callable]:

@@ -27,6 +27,7 @@ SECTIONS = (
             "flash_dmattn_varlen_func",
             "flash_dmattn_varlen_qkvpacked_func",
             "flash_dmattn_varlen_kvpacked_func",
+            "flash_dmattn_with_kvcache",
             "merge_attention",
         ),
     ),

@@ -33,6 +33,12 @@ RESULTS = (
     ("tuple[Tensor, Tensor, Tensor]", YES, "bool"),
     ("Tensor | tuple[Tensor, ...]", "bool | None", "bool"),
 )
+# Of a function without return_attn_probs.
+RESULTS_OR_LSE = (
+    ("Tensor", "", NO),
+    ("tuple[Tensor, Tensor]", "", YES),
+    ("Tensor | tuple[Tensor, Tensor]", "", "bool"),
+)
 
 
 def overload_of(name: str, function, result: str, probs: str, lse: str, owner: str = "") -> str:
@@ -52,7 +58,9 @@ def overload_of(name: str, function, result: str, probs: str, lse: str, owner: s
 def stub() -> str:
     parts = [TOP.rstrip()]
     for name in FUNCTIONS:
-        parts += [overload_of(name, getattr(interface, name), *results) for results in RESULTS]
+        function = getattr(interface, name)
+        has_probs = "return_attn_probs" in inspect.signature(function).parameters
+        parts += [overload_of(name, function, *results) for results in (RESULTS if has_probs else RESULTS_OR_LSE)]
     calls = [overload_of("__call__", interface.flash_dmattn_func, *results, "self") for results in RESULTS]
     parts.append("class FlashDmattnFunc(Protocol):\n" + textwrap.indent("\n".join(calls), "    "))
     parts.append("def flash_dmattn_func_auto(backend: str | None = ...) -> FlashDmattnFunc: ...")

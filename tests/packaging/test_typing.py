@@ -25,6 +25,7 @@ from flash_dmattn import flash_dmattn_kvpacked_func as kvpacked, flash_dmattn_qk
 from flash_dmattn import flash_dmattn_varlen_func as varlen
 from flash_dmattn import flash_dmattn_varlen_kvpacked_func as varlen_kvpacked
 from flash_dmattn import flash_dmattn_varlen_qkvpacked_func as varlen_qkvpacked
+from flash_dmattn import flash_dmattn_with_kvcache as with_kvcache
 
 x = torch.randn(1, 1, 1, 8)
 Two = tuple[Tensor, Tensor]
@@ -47,6 +48,9 @@ def calls(flag: bool) -> None:
     assert_type(varlen(x, x, x, cu_seqlens_q=x, cu_seqlens_k=x, max_seqlen_q=1, max_seqlen_k=1, return_lse=True), Two)
     assert_type(varlen_qkvpacked(x, None, None, x, 1, None, True, return_lse=True), Two)
     assert_type(varlen_kvpacked(x, x, None, None, x, x, 1, 1, return_attn_probs=True), Three)
+    assert_type(with_kvcache(x, x, x, cache_seqlens=3), Tensor)
+    assert_type(with_kvcache(x, x, x, x, x, cache_seqlens=x, window_size=3, return_lse=True), Two)
+    assert_type(with_kvcache(x, x, x, cache_seqlens=x, return_lse=flag), Union[Tensor, Two])
     assert_type(merge_attention([x], [x]), Two)
     assert_type(flash_dmattn.CUDA_AVAILABLE, bool)
 
@@ -57,6 +61,7 @@ def refused() -> None:
     fixed(x, x, x, dropout=0.1)  # type: ignore[call-overload]
     qkvpacked(x, x, x, softcap="1")  # type: ignore[call-overload]
     varlen_kvpacked(x, x, cache_seqlens=x)  # type: ignore[call-overload]
+    with_kvcache(x, x, x)  # type: ignore[call-overload]
     auto()(x, x, x, sparse=1)  # type: ignore[call-overload]
     flash_dmattn.flash_dmattn_function  # type: ignore[attr-defined]
 """

@@ -1,4 +1,4 @@
-"""`flash_dmattn_with_kvcache`: attention of new tokens over a cache of keys, values and biases, contiguous or in pages."""
+"""`flash_dmattn_with_kvcache`: attention of new tokens over a cache of keys, contiguous or in pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import checks, ops
 from . import kvcache_composed as kvcache_composed  # implements an operator
-from .arguments import require_bool, require_count, require_length, require_tensor
+from .arguments import require_bool, require_count, require_device, require_length, require_tensor
 from .attend import accumulated, autocast_is_on, kernels_for
 from .sinks import check_sinks
 
@@ -50,7 +50,8 @@ def flash_dmattn_with_kvcache(
     j * page_size to (j + 1) * page_size - 1 of sequence b.
 
     Args:
-        query: (B, Sq, H, D), float16 or bfloat16; on the CPU float32 and float64 too. With cu_seqlens_q (total_q, H, D).
+        query: (B, Sq, H, D), or with cu_seqlens_q (total_q, H, D); float16 or bfloat16, on the CPU float32 and float64
+            too.
         k_cache: (B, Sk, Hkv, D) in query's dtype, or with block_table (pages, page_size, Hkv, D). The last dimension is
             contiguous; on CUDA D is a multiple of 8, and storage and other strides are aligned to 16 bytes.
         v_cache: as k_cache; on the CPU with a head dimension of its own.
@@ -96,6 +97,8 @@ def flash_dmattn_with_kvcache(
     tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
     tensors |= {"bias_cache": bias_cache, "bias": bias, "cache_batch_idx": cache_batch_idx, "block_table": block_table}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "relative_bias": relative_bias, "sinks": sinks}
+    if isinstance(cache_seqlens, Tensor):
+        tensors["cache_seqlens"] = cache_seqlens
     check_tensors(tensors)
     if autocast_is_on(query.device):  # the cache cannot be copied
         query, key, value = (x if x is None else x.to(k_cache.dtype) for x in (query, key, value))
@@ -122,11 +125,12 @@ def flash_dmattn_with_kvcache(
 
 
 def check_tensors(tensors: dict[str, Tensor | None]) -> None:
-    """Types and gradients. csrc/torch/kvcache.cpp checks shapes, dtypes, devices and values."""
+    """Types, devices and gradients. csrc/torch/kvcache.cpp checks shapes, dtypes and values."""
     for name, tensor in tensors.items():
         if tensor is None and name not in ("query", "k_cache", "v_cache"):
             continue
         require_tensor(name, tensor)
+        require_device(name, tensor, tensors["query"].device, "query")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; "

@@ -10,8 +10,11 @@ On CUDA nothing waits for the device: lengths, pages and offsets are read there,
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import fallbacks, ops
 from .arguments import is_host_readable
@@ -20,6 +23,17 @@ from .call import Call, Varlen
 from .masks.topk import sequence_of_keys
 from .ops.list_sizes import MAX_TOPK_LIST_ROWS, list_capacity
 from .ops.schema import KvCacheArguments
+
+CHECKS_DEVICES = os.environ.get("FLASH_DMATTN_CHECK") == "1"  # as in csrc/torch/checks.cpp
+# With batch_invariant on CUDA: a sequence that is added to every batch. With it each batch has more rows than the
+# kernels for few rows serve, whose split-KV depends on the batch, and more keys than any threshold between kernels. The
+# blocks of the other kernels start at a sequence's first row, so that its bits depend on the sequence alone.
+FILLER_ROWS, FILLER_KEYS = 128, 4096
+
+
+def read(lengths: Tensor) -> list[int] | None:
+    """The values, where reading them is free, or asked for by FLASH_DMATTN_CHECK=1."""
+    return lengths.tolist() if CHECKS_DEVICES or is_host_readable(lengths) else None
 
 
 class Slots:
@@ -68,9 +82,9 @@ class Sequences:
             self.rows = self.cu_seqlens.diff().long()
         self.before = before
         self.keys = before if given.key is None else (before + self.rows).clamp_(max=room)
-        # On the CPU the most keys that a sequence has; elsewhere the most that it may have.
-        is_readable = is_host_readable(self.keys)
-        self.longest = max(self.keys.tolist(), default=0) if is_readable else room
+        # The most keys that a sequence has; where only the device knows, the most that it may have.
+        values = read(self.keys)
+        self.longest = room if values is None else max(values, default=0)
 
     def of_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """int64 (rows): the sequence of each packed row, and the row's number in it."""
@@ -101,9 +115,10 @@ def compose_attention_with_kvcache(*args) -> tuple[Tensor, Tensor]:
             append(given, slots, sequences)
         if is_empty or given.window_size == 0:
             return nothing_visible(given)
-        if given.batch_invariant:
-            return one_by_one(given, sequences)
-        return attend_to_cache(given, slots, sequences)
+        if not given.batch_invariant:
+            return attend_to_cache(given, slots, sequences)
+        invariant = one_by_one if query.device.type == "cpu" else attend_beside_filler
+        return invariant(given, slots, sequences)
 
 
 def nothing_visible(given: KvCacheArguments) -> tuple[Tensor, Tensor]:
@@ -134,10 +149,20 @@ def append(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> None:
             cache.index_put_((element, key), torch.where(any_exists, new, cache[element, key]))
 
 
-def one_by_one(given: KvCacheArguments, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """Each sequence in a call of its own, so that its bits depend on no other."""
-    if given.cu_seqlens_q is not None and not is_host_readable(given.cu_seqlens_q):
-        return one_by_one_on_device(given, sequences)
+def attend_beside_filler(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """batch_invariant on CUDA: all sequences packed, in one call with the filler."""
+    query, offsets = given.query, given.cu_seqlens_q
+    if offsets is None:
+        offsets = torch.arange(sequences.batch + 1, dtype=torch.int32, device=query.device) * sequences.most_rows
+    rows = query.flatten(0, -3)
+    out, lse = attend_to_cache(given._replace(query=rows, cu_seqlens_q=offsets), slots, sequences)
+    if query.ndim == 3:
+        return out, lse
+    return out.unflatten(0, query.shape[:2]), lse.unflatten(1, query.shape[:2]).transpose(0, 1)
+
+
+def one_by_one(given: KvCacheArguments, _: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """batch_invariant on the CPU: each sequence in a call of its own."""
     offsets = None if given.cu_seqlens_q is None else given.cu_seqlens_q.tolist()
     parts = []
     for b in range(sequences.batch):
@@ -172,11 +197,15 @@ def attend_alone(given: KvCacheArguments, sequences: Sequences, b: int, query: T
     return attend_to_cache(alone, slots, Sequences(alone, slots.room))
 
 
+def has_filler(given: KvCacheArguments) -> bool:
+    return given.batch_invariant and given.query.device.type != "cpu"
+
+
 def attend_to_cache(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """(out, lse), when the new tokens are in the cache."""
     room, window_size = sequences.longest, given.window_size
     is_packed = given.cu_seqlens_q is not None
-    selects = window_size is not None and window_size < room
+    selects = window_size is not None and (window_size < room or has_filler(given))
     # The kernels that select key lists for few rows read a contiguous cache in place. Distances of a relative bias need
     # every key at its position.
     is_in_place = slots.table is None and slots.elements is None and not is_packed
@@ -188,15 +217,15 @@ def attend_to_cache(given: KvCacheArguments, slots: Slots, sequences: Sequences)
     else:
         keys = [slots.whole(cache, room) for cache in caches_of(given)], sequences.keys
     if fallbacks.enabled() and given.query.device.type == "cuda":
-        report(given, selects)
-    return call_attention(given, sequences, *keys)
+        report(selects and given.relative_bias is not None)
+    return call_packed(given, sequences, *keys) if is_packed else call_fixed(given, *keys)
 
 
-def report(given: KvCacheArguments, selects: bool) -> None:
+def report(needs_all_keys: bool) -> None:
     text = "no kernel reads the cache in place for this call: keys are gathered, then attended to"
-    if selects and given.relative_bias is not None:
-        text += "; with window_size and relative_bias all keys of the cache, without relative_bias only the best"
-    fallbacks.report("attention over a cache of other operators", text)
+    if needs_all_keys:
+        text += "; with window_size and relative_bias these are all keys, without relative_bias only the best"
+    fallbacks.report("attention over a cache by other operators", text)
 
 
 def caches_of(given: KvCacheArguments) -> list[Tensor]:
@@ -204,30 +233,35 @@ def caches_of(given: KvCacheArguments) -> list[Tensor]:
 
 
 def all_keys_packed(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[list[Tensor], Tensor]:
-    """(keys, values and biases packed without gaps, the keys of each sequence)"""
-    sequence, position, _ = packed(sequences, sequences.keys, sequences.longest)
-    element, key, _ = slots.find(sequence, position)
-    return [cache[element, key] for cache in caches_of(given)], sequences.keys
+    """(keys, values and biases packed without gaps, the number of each sequence's)"""
+    sequence, position = packed(given, sequences.keys, sequences.longest)
+    element, key, exists = slots.find(sequence, position)
+    return hidden_where(~exists[:, None], [cache[element, key] for cache in caches_of(given)]), sequences.keys
 
 
-def packed(sequences: Sequences, counts: Tensor, most: int) -> tuple[Tensor, Tensor, int]:
-    """int64 (total): the sequence of each of the `counts` elements of a sequence, and its number there; and total, at
-    most `most` for a sequence where the counts cannot be read."""
-    total = sum(counts.tolist()) if is_host_readable(counts) else sequences.batch * most
-    return *packed_positions(offsets_of(counts), total), total
+def hidden_where(hidden: Tensor, keys: list[Tensor]) -> list[Tensor]:
+    """(keys, values and biases), -inf where hidden: they are selected by, and may not be NaN."""
+    return [*keys[:2], *(biases.masked_fill(hidden, -torch.inf) for biases in keys[2:])]
+
+
+def packed(given: KvCacheArguments, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """int64 (total): the sequence of each of the `counts` elements of the sequences, and its number there. The total is
+    `most` for each sequence where the counts cannot be read, and includes the filler."""
+    values = read(counts)
+    total = counts.shape[0] * most if values is None else sum(values)
+    return packed_positions(offsets_of(counts), total + has_filler(given) * FILLER_KEYS)
 
 
 def offsets_of(counts: Tensor) -> Tensor:
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    return pad(counts.cumsum(0), (1, 0)).int()
 
 
 def best_and_new_keys(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[list[Tensor], Tensor]:
     """(keys, values and biases, the number of each sequence's): the w best keys before the new rows, which differ by
     head, and those of the new rows, in the cache's order. (B, w + Sq, ..), or packed without gaps."""
     prefix = (sequences.keys - sequences.rows).clamp_(min=0)  # keys before the first new row's own
-    longest = sequences.longest
-    if is_host_readable(prefix):
-        longest = max(prefix.tolist(), default=0)
+    values = read(prefix)
+    longest = sequences.longest if values is None else max(values)
     most = min(given.window_size, longest)
     best, found = best_keys(slots.whole(given.bias_cache, longest), prefix, most)
     selected = prefix.clamp(max=most)  # slots for the best keys; a head with fewer leaves the first ones empty
@@ -237,16 +271,16 @@ def best_and_new_keys(given: KvCacheArguments, slots: Slots, sequences: Sequence
         sequence = torch.arange(sequences.batch, device=prefix.device)[:, None].expand(-1, width)
         number = torch.arange(width, device=prefix.device).expand(sequence.shape)
     else:
-        sequence, number, _ = packed(sequences, counts, most + sequences.most_rows)
+        sequence, number = packed(given, counts, most + sequences.most_rows)
     heads = torch.arange(given.k_cache.shape[2], device=prefix.device)
     sequence, number = sequence[..., None], number[..., None]
-    is_selected = number < selected[sequence]
-    rank = number - (selected[sequence] - found[sequence, heads])
+    behind = number - selected[sequence]  # the number of a new row's key
+    rank = behind + found[sequence, heads]
     position = best[sequence, heads, rank.clamp(0, best.shape[2] - 1)]
-    position = torch.where(is_selected, position, prefix[sequence] + (number - selected[sequence]))
-    element, key, _ = slots.find(sequence, position)
-    keys, values, biases = (cache[element, key, heads] for cache in caches_of(given))
-    return [keys, values, biases.masked_fill(is_selected & (rank < 0), -torch.inf)], counts
+    position = torch.where(behind < 0, position, prefix[sequence] + behind)
+    element, key, exists = slots.find(sequence, position)
+    keys = [cache[element, key, heads] for cache in caches_of(given)]
+    return hidden_where(~exists | ((behind < 0) & (rank < 0)), keys), counts
 
 
 def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -266,30 +300,46 @@ def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor
     return lists.long(), is_key.sum(dim=-1)
 
 
-def call_attention(
-    given: KvCacheArguments, sequences: Sequences, rows: list[Tensor], counts: Tensor
-) -> tuple[Tensor, Tensor]:
+def call_fixed(given: KvCacheArguments, keys: list[Tensor], counts: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of the new rows over the first `counts` keys of each sequence."""
-    keys, values, *biases = rows
-    bias = biases[0] if biases else None
-    if bias is not None and given.query.dtype == torch.float64:
-        bias = bias.to(torch.float64)
-    options = {
-        "softmax_scale": given.softmax_scale,
-        "is_causal": given.is_causal,
-        "softcap": given.softcap,
-        "return_lse": True,
-        "window_size": given.window_size,
-        "relative_bias": given.relative_bias,
-        "sinks": given.sinks,
-    }
-    if given.cu_seqlens_q is None:
-        options["cache_seqlens"] = counts.int()
-        bias = None if bias is None else bias.transpose(1, 2).unsqueeze(2)
-    else:
-        longest = max(counts.tolist(), default=0) if is_host_readable(counts) else keys.shape[0] // sequences.batch
-        options["varlen"] = Varlen(given.cu_seqlens_q, offsets_of(counts), sequences.most_rows, longest)
-    return attend(kernels_for(given.query), Call(given.query, keys, values, attn_bias=bias, **options))
+    key, value, *biases = keys
+    bias = in_dtype_of(given.query, biases[0]).transpose(1, 2).unsqueeze(2) if biases else None
+    options = {**options_of(given), "relative_bias": given.relative_bias, "cache_seqlens": counts.int()}
+    return attend(kernels_for(given.query), Call(given.query, key, value, attn_bias=bias, **options))
+
+
+def call_packed(
+    given: KvCacheArguments, sequences: Sequences, keys: list[Tensor], counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed rows over packed keys."""
+    query, offsets, most_rows, relative_bias = given.query, given.cu_seqlens_q, sequences.most_rows, given.relative_bias
+    key, value, *biases = keys
+    values = read(counts)
+    longest = key.shape[0] // sequences.batch if values is None else max(values)
+    total = query.shape[0]
+    if has_filler(given):
+        query = pad(query, (0, 0, 0, 0, 0, FILLER_ROWS))
+        offsets, counts = torch.cat((offsets, offsets[-1:] + FILLER_ROWS)), pad(counts, (0, 1), value=FILLER_KEYS)
+        most_rows, longest = max(most_rows, FILLER_ROWS), max(longest, FILLER_KEYS)
+        if relative_bias is not None and relative_bias.shape[0] > 1:
+            relative_bias = torch.cat((relative_bias, relative_bias[-1:]))
+    options = {**options_of(given), "relative_bias": relative_bias}
+    options["varlen"] = Varlen(offsets, offsets_of(counts), most_rows, longest)
+    if has_filler(given) and given.window_size is not None:
+        options["sparse"] = "lists"  # "auto" chooses by the number of keys
+    bias = in_dtype_of(query, biases[0]) if biases else None
+    out, lse = attend(kernels_for(query), Call(query, key, value, attn_bias=bias, **options))
+    return out[:total], lse[:, :total]
+
+
+def in_dtype_of(query: Tensor, bias: Tensor) -> Tensor:
+    """A bias as the operators accept it: float64 beside float64."""
+    return bias.to(torch.float64) if query.dtype == torch.float64 else bias
+
+
+def options_of(given: KvCacheArguments) -> dict:
+    names = ("softmax_scale", "is_causal", "softcap", "window_size", "sinks")
+    return {name: getattr(given, name) for name in names} | {"return_lse": True}
 
 
 if ops.compose_attention_with_kvcache is not None:

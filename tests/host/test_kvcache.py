@@ -53,7 +53,7 @@ def test_writes_the_new_tokens_and_nothing_else(layout, batch):
         ("v_cache", call.v_cache, filled.v_cache),
         ("bias_cache", call.arguments["bias_cache"], filled.arguments["bias_cache"]),
     ):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True, msg=f"{name} differs")
 
 
 @each_layout

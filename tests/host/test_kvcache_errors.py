@@ -1,0 +1,301 @@
+"""Bad input of flash_dmattn_with_kvcache raises an error that names the argument, the value and what is accepted, and
+writes nothing."""
+
+import pytest
+import torch
+from helpers import on_xpu
+from kvcaches import make_call, make_sequences
+
+from flash_dmattn import flash_dmattn_with_kvcache
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def fixed(**changes):
+    """A call over a contiguous cache of 2 sequences of 3 rows."""
+    return changed(make_call(make_sequences([(10, 3), (20, 3)]), room=30, permute=False, spare=0), changes)
+
+
+def paged(**changes):
+    """A call over 11 pages of 16 keys for 2 sequences of 3 rows."""
+    torch.manual_seed(0)
+    call = make_call(make_sequences([(10, 3), (20, 3)]), room=64, page_size=16, permute=False)
+    call.arguments["block_table"] = int32([0, -1, 99, 7], [4, 5, -1, 7])
+    return changed(call, changes)
+
+
+def packed(**changes):
+    """A call over the cache of `paged`, with 1 and 4 rows."""
+    call = make_call(make_sequences([(10, 1), (20, 4)]), room=64, page_size=16, permute=False)
+    return changed(call, changes)
+
+
+def changed(call, changes):
+    """Calls with some arguments changed: by a value, or by a function of the tensor. An error must write nothing."""
+    caches = call.k_cache, call.v_cache, call.arguments["bias_cache"]
+    before = [x.clone() for x in caches]
+    arguments = {"query": call.query, "k_cache": call.k_cache, "v_cache": call.v_cache, **call.arguments}
+    for name, change in changes.items():
+        arguments[name] = change(arguments[name]) if callable(change) else change
+    try:
+        return flash_dmattn_with_kvcache(**arguments)
+    except Exception:
+        for x, y in zip(caches, before):
+            assert torch.equal(x.detach().nan_to_num(), y.nan_to_num()), "the cache was written"
+        raise
+
+
+def strided(cache):
+    """The same values, whose last dimension is not contiguous."""
+    return cache.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+CASES = {
+    "query is no tensor": (fixed, {"query": [1.0]}, TypeError, "query must be a torch.Tensor, got list"),
+    "k_cache is None": (fixed, {"k_cache": None}, TypeError, "k_cache must be a torch.Tensor, got NoneType"),
+    "bias_cache is no tensor": (fixed, {"bias_cache": 1}, TypeError, "bias_cache must be a torch.Tensor, got int"),
+    "query of 3 dimensions": (
+        *(fixed, {"query": lambda x: x[0]}, ValueError),
+        r"query must have 4 dimensions \(B, Sq, H, D\), got shape \(3, 4, 16\)",
+    ),
+    "packed query of 4 dimensions": (
+        *(packed, {"query": lambda x: x[None]}, ValueError),
+        r"query must have 3 dimensions \(total_q, H, D\), got shape \(1, 5, 4, 16\)",
+    ),
+    "cache of 3 dimensions": (
+        *(fixed, {"k_cache": lambda x: x[0]}, ValueError),
+        r"k_cache must have 4 dimensions \(B, Sk, Hkv, D\), got shape \(30, 2, 16\)",
+    ),
+    "pages of 3 dimensions": (
+        *(paged, {"v_cache": lambda x: x[0]}, ValueError),
+        r"v_cache must have 4 dimensions \(pages, page_size, Hkv, D\), got shape \(16, 2, 16\)",
+    ),
+    "cache in another dtype": (
+        *(fixed, {"k_cache": lambda x: x.half()}, TypeError),
+        "k_cache must have query's dtype float32, got float16",
+    ),
+    "integer cache": (
+        *(fixed, {"v_cache": lambda x: x.int()}, TypeError),
+        "v_cache must be one of float16, bfloat16, float32, float64, got int32",
+    ),
+    "caches differ": (
+        *(fixed, {"v_cache": lambda x: x[:, :-1]}, ValueError),
+        r"k_cache and v_cache must have the same shape except for the head dimension, got \(2, 30, 2, 16\) and \(2, 29",
+    ),
+    "head dimensions differ": (
+        *(fixed, {"query": lambda x: x[..., :8]}, ValueError),
+        "k_cache must have query's head dimension 8, got 16",
+    ),
+    "heads that do not divide": (
+        *(fixed, {"query": lambda x: x[:, :, :3]}, ValueError),
+        "query's head count must be a multiple of k_cache's, got 3 and 2",
+    ),
+    "strided cache": (
+        *(fixed, {"k_cache": strided}, ValueError),
+        "k_cache must be contiguous in its last dimension, got strides",
+    ),
+    "batch of the cache": (
+        *(fixed, {"query": lambda x: x[:1], "key": None, "value": None, "bias": None, "cache_seqlens": 3}, ValueError),
+        "k_cache must have query's batch size 1 without cache_batch_idx and block_table, got 2",
+    ),
+    "biases of other keys": (
+        *(fixed, {"bias_cache": lambda x: x[:, 1:]}, ValueError),
+        r"bias_cache must be \(B, Sk, Hkv\) = \[2, 30, 2\], got shape \(2, 29, 2\)",
+    ),
+    "biases of other pages": (
+        *(paged, {"bias_cache": lambda x: x[..., None]}, ValueError),
+        r"bias_cache must be \(pages, page_size, Hkv\) = \[11, 16, 2\], got shape \(11, 16, 2, 1\)",
+    ),
+    "bias_cache in another dtype": (
+        *(fixed, {"bias_cache": lambda x: x.half()}, TypeError),
+        "bias_cache must be float32 or have the cache's dtype float32, got float16",
+    ),
+    "key alone": (fixed, {"value": None}, ValueError, "key and value come together, got key alone"),
+    "value alone": (fixed, {"key": None}, ValueError, "key and value come together, got value alone"),
+    "no bias of the new tokens": (
+        *(fixed, {"bias": None}, ValueError),
+        "bias of the new tokens must be given with key and bias_cache, got none",
+    ),
+    "bias without key": (
+        *(fixed, {"key": None, "value": None}, ValueError),
+        "bias comes with key and bias_cache, got it without key",
+    ),
+    "bias without bias_cache": (
+        *(fixed, {"bias_cache": None}, ValueError),
+        "bias comes with key and bias_cache, got it without bias_cache",
+    ),
+    "keys of other rows": (
+        *(fixed, {"key": lambda x: x[:, :2]}, ValueError),
+        r"key must be \(B, Sq, Hkv, D\) = \[2, 3, 2, 16\], got shape \(2, 2, 2, 16\)",
+    ),
+    "packed values of other rows": (
+        *(packed, {"value": lambda x: x[:2]}, ValueError),
+        r"value must be \(total_q, Hkv, D\) = \[5, 2, 16\], got shape \(2, 2, 16\)",
+    ),
+    "biases of other rows": (
+        *(fixed, {"bias": lambda x: x[:, :2]}, ValueError),
+        r"bias must be \(B, Sq, Hkv\) = \[2, 3, 2\], got shape \(2, 2, 2\)",
+    ),
+    "bias in another dtype": (
+        *(fixed, {"bias": lambda x: x.double()}, TypeError),
+        "bias must have bias_cache's dtype float32, got float64",
+    ),
+    "cache_seqlens is a float": (
+        *(fixed, {"cache_seqlens": 1.5}, TypeError),
+        "cache_seqlens must be a torch.Tensor or an int, got float",
+    ),
+    "cache_seqlens is None": (
+        *(fixed, {"cache_seqlens": None}, TypeError),
+        "cache_seqlens must be a torch.Tensor or an int, got NoneType",
+    ),
+    "a large int": (fixed, {"cache_seqlens": 2**31}, ValueError, "cache_seqlens must fit in 32 bits, got 2147483648"),
+    "64-bit lengths": (
+        *(fixed, {"cache_seqlens": lambda x: x.long()}, TypeError),
+        "cache_seqlens must be int32, got int64",
+    ),
+    "lengths of other sequences": (
+        *(fixed, {"cache_seqlens": int32(1, 2, 3)}, ValueError),
+        r"cache_seqlens must be \(B\) for 2 sequences, got shape \(3,\)",
+    ),
+    "a negative length": (
+        *(fixed, {"cache_seqlens": int32(3, -1)}, ValueError),
+        "cache_seqlens must not be negative, got -1 for sequence 1",
+    ),
+    "no room for the new tokens": (
+        *(fixed, {"cache_seqlens": int32(28, 0)}, ValueError),
+        "cache_seqlens must be at most the 30 keys that a sequence has room for, with its new tokens, got 28 and 3 new",
+    ),
+    "a length beyond the cache": (
+        *(fixed, {"key": None, "value": None, "bias": None, "cache_seqlens": 31}, ValueError),
+        "cache_seqlens must be at most the 30 keys that a sequence has room for, got 31 for sequence 0",
+    ),
+    "a length beyond the table": (
+        *(packed, {"cache_seqlens": int32(10, 61)}, ValueError),
+        "cache_seqlens must be at most the 64 keys that a sequence has room for, with its new tokens, got 61 and 4 new",
+    ),
+    "a page outside the cache": (
+        *(paged, {"block_table": int32([0, 1, 2, 3], [4, 11, 5, 6])}, ValueError),
+        "block_table must be of pages from 0 to 10, got 11 for page 1 of sequence 1",
+    ),
+    "a negative page": (
+        *(paged, {"block_table": int32([-1, 1, 2, 3], [4, 5, 6, 7])}, ValueError),
+        "block_table must be of pages from 0 to 10, got -1 for page 0 of sequence 0",
+    ),
+    "overlapping pages": (
+        *(paged, {"block_table": int32([5, 1, 2, 3], [4, 5, 6, 7]), "cache_seqlens": int32(5, 20)}, ValueError),
+        "block_table must give each new token a place of its own, got two for key 5 of page 5",
+    ),
+    "overlapping batch elements": (
+        *(fixed, {"cache_batch_idx": int32(1, 1), "cache_seqlens": int32(10, 12)}, ValueError),
+        "cache_batch_idx must give each new token a place of its own, got two for key 12 of batch element 1",
+    ),
+    "a batch element outside the cache": (
+        *(fixed, {"cache_batch_idx": int32(0, 2)}, ValueError),
+        "cache_batch_idx must be from 0 to 1, got 2 for sequence 1",
+    ),
+    "batch elements of other sequences": (
+        *(fixed, {"cache_batch_idx": int32(0)}, ValueError),
+        r"cache_batch_idx must be \(B\) for 2 sequences, got shape \(1,\)",
+    ),
+    "batch elements and pages": (
+        *(paged, {"cache_batch_idx": int32(0, 1)}, ValueError),
+        "cache_batch_idx is for a contiguous cache, got block_table too",
+    ),
+    "table of other sequences": (
+        *(paged, {"block_table": lambda x: x[:1]}, ValueError),
+        r"block_table must be \(B, pages of a sequence\) for 2 sequences, got shape \(1, 4\)",
+    ),
+    "table in another dtype": (
+        *(paged, {"block_table": lambda x: x.long()}, TypeError),
+        "block_table must be int32, got int64",
+    ),
+    "small pages": (
+        *(paged, {n: lambda x: x[:, :8] for n in ("k_cache", "v_cache", "bias_cache")}, ValueError),
+        r"k_cache must have pages of 16 to 256 keys with block_table, got shape \(11, 8, 2, 16\)",
+    ),
+    "large pages": (
+        *(paged, {n: lambda x: x.repeat_interleave(17, 1) for n in ("k_cache", "v_cache", "bias_cache")}, ValueError),
+        r"k_cache must have pages of 16 to 256 keys with block_table, got shape \(11, 272, 2, 16\)",
+    ),
+    "no max_seqlen_q": (
+        *(packed, {"max_seqlen_q": None}, ValueError),
+        "cu_seqlens_q and max_seqlen_q come together",
+    ),
+    "max_seqlen_q alone": (fixed, {"max_seqlen_q": 3}, ValueError, "cu_seqlens_q and max_seqlen_q come together"),
+    "small max_seqlen_q": (
+        *(packed, {"max_seqlen_q": 3}, ValueError),
+        "max_seqlen_q must be at least the longest sequence 4, got 3",
+    ),
+    "offsets that do not end at the rows": (
+        *(packed, {"cu_seqlens_q": int32(0, 1, 4)}, ValueError),
+        r"cu_seqlens_q must rise from 0 to the 5 given, got \[0, 1, 4\]",
+    ),
+    "window without biases": (
+        *(fixed, {"window_size": 3, "bias": None, "bias_cache": None}, ValueError),
+        "window_size selects by bias_cache, got none",
+    ),
+    "window without causality": (
+        *(fixed, {"window_size": 3, "is_causal": False}, ValueError),
+        "window_size needs is_causal=True: each row chooses among the keys up to its own",
+    ),
+    "negative window": (fixed, {"window_size": -1}, ValueError, "window_size must not be negative, got -1"),
+    "window is a float": (fixed, {"window_size": 1.0}, TypeError, "window_size must be an int, got float"),
+    "scale is NaN": (
+        *(fixed, {"softmax_scale": float("nan")}, ValueError),
+        "softmax_scale must be finite in float32, got nan",
+    ),
+    "negative softcap": (
+        *(fixed, {"softcap": -1.0}, ValueError),
+        r"softcap must be 0 \(none\) or positive, got -1.0",
+    ),
+    "softcap is None": (fixed, {"softcap": None}, TypeError, "softcap must be a number, got NoneType"),
+    "is_causal is None": (fixed, {"is_causal": None}, TypeError, "is_causal must be a bool, got NoneType"),
+    "return_lse is a number": (fixed, {"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
+    "batch_invariant is a number": (
+        *(fixed, {"batch_invariant": 1}, TypeError),
+        "batch_invariant must be a bool, got int",
+    ),
+    "relative bias of a grid": (
+        *(fixed, {"relative_bias": torch.zeros(1, 1, 3, 3)}, ValueError),
+        r"relative_bias must be \({B\|1}, {H\|Hkv\|1}, 2R \+ 1\), got shape \(1, 1, 3, 3\)",
+    ),
+    "even relative bias": (
+        *(fixed, {"relative_bias": torch.zeros(1, 1, 4)}, ValueError),
+        "relative_bias must have an odd number of entries in dimension 2",
+    ),
+    "relative bias of other sequences": (
+        *(packed, {"relative_bias": torch.zeros(3, 1, 5)}, ValueError),
+        r"relative_bias must be .*: dimension 0 must be 1 or 2, got shape \(3, 1, 5\)",
+    ),
+    "sinks of other heads": (
+        *(fixed, {"sinks": torch.zeros(3)}, ValueError),
+        r"sinks must be \({H\|1}\) for H = 4 heads, got shape \(3,\)",
+    ),
+    "key on another device": (
+        *(fixed, {"key": on_xpu(2, 3, 2, 16)}, RuntimeError),
+        "key must be on query's device cpu, got xpu:0",
+    ),
+    "table on another device": (
+        *(paged, {"block_table": on_xpu(2, 4).int()}, RuntimeError),
+        "block_table must be on query's device cpu, got xpu:0",
+    ),
+}
+
+
+@pytest.mark.parametrize("function, changes, error, message", CASES.values(), ids=CASES)
+def test_bad_input(function, changes, error, message):
+    function()  # without the changes
+    with pytest.raises(error, match=message):
+        function(**changes)
+
+
+@pytest.mark.parametrize("name", ["query", "k_cache", "v_cache", "key", "value", "bias_cache", "bias", "sinks"])
+def test_gradients_are_refused(name):
+    changes = {name: torch.zeros(4, requires_grad=True) if name == "sinks" else lambda x: x.requires_grad_()}
+    message = f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; call it"
+    with pytest.raises(RuntimeError, match=message):
+        fixed(**changes)
+    with torch.no_grad():
+        fixed(**changes)

@@ -66,6 +66,15 @@ class Slots:
         pages = self.table[:, : -(-keys // self.width)].long().clamp(0, self.batches - 1)
         return cache[pages].flatten(1, 2)[:, :keys]
 
+    def whole_biases(self, cache: Tensor, keys: int) -> Tensor:
+        """`whole` of bias_cache, -inf where a key has no page: a bias to select by may not be NaN."""
+        biases = self.whole(cache, keys)
+        if self.table is None:
+            return biases
+        pages = self.table[:, : -(-keys // self.width)]
+        exists = ((pages >= 0) & (pages < self.batches)).repeat_interleave(self.width, dim=1)[:, :keys]
+        return biases.masked_fill(~exists[..., None], -torch.inf)
+
 
 class Sequences:
     """The new rows and the keys of each sequence, when the new tokens are in the cache."""
@@ -263,7 +272,7 @@ def best_and_new_keys(given: KvCacheArguments, slots: Slots, sequences: Sequence
     values = read(prefix)
     longest = sequences.longest if values is None else max(values)
     most = min(given.window_size, longest)
-    best, found = best_keys(slots.whole(given.bias_cache, longest), prefix, most)
+    best, found = best_keys(slots.whole_biases(given.bias_cache, longest), prefix, most)
     selected = prefix.clamp(max=most)  # slots for the best keys; a head with fewer leaves the first ones empty
     counts = selected + (sequences.keys - prefix)
     if given.cu_seqlens_q is None:

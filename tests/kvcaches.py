@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from helpers import assert_close, in_float64
 from torch import Tensor
@@ -12,6 +13,31 @@ from flash_dmattn import flash_dmattn_with_kvcache
 from flash_dmattn.backends import reference as reference_backend
 from flash_dmattn.masks.topk import topk_mask
 from flash_dmattn.sinks import apply_sinks
+
+LAYOUTS = {
+    "contiguous": {"permute": False, "spare": 0},
+    "batch elements": {},
+    "pages of 16": {"page_size": 16},
+    "pages of 64": {"page_size": 64},
+}
+# (keys before the new rows, new rows) of each sequence.
+BATCHES = {
+    "decoding": [(40, 1), (0, 1), (299, 1), (64, 1)],
+    "few rows": [(40, 5), (0, 5), (299, 5)],
+    "chunks": [(100, 40), (0, 40), (7, 40)],
+    "mixed": [(40, 1), (130, 30), (0, 17), (64, 1), (12, 0), (0, 0), (33, 4)],
+    "packed decoding": [(40, 1), (0, 0), (299, 1)],
+}
+WINDOWS = {
+    "dense": {},
+    "window 8": {"window_size": 8},
+    "window 64": {"window_size": 64},
+    "window beyond": {"window_size": 1000},
+    "window 0": {"window_size": 0},
+}
+each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+each_batch = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+each_window = pytest.mark.parametrize("options", WINDOWS.values(), ids=WINDOWS)
 
 
 @dataclass
@@ -98,11 +124,13 @@ def make_call(sequences, *, page_size=None, packed=None, appends=True, biased=Tr
         arguments["block_table"] = table.to(device)
         slots = [(None, row) for row in table]
     for s, (element, pages) in zip(sequences, slots):
-        written = s.before if appends else s.before + s.rows
+        position = torch.arange(s.before if appends else s.before + s.rows)
+        if pages is None:
+            place = torch.full_like(position, element), position
+        else:
+            place = pages[position // page_size].long(), position % page_size
         for cache, rows in zip(caches, (s.keys, s.values, s.biases)):
-            for j in range(written):
-                place = (element, j) if pages is None else (int(pages[j // page_size]), j % page_size)
-                cache[place] = rows[j]
+            cache[tuple(x.to(device) for x in place)] = rows[: len(position)]
     new = {"query": [s.query for s in sequences]}
     if appends:
         new |= {"key": [s.keys[s.before :] for s in sequences], "value": [s.values[s.before :] for s in sequences]}

@@ -1,0 +1,208 @@
+"""flash_dmattn_with_kvcache on every device: each sequence equals float64, and generation equals one pass."""
+
+import pytest
+import torch
+from kvcaches import (
+    BATCHES,
+    WINDOWS,
+    check,
+    each_batch,
+    each_layout,
+    each_window,
+    make_call,
+    make_sequences,
+    split,
+)
+from paths import DTYPES, HALVES, both, case, on
+
+from flash_dmattn import flash_dmattn_func, flash_dmattn_with_kvcache
+
+on_devices = on(*both("none"))
+
+
+def sequences_on(path, batch, **sizes):
+    return make_sequences(batch, **{"device": path.device, "dtype": path.dtype, **sizes})
+
+
+@pytest.mark.parametrize("appends", [True, False], ids=["append", "no append"])
+@each_layout
+@each_batch
+@each_window
+@on_devices
+def test_equals_float64(path, layout, batch, options, appends):
+    check(sequences_on(path, batch), options=options, appends=appends, **layout)
+
+
+@each_layout
+@each_batch
+@on_devices
+def test_writes_the_new_tokens_and_nothing_else(path, layout, batch):
+    sequences = sequences_on(path, batch)
+    torch.manual_seed(1)
+    call = make_call(sequences, **layout)
+    torch.manual_seed(1)
+    filled = make_call(sequences, appends=False, **layout)
+    call(window_size=8)
+    for name, ours, expected in (
+        ("k_cache", call.k_cache, filled.k_cache),
+        ("v_cache", call.v_cache, filled.v_cache),
+        ("bias_cache", call.arguments["bias_cache"], filled.arguments["bias_cache"]),
+    ):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True, msg=f"{name} differs")
+
+
+@each_layout
+@pytest.mark.parametrize("batch", ["decoding", "mixed"])
+@on_devices
+def test_every_option(path, layout, batch):
+    lengths = BATCHES[batch]
+    sequences = sequences_on(path, lengths, heads=4, kv_heads=2)
+    options = {
+        "is_causal": {"is_causal": False},
+        "softcap": {"softcap": 1.5},
+        "softmax_scale": {"softmax_scale": 0.7},
+        "sinks": {"sinks": torch.randn(4, device=path.device)},
+        "sinks and window": {"sinks": torch.randn(1, device=path.device), "window_size": 20},
+        "relative bias": {"relative_bias": path.randn(1, 4, 41)},
+        "relative bias of each sequence": {"relative_bias": path.randn(len(lengths), 2, 41)},
+        "relative bias and window": {"relative_bias": path.randn(1, 1, 101), "window_size": 20},
+        "softcap and window": {"softcap": 1.5, "window_size": 20, "softmax_scale": 0.7},
+    }
+    for chosen in options.values():
+        check(sequences, options=chosen, **layout)
+    check(sequences, biased=False, **layout)
+
+
+SIZES = [
+    {"bias_dtype": torch.float32},
+    {"heads": 3, "kv_heads": 1, "head_dim": 8},
+    {"heads": 3, "kv_heads": 3, "head_dim": 256},
+    {"heads": 8, "kv_heads": 2, "head_dim": 64},
+    {"heads": 16, "kv_heads": 4, "head_dim": 128},
+    {"heads": 2, "kv_heads": 2, "head_dim": 40},
+]
+
+
+@each_layout
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("window_size", [None, 20])
+@pytest.mark.parametrize(
+    "path, dtype", [case(path, dtype) for path in both("none") for dtype in (HALVES if path.on_cuda else DTYPES)]
+)
+def test_dtypes_and_sizes(path, dtype, layout, sizes, window_size):
+    for batch in ("decoding", "mixed"):
+        sequences = sequences_on(path, BATCHES[batch], dtype=dtype, **sizes)
+        check(sequences, options={"window_size": window_size}, **layout)
+
+
+@each_layout
+@pytest.mark.parametrize("by", ["-inf", "least", "ties", "all hidden"])
+@pytest.mark.parametrize("batch", ["decoding", "chunks", "mixed"])
+@on_devices
+def test_hidden_keys_and_ties(path, layout, by, batch):
+    sequences = sequences_on(path, BATCHES[batch])
+    for sequence in sequences:
+        if by == "ties":
+            sequence.biases.round_()
+        else:
+            hidden = torch.rand(sequence.biases.shape, device=path.device) < (1 if by == "all hidden" else 0.8)
+            value = torch.finfo(sequence.biases.dtype).min if by == "least" else -torch.inf
+            sequence.biases.masked_fill_(hidden, value)
+    for window_size in (None, 3, 30):
+        check(sequences, options={"window_size": window_size}, **layout)
+
+
+@each_layout
+@pytest.mark.parametrize("window_size", [None, 16])
+@on_devices
+def test_generation_equals_one_pass_over_the_whole_sequence(path, layout, window_size):
+    """Prefill in chunks of different sizes, then decoding with steps of one and of several rows."""
+    (sequence,) = sequences_on(path, [(0, 150)])
+    query, keys, values = (x[None] for x in (sequence.query, sequence.keys, sequence.values))
+    bias = sequence.biases.T[None, :, None]
+    whole = flash_dmattn_func(query, keys, values, None, bias, is_causal=True, window_size=window_size)
+    call = make_call(sequences_on(path, [(0, 0)]), room=160, **layout)
+    table = call.arguments.get("block_table")
+    if table is not None:
+        table.copy_(torch.randperm(call.k_cache.shape[0])[: table.shape[1]])
+    given = {name: call.arguments.get(name) for name in ("bias_cache", "cache_batch_idx", "block_table")}
+    done = 0
+    for rows in (50, 17, 1, 40, *[1] * 20, 16, 5, 1):
+        part = slice(done, done + rows)
+        out = flash_dmattn_with_kvcache(
+            *(query[:, part], call.k_cache, call.v_cache, keys[:, part], values[:, part]),
+            bias=sequence.biases[None, part],
+            cache_seqlens=done,
+            window_size=window_size,
+            **given,
+        )
+        tolerance = 2e-2 if path.on_cuda else 1e-5
+        torch.testing.assert_close(out, whole[:, part], rtol=tolerance, atol=tolerance)
+        done += rows
+    assert done == 150
+
+
+@each_layout
+@pytest.mark.parametrize("window_size", [None, 8])
+@pytest.mark.parametrize("rows", [3, 20])
+@on_devices
+def test_more_rows_than_keys(path, layout, rows, window_size):
+    """Without key the cache may hold fewer keys than there are rows: the first rows see none."""
+    sequences = sequences_on(path, [(0, rows), (0, rows), (40, rows)])
+    call = make_call(sequences, appends=False, **layout)
+    call.arguments["cache_seqlens"] = torch.tensor([0, 2, 40 + rows], dtype=torch.int32, device=path.device)
+    for b, keys in enumerate((0, 2)):
+        s = sequences[b]
+        s.keys, s.values, s.biases = s.keys[:keys], s.values[:keys], s.biases[:keys]
+    results = check(sequences, call=call, options={"window_size": window_size})
+    assert results[0][0].eq(0).all() and results[0][1].eq(-torch.inf).all()
+    assert results[1][1][:, : rows - 2].eq(-torch.inf).all() and results[1][1][:, rows - 2 :].isfinite().all()
+
+
+@on_devices
+def test_sequences_share_pages(path):
+    """Sequences with a common prefix read the same pages, and write into pages of their own."""
+    sequences = sequences_on(path, [(32, 1), (32, 1)])
+    for name in ("keys", "values", "biases"):
+        getattr(sequences[1], name)[:32] = getattr(sequences[0], name)[:32]
+    call = make_call(sequences, page_size=16)
+    table = call.arguments["block_table"]
+    for page in table[1, :2].tolist():
+        call.k_cache[page] = call.v_cache[page] = torch.nan
+    table[1, :2] = table[0, :2]
+    for window_size in (None, 8):
+        check(sequences, call=call, options={"window_size": window_size})
+
+
+INVARIANT = {
+    **WINDOWS,
+    "not causal": {"is_causal": False},
+    "relative bias and window": {"relative_bias": torch.linspace(-1, 1, 61).expand(1, 4, 61), "window_size": 20},
+}
+
+
+@pytest.mark.parametrize("options", INVARIANT.values(), ids=INVARIANT)
+@pytest.mark.parametrize("page_size", [None, 16])
+@on_devices
+def test_batch_invariant(path, options, page_size):
+    """Bitwise the same alone and in batches of 1 to 9, at any position, with any order of pages and any room."""
+    options = {name: x.to(path.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    options |= {"batch_invariant": True, "return_lse": True}
+    batch = [(3000, 1), (40, 1), (700, 30), (0, 5), (64, 1), (1, 300), (300, 16), (0, 1), (12, 0)]
+    sequences = sequences_on(path, batch)
+
+    def run(batch, **layout):
+        call = make_call(batch, page_size=page_size, **layout)
+        return split(call(**options), batch, "cu_seqlens_q" in call.arguments)
+
+    alone = [run([s], permute=False, packed=False)[0] for s in sequences]
+    for size in range(1, 10):
+        order = torch.randperm(9)[:size].tolist()
+        batch = [sequences[i] for i in order]
+        for appends, room in ((True, None), (False, 4000)):
+            for i, ours in zip(order, run(batch, packed=True, appends=appends, room=room), strict=True):
+                for x, y in zip(ours, alone[i], strict=True):
+                    assert torch.equal(x, y), f"sequence {i} of {sequences[i].rows} rows in a batch of {size}"
+    decoding = [s for s in sequences if s.rows == 1]
+    for ours, i in zip(run(decoding, packed=False), (0, 1, 4, 7), strict=True):
+        assert torch.equal(ours[0], alone[i][0]) and torch.equal(ours[1], alone[i][1])

@@ -31,8 +31,7 @@ void check_cache_rows(const char* name, const Tensor& cache, const Tensor& query
                       " must have query's head dimension and a multiple of 8 on CUDA, which pads no cache, got ",
                       cache.size(3), " beside query's ", query.size(-1));
     bool aligned = is_aligned(cache);
-    for (int64_t dim = 0; dim < 3; ++dim)
-        aligned &= cache.size(dim) <= 1 || cache.stride(dim) % (kPieceBytes / cache.element_size()) == 0;
+    for (int64_t dim = 0; dim < 3; ++dim) aligned &= cache.stride(dim) % (kPieceBytes / cache.element_size()) == 0;
     TORCH_CHECK_VALUE(aligned, name,
                       " must be aligned to 16 bytes, in its storage and in all strides but the last, got strides ",
                       cache.strides());
@@ -258,6 +257,20 @@ void make_readable(KvCacheInputs& in) {
         in.relative_bias = in.relative_bias->contiguous();
 }
 
+// Packed sequences that all have max_seqlen_q rows are a call of fixed length, which more kernels serve.
+bool has_equal_rows(const KvCacheInputs& in, int64_t batch) {
+    return in.is_packed() && batch > 0 && in.query.size(0) == batch * in.max_seqlen_q->guard_int(__FILE__, __LINE__);
+}
+
+KvCacheInputs unpacked(KvCacheInputs in, int64_t batch) {
+    in.query = in.query.unflatten(0, {batch, -1});
+    for (OptionalTensor* rows : {&in.key, &in.value, &in.bias})
+        if (*rows) *rows = (*rows)->unflatten(0, {batch, -1});
+    in.cu_seqlens_q.reset();
+    in.max_seqlen_q.reset();
+    return in;
+}
+
 ForwardResult compose(const KvCacheInputs& in) {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("flash_dmattn::compose_attention_with_kvcache", "")
@@ -266,6 +279,19 @@ ForwardResult compose(const KvCacheInputs& in) {
 #define FLASH_DMATTN_PASS(schema, type, name) , in.name
     return call(nullptr FLASH_DMATTN_KVCACHE_ARGUMENTS(FLASH_DMATTN_PASS));
 #undef FLASH_DMATTN_PASS
+}
+
+ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
+    const bool sees_nothing = in.window_size && p.window_size == 0;  // KvCacheParams has no such window
+    if (in.query.is_cpu() || sees_nothing || p.batch == 0 || p.total_q == 0 || p.heads == 0) return compose(in);
+    const Tensor out = at::empty(in.query.sizes(), in.query.options());
+    const auto stats = in.query.options().dtype(at::kFloat);
+    const Tensor lse =
+        in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats);
+    p.out = rows_view(out, in.is_packed());
+    p.lse = row_stat_view(lse, in.is_packed());
+    if (decode_kvcache_cuda(p, in.query)) return {out, lse};
+    return compose(in);
 }
 
 }  // namespace
@@ -278,17 +304,10 @@ ForwardResult attention_with_kvcache(KvCacheInputs in) {
     make_readable(in);
     KvCacheParams p = params_of(in, batch);
     check_positions(in, p);
-    const bool sees_nothing = in.window_size && p.window_size == 0;  // KvCacheParams has no such window
-    if (in.query.is_cpu() || sees_nothing || p.batch == 0 || p.total_q == 0 || p.heads == 0) return compose(in);
-
-    const Tensor out = at::empty(in.query.sizes(), in.query.options());
-    const auto stats = in.query.options().dtype(at::kFloat);
-    const Tensor lse =
-        in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats);
-    p.out = rows_view(out, in.is_packed());
-    p.lse = row_stat_view(lse, in.is_packed());
-    if (decode_kvcache_cuda(p, in.query)) return {out, lse};
-    return compose(in);
+    if (!has_equal_rows(in, batch)) return run(in, p);
+    in = unpacked(std::move(in), batch);
+    const auto [out, lse] = run(in, params_of(in, batch));
+    return {out.flatten(0, 1), lse.transpose(0, 1).flatten(1)};
 }
 
 }  // namespace flash_dmattn

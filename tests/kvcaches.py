@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_dmattn import flash_dmattn_with_kvcache
 from flash_dmattn.backends import reference as reference_backend
 from flash_dmattn.masks.topk import topk_mask
+from flash_dmattn.ops.schema import KvCacheArguments
 from flash_dmattn.sinks import apply_sinks
 
 LAYOUTS = {
@@ -85,6 +86,15 @@ class Call:
 
     def __call__(self, **options):
         return flash_dmattn_with_kvcache(self.query, self.k_cache, self.v_cache, **(self.arguments | options))
+
+    def caches(self):
+        return self.k_cache, self.v_cache, self.arguments["bias_cache"]
+
+    def operator_arguments(self, **options):
+        """The arguments of the operators."""
+        given = {"query": self.query, "k_cache": self.k_cache, "v_cache": self.v_cache, **self.arguments}
+        given |= {"softmax_scale": 0.25, "is_causal": True, "softcap": 0.0, "batch_invariant": False, **options}
+        return KvCacheArguments(*(given.get(name) for name in KvCacheArguments._fields))
 
 
 def make_call(sequences, *, page_size=None, packed=None, appends=True, biased=True, permute=True, spare=3, room=None):

@@ -15,7 +15,7 @@ from kvcaches import (
 )
 from paths import DTYPES, HALVES, both, case, on
 
-from flash_dmattn import flash_dmattn_func, flash_dmattn_with_kvcache
+from flash_dmattn import flash_dmattn_func, flash_dmattn_with_kvcache, ops
 
 on_devices = on(*both("none"))
 
@@ -172,6 +172,41 @@ def test_sequences_share_pages(path):
     table[1, :2] = table[0, :2]
     for window_size in (None, 8):
         check(sequences, call=call, options={"window_size": window_size})
+
+
+@pytest.mark.parametrize("window_size", [None, 8])
+@pytest.mark.parametrize("bad", ["page", "length", "negative length", "all pages"])
+@pytest.mark.parametrize("packed", [False, True])
+@on_devices
+def test_new_tokens_without_a_place_are_dropped(path, packed, bad, window_size):
+    """CUDA checks neither lengths nor pages, and the CPU's composition does not rely on their check: no other place is
+    written, and other sequences are right."""
+    sequences = sequences_on(path, [(20, 2), (60, 2), (5, 2)])
+    call = make_call(sequences, page_size=16, room=64, packed=packed, permute=False, spare=0)
+    around = [torch.zeros(16, *x.shape[1:], dtype=x.dtype, device=x.device) for x in call.caches()]
+    for memory, cache in zip(around, call.caches()):
+        memory[2:14] = cache.nan_to_num()
+    before = [x.clone() for x in around]
+    call.k_cache, call.v_cache, call.arguments["bias_cache"] = (x[2:14] for x in around)
+    seqlens, table = call.arguments["cache_seqlens"], call.arguments["block_table"]
+    table.copy_(torch.arange(12).view(3, 4))
+    if bad == "page":
+        table[1, 3] = 12
+    elif bad == "length":
+        seqlens[1] = 2**31 - 1
+    elif bad == "negative length":
+        seqlens[1], table[1, 0] = -(2**31), -1
+    else:
+        table.fill_(-5)
+    operator = ops.compose_attention_with_kvcache if path.on_cpu else ops.attention_with_kvcache
+    result = operator(*call.operator_arguments(window_size=window_size))
+    for memory, old in zip(around, before):
+        written = (memory != old).flatten(2).any(-1).nonzero().tolist()
+        assert written == ([] if bad == "all pages" else [[3, 4], [3, 5], [10, 5], [10, 6]])
+    for b in (0, 2) if bad != "all pages" else ():
+        (expected,) = check([sequences[b]], options={"window_size": window_size})
+        tolerance = 2e-2 if path.on_cuda else 1e-5
+        torch.testing.assert_close(split(result, sequences, packed)[b], expected, rtol=tolerance, atol=tolerance)
 
 
 INVARIANT = {

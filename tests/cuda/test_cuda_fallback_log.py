@@ -12,7 +12,7 @@ pytestmark = NEEDS_CUDA
 
 PROGRAM = """
 import torch
-from flash_dmattn import flash_dmattn_func
+from flash_dmattn import flash_dmattn_func, flash_dmattn_with_kvcache
 
 def rows(batch, seqlen, heads, head_dim):
     return torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16)
@@ -48,6 +48,13 @@ CALLS = {
     "bool mask beside a dense bias": (
         "call(256, 2048, attn_mask=torch.rand(1, 4, 256, 2048, device='cuda') < 0.1, attn_bias=rows(1, 4, 256, 2048))",
         ["tiles instead of key lists: with a dense bias the device does not count the keys of a bool mask"],
+        False,
+    ),
+    "keys of a cache that are gathered": (
+        "flash_dmattn_with_kvcache(rows(1, 40, 4, 128), rows(1, 512, 4, 128), rows(1, 512, 4, 128), cache_seqlens=512, "
+        "bias_cache=rows(1, 512, 1, 4)[:, :, 0], window_size=32, relative_bias=rows(1, 4, 1, 9)[:, :, 0], "
+        "batch_invariant=True)",
+        ["attention over a cache by other operators: no kernel reads the cache in place for this call"],
         False,
     ),
     "an ordinary call": ("call(256, 2048, is_causal=True)", [], False),

@@ -1,0 +1,145 @@
+"""flash_dmattn_with_kvcache on the GPU: CUDA graphs, no synchronization, checks on request, large caches."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from gpu_inputs import NEEDS_CUDA, takes_gpu_memory
+from kvcaches import BATCHES, check, each_layout, make_call, make_sequences, reference
+
+pytestmark = NEEDS_CUDA
+ON_GPU = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64}
+each_window_size = pytest.mark.parametrize("window_size", [None, 32, 1000])
+each_invariance = pytest.mark.parametrize("invariant", [False, True], ids=["", "batch invariant"])
+
+
+@each_layout
+@each_window_size
+@each_invariance
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_one_graph_serves_growing_lengths(layout, window_size, invariant, rows):
+    """Each replay appends the new tokens of its inputs, and equals float64."""
+    steps, starts = 4, (0, 15, 200)
+    whole = make_sequences([(start, steps * rows) for start in starts], **ON_GPU)
+
+    def at(step):
+        """The sequences at a step, whose new rows are the last ones."""
+        parts = make_sequences([(start + step * rows, rows) for start in starts], **ON_GPU)
+        for part, s, start in zip(parts, whole, starts):
+            keys = start + (step + 1) * rows
+            part.query = s.query[step * rows : (step + 1) * rows]
+            part.keys, part.values, part.biases = s.keys[:keys], s.values[:keys], s.biases[:keys]
+        return parts
+
+    call = make_call(at(0), room=400, packed=False, **layout)
+    table = call.arguments.get("block_table")
+    if table is not None:  # pages for all steps, behind those in use
+        used = [-(-(start + rows) // call.k_cache.shape[1]) for start in starts]
+        taken = {page for b, n in enumerate(used) for page in table[b, :n].tolist()}
+        free = [page for page in range(call.k_cache.shape[0]) if page not in taken]
+        for b, n in enumerate(used):
+            for j in range(n, table.shape[1]):
+                table[b, j] = free.pop()
+    options = {"window_size": window_size, "batch_invariant": invariant, "return_lse": True}
+    call(**options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(**options)
+    for step in range(steps):
+        sequences = at(step)
+        given = make_call(sequences, room=400, packed=False, **layout)
+        call.query.copy_(given.query)
+        for name in ("key", "value", "bias", "cache_seqlens"):
+            call.arguments[name].copy_(given.arguments[name])
+        graph.replay()
+        for b, s in enumerate(sequences):
+            exact = reference(s, window_size=window_size)
+            for x, y in zip(captured, exact):
+                torch.testing.assert_close(x[b].double(), y.double(), rtol=3e-2, atol=3e-2)
+
+
+@each_layout
+@each_window_size
+@each_invariance
+@pytest.mark.parametrize("batch", ["decoding", "chunks", "mixed"])
+def test_nothing_waits_for_the_device(layout, window_size, invariant, batch):
+    call = make_call(make_sequences(BATCHES[batch], **ON_GPU), **layout)
+    options = {"window_size": window_size, "batch_invariant": invariant}
+    call(**options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(**options)
+        call(**options, relative_bias=torch.zeros(1, 1, 9, device="cuda"), sinks=torch.zeros(1, device="cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_lengths_and_pages_are_checked_on_request():
+    program = """
+import torch
+from flash_dmattn import flash_dmattn_with_kvcache
+rows = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+ints = lambda *values: torch.tensor(values, device="cuda", dtype=torch.int32)
+cache, biases = rows(4, 16, 2, 64), rows(4, 16, 2)
+
+def call(seqlens, table, **options):
+    out = flash_dmattn_with_kvcache(
+        rows(2, 1, 4, 64), cache, cache.clone(), rows(2, 1, 2, 64), rows(2, 1, 2, 64), bias_cache=biases,
+        bias=rows(2, 1, 2), cache_seqlens=ints(*seqlens), block_table=ints(*table), **options)
+    assert out.isfinite().all()
+
+for options in ({}, {"window_size": 3}, {"batch_invariant": True}, {"window_size": 3, "batch_invariant": True}):
+    call((3, 20), ((0, -1), (1, 2)), **options)
+for seqlens, table in (((3, 32), ((0, -1), (1, 2))), ((3, 20), ((0, -1), (1, 4))), ((3, 3), ((0, 1), (0, 2)))):
+    try:
+        call(seqlens, table)
+    except ValueError as error:
+        print(str(error).split()[0])
+"""
+    environment = {**os.environ, "FLASH_DMATTN_CHECK": "1"}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ran.stdout.split() == ["cache_seqlens", "block_table", "block_table"], ran.stderr
+
+
+@takes_gpu_memory(12)
+@pytest.mark.parametrize("window_size", [None, 8])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_cache_of_more_than_two_to_the_31_elements(window_size, invariant):
+    pages = 2**31 // (16 * 2 * 64) + 8
+    sequences = make_sequences([(40, 1), (20, 1)], **ON_GPU)
+    call = make_call(sequences, page_size=16, permute=False, spare=0)
+    first = pages - call.k_cache.shape[0]
+    for name in ("k_cache", "v_cache"):
+        small = getattr(call, name)
+        large = torch.zeros(pages, *small.shape[1:], dtype=small.dtype, device="cuda")
+        large[first:] = small
+        setattr(call, name, large)
+    biases = call.arguments["bias_cache"]
+    call.arguments["bias_cache"] = torch.cat((biases.new_zeros(first, *biases.shape[1:]), biases))
+    call.arguments["block_table"] += first
+    assert call.k_cache.numel() > 2**31
+    check(sequences, call=call, options={"window_size": window_size, "batch_invariant": invariant})
+    assert not call.k_cache[:first].any()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head_dim": 60}, "k_cache must have query's head dimension and a multiple of 8 on CUDA"),
+        ({"dtype": torch.float32}, "query must be float16 or bfloat16 on CUDA"),
+    ],
+)
+def test_bad_caches(change, message):
+    call = make_call(make_sequences([(40, 1)], **{**ON_GPU, **change}))
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_a_cache_is_not_copied_to_align_it():
+    call = make_call(make_sequences([(40, 1)], **ON_GPU), permute=False, spare=0)
+    memory = torch.zeros(call.k_cache.numel() + 1, dtype=torch.bfloat16, device="cuda")
+    call.k_cache = memory[1:].view(call.k_cache.shape)
+    with pytest.raises(ValueError, match="k_cache must be aligned to 16 bytes, in its storage and in all strides"):
+        call()

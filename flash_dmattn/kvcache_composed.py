@@ -11,6 +11,7 @@ On CUDA nothing waits for the device: lengths, pages and offsets are read there,
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,14 @@ FILLER_ROWS, FILLER_KEYS = 128, 4096
 def read(lengths: Tensor) -> list[int] | None:
     """The values, where reading them is free, or asked for by FLASH_DMATTN_CHECK=1."""
     return lengths.tolist() if CHECKS_DEVICES or is_host_readable(lengths) else None
+
+
+class Keys(NamedTuple):
+    """The keys of a call of attention, (B, most, ..), or packed without gaps."""
+
+    tensors: list[Tensor]  # keys, values and, where there is a bias_cache, biases
+    counts: Tensor  # int64 (B): the keys of each sequence, which come first
+    most: int  # the most keys of a sequence
 
 
 class Slots:
@@ -224,10 +233,10 @@ def attend_to_cache(given: KvCacheArguments, slots: Slots, sequences: Sequences)
     elif is_packed:
         keys = all_keys_packed(given, slots, sequences)
     else:
-        keys = [slots.whole(cache, room) for cache in caches_of(given)], sequences.keys
+        keys = Keys([slots.whole(cache, room) for cache in caches_of(given)], sequences.keys, room)
     if fallbacks.enabled() and given.query.device.type == "cuda":
         report(selects and given.relative_bias is not None)
-    return call_packed(given, sequences, *keys) if is_packed else call_fixed(given, *keys)
+    return call_packed(given, sequences, keys) if is_packed else call_fixed(given, keys)
 
 
 def report(needs_all_keys: bool) -> None:
@@ -241,23 +250,23 @@ def caches_of(given: KvCacheArguments) -> list[Tensor]:
     return [cache for cache in (given.k_cache, given.v_cache, given.bias_cache) if cache is not None]
 
 
-def all_keys_packed(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[list[Tensor], Tensor]:
-    """(keys, values and biases packed without gaps, the number of each sequence's)"""
-    sequence, position = packed(given, sequences.keys, sequences.longest)
+def all_keys_packed(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> Keys:
+    sequence, position = packed(given, sequences.keys, sequences.batch * sequences.longest)
     element, key, exists = slots.find(sequence, position)
-    return hidden_where(~exists[:, None], [cache[element, key] for cache in caches_of(given)]), sequences.keys
+    tensors = hidden_where(~exists[:, None], [cache[element, key] for cache in caches_of(given)])
+    return Keys(tensors, sequences.keys, sequences.longest)
 
 
-def hidden_where(hidden: Tensor, keys: list[Tensor]) -> list[Tensor]:
-    """(keys, values and biases), -inf where hidden: they are selected by, and may not be NaN."""
-    return [*keys[:2], *(biases.masked_fill(hidden, -torch.inf) for biases in keys[2:])]
+def hidden_where(hidden: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors of `Keys`, with biases -inf where hidden: a bias to select by may not be NaN."""
+    return [*tensors[:2], *(biases.masked_fill(hidden, -torch.inf) for biases in tensors[2:])]
 
 
 def packed(given: KvCacheArguments, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """int64 (total): the sequence of each of the `counts` elements of the sequences, and its number there. The total is
-    `most` for each sequence where the counts cannot be read, and includes the filler."""
+    """int64 (total): the sequence of each of the `counts` keys of the sequences, and its number there. The total is
+    `most` where the counts cannot be read. The filler's keys follow."""
     values = read(counts)
-    total = counts.shape[0] * most if values is None else sum(values)
+    total = most if values is None else sum(values)
     return packed_positions(offsets_of(counts), total + has_filler(given) * FILLER_KEYS)
 
 
@@ -265,22 +274,20 @@ def offsets_of(counts: Tensor) -> Tensor:
     return pad(counts.cumsum(0), (1, 0)).int()
 
 
-def best_and_new_keys(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[list[Tensor], Tensor]:
-    """(keys, values and biases, the number of each sequence's): the w best keys before the new rows, which differ by
-    head, and those of the new rows, in the cache's order. (B, w + Sq, ..), or packed without gaps."""
+def best_and_new_keys(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> Keys:
+    """The w best keys before the new rows, which differ by head, and those of the new rows, in the cache's order."""
     prefix = (sequences.keys - sequences.rows).clamp_(min=0)  # keys before the first new row's own
     values = read(prefix)
     longest = sequences.longest if values is None else max(values)
     most = min(given.window_size, longest)
     best, found = best_keys(slots.whole_biases(given.bias_cache, longest), prefix, most)
     selected = prefix.clamp(max=most)  # slots for the best keys; a head with fewer leaves the first ones empty
-    counts = selected + (sequences.keys - prefix)
+    counts, width = selected + (sequences.keys - prefix), most + sequences.most_rows
     if given.cu_seqlens_q is None:
-        width = most + sequences.most_rows
         sequence = torch.arange(sequences.batch, device=prefix.device)[:, None].expand(-1, width)
         number = torch.arange(width, device=prefix.device).expand(sequence.shape)
     else:
-        sequence, number = packed(given, counts, most + sequences.most_rows)
+        sequence, number = packed(given, counts, sequences.batch * most + given.query.shape[0])
     heads = torch.arange(given.k_cache.shape[2], device=prefix.device)
     sequence, number = sequence[..., None], number[..., None]
     behind = number - selected[sequence]  # the number of a new row's key
@@ -288,8 +295,8 @@ def best_and_new_keys(given: KvCacheArguments, slots: Slots, sequences: Sequence
     position = best[sequence, heads, rank.clamp(0, best.shape[2] - 1)]
     position = torch.where(behind < 0, position, prefix[sequence] + behind)
     element, key, exists = slots.find(sequence, position)
-    keys = [cache[element, key, heads] for cache in caches_of(given)]
-    return hidden_where(~exists | ((behind < 0) & (rank < 0)), keys), counts
+    tensors = [cache[element, key, heads] for cache in caches_of(given)]
+    return Keys(hidden_where(~exists | ((behind < 0) & (rank < 0)), tensors), counts, width)
 
 
 def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -309,33 +316,26 @@ def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor
     return lists.long(), is_key.sum(dim=-1)
 
 
-def call_fixed(given: KvCacheArguments, keys: list[Tensor], counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of the new rows over the first `counts` keys of each sequence."""
-    key, value, *biases = keys
+def call_fixed(given: KvCacheArguments, keys: Keys) -> tuple[Tensor, Tensor]:
+    key, value, *biases = keys.tensors
     bias = in_dtype_of(given.query, biases[0]).transpose(1, 2).unsqueeze(2) if biases else None
-    options = {**options_of(given), "relative_bias": given.relative_bias, "cache_seqlens": counts.int()}
+    options = {**options_of(given), "relative_bias": given.relative_bias, "cache_seqlens": keys.counts.int()}
     return attend(kernels_for(given.query), Call(given.query, key, value, attn_bias=bias, **options))
 
 
-def call_packed(
-    given: KvCacheArguments, sequences: Sequences, keys: list[Tensor], counts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention of packed rows over packed keys."""
+def call_packed(given: KvCacheArguments, sequences: Sequences, keys: Keys) -> tuple[Tensor, Tensor]:
     query, offsets, most_rows, relative_bias = given.query, given.cu_seqlens_q, sequences.most_rows, given.relative_bias
-    key, value, *biases = keys
-    values = read(counts)
-    longest = key.shape[0] // sequences.batch if values is None else max(values)
-    total = query.shape[0]
+    (key, value, *biases), counts, most_keys = keys
+    options, total = options_of(given), query.shape[0]
     if has_filler(given):
         query = pad(query, (0, 0, 0, 0, 0, FILLER_ROWS))
         offsets, counts = torch.cat((offsets, offsets[-1:] + FILLER_ROWS)), pad(counts, (0, 1), value=FILLER_KEYS)
-        most_rows, longest = max(most_rows, FILLER_ROWS), max(longest, FILLER_KEYS)
+        most_rows, most_keys = max(most_rows, FILLER_ROWS), max(most_keys, FILLER_KEYS)
         if relative_bias is not None and relative_bias.shape[0] > 1:
             relative_bias = torch.cat((relative_bias, relative_bias[-1:]))
-    options = {**options_of(given), "relative_bias": relative_bias}
-    options["varlen"] = Varlen(offsets, offsets_of(counts), most_rows, longest)
-    if has_filler(given) and given.window_size is not None:
-        options["sparse"] = "lists"  # "auto" chooses by the number of keys
+        if given.window_size is not None:
+            options["sparse"] = "lists"  # "auto" chooses by the number of keys
+    options |= {"relative_bias": relative_bias, "varlen": Varlen(offsets, offsets_of(counts), most_rows, most_keys)}
     bias = in_dtype_of(query, biases[0]) if biases else None
     out, lse = attend(kernels_for(query), Call(query, key, value, attn_bias=bias, **options))
     return out[:total], lse[:, :total]

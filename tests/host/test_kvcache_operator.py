@@ -133,11 +133,25 @@ def test_a_window_gathers_few_keys(layout, rows, monkeypatch):
 
 @each_layout
 @each_window
-@pytest.mark.parametrize("batch", ["decoding", "few rows", "chunks"])
-def test_without_reading_the_lengths(layout, options, batch, monkeypatch):
-    """As on CUDA, where only the device knows them."""
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "batch invariant"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_without_reading_the_lengths(layout, options, batch, invariant, monkeypatch):
+    """As on CUDA, where only the device knows them: packed keys have room at their end."""
+    attend = kvcache_composed.attend
+
+    def attend_without_room(backend, call):
+        if call.varlen is not None:
+            total, most = int(call.varlen.cu_seqlens_k[-1]), int(call.varlen.cu_seqlens_k.diff().max())
+            assert most <= call.varlen.max_seqlen_k and not call.attn_bias.isnan().any()
+            call.key, call.value, call.attn_bias = call.key[:total], call.value[:total], call.attn_bias[:total]
+        return attend(backend, call)
+
+    monkeypatch.setattr(kvcache_composed, "attend", attend_without_room)
     monkeypatch.setattr(kvcache_composed, "read", lambda lengths: None)
-    check(make_sequences(BATCHES[batch]), options=options, **layout)
+    if invariant:
+        monkeypatch.setattr(kvcache_composed, "has_filler", lambda given: True)
+        monkeypatch.setattr(kvcache_composed, "one_by_one", kvcache_composed.attend_beside_filler)
+    check(make_sequences(BATCHES[batch]), options={**options, "batch_invariant": invariant}, **layout)
 
 
 @pytest.mark.parametrize("window_size", [None, 8, 1000])

@@ -257,6 +257,13 @@ void make_readable(KvCacheInputs& in) {
         in.relative_bias = in.relative_bias->contiguous();
 }
 
+// Reports the caches to autograd as changed in place.
+void mark_written(const KvCacheInputs& in) {
+    if (!in.key) return;
+    for (const Tensor* cache : {&in.k_cache, &in.v_cache, in.bias_cache ? &*in.bias_cache : nullptr})
+        if (cache != nullptr && !cache->is_inference()) cache->unsafeGetTensorImpl()->bump_version();
+}
+
 // Packed sequences that all have max_seqlen_q rows are a call of fixed length, which more kernels serve.
 bool has_equal_rows(const KvCacheInputs& in, int64_t batch) {
     return in.is_packed() && batch > 0 && in.query.size(0) == batch * in.max_seqlen_q->guard_int(__FILE__, __LINE__);
@@ -304,6 +311,7 @@ ForwardResult attention_with_kvcache(KvCacheInputs in) {
     make_readable(in);
     KvCacheParams p = params_of(in, batch);
     check_positions(in, p);
+    mark_written(in);
     if (!has_equal_rows(in, batch)) return run(in, p);
     in = unpacked(std::move(in), batch);
     const auto [out, lse] = run(in, params_of(in, batch));

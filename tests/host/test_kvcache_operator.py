@@ -38,6 +38,24 @@ def test_compiled(layout, batch):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_autograd_learns_that_the_cache_is_written():
+    call = make_call(make_sequences([(40, 1)]))
+    weight = torch.randn((), requires_grad=True)
+    loss = (weight * call.k_cache.nan_to_num_()).sum()
+    with torch.no_grad():
+        call(key=None, value=None, bias=None)
+    torch.autograd.grad(loss, weight, retain_graph=True)
+    with torch.no_grad():
+        call()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, weight)
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        check(make_sequences(BATCHES["mixed"]), options={"window_size": 8}, page_size=16)
+
+
 def test_autocast():
     """Under autocast the new tokens come in the cache's dtype."""
     sequences = make_sequences(BATCHES["decoding"], dtype=torch.bfloat16)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..broadcast import scores_of_sequence
 from ..loading import NAMESPACE
 from .list_sizes import LIST_ROWS, count_causal_scores
-from .schema import SEQUENCES, Arguments, BackwardArguments, MaskTensors
+from .schema import SEQUENCES, Arguments, BackwardArguments, KvCacheArguments, MaskTensors
 
 FORWARD_GEMMS = 2  # scores, out
 BACKWARD_GEMMS = 5  # scores, dprobs, dvalue, dquery, dkey
@@ -54,6 +54,27 @@ def backward(*args, out_val=None, **kwargs) -> int:
 def gemm_flops(given: Arguments) -> int:
     """Flops of one GEMM: a multiplication and an addition per visible score and element of the head dimension."""
     return 2 * given.query.shape[-1] * visible_scores(given)
+
+
+def with_kvcache(*args, out_val=None, **kwargs) -> int:
+    """Of attention_with_kvcache: each row sees the keys up to its own, or window_size of them."""
+    given = KvCacheArguments(*args, **kwargs)
+    *_, heads, head_dim = given.query.shape
+    packed = given.cu_seqlens_q is not None
+    seqlen_q = given.max_seqlen_q if packed else given.query.shape[1]
+    if has_values(given.cache_seqlens):
+        rows = given.cu_seqlens_q.diff().tolist() if packed else [seqlen_q] * given.query.shape[0]
+        before = given.cache_seqlens.tolist()
+    else:
+        room = given.k_cache.shape[1] * (1 if given.block_table is None else given.block_table.shape[1])
+        rows = [seqlen_q] * given.cache_seqlens.shape[0]
+        before = [room if given.key is None else room - seqlen_q] * len(rows)
+    scores = 0
+    for own, keys in zip(rows, before):
+        keys += own if given.key is not None else 0
+        seen = torch.arange(keys - own + 1, keys + 1).clamp_(min=0) if given.is_causal else torch.full((own,), keys)
+        scores += int(seen.clamp(max=keys if given.window_size is None else given.window_size).sum())
+    return FORWARD_GEMMS * 2 * head_dim * heads * scores
 
 
 def visible_scores(given: Arguments) -> int:
@@ -197,6 +218,7 @@ def register_formulas(flop_counter: ModuleType) -> None:
     operators = getattr(torch.ops, NAMESPACE)
     flop_counter.register_flop_formula(operators.attention_forward, get_raw=True)(forward)
     flop_counter.register_flop_formula(operators.attention_backward, get_raw=True)(backward)
+    flop_counter.register_flop_formula(operators.attention_with_kvcache, get_raw=True)(with_kvcache)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kvcaches import BATCHES, check, each_layout, each_window, make_call, make_sequences
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_dmattn import flash_dmattn_with_kvcache, kvcache_composed, ops
 
@@ -36,6 +37,24 @@ def test_compiled(layout, batch):
         results.append((*run(call.query, call.k_cache, call.v_cache, window_size=8, **call.arguments), call.k_cache))
     for ours, expected in zip(*results):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@each_layout
+@pytest.mark.parametrize("window_size", [None, 8])
+@pytest.mark.parametrize("batch", ["decoding", "mixed"])
+def test_flops(layout, window_size, batch):
+    """4 D operations for each visible score of each head, hidden keys included."""
+    call = make_call(make_sequences(BATCHES[batch]), **layout)
+    with FlopCounterMode(display=False) as counter:
+        call(window_size=window_size)
+    seen = [before + row + 1 for before, rows in BATCHES[batch] for row in range(rows)]
+    visible = sum(seen) if window_size is None else sum(min(keys, window_size) for keys in seen)
+    assert counter.get_total_flops() == 4 * 16 * 4 * visible
+
+
+def test_no_rows_at_all():
+    call = make_call(make_sequences([(40, 0), (3, 0)]), packed=True, page_size=16)
+    assert call.arguments["max_seqlen_q"] == 0 and call(window_size=8).shape == (0, 4, 16)
 
 
 def test_autograd_learns_that_the_cache_is_written():

@@ -72,8 +72,10 @@ def with_kvcache(*args, out_val=None, **kwargs) -> int:
     scores = 0
     for own, keys in zip(rows, before):
         keys += own if given.key is not None else 0
-        seen = torch.arange(keys - own + 1, keys + 1).clamp_(min=0) if given.is_causal else torch.full((own,), keys)
-        scores += int(seen.clamp(max=keys if given.window_size is None else given.window_size).sum())
+        if given.window_size is None:
+            scores += count_causal_scores(own, keys, given.is_causal)
+        else:
+            scores += sum(min(max(seen, 0), given.window_size) for seen in range(keys - own + 1, keys + 1))
     return FORWARD_GEMMS * 2 * head_dim * heads * scores
 
 

@@ -209,6 +209,20 @@ def test_new_tokens_without_a_place_are_dropped(path, packed, bad, window_size):
         torch.testing.assert_close(split(result, sequences, packed)[b], expected, rtol=tolerance, atol=tolerance)
 
 
+@on_devices
+def test_autograd_learns_that_the_cache_is_written(path):
+    call = make_call(sequences_on(path, [(40, 1)]))
+    weight = torch.randn((), device=path.device, requires_grad=True)
+    loss = (weight * call.k_cache.nan_to_num_()).sum()
+    with torch.no_grad():
+        call(key=None, value=None, bias=None)
+    torch.autograd.grad(loss, weight, retain_graph=True)
+    with torch.no_grad():
+        call()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, weight)
+
+
 INVARIANT = {
     **WINDOWS,
     "not causal": {"is_causal": False},

@@ -257,7 +257,7 @@ void make_readable(KvCacheInputs& in) {
         in.relative_bias = in.relative_bias->contiguous();
 }
 
-// Reports the caches to autograd as changed in place, as the composition's operators do.
+// Reports the caches to autograd as changed in place.
 void mark_written(const KvCacheInputs& in) {
     if (!in.key) return;
     for (const Tensor* cache : {&in.k_cache, &in.v_cache, in.bias_cache ? &*in.bias_cache : nullptr})
@@ -297,9 +297,8 @@ ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
         in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats);
     p.out = rows_view(out, in.is_packed());
     p.lse = row_stat_view(lse, in.is_packed());
-    if (!decode_kvcache_cuda(p, in.query)) return compose(in);
-    mark_written(in);
-    return {out, lse};
+    if (decode_kvcache_cuda(p, in.query)) return {out, lse};
+    return compose(in);
 }
 
 }  // namespace
@@ -312,6 +311,7 @@ ForwardResult attention_with_kvcache(KvCacheInputs in) {
     make_readable(in);
     KvCacheParams p = params_of(in, batch);
     check_positions(in, p);
+    mark_written(in);
     if (!has_equal_rows(in, batch)) return run(in, p);
     in = unpacked(std::move(in), batch);
     const auto [out, lse] = run(in, params_of(in, batch));

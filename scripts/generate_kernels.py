@@ -47,6 +47,7 @@ SM80_FWD = "(const FwdArgs&, const FwdPlan&, cudaStream_t)"
 SM80_BWD = "(const BwdArgs&, const BwdPlan&, cudaStream_t)"
 SM90_FWD = "(const FwdArgs&, cudaStream_t)"
 SM90_BWD = "(const BwdArgs&, cudaStream_t)"
+SM90_DECODE = "(const DecodeArgs&, cudaStream_t, int*)"
 
 # The causal flag has files of its own only where its instantiations take long to compile.
 GROUPS = (
@@ -83,6 +84,13 @@ GROUPS = (
         headers=("sparse_bwd/launch.cuh",),
         functions=(f"run_sparse_bwd<T, D>{SM90_BWD}",),
         head_dims=(64, 128, 192, 256),
+    ),
+    Group(
+        "sm90",
+        "decode",
+        causal=False,
+        headers=("decode/launch.cuh",),
+        functions=(f"run_decode<T, D>{SM90_DECODE}",),
     ),
     Group(
         "sm80",

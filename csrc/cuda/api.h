@@ -6,6 +6,7 @@
 
 #include <cuda_runtime.h>
 
+#include "kvcache_params.h"
 #include "params.h"
 #include "plan.h"
 
@@ -34,6 +35,10 @@ void run_fwd(const FwdParams& params, const FwdPlan& plan, void* workspace, cuda
 // dout and the gradients are aligned as query is. The caller zeroes dbias of a key bias, and dbias of a dense bias
 // where it has variable length or key lists are present.
 void run_bwd(const BwdParams& params, const BwdPlan& plan, void* workspace, cudaStream_t stream);
+
+// Attention over a cache of keys in one kernel, which also writes the new keys into the cache. Returns true where the
+// kernel serves the call, else it launches nothing. skips_longer: see sm90/decode/plan.h.
+bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace flash_dmattn

@@ -15,6 +15,7 @@
 #include "cuda/postprocess/convert.h"
 #include "cuda/preprocess/clear.h"
 #include "cuda/preprocess/delta.h"
+#include "cuda/sm90/decode/plan.h"
 #include "fallback_log.h"
 
 namespace flash_dmattn::cuda {
@@ -123,6 +124,13 @@ void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStrea
     if (plan.preprocess_delta) compute_delta(args, stream);
     plan.launch(args, stream);
     convert_sums(args, stream);
+}
+
+bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream) {
+    const Architecture* const first = std::begin(kArchitectures);  // the only one with a kernel
+    const Architecture* const named = named_architecture();
+    return (named == nullptr || named == first) && first->runs_on(current_device().capability) &&
+           sm90::decode_kvcache(params, skips_longer, stream);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -107,7 +107,10 @@ void backward_cuda(BwdParams& p, const Inputs& in) {
     });
 }
 
-bool decode_kvcache_cuda(KvCacheParams&, const Tensor&) { return false; }
+bool decode_kvcache_cuda(const KvCacheParams& params, const Tensor& like, bool skips_longer) {
+    const c10::cuda::CUDAGuard guard(like.device());
+    return cuda::decode_kvcache(params, skips_longer, current_stream());
+}
 
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {

@@ -14,8 +14,9 @@ void forward_cuda(FwdParams& params, const Inputs& inputs);
 void backward_cuda(BwdParams& params, const Inputs& inputs);
 
 // Attention over a cache of keys (kvcache.h). Returns false, and launches nothing, where no kernel serves the call.
-// `like`: a tensor on the device.
-bool decode_kvcache_cuda(KvCacheParams& params, const Tensor& like);
+// skips_longer: serves the sequences of few query rows, and leaves the out and lse of the others alone. `like`: a
+// tensor on the device.
+bool decode_kvcache_cuda(const KvCacheParams& params, const Tensor& like, bool skips_longer);
 
 // A packed mask: bits int32 in the mask's shape, 32 keys per word; and nine bytes for each tile of 64 x 64 scores, uint8
 // (9, {B|B/n|1}, heads, row tiles, key tiles): eight of visible keys, then the tile's kind.

@@ -291,14 +291,23 @@ ForwardResult compose(const KvCacheInputs& in) {
 ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
     const bool sees_nothing = in.window_size && p.window_size == 0;  // KvCacheParams has no such window
     if (in.query.is_cpu() || sees_nothing || p.batch == 0 || p.total_q == 0 || p.heads == 0) return compose(in);
+    const auto write_to = [&](const Tensor& out, const Tensor& lse) {
+        p.out = rows_view(out, in.is_packed());
+        p.lse = row_stat_view(lse, in.is_packed());
+    };
     const Tensor out = at::empty(in.query.sizes(), in.query.options());
     const auto stats = in.query.options().dtype(at::kFloat);
     const Tensor lse =
         in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats);
-    p.out = rows_view(out, in.is_packed());
-    p.lse = row_stat_view(lse, in.is_packed());
-    if (decode_kvcache_cuda(p, in.query)) return {out, lse};
-    return compose(in);
+    write_to(out, lse);
+    if (decode_kvcache_cuda(p, in.query, false)) return {out, lse};
+    const auto [composed_out, composed_lse] = compose(in);
+    if (!in.batch_invariant || !in.is_packed()) return {composed_out, composed_lse};
+    // A sequence of few rows gets the kernel's bits, also where the batch has longer ones.
+    const ForwardResult result{composed_out.contiguous(), composed_lse.contiguous()};
+    write_to(std::get<0>(result), std::get<1>(result));
+    decode_kvcache_cuda(p, in.query, true);
+    return result;
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace {
 
 void forward_cuda(FwdParams&, const Inputs& inputs) { refuse(inputs.query); }
 void backward_cuda(BwdParams&, const Inputs& inputs) { refuse(inputs.query); }
-bool decode_kvcache_cuda(KvCacheParams&, const Tensor& like) { refuse(like); }
+bool decode_kvcache_cuda(const KvCacheParams&, const Tensor& like, bool) { refuse(like); }
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t, int64_t, bool, const OptionalTensor&,
                                      const OptionalTensor&) {
     refuse(mask);

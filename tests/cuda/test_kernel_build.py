@@ -53,13 +53,14 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
         *("fwd_hdim64_bf16_sm90.cu", "fwd_hdim256_bf16_sm90.cu"),
         *("bwd_hdim64_bf16_sm90.cu", "bwd_hdim256_bf16_sm90.cu"),
         *("sparse_bwd_hdim64_bf16_sm90.cu", "sparse_bwd_hdim256_bf16_sm90.cu"),
+        *("decode_hdim64_bf16_sm90.cu", "decode_hdim256_bf16_sm90.cu"),
         *("gather_hdim64_bf16_sm80.cu", "gather_hdim256_bf16_sm80.cu"),
     ]
     header = (tmp_path / "kernels.h").read_text()
     assert '#define FLASH_DMATTN_HEAD_DIMS "64,256"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
     both = "X(bfloat16_t, 64) X(bfloat16_t, 256)"
     built = {"SM80_FWD": both, "SM80_BWD": both, "SM90_FWD": both, "SM90_BWD": both, "SM80_GATHER": both}
-    built["SM90_SPARSE_BWD"] = both
+    built["SM90_SPARSE_BWD"] = built["SM90_DECODE"] = both
     assert dict(re.findall(r"#define FLASH_DMATTN_(\w+)_KERNELS\(X\) (.*)", header)) == built
 
 
@@ -72,7 +73,7 @@ def test_sm90_kernels_are_generated_for_sm90_builds_only(generator, tmp_path, co
     assert any(name.endswith("_sm90.cu") for name in files) == is_for_hopper
     assert sum(name.endswith("_sm80.cu") for name in files) == 4 * len(generator.HEAD_DIMS) * len(generator.DTYPES)
     header = (tmp_path / "kernels.h").read_text()
-    for direction, smallest in {"FWD": 32, "BWD": 32, "SPARSE_BWD": 64}.items():
+    for direction, smallest in {"FWD": 32, "BWD": 32, "SPARSE_BWD": 64, "DECODE": 32}.items():
         entries = re.search(rf"#define FLASH_DMATTN_SM90_{direction}_KERNELS\(X\)(.*)", header).group(1)
         built = f" X(half_t, {smallest}) X(bfloat16_t, {smallest})"
         assert entries.startswith(built) if is_for_hopper else entries == ""
@@ -218,6 +219,7 @@ SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 MOST_LOCAL_MEMORY_ON_HOPPER = 320
 # Local loads and stores in the GEMM loop: where accumulators use all registers, addresses are reloaded. A spilled
 # accumulator would add dozens.
+MOST_LOCAL_MEMORY_OF_DECODING = 32
 MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40, "pair_bias": 16, "sparse_bwd": 40}
 
 
@@ -247,6 +249,20 @@ def test_an_sm90_kernel_compiles_without_spills_in_its_gemm_loop(generator, tmp_
         for loop in loops:
             accesses = [x for x in loop if x.name in ("LDL", "STL")]
             assert len(accesses) <= MOST_LOCAL_ACCESSES[direction], (name, accesses)
+
+
+@needs_nvcc
+@pytest.mark.long
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_the_decoding_kernel_compiles_without_spilled_accumulators(generator, tmp_path, monkeypatch, head_dim):
+    monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", str(head_dim))
+    monkeypatch.setenv("FLASH_DMATTN_DTYPES", "bf16")
+    generator.generate(tmp_path)
+    source = tmp_path / f"decode_hdim{head_dim}_bf16_sm90.cu"
+    says = compiled(source, tmp_path / "kernel.cubin", "-O3", *generator.targets_of(source), "-Xptxas=-v", "-cubin")
+    report = local_memory(says)
+    assert len(report) == (2 if head_dim <= 128 else 1)  # with 8 and with 16 warps
+    assert not [kernel for kernel in report if kernel[2] > MOST_LOCAL_MEMORY_OF_DECODING]
 
 
 def test_inner_loops_finds_the_gemm_loops():
@@ -374,6 +390,7 @@ HOPPER_SHARED_MEMORY = """
 
 #include "cuda/sm90/bwd/shared_storage.cuh"
 #include "cuda/sm90/fwd/shared_storage.cuh"
+#include "cuda/sm90/decode/shared_storage.cuh"
 #include "cuda/sm90/sparse_bwd/grouped_shared_storage.cuh"
 #include "cuda/sm90/sparse_bwd/per_head_shared_storage.cuh"
 #include "cuda/sm90/pair_bias/dkdv_kernel.cuh"
@@ -436,6 +453,15 @@ size_t largest_pair_bias_dkey() {
         std::max(largest_pair_bias_fwd<PairBiasFwdKernelTraits<T, 0>, PairBiasFwdKernelTraits<T, 1>>(),      \\
                  largest_pair_bias_dkey<PairBiasDkeyKernelTraits<T, 2>, PairBiasDkeyKernelTraits<T, 3>>()));
 
+template <typename T, int kHeadDim>
+int decode_bytes() {  // without selection, whose memory depends on the call
+    DecodeArgs args;
+    args.query_tiles = kDecodeMaxRows / 16;
+    args.warps = kHeadDim <= kDecodeManyWarpsHeadDim ? kDecodeMaxWarps : 8;
+    return DecodeSmemLayout(args, kHeadDim).total;
+}
+#define DECODE(T, kHeadDim) print<>("decode", kHeadDim, decode_bytes<T, kHeadDim>());
+
 #include "kernels.h"
 
 int main() {
@@ -443,6 +469,7 @@ int main() {
     FLASH_DMATTN_SM90_BWD_KERNELS(BACKWARD)
     FLASH_DMATTN_SM90_PAIR_BIAS_KERNELS(PAIR_BIAS)
     FLASH_DMATTN_SM90_SPARSE_BWD_KERNELS(SPARSE_BACKWARD)
+    FLASH_DMATTN_SM90_DECODE_KERNELS(DECODE)
 }
 """
 

@@ -22,6 +22,21 @@ __device__ __forceinline__ uint32_t load_dsmem(uint32_t dsmem_address) {
     return x;
 }
 
+__device__ __forceinline__ uint32_t load_dsmem_u16(uint32_t dsmem_address) {
+    uint16_t x;
+    asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(x) : "r"(dsmem_address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float4 load_dsmem_float4(uint32_t dsmem_address) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(dsmem_address)
+                 : "memory");
+    return x;
+}
+
 // Stores 16 bytes to shared memory: to `here` in this CTA where is_here, else asynchronously to `there` in another CTA
 // of the cluster, whose mbarrier `barrier_there` counts the bytes. Remote addresses come from map_to_cta.
 __device__ __forceinline__ void store_smem_or_dsmem(uint32_t here, uint32_t there, uint32_t barrier_there, bool is_here,

@@ -26,6 +26,16 @@ __device__ __forceinline__ void load_shared(float (&x)[4], uint32_t from) {
                  : "memory");
 }
 
+// One 16-byte load through L2, where it stands: the compiler may delay a plain load to its first use.
+__device__ __forceinline__ uint4 load_global_16(const void* from) {
+    uint4 x;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from)
+                 : "memory");
+    return x;
+}
+
 // One 16-byte store. The compiler may split an assignment into four.
 __device__ __forceinline__ void store_global_16(void* to, const uint32_t (&x)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])

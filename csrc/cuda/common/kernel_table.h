@@ -50,7 +50,8 @@ public:
         : entries_{Entry{Instances::kDataType, Instances::kHeadDim, make(Instances())}...} {}
 
     // The entry of the problem's dtype with the smallest sufficient head dimension; null where none was built.
-    const Entry* find(const AttentionParams& p) const {
+    template <typename Params>
+    const Entry* find(const Params& p) const {
         for (const Entry& entry : entries_)
             if (entry.dtype == p.dtype && p.head_dim <= entry.head_dim) return &entry;
         return nullptr;

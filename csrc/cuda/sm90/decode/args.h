@@ -1,0 +1,52 @@
+// Arguments of the decoding kernel, and the division of a sequence's keys among the CTAs of a cluster.
+#pragma once
+
+#include "cuda/common/basics.cuh"
+#include "kvcache_params.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// Warps of a CTA: 8, of which two CTAs share an SM up to head dimension 128, or 16, up to that dimension.
+constexpr int kDecodeMaxWarps = 16;
+constexpr int kDecodeManyWarpsHeadDim = 128;
+constexpr int kDecodeMaxRows = 64;     // query rows times query heads of a KV head
+constexpr int kDecodeMaxCluster = 16;  // above 8 is not portable
+constexpr int kDecodeGroup = 8;        // neighbouring keys of a thread in the selection
+constexpr int kDecodeSegmentAlign = 32 * kDecodeGroup;
+constexpr int kInvariantKeys = 8192;  // batch_invariant: keys of a CTA, until the cluster has kInvariantCluster CTAs
+constexpr int kInvariantCluster = 4;
+
+// A kernel parameter: compiled kernels depend on the order of the members, here and in kvcache_params.h.
+struct DecodeArgs : KvCacheParams {
+    FastDivmod keys_per_page;      // page_size; more than any sequence's keys where the cache is contiguous
+    float score_scale = 1;         // softmax_scale; with a softcap, what tanh takes
+    float score_cap = 0;           // softcap
+    int warps = 8;                 // of a CTA
+    int cluster = 1;               // CTAs of a sequence and KV head
+    int order_capacity = 0;        // orders of biases that fit in a CTA's shared memory; 0: dense
+    int list_capacity = 0;         // chosen keys of a CTA
+    int most_rows = 1;             // sequences of more query rows are left alone
+    int query_tiles = 1;           // 16-row tiles of Q in shared memory
+    bool overlays = false;         // the tiles of K and V reuse the memory of the orders
+    bool has_vector_bias = false;  // eight neighbouring biases are aligned to 16 bytes
+};
+
+// batch_invariant: the CTAs that share a sequence are a function of its keys alone; never more for fewer keys.
+__host__ __device__ inline int invariant_cluster(int64_t keys) {
+    int cluster = 1;
+    while (cluster < kInvariantCluster && keys > int64_t{cluster} * kInvariantKeys) cluster *= 2;
+    return cluster;
+}
+
+// Keys of a CTA in the selection.
+__host__ __device__ inline int decode_share(int keys, int cluster) {
+    constexpr int kAlign = 64;
+    return ceil_div(ceil_div(keys, cluster), kAlign) * kAlign;
+}
+
+// Positions of a warp in the selection.
+__host__ __device__ inline int decode_segment(int share, int warps) {
+    return ceil_div(share, warps * kDecodeSegmentAlign) * kDecodeSegmentAlign;
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,105 @@
+// Decoding in one kernel: new query rows attend to a cache of keys, contiguous or in pages. A cluster serves one
+// sequence and KV head: it selects keys by their biases (selector.cuh) or takes all, each CTA attends to an equal part of them
+// (attention.cuh), and the parts are combined through DSMEM.
+#pragma once
+
+#include "attention.cuh"
+#include "selector.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// out and lse of the sequence: each CTA combines a part of the packed rows' columns.
+template <typename T, int kHeadDim, int kWarps>
+__device__ void combine(const DecodeArgs& p, const DecodeCache& cache, const DecodeSharedStorage& smem,
+                        const DecodeAttention<T, kHeadDim, kWarps>& attention, int cluster, int rank) {
+    constexpr int kVectors = kHeadDim / 4;
+    const int vectors = attention.packed_rows() * kVectors, share = ceil_div(vectors, cluster);
+#pragma unroll 1
+    for (int i = rank * share + threadIdx.x; i < min((rank + 1) * share, vectors); i += kWarps * 32) {
+        const int packed = i / kVectors, col = i % kVectors * 4;
+        const uint32_t max_at = smem_address(&smem.row_max[packed]), sum_at = smem_address(&smem.row_sum[packed]);
+        const uint32_t out_at = smem_address(attention.output(packed, col));
+        constexpr int kInFlight = 8;
+        float largest = -kInfinity, sum = 0;
+        float4 total{};
+#pragma unroll 1
+        for (int first = 0; first < cluster; first += kInFlight) {
+            float maxima[kInFlight], sums[kInFlight];
+            float4 x[kInFlight];
+            float before = largest;
+#pragma unroll
+            for (int r = 0; r < kInFlight; ++r) {
+                const int cta = min(first + r, cluster - 1);
+                maxima[r] = __uint_as_float(load_dsmem(map_to_cta(max_at, cta)));
+                sums[r] = __uint_as_float(load_dsmem(map_to_cta(sum_at, cta)));
+                x[r] = load_dsmem_float4(map_to_cta(out_at, cta));
+            }
+#pragma unroll
+            for (int r = 0; r < kInFlight; ++r) largest = fmaxf(largest, maxima[r]);
+            const float correction = before == -kInfinity ? 0.f : fast_exp2((before - largest) * kLog2E);
+            sum *= correction;
+            total = {total.x * correction, total.y * correction, total.z * correction, total.w * correction};
+#pragma unroll
+            for (int r = 0; r < kInFlight; ++r) {
+                if (first + r >= cluster || sums[r] == 0) continue;  // a CTA without visible keys has no output
+                const float weight = fast_exp2((maxima[r] - largest) * kLog2E);
+                sum = fmaf(weight, sums[r], sum);
+                total = {fmaf(weight, x[r].x, total.x), fmaf(weight, x[r].y, total.y), fmaf(weight, x[r].z, total.z),
+                         fmaf(weight, x[r].w, total.w)};
+            }
+        }
+        const int head = attention.head_of(packed);
+        const int64_t row = int64_t{cache.first_row} + attention.row_of(packed);
+        const float lse = sum == 0 ? -kInfinity : largest + logf(sum);
+        float inverse = sum == 0 ? 0.f : 1.f / sum;
+        if (p.sinks != nullptr && sum != 0) inverse /= 1.f + expf(p.sinks[head * p.sinks_stride] - lse);
+        if (col == 0 && p.lse.data != nullptr)
+            static_cast<float*>(p.lse.data)[cache.batch * p.lse.batch_stride + head * p.lse.head_stride + row] = lse;
+        if (col >= p.head_dim) continue;
+        T* out = static_cast<T*>(p.out.data) + cache.batch * p.out.batch_stride + row * p.out.row_stride +
+                 head * p.out.head_stride + col;
+        *reinterpret_cast<uint2*>(out) = {pack<T>(total.x * inverse, total.y * inverse),
+                                          pack<T>(total.z * inverse, total.w * inverse)};
+    }
+}
+
+template <typename T, int kHeadDim, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kHeadDim <= kDecodeManyWarpsHeadDim ? 2 : 1)
+    decode_kernel(const __grid_constant__ DecodeArgs p) {
+    extern __shared__ __align__(128) unsigned char raw_smem[];
+    auto& smem = *reinterpret_cast<DecodeSharedStorage*>(raw_smem);
+
+    const int pair = static_cast<int>(blockIdx.x) / p.cluster, rank = static_cast<int>(blockIdx.x) % p.cluster;
+    const int kv_heads = static_cast<int>(p.kv_heads);
+    const DecodeCache cache(p, pair / kv_heads, pair % kv_heads);
+    const int cluster = p.batch_invariant ? invariant_cluster(cache.keys) : p.cluster;
+    if (cache.rows == 0 || cache.rows > p.most_rows || rank >= cluster) return;  // all threads of the CTA
+
+    using Attention = DecodeAttention<T, kHeadDim, kWarps>;
+    const DecodeSmemLayout layout(p, kHeadDim);
+    Attention attention(p, cache, smem, reinterpret_cast<typename Attention::Tile*>(raw_smem + layout.query),
+                        raw_smem + layout.tiles);
+    attention.load_query();
+    const int* list = nullptr;
+    int first = 0, count;
+    if (p.order_capacity > 0 && cache.keys > p.window_size) {
+        int* chosen = reinterpret_cast<int*>(raw_smem + layout.list);
+        constexpr DataType kHalf = std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16;
+        DecodeSelector<kHalf, kWarps> selector(p, cache, smem, reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
+                                               reinterpret_cast<uint32_t*>(raw_smem + layout.copies), cluster, rank);
+        count = selector.run(chosen);
+        list = chosen;
+        p.overlays ? selector.cluster_barrier() : __syncthreads();  // the list is complete; the orders have been read
+    } else {
+        const int part = ceil_div(ceil_div(cache.keys, cluster), 16) * 16;
+        first = min(rank * part, cache.keys);
+        count = min(part, cache.keys - first);
+    }
+    attention.run(list, first, count);
+    if (rank == 0) cache.append<T>();
+    cluster > 1 ? cluster_sync() : __syncthreads();
+    combine(p, cache, smem, attention, cluster, rank);
+    if (cluster > 1) cluster_sync();  // the others have read this CTA's shared memory
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,148 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <climits>
+#include <map>
+#include <mutex>
+#include <set>
+#include <tuple>
+
+#include "cuda/common/check.h"
+#include "cuda/common/device.h"
+#include "cuda/common/kernel_table.h"
+#include "kernels.h"
+#include "shared_storage.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename T, int kHeadDim>
+void run_decode(const DecodeArgs& args, cudaStream_t stream, int* max_active_clusters);
+namespace {
+
+using DecodeLauncher = void (*)(const DecodeArgs&, cudaStream_t, int*);
+const KernelTable<DecodeLauncher> kKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM90_DECODE_KERNELS, run_decode));
+
+bool is_aligned(const RowsView& view) {
+    return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.batch_stride % 8 == 0 && view.row_stride % 8 == 0 &&
+           view.head_stride % 8 == 0;
+}
+
+// Selection has one row. With batch_invariant the answer must not depend on the room for keys.
+int64_t most_rows(const KvCacheParams& p) {
+    const bool selects = p.window_size > 0 && (p.batch_invariant || p.window_size < p.seqlen_k);
+    const int64_t rows = kDecodeMaxRows / std::max<int64_t>(p.heads / std::max<int64_t>(p.kv_heads, 1), 1);
+    return selects ? std::min<int64_t>(rows, 1) : rows;
+}
+
+bool serves(const KvCacheParams& p) {
+    const auto fits = [](int64_t x) { return x < INT_MAX / 2; };
+    const bool has_bias = p.bias_cache.present();
+    return (p.window_size == 0 || has_bias) && !p.relative_bias.has_grid() && p.head_dim % 8 == 0 && fits(p.seqlen_k) &&
+           fits(p.cache_batch) && fits(p.total_q) && fits(p.batch * p.kv_heads * kDecodeMaxCluster) &&
+           is_aligned(p.query) && is_aligned(p.k_cache) && is_aligned(p.v_cache) && is_aligned(p.key) &&
+           is_aligned(p.value) && is_aligned(p.out) &&
+           (!has_bias || p.bias_cache.dtype == DataType::kFloat32 || p.bias_cache.dtype == p.dtype) &&
+           (!p.bias.present() || p.bias.dtype == p.bias_cache.dtype);
+}
+
+bool has_vector_bias(const KvCacheParams& p) {
+    const KeyBiasView& bias = p.bias_cache;
+    const int64_t vector = bias.dtype == DataType::kFloat32 ? 4 : 8;
+    return bias.row_stride == 1 && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
+           bias.batch_stride % vector == 0 && bias.head_stride % vector == 0 && p.page_size % kDecodeGroup == 0;
+}
+
+// The shared memory of a cluster size.
+void lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
+    args.warps = warps;
+    args.cluster = cluster;
+    if (args.window_size == 0 || args.window_size >= args.seqlen_k) return;
+    const auto keys = static_cast<int>(args.seqlen_k);
+    int share = decode_share(keys, cluster);
+    auto chosen = static_cast<int>(ceil_div(args.window_size, int64_t{cluster}));
+    if (args.batch_invariant) {  // shorter sequences have fewer CTAs
+        share = std::max(share, std::min(keys, kInvariantKeys));
+        chosen = static_cast<int>(std::min<int64_t>(args.window_size, share));
+    }
+    args.order_capacity = decode_segment(share, warps) * warps;
+    args.list_capacity = ceil_div(chosen, 16) * 16;
+    args.overlays = false;
+    args.overlays = DecodeSmemLayout(args, head_dim).total > current_device().shared_memory / (warps == 8 ? 2 : 1);
+}
+
+// The clusters that run at a time; 0 where the device has no room for one.
+int active_clusters(const DecodeArgs& args, int head_dim, DecodeLauncher run) {
+    const int bytes = DecodeSmemLayout(args, head_dim).total;
+    if (bytes > current_device().shared_memory) return 0;
+    static std::mutex mutex;
+    static std::map<std::tuple<int, DecodeLauncher, int, int, int>, int> known;
+    int device = 0;
+    FLASH_CUDA_CHECK(cudaGetDevice(&device));
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto [entry, is_new] = known.insert({{device, run, args.warps, args.cluster, bytes}, 0});
+    if (is_new) run(args, nullptr, &entry->second);
+    return entry->second;
+}
+
+// Chooses the warps and the cluster size of the least estimated time; returns false where none fits. Estimates in us:
+// 20 (dense: 8) for each wave of CTAs; 2 ns over the warps for a key that a CTA scans; for each CTA of an SM 16 ns for
+// a key of 128 dimensions that it attends to, more where 8 warps are alone. With batch_invariant both are fixed.
+bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
+    constexpr int kFewestKeys = 256;
+    const bool selects = args.window_size > 0 && args.window_size < args.seqlen_k;
+    const auto keys = static_cast<double>(args.seqlen_k);
+    const double attends = (selects ? static_cast<double>(args.window_size) : keys) * 0.016 * head_dim / 128;
+    const int most_warps = head_dim <= kDecodeManyWarpsHeadDim ? kDecodeMaxWarps : 8;
+    int best_warps = 0, best_cluster = 0;
+    double best_time = 0;
+    for (int warps = 8; warps <= most_warps; warps *= 2)
+        for (int cluster = 1; cluster <= kDecodeMaxCluster; cluster *= 2) {
+            if (best_warps > 0 && args.seqlen_k < cluster * kFewestKeys) break;
+            if (args.batch_invariant && (cluster != invariant_cluster(args.seqlen_k) || warps != 8)) continue;
+            lay_out(args, head_dim, warps, cluster);
+            const int64_t ctas = args.batch * args.kv_heads * cluster;
+            const int64_t slots = int64_t{cluster} * active_clusters(args, head_dim, run);
+            if (slots == 0) continue;
+            const int64_t of_sm = ceil_div<int64_t>(std::min(ctas, slots), current_device().num_sms);
+            const double share = of_sm * attends * (of_sm * warps == 8 ? 1.3 : 1),
+                         scan = selects ? keys * 0.002 / warps : 0;
+            const double time = ceil_div(ctas, slots) * ((selects ? 20 : 8) + (scan + share) / cluster);
+            if (best_warps == 0 || time < best_time) best_warps = warps, best_cluster = cluster, best_time = time;
+        }
+    if (best_warps > 0) lay_out(args, head_dim, best_warps, best_cluster);
+    return best_warps > 0;
+}
+
+}  // namespace
+
+void allow_largest_cluster(const void* kernel) {
+    static std::mutex mutex;
+    static std::set<std::pair<int, const void*>> allowed;
+    int device = 0;
+    FLASH_CUDA_CHECK(cudaGetDevice(&device));
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!allowed.insert({device, kernel}).second) return;
+    FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+}
+
+bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream) {
+    const int64_t rows = most_rows(params);
+    if (!serves(params) || rows == 0 || (params.seqlen_q > rows && !skips_longer)) return false;
+    const auto* kernel = kKernels.find(params);
+    if (kernel == nullptr) return false;
+    DecodeArgs args{params};
+    if (args.cache_batch == 0) args.seqlen_k = 0;
+    args.keys_per_page = FastDivmod(args.page_size > 0 ? args.page_size : INT_MAX / 2);
+    args.score_cap = static_cast<float>(args.softcap);
+    args.score_scale = static_cast<float>(args.softcap > 0 ? args.softmax_scale / args.softcap : args.softmax_scale);
+    args.most_rows = static_cast<int>(std::min(rows, args.seqlen_q));
+    const int64_t packed_rows = args.most_rows * (args.heads / args.kv_heads);
+    args.query_tiles = packed_rows <= 16 ? 1 : packed_rows <= 32 ? 2 : 4;
+    args.has_vector_bias = args.bias_cache.present() && has_vector_bias(args);
+    if (args.batch * args.kv_heads == 0 || args.total_q == 0) return true;
+    if (!choose_grid(args, kernel->head_dim, kernel->value)) return false;
+    kernel->value(args, stream, nullptr);
+    return true;
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,20 @@
+// Which calls the decoding kernel serves, and how it divides them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "args.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// Runs the kernel and returns true; returns false where it does not serve the call, which then has no effect. Depends
+// on shapes and strides alone, never on lengths, so that a CUDA graph may replay the call with other lengths.
+//
+// The kernel serves up to kDecodeMaxRows query rows times query heads of a KV head, and one row where it selects keys.
+// skips_longer: it serves the sequences of that many rows in a call that has more, and leaves the others alone.
+bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream);
+
+// Raises a kernel's limit of CTAs in a cluster on the current device, at the first call.
+void allow_largest_cluster(const void* kernel);
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,431 @@
+// Top-k selection in a decoding kernel: the `window` keys of largest bias of one sequence and KV head, among the CTAs
+// of a cluster. Each CTA has a contiguous share of the keys, each of its warps a contiguous segment of that.
+//
+// A CTA keeps the high 16 bits of the order-preserving integers of its biases in shared memory (0: hidden). The w-th
+// largest is found digit by digit: histograms of the CTAs are summed through DSMEM. float32 has two more digits, which
+// only keys that match the first two read, from memory. Then each warp compacts its segment in place to the offsets of
+// its chosen keys. The chosen keys of all segments in order are those of the sequence; each CTA reads an equal part of
+// them through DSMEM, so that all attend to the same number of keys whatever the distribution.
+#pragma once
+
+#include "cache.cuh"
+#include "cuda/arch/cluster.cuh"
+#include "cuda/arch/memory.cuh"
+#include "cuda/mask/bits.cuh"
+#include "shared_storage.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// The order-preserving integer of a bias, of 32 bits; 0 where the bias hides its key. The high half of any other is not
+// 0, and a 16-bit bias is in it.
+template <DataType kType>
+__device__ __forceinline__ uint32_t decode_order(typename FloatBits<kType>::Bits bits) {
+    constexpr uint32_t kHidden = kHiddenOrder<kType>;
+    const uint32_t order = max(static_cast<uint32_t>(order_of<kType>(bits)), kHidden) - kHidden;
+    if (sizeof(bits) == 2) return order << 16;
+    return order == 0 ? 0 : order + 0xffff;
+}
+
+// kHalf: the dtype of biases that are not float32.
+template <DataType kHalf, int kWarps>
+class DecodeSelector {
+    static constexpr int kThreads = kWarps * 32, kStep = kThreads * kDecodeGroup;
+
+public:
+    __device__ DecodeSelector(const DecodeArgs& p, const DecodeCache& cache, DecodeSharedStorage& smem,
+                              uint16_t* orders, uint32_t* copies, int cluster, int rank)
+        : p_(p), cache_(cache), smem_(smem), orders_(orders), copies_(copies), cluster_(cluster), rank_(rank) {
+        is_float_ = p.bias_cache.dtype == DataType::kFloat32;
+        share_ = decode_share(cache.keys, cluster);
+        begin_ = min(rank * share_, cache.keys);
+        keys_ = min(share_, cache.keys - begin_);
+        segment_ = decode_segment(share_, kWarps);
+    }
+
+    // Writes this CTA's part of the chosen keys to `list` and returns their number. All threads of the cluster call.
+    __device__ int run(int* list) {
+        clear_copies();
+        is_float_ ? load<DataType::kFloat32>() : load<kHalf>();
+        int wanted = static_cast<int>(p_.window_size), shift = 24;
+        threshold_ = 0;
+#pragma unroll 1
+        while (true) {
+            sum_copies(shift / kDigit % 2);
+            choose_digit(shift, wanted);
+            if (shift == 0 || (shift == 16 && (!is_float_ || threshold_ == 0))) break;
+            shift -= kDigit;
+            clear_copies();
+            count(shift);
+        }
+        if (threshold_ != 0) divide_equal(shift, wanted);
+        compact();
+        refuse_nan(found_nan_);
+        cluster_barrier();
+        return read_list(list);
+    }
+
+    __device__ void cluster_barrier() const {
+        if (cluster_ > 1) return cluster_sync();
+        __syncthreads();
+    }
+
+private:
+    template <DataType kType>
+    __device__ uint32_t order_at(int at) const {
+        using Bits = typename FloatBits<kType>::Bits;
+        return decode_order<kType>(__ldcg(cache_.template row_of<Bits>(p_.bias_cache, p_.bias, begin_ + at)));
+    }
+
+    // Reads the biases of this CTA, stores the high halves of their orders and counts the first digit.
+    template <DataType kType>
+    __device__ void load() {
+        using Bits = typename FloatBits<kType>::Bits;
+        const uint32_t counts = lane_counts();
+        int done = 0;
+        if (p_.has_vector_bias) {
+            done = max(min(keys_, cache_.cached_keys() - begin_), 0) / kDecodeGroup * kDecodeGroup;
+            load_vectors<kType>(done, counts);
+        }
+#pragma unroll 4
+        for (int at = done + threadIdx.x; at < segment_ * kWarps; at += kThreads) {
+            Bits bits = FloatBits<kType>::kLeast;
+            if (at < keys_) bits = __ldcg(cache_.template row_of<Bits>(p_.bias_cache, p_.bias, begin_ + at));
+            found_nan_ |= is_nan<kType>(bits);
+            const uint32_t order = decode_order<kType>(bits);
+            orders_[at] = static_cast<uint16_t>(order >> 16);
+            add_to_bin(counts, order >> 24);
+        }
+    }
+
+    // The first `keys` of this CTA's keys, eight of a thread at a time.
+    template <DataType kType>
+    __device__ void load_vectors(int keys, uint32_t counts) {
+        constexpr int kInFlight = 4;
+        uint32_t largest_size = 0;
+        int at = threadIdx.x * kDecodeGroup;
+#pragma unroll 1
+        for (; at + (kInFlight - 1) * kStep < keys; at += kInFlight * kStep)
+            load_groups<kType, kInFlight>(at, counts, largest_size);
+#pragma unroll 1
+        for (; at < keys; at += kStep) load_groups<kType, 1>(at, counts, largest_size);
+        found_nan_ |= Group<kType>::has_nan(largest_size);
+    }
+
+    template <DataType kType, int kInFlight>
+    __device__ __forceinline__ void load_groups(int at, uint32_t counts, uint32_t& largest_size) {
+        using Bits = typename FloatBits<kType>::Bits;
+        constexpr int kParts = kDecodeGroup * sizeof(Bits) / 16;
+        const void* from[kInFlight];
+        uint4 parts[kInFlight][kParts];
+#pragma unroll
+        for (int g = 0; g < kInFlight; ++g)
+            from[g] = cache_.template cached_row_of<Bits>(p_.bias_cache, begin_ + at + g * kStep);
+#pragma unroll
+        for (int g = 0; g < kInFlight; ++g)
+#pragma unroll
+            for (int part = 0; part < kParts; ++part)
+                parts[g][part] = load_global_16(static_cast<const uint4*>(from[g]) + part);
+#pragma unroll
+        for (int g = 0; g < kInFlight; ++g) {
+            uint32_t words[kDecodeGroup / 2];
+            if constexpr (kParts == 1) {
+                constexpr uint32_t kHidden = kHiddenOrder<kType> * 0x10001u;
+                const uint4& x = parts[g][0];
+                Group<kType> group{{x.x, x.y, x.z, x.w}};
+                group.to_orders(largest_size);
+#pragma unroll
+                for (int i = 0; i < kDecodeGroup / 2; ++i) words[i] = group.words[i] - kHidden;
+            } else {
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+                    const uint4& x = parts[g][part];
+                    const uint32_t bits[] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const uint32_t low = bits[2 * i], high = bits[2 * i + 1];
+                        largest_size = max(largest_size, max(low << 1, high << 1) >> 1);
+                        words[part * 2 + i] = __byte_perm(decode_order<DataType::kFloat32>(low),
+                                                          decode_order<DataType::kFloat32>(high), 0x7632);
+                    }
+                }
+            }
+            *reinterpret_cast<uint4*>(orders_ + at + g * kStep) = {words[0], words[1], words[2], words[3]};
+#pragma unroll
+            for (const uint32_t word : words) {
+                add_to_bin(counts, word >> 8 & 0xff);
+                add_to_bin(counts, word >> 24);
+            }
+        }
+    }
+
+    // Counts the digit at bit `shift`, at most 16, of the orders that match threshold_ above it.
+    __device__ void count(int shift) {
+        const uint32_t counts = lane_counts(), limit = threshold_ >> 16;
+        if (shift == 16) {
+            const uint32_t low = limit, high = limit << 16;
+            for_each_group<2>([&](int, const uint32_t (&words)[kDecodeGroup / 2]) {
+#pragma unroll
+                for (const uint32_t word : words) {
+                    add_to_bin_if((word ^ low) & 0xff00, counts + (word << 6 & 0x3fc0));
+                    add_to_bin_if((word ^ high) & 0xff000000, counts + (word >> 10 & 0x3fc0));
+                }
+            });
+            return;
+        }
+        for_each_group([&](int at, const uint32_t (&words)[kDecodeGroup / 2]) {
+            for (uint32_t left = equal_to(words, limit); left != 0; left &= left - 1) {
+                const uint32_t order = order_at<DataType::kFloat32>(at + __ffs(left) - 1);
+                if (shift == 8 || (order ^ threshold_) >> kDigit == 0) add_to_bin(counts, order >> shift & 0xff);
+            }
+        });
+    }
+
+    // Calls visit(position of the first key, orders) for groups of eight keys, by a warp in its segment.
+    template <int kUnroll = 1, typename Visit>
+    __device__ __forceinline__ void for_each_group(const Visit& visit) const {
+        const int first = warp_id() * segment_ + lane_id() * kDecodeGroup;
+#pragma unroll kUnroll
+        for (int at = first; at < first + segment_; at += 32 * kDecodeGroup) {
+            const uint4 group = *reinterpret_cast<const uint4*>(orders_ + at);
+            const uint32_t words[] = {group.x, group.y, group.z, group.w};
+            visit(at, words);
+        }
+    }
+
+    // Bit i: order i >= limit, order i == limit.
+    __device__ __forceinline__ static uint32_t at_least(const uint32_t (&words)[kDecodeGroup / 2], uint32_t limit) {
+        uint32_t mask = 0;
+#pragma unroll
+        for (int i = 0; i < kDecodeGroup; ++i)
+            if ((i % 2 == 0 ? words[i / 2] << 16 : words[i / 2]) >= limit << 16) mask |= 1u << i;
+        return mask;
+    }
+    __device__ __forceinline__ static uint32_t equal_to(const uint32_t (&words)[kDecodeGroup / 2], uint32_t limit) {
+        uint32_t mask = 0;
+#pragma unroll
+        for (int i = 0; i < kDecodeGroup; ++i)
+            if (((words[i / 2] >> i % 2 * 16 ^ limit) & 0xffff) == 0) mask |= 1u << i;
+        return mask;
+    }
+
+    __device__ uint32_t lane_counts() const { return smem_address(copies_ + lane_id() % kCopies); }
+    __device__ static void add_to_bin(uint32_t counts, uint32_t bin) {
+        asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(counts + bin * (kCopies * 4)) : "memory");
+    }
+    // Where `difference` is 0.
+    __device__ static void add_to_bin_if(uint32_t difference, uint32_t to) {
+        asm volatile(
+            "{\n.reg .pred same;\nsetp.eq.u32 same, %0, 0;\n@same red.shared.add.u32 [%1], 1;\n}" ::"r"(difference),
+            "r"(to)
+            : "memory");
+    }
+    __device__ void clear_copies() const {
+        for (int i = threadIdx.x; i < kBins * kCopies / 4; i += kThreads)
+            reinterpret_cast<uint4*>(copies_)[i] = uint4{};
+        __syncthreads();
+    }
+    __device__ void sum_copies(int buffer) const {
+        static_assert(kThreads >= kBins);
+        __syncthreads();
+        const int bin = threadIdx.x;
+        if (bin >= kBins) return;
+        uint32_t sum = 0;
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) sum += copies_[bin * kCopies + (i + bin / 2) % kCopies];
+        smem_.counts[buffer][bin] = sum;
+    }
+
+    // Calls visit(rank, x) with a number in the shared memory of each CTA of the cluster.
+    template <typename Visit>
+    __device__ __forceinline__ void for_each_rank(const void* own, const Visit& visit) const {
+        constexpr int kInFlight = 8;
+        const uint32_t address = smem_address(own);
+#pragma unroll 1
+        for (int first = 0; first < cluster_; first += kInFlight) {
+            uint32_t x[kInFlight];
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) x[i] = load_dsmem(map_to_cta(address, min(first + i, cluster_ - 1)));
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i)
+                if (first + i < cluster_) visit(first + i, x[i]);
+        }
+    }
+
+    // Adds to threshold_ the largest digit such that at least `wanted` keys have it or a larger one, and takes those
+    // with a larger one off `wanted`. Hidden keys have digits 0.
+    __device__ void choose_digit(int shift, int& wanted) {
+        cluster_barrier();
+        if (threadIdx.x < kBins) {
+            uint32_t sum = 0;
+            for_each_rank(&smem_.counts[shift / kDigit % 2][threadIdx.x], [&](int, uint32_t count) { sum += count; });
+            smem_.totals[threadIdx.x] = sum;
+        }
+        __syncthreads();
+        if (warp_id() == 0) {
+            constexpr int kBinsOfLane = kBins / 32;
+            const int first = (31 - lane_id()) * kBinsOfLane;  // lane 0 has the highest
+            int bins[kBinsOfLane], of_lane = 0;
+#pragma unroll
+            for (int i = 0; i < kBinsOfLane; ++i) of_lane += bins[i] = smem_.totals[first + i];
+            int upto = of_lane;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(~0u, upto, step);
+                if (lane_id() >= step) upto += other;
+            }
+            const int chosen = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
+            if (chosen == lane_id()) {
+                int above = upto - of_lane, digit = first;
+#pragma unroll
+                for (int i = kBinsOfLane - 1; i > 0; --i) {
+                    if (digit == first && above + bins[i] >= wanted) digit = first + i;
+                    if (digit == first) above += bins[i];
+                }
+                smem_.digit = digit, smem_.above = above;
+            }
+        }
+        __syncthreads();
+        threshold_ |= static_cast<uint32_t>(smem_.digit) << shift;
+        wanted -= smem_.above;
+    }
+
+    // Of the keys equal to threshold_ the last `wanted` of the sequence are chosen: finds how many this warp skips.
+    __device__ void divide_equal(int shift, int wanted) {
+        int own = 0, later = 0;
+        for_each_rank(&smem_.counts[shift / kDigit % 2][smem_.digit], [&](int rank, uint32_t count) {
+            if (rank == rank_) own = count;
+            if (rank > rank_) later += count;
+        });
+        const int chosen = min(max(wanted - later, 0), own);
+        skipped_ = own - chosen;
+        is_divided_ = chosen > 0 && skipped_ > 0;
+    }
+
+    // Of the orders in `matches`, whose high halves equal threshold_'s, those above it (is_above) or equal to it.
+    __device__ uint32_t refine(int at, uint32_t matches, bool is_above) const {
+        if (!is_float_) return is_above ? 0 : matches;
+        uint32_t refined = 0;
+#pragma unroll 1
+        for (uint32_t left = matches; left != 0; left &= left - 1) {
+            const uint32_t order = order_at<DataType::kFloat32>(at + __ffs(left) - 1);
+            if (is_above ? order > threshold_ : order == threshold_) refined |= left & -left;
+        }
+        return refined;
+    }
+
+    // The equal keys in this CTA's segments before the warp's.
+    __device__ int count_equal_before() {
+        int own = 0;
+        for_each_group([&](int at, const uint32_t (&words)[kDecodeGroup / 2]) {
+            own += __popc(refine(at, equal_to(words, threshold_ >> 16), false));
+        });
+        own = __reduce_add_sync(~0u, own);
+        if (lane_id() == 0) smem_.equal_counts[warp_id()] = own;
+        __syncthreads();
+        int before = 0;
+        for (int warp = 0; warp < warp_id(); ++warp) before += smem_.equal_counts[warp];
+        return before;
+    }
+
+    // Replaces the orders of a segment by the offsets of its chosen keys.
+    __device__ void compact() {
+        const uint32_t limit = threshold_ >> 16;
+        int skipped = skipped_;
+        if (is_divided_) skipped -= count_equal_before();
+        int chosen_before = 0, equal_before = 0;
+        uint16_t* list = orders_ + warp_id() * segment_;
+        for_each_group([&](int at, const uint32_t (&words)[kDecodeGroup / 2]) {
+            uint32_t chosen = at_least(words, max(limit, 1));
+            if (!__any_sync(~0u, chosen != 0)) return;
+            const uint32_t matches = limit == 0 ? 0 : chosen & ~at_least(words, limit + 1);
+            if (__any_sync(~0u, matches != 0)) {
+                const uint32_t equal = refine(at, matches, false);
+                chosen = (chosen & ~matches) | refine(at, matches, true);
+                const int upto = sum_of_lanes_upto(__popc(equal));
+                int number = equal_before + upto - __popc(equal);
+                for (uint32_t left = equal; left != 0; left &= left - 1)
+                    if (number++ >= skipped) chosen |= left & -left;
+                equal_before += __shfl_sync(~0u, upto, 31);
+            }
+            const int own = __popc(chosen);
+            const uint32_t lanes = __ballot_sync(~0u, own != 0);  // they have read their groups
+            int before, all;
+            if (__any_sync(~0u, own > 1)) {
+                const int upto = sum_of_lanes_upto(own);
+                before = upto - own, all = __shfl_sync(~0u, upto, 31);
+            } else {
+                before = rank_in(lanes), all = __popc(lanes);
+            }
+            for (int to = chosen_before + before; chosen != 0; chosen &= chosen - 1)
+                list[to++] = static_cast<uint16_t>(at - warp_id() * segment_ + __ffs(chosen) - 1);
+            chosen_before += all;
+        });
+        if (lane_id() == 0) smem_.segment_counts[warp_id()] = chosen_before;
+    }
+
+    __device__ static int sum_of_lanes_upto(int x) {
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(~0u, x, step);
+            if (lane_id() >= step) x += other;
+        }
+        return x;
+    }
+
+    __device__ int read_list(int* list) {
+        const int segments = cluster_ * kWarps;
+        if (warp_id() == 0) {
+            constexpr int kOfLane = kDecodeSegments / 32;
+            int counts[kOfLane], of_lane = 0;
+#pragma unroll
+            for (int i = 0; i < kOfLane; ++i) {
+                const int s = lane_id() * kOfLane + i;
+                counts[i] = 0;
+                if (s < segments)
+                    counts[i] = load_dsmem(map_to_cta(smem_address(&smem_.segment_counts[s % kWarps]), s / kWarps));
+            }
+#pragma unroll
+            for (int i = 0; i < kOfLane; ++i) of_lane += counts[i];
+            int start = sum_of_lanes_upto(of_lane) - of_lane;
+#pragma unroll
+            for (int i = 0; i < kOfLane; ++i) {
+                smem_.segment_starts[lane_id() * kOfLane + i] = start;
+                start += counts[i];
+            }
+            if (lane_id() == 31) smem_.segment_starts[kDecodeSegments] = start;
+        }
+        __syncthreads();
+        const int total = smem_.segment_starts[kDecodeSegments];
+        const int part = ceil_div(ceil_div(total, cluster_), 16) * 16;
+        const int first = min(rank_ * part, total), own = min(part, total - first);
+        for (int i = threadIdx.x; i < own; i += kThreads) {
+            int segment = 0;  // the last one that starts at or before the key
+#pragma unroll
+            for (int step = kDecodeSegments / 2; step > 0; step /= 2)
+                if (smem_.segment_starts[segment + step] <= first + i) segment += step;
+            const int at = segment % kWarps * segment_ + first + i - smem_.segment_starts[segment];
+            const int cta = segment / kWarps;
+            const uint32_t offset = load_dsmem_u16(map_to_cta(smem_address(orders_ + at), cta));
+            list[i] = cta * share_ + segment % kWarps * segment_ + static_cast<int>(offset);
+        }
+        return own;
+    }
+
+    const DecodeArgs& p_;
+    const DecodeCache& cache_;
+    DecodeSharedStorage& smem_;
+    uint16_t* const orders_;
+    uint32_t* const copies_;
+    const int cluster_, rank_;
+    bool is_float_;  // float32 biases
+    int share_;      // keys of a CTA
+    int begin_;      // this CTA's first key
+    int keys_;       // and its number of keys
+    int segment_;    // positions of a warp
+    bool found_nan_ = false;
+    uint32_t threshold_;
+    int skipped_ = 0;          // of this CTA's keys equal to threshold_, the first ones
+    bool is_divided_ = false;  // some, but not all of them are chosen
+};
+
+}  // namespace flash_dmattn::cuda::sm90

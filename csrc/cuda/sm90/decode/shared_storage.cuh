@@ -1,0 +1,45 @@
+// Shared memory of the decoding kernel: DecodeSharedStorage, then Q, then the list of chosen keys, then the orders of
+// the biases, then the tiles of K and V, which may begin with the orders instead.
+#pragma once
+
+#include "args.h"
+#include "cuda/arch/smem_tile.cuh"
+#include "cuda/topk/order_group.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
+
+struct alignas(128) DecodeSharedStorage {
+    uint32_t counts[2][kBins];  // histograms of this CTA's keys, read by the others
+    uint32_t totals[kBins];
+    int digit, above;
+    int equal_counts[kDecodeMaxWarps];
+    uint32_t segment_counts[kDecodeMaxWarps];  // chosen keys of each warp, read by the others
+    int segment_starts[kDecodeSegments + 1];
+    float warp_max[kDecodeMaxWarps][16], warp_sum[kDecodeMaxWarps][16];
+    float row_max[kDecodeMaxRows], row_sum[kDecodeMaxRows];  // of this CTA, read by the others
+};
+
+// Bytes of a tile of 16 rows. A warp has one of K and one of V, and later its part of the output, 16 rows of float32.
+__host__ __device__ constexpr int decode_tile_bytes(int head_dim) { return 16 * head_dim * 2; }
+constexpr int kDecodeCopiesBytes = kBins * kCopies * 4;  // of the selection's histograms, in the memory of the tiles
+static_assert(8 * 2 * decode_tile_bytes(32) >= kDecodeCopiesBytes);
+
+// Offsets in bytes.
+struct DecodeSmemLayout {
+    int query, list, orders, copies, tiles, total;
+
+    __host__ __device__ DecodeSmemLayout(const DecodeArgs& p, int head_dim) {
+        query = sizeof(DecodeSharedStorage);
+        list = query + p.query_tiles * decode_tile_bytes(head_dim);
+        orders = list + ceil_div(p.list_capacity, 32) * 128;
+        copies = orders + p.order_capacity * 2;
+        tiles = p.overlays ? orders : copies;
+        const int selecting = copies + kDecodeCopiesBytes;
+        const int attending = tiles + p.warps * 2 * decode_tile_bytes(head_dim);
+        total = selecting > attending ? selecting : attending;
+    }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,116 @@
+"""The kernel that decodes over a cache (csrc/cuda/sm90/decode): selection, lengths and bits, against float64."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from gpu_inputs import NEEDS_CUDA, runs_hopper_kernels
+from kvcaches import check, make_call, make_sequences
+from sm90 import names_of
+
+pytestmark = [*NEEDS_CUDA, pytest.mark.skipif(not runs_hopper_kernels(), reason="needs the sm90 kernels")]
+
+WINDOW = 512
+LENGTHS = [0, 1, 15, 16, 17, WINDOW - 2, WINDOW - 1, WINDOW, 2047, 2048, 9000, 40000]
+each_page_size = pytest.mark.parametrize("page_size", [None, 16, 48, 256])
+each_bias_dtype = pytest.mark.parametrize("bias_dtype", [torch.float32, None], ids=["float32 bias", "bias"])
+
+
+def sequences_of(lengths, rows=1, **sizes):
+    return make_sequences([(n, rows) for n in lengths], **{"device": "cuda", "dtype": torch.bfloat16, **sizes})
+
+
+def layout_of(page_size):
+    return {} if page_size is None else {"page_size": page_size}
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window_size", [None, WINDOW])
+def test_head_dims(head_dim, dtype, window_size):
+    sequences = sequences_of([3, 700, 5000], head_dim=head_dim, dtype=dtype)
+    check(sequences, options={"window_size": window_size}, page_size=64)
+
+
+@each_page_size
+@each_bias_dtype
+@pytest.mark.parametrize("window_size", [1, WINDOW, 2048])
+@pytest.mark.parametrize("appends", [True, False])
+def test_lengths(page_size, bias_dtype, window_size, appends):
+    sequences = sequences_of(LENGTHS, bias_dtype=bias_dtype, head_dim=64)
+    check(sequences, options={"window_size": window_size}, appends=appends, **layout_of(page_size))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (16, 2), (16, 1), (64, 1)])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_packed_query_heads(heads, rows):
+    sequences = sequences_of([0, 33, 3000], rows, heads=heads[0], kv_heads=heads[1], head_dim=64)
+    check(sequences, page_size=16)
+
+
+DISTRIBUTIONS = {
+    "ties": lambda x: (x * 2).round() / 2,
+    "equal": torch.zeros_like,
+    "hidden": lambda x: x.masked_fill(torch.rand_like(x, dtype=torch.float32) < 0.9, -torch.inf),
+    "lowest": lambda x: x.masked_fill(torch.rand_like(x, dtype=torch.float32) < 0.9, torch.finfo(x.dtype).min),
+    "all hidden": lambda x: torch.full_like(x, -torch.inf),
+    "near 1": lambda x: 1 + x.abs() * 1e-6,
+    "negative": lambda x: -x.abs() * 1e-3,
+}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+@each_bias_dtype
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "batch invariant"])
+def test_distributions(distribution, bias_dtype, invariant):
+    sequences = sequences_of([600, 9000, 40000], bias_dtype=bias_dtype, head_dim=64)
+    for sequence in sequences:
+        sequence.biases = distribution(sequence.biases)
+    check(sequences, options={"window_size": WINDOW, "batch_invariant": invariant}, page_size=64)
+
+
+@each_bias_dtype
+def test_biases_with_neighbouring_keys(bias_dtype):
+    """Memory in which a head's keys are neighbours is read 16 bytes at a time: the same bits."""
+    sequences = sequences_of([600, 9000, 40000], bias_dtype=bias_dtype, head_dim=64)
+    call = make_call(sequences, page_size=64)
+    options = {"window_size": WINDOW, "return_lse": True}
+    plain = call(**options)
+    call.arguments["bias_cache"] = call.arguments["bias_cache"].transpose(1, 2).contiguous().transpose(1, 2)
+    for ours, expected in zip(call(**options), plain):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("window_size", [None, WINDOW])
+def test_a_row_has_the_same_bits_beside_longer_chunks(window_size):
+    options = {"window_size": window_size, "batch_invariant": True, "return_lse": True}
+    sequences = make_sequences([(3000, 1), (100, 40), (20000, 1)], device="cuda", dtype=torch.bfloat16, head_dim=64)
+    out, lse = make_call(sequences, page_size=64)(**options)
+    for sequence, row in ((sequences[0], 0), (sequences[2], 41)):
+        alone, own_lse = make_call([sequence], page_size=64, packed=False, room=50000)(**options)
+        assert torch.equal(alone[0, 0], out[row]) and torch.equal(own_lse[0, :, 0], lse[:, row])
+
+
+@pytest.mark.parametrize("window_size", [None, WINDOW])
+def test_decoding_is_one_kernel(window_size):
+    call = make_call(sequences_of([600, 9000], head_dim=64), page_size=64)
+    call(window_size=window_size)
+    names = names_of(lambda: call(window_size=window_size))
+    assert names.count("decode_kernel") == 1 and names.count("kernel") == 1, names
+
+
+def test_a_nan_bias_is_refused_like_elsewhere():
+    """As in topk_lists: a device assertion, which ends the process."""
+    program = """
+import torch
+from flash_dmattn import flash_dmattn_with_kvcache
+rows = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+bias = rows(1, 4096, 2)
+bias[0, 77] = float("nan")
+flash_dmattn_with_kvcache(rows(1, 1, 4, 64), rows(1, 4096, 2, 64), rows(1, 4096, 2, 64), bias_cache=bias,
+                          cache_seqlens=torch.tensor([4000], device="cuda", dtype=torch.int32), window_size=64)
+torch.cuda.synchronize()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode != 0 and "the bias to select by must not be NaN" in ran.stdout + ran.stderr

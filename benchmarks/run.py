@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
-        print(__doc__ + "".join(f"    {suite:13} {about}\n" for suite, (_, about) in MODULES.items()))
+        print(__doc__ + "".join(f"    {suite:15} {about}\n" for suite, (_, about) in MODULES.items()))
         return 0
     if name == "draw":
         return importlib.import_module("draw").main(rest)

@@ -124,6 +124,8 @@ class Table:
 
     def markdown(self, rows: list[Row]) -> str:
         lines = self.lines(rows)
+        if not lines:
+            return "\n\n".join(["Not measured yet.", "\n".join(f"    {line}" for line in self.commands)])
         groups = {key: [row for row in rows if (row.suite, row.workload) == key] for key in lines}
         empty = [key for key, group in groups.items() if not group]
         if empty:
@@ -170,6 +172,7 @@ STEP = (
     Figure("training step", "peak_bytes", 1 / GIB, significant, " GiB"),
 )
 TOKENS = [Figure("generated token", "tokens_per_second", 1, fixed(0))]
+SERVED = [Figure("served token", "tokens_per_second", 1, fixed(0))]
 PARALLEL = (Figure(FORWARD, form=fixed(1)), Figure(BOTH, form=fixed(1)))
 SHARDED = ("flash_dmattn, zigzag", OURS)
 UPDATE = "--device cuda --update benchmarks/results/h200.json"
@@ -292,6 +295,21 @@ TABLES = {
         run("selection"),
         suite="selection",
     ),
+    "serving": Table(
+        "Median time of one call in ms. The share is that of the least time that memory and matrix products allow.",
+        {
+            OURS: cell(OURS, of=DECODE),
+            "share": cell(OURS, of=[Figure(FORWARD, "fraction_of_limit", 100, fixed(0), " %")]),
+            "contiguous": cell("flash_dmattn, contiguous", of=DECODE),
+            "CUDA graph": cell("flash_dmattn, CUDA graph", of=DECODE),
+            "`batch_invariant`": cell("flash_dmattn, batch_invariant", of=DECODE),
+            "part of a whole prefill": cell("flash_dmattn, its part of a whole prefill", of=DECODE),
+            **columns(["top-k by hand", "SDPA, all keys", "FlexAttention"], DECODE),
+            **columns(["FlashAttention-2, pages", "FlashAttention-4, pages"], DECODE),
+        },
+        run("serving"),
+        suite="serving",
+    ),
     "host": Table(
         "Median time in us until a call returns, B1 H8 S128 D64.",
         {OURS: microseconds(OURS), "SDPA": microseconds("SDPA")},
@@ -323,6 +341,13 @@ TABLES = {
             for seqlen in (8192, 131072)
             for batch in (1, 8)
         },
+        packages=("torch", "transformers"),
+    ),
+    "generate_batch": Table(
+        "Tokens per second.",
+        columns([OURS, "SDPA, all keys"], SERVED),
+        run("generate_batch"),
+        suite="generate_batch",
         packages=("torch", "transformers"),
     ),
     "triangle": Table(

@@ -7,6 +7,7 @@ MODULES = {
     "sparse": ("sparse", "top-w masks and keys named by indices, and the memory they take: FlexAttention, cuDNN"),
     "prefill": ("calls", "whole calls with window_size, the selection included: cuDNN over all keys, FlexAttention"),
     "decode": ("calls", "the same for one row: top-k by hand, SDPA over all keys"),
+    "serving": ("serving", "decoding, chunks and mixed batches over a paged cache: top-k by hand, FlashAttention"),
     "host": ("calls", "host time of small calls: SDPA"),
     "selection": ("calls", "GPU time of top-k selection and key lists alone"),
     "small": ("small", "small calls on the CPU: SDPA"),
@@ -14,6 +15,7 @@ MODULES = {
     "train": ("models", "training steps of transformers models, time and memory: SDPA, eager attention"),
     "attention": ("models", "T5's attention of one layer: SDPA, eager attention"),
     "generate": ("models", "tokens per second of model.generate: SDPA, eager attention"),
+    "generate_batch": ("batches", "tokens per second of transformers' continuous batching: SDPA over all keys"),
     "triangle": ("triangle", "triangle attention: a plain batch, SDPA, cuEquivariance"),
     "parallel": (
         "parallel",

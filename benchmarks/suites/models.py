@@ -301,10 +301,12 @@ def tokens_per_second(
     return workload.batch * workload.new_tokens / seconds_of(partial(go_on, ids, workload.new_tokens), setting)
 
 
-def measure(measure_one: Callable, direction: str, workload: Workload, setting: Setting) -> list[Row]:
+def measure(
+    measure_one: Callable, direction: str, workload: Workload, setting: Setting, implementations=tuple(IMPLEMENTATIONS)
+) -> list[Row]:
     """The rows of every implementation, or its reason why there are none."""
     rows = []
-    for implementation in setting.chosen or IMPLEMENTATIONS:
+    for implementation in setting.chosen or implementations:
         torch.compiler.reset()
         try:
             rows += measure_one(workload, implementation, setting)

@@ -14,7 +14,8 @@ from ..interface import flash_dmattn_func
 from ..masks import KeyIntervalMask, create_mask
 from ..masks.selection import topk_of_cache
 from ..masks.topk import sequence_of_keys
-from .transformers import NAME, require_supported
+from .paged import attend_to_pages
+from .transformers import NAMES, require_supported
 from .visible_keys import Pattern, VisibleKeys
 
 
@@ -40,7 +41,7 @@ class DogeWindowAttention(DogeAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        if self.config._attn_implementation != NAME:
+        if self.config._attn_implementation not in NAMES:
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         require_supported(self.attention_dropout if self.training else 0.0, kwargs)
         query, key, value = (
@@ -48,6 +49,11 @@ class DogeWindowAttention(DogeAttention):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(self.q_norm(query), self.k_norm(key), *position_embeddings, unsqueeze_dim=2)
+        if kwargs.get("cache") is not None:
+            bias = rearrange(self.key_bias(value), "1 h 1 s -> s h")
+            options = {"window_size": self.keep_window_size, "softmax_scale": self.scaling}
+            out = attend_to_pages(query[0], key[0], value[0], self.layer_idx, kwargs, bias, **options)
+            return self.o_proj(rearrange(out, "s h d -> 1 s (h d)")), None
         if past_key_values is None:
             bias = self.key_bias(value)
         else:

@@ -6,6 +6,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flash_dmattn")
 
     model = use_flash_dmattn(model)  # an existing model; required for Doge's dynamic mask
+    model.generate_batch(prompts)  # continuous batching, as attn_implementation="paged|flash_dmattn"
 
 Requires the extra `[transformers]`.
 """
@@ -32,10 +33,12 @@ from ..masks import KeyIntervalMask
 from ..masks.topk import sequence_of_keys
 from ..relative import shifted
 from ..sinks import apply_sinks
+from . import paged
 from .model_parts import reason_to_refuse, split_parts, switch
 from .visible_keys import VisibleKeys, visible_keys_mask
 
 NAME = "flash_dmattn"
+NAMES = (NAME, f"paged|{NAME}")
 NOT_SUPPORTED = f"attn_implementation={NAME!r} is for models on transformers' attention interface"
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -43,17 +46,22 @@ Model = TypeVar("Model", bound=nn.Module)
 def register() -> None:
     """Registers `attn_implementation="flash_dmattn"` with transformers' attention interface.
 
-    Repeated calls have no effect. Models that flash_dmattn does not support raise a ValueError for this name.
+    "paged|flash_dmattn" is the same: transformers before 5.19 uses this name for continuous batching.
+
+    Repeated calls have no effect. Models that flash_dmattn does not support raise a ValueError for these names.
     Unsupported options, such as attention dropout, raise a ValueError when attention is called.
     """
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, visible_keys_mask)
+    for name in NAMES:
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, visible_keys_mask)
     if not hasattr(PreTrainedModel._check_and_adjust_attn_implementation, "accepts_flash_dmattn"):
         for name, wrapper in (
             ("_check_and_adjust_attn_implementation", _accept_flash_dmattn),
             ("get_correct_attn_implementation", _refuse_unsupported_models),
         ):
             setattr(PreTrainedModel, name, wrapper(getattr(PreTrainedModel, name)))
+        paged.accept_page_tables(NAMES)
+        paged.recompute_biases()
 
 
 def _accept_flash_dmattn(check):
@@ -65,8 +73,9 @@ def _accept_flash_dmattn(check):
 
     @functools.wraps(check)
     def checked(self, attn_implementation, *args, **kwargs):
-        if attn_implementation == NAME:
-            return self.get_correct_attn_implementation(NAME)
+        if attn_implementation in NAMES:
+            has_paged_names = "paged|sdpa" in AttentionInterface._global_mapping  # before transformers 5.19
+            return self.get_correct_attn_implementation(attn_implementation if has_paged_names else NAME)
         return check(self, attn_implementation, *args, **kwargs)
 
     checked.accepts_flash_dmattn = True
@@ -78,7 +87,7 @@ def _refuse_unsupported_models(check):
 
     @functools.wraps(check)
     def checked(self, requested_attention, *args, **kwargs):
-        reason = reason_to_refuse(type(self)) if requested_attention == NAME else None
+        reason = reason_to_refuse(type(self)) if requested_attention in NAMES else None
         if reason is not None:
             raise ValueError(f"{NOT_SUPPORTED}, got {type(self).__name__}, {reason}")
         return check(self, requested_attention, *args, **kwargs)
@@ -169,19 +178,27 @@ def attention(
         indices: integers (B, Sq, k): the keys that each row may see, from an indexer. Creates a bool mask Sq x Sk.
         deterministic: bitwise reproducible gradients; default: torch.are_deterministic_algorithms_enabled().
         kwargs: other arguments of the model, which do not affect attention. A tensor that the model's eager attention
-            uses is refused.
+            uses is refused. With "cache", those of continuous batching.
 
     Returns:
         (out (B, Sq, H, Dv), None); None stands for the attention weights. Rows without a visible key are 0.
 
     Raises:
-        ValueError: a shape that does not fit; dropout, head masks, attention weights or continuous batching
-            requested; an unknown tensor argument.
+        ValueError: a shape that does not fit; dropout, head masks or attention weights requested; an unknown tensor
+            argument; with continuous batching a mask of one's own, a position bias, sinks per row or an indexer.
         TypeError: a dtype that does not fit.
     """
     require_supported(dropout, kwargs)
     require_known_tensors(module, kwargs)
     sinks = require_sinks(s_aux, sinks, query)
+    if kwargs.get("cache") is not None:
+        require_pageable(attention_mask, sinks, {"position_bias": position_bias, "indices": indices})
+        rows = (rearrange(x, "1 h s d -> s h d") for x in (query, key, value))
+        batch = kwargs | {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        if max_length_q is not None:  # versions before 5.19 have other names
+            batch |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
+        options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": sinks}
+        return paged.attend_to_pages(*rows, module.layer_idx, batch, **options)[None], None
     if query.shape[0] == 1:
         query = query.expand(key.shape[0], -1, -1, -1)
     query, key, value = (rearrange(x, "b h s d -> b s h d") for x in (query, key, value))
@@ -227,7 +244,6 @@ UNSUPPORTED = {
     "layer_head_mask": "masks of heads",
     "cross_attn_head_mask": "masks of heads",
     "block_indices": "block selection by an indexer",
-    "cache": "continuous batching",
     "output_attentions": "attention weights, which are never materialized",
 }
 
@@ -245,8 +261,22 @@ def require_supported(dropout: float, options: dict) -> None:
             raise ValueError(f"attn_implementation={NAME!r} has no {feature}, got {name}: use 'eager'")
 
 
+def require_pageable(mask: VisibleKeys | Tensor | None, sinks: Tensor | None, others: dict[str, Tensor | None]) -> None:
+    """Raises ValueError for what attention over transformers' paged cache does not support."""
+    if mask is not None and not isinstance(mask, VisibleKeys):
+        got = f"got shape {shape_of(mask)}: for Doge call use_flash_dmattn(model)"
+        raise ValueError(f"attention_mask must be None in continuous batching, {got}")
+    if sinks is not None and sinks.ndim != 1:
+        raise ValueError(f"sinks must be (H) in continuous batching, got shape {shape_of(sinks)}")
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None in continuous batching, got shape {shape_of(value)}")
+
+
 # Tensors that transformers passes to the attention of any model, and that do not affect it.
 IGNORED = ("position_ids", "cache_position", "seq_idx", "num_items_in_batch")
+# Those of continuous batching besides.
+IGNORED += ("block_table", "logits_indices", "logits_processor_args")
 
 
 def require_known_tensors(module: nn.Module, options: dict) -> None:

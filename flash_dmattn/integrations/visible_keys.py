@@ -163,7 +163,15 @@ class VisibleKeys:
         use_cache_seqlens = is_prefix and not is_bottom_right and not torch.is_grad_enabled()
         self.cache_seqlens = self.key_lengths() if use_cache_seqlens else None
         self.is_causal = pattern.is_causal and (is_bottom_right or use_cache_seqlens)
-        self.intervals = self.build_intervals(pattern._replace(is_causal=pattern.is_causal and not self.is_causal))
+        self._has_intervals = False
+
+    @property
+    def intervals(self) -> KeyIntervalMask | None:
+        if not self._has_intervals:  # made on first use: continuous batching uses none
+            is_causal = self.pattern.is_causal and not self.is_causal
+            self._intervals = self.build_intervals(self.pattern._replace(is_causal=is_causal))
+            self._has_intervals = True
+        return self._intervals
 
     def key_lengths(self) -> Tensor:
         """int32 (B): the number of keys up to the position of the last row."""

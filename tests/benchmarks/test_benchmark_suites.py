@@ -21,7 +21,7 @@ import run  # noqa: E402
 from frame import Setting, failures  # noqa: E402
 from problem import indexed, make_inputs, top_w  # noqa: E402
 from rows import Row  # noqa: E402
-from suites import calls, dense, memory, relative, small, sparse, triangle  # noqa: E402
+from suites import calls, dense, memory, relative, serving, small, sparse, triangle  # noqa: E402
 
 REFERENCE = peers.flash_dmattn_func_auto("reference")
 OURS, TILES, LISTS = "flash_dmattn", "flash_dmattn, tiles", "flash_dmattn, lists"
@@ -290,6 +290,69 @@ def test_what_fails_says_so_and_the_rest_goes_on(monkeypatch, tmp_path, capsys):
     assert {row.implementation: row.seconds is None for row in found} == {OURS: False, TILES: False, LISTS: True}
 
 
+# Caches
+
+
+def test_serving(tmp_path):
+    found = measured(tmp_path, "serving", "--shrink=32", "--samples=1", "--threads=1")
+    names = {}
+    for row in found:
+        names.setdefault(row.workload.partition(", B")[0], set()).add(row.implementation.partition(": ")[0])
+    ours = {OURS, serving.CONTIGUOUS, serving.INVARIANT}
+    assert names == {
+        "decode": ours | {"top-k by hand"},
+        "decode, all keys": ours | {"SDPA, all keys"},
+        "chunk": ours | {serving.WHOLE},
+        "mixed, 1 chunk": ours,
+    }
+    assert all(row.seconds > 0 and not row.refusal for row in found)
+
+
+@pytest.mark.parametrize("case", serving.WORKLOADS["cpu"], ids=lambda case: case.name)
+def test_all_ways_over_a_cache_compute_the_same(case):
+    case = case.shrunk(32)
+    inputs = make_inputs(case.problem, torch.float32, "cpu", seed=0)
+    cache = serving.Cache(inputs, case.rows)
+    out = cache.of_rows(peers.whole_call(REFERENCE, replace(inputs, mask=None)).forward())
+    close = partial(torch.testing.assert_close, expected=out, rtol=1e-4, atol=1e-5)
+    close(cache.ours()())
+    close(cache.ours(batch_invariant=True)())
+    close(replace(cache, page_size=None).ours()())
+    close(replace(cache, page_size=16, seed=1).ours()())
+    if case.problem.seqlen_q == 1:
+        by_hand = serving.by_hand if case.problem.window else serving.dense_by_hand
+        for kernel in peers.ROW_KERNELS["cpu"]:
+            close(by_hand(cache, kernel)())
+
+
+def test_a_chunk_is_compared_with_its_part_of_a_prefill(monkeypatch):
+    """Rows 0 to 9 of 10 with w 4 see 1 + 2 + 3 + 7 * 4 keys, the last 5 of them 20."""
+    case = serving.serving("chunk", 1, 5, 10, 4, 2, 1, 8)
+    monkeypatch.setattr(
+        Setting, "time", lambda self, name, direction, makers: [self.row(name, direction, *makers, seconds=3.4)]
+    )
+    (row,) = serving.part_of_prefill(case, Setting("serving", "cpu", "float32"))
+    assert row.seconds == pytest.approx(3.4 * 20 / 34)
+
+
+def test_what_check_requires_of_serving():
+    row = partial(missed, "serving", serving.DECODE1)
+    figures = {OURS: 20e-6, serving.CONTIGUOUS: 19.5e-6, serving.INVARIANT: 22e-6}
+    assert row({FORWARD: figures}) == []
+    slow = row({FORWARD: {OURS: 30e-6, serving.CONTIGUOUS: 21e-6, serving.INVARIANT: 45e-6}})
+    assert slow == [
+        "forward: 0.021 ms, at most 0.02 ms is allowed",
+        too_long(FORWARD, 1.43, 1.05, serving.CONTIGUOUS),
+        too_long(FORWARD, 1.5, 1.15, OURS),
+    ]
+    dense_row = partial(missed, "serving", serving.ALL_KEYS)
+    seconds = serving.least_bytes(serving.WORKLOADS["cuda"][3].problem) / 4.3e12
+    assert dense_row({FORWARD: {OURS: seconds / 0.81, serving.INVARIANT: seconds}}) == []
+    assert len(dense_row({FORWARD: {OURS: seconds / 0.79, serving.INVARIANT: seconds}})) == 1
+    chunk = {FORWARD: {OURS: 1.2, serving.INVARIANT: 1.0, serving.WHOLE: 1.0}}
+    assert missed("serving", serving.CHUNK, chunk) == [too_long(FORWARD, 1.2, 1.15, serving.WHOLE)]
+
+
 # Models
 
 
@@ -305,6 +368,30 @@ def test_models_performance(models, tmp_path):
     found = measured(tmp_path, "generate", *tiny, "--workload=B1 Sk8192")
     assert len(found) == 2 * 3 * 2 and all(row.get("tokens_per_second") > 0 for row in found)
     assert {"static cache", "dynamic cache"} == {row.workload.rpartition(", ")[2] for row in found}
+
+
+def test_generate_batch(models, tmp_path):
+    found = measured(tmp_path, "generate_batch", "--shrink=128", "--threads=1")
+    assert [row.implementation for row in found] == [OURS, "SDPA, all keys"]
+    assert all(row.get("tokens_per_second") > 0 and not row.refusal for row in found)
+
+
+def test_dense_doge_serves_the_tokens_of_all_keys(models):
+    """With a window of all keys and zero biases the dynamic mask hides nothing, and adds the same to all scores."""
+    from suites import batches
+
+    requests = batches.WORKLOADS[0].shrunk(128)
+    requests = replace(requests, model=replace(requests.model, window=1000))
+    model = models.model_of(requests.model, Setting("generate_batch", "cpu", "float32")).eval()
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.A)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    tokens = []
+    for one in (models.use(model, OURS), batches.with_all_keys(model)):
+        generation = batches.GenerationConfig(**options)
+        results = one.generate_batch(requests.prompts(0), generation, requests.config())
+        tokens.append([result.generated_tokens for result in results.values()])
+    assert tokens[0] == tokens[1] and all(map(len, tokens[0]))
 
 
 def test_what_fails_in_a_model_says_so(models, monkeypatch, tmp_path, capsys):
@@ -343,7 +430,11 @@ def test_memory(tmp_path):
 
 # What --check requires
 
-SUITES = {name: suite for module in (calls, dense, relative, sparse, triangle) for name, suite in module.SUITES.items()}
+SUITES = {
+    name: suite
+    for module in (calls, dense, relative, serving, sparse, triangle)
+    for name, suite in module.SUITES.items()
+}
 ALL_KEYS, S_TIMES_W = "cuDNN, all keys", "cuDNN, dense S x w"
 
 

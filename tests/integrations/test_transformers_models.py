@@ -291,12 +291,3 @@ def test_a_wrapped_model_is_switched_in_place():
     model = torch.nn.Sequential(build("llama"))
     assert use_flash_dmattn(model) is model
     assert model[0].config._attn_implementation == "flash_dmattn"
-
-
-def test_continuous_batching_is_refused():
-    """Its calls have a paged cache, and lengths by layer type."""
-    model = use_flash_dmattn(build("llama"))
-    lengths = torch.tensor([0, 21], dtype=torch.int32)
-    paged = {"cache": object(), "cu_seq_lens_q": lengths, "cu_seq_lens_k": {"full_attention": lengths}}
-    with pytest.raises(ValueError, match="has no continuous batching, got cache"):
-        model(tokens(batch=1), use_cache=False, **paged)

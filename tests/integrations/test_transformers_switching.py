@@ -34,7 +34,6 @@ from flash_dmattn.integrations.visible_keys import require_version  # noqa: E402
         ({"s_aux": torch.zeros(5)}, r"s_aux must be \(H\) or .* with B = 2, H = 2 and Sq = 9, got shape \(5,\)"),
         ({"sinks": torch.zeros(2, 2, 8, 1)}, r"sinks must be .*, got shape \(2, 2, 8, 1\)"),
         ({"sinks": torch.zeros(2), "s_aux": torch.zeros(2)}, "s_aux and sinks are two names"),
-        ({"cache": object()}, "no continuous batching, got cache"),
         ({"gate": torch.zeros(2)}, r"has no argument gate, got shape \(2,\)"),
         ({"attention_mask": torch.ones(2, 1, 9, 9), "cu_seq_lens_q": torch.tensor([0, 18])}, "must be None"),
     ],

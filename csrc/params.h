@@ -73,22 +73,27 @@ struct BiasView : ScoreView {
 // A grid of h x w tokens, Sq = Sk = h * w: row i = y_i * w + x_i and key j read entry
 // (y_i - y_j + h - 1) * (2 w - 1) + (x_i - x_j + w - 1), which is base(i) - offset(j) with
 // base(i) = (y_i + h - 1) * (2 w - 1) + x_i + w - 1 and offset(j) = y_j * (2 w - 1) + x_j.
+// A matrix, on CUDA only: a dense attn_bias in float32 beside 16-bit queries. Row i and key j read entry i * Sk + j.
 struct RelativeBiasView {
     const void* data = nullptr;  // [{B|1}, {H|Hkv|1}, size]
     int64_t batch_stride = 0;
     int64_t head_stride = 0;
-    int64_t batches = 1;      // B or 1
-    int64_t heads = 1;        // H, Hkv or 1
-    int64_t radius = 0;       // R; one dimension: size is 2 R + 1
-    int64_t grid_height = 0;  // h; 0: one dimension
-    int64_t grid_width = 0;   // w; size is (2 h - 1) * (2 w - 1)
+    int64_t batches = 1;  // B or 1
+    int64_t heads = 1;    // H, Hkv or 1
+    int64_t radius = 0;   // R; one dimension: size is 2 R + 1. Matrix: batch elements that share an entry, at least 1
+    int64_t grid_height = 0;  // h; 0: one dimension. Matrix: Sq
+    int64_t grid_width = 0;   // w; size is (2 h - 1) * (2 w - 1). Matrix: Sk
     // CUDA only: 2^40 / w, rounded up. A position divided by w is its product with this, shifted by 40 bits, exactly
     // while h * w * w < 2^40.
     uint64_t inverse_grid_width = 0;
 
     bool present() const { return data != nullptr; }
-    bool has_grid() const { return grid_height > 0; }
-    int64_t size() const { return has_grid() ? (2 * grid_height - 1) * (2 * grid_width - 1) : 2 * radius + 1; }
+    bool has_grid() const { return grid_height > 0; }  // or is a matrix
+    bool is_matrix() const { return has_grid() && radius > 0; }
+    int64_t size() const {
+        if (is_matrix()) return grid_height * grid_width;
+        return has_grid() ? (2 * grid_height - 1) * (2 * grid_width - 1) : 2 * radius + 1;
+    }
     int64_t head_of(int64_t query_head, int64_t query_heads) const { return query_head / (query_heads / heads); }
     int64_t batch_of(int64_t batch) const { return batches > 1 ? batch : 0; }
 };

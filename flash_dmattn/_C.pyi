@@ -72,15 +72,18 @@ def fast_path(
     query: object,
     key: object,
     value: object,
-    bias: object,
+    attn_mask: object,
+    attn_bias: object,
     softmax_scale: object,
     is_causal: object,
     softcap: object,
     deterministic: object,
     return_lse: object,
+    window_size: object,
+    limits: object,
     /,
 ) -> object:
-    """Attention of fixed length without a mask; None where the call needs more than the checks and the operator."""
+    """Attention of fixed length; None where Python must prepare the inputs, or raise an error."""
 
 def mha_fwd(
     query: Tensor,

@@ -18,6 +18,7 @@ from .attend import attend, autocast_is_on, kernels_for, require_device_with_ker
 from .call import Call, Varlen
 from .checks import AnyMask
 from .kvcache import flash_dmattn_with_kvcache as flash_dmattn_with_kvcache
+from .masks.choice import LIMITS
 
 
 def continued_by(function: Callable, first: str) -> Callable[[Callable], Callable]:
@@ -74,9 +75,10 @@ def flash_dmattn_func(
         attn_mask: bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible, never copied; or a KeyIntervalMask,
             which takes O(Sk) memory; or KeyLists, built once from either, or from an indexer's keys, and reused. With a
             batch dimension of B/n, each entry serves n consecutive batch elements.
-        attn_bias: ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype, added to the scores; a key bias
-            [.., 1, Sk] may be float32. Its gradient has its shape and dtype, and is summed in float32 over broadcast
-            and shared dimensions.
+        attn_bias: ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype or float32, added to the scores without
+            rounding. Its gradient has its shape and dtype, and is summed in float32 over broadcast and shared
+            dimensions. On CUDA a key bias [.., 1, Sk] costs the same in both dtypes; a float32 bias [.., Sq, Sk] beside
+            a 16-bit query is slower (docs/semantics.md).
         softmax_scale: a number, by default 1 / sqrt(D); or a floating tensor () or (H), which is differentiable:
             query is multiplied by it, in float32, and rounded to its dtype. Values of a tensor are not checked.
         is_causal: key j is visible to row i only where j <= i + (Sk - Sq): aligned to the bottom right corner.
@@ -119,12 +121,10 @@ def flash_dmattn_func(
         TypeError: an invalid dtype or type.
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
-    is_plain = attn_mask is None and window_size is None and cache_seqlens is None and return_attn_probs is False
-    is_plain = is_plain and relative_bias is None and grid is None and sinks is None
-    if is_plain and sparse == "auto" and scale is None:
-        result = ops.fast_path(
-            query, key, value, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_lse
-        )
+    is_plain = cache_seqlens is None and relative_bias is None and grid is None and sinks is None and scale is None
+    if is_plain and return_attn_probs is False and sparse == "auto":
+        options = (softmax_scale, is_causal, softcap, deterministic, return_lse, window_size)
+        result = ops.fast_path(query, key, value, attn_mask, attn_bias, *options, LIMITS)
         if result is not None:
             return result
     call = Call(
@@ -199,7 +199,7 @@ def flash_dmattn_varlen_func(
         attn_mask: bool, True = visible: per key (total_k, {H|Hkv|1}), or per score
             (total_q, {H|Hkv|1}, max_seqlen_k), whose last dimension counts from the sequence's first key; or a
             KeyIntervalMask of (total_k, {H|Hkv|1}), whose rows count from the sequence's first; or KeyLists.
-        attn_bias: in the same shapes in query's dtype; a key bias may be float32.
+        attn_bias: in the same shapes in query's dtype or float32; on CUDA float32 only per key beside a 16-bit query.
         cu_seqlens_q: required, int32 (B + 1): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. The
             values are not checked on CUDA, where that would need a synchronization.
         cu_seqlens_k: required, int32 (B + 1), the same for keys.

@@ -1,10 +1,14 @@
 // The gradients of the attention operators.
-#include <ATen/core/ivalue.h>
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/library.h>
 
+#include <memory>
+#include <mutex>
 #include <type_traits>
 
 #include "operators.h"
@@ -13,6 +17,8 @@ namespace flash_dmattn {
 namespace {
 
 using torch::autograd::AutogradContext;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
@@ -30,75 +36,133 @@ bool needs_grad(const Tensors&... tensors) {
     return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
+// What a node keeps of an input.
 template <typename Field>
-constexpr bool is_tensor = std::is_same_v<Field, Tensor> || std::is_same_v<Field, OptionalTensor>;
-
-constexpr char kOptions[] = "options";  // the inputs that are no tensors, as one tuple
-
-// Saves out, lse and all inputs.
-void save(AutogradContext* ctx, const Inputs& inputs, const Tensor& out, const Tensor& lse) {
-    variable_list tensors{out, lse};
-    std::vector<c10::IValue> options;
-    for_each_field(inputs, [&](const auto& field) {
-        using Field = std::decay_t<decltype(field)>;
-        if constexpr (std::is_same_v<Field, OptionalTensor>) {
-            // Tensors made in inference mode have no version counter, and cannot be saved.
-            tensors.push_back(field && field->is_inference() ? field->clone() : or_undefined(field));
-        } else if constexpr (is_tensor<Field>) {
-            tensors.push_back(field);
-        } else {
-            options.emplace_back(field);
-        }
-    });
-    ctx->save_for_backward(std::move(tensors));
-    ctx->saved_data[kOptions] = c10::ivalue::Tuple::create(std::move(options));
-}
-
-Inputs saved_inputs(AutogradContext* ctx, const variable_list& saved) {
-    const auto options = ctx->saved_data[kOptions].toTuple();
-    Inputs inputs;
-    size_t tensor = 2, option = 0;  // after out and lse
-    for_each_field(inputs, [&](auto& field) {
-        using Field = std::decay_t<decltype(field)>;
-        if constexpr (std::is_same_v<Field, OptionalTensor>) {
-            field = optional_of(saved[tensor++]);
-        } else if constexpr (is_tensor<Field>) {
-            field = saved[tensor++];
-        } else {
-            field = options->elements()[option++].template to<Field>();
-        }
-    });
-    return inputs;
-}
-
-class Attention : public torch::autograd::Function<Attention> {
-public:
-    // The first five arguments are those of `inputs` that may have a gradient.
-    static variable_list forward(AutogradContext* ctx, const Tensor&, const Tensor&, const Tensor&,
-                                 const OptionalTensor&, const OptionalTensor&, const Inputs& inputs) {
-        TORCH_CHECK_VALUE(!inputs.seqlens_k,
-                          "cache_seqlens is for inference, and has no gradients: call under torch.no_grad()");
-        at::AutoDispatchBelowADInplaceOrView below;
-        const auto [out, lse] = call_attention_forward(inputs);
-        save(ctx, inputs, out, lse);
-        ctx->set_materialize_grads(false);
-        return {out, lse};
-    }
-
-    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        const variable_list saved = ctx->get_saved_variables();
-        const Inputs inputs = saved_inputs(ctx, saved);
-        const Tensor &out = saved[0], &lse = saved[1];
-        const bool needs_dbias = inputs.bias && ctx->needs_input_grad(3);
-        // Absent tensors have no edge.
-        const bool needs_drelative_bias = inputs.relative_bias && ctx->needs_input_grad(inputs.bias ? 4 : 3);
-        const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(out);
-        const auto [dquery, dkey, dvalue, dbias, drelative_bias] =
-            call_attention_backward(dout, optional_of(grads[1]), out, lse, needs_dbias, needs_drelative_bias, inputs);
-        return {dquery,  dkey, dvalue, needs_dbias ? dbias : Tensor(), needs_drelative_bias ? drelative_bias : Tensor(),
-                Tensor()};
-    }
+struct Kept {
+    using type = Field;
 };
+template <>
+struct Kept<Tensor> {
+    using type = SavedVariable;
+};
+template <>
+struct Kept<OptionalTensor> {
+    using type = SavedVariable;
+};
+template <typename Field>
+using KeptType = typename Kept<Field>::type;
+
+struct KeptInputs {
+#define FLASH_DMATTN_FIELD(schema, type, name) KeptType<type> name;
+    FLASH_DMATTN_ARGUMENTS(FLASH_DMATTN_FIELD)
+#undef FLASH_DMATTN_FIELD
+};
+
+// Calls `visit` with each field of both, in order.
+template <typename SomeInputs, typename SomeKept, typename Visit>
+void for_each_pair(SomeInputs& inputs, SomeKept& kept, const Visit& visit) {
+#define FLASH_DMATTN_VISIT(schema, type, name) visit(inputs.name, kept.name);
+    FLASH_DMATTN_ARGUMENTS(FLASH_DMATTN_VISIT)
+#undef FLASH_DMATTN_VISIT
+}
+
+// The node of a forward in the graph: attention_backward of what it saved.
+class AttentionNode : public Node {
+public:
+    // Sets the edges, saves the inputs, and makes the outputs depend on the node.
+    void record(const Inputs& inputs, const Tensor& out, const Tensor& lse) {
+        set_next_edges(torch::autograd::collect_next_edges(
+            inputs.query, inputs.key, inputs.value, or_undefined(inputs.bias), or_undefined(inputs.relative_bias)));
+        for_each_pair(inputs, kept_, [](const auto& input, auto& kept) {
+            using Field = std::decay_t<decltype(input)>;
+            if constexpr (std::is_same_v<Field, OptionalTensor>) {
+                // Tensors made in inference mode have no version counter, and cannot be saved.
+                if (input) kept = SavedVariable(input->is_inference() ? input->clone() : *input, /*is_output=*/false);
+            } else if constexpr (std::is_same_v<Field, Tensor>) {
+                kept = SavedVariable(input, /*is_output=*/false);
+            } else {
+                kept = input;
+            }
+        });
+        for (const Tensor* output : {&out, &lse}) torch::autograd::set_history(*output, getptr());
+        out_ = SavedVariable(out, /*is_output=*/true);
+        lse_ = SavedVariable(lse, /*is_output=*/true);
+    }
+
+    variable_list apply(variable_list&& grads) override {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto self = getptr();
+        const Tensor out = out_.unpack(self), lse = lse_.unpack(self);
+        Inputs inputs;
+        for_each_pair(inputs, kept_, [](auto& input, const auto& kept) {
+            using Field = std::decay_t<decltype(input)>;
+            if constexpr (std::is_same_v<Field, OptionalTensor>) {
+                input = optional_of(kept.unpack());
+            } else if constexpr (std::is_same_v<Field, Tensor>) {
+                input = kept.unpack();
+            } else {
+                input = kept;
+            }
+        });
+        const bool needs_dbias = task_should_compute_output(3), needs_drelative_bias = task_should_compute_output(4);
+        const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(out);
+        auto [dquery, dkey, dvalue, dbias, drelative_bias] =
+            call_attention_backward(dout, optional_of(grads[1]), out, lse, needs_dbias, needs_drelative_bias, inputs);
+        return {std::move(dquery), std::move(dkey), std::move(dvalue), needs_dbias ? std::move(dbias) : Tensor(),
+                needs_drelative_bias ? std::move(drelative_bias) : Tensor()};
+    }
+
+    void release_variables() override {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for_each_kept([](auto& kept) {
+            if constexpr (is_saved<decltype(kept)>) kept.reset_data();
+        });
+    }
+
+    std::string name() const override { return "FlashDmattnBackward"; }
+
+    // For compiled autograd: what a graph depends on, and the backward with stand-ins for it.
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+        const_cast<AttentionNode*>(this)->for_each_kept([&](const auto& kept) {
+            if constexpr (is_saved<decltype(kept)>) {
+                args.collect(kept, &kept == &out_ || &kept == &lse_);
+            } else {
+                args.collect(kept);
+            }
+        });
+    }
+    variable_list apply_with_saved(const variable_list& grads,
+                                   torch::dynamo::autograd::SwapSavedVariables& stand_ins) override {
+        for_each_kept([&](auto& kept) { stand_ins.before(kept); });
+        variable_list gradients = apply(variable_list(grads));
+        for_each_kept([&](auto& kept) { stand_ins.after(kept); });
+        return gradients;
+    }
+
+private:
+    template <typename Field>
+    static constexpr bool is_saved = std::is_same_v<std::decay_t<Field>, SavedVariable>;
+
+    template <typename Visit>
+    void for_each_kept(const Visit& visit) {
+        visit(out_);
+        visit(lse_);
+        for_each_field(kept_, visit);
+    }
+
+    SavedVariable out_, lse_;
+    KeptInputs kept_;
+};
+
+// PyTorch before 2.13 holds nodes by std::shared_ptr.
+template <typename Own>
+auto make_node() {
+    if constexpr (std::is_same_v<decltype(std::declval<Node&>().getptr()), std::shared_ptr<Node>>) {
+        return std::shared_ptr<Own>(new Own, [](auto* node) { deleteNode(node); });
+    } else {
+        return c10::make_intrusive<Own>();
+    }
+}
 
 template <typename... Arguments>
 ForwardResult forward(Arguments... arguments) {
@@ -108,9 +172,16 @@ ForwardResult forward(Arguments... arguments) {
         at::AutoDispatchBelowADInplaceOrView below;
         return call_attention_forward(inputs);
     }
-    const variable_list outputs =
-        Attention::apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.relative_bias, inputs);
-    return {outputs[0], outputs[1]};
+    TORCH_CHECK_VALUE(!inputs.seqlens_k,
+                      "cache_seqlens is for inference, and has no gradients: call under torch.no_grad()");
+    if (const auto& transforms = at::functorch::functorchTLSAccessor()) transforms->checkSupportsCppAutogradFunction();
+    ForwardResult result;
+    {
+        at::AutoDispatchBelowADInplaceOrView below;
+        result = call_attention_forward(inputs);
+    }
+    make_node<AttentionNode>()->record(inputs, std::get<0>(result), std::get<1>(result));
+    return result;
 }
 
 // Raises where a second derivative is computed, not where the first one is.

@@ -113,8 +113,6 @@ void check_scores(const char* name, const Tensor& scores, const Tensor& query, c
     check_device(scores, name, query, "query");
 }
 
-bool is_per_key(const Tensor& scores) { return scores.dim() == 2 || (scores.dim() == 4 && scores.sym_size(2) == 1); }
-
 bool is_floating(const Tensor& tensor) {
     const auto dtype = tensor.scalar_type();
     return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
@@ -240,14 +238,9 @@ void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std:
     check_scores("attn_bias", bias, query, key, max_seqlen_k);
     const auto dtype = bias.scalar_type();
     if (dtype == query.scalar_type()) return;
-    const bool half = query.scalar_type() != at::kFloat;
-    if (is_per_key(bias)) {
-        TORCH_CHECK_TYPE(half && dtype == at::kFloat, "attn_bias must be ", dtype_of(query), half ? " or float32" : "",
-                         ", got ", dtype_of(bias));
-    } else {
-        TORCH_CHECK_TYPE(false, "attn_bias must be ", dtype_of(query),
-                         " (float32 is accepted where the bias is one number a key), got ", dtype_of(bias));
-    }
+    const bool or_float = query.scalar_type() != at::kFloat;
+    TORCH_CHECK_TYPE(or_float && dtype == at::kFloat, "attn_bias must be ", dtype_of(query),
+                     or_float ? " or float32" : "", ", got ", dtype_of(bias));
 }
 
 void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& key, const SymInt& batch) {

@@ -155,6 +155,16 @@ IndexView index_view(const Tensor& indices, int64_t tile_rows) {
     return view;
 }
 
+// What the CUDA kernels lack beside a dense float32 bias, which they read score by score.
+void check_bias_matrix(const Inputs& in, const AttentionParams& p) {
+    constexpr int64_t kTile = 256;  // positions of the last tile may lie beyond the last row and key
+    const char* name = "attn_bias of one number a score in float32 beside a 16-bit query";
+    TORCH_CHECK_VALUE(!in.is_varlen(), name, " is for fixed length on CUDA, got cu_seqlens_q");
+    TORCH_CHECK_VALUE(!in.relative_bias, name, " cannot be combined with relative_bias on CUDA");
+    TORCH_CHECK_VALUE((p.seqlen_q + kTile) * (p.seqlen_k + kTile) <= std::numeric_limits<int32_t>::max(), name,
+                      " must have less than 2^31 elements a head on CUDA, got shape ", shape_of(*in.bias));
+}
+
 OptionalVarlen varlen_of(const Inputs& in) {
     const bool some = in.cu_seqlens_q || in.cu_seqlens_k || in.max_seqlen_q || in.max_seqlen_k;
     const bool all = in.cu_seqlens_q && in.cu_seqlens_k && in.max_seqlen_q && in.max_seqlen_k;
@@ -165,6 +175,11 @@ OptionalVarlen varlen_of(const Inputs& in) {
 }
 
 }  // namespace
+
+bool is_bias_matrix(const Inputs& in) {
+    if (in.query.is_cpu() || !in.bias || in.bias->scalar_type() != at::kFloat) return false;
+    return in.bias->dim() == 3 || (in.bias->dim() == 4 && in.bias->size(2) != 1);
+}
 
 void fill(AttentionParams& p, const Inputs& in) {
     const Tensor &query = in.query, &key = in.key, &value = in.value;
@@ -208,10 +223,15 @@ void fill(AttentionParams& p, const Inputs& in) {
     }
     if (in.bias) {
         check_bias(*in.bias, query, key, max_seqlen_k);
-        p.bias = bias_view(*in.bias);
-        p.bias.batch_group_size = sharers(p, p.bias.batches);
         TORCH_CHECK_VALUE(varlen || in.bias->size(-1) == p.seqlen_k,
                           "attn_bias must have a column for every key, got shape ", shape_of(*in.bias));
+        if (is_bias_matrix(in)) {
+            check_bias_matrix(in, p);
+            p.relative_bias = bias_matrix_view(*in.bias, sharers(p, in.bias->size(0)));
+        } else {
+            p.bias = bias_view(*in.bias);
+            p.bias.batch_group_size = sharers(p, p.bias.batches);
+        }
     }
     if (in.relative_bias) {
         check_relative_bias(*in.relative_bias, query, key, p.batch);

@@ -7,6 +7,9 @@
 
 namespace flash_dmattn {
 
+// Whether the bias is dense and in float32, on CUDA: the kernels then read it as a matrix of RelativeBiasView.
+bool is_bias_matrix(const Inputs& inputs);
+
 // Checks the inputs and fills the params that forward and backward share. For a packed mask it fills the sizes only;
 // cuda_backend.cpp fills the rest.
 void fill(AttentionParams& params, const Inputs& inputs);

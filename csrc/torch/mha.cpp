@@ -17,6 +17,13 @@ void make_readable(Inputs& in) {
         if (rows->dim() > 0) *rows = readable_rows(*rows);
     if (in.relative_bias && !has_contiguous_entries(*in.relative_bias))
         in.relative_bias = in.relative_bias->contiguous();
+    if (is_bias_matrix(in)) {
+        if (logs_fallbacks())
+            log_fallback("float32 bias",
+                         "a dense attn_bias in float32 beside a 16-bit query is read score by score, and its gradient "
+                         "summed by atomics: pass it in query's dtype where rounding is acceptable");
+        if (!has_contiguous_entries(*in.bias)) in.bias = in.bias->contiguous();
+    }
     // Views of what the operators made, as vmap passes them.
     for (OptionalTensor* bits : {&in.mask, &in.mask_tiles, &in.kv_row_bits})
         if (*bits && (*bits)->is_cuda() && !is_aligned(**bits)) *bits = (*bits)->clone(at::MemoryFormat::Contiguous);
@@ -131,11 +138,15 @@ BackwardResult mha_bwd(const Tensor& dout, const OptionalTensor& dlse, const Ten
     p.dkey = rows_view(dkey, varlen);
     p.dvalue = rows_view(dvalue, varlen);
     p.deterministic = in.deterministic;
-    Tensor dbias = needs_dbias ? empty_dbias(p, in) : at::empty({0}, query.options());
+    const bool is_matrix = is_bias_matrix(in);
+    Tensor dbias = !needs_dbias ? at::empty({0}, query.options())
+                   : is_matrix  ? at::zeros(in.bias->sizes(), in.bias->options())
+                                : empty_dbias(p, in);
     const Tensor drelative_bias = needs_drelative_bias
                                       ? at::zeros(in.relative_bias->sizes(), in.relative_bias->options())
                                       : at::empty({0}, query.options());
     if (needs_drelative_bias) p.drelative_bias = data_of(drelative_bias);
+    if (needs_dbias && is_matrix) p.drelative_bias = data_of(dbias);
     if (!query.is_cpu()) {
         backward_cuda(p, in);
     } else if (!nothing_to_do(p)) {

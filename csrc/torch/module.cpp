@@ -1,16 +1,12 @@
-// The Python module: the checks of every backend's inputs, the fast path of a plain call, and the four entry points of
-// the kernels. Loading it registers the operators (library.cpp).
-#include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
+// The Python module: the checks of every backend's inputs, the fast path, and the four entry points of the kernels.
+// Loading it registers the operators (library.cpp).
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <cmath>
-#include <limits>
 #include <string>
 
 #include "build_info.h"
+#include "fast_path.h"
 #include "mha.h"
 #include "operators.h"
 #include "python_log.h"
@@ -24,9 +20,6 @@ namespace py = pybind11;
 Tensor tensor_of(const char* name, py::handle object) {
     if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr());
     throw py::type_error(std::string(name) + " must be a torch.Tensor, got " + Py_TYPE(object.ptr())->tp_name);
-}
-OptionalTensor optional_tensor_of(const char* name, py::handle object) {
-    return object.is_none() ? std::nullopt : OptionalTensor(tensor_of(name, object));
 }
 
 void check_scores(const Tensor& query, const Tensor& key, py::handle mask, py::handle intervals, py::handle bias,
@@ -85,27 +78,6 @@ void check_offsets(const char* name, py::handle cu_seqlens, const OptionalTensor
     check_cu_seqlens({name, tensor, beside ? &*beside : nullptr, whose, total, or_less, longest_name, longest});
 }
 
-// Whether `object` is an ordinary tensor of four dimensions: no subclass, no wrapper of a transform, no symbolic sizes.
-bool is_plain(py::handle object) {
-    using Key = c10::DispatchKey;
-    constexpr c10::DispatchKeySet standing_in(
-        {Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper, Key::Functionalize});
-    if (!THPVariable_CheckExact(object.ptr())) return false;
-    const Tensor& tensor = THPVariable_Unpack(object.ptr());
-    return !tensor.key_set().has_any(standing_in) && (tensor.is_cpu() || tensor.is_cuda()) &&
-           tensor.layout() == at::kStrided && !tensor.is_nested() &&
-           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == 4;
-}
-
-// Whether the kernels accept the rows without padding and without a copy: kernel_rows of flash_dmattn/attend.py.
-bool are_kernel_rows(const Tensor& rows) { return rows.size(3) % 8 == 0 && rows.stride(3) == 1; }
-
-// Whether a mode or autocast intercepts calls of Python or of the dispatcher.
-bool is_overridden(const Tensor& query) {
-    return at::impl::torch_function_mode_enabled() || at::autocast::is_autocast_enabled(query.device().type()) ||
-           !(c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set).empty();
-}
-
 Inputs plain_inputs(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& bias,
                     double softmax_scale, double softcap, bool is_causal, bool deterministic) {
     Inputs inputs;
@@ -143,46 +115,6 @@ Inputs with_sequences(Inputs inputs, const Tensor& cu_seqlens_q, const Tensor& c
 std::tuple<Tensor, Tensor, Tensor, Tensor> first_four(const BackwardResult& gradients) {
     const auto& [dquery, dkey, dvalue, dbias, _] = gradients;
     return {dquery, dkey, dvalue, dbias};
-}
-
-// Checks a plain call and calls the operator, which saves the host time of the functions in Python. Returns None where
-// these must prepare the inputs, or raise.
-py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in, py::handle bias_in,
-                     py::handle softmax_scale, py::handle is_causal, py::handle softcap, py::handle deterministic,
-                     py::handle return_lse) {
-    const py::object not_plain = py::none();
-    for (const py::handle flag : {is_causal, deterministic, return_lse})
-        if (!PyBool_Check(flag.ptr())) return not_plain;
-    if (!softmax_scale.is_none() && !PyFloat_CheckExact(softmax_scale.ptr())) return not_plain;
-    if (!PyFloat_CheckExact(softcap.ptr())) return not_plain;
-    if (!is_plain(query_in) || !is_plain(key_in) || !is_plain(value_in)) return not_plain;
-    if (!bias_in.is_none() && !is_plain(bias_in)) return not_plain;
-
-    const Tensor &query = THPVariable_Unpack(query_in.ptr()), &key = THPVariable_Unpack(key_in.ptr()),
-                 &value = THPVariable_Unpack(value_in.ptr());
-    const OptionalTensor bias = bias_in.is_none() ? std::nullopt : OptionalTensor(THPVariable_Unpack(bias_in.ptr()));
-    constexpr double kLargest = std::numeric_limits<float>::max();
-    const double cap = PyFloat_AS_DOUBLE(softcap.ptr());
-    const double scale = softmax_scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(query.size(3)))
-                                                 : PyFloat_AS_DOUBLE(softmax_scale.ptr());
-    if (!(cap == 0 || (1 / kLargest <= cap && cap <= kLargest)) || !(std::abs(scale) <= kLargest)) return not_plain;
-    if (is_overridden(query)) return not_plain;
-    if (!are_kernel_rows(query) || !are_kernel_rows(key) || !are_kernel_rows(value)) return not_plain;
-    if (value.size(3) != key.size(3)) return not_plain;
-    if (bias && bias->size(3) == 1 && key.size(1) != 1) return not_plain;  // constant along the keys
-
-    std::tuple<Tensor, Tensor> result;
-    {
-        const py::gil_scoped_release no_gil;
-        check_rows(query, key, value, false);
-        check_kernels(query);
-        if (bias) check_bias(*bias, query, key, std::nullopt);
-        result = call_attention_forward(plain_inputs(query, key, value, bias, scale, cap, is_causal.ptr() == Py_True,
-                                                     deterministic.ptr() == Py_True));
-    }
-    const auto& [out, lse] = result;
-    if (return_lse.ptr() == Py_True) return py::make_tuple(out, lse);
-    return py::cast(out);
 }
 
 // The processor may lack the vector instructions that the CPU kernels were compiled for.
@@ -227,7 +159,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("check_cu_seqlens", &check_offsets, "Refuses offsets of sequences that do not fit.");
 
     m.def("fast_path", &fast_path,
-          "Attention of fixed length without a mask; None where the call needs more than the checks and the operator.");
+          "Attention of fixed length; None where Python must prepare the inputs, or raise an error.");
 
     m.def(
         "mha_fwd",

@@ -173,6 +173,20 @@ inline RelativeBiasView relative_bias_view(const Tensor& bias) {
     return view;
 }
 
+// A dense float32 bias ({B|B/n|1}, heads, Sq, Sk) with contiguous entries; `sharers`: n.
+inline RelativeBiasView bias_matrix_view(const Tensor& bias, int64_t sharers) {
+    RelativeBiasView view;
+    view.data = bias.const_data_ptr();
+    view.batches = bias.size(0);
+    view.batch_stride = broadcast_stride(bias, 0);
+    view.heads = bias.size(1);
+    view.head_stride = broadcast_stride(bias, 1);
+    view.radius = sharers;
+    view.grid_height = bias.size(2);
+    view.grid_width = bias.size(3);
+    return view;
+}
+
 // (2, {B|1}, heads, Sk), or (2, total_k, heads).
 inline IntervalView interval_view(const Tensor& intervals) {
     const bool varlen = intervals.dim() == 3;

@@ -44,7 +44,8 @@ def triangle_attention(
         q: (B, N, H, Q, D), in the dtypes of `flash_dmattn_func`; D from 1 to 256.
         k: (B, N, H, K, D) in q's dtype.
         v: (B, N, H, K, D) in q's dtype.
-        bias: (B, 1, H, Q, K) in q's dtype. A float32 bias with another dtype of q is an error.
+        bias: (B, 1, H, Q, K) in q's dtype or float32. A float32 bias beside a 16-bit q is read without rounding, and
+            its gradient is float32; on CUDA it is slower than one in q's dtype (docs/semantics.md).
         mask: bool (B, {N|1}, 1, 1, K), True = visible; None: all keys are visible.
         scale: scale of the scores, default 1 / sqrt(D).
 
@@ -73,7 +74,8 @@ def triangle_attention(
     require_shape("k", k, "(B, N, H, K, D)", (*batch, n, heads, keys, head_dim))
     require_shape("v", v, "(B, N, H, K, D)", (*batch, n, heads, keys, head_dim))
     require_shape("bias", bias, "(B, 1, H, Q, K)", (*batch, 1, heads, rows, keys))
-    require_same("q", q, {"k": k, "v": v, "bias": bias})
+    require_same("q", q, {"k": k, "v": v})
+    require_same("q", q, {"bias": bias}, or_float32=True)
     if mask is not None:
         if mask.dtype != torch.bool:
             raise TypeError(f"mask must be bool (True = visible), got {names([mask.dtype])}")
@@ -110,7 +112,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         K: (B, N, Sk, H, D) in Q's dtype. DeepSpeed requires Sk = S.
         V: (B, N, Sk, H, D) in Q's dtype.
         biases: up to two: the mask bias (B, N, 1, 1, Sk) in Q's dtype or float32, or None; the pair bias
-            (B, 1, H, S, Sk) in Q's dtype, or None.
+            (B, 1, H, S, Sk) in Q's dtype or float32, or None.
 
     Returns:
         (B, N, S, H, D) in Q's dtype.
@@ -139,7 +141,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
     if pair_bias is not None:
         require_tensor("biases[1]", pair_bias)
         require_shape("biases[1]", pair_bias, "(B, 1, H, S, Sk)", (batch, 1, heads, rows, keys))
-        require_same("Q", Q, {"biases[1]": pair_bias})
+        require_same("Q", Q, {"biases[1]": pair_bias}, or_float32=True)
         bias = key_contiguous(pair_bias.squeeze(1))
     if mask_bias is not None:
         require_floating("biases[0]", mask_bias)
@@ -184,10 +186,14 @@ def require_shape(name: str, tensor: Tensor, layout: str, shape: tuple[int, ...]
         raise ValueError(f"{name} must be {layout} = {shape}, got shape {shape_of(tensor)}")
 
 
-def require_same(query_name: str, query: Tensor, others: dict[str, Tensor]) -> None:
-    """Requires the device of the queries and, without autocast, their dtype."""
+def require_same(query_name: str, query: Tensor, others: dict[str, Tensor], or_float32: bool = False) -> None:
+    """Requires the device of the queries and, without autocast, their dtype, or with `or_float32` float32."""
     device, dtype = query.device, query.dtype
+    accepted = (dtype, torch.float32) if or_float32 else (dtype,)
     for name, tensor in others.items():
         require_device(name, tensor, device, query_name)
-        if tensor.dtype != dtype and not autocast_is_on(device):
-            raise TypeError(f"{name} must have {query_name}'s dtype {names([dtype])}, got {names([tensor.dtype])}")
+        if tensor.dtype not in accepted and not autocast_is_on(device):
+            text = " or float32" if len(set(accepted)) > 1 else ""
+            raise TypeError(
+                f"{name} must have {query_name}'s dtype {names([dtype])}{text}, got {names([tensor.dtype])}"
+            )

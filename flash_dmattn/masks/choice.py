@@ -42,6 +42,8 @@ CUDA_PERCENT_FORWARD = 90
 # Device-side dispatch costs 0.02 ms in a forward and in a backward, a small part of attention over so many rows and
 # keys.
 CUDA_MIN_LENGTHS = (256, 2048)
+# The fast path (csrc/torch/fast_path.cpp) serves calls below these: they use no lists but those of scattered intervals.
+LIMITS = (CPU_MIN_KEYS, CUDA_MIN_KEYS, *CUDA_MIN_LENGTHS)
 
 
 def choose(mask: Mask, sparse: str, needs_grad: bool, problem: Problem) -> Mask:

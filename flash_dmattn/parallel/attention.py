@@ -68,7 +68,7 @@ def context_parallel_attention(
             ({B|1}, {H|Hkv|1}, 1, S_r) of the local keys, dense ({B|1}, {H|Hkv|1}, S_r, S) of the local rows and all
             keys in the order of the sequence, or per row ({B|1}, {H|Hkv|1}, {S_r|1}, 1). With cu_seqlens
             bool (S_r, {H|Hkv|1}), or a KeyIntervalMask that counts the rows of each key's own sequence.
-        attn_bias: the shapes of a bool mask, in query's dtype; a key bias may be float32.
+        attn_bias: the shapes of a bool mask, in query's dtype or float32.
         group: a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, or None: all processes.
         softmax_scale, is_causal, softcap, deterministic, sparse: as in `flash_dmattn_func`. A softmax_scale that is a
             tensor gets on each rank the gradient of that rank's rows.

@@ -50,6 +50,14 @@ CALLS = {
         ["tiles instead of key lists: with a dense bias the device does not count the keys of a bool mask"],
         False,
     ),
+    "dense bias in float32": (
+        "call(256, 2048, attn_bias=torch.randn(1, 4, 256, 2048, device='cuda'))",
+        [
+            "float32 bias: a dense attn_bias in float32 beside a 16-bit query is read score by score",
+            "forward on the sm80 kernels: the sm90 kernels do not run this call: they do not support it",
+        ],
+        True,
+    ),
     "an ordinary call": ("call(256, 2048, is_causal=True)", [], False),
 }
 

@@ -61,6 +61,17 @@ def test_tiles(case, head_dim):
     check_on_gpu(rows, keys, head_dim, mask, randn(bias_shape), **options)
 
 
+@pytest.mark.parametrize("mask_shape", [None, (32, 1, 1, KEYS)], ids=["no mask", "mask"])
+def test_pair_bias(mask_shape):
+    tensors = inputs(32, 100, KEYS, 2, 2, 32, torch.bfloat16)
+    mask = None if mask_shape is None else rand_mask(*mask_shape)
+
+    def function(*args, **kwargs):
+        return [x.cpu() for x in flash_dmattn_func(*(x if x is None else x.to("cuda") for x in args), **kwargs)]
+
+    check(tensors, mask, randn((2, 2, 100, KEYS)), function=function)
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
 @pytest.mark.parametrize("bias_shape", [None, (2, 2, 1, KEYS), (1, 1, 150, KEYS), (2, 4, 150, KEYS)], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -84,9 +84,9 @@ FIXED = {
         r"attn_bias must be .*: dimension 3 must be 1 or 7, got shape \(1, 1, 5, 6\)",
     ),
     "dense bias in another dtype": (
-        lambda: call(Q.half(), K.half(), V.half(), attn_bias=torch.zeros(1, 1, 5, 7)),
+        lambda: call(Q.half(), K.half(), V.half(), attn_bias=torch.zeros(1, 1, 5, 7).bfloat16()),
         TypeError,
-        "attn_bias must be float16 .float32 is accepted where the bias is one number a key., got float32",
+        "attn_bias must be float16 or float32, got bfloat16",
     ),
     "key bias in another dtype": (
         lambda: call(attn_bias=torch.zeros(1, 1, 1, 7).half()),

@@ -6,7 +6,8 @@ from helpers import inputs, rand_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_dmattn import flash_dmattn_func, interface, ops
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, interface, ops
+from flash_dmattn.masks.choice import CPU_MIN_KEYS
 
 
 @pytest.fixture
@@ -51,8 +52,69 @@ def test_the_fast_path_returns_the_same_bits(without_short_way, long_ways, bias,
     assert all(torch.equal(x, y) for x, y in zip(short, long))
 
 
+ROW_BIAS = torch.randn(2, 2, 1, 11)
+MASKED = {
+    "bool": lambda rows: {"attn_mask": rand_mask(1, 1, rows, 11), "attn_bias": torch.randn(2, 4, rows, 11)},
+    "bool of keys": lambda rows: {"attn_mask": rand_mask(2, 1, 1, 11)},
+    "intervals": lambda rows: {"attn_mask": KeyIntervalMask.causal(rows, 11), "attn_bias": ROW_BIAS},
+    "scattered intervals": lambda rows: {
+        "attn_mask": KeyIntervalMask.topk(ROW_BIAS, 3, rows),
+        "attn_bias": ROW_BIAS,
+        "is_causal": True,
+    },
+    "window_size": lambda rows: {"attn_bias": ROW_BIAS, "window_size": 3, "is_causal": True},
+    "window_size 0": lambda rows: {"attn_bias": ROW_BIAS, "window_size": 0, "is_causal": True},
+}
+
+
+def leaves_of(*tensors):
+    return [x.clone().requires_grad_() for x in tensors if x is not None]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("masked", MASKED.values(), ids=MASKED.keys())
+def test_masks_and_windows_take_the_fast_path(without_short_way, long_ways, masked, rows, needs_grad):
+    options = masked(rows)
+    bias = options.pop("attn_bias", None)
+    leaves = leaves_of(QUERY[:, :rows], KEY, VALUE, bias)
+
+    def call():
+        with torch.set_grad_enabled(needs_grad):
+            results = flash_dmattn_func(
+                *leaves[:3], attn_bias=leaves[3] if leaves[3:] else None, **options, return_lse=True
+            )
+        return (*results, *(torch.autograd.grad([x.sum() for x in results], leaves) if needs_grad else ()))
+
+    short = call()
+    assert not long_ways
+    long = without_short_way(call)
+    assert len(long_ways) == 1 and len(short) == len(long)
+    assert all(torch.equal(x, y) for x, y in zip(short, long))
+
+
+def test_lengths_that_may_use_lists_take_the_slow_path(long_ways):
+    keys = torch.randn(1, CPU_MIN_KEYS, 1, 8)
+    for number, (length, taken) in enumerate([(CPU_MIN_KEYS - 1, 0), (CPU_MIN_KEYS, 1)]):
+        few = keys[:, :length]
+        for mask in (rand_mask(1, 1, 4, length), KeyIntervalMask.causal(4, length)):
+            flash_dmattn_func(keys[:, :4], few, few, mask)
+        assert len(long_ways) == 2 * taken, number
+
+
 LONG = {
-    "mask": lambda: flash_dmattn_func(QUERY, KEY, VALUE, rand_mask(1, 1, 9, 11)),
+    "expanded mask": lambda: flash_dmattn_func(QUERY, KEY, VALUE, rand_mask(1, 1, 9, 11).expand(2, 4, 9, 11)),
+    "key lists": lambda: flash_dmattn_func(QUERY, KEY, VALUE, KeyLists.build(KeyIntervalMask.causal(9, 11), 9)),
+    "a window for more rows than topk_lists takes": lambda: flash_dmattn_func(
+        *(x.repeat(1, 2, 1, 1) for x in (QUERY, KEY, VALUE)),
+        attn_bias=torch.randn(1, 1, 1, 22),
+        window_size=3,
+        is_causal=True,
+    ),
+    "a window of all keys": lambda: flash_dmattn_func(
+        QUERY, KEY, VALUE, attn_bias=ROW_BIAS, window_size=11, is_causal=True
+    ),
+    "tiles": lambda: flash_dmattn_func(QUERY, KEY, VALUE, rand_mask(1, 1, 9, 11), sparse="tiles"),
     "probs": lambda: flash_dmattn_func(QUERY, KEY, VALUE, return_attn_probs=True),
     "head dimension of 12": lambda: flash_dmattn_func(QUERY[..., :12], KEY[..., :12], VALUE[..., :12]),
     "rows that are not contiguous": lambda: flash_dmattn_func(QUERY.transpose(2, 3).contiguous().mT, KEY, VALUE),
@@ -101,3 +163,96 @@ def test_modes_and_subclasses_see_the_operator():
     seen.clear()
     flash_dmattn_func(QUERY, KEY.as_subclass(Subclass), VALUE)
     assert ops.attention_forward in seen
+
+
+def test_invalid_masks_and_windows_raise_the_errors_of_the_slow_path(without_short_way):
+    calls = {
+        "int mask": {"attn_mask": torch.ones(1, 1, 9, 11, dtype=torch.int32)},
+        "array": {"attn_mask": [[1]]},
+        "shape": {"attn_mask": rand_mask(1, 1, 9, 12)},
+        "rows": {"attn_mask": KeyIntervalMask.causal(8, 11)},
+        "keys": {"attn_mask": KeyIntervalMask.causal(9, 12)},
+        "window without causality": {"attn_bias": ROW_BIAS, "window_size": 3},
+        "window and mask": {
+            "attn_mask": rand_mask(1, 1, 9, 11),
+            "attn_bias": ROW_BIAS,
+            "window_size": 3,
+            "is_causal": True,
+        },
+        "window without bias": {"window_size": 3, "is_causal": True},
+        "window of a dense bias": {"attn_bias": torch.randn(1, 1, 9, 11), "window_size": 3, "is_causal": True},
+        "negative window": {"attn_bias": ROW_BIAS, "window_size": -1, "is_causal": True},
+        "bool window": {"attn_bias": ROW_BIAS, "window_size": True, "is_causal": True},
+        "NaN": {"attn_bias": torch.full_like(ROW_BIAS, torch.nan), "window_size": 3, "is_causal": True},
+        "bias and mask": {"attn_mask": rand_mask(1, 3, 9, 11), "attn_bias": torch.randn(1, 3, 9, 11)},
+    }
+
+    def error(options):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            flash_dmattn_func(QUERY, KEY, VALUE, **options)
+        return type(raised.value), str(raised.value).split("\nException raised")[0]
+
+    for name, options in calls.items():
+        short = error(options)
+        assert without_short_way(lambda options=options: error(options)) == short, name
+
+
+def test_the_node_in_the_graph():
+    leaves = leaves_of(QUERY, KEY, VALUE, torch.randn(1, 4, 9, 11))
+    out = flash_dmattn_func(*leaves[:3], attn_bias=leaves[3])
+    assert out.grad_fn.name() == "FlashDmattnBackward"
+    assert [edge is None for edge, _ in out.grad_fn.next_functions] == [False] * 4 + [True]
+    first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(out.sum(), leaves)))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out.sum(), leaves)
+    out = flash_dmattn_func(*leaves[:3], attn_bias=leaves[3])
+    with torch.no_grad():
+        leaves[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_autograd(backend):
+    leaves = leaves_of(QUERY, KEY, VALUE, ROW_BIAS)
+
+    def gradients():
+        out, lse = flash_dmattn_func(*leaves[:3], attn_bias=leaves[3], is_causal=True, window_size=5, return_lse=True)
+        return torch.autograd.grad((out * out).sum() + lse[..., -1].sum(), leaves)
+
+    expected = gradients()
+    for _ in range(2):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+            assert all(map(torch.equal, gradients(), expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("keys", [128, 512])
+@pytest.mark.parametrize("masked", ["bool", "row", "intervals", "topk", "window_size", "few rows", "all keys"])
+def test_the_fast_path_on_cuda(without_short_way, long_ways, masked, keys, needs_grad):
+    rows = 4 if masked == "few rows" else keys
+    query, key, value = (x.to("cuda", torch.bfloat16) for x in inputs(2, rows, keys, 4, 2, 64))
+    bias = torch.randn(2, 2, 1, keys, device="cuda", dtype=torch.bfloat16)
+    if masked == "bool":
+        mask, bias = rand_mask(2, 4, rows, keys).cuda(), torch.randn(1, 4, rows, keys, device="cuda").bfloat16()
+    elif masked == "row":
+        mask = rand_mask(2, 1, 1, keys).cuda()
+    elif masked == "intervals":
+        mask = KeyIntervalMask.causal(rows, keys, device="cuda")
+    else:
+        mask = KeyIntervalMask.topk(bias, 32, rows) if masked == "topk" else None
+    window = {"window_size": 32, "few rows": 32, "all keys": keys}.get(masked)
+    leaves = leaves_of(query, key, value, bias)
+
+    def call():
+        with torch.set_grad_enabled(needs_grad):
+            options = {"attn_bias": leaves[3], "is_causal": True, "window_size": window, "deterministic": True}
+            results = flash_dmattn_func(*leaves[:3], mask, **options, return_lse=True)
+        return (*results, *(torch.autograd.grad([x.sum() for x in results], leaves) if needs_grad else ()))
+
+    short = call()
+    assert not long_ways
+    long = without_short_way(call)
+    assert len(long_ways) == 1 and all(torch.equal(x, y) for x, y in zip(short, long))

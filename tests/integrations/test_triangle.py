@@ -54,6 +54,27 @@ def test_triangle_attention(masked, scale):
     assert_same(ours, as_cuequivariance(q, k, v, bias, mask, scale), (q, k, v, bias))
 
 
+@pytest.mark.parametrize(
+    "device, dtype",
+    [("cpu", torch.float16), ("cpu", torch.bfloat16), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)],
+    ids=str,
+)
+def test_a_float32_bias_is_not_rounded(device, dtype):
+    leaves = triangle_inputs(dtype, device)
+    q, k, v, _, mask = leaves
+    # Rounded to bfloat16 it would be up to 0.5 off.
+    bias = (250 + torch.rand(B, 1, H, ROWS, KEYS, device=device)).requires_grad_()
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, bias)]
+    ours = triangle_attention(q, k, v, bias, mask)
+    wanted = as_cuequivariance(*wide, mask)
+    assert ours.dtype == dtype
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(ours.double(), wanted, rtol=tolerance, atol=tolerance)
+    dbias, wanted_dbias = (gradients(out, [x])[0] for out, x in ((ours, bias), (wanted, wide[3])))
+    assert dbias.dtype == torch.float32
+    torch.testing.assert_close(dbias.double(), wanted_dbias, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("masked", ["by row", "alike", "not"])
 def test_without_a_batch_dimension(masked):
     q, k, v, bias, mask = triangle_inputs(batch=1)
@@ -212,6 +233,15 @@ TRIANGLE = {
         {"bias": torch.zeros(B, 1, H, ROWS, KEYS).half()},
         TypeError,
         "bias must have q's dtype float32, got float16",
+    ),
+    "bias in another 16-bit dtype": (
+        {
+            **dict.fromkeys("q", torch.zeros(B, N, H, ROWS, D).half()),
+            **dict.fromkeys("kv", torch.zeros(B, N, H, KEYS, D).half()),
+            "bias": torch.zeros(B, 1, H, ROWS, KEYS).bfloat16(),
+        },
+        TypeError,
+        "bias must have q's dtype float16 or float32, got bfloat16",
     ),
     "float mask": (
         {"mask": torch.ones(B, N, 1, 1, KEYS)},

@@ -14,21 +14,31 @@ namespace flash_dmattn::cuda {
 
 // Where the scores of one sequence and query head lie in the table. Row i and key j have the position row_part(i) +
 // key_part(j), in one dimension the distance of the key; clamp() maps it to an entry, also where the row or the key
-// lies beyond the sequence.
+// lies beyond the sequence. kOrMatrix: the view may be a matrix.
+template <bool kOrMatrix>
 class RelativePosition {
 public:
     RelativePosition() = default;
     __device__ __forceinline__ RelativePosition(const RelativeBiasView& view, const Sequence& s)
         : grid_width_(static_cast<int>(view.grid_width)), inverse_grid_width_(view.inverse_grid_width) {
         const int radius = static_cast<int>(view.radius), width = grid_width_, height = view.grid_height;
+        is_matrix_ = kOrMatrix && width > 0 && radius > 0;
+        if (is_matrix_) {
+            origin_ = low_ = 0;
+            high_ = height * width - 1;
+            return;
+        }
         origin_ = width > 0 ? (height - 1) * (2 * width - 1) + width - 1 : s.rows - s.keys;
         low_ = width > 0 ? 0 : -radius;
         high_ = width > 0 ? (2 * height - 1) * (2 * width - 1) - 1 : radius;
     }
     __device__ __forceinline__ int row_part(int row) const {
+        if (kOrMatrix && is_matrix_) return row * grid_width_;
         return grid_width_ > 0 ? origin_ + in_table(row) : origin_ - row;
     }
-    __device__ __forceinline__ int key_part(int key) const { return grid_width_ > 0 ? -in_table(key) : key; }
+    __device__ __forceinline__ int key_part(int key) const {
+        return grid_width_ > 0 && !(kOrMatrix && is_matrix_) ? -in_table(key) : key;
+    }
     __device__ __forceinline__ int clamp(int position) const { return min(max(position, low_), high_) - low_; }
     // Whether all positions of a range read the same entry.
     __device__ __forceinline__ bool is_clamped(int first, int last) const { return last <= low_ || first >= high_; }
@@ -42,40 +52,54 @@ private:
 
     int grid_width_, origin_, low_, high_;
     uint64_t inverse_grid_width_;
+    bool is_matrix_;
 };
 
+// The batch of the view that a batch element reads.
+template <bool kOrMatrix>
+__device__ __forceinline__ int64_t relative_bias_batch(const RelativeBiasView& view, int batch) {
+    if (view.batches <= 1) return 0;
+    return kOrMatrix && view.grid_height > 0 && view.radius > 1 ? batch / static_cast<int>(view.radius) : batch;
+}
+
 // The entries of a batch element and query head; null without a relative bias.
+template <bool kOrMatrix = false>
 __device__ __forceinline__ const float* relative_bias_entries(const AttentionParams& p, int batch, int head) {
     const RelativeBiasView& view = p.relative_bias;
     if (view.data == nullptr) return nullptr;
-    return static_cast<const float*>(view.data) + (view.batches > 1 ? batch : 0) * view.batch_stride +
+    return static_cast<const float*>(view.data) + relative_bias_batch<kOrMatrix>(view, batch) * view.batch_stride +
            shared_head(head, p.heads, view.heads) * view.head_stride;
 }
 
 // The bias of the scores of one sequence and query head.
-class RelativeBias : public RelativePosition {
+template <bool kOrMatrix>
+class RelativeBiasOf : public RelativePosition<kOrMatrix> {
 public:
-    RelativeBias() = default;
-    __device__ __forceinline__ RelativeBias(const RelativeBiasView& view, const Sequence& s, const float* entries)
-        : RelativePosition(view, s), entries_(entries) {}
+    RelativeBiasOf() = default;
+    __device__ __forceinline__ RelativeBiasOf(const RelativeBiasView& view, const Sequence& s, const float* entries)
+        : RelativePosition<kOrMatrix>(view, s), entries_(entries) {}
 
     // -inf where the entry hides the score.
     __device__ __forceinline__ float operator[](int position) const {
-        const float entry = __ldg(entries_ + clamp(position));
+        const float entry = __ldg(entries_ + this->clamp(position));
         return entry <= -FLT_MAX ? -kInfinity : entry;
     }
 
 private:
     const float* entries_;
 };
+using RelativeBias = RelativeBiasOf<false>;
 
 // The gradient of the entries of one sequence and query head.
-class RelativeBiasGradient : public RelativePosition {
+template <bool kOrMatrix>
+class RelativeBiasGradientOf : public RelativePosition<kOrMatrix> {
+    using RelativePosition<kOrMatrix>::clamp;
+
 public:
-    __device__ __forceinline__ RelativeBiasGradient(const BwdArgs& p, const Sequence& s, int head)
-        : RelativePosition(p.relative_bias, s) {
+    __device__ __forceinline__ RelativeBiasGradientOf(const BwdArgs& p, const Sequence& s, int head)
+        : RelativePosition<kOrMatrix>(p.relative_bias, s) {
         const RelativeBiasView& view = p.relative_bias;
-        const int64_t batch = view.batches > 1 ? s.batch : 0;
+        const int64_t batch = relative_bias_batch<kOrMatrix>(view, s.batch);
         const int64_t first = (batch * view.heads + shared_head(head, p.heads, view.heads)) * p.relative_bias_entries;
         sums_ = static_cast<float*>(p.drelative_bias) + first;
         exact_sums_ = p.drelative_bias_exact == nullptr ? nullptr : p.drelative_bias_exact + first;
@@ -190,11 +214,12 @@ private:
     float* sums_;
     ExactSum* exact_sums_;
 };
+using RelativeBiasGradient = RelativeBiasGradientOf<false>;
 
 // acc += relative bias. row_at(i): the row, in the sequence, of the accumulator's row 16 m + 8 h + fragment_row(), i = 2
 // m + h; key_at(n, e): the key of column fragment_col() + e of fragment n.
-template <int kMTiles, int kNTiles, typename RowAt, typename KeyAt>
-__device__ __forceinline__ void add_relative_bias(float (&acc)[kMTiles][kNTiles][4], const RelativeBias& bias,
+template <int kMTiles, int kNTiles, typename Bias, typename RowAt, typename KeyAt>
+__device__ __forceinline__ void add_relative_bias(float (&acc)[kMTiles][kNTiles][4], const Bias& bias,
                                                   const RowAt& row_at, const KeyAt& key_at) {
     int rows[kMTiles * 2];
 #pragma unroll

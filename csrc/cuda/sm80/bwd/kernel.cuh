@@ -227,7 +227,7 @@ private:
         };
         const auto relative_bias = [&](int row, int key) {
             const int first = cta_.first_key + key;
-            return relative_bias_log2(p_, sequence(), relative_bias_entries(p_, sequence().batch, step.head),
+            return relative_bias_log2(p_, sequence(), relative_bias_entries<true>(p_, sequence().batch, step.head),
                                       step.m_block * Traits::kRows + row, {first, first + 1});
         };
         const auto make_visibility = [&] {
@@ -270,7 +270,7 @@ private:
     // dx. Otherwise it is summed score by score.
     __device__ bool sums_relative_bias_by_tile() const { return p_.softcap == 0 && p_.relative_bias.grid_width == 0; }
     __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step) const {
-        const RelativeBiasGradient gradient(p_, sequence(), step.head);
+        const RelativeBiasGradientOf<true> gradient(p_, sequence(), step.head);
         const int first = gradient.row_part(step.m_block * Traits::kRows) + gradient.key_part(cta_.first_key);
         gradient.template add_tile<Traits::kThreads / 32, 1>(smem_.dscores, warp_id(), first);
     }
@@ -278,7 +278,7 @@ private:
     __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step, int row, int key,
                                                                const float (&dx)[2],
                                                                const bool (&is_visible)[2]) const {
-        const RelativeBiasGradient gradient(p_, sequence(), step.head);
+        const RelativeBiasGradientOf<true> gradient(p_, sequence(), step.head);
         const int part = gradient.row_part(step.m_block * Traits::kRows + row);
 #pragma unroll
         for (int e = 0; e < 2; ++e)

@@ -183,7 +183,7 @@ __device__ __forceinline__ void wait_for_qdo(QdoStage<Traits, kKeyBias>& stage, 
 __device__ __forceinline__ float2 relative_bias_log2(const AttentionParams& p, const Sequence& s, const float* entries,
                                                      int row, int2 keys) {
     if (entries == nullptr) return {0, 0};
-    const RelativeBias bias(p.relative_bias, s, entries);
+    const RelativeBiasOf<true> bias(p.relative_bias, s, entries);
     const int part = bias.row_part(row);
     return {bias[part + bias.key_part(keys.x)] * kLog2E, bias[part + bias.key_part(keys.y)] * kLog2E};
 }

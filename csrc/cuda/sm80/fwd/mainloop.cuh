@@ -131,8 +131,9 @@ protected:
     __device__ __forceinline__ void add_relative_bias(float (&scores)[kMFragments][kNFragments][4],
                                                       const KeyAt& key_at) const {
         if (p_.relative_bias.data == nullptr) return;
-        const RelativeBias bias(p_.relative_bias, sequence(),
-                                relative_bias_entries(p_, sequence().batch, shared_storage_.work_tile.first_head));
+        const int head = shared_storage_.work_tile.first_head;
+        const RelativeBiasOf<true> bias(p_.relative_bias, sequence(),
+                                        relative_bias_entries<true>(p_, sequence().batch, head));
         const auto row_at = [&](int i) { return query_row(warp_row_ + i * 8 + fragment_row()); };
         cuda::add_relative_bias(scores, bias, row_at, key_at);
     }

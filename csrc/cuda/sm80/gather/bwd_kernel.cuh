@@ -244,7 +244,7 @@ private:
         };
         const auto relative_bias = [&](int row, int key) {
             const int2 keys = *reinterpret_cast<const int2*>(stage.position + key);
-            return relative_bias_log2(p_, sequence(), relative_bias_entries(p_, sequence().batch, first_head()),
+            return relative_bias_log2(p_, sequence(), relative_bias_entries<true>(p_, sequence().batch, first_head()),
                                       first_row() + row % rows_per_head(), keys);
         };
         using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
@@ -265,7 +265,7 @@ private:
     // Of two scores: a row of the m_block, and the positions of two keys.
     __device__ __forceinline__ void add_relative_bias_gradient(int row, int2 keys, const float (&dx)[2],
                                                                const bool (&is_visible)[2]) const {
-        const RelativeBiasGradient gradient(p_, sequence(), first_head());
+        const RelativeBiasGradientOf<true> gradient(p_, sequence(), first_head());
         const int part = gradient.row_part(first_row() + row % rows_per_head());
         if (is_visible[0] && dx[0] != 0) gradient.add(part + gradient.key_part(keys.x), dx[0]);
         if (is_visible[1] && dx[1] != 0) gradient.add(part + gradient.key_part(keys.y), dx[1]);

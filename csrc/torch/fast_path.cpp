@@ -1,0 +1,199 @@
+#include "fast_path.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "checks.h"
+#include "cuda_backend.h"
+#include "lists.h"
+#include "operators.h"
+#include "topk.h"
+
+namespace flash_dmattn {
+namespace {
+
+namespace py = pybind11;
+
+// Whether `object` is an ordinary tensor of four dimensions: no subclass, no wrapper of a transform, no symbolic sizes.
+bool is_plain(py::handle object) {
+    using Key = c10::DispatchKey;
+    constexpr c10::DispatchKeySet standing_in(
+        {Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper, Key::Functionalize});
+    if (!THPVariable_CheckExact(object.ptr())) return false;
+    const Tensor& tensor = THPVariable_Unpack(object.ptr());
+    return !tensor.key_set().has_any(standing_in) && (tensor.is_cpu() || tensor.is_cuda()) &&
+           tensor.layout() == at::kStrided && !tensor.is_nested() &&
+           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == 4;
+}
+
+// Whether the kernels accept the rows without padding and without a copy: kernel_rows of flash_dmattn/attend.py.
+bool are_kernel_rows(const Tensor& rows) { return rows.size(3) % 8 == 0 && rows.stride(3) == 1; }
+
+// Whether a dimension is expanded: Mask.unexpanded reads it once.
+bool is_expanded(const Tensor& scores) {
+    for (int64_t dim = 0; dim < 3; ++dim)
+        if (scores.stride(dim) == 0 && scores.size(dim) > 1) return true;
+    return false;
+}
+
+// Whether a mode or autocast intercepts calls of Python or of the dispatcher.
+bool is_overridden(const Tensor& query) {
+    return at::impl::torch_function_mode_enabled() || at::autocast::is_autocast_enabled(query.device().type()) ||
+           !(c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set).empty();
+}
+
+bool needs_grad(const Inputs& in) {
+    return at::GradMode::is_enabled() && (in.query.requires_grad() || in.key.requires_grad() ||
+                                          in.value.requires_grad() || (in.bias && in.bias->requires_grad()));
+}
+
+// The constants of masks/choice.py that bound calls which may use lists.
+struct Limits {
+    int64_t cpu_keys, cuda_keys, cuda_mask_rows, cuda_mask_keys;
+};
+
+// The mask of a call. Members are absent or -1 where the call has none.
+struct CallMask {
+    OptionalTensor visible;    // bool
+    OptionalTensor intervals;  // of a KeyIntervalMask
+    int64_t keys_per_row = -1;
+    bool scattered = false;
+    int64_t window_size = -1;
+};
+
+// -1 for None; -2 for what is no int of 0 and above.
+int64_t count_of(py::handle number) {
+    if (number.is_none()) return -1;
+    if (!PyLong_CheckExact(number.ptr())) return -2;
+    int overflow = 0;
+    const int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+    return overflow != 0 || value < 0 ? -2 : value;
+}
+
+// Reads attn_mask. Returns false where it is neither bool nor a KeyIntervalMask (masks/interval.py) of `rows` rows.
+bool read_mask(CallMask& mask, py::handle given, int64_t rows) {
+    if (given.is_none()) return true;
+    if (is_plain(given)) {
+        mask.visible = THPVariable_Unpack(given.ptr());
+        return !is_expanded(*mask.visible);
+    }
+    const py::object intervals = py::getattr(given, "list_intervals", py::none());
+    if (!is_plain(intervals)) return false;
+    const int64_t made_for = count_of(given.attr("rows"));
+    mask.intervals = THPVariable_Unpack(intervals.ptr());
+    mask.keys_per_row = count_of(given.attr("keys_per_row"));
+    mask.scattered = given.attr("scattered").ptr() == Py_True;
+    return (made_for == -1 || made_for == rows) && mask.keys_per_row != -2;
+}
+
+// Whether the kernels read the mask as `prepare` makes it: `choose` and `can_dispatch_on_device` of masks/choice.py
+// decide the rest.
+bool is_prepared_here(const CallMask& mask, const Inputs& in, const Limits& limits) {
+    const int64_t rows = in.query.size(1), keys = in.key.size(1);
+    if (mask.window_size >= 0) {
+        if (mask.visible || mask.intervals || !in.is_causal || !in.bias) return false;
+        const Tensor& bias = *in.bias;
+        const bool is_per_key = bias.size(2) == 1 && bias.size(3) == keys;
+        if (!is_per_key || (bias.size(0) != 1 && bias.size(0) != in.query.size(0))) return false;
+        return in.query.is_cuda() || (rows <= kMaxListedRows && mask.window_size < keys);
+    }
+    if (in.query.is_cpu()) return (!mask.visible && !mask.intervals) || keys < limits.cpu_keys;
+    if (mask.visible) return rows < limits.cuda_mask_rows || keys < limits.cuda_mask_keys;
+    return !mask.scattered || mask.keys_per_row >= 0;
+}
+
+// Sets the mask of the operator. The inputs have been checked.
+void prepare(Inputs& in, const CallMask& mask, const Limits& limits) {
+    const int64_t rows = in.query.size(1), keys = in.key.size(1);
+    in.intervals = mask.intervals;
+    int64_t keys_per_row = mask.keys_per_row;
+    bool scattered = mask.scattered;
+    if (mask.visible) {
+        in.mask = mask.visible;
+        if (in.query.is_cuda())
+            std::tie(in.mask, in.mask_tiles) =
+                pack_mask(*mask.visible, rows, keys, in.is_causal, std::nullopt, std::nullopt);
+    } else if (mask.window_size >= 0 && mask.window_size < keys) {  // otherwise causality and the bias suffice
+        if (rows <= kMaxListedRows) {
+            std::tie(in.kv_indices, in.kv_indptr, in.kv_row_bits) =
+                topk_lists(*in.bias, mask.window_size, rows, std::nullopt);
+            if (rows <= 1) in.kv_row_bits.reset();
+            return;
+        }
+        in.intervals = topk_intervals(*in.bias, mask.window_size, rows, std::nullopt, std::nullopt, std::nullopt);
+        keys_per_row = mask.window_size;
+        scattered = true;
+    }
+    if (in.intervals && in.query.is_cuda() && scattered && (needs_grad(in) || keys >= limits.cuda_keys)) {
+        Tensor row_bits;
+        std::tie(in.kv_indices, in.kv_indptr, row_bits) =
+            build_key_lists(std::nullopt, in.intervals, rows, keys, in.is_causal, std::nullopt, std::nullopt,
+                            std::min(keys_per_row, keys), std::nullopt);
+    }
+}
+
+}  // namespace
+
+py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in, py::handle mask_in,
+                     py::handle bias_in, py::handle softmax_scale, py::handle is_causal, py::handle softcap,
+                     py::handle deterministic, py::handle return_lse, py::handle window_size, py::handle limits_in) {
+    const py::object not_plain = py::none();
+    for (const py::handle flag : {is_causal, deterministic, return_lse})
+        if (!PyBool_Check(flag.ptr())) return not_plain;
+    if (!softmax_scale.is_none() && !PyFloat_CheckExact(softmax_scale.ptr())) return not_plain;
+    if (!PyFloat_CheckExact(softcap.ptr())) return not_plain;
+    if (!is_plain(query_in) || !is_plain(key_in) || !is_plain(value_in)) return not_plain;
+    if (!bias_in.is_none() && !is_plain(bias_in)) return not_plain;
+
+    Inputs in;
+    in.query = THPVariable_Unpack(query_in.ptr());
+    in.key = THPVariable_Unpack(key_in.ptr());
+    in.value = THPVariable_Unpack(value_in.ptr());
+    if (!bias_in.is_none()) in.bias = THPVariable_Unpack(bias_in.ptr());
+    in.is_causal = is_causal.ptr() == Py_True;
+    in.deterministic = deterministic.ptr() == Py_True;
+    in.softcap = PyFloat_AS_DOUBLE(softcap.ptr());
+    in.softmax_scale = softmax_scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(in.query.size(3)))
+                                               : PyFloat_AS_DOUBLE(softmax_scale.ptr());
+    constexpr double kLargest = std::numeric_limits<float>::max();
+    const bool fits = in.softcap == 0 || (1 / kLargest <= in.softcap && in.softcap <= kLargest);
+    if (!fits || !(std::abs(in.softmax_scale) <= kLargest)) return not_plain;
+    if (is_overridden(in.query)) return not_plain;
+    if (!are_kernel_rows(in.query) || !are_kernel_rows(in.key) || !are_kernel_rows(in.value)) return not_plain;
+    if (in.value.size(3) != in.key.size(3)) return not_plain;
+    if (in.bias && in.bias->size(3) == 1 && in.key.size(1) != 1) return not_plain;  // constant along the keys
+    CallMask mask;
+    Limits limits{};
+    mask.window_size = count_of(window_size);
+    const bool is_masked = !mask_in.is_none() || mask.window_size != -1;
+    if (is_masked) {
+        const auto [cpu_keys, cuda_keys, mask_rows, mask_keys] =
+            limits_in.cast<std::tuple<int64_t, int64_t, int64_t, int64_t>>();
+        limits = {cpu_keys, cuda_keys, mask_rows, mask_keys};
+        if (mask.window_size == -2 || !read_mask(mask, mask_in, in.query.size(1))) return not_plain;
+        if (!is_prepared_here(mask, in, limits)) return not_plain;
+    }
+
+    std::tuple<Tensor, Tensor> result;
+    {
+        const py::gil_scoped_release no_gil;
+        check_rows(in.query, in.key, in.value, false);
+        if (mask.visible) check_mask(*mask.visible, in.query, in.key, std::nullopt);
+        if (mask.intervals) check_intervals(*mask.intervals, in.query, in.key, false);
+        if (in.bias) check_bias(*in.bias, in.query, in.key, std::nullopt);
+        check_kernels(in.query);
+        if (is_masked) prepare(in, mask, limits);
+        result = call_attention_forward(in);
+    }
+    const auto& [out, lse] = result;
+    if (return_lse.ptr() == Py_True) return py::make_tuple(out, lse);
+    return py::cast(out);
+}
+
+}  // namespace flash_dmattn

@@ -1,0 +1,110 @@
+"""compute-sanitizer's racecheck on every kernel: no race but the kinds that it reports of right programs, too.
+
+The tool does not follow all orderings by mbarriers and named barriers. racecheck_patterns.cu holds each pattern of the
+sm90 kernels that it reports in a minimal program whose results are checked, and ACCEPTED says which kernels have it.
+docs/kernels.md ("Barriers that racecheck reports") says why they are right. A report of another kernel, of another pair
+of accesses, or of a pattern that the tool does not report, fails.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from gpu_inputs import NEEDS_CUDA, runs_hopper_kernels
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).with_name("racecheck_patterns.cu")
+PATTERNS = ("bulk_copies", "stored_rows", "zeroed_rows", "same_zeros", "partial_sums")
+FORMAT = re.compile(r"Race reported between (\w+) access at (.+?)\+0x.*?and (\w+) access at (.+?)\+0x", re.DOTALL)
+
+
+class Race(NamedTuple):
+    kernel: str  # its name without namespaces, template arguments and parameters
+    accesses: frozenset[str]  # "Read", "Write"
+
+
+READ_WRITE, WRITES = frozenset({"Read", "Write"}), frozenset({"Write"})
+# The pattern of each kind of report.
+ACCEPTED = {
+    Race("pair_bias_fwd_kernel", READ_WRITE): "zeroed_rows",
+    Race("pair_bias_fwd_kernel", WRITES): "zeroed_rows",
+    Race("pair_bias_dquery_kernel", READ_WRITE): "zeroed_rows",
+    Race("pair_bias_dquery_kernel", WRITES): "zeroed_rows",
+    Race("pair_bias_dkey_kernel", READ_WRITE): "zeroed_rows",
+    Race("pair_bias_dkey_kernel", WRITES): "zeroed_rows",
+    Race("grouped_sparse_bwd_kernel", READ_WRITE): "same_zeros",
+}
+
+pytestmark = [
+    *NEEDS_CUDA,
+    pytest.mark.skipif(not runs_hopper_kernels(), reason="the patterns are those of the sm90 kernels"),
+    pytest.mark.xdist_group("racecheck"),
+]
+
+
+def tool(name: str) -> str:
+    """The path of a program of the CUDA toolkit. Skips the test where it is missing."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    path = shutil.which(name) or shutil.which(name, path=f"{home}/bin")
+    if path is None:
+        pytest.skip(f"{name} is neither in PATH nor in {home}/bin")
+    return path
+
+
+def kernel_name(signature: str) -> str:
+    """Of "void a::b::kernel<..>(..)": kernel."""
+    return re.sub(r"[<(].*", "", signature, flags=re.DOTALL).split("::")[-1].split()[-1]
+
+
+def races(*command: str) -> dict[Race, str]:
+    """The kinds of races that the tool reports of a command, each with its first report. The command must succeed."""
+    options = ("--tool", "racecheck", "--print-limit", "100000", "--kernel-name", "kns=flash_dmattn")
+    options = options if command[0] == sys.executable else options[:-2]
+    done = subprocess.run([tool("compute-sanitizer"), *options, *command], cwd=ROOT, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and "RACECHECK SUMMARY" in output, output[-3000:]
+    found = {}
+    for match in FORMAT.finditer(output):
+        first, at, second, _ = match.groups()
+        found.setdefault(Race(kernel_name(at), frozenset({first, second})), match.group())
+    return found
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("racecheck") / "patterns")
+    command = [tool("nvcc"), "-std=c++17", "-arch=sm_90a", f"-I{ROOT / 'csrc'}", "-o", path, str(SOURCE)]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reported(program):
+    """The kinds of accesses that the tool reports of a pattern."""
+    return cache(lambda pattern: {race.accesses for race in races(program, pattern)})
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_are_right(program, pattern):
+    """With racecheck the program runs at another speed, too."""
+    assert subprocess.run([program, pattern], capture_output=True, text=True).stdout == f"{pattern}: right\n"
+    races(program, pattern)
+
+
+@pytest.mark.parametrize("pattern", sorted(set(ACCEPTED.values())))
+def test_accepted_patterns_are_reported(reported, pattern):
+    """Otherwise the tool sees these orderings, and a report of a kernel would be a race."""
+    for race, accepted in ACCEPTED.items():
+        assert accepted != pattern or race.accesses in reported(pattern), race
+
+
+def test_every_report_is_accepted():
+    found = races(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_cuda_small.py")
+    new = {race: text for race, text in found.items() if race not in ACCEPTED}
+    assert not new, "\n\n".join(f"{race}\n{text}" for race, text in new.items())

@@ -99,6 +99,16 @@ def is_host_readable(tensor: Tensor) -> bool:
     return not (keys.has(key.Python) or keys.has(key.FuncTorchBatched) or keys.has(key.FuncTorchGradWrapper))
 
 
+def assert_later(is_valid: Tensor, message: str) -> None:
+    """Asserts values that the host does not read; of a DTensor this rank's. Transforms of torch.func have no assertions
+    but in a traced graph."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return
+    if type(is_valid) is not Tensor and hasattr(is_valid, "device_mesh"):
+        is_valid = is_valid.to_local()  # the assertion has no sharding rule
+    torch._assert_async(is_valid.all(), message)
+
+
 def statically_true(condition: bool) -> bool:
     """Whether a condition on lengths is known to hold. Adds no guard to a traced graph whose lengths may go either way:
     for decisions that affect only the speed."""

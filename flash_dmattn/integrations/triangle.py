@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from .. import fallbacks
-from ..arguments import is_host_readable, names, require_device, require_floating, require_tensor, shape_of
+from ..arguments import (
+    assert_later,
+    is_host_readable,
+    names,
+    require_device,
+    require_floating,
+    require_tensor,
+    shape_of,
+)
 from ..attend import autocast_is_on
 from ..checks import check_finite
 from ..interface import flash_dmattn_func
@@ -166,8 +174,8 @@ def bool_mask(mask_bias: Tensor) -> Tensor:
     if is_host_readable(mask_bias):
         if not is_valid.all():
             raise ValueError(f"{message}, got {mask_bias[~is_valid][0].item():g}")
-    elif torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():  # those have no assertions
-        torch._assert_async(is_valid.all(), message)
+    else:
+        assert_later(is_valid, message)
     return visible
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..arguments import is_host_readable, names, require_dense, require_device, shape_of
+from ..arguments import assert_later, is_host_readable, names, require_dense, require_device, shape_of
 from ..broadcast import expand_shared
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def union(a: KeyIntervalMask, b: KeyIntervalMask) -> KeyIntervalMask:
     reads_values = is_host_readable(gap) or (gap.is_cuda and type(gap) is Tensor and not torch.compiler.is_compiling())
     accepted = "a | b is a KeyIntervalMask only where the intervals of each key overlap or touch"
     if not reads_values:
-        torch._assert_async(~gap.any(), f"{accepted}: use a.to_dense() | b.to_dense()")
+        assert_later(~gap, f"{accepted}: use a.to_dense() | b.to_dense()")
     elif gap.any():
         raise ValueError(f"{accepted}, got {int(gap.sum())} keys with a gap: use a.to_dense() | b.to_dense()")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..arguments import is_host_readable, require_count, require_floating, require_length, shape_of
+from ..arguments import assert_later, is_host_readable, require_count, require_floating, require_length, shape_of
 from ..biases import hides
 from ..ops.list_sizes import list_capacity
 
@@ -89,11 +89,10 @@ def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None) -> None:
     if is_readable and not is_nan.any():
         return
     if seqused_k is not None:
-        is_used = torch.arange(bias.shape[-1], device=bias.device) < seqused_k[:, None]
-        is_nan = is_nan & is_used.view(-1, *(1,) * (bias.ndim - 2), bias.shape[-1])
+        number = torch.ones_like(is_nan, dtype=torch.int32).cumsum(dim=-1)  # unlike arange, a DTensor for DTensors
+        is_nan = is_nan & (number <= seqused_k.view(-1, *(1,) * (bias.ndim - 1)))
     if not is_readable:
-        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():  # these lack assertions
-            torch._assert_async(~is_nan.any(), "KeyIntervalMask.topk: bias must not be NaN")
+        assert_later(~is_nan, "KeyIntervalMask.topk: bias must not be NaN")
     elif is_nan.any():
         raise ValueError("bias must not be NaN: it has no order")
 

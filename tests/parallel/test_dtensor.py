@@ -78,6 +78,8 @@ def skip_lists(problem):
         ({"bias": (2, 2, 1, 600), **WINDOWED}, 2, True),
         ({"bias": (2, 2, 1, 600), **WINDOWED}, 0, True),
         ({"bias": (2, 2, 1, 600), "sparse": "tiles", **WINDOWED}, 2, True),
+        ({"bias": (2, 2, 1, 600), "is_causal": True, "window_size": 600}, 2, True),
+        ({"bias": (1, 2, 1, 600), "is_causal": True, "window_size": 700}, 0, False),
         ({"bias": (1, 1, 1, 600), **WINDOWED}, 2, False),
         ({"bias": (1, 2, 1, 600), **WINDOWED}, 0, False),
         ({"relative_bias": (1, 4, 41)}, 2, True),
@@ -134,3 +136,33 @@ def test_lists_of_dtensors_are_not_moved(two):
     skip_lists(WINDOWED)
     for failure in two.run(over_dtensors, {"bias": (1, 2, 1, 600), **WINDOWED}, 2, False):
         assert "lists of keys" in failure.message
+
+
+def window_over_a_cache(window_size, nan_at):
+    """Decoding with DTensors whose batch is sharded, and the error of a NaN bias at a key."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import flash_dmattn.parallel  # noqa: F401, registers the sharding rules
+    from flash_dmattn import flash_dmattn_func
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, rows, 2, 16) for rows in (1, 9, 9)]
+    bias, used = torch.randn(2, 2, 1, 9), torch.tensor([5, 7], dtype=torch.int32)
+    bias[..., nan_at] = torch.nan
+
+    def run(place):
+        options = {"is_causal": True, "window_size": window_size, "cache_seqlens": place(used)}
+        return flash_dmattn_func(*map(place, tensors), None, place(bias), **options)
+
+    ours = run(lambda x: distribute_tensor(x, mesh, [Shard(0)]))
+    return (ours.full_tensor() - run(lambda x: x)).abs().max().item()
+
+
+@pytest.mark.parametrize("window_size", [3, 9, 20])
+def test_a_window_over_a_cache_of_dtensors(two, window_size):
+    skip_lists(WINDOWED)
+    assert max(two.results(window_over_a_cache, window_size, 7)) < 1e-6  # key 7 is beyond the filled ones
+    for refused in two.run(window_over_a_cache, window_size, 3):
+        assert "bias must not be NaN" in refused.message

@@ -14,13 +14,17 @@ __device__ __forceinline__ int fragment_col(int lane = lane_id()) { return lane 
 __device__ __forceinline__ bool is_row_leader() { return lane_id() % 4 == 0; }
 
 template <int kMFragments, int kNFragments>
-__device__ __forceinline__ void clear(float (&acc)[kMFragments][kNFragments][4]) {
+__device__ __forceinline__ void fill(float (&acc)[kMFragments][kNFragments][4], float x) {
 #pragma unroll
     for (int m = 0; m < kMFragments; ++m)
 #pragma unroll
         for (int n = 0; n < kNFragments; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
+            for (int i = 0; i < 4; ++i) acc[m][n][i] = x;
+}
+template <int kMFragments, int kNFragments>
+__device__ __forceinline__ void clear(float (&acc)[kMFragments][kNFragments][4]) {
+    fill(acc, 0.f);
 }
 
 // Reductions over the four lanes that hold a row.

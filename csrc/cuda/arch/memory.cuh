@@ -44,6 +44,9 @@ __device__ __forceinline__ void store_global_16(void* to, const uint32_t (&x)[4]
 
 // *to += x in global memory, without a return value. atomicAdd tests the address space where the compiler does not know
 // it.
+__device__ __forceinline__ void reduce_add(unsigned long long* to, unsigned long long x) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
+}
 __device__ __forceinline__ void reduce_add(float* to, float x) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }

@@ -1,7 +1,7 @@
 // Sums of float32 numbers that do not depend on the order of the additions.
 #pragma once
 
-#include "basics.cuh"
+#include "cuda/arch/memory.cuh"
 
 namespace flash_dmattn::cuda {
 
@@ -14,10 +14,10 @@ struct ExactSum {
     unsigned long long digits[kDigits];  // two's complement
     float not_finite;                    // the sum of infinities and NaN
 
-    __device__ __noinline__ void add(float x) {
+    __device__ __forceinline__ void add(float x) {
         const uint32_t bits = __float_as_uint(x), exponent = bits >> 23 & 0xff;
         if (exponent == 0xff) {
-            atomicAdd(&not_finite, x);
+            reduce_add(&not_finite, x);
             return;
         }
         const uint32_t mantissa = (bits & 0x7fffff) | (exponent > 0 ? 0x800000 : 0);
@@ -25,7 +25,7 @@ struct ExactSum {
         const uint32_t at = exponent > 0 ? exponent - 1 : 0;
         const uint64_t shifted = static_cast<uint64_t>(mantissa) << at % 32;
         const auto add_digit = [&](uint32_t i, uint64_t digit) {
-            atomicAdd(digits + i, bits >> 31 ? 0ull - digit : 0ull + digit);
+            reduce_add(digits + i, bits >> 31 ? 0ull - digit : 0ull + digit);
         };
         add_digit(at / 32, shifted & 0xffffffff);
         if (shifted >> 32) add_digit(at / 32 + 1, shifted >> 32);

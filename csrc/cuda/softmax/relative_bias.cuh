@@ -9,6 +9,7 @@
 #include "cuda/common/exact_sum.cuh"
 #include "cuda/common/sequence.cuh"
 #include "cuda/plan.h"
+#include "diagonal_sums.cuh"
 
 namespace flash_dmattn::cuda {
 
@@ -43,6 +44,9 @@ public:
     // Whether all positions of a range read the same entry.
     __device__ __forceinline__ bool is_clamped(int first, int last) const { return last <= low_ || first >= high_; }
 
+protected:
+    int low_, high_;
+
 private:
     // y * (2 w - 1) + x of the token y * w + x.
     __device__ __forceinline__ int in_table(int token) const {
@@ -50,7 +54,7 @@ private:
         return token + y * (grid_width_ - 1);
     }
 
-    int grid_width_, origin_, low_, high_;
+    int grid_width_, origin_;
     uint64_t inverse_grid_width_;
     bool is_matrix_;
 };
@@ -93,9 +97,10 @@ using RelativeBias = RelativeBiasOf<false>;
 // The gradient of the entries of one sequence and query head.
 template <bool kOrMatrix>
 class RelativeBiasGradientOf : public RelativePosition<kOrMatrix> {
-    using RelativePosition<kOrMatrix>::clamp;
+    using RelativePosition<kOrMatrix>::clamp, RelativePosition<kOrMatrix>::low_, RelativePosition<kOrMatrix>::high_;
 
 public:
+    RelativeBiasGradientOf() = default;
     __device__ __forceinline__ RelativeBiasGradientOf(const BwdArgs& p, const Sequence& s, int head)
         : RelativePosition<kOrMatrix>(p.relative_bias, s) {
         const RelativeBiasView& view = p.relative_bias;
@@ -110,62 +115,44 @@ public:
         add_to(sums_, exact_sums_, clamp(position), dx);
     }
 
-    // Adds a tile of dx, rows x keys in 16 bits, summed over equal positions in one dimension. `first`: the position of
-    // its first row and key. kWarps warps call, each with kInFlight reads in flight.
-    //
-    // The tile is divided into blocks of 8 x 8. A warp sums the blocks of four neighbouring diagonals at once, since
-    // ldmatrix loads four neighbouring blocks.
-    template <int kWarps, int kInFlight, typename Tile>
-    __device__ __forceinline__ void add_tile(const Tile& tile, int warp, int first) const {
-        using T = typename Tile::Element;
-        constexpr int kRowBlocks = Tile::kRows / 8, kKeyBlocks = Tile::kCols / 8, kAtOnce = 4;
-        constexpr int kLowest = -ceil_div(kRowBlocks, kAtOnce) * kAtOnce;  // diagonal: key block minus row block
-        const bool is_clamped = this->is_clamped(first - Tile::kRows + 1, first + Tile::kCols - 1);
-        float total = 0;
-#pragma unroll 1
-        for (int diagonal = kLowest + warp * kAtOnce; diagonal < kKeyBlocks; diagonal += kWarps * kAtOnce) {
-            float sums[kAtOnce][2] = {};  // this lane's row and two keys of each block
-            const int begin = max(0, 1 - kAtOnce - diagonal), end = min(kRowBlocks, kKeyBlocks - diagonal);
-#pragma unroll 1
-            for (int first_row = begin; first_row < end; first_row += kInFlight) {
-                const int first_key = first_row + diagonal;
-                uint32_t blocks[kInFlight][kAtOnce];
+    // Adds the sum of dx over the lanes of a warp, of scores that read the same entry.
+    __device__ __forceinline__ void add_of_warp(int position, float dx) const {
 #pragma unroll
-                for (int b = 0; b < kInFlight; ++b) {
-                    // The block that this lane addresses.
-                    const unsigned row = min(first_row + b, kRowBlocks - 1), lane = lane_id();
-                    const unsigned key = min(max(first_key + b + static_cast<int>(lane / 8), 0), kKeyBlocks - 1);
-                    ldmatrix_x4(blocks[b], smem_address(tile.data + Tile::offset(row * 8 + lane % 8, key)));
-                }
-                if (first_row + kInFlight > kRowBlocks || first_key < 0 ||
-                    first_key + kInFlight + kAtOnce - 1 > kKeyBlocks) {
+        for (int step = 1; step < 32; step *= 2) dx += __shfl_xor_sync(~0u, dx, step);
+        if (lane_id() == 0) add(position, dx);
+    }
+
+    // Adds sum_diagonals() of an accumulator of dx, keys x rows, in one dimension, without a call: wgmma may be in
+    // flight. first: the position of its first key and row. What is clamped is added to `ends`, this lane's share of
+    // the table's two ends, for add_ends(). A warp calls.
+    template <int kSums>
+    __device__ __forceinline__ void add_diagonals(const float (&sums)[kSums], int first, float (&ends)[2]) const {
+        const int last_entry = high_ - low_, entry = first - first_diagonal() - low_;
+        const auto is_inside = [&](int i) { return entry - 32 * i > 0 && entry - 32 * i < last_entry; };
+        float* const to = sums_ + entry;
+        if (exact_sums_ == nullptr && __all_sync(~0u, is_inside(0) && is_inside(kSums - 1))) {
 #pragma unroll
-                    for (int b = 0; b < kInFlight; ++b)
+            for (int i = 0; i < kSums; ++i) reduce_add(to - 32 * i, sums[i]);
+            return;
+        }
 #pragma unroll
-                        for (int i = 0; i < kAtOnce; ++i)
-                            if (first_row + b >= kRowBlocks || first_key + b + i < 0 || first_key + b + i >= kKeyBlocks)
-                                blocks[b][i] = 0;
-                }
-#pragma unroll
-                for (int b = 0; b < kInFlight; ++b)
-#pragma unroll
-                    for (int i = 0; i < kAtOnce; ++i) {
-                        const float2 x = unpack<T>(blocks[b][i]);
-                        sums[i][0] += x.x;
-                        sums[i][1] += x.y;
-                    }
-            }
-            if (is_clamped) {
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) total += sums[i][0] + sums[i][1];
+        for (int i = 0; i < kSums; ++i) {
+            if (!is_inside(i)) {
+                add_clamped(sums[i], entry - 32 * i > 0, ends);
+            } else if (exact_sums_ != nullptr) {
+                exact_sums_[entry - 32 * i].add(sums[i]);
             } else {
-                add_blocks(sums, first + diagonal * 8);
+                reduce_add(to - 32 * i, sums[i]);
             }
         }
-        if (!is_clamped) return;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-        if (lane_id() == 0) add(first, total);
+    }
+    static __device__ __forceinline__ void add_clamped(float dx, bool is_high, float (&ends)[2]) {
+        ends[is_high] += dx;
+    }
+    __device__ __forceinline__ void add_ends(float (&ends)[2]) const {
+        add_of_warp(low_, ends[0]);
+        add_of_warp(high_, ends[1]);
+        ends[0] = ends[1] = 0;
     }
 
 private:
@@ -176,39 +163,6 @@ private:
         } else {
             reduce_add(sums + entry, dx);
         }
-    }
-
-    // Adds four neighbouring 8 x 8 blocks. A lane holds row r = fragment_row() and keys k = fragment_col() and k + 1 of
-    // each. Elements of equal k - r are summed by shuffles: first k + 1 of row r + 1 with k of row r, then rows r + 2,
-    // r + 4 and r + 6.
-    __device__ __forceinline__ void add_blocks(const float (&blocks)[4][2], int first) const {
-        const int r = fragment_row(), k = fragment_col();
-        float sums[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float next = __shfl_down_sync(~0u, blocks[i][1], 4), beside = __shfl_up_sync(~0u, blocks[i][1], 5);
-            sums[i] = blocks[i][0] + (r < 7 ? next : 0.f);
-            const float by_two = __shfl_down_sync(~0u, sums[i], 9);
-            if (r < 6 && k < 6) sums[i] += by_two;
-            const float by_four = __shfl_down_sync(~0u, sums[i], 18);
-            if (r < 4 && k < 4) sums[i] += by_four;
-            // k + 1 of row 0 has no row before it: it belongs to k + 2 of row 1, and the last one to key 0 of row 1 of
-            // the next block.
-            const float last = i > 0 ? __shfl_up_sync(~0u, blocks[i - 1][1], 1) : 0.f;
-            if (r == 1) sums[i] += k > 0 ? beside : last;
-        }
-        const bool is_leader = r < 2 || k == 0, is_last = r == 0 && k == 6;
-        if (exact_sums_ != nullptr) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (is_leader) exact_sums_[clamp(first + i * 8 + k - r)].add(sums[i]);
-            if (is_last) exact_sums_[clamp(first + 31)].add(blocks[3][1]);
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (is_leader) reduce_add(sums_ + clamp(first + i * 8 + k - r), sums[i]);
-        if (is_last) reduce_add(sums_ + clamp(first + 31), blocks[3][1]);
     }
 
     float* sums_;
@@ -235,8 +189,7 @@ __device__ __forceinline__ void add_relative_bias(float (&acc)[kMTiles][kNTiles]
 }
 
 // The entries that a block of scores of kRows rows and kCols columns reads in one dimension, in shared memory: those of
-// kSize = kRows + kCols consecutive positions, ascending with the column. They are divided by the softmax scale: the
-// accumulator of Q K^T starts from them.
+// kSize = kRows + kCols consecutive positions, ascending with the column.
 //
 // In the accumulator layout of fragment.cuh entry c - r + kRows - 1 belongs to row r and column c. A lane reads its two
 // columns at once, from the copy in which they are aligned; row r + 8 reads what row r reads of the fragment before.
@@ -256,14 +209,34 @@ struct alignas(8) RelativeBiasSegment {
         const int entry = first_col + fragment_col() - r - fragment_row() + kRows - 1;
         return entry % 2 == 0 ? entry : kStride + entry - 1;
     }
+    // Row r's two columns of fragment n; row r + 8 of fragment n + 1 reads the same.
+    __device__ __forceinline__ float2 at(int lane_offset, int n) const {
+        return *reinterpret_cast<const float2*>(entries[0] + lane_offset + n * 8);
+    }
     // Sets the accumulator of a warp's 16 rows to the entries.
     template <int kFragments>
     __device__ __forceinline__ void load(float (&acc)[1][kFragments][4], int lane_offset) const {
 #pragma unroll
         for (int n = -1; n < kFragments; ++n) {
-            const float2 entry = *reinterpret_cast<const float2*>(entries[0] + lane_offset + n * 8);
+            const float2 entry = at(lane_offset, n);
             if (n >= 0) acc[0][n][0] = entry.x, acc[0][n][1] = entry.y;
             if (n + 1 < kFragments) acc[0][n + 1][2] = entry.x, acc[0][n + 1][3] = entry.y;
+        }
+    }
+    // The same while another GEMM is issued: copies of what is loaded, moved behind it, would serialize the two. The
+    // assembler merges loads of equal addresses.
+    template <int kFragments>
+    __device__ __forceinline__ void load_ahead(float (&acc)[1][kFragments][4], int lane_offset) const {
+        const auto load_two = [](float* to, const float* from) {
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                         : "=f"(to[0]), "=f"(to[1])
+                         : "r"(smem_address(from))
+                         : "memory");
+        };
+#pragma unroll
+        for (int n = 0; n < kFragments; ++n) {
+            load_two(acc[0][n], entries[0] + lane_offset + n * 8);
+            load_two(acc[0][n] + 2, entries[0] + lane_offset + n * 8 - 8);
         }
     }
 };

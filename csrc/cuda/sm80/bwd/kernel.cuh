@@ -94,8 +94,6 @@ public:
             gemm_dkv(dvalue, probs, smem_.qdo[stage].dout);
             accumulate_dq(step);
             gemm_dkv(dkey, smem_.dscores, smem_.qdo[stage].query);
-            if constexpr (kTerms == ScoreTerms::kGeneral)
-                if (p_.drelative_bias != nullptr && sums_relative_bias_by_tile()) add_relative_bias_gradient(step);
             dbias.end_m_block(step);
             if (ends_head) dbias.end_head(step.head, more, m_blocks);
         }
@@ -222,7 +220,7 @@ private:
             } else {
                 dbias.add_dx(first_n + n, dx, is_visible);
             }
-            if (p_.drelative_bias != nullptr && !sums_relative_bias_by_tile())
+            if (p_.drelative_bias != nullptr && !sums_diagonals_of_ds())
                 add_relative_bias_gradient(step, row + fragment_row(lane), key + fragment_col(lane), dx, is_visible);
         };
         const auto relative_bias = [&](int row, int key) {
@@ -241,6 +239,9 @@ private:
         dbias.add_ds(step, dprobs, first_n);
         store_accumulator<T>(scores, prob_fragments);
         store_accumulator<T>(dprobs, ScoreC(address_of(smem_.dscores), c_offset).from(0, first_n * 8));
+        if constexpr (kTerms == ScoreTerms::kGeneral)
+            if (p_.drelative_bias != nullptr && sums_diagonals_of_ds())
+                add_relative_bias_gradient(step, dprobs, score_key);
     }
 
     // dV += P^T dO, or dK += dS^T Q.
@@ -266,13 +267,29 @@ private:
         if (p_.deterministic) dq_semaphore_release(p_.dquery_semaphore + dq_tile);
     }
 
-    // Whether the gradient of relative_bias is summed from the tile of dS in shared memory: with a softcap that is not
-    // dx. Otherwise it is summed score by score.
-    __device__ bool sums_relative_bias_by_tile() const { return p_.softcap == 0 && p_.relative_bias.grid_width == 0; }
-    __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step) const {
+    // Whether the gradient of relative_bias is summed over the diagonals of dS: with a softcap that is not dx.
+    // Otherwise it is summed score by score.
+    __device__ bool sums_diagonals_of_ds() const { return p_.softcap == 0 && p_.relative_bias.grid_width == 0; }
+    // Of one pass; overwrites dS. first_key: of the tile.
+    __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step,
+                                                               float (&ds)[Traits::kScoreM][kPassN][4],
+                                                               int first_key) const {
         const RelativeBiasGradientOf<true> gradient(p_, sequence(), step.head);
-        const int first = gradient.row_part(step.m_block * Traits::kRows) + gradient.key_part(cta_.first_key);
-        gradient.template add_tile<Traits::kThreads / 32, 1>(smem_.dscores, warp_id(), first);
+#pragma unroll
+        for (int m = 0; m < Traits::kScoreM; ++m) {
+            const int position = gradient.row_part(step.m_block * Traits::kRows + cta_.score_row + m * 16) +
+                                 gradient.key_part(cta_.first_key + first_key);
+            add_rows_8_apart(ds[m]);
+            if (gradient.is_clamped(position - 15, position + kPassN * 8 - 1)) {
+                gradient.add_of_warp(position, sum_lane(ds[m]));
+                continue;
+            }
+            float sums[kDiagonalSums<kPassN>];
+            sum_diagonals(ds[m], sums);
+#pragma unroll
+            for (int i = 0; i < kDiagonalSums<kPassN>; ++i)
+                if (sums[i] != 0) gradient.add(position + first_diagonal() + 32 * i, sums[i]);
+        }
     }
     // Of two scores; row and key are those of the tile.
     __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step, int row, int key,

@@ -33,6 +33,7 @@ public:
     __device__ __forceinline__ void run() {
         clear(dk_);
         clear(dv_);
+        if constexpr (kBias == BiasKind::kRelative) relative_bias_ends()[0] = relative_bias_ends()[1] = 0;
         mbarrier_wait(smem_address(&smem_.keys_full), 0);
         zero_invisible_keys();
         mainloop();
@@ -50,6 +51,7 @@ private:
     using DqFragment = typename AtomLayout::DqFragment;
     using MBlockInfo = typename SharedStorage::MBlockInfo;
     using RowStats = typename Base::RowStats;
+    using DiagonalSums = float[kDiagonalSums<Traits::kScoreRows / 8>];
 
     __device__ __forceinline__ void mainloop() {
         int head = -1;
@@ -93,13 +95,16 @@ private:
                                          ScoresOperand& dscores) {
         const bool has_empty_rows = any_of(header_.has_empty_rows);
         if (has_empty_rows) zero_empty_rows(query());
-        if constexpr (kBias == BiasKind::kRelative)
-            m_block_info().relative_bias.load(
-                scores, SharedStorage::RelativeSegment::lane_offset(warp_key_, layout_.first_row()));
-        layout_.template gemm_scores<kBias != BiasKind::kRelative>(scores, smem_.key, query());
+        constexpr bool kStartsFromBias = SharedStorage::kStartsFromBias;
+        if constexpr (!kStartsFromBias) layout_.gemm_scores(scores, smem_.key, query());
         smem_.dout_pipeline.consumer_wait(state_);
         if (has_empty_rows) zero_empty_rows(dout());
+        // The GEMM of dP overlaps the reads of the bias.
+        if constexpr (kStartsFromBias)
+            m_block_info().relative_bias.entries.load_ahead(
+                scores, SharedStorage::RelativeSegment::lane_offset(warp_key_, layout_.first_row()));
         layout_.gemm_scores(dprobs, smem_.value, dout());
+        if constexpr (kStartsFromBias) layout_.template gemm_scores<false>(scores, smem_.key, query());
         if constexpr (Traits::kSharesKeys) finish_previous_dk();
         if constexpr (kBias == BiasKind::kDense) smem_.bias_pipeline.consumer_wait(state_);
         const RowStats lse(m_block_info().lse + layout_.first_row());
@@ -116,17 +121,19 @@ private:
         to_a_operand<T>(scores, probs);
         to_a_operand<T>(dprobs, dscores);
         if constexpr (Traits::kSharesKeys) {
-            gemm_dkv_dq_of_shared_keys(probs, dscores);
+            gemm_dkv_dq_of_shared_keys(probs, dscores, dprobs);
         } else {
-            gemm_dkv_dq_of_own_keys(probs, dscores);
+            gemm_dkv_dq_of_own_keys(probs, dscores, dprobs);
         }
     }
     // P and dS of the warpgroup's own keys are A operands in registers; only dQ needs dS of both warpgroups.
-    __device__ __forceinline__ void gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores) {
+    __device__ __forceinline__ void gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores,
+                                                            ScoresFragment& ds) {
         layout_.gemm_dkv(dv_, probs, dout());
-        store_dscores(dscores);
+        store_scores(bias_dscores(), dscores);
         if (Traits::kClusterReduces && is_warpgroup_leader()) tma_store_wait_group_read();  // the previous step's sums
         fence_proxy_async();
+        add_drelative_bias(ds);
         if (p_.deterministic) wait_for_dq_additions();
         sync_consumers();  // dS is complete, and the previous one has been read
         store_dense_dbias();
@@ -147,15 +154,16 @@ private:
     }
     // Each warpgroup has P and dS of some rows of the shared keys and needs those of the other, too. finish_previous_dk
     // waits for dK in the next step, so that its GEMM overlaps the addition of dQ.
-    __device__ __forceinline__ void gemm_dkv_dq_of_shared_keys(const ScoresOperand& probs,
-                                                               const ScoresOperand& dscores) {
+    __device__ __forceinline__ void gemm_dkv_dq_of_shared_keys(const ScoresOperand& probs, const ScoresOperand& dscores,
+                                                               ScoresFragment& ds) {
         probs_pipeline_.producer_acquire();
         store_scores(smem_.probs, probs);
-        store_dscores(dscores);
+        store_scores(bias_dscores(), dscores);
         fence_proxy_async();
         sync_consumers();  // P and dS are complete
         store_dense_dbias();
         layout_.gemm_dkv(dv_, smem_.probs, dout());
+        add_drelative_bias(ds);
         DqFragment dq;
         layout_.gemm_dq(dq, bias_dscores(), smem_.key);
         layout_.gemm_dkv(dk_, bias_dscores(), query());
@@ -188,6 +196,28 @@ private:
 
     __device__ void end_head(int head) {
         if (has_dbias() && p_.dbias.heads == p_.heads) store_dbias(head);
+        if constexpr (kBias == BiasKind::kRelative)
+            if (p_.drelative_bias != nullptr)
+                RelativeBiasGradient(p_, smem_.sequence, head).add_ends(relative_bias_ends());
+    }
+
+    __device__ auto& relative_bias_ends() const { return smem_.relative_bias_ends[threadIdx.x - 128]; }
+    // Adds dS, in float32, to the gradient of the relative bias: the sums over its diagonals, which overwrite it.
+    // Overlaps the GEMM of dV.
+    __device__ __forceinline__ void add_drelative_bias(ScoresFragment& ds) {
+        if constexpr (kBias == BiasKind::kRelative) {
+            if (p_.drelative_bias == nullptr) return;
+            add_rows_8_apart(ds[0]);
+            if (__any_sync(~0u, header_.clamped != 0)) {
+                RelativeBiasGradient::add_clamped(sum_lane(ds[0]), header_.clamped > 0, relative_bias_ends());
+                return;
+            }
+            DiagonalSums sums;
+            sum_diagonals(ds[0], sums);
+            const RelativeBiasGradient gradient = m_block_info().relative_bias.gradient;
+            const int position = m_block_info().relative_bias.position + warp_key_ - layout_.first_row();
+            gradient.add_diagonals(sums, position, relative_bias_ends());
+        }
     }
 
     // Keys that no row sees may hold NaN, and 0 * NaN would enter a sum.
@@ -211,14 +241,6 @@ private:
 #pragma unroll
         for (int r = 0; r < Traits::kScoreRows / 16; ++r)
             stmatrix_x4_trans(Base::scores_address(to, r * 16), scores[r]);
-    }
-
-    __device__ __forceinline__ void store_dscores(const ScoresOperand& dscores) const {
-        if constexpr (kBias == BiasKind::kRelative)
-            if (p_.drelative_bias != nullptr) smem_.dscores_pipeline.producer_acquire(state_);
-        store_scores(bias_dscores(), dscores);
-        if constexpr (kBias == BiasKind::kRelative)
-            if (p_.drelative_bias != nullptr) smem_.dscores_pipeline.producer_commit(state_.stage());
     }
 
     __device__ __forceinline__ void add_dq(const DqFragment& dq) const {

@@ -66,10 +66,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     __syncthreads();
     if (work_tile.n_block * Traits::kKeys >= smem.sequence.keys) return;
     if (threadIdx.x < 128) {
-        warpgroup_reg_dealloc<BwdRegisters<Traits, kBias>::kProducer>();
+        warpgroup_reg_dealloc<kBwdProducerRegisters>();
         BwdProducer<Traits, kBias>(p, maps, smem, work_tile).run();
     } else {
-        warpgroup_reg_alloc<BwdRegisters<Traits, kBias>::kConsumer>();
+        warpgroup_reg_alloc<kBwdConsumerRegisters>();
         BwdConsumer<Traits, kBias>(p, maps, scale, smem, work_tile).run();
     }
     if constexpr (Traits::kClusterReduces) {

@@ -7,7 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-constexpr int kBwdConsumerWarpgroups = 2;  // MMA warpgroups
+constexpr int kBwdConsumerWarpgroups = 2;                               // MMA warpgroups
+constexpr int kBwdProducerRegisters = 40, kBwdConsumerRegisters = 232;  // per thread
 
 // Barrier 0 is __syncthreads.
 enum BwdNamedBarrier : int {
@@ -56,13 +57,6 @@ struct BwdKernelTraits : BwdMmaTraits<T, kHeadDim, bwd_tile_sizes(kHeadDim, kClu
     static constexpr int kWords = BwdKernelTraits::kKeys / 32;
     // Whether shared memory has room to stage dQ, so that TMA adds it to global memory.
     static constexpr bool kStagesDq = !BwdKernelTraits::kSharesKeys && !(kClusterReduces && kHeadDim == 128);
-};
-
-// Registers per thread. The warps that sum dS get more than those that only load, where S and dP of 64 rows leave some.
-template <typename Traits, BiasKind kBias>
-struct BwdRegisters {
-    static constexpr int kProducer = kBias == BiasKind::kRelative && Traits::kScoreRows <= 64 ? 56 : 40,
-                         kConsumer = (504 - kProducer) / 2;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -26,12 +26,8 @@ public:
     __device__ void run() {
         load_keys();
         for_each_m_block<false>([&](int head, int m_block, bool is_active, bool is_full) {
-            if (!is_active) return;
-            load_m_block(head, m_block, is_full);
-            sum_previous_dscores();
-            previous_ = {head, m_block};
+            if (is_active) load_m_block(head, m_block, is_full);
         });
-        sum_previous_dscores();
         query_pipeline_.producer_acquire();
         if (threadIdx.x == 0) smem_.m_blocks[query_pipeline_.stage()].header.m_block = SharedStorage::MBlockInfo::kEnd;
         mbarrier_arrive(query_pipeline_.full());
@@ -196,7 +192,7 @@ private:
 #pragma unroll
             for (int i = 0; i < kRelativeEntries; ++i)
                 if (const int at = threadIdx.x + i * 128; at < SharedStorage::RelativeSegment::kSize)
-                    info.relative_bias.store(at, relative_bias[i]);
+                    info.relative_bias.entries.store(at, relative_bias[i]);
         const bool has_empty_rows = __any_sync(~0u, is_empty);
         if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty_rows[warp_id()] = has_empty_rows;
         if (threadIdx.x == 0) {
@@ -207,35 +203,29 @@ private:
             info.dq_semaphore = dquery_semaphore(p_, tile);
             info.dq_semaphore_value = semaphore_value;
             info.header.is_full_block = is_full;
+            if constexpr (kBias == BiasKind::kRelative) {
+                const RelativeBiasGradient gradient(p_, s, head);
+                const int position = gradient.row_part(first) + gradient.key_part(first_key());
+                const bool is_clamped = gradient.is_clamped(position - (kRows - 1), position + kKeys - 1);
+                info.header.clamped = !is_clamped ? 0 : position < 0 ? -1 : 1;
+                info.relative_bias.gradient = gradient;
+                info.relative_bias.position = position;
+            }
         }
         mbarrier_arrive(query_pipeline_.full());
         query_pipeline_.advance();
         dout_pipeline_.advance();
         bias_pipeline_.advance();
     }
-    // Adds dS of the previous m_block to the gradient of the relative bias, after the loads of the next one have been
-    // issued.
-    __device__ __forceinline__ void sum_previous_dscores() {
-        if constexpr (kBias == BiasKind::kRelative) {
-            if (p_.drelative_bias == nullptr || previous_.m_block < 0) return;
-            smem_.dscores_pipeline.consumer_wait(dscores_state_);
-            const RelativeBiasGradient gradient(p_, sequence(), previous_.head);
-            const int first = gradient.row_part(previous_.m_block * kRows) + gradient.key_part(first_key());
-            // Reads take long while wgmma keeps shared memory busy: several are in flight.
-            gradient.template add_tile<kProducerWarps, 4>(smem_.bias_dscores[dscores_state_.stage()], warp_id(), first);
-            smem_.dscores_pipeline.consumer_release(dscores_state_.stage());
-            dscores_state_.advance();
-        }
-    }
     // The entries threadIdx.x + i * 128 of the m_block's segment, in the order of rows.
     __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int head,
                                                        int m_block) const {
         const RelativeBias bias(p_.relative_bias, sequence(), relative_bias_entries(p_, sequence().batch, head));
-        const float inverse_scale = 1 / static_cast<float>(p_.softmax_scale);
+        const float scale = SharedStorage::kStartsFromBias ? 1 / static_cast<float>(p_.softmax_scale) : kLog2E;
         const int last =
             bias.row_part(m_block * kRows) + bias.key_part(first_key() + kKeys - 1) - static_cast<int>(threadIdx.x);
 #pragma unroll
-        for (int i = 0; i < kRelativeEntries; ++i) entries[i] = bias[last - i * 128] * inverse_scale;
+        for (int i = 0; i < kRelativeEntries; ++i) entries[i] = bias[last - i * 128] * scale;
     }
     // Q, dO and a dense bias. tensor_row: the m_block's first row of the tensor.
     __device__ __forceinline__ void issue_tma_loads(int head, int tensor_row) {
@@ -290,10 +280,6 @@ private:
     SharedStorage& smem_;
     const BwdWorkTile& work_tile_;
     Pipeline<Traits::kStages> query_pipeline_, dout_pipeline_, bias_pipeline_;
-    PipelineState<Traits::kStages> dscores_state_;
-    struct {
-        int head, m_block = -1;
-    } previous_;  // the m_block whose dS has not been summed
 };
 
 }  // namespace flash_dmattn::cuda::sm90

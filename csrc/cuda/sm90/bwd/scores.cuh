@@ -24,8 +24,8 @@ protected:
     using ScoresFragment = typename AtomLayout::ScoresFragment;
     using ScoresTile = typename Traits::ScoresTile;
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
-    // Whether a bias is added after Q K^T; the accumulator starts from a relative one.
-    static constexpr bool kHasBias = kBias == BiasKind::kKey || kBias == BiasKind::kDense;
+    // Whether a bias is added after Q K^T.
+    static constexpr bool kHasBias = kBias != BiasKind::kNone && !SharedStorage::kStartsFromBias;
 
     __device__ BwdScores(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
         : p_(p), scale_(scale), smem_(smem), work_tile_(work_tile),
@@ -165,6 +165,7 @@ private:
         const int block_row = layout_.first_row() + fragment_col(),
                   first_row = header_.m_block * Traits::kRows + block_row;
         const int bit = warp_key_ % 32 + fragment_row();
+        const int relative = SharedStorage::RelativeSegment::lane_offset(warp_key_, layout_.first_row());
 #pragma unroll
         for (int n = 0; n < kFragments; n += 2) {
             uint32_t dense[4];
@@ -183,6 +184,8 @@ private:
                         bias = {bias.x * kLog2E, bias.y * kLog2E};
                     } else if (kBias == BiasKind::kKey) {
                         bias = {bias_[h], bias_[h]};
+                    } else if constexpr (kHasBias && kBias == BiasKind::kRelative) {
+                        bias = info.relative_bias.entries.at(relative, m - h);
                     }
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {

@@ -32,13 +32,19 @@ struct BwdScale {
 
 struct NoTile {};
 
-constexpr int kProducerWarps = 4;
-
 template <typename Traits, BiasKind kBias>
 struct BwdSharedStorage {
     static constexpr int kRows = Traits::kRows;
+    // Whether S starts from the relative bias, divided by the softmax scale, or it is added after Q K^T, times log2(e).
+    // With 128 rows no registers are left to read it ahead while P is computed.
+    static constexpr bool kStartsFromBias = kBias == BiasKind::kRelative && Traits::kScoreRows > 64;
     // Scores are transposed: keys x rows.
     using RelativeSegment = RelativeBiasSegment<Traits::kKeys, kRows>;
+    struct RelativeBlock {
+        RelativeSegment entries;
+        RelativeBiasGradient gradient;
+        int position;  // of the first row and key
+    };
 
     // Row data of an m_block, a stage of the query pipeline.
     struct MBlockInfo {
@@ -48,6 +54,7 @@ struct BwdSharedStorage {
         struct alignas(16) Header {
             int head, m_block;
             bool is_full_block;               // the mask hides no score
+            int8_t clamped;                   // all scores read an end of the relative bias: -1 or 1, else 0
             bool has_empty_rows[kRows / 32];  // for 32 rows each: some see no key or lie beyond the sequence
         };
         Header header;
@@ -58,7 +65,7 @@ struct BwdSharedStorage {
         alignas(16) float lse[kRows];  // times log2(e); inf where a row sees no key
         alignas(16) float delta[kRows];
         alignas(16) uint32_t mask[Traits::kWords][kRows];  // bit j % 32 of word j / 32: the row sees key j
-        std::conditional_t<kBias == BiasKind::kRelative, RelativeSegment, NoTile> relative_bias;
+        std::conditional_t<kBias == BiasKind::kRelative, RelativeBlock, NoTile> relative_bias;
     };
 
     alignas(kSmemTileAlign) typename Traits::KeysTile key;
@@ -72,6 +79,9 @@ struct BwdSharedStorage {
     // Per warp.
     alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], NoTile> dq;
     MBlockInfo m_blocks[Traits::kStages];
+    // Each MMA thread's share of the gradient of the table's two ends; no registers are free for it.
+    std::conditional_t<kBias == BiasKind::kRelative, float[Traits::kConsumerWarpgroups * 128][2], NoTile>
+        relative_bias_ends;
     uint32_t visible_keys[Traits::kWords];  // bit j % 32 of word j / 32: some row sees key j
     Sequence sequence;
     int bias_batch;                                           // the batch element of the bias
@@ -80,9 +90,6 @@ struct BwdSharedStorage {
     int32_t* held_dq_semaphore[Traits::kConsumerWarpgroups];  // the last one acquired and not yet released, or null
     alignas(8) uint64_t keys_full;
     PipelineBarriers<Traits::kStages> query_pipeline, dout_pipeline, bias_pipeline;
-    // dS, which the MMA warps write and the producer warps sum.
-    using DscoresPipeline = PipelineBarriers<Traits::kStages>;
-    std::conditional_t<kBias == BiasKind::kRelative, DscoresPipeline, NoTile> dscores_pipeline;
     PipelineBarriers<1> probs_pipeline;  // only its empty barrier is used
 
     // One thread calls.
@@ -93,7 +100,6 @@ struct BwdSharedStorage {
         dout_pipeline.init(1, kConsumerWarps);
         bias_pipeline.init(1, kConsumerWarps);
         probs_pipeline.init(1, kConsumerWarps);
-        if constexpr (kBias == BiasKind::kRelative) dscores_pipeline.init(kConsumerWarps, kProducerWarps);
     }
 };
 

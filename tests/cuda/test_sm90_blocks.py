@@ -102,6 +102,29 @@ def test_rows_of_large_biases(least, batch, use):
             torch.testing.assert_close(out[:, rows].double(), right.expand_as(out[:, rows]), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("course", ["rising", "falling", "late"])
+@CAUSAL
+@BIASES
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_maxima_that_change_along_the_keys(head_dim, pairs, causal, course):
+    """The forward computes exponentials with an earlier maximum, until a sum shows that it no longer serves."""
+    query, key, value = on_gpu(2, 700, 1304, 4, 2, head_dim)
+    factors = torch.linspace(0.01, 8, 1304, device="cuda")
+    if course == "falling":
+        factors = factors.flip(0)
+    elif course == "late":
+        factors = torch.ones_like(factors)
+        factors[-3] = 20
+    tensors = [query, (key * factors[:, None, None]).to(key), value]
+    bias = bias_of(pairs, 2, 4, 700, 1304)
+    exact, exact_lse = reference(
+        *(x.double() for x in tensors), None, None if bias is None else bias.double(), is_causal=causal, return_lse=True
+    )
+    out, lse = flash_dmattn_func(*tensors, None, bias, is_causal=causal, return_lse=True)
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=2e-3)
+
+
 @takes_gpu_memory(16)
 @pytest.mark.parametrize("which", ["rows", "keys"])
 def test_rows_of_more_than_2_31_elements(which):

@@ -28,11 +28,11 @@ struct OnlineSoftmax {
 
     // Replaces scores by exp(score - base). correct(i, factor) rescales row i of the output accumulator to the new
     // base. mask_extremes() is called before a row maximum becomes a finite number below `extreme`, and may set
-    // scores to -inf. await_out() is called when the maxima are known, before the accumulator is rescaled.
-    template <int kNTiles, typename MaskExtremes, typename Correct, typename AwaitOut = void (*)()>
-    __device__ __forceinline__ void update(
-        float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme, const MaskExtremes& mask_extremes,
-        const Correct& correct, const AwaitOut& await_out = [] {}) {
+    // scores to -inf.
+    template <int kNTiles, typename MaskExtremes, typename Correct>
+    __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme,
+                                           const MaskExtremes& mask_extremes, const Correct& correct,
+                                           float slack = kSlack) {
         float largest[kMTiles * 2];
         const auto compute_max = [&] {
             float odd[kMTiles * 2];  // odd columns: a second, independent dependency chain
@@ -59,10 +59,9 @@ struct OnlineSoftmax {
         compute_max();
 #pragma unroll
         for (int i = 0; i < kMTiles * 2; ++i) {
-            if ((largest[i] - max[i]) * to_log2 <= kSlack) largest[i] = max[i];
+            if ((largest[i] - max[i]) * to_log2 <= slack) largest[i] = max[i];
             changes |= largest[i] != max[i];
         }
-        await_out();
         if (__any_sync(~0u, changes || is_large)) {  // rare
             bool is_extreme = false;
 #pragma unroll

@@ -8,9 +8,9 @@
 #include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/named_barrier.cuh"
 #include "cuda/arch/store_rows.cuh"
-#include "cuda/softmax/online_softmax.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "shared_storage.cuh"
+#include "softmax.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -41,16 +41,19 @@ public:
 private:
     static constexpr int kKeys = Traits::kKeys, kWords = SharedStorage::kWords, kHeadDim = Traits::kHeadDim;
     static constexpr int kScoreFragments = kKeys / 8, kOutFragments = kHeadDim / 8;
+    static constexpr int kBiasParts = kKeys / SharedStorage::kBiasKeys;  // stages of a dense bias for an n_block
     using QueryTile = typename SharedStorage::QueryTile;
     using KeyTile = typename SharedStorage::KeyTile;
     using BlockMetadata = typename SharedStorage::BlockMetadata;
     using NamedBarriers = typename SharedStorage::NamedBarriers;
-    // Whether O is complete before the row maximum is computed, or only before O is rescaled: which one measured
-    // faster.
-    static constexpr bool kWaitsBeforeMax = kBias != BiasKind::kKey;
     using Scores = float[1][kScoreFragments][4];
     using Probs = uint32_t[kKeys / 16][4];
     using Words = uint32_t[kWords];
+    using BiasTile = typename SharedStorage::BiasTile;
+    // Whether registers hold a dense bias, read while GEMMs run, as A operands, each of which covers two fragments of the
+    // scores. Otherwise it is read when it is added.
+    static constexpr bool kHoldsBias = kBias == BiasKind::kDense && kHeadDim < 128;
+    using Bias = uint32_t[kHoldsBias ? kScoreFragments / 2 : 1][4];
 
     __device__ void warp_scheduler_barrier_sync() const {
         named_barrier_sync(NamedBarriers::kWarpSchedulerWG1 + warpgroup_, 2 * kWarpgroupThreads);
@@ -65,12 +68,12 @@ private:
 
     __device__ __forceinline__ void mainloop() {
         clear(out_);
-        softmax_ = OnlineSoftmax<1>();
         if (Traits::kGathers) keys_left_ = work_tile().list_size + kKeys;
         is_last_ = false;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             row_end_[h] = row(h) < work_tile().s.rows ? work_tile().s.keys_of(row(h), p_.is_causal) : 0;
+        softmax_ = FwdSoftmax<T>(row_end_);
 
         Scores scores;
         Probs probs;
@@ -80,6 +83,8 @@ private:
             warp_scheduler_barrier_sync();
             gemm_qk(scores);
             warp_scheduler_barrier_arrive();
+            load_metadata();
+            release_bias();
             wait_for_scores<0>(scores);
             softmax(scores, probs, [] {});
             while (wait_for_keys()) {
@@ -87,9 +92,11 @@ private:
                 init_scores(scores);
                 warp_scheduler_barrier_sync();
                 gemm_qk(scores);
+                load_metadata();
                 if (!Traits::kGathers) wait_for_values();
                 gemm_pv(probs);
                 warp_scheduler_barrier_arrive();
+                release_bias();
                 wait_for_scores<1>(scores);
                 softmax(scores, probs, [&] { finish_pv(); });
             }
@@ -127,6 +134,39 @@ private:
         wgmma_wait_group<kPending>();
         warpgroup_fence_operand(scores);
         if (is_last_block()) query_pipeline_.consumer_release();
+    }
+
+    // Reads what the softmax needs of the n_block while the GEMMs run, so that it does not wait for shared memory.
+    __device__ __forceinline__ void load_metadata() {
+        is_full_ = metadata().full;
+        if constexpr (kBias == BiasKind::kKey) {
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) is_full_ &= metadata().visible_keys[w] == ~0u;
+        }
+        if constexpr (kHoldsBias) {
+            auto pipeline = bias_pipeline_;
+#pragma unroll
+            for (int part = 0; part < kBiasParts; ++part, pipeline.advance()) {
+                pipeline.consumer_wait();
+                const BiasTile& tile = smem_.bias[warpgroup_][pipeline.stage()];
+                const uint32_t lane = tile.ldmatrix_lane_a() + warp_row_ * BiasTile::kSlabCols * sizeof(T);
+#pragma unroll
+                for (int col = 0; col < BiasTile::kCols; col += 16)
+                    BiasTile::load_a(bias_[(part * BiasTile::kCols + col) / 16], lane, 0, col);
+            }
+        }
+    }
+    // After load_metadata, once the warpgroup has issued its GEMMs.
+    __device__ __forceinline__ void release_bias() {
+        if constexpr (kHoldsBias) {
+#pragma unroll
+            for (int part = 0; part < kBiasParts; ++part) release_bias_stage();
+        }
+    }
+    __device__ __forceinline__ void release_bias_stage() {
+        fence_proxy_async();  // orders this warp's reads before the next TMA load of the stage
+        bias_pipeline_.consumer_release();
+        bias_pipeline_.advance();
     }
 
     // Returns whether the work tile has another n_block; its K is then in shared memory.
@@ -177,7 +217,7 @@ private:
         value_pipeline_.advance();
     }
 
-    // S to P of the current n_block; releases K. finish_out() waits until O is complete, before O is rescaled.
+    // S to P of the current n_block; releases K. finish_out() waits until O is complete.
     template <typename FinishOut>
     __device__ __forceinline__ void softmax(Scores& scores, Probs& probs, const FinishOut& finish_out) {
         apply_mask_and_bias(scores);
@@ -188,14 +228,9 @@ private:
         // A row maximum below this may come from scores that the dense bias masks.
         constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
         const auto hide = [&] { mask_by_bias(scores, n_block); };
-        if constexpr (kWaitsBeforeMax) finish_out();
-        softmax_.update(
-            scores, params_.softmax.to_log2, kExtreme, hide,
-            [&](int i, float factor) { softmax_.scale(out_, i, factor); },
-            [&] {
-                if constexpr (!kWaitsBeforeMax) finish_out();
-            });
-        to_a_operand<T>(scores, probs);
+        finish_out();
+        softmax_.update(scores, probs, params_.softmax.to_log2, kExtreme, hide,
+                        [&](int i, float factor) { softmax_.scale(out_, i, factor); });
     }
 
     __device__ __forceinline__ void apply_mask_and_bias(Scores& scores) {
@@ -232,10 +267,7 @@ private:
 
     // Returns false where every score is visible; otherwise fills `visible` for this lane's rows.
     __device__ __forceinline__ bool find_visible_keys(VisibleKeys<1, kScoreFragments>& visible) const {
-        bool all_visible = metadata().full;
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) all_visible &= kBias != BiasKind::kKey || metadata().visible_keys[w] == ~0u;
-        if (all_visible) return false;
+        if (is_full_) return false;
 
         // The rows' mask words include visible_keys, except for keys that a key bias hides.
         const bool masked = mask_differs_by_row(p_) && !metadata().full;
@@ -257,15 +289,18 @@ private:
     }
 
     __device__ __forceinline__ void add_dense_bias(Scores& scores, float scale) {
-        constexpr int kPartFragments = SharedStorage::kBiasKeys / 8;
+        if constexpr (kHoldsBias) {
+            scale_and_add_bias<T>(scores, scale, bias_);
+        } else {
+            constexpr int kPartFragments = SharedStorage::kBiasKeys / 8;
 #pragma unroll
-        for (int part = 0; part < kScoreFragments / kPartFragments; ++part) {
-            bias_pipeline_.consumer_wait();
-            auto& part_scores = reinterpret_cast<float (&)[1][kPartFragments][4]>(scores[0][part * kPartFragments]);
-            scale_and_add_bias<T, 1>(part_scores, scale, smem_.bias[warpgroup_][bias_pipeline_.stage()], warp_row_, 0);
-            fence_proxy_async();  // orders these reads before the next TMA load of the stage
-            bias_pipeline_.consumer_release();
-            bias_pipeline_.advance();
+            for (int part = 0; part < kBiasParts; ++part) {
+                bias_pipeline_.consumer_wait();
+                auto& part_scores = reinterpret_cast<float (&)[1][kPartFragments][4]>(scores[0][part * kPartFragments]);
+                scale_and_add_bias<T, 1>(part_scores, scale, smem_.bias[warpgroup_][bias_pipeline_.stage()], warp_row_,
+                                         0);
+                release_bias_stage();
+            }
         }
     }
 
@@ -321,7 +356,9 @@ private:
     bool is_last_;                   // else: whether this n_block is the work tile's last
     int row_end_[2];                 // causality and lengths leave a row the keys [0, row_end)
     uint32_t visible_keys_[kWords];  // of the n_block whose P V is next
-    OnlineSoftmax<1> softmax_;
+    bool is_full_;                   // no score of the n_block is hidden; not for gathered keys
+    Bias bias_;                      // of the n_block, if kHoldsBias
+    FwdSoftmax<T> softmax_;
     float out_[1][kOutFragments][4];
 };
 

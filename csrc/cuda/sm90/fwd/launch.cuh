@@ -25,16 +25,17 @@ struct FwdGrid {
         scheduler.heads_per_tile = heads_per_tile;
         scheduler.batch_first = has_dense_bias && p.bias.batches == 1 && p.batch <= 8;
         scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
-        // A persistent CTA loads its next work tile during the last one's epilogue. Causal work tiles and masks that
-        // differ by row balance better with one CTA per tile, unless they are short; interval masks use the dynamic
-        // scheduler.
-        const bool uniform = gathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row(p));
+        // A persistent CTA loads its next work tile during the last one's epilogue. Its work tiles are known in advance,
+        // unless the scheduler is dynamic (interval masks): so they must be short or their lengths change evenly.
+        const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p);
+        const bool uniform = gathers || (!p.is_causal && even);
         constexpr int kShort = 2048;
-        const bool is_persistent = uniform || p.interval_summaries.present() || p.seqlen_q <= kShort;
+        const bool is_persistent =
+            uniform || p.interval_summaries.present() || p.seqlen_q <= kShort || (even && is_near_cache(p));
         const int64_t pairs = heads * p.batch;
         int64_t section = scheduler.batch_first ? p.batch : 1;
         if (is_persistent && !uniform) {
-            section = pairs;  // consecutive work tiles are about equally long
+            section = pairs;  // lengths change evenly from the first work tile to the last
         } else if (p.is_causal && !uniform && p.cu_seqlens_q == nullptr) {
             section = pairs_in_cache(p, pairs);
         }
@@ -44,10 +45,15 @@ struct FwdGrid {
     }
 
 private:
+    static int64_t kv_head_bytes(const FwdArgs& p) { return 2 * p.seqlen_k * p.head_dim * kElementBytes; }
+    // Whether all K and V are read at the same time without loss: they take at most twice the L2 cache. The CTAs of a
+    // head read the same keys at about the same time.
+    static bool is_near_cache(const FwdArgs& p) {
+        return p.batch * p.kv_heads * kv_head_bytes(p) <= 2 * current_device().l2_bytes;
+    }
     // The largest divisor of the number of (head, batch) pairs whose K and V take at most half of the L2 cache.
     static int64_t pairs_in_cache(const FwdArgs& p, int64_t pairs) {
-        const int64_t kv_head_bytes = 2 * p.seqlen_k * p.head_dim * kElementBytes;
-        const int64_t kv_heads = current_device().l2_bytes / 2 / kv_head_bytes;
+        const int64_t kv_heads = current_device().l2_bytes / 2 / kv_head_bytes(p);
         int64_t section = std::clamp<int64_t>(kv_heads * (p.heads / p.kv_heads), 1, pairs);
         while (pairs % section != 0) --section;
         return section;

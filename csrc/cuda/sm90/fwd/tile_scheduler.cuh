@@ -2,12 +2,16 @@
 //
 // The (head, batch) pairs are divided into sections. Within a section the m_block varies slowest, the last one first:
 // under causality it is the longest, so the work tiles of a section run longest first. Sections run one after another,
-// so that L2 holds the K and V of the section in progress.
+// so that L2 holds the K and V of the section in progress. A persistent grid has one section, unless work tiles are
+// uniform.
 //
-// | call (FwdGrid in launch.cuh)                     | scheduler          | next work tile    |
-// | interval mask without a dense bias or lists      | dynamic persistent | atomic counter    |
-// | other interval masks; uniform work tiles; <= 2048 rows | static persistent  | index + gridDim.x |
-// | the rest                                         | one CTA per tile   | none              |
+// Static persistent CTAs take work tiles in rounds. CTA i takes the i-th work tile of a round, and the i-th from the
+// end of the next: since lengths change evenly, all CTAs get about as much.
+//
+// | call (FwdGrid in launch.cuh)                                          | scheduler          |
+// | interval mask without a dense bias or lists                           | dynamic persistent |
+// | other interval masks; uniform or causal work tiles; at most 2048 rows | static persistent  |
+// | packed masks; packed sequences; causal, far more K and V than L2      | one CTA per tile   |
 #pragma once
 
 #include "cuda/arch/named_barrier.cuh"
@@ -67,11 +71,15 @@ public:
     };
 
     __device__ FwdTileScheduler(const FwdTileSchedulerParams& params, unsigned (&next_work_tile)[2])
-        : params_(params), next_work_tile_(next_work_tile) {}
+        : params_(params), next_work_tile_(next_work_tile), step_(2 * (gridDim.x - blockIdx.x) - 1) {}
 
     __device__ __forceinline__ WorkTileInfo get_initial_work() const { return {blockIdx.x}; }
     __device__ __forceinline__ WorkTileInfo next_work(WorkTileInfo current) {
-        if (kIsStatic || params_.tile_count_semaphore == nullptr) return {current.index + gridDim.x};
+        if (kIsStatic || params_.tile_count_semaphore == nullptr) {
+            const unsigned step = step_;
+            step_ = 2 * gridDim.x - step;
+            return {current.index + step};
+        }
         // Two slots, since another warp may not have read the last index yet.
         unsigned& next = next_work_tile_[slot_];
         slot_ ^= 1;
@@ -84,6 +92,7 @@ private:
     const FwdTileSchedulerParams& params_;
     unsigned (&next_work_tile_)[2];
     int slot_ = 0;
+    unsigned step_;  // static: to the next work tile
 };
 
 }  // namespace flash_dmattn::cuda::sm90

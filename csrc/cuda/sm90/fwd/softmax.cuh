@@ -1,0 +1,80 @@
+// The online softmax of the sm90 forward, which computes row maxima only where the base does not serve.
+//
+// GEMMs of a warpgroup wait for its softmax and the reverse, so that every instruction here delays the n_block. Since
+// OnlineSoftmax keeps a base while no exponential exceeds 2^kSlack, exponentials are computed with the last base. Their
+// sums show whether that was right; if not, the n_block is computed again with its maximum.
+#pragma once
+
+#include "cuda/arch/fragment.cuh"
+#include "cuda/arch/math.cuh"
+#include "cuda/softmax/online_softmax.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename T>
+class FwdSoftmax : public OnlineSoftmax<1> {
+public:
+    FwdSoftmax() = default;
+    // Rows that see no key (row_end 0) need no base.
+    __device__ explicit FwdSoftmax(const int (&row_end)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (row_end[i] == 0) max[i] = 0;
+    }
+
+    // Computes probs = exp(score - base), as the A operand of the next GEMM. The other parameters are those of
+    // OnlineSoftmax::update.
+    template <int kFragments, typename MaskExtremes, typename Correct>
+    __device__ __forceinline__ void update(float (&scores)[1][kFragments][4], uint32_t (&probs)[kFragments / 2][4],
+                                           float to_log2, float extreme, const MaskExtremes& mask_extremes,
+                                           const Correct& correct) {
+        const bool tries = skips_ == 0;
+        if (tries && try_base(scores, probs, to_log2)) return;
+        OnlineSoftmax<1>::update(scores, to_log2, extreme, mask_extremes, correct, tries ? 0.f : kSlack);
+        to_a_operand<T>(scores, probs);
+        // Bases that rise often are not tried often.
+        if (tries) {
+            skips_ = next_skips_;
+            next_skips_ *= 2;
+        } else {
+            --skips_;
+        }
+        bool needs_max = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            shift_[i] = max[i] * to_log2;
+            needs_max |= !(fabsf(shift_[i]) <= kLargestShift);
+        }
+        if (skips_ == 0 && __any_sync(~0u, needs_max)) skips_ = 1;
+    }
+
+private:
+    // Returns false, and leaves the sums, if an exponential may exceed 2^kSlack.
+    template <int kFragments>
+    __device__ __forceinline__ bool try_base(const float (&scores)[1][kFragments][4],
+                                             uint32_t (&probs)[kFragments / 2][4], float to_log2) {
+        float sums[2] = {0, 0};
+#pragma unroll
+        for (int k = 0; k < kFragments / 2; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* x = scores[0][2 * k + i / 2] + i % 2 * 2;
+                const float shift = shift_[i % 2];
+                const float p[2] = {fast_exp2(fmaf(x[0], to_log2, -shift)), fast_exp2(fmaf(x[1], to_log2, -shift))};
+                sums[i % 2] += p[0];
+                sums[i % 2] += p[1];
+                probs[k][i] = pack<T>(p[0], p[1]);
+            }
+        constexpr float kMost = 1 << static_cast<int>(kSlack);
+        if (__any_sync(~0u, !(sums[0] + sums[1] <= kMost))) return false;
+        sum[0] += sums[0];
+        sum[1] += sums[1];
+        return true;
+    }
+
+    // The same in all lanes: n_blocks whose maximum is computed without trying, and how many after the next failure.
+    int skips_ = 1, next_skips_ = 1;
+    float shift_[2];  // base times to_log2
+};
+
+}  // namespace flash_dmattn::cuda::sm90

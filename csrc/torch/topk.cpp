@@ -49,7 +49,10 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
     }
     const SelectedListsPlan plan = plan_selected_lists(p);
     const Lists lists = empty_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);
-    if (plan.lists == 0) return lists.tensors();
+    if (plan.lists == 0) {
+        lists.spans.zero_();  // without rows there is still a list for each head
+        return lists.tensors();
+    }
     int32_t* keys = lists.keys.data_ptr<int32_t>();
     if (!bias.is_cpu()) {
         select_key_lists(p, bias, keys, lists.begins(), lists.ends(), lists.row_words());

@@ -9,6 +9,7 @@ prefixes at once, one bit per level.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -85,9 +86,10 @@ def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None) -> None:
     """
     if has_kernels(bias):
         return
-    is_nan, is_readable = bias.isnan(), is_host_readable(bias)
-    if is_readable and not is_nan.any():
+    bias, is_readable = bias.detach(), is_host_readable(bias)
+    if is_readable and not math.isnan(bias.sum().item()):  # one pass; only NaN, or inf and -inf, have the sum NaN
         return
+    is_nan = bias.isnan()
     if seqused_k is not None:
         number = torch.ones_like(is_nan, dtype=torch.int32).cumsum(dim=-1)  # unlike arange, a DTensor for DTensors
         is_nan = is_nan & (number <= seqused_k.view(-1, *(1,) * (bias.ndim - 1)))

@@ -105,3 +105,13 @@ def test_a_cache_that_is_filled_in_part():
     for b, n in enumerate(filled.tolist()):
         alone = flash_dmattn_func(query[b : b + 1], key[b : b + 1, :n], value[b : b + 1, :n], is_causal=True)
         torch.testing.assert_close(out[b], alone[0])
+
+
+@pytest.mark.parametrize("sparse", ["auto", "tiles", "lists"])
+@pytest.mark.parametrize("window_size", [0, 3, 40])
+def test_a_window_without_rows(poisoned_allocations, window_size, sparse):
+    tensors, bias = inputs(2, 0, 40, 4, 2, 16), torch.randn(2, 2, 1, 40, requires_grad=True)
+    out = flash_dmattn_func(*tensors, None, bias, is_causal=True, window_size=window_size, sparse=sparse)
+    assert out.shape == (2, 0, 4, 16)
+    (dbias,) = torch.autograd.grad(out.sum(), bias)
+    assert torch.equal(dbias, torch.zeros_like(bias))

@@ -177,3 +177,13 @@ def test_prefixes_of_a_permutation_on_cuda(size):
     assert torch.equal(topk.kth_smallest_of_prefixes(*(x.cuda() for x in arguments), levels).cpu(), found)
     one = 100
     assert found[one] == values[: last[one] + 1].sort().values[wanted[one]]
+
+
+def test_infinities_of_both_signs_are_no_nan():
+    """Their sum is NaN, by which a window that covers all keys looks for NaN."""
+    bias = torch.randn(1, 1, 1, 9)
+    bias[..., :2] = torch.tensor([torch.inf, -torch.inf])
+    topk.refuse_nan(bias)
+    bias[..., 5] = torch.nan
+    with pytest.raises(ValueError, match="bias must not be NaN"):
+        topk.refuse_nan(bias)

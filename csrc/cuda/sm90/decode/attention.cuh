@@ -84,7 +84,7 @@ public:
                 finish_scores(scores, current);
                 softmax.update(
                     scores, kLog2E, -kInfinity, [] {},
-                    [&](int i, float factor) { OnlineSoftmax<1>::scale(out, i, factor); }, [] {});
+                    [&](int i, float factor) { OnlineSoftmax<1>::scale(out, i, factor); });
                 cp_async_wait<1>();
                 sync_group();
                 multiply_value(out, scores);

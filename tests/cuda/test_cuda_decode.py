@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
-from gpu_inputs import NEEDS_CUDA, runs_hopper_kernels
+from gpu_inputs import NEEDS_CUDA
 from kvcaches import check, make_call, make_sequences
 from sm90 import names_of
 
-pytestmark = [*NEEDS_CUDA, pytest.mark.skipif(not runs_hopper_kernels(), reason="needs the sm90 kernels")]
+pytestmark = [*NEEDS_CUDA, pytest.mark.hopper]
 
 WINDOW = 512
 LENGTHS = [0, 1, 15, 16, 17, WINDOW - 2, WINDOW - 1, WINDOW, 2047, 2048, 9000, 40000]

@@ -91,14 +91,13 @@ class Sequences:
     def __init__(self, given: KvCacheArguments, room: int):
         self.batch, device = given.cache_seqlens.shape[0], given.query.device
         self.cu_seqlens = given.cu_seqlens_q
-        before = given.cache_seqlens.long().clamp(0, room)
+        self.before = before = given.cache_seqlens.long().clamp(0, room)
         if self.cu_seqlens is None:
             self.most_rows = given.query.shape[1]
             self.rows = torch.full((self.batch,), self.most_rows, device=device)
         else:
             self.most_rows = given.max_seqlen_q
             self.rows = self.cu_seqlens.diff().long()
-        self.before = before
         self.keys = before if given.key is None else (before + self.rows).clamp_(max=room)
         # The most keys that a sequence has; where only the device knows, the most that it may have.
         values = read(self.keys)
@@ -135,7 +134,7 @@ def compose_attention_with_kvcache(*args) -> tuple[Tensor, Tensor]:
             return nothing_visible(given)
         if not given.batch_invariant:
             return attend_to_cache(given, slots, sequences)
-        invariant = one_by_one if query.device.type == "cpu" else attend_beside_filler
+        invariant = attend_beside_filler if has_filler(given) else one_by_one
         return invariant(given, slots, sequences)
 
 
@@ -157,14 +156,9 @@ def append(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> None:
     # A token without a place writes what one that has a place writes; where none has, all write what is there.
     source = torch.where(exists, torch.arange(total, device=exists.device), exists.to(torch.int8).argmax())
     element, key, any_exists = element[source], key[source], exists.any()
-    for cache, new in (
-        (given.k_cache, given.key),
-        (given.v_cache, given.value),
-        (given.bias_cache, given.bias),
-    ):
-        if cache is not None:
-            new = new.reshape(total, *cache.shape[2:])[source]
-            cache.index_put_((element, key), torch.where(any_exists, new, cache[element, key]))
+    for cache, new in zip(caches_of(given), (given.key, given.value, given.bias)):
+        new = new.reshape(total, *cache.shape[2:])[source]
+        cache.index_put_((element, key), torch.where(any_exists, new, cache[element, key]))
 
 
 def attend_beside_filler(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:

@@ -156,14 +156,20 @@ inline bool has_contiguous_entries(const Tensor& bias) {
     return true;
 }
 
-// ({B|1}, heads, 2 R + 1) or ({B|1}, heads, 2 h - 1, 2 w - 1), with contiguous entries.
-inline RelativeBiasView relative_bias_view(const Tensor& bias) {
+// (batches, heads, ..) with contiguous entries; the caller sets the sizes of the table.
+inline RelativeBiasView entries_view(const Tensor& bias) {
     RelativeBiasView view;
     view.data = bias.const_data_ptr();
     view.batches = bias.size(0);
     view.batch_stride = broadcast_stride(bias, 0);
     view.heads = bias.size(1);
     view.head_stride = broadcast_stride(bias, 1);
+    return view;
+}
+
+// ({B|1}, heads, 2 R + 1) or ({B|1}, heads, 2 h - 1, 2 w - 1), with contiguous entries.
+inline RelativeBiasView relative_bias_view(const Tensor& bias) {
+    RelativeBiasView view = entries_view(bias);
     if (bias.dim() == 4) {
         view.grid_height = (bias.size(2) + 1) / 2;
         view.grid_width = (bias.size(3) + 1) / 2;
@@ -175,12 +181,7 @@ inline RelativeBiasView relative_bias_view(const Tensor& bias) {
 
 // A dense float32 bias ({B|B/n|1}, heads, Sq, Sk) with contiguous entries; `sharers`: n.
 inline RelativeBiasView bias_matrix_view(const Tensor& bias, int64_t sharers) {
-    RelativeBiasView view;
-    view.data = bias.const_data_ptr();
-    view.batches = bias.size(0);
-    view.batch_stride = broadcast_stride(bias, 0);
-    view.heads = bias.size(1);
-    view.head_stride = broadcast_stride(bias, 1);
+    RelativeBiasView view = entries_view(bias);
     view.radius = sharers;
     view.grid_height = bias.size(2);
     view.grid_width = bias.size(3);

@@ -64,6 +64,17 @@ struct FlatIndex {
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 
+// The sum of x over the lanes of a warp up to this one.
+template <typename T>
+__device__ __forceinline__ T sum_of_lanes_upto(T x) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const T other = __shfl_up_sync(~0u, x, step);
+        if (lane_id() >= step) x += other;
+    }
+    return x;
+}
+
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

@@ -229,12 +229,7 @@ private:
             int of_lane = 0;
 #pragma unroll
             for (int i = 0; i < kBinsOfLane; ++i) of_lane += smem_.totals[first + i];
-            int upto = of_lane;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int other = __shfl_up_sync(~0u, upto, step);
-                if (lane_id() >= step) upto += other;
-            }
+            const int upto = sum_of_lanes_upto(of_lane);
             const int chosen = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
             int above = __shfl_sync(~0u, upto - of_lane, chosen);
             int digit = (32 - chosen) * kBinsOfLane - 1;
@@ -314,15 +309,6 @@ private:
             greater_ += sum & 0xffff, equal_ += sum >> 16;
             buffer ^= 1;
         });
-    }
-
-    __device__ static uint32_t sum_of_lanes_upto(uint32_t x) {
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const uint32_t other = __shfl_up_sync(~0u, x, step);
-            if (lane_id() >= step) x += other;
-        }
-        return x;
     }
 
     __device__ Entry read_entry(int at) const {

@@ -241,11 +241,7 @@ __global__ void __launch_bounds__(kThreads)
         arrived += before_chunk[warp][lane_id()];
         if (warp < warp_id()) arrived += counts[warp][lane_id()];
     }
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, arrived, step);
-        if (lane_id() >= step) arrived += other;
-    }
+    arrived = sum_of_lanes_upto(arrived);
 
     const int size = 1 << round.child_bits;
     uint32_t* to = round.to + chunk.sequence.first_position + node;

@@ -69,12 +69,7 @@ public:
             }
             load(first + kStep);
             const int own = __popc(seen);
-            int at = own;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int other = __shfl_up_sync(~0u, at, step);
-                if (lane_id() >= step) at += other;
-            }
+            int at = sum_of_lanes_upto(own);
             if (lane_id() == 31) counts[buffer][warp_id()] = at;
             __syncthreads();
             const int of_warp = lane_id() < kWarps ? counts[buffer][lane_id()] : 0;

@@ -120,12 +120,7 @@ private:
         const int first = min(static_cast<int>(threadIdx.x) * each, words), end = min(first + each, words);
         int own = 0;
         for (int word = first; word < end; ++word) own += __popc(smem_.listed_bits[word]);
-        int upto = own;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, upto, step);
-            if (lane_id() >= step) upto += other;
-        }
+        const int upto = sum_of_lanes_upto(own);
         if (lane_id() == 31) smem_.sums[warp_id()] = upto;
         __syncthreads();
         const int of_warp = lane_id() < kWarps ? smem_.sums[lane_id()] : 0;

@@ -300,18 +300,10 @@ __global__ void __launch_bounds__(kPlaceThreads)
             length[i] = list + i < lists ? ends[list + i] : 0;
             own += length[i];
         }
-        const auto sum_upto = [](int64_t x) {
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int64_t other = __shfl_up_sync(~0u, x, step);
-                if (lane_id() >= step) x += other;
-            }
-            return x;
-        };
-        const int64_t upto = sum_upto(own);
+        const int64_t upto = sum_of_lanes_upto(own);
         if (lane_id() == 31) sums[buffer][warp_id()] = upto;
         __syncthreads();
-        const int64_t of_warp = sums[buffer][lane_id()], warps_upto = sum_upto(of_warp);
+        const int64_t of_warp = sums[buffer][lane_id()], warps_upto = sum_of_lanes_upto(of_warp);
         int64_t at = before + __shfl_sync(~0u, warps_upto - of_warp, warp_id()) + upto - own;
         before += __shfl_sync(~0u, warps_upto, 31);
 #pragma unroll

@@ -267,12 +267,7 @@ private:
             int bins[kBinsOfLane], of_lane = 0;
 #pragma unroll
             for (int i = 0; i < kBinsOfLane; ++i) of_lane += bins[i] = smem_.totals[first + i];
-            int upto = of_lane;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int other = __shfl_up_sync(~0u, upto, step);
-                if (lane_id() >= step) upto += other;
-            }
+            const int upto = sum_of_lanes_upto(of_lane);
             const int chosen = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
             if (chosen == lane_id()) {
                 int above = upto - of_lane, digit = first;
@@ -361,15 +356,6 @@ private:
             chosen_before += all;
         });
         if (lane_id() == 0) smem_.segment_counts[warp_id()] = chosen_before;
-    }
-
-    __device__ static int sum_of_lanes_upto(int x) {
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, x, step);
-            if (lane_id() >= step) x += other;
-        }
-        return x;
     }
 
     __device__ int read_list(int* list) {

@@ -35,7 +35,7 @@ FILES = {
 }
 SOURCES = {site: repository for repository, site in PAGES.items()}
 FILE_NAME = re.compile(r"\[[\w-]+\.md\](?=\(([^)\s#]+))")  # of a link, as its text
-CODE_IN_ROW = re.compile(r"(?<=[| ])`[^`\n]*\\\|[^`\n]*`")
+CODE_IN_ROW = re.compile(r"(?<=[| (])`[^`\n]*\\\|[^`\n]*`")
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
 
 

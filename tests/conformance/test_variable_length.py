@@ -3,8 +3,8 @@
 import pytest
 import torch
 from helpers import assert_close, in_float64, reference, surrounded
-from paths import CAUSAL, LISTS, case, cpu, cuda
-from sequences import Sequences, gradients, one_by_one
+from paths import CAUSAL, LISTS, both, case, cpu, cuda, on
+from sequences import Sequences, gradients, offsets, one_by_one
 
 CPU_DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -55,3 +55,24 @@ def test_every_sequence_equals_its_own_call(path, head_dim, dtype, mask_heads, b
         options = {"is_causal": causal, "return_lse": True, "deterministic": deterministic}
         ours = gradients(path.varlen_function, tensors, mask, bias, dout, dlse, *s.lengths, **options)
         assert_close(ours, eager, exact, dtype)
+
+
+@CAUSAL
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "key bias"])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@on(*both("none"))
+def test_the_bits_of_a_sequence_do_not_depend_on_the_next_one(path, head_dim, biased, causal):
+    """They share a tile: the last rows of one and the first rows of the other."""
+    rows, keys = [130, 70], [600, 500]
+    query, key, value = (path.randn(n, h, head_dim) for n, h in ((sum(rows), 4), (sum(keys), 2), (sum(keys), 2)))
+    bias = path.randn(sum(keys), 2) if biased else None
+    lengths = (offsets(rows, path.device), offsets(keys, path.device), max(rows), max(keys))
+    results = []
+    for factor in (1, 50, -1000):
+        query[130:] *= factor
+        out, lse = path.varlen_function(
+            query, key, value, None, bias, *lengths, is_causal=causal, return_lse=True, deterministic=True
+        )
+        results.append((out[:130], lse[:, :130]))
+    for result in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(result, results[0]))

@@ -66,7 +66,8 @@ def flash_dmattn_with_kvcache(
         block_table: int32 (B, pages of a sequence): the pages of each sequence, of 16 to 256 keys. Entries beyond a
             sequence's keys may have any value.
         cu_seqlens_q: int32 (B + 1): query, key, value and bias are packed, and sequence b has the rows cu_seqlens_q[b]
-            to cu_seqlens_q[b + 1] - 1. Sequences may have different numbers of rows, also none.
+            to cu_seqlens_q[b + 1] - 1. Sequences may have different numbers of rows, also none. Rows after the last
+            sequence are padding: they write nothing, and their outputs have no meaning.
         max_seqlen_q: with cu_seqlens_q, at least the most rows of a sequence.
         window_size: top-k selection: each row sees the `window_size` keys of largest bias among the keys up to its own,
             ties to the later key. Needs bias_cache and is_causal.

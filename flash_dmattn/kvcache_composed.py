@@ -124,6 +124,9 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
 def compose_attention_with_kvcache(*args) -> tuple[Tensor, Tensor]:
     """(out, lse) of `flash_dmattn_with_kvcache`, for arguments that attention_with_kvcache has checked."""
     given = KvCacheArguments(*args)
+    offsets = None if given.cu_seqlens_q is None else read(given.cu_seqlens_q)
+    if offsets is not None and offsets[-1] < given.query.shape[0]:
+        return without_padding(given, offsets[-1])
     query, slots = given.query, Slots(given)
     with torch.autocast(query.device.type, enabled=False):
         is_empty = slots.batches == 0 or slots.room == 0 or query.numel() == 0
@@ -144,6 +147,15 @@ def nothing_visible(given: KvCacheArguments) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(query.dtype, torch.float32)
     out = query.new_zeros(*query.shape[:-1], given.v_cache.shape[3])
     return out, query.new_full((*batch, heads, rows), -torch.inf, dtype=dtype)
+
+
+def without_padding(given: KvCacheArguments, total: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the first `total` packed rows; those after the last sequence see nothing and write nothing."""
+    out, lse = nothing_visible(given)
+    rows = {name: getattr(given, name) for name in ("query", "key", "value", "bias")}
+    of_sequences = given._replace(**{name: x[:total] for name, x in rows.items() if x is not None})
+    out[:total], lse[:, :total] = compose_attention_with_kvcache(*of_sequences)
+    return out, lse
 
 
 def append(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> None:

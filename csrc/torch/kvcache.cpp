@@ -100,6 +100,7 @@ int64_t check_sequences(const KvCacheInputs& in) {
     if (in.is_packed()) {
         CuSeqlens given{"cu_seqlens_q", *in.cu_seqlens_q, &in.query, "query"};
         given.total = in.query.size(0);
+        given.or_less = true;  // rows after the last sequence are padding
         given.longest_name = "max_seqlen_q";
         given.longest = in.max_seqlen_q->guard_int(__FILE__, __LINE__);
         check_length("max_seqlen_q", *given.longest);
@@ -264,9 +265,12 @@ void mark_written(const KvCacheInputs& in) {
         if (cache != nullptr && !cache->is_inference()) cache->unsafeGetTensorImpl()->bump_version();
 }
 
-// Packed sequences that all have max_seqlen_q rows are a call of fixed length, which more kernels serve.
+// Packed sequences that all have max_seqlen_q rows are a call of fixed length, which more CPU kernels serve. On CUDA
+// the offsets are not read: rows may be padding.
 bool has_equal_rows(const KvCacheInputs& in, int64_t batch) {
-    return in.is_packed() && batch > 0 && in.query.size(0) == batch * in.max_seqlen_q->guard_int(__FILE__, __LINE__);
+    return in.is_packed() && in.query.is_cpu() && batch > 0 &&
+           in.query.size(0) == batch * in.max_seqlen_q->guard_int(__FILE__, __LINE__) &&
+           in.cu_seqlens_q->const_data_ptr<int32_t>()[batch] == in.query.size(0);
 }
 
 KvCacheInputs unpacked(KvCacheInputs in, int64_t batch) {

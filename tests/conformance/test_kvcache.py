@@ -209,6 +209,40 @@ def test_new_tokens_without_a_place_are_dropped(path, packed, bad, window_size):
         torch.testing.assert_close(split(result, sequences, packed)[b], expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("window_size", [None, 8])
+@pytest.mark.parametrize(
+    "batch, padding",
+    [([(40, 1), (17, 1), (20, 0), (5, 0)], 2), ([(40, 3), (17, 5)], 2), ([(40, 30)], 10)],
+    ids=["decoding", "chunks", "one sequence"],
+)
+@each_layout
+@on_devices
+def test_rows_after_the_last_sequence_are_padding(path, layout, batch, padding, window_size):
+    """A CUDA graph has a fixed number of rows and of sequences. Padding may fill up max_seqlen_q in every sequence."""
+    sequences = sequences_on(path, batch)
+    call = make_call(sequences, packed=True, **layout)
+    before = [x.clone() for x in call.caches()]
+    total = call.query.shape[0]
+
+    def padded(rows):
+        return torch.cat((rows, torch.full_like(rows[:1], 7.0).expand(padding, *rows.shape[1:])))
+
+    call.query = padded(call.query)
+    call.arguments |= {name: padded(call.arguments[name]) for name in ("key", "value", "bias")}
+    call.arguments["max_seqlen_q"] = (total + padding) // len(batch)
+    for x in call.arguments.values():  # a page or element for what padding would write
+        if isinstance(x, torch.Tensor) and x.dtype == torch.int32 and x.ndim == 2:
+            x.clamp_(0, call.k_cache.shape[0] - 1)
+    out, lse = call(window_size=window_size, return_lse=True)
+    for b, result in enumerate(split((out[:total], lse[:, :total]), sequences, packed=True)):
+        (expected,) = check([sequences[b]], options={"window_size": window_size}) if batch[b][1] else [result]
+        tolerance = 2e-2 if path.on_cuda else 1e-5
+        torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    for cache, old in zip(call.caches(), before):
+        changed = ((cache != old) & ~(cache.isnan() & old.isnan())).flatten(2).any(-1)
+        assert changed.sum() == total and not (cache == 7).any()
+
+
 @on_devices
 def test_autograd_learns_that_the_cache_is_written(path):
     call = make_call(sequences_on(path, [(40, 1)]))

@@ -227,9 +227,9 @@ CASES = {
         *(packed, {"max_seqlen_q": 3}, ValueError),
         "max_seqlen_q must be at least the longest sequence 4, got 3",
     ),
-    "offsets that do not end at the rows": (
-        *(packed, {"cu_seqlens_q": int32(0, 1, 4)}, ValueError),
-        r"cu_seqlens_q must rise from 0 to the 5 given, got \[0, 1, 4\]",
+    "offsets beyond the rows": (
+        *(packed, {"cu_seqlens_q": int32(0, 1, 6), "max_seqlen_q": 9}, ValueError),
+        r"cu_seqlens_q must rise from 0 to at most the 5 given, got \[0, 1, 6\]",
     ),
     "window without biases": (
         *(fixed, {"window_size": 3, "bias": None, "bias_cache": None}, ValueError),

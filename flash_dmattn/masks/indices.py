@@ -40,7 +40,10 @@ class KeyIndices(Container, Mask):
         return MaskTensors() if self.shown is None else self.shown.operands()
 
     def check(self, check_tensors, call) -> None:
-        (super() if self.shown is None else self.shown).check(check_tensors, call)
+        if self.shown is None:
+            super().check(check_tensors, call)
+        else:
+            self.shown.check(check_tensors, call)
 
     def as_bool(self, seqlen_q: int) -> Tensor:
         dense = dense_indices(self.indices, self.seqlen_k)

@@ -324,7 +324,7 @@ def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor
 
 def call_fixed(given: KvCacheArguments, keys: Keys) -> tuple[Tensor, Tensor]:
     key, value, *biases = keys.tensors
-    bias = in_dtype_of(given.query, biases[0]).transpose(1, 2).unsqueeze(2) if biases else None
+    bias = biases[0].transpose(1, 2).unsqueeze(2) if biases else None
     options = {**options_of(given), "relative_bias": given.relative_bias, "cache_seqlens": keys.counts.int()}
     return attend(kernels_for(given.query), Call(given.query, key, value, attn_bias=bias, **options))
 
@@ -342,14 +342,9 @@ def call_packed(given: KvCacheArguments, sequences: Sequences, keys: Keys) -> tu
         if given.window_size is not None:
             options["sparse"] = "lists"  # "auto" chooses by the number of keys
     options |= {"relative_bias": relative_bias, "varlen": Varlen(offsets, offsets_of(counts), most_rows, most_keys)}
-    bias = in_dtype_of(query, biases[0]) if biases else None
+    bias = biases[0] if biases else None
     out, lse = attend(kernels_for(query), Call(query, key, value, attn_bias=bias, **options))
     return out[:total], lse[:, :total]
-
-
-def in_dtype_of(query: Tensor, bias: Tensor) -> Tensor:
-    """A bias as the operators accept it: float64 beside float64."""
-    return bias.to(torch.float64) if query.dtype == torch.float64 else bias
 
 
 def options_of(given: KvCacheArguments) -> dict:

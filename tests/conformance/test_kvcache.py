@@ -113,6 +113,21 @@ def test_hidden_keys_and_ties(path, layout, by, batch):
 
 
 @each_layout
+@pytest.mark.parametrize("batch", ["decoding", "chunks", "mixed"])
+@pytest.mark.parametrize(
+    "path, dtype", [case(path, dtype) for path in both("none") for dtype in (HALVES if path.on_cuda else DTYPES)]
+)
+def test_the_least_float32_bias_hides_beside_every_dtype(path, dtype, layout, batch):
+    sequences = sequences_on(path, BATCHES[batch], dtype=dtype, bias_dtype=torch.float32)
+    for sequence in sequences:
+        hidden = torch.rand(sequence.biases.shape, device=path.device) < 0.8
+        sequence.biases.masked_fill_(hidden, torch.finfo(torch.float32).min)
+        sequence.biases[:3] = torch.finfo(torch.float32).min  # rows without visible keys
+    for window_size in (None, 3):
+        check(sequences, options={"window_size": window_size}, **layout)
+
+
+@each_layout
 @pytest.mark.parametrize("window_size", [None, 16])
 @on_devices
 def test_generation_equals_one_pass_over_the_whole_sequence(path, layout, window_size):

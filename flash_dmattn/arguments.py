@@ -45,6 +45,13 @@ def require_floating(name: str, value: object) -> None:
         raise TypeError(f"{name} must be floating, got {names([value.dtype])}")
 
 
+def require_float32_or(dtype: torch.dtype, name: str, value: object) -> None:
+    require_floating(name, value)
+    if value.dtype not in (dtype, torch.float32):
+        accepted = " or ".join(dict.fromkeys((names([dtype]), "float32")))
+        raise TypeError(f"{name} must be {accepted}, got {names([value.dtype])}")
+
+
 def require_integers(name: str, value: object, or_bool: bool = False) -> None:
     require_tensor(name, value)
     if value.is_floating_point() or value.is_complex() or (value.dtype == torch.bool and not or_bool):

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from . import checks, ops
 from . import kvcache_composed as kvcache_composed  # implements an operator
-from .arguments import require_bool, require_count, require_device, require_length, require_tensor
+from .arguments import (
+    require_bool,
+    require_count,
+    require_device,
+    require_float32_or,
+    require_floating,
+    require_length,
+    require_tensor,
+    shape_of,
+)
 from .attend import accumulated, autocast_is_on, kernels_for
 from .sinks import check_sinks
 
@@ -101,6 +110,7 @@ def flash_dmattn_with_kvcache(
     if isinstance(cache_seqlens, Tensor):
         tensors["cache_seqlens"] = cache_seqlens
     check_tensors(tensors)
+    check_query(query, cu_seqlens_q)
     if autocast_is_on(query.device):  # the cache cannot be copied
         query, key, value = (x if x is None else x.to(k_cache.dtype) for x in (query, key, value))
     check_options(softmax_scale, softcap, is_causal, return_lse, batch_invariant)
@@ -112,6 +122,7 @@ def flash_dmattn_with_kvcache(
         batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = lengths_of(cache_seqlens, batch, query.device)
     if relative_bias is not None:
+        require_float32_or(query.dtype, "relative_bias", relative_bias)
         relative_bias = accumulated(relative_bias, query)
     if sinks is not None:
         check_sinks(sinks, query)
@@ -137,6 +148,17 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
                 f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; "
                 "call it under torch.no_grad()"
             )
+
+
+def check_query(query: Tensor, cu_seqlens_q: Tensor | None) -> None:
+    """What the other checks read of query and of its sequences."""
+    require_floating("query", query)
+    layout = "(B, Sq, H, D)" if cu_seqlens_q is None else "(total_q, H, D)"
+    dimensions = layout.count(",") + 1
+    if query.ndim != dimensions:
+        raise ValueError(f"query must have {dimensions} dimensions {layout}, got shape {shape_of(query)}")
+    if cu_seqlens_q is not None and (cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape[0] == 0):
+        raise ValueError(f"cu_seqlens_q must be (B + 1) with at least 1 element, got shape {shape_of(cu_seqlens_q)}")
 
 
 def check_options(

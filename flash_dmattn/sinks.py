@@ -9,17 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import names, require_device, require_floating, shape_of
+from .arguments import require_device, require_float32_or, shape_of
 
 
 def check_sinks(sinks: object, query: Tensor) -> None:
-    require_floating("sinks", sinks)
+    require_float32_or(query.dtype, "sinks", sinks)
     heads = query.shape[-2]
     if sinks.shape not in ((heads,), (1,)):
         raise ValueError(f"sinks must be ({{H|1}}) for H = {heads} heads, got shape {shape_of(sinks)}")
-    if sinks.dtype not in (torch.float32, query.dtype):
-        accepted = " or ".join(dict.fromkeys((names([query.dtype]), "float32")))
-        raise TypeError(f"sinks must be {accepted}, got {names([sinks.dtype])}")
     require_device("sinks", sinks, query.device, "query")
 
 

@@ -59,6 +59,18 @@ CASES = {
         *(fixed, {"query": lambda x: x[0]}, ValueError),
         r"query must have 4 dimensions \(B, Sq, H, D\), got shape \(3, 4, 16\)",
     ),
+    "query of no dimensions": (
+        *(fixed, {"query": torch.tensor(1.0), "cache_seqlens": 3, "sinks": torch.zeros(4)}, ValueError),
+        r"query must have 4 dimensions \(B, Sq, H, D\), got shape \(\)",
+    ),
+    "packed query of 1 dimension": (
+        *(packed, {"query": torch.zeros(16), "sinks": torch.zeros(4)}, ValueError),
+        r"query must have 3 dimensions \(total_q, H, D\), got shape \(16,\)",
+    ),
+    "integer query": (
+        *(fixed, {"query": lambda x: x.int(), "relative_bias": torch.zeros(1, 1, 5).int()}, TypeError),
+        "query must be floating, got int32",
+    ),
     "packed query of 4 dimensions": (
         *(packed, {"query": lambda x: x[None]}, ValueError),
         r"query must have 3 dimensions \(total_q, H, D\), got shape \(1, 5, 4, 16\)",
@@ -227,6 +239,14 @@ CASES = {
         *(packed, {"max_seqlen_q": 3}, ValueError),
         "max_seqlen_q must be at least the longest sequence 4, got 3",
     ),
+    "offsets of no dimensions": (
+        *(packed, {"cu_seqlens_q": torch.tensor(5, dtype=torch.int32), "cache_seqlens": 3}, ValueError),
+        r"cu_seqlens_q must be \(B \+ 1\) with at least 1 element, got shape \(\)",
+    ),
+    "no offsets": (
+        *(packed, {"cu_seqlens_q": torch.zeros(0, dtype=torch.int32), "cache_seqlens": 3}, ValueError),
+        r"cu_seqlens_q must be \(B \+ 1\) with at least 1 element, got shape \(0,\)",
+    ),
     "offsets beyond the rows": (
         *(packed, {"cu_seqlens_q": int32(0, 1, 6), "max_seqlen_q": 9}, ValueError),
         r"cu_seqlens_q must rise from 0 to at most the 5 given, got \[0, 1, 6\]",
@@ -259,6 +279,18 @@ CASES = {
     "relative bias of a grid": (
         *(fixed, {"relative_bias": torch.zeros(1, 1, 3, 3)}, ValueError),
         r"relative_bias must be \({B\|1}, {H\|Hkv\|1}, 2R \+ 1\), got shape \(1, 1, 3, 3\)",
+    ),
+    "relative bias of integers": (
+        *(fixed, {"relative_bias": torch.zeros(1, 1, 5).int()}, TypeError),
+        "relative_bias must be floating, got int32",
+    ),
+    "relative bias in float64": (
+        *(fixed, {"relative_bias": torch.zeros(1, 1, 5).double()}, TypeError),
+        "relative_bias must be float32, got float64",
+    ),
+    "relative bias in float16": (
+        *(fixed, {"relative_bias": torch.zeros(1, 1, 5).half()}, TypeError),
+        "relative_bias must be float32, got float16",
     ),
     "even relative bias": (
         *(fixed, {"relative_bias": torch.zeros(1, 1, 4)}, ValueError),

@@ -199,7 +199,7 @@ def flash_dmattn_varlen_func(
         attn_mask: bool, True = visible: per key (total_k, {H|Hkv|1}), or per score
             (total_q, {H|Hkv|1}, max_seqlen_k), whose last dimension counts from the sequence's first key; or a
             KeyIntervalMask of (total_k, {H|Hkv|1}), whose rows count from the sequence's first; or KeyLists.
-        attn_bias: in the same shapes in query's dtype or float32; on CUDA float32 only per key beside a 16-bit query.
+        attn_bias: in the same shapes, in query's dtype or float32; on CUDA a bias per score is in query's dtype.
         cu_seqlens_q: required, int32 (B + 1): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. The
             values are not checked on CUDA, where that would need a synchronization.
         cu_seqlens_k: required, int32 (B + 1), the same for keys.

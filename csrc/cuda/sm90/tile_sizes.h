@@ -15,7 +15,8 @@ struct FwdTileSizes {
     int bias_stages;  // each holds 64 keys of one warpgroup's dense bias
 };
 
-// Prefill only: decoding uses the sm80 kernels. A dense bias takes shared memory and registers.
+// Prefill only: at most 64 query rows use sm80/fwd, and attention over a cache sm90/decode.
+// A dense bias takes shared memory and registers.
 constexpr FwdTileSizes fwd_tile_sizes(int head_dim, bool has_dense_bias) {
     switch (head_dim) {
         case 32: return {3, 128, 2, 4, 4, 4};

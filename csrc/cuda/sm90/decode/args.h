@@ -6,7 +6,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Warps of a CTA: 8, of which two CTAs share an SM up to head dimension 128, or 16, up to that dimension.
+// A CTA has 8 warps (two CTAs per SM up to head dimension 128), or 16 up to head dimension 128.
 constexpr int kDecodeMaxWarps = 16;
 constexpr int kDecodeManyWarpsHeadDim = 128;
 constexpr int kDecodeMaxRows = 64;     // query rows times query heads of a KV head
@@ -25,7 +25,7 @@ struct DecodeArgs : KvCacheParams {
     int cluster = 1;               // CTAs of a sequence and KV head
     int order_capacity = 0;        // orders of biases that fit in a CTA's shared memory; 0: dense
     int list_capacity = 0;         // chosen keys of a CTA
-    int most_rows = 1;             // sequences of more query rows are left alone
+    int most_rows = 1;             // sequences of more query rows are skipped
     int query_tiles = 1;           // 16-row tiles of Q in shared memory
     bool overlays = false;         // the tiles of K and V reuse the memory of the orders
     bool has_vector_bias = false;  // eight neighbouring biases are aligned to 16 bytes

@@ -66,7 +66,8 @@ public:
         OnlineSoftmax<1> softmax;
         cp_async_wait<0>();
         __syncthreads();  // Q has arrived
-        // The first step finds the rows of the first chunk, the second starts to copy them: code is loaded once.
+        // Software pipeline, its prologue in the same loop to keep the code small: step n finds the rows of chunk
+        // n + 2, copies those of chunk n + 1 and attends to chunk n.
         const int chunks = ceil_div(count, kKeys), first_chunk = group_;
         Found current{};
 #pragma unroll 1

@@ -27,7 +27,8 @@ bool is_aligned(const RowsView& view) {
            view.head_stride % 8 == 0;
 }
 
-// Selection has one row. With batch_invariant the answer must not depend on the room for keys.
+// The query rows of a sequence that the kernel serves: one where it selects keys. With batch_invariant this must not
+// depend on the capacity of the cache.
 int64_t most_rows(const KvCacheParams& p) {
     const bool selects = p.window_size > 0 && (p.batch_invariant || p.window_size < p.seqlen_k);
     const int64_t rows = kDecodeMaxRows / std::max<int64_t>(p.heads / std::max<int64_t>(p.kv_heads, 1), 1);

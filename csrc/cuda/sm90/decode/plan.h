@@ -10,8 +10,8 @@ namespace flash_dmattn::cuda::sm90 {
 // Runs the kernel and returns true; returns false where it does not serve the call, which then has no effect. Depends
 // on shapes and strides alone, never on lengths, so that a CUDA graph may replay the call with other lengths.
 //
-// The kernel serves up to kDecodeMaxRows query rows times query heads of a KV head, and one row where it selects keys.
-// skips_longer: it serves the sequences of that many rows in a call that has more, and leaves the others alone.
+// The kernel serves sequences of up to kDecodeMaxRows / (H / Hkv) query rows, or of one row where it selects keys.
+// skips_longer: serves these sequences of a call that has longer ones too, and skips the longer ones.
 bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream);
 
 // Raises a kernel's limit of CTAs in a cluster on the current device, at the first call.

@@ -4,8 +4,8 @@
 // A CTA keeps the high 16 bits of the order-preserving integers of its biases in shared memory (0: hidden). The w-th
 // largest is found digit by digit: histograms of the CTAs are summed through DSMEM. float32 has two more digits, which
 // only keys that match the first two read, from memory. Then each warp compacts its segment in place to the offsets of
-// its chosen keys. The chosen keys of all segments in order are those of the sequence; each CTA reads an equal part of
-// them through DSMEM, so that all attend to the same number of keys whatever the distribution.
+// its chosen keys. The chosen keys of all segments in order are those of the sequence. Each CTA reads an equal part of
+// them through DSMEM, wherever they are.
 #pragma once
 
 #include "cache.cuh"
@@ -358,6 +358,7 @@ private:
         if (lane_id() == 0) smem_.segment_counts[warp_id()] = chosen_before;
     }
 
+    // Fetches this CTA's part of all segments' chosen keys; returns their number.
     __device__ int read_list(int* list) {
         const int segments = cluster_ * kWarps;
         if (warp_id() == 0) {

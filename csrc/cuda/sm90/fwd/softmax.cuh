@@ -1,8 +1,8 @@
-// The online softmax of the sm90 forward, which computes row maxima only where the base does not serve.
+// The online softmax of the sm90 forward, which avoids row maxima.
 //
-// GEMMs of a warpgroup wait for its softmax and the reverse, so that every instruction here delays the n_block. Since
-// OnlineSoftmax keeps a base while no exponential exceeds 2^kSlack, exponentials are computed with the last base. Their
-// sums show whether that was right; if not, the n_block is computed again with its maximum.
+// The GEMMs of a warpgroup wait for its softmax and the reverse, so that every instruction here delays the n_block.
+// OnlineSoftmax keeps a base while no exponential exceeds 2^kSlack (lazy rescaling). So exponentials are first computed
+// with the last base. If the sum of a row exceeds 2^kSlack, they are computed again with the row maximum.
 #pragma once
 
 #include "cuda/arch/fragment.cuh"

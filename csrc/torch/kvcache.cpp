@@ -152,9 +152,9 @@ void check_options(const KvCacheInputs& in, int64_t batch) {
 KeyBiasView key_bias_view(const Tensor& bias, bool packed) {
     KeyBiasView view;
     view.data = data_of(bias);
-    view.batch_stride = packed ? 0 : bias.stride(0);
+    view.batch_stride = packed ? 0 : broadcast_stride(bias, 0);
     view.row_stride = bias.stride(packed ? 0 : 1);
-    view.head_stride = bias.stride(-1);
+    view.head_stride = broadcast_stride(bias, bias.dim() - 1);
     view.dtype = data_type(bias);
     return view;
 }

@@ -267,9 +267,7 @@ private:
 
     // Returns false where every score is visible; otherwise fills `visible` for this lane's rows.
     __device__ __forceinline__ bool find_visible_keys(VisibleKeys<1, kScoreFragments>& visible) const {
-        // Rows past the sequence's end are those of the next one. Hidden, they take no part in the softmax's vote, so that
-        // the bits of a sequence do not depend on its neighbors.
-        if (is_full_ && row_end_[0] > 0 && row_end_[1] > 0) return false;
+        if (is_full_) return false;
 
         // The rows' mask words include visible_keys, except for keys that a key bias hides.
         const bool masked = mask_differs_by_row(p_) && !metadata().full;

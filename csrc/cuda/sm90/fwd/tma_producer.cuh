@@ -97,11 +97,15 @@ private:
     // Iterates over the n_blocks of which the work tile's rows see a key.
     __device__ __forceinline__ auto active_blocks(const FwdWorkTile& work_tile) const {
         const int last_row = min(work_tile.first_row + kRows, work_tile.s.rows) - 1;
-        const auto summarize = [this, &work_tile, last_row](int n_block) {
+        // The keys that all rows of the Q tile see. Rows past a packed sequence's end are those of the next one: masked,
+        // they take no part in the softmax's vote, so that the bits of a sequence do not depend on its neighbors.
+        const bool has_other_rows = p_.cu_seqlens_q != nullptr && work_tile.first_row + kRows > work_tile.s.rows;
+        const int seen_by_all = has_other_rows ? 0 : work_tile.s.keys_of(work_tile.first_row, p_.is_causal);
+        const auto summarize = [this, &work_tile, last_row, seen_by_all](int n_block) {
             const Sequence& s = work_tile.s;
             const MaskSummaries<kRows, kKeys> mask(p_, s, work_tile.head);
             auto summary = mask.of(work_tile.first_row, last_row, n_block);
-            summary.full &= (n_block + 1) * kKeys <= s.keys_of(work_tile.first_row, p_.is_causal);
+            summary.full &= (n_block + 1) * kKeys <= seen_by_all;
             const int end = s.keys_of(last_row, p_.is_causal) - n_block * kKeys;
 #pragma unroll
             for (int w = 0; w < kWords; ++w) summary.visible_keys[w] &= bits_below(end, w);

@@ -142,12 +142,13 @@ class Table:
         return "\n\n".join([caption, body.replace("|  |", "| |"), "\n".join(f"    {line}" for line in self.commands)])
 
     def origin(self, groups: dict[tuple[str, str], list[Row]], lines: dict[tuple[str, str], str]) -> str:
-        """The GPU, the versions and the commits."""
+        """The GPU, the versions, and the commits of the first implementation, which is ours."""
         first = next(iter(groups.values()))[0]
         versions = ", ".join(version_of(package, first.environment) for package in self.packages)
         commits: dict[str, list[str]] = {}
         for key, group in groups.items():
-            for commit in dict.fromkeys(row.commit for row in group):
+            of_ours = (row.commit for row in group if row.implementation == group[0].implementation)
+            for commit in dict.fromkeys(of_ours):
                 commits.setdefault(commit, []).append(lines[key])
         most = max(commits, key=lambda commit: len(commits[commit]))
         others = "".join(f"; {commit}: {'; '.join(names)}" for commit, names in commits.items() if commit != most)

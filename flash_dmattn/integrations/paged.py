@@ -95,7 +95,8 @@ def attend_to_pages(
         key, value: (rows, Hkv, D).
         layer_idx: the number of the layer in the cache.
         batch: transformers' arguments of continuous batching: "cache", "cu_seq_lens_q", ...
-        bias: (rows, Hkv): one number per key, added to the scores, or None.
+        bias: (rows, Hkv): one number per key, added to the scores, or None. NaN hides its key: the warm-up of
+            transformers attends to pages that nothing has written, whose NaN reaches the biases of the next layers.
         options: further arguments of flash_dmattn_with_kvcache.
 
     Raises:
@@ -113,6 +114,8 @@ def attend_to_pages(
                 f"sliding_window={layer.window}"
             )
         return attend_to_window(query, key, value, layer_idx, batch, sequences, layer.window, options)
+    if bias is not None:  # selection refuses NaN, on a GPU by ending the process: one request would stop all others
+        bias = bias.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     block_table, cache_seqlens = page_table(layer, batch, sequences)
     return flash_dmattn_with_kvcache(
         *(query, *layer.pages, key, value),

@@ -98,15 +98,16 @@ def test_prompts_that_share_pages(name, monkeypatch):
     assert max(matched) == 2 * PAGE
 
 
-@pytest.mark.parametrize("name", ["llama", "doge"])
-def test_pages_that_are_not_in_use_may_hold_nan(name, monkeypatch):
+@pytest.fixture
+def nan_pages(monkeypatch):
+    """Pages hold NaN until something is written."""
     make = PagedAttentionCache.__init__
 
     def make_with_nan(self, *args, **kwargs):
         make(self, *args, **kwargs)
         has_one = hasattr(self, "cache_tensor")  # since 5.18
         for tensor in [self.cache_tensor] if has_one else [*self.key_cache, *self.value_cache]:
-            tensor.view(torch.float32).fill_(torch.nan)
+            tensor.view(torch.uint8).fill_(255)
 
     def bias_pages_with_nan(cache, *args):
         is_new, pages = cache not in paged._bias_pages, bias_pages(cache, *args)
@@ -117,8 +118,24 @@ def test_pages_that_are_not_in_use_may_hold_nan(name, monkeypatch):
     bias_pages = paged.bias_pages
     monkeypatch.setattr(paged, "bias_pages", bias_pages_with_nan)
     monkeypatch.setattr(PagedAttentionCache, "__init__", make_with_nan)
+
+
+@pytest.mark.parametrize("name", ["llama", "doge"])
+def test_pages_that_are_not_in_use_may_hold_nan(name, nan_pages):
     eager, prompts = build(name), prompts_of(*LENGTHS)
     assert batched(switched(eager), prompts) == one_by_one(eager, prompts)
+
+
+@pytest.mark.parametrize("name", ["llama", "doge"])
+def test_a_request_of_nan_leaves_the_others_alone(name):
+    eager, prompts = build(name), prompts_of(*LENGTHS)
+    expected = one_by_one(eager, prompts)
+    broken = next(token for token in range(3, VOCABULARY) if all(token not in x for x in prompts + expected))
+    prompts[1][3] = broken
+    eager.get_input_embeddings().weight.data[broken] = torch.nan
+    tokens = batched(switched(eager), prompts)
+    del tokens[1], expected[1]
+    assert tokens == expected
 
 
 def test_pages_are_reused_when_requests_wait_for_them():
@@ -197,8 +214,9 @@ def test_what_is_refused_of_doge(changes, says):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "doge", "gemma2"])
-def test_cuda_graphs(name):
-    """Graphs pad batches, and replay calls whose lengths have changed since."""
+def test_cuda_graphs(name, nan_pages):
+    """Graphs pad batches, and replay calls whose lengths have changed since. Before the first prompt transformers
+    attends to pages that nothing has written."""
     model = switched(build(name)).to("cuda", torch.bfloat16)
     prompts = prompts_of(*LENGTHS, 5, 6, 7)
     eager = batched(model, prompts, use_cuda_graph=False)

@@ -198,12 +198,12 @@ def main(arguments: list[str] | None = None) -> int:
         except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"{path}: {type(error).__name__}: {error}")
     asked = options.workload or [""]
-    chosen = [row for row in rows if any(text in f"{row.suite}: {row.workload}" for text in asked)]
-    panels = [panel for panel in panels_of(chosen) if panel.bars]
+    selected = [row for row in rows if any(text in f"{row.suite}: {row.workload}" for text in asked)]
+    panels = [panel for panel in panels_of(selected) if panel.bars]
     if not panels:
         parser.error("nothing in these files is drawn" + (" for these workloads" if options.workload else ""))
     keys = {panel.key for panel in panels}
-    drawn = [row for row in chosen if f"{row.suite}: {row.workload}" in keys]
+    drawn = [row for row in selected if f"{row.suite}: {row.workload}" in keys]
     draw(panels, list(dict.fromkeys(describe(row.environment | {"commit": row.commit}) for row in drawn)), options.to)
     print(f"{len(panels)} panels: {options.to}")
     return 0

@@ -46,7 +46,7 @@ class Setting:
 
     Attributes:
         own: the backend of each of our implementations, by name.
-        chosen: the names after `--implementation`; empty means the suite's defaults.
+        selected: the names after `--implementation`; empty means the suite's defaults.
         options: all arguments, for the suite's own.
     """
 
@@ -56,12 +56,12 @@ class Setting:
     samples: int = 3
     seed: int = 0
     own: dict[str, str | None] = field(default_factory=dict)
-    chosen: tuple[str, ...] = ()
+    selected: tuple[str, ...] = ()
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
 
     def names(self, *default: str) -> list[str]:
         """The implementations to measure; OURS stands for all of `own`."""
-        return [name for one in self.chosen or default for name in (self.own if one == OURS else (one,))]
+        return [name for one in self.selected or default for name in (self.own if one == OURS else (one,))]
 
     def inputs(self, problem: Problem) -> Inputs:
         return make_inputs(problem, DTYPES[self.dtype], self.device, self.seed)
@@ -266,7 +266,7 @@ def suite_parser(suite: Suite) -> argparse.ArgumentParser:
     return parser
 
 
-def chosen(suite: Suite, options: argparse.Namespace, parser: argparse.ArgumentParser) -> list:
+def selected_workloads(suite: Suite, options: argparse.Namespace, parser: argparse.ArgumentParser) -> list:
     """The workloads to run, at their size; ends with a message where the options do not fit together."""
     available = suite.choose(options, suite.workloads.get(options.device, []))
     workloads = [workload for workload in available if options.workload in workload.name]
@@ -294,7 +294,7 @@ def main(suite: Suite, arguments: list[str] | None = None) -> int:
     """The exit status: 1 where one of our implementations was refused or failed, or missed what --check requires."""
     parser = suite_parser(suite)
     options = parse(parser, arguments)
-    workloads = chosen(suite, options, parser)
+    workloads = selected_workloads(suite, options, parser)
     if threads := options.threads or suite.threads:
         torch.set_num_threads(threads)
     reports = suite.start(options)

@@ -297,7 +297,7 @@ class RowKernel:
     is_grouped: bool = False
     uses: tuple[str, ...] = (BY_HAND, DENSE)
 
-    def chosen(self) -> contextlib.AbstractContextManager:
+    def selected(self) -> contextlib.AbstractContextManager:
         """Entered around the timing, so that the calls do not pay for it."""
         return contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend)
 

@@ -70,7 +70,7 @@ class Config:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device cuda: PyTorch finds no CUDA device")
 
-    # What LanguageModel and load_text read besides.
+    # Further options of LanguageModel and load_text.
     backend, deterministic = None, False
 
     @property
@@ -176,7 +176,7 @@ class PagedAttention:
     Attributes:
         keys, values: (pages, page_size, Hkv, D).
         biases: float32 (pages, page_size, Hkv).
-        batch, most_rows: of the step; a request has at most so many rows.
+        batch, max_rows: of the step; max_rows bounds the rows of a request.
     """
 
     def __init__(self, config: Config):
@@ -186,7 +186,7 @@ class PagedAttention:
             torch.full((*shape, head_dim), torch.nan, dtype=config.dtype, device=config.device) for _ in range(2)
         )
         self.biases = torch.full(shape, torch.nan, device=config.device)
-        self.batch, self.most_rows = None, 0
+        self.batch, self.max_rows = None, 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, attn_bias: Tensor, **options) -> Tensor:
         """The model's call, of one batch element with the rows of all requests: out (1, rows, H, D)."""
@@ -197,7 +197,7 @@ class PagedAttention:
             cache_seqlens=self.batch.cache_seqlens,
             block_table=self.batch.block_table,
             cu_seqlens_q=self.batch.cu_seqlens,
-            max_seqlen_q=self.most_rows,
+            max_seqlen_q=self.max_rows,
             **options,
         )[None]
 
@@ -213,20 +213,20 @@ class Server:
         self.graph, self.static, self.next = None, None, None
 
     @torch.no_grad()
-    def forward(self, batch: Batch, most_rows: int) -> Tensor:
+    def forward(self, batch: Batch, max_rows: int) -> Tensor:
         model = self.model
         for layer in self.layers:
-            layer.batch, layer.most_rows = batch, most_rows
+            layer.batch, layer.max_rows = batch, max_rows
         x = model.embedding(batch.tokens)[None]
         for block in model.blocks:
             x = block(x, model.cos[batch.positions], model.sin[batch.positions])
         return F.linear(model.norm(x[0, batch.last]), model.embedding.weight).argmax(-1)
 
-    def step(self, batch: Batch, most_rows: int) -> list[int]:
+    def step(self, batch: Batch, max_rows: int) -> list[int]:
         """The next token of each request."""
-        if self.config.device == "cuda" and most_rows == 1:
+        if self.config.device == "cuda" and max_rows == 1:
             return self.replay(batch)[: len(batch.last)].tolist()
-        return self.forward(batch, most_rows).tolist()
+        return self.forward(batch, max_rows).tolist()
 
     def replay(self, batch: Batch) -> Tensor:
         """A step of one row each, as a CUDA graph of `batch` requests. Those that are missing have no pages: their

@@ -58,7 +58,7 @@ def check_kv(query: object, kv: Tensor, layout_q: str, same_dtype: bool, /) -> N
 def check_cu_seqlens(
     name: str,
     cu_seqlens: object,
-    beside: Tensor | None,
+    reference: Tensor | None,
     whose: str,
     total: int | None,
     or_less: bool,

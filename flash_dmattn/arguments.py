@@ -129,7 +129,7 @@ def statically_true(condition: bool) -> bool:
 def check_cu_seqlens(
     name: str,
     cu_seqlens: object,
-    beside: Tensor | None = None,
+    reference: Tensor | None = None,
     whose: str = "",
     total: int | None = None,
     longest: tuple[str, object] | None = None,
@@ -137,14 +137,14 @@ def check_cu_seqlens(
 ) -> None:
     """Checks the offsets of sequences, int32 (B + 1). Their values are checked on the CPU only.
 
-    beside, whose: a tensor on the required device, and its name.
+    reference, whose: a tensor on the required device, and its name.
     total: the number of rows or keys, where known; with `or_less` the last sequence may end before it.
     longest: the name and value of a bound on the length of a sequence, if any.
     """
     longest_name, bound = ("", None) if longest is None else (longest[0], require_length(*longest))
     checker = ops.checker()
     if checker is not None:
-        checker.check_cu_seqlens(name, cu_seqlens, beside, whose, total, or_less, longest_name, bound)
+        checker.check_cu_seqlens(name, cu_seqlens, reference, whose, total, or_less, longest_name, bound)
 
 
 def check_same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:

@@ -31,7 +31,7 @@ from .masks import KeyIntervalMask
 
 OURS, SDPA, SDPA_ALL, FLEX = "flash_dmattn", "SDPA", "SDPA, all keys", "FlexAttention"
 COLUMNS = (OURS, SDPA, SDPA_ALL, FLEX)
-WARM_UP, MOST_CALLS = 3, 200
+WARM_UP, MAX_CALLS = 3, 200
 LAST_COMPILATION = 75  # seconds after the start: FlexAttention compiles each case for 10 to 20 seconds
 BAR = 24
 
@@ -165,7 +165,7 @@ def seconds_of(call: Callable[[], object], device: str, budget: float) -> float:
         call()
     if device != "cuda":
         taken, started = [], time.perf_counter()
-        while not taken or (time.perf_counter() - started < budget and len(taken) < MOST_CALLS):
+        while not taken or (time.perf_counter() - started < budget and len(taken) < MAX_CALLS):
             before = time.perf_counter()
             call()
             taken.append(time.perf_counter() - before)
@@ -174,7 +174,7 @@ def seconds_of(call: Callable[[], object], device: str, budget: float) -> float:
     started = time.perf_counter()
     call()
     torch.cuda.synchronize()
-    calls = min(max(int(budget / (time.perf_counter() - started)), 1), MOST_CALLS)
+    calls = min(max(int(budget / (time.perf_counter() - started)), 1), MAX_CALLS)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
     cache = torch.empty(2**26, dtype=torch.int32, device=device)  # larger than the L2 cache
     for begin, end in events:

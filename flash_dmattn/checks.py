@@ -124,11 +124,11 @@ def check_call(backend: ModuleType, call: Call) -> None:
 
 
 def check_distributed(call: Call) -> None:
-    """Whether all tensors beside a query that is a DTensor are DTensors. PyTorch's own error names none."""
+    """Raises TypeError if query is a DTensor and another tensor is not. PyTorch's own error names no tensor."""
     mask = call.attn_mask
     of_mask = NO_MASK if mask is None else mask.packed(call.problem()) if mask.has_lists else mask.operands()
-    beside = [("key", call.key), ("value", call.value), ("attn_bias", call.attn_bias)]
-    for name, tensor in beside + [("attn_mask", tensor) for tensor in of_mask]:
+    others = [("key", call.key), ("value", call.value), ("attn_bias", call.attn_bias)]
+    for name, tensor in others + [("attn_mask", tensor) for tensor in of_mask]:
         if isinstance(tensor, Tensor) and not hasattr(tensor, "device_mesh"):
             raise TypeError(
                 f"{name} must be a DTensor, like query, got a plain tensor: make it of "
@@ -206,7 +206,7 @@ def checked_grid(grid: object) -> tuple[int, int]:
 
 
 def check_window(mask: Mask | None, bias: Tensor | None, batch: int | None, keys: int, is_causal: bool) -> None:
-    """The arguments beside window_size, which KeyIntervalMask.topk checks.
+    """Checks the arguments of a call with window_size. KeyIntervalMask.topk checks window_size itself.
 
     batch: the batch size, for fixed length.
     """

@@ -52,8 +52,8 @@ def flash_dmattn_with_kvcache(
     prefill, and batches that mix them.
 
     The formula is that of `flash_dmattn_func`. A sequence has cache_seqlens keys in the cache. Where key is given, one
-    new key, value and bias for each new row are written into the cache in place behind them, before attention. The last
-    row stands at the last key, the row before it at the key before: causality is aligned to the bottom right corner.
+    new key, value and bias for each new row are written in place after them, before attention. The last row is aligned
+    with the last key, the row before it with the key before: causality is aligned to the bottom right corner.
 
     The cache is contiguous, or it consists of pages that the sequences share: page block_table[b, j] holds the keys
     j * page_size to (j + 1) * page_size - 1 of sequence b.
@@ -89,9 +89,9 @@ def flash_dmattn_with_kvcache(
         batch_invariant: a sequence gets bitwise the same output alone and in any batch, at any position in it, with any
             order of pages.
 
-    Bad lengths, pages and batch elements, and two new tokens for one place of the cache, are errors on the CPU, and on
+    Bad lengths, pages and batch elements, and two new tokens for one slot of the cache, are errors on the CPU, and on
     CUDA under FLASH_DMATTN_CHECK=1. Else CUDA never reads or writes outside the tensors, and drops new tokens that have
-    no place; the output of such a sequence is undefined.
+    no slot; the output of such a sequence is undefined.
 
     Returns:
         out in query's shape (with v_cache's head dimension) and dtype, or with return_lse (out, lse), lse (B, H, Sq) or

@@ -1,11 +1,11 @@
 """Attention over a cache of keys, composed of other operators: the operator compose_attention_with_kvcache.
 
-It serves every call of attention_with_kvcache (csrc/torch/kvcache.h) that no kernel of its own serves, on every device.
+It serves the calls of attention_with_kvcache (csrc/torch/kvcache.h) that the decoding kernel does not serve.
 It writes the new tokens into the cache, gathers the keys that the rows may see, and calls attention over those.
 
 With window_size few keys are gathered. A key before the new rows that is not among the w largest biases of these keys
-is not among the w largest of any row. So a sequence needs the w best keys before its new rows, and the keys of these.
-On CUDA nothing waits for the device: lengths, pages and offsets are read there, and clamped to what exists.
+is not among the w largest of any row. So a sequence needs the w best keys before its new rows, and the new rows' keys.
+On CUDA the host does not synchronize: the device reads lengths, pages and offsets, and clamps them to valid values.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def read(lengths: Tensor) -> list[int] | None:
 
 
 class Keys(NamedTuple):
-    """The keys of a call of attention, (B, most, ..), or packed without gaps."""
+    """The keys of a call of attention, (B, max_keys, ..), or packed without gaps."""
 
     tensors: list[Tensor]  # keys, values and, where there is a bias_cache, biases
     counts: Tensor  # int64 (B): the keys of each sequence, which come first
-    most: int  # the most keys of a sequence
+    max_keys: int  # of a sequence
 
 
 class Slots:
@@ -93,13 +93,13 @@ class Sequences:
         self.cu_seqlens = given.cu_seqlens_q
         self.before = before = given.cache_seqlens.long().clamp(0, room)
         if self.cu_seqlens is None:
-            self.most_rows = given.query.shape[1]
-            self.rows = torch.full((self.batch,), self.most_rows, device=device)
+            self.max_rows = given.query.shape[1]
+            self.rows = torch.full((self.batch,), self.max_rows, device=device)
         else:
-            self.most_rows = given.max_seqlen_q
+            self.max_rows = given.max_seqlen_q
             self.rows = self.cu_seqlens.diff().long()
         self.keys = before if given.key is None else (before + self.rows).clamp_(max=room)
-        # The most keys that a sequence has; where only the device knows, the most that it may have.
+        # The length of the longest sequence; where only the device knows the lengths, a bound on it.
         values = read(self.keys)
         self.longest = room if values is None else max(values, default=0)
 
@@ -107,8 +107,8 @@ class Sequences:
         """int64 (rows): the sequence of each packed row, and the row's number in it."""
         device = self.rows.device
         if self.cu_seqlens is None:
-            sequence = torch.arange(self.batch, device=device).repeat_interleave(self.most_rows, output_size=rows)
-            return sequence, torch.arange(self.most_rows, device=device).repeat(self.batch)
+            sequence = torch.arange(self.batch, device=device).repeat_interleave(self.max_rows, output_size=rows)
+            return sequence, torch.arange(self.max_rows, device=device).repeat(self.batch)
         return packed_positions(self.cu_seqlens, rows)
 
 
@@ -137,7 +137,7 @@ def compose_attention_with_kvcache(*args) -> tuple[Tensor, Tensor]:
             return nothing_visible(given)
         if not given.batch_invariant:
             return attend_to_cache(given, slots, sequences)
-        invariant = attend_beside_filler if has_filler(given) else one_by_one
+        invariant = attend_with_filler if has_filler(given) else one_by_one
         return invariant(given, slots, sequences)
 
 
@@ -159,13 +159,13 @@ def without_padding(given: KvCacheArguments, total: int) -> tuple[Tensor, Tensor
 
 
 def append(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> None:
-    """Writes the new tokens into the cache, behind each sequence's keys. Tokens without a place there are dropped."""
+    """Writes the new tokens into the cache, after each sequence's keys. Tokens without a slot there are dropped."""
     if given.key is None:
         return
     total = given.query.shape[:-2].numel()
     sequence, row = sequences.of_rows(total)
     element, key, exists = slots.find(sequence, sequences.before[sequence] + row)
-    # A token without a place writes what one that has a place writes; where none has, all write what is there.
+    # A token without a slot repeats the write of one that has a slot. If none has one, all rewrite the old values.
     source = torch.where(exists, torch.arange(total, device=exists.device), exists.to(torch.int8).argmax())
     element, key, any_exists = element[source], key[source], exists.any()
     for cache, new in zip(caches_of(given), (given.key, given.value, given.bias)):
@@ -173,11 +173,11 @@ def append(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> None:
         cache.index_put_((element, key), torch.where(any_exists, new, cache[element, key]))
 
 
-def attend_beside_filler(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
+def attend_with_filler(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """batch_invariant on CUDA: all sequences packed, in one call with the filler."""
     query, offsets = given.query, given.cu_seqlens_q
     if offsets is None:
-        offsets = torch.arange(sequences.batch + 1, dtype=torch.int32, device=query.device) * sequences.most_rows
+        offsets = torch.arange(sequences.batch + 1, dtype=torch.int32, device=query.device) * sequences.max_rows
     rows = query.flatten(0, -3)
     out, lse = attend_to_cache(given._replace(query=rows, cu_seqlens_q=offsets), slots, sequences)
     if query.ndim == 3:
@@ -233,7 +233,7 @@ def attend_to_cache(given: KvCacheArguments, slots: Slots, sequences: Sequences)
     # The kernels that select key lists for few rows read a contiguous cache in place. Distances of a relative bias need
     # every key at its position.
     is_in_place = slots.table is None and slots.elements is None and not is_packed
-    few_rows = is_in_place and sequences.most_rows <= MAX_TOPK_LIST_ROWS
+    few_rows = is_in_place and sequences.max_rows <= MAX_TOPK_LIST_ROWS
     if selects and not few_rows and given.relative_bias is None:
         keys = best_and_new_keys(given, slots, sequences)
     elif is_packed:
@@ -268,11 +268,11 @@ def hidden_where(hidden: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return [*tensors[:2], *(biases.masked_fill(hidden, -torch.inf) for biases in tensors[2:])]
 
 
-def packed(given: KvCacheArguments, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def packed(given: KvCacheArguments, counts: Tensor, max_total: int) -> tuple[Tensor, Tensor]:
     """int64 (total): the sequence of each of the `counts` keys of the sequences, and its number there. The total is
-    `most` where the counts cannot be read. The filler's keys follow."""
+    `max_total` where the counts cannot be read. The filler's keys follow."""
     values = read(counts)
-    total = most if values is None else sum(values)
+    total = max_total if values is None else sum(values)
     return packed_positions(offsets_of(counts), total + has_filler(given) * FILLER_KEYS)
 
 
@@ -285,15 +285,15 @@ def best_and_new_keys(given: KvCacheArguments, slots: Slots, sequences: Sequence
     prefix = (sequences.keys - sequences.rows).clamp_(min=0)  # keys before the first new row's own
     values = read(prefix)
     longest = sequences.longest if values is None else max(values)
-    most = min(given.window_size, longest)
-    best, found = best_keys(slots.whole_biases(given.bias_cache, longest), prefix, most)
-    selected = prefix.clamp(max=most)  # slots for the best keys; a head with fewer leaves the first ones empty
-    counts, width = selected + (sequences.keys - prefix), most + sequences.most_rows
+    max_selected = min(given.window_size, longest)
+    best, found = best_keys(slots.whole_biases(given.bias_cache, longest), prefix, max_selected)
+    selected = prefix.clamp(max=max_selected)  # slots for the best keys; a head with fewer leaves the first ones empty
+    counts, width = selected + (sequences.keys - prefix), max_selected + sequences.max_rows
     if given.cu_seqlens_q is None:
         sequence = torch.arange(sequences.batch, device=prefix.device)[:, None].expand(-1, width)
         number = torch.arange(width, device=prefix.device).expand(sequence.shape)
     else:
-        sequence, number = packed(given, counts, sequences.batch * most + given.query.shape[0])
+        sequence, number = packed(given, counts, sequences.batch * max_selected + given.query.shape[0])
     heads = torch.arange(given.k_cache.shape[2], device=prefix.device)
     sequence, number = sequence[..., None], number[..., None]
     behind = number - selected[sequence]  # the number of a new row's key
@@ -330,18 +330,18 @@ def call_fixed(given: KvCacheArguments, keys: Keys) -> tuple[Tensor, Tensor]:
 
 
 def call_packed(given: KvCacheArguments, sequences: Sequences, keys: Keys) -> tuple[Tensor, Tensor]:
-    query, offsets, most_rows, relative_bias = given.query, given.cu_seqlens_q, sequences.most_rows, given.relative_bias
-    (key, value, *biases), counts, most_keys = keys
+    query, offsets, max_rows, relative_bias = given.query, given.cu_seqlens_q, sequences.max_rows, given.relative_bias
+    (key, value, *biases), counts, max_keys = keys
     options, total = options_of(given), query.shape[0]
     if has_filler(given):
         query = pad(query, (0, 0, 0, 0, 0, FILLER_ROWS))
         offsets, counts = torch.cat((offsets, offsets[-1:] + FILLER_ROWS)), pad(counts, (0, 1), value=FILLER_KEYS)
-        most_rows, most_keys = max(most_rows, FILLER_ROWS), max(most_keys, FILLER_KEYS)
+        max_rows, max_keys = max(max_rows, FILLER_ROWS), max(max_keys, FILLER_KEYS)
         if relative_bias is not None and relative_bias.shape[0] > 1:
             relative_bias = torch.cat((relative_bias, relative_bias[-1:]))
         if given.window_size is not None:
             options["sparse"] = "lists"  # "auto" chooses by the number of keys
-    options |= {"relative_bias": relative_bias, "varlen": Varlen(offsets, offsets_of(counts), most_rows, most_keys)}
+    options |= {"relative_bias": relative_bias, "varlen": Varlen(offsets, offsets_of(counts), max_rows, max_keys)}
     bias = biases[0] if biases else None
     out, lse = attend(kernels_for(query), Call(query, key, value, attn_bias=bias, **options))
     return out[:total], lse[:, :total]

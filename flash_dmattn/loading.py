@@ -14,8 +14,8 @@ from .source_hash import source_hash
 NAMESPACE = "flash_dmattn"  # of the operators
 INSTALL = "run `pip install --no-build-isolation .` in its source tree"
 
-# setup.py writes two lines beside the module: PyTorch's version, as a module that does not load cannot report it, and
-# the hash of the sources.
+# setup.py writes a file next to the module. Its two lines are PyTorch's version, which a module that fails to load
+# cannot report, and the hash of the sources.
 STAMP = Path(__file__).with_name("_C.torch")
 ROOT = Path(__file__).parents[1]  # the source tree of an editable installation
 

@@ -167,11 +167,11 @@ def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     return relative_bias[:, :, (keys - rows - (seqlen_k - seqlen_q)).clamp(-radius, radius) + radius]
 
 
-def shifted(relative_bias: Tensor, shift: int | Tensor, most: int | None = None) -> Tensor:
-    """The table whose entry of distance d is that of d + shift. Its radius is larger by `most`, at least |shift|, the
-    default, so that its clamped entries are those of `relative_bias`."""
+def shifted(relative_bias: Tensor, shift: int | Tensor, max_shift: int | None = None) -> Tensor:
+    """The table whose entry of distance d is that of d + shift. Its radius is larger by `max_shift`, a bound on
+    |shift| and by default |shift| itself, so that its clamped entries are those of `relative_bias`."""
     radius = relative_bias.shape[2] // 2
-    distance = distances(radius + (abs(shift) if most is None else most), relative_bias.device)
+    distance = distances(radius + (abs(shift) if max_shift is None else max_shift), relative_bias.device)
     return relative_bias[:, :, (distance + shift).clamp(-radius, radius) + radius]
 
 

@@ -1,4 +1,4 @@
-"""Masks as pictures: `plot(mask)` draws which keys each query row sees, which scores the kernels compute beside them,
+"""Masks as pictures: `plot(mask)` draws which keys each query row sees, which masked scores the kernels compute,
 and which they skip. Needs matplotlib."""
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def plot(
         seqlen_q: Sq, where the mask does not determine it; by default Sk.
         batch, head: which entry of the mask.
         is_causal: also hides what a call with is_causal=True hides.
-        cells: the most cells of the picture in each direction.
+        cells: the maximum number of cells of the picture in each direction.
         ax: matplotlib's Axes to draw in; by default those of a new figure.
 
     Returns:
@@ -200,8 +200,8 @@ def plot(
     light = LinearSegmentedColormap.from_list("computed", [SKIPPED, COMPUTED])
     ax.imshow(computed.numpy(), cmap=light, vmax=1, **shown)
     dark = LinearSegmentedColormap.from_list("visible", [COMPUTED, VISIBLE])
-    most = max(float(visible.max()), 1e-9)
-    image = ax.imshow(visible.where(visible > 0, torch.nan).numpy(), cmap=dark, vmax=most, **shown)
+    largest = max(float(visible.max()), 1e-9)
+    image = ax.imshow(visible.where(visible > 0, torch.nan).numpy(), cmap=dark, vmax=largest, **shown)
     if parts.cell > 1:
         label = f"visible part of {parts.cell} x {parts.cell} scores"
         ax.figure.colorbar(image, ax=ax, location="bottom", shrink=0.7, label=label)

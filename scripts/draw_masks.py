@@ -28,7 +28,7 @@ def save(figure: Figure, name: str) -> None:
         figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
 
 
-def chosen_keys() -> torch.Tensor:
+def selected_keys() -> torch.Tensor:
     """An indexer's choice: each 64 rows see their own 128 keys, most of them near."""
     own = 64 * torch.arange(S // 64)[:, None] + 64
     near = own - 1 - torch.randint(0, 160, (S // 64, 64))
@@ -55,7 +55,7 @@ def masks() -> dict[str, tuple[KeyIntervalMask | KeyLists | torch.Tensor, bool]]
         "bool": ((torch.rand(1, 1, 8, 8) < 0.4).repeat_interleave(S // 8, 2).repeat_interleave(S // 8, 3), False),
         "topk_tiles": (topk, True),
         "topk_lists": (KeyLists.build(topk, S, is_causal=True), True),
-        "indices": (KeyLists.from_indices(chosen_keys(), S, S, is_causal=True, tile_rows=64), True),
+        "indices": (KeyLists.from_indices(selected_keys(), S, S, is_causal=True, tile_rows=64), True),
     }
 
 

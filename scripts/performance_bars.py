@@ -1,8 +1,8 @@
-"""Bars for the performance page of the site, from benchmarks/results/h200.json: every implementation that was measured
-beside flash_dmattn, the multiple of flash_dmattn's time, and the part of the GPU's limit.
+"""Bars for the performance page of the site, from benchmarks/results/h200.json: flash_dmattn and every peer that was
+measured, with the ratio of their times and the fraction of the GPU's limit.
 
-scripts/site_hooks.py puts them behind the tables of docs/measured.md. scripts/write_tables.py takes the table of the
-workloads in which a peer is faster from here.
+scripts/site_hooks.py adds them to the tables of docs/measured.md. scripts/write_tables.py uses `slower`, the table of
+the workloads in which a peer is faster.
 """
 
 from __future__ import annotations

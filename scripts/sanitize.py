@@ -1,4 +1,4 @@
-"""Builds the CPU extension with sanitizers, beside the usual build, and runs tests under them.
+"""Builds the CPU extension with sanitizers, separately from the usual build, and runs tests under them.
 
     python scripts/sanitize.py                                      # AddressSanitizer and UndefinedBehaviorSanitizer
     python scripts/sanitize.py thread                               # ThreadSanitizer

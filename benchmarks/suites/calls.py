@@ -182,11 +182,11 @@ def decode(problem: Problem, setting: Setting) -> list[Row]:
         ways |= {name: (kernel, make) for name, make in makers.items()}
         if DENSE in kernel.uses:
             makers[f"{DENSE}: {kernel.name}"] = partial(dense, inputs, kernel)
-        with kernel.chosen():
+        with kernel.selected():
             rows += time(makers, limit)
     if device == "cuda":
         kernel, make = ways[best(rows, FORWARD, BY_HAND).implementation]
-        with kernel.chosen():
+        with kernel.selected():
             rows += time({BY_HAND_GRAPH: lambda: captured(make(), device)}, limit)
     return rows
 

@@ -306,7 +306,7 @@ def measure(
 ) -> list[Row]:
     """The rows of every implementation, or its reason why there are none."""
     rows = []
-    for implementation in setting.chosen or implementations:
+    for implementation in setting.selected or implementations:
         torch.compiler.reset()
         try:
             rows += measure_one(workload, implementation, setting)

@@ -61,11 +61,11 @@ WORKLOADS = {
 }
 # Of two ranks: against one rank with the whole, against one with its share, and for the bytes of one window.
 STRONG, WEAK, DENSE_CAUSAL = (WORKLOADS["cuda"][i].name for i in range(3))
-MOST_BYTES = Demand("top-w mask", BOTH, 1.2, figure="sent_over_budget")
+MAX_BYTES = Demand("top-w mask", BOTH, 1.2, figure="sent_over_budget")
 DEMANDS = {
-    "cpu": [MOST_BYTES],
+    "cpu": [MAX_BYTES],
     "cuda": [
-        MOST_BYTES,
+        MAX_BYTES,
         Demand(STRONG, BOTH, 1 / 1.85, (ALONE,)),
         Demand(WEAK, BOTH, 1 / 0.95, (SHARE,)),
         Demand(DENSE_CAUSAL, BOTH, 1 / 1.7, (ALONE,), implementation=ZIGZAG),
@@ -209,7 +209,7 @@ METHODS: dict[str, Method] = {ALONE: alone, SHARE: share, OURS: ours, ZIGZAG: zi
 
 
 def measure(workload: Workload, setting: Setting) -> list[Row]:
-    return [row for method in setting.chosen or workload.methods for row in measured(workload, method, setting)]
+    return [row for method in setting.selected or workload.methods for row in measured(workload, method, setting)]
 
 
 def measured(workload: Workload, method: str, setting: Setting) -> list[Row]:

@@ -302,7 +302,7 @@ def rows_by_hand(cache: Cache, time: Callable[..., list[Row]], limit: float | No
         name, make = DENSE, dense_by_hand
     for kernel in ROW_KERNELS[device]:
         if name in kernel.uses:
-            with kernel.chosen():
+            with kernel.selected():
                 rows += time({f"{name}: {kernel.name}": partial(make, cache, kernel)}, limit)
     return rows
 

@@ -216,7 +216,7 @@ def _zero_unseen(tile, visible, is_finite):
 @jit
 def _is_finite(sums, b, kv_head, call):
     """Whether all rows of a head are finite, from their sum. A False from an overflow costs only time."""
-    total = tl.load(sums + b * (call.heads // call.group) + kv_head)
+    total = tl.load(sums + b * (call.heads // call.qheads_per_kv) + kv_head)
     return total - total == 0.0
 
 
@@ -307,7 +307,7 @@ def _row_bounds(key, call, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 @jit
 def _forward_kernel(inputs, value_sums, out, lse, call, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     b, h, row, rows = _row_tile(call, call.IS_CAUSAL, BLOCK_M)
-    kv_head = h // call.group
+    kv_head = h // call.qheads_per_kv
     key, value = _at_head(inputs.key, b, kv_head), _at_head(inputs.value, b, kv_head)
     mask = _scores_at_head(inputs.mask, b, h, call.MASK)
     bias = _scores_at_head(inputs.bias, b, h, call.BIAS)
@@ -354,7 +354,7 @@ def _delta_kernel(out, dout, dlse, delta, call, BLOCK_M: tl.constexpr):
 def _dq_kernel(inputs, of_rows, key_sums, dq, dbias, call, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dbias is None, or contiguous (B, H, Sq, Sk) and holds zeros in tiles that causality hides."""
     b, h, row, rows = _row_tile(call, call.IS_CAUSAL, BLOCK_M)
-    kv_head = h // call.group
+    kv_head = h // call.qheads_per_kv
     mask = _scores_at_head(inputs.mask, b, h, call.MASK)
     bias = _scores_at_head(inputs.bias, b, h, call.BIAS)
     is_finite = _is_finite(key_sums, b, kv_head, call)
@@ -388,7 +388,7 @@ def _dkdv_kernel(inputs, of_rows, dk, dv, column_sums, call, BLOCK_M: tl.constex
     """
     tiles = tl.cdiv(call.seqlen_k, BLOCK_N)
     start_key = tl.program_id(0) % tiles * BLOCK_N
-    kv_heads = call.heads // call.group
+    kv_heads = call.heads // call.qheads_per_kv
     b, kv_head = tl.program_id(0) // tiles // kv_heads, tl.program_id(0) // tiles % kv_heads
     keys = start_key + tl.arange(0, BLOCK_N)
     k, v = _load_key_operands(inputs, b, kv_head, keys, call)
@@ -396,8 +396,8 @@ def _dkdv_kernel(inputs, of_rows, dk, dv, column_sums, call, BLOCK_M: tl.constex
     total_dk = tl.zeros([BLOCK_N, call.BLOCK_D], tl.float32)
     total_dv = tl.zeros([BLOCK_N, call.BLOCK_D], tl.float32)
     begin, whole = _row_bounds(start_key, call, BLOCK_M, BLOCK_N)
-    for member in range(0, call.group):
-        h = kv_head * call.group + member
+    for member in range(0, call.qheads_per_kv):
+        h = kv_head * call.qheads_per_kv + member
         mask = _scores_at_head(inputs.mask, b, h, call.MASK)
         bias = _scores_at_head(inputs.bias, b, h, call.BIAS)
         total_dx = tl.zeros([BLOCK_N], tl.float32)
@@ -451,7 +451,7 @@ def _dbias_kernel(
         mask = _scores_at_head(inputs.mask, b, h, call.MASK)
         bias = _scores_at_head(inputs.bias, b, h, call.BIAS)
         q, do, lse, delta = _load_row_operands(inputs, of_rows, b, h, rows, call)
-        k, v = _load_key_operands(inputs, b, h // call.group, keys, call)
+        k, v = _load_key_operands(inputs, b, h // call.qheads_per_kv, keys, call)
         _, dx, _, _ = _gradients(
             *(_dot(q, tl.trans(k)), _dot(do, tl.trans(v)), lse[:, None], delta[:, None]),
             *(rows[:, None], keys[None, :], mask, bias, call, True),
@@ -527,7 +527,7 @@ class Inputs(NamedTuple):
 
 
 class OfRows(NamedTuple):
-    """What the backward kernels read of each row beside query."""
+    """What the backward kernels read of each row in addition to query."""
 
     dout: tuple  # as an input
     lse: Tensor
@@ -538,7 +538,7 @@ class CallParams(NamedTuple):
     """The numbers of a call: kernel arguments, then compile-time constants."""
 
     heads: int
-    group: int  # query heads per key/value head
+    qheads_per_kv: int
     seqlen_q: int
     seqlen_k: int
     softmax_scale: float

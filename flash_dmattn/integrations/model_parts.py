@@ -64,7 +64,7 @@ class Part(NamedTuple):
         return type(self.model).__name__ + (f" ({self.name})" if self.name else "")
 
     def has_attention(self) -> bool:
-        """Whether the part has attention layers besides those of the parts within it."""
+        """Whether the part has attention layers other than those of the parts within it."""
         return any("Attention" in type(module).__name__ for module in modules_outside_parts(self.model))
 
 

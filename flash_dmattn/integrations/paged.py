@@ -1,7 +1,7 @@
 """Continuous batching of transformers (`model.generate_batch`): attention over the pages of its cache.
 
 A batch packs rows of several requests: chunks of prompts and single tokens. The cache holds keys and values in pages.
-The biases of a dynamic mask have no place there: they are in pages of their own, with the same page numbers.
+transformers has no pages for the biases of a dynamic mask. They are in separate pages with the same page numbers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class CacheLayer(NamedTuple):
     """The cache of one layer.
 
     Attributes:
-        group: the number of the layers that share page tables with this one.
-        is_first: whether it is the first of these layers.
+        group: the index of the group of layers that share page tables.
+        is_first: whether it is the first layer of its group.
         pages: keys and values (pages, page_size, Hkv, D).
         window: the number of keys that a sliding-window layer sees, else None.
     """
@@ -150,18 +150,18 @@ def page_table(layer: CacheLayer, batch: dict, sequences: Sequences) -> tuple[Te
 def block_table(layer: CacheLayer, batch: dict, sequences: Sequences) -> Tensor:
     """int32 (B, pages of a sequence): the pages of each sequence. Entries beyond its keys have any value.
 
-    transformers passes page tables for batches of single tokens only. For others it passes the place in the cache of
-    every key, sequence by sequence: the first place of each page gives its number.
+    transformers passes page tables for batches of single tokens only. For others it passes the cache slot of every key,
+    sequence by sequence: the first slot of each page determines the page number.
     """
     if batch["block_table"] is not None:
         return batch["block_table"][layer.group]
-    places = batch["read_index"][layer.group]
-    if places.numel() == 0:  # no request has keys in the cache
-        places = batch["write_index"][layer.group]
+    slots = batch["read_index"][layer.group]
+    if slots.numel() == 0:  # no request has keys in the cache
+        slots = batch["write_index"][layer.group]
     page_size = layer.pages[0].shape[1]
-    firsts = torch.arange(0, sequences.max_seqlen_k, page_size, device=places.device)
+    firsts = torch.arange(0, sequences.max_seqlen_k, page_size, device=slots.device)
     positions = rearrange(sequences.cu_seqlens_k[:-1], "b -> b 1") + firsts
-    return (places[positions.clamp_(max=places.numel() - 1)] // page_size).int()
+    return (slots[positions.clamp_(max=slots.numel() - 1)] // page_size).int()
 
 
 _bias_pages = WeakKeyDictionary()  # cache: {address of keys and values: biases of all pages there}
@@ -220,7 +220,7 @@ def has_biases(cache: PagedAttentionCache) -> bool:
 
 def accept_page_tables(names: tuple[str, ...]) -> None:
     """Makes transformers pass page tables for batches of single tokens, which it does for FlashAttention 2 and 3 only.
-    It then prepares a few page numbers of a request in place of the places of all its keys."""
+    transformers then prepares the page numbers of a request instead of the cache slots of all its keys."""
     check = initialization.ensure_decode_fast_path_is_available
 
     @functools.wraps(check)

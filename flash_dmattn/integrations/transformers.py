@@ -275,14 +275,14 @@ def require_pageable(mask: VisibleKeys | Tensor | None, sinks: Tensor | None, ot
 
 # Tensors that transformers passes to the attention of any model, and that do not affect it.
 IGNORED = ("position_ids", "cache_position", "seq_idx", "num_items_in_batch")
-# Those of continuous batching besides.
+# Additional tensors of continuous batching.
 IGNORED += ("block_table", "logits_indices", "logits_processor_args")
 
 
 def require_known_tensors(module: nn.Module, options: dict) -> None:
     """Raises ValueError for a tensor that eager attention uses and this function would ignore.
 
-    A model passes the arguments that it does not know on to its attention. The signature of the model's
+    A model passes unknown arguments to its attention. The signature of the model's
     `eager_attention_forward` shows which of them attention uses. Without that function no unknown tensor is accepted.
     """
     for name, value in options.items():
@@ -326,7 +326,7 @@ def relative_bias_of(
         return table
     shift = key.shape[1] - query.shape[1] - attention_mask.q_offset
     if isinstance(shift, Tensor):
-        return shifted(table, shift, most=key.shape[1])
+        return shifted(table, shift, max_shift=key.shape[1])
     return table if shift == 0 else shifted(table, shift)
 
 

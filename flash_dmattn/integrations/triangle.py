@@ -52,7 +52,7 @@ def triangle_attention(
         q: (B, N, H, Q, D), in the dtypes of `flash_dmattn_func`; D from 1 to 256.
         k: (B, N, H, K, D) in q's dtype.
         v: (B, N, H, K, D) in q's dtype.
-        bias: (B, 1, H, Q, K) in q's dtype or float32. A float32 bias beside a 16-bit q is read without rounding, and
+        bias: (B, 1, H, Q, K) in q's dtype or float32. A float32 bias with a 16-bit q is read without rounding, and
             its gradient is float32; on CUDA it is slower than one in q's dtype (docs/semantics.md).
         mask: bool (B, {N|1}, 1, 1, K), True = visible; None: all keys are visible.
         scale: scale of the scores, default 1 / sqrt(D).

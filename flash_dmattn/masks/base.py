@@ -41,7 +41,7 @@ class Mask:
     # Whether the kernels gather listed keys (KeyLists), and whether only lists can represent the mask.
     has_lists: bool = False
     needs_lists: bool = False
-    # int32 (2, ...): the intervals that the kernels apply beside lists of this mask.
+    # int32 (2, ...): the intervals that the kernels apply in addition to lists of this mask.
     list_intervals: Tensor | None = None
 
     def operands(self) -> MaskTensors:

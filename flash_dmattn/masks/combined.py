@@ -17,7 +17,7 @@ FIXED, VARLEN = "({B|1}, {H|Hkv|1}, Sk)", "(total_k, {H|Hkv|1})"
 
 
 def intersection(a: KeyIntervalMask, b: KeyIntervalMask) -> KeyIntervalMask:
-    (start, end), (others_start, others_end) = beside(a, b, "&")
+    (start, end), (others_start, others_end) = expand_bounds(a, b, "&")
     bounds = [mask.keys_per_row for mask in (a, b) if mask.keys_per_row is not None]
     return type(a)(
         torch.maximum(start, others_start),
@@ -59,7 +59,7 @@ def union(a: KeyIntervalMask, b: KeyIntervalMask) -> KeyIntervalMask:
     rows = b.rows if a.rows is None else a.rows
     # Rows that do not exist leave no gap, and belong to no interval.
     (start, end), (others_start, others_end) = [
-        [bound.clamp(min=0, max=rows) for bound in bounds] for bounds in beside(a, b, "|")
+        [bound.clamp(min=0, max=rows) for bound in bounds] for bounds in expand_bounds(a, b, "|")
     ]
     is_empty, others_empty = end <= start, others_end <= others_start
     gap = ~is_empty & ~others_empty & (torch.maximum(start, others_start) > torch.minimum(end, others_end))
@@ -81,7 +81,7 @@ def union(a: KeyIntervalMask, b: KeyIntervalMask) -> KeyIntervalMask:
 
 
 def count_keys_per_row(start: Tensor, end: Tensor, rows: int) -> int:
-    """The least keys_per_row of intervals (B, H, Sk) in [0, rows]. Waits for the device."""
+    """The smallest valid keys_per_row of intervals (B, H, Sk) in [0, rows]. Waits for the device."""
     if rows == 0 or start.numel() == 0:
         return 0
     shown = (start < end).int()
@@ -97,8 +97,8 @@ def count_keys_per_row(start: Tensor, end: Tensor, rows: int) -> int:
     return int((started.flip(2).cummax(2).values.flip(2) - ended).max())
 
 
-def beside(a: KeyIntervalMask, b: KeyIntervalMask, symbol: str) -> list[tuple[Tensor, Tensor]]:
-    """(start, end) of both masks with the same number of heads. Raises where the masks do not fit."""
+def expand_bounds(a: KeyIntervalMask, b: KeyIntervalMask, symbol: str) -> list[tuple[Tensor, Tensor]]:
+    """(start, end) of both masks, expanded to the same number of heads. Raises an error if the masks do not fit."""
     heads = max(a.heads, b.heads)
     fit = (
         a.is_varlen == b.is_varlen

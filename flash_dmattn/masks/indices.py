@@ -30,7 +30,7 @@ class KeyIndices(Container, Mask):
         return None if self.shown is None or has_row_bits(self.tile_rows) else self.shown.intervals
 
     def __getitem__(self, index: slice) -> KeyIndices:
-        """The indices of some batch elements, and the intervals beside them. Those of all batch elements stay."""
+        """The indices and intervals of some batch elements. A part that is shared by all batch elements stays whole."""
         held = {"indices": self.indices, "shown": self.shown}
         batches = max(part.shape[0] for part in held.values() if part is not None)
         parts = {name: part[index] for name, part in held.items() if part is not None and part.shape[0] == batches}

@@ -104,9 +104,9 @@ class KeyLists(Container, Mask):
             dims = len(mask.shape)
             total_q, total_k = (mask.shape[0] if dims == 3 else None), (mask.shape[0] if dims == 2 else None)
             operands = mask.operands()
-            beside = (operands.intervals if operands.mask is None else operands.mask, "mask")
-            check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *beside, total_q, longest=("seqlen_q", seqlen_q))
-            check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *beside, total_k, longest=("seqlen_k", seqlen_k))
+            reference = (operands.intervals if operands.mask is None else operands.mask, "mask")
+            check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *reference, total_q, longest=("seqlen_q", seqlen_q))
+            check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *reference, total_k, longest=("seqlen_k", seqlen_k))
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         elif isinstance(mask, KeyIntervalMask):
             mask.require_rows("mask", seqlen_q)
@@ -224,12 +224,12 @@ class KeyLists(Container, Mask):
 
     @property
     def intervals(self) -> Tensor | None:
-        """int32 (2, ...): the intervals that the kernels apply beside the lists."""
+        """int32 (2, ...): the intervals that the kernels apply in addition to the lists."""
         return self.source.list_intervals
 
     @property
     def checked_mask(self) -> Tensor | KeyIntervalMask | None:
-        """`mask`, or for an indexer's keys the KeyIntervalMask beside them."""
+        """`mask`, or for lists from indices their KeyIntervalMask."""
         return self.mask.shown if isinstance(self.mask, KeyIndices) else self.mask
 
     @property

@@ -57,7 +57,7 @@ def gemm_flops(given: Arguments) -> int:
 
 
 def with_kvcache(*args, out_val=None, **kwargs) -> int:
-    """Of attention_with_kvcache: each row sees the keys up to its own, or window_size of them."""
+    """The FLOPs of attention_with_kvcache: each row sees the keys up to its own, or window_size of them."""
     given = KvCacheArguments(*args, **kwargs)
     *_, heads, head_dim = given.query.shape
     packed = given.cu_seqlens_q is not None

@@ -7,7 +7,7 @@ import torch
 LIST_ALIGN = 64  # kAlign of KeyListsView in csrc/params.h
 LIST_ROWS = 128  # kRows
 MAX_TILE_ROWS = 2**31 - LIST_ROWS  # the largest multiple in int32: tile_rows of index_key_lists
-MAX_TOPK_LIST_ROWS = 16  # the most query rows that topk_lists accepts
+MAX_TOPK_LIST_ROWS = 16  # the maximum number of query rows of topk_lists
 
 
 def is_per_key(shape) -> bool:

@@ -29,7 +29,7 @@ class MaskTensors(NamedTuple):
 
 
 # The arguments of attention_forward. cu_seqlens int32 (B + 1): all four of the sequences, or none. seqlens_k int32 (B):
-# cache_seqlens of the public functions. relative_bias: float32, or float64 beside a float64 query; with a fourth
+# cache_seqlens of the public functions. relative_bias: float32, or float64 with a float64 query; with a fourth
 # dimension of a grid.
 TENSORS = ("query", "key", "value", "bias", "relative_bias", *MaskTensors._fields)
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqlens_k")

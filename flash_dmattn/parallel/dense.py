@@ -42,7 +42,7 @@ class RowRange:
 
     @property
     def distance_shift(self) -> int:
-        """What a distance in the sequence is above one in the call, whose last row stands at the last key."""
+        """Distance in the sequence minus distance in the call. A call aligns its last row with the last key."""
         return self.num_keys - (self.rows.stop - self.rows.start) - self.position
 
     def narrow(self, x: Tensor, dim: int) -> Tensor:
@@ -126,11 +126,11 @@ class CallSlice:
         return x.narrow(dim, self.kv.start * ratio, (self.kv.stop - self.kv.start) * ratio)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Of (B, S_r, H, D)."""
+        """The part of a tensor (B, S_r, H, D)."""
         return self.row_range.narrow(self.heads(x, 2), 1)
 
     def lse(self, x: Tensor | None) -> Tensor | None:
-        """Of (B, H, S_r)."""
+        """The part of a tensor (B, H, S_r)."""
         return None if x is None else self.row_range.narrow(self.heads(x, 1), 2)
 
     def bias(self, x: Tensor | None, is_key_bias: bool) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Upstream's import path of `create_mask`, and the functions beside it."""
+"""Upstream's import path of `create_mask` and of the other functions of its module."""
 
 from __future__ import annotations
 

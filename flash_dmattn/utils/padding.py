@@ -1,4 +1,4 @@
-"""Upstream's import path of `pad_input` and `unpad_input`, and the functions beside them."""
+"""Upstream's import path of `pad_input`, `unpad_input` and the other functions of their module."""
 
 from __future__ import annotations
 

@@ -170,9 +170,9 @@ def compiled(source, to, *options):
 
 # Local memory of a kernel in bytes per thread, register spills included. Kernels that use all registers keep a few
 # values there; a spilled array would be hundreds of bytes.
-MOST_LOCAL_MEMORY = {"fwd": 0, "bwd": 112, "gather": 64}
+MAX_LOCAL_MEMORY = {"fwd": 0, "bwd": 112, "gather": 64}
 # Kernels for a softcap or a relative bias (ScoreTerms::kGeneral) have more values per score.
-MOST_LOCAL_MEMORY_OF_GENERAL_TERMS = 256
+MAX_LOCAL_MEMORY_OF_GENERAL_TERMS = 256
 
 
 def local_memory(says):
@@ -183,7 +183,7 @@ def local_memory(says):
 
 @needs_nvcc
 @pytest.mark.long
-@pytest.mark.parametrize("direction", MOST_LOCAL_MEMORY)
+@pytest.mark.parametrize("direction", MAX_LOCAL_MEMORY)
 def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, direction):
     """Compiles for two architectures, with no headers but CUDA's."""
     monkeypatch.setenv("FLASH_DMATTN_HEAD_DIMS", "64")
@@ -194,7 +194,7 @@ def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, dire
     says = compiled(source, tmp_path / "kernel.o", "-O3", *targets, "--threads=2", "-Xptxas=-v", "-c")
     report = local_memory(says)
     assert {target for _, target, _ in report} == {"sm_80", "sm_90"}
-    most = {True: MOST_LOCAL_MEMORY_OF_GENERAL_TERMS, False: MOST_LOCAL_MEMORY[direction]}
+    most = {True: MAX_LOCAL_MEMORY_OF_GENERAL_TERMS, False: MAX_LOCAL_MEMORY[direction]}
     assert not [kernel for kernel in report if kernel[2] > most["10ScoreTermsE1" in kernel[0]]]
 
 
@@ -216,11 +216,11 @@ HOPPER_KERNELS = [
 # ptxas ignores setmaxnreg, or serializes wgmma.
 SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 # Bytes per thread. The producer deallocates its registers and spills what it needs once per block.
-MOST_LOCAL_MEMORY_ON_HOPPER = 320
+MAX_LOCAL_MEMORY_ON_HOPPER = 320
 # Local loads and stores in the GEMM loop: where accumulators use all registers, addresses are reloaded. A spilled
 # accumulator would add dozens.
-MOST_LOCAL_MEMORY_OF_DECODING = 32
-MOST_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40, "pair_bias": 16, "sparse_bwd": 40}
+MAX_LOCAL_MEMORY_OF_DECODING = 32
+MAX_LOCAL_ACCESSES = {"fwd": 16, "bwd": 40, "pair_bias": 16, "sparse_bwd": 40}
 
 
 @needs_nvcc
@@ -235,7 +235,7 @@ def test_an_sm90_kernel_compiles_without_spills_in_its_gemm_loop(generator, tmp_
     assert SERIALIZED.findall(says) == []
     report = local_memory(says)
     assert {target for _, target, _ in report} == {"sm_90a"}
-    assert not [kernel for kernel in report if kernel[2] > MOST_LOCAL_MEMORY_ON_HOPPER]
+    assert not [kernel for kernel in report if kernel[2] > MAX_LOCAL_MEMORY_ON_HOPPER]
 
     cuobjdump = find_cuobjdump()
     if cuobjdump is None:
@@ -248,7 +248,7 @@ def test_an_sm90_kernel_compiles_without_spills_in_its_gemm_loop(generator, tmp_
     for name, loops in loops_of.items():
         for loop in loops:
             accesses = [x for x in loop if x.name in ("LDL", "STL")]
-            assert len(accesses) <= MOST_LOCAL_ACCESSES[direction], (name, accesses)
+            assert len(accesses) <= MAX_LOCAL_ACCESSES[direction], (name, accesses)
 
 
 @needs_nvcc
@@ -262,7 +262,7 @@ def test_the_decoding_kernel_compiles_without_spilled_accumulators(generator, tm
     says = compiled(source, tmp_path / "kernel.cubin", "-O3", *generator.targets_of(source), "-Xptxas=-v", "-cubin")
     report = local_memory(says)
     assert len(report) == (2 if head_dim <= 128 else 1)  # with 8 and with 16 warps
-    assert not [kernel for kernel in report if kernel[2] > MOST_LOCAL_MEMORY_OF_DECODING]
+    assert not [kernel for kernel in report if kernel[2] > MAX_LOCAL_MEMORY_OF_DECODING]
 
 
 def test_inner_loops_finds_the_gemm_loops():

@@ -47,9 +47,9 @@ def test_tokens_are_those_of_each_request_alone(example, served, options):
 def test_steps_mix_prompts_and_single_tokens(example, served, monkeypatch):
     lengths, right = [], example.Server.forward
 
-    def recorded(self, batch, most_rows):
+    def recorded(self, batch, max_rows):
         lengths.append(batch.cu_seqlens.diff().tolist())
-        return right(self, batch, most_rows)
+        return right(self, batch, max_rows)
 
     monkeypatch.setattr(example.Server, "forward", recorded)
     served()

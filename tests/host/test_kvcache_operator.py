@@ -175,7 +175,7 @@ def test_without_reading_the_lengths(layout, options, batch, invariant, monkeypa
     monkeypatch.setattr(kvcache_composed, "read", lambda lengths: None)
     if invariant:
         monkeypatch.setattr(kvcache_composed, "has_filler", lambda given: True)
-        monkeypatch.setattr(kvcache_composed, "one_by_one", kvcache_composed.attend_beside_filler)
+        monkeypatch.setattr(kvcache_composed, "one_by_one", kvcache_composed.attend_with_filler)
     check(make_sequences(BATCHES[batch]), options={**options, "batch_invariant": invariant}, **layout)
 
 
@@ -185,7 +185,7 @@ def test_without_reading_the_lengths(layout, options, batch, invariant, monkeypa
 def test_the_filler_changes_nothing(layout, batch, window_size, monkeypatch):
     """batch_invariant as on CUDA."""
     monkeypatch.setattr(kvcache_composed, "has_filler", lambda given: True)
-    monkeypatch.setattr(kvcache_composed, "one_by_one", kvcache_composed.attend_beside_filler)
+    monkeypatch.setattr(kvcache_composed, "one_by_one", kvcache_composed.attend_with_filler)
     options = {"window_size": window_size, "batch_invariant": True}
     sequences = make_sequences(BATCHES[batch])
     check(sequences, options=options, **layout)

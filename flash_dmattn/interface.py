@@ -121,9 +121,9 @@ def flash_dmattn_func(
         TypeError: an invalid dtype or type.
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
-    is_plain = cache_seqlens is None and relative_bias is None and grid is None and sinks is None and scale is None
+    is_plain = relative_bias is None and grid is None and sinks is None and scale is None
     if is_plain and return_attn_probs is False and sparse == "auto":
-        options = (softmax_scale, is_causal, softcap, deterministic, return_lse, window_size)
+        options = (softmax_scale, is_causal, softcap, deterministic, return_lse, window_size, cache_seqlens)
         result = ops.fast_path(query, key, value, attn_mask, attn_bias, *options, LIMITS)
         if result is not None:
             return result

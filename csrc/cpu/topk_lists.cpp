@@ -14,6 +14,37 @@ constexpr int64_t kWords = KeyListsView::kRows / 32;
 constexpr int64_t kChunk = 1024;  // biases that are converted at once
 constexpr int64_t kGroup = 32;    // biases that are compared at once
 
+int64_t used_keys(const SelectParams& p, int64_t batch) {
+    return p.seqused_k != nullptr ? std::clamp<int64_t>(p.seqused_k[batch], 0, p.keys) : p.keys;
+}
+
+// The biases of the keys of one batch element and head, by chunks. Owns its scratch memory.
+template <typename acc_t>
+class BiasChunks {
+public:
+    explicit BiasChunks(const BiasView& bias) : bias_(bias), chunk_(kChunk) {}
+
+    void select(int64_t batch, int64_t head) {
+        at_ = (bias_.batches > 1 ? batch * bias_.batch_stride : 0) + head * bias_.head_stride;
+    }
+
+    const acc_t* load(int64_t first, int64_t count) {
+        const int64_t at = at_ + first * bias_.col_stride;
+        const auto read = [&](int64_t stride, int64_t rows, int64_t cols) {
+            return flash_dmattn::load<acc_t>(bias_.data, bias_.dtype, at, stride, rows, cols, chunk_.data());
+        };
+        if (bias_.col_stride == 1) return read(count, 1, count).data;
+        const auto column = read(bias_.col_stride, count, 1);
+        for (int64_t j = 0; j < count; ++j) chunk_[j] = *column.row(j);
+        return chunk_.data();
+    }
+
+private:
+    const BiasView& bias_;
+    int64_t at_ = 0;
+    Buffer<acc_t> chunk_;
+};
+
 template <typename acc_t>
 struct RankedKey {
     acc_t bias;
@@ -28,13 +59,13 @@ template <typename acc_t>
 class TopkSelector {
 public:
     explicit TopkSelector(const SelectParams& params)
-        : p_(params), lowest_(lowest<acc_t>(params.bias.dtype)), chunk_(kChunk), listed_(ceil_div(params.keys, 64)) {}
+        : p_(params), lowest_(lowest<acc_t>(params.bias.dtype)), biases_(params.bias),
+          listed_(ceil_div(params.keys, 64)) {}
 
     // Returns the end of the list, which begins at `begin`, or -1 for a bias that is NaN.
     int64_t select(int64_t batch, int64_t head, int64_t begin, int32_t* keys, uint32_t* rows) {
-        const int64_t used = p_.seqused_k != nullptr ? std::clamp<int64_t>(p_.seqused_k[batch], 0, p_.keys) : p_.keys;
-        const BiasView& bias = p_.bias;
-        bias_at_ = (bias.batches > 1 ? batch * bias.batch_stride : 0) + head * bias.head_stride;
+        const int64_t used = used_keys(p_, batch);
+        biases_.select(batch, head);
         lead_ = used - p_.rows;
         const int64_t first_later = std::max<int64_t>(lead_ + 1, 0);  // the first key that row 0 does not see
         best_.clear();
@@ -51,7 +82,7 @@ private:
         threshold_ = lowest_;
         for (; end > 0; end -= std::min(end, kChunk)) {
             const int64_t first = std::max<int64_t>(end - kChunk, 0);
-            const acc_t* x = load_chunk(first, end - first);
+            const acc_t* x = biases_.load(first, end - first);
             for (int64_t group_end = end - first; group_end > 0; group_end -= std::min(group_end, kGroup)) {
                 const int64_t group = std::max<int64_t>(group_end - kGroup, 0);
                 if (!any_better(x + group, group_end - group)) continue;
@@ -90,8 +121,8 @@ private:
     // Adds the keys [first, end), each of which is new to a row and may evict one. Returns whether no bias is NaN.
     bool add_later(int64_t first, int64_t end) {
         if (first == end) return true;
-        const acc_t* x = load_chunk(first, end - first);  // fewer than rows
-        std::make_heap(best_.begin(), best_.end());       // the worst is at the front
+        const acc_t* x = biases_.load(first, end - first);  // fewer than rows
+        std::make_heap(best_.begin(), best_.end());         // the worst is at the front
         for (int64_t key = first; key < end; ++key) {
             const RankedKey<acc_t> ranked{x[key - first], static_cast<int32_t>(key)};
             if (ranked.bias != ranked.bias) return false;
@@ -135,15 +166,6 @@ private:
         return end;
     }
 
-    const acc_t* load_chunk(int64_t first, int64_t count) {
-        const BiasView& bias = p_.bias;
-        const int64_t at = bias_at_ + first * bias.col_stride;
-        if (bias.col_stride == 1) return load<acc_t>(bias.data, bias.dtype, at, count, 1, count, chunk_.data()).data;
-        const auto column = load<acc_t>(bias.data, bias.dtype, at, bias.col_stride, count, 1, chunk_.data());
-        for (int64_t j = 0; j < count; ++j) chunk_[j] = *column.row(j);
-        return chunk_.data();
-    }
-
     struct PartlySeen {
         int64_t key;
         uint32_t rows;
@@ -151,8 +173,8 @@ private:
 
     const SelectParams& p_;
     acc_t lowest_, threshold_ = 0;  // a key whose bias is not above the threshold is not among the best
-    int64_t bias_at_ = 0, lead_ = 0;
-    Buffer<acc_t> chunk_;
+    int64_t lead_ = 0;
+    BiasChunks<acc_t> biases_;
     std::vector<RankedKey<acc_t>> best_;
     std::vector<uint64_t> listed_;  // one bit for each key
     std::vector<PartlySeen> partly_seen_;
@@ -173,7 +195,27 @@ bool select_all(const SelectParams& params, const SelectedListsPlan& plan, int32
     return has_order;
 }
 
+template <typename acc_t>
+bool has_order(const SelectParams& p) {
+    BiasChunks<acc_t> biases(p.bias);
+    int some_nan = 0;
+    for (int64_t list = 0; list < p.batches * p.bias.heads; ++list) {
+        const int64_t batch = list / p.bias.heads, used = used_keys(p, batch);
+        biases.select(batch, list % p.bias.heads);
+        for (int64_t first = 0; first < used; first += kChunk) {
+            const int64_t count = std::min(used - first, kChunk);
+            const acc_t* x = biases.load(first, count);
+            for (int64_t j = 0; j < count; ++j) some_nan |= x[j] != x[j];
+        }
+    }
+    return some_nan == 0;
+}
+
 }  // namespace
+
+bool has_order_cpu(const SelectParams& params) {
+    return params.bias.dtype == DataType::kFloat64 ? has_order<double>(params) : has_order<float>(params);
+}
 
 bool topk_lists_cpu(const SelectParams& params, const SelectedListsPlan& plan, int32_t* keys, int64_t* begins,
                     int64_t* ends, uint32_t* rows) {

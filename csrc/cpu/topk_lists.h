@@ -11,4 +11,7 @@ namespace flash_dmattn {
 bool topk_lists_cpu(const SelectParams& params, const SelectedListsPlan& plan, int32_t* keys, int64_t* begins,
                     int64_t* ends, uint32_t* rows);
 
+// Returns whether no bias of a used key is NaN.
+bool has_order_cpu(const SelectParams& params);
+
 }  // namespace flash_dmattn

@@ -20,8 +20,8 @@ namespace {
 
 namespace py = pybind11;
 
-// Whether `object` is an ordinary tensor of four dimensions: no subclass, no wrapper of a transform, no symbolic sizes.
-bool is_plain(py::handle object) {
+// Whether `object` is an ordinary tensor of `dims` dimensions: no subclass, no wrapper of a transform, no symbolic sizes.
+bool is_plain(py::handle object, int64_t dims = 4) {
     using Key = c10::DispatchKey;
     constexpr c10::DispatchKeySet standing_in(
         {Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper, Key::Functionalize});
@@ -29,7 +29,7 @@ bool is_plain(py::handle object) {
     const Tensor& tensor = THPVariable_Unpack(object.ptr());
     return !tensor.key_set().has_any(standing_in) && (tensor.is_cpu() || tensor.is_cuda()) &&
            tensor.layout() == at::kStrided && !tensor.is_nested() &&
-           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == 4;
+           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == dims;
 }
 
 // Whether the kernels accept the rows without padding and without a copy: kernel_rows of flash_dmattn/attend.py.
@@ -51,6 +51,32 @@ bool is_overridden(const Tensor& query) {
 bool needs_grad(const Inputs& in) {
     return at::GradMode::is_enabled() && (in.query.requires_grad() || in.key.requires_grad() ||
                                           in.value.requires_grad() || (in.bias && in.bias->requires_grad()));
+}
+
+// Reads cache_seqlens. Returns false for values that the kernels do not read where they are.
+bool read_lengths(Inputs& in, py::handle given) {
+    if (given.is_none()) return true;
+    if (!is_plain(given, 1)) return false;
+    const Tensor& lengths = THPVariable_Unpack(given.ptr());
+    in.seqlens_k = lengths;
+    return lengths.scalar_type() == at::kInt && lengths.device() == in.query.device() && lengths.is_contiguous();
+}
+
+// The keys that a call reads: on the CPU up to the end of the longest sequence of a cache.
+int64_t filled_keys(const Inputs& in) {
+    const int64_t room = in.key.size(1);
+    if (!in.seqlens_k || !in.query.is_cpu()) return room;
+    const at::ArrayRef<int32_t> lengths(in.seqlens_k->const_data_ptr<int32_t>(), in.seqlens_k->numel());
+    return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
+}
+
+// Removes the keys that the call does not read: drop_room of flash_dmattn/attend.py.
+void drop_room(Inputs& in) {
+    const int64_t room = in.key.size(1), filled = filled_keys(in);
+    if (filled == room) return;
+    in.key = in.key.narrow(1, 0, filled);
+    in.value = in.value.narrow(1, 0, filled);
+    if (in.bias && in.bias->size(3) == room) in.bias = in.bias->narrow(3, 0, filled);
 }
 
 // The constants of masks/choice.py that bound calls which may use lists.
@@ -101,7 +127,8 @@ bool is_prepared_here(const CallMask& mask, const Inputs& in, const Limits& limi
         const Tensor& bias = *in.bias;
         const bool is_per_key = bias.size(2) == 1 && bias.size(3) == keys;
         if (!is_per_key || (bias.size(0) != 1 && bias.size(0) != in.query.size(0))) return false;
-        return in.query.is_cuda() || (rows <= kMaxListedRows && mask.window_size < keys);
+        const bool has_intervals = in.query.is_cuda() && !in.seqlens_k;
+        return rows <= kMaxListedRows || mask.window_size >= filled_keys(in) || has_intervals;
     }
     if (in.query.is_cpu()) return (!mask.visible && !mask.intervals) || keys < limits.cpu_keys;
     if (mask.visible) return rows < limits.cuda_mask_rows || keys < limits.cuda_mask_keys;
@@ -119,10 +146,12 @@ void prepare(Inputs& in, const CallMask& mask, const Limits& limits) {
         if (in.query.is_cuda())
             std::tie(in.mask, in.mask_tiles) =
                 pack_mask(*mask.visible, rows, keys, in.is_causal, std::nullopt, std::nullopt);
-    } else if (mask.window_size >= 0 && mask.window_size < keys) {  // otherwise causality and the bias suffice
+    } else if (mask.window_size >= keys) {  // causality and the bias suffice
+        refuse_nan(*in.bias, in.seqlens_k);
+    } else if (mask.window_size >= 0) {
         if (rows <= kMaxListedRows) {
             std::tie(in.kv_indices, in.kv_indptr, in.kv_row_bits) =
-                topk_lists(*in.bias, mask.window_size, rows, std::nullopt);
+                topk_lists(*in.bias, mask.window_size, rows, in.seqlens_k);
             if (rows <= 1) in.kv_row_bits.reset();
             return;
         }
@@ -142,7 +171,8 @@ void prepare(Inputs& in, const CallMask& mask, const Limits& limits) {
 
 py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in, py::handle mask_in,
                      py::handle bias_in, py::handle softmax_scale, py::handle is_causal, py::handle softcap,
-                     py::handle deterministic, py::handle return_lse, py::handle window_size, py::handle limits_in) {
+                     py::handle deterministic, py::handle return_lse, py::handle window_size, py::handle cache_seqlens,
+                     py::handle limits_in) {
     const py::object not_plain = py::none();
     for (const py::handle flag : {is_causal, deterministic, return_lse})
         if (!PyBool_Check(flag.ptr())) return not_plain;
@@ -168,6 +198,7 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
     if (!are_kernel_rows(in.query) || !are_kernel_rows(in.key) || !are_kernel_rows(in.value)) return not_plain;
     if (in.value.size(3) != in.key.size(3)) return not_plain;
     if (in.bias && in.bias->size(3) == 1 && in.key.size(1) != 1) return not_plain;  // constant along the keys
+    if (!read_lengths(in, cache_seqlens) || (in.seqlens_k && !mask_in.is_none())) return not_plain;
     CallMask mask;
     Limits limits{};
     mask.window_size = count_of(window_size);
@@ -188,6 +219,10 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
         if (mask.intervals) check_intervals(*mask.intervals, in.query, in.key, false);
         if (in.bias) check_bias(*in.bias, in.query, in.key, std::nullopt);
         check_kernels(in.query);
+        if (in.seqlens_k) {
+            check_seqlens_k(*in.seqlens_k, in.query, in.key);
+            drop_room(in);
+        }
         if (is_masked) prepare(in, mask, limits);
         result = call_attention_forward(in);
     }

@@ -11,6 +11,7 @@ namespace flash_dmattn {
 pybind11::object fast_path(pybind11::handle query, pybind11::handle key, pybind11::handle value,
                            pybind11::handle attn_mask, pybind11::handle attn_bias, pybind11::handle softmax_scale,
                            pybind11::handle is_causal, pybind11::handle softcap, pybind11::handle deterministic,
-                           pybind11::handle return_lse, pybind11::handle window_size, pybind11::handle limits);
+                           pybind11::handle return_lse, pybind11::handle window_size, pybind11::handle cache_seqlens,
+                           pybind11::handle limits);
 
 }  // namespace flash_dmattn

@@ -6,6 +6,22 @@
 #include "lists.h"
 
 namespace flash_dmattn {
+namespace {
+
+void set_lengths(SelectParams& p, const Tensor& bias, const OptionalTensor& seqlens_k) {
+    if (!seqlens_k) return;
+    check_dtype(*seqlens_k, "seqlens_k", at::kInt);
+    check_device(*seqlens_k, "seqlens_k", bias, "bias");
+    check_last_contiguous(*seqlens_k, "seqlens_k");
+    TORCH_CHECK_VALUE(seqlens_k->dim() == 1 && (p.batches == 1 || seqlens_k->numel() == p.batches),
+                      "seqlens_k must be (B), got shape ", shape_of(*seqlens_k));
+    p.batches = seqlens_k->numel();
+    p.seqused_k = seqlens_k->const_data_ptr<int32_t>();
+}
+
+void check_order(bool has_order) { TORCH_CHECK_VALUE(has_order, "bias must not be NaN: it has no order"); }
+
+}  // namespace
 
 SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seqlen_q) {
     const bool varlen = bias.dim() == 2;
@@ -38,15 +54,7 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
     SelectParams p = select_params(bias, window_size, seqlen_q);
     TORCH_CHECK_VALUE(bias.dim() != 2 && seqlen_q <= kMaxListedRows, "topk_lists is of fixed length and for up to ",
                       kMaxListedRows, " rows, got ", seqlen_q, " and bias of shape ", shape_of(bias));
-    if (seqlens_k) {
-        check_dtype(*seqlens_k, "seqlens_k", at::kInt);
-        check_device(*seqlens_k, "seqlens_k", bias, "bias");
-        check_last_contiguous(*seqlens_k, "seqlens_k");
-        TORCH_CHECK_VALUE(seqlens_k->dim() == 1 && (p.batches == 1 || seqlens_k->numel() == p.batches),
-                          "seqlens_k must be (B), got shape ", shape_of(*seqlens_k));
-        p.batches = seqlens_k->numel();
-        p.seqused_k = seqlens_k->const_data_ptr<int32_t>();
-    }
+    set_lengths(p, bias, seqlens_k);
     const SelectedListsPlan plan = plan_selected_lists(p);
     const Lists lists = empty_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);
     if (plan.lists == 0) {
@@ -57,10 +65,16 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
     if (!bias.is_cpu()) {
         select_key_lists(p, bias, keys, lists.begins(), lists.ends(), lists.row_words());
     } else {
-        TORCH_CHECK_VALUE(topk_lists_cpu(p, plan, keys, lists.begins(), lists.ends(), lists.row_words()),
-                          "bias must not be NaN: it has no order");
+        check_order(topk_lists_cpu(p, plan, keys, lists.begins(), lists.ends(), lists.row_words()));
     }
     return lists.tensors();
+}
+
+void refuse_nan(const Tensor& bias, const OptionalTensor& seqlens_k) {
+    if (!bias.is_cpu()) return;
+    SelectParams p = select_params(bias, 0, 0);
+    set_lengths(p, bias, seqlens_k);
+    check_order(has_order_cpu(p));
 }
 
 }  // namespace flash_dmattn

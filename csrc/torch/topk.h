@@ -16,4 +16,7 @@ SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seql
 std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
                                               const OptionalTensor& seqlens_k);
 
+// Raises where a bias on the CPU is NaN, of the keys that topk_lists would read. CUDA kernels select from NaN, too.
+void refuse_nan(const Tensor& bias, const OptionalTensor& seqlens_k);
+
 }  // namespace flash_dmattn

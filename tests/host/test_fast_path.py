@@ -64,6 +64,7 @@ MASKED = {
     },
     "window_size": lambda rows: {"attn_bias": ROW_BIAS, "window_size": 3, "is_causal": True},
     "window_size 0": lambda rows: {"attn_bias": ROW_BIAS, "window_size": 0, "is_causal": True},
+    "window_size of all keys": lambda rows: {"attn_bias": ROW_BIAS, "window_size": 11, "is_causal": True},
 }
 
 
@@ -93,6 +94,57 @@ def test_masks_and_windows_take_the_fast_path(without_short_way, long_ways, mask
     assert all(torch.equal(x, y) for x, y in zip(short, long))
 
 
+def cache(lengths):
+    return {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32)}
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", [[11, 4], [5, 7], [0, 0]], ids=str)
+@pytest.mark.parametrize("window_size", [None, 0, 3, 7, 99])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_caches_take_the_fast_path(without_short_way, long_ways, rows, window_size, lengths, device):
+    tensors = (x.to(device, torch.bfloat16) for x in (QUERY[:, :rows], KEY, VALUE, ROW_BIAS))
+    query, key, value, bias = tensors
+    filled = torch.tensor(lengths, dtype=torch.int32, device=device)
+    options = {"is_causal": True, "window_size": window_size, "cache_seqlens": filled, "return_lse": True}
+
+    def call():
+        return flash_dmattn_func(query, key, value, None, bias, **options)
+
+    short = call()
+    assert not long_ways
+    assert all(map(torch.equal, short, without_short_way(call)))
+    assert len(long_ways) == 1
+
+
+@pytest.mark.parametrize("filled, needs_grad", [(None, False), (None, True), ([20, 40], False)])
+def test_windows_of_all_keys_of_many_rows_take_the_fast_path(without_short_way, long_ways, filled, needs_grad):
+    leaves = leaves_of(*inputs(2, 40, 41, 4, 2, 16), torch.randn(2, 2, 1, 41))
+    leaves[3].data[:, :, :, 2:5] = -torch.inf
+    options = {"is_causal": True, "return_lse": True, **({} if filled is None else cache(filled))}
+
+    def call(window_size=40 if filled else 41):
+        with torch.set_grad_enabled(needs_grad):
+            results = flash_dmattn_func(*leaves[:3], attn_bias=leaves[3], window_size=window_size, **options)
+        return (*results, *(torch.autograd.grad([x.sum() for x in results], leaves) if needs_grad else ()))
+
+    short = call()
+    assert not long_ways
+    assert all(map(torch.equal, short, without_short_way(call)))
+    assert all(map(torch.equal, short, call(None)))
+
+
+def test_a_smaller_window_of_many_rows_of_a_cache_takes_the_slow_path(long_ways):
+    query, key, value = inputs(1, 17, 40, 2, 1, 8)
+    options = {"is_causal": True, "attn_bias": torch.randn(1, 1, 1, 40)}
+    for number, window_size in enumerate((30, 29)):
+        flash_dmattn_func(query, key, value, **options, window_size=window_size, **cache([30]))
+        assert len(long_ways) == number
+
+
 def test_lengths_that_may_use_lists_take_the_slow_path(long_ways):
     keys = torch.randn(1, CPU_MIN_KEYS, 1, 8)
     for number, (length, taken) in enumerate([(CPU_MIN_KEYS - 1, 0), (CPU_MIN_KEYS, 1)]):
@@ -111,8 +163,8 @@ LONG = {
         window_size=3,
         is_causal=True,
     ),
-    "a window of all keys": lambda: flash_dmattn_func(
-        QUERY, KEY, VALUE, attn_bias=ROW_BIAS, window_size=11, is_causal=True
+    "a mask of a cache": lambda: flash_dmattn_func(
+        QUERY, KEY, VALUE, rand_mask(1, 1, 9, 11), cache_seqlens=torch.tensor([3, 11], dtype=torch.int32)
     ),
     "tiles": lambda: flash_dmattn_func(QUERY, KEY, VALUE, rand_mask(1, 1, 9, 11), sparse="tiles"),
     "probs": lambda: flash_dmattn_func(QUERY, KEY, VALUE, return_attn_probs=True),
@@ -165,6 +217,30 @@ def test_modes_and_subclasses_see_the_operator():
     assert ops.attention_forward in seen
 
 
+def nan_at(key):
+    bias = torch.zeros(2, 2, 1, 11)
+    bias[1, 1, 0, key] = torch.nan
+    return bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_nan_in_a_window_of_all_keys_is_refused_among_infinities(dtype):
+    """In any dtype, of any strides, and at any key of more than one chunk; beyond a cache's end it may stay."""
+    query, key, value = inputs(2, 1, 2500, 2, 2, 8, dtype)
+    infinite = torch.zeros(2, 2, 1, 2500, dtype=dtype)
+    infinite[..., ::7], infinite[..., 5] = -torch.inf, torch.inf
+    strided = infinite.repeat_interleave(2, dim=3)[..., ::2]
+    for bias in (infinite, strided):
+        options = {"attn_bias": bias, "is_causal": True, "window_size": 2500}
+        flash_dmattn_func(query, key, value, **options)
+        for at in (0, 1023, 1024, 2499):
+            before, bias[1, 1, 0, at] = bias[1, 1, 0, at].clone(), torch.nan
+            with pytest.raises(ValueError, match="bias must not be NaN: it has no order"):
+                flash_dmattn_func(query, key, value, **options)
+            flash_dmattn_func(query, key, value, **options, **cache([2500, at]))
+            bias[1, 1, 0, at] = before
+
+
 def test_invalid_masks_and_windows_raise_the_errors_of_the_slow_path(without_short_way):
     calls = {
         "int mask": {"attn_mask": torch.ones(1, 1, 9, 11, dtype=torch.int32)},
@@ -183,7 +259,18 @@ def test_invalid_masks_and_windows_raise_the_errors_of_the_slow_path(without_sho
         "window of a dense bias": {"attn_bias": torch.randn(1, 1, 9, 11), "window_size": 3, "is_causal": True},
         "negative window": {"attn_bias": ROW_BIAS, "window_size": -1, "is_causal": True},
         "bool window": {"attn_bias": ROW_BIAS, "window_size": True, "is_causal": True},
-        "NaN": {"attn_bias": torch.full_like(ROW_BIAS, torch.nan), "window_size": 3, "is_causal": True},
+        "NaN": {"attn_bias": nan_at(1), "window_size": 3, "is_causal": True},
+        "NaN in a window of all keys": {"attn_bias": nan_at(10), "window_size": 11, "is_causal": True},
+        "NaN in a cache": {"attn_bias": nan_at(3), "window_size": 2, "is_causal": True, **cache([4, 4])},
+        "NaN in a full window": {"attn_bias": nan_at(3), "window_size": 4, "is_causal": True, **cache([4, 4])},
+        "list of lengths": {"cache_seqlens": [4, 4]},
+        "int64 lengths": {"cache_seqlens": torch.tensor([4, 4])},
+        "shape of lengths": cache([[4, 4]]),
+        "number of lengths": cache([4]),
+        "long length": cache([4, 12]),
+        "negative length": {"attn_bias": ROW_BIAS, "window_size": 3, "is_causal": True, **cache([-1, -2])},
+        "gradient of a cache": {"attn_bias": ROW_BIAS.clone().requires_grad_(), **cache([4, 4])},
+        "cache and dense window": {"attn_bias": torch.randn(1, 1, 9, 11), "window_size": 3, **cache([4, 4])},
         "bias and mask": {"attn_mask": rand_mask(1, 3, 9, 11), "attn_bias": torch.randn(1, 3, 9, 11)},
     }
 

@@ -1,6 +1,8 @@
 #include "topk_lists.h"
 
+#include <algorithm>
 #include <atomic>
+#include <limits>
 #include <vector>
 
 #include "linalg.h"
@@ -18,17 +20,30 @@ int64_t used_keys(const SelectParams& p, int64_t batch) {
     return p.seqused_k != nullptr ? std::clamp<int64_t>(p.seqused_k[batch], 0, p.keys) : p.keys;
 }
 
-// The biases of the keys of one batch element and head, by chunks. Owns its scratch memory.
+// The biases of one batch element and head, by chunks: -inf where the key is no candidate. Owns its scratch memory.
 template <typename acc_t>
 class BiasChunks {
 public:
-    explicit BiasChunks(const BiasView& bias) : bias_(bias), chunk_(kChunk) {}
+    // candidates: [batches, heads, keys], or null for all keys.
+    explicit BiasChunks(const SelectParams& params, const bool* candidates = nullptr)
+        : bias_(params.bias), keys_(params.keys), candidates_(candidates), chunk_(kChunk) {}
 
     void select(int64_t batch, int64_t head) {
         at_ = (bias_.batches > 1 ? batch * bias_.batch_stride : 0) + head * bias_.head_stride;
+        first_candidate_ = (batch * bias_.heads + head) * keys_;
     }
 
     const acc_t* load(int64_t first, int64_t count) {
+        const acc_t* x = convert(first, count);
+        if (candidates_ == nullptr) return x;
+        const bool* is_candidate = candidates_ + first_candidate_ + first;
+        constexpr acc_t kHidden = -std::numeric_limits<acc_t>::infinity();
+        for (int64_t j = 0; j < count; ++j) chunk_[j] = is_candidate[j] ? x[j] : kHidden;
+        return chunk_.data();
+    }
+
+private:
+    const acc_t* convert(int64_t first, int64_t count) {
         const int64_t at = at_ + first * bias_.col_stride;
         const auto read = [&](int64_t stride, int64_t rows, int64_t cols) {
             return flash_dmattn::load<acc_t>(bias_.data, bias_.dtype, at, stride, rows, cols, chunk_.data());
@@ -39,9 +54,9 @@ public:
         return chunk_.data();
     }
 
-private:
     const BiasView& bias_;
-    int64_t at_ = 0;
+    int64_t keys_, at_ = 0, first_candidate_ = 0;
+    const bool* candidates_;
     Buffer<acc_t> chunk_;
 };
 
@@ -58,21 +73,45 @@ struct RankedKey {
 template <typename acc_t>
 class TopkSelector {
 public:
-    explicit TopkSelector(const SelectParams& params)
-        : p_(params), lowest_(lowest<acc_t>(params.bias.dtype)), biases_(params.bias),
+    explicit TopkSelector(const SelectParams& params, const bool* candidates = nullptr)
+        : p_(params), lowest_(lowest<acc_t>(params.bias.dtype)), biases_(params, candidates),
           listed_(ceil_div(params.keys, 64)) {}
 
-    // Returns the end of the list, which begins at `begin`, or -1 for a bias that is NaN.
-    int64_t select(int64_t batch, int64_t head, int64_t begin, int32_t* keys, uint32_t* rows) {
+    // Selects the keys of a list, for a write. Returns whether no bias is NaN.
+    bool select(int64_t batch, int64_t head) {
         const int64_t used = used_keys(p_, batch);
         biases_.select(batch, head);
         lead_ = used - p_.rows;
         const int64_t first_later = std::max<int64_t>(lead_ + 1, 0);  // the first key that row 0 does not see
         best_.clear();
         partly_seen_.clear();
-        if (p_.window > 0 && !(find_best(first_later) && add_later(first_later, used))) return -1;
+        if (p_.window > 0 && !(find_best(first_later) && add_later(first_later, used))) return false;
         for (const auto& ranked : best_) list(ranked.key, p_.rows);
-        return write(used, begin, keys, rows);
+        return true;
+    }
+
+    // Writes the listed keys from `begin` on and clears the list. Returns its end.
+    int64_t write_list(int64_t begin, int32_t* keys, uint32_t* rows) {
+        int64_t at = begin;
+        for (size_t word = 0; word < listed_.size(); ++word) {
+            for (uint64_t bits = listed_[word]; bits != 0; bits &= bits - 1)
+                keys[at++] = static_cast<int32_t>(word * 64 + __builtin_ctzll(bits));
+            listed_[word] = 0;
+        }
+        const int64_t size = at - begin, end = begin + ceil_div(size, KeyListsView::kAlign) * KeyListsView::kAlign;
+        std::fill(keys + at, keys + end, -1);
+        if (rows == nullptr) return end;
+        std::fill(rows + begin * kWords, rows + end * kWords, 0);
+        for (int64_t i = begin; i < at; ++i) rows[i * kWords] = row_bits(0, p_.rows);
+        for (const auto& [key, bits] : partly_seen_)
+            rows[(std::lower_bound(keys + begin, keys + at, key) - keys) * kWords] = bits;
+        return end;
+    }
+
+    // Writes whether each key is listed and clears the list.
+    void write_mask(bool* mask) {
+        for (int64_t key = 0; key < p_.keys; ++key) mask[key] = listed_[key / 64] >> key % 64 & 1;
+        std::fill(listed_.begin(), listed_.end(), 0);
     }
 
 private:
@@ -85,9 +124,8 @@ private:
             const acc_t* x = biases_.load(first, end - first);
             for (int64_t group_end = end - first; group_end > 0; group_end -= std::min(group_end, kGroup)) {
                 const int64_t group = std::max<int64_t>(group_end - kGroup, 0);
-                if (!any_better(x + group, group_end - group)) continue;
-                for (int64_t j = group_end - 1; j >= group; --j)
-                    if (!(x[j] <= threshold_) && !add_candidate(x[j], first + j)) return false;
+                const int64_t count = group_end - group;
+                if (any_better(x + group, count) && !add_better(x + group, count, first + group)) return false;
             }
         }
         keep_best();
@@ -102,12 +140,23 @@ private:
         return some != 0;
     }
 
-    bool add_candidate(acc_t bias, int64_t key) {
-        if (bias != bias) return false;
-        best_.push_back({bias, static_cast<int32_t>(key)});
+    // Adds the keys of a group that are better than the threshold, without a branch for each. Returns whether no bias
+    // is NaN.
+    bool add_better(const acc_t* x, int64_t n, int64_t first) {
+        const size_t before = best_.size();
+        best_.resize(before + n);
+        RankedKey<acc_t>* to = best_.data() + before;
+        const acc_t threshold = threshold_;
+        int some_nan = 0;
+        for (int64_t j = 0; j < n; ++j) {
+            *to = {x[j], static_cast<int32_t>(first + j)};
+            to += !(x[j] <= threshold);
+            some_nan |= x[j] != x[j];
+        }
+        best_.resize(to - best_.data());
         // Keeping w of 2 w candidates takes a constant time per candidate.
         if (static_cast<int64_t>(best_.size()) >= 2 * std::max(p_.window, kGroup)) keep_best();
-        return true;
+        return some_nan == 0;
     }
 
     void keep_best() {
@@ -148,24 +197,6 @@ private:
 
     static uint32_t row_bits(int64_t first, int64_t end) { return (uint32_t{1} << end) - (uint32_t{1} << first); }
 
-    // Writes the listed ones of the used keys and clears the list. Returns its end.
-    int64_t write(int64_t used, int64_t begin, int32_t* keys, uint32_t* rows) {
-        int64_t at = begin;
-        for (int64_t word = 0; word < ceil_div(used, 64); ++word) {
-            for (uint64_t bits = listed_[word]; bits != 0; bits &= bits - 1)
-                keys[at++] = static_cast<int32_t>(word * 64 + __builtin_ctzll(bits));
-            listed_[word] = 0;
-        }
-        const int64_t size = at - begin, end = begin + ceil_div(size, KeyListsView::kAlign) * KeyListsView::kAlign;
-        std::fill(keys + at, keys + end, -1);
-        if (rows == nullptr) return end;
-        std::fill(rows + begin * kWords, rows + end * kWords, 0);
-        for (int64_t i = begin; i < at; ++i) rows[i * kWords] = row_bits(0, p_.rows);
-        for (const auto& [key, bits] : partly_seen_)
-            rows[(std::lower_bound(keys + begin, keys + at, key) - keys) * kWords] = bits;
-        return end;
-    }
-
     struct PartlySeen {
         int64_t key;
         uint32_t rows;
@@ -188,16 +219,26 @@ bool select_all(const SelectParams& params, const SelectedListsPlan& plan, int32
         return [&, selector = TopkSelector<acc_t>(params)](int64_t list) mutable {
             begins[list] = list * plan.stride;
             const int64_t batch = list / params.bias.heads, head = list % params.bias.heads;
-            ends[list] = selector.select(batch, head, begins[list], keys, plan.has_rows ? rows : nullptr);
-            if (ends[list] < 0) has_order = false;
+            if (!selector.select(batch, head)) has_order = false;
+            ends[list] = selector.write_list(begins[list], keys, plan.has_rows ? rows : nullptr);
         };
     });
     return has_order;
 }
 
 template <typename acc_t>
+void mask_all(const SelectParams& params, const bool* candidates, bool* mask) {
+    parallel_for_tasks(params.bias.heads, [&] {
+        return [&, selector = TopkSelector<acc_t>(params, candidates)](int64_t head) mutable {
+            selector.select(0, head);
+            selector.write_mask(mask + head * params.keys);
+        };
+    });
+}
+
+template <typename acc_t>
 bool has_order(const SelectParams& p) {
-    BiasChunks<acc_t> biases(p.bias);
+    BiasChunks<acc_t> biases(p);
     int some_nan = 0;
     for (int64_t list = 0; list < p.batches * p.bias.heads; ++list) {
         const int64_t batch = list / p.bias.heads, used = used_keys(p, batch);
@@ -215,6 +256,11 @@ bool has_order(const SelectParams& p) {
 
 bool has_order_cpu(const SelectParams& params) {
     return params.bias.dtype == DataType::kFloat64 ? has_order<double>(params) : has_order<float>(params);
+}
+
+void topk_mask_cpu(const SelectParams& params, const bool* candidates, bool* mask) {
+    params.bias.dtype == DataType::kFloat64 ? mask_all<double>(params, candidates, mask)
+                                            : mask_all<float>(params, candidates, mask);
 }
 
 bool topk_lists_cpu(const SelectParams& params, const SelectedListsPlan& plan, int32_t* keys, int64_t* begins,

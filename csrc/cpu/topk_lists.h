@@ -11,6 +11,10 @@ namespace flash_dmattn {
 bool topk_lists_cpu(const SelectParams& params, const SelectedListsPlan& plan, int32_t* keys, int64_t* begins,
                     int64_t* ends, uint32_t* rows);
 
+// Fills mask [heads, keys] with the keys that one row of each head sees, of its candidates [heads, keys], none of which
+// has a bias that is NaN. params.batches is 1.
+void topk_mask_cpu(const SelectParams& params, const bool* candidates, bool* mask);
+
 // Returns whether no bias of a used key is NaN.
 bool has_order_cpu(const SelectParams& params);
 

@@ -65,6 +65,7 @@ TORCH_LIBRARY(flash_dmattn, m) {
         "SymInt? longest) -> Tensor");
     m.def(
         "topk_lists(Tensor bias, SymInt window_size, SymInt seqlen_q, Tensor? seqlens_k) -> (Tensor, Tensor, Tensor)");
+    m.def("topk_mask(Tensor bias, Tensor candidates, SymInt window_size) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
@@ -74,6 +75,7 @@ TORCH_LIBRARY_IMPL(flash_dmattn, CPU, m) {
     m.impl("build_key_lists", build_key_lists);
     m.impl("index_key_lists", index_key_lists);
     m.impl("topk_lists", topk_lists);
+    m.impl("topk_mask", topk_mask);
 }
 
 // In a build without CUDA kernels these raise an error (no_cuda.cpp).

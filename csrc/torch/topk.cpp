@@ -70,6 +70,17 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
     return lists.tensors();
 }
 
+Tensor topk_mask(const Tensor& bias, const Tensor& candidates, int64_t window_size) {
+    check_dtype(candidates, "candidates", at::kBool);
+    TORCH_CHECK_VALUE(bias.dim() == 2, "bias must be (rows, Sk), got shape ", shape_of(bias));
+    TORCH_CHECK_VALUE(candidates.sizes() == bias.sizes(), "candidates must have bias's shape ", shape_of(bias),
+                      ", got ", shape_of(candidates));
+    const SelectParams p = select_params(bias.unsqueeze(0), window_size, 1);
+    const Tensor read = candidates.contiguous(), mask = candidates.new_empty(bias.sizes());
+    topk_mask_cpu(p, read.const_data_ptr<bool>(), mask.data_ptr<bool>());
+    return mask;
+}
+
 void refuse_nan(const Tensor& bias, const OptionalTensor& seqlens_k) {
     if (!bias.is_cpu()) return;
     SelectParams p = select_params(bias, 0, 0);

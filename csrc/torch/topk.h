@@ -16,6 +16,10 @@ SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seql
 std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
                                               const OptionalTensor& seqlens_k);
 
+// On the CPU: bool (rows, Sk), for each row of a bias (rows, Sk) its `window_size` best keys among the candidates, bool
+// (rows, Sk), none of which has a bias that is NaN.
+Tensor topk_mask(const Tensor& bias, const Tensor& candidates, int64_t window_size);
+
 // Raises where a bias on the CPU is NaN, of the keys that topk_lists would read. CUDA kernels select from NaN, too.
 void refuse_nan(const Tensor& bias, const OptionalTensor& seqlens_k);
 

@@ -83,7 +83,6 @@ def create_mask(
         bias, visible = (expand_shared(x, batch_size, x.shape[1]) for x in (bias, visible))
     candidates = bias > max(min_dtype, least(bias.dtype))
     candidates = candidates if visible is None else candidates & visible
-    bias, candidates = torch.broadcast_tensors(bias, candidates)
     selected = topk_mask(bias, candidates, window_size) if type == "topk" else candidates & (bias > 0)
     if block_size is not None:
         selected = smooth_blocks(selected, block_size) & candidates

@@ -21,7 +21,6 @@ from ..biases import hides
 from ..ops.list_sizes import list_capacity
 
 NEVER = 1 << 30  # beyond any position; the sum of two positions still fits in int32
-CACHED_ELEMENTS = 1 << 18  # biases of which all intermediate results stay in a CPU's cache
 
 
 def has_kernels(bias: Tensor) -> bool:
@@ -112,28 +111,20 @@ def sequence_of_keys(cu_seqlens: Tensor, keys: int) -> Tensor:
 
 
 def topk_mask(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
-    """bool (.., rows, Sk): the `window_size` largest biases among the candidates of each row, ties to the later key."""
+    """bool (.., rows, Sk): the `window_size` largest biases among the candidates of each row, ties to the later key.
+
+    A candidate has a bias that is not NaN and does not hide it.
+    """
+    bias, candidates = torch.broadcast_tensors(bias, candidates)
     window_size = min(window_size, bias.shape[-1])
     if window_size == 0:
         return torch.zeros_like(candidates)
-    if not is_host_readable(bias):
-        return topk_mask_of_part(bias, candidates, window_size)
-    rows = max(CACHED_ELEMENTS * bias.shape[-2] // max(bias.numel(), 1), 1)
-    parts = zip(bias.split(rows, dim=-2), candidates.split(rows, dim=-2))
-    return torch.cat([topk_mask_of_part(*part, window_size) for part in parts], dim=-2)
-
-
-def topk_mask_of_part(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
-    """`topk_mask` of some rows, for 0 < window_size <= Sk."""
-    is_readable = is_host_readable(bias)
-    if is_readable and bias.element_size() == 2:
-        bias = bias.float()  # the CPU compares these faster
+    if is_host_readable(bias) and ops.topk_mask is not None:
+        return ops.topk_mask(bias.flatten(0, -2), candidates.flatten(0, -2), window_size).view(bias.shape)
     bias = torch.where(candidates, bias, -torch.inf)
     threshold = bias.topk(window_size, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
     selected = (bias >= threshold) & candidates
     excess = selected.sum(dim=-1, keepdim=True, dtype=torch.int32) - window_size
-    if is_readable and not (excess > 0).any():
-        return selected
     ties = selected & (bias == threshold)
     number = ties.to(torch.int8).cumsum(dim=-1, dtype=torch.int32)  # far faster than of bool, or in int64
     return torch.where(ties, number > excess, selected)  # without the earliest ties

@@ -59,6 +59,7 @@ pack_mask = _operator("pack_mask")
 pack_and_list_mask = _operator("pack_and_list_mask")
 topk_intervals = _operator("topk_intervals")
 topk_lists = _operator("topk_lists")
+topk_mask = _operator("topk_mask")
 
 from . import flops, transforms  # noqa: E402, F401  transforms registers itself for the operators above
 

@@ -130,3 +130,7 @@ def topk_lists(bias, window_size, seqlen_q, seqlens_k):
     batches, heads = bias.shape[0] if seqlens_k is None else seqlens_k.shape[0], bias.shape[1]
     capacity = batches * heads * list_capacity(window_size, seqlen_q, bias.shape[-1])
     return empty_lists(bias, capacity, (batches, heads, 1), seqlen_q > 1)
+
+
+def topk_mask(bias, candidates, window_size):
+    return candidates.new_empty(bias.shape)

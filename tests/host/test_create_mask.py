@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import create_mask, flash_dmattn_func
+from flash_dmattn import create_mask, flash_dmattn_func, ops
 
 MIN = torch.finfo(torch.float32).min
 
@@ -49,15 +49,28 @@ def test_against_brute_force(batch, heads, query_len, key_len, window_size, kind
     assert torch.equal(got, brute_force(bias.expand(full), visible, window_size, kind))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_rows_in_parts(dtype, monkeypatch):
-    """Parts of one and of several rows; some without ties, some with."""
-    bias, visible = torch.randn(2, 2, 7, 20).to(dtype), torch.rand(2, 2, 7, 20) < 0.7
-    bias[:, 0] = bias[:, 0].round()
-    expected = brute_force(bias, visible, 5, "topk")
-    for elements in (1, 2 * 80, 1 << 18):
-        monkeypatch.setattr("flash_dmattn.masks.topk.CACHED_ELEMENTS", elements)
-        assert torch.equal(create_mask(bias, visible, 2, 7, 20, 5, MIN), expected)
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "PyTorch"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_long_rows(dtype, is_compiled, monkeypatch):
+    """Of more keys than the kernel converts at once, with and without ties, rising and falling."""
+    if not is_compiled:
+        monkeypatch.setattr(ops, "topk_mask", None)
+    bias, visible = torch.randn(2, 4, 2, 2500).to(dtype), torch.rand(2, 1, 2, 2500) < 0.7
+    bias[:, 1] = bias[:, 1].round()
+    bias[:, 2], bias[:, 3] = bias[:, 2].sort(dim=-1).values, bias[:, 3].sort(dim=-1, descending=True).values
+    bias[0, 0, 0, 7], bias[0, 0, 0, 9:11] = torch.inf, torch.nan  # NaN is above nothing: never a candidate
+    for window_size in (1, 31, 700, 1900):
+        expected = brute_force(bias, visible.expand(2, 4, 2, 2500), window_size, "topk")
+        assert torch.equal(create_mask(bias, visible, 2, 2, 2500, window_size, MIN), expected)
+
+
+def test_opcheck():
+    bias = torch.randn(5, 70)
+    torch.library.opcheck(ops.topk_mask, (bias, bias > 0, 8))
+    torch.library.opcheck(ops.topk_mask, (bias.T, (bias > 0).T, 3))
+    for candidates, message in ((bias > 0, "bias's shape"), (bias.T, "candidates must be bool")):
+        with pytest.raises((ValueError, TypeError), match=message):
+            ops.topk_mask(bias.T, candidates, 3)
 
 
 def test_what_a_bias_hides_is_not_chosen():

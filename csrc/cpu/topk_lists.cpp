@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "linalg.h"
@@ -25,7 +26,7 @@ template <typename acc_t>
 class BiasChunks {
 public:
     // candidates: [batches, heads, keys], or null for all keys.
-    explicit BiasChunks(const SelectParams& params, const bool* candidates = nullptr)
+    explicit BiasChunks(const SelectParams& params, const uint8_t* candidates = nullptr)
         : bias_(params.bias), keys_(params.keys), candidates_(candidates), chunk_(kChunk) {}
 
     void select(int64_t batch, int64_t head) {
@@ -36,10 +37,14 @@ public:
     const acc_t* load(int64_t first, int64_t count) {
         const acc_t* x = convert(first, count);
         if (candidates_ == nullptr) return x;
-        const bool* is_candidate = candidates_ + first_candidate_ + first;
-        constexpr acc_t kHidden = -std::numeric_limits<acc_t>::infinity();
-        for (int64_t j = 0; j < count; ++j) chunk_[j] = is_candidate[j] ? x[j] : kHidden;
-        return chunk_.data();
+        const uint8_t* is_candidate = candidates_ + first_candidate_ + first;  // of bool no loop is vectorized
+        acc_t* to = chunk_.data();                                             // may be x
+#pragma omp simd
+        for (int64_t j = 0; j < count; ++j) {
+            const acc_t bias = x[j];
+            to[j] = is_candidate[j] != 0 ? bias : -std::numeric_limits<acc_t>::infinity();
+        }
+        return to;
     }
 
 private:
@@ -56,7 +61,7 @@ private:
 
     const BiasView& bias_;
     int64_t keys_, at_ = 0, first_candidate_ = 0;
-    const bool* candidates_;
+    const uint8_t* candidates_;
     Buffer<acc_t> chunk_;
 };
 
@@ -65,15 +70,17 @@ struct RankedKey {
     acc_t bias;
     int32_t key;
 
-    // The better key comes first.
-    bool operator<(const RankedKey& other) const { return bias != other.bias ? bias > other.bias : key > other.key; }
+    // The better key comes first. One branch for a comparison, not two.
+    bool operator<(const RankedKey& other) const {
+        return (bias > other.bias) | ((bias == other.bias) & (key > other.key));
+    }
 };
 
 // Selects one list at a time. Owns its scratch memory: one object per thread.
 template <typename acc_t>
 class TopkSelector {
 public:
-    explicit TopkSelector(const SelectParams& params, const bool* candidates = nullptr)
+    explicit TopkSelector(const SelectParams& params, const uint8_t* candidates = nullptr)
         : p_(params), lowest_(lowest<acc_t>(params.bias.dtype)), biases_(params, candidates),
           listed_(ceil_div(params.keys, 64)) {}
 
@@ -109,9 +116,11 @@ public:
     }
 
     // Writes whether each key is listed and clears the list.
-    void write_mask(bool* mask) {
-        for (int64_t key = 0; key < p_.keys; ++key) mask[key] = listed_[key / 64] >> key % 64 & 1;
-        std::fill(listed_.begin(), listed_.end(), 0);
+    void write_mask(uint8_t* mask) {
+        for (int64_t first = 0; first < p_.keys; first += 64) {
+            const uint64_t bits = std::exchange(listed_[first / 64], 0);
+            for (int64_t j = 0; j < std::min<int64_t>(p_.keys - first, 64); ++j) mask[first + j] = bits >> j & 1;
+        }
     }
 
 private:
@@ -147,13 +156,13 @@ private:
         best_.resize(before + n);
         RankedKey<acc_t>* to = best_.data() + before;
         const acc_t threshold = threshold_;
-        int some_nan = 0;
         for (int64_t j = 0; j < n; ++j) {
             *to = {x[j], static_cast<int32_t>(first + j)};
             to += !(x[j] <= threshold);
-            some_nan |= x[j] != x[j];
         }
         best_.resize(to - best_.data());
+        int some_nan = 0;
+        for (size_t i = before; i < best_.size(); ++i) some_nan |= best_[i].bias != best_[i].bias;
         // Keeping w of 2 w candidates takes a constant time per candidate.
         if (static_cast<int64_t>(best_.size()) >= 2 * std::max(p_.window, kGroup)) keep_best();
         return some_nan == 0;
@@ -227,7 +236,7 @@ bool select_all(const SelectParams& params, const SelectedListsPlan& plan, int32
 }
 
 template <typename acc_t>
-void mask_all(const SelectParams& params, const bool* candidates, bool* mask) {
+void mask_all(const SelectParams& params, const uint8_t* candidates, uint8_t* mask) {
     parallel_for_tasks(params.bias.heads, [&] {
         return [&, selector = TopkSelector<acc_t>(params, candidates)](int64_t head) mutable {
             selector.select(0, head);
@@ -258,7 +267,7 @@ bool has_order_cpu(const SelectParams& params) {
     return params.bias.dtype == DataType::kFloat64 ? has_order<double>(params) : has_order<float>(params);
 }
 
-void topk_mask_cpu(const SelectParams& params, const bool* candidates, bool* mask) {
+void topk_mask_cpu(const SelectParams& params, const uint8_t* candidates, uint8_t* mask) {
     params.bias.dtype == DataType::kFloat64 ? mask_all<double>(params, candidates, mask)
                                             : mask_all<float>(params, candidates, mask);
 }

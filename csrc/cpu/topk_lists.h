@@ -13,7 +13,7 @@ bool topk_lists_cpu(const SelectParams& params, const SelectedListsPlan& plan, i
 
 // Fills mask [heads, keys] with the keys that one row of each head sees, of its candidates [heads, keys], none of which
 // has a bias that is NaN. params.batches is 1.
-void topk_mask_cpu(const SelectParams& params, const bool* candidates, bool* mask);
+void topk_mask_cpu(const SelectParams& params, const uint8_t* candidates, uint8_t* mask);
 
 // Returns whether no bias of a used key is NaN.
 bool has_order_cpu(const SelectParams& params);

@@ -77,7 +77,7 @@ Tensor topk_mask(const Tensor& bias, const Tensor& candidates, int64_t window_si
                       ", got ", shape_of(candidates));
     const SelectParams p = select_params(bias.unsqueeze(0), window_size, 1);
     const Tensor read = candidates.contiguous(), mask = candidates.new_empty(bias.sizes());
-    topk_mask_cpu(p, read.const_data_ptr<bool>(), mask.data_ptr<bool>());
+    topk_mask_cpu(p, static_cast<const uint8_t*>(read.const_data_ptr()), static_cast<uint8_t*>(mask.data_ptr()));
     return mask;
 }
 

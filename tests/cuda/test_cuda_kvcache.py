@@ -76,6 +76,30 @@ def test_nothing_waits_for_the_device(layout, window_size, invariant, batch):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@each_invariance
+@pytest.mark.parametrize("page_size", [None, 48, 64])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("head_major", [False, True], ids=["keys of heads", "heads of keys"])
+def test_selection_from_long_sequences(head_major, bias_dtype, page_size, invariant):
+    """Several loads in flight for each thread, up to four parts with batch_invariant, and NaN wherever no key is."""
+    lengths = (40000, 8192, 4095, 17, 16384)
+    sequences = make_sequences([(n, 1) for n in lengths], kv_heads=4, bias_dtype=bias_dtype, **ON_GPU)
+    options = {"window_size": 700, "batch_invariant": invariant}
+
+    def call_of(some):
+        call = make_call(some, page_size=page_size, packed=False)
+        if head_major:
+            biases = call.arguments["bias_cache"]
+            call.arguments["bias_cache"] = biases.transpose(1, 2).contiguous().transpose(1, 2)
+        return call
+
+    together = check(sequences, call=call_of(sequences), options=options)
+    if invariant:
+        for s, (out, lse) in zip(sequences, together):
+            alone_out, alone_lse = call_of([s])(return_lse=True, **options)
+            assert torch.equal(alone_out[0], out) and torch.equal(alone_lse[0], lse)
+
+
 def test_lengths_and_pages_are_checked_on_request():
     program = """
 import torch

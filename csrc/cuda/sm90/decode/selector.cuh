@@ -81,19 +81,78 @@ private:
     __device__ void load() {
         using Bits = typename FloatBits<kType>::Bits;
         const uint32_t counts = lane_counts();
-        int done = 0;
+        const int cached = max(min(keys_, cache_.cached_keys() - begin_), 0);
+        const int done = p_.has_vector_bias ? cached / kDecodeGroup * kDecodeGroup : cached;
         if (p_.has_vector_bias) {
-            done = max(min(keys_, cache_.cached_keys() - begin_), 0) / kDecodeGroup * kDecodeGroup;
             load_vectors<kType>(done, counts);
+        } else if (p_.block_table == nullptr) {
+            load_rows<kType, false>(done, counts);
+        } else {
+            load_rows<kType, true>(done, counts);
         }
-#pragma unroll 4
-        for (int at = done + threadIdx.x; at < segment_ * kWarps; at += kThreads) {
-            Bits bits = FloatBits<kType>::kLeast;
-            if (at < keys_) bits = __ldcg(cache_.template row_of<Bits>(p_.bias_cache, p_.bias, begin_ + at));
+#pragma unroll 1
+        for (int at = done + threadIdx.x; at < keys_; at += kThreads) {
+            const Bits bits = __ldcg(cache_.template row_of<Bits>(p_.bias_cache, p_.bias, begin_ + at));
             found_nan_ |= is_nan<kType>(bits);
             const uint32_t order = decode_order<kType>(bits);
             orders_[at] = static_cast<uint16_t>(order >> 16);
             add_to_bin(counts, order >> 24);
+        }
+#pragma unroll 1
+        for (int at = keys_ + threadIdx.x; at < segment_ * kWarps; at += kThreads) orders_[at] = 0;
+    }
+
+    // The first `keys` of this CTA's keys with any strides. Neighbouring lanes read neighbouring keys: where the heads
+    // of a key are contiguous, a warp reads each sector once. All loads of a step are in flight together.
+    template <DataType kType, bool kPaged>
+    __device__ __forceinline__ void load_rows(int keys, uint32_t counts) {
+        using Bits = typename FloatBits<kType>::Bits;
+        constexpr int kGroups = 2, kPerWord = 4 / sizeof(Bits);
+        const int64_t stride = p_.bias_cache.row_stride;
+        const Bits* const begin = kPaged ? nullptr : cache_.template cached_row_of<Bits>(p_.bias_cache, begin_);
+        uint32_t largest_size = 0;
+#pragma unroll 1
+        for (int first = threadIdx.x; first < keys; first += kGroups * kStep) {
+            uint32_t biases[kGroups][kDecodeGroup / kPerWord] = {};
+#pragma unroll
+            for (int i = 0; i < kGroups * kDecodeGroup; ++i) {
+                const int at = min(first + i * kThreads, keys - 1);
+                const Bits* from =
+                    kPaged ? cache_.template cached_row_of<Bits>(p_.bias_cache, begin_ + at) : begin + at * stride;
+                biases[i / kDecodeGroup][i % kDecodeGroup / kPerWord] |= uint32_t{__ldcg(from)} << i % kPerWord * 16;
+            }
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+                uint32_t words[kDecodeGroup / 2];
+                to_high_orders<kType>(biases[g], words, largest_size);
+#pragma unroll
+                for (int i = 0; i < kDecodeGroup; ++i) {
+                    const int at = first + (g * kDecodeGroup + i) * kThreads;
+                    const uint32_t order = words[i / 2] >> i % 2 * 16;
+                    if (at < keys) orders_[at] = static_cast<uint16_t>(order);
+                    add_to_bin_if(at >= keys, counts + (order >> 8 & 0xff) * (kCopies * 4));
+                }
+            }
+        }
+        found_nan_ |= Group<kType>::has_nan(largest_size);
+    }
+
+    // The high halves of the orders of eight biases, two in a word.
+    template <DataType kType, int kWords>
+    __device__ static void to_high_orders(const uint32_t (&biases)[kWords], uint32_t (&words)[kDecodeGroup / 2],
+                                          uint32_t& largest_size) {
+        if constexpr (kType == DataType::kFloat32) {
+#pragma unroll
+            for (int i = 0; i < kDecodeGroup / 2; ++i) {
+                const uint32_t low = biases[2 * i], high = biases[2 * i + 1];
+                largest_size = max(largest_size, max(low << 1, high << 1) >> 1);
+                words[i] = __byte_perm(decode_order<kType>(low), decode_order<kType>(high), 0x7632);
+            }
+        } else {
+            Group<kType> group{{biases[0], biases[1], biases[2], biases[3]}};
+            group.to_orders(largest_size);
+#pragma unroll
+            for (int i = 0; i < kDecodeGroup / 2; ++i) words[i] = group.words[i] - kHiddenOrder<kType> * 0x10001u;
         }
     }
 
@@ -127,28 +186,14 @@ private:
                 parts[g][part] = load_global_16(static_cast<const uint4*>(from[g]) + part);
 #pragma unroll
         for (int g = 0; g < kInFlight; ++g) {
-            uint32_t words[kDecodeGroup / 2];
-            if constexpr (kParts == 1) {
-                constexpr uint32_t kHidden = kHiddenOrder<kType> * 0x10001u;
-                const uint4& x = parts[g][0];
-                Group<kType> group{{x.x, x.y, x.z, x.w}};
-                group.to_orders(largest_size);
+            uint32_t biases[kParts * 4], words[kDecodeGroup / 2];
 #pragma unroll
-                for (int i = 0; i < kDecodeGroup / 2; ++i) words[i] = group.words[i] - kHidden;
-            } else {
-#pragma unroll
-                for (int part = 0; part < kParts; ++part) {
-                    const uint4& x = parts[g][part];
-                    const uint32_t bits[] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const uint32_t low = bits[2 * i], high = bits[2 * i + 1];
-                        largest_size = max(largest_size, max(low << 1, high << 1) >> 1);
-                        words[part * 2 + i] = __byte_perm(decode_order<DataType::kFloat32>(low),
-                                                          decode_order<DataType::kFloat32>(high), 0x7632);
-                    }
-                }
+            for (int part = 0; part < kParts; ++part) {
+                const uint4& x = parts[g][part];
+                biases[part * 4] = x.x, biases[part * 4 + 1] = x.y, biases[part * 4 + 2] = x.z,
+                              biases[part * 4 + 3] = x.w;
             }
+            to_high_orders<kType>(biases, words, largest_size);
             *reinterpret_cast<uint4*>(orders_ + at + g * kStep) = {words[0], words[1], words[2], words[3]};
 #pragma unroll
             for (const uint32_t word : words) {

@@ -13,8 +13,8 @@ constexpr int kDecodeMaxRows = 64;     // query rows times query heads of a KV h
 constexpr int kDecodeMaxCluster = 16;  // above 8 is not portable
 constexpr int kDecodeGroup = 8;        // neighbouring keys of a thread in the selection
 constexpr int kDecodeSegmentAlign = 32 * kDecodeGroup;
-constexpr int kInvariantKeys = 8192;  // batch_invariant: keys of a CTA, until the cluster has kInvariantCluster CTAs
-constexpr int kInvariantCluster = 4;
+constexpr int kInvariantKeys = 8192;  // batch_invariant: keys of a part, until there are kInvariantParts
+constexpr int kInvariantParts = 4;
 
 // A kernel parameter: compiled kernels depend on the order of the members, here and in kvcache_params.h.
 struct DecodeArgs : KvCacheParams {
@@ -31,11 +31,12 @@ struct DecodeArgs : KvCacheParams {
     bool has_vector_bias = false;  // eight neighbouring biases are aligned to 16 bytes
 };
 
-// batch_invariant: the CTAs that share a sequence are a function of its keys alone; never more for fewer keys.
-__host__ __device__ inline int invariant_cluster(int64_t keys) {
-    int cluster = 1;
-    while (cluster < kInvariantCluster && keys > int64_t{cluster} * kInvariantKeys) cluster *= 2;
-    return cluster;
+// batch_invariant: the parts of a sequence's (selected) keys, one for each CTA that attends, are a function of its keys
+// alone; never more for fewer keys. More CTAs may select: their number does not change which keys, or their order.
+__host__ __device__ inline int invariant_parts(int64_t keys) {
+    int parts = 1;
+    while (parts < kInvariantParts && keys > int64_t{parts} * kInvariantKeys) parts *= 2;
+    return parts;
 }
 
 // Keys of a CTA in the selection.

@@ -1,6 +1,6 @@
 // Decoding in one kernel: new query rows attend to a cache of keys, contiguous or in pages. A cluster serves one
-// sequence and KV head: it selects keys by their biases (selector.cuh) or takes all, each CTA attends to an equal part of them
-// (attention.cuh), and the parts are combined through DSMEM.
+// sequence and KV head: it selects keys by their biases (selector.cuh) or takes all, each CTA attends to an equal part
+// of them (attention.cuh), and the parts are combined through DSMEM.
 #pragma once
 
 #include "attention.cuh"
@@ -8,12 +8,12 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// out and lse of the sequence: each CTA combines a part of the packed rows' columns.
+// out and lse of the sequence, of the first `parts` CTAs' results: each CTA combines some of the packed rows' columns.
 template <typename T, int kHeadDim, int kWarps>
 __device__ void combine(const DecodeArgs& p, const DecodeCache& cache, const DecodeSharedStorage& smem,
-                        const DecodeAttention<T, kHeadDim, kWarps>& attention, int cluster, int rank) {
+                        const DecodeAttention<T, kHeadDim, kWarps>& attention, int parts, int rank) {
     constexpr int kVectors = kHeadDim / 4;
-    const int vectors = attention.packed_rows() * kVectors, share = ceil_div(vectors, cluster);
+    const int vectors = attention.packed_rows() * kVectors, share = ceil_div(vectors, p.cluster);
 #pragma unroll 1
     for (int i = rank * share + threadIdx.x; i < min((rank + 1) * share, vectors); i += kWarps * 32) {
         const int packed = i / kVectors, col = i % kVectors * 4;
@@ -23,13 +23,13 @@ __device__ void combine(const DecodeArgs& p, const DecodeCache& cache, const Dec
         float largest = -kInfinity, sum = 0;
         float4 total{};
 #pragma unroll 1
-        for (int first = 0; first < cluster; first += kInFlight) {
+        for (int first = 0; first < parts; first += kInFlight) {
             float maxima[kInFlight], sums[kInFlight];
             float4 x[kInFlight];
             float before = largest;
 #pragma unroll
             for (int r = 0; r < kInFlight; ++r) {
-                const int cta = min(first + r, cluster - 1);
+                const int cta = min(first + r, parts - 1);
                 maxima[r] = __uint_as_float(load_dsmem(map_to_cta(max_at, cta)));
                 sums[r] = __uint_as_float(load_dsmem(map_to_cta(sum_at, cta)));
                 x[r] = load_dsmem_float4(map_to_cta(out_at, cta));
@@ -41,7 +41,7 @@ __device__ void combine(const DecodeArgs& p, const DecodeCache& cache, const Dec
             total = {total.x * correction, total.y * correction, total.z * correction, total.w * correction};
 #pragma unroll
             for (int r = 0; r < kInFlight; ++r) {
-                if (first + r >= cluster || sums[r] == 0) continue;  // a CTA without visible keys has no output
+                if (first + r >= parts || sums[r] == 0) continue;  // a CTA without visible keys has no output
                 const float weight = fast_exp2((maxima[r] - largest) * kLog2E);
                 sum = fmaf(weight, sums[r], sum);
                 total = {fmaf(weight, x[r].x, total.x), fmaf(weight, x[r].y, total.y), fmaf(weight, x[r].z, total.z),
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kHeadDim <= kDecod
     const int pair = static_cast<int>(blockIdx.x) / p.cluster, rank = static_cast<int>(blockIdx.x) % p.cluster;
     const int kv_heads = static_cast<int>(p.kv_heads);
     const DecodeCache cache(p, pair / kv_heads, pair % kv_heads);
-    const int cluster = p.batch_invariant ? invariant_cluster(cache.keys) : p.cluster;
-    if (cache.rows == 0 || cache.rows > p.most_rows || rank >= cluster) return;  // all threads of the CTA
+    const int cluster = p.cluster, parts = p.batch_invariant ? invariant_parts(cache.keys) : cluster;
+    if (cache.rows == 0 || cache.rows > p.most_rows) return;  // all threads of the cluster
 
     using Attention = DecodeAttention<T, kHeadDim, kWarps>;
     const DecodeSmemLayout layout(p, kHeadDim);
@@ -86,19 +86,19 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kHeadDim <= kDecod
         int* chosen = reinterpret_cast<int*>(raw_smem + layout.list);
         constexpr DataType kHalf = std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16;
         DecodeSelector<kHalf, kWarps> selector(p, cache, smem, reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
-                                               reinterpret_cast<uint32_t*>(raw_smem + layout.copies), cluster, rank);
-        count = selector.run(chosen);
+                                               reinterpret_cast<uint32_t*>(raw_smem + layout.copies), rank);
+        count = selector.run(chosen, parts);
         list = chosen;
         p.overlays ? selector.cluster_barrier() : __syncthreads();  // the list is complete; the orders have been read
     } else {
-        const int part = ceil_div(ceil_div(cache.keys, cluster), 16) * 16;
+        const int part = ceil_div(ceil_div(cache.keys, parts), 16) * 16;
         first = min(rank * part, cache.keys);
         count = min(part, cache.keys - first);
     }
     attention.run(list, first, count);
     if (rank == 0) cache.append<T>();
     cluster > 1 ? cluster_sync() : __syncthreads();
-    combine(p, cache, smem, attention, cluster, rank);
+    combine(p, cache, smem, attention, parts, rank);
     if (cluster > 1) cluster_sync();  // the others have read this CTA's shared memory
 }
 

@@ -59,14 +59,12 @@ void lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
     args.cluster = cluster;
     if (args.window_size == 0 || args.window_size >= args.seqlen_k) return;
     const auto keys = static_cast<int>(args.seqlen_k);
-    int share = decode_share(keys, cluster);
-    auto chosen = static_cast<int>(ceil_div(args.window_size, int64_t{cluster}));
-    if (args.batch_invariant) {  // shorter sequences have fewer CTAs
-        share = std::max(share, std::min(keys, kInvariantKeys));
-        chosen = static_cast<int>(std::min<int64_t>(args.window_size, share));
-    }
-    args.order_capacity = decode_segment(share, warps) * warps;
-    args.list_capacity = ceil_div(chosen, 16) * 16;
+    int64_t chosen = ceil_div(args.window_size, int64_t{cluster});
+    if (args.batch_invariant)  // shorter sequences have fewer parts
+        chosen = std::max<int64_t>(ceil_div(args.window_size, int64_t{kInvariantParts}),
+                                   std::min<int64_t>(args.window_size, kInvariantKeys));
+    args.order_capacity = decode_segment(decode_share(keys, cluster), warps) * warps;
+    args.list_capacity = static_cast<int>(ceil_div<int64_t>(chosen, 16) * 16);
     args.overlays = false;
     args.overlays = DecodeSmemLayout(args, head_dim).total > current_device().shared_memory / (warps == 8 ? 2 : 1);
 }
@@ -87,7 +85,8 @@ int active_clusters(const DecodeArgs& args, int head_dim, DecodeLauncher run) {
 
 // Chooses the warps and the cluster size of the least estimated time; returns false where none fits. Estimates in us:
 // 20 (dense: 8) for each wave of CTAs; 2 ns over the warps for a key that a CTA scans; for each CTA of an SM 16 ns for
-// a key of 128 dimensions that it attends to, more where 8 warps are alone. With batch_invariant both are fixed.
+// a key of 128 dimensions that it attends to, more where 8 warps are alone. With batch_invariant the warps and the
+// parts are fixed, and more CTAs than parts help only to select.
 bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
     constexpr int kFewestKeys = 256;
     const bool selects = args.window_size > 0 && args.window_size < args.seqlen_k;
@@ -99,7 +98,8 @@ bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
     for (int warps = 8; warps <= most_warps; warps *= 2)
         for (int cluster = 1; cluster <= kDecodeMaxCluster; cluster *= 2) {
             if (best_warps > 0 && args.seqlen_k < cluster * kFewestKeys) break;
-            if (args.batch_invariant && (cluster != invariant_cluster(args.seqlen_k) || warps != 8)) continue;
+            const int parts = args.batch_invariant ? invariant_parts(args.seqlen_k) : cluster;
+            if (args.batch_invariant && (warps != 8 || cluster < parts || (cluster > parts && !selects))) continue;
             lay_out(args, head_dim, warps, cluster);
             const int64_t ctas = args.batch * args.kv_heads * cluster;
             const int64_t slots = int64_t{cluster} * active_clusters(args, head_dim, run);
@@ -107,7 +107,7 @@ bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
             const int64_t of_sm = ceil_div<int64_t>(std::min(ctas, slots), current_device().num_sms);
             const double share = of_sm * attends * (of_sm * warps == 8 ? 1.3 : 1),
                          scan = selects ? keys * 0.002 / warps : 0;
-            const double time = ceil_div(ctas, slots) * ((selects ? 20 : 8) + (scan + share) / cluster);
+            const double time = ceil_div(ctas, slots) * ((selects ? 20 : 8) + scan / cluster + share / parts);
             if (best_warps == 0 || time < best_time) best_warps = warps, best_cluster = cluster, best_time = time;
         }
     if (best_warps > 0) lay_out(args, head_dim, best_warps, best_cluster);

@@ -33,17 +33,18 @@ class DecodeSelector {
 
 public:
     __device__ DecodeSelector(const DecodeArgs& p, const DecodeCache& cache, DecodeSharedStorage& smem,
-                              uint16_t* orders, uint32_t* copies, int cluster, int rank)
-        : p_(p), cache_(cache), smem_(smem), orders_(orders), copies_(copies), cluster_(cluster), rank_(rank) {
+                              uint16_t* orders, uint32_t* copies, int rank)
+        : p_(p), cache_(cache), smem_(smem), orders_(orders), copies_(copies), cluster_(p.cluster), rank_(rank) {
         is_float_ = p.bias_cache.dtype == DataType::kFloat32;
-        share_ = decode_share(cache.keys, cluster);
+        share_ = decode_share(cache.keys, cluster_);
         begin_ = min(rank * share_, cache.keys);
         keys_ = min(share_, cache.keys - begin_);
         segment_ = decode_segment(share_, kWarps);
     }
 
-    // Writes this CTA's part of the chosen keys to `list` and returns their number. All threads of the cluster call.
-    __device__ int run(int* list) {
+    // Divides the chosen keys into `parts`. CTA i writes part i to `list` and returns its number of keys, 0 where there
+    // is no such part. All threads of the cluster call.
+    __device__ int run(int* list, int parts) {
         clear_copies();
         is_float_ ? load<DataType::kFloat32>() : load<kHalf>();
         int wanted = static_cast<int>(p_.window_size), shift = 24;
@@ -61,7 +62,7 @@ public:
         compact();
         refuse_nan(found_nan_);
         cluster_barrier();
-        return read_list(list);
+        return read_list(list, parts);
     }
 
     __device__ void cluster_barrier() const {
@@ -404,7 +405,7 @@ private:
     }
 
     // Fetches this CTA's part of all segments' chosen keys; returns their number.
-    __device__ int read_list(int* list) {
+    __device__ int read_list(int* list, int parts) {
         const int segments = cluster_ * kWarps;
         if (warp_id() == 0) {
             constexpr int kOfLane = kDecodeSegments / 32;
@@ -428,7 +429,7 @@ private:
         }
         __syncthreads();
         const int total = smem_.segment_starts[kDecodeSegments];
-        const int part = ceil_div(ceil_div(total, cluster_), 16) * 16;
+        const int part = ceil_div(ceil_div(total, parts), 16) * 16;
         const int first = min(rank_ * part, total), own = min(part, total - first);
         for (int i = threadIdx.x; i < own; i += kThreads) {
             int segment = 0;  // the last one that starts at or before the key

@@ -1,6 +1,7 @@
 """Continuous batching of transformers: generate_batch returns what generate returns for each prompt alone."""
 
 import copy
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ transformers = pytest.importorskip("transformers", "5.17")
 from small_models import VOCABULARY, build, one_call, switched  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.generation.continuous_batching import PagedAttentionCache  # noqa: E402
+from transformers.generation.continuous_batching.model_runner import ModelRunner  # noqa: E402
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager  # noqa: E402
 
 from flash_dmattn.integrations import paged  # noqa: E402
@@ -100,7 +102,7 @@ def test_prompts_that_share_pages(name, monkeypatch):
 
 @pytest.fixture
 def nan_pages(monkeypatch):
-    """Pages hold NaN until something is written."""
+    """Pages of keys and values hold NaN until something is written."""
     make = PagedAttentionCache.__init__
 
     def make_with_nan(self, *args, **kwargs):
@@ -109,6 +111,11 @@ def nan_pages(monkeypatch):
         for tensor in [self.cache_tensor] if has_one else [*self.key_cache, *self.value_cache]:
             tensor.view(torch.uint8).fill_(255)
 
+    monkeypatch.setattr(PagedAttentionCache, "__init__", make_with_nan)
+
+
+@pytest.mark.parametrize("name", ["llama", "doge"])
+def test_pages_that_are_not_in_use_may_hold_nan(name, nan_pages, monkeypatch):
     def bias_pages_with_nan(cache, *args):
         is_new, pages = cache not in paged._bias_pages, bias_pages(cache, *args)
         for biases in paged._bias_pages[cache].values() if is_new else ():
@@ -117,13 +124,18 @@ def nan_pages(monkeypatch):
 
     bias_pages = paged.bias_pages
     monkeypatch.setattr(paged, "bias_pages", bias_pages_with_nan)
-    monkeypatch.setattr(PagedAttentionCache, "__init__", make_with_nan)
+    eager, prompts = build(name), prompts_of(*LENGTHS)
+    assert batched(switched(eager), prompts) == one_by_one(eager, prompts)
 
 
 @pytest.mark.parametrize("name", ["llama", "doge"])
-def test_pages_that_are_not_in_use_may_hold_nan(name, nan_pages):
+def test_the_warm_up_attends_to_pages_that_nothing_has_written(name, nan_pages, monkeypatch, caplog):
+    """Without CUDA graphs transformers neither warms up nor pads: here it does both."""
+    monkeypatch.setattr(ModelRunner, "pad_inputs", property(lambda self: True, lambda self, _: None), raising=False)
+    monkeypatch.setattr(logging.getLogger("ContinuousBatchingLogger"), "propagate", True)
     eager, prompts = build(name), prompts_of(*LENGTHS)
     assert batched(switched(eager), prompts) == one_by_one(eager, prompts)
+    assert "Failed to warm up" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llama", "doge"])

@@ -80,6 +80,7 @@ def fast_path(
     deterministic: object,
     return_lse: object,
     window_size: object,
+    cache_seqlens: object,
     limits: object,
     /,
 ) -> object:

@@ -1,5 +1,7 @@
 #include "topk_lists.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -14,8 +16,9 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int64_t kWords = KeyListsView::kRows / 32;
-constexpr int64_t kChunk = 1024;  // biases that are converted at once
-constexpr int64_t kGroup = 32;    // biases that are compared at once
+constexpr int64_t kChunk = 1024;            // biases that are converted at once
+constexpr int64_t kGroup = 32;              // biases that are compared at once
+constexpr int64_t kSerialBiases = 1 << 15;  // biases that one thread reads sooner than others start
 
 int64_t used_keys(const SelectParams& p, int64_t batch) {
     return p.seqused_k != nullptr ? std::clamp<int64_t>(p.seqused_k[batch], 0, p.keys) : p.keys;
@@ -247,18 +250,23 @@ void mask_all(const SelectParams& params, const uint8_t* candidates, uint8_t* ma
 
 template <typename acc_t>
 bool has_order(const SelectParams& p) {
-    BiasChunks<acc_t> biases(p);
-    int some_nan = 0;
-    for (int64_t list = 0; list < p.batches * p.bias.heads; ++list) {
-        const int64_t batch = list / p.bias.heads, used = used_keys(p, batch);
-        biases.select(batch, list % p.bias.heads);
-        for (int64_t first = 0; first < used; first += kChunk) {
-            const int64_t count = std::min(used - first, kChunk);
-            const acc_t* x = biases.load(first, count);
-            for (int64_t j = 0; j < count; ++j) some_nan |= x[j] != x[j];
+    std::atomic<bool> any_nan{false};
+    const int64_t grain = std::max<int64_t>(kSerialBiases / std::max<int64_t>(p.keys, 1), 1);
+    at::parallel_for(0, p.batches * p.bias.heads, grain, [&](int64_t begin, int64_t end) {
+        BiasChunks<acc_t> biases(p);
+        int some_nan = 0;
+        for (int64_t list = begin; list < end; ++list) {
+            const int64_t batch = list / p.bias.heads, used = used_keys(p, batch);
+            biases.select(batch, list % p.bias.heads);
+            for (int64_t first = 0; first < used; first += kChunk) {
+                const int64_t count = std::min(used - first, kChunk);
+                const acc_t* x = biases.load(first, count);
+                for (int64_t j = 0; j < count; ++j) some_nan |= x[j] != x[j];
+            }
         }
-    }
-    return some_nan == 0;
+        if (some_nan != 0) any_nan = true;
+    });
+    return !any_nan;
 }
 
 }  // namespace

@@ -223,21 +223,22 @@ def nan_at(key):
     return bias
 
 
+@pytest.mark.parametrize("keys", [2500, 20000], ids=["one thread", "several threads"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_nan_in_a_window_of_all_keys_is_refused_among_infinities(dtype):
+def test_nan_in_a_window_of_all_keys_is_refused_among_infinities(dtype, keys):
     """In any dtype, of any strides, and at any key of more than one chunk; beyond a cache's end it may stay."""
-    query, key, value = inputs(2, 1, 2500, 2, 2, 8, dtype)
-    infinite = torch.zeros(2, 2, 1, 2500, dtype=dtype)
+    query, key, value = inputs(2, 1, keys, 2, 2, 8, dtype)
+    infinite = torch.zeros(2, 2, 1, keys, dtype=dtype)
     infinite[..., ::7], infinite[..., 5] = -torch.inf, torch.inf
     strided = infinite.repeat_interleave(2, dim=3)[..., ::2]
     for bias in (infinite, strided):
-        options = {"attn_bias": bias, "is_causal": True, "window_size": 2500}
+        options = {"attn_bias": bias, "is_causal": True, "window_size": keys}
         flash_dmattn_func(query, key, value, **options)
-        for at in (0, 1023, 1024, 2499):
+        for at in (0, 1023, 1024, keys - 1):
             before, bias[1, 1, 0, at] = bias[1, 1, 0, at].clone(), torch.nan
             with pytest.raises(ValueError, match="bias must not be NaN: it has no order"):
                 flash_dmattn_func(query, key, value, **options)
-            flash_dmattn_func(query, key, value, **options, **cache([2500, at]))
+            flash_dmattn_func(query, key, value, **options, **cache([keys, at]))
             bias[1, 1, 0, at] = before
 
 

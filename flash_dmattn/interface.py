@@ -78,7 +78,7 @@ def flash_dmattn_func(
         attn_bias: ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype or float32, added to the scores without
             rounding. Its gradient has its shape and dtype, and is summed in float32 over broadcast and shared
             dimensions. On CUDA a key bias [.., 1, Sk] costs the same in both dtypes; a float32 bias [.., Sq, Sk] with
-            a 16-bit query is slower (docs/semantics.md).
+            a 16-bit query is slower, unless the pair bias kernels of sm90 serve the call (docs/semantics.md).
         softmax_scale: a number, by default 1 / sqrt(D); or a floating tensor () or (H), which is differentiable:
             query is multiplied by it, in float32, and rounded to its dtype. Values of a tensor are not checked.
         is_causal: key j is visible to row i only where j <= i + (Sk - Sq): aligned to the bottom right corner.

@@ -97,6 +97,26 @@ def assert_close(ours, eager, exact, dtype, names=(*NAMES, "drelative_bias")):
             assert off <= limit, f"{name} is off by {off:.2e}, eager by {eager_off:.2e}"
 
 
+def check_float32_bias(tensors, mask, bias, *, function=flash_dmattn_func, **options):
+    """Compares out, lse and every gradient with the float64 reference, for a dense float32 bias beside 16-bit queries.
+
+    Eager computes with such a bias in float32: kernels with products of 16 bits are compared with the largest number of
+    each result instead. A bias that is rounded to 16 bits makes all results wrong by more.
+    """
+    query = tensors[0]
+    dout = torch.randn_like(query)
+    dlse = torch.randn(query.shape[0], query.shape[2], query.shape[1], device=query.device)
+    ours = run(function, tensors, mask, bias, dout, dlse, **options)
+    wide = [in_float64(x) for x in (*tensors, bias)]
+    exact = run(reference, wide[:3], mask, wide[3], dout.double(), dlse.double(), **options)
+    assert ours[5].dtype == torch.float32
+    for name, x, y in zip(NAMES, ours, exact, strict=True):
+        assert torch.equal(x.isinf(), y.isinf()) and not x.isnan().any(), name
+        x, y = (z.double().masked_fill(z.isinf(), 0) for z in (x, y))
+        largest = 1.0 if name == "lse" else y.abs().max().item()
+        assert (x - y).abs().max() <= 0.04 * largest, name
+
+
 def check(
     tensors, mask=None, bias=None, *, function=flash_dmattn_func, dense=None, dout=None, relative_bias=None, **options
 ):

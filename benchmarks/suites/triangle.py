@@ -2,7 +2,7 @@
 
 triangle_attention: q (B, N, H, S, D), a bias (B, 1, H, S, S) with its gradient, and a key mask for each row.
 plain batch: `flash_dmattn_func` over B N batch elements that all share one bias [1, H, S, S].
-SDPA: bias and mask as one float mask, expanded to every row in the call.
+SDPA: bias and mask as one float mask in the query's dtype, expanded to every row in the call.
 cuEquivariance: cuequivariance_torch.triangle_attention, where it is installed.
 
 The peak memory is that of forward and backward beyond the inputs, on CUDA.
@@ -36,10 +36,12 @@ class Workload:
     seqlen: int
     heads: int = 4
     head_dim: int = 32
+    float32_bias: bool = False
 
     @property
     def name(self) -> str:
-        return f"B{self.batch} N{self.n} H{self.heads} S{self.seqlen} D{self.head_dim}"
+        suffix = ", float32 bias" if self.float32_bias else ""
+        return f"B{self.batch} N{self.n} H{self.heads} S{self.seqlen} D{self.head_dim}{suffix}"
 
 
 WORKLOADS = [
@@ -48,6 +50,8 @@ WORKLOADS = [
     Workload(4, 96, 384),
     Workload(1, 512, 512),
     Workload(2, 256, 256),
+    Workload(2, 256, 256, float32_bias=True),
+    Workload(1, 384, 384, float32_bias=True),
     Workload(2, 128, 768, heads=8, head_dim=64),
 ]
 DEMANDS = [Demand("", BOTH, 1.05, (PLAIN,), implementation=OURS)]
@@ -67,11 +71,12 @@ def make_inputs(workload: Workload, dtype: torch.dtype, device: str, seed: int) 
     generator = torch.Generator(device).manual_seed(seed)
     batch, n, seqlen, heads = workload.batch, workload.n, workload.seqlen, workload.heads
 
-    def make(*shape: int) -> Tensor:
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     rows = [make(batch, n, seqlen, heads, workload.head_dim) for _ in range(4)]
-    bias = make(batch, 1, heads, seqlen, seqlen).requires_grad_()
+    bias_dtype = torch.float32 if workload.float32_bias else dtype
+    bias = make(batch, 1, heads, seqlen, seqlen, dtype=bias_dtype).requires_grad_()
     mask = torch.rand(batch, n, 1, 1, seqlen, generator=generator, device=device) < 0.9
     return Inputs(*(x.requires_grad_() for x in rows[:3]), bias, mask, rows[3])
 
@@ -105,7 +110,7 @@ def sdpa(inputs: Inputs) -> Operation:
     leaves = [inputs.query, inputs.key, inputs.value, inputs.bias]
 
     def forward() -> Tensor:
-        biases = inputs.bias.masked_fill(~inputs.mask, -torch.inf).flatten(0, 1)
+        biases = inputs.bias.to(inputs.query.dtype).masked_fill(~inputs.mask, -torch.inf).flatten(0, 1)
         rows = (x.flatten(0, 1).transpose(1, 2) for x in leaves[:3])
         return scaled_dot_product_attention(*rows, biases).transpose(1, 2).view_as(inputs.query)
 

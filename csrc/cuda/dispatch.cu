@@ -99,7 +99,7 @@ BwdPlan plan_bwd(const BwdParams& p) {
     select_kernels("backward", &Architecture::bwd, p, plan);
     plan.delta_rows = p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q;
     plan.delta = plan.take<float>((p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * plan.delta_rows);
-    if (p.drelative_bias != nullptr && p.deterministic)
+    if (p.drelative_bias != nullptr && p.deterministic && plan.adds_drelative_bias)
         plan.drelative_bias_exact = plan.take<ExactSum>(relative_bias_elements(p));
     return plan;
 }

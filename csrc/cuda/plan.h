@@ -98,10 +98,11 @@ struct BwdTiling {
 };
 
 struct BwdPlan : BwdTiling, WorkspaceLayout {
-    BwdLauncher launch;            // empty where the batch or the heads are 0
-    bool preprocess_delta = true;  // false: the main kernel computes D_i
-    int64_t delta_rows = 0;        // rows of one head; with variable length, of all sequences
-    int64_t zeroed_bytes = 0;      // bytes at the start of the workspace that are zeroed before the launch
+    BwdLauncher launch;               // empty where the batch or the heads are 0
+    bool preprocess_delta = true;     // false: the main kernel computes D_i
+    bool adds_drelative_bias = true;  // false: the main kernel writes the gradient of a dense float32 bias
+    int64_t delta_rows = 0;           // rows of one head; with variable length, of all sequences
+    int64_t zeroed_bytes = 0;         // bytes at the start of the workspace that are zeroed before the launch
     WorkspacePart dquery_accum, dquery_semaphore, dbias_parts, dkv_accum, dbias_accum, progress_counters;  // BwdArgs
     WorkspacePart drelative_bias_exact;  // BwdArgs; zeroed before the launch
     WorkspacePart delta;                 // BwdParams

@@ -17,13 +17,7 @@ void make_readable(Inputs& in) {
         if (rows->dim() > 0) *rows = readable_rows(*rows);
     if (in.relative_bias && !has_contiguous_entries(*in.relative_bias))
         in.relative_bias = in.relative_bias->contiguous();
-    if (is_bias_matrix(in)) {
-        if (logs_fallbacks())
-            log_fallback("float32 bias",
-                         "a dense attn_bias in float32 beside a 16-bit query is read score by score, and its gradient "
-                         "summed by atomics: pass it in query's dtype where rounding is acceptable");
-        if (!has_contiguous_entries(*in.bias)) in.bias = in.bias->contiguous();
-    }
+    if (is_bias_matrix(in) && !has_contiguous_entries(*in.bias)) in.bias = in.bias->contiguous();
     // Views of what the operators made, as vmap passes them.
     for (OptionalTensor* bits : {&in.mask, &in.mask_tiles, &in.kv_row_bits})
         if (*bits && (*bits)->is_cuda() && !is_aligned(**bits)) *bits = (*bits)->clone(at::MemoryFormat::Contiguous);

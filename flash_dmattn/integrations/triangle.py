@@ -53,7 +53,8 @@ def triangle_attention(
         k: (B, N, H, K, D) in q's dtype.
         v: (B, N, H, K, D) in q's dtype.
         bias: (B, 1, H, Q, K) in q's dtype or float32. A float32 bias with a 16-bit q is read without rounding, and
-            its gradient is float32; on CUDA it is slower than one in q's dtype (docs/semantics.md).
+            its gradient is float32; on CUDA it is slower than one in q's dtype, much slower where the pair bias kernels
+            of compute capability 9.0 do not serve the call (docs/kernels.md).
         mask: bool (B, {N|1}, 1, 1, K), True = visible; None: all keys are visible.
         scale: scale of the scores, default 1 / sqrt(D).
 

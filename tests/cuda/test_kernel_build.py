@@ -441,17 +441,22 @@ using PerHead = PerHeadSparseBwdSharedStorage<PerHeadSparseBwdKernelTraits<T, kH
 
 template <typename... Tiles>
 size_t largest_pair_bias_fwd() {
-    return std::max({PairBiasFwdSharedStorage<Tiles>::bytes(Tiles::kSizes.longest / kPairBiasCols)...});
+    return std::max({PairBiasFwdSharedStorage<Tiles>::bytes(Tiles::kSizes.longest / 64)...});
 }
 template <typename... Tiles>
 size_t largest_pair_bias_dkey() {
-    return std::max({PairBiasDkeySharedStorage<Tiles>::bytes(kPairBiasBwdMaxSeqlen / kPairBiasRows)...});
+    return std::max({PairBiasDkeySharedStorage<Tiles>::bytes(Tiles::kMaxSeqlenQ / kPairBiasRows)...});
 }
-#define PAIR_BIAS(T, kHeadDim)                                                                               \\
-    print<PairBiasDquerySharedStorage<PairBiasDqueryKernelTraits<T, 3>>>(                                    \\
-        "pair_bias", kHeadDim,                                                                               \\
-        std::max(largest_pair_bias_fwd<PairBiasFwdKernelTraits<T, 0>, PairBiasFwdKernelTraits<T, 1>>(),      \\
-                 largest_pair_bias_dkey<PairBiasDkeyKernelTraits<T, 2>, PairBiasDkeyKernelTraits<T, 3>>()));
+template <typename T, typename Bias>
+using Dquery = PairBiasDquerySharedStorage<PairBiasDqueryKernelTraits<T, Bias, 3>>;
+#define PAIR_BIAS(T, kHeadDim)                                                                                  \\
+    print<Dquery<T, T>, Dquery<T, float>>(                                                                      \\
+        "pair_bias", kHeadDim,                                                                                  \\
+        std::max(largest_pair_bias_fwd<PairBiasFwdKernelTraits<T, T, 0>, PairBiasFwdKernelTraits<T, T, 1>,      \\
+                                       PairBiasFwdKernelTraits<T, float, 2>>(),                                 \\
+                 largest_pair_bias_dkey<PairBiasDkeyKernelTraits<T, T, 3, kPairBiasBwdMaxSeqlen, 3, 2>,         \\
+                                        PairBiasDkeyKernelTraits<T, float, 2, 256, 3, 2>,                       \\
+                                        PairBiasDkeyKernelTraits<T, float, 2, kPairBiasBwdMaxSeqlen, 2, 1>>()));
 
 template <typename T, int kHeadDim>
 int decode_bytes() {  // without selection, whose memory depends on the call

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from gpu_inputs import mask_of, on_gpu, randn
-from helpers import NAMES, assert_close, check, reference, run, surrounded
-from sm90 import hiding_bias, key_mask, serves_pairs
+from helpers import NAMES, assert_close, check, check_float32_bias, reference, run, surrounded
+from sm90 import distance, hiding_bias, key_mask, serves_pairs
 
 from flash_dmattn import flash_dmattn_func
 
@@ -20,6 +20,27 @@ def test_pair_bias(rows, keys, dtype):
     for mask in (None, key_mask(20, 1, keys), key_mask(20, 4, keys)):
         check(tensors, mask, bias)
     assert serves_pairs(tensors, mask, bias) == (True, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "keys"),
+    [(65, 4), (128, 128), (136, 200), (200, 132), (256, 256), (320, 264), (264, 320), (384, 384), (72, 384)],
+)
+def test_a_float32_pair_bias(rows, keys, dtype):
+    """Numbers that 16 bits do not hold: rounded to bfloat16 they are up to 1 off."""
+    tensors, bias = on_gpu(20, rows, keys, 4, 4, 32, dtype=dtype), hiding_bias(4, rows, keys, torch.float32) * 4
+    bias.clamp_(min=torch.finfo(torch.float32).min)
+    bias[..., keys // 2] = -torch.inf
+    bias += 250
+    for mask in (None, key_mask(20, 1, keys), key_mask(20, 4, keys)):
+        check_float32_bias(tensors, mask, bias)
+    assert serves_pairs(tensors, mask, bias) == (True, True)
+
+
+def test_a_float32_pair_bias_beyond_a_fixed_maximum():
+    bias = randn(2, 4, 200, 264, dtype=torch.float32) * 4 + 3000
+    check_float32_bias(on_gpu(36, 200, 264, 4, 4, 24), key_mask(36, 1, 264), bias)
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(72, 392), (1000, 200), (512, 512)])
@@ -68,6 +89,17 @@ def test_pair_bias_with_large_scores(dtype, change, masked):
     assert_close(flash_dmattn_func(*tensors, mask, bias, return_lse=True), eager, exact, dtype)
 
 
+@pytest.mark.parametrize("change", [large_rows, large_keys, wide_biases, biases_of_two_levels])
+def test_a_float32_pair_bias_has_the_results_of_one_in_16_bits(change):
+    tensors, bias, mask = on_gpu(20, 384, 384, 4, 4, 32), randn(1, 4, 384, 384), key_mask(20, 1, 384)
+    change(tensors, bias)
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(20, 4, 384, device="cuda")
+    narrow = run(flash_dmattn_func, tensors, mask, bias, dout, dlse)
+    wide = run(flash_dmattn_func, tensors, mask, bias.float(), dout, dlse)
+    for name, x, y in zip(NAMES, narrow, wide, strict=True):
+        assert distance(y.float(), x.float()) < 2e-2, name
+
+
 @pytest.mark.parametrize("head_dim", [8, 24, 32])
 @pytest.mark.parametrize("layout", ["heads before rows", "every other row", "part of the columns"])
 def test_pair_bias_strides(layout, head_dim):
@@ -110,6 +142,10 @@ UNSHARED = {
     "heads that share biases": ({}, {"bias_heads": 1}, (True, False)),
     "longer sequences": ({}, {"keys": 520}, (False, False)),
     "a larger head dimension": ({}, {"head_dim": 40}, (False, False)),
+    "float32 biases, causal": ({"is_causal": True}, {"bias_dtype": torch.float32}, (False, False)),
+    "float32 biases of keys at odd addresses": ({}, {"bias_dtype": torch.float32, "keys": 262}, (False, False)),
+    "float32 biases that heads share": ({}, {"bias_dtype": torch.float32, "bias_heads": 1}, (True, False)),
+    "float32 biases of longer sequences": ({}, {"bias_dtype": torch.float32, "keys": 388}, (False, False)),
 }
 
 
@@ -119,14 +155,16 @@ def test_calls_that_the_pair_bias_kernels_do_not_take(what):
     batch = sizes.get("batch", 20)
     keys = sizes.get("keys", 264)
     tensors = on_gpu(batch, 200, keys, 4, sizes.get("kv_heads", 4), sizes.get("head_dim", 32))
-    mask, bias = mask_of(batch, 1, sizes.get("mask_rows", 1), keys), randn(1, sizes.get("bias_heads", 4), 200, keys)
-    check(tensors, mask, bias, **options)
+    mask, bias_dtype = mask_of(batch, 1, sizes.get("mask_rows", 1), keys), sizes.get("bias_dtype", torch.bfloat16)
+    bias = randn(1, sizes.get("bias_heads", 4), 200, keys, dtype=bias_dtype)
+    (check if bias_dtype == torch.bfloat16 else check_float32_bias)(tensors, mask, bias, **options)
     assert serves_pairs(tensors, mask, bias, **options) == served
 
 
 @pytest.mark.parametrize("in_bias", [False, True])
-def test_pair_bias_with_nan_in_hidden_rows_and_keys(in_bias, poisoned_allocations):
-    mask, bias = key_mask(20, 1, 264), hiding_bias(4, 200, 264)
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pair_bias_with_nan_in_hidden_rows_and_keys(bias_dtype, in_bias, poisoned_allocations):
+    mask, bias = key_mask(20, 1, 264), hiding_bias(4, 200, 264, bias_dtype)
     tensors, dout = on_gpu(20, 200, 264, 4, 4, 32), torch.randn(20, 200, 4, 32, device="cuda").bfloat16() / 8
     mask[..., 40] = False
     if in_bias:
@@ -169,9 +207,11 @@ def test_pair_bias_multiplies_no_infinity_of_hidden_keys():
         assert name == "lse" or high.isfinite().all(), name
 
 
-def test_pair_bias_is_bitwise_reproducible():
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pair_bias_is_bitwise_reproducible(bias_dtype):
     """All gradients are reproducible, with and without deterministic=True."""
-    tensors, mask, bias = on_gpu(40, 384, 384, 4, 4, 32), key_mask(40, 1, 384), randn(1, 4, 384, 384)
+    tensors, mask = on_gpu(40, 384, 384, 4, 4, 32), key_mask(40, 1, 384)
+    bias = randn(1, 4, 384, 384, dtype=bias_dtype)
     dout, dlse = torch.randn_like(tensors[0]), torch.randn(40, 4, 384, device="cuda")
     first = run(flash_dmattn_func, tensors, mask, bias, dout, dlse)
     for deterministic in [False, True] * 25:

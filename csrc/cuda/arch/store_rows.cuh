@@ -1,4 +1,4 @@
-// Stores accumulator rows as 16-bit elements to global memory.
+// Stores accumulator rows to global memory.
 #pragma once
 
 #include "memory.cuh"
@@ -37,6 +37,18 @@ __device__ __forceinline__ void store_row(const float (&acc)[1][kFragments][4], 
         transpose_quad(packed);
         const int col = (n + lane_id() % 4) * 8;
         if (exists && col < cols) store_global_16(to + col, packed);
+    }
+}
+
+// The same to float32. Four lanes write 32 contiguous bytes; `to` is aligned to 8 bytes, and cols is even.
+template <int kFragments>
+__device__ __forceinline__ void store_row(const float (&acc)[1][kFragments][4], int h, float factor, float* to,
+                                          int cols, bool exists) {
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n) {
+        const int col = n * 8 + fragment_col();
+        const float2 pair = {acc[0][n][2 * h] * factor, acc[0][n][2 * h + 1] * factor};
+        if (exists && col < cols) *reinterpret_cast<float2*>(to + col) = pair;
     }
 }
 

@@ -101,6 +101,14 @@ TensorLayout dense_bias_layout(const AttentionParams& p, const ScoreView& scores
             {scores.row_stride, scores.head_stride, scores.batch_stride}};
 }
 
+TensorLayout dense_bias_layout(const AttentionParams& p, const BiasView& bias) {
+    TensorLayout layout = dense_bias_layout(p, static_cast<const ScoreView&>(bias));
+    if (bias.dtype != DataType::kFloat32) return layout;
+    layout.sizes[0] *= 2;
+    for (int64_t& stride : layout.strides) stride *= 2;
+    return layout;
+}
+
 bool can_load_keys(const AttentionParams& p) {
     const bool is_dense = p.bias.present() && p.bias.kind == BiasKind::kDense;
     if (p.lists.present()) {  // gather_rows multiplies by a 32-bit stride

@@ -30,6 +30,8 @@ TensorLayout query_layout(const AttentionParams& p, const RowsView& rows);
 TensorLayout key_layout(const AttentionParams& p, const RowsView& keys);
 // A dense bias or its gradient, contiguous along the keys: [Sk, Sq, heads, B].
 TensorLayout dense_bias_layout(const AttentionParams& p, const ScoreView& scores);
+// The same, where a float32 bias is a matrix of twice as many 16-bit elements.
+TensorLayout dense_bias_layout(const AttentionParams& p, const BiasView& bias);
 
 // Whether the sm90 kernels can load K, V and a dense bias: by TMA, or gathered with key lists.
 bool can_load_keys(const AttentionParams& p);

@@ -69,8 +69,8 @@ __device__ __forceinline__ void apply_bias_mask(float (&acc)[kMTiles][kNTiles][4
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float& x = acc[m][n][i];
-                if constexpr (std::is_same_v<T, bfloat16_t>) {
-                    // Adding a score to finfo(bfloat16).min does not change it in float32.
+                if constexpr (!std::is_same_v<T, half_t>) {
+                    // Adding a score to finfo(bfloat16).min or finfo(float32).min does not change it in float32.
                     x = x <= kLeastFinite<T> ? -kInfinity : x;
                 } else if (x < kLeastFinite<T> / 2 && x != -kInfinity) {
                     const T bias = *at(m * 16 + i / 2 * 8 + fragment_row(), n * 8 + fragment_col() + i % 2);

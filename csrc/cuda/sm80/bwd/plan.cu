@@ -5,6 +5,7 @@
 
 #include "cuda/common/device.h"
 #include "cuda/common/kernel_table.h"
+#include "cuda/sm80/bias_matrix.h"
 #include "kernel.cuh"
 #include "kernels.h"  // generated
 
@@ -148,6 +149,7 @@ void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& o
 bool plan_bwd(const BwdParams& p, cuda::BwdPlan& plan) {
     const KernelEntry* const kernel = kKernels.find(p);
     if (kernel == nullptr) return false;
+    report_bias_matrix(p);
     const BwdPlan own{uses_small_tiles(current_device().code)};
     p.lists.present() ? plan_gather(p, *kernel, own, plan) : plan_dense(p, *kernel, own, plan);
     plan.launch = [launch = p.lists.present() ? kernel->value.launch_gather : kernel->value.launch, own](

@@ -5,6 +5,7 @@
 
 #include "cuda/common/device.h"
 #include "cuda/common/kernel_table.h"
+#include "cuda/sm80/bias_matrix.h"
 #include "kernel_traits.h"
 #include "kernels.h"  // generated
 
@@ -65,6 +66,7 @@ int64_t plan_splits(const FwdParams& p, const FwdTileSizes& tile, int64_t num_m_
 bool plan_fwd(const FwdParams& p, cuda::FwdPlan& plan) {
     const auto* const kernel = kKernels.find(p);
     if (kernel == nullptr) return false;
+    report_bias_matrix(p);
     FwdPlan own;
     own.pack = packed_heads(p);
     own.tile = plan_tile(p, kernel->head_dim, own.pack);

@@ -50,11 +50,16 @@ DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
     return DenseDbias::kNone;
 }
 
+// Whether the pair bias kernels can store dbias, by ordinary stores: a float32 one is contiguous.
+bool can_store_pair_dbias(const BwdParams& p) {
+    if (!p.dbias.present()) return true;
+    return has_float32_bias(p) ? p.dbias.heads == p.heads : can_store_dbias(p);
+}
+
 // Heads must share neither keys nor, where dbias is needed, biases.
 bool is_pair_bias(const BwdParams& p) {
     return is_pair_bias_problem(p) && p.seqlen_q <= kPairBiasBwdMaxSeqlen && p.seqlen_k <= kPairBiasBwdMaxSeqlen &&
-           p.kv_heads == p.heads && is_tma_compatible(query_layout(p, p.out)) &&
-           (!p.dbias.present() || can_store_dbias(p));
+           p.kv_heads == p.heads && is_tma_compatible(query_layout(p, p.out)) && can_store_pair_dbias(p);
 }
 
 // Each gradient has an owner; only the parts of dbias are summed in the workspace.
@@ -63,6 +68,7 @@ bool plan_pair_bias(const BwdParams& p, BwdPlan& plan) {
     if (kernel == nullptr) return false;
     plan.launch = kernel->value;
     plan.preprocess_delta = false;
+    plan.adds_drelative_bias = false;
     plan.dbias_tiles = pair_bias_dq_m_blocks(p);
     plan.dbias_splits = pair_bias_splits(plan.dbias_tiles, pair_bias_batch_group_size(p));
     const int64_t parts = p.dbias.present() ? plan.dbias_splits * plan.dbias_tiles * pair_bias_dq_n_blocks(p) : 0;
@@ -134,7 +140,8 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
 
 }  // namespace
 
-bool should_use_bwd(const BwdParams& p) {
+bool should_use_bwd(const BwdParams& params) {
+    const BwdParams p = with_dense_bias(params);
     if (p.lists.present()) return p.head_dim > 128 ? p.seqlen_k >= 1024 : p.head_dim > 32;
     if (is_pair_bias(p)) return should_use_pair_bias_bwd(p);
     const bool cluster_reduces = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
@@ -142,11 +149,12 @@ bool should_use_bwd(const BwdParams& p) {
     return p.head_dim > 32 || p.seqlen_k >= 512;
 }
 
-bool plan_bwd(const BwdParams& p, BwdPlan& plan) {
+bool plan_bwd(const BwdParams& params, BwdPlan& plan) {
+    const BwdParams p = with_dense_bias(params);
     if (p.seqlen_q == 0 || p.seqlen_k == 0 || !can_load(p)) return false;
     if (p.relative_bias.present() && !supports_relative_bias(p)) return false;
     if (p.lists.present()) return plan_sparse(p, plan);
-    return (is_pair_bias(p) && plan_pair_bias(p, plan)) || plan_dense(p, plan);
+    return (is_pair_bias(p) && plan_pair_bias(p, plan)) || (!has_float32_bias(p) && plan_dense(p, plan));
 }
 
 }  // namespace flash_dmattn::cuda::sm90

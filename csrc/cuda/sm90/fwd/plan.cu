@@ -25,11 +25,12 @@ bool supports_lists(const FwdParams& p) {
     return p.lists.tile_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p));
 }
 
-bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= kPairBiasFwdMaxSeqlenK; }
+bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= pair_bias_fwd_max_seqlen_k(p); }
 
 }  // namespace
 
-bool should_use_fwd(const FwdParams& p) {
+bool should_use_fwd(const FwdParams& params) {
+    const FwdParams p = with_dense_bias(params);
     if (p.lists.present()) return p.head_dim > 32;
     if (is_pair_bias(p)) return should_use_pair_bias_fwd(p);
     const bool has_own_bias = p.bias.present() && p.bias.batches == p.batch;
@@ -37,12 +38,13 @@ bool should_use_fwd(const FwdParams& p) {
     return p.seqlen_k >= (p.head_dim <= 64 ? 512 : 128);
 }
 
-bool plan_fwd(const FwdParams& p, FwdPlan& plan) {
+bool plan_fwd(const FwdParams& params, FwdPlan& plan) {
+    const FwdParams p = with_dense_bias(params);
     if (p.seqlen_q < kMinRows || p.seqlen_k == 0 || !can_load(p)) return false;
     if (p.relative_bias.present() && !supports_relative_bias(p)) return false;
     if (p.lists.present() && !supports_lists(p)) return false;
     const auto* kernel = is_pair_bias(p) ? kPairBiasKernels.find(p) : nullptr;
-    if (kernel == nullptr) kernel = kKernels.find(p);
+    if (kernel == nullptr && !has_float32_bias(p)) kernel = kKernels.find(p);
     if (kernel == nullptr) return false;
     plan.launch = kernel->value;
     return true;

@@ -48,25 +48,38 @@ void launch_pair_bias_dkey(const BwdArgs& p, cudaStream_t stream) {
 
     using SharedStorage = PairBiasDkeySharedStorage<Traits>;
     const auto kernel = pair_bias_dkey_kernel<Traits>;
-    allow_shared_memory("the backward", p.head_dim, kernel,
-                        SharedStorage::bytes(kPairBiasBwdMaxSeqlen / kPairBiasRows));
-    kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, SharedStorage::bytes(schedule.bias_tiles), stream>>>(
+    allow_shared_memory("the backward", p.head_dim, kernel, SharedStorage::bytes(Traits::kMaxSeqlenQ / kPairBiasRows));
+    kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, SharedStorage::bytes(schedule.bias_blocks), stream>>>(
         p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-template <typename T, int kHeadDim>
-void run_pair_bias_bwd(const BwdArgs& p, cudaStream_t stream) {
-    static_assert(kHeadDim == kPairBiasHeadDim);
+template <typename T, typename Bias>
+void launch_pair_bias_dquery(const BwdArgs& p, cudaStream_t stream) {
     switch (ceil_div<int64_t>(p.seqlen_k, 128)) {
-        case 1: launch_pair_bias_dquery<PairBiasDqueryKernelTraits<T, 1>>(p, stream); break;
-        case 2: launch_pair_bias_dquery<PairBiasDqueryKernelTraits<T, 2>>(p, stream); break;
-        case 3: launch_pair_bias_dquery<PairBiasDqueryKernelTraits<T, 3>>(p, stream); break;
+        case 1: launch_pair_bias_dquery<PairBiasDqueryKernelTraits<T, Bias, 1>>(p, stream); break;
+        case 2: launch_pair_bias_dquery<PairBiasDqueryKernelTraits<T, Bias, 2>>(p, stream); break;
+        case 3: launch_pair_bias_dquery<PairBiasDqueryKernelTraits<T, Bias, 3>>(p, stream); break;
     }
-    using More = PairBiasDkeyKernelTraits<T, 3>;
-    using Fewer = PairBiasDkeyKernelTraits<T, 2>;
-    const bool fewer = fewer_fit_better(p.seqlen_k, Fewer::kKeys, More::kKeys);
-    fewer ? launch_pair_bias_dkey<Fewer>(p, stream) : launch_pair_bias_dkey<More>(p, stream);
+}
+
+template <typename T, int kHeadDim>
+void run_pair_bias_bwd(const BwdArgs& args, cudaStream_t stream) {
+    static_assert(kHeadDim == kPairBiasHeadDim);
+    const BwdArgs p = with_dense_bias(args);
+    if (has_float32_bias(p)) {
+        using Shorter = PairBiasDkeyKernelTraits<T, float, 2, 256, 3, 2>;
+        using Longer = PairBiasDkeyKernelTraits<T, float, 2, kPairBiasBwdMaxSeqlen, 2, 1>;
+        launch_pair_bias_dquery<T, float>(p, stream);
+        p.seqlen_q <= Shorter::kMaxSeqlenQ ? launch_pair_bias_dkey<Shorter>(p, stream)
+                                           : launch_pair_bias_dkey<Longer>(p, stream);
+    } else {
+        using More = PairBiasDkeyKernelTraits<T, T, 3, kPairBiasBwdMaxSeqlen, 3, 2>;
+        using Fewer = PairBiasDkeyKernelTraits<T, T, 2, kPairBiasBwdMaxSeqlen, 3, 2>;
+        launch_pair_bias_dquery<T, T>(p, stream);
+        fewer_fit_better(p.seqlen_k, Fewer::kKeys, More::kKeys) ? launch_pair_bias_dkey<Fewer>(p, stream)
+                                                                : launch_pair_bias_dkey<More>(p, stream);
+    }
 }
 
 }  // namespace flash_dmattn::cuda::sm90

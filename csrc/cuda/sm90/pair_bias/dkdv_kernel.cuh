@@ -14,11 +14,14 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <typename T_, int kConsumerWarpgroups_>
+// kMaxSeqlenQ: rows whose biases fit in shared memory.
+template <typename T_, typename Bias, int kConsumerWarpgroups_, int kMaxSeqlenQ_, int kRowStages_, int kKeyStages_>
 struct PairBiasDkeyKernelTraits {
     using T = T_;
-    static constexpr int kConsumerWarpgroups = kConsumerWarpgroups_, kKeys = kConsumerWarpgroups * 64, kRowStages = 3,
-                         kKeyStages = 2;
+    using BiasBlock = PairBiasSmemBlock<T, Bias>;
+    using BiasReader = PairBiasKeyReader<T, Bias>;
+    static constexpr int kConsumerWarpgroups = kConsumerWarpgroups_, kKeys = kConsumerWarpgroups * 64,
+                         kMaxSeqlenQ = kMaxSeqlenQ_, kRowStages = kRowStages_, kKeyStages = kKeyStages_;
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
     static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32,
                          kConsumerRegisters = kConsumerWarpgroups == 2 ? 232 : 160;
@@ -45,11 +48,11 @@ struct PairBiasDkeySharedStorage {
     // Complete when a stage has row stats and its empty rows are zero.
     alignas(8) uint64_t rows_ready[Traits::kRowStages];
     alignas(8) uint64_t bias_full;
-    alignas(kSmemTileAlign) PairBiasSmemTile<T> bias[1];  // [warpgroup][bias_tiles]
+    alignas(kSmemTileAlign) typename Traits::BiasBlock bias[1];  // [warpgroup][bias_blocks]
 
-    static size_t bytes(int bias_tiles) {
+    static size_t bytes(int bias_blocks) {
         return offsetof(PairBiasDkeySharedStorage, bias) +
-               Traits::kConsumerWarpgroups * bias_tiles * sizeof(PairBiasSmemTile<T>);
+               Traits::kConsumerWarpgroups * bias_blocks * sizeof(typename Traits::BiasBlock);
     }
     // One thread calls.
     __device__ void init_pipelines() {
@@ -86,7 +89,7 @@ public:
             for (int i = 0; i < Traits::kConsumerWarpgroups * 2; ++i)
                 any |= metadata.visible_keys[i] =
                     mask.visible_keys(work_tile_.block * Traits::kConsumerWarpgroups + i / 2, i % 2);
-            metadata.active_m_blocks = any != 0 ? (1u << schedule_.bias_tiles) - 1 : 0;  // all or none
+            metadata.active_m_blocks = any != 0 ? (1u << schedule_.bias_blocks) - 1 : 0;  // all or none
             if (warp == 1) {
                 produce_row_stats(Sequence(p_, batch), metadata.active_m_blocks);
             } else if (lane_id() == 0) {
@@ -97,14 +100,18 @@ public:
 
 private:
     __device__ void load_bias() {
-        const int tiles = schedule_.bias_tiles, head = shared_head(work_tile_.head, p_.heads, p_.bias.heads);
+        using BiasBlock = typename Traits::BiasBlock;
+        const int blocks = schedule_.bias_blocks, head = shared_head(work_tile_.head, p_.heads, p_.bias.heads);
         const uint32_t full = smem_address(&smem_.bias_full);
-        mbarrier_arrive_and_expect_tx(
-            full, Traits::kConsumerWarpgroups * tiles * static_cast<int>(sizeof(PairBiasSmemTile<T>)));
-        for (int i = 0; i < Traits::kConsumerWarpgroups * tiles; ++i)
-            tma_load_4d(smem_address(&smem_.bias[i]), &maps_.bias, full,
-                        work_tile_.block * Traits::kKeys + i / tiles * 64, i % tiles * kPairBiasRows, head,
-                        work_tile_.bias_batch);
+        mbarrier_arrive_and_expect_tx(full, Traits::kConsumerWarpgroups * blocks * static_cast<int>(sizeof(BiasBlock)));
+        for (int i = 0; i < Traits::kConsumerWarpgroups * blocks; ++i) {
+            const int key = work_tile_.block * Traits::kKeys + i / blocks * 64;
+#pragma unroll
+            for (int tile = 0; tile < BiasBlock::kTiles; ++tile)
+                tma_load_4d(smem_address(&smem_.bias[i].tiles[tile]), &maps_.bias, full,
+                            key * BiasBlock::kTiles + tile * kPairBiasCols, i % blocks * kPairBiasRows, head,
+                            work_tile_.bias_batch);
+        }
     }
     __device__ void load(const Sequence& s, const typename SharedStorage::KeyMetadata& metadata) {
         const int key = work_tile_.block * Traits::kKeys, stage = key_pipeline_.stage();
@@ -159,8 +166,9 @@ public:
         : p_(p), schedule_(schedule), smem_(smem), work_tile_(work_tile),
           warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_key_(warp_id() % 4 * 16),
           key_(work_tile.block * Traits::kKeys + warpgroup_ * 64 + warp_key_ + fragment_row()),
-          dkey_rows_(first_row(p.dkey)), dvalue_rows_(first_row(p.dvalue)), bias_lane_(opaque(bias_lane())),
-          key_pipeline_(smem.key_pipeline), row_pipeline_(smem.row_pipeline), released_rows_(smem.row_pipeline) {}
+          dkey_rows_(first_row(p.dkey)), dvalue_rows_(first_row(p.dvalue)),
+          bias_reader_(smem.bias[warpgroup_ * schedule.bias_blocks], warp_key_), key_pipeline_(smem.key_pipeline),
+          row_pipeline_(smem.row_pipeline), released_rows_(smem.row_pipeline) {}
 
     __device__ void run() {
         mbarrier_wait(smem_address(&smem_.bias_full), 0);
@@ -182,7 +190,6 @@ private:
     static constexpr int kScoreFragments = kPairBiasRows / 8, kDimFragments = kPairBiasHeadDim / 8;
     using RowsTile = typename Traits::RowsTile;
     using KeysTile = typename Traits::KeysTile;
-    using BiasTile = PairBiasSmemTile<T>;
     using Scores = float[1][kScoreFragments][4];     // [keys, rows]
     using Accumulator = float[1][kDimFragments][4];  // [keys, D]
     using AOperand = uint32_t[kPairBiasRows / 16][4];
@@ -190,13 +197,6 @@ private:
     __device__ T* first_row(const RowsView& view) const {
         return static_cast<T*>(view.data) + work_tile_.batch_begin * view.batch_stride +
                work_tile_.head * view.head_stride + key_ * view.row_stride;
-    }
-    // This lane's address for ldmatrix.trans of 16 rows and the warp's 16 keys: transposed, two fragments of the
-    // scores.
-    __device__ uint32_t bias_lane() const {
-        const int lane = lane_id();
-        const BiasTile& bias = smem_.bias[warpgroup_ * schedule_.bias_tiles];
-        return bias.address(lane % 8 + lane / 16 * 8, warp_key_ / 8 + lane / 8 % 2);
     }
 
     __device__ __forceinline__ void mainloop(uint32_t active_m_blocks) {
@@ -222,8 +222,7 @@ private:
             warpgroup_fence_operand(dkey_);
             warpgroup_fence_operand(dvalue_);
             if (left != active_m_blocks) release_rows();
-            compute_dscores(scores, dprobs, smem_.row_stats[stage],
-                            bias_lane_ + (__ffs(left) - 1) * static_cast<uint32_t>(sizeof(BiasTile)));
+            compute_dscores(scores, dprobs, smem_.row_stats[stage], __ffs(left) - 1);
             to_a_operand<T>(scores, probs);
             to_a_operand<T>(dprobs, dscores);
             gemm_rs<false, Major::kMN>(dvalue_, probs, dout);
@@ -242,19 +241,19 @@ private:
 
     // S and dP to P and dS. Hidden keys need no mask: their rows of dK and dV are zeroed in the epilogue.
     __device__ __forceinline__ void compute_dscores(Scores& s, Scores& dp, const PairBiasSmemRowStats& row_stats,
-                                                    uint32_t bias_lane) const {
+                                                    int m_block) const {
         const float scale_log2 = schedule_.scale * kLog2E;
 #pragma unroll
         for (int n = 0; n < kScoreFragments; n += 2) {
-            uint32_t bias[4];
-            ldmatrix_x4_trans(bias, bias_lane + n * 8 * kPairBiasCols * sizeof(T));
+            float2 bias[4];
+            bias_reader_.load(bias, m_block, n);
 #pragma unroll
             for (int m = n; m < n + 2; ++m) {
                 const float4 stats = row_stats.row_pairs[(m * 8 + fragment_col()) / 2];
                 const float lse[2] = {stats.x, stats.y}, delta[2] = {stats.z, stats.w};
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const float2 b = unpack<T>(bias[m % 2 * 2 + h]);
+                    const float2 b = bias[m % 2 * 2 + h];
                     float *x = s[0][m] + 2 * h, *dx = dp[0][m] + 2 * h;
                     score_gradient<false>(x[0], dx[0], fmaf(b.x, kLog2E, -lse[0]), delta[0], scale_log2, 0, true);
                     score_gradient<false>(x[1], dx[1], fmaf(b.y, kLog2E, -lse[1]), delta[1], scale_log2, 0, true);
@@ -289,7 +288,7 @@ private:
     const int warp_key_;           // this warp's first key in the warpgroup
     const int key_;                // this lane's first key of two, in the sequence
     T *dkey_rows_, *dvalue_rows_;  // at key_, in the current batch element
-    const uint32_t bias_lane_;
+    const typename Traits::BiasReader bias_reader_;
     Pipeline<Traits::kKeyStages> key_pipeline_;
     Pipeline<Traits::kRowStages> row_pipeline_, released_rows_;  // released_rows_: the stage of the GEMMs in flight
     Accumulator dkey_, dvalue_;

@@ -25,9 +25,7 @@ public:
           dquery_rows_(static_cast<T*>(p.dquery.data) + work_tile.head * p.dquery.head_stride +
                        row_ * p.dquery.row_stride),
           row_pipeline_(smem.row_pipeline), key_pipeline_(smem.key_pipelines[warpgroup_]),
-          released_keys_(smem.key_pipelines[warpgroup_]),
-          bias_lane_(
-              opaque(smem.bias[first_n_block()].ldmatrix_lane_a() + warp_row_ * BiasTile::kSlabCols * sizeof(T))) {
+          released_keys_(smem.key_pipelines[warpgroup_]), bias_reader_(smem.bias[first_n_block()], warp_row_) {
 #pragma unroll
         for (int i = 0; i < kNBlocks; ++i)
 #pragma unroll
@@ -55,7 +53,6 @@ private:
     static constexpr int kNBlocks = Traits::kNBlocks, kScoreFragments = 64 / 8, kDimFragments = kPairBiasHeadDim / 8;
     using RowsTile = typename Traits::RowsTile;
     using KeysTile = typename Traits::KeysTile;
-    using BiasTile = PairBiasSmemTile<T>;
     using Scores = float[1][kScoreFragments][4];
     using Accumulator = float[1][kDimFragments][4];  // [rows, D]
     using AOperand = uint32_t[64 / 16][4];
@@ -138,13 +135,12 @@ private:
         const float scale_log2 = schedule_.scale * kLog2E;
 #pragma unroll
         for (int n = 0; n < kScoreFragments; n += 2) {
-            uint32_t bias[4];
-            BiasTile::load_a(bias, bias_lane_, block * 64, n * 8);
+            float2 bias[4];
+            bias_reader_.load(bias, block, n);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // the order of ldmatrix
+            for (int i = 0; i < 4; ++i) {
                 const int h = i % 2, m = n + i / 2;
-                const float2 b = unpack<T>(bias[i]);
-                const float shift[2] = {fmaf(b.x, kLog2E, -lse[h]), fmaf(b.y, kLog2E, -lse[h])};
+                const float shift[2] = {fmaf(bias[i].x, kLog2E, -lse[h]), fmaf(bias[i].y, kLog2E, -lse[h])};
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const float prob = fast_exp2(fminf(fmaf(s[0][m][2 * h + e], scale_log2, shift[e]), 0.f));
@@ -209,7 +205,7 @@ private:
     T* const dquery_rows_;  // at row_, in batch element 0
     Pipeline<Traits::kRowStages> row_pipeline_;
     Pipeline<Traits::kKeyStages> key_pipeline_, released_keys_;  // released_keys_: the stage of the GEMM in flight
-    const uint32_t bias_lane_;  // this lane's ldmatrix address in the warpgroup's first bias tile
+    const typename Traits::BiasReader bias_reader_;
     Accumulator dquery_;
     float dbias_[kNBlocks][kScoreFragments][4];
 };

@@ -28,7 +28,7 @@ constexpr int kPairBiasDbiasCols = 32;
 
 template <typename Traits>
 __global__ void __launch_bounds__(128) pair_bias_dbias_kernel(const __grid_constant__ BwdArgs p) {
-    using T = typename Traits::T;
+    using Bias = typename Traits::Bias;
     constexpr int kFragments = kPairBiasDbiasCols / 8, kColTiles = Traits::kAllNBlocks * 64 / kPairBiasDbiasCols;
     const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kPairBiasRows);
     const int col = blockIdx.x % kColTiles * kPairBiasDbiasCols, m_block = blockIdx.x / kColTiles;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(128) pair_bias_dbias_kernel(const __grid_const
         }
     }
     const int64_t head = m_block / num_m_blocks % p.heads, bias_batch = m_block / num_m_blocks / p.heads;
-    T* to = static_cast<T*>(p.dbias.data) + bias_batch * p.dbias.batch_stride + head * p.dbias.head_stride + col;
+    Bias* to = static_cast<Bias*>(p.dbias.data) + bias_batch * p.dbias.batch_stride + head * p.dbias.head_stride + col;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int64_t row = m_block % num_m_blocks * kPairBiasRows + warp_id() * 16 + h * 8 + fragment_row();

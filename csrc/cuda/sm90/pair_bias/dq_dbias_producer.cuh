@@ -10,11 +10,14 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // kNBlocks: n_blocks of 64 keys of an MMA warpgroup.
-template <typename T_, int kNBlocks_>
+template <typename T_, typename Bias_, int kNBlocks_>
 struct PairBiasDqueryKernelTraits {
     using T = T_;
+    using Bias = Bias_;
+    using BiasBlock = PairBiasSmemBlock<T, Bias>;
+    using BiasReader = PairBiasRowReader<T, Bias>;
     static constexpr int kConsumerWarpgroups = 2, kNBlocks = kNBlocks_, kAllNBlocks = kConsumerWarpgroups * kNBlocks;
-    static constexpr int kRowStages = 2, kKeyStages = 6;
+    static constexpr int kRowStages = 2, kKeyStages = sizeof(Bias) == 4 ? 4 : 6;
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     using RowsTile = SmemTile<T, kPairBiasRows, kPairBiasHeadDim>;
@@ -38,7 +41,7 @@ struct PairBiasDquerySharedStorage {
 
     alignas(kSmemTileAlign) Rows rows[Traits::kRowStages];
     alignas(kSmemTileAlign) Keys keys[Traits::kConsumerWarpgroups][Traits::kKeyStages];
-    alignas(kSmemTileAlign) PairBiasSmemTile<T> bias[Traits::kAllNBlocks];
+    alignas(kSmemTileAlign) typename Traits::BiasBlock bias[Traits::kAllNBlocks];
     // Partial dQ of each warpgroup, of the last two batch elements: [batch % 2][warpgroup][fragment][thread].
     float4 dquery[2][Traits::kConsumerWarpgroups][kPairBiasHeadDim / 8][128];
     RowMetadata row_metadata[Traits::kRowStages];
@@ -130,9 +133,9 @@ private:
         const int head = shared_head(work_tile_.head, p_.heads, p_.bias.heads);
         const uint32_t full = smem_address(&smem_.bias_full);
         mbarrier_arrive_and_expect_tx(full, sizeof(smem_.bias));
-        for (int n_block = 0; n_block < Traits::kAllNBlocks; ++n_block)
-            tma_load_4d(smem_address(&smem_.bias[n_block]), &maps_.bias, full, n_block * 64,
-                        work_tile_.block * kPairBiasRows, head, work_tile_.bias_batch);
+        for (int tile = 0; tile < Traits::kAllNBlocks * Traits::BiasBlock::kTiles; ++tile)
+            tma_load_4d(smem_address(&Traits::BiasBlock::tile(smem_.bias, tile)), &maps_.bias, full,
+                        tile * kPairBiasCols, work_tile_.block * kPairBiasRows, head, work_tile_.bias_batch);
     }
     __device__ void load_rows(const Sequence& s, typename SharedStorage::Rows& rows, uint32_t full) {
         const int row = work_tile_.block * kPairBiasRows;

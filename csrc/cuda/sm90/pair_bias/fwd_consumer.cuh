@@ -30,8 +30,7 @@ public:
                     work_tile.head * p.out.head_stride + row_ * p.out.row_stride),
           lse_rows_(static_cast<float*>(p.lse.data) + work_tile.batch_begin * p.lse.batch_stride +
                     work_tile.head * p.lse.head_stride + row_),
-          bias_(smem.bias + warpgroup_ * schedule.bias_tiles),
-          bias_lane_(opaque(bias_->ldmatrix_lane_a() + warp_row_ * BiasTile::kSlabCols * sizeof(T))),
+          bias_(smem.bias + warpgroup_ * schedule.bias_blocks), bias_reader_(*bias_, warp_row_),
           query_pipeline_(smem.query_pipeline), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.key_pipeline) {}
 
     __device__ void run() {
@@ -50,10 +49,10 @@ public:
 
 private:
     static constexpr int kKeys = Traits::kKeys, kScoreFragments = kKeys / 8, kOutFragments = kPairBiasHeadDim / 8;
-    static constexpr int kBiasTiles = kKeys / kPairBiasCols, kBiasTileFragments = kPairBiasCols / 8;  // of an n_block
+    static constexpr int kBiasBlocks = kKeys / 64, kBiasBlockFragments = 64 / 8;  // of an n_block; of a bias block
+    static constexpr float kLeastBias = Traits::kLeastBias;
     using QueryTile = typename Traits::QueryTile;
     using KeyTile = typename Traits::KeyTile;
-    using BiasTile = PairBiasSmemTile<T>;
     using Scores = float[1][kScoreFragments][4];
     using Probs = uint32_t[kKeys / 16][4];
 
@@ -71,36 +70,37 @@ private:
     // Finds each row's fixed maximum, its largest bias, and the n_blocks whose keys its biases all hide. The fast path
     // needs bfloat16, since P may exceed float16's range, and moderate maxima, whose rounding does not show in P.
     __device__ __forceinline__ void find_fixed_max() {
-        fixed_max_[0] = fixed_max_[1] = kLeastFinite<T>;
+        fixed_max_[0] = fixed_max_[1] = kLeastBias;
         hidden_blocks_[0] = hidden_blocks_[1] = 0;
-        for (int n_block = 0; n_block < schedule_.bias_tiles / kBiasTiles; ++n_block) {
-            const uint32_t lane = bias_lane_ + n_block * kBiasTiles * sizeof(BiasTile);
-            float block_max[2] = {kLeastFinite<T>, kLeastFinite<T>};
+        for (int n_block = 0; n_block < schedule_.bias_blocks / kBiasBlocks; ++n_block) {
+            float block_max[2] = {kLeastBias, kLeastBias};
 #pragma unroll
             for (int n = 0; n < kScoreFragments; n += 2) {
-                uint32_t b[4];
-                BiasTile::load_a(b, lane, n / kBiasTileFragments * 64, n % kBiasTileFragments * 8);
+                float2 bias[4];
+                load_bias(bias, n_block, n);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 pair = unpack<T>(b[i]);
-                    block_max[i % 2] = fmaxf(block_max[i % 2], fmaxf(pair.x, pair.y));
-                }
+                for (int i = 0; i < 4; ++i) block_max[i % 2] = fmaxf(block_max[i % 2], fmaxf(bias[i].x, bias[i].y));
             }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 block_max[h] = row_max(block_max[h]);
                 fixed_max_[h] = fmaxf(fixed_max_[h], block_max[h]);
-                hidden_blocks_[h] |= (block_max[h] == kLeastFinite<T> ? 1u : 0u) << n_block;
+                hidden_blocks_[h] |= (block_max[h] == kLeastBias ? 1u : 0u) << n_block;
             }
         }
         constexpr float kLimit = 1 << 10;
         bool fits = std::is_same_v<T, bfloat16_t>;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (fixed_max_[h] == kLeastFinite<T>) fixed_max_[h] = 0;
+            if (fixed_max_[h] == kLeastBias) fixed_max_[h] = 0;
             fits &= fabsf(fixed_max_[h]) <= kLimit;
         }
         has_fixed_max_ = __all_sync(~0u, fits);
+    }
+
+    // The biases of fragments n and n + 1 of an n_block.
+    __device__ __forceinline__ void load_bias(float2 (&bias)[4], int n_block, int n) const {
+        bias_reader_.load(bias, n_block * kBiasBlocks + n / kBiasBlockFragments, n % kBiasBlockFragments);
     }
 
     __device__ __forceinline__ void mainloop(const PairBiasActiveBlocks& blocks) {
@@ -172,21 +172,19 @@ private:
     __device__ __forceinline__ void fixed_max_softmax(Scores& scores, float (&sum)[2], int n_block) const {
         const float scale_log2 = schedule_.scale * kLog2E;
         const float shift[2] = {fixed_max_[0] * kLog2E, fixed_max_[1] * kLog2E};
-        const uint32_t lane = bias_lane_ + n_block * kBiasTiles * sizeof(BiasTile);
         sum[0] = sum[1] = 0;
 #pragma unroll
         for (int n = 0; n < kScoreFragments; n += 2) {
-            uint32_t b[4];
-            BiasTile::load_a(b, lane, n / kBiasTileFragments * 64, n % kBiasTileFragments * 8);
+            float2 bias[4];
+            load_bias(bias, n_block, n);
             float4 visible = {1, 1, 1, 1};
             if (kMasked) visible = smem_.metadata[key_pipeline_.stage()].factors.of(n);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // the order of ldmatrix
+            for (int i = 0; i < 4; ++i) {
                 const int h = i % 2;
-                const float2 pair = unpack<T>(b[i]);
                 float* x = scores[0][n + i / 2] + 2 * h;
-                x[0] = fast_exp2(fmaf(x[0], scale_log2, fmaf(pair.x, kLog2E, -shift[h])));
-                x[1] = fast_exp2(fmaf(x[1], scale_log2, fmaf(pair.y, kLog2E, -shift[h])));
+                x[0] = fast_exp2(fmaf(x[0], scale_log2, fmaf(bias[i].x, kLog2E, -shift[h])));
+                x[1] = fast_exp2(fmaf(x[1], scale_log2, fmaf(bias[i].y, kLog2E, -shift[h])));
                 sum[h] = fmaf(x[0], i < 2 ? visible.x : visible.z, sum[h]);
                 sum[h] = fmaf(x[1], i < 2 ? visible.y : visible.w, sum[h]);
             }
@@ -231,19 +229,24 @@ private:
     __device__ __forceinline__ void online_softmax(Scores& scores, float (&factors)[2], int n_block, bool is_full) {
         apply_mask_and_bias(scores, n_block, is_full);
         const auto hide = [&] {
-            apply_bias_mask<T>(scores, [&](int r, int key) {
-                return &bias_[n_block * kBiasTiles + key / kPairBiasCols].at(warp_row_ + r, key % kPairBiasCols);
+            apply_bias_mask<typename Traits::Bias>(scores, [&](int r, int key) {
+                return &bias_[n_block * kBiasBlocks + key / 64].tiles[0].at(warp_row_ + r, key % 64);
             });
         };
-        softmax_.update(scores, kLog2E, kLeastFinite<T> / 2, hide, [&](int i, float factor) { factors[i] = factor; });
+        softmax_.update(scores, kLog2E, kLeastBias / 2, hide, [&](int i, float factor) { factors[i] = factor; });
     }
 
     __device__ __forceinline__ void apply_mask_and_bias(Scores& scores, int n_block, bool is_full) const {
 #pragma unroll
-        for (int i = 0; i < kBiasTiles; ++i) {
-            auto& tile_scores =
-                reinterpret_cast<float (&)[1][kBiasTileFragments][4]>(scores[0][i * kBiasTileFragments]);
-            scale_and_add_bias<T, 1>(tile_scores, schedule_.scale, bias_[n_block * kBiasTiles + i], warp_row_, 0);
+        for (int n = 0; n < kScoreFragments; n += 2) {
+            float2 bias[4];
+            load_bias(bias, n_block, n);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float* x = scores[0][n + i / 2] + i % 2 * 2;
+                x[0] = fmaf(x[0], schedule_.scale, bias[i].x);
+                x[1] = fmaf(x[1], schedule_.scale, bias[i].y);
+            }
         }
         if (is_full) return;
         VisibleKeys<1, kScoreFragments> visible;
@@ -278,8 +281,8 @@ private:
     const int row_;  // this lane's first row of two, in the sequence
     T* out_rows_;    // at row_, in the current batch element
     float* lse_rows_;
-    BiasTile* const bias_;      // of the warpgroup's rows
-    const uint32_t bias_lane_;  // this lane's ldmatrix address in the first bias tile
+    typename Traits::BiasBlock* const bias_;  // of the warpgroup's rows
+    const typename Traits::BiasReader bias_reader_;
     Pipeline<1> query_pipeline_;
     Pipeline<Traits::kStages> key_pipeline_, value_pipeline_;  // value_pipeline_: the stage of the P V in flight
     float fixed_max_[2];

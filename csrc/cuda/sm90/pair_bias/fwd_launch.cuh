@@ -11,9 +11,9 @@ namespace flash_dmattn::cuda::sm90 {
 
 template <typename Traits>
 void launch_pair_bias_fwd(const FwdArgs& p, cudaStream_t stream) {
-    constexpr int kBiasTiles = Traits::kKeys / kPairBiasCols;  // of an n_block
+    constexpr int kBiasBlocks = Traits::kKeys / 64;  // of an n_block
     const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, Traits::kRows),
-                                    ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * kBiasTiles);
+                                    ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * kBiasBlocks);
 
     PairBiasFwdTensorMaps maps{};
     maps.query = make_tensor_map(query_layout(p, p.query), {kPairBiasHeadDim, 1, Traits::kRows, 1});
@@ -22,18 +22,20 @@ void launch_pair_bias_fwd(const FwdArgs& p, cudaStream_t stream) {
     maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kPairBiasCols, 64, 1, 1});
 
     const auto kernel = pair_bias_fwd_kernel<Traits>;
-    const size_t bytes = PairBiasFwdSharedStorage<Traits>::bytes(schedule.bias_tiles);
+    const size_t bytes = PairBiasFwdSharedStorage<Traits>::bytes(schedule.bias_blocks);
     allow_shared_memory("the forward", p.head_dim, kernel,
-                        PairBiasFwdSharedStorage<Traits>::bytes(Traits::kSizes.longest / kPairBiasCols));
+                        PairBiasFwdSharedStorage<Traits>::bytes(Traits::kSizes.longest / 64));
     kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, bytes, stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 template <typename T, int kHeadDim>
-void run_pair_bias_fwd(const FwdArgs& p, cudaStream_t stream) {
+void run_pair_bias_fwd(const FwdArgs& args, cudaStream_t stream) {
     static_assert(kHeadDim == kPairBiasHeadDim);
-    using More = PairBiasFwdKernelTraits<T, 0>;
-    using Fewer = PairBiasFwdKernelTraits<T, 1>;
+    const FwdArgs p = with_dense_bias(args);
+    if (has_float32_bias(p)) return launch_pair_bias_fwd<PairBiasFwdKernelTraits<T, float, 2>>(p, stream);
+    using More = PairBiasFwdKernelTraits<T, T, 0>;
+    using Fewer = PairBiasFwdKernelTraits<T, T, 1>;
     const bool fewer = p.seqlen_k > More::kSizes.longest || fewer_fit_better(p.seqlen_q, Fewer::kRows, More::kRows);
     fewer ? launch_pair_bias_fwd<Fewer>(p, stream) : launch_pair_bias_fwd<More>(p, stream);
 }

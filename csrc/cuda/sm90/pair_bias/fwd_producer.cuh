@@ -4,6 +4,7 @@
 #include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/tma.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
+#include "bias_block.cuh"
 #include "work_tile.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -13,9 +14,14 @@ struct PairBiasFwdTensorMaps {
     CUtensorMap query, key, value, bias;
 };
 
-template <typename T_, int kWhich>
+// kWhich: the index in kPairBiasFwdTiles.
+template <typename T_, typename Bias_, int kWhich>
 struct PairBiasFwdKernelTraits {
     using T = T_;
+    using Bias = Bias_;
+    using BiasBlock = PairBiasSmemBlock<T, Bias>;
+    using BiasReader = PairBiasRowReader<T, Bias>;
+    static constexpr float kLeastBias = kLeastFinite<Bias>;
     static constexpr PairBiasFwdTileSizes kSizes = kPairBiasFwdTiles[kWhich];
     static constexpr int kConsumerWarpgroups = kSizes.warpgroups, kRows = kConsumerWarpgroups * 64, kKeys = kSizes.keys,
                          kStages = kSizes.stages;
@@ -43,11 +49,11 @@ struct PairBiasFwdSharedStorage {
     PipelineBarriers<Traits::kStages> key_pipeline;
     alignas(8) uint64_t keys_zeroed[Traits::kStages];  // complete when hidden keys and values of the stage are zero
     alignas(8) uint64_t bias_full;
-    alignas(kSmemTileAlign) PairBiasSmemTile<T> bias[1];  // [warpgroup][bias_tiles]
+    alignas(kSmemTileAlign) typename Traits::BiasBlock bias[1];  // [warpgroup][bias_blocks]
 
-    static size_t bytes(int bias_tiles) {
+    static size_t bytes(int bias_blocks) {
         return offsetof(PairBiasFwdSharedStorage, bias) +
-               Traits::kConsumerWarpgroups * bias_tiles * sizeof(PairBiasSmemTile<T>);
+               Traits::kConsumerWarpgroups * bias_blocks * sizeof(typename Traits::BiasBlock);
     }
     // One thread calls.
     __device__ void init_pipelines() {
@@ -87,12 +93,14 @@ public:
 
 private:
     __device__ void load_bias() {
-        const int tiles = schedule_.bias_tiles, head = shared_head(work_tile_.head, p_.heads, p_.bias.heads);
+        using BiasBlock = typename Traits::BiasBlock;
+        const int tiles = schedule_.bias_blocks * BiasBlock::kTiles;
+        const int head = shared_head(work_tile_.head, p_.heads, p_.bias.heads);
         const uint32_t full = smem_address(&smem_.bias_full);
         mbarrier_arrive_and_expect_tx(
-            full, Traits::kConsumerWarpgroups * tiles * static_cast<int>(sizeof(PairBiasSmemTile<T>)));
+            full, Traits::kConsumerWarpgroups * tiles * static_cast<int>(sizeof(typename BiasBlock::Tile)));
         for (int i = 0; i < Traits::kConsumerWarpgroups * tiles; ++i)
-            tma_load_4d(smem_address(&smem_.bias[i]), &maps_.bias, full, i % tiles * kPairBiasCols,
+            tma_load_4d(smem_address(&BiasBlock::tile(smem_.bias, i)), &maps_.bias, full, i % tiles * kPairBiasCols,
                         work_tile_.block * Traits::kRows + i / tiles * 64, head, work_tile_.bias_batch);
     }
     __device__ void load(const Sequence& s, const PairBiasActiveBlocks& blocks) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/softmax/scores.cuh"
+#include "bias_block.cuh"
 #include "work_tile.cuh"
 
 namespace flash_dmattn::cuda::sm90 {

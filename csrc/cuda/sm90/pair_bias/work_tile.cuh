@@ -11,24 +11,20 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-constexpr int kPairBiasCols = 64;  // keys of a bias block in shared memory, of 64 rows
-template <typename T>
-using PairBiasSmemTile = SmemTile<T, 64, kPairBiasCols>;
-
 // How a call is cut into work tiles.
 struct PairBiasSchedule {
     int num_blocks;        // m_blocks (dK and dV: n_blocks) of a head
     int batch_group_size;  // batch elements that share a bias
     int num_splits;        // of a batch group
-    int bias_tiles;        // 64-wide bias blocks along the other sequence dimension
+    int bias_blocks;       // 64-wide, along the other sequence dimension
     float scale;
 
-    PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_tiles, int64_t num_splits)
+    PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_blocks, int64_t num_splits)
         : num_blocks(static_cast<int>(num_blocks)), batch_group_size(static_cast<int>(pair_bias_batch_group_size(p))),
-          num_splits(static_cast<int>(num_splits)), bias_tiles(static_cast<int>(bias_tiles)),
+          num_splits(static_cast<int>(num_splits)), bias_blocks(static_cast<int>(bias_blocks)),
           scale(static_cast<float>(p.softmax_scale)) {}
-    PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_tiles)
-        : PairBiasSchedule(p, num_blocks, bias_tiles,
+    PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_blocks)
+        : PairBiasSchedule(p, num_blocks, bias_blocks,
                            pair_bias_splits(num_blocks * p.heads * p.bias.batches, pair_bias_batch_group_size(p))) {}
 
     int64_t num_ctas(const AttentionParams& p) const { return num_blocks * p.heads * p.bias.batches * num_splits; }

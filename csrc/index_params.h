@@ -36,13 +36,13 @@ struct IndexListsPlan {
     int64_t num_m_blocks = 1;                 // as in KeyListsView
     int64_t tile_rows = KeyListsView::kRows;  // rows of an m_block
     bool has_rows = false;                    // rows of an m_block have indices of their own: KeyListsView::rows
-    int64_t group_tiles = 1;                  // m_blocks of a group
-    int64_t groups = 1;                       // of one batch element and head
+    int64_t m_blocks_per_group = 1;           // m_blocks of a group
+    int64_t num_groups = 1;                   // of one batch element and head
     int64_t stride = 0;                       // keys that a list has room for
     int64_t capacity = 0;                     // keys that all lists have room for
 
-    int64_t units() const { return batches * heads * groups; }  // lists
-    int64_t group_rows() const { return group_tiles * tile_rows; }
+    int64_t units() const { return batches * heads * num_groups; }  // lists
+    int64_t rows_per_group() const { return m_blocks_per_group * tile_rows; }
 };
 
 // flash_dmattn/ops/fakes.py repeats the grouping and the capacity, for graphs.
@@ -56,14 +56,14 @@ inline IndexListsPlan plan_index_lists(const IndexListsParams& p) {
     plan.has_rows = index_rows % (kRows / 2) != 0;
     plan.tile_rows = plan.has_rows || index_rows % kRows == 0 ? kRows : kRows / 2;
     plan.num_m_blocks = ceil_div(p.seqlen_q, plan.tile_rows);
-    plan.group_tiles = plan.has_rows ? 1 : index_rows / plan.tile_rows;
-    plan.groups = ceil_div(plan.num_m_blocks, plan.group_tiles);
-    // The most rows of indices that the query rows of a group refer to.
+    plan.m_blocks_per_group = plan.has_rows ? 1 : index_rows / plan.tile_rows;
+    plan.num_groups = ceil_div(plan.num_m_blocks, plan.m_blocks_per_group);
+    // The largest number of rows of indices that the query rows of a group refer to.
     const int64_t overlapped = !plan.has_rows            ? 1
                                : kRows % index_rows == 0 ? kRows / index_rows
                                                          : (kRows - 2) / index_rows + 2;
-    const int64_t most = std::min(overlapped, ceil_div(p.seqlen_q, index_rows));
-    plan.stride = ceil_div(std::min(most * p.indices.count, p.seqlen_k), kAlign) * kAlign;
+    const int64_t max_index_rows = std::min(overlapped, ceil_div(p.seqlen_q, index_rows));
+    plan.stride = ceil_div(std::min(max_index_rows * p.indices.count, p.seqlen_k), kAlign) * kAlign;
     plan.capacity = plan.units() * plan.stride;
     return plan;
 }

@@ -39,10 +39,10 @@ struct SelectedListsPlan {
 
 inline SelectedListsPlan plan_selected_lists(const SelectParams& params) {
     constexpr int64_t kAlign = KeyListsView::kAlign;
-    const int64_t most = std::min(params.window + std::max<int64_t>(params.rows - 1, 0), params.keys);
+    const int64_t max_keys = std::min(params.window + std::max<int64_t>(params.rows - 1, 0), params.keys);
     SelectedListsPlan plan;
     plan.lists = params.rows > 0 ? params.batches * params.bias.heads : 0;
-    plan.stride = (most + kAlign - 1) / kAlign * kAlign;
+    plan.stride = (max_keys + kAlign - 1) / kAlign * kAlign;
     plan.capacity = plan.lists * plan.stride;
     plan.has_rows = params.rows > 1;
     return plan;

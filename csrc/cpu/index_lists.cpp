@@ -30,13 +30,13 @@ public:
           rows_(plan.has_rows ? kWords * p_.seqlen_k : 0) {}
 
     void build(int64_t task, int32_t* keys, int64_t* begins, int64_t* ends, uint32_t* rows) {
-        const int64_t group = task % plan_.groups, begin = task * plan_.stride;
-        mark(Sequence(p_, task / plan_.groups / plan_.heads), task / plan_.groups % plan_.heads, group);
+        const int64_t group = task % plan_.num_groups, begin = task * plan_.stride;
+        mark(Sequence(p_, task / plan_.num_groups / plan_.heads), task / plan_.num_groups % plan_.heads, group);
         const int64_t end = write(begin, keys, rows);
-        const int64_t first_m_block = group * plan_.group_tiles;
-        const int64_t end_m_block = std::min(first_m_block + plan_.group_tiles, plan_.num_m_blocks);
+        const int64_t first_m_block = group * plan_.m_blocks_per_group;
+        const int64_t end_m_block = std::min(first_m_block + plan_.m_blocks_per_group, plan_.num_m_blocks);
         for (int64_t m_block = first_m_block; m_block < end_m_block; ++m_block) {
-            const int64_t list = task / plan_.groups * plan_.num_m_blocks + m_block;
+            const int64_t list = task / plan_.num_groups * plan_.num_m_blocks + m_block;
             begins[list] = begin;
             ends[list] = end;
         }
@@ -45,7 +45,7 @@ public:
 private:
     // Marks the keys that the rows of a group see, and which rows see each.
     void mark(const Sequence& s, int64_t head, int64_t group) {
-        const int64_t first = group * plan_.group_rows(), end = std::min(first + plan_.group_rows(), s.rows);
+        const int64_t first = group * plan_.rows_per_group(), end = std::min(first + plan_.rows_per_group(), s.rows);
         const int64_t shared = p_.indices.tile_rows;
         const IntervalView& intervals = p_.intervals;
         const int64_t at = intervals.present() ? offset_of(intervals, s, head, p_.heads) : 0;

@@ -170,9 +170,9 @@ public:
         : p_(params), qheads_per_kv_(p_.heads / p_.kv_heads),
           group_heads_(p_.heads / std::max(p_.kv_heads, p_.lists.heads)) {
         constexpr int64_t kMinTasks = 64;
-        const int64_t max_splits = ceil_div(kMinTasks, p_.batch), most_keys = count_most_keys();
-        keys_per_split_ = std::max<int64_t>(ceil_div(ceil_div(most_keys, kFewRowsKeys), max_splits), 1) * kFewRowsKeys;
-        num_splits_ = std::max<int64_t>(ceil_div(most_keys, keys_per_split_), 1);
+        const int64_t max_splits = ceil_div(kMinTasks, p_.batch), max_keys = longest_sequence_k();
+        keys_per_split_ = std::max<int64_t>(ceil_div(ceil_div(max_keys, kFewRowsKeys), max_splits), 1) * kFewRowsKeys;
+        num_splits_ = std::max<int64_t>(ceil_div(max_keys, keys_per_split_), 1);
         out_.resize(p_.batch * num_splits_ * rows_per_split() * p_.head_dim);
         max_.resize(p_.batch * num_splits_ * rows_per_split());
         sum_.resize(max_.size());
@@ -210,15 +210,15 @@ private:
     };
 
     // The keys of the longest sequence or list.
-    int64_t count_most_keys() const {
-        int64_t most = 0;
+    int64_t longest_sequence_k() const {
+        int64_t longest = 0;
         if (const KeyListsView& lists = p_.lists; lists.present()) {
             for (int64_t i = 0; i < lists.batches * lists.heads * lists.num_m_blocks; ++i)
-                most = std::max(most, lists.ends[i] - lists.begins[i]);
+                longest = std::max(longest, lists.ends[i] - lists.begins[i]);
         } else {
-            for (int64_t b = 0; b < p_.batch; ++b) most = std::max(most, Sequence(p_, b).keys);
+            for (int64_t b = 0; b < p_.batch; ++b) longest = std::max(longest, Sequence(p_, b).keys);
         }
-        return most;
+        return longest;
     }
 
     int64_t rows_per_split() const { return p_.heads * p_.seqlen_q; }

@@ -39,6 +39,8 @@ void run_bwd(const BwdParams& params, const BwdPlan& plan, void* workspace, cuda
 // Attention over a cache of keys in one kernel, which also writes the new keys into the cache. Returns true where the
 // kernel serves the call, else it launches nothing. skips_longer: see sm90/decode/plan.h.
 bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream);
+// The largest number of query rows of the sequences that decode_kvcache serves with skips_longer; 0: none.
+int64_t decodable_rows(const KvCacheParams& params);
 
 }  // namespace cuda
 }  // namespace flash_dmattn

@@ -126,11 +126,21 @@ void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStrea
     convert_sums(args, stream);
 }
 
-bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream) {
-    const Architecture* const first = std::begin(kArchitectures);  // the only one with a kernel
+namespace {
+
+// The first architecture is the only one with a decoding kernel.
+bool has_decoding_kernel() {
+    const Architecture* const first = std::begin(kArchitectures);
     const Architecture* const named = named_architecture();
-    return (named == nullptr || named == first) && first->runs_on(current_device().capability) &&
-           sm90::decode_kvcache(params, skips_longer, stream);
+    return (named == nullptr || named == first) && first->runs_on(current_device().capability);
 }
+
+}  // namespace
+
+bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream) {
+    return has_decoding_kernel() && sm90::decode_kvcache(params, skips_longer, stream);
+}
+
+int64_t decodable_rows(const KvCacheParams& params) { return has_decoding_kernel() ? sm90::decodable_rows(params) : 0; }
 
 }  // namespace flash_dmattn::cuda

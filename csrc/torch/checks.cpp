@@ -151,7 +151,7 @@ void check_head_dim(const char* name, const Tensor& tensor) {
                       kMaxHeadDim, ", got ", head_dim);
 }
 
-void check_beside_query(const char* name, const Tensor& tensor, const Tensor& query, bool same_dtype) {
+void check_matches_query(const char* name, const Tensor& tensor, const Tensor& query, bool same_dtype) {
     TORCH_CHECK_TYPE(!same_dtype || tensor.scalar_type() == query.scalar_type(), name, " must have query's dtype ",
                      dtype_of(query), ", got ", dtype_of(tensor));
     check_device(tensor, name, query, "query");
@@ -176,9 +176,9 @@ void check_rows(const Tensor& query, const Tensor& key, const Tensor& value, boo
     check_rows_of("query", query, layout_q);
     check_rows_of("key", key, layout_k);
     check_rows_of("value", value, layout_k);
-    check_beside_query("key", key, query, true);
+    check_matches_query("key", key, query, true);
     check_same_head_dim("key", key, query);
-    check_beside_query("value", value, query, true);
+    check_matches_query("value", value, query, true);
     check_head_dim("query", query);
     check_head_dim("value", value);
     TORCH_CHECK_VALUE(key.sym_sizes().slice(0, key.dim() - 1) == value.sym_sizes().slice(0, value.dim() - 1),
@@ -298,7 +298,7 @@ void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor&
 void check_cu_seqlens(const CuSeqlens& given) {
     check_ndim(given.name, given.tensor, "(B + 1)");
     check_dtype(given.tensor, given.name, at::kInt);
-    if (given.beside != nullptr) check_device(given.tensor, given.name, *given.beside, given.whose);
+    if (given.reference != nullptr) check_device(given.tensor, given.name, *given.reference, given.whose);
     TORCH_CHECK_VALUE(given.tensor.sym_size(0) >= 1, given.name, " must have B + 1 elements, at least 1, got ",
                       given.tensor.sym_size(0));
     if (!is_host_readable(given.tensor)) return;

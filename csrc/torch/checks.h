@@ -22,7 +22,7 @@ void check_kernels(const Tensor& query);
 void check_rows_of(const char* name, const Tensor& tensor, const char* layout);
 void check_head_dim(const char* name, const Tensor& tensor);
 // The dtype, device and heads of `tensor` against query's; the last two dimensions are heads and D.
-void check_beside_query(const char* name, const Tensor& tensor, const Tensor& query, bool same_dtype);
+void check_matches_query(const char* name, const Tensor& tensor, const Tensor& query, bool same_dtype);
 void check_same_head_dim(const char* name, const Tensor& tensor, const Tensor& query);
 void check_batch(const char* name, const Tensor& tensor, const Tensor& query);
 
@@ -44,7 +44,7 @@ void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor&
 struct CuSeqlens {
     const char* name;
     const Tensor& tensor;
-    const Tensor* beside = nullptr;  // a tensor on the required device
+    const Tensor* reference = nullptr;  // a tensor on the required device
     const char* whose = "";
     std::optional<int64_t> total;  // rows or keys of all sequences, where known
     bool or_less = false;          // the last sequence may end before them

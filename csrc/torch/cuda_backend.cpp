@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "cuda/api.h"
+#include "cuda/kvcache/best_keys.h"
 #include "cuda/mask/builders/bounded_list_builder.h"
 #include "cuda/mask/builders/index_list_builder.h"
 #include "cuda/mask/builders/list_builder.h"
@@ -110,6 +111,42 @@ void backward_cuda(BwdParams& p, const Inputs& in) {
 bool decode_kvcache_cuda(const KvCacheParams& params, const Tensor& like, bool skips_longer) {
     const c10::cuda::CUDAGuard guard(like.device());
     return cuda::decode_kvcache(params, skips_longer, current_stream());
+}
+
+std::optional<BestKeysOfCache> gather_best_keys_cuda(const KvCacheParams& p, const Tensor& like,
+                                                     const Tensor& bias_like) {
+    if (!cuda::can_gather_best_keys(p)) return std::nullopt;
+    const c10::cuda::CUDAGuard guard(like.device());
+    const bool packed = p.cu_seqlens_q != nullptr;
+    cuda::BestKeys best;
+    best.max_selected = std::min(p.window_size, p.seqlen_k);
+    best.total = p.batch * best.max_selected + p.total_q;
+    best.skipped_rows = packed ? cuda::decodable_rows(p) : 0;
+    const int64_t width = best.max_selected + p.seqlen_q;
+
+    const auto ints = like.options().dtype(at::kInt);
+    const Tensor biases = at::empty({p.batch, p.kv_heads, p.seqlen_k}, bias_like.options());
+    const Tensor prefix = at::empty({p.batch}, ints), offsets = at::empty({packed ? p.batch + 1 : 0}, ints);
+    cuda::append_and_read_biases(p, best.max_selected, biases.data_ptr(), prefix.data_ptr<int32_t>(),
+                                 packed ? offsets.data_ptr<int32_t>() : nullptr, current_stream());
+    const auto [lists, spans, row_bits] = topk_lists(biases, best.max_selected, 1, prefix);
+
+    const auto rows = [&] {
+        return packed ? at::empty({best.total, p.kv_heads, p.head_dim}, like.options())
+                      : at::empty({p.batch, width, p.kv_heads, p.head_dim}, like.options());
+    };
+    const Tensor key = rows(), value = rows();
+    const Tensor bias = packed ? at::empty({best.total, p.kv_heads}, bias_like.options())
+                               : at::empty({p.batch, p.kv_heads, 1, width}, bias_like.options());
+    best.lists = lists.const_data_ptr<int32_t>();
+    best.begins = spans.const_data_ptr<int64_t>();
+    best.ends = best.begins + p.batch * p.kv_heads;
+    best.key = key.data_ptr();
+    best.value = value.data_ptr();
+    best.bias = bias.data_ptr();
+    cuda::gather_best_keys(p, best, current_stream());
+    return BestKeysOfCache{
+        key, value, bias, packed ? OptionalTensor(offsets) : std::nullopt, best.max_selected, best.skipped_rows};
 }
 
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,

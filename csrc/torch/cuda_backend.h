@@ -1,6 +1,7 @@
 // The CUDA side of the operators: cuda_backend.cpp. In a build without CUDA kernels no_cuda.cpp raises errors instead.
 #pragma once
 
+#include <optional>
 #include <tuple>
 
 #include "inputs.h"
@@ -17,6 +18,19 @@ void backward_cuda(BwdParams& params, const Inputs& inputs);
 // skips_longer: serves the sequences of few query rows, and leaves the out and lse of the others alone. `like`: a
 // tensor on the device.
 bool decode_kvcache_cuda(const KvCacheParams& params, const Tensor& like, bool skips_longer);
+
+// The keys of a call with a window that its rows may see, gathered from the cache, aligned to the end of each sequence.
+struct BestKeysOfCache {
+    Tensor key, value;            // (B, max_selected + Sq, Hkv, D); packed (B * max_selected + total_q, Hkv, D)
+    Tensor bias;                  // (B, Hkv, 1, max_selected + Sq); packed (B * max_selected + total_q, Hkv)
+    OptionalTensor cu_seqlens_k;  // packed: int32 (B + 1)
+    int64_t max_selected;         // keys before the new rows
+    int64_t skipped_rows;         // packed: sequences of at most so many rows have no keys, decode_kvcache serves them
+};
+// Writes the new tokens into the cache, and gathers. Where no kernel serves the call it does nothing and returns
+// nothing. `like`: the cache of keys; `bias_like`: that of biases.
+std::optional<BestKeysOfCache> gather_best_keys_cuda(const KvCacheParams& params, const Tensor& like,
+                                                     const Tensor& bias_like);
 
 // A packed mask: bits int32 in the mask's shape, 32 keys per word; and nine bytes for each tile of 64 x 64 scores, uint8
 // (9, {B|B/n|1}, heads, row tiles, key tiles): eight of visible keys, then the tile's kind.

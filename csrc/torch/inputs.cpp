@@ -113,14 +113,14 @@ KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
     return view;
 }
 
-// Checks the sequences of a list's source. `beside`, named `whose`, holds total_q rows or total_k keys, where known.
+// Checks the sequences of a list's source. `reference`, named `whose`, holds total_q rows or total_k keys, where known.
 void check_and_set_sequences(AttentionParams& p, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                             const Tensor& beside, const char* whose, std::optional<int64_t> total_q,
+                             const Tensor& reference, const char* whose, std::optional<int64_t> total_q,
                              std::optional<int64_t> total_k) {
     check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
     const auto check = [&](const char* name, const Tensor& tensor, std::optional<int64_t> total,
                            const char* longest_name, int64_t longest) {
-        CuSeqlens given{name, tensor, &beside, whose};
+        CuSeqlens given{name, tensor, &reference, whose};
         given.total = total;
         given.longest_name = longest_name;
         given.longest = longest;

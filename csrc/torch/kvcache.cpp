@@ -22,7 +22,7 @@ void check_sizes(const char* name, const Tensor& tensor, at::IntArrayRef sizes, 
 
 void check_cache_rows(const char* name, const Tensor& cache, const Tensor& query, const char* layout) {
     check_rows_of(name, cache, layout);
-    check_beside_query(name, cache, query, true);
+    check_matches_query(name, cache, query, true);
     check_head_dim(name, cache);
     TORCH_CHECK_VALUE(cache.stride(-1) == 1 || cache.numel() == 0, name,
                       " must be contiguous in its last dimension, got strides ", cache.strides());
@@ -73,7 +73,7 @@ void check_new_tokens(const KvCacheInputs& in) {
     for (const auto& [name, rows, cache] :
          {std::tuple("key", &*in.key, &in.k_cache), std::tuple("value", &*in.value, &in.v_cache)}) {
         check_rows_of(name, *rows, layout);
-        check_beside_query(name, *rows, in.query, true);
+        check_matches_query(name, *rows, in.query, true);
         sizes.back() = cache->size(3);
         check_sizes(name, *rows, sizes, layout);
     }
@@ -292,6 +292,27 @@ ForwardResult compose(const KvCacheInputs& in) {
 #undef FLASH_DMATTN_PASS
 }
 
+// Attention of the rows to gathered keys, by attention_forward.
+ForwardResult attend_to(const BestKeysOfCache& keys, const KvCacheInputs& in) {
+    using Operator = ForwardResult(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                   const OptionalTensor&, OptionalSymInt, OptionalSymInt, c10::SymInt, double, double,
+                                   const OptionalTensor&);
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("flash_dmattn::attend_to_best_keys", "").typed<Operator>();
+    const OptionalSymInt max_seqlen_k =
+        in.is_packed() ? OptionalSymInt(*in.max_seqlen_q + keys.max_selected) : std::nullopt;
+    return op.call(in.query, keys.key, keys.value, keys.bias, in.cu_seqlens_q, keys.cu_seqlens_k, in.max_seqlen_q,
+                   max_seqlen_k, *in.window_size, in.softmax_scale, in.softcap, in.sinks);
+}
+
+// Whether the best keys are gathered, and not by compose_attention_with_kvcache. The kernels that select key lists for
+// few rows read a contiguous cache in place. Where offsets are read back for checks, rows may be removed as padding.
+bool gathers_best_keys(const KvCacheInputs& in, const KvCacheParams& p) {
+    const bool in_place = !in.block_table && !in.cache_batch_idx && !in.is_packed() && p.seqlen_q <= kMaxListedRows;
+    return in.window_size && !in.batch_invariant && !in_place &&
+           !(in.is_packed() && is_host_readable(*in.cu_seqlens_q));
+}
+
 ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
     const bool sees_nothing = in.window_size && p.window_size == 0;  // KvCacheParams has no such window
     if (in.query.is_cpu() || sees_nothing || p.batch == 0 || p.total_q == 0 || p.heads == 0) return compose(in);
@@ -305,6 +326,15 @@ ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
         in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats);
     write_to(out, lse);
     if (decode_kvcache_cuda(p, in.query, false)) return {out, lse};
+    if (gathers_best_keys(in, p)) {
+        if (const auto keys = gather_best_keys_cuda(p, in.k_cache, *in.bias_cache)) {
+            const ForwardResult result = attend_to(*keys, in);
+            write_to(std::get<0>(result), std::get<1>(result));
+            if (keys->skipped_rows > 0)
+                TORCH_INTERNAL_ASSERT(decode_kvcache_cuda(p, in.query, true), "the decoding kernel serves short rows");
+            return result;
+        }
+    }
     const auto [composed_out, composed_lse] = compose(in);
     if (!in.batch_invariant || !in.is_packed()) return {composed_out, composed_lse};
     // A sequence of few rows gets the kernel's bits, also where the batch has longer ones.

@@ -14,7 +14,7 @@
 namespace flash_dmattn {
 namespace {
 
-int64_t row_tiles_of(const AttentionParams& p) {
+int64_t num_m_blocks_of(const AttentionParams& p) {
     return p.mask.per_key ? 1 : (p.seqlen_q + KeyListsView::kRows - 1) / KeyListsView::kRows;
 }
 
@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
         return bounded ? build_bounded_lists(p, source, *keys_per_row) : build_counted_lists(p, source);
 
     const auto ints = source.options().dtype(at::kInt), longs = source.options().dtype(at::kLong);
-    const int64_t lists = p.batch * p.heads * row_tiles_of(p);
+    const int64_t lists = p.batch * p.heads * num_m_blocks_of(p);
     const Tensor lengths = at::zeros({lists}, longs);
     if (source.numel() > 0) key_list_lengths_cpu(p, lengths.data_ptr<int64_t>());
     const Tensor ends = lengths.cumsum(0);
@@ -55,8 +55,8 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
             rows > 0 ? lists * round_up(std::min(std::min(*keys_per_row, p.seqlen_k) + rows - 1, p.seqlen_k)) : 0;
         // Each row tile of a packed batch lists every key once at most, and pads for each sequence.
         if (cu_seqlens_q)
-            capacity =
-                std::min(capacity, p.heads * row_tiles_of(p) * (source.size(1) + p.batch * (KeyListsView::kAlign - 1)));
+            capacity = std::min(capacity,
+                                p.heads * num_m_blocks_of(p) * (source.size(1) + p.batch * (KeyListsView::kAlign - 1)));
         TORCH_CHECK_VALUE(
             total <= capacity,
             "keys_per_row of the mask must bound the keys that n successive rows see, at most keys_per_row "
@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
         key_list_fill_cpu(p, begins, begins + lists, keys.data_ptr<int32_t>(),
                           with_rows ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr);
     }
-    return {keys, spans.view({2, p.batch, p.heads, row_tiles_of(p)}), rows};
+    return {keys, spans.view({2, p.batch, p.heads, num_m_blocks_of(p)}), rows};
 }
 
 namespace {

@@ -66,16 +66,16 @@ void check_packed(const char* name, py::handle packed, const char* layout, int64
 void check_kv(py::handle query_in, const Tensor& kv, const char* layout_q, bool same_dtype) {
     const Tensor query = tensor_of("query", query_in);
     check_rows_of("query", query, layout_q);
-    check_beside_query("kv", kv, query, same_dtype);
+    check_matches_query("kv", kv, query, same_dtype);
     check_same_head_dim("kv", kv, query);
     if (query.dim() == 4) check_batch("kv", kv, query);
 }
 
-void check_offsets(const char* name, py::handle cu_seqlens, const OptionalTensor& beside, const char* whose,
+void check_offsets(const char* name, py::handle cu_seqlens, const OptionalTensor& reference, const char* whose,
                    std::optional<int64_t> total, bool or_less, const char* longest_name,
                    std::optional<int64_t> longest) {
     const Tensor tensor = tensor_of(name, cu_seqlens);
-    check_cu_seqlens({name, tensor, beside ? &*beside : nullptr, whose, total, or_less, longest_name, longest});
+    check_cu_seqlens({name, tensor, reference ? &*reference : nullptr, whose, total, or_less, longest_name, longest});
 }
 
 Inputs plain_inputs(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& bias,

@@ -52,9 +52,9 @@ inline void check_dtype(const Tensor& tensor, const char* name, at::ScalarType d
     TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be ", dtype_name(dtype), ", got ", dtype_of(tensor));
 }
 
-// `whose`: the name of `beside`, which is on the required device.
-inline void check_device(const Tensor& tensor, const char* name, const Tensor& beside, const char* whose) {
-    TORCH_CHECK(tensor.device() == beside.device(), name, " must be on ", whose, "'s device ", beside.device(),
+// `whose`: the name of `reference`, which is on the required device.
+inline void check_device(const Tensor& tensor, const char* name, const Tensor& reference, const char* whose) {
+    TORCH_CHECK(tensor.device() == reference.device(), name, " must be on ", whose, "'s device ", reference.device(),
                 ", got ", tensor.device());
 }
 

@@ -9,6 +9,8 @@ import torch
 from gpu_inputs import NEEDS_CUDA, takes_gpu_memory
 from kvcaches import BATCHES, check, each_layout, make_call, make_sequences, reference
 
+from flash_dmattn import kvcache_composed
+
 pytestmark = NEEDS_CUDA
 ON_GPU = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64}
 each_window_size = pytest.mark.parametrize("window_size", [None, 32, 1000])
@@ -98,6 +100,23 @@ def test_selection_from_long_sequences(head_major, bias_dtype, page_size, invari
         for s, (out, lse) in zip(sequences, together):
             alone_out, alone_lse = call_of([s])(return_lse=True, **options)
             assert torch.equal(alone_out[0], out) and torch.equal(alone_lse[0], lse)
+
+
+LONG_PREFIXES = {
+    "chunks": [(5000, 300), (0, 300), (700, 300)],
+    "mixed": [(9000, 260), (40, 1), (0, 33), (300, 0), (2100, 700), (6000, 1)],
+}
+
+
+@pytest.mark.parametrize("layout", [{"page_size": 64}, {"page_size": 48}, {}, {"permute": False, "spare": 0}], ids=str)
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("lengths", LONG_PREFIXES.values(), ids=LONG_PREFIXES)
+def test_one_operator_gathers_the_keys_of_chunks(lengths, bias_dtype, layout, monkeypatch):
+    monkeypatch.setattr(kvcache_composed, "append", None)  # what other calls are composed of
+    monkeypatch.setattr(kvcache_composed, "best_and_new_keys", None)
+    sequences = make_sequences(lengths, bias_dtype=bias_dtype, **ON_GPU)
+    check(sequences, options={"window_size": 500}, **layout)
+    check(sequences, options={"window_size": 100, "sinks": torch.randn(4, device="cuda")}, **layout)
 
 
 def test_lengths_and_pages_are_checked_on_request():

@@ -47,8 +47,8 @@ Abilities abilities(DataType dtype) {
     if (answer == 0) {
         cudaFuncAttributes attributes;
         FLASH_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-        const int64_t most = current_device().shared_memory;
-        const int bytes = static_cast<int>(most - static_cast<int64_t>(attributes.sharedSizeBytes)) / 1024 * 1024;
+        const int64_t max_bytes = current_device().shared_memory;
+        const int bytes = static_cast<int>(max_bytes - static_cast<int64_t>(attributes.sharedSizeBytes)) / 1024 * 1024;
         FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
         const bool clusters = current_device().code >= 900;
         answer = 2 * bytes + clusters + 1;

@@ -230,9 +230,9 @@ private:
 #pragma unroll
             for (int i = 0; i < kBinsOfLane; ++i) of_lane += smem_.totals[first + i];
             const int upto = sum_of_lanes_upto(of_lane);
-            const int chosen = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
-            int above = __shfl_sync(~0u, upto - of_lane, chosen);
-            int digit = (32 - chosen) * kBinsOfLane - 1;
+            const int selected_lane = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
+            int above = __shfl_sync(~0u, upto - of_lane, selected_lane);
+            int digit = (32 - selected_lane) * kBinsOfLane - 1;
             while (above + static_cast<int>(smem_.totals[digit]) < wanted) above += smem_.totals[digit--];
             int own_above = 0;
             for (int bin = digit + 1 + lane_id(); bin < kBins; bin += 32) own_above += own[bin];

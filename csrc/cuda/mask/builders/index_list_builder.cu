@@ -19,7 +19,7 @@ constexpr int kWindow = kWords * 32;  // keys per window
 constexpr int kUnroll = 8;            // indices per thread in flight
 
 struct Lists {
-    int heads, num_m_blocks, group_tiles, groups, group_rows;
+    int heads, num_m_blocks, m_blocks_per_group, num_groups, rows_per_group;
     int64_t stride;
     int32_t* keys;    // [units, stride]
     int64_t* begins;  // [lists]
@@ -36,10 +36,10 @@ struct SharedMemory {
 class Block {
 public:
     __device__ Block(const IndexListsParams& p, const Lists& lists, SharedMemory& smem)
-        : p_(p), lists_(lists), smem_(smem), sequence_(p, blockIdx.x / lists.groups / lists.heads) {
-        const int head = blockIdx.x / lists.groups % lists.heads;
-        first_row_ = static_cast<int>(blockIdx.x % lists.groups) * lists.group_rows;
-        end_row_ = first_row_ + min(lists.group_rows, sequence_.rows - first_row_);
+        : p_(p), lists_(lists), smem_(smem), sequence_(p, blockIdx.x / lists.num_groups / lists.heads) {
+        const int head = blockIdx.x / lists.num_groups % lists.heads;
+        first_row_ = static_cast<int>(blockIdx.x % lists.num_groups) * lists.rows_per_group;
+        end_row_ = first_row_ + min(lists.rows_per_group, sequence_.rows - first_row_);
         const IndexView& view = p.indices;
         first_tile_ = first_row_ / tile_rows();
         const int tiles = end_row_ > first_row_ ? (end_row_ - 1) / tile_rows() - first_tile_ + 1 : 0;
@@ -162,10 +162,10 @@ private:
             lists_.keys[begin + pad] = -1;
             if (lists_.rows != nullptr) reinterpret_cast<uint4*>(lists_.rows)[begin + pad] = uint4{};
         }
-        const int group = blockIdx.x % lists_.groups;
-        const int64_t above = static_cast<int64_t>(blockIdx.x / lists_.groups) * lists_.num_m_blocks;
-        const int first_tile = group * lists_.group_tiles;
-        const int end_tile = min(first_tile + lists_.group_tiles, lists_.num_m_blocks);
+        const int group = blockIdx.x % lists_.num_groups;
+        const int64_t above = static_cast<int64_t>(blockIdx.x / lists_.num_groups) * lists_.num_m_blocks;
+        const int first_tile = group * lists_.m_blocks_per_group;
+        const int end_tile = min(first_tile + lists_.m_blocks_per_group, lists_.num_m_blocks);
         for (int tile = first_tile + threadIdx.x; tile < end_tile; tile += kThreads) {
             lists_.begins[above + tile] = begin;
             lists_.ends[above + tile] = begin + end;
@@ -200,9 +200,9 @@ void index_lists_cuda(const IndexListsParams& params, const IndexListsPlan& plan
     const auto to_int = [](int64_t size) { return static_cast<int>(size); };
     const Lists lists{to_int(plan.heads),
                       to_int(plan.num_m_blocks),
-                      to_int(plan.group_tiles),
-                      to_int(plan.groups),
-                      to_int(plan.group_rows()),
+                      to_int(plan.m_blocks_per_group),
+                      to_int(plan.num_groups),
+                      to_int(plan.rows_per_group()),
                       plan.stride,
                       keys,
                       begins,

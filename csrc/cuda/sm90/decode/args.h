@@ -1,8 +1,7 @@
 // Arguments of the decoding kernel, and the division of a sequence's keys among the CTAs of a cluster.
 #pragma once
 
-#include "cuda/common/basics.cuh"
-#include "kvcache_params.h"
+#include "cuda/kvcache/args.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -16,16 +15,17 @@ constexpr int kDecodeSegmentAlign = 32 * kDecodeGroup;
 constexpr int kInvariantKeys = 8192;  // batch_invariant: keys of a part, until there are kInvariantParts
 constexpr int kInvariantParts = 4;
 
-// A kernel parameter: compiled kernels depend on the order of the members, here and in kvcache_params.h.
-struct DecodeArgs : KvCacheParams {
-    FastDivmod keys_per_page;      // page_size; more than any sequence's keys where the cache is contiguous
+// A kernel parameter: compiled kernels depend on the order of the members, here, in KvCacheArgs and in KvCacheParams.
+struct DecodeArgs : KvCacheArgs {
+    using KvCacheArgs::KvCacheArgs;
+
     float score_scale = 1;         // softmax_scale; with a softcap, what tanh takes
     float score_cap = 0;           // softcap
     int warps = 8;                 // of a CTA
     int cluster = 1;               // CTAs of a sequence and KV head
     int order_capacity = 0;        // orders of biases that fit in a CTA's shared memory; 0: dense
-    int list_capacity = 0;         // chosen keys of a CTA
-    int most_rows = 1;             // sequences of more query rows are skipped
+    int list_capacity = 0;         // selected keys of a CTA
+    int max_rows = 1;              // sequences of more query rows are skipped
     int query_tiles = 1;           // 16-row tiles of Q in shared memory
     bool overlays = false;         // the tiles of K and V reuse the memory of the orders
     bool has_vector_bias = false;  // eight neighbouring biases are aligned to 16 bytes

@@ -5,7 +5,7 @@
 // not wait for each other.
 #pragma once
 
-#include "cache.cuh"
+#include "cuda/kvcache/cache.cuh"
 #include "cuda/arch/named_barrier.cuh"
 #include "cuda/softmax/online_softmax.cuh"
 #include "shared_storage.cuh"
@@ -25,14 +25,14 @@ private:
     static constexpr int kKeys = Tile::kRows;
 
 public:
-    __device__ DecodeAttention(const DecodeArgs& p, const DecodeCache& cache, DecodeSharedStorage& smem, Tile* query,
+    __device__ DecodeAttention(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem, Tile* query,
                                unsigned char* tiles)
         : p_(p), cache_(cache), smem_(smem), query_(query), tiles_(tiles),
           qheads_(static_cast<int>(p.heads / p.kv_heads)), packed_rows_(min(cache.rows * qheads_, kDecodeMaxRows)),
-          row_tiles_(packed_rows_ <= 16   ? 1
-                     : packed_rows_ <= 32 ? 2
-                                          : 4),
-          groups_(kWarps / row_tiles_), row_tile_(warp_id() % row_tiles_), group_(warp_id() / row_tiles_) {}
+          m_tiles_(packed_rows_ <= 16   ? 1
+                   : packed_rows_ <= 32 ? 2
+                                        : 4),
+          num_groups_(kWarps / m_tiles_), m_tile_(warp_id() % m_tiles_), group_(warp_id() / m_tiles_) {}
 
     __device__ int packed_rows() const { return packed_rows_; }
     __device__ int row_of(int packed) const { return packed / qheads_; }
@@ -43,7 +43,7 @@ public:
         const int cols = static_cast<int>(p_.head_dim);
         constexpr int kChunks = kHeadDim / Tile::kChunk;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < row_tiles_ * 16 * kChunks; i += kThreads) {
+        for (int i = threadIdx.x; i < m_tiles_ * 16 * kChunks; i += kThreads) {
             const int packed = i / kChunks, chunk = i % kChunks;
             const bool exists = packed < packed_rows_ && chunk * Tile::kChunk < cols;
             const T* from = static_cast<const T*>(p_.query.data);
@@ -71,8 +71,8 @@ public:
         const int chunks = ceil_div(count, kKeys), first_chunk = group_;
         Found current{};
 #pragma unroll 1
-        for (int chunk = first_chunk - 2 * groups_; chunk < chunks; chunk += groups_) {
-            const bool attends = chunk >= first_chunk, copies = chunk >= first_chunk - groups_;
+        for (int chunk = first_chunk - 2 * num_groups_; chunk < chunks; chunk += num_groups_) {
+            const bool attends = chunk >= first_chunk, copies = chunk >= first_chunk - num_groups_;
             float scores[1][2][4];
             if (attends) {
                 cp_async_wait<1>();
@@ -93,7 +93,7 @@ public:
             }
             if (copies) copy(value_tile(), 16);
             current = found_;
-            find(chunk + 2 * groups_);
+            find(chunk + 2 * num_groups_);
         }
         cp_async_wait<0>();
         merge(out, softmax);
@@ -111,7 +111,7 @@ private:
         uint32_t bias;  // as in memory: nothing waits for it before the scores
     };
 
-    __device__ Tile& key_tile() const { return reinterpret_cast<Tile*>(tiles_)[group_ * row_tiles_ * 2]; }
+    __device__ Tile& key_tile() const { return reinterpret_cast<Tile*>(tiles_)[group_ * m_tiles_ * 2]; }
     __device__ Tile& value_tile() const { return (&key_tile())[1]; }
 
     // A warp's output, at 16 rows of kHeadDim floats. Rows are rotated by 8 columns each against bank conflicts.
@@ -122,9 +122,9 @@ private:
     }
 
     __device__ void sync_group() const {
-        if (row_tiles_ == 1) return __syncwarp();
+        if (m_tiles_ == 1) return __syncwarp();
         static_assert(kFirstGroup + kWarps / 2 <= 16);
-        named_barrier_sync(kFirstGroup + group_, row_tiles_ * 32);
+        named_barrier_sync(kFirstGroup + group_, m_tiles_ * 32);
     }
 
     __device__ void find(int chunk) {
@@ -136,7 +136,7 @@ private:
             found_.bias = p_.bias_cache.dtype == DataType::kFloat32
                               ? __ldcg(cache_.row_of<uint32_t>(p_.bias_cache, p_.bias, key))
                               : __ldcg(cache_.row_of<unsigned short>(p_.bias_cache, p_.bias, key));
-            if (list_ == nullptr && bias_of(found_) == -kInfinity) return;  // a chosen key is visible
+            if (list_ == nullptr && bias_of(found_) == -kInfinity) return;  // a selected key is visible
         }
         found_.key = key;
         found_.row =
@@ -159,7 +159,7 @@ private:
             const int row = i * kRowsPerStep + lane_row;
             const auto from = reinterpret_cast<const T*>(
                 __shfl_sync(~0u, reinterpret_cast<unsigned long long>(found_.row), half + row));
-            if (i % row_tiles_ != row_tile_) continue;
+            if (i % m_tiles_ != m_tile_) continue;
             const uint32_t at = to.address(row, chunk);
 #pragma unroll
             for (int slab = 0; slab < Tile::kSlabs; ++slab)
@@ -172,7 +172,7 @@ private:
 
     __device__ void multiply_key(float (&scores)[1][2][4]) const {
         clear(scores);
-        const uint32_t query = query_[row_tile_].ldmatrix_lane_a(), key = key_tile().ldmatrix_lane_b();
+        const uint32_t query = query_[m_tile_].ldmatrix_lane_a(), key = key_tile().ldmatrix_lane_b();
 #pragma unroll
         for (int col = 0; col < kHeadDim; col += 16) {
             uint32_t a[4], b[4];
@@ -201,7 +201,7 @@ private:
         const RelativeBiasView& view = p_.relative_bias;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int packed = min(row_tile_ * 16 + h * 8 + fragment_row(), packed_rows_ - 1);
+            const int packed = min(m_tile_ * 16 + h * 8 + fragment_row(), packed_rows_ - 1);
             key_of_row_[h] = cache_.keys - cache_.rows + row_of(packed);
             if (view.data != nullptr)
                 relative_bias_[h] = static_cast<const float*>(view.data) + view.radius +
@@ -258,7 +258,7 @@ private:
                 smem_.warp_max[warp_id()][row] = softmax.max[h];
                 smem_.warp_sum[warp_id()][row] = sum;
             }
-            if (sum == 0 || row_tile_ * 16 + row >= packed_rows_) continue;
+            if (sum == 0 || m_tile_ * 16 + row >= packed_rows_) continue;
 #pragma unroll
             for (int n = 0; n < kHeadDim / 8; ++n)
                 *reinterpret_cast<float2*>(partial(warp_id(), row, n * 8 + fragment_col())) = {out[0][n][2 * h],
@@ -270,14 +270,14 @@ private:
         for (int i = threadIdx.x; i < packed_rows_ * kVectors; i += kThreads) {
             const int packed = i / kVectors, col = i % kVectors * 4, tile = packed / 16, row = packed % 16;
             float largest = -kInfinity;
-            for (int group = 0; group < groups_; ++group)
-                largest = fmaxf(largest, smem_.warp_max[group * row_tiles_ + tile][row]);
+            for (int group = 0; group < num_groups_; ++group)
+                largest = fmaxf(largest, smem_.warp_max[group * m_tiles_ + tile][row]);
             float sum = 0;
             float4 total{};
 #pragma unroll
             for (int group = 0; group < kWarps; ++group) {
-                const int warp = group * row_tiles_ + tile;
-                if (group >= groups_ || smem_.warp_sum[warp][row] == 0) continue;
+                const int warp = group * m_tiles_ + tile;
+                if (group >= num_groups_ || smem_.warp_sum[warp][row] == 0) continue;
                 const float weight = fast_exp2((smem_.warp_max[warp][row] - largest) * kLog2E);
                 const float4 x = *reinterpret_cast<const float4*>(partial(warp, row, col));
                 sum = fmaf(weight, smem_.warp_sum[warp][row], sum);
@@ -290,15 +290,15 @@ private:
     }
 
     const DecodeArgs& p_;
-    const DecodeCache& cache_;
+    const KvCache& cache_;
     DecodeSharedStorage& smem_;
     Tile* const query_;
     unsigned char* const tiles_;
     const int qheads_;  // query heads of the KV head
     const int packed_rows_;
-    const int row_tiles_;  // of 16 packed rows
-    const int groups_;
-    const int row_tile_, group_;  // of this warp
+    const int m_tiles_;  // of 16 packed rows
+    const int num_groups_;
+    const int m_tile_, group_;  // of this warp
     const int* list_;
     int first_, count_;
     Found found_;                    // the next chunk

@@ -10,7 +10,7 @@ namespace flash_dmattn::cuda::sm90 {
 
 // out and lse of the sequence, of the first `parts` CTAs' results: each CTA combines some of the packed rows' columns.
 template <typename T, int kHeadDim, int kWarps>
-__device__ void combine(const DecodeArgs& p, const DecodeCache& cache, const DecodeSharedStorage& smem,
+__device__ void combine(const DecodeArgs& p, const KvCache& cache, const DecodeSharedStorage& smem,
                         const DecodeAttention<T, kHeadDim, kWarps>& attention, int parts, int rank) {
     constexpr int kVectors = kHeadDim / 4;
     const int vectors = attention.packed_rows() * kVectors, share = ceil_div(vectors, p.cluster);
@@ -69,11 +69,11 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kHeadDim <= kDecod
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<DecodeSharedStorage*>(raw_smem);
 
-    const int pair = static_cast<int>(blockIdx.x) / p.cluster, rank = static_cast<int>(blockIdx.x) % p.cluster;
+    const int sequence_head = static_cast<int>(blockIdx.x) / p.cluster, rank = static_cast<int>(blockIdx.x) % p.cluster;
     const int kv_heads = static_cast<int>(p.kv_heads);
-    const DecodeCache cache(p, pair / kv_heads, pair % kv_heads);
+    const KvCache cache(p, sequence_head / kv_heads, sequence_head % kv_heads);
     const int cluster = p.cluster, parts = p.batch_invariant ? invariant_parts(cache.keys) : cluster;
-    if (cache.rows == 0 || cache.rows > p.most_rows) return;  // all threads of the cluster
+    if (cache.rows == 0 || cache.rows > p.max_rows) return;  // all threads of the cluster
 
     using Attention = DecodeAttention<T, kHeadDim, kWarps>;
     const DecodeSmemLayout layout(p, kHeadDim);
@@ -83,12 +83,12 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kHeadDim <= kDecod
     const int* list = nullptr;
     int first = 0, count;
     if (p.order_capacity > 0 && cache.keys > p.window_size) {
-        int* chosen = reinterpret_cast<int*>(raw_smem + layout.list);
+        int* selected = reinterpret_cast<int*>(raw_smem + layout.list);
         constexpr DataType kHalf = std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16;
         DecodeSelector<kHalf, kWarps> selector(p, cache, smem, reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
-                                               reinterpret_cast<uint32_t*>(raw_smem + layout.copies), rank);
-        count = selector.run(chosen, parts);
-        list = chosen;
+                                               reinterpret_cast<uint32_t*>(raw_smem + layout.histograms), rank);
+        count = selector.run(selected, parts);
+        list = selected;
         p.overlays ? selector.cluster_barrier() : __syncthreads();  // the list is complete; the orders have been read
     } else {
         const int part = ceil_div(ceil_div(cache.keys, parts), 16) * 16;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kHeadDim <= kDecod
         count = min(part, cache.keys - first);
     }
     attention.run(list, first, count);
-    if (rank == 0) cache.append<T>();
+    if (rank == 0) cache.append<T>(threadIdx.x, blockDim.x);
     cluster > 1 ? cluster_sync() : __syncthreads();
     combine(p, cache, smem, attention, parts, rank);
     if (cluster > 1) cluster_sync();  // the others have read this CTA's shared memory

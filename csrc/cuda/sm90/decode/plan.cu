@@ -22,28 +22,17 @@ namespace {
 using DecodeLauncher = void (*)(const DecodeArgs&, cudaStream_t, int*);
 const KernelTable<DecodeLauncher> kKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM90_DECODE_KERNELS, run_decode));
 
-bool is_aligned(const RowsView& view) {
-    return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.batch_stride % 8 == 0 && view.row_stride % 8 == 0 &&
-           view.head_stride % 8 == 0;
-}
-
 // The query rows of a sequence that the kernel serves: one where it selects keys. With batch_invariant this must not
 // depend on the capacity of the cache.
-int64_t most_rows(const KvCacheParams& p) {
+int64_t max_rows(const KvCacheParams& p) {
     const bool selects = p.window_size > 0 && (p.batch_invariant || p.window_size < p.seqlen_k);
     const int64_t rows = kDecodeMaxRows / std::max<int64_t>(p.heads / std::max<int64_t>(p.kv_heads, 1), 1);
     return selects ? std::min<int64_t>(rows, 1) : rows;
 }
 
 bool serves(const KvCacheParams& p) {
-    const auto fits = [](int64_t x) { return x < INT_MAX / 2; };
-    const bool has_bias = p.bias_cache.present();
-    return (p.window_size == 0 || has_bias) && !p.relative_bias.has_grid() && p.head_dim % 8 == 0 && fits(p.seqlen_k) &&
-           fits(p.cache_batch) && fits(p.total_q) && fits(p.batch * p.kv_heads * kDecodeMaxCluster) &&
-           is_aligned(p.query) && is_aligned(p.k_cache) && is_aligned(p.v_cache) && is_aligned(p.key) &&
-           is_aligned(p.value) && is_aligned(p.out) &&
-           (!has_bias || p.bias_cache.dtype == DataType::kFloat32 || p.bias_cache.dtype == p.dtype) &&
-           (!p.bias.present() || p.bias.dtype == p.bias_cache.dtype);
+    return can_read_cache(p) && (p.window_size == 0 || p.bias_cache.present()) && !p.relative_bias.has_grid() &&
+           p.batch * p.kv_heads * kDecodeMaxCluster < INT_MAX / 2 && is_aligned(p.query) && is_aligned(p.out);
 }
 
 bool has_vector_bias(const KvCacheParams& p) {
@@ -53,18 +42,24 @@ bool has_vector_bias(const KvCacheParams& p) {
            bias.batch_stride % vector == 0 && bias.head_stride % vector == 0 && p.page_size % kDecodeGroup == 0;
 }
 
+// The kernel of a call; null where none serves it.
+struct DecodePlan {
+    DecodeLauncher run = nullptr;
+    DecodeArgs args;
+};
+
 // The shared memory of a cluster size.
 void lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
     args.warps = warps;
     args.cluster = cluster;
     if (args.window_size == 0 || args.window_size >= args.seqlen_k) return;
     const auto keys = static_cast<int>(args.seqlen_k);
-    int64_t chosen = ceil_div(args.window_size, int64_t{cluster});
+    int64_t selected = ceil_div(args.window_size, int64_t{cluster});
     if (args.batch_invariant)  // shorter sequences have fewer parts
-        chosen = std::max<int64_t>(ceil_div(args.window_size, int64_t{kInvariantParts}),
-                                   std::min<int64_t>(args.window_size, kInvariantKeys));
+        selected = std::max<int64_t>(ceil_div(args.window_size, int64_t{kInvariantParts}),
+                                     std::min<int64_t>(args.window_size, kInvariantKeys));
     args.order_capacity = decode_segment(decode_share(keys, cluster), warps) * warps;
-    args.list_capacity = static_cast<int>(ceil_div<int64_t>(chosen, 16) * 16);
+    args.list_capacity = static_cast<int>(ceil_div<int64_t>(selected, 16) * 16);
     args.overlays = false;
     args.overlays = DecodeSmemLayout(args, head_dim).total > current_device().shared_memory / (warps == 8 ? 2 : 1);
 }
@@ -92,10 +87,10 @@ bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
     const bool selects = args.window_size > 0 && args.window_size < args.seqlen_k;
     const auto keys = static_cast<double>(args.seqlen_k);
     const double attends = (selects ? static_cast<double>(args.window_size) : keys) * 0.016 * head_dim / 128;
-    const int most_warps = head_dim <= kDecodeManyWarpsHeadDim ? kDecodeMaxWarps : 8;
+    const int max_warps = head_dim <= kDecodeManyWarpsHeadDim ? kDecodeMaxWarps : 8;
     int best_warps = 0, best_cluster = 0;
     double best_time = 0;
-    for (int warps = 8; warps <= most_warps; warps *= 2)
+    for (int warps = 8; warps <= max_warps; warps *= 2)
         for (int cluster = 1; cluster <= kDecodeMaxCluster; cluster *= 2) {
             if (best_warps > 0 && args.seqlen_k < cluster * kFewestKeys) break;
             const int parts = args.batch_invariant ? invariant_parts(args.seqlen_k) : cluster;
@@ -114,6 +109,23 @@ bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
     return best_warps > 0;
 }
 
+// `rows`: the largest number of query rows of a sequence that is served.
+DecodePlan plan_decode(const KvCacheParams& params, int64_t rows) {
+    const auto* kernel = serves(params) && rows > 0 ? kKernels.find(params) : nullptr;
+    if (kernel == nullptr) return {};
+    DecodePlan plan{kernel->value, DecodeArgs(params)};
+    DecodeArgs& args = plan.args;
+    if (args.cache_batch == 0) args.seqlen_k = 0;
+    args.score_cap = static_cast<float>(args.softcap);
+    args.score_scale = static_cast<float>(args.softcap > 0 ? args.softmax_scale / args.softcap : args.softmax_scale);
+    args.max_rows = static_cast<int>(std::min(rows, args.seqlen_q));
+    const int64_t packed_rows = args.max_rows * (args.heads / args.kv_heads);
+    args.query_tiles = packed_rows <= 16 ? 1 : packed_rows <= 32 ? 2 : 4;
+    args.has_vector_bias = args.bias_cache.present() && has_vector_bias(args);
+    if (args.batch > 0 && args.total_q > 0 && !choose_grid(args, kernel->head_dim, kernel->value)) return {};
+    return plan;
+}
+
 }  // namespace
 
 void allow_largest_cluster(const void* kernel) {
@@ -126,23 +138,17 @@ void allow_largest_cluster(const void* kernel) {
     FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
 }
 
+int64_t decodable_rows(const KvCacheParams& params) {
+    const int64_t rows = max_rows(params);
+    return plan_decode(params, rows).run != nullptr ? rows : 0;
+}
+
 bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream) {
-    const int64_t rows = most_rows(params);
-    if (!serves(params) || rows == 0 || (params.seqlen_q > rows && !skips_longer)) return false;
-    const auto* kernel = kKernels.find(params);
-    if (kernel == nullptr) return false;
-    DecodeArgs args{params};
-    if (args.cache_batch == 0) args.seqlen_k = 0;
-    args.keys_per_page = FastDivmod(args.page_size > 0 ? args.page_size : INT_MAX / 2);
-    args.score_cap = static_cast<float>(args.softcap);
-    args.score_scale = static_cast<float>(args.softcap > 0 ? args.softmax_scale / args.softcap : args.softmax_scale);
-    args.most_rows = static_cast<int>(std::min(rows, args.seqlen_q));
-    const int64_t packed_rows = args.most_rows * (args.heads / args.kv_heads);
-    args.query_tiles = packed_rows <= 16 ? 1 : packed_rows <= 32 ? 2 : 4;
-    args.has_vector_bias = args.bias_cache.present() && has_vector_bias(args);
-    if (args.batch * args.kv_heads == 0 || args.total_q == 0) return true;
-    if (!choose_grid(args, kernel->head_dim, kernel->value)) return false;
-    kernel->value(args, stream, nullptr);
+    const int64_t rows = max_rows(params);
+    if (params.seqlen_q > rows && !skips_longer) return false;
+    const DecodePlan plan = plan_decode(params, rows);
+    if (plan.run == nullptr) return false;
+    if (params.batch > 0 && params.total_q > 0) plan.run(plan.args, stream, nullptr);
     return true;
 }
 

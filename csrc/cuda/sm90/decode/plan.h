@@ -14,6 +14,9 @@ namespace flash_dmattn::cuda::sm90 {
 // skips_longer: serves these sequences of a call that has longer ones too, and skips the longer ones.
 bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream);
 
+// The largest number of query rows of the sequences that decode_kvcache serves with skips_longer; 0: none.
+int64_t decodable_rows(const KvCacheParams& params);
+
 // Raises a kernel's limit of CTAs in a cluster on the current device, at the first call.
 void allow_largest_cluster(const void* kernel);
 

@@ -4,11 +4,11 @@
 // A CTA keeps the high 16 bits of the order-preserving integers of its biases in shared memory (0: hidden). The w-th
 // largest is found digit by digit: histograms of the CTAs are summed through DSMEM. float32 has two more digits, which
 // only keys that match the first two read, from memory. Then each warp compacts its segment in place to the offsets of
-// its chosen keys. The chosen keys of all segments in order are those of the sequence. Each CTA reads an equal part of
+// its selected keys. The selected keys of all segments in order are those of the sequence. Each CTA reads an equal part of
 // them through DSMEM, wherever they are.
 #pragma once
 
-#include "cache.cuh"
+#include "cuda/kvcache/cache.cuh"
 #include "cuda/arch/cluster.cuh"
 #include "cuda/arch/memory.cuh"
 #include "cuda/mask/bits.cuh"
@@ -32,9 +32,10 @@ class DecodeSelector {
     static constexpr int kThreads = kWarps * 32, kStep = kThreads * kDecodeGroup;
 
 public:
-    __device__ DecodeSelector(const DecodeArgs& p, const DecodeCache& cache, DecodeSharedStorage& smem,
-                              uint16_t* orders, uint32_t* copies, int rank)
-        : p_(p), cache_(cache), smem_(smem), orders_(orders), copies_(copies), cluster_(p.cluster), rank_(rank) {
+    __device__ DecodeSelector(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem, uint16_t* orders,
+                              uint32_t* histograms, int rank)
+        : p_(p), cache_(cache), smem_(smem), orders_(orders), histograms_(histograms), cluster_(p.cluster),
+          rank_(rank) {
         is_float_ = p.bias_cache.dtype == DataType::kFloat32;
         share_ = decode_share(cache.keys, cluster_);
         begin_ = min(rank * share_, cache.keys);
@@ -42,7 +43,7 @@ public:
         segment_ = decode_segment(share_, kWarps);
     }
 
-    // Divides the chosen keys into `parts`. CTA i writes part i to `list` and returns its number of keys, 0 where there
+    // Divides the selected keys into `parts`. CTA i writes part i to `list` and returns its number of keys, 0 where there
     // is no such part. All threads of the cluster call.
     __device__ int run(int* list, int parts) {
         clear_copies();
@@ -254,7 +255,7 @@ private:
         return mask;
     }
 
-    __device__ uint32_t lane_counts() const { return smem_address(copies_ + lane_id() % kCopies); }
+    __device__ uint32_t lane_counts() const { return smem_address(histograms_ + lane_id() % kCopies); }
     __device__ static void add_to_bin(uint32_t counts, uint32_t bin) {
         asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(counts + bin * (kCopies * 4)) : "memory");
     }
@@ -267,7 +268,7 @@ private:
     }
     __device__ void clear_copies() const {
         for (int i = threadIdx.x; i < kBins * kCopies / 4; i += kThreads)
-            reinterpret_cast<uint4*>(copies_)[i] = uint4{};
+            reinterpret_cast<uint4*>(histograms_)[i] = uint4{};
         __syncthreads();
     }
     __device__ void sum_copies(int buffer) const {
@@ -277,7 +278,7 @@ private:
         if (bin >= kBins) return;
         uint32_t sum = 0;
 #pragma unroll
-        for (int i = 0; i < kCopies; ++i) sum += copies_[bin * kCopies + (i + bin / 2) % kCopies];
+        for (int i = 0; i < kCopies; ++i) sum += histograms_[bin * kCopies + (i + bin / 2) % kCopies];
         smem_.counts[buffer][bin] = sum;
     }
 
@@ -314,8 +315,8 @@ private:
 #pragma unroll
             for (int i = 0; i < kBinsOfLane; ++i) of_lane += bins[i] = smem_.totals[first + i];
             const int upto = sum_of_lanes_upto(of_lane);
-            const int chosen = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
-            if (chosen == lane_id()) {
+            const int selected = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
+            if (selected == lane_id()) {
                 int above = upto - of_lane, digit = first;
 #pragma unroll
                 for (int i = kBinsOfLane - 1; i > 0; --i) {
@@ -330,16 +331,16 @@ private:
         wanted -= smem_.above;
     }
 
-    // Of the keys equal to threshold_ the last `wanted` of the sequence are chosen: finds how many this warp skips.
+    // Of the keys equal to threshold_ the last `wanted` of the sequence are selected: finds how many this warp skips.
     __device__ void divide_equal(int shift, int wanted) {
         int own = 0, later = 0;
         for_each_rank(&smem_.counts[shift / kDigit % 2][smem_.digit], [&](int rank, uint32_t count) {
             if (rank == rank_) own = count;
             if (rank > rank_) later += count;
         });
-        const int chosen = min(max(wanted - later, 0), own);
-        skipped_ = own - chosen;
-        is_divided_ = chosen > 0 && skipped_ > 0;
+        const int selected = min(max(wanted - later, 0), own);
+        skipped_ = own - selected;
+        is_divided_ = selected > 0 && skipped_ > 0;
     }
 
     // Of the orders in `matches`, whose high halves equal threshold_'s, those above it (is_above) or equal to it.
@@ -368,27 +369,27 @@ private:
         return before;
     }
 
-    // Replaces the orders of a segment by the offsets of its chosen keys.
+    // Replaces the orders of a segment by the offsets of its selected keys.
     __device__ void compact() {
         const uint32_t limit = threshold_ >> 16;
         int skipped = skipped_;
         if (is_divided_) skipped -= count_equal_before();
-        int chosen_before = 0, equal_before = 0;
+        int selected_before = 0, equal_before = 0;
         uint16_t* list = orders_ + warp_id() * segment_;
         for_each_group([&](int at, const uint32_t (&words)[kDecodeGroup / 2]) {
-            uint32_t chosen = at_least(words, max(limit, 1));
-            if (!__any_sync(~0u, chosen != 0)) return;
-            const uint32_t matches = limit == 0 ? 0 : chosen & ~at_least(words, limit + 1);
+            uint32_t selected = at_least(words, max(limit, 1));
+            if (!__any_sync(~0u, selected != 0)) return;
+            const uint32_t matches = limit == 0 ? 0 : selected & ~at_least(words, limit + 1);
             if (__any_sync(~0u, matches != 0)) {
                 const uint32_t equal = refine(at, matches, false);
-                chosen = (chosen & ~matches) | refine(at, matches, true);
+                selected = (selected & ~matches) | refine(at, matches, true);
                 const int upto = sum_of_lanes_upto(__popc(equal));
                 int number = equal_before + upto - __popc(equal);
                 for (uint32_t left = equal; left != 0; left &= left - 1)
-                    if (number++ >= skipped) chosen |= left & -left;
+                    if (number++ >= skipped) selected |= left & -left;
                 equal_before += __shfl_sync(~0u, upto, 31);
             }
-            const int own = __popc(chosen);
+            const int own = __popc(selected);
             const uint32_t lanes = __ballot_sync(~0u, own != 0);  // they have read their groups
             int before, all;
             if (__any_sync(~0u, own > 1)) {
@@ -397,14 +398,14 @@ private:
             } else {
                 before = rank_in(lanes), all = __popc(lanes);
             }
-            for (int to = chosen_before + before; chosen != 0; chosen &= chosen - 1)
-                list[to++] = static_cast<uint16_t>(at - warp_id() * segment_ + __ffs(chosen) - 1);
-            chosen_before += all;
+            for (int to = selected_before + before; selected != 0; selected &= selected - 1)
+                list[to++] = static_cast<uint16_t>(at - warp_id() * segment_ + __ffs(selected) - 1);
+            selected_before += all;
         });
-        if (lane_id() == 0) smem_.segment_counts[warp_id()] = chosen_before;
+        if (lane_id() == 0) smem_.segment_counts[warp_id()] = selected_before;
     }
 
-    // Fetches this CTA's part of all segments' chosen keys; returns their number.
+    // Fetches this CTA's part of all segments' selected keys; returns their number.
     __device__ int read_list(int* list, int parts) {
         const int segments = cluster_ * kWarps;
         if (warp_id() == 0) {
@@ -445,10 +446,10 @@ private:
     }
 
     const DecodeArgs& p_;
-    const DecodeCache& cache_;
+    const KvCache& cache_;
     DecodeSharedStorage& smem_;
     uint16_t* const orders_;
-    uint32_t* const copies_;
+    uint32_t* const histograms_;
     const int cluster_, rank_;
     bool is_float_;  // float32 biases
     int share_;      // keys of a CTA
@@ -458,7 +459,7 @@ private:
     bool found_nan_ = false;
     uint32_t threshold_;
     int skipped_ = 0;          // of this CTA's keys equal to threshold_, the first ones
-    bool is_divided_ = false;  // some, but not all of them are chosen
+    bool is_divided_ = false;  // some, but not all of them are selected
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -1,4 +1,4 @@
-// Shared memory of the decoding kernel, in this order: DecodeSharedStorage, Q, the list of chosen keys, the orders of
+// Shared memory of the decoding kernel, in this order: DecodeSharedStorage, Q, the list of selected keys, the orders of
 // the biases, the tiles of K and V. The histograms of the selection use the memory of the tiles. If `overlays` is
 // set, the tiles use that of the orders, too.
 #pragma once
@@ -16,7 +16,7 @@ struct alignas(128) DecodeSharedStorage {
     uint32_t totals[kBins];
     int digit, above;
     int equal_counts[kDecodeMaxWarps];
-    uint32_t segment_counts[kDecodeMaxWarps];  // chosen keys of each warp, read by the others
+    uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others
     int segment_starts[kDecodeSegments + 1];
     float warp_max[kDecodeMaxWarps][16], warp_sum[kDecodeMaxWarps][16];
     float row_max[kDecodeMaxRows], row_sum[kDecodeMaxRows];  // of this CTA, read by the others
@@ -29,15 +29,15 @@ static_assert(8 * 2 * decode_tile_bytes(32) >= kDecodeCopiesBytes);
 
 // Offsets in bytes.
 struct DecodeSmemLayout {
-    int query, list, orders, copies, tiles, total;
+    int query, list, orders, histograms, tiles, total;
 
     __host__ __device__ DecodeSmemLayout(const DecodeArgs& p, int head_dim) {
         query = sizeof(DecodeSharedStorage);
         list = query + p.query_tiles * decode_tile_bytes(head_dim);
         orders = list + ceil_div(p.list_capacity, 32) * 128;
-        copies = orders + p.order_capacity * 2;
-        tiles = p.overlays ? orders : copies;
-        const int selecting = copies + kDecodeCopiesBytes;
+        histograms = orders + p.order_capacity * 2;
+        tiles = p.overlays ? orders : histograms;
+        const int selecting = histograms + kDecodeCopiesBytes;
         const int attending = tiles + p.warps * 2 * decode_tile_bytes(head_dim);
         total = selecting > attending ? selecting : attending;
     }

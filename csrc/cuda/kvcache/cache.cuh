@@ -7,16 +7,16 @@
 #include "args.h"
 #include "cuda/softmax/scores.cuh"
 
-namespace flash_dmattn::cuda::sm90 {
+namespace flash_dmattn::cuda {
 
-class DecodeCache {
+class KvCache {
 public:
     int batch, kv_head;
     int first_row;  // in the concatenated rows; 0 with fixed length
     int rows;       // new rows
     int keys;       // with the new ones
 
-    __device__ DecodeCache(const DecodeArgs& p, int batch, int kv_head) : batch(batch), kv_head(kv_head), p_(p) {
+    __device__ KvCache(const KvCacheArgs& p, int batch, int kv_head) : batch(batch), kv_head(kv_head), p_(p) {
         first_row = 0, rows = static_cast<int>(p.seqlen_q);
         if (p.cu_seqlens_q != nullptr) {
             const int total = static_cast<int>(p.total_q);
@@ -31,6 +31,8 @@ public:
     }
 
     __device__ int cached_keys() const { return cached_; }
+    // Whether a key below `keys` has a row in the cache, and not a page or batch element outside it.
+    __device__ bool has_row(int key) const { return slot_of(key).exists; }
 
     // The row of a key below `keys` in `cache`, or in `added`, where new keys are.
     template <typename T, typename View>
@@ -42,11 +44,11 @@ public:
         return cached_row<const T>(cache, slot_of(key));
     }
 
-    // Writes the new keys, values and biases into the cache. All threads call.
+    // Writes the new keys, values and biases into the cache: `thread` of `num_threads` that call.
     template <typename T>
-    __device__ void append() const {
+    __device__ void append(int thread, int num_threads) const {
         const int chunks = static_cast<int>(p_.head_dim) / 8;
-        for (int i = threadIdx.x; i < (keys - cached_) * chunks; i += blockDim.x) {
+        for (int i = thread; i < (keys - cached_) * chunks; i += num_threads) {
             const int key = cached_ + i / chunks, chunk = i % chunks;
             const Slot to = slot_of(key);
             if (!to.exists) continue;
@@ -90,10 +92,10 @@ private:
                (int64_t{first_row} + key - cached_) * view.row_stride + kv_head * view.head_stride;
     }
 
-    const DecodeArgs& p_;
+    const KvCacheArgs& p_;
     int cached_;   // keys in the cache
     int element_;  // of a contiguous cache
     const int32_t* table_;
 };
 
-}  // namespace flash_dmattn::cuda::sm90
+}  // namespace flash_dmattn::cuda

@@ -1,0 +1,36 @@
+// What the kernels that read a cache of keys share: their arguments, and which calls they can read.
+#pragma once
+
+#include <climits>
+
+#include "cuda/common/basics.cuh"
+#include "kvcache_params.h"
+
+namespace flash_dmattn::cuda {
+
+// A kernel parameter: compiled kernels depend on the order of the members, here and in kvcache_params.h.
+struct KvCacheArgs : KvCacheParams {
+    FastDivmod keys_per_page;  // page_size; more than any sequence's keys where the cache is contiguous
+
+    KvCacheArgs() = default;
+    explicit KvCacheArgs(const KvCacheParams& params)
+        : KvCacheParams(params), keys_per_page(params.page_size > 0 ? params.page_size : INT_MAX / 2) {}
+};
+
+// Whether rows can be read by 16-byte vectors of 16-bit elements.
+inline bool is_aligned(const RowsView& view) {
+    return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.batch_stride % 8 == 0 && view.row_stride % 8 == 0 &&
+           view.head_stride % 8 == 0;
+}
+
+// Whether KvCache (cache.cuh) can read the cache and the new tokens.
+inline bool can_read_cache(const KvCacheParams& p) {
+    const auto fits = [](int64_t x) { return x < INT_MAX / 2; };
+    return p.dtype != DataType::kFloat32 && p.dtype != DataType::kFloat64 && p.head_dim % 8 == 0 && fits(p.seqlen_k) &&
+           fits(p.cache_batch) && fits(p.total_q) && is_aligned(p.k_cache) && is_aligned(p.v_cache) &&
+           is_aligned(p.key) && is_aligned(p.value) &&
+           (!p.bias_cache.present() || p.bias_cache.dtype == DataType::kFloat32 || p.bias_cache.dtype == p.dtype) &&
+           (!p.bias.present() || p.bias.dtype == p.bias_cache.dtype);
+}
+
+}  // namespace flash_dmattn::cuda

@@ -6,6 +6,11 @@ from einops import repeat
 from torch import Tensor
 
 
+def is_one_of(size: int, *accepted: int | None) -> bool:
+    """`size in accepted`, which torch.compile computes wrongly for a constant and a symbol of the same value."""
+    return any(size == x for x in accepted)
+
+
 def expand_shared(scores: Tensor, batch: int, heads: int) -> Tensor:
     """({B|B/n|1}, {H|Hkv|1}, ..) to ({B|1}, {H|1}, ..): repeats what batch elements and heads share."""
     n, group = (1 if shared in (1, size) else size // shared for shared, size in zip(scores.shape, (batch, heads)))

@@ -23,6 +23,7 @@ from .arguments import (
     require_tensor,
     shape_of,
 )
+from .broadcast import is_one_of
 from .call import Call
 from .deprecation import deprecated
 from .masks import SPARSE, KeyIntervalMask, KeyLists, Mask
@@ -87,7 +88,7 @@ def check_scale(scale: Tensor, query: Tensor) -> None:
     """A softmax_scale that is a tensor. Its values are not checked."""
     require_floating("softmax_scale", scale)
     heads = query.shape[-2]
-    if scale.shape not in ((), (heads,)):
+    if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] != heads):
         raise ValueError(
             f"softmax_scale must be a number, or a tensor () or (H) for H = {heads} heads, got shape {shape_of(scale)}"
         )
@@ -216,7 +217,7 @@ def check_window(mask: Mask | None, bias: Tensor | None, batch: int | None, keys
         raise ValueError("window_size needs is_causal=True: each row chooses among the keys up to its own")
     per_key = bias is not None and is_per_key(bias.shape)
     if per_key and bias.ndim == 4:
-        per_key = bias.shape[3] == keys and bias.shape[0] in (batch, 1)
+        per_key = bias.shape[3] == keys and is_one_of(bias.shape[0], batch, 1)
     if not per_key:
         got = "none" if bias is None else f"shape {shape_of(bias)}"
         layouts = "({B|1}, {H|Hkv|1}, 1, Sk) or (total_k, {H|Hkv|1})"

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .arguments import require_device, require_float32_or, shape_of
+from .broadcast import is_one_of
 
 
 def check_sinks(sinks: object, query: Tensor) -> None:
     require_float32_or(query.dtype, "sinks", sinks)
     heads = query.shape[-2]
-    if sinks.shape not in ((heads,), (1,)):
+    if sinks.ndim != 1 or not is_one_of(sinks.shape[0], heads, 1):
         raise ValueError(f"sinks must be ({{H|1}}) for H = {heads} heads, got shape {shape_of(sinks)}")
     require_device("sinks", sinks, query.device, "query")
 

@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from .. import fallbacks
 from ..arguments import names, shape_of
 from ..biases import hides
+from ..broadcast import is_one_of
 from ..checks import AnyMask
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import KeyIntervalMask
@@ -308,7 +309,9 @@ def require_sinks(s_aux: Tensor | None, sinks: Tensor | None, query: Tensor) -> 
         return None
     batch, heads, rows, _ = query.shape
     shape = shape_of(sinks)
-    is_per_row = len(shape) == 4 and shape[0] in (1, batch) and shape[1] == heads and shape[2] in (1, rows)
+    is_per_row = (
+        len(shape) == 4 and shape[1] == heads and is_one_of(shape[0], 1, batch) and is_one_of(shape[2], 1, rows)
+    )
     if shape != (heads,) and not (is_per_row and shape[3] == 1):
         accepted = f"(H) or ({{B|1}}, H, {{Sq|1}}, 1) with B = {batch}, H = {heads} and Sq = {rows}"
         raise ValueError(f"{name} must be {accepted}, got shape {shape}")

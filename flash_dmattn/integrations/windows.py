@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..arguments import require_tensor, shape_of
+from ..broadcast import is_one_of
 from ..interface import flash_dmattn_func
 
 
@@ -81,9 +82,9 @@ def number_of_windows(batch: int, masks: dict[str, Tensor | None]) -> int:
             continue
         require_tensor(name, mask)
         entries = mask.shape[0] if mask.ndim == 4 else 0
-        if entries in (1, batch) and mask.ndim == 4:
+        if is_one_of(entries, 1, batch) and mask.ndim == 4:
             continue
-        if entries == 0 or batch % entries or windows not in (1, entries):
+        if entries == 0 or batch % entries or not is_one_of(windows, 1, entries):
             accepted = "({B|nW|1}, {H|Hkv|1}, {Sq|1}, {Sk|1})"
             sizes = f"B = {batch} and {f'nW = {windows}' if windows > 1 else 'an nW that divides B'}"
             raise ValueError(f"{name} must be {accepted} with {sizes}, got shape {shape_of(mask)}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import assert_later, is_host_readable, names, require_dense, require_device, shape_of
-from ..broadcast import expand_shared
+from ..broadcast import expand_shared, is_one_of
 
 if TYPE_CHECKING:
     from .interval import KeyIntervalMask
@@ -36,10 +36,10 @@ def intersection_with_bool(a: KeyIntervalMask, b: Tensor) -> Tensor:
         rows = a.rows if a.rows is not None else b.shape[2] if b.shape[2] > 1 else a.keys
         heads = max(a.heads, b.shape[1])
         fits = (
-            (a.batches == b.shape[0] or 1 in (a.batches, b.shape[0]))
+            (a.batches == b.shape[0] or is_one_of(1, a.batches, b.shape[0]))
             and divide(heads, a.heads, b.shape[1])
-            and b.shape[2] in (rows, 1)
-            and b.shape[3] in (a.keys, 1)
+            and is_one_of(b.shape[2], rows, 1)
+            and is_one_of(b.shape[3], a.keys, 1)
         )
         if fits:
             require_device("b of a & b", b, a.device, "a")
@@ -103,7 +103,7 @@ def expand_bounds(a: KeyIntervalMask, b: KeyIntervalMask, symbol: str) -> list[t
     fit = (
         a.is_varlen == b.is_varlen
         and a.keys == b.keys
-        and (a.batches == b.batches or 1 in (a.batches, b.batches))
+        and (a.batches == b.batches or is_one_of(1, a.batches, b.batches))
         and divide(heads, a.heads, b.heads)
     )
     if not fit:

@@ -18,7 +18,7 @@ from ..arguments import (
     shape_of,
 )
 from ..biases import least
-from ..broadcast import expand_shared
+from ..broadcast import expand_shared, is_one_of
 from .topk import topk_mask
 
 
@@ -74,10 +74,9 @@ def create_mask(
         require_device("attention_mask", attention_mask, attention_bias.device, "attention_bias")
     visible = _visible_keys(attention_mask, batch_size, query_len, key_len)
 
-    if visible is not None and visible.shape[1] not in (1, attention_bias.shape[1]) and attention_bias.shape[1] != 1:
-        raise ValueError(
-            f"attention_mask must have attention_bias's {attention_bias.shape[1]} heads, or 1, got {visible.shape[1]}"
-        )
+    heads = attention_bias.shape[1]
+    if visible is not None and heads != 1 and not is_one_of(visible.shape[1], 1, heads):
+        raise ValueError(f"attention_mask must have attention_bias's {heads} heads, or 1, got {visible.shape[1]}")
     bias = attention_bias.detach()
     if visible is not None and bias.shape[0] != visible.shape[0]:
         bias, visible = (expand_shared(x, batch_size, x.shape[1]) for x in (bias, visible))
@@ -103,9 +102,9 @@ def smooth_blocks(mask: Tensor, block_size: int) -> Tensor:
 def _check_shape(name: str, tensor: Tensor, layout: str, batch_size: int, query_len: int, key_lens: tuple) -> None:
     fits = (
         tensor.ndim == 4
-        and (tensor.shape[0] in (batch_size, 1) or (tensor.shape[0] > 0 and batch_size % tensor.shape[0] == 0))
-        and tensor.shape[2] in (query_len, 1)
-        and tensor.shape[3] in key_lens
+        and (is_one_of(tensor.shape[0], batch_size, 1) or (tensor.shape[0] > 0 and batch_size % tensor.shape[0] == 0))
+        and is_one_of(tensor.shape[2], query_len, 1)
+        and is_one_of(tensor.shape[3], *key_lens)
     )
     if not fits:
         raise ValueError(

@@ -17,6 +17,7 @@ from ..arguments import (
     require_tensor,
     shape_of,
 )
+from ..broadcast import is_one_of
 from ..ops.schema import MaskTensors
 from .base import Mask
 from .combined import FIXED, VARLEN, intersection, intersection_with_bool, union
@@ -324,7 +325,7 @@ class KeyIntervalMask(Container, Mask):
             if is_host_readable(real) and ((real < 0) | (real > seqlen_k)).any():
                 raise ValueError(f"real must be lengths from 0 to seqlen_k {seqlen_k}, got {real.tolist()}")
             real = torch.arange(seqlen_k, device=real.device) < real[:, None]
-        if real.ndim != 2 or seqlen_k not in (None, real.shape[1]):
+        if real.ndim != 2 or not is_one_of(seqlen_k, None, real.shape[1]):
             raise ValueError(
                 "real must be a mask (B, Sk), or lengths (B) with seqlen_k, "
                 f"got {names([real.dtype])} of shape {shape_of(real)} and seqlen_k {seqlen_k}"

@@ -22,6 +22,7 @@ from ..arguments import (
     require_tensor,
     shape_of,
 )
+from ..broadcast import is_one_of
 from ..ops.list_sizes import LIST_ROWS, MAX_TILE_ROWS, is_per_key
 from ..ops.schema import MaskTensors
 from .base import Mask, Problem
@@ -333,7 +334,7 @@ def check_lists(lists: KeyLists, query: Tensor, key: Tensor, problem: Problem) -
     heads, kv_heads = query.shape[-2], key.shape[-2]
     batches = query.shape[0] if lists.cu_seqlens_q is None else lists.batches
     shares = lists.batches == batches or (lists.batches > 0 and batches % lists.batches == 0)
-    if lists.needs_lists and not (shares and lists.heads in (heads, kv_heads, 1)):
+    if lists.needs_lists and not (shares and is_one_of(lists.heads, heads, kv_heads, 1)):
         raise ValueError(
             f"attn_mask must hold lists of {batches} batch elements, or a number that divides them, and of {heads}, "
             f"{kv_heads} or 1 heads, got {lists.batches} and {lists.heads}"

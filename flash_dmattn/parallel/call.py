@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from .. import checks
 from ..arguments import check_cu_seqlens, is_host_readable, require_bool, require_count, require_tensor, shape_of
 from ..attend import accumulated, apply_scale_tensor, autocast, kernels_for
+from ..broadcast import is_one_of
 from ..call import Call
 from ..masks import KeyIntervalMask, KeyLists, as_mask
 from ..masks.topk import refuse_nan
@@ -108,7 +109,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Te
 
     def check_beside(x: Mask, mask: Mask, bias: Tensor | None) -> None:
         keys = key
-        if isinstance(x, Tensor) and x.ndim == 4 and x.shape[3] not in (1, key.shape[1]):
+        if isinstance(x, Tensor) and x.ndim == 4 and not is_one_of(x.shape[3], 1, key.shape[1]):
             keys = key.new_empty(1).expand(key.shape[0], x.shape[3], *key.shape[2:])
         operands = checks.NO_MASK if mask is None else as_mask(mask).operands()
         checks.check_tensors(Call(query, keys, keys), operands, bias)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from .. import ops
+from ..broadcast import is_one_of
 from ..ops.list_sizes import has_row_bits
 from ..ops.schema import Arguments, BackwardArguments
 
@@ -96,7 +97,7 @@ def shardable_axes(arguments: Arguments | BackwardArguments) -> tuple[int, ...]:
     query = arguments.query
     tensors = {name: getattr(arguments, name) for name in ("bias", "mask", "kv_indptr")}
     batches = [x.shape[DIMENSIONS[name][BATCH]] for name, x in tensors.items() if is_tensor(x)]
-    shared = [size for size in batches if size not in (1, query.shape[0])]
+    shared = [size for size in batches if not is_one_of(size, 1, query.shape[0])]
     can_shard_batch = True
     for placement, ranks in zip(query.placements, query.mesh.shape):
         split = [batches for batches in shared if batches % ranks or query.shape[0] % ranks]

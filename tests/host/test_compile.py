@@ -87,6 +87,21 @@ def test_mark_dynamic(function):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "sinks", "relative_bias", "attn_bias"])
+def test_per_head_tensors_where_the_number_of_heads_is_dynamic(name):
+    """PyTorch may know a size of one tensor while the same size of another is a symbol."""
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_dmattn_func, fullgraph=True, backend="eager")
+    shapes = {"relative_bias": (1, -1, 15), "attn_bias": (1, -1, 1, 20)}
+    for heads, given in ((4, False), (6, False), (8, True)):
+        query, key, value = inputs(1, 20, 20, heads, 2, 16)
+        shape = shapes.get(name, (-1,))
+        options = {name: torch.rand([heads if size < 0 else size for size in shape])} if given else {}
+        torch.testing.assert_close(
+            compiled(query, key, value, **options), flash_dmattn_func(query, key, value, **options)
+        )
+
+
 @pytest.mark.parametrize("function", [layer, windowed])
 def test_export_with_dim(function):
     class Layer(torch.nn.Module):

@@ -371,6 +371,7 @@ def test_models_performance(models, tmp_path):
 
 
 def test_generate_batch(models, tmp_path):
+    pytest.importorskip("psutil")
     found = measured(tmp_path, "generate_batch", "--shrink=128", "--threads=1")
     assert [row.implementation for row in found] == [OURS, "SDPA, all keys"]
     assert all(row.get("tokens_per_second") > 0 and not row.refusal for row in found)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", "5.17")
+if not torch.cuda.is_available():
+    pytest.importorskip("psutil")  # by which transformers finds the memory of the CPU
 
 from small_models import VOCABULARY, build, one_call, switched  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402

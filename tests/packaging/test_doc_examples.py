@@ -20,7 +20,12 @@ PAGES = [
     for path in sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
     if path.name != "api.md" and BLOCK.search(path.read_text())
 ]
-OPTIONAL = ("transformers", "matplotlib")
+# Packages that not everyone has installed, by words of the blocks that need them.
+OPTIONAL = {
+    "transformers": ("transformers",),
+    "matplotlib": ("matplotlib", "visualize", "use_local_output"),  # the last is of a model in examples/train_lm.py
+    "psutil": ("generate_batch",),  # transformers' continuous batching on the CPU
+}
 
 # What stands before and after the blocks that show a part of a program, by a text in the block.
 FRAGMENTS = {
@@ -93,8 +98,8 @@ def torchrun(program: str, ranks: str, folder: Path, **variables: str) -> str:
 def blocks_of(page: str) -> list[str]:
     """Skips the test where a package of the page is missing."""
     blocks = BLOCK.findall((ROOT / page).read_text())
-    for package in OPTIONAL:
-        if any(package in block or (package == "matplotlib" and "visualize" in block) for block in blocks):
+    for package, words in OPTIONAL.items():
+        if any(word in block for block in blocks for word in words):
             pytest.importorskip(package)
     return blocks
 

@@ -164,6 +164,8 @@ COMPOSITE = {
 
 def build_model(model_class, config_class, sizes):
     """A model with random weights in eager attention, without dropout, and with the gradients of training."""
+    if not hasattr(transformers, config_class):
+        pytest.skip(f"transformers {transformers.__version__} has no {config_class}")
     config = getattr(transformers, config_class)(**sizes)
     model = getattr(transformers, model_class)._from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(1)
@@ -260,6 +262,8 @@ def test_a_part_without_flags_is_not_switched_by_set_attn_implementation():
     layers |= {"vocab_size_per_layer_input": VOCABULARY, "layer_types": ["sliding_attention", "full_attention"]}
     sizes = {"text_config": GROUPED | layers, "vision_config": vision, "audio_config": audio}
     model = build_model("Gemma4ForConditionalGeneration", "Gemma4Config", sizes)
+    if model.model.audio_tower._supports_sdpa:
+        pytest.skip("the audio encoder of this transformers reads bool masks, and can be switched")
     with pytest.raises(ValueError, match="got Gemma4AudioModel, which supports eager attention only"):
         model.set_attn_implementation("flash_dmattn")
     with pytest.raises(ValueError, match=r"got Gemma4AudioModel \(model.audio_tower\), .* switches model.vision_tower"):

@@ -277,7 +277,8 @@ void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& 
 }
 
 void check_length(const char* name, int64_t length) {
-    constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+    // Kernels step through rows and keys by up to 2^17, in 32 bits.
+    constexpr int64_t kMax = (int64_t{1} << 31) - (int64_t{1} << 17);
     TORCH_CHECK_VALUE(length >= 0 && length <= kMax, name, " must be from 0 to ", kMax, ", got ", length);
 }
 

@@ -223,10 +223,11 @@ Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
         "cu_seqlens_q and cu_seqlens_k come with a bias (total_k, {H|Hkv|1}), got shape ", shape_of(bias));
     const auto ints = bias.options().dtype(at::kInt);
     if (cu_seqlens_k) {
-        for (const auto& [tensor, name] :
-             {std::pair(&cu_seqlens_q, "cu_seqlens_q"), std::pair(&cu_seqlens_k, "cu_seqlens_k")}) {
-            check_dtype(**tensor, name, at::kInt);
-            check_device(**tensor, name, bias, "bias");
+        for (const auto& [tensor, name, total] : {std::tuple(&cu_seqlens_q, "cu_seqlens_q", std::optional<int64_t>()),
+                                                  std::tuple(&cu_seqlens_k, "cu_seqlens_k", std::optional(p.keys))}) {
+            CuSeqlens given{name, **tensor, &bias, "bias"};
+            given.total = total;
+            check_cu_seqlens(given);
             check_last_contiguous(**tensor, name);
         }
         check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);

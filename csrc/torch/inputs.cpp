@@ -55,7 +55,7 @@ KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
     if (in.mask) {
         TORCH_CHECK_VALUE(!query.is_cpu(), "mask and kv_indices cannot both be given on the CPU");
         TORCH_CHECK_VALUE(
-            p.cu_seqlens_q == nullptr && p.bias.kind != BiasKind::kDense && in.kv_row_bits,
+            p.cu_seqlens_q == nullptr && p.bias.kind != BiasKind::kDense && !is_bias_matrix(in) && in.kv_row_bits,
             "mask and kv_indices are given together as pack_and_list_mask returned them, of fixed length and "
             "without a dense attn_bias");
     }
@@ -79,7 +79,8 @@ KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
         view.tile_rows = in.kv_row_bits->size(1) * 32;
     }
     const int64_t num_m_blocks = view.row_broadcast ? 1 : (p.seqlen_q + view.tile_rows - 1) / view.tile_rows;
-    const bool varlen = p.cu_seqlens_q != nullptr;  // the lists may have been built for longer sequences
+    const bool varlen = p.cu_seqlens_q != nullptr;
+    const bool or_more = varlen && !view.row_broadcast;  // the lists may have been built for longer sequences
     view.num_m_blocks = spans.size(3);
     TORCH_CHECK_VALUE(view.batches == p.batch || (!varlen && view.batches > 0 && p.batch % view.batches == 0),
                       "kv_indptr must be of ", p.batch,
@@ -87,8 +88,8 @@ KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
     view.batch_group_size = sharers(p, view.batches);
     TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "kv_indptr must be of ",
                       p.heads, ", ", p.kv_heads, " or 1 heads, got ", view.heads);
-    TORCH_CHECK_VALUE(view.num_m_blocks == num_m_blocks || (varlen && view.num_m_blocks > num_m_blocks),
-                      "kv_indptr must be of ", varlen ? "at least " : "", num_m_blocks, " row tiles, got ",
+    TORCH_CHECK_VALUE(view.num_m_blocks == num_m_blocks || (or_more && view.num_m_blocks > num_m_blocks),
+                      "kv_indptr must be of ", or_more ? "at least " : "", num_m_blocks, " row tiles, got ",
                       view.num_m_blocks);
     check_shape(keys, "kv_indices", {keys.numel()});
     check_dtype(keys, "kv_indices", at::kInt);
@@ -165,6 +166,17 @@ void check_bias_matrix(const Inputs& in, const AttentionParams& p) {
                       " must have less than 2^31 elements a head on CUDA, got shape ", shape_of(*in.bias));
 }
 
+// The CUDA kernels divide positions by w (RelativeBiasView::inverse_grid_width), and count entries in 32 bits.
+void check_grid(const RelativeBiasView& view) {
+    const int64_t height = view.grid_height, width = view.grid_width;
+    TORCH_CHECK_VALUE(
+        !view.has_grid() ||
+            (height * width * width < int64_t{1} << 40 && view.size() <= std::numeric_limits<int32_t>::max()),
+        "relative_bias of a grid (h, w) must have h * w * w below 2^40 and less than 2^31 entries on CUDA, "
+        "got a grid of ",
+        height, " x ", width);
+}
+
 OptionalVarlen varlen_of(const Inputs& in) {
     const bool some = in.cu_seqlens_q || in.cu_seqlens_k || in.max_seqlen_q || in.max_seqlen_k;
     const bool all = in.cu_seqlens_q && in.cu_seqlens_k && in.max_seqlen_q && in.max_seqlen_k;
@@ -237,6 +249,7 @@ void fill(AttentionParams& p, const Inputs& in) {
         check_relative_bias(*in.relative_bias, query, key, p.batch);
         check_dtype(*in.relative_bias, "relative_bias", accumulation_type(query));
         p.relative_bias = relative_bias_view(*in.relative_bias);
+        if (!query.is_cpu()) check_grid(p.relative_bias);
     }
     TORCH_CHECK_VALUE(!in.mask || !in.intervals, "mask and intervals cannot both be given");
     if (in.mask) {
@@ -300,11 +313,7 @@ IndexListsParams index_params(const Tensor& indices, const OptionalTensor& inter
                               int64_t seqlen_q, int64_t seqlen_k, bool is_causal, const OptionalTensor& cu_seqlens_q,
                               const OptionalTensor& cu_seqlens_k) {
     constexpr int64_t kMaxIndices = (int64_t{1} << 24) - 1;  // in a row: a list counts its indices in 32 bits
-    // The builder steps through the keys by windows of 2^17 and rounds the length of a list up, both in 32 bits.
-    constexpr int64_t kMaxKeys = (int64_t{1} << 31) - (int64_t{1} << 17);
     check_lengths(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
-    TORCH_CHECK_VALUE(seqlen_k <= kMaxKeys, "seqlen_k must be at most ", kMaxKeys, " for lists of indices, got ",
-                      seqlen_k);
     const bool varlen = cu_seqlens_q.has_value();
     check_dtype(indices, "indices", at::kInt);
     TORCH_CHECK_VALUE(indices.dim() == 4 || (varlen && indices.dim() == 3),

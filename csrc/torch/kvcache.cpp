@@ -351,6 +351,8 @@ ForwardResult attention_with_kvcache(KvCacheInputs in) {
     const int64_t batch = check_sequences(in);
     check_new_tokens(in);
     check_options(in, batch);
+    // max_seqlen_q may be far above any sequence, none of which has more rows than all of them.
+    if (in.is_packed()) in.max_seqlen_q = std::min(in.max_seqlen_q->guard_int(__FILE__, __LINE__), in.query.size(0));
     make_readable(in);
     KvCacheParams p = params_of(in, batch);
     check_positions(in, p);

@@ -36,6 +36,8 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
                                                    const OptionalTensor& cu_seqlens_q,
                                                    const OptionalTensor& cu_seqlens_k,
                                                    std::optional<int64_t> keys_per_row, std::optional<int64_t> limit) {
+    for (const auto& [bound, name] : {std::pair(keys_per_row, "keys_per_row"), std::pair(limit, "limit")})
+        TORCH_CHECK_VALUE(!bound || *bound >= 0, name, " must not be negative, got ", *bound);
     const AttentionParams p = mask_params(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
     const Tensor& source = mask ? *mask : *intervals;
     const bool bounded = intervals && keys_per_row;

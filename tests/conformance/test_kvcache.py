@@ -258,6 +258,18 @@ def test_rows_after_the_last_sequence_are_padding(path, layout, batch, padding, 
         assert changed.sum() == total and not (cache == 7).any()
 
 
+@pytest.mark.parametrize("window_size", [None, 8])
+@pytest.mark.parametrize("batch", [[(40, 1), (17, 1)], [(60, 3), (90, 70), (20, 1)]], ids=["decoding", "mixed"])
+@each_layout
+@on_devices
+def test_max_seqlen_q_far_above_all_sequences(path, layout, batch, window_size):
+    call = make_call(sequences_on(path, batch), packed=True, **layout)
+    expected = call(window_size=window_size, return_lse=True)
+    results = call(window_size=window_size, return_lse=True, max_seqlen_q=2**31 - 2**17)
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-2, atol=1e-2)
+
+
 @on_devices
 def test_autograd_learns_that_the_cache_is_written(path):
     call = make_call(sequences_on(path, [(40, 1)]))

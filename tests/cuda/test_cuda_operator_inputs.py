@@ -13,6 +13,7 @@ from flash_dmattn.ops.schema import Arguments, MaskTensors
 pytestmark = NEEDS_CUDA
 
 BATCH, SEQLEN, HEADS, KV_HEADS = 4, 200, 4, 2
+TOO_LONG = 2**31 - 2**17 + 1
 
 
 def rows(is_varlen=False):
@@ -143,15 +144,38 @@ def test_lists_of_fewer_sequences_are_refused():
 
 def test_lengths_of_more_than_31_bits_are_refused():
     query, key, value = on_gpu(1, 1, 1, 1, 1, 64)
-    long_rows = query.expand(1, 2**31, 1, 64)
-    with pytest.raises(ValueError, match="the number of query rows must be from 0 to 2147483647, got 2147483648"):
+    long_rows = query.expand(1, TOO_LONG, 1, 64)
+    with pytest.raises(ValueError, match="the number of query rows must be from 0 to 2147352576, got 2147352577"):
         flash_dmattn_func(long_rows, key, value)
-    with pytest.raises(ValueError, match="the number of keys must be from 0 to 2147483647, got 2147483648"):
+    with pytest.raises(ValueError, match="the number of keys must be from 0 to 2147352576, got 2147352577"):
         flash_dmattn_func(query, long_rows, long_rows)
-    with pytest.raises(ValueError, match="seqlen_q must be from 0 to 2147483647, got 2147483648"):
-        KeyLists.from_indices(ints(1, 1, 1, 1), 2**31, 1, tile_rows=2**31)
-    with pytest.raises(ValueError, match="seqlen_q must be from 0 to 2147483647, got 2147483648"):
-        ops.topk_intervals(torch.zeros(1, 1, 8, device="cuda"), 4, 2**31, None, None, None)
+    with pytest.raises(ValueError, match="seqlen_q must be from 0 to 2147352576, got 2147352577"):
+        KeyLists.from_indices(ints(1, 1, 1, 1), TOO_LONG, 1, tile_rows=TOO_LONG)
+    with pytest.raises(ValueError, match="seqlen_q must be from 0 to 2147352576, got 2147352577"):
+        ops.topk_intervals(torch.zeros(1, 1, 8, device="cuda"), 4, TOO_LONG, None, None, None)
+
+
+def test_grids_of_positions_that_the_kernels_cannot_divide_are_refused():
+    width = 3_000_000
+    row = on_gpu(1, width, width, 1, 1, 8)
+    with pytest.raises(ValueError, match=f"h \\* w \\* w below 2\\^40 .* got a grid of 1 x {width}"):
+        flash_dmattn_func(*row, relative_bias=torch.zeros(1, 1, 1, 2 * width - 1, device="cuda"), grid=(1, width))
+
+
+def test_offsets_of_intervals_are_checked():
+    for offsets in (ints(0), ints(2, 3)):
+        with pytest.raises(ValueError, match="cu_seqlens_q must (have|be)"):
+            ops.topk_intervals(torch.zeros(8, 1, device="cuda"), 4, 8, offsets, offsets, None)
+
+
+def test_a_packed_mask_with_lists_has_no_dense_bias():
+    tensors, mask = on_gpu(1, 64, 128, 1, 1, 64), mask_of(1, 1, 64, 128)
+    bits, tiles, *lists = ops.pack_and_list_mask(mask, 64, 128, False, 100)
+    given = MaskTensors(bits, tiles, None, *lists)
+    for dtype in (torch.bfloat16, torch.float32):
+        bias = torch.zeros(1, 1, 64, 128, dtype=dtype, device="cuda")
+        with pytest.raises(ValueError, match="without a dense attn_bias"):
+            ops.attention_forward(*Arguments(*tensors, bias, **given._asdict()))
 
 
 @pytest.mark.parametrize("kind", ["tiles", "lists"])

@@ -10,7 +10,7 @@ from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dma
 from flash_dmattn.ops.schema import Arguments
 
 BATCH, ROWS, KEYS, HEADS, KV_HEADS = 4, 5, 7, 4, 2
-TOO_LONG = 2**31
+TOO_LONG = 2**31 - 2**17 + 1
 
 
 def ints(*shape):
@@ -173,13 +173,13 @@ def test_lists_of_fewer_sequences_are_refused():
 def test_lengths_of_more_than_31_bits_are_refused():
     query, key, value = inputs(1, 1, 1, 1, 1, 8)
     long_rows = query.expand(1, TOO_LONG, 1, 8)
-    with pytest.raises(ValueError, match="the number of query rows must be from 0 to 2147483647, got 2147483648"):
+    with pytest.raises(ValueError, match="the number of query rows must be from 0 to 2147352576, got 2147352577"):
         flash_dmattn_func(long_rows, key, value)
-    with pytest.raises(ValueError, match="the number of keys must be from 0 to 2147483647, got 2147483648"):
+    with pytest.raises(ValueError, match="the number of keys must be from 0 to 2147352576, got 2147352577"):
         flash_dmattn_func(query, long_rows, long_rows)
     mask, start = torch.ones(1, 1, 1, 1, dtype=torch.bool), ints(1, 1, 1)
     for seqlen_q, seqlen_k, name in ((TOO_LONG, 1, "seqlen_q"), (1, TOO_LONG, "seqlen_k")):
-        message = f"{name} must be from 0 to 2147483647, got 2147483648"
+        message = f"{name} must be from 0 to 2147352576, got 2147352577"
         with pytest.raises(ValueError, match=message):
             KeyLists.build(mask, seqlen_q, seqlen_k)
         with pytest.raises(ValueError, match=message):
@@ -188,12 +188,26 @@ def test_lengths_of_more_than_31_bits_are_refused():
             KeyLists.from_indices(ints(1, 1, 1, 1), seqlen_q, seqlen_k, tile_rows=seqlen_q)
 
 
-def test_index_lists_of_keys_that_overflow_the_builder_are_refused():
-    most = 2**31 - 2**17
+def test_the_largest_length():
+    most = TOO_LONG - 1
     assert KeyLists.from_indices(ints(1, 1, 1, 1), 1, most, tile_rows=64).seqlen_k == most
-    for seqlen_k in (most + 1, 2**31 - 1):
-        with pytest.raises(ValueError, match=f"seqlen_k must be at most {most} for lists of indices, got {seqlen_k}"):
-            KeyLists.from_indices(ints(1, 1, 1, 1), 1, seqlen_k)
+
+
+@pytest.mark.parametrize("name", ["keys_per_row", "limit"])
+def test_negative_bounds_of_lists_are_refused(name):
+    options = {"keys_per_row": None, "limit": None, name: -1000}
+    with pytest.raises(ValueError, match=f"{name} must not be negative, got -1000"):
+        ops.build_key_lists(None, ints(2, 1, 1, 1000), 1, 1000, False, None, None, *options.values())
+
+
+def test_lists_that_all_rows_share_are_one_a_sequence():
+    """More would be of row tiles that the lists do not have."""
+    query, key, value = (torch.randn(1000, 1, 8) for _ in range(3))
+    cu = torch.tensor([0, 1000], dtype=torch.int32)
+    spans = torch.zeros(2, 1, 1, 2, dtype=torch.int64)
+    sequences = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 1000, "max_seqlen_k": 1000}
+    with pytest.raises(ValueError, match="kv_indptr must be of 1 row tiles, got 2"):
+        ops.attention_forward(*Arguments(query, key, value, kv_indices=ints(8), kv_indptr=spans, **sequences))
 
 
 @pytest.mark.parametrize("given", ["mask", "rows of a mask", "intervals", "bias", "window"])

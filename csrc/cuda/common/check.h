@@ -8,14 +8,15 @@
 #include <stdexcept>
 #include <string>
 
-#define FLASH_CUDA_CHECK(expression)                                                                      \
-    do {                                                                                                  \
-        const cudaError_t status_ = (expression);                                                         \
-        if (status_ != cudaSuccess)                                                                       \
-            throw std::runtime_error(std::string(#expression " failed: ") + cudaGetErrorString(status_)); \
-    } while (0)
+#define FLASH_CUDA_CHECK(expression) ::flash_dmattn::cuda::check(expression, #expression)
 
 namespace flash_dmattn::cuda {
+
+inline void check(cudaError_t status, const char* expression) {
+    if (status == cudaSuccess) return;
+    cudaGetLastError();  // clears it, so that no later launch reports it
+    throw std::runtime_error(std::string(expression) + " failed: " + cudaGetErrorString(status));
+}
 
 // The grid of a launch. Throws std::runtime_error where it exceeds the limit.
 inline unsigned grid_of(int64_t blocks) {

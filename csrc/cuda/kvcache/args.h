@@ -27,8 +27,8 @@ inline bool is_aligned(const RowsView& view) {
 inline bool can_read_cache(const KvCacheParams& p) {
     const auto fits = [](int64_t x) { return x < INT_MAX / 2; };
     return p.dtype != DataType::kFloat32 && p.dtype != DataType::kFloat64 && p.head_dim % 8 == 0 && fits(p.seqlen_k) &&
-           fits(p.cache_batch) && fits(p.total_q) && is_aligned(p.k_cache) && is_aligned(p.v_cache) &&
-           is_aligned(p.key) && is_aligned(p.value) &&
+           fits(p.cache_batch) && fits(p.total_q * (p.head_dim / 8)) && is_aligned(p.k_cache) &&
+           is_aligned(p.v_cache) && is_aligned(p.key) && is_aligned(p.value) &&
            (!p.bias_cache.present() || p.bias_cache.dtype == DataType::kFloat32 || p.bias_cache.dtype == p.dtype) &&
            (!p.bias.present() || p.bias.dtype == p.bias_cache.dtype);
 }

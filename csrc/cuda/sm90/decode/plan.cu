@@ -73,9 +73,12 @@ int active_clusters(const DecodeArgs& args, int head_dim, DecodeLauncher run) {
     int device = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto [entry, is_new] = known.insert({{device, run, args.warps, args.cluster, bytes}, 0});
-    if (is_new) run(args, nullptr, &entry->second);
-    return entry->second;
+    const std::tuple key(device, run, args.warps, args.cluster, bytes);
+    const auto found = known.find(key);
+    if (found != known.end()) return found->second;
+    int clusters = 0;
+    run(args, nullptr, &clusters);
+    return known[key] = clusters;
 }
 
 // Chooses the warps and the cluster size of the least estimated time; returns false where none fits. Estimates in us:
@@ -134,8 +137,9 @@ void allow_largest_cluster(const void* kernel) {
     int device = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     const std::lock_guard<std::mutex> lock(mutex);
-    if (!allowed.insert({device, kernel}).second) return;
+    if (allowed.count({device, kernel}) != 0) return;
     FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    allowed.insert({device, kernel});
 }
 
 int64_t decodable_rows(const KvCacheParams& params) {

@@ -61,7 +61,7 @@ struct KvCacheParams {
 
     RelativeBiasView relative_bias;  // one dimension
     const float* sinks = nullptr;    // [H] or [1], by sinks_stride; null: none
-    int64_t sinks_stride = 0;        // 1 or 0
+    int64_t sinks_stride = 0;        // 0: one for all heads
 };
 
 }  // namespace flash_dmattn

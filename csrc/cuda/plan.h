@@ -86,7 +86,7 @@ struct BwdTiling {
     DenseDbias dense_dbias = DenseDbias::kNone;
     // dbias is reduced in m_block x n_block tiles, where dense_dbias is kAtomic or kRecompute, and with pair bias:
     int64_t dbias_tiles = 0;   // of all heads and batch elements of dbias; pair bias: m_blocks of them
-    int64_t dbias_splits = 1;  // CTAs among which the sharers of a tile are split
+    int64_t dbias_splits = 1;  // CTAs among which the batch elements and heads of a tile are split
     int64_t dbias_run = 1;     // kRecompute: consecutive n_blocks of a CTA
     // Where keys are gathered by lists:
     int64_t tile_heads = 1;        // sm80: query heads of a CTA, each with an equal share of its rows

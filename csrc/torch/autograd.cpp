@@ -38,30 +38,30 @@ bool needs_grad(const Tensors&... tensors) {
 
 // What a node keeps of an input.
 template <typename Field>
-struct Kept {
+struct Saved {
     using type = Field;
 };
 template <>
-struct Kept<Tensor> {
+struct Saved<Tensor> {
     using type = SavedVariable;
 };
 template <>
-struct Kept<OptionalTensor> {
+struct Saved<OptionalTensor> {
     using type = SavedVariable;
 };
 template <typename Field>
-using KeptType = typename Kept<Field>::type;
+using SavedType = typename Saved<Field>::type;
 
-struct KeptInputs {
-#define FLASH_DMATTN_FIELD(schema, type, name) KeptType<type> name;
+struct SavedInputs {
+#define FLASH_DMATTN_FIELD(schema, type, name) SavedType<type> name;
     FLASH_DMATTN_ARGUMENTS(FLASH_DMATTN_FIELD)
 #undef FLASH_DMATTN_FIELD
 };
 
 // Calls `visit` with each field of both, in order.
-template <typename SomeInputs, typename SomeKept, typename Visit>
-void for_each_pair(SomeInputs& inputs, SomeKept& kept, const Visit& visit) {
-#define FLASH_DMATTN_VISIT(schema, type, name) visit(inputs.name, kept.name);
+template <typename SomeInputs, typename SomeSaved, typename Visit>
+void for_each_pair(SomeInputs& inputs, SomeSaved& saved, const Visit& visit) {
+#define FLASH_DMATTN_VISIT(schema, type, name) visit(inputs.name, saved.name);
     FLASH_DMATTN_ARGUMENTS(FLASH_DMATTN_VISIT)
 #undef FLASH_DMATTN_VISIT
 }
@@ -73,15 +73,15 @@ public:
     void record(const Inputs& inputs, const Tensor& out, const Tensor& lse) {
         set_next_edges(torch::autograd::collect_next_edges(
             inputs.query, inputs.key, inputs.value, or_undefined(inputs.bias), or_undefined(inputs.relative_bias)));
-        for_each_pair(inputs, kept_, [](const auto& input, auto& kept) {
+        for_each_pair(inputs, saved_, [](const auto& input, auto& saved) {
             using Field = std::decay_t<decltype(input)>;
             if constexpr (std::is_same_v<Field, OptionalTensor>) {
                 // Tensors made in inference mode have no version counter, and cannot be saved.
-                if (input) kept = SavedVariable(input->is_inference() ? input->clone() : *input, /*is_output=*/false);
+                if (input) saved = SavedVariable(input->is_inference() ? input->clone() : *input, /*is_output=*/false);
             } else if constexpr (std::is_same_v<Field, Tensor>) {
-                kept = SavedVariable(input, /*is_output=*/false);
+                saved = SavedVariable(input, /*is_output=*/false);
             } else {
-                kept = input;
+                saved = input;
             }
         });
         for (const Tensor* output : {&out, &lse}) torch::autograd::set_history(*output, getptr());
@@ -94,14 +94,14 @@ public:
         const auto self = getptr();
         const Tensor out = out_.unpack(self), lse = lse_.unpack(self);
         Inputs inputs;
-        for_each_pair(inputs, kept_, [](auto& input, const auto& kept) {
+        for_each_pair(inputs, saved_, [](auto& input, const auto& saved) {
             using Field = std::decay_t<decltype(input)>;
             if constexpr (std::is_same_v<Field, OptionalTensor>) {
-                input = optional_of(kept.unpack());
+                input = optional_of(saved.unpack());
             } else if constexpr (std::is_same_v<Field, Tensor>) {
-                input = kept.unpack();
+                input = saved.unpack();
             } else {
-                input = kept;
+                input = saved;
             }
         });
         const bool needs_dbias = task_should_compute_output(3), needs_drelative_bias = task_should_compute_output(4);
@@ -114,8 +114,8 @@ public:
 
     void release_variables() override {
         const std::lock_guard<std::mutex> lock(mutex_);
-        for_each_kept([](auto& kept) {
-            if constexpr (is_saved<decltype(kept)>) kept.reset_data();
+        for_each_saved([](auto& saved) {
+            if constexpr (is_saved<decltype(saved)>) saved.reset_data();
         });
     }
 
@@ -123,19 +123,19 @@ public:
 
     // For compiled autograd: what a graph depends on, and the backward with stand-ins for it.
     void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-        const_cast<AttentionNode*>(this)->for_each_kept([&](const auto& kept) {
-            if constexpr (is_saved<decltype(kept)>) {
-                args.collect(kept, &kept == &out_ || &kept == &lse_);
+        const_cast<AttentionNode*>(this)->for_each_saved([&](const auto& saved) {
+            if constexpr (is_saved<decltype(saved)>) {
+                args.collect(saved, &saved == &out_ || &saved == &lse_);
             } else {
-                args.collect(kept);
+                args.collect(saved);
             }
         });
     }
     variable_list apply_with_saved(const variable_list& grads,
                                    torch::dynamo::autograd::SwapSavedVariables& stand_ins) override {
-        for_each_kept([&](auto& kept) { stand_ins.before(kept); });
+        for_each_saved([&](auto& saved) { stand_ins.before(saved); });
         variable_list gradients = apply(variable_list(grads));
-        for_each_kept([&](auto& kept) { stand_ins.after(kept); });
+        for_each_saved([&](auto& saved) { stand_ins.after(saved); });
         return gradients;
     }
 
@@ -144,14 +144,14 @@ private:
     static constexpr bool is_saved = std::is_same_v<std::decay_t<Field>, SavedVariable>;
 
     template <typename Visit>
-    void for_each_kept(const Visit& visit) {
+    void for_each_saved(const Visit& visit) {
         visit(out_);
         visit(lse_);
-        for_each_field(kept_, visit);
+        for_each_field(saved_, visit);
     }
 
     SavedVariable out_, lse_;
-    KeptInputs kept_;
+    SavedInputs saved_;
 };
 
 // PyTorch before 2.13 holds nodes by std::shared_ptr.

@@ -24,7 +24,7 @@ int64_t longest_sequence(const Tensor& cu_seqlens, int64_t max_seqlen) {
 }
 
 // The number of consecutive batch elements that share one of `batches`.
-int64_t sharers(const AttentionParams& p, int64_t batches) {
+int64_t batch_group_size_of(const AttentionParams& p, int64_t batches) {
     return p.cu_seqlens_q != nullptr || batches == 0 ? 1 : p.batch / batches;
 }
 
@@ -85,7 +85,7 @@ KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
     TORCH_CHECK_VALUE(view.batches == p.batch || (!varlen && view.batches > 0 && p.batch % view.batches == 0),
                       "kv_indptr must be of ", p.batch,
                       varlen ? " sequences" : " batch elements or a number that divides them", ", got ", view.batches);
-    view.batch_group_size = sharers(p, view.batches);
+    view.batch_group_size = batch_group_size_of(p, view.batches);
     TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "kv_indptr must be of ",
                       p.heads, ", ", p.kv_heads, " or 1 heads, got ", view.heads);
     TORCH_CHECK_VALUE(view.num_m_blocks == num_m_blocks || (or_more && view.num_m_blocks > num_m_blocks),
@@ -239,10 +239,10 @@ void fill(AttentionParams& p, const Inputs& in) {
                           "attn_bias must have a column for every key, got shape ", shape_of(*in.bias));
         if (is_bias_matrix(in)) {
             check_bias_matrix(in, p);
-            p.relative_bias = bias_matrix_view(*in.bias, sharers(p, in.bias->size(0)));
+            p.relative_bias = bias_matrix_view(*in.bias, batch_group_size_of(p, in.bias->size(0)));
         } else {
             p.bias = bias_view(*in.bias);
-            p.bias.batch_group_size = sharers(p, p.bias.batches);
+            p.bias.batch_group_size = batch_group_size_of(p, p.bias.batches);
         }
     }
     if (in.relative_bias) {
@@ -259,7 +259,7 @@ void fill(AttentionParams& p, const Inputs& in) {
         is_packed ? check_packed_mask(*in.mask, *in.mask_tiles, query, key, p.batch, varlen)
                   : check_mask(*in.mask, query, key, max_seqlen_k);
         p.mask = is_packed ? score_sizes(in.mask->sizes()) : score_view(*in.mask);
-        p.mask.batch_group_size = sharers(p, p.mask.batches);
+        p.mask.batch_group_size = batch_group_size_of(p, p.mask.batches);
     }
     if (in.intervals) {
         check_intervals(*in.intervals, query, key, varlen);

@@ -21,12 +21,12 @@ struct Lists {
 Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads, int64_t num_m_blocks,
                   bool has_rows, int64_t tile_rows = KeyListsView::kRows);
 
-// (kv_indices, kv_indptr, kv_row_bits) of a mask's lists. kv_row_bits is empty except for a bool mask whose rows
-// differ. keys_per_row: for intervals, a bound: no n consecutive rows see more than keys_per_row + n - 1 keys. Without
-// a bound
-//     the total length of the lists is read back from the device. Too small a bound is an error on the CPU; on CUDA it
+// (kv_indices, kv_indptr, kv_row_bits) of a mask's lists. kv_row_bits is empty except for a bool mask whose rows differ.
+//
+// keys_per_row: for intervals, a bound: no n consecutive rows see more than keys_per_row + n - 1 keys. Without it the
+//     total length of the lists is read back from the device. Too small a bound is an error on the CPU; on CUDA it
 //     truncates the lists.
-// limit: without a bound, the total length beyond which empty lists are returned.
+// limit: without keys_per_row, the total length beyond which empty lists are returned.
 std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, const OptionalTensor& intervals,
                                                    int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                                    const OptionalTensor& cu_seqlens_q,

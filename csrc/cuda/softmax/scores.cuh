@@ -43,8 +43,8 @@ __device__ __forceinline__ uint32_t load_key_bias(const BiasView& view, const ch
                                             : __ldg(reinterpret_cast<const uint16_t*>(bias) + at);
 }
 // Converts the bits; -inf if the bias hides the key.
-template <typename T>
-__device__ __forceinline__ float key_bias_of(const BiasView& view, uint32_t bits) {
+template <typename T, typename View>
+__device__ __forceinline__ float key_bias_of(const View& view, uint32_t bits) {
     const bool is_float = view.dtype == DataType::kFloat32;
     const float bias = is_float ? __uint_as_float(bits) : unpack<T>(bits).x;
     return bias <= (is_float ? kLeastFinite<float> : kLeastFinite<T>) ? -kInfinity : bias;

@@ -4,7 +4,6 @@
 // can evict only the n smallest of the window and the n keys that arrive. A CTA holds the ranks of all earlier keys,
 // finds the rank of the window's smallest and n-th smallest by bisection, and sorts these n keys together with the
 // arriving ones.
-//
 #include "chunked_sequences.h"
 
 #include <cub/block/block_merge_sort.cuh>

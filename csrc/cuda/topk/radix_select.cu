@@ -66,7 +66,7 @@ RadixSelectPlan plan_select_key_lists(const SelectParams& params) {
     // Enough CTAs for most SMs, each with more than two steps of keys, because a cluster barrier costs time.
     if (plan.lists == 0 || !abilities(params.bias.dtype).has_clusters) return plan;
     const int64_t blocks = current_device().num_sms * 7 / 8;
-    while (plan.cluster < kMaxBlocks && plan.lists * plan.cluster < blocks && params.keys > 2 * kStep * plan.cluster)
+    while (plan.cluster < kMaxCluster && plan.lists * plan.cluster < blocks && params.keys > 2 * kStep * plan.cluster)
         plan.cluster *= 2;
     return plan;
 }

@@ -19,8 +19,8 @@ namespace flash_dmattn::cuda {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxBlocks = 8;  // the portable cluster size
-constexpr int kGroups = 4;     // groups of a thread per load
+constexpr int kMaxCluster = 8;  // the portable cluster size
+constexpr int kGroups = 4;      // groups of a thread per load
 constexpr int kStep = kThreads * kGroup;
 constexpr int kMaxRows = static_cast<int>(kMaxListedRows);
 constexpr int kRowWords = KeyListsView::kRows / 32;
@@ -64,7 +64,7 @@ struct RadixSelectSharedStorage {
 };
 
 // Loads from CTA `rank` of the cluster. Before compute capability 9.0 a cluster is one CTA.
-__device__ __forceinline__ uint32_t load_of_block(const uint32_t* from, int rank) {
+__device__ __forceinline__ uint32_t load_from_cta(const uint32_t* from, int rank) {
     if constexpr (kHasSm90) return load_dsmem(map_to_cta(smem_address(from), rank));
     return *from;
 }
@@ -219,7 +219,7 @@ private:
         const uint32_t* own = smem_.counts[buffer];
         if (threadIdx.x < kBins) {
             uint32_t sum = 0;
-            for (int rank = 0; rank < s_.cluster; ++rank) sum += load_of_block(&own[threadIdx.x], rank);
+            for (int rank = 0; rank < s_.cluster; ++rank) sum += load_from_cta(&own[threadIdx.x], rank);
             smem_.totals[threadIdx.x] = sum;
         }
         __syncthreads();
@@ -249,8 +249,8 @@ private:
         greater_ = equal_ = 0;
         int all_greater = 0, all_equal = 0;
         for (int rank = 0; rank < s_.cluster; ++rank) {
-            const int greater = load_of_block(reinterpret_cast<const uint32_t*>(&smem_.greater), rank);
-            const int equal = load_of_block(reinterpret_cast<const uint32_t*>(&smem_.equal), rank);
+            const int greater = load_from_cta(reinterpret_cast<const uint32_t*>(&smem_.greater), rank);
+            const int equal = load_from_cta(reinterpret_cast<const uint32_t*>(&smem_.equal), rank);
             if (rank < rank_) greater_ += greater, equal_ += equal;
             all_greater += greater, all_equal += equal;
         }

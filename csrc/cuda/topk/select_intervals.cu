@@ -5,7 +5,6 @@
 // A node is a range of eviction times. Two launches partition its keys into up to 32 children at once: a key goes to
 // the first child by whose end it has arrived and which the keys before it in order have not filled, so the number of
 // earlier keys per arrival child decides.
-//
 #include <algorithm>
 #include <utility>
 

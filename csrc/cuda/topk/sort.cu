@@ -1,7 +1,6 @@
 #include "sort.h"
 
 #include <cub/device/device_radix_sort.cuh>
-#include <utility>
 
 #include "cuda/common/check.h"
 

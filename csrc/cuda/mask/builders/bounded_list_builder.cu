@@ -14,15 +14,15 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kWarpTiles = 4;  // m_blocks per warp, at most
-constexpr int kMaxTiles = kWarps * kWarpTiles;
+constexpr int kMBlocksPerWarp = 4;  // m_blocks per warp, at most
+constexpr int kMaxMBlocks = kWarps * kMBlocksPerWarp;
 constexpr int kKeys = 4;  // keys per thread and step
 constexpr int kStep = kThreads * kKeys;
 constexpr int kRoom = kStep + kStep / 2;
-constexpr int kTileRows = KeyListsView::kRows;
+constexpr int kMBlockRows = KeyListsView::kRows;
 
-struct Lists {
-    int heads, num_m_blocks, block_tiles;
+struct BoundedLists {
+    int heads, num_m_blocks, m_blocks_per_cta;
     int64_t stride;
     int32_t* keys;    // [lists, stride]
     int64_t* begins;  // [lists]
@@ -34,20 +34,20 @@ struct Gathered {
     int key[kRoom], begin[kRoom], end[kRoom];
 };
 
-class Block {
+class BoundedListBuilder {
 public:
-    __device__ Block(const AttentionParams& p, const Lists& lists)
+    __device__ BoundedListBuilder(const AttentionParams& p, const BoundedLists& lists)
         : p_(p), lists_(lists), sequence_(p, batch_of(lists)) {
-        const int steps = ceil_div(lists.num_m_blocks, lists.block_tiles);
-        first_tile_ = static_cast<int>(blockIdx.x % steps) * lists.block_tiles;
-        tiles_ = min(lists.block_tiles, lists.num_m_blocks - first_tile_);
+        const int steps = ceil_div(lists.num_m_blocks, lists.m_blocks_per_cta);
+        first_m_block_ = static_cast<int>(blockIdx.x % steps) * lists.m_blocks_per_cta;
+        num_m_blocks_ = min(lists.m_blocks_per_cta, lists.num_m_blocks - first_m_block_);
         const int above = blockIdx.x / steps;
-        first_list_ = static_cast<int64_t>(above) * lists.num_m_blocks + first_tile_;
+        first_list_ = static_cast<int64_t>(above) * lists.num_m_blocks + first_m_block_;
         const int64_t offset = interval_offset(p.intervals, sequence_, above % lists.heads, p.intervals.heads);
         start_ = p.intervals.start + offset;
         end_ = p.intervals.end + offset;
-        first_row_ = first_tile_ * kTileRows;
-        last_row_ = min(first_row_ + tiles_ * kTileRows, sequence_.rows) - 1;
+        first_row_ = first_m_block_ * kMBlockRows;
+        last_row_ = min(first_row_ + num_m_blocks_ * kMBlockRows, sequence_.rows) - 1;
         keys_ = last_row_ < first_row_ ? 0 : sequence_.keys_of(last_row_, p.is_causal);
         aligned_ = p.intervals.col_stride == 1 &&
                    (reinterpret_cast<uintptr_t>(start_) | reinterpret_cast<uintptr_t>(end_)) % 16 == 0;
@@ -93,8 +93,8 @@ public:
     }
 
 private:
-    __device__ static int batch_of(const Lists& lists) {
-        return blockIdx.x / ceil_div(lists.num_m_blocks, lists.block_tiles) / lists.heads;
+    __device__ static int batch_of(const BoundedLists& lists) {
+        return blockIdx.x / ceil_div(lists.num_m_blocks, lists.m_blocks_per_cta) / lists.heads;
     }
 
     __device__ void load(int first) {
@@ -123,20 +123,20 @@ private:
 
     // A warp's m_blocks are kWarps apart.
     template <typename Visit>
-    __device__ void for_each_tile(const Visit& visit) {
+    __device__ void for_each_m_block(const Visit& visit) {
 #pragma unroll
-        for (int i = 0; i < kWarpTiles; ++i) {
-            const int tile = i * kWarps + warp_id();
-            if (tile < tiles_) visit(tile, lengths_[i]);
+        for (int i = 0; i < kMBlocksPerWarp; ++i) {
+            const int m_block = i * kWarps + warp_id();
+            if (m_block < num_m_blocks_) visit(m_block, lengths_[i]);
         }
     }
 
     __device__ void write(const Gathered& gathered, int size) {
-        for_each_tile([&](int tile, int& length) {
-            const int first_row = tile * kTileRows;
-            const int last_row = min(first_row + kTileRows, last_row_ - first_row_ + 1) - 1;
+        for_each_m_block([&](int m_block, int& length) {
+            const int first_row = m_block * kMBlockRows;
+            const int last_row = min(first_row + kMBlockRows, last_row_ - first_row_ + 1) - 1;
             if (last_row < first_row) return;  // beyond the sequence's rows
-            int32_t* keys = lists_.keys + (first_list_ + tile) * lists_.stride;
+            int32_t* keys = lists_.keys + (first_list_ + m_block) * lists_.stride;
 #pragma unroll 4
             for (int i = lane_id(); i - lane_id() < size; i += 32) {
                 const bool listed = i < size && gathered.begin[i] <= last_row && gathered.end[i] > first_row;
@@ -149,9 +149,9 @@ private:
     }
 
     __device__ void finish() {
-        for_each_tile([&](int tile, int full_length) {
+        for_each_m_block([&](int m_block, int full_length) {
             constexpr int kAlign = KeyListsView::kAlign;
-            const int64_t list = first_list_ + tile, begin = list * lists_.stride;
+            const int64_t list = first_list_ + m_block, begin = list * lists_.stride;
             const int length = static_cast<int>(min(static_cast<int64_t>(full_length), lists_.stride));
             const int end = ceil_div(length, kAlign) * kAlign;
             for (int at = length + lane_id(); at < end; at += 32) lists_.keys[begin + at] = -1;
@@ -160,21 +160,21 @@ private:
     }
 
     const AttentionParams& p_;
-    const Lists& lists_;
+    const BoundedLists& lists_;
     const Sequence sequence_;
-    int first_tile_, tiles_;
+    int first_m_block_, num_m_blocks_;
     int64_t first_list_;
     const int32_t* start_;
     const int32_t* end_;
     int first_row_, last_row_, keys_;
     bool aligned_;
-    int starts_[kKeys], ends_[kKeys];  // of the next keys
-    int lengths_[kWarpTiles] = {};     // list lengths of the warp's m_blocks, before truncation
+    int starts_[kKeys], ends_[kKeys];    // of the next keys
+    int lengths_[kMBlocksPerWarp] = {};  // list lengths of the warp's m_blocks, before truncation
 };
 
 __global__ void __launch_bounds__(kThreads, 2)
-    bounded_lists_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
-    Block(p, lists).run();
+    bounded_lists_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ BoundedLists lists) {
+    BoundedListBuilder(p, lists).run();
 }
 
 }  // namespace
@@ -192,10 +192,10 @@ BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_
     plan.capacity = plan.lists() * plan.stride;
     // Every CTA reads all intervals, so it takes as many m_blocks as leave two CTAs per SM.
     const int64_t blocks = plan.lists() == 0 ? 0 : current_device().num_sms * 3 / 2;
-    plan.block_tiles = kMaxTiles;
-    while (plan.block_tiles > 1 &&
-           plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.block_tiles) < blocks)
-        plan.block_tiles /= 2;
+    plan.m_blocks_per_cta = kMaxMBlocks;
+    while (plan.m_blocks_per_cta > 1 &&
+           plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.m_blocks_per_cta) < blocks)
+        plan.m_blocks_per_cta /= 2;
     return plan;
 }
 
@@ -203,14 +203,14 @@ void bounded_lists_cuda(const AttentionParams& params, const BoundedListsPlan& p
                         int64_t* ends, cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) return;
-    const Lists lists{static_cast<int>(plan.heads),
-                      static_cast<int>(plan.num_m_blocks),
-                      plan.block_tiles,
-                      plan.stride,
-                      keys,
-                      begins,
-                      ends};
-    const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.block_tiles);
+    const BoundedLists lists{static_cast<int>(plan.heads),
+                             static_cast<int>(plan.num_m_blocks),
+                             plan.m_blocks_per_cta,
+                             plan.stride,
+                             keys,
+                             begins,
+                             ends};
+    const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.m_blocks_per_cta);
     bounded_lists_kernel<<<grid_of(blocks), kThreads, 0, stream>>>(params, lists);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }

@@ -12,9 +12,9 @@ struct BoundedListsPlan {
     int64_t batches = 1;  // as in KeyListsView
     int64_t heads = 1;
     int64_t num_m_blocks = 1;
-    int64_t stride = 0;    // list t starts at t * stride
-    int64_t capacity = 0;  // elements of keys
-    int block_tiles = 1;   // m_blocks per CTA
+    int64_t stride = 0;        // list t starts at t * stride
+    int64_t capacity = 0;      // elements of keys
+    int m_blocks_per_cta = 1;  // m_blocks per CTA
 
     int64_t lists() const { return batches * heads * num_m_blocks; }
 };

@@ -18,7 +18,7 @@ constexpr int kWords = 4096;          // of the bit vector
 constexpr int kWindow = kWords * 32;  // keys per window
 constexpr int kUnroll = 8;            // indices per thread in flight
 
-struct Lists {
+struct IndexLists {
     int heads, num_m_blocks, m_blocks_per_group, num_groups, rows_per_group;
     int64_t stride;
     int32_t* keys;    // [units, stride]
@@ -27,26 +27,26 @@ struct Lists {
     uint32_t* rows;   // [units, stride, KeyList::kWords], or null
 };
 
-struct SharedMemory {
+struct SharedStorage {
     uint32_t listed_bits[kWords];    // bit j % 32 of word j / 32: key j of the window is listed
     int listed_before_word[kWords];  // number of listed keys in earlier words
     int sums[kWarps];
 };
 
-class Block {
+class IndexListBuilder {
 public:
-    __device__ Block(const IndexListsParams& p, const Lists& lists, SharedMemory& smem)
+    __device__ IndexListBuilder(const IndexListsParams& p, const IndexLists& lists, SharedStorage& smem)
         : p_(p), lists_(lists), smem_(smem), sequence_(p, blockIdx.x / lists.num_groups / lists.heads) {
         const int head = blockIdx.x / lists.num_groups % lists.heads;
         first_row_ = static_cast<int>(blockIdx.x % lists.num_groups) * lists.rows_per_group;
         end_row_ = first_row_ + min(lists.rows_per_group, sequence_.rows - first_row_);
         const IndexView& view = p.indices;
-        first_tile_ = first_row_ / tile_rows();
-        const int tiles = end_row_ > first_row_ ? (end_row_ - 1) / tile_rows() - first_tile_ + 1 : 0;
-        total_ = static_cast<unsigned>(tiles) * static_cast<unsigned>(view.count);
+        first_index_row_ = first_row_ / tile_rows();
+        const int index_rows = end_row_ > first_row_ ? (end_row_ - 1) / tile_rows() - first_index_row_ + 1 : 0;
+        total_ = static_cast<unsigned>(index_rows) * static_cast<unsigned>(view.count);
         indices_ = view.data + (view.batches > 1 ? sequence_.batch * view.batch_stride : 0) +
                    shared_head(head, p.heads, view.heads) * view.head_stride +
-                   ((view.packed ? sequence_.first_row : 0) + first_tile_) * view.row_stride;
+                   ((view.packed ? sequence_.first_row : 0) + first_index_row_) * view.row_stride;
         if (p.intervals.start != nullptr) {
             const int64_t offset = interval_offset(p.intervals, sequence_, head, p.heads);
             start_ = p.intervals.start + offset;
@@ -83,29 +83,30 @@ private:
     __device__ __forceinline__ void for_each_index(int first_key, int keys, const Visit& visit) const {
         const unsigned count = static_cast<unsigned>(p_.indices.count);
         for (unsigned first = threadIdx.x; first < total_; first += kThreads * kUnroll) {
-            int index[kUnroll], tile[kUnroll];
+            int index[kUnroll], index_row[kUnroll];
 #pragma unroll
             for (int i = 0; i < kUnroll; ++i) {
                 const unsigned at = first + i * kThreads;
                 index[i] = -1;
                 if (at >= total_) continue;
-                tile[i] = static_cast<int>(at / count);
-                index[i] = indices_[tile[i] * p_.indices.row_stride + (at - tile[i] * count) * p_.indices.col_stride];
+                index_row[i] = static_cast<int>(at / count);
+                index[i] = indices_[index_row[i] * p_.indices.row_stride +
+                                    (at - index_row[i] * count) * p_.indices.col_stride];
             }
 #pragma unroll
             for (int i = 0; i < kUnroll; ++i) {
                 if (index[i] < 0 || !is_key(index[i] - first_key, keys)) continue;
-                const RowRange rows = visible_rows(index[i], first_tile_ + tile[i]);
+                const RowRange rows = visible_rows(index[i], first_index_row_ + index_row[i]);
                 if (!rows.empty()) visit(index[i] - first_key, rows);
             }
         }
     }
 
     // The same for the rows of the group that share one row of indices.
-    __device__ RowRange visible_rows(int key, int tile) const {
-        const int64_t tile_begin = static_cast<int64_t>(tile) * tile_rows();
-        RowRange rows{max(static_cast<int>(tile_begin), first_row_),
-                      static_cast<int>(min(tile_begin + tile_rows(), static_cast<int64_t>(end_row_)))};
+    __device__ RowRange visible_rows(int key, int index_row) const {
+        const int64_t row_begin = static_cast<int64_t>(index_row) * tile_rows();
+        RowRange rows{max(static_cast<int>(row_begin), first_row_),
+                      static_cast<int>(min(row_begin + tile_rows(), static_cast<int64_t>(end_row_)))};
         if (p_.is_causal) rows.begin = max(rows.begin, sequence_.causal_begin(key));
         if (start_ != nullptr) {
             rows.begin = max(rows.begin, start_[key * p_.intervals.col_stride]);
@@ -114,7 +115,7 @@ private:
         return {rows.begin - first_row_, rows.end - first_row_};
     }
 
-    // Fills `before` and returns the number of keys. A thread scans consecutive words.
+    // Fills listed_before_word and returns the number of keys. A thread scans consecutive words.
     __device__ int count_before(int words) {
         const int each = ceil_div(words, kThreads);
         const int first = min(static_cast<int>(threadIdx.x) * each, words), end = min(first + each, words);
@@ -164,20 +165,20 @@ private:
         }
         const int group = blockIdx.x % lists_.num_groups;
         const int64_t above = static_cast<int64_t>(blockIdx.x / lists_.num_groups) * lists_.num_m_blocks;
-        const int first_tile = group * lists_.m_blocks_per_group;
-        const int end_tile = min(first_tile + lists_.m_blocks_per_group, lists_.num_m_blocks);
-        for (int tile = first_tile + threadIdx.x; tile < end_tile; tile += kThreads) {
-            lists_.begins[above + tile] = begin;
-            lists_.ends[above + tile] = begin + end;
+        const int first_m_block = group * lists_.m_blocks_per_group;
+        const int end_m_block = min(first_m_block + lists_.m_blocks_per_group, lists_.num_m_blocks);
+        for (int m_block = first_m_block + threadIdx.x; m_block < end_m_block; m_block += kThreads) {
+            lists_.begins[above + m_block] = begin;
+            lists_.ends[above + m_block] = begin + end;
         }
     }
 
     const IndexListsParams& p_;
-    const Lists& lists_;
-    SharedMemory& smem_;
+    const IndexLists& lists_;
+    SharedStorage& smem_;
     const Sequence sequence_;
     int first_row_, end_row_;  // of the group
-    int first_tile_;           // the first row of indices that covers the group
+    int first_index_row_;      // the first row of indices that covers the group
     unsigned total_;           // number of indices of the group
     const int32_t* indices_;
     const int32_t* start_ = nullptr;  // intervals of the sequence's keys, or null
@@ -185,9 +186,9 @@ private:
 };
 
 __global__ void __launch_bounds__(kThreads, 2)
-    index_lists_kernel(const __grid_constant__ IndexListsParams p, const __grid_constant__ Lists lists) {
-    __shared__ SharedMemory smem;
-    Block(p, lists, smem).run();
+    index_lists_kernel(const __grid_constant__ IndexListsParams p, const __grid_constant__ IndexLists lists) {
+    __shared__ SharedStorage smem;
+    IndexListBuilder(p, lists, smem).run();
 }
 
 }  // namespace
@@ -198,16 +199,16 @@ void index_lists_cuda(const IndexListsParams& params, const IndexListsPlan& plan
     using namespace cuda;
     if (plan.units() == 0) return;
     const auto to_int = [](int64_t size) { return static_cast<int>(size); };
-    const Lists lists{to_int(plan.heads),
-                      to_int(plan.num_m_blocks),
-                      to_int(plan.m_blocks_per_group),
-                      to_int(plan.num_groups),
-                      to_int(plan.rows_per_group()),
-                      plan.stride,
-                      keys,
-                      begins,
-                      ends,
-                      rows};
+    const IndexLists lists{to_int(plan.heads),
+                           to_int(plan.num_m_blocks),
+                           to_int(plan.m_blocks_per_group),
+                           to_int(plan.num_groups),
+                           to_int(plan.rows_per_group()),
+                           plan.stride,
+                           keys,
+                           begins,
+                           ends,
+                           rows};
     index_lists_kernel<<<grid_of(plan.units()), kThreads, 0, stream>>>(params, lists);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }

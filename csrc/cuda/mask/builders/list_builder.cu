@@ -3,7 +3,6 @@
 #include "list_builder.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "cuda/api.h"
 #include "cuda/mask/bits.cuh"
@@ -16,11 +15,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kTileRows = KeyListsView::kRows;
-constexpr int kRowWords = kTileRows / 32;
+constexpr int kMBlockRows = KeyListsView::kRows;
+constexpr int kRowWords = kMBlockRows / 32;
 
 // The lists as a kernel parameter.
-struct Lists {
+struct CountedLists {
     int batches, heads, num_m_blocks, chunks, chunk_keys;
     int32_t* counts;                   // [batches, heads, chunks, num_m_blocks]; after the scan, of earlier chunks
     unsigned long long* visited_keys;  // keys in non-empty blocks, over all lists; or null
@@ -34,20 +33,20 @@ struct Lists {
 struct ListChunk {
     int batch, head, m_block, chunk;
 
-    __device__ bool exists(const Lists& lists) const { return m_block < lists.num_m_blocks; }
-    __device__ int64_t list(const Lists& lists) const {
+    __device__ bool exists(const CountedLists& lists) const { return m_block < lists.num_m_blocks; }
+    __device__ int64_t list(const CountedLists& lists) const {
         return (static_cast<int64_t>(batch) * lists.heads + head) * lists.num_m_blocks + m_block;
     }
-    __device__ int32_t& count(const Lists& lists) const {
+    __device__ int32_t& count(const CountedLists& lists) const {
         const int64_t above = (static_cast<int64_t>(batch) * lists.heads + head) * lists.chunks + chunk;
         return lists.counts[above * lists.num_m_blocks + m_block];
     }
-    // Chunk number `index` of a grid that covers `tiles_at_once` m_blocks per index; neighbours differ in their
+    // Chunk number `index` of a grid that covers `m_blocks_at_once` m_blocks per index; neighbours differ in their
     // chunk.
-    __device__ ListChunk(const Lists& lists, int64_t index, int tiles_at_once) {
-        const int steps = ceil_div(lists.num_m_blocks, tiles_at_once);
+    __device__ ListChunk(const CountedLists& lists, int64_t index, int m_blocks_at_once) {
+        const int steps = ceil_div(lists.num_m_blocks, m_blocks_at_once);
         chunk = static_cast<int>(index % lists.chunks);
-        m_block = static_cast<int>(index / lists.chunks % steps) * tiles_at_once;
+        m_block = static_cast<int>(index / lists.chunks % steps) * m_blocks_at_once;
         const int64_t above = index / lists.chunks / steps;
         head = static_cast<int>(above % lists.heads);
         batch = static_cast<int>(above / lists.heads);
@@ -57,7 +56,7 @@ struct ListChunk {
 // The output of a chunk.
 class ListWriter {
 public:
-    __device__ ListWriter(const Lists& lists, const ListChunk& chunk)
+    __device__ ListWriter(const CountedLists& lists, const ListChunk& chunk)
         : lists_(lists), at_(chunk.exists(lists) ? lists.begins[chunk.list(lists)] + chunk.count(lists) : 0) {}
 
     __device__ __forceinline__ void append(int key) { put(at_++, key); }
@@ -86,31 +85,32 @@ public:
     }
 
 private:
-    const Lists& lists_;
+    const CountedLists& lists_;
     int64_t at_;
 };
 
 // Calls visit(key), in order, for the keys of a chunk whose interval intersects this thread's m_block. All threads of a
 // CTA call together; their m_blocks are neighbours.
 template <typename Visit>
-__device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, const Lists& lists,
+__device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, const CountedLists& lists,
                                                     const ListChunk& chunk, const Visit& visit) {
     struct alignas(16) GatheredKey {
-        int key, first_tile, last_tile;
+        int key, first_m_block, last_m_block;
     };
     __shared__ GatheredKey listed[kThreads];  // of the last kThreads keys, those that any m_block of the CTA lists
     __shared__ int counts[kWarps];
 
     const Sequence s(p, chunk.batch);
-    const int first_tile = chunk.m_block - static_cast<int>(threadIdx.x), last_tile = first_tile + kThreads - 1;
+    const int first_m_block = chunk.m_block - static_cast<int>(threadIdx.x),
+              last_m_block = first_m_block + kThreads - 1;
     const int64_t offset = interval_offset(p.intervals, s, chunk.head, p.intervals.heads);
     const int end = min((chunk.chunk + 1) * lists.chunk_keys, s.keys);
     for (int first_key = chunk.chunk * lists.chunk_keys; first_key < end; first_key += kThreads) {
         const int key = first_key + threadIdx.x;
         RowRange rows{0, 0};
         if (key < end) rows = rows_of_key(p, s, offset, key);
-        const GatheredKey own{key, rows.begin / kTileRows, (rows.end - 1) / kTileRows};
-        const bool is_listed = !rows.empty() && own.first_tile <= last_tile && own.last_tile >= first_tile;
+        const GatheredKey own{key, rows.begin / kMBlockRows, (rows.end - 1) / kMBlockRows};
+        const bool is_listed = !rows.empty() && own.first_m_block <= last_m_block && own.last_m_block >= first_m_block;
         const uint32_t ballot = __ballot_sync(~0u, is_listed);
         if (lane_id() == 0) counts[warp_id()] = __popc(ballot);
         __syncthreads();
@@ -125,20 +125,21 @@ __device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, co
 #pragma unroll 4
         for (int i = 0; i < total; ++i) {
             const GatheredKey candidate = listed[i];
-            if (candidate.first_tile <= chunk.m_block && chunk.m_block <= candidate.last_tile) visit(candidate.key);
+            if (candidate.first_m_block <= chunk.m_block && chunk.m_block <= candidate.last_m_block)
+                visit(candidate.key);
         }
     }
 }
 
 // The chunk of this thread's m_block; a CTA has kThreads m_blocks.
-__device__ ListChunk chunk_of_thread(const Lists& lists) {
+__device__ ListChunk chunk_of_thread(const CountedLists& lists) {
     ListChunk chunk(lists, blockIdx.x, kThreads);
     chunk.m_block += threadIdx.x;
     return chunk;
 }
 
 __global__ void __launch_bounds__(kThreads)
-    count_intervals_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
+    count_intervals_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CountedLists lists) {
     const ListChunk chunk = chunk_of_thread(lists);
     int count = 0;
     for_each_listed_key(p, lists, chunk, [&](int) { ++count; });
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    fill_intervals_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
+    fill_intervals_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CountedLists lists) {
     const ListChunk chunk = chunk_of_thread(lists);
     ListWriter list(lists, chunk);
     // An m_block that does not exist starts beyond the rows, where no interval reaches.
@@ -157,8 +158,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // Counts a bool mask's visible keys: the union over the m_block's rows.
 __global__ void __launch_bounds__(kThreads)
-    count_columns_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
-    constexpr int kTile = PackedMask::kTile, kDown = kTileRows / kTile;
+    count_columns_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CountedLists lists) {
+    constexpr int kTile = PackedMask::kTile, kDown = kMBlockRows / kTile;
     const PackedMask& mask = p.packed_mask;
     const ListChunk chunk = chunk_of_thread(lists);
     unsigned visited_keys = 0;
@@ -193,9 +194,9 @@ __device__ __forceinline__ uint4 load_bits(const uint32_t* row, int first_key, i
 }
 
 // One warp writes a chunk of a bool mask's list, 128 keys x 128 rows at a time.
-template <bool kRowsAlike>
+template <bool kRowBroadcast>
 __global__ void __launch_bounds__(kThreads)
-    fill_bits_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Lists lists) {
+    fill_bits_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CountedLists lists) {
     constexpr int kKeysAtOnce = 128;
     if (lists.begins[0] < 0) return;  // no lists are built
     const PackedMask& mask = p.packed_mask;
@@ -205,11 +206,11 @@ __global__ void __launch_bounds__(kThreads)
     const Sequence s(p, chunk.batch);
     ListWriter list(lists, chunk);
     const uint32_t* bits = mask.bits + chunk.batch * mask.bits_batch_stride + chunk.head * mask.bits_head_stride;
-    const int first_row = chunk.m_block * kTileRows, last_row = min(first_row + kTileRows, s.rows) - 1;
+    const int first_row = chunk.m_block * kMBlockRows, last_row = min(first_row + kMBlockRows, s.rows) - 1;
     int end = min((chunk.chunk + 1) * lists.chunk_keys, s.keys);
-    if (!kRowsAlike) end = last_row < first_row ? 0 : min(end, s.keys_of(last_row, p.is_causal));
+    if (!kRowBroadcast) end = last_row < first_row ? 0 : min(end, s.keys_of(last_row, p.is_causal));
     for (int first_key = chunk.chunk * lists.chunk_keys; first_key < end; first_key += kKeysAtOnce) {
-        if constexpr (kRowsAlike) {
+        if constexpr (kRowBroadcast) {
             const uint4 words = load_bits(bits, first_key, end);
             const auto append = [&](uint32_t word, int i) {
                 list.append_of_warp(word >> lane_id() & 1, first_key + i * 32 + lane_id());
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kThreads)
         }
     }
     if (chunk.chunk != lists.chunks - 1) return;
-    if constexpr (kRowsAlike) {
+    if constexpr (kRowBroadcast) {
         list.pad_by_warp();
     } else {
         list.pad_by_warp(uint4{});
@@ -247,7 +248,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // Exclusive scan of the counts over chunks; writes the list lengths. A CTA has 32 neighbouring lists, one per lane; its
 // warps split the chunks.
-__global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_constant__ Lists lists, int64_t* lengths) {
+__global__ void __launch_bounds__(kThreads)
+    scan_counts_kernel(const __grid_constant__ CountedLists lists, int64_t* lengths) {
     __shared__ int sums[kWarps][32];
     const int steps = ceil_div(lists.num_m_blocks, 32);
     const int m_block = static_cast<int>(blockIdx.x % steps) * 32 + lane_id();
@@ -281,18 +283,19 @@ __global__ void __launch_bounds__(kThreads) scan_counts_kernel(const __grid_cons
     if (warp_id() == 0) lengths[above * lists.num_m_blocks + m_block] = ceil_div<int64_t>(total, kAlign) * kAlign;
 }
 
-// Scans the lengths, stored in `ends`, to begins and ends. One CTA.
-constexpr int kPlaceThreads = 1024;
-// walked: keys in non-empty blocks; lists are built only if they hold at most `percent` of them. Null: always.
-__global__ void __launch_bounds__(kPlaceThreads)
+constexpr int kScanThreads = 1024;
+
+// Scans the lengths, stored in `ends`, to begins and ends. One CTA. visited_keys: keys in non-empty blocks; lists are
+// built only if they hold at most `percent` of them. Null: always.
+__global__ void __launch_bounds__(kScanThreads)
     scan_list_offsets_kernel(int64_t lists, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
                              const unsigned long long* visited_keys, int64_t percent) {
     constexpr int kLists = 4;  // lists per thread and step
-    __shared__ int64_t sums[2][kPlaceThreads / 32];
+    __shared__ int64_t sums[2][kScanThreads / 32];
     const int64_t limit = capacity / KeyListsView::kAlign * KeyListsView::kAlign;
     int64_t before = 0;
     int buffer = 0;
-    for (int64_t first = 0; first < lists; first += kPlaceThreads * kLists, buffer ^= 1) {
+    for (int64_t first = 0; first < lists; first += kScanThreads * kLists, buffer ^= 1) {
         const int64_t list = first + threadIdx.x * kLists;
         int64_t length[kLists], own = 0;
 #pragma unroll
@@ -317,7 +320,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
     if (visited_keys == nullptr || (before <= limit && before <= static_cast<int64_t>(*visited_keys) * percent / 100))
         return;
     __syncthreads();
-    for (int64_t list = threadIdx.x; list < lists; list += kPlaceThreads) begins[list] = ends[list] = -1;
+    for (int64_t list = threadIdx.x; list < lists; list += kScanThreads) begins[list] = ends[list] = -1;
 }
 
 // Parts of the scratch memory, each a multiple of 16 bytes.
@@ -335,8 +338,8 @@ struct Scratch {
     }
 };
 
-Lists lists_of(const KeyListsPlan& plan, const void* scratch) {
-    Lists lists{};
+CountedLists lists_of(const KeyListsPlan& plan, const void* scratch) {
+    CountedLists lists{};
     lists.batches = static_cast<int>(plan.batches);
     lists.heads = static_cast<int>(plan.heads);
     lists.num_m_blocks = static_cast<int>(plan.num_m_blocks);
@@ -400,7 +403,7 @@ void key_list_offsets_cuda(const AttentionParams& params, const KeyListsPlan& pl
         if (total != nullptr) FLASH_CUDA_CHECK(cudaMemsetAsync(total, 0, sizeof(int64_t), stream));
         return;
     }
-    Lists lists = lists_of(plan, scratch);
+    CountedLists lists = lists_of(plan, scratch);
     if (percent) {
         lists.visited_keys =
             reinterpret_cast<unsigned long long*>(static_cast<char*>(scratch) + Scratch(plan).visited_keys);
@@ -410,8 +413,8 @@ void key_list_offsets_cuda(const AttentionParams& params, const KeyListsPlan& pl
     launch(count, blocks_of_threads(plan), stream, params, lists);
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, 32);
     launch(scan_counts_kernel, blocks, stream, lists, ends);
-    scan_list_offsets_kernel<<<1, kPlaceThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total,
-                                                              lists.visited_keys, percent.value_or(0));
+    scan_list_offsets_kernel<<<1, kScanThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total,
+                                                             lists.visited_keys, percent.value_or(0));
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -419,7 +422,7 @@ void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan,
                         const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) return;
-    Lists lists = lists_of(plan, scratch);
+    CountedLists lists = lists_of(plan, scratch);
     lists.begins = begins;
     lists.capacity = capacity;
     lists.keys = keys;

@@ -1,7 +1,4 @@
 // Packs a bool mask to bits and summarizes each block of 64 rows x 64 keys. Reads the mask once.
-#include <algorithm>
-#include <stdexcept>
-
 #include "cuda/api.h"
 #include "cuda/mask/bits.cuh"
 #include "cuda/common/check.h"

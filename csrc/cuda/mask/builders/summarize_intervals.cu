@@ -1,6 +1,5 @@
 // Summarizes the intervals of each block of 64 keys.
 #include <climits>
-#include <stdexcept>
 
 #include "cuda/api.h"
 #include "cuda/common/check.h"

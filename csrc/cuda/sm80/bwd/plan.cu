@@ -31,8 +31,8 @@ const KernelTable<Kernels> kKernels(FLASH_DMATTN_INSTANCES(FLASH_DMATTN_SM80_BWD
 });
 using KernelEntry = KernelTable<Kernels>::Entry;
 
-// The number of CTAs, at most `max_splits`, among which the sharers of each dbias tile are split, so that the CTAs fill
-// 2 to 4 waves of `slots` as evenly as possible.
+// The number of CTAs, at most `max_splits`, among which the batch elements and heads of each dbias tile are split, so
+// that the CTAs fill 2 to 4 waves of `slots` as evenly as possible.
 int64_t splits_that_fill_waves(int64_t tiles, int64_t slots, int64_t max_splits) {
     int64_t best = 1;
     double best_filled = 0;
@@ -58,9 +58,9 @@ void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, cuda::BwdPl
     constexpr int64_t kWaves = 2, kMaxRun = 16;
     plan.dbias_tiles = count_dbias_tiles(p, tile);
     if (plan.dbias_tiles == 0) return;
-    const int64_t sharers = p.dbias.batch_group_size * (p.heads / p.dbias.heads);
+    const int64_t addends = p.dbias.batch_group_size * (p.heads / p.dbias.heads);
     const int64_t slots = current_device().num_sms * tile.ctas_per_sm;
-    if (plan.dbias_tiles < kWaves * slots) plan.dbias_splits = splits_that_fill_waves(plan.dbias_tiles, slots, sharers);
+    if (plan.dbias_tiles < kWaves * slots) plan.dbias_splits = splits_that_fill_waves(plan.dbias_tiles, slots, addends);
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, tile.keys);
     plan.dbias_run = std::clamp<int64_t>(plan.dbias_tiles / (kWaves * slots), 1, std::min(kMaxRun, num_n_blocks));
 }

@@ -8,6 +8,7 @@
 #include "cuda/kvcache/cache.cuh"
 #include "cuda/arch/named_barrier.cuh"
 #include "cuda/softmax/online_softmax.cuh"
+#include "cuda/softmax/scores.cuh"
 #include "shared_storage.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -136,17 +137,12 @@ private:
             found_.bias = p_.bias_cache.dtype == DataType::kFloat32
                               ? __ldcg(cache_.row_of<uint32_t>(p_.bias_cache, p_.bias, key))
                               : __ldcg(cache_.row_of<unsigned short>(p_.bias_cache, p_.bias, key));
-            if (list_ == nullptr && bias_of(found_) == -kInfinity) return;  // a selected key is visible
+            // A selected key is visible.
+            if (list_ == nullptr && key_bias_of<T>(p_.bias_cache, found_.bias) == -kInfinity) return;
         }
         found_.key = key;
         found_.row =
             lane_id() < 16 ? cache_.row_of<T>(p_.k_cache, p_.key, key) : cache_.row_of<T>(p_.v_cache, p_.value, key);
-    }
-
-    __device__ float bias_of(const Found& found) const {
-        const bool is_float = p_.bias_cache.dtype == DataType::kFloat32;
-        const float bias = is_float ? __uint_as_float(found.bias) : unpack<T>(found.bias).x;
-        return bias <= (is_float ? kLeastFinite<float> : kLeastFinite<T>) ? -kInfinity : bias;
     }
 
     // Starts the copy of the found rows of K (half 0) or V (half 16). The warps of a group share the work.
@@ -219,7 +215,7 @@ private:
                 scores[0][n][i] *= p_.score_scale;
                 if (p_.score_cap > 0) scores[0][n][i] = p_.score_cap * fast_tanh(scores[0][n][i]);
             }
-        const float own_bias = bias_of(found);
+        const float own_bias = key_bias_of<T>(p_.bias_cache, found.bias);
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll

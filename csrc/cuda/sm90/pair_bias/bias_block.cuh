@@ -1,8 +1,6 @@
 // Biases of the pair bias kernels in shared memory, and how an MMA warp reads them.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/arch/fragment.cuh"
 #include "cuda/arch/smem_tile.cuh"
 

@@ -139,9 +139,7 @@ private:
             const int stage = row_pipeline_.stage();
             stats.zero_empty_rows(smem_.query[stage], smem_.dout[stage]);
             smem_.row_stats[stage].row_pairs[lane_id()] = {stats.lse[0], stats.lse[1], stats.delta[0], stats.delta[1]};
-            fence_proxy_async();
-            __syncwarp();
-            if (lane_id() == 0) mbarrier_arrive(smem_address(&smem_.rows_ready[stage]));
+            fence_and_arrive(smem_.rows_ready[stage]);
         }
     }
 
@@ -200,10 +198,8 @@ private:
     }
 
     __device__ __forceinline__ void mainloop(uint32_t active_m_blocks) {
-#pragma unroll
-        for (int n = 0; n < kDimFragments; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) dkey_[0][n][i] = dvalue_[0][n][i] = 0;
+        clear(dkey_);
+        clear(dvalue_);
         Scores scores, dprobs;
         AOperand probs, dscores;
         const int key_stage = key_pipeline_.stage();

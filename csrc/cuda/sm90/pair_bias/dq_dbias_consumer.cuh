@@ -26,12 +26,7 @@ public:
                        row_ * p.dquery.row_stride),
           row_pipeline_(smem.row_pipeline), key_pipeline_(smem.key_pipelines[warpgroup_]),
           released_keys_(smem.key_pipelines[warpgroup_]), bias_reader_(smem.bias[first_n_block()], warp_row_) {
-#pragma unroll
-        for (int i = 0; i < kNBlocks; ++i)
-#pragma unroll
-            for (int n = 0; n < kScoreFragments; ++n)
-#pragma unroll
-                for (int j = 0; j < 4; ++j) dbias_[i][n][j] = 0;
+        clear(dbias_);
     }
 
     __device__ void run() {

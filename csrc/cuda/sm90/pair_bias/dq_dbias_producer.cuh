@@ -166,7 +166,7 @@ private:
                 row_stats.delta(row) -= stats.delta[i];
                 if (first_row + row < s.rows) delta[row] = row_stats.delta(row);
             }
-            arrive(smem_.rows_ready[pipeline.stage()]);
+            fence_and_arrive(smem_.rows_ready[pipeline.stage()]);
         }
     }
     // <dO_i, O_i>: the diagonal of dO O^T.
@@ -204,7 +204,7 @@ private:
                 if (!(mask.blocks.active >> n_block & 1)) continue;
                 pipeline.consumer_wait();
                 zero_hidden_keys(smem_.keys[wg][pipeline.stage()], smem_.factors[wg][pipeline.stage()], mask, n_block);
-                arrive(smem_.keys_zeroed[wg][pipeline.stage()]);
+                fence_and_arrive(smem_.keys_zeroed[wg][pipeline.stage()]);
                 pipeline.advance();
             }
         }
@@ -220,11 +220,6 @@ private:
             zero_row(stage.key, key);
             zero_row(stage.value, key);
         }
-    }
-    __device__ void arrive(uint64_t& barrier) {
-        fence_proxy_async();
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(smem_address(&barrier));
     }
 
     const BwdArgs& p_;

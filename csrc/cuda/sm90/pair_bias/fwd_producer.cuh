@@ -137,9 +137,7 @@ private:
                 zero_row(smem_.key[stage], key);
                 zero_row(smem_.value[stage], key);
             }
-            fence_proxy_async();
-            __syncwarp();
-            if (lane_id() == 0) mbarrier_arrive(smem_address(&smem_.keys_zeroed[stage]));
+            fence_and_arrive(smem_.keys_zeroed[stage]);
         }
     }
 

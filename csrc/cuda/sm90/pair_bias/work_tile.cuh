@@ -100,6 +100,13 @@ __device__ __forceinline__ void zero_row(Tile& tile, int row) {
         *reinterpret_cast<uint4*>(tile.data + Tile::offset(row, chunk)) = {};
 }
 
+// A warp has written what the barrier's phase waits for, also for the GEMMs, which read by the async proxy.
+__device__ __forceinline__ void fence_and_arrive(uint64_t& barrier) {
+    fence_proxy_async();
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(smem_address(&barrier));
+}
+
 // Visibility of kKeys keys as factors, 1 or 0, in the order of accumulator fragments: [c][2 n + e] is key 8 n + 2 c +
 // e.
 template <int kKeys>

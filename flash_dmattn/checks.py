@@ -221,7 +221,7 @@ def check_window(mask: Mask | None, bias: Tensor | None, batch: int | None, keys
     if not per_key:
         got = "none" if bias is None else f"shape {shape_of(bias)}"
         layouts = "({B|1}, {H|Hkv|1}, 1, Sk) or (total_k, {H|Hkv|1})"
-        raise ValueError(f"window_size needs attn_bias of one number a key, {layouts}, got {got}")
+        raise ValueError(f"window_size needs attn_bias of one number per key, {layouts}, got {got}")
 
 
 def compiled_check(name: str, *arguments: object) -> None:

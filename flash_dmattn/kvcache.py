@@ -66,7 +66,7 @@ def flash_dmattn_with_kvcache(
         v_cache: as k_cache; on the CPU with a head dimension of its own.
         key, value: of the new tokens, (B, Sq, Hkv, D), with cu_seqlens_q (total_q, Hkv, D), in query's dtype; both or
             none.
-        bias_cache: (B, Sk, Hkv) or (pages, page_size, Hkv), float32 or in the cache's dtype: one number a key and
+        bias_cache: (B, Sk, Hkv) or (pages, page_size, Hkv), float32 or in the cache's dtype: one number per key and
             key/value head, added to the scores. -inf and the least finite number of the dtype hide the key.
         bias: of the new tokens, (B, Sq, Hkv) or (total_q, Hkv), in bias_cache's dtype; with key and bias_cache.
         cache_seqlens: int32 (B), or an int for all: the keys in the cache, without the new ones. On CUDA only the

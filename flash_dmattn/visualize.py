@@ -82,7 +82,7 @@ def entry(name: str, index: int, size: int) -> int:
 def listed_keys(lists: KeyLists, batch: int, head: int, tile: int) -> Tensor:
     """The sorted keys of one list, without padding."""
     spans = lists.spans[:, entry("batch", batch, lists.batches), entry("head", head, lists.heads)]
-    begin, end = spans[:, 0 if lists.rows_alike else tile].tolist()
+    begin, end = spans[:, 0 if lists.row_broadcast else tile].tolist()
     keys = lists.keys[begin:end]
     return keys[keys >= 0].long()
 

@@ -13,6 +13,8 @@ import re
 import textwrap
 from pathlib import Path
 
+from flash_dmattn.masks.containers import Container
+
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
 # Title, module, names. Of flash_dmattn and flash_dmattn.parallel all that they export, but for constants.
@@ -117,13 +119,14 @@ def block(code: str) -> str:
 def members_of(owner: type) -> list[str]:
     """Of a class, what has a docstring of its own: methods by their signature, properties by their name."""
     texts = []
-    for name, member in vars(owner).items():
+    inherited = vars(Container) if issubclass(owner, Container) else {}
+    for name, member in {**inherited, **vars(owner)}.items():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        is_public = not name.startswith("_") or name in ("__and__",)
+        is_public = not name.startswith("_") or name in ("__and__", "__or__", "__getitem__")
         if not is_public or not inspect.isfunction(function) or not function.__doc__:
             continue
         code = name if isinstance(member, property) else signature_of(name, getattr(owner, name))
-        code = code.replace("(self, ", "(").replace("(self)", "()")
+        code = re.sub(r"\(self(: Self)?(, |(?=\)))", "(", code)
         texts += [block(f"{owner.__name__}.{code}"), described(inspect.getdoc(function))]
     return texts
 

@@ -34,7 +34,7 @@ const Architecture* named_architecture() {
 const char* why_unsupported(const AttentionParams& p) {
     const bool readable = is_tma_compatible(query_layout(p, p.query)) && can_load_keys(p);
     return p.lists.present() || readable
-               ? "they do not support it (docs/logging.md lists what they support)"
+               ? "they do not support it (docs/kernels.md, \"Which kernels serve a call\")"
                : "TMA cannot read the strides: make the head dimension of query, key and value and the keys of a dense "
                  "bias contiguous, and all other strides multiples of 16 bytes that are not 0";
 }

@@ -159,7 +159,7 @@ IndexView index_view(const Tensor& indices, int64_t tile_rows) {
 // What the CUDA kernels lack beside a dense float32 bias, which they read score by score.
 void check_bias_matrix(const Inputs& in, const AttentionParams& p) {
     constexpr int64_t kTile = 256;  // positions of the last tile may lie beyond the last row and key
-    const char* name = "attn_bias of one number a score in float32 beside a 16-bit query";
+    const char* name = "attn_bias of one number per score in float32 beside a 16-bit query";
     TORCH_CHECK_VALUE(!in.is_varlen(), name, " is for fixed length on CUDA, got cu_seqlens_q");
     TORCH_CHECK_VALUE(!in.relative_bias, name, " cannot be combined with relative_bias on CUDA");
     TORCH_CHECK_VALUE((p.seqlen_q + kTile) * (p.seqlen_k + kTile) <= std::numeric_limits<int32_t>::max(), name,

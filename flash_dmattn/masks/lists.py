@@ -229,12 +229,7 @@ class KeyLists(Container, Mask):
         return self.source.list_intervals
 
     @property
-    def checked_mask(self) -> Tensor | KeyIntervalMask | None:
-        """`mask`, or for lists from indices their KeyIntervalMask."""
-        return self.mask.shown if isinstance(self.mask, KeyIndices) else self.mask
-
-    @property
-    def rows_alike(self) -> bool:
+    def row_broadcast(self) -> bool:
         """Whether one list serves every row of a head."""
         return self.rows is None and self.intervals is None
 
@@ -339,7 +334,7 @@ def check_lists(lists: KeyLists, query: Tensor, key: Tensor, problem: Problem) -
             f"attn_mask must hold lists of {batches} batch elements, or a number that divides them, and of {heads}, "
             f"{kv_heads} or 1 heads, got {lists.batches} and {lists.heads}"
         )
-    if lists.seqlen_k != seqlen_k or (lists.seqlen_q != seqlen_q and not lists.rows_alike):
+    if lists.seqlen_k != seqlen_k or (lists.seqlen_q != seqlen_q and not lists.row_broadcast):
         raise ValueError(
             f"attn_mask holds lists for {lists.seqlen_q} rows and {lists.seqlen_k} keys, "
             f"got {seqlen_q} rows and {seqlen_k} keys"
@@ -353,7 +348,7 @@ def check_lists(lists: KeyLists, query: Tensor, key: Tensor, problem: Problem) -
         if built.shape != given.shape:
             raise ValueError(f"attn_mask holds lists of {built.shape[0] - 1} sequences, got {given.shape[0] - 1}")
         # Lists that serve every row depend on the sequences of keys only.
-        matters = name == "cu_seqlens_k" or not lists.rows_alike
+        matters = name == "cu_seqlens_k" or not lists.row_broadcast
         if matters and is_host_readable(built) and not torch.equal(built, given):
             raise ValueError(f"attn_mask holds lists of other sequences: {name} differs")
 

@@ -74,15 +74,15 @@ def build_key_lists(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q
     like = mask if mask is not None else intervals
     shape = like.shape if mask is not None else like.shape[1:]
     batches = shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    rows_alike = mask is not None and is_per_key(mask.shape)
-    tiles = 1 if rows_alike else row_tiles(seqlen_q)
+    row_broadcast = mask is not None and is_per_key(mask.shape)
+    tiles = 1 if row_broadcast else row_tiles(seqlen_q)
     if intervals is not None and keys_per_row is not None:
         capacity = batches * shape[1] * tiles * list_capacity(keys_per_row, seqlen_q, seqlen_k)
         if cu_seqlens_q is not None and like.device.type == "cpu":  # as in csrc/torch/lists.cpp
             capacity = torch.sym_min(capacity, shape[1] * tiles * (shape[0] + batches * (LIST_ALIGN - 1)))
     else:
         capacity = torch.library.get_ctx().new_dynamic_size()
-    return empty_lists(like, capacity, (batches, shape[1], guard_free(tiles)), mask is not None and not rows_alike)
+    return empty_lists(like, capacity, (batches, shape[1], guard_free(tiles)), mask is not None and not row_broadcast)
 
 
 def index_key_lists(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
@@ -108,12 +108,12 @@ def index_key_lists(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal
 
 
 def pack_mask(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
-    rows_alike = is_per_key(mask.shape)
+    row_broadcast = is_per_key(mask.shape)
     batches = mask.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     heads, words = mask.shape[1], -(-seqlen_k // 128) * 4
-    rows = (batches, heads, 1 if rows_alike else seqlen_q)
+    rows = (batches, heads, 1 if row_broadcast else seqlen_q)
     bits = (*(mask.shape[:2] if mask.ndim == 3 else rows), words)
-    tiles = (9, batches, heads, *map(guard_free, (1 if rows_alike else -(-seqlen_q // 64), -(-seqlen_k // 64))))
+    tiles = (9, batches, heads, *map(guard_free, (1 if row_broadcast else -(-seqlen_q // 64), -(-seqlen_k // 64))))
     return mask.new_empty(bits, dtype=torch.int32), mask.new_empty(tiles, dtype=torch.uint8)
 
 

@@ -99,11 +99,11 @@ def test_variable_length_on_the_cpu(path):
 def test_what_cuda_refuses():
     query, bias = torch.zeros(1, 64, 2, 32, device="cuda").bfloat16(), torch.zeros(1, 1, 64, 64, device="cuda")
     relative = torch.zeros(1, 1, 3, device="cuda")
-    with pytest.raises(ValueError, match="attn_bias of one number a score in float32 .* combined with relative_bias"):
+    with pytest.raises(ValueError, match="attn_bias of one number per score in float32 .* combined with relative_bias"):
         flash_dmattn_func(query, query, query, None, bias, relative_bias=relative)
     rows, offsets = query[0], torch.tensor([0, 64], dtype=torch.int32, device="cuda")
-    with pytest.raises(ValueError, match="attn_bias of one number a score in float32 .* is for fixed length on CUDA"):
+    with pytest.raises(ValueError, match="attn_bias of one number per score in float32 .* is for fixed length on CUDA"):
         flash_dmattn_varlen_func(rows, rows, rows, None, bias[0, 0][:, None], offsets, offsets, 64, 64)
     long, wide = torch.zeros(1, 48000, 1, 32, device="cuda").bfloat16(), torch.zeros(1, 1, 48000, 48000, device="cuda")
-    with pytest.raises(ValueError, match=r"attn_bias of one number a score .* less than 2\^31 elements a head on CUDA"):
+    with pytest.raises(ValueError, match=r"one number per score .* less than 2\^31 elements a head on CUDA"):
         flash_dmattn_func(long, long, long, None, wide)

@@ -60,7 +60,7 @@ def test_lists_hold_the_keys_that_their_rows_see(
 def test_a_key_mask_has_one_list_for_all_rows(is_causal):
     mask = rand_mask(2, 3, 1, 200, visible=0.3)
     lists = KeyLists.build(mask, 300, is_causal=is_causal)
-    assert lists.rows_alike and lists.rows is None and lists.row_tiles == 1
+    assert lists.row_broadcast and lists.rows is None and lists.row_tiles == 1
     check_lists(lists, mask)
     everything = KeyLists.build(torch.ones(1, 1, 1, 1, dtype=torch.bool), 300, 200)
     check_lists(everything, torch.ones(1, 1, 1, 200, dtype=torch.bool))
@@ -265,12 +265,12 @@ ERRORS = {
     "a window without a bias": (
         lambda: flash_dmattn_func(Q, K, V, is_causal=True, window_size=2),
         ValueError,
-        "window_size needs attn_bias of one number a key, .*, got none",
+        "window_size needs attn_bias of one number per key, .*, got none",
     ),
     "a window with a dense bias": (
         lambda: flash_dmattn_func(Q, K, V, None, torch.zeros(1, 1, 5, 7), is_causal=True, window_size=2),
         ValueError,
-        r"window_size needs attn_bias of one number a key, .*, got shape \(1, 1, 5, 7\)",
+        r"window_size needs attn_bias of one number per key, .*, got shape \(1, 1, 5, 7\)",
     ),
     "lists of a float mask": (
         lambda: KeyLists.build(torch.zeros(1, 1, 5, 7), 5),

@@ -50,7 +50,7 @@ def test_alibi_of_bloom(heads):
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     bias = bloom.build_alibi_tensor(torch.ones(1, 50), heads, torch.float32).view(heads, 50)
     ours = relative.dense(relative.alibi(relative.alibi_slopes(heads), 60), 50, 50)[0]
-    # Bloom's is one number a key: apart from a constant for each row the same for the keys up to it.
+    # Bloom's is one number per key: apart from a constant for each row the same for the keys up to it.
     for row in range(50):
         torch.testing.assert_close(ours[:, row, : row + 1], bias[:, : row + 1] - bias[:, row, None])
 

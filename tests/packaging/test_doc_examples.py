@@ -41,15 +41,9 @@ FRAGMENTS = {
         """
         # torchrun --nproc-per-node 1
         import sys
-        from functools import partial
         import torch
         import torch.distributed as dist
-        from torch import nn
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-        from torch.distributed.tensor.parallel import (
-            ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
-        )
         sys.path.insert(0, "EXAMPLES")
         import train_lm
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",))

@@ -108,7 +108,7 @@ private:
         }
     }
 
-    // Starts the scores from the relative bias, before the warpgroup's turn to issue GEMMs.
+    // Starts the scores from the relative bias, before the warp scheduler barrier.
     __device__ __forceinline__ void init_scores(Scores& scores) const {
         if constexpr (kBias == BiasKind::kRelative)
             metadata().relative_bias.load(scores, SharedStorage::RelativeSegment::lane_offset(tile_row(), 0));

@@ -132,10 +132,15 @@ Tensor read_back(const Tensor& lengths) { return lengths.is_cpu() ? lengths.cont
 
 }  // namespace
 
-bool is_host_readable(const Tensor& tensor) {
+bool is_stand_in(const Tensor& tensor) {
     using Key = c10::DispatchKey;
-    constexpr c10::DispatchKeySet standing_in({Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper});
-    if (tensor.key_set().has_any(standing_in)) return false;
+    constexpr c10::DispatchKeySet stand_ins(
+        {Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper, Key::Functionalize});
+    return tensor.key_set().has_any(stand_ins);
+}
+
+bool is_host_readable(const Tensor& tensor) {
+    if (is_stand_in(tensor)) return false;
     return tensor.is_cpu() || (tensor.is_cuda() && checks_devices());
 }
 

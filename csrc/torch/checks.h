@@ -52,8 +52,9 @@ struct CuSeqlens {
     std::optional<int64_t> longest;  // an optional bound on the length of a sequence
 };
 void check_cu_seqlens(const CuSeqlens& given);
-// Whether values may be read: on the CPU, and on CUDA with FLASH_DMATTN_CHECK=1. Fake tensors of a traced graph and
-// tensors wrapped by torch.func have none.
+// Whether a tensor has no values of its own: fake tensors of a traced graph, and wrappers of torch.func.
+bool is_stand_in(const Tensor& tensor);
+// Whether values may be read: on the CPU, and on CUDA with FLASH_DMATTN_CHECK=1.
 bool is_host_readable(const Tensor& tensor);
 void check_same_sequences(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k);
 void check_varlen(const Varlen& varlen, const Tensor& query, const Tensor& key);

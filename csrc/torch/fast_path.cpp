@@ -22,14 +22,10 @@ namespace py = pybind11;
 
 // Whether `object` is an ordinary tensor of `dims` dimensions: no subclass, no wrapper of a transform, no symbolic sizes.
 bool is_plain(py::handle object, int64_t dims = 4) {
-    using Key = c10::DispatchKey;
-    constexpr c10::DispatchKeySet standing_in(
-        {Key::Python, Key::FuncTorchBatched, Key::FuncTorchGradWrapper, Key::Functionalize});
     if (!THPVariable_CheckExact(object.ptr())) return false;
     const Tensor& tensor = THPVariable_Unpack(object.ptr());
-    return !tensor.key_set().has_any(standing_in) && (tensor.is_cpu() || tensor.is_cuda()) &&
-           tensor.layout() == at::kStrided && !tensor.is_nested() &&
-           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == dims;
+    return !is_stand_in(tensor) && (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided &&
+           !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == dims;
 }
 
 // Whether the kernels accept the rows without padding and without a copy: kernel_rows of flash_dmattn/attend.py.

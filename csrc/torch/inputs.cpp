@@ -49,53 +49,60 @@ void check_list_contents(const KeyListsView& view, int64_t lists) {
     }
 }
 
-KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
-    const Tensor& query = in.query;
-    TORCH_CHECK_VALUE(in.kv_indices && in.kv_indptr, "kv_indices comes with kv_indptr");
-    if (in.mask) {
-        TORCH_CHECK_VALUE(!query.is_cpu(), "mask and kv_indices cannot both be given on the CPU");
-        TORCH_CHECK_VALUE(
-            p.cu_seqlens_q == nullptr && p.bias.kind != BiasKind::kDense && !is_bias_matrix(in) && in.kv_row_bits,
-            "mask and kv_indices are given together as pack_and_list_mask returned them, of fixed length and "
-            "without a dense attn_bias");
-    }
-    const Tensor &keys = *in.kv_indices, &spans = *in.kv_indptr;
+// A packed mask that comes with its lists: the device uses the lists where these are short.
+void check_mask_of_lists(const Inputs& in, const AttentionParams& p) {
+    TORCH_CHECK_VALUE(!in.query.is_cpu(), "mask and kv_indices cannot both be given on the CPU");
+    TORCH_CHECK_VALUE(
+        p.cu_seqlens_q == nullptr && p.bias.kind != BiasKind::kDense && !is_bias_matrix(in) && in.kv_row_bits,
+        "mask and kv_indices are given together as pack_and_list_mask returned them, of fixed length and "
+        "without a dense attn_bias");
+}
+
+// The sizes of kv_indptr, and the rows of a list.
+void set_list_sizes(KeyListsView& view, const Inputs& in, const AttentionParams& p) {
+    const Tensor& spans = *in.kv_indptr;
     TORCH_CHECK_VALUE(spans.dim() == 4 && spans.size(0) == 2 && spans.is_contiguous(),
                       "kv_indptr must be contiguous (2, {B|B/n|1}, {H|Hkv|1}, row tiles), got shape ", shape_of(spans),
                       " and strides ", spans.strides());
     check_dtype(spans, "kv_indptr", at::kLong);
-    KeyListsView view;
     view.batches = spans.size(1);
     view.heads = spans.size(2);
+    view.num_m_blocks = spans.size(3);
     view.row_broadcast = !in.intervals && !in.kv_row_bits;
     if (in.kv_row_bits) {
         TORCH_CHECK_VALUE(in.kv_row_bits->dim() == 2 &&
                               (in.kv_row_bits->size(1) == KeyListsView::kRows / 32 ||
                                (in.kv_row_bits->size(0) == 0 && in.kv_row_bits->size(1) == KeyListsView::kRows / 64)),
                           "kv_row_bits must be (capacity, ", KeyListsView::kRows / 32,
-                          "), or where every row of a list sees "
-                          "its keys (0, a 32nd of its rows), got shape ",
+                          "), or where every row of a list sees its keys (0, a 32nd of its rows), got shape ",
                           shape_of(*in.kv_row_bits));
         view.tile_rows = in.kv_row_bits->size(1) * 32;
     }
     const int64_t num_m_blocks = view.row_broadcast ? 1 : (p.seqlen_q + view.tile_rows - 1) / view.tile_rows;
     const bool varlen = p.cu_seqlens_q != nullptr;
     const bool or_more = varlen && !view.row_broadcast;  // the lists may have been built for longer sequences
-    view.num_m_blocks = spans.size(3);
     TORCH_CHECK_VALUE(view.batches == p.batch || (!varlen && view.batches > 0 && p.batch % view.batches == 0),
                       "kv_indptr must be of ", p.batch,
                       varlen ? " sequences" : " batch elements or a number that divides them", ", got ", view.batches);
-    view.batch_group_size = batch_group_size_of(p, view.batches);
     TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "kv_indptr must be of ",
                       p.heads, ", ", p.kv_heads, " or 1 heads, got ", view.heads);
     TORCH_CHECK_VALUE(view.num_m_blocks == num_m_blocks || (or_more && view.num_m_blocks > num_m_blocks),
                       "kv_indptr must be of ", or_more ? "at least " : "", num_m_blocks, " row tiles, got ",
                       view.num_m_blocks);
+    view.batch_group_size = batch_group_size_of(p, view.batches);
+}
+
+KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
+    TORCH_CHECK_VALUE(in.kv_indices && in.kv_indptr, "kv_indices comes with kv_indptr");
+    if (in.mask) check_mask_of_lists(in, p);
+    KeyListsView view;
+    set_list_sizes(view, in, p);
+    const Tensor &keys = *in.kv_indices, &spans = *in.kv_indptr;
     check_shape(keys, "kv_indices", {keys.numel()});
     check_dtype(keys, "kv_indices", at::kInt);
     check_last_contiguous(keys, "kv_indices");
-    check_device(keys, "kv_indices", query, "query");
-    check_device(spans, "kv_indptr", query, "query");
+    check_device(keys, "kv_indices", in.query, "query");
+    check_device(spans, "kv_indptr", in.query, "query");
     view.keys = keys.const_data_ptr<int32_t>();
     view.capacity = keys.numel();
     view.begins = spans.const_data_ptr<int64_t>();
@@ -103,14 +110,13 @@ KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
     const int64_t lists = view.batches * view.heads * view.num_m_blocks;
     view.longest = lists > 0 ? keys.numel() / lists : 0;
     if (spans.is_cpu()) check_list_contents(view, lists);
-    if (in.kv_row_bits && in.kv_row_bits->size(0) > 0) {
-        const Tensor& rows = *in.kv_row_bits;
-        check_shape(rows, "kv_row_bits", {keys.numel(), KeyListsView::kRows / 32});
-        check_dtype(rows, "kv_row_bits", at::kInt);
-        check_device(rows, "kv_row_bits", query, "query");
-        TORCH_CHECK_VALUE(rows.is_contiguous(), "kv_row_bits must be contiguous, got strides ", rows.strides());
-        view.rows = reinterpret_cast<const uint32_t*>(rows.const_data_ptr<int32_t>());
-    }
+    if (!in.kv_row_bits || in.kv_row_bits->size(0) == 0) return view;
+    const Tensor& rows = *in.kv_row_bits;
+    check_shape(rows, "kv_row_bits", {keys.numel(), KeyListsView::kRows / 32});
+    check_dtype(rows, "kv_row_bits", at::kInt);
+    check_device(rows, "kv_row_bits", in.query, "query");
+    TORCH_CHECK_VALUE(rows.is_contiguous(), "kv_row_bits must be contiguous, got strides ", rows.strides());
+    view.rows = reinterpret_cast<const uint32_t*>(rows.const_data_ptr<int32_t>());
     return view;
 }
 
@@ -186,18 +192,14 @@ OptionalVarlen varlen_of(const Inputs& in) {
                   in.max_seqlen_k->guard_int(__FILE__, __LINE__)};
 }
 
-}  // namespace
-
-bool is_bias_matrix(const Inputs& in) {
-    if (in.query.is_cpu() || !in.bias || in.bias->scalar_type() != at::kFloat) return false;
-    return in.bias->dim() == 3 || (in.bias->dim() == 4 && in.bias->size(2) != 1);
+std::optional<int64_t> max_seqlen_k_of(const OptionalVarlen& sequences) {
+    return sequences ? std::optional(sequences->max_seqlen_k) : std::nullopt;
 }
 
-void fill(AttentionParams& p, const Inputs& in) {
+// query, key and value, their sizes and lengths, and the options.
+void set_rows(AttentionParams& p, const Inputs& in, const OptionalVarlen& sequences) {
     const Tensor &query = in.query, &key = in.key, &value = in.value;
-    const OptionalVarlen sequences = varlen_of(in);
     const bool varlen = sequences.has_value();
-    const std::optional<int64_t> max_seqlen_k = varlen ? std::optional(sequences->max_seqlen_k) : std::nullopt;
     check_rows(query, key, value, varlen);
     check_same_head_dim("value", value, query);
     TORCH_CHECK_VALUE(query.size(-1) % 8 == 0, "query's head dimension must be a multiple of 8 up to 256, got ",
@@ -208,7 +210,6 @@ void fill(AttentionParams& p, const Inputs& in) {
         check_varlen(*sequences, query, key);
         set_sequences(p, sequences->cu_seqlens_q, sequences->cu_seqlens_k);
     }
-
     p.batch = varlen ? sequences->cu_seqlens_q.numel() - 1 : query.size(0);
     p.seqlen_q = varlen ? longest_sequence(sequences->cu_seqlens_q, sequences->max_seqlen_q) : query.size(1);
     p.seqlen_k = varlen ? longest_sequence(sequences->cu_seqlens_k, sequences->max_seqlen_k) : key.size(1);
@@ -226,16 +227,17 @@ void fill(AttentionParams& p, const Inputs& in) {
     p.query = rows_view(query, varlen);
     p.key = rows_view(key, varlen);
     p.value = rows_view(value, varlen);
+    if (!in.seqlens_k) return;
+    TORCH_CHECK_VALUE(!varlen, "cache_seqlens is for fixed length; cu_seqlens_k holds the lengths of sequences");
+    check_seqlens_k(*in.seqlens_k, query, key);
+    check_last_contiguous(*in.seqlens_k, "cache_seqlens");
+    p.seqused_k = in.seqlens_k->const_data_ptr<int32_t>();
+}
 
-    if (in.seqlens_k) {
-        TORCH_CHECK_VALUE(!varlen, "cache_seqlens is for fixed length; cu_seqlens_k holds the lengths of sequences");
-        check_seqlens_k(*in.seqlens_k, query, key);
-        check_last_contiguous(*in.seqlens_k, "cache_seqlens");
-        p.seqused_k = in.seqlens_k->const_data_ptr<int32_t>();
-    }
+void set_biases(AttentionParams& p, const Inputs& in, const OptionalVarlen& sequences) {
     if (in.bias) {
-        check_bias(*in.bias, query, key, max_seqlen_k);
-        TORCH_CHECK_VALUE(varlen || in.bias->size(-1) == p.seqlen_k,
+        check_bias(*in.bias, in.query, in.key, max_seqlen_k_of(sequences));
+        TORCH_CHECK_VALUE(sequences || in.bias->size(-1) == p.seqlen_k,
                           "attn_bias must have a column for every key, got shape ", shape_of(*in.bias));
         if (is_bias_matrix(in)) {
             check_bias_matrix(in, p);
@@ -245,27 +247,43 @@ void fill(AttentionParams& p, const Inputs& in) {
             p.bias.batch_group_size = batch_group_size_of(p, p.bias.batches);
         }
     }
-    if (in.relative_bias) {
-        check_relative_bias(*in.relative_bias, query, key, p.batch);
-        check_dtype(*in.relative_bias, "relative_bias", accumulation_type(query));
-        p.relative_bias = relative_bias_view(*in.relative_bias);
-        if (!query.is_cpu()) check_grid(p.relative_bias);
-    }
+    if (!in.relative_bias) return;
+    check_relative_bias(*in.relative_bias, in.query, in.key, p.batch);
+    check_dtype(*in.relative_bias, "relative_bias", accumulation_type(in.query));
+    p.relative_bias = relative_bias_view(*in.relative_bias);
+    if (!in.query.is_cpu()) check_grid(p.relative_bias);
+}
+
+void set_mask(AttentionParams& p, const Inputs& in, const OptionalVarlen& sequences) {
+    const bool varlen = sequences.has_value(), is_packed = !in.query.is_cpu();
     TORCH_CHECK_VALUE(!in.mask || !in.intervals, "mask and intervals cannot both be given");
     if (in.mask) {
-        const bool is_packed = !query.is_cpu();
         TORCH_CHECK_VALUE(!is_packed || in.mask_tiles,
                           "on CUDA mask comes with mask_tiles, as pack_mask returned them");
-        is_packed ? check_packed_mask(*in.mask, *in.mask_tiles, query, key, p.batch, varlen)
-                  : check_mask(*in.mask, query, key, max_seqlen_k);
+        is_packed ? check_packed_mask(*in.mask, *in.mask_tiles, in.query, in.key, p.batch, varlen)
+                  : check_mask(*in.mask, in.query, in.key, max_seqlen_k_of(sequences));
         p.mask = is_packed ? score_sizes(in.mask->sizes()) : score_view(*in.mask);
         p.mask.batch_group_size = batch_group_size_of(p, p.mask.batches);
     }
     if (in.intervals) {
-        check_intervals(*in.intervals, query, key, varlen);
+        check_intervals(*in.intervals, in.query, in.key, varlen);
         p.intervals = interval_view(*in.intervals);
     }
     if (in.kv_indices || in.kv_indptr || in.kv_row_bits) p.lists = lists_view(in, p);
+}
+
+}  // namespace
+
+bool is_bias_matrix(const Inputs& in) {
+    if (in.query.is_cpu() || !in.bias || in.bias->scalar_type() != at::kFloat) return false;
+    return in.bias->dim() == 3 || (in.bias->dim() == 4 && in.bias->size(2) != 1);
+}
+
+void fill(AttentionParams& p, const Inputs& in) {
+    const OptionalVarlen sequences = varlen_of(in);
+    set_rows(p, in, sequences);
+    set_biases(p, in, sequences);
+    set_mask(p, in, sequences);
 }
 
 AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& intervals, int64_t seqlen_q,

@@ -70,6 +70,27 @@ Tensor empty_dbias(BwdParams& p, const Inputs& in) {
     return dbias;
 }
 
+// The results of the forward and their gradients.
+void check_results(const BwdParams& p, const Inputs& in, const Tensor& dout, const OptionalTensor& dlse,
+                   const Tensor& out, const Tensor& lse) {
+    const Tensor& query = in.query;
+    for (const auto& [tensor, name] : {std::pair(&dout, "dout"), std::pair(&out, "out")}) {
+        check_shape(*tensor, name, query.sizes());
+        check_dtype(*tensor, name, query.scalar_type());
+        check_device(*tensor, name, query, "query");
+    }
+    const auto check_stat = [&](const Tensor& tensor, const char* name) {
+        in.is_varlen() ? check_shape(tensor, name, {p.heads, query.size(0)})
+                       : check_shape(tensor, name, {p.batch, p.heads, p.seqlen_q});
+        check_dtype(tensor, name, accumulation_type(query));
+        check_device(tensor, name, query, "query");
+    };
+    check_stat(lse, "lse");
+    if (dlse) check_stat(*dlse, "dlse");
+    check_last_contiguous(out, "out");
+    check_last_contiguous(lse, "lse");
+}
+
 }  // namespace
 
 ForwardResult mha_fwd(Inputs in) {
@@ -99,21 +120,7 @@ BackwardResult mha_bwd(const Tensor& dout, const OptionalTensor& dlse, const Ten
     TORCH_CHECK_VALUE(!needs_drelative_bias || in.relative_bias,
                       "needs_drelative_bias is True, but there is no relative_bias");
     TORCH_CHECK_VALUE(!in.seqlens_k, "cache_seqlens is for inference, and has no gradients");
-    for (const auto& [tensor, name] : {std::pair(&dout, "dout"), std::pair(&out, "out")}) {
-        check_shape(*tensor, name, query.sizes());
-        check_dtype(*tensor, name, query.scalar_type());
-        check_device(*tensor, name, query, "query");
-    }
-    const auto check_stat = [&](const Tensor& tensor, const char* name) {
-        varlen ? check_shape(tensor, name, {p.heads, query.size(0)})
-               : check_shape(tensor, name, {p.batch, p.heads, p.seqlen_q});
-        check_dtype(tensor, name, accumulation_type(query));
-        check_device(tensor, name, query, "query");
-    };
-    check_stat(lse, "lse");
-    if (dlse) check_stat(*dlse, "dlse");
-    check_last_contiguous(out, "out");
-    check_last_contiguous(lse, "lse");
+    check_results(p, in, dout, dlse, out, lse);
 
     const Tensor dout_rows = readable_rows(dout.stride(-1) == 1 ? dout : dout.contiguous());
     const Tensor out_rows = readable_rows(out);

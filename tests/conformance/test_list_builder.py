@@ -17,7 +17,7 @@ def test_lists_hold_the_keys_that_their_rows_see(path, seqlen_q, seqlen_k, causa
     dense = mask.to_dense(seqlen_q) if path.mask == "intervals" else mask
     lists = KeyLists.build(mask, seqlen_q, is_causal=causal)
     # A mask that is the same for all rows has one list, which leaves causality to the kernels.
-    check_lists(lists, dense.tril(seqlen_k - seqlen_q) if causal and not lists.rows_alike else dense)
+    check_lists(lists, dense.tril(seqlen_k - seqlen_q) if causal and not lists.row_broadcast else dense)
 
 
 @CAUSAL

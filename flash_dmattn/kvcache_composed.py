@@ -32,7 +32,8 @@ CHECKS_DEVICES = os.environ.get("FLASH_DMATTN_CHECK") == "1"  # as in csrc/torch
 # With batch_invariant on CUDA: a sequence that is added to every batch. With it each batch has more rows than the
 # kernels for few rows serve, whose split-KV depends on the batch, and more keys than any threshold between kernels. The
 # blocks of the other kernels start at a sequence's first row, so that its bits depend on the sequence alone.
-FILLER_ROWS, FILLER_KEYS = 128, 4096
+FILLER_ROWS = 128
+FILLER_KEYS = 4096  # kFillerKeys of csrc/torch/cuda_backend.h
 
 
 def read(lengths: Tensor) -> list[int] | None:
@@ -333,21 +334,29 @@ def call_fixed(given: KvCacheArguments, keys: Keys) -> tuple[Tensor, Tensor]:
 
 
 def call_packed(given: KvCacheArguments, sequences: Sequences, keys: Keys) -> tuple[Tensor, Tensor]:
-    query, offsets, max_rows, relative_bias = given.query, given.cu_seqlens_q, sequences.max_rows, given.relative_bias
     (key, value, *biases), counts, max_keys = keys
-    options, total = options_of(given), query.shape[0]
-    if has_filler(given):
-        query = pad(query, (0, 0, 0, 0, 0, FILLER_ROWS))
-        offsets, counts = torch.cat((offsets, offsets[-1:] + FILLER_ROWS)), pad(counts, (0, 1), value=FILLER_KEYS)
-        max_rows, max_keys = max(max_rows, FILLER_ROWS), max(max_keys, FILLER_KEYS)
-        if relative_bias is not None and relative_bias.shape[0] > 1:
-            relative_bias = torch.cat((relative_bias, relative_bias[-1:]))
-        if given.window_size is not None:
-            options["sparse"] = "lists"  # "auto" chooses by the number of keys
-    options |= {"relative_bias": relative_bias, "varlen": Varlen(offsets, offsets_of(counts), max_rows, max_keys)}
-    bias = biases[0] if biases else None
-    out, lse = attend(kernels_for(query), Call(query, key, value, attn_bias=bias, **options))
-    return out[:total], lse[:, :total]
+    varlen = Varlen(given.cu_seqlens_q, offsets_of(counts), sequences.max_rows, max_keys)
+    options = options_of(given) | {"relative_bias": given.relative_bias, "attn_bias": biases[0] if biases else None}
+    call = Call(given.query, key, value, varlen=varlen, **options)
+    return attend_beside_filler(call) if has_filler(given) else attend(kernels_for(call.query), call)
+
+
+def attend_beside_filler(call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a packed call whose keys include the filler's, which come last. Changes `call`."""
+    total, varlen = call.query.shape[0], call.varlen
+    call.query = pad(call.query, (0, 0, 0, 0, 0, FILLER_ROWS))
+    call.varlen = Varlen(
+        torch.cat((varlen.cu_seqlens_q, varlen.cu_seqlens_q[-1:] + FILLER_ROWS)),
+        torch.cat((varlen.cu_seqlens_k, varlen.cu_seqlens_k[-1:] + FILLER_KEYS)),
+        max(varlen.max_seqlen_q, FILLER_ROWS),
+        max(varlen.max_seqlen_k, FILLER_KEYS),
+    )
+    if call.relative_bias is not None and call.relative_bias.shape[0] > 1:
+        call.relative_bias = torch.cat((call.relative_bias, call.relative_bias[-1:]))
+    if call.window_size is not None:
+        call.sparse = "lists"  # "auto" chooses by the number of keys
+    out, lse = attend(kernels_for(call.query), call)
+    return out[:total], lse[:, :total].contiguous()
 
 
 def options_of(given: KvCacheArguments) -> dict:
@@ -369,6 +378,7 @@ def attend_to_best_keys(
     softmax_scale: float,
     softcap: float,
     sinks: Tensor | None,
+    batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) over the gathered keys of BestKeysOfCache (csrc/torch/cuda_backend.h)."""
     if fallbacks.enabled():
@@ -383,7 +393,7 @@ def attend_to_best_keys(
         if cu_seqlens_q is not None:
             options["varlen"] = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         call = Call(query, key, value, attn_bias=bias, is_causal=True, return_lse=True, **options)
-        return attend(kernels_for(query), call)
+        return attend_beside_filler(call) if batch_invariant else attend(kernels_for(query), call)
 
 
 if ops.compose_attention_with_kvcache is not None:

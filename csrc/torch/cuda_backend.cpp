@@ -120,7 +120,7 @@ std::optional<BestKeysOfCache> gather_best_keys_cuda(const KvCacheParams& p, con
     const bool packed = p.cu_seqlens_q != nullptr;
     cuda::BestKeys best;
     best.max_selected = std::min(p.window_size, p.seqlen_k);
-    best.total = p.batch * best.max_selected + p.total_q;
+    best.total = p.batch * best.max_selected + p.total_q + (p.batch_invariant ? kFillerKeys : 0);
     best.skipped_rows = packed ? cuda::decodable_rows(p) : 0;
     const int64_t width = best.max_selected + p.seqlen_q;
 

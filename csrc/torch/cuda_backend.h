@@ -19,7 +19,11 @@ void backward_cuda(BwdParams& params, const Inputs& inputs);
 // tensor on the device.
 bool decode_kvcache_cuda(const KvCacheParams& params, const Tensor& like, bool skips_longer);
 
+// With batch_invariant, a packed batch has one more sequence (flash_dmattn/kvcache_composed.py) of so many keys.
+constexpr int64_t kFillerKeys = 4096;
+
 // The keys of a call with a window that its rows may see, gathered from the cache, aligned to the end of each sequence.
+// With batch_invariant kFillerKeys positions without a key follow.
 struct BestKeysOfCache {
     Tensor key, value;            // (B, max_selected + Sq, Hkv, D); packed (B * max_selected + total_q, Hkv, D)
     Tensor bias;                  // (B, Hkv, 1, max_selected + Sq); packed (B * max_selected + total_q, Hkv)

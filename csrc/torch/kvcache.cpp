@@ -1,5 +1,6 @@
 #include "kvcache.h"
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -272,6 +273,16 @@ bool has_equal_rows(const KvCacheInputs& in, int64_t batch) {
            in.cu_seqlens_q->const_data_ptr<int32_t>()[batch] == in.query.size(0);
 }
 
+KvCacheInputs packed(KvCacheInputs in, int64_t batch) {
+    const int64_t rows = in.query.size(1);
+    in.query = in.query.flatten(0, 1);
+    for (OptionalTensor* tensor : {&in.key, &in.value, &in.bias})
+        if (*tensor) *tensor = (*tensor)->flatten(0, 1);
+    in.cu_seqlens_q = at::arange(0, batch * rows + 1, rows, in.cache_seqlens.options());
+    in.max_seqlen_q = rows;
+    return in;
+}
+
 KvCacheInputs unpacked(KvCacheInputs in, int64_t batch) {
     in.query = in.query.unflatten(0, {batch, -1});
     for (OptionalTensor* rows : {&in.key, &in.value, &in.bias})
@@ -295,21 +306,20 @@ ForwardResult compose(const KvCacheInputs& in) {
 ForwardResult attend_to(const BestKeysOfCache& keys, const KvCacheInputs& in) {
     using Operator = ForwardResult(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                    const OptionalTensor&, OptionalSymInt, OptionalSymInt, c10::SymInt, double, double,
-                                   const OptionalTensor&);
+                                   const OptionalTensor&, bool);
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow("flash_dmattn::attend_to_best_keys", "").typed<Operator>();
     const OptionalSymInt max_seqlen_k =
         in.is_packed() ? OptionalSymInt(*in.max_seqlen_q + keys.max_selected) : std::nullopt;
     return op.call(in.query, keys.key, keys.value, keys.bias, in.cu_seqlens_q, keys.cu_seqlens_k, in.max_seqlen_q,
-                   max_seqlen_k, *in.window_size, in.softmax_scale, in.softcap, in.sinks);
+                   max_seqlen_k, *in.window_size, in.softmax_scale, in.softcap, in.sinks, in.batch_invariant);
 }
 
 // Whether the best keys are gathered, and not by compose_attention_with_kvcache. The kernels that select key lists for
 // few rows read a contiguous cache in place. Where offsets are read back for checks, rows may be removed as padding.
 bool gathers_best_keys(const KvCacheInputs& in, const KvCacheParams& p) {
     const bool in_place = !in.block_table && !in.cache_batch_idx && !in.is_packed() && p.seqlen_q <= kMaxListedRows;
-    return in.window_size && !in.batch_invariant && !in_place &&
-           !(in.is_packed() && is_host_readable(*in.cu_seqlens_q));
+    return in.window_size && !in_place && !(in.is_packed() && is_host_readable(*in.cu_seqlens_q));
 }
 
 ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
@@ -325,6 +335,11 @@ ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
         in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats);
     write_to(out, lse);
     if (decode_kvcache_cuda(p, in.query, false)) return {out, lse};
+    if (in.batch_invariant && in.window_size && !in.is_packed()) {
+        const KvCacheInputs all = packed(in, p.batch);
+        const auto [packed_out, packed_lse] = run(all, params_of(all, p.batch));
+        return {packed_out.unflatten(0, {p.batch, -1}), packed_lse.unflatten(1, {p.batch, -1}).transpose(0, 1)};
+    }
     if (gathers_best_keys(in, p)) {
         if (const auto keys = gather_best_keys_cuda(p, in.k_cache, *in.bias_cache)) {
             const ForwardResult result = attend_to(*keys, in);

@@ -51,7 +51,7 @@ TORCH_LIBRARY(flash_dmattn, m) {
     m.def(
         "attend_to_best_keys(Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? cu_seqlens_q, "
         "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt window_size, float softmax_scale, "
-        "float softcap, Tensor? sinks) -> (Tensor, Tensor)");
+        "float softcap, Tensor? sinks, bool batch_invariant) -> (Tensor, Tensor)");
     m.def(
         "build_key_lists(Tensor? mask, Tensor? intervals, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, "
         "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? keys_per_row, SymInt? limit) -> (Tensor, Tensor, Tensor)");

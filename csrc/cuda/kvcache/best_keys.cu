@@ -156,9 +156,9 @@ dim3 grid_of_heads(const KvCacheParams& p, int64_t ctas) {
 bool can_gather_best_keys(const KvCacheParams& p) {
     constexpr int64_t kMaxGrid = 65535;  // CTAs along y
     const int64_t total = p.batch * std::min(p.window_size, p.seqlen_k) + p.total_q;
-    return can_read_cache(p) && p.window_size > 0 && p.window_size < p.seqlen_k && p.bias_cache.present() &&
-           !p.relative_bias.present() && p.batch > 0 && p.total_q > 0 && p.cache_batch > 0 && p.kv_heads > 0 &&
-           p.batch * p.kv_heads < kMaxGrid && total * p.kv_heads < INT_MAX / 2;
+    return can_read_cache(p) && p.window_size > 0 && (p.window_size < p.seqlen_k || p.batch_invariant) &&
+           p.bias_cache.present() && !p.relative_bias.present() && p.batch > 0 && p.total_q > 0 && p.cache_batch > 0 &&
+           p.kv_heads > 0 && p.batch * p.kv_heads < kMaxGrid && total * p.kv_heads < INT_MAX / 2;
 }
 
 void append_and_read_biases(const KvCacheParams& params, int64_t max_selected, void* biases, int32_t* prefix,

@@ -25,7 +25,8 @@ struct BestKeys {
     void* bias = nullptr;   // [B, Hkv, total / B]; packed [total, Hkv]; in the dtype of bias_cache
 };
 
-// Whether the functions below serve a call: a window smaller than the room of a sequence, without relative bias.
+// Whether the functions below serve a call: a window smaller than the room of a sequence, or any with batch_invariant,
+// whose bits do not depend on the room; without relative bias.
 bool can_gather_best_keys(const KvCacheParams& params);
 
 // Writes the new tokens into the cache. Then writes the keys before the new rows, `prefix` [B], and their biases,

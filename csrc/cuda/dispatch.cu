@@ -15,7 +15,9 @@
 #include "cuda/postprocess/convert.h"
 #include "cuda/preprocess/clear.h"
 #include "cuda/preprocess/delta.h"
+#include "cuda/preprocess/visible_distances.h"
 #include "cuda/sm90/decode/plan.h"
+#include "cuda/softmax/relative_bias.cuh"
 #include "fallback_log.h"
 
 namespace flash_dmattn::cuda {
@@ -76,7 +78,9 @@ uint64_t inverse_grid_width(const AttentionParams& p) {
 
 FwdPlan plan_fwd(const FwdParams& p) {
     FwdPlan plan;
-    if (p.batch > 0 && p.heads > 0 && p.seqlen_q > 0) select_kernels("forward", &Architecture::fwd, p, plan);
+    if (p.batch == 0 || p.heads == 0 || p.seqlen_q == 0) return plan;
+    select_kernels("forward", &Architecture::fwd, p, plan);
+    plan.visible_distances = plan.take<DistanceRange>(count_visible_distances(p));
     return plan;
 }
 
@@ -88,6 +92,8 @@ void run_fwd(const FwdParams& p, const FwdPlan& plan, void* workspace, cudaStrea
     args.split_counters = plan.split_counters.in<int32_t>(workspace);
     args.split_out = plan.split_out.in<float>(workspace);
     args.split_lse = plan.split_lse.in<float>(workspace);
+    args.visible_distances = plan.visible_distances.in<DistanceRange>(workspace);
+    find_visible_distances(args, args.visible_distances, stream);
     if (plan.num_splits > 1)
         FLASH_CUDA_CHECK(cudaMemsetAsync(args.split_counters, 0, plan.split_counters.bytes, stream));
     plan.launch(args, stream);
@@ -101,6 +107,7 @@ BwdPlan plan_bwd(const BwdParams& p) {
     plan.delta = plan.take<float>((p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * plan.delta_rows);
     if (p.drelative_bias != nullptr && p.deterministic && plan.adds_drelative_bias)
         plan.drelative_bias_exact = plan.take<ExactSum>(relative_bias_elements(p));
+    plan.visible_distances = plan.take<DistanceRange>(count_visible_distances(p));
     return plan;
 }
 
@@ -118,6 +125,8 @@ void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStrea
     args.progress_counters = plan.progress_counters.in<int32_t>(workspace);
     args.relative_bias_entries = p.relative_bias.size();
     args.drelative_bias_exact = plan.drelative_bias_exact.in<ExactSum>(workspace);
+    args.visible_distances = plan.visible_distances.in<DistanceRange>(workspace);
+    find_visible_distances(args, args.visible_distances, stream);
     clear(args, workspace, plan.zeroed_bytes, stream);
     if (args.drelative_bias_exact != nullptr)
         FLASH_CUDA_CHECK(cudaMemsetAsync(args.drelative_bias_exact, 0, plan.drelative_bias_exact.bytes, stream));

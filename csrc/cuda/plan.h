@@ -46,6 +46,7 @@ struct WorkspaceLayout {
     }
 };
 
+struct DistanceRange;
 struct ExactSum;
 struct FwdArgs;
 struct BwdArgs;
@@ -60,6 +61,7 @@ struct FwdPlan : WorkspaceLayout {
     FwdLauncher launch;                                  // empty where the output has no elements
     int64_t num_splits = 1;                              // split-KV: CTAs that share the keys of an m_block
     WorkspacePart split_counters, split_out, split_lse;  // FwdArgs; the counters are zeroed before the launch
+    WorkspacePart visible_distances;                     // FwdArgs
 };
 
 // A kernel parameter: compiled kernels depend on the order of the members, here and in params.h.
@@ -69,6 +71,8 @@ struct FwdArgs : FwdParams {
     int32_t* split_counters;  // [m_blocks of all heads and batch elements]: finished splits
     float* split_out;         // [num_splits, B, H, Sq, D]
     float* split_lse;         // [num_splits, B, H, Sq]
+    // Of each batch element and head of relative_bias; null: all are visible.
+    DistanceRange* visible_distances;
 };
 
 // Which kernel writes the gradient of a dense bias. dx is the gradient of the scores after softcap and bias.
@@ -105,6 +109,7 @@ struct BwdPlan : BwdTiling, WorkspaceLayout {
     int64_t zeroed_bytes = 0;         // bytes at the start of the workspace that are zeroed before the launch
     WorkspacePart dquery_accum, dquery_semaphore, dbias_parts, dkv_accum, dbias_accum, progress_counters;  // BwdArgs
     WorkspacePart drelative_bias_exact;  // BwdArgs; zeroed before the launch
+    WorkspacePart visible_distances;     // BwdArgs
     WorkspacePart delta;                 // BwdParams
 };
 
@@ -123,6 +128,8 @@ struct BwdArgs : BwdParams, BwdTiling {
     int32_t* progress_counters;      // deterministic: [B, H, m_blocks], and one ticket counter
     int64_t relative_bias_entries;   // of one batch element and head
     ExactSum* drelative_bias_exact;  // deterministic: in the shape of drelative_bias; else null
+    // Of each batch element and head of relative_bias; null: all are visible.
+    DistanceRange* visible_distances;
 };
 
 }  // namespace flash_dmattn::cuda

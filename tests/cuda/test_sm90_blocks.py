@@ -6,7 +6,7 @@ from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn, takes_gpu_memo
 from helpers import check, reference, surrounded
 from sm90 import BIASES, bias_of
 
-from flash_dmattn import flash_dmattn_func
+from flash_dmattn import KeyLists, flash_dmattn_func
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use")]
 
@@ -100,6 +100,34 @@ def test_rows_of_large_biases(least, batch, use):
         # float32 loses what is added to such a bias: all keys have the same score.
         for rows, right in ((slice(0, None, 2), exact[:, ::2]), (slice(1, None, 2), tensors[2].double().mean(1, True))):
             torch.testing.assert_close(out[:, rows].double(), right.expand_as(out[:, rows]), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("sparse", ["tiles", "lists"])
+@pytest.mark.parametrize("large", [2e4, -2e4, -1e9, -2e38, 2e38])
+def test_key_biases_that_are_too_large_to_start_the_scores_from(large, sparse):
+    """Rows whose first blocks have such biases, whose last have, and that see nothing else."""
+    query, key, value = on_gpu(1, 700, 1000, 4, 2, 64)
+    bias = torch.randn(3, 2, 1, 1000, device="cuda")
+    bias[0, 0, :, :140] = large
+    bias[0, 1, :, 900:] = large
+    bias[1] = large
+    bias[2, 0, :, 500] = large
+    bias[:, :, :, 300:330] = -torch.inf
+    tensors = [x.expand(3, -1, -1, -1) for x in (query, key, value)]
+    mask = torch.rand(3, 2, 700, 1000, device="cuda") < 0.9
+    mask[0, 0, ::3, :140] = False
+    mask[2, 1, :, 10:20] = False
+    bias[2, 1, :, 10:20] = torch.nan
+    attn_mask = KeyLists.build(mask, 700) if sparse == "lists" else mask
+    out, lse = flash_dmattn_func(*tensors, attn_mask, bias, return_lse=True)
+
+    finite = bias.double().masked_fill(bias.isnan(), 0)
+    exact, exact_lse = reference(*(x.double() for x in tensors), mask, finite, return_lse=True)
+    if abs(large) > 1e8:  # float32 loses what is added to such a bias: all keys have the same score
+        zeros, same = torch.zeros_like(query).double(), torch.where(bias[1:2].isfinite(), 0.0, -torch.inf).double()
+        exact[1] = reference(zeros, key.double(), value.double(), mask[1:2], same)[0]
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-6, atol=2e-3)
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("course", ["rising", "falling", "late"])

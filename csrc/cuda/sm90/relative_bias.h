@@ -5,10 +5,14 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Q K^T is accumulated onto the relative bias divided by the softmax scale.
+// Whether Q K^T can be accumulated onto a bias divided by the softmax scale.
+inline bool can_start_from_bias(const AttentionParams& p) {
+    constexpr double kLeastScale = 1e-30;  // a bias divided by it stays finite
+    return p.softcap == 0 && p.softmax_scale >= kLeastScale;
+}
+
 inline bool supports_relative_bias(const AttentionParams& p) {
-    return !p.relative_bias.has_grid() && !p.bias.present() && !p.lists.present() && p.softcap == 0 &&
-           p.softmax_scale > 0;
+    return !p.relative_bias.has_grid() && !p.bias.present() && !p.lists.present() && can_start_from_bias(p);
 }
 
 // The kind of bias that a kernel for tiles is compiled for.

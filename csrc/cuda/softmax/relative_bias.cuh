@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cfloat>
+#include <climits>
 
 #include "cuda/arch/fragment.cuh"
 #include "cuda/arch/memory.cuh"
@@ -75,6 +76,9 @@ __device__ __forceinline__ const float* relative_bias_entries(const AttentionPar
            shared_head(head, p.heads, view.heads) * view.head_stride;
 }
 
+// Whether an entry hides a score.
+__device__ __forceinline__ bool hides(float entry) { return entry <= -FLT_MAX; }
+
 // The bias of the scores of one sequence and query head.
 template <bool kOrMatrix>
 class RelativeBiasOf : public RelativePosition<kOrMatrix> {
@@ -86,13 +90,58 @@ public:
     // -inf where the entry hides the score.
     __device__ __forceinline__ float operator[](int position) const {
         const float entry = __ldg(entries_ + this->clamp(position));
-        return entry <= -FLT_MAX ? -kInfinity : entry;
+        return hides(entry) ? -kInfinity : entry;
     }
 
 private:
     const float* entries_;
 };
 using RelativeBias = RelativeBiasOf<false>;
+
+// Entries of a table are visible at some of the distances [first, last], and at none outside. first is INT_MIN and last
+// INT_MAX where the table's end is visible, which all farther keys read.
+struct DistanceRange {
+    int first, last;
+};
+
+// The rows and keys that a relative bias leaves visible to each other, of one sequence and query head.
+class VisibleDistances {
+public:
+    struct Range {
+        int begin, end;
+        __device__ bool empty() const { return begin >= end; }
+    };
+
+    // ranges: FwdArgs or BwdArgs::visible_distances
+    __device__ __forceinline__ VisibleDistances(const AttentionParams& p, const DistanceRange* ranges,
+                                                const Sequence& s, int head)
+        : rows_(s.rows), keys_(s.keys) {
+        if (ranges == nullptr) return;
+        const RelativeBiasView& view = p.relative_bias;
+        range_ =
+            ranges[relative_bias_batch<false>(view, s.batch) * view.heads + shared_head(head, p.heads, view.heads)];
+    }
+    // The keys outside which no row of [first_row, last_row] sees any.
+    __device__ __forceinline__ Range keys_of(int first_row, int last_row) const {
+        const int64_t offset = int64_t{keys_} - rows_;
+        return range(first_row + offset + range_.first, last_row + offset + range_.last, keys_);
+    }
+    // The rows outside which none sees a key of [first_key, last_key].
+    __device__ __forceinline__ Range rows_of(int first_key, int last_key) const {
+        const int64_t offset = int64_t{keys_} - rows_;
+        return range(first_key - offset - range_.last, last_key - offset - range_.first, rows_);
+    }
+
+private:
+    // [first, last] among `size`.
+    static __device__ __forceinline__ Range range(int64_t first, int64_t last, int size) {
+        return {static_cast<int>(min(max(first, int64_t{0}), int64_t{size})),
+                static_cast<int>(min(max(last + 1, int64_t{0}), int64_t{size}))};
+    }
+
+    DistanceRange range_{INT_MIN, INT_MAX};
+    int rows_, keys_;
+};
 
 // The gradient of the entries of one sequence and query head.
 template <bool kOrMatrix>

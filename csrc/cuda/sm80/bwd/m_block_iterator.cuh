@@ -3,6 +3,7 @@
 
 #include "cuda/mask/block_mask_iterator.cuh"
 #include "cuda/plan.h"
+#include "cuda/softmax/relative_bias.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
@@ -20,7 +21,7 @@ struct MBlockStep {
     bool mask_full;  // the mask hides no score of the tile
 };
 
-// Iterates head by head over the m_blocks that causality and the mask leave active, ascending. The CTAs of a cluster,
+// Iterates head by head over the m_blocks that causality, the mask and a relative bias leave active, ascending. The CTAs of a cluster,
 // one per batch element that shares a bias, visit the same m_blocks: those that are active for any of them.
 template <typename Traits, bool kCausal>
 class MBlockIterator {
@@ -29,7 +30,7 @@ public:
                               int first_head)
         : state_(state), p_(p), s_(s), n_block_(n_block), first_head_(first_head) {
         __syncwarp();
-        state_ = {first_head, 0, false, {begin()}};
+        state_ = {first_head, 0, false, {m_blocks_of(first_head).begin}};
         __syncwarp();
     }
 
@@ -42,13 +43,14 @@ public:
         MBlockIteratorState state = state_;
         __syncwarp();
         while (state.ahead.pending == 0) {
-            if (state.ahead.next >= end()) {
+            BlockRange m_blocks = m_blocks_of(state.head);
+            if (state.ahead.next >= m_blocks.end) {
                 if (state.head + 1 == first_head_ + static_cast<int>(p_.heads / p_.kv_heads)) return false;
                 ++state.head;
-                state.ahead.next = begin();
-                if (state.ahead.next >= end()) return false;
+                m_blocks = m_blocks_of(state.head);
+                state.ahead.next = m_blocks.begin;
             }
-            state.ahead.look(end(), [&](int m_block, bool& is_empty, bool& is_full) {
+            state.ahead.look(m_blocks.end, [&](int m_block, bool& is_empty, bool& is_full) {
                 if (has_mask(p_)) summarize(state.head, m_block, is_empty, is_full);
             });
         }
@@ -61,8 +63,16 @@ public:
     }
 
 private:
-    __device__ int begin() const { return kCausal ? s_.causal_begin(n_block_ * Traits::kKeys) / Traits::kRows : 0; }
-    __device__ int end() const { return ceil_div(s_.rows, Traits::kRows); }
+    __device__ __forceinline__ BlockRange m_blocks_of(int head) const {
+        const int first_key = n_block_ * Traits::kKeys;
+        BlockRange blocks{kCausal ? s_.causal_begin(first_key) / Traits::kRows : 0, ceil_div(s_.rows, Traits::kRows)};
+        // Deterministic mode and the gradient of a dense bias need all of them.
+        if (p_.visible_distances == nullptr || p_.deterministic || p_.dense_dbias != DenseDbias::kNone) return blocks;
+        const auto rows =
+            VisibleDistances(p_, p_.visible_distances, s_, head).rows_of(first_key, first_key + Traits::kKeys - 1);
+        if (rows.empty()) return {0, 0};
+        return {max(blocks.begin, rows.begin / Traits::kRows), min(blocks.end, ceil_div(rows.end, Traits::kRows))};
+    }
 
     __device__ __forceinline__ void summarize(int head, int m_block, bool& is_empty, bool& is_full) const {
         const auto summary_of = [&](const Sequence& s) {

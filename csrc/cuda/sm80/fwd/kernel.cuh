@@ -67,10 +67,17 @@ public:
             return summary;
         };
         const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
-        const unsigned num_n_blocks = ceil_div(sequence().keys_of(last_row, is_causal()), kKeys);
+        unsigned first_n_block = 0, num_n_blocks = ceil_div(sequence().keys_of(last_row, is_causal()), kKeys);
+        if (p_.visible_distances != nullptr) {
+            const VisibleDistances distances(p_, p_.visible_distances, sequence(), smem_.work_tile.first_head);
+            const auto keys = distances.keys_of(query_row(0), last_row);
+            first_n_block = keys.begin / kKeys;
+            num_n_blocks = max(min(static_cast<int>(num_n_blocks), ceil_div(keys.end, kKeys)) - keys.begin / kKeys, 0);
+        }
         const unsigned num_splits = static_cast<unsigned>(p_.num_splits), split_idx = smem_.work_tile.split_idx;
-        ActiveBlockScan<kKeys, decltype(summarize)> n_block(num_n_blocks * split_idx / num_splits,
-                                                            num_n_blocks * (split_idx + 1) / num_splits, summarize);
+        ActiveBlockScan<kKeys, decltype(summarize)> n_block(first_n_block + num_n_blocks * split_idx / num_splits,
+                                                            first_n_block + num_n_blocks * (split_idx + 1) / num_splits,
+                                                            summarize);
         for (int row = threadIdx.x; row < kRows; row += kThreads)
             smem_.row_end[row] = query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), is_causal()) : 0;
         this->attend(*this, n_block);

@@ -83,6 +83,11 @@ private:
             return true;
         });
         if (p_.is_causal) range.begin = max(range.begin, sequence().causal_begin(first_key()));
+        if constexpr (kBias == BiasKind::kRelative) {
+            const auto rows = rows_of_distances(head, work_tile_.n_block);
+            if (rows.empty()) return {0, 0};
+            range = {max(range.begin, rows.begin), min(range.end, rows.end)};
+        }
         return range;
     }
     __device__ __forceinline__ BlockSummary<kKeys> block_summary(const Sequence& s, int head, int m_block,
@@ -90,8 +95,17 @@ private:
         const MaskSummaries<kRows, kKeys> mask(p_, s, head);
         return mask.of(m_block * kRows, min((m_block + 1) * kRows, s.rows) - 1, n_block);
     }
-    // Whether the mask hides all scores, in every sequence of the cluster.
+    // The rows that a relative bias leaves to an n_block.
+    __device__ __forceinline__ VisibleDistances::Range rows_of_distances(int head, int n_block) const {
+        return VisibleDistances(p_, p_.visible_distances, sequence(), head)
+            .rows_of(n_block * kKeys, (n_block + 1) * kKeys - 1);
+    }
+    // Whether the mask, in every sequence of the cluster, or a relative bias hides all scores.
     __device__ __forceinline__ bool is_masked_out(int head, int m_block, int n_block) const {
+        if constexpr (kBias == BiasKind::kRelative) {
+            const auto rows = rows_of_distances(head, n_block);
+            if (rows.empty() || rows.end <= m_block * kRows || rows.begin >= (m_block + 1) * kRows) return true;
+        }
         bool is_empty = true;
         for_each_sequence(
             [&](const Sequence& s) { return is_empty &= block_summary(s, head, m_block, n_block).empty; });

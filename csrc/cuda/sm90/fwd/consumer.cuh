@@ -74,6 +74,7 @@ private:
         for (int h = 0; h < 2; ++h)
             row_end_[h] = row(h) < work_tile().s.rows ? work_tile().s.keys_of(row(h), p_.is_causal) : 0;
         softmax_ = FwdSoftmax<T>(row_end_);
+        has_raw_scores_ = params_.softmax.raw_scores;
 
         Scores scores;
         Probs probs;
@@ -108,13 +109,15 @@ private:
         }
     }
 
-    // Starts the scores from the relative bias, before the warp scheduler barrier.
+    // Starts the scores from a key or relative bias, before the warp scheduler barrier.
     __device__ __forceinline__ void init_scores(Scores& scores) const {
+        if constexpr (kBias == BiasKind::kKey) metadata().key_bias.load(scores);
         if constexpr (kBias == BiasKind::kRelative)
             metadata().relative_bias.load(scores, SharedStorage::RelativeSegment::lane_offset(tile_row(), 0));
+        if constexpr (starts_from_bias(kBias)) warpgroup_fence_operand(scores);  // not behind the barrier
     }
     __device__ __forceinline__ void gemm_qk(Scores& scores) const {
-        gemm_ss<kBias != BiasKind::kRelative, Major::kK, Major::kK>(
+        gemm_ss<!starts_from_bias(kBias), Major::kK, Major::kK>(
             scores, SmemDescriptor<QueryTile>(smem_.query[query_pipeline_.stage()], warpgroup_ * kWarpgroupRows),
             SmemDescriptor<KeyTile>(smem_.key[key_pipeline_.stage()]));
     }
@@ -229,7 +232,7 @@ private:
         constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
         const auto hide = [&] { mask_by_bias(scores, n_block); };
         finish_out();
-        softmax_.update(scores, probs, params_.softmax.to_log2, kExtreme, hide,
+        softmax_.update(scores, probs, to_log2(), kExtreme, hide,
                         [&](int i, float factor) { softmax_.scale(out_, i, factor); });
     }
 
@@ -240,7 +243,13 @@ private:
             scale_and_cap(scores, scale, params_.softmax.softcap);
             scale = 1;
         }
-        if constexpr (kBias == BiasKind::kKey) scale_and_add_bias(scores, scale, metadata().bias);
+        if constexpr (kBias == BiasKind::kKey) {
+            if (has_raw_scores_ && metadata().key_bias.has_added()) {
+                has_raw_scores_ = false;
+                softmax_.scale_base(scale);
+            }
+            if (!has_raw_scores_) scale_and_add_bias(scores, scale, metadata().key_bias.added());
+        }
         if constexpr (kBias == BiasKind::kDense) add_dense_bias(scores, scale);
         if constexpr (Traits::kGathers) {
             apply_sparse_mask(scores);
@@ -325,13 +334,20 @@ private:
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float lse;
-            const float inverse = softmax_.finish(h, params_.softmax.raw_scores ? params_.softmax.scale : 1.f, lse);
+            const float inverse = softmax_.finish(h, has_raw_scores() ? params_.softmax.scale : 1.f, lse);
             const bool exists = row(h) < s.rows;
             if (is_row_leader() && exists) lse_of_row[row(h)] = lse;
             store_row(out_, h, inverse, out + row(h) * p_.out.row_stride, static_cast<int>(p_.head_dim), exists);
         }
     }
 
+    // Scores of the softmax times this are exponents of 2.
+    __device__ float to_log2() const {
+        return kBias != BiasKind::kKey || has_raw_scores_ ? params_.softmax.to_log2 : kLog2E;
+    }
+    __device__ bool has_raw_scores() const {
+        return kBias == BiasKind::kKey ? has_raw_scores_ : params_.softmax.raw_scores;
+    }
     __device__ FwdWorkTile& work_tile() const { return smem_.work_tile(work_tile_stage_); }
     __device__ const BlockMetadata& metadata() const { return smem_.metadata[key_pipeline_.stage()]; }
     // This warp's first row in the Q tile.
@@ -356,6 +372,7 @@ private:
     bool is_last_;                   // else: whether this n_block is the work tile's last
     int row_end_[2];                 // causality and lengths leave a row the keys [0, row_end)
     uint32_t visible_keys_[kWords];  // of the n_block whose P V is next
+    bool has_raw_scores_;            // FwdSoftmaxParams::raw_scores, up to a key bias that is added to scaled scores
     bool is_full_;                   // no score of the n_block is hidden; not for gathered keys
     Bias bias_;                      // of the n_block, if kHoldsBias
     FwdSoftmax<T> softmax_;

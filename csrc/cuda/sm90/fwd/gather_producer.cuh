@@ -18,10 +18,11 @@ class FwdGatherProducer {
 public:
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
 
-    __device__ FwdGatherProducer(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, const FwdTensorMaps& maps,
+    __device__ FwdGatherProducer(const FwdArgs& p, const FwdKernelParams& params, const FwdTensorMaps& maps,
                                  SharedStorage& smem)
-        : p_(p), scheduler_(scheduler), maps_(maps), smem_(smem), query_pipeline_(smem.query_pipeline),
-          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {}
+        : p_(p), params_(params), scheduler_(params.scheduler), maps_(maps), smem_(smem),
+          query_pipeline_(smem.query_pipeline), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {
+    }
 
     __device__ void run() {
         typename SharedStorage::Scheduler tiles(scheduler_, smem_.next_work_tile);
@@ -115,8 +116,9 @@ private:
         if (lane_id() < kWarpKeys) {
 #pragma unroll
             for (int w = 0; w < kRows / 32; ++w) metadata.mask[w][lane_key] = words[w];
-            if constexpr (kBias == BiasKind::kKey) metadata.bias[lane_key] = bias;
         }
+        if constexpr (kBias == BiasKind::kKey)
+            metadata.key_bias.store(lane_key, lane_id() < kWarpKeys, bias, params_.softmax.inverse_scale);
         return position;
     }
 
@@ -126,6 +128,7 @@ private:
     }
 
     const FwdArgs& p_;
+    const FwdKernelParams& params_;
     const FwdTileSchedulerParams& scheduler_;
     const FwdTensorMaps& maps_;
     SharedStorage& smem_;

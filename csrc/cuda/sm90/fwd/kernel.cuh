@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         using Producer =
             std::conditional_t<Traits::kGathers, FwdGatherProducer<T, kBias, Traits>, FwdTmaProducer<T, kBias, Traits>>;
-        Producer(p, params.scheduler, maps, smem).run();
+        Producer(p, params, maps, smem).run();
     } else {
         warpgroup_reg_alloc<Traits::kConsumerRegisters>();
         FwdConsumer<T, kBias, Traits>(p, params, smem).run();

@@ -5,6 +5,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// Whether S = Q K^T is accumulated onto the bias divided by the softmax scale.
+constexpr bool starts_from_bias(BiasKind bias) { return bias == BiasKind::kKey || bias == BiasKind::kRelative; }
+
 // kFewer: two MMA warpgroups instead of three.
 template <int kHeadDim_, bool kHasDenseBias, bool kFewer = false>
 struct FwdKernelTraits {

@@ -70,9 +70,10 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
 
     FwdKernelParams params{grid.scheduler, {}};
     FwdSoftmaxParams& softmax = params.softmax;
-    softmax.raw_scores =
-        kBias == BiasKind::kRelative || (kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0);
+    softmax.raw_scores = starts_from_bias(kBias) ? can_start_from_bias(p)
+                                                 : kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
     softmax.scale = static_cast<float>(p.softmax_scale);
+    softmax.inverse_scale = starts_from_bias(kBias) && softmax.raw_scores ? 1 / softmax.scale : 0;
     softmax.to_log2 = softmax.raw_scores ? softmax.scale * kLog2E : kLog2E;
     softmax.softcap = static_cast<float>(p.softcap);
 

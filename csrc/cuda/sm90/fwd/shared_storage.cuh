@@ -8,6 +8,7 @@
 #include "cuda/arch/smem_descriptor.cuh"
 #include "cuda/softmax/relative_bias.cuh"
 #include "kernel_traits.h"
+#include "key_bias.cuh"
 #include "tile_scheduler.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -21,9 +22,10 @@ constexpr int kProducerThreads = kBias == BiasKind::kDense ? 96 : 128;
 
 struct FwdSoftmaxParams {
     float scale;
-    float to_log2;    // scores of the softmax times this are exponents of 2
-    bool raw_scores;  // the softmax runs on unscaled Q K^T: nothing is added to it, and scaling keeps the order
-    float softcap;    // 0: none
+    float to_log2;        // scores of the softmax times this are exponents of 2
+    bool raw_scores;      // the softmax runs on unscaled Q K^T, accumulated onto bias / scale: scaling keeps the order
+    float inverse_scale;  // of the bias that S is accumulated onto; 0: S starts from 0
+    float softcap;        // 0: none
 };
 
 // One kernel parameter: the compiler loads neighbouring fields together.
@@ -75,7 +77,7 @@ struct FwdSharedStorage {
         // Masks that differ by row, unless full: [row][word], the keys that a row sees. Gathered keys: [word][key], the
         // rows that see a key.
         alignas(16) std::conditional_t<Traits::kGathers, uint32_t[kRows / 32][kKeys], uint32_t[kRows][kWords]> mask;
-        std::conditional_t<kBias == BiasKind::kKey, float[kKeys], NoBias> bias;
+        std::conditional_t<kBias == BiasKind::kKey, KeyBiasTile<kKeys>, NoBias> key_bias;
         std::conditional_t<kBias == BiasKind::kRelative, RelativeSegment, NoBias> relative_bias;
     };
 

@@ -48,6 +48,12 @@ public:
         if (skips_ == 0 && __any_sync(~0u, needs_max)) skips_ = 1;
     }
 
+    // From here on scores are those so far times `scale`.
+    __device__ __forceinline__ void scale_base(float scale) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) max[i] *= scale;
+    }
+
 private:
     // Returns false, and leaves the sums, if an exponential may exceed 2^kSlack.
     template <int kFragments>

@@ -20,10 +20,11 @@ class FwdTmaProducer {
 public:
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
 
-    __device__ FwdTmaProducer(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, const FwdTensorMaps& maps,
+    __device__ FwdTmaProducer(const FwdArgs& p, const FwdKernelParams& params, const FwdTensorMaps& maps,
                               SharedStorage& smem)
-        : p_(p), scheduler_(scheduler), maps_(maps), smem_(smem), query_pipeline_(smem.query_pipeline),
-          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {}
+        : p_(p), params_(params), scheduler_(params.scheduler), maps_(maps), smem_(smem),
+          query_pipeline_(smem.query_pipeline), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {
+    }
 
     __device__ void run() {
         if (threadIdx.x >= kThreads) {
@@ -116,6 +117,11 @@ private:
             const MaskSummaries<kRows, kKeys> mask(p_, work_tile.s, work_tile.head);
             range = active_block_range(range.end, {work_tile.first_row, last_row + 1},
                                        [&](int n_block) { return mask.rows_of(work_tile.s.rows, n_block); });
+        }
+        if constexpr (kBias == BiasKind::kRelative) {
+            const VisibleDistances distances(p_, p_.visible_distances, work_tile.s, work_tile.head);
+            const auto keys = distances.keys_of(work_tile.first_row, last_row);
+            range = {max(range.begin, keys.begin / kKeys), min(range.end, ceil_div(keys.end, kKeys))};
         }
         return ActiveBlockScan<kKeys, decltype(summarize)>(range.begin, range.end, summarize);
     }
@@ -215,7 +221,7 @@ private:
             if (w % ActiveBlock::kWarps == warp_id() && lane_id() == 0)
                 metadata.visible_keys[w] = block.visible_keys[w / ActiveBlock::kWarps] & not_hidden;
         if constexpr (kBias == BiasKind::kKey)
-            if (threadIdx.x < kKeys) metadata.bias[threadIdx.x] = block.key_bias;
+            metadata.key_bias.store(threadIdx.x, threadIdx.x < kKeys, block.key_bias, params_.softmax.inverse_scale);
         if constexpr (kBias == BiasKind::kRelative)
 #pragma unroll
             for (int i = 0; i < kRelativeEntries; ++i)
@@ -258,13 +264,12 @@ private:
         relative_bias_ =
             RelativeBias(p_.relative_bias, work_tile.s, relative_bias_entries(p_, work_tile.s.batch, work_tile.head));
         relative_row_ = relative_bias_.row_part(work_tile.first_row + kRows - 1) + static_cast<int>(threadIdx.x);
-        inverse_scale_ = 1 / static_cast<float>(p_.softmax_scale);
     }
     // The entries threadIdx.x + i * kThreads of the segment.
     __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int n_block) const {
 #pragma unroll
         for (int i = 0; i < kRelativeEntries; ++i)
-            entries[i] = relative_bias_[relative_row_ + n_block * kKeys + i * kThreads] * inverse_scale_;
+            entries[i] = relative_bias_[relative_row_ + n_block * kKeys + i * kThreads] * params_.softmax.inverse_scale;
     }
 
     // The mask rows threadIdx.x + i * kThreads of the n_block.
@@ -280,6 +285,7 @@ private:
     }
 
     const FwdArgs& p_;
+    const FwdKernelParams& params_;
     const FwdTileSchedulerParams& scheduler_;
     const FwdTensorMaps& maps_;
     SharedStorage& smem_;
@@ -290,7 +296,6 @@ private:
     int kv_head_;                 // of the work tile
     RelativeBias relative_bias_;  // of the work tile
     int relative_row_;            // the position of the segment's entry threadIdx.x in n_block 0
-    float inverse_scale_;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

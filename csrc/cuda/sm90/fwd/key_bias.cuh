@@ -1,0 +1,50 @@
+// The key bias of an n_block in shared memory: S = Q K^T is accumulated onto it, so that it costs the softmax nothing.
+#pragma once
+
+#include "cuda/arch/fragment.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <int kKeys>
+class KeyBiasTile {
+public:
+    // Larger biases are added to the scaled scores instead: the tensor cores round S at every step, and bias / scale may
+    // overflow.
+    static constexpr float kLargestInitial = 1 << 14;
+
+    // Writes the bias of one key a lane. inverse_scale: 0 where the scores are not accumulated onto the bias. A producer
+    // warp calls.
+    __device__ __forceinline__ void store(int key, bool has_key, float bias, float inverse_scale) {
+        const bool is_hidden = bias == -kInfinity;
+        const bool is_initial = inverse_scale > 0 && fabsf(bias) <= kLargestInitial;
+        const bool is_added = has_key && !is_initial && !is_hidden;
+        if (has_key) {
+            float* const initial = &initial_[key / 2].x + key % 2;
+            initial[0] = initial[2] = is_initial ? bias * inverse_scale : 0;
+            added_[key] = is_added ? bias : 0;
+        }
+        const bool warp_adds = __any_sync(~0u, is_added);
+        if (lane_id() == 0) warp_adds_[warp_id()] = warp_adds;
+    }
+
+    // Sets the accumulator of S to bias / scale.
+    template <int kFragments>
+    __device__ __forceinline__ void load(float (&scores)[1][kFragments][4]) const {
+#pragma unroll
+        for (int n = 0; n < kFragments; ++n) {
+            const float4 bias = initial_[n * 4 + fragment_col() / 2];
+            scores[0][n][0] = bias.x, scores[0][n][1] = bias.y;
+            scores[0][n][2] = bias.z, scores[0][n][3] = bias.w;
+        }
+    }
+    // Whether added() holds a bias.
+    __device__ __forceinline__ bool has_added() const { return *reinterpret_cast<const uint32_t*>(warp_adds_) != 0; }
+    __device__ __forceinline__ const float* added() const { return added_; }
+
+private:
+    float4 initial_[kKeys / 2];  // of two keys, for two rows: four neighbouring registers of the accumulator
+    alignas(8) float added_[kKeys];
+    alignas(4) bool warp_adds_[4];  // by the producer's warps
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -138,8 +138,7 @@ def sandwich(heads: int, max_distance: int, dim: int = 128, device: torch.device
 def window(max_distance: int, left: int, right: int = 0, device: torch.device | str | None = None) -> Tensor:
     """A sliding window: 0 for the keys from `left` before the row's own to `right` after it, -inf for the others.
 
-    The CPU skips blocks that it masks; on CUDA `KeyIntervalMask.sliding_window` is faster. max_distance must be above
-    left and right, so that the clamped entries mask.
+    Blocks that it masks are skipped. max_distance must be above left and right, so that the clamped entries mask.
 
     Returns:
         float32 (1, 1, 2 * max_distance + 1).

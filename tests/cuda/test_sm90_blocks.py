@@ -1,10 +1,12 @@
 """The dense sm90 kernels: more work tiles than CTAs, strides that TMA reads, and gradients of a shared bias."""
 
+import re
+
 import pytest
 import torch
 from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn, takes_gpu_memory
 from helpers import check, reference, surrounded
-from sm90 import BIASES, bias_of
+from sm90 import BIASES, bias_of, names_of
 
 from flash_dmattn import KeyLists, flash_dmattn_func
 
@@ -151,6 +153,32 @@ def test_maxima_that_change_along_the_keys(head_dim, pairs, causal, course):
     out, lse = flash_dmattn_func(*tensors, None, bias, is_causal=causal, return_lse=True)
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=2e-3)
+
+
+@CAUSAL
+@pytest.mark.parametrize("is_relative", [False, True])
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_pairs_of_ctas_that_multicast(head_dim, is_relative, causal):
+    """Four m_blocks, the last one partly filled, and a part of an n_block at the end."""
+    tensors = on_gpu(1, 500, 8200, 4, 2, head_dim)
+    bias = torch.randn(1, 4, 2 * 3000 + 1, device="cuda") if is_relative else None
+    if is_relative:
+        bias[:, 1, 3100:] = bias[:, 2, :2500] = -torch.inf  # the two CTAs see other n_blocks
+        bias[:, 3, :2900] = bias[:, 3, 3050:] = -torch.inf
+    options = {"is_causal": causal, "relative_bias": bias}
+    check(tensors, **options)
+    with torch.no_grad():
+        assert re.search(r"FwdKernelTraits<[^<>]*\D2>", names_of(lambda: flash_dmattn_func(*tensors, **options)))
+
+
+@takes_gpu_memory(8)
+@CAUSAL
+def test_multicast_over_more_work_tiles_than_ctas(causal, use):
+    tensors = on_gpu(1, 8192, 8192, 16, 4, 128)
+    ours = flash_dmattn_func(*tensors, is_causal=causal)
+    assert torch.equal(flash_dmattn_func(*tensors, is_causal=causal), ours)
+    use("sm80")
+    torch.testing.assert_close(flash_dmattn_func(*tensors, is_causal=causal), ours, rtol=2e-2, atol=2e-3)
 
 
 @takes_gpu_memory(16)

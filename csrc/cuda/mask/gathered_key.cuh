@@ -9,7 +9,7 @@ namespace flash_dmattn::cuda {
 struct GatheredKey {
     int position;  // position in the sequence, or no key
     uint4 rows;
-    uint32_t bias;
+    KeyBiasBits bias;
 };
 
 // Reads the keys of one list for some rows of its m_block.
@@ -23,7 +23,7 @@ public:
     }
 
     __device__ __forceinline__ GatheredKey fetch(int at, int position) const {
-        GatheredKey key{position, {}, 0};
+        GatheredKey key{position, {}, {}};
         if (!is_key(position, s_.keys)) return key;
         key.rows = list_.fetch(at, position);
         if (kBias == BiasKind::kKey) key.bias = load_key_bias(p_.bias, bias_, position * p_.bias.col_stride);

@@ -87,11 +87,10 @@ public:
     __device__ __forceinline__ RelativeBiasOf(const RelativeBiasView& view, const Sequence& s, const float* entries)
         : RelativePosition<kOrMatrix>(view, s), entries_(entries) {}
 
+    __device__ __forceinline__ float load(int position) const { return __ldg(entries_ + this->clamp(position)); }
     // -inf where the entry hides the score.
-    __device__ __forceinline__ float operator[](int position) const {
-        const float entry = __ldg(entries_ + this->clamp(position));
-        return hides(entry) ? -kInfinity : entry;
-    }
+    static __device__ __forceinline__ float masked(float entry) { return hides(entry) ? -kInfinity : entry; }
+    __device__ __forceinline__ float operator[](int position) const { return masked(load(position)); }
 
 private:
     const float* entries_;

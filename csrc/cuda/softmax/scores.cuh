@@ -37,10 +37,17 @@ __device__ __forceinline__ void scale_and_cap(float (&acc)[kMTiles][kNTiles][4],
     }
 }
 
-// Loads the bits of a key bias of any dtype. key_bias_of converts them later, so that the load does not stall here.
-__device__ __forceinline__ uint32_t load_key_bias(const BiasView& view, const char* bias, int64_t at) {
-    return view.dtype == DataType::kFloat32 ? __ldg(reinterpret_cast<const uint32_t*>(bias) + at)
-                                            : __ldg(reinterpret_cast<const uint16_t*>(bias) + at);
+// A key bias as loaded: the halves of 32 bits; of 16 bits both are the bias. Two loads without a branch: predicated
+// loads of either size to one register would wait for each other.
+struct KeyBiasBits {
+    uint32_t low = 0, high = 0;
+};
+
+// Loads a key bias of any dtype. key_bias_of converts it later, so that the load does not stall here.
+__device__ __forceinline__ KeyBiasBits load_key_bias(const BiasView& view, const char* bias, int64_t at) {
+    const bool is_float = view.dtype == DataType::kFloat32;
+    const auto* const halves = reinterpret_cast<const uint16_t*>(bias + at * (is_float ? 4 : 2));
+    return {__ldg(halves), __ldg(halves + (is_float ? 1 : 0))};
 }
 // Converts the bits; -inf if the bias hides the key.
 template <typename T, typename View>
@@ -48,6 +55,10 @@ __device__ __forceinline__ float key_bias_of(const View& view, uint32_t bits) {
     const bool is_float = view.dtype == DataType::kFloat32;
     const float bias = is_float ? __uint_as_float(bits) : unpack<T>(bits).x;
     return bias <= (is_float ? kLeastFinite<float> : kLeastFinite<T>) ? -kInfinity : bias;
+}
+template <typename T, typename View>
+__device__ __forceinline__ float key_bias_of(const View& view, const KeyBiasBits& bits) {
+    return key_bias_of<T>(view, view.dtype == DataType::kFloat32 ? bits.high << 16 | bits.low : bits.low);
 }
 // Address of the bias of one sequence and head, in bytes.
 __device__ __forceinline__ const char* bias_data(const BiasView& view, int64_t offset) {

@@ -127,7 +127,7 @@ private:
         if (mask_by_row() && !n_block.full()) load_mask(n_block.index());
         if constexpr (kBias == BiasKind::kKey) {
             const int key = n_block.index() * kKeys + threadIdx.x;
-            key_bias_ = 0;
+            key_bias_ = {};
             if (threadIdx.x < kKeys && key < sequence().keys)
                 key_bias_ = load_key_bias(p_.bias, bias_, key * p_.bias.col_stride);
         }
@@ -254,7 +254,7 @@ private:
     const T* value_;
     const char* bias_ = nullptr;  // of the sequence and head; without pack-GQA a dense bias's first row to copy
     const uint32_t* mask_words_ = nullptr;  // this thread's row of the mask
-    uint32_t key_bias_ = 0;                 // bits of the bias of this thread's key in the next n_block
+    KeyBiasBits key_bias_;                  // of this thread's key in the next n_block
 };
 
 }  // namespace flash_dmattn::cuda::sm80

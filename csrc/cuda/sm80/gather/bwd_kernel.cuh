@@ -135,7 +135,7 @@ private:
         if (position_ < 0) return;
         visibility_data_ = smem_.list.fetch(n_block * kKeys + threadIdx.x, position_);
         if constexpr (kKeyBias) {
-            const uint32_t bits = cuda::load_key_bias(p_.bias, smem_.pointers.bias, position_ * p_.bias.col_stride);
+            const KeyBiasBits bits = cuda::load_key_bias(p_.bias, smem_.pointers.bias, position_ * p_.bias.col_stride);
             key_bias_ = key_bias_of<T>(p_.bias, bits);
         }
     }

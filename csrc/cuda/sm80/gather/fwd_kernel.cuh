@@ -213,7 +213,7 @@ private:
 
     SharedStorage& smem_;
     uint32_t row_shifts_ = 0;  // this lane's rows, relative to warp_rows.first; a byte each
-    uint32_t key_bias_ = 0;    // bits of the bias of this thread's key in the next n_block
+    KeyBiasBits key_bias_;     // of this thread's key in the next n_block
 };
 
 }  // namespace flash_dmattn::cuda::sm80

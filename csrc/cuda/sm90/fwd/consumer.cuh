@@ -6,6 +6,7 @@
 
 #include "cuda/arch/gemm.cuh"
 #include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/multicast.cuh"
 #include "cuda/arch/named_barrier.cuh"
 #include "cuda/arch/store_rows.cuh"
 #include "cuda/softmax/scores.cuh"
@@ -211,12 +212,17 @@ private:
         fence_proxy_async();
         sync_warpgroup();
     }
+    template <typename Pipeline>
+    static __device__ __forceinline__ void release(const Pipeline& pipeline) {
+        if constexpr (Traits::kClusterSize == 1) return pipeline.consumer_release();
+        consumer_release_multicast<Traits::kClusterSize>(pipeline.empty());
+    }
     __device__ __forceinline__ void release_keys() {
-        key_pipeline_.consumer_release();
+        release(key_pipeline_);
         key_pipeline_.advance();
     }
     __device__ __forceinline__ void release_values() {
-        value_pipeline_.consumer_release();
+        release(value_pipeline_);
         value_pipeline_.advance();
     }
 

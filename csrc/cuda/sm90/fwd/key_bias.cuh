@@ -19,8 +19,7 @@ public:
         const bool is_initial = inverse_scale > 0 && fabsf(bias) <= kLargestInitial;
         const bool is_added = has_key && !is_initial && !is_hidden;
         if (has_key) {
-            float* const initial = &initial_[key / 2].x + key % 2;
-            initial[0] = initial[2] = is_initial ? bias * inverse_scale : 0;
+            initial_[key] = is_initial ? bias * inverse_scale : 0;
             added_[key] = is_added ? bias : 0;
         }
         const bool warp_adds = __any_sync(~0u, is_added);
@@ -32,9 +31,9 @@ public:
     __device__ __forceinline__ void load(float (&scores)[1][kFragments][4]) const {
 #pragma unroll
         for (int n = 0; n < kFragments; ++n) {
-            const float4 bias = initial_[n * 4 + fragment_col() / 2];
-            scores[0][n][0] = bias.x, scores[0][n][1] = bias.y;
-            scores[0][n][2] = bias.z, scores[0][n][3] = bias.w;
+            const float2 bias = *reinterpret_cast<const float2*>(initial_ + n * 8 + fragment_col());
+            scores[0][n][0] = scores[0][n][2] = bias.x;
+            scores[0][n][1] = scores[0][n][3] = bias.y;
         }
     }
     // Whether added() holds a bias.
@@ -42,8 +41,7 @@ public:
     __device__ __forceinline__ const float* added() const { return added_; }
 
 private:
-    float4 initial_[kKeys / 2];  // of two keys, for two rows: four neighbouring registers of the accumulator
-    alignas(8) float added_[kKeys];
+    alignas(8) float initial_[kKeys], added_[kKeys];
     alignas(4) bool warp_adds_[4];  // by the producer's warps
 };
 

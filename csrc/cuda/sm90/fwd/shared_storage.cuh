@@ -62,7 +62,7 @@ struct FwdSharedStorage {
     using RelativeSegment = RelativeBiasSegment<kRows, kKeys>;
     using NamedBarriers = FwdNamedBarriers<Traits::kConsumerWarpgroups>;
     using Scheduler = FwdTileScheduler<kBias == BiasKind::kDense || Traits::kGathers, NamedBarriers::kNextWorkTile,
-                                       kProducerThreads<kBias>>;
+                                       kProducerThreads<kBias>, Traits::kClusterSize>;
     struct NoBias {};
     using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;  // of one row
 
@@ -103,8 +103,9 @@ struct FwdSharedStorage {
         constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
         query_pipeline.init(1, kConsumerWarps);
         // A gathering thread arrives twice: after it has written the metadata, and when its copies have completed.
-        key_pipeline.init(Traits::kGathers ? 2 * kWarpgroupThreads : kProducerThreads<kBias>, kConsumerWarps);
-        value_pipeline.init(Traits::kGathers ? kWarpgroupThreads : 1, kConsumerWarps);
+        constexpr int kReleases = kConsumerWarps * Traits::kClusterSize;
+        key_pipeline.init(Traits::kGathers ? 2 * kWarpgroupThreads : kProducerThreads<kBias>, kReleases);
+        value_pipeline.init(Traits::kGathers ? kWarpgroupThreads : 1, kReleases);
         for (auto& pipeline : bias_pipelines) pipeline.init(1, 4);
     }
 };

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/multicast.cuh"
 #include "cuda/arch/tma.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
@@ -47,6 +48,7 @@ public:
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = SharedStorage::kWords,
                          kThreads = kProducerThreads<kBias>;
+    static constexpr int kClusterSize = Traits::kClusterSize;
     static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // mask rows that a thread loads
     // Entries of a relative bias that a thread loads.
     static constexpr int kRelativeEntries =
@@ -90,22 +92,25 @@ private:
     __device__ __forceinline__ void for_each_work_tile(const Visit& visit) {
         typename SharedStorage::Scheduler tiles(scheduler_, smem_.next_work_tile);
         for (auto tile = tiles.get_initial_work(); tile.is_valid(scheduler_); tile = tiles.next_work(tile)) {
-            const FwdWorkTile work_tile(p_, scheduler_, tile.index, kRows);
+            FwdWorkTile work_tile(p_, scheduler_, tile.index, kClusterSize * kRows);
+            work_tile.first_row += cta_rank() * kRows;
             if (!work_tile.is_empty()) visit(work_tile);
         }
     }
 
-    // Iterates over the n_blocks of which the work tile's rows see a key.
+    // Iterates over the n_blocks of which a row of the cluster's work tiles sees a key.
     __device__ __forceinline__ auto active_blocks(const FwdWorkTile& work_tile) const {
-        const int last_row = min(work_tile.first_row + kRows, work_tile.s.rows) - 1;
+        // Of the cluster, whose CTAs visit the same n_blocks.
+        const int first_row = work_tile.first_row - cta_rank() * kRows,
+                  last_row = min(first_row + kClusterSize * kRows, work_tile.s.rows) - 1;
         // The keys that all rows of the Q tile see. Rows past a packed sequence's end are those of the next one: masked,
         // they take no part in the softmax's vote, so that the bits of a sequence do not depend on its neighbors.
         const bool has_other_rows = p_.cu_seqlens_q != nullptr && work_tile.first_row + kRows > work_tile.s.rows;
         const int seen_by_all = has_other_rows ? 0 : work_tile.s.keys_of(work_tile.first_row, p_.is_causal);
-        const auto summarize = [this, &work_tile, last_row, seen_by_all](int n_block) {
+        const auto summarize = [this, &work_tile, first_row, last_row, seen_by_all](int n_block) {
             const Sequence& s = work_tile.s;
             const MaskSummaries<kRows, kKeys> mask(p_, s, work_tile.head);
-            auto summary = mask.of(work_tile.first_row, last_row, n_block);
+            auto summary = mask.of(first_row, last_row, n_block);
             summary.full &= (n_block + 1) * kKeys <= seen_by_all;
             const int end = s.keys_of(last_row, p_.is_causal) - n_block * kKeys;
 #pragma unroll
@@ -115,12 +120,12 @@ private:
         BlockRange range{0, ceil_div(work_tile.s.keys_of(last_row, p_.is_causal), kKeys)};
         if (p_.interval_summaries.tiles != nullptr && range.end > 32) {
             const MaskSummaries<kRows, kKeys> mask(p_, work_tile.s, work_tile.head);
-            range = active_block_range(range.end, {work_tile.first_row, last_row + 1},
+            range = active_block_range(range.end, {first_row, last_row + 1},
                                        [&](int n_block) { return mask.rows_of(work_tile.s.rows, n_block); });
         }
         if constexpr (kBias == BiasKind::kRelative) {
             const VisibleDistances distances(p_, p_.visible_distances, work_tile.s, work_tile.head);
-            const auto keys = distances.keys_of(work_tile.first_row, last_row);
+            const auto keys = distances.keys_of(first_row, last_row);
             range = {max(range.begin, keys.begin / kKeys), min(range.end, ceil_div(keys.end, kKeys))};
         }
         return ActiveBlockScan<kKeys, decltype(summarize)>(range.begin, range.end, summarize);
@@ -134,8 +139,8 @@ private:
         bool full;                                        // no score is hidden
         uint32_t visible_keys[ceil_div(kWords, kWarps)];  // the words that this warp writes
         BlockIntervals<kThreads, kWords> intervals;
-        float key_bias;
-        float relative_bias[kRelativeEntries];
+        KeyBiasBits key_bias;
+        float relative_bias[kRelativeEntries];  // masked and scaled later: the loads do not stall the prefetch
 
         ActiveBlock() = default;
         template <typename Blocks>
@@ -151,6 +156,7 @@ private:
     // before V of the previous one. Looks one n_block ahead, to know which one is the last.
     __device__ void load(const FwdWorkTile& work_tile) {
         kv_head_ = shared_head(work_tile.head, p_.heads, p_.kv_heads);
+        if constexpr (kBias == BiasKind::kKey) begin_key_bias(work_tile);
         if constexpr (kBias == BiasKind::kRelative) begin_relative_bias(work_tile);
         auto blocks = active_blocks(work_tile);
         ActiveBlock block;
@@ -196,7 +202,7 @@ private:
     __device__ bool is_masked(const ActiveBlock& block) const { return !block.full && mask_differs_by_row(p_); }
 
     __device__ __forceinline__ void prefetch(const FwdWorkTile& work_tile, ActiveBlock& block) const {
-        if constexpr (kBias == BiasKind::kKey) block.key_bias = key_bias_of_thread(work_tile, block.n_block);
+        if constexpr (kBias == BiasKind::kKey) block.key_bias = load_key_bias_of_thread(work_tile.s, block.n_block);
         if constexpr (kBias == BiasKind::kRelative) load_relative_bias(block.relative_bias, block.n_block);
         if (is_masked(block) && !has_bits())
             block.intervals.fetch(p_, work_tile.s, work_tile.head, block.n_block * kKeys);
@@ -214,19 +220,22 @@ private:
             mbarrier_expect_tx(key_pipeline_.full(), sizeof(typename SharedStorage::KeyTile));
             load_block(smem_.key[key_pipeline_.stage()], maps_.key, key_pipeline_.full(), work_tile, block.n_block);
         }
+        float key_bias = 0;
+        if constexpr (kBias == BiasKind::kKey) key_bias = key_bias_of<T>(p_.bias, block.key_bias);
         uint32_t not_hidden = ~0u;  // by the key bias; the word of warp_id()
-        if constexpr (kBias == BiasKind::kKey) not_hidden = __ballot_sync(~0u, block.key_bias != -kInfinity);
+        if constexpr (kBias == BiasKind::kKey) not_hidden = __ballot_sync(~0u, key_bias != -kInfinity);
 #pragma unroll
         for (int w = 0; w < kWords; ++w)
             if (w % ActiveBlock::kWarps == warp_id() && lane_id() == 0)
                 metadata.visible_keys[w] = block.visible_keys[w / ActiveBlock::kWarps] & not_hidden;
         if constexpr (kBias == BiasKind::kKey)
-            metadata.key_bias.store(threadIdx.x, threadIdx.x < kKeys, block.key_bias, params_.softmax.inverse_scale);
+            metadata.key_bias.store(threadIdx.x, threadIdx.x < kKeys, key_bias, params_.softmax.inverse_scale);
         if constexpr (kBias == BiasKind::kRelative)
 #pragma unroll
             for (int i = 0; i < kRelativeEntries; ++i)
                 if (const int at = threadIdx.x + i * kThreads; at < SharedStorage::RelativeSegment::kSize)
-                    metadata.relative_bias.store(at, block.relative_bias[i]);
+                    metadata.relative_bias.store(
+                        at, RelativeBias::masked(block.relative_bias[i]) * params_.softmax.inverse_scale);
         if (is_masked(block) && has_bits()) {
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i)
@@ -248,16 +257,23 @@ private:
         value_pipeline_.advance();
     }
 
-    // One n_block of K or V.
+    // This CTA's rank in the cluster, whose CTAs have consecutive m_blocks.
+    static __device__ __forceinline__ int cta_rank() { return kClusterSize == 1 ? 0 : cta_rank_in_cluster(); }
+    // This CTA's part of an n_block of K or V.
     __device__ __forceinline__ void load_block(typename SharedStorage::KeyTile& to, const CUtensorMap& map,
                                                uint32_t barrier, const FwdWorkTile& work_tile, int n_block) {
-        tma_load_rows(to, map, barrier, p_, work_tile.s, work_tile.s.first_key + n_block * kKeys, kv_head_);
+        tma_load_rows_multicast<kClusterSize>(to, map, barrier, p_, work_tile.s,
+                                              work_tile.s.first_key + n_block * kKeys, kv_head_);
     }
-    __device__ __forceinline__ float key_bias_of_thread(const FwdWorkTile& work_tile, int n_block) const {
-        const int key = n_block * kKeys + threadIdx.x;
-        if (threadIdx.x >= kKeys || key >= work_tile.s.keys) return 0;
-        const char* bias = bias_data(p_.bias, score_offset(p_.bias, work_tile.s, work_tile.head, p_.heads));
-        return key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride));
+
+    __device__ __forceinline__ void begin_key_bias(const FwdWorkTile& work_tile) {
+        const int64_t first = score_offset(p_.bias, work_tile.s, work_tile.head, p_.heads);
+        key_bias_ = bias_data(p_.bias, first + threadIdx.x * p_.bias.col_stride);
+    }
+    __device__ __forceinline__ KeyBiasBits load_key_bias_of_thread(const Sequence& s, int n_block) const {
+        const int first = n_block * kKeys;
+        if (threadIdx.x >= kKeys || first + static_cast<int>(threadIdx.x) >= s.keys) return {};
+        return load_key_bias(p_.bias, key_bias_, first * p_.bias.col_stride);
     }
 
     __device__ __forceinline__ void begin_relative_bias(const FwdWorkTile& work_tile) {
@@ -269,7 +285,7 @@ private:
     __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int n_block) const {
 #pragma unroll
         for (int i = 0; i < kRelativeEntries; ++i)
-            entries[i] = relative_bias_[relative_row_ + n_block * kKeys + i * kThreads] * params_.softmax.inverse_scale;
+            entries[i] = relative_bias_.load(relative_row_ + n_block * kKeys + i * kThreads);
     }
 
     // The mask rows threadIdx.x + i * kThreads of the n_block.
@@ -294,6 +310,7 @@ private:
     Pipeline<Traits::kValueStages> value_pipeline_;
     int work_tile_stage_ = 0;
     int kv_head_;                 // of the work tile
+    const char* key_bias_;        // of key threadIdx.x of n_block 0
     RelativeBias relative_bias_;  // of the work tile
     int relative_row_;            // the position of the segment's entry threadIdx.x in n_block 0
 };

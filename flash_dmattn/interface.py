@@ -98,10 +98,10 @@ def flash_dmattn_func(
             gradients.
         relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), float32 or in query's dtype, added to the scores by the distance
             d = j - (i + Sk - Sq) of key j from row i's own key: entry R + clamp(d, -R, R). Nothing of size Sq x Sk is
-            made. With cache_seqlens Sk is the number of valid keys. -inf and the least finite number mask. Blocks
-            of keys that it masks are skipped, except with a grid or lists (on CUDA those beyond the first and the last
-            visible distance). Its gradient is summed in float32. `flash_dmattn.relative` makes the tables of T5, ALiBi and others. window_size selects
-            by attn_bias alone.
+            made. With cache_seqlens Sk is the number of valid keys. -inf and the least finite number mask. Blocks of
+            keys that it masks are skipped, except with a grid or lists (on CUDA those beyond the first and the last
+            visible distance). Its gradient is summed in float32. `flash_dmattn.relative` makes the tables of T5, ALiBi
+            and others. window_size selects by attn_bias alone.
         grid: (h, w), for the tokens of an image, row by row: Sq = Sk = h * w, and relative_bias is
             ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1), of which row (y_i, x_i) and key (y_j, x_j) read entry
             (y_i - y_j + h - 1, x_i - x_j + w - 1).

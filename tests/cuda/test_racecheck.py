@@ -58,8 +58,9 @@ def tool(name: str) -> str:
 
 
 def kernel_name(signature: str) -> str:
-    """Of "void a::b::kernel<..>(..)": kernel."""
-    return re.sub(r"[<(].*", "", signature, flags=re.DOTALL).split("::")[-1].split()[-1]
+    """Of "void a::b::kernel<..>(..)" and of "<unnamed>::kernel(..)": kernel."""
+    name = signature.replace("<unnamed>::", "").split("(")[0].split("<")[0]
+    return name.split("::")[-1].split()[-1]
 
 
 def races(*command: str) -> dict[Race, str]:

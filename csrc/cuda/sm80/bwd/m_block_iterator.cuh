@@ -21,8 +21,8 @@ struct MBlockStep {
     bool mask_full;  // the mask hides no score of the tile
 };
 
-// Iterates head by head over the m_blocks that causality, the mask and a relative bias leave active, ascending. The CTAs of a cluster,
-// one per batch element that shares a bias, visit the same m_blocks: those that are active for any of them.
+// Iterates head by head over the m_blocks that causality, the mask and a relative bias leave active, ascending. The CTAs
+// of a cluster, one per batch element that shares a bias, visit the same m_blocks: those that are active for any of them.
 template <typename Traits, bool kCausal>
 class MBlockIterator {
 public:

@@ -6,7 +6,9 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // Whether S = Q K^T is accumulated onto the bias divided by the softmax scale.
-constexpr bool starts_from_bias(BiasKind bias) { return bias == BiasKind::kKey || bias == BiasKind::kRelative; }
+constexpr __host__ __device__ bool starts_from_bias(BiasKind bias) {
+    return bias == BiasKind::kKey || bias == BiasKind::kRelative;
+}
 
 // kFewer: two MMA warpgroups instead of three. kClusterSize: CTAs of neighbouring m_blocks, each of which loads a part of
 // every n_block to all of them (TMA multicast): fewer reads of the L2 cache.

@@ -71,7 +71,7 @@ struct FwdArgs : FwdParams {
     int32_t* split_counters;  // [m_blocks of all heads and batch elements]: finished splits
     float* split_out;         // [num_splits, B, H, Sq, D]
     float* split_lse;         // [num_splits, B, H, Sq]
-    // Of each batch element and head of relative_bias; null: all are visible.
+    // [{B|1}, {H|Hkv|1}] as relative_bias; null: no distance is known to be masked.
     DistanceRange* visible_distances;
 };
 
@@ -128,7 +128,7 @@ struct BwdArgs : BwdParams, BwdTiling {
     int32_t* progress_counters;      // deterministic: [B, H, m_blocks], and one ticket counter
     int64_t relative_bias_entries;   // of one batch element and head
     ExactSum* drelative_bias_exact;  // deterministic: in the shape of drelative_bias; else null
-    // Of each batch element and head of relative_bias; null: all are visible.
+    // [{B|1}, {H|Hkv|1}] as relative_bias; null: no distance is known to be masked.
     DistanceRange* visible_distances;
 };
 

@@ -6,7 +6,7 @@
 #include <cuda.h>
 
 #include "cluster.cuh"
-#include "mbarrier.cuh"
+#include "pipeline.cuh"
 #include "tma_load_rows.cuh"
 
 namespace flash_dmattn::cuda {
@@ -42,11 +42,12 @@ __device__ __forceinline__ void tma_load_rows_multicast(Tile& to, const CUtensor
                               p.cu_seqlens_q == nullptr ? s.batch : 0);
 }
 
-// Releases a stage, whose barrier is `empty`, in all CTAs of the cluster: one arrival per warp; all its lanes call.
-template <int kCtas>
-__device__ __forceinline__ void consumer_release_multicast(uint32_t empty) {
+// Releases the pipeline's current stage in all CTAs of the cluster: one arrival per warp; all its lanes call.
+template <int kCtas, int kStages>
+__device__ __forceinline__ void consumer_release_multicast(const Pipeline<kStages>& pipeline) {
+    if constexpr (kCtas == 1) return pipeline.consumer_release();
     __syncwarp();
-    if (lane_id() < kCtas) mbarrier_arrive_cluster(map_to_cta(empty, lane_id()));
+    if (lane_id() < kCtas) mbarrier_arrive_cluster(map_to_cta(pipeline.empty(), lane_id()));
 }
 
 }  // namespace flash_dmattn::cuda

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/common/check.h"
+#include "cuda/common/cluster_launch.h"
 #include "cuda/common/device.h"
 #include "radix_selector.cuh"
 #include "topk.h"
@@ -104,17 +105,8 @@ void select_key_lists_cuda(const SelectParams& params, const RadixSelectPlan& pl
     const bool stores = share > kLoad && share * bytes <= abilities(bias.dtype).shared_bytes;
     selection.storable = stores ? static_cast<int>(share) : 0;
 
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid_of(plan.lists * plan.cluster);
-    config.blockDim = kThreads;
-    config.dynamicSmemBytes = selection.storable * bytes;
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = plan.cluster > 1;
-    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel_of(bias.dtype), selection));
+    launch_in_clusters(kernel_of(bias.dtype), grid_of(plan.lists * plan.cluster), plan.cluster, kThreads,
+                       selection.storable * bytes, stream, selection);
 }
 
 }  // namespace flash_dmattn

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/check.h"
+#include "cuda/common/cluster_launch.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/sm80/bias_dispatch.h"
 #include "plan.h"
@@ -26,17 +27,7 @@ template <typename Traits>
 void launch_clusters(BwdKernelFn kernel, int64_t num_ctas, size_t shared_bytes, const BwdArgs& p, cudaStream_t stream) {
     if (num_ctas == 0) return;
     allow_shared_memory("the backward", p.head_dim, kernel, shared_bytes);
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(p.dbias.batch_group_size), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid_of(num_ctas);
-    config.blockDim = Traits::kThreads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p));
+    launch_in_clusters(kernel, grid_of(num_ctas), p.dbias.batch_group_size, Traits::kThreads, shared_bytes, stream, p);
 }
 
 template <typename Traits, bool kCausal>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/check.h"
+#include "cuda/common/cluster_launch.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/arch/tensor_map.h"
 #include "cuda/sm90/relative_bias.h"
@@ -34,17 +35,8 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     const int64_t num_ctas = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
     const auto kernel = bwd_kernel<Traits, kBias>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid_of(num_ctas);
-    config.blockDim = Traits::kThreads;
-    config.dynamicSmemBytes = sizeof(SharedStorage);
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = Traits::kClusterReduces ? 1 : 0;
-    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, maps, factors));
+    launch_in_clusters(kernel, grid_of(num_ctas), cluster_size, Traits::kThreads, sizeof(SharedStorage), stream, p,
+                       maps, factors);
 
     const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
     convert_dquery_kernel<Traits>

@@ -212,17 +212,12 @@ private:
         fence_proxy_async();
         sync_warpgroup();
     }
-    template <typename Pipeline>
-    static __device__ __forceinline__ void release(const Pipeline& pipeline) {
-        if constexpr (Traits::kClusterSize == 1) return pipeline.consumer_release();
-        consumer_release_multicast<Traits::kClusterSize>(pipeline.empty());
-    }
     __device__ __forceinline__ void release_keys() {
-        release(key_pipeline_);
+        consumer_release_multicast<Traits::kClusterSize>(key_pipeline_);
         key_pipeline_.advance();
     }
     __device__ __forceinline__ void release_values() {
-        release(value_pipeline_);
+        consumer_release_multicast<Traits::kClusterSize>(value_pipeline_);
         value_pipeline_.advance();
     }
 

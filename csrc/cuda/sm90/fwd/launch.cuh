@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "cuda/arch/tensor_map.h"
-#include "cuda/common/check.h"
+#include "cuda/common/cluster_launch.h"
 #include "cuda/common/shared_memory.h"
 #include "kernel.cuh"
 #include "cuda/sm90/relative_bias.h"
@@ -92,17 +92,8 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
 
     const auto kernel = fwd_kernel<T, kBias, Traits>;
     allow_shared_memory("the forward", p.head_dim, kernel, sizeof(SharedStorage));
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {Traits::kClusterSize, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid.num_ctas;
-    config.blockDim = Traits::kThreads;
-    config.dynamicSmemBytes = sizeof(SharedStorage);
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = Traits::kClusterSize > 1 ? 1 : 0;
-    FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, params, maps));
+    launch_in_clusters(kernel, grid.num_ctas, Traits::kClusterSize, Traits::kThreads, sizeof(SharedStorage), stream, p,
+                       params, maps);
 }
 
 // Whether pairs of CTAs load K and V for each other: neighbouring m_blocks must have about the same n_blocks. Shorter

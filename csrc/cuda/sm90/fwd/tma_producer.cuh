@@ -100,7 +100,7 @@ private:
 
     // Iterates over the n_blocks of which a row of the cluster's work tiles sees a key.
     __device__ __forceinline__ auto active_blocks(const FwdWorkTile& work_tile) const {
-        // Of the cluster, whose CTAs visit the same n_blocks.
+        // The rows of the whole cluster: its CTAs iterate over the same n_blocks.
         const int first_row = work_tile.first_row - cta_rank() * kRows,
                   last_row = min(first_row + kClusterSize * kRows, work_tile.s.rows) - 1;
         // The keys that all rows of the Q tile see. Rows past a packed sequence's end are those of the next one: masked,

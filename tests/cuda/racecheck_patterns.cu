@@ -17,9 +17,18 @@ constexpr int kStages = 2, kRounds = 64, kFloats = 128;
 
 struct Storage {
     alignas(128) float data[kStages][kFloats];
+    alignas(16) float metadata[kStages][32];
     PipelineBarriers<kStages> pipeline;
     alignas(8) uint64_t zeroed[kStages];
 };
+
+// Copies kFloats numbers by TMA.
+__device__ void bulk_copy(float* to, const float* from, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     smem_address(to)),
+                 "l"(from), "n"(sizeof(float) * kFloats), "r"(barrier)
+                 : "memory");
+}
 
 // bulk_copies, zeroed_rows: a producer's bulk copies fill a stage and complete its full barrier; consumers read it and
 // arrive at its empty barrier, on which the producer waits before it fills the stage again. With zeroed_rows another
@@ -34,10 +43,7 @@ __device__ void fill(Storage& smem, const float* from) {
     for (int round = 0; round < kRounds; ++round, pipeline.advance()) {
         pipeline.producer_acquire();
         mbarrier_arrive_and_expect_tx(pipeline.full(), sizeof(smem.data[0]));
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         smem_address(smem.data[pipeline.stage()])),
-                     "l"(from + round * kFloats), "n"(sizeof(float) * kFloats), "r"(pipeline.full())
-                     : "memory");
+        bulk_copy(smem.data[pipeline.stage()], from + round * kFloats, pipeline.full());
     }
 }
 // Zeros every fourth element.
@@ -105,6 +111,36 @@ __global__ void stored_rows_kernel(const float* from, float* sums) {
     if (threadIdx.x >= 64) sums[threadIdx.x - 64] = sum;
 }
 
+// stored_metadata: as bulk_copies, but each lane of the producer warp also stores a number, and arrives at the full
+// barrier, which counts the bytes of the bulk copy, too: the header of an m_block in the backward, the visible keys of a
+// K stage in the forward.
+__global__ void stored_metadata_kernel(const float* from, float* sums) {
+    __shared__ Storage smem;
+    if (threadIdx.x == 0) smem.pipeline.init(32, 2);
+    __syncthreads();
+    Pipeline<kStages> pipeline(smem.pipeline);
+    float sum = 0;
+    for (int round = 0; round < kRounds; ++round, pipeline.advance()) {
+        const int stage = pipeline.stage();
+        if (threadIdx.x < 32) {
+            pipeline.producer_acquire();
+            smem.metadata[stage][lane_id()] = from[round * kFloats + lane_id()];
+            if (lane_id() == 0) {
+                mbarrier_expect_tx(pipeline.full(), sizeof(smem.data[0]));
+                bulk_copy(smem.data[stage], from + round * kFloats, pipeline.full());
+            }
+            mbarrier_arrive(pipeline.full());
+        } else if (threadIdx.x >= 64) {
+            pipeline.consumer_wait();
+            const float4 metadata = reinterpret_cast<const float4*>(smem.metadata[stage])[lane_id() % 8];
+            sum += metadata.x + metadata.y + metadata.z + metadata.w;
+            for (int i = 0; i < 4; ++i) sum += smem.data[stage][lane_id() * 4 + i];
+            pipeline.consumer_release();
+        }
+    }
+    if (threadIdx.x >= 64) sums[threadIdx.x - 64] = sum;
+}
+
 // partial_sums: two warps alternate in adding up both partial results of a round, one round later, as the warpgroups of
 // the pair bias backward do with dQ. A warp writes its part for the other one and arrives at the other's named barrier;
 // the other waits there before it reads. The writer overwrites its part two rounds later, after it has waited for the
@@ -131,6 +167,7 @@ __global__ void partial_sums_kernel(const float* from, float* sums) {
 // What the patterns sum.
 bool is_right(const char* pattern, const float* from, const float* sums) {
     const bool has_zeros = std::strcmp(pattern, "zeroed_rows") == 0 || std::strcmp(pattern, "same_zeros") == 0;
+    const bool has_metadata = std::strcmp(pattern, "stored_metadata") == 0;
     const bool is_partial = std::strcmp(pattern, "partial_sums") == 0;
     for (int lane = 0; lane < 32; ++lane) {
         float wanted = 0;
@@ -138,6 +175,7 @@ bool is_right(const char* pattern, const float* from, const float* sums) {
             const float* row = from + round * kFloats;
             if (is_partial) wanted += row[lane] + row[32 + lane];
             for (int i = has_zeros; i < 4 && !is_partial; ++i) wanted += row[lane * 4 + i];
+            for (int i = 0; i < 4 && has_metadata; ++i) wanted += row[lane % 8 * 4 + i];
         }
         if (sums[lane] != wanted || (!is_partial && sums[32 + lane] != wanted)) return false;
     }
@@ -162,6 +200,8 @@ int main(int argc, char** argv) {
             pipeline_kernel<Zeros::kEveryConsumer><<<1, 128>>>(from, sums);
         } else if (std::strcmp(pattern, "stored_rows") == 0) {
             stored_rows_kernel<<<1, 128>>>(from, sums);
+        } else if (std::strcmp(pattern, "stored_metadata") == 0) {
+            stored_metadata_kernel<<<1, 128>>>(from, sums);
         } else if (std::strcmp(pattern, "partial_sums") == 0) {
             partial_sums_kernel<<<1, 64>>>(from, sums);
         } else {

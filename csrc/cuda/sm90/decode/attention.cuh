@@ -61,43 +61,9 @@ public:
     // and sum in smem.row_max and row_sum, the unscaled output at output(packed row).
     __device__ void run(const int* list, int first, int count) {
         list_ = list, first_ = first, count_ = count;
-        prepare_rows();
-        float out[1][kHeadDim / 8][4];
-        clear(out);
-        OnlineSoftmax<1> softmax;
-        cp_async_wait<0>();
-        __syncthreads();  // Q has arrived
-        // Software pipeline, its prologue in the same loop to keep the code small: step n finds the rows of chunk
-        // n + 2, copies those of chunk n + 1 and attends to chunk n.
-        const int chunks = ceil_div(count, kKeys), first_chunk = group_;
-        Found current{};
-#pragma unroll 1
-        for (int chunk = first_chunk - 2 * num_groups_; chunk < chunks; chunk += num_groups_) {
-            const bool attends = chunk >= first_chunk, copies = chunk >= first_chunk - num_groups_;
-            float scores[1][2][4];
-            if (attends) {
-                cp_async_wait<1>();
-                sync_group();
-                multiply_key(scores);
-                sync_group();
-            }
-            if (copies) copy(key_tile(), 0);
-            if (attends) {
-                finish_scores(scores, current);
-                softmax.update(
-                    scores, kLog2E, -kInfinity, [] {},
-                    [&](int i, float factor) { OnlineSoftmax<1>::scale(out, i, factor); });
-                cp_async_wait<1>();
-                sync_group();
-                multiply_value(out, scores);
-                sync_group();
-            }
-            if (copies) copy(value_tile(), 16);
-            current = found_;
-            find(chunk + 2 * num_groups_);
-        }
-        cp_async_wait<0>();
-        merge(out, softmax);
+        const bool is_plain =
+            m_tiles_ == 1 && cache_.rows == 1 && p_.relative_bias.data == nullptr && p_.score_cap <= 0;
+        is_plain ? attend<true>() : attend<false>();
     }
 
     // Four columns of a packed row's output in this CTA.
@@ -107,10 +73,56 @@ private:
     // The keys of a chunk: lane i % 16 has key i. The lower half of the warp has the rows of K, the upper of V; null
     // where the row is not read.
     struct Found {
-        const T* row;
-        int key;        // -1: none
-        uint32_t bias;  // as in memory: nothing waits for it before the scores
+        const T* row = nullptr;
+        int key = -1;  // -1: none
     };
+
+    // kPlain: one query row in one tile, no softcap and no relative bias. Fetching instructions takes much of the
+    // time; the usual case has a loop of its own, without branches.
+    template <bool kPlain>
+    __device__ __forceinline__ void attend() {
+        if (!kPlain) prepare_rows();
+        float out[1][kHeadDim / 8][4];
+        clear(out);
+        OnlineSoftmax<1> softmax;
+        cp_async_wait<0>();
+        __syncthreads();  // Q has arrived
+        // Software pipeline, its prologue in the same loop to keep the code small: step n finds the rows of chunk
+        // n + 2, copies those of chunk n + 1 and attends to chunk n. The bias of chunk n + 1 is loaded last, since a
+        // copy of it to another register would wait for it.
+        const int chunks = ceil_div(count_, kKeys), first_chunk = group_;
+        int key = -1;        // of chunk n
+        KeyBiasBits bias{};  // of this key
+        found_ = {};
+#pragma unroll 1
+        for (int chunk = first_chunk - 2 * num_groups_; chunk < chunks; chunk += num_groups_) {
+            const bool attends = chunk >= first_chunk, copies = chunk >= first_chunk - num_groups_;
+            float scores[1][2][4];
+            if (attends) {
+                cp_async_wait<1>();
+                sync_group<kPlain>();
+                multiply_key(scores);
+                sync_group<kPlain>();
+            }
+            if (copies) copy<kPlain>(key_tile(), 0);
+            if (attends) {
+                finish_scores<kPlain>(scores, key, bias);
+                softmax.update(
+                    scores, kLog2E, -kInfinity, [] {},
+                    [&](int i, float factor) { OnlineSoftmax<1>::scale(out, i, factor); });
+                cp_async_wait<1>();
+                sync_group<kPlain>();
+                multiply_value(out, scores);
+                sync_group<kPlain>();
+            }
+            if (copies) copy<kPlain>(value_tile(), 16);
+            key = found_.key;
+            if (key >= 0) bias = load_bias(key);
+            find(chunk + 2 * num_groups_);
+        }
+        cp_async_wait<0>();
+        merge(out, softmax);
+    }
 
     __device__ Tile& key_tile() const { return reinterpret_cast<Tile*>(tiles_)[group_ * m_tiles_ * 2]; }
     __device__ Tile& value_tile() const { return (&key_tile())[1]; }
@@ -122,30 +134,36 @@ private:
         return reinterpret_cast<float*>(tiles_ + warp * 2 * sizeof(Tile)) + row * kHeadDim + rotated;
     }
 
+    template <bool kPlain>
     __device__ void sync_group() const {
-        if (m_tiles_ == 1) return __syncwarp();
+        if (kPlain || m_tiles_ == 1) return __syncwarp();
         static_assert(kFirstGroup + kWarps / 2 <= 16);
         named_barrier_sync(kFirstGroup + group_, m_tiles_ * 32);
     }
 
+    __device__ KeyBiasBits load_bias(int key) const {
+        if (p_.bias_cache.data == nullptr) return {};
+        const bool is_float = p_.bias_cache.dtype == DataType::kFloat32;
+        const auto* const halves =
+            is_float ? reinterpret_cast<const uint16_t*>(cache_.row_of<float>(p_.bias_cache, p_.bias, key))
+                     : cache_.row_of<uint16_t>(p_.bias_cache, p_.bias, key);
+        return {__ldcg(halves), __ldcg(halves + (is_float ? 1 : 0))};
+    }
+
     __device__ void find(int chunk) {
         const int i = chunk * kKeys + lane_id() % kKeys;
-        found_ = {nullptr, -1, 0};
+        found_ = {};
         if (i >= count_) return;
         const int key = list_ != nullptr ? list_[i] : first_ + i;
-        if (p_.bias_cache.data != nullptr) {
-            found_.bias = p_.bias_cache.dtype == DataType::kFloat32
-                              ? __ldcg(cache_.row_of<uint32_t>(p_.bias_cache, p_.bias, key))
-                              : __ldcg(cache_.row_of<unsigned short>(p_.bias_cache, p_.bias, key));
-            // A selected key is visible.
-            if (list_ == nullptr && key_bias_of<T>(p_.bias_cache, found_.bias) == -kInfinity) return;
-        }
+        // A selected key is visible.
+        if (list_ == nullptr && key_bias_of<T>(p_.bias_cache, load_bias(key)) == -kInfinity) return;
         found_.key = key;
         found_.row =
             lane_id() < 16 ? cache_.row_of<T>(p_.k_cache, p_.key, key) : cache_.row_of<T>(p_.v_cache, p_.value, key);
     }
 
     // Starts the copy of the found rows of K (half 0) or V (half 16). The warps of a group share the work.
+    template <bool kPlain>
     __device__ void copy(Tile& to, int half) const {
         constexpr int kRowsPerStep = 32 / Tile::kSlabChunks, kSteps = kKeys / kRowsPerStep;
         const int chunk = lane_id() % Tile::kSlabChunks, lane_row = lane_id() / Tile::kSlabChunks;
@@ -155,7 +173,7 @@ private:
             const int row = i * kRowsPerStep + lane_row;
             const auto from = reinterpret_cast<const T*>(
                 __shfl_sync(~0u, reinterpret_cast<unsigned long long>(found_.row), half + row));
-            if (i % m_tiles_ != m_tile_) continue;
+            if (!kPlain && i % m_tiles_ != m_tile_) continue;
             const uint32_t at = to.address(row, chunk);
 #pragma unroll
             for (int slab = 0; slab < Tile::kSlabs; ++slab)
@@ -206,29 +224,31 @@ private:
         }
     }
 
-    // Scale, softcap, biases and causality.
-    __device__ __forceinline__ void finish_scores(float (&scores)[1][2][4], const Found& found) const {
+    // Scale, softcap, biases and causality. Lane i % 16 has key i and its bias.
+    template <bool kPlain>
+    __device__ __forceinline__ void finish_scores(float (&scores)[1][2][4], int own_key,
+                                                  const KeyBiasBits& bias_bits) const {
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 scores[0][n][i] *= p_.score_scale;
-                if (p_.score_cap > 0) scores[0][n][i] = p_.score_cap * fast_tanh(scores[0][n][i]);
+                if (!kPlain && p_.score_cap > 0) scores[0][n][i] = p_.score_cap * fast_tanh(scores[0][n][i]);
             }
-        const float own_bias = key_bias_of<T>(p_.bias_cache, found.bias);
+        const float own_bias = own_key < 0 ? -kInfinity : key_bias_of<T>(p_.bias_cache, bias_bits);
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int lane = n * 8 + fragment_col() + e;
-                const int key = __shfl_sync(~0u, found.key, lane);
+                const int key = kPlain ? 0 : __shfl_sync(~0u, own_key, lane);
                 const float bias = __shfl_sync(~0u, own_bias, lane);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     float& score = scores[0][n][2 * h + e];
                     score += bias;
-                    if (p_.relative_bias.data != nullptr || cache_.rows > 1) score += bias_of_row(h, key);
-                    if (key < 0) score = -kInfinity;
+                    if (!kPlain && (p_.relative_bias.data != nullptr || cache_.rows > 1)) score += bias_of_row(h, key);
+                    if (bias == -kInfinity) score = -kInfinity;
                 }
             }
     }
@@ -245,7 +265,7 @@ private:
 
     // Merges the groups' results into those of the first group. All threads call.
     __device__ void merge(const float (&out)[1][kHeadDim / 8][4], OnlineSoftmax<1>& softmax) const {
-        sync_group();
+        sync_group<false>();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = h * 8 + fragment_row();
@@ -297,7 +317,7 @@ private:
     const int m_tile_, group_;  // of this warp
     const int* list_;
     int first_, count_;
-    Found found_;                    // the next chunk
+    Found found_;                    // the chunk to be copied next
     int key_of_row_[2];              // the key at which each of this thread's rows stands
     const float* relative_bias_[2];  // of these rows, at distance 0
 };

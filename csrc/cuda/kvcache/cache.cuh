@@ -34,10 +34,30 @@ public:
     // Whether a key below `keys` has a row in the cache, and not a page or batch element outside it.
     __device__ bool has_row(int key) const { return slot_of(key).exists; }
 
-    // The row of a key below `keys` in `cache`, or in `added`, where new keys are.
+    // Where a key below `keys` is: a row of a page, or of the new keys.
+    struct Place {
+        int page, row;
+        bool is_new;
+    };
+    __device__ Place place_of(int key) const {
+        if (key >= cached_) return {batch, first_row + key - cached_, true};
+        const Slot slot = slot_of(key);
+        return {slot.page, slot.row, false};
+    }
+    // The row at `place` in `cache`, or in `added`, where new keys are.
+    template <typename T, typename View>
+    __device__ const T* row_at(const View& cache, const View& added, const Place& place) const {
+        return place.is_new ? row<const T>(added, place.page, place.row) : row<const T>(cache, place.page, place.row);
+    }
+    // The bias at `place`, in 16-bit words: float32 has two.
+    __device__ const uint16_t* bias_at(const Place& place) const {
+        const KeyBiasView& view = place.is_new ? p_.bias : p_.bias_cache;
+        const int words = p_.bias_cache.dtype == DataType::kFloat32 ? 2 : 1;
+        return static_cast<const uint16_t*>(view.data) + words * offset(view, place.page, place.row);
+    }
     template <typename T, typename View>
     __device__ const T* row_of(const View& cache, const View& added, int key) const {
-        return key < cached_ ? cached_row_of<T>(cache, key) : added_row<const T>(added, key);
+        return row_at<T>(cache, added, place_of(key));
     }
     template <typename T, typename View>
     __device__ const T* cached_row_of(const View& cache, int key) const {
@@ -81,15 +101,21 @@ private:
         const int clamped = in_cache(page);
         return {clamped, key - at * static_cast<int>(p_.keys_per_page.value), page == clamped};
     }
+    template <typename View>
+    __device__ int64_t offset(const View& view, int page, int row) const {
+        return page * view.batch_stride + row * view.row_stride + kv_head * view.head_stride;
+    }
+    template <typename T, typename View>
+    __device__ T* row(const View& view, int page, int row) const {
+        return static_cast<T*>(view.data) + offset(view, page, row);
+    }
     template <typename T, typename View>
     __device__ T* cached_row(const View& view, Slot slot) const {
-        return static_cast<T*>(view.data) + slot.page * view.batch_stride + slot.row * view.row_stride +
-               kv_head * view.head_stride;
+        return row<T>(view, slot.page, slot.row);
     }
     template <typename T, typename View>
     __device__ T* added_row(const View& view, int key) const {
-        return static_cast<T*>(view.data) + batch * view.batch_stride +
-               (int64_t{first_row} + key - cached_) * view.row_stride + kv_head * view.head_stride;
+        return row<T>(view, batch, first_row + key - cached_);
     }
 
     const KvCacheArgs& p_;

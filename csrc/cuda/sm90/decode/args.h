@@ -10,8 +10,9 @@ constexpr int kDecodeMaxWarps = 16;
 constexpr int kDecodeManyWarpsHeadDim = 128;
 constexpr int kDecodeMaxRows = 64;     // query rows times query heads of a KV head
 constexpr int kDecodeMaxCluster = 16;  // above 8 is not portable
-constexpr int kDecodeGroup = 8;        // neighbouring keys of a thread in the selection
-constexpr int kDecodeSegmentAlign = 32 * kDecodeGroup;
+constexpr int kDecodeGroup = 8;        // neighbouring keys of a thread that reads biases
+constexpr int kScanGroup = 16;         // and of a lane that scans their orders
+constexpr int kDecodeSegmentAlign = 32 * kScanGroup;
 constexpr int kInvariantKeys = 8192;  // batch_invariant: keys of a part, until there are kInvariantParts
 constexpr int kInvariantParts = 4;
 

@@ -70,11 +70,12 @@ public:
     __device__ float* output(int packed, int col) const { return partial(packed / 16, packed % 16, col); }
 
 private:
-    // The keys of a chunk: lane i % 16 has key i. The lower half of the warp has the rows of K, the upper of V; null
-    // where the row is not read.
+    // The keys of a chunk: lane i % 16 has key i. Null where the rows are not read.
     struct Found {
-        const T* row = nullptr;
-        int key = -1;  // -1: none
+        const T* key_row = nullptr;
+        const T* value_row = nullptr;
+        const uint16_t* bias = nullptr;  // float32 or T
+        int key = -1;                    // -1: none
     };
 
     // kPlain: one query row in one tile, no softcap and no relative bias. Fetching instructions takes much of the
@@ -104,7 +105,7 @@ private:
                 multiply_key(scores);
                 sync_group<kPlain>();
             }
-            if (copies) copy<kPlain>(key_tile(), 0);
+            if (copies) copy<kPlain>(key_tile(), found_.key_row);
             if (attends) {
                 finish_scores<kPlain>(scores, key, bias);
                 softmax.update(
@@ -115,9 +116,9 @@ private:
                 multiply_value(out, scores);
                 sync_group<kPlain>();
             }
-            if (copies) copy<kPlain>(value_tile(), 16);
+            if (copies) copy<kPlain>(value_tile(), found_.value_row);
             key = found_.key;
-            if (key >= 0) bias = load_bias(key);
+            if (key >= 0) bias = load_bias(found_.bias);
             find(chunk + 2 * num_groups_);
         }
         cp_async_wait<0>();
@@ -141,38 +142,37 @@ private:
         named_barrier_sync(kFirstGroup + group_, m_tiles_ * 32);
     }
 
-    __device__ KeyBiasBits load_bias(int key) const {
+    __device__ KeyBiasBits load_bias(const uint16_t* from) const {
         if (p_.bias_cache.data == nullptr) return {};
-        const bool is_float = p_.bias_cache.dtype == DataType::kFloat32;
-        const auto* const halves =
-            is_float ? reinterpret_cast<const uint16_t*>(cache_.row_of<float>(p_.bias_cache, p_.bias, key))
-                     : cache_.row_of<uint16_t>(p_.bias_cache, p_.bias, key);
-        return {__ldcg(halves), __ldcg(halves + (is_float ? 1 : 0))};
+        return {__ldcg(from), __ldcg(from + (has_float_bias() ? 1 : 0))};
     }
+    __device__ bool has_float_bias() const { return p_.bias_cache.dtype == DataType::kFloat32; }
 
     __device__ void find(int chunk) {
         const int i = chunk * kKeys + lane_id() % kKeys;
         found_ = {};
         if (i >= count_) return;
         const int key = list_ != nullptr ? list_[i] : first_ + i;
+        const KvCache::Place place = cache_.place_of(key);
+        found_.bias = cache_.bias_at(place);
         // A selected key is visible.
-        if (list_ == nullptr && key_bias_of<T>(p_.bias_cache, load_bias(key)) == -kInfinity) return;
+        if (list_ == nullptr && key_bias_of<T>(p_.bias_cache, load_bias(found_.bias)) == -kInfinity) return;
         found_.key = key;
-        found_.row =
-            lane_id() < 16 ? cache_.row_of<T>(p_.k_cache, p_.key, key) : cache_.row_of<T>(p_.v_cache, p_.value, key);
+        found_.key_row = cache_.row_at<T>(p_.k_cache, p_.key, place);
+        found_.value_row = cache_.row_at<T>(p_.v_cache, p_.value, place);
     }
 
-    // Starts the copy of the found rows of K (half 0) or V (half 16). The warps of a group share the work.
+    // Starts the copy of the found rows. The warps of a group share the work.
     template <bool kPlain>
-    __device__ void copy(Tile& to, int half) const {
+    __device__ void copy(Tile& to, const T* found) const {
         constexpr int kRowsPerStep = 32 / Tile::kSlabChunks, kSteps = kKeys / kRowsPerStep;
         const int chunk = lane_id() % Tile::kSlabChunks, lane_row = lane_id() / Tile::kSlabChunks;
         const int left = static_cast<int>(p_.head_dim) - chunk * Tile::kChunk;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
             const int row = i * kRowsPerStep + lane_row;
-            const auto from = reinterpret_cast<const T*>(
-                __shfl_sync(~0u, reinterpret_cast<unsigned long long>(found_.row), half + row));
+            const auto from =
+                reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(found), row));
             if (!kPlain && i % m_tiles_ != m_tile_) continue;
             const uint32_t at = to.address(row, chunk);
 #pragma unroll

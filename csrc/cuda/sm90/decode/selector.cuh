@@ -82,15 +82,14 @@ private:
     template <DataType kType>
     __device__ void load() {
         using Bits = typename FloatBits<kType>::Bits;
-        const uint32_t counts = lane_counts();
         const int cached = max(min(keys_, cache_.cached_keys() - begin_), 0);
         const int done = p_.has_vector_bias ? cached / kDecodeGroup * kDecodeGroup : cached;
         if (p_.has_vector_bias) {
-            load_vectors<kType>(done, counts);
+            load_vectors<kType>(done);
         } else if (p_.block_table == nullptr) {
-            load_rows<kType, false>(done, counts);
+            load_rows<kType, false>(done);
         } else {
-            load_rows<kType, true>(done, counts);
+            load_rows<kType, true>(done);
         }
 #pragma unroll 1
         for (int at = done + threadIdx.x; at < keys_; at += kThreads) {
@@ -98,7 +97,7 @@ private:
             found_nan_ |= is_nan<kType>(bits);
             const uint32_t order = decode_order<kType>(bits);
             orders_[at] = static_cast<uint16_t>(order >> 16);
-            add_to_bin(counts, order >> 24);
+            add_one(bin_of<24>(order));
         }
 #pragma unroll 1
         for (int at = keys_ + threadIdx.x; at < segment_ * kWarps; at += kThreads) orders_[at] = 0;
@@ -107,11 +106,12 @@ private:
     // The first `keys` of this CTA's keys with any strides. Neighbouring lanes read neighbouring keys: where the heads
     // of a key are contiguous, a warp reads each sector once. All loads of a step are in flight together.
     template <DataType kType, bool kPaged>
-    __device__ __forceinline__ void load_rows(int keys, uint32_t counts) {
+    __device__ __forceinline__ void load_rows(int keys) {
         using Bits = typename FloatBits<kType>::Bits;
         constexpr int kGroups = 2, kPerWord = 4 / sizeof(Bits);
         const int64_t stride = p_.bias_cache.row_stride;
         const Bits* const begin = kPaged ? nullptr : cache_.template cached_row_of<Bits>(p_.bias_cache, begin_);
+        const uint32_t no_bin = lane_no_bin();
         uint32_t largest_size = 0;
 #pragma unroll 1
         for (int first = threadIdx.x; first < keys; first += kGroups * kStep) {
@@ -132,7 +132,7 @@ private:
                     const int at = first + (g * kDecodeGroup + i) * kThreads;
                     const uint32_t order = words[i / 2] >> i % 2 * 16;
                     if (at < keys) orders_[at] = static_cast<uint16_t>(order);
-                    add_to_bin_if(at >= keys, counts + (order >> 8 & 0xff) * (kCopies * 4));
+                    add_one(at < keys ? bin_of<8>(order) : no_bin);
                 }
             }
         }
@@ -160,20 +160,20 @@ private:
 
     // The first `keys` of this CTA's keys, eight of a thread at a time.
     template <DataType kType>
-    __device__ void load_vectors(int keys, uint32_t counts) {
+    __device__ void load_vectors(int keys) {
         constexpr int kInFlight = 4;
         uint32_t largest_size = 0;
         int at = threadIdx.x * kDecodeGroup;
 #pragma unroll 1
         for (; at + (kInFlight - 1) * kStep < keys; at += kInFlight * kStep)
-            load_groups<kType, kInFlight>(at, counts, largest_size);
+            load_groups<kType, kInFlight>(at, largest_size);
 #pragma unroll 1
-        for (; at < keys; at += kStep) load_groups<kType, 1>(at, counts, largest_size);
+        for (; at < keys; at += kStep) load_groups<kType, 1>(at, largest_size);
         found_nan_ |= Group<kType>::has_nan(largest_size);
     }
 
     template <DataType kType, int kInFlight>
-    __device__ __forceinline__ void load_groups(int at, uint32_t counts, uint32_t& largest_size) {
+    __device__ __forceinline__ void load_groups(int at, uint32_t& largest_size) {
         using Bits = typename FloatBits<kType>::Bits;
         constexpr int kParts = kDecodeGroup * sizeof(Bits) / 16;
         const void* from[kInFlight];
@@ -199,73 +199,79 @@ private:
             *reinterpret_cast<uint4*>(orders_ + at + g * kStep) = {words[0], words[1], words[2], words[3]};
 #pragma unroll
             for (const uint32_t word : words) {
-                add_to_bin(counts, word >> 8 & 0xff);
-                add_to_bin(counts, word >> 24);
+                add_one(bin_of<8>(word));
+                add_one(bin_of<24>(word));
             }
         }
     }
 
     // Counts the digit at bit `shift`, at most 16, of the orders that match threshold_ above it.
     __device__ void count(int shift) {
-        const uint32_t counts = lane_counts(), limit = threshold_ >> 16;
+        const uint32_t limit = threshold_ >> 16;
         if (shift == 16) {
-            const uint32_t low = limit, high = limit << 16;
-            for_each_group<2>([&](int, const uint32_t (&words)[kDecodeGroup / 2]) {
+            const uint32_t pair = limit | limit << 16, no_bin = lane_no_bin();
+            for_each_group([&](int, const uint32_t (&words)[kScanGroup / 2]) {
 #pragma unroll
                 for (const uint32_t word : words) {
-                    add_to_bin_if((word ^ low) & 0xff00, counts + (word << 6 & 0x3fc0));
-                    add_to_bin_if((word ^ high) & 0xff000000, counts + (word >> 10 & 0x3fc0));
+                    const uint32_t difference = word ^ pair;
+                    add_one((difference & 0xff00) == 0 ? bin_of<0>(word) : no_bin);
+                    add_one((difference & 0xff000000) == 0 ? bin_of<16>(word) : no_bin);
                 }
             });
             return;
         }
-        for_each_group([&](int at, const uint32_t (&words)[kDecodeGroup / 2]) {
+        for_each_group([&](int at, const uint32_t (&words)[kScanGroup / 2]) {
             for (uint32_t left = equal_to(words, limit); left != 0; left &= left - 1) {
                 const uint32_t order = order_at<DataType::kFloat32>(at + __ffs(left) - 1);
-                if (shift == 8 || (order ^ threshold_) >> kDigit == 0) add_to_bin(counts, order >> shift & 0xff);
+                if (shift == 8 || (order ^ threshold_) >> kDigit == 0) add_one(bin_of<0>(order >> shift));
             }
         });
     }
 
-    // Calls visit(position of the first key, orders) for groups of eight keys, by a warp in its segment.
-    template <int kUnroll = 1, typename Visit>
+    // Calls visit(position of the first key, orders) for groups of 16 keys, by a warp in its segment.
+    template <typename Visit>
     __device__ __forceinline__ void for_each_group(const Visit& visit) const {
-        const int first = warp_id() * segment_ + lane_id() * kDecodeGroup;
-#pragma unroll kUnroll
-        for (int at = first; at < first + segment_; at += 32 * kDecodeGroup) {
-            const uint4 group = *reinterpret_cast<const uint4*>(orders_ + at);
-            const uint32_t words[] = {group.x, group.y, group.z, group.w};
+        const int first = warp_id() * segment_ + lane_id() * kScanGroup;
+#pragma unroll 1
+        for (int at = first; at < first + segment_; at += 32 * kScanGroup) {
+            uint32_t words[kScanGroup / 2];
+#pragma unroll
+            for (int i = 0; i < kScanGroup / 8; ++i) {
+                const uint4 x = reinterpret_cast<const uint4*>(orders_ + at)[i];
+                words[4 * i] = x.x, words[4 * i + 1] = x.y, words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
+            }
             visit(at, words);
         }
     }
 
     // Bit i: order i >= limit, order i == limit.
-    __device__ __forceinline__ static uint32_t at_least(const uint32_t (&words)[kDecodeGroup / 2], uint32_t limit) {
+    __device__ __forceinline__ static uint32_t at_least(const uint32_t (&words)[kScanGroup / 2], uint32_t limit) {
         uint32_t mask = 0;
 #pragma unroll
-        for (int i = 0; i < kDecodeGroup; ++i)
+        for (int i = 0; i < kScanGroup; ++i)
             if ((i % 2 == 0 ? words[i / 2] << 16 : words[i / 2]) >= limit << 16) mask |= 1u << i;
         return mask;
     }
-    __device__ __forceinline__ static uint32_t equal_to(const uint32_t (&words)[kDecodeGroup / 2], uint32_t limit) {
+    __device__ __forceinline__ static uint32_t equal_to(const uint32_t (&words)[kScanGroup / 2], uint32_t limit) {
+        const uint32_t pair = limit | limit << 16;
         uint32_t mask = 0;
 #pragma unroll
-        for (int i = 0; i < kDecodeGroup; ++i)
-            if (((words[i / 2] >> i % 2 * 16 ^ limit) & 0xffff) == 0) mask |= 1u << i;
+        for (int i = 0; i < kScanGroup; ++i)
+            if (((words[i / 2] ^ pair) & 0xffffu << i % 2 * 16) == 0) mask |= 1u << i;
         return mask;
     }
 
-    __device__ uint32_t lane_counts() const { return smem_address(histograms_ + lane_id() % kCopies); }
-    __device__ static void add_to_bin(uint32_t counts, uint32_t bin) {
-        asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(counts + bin * (kCopies * 4)) : "memory");
+    // The shared memory address of this lane's copy of a bin: that of the digit at bit kAt of x.
+    template <int kAt>
+    __device__ uint32_t bin_of(uint32_t x) const {
+        constexpr int kBinShift = 6;
+        static_assert(kCopies * 4 == 1 << kBinShift);
+        const uint32_t bin = kAt > kBinShift ? x >> (kAt - kBinShift) : x << (kBinShift - kAt);
+        return smem_address(histograms_) + ((bin & (kBins - 1) << kBinShift) | lane_id() % kCopies * 4);
     }
-    // Where `difference` is 0.
-    __device__ static void add_to_bin_if(uint32_t difference, uint32_t to) {
-        asm volatile(
-            "{\n.reg .pred same;\nsetp.eq.u32 same, %0, 0;\n@same red.shared.add.u32 [%1], 1;\n}" ::"r"(difference),
-            "r"(to)
-            : "memory");
-    }
+    // Where a lane counts keys that have no bin: ptxas branches around atomics of a condition.
+    __device__ uint32_t lane_no_bin() const { return smem_address(&smem_.totals[lane_id()]); }
+    __device__ static void add_one(uint32_t to) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(to) : "memory"); }
     __device__ void clear_copies() const {
         for (int i = threadIdx.x; i < kBins * kCopies / 4; i += kThreads)
             reinterpret_cast<uint4*>(histograms_)[i] = uint4{};
@@ -355,33 +361,41 @@ private:
         return refined;
     }
 
-    // The equal keys in this CTA's segments before the warp's.
-    __device__ int count_equal_before() {
-        int own = 0;
-        for_each_group([&](int at, const uint32_t (&words)[kDecodeGroup / 2]) {
-            own += __popc(refine(at, equal_to(words, threshold_ >> 16), false));
+    // Of this CTA's keys equal to threshold_, those in segments before the warp's, and those in its own.
+    struct EqualKeys {
+        int before = 0, own = 0;
+    };
+    __device__ EqualKeys count_equal() {
+        EqualKeys equal;
+        for_each_group([&](int at, const uint32_t (&words)[kScanGroup / 2]) {
+            equal.own += __popc(refine(at, equal_to(words, threshold_ >> 16), false));
         });
-        own = __reduce_add_sync(~0u, own);
-        if (lane_id() == 0) smem_.equal_counts[warp_id()] = own;
+        equal.own = __reduce_add_sync(~0u, equal.own);
+        if (lane_id() == 0) smem_.equal_counts[warp_id()] = equal.own;
         __syncthreads();
-        int before = 0;
-        for (int warp = 0; warp < warp_id(); ++warp) before += smem_.equal_counts[warp];
-        return before;
+        for (int warp = 0; warp < warp_id(); ++warp) equal.before += smem_.equal_counts[warp];
+        return equal;
     }
 
     // Replaces the orders of a segment by the offsets of its selected keys.
     __device__ void compact() {
         const uint32_t limit = threshold_ >> 16;
+        // Orders of at least `lowest` are selected; with `divides` those equal to it are tested further.
+        uint32_t lowest = max(limit, 1);
+        bool divides = is_float_ && limit != 0;
         int skipped = skipped_;
-        if (is_divided_) skipped -= count_equal_before();
+        if (is_divided_) {
+            const EqualKeys equal = count_equal();
+            skipped -= equal.before;
+            divides |= skipped > 0 && skipped < equal.own;
+        }
+        if (!divides && skipped > 0) ++lowest;
         int selected_before = 0, equal_before = 0;
         uint16_t* list = orders_ + warp_id() * segment_;
-        for_each_group([&](int at, const uint32_t (&words)[kDecodeGroup / 2]) {
-            uint32_t selected = at_least(words, max(limit, 1));
-            if (!__any_sync(~0u, selected != 0)) return;
-            const uint32_t matches = limit == 0 ? 0 : selected & ~at_least(words, limit + 1);
-            if (__any_sync(~0u, matches != 0)) {
-                const uint32_t equal = refine(at, matches, false);
+        for_each_group([&](int at, const uint32_t (&words)[kScanGroup / 2]) {
+            uint32_t selected = at_least(words, lowest);
+            if (divides) {
+                const uint32_t matches = equal_to(words, limit), equal = refine(at, matches, false);
                 selected = (selected & ~matches) | refine(at, matches, true);
                 const int upto = sum_of_lanes_upto(__popc(equal));
                 int number = equal_before + upto - __popc(equal);
@@ -391,12 +405,10 @@ private:
             }
             const int own = __popc(selected);
             const uint32_t lanes = __ballot_sync(~0u, own != 0);  // they have read their groups
-            int before, all;
+            int before = rank_in(lanes), all = __popc(lanes);
             if (__any_sync(~0u, own > 1)) {
                 const int upto = sum_of_lanes_upto(own);
                 before = upto - own, all = __shfl_sync(~0u, upto, 31);
-            } else {
-                before = rank_in(lanes), all = __popc(lanes);
             }
             for (int to = selected_before + before; selected != 0; selected &= selected - 1)
                 list[to++] = static_cast<uint16_t>(at - warp_id() * segment_ + __ffs(selected) - 1);

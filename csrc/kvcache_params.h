@@ -40,7 +40,7 @@ struct KvCacheParams {
     const int32_t* block_table = nullptr;
     int64_t block_table_stride = 0;
     const int32_t* cache_batch_idx = nullptr;  // [B], contiguous cache: the batch element of a sequence; null: its own
-    const int32_t* cache_seqlens = nullptr;    // [B]: keys in the cache, without the new ones
+    const int32_t* cache_seqlens = nullptr;    // [B]: keys in the cache, without the new ones; null: seqlen_k
 
     DataType dtype = DataType::kFloat32;  // of query, keys, values and out
     double softmax_scale = 1.0;

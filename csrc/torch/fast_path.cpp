@@ -11,6 +11,7 @@
 
 #include "checks.h"
 #include "cuda_backend.h"
+#include "kvcache.h"
 #include "lists.h"
 #include "operators.h"
 #include "topk.h"
@@ -163,6 +164,24 @@ void prepare(Inputs& in, const CallMask& mask, const Limits& limits) {
     }
 }
 
+// Attention of one row of each sequence to the keys that it selects, in one kernel. Returns nothing where none serves it.
+std::optional<ForwardResult> decode(const Inputs& in, int64_t window_size) {
+    const int64_t keys = in.key.size(1), kv_heads = in.key.size(2);
+    if (!in.query.is_cuda() || in.query.size(1) != 1 || needs_grad(in)) return std::nullopt;
+    if (in.bias->size(1) != 1 && in.bias->size(1) != kv_heads) return std::nullopt;
+    KvCacheInputs cached{};
+    cached.query = in.query;
+    cached.k_cache = in.key;
+    cached.v_cache = in.value;
+    cached.bias_cache = in.bias->squeeze(2).transpose(1, 2).expand({in.query.size(0), keys, kv_heads});
+    if (in.seqlens_k) cached.cache_seqlens = *in.seqlens_k;
+    cached.window_size = window_size;
+    cached.softmax_scale = in.softmax_scale;
+    cached.is_causal = in.is_causal;
+    cached.softcap = in.softcap;
+    return decode_with_kvcache(cached);
+}
+
 }  // namespace
 
 py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in, py::handle mask_in,
@@ -207,7 +226,7 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
         if (!is_prepared_here(mask, in, limits)) return not_plain;
     }
 
-    std::tuple<Tensor, Tensor> result;
+    ForwardResult result;
     {
         const py::gil_scoped_release no_gil;
         check_rows(in.query, in.key, in.value, false);
@@ -219,8 +238,10 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
             check_seqlens_k(*in.seqlens_k, in.query, in.key);
             drop_room(in);
         }
-        if (is_masked) prepare(in, mask, limits);
-        result = call_attention_forward(in);
+        std::optional<ForwardResult> decoded;
+        if (mask.window_size >= 0) decoded = decode(in, mask.window_size);
+        if (!decoded && is_masked) prepare(in, mask, limits);
+        result = decoded ? *decoded : call_attention_forward(in);
     }
     const auto& [out, lse] = result;
     if (return_lse.ptr() == Py_True) return py::make_tuple(out, lse);

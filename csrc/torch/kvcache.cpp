@@ -178,7 +178,7 @@ KvCacheParams params_of(const KvCacheInputs& in, int64_t batch) {
         p.block_table_stride = in.block_table->stride(0);
     }
     if (in.cache_batch_idx) p.cache_batch_idx = in.cache_batch_idx->const_data_ptr<int32_t>();
-    p.cache_seqlens = in.cache_seqlens.const_data_ptr<int32_t>();
+    if (in.cache_seqlens.defined()) p.cache_seqlens = in.cache_seqlens.const_data_ptr<int32_t>();
     p.dtype = data_type(in.query);
     p.softmax_scale = in.softmax_scale;
     p.softcap = in.softcap;
@@ -322,19 +322,30 @@ bool gathers_best_keys(const KvCacheInputs& in, const KvCacheParams& p) {
     return in.window_size && !in_place && !(in.is_packed() && is_host_readable(*in.cu_seqlens_q));
 }
 
-ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
-    const bool sees_nothing = in.window_size && p.window_size == 0;  // KvCacheParams has no such window
-    if (in.query.is_cpu() || sees_nothing || p.batch == 0 || p.total_q == 0 || p.heads == 0) return compose(in);
-    const auto write_to = [&](const Tensor& out, const Tensor& lse) {
-        p.out = rows_view(out, in.is_packed());
-        p.lse = row_stat_view(lse, in.is_packed());
-    };
-    const Tensor out = at::empty(in.query.sizes(), in.query.options());
+void write_to(KvCacheParams& p, const ForwardResult& result, bool packed) {
+    p.out = rows_view(std::get<0>(result), packed);
+    p.lse = row_stat_view(std::get<1>(result), packed);
+}
+
+// Whether the kernels know such a call: KvCacheParams has no window of no keys.
+bool has_rows_that_see(const KvCacheInputs& in, const KvCacheParams& p) {
+    const bool sees_nothing = in.window_size && p.window_size == 0;
+    return !sees_nothing && p.batch > 0 && p.total_q > 0 && p.heads > 0;
+}
+
+std::optional<ForwardResult> decode(const KvCacheInputs& in, KvCacheParams p) {
     const auto stats = in.query.options().dtype(at::kFloat);
-    const Tensor lse =
-        in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats);
-    write_to(out, lse);
-    if (decode_kvcache_cuda(p, in.query, false)) return {out, lse};
+    const ForwardResult result{
+        at::empty(in.query.sizes(), in.query.options()),
+        in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats)};
+    write_to(p, result, in.is_packed());
+    if (!decode_kvcache_cuda(p, in.query, false)) return std::nullopt;
+    return result;
+}
+
+ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
+    if (in.query.is_cpu() || !has_rows_that_see(in, p)) return compose(in);
+    if (const auto result = decode(in, p)) return *result;
     if (in.batch_invariant && in.window_size && !in.is_packed()) {
         const KvCacheInputs all = packed(in, p.batch);
         const auto [packed_out, packed_lse] = run(all, params_of(all, p.batch));
@@ -343,7 +354,7 @@ ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
     if (gathers_best_keys(in, p)) {
         if (const auto keys = gather_best_keys_cuda(p, in.k_cache, *in.bias_cache)) {
             const ForwardResult result = attend_to(*keys, in);
-            write_to(std::get<0>(result), std::get<1>(result));
+            write_to(p, result, in.is_packed());
             if (keys->skipped_rows > 0)
                 TORCH_INTERNAL_ASSERT(decode_kvcache_cuda(p, in.query, true), "the decoding kernel serves short rows");
             return result;
@@ -353,12 +364,17 @@ ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
     if (!in.batch_invariant || !in.is_packed()) return {composed_out, composed_lse};
     // A sequence of few rows gets the kernel's bits, also where the batch has longer ones.
     const ForwardResult result{composed_out.contiguous(), composed_lse.contiguous()};
-    write_to(std::get<0>(result), std::get<1>(result));
+    write_to(p, result, in.is_packed());
     decode_kvcache_cuda(p, in.query, true);
     return result;
 }
 
 }  // namespace
+
+std::optional<ForwardResult> decode_with_kvcache(const KvCacheInputs& in) {
+    const KvCacheParams p = params_of(in, in.query.size(0));
+    return has_rows_that_see(in, p) ? decode(in, p) : std::nullopt;
+}
 
 ForwardResult attention_with_kvcache(KvCacheInputs in) {
     check_caches(in);

@@ -46,4 +46,8 @@ using KvCacheOperator = Signature<ForwardResult, void FLASH_DMATTN_KVCACHE_ARGUM
 
 ForwardResult attention_with_kvcache(KvCacheInputs inputs);
 
+// The same for checked inputs on CUDA whose rows the kernels read where they are. Returns nothing, and launches nothing,
+// where no kernel decodes them. cache_seqlens may be undefined: all keys.
+std::optional<ForwardResult> decode_with_kvcache(const KvCacheInputs& inputs);
+
 }  // namespace flash_dmattn

@@ -9,6 +9,8 @@ from gpu_inputs import NEEDS_CUDA
 from kvcaches import check, make_call, make_sequences
 from sm90 import names_of
 
+from flash_dmattn import flash_dmattn_func, flash_dmattn_with_kvcache
+
 pytestmark = [*NEEDS_CUDA, pytest.mark.hopper]
 
 WINDOW = 512
@@ -98,6 +100,41 @@ def test_decoding_is_one_kernel(window_size):
     call(window_size=window_size)
     names = names_of(lambda: call(window_size=window_size))
     assert names.count("decode_kernel") == 1 and names.count("kernel") == 1, names
+
+
+@pytest.mark.parametrize("lengths", [None, [0, 40, 3000]])
+@pytest.mark.parametrize("bias_heads", [1, 2])
+def test_one_row_of_flash_dmattn_func_is_one_kernel(lengths, bias_heads):
+    """The same kernel as for a cache: the same bits."""
+    query, key, value = (torch.randn(3, n, h, 64, device="cuda").bfloat16() for n, h in ((1, 8), (3000, 2), (3000, 2)))
+    bias = torch.randn(3, bias_heads, 1, 3000, device="cuda").bfloat16()
+    seqlens = None if lengths is None else torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    options = {"is_causal": True, "window_size": WINDOW, "return_lse": True}
+
+    def attend():
+        return flash_dmattn_func(query, key, value, None, bias, cache_seqlens=seqlens, **options)
+
+    bias_cache = bias.squeeze(2).transpose(1, 2).expand(3, 3000, 2)
+    all_keys = 3000 if seqlens is None else seqlens
+    expected = flash_dmattn_with_kvcache(query, key, value, bias_cache=bias_cache, cache_seqlens=all_keys, **options)
+    for ours, theirs in zip(attend(), expected):
+        assert torch.equal(ours, theirs)
+    names = names_of(attend)
+    assert names.count("decode_kernel") == 1 and names.count("kernel") == 1, names
+
+
+@pytest.mark.parametrize("bias_heads", [1, 2, 8])
+def test_one_row_with_gradients_or_a_bias_of_each_query_head(bias_heads):
+    """No kernel decodes these: the same values from key lists."""
+    query, key, value = (torch.randn(3, n, h, 64, device="cuda").bfloat16() for n, h in ((1, 8), (3000, 2), (3000, 2)))
+    bias = torch.randn(3, bias_heads, 1, 3000, device="cuda").bfloat16()
+    options = {"is_causal": True, "window_size": WINDOW}
+    decoded = flash_dmattn_func(query, key, value, None, bias, **options)
+    query.requires_grad_()
+    out = flash_dmattn_func(query, key, value, None, bias, **options)
+    torch.testing.assert_close(out, decoded, rtol=0.02, atol=0.02)
+    (gradient,) = torch.autograd.grad(out.sum(), query)
+    assert gradient.isfinite().all()
 
 
 def test_a_nan_bias_is_refused_like_elsewhere():

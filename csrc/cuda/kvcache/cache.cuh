@@ -24,7 +24,7 @@ public:
             rows = min(max(min(p.cu_seqlens_q[batch + 1], total) - first_row, 0), static_cast<int>(p.seqlen_q));
         }
         const int room = static_cast<int>(p.seqlen_k);
-        cached_ = min(max(p.cache_seqlens[batch], 0), room);
+        cached_ = p.cache_seqlens == nullptr ? room : min(max(p.cache_seqlens[batch], 0), room);
         keys = p.key.data == nullptr ? cached_ : static_cast<int>(min(int64_t{cached_} + rows, int64_t{room}));
         element_ = p.cache_batch_idx != nullptr ? p.cache_batch_idx[batch] : batch;
         table_ = p.block_table == nullptr ? nullptr : p.block_table + batch * p.block_table_stride;

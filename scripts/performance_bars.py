@@ -21,7 +21,7 @@ FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 OURS = ("flash_dmattn", "triangle_attention")
 # Suites with peers.
 SUITES = ("dense", "sparse", "prefill", "decode", "serving", "train", "attention", "generate", "generate_batch")
-SUITES += ("triangle", "host")
+SUITES += ("triangle", "relative", "host")
 # What computes less than the call, or is this library in another form.
 NOT_COMPARED = "is compared without"  # a peer that takes no mask and no bias
 NOT_PEERS = ("cuDNN, dense S x w", "plain batch")

@@ -332,6 +332,12 @@ TABLES = {
         suite="attention",
         packages=("torch", "transformers"),
     ),
+    "relative": Table(
+        "Median time in ms, forward / backward with the gradient of what is learned.",
+        columns([OURS, "flash_dmattn, no bias", "flash_dmattn, dense bias", "SDPA", "FlexAttention"], TWO),
+        run("relative"),
+        suite="relative",
+    ),
     "generate": Table(
         "Tokens per second.",
         columns([OURS, "SDPA", "eager"], TOKENS),

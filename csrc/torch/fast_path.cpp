@@ -164,7 +164,8 @@ void prepare(Inputs& in, const CallMask& mask, const Limits& limits) {
     }
 }
 
-// Attention of one row of each sequence to the keys that it selects, in one kernel. Returns nothing where none serves it.
+// Attention of one row of each sequence to the keys that it selects, in one kernel. Returns nothing where none serves
+// the call.
 std::optional<ForwardResult> decode(const Inputs& in, int64_t window_size) {
     const int64_t keys = in.key.size(1), kv_heads = in.key.size(2);
     if (!in.query.is_cuda() || in.query.size(1) != 1 || needs_grad(in)) return std::nullopt;

@@ -1,4 +1,4 @@
-"""flash_dmattn as an attention implementation of Hugging Face transformers, 5.17 and newer.
+"""flash_dmattn as an attention implementation of Hugging Face transformers, 5.17 to 5.23.
 
     from flash_dmattn.integrations.transformers import register, use_flash_dmattn
 

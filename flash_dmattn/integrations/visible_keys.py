@@ -20,13 +20,14 @@ from .. import fallbacks
 from ..masks import KeyIntervalMask
 from ..masks.topk import NEVER
 
-MIN_TRANSFORMERS = "5.17"
+MIN_TRANSFORMERS, MAX_TRANSFORMERS = "5.17", "5.23"  # 5.24 renames arguments of the attention modules
 
 
 def require_version(version: str) -> None:
-    if Version(version) < Version(MIN_TRANSFORMERS):
+    if not Version(MIN_TRANSFORMERS).release <= Version(version).release[:2] <= Version(MAX_TRANSFORMERS).release:
         raise ImportError(
-            f"flash_dmattn.integrations.transformers needs transformers {MIN_TRANSFORMERS} or newer, got {version}"
+            f"flash_dmattn.integrations.transformers needs transformers {MIN_TRANSFORMERS} to {MAX_TRANSFORMERS}, "
+            f"got {version}"
         )
 
 

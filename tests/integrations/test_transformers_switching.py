@@ -113,10 +113,15 @@ def test_a_model_off_the_interface_is_refused():
         use_flash_dmattn(nn.Linear(2, 2))
 
 
-def test_old_versions_are_refused():
-    with pytest.raises(ImportError, match=r"needs transformers 5.17 or newer, got 5.16.1"):
-        require_version("5.16.1")
-    require_version("6.0.0.dev0")
+@pytest.mark.parametrize("version", ["5.16.1", "5.24.0", "6.0.0.dev0"])
+def test_other_versions_are_refused(version):
+    with pytest.raises(ImportError, match=rf"needs transformers 5.17 to 5.23, got {version}"):
+        require_version(version)
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.23.0", "5.23.4"])
+def test_versions_that_are_accepted(version):
+    require_version(version)
 
 
 def test_register_is_enough_and_may_be_called_again(tmp_path):

@@ -30,12 +30,13 @@ class Race(NamedTuple):
 
 
 READ_WRITE = frozenset({"Read", "Write"})
-# The pattern of each kind of report.
+# The patterns of each kind of report.
 ACCEPTED = {
-    Race("pair_bias_fwd_kernel", READ_WRITE): "zeroed_rows",
-    Race("pair_bias_dquery_kernel", READ_WRITE): "zeroed_rows",
-    Race("pair_bias_dkey_kernel", READ_WRITE): "zeroed_rows",
-    Race("grouped_sparse_bwd_kernel", READ_WRITE): "same_zeros",
+    Race("fwd_kernel", READ_WRITE): ("stored_metadata", "stored_rows"),  # stored_rows: gathered keys
+    Race("pair_bias_fwd_kernel", READ_WRITE): ("zeroed_rows",),
+    Race("pair_bias_dquery_kernel", READ_WRITE): ("zeroed_rows",),
+    Race("pair_bias_dkey_kernel", READ_WRITE): ("zeroed_rows",),
+    Race("grouped_sparse_bwd_kernel", READ_WRITE): ("stored_metadata",),
 }
 
 pytestmark = [
@@ -95,11 +96,11 @@ def test_patterns_are_right(program, pattern):
     races(program, pattern)
 
 
-@pytest.mark.parametrize("pattern", sorted(set(ACCEPTED.values())))
+@pytest.mark.parametrize("pattern", sorted({pattern for patterns in ACCEPTED.values() for pattern in patterns}))
 def test_accepted_patterns_are_reported(reported, pattern):
     """Otherwise the tool sees these orderings, and a report of a kernel would be a race."""
     for race, accepted in ACCEPTED.items():
-        assert accepted != pattern or race.accesses in reported(pattern), race
+        assert pattern not in accepted or race.accesses in reported(pattern), race
 
 
 def test_every_report_is_accepted():

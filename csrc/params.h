@@ -52,9 +52,11 @@ struct ScoreView {
 
 enum class BiasKind : int32_t {
     kNone,
-    kKey,       // [.., 1, Sk], broadcast over rows
-    kDense,     // [.., Sq, Sk]
-    kRelative,  // none, beside a relative bias of one dimension: an instantiation of CUDA kernels, never in a BiasView
+    kKey,    // [.., 1, Sk], broadcast over rows
+    kDense,  // [.., Sq, Sk]
+    // Instantiations of CUDA kernels, never in a BiasView: none, beside a relative bias
+    kRelative,      // of one dimension
+    kRelativeGrid,  // of a grid
 };
 
 // bool, true = visible.

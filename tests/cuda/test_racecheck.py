@@ -33,6 +33,7 @@ READ_WRITE = frozenset({"Read", "Write"})
 # The patterns of each kind of report.
 ACCEPTED = {
     Race("fwd_kernel", READ_WRITE): ("stored_metadata", "stored_rows"),  # stored_rows: gathered keys
+    Race("bwd_kernel", READ_WRITE): ("stored_metadata", "stored_rows"),
     Race("pair_bias_fwd_kernel", READ_WRITE): ("zeroed_rows",),
     Race("pair_bias_dquery_kernel", READ_WRITE): ("zeroed_rows",),
     Race("pair_bias_dkey_kernel", READ_WRITE): ("zeroed_rows",),

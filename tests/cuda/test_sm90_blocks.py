@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn, takes_gpu_memory
 from helpers import check, reference, surrounded
-from sm90 import BIASES, bias_of, names_of
+from sm90 import BIASES, bias_of, generations, names_of
 
 from flash_dmattn import KeyLists, flash_dmattn_func
 
@@ -156,6 +156,38 @@ def test_maxima_that_change_along_the_keys(head_dim, pairs, causal, course):
 
 
 @CAUSAL
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "height, width",
+    [
+        (16, 16),
+        (35, 16),
+        (32, 32),
+        (11, 48),
+        (16, 64),
+        (8, 80),
+        (9, 96),
+        (9, 112),
+        (5, 128),
+        (5, 192),
+        (3, 256),
+        (1, 512),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
+def test_relative_biases_of_grids(head_dim, height, width, deterministic):
+    """Blocks begin and end within a row of the grid, and in several."""
+    tokens, tables = height * width, 1 if deterministic else 2
+    bias = torch.randn(tables, 4, 2 * height - 1, 2 * width - 1, device="cuda")
+    bias[:, 0, ::2] = -torch.inf
+    bias[:, 0, height - 1] = 1.0  # every row sees keys
+    options = {"relative_bias": bias, "grid": (height, width), "deterministic": deterministic}
+    tensors = on_gpu(2, tokens, tokens, 4, 2, head_dim)
+    assert generations(tensors, **options) == ({"sm90"}, {"sm90"})
+    check(tensors, **options)
+    check(tensors, mask_of(2, 1, tokens, tokens), is_causal=True, **options)
+
+
 @pytest.mark.parametrize("is_relative", [False, True])
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
 def test_pairs_of_ctas_that_multicast(head_dim, is_relative, causal):

@@ -14,6 +14,16 @@
 
 namespace flash_dmattn::cuda {
 
+// y * (2 w - 1) + x of the token y * w + x of a grid: the entry of two tokens is the difference of theirs, plus that of
+// equal tokens.
+__device__ __forceinline__ int token_in_table(int token, int grid_width, uint64_t inverse_grid_width) {
+    const auto y = static_cast<int>(static_cast<unsigned>(token) * inverse_grid_width >> 40);
+    return token + y * (grid_width - 1);
+}
+__device__ __forceinline__ int token_in_table(int token, const RelativeBiasView& view) {
+    return token_in_table(token, static_cast<int>(view.grid_width), view.inverse_grid_width);
+}
+
 // Where the scores of one sequence and query head lie in the table. Row i and key j have the position row_part(i) +
 // key_part(j), in one dimension the distance of the key; clamp() maps it to an entry, also where the row or the key
 // lies beyond the sequence. kOrMatrix: the view may be a matrix.
@@ -36,10 +46,11 @@ public:
     }
     __device__ __forceinline__ int row_part(int row) const {
         if (kOrMatrix && is_matrix_) return row * grid_width_;
-        return grid_width_ > 0 ? origin_ + in_table(row) : origin_ - row;
+        return grid_width_ > 0 ? origin_ + token_in_table(row, grid_width_, inverse_grid_width_) : origin_ - row;
     }
     __device__ __forceinline__ int key_part(int key) const {
-        return grid_width_ > 0 && !(kOrMatrix && is_matrix_) ? -in_table(key) : key;
+        return grid_width_ > 0 && !(kOrMatrix && is_matrix_) ? -token_in_table(key, grid_width_, inverse_grid_width_)
+                                                             : key;
     }
     __device__ __forceinline__ int clamp(int position) const { return min(max(position, low_), high_) - low_; }
     // Whether all positions of a range read the same entry.
@@ -49,12 +60,6 @@ protected:
     int low_, high_;
 
 private:
-    // y * (2 w - 1) + x of the token y * w + x.
-    __device__ __forceinline__ int in_table(int token) const {
-        const auto y = static_cast<int>(static_cast<unsigned>(token) * inverse_grid_width_ >> 40);
-        return token + y * (grid_width_ - 1);
-    }
-
     int grid_width_, origin_;
     uint64_t inverse_grid_width_;
     bool is_matrix_;
@@ -194,6 +199,31 @@ public:
             }
         }
     }
+    // The same for a grid, of an accumulator of keys x rows in which runs of 8 kRunFragments rows, and all keys, are in
+    // one row of the grid each. first_row, first_key: of the accumulator, in the sequence.
+    template <int kRunFragments, int kFragments>
+    __device__ __forceinline__ void add_grid_diagonals(float (&acc)[kFragments][4], int first_row,
+                                                       int first_key) const {
+        const int key = this->key_part(first_key);
+#pragma unroll
+        for (int n = 0; n < kFragments; n += kRunFragments) {
+            auto& run = reinterpret_cast<float (&)[kRunFragments][4]>(acc[n]);
+            float sums[kDiagonalSums<kRunFragments>];
+            add_rows_8_apart(run);
+            sum_diagonals(run, sums);
+            const int first = this->row_part(first_row + n * 8) + key + first_diagonal();
+#pragma unroll
+            for (int i = 0; i < kDiagonalSums<kRunFragments>; ++i) {
+                const int entry = first + 32 * i;
+                if (entry < 0 || entry > high_) continue;  // beyond the accumulator
+                if (exact_sums_ != nullptr) {
+                    exact_sums_[entry].add(sums[i]);
+                } else {
+                    reduce_add(sums_ + entry, sums[i]);
+                }
+            }
+        }
+    }
     static __device__ __forceinline__ void add_clamped(float dx, bool is_high, float (&ends)[2]) {
         ends[is_high] += dx;
     }
@@ -235,58 +265,5 @@ __device__ __forceinline__ void add_relative_bias(float (&acc)[kMTiles][kNTiles]
             for (int i = 0; i < kMTiles * 2; ++i) acc[i / 2][n][i % 2 * 2 + e] += bias[rows[i] + key];
         }
 }
-
-// The entries that a block of scores of kRows rows and kCols columns reads in one dimension, in shared memory: those of
-// kSize = kRows + kCols consecutive positions, ascending with the column.
-//
-// In the accumulator layout of fragment.cuh entry c - r + kRows - 1 belongs to row r and column c. A lane reads its two
-// columns at once, from the copy in which they are aligned; row r + 8 reads what row r reads of the fragment before.
-template <int kRows, int kCols>
-struct alignas(8) RelativeBiasSegment {
-    static constexpr int kSize = kRows + kCols;
-    static constexpr int kStride = (kSize + 31) / 32 * 32 + 16;  // lanes of even and of odd rows read different banks
-
-    float entries[2][kStride];  // the second one begins with the second entry
-
-    __device__ __forceinline__ void store(int i, float entry) {
-        entries[0][i] = entry;
-        if (i > 0) entries[1][i - 1] = entry;
-    }
-    // This lane's offset in `entries`: of row r's first fragment.
-    static __device__ __forceinline__ int lane_offset(int r, int first_col) {
-        const int entry = first_col + fragment_col() - r - fragment_row() + kRows - 1;
-        return entry % 2 == 0 ? entry : kStride + entry - 1;
-    }
-    // Row r's two columns of fragment n; row r + 8 of fragment n + 1 reads the same.
-    __device__ __forceinline__ float2 at(int lane_offset, int n) const {
-        return *reinterpret_cast<const float2*>(entries[0] + lane_offset + n * 8);
-    }
-    // Sets the accumulator of a warp's 16 rows to the entries.
-    template <int kFragments>
-    __device__ __forceinline__ void load(float (&acc)[1][kFragments][4], int lane_offset) const {
-#pragma unroll
-        for (int n = -1; n < kFragments; ++n) {
-            const float2 entry = at(lane_offset, n);
-            if (n >= 0) acc[0][n][0] = entry.x, acc[0][n][1] = entry.y;
-            if (n + 1 < kFragments) acc[0][n + 1][2] = entry.x, acc[0][n + 1][3] = entry.y;
-        }
-    }
-    // The same while another GEMM is issued: copies of what is loaded, moved behind it, would serialize the two. The
-    // assembler merges loads of equal addresses.
-    template <int kFragments>
-    __device__ __forceinline__ void load_ahead(float (&acc)[1][kFragments][4], int lane_offset) const {
-        const auto load_two = [](float* to, const float* from) {
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                         : "=f"(to[0]), "=f"(to[1])
-                         : "r"(smem_address(from))
-                         : "memory");
-        };
-#pragma unroll
-        for (int n = 0; n < kFragments; ++n) {
-            load_two(acc[0][n], entries[0] + lane_offset + n * 8);
-            load_two(acc[0][n] + 2, entries[0] + lane_offset + n * 8 - 8);
-        }
-    }
-};
 
 }  // namespace flash_dmattn::cuda

@@ -101,8 +101,7 @@ private:
         if (has_empty_rows) zero_empty_rows(dout());
         // The GEMM of dP overlaps the reads of the bias.
         if constexpr (kStartsFromBias)
-            m_block_info().relative_bias.entries.load_ahead(
-                scores, SharedStorage::RelativeSegment::lane_offset(warp_key_, layout_.first_row()));
+            m_block_info().relative_bias.entries.load_ahead(scores, Base::relative_bias_lane_);
         layout_.gemm_scores(dprobs, smem_.value, dout());
         if constexpr (kStartsFromBias) layout_.template gemm_scores<false>(scores, smem_.key, query());
         if constexpr (Traits::kSharesKeys) finish_previous_dk();
@@ -112,7 +111,7 @@ private:
         wgmma_wait_group<0>();
         warpgroup_fence_operand(scores);
         warpgroup_fence_operand(dprobs);
-        if (kBias != BiasKind::kRelative && scale_.softcap > 0) {
+        if (!is_relative(kBias) && scale_.softcap > 0) {
             Base::compute_p_ds_softcap(scores, dprobs, lse);
         } else {
             Base::compute_p_ds(scores, dprobs, lse);
@@ -205,6 +204,18 @@ private:
     // Adds dS, in float32, to the gradient of the relative bias: the sums over its diagonals, which overwrite it.
     // Overlaps the GEMM of dV.
     __device__ __forceinline__ void add_drelative_bias(ScoresFragment& ds) {
+        if constexpr (kBias == BiasKind::kRelativeGrid) {
+            if (p_.drelative_bias == nullptr) return;
+            const RelativeBiasGradient gradient = m_block_info().relative_bias.gradient;
+            const int first_row = header_.m_block * kRows + layout_.first_row(),
+                      first_key = work_tile_.n_block * kKeys + warp_key_;
+            constexpr int kLongRun = Traits::kScoreRows % 64 == 0 ? 8 : 2;
+            if (p_.relative_bias.grid_width % (kLongRun * 8) == 0) {
+                gradient.add_grid_diagonals<kLongRun>(ds[0], first_row, first_key);
+            } else {
+                gradient.add_grid_diagonals<2>(ds[0], first_row, first_key);
+            }
+        }
         if constexpr (kBias == BiasKind::kRelative) {
             if (p_.drelative_bias == nullptr) return;
             add_rows_8_apart(ds[0]);

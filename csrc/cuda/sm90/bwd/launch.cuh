@@ -56,6 +56,7 @@ void run_bwd(const BwdArgs& p, cudaStream_t stream) {
                     return launch_bwd<BwdKernelTraits<T, kHeadDim, true>, BiasKind::kDense>(p, stream);
             return launch_bwd<Traits, BiasKind::kDense>(p, stream);
         case BiasKind::kRelative: return launch_bwd<Traits, BiasKind::kRelative>(p, stream);
+        case BiasKind::kRelativeGrid: return launch_bwd<Traits, BiasKind::kRelativeGrid>(p, stream);
     }
 }
 

@@ -43,7 +43,7 @@ private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = Traits::kWords;
     // Entries of a relative bias that a thread loads.
     static constexpr int kRelativeEntries =
-        kBias == BiasKind::kRelative ? ceil_div(SharedStorage::RelativeSegment::kSize, 128) : 1;
+        is_relative(kBias) ? ceil_div(SharedStorage::RelativeSegment::kMaxEntries, 128) : 1;
     // Threads that issue TMA loads, in three warps: none waits for another's pipeline.
     static constexpr int kBiasThread = 32, kQueryThread = 64, kDoutThread = 96;
 
@@ -189,7 +189,7 @@ private:
             if (is_empty) delta = 0;
         }
         float relative_bias[kRelativeEntries];
-        if constexpr (kBias == BiasKind::kRelative) load_relative_bias(relative_bias, head, m_block);
+        if constexpr (is_relative(kBias)) load_relative_bias(relative_bias, head, first);
         issue_tma_loads(head, s.first_row + first);
         const int semaphore_value = p_.deterministic && warp_id() == 0 ? dq_semaphore_value(head, m_block) : 0;
         query_pipeline_.producer_acquire();
@@ -202,11 +202,13 @@ private:
                 if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
             }
         }
-        if constexpr (kBias == BiasKind::kRelative)
+        if constexpr (is_relative(kBias)) {
+            auto& segment = info.relative_bias.entries;
+            const int size = segment.begin(p_.relative_bias, first_key(), first);
 #pragma unroll
             for (int i = 0; i < kRelativeEntries; ++i)
-                if (const int at = threadIdx.x + i * 128; at < SharedStorage::RelativeSegment::kSize)
-                    info.relative_bias.entries.store(at, relative_bias[i]);
+                if (const int at = threadIdx.x + i * 128; at < size) segment.store(at, relative_bias[i]);
+        }
         const bool has_empty_rows = __any_sync(~0u, is_empty);
         if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty_rows[warp_id()] = has_empty_rows;
         if (threadIdx.x == 0) {
@@ -217,12 +219,12 @@ private:
             info.dq_semaphore = dquery_semaphore(p_, tile);
             info.dq_semaphore_value = semaphore_value;
             info.header.is_full_block = is_full;
+            if constexpr (is_relative(kBias)) info.relative_bias.gradient = RelativeBiasGradient(p_, s, head);
             if constexpr (kBias == BiasKind::kRelative) {
-                const RelativeBiasGradient gradient(p_, s, head);
+                const RelativeBiasGradient& gradient = info.relative_bias.gradient;
                 const int position = gradient.row_part(first) + gradient.key_part(first_key());
                 const bool is_clamped = gradient.is_clamped(position - (kRows - 1), position + kKeys - 1);
                 info.header.clamped = !is_clamped ? 0 : position < 0 ? -1 : 1;
-                info.relative_bias.gradient = gradient;
                 info.relative_bias.position = position;
             }
         }
@@ -233,13 +235,14 @@ private:
     }
     // The entries threadIdx.x + i * 128 of the m_block's segment, in the order of rows.
     __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int head,
-                                                       int m_block) const {
+                                                       int first_row) const {
         const RelativeBias bias(p_.relative_bias, sequence(), relative_bias_entries(p_, sequence().batch, head));
         const float scale = SharedStorage::kStartsFromBias ? 1 / static_cast<float>(p_.softmax_scale) : kLog2E;
-        const int last =
-            bias.row_part(m_block * kRows) + bias.key_part(first_key() + kKeys - 1) - static_cast<int>(threadIdx.x);
+        constexpr int kStep = -SharedStorage::RelativeSegment::kKeyStep;
+        const int first =
+            bias.row_part(first_row) + bias.key_part(first_key() + kKeys - 1) + kStep * static_cast<int>(threadIdx.x);
 #pragma unroll
-        for (int i = 0; i < kRelativeEntries; ++i) entries[i] = bias[last - i * 128] * scale;
+        for (int i = 0; i < kRelativeEntries; ++i) entries[i] = bias[first + kStep * i * 128] * scale;
     }
     // Q, dO and a dense bias. tensor_row: the m_block's first row of the tensor.
     __device__ __forceinline__ void issue_tma_loads(int head, int tensor_row) {

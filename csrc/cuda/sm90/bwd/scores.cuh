@@ -23,6 +23,7 @@ protected:
     using AtomLayout = MmaAtomLayout<Traits>;
     using ScoresFragment = typename AtomLayout::ScoresFragment;
     using ScoresTile = typename Traits::ScoresTile;
+    using RelativeBiasLane = typename SharedStorage::RelativeSegment::Lane;
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
     // Whether a bias is added after Q K^T.
     static constexpr bool kHasBias = kBias != BiasKind::kNone && !SharedStorage::kStartsFromBias;
@@ -32,7 +33,11 @@ protected:
           warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), layout_(warpgroup_),
           warp_key_(AtomLayout::warp_key()),
           reduction_(smem.reduction, warpgroup_, smem.cta_rank, static_cast<int>(p.dbias.batch_group_size)),
-          probs_pipeline_(smem.probs_pipeline) {}
+          probs_pipeline_(smem.probs_pipeline) {
+        if constexpr (is_relative(kBias))
+            relative_bias_lane_ =
+                RelativeBiasLane(p.relative_bias, work_tile.n_block * Traits::kKeys, warp_key_, layout_.first_row());
+    }
 
     // lse or delta of the rows of this lane's scores. Where registers are free all are read at once, while wgmma runs:
     // it keeps shared memory so busy that a read takes long.
@@ -165,7 +170,6 @@ private:
         const int block_row = layout_.first_row() + fragment_col(),
                   first_row = header_.m_block * Traits::kRows + block_row;
         const int bit = warp_key_ % 32 + fragment_row();
-        const int relative = SharedStorage::RelativeSegment::lane_offset(warp_key_, layout_.first_row());
 #pragma unroll
         for (int n = 0; n < kFragments; n += 2) {
             uint32_t dense[4];
@@ -184,8 +188,8 @@ private:
                         bias = {bias.x * kLog2E, bias.y * kLog2E};
                     } else if (kBias == BiasKind::kKey) {
                         bias = {bias_[h], bias_[h]};
-                    } else if constexpr (kHasBias && kBias == BiasKind::kRelative) {
-                        bias = info.relative_bias.entries.at(relative, m - h);
+                    } else if constexpr (kHasBias && is_relative(kBias)) {
+                        bias = info.relative_bias.entries.at(relative_bias_lane_, h, m);
                     }
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
@@ -214,6 +218,7 @@ protected:
     typename MBlockInfo::Header header_;    // of the current m_block
     Pipeline<1> probs_pipeline_;
     bool dk_in_flight_ = false;
+    RelativeBiasLane relative_bias_lane_;
     RowRange rows_[2];    // that may see each key
     float bias_[2] = {};  // times log2(e)
     float dbias_[2] = {};

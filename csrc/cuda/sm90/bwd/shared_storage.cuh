@@ -15,7 +15,7 @@
 #include "dsmem_reduction.cuh"
 #include "mma_atom_layout.cuh"
 #include "cuda/arch/pipeline.cuh"
-#include "cuda/softmax/relative_bias.cuh"
+#include "cuda/softmax/relative_bias_segment.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -37,9 +37,9 @@ struct BwdSharedStorage {
     static constexpr int kRows = Traits::kRows;
     // Whether S starts from the relative bias, divided by the softmax scale, or it is added after Q K^T, times log2(e).
     // With 128 rows no registers are left to read it ahead while P is computed.
-    static constexpr bool kStartsFromBias = kBias == BiasKind::kRelative && Traits::kScoreRows > 64;
+    static constexpr bool kStartsFromBias = is_relative(kBias) && Traits::kScoreRows > 64;
     // Scores are transposed: keys x rows.
-    using RelativeSegment = RelativeBiasSegment<Traits::kKeys, kRows>;
+    using RelativeSegment = SegmentOf<kBias, Traits::kKeys, kRows>;
     struct RelativeBlock {
         RelativeSegment entries;
         RelativeBiasGradient gradient;
@@ -65,7 +65,7 @@ struct BwdSharedStorage {
         alignas(16) float lse[kRows];  // times log2(e); inf where a row sees no key
         alignas(16) float delta[kRows];
         alignas(16) uint32_t mask[Traits::kWords][kRows];  // bit j % 32 of word j / 32: the row sees key j
-        std::conditional_t<kBias == BiasKind::kRelative, RelativeBlock, NoTile> relative_bias;
+        std::conditional_t<is_relative(kBias), RelativeBlock, NoTile> relative_bias;
     };
 
     alignas(kSmemTileAlign) typename Traits::KeysTile key;
@@ -83,7 +83,8 @@ struct BwdSharedStorage {
     std::conditional_t<kBias == BiasKind::kRelative, float[Traits::kConsumerWarpgroups * 128][2], NoTile>
         relative_bias_ends;
     uint32_t visible_keys[Traits::kWords];  // bit j % 32 of word j / 32: some row sees key j
-    Sequence sequence;
+    // Aligned, so that no load of 16 bytes also covers visible_keys, which another warp may write meanwhile.
+    alignas(16) Sequence sequence;
     int bias_batch;                                           // the batch element of the bias
     int cta_rank;                                             // in the cluster; 0 without one
     int work_index;                                           // with deterministic=True

@@ -51,6 +51,7 @@ private:
     using Probs = uint32_t[kKeys / 16][4];
     using Words = uint32_t[kWords];
     using BiasTile = typename SharedStorage::BiasTile;
+    using RelativeBiasLane = typename SharedStorage::RelativeSegment::Lane;
     // Whether registers hold a dense bias, read while GEMMs run, as A operands, each of which covers two fragments of the
     // scores. Otherwise it is read when it is added.
     static constexpr bool kHoldsBias = kBias == BiasKind::kDense && kHeadDim < 128;
@@ -75,6 +76,8 @@ private:
         for (int h = 0; h < 2; ++h)
             row_end_[h] = row(h) < work_tile().s.rows ? work_tile().s.keys_of(row(h), p_.is_causal) : 0;
         softmax_ = FwdSoftmax<T>(row_end_);
+        if constexpr (is_relative(kBias))
+            relative_bias_lane_ = RelativeBiasLane(p_.relative_bias, work_tile().first_row, tile_row(), 0);
         has_raw_scores_ = params_.softmax.raw_scores;
 
         Scores scores;
@@ -113,8 +116,7 @@ private:
     // Starts the scores from a key or relative bias, before the warp scheduler barrier.
     __device__ __forceinline__ void init_scores(Scores& scores) const {
         if constexpr (kBias == BiasKind::kKey) metadata().key_bias.load(scores);
-        if constexpr (kBias == BiasKind::kRelative)
-            metadata().relative_bias.load(scores, SharedStorage::RelativeSegment::lane_offset(tile_row(), 0));
+        if constexpr (is_relative(kBias)) metadata().relative_bias.load(scores, relative_bias_lane_);
         if constexpr (starts_from_bias(kBias)) warpgroup_fence_operand(scores);  // not behind the barrier
     }
     __device__ __forceinline__ void gemm_qk(Scores& scores) const {
@@ -240,7 +242,7 @@ private:
     __device__ __forceinline__ void apply_mask_and_bias(Scores& scores) {
         float scale = params_.softmax.scale;
         if (kBias == BiasKind::kNone ? !params_.softmax.raw_scores
-                                     : kBias != BiasKind::kRelative && params_.softmax.softcap > 0) {
+                                     : !is_relative(kBias) && params_.softmax.softcap > 0) {
             scale_and_cap(scores, scale, params_.softmax.softcap);
             scale = 1;
         }
@@ -376,6 +378,7 @@ private:
     bool has_raw_scores_;            // FwdSoftmaxParams::raw_scores, up to a key bias that is added to scaled scores
     bool is_full_;                   // no score of the n_block is hidden; not for gathered keys
     Bias bias_;                      // of the n_block, if kHoldsBias
+    RelativeBiasLane relative_bias_lane_;
     FwdSoftmax<T> softmax_;
     float out_[1][kOutFragments][4];
 };

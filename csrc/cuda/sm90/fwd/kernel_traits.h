@@ -1,13 +1,14 @@
 // Compile-time parameters of a forward kernel: its tiles, stages and registers.
 #pragma once
 
+#include "cuda/softmax/relative_bias_segment.cuh"
 #include "cuda/sm90/tile_sizes.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
 // Whether S = Q K^T is accumulated onto the bias divided by the softmax scale.
 constexpr __host__ __device__ bool starts_from_bias(BiasKind bias) {
-    return bias == BiasKind::kKey || bias == BiasKind::kRelative;
+    return bias == BiasKind::kKey || is_relative(bias);
 }
 
 // kFewer: two MMA warpgroups instead of three. kClusterSize: CTAs of neighbouring m_blocks, each of which loads a part of

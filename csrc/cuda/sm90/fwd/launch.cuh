@@ -109,16 +109,19 @@ template <typename T, BiasKind kBias, int kHeadDim>
 void run_fwd_with(const FwdArgs& p, cudaStream_t stream) {
     constexpr bool kIsDense = kBias == BiasKind::kDense;
     using Traits = FwdKernelTraits<kHeadDim, kIsDense>;
-    if constexpr (kHeadDim >= 128 && (kBias == BiasKind::kNone || kBias == BiasKind::kRelative)) {
+    if constexpr (kHeadDim >= 128 && (kBias == BiasKind::kNone || is_relative(kBias))) {
         using Pairs = FwdKernelTraits<kHeadDim, kIsDense, false, 2>;
         if (should_multicast<Pairs>(p)) return launch_fwd<T, kBias, Pairs>(p, stream);
     }
-    if constexpr (Traits::kConsumerWarpgroups > 2) {
-        using Fewer = FwdKernelTraits<kHeadDim, kIsDense, true>;
-        if (kBias == BiasKind::kRelative || fewer_fit_better(p.seqlen_q, Fewer::kRows, Traits::kRows))
-            return launch_fwd<T, kBias, Fewer>(p, stream);
+    using Fewer = FwdKernelTraits<kHeadDim, kIsDense, true>;
+    if constexpr (is_relative(kBias)) {
+        launch_fwd<T, kBias, Fewer>(p, stream);
+    } else if constexpr (Traits::kConsumerWarpgroups > 2) {
+        fewer_fit_better(p.seqlen_q, Fewer::kRows, Traits::kRows) ? launch_fwd<T, kBias, Fewer>(p, stream)
+                                                                  : launch_fwd<T, kBias, Traits>(p, stream);
+    } else {
+        launch_fwd<T, kBias, Traits>(p, stream);
     }
-    launch_fwd<T, kBias, Traits>(p, stream);
 }
 
 template <typename T, int kHeadDim>
@@ -133,6 +136,7 @@ void run_fwd(const FwdArgs& p, cudaStream_t stream) {
         case BiasKind::kKey: return run_fwd_with<T, BiasKind::kKey, kHeadDim>(p, stream);
         case BiasKind::kDense: return run_fwd_with<T, BiasKind::kDense, kHeadDim>(p, stream);
         case BiasKind::kRelative: return run_fwd_with<T, BiasKind::kRelative, kHeadDim>(p, stream);
+        case BiasKind::kRelativeGrid: return run_fwd_with<T, BiasKind::kRelativeGrid, kHeadDim>(p, stream);
     }
 }
 

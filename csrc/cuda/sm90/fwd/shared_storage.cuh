@@ -6,7 +6,7 @@
 #include "params.h"
 #include "cuda/arch/pipeline.cuh"
 #include "cuda/arch/smem_descriptor.cuh"
-#include "cuda/softmax/relative_bias.cuh"
+#include "cuda/softmax/relative_bias_segment.cuh"
 #include "kernel_traits.h"
 #include "key_bias.cuh"
 #include "tile_scheduler.cuh"
@@ -59,7 +59,7 @@ struct FwdSharedStorage {
     using QueryTile = SmemTile<T, kRows, Traits::kHeadDim>;
     using KeyTile = SmemTile<T, kKeys, Traits::kHeadDim>;
     using BiasTile = SmemTile<T, kWarpgroupRows, kBiasKeys>;
-    using RelativeSegment = RelativeBiasSegment<kRows, kKeys>;
+    using RelativeSegment = SegmentOf<kBias, kRows, kKeys>;
     using NamedBarriers = FwdNamedBarriers<Traits::kConsumerWarpgroups>;
     using Scheduler = FwdTileScheduler<kBias == BiasKind::kDense || Traits::kGathers, NamedBarriers::kNextWorkTile,
                                        kProducerThreads<kBias>, Traits::kClusterSize>;
@@ -78,7 +78,7 @@ struct FwdSharedStorage {
         // rows that see a key.
         alignas(16) std::conditional_t<Traits::kGathers, uint32_t[kRows / 32][kKeys], uint32_t[kRows][kWords]> mask;
         std::conditional_t<kBias == BiasKind::kKey, KeyBiasTile<kKeys>, NoBias> key_bias;
-        std::conditional_t<kBias == BiasKind::kRelative, RelativeSegment, NoBias> relative_bias;
+        std::conditional_t<is_relative(kBias), RelativeSegment, NoBias> relative_bias;
     };
 
     alignas(kSmemTileAlign) QueryTile query[Traits::kQueryStages];

@@ -52,7 +52,7 @@ private:
     static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // mask rows that a thread loads
     // Entries of a relative bias that a thread loads.
     static constexpr int kRelativeEntries =
-        kBias == BiasKind::kRelative ? ceil_div(SharedStorage::RelativeSegment::kSize, kThreads) : 1;
+        is_relative(kBias) ? ceil_div(SharedStorage::RelativeSegment::kMaxEntries, kThreads) : 1;
     // The threads that issue TMA loads, in different warps.
     static constexpr int kKeyThread = 0, kValueThread = 32, kQueryThread = 64;
     using BlockMetadata = typename SharedStorage::BlockMetadata;
@@ -157,7 +157,7 @@ private:
     __device__ void load(const FwdWorkTile& work_tile) {
         kv_head_ = shared_head(work_tile.head, p_.heads, p_.kv_heads);
         if constexpr (kBias == BiasKind::kKey) begin_key_bias(work_tile);
-        if constexpr (kBias == BiasKind::kRelative) begin_relative_bias(work_tile);
+        if constexpr (is_relative(kBias)) begin_relative_bias(work_tile);
         auto blocks = active_blocks(work_tile);
         ActiveBlock block;
         int previous = BlockMetadata::kNoBlock;
@@ -203,7 +203,7 @@ private:
 
     __device__ __forceinline__ void prefetch(const FwdWorkTile& work_tile, ActiveBlock& block) const {
         if constexpr (kBias == BiasKind::kKey) block.key_bias = load_key_bias_of_thread(work_tile.s, block.n_block);
-        if constexpr (kBias == BiasKind::kRelative) load_relative_bias(block.relative_bias, block.n_block);
+        if constexpr (is_relative(kBias)) load_relative_bias(block.relative_bias, block.n_block);
         if (is_masked(block) && !has_bits())
             block.intervals.fetch(p_, work_tile.s, work_tile.head, block.n_block * kKeys);
     }
@@ -230,12 +230,14 @@ private:
                 metadata.visible_keys[w] = block.visible_keys[w / ActiveBlock::kWarps] & not_hidden;
         if constexpr (kBias == BiasKind::kKey)
             metadata.key_bias.store(threadIdx.x, threadIdx.x < kKeys, key_bias, params_.softmax.inverse_scale);
-        if constexpr (kBias == BiasKind::kRelative)
+        if constexpr (is_relative(kBias)) {
+            const int size = metadata.relative_bias.begin(p_.relative_bias, work_tile.first_row, block.n_block * kKeys);
 #pragma unroll
             for (int i = 0; i < kRelativeEntries; ++i)
-                if (const int at = threadIdx.x + i * kThreads; at < SharedStorage::RelativeSegment::kSize)
+                if (const int at = threadIdx.x + i * kThreads; at < size)
                     metadata.relative_bias.store(
                         at, RelativeBias::masked(block.relative_bias[i]) * params_.softmax.inverse_scale);
+        }
         if (is_masked(block) && has_bits()) {
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i)
@@ -279,13 +281,15 @@ private:
     __device__ __forceinline__ void begin_relative_bias(const FwdWorkTile& work_tile) {
         relative_bias_ =
             RelativeBias(p_.relative_bias, work_tile.s, relative_bias_entries(p_, work_tile.s.batch, work_tile.head));
-        relative_row_ = relative_bias_.row_part(work_tile.first_row + kRows - 1) + static_cast<int>(threadIdx.x);
+        relative_row_ = relative_bias_.row_part(work_tile.first_row + kRows - 1);
     }
     // The entries threadIdx.x + i * kThreads of the segment.
     __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int n_block) const {
+        constexpr int kStep = SharedStorage::RelativeSegment::kKeyStep;
+        const int first =
+            relative_row_ + relative_bias_.key_part(n_block * kKeys) + kStep * static_cast<int>(threadIdx.x);
 #pragma unroll
-        for (int i = 0; i < kRelativeEntries; ++i)
-            entries[i] = relative_bias_.load(relative_row_ + n_block * kKeys + i * kThreads);
+        for (int i = 0; i < kRelativeEntries; ++i) entries[i] = relative_bias_.load(first + kStep * i * kThreads);
     }
 
     // The mask rows threadIdx.x + i * kThreads of the n_block.
@@ -312,7 +316,7 @@ private:
     int kv_head_;                 // of the work tile
     const char* key_bias_;        // of key threadIdx.x of n_block 0
     RelativeBias relative_bias_;  // of the work tile
-    int relative_row_;            // the position of the segment's entry threadIdx.x in n_block 0
+    int relative_row_;            // row_part() of the work tile's last row
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -46,7 +46,8 @@ struct PerHeadSparseBwdSharedStorage {
     alignas(16) float lse[kRows];  // times log2(e); inf where a row sees no key or lies beyond the sequence
     alignas(16) float delta[kRows];
     bool has_empty_rows[kRowWords];  // for 32 rows each: some have an lse of inf
-    Uninitialized<PerHeadSparseBwdWorkTile> raw_work_tile;
+    // Aligned, so that no load of 16 bytes also covers has_empty_rows, which another warp may write meanwhile.
+    alignas(16) Uninitialized<PerHeadSparseBwdWorkTile> raw_work_tile;
     Uninitialized<KeyList> raw_list;
     int num_n_blocks;
     alignas(8) uint64_t rows_full;

@@ -46,10 +46,19 @@ def randn(shape):
 def check_on_gpu(rows, keys, head_dim, mask, bias, sparse="tiles", **options):
     def function(*args, **kwargs):
         moved = [x if x is None else x.to("cuda") for x in args]
-        return [x.cpu() for x in flash_dmattn_func(*moved, sparse=sparse, **kwargs)]
+        options = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
+        return [x.cpu() for x in flash_dmattn_func(*moved, sparse=sparse, **options)]
 
     tensors = inputs(2, rows, keys, 4, 2, head_dim, torch.bfloat16)
     check(tensors, mask, bias, function=function, **options)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("grid", [None, (13, 16), (20, 10)])
+def test_relative_biases(grid, head_dim):
+    size = [399] if grid is None else [2 * n - 1 for n in grid]
+    rows, keys = (100, KEYS) if grid is None else (grid[0] * grid[1],) * 2
+    check_on_gpu(rows, keys, head_dim, None, None, relative_bias=torch.randn(1, 4, *size), grid=grid)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

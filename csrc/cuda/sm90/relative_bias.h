@@ -14,14 +14,10 @@ inline bool can_start_from_bias(const AttentionParams& p) {
 
 // Whether GridBiasSegment holds the entries of each block. Blocks have 64 or 128 rows or keys and begin at a multiple.
 inline bool supports_grid(const RelativeBiasView& view) {
-    const int64_t width = view.grid_width;
-    const auto fits = [&](int64_t tokens) {
-        const int64_t new_rows = width % tokens == 0   ? 0
-                                 : tokens % width == 0 ? tokens / width - 1
-                                                       : (tokens - 2) / width + 1;
-        return new_rows * (width - 1) <= (kMaxGridSpan - 1) * tokens;
-    };
-    return width % 16 == 0 && !view.is_matrix() && fits(64) && fits(128);
+    constexpr int64_t kMaxWidth = 1 << 24;  // spans are computed in 32 bits
+    if (view.is_matrix() || view.grid_width % 16 != 0 || view.grid_width > kMaxWidth) return false;
+    const int width = static_cast<int>(view.grid_width);
+    return grid_span(width, 64) <= kMaxGridSpan * 64 && grid_span(width, 128) <= kMaxGridSpan * 128;
 }
 
 inline bool supports_relative_bias(const AttentionParams& p) {

@@ -66,10 +66,10 @@ struct RelativeBiasSegment : RelativeBiasEntries<kRows + kCols> {
     using Base = RelativeBiasEntries<kRows + kCols>;
     static constexpr int kKeyStep = 1;  // the position of the next key
 
-    // Of the block that begins at first_row and first_col of the sequence. Returns how many entries it has.
-    __device__ __forceinline__ int begin(const RelativeBiasView&, int /* first_row */, int /* first_col */) {
-        return Base::kMaxEntries;
-    }
+    static __device__ __forceinline__ int size(const RelativeBiasView&) { return Base::kMaxEntries; }
+
+    // Begins a block of which column 0 is first_col of the sequence.
+    __device__ __forceinline__ void begin(const RelativeBiasView&, int /* first_col */) {}
 
     // Where this lane reads: of the block's rows from r and columns from c on.
     struct Lane {
@@ -94,11 +94,15 @@ struct RelativeBiasSegment : RelativeBiasEntries<kRows + kCols> {
     }
 };
 
-// A block of tokens spans at most this times as many positions of a grid.
-constexpr int kMaxGridSpan = 3;
+// How many consecutive positions of a grid `tokens` tokens cover at most, from a multiple of `tokens` on. A new row of the
+// grid skips width - 1 positions.
+constexpr __host__ __device__ __forceinline__ int grid_span(int width, int tokens) {
+    const int new_rows = width % tokens == 0 ? 0 : tokens % width == 0 ? tokens / width - 1 : (tokens - 2) / width + 1;
+    return tokens + new_rows * (width - 1);
+}
+constexpr int kMaxGridSpan = 3;  // times the tokens
 
-// A grid whose width is a multiple of 16: aligned runs of 16 tokens, or even of 64, lie in one row of the grid. A new row
-// of the grid skips width - 1 positions.
+// A grid whose width is a multiple of 16: aligned runs of 16 tokens, or even of 64, lie in one row of the grid.
 template <int kRows, int kCols>
 struct GridBiasSegment : RelativeBiasEntries<kMaxGridSpan*(kRows + kCols)> {
     using Base = RelativeBiasEntries<kMaxGridSpan*(kRows + kCols)>;
@@ -106,13 +110,15 @@ struct GridBiasSegment : RelativeBiasEntries<kMaxGridSpan*(kRows + kCols)> {
 
     alignas(16) int run_entries[kCols / 16];  // from column 0 to 16 i entries move by run_entries[i]
 
+    static __device__ __forceinline__ int size(const RelativeBiasView& view) {
+        const int width = static_cast<int>(view.grid_width);
+        return grid_span(width, kRows) + grid_span(width, kCols);
+    }
+
     // 128 threads call.
-    __device__ __forceinline__ int begin(const RelativeBiasView& view, int first_row, int first_col) {
-        const auto span = [&](int first, int count) {
-            return token_in_table(first + count, view) - token_in_table(first, view);
-        };
-        if (const int i = static_cast<int>(threadIdx.x); i < kCols / 16) run_entries[i] = span(first_col, i * 16);
-        return span(first_row, kRows - 1) + span(first_col, kCols - 1) + 1;
+    __device__ __forceinline__ void begin(const RelativeBiasView& view, int first_col) {
+        if (const int i = static_cast<int>(threadIdx.x); i < kCols / 16)
+            run_entries[i] = token_in_table(first_col + i * 16, view) - token_in_table(first_col, view);
     }
 
     struct Lane {

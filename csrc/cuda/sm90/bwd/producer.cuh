@@ -204,10 +204,11 @@ private:
         }
         if constexpr (is_relative(kBias)) {
             auto& segment = info.relative_bias.entries;
-            const int size = segment.begin(p_.relative_bias, first_key(), first);
+            segment.begin(p_.relative_bias, first);
 #pragma unroll
             for (int i = 0; i < kRelativeEntries; ++i)
-                if (const int at = threadIdx.x + i * 128; at < size) segment.store(at, relative_bias[i]);
+                if (const int at = threadIdx.x + i * 128; at < segment.size(p_.relative_bias))
+                    segment.store(at, relative_bias[i]);
         }
         const bool has_empty_rows = __any_sync(~0u, is_empty);
         if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty_rows[warp_id()] = has_empty_rows;
@@ -242,7 +243,9 @@ private:
         const int first =
             bias.row_part(first_row) + bias.key_part(first_key() + kKeys - 1) + kStep * static_cast<int>(threadIdx.x);
 #pragma unroll
-        for (int i = 0; i < kRelativeEntries; ++i) entries[i] = bias[first + kStep * i * 128] * scale;
+        for (int i = 0; i < kRelativeEntries; ++i)
+            if (i * 128 < SharedStorage::RelativeSegment::size(p_.relative_bias))
+                entries[i] = bias[first + kStep * i * 128] * scale;
     }
     // Q, dO and a dense bias. tensor_row: the m_block's first row of the tensor.
     __device__ __forceinline__ void issue_tma_loads(int head, int tensor_row) {

@@ -231,10 +231,10 @@ private:
         if constexpr (kBias == BiasKind::kKey)
             metadata.key_bias.store(threadIdx.x, threadIdx.x < kKeys, key_bias, params_.softmax.inverse_scale);
         if constexpr (is_relative(kBias)) {
-            const int size = metadata.relative_bias.begin(p_.relative_bias, work_tile.first_row, block.n_block * kKeys);
+            metadata.relative_bias.begin(p_.relative_bias, block.n_block * kKeys);
 #pragma unroll
             for (int i = 0; i < kRelativeEntries; ++i)
-                if (const int at = threadIdx.x + i * kThreads; at < size)
+                if (const int at = threadIdx.x + i * kThreads; at < relative_size_)
                     metadata.relative_bias.store(
                         at, RelativeBias::masked(block.relative_bias[i]) * params_.softmax.inverse_scale);
         }
@@ -282,6 +282,7 @@ private:
         relative_bias_ =
             RelativeBias(p_.relative_bias, work_tile.s, relative_bias_entries(p_, work_tile.s.batch, work_tile.head));
         relative_row_ = relative_bias_.row_part(work_tile.first_row + kRows - 1);
+        relative_size_ = SharedStorage::RelativeSegment::size(p_.relative_bias);
     }
     // The entries threadIdx.x + i * kThreads of the segment.
     __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int n_block) const {
@@ -289,7 +290,8 @@ private:
         const int first =
             relative_row_ + relative_bias_.key_part(n_block * kKeys) + kStep * static_cast<int>(threadIdx.x);
 #pragma unroll
-        for (int i = 0; i < kRelativeEntries; ++i) entries[i] = relative_bias_.load(first + kStep * i * kThreads);
+        for (int i = 0; i < kRelativeEntries; ++i)
+            if (i * kThreads < relative_size_) entries[i] = relative_bias_.load(first + kStep * i * kThreads);
     }
 
     // The mask rows threadIdx.x + i * kThreads of the n_block.
@@ -317,6 +319,7 @@ private:
     const char* key_bias_;        // of key threadIdx.x of n_block 0
     RelativeBias relative_bias_;  // of the work tile
     int relative_row_;            // row_part() of the work tile's last row
+    int relative_size_;           // of a segment
 };
 
 }  // namespace flash_dmattn::cuda::sm90

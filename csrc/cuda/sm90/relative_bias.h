@@ -23,7 +23,7 @@ inline bool supports_grid(const RelativeBiasView& view) {
 inline bool supports_relative_bias(const AttentionParams& p) {
     const RelativeBiasView& view = p.relative_bias;
     return (!view.has_grid() || supports_grid(view)) && !p.bias.present() && !p.lists.present() &&
-           can_start_from_bias(p);
+           can_start_from_bias(p) && p.softmax_scale <= 1;
 }
 
 // The kind of bias that a kernel for tiles is compiled for.

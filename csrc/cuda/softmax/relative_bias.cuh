@@ -92,7 +92,8 @@ public:
     __device__ __forceinline__ RelativeBiasOf(const RelativeBiasView& view, const Sequence& s, const float* entries)
         : RelativePosition<kOrMatrix>(view, s), entries_(entries) {}
 
-    __device__ __forceinline__ float load(int position) const { return __ldg(entries_ + this->clamp(position)); }
+    __device__ __forceinline__ const float* entry(int position) const { return entries_ + this->clamp(position); }
+    __device__ __forceinline__ float load(int position) const { return __ldg(entry(position)); }
     // -inf where the entry hides the score.
     static __device__ __forceinline__ float masked(float entry) { return hides(entry) ? -kInfinity : entry; }
     __device__ __forceinline__ float operator[](int position) const { return masked(load(position)); }

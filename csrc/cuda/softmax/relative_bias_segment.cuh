@@ -6,6 +6,7 @@
 // fragment are read at once, from the copy in which they are aligned.
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
 #include "cuda/arch/fragment.cuh"
 #include "cuda/arch/memory.cuh"
 #include "cuda/arch/mma.cuh"
@@ -25,6 +26,13 @@ struct alignas(8) RelativeBiasEntries {
         entries[0][i] = entry;
         if (i > 0) entries[1][i - 1] = entry;
     }
+    // By cp.async. The first entry's second copy goes to the padding.
+    __device__ __forceinline__ void copy(int i, const float* from) {
+        static_assert(kStride > kMaxEntries);
+        const uint32_t to = smem_address(entries[0] + i);
+        cp_async<4>(to, from);
+        cp_async<4>(to + (kStride - 1) * sizeof(float), from);
+    }
 
 protected:
     // The offset in `entries` of an entry and the next one.
@@ -32,18 +40,20 @@ protected:
     __device__ __forceinline__ float2 at(int offset) const {
         return *reinterpret_cast<const float2*>(entries[0] + offset);
     }
-    // Sets kFragments fragments of a warp's 16 rows: row r + 8 reads of a fragment what row r reads of the one before.
+    // Sets kFragments fragments of a warp's 16 rows to the entries times `factor`. Row r + 8 reads of a fragment what row
+    // r reads of the one before.
     template <int kFragments>
-    __device__ __forceinline__ void load_diagonals(float (&acc)[kFragments][4], int offset) const {
+    __device__ __forceinline__ void load_diagonals(float (&acc)[kFragments][4], int offset, float factor) const {
 #pragma unroll
         for (int n = -1; n < kFragments; ++n) {
-            const float2 entry = at(offset + n * 8);
+            float2 entry = at(offset + n * 8);
+            entry.x *= factor, entry.y *= factor;
             if (n >= 0) acc[n][0] = entry.x, acc[n][1] = entry.y;
             if (n + 1 < kFragments) acc[n + 1][2] = entry.x, acc[n + 1][3] = entry.y;
         }
     }
-    // The same while another GEMM is issued: copies of what is loaded, moved behind it, would serialize the two. The
-    // assembler merges loads of equal addresses.
+    // The same without a factor, while another GEMM is issued: copies of what is loaded, moved behind it, would serialize
+    // the two. The assembler merges loads of equal addresses.
     template <int kFragments>
     __device__ __forceinline__ void load_diagonals_ahead(float (&acc)[kFragments][4], int offset) const {
         const auto load_two = [](float* to, const float* from) {
@@ -83,10 +93,10 @@ struct RelativeBiasSegment : RelativeBiasEntries<kRows + kCols> {
     __device__ __forceinline__ float2 at(const Lane& lane, int h, int n) const {
         return Base::at(lane.offset + (n - h) * 8);
     }
-    // Sets the accumulator of a warp's 16 rows to the entries.
+    // Sets the accumulator of a warp's 16 rows to the entries times `factor`.
     template <int kFragments>
-    __device__ __forceinline__ void load(float (&acc)[1][kFragments][4], const Lane& lane) const {
-        Base::load_diagonals(acc[0], lane.offset);
+    __device__ __forceinline__ void load(float (&acc)[1][kFragments][4], const Lane& lane, float factor) const {
+        Base::load_diagonals(acc[0], lane.offset, factor);
     }
     template <int kFragments>
     __device__ __forceinline__ void load_ahead(float (&acc)[1][kFragments][4], const Lane& lane) const {
@@ -94,8 +104,8 @@ struct RelativeBiasSegment : RelativeBiasEntries<kRows + kCols> {
     }
 };
 
-// How many consecutive positions of a grid `tokens` tokens cover at most, from a multiple of `tokens` on. A new row of the
-// grid skips width - 1 positions.
+// How many consecutive positions of a grid `tokens` tokens cover at most, from a multiple of `tokens` on. A new row of
+// the grid skips width - 1 positions.
 constexpr __host__ __device__ __forceinline__ int grid_span(int width, int tokens) {
     const int new_rows = width % tokens == 0 ? 0 : tokens % width == 0 ? tokens / width - 1 : (tokens - 2) / width + 1;
     return tokens + new_rows * (width - 1);
@@ -135,8 +145,8 @@ struct GridBiasSegment : RelativeBiasEntries<kMaxGridSpan*(kRows + kCols)> {
         return Base::at(run_offset(lane, n / 2) + (n % 2 - h) * 8);
     }
     template <int kFragments>
-    __device__ __forceinline__ void load(float (&acc)[1][kFragments][4], const Lane& lane) const {
-        for_each_run(acc[0], lane, [&](auto& run, int offset) { Base::load_diagonals(run, offset); });
+    __device__ __forceinline__ void load(float (&acc)[1][kFragments][4], const Lane& lane, float factor) const {
+        for_each_run(acc[0], lane, [&](auto& run, int offset) { Base::load_diagonals(run, offset, factor); });
     }
     template <int kFragments>
     __device__ __forceinline__ void load_ahead(float (&acc)[1][kFragments][4], const Lane& lane) const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/arch/tensor_map.h"
 #include "cuda/common/cluster_launch.h"
@@ -77,6 +78,8 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
                                                  : kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
     softmax.scale = static_cast<float>(p.softmax_scale);
     softmax.inverse_scale = starts_from_bias(kBias) && softmax.raw_scores ? 1 / softmax.scale : 0;
+    // Above 1: -FLT_MAX masks a score, and becomes -inf.
+    if (is_relative(kBias)) softmax.inverse_scale = std::nextafter(softmax.inverse_scale, INFINITY);
     softmax.to_log2 = softmax.raw_scores ? softmax.scale * kLog2E : kLog2E;
     softmax.softcap = static_cast<float>(p.softcap);
 

@@ -102,9 +102,12 @@ struct FwdSharedStorage {
     __device__ void init_pipelines() {
         constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
         query_pipeline.init(1, kConsumerWarps);
-        // A gathering thread arrives twice: after it has written the metadata, and when its copies have completed.
+        // A thread that copies by cp.async, gathered keys or a relative bias, arrives twice: after it has written the
+        // metadata, and when its copies have completed.
         constexpr int kReleases = kConsumerWarps * Traits::kClusterSize;
-        key_pipeline.init(Traits::kGathers ? 2 * kWarpgroupThreads : kProducerThreads<kBias>, kReleases);
+        constexpr int kKeyArrivals =
+            Traits::kGathers || is_relative(kBias) ? 2 * kWarpgroupThreads : kProducerThreads<kBias>;
+        key_pipeline.init(kKeyArrivals, kReleases);
         value_pipeline.init(Traits::kGathers ? kWarpgroupThreads : 1, kReleases);
         for (auto& pipeline : bias_pipelines) pipeline.init(1, 4);
     }

@@ -50,9 +50,6 @@ private:
                          kThreads = kProducerThreads<kBias>;
     static constexpr int kClusterSize = Traits::kClusterSize;
     static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // mask rows that a thread loads
-    // Entries of a relative bias that a thread loads.
-    static constexpr int kRelativeEntries =
-        is_relative(kBias) ? ceil_div(SharedStorage::RelativeSegment::kMaxEntries, kThreads) : 1;
     // The threads that issue TMA loads, in different warps.
     static constexpr int kKeyThread = 0, kValueThread = 32, kQueryThread = 64;
     using BlockMetadata = typename SharedStorage::BlockMetadata;
@@ -140,7 +137,6 @@ private:
         uint32_t visible_keys[ceil_div(kWords, kWarps)];  // the words that this warp writes
         BlockIntervals<kThreads, kWords> intervals;
         KeyBiasBits key_bias;
-        float relative_bias[kRelativeEntries];  // masked and scaled later: the loads do not stall the prefetch
 
         ActiveBlock() = default;
         template <typename Blocks>
@@ -194,7 +190,11 @@ private:
     __device__ void produce_no_block() {
         key_pipeline_.producer_acquire();
         if (threadIdx.x == kKeyThread) smem_.metadata[key_pipeline_.stage()].n_block = BlockMetadata::kNoBlock;
+        commit_key();
+    }
+    __device__ __forceinline__ void commit_key() {
         mbarrier_arrive(key_pipeline_.full());
+        if constexpr (is_relative(kBias)) cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
         key_pipeline_.advance();
     }
 
@@ -203,7 +203,6 @@ private:
 
     __device__ __forceinline__ void prefetch(const FwdWorkTile& work_tile, ActiveBlock& block) const {
         if constexpr (kBias == BiasKind::kKey) block.key_bias = load_key_bias_of_thread(work_tile.s, block.n_block);
-        if constexpr (is_relative(kBias)) load_relative_bias(block.relative_bias, block.n_block);
         if (is_masked(block) && !has_bits())
             block.intervals.fetch(p_, work_tile.s, work_tile.head, block.n_block * kKeys);
     }
@@ -230,14 +229,7 @@ private:
                 metadata.visible_keys[w] = block.visible_keys[w / ActiveBlock::kWarps] & not_hidden;
         if constexpr (kBias == BiasKind::kKey)
             metadata.key_bias.store(threadIdx.x, threadIdx.x < kKeys, key_bias, params_.softmax.inverse_scale);
-        if constexpr (is_relative(kBias)) {
-            metadata.relative_bias.begin(p_.relative_bias, block.n_block * kKeys);
-#pragma unroll
-            for (int i = 0; i < kRelativeEntries; ++i)
-                if (const int at = threadIdx.x + i * kThreads; at < relative_size_)
-                    metadata.relative_bias.store(
-                        at, RelativeBias::masked(block.relative_bias[i]) * params_.softmax.inverse_scale);
-        }
+        if constexpr (is_relative(kBias)) copy_relative_bias(metadata.relative_bias, block.n_block);
         if (is_masked(block) && has_bits()) {
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i)
@@ -246,8 +238,7 @@ private:
         } else if (is_masked(block)) {
             block.intervals.expand(metadata.mask, work_tile.first_row, 1);
         }
-        mbarrier_arrive(key_pipeline_.full());
-        key_pipeline_.advance();
+        commit_key();
     }
 
     __device__ __forceinline__ void load_v(const FwdWorkTile& work_tile, int n_block) {
@@ -284,14 +275,12 @@ private:
         relative_row_ = relative_bias_.row_part(work_tile.first_row + kRows - 1);
         relative_size_ = SharedStorage::RelativeSegment::size(p_.relative_bias);
     }
-    // The entries threadIdx.x + i * kThreads of the segment.
-    __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int n_block) const {
-        constexpr int kStep = SharedStorage::RelativeSegment::kKeyStep;
-        const int first =
-            relative_row_ + relative_bias_.key_part(n_block * kKeys) + kStep * static_cast<int>(threadIdx.x);
-#pragma unroll
-        for (int i = 0; i < kRelativeEntries; ++i)
-            if (i * kThreads < relative_size_) entries[i] = relative_bias_.load(first + kStep * i * kThreads);
+    template <typename Segment>
+    __device__ __forceinline__ void copy_relative_bias(Segment& segment, int n_block) const {
+        const int first_key = n_block * kKeys, first = relative_row_ + relative_bias_.key_part(first_key);
+        segment.begin(p_.relative_bias, first_key);
+        for (int i = static_cast<int>(threadIdx.x); i < relative_size_; i += kThreads)
+            segment.copy(i, relative_bias_.entry(first + Segment::kKeyStep * i));
     }
 
     // The mask rows threadIdx.x + i * kThreads of the n_block.

@@ -155,7 +155,6 @@ def test_maxima_that_change_along_the_keys(head_dim, pairs, causal, course):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=2e-3)
 
 
-@CAUSAL
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "height, width",
@@ -188,6 +187,7 @@ def test_relative_biases_of_grids(head_dim, height, width, deterministic):
     check(tensors, mask_of(2, 1, tokens, tokens), is_causal=True, **options)
 
 
+@CAUSAL
 @pytest.mark.parametrize("is_relative", [False, True])
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
 def test_pairs_of_ctas_that_multicast(head_dim, is_relative, causal):

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.models.doge import modeling_doge
 
+from flash_dmattn.integrations.versions import CACHE
 from suites.models import Workload, measure, model_of, seconds_of, start, use
 
 SERVED = "served token"
@@ -77,6 +78,8 @@ class DenseDogeAttention(modeling_doge.DogeAttention):
         key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
+        if CACHE == "cache":  # transformers 5.24 and newer: here, and before in the attention function
+            key, value = kwargs.pop(CACHE).update(key, value, self.layer_idx, kwargs=kwargs)
         attention = AttentionInterface().get_interface(self.config._attn_implementation, None)
         out, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(out.flatten(2)), None

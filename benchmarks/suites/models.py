@@ -40,6 +40,7 @@ from transformers import (
 from transformers.models.t5 import modeling_t5
 
 from flash_dmattn.integrations.transformers import register, use_flash_dmattn
+from flash_dmattn.integrations.versions import CACHE
 
 EAGER = "eager"
 IMPLEMENTATIONS = {OURS: "flash_dmattn", SDPA: "sdpa", EAGER: "eager"}  # by the names of transformers
@@ -290,11 +291,11 @@ def tokens_per_second(
         cache = StaticCache(config=model.config, max_cache_len=room)
     else:
         cache = DynamicCache(config=model.config)
-    logits = use(model, OURS)(prompt, past_key_values=cache, logits_to_keep=1).logits
+    logits = use(model, OURS)(prompt, **{CACHE: cache}, logits_to_keep=1).logits
     use(model, implementation)
 
     def go_on(ids: Tensor, tokens: int) -> Tensor:
-        options = {"past_key_values": cache, "do_sample": False, "pad_token_id": 0}
+        options = {CACHE: cache, "do_sample": False, "pad_token_id": 0}
         return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **options)
 
     ids = go_on(torch.cat([prompt, logits[:, -1:].argmax(-1)], dim=1), WARM_UP_TOKENS)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.models.doge.modeling_doge import DogeAttention, apply_rotary_pos_emb
 
 from ..biases import least
@@ -16,6 +17,7 @@ from ..masks.selection import topk_of_cache
 from ..masks.topk import sequence_of_keys
 from .paged import attend_to_pages
 from .transformers import NAMES, require_supported
+from .versions import CACHE
 from .visible_keys import Pattern, VisibleKeys
 
 
@@ -38,26 +40,26 @@ class DogeWindowAttention(DogeAttention):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: VisibleKeys | Tensor | None = None,
-        past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         if self.config._attn_implementation not in NAMES:
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         require_supported(self.attention_dropout if self.training else 0.0, kwargs)
         query, key, value = (
             rearrange(proj(hidden_states), "b s (h d) -> b s h d", d=self.head_dim)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(self.q_norm(query), self.k_norm(key), *position_embeddings, unsqueeze_dim=2)
-        if kwargs.get("cache") is not None:
+        if isinstance(kwargs.get("cache"), PagedAttentionCache):
             bias = rearrange(self.key_bias(value), "1 h 1 s -> s h")
             options = {"window_size": self.keep_window_size, "softmax_scale": self.scaling}
             out = attend_to_pages(query[0], key[0], value[0], self.layer_idx, kwargs, bias, **options)
             return self.o_proj(rearrange(out, "s h d -> 1 s (h d)")), None
-        if past_key_values is None:
+        cache = kwargs.get(CACHE)
+        if cache is None:
             bias = self.key_bias(value)
         else:
-            key, value, bias = self.update_cache(key, value, past_key_values)
+            key, value, bias = self.update_cache(key, value, cache)
         visible = self.visible_keys(attention_mask, query, key, kwargs)
         out = flash_dmattn_func(
             *(query, key, value),

@@ -21,8 +21,10 @@ from ..interface import flash_dmattn_varlen_func
 from ..kvcache import flash_dmattn_with_kvcache
 from ..masks import KeyIntervalMask
 from ..masks.topk import sequence_of_keys
+from .versions import CACHE
 
 SLIDING = "sliding_attention"
+update_and_gather = PagedAttentionCache.update  # of transformers, which pass_pages wraps
 
 
 class CacheLayer(NamedTuple):
@@ -196,11 +198,11 @@ def attend_to_window(
     and transformers gathers them together with the new ones."""
     cache = batch["cache"]
     key, value = (rearrange(x, "rows h d -> 1 h rows d") for x in (key, value))
-    if "kwargs" in inspect.signature(cache.update).parameters:  # transformers 5.19 and newer
-        key, value = cache.update(key, value, layer_idx, dict(batch))
+    if "kwargs" in inspect.signature(update_and_gather).parameters:  # transformers 5.19 and newer
+        key, value = update_and_gather(cache, key, value, layer_idx, dict(batch))
         key, value = (rearrange(x, "1 h keys d -> keys h d") for x in (key, value))
     else:
-        key, value = cache.update(key, value, layer_idx, batch["read_index"], batch["write_index"])
+        key, value = update_and_gather(cache, key, value, layer_idx, batch["read_index"], batch["write_index"])
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = sequences
     sequence = sequence_of_keys(cu_seqlens_k, key.shape[0]).clamp_(max=cu_seqlens_k.shape[0] - 2)
     last = cu_seqlens_k[1:] - cu_seqlens_q.diff()  # the key of each sequence's first row
@@ -216,6 +218,25 @@ def attend_to_window(
 
 def has_biases(cache: PagedAttentionCache) -> bool:
     return cache in _bias_pages
+
+
+def pass_pages(names: tuple[str, ...]) -> None:
+    """Makes models pass the cache to the attention function, as before transformers 5.24.
+
+    Since then they pass what its method `update` returns: for a batch with chunks of prompts the keys and values of all
+    requests, gathered from the pages.
+    """
+    if CACHE != "cache":
+        return
+
+    @functools.wraps(update_and_gather)
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict) -> tuple[Tensor, Tensor]:
+        if self.config._attn_implementation not in names:
+            return update_and_gather(self, key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    PagedAttentionCache.update = update
 
 
 def accept_page_tables(names: tuple[str, ...]) -> None:

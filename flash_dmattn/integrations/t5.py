@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from .. import relative
 from .transformers import NAME
+from .versions import CACHE
 from .visible_keys import VisibleKeys
 
 # The attention classes of transformers that get a subclass here, "Relative" + name, and their files.
@@ -63,11 +63,11 @@ class PassesTable(nn.Module):
         mask: VisibleKeys | Tensor | None = None,
         key_value_states: Tensor | None = None,
         position_bias: Tensor | None = None,
-        past_key_values: Cache | None = None,
         **kwargs,
     ):
         # With a static cache only VisibleKeys knows how many keys are in use.
-        is_known = isinstance(mask, VisibleKeys) or past_key_values is None or not past_key_values.is_compileable
+        cache = kwargs.get(CACHE)
+        is_known = isinstance(mask, VisibleKeys) or cache is None or not cache.is_compileable
         if position_bias is None and is_known and self.config._attn_implementation == NAME:
             position_bias = table_of(self)
         return super().forward(
@@ -75,7 +75,6 @@ class PassesTable(nn.Module):
             mask=mask,
             key_value_states=key_value_states,
             position_bias=position_bias,
-            past_key_values=past_key_values,
             **kwargs,
         )
 

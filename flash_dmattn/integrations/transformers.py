@@ -1,4 +1,4 @@
-"""flash_dmattn as an attention implementation of Hugging Face transformers, 5.17 to 5.23.
+"""flash_dmattn as an attention implementation of Hugging Face transformers, 5.17 to 5.24.
 
     from flash_dmattn.integrations.transformers import register, use_flash_dmattn
 
@@ -61,6 +61,7 @@ def register() -> None:
             ("get_correct_attn_implementation", _refuse_unsupported_models),
         ):
             setattr(PreTrainedModel, name, wrapper(getattr(PreTrainedModel, name)))
+        paged.pass_pages(NAMES)
         paged.accept_page_tables(NAMES)
         paged.recompute_biases()
 

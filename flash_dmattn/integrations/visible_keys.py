@@ -9,8 +9,6 @@ from types import CodeType
 from typing import NamedTuple
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
@@ -19,19 +17,6 @@ from transformers import masking_utils
 from .. import fallbacks
 from ..masks import KeyIntervalMask
 from ..masks.topk import NEVER
-
-MIN_TRANSFORMERS, MAX_TRANSFORMERS = "5.17", "5.23"  # 5.24 renames arguments of the attention modules
-
-
-def require_version(version: str) -> None:
-    if not Version(MIN_TRANSFORMERS).release <= Version(version).release[:2] <= Version(MAX_TRANSFORMERS).release:
-        raise ImportError(
-            f"flash_dmattn.integrations.transformers needs transformers {MIN_TRANSFORMERS} to {MAX_TRANSFORMERS}, "
-            f"got {version}"
-        )
-
-
-require_version(transformers.__version__)
 
 
 class Pattern(NamedTuple):

@@ -14,6 +14,7 @@ from transformers import EncoderDecoderCache, StaticCache  # noqa: E402
 
 from flash_dmattn.integrations import t5  # noqa: E402
 from flash_dmattn.integrations import transformers as integration  # noqa: E402
+from flash_dmattn.integrations.versions import CACHE  # noqa: E402
 
 SMALL = T5 | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "relative_attention_max_distance": 18}
 OTHERS = {"mt5": ("MT5ForConditionalGeneration", "MT5Config", SMALL | {"num_decoder_layers": 2})}
@@ -77,9 +78,8 @@ def test_static_caches(build, with_grad, dense_mask):
                         torch.arange(9) > torch.arange(first, first + size)[:, None], torch.finfo(torch.float32).min
                     )
                 rows = ids[:, first : first + size]
-                out = one(
-                    encoder_outputs=states, decoder_input_ids=rows, past_key_values=cache, decoder_attention_mask=mask
-                )
+                seen = {"decoder_attention_mask": mask, CACHE: cache}
+                out = one(encoder_outputs=states, decoder_input_ids=rows, **seen)
                 parts.append(out.logits.detach())
                 first += size
         results.append(torch.cat(parts, dim=1))

@@ -28,6 +28,7 @@ from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
 from flash_dmattn import KeyIntervalMask  # noqa: E402
 from flash_dmattn.integrations import doge  # noqa: E402
 from flash_dmattn.integrations.transformers import use_flash_dmattn  # noqa: E402
+from flash_dmattn.integrations.versions import CACHE  # noqa: E402
 
 
 def test_doge_on_the_interface_alone():
@@ -92,7 +93,7 @@ def test_doge_with_a_static_cache_and_gradients():
     model, ids = build("doge"), tokens()
     ours = switched(model)
     caches = [StaticCache(config=model.config, max_cache_len=32) for _ in range(2)]
-    logits = [m(ids, past_key_values=cache).logits for m, cache in zip((ours, model), caches)]
+    logits = [m(ids, **{CACHE: cache}).logits for m, cache in zip((ours, model), caches)]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)
 
 
@@ -112,8 +113,8 @@ def test_doge_goes_on_with_a_cache_that_eager_began():
     model, ids = build("doge").eval(), tokens()
     ours, past = switched(model), DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :12], past_key_values=past)
-        logits = ours(ids[:, 12:], past_key_values=past).logits
+        model(ids[:, :12], **{CACHE: past})
+        logits = ours(ids[:, 12:], **{CACHE: past}).logits
         torch.testing.assert_close(logits, model(ids).logits[:, 12:], rtol=1e-4, atol=2e-5)
 
 
@@ -122,8 +123,8 @@ def test_doge_with_a_cache_that_is_cut():
     model, ids = switched(build("doge")).eval(), tokens()
     past = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids.flip(1), past_key_values=past)
+        model(ids.flip(1), **{CACHE: past})
         past.crop(-(SEQLEN - 8))
-        logits = model(ids[:, 8:], past_key_values=past).logits
+        logits = model(ids[:, 8:], **{CACHE: past}).logits
         together = torch.cat([ids.flip(1)[:, :8], ids[:, 8:]], dim=1)
         torch.testing.assert_close(logits, model(together).logits[:, 8:], rtol=1e-4, atol=2e-5)

@@ -10,6 +10,8 @@ transformers = pytest.importorskip("transformers", "5.17")
 from small_models import BATCH, NEW, PROMPT, build, padding, switched, tokens  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
+from flash_dmattn.integrations.versions import CACHE  # noqa: E402
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
@@ -24,7 +26,7 @@ def test_steps_with_a_cache_on_cuda(name, cache):
             options = {"max_cache_len": 32} if cache is StaticCache else {}
             past, parts, first = cache(config=m.config, **options), [], 0
             for size in (12, 4, *[1] * 5):
-                seen = {"attention_mask": real[:, : first + size], "past_key_values": past}
+                seen = {"attention_mask": real[:, : first + size], CACHE: past}
                 positions = torch.arange(first, first + size, device="cuda")[None]
                 parts.append(m(ids[:, first : first + size], position_ids=positions, **seen).logits)
                 first += size
@@ -93,7 +95,7 @@ def test_steps_with_a_cache_are_the_whole(name, cache):
         whole = model(ids, attention_mask=real).logits
         parts, first = [], 0
         for size in (12, 4, *[1] * 5):
-            seen = {"attention_mask": real[:, : first + size], "past_key_values": past}
+            seen = {"attention_mask": real[:, : first + size], CACHE: past}
             positions = torch.arange(first, first + size)[None]
             parts.append(model(ids[:, first : first + size], position_ids=positions, **seen).logits)
             first += size

@@ -65,7 +65,8 @@ ACCEPTED = {
         GROUPED
         | {"head_dim": 8, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "d_rel": 4}
         | {"rel_extent": 8, "sliding_window_size": 5, "moe_intermediate_size": 16, "n_routed_experts": 4}
-        | {"num_experts_per_tok": 2, "layer_types": ["hybrid_sliding", "hybrid"]},
+        | {"num_experts_per_tok": 2, "layer_types": ["hybrid_sliding", "hybrid"]}
+        | {"unpadded_vocab_size": GROUPED["vocab_size"]},
         text,
     ),
     "LongT5": ("LongT5ForConditionalGeneration", "LongT5Config", T5_SIZES | {"local_radius": 4}, encoder_decoder),

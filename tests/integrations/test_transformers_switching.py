@@ -10,7 +10,7 @@ from small_models import GROUPED, MODELS, build, one_call, padding, switched, to
 from transformers import PreTrainedModel  # noqa: E402
 
 from flash_dmattn.integrations.transformers import attention, register, use_flash_dmattn  # noqa: E402
-from flash_dmattn.integrations.visible_keys import require_version  # noqa: E402
+from flash_dmattn.integrations.versions import require_version  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_a_model_off_the_interface_is_refused():
         use_flash_dmattn(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("version", ["5.16.1", "5.24.0", "6.0.0.dev0"])
+@pytest.mark.parametrize("version", ["5.16.1", "5.25.0", "6.0.0.dev0"])
 def test_other_versions_are_refused(version):
-    with pytest.raises(ImportError, match=rf"needs transformers 5.17 to 5.23, got {version}"):
+    with pytest.raises(ImportError, match=rf"needs transformers 5.17 to 5.24, got {version}"):
         require_version(version)
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.0", "5.23.4"])
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.0", "5.24.4"])
 def test_versions_that_are_accepted(version):
     require_version(version)
 

@@ -62,6 +62,12 @@ struct FlatIndex {
 };
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
+// The same, read from its register again: the compiler keeps nothing that depends on it through a loop.
+__device__ __forceinline__ int reread_lane_id() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 
 // The sum of x over the lanes of a warp up to this one.

@@ -30,8 +30,8 @@ template <int kFragments>
 constexpr int kDiagonalSums = ceil_div(kFragments + 2, 4);
 
 __device__ __forceinline__ int first_diagonal() {
-    const int g = fragment_row();
-    return (g / 2 - 2) * 8 + ((fragment_col() - g) & 7);
+    const int lane = reread_lane_id(), g = fragment_row(lane);
+    return (g / 2 - 2) * 8 + ((fragment_col(lane) - g) & 7);
 }
 
 // Two lanes with the same diagonals add them: one keeps the even ones of its values, the other the odd ones.
@@ -51,7 +51,7 @@ template <int kFragments>
 __device__ __forceinline__ void sum_diagonals(const float (&acc)[kFragments][4],
                                               float (&sums)[kDiagonalSums<kFragments>]) {
     constexpr int kCount = kFragments + 2;
-    const int g = fragment_row(), q = lane_id() % 4;
+    const int lane = reread_lane_id(), g = fragment_row(lane), q = lane % 4;
     const auto lane_of = [](int g, int q) { return g * 4 + (q & 3); };
     float by_1[kCount], by_2[ceil_div(kCount, 2)];
 #pragma unroll

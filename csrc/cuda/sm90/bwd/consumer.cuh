@@ -209,9 +209,9 @@ private:
             const RelativeBiasGradient gradient = m_block_info().relative_bias.gradient;
             const int first_row = header_.m_block * kRows + layout_.first_row(),
                       first_key = work_tile_.n_block * kKeys + warp_key_;
-            constexpr int kLongRun = Traits::kScoreRows % 64 == 0 ? 8 : 2;
-            if (p_.relative_bias.grid_width % (kLongRun * 8) == 0) {
-                gradient.add_grid_diagonals<kLongRun>(ds[0], first_row, first_key);
+            // Longer runs spill registers.
+            if (p_.relative_bias.grid_width % 32 == 0) {
+                gradient.add_grid_diagonals<4>(ds[0], first_row, first_key);
             } else {
                 gradient.add_grid_diagonals<2>(ds[0], first_row, first_key);
             }

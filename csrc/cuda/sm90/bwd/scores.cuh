@@ -78,7 +78,8 @@ protected:
             rows_[h] = {p_.is_causal ? s.causal_begin(k) : 0, k < s.keys ? s.rows : 0};
             if (k < s.keys && p_.interval_summaries.tiles != nullptr)
                 rows_[h] = rows_of_key(p_, s, interval_offset(p_.intervals, s, head, p_.heads), k);
-            if (rows_[h].end == s.rows) rows_[h].end = INT_MAX;  // beyond the sequence P is 0 without a test
+            // Beyond the sequence P is 0 without a test, unless an entry of the relative bias is NaN or infinite.
+            if (!is_relative(kBias) && rows_[h].end == s.rows) rows_[h].end = INT_MAX;
             if constexpr (kBias == BiasKind::kKey) {
                 bias_[h] = 0;
                 if (k < s.keys) {

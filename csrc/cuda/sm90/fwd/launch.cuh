@@ -78,8 +78,8 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
                                                  : kBias == BiasKind::kNone && p.softcap == 0 && p.softmax_scale > 0;
     softmax.scale = static_cast<float>(p.softmax_scale);
     softmax.inverse_scale = starts_from_bias(kBias) && softmax.raw_scores ? 1 / softmax.scale : 0;
-    // Above 1: -FLT_MAX masks a score, and becomes -inf.
-    if (is_relative(kBias)) softmax.inverse_scale = std::nextafter(softmax.inverse_scale, INFINITY);
+    // -FLT_MAX masks a score: times more than 1 it becomes -inf.
+    if (is_relative(kBias)) softmax.inverse_scale = std::max(softmax.inverse_scale, std::nextafter(1.f, 2.f));
     softmax.to_log2 = softmax.raw_scores ? softmax.scale * kLog2E : kLog2E;
     softmax.softcap = static_cast<float>(p.softcap);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
+from einops import reduce
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -31,6 +32,7 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     mask = call.attn_mask = as_mask(call.attn_mask)
     checks.check_call(backend, call)
     apply_scale_tensor(call)
+    make_lengths_contiguous(call)
     if call.cache_seqlens is not None and mask is None:
         drop_room(call)
     query, bias, problem = call.query, call.attn_bias, call.problem()
@@ -46,8 +48,9 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
         # Constant along the keys: it has no effect on the softmax.
         row_bias, bias = expand_shared(bias, query.shape[0], query.shape[2]), None
         hidden_rows = hides(row_bias)
-        # Hidden rows get their outputs after the kernels; NaN in them must not reach the keys' gradients.
+        # Hidden rows get their outputs after the kernels; NaN in them must not reach the gradients.
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
+        call.key, call.value = without_unseen(call.key, call.value, hidden_rows.all(dim=2, keepdim=True))
     options = call.options()
     used = clamped_to_totals(query, call.key, mask, bias, problem)
     relative_bias = None if call.relative_bias is None else accumulated(call.relative_bias, query)
@@ -71,8 +74,7 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     if call.sinks is not None:
         out = apply_sinks(out, lse, call.sinks)
     if call.return_attn_probs:
-        probs = probabilities(call, query, mask, bias, options)
-        return out, lse, probs if row_bias is None else probs.masked_fill(hidden_rows, 0)
+        return out, lse, probabilities(call, query, mask, call.attn_bias, options)
     return (out, lse) if call.return_lse else out
 
 
@@ -90,6 +92,14 @@ def kernels_for(query: Tensor) -> ModuleType:
     device_type = require_device_with_kernels("query", query)
     ops.compiled_module()
     return COMPILED[device_type]
+
+
+def make_lengths_contiguous(call: Call) -> None:
+    if call.cache_seqlens is not None:
+        call.cache_seqlens = call.cache_seqlens.contiguous()
+    if call.varlen is not None:
+        offsets = {name: getattr(call.varlen, name).contiguous() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        call.varlen = call.varlen._replace(**offsets)
 
 
 def drop_room(call: Call) -> None:
@@ -214,6 +224,13 @@ def report_copies(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> N
 def without_padding(out: Tensor, head_dim: int) -> Tensor:
     """Removes the padding of `kernel_rows`."""
     return out if out.shape[-1] == head_dim else out[..., :head_dim]
+
+
+def without_unseen(key: Tensor, value: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Zeros in place of keys of which every row is hidden: they may hold NaN. hidden: ({B|1}, {H|1}, 1, 1)."""
+    if hidden.shape[1] > 1:
+        hidden = reduce(hidden, "b (h group) 1 1 -> b h 1 1", "all", h=key.shape[2])
+    return key.masked_fill(hidden.transpose(1, 2), 0), value.masked_fill(hidden.transpose(1, 2), 0)
 
 
 def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -121,6 +121,10 @@ def flash_dmattn_with_kvcache(
     if not isinstance(cache_seqlens, Tensor):
         batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = lengths_of(cache_seqlens, batch, query.device)
+    cache_seqlens = cache_seqlens.contiguous()
+    cache_batch_idx, block_table, cu_seqlens_q = (
+        x if x is None else x.contiguous() for x in (cache_batch_idx, block_table, cu_seqlens_q)
+    )
     if relative_bias is not None:
         require_float32_or(query.dtype, "relative_bias", relative_bias)
         relative_bias = accumulated(relative_bias, query)

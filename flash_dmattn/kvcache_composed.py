@@ -24,7 +24,7 @@ from .arguments import is_host_readable
 from .attend import attend, kernels_for
 from .call import Call, Varlen
 from .masks.choice import LIMITS
-from .masks.topk import sequence_of_keys
+from .masks.topk import refuse_nan, sequence_of_keys
 from .ops.list_sizes import MAX_TOPK_LIST_ROWS, list_capacity
 from .ops.schema import KvCacheArguments
 
@@ -136,6 +136,8 @@ def compose_attention_with_kvcache(*args) -> tuple[Tensor, Tensor]:
         is_empty = slots.batches == 0 or slots.room == 0 or query.numel() == 0
         if not is_empty:
             sequences = Sequences(given, slots.room)
+            if given.window_size and query.device.type == "cpu":
+                refuse_nan_biases(given, slots, sequences)
             append(given, slots, sequences)
         if is_empty or given.window_size == 0:
             return nothing_visible(given)
@@ -160,6 +162,14 @@ def without_padding(given: KvCacheArguments, total: int) -> tuple[Tensor, Tensor
     of_sequences = given._replace(**{name: x[:total] for name, x in rows.items() if x is not None})
     out[:total], lse[:, :total] = compose_attention_with_kvcache(*of_sequences)
     return out, lse
+
+
+def refuse_nan_biases(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> None:
+    """Raises where window_size would select by NaN, before anything is written. CUDA kernels check it themselves."""
+    known = slots.whole(given.bias_cache, max(sequences.before.tolist(), default=0))
+    refuse_nan(known.transpose(1, 2), sequences.before, name="bias_cache")
+    if given.bias is not None:
+        refuse_nan(given.bias, name="bias")
 
 
 def append(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> None:

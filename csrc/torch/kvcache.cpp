@@ -1,5 +1,6 @@
 #include "kvcache.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 
@@ -59,6 +60,24 @@ void check_caches(const KvCacheInputs& in) {
     check_device(bias, "bias_cache", query, "query");
 }
 
+// New tokens are written into caches whose elements do not share memory. Of strides that interleave nothing is known.
+void check_writable(const KvCacheInputs& in) {
+    using Named = std::pair<const char*, const Tensor*>;
+    std::vector<Named> caches{{"k_cache", &in.k_cache}, {"v_cache", &in.v_cache}};
+    if (in.bias_cache) caches.emplace_back("bias_cache", &*in.bias_cache);
+    for (size_t i = 0; i < caches.size(); ++i) {
+        const auto& [name, cache] = caches[i];
+        TORCH_CHECK_VALUE(at::has_internal_overlap(*cache) != at::MemOverlap::Yes, name,
+                          " must not be expanded where new tokens are written, got strides ", cache->strides());
+        for (size_t j = 0; j < i; ++j) {
+            const at::MemOverlapStatus overlap = at::get_overlap_status(*caches[j].second, *cache);
+            TORCH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+                              caches[j].first, " and ", name,
+                              " must not share memory where new tokens are written, got overlapping tensors");
+        }
+    }
+}
+
 void check_new_tokens(const KvCacheInputs& in) {
     TORCH_CHECK_VALUE(in.key.has_value() == in.value.has_value(), "key and value come together, got ",
                       in.key ? "key" : "value", " alone");
@@ -67,6 +86,7 @@ void check_new_tokens(const KvCacheInputs& in) {
                       in.key ? "bias_cache" : "key");
     TORCH_CHECK_VALUE(!has_bias || in.bias, "bias of the new tokens must be given with key and bias_cache, got none");
     if (!in.key) return;
+    check_writable(in);
     std::vector<int64_t> sizes = in.query.sizes().vec();
     sizes[sizes.size() - 2] = in.k_cache.size(2);
     const char* layout = in.is_packed() ? "(total_q, Hkv, D)" : "(B, Sq, Hkv, D)";

@@ -78,7 +78,7 @@ def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int,
     return window_size
 
 
-def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None) -> None:
+def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None, *, name: str = "bias") -> None:
     """Raises where a bias to select from is NaN. CUDA kernels check it themselves.
 
     seqused_k: int32 (B), for a bias (B, .., Sk): the number of each sequence's keys; those beyond may hold anything.
@@ -95,7 +95,7 @@ def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None) -> None:
     if not is_readable:
         assert_later(~is_nan, "KeyIntervalMask.topk: bias must not be NaN")
     elif is_nan.any():
-        raise ValueError("bias must not be NaN: it has no order")
+        raise ValueError(f"{name} must not be NaN: it has no order")
 
 
 def own_rows(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..attend import add_row_bias, kernel_rows, without_padding
+from ..attend import add_row_bias, kernel_rows, without_padding, without_unseen
 from ..biases import hides
 from ..broadcast import expand_shared
 from ..interface import flash_dmattn_func
@@ -222,6 +222,8 @@ def attend_with_all_gather(
         row_bias, bias, bias_kind = expand_shared(bias, query.shape[0], query.shape[2]), None, None
         masked_rows = hides(row_bias)
         query = query.masked_fill(masked_rows.transpose(1, 2), 0)
+        if masked_rows.shape[2] == 1:  # other ranks have rows of these keys
+            call.key, call.value = without_unseen(call.key, call.value, masked_rows)
     zigzag, options = call.layout == "zigzag", call.options()
     relative_bias = call.relative_bias
     plan, bias = make_gather_plan(

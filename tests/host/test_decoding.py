@@ -160,6 +160,17 @@ def test_a_cache_filled_in_part_is_its_first_keys(device, seqlen_q, kind):
                 torch.testing.assert_close(x[batch], y[0], rtol=2e-2 if device == "cuda" else 1e-4, atol=1e-2)
 
 
+@on_devices
+@pytest.mark.parametrize("window_size", [None, 30])
+def test_lengths_that_are_a_view(device, window_size):
+    tensors, bias = problem(device)
+    options = {"attn_bias": bias, "is_causal": True, "window_size": window_size}
+    for filled in (torch.tensor([[100, -1], [300, -1]], device=device).int()[:, 0], torch.tensor(70).int().expand(2)):
+        filled = filled.to(device)
+        ours = flash_dmattn_func(*tensors, **options, cache_seqlens=filled)
+        assert torch.equal(ours, flash_dmattn_func(*tensors, **options, cache_seqlens=filled.clone()))
+
+
 @pytest.mark.parametrize("window_size", [30, 200, 1000])
 @pytest.mark.parametrize("seqlen_q", [1, 5, 40])
 def test_nan_in_a_cache_is_refused_where_it_is_filled(seqlen_q, window_size):

@@ -51,6 +51,13 @@ def strided(cache):
     return cache.transpose(2, 3).contiguous().transpose(2, 3)
 
 
+def with_nan(bias, page=0):
+    """The same with NaN for key 2 of a page or batch element."""
+    bias = bias.clone()
+    bias[page, 2, 1] = float("nan")
+    return bias
+
+
 CASES = {
     "query is no tensor": (fixed, {"query": [1.0]}, TypeError, "query must be a torch.Tensor, got list"),
     "k_cache is None": (fixed, {"k_cache": None}, TypeError, "k_cache must be a torch.Tensor, got NoneType"),
@@ -251,6 +258,26 @@ CASES = {
         *(packed, {"cu_seqlens_q": int32(0, 1, 6), "max_seqlen_q": 9}, ValueError),
         r"cu_seqlens_q must rise from 0 to at most the 5 given, got \[0, 1, 6\]",
     ),
+    "expanded heads of the cache": (
+        *(fixed, {"k_cache": lambda x: x[:, :, :1].expand_as(x)}, ValueError),
+        r"k_cache must not be expanded where new tokens are written, got strides \[",
+    ),
+    "expanded biases": (
+        *(fixed, {"bias_cache": lambda x: x[:1].expand_as(x)}, ValueError),
+        r"bias_cache must not be expanded where new tokens are written, got strides \[0, ",
+    ),
+    "NaN in the biases of the cache": (
+        *(fixed, {"window_size": 3, "bias_cache": with_nan}, ValueError),
+        "bias_cache must not be NaN: it has no order",
+    ),
+    "NaN in the biases of the pages": (
+        *(paged, {"window_size": 3, "bias_cache": lambda x: with_nan(x, page=4)}, ValueError),
+        "bias_cache must not be NaN: it has no order",
+    ),
+    "NaN in the biases of the new tokens": (
+        *(fixed, {"window_size": 3, "bias": with_nan}, ValueError),
+        "bias must not be NaN: it has no order",
+    ),
     "window without biases": (
         *(fixed, {"window_size": 3, "bias": None, "bias_cache": None}, ValueError),
         "window_size selects by bias_cache, got none",
@@ -320,6 +347,15 @@ def test_bad_input(function, changes, error, message):
     function()  # without the changes
     with pytest.raises(error, match=message):
         function(**changes)
+
+
+@pytest.mark.parametrize("offset", [0, 32], ids=["the same", "a key later"])
+def test_caches_that_share_memory_are_not_written(offset):
+    both = torch.zeros(2 * 30 * 2 * 16 + 32)
+    k_cache, v_cache = both[:-32].view(2, 30, 2, 16), both[offset:][: 2 * 30 * 2 * 16].view(2, 30, 2, 16)
+    with pytest.raises(ValueError, match="k_cache and v_cache must not share memory where new tokens are written"):
+        fixed(k_cache=k_cache, v_cache=v_cache)
+    fixed(k_cache=k_cache, v_cache=v_cache, key=None, value=None, bias=None)
 
 
 @pytest.mark.parametrize("name", ["query", "k_cache", "v_cache", "key", "value", "bias_cache", "bias", "sinks"])

@@ -119,6 +119,17 @@ def test_views_of_caches():
     assert torch.equal(biases.nan_to_num(), call.arguments["bias_cache"].nan_to_num())
 
 
+@each_layout
+@pytest.mark.parametrize("batch", ["decoding", "mixed"])
+def test_integers_that_are_views(layout, batch):
+    sequences = make_sequences(BATCHES[batch])
+    call = make_call(sequences, **layout)
+    for name, x in call.arguments.items():
+        if isinstance(x, torch.Tensor) and x.dtype == torch.int32:
+            call.arguments[name] = torch.stack((x, -1 - x), dim=-1)[..., 0]
+    check(sequences, call=call, options={"window_size": 8})
+
+
 @pytest.mark.parametrize("window_size", [None, 8])
 def test_a_cache_of_more_than_two_to_the_31_elements(window_size):
     """The memory of pages that nothing touches is never resident."""

@@ -94,6 +94,22 @@ def test_nan_in_a_row_that_its_bias_hides(bias_shape, by):
     check((query, key, value), None, bias)
 
 
+@pytest.mark.parametrize("bias_shape", [(2, 1, 1, 1), (2, 4, 1, 1), (2, 2, 20, 1)], ids=str)
+@pytest.mark.parametrize("by", ["-inf", "least"])
+def test_nan_in_keys_of_which_the_bias_hides_every_row(bias_shape, by):
+    """A batch element that is padding, as a whole or with one of its key/value heads."""
+    query, key, value = inputs(2, 20, 30, 4, 2, 8)
+    heads = slice(None) if bias_shape[1] == 1 else slice(0, bias_shape[1] // 2)
+    hidden = torch.zeros(bias_shape, dtype=torch.bool)
+    hidden[1, heads] = True
+    kv_heads = slice(None) if bias_shape[1] == 1 else 0
+    for rows in (key, value):
+        rows[1, :, kv_heads] = NAN
+    bias = hidden_by(hidden, torch.randn(bias_shape), by)
+    check((query, key, value), None, bias, relative_bias=torch.randn(1, 2, 7))
+    check((query, key, value), rand_mask(2, 2, 20, 30), bias, is_causal=True)
+
+
 @pytest.mark.parametrize("bias_shape", [None, (1, 1, 1, 30), (1, 2, 20, 30), (1, 2, 20, 1), (1, 1, 1, 1)], ids=str)
 def test_the_gradient_of_empty_rows_may_be_nan(bias_shape):
     """logaddexp of two empty rows has a NaN gradient: it must not pass through lse."""

@@ -61,8 +61,10 @@ def test_lse_and_probabilities():
 def test_a_bias_that_is_constant_along_the_keys_moves_weight_from_the_sink():
     query, key, value = inputs(2, 7, 9, 2, 2, 8, torch.float64)
     bias, sinks = torch.randn(1, 2, 7, 1).double(), torch.zeros(2).double()
-    out = flash_dmattn_func(query, key, value, None, bias, sinks=sinks)
-    torch.testing.assert_close(out, with_sinks(query, key, value, sinks, bias)[0])
+    out, _, probs = flash_dmattn_func(query, key, value, None, bias, sinks=sinks, return_attn_probs=True)
+    expected, expected_probs = with_sinks(query, key, value, sinks, bias)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(probs, expected_probs)
 
 
 @on_devices

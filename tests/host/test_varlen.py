@@ -29,6 +29,19 @@ def test_packed_forms_are_the_same_function():
         assert all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
+@pytest.mark.parametrize("window_size", [None, 4])
+def test_offsets_that_are_a_view(window_size):
+    both = torch.stack((offsets([3, 5]), offsets([6, 2])), dim=1)
+    query, key, value = (torch.randn(8, 2, 8) for _ in range(3))
+    options = {"attn_bias": torch.randn(8, 2), "is_causal": True, "window_size": window_size}
+    sequences = {"max_seqlen_q": 5, "max_seqlen_k": 6}
+    for name, offset in (("cu_seqlens_q", both[:, 0]), ("cu_seqlens_k", both[:, 1])):
+        sequences[name] = offset
+    ours = flash_dmattn_varlen_func(query, key, value, **options, **sequences)
+    sequences |= {name: sequences[name].clone() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    assert torch.equal(ours, flash_dmattn_varlen_func(query, key, value, **options, **sequences))
+
+
 def test_probabilities():
     cu_q, cu_k = offsets([3, 5]), offsets([6, 2])
     query, key, value = (torch.randn(8, 2, 8) for _ in range(3))

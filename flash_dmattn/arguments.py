@@ -43,6 +43,8 @@ def require_floating(name: str, value: object) -> None:
     require_tensor(name, value)
     if not value.is_floating_point():
         raise TypeError(f"{name} must be floating, got {names([value.dtype])}")
+    if value.dtype.itemsize < 2:
+        raise TypeError(f"{name} must be floating of at least 16 bits, got {names([value.dtype])}")
 
 
 def require_float32_or(dtype: torch.dtype, name: str, value: object) -> None:

@@ -156,11 +156,27 @@ def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     Args:
         relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), or of a grid of h x w tokens ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1).
         seqlen_q, seqlen_k: Sq and Sk; for a grid both h * w.
+
+    Raises:
+        TypeError, ValueError: a table that is not floating or whose shape is another, lengths that are no ints or not
+            those of the grid.
     """
+    require_floating("relative_bias", relative_bias)
+    if relative_bias.ndim not in (3, 4) or any(size % 2 == 0 for size in relative_bias.shape[2:]):
+        raise ValueError(
+            "relative_bias must be ({B|1}, {H|Hkv|1}, 2R + 1) or ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1), got shape "
+            f"{shape_of(relative_bias)}"
+        )
+    seqlen_q, seqlen_k = require_count("seqlen_q", seqlen_q), require_count("seqlen_k", seqlen_k)
     rows = torch.arange(seqlen_q, device=relative_bias.device)[:, None]
     keys = torch.arange(seqlen_k, device=relative_bias.device)
     if relative_bias.ndim == 4:
         height, width = ((size + 1) // 2 for size in relative_bias.shape[2:])
+        if not seqlen_q == seqlen_k == height * width:
+            raise ValueError(
+                f"seqlen_q and seqlen_k must be the {height * width} tokens of a grid of {height} x {width}, got "
+                f"{seqlen_q} and {seqlen_k}"
+            )
         down, right = rows // width - keys // width, rows % width - keys % width
         return relative_bias[:, :, down + height - 1, right + width - 1]
     radius = relative_bias.shape[2] // 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import sys
+
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
@@ -20,6 +23,8 @@ from ..arguments import (
 from ..biases import least
 from ..broadcast import expand_shared, is_one_of
 from .topk import topk_mask
+
+FLOAT_MAX = sys.float_info.max
 
 
 def create_mask(
@@ -52,7 +57,7 @@ def create_mask(
         mask. If their batch dimensions differ and neither is 1, the result has B.
 
     Raises:
-        ValueError: an invalid shape, size or type.
+        ValueError: an invalid shape, size or type, a min_dtype that is NaN.
         TypeError: a bias that is not floating, an attention_mask that is neither bool nor a 2-dimensional integer
             padding mask, a size that is no int, a min_dtype that is no number.
         RuntimeError: an attention_mask that is not on attention_bias's device.
@@ -62,6 +67,8 @@ def create_mask(
     batch_size, query_len = require_count("batch_size", batch_size), require_count("query_len", query_len)
     key_len, window_size = require_count("key_len", key_len), require_count("window_size", window_size)
     require_number("min_dtype", min_dtype)
+    if not -FLOAT_MAX <= min_dtype <= FLOAT_MAX and min_dtype not in (-math.inf, math.inf):
+        raise ValueError(f"min_dtype must fit in a float and not be NaN, got {min_dtype}")
     if block_size is not None:
         block_size = require_count("block_size", block_size)
         if block_size == 0:

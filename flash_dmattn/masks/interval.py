@@ -22,7 +22,7 @@ from ..ops.schema import MaskTensors
 from .base import Mask
 from .combined import FIXED, VARLEN, intersection, intersection_with_bool, union
 from .containers import Container, register
-from .topk import NEVER, check_topk, operator_for, own_rows, sequence_of_keys
+from .topk import NEVER, check_topk, operator_for, own_rows, require_position, sequence_of_keys
 
 
 class KeyIntervalMask(Container, Mask):
@@ -357,7 +357,7 @@ class KeyIntervalMask(Container, Mask):
         """
         window_size = check_topk("({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED, bias, window_size, ndims=(3, 4))
         keys = bias.shape[-1]
-        rows = keys if seqlen_q is None else require_length("seqlen_q", seqlen_q)
+        rows = keys if seqlen_q is None else require_position("seqlen_q", seqlen_q)
         intervals = operator_for(bias)(bias, min(window_size, keys), rows, None, None, None)
         return cls._of(intervals, window_size, scattered=True, rows=rows)
 

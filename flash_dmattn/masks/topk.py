@@ -98,9 +98,17 @@ def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None, *, name: str = "bi
         raise ValueError(f"{name} must not be NaN: it has no order")
 
 
+def require_position(name: str, length: object) -> int:
+    """A number of rows or keys whose positions are below NEVER."""
+    length = require_length(name, length)
+    if isinstance(length, int) and length > NEVER:
+        raise ValueError(f"{name} must be at most 2^30 for a KeyIntervalMask, got {length}")
+    return length
+
+
 def own_rows(seqlen_q: int, seqlen_k: int, device: torch.device | str | None) -> Tensor:
     """int32 (1, 1, Sk): the row aligned with each key, j - (Sk - Sq). Negative before the first row."""
-    seqlen_q, seqlen_k = require_length("seqlen_q", seqlen_q), require_length("seqlen_k", seqlen_k)
+    seqlen_q, seqlen_k = require_position("seqlen_q", seqlen_q), require_position("seqlen_k", seqlen_k)
     return torch.arange(seqlen_q - seqlen_k, seqlen_q, dtype=torch.int32, device=device)[None, None]
 
 

@@ -119,6 +119,16 @@ ERRORS = {
         TypeError,
         "min_dtype must be a number, got dtype",
     ),
+    "min_dtype is NaN": (
+        {"min_dtype": float("nan")},
+        ValueError,
+        "min_dtype must fit in a float and not be NaN, got nan",
+    ),
+    "a large min_dtype": (
+        {"min_dtype": -(2**2000)},
+        ValueError,
+        "min_dtype must fit in a float and not be NaN, got -1",
+    ),
     "query length": ({"query_len": -5}, ValueError, "query_len must not be negative, got -5"),
     "bias type": ({"attention_bias": [0.0]}, TypeError, "attention_bias must be a torch.Tensor, got list"),
     "mask type": ({"attention_mask": [True]}, TypeError, "attention_mask must be a torch.Tensor, got list"),

@@ -271,6 +271,21 @@ ERRORS = {
         "a & b needs masks of the same rows, got 3 and 5",
     ),
     "topk dtype": (lambda: KeyIntervalMask.topk(INTERVALS, 2), TypeError, "bias must be floating, got int32"),
+    "topk of 8 bits": (
+        lambda: KeyIntervalMask.topk(torch.zeros(1, 1, 3).to(torch.float8_e4m3fn), 2),
+        TypeError,
+        "bias must be floating of at least 16 bits, got float8_e4m3fn",
+    ),
+    "rows beyond int32": (
+        lambda: KeyIntervalMask.causal(2**40, 4),
+        ValueError,
+        r"seqlen_q must be at most 2\^30 for a KeyIntervalMask, got 1099511627776",
+    ),
+    "topk rows beyond int32": (
+        lambda: KeyIntervalMask.topk(torch.zeros(1, 1, 3), 2, 2**31),
+        ValueError,
+        r"seqlen_q must be at most 2\^30 for a KeyIntervalMask, got 2147483648",
+    ),
     "topk dense bias": (
         lambda: KeyIntervalMask.topk(torch.zeros(1, 1, 3, 3), 2),
         ValueError,

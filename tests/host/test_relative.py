@@ -122,6 +122,16 @@ def test_wrong_parameters_are_refused():
         (lambda: relative.alibi(torch.zeros(2, 2), 9), ValueError, r"slopes must be \(H\), got shape \(2, 2\)"),
         (lambda: relative.alibi(torch.zeros(2), -1), ValueError, "max_distance must not be negative, got -1"),
         (lambda: relative.window(9, -1), ValueError, "left must not be negative, got -1"),
+        (lambda: relative.dense([0.0], 3, 3), TypeError, "relative_bias must be a torch.Tensor, got list"),
+        (lambda: relative.dense(torch.zeros(3), 3, 3), ValueError, r"relative_bias must be .*, got shape \(3,\)"),
+        (lambda: relative.dense(torch.zeros(1, 1, 4), 3, 3), ValueError, r"2R \+ 1\) .*, got shape \(1, 1, 4\)"),
+        (lambda: relative.dense(torch.zeros(1, 1, 3, 4), 4, 4), ValueError, r"2w - 1\), got shape \(1, 1, 3, 4\)"),
+        (
+            lambda: relative.dense(torch.zeros(1, 1, 3, 3), 4, 5),
+            ValueError,
+            "the 4 tokens of a grid of 2 x 2, got 4 and 5",
+        ),
+        (lambda: relative.dense(torch.zeros(1, 1, 3), -1, 5), ValueError, "seqlen_q must not be negative, got -1"),
     ):
         with pytest.raises(error, match=message):
             call()

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from helpers import assert_close, eager, in_float64, run
-from paths import CAUSAL, HALVES, LISTS, both, case, cpu
+from paths import CAUSAL, HALVES, LISTS, both, case, cpu, cuda
 from sequences import Sequences, slices
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func, relative
@@ -106,6 +106,51 @@ def test_hidden_keys_may_hold_nan(path):
     assert out.isfinite().all() and all(x.isfinite().all() for x in gradients[1:])
 
 
+@pytest.mark.parametrize("path", [case(path) for path in both("none", "bool")])
+@pytest.mark.parametrize("rows, keys", [(150, 200), (200, 150)])
+@pytest.mark.parametrize("by", [torch.nan, torch.inf])
+def test_entries_that_no_score_reads_may_be_anything(path, rows, keys, by):
+    bias = table(path, 1, 4, 2 * 400 + 1)
+    bias[..., : 400 - keys + 1] = bias[..., 400 + keys :] = by
+    mask = path.make_mask(2, 2, rows, keys)
+    ours = path.check(path.inputs(2, rows, keys, 4, 2, head_dim(path)), mask, relative_bias=bias, is_causal=True)
+    assert all(x.isfinite().all() for x in ours[2:])
+
+
+@pytest.mark.parametrize("path", [case(path) for path in both("none")])
+@pytest.mark.parametrize("grid", [None, (8, 32)], ids=str)
+@pytest.mark.parametrize("scale", [1e-3, 1 - 2**-25, 1.0, 3.0])
+def test_scales_and_the_least_number(path, scale, grid):
+    """Kernels may divide the entries by the scale: what hides must hide, and nothing else."""
+    bias = table(path, 1, 4, *((2 * 70 + 1,) if grid is None else (15, 63)))
+    bias[:, :2, ..., ::3] = torch.finfo(torch.float32).min
+    bias[:, 2:, ..., ::3] = -1e30
+    query, key, value = path.inputs(2, 256, 256, 4, 2, head_dim(path))
+    path.check((query / max(scale, 1), key, value), relative_bias=bias, softmax_scale=scale, grid=grid)
+
+
+@pytest.mark.parametrize("path", [case(path) for path in cuda("none")])
+def test_more_blocks_than_a_gpu_runs_at_once(path):
+    bias = table(path, 4, 8, 31, 127)
+    path.check(path.inputs(4, 1024, 1024, 8, 4, head_dim(path)), relative_bias=bias, grid=(16, 64))
+
+
+@pytest.mark.parametrize("path, dtype", [case(path, dtype) for path in both("none", "intervals") for dtype in HALVES])
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("height, width", [(5, 48), (7, 32)])
+def test_grids_whose_rows_are_runs(path, dtype, heads, height, width):
+    """Query heads that share a table; a row of the grid that sees nothing."""
+    tokens = height * width
+    bias = table(path, 1, heads, 2 * height - 1, 2 * width - 1)
+    bias[:, 0, height + 1 :] = -torch.inf
+    mask = path.make_mask(2, 2, tokens, tokens)
+    if mask is not None:
+        start, end = mask.start.clone(), mask.end.clone()
+        mask = KeyIntervalMask(start.clamp_(min=width), end)
+    tensors = path.inputs(2, tokens, tokens, 4, 2, 96 if path.on_cuda else 24, dtype=dtype)
+    path.check(tensors, mask, relative_bias=bias, grid=(height, width))
+
+
 @pytest.mark.parametrize("path", [case(path) for path in both("none")])
 @pytest.mark.parametrize("height, width", [(7, 7), (1, 40), (40, 1), (5, 9), (16, 20), (1, 1)])
 @pytest.mark.parametrize("shape", [(1, 4), (2, 1)], ids=str)
@@ -191,12 +236,15 @@ def test_variable_length(path, batch, heads, causal):
 
 @pytest.mark.parametrize("path", [case(path) for path in both("none", "interval lists", "bool lists")])
 @pytest.mark.parametrize("shape", [(1, 4), (1, 1), (3, 2)], ids=str)
-def test_gradients_are_bitwise_reproducible(path, shape):
+@pytest.mark.parametrize("grid", [None, (10, 48)], ids=str)
+def test_gradients_are_bitwise_reproducible(path, shape, grid):
     """On the CPU for any number of threads."""
-    tensors, bias = path.inputs(3, 400, 700, 4, 2, head_dim(path)), table(path, *shape, 2 * 300 + 1)
-    mask = path.make_mask(3, 2, 400, 700)
-    dout, dlse = torch.randn_like(tensors[0]), torch.randn(3, 4, 400, device=path.device)
-    function = functools.partial(path.function, deterministic=True)
+    rows, keys = (400, 700) if grid is None else (480, 480)
+    sizes = (2 * 300 + 1,) if grid is None else (19, 95)
+    tensors, bias = path.inputs(3, rows, keys, 4, 2, head_dim(path)), table(path, *shape, *sizes)
+    mask = path.make_mask(3, 2, rows, keys)
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(3, 4, rows, device=path.device)
+    function = functools.partial(path.function, deterministic=True, grid=grid)
     threads, first = torch.get_num_threads(), None
     try:
         for count in (1, 2, 3) if path.on_cpu else range(20):

@@ -155,11 +155,13 @@ def test_lengths_of_more_than_31_bits_are_refused():
         ops.topk_intervals(torch.zeros(1, 1, 8, device="cuda"), 4, TOO_LONG, None, None, None)
 
 
-def test_grids_of_positions_that_the_kernels_cannot_divide_are_refused():
-    width = 3_000_000
-    row = on_gpu(1, width, width, 1, 1, 8)
-    with pytest.raises(ValueError, match=f"h \\* w \\* w below 2\\^40 .* got a grid of 1 x {width}"):
-        flash_dmattn_func(*row, relative_bias=torch.zeros(1, 1, 1, 2 * width - 1, device="cuda"), grid=(1, width))
+@pytest.mark.parametrize("height, width", [(1, 3_000_000), (1 << 23, 1)])
+def test_grids_of_positions_that_the_kernels_cannot_divide_are_refused(height, width):
+    tokens = height * width
+    bias = torch.zeros(1, 1, 2 * height - 1, 2 * width - 1, device="cuda")
+    message = f"h below 2\\^23, h \\* w \\* w below 2\\^40 .* got a grid of {height} x {width}"
+    with pytest.raises(ValueError, match=message):
+        flash_dmattn_func(*on_gpu(1, tokens, tokens, 1, 1, 8), relative_bias=bias, grid=(height, width))
 
 
 def test_offsets_of_intervals_are_checked():

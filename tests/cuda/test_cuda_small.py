@@ -54,7 +54,7 @@ def check_on_gpu(rows, keys, head_dim, mask, bias, sparse="tiles", **options):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("grid", [None, (13, 16), (20, 10)])
+@pytest.mark.parametrize("grid", [None, (13, 16), (3, 64), (20, 10)])
 def test_relative_biases(grid, head_dim):
     size = [399] if grid is None else [2 * n - 1 for n in grid]
     rows, keys = (100, KEYS) if grid is None else (grid[0] * grid[1],) * 2

@@ -187,6 +187,26 @@ def test_relative_biases_of_grids(head_dim, height, width, deterministic):
     check(tensors, mask_of(2, 1, tokens, tokens), is_causal=True, **options)
 
 
+@pytest.mark.parametrize("height, width", [(11, 24), (2, 144), (1, 320)])
+def test_widths_of_grids_that_use_the_sm80_kernels(height, width):
+    """No multiple of 16; blocks of 64 or of 128 tokens that span more positions than a segment has."""
+    options = {
+        "relative_bias": torch.randn(1, 4, 2 * height - 1, 2 * width - 1, device="cuda"),
+        "grid": (height, width),
+    }
+    tensors = on_gpu(2, height * width, height * width, 4, 2, 64)
+    assert generations(tensors, **options) == ({"sm80"}, {"sm80"})
+    check(tensors, **options)
+
+
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_grids_whose_ctas_multicast(head_dim):
+    tensors = on_gpu(1, 64 * 128, 64 * 128, 2, 1, head_dim)
+    bias = torch.randn(1, 2, 127, 255, device="cuda")
+    bias[:, 1, :40] = bias[:, 1, 90:] = -torch.inf
+    check(tensors, relative_bias=bias, grid=(64, 128))
+
+
 @CAUSAL
 @pytest.mark.parametrize("is_relative", [False, True])
 @pytest.mark.parametrize("head_dim", [128, 192, 256])

@@ -26,6 +26,9 @@ def window_attention(
     *,
     return_lse: bool = False,
     sparse: str = "auto",
+    relative_bias: Tensor | None = None,
+    grid: tuple[int, int] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_dmattn_func` whose masks and biases repeat cyclically along the batch.
 
@@ -42,7 +45,9 @@ def window_attention(
             as Swin makes it, (nW, N, N): `(mask == 0).unsqueeze(1)`.
         attn_bias: ({B|nW|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), as in `flash_dmattn_func`, such as Swin's relative position
             bias (1, H, N, N). Its gradient is summed over the images.
-        softmax_scale, is_causal, softcap, deterministic, return_lse, sparse: as in `flash_dmattn_func`.
+        relative_bias, grid: as in `flash_dmattn_func`: Swin's table as (1, H, 2h - 1, 2w - 1) for windows of
+            grid=(h, w) tokens.
+        softmax_scale, is_causal, softcap, deterministic, return_lse, sparse, sinks: as in `flash_dmattn_func`.
 
     Returns:
         out (B, Sq, H, D), or (out, lse) with lse (B, H, Sq).
@@ -70,6 +75,9 @@ def window_attention(
         *(softmax_scale, is_causal, softcap, deterministic),
         return_lse=return_lse,
         sparse=sparse,
+        relative_bias=by_window(relative_bias) if isinstance(relative_bias, Tensor) else relative_bias,
+        grid=grid,
+        sinks=sinks,
     )
     return tuple(map(by_image, results)) if return_lse else by_image(results)
 

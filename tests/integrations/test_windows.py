@@ -35,6 +35,19 @@ def test_entries_repeat(masks, biases):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("tables", [1, BATCH])
+def test_relative_biases_of_a_grid(tables):
+    tensors, mask = tensors_of(), rand_mask(WINDOWS, 1, LENGTH, LENGTH)
+    table = torch.randn(tables, HEADS, 13, 13, dtype=torch.float64)
+    results = torch.randn(BATCH, LENGTH, HEADS, 16), torch.randn(BATCH, HEADS, LENGTH)
+    options = {"relative_bias": table, "grid": (7, 7)}
+    ours, wanted = (
+        run(function, tensors, mask, None, *results, **options) for function in (window_attention, repeated)
+    )
+    for x, y in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
 def test_blocks_are_another_order():
     """The same tensors in flash_dmattn_func: entry b // n for batch element b."""
     tensors, mask = tensors_of(), rand_mask(WINDOWS, 1, LENGTH, LENGTH)
@@ -48,6 +61,9 @@ def test_options_reach_the_function():
     options = {"softmax_scale": 0.3, "is_causal": True, "softcap": 2.0, "deterministic": True}
     out = window_attention(*tensors, mask, None, *options.values(), sparse="lists")
     torch.testing.assert_close(out, repeated(*tensors, mask, **options))
+    sinks = torch.randn(HEADS, dtype=torch.float64)
+    out = window_attention(*tensors, mask, sinks=sinks)
+    torch.testing.assert_close(out, repeated(*tensors, mask, sinks=sinks))
     with pytest.raises(ValueError, match="sparse"):
         window_attention(*tensors, mask, sparse="some")
 
@@ -102,6 +118,10 @@ def test_a_layer_of_swin():
     bias = attention.relative_position_bias()
     out = window_attention(query, key, value, (shifted == 0).unsqueeze(1), bias.view(1, 2, 16, 16))
     torch.testing.assert_close(attention.o_proj(out.flatten(2)), wanted, rtol=1e-4, atol=1e-5)
+
+    table = attention.relative_position_bias.relative_position_bias_table.T.view(1, 2, 7, 7)
+    by_table = window_attention(query, key, value, (shifted == 0).unsqueeze(1), relative_bias=table, grid=(4, 4))
+    torch.testing.assert_close(by_table, out, rtol=1e-4, atol=1e-5)
 
 
 MASK = torch.ones(WINDOWS, 1, LENGTH, LENGTH, dtype=torch.bool)

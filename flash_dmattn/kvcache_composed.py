@@ -323,7 +323,7 @@ def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor
     """The `count` best of the first `lengths` keys, of biases (B, keys, Hkv), without hidden keys.
 
     Returns:
-        positions int64 (B, Hkv, count), ascending, at least one column; entries beyond the next are undefined.
+        positions int64 (B, Hkv, count), ascending, at least one column; 0 beyond the number of keys found.
         int64 (B, Hkv): the number of keys found.
     """
     batch, keys, heads = bias.shape
@@ -333,7 +333,8 @@ def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor
     lists = lists.view(batch, heads, list_capacity(count, 1, keys))[..., :count]
     # Lists are padded with -1 to a multiple of 64; memory beyond is uninitialized.
     is_key = (torch.arange(count, device=bias.device) < end - begin) & (lists >= 0)
-    return lists.long(), is_key.sum(dim=-1)
+    # Of a head with too few keys the first one is gathered, and hidden: bits may not depend on what memory held.
+    return lists.long().masked_fill(~is_key, 0), is_key.sum(dim=-1)
 
 
 def call_fixed(given: KvCacheArguments, keys: Keys) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,8 @@ void check_caches(const KvCacheInputs& in) {
     check_device(bias, "bias_cache", query, "query");
 }
 
-// New tokens are written into caches whose elements do not share memory. Of strides that interleave nothing is known.
+// New tokens are written into caches whose elements do not share memory. Caches may overlap where their pages do not:
+// transformers takes pages of K and of V from one tensor.
 void check_writable(const KvCacheInputs& in) {
     using Named = std::pair<const char*, const Tensor*>;
     std::vector<Named> caches{{"k_cache", &in.k_cache}, {"v_cache", &in.v_cache}};
@@ -69,12 +70,10 @@ void check_writable(const KvCacheInputs& in) {
         const auto& [name, cache] = caches[i];
         TORCH_CHECK_VALUE(at::has_internal_overlap(*cache) != at::MemOverlap::Yes, name,
                           " must not be expanded where new tokens are written, got strides ", cache->strides());
-        for (size_t j = 0; j < i; ++j) {
-            const at::MemOverlapStatus overlap = at::get_overlap_status(*caches[j].second, *cache);
-            TORCH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+        for (size_t j = 0; j < i; ++j)
+            TORCH_CHECK_VALUE(at::get_overlap_status(*caches[j].second, *cache) != at::MemOverlapStatus::Full,
                               caches[j].first, " and ", name,
-                              " must not share memory where new tokens are written, got overlapping tensors");
-        }
+                              " must not share memory where new tokens are written, got the same memory");
     }
 }
 

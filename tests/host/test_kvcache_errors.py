@@ -349,13 +349,11 @@ def test_bad_input(function, changes, error, message):
         function(**changes)
 
 
-@pytest.mark.parametrize("offset", [0, 32], ids=["the same", "a key later"])
-def test_caches_that_share_memory_are_not_written(offset):
-    both = torch.zeros(2 * 30 * 2 * 16 + 32)
-    k_cache, v_cache = both[:-32].view(2, 30, 2, 16), both[offset:][: 2 * 30 * 2 * 16].view(2, 30, 2, 16)
-    with pytest.raises(ValueError, match="k_cache and v_cache must not share memory where new tokens are written"):
-        fixed(k_cache=k_cache, v_cache=v_cache)
-    fixed(k_cache=k_cache, v_cache=v_cache, key=None, value=None, bias=None)
+def test_one_tensor_as_both_caches_is_not_written():
+    cache = torch.zeros(2, 30, 2, 16)
+    with pytest.raises(ValueError, match="k_cache and v_cache must not share memory where new tokens are written, got"):
+        fixed(k_cache=cache, v_cache=cache)
+    fixed(k_cache=cache, v_cache=cache, key=None, value=None, bias=None)
 
 
 @pytest.mark.parametrize("name", ["query", "k_cache", "v_cache", "key", "value", "bias_cache", "bias", "sinks"])

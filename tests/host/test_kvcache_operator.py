@@ -130,6 +130,20 @@ def test_integers_that_are_views(layout, batch):
     check(sequences, call=call, options={"window_size": 8})
 
 
+def test_heads_with_too_few_keys_gather_a_defined_one():
+    """Bits may not depend on memory that nothing has written: in deterministic mode PyTorch fills it."""
+    bias = torch.full((2, 100, 3), -torch.inf)
+    bias[0, 7, 1] = bias[1, 90, 2] = bias[1, 40, 2] = 0.0
+    torch.use_deterministic_algorithms(True)
+    try:
+        best, found = kvcache_composed.best_keys(bias, torch.tensor([100, 91]), 4)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found.tolist() == [[0, 1, 0], [0, 0, 2]]
+    zeros = [0, 0, 0, 0]
+    assert best.tolist() == [[zeros, [7, 0, 0, 0], zeros], [zeros, zeros, [40, 90, 0, 0]]]
+
+
 @pytest.mark.parametrize("window_size", [None, 8])
 def test_a_cache_of_more_than_two_to_the_31_elements(window_size):
     """The memory of pages that nothing touches is never resident."""

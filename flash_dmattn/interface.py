@@ -63,35 +63,35 @@ def flash_dmattn_func(
         p_ij = softmax over the visible keys j of (s_ij + bias_ij + relative_bias[d_ij]),    d_ij = j - (i + Sk - Sq)
         o_i  = sum_j p_ij v_j
 
-    A key is visible where attn_mask is True, causality allows it, and its bias is above the least finite number of the
-    bias's dtype, which additive masks consist of and which hides as -inf does. A row without visible keys has output 0
+    A key is visible if attn_mask is True, causality allows it, and none of its biases masks it. A bias masks by -inf or
+    by the least finite number of its dtype, the value that additive masks use. A row without visible keys has output 0
     and zero gradients. CUDA tensors use the CUDA kernels, CPU tensors the CPU kernels.
 
     Args:
-        query: (B, Sq, H, D), float16 or bfloat16; on the CPU float32 and float64 too. D from 1 to 256.
+        query: (B, Sq, H, D), float16 or bfloat16; on the CPU also float32 or float64. D from 1 to 256.
         key: (B, Sk, Hkv, D) in query's dtype. H is a multiple of Hkv; query head h uses key/value head h // (H / Hkv).
-        value: (B, Sk, Hkv, Dv) in query's dtype. Where Dv, from 1 to 256, is not D, the narrower ones are copied with
-            zeros up to the larger one.
+        value: (B, Sk, Hkv, Dv) in query's dtype, Dv from 1 to 256. If Dv differs from D, the narrower tensors are
+            copied and padded with zeros to the larger head dimension.
         attn_mask: bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible, never copied; or a KeyIntervalMask,
-            which takes O(Sk) memory; or KeyLists, built once from either, or from an indexer's keys, and reused. With a
-            batch dimension of B/n, each entry serves n consecutive batch elements.
+            which takes O(Sk) memory; or KeyLists, which are built once from either, or from the keys of an indexer, and
+            reused. With a batch dimension of B/n, n consecutive batch elements share each entry.
         attn_bias: ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype or float32, added to the scores without
             rounding. Its gradient has its shape and dtype, and is summed in float32 over broadcast and shared
-            dimensions. On CUDA a key bias [.., 1, Sk] costs the same in both dtypes; a float32 bias [.., Sq, Sk] with
-            a 16-bit query is slower, unless the pair bias kernels of sm90 serve the call (docs/semantics.md).
-        softmax_scale: a number, by default 1 / sqrt(D); or a floating tensor () or (H), which is differentiable:
-            query is multiplied by it, in float32, and rounded to its dtype. Values of a tensor are not checked.
-        is_causal: key j is visible to row i only where j <= i + (Sk - Sq): aligned to the bottom right corner.
+            dimensions. On CUDA a key bias [.., 1, Sk] takes the same time in both dtypes; a float32 bias [.., Sq, Sk]
+            with a 16-bit query is slower, unless the pair bias kernels of sm90 serve the call (docs/semantics.md).
+        softmax_scale: a number, by default 1 / sqrt(D); or a floating tensor () or (H), which is differentiable: query
+            is multiplied by it in float32, and the product is rounded to query's dtype. Its values are not checked.
+        is_causal: key j is visible to row i only if j <= i + (Sk - Sq): aligned to the bottom right corner.
         softcap: 0 for none, else the bound of the capped scores.
         deterministic: the same inputs produce bitwise identical gradients.
         return_attn_probs: also return lse and the probabilities. For tests: materializes (B, H, Sq, Sk).
-        return_lse: also return lse. It is differentiable: two calls over disjoint keys merge exactly.
-        window_size: causal top-k selection (KeyIntervalMask.topk), no sliding window: row i sees the `window_size` keys
-            of largest bias among the keys that causality allows, ties to the later key. Needs is_causal, a key bias
-            ({B|1}, {H|Hkv|1}, 1, Sk), and no attn_mask.
+        return_lse: also return lse. It is differentiable: `merge_attention` merges calls over disjoint keys exactly.
+        window_size: causal top-k selection (KeyIntervalMask.topk), not a sliding window: row i sees the `window_size`
+            keys of largest bias among the keys that causality allows. If biases are equal, the later key is selected.
+            Requires is_causal, a key bias ({B|1}, {H|Hkv|1}, 1, Sk), and no attn_mask.
         sparse: "tiles" visits tiles of keys and skips fully masked ones; "lists" gathers the keys that a tile of rows
-            sees, at a cost proportional to their number, and needs a mask or window_size; "auto" selects the faster one
-            as far as that is known without a synchronization.
+            sees, at a cost proportional to their number, and requires a mask or window_size; "auto" selects the faster
+            one as far as that is known without a synchronization.
         cache_seqlens: int32 (B): the number of valid keys of each batch element, of the Sk in a partly filled cache.
             Keys beyond are neither selected nor read, and the last query row is aligned with the last valid key. On
             CUDA only the device reads the values, so that one CUDA graph serves all lengths. For inference: no
@@ -99,14 +99,14 @@ def flash_dmattn_func(
         relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), float32 or in query's dtype, added to the scores by the distance
             d = j - (i + Sk - Sq) of key j from row i's own key: entry R + clamp(d, -R, R). Nothing of size Sq x Sk is
             made. With cache_seqlens Sk is the number of valid keys. -inf and the least finite number mask. Blocks of
-            keys that it masks are skipped, except with a grid or lists (on CUDA those beyond the first and the last
-            visible distance). Its gradient is summed in float32. `flash_dmattn.relative` makes the tables of T5, ALiBi
-            and others. window_size selects by attn_bias alone.
-        grid: (h, w), for the tokens of an image, row by row: Sq = Sk = h * w, and relative_bias is
-            ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1), of which row (y_i, x_i) and key (y_j, x_j) read entry
-            (y_i - y_j + h - 1, x_i - x_j + w - 1).
-        sinks: ({H|1}), float32 or in query's dtype: one logit per head in the denominator of the softmax,
-            differentiable. lse stays that of the keys.
+            keys that it masks are skipped, except with a grid or lists; on CUDA these are the blocks beyond the first
+            and the last visible distance, for sequences of at least 1,024 keys. Its gradient is summed in float32.
+            `flash_dmattn.relative` makes the tables of T5, ALiBi and others. window_size selects by attn_bias alone.
+        grid: (h, w), for the tokens of an image in row-major order: Sq = Sk = h * w. relative_bias is
+            ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1), and query row (y_i, x_i) and key (y_j, x_j) read its entry
+            (y_i - y_j + h - 1, x_i - x_j + w - 1): the sign is opposite to that of d.
+        sinks: ({H|1}), float32 or in query's dtype: one logit per head that the denominator of the softmax includes,
+            differentiable. lse does not include it.
         scale: the former name of softmax_scale, deprecated.
 
     None for is_causal, softcap, deterministic or return_attn_probs means the default.

@@ -297,7 +297,8 @@ TABLES = {
         suite="selection",
     ),
     "serving": Table(
-        "Median time of one call in ms. The share is that of the least time that memory and matrix products allow.",
+        "Median time of one call in ms. The share is the least time that memory bandwidth and matrix products allow, "
+        "divided by the measured time.",
         {
             OURS: cell(OURS, of=DECODE),
             "share": cell(OURS, of=[Figure(FORWARD, "fraction_of_limit", 100, fixed(0), " %")]),
@@ -333,7 +334,7 @@ TABLES = {
         packages=("torch", "transformers"),
     ),
     "relative": Table(
-        "Median time in ms, forward / backward with the gradient of what is learned.",
+        "Median time in ms, forward / backward with the gradients of the learned parameters.",
         columns([OURS, "flash_dmattn, no bias", "flash_dmattn, dense bias", "SDPA", "FlexAttention"], TWO),
         run("relative"),
         suite="relative",

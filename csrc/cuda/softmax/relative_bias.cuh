@@ -58,9 +58,9 @@ public:
 
 protected:
     int low_, high_;
+    int grid_width_, origin_;
 
 private:
-    int grid_width_, origin_;
     uint64_t inverse_grid_width_;
     bool is_matrix_;
 };
@@ -152,6 +152,7 @@ private:
 template <bool kOrMatrix>
 class RelativeBiasGradientOf : public RelativePosition<kOrMatrix> {
     using RelativePosition<kOrMatrix>::clamp, RelativePosition<kOrMatrix>::low_, RelativePosition<kOrMatrix>::high_;
+    using RelativePosition<kOrMatrix>::grid_width_, RelativePosition<kOrMatrix>::origin_;
 
 public:
     RelativeBiasGradientOf() = default;
@@ -223,6 +224,32 @@ public:
                     reduce_add(sums_ + entry, sums[i]);
                 }
             }
+        }
+    }
+    // The same for a grid of any width, of a tile of dx in shared memory, rows x keys from first_row and first_key on,
+    // which holds 0 outside of the sequence. The kThreads threads of a CTA call: each sums diagonals. Tokens that are
+    // y * w + x apart, 0 <= x < w, have the offset (y, x), or (y + 1, x - w) where the row's token is in one of the
+    // first x columns of the grid.
+    template <int kThreads, typename Tile>
+    __device__ __forceinline__ void add_grid_tile(const Tile& tile, int first_row, int first_key) const {
+        const int width = grid_width_;
+#pragma unroll 1
+        for (int i = static_cast<int>(threadIdx.x); i < Tile::kRows + Tile::kCols - 1; i += kThreads) {
+            const int first_diagonal = i - (Tile::kCols - 1);  // row - key, in the tile
+            const int distance = first_row - first_key + first_diagonal;
+            const int y = distance / width - (distance % width < 0), x = distance - y * width;
+            float sum = 0, sum_of_first_columns = 0;
+            int column = first_row % width;
+#pragma unroll 4
+            for (int row = 0; row < Tile::kRows; ++row) {
+                const int key = row - first_diagonal;
+                const float dx = key >= 0 && key < Tile::kCols ? static_cast<float>(tile.at(row, key)) : 0.f;
+                (column < x ? sum_of_first_columns : sum) += dx;
+                column = column + 1 < width ? column + 1 : 0;
+            }
+            const int entry = origin_ + y * (2 * width - 1) + x;
+            if (sum != 0) add(entry, sum);
+            if (sum_of_first_columns != 0) add(entry + width - 1, sum_of_first_columns);
         }
     }
     static __device__ __forceinline__ void add_clamped(float dx, bool is_high, float (&ends)[2]) {

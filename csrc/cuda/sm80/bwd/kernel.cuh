@@ -94,6 +94,8 @@ public:
             gemm_dkv(dvalue, probs, smem_.qdo[stage].dout);
             accumulate_dq(step);
             gemm_dkv(dkey, smem_.dscores, smem_.qdo[stage].query);
+            if constexpr (kTerms == ScoreTerms::kGeneral)
+                if (p_.drelative_bias != nullptr && is_grid() && sums_diagonals_of_ds()) add_grid_gradient(step);
             dbias.end_m_block(step);
             if (ends_head) dbias.end_head(step.head, more, m_blocks);
         }
@@ -240,7 +242,7 @@ private:
         store_accumulator<T>(scores, prob_fragments);
         store_accumulator<T>(dprobs, ScoreC(address_of(smem_.dscores), c_offset).from(0, first_n * 8));
         if constexpr (kTerms == ScoreTerms::kGeneral)
-            if (p_.drelative_bias != nullptr && sums_diagonals_of_ds())
+            if (p_.drelative_bias != nullptr && !is_grid() && sums_diagonals_of_ds())
                 add_relative_bias_gradient(step, dprobs, score_key);
     }
 
@@ -267,10 +269,12 @@ private:
         if (p_.deterministic) dq_semaphore_release(p_.dquery_semaphore + dq_tile);
     }
 
+    __device__ bool is_matrix() const { return p_.relative_bias.grid_width > 0 && p_.relative_bias.radius > 0; }
+    __device__ bool is_grid() const { return p_.relative_bias.grid_width > 0 && !is_matrix(); }
     // Whether the gradient of relative_bias is summed over the diagonals of dS: with a softcap that is not dx.
     // Otherwise it is summed score by score.
-    __device__ bool sums_diagonals_of_ds() const { return p_.softcap == 0 && p_.relative_bias.grid_width == 0; }
-    // Of one pass; overwrites dS. first_key: of the tile.
+    __device__ bool sums_diagonals_of_ds() const { return p_.softcap == 0 && !is_matrix(); }
+    // In one dimension, of one pass; overwrites dS. first_key: of the tile.
     __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step,
                                                                float (&ds)[Traits::kScoreM][kPassN][4],
                                                                int first_key) const {
@@ -290,6 +294,11 @@ private:
             for (int i = 0; i < kDiagonalSums<kPassN>; ++i)
                 if (sums[i] != 0) gradient.add(position + first_diagonal() + 32 * i, sums[i]);
         }
+    }
+    // Of a grid, from dS in shared memory.
+    __device__ __forceinline__ void add_grid_gradient(const MBlockStep& step) const {
+        const RelativeBiasGradientOf<true> gradient(p_, sequence(), step.head);
+        gradient.template add_grid_tile<Traits::kThreads>(smem_.dscores, step.m_block * Traits::kRows, cta_.first_key);
     }
     // Of two scores; row and key are those of the tile.
     __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step, int row, int key,

@@ -50,7 +50,8 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
         hidden_rows = hides(row_bias)
         # Hidden rows get their outputs after the kernels; NaN in them must not reach the gradients.
         query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
-        call.key, call.value = without_unseen(call.key, call.value, hidden_rows.all(dim=2, keepdim=True))
+        unseen = unseen_keys(hidden_rows, call.key.shape[2])
+        call.key, call.value = call.key.masked_fill(unseen, 0), call.value.masked_fill(unseen, 0)
     options = call.options()
     used = clamped_to_totals(query, call.key, mask, bias, problem)
     relative_bias = None if call.relative_bias is None else accumulated(call.relative_bias, query)
@@ -166,9 +167,12 @@ def autocast_is_on(device: torch.device) -> bool:
 
 
 def autocast(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, keeps_float32: bool | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The inputs in the dtype of torch.autocast. A float32 bias of one number per key stays float32."""
+    """The inputs in the dtype of torch.autocast.
+
+    keeps_float32: whether a float32 bias stays as it is; None: one of one number per key does.
+    """
     require_tensor("query", query)
     if not autocast_is_on(query.device):
         return query, key, value, bias
@@ -180,7 +184,8 @@ def autocast(
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
     if isinstance(bias, Tensor):
-        bias = bias if is_per_key(bias.shape) and bias.dtype == torch.float32 else cast(bias)
+        keeps = is_per_key(bias.shape) if keeps_float32 is None else keeps_float32
+        bias = bias if keeps and bias.dtype == torch.float32 else cast(bias)
     return cast(query), cast(key), cast(value), bias
 
 
@@ -226,11 +231,15 @@ def without_padding(out: Tensor, head_dim: int) -> Tensor:
     return out if out.shape[-1] == head_dim else out[..., :head_dim]
 
 
-def without_unseen(key: Tensor, value: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Zeros in place of keys of which every row is hidden: they may hold NaN. hidden: ({B|1}, {H|1}, 1, 1)."""
+def unseen_keys(hidden_rows: Tensor, kv_heads: int) -> Tensor:
+    """bool ({B|1}, 1, {Hkv|1}, 1): keys of which every row is hidden; they may hold NaN.
+
+    hidden_rows: bool ({B|1}, {H|1}, {Sq|1}, 1).
+    """
+    hidden = hidden_rows.all(dim=2, keepdim=True)
     if hidden.shape[1] > 1:
-        hidden = reduce(hidden, "b (h group) 1 1 -> b h 1 1", "all", h=key.shape[2])
-    return key.masked_fill(hidden.transpose(1, 2), 0), value.masked_fill(hidden.transpose(1, 2), 0)
+        hidden = reduce(hidden, "b (h group) 1 1 -> b h 1 1", "all", h=kv_heads)
+    return hidden.transpose(1, 2)
 
 
 def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor) -> tuple[Tensor, Tensor]:

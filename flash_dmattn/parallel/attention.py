@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..attend import add_row_bias, kernel_rows, without_padding, without_unseen
+from ..attend import add_row_bias, autocast, kernel_rows, unseen_keys, without_padding
 from ..biases import hides
 from ..broadcast import expand_shared
 from ..interface import flash_dmattn_func
@@ -126,6 +126,8 @@ def context_parallel_attention(
         lengths = check_lengths(shard_lengths, signature.rows, group)
         mask_kind, bias_kind = kinds_of((signature,), sum(lengths))
     check_whole(call, lengths)
+    if bias_kind == "dense" or (bias_kind == "row" and call.attn_bias.shape[2] == signature.rows):
+        call.attn_bias = autocast(call.query, call.key, call.value, call.attn_bias, keeps_float32=False)[3]
     out, lse = attend(call, Shards(group, lengths), mask_kind, bias_kind)
     if sinks is not None:
         out = apply_sinks(out, lse, sinks)
@@ -195,15 +197,15 @@ def global_intervals(call: ShardedCall, shards: Shards) -> KeyIntervalMask:
     """The rows of the whole sequence that see each local key: mask, causality and packed sequences as intervals."""
     mask = call.attn_mask
     position = shards.local_positions(call.key.device, torch.int32)
-    keys_per_row, scattered = None, False
+    keys_per_row, scattered, seqlen = None, False, sum(shards.lengths)
     if call.cu_seqlens is None:
-        start, end = mask.intervals
+        start, end = mask.intervals.clamp(0, seqlen)  # a sum or difference of bounds stays within 32 bits
     else:
         sequence = torch.searchsorted(call.cu_seqlens.contiguous(), position, right=True) - 1
         first_row, end_row = call.cu_seqlens[sequence][None, None], call.cu_seqlens[sequence + 1][None, None]
         start, end = first_row, end_row
         if isinstance(mask, KeyIntervalMask):
-            start, end = (rows.T[None] + first_row for rows in mask.intervals)
+            start, end = (rows.clamp(0, seqlen).T[None] + first_row for rows in mask.intervals)
             start, end = torch.maximum(start, first_row), torch.minimum(end, end_row)
         elif mask is not None:
             end = end.where(mask[:, :, 0], 0)
@@ -217,19 +219,19 @@ def attend_with_all_gather(
     call: ShardedCall, shards: Shards, mask_kind: str | None, bias_kind: str | None
 ) -> tuple[Tensor, Tensor]:
     """For rows that see most keys: all-gathers K and V."""
-    query, bias, row_bias = call.query, call.attn_bias, None
+    query, bias, row_bias, unseen = call.query, call.attn_bias, None, None
     if bias_kind == "row":  # as in interface.attend
         row_bias, bias, bias_kind = expand_shared(bias, query.shape[0], query.shape[2]), None, None
         masked_rows = hides(row_bias)
         query = query.masked_fill(masked_rows.transpose(1, 2), 0)
-        if masked_rows.shape[2] == 1:  # other ranks have rows of these keys
-            call.key, call.value = without_unseen(call.key, call.value, masked_rows)
+        unseen = unseen_keys(masked_rows, call.key.shape[2])
     zigzag, options = call.layout == "zigzag", call.options()
     relative_bias = call.relative_bias
     plan, bias = make_gather_plan(
         *(shards, zigzag, call.attn_mask, mask_kind, bias, bias_kind, call.sparse, options),
         by_distance=relative_bias is not None,
     )
+    plan = replace(plan, unseen=unseen)
     tables = [] if relative_bias is None else [shifted(relative_bias, r.distance_shift) for r in plan.row_ranges]
     out, lse = GatheredAttention.apply(plan, *kernel_rows(query, call.key, call.value), bias, *tables)
     out = without_padding(out, call.value.shape[-1])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Union
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -46,8 +47,12 @@ def check_call(call: ShardedCall) -> ShardedCall:
         require_bool("fixed_shapes", call.fixed_shapes)
     if isinstance(mask, KeyLists):
         raise TypeError("attn_mask must be bool or a KeyIntervalMask, got KeyLists, which support one rank only")
-    query, key, value, bias = autocast(call.query, call.key, call.value, call.attn_bias)
+    # Whether a float32 bias is cast depends on its kind, which the ranks determine together.
+    query, key, value, bias = autocast(call.query, call.key, call.value, call.attn_bias, keeps_float32=True)
     is_varlen = cu_seqlens is not None
+    if isinstance(mask, KeyIntervalMask) and mask.is_varlen != is_varlen:
+        accepted = "(S_r, {H|Hkv|1}) with cu_seqlens" if is_varlen else "({B|1}, {H|Hkv|1}, S_r) without cu_seqlens"
+        raise ValueError(f"attn_mask must be a KeyIntervalMask {accepted}, got shape {shape_of(mask)}")
     if is_varlen:
         check_cu_seqlens("cu_seqlens", cu_seqlens, query, "query")
         query, key, value, mask, bias = batched(query, key, value, mask, bias)
@@ -62,8 +67,9 @@ def check_call(call: ShardedCall) -> ShardedCall:
             "layout='zigzag' does not support window_size, KeyIntervalMask and cu_seqlens: those are balanced with "
             "contiguous shards"
         )
-    if is_varlen and bias is not None and bias.shape[3] != key.shape[1]:
-        raise ValueError(f"attn_bias must have one value per key with cu_seqlens, got shape {shape_of(bias)}")
+    for name, x in (("attn_mask", mask), ("attn_bias", bias)):
+        if is_varlen and isinstance(x, Tensor) and x.shape[3] != key.shape[1]:
+            raise ValueError(f"{name} must have one value per key with cu_seqlens, got shape {shape_of(x)}")
     call = replace(call, query=query, key=key, value=value, attn_mask=mask, attn_bias=bias)
     if call.relative_bias is not None:
         call.relative_bias = checked_relative_bias(call)
@@ -126,6 +132,8 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Te
 
 
 def check_lengths(lengths: Sequence[int], local_length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
+    if not isinstance(lengths, (Sequence, torch.Size)):
+        raise TypeError(f"shard_lengths must be a sequence of ints, one per rank, got {type(lengths).__name__}")
     lengths = tuple(require_count("shard_lengths", length, "ints") for length in lengths)
     if len(lengths) != group.size() or lengths[group.rank()] != local_length:
         raise ValueError(

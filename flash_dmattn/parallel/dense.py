@@ -60,6 +60,7 @@ class GatherPlan:
     bias_is_sharded: bool  # a key bias, which is sharded like the keys
     sparse: str
     options: Options
+    unseen: Tensor | None = None  # bool ({B|1}, 1, {Hkv|1}, 1): keys that this rank's rows do not see; they may be NaN
 
     @property
     def num_keys(self) -> int:
@@ -187,7 +188,9 @@ class GatheredAttention(torch.autograd.Function):
                 part.rows(out).copy_(part_out)
                 part.lse(lse).copy_(part_lse)
         ctx.plan, ctx.kv_slices, ctx.num_tables = plan, kv_slices, len(tables)
-        ctx.save_for_backward(query, key, value, bias, out, lse, *tables, *(x for mask in masks for x in mask))
+        # Tensors made in inference mode cannot be saved.
+        masks = (x.clone() if x is not None and x.is_inference() else x for mask in masks for x in mask)
+        ctx.save_for_backward(query, key, value, bias, out, lse, *tables, *masks)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -266,6 +269,9 @@ def all_gather_kv(
         in_flight = start(kv_slices[i + 1]) if i + 1 < len(kv_slices) else None
         keys, values = plan.concat(gathered, 1).unbind(2)
         del gathered
+        if plan.unseen is not None:
+            unseen = plan.unseen if plan.unseen.shape[2] == 1 else plan.unseen[:, :, kv]
+            keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
         yield kv, keys, values
 
 
@@ -302,7 +308,8 @@ def make_gather_plan(
     if mask_kind == "key":
         mask = plan.all_gather(mask.to(torch.uint8), 3).bool()  # NCCL does not support bool
     elif mask_kind == "intervals":
-        intervals = (plan.all_gather(mask.intervals, 3) - shards.local_start).clamp_(0, length)
+        intervals = plan.all_gather(mask.intervals.clamp(0, seqlen), 3) - shards.local_start
+        intervals = intervals.clamp_(0, length)
         mask = KeyIntervalMask._of(intervals, mask.keys_per_row, mask.scattered, length)
     if isinstance(mask, Tensor):
         masks = [r.narrow(mask, 2) if mask.shape[2] == length else mask for r in row_ranges]

@@ -160,8 +160,9 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
 def unpack(rows: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
     """The inverse of `pack`; `likes` define dtypes and trailing dimensions."""
     widths = [like.shape[1:].numel() * like.element_size() for like in likes]
+    # Copies: `contiguous` returns a part of one row or none as it is, at any offset.
     return [
-        part.contiguous().view(like.dtype).view(rows.shape[0], *like.shape[1:])
+        part.clone(memory_format=torch.contiguous_format).view(-1).view(like.dtype).view(rows.shape[0], *like.shape[1:])
         for part, like in zip(rows.split(widths, dim=1), likes)
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import TypeVar
 
 import torch
@@ -119,21 +120,28 @@ def unshard(part: Tensor, dim: int = 1, *, group: Group = None, layout: str = "c
 
     Raises:
         TypeError: `part` is not a tensor.
-        ValueError: an unknown layout; zigzag shards of different lengths; shards whose other dimensions differ.
+        IndexError: `dim` is not a dimension of it.
+        ValueError: an unknown layout; zigzag shards of different lengths; shards whose dtype or other dimensions
+            differ.
     """
     group = resolve_group(group)
     error = None
     try:
         check_layout(layout)
         require_tensor("part", part)
-        dim = range(part.ndim)[dim]
+        if not -part.ndim <= dim < part.ndim:
+            raise IndexError(f"dim must be a dimension of part, of shape {shape_of(part)}, got {dim}")
+        dim %= part.ndim
         others = (*part.shape[:dim], *part.shape[dim + 1 :])
-        numbers = (part.shape[dim], part.ndim, hash(others), part.element_size())
+        numbers = (part.shape[dim], part.ndim, hash(others), zlib.crc32(str(part.dtype).encode()))
     except (TypeError, ValueError, IndexError) as caught:
         error, numbers = caught, (0,) * 4
     gathered = exchange_on_host(group, numbers, error)
     if len({rest[1:] for rest in gathered}) > 1:
-        raise ValueError(f"part must have the same shape on every rank except in dimension {dim}, got {shape_of(part)}")
+        raise ValueError(
+            f"part must have the same dtype and shape on every rank except in dimension {dim}, got {part.dtype} and "
+            f"shape {shape_of(part)}"
+        )
     lengths = [length for length, *_ in gathered]
     if layout == "contiguous":
         padded = collectives.pad_to(part, max(lengths), dim)

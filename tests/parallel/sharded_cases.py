@@ -87,6 +87,11 @@ def make_intervals(case, generator):
     if case.intervals == "padding":
         real = torch.rand(case.batch, seqlen, generator=generator) < 0.5
         return KeyIntervalMask.padding(real)
+    if case.intervals == "unbounded":  # from any number of int32 to any other
+        limits, bounds = torch.iinfo(torch.int32), torch.randint(0, seqlen, (2, 1, 1, seqlen), generator=generator)
+        is_open = torch.rand(bounds.shape, generator=generator) < 0.5
+        start, end = torch.where(is_open, torch.tensor([limits.min, limits.max]).view(2, 1, 1, 1), bounds).int()
+        return KeyIntervalMask(start, end)
     heads = {"any": case.kv_heads, "any_of_query_heads": case.heads, "any_for_all": 1}[case.intervals]
     batch = 1 if heads == 1 else case.batch
     start = torch.randint(-5, seqlen, (batch, heads, seqlen), generator=generator, dtype=torch.int32)

@@ -30,6 +30,52 @@ def test_empty_batches_and_shards(two, options):
         assert two.results(partial(nothing, batch, **options)) == [True, True]
 
 
+@on_two
+@pytest.mark.parametrize("lengths", [(1, 3), (3, 1)])
+@pytest.mark.parametrize("heads, kv_heads", [(2, 1), (4, 2)])
+def test_a_shard_of_one_row_whose_bias_hides_it(ranks, lengths, heads, kv_heads):
+    """Its key is seen by the rows of the other rank."""
+    for seed_heads in (1, heads):
+        case = Case(lengths, batch=2, heads=heads, kv_heads=kv_heads, bias=(2, seed_heads, "S", 1), hidden=0.6)
+        check(ranks, case)
+
+
+def hidden_batch_element():
+    """Whether gradients are finite where a bias per row hides a batch element that holds NaN."""
+    rows = [torch.randn(2, 4, 2, 8) for _ in range(3)]
+    for x in rows:
+        x[1] = torch.nan
+    bias = torch.zeros(2, 1, 4, 1)
+    bias[1] = -torch.inf
+    table = torch.zeros(1, 1, 5)
+    leaves = [x.requires_grad_() for x in (*rows, table)]
+    out = context_parallel_attention(*leaves[:3], attn_bias=bias, relative_bias=table)
+    return all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_a_batch_element_that_a_row_bias_hides_may_hold_nan(two):
+    assert two.results(hidden_batch_element) == [True, True]
+
+
+@on_two
+@pytest.mark.parametrize("lengths", [(9, 7), (1, 8)])
+def test_widths_of_keys_that_are_no_multiple_of_a_number(ranks, lengths):
+    """Keys, values, biases and intervals travel side by side as bytes."""
+    sizes = {"dtype": torch.bfloat16, "head_dim": 7, "value_dim": 8}
+    for bias_dtype in (torch.bfloat16, torch.float32):
+        check(ranks, Case(lengths, intervals="window", bias=(1, 1, 1, "S"), bias_dtype=bias_dtype, **sizes))
+
+
+@on_two
+@pytest.mark.parametrize(
+    "problem",
+    [{}, {"bias": (1, 1, "S", "S")}, {"cu_seqlens": (0, 5, 30, 57)}],
+    ids=["exchange", "all-gather", "variable length"],
+)
+def test_intervals_that_end_beyond_32_bits(ranks, problem):
+    check(ranks, Case((30, 27), intervals="unbounded", **problem))
+
+
 @on_both
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ def attend(changes, common=()):
 
 
 WINDOW = {"attn_bias": (1, 2, 1, 8), "is_causal": True, "window_size": 3}
+PACKED = {
+    "cu_seqlens": torch.tensor([0, 16], dtype=torch.int32),
+    **{"query": (8, 4, 8), "key": (8, 2, 8), "value": (8, 2, 8)},
+}
 REFUSED_BY_ONE = [
     ({"key_dtype": torch.float64}, {}, "TypeError", "key"),
     ({"key": (1, 9, 2, 8)}, {}, "ValueError", "value"),
@@ -65,6 +69,19 @@ REFUSED_BY_ONE = [
     ({"relative_bias": torch.zeros(1, 4, 8)}, {}, "ValueError", "relative_bias must have an odd number"),
     ({"sinks": torch.zeros(3)}, {}, "ValueError", "sinks must be"),
     ({"fixed_shapes": "yes"}, WINDOW, "TypeError", "fixed_shapes"),
+    (
+        {"attn_mask": KeyIntervalMask(*torch.zeros(2, 8, 1, dtype=torch.int32))},
+        {},
+        "ValueError",
+        "attn_mask must be a KeyIntervalMask ({B|1}, {H|Hkv|1}, S_r) without cu_seqlens, got shape (8, 1)",
+    ),
+    (
+        {"attn_mask": KeyIntervalMask(*torch.zeros(2, 1, 1, 8, dtype=torch.int32))},
+        PACKED,
+        "ValueError",
+        "attn_mask must be a KeyIntervalMask (S_r, {H|Hkv|1}) with cu_seqlens, got shape (1, 1, 8)",
+    ),
+    ({"attn_mask": (1, 1)}, PACKED, "ValueError", "attn_mask must have one value per key with cu_seqlens"),
 ]
 
 
@@ -119,6 +136,8 @@ def test_lengths_that_are_given_are_not_asked_for(two):
         check(two, Case((30, 27), **{**problem, "options": options}))
     for failure in two.run(attend, {"all": {"shard_lengths": (8, 8, 8)}}):
         assert failure.kind == "ValueError" and "shard_lengths" in failure.message
+    for failure in two.run(attend, {"all": {"shard_lengths": 8}}):
+        assert failure.kind == "TypeError" and "shard_lengths must be a sequence of ints" in failure.message
     for failure in two.run(attend, {"all": {"shard_lengths": (9, 9)}}):
         assert failure.kind == "ValueError" and "shard_lengths" in failure.message
 

@@ -81,6 +81,30 @@ def test_autocast(two):
     assert two.results(under_autocast) == [[torch.bfloat16] * 2] * 2
 
 
+def one_row_under_autocast():
+    """The dtypes of the outputs for a dense bias and one per row in float32. Rank 0 has one row."""
+    length = (1, 11)[dist.get_rank()]
+    rows = [torch.randn(1, length, 2, 8) for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        return [context_parallel_attention(*rows, attn_bias=torch.randn(1, 2, length, n)).dtype for n in (12, 1)]
+
+
+def test_autocast_of_a_shard_of_one_row(two):
+    assert two.results(one_row_under_autocast) == [[torch.bfloat16] * 2] * 2
+
+
+def with_a_mask_of_inference_mode():
+    rows = [torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3)]
+    with torch.inference_mode():
+        mask = torch.ones(1, 1, 8, 16, dtype=torch.bool)
+    out = context_parallel_attention(*rows, mask)
+    return all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), rows))
+
+
+def test_a_mask_made_in_inference_mode_serves_training(two):
+    assert two.results(with_a_mask_of_inference_mode) == [True, True]
+
+
 def compiled():
     """torch.compile makes a graph before and one after the call."""
     rows = [torch.randn(1, 8, 2, 8) for _ in range(3)]

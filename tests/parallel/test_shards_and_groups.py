@@ -33,6 +33,18 @@ def test_shards(ranks, layout):
         assert results == (True, True, True)
 
 
+def unshard_parts(kind):
+    part = torch.zeros(1, 4, 1, dtype=(torch.int32, torch.float32)[dist.get_rank()] if kind == "dtypes" else None)
+    return unshard(part, 3 if kind == "dim" else 1)
+
+
+def test_parts_that_do_not_fit_are_refused(two):
+    for failure in two.run(unshard_parts, "dtypes"):
+        assert failure.kind == "ValueError" and "same dtype and shape on every rank" in failure.message
+    for failure in two.run(unshard_parts, "dim"):
+        assert failure.kind == "IndexError" and "dim must be a dimension of part" in failure.message
+
+
 def shard_of_mask(layout="contiguous"):
     mask = KeyIntervalMask.sliding_window(21, 21, 5)
     part, places = shard(mask, layout=layout), positions(21)

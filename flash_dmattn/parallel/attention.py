@@ -197,7 +197,7 @@ def global_intervals(call: ShardedCall, shards: Shards) -> KeyIntervalMask:
     """The rows of the whole sequence that see each local key: mask, causality and packed sequences as intervals."""
     mask = call.attn_mask
     position = shards.local_positions(call.key.device, torch.int32)
-    keys_per_row, scattered, seqlen = None, False, sum(shards.lengths)
+    seqlen, keys_per_row, scattered = sum(shards.lengths), None, False
     if call.cu_seqlens is None:
         start, end = mask.intervals.clamp(0, seqlen)  # a sum or difference of bounds stays within 32 bits
     else:

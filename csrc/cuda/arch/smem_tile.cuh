@@ -31,8 +31,10 @@ struct alignas(128) SmemTile {
     __device__ __forceinline__ uint32_t address(int row, int chunk) const {
         return smem_address(data + offset(row, chunk));
     }
-    __device__ __forceinline__ T& at(int row, int col) { return data[offset_of(row, col)]; }
-    __device__ __forceinline__ const T& at(int row, int col) const { return data[offset_of(row, col)]; }
+    __device__ __forceinline__ T& at(int row, int col) { return data[offset(row, col / kChunk) + col % kChunk]; }
+    __device__ __forceinline__ const T& at(int row, int col) const {
+        return data[offset(row, col / kChunk) + col % kChunk];
+    }
 
     // ldmatrix of m16n8k16 operands: 16 rows from `row` (a multiple of 8) and 16 columns from `col` (a multiple of 16).
     // `lane` is ldmatrix_lane_a() or ldmatrix_lane_b(): a loop keeps it in a register, so that the rest becomes
@@ -57,9 +59,6 @@ struct alignas(128) SmemTile {
     }
 
 private:
-    static __device__ __forceinline__ unsigned offset_of(unsigned row, unsigned col) {
-        return offset(row, col / kChunk) + col % kChunk;
-    }
     // Moves a lane's address by `row` rows and `col` columns.
     static __device__ __forceinline__ uint32_t moved(uint32_t lane_address, int row, int col) {
         const int slab = col / kSlabCols;

@@ -19,7 +19,7 @@ from . import halo
 from .agreement import EMPTY_SIGNATURE, agree, kinds_of, signature_of
 from .call import Mask, ShardedCall, check_call, check_lengths, check_whole
 from .dense import GatheredAttention, make_gather_plan
-from .groups import Group, exchange_on_host, resolve_group
+from .groups import Group, GroupOfGraph, exchange_on_host, resolve_group
 from .shards import Shards
 from .topk import plan_for_topk
 
@@ -128,7 +128,7 @@ def context_parallel_attention(
     check_whole(call, lengths)
     if bias_kind == "dense" or (bias_kind == "row" and call.attn_bias.shape[2] == signature.rows):
         call.attn_bias = autocast(call.query, call.key, call.value, call.attn_bias, keeps_float32=False)[3]
-    out, lse = attend(call, Shards(group, lengths), mask_kind, bias_kind)
+    out, lse = attend(call, Shards(GroupOfGraph(group), lengths), mask_kind, bias_kind)
     if sinks is not None:
         out = apply_sinks(out, lse, sinks)
     if cu_seqlens is not None:

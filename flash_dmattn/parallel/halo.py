@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from ..masks import KeyIntervalMask
 from . import collectives
+from .groups import GroupOfGraph
 from .shards import Shards, constants
 
 
@@ -28,7 +29,7 @@ from .shards import Shards, constants
 class HaloPlan:
     """The keys to exchange for each of `batches` x `heads`: those of the mask, but at most Hkv heads."""
 
-    group: dist.ProcessGroup
+    group_of_graph: GroupOfGraph
     batches: int
     heads: int
     local_length: int  # this rank's keys
@@ -38,6 +39,10 @@ class HaloPlan:
     recv_index: tuple[Tensor, Tensor, Tensor]  # int64: batch element, slot and head of each received row
     num_slots: int  # slots for fetched keys; no row sees a slot that receives none
     slot_starts: Tensor  # int64 (R, batches, heads): the first slot of each rank's keys
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.group_of_graph.get()
 
 
 def view_by_key(rows: Tensor, batches: int, heads: int) -> Tensor:
@@ -134,7 +139,7 @@ def make_plan(
     send_index = (batch, position if keys is None else keys[batch, head, position], head)
     slot_starts = exclusive_cumsum(recv_counts)
     return HaloPlan(
-        *(shards.group, *recv_counts.shape[1:], shards.local_length, send_totals, recv_totals, send_index),
+        *(shards.group_of_graph, *recv_counts.shape[1:], shards.local_length, send_totals, recv_totals, send_index),
         *(received_rows(recv_counts, slot_starts, sum(recv_totals)), num_slots, slot_starts),
     )
 

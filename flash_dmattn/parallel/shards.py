@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .groups import GroupOfGraph
+
 
 def starts_of(lengths: Sequence[int]) -> tuple[int, ...]:
     """The start of each shard, and the end of the last."""
@@ -27,8 +29,12 @@ def constants(values: tuple[int, ...], device: torch.device) -> Tensor:
 class Shards:
     """The shards of a sequence over a process group. "Local" refers to the calling rank."""
 
-    group: dist.ProcessGroup
+    group_of_graph: GroupOfGraph
     lengths: tuple[int, ...]  # rows and keys of each rank
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.group_of_graph.get()
 
     @property
     def rank(self) -> int:

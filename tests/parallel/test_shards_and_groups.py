@@ -1,5 +1,7 @@
 """Shards of tensors and masks, process groups and device meshes."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,6 +73,28 @@ def attend_in(kind):
     out = context_parallel_attention(query, key, value, attn_bias=bias, group=group, **case.options)
     out.sum().backward()
     return out.detach(), key.grad
+
+
+def group_of_a_graph(options):
+    """Whether a destroyed group is gone while a graph that used it lives, and the error of its backward."""
+    group = dist.new_group()
+    rows = [torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(1, 1, 1, 8)
+    out = context_parallel_attention(*rows, attn_bias=bias, is_causal=True, group=group, **options)
+    reference_to_group = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        return reference_to_group() is None, str(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": 3}], ids=str)
+def test_a_graph_does_not_keep_a_group_alive(two, options):
+    """A group that outlives destroy_process_group may abort the process at its exit."""
+    for is_gone, message in two.results(group_of_a_graph, options):
+        assert is_gone and "the process group of this call has been destroyed" in message
 
 
 def test_groups_and_meshes(four):

@@ -333,7 +333,7 @@ def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor
     lists = lists.view(batch, heads, list_capacity(count, 1, keys))[..., :count]
     # Lists are padded with -1 to a multiple of 64; memory beyond is uninitialized.
     is_key = (torch.arange(count, device=bias.device) < end - begin) & (lists >= 0)
-    # Of a head with too few keys the first one is gathered, and hidden: bits may not depend on what memory held.
+    # A head with too few keys gathers the first key, hidden: bits must not depend on uninitialized memory.
     return lists.long().masked_fill(~is_key, 0), is_key.sum(dim=-1)
 
 

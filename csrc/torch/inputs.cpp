@@ -180,8 +180,7 @@ void check_grid(const RelativeBiasView& view) {
             (height < int64_t{1} << 23 && height * width * width < int64_t{1} << 40 &&
              view.size() <= std::numeric_limits<int32_t>::max()),
         "relative_bias of a grid (h, w) must have h below 2^23, h * w * w below 2^40 and less than 2^31 entries on "
-        "CUDA, "
-        "got a grid of ",
+        "CUDA, got a grid of ",
         height, " x ", width);
 }
 

@@ -63,7 +63,7 @@ def window_attention(
     windows = number_of_windows(batch, {"attn_mask": attn_mask, "attn_bias": attn_bias})
 
     def by_window(x: Tensor | None) -> Tensor | None:
-        if windows == 1 or x is None or x.shape[0] != batch:
+        if windows == 1 or not isinstance(x, Tensor) or x.shape[:1] != (batch,):
             return x
         return rearrange(x, "(images windows) ... -> (windows images) ...", windows=windows)
 
@@ -75,7 +75,7 @@ def window_attention(
         *(softmax_scale, is_causal, softcap, deterministic),
         return_lse=return_lse,
         sparse=sparse,
-        relative_bias=by_window(relative_bias) if isinstance(relative_bias, Tensor) else relative_bias,
+        relative_bias=by_window(relative_bias),
         grid=grid,
         sinks=sinks,
     )

@@ -46,8 +46,7 @@ class Forward(Operator):
             raise ValueError("cache_seqlens is for inference, and has no gradients: call under torch.no_grad()")
         ctx.set_materialize_grads(False)
         tensors = (x if isinstance(x, Tensor) else None for x in inputs)
-        # Tensors made in inference mode have no version counter and cannot be saved.
-        ctx.save_for_backward(*output, *(x.clone() if x is not None and x.is_inference() else x for x in tensors))
+        ctx.save_for_backward(*output, *map(savable, tensors))
         ctx.options = [None if isinstance(x, Tensor) else x for x in inputs]
 
     @staticmethod
@@ -141,6 +140,11 @@ def fold(size: int, is_mapped, args, own: Collection[str]) -> list | None:
                 return None
             result.append(x.movedim(0, at).flatten(at, at + 1) if per_call else x)
     return result
+
+
+def savable(x: Tensor | None) -> Tensor | None:
+    """A tensor that autograd can save: one made in inference mode has no version counter, and is copied."""
+    return x.clone() if x is not None and x.is_inference() else x
 
 
 def contiguous_rows(rows: Tensor) -> Tensor:

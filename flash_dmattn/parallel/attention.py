@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from . import halo
 from .agreement import EMPTY_SIGNATURE, agree, kinds_of, signature_of
 from .call import Mask, ShardedCall, check_call, check_lengths, check_whole
 from .dense import GatheredAttention, make_gather_plan
-from .groups import Group, GroupOfGraph, exchange_on_host, resolve_group
+from .groups import Group, exchange_on_host, resolve_group
 from .shards import Shards
 from .topk import plan_for_topk
 
@@ -126,9 +127,11 @@ def context_parallel_attention(
         lengths = check_lengths(shard_lengths, signature.rows, group)
         mask_kind, bias_kind = kinds_of((signature,), sum(lengths))
     check_whole(call, lengths)
+    if mask_kind == "intervals":  # sums and differences of bounds stay within 32 bits
+        call.attn_mask = call.attn_mask._of_same_kind(call.attn_mask.intervals.clamp(0, sum(lengths)))
     if bias_kind == "dense" or (bias_kind == "row" and call.attn_bias.shape[2] == signature.rows):
         call.attn_bias = autocast(call.query, call.key, call.value, call.attn_bias, keeps_float32=False)[3]
-    out, lse = attend(call, Shards(GroupOfGraph(group), lengths), mask_kind, bias_kind)
+    out, lse = attend(call, Shards(weakref.ref(group), lengths), mask_kind, bias_kind)
     if sinks is not None:
         out = apply_sinks(out, lse, sinks)
     if cu_seqlens is not None:
@@ -197,15 +200,15 @@ def global_intervals(call: ShardedCall, shards: Shards) -> KeyIntervalMask:
     """The rows of the whole sequence that see each local key: mask, causality and packed sequences as intervals."""
     mask = call.attn_mask
     position = shards.local_positions(call.key.device, torch.int32)
-    seqlen, keys_per_row, scattered = sum(shards.lengths), None, False
+    keys_per_row, scattered = None, False
     if call.cu_seqlens is None:
-        start, end = mask.intervals.clamp(0, seqlen)  # a sum or difference of bounds stays within 32 bits
+        start, end = mask.intervals
     else:
         sequence = torch.searchsorted(call.cu_seqlens.contiguous(), position, right=True) - 1
         first_row, end_row = call.cu_seqlens[sequence][None, None], call.cu_seqlens[sequence + 1][None, None]
         start, end = first_row, end_row
         if isinstance(mask, KeyIntervalMask):
-            start, end = (rows.clamp(0, seqlen).T[None] + first_row for rows in mask.intervals)
+            start, end = (rows.T[None] + first_row for rows in mask.intervals)
             start, end = torch.maximum(start, first_row), torch.minimum(end, end_row)
         elif mask is not None:
             end = end.where(mask[:, :, 0], 0)

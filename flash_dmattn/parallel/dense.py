@@ -22,6 +22,7 @@ from ..attend import kernels_for, mask_operand
 from ..call import Options
 from ..masks import KeyIntervalMask, Problem, as_mask
 from ..ops.schema import Arguments, MaskTensors
+from ..ops.transforms import savable
 from . import collectives
 from .layout import concat_zigzag, split_zigzag, zigzag_chunks
 from .shards import Shards
@@ -188,9 +189,7 @@ class GatheredAttention(torch.autograd.Function):
                 part.rows(out).copy_(part_out)
                 part.lse(lse).copy_(part_lse)
         ctx.plan, ctx.kv_slices, ctx.num_tables = plan, kv_slices, len(tables)
-        # Tensors made in inference mode cannot be saved.
-        masks = (x.clone() if x is not None and x.is_inference() else x for mask in masks for x in mask)
-        ctx.save_for_backward(query, key, value, bias, out, lse, *tables, *masks)
+        ctx.save_for_backward(query, key, value, bias, out, lse, *tables, *(savable(x) for mask in masks for x in mask))
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -308,8 +307,7 @@ def make_gather_plan(
     if mask_kind == "key":
         mask = plan.all_gather(mask.to(torch.uint8), 3).bool()  # NCCL does not support bool
     elif mask_kind == "intervals":
-        intervals = plan.all_gather(mask.intervals.clamp(0, seqlen), 3) - shards.local_start
-        intervals = intervals.clamp_(0, length)
+        intervals = (plan.all_gather(mask.intervals, 3) - shards.local_start).clamp_(0, length)
         mask = KeyIntervalMask._of(intervals, mask.keys_per_row, mask.scattered, length)
     if isinstance(mask, Tensor):
         masks = [r.narrow(mask, 2) if mask.shape[2] == length else mask for r in row_ranges]

@@ -18,23 +18,6 @@ MESSAGE_BYTES = 384  # maximal length of an error message that is sent to the ot
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-class GroupOfGraph:
-    """A process group as an autograd graph holds it: weakly.
-
-    A group that outlives destroy_process_group leaves gloo's threads running until the interpreter exits, where they
-    may abort the process.
-    """
-
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = weakref.ref(group)
-
-    def get(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the process group of this call has been destroyed: call backward before that")
-        return group
-
-
 class RankError(RuntimeError):
     """Another rank of the group rejected its arguments."""
 

@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..masks import KeyIntervalMask
 from . import collectives
-from .groups import GroupOfGraph
 from .shards import Shards, constants
 
 
@@ -29,20 +27,15 @@ from .shards import Shards, constants
 class HaloPlan:
     """The keys to exchange for each of `batches` x `heads`: those of the mask, but at most Hkv heads."""
 
-    group_of_graph: GroupOfGraph
+    shards: Shards
     batches: int
     heads: int
-    local_length: int  # this rank's keys
     send_counts: tuple[int, ...]  # key rows sent to each rank
     recv_counts: tuple[int, ...]
     send_index: tuple[Tensor, Tensor, Tensor]  # int64: batch element, local key and head of each sent row
     recv_index: tuple[Tensor, Tensor, Tensor]  # int64: batch element, slot and head of each received row
     num_slots: int  # slots for fetched keys; no row sees a slot that receives none
     slot_starts: Tensor  # int64 (R, batches, heads): the first slot of each rank's keys
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.group_of_graph.get()
 
 
 def view_by_key(rows: Tensor, batches: int, heads: int) -> Tensor:
@@ -139,7 +132,7 @@ def make_plan(
     send_index = (batch, position if keys is None else keys[batch, head, position], head)
     slot_starts = exclusive_cumsum(recv_counts)
     return HaloPlan(
-        *(shards.group_of_graph, *recv_counts.shape[1:], shards.local_length, send_totals, recv_totals, send_index),
+        *(shards, *recv_counts.shape[1:], send_totals, recv_totals, send_index),
         *(received_rows(recv_counts, slot_starts, sum(recv_totals)), num_slots, slot_starts),
     )
 
@@ -183,12 +176,12 @@ class HaloExchange(torch.autograd.Function):
         ctx.plan = plan
         batch, key, head = plan.send_index
         parts = [view_by_key(rows, plan.batches, plan.heads)[batch, key, head] for rows in local]
-        received = collectives.all_to_all(pack(parts), plan.send_counts, plan.recv_counts, plan.group)
+        received = collectives.all_to_all(pack(parts), plan.send_counts, plan.recv_counts, plan.shards.group)
 
         batch, slot, head = plan.recv_index
         results = []
         for rows, part in zip(local, unpack(received, parts)):
-            result = rows.new_empty(rows.shape[0], plan.num_slots + plan.local_length, *rows.shape[2:])
+            result = rows.new_empty(rows.shape[0], plan.num_slots + plan.shards.local_length, *rows.shape[2:])
             result[:, : plan.num_slots].zero_()
             result[:, plan.num_slots :] = rows
             view_by_key(result, plan.batches, plan.heads)[batch, slot, head] = part
@@ -203,7 +196,7 @@ class HaloExchange(torch.autograd.Function):
         grads = [grad for grad, is_needed in zip(grads, needs_grad) if is_needed]
         batch, slot, head = plan.recv_index
         parts = [view_by_key(grad, plan.batches, plan.heads)[batch, slot, head] for grad in grads]
-        received = collectives.all_to_all(pack(parts), plan.recv_counts, plan.send_counts, plan.group)
+        received = collectives.all_to_all(pack(parts), plan.recv_counts, plan.send_counts, plan.shards.group)
         local = [grad[:, plan.num_slots :] for grad in grads]
         for grad, rows in zip(local, unpack(received, parts)):
             add_received_grads(plan, grad, rows)
@@ -215,8 +208,8 @@ def add_received_grads(plan: HaloPlan, grad: Tensor, rows: Tensor) -> None:
     """Adds the received gradients to those of the local keys, in float32 and in a deterministic order."""
     batch, key, head = plan.send_index
     # A key that went to several ranks has one number, under which its gradients are summed.
-    flat = (batch * plan.local_length + key) * plan.heads + head
-    was_sent = flat.new_zeros(plan.batches * plan.local_length * plan.heads)
+    flat = (batch * plan.shards.local_length + key) * plan.heads + head
+    was_sent = flat.new_zeros(plan.batches * plan.shards.local_length * plan.heads)
     number = was_sent.index_fill_(0, flat, 1).cumsum(0).sub_(1)[flat]
     total = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
     for numbers, part in zip(number.split(plan.send_counts), rows.split(plan.send_counts)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,8 +11,6 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from .groups import GroupOfGraph
 
 
 def starts_of(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -27,14 +26,21 @@ def constants(values: tuple[int, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of a sequence over a process group. "Local" refers to the calling rank."""
+    """The shards of a sequence over a process group. "Local" refers to the calling rank.
 
-    group_of_graph: GroupOfGraph
+    Autograd graphs hold shards, and so hold the group weakly: a group that outlives destroy_process_group leaves gloo's
+    threads running until the interpreter exits, where they may abort the process.
+    """
+
+    group_ref: weakref.ref[dist.ProcessGroup]
     lengths: tuple[int, ...]  # rows and keys of each rank
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return self.group_of_graph.get()
+        group = self.group_ref()
+        if group is None:
+            raise RuntimeError("the process group of this call has been destroyed: call backward before that")
+        return group
 
     @property
     def rank(self) -> int:

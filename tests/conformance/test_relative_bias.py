@@ -145,8 +145,7 @@ def test_grids_whose_rows_are_runs(path, dtype, heads, height, width):
     bias[:, 0, height + 1 :] = -torch.inf
     mask = path.make_mask(2, 2, tokens, tokens)
     if mask is not None:
-        start, end = mask.start.clone(), mask.end.clone()
-        mask = KeyIntervalMask(start.clamp_(min=width), end)
+        mask = KeyIntervalMask(mask.start.clamp(min=width), mask.end)
     tensors = path.inputs(2, tokens, tokens, 4, 2, 96 if path.on_cuda else 24, dtype=dtype)
     path.check(tensors, mask, relative_bias=bias, grid=(height, width))
 

@@ -35,8 +35,8 @@ def test_empty_batches_and_shards(two, options):
 @pytest.mark.parametrize("heads, kv_heads", [(2, 1), (4, 2)])
 def test_a_shard_of_one_row_whose_bias_hides_it(ranks, lengths, heads, kv_heads):
     """Its key is seen by the rows of the other rank."""
-    for seed_heads in (1, heads):
-        case = Case(lengths, batch=2, heads=heads, kv_heads=kv_heads, bias=(2, seed_heads, "S", 1), hidden=0.6)
+    for bias_heads in (1, heads):
+        case = Case(lengths, batch=2, heads=heads, kv_heads=kv_heads, bias=(2, bias_heads, "S", 1), hidden=0.6)
         check(ranks, case)
 
 

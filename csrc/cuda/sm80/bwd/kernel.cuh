@@ -295,7 +295,7 @@ private:
                 if (sums[i] != 0) gradient.add(position + first_diagonal() + 32 * i, sums[i]);
         }
     }
-    // Of a grid, from dS in shared memory.
+    // Adds the gradient of a grid from dS in shared memory.
     __device__ __forceinline__ void add_grid_gradient(const MBlockStep& step) const {
         const RelativeBiasGradientOf<true> gradient(p_, sequence(), step.head);
         gradient.template add_grid_tile<Traits::kThreads>(smem_.dscores, step.m_block * Traits::kRows, cta_.first_key);

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.generation.continuous_batching import PagedAttentionCache, initialization
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from ..interface import flash_dmattn_varlen_func
@@ -24,7 +26,20 @@ from ..masks.topk import sequence_of_keys
 from .versions import CACHE
 
 SLIDING = "sliding_attention"
-update_and_gather = PagedAttentionCache.update  # of transformers, which pass_pages wraps
+update_and_gather = PagedAttentionCache.update  # of transformers, which pass_new_keys wraps
+
+# Models whose layers split or repeat the keys or values that the cache's `update` returns. transformers gathers theirs
+# from the pages; before 5.24 it does not.
+GATHERED = ("diffllama", "jetmoe")
+
+
+def uses_pages(config, names: tuple[str, ...]) -> bool:
+    """Whether attend_to_pages computes the attention of a model in continuous batching; names: of flash_dmattn."""
+    return config._attn_implementation in names and config.model_type not in GATHERED
+
+
+def unsupported(what: str) -> ValueError:
+    return ValueError(f"generate_batch with flash_dmattn does not support {what}: use generate")
 
 
 class CacheLayer(NamedTuple):
@@ -86,6 +101,9 @@ class Sequences(NamedTuple):
         return cls(batch["cu_seq_lens_q"].int(), cu_seqlens_k.int(), max_seqlen_q, max_seqlen_k)
 
 
+_attended = WeakSet()  # caches that a layer has attended to
+
+
 @torch.compiler.disable  # caches by tensor, and writes into views of the cache
 def attend_to_pages(
     query: Tensor, key: Tensor, value: Tensor, layer_idx: int, batch: dict, bias: Tensor | None = None, **options
@@ -102,11 +120,14 @@ def attend_to_pages(
         options: further arguments of flash_dmattn_with_kvcache.
 
     Raises:
-        ValueError: no cache of continuous batching, or a bias in a sliding-window layer.
+        ValueError: no cache of continuous batching, a model in GATHERED, or a bias in a sliding-window layer.
     """
     cache = batch["cache"]
     if not isinstance(cache, PagedAttentionCache):
         raise ValueError(f"cache must be transformers' PagedAttentionCache, got {type(cache).__name__}")
+    if cache.config.model_type in GATHERED:
+        raise unsupported(f"{cache.config.model_type} before transformers 5.24")
+    _attended.add(cache)
     layer = CacheLayer.of(cache, layer_idx)
     sequences = Sequences.of(batch, layer.kind)
     if layer.window is not None:
@@ -220,23 +241,59 @@ def has_biases(cache: PagedAttentionCache) -> bool:
     return cache in _bias_pages
 
 
-def pass_pages(names: tuple[str, ...]) -> None:
-    """Makes models pass the cache to the attention function, as before transformers 5.24.
+_caches = WeakTensorKeyDictionary()  # new keys and values of a layer: the cache that they belong to
 
-    Since then they pass what its method `update` returns: for a batch with chunks of prompts the keys and values of all
-    requests, gathered from the pages.
+
+@torch.compiler.disable
+def set_cache(cache: PagedAttentionCache, key: Tensor, value: Tensor) -> None:
+    _caches[key] = _caches[value] = cache
+
+
+@torch.compiler.disable
+def cache_of(module: nn.Module, key: Tensor, value: Tensor) -> PagedAttentionCache:
+    """The cache that new keys and values belong to. Layers that share keys do not call `update`: theirs are found, too.
+
+    Raises:
+        ValueError: the layer has changed them since `update`: changed ones do not belong into the cache.
+    """
+    if key not in _caches or value not in _caches:
+        raise unsupported(f"{type(module).__name__}, which changes the keys or values that its cache returns")
+    return _caches[key]
+
+
+def pass_new_keys(names: tuple[str, ...]) -> None:
+    """Makes models pass their new keys and values to the attention function, as before transformers 5.24.
+
+    Since then they pass what `update` of the cache returns: for a batch with chunks of prompts the keys and values of
+    all requests, gathered from the pages.
     """
     if CACHE != "cache":
         return
 
     @functools.wraps(update_and_gather)
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict) -> tuple[Tensor, Tensor]:
-        if self.config._attn_implementation not in names:
+        if not uses_pages(self.config, names):
             return update_and_gather(self, key_states, value_states, layer_idx, kwargs)
-        kwargs["cache"] = self
+        set_cache(self, key_states, value_states)
         return key_states, value_states
 
     PagedAttentionCache.update = update
+
+
+def require_attention_to_pages(names: tuple[str, ...]) -> None:
+    """Makes a batch fail if no layer has attended to the cache.
+
+    A few models do not pass the cache to the attention function, which then takes the batch for one sequence.
+    """
+    compute = ModelRunner.compute_batch
+
+    @functools.wraps(compute)
+    def computed(self, model: nn.Module, batch_data: dict) -> None:
+        compute(self, model, batch_data)
+        if uses_pages(self.cache.config, names) and self.cache not in _attended:
+            raise unsupported(f"{type(model).__name__}, which does not pass its cache to the attention function")
+
+    ModelRunner.compute_batch = computed
 
 
 def accept_page_tables(names: tuple[str, ...]) -> None:
@@ -248,7 +305,7 @@ def accept_page_tables(names: tuple[str, ...]) -> None:
     def checked(config, cb_config, *args, **kwargs):
         if config._attn_implementation not in names:
             check(config, cb_config, *args, **kwargs)
-        elif uses_windows(config):
+        elif uses_windows(config) or config.model_type in GATHERED:
             cb_config.max_blocks_per_request = 0
 
     initialization.ensure_decode_fast_path_is_available = checked

@@ -61,7 +61,8 @@ def register() -> None:
             ("get_correct_attn_implementation", _refuse_unsupported_models),
         ):
             setattr(PreTrainedModel, name, wrapper(getattr(PreTrainedModel, name)))
-        paged.pass_pages(NAMES)
+        paged.pass_new_keys(NAMES)
+        paged.require_attention_to_pages(NAMES)
         paged.accept_page_tables(NAMES)
         paged.recompute_biases()
 
@@ -180,7 +181,7 @@ def attention(
         indices: integers (B, Sq, k): the keys that each row may see, from an indexer. Creates a bool mask Sq x Sk.
         deterministic: bitwise reproducible gradients; default: torch.are_deterministic_algorithms_enabled().
         kwargs: other arguments of the model, which do not affect attention. A tensor that the model's eager attention
-            uses is refused. With "cache", those of continuous batching.
+            uses is refused. With "cache", or cu_seq_lens_k by kind of layer, those of continuous batching.
 
     Returns:
         (out (B, Sq, H, Dv), None); None stands for the attention weights. Rows without a visible key are 0.
@@ -193,10 +194,13 @@ def attention(
     require_supported(dropout, kwargs)
     require_known_tensors(module, kwargs)
     sinks = require_sinks(s_aux, sinks, query)
-    if kwargs.get("cache") is not None:
-        require_pageable(attention_mask, sinks, {"position_bias": position_bias, "indices": indices})
+    cache = kwargs.get("cache")
+    if cache is None and isinstance(cu_seq_lens_k, dict):  # continuous batching of transformers 5.24
+        cache = paged.cache_of(module, key, value)
+    if cache is not None:
+        require_pageable(module, attention_mask, sinks, {"position_bias": position_bias, "indices": indices})
         rows = (rearrange(x, "1 h s d -> s h d") for x in (query, key, value))
-        batch = kwargs | {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        batch = kwargs | {"cache": cache, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         if max_length_q is not None:  # versions before 5.19 have other names
             batch |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
         options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": sinks}
@@ -263,11 +267,18 @@ def require_supported(dropout: float, options: dict) -> None:
             raise ValueError(f"attn_implementation={NAME!r} has no {feature}, got {name}: use 'eager'")
 
 
-def require_pageable(mask: VisibleKeys | Tensor | None, sinks: Tensor | None, others: dict[str, Tensor | None]) -> None:
+def require_pageable(
+    module: nn.Module, mask: VisibleKeys | Tensor | None, sinks: Tensor | None, others: dict[str, Tensor | None]
+) -> None:
     """Raises ValueError for what attention over transformers' paged cache does not support."""
     if mask is not None and not isinstance(mask, VisibleKeys):
-        got = f"got shape {shape_of(mask)}: for Doge call use_flash_dmattn(model)"
-        raise ValueError(f"attention_mask must be None in continuous batching, {got}")
+        hint = (
+            "call use_flash_dmattn(model)"
+            if type(module).__name__ == "DogeAttention"
+            else "if the model has a persistent manager from another attention implementation, call "
+            "model.destroy_cached_continuous_batching_manager()"
+        )
+        raise ValueError(f"attention_mask must be None in continuous batching, got shape {shape_of(mask)}: {hint}")
     if sinks is not None and sinks.ndim != 1:
         raise ValueError(f"sinks must be (H) in continuous batching, got shape {shape_of(sinks)}")
     for name, value in others.items():

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers", "5.17")
 if not torch.cuda.is_available():
     pytest.importorskip("psutil")  # by which transformers finds the memory of the CPU
 
-from small_models import VOCABULARY, build, one_call, switched  # noqa: E402
+from small_models import GROUPED, MODELS, VOCABULARY, WINDOW, build, one_call, switched  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.generation.continuous_batching import PagedAttentionCache  # noqa: E402
 from transformers.generation.continuous_batching.model_runner import ModelRunner  # noqa: E402
@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 from flash_dmattn.integrations import paged  # noqa: E402
 from flash_dmattn.integrations.transformers import attention, use_flash_dmattn  # noqa: E402
+from flash_dmattn.integrations.versions import CACHE  # noqa: E402
 
 NEW_TOKENS, PAGE = 7, 16
 LENGTHS = (5, 40, 17, 33, 70)  # chunks of 32 rows, which mix with single tokens
@@ -31,14 +32,14 @@ def prompts_of(*lengths, prefix=0):
     return [first + torch.randint(3, VOCABULARY, (length - prefix,)).tolist() for length in lengths]
 
 
-def batched(model, prompts, generation=GREEDY, **options):
+def batched(model, prompts, generation=GREEDY, persistent_manager=False, **options):
     """The new tokens of each prompt."""
     options = {"num_blocks": 40, "max_batch_tokens": 32, "allow_block_sharing": False} | options
     page_size = options.pop("page_size", PAGE)
     config = ContinuousBatchingConfig(**options)
     setattr(config, "page_size" if hasattr(config, "page_size") else "block_size", page_size)  # before 5.18
-    results = model.generate_batch(prompts, generation, continuous_batching_config=config, progress_bar=False)
-    results = list(results.values())
+    call = {"continuous_batching_config": config, "persistent_manager": persistent_manager, "progress_bar": False}
+    results = list(model.generate_batch(prompts, generation, **call).values())
     assert [result.error for result in results] == [None] * len(results)
     return [result.generated_tokens for result in results]
 
@@ -78,6 +79,78 @@ def test_tokens_are_those_of_eager_attention(name, implementation, tables):
 def test_sliding_windows_softcap_and_sinks(name):
     eager, prompts = build(name), prompts_of(*LENGTHS)
     assert batched(switched(eager), prompts) == one_by_one(eager, prompts)
+
+
+OTHERS = {
+    "diffllama": ("DiffLlamaForCausalLM", "DiffLlamaConfig", GROUPED),
+    "jetmoe": (
+        "JetMoeForCausalLM",
+        "JetMoeConfig",
+        {key: GROUPED[key] for key in GROUPED.keys() - {"num_attention_heads"}}
+        | {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", GROUPED),
+    "gemma3n": (  # the last two layers share the keys of the first two
+        "Gemma3nForCausalLM",
+        "Gemma3nTextConfig",
+        GROUPED
+        | {"head_dim": 8, "sliding_window": WINDOW, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
+        | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+        | {"laurel_rank": 4, "altup_num_inputs": 2},
+    ),
+}
+
+
+@pytest.fixture
+def others(monkeypatch):
+    for name, sizes in OTHERS.items():
+        monkeypatch.setitem(MODELS, name, sizes)
+
+
+def test_layers_that_share_keys(others):
+    eager, prompts = build("gemma3n"), prompts_of(*LENGTHS)
+    assert batched(switched(eager), prompts) == one_by_one(eager, prompts)
+
+
+@pytest.mark.parametrize("name", ["diffllama", "jetmoe"])
+def test_layers_that_change_keys_or_values_get_gathered_ones(others, name, tables):
+    """DiffLlama's layers attend twice, to one half of the values each; those of JetMoe repeat keys and values."""
+    eager, prompts = build(name), prompts_of(*LENGTHS)
+    if CACHE == "cache":
+        assert batched(switched(eager), prompts) == one_by_one(eager, prompts)
+        assert tables == []
+    else:
+        with pytest.raises(AssertionError, match=f"does not support {name} before transformers 5.24"):
+            batched(switched(eager), prompts)
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="before transformers 5.24 layers pass new keys without an update")
+def test_other_layers_that_change_keys_or_values_are_refused(monkeypatch):
+    def halved(self, *args, **kwargs):
+        key, value = update(self, *args, **kwargs)
+        return key, 0.5 * value
+
+    model, update = switched(build("llama")), PagedAttentionCache.update
+    monkeypatch.setattr(PagedAttentionCache, "update", halved)
+    with pytest.raises(AssertionError, match="LlamaAttention, which changes the keys or values"):
+        batched(model, prompts_of(9))
+
+
+def test_layers_that_do_not_pass_the_cache_are_refused(others):
+    with pytest.raises(AssertionError, match="StableLmForCausalLM, which does not pass its cache"):
+        batched(switched(build("stablelm")), prompts_of(9, 20))
+
+
+def test_a_manager_of_another_attention_implementation():
+    eager, prompts = build("llama"), prompts_of(9, 20)
+    expected, model = one_by_one(eager, prompts), copy.deepcopy(eager)
+    assert batched(model, prompts, persistent_manager=True) == expected
+    use_flash_dmattn(model)
+    with pytest.raises(AssertionError, match=r"call model.destroy_cached_continuous_batching_manager\(\)"):
+        batched(model, prompts, persistent_manager=True)
+    model.destroy_cached_continuous_batching_manager()
+    assert batched(model, prompts) == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"max_blocks_per_request": 0}, {"page_size": 64}], ids=str)
@@ -211,7 +284,7 @@ def test_what_is_refused(options, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, r"got shape .*: for Doge call use_flash_dmattn\(model\)"),
+        ({}, r"got shape .*: call use_flash_dmattn\(model\)"),
         ({"sliding_window": 8}, "no dynamic mask in sliding-window layers, .* got sliding_window=8"),
     ],
     ids=str,

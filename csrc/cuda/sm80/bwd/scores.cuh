@@ -179,12 +179,13 @@ __device__ __forceinline__ void wait_for_qdo(QdoStage<Traits, kKeyBias>& stage, 
     __syncthreads();
 }
 
-// The relative bias, times log2(e), of a row and two keys of the sequence; 0 where there is none.
+// The relative bias, times log2(e), of a row and two keys of the sequence; 0 where there is none. A row beyond the
+// sequence reads what its last row does: other entries may be NaN, and its P is not masked.
 __device__ __forceinline__ float2 relative_bias_log2(const AttentionParams& p, const Sequence& s, const float* entries,
                                                      int row, int2 keys) {
     if (entries == nullptr) return {0, 0};
     const RelativeBiasOf<true> bias(p.relative_bias, s, entries);
-    const int part = bias.row_part(row);
+    const int part = bias.row_part(min(row, s.rows - 1));
     return {bias[part + bias.key_part(keys.x)] * kLog2E, bias[part + bias.key_part(keys.y)] * kLog2E};
 }
 

@@ -1,4 +1,4 @@
-// Iterates over the key blocks (n_blocks) in which a CTA's rows see any key, in ascending order.
+// Iterates over the key blocks (n_blocks) in which a CTA's rows see any key.
 #pragma once
 
 #include "bits.cuh"
@@ -173,19 +173,21 @@ __device__ __forceinline__ BlockRange active_block_range(int end, RowRange rows,
     return span;
 }
 
+enum class BlockOrder { kAscending, kDescending };
+
 // Iterates over the non-empty blocks of [begin, end). Every warp of a CTA gets the same sequence.
-template <int kKeys, typename Summarize>
+template <int kKeys, typename Summarize, BlockOrder kOrder = BlockOrder::kAscending>
 class ActiveBlockScan {
 public:
     __device__ ActiveBlockScan(int begin, int end, const Summarize& summarize)
-        : summarize_(summarize), iterator_{begin}, end_(end) {}
+        : summarize_(summarize), iterator_{begin}, begin_(begin), end_(end) {}
 
     // Moves to the next active block; false at the end.
     __device__ __forceinline__ bool next() {
         while (iterator_.pending == 0) {
             if (iterator_.next >= end_) return false;
-            iterator_.look(end_, [&](int index, bool& is_empty, bool& is_full) {
-                const BlockSummary<kKeys> summary = summarize_(index);
+            iterator_.look(end_, [&](int candidate, bool& is_empty, bool& is_full) {
+                const BlockSummary<kKeys> summary = summarize_(index_of(candidate));
                 is_empty = summary.empty;
                 is_full = summary.full;
 #pragma unroll
@@ -195,7 +197,7 @@ public:
         current_ = iterator_.take();
         return true;
     }
-    __device__ __forceinline__ int index() const { return iterator_.candidate(current_); }
+    __device__ __forceinline__ int index() const { return index_of(iterator_.candidate(current_)); }
     __device__ __forceinline__ bool full() const { return iterator_.is_full(current_); }
     // Word of the current block's visible keys.
     __device__ __forceinline__ uint32_t visible_keys(int word) const {
@@ -203,9 +205,13 @@ public:
     }
 
 private:
+    __device__ __forceinline__ int index_of(int candidate) const {
+        return kOrder == BlockOrder::kAscending ? candidate : begin_ + end_ - 1 - candidate;
+    }
+
     Summarize summarize_;
     BlockMaskIterator iterator_;
-    int end_;
+    int begin_, end_;
     int current_ = 0;                                     // lane of the current block
     uint32_t visible_keys_[BlockSummary<kKeys>::kWords];  // of this lane's block
 };

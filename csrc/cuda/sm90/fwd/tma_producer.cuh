@@ -49,6 +49,10 @@ private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = SharedStorage::kWords,
                          kThreads = kProducerThreads<kBias>;
     static constexpr int kClusterSize = Traits::kClusterSize;
+    // A relative bias often favors near keys: under causality the last blocks then have the row maxima, and the softmax
+    // that begins with them keeps its base.
+    static constexpr BlockOrder kOrder =
+        kBias == BiasKind::kRelative ? BlockOrder::kDescending : BlockOrder::kAscending;
     static constexpr int kMaskRows = ceil_div(kRows, kThreads);  // mask rows that a thread loads
     // The threads that issue TMA loads, in different warps.
     static constexpr int kKeyThread = 0, kValueThread = 32, kQueryThread = 64;
@@ -125,7 +129,7 @@ private:
             const auto keys = distances.keys_of(first_row, last_row);
             range = {max(range.begin, keys.begin / kKeys), min(range.end, ceil_div(keys.end, kKeys))};
         }
-        return ActiveBlockScan<kKeys, decltype(summarize)>(range.begin, range.end, summarize);
+        return ActiveBlockScan<kKeys, decltype(summarize), kOrder>(range.begin, range.end, summarize);
     }
 
     // An active n_block, and its metadata in registers: prefetched before its stage is free.

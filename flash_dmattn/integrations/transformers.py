@@ -127,7 +127,7 @@ def use_flash_dmattn(model: Model, partial: bool = False) -> Model:
         others = ", ".join(part.name for part in switchable if part.has_attention())
         raise ValueError(f"{NOT_SUPPORTED}, got {got}" + (f"; partial=True switches {others} only" if others else ""))
     switch(switchable, refused, NAME)
-    if any(type(module).__name__ == "DogeAttention" for module in model.modules()):
+    if any(map(is_doge_attention, model.modules())):
         from .doge import use_window_attention
 
         use_window_attention(model)
@@ -267,6 +267,11 @@ def require_supported(dropout: float, options: dict) -> None:
             raise ValueError(f"attn_implementation={NAME!r} has no {feature}, got {name}: use 'eager'")
 
 
+def is_doge_attention(module: nn.Module) -> bool:
+    """Whether it is transformers' own, which use_flash_dmattn converts. By name: not every model needs its import."""
+    return type(module).__name__ == "DogeAttention"
+
+
 def require_pageable(
     module: nn.Module, mask: VisibleKeys | Tensor | None, sinks: Tensor | None, others: dict[str, Tensor | None]
 ) -> None:
@@ -274,7 +279,7 @@ def require_pageable(
     if mask is not None and not isinstance(mask, VisibleKeys):
         hint = (
             "call use_flash_dmattn(model)"
-            if type(module).__name__ == "DogeAttention"
+            if is_doge_attention(module)
             else "if the model has a persistent manager from another attention implementation, call "
             "model.destroy_cached_continuous_batching_manager()"
         )

@@ -60,6 +60,14 @@ GROUPS = (
     ),
     Group("sm80", "fwd", causal=True, headers=("fwd/launch.cuh",), functions=(f"run_fwd<T, D, true>{SM80_FWD}",)),
     Group("sm80", "bwd", causal=False, headers=("bwd/launch.cuh",), functions=(f"run_bwd<T, D>{SM80_BWD}",)),
+    Group(
+        "sm80",
+        "short_bwd",
+        causal=False,
+        headers=("short_bwd/launch.cuh",),
+        functions=(f"run_short_bwd<T, D>{SM80_BWD}",),
+        head_dims=(32, 64),
+    ),
     Group("sm90", "fwd", causal=False, headers=("fwd/launch.cuh",), functions=(f"run_fwd<T, D>{SM90_FWD}",)),
     Group(
         "sm90",

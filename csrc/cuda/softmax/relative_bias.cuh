@@ -59,10 +59,10 @@ public:
 protected:
     int low_, high_;
     int grid_width_, origin_;
+    bool is_matrix_;
 
 private:
     uint64_t inverse_grid_width_;
-    bool is_matrix_;
 };
 
 // The batch of the view that a batch element reads.
@@ -153,6 +153,7 @@ template <bool kOrMatrix>
 class RelativeBiasGradientOf : public RelativePosition<kOrMatrix> {
     using RelativePosition<kOrMatrix>::clamp, RelativePosition<kOrMatrix>::low_, RelativePosition<kOrMatrix>::high_;
     using RelativePosition<kOrMatrix>::grid_width_, RelativePosition<kOrMatrix>::origin_;
+    using RelativePosition<kOrMatrix>::is_matrix_;
 
 public:
     RelativeBiasGradientOf() = default;
@@ -250,6 +251,26 @@ public:
             const int entry = origin_ + y * (2 * width - 1) + x;
             if (sum != 0) add(entry, sum);
             if (sum_of_first_columns != 0) add(entry + width - 1, sum_of_first_columns);
+        }
+    }
+    // The same for all kinds, of a tile from the sequence's first row and key on.
+    template <int kThreads, typename Tile>
+    __device__ __forceinline__ void add_tile(const Tile& tile) const {
+        if (grid_width_ > 0 && !is_matrix_) return add_grid_tile<kThreads>(tile, 0, 0);
+        if (kOrMatrix && is_matrix_) {
+            for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += kThreads) {
+                const int row = i / Tile::kCols, key = i % Tile::kCols;
+                const float dx = tile.at(row, key);
+                if (dx != 0) add(this->row_part(row) + this->key_part(key), dx);
+            }
+            return;
+        }
+        for (int i = threadIdx.x; i < Tile::kRows + Tile::kCols - 1; i += kThreads) {
+            const int first_diagonal = i - (Tile::kCols - 1);  // row - key
+            float sum = 0;
+            for (int row = max(first_diagonal, 0); row < min(first_diagonal + Tile::kCols, Tile::kRows); ++row)
+                sum += tile.at(row, row - first_diagonal);
+            if (sum != 0) add(origin_ - first_diagonal, sum);
         }
     }
     static __device__ __forceinline__ void add_clamped(float dx, bool is_high, float (&ends)[2]) {

@@ -6,6 +6,7 @@
 #include "cuda/common/device.h"
 #include "cuda/common/kernel_table.h"
 #include "cuda/sm80/bias_matrix.h"
+#include "cuda/sm80/short_bwd/config.h"
 #include "kernel.cuh"
 #include "kernels.h"  // generated
 
@@ -30,6 +31,8 @@ const KernelTable<Kernels> kKernels(FLASH_DMATTN_INSTANCES(FLASH_DMATTN_SM80_BWD
                    can_cluster_reduce_among<BwdKernelTraits<kHeadDim, T, false>>};
 });
 using KernelEntry = KernelTable<Kernels>::Entry;
+const KernelTable<Kernels::Launcher> kShortKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM80_SHORT_BWD_KERNELS,
+                                                                         run_short_bwd));
 
 // The number of CTAs, at most `max_splits`, among which the batch elements and heads of each dbias tile are split, so
 // that the CTAs fill 2 to 4 waves of `slots` as evenly as possible.
@@ -144,16 +147,27 @@ void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& o
     plan.zeroed_bytes = plan.workspace_bytes;
 }
 
+// Each gradient has an owner: nothing is summed in the workspace.
+Kernels::Launcher plan_short(const BwdParams& p, cuda::BwdPlan& plan) {
+    const auto* const kernel = is_short(p) ? kShortKernels.find(p) : nullptr;
+    if (kernel == nullptr) return nullptr;
+    plan.preprocess_delta = false;
+    return kernel->value;
+}
+
 }  // namespace
 
 bool plan_bwd(const BwdParams& p, cuda::BwdPlan& plan) {
-    const KernelEntry* const kernel = kKernels.find(p);
-    if (kernel == nullptr) return false;
-    report_bias_matrix(p);
     const BwdPlan own{uses_small_tiles(current_device().code)};
-    p.lists.present() ? plan_gather(p, *kernel, own, plan) : plan_dense(p, *kernel, own, plan);
-    plan.launch = [launch = p.lists.present() ? kernel->value.launch_gather : kernel->value.launch, own](
-                      const BwdArgs& args, cudaStream_t stream) { launch(args, own, stream); };
+    Kernels::Launcher launch = plan_short(p, plan);
+    if (launch == nullptr) {
+        const KernelEntry* const kernel = kKernels.find(p);
+        if (kernel == nullptr) return false;
+        report_bias_matrix(p);
+        p.lists.present() ? plan_gather(p, *kernel, own, plan) : plan_dense(p, *kernel, own, plan);
+        launch = p.lists.present() ? kernel->value.launch_gather : kernel->value.launch;
+    }
+    plan.launch = [launch, own](const BwdArgs& args, cudaStream_t stream) { launch(args, own, stream); };
     return true;
 }
 

@@ -16,6 +16,9 @@ bool plan_bwd(const BwdParams& params, cuda::BwdPlan& plan);
 
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
+// Of short sequences (short_bwd/config.h).
+template <typename T, int kHeadDim>
+void run_short_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
 // Gathers the keys of params.lists.
 template <typename T, int kHeadDim>
 void run_gather_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);

@@ -7,6 +7,7 @@
 #include "cuda/arch/tensor_map.h"
 #include "cuda/common/device.h"
 #include "cuda/common/kernel_table.h"
+#include "cuda/sm80/short_bwd/config.h"
 #include "cuda/sm90/pair_bias/config.h"
 #include "cuda/sm90/pair_bias/run.h"
 #include "cuda/sm90/relative_bias.h"
@@ -141,6 +142,7 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
 }  // namespace
 
 bool should_use_bwd(const BwdParams& params) {
+    if (sm80::is_short(params) && params.head_dim <= 64) return false;
     const BwdParams p = with_dense_bias(params);
     if (p.lists.present()) return p.head_dim > 128 ? p.seqlen_k >= 1024 : p.head_dim > 32;
     if (is_pair_bias(p)) return should_use_pair_bias_bwd(p);

@@ -116,8 +116,14 @@ private:
     // Starts the scores from a key or relative bias, before the warp scheduler barrier.
     __device__ __forceinline__ void init_scores(Scores& scores) const {
         if constexpr (kBias == BiasKind::kKey) metadata().key_bias.load(scores);
-        if constexpr (is_relative(kBias))
-            metadata().relative_bias.load(scores, relative_bias_lane_, params_.softmax.inverse_scale);
+        if constexpr (is_relative(kBias)) {
+            const auto& bias = metadata().relative_bias;
+            if (kBias == BiasKind::kRelative && metadata().is_clamped) {
+                fill(scores, bias.entries[0][0] * params_.softmax.inverse_scale);
+            } else {
+                bias.load(scores, relative_bias_lane_, params_.softmax.inverse_scale);
+            }
+        }
         if constexpr (starts_from_bias(kBias)) warpgroup_fence_operand(scores);  // not behind the barrier
     }
     __device__ __forceinline__ void gemm_qk(Scores& scores) const {

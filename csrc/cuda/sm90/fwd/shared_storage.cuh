@@ -73,6 +73,7 @@ struct FwdSharedStorage {
         int n_block;                                // not for gathered keys
         bool full;                                  // mask, causality and lengths hide no score
         bool is_last;                               // the work tile's last n_block; not for gathered keys
+        bool is_clamped;  // relative bias of one dimension: all scores read the segment's first entry
         alignas(16) uint32_t visible_keys[kWords];  // keys that some row sees and that no key bias hides
         // Masks that differ by row, unless full: [row][word], the keys that a row sees. Gathered keys: [word][key], the
         // rows that see a key.

@@ -233,7 +233,7 @@ private:
                 metadata.visible_keys[w] = block.visible_keys[w / ActiveBlock::kWarps] & not_hidden;
         if constexpr (kBias == BiasKind::kKey)
             metadata.key_bias.store(threadIdx.x, threadIdx.x < kKeys, key_bias, params_.softmax.inverse_scale);
-        if constexpr (is_relative(kBias)) copy_relative_bias(metadata.relative_bias, block.n_block);
+        if constexpr (is_relative(kBias)) copy_relative_bias(metadata, block.n_block);
         if (is_masked(block) && has_bits()) {
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i)
@@ -279,12 +279,18 @@ private:
         relative_row_ = relative_bias_.row_part(work_tile.first_row + kRows - 1);
         relative_size_ = SharedStorage::RelativeSegment::size(p_.relative_bias);
     }
-    template <typename Segment>
-    __device__ __forceinline__ void copy_relative_bias(Segment& segment, int n_block) const {
+    __device__ __forceinline__ void copy_relative_bias(BlockMetadata& metadata, int n_block) const {
+        auto& segment = metadata.relative_bias;
         const int first_key = n_block * kKeys, first = relative_row_ + relative_bias_.key_part(first_key);
         segment.begin(p_.relative_bias, first_key);
-        for (int i = static_cast<int>(threadIdx.x); i < relative_size_; i += kThreads)
-            segment.copy(i, relative_bias_.entry(first + Segment::kKeyStep * i));
+        int size = relative_size_;
+        if constexpr (kBias == BiasKind::kRelative) {
+            const bool is_clamped = relative_bias_.is_clamped(first, first + size - 1);
+            if (threadIdx.x == 0) metadata.is_clamped = is_clamped;
+            if (is_clamped) size = 1;
+        }
+        for (int i = static_cast<int>(threadIdx.x); i < size; i += kThreads)
+            segment.copy(i, relative_bias_.entry(first + segment.kKeyStep * i));
     }
 
     // The mask rows threadIdx.x + i * kThreads of the n_block.

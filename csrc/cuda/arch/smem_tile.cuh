@@ -144,6 +144,7 @@ __device__ __forceinline__ void copy_tile_out(const Tile& tile, T* to, int64_t r
         if (aligned && col + 8 <= cols) {
             *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(from);
         } else {
+#pragma unroll 1
             for (int j = 0; j < min(cols - col, 8); ++j) at[j] = from[j];
         }
     }

@@ -259,7 +259,10 @@ private:
             }
         }
 #pragma unroll
-        for (int h = 0; h < 2; ++h) delta[h] = lse_log2[h] != kInfinity ? row_sum(delta[h]) - dlse[h] : 0;
+        for (int h = 0; h < 2; ++h) {
+            const float sum = row_sum(delta[h]);
+            delta[h] = lse_log2[h] != kInfinity ? sum - dlse[h] : 0;
+        }
 #pragma unroll
         for (int n = 0; n < Traits::kScoreN; ++n)
 #pragma unroll

@@ -5,8 +5,8 @@ It writes the new tokens into the cache, gathers the keys that the rows may see,
 
 With window_size few keys are gathered. A key before the new rows that is not among the w largest biases of these keys
 is not among the w largest of any row. So a sequence needs the w best keys before its new rows, and the new rows' keys.
-On CUDA kernels write, select and gather them for most calls, and only the attention is composed here: the operator
-attend_to_best_keys.
+On CUDA kernels write, select and gather keys for most calls, with and without window_size, and only the attention is
+composed here: the operator attend_to_gathered_keys.
 On CUDA the host does not synchronize: the device reads lengths, pages and offsets, and clamps them to valid values.
 """
 
@@ -376,38 +376,41 @@ def options_of(given: KvCacheArguments) -> dict:
 
 
 @torch.no_grad()
-def attend_to_best_keys(
+def attend_to_gathered_keys(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-    window_size: int,
+    window_size: int | None,
     softmax_scale: float,
+    is_causal: bool,
     softcap: float,
+    relative_bias: Tensor | None,
     sinks: Tensor | None,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the gathered keys of BestKeysOfCache (csrc/torch/cuda_backend.h)."""
+    """(out, lse) over GatheredKeys (csrc/torch/cuda_backend.h)."""
     if fallbacks.enabled():
         report(False)
     with torch.autocast(query.device.type, enabled=False):
-        if cu_seqlens_q is None and sinks is None:
-            options = (softmax_scale, True, softcap, False, True, window_size, None)
+        if cu_seqlens_q is None and sinks is None and relative_bias is None:
+            options = (softmax_scale, is_causal, softcap, False, True, window_size, None)
             result = ops.fast_path(query, key, value, None, bias, *options, LIMITS)
             if result is not None:
                 return result
-        options = {"softmax_scale": softmax_scale, "softcap": softcap, "window_size": window_size, "sinks": sinks}
+        options = {"softmax_scale": softmax_scale, "is_causal": is_causal, "softcap": softcap, "return_lse": True}
+        options |= {"window_size": window_size, "relative_bias": relative_bias, "sinks": sinks}
         if cu_seqlens_q is not None:
             options["varlen"] = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        call = Call(query, key, value, attn_bias=bias, is_causal=True, return_lse=True, **options)
+        call = Call(query, key, value, attn_bias=bias, **options)
         return attend_beside_filler(call) if batch_invariant else attend(kernels_for(query), call)
 
 
 if ops.compose_attention_with_kvcache is not None:
-    torch.library.impl(f"{ops.NAMESPACE}::attend_to_best_keys", "CUDA")(attend_to_best_keys)
+    torch.library.impl(f"{ops.NAMESPACE}::attend_to_gathered_keys", "CUDA")(attend_to_gathered_keys)
     for _device in ("CPU", "CUDA"):
         torch.library.impl(f"{ops.NAMESPACE}::compose_attention_with_kvcache", _device)(compose_attention_with_kvcache)

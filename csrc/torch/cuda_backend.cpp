@@ -8,6 +8,8 @@
 #include <limits>
 
 #include "cuda/api.h"
+#include "cuda/kvcache/all_keys.h"
+#include "cuda/kvcache/append.h"
 #include "cuda/kvcache/best_keys.h"
 #include "cuda/mask/builders/bounded_list_builder.h"
 #include "cuda/mask/builders/index_list_builder.h"
@@ -113,8 +115,7 @@ bool decode_kvcache_cuda(const KvCacheParams& params, const Tensor& like, bool s
     return cuda::decode_kvcache(params, skips_longer, current_stream());
 }
 
-std::optional<BestKeysOfCache> gather_best_keys_cuda(const KvCacheParams& p, const Tensor& like,
-                                                     const Tensor& bias_like) {
+std::optional<GatheredKeys> gather_best_keys_cuda(const KvCacheParams& p, const Tensor& like, const Tensor& bias_like) {
     if (!cuda::can_gather_best_keys(p)) return std::nullopt;
     const c10::cuda::CUDAGuard guard(like.device());
     const bool packed = p.cu_seqlens_q != nullptr;
@@ -127,8 +128,9 @@ std::optional<BestKeysOfCache> gather_best_keys_cuda(const KvCacheParams& p, con
     const auto ints = like.options().dtype(at::kInt);
     const Tensor biases = at::empty({p.batch, p.kv_heads, p.seqlen_k}, bias_like.options());
     const Tensor prefix = at::empty({p.batch}, ints), offsets = at::empty({packed ? p.batch + 1 : 0}, ints);
-    cuda::append_and_read_biases(p, best.max_selected, biases.data_ptr(), prefix.data_ptr<int32_t>(),
-                                 packed ? offsets.data_ptr<int32_t>() : nullptr, current_stream());
+    cuda::append_new_tokens(p, current_stream());
+    cuda::read_biases(p, best.max_selected, biases.data_ptr(), prefix.data_ptr<int32_t>(),
+                      packed ? offsets.data_ptr<int32_t>() : nullptr, current_stream());
     const auto [lists, spans, row_bits] = topk_lists(biases, best.max_selected, 1, prefix);
 
     const auto rows = [&] {
@@ -145,8 +147,27 @@ std::optional<BestKeysOfCache> gather_best_keys_cuda(const KvCacheParams& p, con
     best.value = value.data_ptr();
     best.bias = bias.data_ptr();
     cuda::gather_best_keys(p, best, current_stream());
-    return BestKeysOfCache{
-        key, value, bias, packed ? OptionalTensor(offsets) : std::nullopt, best.max_selected, best.skipped_rows};
+    return GatheredKeys{key, value, bias, packed ? OptionalTensor(offsets) : std::nullopt, width, best.skipped_rows};
+}
+
+std::optional<GatheredKeys> gather_all_keys_cuda(const KvCacheParams& p, const Tensor& like,
+                                                 const OptionalTensor& bias_like) {
+    if (!cuda::can_gather_all_keys(p)) return std::nullopt;
+    const c10::cuda::CUDAGuard guard(like.device());
+    const int64_t total = p.batch * p.seqlen_k + (p.batch_invariant ? kFillerKeys : 0);
+    const auto rows = [&] { return at::empty({total, p.kv_heads, p.head_dim}, like.options()); };
+    const Tensor key = rows(), value = rows(), offsets = at::empty({p.batch + 1}, like.options().dtype(at::kInt));
+    OptionalTensor bias;
+    if (bias_like) bias = at::empty({total, p.kv_heads}, bias_like->options());
+    cuda::AllKeys all;
+    all.skipped_rows = cuda::decodable_rows(p);
+    all.offsets = offsets.data_ptr<int32_t>();
+    all.key = key.data_ptr();
+    all.value = value.data_ptr();
+    if (bias) all.bias = bias->data_ptr();
+    cuda::append_new_tokens(p, current_stream());
+    cuda::gather_all_keys(p, all, current_stream());
+    return GatheredKeys{key, value, bias, offsets, p.seqlen_k, all.skipped_rows};
 }
 
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,

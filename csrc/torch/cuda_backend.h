@@ -22,19 +22,21 @@ bool decode_kvcache_cuda(const KvCacheParams& params, const Tensor& like, bool s
 // With batch_invariant, a packed batch has one more sequence (flash_dmattn/kvcache_composed.py) of so many keys.
 constexpr int64_t kFillerKeys = 4096;
 
-// The keys of a call with a window that its rows may see, gathered from the cache, aligned to the end of each sequence.
-// With batch_invariant kFillerKeys positions without a key follow.
-struct BestKeysOfCache {
-    Tensor key, value;            // (B, max_selected + Sq, Hkv, D); packed (B * max_selected + total_q, Hkv, D)
-    Tensor bias;                  // (B, Hkv, 1, max_selected + Sq); packed (B * max_selected + total_q, Hkv)
+// Keys that were gathered from a cache. With batch_invariant kFillerKeys positions without a key follow.
+struct GatheredKeys {
+    Tensor key, value;            // (B, max_keys, Hkv, D), packed (total_k, Hkv, D)
+    OptionalTensor bias;          // (B, Hkv, 1, max_keys), packed (total_k, Hkv)
     OptionalTensor cu_seqlens_k;  // packed: int32 (B + 1)
-    int64_t max_selected;         // keys before the new rows
+    int64_t max_keys;             // of a sequence
     int64_t skipped_rows;         // packed: sequences of at most so many rows have no keys, decode_kvcache serves them
 };
-// Writes the new tokens into the cache, and gathers. Where no kernel serves the call it does nothing and returns
+// Write the new tokens into the cache, and gather: with a window the keys that the rows may see, aligned to the end of
+// each sequence; without a window, packed, all keys. Where no kernel serves the call they do nothing and return
 // nothing. `like`: the cache of keys; `bias_like`: that of biases.
-std::optional<BestKeysOfCache> gather_best_keys_cuda(const KvCacheParams& params, const Tensor& like,
-                                                     const Tensor& bias_like);
+std::optional<GatheredKeys> gather_best_keys_cuda(const KvCacheParams& params, const Tensor& like,
+                                                  const Tensor& bias_like);
+std::optional<GatheredKeys> gather_all_keys_cuda(const KvCacheParams& params, const Tensor& like,
+                                                 const OptionalTensor& bias_like);
 
 // A packed mask: bits int32 in the mask's shape, 32 keys per word; and nine bytes for each tile of 64 x 64 scores, uint8
 // (9, {B|B/n|1}, heads, row tiles, key tiles): eight of visible keys, then the tile's kind.

@@ -321,24 +321,27 @@ ForwardResult compose(const KvCacheInputs& in) {
 #undef FLASH_DMATTN_PASS
 }
 
-// Attention of the rows to gathered keys, by attention_forward.
-ForwardResult attend_to(const BestKeysOfCache& keys, const KvCacheInputs& in) {
-    using Operator = ForwardResult(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                   const OptionalTensor&, OptionalSymInt, OptionalSymInt, c10::SymInt, double, double,
-                                   const OptionalTensor&, bool);
+// The operator attend_to_gathered_keys.
+ForwardResult attend_to(const GatheredKeys& keys, const KvCacheInputs& in) {
+    using Operator = ForwardResult(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                   const OptionalTensor&, const OptionalTensor&, OptionalSymInt, OptionalSymInt,
+                                   OptionalSymInt, double, bool, double, const OptionalTensor&, const OptionalTensor&,
+                                   bool);
     static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("flash_dmattn::attend_to_best_keys", "").typed<Operator>();
-    const OptionalSymInt max_seqlen_k =
-        in.is_packed() ? OptionalSymInt(*in.max_seqlen_q + keys.max_selected) : std::nullopt;
+        c10::Dispatcher::singleton().findSchemaOrThrow("flash_dmattn::attend_to_gathered_keys", "").typed<Operator>();
+    const OptionalSymInt max_seqlen_k = in.is_packed() ? OptionalSymInt(keys.max_keys) : std::nullopt;
     return op.call(in.query, keys.key, keys.value, keys.bias, in.cu_seqlens_q, keys.cu_seqlens_k, in.max_seqlen_q,
-                   max_seqlen_k, *in.window_size, in.softmax_scale, in.softcap, in.sinks, in.batch_invariant);
+                   max_seqlen_k, in.window_size, in.softmax_scale, in.is_causal, in.softcap, in.relative_bias, in.sinks,
+                   in.batch_invariant);
 }
 
-// Whether the best keys are gathered, and not by compose_attention_with_kvcache. The kernels that select key lists for
-// few rows read a contiguous cache in place. Where offsets are read back for checks, rows may be removed as padding.
-bool gathers_best_keys(const KvCacheInputs& in, const KvCacheParams& p) {
-    const bool in_place = !in.block_table && !in.cache_batch_idx && !in.is_packed() && p.seqlen_q <= kMaxListedRows;
-    return in.window_size && !in_place && !(in.is_packed() && is_host_readable(*in.cu_seqlens_q));
+// Whether keys are gathered, and not by compose_attention_with_kvcache. A contiguous cache is read in place, with a
+// window by the kernels that select key lists for few rows. Where offsets are read back for checks, rows may be removed
+// as padding.
+bool gathers_keys(const KvCacheInputs& in, const KvCacheParams& p) {
+    const bool in_place = !in.block_table && !in.cache_batch_idx && !in.is_packed() &&
+                          (!in.window_size || p.seqlen_q <= kMaxListedRows);
+    return !in_place && !(in.is_packed() && is_host_readable(*in.cu_seqlens_q));
 }
 
 void write_to(KvCacheParams& p, const ForwardResult& result, bool packed) {
@@ -362,22 +365,37 @@ std::optional<ForwardResult> decode(const KvCacheInputs& in, KvCacheParams p) {
     return result;
 }
 
+// Attention over keys that kernels gather; nothing, and no effect, where they do not serve the call.
+std::optional<ForwardResult> attend_by_gathering(const KvCacheInputs& in, KvCacheParams p) {
+    if (!gathers_keys(in, p)) return std::nullopt;
+    const auto keys = in.window_size ? gather_best_keys_cuda(p, in.k_cache, *in.bias_cache)
+                                     : gather_all_keys_cuda(p, in.k_cache, in.bias_cache);
+    if (!keys) return std::nullopt;
+    const ForwardResult result = attend_to(*keys, in);
+    write_to(p, result, in.is_packed());
+    if (keys->skipped_rows > 0)
+        TORCH_INTERNAL_ASSERT(decode_kvcache_cuda(p, in.query, true), "the decoding kernel serves short rows");
+    return result;
+}
+
+// The result of the same sequences with fixed length.
+ForwardResult unpack(const ForwardResult& result, int64_t batch) {
+    const auto& [out, lse] = result;
+    return {out.unflatten(0, {batch, -1}), lse.unflatten(1, {batch, -1}).transpose(0, 1)};
+}
+
 ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
     if (in.query.is_cpu() || !has_rows_that_see(in, p)) return compose(in);
     if (const auto result = decode(in, p)) return *result;
     if (in.batch_invariant && in.window_size && !in.is_packed()) {
         const KvCacheInputs all = packed(in, p.batch);
-        const auto [packed_out, packed_lse] = run(all, params_of(all, p.batch));
-        return {packed_out.unflatten(0, {p.batch, -1}), packed_lse.unflatten(1, {p.batch, -1}).transpose(0, 1)};
+        return unpack(run(all, params_of(all, p.batch)), p.batch);
     }
-    if (gathers_best_keys(in, p)) {
-        if (const auto keys = gather_best_keys_cuda(p, in.k_cache, *in.bias_cache)) {
-            const ForwardResult result = attend_to(*keys, in);
-            write_to(p, result, in.is_packed());
-            if (keys->skipped_rows > 0)
-                TORCH_INTERNAL_ASSERT(decode_kvcache_cuda(p, in.query, true), "the decoding kernel serves short rows");
-            return result;
-        }
+    if (in.window_size || in.is_packed()) {
+        if (const auto result = attend_by_gathering(in, p)) return *result;
+    } else if (gathers_keys(in, p)) {  // all keys are gathered without gaps
+        const KvCacheInputs all = packed(in, p.batch);
+        if (const auto result = attend_by_gathering(all, params_of(all, p.batch))) return unpack(*result, p.batch);
     }
     const auto [composed_out, composed_lse] = compose(in);
     if (!in.batch_invariant || !in.is_packed()) return {composed_out, composed_lse};

@@ -49,9 +49,10 @@ TORCH_LIBRARY(flash_dmattn, m) {
     for (const char* name : {"attention_with_kvcache", "compose_attention_with_kvcache"})
         m.def((name + ("(" + kvcache_schema_arguments().substr(2)) + ") -> (Tensor, Tensor)").c_str());
     m.def(
-        "attend_to_best_keys(Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? cu_seqlens_q, "
-        "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt window_size, float softmax_scale, "
-        "float softcap, Tensor? sinks, bool batch_invariant) -> (Tensor, Tensor)");
+        "attend_to_gathered_keys(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? cu_seqlens_q, "
+        "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? window_size, float softmax_scale, "
+        "bool is_causal, float softcap, Tensor? relative_bias, Tensor? sinks, bool batch_invariant) "
+        "-> (Tensor, Tensor)");
     m.def(
         "build_key_lists(Tensor? mask, Tensor? intervals, SymInt seqlen_q, SymInt seqlen_k, bool is_causal, "
         "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? keys_per_row, SymInt? limit) -> (Tensor, Tensor, Tensor)");

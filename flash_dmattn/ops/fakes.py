@@ -65,7 +65,7 @@ def attention_with_kvcache(*args):
 compose_attention_with_kvcache = attention_with_kvcache
 
 
-def attend_to_best_keys(query, *_):
+def attend_to_gathered_keys(query, *_):
     *batch, seqlen_q, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((*batch, heads, seqlen_q), dtype=torch.float32)
 

@@ -119,6 +119,19 @@ def test_one_operator_gathers_the_keys_of_chunks(lengths, bias_dtype, layout, mo
     check(sequences, options={"window_size": 100, "sinks": torch.randn(4, device="cuda")}, **layout)
 
 
+@each_invariance
+@pytest.mark.parametrize("layout", [{"page_size": 64}, {"page_size": 48}, {}], ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=["no bias", "float32", "bfloat16"])
+@pytest.mark.parametrize("lengths", LONG_PREFIXES.values(), ids=LONG_PREFIXES)
+def test_one_operator_gathers_all_keys(lengths, bias_dtype, layout, invariant, monkeypatch):
+    monkeypatch.setattr(kvcache_composed, "append", None)  # what other calls are composed of
+    monkeypatch.setattr(kvcache_composed, "all_keys_packed", None)
+    sequences = make_sequences(lengths, bias_dtype=bias_dtype, **ON_GPU)
+    options = {"batch_invariant": invariant}
+    for more in ({}, {"is_causal": False, "softcap": 5.0}, {"relative_bias": torch.randn(1, 4, 99, device="cuda")}):
+        check(sequences, options=options | more, biased=bias_dtype is not None, **layout)
+
+
 def test_lengths_and_pages_are_checked_on_request():
     program = """
 import torch

@@ -39,7 +39,7 @@ def test_a_full_build(generator, tmp_path):
     assert {"fwd_hdim32_fp16_sm80.cu", "fwd_hdim128_bf16_causal_sm80.cu", "bwd_hdim256_bf16_sm80.cu"} <= set(expected)
     assert {"fwd_hdim256_bf16_sm90.cu", "bwd_hdim128_fp16_sm90.cu"} <= set(expected)
     for architecture in generator.ARCHITECTURES:
-        assert 0 < sum(name.endswith(f"_{architecture}.cu") for name in expected) < 50
+        assert 0 < sum(name.endswith(f"_{architecture}.cu") for name in expected) < 60
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*expected, "kernels.h"])
 
 
@@ -49,7 +49,7 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
     assert names(generator, tmp_path) == [
         *("fwd_hdim64_bf16_sm80.cu", "fwd_hdim256_bf16_sm80.cu"),
         *("fwd_hdim64_bf16_causal_sm80.cu", "fwd_hdim256_bf16_causal_sm80.cu"),
-        *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu"),
+        *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu", "short_bwd_hdim64_bf16_sm80.cu"),
         *("fwd_hdim64_bf16_sm90.cu", "fwd_hdim256_bf16_sm90.cu"),
         *("bwd_hdim64_bf16_sm90.cu", "bwd_hdim256_bf16_sm90.cu"),
         *("sparse_bwd_hdim64_bf16_sm90.cu", "sparse_bwd_hdim256_bf16_sm90.cu"),
@@ -61,6 +61,7 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
     both = "X(bfloat16_t, 64) X(bfloat16_t, 256)"
     built = {"SM80_FWD": both, "SM80_BWD": both, "SM90_FWD": both, "SM90_BWD": both, "SM80_GATHER": both}
     built["SM90_SPARSE_BWD"] = built["SM90_DECODE"] = both
+    built["SM80_SHORT_BWD"] = "X(bfloat16_t, 64)"
     assert dict(re.findall(r"#define FLASH_DMATTN_(\w+)_KERNELS\(X\) (.*)", header)) == built
 
 
@@ -71,7 +72,10 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
 def test_sm90_kernels_are_generated_for_sm90_builds_only(generator, tmp_path, codes, is_for_hopper):
     files = [path.name for path in generator.generate(tmp_path, codes)]
     assert any(name.endswith("_sm90.cu") for name in files) == is_for_hopper
-    assert sum(name.endswith("_sm80.cu") for name in files) == 4 * len(generator.HEAD_DIMS) * len(generator.DTYPES)
+    short = 2  # head dimensions of short_bwd
+    assert sum(name.endswith("_sm80.cu") for name in files) == (4 * len(generator.HEAD_DIMS) + short) * len(
+        generator.DTYPES
+    )
     header = (tmp_path / "kernels.h").read_text()
     for direction, smallest in {"FWD": 32, "BWD": 32, "SPARSE_BWD": 64, "DECODE": 32}.items():
         entries = re.search(rf"#define FLASH_DMATTN_SM90_{direction}_KERNELS\(X\)(.*)", header).group(1)

@@ -33,4 +33,11 @@ inline bool can_read_cache(const KvCacheParams& p) {
            (!p.bias.present() || p.bias.dtype == p.bias_cache.dtype);
 }
 
+// Whether kernels can gather keys from the cache: it can be read, and a CTA for each sequence and KV head fits a grid.
+inline bool can_gather(const KvCacheParams& p) {
+    constexpr int64_t kMaxGrid = 65535;  // CTAs along y
+    return can_read_cache(p) && p.batch > 0 && p.total_q > 0 && p.cache_batch > 0 && p.kv_heads > 0 &&
+           p.batch * p.kv_heads < kMaxGrid;
+}
+
 }  // namespace flash_dmattn::cuda

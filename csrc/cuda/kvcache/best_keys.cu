@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <climits>
 
-#include "cache.cuh"
 #include "cuda/common/check.h"
+#include "gather.cuh"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -13,23 +13,9 @@ constexpr int kThreads = 256;
 constexpr int kKeysOfCta = 4 * kThreads;  // biases that a CTA reads
 constexpr int kKeysOfGatherCta = kThreads, kLoads = 8;
 
-// The bits of -inf in the dtype of a bias.
-template <typename Bits>
-__device__ __forceinline__ Bits minus_infinity(DataType dtype) {
-    if (sizeof(Bits) == 4) return static_cast<Bits>(0xff800000u);
-    return static_cast<Bits>(dtype == DataType::kBFloat16 ? 0xff80u : 0xfc00u);
-}
-
 // The start of sequence b among the gathered keys of a packed call.
 __device__ __forceinline__ int start_of(const KvCacheArgs& p, int max_selected, int b) {
     return min(max(p.cu_seqlens_q[b], 0), static_cast<int>(p.total_q)) + b * max_selected;
-}
-
-// grid: (CTAs of a sequence and KV head, B * Hkv)
-__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ KvCacheArgs p) {
-    const int kv_heads = static_cast<int>(p.kv_heads);
-    const KvCache cache(p, blockIdx.y / kv_heads, blockIdx.y % kv_heads);
-    cache.append<half_t>(blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);  // bits of any 16-bit type
 }
 
 // grid: (CTAs of kKeysOfCta keys, B * Hkv). Bits: an unsigned integer of the size of a bias.
@@ -49,8 +35,7 @@ __global__ void __launch_bounds__(kThreads) read_biases_kernel(const __grid_cons
     Bits* const to = biases + blockIdx.y * p.seqlen_k;
     const int end = min(earlier, static_cast<int>(blockIdx.x + 1) * kKeysOfCta);
     for (int key = blockIdx.x * kKeysOfCta + threadIdx.x; key < end; key += kThreads)
-        to[key] = cache.has_row(key) ? *cache.cached_row_of<Bits>(p.bias_cache, key)
-                                     : minus_infinity<Bits>(p.bias_cache.dtype);
+        to[key] = cached_bias<Bits>(p, cache, key);
 }
 
 __device__ __forceinline__ const half_t* shuffle(const half_t* pointer, int lane) {
@@ -141,37 +126,17 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Calls run(Bits()) with an unsigned integer of the size of a bias.
-template <typename Run>
-void with_bias_bits(const KvCacheParams& p, const Run& run) {
-    p.bias_cache.dtype == DataType::kFloat32 ? run(uint32_t()) : run(uint16_t());
-}
-
-dim3 grid_of_heads(const KvCacheParams& p, int64_t ctas) {
-    return dim3(static_cast<unsigned>(ctas), static_cast<unsigned>(p.batch * p.kv_heads));
-}
-
 }  // namespace
 
 bool can_gather_best_keys(const KvCacheParams& p) {
-    constexpr int64_t kMaxGrid = 65535;  // CTAs along y
     const int64_t total = p.batch * std::min(p.window_size, p.seqlen_k) + p.total_q;
-    return can_read_cache(p) && p.window_size > 0 && (p.window_size < p.seqlen_k || p.batch_invariant) &&
-           p.bias_cache.present() && !p.relative_bias.present() && p.batch > 0 && p.total_q > 0 && p.cache_batch > 0 &&
-           p.kv_heads > 0 && p.batch * p.kv_heads < kMaxGrid && total * p.kv_heads < INT_MAX / 2;
+    return can_gather(p) && p.window_size > 0 && (p.window_size < p.seqlen_k || p.batch_invariant) &&
+           p.bias_cache.present() && !p.relative_bias.present() && total * p.kv_heads < INT_MAX / 2;
 }
 
-void append_and_read_biases(const KvCacheParams& params, int64_t max_selected, void* biases, int32_t* prefix,
-                            int32_t* offsets, cudaStream_t stream) {
-    constexpr int64_t kMaxCtas = 4096;
+void read_biases(const KvCacheParams& params, int64_t max_selected, void* biases, int32_t* prefix, int32_t* offsets,
+                 cudaStream_t stream) {
     const KvCacheArgs args(params);
-    if (params.key.data != nullptr) {
-        const int64_t max_ctas = ceil_div(kMaxCtas, params.batch * params.kv_heads);  // of a sequence and KV head
-        const int64_t chunks = params.seqlen_q * params.head_dim / 8;                 // none where all rows are padding
-        const int64_t ctas = std::clamp<int64_t>(ceil_div<int64_t>(chunks, kThreads), 1, max_ctas);
-        append_kernel<<<grid_of_heads(params, ctas), kThreads, 0, stream>>>(args);
-        FLASH_CUDA_CHECK(cudaGetLastError());
-    }
     const dim3 grid = grid_of_heads(params, ceil_div<int64_t>(params.seqlen_k, kKeysOfCta));
     with_bias_bits(params, [&](auto bits) {
         using Bits = decltype(bits);

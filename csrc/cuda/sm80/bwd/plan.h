@@ -16,7 +16,7 @@ bool plan_bwd(const BwdParams& params, cuda::BwdPlan& plan);
 
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
-// Of short sequences (short_bwd/config.h).
+// Of short sequences (csrc/cuda/sm80/short_bwd/config.h).
 template <typename T, int kHeadDim>
 void run_short_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
 // Gathers the keys of params.lists.

@@ -22,8 +22,8 @@ __device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, int bytes) 
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, int arrivals = 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 // Arrives once this thread's earlier cp.async copies have completed. The barrier counts it like any other arrival.

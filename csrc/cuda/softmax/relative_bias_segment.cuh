@@ -76,10 +76,10 @@ struct RelativeBiasSegment : RelativeBiasEntries<kRows + kCols> {
     using Base = RelativeBiasEntries<kRows + kCols>;
     static constexpr int kKeyStep = 1;  // the position of the next key
 
-    static __device__ __forceinline__ int size(const RelativeBiasView&) { return Base::kMaxEntries; }
+    static __host__ __device__ __forceinline__ int size(const RelativeBiasView&) { return Base::kMaxEntries; }
 
     // Begins a block of which column 0 is first_col of the sequence.
-    __device__ __forceinline__ void begin(const RelativeBiasView&, int /* first_col */) {}
+    __device__ __forceinline__ void begin(const RelativeBiasView&, int /* first_col */, int /* thread */) {}
 
     // Where this lane reads: of the block's rows from r and columns from c on.
     struct Lane {
@@ -120,15 +120,15 @@ struct GridBiasSegment : RelativeBiasEntries<kMaxGridSpan*(kRows + kCols)> {
 
     alignas(16) int run_entries[kCols / 16];  // from column 0 to 16 i entries move by run_entries[i]
 
-    static __device__ __forceinline__ int size(const RelativeBiasView& view) {
+    static __host__ __device__ __forceinline__ int size(const RelativeBiasView& view) {
         const int width = static_cast<int>(view.grid_width);
         return grid_span(width, kRows) + grid_span(width, kCols);
     }
 
-    // 128 threads call.
-    __device__ __forceinline__ void begin(const RelativeBiasView& view, int first_col) {
-        if (const int i = static_cast<int>(threadIdx.x); i < kCols / 16)
-            run_entries[i] = token_in_table(first_col + i * 16, view) - token_in_table(first_col, view);
+    // At least kCols / 16 threads call.
+    __device__ __forceinline__ void begin(const RelativeBiasView& view, int first_col, int thread) {
+        if (thread < kCols / 16)
+            run_entries[thread] = token_in_table(first_col + thread * 16, view) - token_in_table(first_col, view);
     }
 
     struct Lane {

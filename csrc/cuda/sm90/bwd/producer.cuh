@@ -204,7 +204,7 @@ private:
         }
         if constexpr (is_relative(kBias)) {
             auto& segment = info.relative_bias.entries;
-            segment.begin(p_.relative_bias, first);
+            segment.begin(p_.relative_bias, first, static_cast<int>(threadIdx.x));
 #pragma unroll
             for (int i = 0; i < kRelativeEntries; ++i)
                 if (const int at = threadIdx.x + i * 128; at < segment.size(p_.relative_bias))

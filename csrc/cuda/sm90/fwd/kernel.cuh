@@ -4,7 +4,8 @@
 #include "cuda/mask/device_dispatch.cuh"
 #include "consumer.cuh"
 #include "gather_producer.cuh"
-#include "tma_producer.cuh"
+#include "masked_producer.cuh"
+#include "unmasked_producer.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -17,9 +18,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if constexpr (Traits::kClusterSize > 1) cluster_sync();  // all pipelines are initialized
     if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-        using Producer =
-            std::conditional_t<Traits::kGathers, FwdGatherProducer<T, kBias, Traits>, FwdTmaProducer<T, kBias, Traits>>;
-        Producer(p, params, maps, smem).run();
+        if constexpr (Traits::kGathers) {
+            FwdGatherProducer<T, kBias, Traits>(p, params, maps, smem).run();
+        } else if (kBias != BiasKind::kKey && !has_mask(p)) {
+            FwdUnmaskedProducer<T, kBias, Traits>(p, params, maps, smem).run();
+        } else {
+            FwdMaskedProducer<T, kBias, Traits>(p, params, maps, smem).run();
+        }
     } else {
         warpgroup_reg_alloc<Traits::kConsumerRegisters>();
         FwdConsumer<T, kBias, Traits>(p, params, smem).run();

@@ -117,11 +117,12 @@ void run_fwd_with(const FwdArgs& p, cudaStream_t stream) {
         if (should_multicast<Pairs>(p)) return launch_fwd<T, kBias, Pairs>(p, stream);
     }
     using Fewer = FwdKernelTraits<kHeadDim, kIsDense, true>;
-    if constexpr (is_relative(kBias)) {
-        launch_fwd<T, kBias, Fewer>(p, stream);
-    } else if constexpr (Traits::kConsumerWarpgroups > 2) {
-        fewer_fit_better(p.seqlen_q, Fewer::kRows, Traits::kRows) ? launch_fwd<T, kBias, Fewer>(p, stream)
-                                                                  : launch_fwd<T, kBias, Traits>(p, stream);
+    if constexpr (Traits::kConsumerWarpgroups > 2) {
+        using Segment = typename FwdSharedStorage<T, kBias, Traits>::RelativeSegment;
+        const bool holds_bias = !is_relative(kBias) || Segment::size(p.relative_bias) <= Segment::kMaxEntries;
+        !holds_bias || fewer_fit_better(p.seqlen_q, Fewer::kRows, Traits::kRows)
+            ? launch_fwd<T, kBias, Fewer>(p, stream)
+            : launch_fwd<T, kBias, Traits>(p, stream);
     } else {
         launch_fwd<T, kBias, Traits>(p, stream);
     }

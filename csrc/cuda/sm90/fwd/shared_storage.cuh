@@ -96,6 +96,11 @@ struct FwdSharedStorage {
     PipelineBarriers<Traits::kValueStages> value_pipeline;
     PipelineBarriers<Traits::kBiasStages> bias_pipelines[Traits::kConsumerWarpgroups];
 
+    // At the barrier of a K stage. A thread that copies by cp.async, gathered keys or a relative bias, arrives twice: after
+    // it has written the metadata, and when its copies have completed.
+    static constexpr int kKeyArrivals =
+        Traits::kGathers || is_relative(kBias) ? 2 * kWarpgroupThreads : kProducerThreads<kBias>;
+
     static __device__ int next_work_tile_stage(int stage) { return stage == kWorkTileStages - 1 ? 0 : stage + 1; }
     __device__ FwdWorkTile& work_tile(int stage) { return reinterpret_cast<FwdWorkTile&>(work_tiles[stage]); }
 
@@ -103,11 +108,7 @@ struct FwdSharedStorage {
     __device__ void init_pipelines() {
         constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
         query_pipeline.init(1, kConsumerWarps);
-        // A thread that copies by cp.async, gathered keys or a relative bias, arrives twice: after it has written the
-        // metadata, and when its copies have completed.
         constexpr int kReleases = kConsumerWarps * Traits::kClusterSize;
-        constexpr int kKeyArrivals =
-            Traits::kGathers || is_relative(kBias) ? 2 * kWarpgroupThreads : kProducerThreads<kBias>;
         key_pipeline.init(kKeyArrivals, kReleases);
         value_pipeline.init(Traits::kGathers ? kWarpgroupThreads : 1, kReleases);
         for (auto& pipeline : bias_pipelines) pipeline.init(1, 4);

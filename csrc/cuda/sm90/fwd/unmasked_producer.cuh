@@ -1,0 +1,114 @@
+// The producer of the sm90 forward without a mask or key bias: one thread each loads K, V and Q, and one warp the bias.
+// They do not wait for each other.
+#pragma once
+
+#include "tma_producer.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename T, BiasKind kBias, typename Traits>
+class FwdUnmaskedProducer : FwdTmaProducer<T, kBias, Traits> {
+    using Base = FwdTmaProducer<T, kBias, Traits>;
+    using Base::kKeys, Base::kWords, Base::kOrder;
+    using Base::p_, Base::maps_, Base::smem_, Base::key_pipeline_, Base::value_pipeline_;
+    using typename Base::BlockMetadata;
+
+public:
+    using typename Base::SharedStorage;
+    using Base::Base;
+
+    __device__ void run() {
+        switch (warp_id()) {
+            case 0: return lane_id() == 0 ? produce_k() : void();
+            case 1: return lane_id() == 0 ? produce_v() : void();
+            case 2: return lane_id() == 0 ? produce_q() : void();
+            case 3:
+                if constexpr (kBias == BiasKind::kDense) return lane_id() == 0 ? produce_dense_bias() : void();
+                if constexpr (is_relative(kBias)) produce_relative_bias();
+        }
+    }
+
+private:
+    // Arrivals at the barrier of a K stage. The lanes of the bias's warp arrive by cp.async, and one of them after the
+    // metadata.
+    static constexpr int kRelativeArrivals = is_relative(kBias) ? 32 + 1 : 0;
+    static constexpr int kKeyArrivals = SharedStorage::kKeyArrivals - kRelativeArrivals;
+
+    __device__ void produce_k() {
+        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+            const int end = Base::end_of_keys(work_tile), end_of_full = Base::end_of_full_keys(work_tile);
+            const bool has_blocks = for_each_block(work_tile, [&](int n_block, bool is_last) {
+                BlockMetadata& metadata = acquire_k();
+                metadata.n_block = n_block;
+                metadata.full = (n_block + 1) * kKeys <= end_of_full;
+                metadata.is_last = is_last;
+#pragma unroll
+                for (int w = 0; w < kWords; ++w) metadata.visible_keys[w] = bits_below(end - n_block * kKeys, w);
+                Base::load_k(work_tile, n_block);
+                commit_k();
+            });
+            if (has_blocks) return;
+            acquire_k().n_block = BlockMetadata::kNoBlock;
+            commit_k();
+        });
+    }
+    __device__ void produce_v() {
+        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+            for_each_block(work_tile, [&](int n_block, bool) {
+                Base::load_v(work_tile, n_block);
+                value_pipeline_.advance();
+            });
+        });
+    }
+    __device__ void produce_q() {
+        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+            Base::load_q(work_tile);
+            Base::advance_q();
+        });
+        Base::finish_q();
+    }
+    __device__ void produce_dense_bias() {
+        typename Base::DenseBiasLoader bias(p_, maps_, smem_);
+        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+            for_each_block(work_tile, [&](int n_block, bool) { bias.load(work_tile, n_block); });
+        });
+    }
+    __device__ void produce_relative_bias() {
+        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+            const typename Base::RelativeBiasLoader bias(p_, work_tile);
+            const bool has_blocks = for_each_block(work_tile, [&](int n_block, bool) {
+                bias.template copy<32>(p_, acquire_k(), n_block, lane_id());
+                commit_relative_bias();
+            });
+            if (has_blocks) return;
+            acquire_k();
+            commit_relative_bias();
+        });
+    }
+
+    // Calls visit(n_block, is_last); returns whether there is an n_block.
+    template <typename Visit>
+    __device__ __forceinline__ bool for_each_block(const FwdWorkTile& work_tile, const Visit& visit) const {
+        const BlockRange range = Base::block_range(work_tile);
+        for (int i = range.begin; i < range.end; ++i)
+            visit(kOrder == BlockOrder::kAscending ? i : range.begin + range.end - 1 - i, i == range.end - 1);
+        return range.begin < range.end;
+    }
+
+    __device__ __forceinline__ BlockMetadata& acquire_k() const {
+        key_pipeline_.producer_acquire();
+        return smem_.metadata[key_pipeline_.stage()];
+    }
+    __device__ __forceinline__ void commit_k() {
+        mbarrier_arrive(key_pipeline_.full(), kKeyArrivals);
+        key_pipeline_.advance();
+    }
+    __device__ __forceinline__ void commit_relative_bias() {
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(key_pipeline_.full());
+        cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
+        key_pipeline_.advance();
+    }
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -6,7 +6,6 @@
 
 #include "cuda/arch/gemm.cuh"
 #include "cuda/arch/mbarrier.cuh"
-#include "cuda/arch/multicast.cuh"
 #include "cuda/arch/named_barrier.cuh"
 #include "cuda/arch/store_rows.cuh"
 #include "cuda/softmax/scores.cuh"
@@ -222,11 +221,11 @@ private:
         sync_warpgroup();
     }
     __device__ __forceinline__ void release_keys() {
-        consumer_release_multicast<Traits::kClusterSize>(key_pipeline_);
+        key_pipeline_.consumer_release();
         key_pipeline_.advance();
     }
     __device__ __forceinline__ void release_values() {
-        consumer_release_multicast<Traits::kClusterSize>(value_pipeline_);
+        value_pipeline_.consumer_release();
         value_pipeline_.advance();
     }
 

@@ -15,7 +15,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                const __grid_constant__ FwdTensorMaps maps) {
     if (is_inactive(p)) return;
     auto& smem = init_shared_storage<FwdSharedStorage<T, kBias, Traits>>();
-    if constexpr (Traits::kClusterSize > 1) cluster_sync();  // all pipelines are initialized
     if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         if constexpr (Traits::kGathers) {
@@ -28,10 +27,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else {
         warpgroup_reg_alloc<Traits::kConsumerRegisters>();
         FwdConsumer<T, kBias, Traits>(p, params, smem).run();
-    }
-    if constexpr (Traits::kClusterSize > 1) {  // no CTA ends while another may write to its shared memory
-        __syncwarp();
-        cluster_sync();
     }
 }
 

@@ -11,9 +11,8 @@ constexpr __host__ __device__ bool starts_from_bias(BiasKind bias) {
     return bias == BiasKind::kKey || is_relative(bias);
 }
 
-// kFewer: two MMA warpgroups instead of three. kClusterSize: CTAs of neighbouring m_blocks, each of which loads a part of
-// every n_block to all of them (TMA multicast): fewer reads of the L2 cache.
-template <int kHeadDim_, bool kHasDenseBias, bool kFewer = false, int kClusterSize_ = 1>
+// kFewer: two MMA warpgroups instead of three.
+template <int kHeadDim_, bool kHasDenseBias, bool kFewer = false>
 struct FwdKernelTraits {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr FwdTileSizes kSizes = fwd_tile_sizes(kHeadDim, kHasDenseBias);
@@ -30,8 +29,6 @@ struct FwdKernelTraits {
     static constexpr int kProducerRegisters =
         65536 / kThreads / 8 * 8 * (1 + kConsumerWarpgroups) - kConsumerWarpgroups * kConsumerRegisters;
     static_assert(kConsumerWarpgroups == 2 || kConsumerWarpgroups == 3);
-    static constexpr int kClusterSize = kClusterSize_;
-    static constexpr int kLoadedKeys = kKeys / kClusterSize;  // keys of an n_block that a CTA loads
     static constexpr bool kGathers = false;
 };
 

@@ -5,7 +5,8 @@
 #include <cmath>
 
 #include "cuda/arch/tensor_map.h"
-#include "cuda/common/cluster_launch.h"
+#include "cuda/common/check.h"
+#include "cuda/common/device.h"
 #include "cuda/common/shared_memory.h"
 #include "kernel.cuh"
 #include "cuda/sm90/relative_bias.h"
@@ -18,8 +19,7 @@ struct FwdGrid {
     FwdTileSchedulerParams scheduler{};
     unsigned num_ctas = 0;
 
-    // rows: of a cluster
-    FwdGrid(const FwdArgs& p, int rows, int cluster_size, int heads_per_tile, bool gathers, bool has_dense_bias) {
+    FwdGrid(const FwdArgs& p, int rows, int heads_per_tile, bool gathers, bool has_dense_bias) {
         const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, rows), heads = p.heads / heads_per_tile;
         scheduler.num_work_tiles = grid_of(num_m_blocks * heads * p.batch);
         scheduler.num_m_blocks = FastDivmod(num_m_blocks);
@@ -42,9 +42,8 @@ struct FwdGrid {
             section = pairs_in_cache(p, pairs);
         }
         scheduler.section = FastDivmod(section);
-        const unsigned num_clusters = current_device().num_sms / cluster_size;
-        num_ctas = cluster_size *
-                   (is_persistent ? std::min(scheduler.num_work_tiles, num_clusters) : scheduler.num_work_tiles);
+        const unsigned num_sms = current_device().num_sms;
+        num_ctas = is_persistent ? std::min(scheduler.num_work_tiles, num_sms) : scheduler.num_work_tiles;
     }
 
 private:
@@ -69,8 +68,7 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     constexpr bool kIsDense = kBias == BiasKind::kDense;
     const int heads_per_tile = Traits::kGathers && p.lists.tile_rows < Traits::kRows ? Traits::kConsumerWarpgroups : 1;
     const int rows = Traits::kRows / heads_per_tile;
-    const FwdGrid grid(p, rows * Traits::kClusterSize, Traits::kClusterSize, heads_per_tile, Traits::kGathers,
-                       kIsDense);
+    const FwdGrid grid(p, rows, heads_per_tile, Traits::kGathers, kIsDense);
 
     FwdKernelParams params{grid.scheduler, {}};
     FwdSoftmaxParams& softmax = params.softmax;
@@ -87,35 +85,22 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     constexpr int kSlab = SharedStorage::KeyTile::kSlabCols;
     maps.query = make_tensor_map(query_layout(p, p.query), {kSlab, 1, rows, 1});
     if (!Traits::kGathers) {
-        maps.key = make_tensor_map(key_layout(p, p.key), {kSlab, 1, Traits::kLoadedKeys, 1});
-        maps.value = make_tensor_map(key_layout(p, p.value), {kSlab, 1, Traits::kLoadedKeys, 1});
+        maps.key = make_tensor_map(key_layout(p, p.key), {kSlab, 1, Traits::kKeys, 1});
+        maps.value = make_tensor_map(key_layout(p, p.value), {kSlab, 1, Traits::kKeys, 1});
     }
     if (kIsDense)
         maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {SharedStorage::kBiasKeys, kWarpgroupRows, 1, 1});
 
     const auto kernel = fwd_kernel<T, kBias, Traits>;
     allow_shared_memory("the forward", p.head_dim, kernel, sizeof(SharedStorage));
-    launch_in_clusters(kernel, grid.num_ctas, Traits::kClusterSize, Traits::kThreads, sizeof(SharedStorage), stream, p,
-                       params, maps);
-}
-
-// Whether pairs of CTAs load K and V for each other: neighbouring m_blocks must have about the same n_blocks. Shorter
-// sequences are not faster.
-template <typename Traits>
-bool should_multicast(const FwdArgs& p) {
-    constexpr int64_t kMinKeys = 8192;
-    return p.seqlen_k >= kMinKeys && p.cu_seqlens_q == nullptr && !p.packed_mask.present() && !p.intervals.present() &&
-           ceil_div<int64_t>(p.seqlen_q, Traits::kRows) % 2 == 0;
+    kernel<<<grid.num_ctas, Traits::kThreads, sizeof(SharedStorage), stream>>>(p, params, maps);
+    FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 template <typename T, BiasKind kBias, int kHeadDim>
 void run_fwd_with(const FwdArgs& p, cudaStream_t stream) {
     constexpr bool kIsDense = kBias == BiasKind::kDense;
     using Traits = FwdKernelTraits<kHeadDim, kIsDense>;
-    if constexpr (kHeadDim >= 128 && (kBias == BiasKind::kNone || is_relative(kBias))) {
-        using Pairs = FwdKernelTraits<kHeadDim, kIsDense, false, 2>;
-        if (should_multicast<Pairs>(p)) return launch_fwd<T, kBias, Pairs>(p, stream);
-    }
     using Fewer = FwdKernelTraits<kHeadDim, kIsDense, true>;
     if constexpr (Traits::kConsumerWarpgroups > 2) {
         using Segment = typename FwdSharedStorage<T, kBias, Traits>::RelativeSegment;

@@ -1,6 +1,6 @@
 // The producer of the sm90 forward with a mask or key bias. All its threads write the metadata of a K stage, through
-// registers; three of them, in different warps, issue the TMA loads of K, V and Q. With a dense bias, the fourth warp only
-// loads the bias, as many stages ahead as there are.
+// registers; three of them, in different warps, issue the TMA loads of K, V and Q. With a dense bias, the fourth warp
+// only loads the bias, as many stages ahead as there are.
 #pragma once
 
 #include "cuda/mask/intervals.cuh"
@@ -41,9 +41,9 @@ private:
     using MaskWords = typename SharedStorage::MaskWords;
     static_assert(kBias != BiasKind::kKey || kKeys <= kThreads, "a thread loads the bias of one key");
 
-    // Iterates over the n_blocks of which a row of the cluster's work tiles sees a key.
+    // Iterates over the n_blocks of which a row of the work tile sees a key.
     __device__ __forceinline__ auto active_blocks(const FwdWorkTile& work_tile) const {
-        const int first_row = Base::first_row_of_cluster(work_tile), last_row = Base::last_row_of_cluster(work_tile);
+        const int first_row = work_tile.first_row, last_row = Base::last_row(work_tile);
         const int end_of_full = Base::end_of_full_keys(work_tile);
         const auto summarize = [this, &work_tile, first_row, last_row, end_of_full](int n_block) {
             const MaskSummaries<kRows, kKeys> mask(p_, work_tile.s, work_tile.head);

@@ -62,7 +62,7 @@ struct FwdSharedStorage {
     using RelativeSegment = SegmentOf<kBias, kRows, kKeys>;
     using NamedBarriers = FwdNamedBarriers<Traits::kConsumerWarpgroups>;
     using Scheduler = FwdTileScheduler<kBias == BiasKind::kDense || Traits::kGathers, NamedBarriers::kNextWorkTile,
-                                       kProducerThreads<kBias>, Traits::kClusterSize>;
+                                       kProducerThreads<kBias>>;
     struct NoBias {};
     using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;  // of one row
 
@@ -96,8 +96,8 @@ struct FwdSharedStorage {
     PipelineBarriers<Traits::kValueStages> value_pipeline;
     PipelineBarriers<Traits::kBiasStages> bias_pipelines[Traits::kConsumerWarpgroups];
 
-    // At the barrier of a K stage. A thread that copies by cp.async, gathered keys or a relative bias, arrives twice: after
-    // it has written the metadata, and when its copies have completed.
+    // At the barrier of a K stage. A thread that copies by cp.async, gathered keys or a relative bias, arrives twice:
+    // after it has written the metadata, and when its copies have completed.
     static constexpr int kKeyArrivals =
         Traits::kGathers || is_relative(kBias) ? 2 * kWarpgroupThreads : kProducerThreads<kBias>;
 
@@ -108,9 +108,8 @@ struct FwdSharedStorage {
     __device__ void init_pipelines() {
         constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
         query_pipeline.init(1, kConsumerWarps);
-        constexpr int kReleases = kConsumerWarps * Traits::kClusterSize;
-        key_pipeline.init(kKeyArrivals, kReleases);
-        value_pipeline.init(Traits::kGathers ? kWarpgroupThreads : 1, kReleases);
+        key_pipeline.init(kKeyArrivals, kConsumerWarps);
+        value_pipeline.init(Traits::kGathers ? kWarpgroupThreads : 1, kConsumerWarps);
         for (auto& pipeline : bias_pipelines) pipeline.init(1, 4);
     }
 };

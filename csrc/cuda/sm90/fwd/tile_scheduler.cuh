@@ -22,7 +22,7 @@ namespace flash_dmattn::cuda::sm90 {
 
 struct FwdTileSchedulerParams {
     unsigned num_work_tiles;
-    FastDivmod num_m_blocks;         // of one head; of a cluster's rows
+    FastDivmod num_m_blocks;         // of one head
     FastDivmod section;              // (head, batch) pairs of a section; divides their number
     FastDivmod inner;                // H / heads_per_tile, or B if batch_first
     uint32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused with a dense bias
@@ -59,7 +59,7 @@ private:
 };
 
 // All producer warps, kThreads threads, call together with a dynamic counter.
-template <bool kIsStatic, int kBarrier, int kThreads, int kClusterSize>
+template <bool kIsStatic, int kBarrier, int kThreads>
 class FwdTileScheduler {
 public:
     struct WorkTileInfo {
@@ -71,28 +71,24 @@ public:
     };
 
     __device__ FwdTileScheduler(const FwdTileSchedulerParams& params, unsigned (&next_work_tile)[2])
-        : params_(params), next_work_tile_(next_work_tile), step_(2 * (clusters() - cluster()) - 1) {}
+        : params_(params), next_work_tile_(next_work_tile), step_(2 * (gridDim.x - blockIdx.x) - 1) {}
 
-    __device__ __forceinline__ WorkTileInfo get_initial_work() const { return {cluster()}; }
+    __device__ __forceinline__ WorkTileInfo get_initial_work() const { return {blockIdx.x}; }
     __device__ __forceinline__ WorkTileInfo next_work(WorkTileInfo current) {
         if (kIsStatic || params_.tile_count_semaphore == nullptr) {
             const unsigned step = step_;
-            step_ = 2 * clusters() - step;
+            step_ = 2 * gridDim.x - step;
             return {current.index + step};
         }
         // Two slots, since another warp may not have read the last index yet.
         unsigned& next = next_work_tile_[slot_];
         slot_ ^= 1;
-        if (threadIdx.x == 0) next = clusters() + atomicAdd(params_.tile_count_semaphore, 1);
+        if (threadIdx.x == 0) next = gridDim.x + atomicAdd(params_.tile_count_semaphore, 1);
         named_barrier_sync(kBarrier, kThreads);
         return {next};
     }
 
 private:
-    // Clusters of CTAs take work tiles, not CTAs.
-    static __device__ __forceinline__ unsigned cluster() { return blockIdx.x / kClusterSize; }
-    static __device__ __forceinline__ unsigned clusters() { return gridDim.x / kClusterSize; }
-
     const FwdTileSchedulerParams& params_;
     unsigned (&next_work_tile_)[2];
     int slot_ = 0;

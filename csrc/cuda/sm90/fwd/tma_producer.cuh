@@ -1,9 +1,8 @@
-// What the producers of the sm90 forward over n_blocks of contiguous keys share: their work tiles, the n_blocks of these,
-// and the TMA loads.
+// What the producers of the sm90 forward over n_blocks of contiguous keys share: their work tiles, the n_blocks of
+// these, and the TMA loads.
 #pragma once
 
 #include "cuda/arch/mbarrier.cuh"
-#include "cuda/arch/multicast.cuh"
 #include "cuda/arch/tma.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
@@ -25,7 +24,6 @@ public:
 
 protected:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = SharedStorage::kWords;
-    static constexpr int kClusterSize = Traits::kClusterSize;
     // A relative bias often favors near keys: under causality the last blocks then have the row maxima, and the softmax
     // that begins with them keeps its base.
     static constexpr BlockOrder kOrder =
@@ -36,37 +34,32 @@ protected:
     __device__ __forceinline__ void for_each_work_tile(const Visit& visit) {
         typename SharedStorage::Scheduler tiles(scheduler_, smem_.next_work_tile);
         for (auto tile = tiles.get_initial_work(); tile.is_valid(scheduler_); tile = tiles.next_work(tile)) {
-            FwdWorkTile work_tile(p_, scheduler_, tile.index, kClusterSize * kRows);
-            work_tile.first_row += cta_rank() * kRows;
+            const FwdWorkTile work_tile(p_, scheduler_, tile.index, kRows);
             kv_head_ = shared_head(work_tile.head, p_.heads, p_.kv_heads);
             if (!work_tile.is_empty()) visit(work_tile);
         }
     }
 
-    // The rows of the whole cluster, whose CTAs iterate over the same n_blocks.
-    static __device__ __forceinline__ int first_row_of_cluster(const FwdWorkTile& work_tile) {
-        return work_tile.first_row - cta_rank() * kRows;
+    static __device__ __forceinline__ int last_row(const FwdWorkTile& work_tile) {
+        return min(work_tile.first_row + kRows, work_tile.s.rows) - 1;
     }
-    static __device__ __forceinline__ int last_row_of_cluster(const FwdWorkTile& work_tile) {
-        return min(first_row_of_cluster(work_tile) + kClusterSize * kRows, work_tile.s.rows) - 1;
-    }
-    // The keys that some row of the cluster sees are below this, but for a mask.
+    // The keys that some row of the work tile sees are below this, but for a mask.
     __device__ __forceinline__ int end_of_keys(const FwdWorkTile& work_tile) const {
-        return work_tile.s.keys_of(last_row_of_cluster(work_tile), p_.is_causal);
+        return work_tile.s.keys_of(last_row(work_tile), p_.is_causal);
     }
-    // The keys below this are seen by all rows of the Q tile, but for a mask. Rows past a packed sequence's end are those
-    // of the next one: masked, they take no part in the softmax's vote, so that the bits of a sequence do not depend on
-    // its neighbors.
+    // The keys below this are seen by all rows of the Q tile, but for a mask. Rows past a packed sequence's end are
+    // those of the next one: masked, they take no part in the softmax's vote, so that the bits of a sequence do not
+    // depend on its neighbors.
     __device__ __forceinline__ int end_of_full_keys(const FwdWorkTile& work_tile) const {
         const bool has_other_rows = p_.cu_seqlens_q != nullptr && work_tile.first_row + kRows > work_tile.s.rows;
         return has_other_rows ? 0 : work_tile.s.keys_of(work_tile.first_row, p_.is_causal);
     }
-    // The n_blocks of which a row of the cluster may see a key, but for a mask.
+    // The n_blocks of which a row of the work tile may see a key, but for a mask.
     __device__ __forceinline__ BlockRange block_range(const FwdWorkTile& work_tile) const {
         BlockRange range{0, ceil_div(end_of_keys(work_tile), kKeys)};
         if constexpr (kBias == BiasKind::kRelative) {
             const VisibleDistances distances(p_, p_.visible_distances, work_tile.s, work_tile.head);
-            const auto keys = distances.keys_of(first_row_of_cluster(work_tile), last_row_of_cluster(work_tile));
+            const auto keys = distances.keys_of(work_tile.first_row, last_row(work_tile));
             range = {keys.begin / kKeys, min(range.end, ceil_div(keys.end, kKeys))};
         }
         return range;
@@ -99,9 +92,6 @@ protected:
         smem_.work_tile(work_tile_stage_).invalidate();
         mbarrier_arrive(query_pipeline_.full());
     }
-
-    // This CTA's rank in the cluster, whose CTAs have consecutive m_blocks.
-    static __device__ __forceinline__ int cta_rank() { return kClusterSize == 1 ? 0 : cta_rank_in_cluster(); }
 
     // The entries of a relative bias, from global memory to the metadata of a K stage.
     class RelativeBiasLoader {
@@ -162,11 +152,10 @@ protected:
     };
 
 private:
-    // This CTA's part of an n_block of K or V.
+    // An n_block of K or V.
     __device__ __forceinline__ void load_block(typename SharedStorage::KeyTile& to, const CUtensorMap& map,
                                                uint32_t barrier, const FwdWorkTile& work_tile, int n_block) {
-        tma_load_rows_multicast<kClusterSize>(to, map, barrier, p_, work_tile.s,
-                                              work_tile.s.first_key + n_block * kKeys, kv_head_);
+        tma_load_rows(to, map, barrier, p_, work_tile.s, work_tile.s.first_key + n_block * kKeys, kv_head_);
     }
 
 protected:

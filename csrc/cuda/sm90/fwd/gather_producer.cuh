@@ -118,7 +118,8 @@ private:
             for (int w = 0; w < kRows / 32; ++w) metadata.mask[w][lane_key] = words[w];
         }
         if constexpr (kBias == BiasKind::kKey)
-            metadata.key_bias.store(lane_key, lane_id() < kWarpKeys, bias, params_.softmax.inverse_scale);
+            metadata.key_bias.store(warp_id(), lane_key, lane_id() < kWarpKeys, bias,
+                                    params_.softmax.inverse_scale);
         return position;
     }
 

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         if constexpr (Traits::kGathers) {
             FwdGatherProducer<T, kBias, Traits>(p, params, maps, smem).run();
-        } else if (kBias != BiasKind::kKey && !has_mask(p)) {
+        } else if (!has_mask(p)) {
             FwdUnmaskedProducer<T, kBias, Traits>(p, params, maps, smem).run();
         } else {
             FwdMaskedProducer<T, kBias, Traits>(p, params, maps, smem).run();

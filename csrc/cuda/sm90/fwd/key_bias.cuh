@@ -12,9 +12,11 @@ public:
     // overflow.
     static constexpr float kLargestInitial = 1 << 14;
 
-    // Writes the bias of one key a lane. inverse_scale: 0 where the scores are not accumulated onto the bias. A producer
-    // warp calls.
-    __device__ __forceinline__ void store(int key, bool has_key, float bias, float inverse_scale) {
+    static constexpr int kParts = 4;
+
+    // Writes the bias of one key a lane. part: of these keys. inverse_scale: 0 where the scores are not accumulated onto
+    // the bias. A warp calls.
+    __device__ __forceinline__ void store(int part, int key, bool has_key, float bias, float inverse_scale) {
         const bool is_hidden = bias == -kInfinity;
         const bool is_initial = inverse_scale > 0 && fabsf(bias) <= kLargestInitial;
         const bool is_added = has_key && !is_initial && !is_hidden;
@@ -22,8 +24,8 @@ public:
             initial_[key] = is_initial ? bias * inverse_scale : 0;
             added_[key] = is_added ? bias : 0;
         }
-        const bool warp_adds = __any_sync(~0u, is_added);
-        if (lane_id() == 0) warp_adds_[warp_id()] = warp_adds;
+        const bool part_adds = __any_sync(~0u, is_added);
+        if (lane_id() == 0) part_adds_[part] = part_adds;
     }
 
     // Sets the accumulator of S to bias / scale.
@@ -37,12 +39,12 @@ public:
         }
     }
     // Whether added() holds a bias.
-    __device__ __forceinline__ bool has_added() const { return *reinterpret_cast<const uint32_t*>(warp_adds_) != 0; }
+    __device__ __forceinline__ bool has_added() const { return *reinterpret_cast<const uint32_t*>(part_adds_) != 0; }
     __device__ __forceinline__ const float* added() const { return added_; }
 
 private:
     alignas(8) float initial_[kKeys], added_[kKeys];
-    alignas(4) bool warp_adds_[4];  // by the producer's warps
+    alignas(4) bool part_adds_[kParts];
 };
 
 }  // namespace flash_dmattn::cuda::sm90

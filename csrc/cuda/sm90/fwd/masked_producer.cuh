@@ -1,4 +1,4 @@
-// The producer of the sm90 forward with a mask or key bias. All its threads write the metadata of a K stage, through
+// The producer of the sm90 forward with a mask. All its threads write the metadata of a K stage, through
 // registers; three of them, in different warps, issue the TMA loads of K, V and Q. With a dense bias, the fourth warp
 // only loads the bias, as many stages ahead as there are.
 #pragma once
@@ -160,7 +160,8 @@ private:
             if (w % ActiveBlock::kWarps == warp_id() && lane_id() == 0)
                 metadata.visible_keys[w] = block.visible_keys[w / ActiveBlock::kWarps] & not_hidden;
         if constexpr (kBias == BiasKind::kKey)
-            metadata.key_bias.store(threadIdx.x, threadIdx.x < kKeys, key_bias, params_.softmax.inverse_scale);
+            metadata.key_bias.store(warp_id(), threadIdx.x, threadIdx.x < kKeys, key_bias,
+                                    params_.softmax.inverse_scale);
         if constexpr (is_relative(kBias))
             relative_bias_.template copy<kThreads>(p_, metadata, block.n_block, static_cast<int>(threadIdx.x));
         if (is_masked(block) && has_bits()) {

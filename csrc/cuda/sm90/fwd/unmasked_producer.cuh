@@ -1,5 +1,5 @@
-// The producer of the sm90 forward without a mask or key bias: one thread each loads K, V and Q, and one warp the bias.
-// They do not wait for each other.
+// The producer of the sm90 forward without a mask: one thread each loads K, V and Q, and one warp the bias. They do not
+// wait for each other.
 #pragma once
 
 #include "tma_producer.cuh"
@@ -10,7 +10,7 @@ template <typename T, BiasKind kBias, typename Traits>
 class FwdUnmaskedProducer : FwdTmaProducer<T, kBias, Traits> {
     using Base = FwdTmaProducer<T, kBias, Traits>;
     using Base::kKeys, Base::kWords, Base::kOrder;
-    using Base::p_, Base::maps_, Base::smem_, Base::key_pipeline_, Base::value_pipeline_;
+    using Base::p_, Base::params_, Base::maps_, Base::smem_, Base::key_pipeline_, Base::value_pipeline_;
     using typename Base::BlockMetadata;
 
 public:
@@ -23,16 +23,17 @@ public:
             case 1: return lane_id() == 0 ? produce_v() : void();
             case 2: return lane_id() == 0 ? produce_q() : void();
             case 3:
+                if constexpr (kBias == BiasKind::kKey) produce_key_bias();
                 if constexpr (kBias == BiasKind::kDense) return lane_id() == 0 ? produce_dense_bias() : void();
                 if constexpr (is_relative(kBias)) produce_relative_bias();
         }
     }
 
 private:
-    // Arrivals at the barrier of a K stage. The lanes of the bias's warp arrive by cp.async, and one of them after the
-    // metadata.
-    static constexpr int kRelativeArrivals = is_relative(kBias) ? 32 + 1 : 0;
-    static constexpr int kKeyArrivals = SharedStorage::kKeyArrivals - kRelativeArrivals;
+    // Arrivals at the barrier of a K stage, of the thread of K and of the warp that writes a key or relative bias beside
+    // it: one lane arrives after the metadata, and all when their copies of a relative bias have completed.
+    static constexpr int kBiasArrivals = is_relative(kBias) ? 1 + 32 : kBias == BiasKind::kKey ? 1 : 0;
+    static constexpr int kKeyArrivals = SharedStorage::kKeyArrivals - kBiasArrivals;
 
     __device__ void produce_k() {
         Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
@@ -42,8 +43,10 @@ private:
                 metadata.n_block = n_block;
                 metadata.full = (n_block + 1) * kKeys <= end_of_full;
                 metadata.is_last = is_last;
+                if constexpr (kBias != BiasKind::kKey) {
 #pragma unroll
-                for (int w = 0; w < kWords; ++w) metadata.visible_keys[w] = bits_below(end - n_block * kKeys, w);
+                    for (int w = 0; w < kWords; ++w) metadata.visible_keys[w] = bits_below(end - n_block * kKeys, w);
+                }
                 Base::load_k(work_tile, n_block);
                 commit_k();
             });
@@ -73,17 +76,54 @@ private:
             for_each_block(work_tile, [&](int n_block, bool) { bias.load(work_tile, n_block); });
         });
     }
+    // Prefetches the biases of the next n_block.
+    __device__ void produce_key_bias() {
+        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+            const Sequence& s = work_tile.s;
+            const int end = Base::end_of_keys(work_tile);
+            const char* const biases = bias_data(p_.bias, score_offset(p_.bias, s, work_tile.head, p_.heads));
+            KeyBiasBits next[kWords];
+            const auto prefetch = [&](int n_block) {
+#pragma unroll
+                for (int w = 0; w < kWords; ++w) {
+                    const int key = n_block * kKeys + w * 32 + lane_id();
+                    next[w] = key < s.keys ? load_key_bias(p_.bias, biases, key * p_.bias.col_stride) : KeyBiasBits{};
+                }
+            };
+            prefetch(0);
+            produce_bias(work_tile, [&](BlockMetadata& metadata, int n_block) {
+#pragma unroll
+                for (int part = 0; part < metadata.key_bias.kParts; ++part) {
+                    const bool has_keys = part < kWords;
+                    const float bias = has_keys ? key_bias_of<T>(p_.bias, next[has_keys ? part : 0]) : 0.f;
+                    metadata.key_bias.store(part, part * 32 + lane_id(), has_keys, bias,
+                                            params_.softmax.inverse_scale);
+                    const uint32_t not_hidden = __ballot_sync(~0u, bias != -kInfinity);
+                    if (has_keys && lane_id() == 0)
+                        metadata.visible_keys[part] = bits_below(end - n_block * kKeys, part) & not_hidden;
+                }
+                prefetch(n_block + 1);
+            });
+        });
+    }
     __device__ void produce_relative_bias() {
         Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
             const typename Base::RelativeBiasLoader bias(p_, work_tile);
-            const bool has_blocks = for_each_block(work_tile, [&](int n_block, bool) {
-                bias.template copy<32>(p_, acquire_k(), n_block, lane_id());
-                commit_relative_bias();
+            produce_bias(work_tile, [&](BlockMetadata& metadata, int n_block) {
+                bias.template copy<32>(p_, metadata, n_block, lane_id());
             });
-            if (has_blocks) return;
-            acquire_k();
-            commit_relative_bias();
         });
+    }
+    // Calls fill(metadata, n_block) for each K stage of the work tile.
+    template <typename Fill>
+    __device__ __forceinline__ void produce_bias(const FwdWorkTile& work_tile, const Fill& fill) {
+        const bool has_blocks = for_each_block(work_tile, [&](int n_block, bool) {
+            fill(acquire_k(), n_block);
+            commit_bias();
+        });
+        if (has_blocks) return;
+        acquire_k();
+        commit_bias();
     }
 
     // Calls visit(n_block, is_last); returns whether there is an n_block.
@@ -103,10 +143,10 @@ private:
         mbarrier_arrive(key_pipeline_.full(), kKeyArrivals);
         key_pipeline_.advance();
     }
-    __device__ __forceinline__ void commit_relative_bias() {
+    __device__ __forceinline__ void commit_bias() {
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(key_pipeline_.full());
-        cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
+        if constexpr (is_relative(kBias)) cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
         key_pipeline_.advance();
     }
 };

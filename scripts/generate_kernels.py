@@ -1,8 +1,7 @@
 """Writes the instantiations of the CUDA kernels into a build folder, and kernels.h, which lists them for the plans.
 
-A file name consists of direction, head dimension, dtype, causal flag and architecture, such as
-fwd_hdim128_bf16_causal_sm80.cu. FLASH_DMATTN_HEAD_DIMS (such as "64,128") and FLASH_DMATTN_DTYPES (such as "bf16")
-narrow the list.
+A file name consists of direction, head dimension, dtype and architecture, such as fwd_hdim128_bf16_sm80.cu.
+FLASH_DMATTN_HEAD_DIMS (such as "64,128") and FLASH_DMATTN_DTYPES (such as "bf16") narrow the list.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ ALL_CODES = ("sm_80", "sm_90")
 
 
 class Group(NamedTuple):
-    """The files of one architecture, direction and causal flag: one for each head dimension and dtype."""
+    """The files of one architecture and direction: one for each head dimension and dtype."""
 
     architecture: str
     direction: str
-    causal: bool
     headers: tuple[str, ...]
     functions: tuple[str, ...]  # explicit instantiations, in the architecture's namespace
     head_dims: tuple[int, ...] = HEAD_DIMS
@@ -49,30 +47,25 @@ SM90_FWD = "(const FwdArgs&, cudaStream_t)"
 SM90_BWD = "(const BwdArgs&, cudaStream_t)"
 SM90_DECODE = "(const DecodeArgs&, cudaStream_t, int*)"
 
-# The causal flag has files of its own only where its instantiations take long to compile.
+# By ascending time of compilation of the largest file, as measured.
 GROUPS = (
     Group(
         "sm80",
         "fwd",
-        causal=False,
         headers=("fwd/launch.cuh", "fwd/small_launch.cuh"),
-        functions=(f"run_fwd<T, D, false>{SM80_FWD}", f"run_fwd_small<T, D>{SM80_FWD}"),
+        functions=(f"run_fwd<T, D>{SM80_FWD}", f"run_fwd_small<T, D>{SM80_FWD}"),
     ),
-    Group("sm80", "fwd", causal=True, headers=("fwd/launch.cuh",), functions=(f"run_fwd<T, D, true>{SM80_FWD}",)),
-    Group("sm80", "bwd", causal=False, headers=("bwd/launch.cuh",), functions=(f"run_bwd<T, D>{SM80_BWD}",)),
     Group(
         "sm80",
         "short_bwd",
-        causal=False,
         headers=("short_bwd/launch.cuh",),
         functions=(f"run_short_bwd<T, D>{SM80_BWD}",),
         head_dims=(32, 64),
     ),
-    Group("sm90", "fwd", causal=False, headers=("fwd/launch.cuh",), functions=(f"run_fwd<T, D>{SM90_FWD}",)),
+    Group("sm90", "fwd", headers=("fwd/launch.cuh",), functions=(f"run_fwd<T, D>{SM90_FWD}",)),
     Group(
         "sm90",
         "bwd",
-        causal=False,
         headers=("bwd/launch.cuh",),
         functions=(f"run_bwd<T, D>{SM90_BWD}",),
         head_dims=(32, 64, 128, 192, 256),
@@ -80,7 +73,6 @@ GROUPS = (
     Group(
         "sm90",
         "pair_bias",
-        causal=False,
         headers=("pair_bias/fwd_launch.cuh", "pair_bias/bwd_launch.cuh"),
         functions=(f"run_pair_bias_fwd<T, D>{SM90_FWD}", f"run_pair_bias_bwd<T, D>{SM90_BWD}"),
         head_dims=(32,),
@@ -88,7 +80,6 @@ GROUPS = (
     Group(
         "sm90",
         "sparse_bwd",
-        causal=False,
         headers=("sparse_bwd/launch.cuh",),
         functions=(f"run_sparse_bwd<T, D>{SM90_BWD}",),
         head_dims=(64, 128, 192, 256),
@@ -96,17 +87,16 @@ GROUPS = (
     Group(
         "sm90",
         "decode",
-        causal=False,
         headers=("decode/launch.cuh",),
         functions=(f"run_decode<T, D>{SM90_DECODE}",),
     ),
     Group(
         "sm80",
         "gather",
-        causal=False,
         headers=("gather/fwd_launch.cuh", "gather/bwd_launch.cuh"),
         functions=(f"run_gather_fwd<T, D>{SM80_FWD}", f"run_gather_bwd<T, D>{SM80_BWD}"),
     ),
+    Group("sm80", "bwd", headers=("bwd/launch.cuh",), functions=(f"run_bwd<T, D>{SM80_BWD}",)),
 )
 
 
@@ -119,8 +109,7 @@ class Kernel(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        causal = "_causal" if self.group.causal else ""
-        return f"{self.group.direction}_hdim{self.head_dim}_{self.dtype}{causal}_{self.group.architecture}.cu"
+        return f"{self.group.direction}_hdim{self.head_dim}_{self.dtype}_{self.group.architecture}.cu"
 
     @property
     def text(self) -> str:

@@ -30,13 +30,13 @@ def names(generator, folder):
 
 def test_a_full_build(generator, tmp_path):
     expected = [
-        f"{group.direction}_hdim{head_dim}_{dtype}{'_causal' * group.causal}_{group.architecture}.cu"
+        f"{group.direction}_hdim{head_dim}_{dtype}_{group.architecture}.cu"
         for group in generator.GROUPS
         for head_dim in group.head_dims
         for dtype in generator.DTYPES
     ]
     assert names(generator, tmp_path) == expected
-    assert {"fwd_hdim32_fp16_sm80.cu", "fwd_hdim128_bf16_causal_sm80.cu", "bwd_hdim256_bf16_sm80.cu"} <= set(expected)
+    assert {"fwd_hdim32_fp16_sm80.cu", "fwd_hdim128_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu"} <= set(expected)
     assert {"fwd_hdim256_bf16_sm90.cu", "bwd_hdim128_fp16_sm90.cu"} <= set(expected)
     for architecture in generator.ARCHITECTURES:
         assert 0 < sum(name.endswith(f"_{architecture}.cu") for name in expected) < 60
@@ -48,13 +48,13 @@ def test_a_narrowed_build(generator, tmp_path, monkeypatch):
     monkeypatch.setenv("FLASH_DMATTN_DTYPES", "bf16")
     assert names(generator, tmp_path) == [
         *("fwd_hdim64_bf16_sm80.cu", "fwd_hdim256_bf16_sm80.cu"),
-        *("fwd_hdim64_bf16_causal_sm80.cu", "fwd_hdim256_bf16_causal_sm80.cu"),
-        *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu", "short_bwd_hdim64_bf16_sm80.cu"),
+        "short_bwd_hdim64_bf16_sm80.cu",
         *("fwd_hdim64_bf16_sm90.cu", "fwd_hdim256_bf16_sm90.cu"),
         *("bwd_hdim64_bf16_sm90.cu", "bwd_hdim256_bf16_sm90.cu"),
         *("sparse_bwd_hdim64_bf16_sm90.cu", "sparse_bwd_hdim256_bf16_sm90.cu"),
         *("decode_hdim64_bf16_sm90.cu", "decode_hdim256_bf16_sm90.cu"),
         *("gather_hdim64_bf16_sm80.cu", "gather_hdim256_bf16_sm80.cu"),
+        *("bwd_hdim64_bf16_sm80.cu", "bwd_hdim256_bf16_sm80.cu"),
     ]
     header = (tmp_path / "kernels.h").read_text()
     assert '#define FLASH_DMATTN_HEAD_DIMS "64,256"\n' in header and '#define FLASH_DMATTN_DTYPES "bf16"\n' in header
@@ -73,7 +73,7 @@ def test_sm90_kernels_are_generated_for_sm90_builds_only(generator, tmp_path, co
     files = [path.name for path in generator.generate(tmp_path, codes)]
     assert any(name.endswith("_sm90.cu") for name in files) == is_for_hopper
     short = 2  # head dimensions of short_bwd
-    assert sum(name.endswith("_sm80.cu") for name in files) == (4 * len(generator.HEAD_DIMS) + short) * len(
+    assert sum(name.endswith("_sm80.cu") for name in files) == (3 * len(generator.HEAD_DIMS) + short) * len(
         generator.DTYPES
     )
     header = (tmp_path / "kernels.h").read_text()
@@ -312,7 +312,7 @@ size_t smallest() {  // the launch takes it where no other fits
 }
 
 template <int kHeadDim, FwdTileKind kKind>
-using Forward = FwdKernel<half_t, BiasKind::kDense, kKind == FwdTileKind::kPrefill, FwdKernelTraits<kHeadDim, kKind>>;
+using Forward = FwdKernel<half_t, BiasKind::kDense, FwdKernelTraits<kHeadDim, kKind>>;
 template <int kHeadDim, FwdTileKind kKind>
 using GatherForward = GatherFwdKernel<half_t, BiasKind::kDense, FwdKernelTraits<kHeadDim, kKind, true>>;
 

@@ -80,13 +80,13 @@ __device__ __forceinline__ void apply_bias_mask(float (&acc)[kMTiles][kNTiles][4
 }
 
 // Visible keys of the rows of a block by mask, causality and lengths, 32 keys per word.
-template <int kRows, int kKeys, bool kCausal>
+template <int kRows, int kKeys>
 struct BlockVisibility {
     const uint32_t (*mask)[kKeys / 32];  // or null
     const int2* intervals;               // or null
     int first_row;
     int limit;       // keys of the block inside the sequence
-    int diagonal;    // by causality, row r of the block sees its keys below diagonal + r
+    int diagonal;    // row r of the block sees its keys below diagonal + r, by causality
     bool mask_full;  // the mask hides no score of the block
 
     template <typename Stage>
@@ -94,13 +94,14 @@ struct BlockVisibility {
                                int n_block, bool mask_full)
         : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
           intervals(p.interval_summaries.tiles != nullptr ? stage.intervals : nullptr), first_row(m_block * kRows),
-          limit(s.keys - n_block * kKeys), diagonal(m_block * kRows + 1 + s.keys - s.rows - n_block * kKeys),
+          limit(s.keys - n_block * kKeys),
+          diagonal(p.is_causal ? m_block * kRows + 1 + s.keys - s.rows - n_block * kKeys : kKeys),
           mask_full(mask_full) {}
 
     // Whether every score is visible.
-    __device__ bool full() const { return mask_full && limit >= kKeys && (!kCausal || diagonal >= kKeys); }
+    __device__ bool full() const { return mask_full && limit >= kKeys && diagonal >= kKeys; }
     __device__ uint32_t word(int row, int w) const {
-        const uint32_t visible = bits_below(kCausal ? min(limit, diagonal + row) : limit, w);
+        const uint32_t visible = bits_below(min(limit, diagonal + row), w);
         if (mask != nullptr) return visible & mask[row][w];
         return intervals == nullptr ? visible : visible & visible_key_bits(intervals + w * 32, first_row + row);
     }

@@ -30,12 +30,12 @@ __device__ __forceinline__ void dq_semaphore_release(int32_t* semaphore) {
 // Arrays are locals of run(), not members: see BwdCta. `visible_keys` is a local of run() too, since the compiler keeps
 // it in local memory: in a function that run() calls it would share that memory with the mainloop's arrays and keep
 // them there.
-template <typename Traits, BiasKind kBias, bool kCausal, ScoreTerms kTerms>
+template <typename Traits, BiasKind kBias, ScoreTerms kTerms>
 class BwdKernel {
 public:
     using T = typename Traits::T;
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
-    using DbiasWriter = typename DbiasWriterOf<Traits, kBias, kCausal>::Type;
+    using DbiasWriter = typename DbiasWriterOf<Traits, kBias>::Type;
 
     // smem.sequence has been written; this n_block has keys of it.
     __device__ BwdKernel(const BwdArgs& p, SharedStorage& smem, int qheads_per_kv, int n_block, int kv_head)
@@ -63,7 +63,7 @@ public:
         typename DbiasWriter::Sums dbias_sums;
         DbiasWriter dbias(cta_, dbias_sums);
         dbias.begin();
-        auto m_blocks = cta_.template m_block_iterator<kCausal>();
+        auto m_blocks = cta_.m_block_iterator();
         bool more = m_blocks.next();
         if (more) {
             update_head_pointers(m_blocks.head());
@@ -231,8 +231,8 @@ private:
                                       step.m_block * Traits::kRows + row, {first, first + 1});
         };
         const auto make_visibility = [&] {
-            return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p_, sequence(), qdo, step.m_block,
-                                                                          cta_.n_block, step.mask_full);
+            return BlockVisibility<Traits::kRows, Traits::kKeys>(p_, sequence(), qdo, step.m_block, cta_.n_block,
+                                                                 step.mask_full);
         };
         recompute_p_ds<Traits, kBias, kTerms>(
             scores, dprobs, p_, ScoreA(address_of(qdo.query), a_offset), ScoreB(address_of(smem_.key), b_offset),
@@ -328,12 +328,12 @@ private:
     float key_bias_ = 0;         // of key threadIdx.x of the n_block, times log2(e)
 };
 
-template <typename Traits, BiasKind kBias, bool kCausal, ScoreTerms kTerms>
+template <typename Traits, BiasKind kBias, ScoreTerms kTerms>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     bwd_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Traits::kIsUsed) return;
     if (is_inactive(p)) return;
-    using Kernel = BwdKernel<Traits, kBias, kCausal, kTerms>;
+    using Kernel = BwdKernel<Traits, kBias, kTerms>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory);
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);

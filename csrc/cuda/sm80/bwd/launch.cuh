@@ -30,21 +30,20 @@ void launch_clusters(BwdKernelFn kernel, int64_t num_ctas, size_t shared_bytes, 
     launch_in_clusters(kernel, grid_of(num_ctas), p.dbias.batch_group_size, Traits::kThreads, shared_bytes, stream, p);
 }
 
-template <typename Traits, bool kCausal>
+template <typename Traits>
 void recompute_dbias(const BwdArgs& p, cudaStream_t stream) {
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys);
     if (num_n_blocks == 0) return;
     const int64_t runs = p.dbias_tiles / num_n_blocks * ceil_div<int64_t>(num_n_blocks, p.dbias_run);
-    launch<Traits>(bwd_dbias_kernel<Traits, kCausal>, runs * p.dbias_splits, sizeof(BwdDbiasSharedStorage<Traits>), p,
-                   stream);
+    launch<Traits>(bwd_dbias_kernel<Traits>, runs * p.dbias_splits, sizeof(BwdDbiasSharedStorage<Traits>), p, stream);
     if (p.dbias_splits > 1) launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
 }
 
-template <typename Traits, bool kCausal, BiasKind kBias>
+template <typename Traits, BiasKind kBias>
 void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
     const int64_t num_ctas = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
-    const BwdKernelFn kernel = has_general_terms(p) ? bwd_kernel<Traits, kBias, kCausal, ScoreTerms::kGeneral>
-                                                    : bwd_kernel<Traits, kBias, kCausal, ScoreTerms::kPlain>;
+    const BwdKernelFn kernel = has_general_terms(p) ? bwd_kernel<Traits, kBias, ScoreTerms::kGeneral>
+                                                    : bwd_kernel<Traits, kBias, ScoreTerms::kPlain>;
     // The same size for every launch: the kernel's limit is an attribute that all threads of the process share.
     constexpr size_t kBytes =
         sizeof(BwdSharedStorage<Traits, kBias>) +
@@ -55,21 +54,16 @@ void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
     if (p.dense_dbias == DenseDbias::kAtomic)
         launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
     if (p.dense_dbias == DenseDbias::kRecompute)
-        recompute_dbias<BwdKernelTraits<Traits::kHeadDim, typename Traits::T, Traits::kIsSmall, BwdPass::kDbias>,
-                        kCausal>(p, stream);
-}
-
-template <typename Traits, bool kCausal>
-void run_bwd_tiles(const BwdArgs& p, cudaStream_t stream) {
-    dispatch_bias(p.bias.kind, [&](auto bias) { run_bwd_main<Traits, kCausal, decltype(bias)::value>(p, stream); });
-    const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
-    launch<Traits>(convert_dquery_kernel<Traits>, num_m_blocks * p.heads * p.batch, sizeof(typename Traits::RowsTile),
-                   p, stream);
+        recompute_dbias<BwdKernelTraits<Traits::kHeadDim, typename Traits::T, Traits::kIsSmall, BwdPass::kDbias>>(
+            p, stream);
 }
 
 template <typename Traits>
 void run_bwd_with(const BwdArgs& p, cudaStream_t stream) {
-    p.is_causal ? run_bwd_tiles<Traits, true>(p, stream) : run_bwd_tiles<Traits, false>(p, stream);
+    dispatch_bias(p.bias.kind, [&](auto bias) { run_bwd_main<Traits, decltype(bias)::value>(p, stream); });
+    const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
+    launch<Traits>(convert_dquery_kernel<Traits>, num_m_blocks * p.heads * p.batch, sizeof(typename Traits::RowsTile),
+                   p, stream);
 }
 
 template <typename T, int kHeadDim>

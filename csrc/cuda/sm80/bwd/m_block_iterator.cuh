@@ -23,7 +23,7 @@ struct MBlockStep {
 
 // Iterates head by head over the m_blocks that causality, the mask and a relative bias leave active, ascending. The CTAs
 // of a cluster, one per batch element that shares a bias, visit the same m_blocks: those that are active for any of them.
-template <typename Traits, bool kCausal>
+template <typename Traits>
 class MBlockIterator {
 public:
     __device__ MBlockIterator(MBlockIteratorState& state, const BwdArgs& p, const Sequence& s, int n_block,
@@ -65,7 +65,8 @@ public:
 private:
     __device__ __forceinline__ BlockRange m_blocks_of(int head) const {
         const int first_key = n_block_ * Traits::kKeys;
-        BlockRange blocks{kCausal ? s_.causal_begin(first_key) / Traits::kRows : 0, ceil_div(s_.rows, Traits::kRows)};
+        BlockRange blocks{p_.is_causal ? s_.causal_begin(first_key) / Traits::kRows : 0,
+                          ceil_div(s_.rows, Traits::kRows)};
         // Deterministic mode and the gradient of a dense bias need all of them.
         if (p_.visible_distances == nullptr || p_.deterministic || p_.dense_dbias != DenseDbias::kNone) return blocks;
         const auto rows =

@@ -73,8 +73,7 @@ struct BwdCta {
     __device__ int rows_left(int m_block) const { return sequence().rows - m_block * Traits::kRows; }
     __device__ int keys_left() const { return sequence().keys - first_key; }
 
-    template <bool kCausal>
-    __device__ MBlockIterator<Traits, kCausal> m_block_iterator() const {
+    __device__ MBlockIterator<Traits> m_block_iterator() const {
         return {smem.m_block_states[warp_id()], p, sequence(), n_block, first_head};
     }
 };

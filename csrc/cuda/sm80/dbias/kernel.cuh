@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_contributor(typename BwdDbiasSharedStorage<
 }
 
 // Adds dx of one contributor and pass to the sums.
-template <typename Traits, bool kCausal>
+template <typename Traits>
 struct DxPass {
     using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
     using ScoreB = FragmentsB<typename Traits::KeysTile, Major::kK>;
@@ -157,7 +157,7 @@ struct DxPass {
                 if (is_visible[e]) sum[m][first_n + n][2 * h + e] += dx[e];
         };
         const auto make_visibility = [&] {
-            return BlockVisibility<Traits::kRows, Traits::kKeys, kCausal>(p, s, stage.qdo, m_block, n_block, is_full);
+            return BlockVisibility<Traits::kRows, Traits::kKeys>(p, s, stage.qdo, m_block, n_block, is_full);
         };
         const auto relative_bias_of = [&](int row, int k) {
             const int first = n_block * Traits::kKeys + k;
@@ -216,7 +216,7 @@ __device__ __forceinline__ void store_sum(const float (&sum)[Traits::kScoreM][Tr
                 make_float4(sum[m][n][0], sum[m][n][1], sum[m][n][2], sum[m][n][3]);
 }
 
-template <typename Traits, bool kCausal>
+template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     bwd_dbias_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Traits::kIsUsed) return;
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     const int64_t contributors = heads * p.dbias.batch_group_size;
     const int contributor_begin = static_cast<int>(contributors * work_tile.split_idx / splits);
     const int contributor_end = static_cast<int>(contributors * (work_tile.split_idx + 1) / splits);
-    const int visible_keys = kCausal ? s.causal_end(last_row) : s.keys;  // of the m_block's last row
+    const int visible_keys = s.keys_of(last_row, p.is_causal);  // of the m_block's last row
 
     // Moves to the next contributor that the mask leaves active in n_block, then to the next n_block.
     auto& window = smem.contributors[warp_id()];
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
 
     uint32_t bias[Traits::kScoreM][Traits::kScoreN][2];
     float sum[Traits::kScoreM][Traits::kScoreN][4] = {};
-    const DxPass<Traits, kCausal> dx_pass(p, s, address_of, work_tile.m_block);
+    const DxPass<Traits> dx_pass(p, s, address_of, work_tile.m_block);
     bool more = next();
     if (more) load(0);
     int stage = 0;

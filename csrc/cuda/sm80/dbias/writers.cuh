@@ -103,7 +103,7 @@ private:
 };
 
 // dbias of a dense bias: dx, score by score. BwdTiling::dense_dbias selects how it is written.
-template <typename Traits, bool kCausal>
+template <typename Traits>
 class DenseDbiasWriter : public DbiasWriterBase<Traits> {
 public:
     using Cta = BwdCta<Traits, BiasKind::kDense>;
@@ -182,9 +182,9 @@ private:
     __device__ __forceinline__ void clear_skipped() const {
         const BwdArgs& p = cta_.p;
         const Sequence& s = cta_.sequence();
-        if (!kCausal && !has_mask(p)) return;
+        if (!p.is_causal && !has_mask(p)) return;
         const int group_size = is(DenseDbias::kClusterReduce) ? static_cast<int>(p.dbias.batch_group_size) : 1;
-        auto active = cta_.template m_block_iterator<kCausal>();
+        auto active = cta_.m_block_iterator();
         bool more = active.next();
         for (int head = cta_.first_head; head < cta_.first_head + cta_.qheads_per_kv; ++head) {
             for (int m_block = 0; m_block < ceil_div(s.rows, Traits::kRows); ++m_block) {
@@ -263,17 +263,17 @@ private:
     const DsmemReduction<Traits> reduction_;
 };
 
-template <typename Traits, BiasKind kBias, bool kCausal>
+template <typename Traits, BiasKind kBias>
 struct DbiasWriterOf {
     using Type = NoDbiasWriter<Traits>;
 };
-template <typename Traits, bool kCausal>
-struct DbiasWriterOf<Traits, BiasKind::kKey, kCausal> {
+template <typename Traits>
+struct DbiasWriterOf<Traits, BiasKind::kKey> {
     using Type = KeyDbiasWriter<Traits>;
 };
-template <typename Traits, bool kCausal>
-struct DbiasWriterOf<Traits, BiasKind::kDense, kCausal> {
-    using Type = DenseDbiasWriter<Traits, kCausal>;
+template <typename Traits>
+struct DbiasWriterOf<Traits, BiasKind::kDense> {
+    using Type = DenseDbiasWriter<Traits>;
 };
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -9,8 +9,7 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// kCausal: prefill tiles only. Tiles with pack-GQA test causality at run time.
-template <typename T, BiasKind kBias, bool kCausal, typename Traits>
+template <typename T, BiasKind kBias, typename Traits>
 class FwdKernel : public FwdMainloop<T, kBias, Traits> {
     using Mainloop = FwdMainloop<T, kBias, Traits>;
     friend Mainloop;
@@ -60,14 +59,14 @@ public:
             const int low = query_row(0), high = min(query_row(kRows - 1), work_tile.sequence.rows - 1);
             const MaskSummaries<kRows, kKeys> mask(p_, work_tile.sequence, work_tile.first_head);
             auto summary = mask.of(low, high, n_block);
-            summary.full &= (n_block + 1) * kKeys <= work_tile.sequence.keys_of(low, is_causal());
-            const int end = work_tile.sequence.keys_of(high, is_causal()) - n_block * kKeys;
+            summary.full &= (n_block + 1) * kKeys <= work_tile.sequence.keys_of(low, p_.is_causal);
+            const int end = work_tile.sequence.keys_of(high, p_.is_causal) - n_block * kKeys;
 #pragma unroll
             for (int w = 0; w < kWords; ++w) summary.visible_keys[w] &= bits_below(end, w);
             return summary;
         };
         const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
-        unsigned first_n_block = 0, num_n_blocks = ceil_div(sequence().keys_of(last_row, is_causal()), kKeys);
+        unsigned first_n_block = 0, num_n_blocks = ceil_div(sequence().keys_of(last_row, p_.is_causal), kKeys);
         if (p_.visible_distances != nullptr) {
             const VisibleDistances distances(p_, p_.visible_distances, sequence(), smem_.work_tile.first_head);
             const auto keys = distances.keys_of(query_row(0), last_row);
@@ -79,7 +78,7 @@ public:
                                                             first_n_block + num_n_blocks * (split_idx + 1) / num_splits,
                                                             summarize);
         for (int row = threadIdx.x; row < kRows; row += kThreads)
-            smem_.row_end[row] = query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), is_causal()) : 0;
+            smem_.row_end[row] = query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), p_.is_causal) : 0;
         this->attend(*this, n_block);
     }
 
@@ -89,7 +88,6 @@ private:
     using typename Mainloop::CopyKv;
     using CopyBias = RowCopy<kThreads, BiasTile>;
 
-    __device__ bool is_causal() const { return Traits::kPackGqa ? p_.is_causal : kCausal; }
     __device__ bool has_intervals() const { return p_.interval_summaries.tiles != nullptr; }
     // False where the mask broadcasts over rows: the block summary's visible keys then are the whole mask.
     __device__ bool mask_by_row() const {
@@ -223,11 +221,11 @@ private:
         VisibleKeys<kMFragments, kNFragments> visible;
         for_each_mask_word([&](int i, int, int w) { visible[i][w] = visible_keys[w]; });
         const bool masked = mask_by_row() && !n_block.full();
-        if (!masked && !is_causal()) return apply_mask(scores, visible);  // all rows see the same keys
+        if (!masked && !p_.is_causal) return apply_mask(scores, visible);  // all rows see the same keys
         if (masked)
             for_each_mask_word(
                 [&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
-        if (is_causal()) {
+        if (p_.is_causal) {
             for_each_mask_word([&](int i, int row, int w) {
                 visible[i][w] &= bits_below(smem_.row_end[warp_row_ + row] - first_key, w);
             });

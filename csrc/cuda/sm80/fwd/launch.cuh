@@ -38,10 +38,10 @@ void launch_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-template <typename T, int kHeadDim, bool kCausal>
+template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
     dispatch_bias(bias_kind(p), [&](auto bias) {
-        using Prefill = FwdKernel<T, decltype(bias)::value, kCausal, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill>>;
+        using Prefill = FwdKernel<T, decltype(bias)::value, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill>>;
         // Devices with less shared memory use smaller tiles.
         fits_shared_memory<typename Prefill::SharedStorage>() ? launch_fwd<Prefill>(p, plan, stream)
                                                               : run_fwd_small<T, kHeadDim>(p, plan, stream);

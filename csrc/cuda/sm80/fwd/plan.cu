@@ -18,7 +18,7 @@ template <typename T, int kHeadDim>
 void launch(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream) {
     if (args.lists.present()) return run_gather_fwd<T, kHeadDim>(args, plan, stream);
     if (plan.tile != FwdTileKind::kPrefill) return run_fwd_small<T, kHeadDim>(args, plan, stream);
-    args.is_causal ? run_fwd<T, kHeadDim, true>(args, plan, stream) : run_fwd<T, kHeadDim, false>(args, plan, stream);
+    run_fwd<T, kHeadDim>(args, plan, stream);
 }
 
 using Launcher = void (*)(const FwdArgs&, const FwdPlan&, cudaStream_t);

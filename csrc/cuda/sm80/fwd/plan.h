@@ -16,9 +16,8 @@ struct FwdPlan {
 
 bool plan_fwd(const FwdParams& params, cuda::FwdPlan& plan);
 
-// Many rows. Causality is a template flag only here: over key lists and with few rows it is tested once per key or row,
-// beside what is read from memory.
-template <typename T, int kHeadDim, bool kCausal>
+// Many rows.
+template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& args, const FwdPlan& plan, cudaStream_t stream);
 // Few rows: kSmall and kDecode.
 template <typename T, int kHeadDim>

@@ -76,33 +76,28 @@ private:
             for_each_block(work_tile, [&](int n_block, bool) { bias.load(work_tile, n_block); });
         });
     }
-    // Prefetches the biases of the next n_block.
     __device__ void produce_key_bias() {
         Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
             const Sequence& s = work_tile.s;
             const int end = Base::end_of_keys(work_tile);
             const char* const biases = bias_data(p_.bias, score_offset(p_.bias, s, work_tile.head, p_.heads));
-            KeyBiasBits next[kWords];
-            const auto prefetch = [&](int n_block) {
+            produce_bias(work_tile, [&](BlockMetadata& metadata, int n_block) {
+                KeyBiasBits bits[kWords];
 #pragma unroll
                 for (int w = 0; w < kWords; ++w) {
                     const int key = n_block * kKeys + w * 32 + lane_id();
-                    next[w] = key < s.keys ? load_key_bias(p_.bias, biases, key * p_.bias.col_stride) : KeyBiasBits{};
+                    bits[w] = key < s.keys ? load_key_bias(p_.bias, biases, key * p_.bias.col_stride) : KeyBiasBits{};
                 }
-            };
-            prefetch(0);
-            produce_bias(work_tile, [&](BlockMetadata& metadata, int n_block) {
 #pragma unroll
                 for (int part = 0; part < metadata.key_bias.kParts; ++part) {
                     const bool has_keys = part < kWords;
-                    const float bias = has_keys ? key_bias_of<T>(p_.bias, next[has_keys ? part : 0]) : 0.f;
+                    const float bias = has_keys ? key_bias_of<T>(p_.bias, bits[has_keys ? part : 0]) : 0.f;
                     metadata.key_bias.store(part, part * 32 + lane_id(), has_keys, bias,
                                             params_.softmax.inverse_scale);
                     const uint32_t not_hidden = __ballot_sync(~0u, bias != -kInfinity);
                     if (has_keys && lane_id() == 0)
                         metadata.visible_keys[part] = bits_below(end - n_block * kKeys, part) & not_hidden;
                 }
-                prefetch(n_block + 1);
             });
         });
     }

@@ -1,6 +1,5 @@
 """The dense sm90 kernels: more work tiles than CTAs, strides that TMA reads, and gradients of a shared bias."""
 
-
 import pytest
 import torch
 from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn, takes_gpu_memory

@@ -1,4 +1,4 @@
-// Launches the prefill forward of one head dimension, dtype and causal flag.
+// Launches the prefill forward of one head dimension and dtype.
 #pragma once
 
 #include "cuda/common/check.h"

@@ -53,20 +53,23 @@ public:
     }
 
     __device__ void run() {
-        // Summary of the n_block that this lane looks ahead to, with causality and length applied.
-        const auto summarize = [&](int n_block) {
+        // Causality and length leave the last row the keys below end_of_keys, and all rows those below end_of_full. Computed
+        // here: in the lambda they would cost registers.
+        const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
+        const int end_of_keys = sequence().keys_of(last_row, p_.is_causal),
+                  end_of_full = sequence().keys_of(query_row(0), p_.is_causal);
+        // Summary of the n_block that this lane looks ahead to.
+        const auto summarize = [&, end_of_keys, end_of_full](int n_block) {
             const FwdWorkTile& work_tile = smem_.work_tile;
-            const int low = query_row(0), high = min(query_row(kRows - 1), work_tile.sequence.rows - 1);
+            const int high = min(query_row(kRows - 1), work_tile.sequence.rows - 1);
             const MaskSummaries<kRows, kKeys> mask(p_, work_tile.sequence, work_tile.first_head);
-            auto summary = mask.of(low, high, n_block);
-            summary.full &= (n_block + 1) * kKeys <= work_tile.sequence.keys_of(low, p_.is_causal);
-            const int end = work_tile.sequence.keys_of(high, p_.is_causal) - n_block * kKeys;
+            auto summary = mask.of(query_row(0), high, n_block);
+            summary.full &= (n_block + 1) * kKeys <= end_of_full;
 #pragma unroll
-            for (int w = 0; w < kWords; ++w) summary.visible_keys[w] &= bits_below(end, w);
+            for (int w = 0; w < kWords; ++w) summary.visible_keys[w] &= bits_below(end_of_keys - n_block * kKeys, w);
             return summary;
         };
-        const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
-        unsigned first_n_block = 0, num_n_blocks = ceil_div(sequence().keys_of(last_row, p_.is_causal), kKeys);
+        unsigned first_n_block = 0, num_n_blocks = ceil_div(end_of_keys, kKeys);
         if (p_.visible_distances != nullptr) {
             const VisibleDistances distances(p_, p_.visible_distances, sequence(), smem_.work_tile.first_head);
             const auto keys = distances.keys_of(query_row(0), last_row);
@@ -220,16 +223,12 @@ private:
         }
         VisibleKeys<kMFragments, kNFragments> visible;
         for_each_mask_word([&](int i, int, int w) { visible[i][w] = visible_keys[w]; });
-        const bool masked = mask_by_row() && !n_block.full();
-        if (!masked && !p_.is_causal) return apply_mask(scores, visible);  // all rows see the same keys
-        if (masked)
+        if (mask_by_row() && !n_block.full())
             for_each_mask_word(
                 [&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
-        if (p_.is_causal) {
-            for_each_mask_word([&](int i, int row, int w) {
-                visible[i][w] &= bits_below(smem_.row_end[warp_row_ + row] - first_key, w);
-            });
-        }
+        for_each_mask_word([&](int i, int row, int w) {
+            visible[i][w] &= bits_below(smem_.row_end[warp_row_ + row] - first_key, w);
+        });
         apply_mask(scores, visible);
     }
 

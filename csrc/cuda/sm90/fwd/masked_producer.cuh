@@ -57,10 +57,10 @@ private:
         BlockRange range = Base::block_range(work_tile);
         if (p_.interval_summaries.tiles != nullptr && range.end > 32) {
             const MaskSummaries<kRows, kKeys> mask(p_, work_tile.s, work_tile.head);
-            const BlockRange unmasked =
+            const BlockRange seen =
                 active_block_range(range.end, {first_row, last_row + 1},
                                    [&](int n_block) { return mask.rows_of(work_tile.s.rows, n_block); });
-            range = {max(range.begin, unmasked.begin), min(range.end, unmasked.end)};
+            range = {max(range.begin, seen.begin), min(range.end, seen.end)};
         }
         return ActiveBlockScan<kKeys, decltype(summarize), kOrder>(range.begin, range.end, summarize);
     }

@@ -47,7 +47,7 @@ SM90_FWD = "(const FwdArgs&, cudaStream_t)"
 SM90_BWD = "(const BwdArgs&, cudaStream_t)"
 SM90_DECODE = "(const DecodeArgs&, cudaStream_t, int*)"
 
-# By ascending time of compilation of the largest file, as measured.
+# The files of the last group take longest to compile: the build starts with them.
 GROUPS = (
     Group(
         "sm80",

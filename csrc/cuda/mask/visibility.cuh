@@ -86,7 +86,7 @@ struct BlockVisibility {
     const int2* intervals;               // or null
     int first_row;
     int limit;       // keys of the block inside the sequence
-    int diagonal;    // row r of the block sees its keys below diagonal + r, by causality
+    int diagonal;    // by causality, row r of the block sees its keys below diagonal + r; without, kKeys
     bool mask_full;  // the mask hides no score of the block
 
     template <typename Stage>

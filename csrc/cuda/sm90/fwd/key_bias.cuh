@@ -12,10 +12,11 @@ public:
     // overflow.
     static constexpr float kLargestInitial = 1 << 14;
 
+    // The calls of store() that write a tile. Those beyond its keys have none.
     static constexpr int kParts = 4;
 
-    // Writes the bias of one key a lane. part: of these keys. inverse_scale: 0 where the scores are not accumulated onto
-    // the bias. A warp calls.
+    // Writes part `part`, the bias of one key a lane. inverse_scale: 0 where the scores are not accumulated onto the
+    // bias. A warp calls.
     __device__ __forceinline__ void store(int part, int key, bool has_key, float bias, float inverse_scale) {
         const bool is_hidden = bias == -kInfinity;
         const bool is_initial = inverse_scale > 0 && fabsf(bias) <= kLargestInitial;

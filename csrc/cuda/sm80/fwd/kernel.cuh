@@ -54,15 +54,17 @@ public:
 
     __device__ void run() {
         // Causality and length leave the last row the keys below end_of_keys, and all rows those below end_of_full.
-        // Computed here: in the lambda they would cost registers.
+        // Computed here, since the lambda would spill registers with them. With last_row it spills more at head dimension
+        // 96, so that it has its own.
         const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
         const int end_of_keys = sequence().keys_of(last_row, p_.is_causal),
                   end_of_full = sequence().keys_of(query_row(0), p_.is_causal);
         // Summary of the n_block that this lane looks ahead to.
-        const auto summarize = [&](int n_block) {
+        const auto summarize = [&, end_of_keys, end_of_full](int n_block) {
             const FwdWorkTile& work_tile = smem_.work_tile;
+            const int high = min(query_row(kRows - 1), work_tile.sequence.rows - 1);
             const MaskSummaries<kRows, kKeys> mask(p_, work_tile.sequence, work_tile.first_head);
-            auto summary = mask.of(query_row(0), last_row, n_block);
+            auto summary = mask.of(query_row(0), high, n_block);
             summary.full &= (n_block + 1) * kKeys <= end_of_full;
 #pragma unroll
             for (int w = 0; w < kWords; ++w) summary.visible_keys[w] &= bits_below(end_of_keys - n_block * kKeys, w);

@@ -54,8 +54,8 @@ public:
 
     __device__ void run() {
         // Causality and length leave the last row the keys below end_of_keys, and all rows those below end_of_full.
-        // Computed here, since the lambda would spill registers with them. With last_row it spills more at head dimension
-        // 96, so that it has its own.
+        // Computed here: in the lambda they would spill registers. last_row spills more at head dimension 96 where the
+        // lambda captures it, so that it computes its own.
         const int last_row = min(query_row(kRows - 1), sequence().rows - 1);
         const int end_of_keys = sequence().keys_of(last_row, p_.is_causal),
                   end_of_full = sequence().keys_of(query_row(0), p_.is_causal);
@@ -82,7 +82,8 @@ public:
                                                             first_n_block + num_n_blocks * (split_idx + 1) / num_splits,
                                                             summarize);
         for (int row = threadIdx.x; row < kRows; row += kThreads)
-            smem_.row_end[row] = query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), p_.is_causal) : 0;
+            smem_.row_end[row] =
+                query_row(row) < sequence().rows ? sequence().keys_of(query_row(row), p_.is_causal) : 0;
         this->attend(*this, n_block);
     }
 

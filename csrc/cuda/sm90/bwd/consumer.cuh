@@ -107,14 +107,19 @@ private:
         if constexpr (Traits::kSharesKeys) finish_previous_dk();
         if constexpr (kBias == BiasKind::kDense) smem_.bias_pipeline.consumer_wait(state_);
         const RowStats lse(m_block_info().lse + layout_.first_row());
-        // Both: the exponentials then overlap the arithmetic of dS. Waiting for S alone was up to 3 % slower.
+        const bool has_softcap = !is_relative(kBias) && scale_.softcap > 0;
+        if constexpr (Base::kEarlyFragments > 0) {
+            wgmma_wait_group<1>();  // S
+            warpgroup_fence_operand(scores);
+            if (!has_softcap) Base::compute_early_p(scores, lse);
+        }
         wgmma_wait_group<0>();
         warpgroup_fence_operand(scores);
         warpgroup_fence_operand(dprobs);
-        if (!is_relative(kBias) && scale_.softcap > 0) {
+        if (has_softcap) {
             Base::compute_p_ds_softcap(scores, dprobs, lse);
         } else {
-            Base::compute_p_ds(scores, dprobs, lse);
+            Base::compute_late_p_ds(scores, dprobs, lse);
         }
         if constexpr (Traits::kClusterReduces) reduction_.send(dprobs);
         to_a_operand<T>(scores, probs);
@@ -128,8 +133,12 @@ private:
     // P and dS of the warpgroup's own keys are A operands in registers; only dQ needs dS of both warpgroups.
     __device__ __forceinline__ void gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores,
                                                             ScoresFragment& ds) {
+        // With 128 rows dS is stored first: the stores would wait for the reads of the GEMM of dV. A dense bias leaves no
+        // registers for that.
+        constexpr bool kStoresFirst = Traits::kScoreRows > 64 && kBias != BiasKind::kDense;
+        if constexpr (kStoresFirst) store_scores(bias_dscores(), dscores);
         layout_.gemm_dkv(dv_, probs, dout());
-        store_scores(bias_dscores(), dscores);
+        if constexpr (!kStoresFirst) store_scores(bias_dscores(), dscores);
         if (Traits::kClusterReduces && is_warpgroup_leader()) tma_store_wait_group_read();  // the previous step's sums
         fence_proxy_async();
         add_drelative_bias(ds);

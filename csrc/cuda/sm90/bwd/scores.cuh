@@ -2,6 +2,7 @@
 #pragma once
 
 #include <climits>
+#include <type_traits>
 
 #include "cuda/arch/atomic_add.cuh"
 #include "cuda/arch/memory.cuh"
@@ -25,6 +26,10 @@ protected:
     using ScoresTile = typename Traits::ScoresTile;
     using RelativeBiasLane = typename SharedStorage::RelativeSegment::Lane;
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
+    // Fragments of P that are computed while dP is multiplied, as measured: half of them with 128 rows. A relative bias
+    // needs dP first, and a dense bias leaves no registers.
+    static constexpr int kEarlyFragments =
+        kFragments > 8 && (kBias == BiasKind::kNone || kBias == BiasKind::kKey) ? kFragments / 2 : 0;
     // Whether a bias is added after Q K^T.
     static constexpr bool kHasBias = kBias != BiasKind::kNone && !SharedStorage::kStartsFromBias;
 
@@ -111,29 +116,60 @@ protected:
         }
     }
 
-    // S and dP to P and dS without a softcap.
-    __device__ __forceinline__ void compute_p_ds(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
-        // Whether causality, lengths and intervals leave all of the warpgroup's rows to the warp's keys.
+    // S and dP to P and dS without a softcap, in two parts. The first needs S alone: its exponentials overlap the GEMM of
+    // dP, those of the second the arithmetic of dS.
+    __device__ __forceinline__ void compute_early_p(ScoresFragment& s, const RowStats& lse) const {
+        if constexpr (kEarlyFragments > 0)
+            dispatch_mask([&](auto has_ranges, auto has_bits) {
+                compute_p<has_ranges.value, has_bits.value, 0, kEarlyFragments>(s, lse);
+            });
+    }
+    __device__ __forceinline__ void compute_late_p_ds(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
+        dispatch_mask([&](auto has_ranges, auto has_bits) {
+            compute_p<has_ranges.value, has_bits.value, kEarlyFragments, kFragments>(s, lse);
+            compute_ds<has_ranges.value || has_bits.value>(s, dp);
+        });
+    }
+    // S and dP to P and dS with a softcap.
+    __device__ __forceinline__ void compute_p_ds_softcap(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
+        const float* deltas = m_block_info().delta + layout_.first_row() + fragment_col();
+        for_each_score<true, true, 0, kFragments>(lse, has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {
+            const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
+                                                  scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);
+            if (kBias == BiasKind::kKey) dbias_[h] += is_visible ? dx : 0.f;
+        });
+    }
+
+private:
+    __device__ bool has_bits() const { return p_.packed_mask.bits != nullptr && !header_.is_full_block; }
+    // Calls compute(has_ranges, has_bits), two std::bool_constants. has_ranges: some rows are out of a key's range by
+    // causality, lengths or intervals. has_bits: the packed mask hides some scores.
+    template <typename Compute>
+    __device__ __forceinline__ void dispatch_mask(const Compute& compute) const {
         const int first_row = header_.m_block * Traits::kRows + layout_.first_row();
         const auto covers = [&](const RowRange& rows) {
             return rows.begin <= first_row && rows.end >= first_row + Traits::kScoreRows;
         };
         const bool in_range = __all_sync(~0u, covers(rows_[0]) && covers(rows_[1]));
-        if (has_bits()) {
-            in_range ? compute_p_ds<false, true>(s, dp, lse) : compute_p_ds<true, true>(s, dp, lse);
+        constexpr std::true_type kTrue;
+        constexpr std::false_type kFalse;
+        if (__builtin_expect(in_range && !has_bits(), 1)) {
+            compute(kFalse, kFalse);
+        } else if (has_bits()) {
+            in_range ? compute(kFalse, kTrue) : compute(kTrue, kTrue);
         } else {
-            in_range ? compute_p_ds<false, false>(s, dp, lse) : compute_p_ds<true, false>(s, dp, lse);
+            compute(kTrue, kFalse);
         }
     }
-    // kRanges: some rows are out of a key's range. kBits: the packed mask hides some scores.
-    template <bool kRanges, bool kBits>
-    __device__ __forceinline__ void compute_p_ds(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
-        for_each_score<kRanges, kBits>(lse, kBits, [&](int m, int h, int e, float shift, bool is_visible) {
-            float& x = s[0][m][2 * h + e];
-            x = probability(x, scale_.scale_log2, shift);
-            if (!is_visible) x = 0;
-        });
-        compute_ds<kRanges || kBits>(s, dp);
+
+    template <bool kRanges, bool kBits, int kFirst, int kLast>
+    __device__ __forceinline__ void compute_p(ScoresFragment& s, const RowStats& lse) const {
+        for_each_score<kRanges, kBits, kFirst, kLast>(
+            lse, kBits, [&](int m, int h, int e, float shift, bool is_visible) {
+                float& x = s[0][m][2 * h + e];
+                x = probability(x, scale_.scale_log2, shift);
+                if (!is_visible) x = 0;
+            });
     }
     // P and dP to dS. Where a score is masked P is 0 and dP may be anything.
     template <bool kMasked>
@@ -151,28 +187,16 @@ protected:
             }
         }
     }
-    // S and dP to P and dS with a softcap.
-    __device__ __forceinline__ void compute_p_ds_softcap(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
-        const float* deltas = m_block_info().delta + layout_.first_row() + fragment_col();
-        for_each_score<true, true>(lse, has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {
-            const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
-                                                  scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);
-            if (kBias == BiasKind::kKey) dbias_[h] += is_visible ? dx : 0.f;
-        });
-    }
 
-private:
-    __device__ bool has_bits() const { return p_.packed_mask.bits != nullptr && !header_.is_full_block; }
-
-    // Calls take(m, h, e, bias - lse, is_visible) for each score [0][m][2 h + e] of this lane.
-    template <bool kRanges, bool kBits, typename Take>
+    // Calls take(m, h, e, bias - lse, is_visible) for each score [0][m][2 h + e] of this lane, m from kFirst to kLast - 1.
+    template <bool kRanges, bool kBits, int kFirst, int kLast, typename Take>
     __device__ __forceinline__ void for_each_score(const RowStats& lses, bool has_bits, const Take& take) const {
         const auto& info = m_block_info();
         const int block_row = layout_.first_row() + fragment_col(),
                   first_row = header_.m_block * Traits::kRows + block_row;
         const int bit = warp_key_ % 32 + fragment_row();
 #pragma unroll
-        for (int n = 0; n < kFragments; n += 2) {
+        for (int n = kFirst; n < kLast; n += 2) {
             uint32_t dense[4];
             if (kBias == BiasKind::kDense) ldmatrix_x4_trans(dense, scores_address(bias_dscores(), n * 8));
 #pragma unroll

@@ -112,9 +112,14 @@ private:
         }
     }
 
-    // Starts the scores from a key or relative bias, before the warp scheduler barrier.
-    __device__ __forceinline__ void init_scores(Scores& scores) const {
-        if constexpr (kBias == BiasKind::kKey) metadata().key_bias.load(scores);
+    // Starts the scores from a key or relative bias, before the warp scheduler barrier. Reads what the softmax tests, so
+    // that it does not wait for shared memory.
+    __device__ __forceinline__ void init_scores(Scores& scores) {
+        if constexpr (kBias == BiasKind::kKey) {
+            metadata().key_bias.load(scores);
+            adds_key_bias_ = metadata().key_bias.has_added();
+        }
+        if constexpr (Traits::kGathers) find_hidden_words();
         if constexpr (is_relative(kBias)) {
             const auto& bias = metadata().relative_bias;
             if (kBias == BiasKind::kRelative && metadata().is_clamped) {
@@ -253,7 +258,7 @@ private:
             scale = 1;
         }
         if constexpr (kBias == BiasKind::kKey) {
-            if (has_raw_scores_ && metadata().key_bias.has_added()) {
+            if (has_raw_scores_ && adds_key_bias_) {
                 has_raw_scores_ = false;
                 softmax_.scale_base(scale);
             }
@@ -268,18 +273,24 @@ private:
         }
     }
 
-    // Rows see most gathered keys: a word of 32 keys is tested only where it hides a key from a row of this warp.
-    __device__ __forceinline__ void apply_sparse_mask(Scores& scores) const {
+    // Rows see most gathered keys: a word of 32 keys is masked only where it hides a key from a row of this warp.
+    __device__ __forceinline__ void find_hidden_words() {
         const auto& rows = metadata().mask[tile_row() / 32];
-        const int first_row = warp_row_ % 32;
-        uint32_t hidden[kWords], any_hidden = 0;  // this warp's rows that do not see key lane_id() of each word
+        hidden_words_ = 0;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) any_hidden |= hidden[w] = ~rows[w * 32 + lane_id()] >> first_row & 0xffff;
-        if (!__any_sync(~0u, any_hidden != 0)) return;
-        const uint32_t row_bits[2] = {1u << (first_row + fragment_row()), 1u << (first_row + 8 + fragment_row())};
+        for (int w = 0; w < kWords; ++w) {
+            const uint32_t hidden = ~rows[w * 32 + lane_id()] >> warp_row_ % 32 & 0xffff;
+            if (__any_sync(~0u, hidden != 0)) hidden_words_ |= 1u << w;
+        }
+    }
+    __device__ __forceinline__ void apply_sparse_mask(Scores& scores) const {
+        if (hidden_words_ == 0) return;
+        const auto& rows = metadata().mask[tile_row() / 32];
+        const int first_row = warp_row_ % 32 + fragment_row();
+        const uint32_t row_bits[2] = {1u << first_row, 1u << (first_row + 8)};
 #pragma unroll
         for (int w = 0; w < kWords; ++w)
-            if (__any_sync(~0u, hidden[w] != 0))
+            if (hidden_words_ >> w & 1)
                 apply_mask(reinterpret_cast<float (&)[1][4][4]>(scores[0][4 * w]), rows + w * 32, row_bits);
     }
 
@@ -383,6 +394,8 @@ private:
     uint32_t visible_keys_[kWords];  // of the n_block whose P V is next
     bool has_raw_scores_;            // FwdSoftmaxParams::raw_scores, up to a key bias that is added to scaled scores
     bool is_full_;                   // no score of the n_block is hidden; not for gathered keys
+    uint32_t hidden_words_;          // gathered keys: words of 32 keys that hide one from a row of this warp
+    bool adds_key_bias_;             // the n_block has parts of a key bias that are added to scaled scores
     Bias bias_;                      // of the n_block, if kHoldsBias
     RelativeBiasLane relative_bias_lane_;
     FwdSoftmax<T> softmax_;

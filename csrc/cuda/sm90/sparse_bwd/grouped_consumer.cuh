@@ -24,7 +24,7 @@ public:
         : p_(p), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), layout_(warpgroup_),
           warp_key_(AtomLayout::warp_key()), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline),
           query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline),
-          scores_pipeline_(smem.scores_pipeline) {
+          scores_pipeline_(smem.scores_pipeline), keys_(p) {
         const GroupedSparseBwdWorkTile& work_tile = smem.work_tile();
         slot_ = work_tile.group_index % static_cast<int>(p.dquery_slots);
         num_steps_ = work_tile.num_steps<kRows>();
@@ -67,6 +67,7 @@ private:
     using ScoresOperand = typename AtomLayout::ScoresOperand;
     using DkvFragment = typename AtomLayout::DkvFragment;
     using DqFragment = typename AtomLayout::DqFragment;
+    using VisibleRows = typename KeyFragment<kBias>::VisibleRows;
 
     // kRows rows of one head with the n_block: S and dP, then P and dS, then dV, dQ and dK.
     __device__ __forceinline__ void step(ScoresFragment& scores, ScoresFragment& dprobs, ScoresOperand& probs,
@@ -79,6 +80,8 @@ private:
         if (has_empty_rows) zero_empty_rows(dout());
         layout_.gemm_scores(dprobs, smem_.value, dout());
         if constexpr (Traits::kSharesKeys) finish_previous_dkv<2>(i > 0);
+        VisibleRows visible_rows[kScoreRows / 32];
+        load_visible_rows(visible_rows, i);
         wgmma_wait_group<0>();
         warpgroup_fence_operand(scores);
         warpgroup_fence_operand(dprobs);
@@ -86,7 +89,7 @@ private:
             value_pipeline_.consumer_release();
             value_pipeline_.advance();
         }
-        compute_p_ds_gathered(scores, dprobs, i);
+        compute_p_ds_gathered(scores, dprobs, visible_rows);
         to_a_operand<T>(scores, probs);
         to_a_operand<T>(dprobs, dscores);
         if constexpr (Traits::kSharesKeys) {
@@ -177,13 +180,18 @@ private:
             stmatrix_x4_trans(to + r * 16 * ScoresTile::kSlabCols * sizeof(T), scores[r]);
     }
 
-    // S and dP to P and dS.
-    __device__ __forceinline__ void compute_p_ds_gathered(ScoresFragment& s, ScoresFragment& dp, int step) {
+    __device__ __forceinline__ void load_visible_rows(VisibleRows (&visible_rows)[kScoreRows / 32], int step) const {
         const int first_word = (smem_.work_tile().template row_of<kRows>(step) + layout_.first_row()) / 32;
+#pragma unroll
+        for (int w = 0; w < kScoreRows / 32; ++w) keys_.load_visible_rows(smem_.keys, first_word + w, visible_rows[w]);
+    }
+    // S and dP to P and dS.
+    __device__ __forceinline__ void compute_p_ds_gathered(ScoresFragment& s, ScoresFragment& dp,
+                                                          const VisibleRows (&visible_rows)[kScoreRows / 32]) {
         const float *lse = row_info().lse + layout_.first_row(), *delta = row_info().delta + layout_.first_row();
 #pragma unroll
         for (int w = 0; w < kScoreRows / 32; ++w)
-            keys_.compute_p_ds_gathered(p_, smem_.keys, first_word + w, s, dp, w * 4, lse + w * 32, delta + w * 32);
+            keys_.compute_p_ds_gathered(p_, visible_rows[w], s, dp, w * 4, lse + w * 32, delta + w * 32);
     }
 
     // This thread's first float4 of a step's dQ in the slot, in accumulator order; the next is kDqStride further.

@@ -22,6 +22,11 @@ struct KeyGradientStages {
 template <BiasKind kBias>
 class KeyFragment {
 public:
+    // The rows that see the lane's two keys: a bit for each of 32 rows.
+    using VisibleRows = uint32_t[2];
+
+    __device__ explicit KeyFragment(const AttentionParams& p) : has_softcap_(p.softcap > 0) {}
+
     // warp_key: the warp's first key of the n_block.
     template <int kKeys>
     __device__ __forceinline__ void begin(const GatheredKeys<kKeys>& keys, int warp_key) {
@@ -34,15 +39,18 @@ public:
         }
     }
 
-    // S and dP to P and dS of 32 rows: word w of the rows that see a key, fragments [m, m + 4) of the accumulators. lse
-    // and delta begin at these rows.
-    template <int kKeys, int kFragments>
-    __device__ __forceinline__ void compute_p_ds_gathered(const AttentionParams& p, const GatheredKeys<kKeys>& keys,
-                                                          int w, float (&s)[1][kFragments][4],
-                                                          float (&dp)[1][kFragments][4], int m, const float* lse,
-                                                          const float* delta) {
-        const uint32_t visible_rows[2] = {keys.rows[key(0)][w], keys.rows[key(1)][w]};
-        if (p.softcap > 0) {
+    // Rows [32 w, 32 w + 32).
+    template <int kKeys>
+    __device__ __forceinline__ void load_visible_rows(const GatheredKeys<kKeys>& keys, int w, VisibleRows& rows) const {
+        rows[0] = keys.rows[key(0)][w], rows[1] = keys.rows[key(1)][w];
+    }
+
+    // S and dP to P and dS of 32 rows, fragments [m, m + 4) of the accumulators. lse and delta begin at these rows.
+    template <int kFragments>
+    __device__ __forceinline__ void compute_p_ds_gathered(const AttentionParams& p, const VisibleRows& visible_rows,
+                                                          float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4],
+                                                          int m, const float* lse, const float* delta) {
+        if (has_softcap_) {
             compute_p_ds_gathered<true, true>(p, visible_rows, s, dp, m, lse, delta);
         } else if (__all_sync(~0u, (visible_rows[0] & visible_rows[1]) == ~0u)) {
             compute_p_ds_gathered<false, false>(p, visible_rows, s, dp, m, lse, delta);
@@ -119,7 +127,7 @@ private:
     __device__ int key(int h) const { return warp_key_ + h * 8 + fragment_row(); }
 
     template <bool kMasked, bool kSoftcap, int kFragments>
-    __device__ __forceinline__ void compute_p_ds_gathered(const AttentionParams& p, const uint32_t (&visible_rows)[2],
+    __device__ __forceinline__ void compute_p_ds_gathered(const AttentionParams& p, const VisibleRows& visible_rows,
                                                           float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4],
                                                           int m, const float* lse, const float* delta) {
         const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
@@ -143,6 +151,7 @@ private:
         }
     }
 
+    const bool has_softcap_;
     int warp_key_;
     int position_[2];  // in the sequence; -1 where no row sees the key
     float bias_[2], dbias_[2];

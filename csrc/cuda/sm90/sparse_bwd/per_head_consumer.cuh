@@ -21,7 +21,7 @@ public:
 
     __device__ PerHeadSparseBwdConsumer(const BwdArgs& p, SharedStorage& smem)
         : p_(p), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), warp_key_((warp_id() - 4) * 16),
-          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {
+          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline), keys_(p) {
         const PerHeadSparseBwdWorkTile& work_tile = smem.work_tile();
         const int kv_head = shared_head(work_tile.head, p.heads, p.kv_heads);
         const int64_t first_key = p.cu_seqlens_k == nullptr ? work_tile.s.batch * p.seqlen_k : work_tile.s.first_key;
@@ -156,8 +156,9 @@ private:
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int w = half * 2 + i;
-            keys_.compute_p_ds_gathered(p_, smem_.keys[key_pipeline_.stage()], w, s, dp, i * 4, smem_.lse + w * 32,
-                                        smem_.delta + w * 32);
+            typename KeyFragment<kBias>::VisibleRows visible_rows;
+            keys_.load_visible_rows(smem_.keys[key_pipeline_.stage()], w, visible_rows);
+            keys_.compute_p_ds_gathered(p_, visible_rows, s, dp, i * 4, smem_.lse + w * 32, smem_.delta + w * 32);
         }
     }
 

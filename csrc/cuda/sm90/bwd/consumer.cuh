@@ -133,8 +133,8 @@ private:
     // P and dS of the warpgroup's own keys are A operands in registers; only dQ needs dS of both warpgroups.
     __device__ __forceinline__ void gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores,
                                                             ScoresFragment& ds) {
-        // With 128 rows dS is stored first: the stores would wait for the reads of the GEMM of dV. A dense bias leaves no
-        // registers for that.
+        // The stores of dS are slower while the GEMM of dV reads shared memory. With 64 rows the order makes no difference;
+        // with a dense bias dS first would spill registers.
         constexpr bool kStoresFirst = Traits::kScoreRows > 64 && kBias != BiasKind::kDense;
         if constexpr (kStoresFirst) store_scores(bias_dscores(), dscores);
         layout_.gemm_dkv(dv_, probs, dout());

@@ -26,8 +26,8 @@ protected:
     using ScoresTile = typename Traits::ScoresTile;
     using RelativeBiasLane = typename SharedStorage::RelativeSegment::Lane;
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
-    // Fragments of P that are computed while dP is multiplied, as measured: half of them with 128 rows. A relative bias
-    // needs dP first, and a dense bias leaves no registers.
+    // Fragments of P that are computed before the wait for dP. With 128 rows half of them: fastest as measured. With a
+    // relative bias the GEMM of dP comes first, and a dense bias leaves too few registers.
     static constexpr int kEarlyFragments =
         kFragments > 8 && (kBias == BiasKind::kNone || kBias == BiasKind::kKey) ? kFragments / 2 : 0;
     // Whether a bias is added after Q K^T.

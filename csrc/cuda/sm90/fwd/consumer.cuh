@@ -112,8 +112,8 @@ private:
         }
     }
 
-    // Starts the scores from a key or relative bias, before the warp scheduler barrier. Reads what the softmax tests, so
-    // that it does not wait for shared memory.
+    // Starts the scores from a key or relative bias, before the warp scheduler barrier. Also reads what the softmax tests
+    // later, so that it does not wait for shared memory.
     __device__ __forceinline__ void init_scores(Scores& scores) {
         if constexpr (kBias == BiasKind::kKey) {
             metadata().key_bias.load(scores);

@@ -119,10 +119,9 @@ protected:
     // S and dP to P and dS without a softcap, in two parts. The first needs S alone: its exponentials overlap the GEMM of
     // dP, those of the second the arithmetic of dS.
     __device__ __forceinline__ void compute_early_p(ScoresFragment& s, const RowStats& lse) const {
-        if constexpr (kEarlyFragments > 0)
-            dispatch_mask([&](auto has_ranges, auto has_bits) {
-                compute_p<has_ranges.value, has_bits.value, 0, kEarlyFragments>(s, lse);
-            });
+        dispatch_mask([&](auto has_ranges, auto has_bits) {
+            compute_p<has_ranges.value, has_bits.value, 0, kEarlyFragments>(s, lse);
+        });
     }
     __device__ __forceinline__ void compute_late_p_ds(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
         dispatch_mask([&](auto has_ranges, auto has_bits) {

@@ -24,7 +24,7 @@ public:
         : p_(p), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), layout_(warpgroup_),
           warp_key_(AtomLayout::warp_key()), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline),
           query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline),
-          scores_pipeline_(smem.scores_pipeline), keys_(p) {
+          scores_pipeline_(smem.scores_pipeline) {
         const GroupedSparseBwdWorkTile& work_tile = smem.work_tile();
         slot_ = work_tile.group_index % static_cast<int>(p.dquery_slots);
         num_steps_ = work_tile.num_steps<kRows>();

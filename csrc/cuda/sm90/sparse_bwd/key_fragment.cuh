@@ -25,8 +25,6 @@ public:
     // The rows that see the lane's two keys: a bit for each of 32 rows.
     using VisibleRows = uint32_t[2];
 
-    __device__ explicit KeyFragment(const AttentionParams& p) : has_softcap_(p.softcap > 0) {}
-
     // warp_key: the warp's first key of the n_block.
     template <int kKeys>
     __device__ __forceinline__ void begin(const GatheredKeys<kKeys>& keys, int warp_key) {
@@ -50,7 +48,7 @@ public:
     __device__ __forceinline__ void compute_p_ds_gathered(const AttentionParams& p, const VisibleRows& visible_rows,
                                                           float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4],
                                                           int m, const float* lse, const float* delta) {
-        if (has_softcap_) {
+        if (p.softcap > 0) {
             compute_p_ds_gathered<true, true>(p, visible_rows, s, dp, m, lse, delta);
         } else if (__all_sync(~0u, (visible_rows[0] & visible_rows[1]) == ~0u)) {
             compute_p_ds_gathered<false, false>(p, visible_rows, s, dp, m, lse, delta);
@@ -151,7 +149,6 @@ private:
         }
     }
 
-    const bool has_softcap_;
     int warp_key_;
     int position_[2];  // in the sequence; -1 where no row sees the key
     float bias_[2], dbias_[2];

@@ -21,7 +21,7 @@ public:
 
     __device__ PerHeadSparseBwdConsumer(const BwdArgs& p, SharedStorage& smem)
         : p_(p), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), warp_key_((warp_id() - 4) * 16),
-          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline), keys_(p) {
+          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {
         const PerHeadSparseBwdWorkTile& work_tile = smem.work_tile();
         const int kv_head = shared_head(work_tile.head, p.heads, p.kv_heads);
         const int64_t first_key = p.cu_seqlens_k == nullptr ? work_tile.s.batch * p.seqlen_k : work_tile.s.first_key;

@@ -80,6 +80,7 @@ enum class DenseDbias : int32_t {
     kNone,           // no gradient is needed
     kDirect,         // the main kernel stores dx: each entry belongs to one batch element and one head
     kClusterReduce,  // the main kernel: the CTAs of the batch elements that share an entry reduce dx through DSMEM
+    kSerialReduce,   // the main kernel: these CTAs add dx to dbias one after another
     kAtomic,         // the main kernel adds dx to float32 sums, small enough to stay in the L2 cache
     kRecompute,      // a separate kernel recomputes dx
 };
@@ -123,9 +124,10 @@ struct BwdArgs : BwdParams, BwdTiling {
     int32_t* dquery_semaphore;
     float* dbias_parts;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
     // Where keys are gathered by lists:
-    float* dkv_accum;                // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
-    float* dbias_accum;              // in the bias's shape, [dbias_accum_size]
-    int32_t* progress_counters;      // deterministic: [B, H, m_blocks], and one ticket counter
+    float* dkv_accum;    // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
+    float* dbias_accum;  // in the bias's shape, [dbias_accum_size]
+    // Lists, deterministic: [B, H, m_blocks], and one ticket counter; kSerialReduce: [CTAs].
+    int32_t* progress_counters;
     int64_t relative_bias_entries;   // of one batch element and head
     ExactSum* drelative_bias_exact;  // deterministic: in the shape of drelative_bias; else null
     // [{B|1}, {H|Hkv|1}] as relative_bias; null: no distance is known to be masked.

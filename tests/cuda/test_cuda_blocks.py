@@ -34,7 +34,7 @@ def test_a_dense_bias_shared_by_batch_elements(head_dim, batch):
 @pytest.mark.parametrize("batch, batches", [(4, 2), (8, 2), (6, 2), (6, 3), (12, 3), (10, 2)])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_masks_and_biases_shared_by_batch_elements(head_dim, batch, batches, heads, sparse):
-    """Bias gradients are summed by cluster reduction (2 and 4 batch elements), by atomics, and by a second kernel."""
+    """Bias gradients are reduced serially, in clusters (sm80), by atomics, and by a second kernel."""
     function = functools.partial(flash_dmattn_func, sparse=sparse)
     tensors = on_gpu(batch, 200, 304, 4, 2, head_dim)
     mask = mask_of(batch // batches, heads, 200, 304)

@@ -424,17 +424,15 @@ struct Forward {
 template <int kHeadDim>
 using Gathered = FwdSharedStorage<half_t, BiasKind::kKey, FwdGatherKernelTraits<kHeadDim>>;
 
-template <int kHeadDim, bool kClusterReduces = false>
+template <int kHeadDim>
 struct Backward {
     template <BiasKind kBias>
-    using Memory = BwdSharedStorage<BwdKernelTraits<half_t, kHeadDim, kClusterReduces>, kBias>;
+    using Memory = BwdSharedStorage<BwdKernelTraits<half_t, kHeadDim>, kBias>;
 };
 
 #define FORWARD(T, kHeadDim) \\
     print<Gathered<kHeadDim>>("fwd", kHeadDim, largest<Forward<kHeadDim>::template Memory>());
-#define BACKWARD(T, kHeadDim)                                                                \\
-    print<Backward<kHeadDim, can_cluster_reduce_at(kHeadDim)>::template Memory<BiasKind::kDense>>( \\
-        "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
+#define BACKWARD(T, kHeadDim) print<>("bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
 template <typename T, int kHeadDim>
 using Grouped = GroupedSparseBwdSharedStorage<GroupedSparseBwdKernelTraits<T, kHeadDim, kHeadDim <= 64 ? 128 : 64>>;
 template <typename T, int kHeadDim>

@@ -58,7 +58,7 @@ def test_strides_that_tma_reads(layout):
 
 
 @pytest.mark.parametrize("heads", [4, 2, 1])
-@pytest.mark.parametrize("batch", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 9])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_a_dense_bias_shared_by_batch_elements(head_dim, batch, heads):
     """Batch elements see different blocks, and no batch element sees some blocks."""
@@ -71,7 +71,24 @@ def test_a_dense_bias_shared_by_batch_elements(head_dim, batch, heads):
     if heads == 4:
         assert (dbias[0][~mask.any(0).repeat_interleave(2, 0)] == 0).all()
     check(tensors, None, bias)
+    check(tensors, mask, bias, deterministic=True)
     check(tensors, intervals(batch, 1, 440, rows=300), bias, sparse="tiles", softcap=4.0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("batch, batches", [(2, 1), (8, 1), (6, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_gradient_of_a_shared_dense_bias_is_repeatable(head_dim, batch, batches, deterministic):
+    """Batch elements add to it in order, from CTAs that see different blocks and take different times."""
+    leaves = [x.requires_grad_() for x in (*on_gpu(batch, 700, 1000, 8, 4, head_dim), randn(batches, 8, 700, 1000))]
+    mask = mask_of(batch, 1, 700, 1000)
+    mask[1::2, :, :640] = False
+    mask[::2, :, :, 300:900] = False
+    out = flash_dmattn_func(*leaves[:3], mask, leaves[3], deterministic=deterministic)
+    dout = torch.randn_like(out)
+    first, *others = (torch.autograd.grad(out, leaves[3], dout, retain_graph=True)[0] for _ in range(10))
+    assert first.isfinite().all() and first.any()
+    assert all(torch.equal(first, x) for x in others)
 
 
 def test_gradients_of_lse_alone():

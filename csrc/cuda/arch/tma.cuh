@@ -25,6 +25,16 @@ __device__ __forceinline__ void tma_store_4d(const void* map, uint32_t from, int
                  : "memory");
 }
 
+// Adds a box to global memory, in the map's dtype. Elements outside the tensor are not written. Committed and awaited
+// like a TMA store.
+__device__ __forceinline__ void tma_reduce_add_4d(const void* map, uint32_t from, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            map),
+        "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
 // Adds `bytes` of floats in shared memory to global memory. Addresses and bytes are multiples of 16. Committed and
 // awaited like a TMA store.
 __device__ __forceinline__ void tma_reduce_add(float* to, uint32_t from, int bytes) {

@@ -34,11 +34,11 @@ struct BwdTileSizes {
     int rows, keys;
 };
 
-// For each compiled head dimension. cluster_reduces: BwdKernelTraits::kClusterReduces.
-constexpr BwdTileSizes bwd_tile_sizes(int head_dim, bool cluster_reduces) {
+// For each compiled head dimension.
+constexpr BwdTileSizes bwd_tile_sizes(int head_dim) {
     switch (head_dim) {
         case 32: return {.rows = 128, .keys = 128};
-        case 64: return {.rows = cluster_reduces ? 64 : 128, .keys = 128};
+        case 64: return {.rows = 128, .keys = 128};
         case 128: return {.rows = 64, .keys = 128};
         case 192: return {.rows = 64, .keys = 64};
         case 256: return {.rows = 64, .keys = 64};

@@ -19,7 +19,7 @@ template <typename Traits, BiasKind kBias>
 class BwdConsumer : BwdScores<Traits, kBias> {
     using Base = BwdScores<Traits, kBias>;
     using Base::p_, Base::scale_, Base::smem_, Base::work_tile_, Base::warpgroup_, Base::layout_, Base::warp_key_;
-    using Base::reduction_, Base::probs_pipeline_, Base::dk_in_flight_, Base::has_dbias, Base::store_dbias;
+    using Base::probs_pipeline_, Base::dk_in_flight_, Base::has_dbias, Base::store_dbias;
     using Base::state_, Base::header_, Base::m_block_info, Base::bias_dscores, Base::key, Base::begin_head;
 
 public:
@@ -121,7 +121,6 @@ private:
         } else {
             Base::compute_late_p_ds(scores, dprobs, lse);
         }
-        if constexpr (Traits::kClusterReduces) reduction_.send(dprobs);
         to_a_operand<T>(scores, probs);
         to_a_operand<T>(dprobs, dscores);
         if constexpr (Traits::kSharesKeys) {
@@ -139,12 +138,11 @@ private:
         if constexpr (kStoresFirst) store_scores(bias_dscores(), dscores);
         layout_.gemm_dkv(dv_, probs, dout());
         if constexpr (!kStoresFirst) store_scores(bias_dscores(), dscores);
-        if (Traits::kClusterReduces && is_warpgroup_leader()) tma_store_wait_group_read();  // the previous step's sums
         fence_proxy_async();
+        commit_dense_dbias();
         add_drelative_bias(ds);
         if (p_.deterministic) wait_for_dq_additions();
         sync_consumers();  // dS is complete, and the previous one has been read
-        store_dense_dbias();
         DqFragment dq;
         layout_.gemm_dq(dq, bias_dscores(), smem_.key);
         layout_.gemm_dkv(dk_, dscores, query());
@@ -155,7 +153,6 @@ private:
         smem_.dout_pipeline.consumer_release(state_.stage());
         release_bias(state_.stage());
         add_dq(dq);
-        if constexpr (Traits::kClusterReduces) store_reduced_dbias();
         wgmma_wait_group<0>();  // dK
         warpgroup_fence_operand(dk_);
         smem_.query_pipeline.consumer_release(state_.stage());
@@ -168,8 +165,8 @@ private:
         store_scores(smem_.probs, probs);
         store_scores(bias_dscores(), dscores);
         fence_proxy_async();
+        commit_dense_dbias();
         sync_consumers();  // P and dS are complete
-        store_dense_dbias();
         layout_.gemm_dkv(dv_, smem_.probs, dout());
         add_drelative_bias(ds);
         DqFragment dq;
@@ -295,33 +292,15 @@ private:
             store_release(smem_.held_dq_semaphore[warpgroup_], work_tile_.n_block + 1);
     }
 
-    // Stores dS of the warpgroup's keys and rows from shared memory.
-    __device__ __forceinline__ void store_dense_dbias() {
+    // The warp's part of dS is in shared memory, where DenseDbiasStore waits for it.
+    __device__ __forceinline__ void commit_dense_dbias() const {
         if constexpr (kBias == BiasKind::kDense) {
-            if (Traits::kClusterReduces || p_.dense_dbias != DenseDbias::kDirect || !is_warpgroup_leader()) return;
-            tma_store_4d(
-                &maps_.dbias,
-                smem_address(bias_dscores().data + ScoresTile::offset(layout_.first_row(), layout_.first_key() / 8)),
-                work_tile_.n_block * kKeys + layout_.first_key(), header_.m_block * kRows + layout_.first_row(),
-                header_.head, smem_.bias_batch);
-            tma_store_commit_group();
+            __syncwarp();
+            if (lane_id() == 0) mbarrier_arrive(smem_address(&smem_.dense_dbias.dscores_full[state_.stage()]));
         }
     }
-    // Stores the rows that this CTA reduces for the cluster.
-    __device__ __forceinline__ void store_reduced_dbias() {
-        reduction_.template sum<T>(warp_key_);
-        fence_proxy_async();
-        sync_warpgroup();
-        if (!is_warpgroup_leader()) return;
-        tma_store_4d(&maps_.dbias, reduction_.sums(), work_tile_.n_block * kKeys + warpgroup_ * 64,
-                     header_.m_block * kRows + reduction_.first_row(), header_.head, smem_.bias_batch);
-        tma_store_commit_group();
-    }
-    __device__ __forceinline__ void release_bias(int stage) {
-        if constexpr (kBias == BiasKind::kDense) {
-            if (is_warpgroup_leader()) tma_store_wait_group_read();
-            smem_.bias_pipeline.consumer_release(stage);
-        }
+    __device__ __forceinline__ void release_bias(int stage) const {
+        if constexpr (kBias == BiasKind::kDense) smem_.bias_pipeline.consumer_release(stage);
     }
 
     __device__ __forceinline__ void store_dkv(const RowsView& view, const DkvFragment& acc, float factor) const {

@@ -1,28 +1,32 @@
 // The kernels of the backward: the main kernel, and the conversion of dQ from float32.
 #pragma once
 
-#include "cuda/arch/cluster.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "consumer.cuh"
 #include "producer.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Tile scheduler: one CTA for each work tile, or a cluster of cluster_size CTAs that differ in their batch element
-// alone.
+// Tile scheduler: one CTA for each work tile. Those of batch elements that reduce the gradient of a bias serially follow
+// each other.
 template <typename Traits>
-__device__ BwdWorkTile get_work_tile(const BwdArgs& p, int index, int cluster_size) {
+__device__ BwdWorkTile get_work_tile(const BwdArgs& p, int index) {
+    const int batch_group_size =
+        p.dense_dbias == DenseDbias::kSerialReduce ? static_cast<int>(p.dbias.batch_group_size) : 1;
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
               kv_heads = static_cast<int>(p.kv_heads);
     BwdWorkTile work_tile;
-    int head = index / num_n_blocks;  // over the batch elements, too, those of a cluster counted once
+    work_tile.index = index;
+    work_tile.batch_rank = index % batch_group_size;
+    index /= batch_group_size;
+    int head = index / num_n_blocks;  // over the batch elements, too, those of a group counted once
     work_tile.n_block = index % num_n_blocks;
     if (p.is_causal || p.deterministic) {
         // Some heads at once, lower n_blocks before higher ones. Under causality more rows see the lower ones: the
         // longest work tiles start first. In deterministic order a CTA waits for lower n_blocks: few of one head should
         // be active at once.
         constexpr int kHeadsAtOnce = 16;  // their Q and dO stay in L2
-        const int heads = kv_heads * (static_cast<int>(p.batch) / cluster_size);
+        const int heads = kv_heads * (static_cast<int>(p.batch) / batch_group_size);
         const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(heads - first, kHeadsAtOnce);
         work_tile.n_block = (index - first * num_n_blocks) / at_once;
         head = first + (index - first * num_n_blocks) % at_once;
@@ -30,7 +34,7 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, int index, int cluster_si
     work_tile.kv_head = head % kv_heads;
     work_tile.qheads_per_kv = static_cast<int>(p.heads) / kv_heads;
     work_tile.first_head = work_tile.kv_head * work_tile.qheads_per_kv;
-    work_tile.first_batch = head / kv_heads * cluster_size;
+    work_tile.batch = head / kv_heads * batch_group_size + work_tile.batch_rank;
     return work_tile;
 }
 
@@ -41,25 +45,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (is_inactive(p)) return;
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<BwdSharedStorage<Traits, kBias>*>(raw_smem);
-    const int cluster_size = Traits::kClusterReduces ? static_cast<int>(p.dbias.batch_group_size) : 1;
     if (threadIdx.x == 0) {
-        smem.cta_rank = blockIdx.x % cluster_size;
-        // A CTA has a higher index than those that it waits for: they have started.
-        if (p.deterministic && smem.cta_rank == 0) smem.work_index = atomicAdd(tile_count_semaphore(p), 1);
+        if (counts_work_tiles(p)) smem.work_index = atomicAdd(tile_count_semaphore(p), 1);
         smem.init_pipelines();
-        if constexpr (Traits::kClusterReduces) smem.reduction.init(cluster_size);
     }
     __syncthreads();
-    int index = blockIdx.x / cluster_size;
-    if constexpr (Traits::kClusterReduces) {
-        cluster_sync();
-        if (p.deterministic) index = load_dsmem(map_to_cta(smem_address(&smem.work_index), 0));
-    } else if (p.deterministic) {
-        index = smem.work_index;
-    }
-    const BwdWorkTile work_tile = get_work_tile<Traits>(p, index, cluster_size);
+    const auto work_tile =
+        get_work_tile<Traits>(p, counts_work_tiles(p) ? smem.work_index : static_cast<int>(blockIdx.x));
     if (threadIdx.x == 0) {
-        smem.sequence = Sequence(p, work_tile.first_batch + smem.cta_rank);
+        smem.sequence = Sequence(p, work_tile.batch);
         smem.bias_batch = shared_batch(p.bias, smem.sequence);
     }
     if (threadIdx.x < Traits::kConsumerWarpgroups) smem.held_dq_semaphore[threadIdx.x] = nullptr;
@@ -71,10 +65,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else {
         warpgroup_reg_alloc<kBwdConsumerRegisters>();
         BwdConsumer<Traits, kBias>(p, maps, scale, smem, work_tile).run();
-    }
-    if constexpr (Traits::kClusterReduces) {
-        __syncwarp();
-        cluster_sync();  // a CTA must not exit while others still send to it
     }
 }
 

@@ -14,6 +14,7 @@ constexpr int kBwdProducerRegisters = 40, kBwdConsumerRegisters = 232;  // per t
 enum BwdNamedBarrier : int {
     kConsumersBarrier = 1,    // both MMA warpgroups: P and dS are complete in shared memory
     kWarpgroupBarrier = 2,    // + warpgroup: the four warps of one MMA warpgroup
+    kProducerBarrier = 4,     // the producer
     kDscoresReadBarrier = 2,  // + warpgroup, of the per-head sparse kernel: the other one has read this one's dS
 };
 
@@ -49,14 +50,11 @@ struct BwdMmaTraits {
     static_assert(ScoresTile::kSlabCols == 64, "one slab for each 64 keys");
 };
 
-// kClusterReduces: batch elements share a dense bias, and the CTAs of a cluster reduce its gradient through DSMEM.
-template <typename T, int kHeadDim, bool kClusterReduces_ = false>
-struct BwdKernelTraits : BwdMmaTraits<T, kHeadDim, bwd_tile_sizes(kHeadDim, kClusterReduces_).rows,
-                                      bwd_tile_sizes(kHeadDim, kClusterReduces_).keys> {
-    static constexpr bool kClusterReduces = kClusterReduces_;
+template <typename T, int kHeadDim>
+struct BwdKernelTraits : BwdMmaTraits<T, kHeadDim, bwd_tile_sizes(kHeadDim).rows, bwd_tile_sizes(kHeadDim).keys> {
     static constexpr int kWords = BwdKernelTraits::kKeys / 32;
     // Whether shared memory has room to stage dQ, so that TMA adds it to global memory.
-    static constexpr bool kStagesDq = !BwdKernelTraits::kSharesKeys && !(kClusterReduces && kHeadDim == 128);
+    static constexpr bool kStagesDq = !BwdKernelTraits::kSharesKeys;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/common/check.h"
-#include "cuda/common/cluster_launch.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/arch/tensor_map.h"
 #include "cuda/sm90/relative_bias.h"
@@ -15,7 +14,6 @@ template <typename Traits, BiasKind kBias>
 void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
     constexpr int kSlab = Traits::RowsTile::kSlabCols;
-    const int cluster_size = Traits::kClusterReduces ? static_cast<int>(p.dbias.batch_group_size) : 1;
     BwdMaps maps{};
     maps.query = make_tensor_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
     maps.dout = make_tensor_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
@@ -24,19 +22,16 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     if constexpr (kBias == BiasKind::kDense) {
         constexpr int kScoresSlab = Traits::ScoresTile::kSlabCols;
         maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kScoresSlab, Traits::kRows, 1, 1});
-        if (p.dense_dbias == DenseDbias::kDirect)
-            maps.dbias = make_tensor_map(dense_bias_layout(p, p.dbias), {kScoresSlab, Traits::kScoreRows, 1, 1});
-        if (Traits::kClusterReduces)
-            maps.dbias =
-                make_tensor_map(dense_bias_layout(p, p.dbias), {kScoresSlab, Traits::kRows / cluster_size, 1, 1});
+        if (p.dense_dbias != DenseDbias::kNone)
+            maps.dbias = make_tensor_map(dense_bias_layout(p, p.dbias), {kScoresSlab, Traits::kRows, 1, 1});
     }
     const auto scale = static_cast<float>(p.softmax_scale);
     const BwdScale factors{scale, scale * kLog2E, static_cast<float>(p.softcap)};
-    const int64_t num_ctas = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
+    const unsigned num_ctas = grid_of(count_bwd_work_tiles(p, Traits::kKeys));
     const auto kernel = bwd_kernel<Traits, kBias>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
-    launch_in_clusters(kernel, grid_of(num_ctas), cluster_size, Traits::kThreads, sizeof(SharedStorage), stream, p,
-                       maps, factors);
+    kernel<<<num_ctas, Traits::kThreads, sizeof(SharedStorage), stream>>>(p, maps, factors);
+    FLASH_CUDA_CHECK(cudaGetLastError());
 
     const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
     convert_dquery_kernel<Traits>
@@ -50,11 +45,7 @@ void run_bwd(const BwdArgs& p, cudaStream_t stream) {
     switch (kernel_bias_kind(p)) {
         case BiasKind::kNone: return launch_bwd<Traits, BiasKind::kNone>(p, stream);
         case BiasKind::kKey: return launch_bwd<Traits, BiasKind::kKey>(p, stream);
-        case BiasKind::kDense:
-            if constexpr (can_cluster_reduce_at(kHeadDim))
-                if (p.dense_dbias == DenseDbias::kClusterReduce)
-                    return launch_bwd<BwdKernelTraits<T, kHeadDim, true>, BiasKind::kDense>(p, stream);
-            return launch_bwd<Traits, BiasKind::kDense>(p, stream);
+        case BiasKind::kDense: return launch_bwd<Traits, BiasKind::kDense>(p, stream);
         case BiasKind::kRelative: return launch_bwd<Traits, BiasKind::kRelative>(p, stream);
         case BiasKind::kRelativeGrid: return launch_bwd<Traits, BiasKind::kRelativeGrid>(p, stream);
     }

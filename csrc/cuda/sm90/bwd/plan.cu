@@ -12,7 +12,6 @@
 #include "cuda/sm90/pair_bias/run.h"
 #include "cuda/sm90/relative_bias.h"
 #include "cuda/sm90/tile_sizes.h"
-#include "dsmem_reduction.cuh"
 #include "kernels.h"  // generated
 #include "workspace.cuh"
 
@@ -43,11 +42,12 @@ bool can_store_dbias(const BwdParams& p) {
 }
 
 // Which kernel writes the gradient of a dense bias; kNone where none can. A softcap makes ds differ from dx.
-DenseDbias plan_dense_dbias(const BwdParams& p, int head_dim) {
+DenseDbias plan_dense_dbias(const BwdParams& p) {
     if (!can_store_dbias(p) || p.softcap != 0) return DenseDbias::kNone;
     if (p.dbias.batches == p.batch) return DenseDbias::kDirect;
-    if (can_cluster_reduce_among(p.dbias.batch_group_size) && can_cluster_reduce_at(head_dim))
-        return DenseDbias::kClusterReduce;
+    // Each addition rounds to the bias's dtype. Up to 8 addends the error is below twice that of one rounded sum.
+    constexpr int64_t kMaxAddends = 8;
+    if (p.dbias.batch_group_size <= kMaxAddends && p.seqused_k == nullptr) return DenseDbias::kSerialReduce;
     return DenseDbias::kNone;
 }
 
@@ -125,16 +125,20 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     const auto* const kernel = kKernels.find(p);
     if (kernel == nullptr) return false;
     if (p.bias.kind == BiasKind::kDense && p.dbias.present()) {
-        const DenseDbias dense_dbias = plan_dense_dbias(p, kernel->head_dim);
+        const DenseDbias dense_dbias = plan_dense_dbias(p);
         if (dense_dbias == DenseDbias::kNone) return false;
         plan.dense_dbias = dense_dbias;
     }
     plan.launch = kernel->value;
-    const int64_t rows = bwd_tile_sizes(kernel->head_dim, plan.dense_dbias == DenseDbias::kClusterReduce).rows;
+    const auto [rows, keys] = bwd_tile_sizes(kernel->head_dim);
     plan.dquery_m_blocks = count_dquery_m_blocks(p, rows);
     const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
     plan.dquery_accum = plan.take<float>(num_m_blocks * rows * kernel->head_dim);
-    plan.dquery_semaphore = plan.take<int32_t>(p.deterministic ? count_dquery_semaphores(num_m_blocks) : 0);
+    const bool is_serial = plan.dense_dbias == DenseDbias::kSerialReduce;
+    plan.dquery_semaphore = plan.take<int32_t>(p.deterministic ? count_dquery_semaphores(num_m_blocks)
+                                               : is_serial     ? 1
+                                                               : 0);
+    plan.progress_counters = plan.take<int32_t>(is_serial ? count_bwd_work_tiles(p, keys) : 0);
     plan.zeroed_bytes = plan.workspace_bytes;
     return true;
 }
@@ -146,8 +150,8 @@ bool should_use_bwd(const BwdParams& params) {
     const BwdParams p = with_dense_bias(params);
     if (p.lists.present()) return p.head_dim > 128 ? p.seqlen_k >= 1024 : p.head_dim > 32;
     if (is_pair_bias(p)) return should_use_pair_bias_bwd(p);
-    const bool cluster_reduces = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
-    if (cluster_reduces && p.head_dim <= 64) return p.seqlen_k >= 1024;
+    const bool shares_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
+    if (shares_dbias && p.head_dim <= 64) return p.seqlen_k >= 256;
     return p.head_dim > 32 || p.seqlen_k >= 512;
 }
 

@@ -3,10 +3,12 @@
 #pragma once
 
 #include "cuda/arch/mbarrier.cuh"
+#include "cuda/arch/named_barrier.cuh"
 #include "cuda/arch/tma.cuh"
 #include "cuda/mask/intervals.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
+#include "dense_dbias.cuh"
 #include "shared_storage.cuh"
 #include "workspace.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
@@ -25,18 +27,16 @@ public:
 
     __device__ void run() {
         load_keys();
+        if constexpr (kBias == BiasKind::kDense) clear_hidden_dbias();
         for_each_m_block<false>([&](int head, int m_block, bool is_active, bool is_full) {
             if (is_active) load_m_block(head, m_block, is_full);
         });
         query_pipeline_.producer_acquire();
         if (threadIdx.x == 0) smem_.m_blocks[query_pipeline_.stage()].header.m_block = SharedStorage::MBlockInfo::kEnd;
-        mbarrier_arrive(query_pipeline_.full());
-        // The mainloop skips fully masked blocks; their dbias is 0.
-        if (kBias == BiasKind::kDense && p_.dense_dbias != DenseDbias::kNone && (p_.is_causal || has_mask(p_)))
-            for_each_m_block<true>([&](int head, int m_block, bool is_active, bool) {
-                const bool is_own = !Traits::kClusterReduces || m_block % p_.dbias.batch_group_size == smem_.cta_rank;
-                if (!is_active && is_own) clear_dbias(head, m_block);
-            });
+        if (threadIdx.x < kRowDataThreads) mbarrier_arrive(query_pipeline_.full());
+        if (threadIdx.x == kQueryThread) mbarrier_arrive(query_pipeline_.full());  // as with each load of Q
+        if constexpr (kBias == BiasKind::kDense)
+            if (threadIdx.x == kBiasThread) DenseDbiasStore<Traits>(p_, maps_, smem_, work_tile_).finish();
     }
 
 private:
@@ -44,8 +44,10 @@ private:
     // Entries of a relative bias that a thread loads.
     static constexpr int kRelativeEntries =
         is_relative(kBias) ? ceil_div(SharedStorage::RelativeSegment::kMaxEntries, 128) : 1;
-    // Threads that issue TMA loads, in three warps: none waits for another's pipeline.
-    static constexpr int kBiasThread = 32, kQueryThread = 64, kDoutThread = 96;
+    // Threads that issue TMA loads. With a dense bias and 64 rows kBiasThread has a warp without row data, which may wait for
+    // dS while the others are a step ahead.
+    static constexpr int kRowDataThreads = SharedStorage::kRowDataThreads;
+    static constexpr int kQueryThread = 64, kDoutThread = kBias == BiasKind::kDense ? 64 : 96, kBiasThread = 96;
 
     __device__ const Sequence& sequence() const { return smem_.sequence; }
     __device__ int first_key() const { return work_tile_.n_block * kKeys; }
@@ -64,7 +66,7 @@ private:
                 const int first = blocks.next, end = min(first + 32, count);
                 blocks.look(count, [&](int i, bool& is_empty, bool& is_full) {
                     const int m_block = m_block_at(i);
-                    is_full = block_summary(sequence(), head, m_block, work_tile_.n_block).full;
+                    is_full = block_summary(head, m_block, work_tile_.n_block).full;
                     is_empty = m_block < causal_begin || is_masked_out(head, m_block, work_tile_.n_block);
                 });
                 for (int i = first; i < end; ++i)
@@ -73,15 +75,9 @@ private:
         }
     }
 
-    // A range that contains every row that sees a key of the n_block, in any sequence of the cluster: its CTAs iterate
-    // over the same m_blocks.
+    // A range that contains every row that sees a key of the n_block.
     __device__ __forceinline__ RowRange active_rows(int head) const {
-        RowRange range{sequence().rows, 0};
-        for_each_sequence([&](const Sequence& s) {
-            const RowRange rows = MaskSummaries<kRows, kKeys>(p_, s, head).rows_of(s.rows, work_tile_.n_block);
-            range = {min(range.begin, rows.begin), max(range.end, rows.end)};
-            return true;
-        });
+        RowRange range = MaskSummaries<kRows, kKeys>(p_, sequence(), head).rows_of(sequence().rows, work_tile_.n_block);
         if (p_.is_causal) range.begin = max(range.begin, sequence().causal_begin(first_key()));
         if constexpr (kBias == BiasKind::kRelative) {
             const auto rows = rows_of_distances(head, work_tile_.n_block);
@@ -90,37 +86,22 @@ private:
         }
         return range;
     }
-    __device__ __forceinline__ BlockSummary<kKeys> block_summary(const Sequence& s, int head, int m_block,
-                                                                 int n_block) const {
-        const MaskSummaries<kRows, kKeys> mask(p_, s, head);
-        return mask.of(m_block * kRows, min((m_block + 1) * kRows, s.rows) - 1, n_block);
+    __device__ __forceinline__ BlockSummary<kKeys> block_summary(int head, int m_block, int n_block) const {
+        const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
+        return mask.of(m_block * kRows, min((m_block + 1) * kRows, sequence().rows) - 1, n_block);
     }
     // The rows that a relative bias leaves to an n_block.
     __device__ __forceinline__ VisibleDistances::Range rows_of_distances(int head, int n_block) const {
         return VisibleDistances(p_, p_.visible_distances, sequence(), head)
             .rows_of(n_block * kKeys, (n_block + 1) * kKeys - 1);
     }
-    // Whether the mask, in every sequence of the cluster, or a relative bias hides all scores.
+    // Whether the mask or a relative bias hides all scores.
     __device__ __forceinline__ bool is_masked_out(int head, int m_block, int n_block) const {
         if constexpr (kBias == BiasKind::kRelative) {
             const auto rows = rows_of_distances(head, n_block);
             if (rows.empty() || rows.end <= m_block * kRows || rows.begin >= (m_block + 1) * kRows) return true;
         }
-        bool is_empty = true;
-        for_each_sequence(
-            [&](const Sequence& s) { return is_empty &= block_summary(s, head, m_block, n_block).empty; });
-        return is_empty;
-    }
-    // Calls visit(sequence) for this CTA, then for the other CTAs of the cluster, until it returns false.
-    template <typename Visit>
-    __device__ __forceinline__ void for_each_sequence(const Visit& visit) const {
-        if (!visit(sequence()) || !Traits::kClusterReduces) return;
-        Sequence other = sequence();
-        const int cluster_size = static_cast<int>(p_.dbias.batch_group_size);  // 2 or 4
-        for (int i = 1; i < cluster_size; ++i) {
-            other.batch = sequence().batch ^ i;
-            if (!visit(other)) return;
-        }
+        return block_summary(head, m_block, n_block).empty;
     }
     // The value of the dQ semaphore at which this CTA may add: one after the last lower n_block that adds to the
     // m_block's dQ. A warp calls.
@@ -190,46 +171,48 @@ private:
         }
         float relative_bias[kRelativeEntries];
         if constexpr (is_relative(kBias)) load_relative_bias(relative_bias, head, first);
-        issue_tma_loads(head, s.first_row + first);
-        const int semaphore_value = p_.deterministic && warp_id() == 0 ? dq_semaphore_value(head, m_block) : 0;
-        query_pipeline_.producer_acquire();
-        auto& info = smem_.m_blocks[query_pipeline_.stage()];
-        if (threadIdx.x < kRows) {
-            info.lse[threadIdx.x] = lse;
-            info.delta[threadIdx.x] = delta;
-            if (is_masked) {
-                info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
-                if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
+        issue_tma_loads(head, m_block);
+        if (threadIdx.x < kRowDataThreads) {
+            const int semaphore_value = p_.deterministic && warp_id() == 0 ? dq_semaphore_value(head, m_block) : 0;
+            query_pipeline_.producer_acquire();
+            auto& info = smem_.m_blocks[query_pipeline_.stage()];
+            if (threadIdx.x < kRows) {
+                info.lse[threadIdx.x] = lse;
+                info.delta[threadIdx.x] = delta;
+                if (is_masked) {
+                    info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
+                    if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
+                }
             }
-        }
-        if constexpr (is_relative(kBias)) {
-            auto& segment = info.relative_bias.entries;
-            segment.begin(p_.relative_bias, first, static_cast<int>(threadIdx.x));
+            if constexpr (is_relative(kBias)) {
+                auto& segment = info.relative_bias.entries;
+                segment.begin(p_.relative_bias, first, static_cast<int>(threadIdx.x));
 #pragma unroll
-            for (int i = 0; i < kRelativeEntries; ++i)
-                if (const int at = threadIdx.x + i * 128; at < segment.size(p_.relative_bias))
-                    segment.store(at, relative_bias[i]);
-        }
-        const bool has_empty_rows = __any_sync(~0u, is_empty);
-        if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty_rows[warp_id()] = has_empty_rows;
-        if (threadIdx.x == 0) {
-            info.header.head = head;
-            info.header.m_block = m_block;
-            const int64_t tile = dquery_tile<kRows>(p_, s, head, m_block);
-            info.dq_accum = p_.dquery_accum + tile * DqueryLayout<Traits>::kSize;
-            info.dq_semaphore = dquery_semaphore(p_, tile);
-            info.dq_semaphore_value = semaphore_value;
-            info.header.is_full_block = is_full;
-            if constexpr (is_relative(kBias)) info.relative_bias.gradient = RelativeBiasGradient(p_, s, head);
-            if constexpr (kBias == BiasKind::kRelative) {
-                const RelativeBiasGradient& gradient = info.relative_bias.gradient;
-                const int position = gradient.row_part(first) + gradient.key_part(first_key());
-                const bool is_clamped = gradient.is_clamped(position - (kRows - 1), position + kKeys - 1);
-                info.header.clamped = !is_clamped ? 0 : position < 0 ? -1 : 1;
-                info.relative_bias.position = position;
+                for (int i = 0; i < kRelativeEntries; ++i)
+                    if (const int at = threadIdx.x + i * 128; at < segment.size(p_.relative_bias))
+                        segment.store(at, relative_bias[i]);
             }
+            const bool has_empty_rows = __any_sync(~0u, is_empty);
+            if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty_rows[warp_id()] = has_empty_rows;
+            if (threadIdx.x == 0) {
+                info.header.head = head;
+                info.header.m_block = m_block;
+                const int64_t tile = dquery_tile<kRows>(p_, s, head, m_block);
+                info.dq_accum = p_.dquery_accum + tile * DqueryLayout<Traits>::kSize;
+                info.dq_semaphore = dquery_semaphore(p_, tile);
+                info.dq_semaphore_value = semaphore_value;
+                info.header.is_full_block = is_full;
+                if constexpr (is_relative(kBias)) info.relative_bias.gradient = RelativeBiasGradient(p_, s, head);
+                if constexpr (kBias == BiasKind::kRelative) {
+                    const RelativeBiasGradient& gradient = info.relative_bias.gradient;
+                    const int position = gradient.row_part(first) + gradient.key_part(first_key());
+                    const bool is_clamped = gradient.is_clamped(position - (kRows - 1), position + kKeys - 1);
+                    info.header.clamped = !is_clamped ? 0 : position < 0 ? -1 : 1;
+                    info.relative_bias.position = position;
+                }
+            }
+            mbarrier_arrive(query_pipeline_.full());
         }
-        mbarrier_arrive(query_pipeline_.full());
         query_pipeline_.advance();
         dout_pipeline_.advance();
         bias_pipeline_.advance();
@@ -247,31 +230,35 @@ private:
             if (i * 128 < SharedStorage::RelativeSegment::size(p_.relative_bias))
                 entries[i] = bias[first + kStep * i * 128] * scale;
     }
-    // Q, dO and a dense bias. tensor_row: the m_block's first row of the tensor.
-    __device__ __forceinline__ void issue_tma_loads(int head, int tensor_row) {
+    __device__ __forceinline__ void issue_tma_loads(int head, int m_block) {
         const Sequence& s = sequence();
-        if (threadIdx.x == kQueryThread) {
-            query_pipeline_.producer_acquire();
-            mbarrier_expect_tx(query_pipeline_.full(), sizeof(typename Traits::RowsTile));
-            tma_load_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, s, tensor_row,
-                          head);
-        }
+        const int tensor_row = s.first_row + m_block * kRows;
         if (threadIdx.x == kDoutThread) {
             dout_pipeline_.producer_acquire();
             mbarrier_arrive_and_expect_tx(dout_pipeline_.full(), sizeof(typename Traits::RowsTile));
             tma_load_rows(smem_.dout[dout_pipeline_.stage()], maps_.dout, dout_pipeline_.full(), p_, s, tensor_row,
                           head);
         }
-        if (kBias == BiasKind::kDense && threadIdx.x == kBiasThread) {
-            bias_pipeline_.producer_acquire();
-            mbarrier_arrive_and_expect_tx(bias_pipeline_.full(), sizeof(typename Traits::ScoresTile));
-            auto& bias = smem_.bias_dscores[bias_pipeline_.stage()];
-#pragma unroll
-            for (int slab = 0; slab < Traits::ScoresTile::kSlabs; ++slab)
-                tma_load_4d(smem_address(bias.data + slab * kRows * 64), &maps_.bias, bias_pipeline_.full(),
-                            first_key() + slab * 64, tensor_row, shared_head(head, p_.heads, p_.bias.heads),
-                            smem_.bias_batch);
+        if (threadIdx.x == kQueryThread) {
+            query_pipeline_.producer_acquire();
+            mbarrier_arrive_and_expect_tx(query_pipeline_.full(), sizeof(typename Traits::RowsTile));
+            tma_load_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, s, tensor_row,
+                          head);
         }
+        if constexpr (kBias == BiasKind::kDense)
+            if (threadIdx.x == kBiasThread) load_dense_bias(head, m_block);
+    }
+    // One thread calls.
+    __device__ __forceinline__ void load_dense_bias(int head, int m_block) {
+        const int stage = bias_pipeline_.stage();
+        DenseDbiasStore<Traits>(p_, maps_, smem_, work_tile_).begin(stage, head, m_block);
+        bias_pipeline_.producer_acquire();
+        mbarrier_arrive_and_expect_tx(bias_pipeline_.full(), sizeof(typename Traits::ScoresTile));
+#pragma unroll
+        for (int slab = 0; slab < Traits::ScoresTile::kSlabs; ++slab)
+            tma_load_4d(smem_address(smem_.bias_dscores[stage].data + slab * kRows * 64), &maps_.bias,
+                        bias_pipeline_.full(), first_key() + slab * 64, sequence().first_row + m_block * kRows,
+                        shared_head(head, p_.heads, p_.bias.heads), smem_.bias_batch);
     }
 
     // A row's words of the packed mask.
@@ -283,6 +270,15 @@ private:
         return __ldg(reinterpret_cast<const MaskWords*>(words + offset));
     }
 
+    // The mainloop skips m_blocks that see no key of the n_block: their dbias is 0, before any other batch element adds to
+    // it.
+    __device__ void clear_hidden_dbias() const {
+        if (p_.dense_dbias == DenseDbias::kNone || work_tile_.batch_rank > 0 || !(p_.is_causal || has_mask(p_))) return;
+        for_each_m_block<true>([&](int head, int m_block, bool is_active, bool) {
+            if (!is_active) clear_dbias(head, m_block);
+        });
+        named_barrier_sync(kProducerBarrier, 128);
+    }
     __device__ void clear_dbias(int head, int m_block) const {
         const Sequence& s = sequence();
         T* to = static_cast<T*>(p_.dbias.data) + score_offset(p_.dbias, s, head, p_.heads) +

@@ -37,7 +37,6 @@ protected:
         : p_(p), scale_(scale), smem_(smem), work_tile_(work_tile),
           warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), layout_(warpgroup_),
           warp_key_(AtomLayout::warp_key()),
-          reduction_(smem.reduction, warpgroup_, smem.cta_rank, static_cast<int>(p.dbias.batch_group_size)),
           probs_pipeline_(smem.probs_pipeline) {
         if constexpr (is_relative(kBias))
             relative_bias_lane_ =
@@ -237,7 +236,6 @@ protected:
     const int warpgroup_;
     const AtomLayout layout_;
     const int warp_key_;  // the warp's first key of the n_block
-    std::conditional_t<Traits::kClusterReduces, DsmemReduction<Traits>, NoReduction> reduction_;
     PipelineState<Traits::kStages> state_;  // of the pipelines of Q, dO and the bias: a step uses a stage of each
     typename MBlockInfo::Header header_;    // of the current m_block
     Pipeline<1> probs_pipeline_;

@@ -12,7 +12,6 @@
 #include "cuda/common/sequence.cuh"
 #include "cuda/plan.h"
 #include "kernel_traits.h"
-#include "dsmem_reduction.cuh"
 #include "mma_atom_layout.cuh"
 #include "cuda/arch/pipeline.cuh"
 #include "cuda/softmax/relative_bias_segment.cuh"
@@ -32,9 +31,32 @@ struct BwdScale {
 
 struct NoTile {};
 
+// The gradient of a dense bias (dense_dbias.cuh).
+template <int kStages>
+struct DenseDbiasSharedStorage {
+    struct Tile {
+        int head, m_block;
+    };
+    Tile tiles[kStages];                        // the m_block of each stage; -1: none to be stored
+    int stores;                                 // that have been issued
+    int position;                               // behind the last one, in the order of m_blocks
+    alignas(8) uint64_t dscores_full[kStages];  // dS is complete in the stage
+
+    // One thread calls. Warps of the consumers arrive.
+    __device__ void init(int consumer_warps) {
+        stores = position = 0;
+        for (int stage = 0; stage < kStages; ++stage) {
+            tiles[stage].m_block = -1;
+            mbarrier_init(smem_address(&dscores_full[stage]), consumer_warps);
+        }
+    }
+};
+
 template <typename Traits, BiasKind kBias>
 struct BwdSharedStorage {
     static constexpr int kRows = Traits::kRows;
+    // Threads of the producer that write MBlockInfo.
+    static constexpr int kRowDataThreads = kBias == BiasKind::kDense ? kRows : 128;
     // Whether S starts from the relative bias, divided by the softmax scale, or it is added after Q K^T, times log2(e).
     // With 128 rows no registers are left to read it ahead while P is computed.
     static constexpr bool kStartsFromBias = is_relative(kBias) && Traits::kScoreRows > 64;
@@ -74,7 +96,6 @@ struct BwdSharedStorage {
     alignas(kSmemTileAlign) typename Traits::RowsTile dout[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::ScoresTile bias_dscores[Traits::kStages];  // a dense bias, then dS
     alignas(kSmemTileAlign) std::conditional_t<Traits::kSharesKeys, typename Traits::ScoresTile, NoTile> probs;
-    std::conditional_t<Traits::kClusterReduces, DsmemReductionSharedStorage<Traits>, NoReduction> reduction;
     using DqStage = typename MmaAtomLayout<Traits>::DqStage;
     // Per warp.
     alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], NoTile> dq;
@@ -86,28 +107,31 @@ struct BwdSharedStorage {
     // Aligned, so that no load of 16 bytes also covers visible_keys, which another warp may write meanwhile.
     alignas(16) Sequence sequence;
     int bias_batch;                                           // the batch element of the bias
-    int cta_rank;                                             // in the cluster; 0 without one
-    int work_index;                                           // with deterministic=True
+    int work_index;                                           // where an atomic counter assigns work tiles
     int32_t* held_dq_semaphore[Traits::kConsumerWarpgroups];  // the last one acquired and not yet released, or null
     alignas(8) uint64_t keys_full;
     PipelineBarriers<Traits::kStages> query_pipeline, dout_pipeline, bias_pipeline;
     PipelineBarriers<1> probs_pipeline;  // only its empty barrier is used
+    std::conditional_t<kBias == BiasKind::kDense, DenseDbiasSharedStorage<Traits::kStages>, NoTile> dense_dbias;
 
     // One thread calls.
     __device__ void init_pipelines() {
         constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
         mbarrier_init(smem_address(&keys_full), 128);
-        query_pipeline.init(128, kConsumerWarps);
+        query_pipeline.init(kRowDataThreads + 1, kConsumerWarps);  // 1: the thread that loads Q
         dout_pipeline.init(1, kConsumerWarps);
         bias_pipeline.init(1, kConsumerWarps);
         probs_pipeline.init(1, kConsumerWarps);
+        if constexpr (kBias == BiasKind::kDense) dense_dbias.init(kConsumerWarps);
     }
 };
 
 // An n_block of one key/value head and batch element.
 struct BwdWorkTile {
+    int index;                                        // work tiles are assigned in this order
     int n_block, kv_head, first_head, qheads_per_kv;  // the query heads [first_head, first_head + qheads_per_kv)
-    int first_batch;                                  // the batch element of the cluster's first CTA
+    int batch;
+    int batch_rank;  // among the batch elements that share a dense bias and reduce its gradient serially, else 0
 };
 
 }  // namespace flash_dmattn::cuda::sm90

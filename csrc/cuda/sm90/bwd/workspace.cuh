@@ -6,13 +6,29 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// With deterministic=True dquery_semaphore holds the tile scheduler's counter, then a semaphore for each tile of
-// dquery_accum and MMA warpgroup: the first n_block that has not yet added to the tile.
+// Whether an atomic counter assigns the work tiles, so that a CTA that waits for one of lower index knows that it has
+// started.
+__device__ __forceinline__ bool counts_work_tiles(const BwdArgs& p) {
+    return p.deterministic || p.dense_dbias == DenseDbias::kSerialReduce;
+}
+
+// dquery_semaphore holds this counter, then, with deterministic=True, a semaphore for each tile of dquery_accum and MMA
+// warpgroup: the first n_block that has not yet added to the tile.
 __device__ __forceinline__ int32_t* tile_count_semaphore(const BwdArgs& p) { return p.dquery_semaphore; }
 __device__ __forceinline__ int32_t* dquery_semaphore(const BwdArgs& p, int64_t tile) {
     return p.dquery_semaphore + 1 + tile * kBwdConsumerWarpgroups;
 }
 constexpr int64_t count_dquery_semaphores(int64_t tiles) { return 1 + tiles * kBwdConsumerWarpgroups; }
+
+// Serial reduction of dbias: the progress of a work tile (dense_dbias.cuh).
+__device__ __forceinline__ int32_t* dbias_progress(const BwdArgs& p, int work_index) {
+    return p.progress_counters + work_index;
+}
+
+// One CTA for each n_block of each KV head and batch element.
+constexpr int64_t count_bwd_work_tiles(const BwdParams& p, int keys) {
+    return ceil_div<int64_t>(p.seqlen_k, keys) * p.kv_heads * p.batch;
+}
 
 // A tile of dquery_accum in accumulator order: [warp][fragment][lane][4], so that each warp adds contiguous memory.
 template <typename Traits>

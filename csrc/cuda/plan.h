@@ -88,6 +88,9 @@ enum class DenseDbias : int32_t {
 // How the backward is divided among CTAs. A kernel parameter, as part of BwdArgs.
 struct BwdTiling {
     int64_t dquery_m_blocks = 0;  // m_blocks of one head in dquery_accum; with variable length, of all sequences
+    // sm90, dense: launches of the main kernel, for an equal part of the heads each, that use dquery_accum one after
+    // another.
+    int64_t num_launches = 1;
     DenseDbias dense_dbias = DenseDbias::kNone;
     // dbias is reduced in m_block x n_block tiles, where dense_dbias is kAtomic or kRecompute, and with pair bias:
     int64_t dbias_tiles = 0;   // of all heads and batch elements of dbias; pair bias: m_blocks of them
@@ -116,8 +119,8 @@ struct BwdPlan : BwdTiling, WorkspaceLayout {
 
 // A kernel parameter: compiled kernels depend on the order of the members, here and in params.h.
 struct BwdArgs : BwdParams, BwdTiling {
-    // dQ, float32, in the order of the accumulator registers: [{B} H, dquery_m_blocks, rows of an m_block * D rounded
-    // up], or with list_splits [dquery_slots, H / Hkv, the same].
+    // dQ, float32, in the order of the accumulator registers: [{B} H / num_launches, dquery_m_blocks, rows of an m_block *
+    // D rounded up], or with list_splits [dquery_slots, H / Hkv, the same].
     float* dquery_accum;
     // deterministic: for each m_block the n_block that may add to dQ, and one ticket counter; with list_splits: the
     // state of each slot, and one ticket counter.

@@ -1,5 +1,7 @@
 """The dense sm90 kernels: more work tiles than CTAs, strides that TMA reads, and gradients of a shared bias."""
 
+import functools
+
 import pytest
 import torch
 from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn, takes_gpu_memory
@@ -89,6 +91,45 @@ def test_the_gradient_of_a_shared_dense_bias_is_repeatable(head_dim, batch, batc
     first, *others = (torch.autograd.grad(out, leaves[3], dout, retain_graph=True)[0] for _ in range(10))
     assert first.isfinite().all() and first.any()
     assert all(torch.equal(first, x) for x in others)
+
+
+@takes_gpu_memory(4)
+@CAUSAL
+@pytest.mark.parametrize(
+    "batch, heads, kv_heads, deterministic, mib", [(1, 16, 16, True, 64), (2, 16, 8, True, 128), (1, 16, 16, False, 64)]
+)
+def test_long_sequences_take_their_heads_in_several_launches(batch, heads, kv_heads, deterministic, mib, causal):
+    """The gradients are those of calls with a few heads, and the sums of dQ take less memory."""
+    seqlen, some = 32768, 4
+    leaves = [x.requires_grad_() for x in on_gpu(batch, seqlen, seqlen, heads, kv_heads, 64)]
+    table = torch.randn(1, heads, 257, device="cuda").requires_grad_()
+    call = functools.partial(flash_dmattn_func, is_causal=causal, deterministic=deterministic)
+    out = call(*leaves, relative_bias=table)
+    dout = torch.randn_like(out)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, (*leaves, table), dout)
+    outputs = sum(x.numel() * x.element_size() for x in gradients)
+    assert torch.cuda.max_memory_allocated() - before - outputs < mib * 2**20
+
+    group = some * kv_heads // heads
+    for b in range(batch):
+        for first in range(0, heads, some):
+            keys = slice(first * kv_heads // heads, first * kv_heads // heads + group)
+            parts = (slice(first, first + some), keys, keys)
+            xs = [x.detach()[b : b + 1, :, part].requires_grad_() for x, part in zip(leaves, parts)]
+            part = table.detach()[:, first : first + some].requires_grad_()
+            got = torch.autograd.grad(
+                call(*xs, relative_bias=part), (*xs, part), dout[b : b + 1, :, first : first + some]
+            )
+            for ours, single, heads_of in zip(gradients, got, parts):
+                ours = ours[b : b + 1, :, heads_of]
+                if deterministic:
+                    assert torch.equal(ours, single)
+                else:
+                    torch.testing.assert_close(ours, single, rtol=2e-2, atol=1e-4)
+            if deterministic and batch == 1:
+                assert torch.equal(gradients[3][:, first : first + some], got[3])
 
 
 def test_gradients_of_lse_alone():

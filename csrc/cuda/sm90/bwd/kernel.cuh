@@ -10,7 +10,7 @@ namespace flash_dmattn::cuda::sm90 {
 // Tile scheduler: one CTA for each work tile. Those of batch elements that reduce the gradient of a bias serially follow
 // each other.
 template <typename Traits>
-__device__ BwdWorkTile get_work_tile(const BwdArgs& p, int index) {
+__device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdHeads& heads, int index) {
     const int batch_group_size =
         p.dense_dbias == DenseDbias::kSerialReduce ? static_cast<int>(p.dbias.batch_group_size) : 1;
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
@@ -19,18 +19,18 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, int index) {
     work_tile.index = index;
     work_tile.batch_rank = index % batch_group_size;
     index /= batch_group_size;
-    int head = index / num_n_blocks;  // over the batch elements, too, those of a group counted once
+    int head = index / num_n_blocks;  // of the launch
     work_tile.n_block = index % num_n_blocks;
     if (p.is_causal || p.deterministic) {
         // Some heads at once, lower n_blocks before higher ones. Under causality more rows see the lower ones: the
         // longest work tiles start first. In deterministic order a CTA waits for lower n_blocks: few of one head should
         // be active at once.
         constexpr int kHeadsAtOnce = 16;  // their Q and dO stay in L2
-        const int heads = kv_heads * (static_cast<int>(p.batch) / batch_group_size);
-        const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(heads - first, kHeadsAtOnce);
+        const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(heads.count - first, kHeadsAtOnce);
         work_tile.n_block = (index - first * num_n_blocks) / at_once;
         head = first + (index - first * num_n_blocks) % at_once;
     }
+    head += heads.first;
     work_tile.kv_head = head % kv_heads;
     work_tile.qheads_per_kv = static_cast<int>(p.heads) / kv_heads;
     work_tile.first_head = work_tile.kv_head * work_tile.qheads_per_kv;
@@ -41,17 +41,19 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, int index) {
 template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdMaps maps,
-               const __grid_constant__ BwdScale scale) {
+               const __grid_constant__ BwdScale scale, const __grid_constant__ BwdHeads heads) {
     if (is_inactive(p)) return;
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<BwdSharedStorage<Traits, kBias>*>(raw_smem);
     if (threadIdx.x == 0) {
-        if (counts_work_tiles(p)) smem.work_index = atomicAdd(tile_count_semaphore(p), 1);
+        if (counts_work_tiles(p))
+            smem.work_index = atomicAdd(tile_count_semaphore(p), 1) -
+                              heads.first * ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);
         smem.init_pipelines();
     }
     __syncthreads();
     const auto work_tile =
-        get_work_tile<Traits>(p, counts_work_tiles(p) ? smem.work_index : static_cast<int>(blockIdx.x));
+        get_work_tile<Traits>(p, heads, counts_work_tiles(p) ? smem.work_index : static_cast<int>(blockIdx.x));
     if (threadIdx.x == 0) {
         smem.sequence = Sequence(p, work_tile.batch);
         smem.bias_batch = shared_batch(p.bias, smem.sequence);
@@ -68,25 +70,29 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
 }
 
-// Scales dQ and converts it from dquery_accum to rows of the query's dtype. One CTA for each m_block.
+// Scales dQ of the launch's heads and converts it from dquery_accum to rows of the query's dtype. One CTA for each m_block.
+// clears: leaves zeros for the next launch.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
-    convert_dquery_kernel(const __grid_constant__ BwdArgs p) {
+    convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, bool clears) {
     if (is_inactive(p)) return;
     using T = typename Traits::T;
     using Layout = DqueryLayout<Traits>;
     constexpr int kRows = Traits::kRows;
     const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads);
-    const int m_block = blockIdx.x % num_m_blocks, head = blockIdx.x / num_m_blocks % heads;
+    const int m_block = blockIdx.x % num_m_blocks, head_and_batch = first_head + blockIdx.x / num_m_blocks,
+              head = head_and_batch % heads;
     const int warpgroup = threadIdx.x / 128;
-    const Sequence s(p, blockIdx.x / num_m_blocks / heads);
+    const Sequence s(p, head_and_batch / heads);
     if (m_block * kRows >= s.rows) return;
-    const float* from = p.dquery_accum + dquery_tile<kRows>(p, s, head, m_block) * Layout::kSize +
+    float* const from = p.dquery_accum + dquery_tile<kRows>(p, s, head, m_block) * Layout::kSize +
                         Layout::offset(warp_id(), 0, lane_id());
     typename MmaAtomLayout<Traits>::DqFragment dq;
 #pragma unroll
     for (int n = 0; n < Layout::kFragments; ++n) {
-        const float4 x = *reinterpret_cast<const float4*>(from + Layout::offset(0, n, 0));
+        auto& accum = *reinterpret_cast<float4*>(from + Layout::offset(0, n, 0));
+        const float4 x = accum;
+        if (clears) accum = {};
         dq[0][n][0] = x.x, dq[0][n][1] = x.y, dq[0][n][2] = x.z, dq[0][n][3] = x.w;
     }
     const int first_row = Traits::kSplitsDqRows ? warpgroup * 64 : 0;

@@ -1,6 +1,8 @@
 // Launches the backward of one head dimension and dtype.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/arch/tensor_map.h"
@@ -27,16 +29,26 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     }
     const auto scale = static_cast<float>(p.softmax_scale);
     const BwdScale factors{scale, scale * kLog2E, static_cast<float>(p.softcap)};
-    const unsigned num_ctas = grid_of(count_bwd_work_tiles(p, Traits::kKeys));
     const auto kernel = bwd_kernel<Traits, kBias>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
-    kernel<<<num_ctas, Traits::kThreads, sizeof(SharedStorage), stream>>>(p, maps, factors);
-    FLASH_CUDA_CHECK(cudaGetLastError());
 
-    const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
-    convert_dquery_kernel<Traits>
-        <<<grid_of(num_m_blocks * p.heads * p.batch), Traits::kConsumerWarpgroups * 128, 0, stream>>>(p);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    const int64_t group_size = p.dense_dbias == DenseDbias::kSerialReduce ? p.dbias.batch_group_size : 1;
+    const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys),
+                  num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
+    const int64_t kv_heads = p.kv_heads * p.batch, kv_heads_per_launch = ceil_div(kv_heads, p.num_launches);
+    for (int64_t first = 0; first < kv_heads; first += kv_heads_per_launch) {
+        const int64_t count = std::min(kv_heads - first, kv_heads_per_launch), heads_per_kv = p.heads / p.kv_heads;
+        BwdArgs args = p;  // dquery_accum: to where the tiles of all heads would begin
+        args.dquery_accum -= first * heads_per_kv * p.dquery_m_blocks * DqueryLayout<Traits>::kSize;
+        const BwdHeads heads{static_cast<int>(first / group_size), static_cast<int>(count / group_size)};
+        kernel<<<grid_of(num_n_blocks * count), Traits::kThreads, sizeof(SharedStorage), stream>>>(args, maps, factors,
+                                                                                                   heads);
+        FLASH_CUDA_CHECK(cudaGetLastError());
+        convert_dquery_kernel<Traits>
+            <<<grid_of(num_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * 128, 0, stream>>>(
+                args, static_cast<int>(first * heads_per_kv), first + count < kv_heads);
+        FLASH_CUDA_CHECK(cudaGetLastError());
+    }
 }
 
 template <typename T, int kHeadDim>

@@ -121,6 +121,16 @@ bool plan_sparse(const BwdParams& p, BwdPlan& plan) {
     return true;
 }
 
+// The sums of dQ take accum_size floats for all heads. With long sequences some heads are launched after the others, in the
+// memory of their sums, if each launch still fills the device several times.
+int64_t plan_launches(const BwdParams& p, int64_t accum_size, int keys, DenseDbias dense_dbias) {
+    constexpr int64_t kMaxBytes = 48 << 20, kOnceBytes = 64 << 20, kMinWaves = 8;
+    const int64_t bytes = accum_size * static_cast<int64_t>(sizeof(float));
+    if (bytes <= kOnceBytes || p.cu_seqlens_q != nullptr || dense_dbias == DenseDbias::kSerialReduce) return 1;
+    const int64_t max_launches = count_bwd_work_tiles(p, keys) / (kMinWaves * current_device().num_sms);
+    return std::max<int64_t>(std::min({ceil_div(bytes, kMaxBytes), max_launches, p.kv_heads * p.batch}), 1);
+}
+
 bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     const auto* const kernel = kKernels.find(p);
     if (kernel == nullptr) return false;
@@ -133,7 +143,10 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     const auto [rows, keys] = bwd_tile_sizes(kernel->head_dim);
     plan.dquery_m_blocks = count_dquery_m_blocks(p, rows);
     const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
-    plan.dquery_accum = plan.take<float>(num_m_blocks * rows * kernel->head_dim);
+    plan.num_launches = plan_launches(p, num_m_blocks * rows * kernel->head_dim, keys, plan.dense_dbias);
+    const int64_t kv_heads = p.kv_heads * p.batch;
+    const int64_t launch_m_blocks = num_m_blocks * ceil_div(kv_heads, plan.num_launches) / kv_heads;
+    plan.dquery_accum = plan.take<float>(launch_m_blocks * rows * kernel->head_dim);
     const bool is_serial = plan.dense_dbias == DenseDbias::kSerialReduce;
     plan.dquery_semaphore = plan.take<int32_t>(p.deterministic ? count_dquery_semaphores(num_m_blocks)
                                                : is_serial     ? 1

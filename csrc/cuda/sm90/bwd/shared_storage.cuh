@@ -126,6 +126,12 @@ struct BwdSharedStorage {
     }
 };
 
+// The KV heads of a launch, over all batch elements; those that reduce the gradient of a dense bias serially are counted
+// once.
+struct BwdHeads {
+    int first, count;
+};
+
 // An n_block of one key/value head and batch element.
 struct BwdWorkTile {
     int index;                                        // work tiles are assigned in this order

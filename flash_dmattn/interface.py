@@ -77,9 +77,9 @@ def flash_dmattn_func(
             reused. With a batch dimension of B/n, n consecutive batch elements share each entry.
         attn_bias: ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) in query's dtype or float32, added to the scores without
             rounding. Its gradient has its shape and dtype, and is summed in float32 over broadcast and shared
-            dimensions; that of a 16-bit dense bias on Hopper over up to 8 batch elements in its dtype. On CUDA a key
-            bias [.., 1, Sk] takes the same time in both dtypes; a float32 bias [.., Sq, Sk] with a 16-bit query is
-            slower, unless the pair bias kernels of sm90 serve the call (docs/semantics.md).
+            dimensions; on Hopper the gradient of a 16-bit dense bias that 2 to 8 batch elements share may be summed in
+            its dtype (docs/semantics.md). On CUDA a key bias [.., 1, Sk] takes the same time in both dtypes; a float32
+            bias [.., Sq, Sk] with a 16-bit query is slower, unless the pair bias kernels of sm90 serve the call.
         softmax_scale: a number, by default 1 / sqrt(D); or a floating tensor () or (H), which is differentiable: query
             is multiplied by it in float32, and the product is rounded to query's dtype. Its values are not checked.
         is_causal: key j is visible to row i only if j <= i + (Sk - Sq): aligned to the bottom right corner.

@@ -88,8 +88,7 @@ enum class DenseDbias : int32_t {
 // How the backward is divided among CTAs. A kernel parameter, as part of BwdArgs.
 struct BwdTiling {
     int64_t dquery_m_blocks = 0;  // m_blocks of one head in dquery_accum; with variable length, of all sequences
-    // sm90, dense: launches of the main kernel, for an equal part of the heads each, that use dquery_accum one after
-    // another.
+    // sm90, dense: launches of the main kernel, for some of the KV heads each, that use dquery_accum one after another.
     int64_t num_launches = 1;
     DenseDbias dense_dbias = DenseDbias::kNone;
     // dbias is reduced in m_block x n_block tiles, where dense_dbias is kAtomic or kRecompute, and with pair bias:
@@ -119,16 +118,15 @@ struct BwdPlan : BwdTiling, WorkspaceLayout {
 
 // A kernel parameter: compiled kernels depend on the order of the members, here and in params.h.
 struct BwdArgs : BwdParams, BwdTiling {
-    // dQ, float32, in the order of the accumulator registers: [{B} H / num_launches, dquery_m_blocks, rows of an m_block *
-    // D rounded up], or with list_splits [dquery_slots, H / Hkv, the same].
+    // dQ, float32, in the order of the accumulator registers: [{B} H, dquery_m_blocks, rows of an m_block * D rounded
+    // up], with several launches for the heads of one of them; or with list_splits [dquery_slots, H / Hkv, the same].
     float* dquery_accum;
     // deterministic: for each m_block the n_block that may add to dQ, and one ticket counter; with list_splits: the
-    // state of each slot, and one ticket counter.
+    // state of each slot, and one ticket counter; kSerialReduce: a ticket counter at least.
     int32_t* dquery_semaphore;
     float* dbias_parts;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
-    // Where keys are gathered by lists:
-    float* dkv_accum;    // dkey, then dvalue, unscaled: [dkv_rows, Hkv, dkv_cols] each
-    float* dbias_accum;  // in the bias's shape, [dbias_accum_size]
+    float* dkv_accum;    // lists: dkey, then dvalue, unscaled, [dkv_rows, Hkv, dkv_cols] each
+    float* dbias_accum;  // lists: in the bias's shape, [dbias_accum_size]
     // Lists, deterministic: [B, H, m_blocks], and one ticket counter; kSerialReduce: [CTAs].
     int32_t* progress_counters;
     int64_t relative_bias_entries;   // of one batch element and head

@@ -75,22 +75,43 @@ def test_a_dense_bias_shared_by_batch_elements(head_dim, batch, heads):
     check(tensors, None, bias)
     check(tensors, mask, bias, deterministic=True)
     check(tensors, intervals(batch, 1, 440, rows=300), bias, sparse="tiles", softcap=4.0)
+    check(tensors, intervals(batch, 1, 440, rows=300), bias, sparse="tiles")
+    check([x.half() for x in tensors], mask, bias.half())
 
 
+@CAUSAL
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("batch, batches", [(2, 1), (8, 1), (6, 2)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_gradient_of_a_shared_dense_bias_is_repeatable(head_dim, batch, batches, deterministic):
+@pytest.mark.parametrize("head_dim, dtype", [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)])
+def test_the_gradient_of_a_shared_dense_bias_is_repeatable(head_dim, dtype, batch, batches, deterministic, causal):
     """Batch elements add to it in order, from CTAs that see different blocks and take different times."""
-    leaves = [x.requires_grad_() for x in (*on_gpu(batch, 700, 1000, 8, 4, head_dim), randn(batches, 8, 700, 1000))]
+    tensors = (*on_gpu(batch, 700, 1000, 8, 4, head_dim), randn(batches, 8, 700, 1000))
+    leaves = [x.to(dtype).requires_grad_() for x in tensors]
     mask = mask_of(batch, 1, 700, 1000)
     mask[1::2, :, :640] = False
     mask[::2, :, :, 300:900] = False
-    out = flash_dmattn_func(*leaves[:3], mask, leaves[3], deterministic=deterministic)
+    out = flash_dmattn_func(*leaves[:3], mask, leaves[3], is_causal=causal, deterministic=deterministic)
     dout = torch.randn_like(out)
     first, *others = (torch.autograd.grad(out, leaves[3], dout, retain_graph=True)[0] for _ in range(10))
     assert first.isfinite().all() and first.any()
     assert all(torch.equal(first, x) for x in others)
+
+
+@takes_gpu_memory(6)
+def test_several_launches_with_a_dense_bias():
+    """The gradients are those of calls with a few batch elements."""
+    tensors = (*on_gpu(32, 1024, 1024, 8, 8, 256), randn(32, 8, 1024, 1024))
+    dout = torch.randn_like(tensors[0])
+
+    def gradients(part):
+        *leaves, bias = (x[part].detach().requires_grad_() for x in tensors)
+        out = flash_dmattn_func(*leaves, None, bias, is_causal=True, deterministic=True)
+        return torch.autograd.grad(out, (*leaves, bias), dout[part])
+
+    whole = gradients(slice(None))
+    for first in range(0, 32, 4):
+        part = slice(first, first + 4)
+        assert all(torch.equal(ours[part], few) for ours, few in zip(whole, gradients(part)))
 
 
 @takes_gpu_memory(4)

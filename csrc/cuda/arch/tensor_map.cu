@@ -46,7 +46,8 @@ TensorLayout rows_layout(const AttentionParams& p, const RowsView& rows, int64_t
     const bool varlen = p.cu_seqlens_q != nullptr;
     return {rows.data,
             {p.head_dim, heads, varlen ? total : seqlen, varlen ? 1 : p.batch},
-            {rows.head_stride, rows.row_stride, rows.batch_stride}};
+            {rows.head_stride, rows.row_stride, rows.batch_stride},
+            p.dtype};
 }
 
 }  // namespace
@@ -72,10 +73,12 @@ CUtensorMap make_tensor_map(const TensorLayout& tensor, const std::array<int, 4>
     }
     for (int i = 0; i < 3; ++i)
         strides[i] = static_cast<cuuint64_t>(sizes[i + 1] == 1 ? kAlign : tensor.strides[i] * kElementBytes);
+    const auto dtype =
+        tensor.dtype == DataType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     CUtensorMap map;
     const auto make = [&] {
-        return encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(tensor.data), sizes, strides,
-                      box_sizes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        return encode(&map, dtype, 4, const_cast<void*>(tensor.data), sizes, strides, box_sizes, steps,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE,
                       box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
@@ -98,7 +101,8 @@ TensorLayout key_layout(const AttentionParams& p, const RowsView& keys) {
 TensorLayout dense_bias_layout(const AttentionParams& p, const ScoreView& scores) {
     return {scores.data,
             {p.seqlen_k, p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q, scores.heads, scores.batches},
-            {scores.row_stride, scores.head_stride, scores.batch_stride}};
+            {scores.row_stride, scores.head_stride, scores.batch_stride},
+            p.dtype};
 }
 
 TensorLayout dense_bias_layout(const AttentionParams& p, const BiasView& bias) {

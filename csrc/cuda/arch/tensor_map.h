@@ -18,6 +18,7 @@ struct TensorLayout {
     const void* data;
     std::array<int64_t, 4> sizes;
     std::array<int64_t, 3> strides;  // of the dimensions after the first
+    DataType dtype;                  // in which TMA reductions add
 };
 
 // Whether TMA can access the tensor: 16-byte aligned address and strides, no stride of 0.

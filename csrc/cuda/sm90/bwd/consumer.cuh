@@ -26,9 +26,8 @@ public:
     using T = typename Traits::T;
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
 
-    __device__ BwdConsumer(const BwdArgs& p, const BwdMaps& maps, const BwdScale& scale, SharedStorage& smem,
-                           const BwdWorkTile& work_tile)
-        : Base(p, scale, smem, work_tile), maps_(maps) {}
+    __device__ BwdConsumer(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
+        : Base(p, scale, smem, work_tile) {}
 
     __device__ __forceinline__ void run() {
         clear(dk_);
@@ -132,8 +131,8 @@ private:
     // P and dS of the warpgroup's own keys are A operands in registers; only dQ needs dS of both warpgroups.
     __device__ __forceinline__ void gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores,
                                                             ScoresFragment& ds) {
-        // The stores of dS are slower while the GEMM of dV reads shared memory. With 64 rows the order makes no difference;
-        // with a dense bias dS first would spill registers.
+        // The stores of dS are slower while the GEMM of dV reads shared memory. With 64 rows the order makes no
+        // difference; with a dense bias dS first would spill registers.
         constexpr bool kStoresFirst = Traits::kScoreRows > 64 && kBias != BiasKind::kDense;
         if constexpr (kStoresFirst) store_scores(bias_dscores(), dscores);
         layout_.gemm_dkv(dv_, probs, dout());
@@ -312,7 +311,6 @@ private:
                       static_cast<int>(p_.head_dim) - layout_.first_col(), key(h) < s.keys);
     }
 
-    const BwdMaps& maps_;
     DkvFragment dk_, dv_;
 };
 

@@ -1,10 +1,10 @@
 // The gradient of a dense bias: a thread of the producer stores dS of each m_block from shared memory.
 //
 // Batch elements that share a bias reduce its gradient serially, like the CTAs of a serial split-K GEMM: the CTA of the
-// first one stores its tiles, and each of the others adds its own tiles by TMA reductions in the bias's dtype, behind the
-// CTA before it. So the order of the additions is fixed. The CTAs run side by side, and the tiles are still in the L2
-// cache. Their progress counters hold positions in the order of m_blocks: before that position the CTA and all before it
-// have completed their tiles.
+// first one stores its tiles, and each of the others adds its own tiles by TMA reductions in the bias's dtype, after
+// the CTA before it. So the order of the additions is fixed. The CTAs run side by side, and the tiles are still in the
+// L2 cache. The progress counter of a CTA is a position in the order of m_blocks: the CTA and those before it have
+// completed their tiles of all earlier positions.
 #pragma once
 
 #include <climits>
@@ -48,7 +48,7 @@ private:
         const auto [head, m_block] = state.tiles[stage];
         if (m_block < 0) return;
         mbarrier_wait(smem_address(&state.dscores_full[stage]), state.stores / Traits::kStages % 2);
-        // A step after the last store, which has most likely completed: a wait right behind it was slower.
+        // A step after the last store, which has most likely completed: a wait right after it was slower.
         release(state.position);
         state.position = position(head, m_block) + 1;
         wait_for_previous_cta(state.position);
@@ -81,7 +81,7 @@ private:
         while (load_acquire(dbias_progress(p_, work_tile_.index - 1)) < position) {}
         fence_proxy_async_global();
     }
-    // Tells the next CTA when the stores so far are complete.
+    // Waits until the stores so far are complete, then tells the next CTA.
     __device__ __forceinline__ void release(int position) const {
         if (!is_serial()) return;
         tma_store_wait_group();

@@ -7,8 +7,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Tile scheduler: one CTA for each work tile. Those of batch elements that reduce the gradient of a bias serially follow
-// each other.
+// Tile scheduler: one CTA for each work tile. Those of batch elements that reduce the gradient of a bias serially are
+// neighbours.
 template <typename Traits>
 __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdHeads& heads, int index) {
     const int batch_group_size =
@@ -66,12 +66,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         BwdProducer<Traits, kBias>(p, maps, smem, work_tile).run();
     } else {
         warpgroup_reg_alloc<kBwdConsumerRegisters>();
-        BwdConsumer<Traits, kBias>(p, maps, scale, smem, work_tile).run();
+        BwdConsumer<Traits, kBias>(p, scale, smem, work_tile).run();
     }
 }
 
-// Scales dQ of the launch's heads and converts it from dquery_accum to rows of the query's dtype. One CTA for each m_block.
-// clears: leaves zeros for the next launch.
+// Scales dQ of the launch's heads and converts it from dquery_accum to rows of the query's dtype. One CTA for each
+// m_block. clears: leaves zeros for the next launch.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
     convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, bool clears) {

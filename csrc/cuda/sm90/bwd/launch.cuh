@@ -1,8 +1,6 @@
 // Launches the backward of one head dimension and dtype.
 #pragma once
 
-#include <algorithm>
-
 #include "cuda/common/check.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/arch/tensor_map.h"
@@ -32,12 +30,14 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     const auto kernel = bwd_kernel<Traits, kBias>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
 
+    // With a serial reduction there is a single launch (plan_launches).
     const int64_t group_size = p.dense_dbias == DenseDbias::kSerialReduce ? p.dbias.batch_group_size : 1;
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys),
                   num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
-    const int64_t kv_heads = p.kv_heads * p.batch, kv_heads_per_launch = ceil_div(kv_heads, p.num_launches);
-    for (int64_t first = 0; first < kv_heads; first += kv_heads_per_launch) {
-        const int64_t count = std::min(kv_heads - first, kv_heads_per_launch), heads_per_kv = p.heads / p.kv_heads;
+    const int64_t kv_heads = p.kv_heads * p.batch, heads_per_kv = p.heads / p.kv_heads;
+    for (int64_t launch = 0; launch < p.num_launches; ++launch) {
+        const int64_t first = kv_heads * launch / p.num_launches,
+                      count = kv_heads * (launch + 1) / p.num_launches - first;
         BwdArgs args = p;  // dquery_accum: to where the tiles of all heads would begin
         args.dquery_accum -= first * heads_per_kv * p.dquery_m_blocks * DqueryLayout<Traits>::kSize;
         const BwdHeads heads{static_cast<int>(first / group_size), static_cast<int>(count / group_size)};
@@ -46,7 +46,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
         FLASH_CUDA_CHECK(cudaGetLastError());
         convert_dquery_kernel<Traits>
             <<<grid_of(num_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * 128, 0, stream>>>(
-                args, static_cast<int>(first * heads_per_kv), first + count < kv_heads);
+                args, static_cast<int>(first * heads_per_kv), launch + 1 < p.num_launches);
         FLASH_CUDA_CHECK(cudaGetLastError());
     }
 }

@@ -45,9 +45,9 @@ bool can_store_dbias(const BwdParams& p) {
 DenseDbias plan_dense_dbias(const BwdParams& p) {
     if (!can_store_dbias(p) || p.softcap != 0) return DenseDbias::kNone;
     if (p.dbias.batches == p.batch) return DenseDbias::kDirect;
-    // Each addition rounds to the bias's dtype. Up to 8 addends the error is below twice that of one rounded sum.
+    // Each addition rounds to the bias's dtype: the error grows with the number of addends.
     constexpr int64_t kMaxAddends = 8;
-    if (p.dbias.batch_group_size <= kMaxAddends && p.seqused_k == nullptr) return DenseDbias::kSerialReduce;
+    if (p.dbias.batch_group_size <= kMaxAddends) return DenseDbias::kSerialReduce;
     return DenseDbias::kNone;
 }
 
@@ -121,14 +121,15 @@ bool plan_sparse(const BwdParams& p, BwdPlan& plan) {
     return true;
 }
 
-// The sums of dQ take accum_size floats for all heads. With long sequences some heads are launched after the others, in the
-// memory of their sums, if each launch still fills the device several times.
+// The sums of dQ take accum_size floats for all heads. With long sequences some heads are launched after others, and
+// use the same memory, if a launch still fills the device several times.
 int64_t plan_launches(const BwdParams& p, int64_t accum_size, int keys, DenseDbias dense_dbias) {
-    constexpr int64_t kMaxBytes = 48 << 20, kOnceBytes = 64 << 20, kMinWaves = 8;
+    constexpr int64_t kMaxBytesOfOneLaunch = 64 << 20, kBytesOfSeveral = 48 << 20, kMinWaves = 8;
     const int64_t bytes = accum_size * static_cast<int64_t>(sizeof(float));
-    if (bytes <= kOnceBytes || p.cu_seqlens_q != nullptr || dense_dbias == DenseDbias::kSerialReduce) return 1;
+    if (bytes <= kMaxBytesOfOneLaunch || p.cu_seqlens_q != nullptr || dense_dbias == DenseDbias::kSerialReduce)
+        return 1;
     const int64_t max_launches = count_bwd_work_tiles(p, keys) / (kMinWaves * current_device().num_sms);
-    return std::max<int64_t>(std::min({ceil_div(bytes, kMaxBytes), max_launches, p.kv_heads * p.batch}), 1);
+    return std::max<int64_t>(std::min({ceil_div(bytes, kBytesOfSeveral), max_launches, p.kv_heads * p.batch}), 1);
 }
 
 bool plan_dense(const BwdParams& p, BwdPlan& plan) {

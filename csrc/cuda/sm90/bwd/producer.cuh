@@ -44,9 +44,9 @@ private:
     // Entries of a relative bias that a thread loads.
     static constexpr int kRelativeEntries =
         is_relative(kBias) ? ceil_div(SharedStorage::RelativeSegment::kMaxEntries, 128) : 1;
-    // Threads that issue TMA loads. With a dense bias and 64 rows kBiasThread has a warp without row data, which may wait for
-    // dS while the others are a step ahead.
     static constexpr int kRowDataThreads = SharedStorage::kRowDataThreads;
+    // Threads that issue TMA loads. kBiasThread also waits for dS and for other CTAs. With 64 rows its warp has no row
+    // data, which would be late then.
     static constexpr int kQueryThread = 64, kDoutThread = kBias == BiasKind::kDense ? 64 : 96, kBiasThread = 96;
 
     __device__ const Sequence& sequence() const { return smem_.sequence; }
@@ -270,7 +270,7 @@ private:
         return __ldg(reinterpret_cast<const MaskWords*>(words + offset));
     }
 
-    // The mainloop skips m_blocks that see no key of the n_block: their dbias is 0, before any other batch element adds to
+    // The mainloop skips m_blocks that see no key of the n_block. Their dbias is 0 before another batch element adds to
     // it.
     __device__ void clear_hidden_dbias() const {
         if (p_.dense_dbias == DenseDbias::kNone || work_tile_.batch_rank > 0 || !(p_.is_causal || has_mask(p_))) return;

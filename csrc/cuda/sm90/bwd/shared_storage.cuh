@@ -39,7 +39,7 @@ struct DenseDbiasSharedStorage {
     };
     Tile tiles[kStages];                        // the m_block of each stage; -1: none to be stored
     int stores;                                 // that have been issued
-    int position;                               // behind the last one, in the order of m_blocks
+    int position;                               // one past the last one, in the order of m_blocks
     alignas(8) uint64_t dscores_full[kStages];  // dS is complete in the stage
 
     // One thread calls. Warps of the consumers arrive.
@@ -126,8 +126,8 @@ struct BwdSharedStorage {
     }
 };
 
-// The KV heads of a launch, over all batch elements; those that reduce the gradient of a dense bias serially are counted
-// once.
+// The KV heads of a launch, over all batch elements; those that reduce the gradient of a dense bias serially count as
+// one.
 struct BwdHeads {
     int first, count;
 };

@@ -1,4 +1,4 @@
-// The backward's workspace: semaphores of the deterministic order, and dQ in float32.
+// The backward's workspace: the tile scheduler's counter, semaphores, and dQ in float32.
 #pragma once
 
 #include "cuda/common/dquery_tiles.cuh"

@@ -8,7 +8,7 @@ from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn, takes_gpu_memo
 from helpers import check, reference, surrounded
 from sm90 import BIASES, bias_of, generations
 
-from flash_dmattn import KeyLists, flash_dmattn_func
+from flash_dmattn import KeyLists, flash_dmattn_func, flash_dmattn_varlen_func
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use")]
 
@@ -151,6 +151,30 @@ def test_long_sequences_take_their_heads_in_several_launches(batch, heads, kv_he
                     torch.testing.assert_close(ours, single, rtol=2e-2, atol=1e-4)
             if deterministic and batch == 1:
                 assert torch.equal(gradients[3][:, first : first + some], got[3])
+
+
+@takes_gpu_memory(4)
+@CAUSAL
+def test_packed_long_sequences_take_their_heads_in_several_launches(causal):
+    lengths = torch.tensor([0, 9000, 9001, 33000], dtype=torch.int32, device="cuda")
+    query, key, value = (x[0] for x in on_gpu(1, 33000, 33000, 16, 16, 64))
+    dout = torch.randn_like(query)
+
+    def gradients(heads):
+        leaves = [x[:, heads].detach().requires_grad_() for x in (query, key, value)]
+        options = dict(cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=24000, max_seqlen_k=24000)
+        out = flash_dmattn_varlen_func(*leaves, **options, is_causal=causal, deterministic=True)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        results = torch.autograd.grad(out, leaves, dout[:, heads])
+        outputs = sum(x.numel() * x.element_size() for x in results)
+        return results, (torch.cuda.max_memory_allocated() - before - outputs) / 2**20
+
+    whole, mib = gradients(slice(None))
+    assert mib < 64
+    for first in range(0, 16, 4):
+        part = slice(first, first + 4)
+        assert all(torch.equal(ours[:, part], few) for ours, few in zip(whole, gradients(part)[0]))
 
 
 def test_gradients_of_lse_alone():

@@ -8,7 +8,7 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // Tile scheduler: one CTA for each work tile. Those of batch elements that reduce the gradient of a bias serially are
-// neighbours.
+// neighbours. Batch elements are in the order of dquery_accum: before the heads, or with variable length after them.
 template <typename Traits>
 __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdHeads& heads, int index) {
     const int batch_group_size =
@@ -31,10 +31,12 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdHeads& heads, in
         head = first + (index - first * num_n_blocks) % at_once;
     }
     head += heads.first;
-    work_tile.kv_head = head % kv_heads;
+    const bool is_varlen = p.cu_seqlens_q != nullptr;
+    const int batch = static_cast<int>(p.batch), batch_group = is_varlen ? head % batch : head / kv_heads;
+    work_tile.kv_head = is_varlen ? head / batch : head % kv_heads;
     work_tile.qheads_per_kv = static_cast<int>(p.heads) / kv_heads;
     work_tile.first_head = work_tile.kv_head * work_tile.qheads_per_kv;
-    work_tile.batch = head / kv_heads * batch_group_size + work_tile.batch_rank;
+    work_tile.batch = batch_group * batch_group_size + work_tile.batch_rank;
     return work_tile;
 }
 
@@ -79,11 +81,13 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
     using T = typename Traits::T;
     using Layout = DqueryLayout<Traits>;
     constexpr int kRows = Traits::kRows;
-    const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads);
-    const int m_block = blockIdx.x % num_m_blocks, head_and_batch = first_head + blockIdx.x / num_m_blocks,
-              head = head_and_batch % heads;
+    const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads),
+              batch = static_cast<int>(p.batch);
+    const bool is_varlen = p.cu_seqlens_q != nullptr;
+    const int m_block = blockIdx.x % num_m_blocks, index = first_head + blockIdx.x / num_m_blocks,
+              head = is_varlen ? index / batch : index % heads;
     const int warpgroup = threadIdx.x / 128;
-    const Sequence s(p, head_and_batch / heads);
+    const Sequence s(p, is_varlen ? index % batch : index / heads);
     if (m_block * kRows >= s.rows) return;
     float* const from = p.dquery_accum + dquery_tile<kRows>(p, s, head, m_block) * Layout::kSize +
                         Layout::offset(warp_id(), 0, lane_id());

@@ -126,10 +126,11 @@ bool plan_sparse(const BwdParams& p, BwdPlan& plan) {
 int64_t plan_launches(const BwdParams& p, int64_t accum_size, int keys, DenseDbias dense_dbias) {
     constexpr int64_t kMaxBytesOfOneLaunch = 64 << 20, kBytesOfSeveral = 48 << 20, kMinWaves = 8;
     const int64_t bytes = accum_size * static_cast<int64_t>(sizeof(float));
-    if (bytes <= kMaxBytesOfOneLaunch || p.cu_seqlens_q != nullptr || dense_dbias == DenseDbias::kSerialReduce)
-        return 1;
-    const int64_t max_launches = count_bwd_work_tiles(p, keys) / (kMinWaves * current_device().num_sms);
-    return std::max<int64_t>(std::min({ceil_div(bytes, kBytesOfSeveral), max_launches, p.kv_heads * p.batch}), 1);
+    if (bytes <= kMaxBytesOfOneLaunch || dense_dbias == DenseDbias::kSerialReduce) return 1;
+    const int64_t work_tiles =
+        p.cu_seqlens_q == nullptr ? count_bwd_work_tiles(p, keys) : p.total_k / keys * p.kv_heads;
+    const int64_t max_launches = work_tiles / (kMinWaves * current_device().num_sms);
+    return std::max<int64_t>(std::min({ceil_div(bytes, kBytesOfSeveral), max_launches, count_launch_parts(p)}), 1);
 }
 
 bool plan_dense(const BwdParams& p, BwdPlan& plan) {
@@ -145,8 +146,8 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     plan.dquery_m_blocks = count_dquery_m_blocks(p, rows);
     const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
     plan.num_launches = plan_launches(p, num_m_blocks * rows * kernel->head_dim, keys, plan.dense_dbias);
-    const int64_t kv_heads = p.kv_heads * p.batch;
-    const int64_t launch_m_blocks = num_m_blocks * ceil_div(kv_heads, plan.num_launches) / kv_heads;
+    const int64_t parts = count_launch_parts(p);
+    const int64_t launch_m_blocks = num_m_blocks * ceil_div(parts, plan.num_launches) / parts;
     plan.dquery_accum = plan.take<float>(launch_m_blocks * rows * kernel->head_dim);
     const bool is_serial = plan.dense_dbias == DenseDbias::kSerialReduce;
     plan.dquery_semaphore = plan.take<int32_t>(p.deterministic ? count_dquery_semaphores(num_m_blocks)

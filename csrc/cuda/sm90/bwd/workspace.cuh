@@ -25,6 +25,12 @@ __device__ __forceinline__ int32_t* dbias_progress(const BwdArgs& p, int work_in
     return p.progress_counters + work_index;
 }
 
+// What several launches divide, in the order of dquery_accum: the KV heads of each batch element, or with variable
+// length those of all sequences.
+constexpr int64_t count_launch_parts(const BwdParams& p) {
+    return p.kv_heads * (p.cu_seqlens_q == nullptr ? p.batch : 1);
+}
+
 // One CTA for each n_block of each KV head and batch element.
 constexpr int64_t count_bwd_work_tiles(const BwdParams& p, int keys) {
     return ceil_div<int64_t>(p.seqlen_k, keys) * p.kv_heads * p.batch;

@@ -162,7 +162,7 @@ def test_packed_long_sequences_take_their_heads_in_several_launches(causal):
 
     def gradients(heads):
         leaves = [x[:, heads].detach().requires_grad_() for x in (query, key, value)]
-        options = dict(cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=24000, max_seqlen_k=24000)
+        options = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_seqlen_q": 24000, "max_seqlen_k": 24000}
         out = flash_dmattn_varlen_func(*leaves, **options, is_causal=causal, deterministic=True)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -78,14 +78,14 @@ private:
     }
     __device__ __forceinline__ void wait_for_previous_cta(int position) const {
         if (is_first()) return;
-        while (load_acquire(dbias_progress(p_, work_tile_.index - 1)) < position) {}
+        while (load_acquire(dbias_progress(p_, smem_.work_index - 1)) < position) {}
         fence_proxy_async_global();
     }
     // Waits until the stores so far are complete, then tells the next CTA.
     __device__ __forceinline__ void release(int position) const {
         if (!is_serial()) return;
         tma_store_wait_group();
-        store_release(dbias_progress(p_, work_tile_.index), position);
+        store_release(dbias_progress(p_, smem_.work_index), position);
     }
 
     const BwdArgs& p_;

@@ -16,7 +16,6 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdHeads& heads, in
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
               kv_heads = static_cast<int>(p.kv_heads);
     BwdWorkTile work_tile;
-    work_tile.index = index;
     work_tile.batch_rank = index % batch_group_size;
     index /= batch_group_size;
     int head = index / num_n_blocks;  // of the launch

@@ -134,7 +134,6 @@ struct BwdHeads {
 
 // An n_block of one key/value head and batch element.
 struct BwdWorkTile {
-    int index;                                        // work tiles are assigned in this order
     int n_block, kv_head, first_head, qheads_per_kv;  // the query heads [first_head, first_head + qheads_per_kv)
     int batch;
     int batch_rank;  // among the batch elements that share a dense bias and reduce its gradient serially, else 0

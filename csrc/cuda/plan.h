@@ -79,8 +79,8 @@ struct FwdArgs : FwdParams {
 enum class DenseDbias : int32_t {
     kNone,           // no gradient is needed
     kDirect,         // the main kernel stores dx: each entry belongs to one batch element and one head
-    kClusterReduce,  // the main kernel: the CTAs of the batch elements that share an entry reduce dx through DSMEM
-    kSerialReduce,   // the main kernel: these CTAs add dx to dbias one after another
+    kClusterReduce,  // sm80's main kernel: the CTAs of the batch elements that share an entry reduce dx through DSMEM
+    kSerialReduce,   // sm90's main kernel: these CTAs add dx to dbias one after another, in the bias's dtype
     kAtomic,         // the main kernel adds dx to float32 sums, small enough to stay in the L2 cache
     kRecompute,      // a separate kernel recomputes dx
 };
@@ -119,15 +119,15 @@ struct BwdPlan : BwdTiling, WorkspaceLayout {
 // A kernel parameter: compiled kernels depend on the order of the members, here and in params.h.
 struct BwdArgs : BwdParams, BwdTiling {
     // dQ, float32, in the order of the accumulator registers: [{B} H, dquery_m_blocks, rows of an m_block * D rounded
-    // up], with several launches for the heads of one of them; or with list_splits [dquery_slots, H / Hkv, the same].
+    // up], where num_launches > 1 for the heads of one launch; or with list_splits [dquery_slots, H / Hkv, the same].
     float* dquery_accum;
     // deterministic: for each m_block the n_block that may add to dQ, and one ticket counter; with list_splits: the
-    // state of each slot, and one ticket counter; kSerialReduce: a ticket counter at least.
+    // state of each slot, and one ticket counter; kSerialReduce: begins with one.
     int32_t* dquery_semaphore;
     float* dbias_parts;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
     float* dkv_accum;    // lists: dkey, then dvalue, unscaled, [dkv_rows, Hkv, dkv_cols] each
     float* dbias_accum;  // lists: in the bias's shape, [dbias_accum_size]
-    // Lists, deterministic: [B, H, m_blocks], and one ticket counter; kSerialReduce: [CTAs].
+    // Lists, deterministic: [B, H, m_blocks], and one ticket counter; kSerialReduce: [work tiles].
     int32_t* progress_counters;
     int64_t relative_bias_entries;   // of one batch element and head
     ExactSum* drelative_bias_exact;  // deterministic: in the shape of drelative_bias; else null

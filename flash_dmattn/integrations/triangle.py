@@ -41,9 +41,9 @@ def triangle_attention(
         o_ni = sum_j softmax_j(scale * <q_ni, k_nj> + bias_ij) v_nj    over the keys j with mask_nj
 
     This is the attention of AlphaFold (Jumper et al., 2021, supplement, algorithms 13 and 14). Differentiable in q, k,
-    v and bias. The gradient of the bias is summed over the N rows in float32 and has the bias's shape. No tensor of
-    N x Q x K elements is created. A bias whose keys are not contiguous, such as a projection (B, Q, K, H), is copied
-    once.
+    v and bias. The gradient of the bias is summed over the N rows, in float32 as in `flash_dmattn_func`, and has the
+    bias's shape. No tensor of N x Q x K elements is created. A bias whose keys are not contiguous, such as a projection
+    (B, Q, K, H), is copied once.
 
     A row whose mask hides every key returns 0 and has zero gradients. cuEquivariance returns the mean of v there,
     because it replaces masked scores by -1e9.

@@ -81,7 +81,7 @@ def test_a_dense_bias_shared_by_batch_elements(head_dim, batch, heads):
 
 @CAUSAL
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("batch, batches", [(2, 1), (8, 1), (6, 2)])
+@pytest.mark.parametrize("batch, batches", [(3, 1), (8, 1), (6, 2)])
 @pytest.mark.parametrize("head_dim, dtype", [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)])
 def test_the_gradient_of_a_shared_dense_bias_is_repeatable(head_dim, dtype, batch, batches, deterministic, causal):
     """Batch elements add to it in order, from CTAs that see different blocks and take different times."""
@@ -97,21 +97,31 @@ def test_the_gradient_of_a_shared_dense_bias_is_repeatable(head_dim, dtype, batc
     assert all(torch.equal(first, x) for x in others)
 
 
+def gradients_and_memory(out, leaves, dout):
+    """The gradients, and the peak memory of the backward in addition to them, in MiB."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, leaves, dout)
+    outputs = sum(x.numel() * x.element_size() for x in gradients)
+    return gradients, (torch.cuda.max_memory_allocated() - before - outputs) / 2**20
+
+
 @takes_gpu_memory(6)
 def test_several_launches_with_a_dense_bias():
-    """The gradients are those of calls with a few batch elements."""
+    """The gradients are those of calls with a few batch elements. One launch would take 256 MiB of sums."""
     tensors = (*on_gpu(32, 1024, 1024, 8, 8, 256), randn(32, 8, 1024, 1024))
     dout = torch.randn_like(tensors[0])
 
     def gradients(part):
         *leaves, bias = (x[part].detach().requires_grad_() for x in tensors)
         out = flash_dmattn_func(*leaves, None, bias, is_causal=True, deterministic=True)
-        return torch.autograd.grad(out, (*leaves, bias), dout[part])
+        return gradients_and_memory(out, (*leaves, bias), dout[part])
 
-    whole = gradients(slice(None))
+    whole, mib = gradients(slice(None))
+    assert mib < 128
     for first in range(0, 32, 4):
         part = slice(first, first + 4)
-        assert all(torch.equal(ours[part], few) for ours, few in zip(whole, gradients(part)))
+        assert all(torch.equal(ours[part], few) for ours, few in zip(whole, gradients(part)[0]))
 
 
 @takes_gpu_memory(4)
@@ -127,11 +137,8 @@ def test_long_sequences_take_their_heads_in_several_launches(batch, heads, kv_he
     call = functools.partial(flash_dmattn_func, is_causal=causal, deterministic=deterministic)
     out = call(*leaves, relative_bias=table)
     dout = torch.randn_like(out)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients = torch.autograd.grad(out, (*leaves, table), dout)
-    outputs = sum(x.numel() * x.element_size() for x in gradients)
-    assert torch.cuda.max_memory_allocated() - before - outputs < mib * 2**20
+    gradients, added = gradients_and_memory(out, (*leaves, table), dout)
+    assert added < mib
 
     group = some * kv_heads // heads
     for b in range(batch):
@@ -153,28 +160,30 @@ def test_long_sequences_take_their_heads_in_several_launches(batch, heads, kv_he
                 assert torch.equal(gradients[3][:, first : first + some], got[3])
 
 
-@takes_gpu_memory(4)
+@takes_gpu_memory(6)
 @CAUSAL
-def test_packed_long_sequences_take_their_heads_in_several_launches(causal):
-    lengths = torch.tensor([0, 9000, 9001, 33000], dtype=torch.int32, device="cuda")
-    query, key, value = (x[0] for x in on_gpu(1, 33000, 33000, 16, 16, 64))
+@pytest.mark.parametrize("kv_heads, total, limit", [(16, 33000, 64), (8, 66000, 128)])
+def test_packed_long_sequences_take_their_heads_in_several_launches(kv_heads, total, limit, causal):
+    lengths = torch.tensor([0, 9000, 9001, total], dtype=torch.int32, device="cuda")
+    query, key, value = (x[0] for x in on_gpu(1, total, total, 16, kv_heads, 64))
     dout = torch.randn_like(query)
+    group = 16 // kv_heads
 
-    def gradients(heads):
-        leaves = [x[:, heads].detach().requires_grad_() for x in (query, key, value)]
-        options = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_seqlen_q": 24000, "max_seqlen_k": 24000}
-        out = flash_dmattn_varlen_func(*leaves, **options, is_causal=causal, deterministic=True)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        results = torch.autograd.grad(out, leaves, dout[:, heads])
-        outputs = sum(x.numel() * x.element_size() for x in results)
-        return results, (torch.cuda.max_memory_allocated() - before - outputs) / 2**20
+    def gradients(first, kv_heads):
+        keys, heads = slice(first, first + kv_heads), slice(first * group, (first + kv_heads) * group)
+        leaves = [x.detach().requires_grad_() for x in (query[:, heads], key[:, keys], value[:, keys])]
+        options = {"max_seqlen_q": total - 9001, "max_seqlen_k": total - 9001, "is_causal": causal}
+        out = flash_dmattn_varlen_func(
+            *leaves, cu_seqlens_q=lengths, cu_seqlens_k=lengths, deterministic=True, **options
+        )
+        return gradients_and_memory(out, leaves, dout[:, heads])
 
-    whole, mib = gradients(slice(None))
-    assert mib < 64
-    for first in range(0, 16, 4):
-        part = slice(first, first + 4)
-        assert all(torch.equal(ours[:, part], few) for ours, few in zip(whole, gradients(part)[0]))
+    whole, mib = gradients(0, kv_heads)
+    assert mib < limit
+    for first in range(0, kv_heads, 4):
+        keys, heads = slice(first, first + 4), slice(first * group, (first + 4) * group)
+        few, _ = gradients(first, 4)
+        assert all(torch.equal(ours[:, part], x) for ours, x, part in zip(whole, few, (heads, keys, keys)))
 
 
 def test_gradients_of_lse_alone():

@@ -18,7 +18,7 @@ struct TensorLayout {
     const void* data;
     std::array<int64_t, 4> sizes;
     std::array<int64_t, 3> strides;  // of the dimensions after the first
-    DataType dtype;                  // in which TMA reductions add
+    DataType dtype;                  // 16-bit; TMA reductions add in it
 };
 
 // Whether TMA can access the tensor: 16-byte aligned address and strides, no stride of 0.

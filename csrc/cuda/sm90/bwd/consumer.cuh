@@ -291,7 +291,7 @@ private:
             store_release(smem_.held_dq_semaphore[warpgroup_], work_tile_.n_block + 1);
     }
 
-    // The warp's part of dS is in shared memory, where DenseDbiasStore waits for it.
+    // Signals DenseDbiasStore that the warp has written its part of dS.
     __device__ __forceinline__ void commit_dense_dbias() const {
         if constexpr (kBias == BiasKind::kDense) {
             __syncwarp();

@@ -2,7 +2,7 @@
 //
 // Batch elements that share a bias reduce its gradient serially, like the CTAs of a serial split-K GEMM: the CTA of the
 // first one stores its tiles, and each of the others adds its own tiles by TMA reductions in the bias's dtype, after
-// the CTA before it. So the order of the additions is fixed. The CTAs run side by side, and the tiles are still in the
+// the CTA before it. So the order of the additions is fixed. The CTAs run concurrently, and the tiles are still in the
 // L2 cache. The progress counter of a CTA is a position in the order of m_blocks: the CTA and those before it have
 // completed their tiles of all earlier positions.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// One thread calls all of it. Its state lies in shared memory, since the producer has no registers to spare.
+// Called by a single thread. Its state is in shared memory: the producer has no free registers.
 template <typename Traits>
 class DenseDbiasStore {
 public:
@@ -42,7 +42,7 @@ public:
     }
 
 private:
-    // Returns when the tile has been read.
+    // Returns when TMA has read the tile from shared memory.
     __device__ __forceinline__ void store(int stage) const {
         auto& state = smem_.dense_dbias;
         const auto [head, m_block] = state.tiles[stage];
@@ -69,6 +69,7 @@ private:
     }
 
     __device__ bool is_serial() const { return p_.dense_dbias == DenseDbias::kSerialReduce; }
+    // Without a serial reduction every CTA is a first one.
     __device__ bool is_first() const { return work_tile_.batch_rank == 0; }
     // In the order of the producer's for_each_m_block.
     __device__ int position(int head, int m_block) const {
@@ -81,7 +82,7 @@ private:
         while (load_acquire(dbias_progress(p_, smem_.work_index - 1)) < position) {}
         fence_proxy_async_global();
     }
-    // Waits until the stores so far are complete, then tells the next CTA.
+    // Waits until the stores so far are complete, then publishes the progress to the next CTA.
     __device__ __forceinline__ void release(int position) const {
         if (!is_serial()) return;
         tma_store_wait_group();

@@ -7,10 +7,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Tile scheduler: one CTA for each work tile. Those of batch elements that reduce the gradient of a bias serially are
-// neighbours. Batch elements are in the order of dquery_accum: before the heads, or with variable length after them.
+// Tile scheduler: one CTA for each work tile. `head` counts (batch element, KV head), or with variable length (KV head,
+// sequence), as dquery_accum is laid out. The CTAs of batch elements that reduce the gradient of a dense bias serially
+// are neighbours.
 template <typename Traits>
-__device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdHeads& heads, int index) {
+__device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdLaunchRange& range, int index) {
     const int batch_group_size =
         p.dense_dbias == DenseDbias::kSerialReduce ? static_cast<int>(p.dbias.batch_group_size) : 1;
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
@@ -21,15 +22,15 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdHeads& heads, in
     int head = index / num_n_blocks;  // of the launch
     work_tile.n_block = index % num_n_blocks;
     if (p.is_causal || p.deterministic) {
-        // Some heads at once, lower n_blocks before higher ones. Under causality more rows see the lower ones: the
-        // longest work tiles start first. In deterministic order a CTA waits for lower n_blocks: few of one head should
-        // be active at once.
+        // kHeadsAtOnce of these at a time, lower n_blocks before higher ones. Under causality more rows see the lower
+        // ones: the longest work tiles start first. In deterministic order a CTA waits for lower n_blocks: few of one
+        // head should be active at once.
         constexpr int kHeadsAtOnce = 16;  // their Q and dO stay in L2
-        const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(heads.count - first, kHeadsAtOnce);
+        const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(range.count - first, kHeadsAtOnce);
         work_tile.n_block = (index - first * num_n_blocks) / at_once;
         head = first + (index - first * num_n_blocks) % at_once;
     }
-    head += heads.first;
+    head += range.first;
     const bool is_varlen = p.cu_seqlens_q != nullptr;
     const int batch = static_cast<int>(p.batch), batch_group = is_varlen ? head % batch : head / kv_heads;
     work_tile.kv_head = is_varlen ? head / batch : head % kv_heads;
@@ -42,19 +43,19 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdHeads& heads, in
 template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdMaps maps,
-               const __grid_constant__ BwdScale scale, const __grid_constant__ BwdHeads heads) {
+               const __grid_constant__ BwdScale scale, const __grid_constant__ BwdLaunchRange range) {
     if (is_inactive(p)) return;
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<BwdSharedStorage<Traits, kBias>*>(raw_smem);
     if (threadIdx.x == 0) {
-        if (counts_work_tiles(p))
+        if (uses_tile_count_semaphore(p))
             smem.work_index = atomicAdd(tile_count_semaphore(p), 1) -
-                              heads.first * ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);
+                              range.first * ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);
         smem.init_pipelines();
     }
     __syncthreads();
     const auto work_tile =
-        get_work_tile<Traits>(p, heads, counts_work_tiles(p) ? smem.work_index : static_cast<int>(blockIdx.x));
+        get_work_tile<Traits>(p, range, uses_tile_count_semaphore(p) ? smem.work_index : static_cast<int>(blockIdx.x));
     if (threadIdx.x == 0) {
         smem.sequence = Sequence(p, work_tile.batch);
         smem.bias_batch = shared_batch(p.bias, smem.sequence);
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Scales dQ of the launch's heads and converts it from dquery_accum to rows of the query's dtype. One CTA for each
-// m_block. clears: leaves zeros for the next launch.
+// m_block. clears: zeroes the tiles for the next launch.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
     convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, bool clears) {

@@ -121,8 +121,8 @@ bool plan_sparse(const BwdParams& p, BwdPlan& plan) {
     return true;
 }
 
-// The sums of dQ take accum_size floats for all heads. With long sequences some heads are launched after others, and
-// use the same memory, if a launch still fills the device several times.
+// The sums of dQ take accum_size floats for all heads. With long sequences the KV heads are divided among launches that
+// reuse one accumulator, while each launch still has about kMinWaves work tiles per SM.
 int64_t plan_launches(const BwdParams& p, int64_t accum_size, int keys, DenseDbias dense_dbias) {
     constexpr int64_t kMaxBytesOfOneLaunch = 64 << 20, kBytesOfSeveral = 48 << 20, kMinWaves = 8;
     const int64_t bytes = accum_size * static_cast<int64_t>(sizeof(float));

@@ -1,5 +1,5 @@
 // The producer warpgroup of the backward: K and V of the n_block, then Q, dO, row data and a dense bias of each
-// m_block.
+// m_block. One of its threads also stores the gradient of a dense bias (dense_dbias.cuh).
 #pragma once
 
 #include "cuda/arch/mbarrier.cuh"
@@ -45,8 +45,8 @@ private:
     static constexpr int kRelativeEntries =
         is_relative(kBias) ? ceil_div(SharedStorage::RelativeSegment::kMaxEntries, 128) : 1;
     static constexpr int kRowDataThreads = SharedStorage::kRowDataThreads;
-    // Threads that issue TMA loads. kBiasThread also waits for dS and for other CTAs. With 64 rows its warp has no row
-    // data, which would be late then.
+    // Threads that issue TMA loads. kBiasThread also waits for dS and for other CTAs, which delays its warp: with 64
+    // rows this warp has neither row data nor other loads, so that with a dense bias one thread loads both Q and dO.
     static constexpr int kQueryThread = 64, kDoutThread = kBias == BiasKind::kDense ? 64 : 96, kBiasThread = 96;
 
     __device__ const Sequence& sequence() const { return smem_.sequence; }

@@ -36,8 +36,7 @@ protected:
     __device__ BwdScores(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
         : p_(p), scale_(scale), smem_(smem), work_tile_(work_tile),
           warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), layout_(warpgroup_),
-          warp_key_(AtomLayout::warp_key()),
-          probs_pipeline_(smem.probs_pipeline) {
+          warp_key_(AtomLayout::warp_key()), probs_pipeline_(smem.probs_pipeline) {
         if constexpr (is_relative(kBias))
             relative_bias_lane_ =
                 RelativeBiasLane(p.relative_bias, work_tile.n_block * Traits::kKeys, warp_key_, layout_.first_row());
@@ -115,8 +114,8 @@ protected:
         }
     }
 
-    // S and dP to P and dS without a softcap, in two parts. The first needs S alone: its exponentials overlap the GEMM of
-    // dP, those of the second the arithmetic of dS.
+    // S and dP to P and dS without a softcap, in two parts. The first needs S alone: its exponentials overlap the GEMM
+    // of dP, those of the second the arithmetic of dS.
     __device__ __forceinline__ void compute_early_p(ScoresFragment& s, const RowStats& lse) const {
         dispatch_mask([&](auto has_ranges, auto has_bits) {
             compute_p<has_ranges.value, has_bits.value, 0, kEarlyFragments>(s, lse);
@@ -131,11 +130,12 @@ protected:
     // S and dP to P and dS with a softcap.
     __device__ __forceinline__ void compute_p_ds_softcap(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
         const float* deltas = m_block_info().delta + layout_.first_row() + fragment_col();
-        for_each_score<true, true, 0, kFragments>(lse, has_bits(), [&](int m, int h, int e, float shift, bool is_visible) {
+        const auto take = [&](int m, int h, int e, float shift, bool is_visible) {
             const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
                                                   scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);
             if (kBias == BiasKind::kKey) dbias_[h] += is_visible ? dx : 0.f;
-        });
+        };
+        for_each_score<true, true, 0, kFragments>(lse, has_bits(), take);
     }
 
 private:
@@ -186,7 +186,7 @@ private:
         }
     }
 
-    // Calls take(m, h, e, bias - lse, is_visible) for each score [0][m][2 h + e] of this lane, m from kFirst to kLast - 1.
+    // Calls take(m, h, e, bias - lse, is_visible) for each score [0][m][2 h + e] of this lane, m in [kFirst, kLast).
     template <bool kRanges, bool kBits, int kFirst, int kLast, typename Take>
     __device__ __forceinline__ void for_each_score(const RowStats& lses, bool has_bits, const Take& take) const {
         const auto& info = m_block_info();

@@ -126,9 +126,9 @@ struct BwdSharedStorage {
     }
 };
 
-// The KV heads of a launch, over all batch elements; those that reduce the gradient of a dense bias serially count as
-// one.
-struct BwdHeads {
+// The (batch element, KV head) indices of a launch, as get_work_tile counts them. Batch elements that reduce the
+// gradient of a dense bias serially count as one.
+struct BwdLaunchRange {
     int first, count;
 };
 

@@ -6,9 +6,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Whether an atomic counter assigns the work tiles, so that a CTA that waits for one of lower index knows that it has
-// started.
-__device__ __forceinline__ bool counts_work_tiles(const BwdArgs& p) {
+// Whether the CTAs take work tiles from an atomic counter: every work tile of lower index has started, so that a CTA
+// may wait for it.
+__device__ __forceinline__ bool uses_tile_count_semaphore(const BwdArgs& p) {
     return p.deterministic || p.dense_dbias == DenseDbias::kSerialReduce;
 }
 
@@ -25,8 +25,8 @@ __device__ __forceinline__ int32_t* dbias_progress(const BwdArgs& p, int work_in
     return p.progress_counters + work_index;
 }
 
-// What several launches divide, in the order of dquery_accum: the KV heads of each batch element, or with variable
-// length those of all sequences.
+// The units that launches divide, contiguous in dquery_accum: a KV head of one batch element, or with variable length a
+// KV head of all sequences.
 constexpr int64_t count_launch_parts(const BwdParams& p) {
     return p.kv_heads * (p.cu_seqlens_q == nullptr ? p.batch : 1);
 }

@@ -26,7 +26,7 @@ def load_compiled() -> tuple[ModuleType | None, str | None]:
     Warns about a build for another PyTorch, and about a build of other sources than those in the tree.
     """
     if importlib.util.find_spec(f"{__package__}._C") is None:
-        return None, f"flash_dmattn's compiled module is missing; {INSTALL}"
+        return None, f"flash_dmattn's compiled module is missing in {ROOT}; {INSTALL}, then leave that tree"
     built_for, built_of = stamp()
     if built_for is not None and not fits(built_for):
         return None, warned(other_torch(built_for))

@@ -151,8 +151,8 @@ class Table:
             for commit in dict.fromkeys(of_ours):
                 commits.setdefault(commit, []).append(lines[key])
         most = max(commits, key=lambda commit: len(commits[commit]))
-        others = "".join(f"; {commit}: {'; '.join(names)}" for commit, names in commits.items() if commit != most)
-        return f"{first.environment['device']}, {first.dtype}; {versions}; commit {most}{others}."
+        others = "".join(f" At {commit}: {'; '.join(names)}." for commit, names in commits.items() if commit != most)
+        return f"{first.environment['device']}, {first.dtype}; {versions}. Measured at commit {most}.{others}"
 
 
 def version_of(package: str, environment: dict[str, object]) -> str:

@@ -82,7 +82,8 @@ def test_one_that_is_missing(monkeypatch):
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     assert loading.load_compiled() == (
         None,
-        "flash_dmattn's compiled module is missing; run `pip install --no-build-isolation .` in its source tree",
+        f"flash_dmattn's compiled module is missing in {loading.ROOT}; run `pip install --no-build-isolation .` in its "
+        "source tree, then leave that tree",
     )
 
 

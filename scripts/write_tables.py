@@ -224,7 +224,7 @@ TABLES = {
         notes={("S131072, w 2048", "FlexAttention"): "cannot"},
     ),
     "dense": Table(
-        "Median time in ms, forward / backward with dbias.",
+        "Median time in ms, forward / backward with the gradient of the bias.",
         {
             OURS: cell(OURS, of=TWO),
             "FlashAttention-4": cell("FlashAttention-4", of=TWO),
@@ -237,7 +237,8 @@ TABLES = {
         suite="dense",
     ),
     "sparse": Table(
-        "Median time in ms, forward / backward with dbias; the forward builds the key lists. `topk` makes the mask.",
+        "Median time in ms, forward / backward with the gradient of the bias; the forward builds the key lists. `topk` makes "
+        "the mask.",
         {
             "`topk`": milliseconds(OURS, "topk", 2),
             **columns([OURS, "FlexAttention", "cuDNN, all keys", "cuDNN, dense S x w"], TWO),
@@ -281,7 +282,7 @@ TABLES = {
         suite="decode",
     ),
     "prefill": Table(
-        "Median time of one call in ms: forward, forward and backward with dbias.",
+        "Median time of one call in ms: forward, forward and backward with the gradient of the bias.",
         columns([OURS, "cuDNN, all keys", "FlexAttention"], PREFILL, between=", "),
         run("prefill"),
         suite="prefill",
@@ -359,7 +360,7 @@ TABLES = {
         packages=("torch", "transformers"),
     ),
     "triangle": Table(
-        "Median time in ms, forward / backward with dbias.",
+        "Median time in ms, forward / backward with the gradient of the bias.",
         columns(["triangle_attention", "plain batch"], THREE_DIGITS) | columns(["cuEquivariance", "SDPA"], TWO),
         run("triangle"),
         suite="triangle",
@@ -382,7 +383,7 @@ TABLES = {
         packages=("torch",),
     ),
     "memory": Table(
-        "Peak memory of forward and backward with dbias, in MiB.",
+        "Peak memory of forward and backward with the gradient of the bias, in MiB.",
         {
             "beyond the inputs": cell(OURS, of=[Figure(BOTH, "peak_bytes", 1 / MIB, fixed(0))]),
             "beyond inputs, outputs and gradients": cell(OURS, of=[Figure(BOTH, "extra_bytes", 1 / MIB, fixed(0))]),

@@ -237,8 +237,8 @@ TABLES = {
         suite="dense",
     ),
     "sparse": Table(
-        "Median time in ms, forward / backward with the gradient of the bias; the forward builds the key lists. `topk` makes "
-        "the mask.",
+        "Median time in ms, forward / backward with the gradient of the bias; the forward builds the key lists. "
+        "`topk` makes the mask.",
         {
             "`topk`": milliseconds(OURS, "topk", 2),
             **columns([OURS, "FlexAttention", "cuDNN, all keys", "cuDNN, dense S x w"], TWO),

@@ -121,8 +121,8 @@ struct BwdArgs : BwdParams, BwdTiling {
     // dQ, float32, in the order of the accumulator registers: [{B} H, dquery_m_blocks, rows of an m_block * D rounded
     // up], where num_launches > 1 for the heads of one launch; or with list_splits [dquery_slots, H / Hkv, the same].
     float* dquery_accum;
-    // deterministic: for each m_block the n_block that may add to dQ, and one ticket counter; with list_splits: the
-    // state of each slot, and one ticket counter; kSerialReduce: begins with one.
+    // A ticket counter, and deterministic: for each m_block the n_block that may add to dQ; with list_splits: the state
+    // of each slot. sm80 has it for deterministic calls alone.
     int32_t* dquery_semaphore;
     float* dbias_parts;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
     float* dkv_accum;    // lists: dkey, then dvalue, unscaled, [dkv_rows, Hkv, dkv_cols] each

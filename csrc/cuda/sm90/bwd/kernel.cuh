@@ -7,19 +7,17 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Tile scheduler: one CTA for each work tile. `head` counts (batch element, KV head), or with variable length (KV head,
-// sequence), as dquery_accum is laid out. The CTAs of batch elements that reduce the gradient of a dense bias serially
-// are neighbours.
+// Tile scheduler: one CTA for each work tile. The CTAs of batch elements that reduce the gradient of a dense bias
+// serially are neighbours.
 template <typename Traits>
 __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdLaunchRange& range, int index) {
-    const int batch_group_size =
-        p.dense_dbias == DenseDbias::kSerialReduce ? static_cast<int>(p.dbias.batch_group_size) : 1;
+    const int batch_group_size = static_cast<int>(serial_group_size(p));
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
               kv_heads = static_cast<int>(p.kv_heads);
     BwdWorkTile work_tile;
     work_tile.batch_rank = index % batch_group_size;
     index /= batch_group_size;
-    int head = index / num_n_blocks;  // of the launch
+    int head = index / num_n_blocks;  // of the launch, over batch elements, too (HeadAndBatch)
     work_tile.n_block = index % num_n_blocks;
     if (p.is_causal || p.deterministic) {
         // kHeadsAtOnce of these at a time, lower n_blocks before higher ones. Under causality more rows see the lower
@@ -30,13 +28,11 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdLaunchRange& ran
         work_tile.n_block = (index - first * num_n_blocks) / at_once;
         head = first + (index - first * num_n_blocks) % at_once;
     }
-    head += range.first;
-    const bool is_varlen = p.cu_seqlens_q != nullptr;
-    const int batch = static_cast<int>(p.batch), batch_group = is_varlen ? head % batch : head / kv_heads;
-    work_tile.kv_head = is_varlen ? head / batch : head % kv_heads;
+    const HeadAndBatch tile(p, range.first + head, kv_heads);
+    work_tile.kv_head = tile.head;
     work_tile.qheads_per_kv = static_cast<int>(p.heads) / kv_heads;
     work_tile.first_head = work_tile.kv_head * work_tile.qheads_per_kv;
-    work_tile.batch = batch_group * batch_group_size + work_tile.batch_rank;
+    work_tile.batch = tile.batch * batch_group_size + work_tile.batch_rank;
     return work_tile;
 }
 
@@ -81,13 +77,11 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
     using T = typename Traits::T;
     using Layout = DqueryLayout<Traits>;
     constexpr int kRows = Traits::kRows;
-    const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads),
-              batch = static_cast<int>(p.batch);
-    const bool is_varlen = p.cu_seqlens_q != nullptr;
-    const int m_block = blockIdx.x % num_m_blocks, index = first_head + blockIdx.x / num_m_blocks,
-              head = is_varlen ? index / batch : index % heads;
+    const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows);
+    const int m_block = blockIdx.x % num_m_blocks;
+    const auto [head, batch] = HeadAndBatch(p, first_head + blockIdx.x / num_m_blocks, static_cast<int>(p.heads));
     const int warpgroup = threadIdx.x / 128;
-    const Sequence s(p, is_varlen ? index % batch : index / heads);
+    const Sequence s(p, batch);
     if (m_block * kRows >= s.rows) return;
     float* const from = p.dquery_accum + dquery_tile<kRows>(p, s, head, m_block) * Layout::kSize +
                         Layout::offset(warp_id(), 0, lane_id());

@@ -31,7 +31,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
 
     // With a serial reduction there is a single launch (plan_launches).
-    const int64_t group_size = p.dense_dbias == DenseDbias::kSerialReduce ? p.dbias.batch_group_size : 1;
+    const int64_t group_size = serial_group_size(p);
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys),
                   num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
     const int64_t parts = count_launch_parts(p), sequences_per_part = p.kv_heads * p.batch / parts,

@@ -150,9 +150,7 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     const int64_t launch_m_blocks = num_m_blocks * ceil_div(parts, plan.num_launches) / parts;
     plan.dquery_accum = plan.take<float>(launch_m_blocks * rows * kernel->head_dim);
     const bool is_serial = plan.dense_dbias == DenseDbias::kSerialReduce;
-    plan.dquery_semaphore = plan.take<int32_t>(p.deterministic ? count_dquery_semaphores(num_m_blocks)
-                                               : is_serial     ? 1
-                                                               : 0);
+    plan.dquery_semaphore = plan.take<int32_t>(count_dquery_semaphores(p.deterministic ? num_m_blocks : 0));
     plan.progress_counters = plan.take<int32_t>(is_serial ? count_bwd_work_tiles(p, keys) : 0);
     plan.zeroed_bytes = plan.workspace_bytes;
     return true;

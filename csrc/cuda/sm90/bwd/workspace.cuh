@@ -12,6 +12,11 @@ __device__ __forceinline__ bool uses_tile_count_semaphore(const BwdArgs& p) {
     return p.deterministic || p.dense_dbias == DenseDbias::kSerialReduce;
 }
 
+// The number of batch elements, of consecutive work tiles, that reduce the gradient of a dense bias serially, else 1.
+constexpr __host__ __device__ int64_t serial_group_size(const BwdArgs& p) {
+    return p.dense_dbias == DenseDbias::kSerialReduce ? p.dbias.batch_group_size : 1;
+}
+
 // dquery_semaphore holds this counter, then, with deterministic=True, a semaphore for each tile of dquery_accum and MMA
 // warpgroup: the first n_block that has not yet added to the tile.
 __device__ __forceinline__ int32_t* tile_count_semaphore(const BwdArgs& p) { return p.dquery_semaphore; }
@@ -30,6 +35,19 @@ __device__ __forceinline__ int32_t* dbias_progress(const BwdArgs& p, int work_in
 constexpr int64_t count_launch_parts(const BwdParams& p) {
     return p.kv_heads * (p.cu_seqlens_q == nullptr ? p.batch : 1);
 }
+
+// The head and the batch element of an index over both, in the order of dquery_accum: batch element before head, or
+// with variable length head before sequence.
+struct HeadAndBatch {
+    int head, batch;
+
+    __device__ HeadAndBatch(const BwdArgs& p, int index, int heads) {
+        const bool is_varlen = p.cu_seqlens_q != nullptr;
+        const int batches = static_cast<int>(p.batch);
+        head = is_varlen ? index / batches : index % heads;
+        batch = is_varlen ? index % batches : index / heads;
+    }
+};
 
 // One CTA for each n_block of each KV head and batch element.
 constexpr int64_t count_bwd_work_tiles(const BwdParams& p, int keys) {

@@ -51,8 +51,8 @@ private:
     using Words = uint32_t[kWords];
     using BiasTile = typename SharedStorage::BiasTile;
     using RelativeBiasLane = typename SharedStorage::RelativeSegment::Lane;
-    // Whether registers hold a dense bias, read while GEMMs run, as A operands, each of which covers two fragments of the
-    // scores. Otherwise it is read when it is added.
+    // Whether registers hold a dense bias, read while GEMMs run, as A operands, each of which covers two fragments of
+    // the scores. Otherwise it is read when it is added.
     static constexpr bool kHoldsBias = kBias == BiasKind::kDense && kHeadDim < 128;
     using Bias = uint32_t[kHoldsBias ? kScoreFragments / 2 : 1][4];
 
@@ -112,8 +112,8 @@ private:
         }
     }
 
-    // Starts the scores from a key or relative bias, before the warp scheduler barrier. Also reads what the softmax tests
-    // later, so that it does not wait for shared memory.
+    // Starts the scores from a key or relative bias, before the warp scheduler barrier. Also reads what the softmax
+    // tests later, so that it does not wait for shared memory.
     __device__ __forceinline__ void init_scores(Scores& scores) {
         if constexpr (kBias == BiasKind::kKey) {
             metadata().key_bias.load(scores);

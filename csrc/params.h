@@ -90,8 +90,9 @@ struct RelativeBiasView {
     uint64_t inverse_grid_width = 0;
 
     bool present() const { return data != nullptr; }
-    bool has_grid() const { return grid_height > 0; }  // or is a matrix
-    bool is_matrix() const { return has_grid() && radius > 0; }
+    constexpr bool has_grid() const { return grid_height > 0; }  // or is a matrix
+    constexpr bool is_matrix() const { return has_grid() && radius > 0; }
+    constexpr int64_t batch_group_size() const { return radius; }  // of a matrix
     int64_t size() const {
         if (is_matrix()) return grid_height * grid_width;
         return has_grid() ? (2 * grid_height - 1) * (2 * grid_width - 1) : 2 * radius + 1;
@@ -117,9 +118,9 @@ struct IntervalView {
 // Key lists: for each m_block the sorted keys that any of its rows sees, for kernels that gather keys.
 //
 // List t belongs to batch element t / (heads * num_m_blocks), mask head t / num_m_blocks % heads and m_block
-// t % num_m_blocks, which has the rows [m_block * tile_rows, (m_block + 1) * tile_rows) of its sequence. Its keys are
-// keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, padded with -1 to a multiple of kAlign.
-// Lists need not be adjacent; m_blocks may share one.
+// t % num_m_blocks, which has the rows [m_block * m_block_rows, (m_block + 1) * m_block_rows) of its sequence. Its keys
+// are keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, padded with -1 to a multiple of
+// kAlign. Lists need not be adjacent; m_blocks may share one.
 //
 // A row sees a key of its list if `intervals` of the problem show it; without intervals, if its bit in `rows` is set;
 // without both, always. Causality and the bias may hide more.
@@ -138,11 +139,13 @@ struct KeyListsView {
     int64_t batches = 1;           // B, B/n or 1
     int64_t batch_group_size = 1;  // as in ScoreView
     int64_t heads = 1;             // H, Hkv or 1
-    int64_t tile_rows = kRows;     // rows of an m_block: kRows or kRows / 2
-    int64_t num_m_blocks = 1;      // ceil(Sq / tile_rows), or 1 where all rows of a head share one list
-    int64_t longest = 0;           // the average capacity of a list, as an estimate of its length; 0: unknown
+    int64_t m_block_rows = kRows;  // kRows or kRows / 2
+    int64_t num_m_blocks = 1;      // ceil(Sq / m_block_rows), or 1 where all rows of a head share one list
+    int64_t estimated_length = 0;  // the average capacity of a list; 0: unknown
     bool row_broadcast = false;    // all rows of a head share one list, as with a key mask
 
+    // The length of a list with its padding.
+    static constexpr int64_t padded(int64_t length) { return (length + kAlign - 1) / kAlign * kAlign; }
     bool present() const { return begins != nullptr; }  // `keys` may be empty
     int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_group_size : 0; }
 };
@@ -158,7 +161,7 @@ enum class BlockKind : uint8_t { kEmpty, kMixed, kFull };
 // Blocks that causality hides entirely are kEmpty, and their bits are undefined. `visible_keys` has no keys that
 // causality hides from all rows of a block.
 struct PackedMask {
-    static constexpr int64_t kTile = 64;  // rows and keys of a block
+    static constexpr int64_t kBlock = 64;  // rows and keys of a block
 
     // [{B|B/n|1}, heads, {Sq|1}, words]; with variable length [B, heads, 1, words] where row_broadcast, else
     // [total_q, heads, words]. Bit j % 32 of word j / 32 is key j of the sequence. Bits beyond the last key are 0.
@@ -181,7 +184,7 @@ struct PackedMask {
     int64_t bits_size = 0;    // elements of bits
     int64_t blocks_size = 0;  // elements of visible_keys, and of kinds
 
-    bool present() const { return bits != nullptr; }
+    constexpr bool present() const { return bits != nullptr; }
 };
 
 // The block summary of an interval mask: bounds of the key intervals of 64 keys (an n_block), with causality and
@@ -193,18 +196,18 @@ struct alignas(16) IntervalBlockSummary {
     // Rows. A key that no row sees makes [last_begin, first_end) empty.
     int32_t first_begin, last_begin;
     int32_t first_end, last_end;
-    uint64_t seen;  // the visible keys. Bit j: some row sees key j
+    uint64_t visible_keys;  // bit j: some row sees key j
 };
 
 // Block summaries of an interval mask. summarize_intervals_cuda makes them.
 struct IntervalSummaries {
-    IntervalBlockSummary* tiles = nullptr;  // [{B|1}, heads, num_n_blocks]; B where lengths differ
+    IntervalBlockSummary* blocks = nullptr;  // [{B|1}, heads, num_n_blocks]; B where lengths differ
     int64_t batch_stride = 0;
     int64_t num_n_blocks = 0;
-    int64_t size = 0;                          // elements of tiles
+    int64_t size = 0;                          // elements of blocks
     uint32_t* tile_count_semaphore = nullptr;  // [1], zeroed: the counter of the forward's dynamic tile scheduler
 
-    bool present() const { return tiles != nullptr; }
+    constexpr bool present() const { return blocks != nullptr; }
 };
 
 // Device-side dispatch. For a bool mask that may be sparse, CUDA packs the mask and builds key lists, and only the
@@ -269,8 +272,8 @@ struct BwdParams : AttentionParams {
     // [{H|Hkv}, total_k]; the caller sums over further broadcast dimensions.
     ScoreView dbias;
     bool deterministic = false;
-    // [batches, heads, size] of relative_bias, contiguous, in the accumulation type, zeroed by the caller: kernels add to
-    // it. Null where relative_bias needs no gradient.
+    // [batches, heads, size] of relative_bias, contiguous, in the accumulation type, zeroed by the caller: kernels add
+    // to it. Null where relative_bias needs no gradient.
     void* drelative_bias = nullptr;
 };
 

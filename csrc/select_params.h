@@ -13,12 +13,12 @@ namespace flash_dmattn {
 
 // Reads bias.{data, batch_stride, head_stride, col_stride, batches, heads, dtype}.
 struct SelectParams {
-    BiasView bias;        // [{B|1}, {H|Hkv|1}, Sk], any strides; variable length: [total_k, {H|Hkv|1}]
-    int64_t batches = 1;  // bias.batches, or B where seqused_k differ; variable length: number of sequences
-    int64_t rows = 0;     // Sq; variable length: unused
-    int64_t keys = 0;     // Sk; variable length: total_k
-    int64_t longest = 0;  // variable length: upper bound of a sequence's keys, total_k if unknown
-    int64_t window = 0;   // w
+    BiasView bias;         // [{B|1}, {H|Hkv|1}, Sk], any strides; variable length: [total_k, {H|Hkv|1}]
+    int64_t batches = 1;   // bias.batches, or B where seqused_k differ; variable length: number of sequences
+    int64_t rows = 0;      // Sq; variable length: unused
+    int64_t keys = 0;      // Sk; variable length: total_k
+    int64_t max_keys = 0;  // variable length: upper bound of a sequence's keys, total_k if unknown
+    int64_t window = 0;    // w
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1], variable length
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]
     // [B], or null: number of keys of each batch element, clamped to [0, Sk]. The last row stands at the last of them;
@@ -38,11 +38,10 @@ struct SelectedListsPlan {
 };
 
 inline SelectedListsPlan plan_selected_lists(const SelectParams& params) {
-    constexpr int64_t kAlign = KeyListsView::kAlign;
     const int64_t max_keys = std::min(params.window + std::max<int64_t>(params.rows - 1, 0), params.keys);
     SelectedListsPlan plan;
     plan.lists = params.rows > 0 ? params.batches * params.bias.heads : 0;
-    plan.stride = (max_keys + kAlign - 1) / kAlign * kAlign;
+    plan.stride = KeyListsView::padded(max_keys);
     plan.capacity = plan.lists * plan.stride;
     plan.has_rows = params.rows > 1;
     return plan;

@@ -109,13 +109,13 @@ public:
                   RelativeGradient<acc_t>& relative)
         : p_(params), tasks_(tasks), partials_(partials), relative_(relative),
           qheads_per_kv_(params.heads / params.kv_heads),
-          heads_per_list_(params.lists.heads == params.heads ? 1 : qheads_per_kv_), tile_rows_(params.lists.tile_rows),
-          max_rows_(std::min(tile_rows_, params.seqlen_q)), gradients_(params, kKeys, /*knows_deltas=*/true),
-          gathered_(params, kKeys, /*backward=*/true), query_(max_rows_ * p_.head_dim),
-          query_transposed_(query_.size()), dout_(query_.size()), dout_transposed_(query_.size()),
-          dquery_(query_.size()), column_sums_(partials.dbias_heads() > 0 ? kKeys : 0),
+          qheads_per_list_(params.lists.heads == params.heads ? 1 : qheads_per_kv_),
+          m_block_rows_(params.lists.m_block_rows), max_rows_(std::min(m_block_rows_, params.seqlen_q)),
+          gradients_(params, kKeys, /*knows_deltas=*/true), gathered_(params, kKeys, /*backward=*/true),
+          query_(max_rows_ * p_.head_dim), query_transposed_(query_.size()), dout_(query_.size()),
+          dout_transposed_(query_.size()), dquery_(query_.size()), column_sums_(partials.dbias_heads() > 0 ? kKeys : 0),
           dense_heads_(!has_dense_dbias(params)             ? 0
-                       : params.dbias.heads == params.heads ? heads_per_list_
+                       : params.dbias.heads == params.heads ? qheads_per_list_
                                                             : 1),
           dense_rows_(dense_heads_ * max_rows_ * params.seqlen_k), transposed_(kKeys * p_.head_dim) {}
 
@@ -135,13 +135,13 @@ private:
     // Returns whether every gradient is finite.
     bool compute(int64_t split, int64_t first_batch, int64_t first_head, bool exact) {
         const Sequence first(p_, first_batch);
-        const int64_t begin = split * tasks_.tiles_per_split * tile_rows_;
-        const int64_t end = std::min(begin + tasks_.tiles_per_split * tile_rows_, first.rows);
+        const int64_t begin = split * tasks_.tiles_per_split * m_block_rows_;
+        const int64_t end = std::min(begin + tasks_.tiles_per_split * m_block_rows_, first.rows);
         tasks_.for_each_kv_head(first_batch, first_head,
                                 [&](const Sequence& s, int64_t head) { start_partial(split, s, head, begin, end); });
         bool finite = true;
-        for (int64_t row = begin; row < end; row += tile_rows_) {
-            finite &= compute_m_block(split, first_batch, first_head, row, std::min(tile_rows_, end - row), exact);
+        for (int64_t row = begin; row < end; row += m_block_rows_) {
+            finite &= compute_m_block(split, first_batch, first_head, row, std::min(m_block_rows_, end - row), exact);
         }
         tasks_.for_each_kv_head(first_batch, first_head, [&](const Sequence& s, int64_t head) {
             finite &= is_finite(partials_.partial(split, s.batch, head / qheads_per_kv_));
@@ -151,9 +151,9 @@ private:
 
     void start_partial(int64_t split, const Sequence& s, int64_t first_head, int64_t begin, int64_t end) {
         int64_t first = s.keys, last = -1;
-        for (int64_t row = begin; row < end; row += tile_rows_) {
-            for (int64_t head = first_head; head < first_head + qheads_per_kv_; head += heads_per_list_) {
-                const KeyList list = find_list(p_, s, head, row, std::min(tile_rows_, end - row));
+        for (int64_t row = begin; row < end; row += m_block_rows_) {
+            for (int64_t head = first_head; head < first_head + qheads_per_kv_; head += qheads_per_list_) {
+                const KeyList list = find_list(p_, s, head, row, std::min(m_block_rows_, end - row));
                 if (list.size == 0) continue;
                 first = std::min<int64_t>(first, list.keys[0]);
                 last = std::max<int64_t>(last, list.keys[list.size - 1]);
@@ -168,7 +168,7 @@ private:
     bool compute_m_block(int64_t split, int64_t first_batch, int64_t first_head, int64_t row, int64_t rows,
                          bool exact) {
         bool finite = true;
-        for (int64_t head = first_head; head < first_head + tasks_.heads_per_task; head += heads_per_list_) {
+        for (int64_t head = first_head; head < first_head + tasks_.heads_per_task; head += qheads_per_list_) {
             for (int64_t b = first_batch; b < first_batch + tasks_.batches_per_task; ++b) {
                 const Sequence s(p_, b);
                 auto& partial = partials_.partial(split, b, head / qheads_per_kv_);
@@ -177,7 +177,7 @@ private:
                 dkey_sum_.assign(size, acc_t(0));
                 dvalue_sum_.assign(size, acc_t(0));
                 // Each head is summed on its own first: one long chain of additions over all heads rounds more.
-                for (int64_t h = head; h < head + heads_per_list_; ++h) {
+                for (int64_t h = head; h < head + qheads_per_list_; ++h) {
                     dkey_.assign(size, acc_t(0));
                     dvalue_.assign(size, acc_t(0));
                     finite &= add_head(s, h, row, rows, partial, exact);
@@ -188,7 +188,7 @@ private:
                 scatter(dvalue_sum_, partial, partial.dvalue);
             }
             const Sequence s(p_, first_batch);
-            for (int64_t h = head; h < head + heads_per_list_ && dense_heads_ > 0; ++h) {
+            for (int64_t h = head; h < head + qheads_per_list_ && dense_heads_ > 0; ++h) {
                 if (tasks_.is_last_of_bias_head(h)) store_dense_dbias({s, h, row, rows, 0, s.keys});
             }
         }
@@ -277,11 +277,11 @@ private:
     RelativeGradient<acc_t>& relative_;
     int64_t task_ = 0;
     int64_t qheads_per_kv_;
-    int64_t heads_per_list_;  // query heads that share a list and a KV head
-    int64_t tile_rows_;       // rows of an m_block
+    int64_t qheads_per_list_;  // query heads that share a list and a KV head
+    int64_t m_block_rows_;     // rows of an m_block
     int64_t max_rows_;
     ScoreGradients<acc_t> gradients_;
-    GatheredKeys<acc_t> gathered_;
+    GatheredKvBlocks<acc_t> gathered_;
     Buffer<acc_t> query_, query_transposed_, dout_, dout_transposed_, dquery_;
     // [D, keys] for each n_block of gathered keys: of one head, and summed over the heads that share the list.
     Buffer<acc_t> dkey_, dvalue_, dkey_sum_, dvalue_sum_;
@@ -295,7 +295,7 @@ private:
 
 template <typename acc_t>
 void gather_bwd(const BwdParams& params) {
-    const BwdTasks tasks(params, ceil_div(params.seqlen_q, params.lists.tile_rows));
+    const BwdTasks tasks(params, ceil_div(params.seqlen_q, params.lists.m_block_rows));
     DkvPartials<acc_t> partials(params, tasks);
     RelativeGradient<acc_t> relative(params, tasks);
     parallel_for_tasks(tasks.count(), [&] { return GatherBwdTask<acc_t>(params, tasks, partials, relative); });

@@ -9,7 +9,7 @@ namespace flash_dmattn {
 KeyList find_list(const AttentionParams& params, const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
     const KeyListsView& lists = params.lists;
     const int64_t list_head = head / (params.heads / lists.heads);
-    const int64_t m_block = lists.row_broadcast ? 0 : row / lists.tile_rows;
+    const int64_t m_block = lists.row_broadcast ? 0 : row / lists.m_block_rows;
     const int64_t list = (lists.batch_of(sequence.batch) * lists.heads + list_head) * lists.num_m_blocks + m_block;
     const int64_t begin = lists.begins[list];
     const int32_t* keys = lists.keys + begin;
@@ -21,7 +21,7 @@ KeyList find_list(const AttentionParams& params, const Sequence& sequence, int64
 }
 
 template <typename acc_t>
-void GatheredKeys<acc_t>::load(const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
+void GatheredKvBlocks<acc_t>::load(const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
     const KeyList list = find_list(p_, sequence, head, row, rows);
     const int64_t kv_head = head / (p_.heads / p_.kv_heads);
     const bool same_list = list.keys == list_.keys && list.size == list_.size;
@@ -42,7 +42,7 @@ void GatheredKeys<acc_t>::load(const Sequence& sequence, int64_t head, int64_t r
     };
     tiles_.clear();
     for (int64_t j = 0; j < list.size; j += tile_keys_) {
-        GatheredTile<acc_t> tile;
+        GatheredKvBlock<acc_t> tile;
         tile.list = list.from(j, std::min(tile_keys_, list.size - j));
         tile.key = gathered(p_.key, tile.list, key_.data() + j * dim);
         tile.value = gathered(p_.value, tile.list, value_.data() + j * dim);
@@ -52,7 +52,7 @@ void GatheredKeys<acc_t>::load(const Sequence& sequence, int64_t head, int64_t r
     }
 }
 
-template class GatheredKeys<float>;
-template class GatheredKeys<double>;
+template class GatheredKvBlocks<float>;
+template class GatheredKvBlocks<double>;
 
 }  // namespace flash_dmattn

@@ -27,11 +27,11 @@ KeyList find_list(const AttentionParams& params, const Sequence& sequence, int64
 
 // An n_block of gathered keys.
 template <typename acc_t>
-struct GatheredTile {
+struct GatheredKvBlock {
     KeyList list;
-    Matrix<acc_t> key{}, value{};  // [keys, D]
-    Matrix<acc_t> key_transposed{},
-        value_transposed{};  // [D, keys]; the first unless the rows are few, the second in the backward
+    Matrix<acc_t> key{}, value{};      // [keys, D]
+    Matrix<acc_t> key_transposed{};    // [D, keys]; empty where the rows are few
+    Matrix<acc_t> value_transposed{};  // [D, keys]; backward only
 
     Tile tile(const Sequence& sequence, int64_t head, int64_t row, int64_t rows) const {
         return {sequence, head, row, rows, 0, list.size, list.keys, list.rows};
@@ -41,14 +41,14 @@ struct GatheredTile {
 // The keys of a list, gathered and converted, in n_blocks of at most `tile_keys` keys. They stay valid until the next
 // `load`, which does nothing where the list and the KV head are the same, as for query heads of a GQA group.
 template <typename acc_t>
-class GatheredKeys {
+class GatheredKvBlocks {
 public:
-    GatheredKeys(const AttentionParams& params, int64_t tile_keys, bool backward = false)
+    GatheredKvBlocks(const AttentionParams& params, int64_t tile_keys, bool backward = false)
         : p_(params), tile_keys_(tile_keys), backward_(backward) {}
 
     void load(const Sequence& sequence, int64_t head, int64_t row, int64_t rows);
 
-    const std::vector<GatheredTile<acc_t>>& tiles() const { return tiles_; }
+    const std::vector<GatheredKvBlock<acc_t>>& tiles() const { return tiles_; }
     int64_t size() const { return list_.size; }
 
 private:
@@ -58,7 +58,7 @@ private:
     KeyList list_{};
     int64_t batch_ = -1, kv_head_ = -1;
     Buffer<acc_t> key_, value_, key_transposed_, value_transposed_;
-    std::vector<GatheredTile<acc_t>> tiles_;
+    std::vector<GatheredKvBlock<acc_t>> tiles_;
 };
 
 }  // namespace flash_dmattn

@@ -12,8 +12,6 @@ namespace {
 constexpr int64_t kRows = KeyListsView::kRows;
 constexpr int64_t kWords = kRows / 32;
 
-int64_t round_up(int64_t length) { return ceil_div(length, KeyListsView::kAlign) * KeyListsView::kAlign; }
-
 // The lists of one batch element and head.
 struct HeadLists {
     Sequence sequence;
@@ -63,7 +61,7 @@ public:
         int64_t length = 0;
         for (int64_t m_block = 0; m_block < num_m_blocks_; ++m_block) {
             length += change[m_block];
-            lengths[lists.first + m_block] = round_up(length);
+            lengths[lists.first + m_block] = KeyListsView::padded(length);
         }
     }
 
@@ -108,7 +106,7 @@ public:
         const int64_t keys = read(list);
         int64_t length = 0;
         for (int64_t key = 0; key < keys; ++key) length += is_visible(key);
-        lengths[list] = round_up(length);
+        lengths[list] = KeyListsView::padded(length);
     }
 
     void fill(int64_t list, const int64_t* begins, const int64_t* ends, int32_t* keys, uint32_t* rows) {

@@ -155,20 +155,20 @@ private:
     const FwdParams& p_;
     int64_t max_rows_, max_keys_;
     ScoreScratch<acc_t> score_scratch_;
-    GatheredKeys<acc_t> gathered_;
+    GatheredKvBlocks<acc_t> gathered_;
     Buffer<acc_t> query_, key_, key_transposed_, probs_, out_, max_;
     std::vector<double> sum_;
 };
 
 // Split-KV for sequences of few rows, as in decoding, where reading the keys takes the time: each key is read once for
-// all heads that share it, without key lists in memory order. The keys of a batch element are split where batch elements
-// alone are few tasks. The splits do not depend on the number of threads.
+// all heads that share it, without key lists in memory order. The keys of a batch element are split where batch
+// elements alone are few tasks. The splits do not depend on the number of threads.
 template <typename acc_t>
 class SplitKvFwd {
 public:
     explicit SplitKvFwd(const FwdParams& params)
         : p_(params), qheads_per_kv_(p_.heads / p_.kv_heads),
-          group_heads_(p_.heads / std::max(p_.kv_heads, p_.lists.heads)) {
+          qheads_per_list_(p_.heads / std::max(p_.kv_heads, p_.lists.heads)) {
         constexpr int64_t kMinTasks = 64;
         const int64_t max_splits = ceil_div(kMinTasks, p_.batch), max_keys = longest_sequence_k();
         keys_per_split_ = std::max<int64_t>(ceil_div(ceil_div(max_keys, kFewRowsKeys), max_splits), 1) * kFewRowsKeys;
@@ -249,7 +249,7 @@ private:
         sums.start();
         const int64_t first = split * keys_per_split_;
         const auto add = [&](const KeyBlock& block) {
-            const int64_t row = block.tile.head * s.rows, rows = group_heads_ * s.rows;
+            const int64_t row = block.tile.head * s.rows, rows = qheads_per_list_ * s.rows;
             add_keys(block, {query.row(row), rows, query.cols, query.stride}, sums.rows(row, rows), scratch, exact);
         };
         p_.lists.present() ? walk_lists(s, first, scratch, add) : walk_keys(s, first, add);
@@ -261,14 +261,14 @@ private:
         const int64_t end = std::min(first + keys_per_split_, s.keys);
         for (int64_t j = first; j < end; j += kFewRowsKeys) {
             const int64_t keys = std::min(kFewRowsKeys, end - j);
-            for (int64_t head = 0; head < p_.heads; head += group_heads_) {
-                const bool last = head + group_heads_ == p_.heads;
+            for (int64_t head = 0; head < p_.heads; head += qheads_per_list_) {
+                const bool last = head + qheads_per_list_ == p_.heads;
                 const int64_t next_key = last ? std::min(j + kFewRowsKeys, s.keys) : j;
                 const int64_t next_keys = std::min(kFewRowsKeys, s.keys - next_key);
                 add({{s, head, 0, s.rows, j, keys},
                      stored_keys(p_.key, s, j, keys, head),
                      stored_keys(p_.value, s, j, keys, head),
-                     stored_keys(p_.key, s, next_key, next_keys, last ? 0 : head + group_heads_)});
+                     stored_keys(p_.key, s, next_key, next_keys, last ? 0 : head + qheads_per_list_)});
             }
         }
     }
@@ -276,7 +276,7 @@ private:
     // Calls add for the gathered n_blocks of a split, head by head and key by key.
     template <typename F>
     void walk_lists(const Sequence& s, int64_t first, Scratch& scratch, F&& add) const {
-        for (int64_t head = 0; head < p_.heads; head += group_heads_) {
+        for (int64_t head = 0; head < p_.heads; head += qheads_per_list_) {
             const KeyList list = find_list(p_, s, head, 0, s.rows);
             const int64_t end = std::min(first + keys_per_split_, list.size);
             for (int64_t j = first; j < end; j += kFewRowsKeys) {
@@ -304,11 +304,11 @@ private:
             return tile;
         };
         int64_t i = 0;
-        while (i < group_heads_ && is_fully_masked(p_, tile_of(i))) ++i;
-        if (i == group_heads_) return;
+        while (i < qheads_per_list_ && is_fully_masked(p_, tile_of(i))) ++i;
+        if (i == qheads_per_list_) return;
         const Matrix<acc_t> probs{scratch.probs.data(), query.rows, keys, padded(keys)};
         row_products<acc_t>(query, block.key, p_.softmax_scale, probs, {block.value, block.next});
-        for (i = 0; i < group_heads_; ++i) {
+        for (i = 0; i < qheads_per_list_; ++i) {
             online_softmax(p_, tile_of(i), {probs.row(i * rows), rows, keys, probs.stride}, sums.rows(i * rows, rows),
                            scratch.scores);
         }
@@ -337,7 +337,7 @@ private:
 
     const FwdParams& p_;
     int64_t qheads_per_kv_;
-    int64_t group_heads_;  // query heads that share keys: those of a KV head, or of a list
+    int64_t qheads_per_list_;  // query heads that share keys: those of a KV head, or of a list
     int64_t keys_per_split_, num_splits_;
     Buffer<acc_t> out_, max_;
     std::vector<double> sum_;
@@ -358,19 +358,19 @@ template <typename acc_t>
 void run(const FwdParams& params) {
     if (params.seqlen_q <= kFewRows) return SplitKvFwd<acc_t>(params).run();
     // Over key lists a task has all query heads of a GQA group, which share the gathered keys.
-    const int64_t tile_rows = params.lists.present() ? params.lists.tile_rows : kRows;
+    const int64_t m_block_rows = params.lists.present() ? params.lists.m_block_rows : kRows;
     const int64_t heads_per_task = params.lists.present() ? params.heads / params.kv_heads : 1;
-    const int64_t num_m_blocks = ceil_div(params.seqlen_q, tile_rows), head_groups = params.heads / heads_per_task;
+    const int64_t num_m_blocks = ceil_div(params.seqlen_q, m_block_rows), head_groups = params.heads / heads_per_task;
     parallel_for_tasks(params.batch * head_groups * num_m_blocks, [&] {
         return [=, &params, task = FwdTask<acc_t>(params)](int64_t index) mutable {
             // The last rows come first: with causality they see most keys.
-            const int64_t row = (num_m_blocks - 1 - index % num_m_blocks) * tile_rows;
+            const int64_t row = (num_m_blocks - 1 - index % num_m_blocks) * m_block_rows;
             const int64_t first_head = index / num_m_blocks % head_groups * heads_per_task;
             const Sequence sequence(params, index / num_m_blocks / head_groups);
             if (row >= sequence.rows) return;
             if (num_m_blocks == 1 && heads_per_task == 1) prefetch_sequence(params, index + 1);
             for (int64_t head = first_head; head < first_head + heads_per_task; ++head) {
-                task(sequence, head, row, std::min(tile_rows, sequence.rows - row));
+                task(sequence, head, row, std::min(m_block_rows, sequence.rows - row));
             }
         };
     });

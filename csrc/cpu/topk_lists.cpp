@@ -108,7 +108,7 @@ public:
                 keys[at++] = static_cast<int32_t>(word * 64 + __builtin_ctzll(bits));
             listed_[word] = 0;
         }
-        const int64_t size = at - begin, end = begin + ceil_div(size, KeyListsView::kAlign) * KeyListsView::kAlign;
+        const int64_t size = at - begin, end = begin + KeyListsView::padded(size);
         std::fill(keys + at, keys + end, -1);
         if (rows == nullptr) return end;
         std::fill(rows + begin * kWords, rows + end * kWords, 0);

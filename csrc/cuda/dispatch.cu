@@ -80,7 +80,7 @@ FwdPlan plan_fwd(const FwdParams& p) {
     FwdPlan plan;
     if (p.batch == 0 || p.heads == 0 || p.seqlen_q == 0) return plan;
     select_kernels("forward", &Architecture::fwd, p, plan);
-    plan.visible_distances = plan.take<DistanceRange>(count_visible_distances(p));
+    plan.visible_distances = plan.allocate<DistanceRange>(count_visible_distances(p));
     return plan;
 }
 
@@ -104,10 +104,10 @@ BwdPlan plan_bwd(const BwdParams& p) {
     if (p.batch == 0 || p.heads == 0) return plan;
     select_kernels("backward", &Architecture::bwd, p, plan);
     plan.delta_rows = p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q;
-    plan.delta = plan.take<float>((p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * plan.delta_rows);
+    plan.delta = plan.allocate<float>((p.cu_seqlens_q == nullptr ? p.batch : 1) * p.heads * plan.delta_rows);
     if (p.drelative_bias != nullptr && p.deterministic && plan.adds_drelative_bias)
-        plan.drelative_bias_exact = plan.take<ExactSum>(relative_bias_elements(p));
-    plan.visible_distances = plan.take<DistanceRange>(count_visible_distances(p));
+        plan.drelative_bias_exact = plan.allocate<ExactSum>(relative_bias_elements(p));
+    plan.visible_distances = plan.allocate<DistanceRange>(count_visible_distances(p));
     return plan;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "params.h"
@@ -13,6 +14,11 @@ namespace flash_dmattn::cuda {
 inline bool heads_share_keys(const AttentionParams& p) {
     const auto shared = [&](const auto& view) { return !view.present() || view.heads <= p.kv_heads; };
     return shared(p.packed_mask) && shared(p.intervals) && shared(p.lists) && shared(p.bias) && shared(p.relative_bias);
+}
+
+// About the number of keys of a list, which only the device knows; without lists, of a sequence.
+inline int64_t estimated_list_length(const AttentionParams& p) {
+    return p.lists.estimated_length > 0 ? std::min(p.lists.estimated_length, p.seqlen_k) : p.seqlen_k;
 }
 
 // Elements of the gradient of relative_bias.
@@ -39,7 +45,7 @@ struct WorkspaceLayout {
     int64_t workspace_bytes = 0;
 
     template <typename X>
-    WorkspacePart take(int64_t count) {
+    WorkspacePart allocate(int64_t count) {
         const WorkspacePart part{workspace_bytes, count * static_cast<int64_t>(sizeof(X))};
         workspace_bytes += (part.bytes + kAlign - 1) / kAlign * kAlign;
         return part;
@@ -96,7 +102,7 @@ struct BwdTiling {
     int64_t dbias_splits = 1;  // CTAs among which the batch elements and heads of a tile are split
     int64_t dbias_run = 1;     // kRecompute: consecutive n_blocks of a CTA
     // Where keys are gathered by lists:
-    int64_t tile_heads = 1;        // sm80: query heads of a CTA, each with an equal share of its rows
+    int64_t qheads_per_tile = 1;   // sm80: query heads of a CTA, each with an equal share of its rows
     int64_t list_splits = 0;       // sm90: CTAs that share a list for all heads of a GQA group; 0: a CTA has one head
     int64_t dquery_slots = 0;      // with list_splits: m_blocks, of all heads of a group, that dquery_accum holds
     int64_t dkv_rows = 0;          // B * Sk; with variable length total_k
@@ -121,13 +127,14 @@ struct BwdArgs : BwdParams, BwdTiling {
     // dQ, float32, in the order of the accumulator registers: [{B} H, dquery_m_blocks, rows of an m_block * D rounded
     // up], where num_launches > 1 for the heads of one launch; or with list_splits [dquery_slots, H / Hkv, the same].
     float* dquery_accum;
-    // A ticket counter, and deterministic: for each m_block the n_block that may add to dQ; with list_splits: the state
-    // of each slot. sm80 has it for deterministic calls alone.
+    // sm90: the tile count semaphore, then with deterministic one for each dQ tile and MMA warpgroup, the n_block that
+    // may add to it; with list_splits the state of each slot. sm80, deterministic only: one for each dQ tile, then the
+    // tile count semaphore.
     int32_t* dquery_semaphore;
     float* dbias_parts;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
     float* dkv_accum;    // lists: dkey, then dvalue, unscaled, [dkv_rows, Hkv, dkv_cols] each
     float* dbias_accum;  // lists: in the bias's shape, [dbias_accum_size]
-    // Lists, deterministic: [B, H, m_blocks], and one ticket counter; kSerialReduce: [work tiles].
+    // Lists, deterministic: [B, H, m_blocks], and the tile count semaphore; kSerialReduce: [work tiles].
     int32_t* progress_counters;
     int64_t relative_bias_entries;   // of one batch element and head
     ExactSum* drelative_bias_exact;  // deterministic: in the shape of drelative_bias; else null

@@ -265,13 +265,16 @@ void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& 
     } else {
         check_dimensions(name, bias, {batches, heads, one_of("2R + 1", bias.sym_size(2))});
     }
-    SymInt tokens = 1;
+    SymInt tokens = 1, entries = 1;
     for (int64_t dim = 2; dim < bias.dim(); ++dim) {
         const SymInt size = bias.sym_size(dim);
+        entries *= size;
         TORCH_CHECK_VALUE(size % 2 == 1, name, " must have an odd number of entries in dimension ", dim, ", ",
                           has_grid ? (dim == 2 ? "2h - 1" : "2w - 1") : "2R + 1", ", got shape ", shape_of(bias));
         tokens *= (size + 1) / 2;
     }
+    TORCH_CHECK_VALUE(entries < int64_t{1} << 31, name, " must have less than 2^31 entries a head, got shape ",
+                      shape_of(bias));
     TORCH_CHECK_VALUE(!has_grid || (query.sym_size(1) == tokens && key.sym_size(1) == tokens), name, " of shape ",
                       shape_of(bias), " is of a grid of ", tokens, " tokens, got ", query.sym_size(1),
                       " query rows and ", key.sym_size(1), " keys");

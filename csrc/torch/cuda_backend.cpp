@@ -65,8 +65,8 @@ Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
     const int64_t bytes = plan.size * static_cast<int64_t>(sizeof(IntervalBlockSummary));
     const Tensor memory = workspace(bytes + static_cast<int64_t>(sizeof(uint32_t)), in.query);
     p.interval_summaries = plan;
-    p.interval_summaries.tiles = static_cast<IntervalBlockSummary*>(address(memory));
-    p.interval_summaries.tile_count_semaphore = reinterpret_cast<uint32_t*>(p.interval_summaries.tiles + plan.size);
+    p.interval_summaries.blocks = static_cast<IntervalBlockSummary*>(address(memory));
+    p.interval_summaries.tile_count_semaphore = reinterpret_cast<uint32_t*>(p.interval_summaries.blocks + plan.size);
     summarize_intervals_cuda(p, p.interval_summaries, stream);
     return memory;
 }
@@ -115,7 +115,8 @@ bool decode_kvcache_cuda(const KvCacheParams& params, const Tensor& like, bool s
     return cuda::decode_kvcache(params, skips_longer, current_stream());
 }
 
-std::optional<GatheredKeys> gather_best_keys_cuda(const KvCacheParams& p, const Tensor& like, const Tensor& bias_like) {
+std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams& p, const Tensor& like,
+                                                   const Tensor& bias_like) {
     if (!cuda::can_gather_best_keys(p)) return std::nullopt;
     const c10::cuda::CUDAGuard guard(like.device());
     const bool packed = p.cu_seqlens_q != nullptr;
@@ -131,7 +132,7 @@ std::optional<GatheredKeys> gather_best_keys_cuda(const KvCacheParams& p, const 
     cuda::append_new_tokens(p, current_stream());
     cuda::read_biases(p, best.max_selected, biases.data_ptr(), prefix.data_ptr<int32_t>(),
                       packed ? offsets.data_ptr<int32_t>() : nullptr, current_stream());
-    const auto [lists, spans, row_bits] = topk_lists(biases, best.max_selected, 1, prefix);
+    const auto [lists, kv_indptr, kv_row_bits] = topk_lists(biases, best.max_selected, 1, prefix);
 
     const auto rows = [&] {
         return packed ? at::empty({best.total, p.kv_heads, p.head_dim}, like.options())
@@ -141,17 +142,17 @@ std::optional<GatheredKeys> gather_best_keys_cuda(const KvCacheParams& p, const 
     const Tensor bias = packed ? at::empty({best.total, p.kv_heads}, bias_like.options())
                                : at::empty({p.batch, p.kv_heads, 1, width}, bias_like.options());
     best.lists = lists.const_data_ptr<int32_t>();
-    best.begins = spans.const_data_ptr<int64_t>();
+    best.begins = kv_indptr.const_data_ptr<int64_t>();
     best.ends = best.begins + p.batch * p.kv_heads;
     best.key = key.data_ptr();
     best.value = value.data_ptr();
     best.bias = bias.data_ptr();
     cuda::gather_best_keys(p, best, current_stream());
-    return GatheredKeys{key, value, bias, packed ? OptionalTensor(offsets) : std::nullopt, width, best.skipped_rows};
+    return GatheredCache{key, value, bias, packed ? OptionalTensor(offsets) : std::nullopt, width, best.skipped_rows};
 }
 
-std::optional<GatheredKeys> gather_all_keys_cuda(const KvCacheParams& p, const Tensor& like,
-                                                 const OptionalTensor& bias_like) {
+std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& p, const Tensor& like,
+                                                  const OptionalTensor& bias_like) {
     if (!cuda::can_gather_all_keys(p)) return std::nullopt;
     const c10::cuda::CUDAGuard guard(like.device());
     const int64_t total = p.batch * p.seqlen_k + (p.batch_invariant ? kFillerKeys : 0);
@@ -167,7 +168,7 @@ std::optional<GatheredKeys> gather_all_keys_cuda(const KvCacheParams& p, const T
     if (bias) all.bias = bias->data_ptr();
     cuda::append_new_tokens(p, current_stream());
     cuda::gather_all_keys(p, all, current_stream());
-    return GatheredKeys{key, value, bias, offsets, p.seqlen_k, all.skipped_rows};
+    return GatheredCache{key, value, bias, offsets, p.seqlen_k, all.skipped_rows};
 }
 
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
@@ -189,20 +190,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tens
     const KeyListsPlan plan = plan_key_lists(p);
     const Tensor scratch = workspace(plan.scratch_bytes, mask);
     const int64_t capacity = room_for_short_lists(p, plan);
-    const Lists lists = empty_lists(mask, capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
+    const KeyListTensors lists =
+        empty_key_lists(mask, capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
     key_list_offsets_cuda(p, plan, percent, address(scratch), lists.begins(), lists.ends(), capacity, nullptr,
                           current_stream());
-    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(),
+    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.kv_indices.data_ptr<int32_t>(),
                        lists.row_words(), current_stream());
-    return {bits, tiles, lists.keys, lists.spans, lists.rows};
+    return {bits, tiles, lists.kv_indices, lists.kv_indptr, lists.kv_row_bits};
 }
 
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& p, const Tensor& source,
                                                        int64_t keys_per_row) {
     const c10::cuda::CUDAGuard guard(source.device());
     const BoundedListsPlan plan = plan_bounded_lists(p, std::min(keys_per_row, p.seqlen_k));
-    const Lists lists = empty_lists(source, plan.capacity, plan.batches, plan.heads, plan.num_m_blocks, false);
-    bounded_lists_cuda(p, plan, lists.keys.data_ptr<int32_t>(), lists.begins(), lists.ends(), current_stream());
+    const KeyListTensors lists =
+        empty_key_lists(source, plan.capacity, plan.batches, plan.heads, plan.num_m_blocks, false);
+    bounded_lists_cuda(p, plan, lists.kv_indices.data_ptr<int32_t>(), lists.begins(), lists.ends(), current_stream());
     return lists.tensors();
 }
 
@@ -210,21 +213,24 @@ std::tuple<Tensor, Tensor, Tensor> build_counted_lists(AttentionParams p, const 
     const c10::cuda::CUDAGuard guard(source.device());
     const KeyListsPlan plan = plan_key_lists(p);
     if (plan.lists() == 0 || source.numel() == 0) {
-        const Lists none = empty_lists(source, 0, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
-        none.spans.zero_();
+        const KeyListTensors none =
+            empty_key_lists(source, 0, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
+        none.kv_indptr.zero_();
         return none.tensors();
     }
     const cudaStream_t stream = current_stream();
     const auto packed = p.mask.present() ? pack(p, source) : std::tuple<Tensor, Tensor>();
     const Tensor scratch = workspace(plan.scratch_bytes, source);
     const Tensor total = at::empty({1}, source.options().dtype(at::kLong));
-    const Lists offsets = empty_lists(source, 0, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
+    const KeyListTensors offsets =
+        empty_key_lists(source, 0, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
     key_list_offsets_cuda(p, plan, std::nullopt, address(scratch), offsets.begins(), offsets.ends(),
                           std::numeric_limits<int64_t>::max(), total.data_ptr<int64_t>(), stream);
     const int64_t capacity = total.item<int64_t>();
-    Lists lists = empty_lists(source, capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
-    lists.spans = offsets.spans;
-    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.keys.data_ptr<int32_t>(),
+    KeyListTensors lists =
+        empty_key_lists(source, capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
+    lists.kv_indptr = offsets.kv_indptr;
+    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.kv_indices.data_ptr<int32_t>(),
                        lists.row_words(), stream);
     return lists.tensors();
 }
@@ -236,7 +242,7 @@ void build_index_lists(const IndexListsParams& p, const IndexListsPlan& plan, co
 }
 
 Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q, const OptionalTensor& cu_seqlens_q,
-                      const OptionalTensor& cu_seqlens_k, std::optional<int64_t> longest) {
+                      const OptionalTensor& cu_seqlens_k, std::optional<int64_t> max_keys) {
     const c10::cuda::CUDAGuard guard(bias.device());
     SelectParams p = select_params(bias, window_size, seqlen_q);
     TORCH_CHECK_VALUE(
@@ -253,7 +259,7 @@ Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
         }
         check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
         p.batches = cu_seqlens_k->numel() - 1;
-        p.longest = std::min(longest.value_or(p.keys), p.keys);
+        p.max_keys = std::min(max_keys.value_or(p.keys), p.keys);
         p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
         p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
     }

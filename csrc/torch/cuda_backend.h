@@ -23,7 +23,7 @@ bool decode_kvcache_cuda(const KvCacheParams& params, const Tensor& like, bool s
 constexpr int64_t kFillerKeys = 4096;
 
 // Keys that were gathered from a cache. With batch_invariant kFillerKeys positions without a key follow.
-struct GatheredKeys {
+struct GatheredCache {
     Tensor key, value;            // (B, max_keys, Hkv, D), packed (total_k, Hkv, D)
     OptionalTensor bias;          // (B, Hkv, 1, max_keys), packed (total_k, Hkv)
     OptionalTensor cu_seqlens_k;  // packed: int32 (B + 1)
@@ -33,13 +33,13 @@ struct GatheredKeys {
 // Write the new tokens into the cache, and gather: with a window the keys that the rows may see, aligned to the end of
 // each sequence; without a window, packed, all keys. Where no kernel serves the call they do nothing and return
 // nothing. `like`: the cache of keys; `bias_like`: that of biases.
-std::optional<GatheredKeys> gather_best_keys_cuda(const KvCacheParams& params, const Tensor& like,
-                                                  const Tensor& bias_like);
-std::optional<GatheredKeys> gather_all_keys_cuda(const KvCacheParams& params, const Tensor& like,
-                                                 const OptionalTensor& bias_like);
+std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams& params, const Tensor& like,
+                                                   const Tensor& bias_like);
+std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& params, const Tensor& like,
+                                                  const OptionalTensor& bias_like);
 
-// A packed mask: bits int32 in the mask's shape, 32 keys per word; and nine bytes for each tile of 64 x 64 scores, uint8
-// (9, {B|B/n|1}, heads, row tiles, key tiles): eight of visible keys, then the tile's kind.
+// A packed mask: bits int32 in the mask's shape, 32 keys per word; and nine bytes for each tile of 64 x 64 scores,
+// uint8 (9, {B|B/n|1}, heads, m_blocks, n_blocks): eight of visible keys, then the block's kind.
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
 
@@ -60,10 +60,10 @@ void build_index_lists(const IndexListsParams& params, const IndexListsPlan& pla
                        int64_t* begins, int64_t* ends, uint32_t* rows);
 
 // Top-k selection (KeyIntervalMask.topk): from a key bias ({B|1}, {H|Hkv|1}, Sk) to intervals int32
-// (2, {B|1}, {H|Hkv|1}, Sk); for variable length from (total_k, heads) to (2, total_k, heads). longest: an optional
+// (2, {B|1}, {H|Hkv|1}, Sk); for variable length from (total_k, heads) to (2, total_k, heads). max_keys: an optional
 // bound on the keys of a sequence, for variable length.
 Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q, const OptionalTensor& cu_seqlens_q,
-                      const OptionalTensor& cu_seqlens_k, std::optional<int64_t> longest);
+                      const OptionalTensor& cu_seqlens_k, std::optional<int64_t> max_keys);
 // topk_lists (topk.h) on CUDA, as topk_lists_cpu (cpu/topk_lists.h).
 void select_key_lists(const SelectParams& params, const Tensor& bias, int32_t* keys, int64_t* begins, int64_t* ends,
                       uint32_t* rows);

@@ -21,12 +21,14 @@ namespace {
 
 namespace py = pybind11;
 
-// Whether `object` is an ordinary tensor of `dims` dimensions: no subclass, no wrapper of a transform, no symbolic sizes.
+// Whether `object` is an ordinary tensor of `dims` dimensions: no subclass, no wrapper of a transform, no symbolic
+// sizes, no negation that is yet to be done.
 bool is_plain(py::handle object, int64_t dims = 4) {
     if (!THPVariable_CheckExact(object.ptr())) return false;
     const Tensor& tensor = THPVariable_Unpack(object.ptr());
     return !is_stand_in(tensor) && (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided &&
-           !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == dims;
+           !tensor.is_nested() && !tensor.is_neg() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+           tensor.dim() == dims;
 }
 
 // Whether the kernels accept the rows without padding and without a copy: kernel_rows of flash_dmattn/attend.py.

@@ -60,14 +60,14 @@ void check_mask_of_lists(const Inputs& in, const AttentionParams& p) {
 
 // The sizes of kv_indptr, and the rows of a list.
 void set_list_sizes(KeyListsView& view, const Inputs& in, const AttentionParams& p) {
-    const Tensor& spans = *in.kv_indptr;
-    TORCH_CHECK_VALUE(spans.dim() == 4 && spans.size(0) == 2 && spans.is_contiguous(),
-                      "kv_indptr must be contiguous (2, {B|B/n|1}, {H|Hkv|1}, row tiles), got shape ", shape_of(spans),
-                      " and strides ", spans.strides());
-    check_dtype(spans, "kv_indptr", at::kLong);
-    view.batches = spans.size(1);
-    view.heads = spans.size(2);
-    view.num_m_blocks = spans.size(3);
+    const Tensor& kv_indptr = *in.kv_indptr;
+    TORCH_CHECK_VALUE(kv_indptr.dim() == 4 && kv_indptr.size(0) == 2 && kv_indptr.is_contiguous(),
+                      "kv_indptr must be contiguous (2, {B|B/n|1}, {H|Hkv|1}, m_blocks), got shape ",
+                      shape_of(kv_indptr), " and strides ", kv_indptr.strides());
+    check_dtype(kv_indptr, "kv_indptr", at::kLong);
+    view.batches = kv_indptr.size(1);
+    view.heads = kv_indptr.size(2);
+    view.num_m_blocks = kv_indptr.size(3);
     view.row_broadcast = !in.intervals && !in.kv_row_bits;
     if (in.kv_row_bits) {
         TORCH_CHECK_VALUE(in.kv_row_bits->dim() == 2 &&
@@ -76,9 +76,9 @@ void set_list_sizes(KeyListsView& view, const Inputs& in, const AttentionParams&
                           "kv_row_bits must be (capacity, ", KeyListsView::kRows / 32,
                           "), or where every row of a list sees its keys (0, a 32nd of its rows), got shape ",
                           shape_of(*in.kv_row_bits));
-        view.tile_rows = in.kv_row_bits->size(1) * 32;
+        view.m_block_rows = in.kv_row_bits->size(1) * 32;
     }
-    const int64_t num_m_blocks = view.row_broadcast ? 1 : (p.seqlen_q + view.tile_rows - 1) / view.tile_rows;
+    const int64_t num_m_blocks = view.row_broadcast ? 1 : (p.seqlen_q + view.m_block_rows - 1) / view.m_block_rows;
     const bool varlen = p.cu_seqlens_q != nullptr;
     const bool or_more = varlen && !view.row_broadcast;  // the lists may have been built for longer sequences
     TORCH_CHECK_VALUE(view.batches == p.batch || (!varlen && view.batches > 0 && p.batch % view.batches == 0),
@@ -87,7 +87,7 @@ void set_list_sizes(KeyListsView& view, const Inputs& in, const AttentionParams&
     TORCH_CHECK_VALUE(view.heads == p.heads || view.heads == p.kv_heads || view.heads == 1, "kv_indptr must be of ",
                       p.heads, ", ", p.kv_heads, " or 1 heads, got ", view.heads);
     TORCH_CHECK_VALUE(view.num_m_blocks == num_m_blocks || (or_more && view.num_m_blocks > num_m_blocks),
-                      "kv_indptr must be of ", or_more ? "at least " : "", num_m_blocks, " row tiles, got ",
+                      "kv_indptr must be of ", or_more ? "at least " : "", num_m_blocks, " m_blocks, got ",
                       view.num_m_blocks);
     view.batch_group_size = batch_group_size_of(p, view.batches);
 }
@@ -97,19 +97,19 @@ KeyListsView lists_view(const Inputs& in, const AttentionParams& p) {
     if (in.mask) check_mask_of_lists(in, p);
     KeyListsView view;
     set_list_sizes(view, in, p);
-    const Tensor &keys = *in.kv_indices, &spans = *in.kv_indptr;
+    const Tensor &keys = *in.kv_indices, &kv_indptr = *in.kv_indptr;
     check_shape(keys, "kv_indices", {keys.numel()});
     check_dtype(keys, "kv_indices", at::kInt);
     check_last_contiguous(keys, "kv_indices");
     check_device(keys, "kv_indices", in.query, "query");
-    check_device(spans, "kv_indptr", in.query, "query");
+    check_device(kv_indptr, "kv_indptr", in.query, "query");
     view.keys = keys.const_data_ptr<int32_t>();
     view.capacity = keys.numel();
-    view.begins = spans.const_data_ptr<int64_t>();
-    view.ends = view.begins + spans.stride(0);
+    view.begins = kv_indptr.const_data_ptr<int64_t>();
+    view.ends = view.begins + kv_indptr.stride(0);
     const int64_t lists = view.batches * view.heads * view.num_m_blocks;
-    view.longest = lists > 0 ? keys.numel() / lists : 0;
-    if (spans.is_cpu()) check_list_contents(view, lists);
+    view.estimated_length = lists > 0 ? keys.numel() / lists : 0;
+    if (kv_indptr.is_cpu()) check_list_contents(view, lists);
     if (!in.kv_row_bits || in.kv_row_bits->size(0) == 0) return view;
     const Tensor& rows = *in.kv_row_bits;
     check_shape(rows, "kv_row_bits", {keys.numel(), KeyListsView::kRows / 32});
@@ -172,15 +172,12 @@ void check_bias_matrix(const Inputs& in, const AttentionParams& p) {
                       " must have less than 2^31 elements a head on CUDA, got shape ", shape_of(*in.bias));
 }
 
-// The CUDA kernels divide positions by w (RelativeBiasView::inverse_grid_width), and count entries in 32 bits.
+// The CUDA kernels divide positions by w (RelativeBiasView::inverse_grid_width).
 void check_grid(const RelativeBiasView& view) {
     const int64_t height = view.grid_height, width = view.grid_width;
     TORCH_CHECK_VALUE(
-        !view.has_grid() ||
-            (height < int64_t{1} << 23 && height * width * width < int64_t{1} << 40 &&
-             view.size() <= std::numeric_limits<int32_t>::max()),
-        "relative_bias of a grid (h, w) must have h below 2^23, h * w * w below 2^40 and less than 2^31 entries on "
-        "CUDA, got a grid of ",
+        !view.has_grid() || (height < int64_t{1} << 23 && height * width * width < int64_t{1} << 40),
+        "relative_bias of a grid (h, w) must have h below 2^23 and h * w * w below 2^40 on CUDA, got a grid of ",
         height, " x ", width);
 }
 

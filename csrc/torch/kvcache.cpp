@@ -322,11 +322,11 @@ ForwardResult compose(const KvCacheInputs& in) {
 }
 
 // The operator attend_to_gathered_keys.
-ForwardResult attend_to(const GatheredKeys& keys, const KvCacheInputs& in) {
-    using Operator = ForwardResult(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                   const OptionalTensor&, const OptionalTensor&, OptionalSymInt, OptionalSymInt,
-                                   OptionalSymInt, double, bool, double, const OptionalTensor&, const OptionalTensor&,
-                                   bool);
+ForwardResult attend_to(const GatheredCache& keys, const KvCacheInputs& in) {
+    using Operator =
+        ForwardResult(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                      const OptionalTensor&, OptionalSymInt, OptionalSymInt, OptionalSymInt, double, bool, double,
+                      const OptionalTensor&, const OptionalTensor&, bool);
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow("flash_dmattn::attend_to_gathered_keys", "").typed<Operator>();
     const OptionalSymInt max_seqlen_k = in.is_packed() ? OptionalSymInt(keys.max_keys) : std::nullopt;
@@ -339,8 +339,8 @@ ForwardResult attend_to(const GatheredKeys& keys, const KvCacheInputs& in) {
 // window by the kernels that select key lists for few rows. Where offsets are read back for checks, rows may be removed
 // as padding.
 bool gathers_keys(const KvCacheInputs& in, const KvCacheParams& p) {
-    const bool in_place = !in.block_table && !in.cache_batch_idx && !in.is_packed() &&
-                          (!in.window_size || p.seqlen_q <= kMaxListedRows);
+    const bool in_place =
+        !in.block_table && !in.cache_batch_idx && !in.is_packed() && (!in.window_size || p.seqlen_q <= kMaxListedRows);
     return !in_place && !(in.is_packed() && is_host_readable(*in.cu_seqlens_q));
 }
 

@@ -8,20 +8,21 @@
 namespace flash_dmattn {
 
 // The memory of key lists, for the kernels that fill it.
-struct Lists {
-    Tensor keys, spans, rows;  // kv_indices, kv_indptr, kv_row_bits
-    int64_t* begins() const { return spans.data_ptr<int64_t>(); }
-    int64_t* ends() const { return begins() + spans.stride(0); }
+struct KeyListTensors {
+    Tensor kv_indices, kv_indptr, kv_row_bits;
+    int64_t* begins() const { return kv_indptr.data_ptr<int64_t>(); }
+    int64_t* ends() const { return begins() + kv_indptr.stride(0); }
     uint32_t* row_words() const {  // null without row bits
-        return rows.numel() > 0 ? reinterpret_cast<uint32_t*>(rows.data_ptr<int32_t>()) : nullptr;
+        return kv_row_bits.numel() > 0 ? reinterpret_cast<uint32_t*>(kv_row_bits.data_ptr<int32_t>()) : nullptr;
     }
-    std::tuple<Tensor, Tensor, Tensor> tensors() const { return {keys, spans, rows}; }
+    std::tuple<Tensor, Tensor, Tensor> tensors() const { return {kv_indices, kv_indptr, kv_row_bits}; }
 };
-// On the device of `like`. tile_rows: the rows of a list.
-Lists empty_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads, int64_t num_m_blocks,
-                  bool has_rows, int64_t tile_rows = KeyListsView::kRows);
+// On the device of `like`.
+KeyListTensors empty_key_lists(const Tensor& like, int64_t capacity, int64_t batches, int64_t heads,
+                               int64_t num_m_blocks, bool has_rows, int64_t m_block_rows = KeyListsView::kRows);
 
-// (kv_indices, kv_indptr, kv_row_bits) of a mask's lists. kv_row_bits is empty except for a bool mask whose rows differ.
+// (kv_indices, kv_indptr, kv_row_bits) of a mask's lists. kv_row_bits is empty except for a bool mask whose rows
+// differ.
 //
 // keys_per_row: for intervals, a bound: no n consecutive rows see more than keys_per_row + n - 1 keys. Without it the
 //     total length of the lists is read back from the device. Too small a bound is an error on the CPU; on CUDA it

@@ -13,10 +13,10 @@ namespace {
 void forward_cuda(FwdParams&, const Inputs& inputs) { refuse(inputs.query); }
 void backward_cuda(BwdParams&, const Inputs& inputs) { refuse(inputs.query); }
 bool decode_kvcache_cuda(const KvCacheParams&, const Tensor& like, bool) { refuse(like); }
-std::optional<GatheredKeys> gather_best_keys_cuda(const KvCacheParams&, const Tensor& like, const Tensor&) {
+std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams&, const Tensor& like, const Tensor&) {
     refuse(like);
 }
-std::optional<GatheredKeys> gather_all_keys_cuda(const KvCacheParams&, const Tensor& like, const OptionalTensor&) {
+std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams&, const Tensor& like, const OptionalTensor&) {
     refuse(like);
 }
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t, int64_t, bool, const OptionalTensor&,

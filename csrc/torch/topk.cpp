@@ -44,7 +44,7 @@ SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seql
     p.bias.dtype = data_type(bias);
     p.batches = p.bias.batches;
     p.rows = seqlen_q;
-    p.keys = p.longest = bias.size(varlen ? 0 : -1);
+    p.keys = p.max_keys = bias.size(varlen ? 0 : -1);
     p.window = std::min(window_size, p.keys);
     return p;
 }
@@ -56,12 +56,12 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
                       kMaxListedRows, " rows, got ", seqlen_q, " and bias of shape ", shape_of(bias));
     set_lengths(p, bias, seqlens_k);
     const SelectedListsPlan plan = plan_selected_lists(p);
-    const Lists lists = empty_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);
+    const KeyListTensors lists = empty_key_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);
     if (plan.lists == 0) {
-        lists.spans.zero_();  // without rows there is still a list for each head
+        lists.kv_indptr.zero_();  // without rows there is still a list for each head
         return lists.tensors();
     }
-    int32_t* keys = lists.keys.data_ptr<int32_t>();
+    int32_t* keys = lists.kv_indices.data_ptr<int32_t>();
     if (!bias.is_cpu()) {
         select_key_lists(p, bias, keys, lists.begins(), lists.ends(), lists.row_words());
     } else {

@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
 // (rows, Sk), none of which has a bias that is NaN.
 Tensor topk_mask(const Tensor& bias, const Tensor& candidates, int64_t window_size);
 
-// Raises where a bias on the CPU is NaN, of the keys that topk_lists would read. CUDA kernels select from NaN, too.
+// Raises where a bias on the CPU is NaN, of the keys that topk_lists would read. On CUDA the kernels assert instead.
 void refuse_nan(const Tensor& bias, const OptionalTensor& seqlens_k);
 
 }  // namespace flash_dmattn

@@ -5,6 +5,9 @@
 
 namespace flash_dmattn::cuda {
 
+// Which dimension of a GEMM's operand is contiguous in memory: K, along which it sums, or M (of A) and N (of B).
+enum class Major { kK, kMN };
+
 // Loads four 8x8 matrices of 16-bit elements. Lane i passes the address of row i % 8 of matrix i / 8 and receives
 // elements (i / 4, 2 * (i % 4) + {0, 1}) of each matrix. The _trans form loads the transposed matrices.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {

@@ -43,14 +43,10 @@ struct PipelineBarriers {
     __device__ __forceinline__ void producer_acquire(const PipelineState<kStages>& state) const {
         mbarrier_wait(smem_address(&empty[state.stage()]), state.phase() ^ 1);
     }
-    // Release, or fill, a stage: one arrival per warp; all its lanes call.
-    __device__ __forceinline__ void consumer_release(int stage) const { arrive(empty[stage]); }
-    __device__ __forceinline__ void producer_commit(int stage) const { arrive(full[stage]); }
-
-private:
-    static __device__ __forceinline__ void arrive(const uint64_t& barrier) {
+    // One arrival per warp; all its lanes call.
+    __device__ __forceinline__ void consumer_release(int stage) const {
         __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(smem_address(&barrier));
+        if (lane_id() == 0) mbarrier_arrive(smem_address(&empty[stage]));
     }
 };
 

@@ -5,15 +5,10 @@
 // (from eight rows to the next eight), swizzle mode.
 #pragma once
 
-#include "fragment.cuh"
 #include "shared_storage.cuh"
 #include "smem_tile.cuh"
-#include "wgmma.cuh"
 
 namespace flash_dmattn::cuda {
-
-// Which dimension of an operand is contiguous in shared memory: K, along which the GEMM sums, or M (of A) and N (of B).
-enum class Major { kK, kMN };
 
 template <typename Tile>
 class SmemDescriptor {
@@ -38,10 +33,6 @@ public:
     template <Major kMajor>
     __device__ __forceinline__ uint64_t at_k(int k) const {
         return descriptor_ + (kMajor == Major::kK ? col_offset(k) : k * kRowBytes / 16);
-    }
-    __device__ __forceinline__ uint64_t across(int col) const { return at_k<Major::kK>(col); }
-    __device__ __forceinline__ uint64_t down(int row, int col = 0) const {
-        return descriptor_ + col_offset(col) + row * kRowBytes / 16;
     }
 
 private:

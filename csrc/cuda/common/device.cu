@@ -12,7 +12,7 @@ __global__ void probe_kernel() {}  // its attributes report for which architectu
 
 struct Entry {
     Device device;
-    std::set<const void*> allowed;  // kernels whose limit of dynamic shared memory is raised
+    std::set<const void*> with_shared_memory, with_largest_cluster;  // kernels whose limit is raised
 };
 
 int attribute(int device, cudaDeviceAttr name) {
@@ -29,6 +29,7 @@ Entry query(int device) {
              attribute(device, cudaDevAttrComputeCapabilityMajor) * 10 +
                  attribute(device, cudaDevAttrComputeCapabilityMinor),
              probe.ptxVersion * 10},
+            {},
             {}};
 }
 
@@ -53,10 +54,18 @@ const Device& current_device() {
 void allow_shared_memory(const void* kernel, int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex);
     Entry& entry = current_entry();
-    if (entry.allowed.count(kernel) != 0) return;
+    if (entry.with_shared_memory.count(kernel) != 0) return;
     FLASH_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-    entry.allowed.insert(kernel);
+    entry.with_shared_memory.insert(kernel);
+}
+
+void allow_largest_cluster(const void* kernel) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    Entry& entry = current_entry();
+    if (entry.with_largest_cluster.count(kernel) != 0) return;
+    FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    entry.with_largest_cluster.insert(kernel);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -17,5 +17,7 @@ const Device& current_device();
 
 // Raises a kernel's limit of dynamic shared memory on the current device, at the first call.
 void allow_shared_memory(const void* kernel, int64_t bytes);
+// Raises a kernel's limit of CTAs in a cluster on the current device, at the first call.
+void allow_largest_cluster(const void* kernel);
 
 }  // namespace flash_dmattn::cuda

@@ -18,24 +18,31 @@ struct BlockSummary {
 };
 
 __device__ __forceinline__ bool has_mask(const AttentionParams& p) {
-    return p.packed_mask.bits != nullptr || p.interval_summaries.tiles != nullptr;
+    return p.packed_mask.present() || p.interval_summaries.present();
+}
+
+// Whether the mask differs by row. If not, the visible keys of the block summaries are all of it.
+__host__ __device__ __forceinline__ bool mask_differs_by_row(const AttentionParams& p) {
+    return p.interval_summaries.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
 }
 
 // The mask's block summaries of one batch element and head, combined to the kernel's block size.
 template <int kRows, int kKeys>
 class MaskSummaries {
-    static constexpr int kTile = PackedMask::kTile, kAcross = kKeys / kTile;
-    static_assert(kKeys % kTile == 0 && kTile == IntervalBlockSummary::kKeys);
+    // Of a stored summary; stored summaries of an n_block.
+    static constexpr int kBlock = PackedMask::kBlock, kNumSummaries = kKeys / kBlock;
+    static_assert(kKeys % kBlock == 0 && kBlock == IntervalBlockSummary::kKeys);
 
 public:
     __device__ MaskSummaries(const AttentionParams& p, const Sequence& s, int head)
         : mask_(p.packed_mask), intervals_(p.interval_summaries) {
-        if (mask_.bits != nullptr) {
+        if (mask_.present()) {
             const int mask_head = shared_head(head, p.heads, mask_.heads);
             offset_ = shared_batch(mask_, s) * mask_.blocks_batch_stride + mask_head * mask_.blocks_head_stride;
-        } else if (intervals_.tiles != nullptr) {
+        } else if (intervals_.present()) {
             const int mask_head = shared_head(head, p.heads, p.intervals.heads);
-            tiles_ = intervals_.tiles + s.batch * intervals_.batch_stride + mask_head * intervals_.num_n_blocks;
+            intervals_of_head_ =
+                intervals_.blocks + s.batch * intervals_.batch_stride + mask_head * intervals_.num_n_blocks;
         }
     }
 
@@ -44,22 +51,22 @@ public:
     __device__ BlockSummary<kKeys> of(int first_row, int last_row, int n_block) const {
         BlockSummary<kKeys> summary;
         summary.full = true;
-        const bool present = mask_.bits != nullptr || intervals_.tiles != nullptr;
+        const bool present = mask_.present() || intervals_.present();
 #pragma unroll
         for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) summary.visible_keys[w] = present ? 0 : ~0u;
-        if (mask_.bits != nullptr) {
+        if (mask_.present()) {
             const bool row_broadcast = mask_.blocks_row_stride == 0;
-            const int end = row_broadcast ? 1 : last_row / kTile + 1;
-            constexpr int kUnroll = kRows > kTile ? 2 : 1;  // independent loads
+            const int end = row_broadcast ? 1 : last_row / kBlock + 1;
+            constexpr int kUnroll = kRows > kBlock ? 2 : 1;  // independent loads
 #pragma unroll 1
-            for (int row = row_broadcast ? 0 : first_row / kTile; row < end; row += kUnroll) {
-                BlockKind kinds[kUnroll][kAcross];
-                uint64_t visible_keys[kUnroll][kAcross];
+            for (int row = row_broadcast ? 0 : first_row / kBlock; row < end; row += kUnroll) {
+                BlockKind kinds[kUnroll][kNumSummaries];
+                uint64_t visible_keys[kUnroll][kNumSummaries];
 #pragma unroll
                 for (int r = 0; r < kUnroll; ++r)
 #pragma unroll
-                    for (int k = 0; k < kAcross; ++k) {
-                        const int key = n_block * kAcross + k;
+                    for (int k = 0; k < kNumSummaries; ++k) {
+                        const int key = n_block * kNumSummaries + k;
                         const bool exists = row + r < end && key < mask_.num_n_blocks;
                         const int64_t at = offset_ + (row + r) * mask_.blocks_row_stride + key;
                         kinds[r][k] = exists ? mask_.kinds[at] : BlockKind::kFull;
@@ -68,20 +75,21 @@ public:
 #pragma unroll
                 for (int r = 0; r < kUnroll; ++r)
 #pragma unroll
-                    for (int k = 0; k < kAcross; ++k) {
+                    for (int k = 0; k < kNumSummaries; ++k) {
                         summary.full &= kinds[r][k] == BlockKind::kFull;
                         add_visible_keys(summary, k, visible_keys[r][k]);
                     }
             }
-        } else if (intervals_.tiles != nullptr) {
-            IntervalBlockSummary tiles[kAcross];
+        } else if (intervals_.present()) {
+            IntervalBlockSummary blocks[kNumSummaries];
 #pragma unroll
-            for (int k = 0; k < kAcross; ++k) tiles[k] = interval_summary(n_block * kAcross + k);
+            for (int k = 0; k < kNumSummaries; ++k) blocks[k] = interval_summary(n_block * kNumSummaries + k);
 #pragma unroll
-            for (int k = 0; k < kAcross; ++k) {
-                const IntervalBlockSummary& tile = tiles[k];
-                summary.full &= tile.last_begin <= first_row && tile.first_end > last_row;
-                if (tile.first_begin <= last_row && tile.last_end > first_row) add_visible_keys(summary, k, tile.seen);
+            for (int k = 0; k < kNumSummaries; ++k) {
+                const IntervalBlockSummary& block = blocks[k];
+                summary.full &= block.last_begin <= first_row && block.first_end > last_row;
+                if (block.first_begin <= last_row && block.last_end > first_row)
+                    add_visible_keys(summary, k, block.visible_keys);
             }
         }
         uint32_t any = 0;
@@ -93,12 +101,12 @@ public:
 
     // A row range outside which no row sees a key of the block. Packed masks do not store it: all rows.
     __device__ RowRange rows_of(int rows, int n_block) const {
-        if (intervals_.tiles == nullptr) return {0, rows};
+        if (!intervals_.present()) return {0, rows};
         RowRange range{rows, 0};
 #pragma unroll
-        for (int k = 0; k < kAcross; ++k) {
-            const IntervalBlockSummary tile = interval_summary(n_block * kAcross + k);
-            range = {min(range.begin, tile.first_begin), max(range.end, tile.last_end)};
+        for (int k = 0; k < kNumSummaries; ++k) {
+            const IntervalBlockSummary block = interval_summary(n_block * kNumSummaries + k);
+            range = {min(range.begin, block.first_begin), max(range.end, block.last_end)};
         }
         return range;
     }
@@ -106,18 +114,18 @@ public:
 private:
     // Clamped to the last summary, so that loads beyond it need no branch.
     __device__ __forceinline__ IntervalBlockSummary interval_summary(int n_block) const {
-        return tiles_[min(n_block, static_cast<int>(intervals_.num_n_blocks) - 1)];
+        return intervals_of_head_[min(n_block, static_cast<int>(intervals_.num_n_blocks) - 1)];
     }
-    static __device__ __forceinline__ void add_visible_keys(BlockSummary<kKeys>& summary, int tile,
+    static __device__ __forceinline__ void add_visible_keys(BlockSummary<kKeys>& summary, int block,
                                                             uint64_t visible_keys) {
-        summary.visible_keys[2 * tile] |= static_cast<uint32_t>(visible_keys);
-        summary.visible_keys[2 * tile + 1] |= static_cast<uint32_t>(visible_keys >> 32);
+        summary.visible_keys[2 * block] |= static_cast<uint32_t>(visible_keys);
+        summary.visible_keys[2 * block + 1] |= static_cast<uint32_t>(visible_keys >> 32);
     }
 
     const PackedMask& mask_;
     const IntervalSummaries& intervals_;
-    int64_t offset_ = 0;                           // of the first summary of a packed mask
-    const IntervalBlockSummary* tiles_ = nullptr;  // the first summary of an interval mask
+    int64_t offset_ = 0;  // of the first summary of a packed mask
+    const IntervalBlockSummary* intervals_of_head_ = nullptr;
 };
 
 // Tests 32 candidate blocks at a time, one per lane, so that the mainloop waits for summaries once per 32 blocks. All
@@ -127,18 +135,18 @@ struct BlockMaskIterator {
     uint32_t pending = 0;  // active candidates among the 32 before `next`
     uint32_t full = 0;     // candidates in which the mask hides no score
 
-    // ask(candidate, is_empty, is_full) classifies this lane's candidate.
-    template <typename Ask>
-    __device__ __forceinline__ void look(int end, const Ask& ask) {
+    // classify(candidate, is_empty, is_full) is called for this lane's candidate.
+    template <typename Classify>
+    __device__ __forceinline__ void test_next_32(int end, const Classify& classify) {
         const int candidate = next + lane_id();
         bool is_empty = candidate >= end, is_full = true;
-        if (!is_empty) ask(candidate, is_empty, is_full);
+        if (!is_empty) classify(candidate, is_empty, is_full);
         pending = __ballot_sync(~0u, !is_empty);
         full = __ballot_sync(~0u, is_full);
         next += 32;
     }
     // Removes the first pending candidate and returns its lane.
-    __device__ __forceinline__ int take() {
+    __device__ __forceinline__ int pop() {
         const int lane = __ffs(pending) - 1;
         pending &= pending - 1;
         return lane;
@@ -186,7 +194,7 @@ public:
     __device__ __forceinline__ bool next() {
         while (iterator_.pending == 0) {
             if (iterator_.next >= end_) return false;
-            iterator_.look(end_, [&](int candidate, bool& is_empty, bool& is_full) {
+            iterator_.test_next_32(end_, [&](int candidate, bool& is_empty, bool& is_full) {
                 const BlockSummary<kKeys> summary = summarize_(index_of(candidate));
                 is_empty = summary.empty;
                 is_full = summary.full;
@@ -194,7 +202,7 @@ public:
                 for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) visible_keys_[w] = summary.visible_keys[w];
             });
         }
-        current_ = iterator_.take();
+        current_ = iterator_.pop();
         return true;
     }
     __device__ __forceinline__ int index() const { return index_of(iterator_.candidate(current_)); }

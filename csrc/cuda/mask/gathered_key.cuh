@@ -6,7 +6,7 @@
 
 namespace flash_dmattn::cuda {
 
-struct GatheredKey {
+struct PrefetchedKey {
     int position;  // position in the sequence, or no key
     uint4 rows;
     KeyBiasBits bias;
@@ -22,8 +22,8 @@ public:
         if (kBias == BiasKind::kKey) bias_ = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
     }
 
-    __device__ __forceinline__ GatheredKey fetch(int at, int position) const {
-        GatheredKey key{position, {}, {}};
+    __device__ __forceinline__ PrefetchedKey fetch(int at, int position) const {
+        PrefetchedKey key{position, {}, {}};
         if (!is_key(position, s_.keys)) return key;
         key.rows = list_.fetch(at, position);
         if (kBias == BiasKind::kKey) key.bias = load_key_bias(p_.bias, bias_, position * p_.bias.col_stride);
@@ -32,7 +32,8 @@ public:
 
     // Writes which rows see the key, and its bias. Returns its position, or -1 if no row sees it; such a key may
     // hold anything.
-    __device__ __forceinline__ int look(const GatheredKey& key, uint32_t (&words)[KeyList::kWords], float& bias) const {
+    __device__ __forceinline__ int resolve(const PrefetchedKey& key, uint32_t (&words)[KeyList::kWords],
+                                           float& bias) const {
         VisibleRows visible_rows = list_.visible_rows(key.rows, key.position, s_, p_.is_causal);
         bias = kBias == BiasKind::kKey ? key_bias_of<T>(p_.bias, key.bias) : 0;
         if (!is_key(key.position, s_.keys) || bias == -kInfinity) visible_rows.end = 0;
@@ -53,7 +54,7 @@ private:
 
 // Row visibility, positions and biases of a gathered n_block, in shared memory.
 template <int kKeys>
-struct GatheredKeys {
+struct GatheredKeyMetadata {
     // Bit i % 32 of word i / 32: row i of the list sees the key.
     alignas(16) uint32_t rows[kKeys][KeyList::kWords];
     int position[kKeys];  // position in the sequence; -1 if no row sees the key

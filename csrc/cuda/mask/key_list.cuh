@@ -55,7 +55,7 @@ struct KeyList {
     // The list for row `row` of query head `head`.
     __device__ KeyList(const AttentionParams& p, const Sequence& s, int head, int row) {
         const KeyListsView& lists = p.lists;
-        const int64_t tile = lists.num_m_blocks > 1 ? row / lists.tile_rows : 0;
+        const int64_t tile = lists.num_m_blocks > 1 ? row / lists.m_block_rows : 0;
         const int64_t batch = shared_batch(lists, s);
         const int64_t list =
             (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.num_m_blocks + tile;
@@ -64,8 +64,8 @@ struct KeyList {
         constexpr int kAlign = KeyListsView::kAlign;
         keys = lists.keys + first;
         size = static_cast<int>(max(min(lists.ends[list], lists.capacity) - first, int64_t{0})) / kAlign * kAlign;
-        first_row = static_cast<int>(tile * lists.tile_rows);
-        end_row = lists.num_m_blocks > 1 ? first_row + static_cast<int>(lists.tile_rows) : s.rows;
+        first_row = static_cast<int>(tile * lists.m_block_rows);
+        end_row = lists.num_m_blocks > 1 ? first_row + static_cast<int>(lists.m_block_rows) : s.rows;
         start = end = nullptr;
         rows = nullptr;
         col_stride = p.intervals.col_stride;
@@ -76,6 +76,24 @@ struct KeyList {
         } else if (lists.rows != nullptr && !lists.row_broadcast) {
             rows = lists.rows + first * kWords;
         }
+    }
+
+    // The n_blocks of kKeys keys for the rows before end_row. A list that all rows share is cut at their causal end.
+    template <int kKeys>
+    __device__ int count_n_blocks(const AttentionParams& p, const Sequence& s, int end_row) const {
+        int num_n_blocks = ceil_div(size, kKeys);
+        if (!p.is_causal || p.lists.num_m_blocks > 1) return num_n_blocks;
+        const int end = s.causal_end(end_row - 1);
+        int low = 0;
+        while (low < num_n_blocks) {
+            const int middle = (low + num_n_blocks) / 2;
+            if (is_key(keys[middle * kKeys], end)) {
+                low = middle + 1;
+            } else {
+                num_n_blocks = middle;
+            }
+        }
+        return num_n_blocks;
     }
 
     __device__ __forceinline__ int key(int at) const { return at < size ? keys[at] : -1; }

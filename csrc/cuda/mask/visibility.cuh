@@ -12,24 +12,24 @@ namespace flash_dmattn::cuda {
 
 // A bias hides a score unless it is above finfo(dtype).min, which additive masks use for masked keys.
 template <typename T>
-constexpr float kLeastFinite = std::is_same_v<T, half_t>       ? -65504.f
-                               : std::is_same_v<T, bfloat16_t> ? -0x1.fep127f
-                                                               : -FLT_MAX;
+constexpr float kLowest = std::is_same_v<T, half_t>       ? -65504.f
+                          : std::is_same_v<T, bfloat16_t> ? -0x1.fep127f
+                                                          : -FLT_MAX;
 
 // Visible keys of this lane's accumulator rows, 32 keys per word, first key in the lowest bit. Element [2 m + h]
 // belongs to row 16 m + 8 h + fragment_row().
-template <int kMTiles, int kNTiles>
-using VisibleKeys = uint32_t[kMTiles * 2][kNTiles / 4];
+template <int kMFragments, int kNFragments>
+using VisibleKeys = uint32_t[kMFragments * 2][kNFragments / 4];
 
 // x = -inf where a score is masked. Masks, causality, lengths and hiding key biases take effect only here.
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4],
-                                           const VisibleKeys<kMTiles, kNTiles>& visible) {
-    static_assert(kNTiles % 4 == 0);
+template <int kMFragments, int kNFragments>
+__device__ __forceinline__ void apply_mask(float (&acc)[kMFragments][kNFragments][4],
+                                           const VisibleKeys<kMFragments, kNFragments>& visible) {
+    static_assert(kNFragments % 4 == 0);
 #pragma unroll
-    for (int i = 0; i < kMTiles * 2; ++i)
+    for (int i = 0; i < kMFragments * 2; ++i)
 #pragma unroll
-        for (int word = 0; word < kNTiles / 4; ++word) {
+        for (int word = 0; word < kNFragments / 4; ++word) {
             const uint32_t bits = visible[i][word] >> (fragment_col());
 #pragma unroll
             for (int n = 0; n < 4; ++n)
@@ -43,14 +43,14 @@ __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4],
 
 // The same with visible rows per key: `rows` in shared memory has a word for each key of the accumulator, and
 // row_bits[2 m + h] selects the bit of row 16 m + 8 h + fragment_row().
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4], const uint32_t* rows,
-                                           const uint32_t (&row_bits)[kMTiles * 2]) {
+template <int kMFragments, int kNFragments>
+__device__ __forceinline__ void apply_mask(float (&acc)[kMFragments][kNFragments][4], const uint32_t* rows,
+                                           const uint32_t (&row_bits)[kMFragments * 2]) {
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
+    for (int n = 0; n < kNFragments; ++n) {
         const uint2 visible_rows = *reinterpret_cast<const uint2*>(rows + n * 8 + fragment_col());
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i) {
+        for (int i = 0; i < kMFragments * 2; ++i) {
             float* x = acc[i / 2][n] + i % 2 * 2;
             x[0] = visible_rows.x & row_bits[i] ? x[0] : -kInfinity;
             x[1] = visible_rows.y & row_bits[i] ? x[1] : -kInfinity;
@@ -60,21 +60,21 @@ __device__ __forceinline__ void apply_mask(float (&acc)[kMTiles][kNTiles][4], co
 
 // x = -inf where a dense bias hides a score. Only needed for rows whose other scores are hidden too. at(row, key)
 // returns the address of the bias.
-template <typename T, int kMTiles, int kNTiles, typename At>
-__device__ __forceinline__ void apply_bias_mask(float (&acc)[kMTiles][kNTiles][4], const At& at) {
+template <typename T, int kMFragments, int kNFragments, typename At>
+__device__ __forceinline__ void apply_bias_mask(float (&acc)[kMFragments][kNFragments][4], const At& at) {
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
+    for (int m = 0; m < kMFragments; ++m)
 #pragma unroll
-        for (int n = 0; n < kNTiles; ++n)
+        for (int n = 0; n < kNFragments; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float& x = acc[m][n][i];
                 if constexpr (!std::is_same_v<T, half_t>) {
                     // Adding a score to finfo(bfloat16).min or finfo(float32).min does not change it in float32.
-                    x = x <= kLeastFinite<T> ? -kInfinity : x;
-                } else if (x < kLeastFinite<T> / 2 && x != -kInfinity) {
+                    x = x <= kLowest<T> ? -kInfinity : x;
+                } else if (x < kLowest<T> / 2 && x != -kInfinity) {
                     const T bias = *at(m * 16 + i / 2 * 8 + fragment_row(), n * 8 + fragment_col() + i % 2);
-                    if (to_float(bias) <= kLeastFinite<T>) x = -kInfinity;
+                    if (to_float(bias) <= kLowest<T>) x = -kInfinity;
                 }
             }
 }
@@ -92,8 +92,8 @@ struct BlockVisibility {
     template <typename Stage>
     __device__ BlockVisibility(const AttentionParams& p, const Sequence& s, const Stage& stage, int m_block,
                                int n_block, bool mask_full)
-        : mask(p.packed_mask.bits != nullptr ? stage.mask : nullptr),
-          intervals(p.interval_summaries.tiles != nullptr ? stage.intervals : nullptr), first_row(m_block * kRows),
+        : mask(p.packed_mask.present() ? stage.mask : nullptr),
+          intervals(p.interval_summaries.present() ? stage.intervals : nullptr), first_row(m_block * kRows),
           limit(s.keys - n_block * kKeys),
           diagonal(p.is_causal ? m_block * kRows + 1 + s.keys - s.rows - n_block * kKeys : kKeys),
           mask_full(mask_full) {}

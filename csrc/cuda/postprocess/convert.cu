@@ -47,10 +47,10 @@ __global__ void __launch_bounds__(kThreads) convert_dbias_kernel(const __grid_co
     }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    convert_exact_sums_kernel(const ExactSum* __restrict__ sums, float* __restrict__ to, int64_t size) {
+__global__ void __launch_bounds__(kThreads) convert_exact_sums_kernel(const __grid_constant__ BwdArgs p, int64_t size) {
+    if (is_inactive(p)) return;
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    if (i < size) to[i] = sums[i].value();
+    if (i < size) static_cast<float*>(p.drelative_bias)[i] = p.drelative_bias_exact[i].value();
 }
 
 template <typename T>
@@ -67,8 +67,7 @@ void postprocess(const BwdArgs& p, cudaStream_t stream) {
     }
     if (p.drelative_bias_exact != nullptr) {
         const int64_t size = relative_bias_elements(p);
-        convert_exact_sums_kernel<<<grid_of(ceil_div<int64_t>(size, kThreads)), kThreads, 0, stream>>>(
-            p.drelative_bias_exact, static_cast<float*>(p.drelative_bias), size);
+        convert_exact_sums_kernel<<<grid_of(ceil_div<int64_t>(size, kThreads)), kThreads, 0, stream>>>(p, size);
         FLASH_CUDA_CHECK(cudaGetLastError());
     }
 }

@@ -69,23 +69,21 @@ private:
     uint32_t lane_address_;
 };
 
-enum class Major { kK, kMn };
-
 // Operands in shared memory. K-major: A is [m, k], B is [n, k]. MN-major: A is [k, m], B is [k, n].
 template <typename Tile, Major kMajor>
-struct FragmentsA : SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kRowMajor : MatrixOrder::kColMajor> {
-    using Base = SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kRowMajor : MatrixOrder::kColMajor>;
+struct FragmentsA : SmemFragments<Tile, kMajor == Major::kMN ? MatrixOrder::kRowMajor : MatrixOrder::kColMajor> {
+    using Base = SmemFragments<Tile, kMajor == Major::kMN ? MatrixOrder::kRowMajor : MatrixOrder::kColMajor>;
     using Base::Base;
     __device__ __forceinline__ void load_fragment(uint32_t (&to)[4], int m, int k) const {
-        kMajor == Major::kMn ? this->template load<true>(to, k, m) : this->template load<false>(to, m, k);
+        kMajor == Major::kMN ? this->template load<true>(to, k, m) : this->template load<false>(to, m, k);
     }
 };
 template <typename Tile, Major kMajor>
-struct FragmentsB : SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kColMajor : MatrixOrder::kRowMajor> {
-    using Base = SmemFragments<Tile, kMajor == Major::kMn ? MatrixOrder::kColMajor : MatrixOrder::kRowMajor>;
+struct FragmentsB : SmemFragments<Tile, kMajor == Major::kMN ? MatrixOrder::kColMajor : MatrixOrder::kRowMajor> {
+    using Base = SmemFragments<Tile, kMajor == Major::kMN ? MatrixOrder::kColMajor : MatrixOrder::kRowMajor>;
     using Base::Base;
     __device__ __forceinline__ void load_fragment(uint32_t (&to)[4], int n, int k) const {
-        kMajor == Major::kMn ? this->template load<true>(to, k, n) : this->template load<false>(to, n, k);
+        kMajor == Major::kMN ? this->template load<true>(to, k, n) : this->template load<false>(to, n, k);
     }
 };
 

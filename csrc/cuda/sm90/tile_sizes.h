@@ -55,7 +55,7 @@ constexpr bool can_run_per_head(int head_dim) { return head_dim <= 128; }
 
 // Rows of an m_block for each head: those of one list.
 constexpr __host__ __device__ int64_t grouped_block_m(const AttentionParams& p) {
-    return p.lists.num_m_blocks > 1 ? p.lists.tile_rows : KeyListsView::kRows;
+    return p.lists.num_m_blocks > 1 ? p.lists.m_block_rows : KeyListsView::kRows;
 }
 
 }  // namespace flash_dmattn::cuda::sm90

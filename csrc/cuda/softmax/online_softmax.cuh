@@ -6,21 +6,21 @@
 
 namespace flash_dmattn::cuda {
 
-// State of a warp's 16 * kMTiles rows in the accumulator layout of fragment.cuh: element [2 m + h] belongs to row
+// State of a warp's 16 * kMFragments rows in the accumulator layout of fragment.cuh: element [2 m + h] belongs to row
 // 16 m + 8 h + fragment_row(). Scores times `to_log2` are exponents of 2.
-template <int kMTiles>
+template <int kMFragments>
 struct OnlineSoftmax {
     // Lazy rescaling: the base stays below the row maximum while no exponential exceeds 2^kSlack.
     static constexpr float kSlack = 8;
     // Above this shift, the rounding error of score * to_log2 - shift is visible, so the base is subtracted first.
-    static constexpr float kLargestShift = 1 << 20;
+    static constexpr float kMaxShift = 1 << 20;
 
-    float max[kMTiles * 2];
-    float sum[kMTiles * 2];  // over this lane's columns
+    float max[kMFragments * 2];
+    float sum[kMFragments * 2];  // over this lane's columns
 
     __device__ OnlineSoftmax() {
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i) {
+        for (int i = 0; i < kMFragments * 2; ++i) {
             max[i] = -kInfinity;
             sum[i] = 0;
         }
@@ -29,50 +29,50 @@ struct OnlineSoftmax {
     // Replaces scores by exp(score - base). correct(i, factor) rescales row i of the output accumulator to the new
     // base. mask_extremes() is called before a row maximum becomes a finite number below `extreme`, and may set
     // scores to -inf.
-    template <int kNTiles, typename MaskExtremes, typename Correct>
-    __device__ __forceinline__ void update(float (&scores)[kMTiles][kNTiles][4], float to_log2, float extreme,
+    template <int kNFragments, typename MaskExtremes, typename Correct>
+    __device__ __forceinline__ void update(float (&scores)[kMFragments][kNFragments][4], float to_log2, float extreme,
                                            const MaskExtremes& mask_extremes, const Correct& correct,
                                            float slack = kSlack) {
-        float largest[kMTiles * 2];
+        float largest[kMFragments * 2];
         const auto compute_max = [&] {
-            float odd[kMTiles * 2];  // odd columns: a second, independent dependency chain
+            float odd[kMFragments * 2];  // odd columns: a second, independent dependency chain
 #pragma unroll
-            for (int i = 0; i < kMTiles * 2; ++i) largest[i] = odd[i] = max[i];
+            for (int i = 0; i < kMFragments * 2; ++i) largest[i] = odd[i] = max[i];
 #pragma unroll
-            for (int n = 0; n < kNTiles; ++n)
+            for (int n = 0; n < kNFragments; ++n)
 #pragma unroll
-                for (int i = 0; i < kMTiles * 2; ++i) {
+                for (int i = 0; i < kMFragments * 2; ++i) {
                     largest[i] = fmaxf(largest[i], scores[i / 2][n][i % 2 * 2]);
                     odd[i] = fmaxf(odd[i], scores[i / 2][n][i % 2 * 2 + 1]);
                 }
 #pragma unroll
-            for (int i = 0; i < kMTiles * 2; ++i) largest[i] = row_max(fmaxf(largest[i], odd[i]));
+            for (int i = 0; i < kMFragments * 2; ++i) largest[i] = row_max(fmaxf(largest[i], odd[i]));
         };
-        float shift[kMTiles * 2];
+        float shift[kMFragments * 2];
         const auto compute_shift = [&](int i) {
             shift[i] = (max[i] == -kInfinity ? 0.f : max[i]) * to_log2;
-            return fabsf(shift[i]) > kLargestShift;
+            return fabsf(shift[i]) > kMaxShift;
         };
         bool changes = false, is_large = false;
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i) is_large |= compute_shift(i);
+        for (int i = 0; i < kMFragments * 2; ++i) is_large |= compute_shift(i);
         compute_max();
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i) {
+        for (int i = 0; i < kMFragments * 2; ++i) {
             if ((largest[i] - max[i]) * to_log2 <= slack) largest[i] = max[i];
             changes |= largest[i] != max[i];
         }
         if (__any_sync(~0u, changes || is_large)) {  // rare
             bool is_extreme = false;
 #pragma unroll
-            for (int i = 0; i < kMTiles * 2; ++i) is_extreme |= largest[i] < extreme && largest[i] != -kInfinity;
+            for (int i = 0; i < kMFragments * 2; ++i) is_extreme |= largest[i] < extreme && largest[i] != -kInfinity;
             if (extreme > -kInfinity && __any_sync(~0u, is_extreme)) {
                 mask_extremes();
                 compute_max();
             }
             is_large = false;
 #pragma unroll
-            for (int i = 0; i < kMTiles * 2; ++i) {
+            for (int i = 0; i < kMFragments * 2; ++i) {
                 const float base = largest[i] == -kInfinity ? 0.f : largest[i];  // no -inf - -inf
                 const float correction = fast_exp2((max[i] - base) * to_log2);
                 max[i] = largest[i];
@@ -83,11 +83,11 @@ struct OnlineSoftmax {
             // Large scores are exact after the base is subtracted.
             if (__any_sync(~0u, is_large)) {
 #pragma unroll
-                for (int i = 0; i < kMTiles * 2; ++i) {
-                    const float base = fabsf(shift[i]) > kLargestShift ? max[i] : 0.f;
+                for (int i = 0; i < kMFragments * 2; ++i) {
+                    const float base = fabsf(shift[i]) > kMaxShift ? max[i] : 0.f;
                     if (base != 0) shift[i] = 0;
 #pragma unroll
-                    for (int n = 0; n < kNTiles; ++n) {
+                    for (int n = 0; n < kNFragments; ++n) {
                         scores[i / 2][n][i % 2 * 2] -= base;
                         scores[i / 2][n][i % 2 * 2 + 1] -= base;
                     }
@@ -95,9 +95,9 @@ struct OnlineSoftmax {
             }
         }
 #pragma unroll
-        for (int i = 0; i < kMTiles * 2; ++i)
+        for (int i = 0; i < kMFragments * 2; ++i)
 #pragma unroll
-            for (int n = 0; n < kNTiles; ++n)
+            for (int n = 0; n < kNFragments; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = scores[i / 2][n][i % 2 * 2 + e];
@@ -108,7 +108,7 @@ struct OnlineSoftmax {
 
     // Multiplies row i of `out` by a factor.
     template <int kOutTiles>
-    static __device__ __forceinline__ void scale(float (&out)[kMTiles][kOutTiles][4], int i, float factor) {
+    static __device__ __forceinline__ void scale(float (&out)[kMFragments][kOutTiles][4], int i, float factor) {
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
             out[i / 2][n][i % 2 * 2] *= factor;

@@ -34,7 +34,7 @@ public:
     __device__ __forceinline__ RelativePosition(const RelativeBiasView& view, const Sequence& s)
         : grid_width_(static_cast<int>(view.grid_width)), inverse_grid_width_(view.inverse_grid_width) {
         const int radius = static_cast<int>(view.radius), width = grid_width_, height = view.grid_height;
-        is_matrix_ = kOrMatrix && width > 0 && radius > 0;
+        is_matrix_ = kOrMatrix && width > 0 && radius > 0;  // view.is_matrix() in 32 bits
         if (is_matrix_) {
             origin_ = low_ = 0;
             high_ = height * width - 1;
@@ -297,21 +297,21 @@ private:
 };
 using RelativeBiasGradient = RelativeBiasGradientOf<false>;
 
-// acc += relative bias. row_at(i): the row, in the sequence, of the accumulator's row 16 m + 8 h + fragment_row(), i = 2
-// m + h; key_at(n, e): the key of column fragment_col() + e of fragment n.
-template <int kMTiles, int kNTiles, typename Bias, typename RowAt, typename KeyAt>
-__device__ __forceinline__ void add_relative_bias(float (&acc)[kMTiles][kNTiles][4], const Bias& bias,
+// acc += relative bias. row_at(i): the row, in the sequence, of the accumulator's row 16 m + 8 h + fragment_row(), i =
+// 2 m + h; key_at(n, e): the key of column fragment_col() + e of fragment n.
+template <int kMFragments, int kNFragments, typename Bias, typename RowAt, typename KeyAt>
+__device__ __forceinline__ void add_relative_bias(float (&acc)[kMFragments][kNFragments][4], const Bias& bias,
                                                   const RowAt& row_at, const KeyAt& key_at) {
-    int rows[kMTiles * 2];
+    int rows[kMFragments * 2];
 #pragma unroll
-    for (int i = 0; i < kMTiles * 2; ++i) rows[i] = bias.row_part(row_at(i));
+    for (int i = 0; i < kMFragments * 2; ++i) rows[i] = bias.row_part(row_at(i));
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
+    for (int n = 0; n < kNFragments; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int key = bias.key_part(key_at(n, e));
 #pragma unroll
-            for (int i = 0; i < kMTiles * 2; ++i) acc[i / 2][n][i % 2 * 2 + e] += bias[rows[i] + key];
+            for (int i = 0; i < kMFragments * 2; ++i) acc[i / 2][n][i % 2 * 2 + e] += bias[rows[i] + key];
         }
 }
 

@@ -18,20 +18,20 @@ __device__ __forceinline__ float fast_tanh(float x) {
 }
 
 // x = scale * x; with a softcap, x = softcap * tanh(scale * x / softcap).
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void scale_and_cap(float (&acc)[kMTiles][kNTiles][4], float scale, float softcap) {
+template <int kMFragments, int kNFragments>
+__device__ __forceinline__ void scale_and_cap(float (&acc)[kMFragments][kNFragments][4], float scale, float softcap) {
     const float inner = softcap > 0 ? scale / softcap : scale;
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
+    for (int m = 0; m < kMFragments; ++m)
 #pragma unroll
-        for (int n = 0; n < kNTiles; ++n)
+        for (int n = 0; n < kNFragments; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[m][n][i] *= inner;
     if (softcap > 0) {
 #pragma unroll
-        for (int m = 0; m < kMTiles; ++m)
+        for (int m = 0; m < kMFragments; ++m)
 #pragma unroll
-            for (int n = 0; n < kNTiles; ++n)
+            for (int n = 0; n < kNFragments; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) acc[m][n][i] = softcap * fast_tanh(acc[m][n][i]);
     }
@@ -54,7 +54,7 @@ template <typename T, typename View>
 __device__ __forceinline__ float key_bias_of(const View& view, uint32_t bits) {
     const bool is_float = view.dtype == DataType::kFloat32;
     const float bias = is_float ? __uint_as_float(bits) : unpack<T>(bits).x;
-    return bias <= (is_float ? kLeastFinite<float> : kLeastFinite<T>) ? -kInfinity : bias;
+    return bias <= (is_float ? kLowest<float> : kLowest<T>) ? -kInfinity : bias;
 }
 template <typename T, typename View>
 __device__ __forceinline__ float key_bias_of(const View& view, const KeyBiasBits& bits) {
@@ -65,14 +65,23 @@ __device__ __forceinline__ const char* bias_data(const BiasView& view, int64_t o
     return static_cast<const char*>(view.data) + offset * (view.dtype == DataType::kFloat32 ? 4 : 2);
 }
 
+// The bias of a key of the sequence, times log2(e): -inf where it hides the key, 0 beyond the sequence.
+template <typename T>
+__device__ __forceinline__ float key_bias_log2(const AttentionParams& p, const Sequence& s, int head, int key) {
+    if (key >= s.keys) return 0;
+    const char* bias = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
+    return key_bias_of<T>(p.bias, load_key_bias(p.bias, bias, key * p.bias.col_stride)) * kLog2E;
+}
+
 // x = scale * x + key bias. `bias` is in shared memory and starts at the accumulator's first key.
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles][4], float scale, const float* bias) {
+template <int kMFragments, int kNFragments>
+__device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMFragments][kNFragments][4], float scale,
+                                                   const float* bias) {
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n) {
+    for (int n = 0; n < kNFragments; ++n) {
         const float2 b = *reinterpret_cast<const float2*>(bias + n * 8 + fragment_col());
 #pragma unroll
-        for (int m = 0; m < kMTiles; ++m)
+        for (int m = 0; m < kMFragments; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float* x = acc[m][n] + 2 * h;
@@ -84,11 +93,11 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
 
 // x = scale * x + dense bias. The accumulator's origin is (row, col) of the shared-memory tile `bias`, which is read
 // kAhead (0 or 1) steps ahead.
-template <typename T, int kAhead, int kMTiles, int kNTiles, typename Tile>
-__device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles][4], float scale, const Tile& bias,
-                                                   int row, int col) {
-    static_assert(kNTiles % 2 == 0);
-    constexpr int kAcross = kNTiles / 2, kSteps = kMTiles * kAcross;
+template <typename T, int kAhead, int kMFragments, int kNFragments, typename Tile>
+__device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMFragments][kNFragments][4], float scale,
+                                                   const Tile& bias, int row, int col) {
+    static_assert(kNFragments % 2 == 0);
+    constexpr int kAcross = kNFragments / 2, kSteps = kMFragments * kAcross;
     const uint32_t lane = bias.ldmatrix_lane_a() + row * Tile::kSlabCols * sizeof(T);
     uint32_t b[2][4];  // an A fragment covers two accumulator fragments
     const auto load = [&](int step) {
@@ -110,11 +119,11 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMTiles][kNTiles
 }
 
 // The same with a bias in registers, as A operands.
-template <typename T, int kNTiles>
-__device__ __forceinline__ void scale_and_add_bias(float (&acc)[1][kNTiles][4], float scale,
-                                                   const uint32_t (&bias)[kNTiles / 2][4]) {
+template <typename T, int kNFragments>
+__device__ __forceinline__ void scale_and_add_bias(float (&acc)[1][kNFragments][4], float scale,
+                                                   const uint32_t (&bias)[kNFragments / 2][4]) {
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
+    for (int n = 0; n < kNFragments; ++n)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float2 pair = unpack<T>(bias[n / 2][n % 2 * 2 + h]);
@@ -129,6 +138,22 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[1][kNTiles][4], 
 // The product must not overflow to -inf.
 __device__ __forceinline__ float lse_to_log2(float lse, bool exists) {
     return exists && lse != -kInfinity ? max_or_nan(lse * kLog2E, -FLT_MAX) : kInfinity;
+}
+
+// lse, times log2(e), and D_i of a query row. D_i is 0 where the row sees no key.
+struct RowStats {
+    float lse, delta;
+
+    __device__ bool is_empty() const { return lse == kInfinity; }
+};
+
+__device__ __forceinline__ RowStats load_row_stats(const BwdParams& p, const Sequence& s, int head, int row) {
+    const bool exists = row < s.rows;
+    const auto load = [&](const RowStatView& view) {
+        return exists ? static_cast<const float*>(view.data)[stat_offset(view, s, head) + row] : 0;
+    };
+    const float delta = load(p.delta), lse = lse_to_log2(load(p.lse), exists);
+    return {lse, lse == kInfinity ? 0 : delta};
 }
 
 // p from s = q k, or from the tanh of the softcap. shift is (bias - lse) * log2(e); scale_log2 is the scale, or the
@@ -150,26 +175,27 @@ __device__ __forceinline__ float score_gradient(float& s, float& dp, float shift
     return dx;
 }
 
-// Replaces S and dP by P and dS. The accumulators' origin is (row, key) of the tile. kGeneral: there may be a softcap, a
-// relative bias or both; else they are not read.
+// Replaces S and dP by P and dS. The accumulators' origin is (row, key) of the tile. kGeneral: there may be a softcap,
+// a relative bias or both; else they are not read.
 //   stage                  lse and delta of the rows, and key_bias
 //   visibility             word(row, w): visible keys 32 w .. 32 w + 31; only this lane's bits are valid
 //   dense_bias(to, m, n)   loads the bias of a 16 x 16 block as an A fragment
 //   relative_bias(row, key)   times log2(e), of a row of the tile and two neighbouring keys
 //   take(m, h, n, dx, is_visible)   receives dx of two neighbouring scores; it is undefined for masked scores
-template <typename T, BiasKind kBias, bool kMasked, bool kGeneral, int kMTiles, int kNTiles, typename Stage,
-          typename Visibility, typename DenseBias, typename RelativeBias, typename Take>
-__device__ __forceinline__ void compute_p_ds(float (&s)[kMTiles][kNTiles][4], float (&dp)[kMTiles][kNTiles][4],
-                                             const Stage& stage, const DenseBias& dense_bias,
-                                             const RelativeBias& relative_bias, const Visibility& visibility, int row,
-                                             int key, int rows, float scale, float softcap, const Take& take) {
+template <typename T, BiasKind kBias, bool kMasked, bool kGeneral, int kMFragments, int kNFragments, typename Stage,
+          typename Visibility, typename LoadDenseBias, typename LoadRelativeBias, typename Take>
+__device__ __forceinline__ void compute_p_ds(float (&s)[kMFragments][kNFragments][4],
+                                             float (&dp)[kMFragments][kNFragments][4], const Stage& stage,
+                                             const LoadDenseBias& dense_bias, const LoadRelativeBias& relative_bias,
+                                             const Visibility& visibility, int row, int key, int rows, float scale,
+                                             float softcap, const Take& take) {
     const int lane = lane_id();
     const bool has_softcap = kGeneral && softcap > 0;
     const float scale_log2 = (has_softcap ? softcap : scale) * kLog2E;
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
+    for (int m = 0; m < kMFragments; ++m) {
         float lse[2], delta[2];
-        constexpr int kKeys = kNTiles * 8, kWords = ceil_div(kKeys, 32);
+        constexpr int kKeys = kNFragments * 8, kWords = ceil_div(kKeys, 32);
         uint32_t visible[2][kWords];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -184,7 +210,7 @@ __device__ __forceinline__ void compute_p_ds(float (&s)[kMTiles][kNTiles][4], fl
             }
         }
 #pragma unroll
-        for (int n = 0; n < kNTiles; n += 2) {
+        for (int n = 0; n < kNFragments; n += 2) {
             uint32_t bias[4];
             if (kBias == BiasKind::kDense) dense_bias(bias, m, n);
 #pragma unroll

@@ -19,11 +19,11 @@ namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr int kHeld = 8;  // neighbouring keys per thread, among those before the chunk
-constexpr int kLongest = kThreads * kHeld;
+constexpr int kMaxKeys = kThreads * kHeld;
 using Order = EvictionOrder<kThreads, 1>;
 constexpr int kChunk = Order::kTimes / 2;  // times: as many keys of the window can be evicted as arrive
 static_assert(kWarps == 32, "a lane for each warp's count");
-static_assert(kLongest < 1 << 16, "two counts share a word");
+static_assert(kMaxKeys < 1 << 16, "two counts share a word");
 
 // The largest keys: those above `rank`, and the last `equal` of those equal to it.
 struct Best {
@@ -229,9 +229,9 @@ void select(const Sequences& all, const KeyBias& bias, cudaStream_t stream) {
 }  // namespace
 
 bool suits_chunks(const SelectParams& params) {
-    constexpr int64_t kShortest = 4096;  // one CTA sorts shorter sequences as fast
-    if (params.cu_seqlens_k != nullptr || params.bias.dtype == DataType::kFloat64 || params.keys <= kShortest ||
-        params.keys > kLongest || params.window == 0 || params.window >= params.keys)
+    constexpr int64_t kMinKeys = 4096;  // one CTA sorts shorter sequences as fast
+    if (params.cu_seqlens_k != nullptr || params.bias.dtype == DataType::kFloat64 || params.keys <= kMinKeys ||
+        params.keys > kMaxKeys || params.window == 0 || params.window >= params.keys)
         return false;
     return params.batches * params.bias.heads * chunks_of(params.keys, params.window) <= current_device().num_sms;
 }

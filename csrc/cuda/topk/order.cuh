@@ -16,22 +16,22 @@ struct FloatBits;
 template <>
 struct FloatBits<DataType::kFloat16> {
     using Bits = uint16_t;
-    static constexpr Bits kMinusZero = 0x8000, kInfinity = 0x7c00, kLeast = 0xfbff;
+    static constexpr Bits kMinusZero = 0x8000, kInfinity = 0x7c00, kLowest = 0xfbff;
 };
 template <>
 struct FloatBits<DataType::kBFloat16> {
     using Bits = uint16_t;
-    static constexpr Bits kMinusZero = 0x8000, kInfinity = 0x7f80, kLeast = 0xff7f;
+    static constexpr Bits kMinusZero = 0x8000, kInfinity = 0x7f80, kLowest = 0xff7f;
 };
 template <>
 struct FloatBits<DataType::kFloat32> {
     using Bits = uint32_t;
-    static constexpr Bits kMinusZero = 0x80000000, kInfinity = 0x7f800000, kLeast = 0xff7fffff;
+    static constexpr Bits kMinusZero = 0x80000000, kInfinity = 0x7f800000, kLowest = 0xff7fffff;
 };
 template <>
 struct FloatBits<DataType::kFloat64> {
     using Bits = uint64_t;
-    static constexpr Bits kMinusZero = 1ull << 63, kInfinity = 0x7ffull << 52, kLeast = ~(1ull << 52);
+    static constexpr Bits kMinusZero = 1ull << 63, kInfinity = 0x7ffull << 52, kLowest = ~(1ull << 52);
 };
 
 // Monotonic in the bias, equal for both zeros: the two's complement of a negative number.
@@ -44,7 +44,7 @@ constexpr __host__ __device__ auto order_of(typename FloatBits<kType>::Bits bits
 
 // A key is hidden if its order is at most this.
 template <DataType kType>
-constexpr auto kHiddenOrder = order_of<kType>(FloatBits<kType>::kLeast);
+constexpr auto kHiddenOrder = order_of<kType>(FloatBits<kType>::kLowest);
 
 // The order, or 0 for a bias that hides its key: -inf and finfo.min.
 template <DataType kType>

@@ -31,13 +31,13 @@ Kernel kernel_of(DataType dtype) {
     }
 }
 
-// Capabilities of the device and of the loaded code, queried once per device and kernel.
-struct Abilities {
+// What the device and the loaded code allow a kernel, queried once per device and kernel.
+struct KernelLimits {
     bool has_clusters;
     int shared_bytes;  // dynamic shared memory available to a CTA
 };
 
-Abilities abilities(DataType dtype) {
+KernelLimits kernel_limits(DataType dtype) {
     constexpr int kMaxDevices = 64, kTypes = 3;
     static std::atomic<int> known[kMaxDevices][kTypes];  // 0: unknown, else 2 * bytes + clusters + 1
     int device = 0;
@@ -65,7 +65,7 @@ RadixSelectPlan plan_select_key_lists(const SelectParams& params) {
     using namespace cuda;
     RadixSelectPlan plan{plan_selected_lists(params)};
     // Enough CTAs for most SMs, each with more than two steps of keys, because a cluster barrier costs time.
-    if (plan.lists == 0 || !abilities(params.bias.dtype).has_clusters) return plan;
+    if (plan.lists == 0 || !kernel_limits(params.bias.dtype).has_clusters) return plan;
     const int64_t blocks = current_device().num_sms * 7 / 8;
     while (plan.cluster < kMaxCluster && plan.lists * plan.cluster < blocks && params.keys > 2 * kStep * plan.cluster)
         plan.cluster *= 2;
@@ -102,7 +102,7 @@ void select_key_lists_cuda(const SelectParams& params, const RadixSelectPlan& pl
     // Keys that do not fit in registers are kept in shared memory if they fit there.
     constexpr int64_t kLoad = kGroups * kStep;
     const int64_t share = ceil_div(ceil_div<int64_t>(params.keys, plan.cluster), kLoad) * kLoad;
-    const bool stores = share > kLoad && share * bytes <= abilities(bias.dtype).shared_bytes;
+    const bool stores = share > kLoad && share * bytes <= kernel_limits(bias.dtype).shared_bytes;
     selection.storable = stores ? static_cast<int>(share) : 0;
 
     launch_in_clusters(kernel_of(bias.dtype), grid_of(plan.lists * plan.cluster), plan.cluster, kThreads,

@@ -129,7 +129,7 @@ private:
             } else {
 #pragma unroll
                 for (int i = 0; i < kGroup; ++i)
-                    bits[g][i] = key + i < end_ ? bits_of(key + i) : FloatBits<kType>::kLeast;
+                    bits[g][i] = key + i < end_ ? bits_of(key + i) : FloatBits<kType>::kLowest;
 #pragma unroll
                 for (int i = 0; i < Group<kType>::kWords; ++i) {
                     if constexpr (sizeof(Bits) == 2) {

@@ -218,7 +218,7 @@ private:
 
 // A key goes to the first child that has not ended when the key arrives and that the keys before it have not filled.
 __global__ void __launch_bounds__(kThreads)
-    part_kernel(const __grid_constant__ Sequences all, const __grid_constant__ Round round) {
+    partition_kernel(const __grid_constant__ Sequences all, const __grid_constant__ Round round) {
     __shared__ int counts[kWarps][kChildren];
     __shared__ int before_chunk[kWarps][kChildren];  // a partial sum per warp
     const Chunk chunk(all);
@@ -328,18 +328,20 @@ struct Scratch {
 
 // Sorts the positions ascending within each sequence.
 template <typename Key>
-Buffers<uint32_t> sort_positions(const Sequences& all, const BiasView& bias, int64_t positions, const Scratch& parts,
-                                 int64_t sort_bytes, char* scratch, cudaStream_t stream) {
-    Buffers<Key> keys{reinterpret_cast<Key*>(scratch + parts.keys[0]), reinterpret_cast<Key*>(scratch + parts.keys[1])};
-    Buffers<uint32_t> values{reinterpret_cast<uint32_t*>(scratch + parts.values[0]),
-                             reinterpret_cast<uint32_t*>(scratch + parts.values[1])};
+DoubleBuffer<uint32_t> sort_positions(const Sequences& all, const BiasView& bias, int64_t positions,
+                                      const Scratch& parts, int64_t sort_bytes, char* scratch, cudaStream_t stream) {
+    DoubleBuffer<Key> keys{reinterpret_cast<Key*>(scratch + parts.keys[0]),
+                           reinterpret_cast<Key*>(scratch + parts.keys[1])};
+    DoubleBuffer<uint32_t> values{reinterpret_cast<uint32_t*>(scratch + parts.values[0]),
+                                  reinterpret_cast<uint32_t*>(scratch + parts.values[1])};
     make_keys(all, bias, positions, keys.current, values.current, stream);
     const int rank_bits = bits_of_rank(bias.dtype), sequence_bits = bits_for(sequences_of(all));
     const bool apart = rank_bits == 64;
     sort_pairs(scratch + parts.sort, sort_bytes, keys, values, positions, rank_bits + (apart ? 0 : sequence_bits),
                stream);
     if (apart && sequence_bits > 0) {
-        Buffers<uint32_t> sequences{reinterpret_cast<uint32_t*>(keys.current), reinterpret_cast<uint32_t*>(keys.other)};
+        DoubleBuffer<uint32_t> sequences{reinterpret_cast<uint32_t*>(keys.current),
+                                         reinterpret_cast<uint32_t*>(keys.other)};
         number_sequences_kernel<<<blocks_of(positions), kThreads, 0, stream>>>(all, positions, values.current,
                                                                                sequences.current);
         sort_pairs(scratch + parts.sort, sort_bytes, sequences, values, positions, sequence_bits, stream);
@@ -348,10 +350,12 @@ Buffers<uint32_t> sort_positions(const Sequences& all, const BiasView& bias, int
 }
 
 // Whether no key is ever evicted, or every key at once.
-bool is_trivial(const SelectParams& params, int64_t longest) { return params.window == 0 || params.window >= longest; }
+bool is_trivial(const SelectParams& params, int64_t max_keys) {
+    return params.window == 0 || params.window >= max_keys;
+}
 
-int64_t longest_of(const SelectParams& params) {
-    return params.cu_seqlens_k == nullptr ? params.keys : std::min(params.longest, params.keys);
+int64_t max_keys_of(const SelectParams& params) {
+    return params.cu_seqlens_k == nullptr ? params.keys : std::min(params.max_keys, params.keys);
 }
 
 }  // namespace
@@ -361,14 +365,14 @@ IntervalSelectPlan plan_select_intervals(const SelectParams& params) {
     using namespace cuda;
     IntervalSelectPlan plan;
     const Sequences all(params, nullptr);
-    const int64_t positions = Sequences::positions(params), longest = longest_of(params);
+    const int64_t positions = Sequences::positions(params), max_keys = max_keys_of(params);
     if (positions > kMaxPositions)
         throw std::runtime_error("intervals are selected among up to 2^30 keys of all batch elements and heads, got " +
                                  std::to_string(positions));
     plan.by_chunks = suits_chunks(params);
     if (plan.by_chunks) return plan;
-    plan.one_launch = longest <= kShortSequence && params.bias.dtype != DataType::kFloat64;
-    if (plan.one_launch || positions == 0 || is_trivial(params, longest)) return plan;
+    plan.one_launch = max_keys <= kShortSequence && params.bias.dtype != DataType::kFloat64;
+    if (plan.one_launch || positions == 0 || is_trivial(params, max_keys)) return plan;
     const bool wide = sorts_64_bits(all, params.bias.dtype);
     plan.sort_bytes = wide ? sort_scratch_bytes_64(positions) : sort_scratch_bytes_32(positions);
     if (params.bias.dtype == DataType::kFloat64)
@@ -381,15 +385,15 @@ void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan&
                            int32_t* intervals, cudaStream_t stream) {
     using namespace cuda;
     const Sequences all(params, intervals);
-    const int64_t positions = Sequences::positions(params), longest = longest_of(params);
+    const int64_t positions = Sequences::positions(params), max_keys = max_keys_of(params);
     if (positions == 0) return;
     if (all.count() == 0) {  // keys without a sequence
         FLASH_CUDA_CHECK(cudaMemsetAsync(intervals, 0, 2 * positions * sizeof(int32_t), stream));
         return;
     }
     if (plan.by_chunks) return select_chunked_sequences(all, params.bias, stream);
-    if (plan.one_launch) return select_short_sequences(all, params.bias, longest, stream);
-    if (is_trivial(params, longest)) {
+    if (plan.one_launch) return select_short_sequences(all, params.bias, max_keys, stream);
+    if (is_trivial(params, max_keys)) {
         make_keys<uint64_t>(all, params.bias, positions, nullptr, nullptr, stream);
         FLASH_CUDA_CHECK(cudaGetLastError());
         return;
@@ -398,7 +402,7 @@ void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan&
     const Scratch parts(all, params.bias.dtype, positions, plan.sort_bytes);
     const auto sort = sorts_64_bits(all, params.bias.dtype) ? sort_positions<uint64_t> : sort_positions<uint32_t>;
     char* memory = static_cast<char*>(scratch);
-    Buffers<uint32_t> values = sort(all, params.bias, positions, parts, plan.sort_bytes, memory, stream);
+    DoubleBuffer<uint32_t> values = sort(all, params.bias, positions, parts, plan.sort_bytes, memory, stream);
     const unsigned chunks = grid_of(chunks_of(all));
     const int chunk_bits = bits_for(kChunk);
     int node_bits = chunk_bits + bits_for(ceil_div<int64_t>(params.keys, kChunk));
@@ -407,7 +411,7 @@ void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan&
         const Round round{node_bits, child_bits, values.current, values.other,
                           reinterpret_cast<int32_t*>(memory + parts.counts)};
         count_arrivals_kernel<<<chunks, kThreads, 0, stream>>>(all, round);
-        part_kernel<<<chunks, kThreads, 0, stream>>>(all, round);
+        partition_kernel<<<chunks, kThreads, 0, stream>>>(all, round);
         std::swap(values.current, values.other);
         node_bits = child_bits;
     }

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
 
     for (int i = threadIdx.x; i < s.keys; i += kThreads) s.write_start(all, i);
-    const int times = min(s.keys, Order::kTimes);  // clamped, in case a sequence is longer than `longest`
+    const int times = min(s.keys, Order::kTimes);  // clamped, in case a sequence is longer than `max_keys`
     Order(smem.order, times, 0, all.window).run([&](uint32_t key, int time) {
         if (key & kHidden) {
             s.write_hidden(all, key & ~kHidden);
@@ -84,14 +84,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Bits>
-void select(const Sequences& all, const KeyBias& bias, int64_t longest, cudaStream_t stream) {
+void select(const Sequences& all, const KeyBias& bias, int64_t max_keys, cudaStream_t stream) {
     const unsigned blocks = grid_of(all.count());
     static_assert(kShortSequence == 1024 * 8);
-    if (longest <= 1024) {
+    if (max_keys <= 1024) {
         select_short_kernel<Bits, 256, 4><<<blocks, 256, 0, stream>>>(all, bias);
-    } else if (longest <= 2048) {
+    } else if (max_keys <= 2048) {
         select_short_kernel<Bits, 512, 4><<<blocks, 512, 0, stream>>>(all, bias);
-    } else if (longest <= 4096) {
+    } else if (max_keys <= 4096) {
         select_short_kernel<Bits, 1024, 4><<<blocks, 1024, 0, stream>>>(all, bias);
     } else {
         select_short_kernel<Bits, 1024, 8><<<blocks, 1024, 0, stream>>>(all, bias);
@@ -101,12 +101,12 @@ void select(const Sequences& all, const KeyBias& bias, int64_t longest, cudaStre
 
 }  // namespace
 
-void select_short_sequences(const Sequences& sequences, const BiasView& view, int64_t longest, cudaStream_t stream) {
+void select_short_sequences(const Sequences& sequences, const BiasView& view, int64_t max_keys, cudaStream_t stream) {
     const KeyBias bias(sequences, view);
     if (view.dtype == DataType::kFloat32) {
-        select<uint32_t>(sequences, bias, longest, stream);
+        select<uint32_t>(sequences, bias, max_keys, stream);
     } else {
-        select<uint16_t>(sequences, bias, longest, stream);
+        select<uint16_t>(sequences, bias, max_keys, stream);
     }
 }
 

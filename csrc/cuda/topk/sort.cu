@@ -8,8 +8,8 @@ namespace flash_dmattn::cuda {
 namespace {
 
 template <typename Key>
-size_t sort(void* scratch, size_t bytes, Buffers<Key>& keys, Buffers<uint32_t>& values, int64_t size, int bits,
-            cudaStream_t stream) {
+size_t sort(void* scratch, size_t bytes, DoubleBuffer<Key>& keys, DoubleBuffer<uint32_t>& values, int64_t size,
+            int bits, cudaStream_t stream) {
     cub::DoubleBuffer<Key> sorted_keys(keys.current, keys.other);
     cub::DoubleBuffer<uint32_t> sorted_values(values.current, values.other);
     FLASH_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(scratch, bytes, sorted_keys, sorted_values,
@@ -21,8 +21,8 @@ size_t sort(void* scratch, size_t bytes, Buffers<Key>& keys, Buffers<uint32_t>& 
 
 template <typename Key>
 int64_t scratch_bytes(int64_t size) {
-    Buffers<Key> keys{};
-    Buffers<uint32_t> values{};
+    DoubleBuffer<Key> keys{};
+    DoubleBuffer<uint32_t> values{};
     return static_cast<int64_t>(sort(nullptr, 0, keys, values, size, sizeof(Key) * 8, nullptr));
 }
 
@@ -31,12 +31,12 @@ int64_t scratch_bytes(int64_t size) {
 int64_t sort_scratch_bytes_32(int64_t size) { return scratch_bytes<uint32_t>(size); }
 int64_t sort_scratch_bytes_64(int64_t size) { return scratch_bytes<uint64_t>(size); }
 
-void sort_pairs(void* scratch, int64_t scratch_bytes, Buffers<uint32_t>& keys, Buffers<uint32_t>& values, int64_t size,
-                int bits, cudaStream_t stream) {
+void sort_pairs(void* scratch, int64_t scratch_bytes, DoubleBuffer<uint32_t>& keys, DoubleBuffer<uint32_t>& values,
+                int64_t size, int bits, cudaStream_t stream) {
     sort(scratch, static_cast<size_t>(scratch_bytes), keys, values, size, bits, stream);
 }
-void sort_pairs(void* scratch, int64_t scratch_bytes, Buffers<uint64_t>& keys, Buffers<uint32_t>& values, int64_t size,
-                int bits, cudaStream_t stream) {
+void sort_pairs(void* scratch, int64_t scratch_bytes, DoubleBuffer<uint64_t>& keys, DoubleBuffer<uint32_t>& values,
+                int64_t size, int bits, cudaStream_t stream) {
     sort(scratch, static_cast<size_t>(scratch_bytes), keys, values, size, bits, stream);
 }
 

@@ -9,7 +9,7 @@ namespace flash_dmattn::cuda {
 
 // A double buffer: `current` holds the input, then the sorted output.
 template <typename T>
-struct Buffers {
+struct DoubleBuffer {
     T* current;
     T* other;
 };
@@ -17,9 +17,9 @@ struct Buffers {
 int64_t sort_scratch_bytes_32(int64_t size);
 int64_t sort_scratch_bytes_64(int64_t size);
 // Only the lowest `bits` of the keys are compared.
-void sort_pairs(void* scratch, int64_t scratch_bytes, Buffers<uint32_t>& keys, Buffers<uint32_t>& values, int64_t size,
-                int bits, cudaStream_t stream);
-void sort_pairs(void* scratch, int64_t scratch_bytes, Buffers<uint64_t>& keys, Buffers<uint32_t>& values, int64_t size,
-                int bits, cudaStream_t stream);
+void sort_pairs(void* scratch, int64_t scratch_bytes, DoubleBuffer<uint32_t>& keys, DoubleBuffer<uint32_t>& values,
+                int64_t size, int bits, cudaStream_t stream);
+void sort_pairs(void* scratch, int64_t scratch_bytes, DoubleBuffer<uint64_t>& keys, DoubleBuffer<uint32_t>& values,
+                int64_t size, int bits, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

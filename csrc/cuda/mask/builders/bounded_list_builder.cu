@@ -30,7 +30,7 @@ struct BoundedLists {
 };
 
 // Keys that some of the CTA's rows see, with those rows: [begin, end), relative to the CTA's first row.
-struct Gathered {
+struct ListedKeys {
     int key[kRoom], begin[kRoom], end[kRoom];
 };
 
@@ -54,7 +54,7 @@ public:
     }
 
     __device__ void run() {
-        __shared__ Gathered gathered;
+        __shared__ ListedKeys listed;
         __shared__ int counts[2][kWarps];
         int size = 0, buffer = 0;
         load(0);
@@ -78,13 +78,13 @@ public:
 #pragma unroll
             for (int i = 0; i < kKeys; ++i) {
                 if ((seen >> i & 1) == 0) continue;
-                gathered.key[at] = key + i;
-                gathered.begin[at] = rows[i].begin - first_row_;
-                gathered.end[at++] = rows[i].end - first_row_;
+                listed.key[at] = key + i;
+                listed.begin[at] = rows[i].begin - first_row_;
+                listed.end[at++] = rows[i].end - first_row_;
             }
             if (size > kRoom - kStep || first + kStep >= keys_) {
                 __syncthreads();
-                write(gathered, size);
+                write(listed, size);
                 size = 0;
                 __syncthreads();
             }
@@ -131,7 +131,7 @@ private:
         }
     }
 
-    __device__ void write(const Gathered& gathered, int size) {
+    __device__ void write(const ListedKeys& listed, int size) {
         for_each_m_block([&](int m_block, int& length) {
             const int first_row = m_block * kMBlockRows;
             const int last_row = min(first_row + kMBlockRows, last_row_ - first_row_ + 1) - 1;
@@ -139,10 +139,10 @@ private:
             int32_t* keys = lists_.keys + (first_list_ + m_block) * lists_.stride;
 #pragma unroll 4
             for (int i = lane_id(); i - lane_id() < size; i += 32) {
-                const bool listed = i < size && gathered.begin[i] <= last_row && gathered.end[i] > first_row;
-                const uint32_t ballot = __ballot_sync(~0u, listed);
+                const bool is_listed = i < size && listed.begin[i] <= last_row && listed.end[i] > first_row;
+                const uint32_t ballot = __ballot_sync(~0u, is_listed);
                 const int at = length + rank_in(ballot);
-                if (listed && at < lists_.stride) keys[at] = gathered.key[i];
+                if (is_listed && at < lists_.stride) keys[at] = listed.key[i];
                 length += __popc(ballot);
             }
         });
@@ -182,19 +182,19 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_per_row) {
     using namespace cuda;
-    constexpr int64_t kAlign = KeyListsView::kAlign, kRows = KeyListsView::kRows;
+    constexpr int64_t kRows = KeyListsView::kRows;
     BoundedListsPlan plan;
     plan.heads = params.intervals.heads;
     plan.batches = params.cu_seqlens_q != nullptr ? params.batch : params.intervals.batches;
     plan.num_m_blocks = ceil_div(params.seqlen_q, kRows);
     const int64_t more_rows = std::max<int64_t>(std::min(params.seqlen_q, kRows) - 1, 0);
-    plan.stride = ceil_div(std::min(keys_per_row + more_rows, params.seqlen_k), kAlign) * kAlign;
+    plan.stride = KeyListsView::padded(std::min(keys_per_row + more_rows, params.seqlen_k));
     plan.capacity = plan.lists() * plan.stride;
-    // Every CTA reads all intervals, so it takes as many m_blocks as leave two CTAs per SM.
-    const int64_t blocks = plan.lists() == 0 ? 0 : current_device().num_sms * 3 / 2;
+    // Every CTA reads all intervals, so it takes as many m_blocks as leave 1.5 CTAs per SM.
+    const int64_t min_ctas = plan.lists() == 0 ? 0 : current_device().num_sms * 3 / 2;
     plan.m_blocks_per_cta = kMaxMBlocks;
     while (plan.m_blocks_per_cta > 1 &&
-           plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.m_blocks_per_cta) < blocks)
+           plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.m_blocks_per_cta) < min_ctas)
         plan.m_blocks_per_cta /= 2;
     return plan;
 }

@@ -94,10 +94,10 @@ private:
 template <typename Visit>
 __device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, const CountedLists& lists,
                                                     const ListChunk& chunk, const Visit& visit) {
-    struct alignas(16) GatheredKey {
+    struct alignas(16) ListedKey {
         int key, first_m_block, last_m_block;
     };
-    __shared__ GatheredKey listed[kThreads];  // of the last kThreads keys, those that any m_block of the CTA lists
+    __shared__ ListedKey listed[kThreads];  // of the last kThreads keys, those that any m_block of the CTA lists
     __shared__ int counts[kWarps];
 
     const Sequence s(p, chunk.batch);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, co
         const int key = first_key + threadIdx.x;
         RowRange rows{0, 0};
         if (key < end) rows = rows_of_key(p, s, offset, key);
-        const GatheredKey own{key, rows.begin / kMBlockRows, (rows.end - 1) / kMBlockRows};
+        const ListedKey own{key, rows.begin / kMBlockRows, (rows.end - 1) / kMBlockRows};
         const bool is_listed = !rows.empty() && own.first_m_block <= last_m_block && own.last_m_block >= first_m_block;
         const uint32_t ballot = __ballot_sync(~0u, is_listed);
         if (lane_id() == 0) counts[warp_id()] = __popc(ballot);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void for_each_listed_key(const AttentionParams& p, co
         __syncthreads();
 #pragma unroll 4
         for (int i = 0; i < total; ++i) {
-            const GatheredKey candidate = listed[i];
+            const ListedKey candidate = listed[i];
             if (candidate.first_m_block <= chunk.m_block && chunk.m_block <= candidate.last_m_block)
                 visit(candidate.key);
         }
@@ -159,24 +159,24 @@ __global__ void __launch_bounds__(kThreads)
 // Counts a bool mask's visible keys: the union over the m_block's rows.
 __global__ void __launch_bounds__(kThreads)
     count_columns_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CountedLists lists) {
-    constexpr int kTile = PackedMask::kTile, kDown = kMBlockRows / kTile;
+    constexpr int kBlock = PackedMask::kBlock, kBlocks = kMBlockRows / kBlock;
     const PackedMask& mask = p.packed_mask;
     const ListChunk chunk = chunk_of_thread(lists);
     unsigned visited_keys = 0;
     if (chunk.exists(lists)) {
         const Sequence s(p, chunk.batch);
         const bool row_broadcast = mask.blocks_row_stride == 0;
-        const int first = row_broadcast ? 0 : chunk.m_block * kDown;
-        const int end = row_broadcast ? 1 : min(first + kDown, ceil_div(s.rows, kTile));
+        const int first = row_broadcast ? 0 : chunk.m_block * kBlocks;
+        const int end = row_broadcast ? 1 : min(first + kBlocks, ceil_div(s.rows, kBlock));
         const int64_t offset = chunk.batch * mask.blocks_batch_stride + chunk.head * mask.blocks_head_stride;
         const int first_key = chunk.chunk * lists.chunk_keys, end_key = min(first_key + lists.chunk_keys, s.keys);
         int count = 0;
-        for (int n_block = first_key / kTile; n_block < ceil_div(end_key, kTile); ++n_block) {
+        for (int n_block = first_key / kBlock; n_block < ceil_div(end_key, kBlock); ++n_block) {
             uint64_t visible_keys = 0;
             for (int row = first; row < end; ++row)
                 visible_keys |= mask.visible_keys[offset + row * mask.blocks_row_stride + n_block];
             count += __popcll(visible_keys);
-            visited_keys += visible_keys != 0 ? kTile : 0;
+            visited_keys += visible_keys != 0 ? kBlock : 0;
         }
         chunk.count(lists) = count;
     }
@@ -279,8 +279,7 @@ __global__ void __launch_bounds__(kThreads)
         count = before;
         before += own;
     }
-    constexpr int64_t kAlign = KeyListsView::kAlign;
-    if (warp_id() == 0) lengths[above * lists.num_m_blocks + m_block] = ceil_div<int64_t>(total, kAlign) * kAlign;
+    if (warp_id() == 0) lengths[above * lists.num_m_blocks + m_block] = KeyListsView::padded(total);
 }
 
 constexpr int kScanThreads = 1024;

@@ -8,9 +8,9 @@ namespace flash_dmattn {
 namespace cuda {
 namespace {
 
-constexpr int kTile = PackedMask::kTile;
+constexpr int kBlock = PackedMask::kBlock;
 constexpr int kWarps = 8;
-constexpr int kRowsPerWarp = kTile / kWarps;
+constexpr int kRowsPerWarp = kBlock / kWarps;
 constexpr int kKeys = 512;  // per CTA: 16 per lane
 constexpr int kWords = kKeys / 32;
 
@@ -69,24 +69,24 @@ __global__ void __launch_bounds__(kWarps * 32)
 
     const bool row_broadcast = packed.bits_row_stride == 0;
     const int rows = row_broadcast ? 1 : s.rows;
-    const int first_row = m_block * kTile;
+    const int first_row = m_block * kBlock;
     if (first_row >= rows) return;
-    const int last_row = min(first_row + kTile, rows) - 1;
+    const int last_row = min(first_row + kBlock, rows) - 1;
     // Does not read n_blocks that causality hides from all rows.
     const bool is_cut = p.is_causal && !row_broadcast;
     int end = s.keys;
-    if (is_cut) end = min(end, ceil_div(s.causal_end(last_row), kTile) * kTile);
+    if (is_cut) end = min(end, ceil_div(s.causal_end(last_row), kBlock) * kBlock);
 
-    const int tile = threadIdx.x;  // 64-key block of the CTA
+    const int n_block = threadIdx.x;  // of the CTA
     const auto summarize = [&](uint64_t visible_keys, bool full) {
         const int64_t at = batch * packed.blocks_batch_stride + head * packed.blocks_head_stride +
-                           m_block * packed.blocks_row_stride + first_key / kTile + tile;
+                           m_block * packed.blocks_row_stride + first_key / kBlock + n_block;
         packed.visible_keys[at] = visible_keys;
         packed.kinds[at] = visible_keys == 0 ? BlockKind::kEmpty : full ? BlockKind::kFull : BlockKind::kMixed;
     };
-    const bool has_tile = tile < kKeys / kTile && first_key / kTile + tile < packed.num_n_blocks;
+    const bool has_n_block = n_block < kKeys / kBlock && first_key / kBlock + n_block < packed.num_n_blocks;
     if (first_key >= end) {
-        if (has_tile) summarize(0, false);
+        if (has_n_block) summarize(0, false);
         return;
     }
 
@@ -118,13 +118,13 @@ __global__ void __launch_bounds__(kWarps * 32)
     }
     __syncthreads();
 
-    if (!has_tile) return;
+    if (!has_n_block) return;
     uint32_t visible_keys[2] = {0, 0};
     bool full = true;
     for (int w = 0; w < kWarps; ++w)
         for (int i = 0; i < 2; ++i) {
-            visible_keys[i] |= any_visible[w][tile * 2 + i];
-            full &= all_visible[w][tile * 2 + i] == ~0u;
+            visible_keys[i] |= any_visible[w][n_block * 2 + i];
+            full &= all_visible[w][n_block * 2 + i] == ~0u;
         }
     summarize(visible_keys[0] | static_cast<uint64_t>(visible_keys[1]) << 32, full);
 }
@@ -141,8 +141,8 @@ PackedMask plan_packed_mask(const AttentionParams& p, int64_t total_q) {
     packed.batches = varlen ? p.batch : mask.batches;
     packed.batch_group_size = packed.batches > 0 ? p.batch / packed.batches : 1;
     packed.heads = mask.heads;
-    packed.num_m_blocks = row_broadcast ? 1 : ceil_div(p.seqlen_q, PackedMask::kTile);
-    packed.num_n_blocks = ceil_div(p.seqlen_k, PackedMask::kTile);
+    packed.num_m_blocks = row_broadcast ? 1 : ceil_div(p.seqlen_q, PackedMask::kBlock);
+    packed.num_n_blocks = ceil_div(p.seqlen_k, PackedMask::kBlock);
     packed.words = ceil_div<int64_t>(p.seqlen_k, 128) * 4;
 
     const bool by_row = varlen && !row_broadcast;  // bits of [total_q, heads, words]

@@ -14,38 +14,38 @@ constexpr int kThreads = 256;
 // One warp per block, two keys per lane.
 __global__ void __launch_bounds__(kThreads)
     summarize_intervals_kernel(const __grid_constant__ AttentionParams p,
-                               const __grid_constant__ IntervalSummaries tiles) {
+                               const __grid_constant__ IntervalSummaries summaries) {
     const int64_t index = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + warp_id();
-    if (index == 0 && lane_id() == 0) *tiles.tile_count_semaphore = 0;
-    if (index >= tiles.size) return;
-    const int first_key = static_cast<int>(index % tiles.num_n_blocks) * IntervalBlockSummary::kKeys;
-    const int head = static_cast<int>(index / tiles.num_n_blocks % p.intervals.heads);
-    const Sequence s(p, static_cast<int>(index / tiles.num_n_blocks / p.intervals.heads));
+    if (index == 0 && lane_id() == 0) *summaries.tile_count_semaphore = 0;
+    if (index >= summaries.size) return;
+    const int first_key = static_cast<int>(index % summaries.num_n_blocks) * IntervalBlockSummary::kKeys;
+    const int head = static_cast<int>(index / summaries.num_n_blocks % p.intervals.heads);
+    const Sequence s(p, static_cast<int>(index / summaries.num_n_blocks / p.intervals.heads));
     const int64_t offset = interval_offset(p.intervals, s, head, p.intervals.heads);
 
-    IntervalBlockSummary tile{INT_MAX, 0, INT_MAX, 0, 0};
+    IntervalBlockSummary block{INT_MAX, 0, INT_MAX, 0, 0};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int key = first_key + half * 32 + lane_id();
         const bool exists = key < s.keys;
         const RowRange rows = exists ? rows_of_key(p, s, offset, key) : RowRange{0, 0};
-        const uint64_t seen = __ballot_sync(~0u, !rows.empty());
-        tile.seen |= seen << half * 32;
+        const uint64_t visible = __ballot_sync(~0u, !rows.empty());
+        block.visible_keys |= visible << half * 32;
         if (!exists) continue;  // padding keys do not make a block mixed
         if (rows.empty()) {
-            tile.last_begin = INT_MAX;
+            block.last_begin = INT_MAX;
         } else {
-            tile.first_begin = min(tile.first_begin, rows.begin);
-            tile.last_begin = max(tile.last_begin, rows.begin);
-            tile.last_end = max(tile.last_end, rows.end);
+            block.first_begin = min(block.first_begin, rows.begin);
+            block.last_begin = max(block.last_begin, rows.begin);
+            block.last_end = max(block.last_end, rows.end);
         }
-        tile.first_end = min(tile.first_end, rows.end);
+        block.first_end = min(block.first_end, rows.end);
     }
-    tile.first_begin = __reduce_min_sync(~0u, tile.first_begin);
-    tile.last_begin = __reduce_max_sync(~0u, tile.last_begin);
-    tile.first_end = __reduce_min_sync(~0u, tile.first_end);
-    tile.last_end = __reduce_max_sync(~0u, tile.last_end);
-    if (lane_id() == 0) tiles.tiles[index] = tile;
+    block.first_begin = __reduce_min_sync(~0u, block.first_begin);
+    block.last_begin = __reduce_max_sync(~0u, block.last_begin);
+    block.first_end = __reduce_min_sync(~0u, block.first_end);
+    block.last_end = __reduce_max_sync(~0u, block.last_end);
+    if (lane_id() == 0) summaries.blocks[index] = block;
 }
 
 }  // namespace
@@ -56,18 +56,18 @@ IntervalSummaries plan_interval_summaries(const AttentionParams& params) {
     // Summaries include causality and lengths, which may differ between batch elements.
     const bool own_lengths = params.cu_seqlens_q != nullptr || params.seqused_k != nullptr;
     const int64_t batches = own_lengths ? params.batch : intervals.batches;
-    IntervalSummaries tiles;
-    tiles.num_n_blocks = cuda::ceil_div(params.seqlen_k, IntervalBlockSummary::kKeys);
-    tiles.batch_stride = batches == 1 ? 0 : intervals.heads * tiles.num_n_blocks;
-    tiles.size = batches * intervals.heads * tiles.num_n_blocks;
-    return tiles;
+    IntervalSummaries summaries;
+    summaries.num_n_blocks = cuda::ceil_div(params.seqlen_k, IntervalBlockSummary::kKeys);
+    summaries.batch_stride = batches == 1 ? 0 : intervals.heads * summaries.num_n_blocks;
+    summaries.size = batches * intervals.heads * summaries.num_n_blocks;
+    return summaries;
 }
 
-void summarize_intervals_cuda(const AttentionParams& params, const IntervalSummaries& tiles, cudaStream_t stream) {
+void summarize_intervals_cuda(const AttentionParams& params, const IntervalSummaries& summaries, cudaStream_t stream) {
     using namespace cuda;
-    if (tiles.size == 0) return;
-    const int64_t blocks = ceil_div<int64_t>(tiles.size, kThreads / 32);
-    summarize_intervals_kernel<<<grid_of(blocks), kThreads, 0, stream>>>(params, tiles);
+    if (summaries.size == 0) return;
+    const int64_t num_ctas = ceil_div<int64_t>(summaries.size, kThreads / 32);
+    summarize_intervals_kernel<<<grid_of(num_ctas), kThreads, 0, stream>>>(params, summaries);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -10,7 +10,7 @@
 #include "cuda/mask/device_dispatch.cuh"
 #include "shared_storage.cuh"
 #include "cuda/sm80/dbias/writers.cuh"
-#include "workspace.cuh"
+#include "cuda/common/dquery_tiles.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
 
@@ -116,10 +116,10 @@ private:
     using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
     using ScoreB = FragmentsB<typename Traits::KeysTile, Major::kK>;
     using ScoreC = SmemFragments<typename Traits::ScoresTile, MatrixOrder::kColMajor>;
-    using DkvA = FragmentsA<typename Traits::ScoresTile, Major::kMn>;
-    using DkvB = FragmentsB<typename Traits::RowsTile, Major::kMn>;
+    using DkvA = FragmentsA<typename Traits::ScoresTile, Major::kMN>;
+    using DkvB = FragmentsB<typename Traits::RowsTile, Major::kMN>;
     using DqA = FragmentsA<typename Traits::ScoresTile, Major::kK>;
-    using DqB = FragmentsB<typename Traits::KeysTile, Major::kMn>;
+    using DqB = FragmentsB<typename Traits::KeysTile, Major::kMN>;
     using DkvC = SmemFragments<typename Traits::KeysTile, MatrixOrder::kColMajor>;
 
     __device__ const Sequence& sequence() const { return cta_.sequence(); }
@@ -156,7 +156,7 @@ private:
                 uint32_t visible_by_bias = ~0u;
                 if constexpr (kKeyBias)
                     visible_by_bias = __ballot_sync(
-                        ~0u, load_key_bias<T>(p_, s, head, cta_.first_key + w * 32 + lane_id()) != -kInfinity);
+                        ~0u, key_bias_log2<T>(p_, s, head, cta_.first_key + w * 32 + lane_id()) != -kInfinity);
                 visible_keys[w] |= __reduce_or_sync(~0u, visible_by_head[w]) & visible_by_bias;
             }
         }
@@ -184,7 +184,7 @@ private:
             smem_.bias_pointers[warp_id()] = BiasPointer<T>(p_, sequence(), head);
         __syncwarp();
         if (kKeyBias && threadIdx.x < Traits::kKeys)
-            key_bias_ = load_key_bias<T>(p_, sequence(), head, cta_.first_key + threadIdx.x);
+            key_bias_ = key_bias_log2<T>(p_, sequence(), head, cta_.first_key + threadIdx.x);
     }
     __device__ __forceinline__ void load_stage(int stage, int m_block) const {
         load_qdo_stage(smem_.qdo[stage], address_of, p_, sequence(), smem_.head_pointers[warp_id()],
@@ -342,12 +342,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
         static_cast<int>(p.heads / p.kv_heads);  // computed here: later it would cost the mainloop registers
     int n_block, kv_head, batch;
     if (p.deterministic) {
-        // Tickets rise with n_block, so a CTA waits only for CTAs that have started.
-        if (threadIdx.x == 0) smem.ticket = atomicAdd(p.dquery_semaphore + total_dquery_m_blocks(p, p), 1);
+        // Work indices rise with n_block, so a CTA waits only for CTAs that have started.
+        if (threadIdx.x == 0) smem.work_index = atomicAdd(p.dquery_semaphore + total_dquery_m_blocks(p, p), 1);
         __syncthreads();
-        kv_head = smem.ticket % kv_heads;
-        batch = smem.ticket / kv_heads % batches;
-        n_block = smem.ticket / kv_heads / batches;
+        kv_head = smem.work_index % kv_heads;
+        batch = smem.work_index / kv_heads % batches;
+        n_block = smem.work_index / kv_heads / batches;
     } else if (Kernel::DbiasWriter::uses_cluster(p)) {
         // The CTAs of a cluster differ in their batch element only.
         const int group_size = static_cast<int>(p.dbias.batch_group_size), cluster = blockIdx.x / group_size;

@@ -21,8 +21,9 @@ struct MBlockStep {
     bool mask_full;  // the mask hides no score of the tile
 };
 
-// Iterates head by head over the m_blocks that causality, the mask and a relative bias leave active, ascending. The CTAs
-// of a cluster, one per batch element that shares a bias, visit the same m_blocks: those that are active for any of them.
+// Iterates head by head over the m_blocks that causality, the mask and a relative bias leave active, ascending. The
+// CTAs of a cluster, one per batch element that shares a bias, visit the same m_blocks: those that are active for any
+// of them.
 template <typename Traits>
 class MBlockIterator {
 public:
@@ -50,11 +51,11 @@ public:
                 m_blocks = m_blocks_of(state.head);
                 state.ahead.next = m_blocks.begin;
             }
-            state.ahead.look(m_blocks.end, [&](int m_block, bool& is_empty, bool& is_full) {
+            state.ahead.test_next_32(m_blocks.end, [&](int m_block, bool& is_empty, bool& is_full) {
                 if (has_mask(p_)) summarize(state.head, m_block, is_empty, is_full);
             });
         }
-        const int lane = state.ahead.take();
+        const int lane = state.ahead.pop();
         state.m_block = state.ahead.candidate(lane);
         state.mask_full = state.ahead.is_full(lane);
         state_ = state;

@@ -13,6 +13,11 @@
 namespace flash_dmattn::cuda::sm80 {
 namespace {
 
+// Whether every entry of a dense bias belongs to one batch element and one query head: no sum over either is needed.
+bool is_unshared_dbias(const BwdParams& p) {
+    return p.dbias.heads == p.heads && (p.cu_seqlens_q != nullptr || p.dbias.batches == p.batch);
+}
+
 // Whether a cluster of `batch_group_size` CTAs can reduce dx.
 template <typename Traits>
 bool can_cluster_reduce_among(int64_t batch_group_size) {
@@ -32,7 +37,7 @@ const KernelTable<Kernels> kKernels(FLASH_DMATTN_INSTANCES(FLASH_DMATTN_SM80_BWD
 });
 using KernelEntry = KernelTable<Kernels>::Entry;
 const KernelTable<Kernels::Launcher> kShortKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM80_SHORT_BWD_KERNELS,
-                                                                         run_short_bwd));
+                                                                          run_short_bwd));
 
 // The number of CTAs, at most `max_splits`, among which the batch elements and heads of each dbias tile are split, so
 // that the CTAs fill 2 to 4 waves of `slots` as evenly as possible.
@@ -118,32 +123,32 @@ void plan_dense(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& ow
     const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, own.small_tiles);
     plan.dquery_m_blocks = count_dquery_m_blocks(p, tile.rows);
     const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
-    plan.dquery_accum = plan.take<float>(num_m_blocks * tile.rows * kernel.head_dim);
-    if (p.deterministic) plan.dquery_semaphore = plan.take<int32_t>(num_m_blocks + 1);
+    plan.dquery_accum = plan.allocate<float>(num_m_blocks * tile.rows * kernel.head_dim);
+    if (p.deterministic) plan.dquery_semaphore = plan.allocate<int32_t>(num_m_blocks + 1);
     plan.zeroed_bytes = plan.workspace_bytes;
     if (p.bias.kind != BiasKind::kDense || !p.dbias.present()) return;
-    plan.dbias_parts = plan.take<float>(plan_dense_dbias(p, kernel, own, plan));
+    plan.dbias_parts = plan.allocate<float>(plan_dense_dbias(p, kernel, own, plan));
     if (plan.dense_dbias == DenseDbias::kAtomic) plan.zeroed_bytes = plan.workspace_bytes;
 }
 
 // Whether two heads that share a list, which covers half of a CTA's rows, can share the CTA.
-bool can_have_two_heads(const BwdParams& p, int block_rows) {
-    return p.lists.num_m_blocks > 1 && p.lists.tile_rows * 2 == block_rows && p.heads / p.kv_heads % 2 == 0 &&
+bool can_have_two_heads(const BwdParams& p, int m_block_rows) {
+    return p.lists.num_m_blocks > 1 && p.lists.m_block_rows * 2 == m_block_rows && p.heads / p.kv_heads % 2 == 0 &&
            p.bias.kind != BiasKind::kDense && heads_share_keys(p);
 }
 
 void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& own, cuda::BwdPlan& plan) {
-    const int block_rows = gather_tile_sizes(kernel.head_dim, own.small_tiles).rows;
-    if (can_have_two_heads(p, block_rows)) plan.tile_heads = 2;
+    const int m_block_rows = gather_tile_sizes(kernel.head_dim, own.small_tiles).rows;
+    if (can_have_two_heads(p, m_block_rows)) plan.qheads_per_tile = 2;
     plan.dkv_rows = p.total_k;
     plan.dkv_cols = kernel.head_dim;
-    plan.dkv_accum = plan.take<float>(2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols);
+    plan.dkv_accum = plan.allocate<float>(2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols);
     if (p.bias.kind == BiasKind::kDense && p.dbias.present() && !is_unshared_dbias(p))
         plan.dbias_accum_size =
             (p.cu_seqlens_q != nullptr ? p.total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
-    plan.dbias_accum = plan.take<float>(plan.dbias_accum_size);
-    const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, std::min<int64_t>(block_rows, p.lists.tile_rows));
-    if (p.deterministic) plan.progress_counters = plan.take<int32_t>(p.batch * p.heads * num_m_blocks + 1);
+    plan.dbias_accum = plan.allocate<float>(plan.dbias_accum_size);
+    const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, std::min<int64_t>(m_block_rows, p.lists.m_block_rows));
+    if (p.deterministic) plan.progress_counters = plan.allocate<int32_t>(p.batch * p.heads * num_m_blocks + 1);
     plan.zeroed_bytes = plan.workspace_bytes;
 }
 

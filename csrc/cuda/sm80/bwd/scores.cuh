@@ -7,7 +7,6 @@
 #include "cuda/softmax/scores.cuh"
 #include "cuda/common/sequence.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
-#include "workspace.cuh"
 #include "kernel_traits.h"
 #include "cuda/sm80/warp_gemm.cuh"
 
@@ -75,9 +74,9 @@ struct HeadPointers {
           dout(static_cast<const T*>(p.dout.data) + query_offset(p.dout, s, head)),
           lse(static_cast<const float*>(p.lse.data) + stat_offset(p.lse, s, head)),
           delta(static_cast<const float*>(p.delta.data) + stat_offset(p.delta, s, head)), mask(nullptr) {
-        if (p.packed_mask.bits != nullptr) {
+        if (p.packed_mask.present()) {
             mask = mask_words(p, s, head);
-        } else if (p.interval_summaries.tiles != nullptr) {
+        } else if (p.interval_summaries.present()) {
             intervals = interval_offset(p.intervals, s, head, p.heads);
         }
     }
@@ -111,13 +110,13 @@ __device__ __forceinline__ void load_qdo_stage(const QdoStage<Traits, kKeyBias>&
     load_rows(stage.query, head.query, p.query.row_stride);
     load_rows(stage.dout, head.dout, p.dout.row_stride);
 
-    if (p.interval_summaries.tiles != nullptr)
+    if (p.interval_summaries.present())
         load_intervals<Traits::kKeys>(address_of(stage.intervals), p, s, head.intervals, n_block * Traits::kKeys);
     const int row = threadIdx.x;
     if (row >= Traits::kRows || row >= left) return;
     cp_async<4>(address_of(stage.lse) + row * 4, head.lse + first + row);
     cp_async<4>(address_of(stage.delta) + row * 4, head.delta + first + row);
-    if (p.packed_mask.bits != nullptr)
+    if (p.packed_mask.present())
         cp_async<Traits::kWords * 4>(
             address_of(stage.mask) + row * Traits::kWords * 4,
             head.mask + static_cast<uint32_t>(first + row) * p.packed_mask.bits_row_stride + n_block * Traits::kWords);
@@ -150,14 +149,6 @@ template <typename Traits, int kTogether = 2, typename T>
 __device__ __forceinline__ bool is_full_and_aligned(const T* tile, const ScoreView& view, int rows, int keys) {
     return rows >= Traits::kRows && keys >= Traits::kKeys && view.col_stride == 1 && view.row_stride % kTogether == 0 &&
            reinterpret_cast<uintptr_t>(tile) % (kTogether * sizeof(T)) == 0;
-}
-
-// Bias of key `key` of the sequence, times log2(e): -inf where it hides the key, 0 beyond the sequence.
-template <typename T>
-__device__ __forceinline__ float load_key_bias(const BwdArgs& p, const Sequence& s, int head, int key) {
-    if (key >= s.keys) return 0;
-    const char* bias = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
-    return key_bias_of<T>(p.bias, cuda::load_key_bias(p.bias, bias, key * p.bias.col_stride)) * kLog2E;
 }
 
 // Waits for the stage's copies and synchronizes the CTA. Clears Q and dO of rows without a visible key: they may hold

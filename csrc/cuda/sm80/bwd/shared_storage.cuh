@@ -40,7 +40,7 @@ struct BwdSharedStorage {
     Sequence sequence;
     int bias_batch;  // batch index of the bias; with variable length the sequence
     int rank;        // of the sequence among the batch elements that share a bias
-    int ticket;      // deterministic: number of the work tile
+    int work_index;  // deterministic: of the work tile
 };
 
 // Whether the DSMEM reduction fits beside the rest into 227 KiB, the limit of compute capability 9.0.

@@ -1,8 +1,9 @@
 // The "recompute" kernel of dbias, for a dense bias whose shared gradient the main kernel cannot sum.
 //
 // A CTA owns a run of dbias tiles, one after the other. It recomputes P and dP of every contributor, the (batch, head)
-// pairs that share the tile, sums dx in float32 registers and writes the sum once. This needs neither atomics nor memory
-// of [B, H, Sq, Sk]. Where tiles are few, splits share the contributors, and a second kernel adds up the splits' sums.
+// pairs that share the tile, sums dx in float32 registers and writes the sum once. This needs neither atomics nor
+// memory of [B, H, Sq, Sk]. Where tiles are few, splits share the contributors, and a second kernel adds up the splits'
+// sums.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
             const bool is_new = window_begin != ahead.next;
             window_begin = ahead.next;
             if (is_new) __syncwarp();
-            ahead.look(contributor_end, [&](int candidate, bool& is_empty, bool& is_full) {
+            ahead.test_next_32(contributor_end, [&](int candidate, bool& is_empty, bool& is_full) {
                 const int head = first_head + candidate % heads;
                 Sequence other = s;
                 other.batch += candidate / heads;
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
             });
             if (is_new) __syncwarp();
         }
-        contributor = ahead.take();
+        contributor = ahead.pop();
         return true;
     };
     const auto load = [&](int stage) {

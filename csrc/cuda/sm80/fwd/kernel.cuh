@@ -46,7 +46,7 @@ public:
             if (kBias == BiasKind::kDense && !Traits::kPackGqa)
                 bias_ += query_row(CopyBias::first_row()) * p.bias.row_stride * sizeof(T);
         }
-        if (mask_by_row() && !has_intervals()) {
+        if (mask_differs_by_row(p_) && !p_.interval_summaries.present()) {
             const int mask_row = min(query_row(min(static_cast<int>(threadIdx.x), kRows - 1)), s.rows - 1);
             mask_words_ = mask_words(p, s, first_head) + mask_row * p.packed_mask.bits_row_stride;
         }
@@ -93,12 +93,6 @@ private:
     using typename Mainloop::CopyKv;
     using CopyBias = RowCopy<kThreads, BiasTile>;
 
-    __device__ bool has_intervals() const { return p_.interval_summaries.tiles != nullptr; }
-    // False where the mask broadcasts over rows: the block summary's visible keys then are the whole mask.
-    __device__ bool mask_by_row() const {
-        return has_intervals() || (p_.packed_mask.bits != nullptr && p_.packed_mask.bits_row_stride != 0);
-    }
-
     // K and V of keys that no row sees are not read.
     template <typename NBlock>
     __device__ __forceinline__ void load_k(const NBlock& n_block) {
@@ -127,7 +121,7 @@ private:
 
     template <typename NBlock>
     __device__ __forceinline__ void load_mask_and_bias(const NBlock& n_block) {
-        if (mask_by_row() && !n_block.full()) load_mask(n_block.index());
+        if (mask_differs_by_row(p_) && !n_block.full()) load_mask(n_block.index());
         if constexpr (kBias == BiasKind::kKey) {
             const int key = n_block.index() * kKeys + threadIdx.x;
             key_bias_ = {};
@@ -138,7 +132,7 @@ private:
     }
 
     __device__ __forceinline__ void load_mask(int n_block) {
-        if (has_intervals()) {
+        if (p_.interval_summaries.present()) {
             BlockIntervals<kThreads, kWords> intervals;
             intervals.fetch(p_, sequence(), smem_.work_tile.first_head, n_block * kKeys);
             intervals.expand(smem_.mask, smem_.work_tile.first_row,
@@ -225,12 +219,11 @@ private:
         }
         VisibleKeys<kMFragments, kNFragments> visible;
         for_each_mask_word([&](int i, int, int w) { visible[i][w] = visible_keys[w]; });
-        if (mask_by_row() && !n_block.full())
+        if (mask_differs_by_row(p_) && !n_block.full())
             for_each_mask_word(
                 [&](int i, int row, int w) { visible[i][w] &= smem_.mask[warp_row_ + row][warp_key_ / 32 + w]; });
-        for_each_mask_word([&](int i, int row, int w) {
-            visible[i][w] &= bits_below(smem_.row_end[warp_row_ + row] - first_key, w);
-        });
+        for_each_mask_word(
+            [&](int i, int row, int w) { visible[i][w] &= bits_below(smem_.row_end[warp_row_ + row] - first_key, w); });
         apply_mask(scores, visible);
     }
 

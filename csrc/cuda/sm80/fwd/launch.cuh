@@ -18,7 +18,7 @@ void launch_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
     const BiasKind bias = bias_kind(p);
     FwdKernelParams params;
     FwdTileScheduler& scheduler = params.scheduler;
-    const int qheads_per_tile = scheduler.qheads_per_tile = static_cast<int>(plan.pack);
+    const int qheads_per_tile = scheduler.qheads_per_tile = static_cast<int>(plan.qheads_per_tile);
     scheduler.num_m_blocks = static_cast<int>(ceil_div<int64_t>(p.seqlen_q * qheads_per_tile, Kernel::kRows));
     scheduler.heads = static_cast<int>(p.heads / qheads_per_tile);
     scheduler.batch = static_cast<int>(p.batch);

@@ -94,7 +94,7 @@ protected:
             cp_async_commit();
             if (!is_idle) {
                 // A maximum below this belongs to a row that has only seen keys that its dense bias hides.
-                constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
+                constexpr float kExtreme = kBias == BiasKind::kDense ? kLowest<T> / 2 : -kInfinity;
                 softmax_.update(
                     scores, params_.to_log2, kExtreme, [&] { source.mask_by_bias(scores, current); },
                     [&](int i, float factor) { softmax_.scale(out_, i, factor); });

@@ -26,27 +26,26 @@ const KernelTable<Launcher> kKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM80_FW
 
 // Query heads that share an m_block: those of a GQA group where they share keys. Packing pays over key lists, and where
 // rows are few: neighbouring rows see similar keys, and a dense n_block saves nothing.
-int64_t packed_heads(const FwdParams& p) {
-    const int64_t group_heads = p.heads / p.kv_heads;
-    const bool pays = p.lists.present() || p.seqlen_q * group_heads <= kSmallRows;
-    return pays && heads_share_keys(p) ? group_heads : 1;
+int64_t plan_qheads_per_tile(const FwdParams& p) {
+    const int64_t qheads_per_kv = p.heads / p.kv_heads;
+    const bool pays = p.lists.present() || p.seqlen_q * qheads_per_kv <= kSmallRows;
+    return pays && heads_share_keys(p) ? qheads_per_kv : 1;
 }
 
-FwdTileKind plan_tile(const FwdParams& p, int head_dim, int64_t packed_heads) {
-    const int64_t rows = p.seqlen_q * packed_heads;
+FwdTileKind plan_tile(const FwdParams& p, int head_dim, int64_t qheads_per_tile) {
+    const int64_t rows = p.seqlen_q * qheads_per_tile;
     if (rows <= decode_fwd_tile_sizes(head_dim).rows) return FwdTileKind::kDecode;
     if (rows <= kSmallRows) return FwdTileKind::kSmall;
     // The rows of a CTA belong to one list.
-    const int64_t list_rows = p.lists.tile_rows * packed_heads;
+    const int64_t list_rows = p.lists.m_block_rows * qheads_per_tile;
     if (p.lists.present() && list_rows % prefill_fwd_tile_sizes(head_dim).rows != 0) return FwdTileKind::kSmall;
     return FwdTileKind::kPrefill;
 }
 
 // The number of splits that finishes first. Time is counted in n_blocks of one CTA; `slots` CTAs run at once.
 int64_t plan_splits(const FwdParams& p, const FwdTileSizes& tile, int64_t num_m_blocks) {
-    // Only the device knows how long a list is. A split for which a list has no keys left finishes at once.
-    const int64_t keys = p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k;
-    const int64_t num_n_blocks = ceil_div<int64_t>(keys, tile.keys);
+    // A split for which a list has no keys left finishes at once.
+    const int64_t num_n_blocks = ceil_div<int64_t>(estimated_list_length(p), tile.keys);
     const int64_t slots = current_device().num_sms * tile.ctas_per_sm;
     const auto time = [&](int64_t num_splits) {
         // Zeroing the counters and waiting for all splits take about two n_blocks, reading a split back a sixteenth.
@@ -68,23 +67,23 @@ bool plan_fwd(const FwdParams& p, cuda::FwdPlan& plan) {
     if (kernel == nullptr) return false;
     report_bias_matrix(p);
     FwdPlan own;
-    own.pack = packed_heads(p);
-    own.tile = plan_tile(p, kernel->head_dim, own.pack);
+    own.qheads_per_tile = plan_qheads_per_tile(p);
+    own.tile = plan_tile(p, kernel->head_dim, own.qheads_per_tile);
     plan.launch = [launch = kernel->value, own](const FwdArgs& args, cudaStream_t stream) {
         launch(args, own, stream);
     };
 
-    const int64_t rows = p.seqlen_q * own.pack;
+    const int64_t rows = p.seqlen_q * own.qheads_per_tile;
     if (rows > kSmallRows) return true;
-    const int64_t heads = p.batch * p.heads / own.pack;  // with one m_block each
+    const int64_t heads = p.batch * p.heads / own.qheads_per_tile;  // with one m_block each
     plan.num_splits = plan_splits(p, fwd_tile_sizes(own.tile, kernel->head_dim), heads);
     if (plan.num_splits == 1) return true;
     // kDecode has the smallest m_blocks. It also replaces kSmall where shared memory is short.
     const int64_t num_m_blocks = heads * ceil_div<int64_t>(rows, decode_fwd_tile_sizes(kernel->head_dim).rows);
     const int64_t split_rows = plan.num_splits * p.batch * p.heads * p.seqlen_q;
-    plan.split_counters = plan.take<int32_t>(num_m_blocks);
-    plan.split_out = plan.take<float>(split_rows * p.head_dim);
-    plan.split_lse = plan.take<float>(split_rows);
+    plan.split_counters = plan.allocate<int32_t>(num_m_blocks);
+    plan.split_out = plan.allocate<float>(split_rows * p.head_dim);
+    plan.split_lse = plan.allocate<float>(split_rows);
     return true;
 }
 

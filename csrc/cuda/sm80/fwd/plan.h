@@ -11,7 +11,7 @@ namespace flash_dmattn::cuda::sm80 {
 // What sm80 alone plans.
 struct FwdPlan {
     FwdTileKind tile = FwdTileKind::kPrefill;
-    int64_t pack = 1;  // pack-GQA: query heads that share an m_block
+    int64_t qheads_per_tile = 1;  // pack-GQA: query heads that share an m_block
 };
 
 bool plan_fwd(const FwdParams& params, cuda::FwdPlan& plan);

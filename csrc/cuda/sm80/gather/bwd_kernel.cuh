@@ -36,9 +36,7 @@ public:
         }
         __syncthreads();
         if (num_rows() <= 0) return;
-        num_n_blocks_ = smem.list.size / kKeys;
-        if (p.is_causal && p.lists.num_m_blocks == 1)
-            truncate_list(sequence().causal_end(first_row() + num_rows() - 1));
+        num_n_blocks_ = smem.list.template count_n_blocks<kKeys>(p, sequence(), first_row() + num_rows());
     }
 
     __device__ void run() {
@@ -95,7 +93,7 @@ private:
         return min(sequence().rows - first_row(), GatherBwdTileScheduler::block_m(p_, kRows));
     }
     // pack-GQA: each of two heads has rows_per_head() rows of the m_block, of which num_rows() exist.
-    __device__ bool packs_heads() const { return p_.tile_heads > 1; }
+    __device__ bool packs_heads() const { return p_.qheads_per_tile > 1; }
     __device__ int rows_per_head() const { return packs_heads() ? kRows / 2 : kRows; }
     // Rows from here on are masked without reading the visibility bits.
     __device__ int score_rows() const { return packs_heads() ? kRows : num_rows(); }
@@ -113,18 +111,6 @@ private:
     __device__ int list_position(int n_block) const {
         return threadIdx.x < kKeys && n_block < num_n_blocks_ ? smem_.list.key(n_block * kKeys + threadIdx.x) : -1;
     }
-    // Drops the n_blocks whose keys all lie at or beyond `end`, by binary search.
-    __device__ void truncate_list(int end) {
-        int low = 0;
-        while (low < num_n_blocks_) {
-            const int middle = (low + num_n_blocks_) / 2;
-            if (static_cast<unsigned>(smem_.list.keys[middle * kKeys]) < static_cast<unsigned>(end)) {
-                low = middle + 1;
-            } else {
-                num_n_blocks_ = middle;
-            }
-        }
-    }
 
     // Fetches visibility and bias of one key per thread into registers; store_keys() writes them after the GEMMs.
     __device__ __forceinline__ void fetch_positions(int n_block) {
@@ -135,7 +121,7 @@ private:
         if (position_ < 0) return;
         visibility_data_ = smem_.list.fetch(n_block * kKeys + threadIdx.x, position_);
         if constexpr (kKeyBias) {
-            const KeyBiasBits bits = cuda::load_key_bias(p_.bias, smem_.pointers.bias, position_ * p_.bias.col_stride);
+            const KeyBiasBits bits = load_key_bias(p_.bias, smem_.pointers.bias, position_ * p_.bias.col_stride);
             key_bias_ = key_bias_of<T>(p_.bias, bits);
         }
     }
@@ -346,7 +332,7 @@ private:
         const auto& dscores = smem_.dscores[n_block % SharedStorage::kScoreStages];
         warp_gemm<T, kKeys, kDqColStep>(
             dq_, FragmentsA<typename Traits::ScoresTile, Major::kK>(address_of(dscores), dq_row(), 0),
-            FragmentsB<typename Traits::KeysTile, Major::kMn>(address_of(k_of(n_block)), 0, dq_col()));
+            FragmentsB<typename Traits::KeysTile, Major::kMN>(address_of(k_of(n_block)), 0, dq_col()));
         accumulate_dkv(n_block, smem_.probs[n_block % SharedStorage::kScoreStages], smem_.qdo.dout,
                        smem_.pointers.dvalue);
         accumulate_dkv(n_block, dscores, smem_.qdo.query, smem_.pointers.dkey);
@@ -363,8 +349,8 @@ private:
         float acc[Traits::kDkvM][Traits::kDkvN][4];
         clear(acc);
         warp_gemm<T, kRows, kDkvColStep>(
-            acc, FragmentsA<typename Traits::ScoresTile, Major::kMn>(address_of(scores), 0, first_key),
-            FragmentsB<typename Traits::RowsTile, Major::kMn>(address_of(rows), 0, first_col));
+            acc, FragmentsA<typename Traits::ScoresTile, Major::kMN>(address_of(scores), 0, first_key),
+            FragmentsB<typename Traits::RowsTile, Major::kMN>(address_of(rows), 0, first_col));
 
         const int64_t stride = p_.kv_heads * Traits::kHeadDim;
         const int* positions = stage_of(n_block).position + first_key + fragment_row();
@@ -415,7 +401,7 @@ private:
         store_accumulator<T, kDqColStep>(dq_, Rows(address_of(smem_.qdo.query), dq_row(), dq_col()),
                                          static_cast<float>(p_.softmax_scale));
         __syncthreads();
-        for (int i = 0; i < p_.tile_heads; ++i) {
+        for (int i = 0; i < p_.qheads_per_tile; ++i) {
             T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, sequence(), first_head() + i) +
                     first_row() * p_.dquery.row_stride;
             const int first = i * rows_per_head();

@@ -1,6 +1,7 @@
 // Shared memory of the backward over key lists.
 #pragma once
 
+#include "cuda/common/dkv_accum.cuh"
 #include "cuda/mask/key_list.cuh"
 #include "cuda/sm80/bwd/scores.cuh"
 #include "bwd_tile_scheduler.cuh"
@@ -22,9 +23,9 @@ struct GatherPointers {
         const int kv_head = shared_head(head, p.heads, p.kv_heads);
         key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
         value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
-        const int64_t first_key = p.cu_seqlens_k == nullptr ? s.batch * p.seqlen_k : s.first_key;
-        dkey = p.dkv_accum + (first_key * p.kv_heads + kv_head) * p.dkv_cols;
-        dvalue = dkey + p.dkv_rows * p.kv_heads * p.dkv_cols;
+        const DkvAccum accum(p, s, kv_head, p.dkv_cols);
+        dkey = accum.dkey;
+        dvalue = accum.dvalue;
         if (p.bias.kind != BiasKind::kNone) {
             const int64_t offset = score_offset(p.bias, s, head, p.heads) + first_row * p.bias.row_stride;
             bias = bias_data(p.bias, offset);

@@ -15,12 +15,12 @@ struct GatherBwdTileScheduler {
 
     // Rows of a CTA of `max_rows` rows: those of one list.
     static constexpr __host__ __device__ int block_m(const BwdArgs& p, int max_rows) {
-        return p.lists.num_m_blocks > 1 && p.lists.tile_rows < max_rows ? static_cast<int>(p.lists.tile_rows)
-                                                                        : max_rows;
+        return p.lists.num_m_blocks > 1 && p.lists.m_block_rows < max_rows ? static_cast<int>(p.lists.m_block_rows)
+                                                                           : max_rows;
     }
 
     constexpr __host__ __device__ GatherBwdTileScheduler(const BwdArgs& p, int max_rows)
-        : chains(1), heads(static_cast<int>(p.heads / p.tile_heads)), batches(static_cast<int>(p.batch)),
+        : chains(1), heads(static_cast<int>(p.heads / p.qheads_per_tile)), batches(static_cast<int>(p.batch)),
           num_m_blocks(static_cast<int>(ceil_div<int64_t>(p.seqlen_q, block_m(p, max_rows)))) {
         const bool accumulates_dbias = p.dbias_accum_size > 0;  // more heads than a GQA group may share its entries
         if (!accumulates_dbias || p.dbias.heads > 1) chains = static_cast<int>(p.kv_heads), heads /= chains;
@@ -41,9 +41,9 @@ struct GatherBwdWorkTile {
         chain = p.deterministic ? index % chains : index / length;
         // Unordered, the last rows start first: under causality they have the longest lists.
         chain_idx = p.deterministic ? index / chains : length - 1 - index % length;
-        const int tile_heads = static_cast<int>(p.tile_heads),
-                  head_chains = static_cast<int>(p.heads) / tile_heads / scheduler.heads;
-        first_head = (chain % head_chains * scheduler.heads + chain_idx % scheduler.heads) * tile_heads;
+        const int qheads_per_tile = static_cast<int>(p.qheads_per_tile),
+                  head_chains = static_cast<int>(p.heads) / qheads_per_tile / scheduler.heads;
+        first_head = (chain % head_chains * scheduler.heads + chain_idx % scheduler.heads) * qheads_per_tile;
         first_row = chain_idx / scheduler.heads / scheduler.batches * GatherBwdTileScheduler::block_m(p, max_rows);
         sequence =
             Sequence(p, chain / head_chains * scheduler.batches + chain_idx / scheduler.heads % scheduler.batches);

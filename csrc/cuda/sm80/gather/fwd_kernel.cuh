@@ -17,8 +17,7 @@ class GatherFwdKernel : public FwdMainloop<T, kBias, Traits> {
     friend Mainloop;
 
 public:
-    using Mainloop::kKeys, Mainloop::kMFragments, Mainloop::kNFragments, Mainloop::kRows, Mainloop::kThreads,
-        Mainloop::kWarpKeys;
+    using Mainloop::kKeys, Mainloop::kMFragments, Mainloop::kNFragments, Mainloop::kRows, Mainloop::kThreads;
     using Mainloop::kWarpRows, Mainloop::kWarpWords, Mainloop::kWords;
     using typename Mainloop::KvTile;
     static constexpr int kRowWarps = Traits::kRowWarps;

@@ -131,10 +131,10 @@ public:
 private:
     using RowsA = FragmentsA<RowsTile, Major::kK>;
     using RowsB = FragmentsB<RowsTile, Major::kK>;
-    using ColumnsB = FragmentsB<RowsTile, Major::kMn>;
+    using ColumnsB = FragmentsB<RowsTile, Major::kMN>;
     using RowsC = SmemFragments<RowsTile, MatrixOrder::kColMajor>;
     using ScoresC = SmemFragments<ScoresTile, MatrixOrder::kColMajor>;
-    using TransposedA = FragmentsA<ScoresTile, Major::kMn>;
+    using TransposedA = FragmentsA<ScoresTile, Major::kMN>;
 
     // This warp's first row, and first key of dK and dV.
     static __device__ int first_row() { return warp_id() * 16; }
@@ -155,9 +155,8 @@ private:
     }
     __device__ __forceinline__ void load(RowsTile& tile, const RowsView& view, int64_t offset, int rows) const {
         const T* const from = static_cast<const T*>(view.data) + offset;
-        copy_rows_async<Traits::kThreads>(tile, head_dim_, [&](int row) -> const T* {
-            return row < rows ? from + row * view.row_stride : nullptr;
-        });
+        copy_rows_async<Traits::kThreads>(
+            tile, head_dim_, [&](int row) -> const T* { return row < rows ? from + row * view.row_stride : nullptr; });
     }
     __device__ __forceinline__ void store(const RowsTile& tile, const RowsView& view, int64_t offset, int rows) const {
         copy_tile_out<Traits::kThreads>(tile, static_cast<T*>(view.data) + offset, view.row_stride, rows, head_dim_);
@@ -173,7 +172,7 @@ private:
         if (row >= kShortSeqlen) return;
         const int keys = row < rows_ ? s.keys_of(row, p_.is_causal) : 0;
         uint64_t visible = keys < 64 ? (uint64_t{1} << keys) - 1 : ~uint64_t{0};
-        if (p_.packed_mask.bits != nullptr && row < rows_) {
+        if (p_.packed_mask.present() && row < rows_) {
             const uint32_t* const words = mask_words(p_, s, head_) + row * p_.packed_mask.bits_row_stride;
             visible &= uint64_t{words[1]} << 32 | words[0];
         }
@@ -185,7 +184,7 @@ private:
         bool row_is_hidden = false, key_is_hidden = false;
         if (i < kShortSeqlen) {
             row_is_hidden = i < rows_ && load_stat(p_.lse, s, i, 0) == -kInfinity;
-            if (p_.packed_mask.bits != nullptr) {
+            if (p_.packed_mask.present()) {
                 uint64_t visible = 0;
                 for (int row = 0; row < rows_; ++row) visible |= smem_.visible_keys[row];
                 key_is_hidden = i < keys_ && !(visible >> i & 1);

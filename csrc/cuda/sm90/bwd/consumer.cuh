@@ -18,16 +18,16 @@ namespace flash_dmattn::cuda::sm90 {
 template <typename Traits, BiasKind kBias>
 class BwdConsumer : BwdScores<Traits, kBias> {
     using Base = BwdScores<Traits, kBias>;
+    using Base::has_dbias, Base::store_dbias, Base::state_, Base::header_, Base::m_block_info, Base::bias_dscores;
+    using Base::key, Base::begin_head;
     using Base::p_, Base::scale_, Base::smem_, Base::work_tile_, Base::warpgroup_, Base::layout_, Base::warp_key_;
-    using Base::probs_pipeline_, Base::dk_in_flight_, Base::has_dbias, Base::store_dbias;
-    using Base::state_, Base::header_, Base::m_block_info, Base::bias_dscores, Base::key, Base::begin_head;
 
 public:
     using T = typename Traits::T;
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
 
     __device__ BwdConsumer(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
-        : Base(p, scale, smem, work_tile) {}
+        : Base(p, scale, smem, work_tile), probs_pipeline_(smem.probs_pipeline) {}
 
     __device__ __forceinline__ void run() {
         clear(dk_);
@@ -49,7 +49,7 @@ private:
     using DkvFragment = typename AtomLayout::DkvFragment;
     using DqFragment = typename AtomLayout::DqFragment;
     using MBlockInfo = typename SharedStorage::MBlockInfo;
-    using RowStats = typename Base::RowStats;
+    using RowStatsFragment = typename Base::RowStatsFragment;
     using DiagonalSums = float[kDiagonalSums<Traits::kScoreRows / 8>];
 
     __device__ __forceinline__ void mainloop() {
@@ -78,7 +78,7 @@ private:
     }
     __device__ __forceinline__ void epilogue() {
         if (has_dbias() && p_.dbias.heads != p_.heads) store_dbias(work_tile_.first_head);
-        store_dkv(p_.dkey, dk_, static_cast<float>(p_.softmax_scale));
+        store_dkv(p_.dkey, dk_, scale_.scale);
         store_dkv(p_.dvalue, dv_, 1);
         tma_store_wait_group();
     }
@@ -105,7 +105,7 @@ private:
         if constexpr (kStartsFromBias) layout_.template gemm_scores<false>(scores, smem_.key, query());
         if constexpr (Traits::kSharesKeys) finish_previous_dk();
         if constexpr (kBias == BiasKind::kDense) smem_.bias_pipeline.consumer_wait(state_);
-        const RowStats lse(m_block_info().lse + layout_.first_row());
+        const RowStatsFragment lse(m_block_info().lse + layout_.first_row());
         const bool has_softcap = !is_relative(kBias) && scale_.softcap > 0;
         if constexpr (Base::kEarlyFragments > 0) {
             wgmma_wait_group<1>();  // S
@@ -311,6 +311,8 @@ private:
                       static_cast<int>(p_.head_dim) - layout_.first_col(), key(h) < s.keys);
     }
 
+    Pipeline<1> probs_pipeline_;
+    bool dk_in_flight_ = false;
     DkvFragment dk_, dv_;
 };
 

@@ -23,7 +23,8 @@ class DenseDbiasStore {
 public:
     using SharedStorage = BwdSharedStorage<Traits, BiasKind::kDense>;
 
-    __device__ DenseDbiasStore(const BwdArgs& p, const BwdMaps& maps, SharedStorage& smem, const BwdWorkTile& work_tile)
+    __device__ DenseDbiasStore(const BwdArgs& p, const BwdTensorMaps& maps, SharedStorage& smem,
+                               const BwdWorkTile& work_tile)
         : p_(p), maps_(maps), smem_(smem), work_tile_(work_tile) {}
 
     // Assigns a stage to an m_block. First stores the gradient of the m_block that had it before.
@@ -90,7 +91,7 @@ private:
     }
 
     const BwdArgs& p_;
-    const BwdMaps& maps_;
+    const BwdTensorMaps& maps_;
     SharedStorage& smem_;
     const BwdWorkTile& work_tile_;
 };

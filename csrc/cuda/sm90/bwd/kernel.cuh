@@ -38,7 +38,7 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdLaunchRange& ran
 
 template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdMaps maps,
+    bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdTensorMaps maps,
                const __grid_constant__ BwdScale scale, const __grid_constant__ BwdLaunchRange range) {
     if (is_inactive(p)) return;
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
     const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows);
     const int m_block = blockIdx.x % num_m_blocks;
     const auto [head, batch] = HeadAndBatch(p, first_head + blockIdx.x / num_m_blocks, static_cast<int>(p.heads));
-    const int warpgroup = threadIdx.x / 128;
+    const MmaAtomLayout<Traits> layout(threadIdx.x / 128);
     const Sequence s(p, batch);
     if (m_block * kRows >= s.rows) return;
     float* const from = p.dquery_accum + dquery_tile<kRows>(p, s, head, m_block) * Layout::kSize +
@@ -93,14 +93,12 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
         if (clears) accum = {};
         dq[0][n][0] = x.x, dq[0][n][1] = x.y, dq[0][n][2] = x.z, dq[0][n][3] = x.w;
     }
-    const int first_row = Traits::kSplitsDqRows ? warpgroup * 64 : 0;
-    const int first_col = Traits::kSplitsDqRows ? 0 : warpgroup * Traits::kDqCols;
-    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + first_col;
+    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + layout.dq_col();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int row = m_block * kRows + first_row + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();
+        const int row = m_block * kRows + layout.dq_row() + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();
         store_row(dq, h, static_cast<float>(p.softmax_scale), to + row * p.dquery.row_stride,
-                  static_cast<int>(p.head_dim) - first_col, row < s.rows);
+                  static_cast<int>(p.head_dim) - layout.dq_col(), row < s.rows);
     }
 }
 

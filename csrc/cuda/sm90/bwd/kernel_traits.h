@@ -12,10 +12,11 @@ constexpr int kBwdProducerRegisters = 40, kBwdConsumerRegisters = 232;  // per t
 
 // Barrier 0 is __syncthreads.
 enum BwdNamedBarrier : int {
-    kConsumersBarrier = 1,    // both MMA warpgroups: P and dS are complete in shared memory
-    kWarpgroupBarrier = 2,    // + warpgroup: the four warps of one MMA warpgroup
-    kProducerBarrier = 4,     // the producer
-    kDscoresReadBarrier = 2,  // + warpgroup, of the per-head sparse kernel: the other one has read this one's dS
+    kConsumersBarrier = 1,  // both MMA warpgroups: P and dS are complete in shared memory
+    kWarpgroupBarrier = 2,  // + warpgroup: the four warps of one MMA warpgroup
+    kProducerBarrier = 4,   // the producer
+    // + warpgroup: the other one has read this one's dS. Of the per-head sparse kernel, which has no kWarpgroupBarrier.
+    kDscoresReadBarrier = kWarpgroupBarrier,
 };
 
 // What the dense and the sparse backward kernels share: tiles in shared memory, and the MMA atom layout of two

@@ -14,7 +14,7 @@ template <typename Traits, BiasKind kBias>
 void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
     constexpr int kSlab = Traits::RowsTile::kSlabCols;
-    BwdMaps maps{};
+    BwdTensorMaps maps{};
     maps.query = make_tensor_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
     maps.dout = make_tensor_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
     maps.key = make_tensor_map(key_layout(p, p.key), {kSlab, 1, Traits::kKeys, 1});
@@ -25,8 +25,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
         if (p.dense_dbias != DenseDbias::kNone)
             maps.dbias = make_tensor_map(dense_bias_layout(p, p.dbias), {kScoresSlab, Traits::kRows, 1, 1});
     }
-    const auto scale = static_cast<float>(p.softmax_scale);
-    const BwdScale factors{scale, scale * kLog2E, static_cast<float>(p.softcap)};
+    const BwdScale scale(p);
     const auto kernel = bwd_kernel<Traits, kBias>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
 
@@ -43,7 +42,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
         BwdArgs args = p;  // dquery_accum: to where the tiles of all heads would begin
         args.dquery_accum -= first_part * heads_per_kv * p.dquery_m_blocks * DqueryLayout<Traits>::kSize;
         const BwdLaunchRange range{static_cast<int>(first / group_size), static_cast<int>(count / group_size)};
-        kernel<<<grid_of(num_n_blocks * count), Traits::kThreads, sizeof(SharedStorage), stream>>>(args, maps, factors,
+        kernel<<<grid_of(num_n_blocks * count), Traits::kThreads, sizeof(SharedStorage), stream>>>(args, maps, scale,
                                                                                                    range);
         FLASH_CUDA_CHECK(cudaGetLastError());
         convert_dquery_kernel<Traits>

@@ -52,23 +52,14 @@ public:
     }
     __device__ __forceinline__ void gemm_dkv(DkvFragment& acc, const ScoresTile& scores, const RowsTile& rows) const {
         const SmemDescriptor<ScoresTile> a(scores);
-        const SmemDescriptor<RowsTile> b(rows);
-        warpgroup_fence_operand(acc);
-        wgmma_fence();
-#pragma unroll
-        for (int r = 0; r < Traits::kRows; r += 16)
-            Wgmma<Traits::kDkvCols>::template multiply<T, true, true>(acc, a.down(r), b.down(r, first_col()), true);
-        wgmma_commit_group();
+        const SmemDescriptor<RowsTile> b(rows, 0, first_col());
+        gemm_ss<false, Major::kMN, Major::kMN>(acc, a, b);
     }
     // dQ = dS^T K, summed over keys: dS is K-major, K is MN-major.
     __device__ __forceinline__ void gemm_dq(DqFragment& dq, const ScoresTile& dscores, const KeysTile& keys) const {
         const SmemDescriptor<ScoresTile> a(dscores, dq_row());
-        const SmemDescriptor<KeysTile> b(keys);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < Traits::kKeys; k += 16)
-            Wgmma<Traits::kDqCols>::template multiply<T, false, true>(dq, a.across(k), b.down(k, dq_col()), k > 0);
-        wgmma_commit_group();
+        const SmemDescriptor<KeysTile> b(keys, 0, dq_col());
+        gemm_ss<true, Major::kK, Major::kMN>(dq, a, b);
     }
 
     // Adds the warp's dQ to `to` in accumulator order, by TMA from shared memory: additions from registers would delay

@@ -30,11 +30,6 @@ bool can_load(const BwdParams& p) {
            can_load_keys(p);
 }
 
-// About the number of keys of a list: only the device knows it.
-int64_t estimate_list_length(const BwdParams& p) {
-    return p.lists.longest > 0 ? std::min(p.lists.longest, p.seqlen_k) : p.seqlen_k;
-}
-
 // Whether TMA can store tiles of the gradient of a dense bias: heads share no entry, and a tile that reaches beyond its
 // sequence does not reach into another.
 bool can_store_dbias(const BwdParams& p) {
@@ -73,18 +68,18 @@ bool plan_pair_bias(const BwdParams& p, BwdPlan& plan) {
     plan.dbias_tiles = pair_bias_dq_m_blocks(p);
     plan.dbias_splits = pair_bias_splits(plan.dbias_tiles, pair_bias_batch_group_size(p));
     const int64_t parts = p.dbias.present() ? plan.dbias_splits * plan.dbias_tiles * pair_bias_dq_n_blocks(p) : 0;
-    plan.dbias_parts = plan.take<float>(parts * kPairBiasDbiasBlockSize);
+    plan.dbias_parts = plan.allocate<float>(parts * kPairBiasDbiasBlockSize);
     return true;
 }
 
 // The two kernels over key lists: per head, and grouped, where a CTA has all query heads of a GQA group, which must
 // share keys. Where both support a call, long lists that heads share are faster grouped, as measured on an H200.
 bool supports_per_head(const BwdParams& p, int head_dim) {
-    return p.lists.tile_rows == KeyListsView::kRows && can_run_per_head(head_dim);
+    return p.lists.m_block_rows == KeyListsView::kRows && can_run_per_head(head_dim);
 }
 bool should_group_heads(const BwdParams& p, int head_dim) {
     if (!heads_share_keys(p)) return false;
-    return !supports_per_head(p, head_dim) || (p.heads > p.kv_heads && estimate_list_length(p) >= 512);
+    return !supports_per_head(p, head_dim) || (p.heads > p.kv_heads && estimated_list_length(p) >= 512);
 }
 
 // Splits each list among CTAs, so many that they fill the device, and that Q, dO and the sums of dQ, which all m_blocks
@@ -98,12 +93,12 @@ void plan_grouped(const BwdParams& p, int head_dim, BwdPlan& plan) {
     const auto for_cache =
         static_cast<int64_t>(std::ceil(bytes / (kShareOfCache * static_cast<double>(device.l2_bytes))));
     const int64_t for_device = ceil_div<int64_t>(device.num_sms, num_m_blocks);
-    const int64_t num_n_blocks = ceil_div<int64_t>(estimate_list_length(p), grouped_block_n(head_dim));
+    const int64_t num_n_blocks = ceil_div<int64_t>(estimated_list_length(p), grouped_block_n(head_dim));
     plan.list_splits = std::min(std::max(for_cache, for_device), num_n_blocks);
     // Twice as many slots as m_blocks in progress, so that no CTA waits for the last split of another m_block.
     plan.dquery_slots = std::min(2 * ceil_div<int64_t>(device.num_sms, plan.list_splits), num_m_blocks);
-    plan.dquery_accum = plan.take<float>(plan.dquery_slots * block_size);
-    plan.dquery_semaphore = plan.take<int32_t>(1 + 2 * plan.dquery_slots);
+    plan.dquery_accum = plan.allocate<float>(plan.dquery_slots * block_size);
+    plan.dquery_semaphore = plan.allocate<int32_t>(1 + 2 * plan.dquery_slots);
 }
 
 // Over key lists dK and dV are summed in the workspace.
@@ -115,7 +110,7 @@ bool plan_sparse(const BwdParams& p, BwdPlan& plan) {
     plan.launch = kernel->value;
     plan.dkv_rows = p.total_k;
     plan.dkv_cols = kernel->head_dim;
-    plan.dkv_accum = plan.take<float>(2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols);
+    plan.dkv_accum = plan.allocate<float>(2 * plan.dkv_rows * p.kv_heads * plan.dkv_cols);
     if (grouped) plan_grouped(p, kernel->head_dim, plan);
     plan.zeroed_bytes = plan.workspace_bytes;
     return true;
@@ -148,10 +143,10 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     plan.num_launches = plan_launches(p, num_m_blocks * rows * kernel->head_dim, keys, plan.dense_dbias);
     const int64_t parts = count_launch_parts(p);
     const int64_t launch_m_blocks = num_m_blocks * ceil_div(parts, plan.num_launches) / parts;
-    plan.dquery_accum = plan.take<float>(launch_m_blocks * rows * kernel->head_dim);
+    plan.dquery_accum = plan.allocate<float>(launch_m_blocks * rows * kernel->head_dim);
     const bool is_serial = plan.dense_dbias == DenseDbias::kSerialReduce;
-    plan.dquery_semaphore = plan.take<int32_t>(count_dquery_semaphores(p.deterministic ? num_m_blocks : 0));
-    plan.progress_counters = plan.take<int32_t>(is_serial ? count_bwd_work_tiles(p, keys) : 0);
+    plan.dquery_semaphore = plan.allocate<int32_t>(count_dquery_semaphores(p.deterministic ? num_m_blocks : 0));
+    plan.progress_counters = plan.allocate<int32_t>(is_serial ? count_bwd_work_tiles(p, keys) : 0);
     plan.zeroed_bytes = plan.workspace_bytes;
     return true;
 }

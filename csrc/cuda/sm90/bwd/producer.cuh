@@ -21,7 +21,8 @@ public:
     using T = typename Traits::T;
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
 
-    __device__ BwdProducer(const BwdArgs& p, const BwdMaps& maps, SharedStorage& smem, const BwdWorkTile& work_tile)
+    __device__ BwdProducer(const BwdArgs& p, const BwdTensorMaps& maps, SharedStorage& smem,
+                           const BwdWorkTile& work_tile)
         : p_(p), maps_(maps), smem_(smem), work_tile_(work_tile), query_pipeline_(smem.query_pipeline),
           dout_pipeline_(smem.dout_pipeline), bias_pipeline_(smem.bias_pipeline) {}
 
@@ -64,7 +65,7 @@ private:
             const auto m_block_at = [&](int i) { return begin + (p_.deterministic ? count - 1 - i : i); };
             for (BlockMaskIterator blocks{0}; blocks.next < count;) {
                 const int first = blocks.next, end = min(first + 32, count);
-                blocks.look(count, [&](int i, bool& is_empty, bool& is_full) {
+                blocks.test_next_32(count, [&](int i, bool& is_empty, bool& is_full) {
                     const int m_block = m_block_at(i);
                     is_full = block_summary(head, m_block, work_tile_.n_block).full;
                     is_empty = m_block < causal_begin || is_masked_out(head, m_block, work_tile_.n_block);
@@ -154,20 +155,12 @@ private:
     __device__ __forceinline__ void load_m_block(int head, int m_block, bool is_full) {
         const Sequence& s = sequence();
         const int first = m_block * kRows, row = first + threadIdx.x;
-        const bool is_masked = !is_full && p_.packed_mask.bits != nullptr;
-        float lse = 0, delta = 0;
-        bool is_empty = false;
+        const bool is_masked = !is_full && p_.packed_mask.present();
+        RowStats stats{};
         MaskWords words = {};
         if (threadIdx.x < kRows) {
             if (is_masked) words = load_mask(head, row);
-            const bool exists = row < s.rows;
-            const auto stat = [&](const RowStatView& view) {
-                return exists ? static_cast<const float*>(view.data)[stat_offset(view, s, head) + row] : 0;
-            };
-            delta = stat(p_.delta);
-            lse = lse_to_log2(stat(p_.lse), exists);
-            is_empty = lse == kInfinity;
-            if (is_empty) delta = 0;
+            stats = load_row_stats(p_, s, head, row);
         }
         float relative_bias[kRelativeEntries];
         if constexpr (is_relative(kBias)) load_relative_bias(relative_bias, head, first);
@@ -177,8 +170,8 @@ private:
             query_pipeline_.producer_acquire();
             auto& info = smem_.m_blocks[query_pipeline_.stage()];
             if (threadIdx.x < kRows) {
-                info.lse[threadIdx.x] = lse;
-                info.delta[threadIdx.x] = delta;
+                info.lse[threadIdx.x] = stats.lse;
+                info.delta[threadIdx.x] = stats.delta;
                 if (is_masked) {
                     info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
                     if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
@@ -192,7 +185,7 @@ private:
                     if (const int at = threadIdx.x + i * 128; at < segment.size(p_.relative_bias))
                         segment.store(at, relative_bias[i]);
             }
-            const bool has_empty_rows = __any_sync(~0u, is_empty);
+            const bool has_empty_rows = __any_sync(~0u, stats.is_empty());
             if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty_rows[warp_id()] = has_empty_rows;
             if (threadIdx.x == 0) {
                 info.header.head = head;
@@ -292,7 +285,7 @@ private:
     }
 
     const BwdArgs& p_;
-    const BwdMaps& maps_;
+    const BwdTensorMaps& maps_;
     SharedStorage& smem_;
     const BwdWorkTile& work_tile_;
     Pipeline<Traits::kStages> query_pipeline_, dout_pipeline_, bias_pipeline_;

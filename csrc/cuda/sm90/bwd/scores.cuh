@@ -9,6 +9,7 @@
 #include "cuda/arch/mma.cuh"
 #include "cuda/mask/intervals.cuh"
 #include "cuda/softmax/scores.cuh"
+#include "scale.h"
 #include "shared_storage.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -36,7 +37,7 @@ protected:
     __device__ BwdScores(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
         : p_(p), scale_(scale), smem_(smem), work_tile_(work_tile),
           warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), layout_(warpgroup_),
-          warp_key_(AtomLayout::warp_key()), probs_pipeline_(smem.probs_pipeline) {
+          warp_key_(AtomLayout::warp_key()) {
         if constexpr (is_relative(kBias))
             relative_bias_lane_ =
                 RelativeBiasLane(p.relative_bias, work_tile.n_block * Traits::kKeys, warp_key_, layout_.first_row());
@@ -44,9 +45,9 @@ protected:
 
     // lse or delta of the rows of this lane's scores. Where registers are free all are read at once, while wgmma runs:
     // it keeps shared memory so busy that a read takes long.
-    class RowStats {
+    class RowStatsFragment {
     public:
-        __device__ __forceinline__ explicit RowStats(const float* stats) : stats_(stats + fragment_col()) {
+        __device__ __forceinline__ explicit RowStatsFragment(const float* stats) : stats_(stats + fragment_col()) {
 #pragma unroll
             for (int m = 0; m < kPrefetched; ++m) prefetched_[m] = load(m);
         }
@@ -79,17 +80,13 @@ protected:
         for (int h = 0; h < 2; ++h) {
             const int k = key(h);
             rows_[h] = {p_.is_causal ? s.causal_begin(k) : 0, k < s.keys ? s.rows : 0};
-            if (k < s.keys && p_.interval_summaries.tiles != nullptr)
+            if (k < s.keys && p_.interval_summaries.present())
                 rows_[h] = rows_of_key(p_, s, interval_offset(p_.intervals, s, head, p_.heads), k);
-            // Beyond the sequence P is 0 without a test, unless an entry of the relative bias is NaN or infinite.
-            if (!is_relative(kBias) && rows_[h].end == s.rows) rows_[h].end = INT_MAX;
-            if constexpr (kBias == BiasKind::kKey) {
-                bias_[h] = 0;
-                if (k < s.keys) {
-                    const char* bias = bias_data(p_.bias, score_offset(p_.bias, s, head, p_.heads));
-                    bias_[h] = key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, k * p_.bias.col_stride)) * kLog2E;
-                }
-            }
+            // Beyond the sequence P is 0 without a test, unless the bias there may be NaN or infinite: an entry of a
+            // relative bias, or the dense bias of the next packed sequence.
+            const bool may_be_nan = is_relative(kBias) || (kBias == BiasKind::kDense && p_.cu_seqlens_q != nullptr);
+            if (!may_be_nan && rows_[h].end == s.rows) rows_[h].end = INT_MAX;
+            if constexpr (kBias == BiasKind::kKey) bias_[h] = key_bias_log2<T>(p_, s, head, k);
         }
     }
 
@@ -116,19 +113,21 @@ protected:
 
     // S and dP to P and dS without a softcap, in two parts. The first needs S alone: its exponentials overlap the GEMM
     // of dP, those of the second the arithmetic of dS.
-    __device__ __forceinline__ void compute_early_p(ScoresFragment& s, const RowStats& lse) const {
+    __device__ __forceinline__ void compute_early_p(ScoresFragment& s, const RowStatsFragment& lse) const {
         dispatch_mask([&](auto has_ranges, auto has_bits) {
             compute_p<has_ranges.value, has_bits.value, 0, kEarlyFragments>(s, lse);
         });
     }
-    __device__ __forceinline__ void compute_late_p_ds(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
+    __device__ __forceinline__ void compute_late_p_ds(ScoresFragment& s, ScoresFragment& dp,
+                                                      const RowStatsFragment& lse) {
         dispatch_mask([&](auto has_ranges, auto has_bits) {
             compute_p<has_ranges.value, has_bits.value, kEarlyFragments, kFragments>(s, lse);
             compute_ds<has_ranges.value || has_bits.value>(s, dp);
         });
     }
     // S and dP to P and dS with a softcap.
-    __device__ __forceinline__ void compute_p_ds_softcap(ScoresFragment& s, ScoresFragment& dp, const RowStats& lse) {
+    __device__ __forceinline__ void compute_p_ds_softcap(ScoresFragment& s, ScoresFragment& dp,
+                                                         const RowStatsFragment& lse) {
         const float* deltas = m_block_info().delta + layout_.first_row() + fragment_col();
         const auto take = [&](int m, int h, int e, float shift, bool is_visible) {
             const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
@@ -139,7 +138,7 @@ protected:
     }
 
 private:
-    __device__ bool has_bits() const { return p_.packed_mask.bits != nullptr && !header_.is_full_block; }
+    __device__ bool has_bits() const { return p_.packed_mask.present() && !header_.is_full_block; }
     // Calls compute(has_ranges, has_bits), two std::bool_constants. has_ranges: some rows are out of a key's range by
     // causality, lengths or intervals. has_bits: the packed mask hides some scores.
     template <typename Compute>
@@ -161,7 +160,7 @@ private:
     }
 
     template <bool kRanges, bool kBits, int kFirst, int kLast>
-    __device__ __forceinline__ void compute_p(ScoresFragment& s, const RowStats& lse) const {
+    __device__ __forceinline__ void compute_p(ScoresFragment& s, const RowStatsFragment& lse) const {
         for_each_score<kRanges, kBits, kFirst, kLast>(
             lse, kBits, [&](int m, int h, int e, float shift, bool is_visible) {
                 float& x = s[0][m][2 * h + e];
@@ -172,7 +171,7 @@ private:
     // P and dP to dS. Where a score is masked P is 0 and dP may be anything.
     template <bool kMasked>
     __device__ __forceinline__ void compute_ds(const ScoresFragment& prob, ScoresFragment& dp) {
-        const RowStats deltas(m_block_info().delta + layout_.first_row());
+        const RowStatsFragment deltas(m_block_info().delta + layout_.first_row());
 #pragma unroll
         for (int m = 0; m < kFragments; ++m) {
             const float2 delta = deltas[m];
@@ -188,7 +187,8 @@ private:
 
     // Calls take(m, h, e, bias - lse, is_visible) for each score [0][m][2 h + e] of this lane, m in [kFirst, kLast).
     template <bool kRanges, bool kBits, int kFirst, int kLast, typename Take>
-    __device__ __forceinline__ void for_each_score(const RowStats& lses, bool has_bits, const Take& take) const {
+    __device__ __forceinline__ void for_each_score(const RowStatsFragment& lses, bool has_bits,
+                                                   const Take& take) const {
         const auto& info = m_block_info();
         const int block_row = layout_.first_row() + fragment_col(),
                   first_row = header_.m_block * Traits::kRows + block_row;
@@ -238,8 +238,6 @@ protected:
     const int warp_key_;  // the warp's first key of the n_block
     PipelineState<Traits::kStages> state_;  // of the pipelines of Q, dO and the bias: a step uses a stage of each
     typename MBlockInfo::Header header_;    // of the current m_block
-    Pipeline<1> probs_pipeline_;
-    bool dk_in_flight_ = false;
     RelativeBiasLane relative_bias_lane_;
     RowRange rows_[2];    // that may see each key
     float bias_[2] = {};  // times log2(e)

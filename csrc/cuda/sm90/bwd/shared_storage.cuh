@@ -14,22 +14,15 @@
 #include "kernel_traits.h"
 #include "mma_atom_layout.cuh"
 #include "cuda/arch/pipeline.cuh"
+#include "cuda/arch/shared_storage.cuh"
 #include "cuda/softmax/relative_bias_segment.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
 // TMA tensor maps: [D, heads, S, B]; of a dense bias and its gradient [Sk, Sq, heads, B].
-struct BwdMaps {
+struct BwdTensorMaps {
     CUtensorMap query, dout, key, value, bias, dbias;
 };
-
-// Factors of scores, in float32.
-struct BwdScale {
-    float scale, scale_log2;  // the softmax scale; times log2(e)
-    float softcap;            // 0: none
-};
-
-struct NoTile {};
 
 // The gradient of a dense bias (dense_dbias.cuh).
 template <int kStages>
@@ -87,7 +80,7 @@ struct BwdSharedStorage {
         alignas(16) float lse[kRows];  // times log2(e); inf where a row sees no key
         alignas(16) float delta[kRows];
         alignas(16) uint32_t mask[Traits::kWords][kRows];  // bit j % 32 of word j / 32: the row sees key j
-        std::conditional_t<is_relative(kBias), RelativeBlock, NoTile> relative_bias;
+        std::conditional_t<is_relative(kBias), RelativeBlock, Empty> relative_bias;
     };
 
     alignas(kSmemTileAlign) typename Traits::KeysTile key;
@@ -95,13 +88,13 @@ struct BwdSharedStorage {
     alignas(kSmemTileAlign) typename Traits::RowsTile query[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::RowsTile dout[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::ScoresTile bias_dscores[Traits::kStages];  // a dense bias, then dS
-    alignas(kSmemTileAlign) std::conditional_t<Traits::kSharesKeys, typename Traits::ScoresTile, NoTile> probs;
+    alignas(kSmemTileAlign) std::conditional_t<Traits::kSharesKeys, typename Traits::ScoresTile, Empty> probs;
     using DqStage = typename MmaAtomLayout<Traits>::DqStage;
     // Per warp.
-    alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], NoTile> dq;
+    alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], Empty> dq;
     MBlockInfo m_blocks[Traits::kStages];
     // Each MMA thread's share of the gradient of the table's two ends; no registers are free for it.
-    std::conditional_t<kBias == BiasKind::kRelative, float[Traits::kConsumerWarpgroups * 128][2], NoTile>
+    std::conditional_t<kBias == BiasKind::kRelative, float[Traits::kConsumerWarpgroups * 128][2], Empty>
         relative_bias_ends;
     uint32_t visible_keys[Traits::kWords];  // bit j % 32 of word j / 32: some row sees key j
     // Aligned, so that no load of 16 bytes also covers visible_keys, which another warp may write meanwhile.
@@ -112,7 +105,7 @@ struct BwdSharedStorage {
     alignas(8) uint64_t keys_full;
     PipelineBarriers<Traits::kStages> query_pipeline, dout_pipeline, bias_pipeline;
     PipelineBarriers<1> probs_pipeline;  // only its empty barrier is used
-    std::conditional_t<kBias == BiasKind::kDense, DenseDbiasSharedStorage<Traits::kStages>, NoTile> dense_dbias;
+    std::conditional_t<kBias == BiasKind::kDense, DenseDbiasSharedStorage<Traits::kStages>, Empty> dense_dbias;
 
     // One thread calls.
     __device__ void init_pipelines() {

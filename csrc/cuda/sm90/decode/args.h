@@ -6,7 +6,7 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // A CTA has 8 warps (two CTAs per SM up to head dimension 128), or 16 up to head dimension 128.
-constexpr int kDecodeMaxWarps = 16;
+constexpr int kDecodeMinWarps = 8, kDecodeMaxWarps = 16;
 constexpr int kDecodeManyWarpsHeadDim = 128;
 constexpr int kDecodeMaxRows = 64;     // query rows times query heads of a KV head
 constexpr int kDecodeMaxCluster = 16;  // above 8 is not portable
@@ -22,7 +22,7 @@ struct DecodeArgs : KvCacheArgs {
 
     float score_scale = 1;         // softmax_scale; with a softcap, what tanh takes
     float score_cap = 0;           // softcap
-    int warps = 8;                 // of a CTA
+    int warps = kDecodeMinWarps;   // of a CTA
     int cluster = 1;               // CTAs of a sequence and KV head
     int order_capacity = 0;        // orders of biases that fit in a CTA's shared memory; 0: dense
     int list_capacity = 0;         // selected keys of a CTA

@@ -260,7 +260,7 @@ private:
         if (p_.relative_bias.data == nullptr) return 0.f;
         const int radius = static_cast<int>(p_.relative_bias.radius);
         const float bias = __ldg(relative_bias_[h] + min(max(distance, -radius), radius));
-        return bias <= kLeastFinite<float> ? -kInfinity : bias;
+        return bias <= kLowest<float> ? -kInfinity : bias;
     }
 
     // Merges the groups' results into those of the first group. All threads call.

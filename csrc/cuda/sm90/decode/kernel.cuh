@@ -64,7 +64,7 @@ __device__ void combine(const DecodeArgs& p, const KvCache& cache, const DecodeS
 }
 
 template <typename T, int kHeadDim, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kHeadDim <= kDecodeManyWarpsHeadDim ? 2 : 1)
+__global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHeadDim <= kDecodeManyWarpsHeadDim ? 2 : 1)
     decode_kernel(const __grid_constant__ DecodeArgs p) {
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<DecodeSharedStorage*>(raw_smem);

@@ -30,14 +30,13 @@ void run_decode_with(const DecodeArgs& args, cudaStream_t stream, int* max_activ
     }
 }
 
-// Launches the kernel, or, where max_active_clusters is not null, only asks how many of its clusters run at a time.
 template <typename T, int kHeadDim>
 void run_decode(const DecodeArgs& args, cudaStream_t stream, int* max_active_clusters) {
     if constexpr (kHeadDim <= kDecodeManyWarpsHeadDim) {
         if (args.warps == kDecodeMaxWarps)
             return run_decode_with<T, kHeadDim, kDecodeMaxWarps>(args, stream, max_active_clusters);
     }
-    run_decode_with<T, kHeadDim, 8>(args, stream, max_active_clusters);
+    run_decode_with<T, kHeadDim, kDecodeMinWarps>(args, stream, max_active_clusters);
 }
 
 }  // namespace flash_dmattn::cuda::sm90

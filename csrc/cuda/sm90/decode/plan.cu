@@ -4,7 +4,6 @@
 #include <climits>
 #include <map>
 #include <mutex>
-#include <set>
 #include <tuple>
 
 #include "cuda/common/check.h"
@@ -14,9 +13,6 @@
 #include "shared_storage.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
-
-template <typename T, int kHeadDim>
-void run_decode(const DecodeArgs& args, cudaStream_t stream, int* max_active_clusters);
 namespace {
 
 using DecodeLauncher = void (*)(const DecodeArgs&, cudaStream_t, int*);
@@ -61,7 +57,8 @@ void lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
     args.order_capacity = decode_segment(decode_share(keys, cluster), warps) * warps;
     args.list_capacity = static_cast<int>(ceil_div<int64_t>(selected, 16) * 16);
     args.overlays = false;
-    args.overlays = DecodeSmemLayout(args, head_dim).total > current_device().shared_memory / (warps == 8 ? 2 : 1);
+    args.overlays =
+        DecodeSmemLayout(args, head_dim).total > current_device().shared_memory / (warps == kDecodeMinWarps ? 2 : 1);
 }
 
 // The clusters that run at a time; 0 where the device has no room for one.
@@ -86,24 +83,25 @@ int active_clusters(const DecodeArgs& args, int head_dim, DecodeLauncher run) {
 // a key of 128 dimensions that it attends to, more where 8 warps are alone. With batch_invariant the warps and the
 // parts are fixed, and more CTAs than parts help only to select.
 bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
-    constexpr int kFewestKeys = 256;
+    constexpr int kMinKeysPerCta = 256;
     const bool selects = args.window_size > 0 && args.window_size < args.seqlen_k;
     const auto keys = static_cast<double>(args.seqlen_k);
     const double attends = (selects ? static_cast<double>(args.window_size) : keys) * 0.016 * head_dim / 128;
-    const int max_warps = head_dim <= kDecodeManyWarpsHeadDim ? kDecodeMaxWarps : 8;
+    const int max_warps = head_dim <= kDecodeManyWarpsHeadDim ? kDecodeMaxWarps : kDecodeMinWarps;
     int best_warps = 0, best_cluster = 0;
     double best_time = 0;
-    for (int warps = 8; warps <= max_warps; warps *= 2)
+    for (int warps = kDecodeMinWarps; warps <= max_warps; warps *= 2)
         for (int cluster = 1; cluster <= kDecodeMaxCluster; cluster *= 2) {
-            if (best_warps > 0 && args.seqlen_k < cluster * kFewestKeys) break;
+            if (best_warps > 0 && args.seqlen_k < cluster * kMinKeysPerCta) break;
             const int parts = args.batch_invariant ? invariant_parts(args.seqlen_k) : cluster;
-            if (args.batch_invariant && (warps != 8 || cluster < parts || (cluster > parts && !selects))) continue;
+            if (args.batch_invariant && (warps != kDecodeMinWarps || cluster < parts || (cluster > parts && !selects)))
+                continue;
             lay_out(args, head_dim, warps, cluster);
             const int64_t ctas = args.batch * args.kv_heads * cluster;
             const int64_t slots = int64_t{cluster} * active_clusters(args, head_dim, run);
             if (slots == 0) continue;
             const int64_t of_sm = ceil_div<int64_t>(std::min(ctas, slots), current_device().num_sms);
-            const double share = of_sm * attends * (of_sm * warps == 8 ? 1.3 : 1),
+            const double share = of_sm * attends * (of_sm * warps == kDecodeMinWarps ? 1.3 : 1),
                          scan = selects ? keys * 0.002 / warps : 0;
             const double time = ceil_div(ctas, slots) * ((selects ? 20 : 8) + scan / cluster + share / parts);
             if (best_warps == 0 || time < best_time) best_warps = warps, best_cluster = cluster, best_time = time;
@@ -130,17 +128,6 @@ DecodePlan plan_decode(const KvCacheParams& params, int64_t rows) {
 }
 
 }  // namespace
-
-void allow_largest_cluster(const void* kernel) {
-    static std::mutex mutex;
-    static std::set<std::pair<int, const void*>> allowed;
-    int device = 0;
-    FLASH_CUDA_CHECK(cudaGetDevice(&device));
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (allowed.count({device, kernel}) != 0) return;
-    FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    allowed.insert({device, kernel});
-}
 
 int64_t decodable_rows(const KvCacheParams& params) {
     const int64_t rows = max_rows(params);

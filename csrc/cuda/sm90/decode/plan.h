@@ -17,7 +17,8 @@ bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t
 // The largest number of query rows of the sequences that decode_kvcache serves with skips_longer; 0: none.
 int64_t decodable_rows(const KvCacheParams& params);
 
-// Raises a kernel's limit of CTAs in a cluster on the current device, at the first call.
-void allow_largest_cluster(const void* kernel);
+// Launches the kernel, or, where max_active_clusters is not null, only asks how many of its clusters run at a time.
+template <typename T, int kHeadDim>
+void run_decode(const DecodeArgs& args, cudaStream_t stream, int* max_active_clusters);
 
 }  // namespace flash_dmattn::cuda::sm90

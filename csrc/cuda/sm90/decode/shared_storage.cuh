@@ -14,7 +14,7 @@ constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
 struct alignas(128) DecodeSharedStorage {
     uint32_t counts[2][kBins];  // histograms of this CTA's keys, read by the others
     uint32_t totals[kBins];
-    int digit, above;
+    int digit, above, later_equal;
     int equal_counts[kDecodeMaxWarps];
     uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others
     int segment_starts[kDecodeSegments + 1];
@@ -24,8 +24,8 @@ struct alignas(128) DecodeSharedStorage {
 
 // Bytes of a tile of 16 rows. A warp has one of K and one of V, and later its part of the output, 16 rows of float32.
 __host__ __device__ constexpr int decode_tile_bytes(int head_dim) { return 16 * head_dim * 2; }
-constexpr int kDecodeCopiesBytes = kBins * kCopies * 4;  // of the selection's histograms, in the memory of the tiles
-static_assert(8 * 2 * decode_tile_bytes(32) >= kDecodeCopiesBytes);
+constexpr int kDecodeCopies = 32;  // of a histogram, one for each lane: atomics have no bank conflicts
+constexpr int kDecodeCopiesBytes = kBins * kDecodeCopies * 4;
 
 // Offsets in bytes.
 struct DecodeSmemLayout {

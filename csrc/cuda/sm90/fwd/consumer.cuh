@@ -8,6 +8,7 @@
 #include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/named_barrier.cuh"
 #include "cuda/arch/store_rows.cuh"
+#include "cuda/mask/block_mask_iterator.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "shared_storage.cuh"
 #include "softmax.cuh"
@@ -243,7 +244,7 @@ private:
         for (int w = 0; w < kWords; ++w) visible_keys_[w] = metadata().visible_keys[w];
         release_keys();
         // A row maximum below this may come from scores that the dense bias masks.
-        constexpr float kExtreme = kBias == BiasKind::kDense ? kLeastFinite<T> / 2 : -kInfinity;
+        constexpr float kExtreme = kBias == BiasKind::kDense ? kLowest<T> / 2 : -kInfinity;
         const auto hide = [&] { mask_by_bias(scores, n_block); };
         finish_out();
         softmax_.update(scores, probs, to_log2(), kExtreme, hide,
@@ -376,7 +377,7 @@ private:
     __device__ int row(int h) const {
         return work_tile().first_row + (has_head_per_warpgroup() ? warp_row_ : tile_row()) + h * 8 + fragment_row();
     }
-    __device__ bool has_head_per_warpgroup() const { return Traits::kGathers && params_.scheduler.heads_per_tile > 1; }
+    __device__ bool has_head_per_warpgroup() const { return Traits::kGathers && params_.scheduler.qheads_per_tile > 1; }
 
     const FwdArgs& p_;
     const FwdKernelParams& params_;

@@ -27,8 +27,8 @@ public:
     __device__ void run() {
         typename SharedStorage::Scheduler tiles(scheduler_, smem_.next_work_tile);
         for (auto tile = tiles.get_initial_work(); tile.is_valid(scheduler_); tile = tiles.next_work(tile)) {
-            FwdWorkTile work_tile(p_, scheduler_, tile.index, kRows / scheduler_.heads_per_tile);
-            work_tile.head *= scheduler_.heads_per_tile;
+            FwdWorkTile work_tile(p_, scheduler_, tile.index, kRows / scheduler_.qheads_per_tile);
+            work_tile.head *= scheduler_.qheads_per_tile;
             if (!work_tile.is_empty()) load(work_tile);
         }
         if (threadIdx.x == 0) {
@@ -57,7 +57,7 @@ private:
         const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work_tile.s, kv_head);
         const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
         const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list,
-                                          kRows / scheduler_.heads_per_tile);
+                                          kRows / scheduler_.qheads_per_tile);
         const int lane_key = warp_id() * kWarpKeys + lane_id();
         const auto position_of = [&](int n_block) {
             return lane_id() < kWarpKeys ? list.key(n_block * kKeys + lane_key) : -1;
@@ -65,7 +65,7 @@ private:
         const auto fetch = [&](int n_block, int position) {
             return reader.fetch(n_block * kKeys + lane_key, position);
         };
-        GatheredKey next_key = fetch(0, position_of(0));
+        PrefetchedKey next_key = fetch(0, position_of(0));
         int next_position = position_of(1), position = -1;
         for (int n_block = 0; n_block <= num_n_blocks; ++n_block) {
             const int previous_position = position;
@@ -94,7 +94,7 @@ private:
             query_pipeline_.producer_acquire();
             smem_.work_tile(work_tile_stage_) = work_tile;
             mbarrier_arrive_and_expect_tx(query_pipeline_.full(), sizeof(typename SharedStorage::QueryTile));
-            for (int i = 0; i < scheduler_.heads_per_tile; ++i)
+            for (int i = 0; i < scheduler_.qheads_per_tile; ++i)
                 tma_load_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_,
                               work_tile.s, work_tile.s.first_row + work_tile.first_row, work_tile.head + i,
                               i * kWarpgroupRows);
@@ -105,11 +105,12 @@ private:
 
     // Writes which rows see the keys, and the keys' biases. Returns the position of this lane's key, or -1 where no row
     // sees it.
-    __device__ __forceinline__ int produce_metadata(const ListReader<T, kBias>& reader, const GatheredKey& key) {
+    __device__ __forceinline__ int produce_metadata(const ListReader<T, kBias>& reader, const PrefetchedKey& key) {
         uint32_t words[KeyList::kWords];
         float bias;
-        const int position = reader.look(key, words, bias);
-        if (scheduler_.heads_per_tile > 1) words[2] = words[0], words[3] = words[1];
+        const int position = reader.resolve(key, words, bias);
+        // pack-GQA: rows 64 to 127 are those of the next query head, which see the same keys.
+        if (scheduler_.qheads_per_tile > 1) words[2] = words[0], words[3] = words[1];
         key_pipeline_.producer_acquire();
         auto& metadata = smem_.metadata[key_pipeline_.stage()];
         const int lane_key = warp_id() * kWarpKeys + lane_id();
@@ -118,8 +119,7 @@ private:
             for (int w = 0; w < kRows / 32; ++w) metadata.mask[w][lane_key] = words[w];
         }
         if constexpr (kBias == BiasKind::kKey)
-            metadata.key_bias.store(warp_id(), lane_key, lane_id() < kWarpKeys, bias,
-                                    params_.softmax.inverse_scale);
+            metadata.key_bias.store(warp_id(), lane_key, lane_id() < kWarpKeys, bias, params_.softmax.inverse_scale);
         return position;
     }
 

@@ -8,9 +8,9 @@ namespace flash_dmattn::cuda::sm90 {
 template <int kKeys>
 class KeyBiasTile {
 public:
-    // Larger biases are added to the scaled scores instead: the tensor cores round S at every step, and bias / scale may
-    // overflow.
-    static constexpr float kLargestInitial = 1 << 14;
+    // Larger biases are added to the scaled scores instead: the tensor cores round S at every step, and bias / scale
+    // may overflow.
+    static constexpr float kMaxInitialBias = 1 << 14;
 
     // The calls of store() that write a tile. Those beyond its keys have none.
     static constexpr int kParts = 4;
@@ -19,7 +19,7 @@ public:
     // bias. A warp calls.
     __device__ __forceinline__ void store(int part, int key, bool has_key, float bias, float inverse_scale) {
         const bool is_hidden = bias == -kInfinity;
-        const bool is_initial = inverse_scale > 0 && fabsf(bias) <= kLargestInitial;
+        const bool is_initial = inverse_scale > 0 && fabsf(bias) <= kMaxInitialBias;
         const bool is_added = has_key && !is_initial && !is_hidden;
         if (has_key) {
             initial_[key] = is_initial ? bias * inverse_scale : 0;

@@ -19,16 +19,17 @@ struct FwdGrid {
     FwdTileSchedulerParams scheduler{};
     unsigned num_ctas = 0;
 
-    FwdGrid(const FwdArgs& p, int rows, int heads_per_tile, bool gathers, bool has_dense_bias) {
-        const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, rows), heads = p.heads / heads_per_tile;
+    FwdGrid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers, bool has_dense_bias) {
+        const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, rows), heads = p.heads / qheads_per_tile;
         scheduler.num_work_tiles = grid_of(num_m_blocks * heads * p.batch);
         scheduler.num_m_blocks = FastDivmod(num_m_blocks);
         scheduler.tile_count_semaphore = p.interval_summaries.tile_count_semaphore;
-        scheduler.heads_per_tile = heads_per_tile;
+        scheduler.qheads_per_tile = qheads_per_tile;
         scheduler.batch_first = has_dense_bias && p.bias.batches == 1 && p.batch <= 8;
         scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
-        // A persistent CTA loads its next work tile during the last one's epilogue. Its work tiles are known in advance,
-        // unless the scheduler is dynamic (interval masks): so they must be short or their lengths change evenly.
+        // A persistent CTA loads its next work tile during the last one's epilogue. Its work tiles are known in
+        // advance, unless the scheduler is dynamic (interval masks): so they must be short or their lengths change
+        // evenly.
         const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p);
         const bool uniform = gathers || (!p.is_causal && even);
         constexpr int kShort = 2048;
@@ -66,9 +67,10 @@ template <typename T, BiasKind kBias, typename Traits>
 void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
     constexpr bool kIsDense = kBias == BiasKind::kDense;
-    const int heads_per_tile = Traits::kGathers && p.lists.tile_rows < Traits::kRows ? Traits::kConsumerWarpgroups : 1;
-    const int rows = Traits::kRows / heads_per_tile;
-    const FwdGrid grid(p, rows, heads_per_tile, Traits::kGathers, kIsDense);
+    const int qheads_per_tile =
+        Traits::kGathers && p.lists.m_block_rows < Traits::kRows ? Traits::kConsumerWarpgroups : 1;
+    const int rows = Traits::kRows / qheads_per_tile;
+    const FwdGrid grid(p, rows, qheads_per_tile, Traits::kGathers, kIsDense);
 
     FwdKernelParams params{grid.scheduler, {}};
     FwdSoftmaxParams& softmax = params.softmax;

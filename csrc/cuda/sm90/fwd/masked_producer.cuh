@@ -16,8 +16,8 @@ class FwdMaskedProducer : FwdTmaProducer<T, kBias, Traits> {
     using typename Base::BlockMetadata;
 
 public:
-    using typename Base::SharedStorage;
     using Base::Base;
+    using typename Base::SharedStorage;
 
     __device__ void run() {
         if (threadIdx.x >= kThreads) {
@@ -55,11 +55,11 @@ private:
             return summary;
         };
         BlockRange range = Base::block_range(work_tile);
-        if (p_.interval_summaries.tiles != nullptr && range.end > 32) {
+        if (p_.interval_summaries.present() && range.end > 32) {
             const MaskSummaries<kRows, kKeys> mask(p_, work_tile.s, work_tile.head);
-            const BlockRange seen =
-                active_block_range(range.end, {first_row, last_row + 1},
-                                   [&](int n_block) { return mask.rows_of(work_tile.s.rows, n_block); });
+            const BlockRange seen = active_block_range(range.end, {first_row, last_row + 1}, [&](int n_block) {
+                return mask.rows_of(work_tile.s.rows, n_block);
+            });
             range = {max(range.begin, seen.begin), min(range.end, seen.end)};
         }
         return ActiveBlockScan<kKeys, decltype(summarize), kOrder>(range.begin, range.end, summarize);
@@ -131,18 +131,17 @@ private:
         key_pipeline_.advance();
     }
 
-    __device__ bool has_bits() const { return p_.packed_mask.bits != nullptr; }
     __device__ bool is_masked(const ActiveBlock& block) const { return !block.full && mask_differs_by_row(p_); }
 
     __device__ __forceinline__ void prefetch(const FwdWorkTile& work_tile, ActiveBlock& block) const {
         if constexpr (kBias == BiasKind::kKey) block.key_bias = load_key_bias_of_thread(work_tile.s, block.n_block);
-        if (is_masked(block) && !has_bits())
+        if (is_masked(block) && !p_.packed_mask.present())
             block.intervals.fetch(p_, work_tile.s, work_tile.head, block.n_block * kKeys);
     }
 
     __device__ __forceinline__ void produce_k(const FwdWorkTile& work_tile, const ActiveBlock& block, bool is_last) {
         MaskWords words[kMaskRows];
-        if (is_masked(block) && has_bits()) load_mask(words, work_tile, block.n_block);
+        if (is_masked(block) && p_.packed_mask.present()) load_mask(words, work_tile, block.n_block);
         key_pipeline_.producer_acquire();
         auto& metadata = smem_.metadata[key_pipeline_.stage()];
         if (threadIdx.x == kKeyThread) {
@@ -164,7 +163,7 @@ private:
                                     params_.softmax.inverse_scale);
         if constexpr (is_relative(kBias))
             relative_bias_.template copy<kThreads>(p_, metadata, block.n_block, static_cast<int>(threadIdx.x));
-        if (is_masked(block) && has_bits()) {
+        if (is_masked(block) && p_.packed_mask.present()) {
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i)
                 if (const int row = threadIdx.x + i * kThreads; row < kRows)

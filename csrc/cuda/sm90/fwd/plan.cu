@@ -22,7 +22,7 @@ bool can_load(const FwdParams& p) { return is_tma_compatible(query_layout(p, p.q
 
 // A list for the rows of one consumer warpgroup needs two query heads that share it, one for each warpgroup.
 bool supports_lists(const FwdParams& p) {
-    return p.lists.tile_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p));
+    return p.lists.m_block_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p));
 }
 
 bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= pair_bias_fwd_max_seqlen_k(p); }

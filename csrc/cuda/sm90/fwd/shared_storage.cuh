@@ -5,6 +5,7 @@
 
 #include "params.h"
 #include "cuda/arch/pipeline.cuh"
+#include "cuda/arch/shared_storage.cuh"
 #include "cuda/arch/smem_descriptor.cuh"
 #include "cuda/softmax/relative_bias_segment.cuh"
 #include "kernel_traits.h"
@@ -63,30 +64,29 @@ struct FwdSharedStorage {
     using NamedBarriers = FwdNamedBarriers<Traits::kConsumerWarpgroups>;
     using Scheduler = FwdTileScheduler<kBias == BiasKind::kDense || Traits::kGathers, NamedBarriers::kNextWorkTile,
                                        kProducerThreads<kBias>>;
-    struct NoBias {};
     using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;  // of one row
 
     // What the producer writes beside a K stage.
     struct BlockMetadata {
         static constexpr int kNoBlock = -1;  // n_block: the work tile has no active n_block
 
-        int n_block;                                // not for gathered keys
-        bool full;                                  // mask, causality and lengths hide no score
-        bool is_last;                               // the work tile's last n_block; not for gathered keys
+        int n_block;      // not for gathered keys
+        bool full;        // mask, causality and lengths hide no score
+        bool is_last;     // the work tile's last n_block; not for gathered keys
         bool is_clamped;  // relative bias of one dimension: all scores read the segment's first entry
         alignas(16) uint32_t visible_keys[kWords];  // keys that some row sees and that no key bias hides
         // Masks that differ by row, unless full: [row][word], the keys that a row sees. Gathered keys: [word][key], the
         // rows that see a key.
         alignas(16) std::conditional_t<Traits::kGathers, uint32_t[kRows / 32][kKeys], uint32_t[kRows][kWords]> mask;
-        std::conditional_t<kBias == BiasKind::kKey, KeyBiasTile<kKeys>, NoBias> key_bias;
-        std::conditional_t<is_relative(kBias), RelativeSegment, NoBias> relative_bias;
+        std::conditional_t<kBias == BiasKind::kKey, KeyBiasTile<kKeys>, Empty> key_bias;
+        std::conditional_t<is_relative(kBias), RelativeSegment, Empty> relative_bias;
     };
 
     alignas(kSmemTileAlign) QueryTile query[Traits::kQueryStages];
     alignas(kSmemTileAlign) KeyTile key[Traits::kKeyStages];
     alignas(kSmemTileAlign) KeyTile value[Traits::kValueStages];
     using BiasTiles = std::conditional_t<kBias == BiasKind::kDense,
-                                         BiasTile[Traits::kConsumerWarpgroups][Traits::kBiasStages], NoBias>;
+                                         BiasTile[Traits::kConsumerWarpgroups][Traits::kBiasStages], Empty>;
     alignas(kSmemTileAlign) BiasTiles bias;
     BlockMetadata metadata[Traits::kKeyStages];
     alignas(FwdWorkTile) unsigned char work_tiles[kWorkTileStages][sizeof(FwdWorkTile)];
@@ -113,11 +113,5 @@ struct FwdSharedStorage {
         for (auto& pipeline : bias_pipelines) pipeline.init(1, 4);
     }
 };
-
-// Whether a mask differs by row. If not, visible_keys holds all of it.
-__host__ __device__ __forceinline__ bool mask_differs_by_row(const AttentionParams& p) {
-    return p.interval_summaries.tiles != nullptr ||
-           (p.packed_mask.bits != nullptr && p.packed_mask.bits_row_stride != 0);
-}
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -43,7 +43,7 @@ public:
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             shift_[i] = max[i] * to_log2;
-            needs_max |= !(fabsf(shift_[i]) <= kLargestShift);
+            needs_max |= !(fabsf(shift_[i]) <= kMaxShift);
         }
         if (skips_ == 0 && __any_sync(~0u, needs_max)) skips_ = 1;
     }
@@ -71,8 +71,8 @@ private:
                 sums[i % 2] += p[1];
                 probs[k][i] = pack<T>(p[0], p[1]);
             }
-        constexpr float kMost = 1 << static_cast<int>(kSlack);
-        if (__any_sync(~0u, !(sums[0] + sums[1] <= kMost))) return false;
+        constexpr float kMaxSum = 1 << static_cast<int>(kSlack);
+        if (__any_sync(~0u, !(sums[0] + sums[1] <= kMaxSum))) return false;
         sum[0] += sums[0];
         sum[1] += sums[1];
         return true;

@@ -24,13 +24,13 @@ struct FwdTileSchedulerParams {
     unsigned num_work_tiles;
     FastDivmod num_m_blocks;         // of one head
     FastDivmod section;              // (head, batch) pairs of a section; divides their number
-    FastDivmod inner;                // H / heads_per_tile, or B if batch_first
+    FastDivmod inner;                // H / qheads_per_tile, or B if batch_first
     uint32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused with a dense bias
-    int heads_per_tile;              // gathered keys: one query head per MMA warpgroup, or 1; else 1
+    int qheads_per_tile;             // gathered keys: one query head per MMA warpgroup, or 1; else 1
     bool batch_first;                // pairs are numbered batch by batch, so that L2 serves a shared dense bias
 };
 
-// A work tile: an m_block of one head, or of heads_per_tile heads from `head` on.
+// A work tile: an m_block of one head, or of qheads_per_tile heads from `head` on.
 class FwdWorkTile {
 public:
     Sequence s;

@@ -136,7 +136,7 @@ protected:
             for (int key = n_block * kKeys; key < end; key += SharedStorage::kBiasKeys, state_.advance())
                 for (int wg = 0; wg < Traits::kConsumerWarpgroups; ++wg) {
                     auto& barriers = smem_.bias_pipelines[wg];
-                    mbarrier_wait(smem_address(&barriers.empty[state_.stage()]), state_.phase() ^ 1);
+                    barriers.producer_acquire(state_);
                     const uint32_t full = smem_address(&barriers.full[state_.stage()]);
                     mbarrier_arrive_and_expect_tx(full, sizeof(typename SharedStorage::BiasTile));
                     tma_load_4d(smem_address(&smem_.bias[wg][state_.stage()]), &maps_.bias, full, key,

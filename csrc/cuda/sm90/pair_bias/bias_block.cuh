@@ -8,8 +8,8 @@ namespace flash_dmattn::cuda::sm90 {
 
 constexpr int kPairBiasCols = 64;  // 16-bit elements of a row of a tile
 
-// 64 x 64 biases, as TMA writes them: in T one tile; in float32 two tiles of 32 keys, because TMA loads a float32 bias as
-// a matrix of twice as many 16-bit elements.
+// 64 x 64 biases, as TMA writes them: in T one tile; in float32 two tiles of 32 keys, because TMA loads a float32 bias
+// as a matrix of twice as many 16-bit elements.
 template <typename T, typename Bias>
 struct PairBiasSmemBlock {
     using Tile = SmemTile<T, 64, kPairBiasCols>;

@@ -33,8 +33,8 @@ constexpr PairBiasFwdTileSizes kPairBiasFwdTiles[] = {
 constexpr int kPairBiasBwdMaxSeqlen = 384;
 constexpr int kPairBiasRows = 64;  // of an m_block of the backward
 
-// A dense float32 bias comes as a matrix of relative_bias, its gradient as drelative_bias. Returns the call with both as
-// `bias` and `dbias`, as these kernels read them, and other calls as they are.
+// A dense float32 bias comes as a matrix of relative_bias, its gradient as drelative_bias. Returns the call with both
+// as `bias` and `dbias`, as these kernels read them, and other calls as they are.
 template <typename Params>
 Params with_dense_bias(Params p) {
     const RelativeBiasView matrix = p.relative_bias;
@@ -46,7 +46,7 @@ Params with_dense_bias(Params p) {
     p.bias.row_stride = matrix.grid_width;
     p.bias.col_stride = 1;
     p.bias.batches = matrix.batches;
-    p.bias.batch_group_size = matrix.radius;
+    p.bias.batch_group_size = matrix.batch_group_size();
     p.bias.heads = matrix.heads;
     p.bias.kind = BiasKind::kDense;
     p.bias.dtype = DataType::kFloat32;

@@ -31,7 +31,6 @@ struct PairBiasDkeyKernelTraits {
 
 template <typename Traits>
 struct PairBiasDkeySharedStorage {
-    using T = typename Traits::T;
     struct KeyMetadata {
         uint32_t active_m_blocks;                                // one bit each
         uint32_t visible_keys[Traits::kConsumerWarpgroups * 2];  // words
@@ -69,7 +68,6 @@ template <typename Traits>
 class PairBiasDkeyProducer {
 public:
     using SharedStorage = PairBiasDkeySharedStorage<Traits>;
-    using T = typename Traits::T;
 
     __device__ PairBiasDkeyProducer(const BwdArgs& p, const PairBiasSchedule& schedule,
                                     const PairBiasBwdTensorMaps& maps, SharedStorage& smem,

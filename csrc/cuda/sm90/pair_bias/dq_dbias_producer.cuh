@@ -26,7 +26,6 @@ struct PairBiasDqueryKernelTraits {
 
 template <typename Traits>
 struct PairBiasDquerySharedStorage {
-    using T = typename Traits::T;
     // A stage is the m_block of one batch element.
     struct Rows {
         typename Traits::RowsTile query, out, dout;

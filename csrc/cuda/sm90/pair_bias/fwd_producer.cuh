@@ -21,7 +21,7 @@ struct PairBiasFwdKernelTraits {
     using Bias = Bias_;
     using BiasBlock = PairBiasSmemBlock<T, Bias>;
     using BiasReader = PairBiasRowReader<T, Bias>;
-    static constexpr float kLeastBias = kLeastFinite<Bias>;
+    static constexpr float kLeastBias = kLowest<Bias>;
     static constexpr PairBiasFwdTileSizes kSizes = kPairBiasFwdTiles[kWhich];
     static constexpr int kConsumerWarpgroups = kSizes.warpgroups, kRows = kConsumerWarpgroups * 64, kKeys = kSizes.keys,
                          kStages = kSizes.stages;
@@ -34,7 +34,6 @@ struct PairBiasFwdKernelTraits {
 
 template <typename Traits>
 struct PairBiasFwdSharedStorage {
-    using T = typename Traits::T;
     struct KeyMetadata {
         uint32_t visible_keys[Traits::kWords];
         PairBiasKeyFactors<Traits::kKeys> factors;
@@ -69,7 +68,6 @@ template <typename Traits>
 class PairBiasFwdProducer {
 public:
     using SharedStorage = PairBiasFwdSharedStorage<Traits>;
-    using T = typename Traits::T;
 
     __device__ PairBiasFwdProducer(const FwdArgs& p, const PairBiasSchedule& schedule,
                                    const PairBiasFwdTensorMaps& maps, SharedStorage& smem,

@@ -58,7 +58,7 @@ struct PairBiasActiveBlocks {
 // Whether an n_block of kKeys keys may have hidden keys. If not, no producer warp zeros them.
 template <int kKeys>
 __device__ __forceinline__ bool pair_bias_hides_keys(const AttentionParams& p) {
-    return p.packed_mask.bits != nullptr || p.seqlen_k % kKeys != 0;
+    return p.packed_mask.present() || p.seqlen_k % kKeys != 0;
 }
 
 // A batch element's key mask: lane i holds n_block i. All lanes of a warp call.

@@ -10,6 +10,7 @@
 #include "cuda/arch/atomic_add.cuh"
 #include "cuda/arch/zero_rows.cuh"
 #include "cuda/arch/store_rows.cuh"
+#include "cuda/common/dkv_accum.cuh"
 #include "grouped_shared_storage.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -20,8 +21,8 @@ public:
     using T = typename Traits::T;
     using SharedStorage = GroupedSparseBwdSharedStorage<Traits>;
 
-    __device__ GroupedSparseBwdConsumer(const BwdArgs& p, SharedStorage& smem)
-        : p_(p), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), layout_(warpgroup_),
+    __device__ GroupedSparseBwdConsumer(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem)
+        : p_(p), scale_(scale), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), layout_(warpgroup_),
           warp_key_(AtomLayout::warp_key()), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline),
           query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline),
           scores_pipeline_(smem.scores_pipeline) {
@@ -191,7 +192,7 @@ private:
         const float *lse = row_info().lse + layout_.first_row(), *delta = row_info().delta + layout_.first_row();
 #pragma unroll
         for (int w = 0; w < kScoreRows / 32; ++w)
-            keys_.compute_p_ds_gathered(p_, visible_rows[w], s, dp, w * 4, lse + w * 32, delta + w * 32);
+            keys_.compute_p_ds_gathered(scale_, visible_rows[w], s, dp, w * 4, lse + w * 32, delta + w * 32);
     }
 
     // This thread's first float4 of a step's dQ in the slot, in accumulator order; the next is kDqStride further.
@@ -209,18 +210,15 @@ private:
     // Adds dK, dV and dbias of the n_block to global memory.
     __device__ __forceinline__ void add_dkv() {
         const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
-        const int64_t first_key = p_.cu_seqlens_k == nullptr ? work_tile.s.batch * p_.seqlen_k : work_tile.s.first_key;
-        const int kv_head = work_tile.head / work_tile.qheads_per_kv;
-        float* const dk = p_.dkv_accum + (first_key * p_.kv_heads + kv_head) * kHeadDim + layout_.first_col();
-        const int64_t row_stride = p_.kv_heads * kHeadDim;
-        float* const dv = dk + p_.dkv_rows * row_stride;
+        const DkvAccum accum(p_, work_tile.s, work_tile.head / work_tile.qheads_per_kv, kHeadDim);
+        float *const dk = accum.dkey + layout_.first_col(), *const dv = accum.dvalue + layout_.first_col();
         if constexpr (Traits::kSharesKeys) {
-            keys_.reduce_add_dkv(dv_, dv, row_stride);
-            keys_.reduce_add_dkv(dk_, dk, row_stride);
+            keys_.reduce_add_dkv(dv_, dv, accum.row_stride);
+            keys_.reduce_add_dkv(dk_, dk, accum.row_stride);
         } else {
             auto& stages = smem_.dkv[warp_id() - 4];
-            keys_.tma_reduce_add_dkv(dv_, dv, row_stride, stages, dkv_stage_);
-            keys_.tma_reduce_add_dkv(dk_, dk, row_stride, stages, dkv_stage_);
+            keys_.tma_reduce_add_dkv(dv_, dv, accum.row_stride, stages, dkv_stage_);
+            keys_.tma_reduce_add_dkv(dk_, dk, accum.row_stride, stages, dkv_stage_);
         }
         keys_.add_dbias(p_, work_tile.s, work_tile.head);
     }
@@ -274,12 +272,13 @@ private:
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first_row + warp_id() % 4 * 16 + h * 8 + fragment_row();
-            store_row(dq, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
+            store_row(dq, h, scale_.scale, to + row * p_.dquery.row_stride,
                       static_cast<int>(p_.head_dim) - layout_.dq_col(), row < work_tile.s.rows);
         }
     }
 
     const BwdArgs& p_;
+    const BwdScale& scale_;
     SharedStorage& smem_;
     const int warpgroup_;
     const AtomLayout layout_;

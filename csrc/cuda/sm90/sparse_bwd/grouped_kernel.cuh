@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/arch/memory.cuh"
-#include "per_head_kernel.cuh"
+#include "cuda/mask/device_dispatch.cuh"
 #include "grouped_consumer.cuh"
 #include "grouped_producer.cuh"
 
@@ -10,7 +10,8 @@ namespace flash_dmattn::cuda::sm90 {
 
 template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    grouped_sparse_bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ SparseBwdMaps maps) {
+    grouped_sparse_bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ SparseBwdTensorMaps maps,
+                              const __grid_constant__ BwdScale scale) {
     if (is_inactive(p)) return;
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<GroupedSparseBwdSharedStorage<Traits>*>(raw_smem);
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (!work_tile.empty()) {
             const KeyList list(p, work_tile.s, work_tile.head, work_tile.first_row);
             smem.list() = list;
-            num_n_blocks = count_n_blocks<Traits::kKeys>(p, work_tile.s, work_tile.end_row, list);
+            num_n_blocks = list.template count_n_blocks<Traits::kKeys>(p, work_tile.s, work_tile.end_row);
         }
         const int num_splits = static_cast<int>(p.list_splits), slots = static_cast<int>(p.dquery_slots);
         smem.first_n_block = num_n_blocks * work_tile.split / num_splits;
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         GroupedSparseBwdProducer<Traits, kBias>(p, maps, smem).run();
     } else {
         warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-        GroupedSparseBwdConsumer<Traits, kBias>(p, smem).run();
+        GroupedSparseBwdConsumer<Traits, kBias>(p, scale, smem).run();
     }
 }
 

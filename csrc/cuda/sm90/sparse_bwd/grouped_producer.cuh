@@ -16,7 +16,7 @@ public:
     using T = typename Traits::T;
     using SharedStorage = GroupedSparseBwdSharedStorage<Traits>;
 
-    __device__ GroupedSparseBwdProducer(const BwdArgs& p, const SparseBwdMaps& maps, SharedStorage& smem)
+    __device__ GroupedSparseBwdProducer(const BwdArgs& p, const SparseBwdTensorMaps& maps, SharedStorage& smem)
         : p_(p), maps_(maps), smem_(smem), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline),
           query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline) {}
 
@@ -37,13 +37,13 @@ public:
         const auto fetch = [&](int n_block, int position) {
             return reader.fetch(n_block * kKeys + lane_key, position);
         };
-        GatheredKey key = fetch(first, position_of(first));
+        PrefetchedKey key = fetch(first, position_of(first));
         int next_position = position_of(first + 1);
         for (int n_block = first; n_block < end; ++n_block) {
             load_rows(work_tile, 0);
             uint32_t visible_rows[KeyList::kWords];
             float bias;
-            const int position = reader.look(key, visible_rows, bias);
+            const int position = reader.resolve(key, visible_rows, bias);
             value_pipeline_.producer_acquire();
             gather_rows<kWarpKeys>(smem_.value, warp_key, values, p_.value.row_stride, position, head_dim);
             cp_async_mbarrier_arrive_noinc(value_pipeline_.full());
@@ -71,18 +71,8 @@ private:
     __device__ __forceinline__ void load_rows(const GroupedSparseBwdWorkTile& work_tile, int step) {
         const int head = work_tile.head_of<kRows>(step), first = work_tile.first_row + work_tile.row_of<kRows>(step);
         const int row = first + threadIdx.x;
-        float lse = 0, delta = 0;
-        bool is_empty = false;
-        if (threadIdx.x < kRows) {
-            const bool exists = row < work_tile.s.rows;
-            const auto stat = [&](const RowStatView& view) {
-                return exists ? static_cast<const float*>(view.data)[stat_offset(view, work_tile.s, head) + row] : 0;
-            };
-            delta = stat(p_.delta);
-            lse = lse_to_log2(stat(p_.lse), exists);
-            is_empty = lse == kInfinity;
-            if (is_empty) delta = 0;
-        }
+        RowStats stats{};
+        if (threadIdx.x < kRows) stats = load_row_stats(p_, work_tile.s, head, row);
         const int tensor_row = work_tile.s.first_row + first;
         query_pipeline_.producer_acquire();
         if (threadIdx.x == kQueryThread) {
@@ -98,10 +88,10 @@ private:
         }
         auto& info = smem_.rows[query_pipeline_.stage()];
         if (threadIdx.x < kRows) {
-            info.lse[threadIdx.x] = lse;
-            info.delta[threadIdx.x] = delta;
+            info.lse[threadIdx.x] = stats.lse;
+            info.delta[threadIdx.x] = stats.delta;
         }
-        const bool has_empty_rows = __any_sync(~0u, is_empty);
+        const bool has_empty_rows = __any_sync(~0u, stats.is_empty());
         if (lane_id() == 0 && warp_id() < kRows / 32) info.has_empty_rows[warp_id()] = has_empty_rows;
         mbarrier_arrive(query_pipeline_.full());
         query_pipeline_.advance();
@@ -109,7 +99,7 @@ private:
     }
 
     const BwdArgs& p_;
-    const SparseBwdMaps& maps_;
+    const SparseBwdTensorMaps& maps_;
     SharedStorage& smem_;
     Pipeline<1> key_pipeline_, value_pipeline_;
     Pipeline<Traits::kStages> query_pipeline_, dout_pipeline_;

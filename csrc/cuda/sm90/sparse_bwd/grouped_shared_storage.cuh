@@ -12,6 +12,7 @@
 #include "cuda/sm90/bwd/mma_atom_layout.cuh"
 #include "cuda/sm90/bwd/workspace.cuh"
 #include "cuda/arch/pipeline.cuh"
+#include "cuda/arch/shared_storage.cuh"
 #include "kernel_traits.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -20,21 +21,21 @@ namespace flash_dmattn::cuda::sm90 {
 // that share most keys; the last rows come first: under causality their lists are the longest.
 struct GroupedSparseBwdWorkTile {
     Sequence s;
-    int split, group_index;              // group_index: (m_block, kv_head, batch), flat
-    int head, qheads_per_kv;             // the query heads [head, head + qheads_per_kv)
-    int first_row, end_row, block_rows;  // the rows [first_row, end_row), block_rows at most
+    int split, group_index;                // group_index: (m_block, kv_head, batch), flat
+    int head, qheads_per_kv;               // the query heads [head, head + qheads_per_kv)
+    int first_row, end_row, m_block_rows;  // the rows [first_row, end_row), m_block_rows at most
 
     __device__ GroupedSparseBwdWorkTile(const BwdArgs& p, int work_index)
-        : s(p, 0), block_rows(static_cast<int>(grouped_block_m(p))) {
+        : s(p, 0), m_block_rows(static_cast<int>(grouped_block_m(p))) {
         FlatIndex index(work_index);
-        const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), block_rows);
+        const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), m_block_rows);
         split = index.take(p.list_splits);
         group_index = index.rest;
-        first_row = (num_m_blocks - 1 - index.take(num_m_blocks)) * block_rows;
+        first_row = (num_m_blocks - 1 - index.take(num_m_blocks)) * m_block_rows;
         qheads_per_kv = static_cast<int>(p.heads / p.kv_heads);
         head = index.take(p.kv_heads) * qheads_per_kv;
         s = Sequence(p, index.rest);
-        end_row = min(first_row + block_rows, s.rows);
+        end_row = min(first_row + m_block_rows, s.rows);
     }
     __device__ bool empty() const { return first_row >= s.rows; }
 
@@ -57,7 +58,7 @@ private:
     template <int kRows>
     __device__ __forceinline__ int steps_per_head_log2() const {
         static_assert(kRows == KeyListsView::kRows || kRows * 2 == KeyListsView::kRows);
-        return kRows < KeyListsView::kRows && block_rows > kRows ? 1 : 0;
+        return kRows < KeyListsView::kRows && m_block_rows > kRows ? 1 : 0;
     }
 };
 
@@ -77,10 +78,9 @@ struct GroupedSparseBwdSharedStorage {
     alignas(kSmemTileAlign) typename Traits::RowsTile query[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::RowsTile dout[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::ScoresTile scores[2];  // two stages of dS; with shared keys dS and P
-    struct Nothing {};
-    std::conditional_t<Traits::kSharesKeys, Nothing, typename Traits::DkvStages[Traits::kConsumerWarpgroups * 4]>
+    std::conditional_t<Traits::kSharesKeys, Empty, typename Traits::DkvStages[Traits::kConsumerWarpgroups * 4]>
         dkv;  // per warp
-    GatheredKeys<kKeys> keys;
+    GatheredKeyMetadata<kKeys> keys;
     RowInfo rows[Traits::kStages];
     Uninitialized<GroupedSparseBwdWorkTile> raw_work_tile;
     Uninitialized<KeyList> raw_list;
@@ -91,7 +91,7 @@ struct GroupedSparseBwdSharedStorage {
     PipelineBarriers<1> scores_pipeline;  // with shared keys; only its empty barrier is used
     using DqStage = typename MmaAtomLayout<Traits>::DqStage;
     // Per warp.
-    alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], Nothing> dq;
+    alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], Empty> dq;
 
     __device__ GroupedSparseBwdWorkTile& work_tile() { return raw_work_tile.get(); }
     __device__ KeyList& list() { return raw_list.get(); }

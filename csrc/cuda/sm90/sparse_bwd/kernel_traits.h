@@ -28,7 +28,7 @@ struct GroupedSparseBwdKernelTraits : BwdMmaTraits<T, kHeadDim, kRows, grouped_b
 };
 
 // TMA tensor maps: [D, heads, S, B].
-struct SparseBwdMaps {
+struct SparseBwdTensorMaps {
     CUtensorMap query, dout;
 };
 

@@ -8,6 +8,7 @@
 #include "cuda/arch/atomic_add.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/mask/gathered_key.cuh"
+#include "cuda/sm90/bwd/scale.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -27,7 +28,7 @@ public:
 
     // warp_key: the warp's first key of the n_block.
     template <int kKeys>
-    __device__ __forceinline__ void begin(const GatheredKeys<kKeys>& keys, int warp_key) {
+    __device__ __forceinline__ void begin(const GatheredKeyMetadata<kKeys>& keys, int warp_key) {
         warp_key_ = warp_key;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -39,21 +40,22 @@ public:
 
     // Rows [32 w, 32 w + 32).
     template <int kKeys>
-    __device__ __forceinline__ void load_visible_rows(const GatheredKeys<kKeys>& keys, int w, VisibleRows& rows) const {
+    __device__ __forceinline__ void load_visible_rows(const GatheredKeyMetadata<kKeys>& keys, int w,
+                                                      VisibleRows& rows) const {
         rows[0] = keys.rows[key(0)][w], rows[1] = keys.rows[key(1)][w];
     }
 
     // S and dP to P and dS of 32 rows, fragments [m, m + 4) of the accumulators. lse and delta begin at these rows.
     template <int kFragments>
-    __device__ __forceinline__ void compute_p_ds_gathered(const AttentionParams& p, const VisibleRows& visible_rows,
+    __device__ __forceinline__ void compute_p_ds_gathered(const BwdScale& scale, const VisibleRows& visible_rows,
                                                           float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4],
                                                           int m, const float* lse, const float* delta) {
-        if (p.softcap > 0) {
-            compute_p_ds_gathered<true, true>(p, visible_rows, s, dp, m, lse, delta);
+        if (scale.softcap > 0) {
+            compute_p_ds_gathered<true, true>(scale, visible_rows, s, dp, m, lse, delta);
         } else if (__all_sync(~0u, (visible_rows[0] & visible_rows[1]) == ~0u)) {
-            compute_p_ds_gathered<false, false>(p, visible_rows, s, dp, m, lse, delta);
+            compute_p_ds_gathered<false, false>(scale, visible_rows, s, dp, m, lse, delta);
         } else {
-            compute_p_ds_gathered<true, false>(p, visible_rows, s, dp, m, lse, delta);
+            compute_p_ds_gathered<true, false>(scale, visible_rows, s, dp, m, lse, delta);
         }
     }
 
@@ -125,12 +127,11 @@ private:
     __device__ int key(int h) const { return warp_key_ + h * 8 + fragment_row(); }
 
     template <bool kMasked, bool kSoftcap, int kFragments>
-    __device__ __forceinline__ void compute_p_ds_gathered(const AttentionParams& p, const VisibleRows& visible_rows,
+    __device__ __forceinline__ void compute_p_ds_gathered(const BwdScale& scale, const VisibleRows& visible_rows,
                                                           float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4],
                                                           int m, const float* lse, const float* delta) {
-        const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
-        const float scale_log2 = (kSoftcap ? softcap : scale) * kLog2E,
-                    scale_of_capped = kSoftcap ? scale / softcap : 0;
+        const float scale_log2 = kSoftcap ? scale.softcap * kLog2E : scale.scale_log2,
+                    scale_of_capped = kSoftcap ? scale.scale / scale.softcap : 0;
         const uint32_t bits[2] = {visible_rows[0] >> fragment_col(), visible_rows[1] >> fragment_col()};
 #pragma unroll
         for (int n = 0; n < 4; ++n) {

@@ -11,14 +11,14 @@
 namespace flash_dmattn::cuda::sm90 {
 
 template <typename Traits, typename SharedStorage>
-void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdMaps), int64_t num_ctas, const BwdArgs& p,
+void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdTensorMaps, BwdScale), int64_t num_ctas, const BwdArgs& p,
                        cudaStream_t stream) {
     constexpr int kSlab = Traits::RowsTile::kSlabCols;
-    SparseBwdMaps maps;
+    SparseBwdTensorMaps maps;
     maps.query = make_tensor_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
     maps.dout = make_tensor_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
-    kernel<<<grid_of(num_ctas), Traits::kThreads, sizeof(SharedStorage), stream>>>(p, maps);
+    kernel<<<grid_of(num_ctas), Traits::kThreads, sizeof(SharedStorage), stream>>>(p, maps, BwdScale(p));
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -9,6 +9,7 @@
 #include "cuda/arch/tma.cuh"
 #include "cuda/arch/zero_rows.cuh"
 #include "cuda/arch/store_rows.cuh"
+#include "cuda/common/dkv_accum.cuh"
 #include "per_head_shared_storage.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -19,22 +20,18 @@ public:
     using T = typename Traits::T;
     using SharedStorage = PerHeadSparseBwdSharedStorage<Traits>;
 
-    __device__ PerHeadSparseBwdConsumer(const BwdArgs& p, SharedStorage& smem)
-        : p_(p), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), warp_key_((warp_id() - 4) * 16),
-          key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {
-        const PerHeadSparseBwdWorkTile& work_tile = smem.work_tile();
-        const int kv_head = shared_head(work_tile.head, p.heads, p.kv_heads);
-        const int64_t first_key = p.cu_seqlens_k == nullptr ? work_tile.s.batch * p.seqlen_k : work_tile.s.first_key;
-        dk_accum_ = p.dkv_accum + (first_key * p.kv_heads + kv_head) * kHeadDim;
-    }
+    __device__ PerHeadSparseBwdConsumer(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem)
+        : p_(p), scale_(scale), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1),
+          warp_key_((warp_id() - 4) * 16), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {}
 
     __device__ __forceinline__ void run() {
         clear(dq_);
         mbarrier_wait(smem_address(&smem_.rows_full), 0);
         zero_empty_rows();
-        float* const dv_accum = dk_accum_ + p_.dkv_rows * p_.kv_heads * kHeadDim;
+        const PerHeadSparseBwdWorkTile& work_tile = smem_.work_tile();
+        const DkvAccum accum(p_, work_tile.s, shared_head(work_tile.head, p_.heads, p_.kv_heads), kHeadDim);
         const int num_n_blocks = smem_.num_n_blocks;
-        for (int n_block = 0; n_block < num_n_blocks; ++n_block) step(n_block, num_n_blocks, dv_accum);
+        for (int n_block = 0; n_block < num_n_blocks; ++n_block) step(n_block, num_n_blocks, accum);
         store_dq();
         tma_store_wait_group();
     }
@@ -52,7 +49,7 @@ private:
 
     // One n_block. S and dP are computed in halves of the rows: all of them would not fit the registers beside dQ and
     // P.
-    __device__ __forceinline__ void step(int n_block, int num_n_blocks, float* dv_accum) {
+    __device__ __forceinline__ void step(int n_block, int num_n_blocks, const DkvAccum& accum) {
         ScoresFragment scores[2], dprobs[2];
         ScoresOperand probs[2], dscores;
         key_pipeline_.consumer_wait();
@@ -85,6 +82,7 @@ private:
         keys_.add_dbias(p_, smem_.work_tile().s, smem_.work_tile().head);
 
         DimFragment dv, dk;
+        auto& stages = smem_.dkv[warp_id() - 4];
         gemm_dv(dv, probs);
         named_barrier_sync(kConsumersBarrier, kThreads);  // each warpgroup's dQ needs dS of all keys
         gemm_dq();
@@ -94,11 +92,11 @@ private:
         if (n_block + 1 < num_n_blocks) named_barrier_arrive(kDscoresReadBarrier + (warpgroup_ ^ 1), kThreads);
         key_pipeline_.consumer_release();
         key_pipeline_.advance();
-        add_dkv(dv_accum, dv);
+        keys_.tma_reduce_add_dkv(dv, accum.dvalue, accum.row_stride, stages, dkv_stage_);
         gemm_dk(dk);
         wgmma_wait_group<0>();
         warpgroup_fence_operand(dk);
-        add_dkv(dk_accum_, dk);
+        keys_.tma_reduce_add_dkv(dk, accum.dkey, accum.row_stride, stages, dkv_stage_);
     }
 
     __device__ const KeysTile& key() const { return smem_.key[key_pipeline_.stage()]; }
@@ -158,12 +156,8 @@ private:
             const int w = half * 2 + i;
             typename KeyFragment<kBias>::VisibleRows visible_rows;
             keys_.load_visible_rows(smem_.keys[key_pipeline_.stage()], w, visible_rows);
-            keys_.compute_p_ds_gathered(p_, visible_rows, s, dp, i * 4, smem_.lse + w * 32, smem_.delta + w * 32);
+            keys_.compute_p_ds_gathered(scale_, visible_rows, s, dp, i * 4, smem_.lse + w * 32, smem_.delta + w * 32);
         }
-    }
-
-    __device__ __forceinline__ void add_dkv(float* to, const DimFragment& acc) {
-        keys_.tma_reduce_add_dkv(acc, to, p_.kv_heads * kHeadDim, smem_.dkv[warp_id() - 4], dkv_stage_);
     }
 
     __device__ __forceinline__ void store_dq() const {
@@ -172,18 +166,18 @@ private:
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = work_tile.first_row + warp_key_ + h * 8 + fragment_row();
-            store_row(dq_, h, static_cast<float>(p_.softmax_scale), to + row * p_.dquery.row_stride,
-                      static_cast<int>(p_.head_dim), row < work_tile.s.rows);
+            store_row(dq_, h, scale_.scale, to + row * p_.dquery.row_stride, static_cast<int>(p_.head_dim),
+                      row < work_tile.s.rows);
         }
     }
 
     const BwdArgs& p_;
+    const BwdScale& scale_;
     SharedStorage& smem_;
     const int warpgroup_;
     const int warp_key_;  // the warp's first key of the n_block, and its first row of dQ
     Pipeline<Traits::kKeyStages> key_pipeline_;
     Pipeline<Traits::kValueStages> value_pipeline_;
-    float* dk_accum_;  // of the sequence's first key
     int dkv_stage_ = 0;
     KeyFragment<kBias> keys_;
     DimFragment dq_;

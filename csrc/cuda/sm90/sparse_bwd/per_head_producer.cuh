@@ -15,7 +15,7 @@ public:
     using T = typename Traits::T;
     using SharedStorage = PerHeadSparseBwdSharedStorage<Traits>;
 
-    __device__ PerHeadSparseBwdProducer(const BwdArgs& p, const SparseBwdMaps& maps, SharedStorage& smem)
+    __device__ PerHeadSparseBwdProducer(const BwdArgs& p, const SparseBwdTensorMaps& maps, SharedStorage& smem)
         : p_(p), maps_(maps), smem_(smem), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {}
 
     __device__ void run() {
@@ -35,7 +35,7 @@ public:
         const auto fetch = [&](int n_block, int position) {
             return reader.fetch(n_block * kKeys + threadIdx.x, position);
         };
-        GatheredKey key = fetch(0, position_of(0));
+        PrefetchedKey key = fetch(0, position_of(0));
         int next_position = position_of(1);
         for (int n_block = 0; n_block < num_n_blocks; ++n_block) {
             const int position = produce_key_data(reader, key);
@@ -63,15 +63,10 @@ private:
         const PerHeadSparseBwdWorkTile& work_tile = smem_.work_tile();
         const uint32_t barrier = smem_address(&smem_.rows_full);
         const int row = work_tile.first_row + threadIdx.x;
-        const bool exists = row < work_tile.s.rows;
-        const auto stat = [&](const RowStatView& view) {
-            return exists ? static_cast<const float*>(view.data)[stat_offset(view, work_tile.s, work_tile.head) + row]
-                          : 0;
-        };
-        const float lse = lse_to_log2(stat(p_.lse), exists);
-        smem_.lse[threadIdx.x] = lse;
-        smem_.delta[threadIdx.x] = lse == kInfinity ? 0 : stat(p_.delta);
-        const bool has_empty_rows = __any_sync(~0u, lse == kInfinity);
+        const RowStats stats = load_row_stats(p_, work_tile.s, work_tile.head, row);
+        smem_.lse[threadIdx.x] = stats.lse;
+        smem_.delta[threadIdx.x] = stats.delta;
+        const bool has_empty_rows = __any_sync(~0u, stats.is_empty());
         if (lane_id() == 0) smem_.has_empty_rows[warp_id()] = has_empty_rows;
         if (threadIdx.x == 0) {
             mbarrier_arrive_and_expect_tx(barrier, 2 * sizeof(typename Traits::RowsTile));
@@ -84,17 +79,17 @@ private:
     }
 
     // Writes the key's data to its stage. Returns the key's position, or -1 where no row sees it.
-    __device__ __forceinline__ int produce_key_data(const ListReader<T, kBias>& reader, const GatheredKey& key) {
+    __device__ __forceinline__ int produce_key_data(const ListReader<T, kBias>& reader, const PrefetchedKey& key) {
         uint32_t visible_rows[SharedStorage::kRowWords];
         float bias;
-        const int position = reader.look(key, visible_rows, bias);
+        const int position = reader.resolve(key, visible_rows, bias);
         key_pipeline_.producer_acquire();
         smem_.keys[key_pipeline_.stage()].store(threadIdx.x, position, visible_rows, bias);
         return position;
     }
 
     const BwdArgs& p_;
-    const SparseBwdMaps& maps_;
+    const SparseBwdTensorMaps& maps_;
     SharedStorage& smem_;
     Pipeline<Traits::kKeyStages> key_pipeline_;
     Pipeline<Traits::kValueStages> value_pipeline_;

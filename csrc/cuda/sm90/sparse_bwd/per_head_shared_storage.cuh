@@ -20,12 +20,12 @@ struct PerHeadSparseBwdWorkTile {
     Sequence s;
     int head, first_row;
 
-    __device__ PerHeadSparseBwdWorkTile(const BwdArgs& p, unsigned work_index, int block_rows) : s(p, 0) {
+    __device__ PerHeadSparseBwdWorkTile(const BwdArgs& p, unsigned work_index, int m_block_rows) : s(p, 0) {
         FlatIndex index(work_index);
         const int kv_heads = static_cast<int>(p.kv_heads), qheads_per_kv = static_cast<int>(p.heads) / kv_heads;
-        const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), block_rows);
+        const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), m_block_rows);
         head = index.take(qheads_per_kv);
-        first_row = (num_m_blocks - 1 - index.take(num_m_blocks)) * block_rows;
+        first_row = (num_m_blocks - 1 - index.take(num_m_blocks)) * m_block_rows;
         head += index.take(kv_heads) * qheads_per_kv;
         s = Sequence(p, static_cast<int>(index.rest));
     }
@@ -42,7 +42,7 @@ struct PerHeadSparseBwdSharedStorage {
     alignas(kSmemTileAlign) typename Traits::KeysTile value[Traits::kValueStages];
     alignas(kSmemTileAlign) typename Traits::ScoresTile dscores;
     typename Traits::DkvStages dkv[Traits::kConsumerWarpgroups * 4];  // per warp
-    GatheredKeys<kKeys> keys[Traits::kKeyStages];
+    GatheredKeyMetadata<kKeys> keys[Traits::kKeyStages];
     alignas(16) float lse[kRows];  // times log2(e); inf where a row sees no key or lies beyond the sequence
     alignas(16) float delta[kRows];
     bool has_empty_rows[kRowWords];  // for 32 rows each: some have an lse of inf

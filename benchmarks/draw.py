@@ -20,7 +20,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from report import describe, in_short
-from rows import Row, read
+from rows import BACKWARD, BOTH, FORWARD, Row, read
 
 OURS, TRIANGLE = "flash_dmattn", "triangle_attention"
 COLOURS = {True: "#1f6f8b", False: "#b8bfc6"}  # ours, and the peers'
@@ -35,7 +35,6 @@ SIZES = {
     r"S(\d+)": r"\1 tokens,",
     r"D(\d+)": r"head dimension \1",
 }
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 # The suites that are drawn: a title, and the implementations where not all are drawn.
 SUITES = {
     "dense": ("Attention", None),

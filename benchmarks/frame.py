@@ -13,7 +13,7 @@ from textwrap import fill
 import torch
 from peers import OURS
 from problem import DTYPES, Inputs, Problem, make_inputs, shrunk
-from report import console, describe, environment, in_short, progress, sentence
+from report import CHANGES, commit, console, describe, environment, in_short, progress, sentence
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -284,6 +284,8 @@ def selected_workloads(suite: Suite, options: argparse.Namespace, parser: argpar
             parser.error(f"--check compares with {', '.join(sorted(missing))} too")
     if options.update and options.shrink > 1:
         parser.error("--update takes figures of full size, without --shrink")
+    if options.update and (source := commit() or "").endswith(CHANGES):
+        parser.error(f"--update takes figures of a commit, got {source}")
     return [shrunk(workload, options.shrink) for workload in workloads]
 
 

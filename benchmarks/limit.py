@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from problem import Inputs
-from timing import BACKWARD, BOTH, FORWARD
+from rows import BACKWARD, BOTH, FORWARD
 from torch import Tensor
 
 from flash_dmattn import KeyIntervalMask

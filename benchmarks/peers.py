@@ -25,7 +25,7 @@ from flash_dmattn import KeyLists, flash_dmattn_func_auto, flash_dmattn_varlen_f
 from flash_dmattn.backends import flex, reference
 
 OURS = "flash_dmattn"
-OURS_TILES, OURS_LISTS = f"{OURS}, tiles", f"{OURS}, lists"
+OURS_TILES = f"{OURS}, tiles"
 SDPA, FLEX, FLASH2, FLASH4, CUDNN = "SDPA", "FlexAttention", "FlashAttention-2", "FlashAttention-4", "cuDNN"
 CUDNN_ALL, CUDNN_DENSE = "cuDNN, all keys", "cuDNN, dense S x w"
 BY_HAND, DENSE = "top-k by hand", "SDPA, all keys"

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import flash_dmattn
 
+CHANGES = " + changes"  # after a commit from which tracked files differ
+
 
 def console(quiet: bool = False) -> Console:
     """As wide as the terminal; written to a file, wide enough for the tables here."""
@@ -75,7 +77,7 @@ def version_of(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this source tree, with " + changes" where tracked files differ from it.
+    """The commit of this source tree, with CHANGES where tracked files differ from it.
 
     In a copy without its git folder FLASH_DMATTN_COMMIT names the commit; else None.
     """
@@ -90,4 +92,4 @@ def commit() -> str | None:
         head, changes = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return f"{head} + changes" if changes else head
+    return head + CHANGES if changes else head

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 KEY = ("suite", "workload", "dtype", "direction", "implementation")
 NOT_FIGURES = (*KEY, "refusal", "commit", "environment")
 
@@ -17,7 +18,7 @@ class Row:
     """One implementation at one workload.
 
     Attributes:
-        direction: "forward", "backward", "forward + backward", or the step that is measured, such as "topk".
+        direction: FORWARD, BACKWARD, BOTH, or the step that is measured, such as "topk".
         figures: by name, as "seconds", "peak_bytes", "fraction_of_limit"; a list holds one number per rank.
         refusal: why there are no figures.
         commit, environment: where the figures come from; empty until `stamped`.

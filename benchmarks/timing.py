@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from report import sentence
-from rows import Row
+from rows import BOTH, FORWARD, Row
 from torch import Tensor
 
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 HOST_CALLS, HOST_BATCHES, HOST_WARM_UP = 50, 60, 100
 
 Call = Callable[[], object]

@@ -45,13 +45,9 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
         )
     row_bias = hidden_rows = None
     if call.varlen is None and bias is not None and bias.shape[3] == 1 and problem.seqlen_k != 1:
-        # Constant along the keys: it has no effect on the softmax.
-        row_bias, bias = expand_shared(bias, query.shape[0], query.shape[2]), None
-        hidden_rows = hides(row_bias)
-        # Hidden rows get their outputs after the kernels; NaN in them must not reach the gradients.
-        query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
-        unseen = unseen_keys(hidden_rows, call.key.shape[2])
-        call.key, call.value = call.key.masked_fill(unseen, 0), call.value.masked_fill(unseen, 0)
+        checks.check_row_bias(call)
+        query, row_bias, hidden_rows, unseen = split_row_bias(bias, query, call.key.shape[2])
+        call.key, call.value, bias = call.key.masked_fill(unseen, 0), call.value.masked_fill(unseen, 0), None
     options = call.options()
     used = clamped_to_totals(query, call.key, mask, bias, problem)
     relative_bias = None if call.relative_bias is None else accumulated(call.relative_bias, query)
@@ -116,7 +112,7 @@ def drop_room(call: Call) -> None:
 def mask_operand(
     backend: ModuleType,
     mask: Mask | None,
-    sparse: str,
+    sparse: choice.Sparse,
     query: Tensor,
     key: Tensor,
     bias: Tensor | None,
@@ -138,7 +134,7 @@ def mask_operand(
     form = choice.choose(mask.unexpanded(), sparse, needs_grad, problem)
     if sparse == "auto" and not deterministic and choice.can_dispatch_on_device(form, bias, problem):
         form = choice.dispatch_on_device(form, query, key, bias, needs_grad, problem.is_causal)
-    elif sparse == "auto" and fallbacks.enabled() and (reason := choice.why_tiles(form, bias, deterministic, problem)):
+    elif sparse == "auto" and fallbacks.enabled() and (reason := choice.why_tiles(form, deterministic, problem)):
         fallbacks.report("tiles instead of key lists", reason)
     return form.packed(problem)
 
@@ -231,6 +227,20 @@ def without_padding(out: Tensor, head_dim: int) -> Tensor:
     return out if out.shape[-1] == head_dim else out[..., :head_dim]
 
 
+def split_row_bias(bias: Tensor, query: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Prepares attention without a bias (.., 1), which is constant along the keys: the softmax does not depend on it.
+
+    Returns:
+        query, 0 in the rows that the bias hides: NaN in them must not reach the gradients.
+        The bias ({B|1}, {H|1}, {Sq|1}, 1) and whether it hides a row, for `add_row_bias`.
+        The keys to set to 0: `unseen_keys`.
+    """
+    row_bias = expand_shared(bias, query.shape[0], query.shape[2])
+    hidden_rows = hides(row_bias)
+    query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
+    return query, row_bias, hidden_rows, unseen_keys(hidden_rows, kv_heads)
+
+
 def unseen_keys(hidden_rows: Tensor, kv_heads: int) -> Tensor:
     """bool ({B|1}, 1, {Hkv|1}, 1): keys of which every row is hidden; they may hold NaN.
 
@@ -262,13 +272,13 @@ def probabilities(call: Call, query: Tensor, mask: Mask | None, bias: Tensor | N
         return probabilities_of(query, call.key, dense, bias, call.sinks, options)
     offsets_q, offsets_k = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_k.tolist()
     probs = query.new_zeros(len(offsets_q) - 1, query.shape[1], problem.seqlen_q, problem.seqlen_k)
+    table = options.get("relative_bias")
     for b in range(len(probs)):
         rows, keys = slice(*offsets_q[b : b + 2]), slice(*offsets_k[b : b + 2])
         dense = None if mask is None else mask.sequence_as_bool(b, rows, keys)
         own_bias = None if bias is None else scores_of_sequence(bias, rows, keys)
-        if call.relative_bias is not None and call.relative_bias.shape[0] > 1:
-            options["relative_bias"] = call.relative_bias[b : b + 1]
-        one = probabilities_of(query[None, rows], call.key[None, keys], dense, own_bias, call.sinks, options)
+        own = options if table is None or table.shape[0] == 1 else options | {"relative_bias": table[b : b + 1]}
+        one = probabilities_of(query[None, rows], call.key[None, keys], dense, own_bias, call.sinks, own)
         probs[b, :, : one.shape[2], : one.shape[3]] = one[0]
     return probs
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 
 from .masks import Mask, Problem
+from .masks.choice import Sparse
 
 
 class Options(TypedDict):
@@ -50,13 +51,13 @@ class Call:
     _: KW_ONLY
     return_lse: bool = False
     window_size: int | None = None
-    sparse: str = "auto"
+    sparse: Sparse = "auto"
     cache_seqlens: Tensor | None = None  # for fixed length
     relative_bias: Tensor | None = None
     grid: tuple[int, int] | None = None
     sinks: Tensor | None = None
     scale: float | Tensor | None = None  # deprecated: softmax_scale
-    varlen: Varlen | None = None
+    varlen: Varlen | None = field(default=None, init=False)  # the other arguments are those of `flash_dmattn_func`
 
     def options(self) -> Options:
         """Needs query of at least one dimension, and a softmax_scale that is no tensor."""

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from . import ops
 from .arguments import (
+    names,
     require_bool,
     require_count,
     require_device,
+    require_float32_or,
     require_floating,
     require_length,
     require_number,
@@ -48,9 +50,15 @@ def check_options(call: Call) -> None:
             raise ValueError("scale is the former name of softmax_scale, got both")
         deprecated("the argument scale of upstream's flash-dmattn", "softmax_scale")
         call.softmax_scale, call.scale = call.scale, None
+    if isinstance(call.window_size, (tuple, list)):
+        raise TypeError(
+            f"window_size must be an int, got {call.window_size}: it is top-k selection; a sliding window is "
+            "attn_mask=KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, (left, right))"
+        )
     if call.window_size is not None:
         call.window_size = require_count("window_size", call.window_size)
     if call.varlen is not None:
+        refuse_offsets_as_mask(call.attn_mask)
         require_tensor("cu_seqlens_q", call.varlen.cu_seqlens_q)
         require_tensor("cu_seqlens_k", call.varlen.cu_seqlens_k)
         lengths = {name: require_length(name, getattr(call.varlen, name)) for name in ("max_seqlen_q", "max_seqlen_k")}
@@ -68,6 +76,15 @@ def check_options(call: Call) -> None:
         raise ValueError("sparse='lists' needs attn_mask or window_size, got none")
     if call.sparse == "tiles" and isinstance(call.attn_mask, Mask) and call.attn_mask.needs_lists:
         raise ValueError("sparse='tiles' needs a mask, got attn_mask of KeyLists that were made from indices")
+
+
+def refuse_offsets_as_mask(mask: object) -> None:
+    """Raises for the order of arguments of flash-attn, where cu_seqlens_q comes after value."""
+    if isinstance(mask, Tensor) and mask.ndim == 1 and mask.dtype in (torch.int32, torch.int64):
+        raise TypeError(
+            f"attn_mask must be bool, got {names([mask.dtype])} of one dimension: attn_mask and attn_bias come before "
+            "cu_seqlens; pass cu_seqlens and max_seqlen by name"
+        )
 
 
 def check_finite(name: str, value: float) -> None:
@@ -154,6 +171,26 @@ def check_tensors(call: Call, mask: MaskTensors, bias: Tensor | None) -> None:
         checker.check_varlen(query, key, value, mask.mask, mask.intervals, bias, *call.varlen)
 
 
+def check_row_bias(call: Call) -> None:
+    """A fixed-length bias (.., 1) in a traced graph: no operator reads it."""
+    query, bias = call.query, call.attn_bias
+    if ops.checker() is not None:
+        return
+    require_float32_or(query.dtype, "attn_bias", bias)
+    batch, rows, heads, _ = query.shape
+    own = bias.shape[0]
+    for dim, size, fits in (
+        (0, batch, is_one_of(own, batch, 1) or (own > 0 and batch % own == 0)),
+        (1, heads, is_one_of(bias.shape[1], heads, call.key.shape[2], 1)),
+        (2, rows, is_one_of(bias.shape[2], rows, 1)),
+    ):
+        if not fits:
+            raise ValueError(
+                "attn_bias must be ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}): "
+                f"dimension {dim} does not fit {size}, got shape {shape_of(bias)}"
+            )
+
+
 def check_totals(call: Call, mask: MaskTensors, bias: Tensor | None) -> None:
     """Whether masks and biases of variable length are of the same sequences as query and key. In a traced graph
     operators that have neither of the two read them: those that pack a mask, build its lists or select keys."""
@@ -195,6 +232,7 @@ def check_relative_bias(call: Call) -> None:
                 f"{lengths[0]} rows and {lengths[1]} keys"
             )
     compiled_check("check_relative_bias", bias, call.query, call.key, call.batch)
+    require_float32_or(call.query.dtype, "relative_bias", bias)  # a traced graph converts it
 
 
 def checked_grid(grid: object) -> tuple[int, int]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from . import backends, checks, ops
 from .arguments import check_cu_seqlens
 from .attend import attend, autocast_is_on, kernels_for, require_device_with_kernels
+from .backends import Backend
 from .call import Call, Varlen
 from .checks import AnyMask
 from .kvcache import flash_dmattn_with_kvcache as flash_dmattn_with_kvcache
-from .masks.choice import LIMITS
+from .masks.choice import LIMITS, Sparse
 
 
 def continued_by(function: Callable, first: str) -> Callable[[Callable], Callable]:
@@ -48,7 +49,7 @@ def flash_dmattn_func(
     *,
     return_lse: bool = False,
     window_size: int | None = None,
-    sparse: str = "auto",
+    sparse: Sparse = "auto",
     cache_seqlens: Tensor | None = None,
     relative_bias: Tensor | None = None,
     grid: tuple[int, int] | None = None,
@@ -119,7 +120,9 @@ def flash_dmattn_func(
         with return_attn_probs (out, lse, probs), probs (B, H, Sq, Sk) in query's dtype, without a gradient.
 
     Raises:
-        ValueError: an invalid shape or value.
+        ValueError: an invalid shape or value; cache_seqlens with a tensor that requires grad while gradients are
+            enabled; on the CPU a NaN in attn_bias with window_size. On CUDA this NaN fails a device-side assertion,
+            which ends the CUDA context.
         TypeError: an invalid dtype or type.
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
@@ -147,9 +150,9 @@ def flash_dmattn_func(
 def flash_dmattn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` of qkv (B, S, 3, H, D): query, key and value along the third dimension.
 
-    The other arguments and errors are those of `flash_dmattn_func` from attn_mask on, with Sq = Sk = S and Hkv = H:
-    attn_mask and attn_bias ({B|B/n|1}, {H|1}, {S|1}, {S|1}). Returns out (B, S, H, D), lse (B, H, S), probs
-    (B, H, S, S).
+    qkv is in the dtypes of `flash_dmattn_func`. The other arguments and errors are those of `flash_dmattn_func` from
+    attn_mask on, with Sq = Sk = S and Hkv = H: attn_mask and attn_bias ({B|B/n|1}, {H|1}, {S|1}, {S|1}). Returns
+    out (B, S, H, D), lse (B, H, S), probs (B, H, S, S).
     """
     checks.compiled_check("check_packed", "qkv", qkv, "(B, S, 3, H, D)", 3)
     require_device_with_kernels("qkv", qkv)
@@ -160,8 +163,9 @@ def flash_dmattn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Tensor | tuple[
 def flash_dmattn_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_func` of query (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D): key and value along the third dimension.
 
-    The other arguments and errors are those of `flash_dmattn_func` from attn_mask on: attn_mask and attn_bias
-    ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}). Returns out (B, Sq, H, D), lse (B, H, Sq), probs (B, H, Sq, Sk).
+    kv is in query's dtype. The other arguments and errors are those of `flash_dmattn_func` from attn_mask on: attn_mask
+    and attn_bias ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}). Returns out (B, Sq, H, D), lse (B, H, Sq), probs
+    (B, H, Sq, Sk).
     """
     checks.compiled_check("check_packed", "kv", kv, "(B, Sk, 2, Hkv, D)", 2)
     checks.compiled_check("check_kv", query, kv, "(B, Sq, H, D)", not autocast_is_on(kv.device))
@@ -186,7 +190,7 @@ def flash_dmattn_varlen_func(
     *,
     return_lse: bool = False,
     window_size: int | None = None,
-    sparse: str = "auto",
+    sparse: Sparse = "auto",
     relative_bias: Tensor | None = None,
     grid: tuple[int, int] | None = None,
     sinks: Tensor | None = None,
@@ -229,8 +233,8 @@ def flash_dmattn_varlen_func(
         grid=grid,
         sinks=sinks,
         scale=scale,
-        varlen=Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
     )
+    call.varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return attend(kernels_for(query), call)
 
 
@@ -247,7 +251,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     """`flash_dmattn_varlen_func` of qkv (total, 3, H, D): query, key and value along the second dimension.
 
     Args:
-        qkv: (total, 3, H, D).
+        qkv: (total, 3, H, D), in the dtypes of `flash_dmattn_func`.
         attn_mask, attn_bias: per key (total, {H|1}), or per score (total, {H|1}, max_seqlen).
         cu_seqlens: required, int32 (B + 1), the offsets of the sequences.
         max_seqlen: required, at least the longest sequence.
@@ -257,6 +261,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     """
     checks.compiled_check("check_packed", "qkv", qkv, "(total, 3, H, D)", 3)
     require_device_with_kernels("qkv", qkv)
+    checks.refuse_offsets_as_mask(attn_mask)
     check_cu_seqlens("cu_seqlens", cu_seqlens, qkv, "qkv", qkv.shape[0], ("max_seqlen", max_seqlen))
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_dmattn_varlen_func(*qkv.unbind(dim=1), attn_mask, attn_bias, *lengths, *args, **kwargs)
@@ -266,16 +271,16 @@ def flash_dmattn_varlen_qkvpacked_func(
 def flash_dmattn_varlen_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
     """`flash_dmattn_varlen_func` of query (total_q, H, D) and kv (total_k, 2, Hkv, D): key and value along dimension 1.
 
-    The other arguments and errors are those of `flash_dmattn_varlen_func` from attn_mask on: attn_mask and attn_bias
-    (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k). Returns out (total_q, H, D), lse (H, total_q),
-    probs (B, H, max_seqlen_q, max_seqlen_k).
+    kv is in query's dtype. The other arguments and errors are those of `flash_dmattn_varlen_func` from attn_mask on:
+    attn_mask and attn_bias (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k). Returns out (total_q, H, D),
+    lse (H, total_q), probs (B, H, max_seqlen_q, max_seqlen_k).
     """
     checks.compiled_check("check_packed", "kv", kv, "(total_k, 2, Hkv, D)", 2)
     checks.compiled_check("check_kv", query, kv, "(total_q, H, D)", not autocast_is_on(kv.device))
     return flash_dmattn_varlen_func(query, *kv.unbind(dim=1), *args, **kwargs)
 
 
-def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+def flash_dmattn_func_auto(backend: Backend | None = None) -> Callable[..., Tensor | tuple[Tensor, ...]]:
     """`flash_dmattn_func` on a given backend: "cuda", "cpu", "triton", "flex" or "reference".
 
     Args:
@@ -294,6 +299,11 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Tensor |
 
     @functools.wraps(flash_dmattn_func)
     def function(*args, **kwargs):
-        return attend(module, Call(*args, **kwargs))
+        try:
+            call = Call(*args, **kwargs)
+        except TypeError:  # its message names Call
+            inspect.signature(flash_dmattn_func).bind(*args, **kwargs)
+            raise
+        return attend(module, call)
 
     return function

@@ -4,7 +4,9 @@ from typing import Literal, Protocol, overload
 
 from torch import Tensor
 
+from .backends import Backend
 from .checks import AnyMask
+from .masks.choice import Sparse
 
 @overload
 def flash_dmattn_with_kvcache(
@@ -41,7 +43,7 @@ def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
     cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
     sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
@@ -51,7 +53,7 @@ def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
     cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
     sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -61,7 +63,7 @@ def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -71,7 +73,7 @@ def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
@@ -81,7 +83,7 @@ def flash_dmattn_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
     cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
     sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
@@ -91,7 +93,7 @@ def flash_dmattn_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
     cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
     sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -101,7 +103,7 @@ def flash_dmattn_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -111,7 +113,7 @@ def flash_dmattn_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
@@ -121,7 +123,7 @@ def flash_dmattn_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
     cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
     sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
@@ -131,7 +133,7 @@ def flash_dmattn_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
     cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
     sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -141,7 +143,7 @@ def flash_dmattn_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -151,7 +153,7 @@ def flash_dmattn_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
@@ -162,7 +164,7 @@ def flash_dmattn_varlen_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor: ...
@@ -173,7 +175,7 @@ def flash_dmattn_varlen_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -184,7 +186,7 @@ def flash_dmattn_varlen_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
     grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -194,7 +196,7 @@ def flash_dmattn_varlen_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
     grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
@@ -203,7 +205,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
     max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
-    *, return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    *, return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor: ...
@@ -213,7 +215,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
     max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
-    *, return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    *, return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -223,8 +225,9 @@ def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
     max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., *, return_attn_probs: Literal[True],
-    return_lse: bool = ..., window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
-    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 @overload
@@ -232,8 +235,9 @@ def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
     max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *,
-    return_lse: bool = ..., window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
-    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 @overload
@@ -242,7 +246,7 @@ def flash_dmattn_varlen_kvpacked_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor: ...
@@ -253,7 +257,7 @@ def flash_dmattn_varlen_kvpacked_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+    return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -264,7 +268,7 @@ def flash_dmattn_varlen_kvpacked_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
     grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -274,7 +278,7 @@ def flash_dmattn_varlen_kvpacked_func(
     cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: str = ..., relative_bias: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
     grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
@@ -284,7 +288,7 @@ class FlashDmattnFunc(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-        return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: str = ...,
+        return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
         cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
         sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
     ) -> Tensor: ...
@@ -293,7 +297,7 @@ class FlashDmattnFunc(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-        return_lse: Literal[True], window_size: int | None = ..., sparse: str = ...,
+        return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
         cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
         sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
     ) -> tuple[Tensor, Tensor]: ...
@@ -302,7 +306,7 @@ class FlashDmattnFunc(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-        window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+        window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
         relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
         scale: float | Tensor | None = ...,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -311,9 +315,9 @@ class FlashDmattnFunc(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-        window_size: int | None = ..., sparse: str = ..., cache_seqlens: Tensor | None = ...,
+        window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
         relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
         scale: float | Tensor | None = ...,
     ) -> Tensor | tuple[Tensor, ...]: ...
 
-def flash_dmattn_func_auto(backend: str | None = ...) -> FlashDmattnFunc: ...
+def flash_dmattn_func_auto(backend: Backend | None = ...) -> FlashDmattnFunc: ...

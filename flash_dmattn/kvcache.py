@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import checks, ops
 from . import kvcache_composed as kvcache_composed  # implements an operator
@@ -98,7 +99,8 @@ def flash_dmattn_with_kvcache(
         (H, total_q) in natural logarithms, float32 (float64 for float64), -inf for a row without visible keys.
 
     Raises:
-        ValueError: an invalid shape or value.
+        ValueError: an invalid shape or value; on the CPU a NaN among a sequence's biases with window_size. On CUDA
+            this NaN fails a device-side assertion, which ends the CUDA context.
         TypeError: an invalid dtype or type.
         RuntimeError: tensors on different devices, kernels that were not built, or a tensor that requires grad while
             gradients are enabled: there are none.
@@ -110,6 +112,7 @@ def flash_dmattn_with_kvcache(
     if isinstance(cache_seqlens, Tensor):
         tensors["cache_seqlens"] = cache_seqlens
     check_tensors(tensors)
+    refuse_transforms(tensors)
     check_query(query, cu_seqlens_q)
     if autocast_is_on(query.device):  # the cache cannot be copied
         query, key, value = (x if x is None else x.to(k_cache.dtype) for x in (query, key, value))
@@ -151,6 +154,18 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
             raise RuntimeError(
                 f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; "
                 "call it under torch.no_grad()"
+            )
+
+
+def refuse_transforms(tensors: dict[str, Tensor | None]) -> None:
+    """No transform of torch.func has a rule for a call that writes to its arguments."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and is_functorch_wrapped_tensor(tensor):
+            raise NotImplementedError(
+                f"flash_dmattn_with_kvcache is for inference and has no rule for transforms of torch.func, got {name} "
+                "of a transform"
             )
 
 

@@ -24,8 +24,8 @@ from .arguments import is_host_readable
 from .attend import attend, kernels_for
 from .call import Call, Varlen
 from .masks.choice import LIMITS
-from .masks.topk import refuse_nan, sequence_of_keys
-from .ops.list_sizes import MAX_TOPK_LIST_ROWS, list_capacity
+from .masks.topk import refuse_nan, sequence_of_keys, topk_keys
+from .ops.list_sizes import MAX_TOPK_LIST_ROWS
 from .ops.schema import KvCacheArguments
 
 CHECKS_DEVICES = os.environ.get("FLASH_DMATTN_CHECK") == "1"  # as in csrc/torch/checks.cpp
@@ -326,15 +326,12 @@ def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor
         positions int64 (B, Hkv, count), ascending, at least one column; 0 beyond the number of keys found.
         int64 (B, Hkv): the number of keys found.
     """
-    batch, keys, heads = bias.shape
+    batch, _, heads = bias.shape
     if count == 0:
         return lengths.new_zeros(batch, heads, 1), lengths.new_zeros(batch, heads)
-    lists, (begin, end), _ = ops.topk_lists(bias.transpose(1, 2), count, 1, lengths.int())
-    lists = lists.view(batch, heads, list_capacity(count, 1, keys))[..., :count]
-    # Lists are padded with -1 to a multiple of 64; memory beyond is uninitialized.
-    is_key = (torch.arange(count, device=bias.device) < end - begin) & (lists >= 0)
     # A head with too few keys gathers the first key, hidden: bits must not depend on uninitialized memory.
-    return lists.long().masked_fill(~is_key, 0), is_key.sum(dim=-1)
+    positions, is_key = topk_keys(bias.transpose(1, 2), count, lengths.int())
+    return positions, is_key.sum(dim=-1)
 
 
 def call_fixed(given: KvCacheArguments, keys: Keys) -> tuple[Tensor, Tensor]:
@@ -346,9 +343,9 @@ def call_fixed(given: KvCacheArguments, keys: Keys) -> tuple[Tensor, Tensor]:
 
 def call_packed(given: KvCacheArguments, sequences: Sequences, keys: Keys) -> tuple[Tensor, Tensor]:
     (key, value, *biases), counts, max_keys = keys
-    varlen = Varlen(given.cu_seqlens_q, offsets_of(counts), sequences.max_rows, max_keys)
     options = options_of(given) | {"relative_bias": given.relative_bias, "attn_bias": biases[0] if biases else None}
-    call = Call(given.query, key, value, varlen=varlen, **options)
+    call = Call(given.query, key, value, **options)
+    call.varlen = Varlen(given.cu_seqlens_q, offsets_of(counts), sequences.max_rows, max_keys)
     return attend_beside_filler(call) if has_filler(given) else attend(kernels_for(call.query), call)
 
 
@@ -393,7 +390,7 @@ def attend_to_gathered_keys(
     sinks: Tensor | None,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over GatheredKeys (csrc/torch/cuda_backend.h)."""
+    """(out, lse) over GatheredCache (csrc/torch/cuda_backend.h)."""
     if fallbacks.enabled():
         report(False)
     with torch.autocast(query.device.type, enabled=False):
@@ -404,9 +401,9 @@ def attend_to_gathered_keys(
                 return result
         options = {"softmax_scale": softmax_scale, "is_causal": is_causal, "softcap": softcap, "return_lse": True}
         options |= {"window_size": window_size, "relative_bias": relative_bias, "sinks": sinks}
-        if cu_seqlens_q is not None:
-            options["varlen"] = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         call = Call(query, key, value, attn_bias=bias, **options)
+        if cu_seqlens_q is not None:
+            call.varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return attend_beside_filler(call) if batch_invariant else attend(kernels_for(query), call)
 
 

@@ -51,6 +51,9 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: i
         indices: integers (total), the position of each token among the batch_size * seqlen.
         batch_size, seqlen: B and S.
 
+    Returns:
+        (batch_size, seqlen, ...) in hidden_states' dtype.
+
     Raises:
         ValueError: an invalid shape; on the CPU also indices out of range.
         TypeError: an argument that is no tensor, indices that are no integers, a size that is no int.

@@ -9,6 +9,7 @@ Tables of the same size add up: `alibi(slopes, R) + window(R, left, right)`. `de
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Te
 
     Returns:
         (1, H, 2 * max_distance + 1).
+
+    Raises:
+        TypeError, ValueError: a table that is not floating or whose shape is another, a max_distance that is no int or
+            not above the buckets of one distance each.
     """
     require_parameters("table", table, 2, "(buckets, H)")
     distance = distances(max_distance, table.device)
@@ -72,6 +77,9 @@ def alibi(slopes: Tensor, max_distance: int) -> Tensor:
 
     Returns:
         (1, H, 2 * max_distance + 1).
+
+    Raises:
+        TypeError, ValueError: slopes that are not floating or not (H), a max_distance that is no int or negative.
     """
     require_parameters("slopes", slopes, 1, "(H)")
     return (-wide(slopes)[:, None] * distances(max_distance, slopes.device).abs())[None]
@@ -79,7 +87,15 @@ def alibi(slopes: Tensor, max_distance: int) -> Tensor:
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
     """float32 (H): the slopes of ALiBi's paper, 2 ** (-8 (h + 1) / H) for H a power of two. For other H those of the
-    next lower power of two, followed by every second slope of the next higher one."""
+    next lower power of two, followed by every second slope of the next higher one.
+
+    Args:
+        heads: H.
+        device: the device of the slopes.
+
+    Raises:
+        TypeError, ValueError: heads that are no int or negative.
+    """
     heads = require_count("heads", heads)
     lower = 1 << heads.bit_length() - 1 if heads else 0
     own = [2 ** (-8 * (h + 1) / lower) for h in range(lower)]
@@ -87,7 +103,7 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     return torch.tensor([*own, *between], dtype=torch.float32, device=device)
 
 
-def kerple(scale: Tensor, shape: Tensor, max_distance: int, kind: str = "log") -> Tensor:
+def kerple(scale: Tensor, shape: Tensor, max_distance: int, kind: Literal["log", "power"] = "log") -> Tensor:
     """The kernel biases of KERPLE (Chi et al., 2022, arXiv:2205.09921), with one scale and one shape a head:
 
         kind="log"      -scale_h log(1 + shape_h |d|)
@@ -100,6 +116,10 @@ def kerple(scale: Tensor, shape: Tensor, max_distance: int, kind: str = "log") -
 
     Returns:
         (1, H, 2 * max_distance + 1).
+
+    Raises:
+        TypeError, ValueError: a scale or shape that is not floating or not (H), a max_distance that is no int or
+            negative, another kind.
     """
     for name, parameter in (("scale", scale), ("shape", shape)):
         require_parameters(name, parameter, 1, "(H)")
@@ -122,9 +142,13 @@ def sandwich(heads: int, max_distance: int, dim: int = 128, device: torch.device
         heads: H.
         max_distance: at least the longest distance in a call: farther keys have the bias of this one.
         dim: even; 128 in the paper.
+        device: the device of the table.
 
     Returns:
         float32 (1, H, 2 * max_distance + 1).
+
+    Raises:
+        TypeError, ValueError: heads, a max_distance or a dim that is no int or negative, an odd dim.
     """
     heads, dim = require_count("heads", heads), require_count("dim", dim)
     if dim % 2:
@@ -139,10 +163,18 @@ def sandwich(heads: int, max_distance: int, dim: int = 128, device: torch.device
 def window(max_distance: int, left: int, right: int = 0, device: torch.device | str | None = None) -> Tensor:
     """A sliding window: 0 for the keys from `left` before the row's own to `right` after it, -inf for the others.
 
-    Blocks that it masks are skipped. max_distance must be above left and right, so that the clamped entries mask.
+    Blocks that it masks are skipped.
+
+    Args:
+        max_distance: above left and right, so that the clamped entries mask.
+        left, right: the number of keys before and after the row's own.
+        device: the device of the table.
 
     Returns:
         float32 (1, 1, 2 * max_distance + 1).
+
+    Raises:
+        TypeError, ValueError: an argument that is no int or negative, a max_distance that is not above left and right.
     """
     left, right = require_count("left", left), require_count("right", right)
     distance = distances(max_distance, device)
@@ -152,11 +184,14 @@ def window(max_distance: int, left: int, right: int = 0, device: torch.device | 
 
 
 def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The bias ({B|1}, {H|Hkv|1}, Sq, Sk) of a table, materialized: for other backends, tests and pictures.
+    """The bias of a table, materialized: for other backends, tests and pictures.
 
     Args:
         relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), or of a grid of h x w tokens ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1).
         seqlen_q, seqlen_k: Sq and Sk; for a grid both h * w.
+
+    Returns:
+        ({B|1}, {H|Hkv|1}, Sq, Sk) in the table's dtype.
 
     Raises:
         TypeError, ValueError: a table that is not floating or whose shape is another, lengths that are no ints or not

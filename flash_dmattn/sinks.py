@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from .arguments import require_device, require_float32_or, shape_of
 from .broadcast import is_one_of
@@ -28,7 +29,8 @@ def scale_of(lse: Tensor, sinks: Tensor) -> Tensor:
     """
     sinks = (sinks[:, None] if sinks.ndim == 1 else sinks).to(lse.dtype)
     is_empty, is_none = lse == -torch.inf, sinks == -torch.inf  # -inf - -inf is NaN
-    scale = torch.sigmoid((lse - sinks).masked_fill(is_empty | is_none, 0))
+    # The derivative of sigmoid is 0 where it rounds to 1: a small share of a sink would get no gradient.
+    scale = logsigmoid((lse - sinks).masked_fill(is_empty | is_none, 0)).exp()
     return scale.masked_fill(is_empty, 0).masked_fill(is_none, 1)
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from rows import Row  # noqa: E402
+from rows import BACKWARD, BOTH, FORWARD, Row  # noqa: E402
 
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 OURS = ("flash_dmattn", "triangle_attention")
 # Suites with peers.
 SUITES = ("dense", "sparse", "prefill", "decode", "serving", "train", "attention", "generate", "generate_batch")

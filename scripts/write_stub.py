@@ -22,7 +22,9 @@ from typing import Literal, Protocol, overload
 
 from torch import Tensor
 
+from .backends import Backend
 from .checks import AnyMask
+from .masks.choice import Sparse
 """
 
 NO, YES = "Literal[False]", "Literal[True]"
@@ -63,7 +65,7 @@ def stub() -> str:
         parts += [overload_of(name, function, *results) for results in (RESULTS if has_probs else RESULTS_OR_LSE)]
     calls = [overload_of("__call__", interface.flash_dmattn_func, *results, "self") for results in RESULTS]
     parts.append("class FlashDmattnFunc(Protocol):\n" + textwrap.indent("\n".join(calls), "    "))
-    parts.append("def flash_dmattn_func_auto(backend: str | None = ...) -> FlashDmattnFunc: ...")
+    parts.append("def flash_dmattn_func_auto(backend: Backend | None = ...) -> FlashDmattnFunc: ...")
     return "\n\n".join(parts) + "\n"
 
 

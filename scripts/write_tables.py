@@ -17,13 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from performance_bars import slower  # noqa: E402
-from rows import Row, read  # noqa: E402
+from rows import BACKWARD, BOTH, FORWARD, Row, read  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "measured.md")
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 MIB, GIB = 2**20, 2**30
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 OURS = "flash_dmattn"
 
 Text = Callable[[list[Row]], str]  # the rows of one workload to the text of a cell

@@ -38,8 +38,8 @@ from peers import (
     whole_call,
 )
 from problem import Problem, named, square, top_w
-from rows import Row
-from timing import BOTH, FORWARD, call_for, captured, host_seconds
+from rows import BOTH, FORWARD, Row
+from timing import call_for, captured, host_seconds
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func
 from flash_dmattn.masks import SPARSE

@@ -12,8 +12,8 @@ from frame import Demand, Setting, Suite
 from limit import limit_of
 from peers import CUDNN, FLASH2, FLASH4, FLEX, OURS, PEERS, SDPA, Build, has_flash_attention_4, ours
 from problem import Inputs, Problem, named, square
-from rows import Row
-from timing import BACKWARD, BOTH, FORWARD, Call, call_for
+from rows import BACKWARD, BOTH, FORWARD, Row
+from timing import Call, call_for
 
 from flash_dmattn import KeyIntervalMask
 

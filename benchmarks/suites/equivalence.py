@@ -41,8 +41,7 @@ from problem import (
 from report import console, describe, environment, progress, sentence
 from rich.markup import escape
 from rich.table import Table
-from rows import finite
-from timing import BACKWARD, FORWARD
+from rows import BACKWARD, FORWARD, finite
 from torch import Tensor
 
 from flash_dmattn import backends, flash_dmattn_func_auto

@@ -15,8 +15,7 @@ import torch
 from frame import MIB, Demand, Setting, Suite, positive
 from problem import Inputs, Problem, named
 from report import sentence
-from rows import Row
-from timing import BOTH
+from rows import BOTH, Row
 from torch import Tensor
 
 from flash_dmattn import flash_dmattn_func_auto

@@ -22,8 +22,7 @@ from frame import Demand, Setting, Suite, free_memory
 from peers import OURS, SDPA
 from problem import DTYPES
 from report import sentence
-from rows import Row
-from timing import BOTH
+from rows import BOTH, Row
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -44,7 +43,8 @@ from flash_dmattn.integrations.versions import CACHE
 
 EAGER = "eager"
 IMPLEMENTATIONS = {OURS: "flash_dmattn", SDPA: "sdpa", EAGER: "eager"}  # by the names of transformers
-DYNAMIC, STATIC = CACHES = ("dynamic", "static")
+STATIC = "static"
+CACHES = ("dynamic", STATIC)
 TRAINING_STEP, TOKEN = "training step", "generated token"
 NEW_TOKENS, WARM_UP_TOKENS = 64, 8
 

@@ -23,8 +23,7 @@ from frame import Demand, Setting, Suite
 from peers import OURS
 from problem import DTYPES
 from report import sentence
-from rows import Row
-from timing import BOTH, FORWARD
+from rows import BOTH, FORWARD, Row
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention

@@ -20,8 +20,8 @@ from frame import MIB, Demand, Setting, Suite
 from limit import limit_of
 from peers import FLEX, OURS, SDPA
 from problem import Inputs, Problem, named, square
-from rows import Row
-from timing import BACKWARD, BOTH, FORWARD, Call, Operation, call_for
+from rows import BACKWARD, BOTH, FORWARD, Row
+from timing import Call, Operation, call_for
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn.functional import scaled_dot_product_attention

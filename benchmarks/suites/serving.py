@@ -33,8 +33,8 @@ from peers import (
     whole_call,
 )
 from problem import Inputs, Problem, named, shrunk, square, top_w
-from rows import Row
-from timing import FORWARD, Call, captured
+from rows import FORWARD, Row
+from timing import Call, captured
 from torch import Tensor
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_with_kvcache

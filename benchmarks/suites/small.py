@@ -13,8 +13,8 @@ import torch
 from frame import Demand, Setting, Suite
 from peers import OURS, SDPA, sdpa_in_its_layout, whole_call
 from problem import Problem, named, square
-from rows import Row
-from timing import BOTH, FORWARD, Call, call_for
+from rows import BOTH, FORWARD, Row
+from timing import Call, call_for
 
 from flash_dmattn import flash_dmattn_func
 

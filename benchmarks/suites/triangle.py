@@ -18,8 +18,8 @@ from frame import Demand, Setting, Suite, free_memory
 from peers import SDPA
 from problem import DTYPES
 from report import sentence
-from rows import Row
-from timing import BACKWARD, BOTH, FORWARD, Call, Operation, call_for
+from rows import BACKWARD, BOTH, FORWARD, Row
+from timing import Call, Operation, call_for
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

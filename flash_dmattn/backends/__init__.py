@@ -18,9 +18,11 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
+from typing import Literal, get_args
 
 # Best first: flash_dmattn_func_auto selects the first available one.
-NAMES = ("cuda", "cpu", "triton", "flex", "reference")
+Backend = Literal["cuda", "cpu", "triton", "flex", "reference"]
+NAMES = get_args(Backend)
 
 
 def load(name: str) -> ModuleType:

@@ -16,9 +16,11 @@ from ..masks import KeyIntervalMask, create_mask
 from ..masks.selection import topk_of_cache
 from ..masks.topk import sequence_of_keys
 from .paged import attend_to_pages
-from .transformers import NAMES, require_supported
+from .transformers import NAMES, register, require_supported
 from .versions import CACHE
 from .visible_keys import Pattern, VisibleKeys
+
+register()  # a process that unpickles a converted model imports this file alone
 
 
 def use_window_attention(model: nn.Module) -> None:

@@ -7,9 +7,11 @@ import importlib
 from torch import Tensor, nn
 
 from .. import relative
-from .transformers import NAME
+from .transformers import NAME, register
 from .versions import CACHE
 from .visible_keys import VisibleKeys
+
+register()  # a process that unpickles a converted model imports this file alone
 
 # The attention classes of transformers that get a subclass here, "Relative" + name, and their files.
 FILES = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..arguments import require_tensor, shape_of
 from ..broadcast import is_one_of
 from ..interface import flash_dmattn_func
+from ..masks.choice import Sparse
 
 
 def window_attention(
@@ -25,7 +26,7 @@ def window_attention(
     deterministic: bool = False,
     *,
     return_lse: bool = False,
-    sparse: str = "auto",
+    sparse: Sparse = "auto",
     relative_bias: Tensor | None = None,
     grid: tuple[int, int] | None = None,
     sinks: Tensor | None = None,

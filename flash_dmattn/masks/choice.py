@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,8 @@ from ..ops.schema import MaskTensors
 from .base import Mask, PackedMask, Problem
 from .lists import KeyLists, build_lists
 
-SPARSE = ("auto", "tiles", "lists")
+Sparse = Literal["auto", "tiles", "lists"]
+SPARSE = get_args(Sparse)
 
 # Lists serve where they hold less than this share of the keys that tiles visit. Measured on the CPU (AVX2, float32, S
 # from 2048 to 8192, D = 64, causal top-k and random masks; forward + backward, lists relative to tiles): 0.28 to 0.36
@@ -46,7 +49,7 @@ CUDA_MIN_LENGTHS = (256, 2048)
 LIMITS = (CPU_MIN_KEYS, CUDA_MIN_KEYS, *CUDA_MIN_LENGTHS)
 
 
-def choose(mask: Mask, sparse: str, needs_grad: bool, problem: Problem) -> Mask:
+def choose(mask: Mask, sparse: Sparse, needs_grad: bool, problem: Problem) -> Mask:
     """The mask, or its lists, as the compiled kernels shall read it.
 
     | condition, with sparse="auto"                        | form                                                      |
@@ -90,7 +93,7 @@ def can_dispatch_on_device(mask: Mask, bias: Tensor | None, problem: Problem) ->
     return whole and large and some and (bias is None or statically_true(bias.shape[2] == 1))
 
 
-def why_tiles(mask: Mask, bias: Tensor | None, deterministic: bool, problem: Problem) -> str | None:
+def why_tiles(mask: Mask, deterministic: bool, problem: Problem) -> str | None:
     """For the log: why sparse="auto" reads a mask on CUDA by tiles that may show few keys, and what to change."""
     if mask.has_lists or mask.device.type == "cpu":
         return None

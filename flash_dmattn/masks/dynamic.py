@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import Literal
 
 import torch
 from einops import rearrange, repeat
@@ -36,7 +37,7 @@ def create_mask(
     window_size: int,
     min_dtype: float,
     block_size: int | None = None,
-    type: str = "topk",
+    type: Literal["topk", "relu"] = "topk",
 ) -> Tensor:
     """The dynamic mask of a bias: for every row, the candidate keys that the bias selects.
 

@@ -198,9 +198,13 @@ class KeyIntervalMask(Container, Mask):
         return union(self, other) if isinstance(other, KeyIntervalMask) else NotImplemented
 
     def to_dense(self, seqlen_q: int | None = None) -> Tensor:
-        """bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible. Sq is `rows`, or Sk where `rows` is None.
+        """bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible. Sq is by default `rows`, or Sk where `rows` is None.
 
         A mask of variable length has no dense form; use `sequence` for each of its sequences.
+
+        Raises:
+            ValueError: a mask of variable length, a negative seqlen_q, one other than `rows`.
+            TypeError: a seqlen_q that is no int.
         """
         rows = torch.arange(self._rows(seqlen_q), dtype=torch.int32, device=self.device)[:, None]
         return (self.start[:, :, None] <= rows) & (rows < self.end[:, :, None])
@@ -212,7 +216,11 @@ class KeyIntervalMask(Container, Mask):
         return visible.sum() / max(rows * visible.numel(), 1)
 
     def sequence(self, first: int, last: int) -> KeyIntervalMask:
-        """The keys first .. last - 1 of a mask of variable length, one sequence, as a mask (1, {H|Hkv|1}, Sk)."""
+        """The keys first .. last - 1 of a mask of variable length, one sequence, as a mask (1, {H|Hkv|1}, Sk).
+
+        Raises:
+            ValueError: a mask of fixed length.
+        """
         if not self.is_varlen:
             raise ValueError(f"only a mask {VARLEN} has sequences, got {tuple(self.shape)}")
         return self._of_same_kind(self.intervals[:, first:last].transpose(1, 2)[:, None])
@@ -238,7 +246,11 @@ class KeyIntervalMask(Container, Mask):
 
     @classmethod
     def causal(cls, seqlen_q: int, seqlen_k: int, device: torch.device | str | None = None) -> KeyIntervalMask:
-        """Row i sees the keys j <= i + (Sk - Sq): aligned to the bottom right corner. (1, 1, Sk)."""
+        """Row i sees the keys j <= i + (Sk - Sq): aligned to the bottom right corner. (1, 1, Sk).
+
+        Raises:
+            TypeError, ValueError: a length that is no int, negative or above 2^30.
+        """
         start = own_rows(seqlen_q, seqlen_k, device).clamp_(min=0)
         return cls(start, torch.full_like(start, NEVER), rows=seqlen_q)
 
@@ -257,6 +269,10 @@ class KeyIntervalMask(Container, Mask):
             window_size: the number of keys that a row sees, up to key i + (Sk - Sq); or (left, right): the number of
                 keys before and after that key.
             device: the device of the mask.
+
+        Raises:
+            TypeError, ValueError: a length that is no int, negative or above 2^30; a window_size that is neither an int
+                nor two, or negative.
         """
         accepted = "an int or a tuple (left, right)"
         if isinstance(window_size, tuple):
@@ -318,6 +334,10 @@ class KeyIntervalMask(Container, Mask):
             real: bool or integers (B, Sk), nonzero = a real key; or integers (B): the number of real keys, which come
                 first. On the CPU the lengths are checked: 0 to Sk.
             seqlen_k: Sk, with lengths (B).
+
+        Raises:
+            TypeError: real that is neither bool nor integers, a seqlen_k that is no int.
+            ValueError: a shape that is neither, lengths without seqlen_k; on the CPU lengths out of range.
         """
         require_integers("real", real, or_bool=True)
         if real.ndim == 1 and real.dtype != torch.bool and seqlen_k is not None:

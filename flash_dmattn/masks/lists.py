@@ -52,17 +52,25 @@ class KeyLists(Container, Mask):
     Built once, from a mask (`build`) or from an indexer's keys (`from_indices`), the lists serve any number of layers
     and their backward passes, as `attn_mask`. They copy the intervals of a mask, but no bool mask and no indices: if
     these are edited in place, they no longer fit the lists.
+
+    Attributes:
+        keys: int32 (capacity): list after list, each ascending and padded with -1 to a multiple of 64.
+        spans: int64 (2, batches, heads, m_blocks): where each list begins and ends in `keys`.
+        rows: int32 (capacity, 4): a bit for each of the 128 rows that may see a key. None where all rows see it, or
+            where intervals show it; (0, 4) or (0, 2) for indices that whole tiles of rows share.
+        mask: what the lists were built from: the bool tensor, the KeyIntervalMask, or the indices.
+        seqlen_q, seqlen_k: the number of query rows and of keys; for variable length bounds on the sequences.
+        is_causal: whether the lists leave out keys that causality hides.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1), or None for fixed length.
     """
 
-    keys: Tensor  # int32 (capacity): list after list, each padded with -1 to a multiple of 64
-    spans: Tensor  # int64 (2, batches, heads, row tiles): where each list begins and ends in `keys`
-    # int32 (capacity, 4): a bit for each of the 128 rows that may see a key. None where all rows see it, or where
-    # intervals show it; (0, 4) or (0, 2) for indices that whole tiles of rows share
+    keys: Tensor
+    spans: Tensor
     rows: Tensor | None
-    mask: Tensor | KeyIntervalMask | KeyIndices  # what the lists were built from
-    seqlen_q: int  # for variable length, as seqlen_k, a bound on the sequences
+    mask: Tensor | KeyIntervalMask | KeyIndices
+    seqlen_q: int
     seqlen_k: int
-    is_causal: bool = False  # whether the lists leave out keys that causality hides
+    is_causal: bool = False
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
 
@@ -85,6 +93,9 @@ class KeyLists(Container, Mask):
             seqlen_k: the number of keys, by default the mask's last dimension; for variable length max_seqlen_k.
             is_causal: leaves out keys that causality hides. The lists then serve calls with is_causal=True only.
             cu_seqlens_q, cu_seqlens_k: int32 (B + 1), for variable length. Their values are not checked on CUDA.
+
+        Returns:
+            Lists of the mask's batch elements, for variable length of the B sequences, and of the mask's heads.
 
         Raises:
             ValueError: an invalid shape or value, or only one of cu_seqlens_q and cu_seqlens_k.
@@ -149,6 +160,9 @@ class KeyLists(Container, Mask):
             tile_rows: the number of consecutive query rows, counted from the first of the sequence, that share a row of
                 indices.
             mask: a KeyIntervalMask that hides indexed keys: documents, padding, a window.
+
+        Returns:
+            Lists of the batch elements and heads of indices and mask, for variable length of the B sequences.
 
         Raises:
             ValueError: an invalid shape or value. An index out of range raises on the CPU, and on CUDA with
@@ -238,7 +252,7 @@ class KeyLists(Container, Mask):
         return self.keys.device
 
     def lengths(self) -> Tensor:
-        """int64 (batches, heads, row tiles): the length of each list, with its padding."""
+        """int64 (batches, heads, m_blocks): the length of each list, with its padding."""
         return self.spans[1] - self.spans[0]
 
     def density(self) -> float:
@@ -383,7 +397,7 @@ def list_indices(source: KeyIndices, problem: Problem) -> KeyLists:
     # The operator reports a wrong number of rows of indices, for the given tile_rows.
     has_tiles = indices.ndim == 4 and (cu_seqlens_q is not None or indices.shape[2] <= 1)
     if has_tiles and min(tile_rows, MAX_TILE_ROWS) >= problem.seqlen_q:
-        # All rows share their indices, like whole row tiles.
+        # All rows share their indices, like whole m_blocks.
         tile_rows = min(-(-tile_rows // LIST_ROWS) * LIST_ROWS, MAX_TILE_ROWS)
         source = KeyIndices(indices, tile_rows, shown, problem.seqlen_k)
     intervals = None if shown is None else shown.intervals

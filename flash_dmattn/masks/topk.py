@@ -179,8 +179,10 @@ def topk_ends_of_last(bias: Tensor, window_size: int, rows: int) -> Tensor:
     return ends.new_zeros(heads, keys + 1).scatter_(-1, candidates, ends)[:, :keys]  # the last column is dropped
 
 
-def topk_keys(bias: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def topk_keys(bias: Tensor, count: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The `count` best keys of biases (batches, heads, n), count <= n.
+
+    lengths: int32 (batches): the number of keys to select from, which come first. Requires list kernels.
 
     Returns:
         keys int64 (batches, heads, count), ascending; and bool of the same shape, False for missing entries, whose key
@@ -188,7 +190,7 @@ def topk_keys(bias: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     batches, heads, length = bias.shape
     if has_list_kernels(bias):
-        keys, (begin, end), _ = ops.topk_lists(bias, count, 1, None)
+        keys, (begin, end), _ = ops.topk_lists(bias, count, 1, lengths)
         keys = keys.view(batches, heads, list_capacity(count, 1, length))[..., :count]
         # Lists are padded with -1 to a multiple of 64; memory beyond is uninitialized.
         is_valid = (torch.arange(count, device=bias.device) < end - begin) & (keys >= 0)

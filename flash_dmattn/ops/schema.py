@@ -22,7 +22,7 @@ class MaskTensors(NamedTuple):
     mask_tiles: Optional[Tensor] = None  # on CUDA, from pack_mask
     intervals: Optional[Tensor] = None  # int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends, or (2, total_k, heads)
     kv_indices: Optional[Tensor] = None  # int32 (capacity), list after list, padded with -1
-    kv_indptr: Optional[Tensor] = None  # int64 (2, {B|B/n|1}, {H|Hkv|1}, row tiles): where each list begins and ends
+    kv_indptr: Optional[Tensor] = None  # int64 (2, {B|B/n|1}, {H|Hkv|1}, m_blocks): where each list begins and ends
     # int32 (capacity, 4), a bit for each of the 128 rows of a list. (0, 4) or (0, 2) where each of the 128 or 64 rows
     # of a list sees all its keys
     kv_row_bits: Optional[Tensor] = None

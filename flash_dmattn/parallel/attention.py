@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..attend import add_row_bias, autocast, kernel_rows, unseen_keys, without_padding
-from ..biases import hides
+from ..attend import add_row_bias, autocast, kernel_rows, split_row_bias, without_padding
 from ..broadcast import expand_shared
 from ..interface import flash_dmattn_func
 from ..masks import KeyIntervalMask
+from ..masks.choice import Sparse
 from ..relative import shifted
 from ..sinks import apply_sinks
 from . import halo
@@ -21,6 +21,7 @@ from .agreement import EMPTY_SIGNATURE, agree, kinds_of, signature_of
 from .call import Mask, ShardedCall, check_call, check_lengths, check_whole
 from .dense import GatheredAttention, make_gather_plan
 from .groups import Group, exchange_on_host, resolve_group
+from .layout import Layout
 from .shards import Shards
 from .topk import plan_for_topk
 
@@ -40,9 +41,9 @@ def context_parallel_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     window_size: int | None = None,
-    sparse: str = "auto",
+    sparse: Sparse = "auto",
     cu_seqlens: Tensor | None = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     fixed_shapes: bool | None = None,
     shard_lengths: Sequence[int] | None = None,
     relative_bias: Tensor | None = None,
@@ -223,11 +224,9 @@ def attend_with_all_gather(
 ) -> tuple[Tensor, Tensor]:
     """For rows that see most keys: all-gathers K and V."""
     query, bias, row_bias, unseen = call.query, call.attn_bias, None, None
-    if bias_kind == "row":  # as in interface.attend
-        row_bias, bias, bias_kind = expand_shared(bias, query.shape[0], query.shape[2]), None, None
-        masked_rows = hides(row_bias)
-        query = query.masked_fill(masked_rows.transpose(1, 2), 0)
-        unseen = unseen_keys(masked_rows, call.key.shape[2])
+    if bias_kind == "row":
+        query, row_bias, hidden_rows, unseen = split_row_bias(bias, query, call.key.shape[2])
+        bias = bias_kind = None
     zigzag, options = call.layout == "zigzag", call.options()
     relative_bias = call.relative_bias
     plan, bias = make_gather_plan(
@@ -238,4 +237,4 @@ def attend_with_all_gather(
     tables = [] if relative_bias is None else [shifted(relative_bias, r.distance_shift) for r in plan.row_ranges]
     out, lse = GatheredAttention.apply(plan, *kernel_rows(query, call.key, call.value), bias, *tables)
     out = without_padding(out, call.value.shape[-1])
-    return (out, lse) if row_bias is None else add_row_bias(out, lse, row_bias, masked_rows)
+    return (out, lse) if row_bias is None else add_row_bias(out, lse, row_bias, hidden_rows)

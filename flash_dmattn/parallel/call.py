@@ -19,7 +19,7 @@ from ..call import Call
 from ..masks import KeyIntervalMask, KeyLists, as_mask
 from ..masks.topk import refuse_nan
 from ..sinks import check_sinks
-from .layout import check_layout, zigzag_chunk_length
+from .layout import Layout, check_layout, zigzag_chunk_length
 
 Mask = Union[Tensor, KeyIntervalMask, None]
 
@@ -30,7 +30,7 @@ class ShardedCall(Call):
     and attn_mask is 4-dimensional bool or a KeyIntervalMask, of variable length if the call is."""
 
     cu_seqlens: Tensor | None = None
-    layout: str = "contiguous"
+    layout: Layout = "contiguous"
     fixed_shapes: bool | None = None
 
 

@@ -21,6 +21,7 @@ from .. import ops
 from ..attend import kernels_for, mask_operand
 from ..call import Options
 from ..masks import KeyIntervalMask, Problem, as_mask
+from ..masks.choice import Sparse
 from ..ops.schema import Arguments, MaskTensors
 from ..ops.transforms import savable
 from . import collectives
@@ -59,7 +60,7 @@ class GatherPlan:
     sequence_order: bool  # whether gathered zigzag shards are brought into the order of the sequence
     row_ranges: tuple[RowRange, ...]  # ordered by decreasing num_keys
     bias_is_sharded: bool  # a key bias, which is sharded like the keys
-    sparse: str
+    sparse: Sparse
     options: Options
     unseen: Tensor | None = None  # bool ({B|1}, 1, {Hkv|1}, 1): keys that this rank's rows do not see; they may be NaN
 
@@ -281,7 +282,7 @@ def make_gather_plan(
     mask_kind: str | None,
     bias: Tensor | None,
     bias_kind: str | None,
-    sparse: str,
+    sparse: Sparse,
     options: Options,
     by_distance: bool,
 ) -> tuple[GatherPlan, Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from . import collectives
 from .groups import Group, exchange_on_host, resolve_group
 from .shards import starts_of
 
-LAYOUTS = ("contiguous", "zigzag")
+Layout = Literal["contiguous", "zigzag"]
+LAYOUTS = get_args(Layout)
 Sharded = TypeVar("Sharded", Tensor, KeyIntervalMask)
 
 
@@ -49,7 +50,7 @@ def zigzag_positions(seqlen: int, rank: int, size: int, device: torch.device | s
 
 
 def positions(
-    seqlen: int, *, group: Group = None, layout: str = "contiguous", device: torch.device | str | None = None
+    seqlen: int, *, group: Group = None, layout: Layout = "contiguous", device: torch.device | str | None = None
 ) -> Tensor:
     """Positions of this rank's rows in the sequence, for example for rotary embeddings.
 
@@ -76,7 +77,7 @@ def positions(
     return torch.arange(starts[rank], starts[rank + 1], device=device)
 
 
-def shard(whole: Sharded, dim: int = 1, *, group: Group = None, layout: str = "contiguous") -> Sharded:
+def shard(whole: Sharded, dim: int = 1, *, group: Group = None, layout: Layout = "contiguous") -> Sharded:
     """This rank's shard of a tensor that every rank has whole. Differentiable.
 
     Args:
@@ -107,7 +108,7 @@ def shard(whole: Sharded, dim: int = 1, *, group: Group = None, layout: str = "c
 
 
 @torch.no_grad()
-def unshard(part: Tensor, dim: int = 1, *, group: Group = None, layout: str = "contiguous") -> Tensor:
+def unshard(part: Tensor, dim: int = 1, *, group: Group = None, layout: Layout = "contiguous") -> Tensor:
     """All-gathers the shards of a sequence: the inverse of `shard`. Contiguous shards may be uneven. No gradients.
 
     Args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -21,7 +23,7 @@ def create_mask(
     window_size: int,
     min_dtype: float,
     block_size: int | None = None,
-    type: str = "topk",
+    type: Literal["topk", "relu"] = "topk",
 ) -> Tensor:
     """`flash_dmattn.create_mask`. A padding mask may also be (B, Sq): the keys before these are visible."""
     if attention_mask is not None and attention_mask.ndim == 2 and attention_mask.shape[1] == query_len < key_len:

@@ -289,7 +289,7 @@ def test_what_a_long_workload_computes(workload):
 # --check
 
 
-def test_check_fails_what_is_too_slow(monkeypatch, capsys):
+def test_check_fails_what_is_too_slow(capsys):
     small = [problems.shrunk(one, 32) for one in dense.WORKLOADS["cpu"]]
     arguments = ["--device=cpu", "--dtype=float32", "--direction=forward", "--samples=1", "--threads=1", "--check"]
 
@@ -327,7 +327,8 @@ def test_rows_survive_the_file(tmp_path):
     assert again[0].get("sent_bytes") == 3 and again[0].figures["ratio"] == "inf"
 
 
-def test_update_replaces_rows_of_the_same_key(tmp_path):
+def test_update_replaces_rows_of_the_same_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_COMMIT", "1234abc")
     path = tmp_path / "kept.json"
     small = problems.shrunk(dense.WORKLOADS["cpu"][1], 32)
     name, of = small.name, ("float32", "forward", "SDPA", {"seconds": 5.0}, "", "old")
@@ -337,9 +338,16 @@ def test_update_replaces_rows_of_the_same_key(tmp_path):
     assert frame.main(suite, arguments) == 0
     found = {(row.workload, row.implementation): row for row in rows.read(path)}
     assert list(found) == [(name, "SDPA"), (name, "flash_dmattn"), ("another", "SDPA")]
-    assert found["another", "SDPA"].commit == "old" and found[name, "SDPA"].commit != "old"
+    assert found["another", "SDPA"].commit == "old" and found[name, "SDPA"].commit == "1234abc"
     with pytest.raises(SystemExit):
         frame.main(suite, [*arguments, "--shrink=2"])
+
+
+def test_update_takes_no_figures_of_changed_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLASH_DMATTN_COMMIT", f"1234abc{report.CHANGES}")
+    with pytest.raises(SystemExit):
+        frame.main(dense.SUITES["dense"], ["--device=cpu", f"--update={tmp_path / 'kept.json'}"])
+    assert "--update takes figures of a commit, got 1234abc + changes" in capsys.readouterr().err
 
 
 def test_the_tables_are_what_the_results_say(monkeypatch, capsys):

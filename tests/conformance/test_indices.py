@@ -17,7 +17,7 @@ def tiles(rows, tile_rows):
     return -(-rows // tile_rows)
 
 
-def check(path, tensors, indices, bias=None, *, tile_rows=1, mask=None, causal_lists=False, **options):
+def check(tensors, indices, bias=None, *, tile_rows=1, mask=None, causal_lists=False, **options):
     """Compares out, lse and every gradient with the reference; returns ours."""
     seqlen_q, seqlen_k = tensors[0].shape[1], tensors[1].shape[1]
     lists = KeyLists.from_indices(indices, seqlen_q, seqlen_k, causal_lists, tile_rows=tile_rows, mask=mask)
@@ -41,7 +41,7 @@ def test_lengths(path, seqlen_q, seqlen_k, tile_rows, causal):
     tensors = path.inputs(2, seqlen_q, seqlen_k, 4, 2, 64 if path.on_cuda else 16)
     for causal_lists in {False, causal} if path.on_cuda else {causal and tile_rows % 2 == 0}:
         options = {"tile_rows": tile_rows, "is_causal": causal, "causal_lists": causal_lists}
-        check(path, tensors, indices, path.randn(2, 2, 1, seqlen_k), **options)
+        check(tensors, indices, path.randn(2, 2, 1, seqlen_k), **options)
 
 
 def head_dim_cases():
@@ -63,10 +63,10 @@ def test_head_dims(path, head_dim, dtype, tile_rows, deterministic):
             bias.masked_fill_(torch.rand(bias.shape) < 0.2, -torch.inf)
         indices = rand_indices(1, 2, tiles(300, tile_rows), 60, keys=400, device=path.device)
         torch.manual_seed(1)
-        first = check(path, tensors, indices, bias, **options)
+        first = check(tensors, indices, bias, **options)
         if deterministic:
             torch.manual_seed(1)
-            again = check(path, tensors, indices.flip(-1).repeat(1, 1, 1, 2), bias, **options)
+            again = check(tensors, indices.flip(-1).repeat(1, 1, 1, 2), bias, **options)
             for name, x, y in zip(NAMES, first, again):
                 assert torch.equal(x, y), name
 
@@ -85,12 +85,12 @@ def test_head_groups(path, heads, kv_heads, head_dim, tile_rows):
     for of_indices in sorted({heads, kv_heads, 1}):
         for batches in (2, 1) if path.on_cuda else (4, 2, 1):
             indices = rand_indices(batches, of_indices, tiles(200, tile_rows), 12, keys=150, device=path.device)
-            check(path, tensors, indices, path.randn(1, heads, 1, 150), tile_rows=tile_rows)
+            check(tensors, indices, path.randn(1, heads, 1, 150), tile_rows=tile_rows)
             mask = helpers.rand_intervals(
                 1 if batches == 2 and path.on_cpu else batch, kv_heads, 150, rows=200, device=path.device
             )
             bias = path.randn(1, kv_heads, 1 if path.on_cuda else 200, 150)
-            check(path, tensors, indices, bias, tile_rows=tile_rows, mask=mask, is_causal=path.on_cuda)
+            check(tensors, indices, bias, tile_rows=tile_rows, mask=mask, is_causal=path.on_cuda)
 
 
 @on(*both("none"))
@@ -100,12 +100,12 @@ def test_rows_without_keys_are_zero(path, tile_rows):
     indices = rand_indices(2, 2, rows, 9, keys=100, device=path.device)
     indices[0] = -1
     indices[1, 1, rows // 2] = -1
-    out, lse, dq, dk, dv = check(path, tensors, indices, tile_rows=tile_rows, is_causal=True)
+    out, lse, dq, dk, dv = check(tensors, indices, tile_rows=tile_rows, is_causal=True)
     for x in (out[0], dq[0], dk[0], dv[0]):
         assert torch.equal(x, torch.zeros_like(x))
     assert (lse[0] == -torch.inf).all()
     nothing = torch.full((1, 1, rows, 0), 3, dtype=torch.int32, device=path.device)
-    assert (check(path, tensors, nothing, tile_rows=tile_rows)[0] == 0).all()
+    assert (check(tensors, nothing, tile_rows=tile_rows)[0] == 0).all()
 
 
 def garbage_cases():

@@ -6,6 +6,7 @@ from gpu_inputs import NEEDS_CUDA, on_gpu, randn
 from helpers import check
 
 from flash_dmattn import KeyLists, create_mask, flash_dmattn_func, flash_dmattn_func_auto, ops
+from flash_dmattn.ops.schema import Arguments, BackwardArguments
 
 pytestmark = NEEDS_CUDA
 
@@ -126,6 +127,27 @@ def test_empty_batches_and_rows(batch, heads):
     mask = torch.ones(batch, min(heads, 1), ROWS, KEYS, dtype=torch.bool, device="cuda")
     query, key, value = on_gpu(batch, ROWS, KEYS, heads, heads, 64)
     assert flash_dmattn_func(query, key, value, mask).shape == query.shape
+
+
+@pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
+def test_a_deterministic_gradient_of_a_relative_bias(case):
+    """The exact sums belong to both launches; the one that was not selected must not write its zeros."""
+    make, is_causal = MASKS[case]
+    mask, tensors, table = make(), on_gpu(1, ROWS, KEYS, 4, 2, 64), randn(1, 4, 513, dtype=torch.float32)
+    dout = torch.randn_like(tensors[0])
+
+    def gradient(masks):
+        options = {"softmax_scale": 0.125, "is_causal": is_causal, "deterministic": True}
+        arguments = Arguments(*tensors, relative_bias=table, **masks._asdict(), **options)
+        out, lse = ops.attention_forward(*arguments)
+        return ops.attention_backward(*BackwardArguments(dout, None, out, lse, False, True, *arguments))[-1]
+
+    if case in LONG:
+        alone = ops.MaskTensors(*ops.pack_mask(mask, ROWS, KEYS, is_causal, None, None))
+    else:
+        lists = KeyLists.build(mask, ROWS, KEYS, is_causal)
+        alone = ops.MaskTensors(kv_indices=lists.keys, kv_indptr=lists.spans, kv_row_bits=lists.rows)
+    assert torch.equal(gradient(list_mask(mask, is_causal)), gradient(alone))
 
 
 @pytest.mark.usefixtures("poisoned_allocations")

@@ -50,6 +50,11 @@ CALLS = {
         ["tiles instead of key lists: with a dense bias the device does not count the keys of a bool mask"],
         False,
     ),
+    "bool mask of a deterministic call": (
+        "call(256, 2048, attn_mask=torch.rand(1, 4, 256, 2048, device='cuda') < 0.1, deterministic=True)",
+        ["tiles instead of key lists: with deterministic=True the device does not count the keys of a bool mask"],
+        False,
+    ),
     "dense bias in float32": (
         "call(256, 2048, attn_bias=torch.randn(1, 4, 256, 2048, device='cuda'))",
         [

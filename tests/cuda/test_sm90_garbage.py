@@ -147,3 +147,25 @@ def test_sequences_of_nan_do_not_reach_others(head_dim, pairs, causal, poisoned_
         exact = run(reference, [x.double() for x in one], *in_double, *(x.double() for x in douts), is_causal=causal)
         ours = [out[None, q], lse[None, :, q], dq[None, q], dk[None, k], dv[None, k], *(alone(x) for x in dbias)]
         assert_close(ours, eager, exact, torch.bfloat16)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
+def test_a_bias_without_gradient_of_the_next_sequence_does_not_reach_this_one(head_dim, deterministic):
+    """The last block of 70 rows has the bias of the next sequence in it, which is NaN beyond that one's 8 keys."""
+    rows, keys = [70, 100], [264, 8]
+    cu_q, cu_k = offsets(rows), offsets(keys)
+    tensors = [randn(n, 2, head_dim).requires_grad_() for n in (sum(rows), sum(keys), sum(keys))]
+    bias, dout = randn(sum(rows), 2, max(keys)), randn(sum(rows), 2, head_dim)
+
+    def gradients(tensors, bias, dout, cu_q, cu_k):
+        options = {"deterministic": deterministic}
+        out = flash_dmattn_varlen_func(*tensors, None, bias, cu_q, cu_k, max(rows), max(keys), **options)
+        return torch.autograd.grad(out, tensors, dout)
+
+    bias[70:, :, 8:] = torch.nan
+    own = [x[:n].detach().requires_grad_() for x, n in zip(tensors, (70, 264, 264))]
+    expected = gradients(own, bias[:70], dout[:70], cu_q[:2], cu_k[:2])
+    for x, y in zip(gradients(tensors, bias, dout, cu_q, cu_k), expected):
+        assert x.isfinite().all()
+        torch.testing.assert_close(x[: len(y)], y, rtol=1e-2, atol=1e-3)

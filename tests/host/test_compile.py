@@ -48,7 +48,7 @@ def test_one_graph_for_all_lengths(case):
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for batch, seqlen in LENGTHS:
         if case == "lists" and seqlen <= 128:
-            continue  # one row tile: an input of size 1
+            continue  # one m_block: an input of size 1
         x = make(batch, seqlen)
         leaves = [y.requires_grad_() for y in inputs(batch, seqlen, seqlen, HEADS, 2, 8)]
         if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -198,3 +198,23 @@ def test_a_bias_of_nan_is_refused_in_a_graph():
     bias[0, 0, 0, 5] = torch.nan
     with pytest.raises(ValueError, match="bias must not be NaN"):
         torch.compile(windowed, fullgraph=True, backend="aot_eager")(query, key, value, bias)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5, 1), (3, 1, 1, 1), (1, 3, 1, 1), (0, 1, 1, 1)], ids=str)
+def test_a_bias_constant_along_the_keys_is_checked(shape):
+    """No operator reads it: a wrong size would change the size of the result."""
+    query, key, value = inputs(1, 1, 7, 1, 1, 8)
+    compiled = torch.compile(flash_dmattn_func, fullgraph=True, backend="aot_eager")
+    for function in (flash_dmattn_func, compiled):
+        with pytest.raises(Exception, match="attn_bias must be .*: dimension [0-2]"):
+            function(query, key, value, attn_bias=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("name, shape", [("attn_bias", (1, 1, 1, 1)), ("relative_bias", (1, 1, 3))])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32], ids=str)
+def test_biases_of_other_dtypes_are_refused(name, shape, dtype):
+    query, key, value = inputs(1, 1, 7, 1, 1, 8)
+    compiled = torch.compile(flash_dmattn_func, fullgraph=True, backend="aot_eager")
+    for function in (flash_dmattn_func, compiled):
+        with pytest.raises(Exception, match=f"{name} must be "):
+            function(query, key, value, **{name: torch.zeros(shape, dtype=dtype)})

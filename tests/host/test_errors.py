@@ -270,6 +270,11 @@ FIXED = {
         ValueError,
         "relative_bias must have an odd number of entries in dimension 2",
     ),
+    "relative_bias of 2^31 + 1 entries": (
+        lambda: call(relative_bias=torch.zeros(()).expand(1, 1, 2**31 + 1)),
+        ValueError,
+        r"relative_bias must have less than 2\^31 entries a head, got shape \(1, 1, 2147483649\)",
+    ),
     "relative_bias of 3 heads": (
         lambda: call(relative_bias=torch.zeros(1, 3, 9)),
         ValueError,
@@ -387,6 +392,30 @@ def test_fixed(case):
 
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
 ROWS = torch.randn(5, 2, 8)
+
+
+# Argument by argument as in flash-attn.
+FLASH_ATTN = {
+    "sliding window": (
+        lambda: call(window_size=(-1, 0)),
+        r"window_size must be an int, got \(-1, 0\): it is top-k selection; a sliding window is attn_mask=Key",
+    ),
+    "lengths after value": (
+        lambda: flash_dmattn_varlen_func(ROWS, ROWS, ROWS, CU, CU, 3, 3),
+        "attn_mask must be bool, got int32 of one dimension: attn_mask and attn_bias come before cu_seqlens",
+    ),
+    "lengths after qkv": (
+        lambda: flash_dmattn.flash_dmattn_varlen_qkvpacked_func(torch.stack([ROWS] * 3, dim=1), CU, 3),
+        "attn_mask must be bool, got int32 of one dimension: attn_mask and attn_bias come before cu_seqlens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLASH_ATTN)
+def test_calls_of_flash_attn(name):
+    function, message = FLASH_ATTN[name]
+    with pytest.raises(TypeError, match=message):
+        function()
 
 
 def varlen(mask=None, bias=None, cu_q=CU, cu_k=CU, max_q=3, max_k=3, rows=ROWS):
@@ -593,6 +622,20 @@ def test_what_is_no_tensor_without_a_compiled_module(monkeypatch, backend, name)
     tensors = {"query": Q, "key": K, "value": V, name: [1.0]}
     with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
         flash_dmattn_func_auto(backend)(**tensors)
+
+
+ARGUMENTS = {
+    "another name": ((Q, K, V), {"varlen": None}, "got an unexpected keyword argument 'varlen'"),
+    "too few": ((Q, K), {}, "missing a required argument: 'value'"),
+    "too many": ((Q, K, V, *[None] * 8), {}, "too many positional arguments"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_a_backend_by_name(name):
+    args, options, message = ARGUMENTS[name]
+    with pytest.raises(TypeError, match=message):
+        flash_dmattn_func_auto("reference")(*args, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -15,6 +15,7 @@ from programs import ROOT
 from flash_dmattn import KeyIntervalMask, fallbacks, flash_dmattn_func, flash_dmattn_func_auto
 from flash_dmattn.integrations.triangle import triangle_attention
 from flash_dmattn.masks import Problem, choice
+from flash_dmattn.masks.dense import BoolMask
 
 
 @pytest.fixture
@@ -80,17 +81,22 @@ def test_a_traced_call_is_one_graph(log):
     torch.compile(flash_dmattn_func, backend="eager", fullgraph=True)(*(rows(1, 4, 2, 12),) * 3)
 
 
-def test_why_tiles():
+def test_why_tiles(monkeypatch):
     """Meta tensors stand for CUDA's: their values cannot be read either."""
     problem = Problem(512, 4096)
     intervals = torch.zeros(1, 1, 4096, dtype=torch.int32, device="meta")
     known = KeyIntervalMask(intervals, intervals, keys_per_row=8, scattered=True)
     unknown = KeyIntervalMask(intervals, intervals, scattered=True)
     window = KeyIntervalMask(intervals, intervals)
-    assert choice.why_tiles(known, None, False, problem) is None
-    assert choice.why_tiles(window, None, False, problem) is None
-    assert "pass keys_per_row" in choice.why_tiles(unknown, None, False, problem)
-    assert choice.why_tiles(KeyIntervalMask.causal(4, 4), None, False, problem) is None
+    assert choice.why_tiles(known, False, problem) is None
+    assert choice.why_tiles(window, False, problem) is None
+    assert "pass keys_per_row" in choice.why_tiles(unknown, False, problem)
+    assert choice.why_tiles(KeyIntervalMask.causal(4, 4), False, problem) is None
+    bools = BoolMask(torch.ones(1, 1, 512, 4096, dtype=torch.bool, device="meta"))
+    assert choice.why_tiles(bools, True, problem) is None
+    monkeypatch.setattr(choice, "can_dispatch_on_device", lambda *args: True)
+    assert choice.why_tiles(bools, True, problem).startswith("with deterministic=True the device does not count")
+    assert choice.why_tiles(bools, False, problem).startswith("with a dense bias the device does not count")
 
 
 def run(*command, **variables):

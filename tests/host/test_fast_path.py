@@ -344,3 +344,12 @@ def test_the_fast_path_on_cuda(without_short_way, long_ways, masked, keys, needs
     assert not long_ways
     long = without_short_way(call)
     assert len(long_ways) == 1 and all(torch.equal(x, y) for x, y in zip(short, long))
+
+
+def test_a_bias_whose_negation_is_yet_to_be_done():
+    query, key, value = torch.randn(1, 1, 1, 8), torch.randn(1, 40, 1, 8), torch.randn(1, 40, 1, 8)
+    bias = torch.randn(1, 1, 1, 40, dtype=torch.complex64).conj().imag
+    assert bias.is_neg()
+    options = {"is_causal": True, "window_size": 4}
+    expected = flash_dmattn_func(query, key, value, attn_bias=bias.resolve_neg(), **options)
+    assert torch.equal(flash_dmattn_func(query, key, value, attn_bias=bias, **options), expected)

@@ -66,7 +66,7 @@ def test_a_key_mask_has_one_list_for_all_rows(is_causal):
     check_lists(everything, torch.ones(1, 1, 1, 200, dtype=torch.bool))
 
 
-def test_a_bound_spares_reading_the_lengths(monkeypatch):
+def test_a_bound_spares_reading_the_lengths():
     bias = torch.randn(2, 3, 1, 500)
     mask = KeyIntervalMask.topk(bias, 20)
     lists = KeyLists.build(mask, 500)
@@ -367,7 +367,7 @@ KERNEL_ERRORS = {
     ),
     "spans of other rows": (
         {"kv_indices": torch.zeros(64).int(), "kv_indptr": torch.zeros(2, 1, 1, 2).long()},
-        "kv_indptr must be of 1 row tiles, got 2",
+        "kv_indptr must be of 1 m_blocks, got 2",
     ),
     "spans beyond the keys": (
         {

@@ -1,6 +1,8 @@
 """Masks as containers of tensors: pytrees, moves, indexing, unions, batches of a DataLoader, saved files, export."""
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -64,11 +66,26 @@ def test_a_saved_mask_loads_with_weights_only(make):
     assert repr(loaded) == repr(mask) and torch.equal(attend(loaded), attend(mask))
 
 
+@EVERY_KIND
+def test_copies(make):
+    mask = make()
+    for again in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert repr(again) == repr(mask) and torch.equal(attend(again), attend(mask))
+
+
+@EVERY_KIND
+def test_masks_of_worker_processes(make):
+    masks = [make(), make()]
+    for again, mask in zip(DataLoader(masks, batch_size=None, num_workers=2), masks, strict=True):
+        assert repr(again) == repr(mask) and torch.equal(attend(again), attend(mask))
+
+
 def test_a_batch_of_masks():
     masks = [KeyIntervalMask.topk(torch.randn(1, 2, 9), window) for window in (2, 3, 4, 5)]
-    first, second = DataLoader(masks, batch_size=2)
-    assert (first.shape, first.keys_per_row, second.keys_per_row, first.rows) == ((2, 2, 9), 3, 5, 9)
-    assert torch.equal(second.to_dense(), torch.cat([mask.to_dense() for mask in masks[2:]]))
+    for workers in (0, 2):
+        first, second = DataLoader(masks, batch_size=2, num_workers=workers)
+        assert (first.shape, first.keys_per_row, second.keys_per_row, first.rows) == ((2, 2, 9), 3, 5, 9)
+        assert torch.equal(second.to_dense(), torch.cat([mask.to_dense() for mask in masks[2:]]))
     with pytest.raises(ValueError, match="collate needs masks .* with the same heads, keys and rows"):
         next(iter(DataLoader([masks[0], KeyIntervalMask.causal(9, 9)], batch_size=2)))
 

@@ -54,7 +54,7 @@ FIXED = {
     "intervals of 64 bits": ({"intervals": ints(2, 1, 1, 7).long()}, TypeError, "attn_mask.start must be int32"),
     "lists of 3 batch elements": (lists(3, 1, 1), ValueError, "kv_indptr must be of 4 batch elements or a number that"),
     "lists of 8 heads": (lists(1, 8, 1), ValueError, "kv_indptr must be of 4, 2 or 1 heads, got 8"),
-    "lists of 2 tiles": (lists(1, 1, 2), ValueError, "kv_indptr must be of 1 row tiles, got 2"),
+    "lists of 2 tiles": (lists(1, 1, 2), ValueError, "kv_indptr must be of 1 m_blocks, got 2"),
     "spans with gaps": (
         {**lists(), "kv_indptr": torch.zeros(2, 4, 2, 1).long().transpose(1, 2)},
         ValueError,
@@ -201,12 +201,12 @@ def test_negative_bounds_of_lists_are_refused(name):
 
 
 def test_lists_that_all_rows_share_are_one_a_sequence():
-    """More would be of row tiles that the lists do not have."""
+    """More would be of m_blocks that the lists do not have."""
     query, key, value = (torch.randn(1000, 1, 8) for _ in range(3))
     cu = torch.tensor([0, 1000], dtype=torch.int32)
     spans = torch.zeros(2, 1, 1, 2, dtype=torch.int64)
     sequences = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 1000, "max_seqlen_k": 1000}
-    with pytest.raises(ValueError, match="kv_indptr must be of 1 row tiles, got 2"):
+    with pytest.raises(ValueError, match="kv_indptr must be of 1 m_blocks, got 2"):
         ops.attention_forward(*Arguments(query, key, value, kv_indices=ints(8), kv_indptr=spans, **sequences))
 
 

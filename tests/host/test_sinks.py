@@ -104,3 +104,16 @@ def test_compile_and_torch_func():
     torch.testing.assert_close(torch.func.grad(layer)(sinks.detach()), expected)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(torch.autograd.grad(compiled(sinks), sinks)[0], expected)
+
+
+@pytest.mark.parametrize("sink", [-4.0, -10.0, -20.0])
+def test_a_sink_of_a_small_share_has_its_gradient(sink):
+    """In float32 sigmoid(lse - sink) rounds to 1 there."""
+    inputs_of_64_rows = [torch.randn(1, 64, 1, 16) for _ in range(4)]
+
+    def gradient(dtype):
+        query, key, value, dout = (x.to(dtype) for x in inputs_of_64_rows)
+        sinks = torch.tensor([sink], dtype=dtype, requires_grad=True)
+        return torch.autograd.grad(flash_dmattn_func(query, key, value, sinks=sinks), sinks, dout)[0].double()
+
+    torch.testing.assert_close(gradient(torch.float32), gradient(torch.float64), rtol=1e-4, atol=0)

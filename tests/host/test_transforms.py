@@ -6,7 +6,13 @@ import torch.autograd.forward_ad as forward_ad
 from helpers import inputs, rand_intervals, rand_mask, reference
 from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp, vjp, vmap
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func
+from flash_dmattn import (
+    KeyIntervalMask,
+    KeyLists,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    flash_dmattn_with_kvcache,
+)
 
 CALLS = 3  # of vmap
 
@@ -286,3 +292,19 @@ def test_vmap_over_no_elements(bias_dims):
     assert out.shape == query.shape
     (dquery,) = torch.autograd.grad(out.sum(), query)
     assert dquery.shape == query.shape
+
+
+@pytest.mark.parametrize("transform", ["jvp", "vmap", "functionalize"])
+def test_calls_that_write_to_a_cache_have_no_transforms(transform):
+    query, cache = torch.randn(2, 1, 4, 8), torch.randn(2, 20, 2, 8)
+
+    def call(query):
+        return flash_dmattn_with_kvcache(query, cache, cache, cache_seqlens=20)
+
+    transformed = {
+        "jvp": lambda: jvp(call, (query,), (query,)),
+        "vmap": lambda: vmap(call)(query[None]),
+        "functionalize": lambda: functionalize(call)(query),
+    }[transform]
+    with pytest.raises(NotImplementedError, match="no rule for transforms of torch.func, got query"):
+        transformed()

@@ -2,12 +2,14 @@
 
 import importlib
 import inspect
+import os
+import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
 from helpers import inputs, reference
+from programs import ROOT
 
 import flash_dmattn
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_varlen_func
@@ -213,9 +215,22 @@ def test_attention_of_transformers_refuses(options, message):
         forward(Layer(), *torch.randn(3, 1, 2, 5, 8), None, None, **options)
 
 
+IMPORTS = """
+import importlib, pkgutil, sys
+import flash_dmattn
+
+deprecated = {f"flash_dmattn.{name}" for name in sys.argv[1:]}
+names = {module.name for module in pkgutil.walk_packages(flash_dmattn.__path__, "flash_dmattn.")}
+for name in sorted(names - deprecated):
+    importlib.import_module(name)
+assert deprecated < names and not deprecated & sys.modules.keys()
+"""
+
+
 def test_the_package_itself_uses_no_deprecated_name():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)
-        flash_dmattn_func(*inputs())
-        for name in flash_dmattn.__all__:
-            getattr(flash_dmattn, name)
+    for module in ("transformers", "triton", "matplotlib"):
+        pytest.importorskip(module)
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", IMPORTS, *EXPORTS]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

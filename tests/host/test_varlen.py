@@ -55,6 +55,19 @@ def test_probabilities():
     assert (probs[1, :, :, 2:] == 0).all() and (probs[0, :, 3:] == 0).all()
 
 
+def test_probabilities_with_a_relative_bias_per_sequence():
+    cu = offsets([5, 0, 9])
+    query, key, value = (torch.randn(14, 2, 8, dtype=torch.bfloat16) for _ in range(3))
+    table = 4 * torch.randn(1, 2, 7, dtype=torch.bfloat16)
+    table[..., 0] = torch.finfo(torch.bfloat16).min
+
+    def probs(table):
+        options = {"relative_bias": table, "return_attn_probs": True}
+        return flash_dmattn_varlen_func(query, key, value, None, None, cu, cu, 9, 9, **options)[2]
+
+    assert torch.equal(probs(table.repeat(3, 1, 1)), probs(table))
+
+
 def test_unpadded_equals_padded():
     """A padded batch through unpad_input, attention and pad_input."""
     hidden = torch.randn(3, 50, 2, 16)

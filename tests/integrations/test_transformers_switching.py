@@ -1,5 +1,8 @@
 """Models that switch to flash_dmattn and back, and calls that are refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -143,3 +146,24 @@ def test_the_attention_implementation_keeps_its_name(name):
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             assert part.config._attn_implementation == "flash_dmattn"
+
+
+@pytest.mark.parametrize("name", ["doge", "t5", "umt5"])
+def test_another_process_unpickles_switched_models(name, tmp_path):
+    """It imports the file of the layer's class alone."""
+    model, ids = switched(build(name)).eval(), tokens()
+    arguments = {"input_ids": ids, "attention_mask": padding("left")}
+    if name != "doge":
+        arguments["decoder_input_ids"] = ids
+    path = tmp_path / "model.pt"
+    torch.save((model, arguments), path)
+    script = (
+        "import sys, torch\n"
+        "model, arguments = torch.load(sys.argv[1], weights_only=False)\n"
+        "torch.save(model(**arguments).logits.detach(), sys.argv[1])\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True)
+    with torch.no_grad():
+        expected = model(**arguments).logits
+    real = torch.ones_like(ids) if name != "doge" else arguments["attention_mask"]
+    torch.testing.assert_close(torch.load(path)[real.bool()], expected[real.bool()])

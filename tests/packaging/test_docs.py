@@ -79,6 +79,23 @@ def test_every_install_command_names_the_requirements_of_the_build():
     assert not workflows.is_dir() or named >= {"test.yml", "cuda.yml", "wheels.yml"}
 
 
+def test_every_page_names_the_supported_versions_of_transformers():
+    pytest.importorskip("transformers")
+    from flash_dmattn.integrations.versions import MAX_TRANSFORMERS, MIN_TRANSFORMERS
+
+    major, minor = map(int, MAX_TRANSFORMERS.split("."))
+    required = f"transformers>={MIN_TRANSFORMERS},<{major}.{minor + 1}"
+    assert set(re.findall(r'"(transformers>=.*?)"', (ROOT / "pyproject.toml").read_text())) == {required}
+    named = set()
+    for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:  # which names the versions of each release
+        text = " ".join(page.read_text().split())
+        ranges = re.findall(r"transformers \(?(\d+\.\d+) to (\d+\.\d+)", text)
+        assert set(ranges) <= {(MIN_TRANSFORMERS, MAX_TRANSFORMERS)}, page
+        assert set(re.findall(r"transformers[<>=][\d.,<>=]*", text)) <= {required}, page
+        named |= {page.relative_to(ROOT).as_posix()} if ranges else set()
+    assert named >= {"README.md", "docs/transformers.md", "docs/guides/transformers.md"}
+
+
 def test_the_tables_of_backends_name_them_all():
     (heading,) = re.findall(r"^\| \| (cuda .*) \|$", (ROOT / "docs" / "backends.md").read_text(), re.MULTILINE)
     assert tuple(heading.split(" | ")) == backends.NAMES

@@ -62,7 +62,8 @@ def refused() -> None:
     qkvpacked(x, x, x, softcap="1")  # type: ignore[call-overload]
     varlen_kvpacked(x, x, cache_seqlens=x)  # type: ignore[call-overload]
     with_kvcache(x, x, x)  # type: ignore[call-overload]
-    auto()(x, x, x, sparse=1)  # type: ignore[call-overload]
+    auto()(x, x, x, sparse="list")  # type: ignore[call-overload]
+    auto("gpu")  # type: ignore[arg-type]
     flash_dmattn.flash_dmattn_function  # type: ignore[attr-defined]
 """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import NAMES, assert_close, in_float64, reference
+from helpers import assert_close, in_float64, reference
 
 from flash_dmattn import KeyIntervalMask
 from flash_dmattn.parallel import context_parallel_attention, count_traffic
@@ -110,7 +110,8 @@ def of_rank(case, whole, dim, rank):
 
 
 def sharded(case, alone=False):
-    """(out, lse, dq, dk, dv, dbias) of this rank, in the world group or alone in a group of one, and its traffic."""
+    """(out, lse, dq, dk, dv, dbias, drelative_bias) of this rank, in the world group or alone in a group of one; and
+    its traffic."""
     of_each = [dist.new_group([rank]) for rank in range(dist.get_world_size())] if alone else None
     rank, group = (0, of_each[dist.get_rank()]) if alone else (dist.get_rank(), None)
     rows, mask, bias, dout, dlse = case.make()
@@ -151,7 +152,7 @@ def device_of_rank():
 
 
 def joined(case, parts):
-    """The whole (out, lse, dq, dk, dv, dbias) of the ranks' parts."""
+    """The whole (out, lse, dq, dk, dv, dbias, drelative_bias) of the ranks' parts."""
     results = []
     for i, tensors in enumerate(zip(*parts)):
         if case.relative is not None and i == len(parts[0]) - 1:
@@ -173,7 +174,7 @@ def joined(case, parts):
 
 
 def whole(case, dtype=None):
-    """(out, lse, dq, dk, dv, dbias) of the reference on one process."""
+    """(out, lse, dq, dk, dv, dbias, drelative_bias) of the reference on one process."""
     rows, mask, bias, dout, dlse = case.make()
     options = dict(case.options)
     for name in ("fixed_shapes", "shard_lengths", "sparse"):
@@ -220,12 +221,14 @@ def check(ranks, case):
     results, traffic = zip(*ranks.results(sharded, case))
     ours = joined(case, results)
     exact = whole(case, torch.float64)
+    biases = {"dbias": case.bias, "drelative_bias": case.relative}
+    names = ("out", "lse", "dq", "dk", "dv", *(name for name, shape in biases.items() if shape is not None))
     if case.dtype == torch.float64:
-        for name, x, y in zip(NAMES, ours, exact):
+        for name, x, y in zip(names, ours, exact, strict=True):
             assert x.shape == y.shape, name
             assert torch.allclose(x, y, rtol=0, atol=1e-11), f"{name} is off by {(x - y).abs().max()}"
     else:
-        assert_close(ours, whole(case), exact, case.dtype)
+        assert_close(ours, whole(case), exact, case.dtype, names)
     return traffic
 
 

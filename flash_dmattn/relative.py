@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from .arguments import require_count, require_floating, shape_of
+from .arguments import require_bool, require_count, require_floating, shape_of
 
 
 def distances(max_distance: int, device: torch.device | str | None = None) -> Tensor:
@@ -44,10 +44,11 @@ def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Te
         (1, H, 2 * max_distance + 1).
 
     Raises:
-        TypeError, ValueError: a table that is not floating or whose shape is another, a max_distance that is no int or
-            not above the buckets of one distance each.
+        TypeError, ValueError: a table that is not floating, whose shape is another or that has too few buckets, a
+            bidirectional that is no bool, a max_distance that is no int or not above the buckets of one distance each.
     """
     require_parameters("table", table, 2, "(buckets, H)")
+    require_bool("bidirectional", bidirectional)
     distance = distances(max_distance, table.device)
     buckets, first = table.shape[0], 0
     if bidirectional:
@@ -56,11 +57,11 @@ def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Te
     else:
         distance = (-distance).clamp(min=0)
     exact = buckets // 2
-    if not 0 < exact < max_distance:
-        raise ValueError(
-            f"max_distance must be above the {exact} buckets of one distance each, at least one, got {max_distance} "
-            f"and a table of {table.shape[0]} buckets"
-        )
+    if exact == 0:
+        fewest = 4 if bidirectional else 2
+        raise ValueError(f"table must have at least {fewest} buckets, got shape {shape_of(table)}")
+    if max_distance <= exact:
+        raise ValueError(f"max_distance must be above the {exact} buckets of one distance each, got {max_distance}")
     # In float32, as transformers computes it: a distance at the edge of a bucket stays in its bucket.
     far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
     far = (exact + far.long()).clamp(max=buckets - 1)
@@ -123,6 +124,8 @@ def kerple(scale: Tensor, shape: Tensor, max_distance: int, kind: Literal["log",
     """
     for name, parameter in (("scale", scale), ("shape", shape)):
         require_parameters(name, parameter, 1, "(H)")
+    if scale.shape != shape.shape:
+        raise ValueError(f"scale and shape must both be (H), got shapes {shape_of(scale)} and {shape_of(shape)}")
     scale, shape, distance = wide(scale)[:, None], wide(shape)[:, None], distances(max_distance, scale.device).abs()
     if kind == "log":
         return (-scale * torch.log1p(shape * distance))[None]
@@ -148,11 +151,11 @@ def sandwich(heads: int, max_distance: int, dim: int = 128, device: torch.device
         float32 (1, H, 2 * max_distance + 1).
 
     Raises:
-        TypeError, ValueError: heads, a max_distance or a dim that is no int or negative, an odd dim.
+        TypeError, ValueError: heads, a max_distance or a dim that is no int or negative, a dim that is odd or 0.
     """
     heads, dim = require_count("heads", heads), require_count("dim", dim)
-    if dim % 2:
-        raise ValueError(f"dim must be even, got {dim}")
+    if dim == 0 or dim % 2:
+        raise ValueError(f"dim must be even and positive, got {dim}")
     frequency = 10000.0 ** (-torch.arange(2, dim + 1, 2, dtype=torch.float64, device=device) / dim)
     # In float64: the angles of far distances are large.
     product = (distances(max_distance, device)[:, None] * frequency).cos().sum(1) - dim / 2

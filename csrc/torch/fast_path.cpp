@@ -88,7 +88,7 @@ struct CallMask {
     OptionalTensor visible;    // bool
     OptionalTensor intervals;  // of a KeyIntervalMask
     int64_t keys_per_row = -1;
-    bool scattered = false;
+    bool unstructured = false;
     int64_t window_size = -1;
 };
 
@@ -113,7 +113,7 @@ bool read_mask(CallMask& mask, py::handle given, int64_t rows) {
     const int64_t made_for = count_of(given.attr("rows"));
     mask.intervals = THPVariable_Unpack(intervals.ptr());
     mask.keys_per_row = count_of(given.attr("keys_per_row"));
-    mask.scattered = given.attr("scattered").ptr() == Py_True;
+    mask.unstructured = given.attr("unstructured").ptr() == Py_True;
     return (made_for == -1 || made_for == rows) && mask.keys_per_row != -2;
 }
 
@@ -131,7 +131,7 @@ bool is_prepared_here(const CallMask& mask, const Inputs& in, const Limits& limi
     }
     if (in.query.is_cpu()) return (!mask.visible && !mask.intervals) || keys < limits.cpu_keys;
     if (mask.visible) return rows < limits.cuda_mask_rows || keys < limits.cuda_mask_keys;
-    return !mask.scattered || mask.keys_per_row >= 0;
+    return !mask.unstructured || mask.keys_per_row >= 0;
 }
 
 // Sets the mask of the operator. The inputs have been checked.
@@ -139,7 +139,7 @@ void prepare(Inputs& in, const CallMask& mask, const Limits& limits) {
     const int64_t rows = in.query.size(1), keys = in.key.size(1);
     in.intervals = mask.intervals;
     int64_t keys_per_row = mask.keys_per_row;
-    bool scattered = mask.scattered;
+    bool unstructured = mask.unstructured;
     if (mask.visible) {
         in.mask = mask.visible;
         if (in.query.is_cuda())
@@ -156,9 +156,9 @@ void prepare(Inputs& in, const CallMask& mask, const Limits& limits) {
         }
         in.intervals = topk_intervals(*in.bias, mask.window_size, rows, std::nullopt, std::nullopt, std::nullopt);
         keys_per_row = mask.window_size;
-        scattered = true;
+        unstructured = true;
     }
-    if (in.intervals && in.query.is_cuda() && scattered && (needs_grad(in) || keys >= limits.cuda_keys)) {
+    if (in.intervals && in.query.is_cuda() && unstructured && (needs_grad(in) || keys >= limits.cuda_keys)) {
         Tensor row_bits;
         std::tie(in.kv_indices, in.kv_indptr, row_bits) =
             build_key_lists(std::nullopt, in.intervals, rows, keys, in.is_causal, std::nullopt, std::nullopt,

@@ -37,7 +37,7 @@ class Mask:
     # A bound: no n consecutive rows see more than keys_per_row + n - 1 different keys. None where it is unknown.
     keys_per_row: int | None = None
     # Whether the visible keys of a row lie far apart, so that hardly any tile of keys is fully masked.
-    scattered: bool = False
+    unstructured: bool = False
     # Whether the kernels gather listed keys (KeyLists), and whether only lists can represent the mask.
     has_lists: bool = False
     needs_lists: bool = False

@@ -32,7 +32,7 @@ CPU_MIN_KEYS = 512
 # top-k selected in the call, as CUDA graphs), speed of lists relative to tiles: the forward is 0.7 to 1.0 with fewer
 # keys than this, 1.0 to 1.2 with 256, 1.0 to 1.5 with 512, 1.1 to 3.2 and more from 1024 on; forward and backward are
 # 1.0 to 5.3 from 64 keys on, for every window. For sliding windows, whose tiles are empty or full, lists are up to a
-# third slower: on CUDA lists serve scattered masks only.
+# third slower: on CUDA lists serve unstructured masks only.
 CUDA_MIN_KEYS = 256
 # For a bool mask on CUDA the device uses lists where they hold at most half of all keys and at most this percentage of
 # the keys in tiles that are not empty, by head dimension. Measured on an H200 (bf16, S8192, causal top-k and random
@@ -45,7 +45,8 @@ CUDA_PERCENT_FORWARD = 90
 # Device-side dispatch costs 0.02 ms in a forward and in a backward, a small part of attention over so many rows and
 # keys.
 CUDA_MIN_LENGTHS = (256, 2048)
-# The fast path (csrc/torch/fast_path.cpp) serves calls below these: they use no lists but those of scattered intervals.
+# The fast path (csrc/torch/fast_path.cpp) serves calls below these: they use no lists but those of unstructured
+# intervals.
 LIMITS = (CPU_MIN_KEYS, CUDA_MIN_KEYS, *CUDA_MIN_LENGTHS)
 
 
@@ -57,7 +58,7 @@ def choose(mask: Mask, sparse: Sparse, needs_grad: bool, problem: Problem) -> Ma
     | KeyLists                                             | lists                                                     |
     | CPU, values readable                                 | lists where they are short, counted by building them      |
     | CPU, traced                                          | lists where keys_per_row shows that they are short        |
-    | CUDA, scattered KeyIntervalMask with keys_per_row    | lists; tiles for an inference call with few keys          |
+    | CUDA, unstructured KeyIntervalMask with keys_per_row | lists; tiles for an inference call with few keys          |
     | CUDA, large bool mask                                | tiles; then see `dispatch_on_device`                      |
     | else                                                 | tiles                                                     |
     """
@@ -68,7 +69,7 @@ def choose(mask: Mask, sparse: Sparse, needs_grad: bool, problem: Problem) -> Ma
     if sparse == "lists":
         return build_lists(mask, problem)
     if mask.device.type != "cpu":
-        pays = mask.scattered and mask.keys_per_row is not None
+        pays = mask.unstructured and mask.keys_per_row is not None
         few_keys = statically_true(problem.seqlen_k < CUDA_MIN_KEYS)
         return build_lists(mask, problem) if pays and (needs_grad or not few_keys) else mask
     if statically_true(problem.seqlen_k < CPU_MIN_KEYS):
@@ -98,7 +99,7 @@ def why_tiles(mask: Mask, deterministic: bool, problem: Problem) -> str | None:
     if mask.has_lists or mask.device.type == "cpu":
         return None
     if mask.operands().mask is None:
-        if mask.scattered and mask.keys_per_row is None:
+        if mask.unstructured and mask.keys_per_row is None:
             return "the mask's keys_per_row is not known without reading it: pass keys_per_row to KeyIntervalMask"
         return None
     if not can_dispatch_on_device(mask, None, problem):
@@ -123,14 +124,14 @@ def dispatch_on_device(
 
 
 def estimate_short(mask: Mask, problem: Problem) -> bool:
-    """Whether keys_per_row shows that the lists are short; for a scattered mask, whether it does not show that they are
-    long."""
+    """Whether keys_per_row shows that the lists are short; for an unstructured mask, whether it does not show that they
+    are long."""
     if mask.keys_per_row is None:
         return False
     rows, keys, is_causal, *_ = problem
     listed = longest_list(mask.keys_per_row, rows, keys) * row_tiles(rows)
     walked = CPU_CROSSOVER * walked_keys(rows, keys, is_causal)
-    return not statically_true(listed >= walked) if mask.scattered else statically_true(listed < walked)
+    return not statically_true(listed >= walked) if mask.unstructured else statically_true(listed < walked)
 
 
 def looks_dense(mask: Mask, problem: Problem) -> bool:

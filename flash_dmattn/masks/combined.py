@@ -23,7 +23,7 @@ def intersection(a: KeyIntervalMask, b: KeyIntervalMask) -> KeyIntervalMask:
         torch.maximum(start, others_start),
         torch.minimum(end, others_end),
         keys_per_row=min(bounds) if bounds else None,
-        scattered=a.scattered or b.scattered,
+        unstructured=a.unstructured or b.unstructured,
         rows=b.rows if a.rows is None else a.rows,
     )
 
@@ -77,7 +77,7 @@ def union(a: KeyIntervalMask, b: KeyIntervalMask) -> KeyIntervalMask:
     end = united(end, others_end, torch.maximum(end, others_end))
     is_bounded = None not in (a.keys_per_row, b.keys_per_row, rows)
     keys_per_row = count_keys_per_row(start, end, rows) if is_bounded and reads_values and not a.is_varlen else None
-    return type(a)(start, end, keys_per_row=keys_per_row, scattered=a.scattered and b.scattered, rows=rows)
+    return type(a)(start, end, keys_per_row=keys_per_row, unstructured=a.unstructured and b.unstructured, rows=rows)
 
 
 def count_keys_per_row(start: Tensor, end: Tensor, rows: int) -> int:

@@ -39,13 +39,13 @@ class KeyIntervalMask(Container, Mask):
             keys_per_row + n - 1 different keys. It saves reading the number back from the device. Too small a bound
             truncates the key lists: on the CPU that is an error where all lists together lack room; on CUDA the results
             are wrong and no error is raised.
-        scattered: whether the visible keys of a row lie far apart, so that hardly any tile of keys is fully masked, as
-            in the masks of `topk`. Affects only the speed.
+        unstructured: whether the visible keys of a row lie far apart, so that hardly any tile of keys is fully masked,
+            as in the masks of `topk`. Affects only the speed.
         rows: Sq, for fixed length, where the intervals fit only that number of rows, as those of `causal`,
             `sliding_window`, `documents` and `topk`. Calls with another number of rows raise an error.
 
     Attributes:
-        start, end, keys_per_row, scattered, rows: as given.
+        start, end, keys_per_row, unstructured, rows: as given.
         intervals: int32 (2, ...), starts and ends in one tensor.
 
     Raises:
@@ -60,7 +60,7 @@ class KeyIntervalMask(Container, Mask):
         end: Tensor,
         *,
         keys_per_row: int | None = None,
-        scattered: bool = False,
+        unstructured: bool = False,
         rows: int | None = None,
     ):
         for name, tensor in (("start", start), ("end", end)):
@@ -80,16 +80,16 @@ class KeyIntervalMask(Container, Mask):
             if start.ndim == 2:
                 raise ValueError(f"rows is for fixed length, got {rows} with start of shape {shape_of(start)}")
         self.intervals = torch.stack((start, end))
-        self.keys_per_row, self.scattered, self.rows = keys_per_row, scattered, rows
+        self.keys_per_row, self.unstructured, self.rows = keys_per_row, unstructured, rows
 
     @classmethod
     def _of(
-        cls, intervals: Tensor, keys_per_row: int | None = None, scattered: bool = False, rows: int | None = None
+        cls, intervals: Tensor, keys_per_row: int | None = None, unstructured: bool = False, rows: int | None = None
     ) -> KeyIntervalMask:
         """The mask of intervals (2, ...): starts and ends in one tensor, as the kernels read them."""
         mask = cls.__new__(cls)
         mask.intervals = intervals
-        mask.keys_per_row, mask.scattered, mask.rows = keys_per_row, scattered, rows
+        mask.keys_per_row, mask.unstructured, mask.rows = keys_per_row, unstructured, rows
         return mask
 
     def require_rows(self, name: str, seqlen_q: int) -> None:
@@ -230,8 +230,8 @@ class KeyIntervalMask(Container, Mask):
         return self._of_same_kind(self.intervals.clone())
 
     def _of_same_kind(self, intervals: Tensor) -> KeyIntervalMask:
-        """A mask of other intervals with the same keys_per_row, scattered and rows."""
-        return self._of(intervals, self.keys_per_row, self.scattered, self.rows)
+        """A mask of other intervals with the same keys_per_row, unstructured and rows."""
+        return self._of(intervals, self.keys_per_row, self.unstructured, self.rows)
 
     def _rows(self, seqlen_q: int | None) -> int:
         if self.is_varlen:
@@ -379,7 +379,7 @@ class KeyIntervalMask(Container, Mask):
         keys = bias.shape[-1]
         rows = keys if seqlen_q is None else require_position("seqlen_q", seqlen_q)
         intervals = operator_for(bias)(bias, min(window_size, keys), rows, None, None, None)
-        return cls._of(intervals, window_size, scattered=True, rows=rows)
+        return cls._of(intervals, window_size, unstructured=True, rows=rows)
 
     @classmethod
     def topk_varlen(
@@ -415,10 +415,10 @@ class KeyIntervalMask(Container, Mask):
             max_seqlen_k = require_length("max_seqlen_k", max_seqlen_k)
         window = min(window_size, bias.shape[0])
         intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
-        return cls._of(intervals, window_size, scattered=True)
+        return cls._of(intervals, window_size, unstructured=True)
 
 
-register(KeyIntervalMask, ("intervals",), ("keys_per_row", "scattered", "rows"))
+register(KeyIntervalMask, ("intervals",), ("keys_per_row", "unstructured", "rows"))
 
 
 def collate(masks: list[KeyIntervalMask], *, collate_fn_map: object = None) -> KeyIntervalMask:
@@ -438,7 +438,7 @@ def collate(masks: list[KeyIntervalMask], *, collate_fn_map: object = None) -> K
     return KeyIntervalMask._of(
         torch.cat([mask.intervals for mask in masks], dim=1),
         keys_per_row=None if None in bounds else max(bounds),
-        scattered=any(mask.scattered for mask in masks),
+        unstructured=any(mask.unstructured for mask in masks),
         rows=first.rows,
     )
 

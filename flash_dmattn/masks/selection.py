@@ -57,4 +57,4 @@ def topk_of_cache(bias: Tensor, window_size: int, seqlen_q: int, cache_seqlens: 
     # The ends of a square mask are key positions; shifting turns them into rows.
     square = KeyIntervalMask.topk(bias, window_size)
     intervals = (square.intervals - (keys - seqlen_q)).clamp_(min=0)
-    return KeyIntervalMask._of(intervals, square.keys_per_row, square.scattered, seqlen_q)
+    return KeyIntervalMask._of(intervals, square.keys_per_row, square.unstructured, seqlen_q)

@@ -201,7 +201,7 @@ def global_intervals(call: ShardedCall, shards: Shards) -> KeyIntervalMask:
     """The rows of the whole sequence that see each local key: mask, causality and packed sequences as intervals."""
     mask = call.attn_mask
     position = shards.local_positions(call.key.device, torch.int32)
-    keys_per_row, scattered = None, False
+    keys_per_row, unstructured = None, False
     if call.cu_seqlens is None:
         start, end = mask.intervals
     else:
@@ -214,9 +214,9 @@ def global_intervals(call: ShardedCall, shards: Shards) -> KeyIntervalMask:
         elif mask is not None:
             end = end.where(mask[:, :, 0], 0)
     if isinstance(mask, KeyIntervalMask):
-        keys_per_row, scattered = mask.keys_per_row, mask.scattered
+        keys_per_row, unstructured = mask.keys_per_row, mask.unstructured
     start = torch.maximum(start, position) if call.is_causal else start
-    return KeyIntervalMask._of(torch.stack(torch.broadcast_tensors(start, end)), keys_per_row, scattered)
+    return KeyIntervalMask._of(torch.stack(torch.broadcast_tensors(start, end)), keys_per_row, unstructured)
 
 
 def attend_with_all_gather(

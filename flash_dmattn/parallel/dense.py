@@ -309,7 +309,7 @@ def make_gather_plan(
         mask = plan.all_gather(mask.to(torch.uint8), 3).bool()  # NCCL does not support bool
     elif mask_kind == "intervals":
         intervals = (plan.all_gather(mask.intervals, 3) - shards.local_start).clamp_(0, length)
-        mask = KeyIntervalMask._of(intervals, mask.keys_per_row, mask.scattered, length)
+        mask = KeyIntervalMask._of(intervals, mask.keys_per_row, mask.unstructured, length)
     if isinstance(mask, Tensor):
         masks = [r.narrow(mask, 2) if mask.shape[2] == length else mask for r in row_ranges]
         masks = [x if mask_kind == "row" else x[..., : r.num_keys] for x, r in zip(masks, row_ranges)]

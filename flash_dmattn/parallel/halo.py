@@ -225,11 +225,11 @@ def add_received_grads(plan: HaloPlan, grad: Tensor, rows: Tensor) -> None:
 def mask_from_rows(shards: Shards, rows: Tensor, mask: KeyIntervalMask) -> KeyIntervalMask:
     """The mask of [fetched keys; local keys] from the exchanged rows (B, num_slots + S, H, 2) of `mask`."""
     intervals = rows.permute(3, 0, 2, 1) - shards.local_start
-    return local_mask(shards, intervals.clamp_(0, shards.local_length), mask.keys_per_row, mask.scattered)
+    return local_mask(shards, intervals.clamp_(0, shards.local_length), mask.keys_per_row, mask.unstructured)
 
 
-def local_mask(shards: Shards, intervals: Tensor, keys_per_row: int | None, scattered: bool) -> KeyIntervalMask:
-    return KeyIntervalMask._of(intervals.contiguous(), keys_per_row, scattered, shards.local_length)
+def local_mask(shards: Shards, intervals: Tensor, keys_per_row: int | None, unstructured: bool) -> KeyIntervalMask:
+    return KeyIntervalMask._of(intervals.contiguous(), keys_per_row, unstructured, shards.local_length)
 
 
 def plan_for_intervals(shards: Shards, mask: KeyIntervalMask, key_heads: int) -> HaloPlan:

@@ -45,7 +45,7 @@ def plan_for_topk(
     if fixed_shapes and ratio == 1:
         slots = [earlier[:, :, q, :count] for q, count in enumerate(earlier_capacities(shards, width)[:rank])]
         intervals = select_rows(shards, torch.cat([*slots, bias], dim=-1), window_size, cu_seqlens)
-        return plan_fixed(shards, None, width, keys), local_mask(shards, intervals, window_size, scattered=True)
+        return plan_fixed(shards, None, width, keys), local_mask(shards, intervals, window_size, unstructured=True)
     earlier = earlier.flatten(2)
     intervals = select_rows(shards, torch.cat([earlier, bias], dim=-1), window_size, cu_seqlens)
 
@@ -65,7 +65,7 @@ def plan_for_topk(
         plan = plan_exact(shards, needed_by, rank_starts.diff(dim=0), keys)
     fetched = fetched_intervals(intervals[..., : rank * width], needed, slots, plan.num_slots)
     intervals = torch.cat([fetched, intervals[..., rank * width :]], dim=-1)
-    return plan, local_mask(shards, intervals, window_size, scattered=True)
+    return plan, local_mask(shards, intervals, window_size, unstructured=True)
 
 
 def candidates(shards: Shards, bias: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
 def test_intervals_and_lists():
     tensors, bias = inputs(2, 7, 900, 4, 2, 16), torch.randn(2, 2, 1, 900)
     mask = rand_intervals(2, 2, 900, rows=7, longest=6)
-    scattered = rand_mask(1, 2, 7, 900, visible=0.1)
-    for given, dense in ((mask, mask.to_dense(7)), (scattered, scattered)):
+    unstructured = rand_mask(1, 2, 7, 900, visible=0.1)
+    for given, dense in ((mask, mask.to_dense(7)), (unstructured, unstructured)):
         for sparse in ("tiles", "lists"):
 
             def function(query, key, value, _, bias, given=given, sparse=sparse, **options):

@@ -85,8 +85,8 @@ def test_why_tiles(monkeypatch):
     """Meta tensors stand for CUDA's: their values cannot be read either."""
     problem = Problem(512, 4096)
     intervals = torch.zeros(1, 1, 4096, dtype=torch.int32, device="meta")
-    known = KeyIntervalMask(intervals, intervals, keys_per_row=8, scattered=True)
-    unknown = KeyIntervalMask(intervals, intervals, scattered=True)
+    known = KeyIntervalMask(intervals, intervals, keys_per_row=8, unstructured=True)
+    unknown = KeyIntervalMask(intervals, intervals, unstructured=True)
     window = KeyIntervalMask(intervals, intervals)
     assert choice.why_tiles(known, False, problem) is None
     assert choice.why_tiles(window, False, problem) is None

@@ -57,7 +57,7 @@ MASKED = {
     "bool": lambda rows: {"attn_mask": rand_mask(1, 1, rows, 11), "attn_bias": torch.randn(2, 4, rows, 11)},
     "bool of keys": lambda rows: {"attn_mask": rand_mask(2, 1, 1, 11)},
     "intervals": lambda rows: {"attn_mask": KeyIntervalMask.causal(rows, 11), "attn_bias": ROW_BIAS},
-    "scattered intervals": lambda rows: {
+    "unstructured intervals": lambda rows: {
         "attn_mask": KeyIntervalMask.topk(ROW_BIAS, 3, rows),
         "attn_bias": ROW_BIAS,
         "is_causal": True,

@@ -122,7 +122,7 @@ def test_masks_together():
     assert (KeyIntervalMask.sliding_window(7, 7, 5) & mask).keys_per_row == 2
     assert (KeyIntervalMask.causal(7, 7) & KeyIntervalMask.causal(7, 7)).keys_per_row is None
     top = KeyIntervalMask.topk(torch.randn(2, 1, 7), 3)
-    assert top.scattered and (mask & top).scattered and (top & mask).scattered and not mask.scattered
+    assert top.unstructured and (mask & top).unstructured and (top & mask).unstructured and not mask.unstructured
 
 
 def test_repr():
@@ -134,7 +134,7 @@ def test_repr():
 
 
 def test_to():
-    assert KeyIntervalMask.topk(torch.randn(1, 1, 7), 3).to("meta").scattered
+    assert KeyIntervalMask.topk(torch.randn(1, 1, 7), 3).to("meta").unstructured
     mask = KeyIntervalMask.sliding_window(4, 4, 2).to("meta")
     assert mask.device.type == "meta" and mask.end.device.type == "meta" and mask.keys_per_row == 2
 

@@ -169,9 +169,9 @@ def test_lists_are_selected_on_a_gpu_for_unstructured_masks(monkeypatch):
         keys = mask.shape[-1]
         return choice.choose(mask.to("meta"), "auto", needs_gradients, Problem(keys, keys, True))
 
-    scattered, window = KeyIntervalMask.topk(torch.randn(1, 1, 400), 300), KeyIntervalMask.sliding_window(400, 400, 30)
-    assert choose(scattered, False) == choose(scattered & window, False) == choose(scattered, True) == "lists"
-    without_bound = KeyIntervalMask(scattered.start, scattered.end, scattered=True)
+    topk, window = KeyIntervalMask.topk(torch.randn(1, 1, 400), 300), KeyIntervalMask.sliding_window(400, 400, 30)
+    assert choose(topk, False) == choose(topk & window, False) == choose(topk, True) == "lists"
+    without_bound = KeyIntervalMask(topk.start, topk.end, unstructured=True)
     assert choose(window, True) != "lists" and choose(without_bound, True) != "lists"
     few = KeyIntervalMask.topk(torch.randn(1, 1, 100), 30)
     assert choose(few, True) == "lists" and choose(few, False) != "lists"

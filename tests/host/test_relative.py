@@ -84,8 +84,9 @@ def test_sandwich():
     ours = relative.dense(relative.sandwich(heads, seqlen, dim), seqlen, seqlen)[0]
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="dim must be even, got 7"):
-        relative.sandwich(heads, seqlen, 7)
+    for wrong in (0, 7):
+        with pytest.raises(ValueError, match=f"dim must be even and positive, got {wrong}"):
+            relative.sandwich(heads, seqlen, wrong)
 
 
 def test_window():
@@ -119,6 +120,13 @@ def test_wrong_parameters_are_refused():
         (lambda: relative.t5(torch.zeros(8)), ValueError, r"table must be \(buckets, H\), got shape \(8,\)"),
         (lambda: relative.t5(torch.zeros(8, 2).int()), TypeError, "table must be floating, got int32"),
         (lambda: relative.t5(torch.zeros(64, 2), max_distance=16), ValueError, "max_distance must be above the 16"),
+        (lambda: relative.t5(torch.zeros(2, 2)), ValueError, r"table must have at least 4 buckets, got shape \(2, 2\)"),
+        (lambda: relative.t5(torch.zeros(8, 2), "no"), TypeError, "bidirectional must be a bool, got str"),
+        (
+            lambda: relative.kerple(torch.rand(4), torch.rand(3), 5),
+            ValueError,
+            r"scale and shape must both be \(H\), got shapes \(4,\) and \(3,\)",
+        ),
         (lambda: relative.alibi(torch.zeros(2, 2), 9), ValueError, r"slopes must be \(H\), got shape \(2, 2\)"),
         (lambda: relative.alibi(torch.zeros(2), -1), ValueError, "max_distance must not be negative, got -1"),
         (lambda: relative.window(9, -1), ValueError, "left must not be negative, got -1"),

@@ -57,7 +57,8 @@ class Call:
     grid: tuple[int, int] | None = None
     sinks: Tensor | None = None
     scale: float | Tensor | None = None  # deprecated: softmax_scale
-    varlen: Varlen | None = field(default=None, init=False)  # the other arguments are those of `flash_dmattn_func`
+    # Set after construction: users pass arguments to Call (`flash_dmattn_func_auto`). dataclasses.replace drops it.
+    varlen: Varlen | None = field(default=None, init=False)
 
     def options(self) -> Options:
         """Needs query of at least one dimension, and a softmax_scale that is no tensor."""

@@ -36,6 +36,7 @@ from .sinks import check_sinks
 FLOAT32_MAX = torch.finfo(torch.float32).max
 AnyMask = Union[Tensor, KeyIntervalMask, KeyLists, None]
 NO_MASK = MaskTensors()
+BIAS_DIMENSIONS = "({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1})"  # of fixed length
 # None stands for these values, as in upstream's flash-dmattn.
 NONE_MEANS = {"is_causal": False, "softcap": 0.0, "deterministic": False, "return_attn_probs": False}
 
@@ -165,6 +166,8 @@ def check_tensors(call: Call, mask: MaskTensors, bias: Tensor | None) -> None:
             require_tensor("attn_bias", bias)
         if call.varlen is not None:
             check_totals(call, mask, bias)
+        elif bias is not None and bias.ndim != 4:
+            raise ValueError(f"attn_bias must be {BIAS_DIMENSIONS}, got shape {shape_of(bias)}")
     elif call.varlen is None:
         checker.check_fixed(query, key, value, mask.mask, mask.intervals, bias, call.cache_seqlens)
     else:
@@ -186,8 +189,7 @@ def check_row_bias(call: Call) -> None:
     ):
         if not fits:
             raise ValueError(
-                "attn_bias must be ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}): "
-                f"dimension {dim} does not fit {size}, got shape {shape_of(bias)}"
+                f"attn_bias must be {BIAS_DIMENSIONS}: dimension {dim} does not fit {size}, got shape {shape_of(bias)}"
             )
 
 

@@ -301,9 +301,11 @@ def flash_dmattn_func_auto(backend: Backend | None = None) -> Callable[..., Tens
     def function(*args, **kwargs):
         try:
             call = Call(*args, **kwargs)
-        except TypeError:  # its message names Call
-            inspect.signature(flash_dmattn_func).bind(*args, **kwargs)
-            raise
-        return attend(module, call)
+        except TypeError as raised:  # its message names Call
+            error = raised
+        else:
+            return attend(module, call)
+        inspect.signature(flash_dmattn_func).bind(*args, **kwargs)
+        raise error
 
     return function

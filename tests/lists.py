@@ -13,8 +13,8 @@ def check_lists(lists, dense):
     spans, all_keys = lists.spans.cpu().flatten(1), lists.keys.cpu()
     all_rows, dense = None if lists.rows is None else lists.rows.cpu(), dense.cpu()
     assert (lists.batches, lists.heads) == tuple(dense.shape[:2])
-    assert lists.row_tiles == (1 if lists.row_broadcast else -(-dense.shape[2] // 128))
-    tiles = itertools.product(dense.flatten(0, 1), range(lists.row_tiles))
+    assert lists.num_m_blocks == (1 if lists.row_broadcast else -(-dense.shape[2] // 128))
+    tiles = itertools.product(dense.flatten(0, 1), range(lists.num_m_blocks))
     for (begin, end), (visible, number) in zip(spans.T.tolist(), tiles, strict=True):
         tile = visible if lists.row_broadcast else visible[128 * number : 128 * (number + 1)]
         keys = tile.any(dim=0).nonzero().flatten()

@@ -15,10 +15,10 @@ using OptionalSymInt = std::optional<c10::SymInt>;
 //   query                (B, Sq, H, D), or of variable length (total_q, H, D)
 //   key, value           (B, Sk, Hkv, D), or (total_k, Hkv, D)
 //   bias                 ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, Sk), or (total_k, heads), or (total_q, heads, max_seqlen_k)
-//   relative_bias        ({B|1}, {H|Hkv|1}, 2 R + 1), or of a grid h x w tokens ({B|1}, {H|Hkv|1}, 2 h - 1, 2 w - 1);
+//   relative_bias        ({B|1}, {H|Hkv|1}, 2 R + 1), or a grid of h x w tokens ({B|1}, {H|Hkv|1}, 2 h - 1, 2 w - 1);
 //                        float32, or float64 beside a float64 query (RelativeBiasView in params.h)
 //   mask                 bool in the bias's shapes. On CUDA the bits that pack_mask made: int32, 32 keys per word
-//   mask_tiles           on CUDA, beside mask: uint8, nine bytes for each tile of 64 x 64 scores
+//   mask_tiles           on CUDA, beside mask: uint8, nine bytes for each block of 64 x 64 scores
 //   intervals            int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends, or (2, total_k, heads)
 //   kv_indices           int32 (capacity), the keys of all lists, padded with -1 (KeyListsView in params.h)
 //   kv_indptr            int64 (2, {B|B/n|1}, {H|Hkv|1}, m_blocks), where each list begins and ends in kv_indices

@@ -273,7 +273,7 @@ void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& 
                           has_grid ? (dim == 2 ? "2h - 1" : "2w - 1") : "2R + 1", ", got shape ", shape_of(bias));
         tokens *= (size + 1) / 2;
     }
-    TORCH_CHECK_VALUE(entries < int64_t{1} << 31, name, " must have less than 2^31 entries a head, got shape ",
+    TORCH_CHECK_VALUE(entries < int64_t{1} << 31, name, " must have fewer than 2^31 entries per head, got shape ",
                       shape_of(bias));
     TORCH_CHECK_VALUE(!has_grid || (query.sym_size(1) == tokens && key.sym_size(1) == tokens), name, " of shape ",
                       shape_of(bias), " is of a grid of ", tokens, " tokens, got ", query.sym_size(1),

@@ -38,7 +38,7 @@ std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams& params, 
 std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& params, const Tensor& like,
                                                   const OptionalTensor& bias_like);
 
-// A packed mask: bits int32 in the mask's shape, 32 keys per word; and nine bytes for each tile of 64 x 64 scores,
+// A packed mask: bits int32 in the mask's shape, 32 keys per word; and nine bytes for each block of 64 x 64 scores,
 // uint8 (9, {B|B/n|1}, heads, m_blocks, n_blocks): eight of visible keys, then the block's kind.
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);

@@ -67,7 +67,7 @@ TORCH_LIBRARY(flash_dmattn, m) {
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
     m.def(
         "topk_intervals(Tensor bias, SymInt window_size, SymInt seqlen_q, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-        "SymInt? longest) -> Tensor");
+        "SymInt? max_keys) -> Tensor");
     m.def(
         "topk_lists(Tensor bias, SymInt window_size, SymInt seqlen_q, Tensor? seqlens_k) -> (Tensor, Tensor, Tensor)");
     m.def("topk_mask(Tensor bias, Tensor candidates, SymInt window_size) -> Tensor");

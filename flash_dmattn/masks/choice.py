@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import ops
 from ..arguments import is_host_readable, statically_true
-from ..ops.list_sizes import LIST_ROWS, is_per_key, longest_list, row_tiles, walked_keys
+from ..ops.list_sizes import LIST_ROWS, is_per_key, longest_list, num_m_blocks, walked_keys
 from ..ops.schema import MaskTensors
 from .base import Mask, PackedMask, Problem
 from .lists import KeyLists, build_lists
@@ -129,7 +129,7 @@ def estimate_short(mask: Mask, problem: Problem) -> bool:
     if mask.keys_per_row is None:
         return False
     rows, keys, is_causal, *_ = problem
-    listed = longest_list(mask.keys_per_row, rows, keys) * row_tiles(rows)
+    listed = longest_list(mask.keys_per_row, rows, keys) * num_m_blocks(rows)
     walked = CPU_CROSSOVER * walked_keys(rows, keys, is_causal)
     return not statically_true(listed >= walked) if mask.unstructured else statically_true(listed < walked)
 

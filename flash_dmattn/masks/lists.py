@@ -234,7 +234,7 @@ class KeyLists(Container, Mask):
         return self.spans.shape[2]
 
     @property
-    def row_tiles(self) -> int:
+    def num_m_blocks(self) -> int:
         return self.spans.shape[3]
 
     @property
@@ -290,7 +290,7 @@ class KeyLists(Container, Mask):
     def __repr__(self) -> str:
         causal = ", causal" if self.is_causal else ""
         return (
-            f"KeyLists({self.batches} x {self.heads} x {self.row_tiles} lists, room for {self.keys.shape[0]} keys, "
+            f"KeyLists({self.batches} x {self.heads} x {self.num_m_blocks} lists, room for {self.keys.shape[0]} keys, "
             f"seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}{causal}, device={str(self.device)!r})"
         )
 

@@ -45,7 +45,7 @@ def topk_intervals(
     seqlen_q: int,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    longest: int | None,
+    max_keys: int | None,
 ) -> Tensor:
     """int32 (2, ...): starts and ends of `KeyIntervalMask.topk`, or with cu_seqlens of `topk_varlen`."""
     refuse_nan(bias)
@@ -195,6 +195,7 @@ def topk_keys(bias: Tensor, count: int, lengths: Tensor | None = None) -> tuple[
         # Lists are padded with -1 to a multiple of 64; memory beyond is uninitialized.
         is_valid = (torch.arange(count, device=bias.device) < end - begin) & (keys >= 0)
         return keys.long().masked_fill_(~is_valid, 0), is_valid
+    assert lengths is None, "lengths need list kernels"
     is_best = topk_mask(bias, torch.ones_like(bias, dtype=torch.bool), count)
     positions = torch.arange(length, device=bias.device).expand(bias.shape)
     to = torch.where(is_best, is_best.cumsum(dim=-1) - 1, count)  # the last column is dropped

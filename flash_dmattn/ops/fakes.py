@@ -13,7 +13,7 @@ from .list_sizes import (
     has_row_bits,
     is_per_key,
     list_capacity,
-    row_tiles,
+    num_m_blocks,
 )
 from .schema import Arguments, BackwardArguments, KvCacheArguments
 
@@ -75,7 +75,7 @@ def build_key_lists(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q
     shape = like.shape if mask is not None else like.shape[1:]
     batches = shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     row_broadcast = mask is not None and is_per_key(mask.shape)
-    tiles = 1 if row_broadcast else row_tiles(seqlen_q)
+    tiles = 1 if row_broadcast else num_m_blocks(seqlen_q)
     if intervals is not None and keys_per_row is not None:
         capacity = batches * shape[1] * tiles * list_capacity(keys_per_row, seqlen_q, seqlen_k)
         if cu_seqlens_q is not None and like.device.type == "cpu":  # as in csrc/torch/lists.cpp
@@ -118,7 +118,7 @@ def pack_mask(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
 
 
 def pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal, percent):
-    batches, heads, tiles = *mask.shape[:2], row_tiles(seqlen_q)
+    batches, heads, tiles = *mask.shape[:2], num_m_blocks(seqlen_q)
     # As room_for_short_lists in csrc/cuda/mask/builders/list_builder.cu.
     walked = count_causal_scores(seqlen_q, seqlen_k, is_causal) // LIST_ROWS + seqlen_k
     capacity = batches * heads * (-(-(walked // 2) // LIST_ALIGN) + tiles) * LIST_ALIGN
@@ -126,7 +126,7 @@ def pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal, percent):
     return *packed, *empty_lists(mask, capacity, (batches, heads, tiles), True)
 
 
-def topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, longest):
+def topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys):
     shape = (*bias.shape[:2], bias.shape[3]) if bias.ndim == 4 else bias.shape
     return bias.new_empty((2, *shape), dtype=torch.int32)
 

@@ -15,7 +15,7 @@ def is_per_key(shape) -> bool:
     return len(shape) == 2 or (len(shape) == 4 and shape[2] == 1)
 
 
-def row_tiles(rows) -> int:
+def num_m_blocks(rows) -> int:
     """The number of lists of a head."""
     return -(-rows // LIST_ROWS)
 

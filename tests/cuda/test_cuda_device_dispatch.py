@@ -131,7 +131,7 @@ def test_empty_batches_and_rows(batch, heads):
 
 @pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
 def test_a_deterministic_gradient_of_a_relative_bias(case):
-    """The exact sums belong to both launches; the one that was not selected must not write its zeros."""
+    """Each launch has exact sums of its own; the one that was not selected must not write its zeros."""
     make, is_causal = MASKS[case]
     mask, tensors, table = make(), on_gpu(1, ROWS, KEYS, 4, 2, 64), randn(1, 4, 513, dtype=torch.float32)
     dout = torch.randn_like(tensors[0])

@@ -200,13 +200,13 @@ def test_a_bias_of_nan_is_refused_in_a_graph():
         torch.compile(windowed, fullgraph=True, backend="aot_eager")(query, key, value, bias)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 5, 1), (3, 1, 1, 1), (1, 3, 1, 1), (0, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 5, 1), (3, 1, 1, 1), (1, 3, 1, 1), (0, 1, 1, 1), (1, 1, 7)], ids=str)
 def test_a_bias_constant_along_the_keys_is_checked(shape):
     """No operator reads it: a wrong size would change the size of the result."""
     query, key, value = inputs(1, 1, 7, 1, 1, 8)
     compiled = torch.compile(flash_dmattn_func, fullgraph=True, backend="aot_eager")
     for function in (flash_dmattn_func, compiled):
-        with pytest.raises(Exception, match="attn_bias must be .*: dimension [0-2]"):
+        with pytest.raises(Exception, match="attn_bias must (be|have) "):
             function(query, key, value, attn_bias=torch.zeros(shape))
 
 

@@ -273,7 +273,7 @@ FIXED = {
     "relative_bias of 2^31 + 1 entries": (
         lambda: call(relative_bias=torch.zeros(()).expand(1, 1, 2**31 + 1)),
         ValueError,
-        r"relative_bias must have less than 2\^31 entries a head, got shape \(1, 1, 2147483649\)",
+        r"relative_bias must have fewer than 2\^31 entries per head, got shape \(1, 1, 2147483649\)",
     ),
     "relative_bias of 3 heads": (
         lambda: call(relative_bias=torch.zeros(1, 3, 9)),

@@ -51,9 +51,9 @@ def check_lists(lists, dense):
     if not has_row_bits(lists.mask.tile_rows):
         shared = [part.any(2, keepdim=True).expand_as(part) for part in dense.split(lists.mask.tile_rows, dim=2)]
         dense = torch.cat([*shared, dense[:, :, :0]], dim=2)
-    for index in range(lists.batches * lists.heads * lists.row_tiles):
-        tile = dense.flatten(0, 1)[index // lists.row_tiles]
-        tile = tile[index % lists.row_tiles * list_rows :][:list_rows]
+    for index in range(lists.batches * lists.heads * lists.num_m_blocks):
+        tile = dense.flatten(0, 1)[index // lists.num_m_blocks]
+        tile = tile[index % lists.num_m_blocks * list_rows :][:list_rows]
         keys, rows = listed(lists, index)
         assert keys.tolist() == tile.any(dim=0).nonzero().flatten().tolist()
         assert torch.equal(rows[: tile.shape[0]], tile[:, keys])

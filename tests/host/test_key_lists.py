@@ -60,7 +60,7 @@ def test_lists_hold_the_keys_that_their_rows_see(
 def test_a_key_mask_has_one_list_for_all_rows(is_causal):
     mask = rand_mask(2, 3, 1, 200, visible=0.3)
     lists = KeyLists.build(mask, 300, is_causal=is_causal)
-    assert lists.row_broadcast and lists.rows is None and lists.row_tiles == 1
+    assert lists.row_broadcast and lists.rows is None and lists.num_m_blocks == 1
     check_lists(lists, mask)
     everything = KeyLists.build(torch.ones(1, 1, 1, 1, dtype=torch.bool), 300, 200)
     check_lists(everything, torch.ones(1, 1, 1, 200, dtype=torch.bool))

@@ -29,7 +29,7 @@ __host__ __device__ __forceinline__ bool mask_differs_by_row(const AttentionPara
 // The mask's block summaries of one batch element and head, combined to the kernel's block size.
 template <int kRows, int kKeys>
 class MaskSummaries {
-    // Of a stored summary; stored summaries of an n_block.
+    // Rows and keys of a stored summary; stored summaries of an n_block.
     static constexpr int kBlock = PackedMask::kBlock, kNumSummaries = kKeys / kBlock;
     static_assert(kKeys % kBlock == 0 && kBlock == IntervalBlockSummary::kKeys);
 

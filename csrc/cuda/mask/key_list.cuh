@@ -55,16 +55,16 @@ struct KeyList {
     // The list for row `row` of query head `head`.
     __device__ KeyList(const AttentionParams& p, const Sequence& s, int head, int row) {
         const KeyListsView& lists = p.lists;
-        const int64_t tile = lists.num_m_blocks > 1 ? row / lists.m_block_rows : 0;
+        const int64_t m_block = lists.num_m_blocks > 1 ? row / lists.m_block_rows : 0;
         const int64_t batch = shared_batch(lists, s);
         const int64_t list =
-            (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.num_m_blocks + tile;
+            (batch * lists.heads + shared_head(head, p.heads, lists.heads)) * lists.num_m_blocks + m_block;
         // Clamped, so that malformed lists of a caller cause no read beyond their memory.
         const int64_t first = min(max(lists.begins[list], int64_t{0}), lists.capacity);
         constexpr int kAlign = KeyListsView::kAlign;
         keys = lists.keys + first;
         size = static_cast<int>(max(min(lists.ends[list], lists.capacity) - first, int64_t{0})) / kAlign * kAlign;
-        first_row = static_cast<int>(tile * lists.m_block_rows);
+        first_row = static_cast<int>(m_block * lists.m_block_rows);
         end_row = lists.num_m_blocks > 1 ? first_row + static_cast<int>(lists.m_block_rows) : s.rows;
         start = end = nullptr;
         rows = nullptr;
@@ -78,16 +78,16 @@ struct KeyList {
         }
     }
 
-    // The n_blocks of kKeys keys for the rows before end_row. A list that all rows share is cut at their causal end.
+    // The n_blocks of kKeys keys for the rows before rows_end. A list that all rows share is cut at their causal end.
     template <int kKeys>
-    __device__ int count_n_blocks(const AttentionParams& p, const Sequence& s, int end_row) const {
+    __device__ int count_n_blocks(const AttentionParams& p, const Sequence& s, int rows_end) const {
         int num_n_blocks = ceil_div(size, kKeys);
         if (!p.is_causal || p.lists.num_m_blocks > 1) return num_n_blocks;
-        const int end = s.causal_end(end_row - 1);
+        const int causal_end = s.causal_end(rows_end - 1);
         int low = 0;
         while (low < num_n_blocks) {
             const int middle = (low + num_n_blocks) / 2;
-            if (is_key(keys[middle * kKeys], end)) {
+            if (is_key(keys[middle * kKeys], causal_end)) {
                 low = middle + 1;
             } else {
                 num_n_blocks = middle;

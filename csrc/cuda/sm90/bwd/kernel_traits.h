@@ -15,7 +15,8 @@ enum BwdNamedBarrier : int {
     kConsumersBarrier = 1,  // both MMA warpgroups: P and dS are complete in shared memory
     kWarpgroupBarrier = 2,  // + warpgroup: the four warps of one MMA warpgroup
     kProducerBarrier = 4,   // the producer
-    // + warpgroup: the other one has read this one's dS. Of the per-head sparse kernel, which has no kWarpgroupBarrier.
+    // + warpgroup: the other one has read this one's dS. Only the per-head sparse kernel, which has no
+    // kWarpgroupBarrier.
     kDscoresReadBarrier = kWarpgroupBarrier,
 };
 

@@ -341,7 +341,7 @@ private:
         if (threadIdx.x == smem_.digit) smem_.later_equal = static_cast<int>(later);
     }
 
-    // Of the keys equal to threshold_ the last `wanted` of the sequence are selected: finds how many this warp skips.
+    // Of the keys equal to threshold_ the last `wanted` of the sequence are selected: finds how many this CTA skips.
     __device__ void divide_equal(int shift, int wanted) {
         __syncthreads();  // later_equal is written
         const int own = smem_.counts[shift / kDigit % 2][smem_.digit];

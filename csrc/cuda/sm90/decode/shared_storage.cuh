@@ -1,6 +1,6 @@
 // Shared memory of the decoding kernel, in this order: DecodeSharedStorage, Q, the list of selected keys, the orders of
-// the biases, the tiles of K and V. The histograms of the selection use the memory of the tiles. If `overlays` is
-// set, the tiles use that of the orders, too.
+// the biases, the tiles of K and V. The histograms of the selection begin behind the orders, where the
+// tiles begin, too, unless `overlays` is set: then the tiles use the memory of the orders.
 #pragma once
 
 #include "args.h"

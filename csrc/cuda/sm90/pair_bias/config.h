@@ -21,12 +21,12 @@ struct PairBiasFwdTileSizes {
     int warpgroups;  // consumer warpgroups, 64 query rows each
     int keys;        // of an n_block
     int stages;      // n_blocks of K and V in shared memory
-    int longest;     // keys whose biases fit in shared memory
+    int max_keys;    // keys whose biases fit in shared memory
 };
 constexpr PairBiasFwdTileSizes kPairBiasFwdTiles[] = {
-    {.warpgroups = 3, .keys = 128, .stages = 4, .longest = 384},
-    {.warpgroups = 2, .keys = 128, .stages = 4, .longest = 512},
-    {.warpgroups = 2, .keys = 64, .stages = 3, .longest = 384},  // float32 bias
+    {.warpgroups = 3, .keys = 128, .stages = 4, .max_keys = 384},
+    {.warpgroups = 2, .keys = 128, .stages = 4, .max_keys = 512},
+    {.warpgroups = 2, .keys = 64, .stages = 3, .max_keys = 384},  // float32 bias
 };
 
 // The longest sequence of the backward: registers hold dbias of 64 rows, shared memory the biases of 192 keys.
@@ -64,7 +64,7 @@ inline bool has_float32_bias(const AttentionParams& p) {
 }
 
 inline int64_t pair_bias_fwd_max_seqlen_k(const AttentionParams& p) {
-    return kPairBiasFwdTiles[has_float32_bias(p) ? 2 : 1].longest;
+    return kPairBiasFwdTiles[has_float32_bias(p) ? 2 : 1].max_keys;
 }
 
 // The number of consecutive batch elements that share a bias.

@@ -50,7 +50,7 @@ public:
 private:
     static constexpr int kKeys = Traits::kKeys, kScoreFragments = kKeys / 8, kOutFragments = kPairBiasHeadDim / 8;
     static constexpr int kBiasBlocks = kKeys / 64, kBiasBlockFragments = 64 / 8;  // of an n_block; of a bias block
-    static constexpr float kLeastBias = Traits::kLeastBias;
+    static constexpr float kLowestBias = Traits::kLowestBias;
     using QueryTile = typename Traits::QueryTile;
     using KeyTile = typename Traits::KeyTile;
     using Scores = float[1][kScoreFragments][4];
@@ -70,10 +70,10 @@ private:
     // Finds each row's fixed maximum, its largest bias, and the n_blocks whose keys its biases all hide. The fast path
     // needs bfloat16, since P may exceed float16's range, and moderate maxima, whose rounding does not show in P.
     __device__ __forceinline__ void find_fixed_max() {
-        fixed_max_[0] = fixed_max_[1] = kLeastBias;
+        fixed_max_[0] = fixed_max_[1] = kLowestBias;
         hidden_blocks_[0] = hidden_blocks_[1] = 0;
         for (int n_block = 0; n_block < schedule_.bias_blocks / kBiasBlocks; ++n_block) {
-            float block_max[2] = {kLeastBias, kLeastBias};
+            float block_max[2] = {kLowestBias, kLowestBias};
 #pragma unroll
             for (int n = 0; n < kScoreFragments; n += 2) {
                 float2 bias[4];
@@ -85,14 +85,14 @@ private:
             for (int h = 0; h < 2; ++h) {
                 block_max[h] = row_max(block_max[h]);
                 fixed_max_[h] = fmaxf(fixed_max_[h], block_max[h]);
-                hidden_blocks_[h] |= (block_max[h] == kLeastBias ? 1u : 0u) << n_block;
+                hidden_blocks_[h] |= (block_max[h] == kLowestBias ? 1u : 0u) << n_block;
             }
         }
         constexpr float kLimit = 1 << 10;
         bool fits = std::is_same_v<T, bfloat16_t>;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (fixed_max_[h] == kLeastBias) fixed_max_[h] = 0;
+            if (fixed_max_[h] == kLowestBias) fixed_max_[h] = 0;
             fits &= fabsf(fixed_max_[h]) <= kLimit;
         }
         has_fixed_max_ = __all_sync(~0u, fits);
@@ -233,7 +233,7 @@ private:
                 return &bias_[n_block * kBiasBlocks + key / 64].tiles[0].at(warp_row_ + r, key % 64);
             });
         };
-        softmax_.update(scores, kLog2E, kLeastBias / 2, hide, [&](int i, float factor) { factors[i] = factor; });
+        softmax_.update(scores, kLog2E, kLowestBias / 2, hide, [&](int i, float factor) { factors[i] = factor; });
     }
 
     __device__ __forceinline__ void apply_mask_and_bias(Scores& scores, int n_block, bool is_full) const {

@@ -24,7 +24,7 @@ void launch_pair_bias_fwd(const FwdArgs& p, cudaStream_t stream) {
     const auto kernel = pair_bias_fwd_kernel<Traits>;
     const size_t bytes = PairBiasFwdSharedStorage<Traits>::bytes(schedule.bias_blocks);
     allow_shared_memory("the forward", p.head_dim, kernel,
-                        PairBiasFwdSharedStorage<Traits>::bytes(Traits::kSizes.longest / 64));
+                        PairBiasFwdSharedStorage<Traits>::bytes(Traits::kSizes.max_keys / 64));
     kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, bytes, stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
@@ -36,7 +36,7 @@ void run_pair_bias_fwd(const FwdArgs& args, cudaStream_t stream) {
     if (has_float32_bias(p)) return launch_pair_bias_fwd<PairBiasFwdKernelTraits<T, float, 2>>(p, stream);
     using More = PairBiasFwdKernelTraits<T, T, 0>;
     using Fewer = PairBiasFwdKernelTraits<T, T, 1>;
-    const bool fewer = p.seqlen_k > More::kSizes.longest || fewer_fit_better(p.seqlen_q, Fewer::kRows, More::kRows);
+    const bool fewer = p.seqlen_k > More::kSizes.max_keys || fewer_fit_better(p.seqlen_q, Fewer::kRows, More::kRows);
     fewer ? launch_pair_bias_fwd<Fewer>(p, stream) : launch_pair_bias_fwd<More>(p, stream);
 }
 

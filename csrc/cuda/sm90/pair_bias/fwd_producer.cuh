@@ -21,7 +21,7 @@ struct PairBiasFwdKernelTraits {
     using Bias = Bias_;
     using BiasBlock = PairBiasSmemBlock<T, Bias>;
     using BiasReader = PairBiasRowReader<T, Bias>;
-    static constexpr float kLeastBias = kLowest<Bias>;
+    static constexpr float kLowestBias = kLowest<Bias>;
     static constexpr PairBiasFwdTileSizes kSizes = kPairBiasFwdTiles[kWhich];
     static constexpr int kConsumerWarpgroups = kSizes.warpgroups, kRows = kConsumerWarpgroups * 64, kKeys = kSizes.keys,
                          kStages = kSizes.stages;

@@ -159,7 +159,7 @@ def test_lengths_of_more_than_31_bits_are_refused():
 def test_grids_of_positions_that_the_kernels_cannot_divide_are_refused(height, width):
     tokens = height * width
     bias = torch.zeros(1, 1, 2 * height - 1, 2 * width - 1, device="cuda")
-    message = f"h below 2\\^23, h \\* w \\* w below 2\\^40 .* got a grid of {height} x {width}"
+    message = f"h below 2\\^23 and h \\* w \\* w below 2\\^40 .* got a grid of {height} x {width}"
     with pytest.raises(ValueError, match=message):
         flash_dmattn_func(*on_gpu(1, tokens, tokens, 1, 1, 8), relative_bias=bias, grid=(height, width))
 

@@ -210,9 +210,14 @@ private:
     __device__ void count(int shift) {
         const uint32_t limit = threshold_ >> 16;
         if (shift == 16) {
-            for_each_group([&](int at, const uint32_t (&words)[kScanGroup / 2]) {
-                for (uint32_t left = equal_to<0xff00>(words, limit); left != 0; left &= left - 1)
-                    add_one(bin_of<0>(orders_[at + __ffs(left) - 1]));
+            const uint32_t pair = limit | limit << 16, no_bin = lane_no_bin();
+            for_each_group([&](int, const uint32_t (&words)[kScanGroup / 2]) {
+#pragma unroll
+                for (const uint32_t word : words) {
+                    const uint32_t difference = word ^ pair;
+                    add_one((difference & 0xff00) == 0 ? bin_of<0>(word) : no_bin);
+                    add_one((difference & 0xff000000) == 0 ? bin_of<16>(word) : no_bin);
+                }
             });
             return;
         }
@@ -240,7 +245,7 @@ private:
         }
     }
 
-    // Bit i: order i >= limit; order i == limit in the bits of kMask.
+    // Bit i: order i >= limit, order i == limit.
     __device__ __forceinline__ static uint32_t at_least(const uint32_t (&words)[kScanGroup / 2], uint32_t limit) {
         uint32_t mask = 0;
 #pragma unroll
@@ -248,29 +253,28 @@ private:
             if ((i % 2 == 0 ? words[i / 2] << 16 : words[i / 2]) >= limit << 16) mask |= 1u << i;
         return mask;
     }
-    template <uint32_t kMask = 0xffff>
     __device__ __forceinline__ static uint32_t equal_to(const uint32_t (&words)[kScanGroup / 2], uint32_t limit) {
         const uint32_t pair = limit | limit << 16;
         uint32_t mask = 0;
 #pragma unroll
         for (int i = 0; i < kScanGroup; ++i)
-            if (((words[i / 2] ^ pair) & kMask << i % 2 * 16) == 0) mask |= 1u << i;
+            if (((words[i / 2] ^ pair) & 0xffffu << i % 2 * 16) == 0) mask |= 1u << i;
         return mask;
     }
 
     // The shared memory address of this lane's copy of a bin: that of the digit at bit kAt of x.
     template <int kAt>
     __device__ uint32_t bin_of(uint32_t x) const {
-        constexpr int kBinShift = 7;
-        static_assert(kDecodeCopies * 4 == 1 << kBinShift);
+        constexpr int kBinShift = 6;
+        static_assert(kCopies * 4 == 1 << kBinShift);
         const uint32_t bin = kAt > kBinShift ? x >> (kAt - kBinShift) : x << (kBinShift - kAt);
-        return smem_address(histograms_) + ((bin & (kBins - 1) << kBinShift) | lane_id() * 4);
+        return smem_address(histograms_) + ((bin & (kBins - 1) << kBinShift) | lane_id() % kCopies * 4);
     }
     // Where a lane counts keys that have no bin: ptxas branches around atomics of a condition.
     __device__ uint32_t lane_no_bin() const { return smem_address(&smem_.totals[lane_id()]); }
     __device__ static void add_one(uint32_t to) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(to) : "memory"); }
     __device__ void clear_copies() const {
-        for (int i = threadIdx.x; i < kBins * kDecodeCopies / 4; i += kThreads)
+        for (int i = threadIdx.x; i < kBins * kCopies / 4; i += kThreads)
             reinterpret_cast<uint4*>(histograms_)[i] = uint4{};
         __syncthreads();
     }
@@ -280,40 +284,34 @@ private:
         const int bin = threadIdx.x;
         if (bin >= kBins) return;
         uint32_t sum = 0;
-        constexpr int kVectors = kDecodeCopies / 4;
-        const auto* copies = reinterpret_cast<const uint4*>(histograms_) + bin * kVectors;
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-            const uint4 x = copies[(i + bin) % kVectors];  // rotated against bank conflicts
-            sum += x.x + x.y + x.z + x.w;
-        }
+        for (int i = 0; i < kCopies; ++i) sum += histograms_[bin * kCopies + (i + bin / 2) % kCopies];
         smem_.counts[buffer][bin] = sum;
     }
 
     // Calls visit(rank, x) with a number in the shared memory of each CTA of the cluster.
     template <typename Visit>
     __device__ __forceinline__ void for_each_rank(const void* own, const Visit& visit) const {
+        constexpr int kInFlight = 8;
         const uint32_t address = smem_address(own);
-        uint32_t x[kDecodeMaxCluster] = {};
+#pragma unroll 1
+        for (int first = 0; first < cluster_; first += kInFlight) {
+            uint32_t x[kInFlight];
 #pragma unroll
-        for (int rank = 0; rank < kDecodeMaxCluster; ++rank)
-            if (rank < cluster_) x[rank] = load_dsmem(map_to_cta(address, rank));
+            for (int i = 0; i < kInFlight; ++i) x[i] = load_dsmem(map_to_cta(address, min(first + i, cluster_ - 1)));
 #pragma unroll
-        for (int rank = 0; rank < kDecodeMaxCluster; ++rank)
-            if (rank < cluster_) visit(rank, x[rank]);
+            for (int i = 0; i < kInFlight; ++i)
+                if (first + i < cluster_) visit(first + i, x[i]);
+        }
     }
 
     // Adds to threshold_ the largest digit such that at least `wanted` keys have it or a larger one, and takes those
     // with a larger one off `wanted`. Hidden keys have digits 0.
     __device__ void choose_digit(int shift, int& wanted) {
         cluster_barrier();
-        uint32_t later = 0;  // keys of a bin in later CTAs
         if (threadIdx.x < kBins) {
             uint32_t sum = 0;
-            for_each_rank(&smem_.counts[shift / kDigit % 2][threadIdx.x], [&](int rank, uint32_t count) {
-                sum += count;
-                if (rank > rank_) later += count;
-            });
+            for_each_rank(&smem_.counts[shift / kDigit % 2][threadIdx.x], [&](int, uint32_t count) { sum += count; });
             smem_.totals[threadIdx.x] = sum;
         }
         __syncthreads();
@@ -338,14 +336,16 @@ private:
         __syncthreads();
         threshold_ |= static_cast<uint32_t>(smem_.digit) << shift;
         wanted -= smem_.above;
-        if (threadIdx.x == smem_.digit) smem_.later_equal = static_cast<int>(later);
     }
 
     // Of the keys equal to threshold_ the last `wanted` of the sequence are selected: finds how many this CTA skips.
     __device__ void divide_equal(int shift, int wanted) {
-        __syncthreads();  // later_equal is written
-        const int own = smem_.counts[shift / kDigit % 2][smem_.digit];
-        const int selected = min(max(wanted - smem_.later_equal, 0), own);
+        int own = 0, later = 0;
+        for_each_rank(&smem_.counts[shift / kDigit % 2][smem_.digit], [&](int rank, uint32_t count) {
+            if (rank == rank_) own = count;
+            if (rank > rank_) later += count;
+        });
+        const int selected = min(max(wanted - later, 0), own);
         skipped_ = own - selected;
         is_divided_ = selected > 0 && skipped_ > 0;
     }
@@ -396,18 +396,13 @@ private:
         for_each_group([&](int at, const uint32_t (&words)[kScanGroup / 2]) {
             uint32_t selected = at_least(words, lowest);
             if (divides) {
-                uint32_t matches = 0;
-                for (uint32_t left = selected; left != 0; left &= left - 1)
-                    if (orders_[at + __ffs(left) - 1] == limit) matches |= left & -left;
-                if (__any_sync(~0u, matches != 0)) {
-                    const uint32_t equal = refine(at, matches, false);
-                    selected = (selected & ~matches) | refine(at, matches, true);
-                    const int upto = sum_of_lanes_upto(__popc(equal));
-                    int number = equal_before + upto - __popc(equal);
-                    for (uint32_t left = equal; left != 0; left &= left - 1)
-                        if (number++ >= skipped) selected |= left & -left;
-                    equal_before += __shfl_sync(~0u, upto, 31);
-                }
+                const uint32_t matches = equal_to(words, limit), equal = refine(at, matches, false);
+                selected = (selected & ~matches) | refine(at, matches, true);
+                const int upto = sum_of_lanes_upto(__popc(equal));
+                int number = equal_before + upto - __popc(equal);
+                for (uint32_t left = equal; left != 0; left &= left - 1)
+                    if (number++ >= skipped) selected |= left & -left;
+                equal_before += __shfl_sync(~0u, upto, 31);
             }
             const int own = __popc(selected);
             const uint32_t lanes = __ballot_sync(~0u, own != 0);  // they have read their groups

@@ -1,6 +1,6 @@
 // Shared memory of the decoding kernel, in this order: DecodeSharedStorage, Q, the list of selected keys, the orders of
-// the biases, the tiles of K and V. The histograms of the selection begin behind the orders, where the
-// tiles begin, too, unless `overlays` is set: then the tiles use the memory of the orders.
+// the biases, the tiles of K and V. The histograms of the selection use the memory of the tiles. If `overlays` is
+// set, the tiles use that of the orders, too.
 #pragma once
 
 #include "args.h"
@@ -14,7 +14,7 @@ constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
 struct alignas(128) DecodeSharedStorage {
     uint32_t counts[2][kBins];  // histograms of this CTA's keys, read by the others
     uint32_t totals[kBins];
-    int digit, above, later_equal;
+    int digit, above;
     int equal_counts[kDecodeMaxWarps];
     uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others
     int segment_starts[kDecodeSegments + 1];
@@ -24,8 +24,8 @@ struct alignas(128) DecodeSharedStorage {
 
 // Bytes of a tile of 16 rows. A warp has one of K and one of V, and later its part of the output, 16 rows of float32.
 __host__ __device__ constexpr int decode_tile_bytes(int head_dim) { return 16 * head_dim * 2; }
-constexpr int kDecodeCopies = 32;  // of a histogram, one for each lane: atomics have no bank conflicts
-constexpr int kDecodeCopiesBytes = kBins * kDecodeCopies * 4;
+constexpr int kDecodeCopiesBytes = kBins * kCopies * 4;  // of the selection's histograms, in the memory of the tiles
+static_assert(kDecodeMinWarps * 2 * decode_tile_bytes(32) >= kDecodeCopiesBytes);
 
 // Offsets in bytes.
 struct DecodeSmemLayout {

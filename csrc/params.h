@@ -9,6 +9,13 @@
 
 #include <cstdint>
 
+// Functions that kernels call, too.
+#ifdef __CUDACC__
+#define FLASH_DMATTN_HOST_DEVICE __host__ __device__
+#else
+#define FLASH_DMATTN_HOST_DEVICE
+#endif
+
 namespace flash_dmattn {
 
 enum class DataType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
@@ -90,9 +97,9 @@ struct RelativeBiasView {
     uint64_t inverse_grid_width = 0;
 
     bool present() const { return data != nullptr; }
-    constexpr bool has_grid() const { return grid_height > 0; }  // or is a matrix
-    constexpr bool is_matrix() const { return has_grid() && radius > 0; }
-    constexpr int64_t batch_group_size() const { return radius; }  // of a matrix
+    bool has_grid() const { return grid_height > 0; }  // or is a matrix
+    bool is_matrix() const { return has_grid() && radius > 0; }
+    int64_t batch_group_size() const { return radius; }  // of a matrix
     int64_t size() const {
         if (is_matrix()) return grid_height * grid_width;
         return has_grid() ? (2 * grid_height - 1) * (2 * grid_width - 1) : 2 * radius + 1;
@@ -145,7 +152,7 @@ struct KeyListsView {
     bool row_broadcast = false;    // all rows of a head share one list, as with a key mask
 
     // The length of a list with its padding.
-    static constexpr int64_t padded(int64_t length) { return (length + kAlign - 1) / kAlign * kAlign; }
+    static FLASH_DMATTN_HOST_DEVICE int64_t padded(int64_t length) { return (length + kAlign - 1) / kAlign * kAlign; }
     bool present() const { return begins != nullptr; }  // `keys` may be empty
     int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_group_size : 0; }
 };
@@ -184,7 +191,7 @@ struct PackedMask {
     int64_t bits_size = 0;    // elements of bits
     int64_t blocks_size = 0;  // elements of visible_keys, and of kinds
 
-    constexpr bool present() const { return bits != nullptr; }
+    FLASH_DMATTN_HOST_DEVICE bool present() const { return bits != nullptr; }
 };
 
 // The block summary of an interval mask: bounds of the key intervals of 64 keys (an n_block), with causality and
@@ -207,7 +214,7 @@ struct IntervalSummaries {
     int64_t size = 0;                          // elements of blocks
     uint32_t* tile_count_semaphore = nullptr;  // [1], zeroed: the counter of the forward's dynamic tile scheduler
 
-    constexpr bool present() const { return blocks != nullptr; }
+    FLASH_DMATTN_HOST_DEVICE bool present() const { return blocks != nullptr; }
 };
 
 // Device-side dispatch. For a bool mask that may be sparse, CUDA packs the mask and builds key lists, and only the

@@ -443,7 +443,7 @@ using PerHead = PerHeadSparseBwdSharedStorage<PerHeadSparseBwdKernelTraits<T, kH
 
 template <typename... Tiles>
 size_t largest_pair_bias_fwd() {
-    return std::max({PairBiasFwdSharedStorage<Tiles>::bytes(Tiles::kSizes.longest / 64)...});
+    return std::max({PairBiasFwdSharedStorage<Tiles>::bytes(Tiles::kSizes.max_keys / 64)...});
 }
 template <typename... Tiles>
 size_t largest_pair_bias_dkey() {

@@ -1,8 +1,8 @@
 // Attention of the query rows of one sequence and KV head to a CTA's part of the keys: pack-GQA, mma.m16n8k16.
 //
 // Packed row r is query row r / G of query head r % G of the KV head's G. A warp computes one tile of 16 packed rows.
-// The warps of all tiles of 16 rows form a group, which takes 16 keys at a time, with tiles of K and V of its own: groups do
-// not wait for each other.
+// The warps of all tiles of 16 rows form a group, which takes 16 keys at a time, with tiles of K and V of its own:
+// groups do not wait for each other.
 #pragma once
 
 #include "cuda/kvcache/cache.cuh"

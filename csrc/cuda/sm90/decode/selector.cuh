@@ -44,8 +44,8 @@ public:
         segment_ = decode_segment(share_, kWarps);
     }
 
-    // Divides the selected keys into `parts`. CTA i writes part i to `list` and returns its number of keys, 0 where there
-    // is no such part. All threads of the cluster call.
+    // Divides the selected keys into `parts`. CTA i writes part i to `list` and returns its number of keys, 0 where
+    // there is no such part. All threads of the cluster call.
     __device__ int run(int* list, int parts) {
         clear_copies();
         is_float_ ? load<DataType::kFloat32>() : load<kHalf>();
@@ -338,7 +338,8 @@ private:
         wanted -= smem_.above;
     }
 
-    // Of the keys equal to threshold_ the last `wanted` of the sequence are selected: finds how many this CTA skips.
+    // The last `wanted` of the sequence's keys that are equal to threshold_ are selected. Finds how many this CTA
+    // skips.
     __device__ void divide_equal(int shift, int wanted) {
         int own = 0, later = 0;
         for_each_rank(&smem_.counts[shift / kDigit % 2][smem_.digit], [&](int rank, uint32_t count) {

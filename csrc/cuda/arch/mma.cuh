@@ -22,6 +22,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&to)[4], uint32_t fr
                  : "r"(from));
 }
 
+// Transposes an 8x8 matrix of 16-bit elements in ldmatrix's layout.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+    uint32_t transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(x));
+    return transposed;
+}
+
 // Stores four 8x8 matrices: the inverse of ldmatrix_x4.
 __device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),

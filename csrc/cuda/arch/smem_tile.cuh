@@ -48,6 +48,10 @@ struct alignas(128) SmemTile {
     static __device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t lane, int row, int col) {
         ldmatrix_x4(a, moved(lane, row, col));
     }
+    // An A operand from K x M; ldmatrix_lane_b().
+    static __device__ __forceinline__ void load_a_transposed(uint32_t (&a)[4], uint32_t lane, int row, int col) {
+        ldmatrix_x4_trans(a, moved(lane, row, col));
+    }
     // Two B operands from N x K, as in Q K^T: b[0], b[1] for the first eight rows, b[2], b[3] for the last;
     // ldmatrix_lane_b().
     static __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t lane, int row, int col) {

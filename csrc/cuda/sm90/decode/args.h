@@ -8,13 +8,16 @@ namespace flash_dmattn::cuda::sm90 {
 // A CTA has 8 warps (two CTAs per SM up to head dimension 128), or 16 up to head dimension 128.
 constexpr int kDecodeMinWarps = 8, kDecodeMaxWarps = 16;
 constexpr int kDecodeManyWarpsHeadDim = 128;
-constexpr int kDecodeMaxRows = 64;     // query rows times query heads of a KV head
+constexpr int kDecodeMaxRows = 64;     // query rows times query heads of a KV head: packed rows
+constexpr int kDecodeTileRows = 8;     // packed rows that a warp computes
 constexpr int kDecodeMaxCluster = 16;  // above 8 is not portable
 constexpr int kDecodeGroup = 8;        // neighbouring keys of a thread that reads biases
 constexpr int kScanGroup = 16;         // and of a lane that scans their orders
 constexpr int kDecodeSegmentAlign = 32 * kScanGroup;
-constexpr int kInvariantKeys = 8192;  // batch_invariant: keys of a part, until there are kInvariantParts
-constexpr int kInvariantParts = 4;
+// batch_invariant: warps that attend to up to kInvariantKeys keys, twice as many to twice as many, at most
+// kInvariantMaxWarps. A part has two of them, or the warps of all tiles of packed rows.
+constexpr int kInvariantKeys = 8192;
+constexpr int kInvariantMinWarps = 8, kInvariantMaxWarps = 32, kInvariantPartWarps = 2;
 
 // A kernel parameter: compiled kernels depend on the order of the members, here, in KvCacheArgs and in KvCacheParams.
 struct DecodeArgs : KvCacheArgs {
@@ -27,23 +30,48 @@ struct DecodeArgs : KvCacheArgs {
     int order_capacity = 0;        // orders of biases that fit in a CTA's shared memory; 0: dense
     int list_capacity = 0;         // selected keys of a CTA
     int max_rows = 1;              // sequences of more query rows are skipped
-    int query_tiles = 1;           // 16-row tiles of Q in shared memory
+    int query_tiles = 1;           // tiles of kDecodeTileRows rows of Q in shared memory
     bool overlays = false;         // the tiles of K and V reuse the memory of the orders
     bool has_vector_bias = false;  // eight neighbouring biases are aligned to 16 bytes
 };
 
-// batch_invariant: the parts of a sequence's (selected) keys, one for each CTA that attends, are a function of its keys
-// alone; never more for fewer keys. More CTAs may select: their number does not change which keys, or their order.
-__host__ __device__ inline int invariant_parts(int64_t keys) {
-    int parts = 1;
-    while (parts < kInvariantParts && keys > int64_t{parts} * kInvariantKeys) parts *= 2;
-    return parts;
+// batch_invariant: the warps that attend to a sequence, in all CTAs of its cluster: a function of its keys alone.
+__host__ __device__ inline int invariant_warps(int64_t keys) {
+    int warps = kInvariantMinWarps;
+    while (warps < kInvariantMaxWarps && keys > int64_t{warps / kInvariantMinWarps} * kInvariantKeys) warps *= 2;
+    return warps;
 }
+
+// The parts into which a cluster divides the (selected) keys of a sequence: one for each CTA, or with batch_invariant
+// of a number that does not depend on the CTAs. The warps of a part share its keys.
+struct DecodeParts {
+    int warps;    // of a part
+    int count;    // of the cluster
+    int per_cta;  // up to: the last CTAs may have none
+
+    // All are powers of 2, as the cluster is.
+    __host__ __device__ DecodeParts(const DecodeArgs& p, int64_t keys, int query_tiles)
+        : warps(p.warps), count(p.cluster), per_cta(1) {
+        if (!p.batch_invariant) return;
+        warps = query_tiles > kInvariantPartWarps ? query_tiles : kInvariantPartWarps;
+        count = invariant_warps(keys) / warps;
+        per_cta = ceil_div(count, p.cluster);
+    }
+    // Keys of a part, of `keys` in all.
+    __host__ __device__ int share(int keys) const { return ceil_div(ceil_div(keys, count), 16) * 16; }
+};
 
 // Keys of a CTA in the selection.
 __host__ __device__ inline int decode_share(int keys, int cluster) {
     constexpr int kAlign = 64;
     return ceil_div(ceil_div(keys, cluster), kAlign) * kAlign;
+}
+
+// Tiles of a sequence's packed rows: a power of 2.
+__host__ __device__ inline int decode_tiles(int64_t packed_rows) {
+    int tiles = 1;
+    while (tiles * kDecodeTileRows < packed_rows) tiles *= 2;
+    return tiles;
 }
 
 // Positions of a warp in the selection.

@@ -1,13 +1,13 @@
 // Attention of the query rows of one sequence and KV head to a CTA's part of the keys: pack-GQA, mma.m16n8k16.
 //
-// Packed row r is query row r / G of query head r % G of the KV head's G. A warp computes one tile of 16 packed rows.
-// The warps of all tiles of 16 rows form a group, which takes 16 keys at a time, with tiles of K and V of its own:
-// groups do not wait for each other.
+// Packed row r is query row r / G of query head r % G of the KV head's G. A warp computes a tile of 8 packed rows: S^T =
+// K Q^T and O^T = V^T P^T, so that the tensor core's 16 rows are keys or columns of V, of which there are always enough.
+// The warps of all tiles form a group, which takes 16 keys at a time, with tiles of K and V of its own: groups do not
+// wait for each other. Consecutive groups attend to one part of the keys (DecodeParts).
 #pragma once
 
 #include "cuda/kvcache/cache.cuh"
 #include "cuda/arch/named_barrier.cuh"
-#include "cuda/softmax/online_softmax.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "shared_storage.cuh"
 
@@ -21,20 +21,20 @@ class DecodeAttention {
 
 public:
     using Tile = SmemTile<T, 16, kHeadDim>;
+    using QueryTile = SmemTile<T, kDecodeTileRows, kHeadDim>;
 
 private:
-    static constexpr int kKeys = Tile::kRows;
+    static constexpr int kKeys = Tile::kRows, kRows = QueryTile::kRows;
 
 public:
-    __device__ DecodeAttention(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem, Tile* query,
+    __device__ DecodeAttention(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem, QueryTile* query,
                                unsigned char* tiles)
         : p_(p), cache_(cache), smem_(smem), query_(query), tiles_(tiles),
           qheads_(static_cast<int>(p.heads / p.kv_heads)), packed_rows_(min(cache.rows * qheads_, kDecodeMaxRows)),
-          m_tiles_(packed_rows_ <= 16   ? 1
-                   : packed_rows_ <= 32 ? 2
-                                        : 4),
-          num_groups_(kWarps / m_tiles_), m_tile_(warp_id() % m_tiles_), group_(warp_id() / m_tiles_) {}
+          row_tiles_(decode_tiles(packed_rows_)), row_tile_(warp_id() % row_tiles_), group_(warp_id() / row_tiles_) {}
 
+    // Computed where needed, to save registers.
+    __device__ DecodeParts parts() const { return {p_, cache_.keys, row_tiles_}; }
     __device__ int packed_rows() const { return packed_rows_; }
     __device__ int row_of(int packed) const { return packed / qheads_; }
     __device__ int head_of(int packed) const { return cache_.kv_head * qheads_ + packed % qheads_; }
@@ -44,7 +44,7 @@ public:
         const int cols = static_cast<int>(p_.head_dim);
         constexpr int kChunks = kHeadDim / Tile::kChunk;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < m_tiles_ * 16 * kChunks; i += kThreads) {
+        for (int i = threadIdx.x; i < row_tiles_ * kRows * kChunks; i += kThreads) {
             const int packed = i / kChunks, chunk = i % kChunks;
             const bool exists = packed < packed_rows_ && chunk * Tile::kChunk < cols;
             const T* from = static_cast<const T*>(p_.query.data);
@@ -52,22 +52,33 @@ public:
                 from += cache_.batch * p_.query.batch_stride +
                         (int64_t{cache_.first_row} + row_of(packed)) * p_.query.row_stride +
                         head_of(packed) * p_.query.head_stride + chunk * Tile::kChunk;
-            cp_async_16_if(query_[packed / 16].address(packed % 16, chunk), from, exists);
+            cp_async_16_if(query_[packed / kRows].address(packed % kRows, chunk), from, exists);
         }
         cp_async_commit();
     }
 
-    // Attends to `count` keys: list[i], or first + i where `list` is null. The results stay in shared memory: maximum
-    // and sum in smem.row_max and row_sum, the unscaled output at output(packed row).
-    __device__ void run(const int* list, int first, int count) {
-        list_ = list, first_ = first, count_ = count;
+    // Attends to this CTA's parts of `keys` keys: those of `list`, or all where it is null. The results stay in shared
+    // memory.
+    __device__ void run(const int* list, int keys, int rank) {
+        const DecodeParts parts = this->parts();
+        const int own_part = warp_id() / parts.warps, part = rank * parts.per_cta + own_part, share = parts.share(keys);
+        const int first = own_part < parts.per_cta && part < parts.count ? min(part * share, keys) : keys;
+        list_ = list;
+        begin_ = list == nullptr ? first : own_part * share;
+        end_ = begin_ + min(share, keys - first);
         const bool is_plain =
-            m_tiles_ == 1 && cache_.rows == 1 && p_.relative_bias.data == nullptr && p_.score_cap <= 0;
+            row_tiles_ == 1 && cache_.rows == 1 && p_.relative_bias.data == nullptr && p_.score_cap <= 0;
         is_plain ? attend<true>() : attend<false>();
     }
 
-    // Four columns of a packed row's output in this CTA.
-    __device__ float* output(int packed, int col) const { return partial(packed / 16, packed % 16, col); }
+    // A packed row of the result of one of this CTA's parts: maximum and sum, and four columns of the unscaled output.
+    struct Result {
+        float *row_max, *row_sum, *out;
+    };
+    __device__ Result result_of(int part, int packed, int col) const {
+        const int warp = part * parts().warps + packed / kRows, row = packed % kRows;
+        return {&smem_.row_max[warp][row], &smem_.row_sum[warp][row], partial(warp, row, col)};
+    }
 
 private:
     // The keys of a chunk: lane i % 16 has key i. Null where the rows are not read.
@@ -83,34 +94,33 @@ private:
     template <bool kPlain>
     __device__ __forceinline__ void attend() {
         if (!kPlain) prepare_rows();
-        float out[1][kHeadDim / 8][4];
-        clear(out);
-        OnlineSoftmax<1> softmax;
+        Output out{};
         cp_async_wait<0>();
         __syncthreads();  // Q has arrived
-        // Software pipeline, its prologue in the same loop to keep the code small: step n finds the rows of chunk
-        // n + 2, copies those of chunk n + 1 and attends to chunk n. The bias of chunk n + 1 is loaded last, since a
-        // copy of it to another register would wait for it.
-        const int chunks = ceil_div(count_, kKeys), first_chunk = group_;
-        int key = -1;        // of chunk n
-        KeyBiasBits bias{};  // of this key
+        uint32_t query[kHeadDim / 8];
+        load_query_fragments(query);
+        // Software pipeline, its prologue in the same loop to keep the code small: step n finds the rows of chunk n,
+        // copies those of chunk n - 1 and attends to chunk n - 2. The bias of chunk n - 1 is loaded last, since a copy
+        // of it to another register would wait for it.
+        const int groups = parts().warps / row_tiles_;
+        int at = begin_ + group_ % groups * kKeys;  // of the chunk to be found
+        int key = -1;                               // of the chunk to attend to
+        KeyBiasBits bias{};                         // of this key
         found_ = {};
 #pragma unroll 1
-        for (int chunk = first_chunk - 2 * num_groups_; chunk < chunks; chunk += num_groups_) {
-            const bool attends = chunk >= first_chunk, copies = chunk >= first_chunk - num_groups_;
-            float scores[1][2][4];
+        for (int step = 0; at - 2 * groups * kKeys < end_; ++step, at += groups * kKeys) {
+            const bool copies = step >= 1, attends = step >= 2;
+            float scores[4];
             if (attends) {
                 cp_async_wait<1>();
                 sync_group<kPlain>();
-                multiply_key(scores);
+                multiply_key(scores, query);
                 sync_group<kPlain>();
             }
             if (copies) copy<kPlain>(key_tile(), found_.key_row);
             if (attends) {
                 finish_scores<kPlain>(scores, key, bias);
-                softmax.update(
-                    scores, kLog2E, -kInfinity, [] {},
-                    [&](int i, float factor) { OnlineSoftmax<1>::scale(out, i, factor); });
+                out.exponentiate(scores);
                 cp_async_wait<1>();
                 sync_group<kPlain>();
                 multiply_value(out, scores);
@@ -119,27 +129,27 @@ private:
             if (copies) copy<kPlain>(value_tile(), found_.value_row);
             key = found_.key;
             if (key >= 0) bias = load_bias(found_.bias);
-            find(chunk + 2 * num_groups_);
+            find(at);
         }
         cp_async_wait<0>();
-        merge(out, softmax);
+        merge(out);
     }
 
-    __device__ Tile& key_tile() const { return reinterpret_cast<Tile*>(tiles_)[group_ * m_tiles_ * 2]; }
+    __device__ Tile& key_tile() const { return reinterpret_cast<Tile*>(tiles_)[group_ * row_tiles_ * 2]; }
     __device__ Tile& value_tile() const { return (&key_tile())[1]; }
 
-    // A warp's output, at 16 rows of kHeadDim floats. Rows are rotated by 8 columns each against bank conflicts.
+    // A warp's output, kRows rows of kHeadDim floats. Every two rows are rotated by 8 columns against bank conflicts.
     __device__ float* partial(int warp, int row, int col) const {
-        int rotated = col + row % 4 * 8;
+        int rotated = col + row / 2 * 8;
         if (rotated >= kHeadDim) rotated -= kHeadDim;
         return reinterpret_cast<float*>(tiles_ + warp * 2 * sizeof(Tile)) + row * kHeadDim + rotated;
     }
 
     template <bool kPlain>
     __device__ void sync_group() const {
-        if (kPlain || m_tiles_ == 1) return __syncwarp();
+        if (kPlain || row_tiles_ == 1) return __syncwarp();
         static_assert(kFirstGroup + kWarps / 2 <= 16);
-        named_barrier_sync(kFirstGroup + group_, m_tiles_ * 32);
+        named_barrier_sync(kFirstGroup + group_, row_tiles_ * 32);
     }
 
     __device__ KeyBiasBits load_bias(const uint16_t* from) const {
@@ -148,11 +158,12 @@ private:
     }
     __device__ bool has_float_bias() const { return p_.bias_cache.dtype == DataType::kFloat32; }
 
-    __device__ void find(int chunk) {
-        const int i = chunk * kKeys + lane_id() % kKeys;
+    // Of the chunk at position `at`.
+    __device__ void find(int at) {
+        const int i = at + lane_id() % kKeys;
         found_ = {};
-        if (i >= count_) return;
-        const int key = list_ != nullptr ? list_[i] : first_ + i;
+        if (i >= end_) return;
+        const int key = list_ != nullptr ? list_[i] : i;
         const KvCache::Place place = cache_.place_of(key);
         found_.bias = cache_.bias_at(place);
         // A selected key is visible.
@@ -173,7 +184,7 @@ private:
             const int row = i * kRowsPerStep + lane_row;
             const auto from =
                 reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(found), row));
-            if (!kPlain && i % m_tiles_ != m_tile_) continue;
+            if (!kPlain && i % row_tiles_ != row_tile_) continue;
             const uint32_t at = to.address(row, chunk);
 #pragma unroll
             for (int slab = 0; slab < Tile::kSlabs; ++slab)
@@ -184,29 +195,88 @@ private:
         cp_async_commit();
     }
 
-    __device__ void multiply_key(float (&scores)[1][2][4]) const {
-        clear(scores);
-        const uint32_t query = query_[m_tile_].ldmatrix_lane_a(), key = key_tile().ldmatrix_lane_b();
+    // Q of this warp's rows, as B operands of K Q^T.
+    __device__ void load_query_fragments(uint32_t (&query)[kHeadDim / 8]) const {
 #pragma unroll
-        for (int col = 0; col < kHeadDim; col += 16) {
-            uint32_t a[4], b[4];
-            Tile::load_a(a, query, 0, col);
-            Tile::load_b(b, key, 0, col);
-            mma_m16n8k16<T>(scores[0][0], a, b[0], b[1]);
-            mma_m16n8k16<T>(scores[0][1], a, b[2], b[3]);
+        for (int chunk = 0; chunk < kHeadDim / 8; chunk += 4) {
+            uint32_t b[4];
+            ldmatrix_x4(b, query_[row_tile_].address(lane_id() % kRows, chunk + lane_id() / kRows));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) query[chunk + i] = b[i];
         }
     }
 
-    __device__ void multiply_value(float (&out)[1][kHeadDim / 8][4], const float (&p)[1][2][4]) const {
-        const uint32_t a[4] = {pack<T>(p[0][0][0], p[0][0][1]), pack<T>(p[0][0][2], p[0][0][3]),
-                               pack<T>(p[0][1][0], p[0][1][1]), pack<T>(p[0][1][2], p[0][1][3])};
-        const uint32_t value = value_tile().ldmatrix_lane_a();
+    // S^T of 16 keys: scores[2 h + e] is that of key 8 h + fragment_row() and row fragment_col() + e.
+    __device__ void multiply_key(float (&scores)[4], const uint32_t (&query)[kHeadDim / 8]) const {
+        float sums[2][4] = {};  // two chains of dependent instructions
+        const uint32_t key = key_tile().ldmatrix_lane_a();
 #pragma unroll
         for (int col = 0; col < kHeadDim; col += 16) {
-            uint32_t b[4];
-            Tile::load_b_transposed(b, value, 0, col);
-            mma_m16n8k16<T>(out[0][col / 8], a, b[0], b[1]);
-            mma_m16n8k16<T>(out[0][col / 8 + 1], a, b[2], b[3]);
+            uint32_t a[4];
+            Tile::load_a(a, key, 0, col);
+            mma_m16n8k16<T>(sums[col / 16 % 2], a, query[col / 8], query[col / 8 + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[i] = sums[0][i] + sums[1][i];
+    }
+
+    // O^T of this warp's rows, and their softmax. Rows are columns of accumulators: fragment_col() + e, over the eight
+    // lanes of equal fragment_col().
+    struct Output {
+        float columns[kHeadDim / 16][4];  // unscaled: [n][2 h + e] is column 16 n + 8 h + fragment_row() of V
+        float max[2] = {-kInfinity, -kInfinity};
+        float sum[2] = {};  // over this lane's keys
+
+        // Replaces scores by exp(score - base). The base stays below the maximum while no exponential exceeds 2^kSlack.
+        __device__ void exponentiate(float (&scores)[4]) {
+            constexpr float kSlack = 8;
+            float largest[2];
+            bool grows = false;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                largest[e] = column_max(fmaxf(scores[e], scores[2 + e]));
+                if (!((largest[e] - max[e]) * kLog2E > kSlack)) largest[e] = max[e];
+                grows |= largest[e] != max[e];
+            }
+            if (__any_sync(~0u, grows)) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float correction = fast_exp2((max[e] - base(largest[e])) * kLog2E);
+                    max[e] = largest[e];
+                    sum[e] *= correction;
+#pragma unroll
+                    for (auto& fragment : columns) fragment[e] *= correction, fragment[2 + e] *= correction;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                scores[i] = fast_exp2((scores[i] - base(max[i % 2])) * kLog2E);
+                sum[i % 2] += scores[i];
+            }
+        }
+
+        __device__ static float base(float max) { return max == -kInfinity ? 0.f : max; }  // no -inf - -inf
+    };
+
+    __device__ static float column_max(float x) {
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+        return x;
+    }
+    __device__ static float column_sum(float x) {
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
+        return x;
+    }
+
+    __device__ void multiply_value(Output& out, const float (&p)[4]) const {
+        const uint32_t b0 = transpose_8x8(pack<T>(p[0], p[1])), b1 = transpose_8x8(pack<T>(p[2], p[3]));
+        const uint32_t value = value_tile().ldmatrix_lane_b();
+#pragma unroll
+        for (int col = 0; col < kHeadDim; col += 16) {
+            uint32_t a[4];
+            Tile::load_a_transposed(a, value, 0, col);
+            mma_m16n8k16<T>(out.columns[col / 16], a, b0, b1);
         }
     }
 
@@ -214,11 +284,11 @@ private:
     __device__ void prepare_rows() {
         const RelativeBiasView& view = p_.relative_bias;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int packed = min(m_tile_ * 16 + h * 8 + fragment_row(), packed_rows_ - 1);
-            key_of_row_[h] = cache_.keys - cache_.rows + row_of(packed);
+        for (int e = 0; e < 2; ++e) {
+            const int packed = min(row_tile_ * kRows + fragment_col() + e, packed_rows_ - 1);
+            key_of_row_[e] = cache_.keys - cache_.rows + row_of(packed);
             if (view.data != nullptr)
-                relative_bias_[h] = static_cast<const float*>(view.data) + view.radius +
+                relative_bias_[e] = static_cast<const float*>(view.data) + view.radius +
                                     (view.batches > 1 ? cache_.batch : 0) * view.batch_stride +
                                     shared_head(head_of(packed), p_.heads, view.heads) * view.head_stride;
         }
@@ -226,97 +296,91 @@ private:
 
     // Scale, softcap, biases and causality. Lane i % 16 has key i and its bias.
     template <bool kPlain>
-    __device__ __forceinline__ void finish_scores(float (&scores)[1][2][4], int own_key,
-                                                  const KeyBiasBits& bias_bits) const {
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                scores[0][n][i] *= p_.score_scale;
-                if (!kPlain && p_.score_cap > 0) scores[0][n][i] = p_.score_cap * fast_tanh(scores[0][n][i]);
-            }
+    __device__ __forceinline__ void finish_scores(float (&scores)[4], int own_key, const KeyBiasBits& bias_bits) const {
         const float own_bias = own_key < 0 ? -kInfinity : key_bias_of<T>(p_.bias_cache, bias_bits);
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+        for (int h = 0; h < 2; ++h) {
+            const int lane = 8 * h + fragment_row();
+            const int key = kPlain ? 0 : __shfl_sync(~0u, own_key, lane);
+            const float bias = __shfl_sync(~0u, own_bias, lane);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const int lane = n * 8 + fragment_col() + e;
-                const int key = kPlain ? 0 : __shfl_sync(~0u, own_key, lane);
-                const float bias = __shfl_sync(~0u, own_bias, lane);
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float& score = scores[0][n][2 * h + e];
-                    score += bias;
-                    if (!kPlain && (p_.relative_bias.data != nullptr || cache_.rows > 1)) score += bias_of_row(h, key);
-                    if (bias == -kInfinity) score = -kInfinity;
-                }
+                float& score = scores[2 * h + e];
+                score *= p_.score_scale;
+                if (!kPlain && p_.score_cap > 0) score = p_.score_cap * fast_tanh(score);
+                score += bias;
+                if (!kPlain && (p_.relative_bias.data != nullptr || cache_.rows > 1)) score += bias_of_row(e, key);
+                if (bias == -kInfinity) score = -kInfinity;
             }
+        }
     }
 
     // Relative bias and causality; -inf hides.
-    __device__ float bias_of_row(int h, int key) const {
-        const int distance = key - key_of_row_[h];
+    __device__ float bias_of_row(int e, int key) const {
+        const int distance = key - key_of_row_[e];
         if (p_.is_causal && distance > 0) return -kInfinity;
         if (p_.relative_bias.data == nullptr) return 0.f;
         const int radius = static_cast<int>(p_.relative_bias.radius);
-        const float bias = __ldg(relative_bias_[h] + min(max(distance, -radius), radius));
+        const float bias = __ldg(relative_bias_[e] + min(max(distance, -radius), radius));
         return bias <= kLowest<float> ? -kInfinity : bias;
     }
 
-    // Merges the groups' results into those of the first group. All threads call.
-    __device__ void merge(const float (&out)[1][kHeadDim / 8][4], OnlineSoftmax<1>& softmax) const {
+    // Merges the groups' results into those of the first group of each part. All threads call.
+    __device__ void merge(const Output& out) const {
         sync_group<false>();
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int row = h * 8 + fragment_row();
-            const float sum = row_sum(softmax.sum[h]);
-            if (is_row_leader()) {
-                smem_.warp_max[warp_id()][row] = softmax.max[h];
+        for (int e = 0; e < 2; ++e) {
+            const int row = fragment_col() + e;
+            const float sum = column_sum(out.sum[e]);
+            if (fragment_row() == 0) {
+                smem_.warp_max[warp_id()][row] = out.max[e];
                 smem_.warp_sum[warp_id()][row] = sum;
             }
-            if (sum == 0 || m_tile_ * 16 + row >= packed_rows_) continue;
+            if (sum == 0 || row_tile_ * kRows + row >= packed_rows_) continue;
 #pragma unroll
-            for (int n = 0; n < kHeadDim / 8; ++n)
-                *reinterpret_cast<float2*>(partial(warp_id(), row, n * 8 + fragment_col())) = {out[0][n][2 * h],
-                                                                                               out[0][n][2 * h + 1]};
+            for (int i = 0; i < kHeadDim / 8; ++i)
+                *partial(warp_id(), row, 8 * i + fragment_row()) = out.columns[i / 2][i % 2 * 2 + e];
         }
         __syncthreads();
         constexpr int kVectors = kHeadDim / 4;
+        const DecodeParts parts = this->parts();
+        const int part_groups = parts.warps / row_tiles_;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < packed_rows_ * kVectors; i += kThreads) {
-            const int packed = i / kVectors, col = i % kVectors * 4, tile = packed / 16, row = packed % 16;
+        for (int i = threadIdx.x; i < parts.per_cta * packed_rows_ * kVectors; i += kThreads) {
+            const int part = i / (packed_rows_ * kVectors), packed = i / kVectors - part * packed_rows_;
+            const int col = i % kVectors * 4, first = part * parts.warps + packed / kRows, row = packed % kRows;
             float largest = -kInfinity;
-            for (int group = 0; group < num_groups_; ++group)
-                largest = fmaxf(largest, smem_.warp_max[group * m_tiles_ + tile][row]);
+            for (int group = 0; group < part_groups; ++group)
+                largest = fmaxf(largest, smem_.warp_max[first + group * row_tiles_][row]);
             float sum = 0;
             float4 total{};
 #pragma unroll
             for (int group = 0; group < kWarps; ++group) {
-                const int warp = group * m_tiles_ + tile;
-                if (group >= num_groups_ || smem_.warp_sum[warp][row] == 0) continue;
+                const int warp = first + group * row_tiles_;
+                if (group >= part_groups || smem_.warp_sum[warp][row] == 0) continue;
                 const float weight = fast_exp2((smem_.warp_max[warp][row] - largest) * kLog2E);
                 const float4 x = *reinterpret_cast<const float4*>(partial(warp, row, col));
                 sum = fmaf(weight, smem_.warp_sum[warp][row], sum);
                 total = {fmaf(weight, x.x, total.x), fmaf(weight, x.y, total.y), fmaf(weight, x.z, total.z),
                          fmaf(weight, x.w, total.w)};
             }
-            *reinterpret_cast<float4*>(partial(tile, row, col)) = total;
-            if (col == 0) smem_.row_max[packed] = largest, smem_.row_sum[packed] = sum;
+            const Result result = result_of(part, packed, col);
+            *reinterpret_cast<float4*>(result.out) = total;
+            if (col == 0) *result.row_max = largest, *result.row_sum = sum;
         }
     }
 
     const DecodeArgs& p_;
     const KvCache& cache_;
     DecodeSharedStorage& smem_;
-    Tile* const query_;
+    QueryTile* const query_;
     unsigned char* const tiles_;
     const int qheads_;  // query heads of the KV head
     const int packed_rows_;
-    const int m_tiles_;  // of 16 packed rows
-    const int num_groups_;
-    const int m_tile_, group_;  // of this warp
-    const int* list_;
-    int first_, count_;
+    const int row_tiles_;            // a power of 2
+    const int row_tile_, group_;     // of this warp
+    const int* list_;                // of this CTA's keys; null: all keys
+    int begin_, end_;                // of this warp's part: positions in list_, or keys
     Found found_;                    // the chunk to be copied next
     int key_of_row_[2];              // the key at which each of this thread's rows stands
     const float* relative_bias_[2];  // of these rows, at distance 0

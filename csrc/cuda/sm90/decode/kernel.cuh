@@ -8,31 +8,32 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// out and lse of the sequence, of the first `parts` CTAs' results: each CTA combines some of the packed rows' columns.
+// out and lse of the sequence, of the results of all parts: each CTA combines some of the packed rows' columns.
 template <typename T, int kHeadDim, int kWarps>
-__device__ void combine(const DecodeArgs& p, const KvCache& cache, const DecodeSharedStorage& smem,
-                        const DecodeAttention<T, kHeadDim, kWarps>& attention, int parts, int rank) {
+__device__ void combine(const DecodeArgs& p, const KvCache& cache,
+                        const DecodeAttention<T, kHeadDim, kWarps>& attention, int rank) {
+    const DecodeParts parts = attention.parts();
+    const int log2_per_cta = __ffs(parts.per_cta) - 1;
     constexpr int kVectors = kHeadDim / 4;
     const int vectors = attention.packed_rows() * kVectors, share = ceil_div(vectors, p.cluster);
 #pragma unroll 1
     for (int i = rank * share + threadIdx.x; i < min((rank + 1) * share, vectors); i += kWarps * 32) {
         const int packed = i / kVectors, col = i % kVectors * 4;
-        const uint32_t max_at = smem_address(&smem.row_max[packed]), sum_at = smem_address(&smem.row_sum[packed]);
-        const uint32_t out_at = smem_address(attention.output(packed, col));
         constexpr int kInFlight = 8;
         float largest = -kInfinity, sum = 0;
         float4 total{};
 #pragma unroll 1
-        for (int first = 0; first < parts; first += kInFlight) {
+        for (int first = 0; first < parts.count; first += kInFlight) {
             float maxima[kInFlight], sums[kInFlight];
             float4 x[kInFlight];
             float before = largest;
 #pragma unroll
             for (int r = 0; r < kInFlight; ++r) {
-                const int cta = min(first + r, parts - 1);
-                maxima[r] = __uint_as_float(load_dsmem(map_to_cta(max_at, cta)));
-                sums[r] = __uint_as_float(load_dsmem(map_to_cta(sum_at, cta)));
-                x[r] = load_dsmem_float4(map_to_cta(out_at, cta));
+                const int part = min(first + r, parts.count - 1), cta = part >> log2_per_cta;
+                const auto result = attention.result_of(part - (cta << log2_per_cta), packed, col);
+                maxima[r] = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_max), cta)));
+                sums[r] = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_sum), cta)));
+                x[r] = load_dsmem_float4(map_to_cta(smem_address(result.out), cta));
             }
 #pragma unroll
             for (int r = 0; r < kInFlight; ++r) largest = fmaxf(largest, maxima[r]);
@@ -41,7 +42,7 @@ __device__ void combine(const DecodeArgs& p, const KvCache& cache, const DecodeS
             total = {total.x * correction, total.y * correction, total.z * correction, total.w * correction};
 #pragma unroll
             for (int r = 0; r < kInFlight; ++r) {
-                if (first + r >= parts || sums[r] == 0) continue;  // a CTA without visible keys has no output
+                if (first + r >= parts.count || sums[r] == 0) continue;  // a part without visible keys has no output
                 const float weight = fast_exp2((maxima[r] - largest) * kLog2E);
                 sum = fmaf(weight, sums[r], sum);
                 total = {fmaf(weight, x[r].x, total.x), fmaf(weight, x[r].y, total.y), fmaf(weight, x[r].z, total.z),
@@ -72,33 +73,29 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
     const int sequence_head = static_cast<int>(blockIdx.x) / p.cluster, rank = static_cast<int>(blockIdx.x) % p.cluster;
     const int kv_heads = static_cast<int>(p.kv_heads);
     const KvCache cache(p, sequence_head / kv_heads, sequence_head % kv_heads);
-    const int cluster = p.cluster, parts = p.batch_invariant ? invariant_parts(cache.keys) : cluster;
+    const int cluster = p.cluster;
     if (cache.rows == 0 || cache.rows > p.max_rows) return;  // all threads of the cluster
 
     using Attention = DecodeAttention<T, kHeadDim, kWarps>;
     const DecodeSmemLayout layout(p, kHeadDim);
-    Attention attention(p, cache, smem, reinterpret_cast<typename Attention::Tile*>(raw_smem + layout.query),
+    Attention attention(p, cache, smem, reinterpret_cast<typename Attention::QueryTile*>(raw_smem + layout.query),
                         raw_smem + layout.tiles);
     attention.load_query();
     const int* list = nullptr;
-    int first = 0, count;
+    int keys = cache.keys;
     if (p.order_capacity > 0 && cache.keys > p.window_size) {
         int* selected = reinterpret_cast<int*>(raw_smem + layout.list);
         constexpr DataType kHalf = std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16;
         DecodeSelector<kHalf, kWarps> selector(p, cache, smem, reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
                                                reinterpret_cast<uint32_t*>(raw_smem + layout.histograms), rank);
-        count = selector.run(selected, parts);
+        keys = selector.run(selected, attention.parts());
         list = selected;
         p.overlays ? selector.cluster_barrier() : __syncthreads();  // the list is complete; the orders have been read
-    } else {
-        const int part = ceil_div(ceil_div(cache.keys, parts), 16) * 16;
-        first = min(rank * part, cache.keys);
-        count = min(part, cache.keys - first);
     }
-    attention.run(list, first, count);
+    attention.run(list, keys, rank);
     if (rank == 0) cache.append<T>(threadIdx.x, blockDim.x);
     cluster > 1 ? cluster_sync() : __syncthreads();
-    combine(p, cache, smem, attention, parts, rank);
+    combine(p, cache, attention, rank);
     if (cluster > 1) cluster_sync();  // the others have read this CTA's shared memory
 }
 

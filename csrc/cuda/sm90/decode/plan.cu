@@ -44,18 +44,26 @@ struct DecodePlan {
     DecodeArgs args;
 };
 
+// The selected keys of a CTA, of a sequence of any length up to that of the cache: with batch_invariant shorter
+// sequences have fewer parts.
+int most_selected(const DecodeArgs& args) {
+    int most = 0;
+    for (int64_t keys = kInvariantKeys;; keys *= 2) {
+        keys = std::min(keys, args.seqlen_k);
+        const DecodeParts parts(args, keys, args.query_tiles);
+        most = std::max(most, parts.share(static_cast<int>(std::min(keys, args.window_size))) * parts.per_cta);
+        if (keys == args.seqlen_k) return most;
+    }
+}
+
 // The shared memory of a cluster size.
 void lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
     args.warps = warps;
     args.cluster = cluster;
     if (args.window_size == 0 || args.window_size >= args.seqlen_k) return;
     const auto keys = static_cast<int>(args.seqlen_k);
-    int64_t selected = ceil_div(args.window_size, int64_t{cluster});
-    if (args.batch_invariant)  // shorter sequences have fewer parts
-        selected = std::max<int64_t>(ceil_div(args.window_size, int64_t{kInvariantParts}),
-                                     std::min<int64_t>(args.window_size, kInvariantKeys));
     args.order_capacity = decode_segment(decode_share(keys, cluster), warps) * warps;
-    args.list_capacity = static_cast<int>(ceil_div<int64_t>(selected, 16) * 16);
+    args.list_capacity = most_selected(args);
     args.overlays = false;
     args.overlays =
         DecodeSmemLayout(args, head_dim).total > current_device().shared_memory / (warps == kDecodeMinWarps ? 2 : 1);
@@ -80,8 +88,7 @@ int active_clusters(const DecodeArgs& args, int head_dim, DecodeLauncher run) {
 
 // Chooses the warps and the cluster size of the least estimated time; returns false where none fits. Estimates in us:
 // 20 (dense: 8) for each wave of CTAs; 2 ns over the warps for a key that a CTA scans; for each CTA of an SM 16 ns for
-// a key of 128 dimensions that it attends to, more where 8 warps are alone. With batch_invariant the warps and the
-// parts are fixed, and more CTAs than parts help only to select.
+// a key of 128 dimensions that it attends to, more where fewer than 16 warps of the SM attend.
 bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
     constexpr int kMinKeysPerCta = 256;
     const bool selects = args.window_size > 0 && args.window_size < args.seqlen_k;
@@ -93,17 +100,18 @@ bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
     for (int warps = kDecodeMinWarps; warps <= max_warps; warps *= 2)
         for (int cluster = 1; cluster <= kDecodeMaxCluster; cluster *= 2) {
             if (best_warps > 0 && args.seqlen_k < cluster * kMinKeysPerCta) break;
-            const int parts = args.batch_invariant ? invariant_parts(args.seqlen_k) : cluster;
-            if (args.batch_invariant && (warps != kDecodeMinWarps || cluster < parts || (cluster > parts && !selects)))
-                continue;
+            if (args.batch_invariant && cluster * warps < invariant_warps(args.seqlen_k)) continue;
             lay_out(args, head_dim, warps, cluster);
             const int64_t ctas = args.batch * args.kv_heads * cluster;
             const int64_t slots = int64_t{cluster} * active_clusters(args, head_dim, run);
             if (slots == 0) continue;
             const int64_t of_sm = ceil_div<int64_t>(std::min(ctas, slots), current_device().num_sms);
-            const double share = of_sm * attends * (of_sm * warps == kDecodeMinWarps ? 1.3 : 1),
+            const DecodeParts parts(args, args.seqlen_k, args.query_tiles);
+            const auto attending = static_cast<double>(of_sm * parts.per_cta * parts.warps);
+            const double share = of_sm * attends * std::max(1.0, 0.7 + 4.8 / attending),
                          scan = selects ? keys * 0.002 / warps : 0;
-            const double time = ceil_div(ctas, slots) * ((selects ? 20 : 8) + scan / cluster + share / parts);
+            const double time =
+                ceil_div(ctas, slots) * ((selects ? 20 : 8) + scan / cluster + share / std::min(cluster, parts.count));
             if (best_warps == 0 || time < best_time) best_warps = warps, best_cluster = cluster, best_time = time;
         }
     if (best_warps > 0) lay_out(args, head_dim, best_warps, best_cluster);
@@ -120,8 +128,7 @@ DecodePlan plan_decode(const KvCacheParams& params, int64_t rows) {
     args.score_cap = static_cast<float>(args.softcap);
     args.score_scale = static_cast<float>(args.softcap > 0 ? args.softmax_scale / args.softcap : args.softmax_scale);
     args.max_rows = static_cast<int>(std::min(rows, args.seqlen_q));
-    const int64_t packed_rows = args.max_rows * (args.heads / args.kv_heads);
-    args.query_tiles = packed_rows <= 16 ? 1 : packed_rows <= 32 ? 2 : 4;
+    args.query_tiles = decode_tiles(args.max_rows * (args.heads / args.kv_heads));
     args.has_vector_bias = args.bias_cache.present() && has_vector_bias(args);
     if (args.batch > 0 && args.total_q > 0 && !choose_grid(args, kernel->head_dim, kernel->value)) return {};
     return plan;

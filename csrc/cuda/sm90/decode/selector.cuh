@@ -31,6 +31,7 @@ template <DataType kHalf, int kWarps>
 class DecodeSelector {
     static constexpr int kThreads = kWarps * 32, kStep = kThreads * kDecodeGroup;
     static_assert(kDecodeGroup == kGroup, "Group holds that many keys");
+    static constexpr int kEqual = 0x8000;  // marks a listed key whose order is threshold_
 
 public:
     __device__ DecodeSelector(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem, uint16_t* orders,
@@ -44,9 +45,9 @@ public:
         segment_ = decode_segment(share_, kWarps);
     }
 
-    // Divides the selected keys into `parts`. CTA i writes part i to `list` and returns its number of keys, 0 where
-    // there is no such part. All threads of the cluster call.
-    __device__ int run(int* list, int parts) {
+    // Selects, and writes the keys of this CTA's parts to `list`. Returns the number of selected keys in all CTAs. All
+    // threads of the cluster call.
+    __device__ int run(int* list, const DecodeParts& parts) {
         clear_copies();
         is_float_ ? load<DataType::kFloat32>() : load<kHalf>();
         int wanted = static_cast<int>(p_.window_size), shift = 24;
@@ -419,8 +420,8 @@ private:
         if (lane_id() == 0) smem_.segment_counts[warp_id()] = selected_before;
     }
 
-    // Fetches this CTA's part of all segments' selected keys; returns their number.
-    __device__ int read_list(int* list, int parts) {
+    // Fetches the keys of this CTA's parts from all segments. Returns the number of selected keys.
+    __device__ int read_list(int* list, const DecodeParts& parts) {
         const int segments = cluster_ * kWarps;
         if (warp_id() == 0) {
             constexpr int kOfLane = kDecodeSegments / 32;
@@ -444,8 +445,8 @@ private:
         }
         __syncthreads();
         const int total = smem_.segment_starts[kDecodeSegments];
-        const int part = ceil_div(ceil_div(total, parts), 16) * 16;
-        const int first = min(rank_ * part, total), own = min(part, total - first);
+        const int share = parts.share(total) * parts.per_cta;
+        const int first = min(rank_ * share, total), own = min(share, total - first);
         for (int i = threadIdx.x; i < own; i += kThreads) {
             int segment = 0;  // the last one that starts at or before the key
 #pragma unroll
@@ -456,7 +457,7 @@ private:
             const uint32_t offset = load_dsmem_u16(map_to_cta(smem_address(orders_ + at), cta));
             list[i] = cta * share_ + segment % kWarps * segment_ + static_cast<int>(offset);
         }
-        return own;
+        return total;
     }
 
     const DecodeArgs& p_;

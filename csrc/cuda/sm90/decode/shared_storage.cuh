@@ -18,12 +18,14 @@ struct alignas(128) DecodeSharedStorage {
     int equal_counts[kDecodeMaxWarps];
     uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others
     int segment_starts[kDecodeSegments + 1];
-    float warp_max[kDecodeMaxWarps][16], warp_sum[kDecodeMaxWarps][16];
-    float row_max[kDecodeMaxRows], row_sum[kDecodeMaxRows];  // of this CTA, read by the others
+    float warp_max[kDecodeMaxWarps][kDecodeTileRows], warp_sum[kDecodeMaxWarps][kDecodeTileRows];
+    // Of a part, at its first warps; read by the others.
+    float row_max[kDecodeMaxWarps][kDecodeTileRows], row_sum[kDecodeMaxWarps][kDecodeTileRows];
 };
 
-// Bytes of a tile of 16 rows. A warp has one of K and one of V, and later its part of the output, 16 rows of float32.
+// Bytes of tiles. A warp has one of K and one of V of 16 keys each, and later its part of the output in their memory.
 __host__ __device__ constexpr int decode_tile_bytes(int head_dim) { return 16 * head_dim * 2; }
+__host__ __device__ constexpr int decode_query_bytes(int head_dim) { return kDecodeTileRows * head_dim * 2; }
 constexpr int kDecodeCopiesBytes = kBins * kCopies * 4;  // of the selection's histograms, in the memory of the tiles
 static_assert(kDecodeMinWarps * 2 * decode_tile_bytes(32) >= kDecodeCopiesBytes);
 
@@ -33,7 +35,7 @@ struct DecodeSmemLayout {
 
     __host__ __device__ DecodeSmemLayout(const DecodeArgs& p, int head_dim) {
         query = sizeof(DecodeSharedStorage);
-        list = query + p.query_tiles * decode_tile_bytes(head_dim);
+        list = query + p.query_tiles * decode_query_bytes(head_dim);
         orders = list + ceil_div(p.list_capacity, 32) * 128;
         histograms = orders + p.order_capacity * 2;
         tiles = p.overlays ? orders : histograms;

@@ -140,8 +140,10 @@ def extension():
         flags["cxx"].append(quoted("FLASH_DMATTN_WHY_NO_CUDA", reason))
         return CppExtension("flash_dmattn._C", [*CPU_SOURCES, WITHOUT_CUDA], **options)
 
-    # Computed here instead of by CUDAExtension, so that the module can report its architectures.
-    targets = cpp_extension._get_cuda_arch_flags()
+    # Computed here instead of by CUDAExtension, so that the module can report its architectures. Code for sm_90a runs
+    # on the same GPUs as code for sm_90, and a build for it alone compiles all files with the same flags.
+    sm90 = {"-gencode=arch=compute_90,code=sm_90": generate_kernels.SM90A}
+    targets = list(dict.fromkeys(sm90.get(target, target) for target in cpp_extension._get_cuda_arch_flags()))
     codes = sorted(
         {target.rpartition("code=")[2] for target in targets}, key=lambda c: (c.startswith("compute"), len(c), c)
     )
@@ -152,8 +154,11 @@ def extension():
     flags["cxx"] += ["-DFLASH_DMATTN_WITH_CUDA", quoted("FLASH_DMATTN_CUDA_ARCHITECTURES", architectures)]
     flags["nvcc"] = [*NVCC_FLAGS, compression_flag(nvcc_version()), *targets]
     print(f"flash_dmattn: building {len(kernels)} files of CUDA kernels for {architectures}")
-    # The slowest files, the last of `kernels`, come first, so that the build does not end with one of them.
-    return CUDAExtension("flash_dmattn._C", kernels[::-1] + CUDA_SOURCES + CPU_SOURCES, **options)
+    # The slowest files, the last of `kernels`, come first, so that the build does not end with one of them. Files with
+    # PyTorch's headers take longer than the fastest kernels.
+    half = len(kernels) // 2
+    files = [*kernels[:half:-1], *CPU_SOURCES, *kernels[half::-1], *CUDA_SOURCES]
+    return CUDAExtension("flash_dmattn._C", files, **options)
 
 
 class Build(BuildExtension):

@@ -8,21 +8,21 @@ from collections.abc import Callable
 def compile_by_file(compile_files: Callable, targets_of: Callable[[str], list[str] | None]) -> Callable:
     """Wraps a compiler's method `compile`: one call for all files with the same targets.
 
-    targets_of(source) returns the -gencode flags that replace the extension's for this file, or None.
+    targets_of(source) returns the -gencode flags that replace the extension's for this file, or None. Calls run one
+    after the other, so different targets leave processors idle at the end of each.
     """
 
     def compile_groups(sources, *args, extra_postargs=None, **options):
-        groups: dict[tuple[str, ...] | None, list[str]] = {}
+        flags = extra_postargs.get("nvcc", []) if isinstance(extra_postargs, dict) else []
+        usual = tuple(flag for flag in flags if flag.startswith("-gencode"))
+        common = [flag for flag in flags if flag not in usual]
+        groups: dict[tuple[str, ...], list[str]] = {}
         for source in sources:
-            targets = targets_of(source)
-            groups.setdefault(None if targets is None else tuple(targets), []).append(source)
+            groups.setdefault(tuple(targets_of(source) or usual), []).append(source)
         objects = []
         for targets, group in groups.items():
-            flags = extra_postargs
-            if targets is not None:
-                common = [flag for flag in extra_postargs["nvcc"] if not flag.startswith("-gencode")]
-                flags = {**extra_postargs, "nvcc": [*common, *targets]}
-            objects += compile_files(group, *args, extra_postargs=flags, **options)
+            own = extra_postargs if targets == usual else {**extra_postargs, "nvcc": [*common, *targets]}
+            objects += compile_files(group, *args, extra_postargs=own, **options)
         return objects
 
     return compile_groups

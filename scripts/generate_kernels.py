@@ -24,9 +24,10 @@ class Architecture(NamedTuple):
 
 
 # wgmma and setmaxnreg need sm_90a, whose code runs on compute capability 9.0 only.
+SM90A = "-gencode=arch=compute_90a,code=sm_90a"
 ARCHITECTURES = {
     "sm80": Architecture(None, None),
-    "sm90": Architecture("sm_90", ["-gencode=arch=compute_90a,code=sm_90a"]),
+    "sm90": Architecture("sm_90", [SM90A]),
 }
 ALL_CODES = ("sm_80", "sm_90")
 

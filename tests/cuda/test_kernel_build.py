@@ -118,6 +118,11 @@ def test_flags_by_file(generator):
         (["fwd_hdim64_bf16_sm90.cu", "bwd_hdim64_bf16_sm90.cu"], {"cxx": ["-O3"], "nvcc": ["-O3", *hopper]}),
     ]
 
+    calls.clear()
+    usual["nvcc"] = ["-O3", *hopper]
+    compile_by_file(compile_files, generator.targets_of)(sources, extra_postargs=usual)
+    assert calls == [(sources, usual)]
+
 
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
@@ -463,7 +468,7 @@ using Dquery = PairBiasDquerySharedStorage<PairBiasDqueryKernelTraits<T, Bias, 3
 template <typename T, int kHeadDim>
 int decode_bytes() {  // without selection, whose memory depends on the call
     DecodeArgs args;
-    args.query_tiles = kDecodeMaxRows / 16;
+    args.query_tiles = kDecodeMaxRows / kDecodeTileRows;
     args.warps = kHeadDim <= kDecodeManyWarpsHeadDim ? kDecodeMaxWarps : 8;
     return DecodeSmemLayout(args, kHeadDim).total;
 }

@@ -5,8 +5,12 @@
 
 namespace flash_dmattn::cuda {
 
+// A barrier of all threads of a cluster, in two halves: what a thread wrote before it arrived is seen after the wait.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    cluster_arrive();
+    cluster_wait();
 }
 
 // Maps a shared-memory address of this CTA to the same address in CTA `rank` of the cluster.
@@ -35,6 +39,10 @@ __device__ __forceinline__ float4 load_dsmem_float4(uint32_t dsmem_address) {
                  : "r"(dsmem_address)
                  : "memory");
     return x;
+}
+
+__device__ __forceinline__ void add_to_dsmem(uint32_t dsmem_address, uint32_t x) {
+    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(dsmem_address), "r"(x) : "memory");
 }
 
 // Stores 16 bytes to shared memory: to `here` in this CTA where is_here, else asynchronously to `there` in another CTA

@@ -31,7 +31,6 @@ template <DataType kHalf, int kWarps>
 class DecodeSelector {
     static constexpr int kThreads = kWarps * 32, kStep = kThreads * kDecodeGroup;
     static_assert(kDecodeGroup == kGroup, "Group holds that many keys");
-    static constexpr int kEqual = 0x8000;  // marks a listed key whose order is threshold_
 
 public:
     __device__ DecodeSelector(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem, uint16_t* orders,
@@ -48,20 +47,23 @@ public:
     // Selects, and writes the keys of this CTA's parts to `list`. Returns the number of selected keys in all CTAs. All
     // threads of the cluster call.
     __device__ int run(int* list, const DecodeParts& parts) {
+        for (int i = threadIdx.x; i < kDecodeDigits * kBins; i += kThreads) smem_.sums[i / kBins][i % kBins] = 0;
+        if (cluster_ > 1) cluster_arrive();  // the others may add to the sums
         clear_copies();
         is_float_ ? load<DataType::kFloat32>() : load<kHalf>();
+        if (cluster_ > 1) cluster_wait();
         int wanted = static_cast<int>(p_.window_size), shift = 24;
         threshold_ = 0;
 #pragma unroll 1
         while (true) {
-            sum_copies(shift / kDigit % 2);
+            sum_copies(shift / kDigit);
             choose_digit(shift, wanted);
             if (shift == 0 || (shift == 16 && (!is_float_ || threshold_ == 0))) break;
             shift -= kDigit;
             clear_copies();
             count(shift);
         }
-        if (threshold_ != 0) divide_equal(shift, wanted);
+        if (threshold_ != 0) divide_equal(wanted);
         compact();
         refuse_nan(found_nan_);
         cluster_barrier();
@@ -272,14 +274,15 @@ private:
         return smem_address(histograms_) + ((bin & (kBins - 1) << kBinShift) | lane_id() % kCopies * 4);
     }
     // Where a lane counts keys that have no bin: ptxas branches around atomics of a condition.
-    __device__ uint32_t lane_no_bin() const { return smem_address(&smem_.totals[lane_id()]); }
+    __device__ uint32_t lane_no_bin() const { return smem_address(&smem_.no_bin[lane_id()]); }
     __device__ static void add_one(uint32_t to) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(to) : "memory"); }
     __device__ void clear_copies() const {
         for (int i = threadIdx.x; i < kBins * kCopies / 4; i += kThreads)
             reinterpret_cast<uint4*>(histograms_)[i] = uint4{};
         __syncthreads();
     }
-    __device__ void sum_copies(int buffer) const {
+    // Adds this CTA's histogram to the sums of all CTAs, each in the memory of one CTA.
+    __device__ void sum_copies(int digit) const {
         static_assert(kThreads >= kBins);
         __syncthreads();
         const int bin = threadIdx.x;
@@ -287,41 +290,26 @@ private:
         uint32_t sum = 0;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) sum += histograms_[bin * kCopies + (i + bin / 2) % kCopies];
-        smem_.counts[buffer][bin] = sum;
+        smem_.counts[bin] = sum;
+        if (sum != 0) add_to_dsmem(address_of_sum(digit, bin), sum);
     }
-
-    // Calls visit(rank, x) with a number in the shared memory of each CTA of the cluster.
-    template <typename Visit>
-    __device__ __forceinline__ void for_each_rank(const void* own, const Visit& visit) const {
-        constexpr int kInFlight = 8;
-        const uint32_t address = smem_address(own);
-#pragma unroll 1
-        for (int first = 0; first < cluster_; first += kInFlight) {
-            uint32_t x[kInFlight];
-#pragma unroll
-            for (int i = 0; i < kInFlight; ++i) x[i] = load_dsmem(map_to_cta(address, min(first + i, cluster_ - 1)));
-#pragma unroll
-            for (int i = 0; i < kInFlight; ++i)
-                if (first + i < cluster_) visit(first + i, x[i]);
-        }
+    __device__ uint32_t address_of_sum(int digit, int bin) const {
+        return map_to_cta(smem_address(&smem_.sums[digit][bin]), bin & (cluster_ - 1));
     }
 
     // Adds to threshold_ the largest digit such that at least `wanted` keys have it or a larger one, and takes those
     // with a larger one off `wanted`. Hidden keys have digits 0.
     __device__ void choose_digit(int shift, int& wanted) {
         cluster_barrier();
-        if (threadIdx.x < kBins) {
-            uint32_t sum = 0;
-            for_each_rank(&smem_.counts[shift / kDigit % 2][threadIdx.x], [&](int, uint32_t count) { sum += count; });
-            smem_.totals[threadIdx.x] = sum;
-        }
-        __syncthreads();
         if (warp_id() == 0) {
             constexpr int kBinsOfLane = kBins / 32;
             const int first = (31 - lane_id()) * kBinsOfLane;  // lane 0 has the highest
             int bins[kBinsOfLane], of_lane = 0;
 #pragma unroll
-            for (int i = 0; i < kBinsOfLane; ++i) of_lane += bins[i] = smem_.totals[first + i];
+            for (int i = 0; i < kBinsOfLane; ++i)
+                bins[i] = static_cast<int>(load_dsmem(address_of_sum(shift / kDigit, first + i)));
+#pragma unroll
+            for (int i = 0; i < kBinsOfLane; ++i) of_lane += bins[i];
             const int upto = sum_of_lanes_upto(of_lane);
             const int selected = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
             if (selected == lane_id()) {
@@ -341,12 +329,12 @@ private:
 
     // The last `wanted` of the sequence's keys that are equal to threshold_ are selected. Finds how many this CTA
     // skips.
-    __device__ void divide_equal(int shift, int wanted) {
-        int own = 0, later = 0;
-        for_each_rank(&smem_.counts[shift / kDigit % 2][smem_.digit], [&](int rank, uint32_t count) {
-            if (rank == rank_) own = count;
-            if (rank > rank_) later += count;
-        });
+    __device__ void divide_equal(int wanted) {
+        int equal = 0;  // in CTA `lane`
+        if (lane_id() < cluster_)
+            equal = static_cast<int>(load_dsmem(map_to_cta(smem_address(&smem_.counts[smem_.digit]), lane_id())));
+        const int own = __shfl_sync(~0u, equal, rank_);
+        const int later = __reduce_add_sync(~0u, lane_id() > rank_ ? equal : 0);
         const int selected = min(max(wanted - later, 0), own);
         skipped_ = own - selected;
         is_divided_ = selected > 0 && skipped_ > 0;

@@ -9,11 +9,13 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+constexpr int kDecodeDigits = 4;  // of float32; 16-bit biases have two
 constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
 
 struct alignas(128) DecodeSharedStorage {
-    uint32_t counts[2][kBins];  // histograms of this CTA's keys, read by the others
-    uint32_t totals[kBins];
+    uint32_t counts[kBins];               // histogram of the digit of this CTA's keys, read by the others
+    uint32_t sums[kDecodeDigits][kBins];  // of all CTAs' counts: bins i of which i % cluster is this CTA's rank
+    uint32_t no_bin[32];
     int digit, above;
     int equal_counts[kDecodeMaxWarps];
     uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others

@@ -49,7 +49,7 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
         query, row_bias, hidden_rows, unseen = split_row_bias(bias, query, call.key.shape[2])
         call.key, call.value, bias = call.key.masked_fill(unseen, 0), call.value.masked_fill(unseen, 0), None
     options = call.options()
-    used = clamped_to_totals(query, call.key, mask, bias, problem)
+    used = problem if call.keeps_max_seqlen else clamped_to_totals(query, call.key, mask, bias, problem)
     relative_bias = None if call.relative_bias is None else accumulated(call.relative_bias, query)
     leaves = (query, call.key, call.value, bias, relative_bias)
     needs_grad = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)

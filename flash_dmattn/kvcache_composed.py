@@ -29,11 +29,12 @@ from .ops.list_sizes import MAX_TOPK_LIST_ROWS
 from .ops.schema import KvCacheArguments
 
 CHECKS_DEVICES = os.environ.get("FLASH_DMATTN_CHECK") == "1"  # as in csrc/torch/checks.cpp
-# With batch_invariant on CUDA: a sequence that is added to every batch. With it each batch has more rows than the
-# kernels for few rows serve, whose split-KV depends on the batch, and more keys than any threshold between kernels. The
-# blocks of the other kernels start at a sequence's first row, so that its bits depend on the sequence alone.
-FILLER_ROWS = 128
-FILLER_KEYS = 4096  # kFillerKeys of csrc/torch/cuda_backend.h
+# With batch_invariant on CUDA sequences are packed, and their longest has at least so many rows and keys, as far as the
+# choice of kernels can tell: more rows than the kernels for few rows serve, whose split-KV depends on the batch, and
+# more keys than any threshold between kernels. The blocks of the other kernels start at a sequence's first row, so that
+# its bits depend on the sequence alone.
+INVARIANT_ROWS = 128
+INVARIANT_KEYS = 4096
 
 
 def read(lengths: Tensor) -> list[int] | None:
@@ -143,7 +144,7 @@ def compose_attention_with_kvcache(*args) -> tuple[Tensor, Tensor]:
             return nothing_visible(given)
         if not given.batch_invariant:
             return attend_to_cache(given, slots, sequences)
-        invariant = attend_with_filler if has_filler(given) else one_by_one
+        invariant = attend_packed if packs_rows(given) else one_by_one
         return invariant(given, slots, sequences)
 
 
@@ -187,8 +188,8 @@ def append(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> None:
         cache.index_put_((element, key), torch.where(any_exists, new, cache[element, key]))
 
 
-def attend_with_filler(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """batch_invariant on CUDA: all sequences packed, in one call with the filler."""
+def attend_packed(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """batch_invariant on CUDA: all sequences packed, in one call."""
     query, offsets = given.query, given.cu_seqlens_q
     if offsets is None:
         offsets = torch.arange(sequences.batch + 1, dtype=torch.int32, device=query.device) * sequences.max_rows
@@ -235,7 +236,7 @@ def attend_alone(given: KvCacheArguments, sequences: Sequences, b: int, query: T
     return attend_to_cache(alone, slots, Sequences(alone, slots.room))
 
 
-def has_filler(given: KvCacheArguments) -> bool:
+def packs_rows(given: KvCacheArguments) -> bool:
     return given.batch_invariant and given.query.device.type != "cpu"
 
 
@@ -243,7 +244,7 @@ def attend_to_cache(given: KvCacheArguments, slots: Slots, sequences: Sequences)
     """(out, lse), when the new tokens are in the cache."""
     room, window_size = sequences.longest, given.window_size
     is_packed = given.cu_seqlens_q is not None
-    selects = window_size is not None and (window_size < room or has_filler(given))
+    selects = window_size is not None and (window_size < room or packs_rows(given))
     # The kernels that select key lists for few rows read a contiguous cache in place. Distances of a relative bias need
     # every key at its position.
     is_in_place = slots.table is None and slots.elements is None and not is_packed
@@ -284,10 +285,9 @@ def hidden_where(hidden: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 def packed(given: KvCacheArguments, counts: Tensor, max_total: int) -> tuple[Tensor, Tensor]:
     """int64 (total): the sequence of each of the `counts` keys of the sequences, and its number there. The total is
-    `max_total` where the counts cannot be read. The filler's keys follow."""
+    `max_total` where the counts cannot be read."""
     values = read(counts)
-    total = max_total if values is None else sum(values)
-    return packed_positions(offsets_of(counts), total + has_filler(given) * FILLER_KEYS)
+    return packed_positions(offsets_of(counts), max_total if values is None else sum(values))
 
 
 def offsets_of(counts: Tensor) -> Tensor:
@@ -346,25 +346,19 @@ def call_packed(given: KvCacheArguments, sequences: Sequences, keys: Keys) -> tu
     options = options_of(given) | {"relative_bias": given.relative_bias, "attn_bias": biases[0] if biases else None}
     call = Call(given.query, key, value, **options)
     call.varlen = Varlen(given.cu_seqlens_q, offsets_of(counts), sequences.max_rows, max_keys)
-    return attend_beside_filler(call) if has_filler(given) else attend(kernels_for(call.query), call)
+    return attend_invariantly(call) if packs_rows(given) else attend(kernels_for(call.query), call)
 
 
-def attend_beside_filler(call: Call) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a packed call whose keys include the filler's, which come last. Changes `call`."""
-    total, varlen = call.query.shape[0], call.varlen
-    call.query = pad(call.query, (0, 0, 0, 0, 0, FILLER_ROWS))
-    call.varlen = Varlen(
-        torch.cat((varlen.cu_seqlens_q, varlen.cu_seqlens_q[-1:] + FILLER_ROWS)),
-        torch.cat((varlen.cu_seqlens_k, varlen.cu_seqlens_k[-1:] + FILLER_KEYS)),
-        max(varlen.max_seqlen_q, FILLER_ROWS),
-        max(varlen.max_seqlen_k, FILLER_KEYS),
+def attend_invariantly(call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a packed call. The bits of a sequence do not depend on the others. Changes `call`."""
+    rows, keys = call.varlen[2:]
+    call.varlen = call.varlen._replace(
+        max_seqlen_q=max(rows, INVARIANT_ROWS), max_seqlen_k=max(keys, INVARIANT_KEYS)
     )
-    if call.relative_bias is not None and call.relative_bias.shape[0] > 1:
-        call.relative_bias = torch.cat((call.relative_bias, call.relative_bias[-1:]))
+    call.keeps_max_seqlen = True
     if call.window_size is not None:
         call.sparse = "lists"  # "auto" chooses by the number of keys
-    out, lse = attend(kernels_for(call.query), call)
-    return out[:total], lse[:, :total].contiguous()
+    return attend(kernels_for(call.query), call)
 
 
 def options_of(given: KvCacheArguments) -> dict:
@@ -404,7 +398,7 @@ def attend_to_gathered_keys(
         call = Call(query, key, value, attn_bias=bias, **options)
         if cu_seqlens_q is not None:
             call.varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return attend_beside_filler(call) if batch_invariant else attend(kernels_for(query), call)
+        return attend_invariantly(call) if batch_invariant else attend(kernels_for(query), call)
 
 
 if ops.compose_attention_with_kvcache is not None:

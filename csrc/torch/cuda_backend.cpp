@@ -122,7 +122,7 @@ std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams& p, const
     const bool packed = p.cu_seqlens_q != nullptr;
     cuda::BestKeys best;
     best.max_selected = std::min(p.window_size, p.seqlen_k);
-    best.total = p.batch * best.max_selected + p.total_q + (p.batch_invariant ? kFillerKeys : 0);
+    best.total = p.batch * best.max_selected + p.total_q;
     best.skipped_rows = packed ? cuda::decodable_rows(p) : 0;
     const int64_t width = best.max_selected + p.seqlen_q;
 
@@ -155,7 +155,7 @@ std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& p, const 
                                                   const OptionalTensor& bias_like) {
     if (!cuda::can_gather_all_keys(p)) return std::nullopt;
     const c10::cuda::CUDAGuard guard(like.device());
-    const int64_t total = p.batch * p.seqlen_k + (p.batch_invariant ? kFillerKeys : 0);
+    const int64_t total = p.batch * p.seqlen_k;
     const auto rows = [&] { return at::empty({total, p.kv_heads, p.head_dim}, like.options()); };
     const Tensor key = rows(), value = rows(), offsets = at::empty({p.batch + 1}, like.options().dtype(at::kInt));
     OptionalTensor bias;

@@ -19,10 +19,7 @@ void backward_cuda(BwdParams& params, const Inputs& inputs);
 // tensor on the device.
 bool decode_kvcache_cuda(const KvCacheParams& params, const Tensor& like, bool skips_longer);
 
-// With batch_invariant, a packed batch has one more sequence (flash_dmattn/kvcache_composed.py) of so many keys.
-constexpr int64_t kFillerKeys = 4096;
-
-// Keys that were gathered from a cache. With batch_invariant kFillerKeys positions without a key follow.
+// Keys that were gathered from a cache.
 struct GatheredCache {
     Tensor key, value;            // (B, max_keys, Hkv, D), packed (total_k, Hkv, D)
     OptionalTensor bias;          // (B, Hkv, 1, max_keys), packed (total_k, Hkv)

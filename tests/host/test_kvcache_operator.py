@@ -199,18 +199,17 @@ def test_without_reading_the_lengths(layout, options, batch, invariant, monkeypa
     monkeypatch.setattr(kvcache_composed, "attend", attend_without_room)
     monkeypatch.setattr(kvcache_composed, "read", lambda lengths: None)
     if invariant:
-        monkeypatch.setattr(kvcache_composed, "has_filler", lambda given: True)
-        monkeypatch.setattr(kvcache_composed, "one_by_one", kvcache_composed.attend_with_filler)
+        monkeypatch.setattr(kvcache_composed, "packs_rows", lambda given: True)
+        monkeypatch.setattr(kvcache_composed, "one_by_one", kvcache_composed.attend_packed)
     check(make_sequences(BATCHES[batch]), options={**options, "batch_invariant": invariant}, **layout)
 
 
 @pytest.mark.parametrize("window_size", [None, 8, 1000])
 @pytest.mark.parametrize("batch", ["decoding", "mixed"])
 @each_layout
-def test_the_filler_changes_nothing(layout, batch, window_size, monkeypatch):
-    """batch_invariant as on CUDA."""
-    monkeypatch.setattr(kvcache_composed, "has_filler", lambda given: True)
-    monkeypatch.setattr(kvcache_composed, "one_by_one", kvcache_composed.attend_with_filler)
+def test_batch_invariant_as_on_cuda(layout, batch, window_size, monkeypatch):
+    monkeypatch.setattr(kvcache_composed, "packs_rows", lambda given: True)
+    monkeypatch.setattr(kvcache_composed, "one_by_one", kvcache_composed.attend_packed)
     options = {"window_size": window_size, "batch_invariant": True}
     sequences = make_sequences(BATCHES[batch])
     check(sequences, options=options, **layout)

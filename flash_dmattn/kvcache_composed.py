@@ -352,9 +352,7 @@ def call_packed(given: KvCacheArguments, sequences: Sequences, keys: Keys) -> tu
 def attend_invariantly(call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse) of a packed call. The bits of a sequence do not depend on the others. Changes `call`."""
     rows, keys = call.varlen[2:]
-    call.varlen = call.varlen._replace(
-        max_seqlen_q=max(rows, INVARIANT_ROWS), max_seqlen_k=max(keys, INVARIANT_KEYS)
-    )
+    call.varlen = call.varlen._replace(max_seqlen_q=max(rows, INVARIANT_ROWS), max_seqlen_k=max(keys, INVARIANT_KEYS))
     call.keeps_max_seqlen = True
     if call.window_size is not None:
         call.sparse = "lists"  # "auto" chooses by the number of keys

@@ -162,10 +162,11 @@ def extension():
 
 
 class Build(BuildExtension):
-    """Compiles each kernel for its own architectures, and writes the stamp that loading.py reads."""
+    """Compiles each kernel for its own architectures, in the order of the sources, and writes the stamp that loading.py
+    reads."""
 
     def build_extension(self, ext):
-        self.compiler.compile = compile_by_file(self.compiler.compile, generate_kernels.targets_of)
+        self.compiler.compile = compile_by_file(self.compiler.compile, generate_kernels.targets_of, ext.sources)
         super().build_extension(ext)
 
     def run(self):

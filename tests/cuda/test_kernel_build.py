@@ -120,8 +120,9 @@ def test_flags_by_file(generator):
 
     calls.clear()
     usual["nvcc"] = ["-O3", *hopper]
-    compile_by_file(compile_files, generator.targets_of)(sources, extra_postargs=usual)
-    assert calls == [(sources, usual)]
+    order = [sources[3], sources[1]]
+    compile_by_file(compile_files, generator.targets_of, order)(sources, extra_postargs=usual)
+    assert calls == [([*order, sources[0], sources[2], sources[4]], usual)]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Call:
     scale: float | Tensor | None = None  # deprecated: softmax_scale
     # Set after construction: users pass arguments to Call (`flash_dmattn_func_auto`). dataclasses.replace drops it.
     varlen: Varlen | None = field(default=None, init=False)
-    keeps_max_seqlen: bool = field(default=False, init=False)  # does not reduce them to the total rows and keys
+    keeps_max_seqlen: bool = field(default=False, init=False)  # max_seqlen_* are not reduced to the total rows and keys
 
     def options(self) -> Options:
         """Needs query of at least one dimension, and a softmax_scale that is no tensor."""

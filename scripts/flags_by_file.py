@@ -17,7 +17,7 @@ def compile_by_file(
     places = {source: place for place, source in enumerate(order)}
 
     def compile_groups(sources, *args, extra_postargs=None, **options):
-        flags = extra_postargs.get("nvcc", []) if isinstance(extra_postargs, dict) else []
+        flags = extra_postargs.get("nvcc", [])
         usual = tuple(flag for flag in flags if flag.startswith("-gencode"))
         common = [flag for flag in flags if flag not in usual]
         groups: dict[tuple[str, ...], list[str]] = {}

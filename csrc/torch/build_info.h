@@ -15,7 +15,7 @@ namespace flash_dmattn {
 #define FLASH_DMATTN_QUOTED(text) FLASH_DMATTN_QUOTED_(text)
 
 // Lists have the format of the environment variables that set them: "64,128", "fp16,bf16". Architectures have nvcc's
-// names: "sm_80,sm_90,compute_90". A build without CUDA kernels has the sentence why_no_cuda instead.
+// names: "sm_80,sm_90a,compute_90". A build without CUDA kernels has the sentence why_no_cuda instead.
 inline pybind11::dict build_info() {
     pybind11::dict info;
     info["torch"] = FLASH_DMATTN_TORCH_VERSION;

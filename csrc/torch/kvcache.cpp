@@ -18,7 +18,7 @@ namespace flash_dmattn {
 namespace {
 
 constexpr int64_t kMinPageSize = 16, kMaxPageSize = 256;
-constexpr int64_t kInvariantRows = 128, kInvariantKeys = 4096;  // INVARIANT_ROWS and _KEYS of kvcache_composed.py
+constexpr int64_t kInvariantRows = 384, kInvariantMinKeys = 4096;  // as in flash_dmattn/kvcache_composed.py
 
 // The shape of a tensor beside others of its call: (first, second, heads, D), or without D.
 void check_sizes(const char* name, const Tensor& tensor, at::IntArrayRef sizes, const char* layout) {
@@ -326,8 +326,8 @@ ForwardResult compose(const KvCacheInputs& in) {
 #undef FLASH_DMATTN_PASS
 }
 
-// What the operator attend_to_gathered_keys does for packed keys without sinks, at a fraction of its host time. A
-// window is always a list of keys here.
+// What the operator attend_to_gathered_keys does, for packed keys without sinks and at a fraction of its host time.
+// With a window it always uses key lists.
 ForwardResult attend_to_packed(const GatheredCache& keys, const KvCacheInputs& in) {
     Inputs call{};
     call.query = in.query;
@@ -338,7 +338,10 @@ ForwardResult attend_to_packed(const GatheredCache& keys, const KvCacheInputs& i
     call.cu_seqlens_q = in.cu_seqlens_q;
     call.cu_seqlens_k = keys.cu_seqlens_k;
     int64_t rows = in.max_seqlen_q->guard_int(__FILE__, __LINE__), longest = std::min(keys.max_keys, keys.key.size(0));
-    if (in.batch_invariant) rows = std::max(rows, kInvariantRows), longest = std::max(keys.max_keys, kInvariantKeys);
+    if (in.batch_invariant) {
+        rows = (rows + kInvariantRows - 1) / kInvariantRows * kInvariantRows;
+        longest = std::max(keys.max_keys, kInvariantMinKeys);
+    }
     call.max_seqlen_q = rows;
     call.max_seqlen_k = longest;
     call.softmax_scale = in.softmax_scale;

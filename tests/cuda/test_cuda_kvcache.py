@@ -83,7 +83,7 @@ def test_nothing_waits_for_the_device(layout, window_size, invariant, batch):
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("head_major", [False, True], ids=["keys of heads", "heads of keys"])
 def test_selection_from_long_sequences(head_major, bias_dtype, page_size, invariant):
-    """Several loads in flight for each thread, up to four parts with batch_invariant, and NaN wherever no key is."""
+    """Several loads in flight for each thread, up to 16 parts with batch_invariant, and NaN wherever no key is."""
     lengths = (40000, 8192, 4095, 17, 16384)
     sequences = make_sequences([(n, 1) for n in lengths], kv_heads=4, bias_dtype=bias_dtype, **ON_GPU)
     options = {"window_size": 700, "batch_invariant": invariant}

@@ -25,7 +25,7 @@ class Module:
             "cpu_capability": "AVX2",
             "why_no_cuda": None,
             "cuda": "13.0",
-            "cuda_architectures": "sm_80,sm_90,compute_90",
+            "cuda_architectures": "sm_80,sm_90a,compute_90",
             "head_dims": "64,128",
             "dtypes": "bf16",
         }
@@ -72,7 +72,7 @@ def test_a_cuda_build(cuda_build, monkeypatch):
         ("torch", "2.11.1, built against 2.11.0+cu130"),
         ("CPU kernels", "built for AVX2"),
         ("CUDA kernels", "built with CUDA 13.0"),
-        ("  architectures", "sm_80, sm_90, PTX for compute_90"),
+        ("  architectures", "sm_80, sm_90a, PTX for compute_90"),
         ("  head dimensions", "up to 128, each served by the next of 64, 128"),
         ("  dtypes", "bfloat16"),
     ]
@@ -80,7 +80,7 @@ def test_a_cuda_build(cuda_build, monkeypatch):
 
 def test_gpus(cuda_build, two_gpus):
     assert info.gpus() == [
-        ("GPU 0", "NVIDIA H200, compute capability 9.0, runs the kernels for sm_90"),
+        ("GPU 0", "NVIDIA H200, compute capability 9.0, runs the kernels for sm_90a"),
         (
             "GPU 1",
             "Tesla V100, compute capability 7.0, which the CUDA kernels were not built for: see TORCH_CUDA_ARCH_LIST",

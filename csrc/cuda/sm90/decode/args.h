@@ -14,10 +14,12 @@ constexpr int kDecodeMaxCluster = 16;  // above 8 is not portable
 constexpr int kDecodeGroup = 8;        // neighbouring keys of a thread that reads biases
 constexpr int kScanGroup = 16;         // and of a lane that scans their orders
 constexpr int kDecodeSegmentAlign = 32 * kScanGroup;
-// batch_invariant: warps that attend to up to kInvariantKeys keys, twice as many to twice as many, at most
-// kInvariantMaxWarps. A part has two of them, or the warps of all tiles of packed rows.
+// batch_invariant: kInvariantMinWarps attend to a sequence of up to kInvariantKeys keys, twice as many to one of up to
+// twice as many keys, and so on up to kInvariantMaxWarps. A part has kInvariantPartWarps of them, or one for each tile
+// of packed rows if these are more.
 constexpr int kInvariantKeys = 8192;
 constexpr int kInvariantMinWarps = 8, kInvariantMaxWarps = 32, kInvariantPartWarps = 2;
+static_assert(kInvariantMinWarps >= kDecodeMaxRows / kDecodeTileRows);
 
 // A kernel parameter: compiled kernels depend on the order of the members, here, in KvCacheArgs and in KvCacheParams.
 struct DecodeArgs : KvCacheArgs {
@@ -42,14 +44,14 @@ __host__ __device__ inline int invariant_warps(int64_t keys) {
     return warps;
 }
 
-// The parts into which a cluster divides the (selected) keys of a sequence: one for each CTA, or with batch_invariant
-// of a number that does not depend on the CTAs. The warps of a part share its keys.
+// The parts into which a cluster divides the (selected) keys of a sequence: one for each CTA; with batch_invariant
+// their number depends on the sequence alone. The warps of a part share its keys.
 struct DecodeParts {
     int warps;    // of a part
     int count;    // of the cluster
-    int per_cta;  // up to: the last CTAs may have none
+    int per_cta;  // at most: the last CTAs may have none
 
-    // All are powers of 2, as the cluster is.
+    // All three are powers of 2, as the cluster is.
     __host__ __device__ DecodeParts(const DecodeArgs& p, int64_t keys, int query_tiles)
         : warps(p.warps), count(p.cluster), per_cta(1) {
         if (!p.batch_invariant) return;

@@ -1,9 +1,9 @@
-// Attention of the query rows of one sequence and KV head to a CTA's part of the keys: pack-GQA, mma.m16n8k16.
+// Attention of the query rows of one sequence and KV head to a CTA's parts of the keys: pack-GQA, mma.m16n8k16.
 //
-// Packed row r is query row r / G of query head r % G of the KV head's G. A warp computes a tile of 8 packed rows: S^T =
-// K Q^T and O^T = V^T P^T, so that the tensor core's 16 rows are keys or columns of V, of which there are always enough.
-// The warps of all tiles form a group, which takes 16 keys at a time, with tiles of K and V of its own: groups do not
-// wait for each other. Consecutive groups attend to one part of the keys (DecodeParts).
+// Packed row r is query row r / G of query head r % G of the KV head's G. A warp computes a tile of 8 packed rows,
+// S^T = K Q^T and O^T = V^T P^T: the 16 rows of the instruction are keys or columns of V, of which there are always
+// enough. The warps of all tiles form a group, which takes 16 keys at a time, with tiles of K and V of its own: groups
+// do not wait for each other. Consecutive groups attend to one part of the keys (DecodeParts).
 #pragma once
 
 #include "cuda/kvcache/cache.cuh"

@@ -1,6 +1,6 @@
 // Decoding in one kernel: new query rows attend to a cache of keys, contiguous or in pages. A cluster serves one
-// sequence and KV head: it selects keys by their biases (selector.cuh) or takes all, each CTA attends to an equal part
-// of them (attention.cuh), and the parts are combined through DSMEM.
+// sequence and KV head: it selects keys by their biases (selector.cuh) or takes all, the CTAs attend to equal parts of
+// them (attention.cuh), and the parts are combined through DSMEM.
 #pragma once
 
 #include "attention.cuh"

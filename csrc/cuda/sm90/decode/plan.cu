@@ -56,17 +56,20 @@ int most_selected(const DecodeArgs& args) {
     }
 }
 
-// The shared memory of a cluster size.
-void lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
+// The shared memory of a cluster size; returns false where orders and list alone exceed the device's.
+bool lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
     args.warps = warps;
     args.cluster = cluster;
-    if (args.window_size == 0 || args.window_size >= args.seqlen_k) return;
+    if (args.window_size == 0 || args.window_size >= args.seqlen_k) return true;
     const auto keys = static_cast<int>(args.seqlen_k);
     args.order_capacity = decode_segment(decode_share(keys, cluster), warps) * warps;
     args.list_capacity = most_selected(args);
+    const int64_t least = int64_t{args.order_capacity} * 2 + int64_t{args.list_capacity} * 4;
+    if (least > current_device().shared_memory) return false;
     args.overlays = false;
     args.overlays =
         DecodeSmemLayout(args, head_dim).total > current_device().shared_memory / (warps == kDecodeMinWarps ? 2 : 1);
+    return true;
 }
 
 // The clusters that run at a time; 0 where the device has no room for one.
@@ -101,7 +104,7 @@ bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
         for (int cluster = 1; cluster <= kDecodeMaxCluster; cluster *= 2) {
             if (best_warps > 0 && args.seqlen_k < cluster * kMinKeysPerCta) break;
             if (args.batch_invariant && cluster * warps < invariant_warps(args.seqlen_k)) continue;
-            lay_out(args, head_dim, warps, cluster);
+            if (!lay_out(args, head_dim, warps, cluster)) continue;
             const int64_t ctas = args.batch * args.kv_heads * cluster;
             const int64_t slots = int64_t{cluster} * active_clusters(args, head_dim, run);
             if (slots == 0) continue;

@@ -4,8 +4,8 @@
 // A CTA keeps the high 16 bits of the order-preserving integers of its biases in shared memory (0: hidden). The w-th
 // largest is found digit by digit: histograms of the CTAs are summed through DSMEM. float32 has two more digits, which
 // only keys that match the first two read, from memory. Then each warp compacts its segment in place to the offsets of
-// its selected keys. The selected keys of all segments in order are those of the sequence. Each CTA reads an equal part
-// of them through DSMEM, wherever they are.
+// its selected keys. The selected keys of all segments in order are those of the sequence. Each CTA reads those of its
+// parts (DecodeParts) through DSMEM, wherever they are.
 #pragma once
 
 #include "cuda/kvcache/cache.cuh"

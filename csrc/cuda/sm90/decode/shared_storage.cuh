@@ -13,9 +13,9 @@ constexpr int kDecodeDigits = 4;  // of float32; 16-bit biases have two
 constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
 
 struct alignas(128) DecodeSharedStorage {
-    uint32_t counts[kBins];               // histogram of the digit of this CTA's keys, read by the others
-    uint32_t sums[kDecodeDigits][kBins];  // of all CTAs' counts: bins i of which i % cluster is this CTA's rank
-    uint32_t no_bin[32];
+    uint32_t counts[kBins];               // this CTA's histogram of the current digit, read by the others
+    uint32_t sums[kDecodeDigits][kBins];  // of all CTAs' counts: bins i where i % cluster is this CTA's rank
+    uint32_t no_bin[32];                  // counts keys without a bin
     int digit, above;
     int equal_counts[kDecodeMaxWarps];
     uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others
@@ -25,7 +25,8 @@ struct alignas(128) DecodeSharedStorage {
     float row_max[kDecodeMaxWarps][kDecodeTileRows], row_sum[kDecodeMaxWarps][kDecodeTileRows];
 };
 
-// Bytes of tiles. A warp has one of K and one of V of 16 keys each, and later its part of the output in their memory.
+// Bytes of tiles. There is memory for a tile of K and one of V for each warp, 16 keys each; later it holds the warp's
+// output.
 __host__ __device__ constexpr int decode_tile_bytes(int head_dim) { return 16 * head_dim * 2; }
 __host__ __device__ constexpr int decode_query_bytes(int head_dim) { return kDecodeTileRows * head_dim * 2; }
 constexpr int kDecodeCopiesBytes = kBins * kCopies * 4;  // of the selection's histograms, in the memory of the tiles

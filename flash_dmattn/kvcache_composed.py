@@ -31,8 +31,8 @@ from .ops.schema import KvCacheArguments
 CHECKS_DEVICES = os.environ.get("FLASH_DMATTN_CHECK") == "1"  # as in csrc/torch/checks.cpp
 # With batch_invariant on CUDA sequences are packed, max_seqlen_q is a multiple of the first number and max_seqlen_k at
 # least the second, as in csrc/torch/kvcache.cpp: more rows than the kernels for few rows serve, whose split-KV depends
-# on the batch, always as many m_blocks of 128 and of 192 rows, and more keys than any threshold between kernels. The
-# blocks of the other kernels start at a sequence's first row, so that its bits depend on the sequence alone.
+# on the batch, whole m_blocks of 128 and of 192 rows, and more keys than any threshold between kernels. The blocks of
+# the other kernels start at a sequence's first row, so that its bits depend on the sequence alone.
 INVARIANT_ROWS = 384
 INVARIANT_MIN_KEYS = 4096
 

@@ -37,4 +37,16 @@ __device__ __forceinline__ float row_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// Reductions over the eight lanes that hold a column.
+__device__ __forceinline__ float column_max(float x) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
 }  // namespace flash_dmattn::cuda

@@ -12,6 +12,7 @@
 // Sums is what a writer keeps in registers. It holds an array, so it is a local of the mainloop (see BwdCta).
 #pragma once
 
+#include "cuda/arch/fragment.cuh"
 #include "cuda/arch/memory.cuh"
 #include "cuda/arch/atomic_add.cuh"
 #include "cuda/sm80/bwd/shared_storage.cuh"
@@ -81,9 +82,7 @@ private:
                 for (int n = 0; n < Traits::kScoreN; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        float sum = sums_[n][e];
-#pragma unroll
-                        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+                        const float sum = column_sum(sums_[n][e]);
                         if (lane_id() < 4) smem.key_sums[cta_.score_key + n * 8 + lane_id() * 2 + e] += sum;
                         sums_[n][e] = 0;
                     }

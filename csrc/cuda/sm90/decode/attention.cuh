@@ -158,7 +158,7 @@ private:
     }
     __device__ bool has_float_bias() const { return p_.bias_cache.dtype == DataType::kFloat32; }
 
-    // Of the chunk at position `at`.
+    // Finds the rows of the chunk at position `at`.
     __device__ void find(int at) {
         const int i = at + lane_id() % kKeys;
         found_ = {};
@@ -257,17 +257,6 @@ private:
 
         __device__ static float base(float max) { return max == -kInfinity ? 0.f : max; }  // no -inf - -inf
     };
-
-    __device__ static float column_max(float x) {
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
-        return x;
-    }
-    __device__ static float column_sum(float x) {
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
-        return x;
-    }
 
     __device__ void multiply_value(Output& out, const float (&p)[4]) const {
         const uint32_t b0 = transpose_8x8(pack<T>(p[0], p[1])), b1 = transpose_8x8(pack<T>(p[2], p[3]));

@@ -21,7 +21,7 @@ struct alignas(128) DecodeSharedStorage {
     uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others
     int segment_starts[kDecodeSegments + 1];
     float warp_max[kDecodeMaxWarps][kDecodeTileRows], warp_sum[kDecodeMaxWarps][kDecodeTileRows];
-    // Of a part, at its first warps; read by the others.
+    // The results of each part, at the index of its first warps; the other CTAs read them.
     float row_max[kDecodeMaxWarps][kDecodeTileRows], row_sum[kDecodeMaxWarps][kDecodeTileRows];
 };
 

@@ -175,7 +175,7 @@ class PagedAttention:
 
     Attributes:
         keys, values: (pages, page_size, Hkv, D).
-        biases: float32 (pages, page_size, Hkv).
+        biases: float32 (pages, page_size, Hkv), those of a head contiguous in a page.
         batch, max_rows: of the step; max_rows bounds the rows of a request.
     """
 
@@ -185,7 +185,8 @@ class PagedAttention:
         self.keys, self.values = (
             torch.full((*shape, head_dim), torch.nan, dtype=config.dtype, device=config.device) for _ in range(2)
         )
-        self.biases = torch.full(shape, torch.nan, device=config.device)
+        pages, page_size, kv_heads = shape
+        self.biases = torch.full((pages, kv_heads, page_size), torch.nan, device=config.device).transpose(1, 2)
         self.batch, self.max_rows = None, 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, attn_bias: Tensor, **options) -> Tensor:

@@ -133,7 +133,7 @@ class Cache:
 
     Attributes:
         tensors: keys and values (pages, page_size, Hkv, D), and biases (pages, page_size, Hkv) where there are any; or
-            (B, Sk, Hkv, D) and (B, Sk, Hkv).
+            (B, Sk, Hkv, D) and (B, Sk, Hkv). The biases of a head are contiguous.
         table: int32 (B, pages of a sequence), or None.
     """
 
@@ -148,7 +148,7 @@ class Cache:
         inputs, problem = self.inputs, self.inputs.problem
         whole = [inputs.key, inputs.value]
         if inputs.bias is not None:
-            whole.append(rearrange(inputs.bias, "b h 1 keys -> b keys h").contiguous())
+            whole.append(rearrange(inputs.bias, "b h 1 keys -> b keys h"))
         table = None
         if self.page_size is not None:
             shape = (problem.batch, -(-problem.seqlen_k // self.page_size))
@@ -156,6 +156,7 @@ class Cache:
             table = torch.randperm(shape[0] * shape[1], generator=generator).view(shape)
             table = table.to(inputs.query.device, torch.int32)
             whole = [self.in_pages(x, table) for x in whole]
+            whole[2:] = [biases.transpose(1, 2).contiguous().transpose(1, 2) for biases in whole[2:]]
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "tensors", whole)
 

@@ -9,7 +9,6 @@
 
 #include "cuda/api.h"
 #include "cuda/kvcache/all_keys.h"
-#include "cuda/kvcache/append.h"
 #include "cuda/kvcache/best_keys.h"
 #include "cuda/mask/builders/bounded_list_builder.h"
 #include "cuda/mask/builders/index_list_builder.h"
@@ -129,7 +128,6 @@ std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams& p, const
     const auto ints = like.options().dtype(at::kInt);
     const Tensor biases = at::empty({p.batch, p.kv_heads, p.seqlen_k}, bias_like.options());
     const Tensor prefix = at::empty({p.batch}, ints), offsets = at::empty({packed ? p.batch + 1 : 0}, ints);
-    cuda::append_new_tokens(p, current_stream());
     cuda::read_biases(p, best.max_selected, biases.data_ptr(), prefix.data_ptr<int32_t>(),
                       packed ? offsets.data_ptr<int32_t>() : nullptr, current_stream());
     const auto [lists, kv_indptr, kv_row_bits] = topk_lists(biases, best.max_selected, 1, prefix);
@@ -166,7 +164,6 @@ std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& p, const 
     all.key = key.data_ptr();
     all.value = value.data_ptr();
     if (bias) all.bias = bias->data_ptr();
-    cuda::append_new_tokens(p, current_stream());
     cuda::gather_all_keys(p, all, current_stream());
     return GatheredCache{key, value, bias, offsets, p.seqlen_k, all.skipped_rows};
 }

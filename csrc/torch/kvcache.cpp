@@ -326,30 +326,44 @@ ForwardResult compose(const KvCacheInputs& in) {
 #undef FLASH_DMATTN_PASS
 }
 
-// What the operator attend_to_gathered_keys does, for packed keys without sinks and at a fraction of its host time.
-// With a window it always uses key lists.
-ForwardResult attend_to_packed(const GatheredCache& keys, const KvCacheInputs& in) {
+// Whether the kernels serve gathered keys without copies or padding of the call: packed, or with a window and more rows
+// than topk_lists selects for.
+bool can_attend_directly(const KvCacheInputs& in) {
+    const bool selects_intervals = in.window_size && in.query.size(1) > kMaxListedRows && !in.relative_bias;
+    return (in.is_packed() || selects_intervals) && !in.sinks && !logs_fallbacks();
+}
+
+// What the operator attend_to_gathered_keys does, at a fraction of its host time. With a window it always uses key
+// lists.
+ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in) {
     Inputs call{};
     call.query = in.query;
     call.key = keys.key;
     call.value = keys.value;
     call.bias = keys.bias;
     call.relative_bias = in.relative_bias;
-    call.cu_seqlens_q = in.cu_seqlens_q;
-    call.cu_seqlens_k = keys.cu_seqlens_k;
-    int64_t rows = in.max_seqlen_q->guard_int(__FILE__, __LINE__), longest = std::min(keys.max_keys, keys.key.size(0));
-    if (in.batch_invariant) {
-        rows = (rows + kInvariantRows - 1) / kInvariantRows * kInvariantRows;
-        longest = std::max(keys.max_keys, kInvariantMinKeys);
-    }
-    call.max_seqlen_q = rows;
-    call.max_seqlen_k = longest;
     call.softmax_scale = in.softmax_scale;
     call.is_causal = in.is_causal;
     call.softcap = in.softcap;
+    int64_t rows = in.query.size(1), longest = keys.max_keys;
+    if (in.is_packed()) {
+        rows = in.max_seqlen_q->guard_int(__FILE__, __LINE__);
+        longest = std::min(longest, keys.key.size(0));
+        if (in.batch_invariant) {
+            const int64_t multiple = in.window_size ? KeyListsView::kRows : kInvariantRows;
+            rows = (rows + multiple - 1) / multiple * multiple;
+            longest = std::max(keys.max_keys, kInvariantMinKeys);
+        }
+        call.cu_seqlens_q = in.cu_seqlens_q;
+        call.cu_seqlens_k = keys.cu_seqlens_k;
+        call.max_seqlen_q = rows;
+        call.max_seqlen_k = longest;
+    }
     if (in.window_size) {
-        const int64_t window = std::min(in.window_size->guard_int(__FILE__, __LINE__), keys.key.size(0));
-        call.intervals = topk_intervals(*keys.bias, window, 0, in.cu_seqlens_q, keys.cu_seqlens_k, longest);
+        const int64_t all_keys = in.is_packed() ? keys.key.size(0) : longest;
+        const int64_t window = std::min(in.window_size->guard_int(__FILE__, __LINE__), all_keys);
+        call.intervals =
+            topk_intervals(*keys.bias, window, in.is_packed() ? 0 : rows, in.cu_seqlens_q, keys.cu_seqlens_k, longest);
         Tensor row_bits;
         std::tie(call.kv_indices, call.kv_indptr, row_bits) =
             build_key_lists(std::nullopt, call.intervals, rows, longest, in.is_causal, in.cu_seqlens_q,
@@ -361,7 +375,7 @@ ForwardResult attend_to_packed(const GatheredCache& keys, const KvCacheInputs& i
 
 // The operator attend_to_gathered_keys.
 ForwardResult attend_to(const GatheredCache& keys, const KvCacheInputs& in) {
-    if (in.is_packed() && !in.sinks && !logs_fallbacks()) return attend_to_packed(keys, in);
+    if (can_attend_directly(in)) return attend_directly(keys, in);
     using Operator =
         ForwardResult(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
                       const OptionalTensor&, OptionalSymInt, OptionalSymInt, OptionalSymInt, double, bool, double,

@@ -191,7 +191,8 @@ _bias_pages = WeakKeyDictionary()  # cache: {address of keys and values: biases 
 
 
 def bias_pages(cache: PagedAttentionCache, key_pages: Tensor, dtype: torch.dtype) -> Tensor:
-    """(pages, page_size, Hkv): the biases of a layer, in pages with the numbers of key_pages.
+    """(pages, page_size, Hkv): the biases of a layer, in pages with the numbers of key_pages; those of a head are
+    contiguous in a page.
 
     Since 5.18 one tensor holds the keys and values of all layers, and page numbers run over all of them: the biases of
     all layers share one tensor, too.
@@ -201,7 +202,9 @@ def bias_pages(cache: PagedAttentionCache, key_pages: Tensor, dtype: torch.dtype
     address = storage.data_ptr()
     if address not in biases:
         pages = storage.nbytes() // (page * key_pages.itemsize)
-        biases[address] = torch.zeros(pages, *key_pages.shape[1:3], dtype=dtype, device=key_pages.device)
+        _, page_size, kv_heads, _ = key_pages.shape
+        heads_first = torch.zeros(pages, kv_heads, page_size, dtype=dtype, device=key_pages.device)
+        biases[address] = heads_first.transpose(1, 2)
     return biases[address].narrow(0, key_pages.storage_offset() // page, key_pages.shape[0])
 
 

@@ -53,21 +53,31 @@ __global__ void __launch_bounds__(kThreads)
             const int i = first + n * step;
             if (i >= keys * chunks) continue;
             const int key = i / chunks, chunk = i % chunks;
-            key_pieces[n] = reinterpret_cast<const uint4*>(cache.cached_row_of<half_t>(p.k_cache, key))[chunk];
-            value_pieces[n] = reinterpret_cast<const uint4*>(cache.cached_row_of<half_t>(p.v_cache, key))[chunk];
+            key_pieces[n] = reinterpret_cast<const uint4*>(cache.row_of<half_t>(p.k_cache, p.key, key))[chunk];
+            value_pieces[n] = reinterpret_cast<const uint4*>(cache.row_of<half_t>(p.v_cache, p.value, key))[chunk];
         }
 #pragma unroll
         for (int n = 0; n < kLoads; ++n) {
             const int i = first + n * step;
             if (i >= keys * chunks) continue;
-            const int64_t to = at(i / chunks) * chunks + i % chunks;
+            const int key = i / chunks, chunk = i % chunks;
+            const int64_t to = at(key) * chunks + chunk;
             static_cast<uint4*>(all.key)[to] = key_pieces[n];
             static_cast<uint4*>(all.value)[to] = value_pieces[n];
+            half_t *const key_in_cache = cache.place_of_new<half_t>(p.k_cache, key), *const value_in_cache =
+                                                                                         cache.place_of_new<half_t>(
+                                                                                             p.v_cache, key);
+            if (key_in_cache == nullptr) continue;
+            reinterpret_cast<uint4*>(key_in_cache)[chunk] = key_pieces[n];
+            reinterpret_cast<uint4*>(value_in_cache)[chunk] = value_pieces[n];
         }
     }
     if (all.bias == nullptr) return;
-    for (int key = blockIdx.x * kThreads + threadIdx.x; key < keys; key += step)
-        static_cast<Bits*>(all.bias)[at(key)] = cached_bias<Bits>(p, cache, key);
+    for (int key = blockIdx.x * kThreads + threadIdx.x; key < keys; key += step) {
+        const Bits bias = bias_of<Bits>(p, cache, key);
+        static_cast<Bits*>(all.bias)[at(key)] = bias;
+        if (Bits* const in_cache = cache.place_of_new<Bits>(p.bias_cache, key); in_cache != nullptr) *in_cache = bias;
+    }
 }
 
 }  // namespace
@@ -81,9 +91,8 @@ void gather_all_keys(const KvCacheParams& p, const AllKeys& all, cudaStream_t st
     const int64_t ctas = ceil_div<int64_t>(p.seqlen_k * (p.head_dim / 8), kThreads * kLoads);
     const int64_t max_ctas = std::max<int64_t>(kMaxCtas / (p.batch * p.kv_heads), 1);
     const dim3 grid = grid_of_heads(p, std::clamp<int64_t>(ctas, 1, max_ctas));
-    with_bias_bits(p, [&](auto bits) {
-        gather_kernel<decltype(bits)><<<grid, kThreads, 0, stream>>>(KvCacheArgs(p), all);
-    });
+    with_bias_bits(
+        p, [&](auto bits) { gather_kernel<decltype(bits)><<<grid, kThreads, 0, stream>>>(KvCacheArgs(p), all); });
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

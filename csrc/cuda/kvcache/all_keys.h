@@ -18,7 +18,7 @@ struct AllKeys {
 // Whether the function below serves a call: packed, without a window.
 bool can_gather_all_keys(const KvCacheParams& params);
 
-// Reads a cache that has the new tokens (append.h).
+// Also writes the new tokens into the cache, but for the sequences that all.skipped_rows excludes.
 void gather_all_keys(const KvCacheParams& params, const AllKeys& all, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

@@ -35,11 +35,12 @@ __global__ void __launch_bounds__(kThreads) read_biases_kernel(const __grid_cons
     Bits* const to = biases + blockIdx.y * p.seqlen_k;
     const int end = min(earlier, static_cast<int>(blockIdx.x + 1) * kKeysOfCta);
     for (int key = blockIdx.x * kKeysOfCta + threadIdx.x; key < end; key += kThreads)
-        to[key] = cached_bias<Bits>(p, cache, key);
+        to[key] = bias_of<Bits>(p, cache, key);
 }
 
-__device__ __forceinline__ const half_t* shuffle(const half_t* pointer, int lane) {
-    return reinterpret_cast<const half_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(pointer), lane));
+template <typename T>
+__device__ __forceinline__ T* shuffle(T* pointer, int lane) {
+    return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(pointer), lane));
 }
 
 // The keys of a list without its padding, which are entries of -1 at the end.
@@ -61,10 +62,17 @@ __device__ __forceinline__ int key_at(const KvCache& cache, const BestKeys& best
     return rank < 0 ? -1 : best.lists[begin + rank];
 }
 
+// K and V of a key, or null.
+struct Rows {
+    const half_t *key = nullptr, *value = nullptr;
+    half_t *key_in_cache = nullptr, *value_in_cache = nullptr;  // to be written, too
+};
+
 // Copies the rows of the first `count` lanes, or zeros where a lane has null, to `at` and the following. A warp calls.
 __device__ __forceinline__ void copy_rows(const KvCacheArgs& p, const BestKeys& best, int64_t at, int count,
-                                          const half_t* key_row, const half_t* value_row) {
+                                          const Rows& rows) {
     const int chunks = static_cast<int>(p.head_dim) / 8;
+    const bool writes_cache = __any_sync(~0u, rows.key_in_cache != nullptr);
     for (int lane = 0; lane < count; lane += kLoads)
         for (int i = lane_id(); i < (2 * chunks + 31) / 32 * 32; i += 32) {  // all lanes take part in the shuffles
             const bool is_value = i >= chunks;
@@ -72,8 +80,8 @@ __device__ __forceinline__ void copy_rows(const KvCacheArgs& p, const BestKeys& 
             uint4 x[kLoads];
 #pragma unroll
             for (int k = 0; k < kLoads; ++k) {
-                const half_t* const rows[2] = {shuffle(key_row, lane + k), shuffle(value_row, lane + k)};
-                const half_t* const row = is_value ? rows[1] : rows[0];
+                const half_t *const key = shuffle(rows.key, lane + k), *const value = shuffle(rows.value, lane + k);
+                const half_t* const row = is_value ? value : key;
                 x[k] = {};
                 if (row != nullptr && chunk < chunks) x[k] = reinterpret_cast<const uint4*>(row)[chunk];
             }
@@ -81,11 +89,20 @@ __device__ __forceinline__ void copy_rows(const KvCacheArgs& p, const BestKeys& 
 #pragma unroll
             for (int k = 0; k < kLoads; ++k)
                 if (lane + k < count && chunk < chunks) to[int64_t{k} * chunks] = x[k];
+            if (!writes_cache) continue;
+#pragma unroll
+            for (int k = 0; k < kLoads; ++k) {
+                half_t *const key = shuffle(rows.key_in_cache, lane + k), *const value =
+                                                                              shuffle(rows.value_in_cache, lane + k);
+                half_t* const row = is_value ? value : key;
+                if (row != nullptr && chunk < chunks) reinterpret_cast<uint4*>(row)[chunk] = x[k];
+            }
         }
 }
 
 // grid: (CTAs of kKeysOfGatherCta positions of KV heads, B + 1): the last row of CTAs has the positions after the last
-// packed sequence. Each lane finds one key; then the warp copies them, with kLoads keys and values in flight.
+// packed sequence. Each lane finds one key; then the warp copies them, with kLoads keys and values in flight, and writes
+// the new ones into the cache.
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ KvCacheArgs p, const __grid_constant__ BestKeys best) {
@@ -112,17 +129,22 @@ __global__ void __launch_bounds__(kThreads)
             int64_t to = int64_t{start} * kv_heads + i;
             if (p.cu_seqlens_q == nullptr)  // keys contiguous
                 to = (int64_t{batch} * kv_heads + cache.kv_head) * (end - start) + position;
-            static_cast<Bits*>(best.bias)[to] =
-                exists ? *cache.cached_row_of<Bits>(p.bias_cache, key) : minus_infinity<Bits>(p.bias_cache.dtype);
+            Bits bias = minus_infinity<Bits>(p.bias_cache.dtype);
+            if (exists) {
+                bias = *cache.row_of<Bits>(p.bias_cache, p.bias, key);
+                if (Bits* const in_cache = cache.place_of_new<Bits>(p.bias_cache, key); in_cache != nullptr)
+                    *in_cache = bias;
+            }
+            static_cast<Bits*>(best.bias)[to] = bias;
         }
         if (skips) continue;
-        const half_t *key_row = nullptr, *value_row = nullptr;
+        Rows rows;
         if (exists) {
-            key_row = cache.cached_row_of<half_t>(p.k_cache, key);
-            value_row = cache.cached_row_of<half_t>(p.v_cache, key);
+            rows = {cache.row_of<half_t>(p.k_cache, p.key, key), cache.row_of<half_t>(p.v_cache, p.value, key),
+                    cache.place_of_new<half_t>(p.k_cache, key), cache.place_of_new<half_t>(p.v_cache, key)};
         }
         const int of_warp = first + static_cast<int>(threadIdx.x) / 32 * 32;
-        copy_rows(p, best, int64_t{start} * kv_heads + of_warp, min(positions - of_warp, 32), key_row, value_row);
+        copy_rows(p, best, int64_t{start} * kv_heads + of_warp, min(positions - of_warp, 32), rows);
     }
 }
 

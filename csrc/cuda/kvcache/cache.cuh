@@ -64,6 +64,14 @@ public:
         return cached_row<const T>(cache, slot_of(key));
     }
 
+    // Where a new key belongs in `cache`; null for a key that is there already and where there is no page.
+    template <typename T, typename View>
+    __device__ T* place_of_new(const View& cache, int key) const {
+        if (key < cached_) return nullptr;
+        const Slot slot = slot_of(key);
+        return slot.exists ? cached_row<T>(cache, slot) : nullptr;
+    }
+
     // Writes the new keys, values and biases into the cache: `thread` of `num_threads` that call.
     template <typename T>
     __device__ void append(int thread, int num_threads) const {

@@ -14,8 +14,8 @@ __device__ __forceinline__ Bits minus_infinity(DataType dtype) {
 
 // The bits of a key's bias; -inf where the key has no row in the cache.
 template <typename Bits>
-__device__ __forceinline__ Bits cached_bias(const KvCacheArgs& p, const KvCache& cache, int key) {
-    return cache.has_row(key) ? *cache.cached_row_of<Bits>(p.bias_cache, key)
+__device__ __forceinline__ Bits bias_of(const KvCacheArgs& p, const KvCache& cache, int key) {
+    return cache.has_row(key) ? *cache.row_of<Bits>(p.bias_cache, p.bias, key)
                               : minus_infinity<Bits>(p.bias_cache.dtype);
 }
 

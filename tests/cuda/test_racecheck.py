@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import test_cuda_small
 from gpu_inputs import NEEDS_CUDA, runs_hopper_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,6 @@ ACCEPTED = {
 pytestmark = [
     *NEEDS_CUDA,
     pytest.mark.skipif(not runs_hopper_kernels(), reason="the patterns are those of the sm90 kernels"),
-    pytest.mark.xdist_group("racecheck"),
 ]
 
 
@@ -104,7 +104,9 @@ def test_accepted_patterns_are_reported(reported, pattern):
         assert pattern not in accepted or race.accesses in reported(pattern), race
 
 
-def test_every_report_is_accepted():
-    found = races(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_cuda_small.py")
+@pytest.mark.parametrize("test", [name for name in vars(test_cuda_small) if name.startswith("test_")])
+def test_every_report_is_accepted(test):
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/cuda/test_cuda_small.py::{test}")
+    found = races(sys.executable, *command)
     new = {race: text for race, text in found.items() if race not in ACCEPTED}
     assert not new, "\n\n".join(f"{race}\n{text}" for race, text in new.items())

@@ -1,5 +1,6 @@
 // A CTA builds the lists of some neighbouring m_blocks. It scans the keys and collects, in order, those that any of its
-// rows sees. When the buffer is full, its warps write the keys of each m_block.
+// rows sees. When the buffer is full, its warps write the keys of each m_block. The keys of a single m_block are written
+// without the buffer.
 #include "bounded_list_builder.h"
 
 #include <algorithm>
@@ -75,6 +76,15 @@ public:
             const int of_warp = lane_id() < kWarps ? counts[buffer][lane_id()] : 0;
             at += size - own + __reduce_add_sync(~0u, lane_id() < warp_id() ? of_warp : 0);
             size += __reduce_add_sync(~0u, of_warp);
+            if (num_m_blocks_ == 1) {
+                int32_t* const keys = lists_.keys + first_list_ * lists_.stride;
+#pragma unroll
+                for (int i = 0; i < kKeys; ++i) {
+                    if ((seen >> i & 1) != 0 && at < lists_.stride) keys[at] = key + i;
+                    at += seen >> i & 1;
+                }
+                continue;
+            }
 #pragma unroll
             for (int i = 0; i < kKeys; ++i) {
                 if ((seen >> i & 1) == 0) continue;
@@ -89,6 +99,7 @@ public:
                 __syncthreads();
             }
         }
+        if (num_m_blocks_ == 1) lengths_[0] = size;
         finish();
     }
 

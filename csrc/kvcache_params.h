@@ -3,7 +3,8 @@
 //
 // Shapes: B sequences, H query heads, Hkv key/value heads, D head dimension. A sequence has cache_seqlens[b] keys in the
 // cache, its new rows, and, where `key` is present, one new key for each new row, which the kernels write into the cache
-// behind the others before anything reads them. The last row stands at the last key, the one before it at the key before.
+// behind the others. No other sequence of the call may have such a place among its keys. The last row stands at the last
+// key, the one before it at the key before.
 #pragma once
 
 #include <cstdint>

@@ -52,9 +52,9 @@ def flash_dmattn_with_kvcache(
     """Attention of new tokens over a cache of keys, values and biases, for inference: decoding, a few rows, chunks of
     prefill, and batches that mix them.
 
-    The formula is that of `flash_dmattn_func`. A sequence has cache_seqlens keys in the cache. Where key is given, one
-    new key, value and bias for each new row are written in place after them, before attention. The last row is aligned
-    with the last key, the row before it with the key before: causality is aligned to the bottom right corner.
+    The formula is that of `flash_dmattn_func`. A sequence has cache_seqlens keys in the cache. Where key is given, its
+    rows also see one new key each, which is written in place after the others, as its value and bias. The last row is
+    aligned with the last key, the row before it with the key before: causality is aligned to the bottom right corner.
 
     The cache is contiguous, or it consists of pages that the sequences share: page block_table[b, j] holds the keys
     j * page_size to (j + 1) * page_size - 1 of sequence b.

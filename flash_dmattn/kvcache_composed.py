@@ -6,7 +6,7 @@ It writes the new tokens into the cache, gathers the keys that the rows may see,
 With window_size few keys are gathered. A key before the new rows that is not among the w largest biases of these keys
 is not among the w largest of any row. So a sequence needs the w best keys before its new rows, and the new rows' keys.
 On CUDA kernels write, select and gather keys for most calls, with and without window_size. csrc/torch/kvcache.cpp then
-calls attention_forward for packed or selected keys without sinks; the operator attend_to_gathered_keys serves the rest.
+calls attention_forward, or for calls with sinks or few rows the operator attend_to_gathered_keys.
 On CUDA the host does not synchronize: the device reads lengths, pages and offsets, and clamps them to valid values.
 """
 
@@ -29,11 +29,11 @@ from .ops.list_sizes import LIST_ROWS, MAX_TOPK_LIST_ROWS
 from .ops.schema import KvCacheArguments
 
 CHECKS_DEVICES = os.environ.get("FLASH_DMATTN_CHECK") == "1"  # as in csrc/torch/checks.cpp
-# With batch_invariant on CUDA sequences are packed, max_seqlen_q is a multiple of the first number, with window_size of
-# LIST_ROWS, and max_seqlen_k at least the second, as in csrc/torch/kvcache.cpp: more rows than the kernels for few rows
-# serve, whose split-KV depends on the batch, whole m_blocks of 128 and of 192 rows, or the 128 of key lists, and more
-# keys than any threshold between kernels. The blocks of the other kernels start at a sequence's first row, so that its
-# bits depend on the sequence alone.
+# With batch_invariant on CUDA sequences are packed, and max_seqlen_q and max_seqlen_k do not decide which kernel serves
+# them, as in csrc/torch/kvcache.cpp. max_seqlen_q is rounded up to whole m_blocks: of 128 and of 192 rows, with
+# window_size of the LIST_ROWS of key lists. That is more than the kernels for few rows serve, whose split-KV depends on
+# the batch. max_seqlen_k is above every threshold between kernels. The blocks of the other kernels start at a sequence's
+# first row, so that its bits depend on the sequence alone.
 INVARIANT_ROWS = 384
 INVARIANT_MIN_KEYS = 4096
 

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <map>
 #include <vector>
 
 #include "checks.h"
@@ -236,7 +237,14 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
     const Tensor seqlens = read(in.cache_seqlens), table = read(in.block_table), elements = read(in.cache_batch_idx),
                  offsets = read(in.cu_seqlens_q);
     const auto at = [](const Tensor& tensor, int64_t i) { return int64_t{tensor.const_data_ptr<int32_t>()[i]}; };
-    std::vector<int64_t> written;  // positions of the cache, all batch elements or pages concatenated
+    const int64_t width = p.page_size > 0 ? p.page_size : p.seqlen_k;
+    // The page or batch element of a key of sequence b.
+    const auto place = [&](int64_t b, int64_t key) {
+        if (p.page_size > 0) return at(table, b * table.size(1) + key / width);
+        return elements.defined() ? at(elements, b) : b;
+    };
+    std::map<std::pair<int64_t, int64_t>, int64_t> written;  // the sequence of a new token, by place and row there
+    std::vector<int64_t> all_keys;                           // of each sequence, with the new ones
     for (int64_t b = 0; b < p.batch; ++b) {
         const int64_t rows = offsets.defined() ? at(offsets, b + 1) - at(offsets, b) : p.seqlen_q;
         const int64_t length = at(seqlens, b), keys = length + (in.key ? rows : 0);
@@ -254,18 +262,23 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
         TORCH_CHECK_VALUE(p.page_size > 0 || (0 <= element && element < p.cache_batch),
                           "cache_batch_idx must be from 0 to ", p.cache_batch - 1, ", got ", element, " for sequence ",
                           b);
+        all_keys.push_back(keys);
         for (int64_t key = length; key < keys; ++key)
-            written.push_back(p.page_size > 0
-                                  ? at(table, b * table.size(1) + key / p.page_size) * p.page_size + key % p.page_size
-                                  : element * p.seqlen_k + key);
+            TORCH_CHECK_VALUE(written.emplace(std::pair(place(b, key), key % width), b).second,
+                              p.page_size > 0 ? "block_table" : "cache_batch_idx",
+                              " must give each new token a place of its own, got two for key ", key % width,
+                              p.page_size > 0 ? " of page " : " of batch element ", place(b, key));
     }
-    std::sort(written.begin(), written.end());
-    const auto twice = std::adjacent_find(written.begin(), written.end());
-    if (twice == written.end()) return;
-    const int64_t width = p.page_size > 0 ? p.page_size : p.seqlen_k;
-    TORCH_CHECK_VALUE(false, p.page_size > 0 ? "block_table" : "cache_batch_idx",
-                      " must give each new token a place of its own, got two for key ", *twice % width,
-                      p.page_size > 0 ? " of page " : " of batch element ", *twice / width);
+    if (written.empty()) return;
+    for (int64_t b = 0; b < p.batch; ++b)
+        for (int64_t first = 0; first < all_keys[b]; first += width) {
+            const int64_t page = place(b, first), end = std::min(all_keys[b] - first, width);
+            for (auto it = written.lower_bound({page, 0}); it != written.end() && it->first.first == page; ++it)
+                TORCH_CHECK_VALUE(
+                    it->second == b || it->first.second >= end, p.page_size > 0 ? "block_table" : "cache_batch_idx",
+                    " must give a sequence no key that another one writes in the same call, got key ",
+                    first + it->first.second, " of sequence ", b, ", which sequence ", it->second, " writes");
+        }
 }
 
 // Rows of the call as the kernels read them, copied at O(Sq D) where needed.
@@ -326,15 +339,14 @@ ForwardResult compose(const KvCacheInputs& in) {
 #undef FLASH_DMATTN_PASS
 }
 
-// Whether the kernels serve gathered keys without copies or padding of the call: packed, or with a window and more rows
-// than topk_lists selects for.
+// Whether attend_directly serves gathered keys: packed ones, and selected ones for more rows than topk_lists selects
+// for. Sinks and the log of fallbacks are in Python.
 bool can_attend_directly(const KvCacheInputs& in) {
-    const bool selects_intervals = in.window_size && in.query.size(1) > kMaxListedRows && !in.relative_bias;
-    return (in.is_packed() || selects_intervals) && !in.sinks && !logs_fallbacks();
+    const bool serves = in.is_packed() || (in.window_size && in.query.size(1) > kMaxListedRows);
+    return serves && !in.sinks && !logs_fallbacks();
 }
 
-// What the operator attend_to_gathered_keys does, at a fraction of its host time. With a window it always uses key
-// lists.
+// As the operator attend_to_gathered_keys, in less host time. With a window it uses key lists, also for few keys.
 ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in) {
     Inputs call{};
     call.query = in.query;
@@ -345,7 +357,7 @@ ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in
     call.softmax_scale = in.softmax_scale;
     call.is_causal = in.is_causal;
     call.softcap = in.softcap;
-    int64_t rows = in.query.size(1), longest = keys.max_keys;
+    int64_t rows = in.is_packed() ? 0 : in.query.size(1), longest = keys.max_keys;
     if (in.is_packed()) {
         rows = in.max_seqlen_q->guard_int(__FILE__, __LINE__);
         longest = std::min(longest, keys.key.size(0));
@@ -426,7 +438,7 @@ std::optional<ForwardResult> attend_by_gathering(const KvCacheInputs& in, KvCach
     if (!keys) return std::nullopt;
     const ForwardResult result = attend_to(*keys, in);
     write_to(p, result, in.is_packed());
-    if (keys->skipped_rows > 0)
+    if (keys->skipped_rows > 0)  // also writes their new tokens
         TORCH_INTERNAL_ASSERT(decode_kvcache_cuda(p, in.query, true), "the decoding kernel serves short rows");
     return result;
 }

@@ -35,14 +35,19 @@ def test_equals_float64(path, layout, batch, options, appends):
 
 @each_layout
 @each_batch
+@each_window
+@pytest.mark.parametrize("heads_first", [False, True], ids=["keys, heads", "heads, keys"])
 @on_devices
-def test_writes_the_new_tokens_and_nothing_else(path, layout, batch):
+def test_writes_the_new_tokens_and_nothing_else(path, heads_first, layout, batch, options):
     sequences = sequences_on(path, batch)
     torch.manual_seed(1)
     call = make_call(sequences, **layout)
     torch.manual_seed(1)
     filled = make_call(sequences, appends=False, **layout)
-    call(window_size=8)
+    if heads_first:
+        biases = call.arguments["bias_cache"]
+        call.arguments["bias_cache"] = biases.transpose(1, 2).contiguous().transpose(1, 2)
+    call(**options)
     for name, ours, expected in (
         ("k_cache", call.k_cache, filled.k_cache),
         ("v_cache", call.v_cache, filled.v_cache),

@@ -7,8 +7,15 @@ import pytest
 import torch
 from gpu_inputs import NEEDS_CUDA
 from helpers import check, inputs, rand_mask
+from kvcaches import make_call, make_sequences
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func
+from flash_dmattn import (
+    KeyIntervalMask,
+    KeyLists,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    flash_dmattn_with_kvcache,
+)
 
 pytestmark = NEEDS_CUDA
 
@@ -120,6 +127,26 @@ def test_decoding(keys, rows):
         results.append([flash_dmattn_func(*tensors, **options, window_size=w).cpu() for w in (100, keys)])
     for on_cpu, on_cuda in zip(*results):
         torch.testing.assert_close(on_cuda, on_cpu, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("window_size", [None, 30])
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed length", "packed"])
+def test_cache(packed, window_size):
+    """Gathered keys and written tokens; in a packed batch the decoding kernel serves the sequence of one row."""
+    lengths = [(90, 70), (130, 70)] if not packed else [(90, 70), (5, 0), (130, 1), (0, 64)]
+    sequences = make_sequences(lengths, dtype=torch.bfloat16)
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(1)
+        call = make_call(sequences, page_size=16, packed=packed)
+        arguments = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in call.arguments.items()}
+        caches = [x.to(device) for x in (call.k_cache, call.v_cache)]
+        out = flash_dmattn_with_kvcache(call.query.to(device), *caches, **arguments, window_size=window_size)
+        results.append([x.cpu() for x in (out, *caches, arguments["bias_cache"])])
+    (on_cpu, *written), (on_cuda, *written_on_cuda) = results
+    torch.testing.assert_close(on_cuda, on_cpu, rtol=2e-2, atol=2e-2)
+    for ours, expected in zip(written_on_cuda, written):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("pairs", ["key", "dense"])

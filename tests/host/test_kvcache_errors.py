@@ -209,6 +209,14 @@ CASES = {
         *(fixed, {"cache_batch_idx": int32(1, 1), "cache_seqlens": int32(10, 12)}, ValueError),
         "cache_batch_idx must give each new token a place of its own, got two for key 12 of batch element 1",
     ),
+    "a page of another sequence's new tokens": (
+        *(paged, {"block_table": int32([0, 1, 2, 3], [0, 5, 6, 7]), "cache_seqlens": int32(5, 20)}, ValueError),
+        "block_table must give a sequence no key that another one writes in the same call, got key 5 of sequence 1",
+    ),
+    "a batch element of another sequence's new tokens": (
+        *(fixed, {"cache_batch_idx": int32(1, 1), "cache_seqlens": int32(10, 20)}, ValueError),
+        "cache_batch_idx must give a sequence no key that another one writes in the same call, got key 10 of",
+    ),
     "a batch element outside the cache": (
         *(fixed, {"cache_batch_idx": int32(0, 2)}, ValueError),
         "cache_batch_idx must be from 0 to 1, got 2 for sequence 1",

@@ -64,12 +64,10 @@ __global__ void __launch_bounds__(kThreads)
             const int64_t to = at(key) * chunks + chunk;
             static_cast<uint4*>(all.key)[to] = key_pieces[n];
             static_cast<uint4*>(all.value)[to] = value_pieces[n];
-            half_t *const key_in_cache = cache.place_of_new<half_t>(p.k_cache, key), *const value_in_cache =
-                                                                                         cache.place_of_new<half_t>(
-                                                                                             p.v_cache, key);
+            half_t* const key_in_cache = cache.place_of_new<half_t>(p.k_cache, key);
             if (key_in_cache == nullptr) continue;
             reinterpret_cast<uint4*>(key_in_cache)[chunk] = key_pieces[n];
-            reinterpret_cast<uint4*>(value_in_cache)[chunk] = value_pieces[n];
+            reinterpret_cast<uint4*>(cache.place_of_new<half_t>(p.v_cache, key))[chunk] = value_pieces[n];
         }
     }
     if (all.bias == nullptr) return;

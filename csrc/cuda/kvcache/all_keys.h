@@ -18,7 +18,7 @@ struct AllKeys {
 // Whether the function below serves a call: packed, without a window.
 bool can_gather_all_keys(const KvCacheParams& params);
 
-// Also writes the new tokens into the cache, but for the sequences that all.skipped_rows excludes.
+// Also writes the new tokens into the cache, except those of sequences that all.skipped_rows excludes.
 void gather_all_keys(const KvCacheParams& params, const AllKeys& all, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

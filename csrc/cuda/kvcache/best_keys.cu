@@ -80,7 +80,8 @@ __device__ __forceinline__ void copy_rows(const KvCacheArgs& p, const BestKeys& 
             uint4 x[kLoads];
 #pragma unroll
             for (int k = 0; k < kLoads; ++k) {
-                const half_t *const key = shuffle(rows.key, lane + k), *const value = shuffle(rows.value, lane + k);
+                const half_t* const key = shuffle(rows.key, lane + k);
+                const half_t* const value = shuffle(rows.value, lane + k);
                 const half_t* const row = is_value ? value : key;
                 x[k] = {};
                 if (row != nullptr && chunk < chunks) x[k] = reinterpret_cast<const uint4*>(row)[chunk];
@@ -92,8 +93,8 @@ __device__ __forceinline__ void copy_rows(const KvCacheArgs& p, const BestKeys& 
             if (!writes_cache) continue;
 #pragma unroll
             for (int k = 0; k < kLoads; ++k) {
-                half_t *const key = shuffle(rows.key_in_cache, lane + k), *const value =
-                                                                              shuffle(rows.value_in_cache, lane + k);
+                half_t* const key = shuffle(rows.key_in_cache, lane + k);
+                half_t* const value = shuffle(rows.value_in_cache, lane + k);
                 half_t* const row = is_value ? value : key;
                 if (row != nullptr && chunk < chunks) reinterpret_cast<uint4*>(row)[chunk] = x[k];
             }

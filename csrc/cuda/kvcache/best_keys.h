@@ -33,7 +33,7 @@ bool can_gather_best_keys(const KvCacheParams& params);
 // bias_cache; packed also the starts of the sequences, `offsets` [B + 1].
 void read_biases(const KvCacheParams& params, int64_t max_selected, void* biases, int32_t* prefix, int32_t* offsets,
                  cudaStream_t stream);
-// Also writes the new tokens into the cache, but for the sequences that best.skipped_rows excludes.
+// Also writes the new tokens into the cache, except those of sequences that best.skipped_rows excludes.
 void gather_best_keys(const KvCacheParams& params, const BestKeys& best, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

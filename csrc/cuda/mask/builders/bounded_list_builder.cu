@@ -201,8 +201,8 @@ BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_
     const int64_t more_rows = std::max<int64_t>(std::min(params.seqlen_q, kRows) - 1, 0);
     plan.stride = KeyListsView::padded(std::min(keys_per_row + more_rows, params.seqlen_k));
     plan.capacity = plan.lists() * plan.stride;
-    // Every CTA reads all intervals, so it takes as many m_blocks as leave 1.5 CTAs per SM; but one where two rounds of
-    // two CTAs per SM suffice, since those need no buffer.
+    // Every CTA reads all intervals, so it takes as many m_blocks as leave 1.5 CTAs per SM. With at most 4 lists per SM
+    // (two rounds of two CTAs) it takes one, which needs no buffer.
     const int64_t num_sms = plan.lists() == 0 ? 0 : current_device().num_sms, min_ctas = num_sms * 3 / 2;
     plan.m_blocks_per_cta = plan.lists() <= 4 * num_sms ? 1 : kMaxMBlocks;
     while (plan.m_blocks_per_cta > 1 &&

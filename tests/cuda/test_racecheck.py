@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 import test_cuda_small
-from gpu_inputs import NEEDS_CUDA, runs_hopper_kernels
+from gpu_inputs import NEEDS_CUDA
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("racecheck_patterns.cu")
@@ -41,10 +41,7 @@ ACCEPTED = {
     Race("grouped_sparse_bwd_kernel", READ_WRITE): ("stored_metadata",),
 }
 
-pytestmark = [
-    *NEEDS_CUDA,
-    pytest.mark.skipif(not runs_hopper_kernels(), reason="the patterns are those of the sm90 kernels"),
-]
+pytestmark = [*NEEDS_CUDA, pytest.mark.hopper]  # the patterns are those of the sm90 kernels
 
 
 def tool(name: str) -> str:

@@ -29,9 +29,9 @@ struct GatheredCache {
     // tokens.
     int64_t skipped_rows;
 };
-// Write the new tokens into the cache, except those of skipped sequences, and gather: with a window the keys that the rows may see, aligned to the end of
-// each sequence; without a window, packed, all keys. Where no kernel serves the call they do nothing and return
-// nothing. `like`: the cache of keys; `bias_like`: that of biases.
+// Write the new tokens into the cache, except those of skipped sequences, and gather: with a window the keys that the
+// rows may see, aligned to the end of each sequence; without a window, packed, all keys. Where no kernel serves the call
+// they do nothing and return nothing. `like`: the cache of keys; `bias_like`: that of biases.
 std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams& params, const Tensor& like,
                                                    const Tensor& bias_like);
 std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& params, const Tensor& like,

@@ -25,13 +25,13 @@ struct GatheredCache {
     OptionalTensor bias;          // (B, Hkv, 1, max_keys), packed (total_k, Hkv)
     OptionalTensor cu_seqlens_k;  // packed: int32 (B + 1)
     int64_t max_keys;             // of a sequence
-    // Packed: sequences of at most so many rows have no keys here. decode_kvcache_cuda serves them, and writes their new
-    // tokens.
+    // Packed: sequences of at most so many rows have no keys here. decode_kvcache_cuda serves them, and writes their
+    // new tokens.
     int64_t skipped_rows;
 };
 // Write the new tokens into the cache, except those of skipped sequences, and gather: with a window the keys that the
-// rows may see, aligned to the end of each sequence; without a window, packed, all keys. Where no kernel serves the call
-// they do nothing and return nothing. `like`: the cache of keys; `bias_like`: that of biases.
+// rows may see, aligned to the end of each sequence; without a window, packed, all keys. Where no kernel serves the
+// call they do nothing and return nothing. `like`: the cache of keys; `bias_like`: that of biases.
 std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams& params, const Tensor& like,
                                                    const Tensor& bias_like);
 std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& params, const Tensor& like,

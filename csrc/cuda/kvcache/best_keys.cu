@@ -102,8 +102,8 @@ __device__ __forceinline__ void copy_rows(const KvCacheArgs& p, const BestKeys& 
 }
 
 // grid: (CTAs of kKeysOfGatherCta positions of KV heads, B + 1): the last row of CTAs has the positions after the last
-// packed sequence. Each lane finds one key; then the warp copies them, with kLoads keys and values in flight, and writes
-// the new ones into the cache.
+// packed sequence. Each lane finds one key; then the warp copies them, with kLoads keys and values in flight, and
+// writes the new ones into the cache.
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ KvCacheArgs p, const __grid_constant__ BestKeys best) {

@@ -31,9 +31,9 @@ from .ops.schema import KvCacheArguments
 CHECKS_DEVICES = os.environ.get("FLASH_DMATTN_CHECK") == "1"  # as in csrc/torch/checks.cpp
 # With batch_invariant on CUDA sequences are packed, and max_seqlen_q and max_seqlen_k do not decide which kernel serves
 # them, as in csrc/torch/kvcache.cpp. max_seqlen_q is rounded up to whole m_blocks: of 128 and of 192 rows, with
-# window_size of the LIST_ROWS of key lists. That is more than the kernels for few rows serve, whose split-KV depends on
-# the batch. max_seqlen_k is above every threshold between kernels. The blocks of the other kernels start at a sequence's
-# first row, so that its bits depend on the sequence alone.
+# window_size of the LIST_ROWS of key lists. That is more than the kernels for few rows serve, whose split-KV depends
+# on the batch. max_seqlen_k is above every threshold between kernels. The blocks of the other kernels start at a
+# sequence's first row, so that its bits depend on the sequence alone.
 INVARIANT_ROWS = 384
 INVARIANT_MIN_KEYS = 4096
 

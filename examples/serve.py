@@ -185,8 +185,8 @@ class PagedAttention:
         self.keys, self.values = (
             torch.full((*shape, head_dim), torch.nan, dtype=config.dtype, device=config.device) for _ in range(2)
         )
-        pages, page_size, kv_heads = shape
-        self.biases = torch.full((pages, kv_heads, page_size), torch.nan, device=config.device).transpose(1, 2)
+        heads_first = (config.pages, config.kv_heads, config.page_size)
+        self.biases = torch.full(heads_first, torch.nan, device=config.device).transpose(1, 2)
         self.batch, self.max_rows = None, 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, attn_bias: Tensor, **options) -> Tensor:

@@ -87,6 +87,14 @@ class Call:
     def __call__(self, **options):
         return flash_dmattn_with_kvcache(self.query, self.k_cache, self.v_cache, **(self.arguments | options))
 
+    def to(self, device):
+        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.arguments.items()}
+        return Call(self.query.to(device), self.k_cache.to(device), self.v_cache.to(device), moved)
+
+    def put_heads_first(self):
+        """Makes the cached biases of a head contiguous in a page or batch element."""
+        self.arguments["bias_cache"] = self.arguments["bias_cache"].transpose(1, 2).contiguous().transpose(1, 2)
+
     def caches(self):
         return self.k_cache, self.v_cache, self.arguments["bias_cache"]
 

@@ -238,14 +238,16 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
     const Tensor seqlens = read(in.cache_seqlens), table = read(in.block_table), elements = read(in.cache_batch_idx),
                  offsets = read(in.cu_seqlens_q);
     const auto at = [](const Tensor& tensor, int64_t i) { return int64_t{tensor.const_data_ptr<int32_t>()[i]}; };
-    const int64_t width = p.page_size > 0 ? p.page_size : p.seqlen_k;
+    const bool has_pages = p.page_size > 0;
+    const char* const name = has_pages ? "block_table" : "cache_batch_idx";
+    const int64_t width = has_pages ? p.page_size : p.seqlen_k;
     // The page or batch element of a key of sequence b.
     const auto place = [&](int64_t b, int64_t key) {
-        if (p.page_size > 0) return at(table, b * table.size(1) + key / width);
+        if (has_pages) return at(table, b * table.size(1) + key / width);
         return elements.defined() ? at(elements, b) : b;
     };
     std::map<std::pair<int64_t, int64_t>, int64_t> written;  // the sequence of a new token, by place and row there
-    std::vector<int64_t> all_keys;                           // of each sequence, with the new ones
+    std::vector<int64_t> lengths;                            // of each sequence, with the new tokens
     for (int64_t b = 0; b < p.batch; ++b) {
         const int64_t rows = offsets.defined() ? at(offsets, b + 1) - at(offsets, b) : p.seqlen_q;
         const int64_t length = at(seqlens, b), keys = length + (in.key ? rows : 0);
@@ -253,32 +255,32 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
         TORCH_CHECK_VALUE(keys <= p.seqlen_k, "cache_seqlens must be at most the ", p.seqlen_k,
                           " keys that a sequence has room for", in.key ? ", with its new tokens" : "", ", got ", length,
                           in.key ? " and " + std::to_string(rows) + " new ones" : "", " for sequence ", b);
-        const int64_t pages = p.page_size > 0 ? (keys + p.page_size - 1) / p.page_size : 0;
-        for (int64_t j = 0; j < pages; ++j) {
-            const int64_t page = at(table, b * table.size(1) + j);
-            TORCH_CHECK_VALUE(0 <= page && page < p.cache_batch, "block_table must be of pages from 0 to ",
-                              p.cache_batch - 1, ", got ", page, " for page ", j, " of sequence ", b);
+        for (int64_t first = 0; has_pages && first < keys; first += width) {
+            const int64_t page = place(b, first);
+            TORCH_CHECK_VALUE(0 <= page && page < p.cache_batch, name, " must be of pages from 0 to ",
+                              p.cache_batch - 1, ", got ", page, " for page ", first / width, " of sequence ", b);
         }
-        const int64_t element = elements.defined() ? at(elements, b) : b;
-        TORCH_CHECK_VALUE(p.page_size > 0 || (0 <= element && element < p.cache_batch),
-                          "cache_batch_idx must be from 0 to ", p.cache_batch - 1, ", got ", element, " for sequence ",
-                          b);
-        all_keys.push_back(keys);
+        if (!has_pages) {
+            const int64_t element = place(b, 0);
+            TORCH_CHECK_VALUE(0 <= element && element < p.cache_batch, name, " must be from 0 to ", p.cache_batch - 1,
+                              ", got ", element, " for sequence ", b);
+        }
+        lengths.push_back(keys);
         for (int64_t key = length; key < keys; ++key)
-            TORCH_CHECK_VALUE(written.emplace(std::pair(place(b, key), key % width), b).second,
-                              p.page_size > 0 ? "block_table" : "cache_batch_idx",
+            TORCH_CHECK_VALUE(written.emplace(std::pair(place(b, key), key % width), b).second, name,
                               " must give each new token a place of its own, got two for key ", key % width,
-                              p.page_size > 0 ? " of page " : " of batch element ", place(b, key));
+                              has_pages ? " of page " : " of batch element ", place(b, key));
     }
     if (written.empty()) return;
     for (int64_t b = 0; b < p.batch; ++b)
-        for (int64_t first = 0; first < all_keys[b]; first += width) {
-            const int64_t page = place(b, first), end = std::min(all_keys[b] - first, width);
-            for (auto it = written.lower_bound({page, 0}); it != written.end() && it->first.first == page; ++it)
-                TORCH_CHECK_VALUE(
-                    it->second == b || it->first.second >= end, p.page_size > 0 ? "block_table" : "cache_batch_idx",
-                    " must give a sequence no key that another one writes in the same call, got key ",
-                    first + it->first.second, " of sequence ", b, ", which sequence ", it->second, " writes");
+        for (int64_t first = 0; first < lengths[b]; first += width) {
+            const int64_t page = place(b, first), end = std::min(lengths[b] - first, width);
+            const auto last = written.lower_bound({page, end});
+            for (auto it = written.lower_bound({page, 0}); it != last; ++it)
+                TORCH_CHECK_VALUE(it->second == b, name,
+                                  " must give a sequence no key that another one writes in the same call, got key ",
+                                  first + it->first.second, " of sequence ", b, ", which sequence ", it->second,
+                                  " writes");
         }
 }
 
@@ -358,10 +360,13 @@ ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in
     call.softmax_scale = in.softmax_scale;
     call.is_causal = in.is_causal;
     call.softcap = in.softcap;
-    int64_t rows = in.is_packed() ? 0 : in.query.size(1), longest = keys.max_keys;
-    if (in.is_packed()) {
+    int64_t rows, longest = keys.max_keys, all_keys = longest;
+    if (!in.is_packed()) {
+        rows = in.query.size(1);
+    } else {
         rows = in.max_seqlen_q->guard_int(__FILE__, __LINE__);
-        longest = std::min(longest, keys.key.size(0));
+        all_keys = keys.key.size(0);
+        longest = std::min(longest, all_keys);
         if (in.batch_invariant) {
             const int64_t multiple = in.window_size ? KeyListsView::kRows : kInvariantRows;
             rows = (rows + multiple - 1) / multiple * multiple;
@@ -373,7 +378,6 @@ ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in
         call.max_seqlen_k = longest;
     }
     if (in.window_size) {
-        const int64_t all_keys = in.is_packed() ? keys.key.size(0) : longest;
         const int64_t window = std::min(in.window_size->guard_int(__FILE__, __LINE__), all_keys);
         call.intervals =
             topk_intervals(*keys.bias, window, in.is_packed() ? 0 : rows, in.cu_seqlens_q, keys.cu_seqlens_k, longest);

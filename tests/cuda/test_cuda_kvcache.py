@@ -91,8 +91,7 @@ def test_selection_from_long_sequences(head_major, bias_dtype, page_size, invari
     def call_of(some):
         call = make_call(some, page_size=page_size, packed=False)
         if head_major:
-            biases = call.arguments["bias_cache"]
-            call.arguments["bias_cache"] = biases.transpose(1, 2).contiguous().transpose(1, 2)
+            call.put_heads_first()
         return call
 
     together = check(sequences, call=call_of(sequences), options=options)

@@ -9,13 +9,7 @@ from gpu_inputs import NEEDS_CUDA
 from helpers import check, inputs, rand_mask
 from kvcaches import make_call, make_sequences
 
-from flash_dmattn import (
-    KeyIntervalMask,
-    KeyLists,
-    flash_dmattn_func,
-    flash_dmattn_varlen_func,
-    flash_dmattn_with_kvcache,
-)
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func
 
 pytestmark = NEEDS_CUDA
 
@@ -138,11 +132,8 @@ def test_cache(packed, window_size):
     results = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(1)
-        call = make_call(sequences, page_size=16, packed=packed)
-        arguments = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in call.arguments.items()}
-        caches = [x.to(device) for x in (call.k_cache, call.v_cache)]
-        out = flash_dmattn_with_kvcache(call.query.to(device), *caches, **arguments, window_size=window_size)
-        results.append([x.cpu() for x in (out, *caches, arguments["bias_cache"])])
+        call = make_call(sequences, page_size=16, packed=packed).to(device)
+        results.append([x.cpu() for x in (call(window_size=window_size), *call.caches())])
     (on_cpu, *written), (on_cuda, *written_on_cuda) = results
     torch.testing.assert_close(on_cuda, on_cpu, rtol=2e-2, atol=2e-2)
     for ours, expected in zip(written_on_cuda, written):

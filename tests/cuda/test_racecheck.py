@@ -42,6 +42,7 @@ ACCEPTED = {
 }
 
 pytestmark = [*NEEDS_CUDA, pytest.mark.hopper]  # the patterns are those of the sm90 kernels
+COMPILED_ONCE = pytest.mark.xdist_group("racecheck patterns")  # the tests of `program` run on one worker
 
 
 def tool(name: str) -> str:
@@ -87,6 +88,7 @@ def reported(program):
     return cache(lambda pattern: {race.accesses for race in races(program, pattern)})
 
 
+@COMPILED_ONCE
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_are_right(program, pattern):
     """With racecheck the program runs at another speed, too."""
@@ -94,6 +96,7 @@ def test_patterns_are_right(program, pattern):
     races(program, pattern)
 
 
+@COMPILED_ONCE
 @pytest.mark.parametrize("pattern", sorted({pattern for patterns in ACCEPTED.values() for pattern in patterns}))
 def test_accepted_patterns_are_reported(reported, pattern):
     """Otherwise the tool sees these orderings, and a report of a kernel would be a race."""

@@ -1,6 +1,6 @@
 // A CTA builds the lists of some neighbouring m_blocks. It scans the keys and collects, in order, those that any of its
-// rows sees. When the buffer is full, its warps write the keys of each m_block. The keys of a single m_block are written
-// without the buffer.
+// rows sees. When the buffer is full, its warps write the keys of each m_block. The keys of a single m_block are
+// written without the buffer.
 #include "bounded_list_builder.h"
 
 #include <algorithm>

@@ -50,12 +50,12 @@ def test_what_is_generated_begins_with_the_prompt(doge):
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_eager_keeps_the_scores_of_each_layer_and_ours_of_none(doge):
-    config = doge.Config(**TINY | {"seq_len": 1024})
+    config = doge.Config(**TINY | {"seq_len": 2048})
     scores = config.batch_size * config.heads * config.seq_len**2 * 4 / doge.MIB  # of one layer, in float32
     mib = doge.peaks(config)
     assert len(mib[doge.OURS]) == len(mib[doge.EAGER]) == 3
     assert mib[doge.EAGER][-1] > config.layers * scores
-    assert 0 < mib[doge.OURS][-1] < 0.8 * scores
+    assert 0 < mib[doge.OURS][-1] < 0.6 * scores
 
 
 @pytest.mark.long

@@ -181,8 +181,6 @@ def compiled(source, to, *options):
 # Local memory of a kernel in bytes per thread, register spills included. Kernels that use all registers keep a few
 # values there; a spilled array would be hundreds of bytes.
 MAX_LOCAL_MEMORY = {"fwd": 0, "bwd": 112, "gather": 64}
-# Kernels for a softcap or a relative bias (ScoreTerms::kGeneral) have more values per score.
-MAX_LOCAL_MEMORY_OF_GENERAL_TERMS = 256
 
 
 def local_memory(says):
@@ -204,8 +202,7 @@ def test_a_kernel_compiles_without_spills(generator, tmp_path, monkeypatch, dire
     says = compiled(source, tmp_path / "kernel.o", "-O3", *targets, "--threads=2", "-Xptxas=-v", "-c")
     report = local_memory(says)
     assert {target for _, target, _ in report} == {"sm_80", "sm_90a"}
-    most = {True: MAX_LOCAL_MEMORY_OF_GENERAL_TERMS, False: MAX_LOCAL_MEMORY[direction]}
-    assert not [kernel for kernel in report if kernel[2] > most["10ScoreTermsE1" in kernel[0]]]
+    assert not [kernel for kernel in report if kernel[2] > MAX_LOCAL_MEMORY[direction]]
 
 
 # One head dimension for each kind of sm90 block.

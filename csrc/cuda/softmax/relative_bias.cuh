@@ -178,6 +178,29 @@ public:
         if (lane_id() == 0) add(position, dx);
     }
 
+    // Adds an accumulator of dx, 16 rows x 8 kFragments keys, of a matrix or in one dimension. Overwrites it. A warp
+    // calls.
+    template <int kFragments>
+    __device__ __forceinline__ void add_fragments(float (&dx)[kFragments][4], int first_row, int first_key) const {
+        if (kOrMatrix && is_matrix_) {
+            const int position = this->row_part(first_row + fragment_row()) + first_key + fragment_col();
+#pragma unroll
+            for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (dx[n][i] != 0) add(position + i / 2 * 8 * grid_width_ + n * 8 + i % 2, dx[n][i]);
+            return;
+        }
+        const int position = this->row_part(first_row) + this->key_part(first_key);
+        add_rows_8_apart(dx);
+        if (this->is_clamped(position - 15, position + kFragments * 8 - 1)) return add_of_warp(position, sum_lane(dx));
+        float sums[kDiagonalSums<kFragments>];
+        sum_diagonals(dx, sums);
+#pragma unroll
+        for (int i = 0; i < kDiagonalSums<kFragments>; ++i)
+            if (sums[i] != 0) add(position + first_diagonal() + 32 * i, sums[i]);
+    }
+
     // Adds sum_diagonals() of an accumulator of dx, keys x rows, in one dimension, without a call: wgmma may be in
     // flight. first: the position of its first key and row. What is clamped is added to `ends`, this lane's share of
     // the table's two ends, for add_ends(). A warp calls.

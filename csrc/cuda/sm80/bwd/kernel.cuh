@@ -30,7 +30,7 @@ __device__ __forceinline__ void dq_semaphore_release(int32_t* semaphore) {
 // Arrays are locals of run(), not members: see BwdCta. `visible_keys` is a local of run() too, since the compiler keeps
 // it in local memory: in a function that run() calls it would share that memory with the mainloop's arrays and keep
 // them there.
-template <typename Traits, BiasKind kBias, ScoreTerms kTerms>
+template <typename Traits, BiasKind kBias>
 class BwdKernel {
 public:
     using T = typename Traits::T;
@@ -87,15 +87,18 @@ public:
                 load_stage(stage ^ 1, m_blocks.m_block());
             }
 
-            auto& probs = probs_of(step);
+#pragma unroll 1
+            for (auto gradient = first_gradient(p_, needs_dx());; gradient = ScoreGradient::kDs) {
 #pragma unroll
-            for (int pass = 0; pass < kPasses; ++pass) compute_scores(step, probs, pass * kPassN, dbias);
-            __syncthreads();
-            gemm_dkv(dvalue, probs, smem_.qdo[stage].dout);
+                for (int pass = 0; pass < kPasses; ++pass) compute_scores(step, pass * kPassN, gradient, dbias);
+                __syncthreads();
+                if (is_dx(p_, gradient)) add_tile_of_dx(step, dbias);
+                if (gradient == ScoreGradient::kDs) break;
+                __syncthreads();
+            }
+            gemm_dkv(dvalue, probs_of(step), smem_.qdo[stage].dout);
             accumulate_dq(step);
             gemm_dkv(dkey, smem_.dscores, smem_.qdo[stage].query);
-            if constexpr (kTerms == ScoreTerms::kGeneral)
-                if (p_.drelative_bias != nullptr && is_grid() && sums_diagonals_of_ds()) add_grid_gradient(step);
             dbias.end_m_block(step);
             if (ends_head) dbias.end_head(step.head, more, m_blocks);
         }
@@ -196,54 +199,43 @@ private:
         cp_async_commit();
     }
 
-    // Recomputes P and dS of one pass, the columns of this warp from fragment first_n on, and stores them rounded.
-    __device__ __forceinline__ void compute_scores(const MBlockStep& step, typename Traits::ScoresTile& probs,
-                                                   int first_n, DbiasWriter& dbias) const {
+    __device__ bool needs_dx() const { return p_.drelative_bias != nullptr || DbiasWriter::needs_dx(p_); }
+
+    // Recomputes P and a gradient of the scores of one pass, the columns of this warp from fragment first_n on. Stores
+    // them rounded, P only with dS.
+    __device__ __forceinline__ void compute_scores(const MBlockStep& step, int first_n, ScoreGradient gradient,
+                                                   DbiasWriter& dbias) const {
         const auto& qdo = smem_.qdo[step.stage];
         const int score_row = cta_.score_row, score_key = cta_.score_key + first_n * 8;
         float scores[Traits::kScoreM][kPassN][4], dprobs[Traits::kScoreM][kPassN][4];
         const uint32_t a_offset = lane_offset(kScoreA);
         const uint32_t b_offset = lane_offset(kScoreB) + first_n * 8 * ScoreB::kRowBytes;
-        const int rows_left = cta_.rows_left(step.m_block);
         const uint32_t c_offset = lane_offset(kScoreC);
         // Holds the bias until P overwrites it.
-        const ScoreC prob_fragments = ScoreC(address_of(probs), c_offset).from(0, first_n * 8);
+        const ScoreC prob_fragments = ScoreC(address_of(probs_of(step)), c_offset).from(0, first_n * 8);
         const auto dense_bias = [&](uint32_t (&to)[4], int m, int n) {
             prob_fragments.template load<false>(to, m * 16, n * 8);
         };
-        const auto add_dx = [&](int, int, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
-            dbias.add_dx(first_n + n, dx, is_visible);
-        };
-        const int lane = opaque(lane_id());
-        const auto add_dx_general = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
-            const int row = score_row + m * 16 + h * 8, key = score_key + n * 8;
-            if (p_.softcap > 0) {
-                dbias.add_dx_softcap(step, first_n + n, row, key, rows_left, lane, dx, is_visible);
-            } else {
-                dbias.add_dx(first_n + n, dx, is_visible);
-            }
-            if (p_.drelative_bias != nullptr && !sums_diagonals_of_ds())
-                add_relative_bias_gradient(step, row + fragment_row(lane), key + fragment_col(lane), dx, is_visible);
-        };
-        const auto relative_bias = [&](int row, int key) {
-            const int first = cta_.first_key + key;
-            return relative_bias_log2(p_, sequence(), relative_bias_entries<true>(p_, sequence().batch, step.head),
-                                      step.m_block * Traits::kRows + row, {first, first + 1});
+        const auto adjust_scores = [&](auto& s, auto& dp) {
+            const int row = step.m_block * Traits::kRows + score_row, key = cta_.first_key + score_key;
+            apply_softcap_and_relative_bias(
+                s, dp, p_, sequence(), relative_bias_entries<true>(p_, sequence().batch, step.head), gradient,
+                [&](int i) { return row + i * 8 + fragment_row(); },
+                [&](int n, int e) { return key + n * 8 + fragment_col() + e; });
         };
         const auto make_visibility = [&] {
             return BlockVisibility<Traits::kRows, Traits::kKeys>(p_, sequence(), qdo, step.m_block, cta_.n_block,
                                                                  step.mask_full);
         };
-        recompute_p_ds<Traits, kBias, kTerms>(
-            scores, dprobs, p_, ScoreA(address_of(qdo.query), a_offset), ScoreB(address_of(smem_.key), b_offset),
-            ScoreA(address_of(qdo.dout), a_offset), ScoreB(address_of(smem_.value), b_offset), qdo, dense_bias,
-            relative_bias, make_visibility, score_row, score_key, rows_left, add_dx, add_dx_general);
-        dbias.add_ds(step, dprobs, first_n);
-        store_accumulator<T>(scores, prob_fragments);
+        recompute_p_ds<Traits, kBias>(scores, dprobs, p_, ScoreA(address_of(qdo.query), a_offset),
+                                      ScoreB(address_of(smem_.key), b_offset), ScoreA(address_of(qdo.dout), a_offset),
+                                      ScoreB(address_of(smem_.value), b_offset), qdo, dense_bias, adjust_scores,
+                                      make_visibility, score_row, score_key, cta_.rows_left(step.m_block));
+        if (gradient == ScoreGradient::kDs) store_accumulator<T>(scores, prob_fragments);
         store_accumulator<T>(dprobs, ScoreC(address_of(smem_.dscores), c_offset).from(0, first_n * 8));
-        if constexpr (kTerms == ScoreTerms::kGeneral)
-            if (p_.drelative_bias != nullptr && !is_grid() && sums_diagonals_of_ds())
-                add_relative_bias_gradient(step, dprobs, score_key);
+        if (!is_dx(p_, gradient)) return;
+        dbias.add_dx(step, dprobs, first_n);
+        if (p_.drelative_bias != nullptr && !is_grid()) add_relative_bias_gradient(step, dprobs, score_key);
     }
 
     // dV += P^T dO, or dK += dS^T Q.
@@ -269,46 +261,23 @@ private:
         if (p_.deterministic) dq_semaphore_release(p_.dquery_semaphore + dq_tile);
     }
 
-    __device__ bool is_matrix() const { return p_.relative_bias.grid_width > 0 && p_.relative_bias.radius > 0; }
-    __device__ bool is_grid() const { return p_.relative_bias.grid_width > 0 && !is_matrix(); }
-    // Whether the gradient of relative_bias is summed over the diagonals of dS: with a softcap that is not dx.
-    // Otherwise it is summed score by score.
-    __device__ bool sums_diagonals_of_ds() const { return p_.softcap == 0 && !is_matrix(); }
-    // In one dimension, of one pass; overwrites dS. first_key: of the tile.
+    __device__ bool is_grid() const { return p_.relative_bias.grid_width > 0 && p_.relative_bias.radius == 0; }
+    // Adds the gradient of relative_bias of one pass, except that of a grid. Overwrites dx. first_key: of the tile.
     __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step,
-                                                               float (&ds)[Traits::kScoreM][kPassN][4],
+                                                               float (&dx)[Traits::kScoreM][kPassN][4],
                                                                int first_key) const {
         const RelativeBiasGradientOf<true> gradient(p_, sequence(), step.head);
+        const int first_row = step.m_block * Traits::kRows + cta_.score_row;
 #pragma unroll
-        for (int m = 0; m < Traits::kScoreM; ++m) {
-            const int position = gradient.row_part(step.m_block * Traits::kRows + cta_.score_row + m * 16) +
-                                 gradient.key_part(cta_.first_key + first_key);
-            add_rows_8_apart(ds[m]);
-            if (gradient.is_clamped(position - 15, position + kPassN * 8 - 1)) {
-                gradient.add_of_warp(position, sum_lane(ds[m]));
-                continue;
-            }
-            float sums[kDiagonalSums<kPassN>];
-            sum_diagonals(ds[m], sums);
-#pragma unroll
-            for (int i = 0; i < kDiagonalSums<kPassN>; ++i)
-                if (sums[i] != 0) gradient.add(position + first_diagonal() + 32 * i, sums[i]);
-        }
+        for (int m = 0; m < Traits::kScoreM; ++m)
+            gradient.add_fragments(dx[m], first_row + m * 16, cta_.first_key + first_key);
     }
-    // Adds the gradient of a grid from dS in shared memory.
-    __device__ __forceinline__ void add_grid_gradient(const MBlockStep& step) const {
+    // Adds to the gradients of the biases what is summed from dx in shared memory.
+    __device__ __forceinline__ void add_tile_of_dx(const MBlockStep& step, DbiasWriter& dbias) const {
+        dbias.add_tile(step);
+        if (p_.drelative_bias == nullptr || !is_grid()) return;
         const RelativeBiasGradientOf<true> gradient(p_, sequence(), step.head);
         gradient.template add_grid_tile<Traits::kThreads>(smem_.dscores, step.m_block * Traits::kRows, cta_.first_key);
-    }
-    // Of two scores; row and key are those of the tile.
-    __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step, int row, int key,
-                                                               const float (&dx)[2],
-                                                               const bool (&is_visible)[2]) const {
-        const RelativeBiasGradientOf<true> gradient(p_, sequence(), step.head);
-        const int part = gradient.row_part(step.m_block * Traits::kRows + row);
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-            if (is_visible[e] && dx[e] != 0) gradient.add(part + gradient.key_part(cta_.first_key + key + e), dx[e]);
     }
 
     __device__ __forceinline__ void store_dkv(const DkvAccumulator& acc, typename Traits::KeysTile& staging,
@@ -328,12 +297,12 @@ private:
     float key_bias_ = 0;         // of key threadIdx.x of the n_block, times log2(e)
 };
 
-template <typename Traits, BiasKind kBias, ScoreTerms kTerms>
+template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     bwd_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Traits::kIsUsed) return;
     if (is_inactive(p)) return;
-    using Kernel = BwdKernel<Traits, kBias, kTerms>;
+    using Kernel = BwdKernel<Traits, kBias>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory);
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);

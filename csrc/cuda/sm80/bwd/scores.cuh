@@ -170,54 +170,154 @@ __device__ __forceinline__ void wait_for_qdo(QdoStage<Traits, kKeyBias>& stage, 
     __syncthreads();
 }
 
-// The relative bias, times log2(e), of a row and two keys of the sequence; 0 where there is none. A row beyond the
-// sequence reads what its last row does: other entries may be NaN, and its P is not masked.
-__device__ __forceinline__ float2 relative_bias_log2(const AttentionParams& p, const Sequence& s, const float* entries,
-                                                     int row, int2 keys) {
-    if (entries == nullptr) return {0, 0};
-    const RelativeBiasOf<true> bias(p.relative_bias, s, entries);
-    const int part = bias.row_part(min(row, s.rows - 1));
-    return {bias[part + bias.key_part(keys.x)] * kLog2E, bias[part + bias.key_part(keys.y)] * kLog2E};
+// lse, times log2(e), and D_i of a row of a stage that has `rows` rows.
+template <typename Stage>
+__device__ __forceinline__ RowStats row_stats_of(const Stage& stage, int row, int rows) {
+    const float lse = lse_to_log2(stage.lse[row], row < rows);
+    return {lse, lse != kInfinity ? stage.delta[row] : 0};
 }
 
-// The terms of a score that a kernel is compiled for.
-enum class ScoreTerms {
-    kPlain,    // Q K^T and attn_bias
-    kGeneral,  // also a softcap, a relative bias or both
-    kEither,   // tests at run time
+// Which gradient of the scores a kernel computes. They differ where there is a softcap.
+enum class ScoreGradient {
+    kDs,  // before softcap and biases, for dQ and dK
+    kDx,  // after them, for the biases
 };
-__host__ __device__ __forceinline__ bool has_general_terms(const AttentionParams& p) {
+__device__ __forceinline__ bool is_dx(const AttentionParams& p, ScoreGradient gradient) {
+    return gradient == ScoreGradient::kDx || p.softcap == 0;
+}
+// The first of the gradients that a step computes, kDs being the last.
+__device__ __forceinline__ ScoreGradient first_gradient(const AttentionParams& p, bool needs_dx) {
+    return p.softcap > 0 && needs_dx ? ScoreGradient::kDx : ScoreGradient::kDs;
+}
+
+// Whether a call has a softcap or a relative bias.
+__device__ __forceinline__ bool has_softcap_or_relative_bias(const AttentionParams& p) {
     return p.softcap > 0 || p.relative_bias.data != nullptr;
 }
 
-// Recomputes P and dS of one pass over this warp's part of a tile: S = Q K^T, dP = dO V^T, then compute_p_ds().
-// Calls make_visibility after the GEMMs, to save registers. With a softcap or a relative bias add_dx_general replaces
-// add_dx.
-template <typename Traits, BiasKind kBias, ScoreTerms kTerms, int kPassN, typename Rows, typename Keys, typename Stage,
-          typename DenseBias, typename RelativeBias, typename MakeVisibility, typename AddDx, typename AddDxGeneral>
+// Applies both to S, and for kDs the softcap's derivative to dP - D. entries: relative_bias_entries(); row_at(i): the
+// row, in the sequence, of the accumulator's row 16 m + 8 h + fragment_row(), i = 2 m + h; key_at(n, e): the key of
+// column fragment_col() + e of fragment n.
+template <int kMFragments, int kNFragments, typename RowAt, typename KeyAt>
+__device__ __forceinline__ void apply_softcap_and_relative_bias(float (&s)[kMFragments][kNFragments][4],
+                                                                float (&dp)[kMFragments][kNFragments][4],
+                                                                const AttentionParams& p, const Sequence& sequence,
+                                                                const float* entries, ScoreGradient gradient,
+                                                                const RowAt& row_at, const KeyAt& key_at) {
+    const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
+    const bool is_capped = softcap > 0, is_ds = gradient == ScoreGradient::kDs;
+    const float inner = is_capped ? scale / softcap : scale;
+#pragma unroll
+    for (int m = 0; m < kMFragments; ++m)
+#pragma unroll
+        for (int n = 0; n < kNFragments; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[m][n][i] *= inner;
+    if (is_capped) {
+#pragma unroll
+        for (int m = 0; m < kMFragments; ++m)
+#pragma unroll
+            for (int n = 0; n < kNFragments; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float tanh = fast_tanh(s[m][n][i]);
+                    s[m][n][i] = softcap * tanh;
+                    if (is_ds) dp[m][n][i] *= 1 - tanh * tanh;
+                }
+    }
+    if (entries == nullptr) return;
+    const RelativeBiasOf<true> bias(p.relative_bias, sequence, entries);
+    // A row beyond the sequence reads what its last row does: other entries may be NaN, and its P is not masked.
+    add_relative_bias(s, bias, [&](int i) { return min(row_at(i), sequence.rows - 1); }, key_at);
+}
+
+// Replaces S by P and dP - D by its product with P. The accumulators' origin is (row, key) of the tile.
+//   stage                  lse of the rows, and key_bias
+//   visibility             word(row, w): visible keys 32 w .. 32 w + 31; only this lane's bits are valid
+//   dense_bias(to, m, n)   loads the bias of a 16 x 16 block as an A fragment
+template <typename T, BiasKind kBias, bool kMasked, int kMFragments, int kNFragments, typename Stage,
+          typename Visibility, typename LoadDenseBias>
+__device__ __forceinline__ void compute_p_ds(float (&s)[kMFragments][kNFragments][4],
+                                             float (&dp)[kMFragments][kNFragments][4], const Stage& stage,
+                                             const LoadDenseBias& dense_bias, const Visibility& visibility, int row,
+                                             int key, int rows, float scale) {
+    const int lane = lane_id();
+#pragma unroll
+    for (int m = 0; m < kMFragments; ++m) {
+        float lse[2];
+        constexpr int kKeys = kNFragments * 8, kWords = ceil_div(kKeys, 32);
+        uint32_t visible[2][kWords];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int r = row + m * 16 + h * 8 + fragment_row(lane);
+            lse[h] = row_stats_of(stage, r, rows).lse;
+            if (kMasked) {
+#pragma unroll
+                for (int w = 0; w < kWords; ++w)
+                    visible[h][w] =
+                        visibility.word(r, key / 32 + w) >> (kKeys % 32 ? key % 32 : 0) >> (fragment_col(lane));
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < kNFragments; n += 2) {
+            uint32_t bias[4];
+            if (kBias == BiasKind::kDense) dense_bias(bias, m, n);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int h = i % 2, k = n + i / 2;
+                float2 b = {0, 0};
+                if (kBias == BiasKind::kDense) {
+                    b = unpack<T>(bias[i]);
+                    b = {b.x * kLog2E, b.y * kLog2E};
+                } else if (kBias == BiasKind::kKey) {
+                    b = *reinterpret_cast<const float2*>(stage.key_bias + key + k * 8 + fragment_col(lane));
+                }
+                const float shift[2] = {b.x - lse[h], b.y - lse[h]};
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const bool is_visible = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
+                    const float prob = probability(s[m][k][2 * h + e], scale * kLog2E, shift[e]);
+                    s[m][k][2 * h + e] = is_visible ? prob : 0;
+                    dp[m][k][2 * h + e] = is_visible ? prob * dp[m][k][2 * h + e] : 0;
+                }
+            }
+        }
+    }
+}
+
+// Recomputes P and the gradient of the scores of one pass over this warp's part of a tile: S = Q K^T, dP - D = dO V^T -
+// D, `adjust_scores`, which apply_softcap_and_relative_bias() where the call has one of them, and compute_p_ds(). Calls
+// make_visibility after the GEMMs, to save registers.
+template <typename Traits, BiasKind kBias, int kPassN, typename Rows, typename Keys, typename Stage, typename DenseBias,
+          typename AdjustScores, typename MakeVisibility>
 __device__ __forceinline__ void recompute_p_ds(float (&scores)[Traits::kScoreM][kPassN][4],
                                                float (&dprobs)[Traits::kScoreM][kPassN][4], const AttentionParams& p,
                                                const Rows& query, const Keys& key, const Rows& dout, const Keys& value,
                                                const Stage& stage, const DenseBias& dense_bias,
-                                               const RelativeBias& relative_bias, const MakeVisibility& make_visibility,
-                                               int first_row, int first_key, int rows, const AddDx& add_dx,
-                                               const AddDxGeneral& add_dx_general) {
+                                               const AdjustScores& adjust_scores, const MakeVisibility& make_visibility,
+                                               int first_row, int first_key, int rows) {
     using T = typename Traits::T;
     clear(scores);
-    clear(dprobs);
+#pragma unroll
+    for (int m = 0; m < Traits::kScoreM; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float delta = row_stats_of(stage, first_row + m * 16 + h * 8 + fragment_row(), rows).delta;
+#pragma unroll
+            for (int n = 0; n < kPassN; ++n) dprobs[m][n][2 * h] = dprobs[m][n][2 * h + 1] = -delta;
+        }
     warp_gemm<T, Traits::kHeadDim>(scores, query, key);
     warp_gemm<T, Traits::kHeadDim>(dprobs, dout, value);
+    float scale = static_cast<float>(p.softmax_scale);
+    if (has_softcap_or_relative_bias(p)) {
+        adjust_scores(scores, dprobs);
+        scale = 1;
+    }
     const auto visibility = make_visibility();
-    const float scale = static_cast<float>(p.softmax_scale), softcap = static_cast<float>(p.softcap);
-    if (kTerms == ScoreTerms::kGeneral || (kTerms == ScoreTerms::kEither && has_general_terms(p))) {
-        compute_p_ds<T, kBias, true, true>(scores, dprobs, stage, dense_bias, relative_bias, visibility, first_row,
-                                           first_key, rows, scale, softcap, add_dx_general);
-    } else if (visibility.full()) {
-        compute_p_ds<T, kBias, false, false>(scores, dprobs, stage, dense_bias, relative_bias, visibility, first_row,
-                                             first_key, rows, scale, softcap, add_dx);
+    if (visibility.full()) {
+        compute_p_ds<T, kBias, false>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows, scale);
     } else {
-        compute_p_ds<T, kBias, true, false>(scores, dprobs, stage, dense_bias, relative_bias, visibility, first_row,
-                                            first_key, rows, scale, softcap, add_dx);
+        compute_p_ds<T, kBias, true>(scores, dprobs, stage, dense_bias, visibility, first_row, first_key, rows, scale);
     }
 }
 

@@ -152,23 +152,26 @@ struct DxPass {
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = opaque(bias[m][first_n + n + i / 2][i % 2]);
         };
-        const auto add_dx = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-                if (is_visible[e]) sum[m][first_n + n][2 * h + e] += dx[e];
-        };
         const auto make_visibility = [&] {
             return BlockVisibility<Traits::kRows, Traits::kKeys>(p, s, stage.qdo, m_block, n_block, is_full);
         };
-        const auto relative_bias_of = [&](int row, int k) {
-            const int first = n_block * Traits::kKeys + k;
-            return relative_bias_log2(p, s, relative_bias, m_block * Traits::kRows + row, {first, first + 1});
+        const auto adjust_scores = [&](auto& scores, auto& dprobs) {
+            apply_softcap_and_relative_bias(
+                scores, dprobs, p, s, relative_bias, ScoreGradient::kDx,
+                [&](int i) { return m_block * Traits::kRows + score_row + i * 8 + fragment_row(); },
+                [&](int n, int e) { return n_block * Traits::kKeys + key + n * 8 + fragment_col() + e; });
         };
-        recompute_p_ds<Traits, BiasKind::kDense, ScoreTerms::kEither>(
-            scores, dprobs, p, ScoreA(address_of(stage.qdo.query), a_offset),
-            ScoreB(address_of(stage.key), pass_offset), ScoreA(address_of(stage.qdo.dout), a_offset),
-            ScoreB(address_of(stage.value), pass_offset), stage.qdo, dense_bias, relative_bias_of, make_visibility,
-            score_row, key, rows, add_dx, add_dx);
+        recompute_p_ds<Traits, BiasKind::kDense>(scores, dprobs, p, ScoreA(address_of(stage.qdo.query), a_offset),
+                                                 ScoreB(address_of(stage.key), pass_offset),
+                                                 ScoreA(address_of(stage.qdo.dout), a_offset),
+                                                 ScoreB(address_of(stage.value), pass_offset), stage.qdo, dense_bias,
+                                                 adjust_scores, make_visibility, score_row, key, rows);
+#pragma unroll
+        for (int m = 0; m < Traits::kScoreM; ++m)
+#pragma unroll
+            for (int n = 0; n < Traits::kPassN; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[m][first_n + n][i] += dprobs[m][n][i];
     }
 };
 

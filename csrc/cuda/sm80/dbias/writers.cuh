@@ -2,12 +2,13 @@
 //
 //   begin()                           before the first m_block
 //   begin_m_block()                   once the CTA is done with the previous m_block
-//   add_dx(n, dx, is_visible)         dx of two neighbouring scores, of this lane's columns of fragment n
-//   add_dx_softcap(step, n, row, ..)  instead, with a softcap; (row, key) is the fragment's corner in the tile
-//   add_ds(step, ds, first_n)         dS of one pass, in registers
-//   end_m_block(step)                 once dS of the m_block lies in shared memory, rounded
+//   add_dx(step, dx, first_n)         dx of one pass, in registers
+//   add_tile(step)                    once dx of the m_block lies in shared memory, rounded
+//   end_m_block(step)                 after the m_block
 //   end_head(head, more, m_blocks)    after the last m_block of a head; `more`: m_blocks is at the next head
 //   end()                             after the last m_block
+//
+// needs_dx(p): whether the gradient is needed, and not left to another kernel.
 //
 // Sums is what a writer keeps in registers. It holds an array, so it is a local of the mainloop (see BwdCta).
 #pragma once
@@ -23,13 +24,13 @@ template <typename Traits>
 struct DbiasWriterBase {
     struct Sums {};
     static __device__ bool uses_cluster(const BwdArgs&) { return false; }
+    static __device__ bool needs_dx(const BwdArgs&) { return false; }
 
     __device__ void begin() {}
     __device__ void begin_m_block() {}
-    __device__ void add_dx(int, const float (&)[2], const bool (&)[2]) {}
-    __device__ void add_dx_softcap(const MBlockStep&, int, int, int, int, int, const float (&)[2], const bool (&)[2]) {}
     template <int kPassN>
-    __device__ void add_ds(const MBlockStep&, const float (&)[Traits::kScoreM][kPassN][4], int) {}
+    __device__ void add_dx(const MBlockStep&, const float (&)[Traits::kScoreM][kPassN][4], int) {}
+    __device__ void add_tile(const MBlockStep&) {}
     __device__ void end_m_block(const MBlockStep&) {}
     template <typename Iterator>
     __device__ void end_head(int, bool, const Iterator&) {}
@@ -53,13 +54,17 @@ public:
 
     __device__ KeyDbiasWriter(const Cta& cta, Sums& sums) : cta_(cta), sums_(sums.of_keys) {}
 
-    __device__ __forceinline__ void add_dx(int n, const float (&dx)[2], const bool (&is_visible)[2]) {
+    static __device__ bool needs_dx(const BwdArgs& p) { return p.dbias.data != nullptr; }
+
+    template <int kPassN>
+    __device__ __forceinline__ void add_dx(const MBlockStep&, const float (&dx)[Traits::kScoreM][kPassN][4],
+                                           int first_n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) sums_[n][e] += is_visible[e] ? dx[e] : 0.f;
-    }
-    __device__ __forceinline__ void add_dx_softcap(const MBlockStep&, int n, int, int, int, int, const float (&dx)[2],
-                                                   const bool (&is_visible)[2]) {
-        add_dx(n, dx, is_visible);
+        for (int m = 0; m < Traits::kScoreM; ++m)
+#pragma unroll
+            for (int n = 0; n < kPassN; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums_[first_n + n][i % 2] += dx[m][n][i];
     }
     template <typename Iterator>
     __device__ __forceinline__ void end_head(int head, bool more, const Iterator& m_blocks) {
@@ -113,6 +118,9 @@ public:
         : cta_(cta),
           reduction_(cta.address_of, reduction_smem(cta.address_of), static_cast<int>(cta.p.dbias.batch_group_size)) {}
 
+    static __device__ __forceinline__ bool needs_dx(const BwdArgs& p) {
+        return is(p, DenseDbias::kDirect) || is(p, DenseDbias::kClusterReduce) || is(p, DenseDbias::kAtomic);
+    }
     // Whether the CTAs of the batch elements that share a bias form a cluster.
     static __device__ __forceinline__ bool uses_cluster(const BwdArgs& p) { return is(p, DenseDbias::kClusterReduce); }
 
@@ -125,25 +133,17 @@ public:
         if constexpr (kMayClusterReduce)
             if (is(DenseDbias::kClusterReduce)) reduction_.arrive_ready();
     }
-    // With a softcap dS differs from dx, so dx is stored from registers.
-    __device__ __forceinline__ void add_dx_softcap(const MBlockStep& step, int, int row, int key, int rows, int lane,
-                                                   const float (&dx)[2], const bool (&is_visible)[2]) const {
-        row += fragment_row(lane), key += fragment_col(lane);
-        if (!is(DenseDbias::kDirect) || row >= rows) return;
-        T* to = dbias_tile(step.head, step.m_block) + row * cta_.p.dbias.row_stride + key;
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-            if (cta_.first_key + key + e < cta_.sequence().keys) to[e] = T(is_visible[e] ? dx[e] : 0.f);
-    }
     template <int kPassN>
-    __device__ __forceinline__ void add_ds(const MBlockStep& step, const float (&ds)[Traits::kScoreM][kPassN][4],
+    __device__ __forceinline__ void add_dx(const MBlockStep& step, const float (&dx)[Traits::kScoreM][kPassN][4],
                                            int first_n) const {
-        if (is(DenseDbias::kAtomic)) add(step, ds, first_n);
+        if (is(DenseDbias::kAtomic)) add(step, dx, first_n);
         if constexpr (kMayClusterReduce)
-            if (is(DenseDbias::kClusterReduce)) reduction_.send(ds, first_n, cta_.smem.rank, step.stage);
+            if (is(DenseDbias::kClusterReduce)) reduction_.send(dx, first_n, cta_.smem.rank, step.stage);
+    }
+    __device__ __forceinline__ void add_tile(const MBlockStep& step) const {
+        if (is(DenseDbias::kDirect)) store(step);
     }
     __device__ __forceinline__ void end_m_block(const MBlockStep& step) const {
-        if (is(DenseDbias::kDirect) && cta_.p.softcap == 0) store(step);
         if constexpr (kMayClusterReduce)
             if (is(DenseDbias::kClusterReduce)) store_reduced(step);
     }

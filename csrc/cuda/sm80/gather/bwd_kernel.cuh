@@ -192,13 +192,19 @@ private:
     }
 
     __device__ __forceinline__ void compute_scores(int n_block) {
+        const bool needs_dx = needs_dbias() || p_.drelative_bias != nullptr;
+#pragma unroll 1
+        for (auto gradient = first_gradient(p_, needs_dx);; gradient = ScoreGradient::kDs) {
 #pragma unroll
-        for (int pass = 0; pass < Traits::kPasses; ++pass) compute_scores(n_block, pass);
+            for (int pass = 0; pass < Traits::kPasses; ++pass) compute_scores(n_block, pass, gradient);
+            if (gradient == ScoreGradient::kDs) break;
+        }
         if (kKeyBias && needs_dbias()) store_key_sums(n_block);
     }
 
-    // Recomputes P and dS of one pass's keys and stores them rounded.
-    __device__ __forceinline__ void compute_scores(int n_block, int pass) {
+    // Recomputes P and a gradient of the scores of one pass's keys. Adds dx to the gradients of the biases, and stores
+    // P and dS rounded.
+    __device__ __forceinline__ void compute_scores(int n_block, int pass, ScoreGradient gradient) {
         const Stage& stage = stage_of(n_block);
         const int first_n = pass * Traits::kPassN, first_key = score_key_ + first_n * 8, rows = score_rows();
         uint32_t bias[kBias == BiasKind::kDense ? Traits::kScoreM : 1][Traits::kPassN][2];
@@ -212,49 +218,67 @@ private:
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[i] = bias[kBias == BiasKind::kDense ? m : 0][n + i / 2][i % 2];
         };
-        const auto add_dx = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
-            const float dx0 = is_visible[0] ? dx[0] : 0, dx1 = is_visible[1] ? dx[1] : 0;
-            if constexpr (kKeyBias) {
-                key_sums_[(first_n + n) * 2] += dx0;
-                key_sums_[(first_n + n) * 2 + 1] += dx1;
-            } else if constexpr (kBias == BiasKind::kDense) {
-                const int row = score_row_ + m * 16 + h * 8 + fragment_row();
-                if (needs_dbias()) accumulate_dense_dbias(stage, row, first_n + n, dx0, dx1);
-            }
-        };
-        const auto add_dx_general = [&](int m, int h, int n, const float (&dx)[2], const bool (&is_visible)[2]) {
-            add_dx(m, h, n, dx, is_visible);
-            if (p_.drelative_bias == nullptr) return;
-            const int row = score_row_ + m * 16 + h * 8 + fragment_row();
-            add_relative_bias_gradient(row, lane_positions(stage, first_n + n), dx, is_visible);
-        };
-        const auto relative_bias = [&](int row, int key) {
-            const int2 keys = *reinterpret_cast<const int2*>(stage.position + key);
-            return relative_bias_log2(p_, sequence(), relative_bias_entries<true>(p_, sequence().batch, first_head()),
-                                      first_row() + row % rows_per_head(), keys);
+        const auto adjust_scores = [&](auto& s, auto& dp) {
+            apply_softcap_and_relative_bias(
+                s, dp, p_, sequence(), relative_bias_entries<true>(p_, sequence().batch, first_head()), gradient,
+                [&](int i) { return lane_row(i); },
+                [&](int n, int e) { return stage.position[first_key + n * 8 + fragment_col() + e]; });
         };
         using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
         using ScoreB = FragmentsB<typename Traits::KeysTile, Major::kK>;
-        recompute_p_ds<Traits, kBias, ScoreTerms::kEither>(
+        recompute_p_ds<Traits, kBias>(
             scores, dprobs, p_, ScoreA(address_of(smem_.qdo.query), score_row_, 0),
             ScoreB(address_of(k_of(n_block)), first_key, 0), ScoreA(address_of(smem_.qdo.dout), score_row_, 0),
-            ScoreB(address_of(v_of(n_block)), first_key, 0), row_stats, dense_bias, relative_bias,
-            [&] { return GatheredVisibility<Stage>{stage, score_row_, score_key_}; }, score_row_, first_key, rows,
-            add_dx, add_dx_general);
+            ScoreB(address_of(v_of(n_block)), first_key, 0), row_stats, dense_bias, adjust_scores,
+            [&] { return GatheredVisibility<Stage>{stage, score_row_, score_key_}; }, score_row_, first_key, rows);
+        if (is_dx(p_, gradient)) add_dx(stage, dprobs, first_n);
+        if (gradient == ScoreGradient::kDx) return;
         using ScoreC = SmemFragments<typename Traits::ScoresTile, MatrixOrder::kColMajor>;
         store_accumulator<T>(
             scores, ScoreC(address_of(smem_.probs[n_block % SharedStorage::kScoreStages]), score_row_, first_key));
         store_accumulator<T>(
             dprobs, ScoreC(address_of(smem_.dscores[n_block % SharedStorage::kScoreStages]), score_row_, first_key));
     }
+    // The row, in the sequence, of this lane's row i of an accumulator: 8 rows further than row i - 1.
+    __device__ int lane_row(int i) const {
+        return first_row() + (score_row_ + i * 8 + fragment_row()) % rows_per_head();
+    }
 
-    // Of two scores: a row of the m_block, and the positions of two keys.
-    __device__ __forceinline__ void add_relative_bias_gradient(int row, int2 keys, const float (&dx)[2],
-                                                               const bool (&is_visible)[2]) const {
+    // Adds dx of one pass to the gradients of the biases.
+    __device__ __forceinline__ void add_dx(const Stage& stage, const float (&dx)[Traits::kScoreM][Traits::kPassN][4],
+                                           int first_n) {
+#pragma unroll
+        for (int m = 0; m < Traits::kScoreM; ++m)
+#pragma unroll
+            for (int n = 0; n < Traits::kPassN; ++n)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float dx0 = dx[m][n][2 * h], dx1 = dx[m][n][2 * h + 1];
+                    if constexpr (kKeyBias) {
+                        key_sums_[(first_n + n) * 2] += dx0;
+                        key_sums_[(first_n + n) * 2 + 1] += dx1;
+                    } else if constexpr (kBias == BiasKind::kDense) {
+                        const int row = score_row_ + m * 16 + h * 8 + fragment_row();
+                        if (needs_dbias()) accumulate_dense_dbias(stage, row, first_n + n, dx0, dx1);
+                    }
+                }
+        if (p_.drelative_bias != nullptr) add_relative_bias_gradient(stage, dx, first_n);
+    }
+    __device__ __forceinline__ void add_relative_bias_gradient(const Stage& stage,
+                                                               const float (&dx)[Traits::kScoreM][Traits::kPassN][4],
+                                                               int first_n) const {
         const RelativeBiasGradientOf<true> gradient(p_, sequence(), first_head());
-        const int part = gradient.row_part(first_row() + row % rows_per_head());
-        if (is_visible[0] && dx[0] != 0) gradient.add(part + gradient.key_part(keys.x), dx[0]);
-        if (is_visible[1] && dx[1] != 0) gradient.add(part + gradient.key_part(keys.y), dx[1]);
+#pragma unroll
+        for (int i = 0; i < Traits::kScoreM * 2; ++i) {
+            const int row = gradient.row_part(lane_row(i));
+#pragma unroll
+            for (int n = 0; n < Traits::kPassN; ++n) {
+                const int2 keys = lane_positions(stage, first_n + n);
+                const float* x = dx[i / 2][n] + i % 2 * 2;
+                if (x[0] != 0) gradient.add(row + gradient.key_part(keys.x), x[0]);
+                if (x[1] != 0) gradient.add(row + gradient.key_part(keys.y), x[1]);
+            }
+        }
     }
 
     // Loads the dense bias of this lane's scores from global memory; 0 where row or key does not exist.

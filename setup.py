@@ -154,11 +154,8 @@ def extension():
     flags["cxx"] += ["-DFLASH_DMATTN_WITH_CUDA", quoted("FLASH_DMATTN_CUDA_ARCHITECTURES", architectures)]
     flags["nvcc"] = [*NVCC_FLAGS, compression_flag(nvcc_version()), *targets]
     print(f"flash_dmattn: building {len(kernels)} files of CUDA kernels for {architectures}")
-    # The slowest files, the last of `kernels`, come first, so that the build does not end with one of them. Files with
-    # PyTorch's headers take longer than the fastest kernels.
-    half = len(kernels) // 2
-    files = [*kernels[:half:-1], *CPU_SOURCES, *kernels[half::-1], *CUDA_SOURCES]
-    return CUDAExtension("flash_dmattn._C", files, **options)
+    # In the order of compilation. Files with PyTorch's headers take as long as the slowest kernels.
+    return CUDAExtension("flash_dmattn._C", [*CPU_SOURCES, *CUDA_SOURCES, *kernels], **options)
 
 
 class Build(BuildExtension):

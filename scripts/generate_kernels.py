@@ -48,8 +48,16 @@ SM90_FWD = "(const FwdArgs&, cudaStream_t)"
 SM90_BWD = "(const BwdArgs&, cudaStream_t)"
 SM90_DECODE = "(const DecodeArgs&, cudaStream_t, int*)"
 
-# The files of the last group take longest to compile: the build starts with them.
+# The slowest to compile come first, so that the build does not end with one of them.
 GROUPS = (
+    Group("sm90", "fwd", headers=("fwd/launch.cuh",), functions=(f"run_fwd<T, D>{SM90_FWD}",)),
+    Group(
+        "sm80",
+        "gather",
+        headers=("gather/fwd_launch.cuh", "gather/bwd_launch.cuh"),
+        functions=(f"run_gather_fwd<T, D>{SM80_FWD}", f"run_gather_bwd<T, D>{SM80_BWD}"),
+    ),
+    Group("sm80", "bwd", headers=("bwd/launch.cuh",), functions=(f"run_bwd<T, D>{SM80_BWD}",)),
     Group(
         "sm80",
         "fwd",
@@ -57,26 +65,18 @@ GROUPS = (
         functions=(f"run_fwd<T, D>{SM80_FWD}", f"run_fwd_small<T, D>{SM80_FWD}"),
     ),
     Group(
-        "sm80",
-        "short_bwd",
-        headers=("short_bwd/launch.cuh",),
-        functions=(f"run_short_bwd<T, D>{SM80_BWD}",),
-        head_dims=(32, 64),
+        "sm90",
+        "pair_bias",
+        headers=("pair_bias/fwd_launch.cuh", "pair_bias/bwd_launch.cuh"),
+        functions=(f"run_pair_bias_fwd<T, D>{SM90_FWD}", f"run_pair_bias_bwd<T, D>{SM90_BWD}"),
+        head_dims=(32,),
     ),
-    Group("sm90", "fwd", headers=("fwd/launch.cuh",), functions=(f"run_fwd<T, D>{SM90_FWD}",)),
     Group(
         "sm90",
         "bwd",
         headers=("bwd/launch.cuh",),
         functions=(f"run_bwd<T, D>{SM90_BWD}",),
         head_dims=(32, 64, 128, 192, 256),
-    ),
-    Group(
-        "sm90",
-        "pair_bias",
-        headers=("pair_bias/fwd_launch.cuh", "pair_bias/bwd_launch.cuh"),
-        functions=(f"run_pair_bias_fwd<T, D>{SM90_FWD}", f"run_pair_bias_bwd<T, D>{SM90_BWD}"),
-        head_dims=(32,),
     ),
     Group(
         "sm90",
@@ -93,11 +93,11 @@ GROUPS = (
     ),
     Group(
         "sm80",
-        "gather",
-        headers=("gather/fwd_launch.cuh", "gather/bwd_launch.cuh"),
-        functions=(f"run_gather_fwd<T, D>{SM80_FWD}", f"run_gather_bwd<T, D>{SM80_BWD}"),
+        "short_bwd",
+        headers=("short_bwd/launch.cuh",),
+        functions=(f"run_short_bwd<T, D>{SM80_BWD}",),
+        head_dims=(32, 64),
     ),
-    Group("sm80", "bwd", headers=("bwd/launch.cuh",), functions=(f"run_bwd<T, D>{SM80_BWD}",)),
 )
 
 

@@ -127,9 +127,8 @@ struct BwdArgs : BwdParams, BwdTiling {
     // dQ, float32, in the order of the accumulator registers: [{B} H, dquery_m_blocks, rows of an m_block * D rounded
     // up], where num_launches > 1 for the heads of one launch; or with list_splits [dquery_slots, H / Hkv, the same].
     float* dquery_accum;
-    // sm90: the tile count semaphore, then with deterministic one for each dQ tile and MMA warpgroup, the n_block that
-    // may add to it; with list_splits the state of each slot. sm80, deterministic only: one for each dQ tile, then the
-    // tile count semaphore.
+    // sm90: the tile count semaphore, then with deterministic those of dQ (sm90/bwd/workspace.cuh); with list_splits the
+    // state of each slot. sm80, deterministic only: one for each dQ tile, then the tile count semaphore.
     int32_t* dquery_semaphore;
     float* dbias_parts;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
     float* dkv_accum;    // lists: dkey, then dvalue, unscaled, [dkv_rows, Hkv, dkv_cols] each

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
 
 bool can_gather_best_keys(const KvCacheParams& p) {
     const int64_t total = p.batch * std::min(p.window_size, p.seqlen_k) + p.total_q;
-    return can_gather(p) && p.window_size > 0 && (p.window_size < p.seqlen_k || p.batch_invariant) &&
+    return can_gather(p) && p.window_size > 0 && p.seqlen_k > 0 && (p.window_size < p.seqlen_k || p.batch_invariant) &&
            p.bias_cache.present() && !p.relative_bias.present() && total * p.kv_heads < INT_MAX / 2;
 }
 

@@ -1,6 +1,7 @@
 // From a run-time BiasKind to a compile-time one.
 #pragma once
 
+#include <stdexcept>
 #include <type_traits>
 
 #include "params.h"
@@ -14,6 +15,7 @@ void dispatch_bias(BiasKind kind, const Run& run) {
         case BiasKind::kNone: return run(std::integral_constant<BiasKind, BiasKind::kNone>{});
         case BiasKind::kKey: return run(std::integral_constant<BiasKind, BiasKind::kKey>{});
         case BiasKind::kDense: return run(std::integral_constant<BiasKind, BiasKind::kDense>{});
+        default: throw std::logic_error("kind of bias");
     }
 }
 

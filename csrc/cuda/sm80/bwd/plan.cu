@@ -88,7 +88,8 @@ bool can_add_in_cache(const BwdParams& p, const BwdTileSizes& tile, int64_t byte
 
 // Whether the CTAs of the batch elements that share a bias can form a cluster and reduce dx.
 bool can_cluster_reduce(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& own) {
-    const bool batches_share = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr;
+    // The CTAs of a cluster visit the same blocks: all sequences have one length.
+    const bool batches_share = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && p.seqused_k == nullptr;
     // Code for devices without clusters has the small tiles.
     return batches_share && !own.small_tiles && kernel.value.can_cluster_reduce_among(p.dbias.batch_group_size);
 }

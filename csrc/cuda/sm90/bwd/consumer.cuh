@@ -281,6 +281,7 @@ private:
             smem_.held_dq_semaphore[warpgroup_] = semaphore;
         }
         sync_warpgroup();
+        if (Traits::kStagesDq) fence_proxy_async_global();  // orders the additions by TMA behind the acquire, too
     }
     __device__ __forceinline__ void wait_for_dq_additions() const {
         if (Traits::kStagesDq && lane_id() == 0) tma_store_wait_group();

@@ -18,7 +18,7 @@ constexpr __host__ __device__ int64_t serial_group_size(const BwdArgs& p) {
 }
 
 // dquery_semaphore holds this counter, then, with deterministic=True, a semaphore for each tile of dquery_accum and MMA
-// warpgroup: the first n_block that has not yet added to the tile.
+// warpgroup: 1 + the last n_block that has added to the tile, or 0.
 __device__ __forceinline__ int32_t* tile_count_semaphore(const BwdArgs& p) { return p.dquery_semaphore; }
 __device__ __forceinline__ int32_t* dquery_semaphore(const BwdArgs& p, int64_t tile) {
     return p.dquery_semaphore + 1 + tile * kBwdConsumerWarpgroups;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "cuda/arch/tensor_map.h"
 #include "cuda/common/check.h"
@@ -117,10 +118,11 @@ void run_fwd_with(const FwdArgs& p, cudaStream_t stream) {
 
 template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& p, cudaStream_t stream) {
-    if (p.lists.present()) {
-        p.bias.kind == BiasKind::kKey ? launch_fwd<T, BiasKind::kKey, FwdGatherKernelTraits<kHeadDim>>(p, stream)
-                                      : launch_fwd<T, BiasKind::kNone, FwdGatherKernelTraits<kHeadDim>>(p, stream);
-        return;
+    if constexpr (has_list_kernel(kHeadDim)) {
+        using Traits = FwdGatherKernelTraits<kHeadDim>;
+        if (p.lists.present())
+            return p.bias.kind == BiasKind::kKey ? launch_fwd<T, BiasKind::kKey, Traits>(p, stream)
+                                                 : launch_fwd<T, BiasKind::kNone, Traits>(p, stream);
     }
     switch (kernel_bias_kind(p)) {
         case BiasKind::kNone: return run_fwd_with<T, BiasKind::kNone, kHeadDim>(p, stream);
@@ -129,6 +131,7 @@ void run_fwd(const FwdArgs& p, cudaStream_t stream) {
         case BiasKind::kRelative: return run_fwd_with<T, BiasKind::kRelative, kHeadDim>(p, stream);
         case BiasKind::kRelativeGrid: return run_fwd_with<T, BiasKind::kRelativeGrid, kHeadDim>(p, stream);
     }
+    throw std::logic_error("kind of bias");
 }
 
 }  // namespace flash_dmattn::cuda::sm90

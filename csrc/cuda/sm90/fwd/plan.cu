@@ -22,7 +22,8 @@ bool can_load(const FwdParams& p) { return is_tma_compatible(query_layout(p, p.q
 
 // A list for the rows of one consumer warpgroup needs two query heads that share it, one for each warpgroup.
 bool supports_lists(const FwdParams& p) {
-    return p.lists.m_block_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p));
+    return has_list_kernel(p.head_dim) &&
+           (p.lists.m_block_rows == KeyListsView::kRows || (p.heads / p.kv_heads % 2 == 0 && heads_share_keys(p)));
 }
 
 bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= pair_bias_fwd_max_seqlen_k(p); }
@@ -31,7 +32,7 @@ bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seql
 
 bool should_use_fwd(const FwdParams& params) {
     const FwdParams p = with_dense_bias(params);
-    if (p.lists.present()) return p.head_dim > 32;
+    if (p.lists.present()) return true;
     if (is_pair_bias(p)) return should_use_pair_bias_fwd(p);
     const bool has_own_bias = p.bias.present() && p.bias.batches == p.batch;
     if (p.head_dim <= 32) return p.seqlen_k >= (has_own_bias ? 512 : 4096);

@@ -13,6 +13,9 @@ bool should_use_fwd(const FwdParams& params);
 // Supported: more than 64 rows, and tensors that TMA can read; over key lists, no dense bias.
 bool plan_fwd(const FwdParams& params, FwdPlan& plan);
 
+// Over key lists sm80's kernel is faster at small head dimensions.
+constexpr bool has_list_kernel(int64_t head_dim) { return head_dim > 32; }
+
 template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& args, cudaStream_t stream);
 

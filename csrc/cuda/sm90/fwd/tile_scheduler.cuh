@@ -8,6 +8,8 @@
 // Static persistent CTAs take work tiles in rounds. CTA i takes the i-th work tile of a round, and the i-th from the
 // end of the next: since lengths change evenly, all CTAs get about as much.
 //
+// The first row that fits:
+//
 // | call (FwdGrid in launch.cuh)                                          | scheduler          |
 // | interval mask without a dense bias or lists                           | dynamic persistent |
 // | other interval masks; uniform or causal work tiles; at most 2048 rows | static persistent  |

@@ -42,8 +42,8 @@ class Group(NamedTuple):
     head_dims: tuple[int, ...] = HEAD_DIMS
 
 
-SM80_FWD = "(const FwdArgs&, const FwdPlan&, cudaStream_t)"
-SM80_BWD = "(const BwdArgs&, const BwdPlan&, cudaStream_t)"
+SM80_FWD = "(const FwdArgs&, const FwdTileChoice&, cudaStream_t)"
+SM80_BWD = "(const BwdArgs&, const BwdTileChoice&, cudaStream_t)"
 SM90_FWD = "(const FwdArgs&, cudaStream_t)"
 SM90_BWD = "(const BwdArgs&, cudaStream_t)"
 SM90_DECODE = "(const DecodeArgs&, cudaStream_t, int*)"

@@ -49,12 +49,12 @@ struct FlatIndex {
 
     __device__ explicit FlatIndex(Index flat) : rest(flat) {}
     // Removes the innermost dimension, of `count` elements, and returns the index in it.
-    __device__ __forceinline__ int take(int64_t count) {
+    __device__ __forceinline__ int pop(int64_t count) {
         const Index index = rest % static_cast<Index>(count);
         rest /= static_cast<Index>(count);
         return static_cast<int>(index);
     }
-    __device__ __forceinline__ int take(const FastDivmod& count) {
+    __device__ __forceinline__ int pop(const FastDivmod& count) {
         const Index quotient = count.quotient(rest), index = rest - quotient * count.value;
         rest = quotient;
         return static_cast<int>(index);
@@ -72,7 +72,7 @@ __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 
 // The sum of x over the lanes of a warp up to this one.
 template <typename T>
-__device__ __forceinline__ T sum_of_lanes_upto(T x) {
+__device__ __forceinline__ T warp_inclusive_sum(T x) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const T other = __shfl_up_sync(~0u, x, step);
@@ -93,7 +93,7 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
 }
 
 // Tells the compiler that a value is the same in all lanes, so that it uses uniform registers for what depends on it.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // Two half-precision numbers in one register.
 template <typename T>

@@ -9,13 +9,13 @@
 namespace flash_dmattn::cuda {
 
 // Returns whether this CTA is the last of `blocks` to increment the counter. Then the writes of the others are visible.
-// All threads of the CTA call; `taken` is in shared memory.
-__device__ __forceinline__ bool is_last_cta(int32_t* split_counters, int blocks, int& taken) {
+// All threads of the CTA call; `arrivals` is in shared memory.
+__device__ __forceinline__ bool is_last_cta(int32_t* split_counters, int blocks, int& arrivals) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) taken = atomicAdd(split_counters, 1);
+    if (threadIdx.x == 0) arrivals = atomicAdd(split_counters, 1);
     __syncthreads();
-    if (taken != blocks - 1) return false;
+    if (arrivals != blocks - 1) return false;
     __threadfence();
     return true;
 }

@@ -229,7 +229,7 @@ private:
             int of_lane = 0;
 #pragma unroll
             for (int i = 0; i < kBinsOfLane; ++i) of_lane += smem_.totals[first + i];
-            const int upto = sum_of_lanes_upto(of_lane);
+            const int upto = warp_inclusive_sum(of_lane);
             const int selected_lane = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
             int above = __shfl_sync(~0u, upto - of_lane, selected_lane);
             int digit = (32 - selected_lane) * kBinsOfLane - 1;
@@ -279,14 +279,14 @@ private:
             for (int g = 0; g < kGroups; ++g) {
                 constexpr uint32_t kBits = (1u << kGroup) - 1;
                 own[g] = __popc(greater >> (g * kGroup) & kBits) | __popc(equal >> (g * kGroup) & kBits) << 16;
-                before[g] = sum_of_lanes_upto(own[g]);
+                before[g] = warp_inclusive_sum(own[g]);
                 if (lane_id() == 31) smem_.warp_counts[buffer][g * kWarps + warp_id()] = before[g];
             }
             __syncthreads();
             static_assert(kGroups * kWarps == 64);
             const uint32_t low = smem_.warp_counts[buffer][lane_id()], high = smem_.warp_counts[buffer][32 + lane_id()];
-            const uint32_t low_upto = sum_of_lanes_upto(low), low_sum = __shfl_sync(~0u, low_upto, 31);
-            const uint32_t high_upto = sum_of_lanes_upto(high) + low_sum, sum = __shfl_sync(~0u, high_upto, 31);
+            const uint32_t low_upto = warp_inclusive_sum(low), low_sum = __shfl_sync(~0u, low_upto, 31);
+            const uint32_t high_upto = warp_inclusive_sum(high) + low_sum, sum = __shfl_sync(~0u, high_upto, 31);
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
                 const int warp = g * kWarps + warp_id();

@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kThreads)
         arrived += before_chunk[warp][lane_id()];
         if (warp < warp_id()) arrived += counts[warp][lane_id()];
     }
-    arrived = sum_of_lanes_upto(arrived);
+    arrived = warp_inclusive_sum(arrived);
 
     const int size = 1 << round.child_bits;
     uint32_t* to = round.to + chunk.sequence.first_position + node;

@@ -70,7 +70,7 @@ public:
             }
             load(first + kStep);
             const int own = __popc(seen);
-            int at = sum_of_lanes_upto(own);
+            int at = warp_inclusive_sum(own);
             if (lane_id() == 31) counts[buffer][warp_id()] = at;
             __syncthreads();
             const int of_warp = lane_id() < kWarps ? counts[buffer][lane_id()] : 0;

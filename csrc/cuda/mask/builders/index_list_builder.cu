@@ -121,7 +121,7 @@ private:
         const int first = min(static_cast<int>(threadIdx.x) * each, words), end = min(first + each, words);
         int own = 0;
         for (int word = first; word < end; ++word) own += __popc(smem_.listed_bits[word]);
-        const int upto = sum_of_lanes_upto(own);
+        const int upto = warp_inclusive_sum(own);
         if (lane_id() == 31) smem_.sums[warp_id()] = upto;
         __syncthreads();
         const int of_warp = lane_id() < kWarps ? smem_.sums[lane_id()] : 0;

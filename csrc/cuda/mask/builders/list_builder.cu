@@ -302,10 +302,10 @@ __global__ void __launch_bounds__(kScanThreads)
             length[i] = list + i < lists ? ends[list + i] : 0;
             own += length[i];
         }
-        const int64_t upto = sum_of_lanes_upto(own);
+        const int64_t upto = warp_inclusive_sum(own);
         if (lane_id() == 31) sums[buffer][warp_id()] = upto;
         __syncthreads();
-        const int64_t of_warp = sums[buffer][lane_id()], warps_upto = sum_of_lanes_upto(of_warp);
+        const int64_t of_warp = sums[buffer][lane_id()], warps_upto = warp_inclusive_sum(of_warp);
         int64_t at = before + __shfl_sync(~0u, warps_upto - of_warp, warp_id()) + upto - own;
         before += __shfl_sync(~0u, warps_upto, 31);
 #pragma unroll

@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kWarps * 32)
     pack_mask_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ PackedMask packed) {
     __shared__ uint32_t any_visible[kWarps][kWords], all_visible[kWarps][kWords];
     FlatIndex block(blockIdx.x);
-    const int first_key = block.take(ceil_div<int64_t>(packed.words, kWords)) * kKeys;
-    const int m_block = block.take(packed.num_m_blocks), head = block.take(packed.heads),
+    const int first_key = block.pop(ceil_div<int64_t>(packed.words, kWords)) * kKeys;
+    const int m_block = block.pop(packed.num_m_blocks), head = block.pop(packed.heads),
               batch = static_cast<int>(block.rest);
     const Sequence s(p, batch);
 

@@ -25,7 +25,7 @@ bool can_cluster_reduce_among(int64_t batch_group_size) {
 }
 
 struct Kernels {
-    using Launcher = void (*)(const BwdArgs&, const BwdPlan&, cudaStream_t);
+    using Launcher = void (*)(const BwdArgs&, const BwdTileChoice&, cudaStream_t);
     Launcher launch, launch_gather;
     bool (*can_cluster_reduce_among)(int64_t batch_group_size);
 };
@@ -62,7 +62,7 @@ int64_t count_dbias_tiles(const BwdParams& p, const BwdTileSizes& tile) {
 
 // kRecompute: a CTA has a run of n_blocks, as long as all SMs have CTAs. Where there are too few tiles for that, the
 // batch elements and heads that share a tile are split.
-void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, cuda::BwdPlan& plan) {
+void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, BwdPlan& plan) {
     constexpr int64_t kWaves = 2, kMaxRun = 16;
     plan.dbias_tiles = count_dbias_tiles(p, tile);
     if (plan.dbias_tiles == 0) return;
@@ -87,26 +87,26 @@ bool can_add_in_cache(const BwdParams& p, const BwdTileSizes& tile, int64_t byte
 }
 
 // Whether the CTAs of the batch elements that share a bias can form a cluster and reduce dx.
-bool can_cluster_reduce(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& own) {
+bool can_cluster_reduce(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoice& choice) {
     // The CTAs of a cluster visit the same blocks: all sequences have one length.
     const bool batches_share = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && p.seqused_k == nullptr;
     // Code for devices without clusters has the small tiles.
-    return batches_share && !own.small_tiles && kernel.value.can_cluster_reduce_among(p.dbias.batch_group_size);
+    return batches_share && !choice.small_tiles && kernel.value.can_cluster_reduce_among(p.dbias.batch_group_size);
 }
 
 // Selects which kernel writes the gradient of a dense bias. Returns the number of floats in dbias_parts.
-int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& own, cuda::BwdPlan& plan) {
+int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoice& choice, BwdPlan& plan) {
     if (is_unshared_dbias(p)) {
         plan.dense_dbias = DenseDbias::kDirect;
         return 0;
     }
     // The main kernel has ds, which is dx without a softcap, and adds in no fixed order.
     if (p.softcap == 0 && !p.deterministic) {
-        if (can_cluster_reduce(p, kernel, own)) {
+        if (can_cluster_reduce(p, kernel, choice)) {
             plan.dense_dbias = DenseDbias::kClusterReduce;
             return 0;
         }
-        const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, own.small_tiles);
+        const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, choice.small_tiles);
         plan.dbias_tiles = count_dbias_tiles(p, tile);
         const int64_t sums = plan.dbias_tiles * tile.rows * tile.keys;
         if (can_add_in_cache(p, tile, sums * static_cast<int64_t>(sizeof(float)))) {
@@ -120,15 +120,15 @@ int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, const Bw
     return plan.dbias_splits > 1 ? plan.dbias_splits * plan.dbias_tiles * tile.rows * tile.keys : 0;
 }
 
-void plan_dense(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& own, cuda::BwdPlan& plan) {
-    const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, own.small_tiles);
+void plan_dense(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoice& choice, BwdPlan& plan) {
+    const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, choice.small_tiles);
     plan.dquery_m_blocks = count_dquery_m_blocks(p, tile.rows);
     const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
     plan.dquery_accum = plan.allocate<float>(num_m_blocks * tile.rows * kernel.head_dim);
     if (p.deterministic) plan.dquery_semaphore = plan.allocate<int32_t>(num_m_blocks + 1);
     plan.zeroed_bytes = plan.workspace_bytes;
     if (p.bias.kind != BiasKind::kDense || !p.dbias.present()) return;
-    plan.dbias_parts = plan.allocate<float>(plan_dense_dbias(p, kernel, own, plan));
+    plan.dbias_parts = plan.allocate<float>(plan_dense_dbias(p, kernel, choice, plan));
     if (plan.dense_dbias == DenseDbias::kAtomic) plan.zeroed_bytes = plan.workspace_bytes;
 }
 
@@ -138,8 +138,8 @@ bool can_have_two_heads(const BwdParams& p, int m_block_rows) {
            p.bias.kind != BiasKind::kDense && heads_share_keys(p);
 }
 
-void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& own, cuda::BwdPlan& plan) {
-    const int m_block_rows = gather_tile_sizes(kernel.head_dim, own.small_tiles).rows;
+void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoice& choice, BwdPlan& plan) {
+    const int m_block_rows = gather_tile_sizes(kernel.head_dim, choice.small_tiles).rows;
     if (can_have_two_heads(p, m_block_rows)) plan.qheads_per_tile = 2;
     plan.dkv_rows = p.total_k;
     plan.dkv_cols = kernel.head_dim;
@@ -154,7 +154,7 @@ void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdPlan& o
 }
 
 // Each gradient has an owner: nothing is summed in the workspace.
-Kernels::Launcher plan_short(const BwdParams& p, cuda::BwdPlan& plan) {
+Kernels::Launcher plan_short(const BwdParams& p, BwdPlan& plan) {
     const auto* const kernel = is_short(p) ? kShortKernels.find(p) : nullptr;
     if (kernel == nullptr) return nullptr;
     plan.preprocess_delta = false;
@@ -163,17 +163,17 @@ Kernels::Launcher plan_short(const BwdParams& p, cuda::BwdPlan& plan) {
 
 }  // namespace
 
-bool plan_bwd(const BwdParams& p, cuda::BwdPlan& plan) {
-    const BwdPlan own{uses_small_tiles(current_device().code)};
+bool plan_bwd(const BwdParams& p, BwdPlan& plan) {
+    const BwdTileChoice choice{uses_small_tiles(current_device().code)};
     Kernels::Launcher launch = plan_short(p, plan);
     if (launch == nullptr) {
         const KernelEntry* const kernel = kKernels.find(p);
         if (kernel == nullptr) return false;
         report_bias_matrix(p);
-        p.lists.present() ? plan_gather(p, *kernel, own, plan) : plan_dense(p, *kernel, own, plan);
+        p.lists.present() ? plan_gather(p, *kernel, choice, plan) : plan_dense(p, *kernel, choice, plan);
         launch = p.lists.present() ? kernel->value.launch_gather : kernel->value.launch;
     }
-    plan.launch = [launch, own](const BwdArgs& args, cudaStream_t stream) { launch(args, own, stream); };
+    plan.launch = [launch, choice](const BwdArgs& args, cudaStream_t stream) { launch(args, choice, stream); };
     return true;
 }
 

@@ -7,20 +7,20 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// What sm80 alone plans.
-struct BwdPlan {
+// The tile of a CTA.
+struct BwdTileChoice {
     bool small_tiles = false;  // tiles for devices with little shared memory
 };
 
-bool plan_bwd(const BwdParams& params, cuda::BwdPlan& plan);
+bool plan_bwd(const BwdParams& params, BwdPlan& plan);
 
 template <typename T, int kHeadDim>
-void run_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
+void run_bwd(const BwdArgs& args, const BwdTileChoice& choice, cudaStream_t stream);
 // Of short sequences (csrc/cuda/sm80/short_bwd/config.h).
 template <typename T, int kHeadDim>
-void run_short_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
+void run_short_bwd(const BwdArgs& args, const BwdTileChoice& choice, cudaStream_t stream);
 // Gathers the keys of params.lists.
 template <typename T, int kHeadDim>
-void run_gather_bwd(const BwdArgs& args, const BwdPlan& plan, cudaStream_t stream);
+void run_gather_bwd(const BwdArgs& args, const BwdTileChoice& choice, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -13,12 +13,12 @@ namespace flash_dmattn::cuda::sm80 {
 inline BiasKind bias_kind(const FwdArgs& p) { return p.bias.present() ? p.bias.kind : BiasKind::kNone; }
 
 template <typename Kernel>
-void launch_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
+void launch_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stream) {
     constexpr int kSharedBytes = sizeof(typename Kernel::SharedStorage);
     const BiasKind bias = bias_kind(p);
     FwdKernelParams params;
     FwdTileScheduler& scheduler = params.scheduler;
-    const int qheads_per_tile = scheduler.qheads_per_tile = static_cast<int>(plan.qheads_per_tile);
+    const int qheads_per_tile = scheduler.qheads_per_tile = static_cast<int>(choice.qheads_per_tile);
     scheduler.num_m_blocks = static_cast<int>(ceil_div<int64_t>(p.seqlen_q * qheads_per_tile, Kernel::kRows));
     scheduler.heads = static_cast<int>(p.heads / qheads_per_tile);
     scheduler.batch = static_cast<int>(p.batch);
@@ -39,12 +39,12 @@ void launch_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
 }
 
 template <typename T, int kHeadDim>
-void run_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
+void run_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stream) {
     dispatch_bias(bias_kind(p), [&](auto bias) {
         using Prefill = FwdKernel<T, decltype(bias)::value, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill>>;
         // Devices with less shared memory use smaller tiles.
-        fits_shared_memory<typename Prefill::SharedStorage>() ? launch_fwd<Prefill>(p, plan, stream)
-                                                              : run_fwd_small<T, kHeadDim>(p, plan, stream);
+        fits_shared_memory<typename Prefill::SharedStorage>() ? launch_fwd<Prefill>(p, choice, stream)
+                                                              : run_fwd_small<T, kHeadDim>(p, choice, stream);
     });
 }
 

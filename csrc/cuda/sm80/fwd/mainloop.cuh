@@ -356,12 +356,12 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     const FwdTileScheduler& scheduler = params.scheduler;
     if (threadIdx.x == 0) {
         FlatIndex index(blockIdx.x);
-        smem.work_tile.split_idx = index.take(p.num_splits);
+        smem.work_tile.split_idx = index.pop(p.num_splits);
         smem.work_tile.split_group = static_cast<int>(index.rest);
-        const int early_batch = scheduler.batch_first ? index.take(scheduler.batch) : 0;
+        const int early_batch = scheduler.batch_first ? index.pop(scheduler.batch) : 0;
         // Starts with the last m_block: under causality it has the most keys.
-        smem.work_tile.first_row = (scheduler.num_m_blocks - 1 - index.take(scheduler.num_m_blocks)) * Kernel::kRows;
-        smem.work_tile.first_head = index.take(scheduler.heads) * scheduler.qheads_per_tile;
+        smem.work_tile.first_row = (scheduler.num_m_blocks - 1 - index.pop(scheduler.num_m_blocks)) * Kernel::kRows;
+        smem.work_tile.first_head = index.pop(scheduler.heads) * scheduler.qheads_per_tile;
         smem.work_tile.sequence = Sequence(p, scheduler.batch_first ? early_batch : static_cast<int>(index.rest));
     }
     __syncthreads();

@@ -6,15 +6,15 @@
 namespace flash_dmattn::cuda::sm80 {
 
 template <typename T, int kHeadDim>
-void run_fwd_small(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
+void run_fwd_small(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stream) {
     dispatch_bias(bias_kind(p), [&](auto bias) {
         constexpr BiasKind kBias = decltype(bias)::value;
         using Small = FwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
         using Decode = FwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>;
-        if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Small::SharedStorage>()) {
-            launch_fwd<Decode>(p, plan, stream);
+        if (choice.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Small::SharedStorage>()) {
+            launch_fwd<Decode>(p, choice, stream);
         } else {
-            launch_fwd<Small>(p, plan, stream);
+            launch_fwd<Small>(p, choice, stream);
         }
     });
 }

@@ -457,7 +457,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory);
     if (threadIdx.x == 0) {
-        // Tickets rise along a chain, so a CTA waits only for CTAs that have started.
+        // Work indices rise along a chain, so a CTA waits only for CTAs that have started.
         const GatherBwdTileScheduler scheduler(p, Traits::kRows);
         const unsigned index = p.deterministic
                                    ? atomicAdd(p.progress_counters + scheduler.chains * scheduler.chain_length(), 1)

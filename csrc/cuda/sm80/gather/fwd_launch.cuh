@@ -7,18 +7,18 @@
 namespace flash_dmattn::cuda::sm80 {
 
 template <typename T, int kHeadDim>
-void run_gather_fwd(const FwdArgs& p, const FwdPlan& plan, cudaStream_t stream) {
+void run_gather_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stream) {
     dispatch_bias(bias_kind(p), [&](auto bias) {
         constexpr BiasKind kBias = decltype(bias)::value;
         using Prefill = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill, true>>;
         using Decode = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>;
         using Small = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
-        if (plan.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Small::SharedStorage>()) {
-            launch_fwd<Decode>(p, plan, stream);
-        } else if (plan.tile == FwdTileKind::kSmall || !fits_shared_memory<typename Prefill::SharedStorage>()) {
-            launch_fwd<Small>(p, plan, stream);
+        if (choice.tile == FwdTileKind::kDecode || !fits_shared_memory<typename Small::SharedStorage>()) {
+            launch_fwd<Decode>(p, choice, stream);
+        } else if (choice.tile == FwdTileKind::kSmall || !fits_shared_memory<typename Prefill::SharedStorage>()) {
+            launch_fwd<Small>(p, choice, stream);
         } else {
-            launch_fwd<Prefill>(p, plan, stream);
+            launch_fwd<Prefill>(p, choice, stream);
         }
     });
 }

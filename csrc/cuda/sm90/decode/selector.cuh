@@ -310,7 +310,7 @@ private:
                 bins[i] = static_cast<int>(load_dsmem(address_of_sum(shift / kDigit, first + i)));
 #pragma unroll
             for (int i = 0; i < kBinsOfLane; ++i) of_lane += bins[i];
-            const int upto = sum_of_lanes_upto(of_lane);
+            const int upto = warp_inclusive_sum(of_lane);
             const int selected = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
             if (selected == lane_id()) {
                 int above = upto - of_lane, digit = first;
@@ -388,7 +388,7 @@ private:
             if (divides) {
                 const uint32_t matches = equal_to(words, limit), equal = refine(at, matches, false);
                 selected = (selected & ~matches) | refine(at, matches, true);
-                const int upto = sum_of_lanes_upto(__popc(equal));
+                const int upto = warp_inclusive_sum(__popc(equal));
                 int number = equal_before + upto - __popc(equal);
                 for (uint32_t left = equal; left != 0; left &= left - 1)
                     if (number++ >= skipped) selected |= left & -left;
@@ -398,7 +398,7 @@ private:
             const uint32_t lanes = __ballot_sync(~0u, own != 0);  // they have read their groups
             int before = rank_in(lanes), all = __popc(lanes);
             if (__any_sync(~0u, own > 1)) {
-                const int upto = sum_of_lanes_upto(own);
+                const int upto = warp_inclusive_sum(own);
                 before = upto - own, all = __shfl_sync(~0u, upto, 31);
             }
             for (int to = selected_before + before; selected != 0; selected &= selected - 1)
@@ -423,7 +423,7 @@ private:
             }
 #pragma unroll
             for (int i = 0; i < kOfLane; ++i) of_lane += counts[i];
-            int start = sum_of_lanes_upto(of_lane) - of_lane;
+            int start = warp_inclusive_sum(of_lane) - of_lane;
 #pragma unroll
             for (int i = 0; i < kOfLane; ++i) {
                 smem_.segment_starts[lane_id() * kOfLane + i] = start;

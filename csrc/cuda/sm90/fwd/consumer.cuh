@@ -22,7 +22,7 @@ public:
 
     __device__ FwdConsumer(const FwdArgs& p, const FwdKernelParams& params, SharedStorage& smem)
         : p_(p), params_(params), smem_(smem),
-          warpgroup_(uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)),
+          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)),
           warp_row_((warp_id() - 4) * 16 % kWarpgroupRows), query_pipeline_(smem.query_pipeline),
           key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline),
           bias_pipeline_(smem.bias_pipelines[warpgroup_]) {}

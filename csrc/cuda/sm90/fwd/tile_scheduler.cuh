@@ -5,8 +5,8 @@
 // so that L2 holds the K and V of the section in progress. A persistent grid has one section, unless work tiles are
 // uniform.
 //
-// Static persistent CTAs take work tiles in rounds. CTA i takes the i-th work tile of a round, and the i-th from the
-// end of the next: since lengths change evenly, all CTAs get about as much.
+// Static persistent CTAs process work tiles in rounds. CTA i has the i-th work tile of a round, and the i-th from the
+// end of the next: since lengths change evenly, all CTAs have about as much work.
 //
 // The first row that fits:
 //
@@ -42,9 +42,9 @@ public:
 
     __device__ FwdWorkTile(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, unsigned index, int rows) {
         FlatIndex rest(index);
-        const int in_section = rest.take(scheduler.section), m_block = rest.take(scheduler.num_m_blocks);
+        const int in_section = rest.pop(scheduler.section), m_block = rest.pop(scheduler.num_m_blocks);
         FlatIndex pair(rest.rest * scheduler.section.value + in_section);
-        const int inner = pair.take(scheduler.inner), outer = static_cast<int>(pair.rest);
+        const int inner = pair.pop(scheduler.inner), outer = static_cast<int>(pair.rest);
         head = scheduler.batch_first ? outer : inner;
         first_row = (static_cast<int>(scheduler.num_m_blocks.value) - 1 - m_block) * rows;
         s = Sequence(p, scheduler.batch_first ? inner : outer);

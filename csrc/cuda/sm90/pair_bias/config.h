@@ -34,7 +34,7 @@ constexpr int kPairBiasBwdMaxSeqlen = 384;
 constexpr int kPairBiasRows = 64;  // of an m_block of the backward
 
 // A dense float32 bias comes as a matrix of relative_bias, its gradient as drelative_bias. Returns the call with both
-// as `bias` and `dbias`, as these kernels read them, and other calls as they are.
+// as `bias` and `dbias`, as these kernels read them, and other calls unchanged.
 template <typename Params>
 Params with_dense_bias(Params p) {
     const RelativeBiasView matrix = p.relative_bias;

@@ -160,7 +160,7 @@ public:
     __device__ PairBiasDkeyConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
                                     const PairBiasWorkTile& work_tile)
         : p_(p), schedule_(schedule), smem_(smem), work_tile_(work_tile),
-          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_key_(warp_id() % 4 * 16),
+          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_key_(warp_id() % 4 * 16),
           key_(work_tile.block * Traits::kKeys + warpgroup_ * 64 + warp_key_ + fragment_row()),
           dkey_rows_(first_row(p.dkey)), dvalue_rows_(first_row(p.dvalue)),
           bias_reader_(smem.bias[warpgroup_ * schedule.bias_blocks], warp_key_), key_pipeline_(smem.key_pipeline),

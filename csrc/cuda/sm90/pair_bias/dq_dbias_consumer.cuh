@@ -20,7 +20,7 @@ public:
     __device__ PairBiasDqueryConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
                                       const PairBiasWorkTile& work_tile)
         : p_(p), schedule_(schedule), smem_(smem), work_tile_(work_tile),
-          warpgroup_(uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_row_(warp_id() % 4 * 16),
+          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_row_(warp_id() % 4 * 16),
           hides_keys_(pair_bias_hides_keys<64>(p)), row_(work_tile.block * kPairBiasRows + warp_row_ + fragment_row()),
           dquery_rows_(static_cast<T*>(p.dquery.data) + work_tile.head * p.dquery.head_stride +
                        row_ * p.dquery.row_stride),

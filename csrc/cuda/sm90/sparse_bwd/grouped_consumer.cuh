@@ -68,7 +68,7 @@ private:
     using ScoresOperand = typename AtomLayout::ScoresOperand;
     using DkvFragment = typename AtomLayout::DkvFragment;
     using DqFragment = typename AtomLayout::DqFragment;
-    using VisibleRows = typename KeyFragment<kBias>::VisibleRows;
+    using VisibleRowBits = typename KeyFragment<kBias>::VisibleRowBits;
 
     // kRows rows of one head with the n_block: S and dP, then P and dS, then dV, dQ and dK.
     __device__ __forceinline__ void step(ScoresFragment& scores, ScoresFragment& dprobs, ScoresOperand& probs,
@@ -81,7 +81,7 @@ private:
         if (has_empty_rows) zero_empty_rows(dout());
         layout_.gemm_scores(dprobs, smem_.value, dout());
         if constexpr (Traits::kSharesKeys) finish_previous_dkv<2>(i > 0);
-        VisibleRows visible_rows[kScoreRows / 32];
+        VisibleRowBits visible_rows[kScoreRows / 32];
         load_visible_rows(visible_rows, i);
         wgmma_wait_group<0>();
         warpgroup_fence_operand(scores);
@@ -181,14 +181,14 @@ private:
             stmatrix_x4_trans(to + r * 16 * ScoresTile::kSlabCols * sizeof(T), scores[r]);
     }
 
-    __device__ __forceinline__ void load_visible_rows(VisibleRows (&visible_rows)[kScoreRows / 32], int step) const {
+    __device__ __forceinline__ void load_visible_rows(VisibleRowBits (&visible_rows)[kScoreRows / 32], int step) const {
         const int first_word = (smem_.work_tile().template row_of<kRows>(step) + layout_.first_row()) / 32;
 #pragma unroll
         for (int w = 0; w < kScoreRows / 32; ++w) keys_.load_visible_rows(smem_.keys, first_word + w, visible_rows[w]);
     }
     // S and dP to P and dS.
     __device__ __forceinline__ void compute_p_ds_gathered(ScoresFragment& s, ScoresFragment& dp,
-                                                          const VisibleRows (&visible_rows)[kScoreRows / 32]) {
+                                                          const VisibleRowBits (&visible_rows)[kScoreRows / 32]) {
         const float *lse = row_info().lse + layout_.first_row(), *delta = row_info().delta + layout_.first_row();
 #pragma unroll
         for (int w = 0; w < kScoreRows / 32; ++w)

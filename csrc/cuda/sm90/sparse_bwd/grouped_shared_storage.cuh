@@ -29,11 +29,11 @@ struct GroupedSparseBwdWorkTile {
         : s(p, 0), m_block_rows(static_cast<int>(grouped_block_m(p))) {
         FlatIndex index(work_index);
         const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), m_block_rows);
-        split = index.take(p.list_splits);
+        split = index.pop(p.list_splits);
         group_index = index.rest;
-        first_row = (num_m_blocks - 1 - index.take(num_m_blocks)) * m_block_rows;
+        first_row = (num_m_blocks - 1 - index.pop(num_m_blocks)) * m_block_rows;
         qheads_per_kv = static_cast<int>(p.heads / p.kv_heads);
-        head = index.take(p.kv_heads) * qheads_per_kv;
+        head = index.pop(p.kv_heads) * qheads_per_kv;
         s = Sequence(p, index.rest);
         end_row = min(first_row + m_block_rows, s.rows);
     }

@@ -24,7 +24,7 @@ template <BiasKind kBias>
 class KeyFragment {
 public:
     // The rows that see the lane's two keys: a bit for each of 32 rows.
-    using VisibleRows = uint32_t[2];
+    using VisibleRowBits = uint32_t[2];
 
     // warp_key: the warp's first key of the n_block.
     template <int kKeys>
@@ -41,13 +41,13 @@ public:
     // Rows [32 w, 32 w + 32).
     template <int kKeys>
     __device__ __forceinline__ void load_visible_rows(const GatheredKeyMetadata<kKeys>& keys, int w,
-                                                      VisibleRows& rows) const {
+                                                      VisibleRowBits& rows) const {
         rows[0] = keys.rows[key(0)][w], rows[1] = keys.rows[key(1)][w];
     }
 
     // S and dP to P and dS of 32 rows, fragments [m, m + 4) of the accumulators. lse and delta begin at these rows.
     template <int kFragments>
-    __device__ __forceinline__ void compute_p_ds_gathered(const BwdScale& scale, const VisibleRows& visible_rows,
+    __device__ __forceinline__ void compute_p_ds_gathered(const BwdScale& scale, const VisibleRowBits& visible_rows,
                                                           float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4],
                                                           int m, const float* lse, const float* delta) {
         if (scale.softcap > 0) {
@@ -127,7 +127,7 @@ private:
     __device__ int key(int h) const { return warp_key_ + h * 8 + fragment_row(); }
 
     template <bool kMasked, bool kSoftcap, int kFragments>
-    __device__ __forceinline__ void compute_p_ds_gathered(const BwdScale& scale, const VisibleRows& visible_rows,
+    __device__ __forceinline__ void compute_p_ds_gathered(const BwdScale& scale, const VisibleRowBits& visible_rows,
                                                           float (&s)[1][kFragments][4], float (&dp)[1][kFragments][4],
                                                           int m, const float* lse, const float* delta) {
         const float scale_log2 = kSoftcap ? scale.softcap * kLog2E : scale.scale_log2,

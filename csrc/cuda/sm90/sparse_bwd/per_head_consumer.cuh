@@ -154,7 +154,7 @@ private:
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int w = half * 2 + i;
-            typename KeyFragment<kBias>::VisibleRows visible_rows;
+            typename KeyFragment<kBias>::VisibleRowBits visible_rows;
             keys_.load_visible_rows(smem_.keys[key_pipeline_.stage()], w, visible_rows);
             keys_.compute_p_ds_gathered(scale_, visible_rows, s, dp, i * 4, smem_.lse + w * 32, smem_.delta + w * 32);
         }

@@ -24,9 +24,9 @@ struct PerHeadSparseBwdWorkTile {
         FlatIndex index(work_index);
         const int kv_heads = static_cast<int>(p.kv_heads), qheads_per_kv = static_cast<int>(p.heads) / kv_heads;
         const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), m_block_rows);
-        head = index.take(qheads_per_kv);
-        first_row = (num_m_blocks - 1 - index.take(num_m_blocks)) * m_block_rows;
-        head += index.take(kv_heads) * qheads_per_kv;
+        head = index.pop(qheads_per_kv);
+        first_row = (num_m_blocks - 1 - index.pop(num_m_blocks)) * m_block_rows;
+        head += index.pop(kv_heads) * qheads_per_kv;
         s = Sequence(p, static_cast<int>(index.rest));
     }
     __device__ bool empty() const { return first_row >= s.rows; }

@@ -247,7 +247,7 @@ def unseen_keys(hidden_rows: Tensor, kv_heads: int) -> Tensor:
     hidden_rows: bool ({B|1}, {H|1}, {Sq|1}, 1).
     """
     hidden = hidden_rows.all(dim=2, keepdim=True)
-    if hidden.shape[1] > 1:
+    if hidden.shape[1] != 1:
         hidden = reduce(hidden, "b (h group) 1 1 -> b h 1 1", "all", h=kv_heads)
     return hidden.transpose(1, 2)
 
@@ -259,7 +259,7 @@ def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor
     row_bias, hidden = row_bias[..., 0].to(lse.dtype), hidden_rows[..., 0]
     empty = hidden | (lse == -torch.inf)  # no gradient, whatever the gradient of lse is
     lse = (lse + row_bias.masked_fill(empty, 0)).masked_fill(hidden, -torch.inf)
-    return out.masked_fill(hidden.transpose(1, 2)[..., None], zero), lse
+    return torch.where(hidden.transpose(1, 2)[..., None], zero.to(out.dtype), out), lse
 
 
 @torch.no_grad()

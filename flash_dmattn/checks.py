@@ -137,6 +137,9 @@ def check_call(backend: ModuleType, call: Call) -> None:
             raise ValueError(f"cache_seqlens is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
         if call.return_attn_probs:
             raise ValueError("return_attn_probs is for keys that are all there, got cache_seqlens")
+        # The operator checks the others; it gets neither sinks nor a bias that is constant along the keys.
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (call.sinks, call.attn_bias)):
+            raise ValueError("cache_seqlens is for inference, and has no gradients: call under torch.no_grad()")
     if call.window_size is not None:
         batch = call.query.shape[0] if call.varlen is None else None
         check_window(call.attn_mask, call.attn_bias, batch, call.key.shape[-3], call.is_causal)

@@ -183,7 +183,8 @@ def window(max_distance: int, left: int, right: int = 0, device: torch.device | 
     distance = distances(max_distance, device)
     if max(left, right) >= max_distance:
         raise ValueError(f"max_distance must be above left and right, got {max_distance}, {left} and {right}")
-    return torch.where((-left <= distance) & (distance <= right), 0.0, -torch.inf)[None, None]
+    masked = (distance < -left) | (distance > right)
+    return torch.zeros_like(masked, dtype=torch.float32).masked_fill(masked, -torch.inf)[None, None]
 
 
 def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:

@@ -179,7 +179,8 @@ class KeyIntervalMask(Container, Mask):
     def __and__(self, other: KeyIntervalMask | Tensor) -> KeyIntervalMask | Tensor:
         """The scores that both masks show. Batch sizes must be equal or 1; one head count must divide the other.
 
-        With a bool tensor ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) a bool tensor.
+        With a bool tensor ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) a bool tensor. Where the mask has no `rows` and the tensor
+        one row, Sq is Sk.
         """
         if isinstance(other, Tensor):
             return intersection_with_bool(self, other)
@@ -213,7 +214,7 @@ class KeyIntervalMask(Container, Mask):
         """float32 scalar tensor: the visible share of all scores; rows as in `to_dense`."""
         rows = self._rows(seqlen_q)
         visible = (self.end.clamp(0, rows) - self.start.clamp(0, rows)).clamp_(min=0)
-        return visible.sum() / max(rows * visible.numel(), 1)
+        return visible.sum().to(torch.float32) / max(rows * visible.numel(), 1)
 
     def sequence(self, first: int, last: int) -> KeyIntervalMask:
         """The keys first .. last - 1 of a mask of variable length, one sequence, as a mask (1, {H|Hkv|1}, Sk).

@@ -291,3 +291,16 @@ def test_cache_errors(device):
         call(filled)
     with torch.no_grad():
         call(filled)
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["sinks", "attn_bias"])
+def test_a_tensor_that_the_operator_does_not_get_has_no_gradient_either(device, name):
+    """attn_bias: constant along the keys."""
+    (query, key, value), _ = problem(device)
+    tensor = torch.zeros(query.shape[2] if name == "sinks" else (1, 1, query.shape[1], 1), device=device)
+    options = {name: tensor.requires_grad_(), "cache_seqlens": torch.full((2,), 7, dtype=torch.int32, device=device)}
+    with pytest.raises(ValueError, match="cache_seqlens is for inference"):
+        flash_dmattn_func(query, key, value, **options)
+    with torch.no_grad():
+        flash_dmattn_func(query, key, value, **options)

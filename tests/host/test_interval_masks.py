@@ -10,6 +10,7 @@ from flash_dmattn import (
     KeyLists,
     flash_dmattn_func,
     flash_dmattn_func_auto,
+    relative,
 )
 
 
@@ -52,6 +53,18 @@ def test_dense_and_density(rows, keys, seed):
         assert torch.equal(dense[:, :, i], (start <= i) & (i < end))
     assert mask.density(rows).item() == pytest.approx(dense.double().mean().item() if dense.numel() else 0)
     assert mask.to_dense().shape == (2, 3, keys, keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_default_dtype_does_not_matter(dtype):
+    """The number of visible scores of 1000 rows is not a finite float16."""
+    mask, default = KeyIntervalMask.causal(1000, 1000), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert mask.density().dtype == torch.float32 and mask.density().item() == pytest.approx(0.5005)
+        assert relative.window(7, 3).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(default)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 7), (7, 3), (1, 4), (0, 3), (3, 0)])

@@ -80,6 +80,14 @@ def require_count(name: str, value: object, accepted: str = "an int") -> int:
     return value
 
 
+def batch_slice(index: int, batches: int) -> slice:
+    """The slice of one batch element; a negative index counts from the end."""
+    if not -batches <= index < batches:
+        raise IndexError(f"index {index} is out of range for {batches} batch elements")
+    index = operator.index(index) % batches
+    return slice(index, index + 1)
+
+
 def require_dimension(name: str, tensor: Tensor, dim: object) -> int:
     """dim as a dimension of the tensor, counted from 0."""
     dim = require_int("dim", dim)

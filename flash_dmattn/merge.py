@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from einops import rearrange
@@ -27,9 +27,13 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     Raises:
         ValueError: no chunk, different numbers of outs and lses, or an invalid shape.
-        TypeError: an out or lse that is no floating tensor, or chunks of different dtypes.
+        TypeError: outs or lses that are not a sequence, an out or lse that is not a floating tensor, or chunks of
+            different dtypes.
         RuntimeError: chunks on different devices.
     """
+    for name, tensors in (("outs", outs), ("lses", lses)):
+        if not isinstance(tensors, Iterable):
+            raise TypeError(f"{name} must be a sequence of tensors, got {type(tensors).__name__}")
     outs, lses = tuple(outs), tuple(lses)
     check_chunks(outs, lses)
     stacked = torch.stack(lses)

@@ -23,6 +23,7 @@ from ..arguments import (
 )
 from ..biases import least
 from ..broadcast import expand_shared, is_one_of
+from .combined import divide
 from .topk import topk_mask
 
 FLOAT_MAX = sys.float_info.max
@@ -55,8 +56,8 @@ def create_mask(
         type: "topk" selects the `window_size` largest biases of a row, ties to the later key; "relu" those above 0.
 
     Returns:
-        bool ({B|B/n|1}, {H|Hkv|1}, Sq, Sk), True = visible, in the broadcast batch and head dimensions of bias and
-        mask. If their batch dimensions differ and neither is 1, the result has B.
+        bool ({B|B/n|1}, {H|Hkv|1}, Sq, Sk), True = visible, in the larger batch and head dimension of bias and mask.
+        If their batch dimensions differ and neither is 1, the result has B.
 
     Raises:
         ValueError: an invalid shape, size or type, a min_dtype that is NaN.
@@ -83,12 +84,16 @@ def create_mask(
         require_device("attention_mask", attention_mask, attention_bias.device, "attention_bias")
     visible = _visible_keys(attention_mask, batch_size, query_len, key_len)
 
-    heads = attention_bias.shape[1]
-    if visible is not None and heads != 1 and not is_one_of(visible.shape[1], 1, heads):
-        raise ValueError(f"attention_mask must have attention_bias's {heads} heads, or 1, got {visible.shape[1]}")
     bias = attention_bias.detach()
-    if visible is not None and bias.shape[0] != visible.shape[0]:
-        bias, visible = (expand_shared(x, batch_size, x.shape[1]) for x in (bias, visible))
+    if visible is not None:
+        heads = max(bias.shape[1], visible.shape[1])
+        if not divide(heads, bias.shape[1], visible.shape[1]):
+            raise ValueError(
+                "attention_bias and attention_mask must have head counts of which one divides the other, got "
+                f"{bias.shape[1]} and {visible.shape[1]}"
+            )
+        batches = bias.shape[0] if bias.shape[0] == visible.shape[0] else batch_size
+        bias, visible = (expand_shared(x, batches, heads) for x in (bias, visible))
     candidates = bias > max(min_dtype, least(bias.dtype))
     candidates = candidates if visible is None else candidates & visible
     selected = topk_mask(bias, candidates, window_size) if type == "topk" else candidates & (bias > 0)

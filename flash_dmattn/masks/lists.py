@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from .. import ops
 from ..arguments import (
     as_tensor_hint,
+    batch_slice,
     check_cu_seqlens,
     check_same_sequences,
     is_host_readable,
@@ -121,7 +123,7 @@ class KeyLists(Container, Mask):
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *reference, total_k, longest=("seqlen_k", seqlen_k))
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         elif isinstance(mask, KeyIntervalMask):
-            mask.require_rows("mask", seqlen_q)
+            mask._require_rows("mask", seqlen_q)
         mask = mask.copy() if isinstance(mask, KeyIntervalMask) else mask
         return build_lists(mask, Problem(seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k))
 
@@ -183,7 +185,7 @@ class KeyLists(Container, Mask):
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, indices, "indices", longest=("seqlen_k", seqlen_k))
         if mask is not None:
             require_device("mask", mask.intervals, indices.device, "indices")
-            mask.require_rows("mask", seqlen_q)
+            mask._require_rows("mask", seqlen_q)
             if mask.is_varlen != has_sequences or (not has_sequences and mask.keys != seqlen_k):
                 accepted = "(total_k, {H|Hkv|1})" if has_sequences else f"({{B|1}}, {{H|Hkv|1}}, {seqlen_k})"
                 raise ValueError(f"mask must be {accepted}, got shape {shape_of(mask)}")
@@ -280,9 +282,8 @@ class KeyLists(Container, Mask):
         """The lists of some batch elements: `lists[2]` and `lists[2:4]` keep the batch dimension and copy no list."""
         if self.cu_seqlens_q is not None:
             raise ValueError("lists of variable length have no batch elements: build them of some sequences")
-        if isinstance(index, int):
-            index = range(self.batches)[index]  # raises IndexError
-            index = slice(index, index + 1)
+        if isinstance(index, (int, numbers.Integral)):
+            index = batch_slice(index, self.batches)
         if not isinstance(index, slice):
             raise TypeError(f"lists are indexed by an int or a slice, got {type(index).__name__}")
         return replace(self, spans=self.spans[:, index].contiguous(), mask=self.mask[index])

@@ -151,7 +151,7 @@ def check_whole(call: ShardedCall, lengths: tuple[int, ...]) -> None:
     """Checks all that depends on the lengths of the shards. Every rank raises the same error."""
     seqlen = sum(lengths)
     if isinstance(call.attn_mask, KeyIntervalMask):
-        call.attn_mask.require_rows("attn_mask", seqlen)
+        call.attn_mask._require_rows("attn_mask", seqlen)
     if call.cu_seqlens is not None and is_host_readable(call.cu_seqlens):
         check_cu_seqlens("cu_seqlens", call.cu_seqlens, total=seqlen)
     if call.layout == "zigzag":

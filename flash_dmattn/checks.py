@@ -30,12 +30,11 @@ from .call import Call
 from .deprecation import deprecated
 from .masks import SPARSE, KeyIntervalMask, KeyLists, Mask
 from .ops.list_sizes import is_per_key
-from .ops.schema import MaskTensors
+from .ops.schema import NO_MASK, MaskTensors
 from .sinks import check_sinks
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 AnyMask = Union[Tensor, KeyIntervalMask, KeyLists, None]
-NO_MASK = MaskTensors()
 BIAS_DIMENSIONS = "({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1})"  # of fixed length
 # None stands for these values, as in upstream's flash-dmattn.
 NONE_MEANS = {"is_causal": False, "softcap": 0.0, "deterministic": False, "return_attn_probs": False}

@@ -41,9 +41,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     largest = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf is NaN
     weights = (stacked - largest).exp()
     total = weights.sum(dim=0)
-    hidden = total == 0
-    total = total.masked_fill(hidden, 1)
-    lse = (largest + total.log()).masked_fill(hidden, -torch.inf)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    lse = (largest + total.log()).masked_fill(empty, -torch.inf)
     dtype = torch.promote_types(outs[0].dtype, lse.dtype)
     merged = sum(
         rearrange(weight / total, "... h s -> ... s h 1").to(dtype)

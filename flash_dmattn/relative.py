@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from .arguments import require_bool, require_count, require_floating, shape_of
+from .ops.conventions import accumulation_dtype
 
 
 def distances(max_distance: int, device: torch.device | str | None = None) -> Tensor:
@@ -232,7 +233,7 @@ def shifted(relative_bias: Tensor, shift: int | Tensor, max_shift: int | None = 
 
 def wide(parameters: Tensor) -> Tensor:
     """In float32, or float64."""
-    return parameters.to(torch.promote_types(parameters.dtype, torch.float32))
+    return parameters.to(accumulation_dtype(parameters.dtype))
 
 
 def require_parameters(name: str, parameters: object, ndim: int, layout: str) -> None:

@@ -49,10 +49,10 @@ def create_mask(
         batch_size, query_len, key_len: B, Sq and Sk.
         window_size: the number of keys that "topk" selects per row, at least 0. A row with fewer candidates keeps all.
         min_dtype: a key whose bias is not above this is never selected; nor is one with a bias of -inf or
-            torch.finfo(dtype).min, which always hides.
+            torch.finfo(dtype).min, which always masks.
         block_size: None, or at least 1. After the selection each block of this many consecutive keys (the last one may
-            be shorter) becomes visible if more than half of its keys were selected, and hidden otherwise. So a row may
-            see more or fewer than `window_size` keys. Keys that `attention_mask` or `min_dtype` excludes stay hidden.
+            be shorter) becomes visible if more than half of its keys were selected, and masked otherwise. So a row may
+            see more or fewer than `window_size` keys. Keys that `attention_mask` or `min_dtype` excludes stay masked.
         type: "topk" selects the `window_size` largest biases of a row, ties to the later key; "relu" those above 0.
 
     Returns:

@@ -226,7 +226,7 @@ def attend_with_all_gather(
     """For rows that see most keys: all-gathers K and V."""
     query, bias, row_bias, unseen = call.query, call.attn_bias, None, None
     if bias_kind == "row":
-        query, row_bias, hidden_rows, unseen = split_row_bias(bias, query, call.key.shape[2])
+        query, row_bias, masked_rows, unseen = split_row_bias(bias, query, call.key.shape[2])
         bias = bias_kind = None
     zigzag, options = call.layout == "zigzag", call.options()
     relative_bias = call.relative_bias
@@ -238,4 +238,4 @@ def attend_with_all_gather(
     tables = [] if relative_bias is None else [shifted(relative_bias, r.distance_shift) for r in plan.row_ranges]
     out, lse = GatheredAttention.apply(plan, *kernel_rows(query, call.key, call.value), bias, *tables)
     out = without_padding(out, call.value.shape[-1])
-    return (out, lse) if row_bias is None else add_row_bias(out, lse, row_bias, hidden_rows)
+    return (out, lse) if row_bias is None else add_row_bias(out, lse, row_bias, masked_rows)

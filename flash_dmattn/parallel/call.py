@@ -18,6 +18,7 @@ from ..broadcast import is_one_of
 from ..call import Call
 from ..masks import KeyIntervalMask, as_mask
 from ..masks.topk import refuse_nan
+from ..ops.schema import NO_MASK
 from ..sinks import check_sinks
 from .layout import Layout, check_layout, zigzag_chunk_length
 
@@ -115,13 +116,13 @@ def batched(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> None:
     """Checks all shapes but the last two dimensions of mask and bias, which depend on the other ranks' lengths."""
-    checks.check_tensors(Call(query, key, value), checks.NO_MASK, None)
+    checks.check_tensors(Call(query, key, value), NO_MASK, None)
 
     def check_beside(x: Mask, mask: Mask, bias: Tensor | None) -> None:
         keys = key
         if isinstance(x, Tensor) and x.ndim == 4 and not is_one_of(x.shape[3], 1, key.shape[1]):
             keys = key.new_empty(1).expand(key.shape[0], x.shape[3], *key.shape[2:])
-        operands = checks.NO_MASK if mask is None else as_mask(mask).operands()
+        operands = NO_MASK if mask is None else as_mask(mask).operands()
         checks.check_tensors(Call(query, keys, keys), operands, bias)
 
     if isinstance(mask, KeyIntervalMask):

@@ -209,13 +209,9 @@ def kernel_rows(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
 
 
 def report_copies(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> None:
-    own, of_value = query.shape[-1], value.shape[-1]
-    if {own, of_value} != {head_dim}:
-        fallbacks.report(
-            "padding of the head dimension",
-            f"{own} of query and key and {of_value} of value are copied to {head_dim}: "
-            f"use one multiple of {HEAD_DIM_MULTIPLE} for all",
-        )
+    if {query.shape[-1], value.shape[-1]} != {head_dim}:
+        text = f"it differs or is not a multiple of {HEAD_DIM_MULTIPLE}: use one multiple for query, key and value"
+        fallbacks.report("padding of the head dimension", text)
     for name, rows in (("query", query), ("key", key), ("value", value)):
         if rows.shape[-1] == head_dim and rows.stride(-1) != 1:
             text = "its head dimension is not contiguous: make it the innermost dimension of the projection's output"

@@ -21,6 +21,13 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
+def require_given(**arguments: object) -> None:
+    """Raises for arguments without a default that come after some that have one."""
+    for name, value in arguments.items():
+        if value is None:
+            raise TypeError(f"{name} is required, got None")
+
+
 def require_tensor(name: str, value: object, accepted: str = "a torch.Tensor") -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}{as_tensor_hint(name, value)}")

@@ -20,6 +20,7 @@ from .arguments import (
     require_device,
     require_float32_or,
     require_floating,
+    require_given,
     require_length,
     require_number,
     require_tensor,
@@ -59,6 +60,7 @@ def check_options(call: Call) -> None:
         call.window_size = require_count("window_size", call.window_size)
     if call.varlen is not None:
         refuse_offsets_as_mask(call.attn_mask)
+        require_given(**call.varlen._asdict())
         require_tensor("cu_seqlens_q", call.varlen.cu_seqlens_q)
         require_tensor("cu_seqlens_k", call.varlen.cu_seqlens_k)
         lengths = {name: require_length(name, getattr(call.varlen, name)) for name in ("max_seqlen_q", "max_seqlen_k")}

@@ -62,7 +62,7 @@ def create_mask(
     Raises:
         ValueError: an invalid shape, size or type, a min_dtype that is NaN.
         TypeError: a bias that is not floating, an attention_mask that is neither bool nor a 2-dimensional integer
-            padding mask, a size that is no int, a min_dtype that is no number.
+            padding mask, a size that is not an int, a min_dtype that is not a number.
         RuntimeError: an attention_mask that is not on attention_bias's device.
     """
     if type not in ("topk", "relu"):

@@ -222,7 +222,7 @@ class KeyIntervalMask(Container, Mask):
 
         Raises:
             ValueError: a mask of variable length, a negative seqlen_q, one other than `rows`.
-            TypeError: a seqlen_q that is no int.
+            TypeError: a seqlen_q that is not an int.
         """
         rows = torch.arange(self._rows(seqlen_q), dtype=torch.int32, device=self.device)[:, None]
         return (self.start[:, :, None] <= rows) & (rows < self.end[:, :, None])
@@ -267,7 +267,7 @@ class KeyIntervalMask(Container, Mask):
         """Row i sees the keys j <= i + (Sk - Sq): aligned to the bottom right corner. (1, 1, Sk).
 
         Raises:
-            TypeError, ValueError: a length that is no int, negative or above 2^30.
+            TypeError, ValueError: a length that is not an int, is negative or is above 2^30.
         """
         start = own_rows(seqlen_q, seqlen_k, device).clamp_(min=0)
         return cls(start, torch.full_like(start, NEVER), rows=seqlen_q)
@@ -289,8 +289,8 @@ class KeyIntervalMask(Container, Mask):
             device: the device of the mask.
 
         Raises:
-            TypeError, ValueError: a length that is no int, negative or above 2^30; a window_size that is neither an int
-                nor two, or negative.
+            TypeError, ValueError: a length that is not an int, is negative or is above 2^30; a window_size that is
+                neither an int nor two, or negative.
         """
         accepted = "an int or a tuple (left, right)"
         if isinstance(window_size, tuple):
@@ -354,7 +354,7 @@ class KeyIntervalMask(Container, Mask):
             seqlen_k: Sk, with lengths (B).
 
         Raises:
-            TypeError: real that is neither bool nor integers, a seqlen_k that is no int.
+            TypeError: real that is neither bool nor integers, a seqlen_k that is not an int.
             ValueError: a shape that is neither, lengths without seqlen_k; on the CPU lengths out of range.
         """
         require_integers("real", real, or_bool=True)

@@ -101,8 +101,8 @@ class KeyLists(Container, Mask):
 
         Raises:
             ValueError: an invalid shape or value, or only one of cu_seqlens_q and cu_seqlens_k.
-            TypeError: a mask that is neither bool nor a KeyIntervalMask, a length that is no int, cu_seqlens that are
-                no int32 tensors.
+            TypeError: a mask that is neither bool nor a KeyIntervalMask, a length that is not an int, cu_seqlens that
+                are not int32 tensors.
             RuntimeError: tensors on different devices.
         """
         check_buildable(mask, is_varlen(cu_seqlens_q, cu_seqlens_k))
@@ -169,7 +169,8 @@ class KeyLists(Container, Mask):
         Raises:
             ValueError: an invalid shape or value. An index out of range raises on the CPU, and on CUDA with
                 FLASH_DMATTN_CHECK=1 in the environment; otherwise it counts as none on CUDA.
-            TypeError: indices that are no int32 tensor, a mask that is no KeyIntervalMask, a length that is no int.
+            TypeError: indices that are not an int32 tensor, a mask that is not a KeyIntervalMask, a length that is not
+                an int.
             RuntimeError: tensors on different devices.
         """
         require_tensor("indices", indices)

@@ -21,9 +21,16 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def require_tensor(name: str, value: object) -> None:
+def require_given(**arguments: object) -> None:
+    """Raises for arguments without a default that come after some that have one."""
+    for name, value in arguments.items():
+        if value is None:
+            raise TypeError(f"{name} is required, got None")
+
+
+def require_tensor(name: str, value: object, accepted: str = "a torch.Tensor") -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}{as_tensor_hint(name, value)}")
+        raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}{as_tensor_hint(name, value)}")
     require_dense(name, value)
 
 
@@ -66,13 +73,34 @@ def require_device(name: str, tensor: Tensor, device: torch.device, whose: str) 
         raise RuntimeError(f"{name} must be on {whose}'s device {device}, got {tensor.device}")
 
 
-def require_count(name: str, value: object, accepted: str = "an int") -> int:
+def require_int(name: str, value: object, accepted: str = "an int") -> int:
     """The value as an int, also for integers of NumPy; lengths of a traced graph stay symbolic."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
+    return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
+
+
+def require_count(name: str, value: object, accepted: str = "an int") -> int:
+    value = require_int(name, value, accepted)
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
-    return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
+    return value
+
+
+def batch_slice(index: int, batches: int) -> slice:
+    """The slice of one batch element; a negative index counts from the end."""
+    if not -batches <= index < batches:
+        raise IndexError(f"index {index} is out of range for {batches} batch elements")
+    index = operator.index(index) % batches
+    return slice(index, index + 1)
+
+
+def require_dimension(name: str, tensor: Tensor, dim: object) -> int:
+    """dim as a dimension of the tensor, counted from 0."""
+    dim = require_int("dim", dim)
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise IndexError(f"dim must be a dimension of {name}, of shape {shape_of(tensor)}, got {dim}")
+    return dim % tensor.ndim
 
 
 def require_length(name: str, value: object) -> int:

@@ -20,6 +20,7 @@ from .arguments import (
     require_device,
     require_float32_or,
     require_floating,
+    require_given,
     require_length,
     require_number,
     require_tensor,
@@ -30,12 +31,11 @@ from .call import Call
 from .deprecation import deprecated
 from .masks import SPARSE, KeyIntervalMask, KeyLists, Mask
 from .ops.list_sizes import is_per_key
-from .ops.schema import MaskTensors
+from .ops.schema import NO_MASK, MaskTensors
 from .sinks import check_sinks
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 AnyMask = Union[Tensor, KeyIntervalMask, KeyLists, None]
-NO_MASK = MaskTensors()
 BIAS_DIMENSIONS = "({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1})"  # of fixed length
 # None stands for these values, as in upstream's flash-dmattn.
 NONE_MEANS = {"is_causal": False, "softcap": 0.0, "deterministic": False, "return_attn_probs": False}
@@ -60,6 +60,7 @@ def check_options(call: Call) -> None:
         call.window_size = require_count("window_size", call.window_size)
     if call.varlen is not None:
         refuse_offsets_as_mask(call.attn_mask)
+        require_given(**call.varlen._asdict())
         require_tensor("cu_seqlens_q", call.varlen.cu_seqlens_q)
         require_tensor("cu_seqlens_k", call.varlen.cu_seqlens_k)
         lengths = {name: require_length(name, getattr(call.varlen, name)) for name in ("max_seqlen_q", "max_seqlen_k")}

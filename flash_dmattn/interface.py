@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from . import backends, checks, ops
-from .arguments import check_cu_seqlens
+from .arguments import check_cu_seqlens, require_given
 from .attend import attend, autocast_is_on, kernels_for, require_device_with_kernels
 from .backends import Backend
 from .call import Call, Varlen
@@ -178,10 +178,10 @@ def flash_dmattn_varlen_func(
     value: Tensor,
     attn_mask: AnyMask = None,
     attn_bias: Tensor | None = None,
-    cu_seqlens_q: Tensor = None,
-    cu_seqlens_k: Tensor = None,
-    max_seqlen_q: int = None,
-    max_seqlen_k: int = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     softmax_scale: float | Tensor | None = None,
     is_causal: bool | None = False,
     softcap: float | None = 0.0,
@@ -212,7 +212,8 @@ def flash_dmattn_varlen_func(
         max_seqlen_q: required, at least the longest sequence of rows.
         max_seqlen_k: required, at least the longest sequence of keys.
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`; causality holds in each sequence.
-        return_attn_probs, return_lse, window_size, sparse, sinks, scale: as in `flash_dmattn_func`.
+        return_attn_probs, return_lse, sparse, sinks, scale: as in `flash_dmattn_func`.
+        window_size: as in `flash_dmattn_func`, in each sequence. Requires attn_bias per key, (total_k, {H|Hkv|1}).
         relative_bias: as in `flash_dmattn_func`; distances count from the sequence's own lengths. B sequences may have
             one table each.
         grid: must be None: a grid is for fixed length.
@@ -243,8 +244,8 @@ def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor,
     attn_mask: AnyMask = None,
     attn_bias: Tensor | None = None,
-    cu_seqlens: Tensor = None,
-    max_seqlen: int = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     *args,
     **kwargs,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -262,6 +263,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     checks.compiled_check("check_packed", "qkv", qkv, "(total, 3, H, D)", 3)
     require_device_with_kernels("qkv", qkv)
     checks.refuse_offsets_as_mask(attn_mask)
+    require_given(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     check_cu_seqlens("cu_seqlens", cu_seqlens, qkv, "qkv", qkv.shape[0], ("max_seqlen", max_seqlen))
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_dmattn_varlen_func(*qkv.unbind(dim=1), attn_mask, attn_bias, *lengths, *args, **kwargs)

@@ -26,12 +26,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from .. import fallbacks
 from ..arguments import names, shape_of
-from ..biases import hides
+from ..biases import is_masked
 from ..broadcast import is_one_of
 from ..checks import AnyMask
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import KeyIntervalMask
 from ..masks.topk import sequence_of_keys
+from ..ops.conventions import accumulation_dtype
 from ..relative import shifted
 from ..sinks import apply_sinks
 from . import paged
@@ -332,7 +333,7 @@ def require_sinks(s_aux: Tensor | None, sinks: Tensor | None, query: Tensor) -> 
     if shape != (heads,) and not (is_per_row and shape[3] == 1):
         accepted = f"(H) or ({{B|1}}, H, {{Sq|1}}, 1) with B = {batch}, H = {heads} and Sq = {rows}"
         raise ValueError(f"{name} must be {accepted}, got shape {shape}")
-    return sinks if sinks.dtype == query.dtype else sinks.to(torch.promote_types(query.dtype, torch.float32))
+    return sinks if sinks.dtype == query.dtype else sinks.to(accumulation_dtype(query.dtype))
 
 
 def relative_bias_of(
@@ -373,8 +374,8 @@ def mask_arguments(
             mask, is_causal = attention_mask[..., :keys], False
         else:
             mask_bias, is_causal = attention_mask[..., :keys], False
-            if mask_bias.dtype != query.dtype:  # the least finite number of one dtype hides no key in another
-                mask_bias = mask_bias.to(query.dtype).masked_fill(hides(mask_bias), -torch.inf)
+            if mask_bias.dtype != query.dtype:  # the least finite number of one dtype masks no key in another
+                mask_bias = mask_bias.to(query.dtype).masked_fill(is_masked(mask_bias), -torch.inf)
             bias = mask_bias if bias is None else bias + mask_bias
     if bias is not None:
         bias = key_contiguous(bias if bias.shape[-1] == keys else bias[..., :keys]).to(query.dtype)

@@ -45,7 +45,7 @@ def triangle_attention(
     bias's shape. No tensor of N x Q x K elements is created. A bias whose keys are not contiguous, such as a projection
     (B, Q, K, H), is copied once.
 
-    A row whose mask hides every key returns 0 and has zero gradients. cuEquivariance returns the mean of v there,
+    A row whose keys are all masked returns 0 and has zero gradients. cuEquivariance returns the mean of v there,
     because it replaces masked scores by -1e9.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops
 from ..arguments import assert_later, is_host_readable, require_count, require_floating, require_length, shape_of
-from ..biases import hides
+from ..biases import is_masked
 from ..ops.list_sizes import list_capacity
 
 NEVER = 1 << 30  # beyond any position; the sum of two positions still fits in int32
@@ -121,7 +121,7 @@ def sequence_of_keys(cu_seqlens: Tensor, keys: int) -> Tensor:
 def topk_mask(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
     """bool (.., rows, Sk): the `window_size` largest biases among the candidates of each row, ties to the later key.
 
-    A candidate has a bias that is not NaN and does not hide it.
+    A candidate has a bias that is not NaN and does not mask it.
     """
     bias, candidates = torch.broadcast_tensors(bias, candidates)
     window_size = min(window_size, bias.shape[-1])
@@ -141,7 +141,7 @@ def topk_mask(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
 def topk_ends(bias: Tensor, window_size: int, first: Tensor | None = None) -> Tensor:
     """int32 (heads, N): for each key the first position at which it is no longer among the `window_size` best so far.
 
-    Of equal keys the later is the better. The end of a key that is never visible, such as one that its bias hides, is
+    Of equal keys the later is the better. The end of a key that is never visible, such as one that its bias masks, is
     at most its own position; the end of a key that is never evicted is NEVER. Positions count from the first key of the
     sequence.
 
@@ -159,7 +159,7 @@ def topk_ends(bias: Tensor, window_size: int, first: Tensor | None = None) -> Te
         ends = torch.full_like(bias, NEVER, dtype=torch.int32)
     else:
         ends = eviction_positions(bias, window_size, first)
-    return torch.where(hides(bias), own, ends)
+    return torch.where(is_masked(bias), own, ends)
 
 
 def topk_ends_of_last(bias: Tensor, window_size: int, rows: int) -> Tensor:
@@ -204,7 +204,7 @@ def topk_keys(bias: Tensor, count: int, lengths: Tensor | None = None) -> tuple[
 
 
 def eviction_positions(bias: Tensor, window_size: int, first: Tensor | None) -> Tensor:
-    """`topk_ends` for 0 < window_size < N. Treats a bias that hides its key as any other."""
+    """`topk_ends` for 0 < window_size < N. Treats a bias that masks its key as any other."""
     heads, keys = bias.shape
     total = bias.numel()
     dtype = torch.int32 if total < NEVER else torch.int64

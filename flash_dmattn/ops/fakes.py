@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .conventions import accumulation_dtype
 from .list_sizes import (
     LIST_ALIGN,
     LIST_ROWS,
@@ -57,7 +58,7 @@ def attention_backward(*args):
 def attention_with_kvcache(*args):
     given = KvCacheArguments(*args)
     *batch, seqlen_q, heads, _ = given.query.shape
-    lse_dtype = torch.promote_types(given.query.dtype, torch.float32)
+    lse_dtype = accumulation_dtype(given.query.dtype)
     out = given.query.new_empty((*batch, seqlen_q, heads, given.v_cache.shape[3]))
     return out, given.query.new_empty((*batch, heads, seqlen_q), dtype=lse_dtype)
 

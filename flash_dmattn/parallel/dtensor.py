@@ -39,7 +39,7 @@ def replicated(arguments) -> list:
 
 
 def sharded(argument: object, dims: tuple[int, int], axis: int, shared=Replicate):
-    """Shard() along the axis, or `shared()` if the argument is broadcast along it; None if it is no tensor."""
+    """Shard() along the axis, or `shared()` if the argument is broadcast along it; None if it is not a tensor."""
     if not is_tensor(argument):
         return None
     return shared() if argument.shape[dims[axis]] == 1 else Shard(dims[axis])
@@ -62,7 +62,7 @@ def sharded_arguments(arguments: Arguments | BackwardArguments, axis: int) -> li
 
 
 def sharded_list(values: object):
-    """Shard(0); Replicate() for an empty tensor, which cannot be sharded; None if it is no tensor."""
+    """Shard(0); Replicate() for an empty tensor, which cannot be sharded; None if it is not a tensor."""
     if not is_tensor(values):
         return None
     return Shard(0) if values.shape[0] else Replicate()

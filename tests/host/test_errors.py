@@ -438,6 +438,10 @@ VARLEN = {
         TypeError,
         "cu_seqlens_q must be a torch.Tensor, got list",
     ),
+    "cu_seqlens are missing": (lambda: varlen(cu_q=None), TypeError, "cu_seqlens_q is required, got None"),
+    "max_seqlen is missing": (lambda: varlen(max_k=None), TypeError, "max_seqlen_k is required, got None"),
+    "packed cu_seqlens are missing": (lambda: packed(cu_seqlens=None), TypeError, "cu_seqlens is required, got None"),
+    "packed max_seqlen is missing": (lambda: packed(max_seqlen=None), TypeError, "max_seqlen is required, got None"),
     "cu_seqlens in int64": (lambda: varlen(cu_k=CU.long()), TypeError, "cu_seqlens_k must be int32, got int64"),
     "cu_seqlens of 2 dimensions": (
         lambda: varlen(cu_q=CU[None]),

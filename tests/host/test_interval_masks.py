@@ -193,8 +193,24 @@ ERRORS = {
     ),
     "| type": (lambda: MASK | 1, TypeError, "unsupported operand"),
     "to a dtype": (lambda: MASK.to(torch.float32), TypeError, "device must be .* got torch.float32"),
-    "index": (lambda: MASK[2], IndexError, "out of range"),
+    "unstructured": (
+        lambda: KeyIntervalMask(INTERVALS, INTERVALS, unstructured="no"),
+        TypeError,
+        "unstructured must be a bool, got str",
+    ),
+    "index": (lambda: MASK[2], IndexError, "index 2 is out of range for 2 batch elements"),
+    "index below 0": (lambda: MASK[-3], IndexError, "index -3 is out of range for 2 batch elements"),
     "index type": (lambda: MASK["a"], TypeError, "got str"),
+    "index dtype": (
+        lambda: MASK[torch.zeros(2)],
+        TypeError,
+        r"an int, a slice, or an int64 or bool tensor \(n\), got a float32 tensor",
+    ),
+    "index of 0 dimensions": (
+        lambda: MASK[torch.tensor(1)],
+        IndexError,
+        r"an int, a slice, or an int64 or bool tensor \(n\), got shape \(\)",
+    ),
     "index varlen": (lambda: KeyIntervalMask(INTERVALS[0], INTERVALS[0])[0], ValueError, "no batch elements"),
     "dense varlen": (
         lambda: KeyIntervalMask(INTERVALS[0], INTERVALS[0]).to_dense(),
@@ -245,6 +261,11 @@ ERRORS = {
         lambda: KeyIntervalMask.topk_varlen(torch.zeros(5, 1), 2, torch.tensor([0, 9, 3], dtype=torch.int32)),
         ValueError,
         r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 9, 3\]",
+    ),
+    "topk varlen bound": (
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(2, 1), 2, CU_SEQLENS, max_seqlen_k=1),
+        ValueError,
+        "max_seqlen_k must be at least the longest sequence 2, got 1",
     ),
     "ids": (lambda: KeyIntervalMask.documents(ids=torch.zeros(3)), TypeError, "ids must be integers, got float32"),
     "ids shape": (lambda: KeyIntervalMask.documents(ids=INTERVALS), ValueError, r"ids must be \(S\) or \(B, S\), got"),

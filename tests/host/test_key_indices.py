@@ -342,7 +342,7 @@ ERRORS = {
     "a bool mask": (
         lambda: made(mask=torch.ones(1, 1, 5, 7, dtype=torch.bool)),
         TypeError,
-        "mask must be a KeyIntervalMask, got a bool tensor: set the indices of hidden keys to -1",
+        "mask must be a KeyIntervalMask, got a bool tensor: set the indices of masked keys to -1",
     ),
     "a mask of other keys": (
         lambda: made(mask=KeyIntervalMask.padding(torch.tensor([3]), 8)),

@@ -368,7 +368,7 @@ def test_one_tensor_as_both_caches_is_not_written():
 def test_gradients_are_refused(name):
     changes = {name: torch.zeros(4, requires_grad=True) if name == "sinks" else lambda x: x.requires_grad_()}
     message = f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; call it"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(ValueError, match=message):
         fixed(**changes)
     with torch.no_grad():
         fixed(**changes)

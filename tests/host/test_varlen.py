@@ -213,8 +213,8 @@ CU = offsets([3, 2])
     [
         ((CU, CU, 2**70, 3), ValueError, f"max_seqlen_q must fit in 64 bits, got {2**70}"),
         ((CU, CU, 3, 2**70), ValueError, f"max_seqlen_k must fit in 64 bits, got {2**70}"),
-        ((CU, None, 3, 3), TypeError, "cu_seqlens_k must be a torch.Tensor, got NoneType"),
-        ((), TypeError, "cu_seqlens_q must be a torch.Tensor, got NoneType"),
+        ((CU, None, 3, 3), TypeError, "cu_seqlens_k is required, got None"),
+        ((), TypeError, "cu_seqlens_q is required, got None"),
     ],
 )
 def test_lengths_that_are_none(lengths, error, message):

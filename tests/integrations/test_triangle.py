@@ -320,7 +320,7 @@ EVOFORMER = {
         TypeError,
         r"biases\[1\] must have Q's dtype float32, got float64",
     ),
-    "mask bias that is no mask": (
+    "mask bias that is not a mask": (
         [ZEROS - 2.5, PAIRS],
         ValueError,
         r"biases\[0\] must be 0 or at most -10000 with a pair bias, got -2.5",

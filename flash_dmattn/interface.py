@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from . import backends, checks, ops
@@ -22,15 +23,34 @@ from .kvcache import flash_dmattn_with_kvcache as flash_dmattn_with_kvcache
 from .masks.choice import LIMITS, Sparse
 
 
+def require_arguments_of(function: Callable, args: tuple, kwargs: dict) -> None:
+    """Raises TypeError where the arguments do not fit the signature of a function."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}() {str(error).replace('too many', 'got too many')}") from None
+
+
 def continued_by(function: Callable, first: str) -> Callable[[Callable], Callable]:
-    """Puts the parameters of `function` from `first` on in place of *args and **kwargs, for help and type checkers."""
+    """Puts the parameters of `function` from `first` on in place of *args and **kwargs, for help, type checkers and
+    errors."""
 
     def decorate(packed: Callable) -> Callable:
+        @functools.wraps(packed)
+        def continued(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return packed(*args, **kwargs)
+            try:
+                return packed(*args, **kwargs)
+            except TypeError:  # that of a wrong argument names `function`
+                require_arguments_of(continued, args, kwargs)
+                raise
+
         signature = inspect.signature(packed)
         own = [p for p in signature.parameters.values() if p.name not in ("args", "kwargs")]
         names, rest = zip(*inspect.signature(function).parameters.items())
-        packed.__signature__ = signature.replace(parameters=[*own, *rest[names.index(first) :]])
-        return packed
+        continued.__signature__ = signature.replace(parameters=[*own, *rest[names.index(first) :]])
+        return continued
 
     return decorate
 
@@ -264,7 +284,9 @@ def flash_dmattn_varlen_qkvpacked_func(
     require_device_with_kernels("qkv", qkv)
     checks.refuse_offsets_as_mask(attn_mask)
     require_given(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-    check_cu_seqlens("cu_seqlens", cu_seqlens, qkv, "qkv", qkv.shape[0], ("max_seqlen", max_seqlen))
+    total = (qkv.shape[0], "the rows of qkv")
+    check_cu_seqlens("cu_seqlens", cu_seqlens, qkv, "qkv", total, ("max_seqlen", max_seqlen))
+    checks.check_scores_of_qkv(qkv, max_seqlen, {"attn_mask": attn_mask, "attn_bias": attn_bias})
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_dmattn_varlen_func(*qkv.unbind(dim=1), attn_mask, attn_bias, *lengths, *args, **kwargs)
 
@@ -307,7 +329,7 @@ def flash_dmattn_func_auto(backend: Backend | None = None) -> Callable[..., Tens
             error = raised
         else:
             return attend(module, call)
-        inspect.signature(flash_dmattn_func).bind(*args, **kwargs)
+        require_arguments_of(function, args, kwargs)
         raise error
 
     return function

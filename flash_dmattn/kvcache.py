@@ -13,7 +13,6 @@ from .arguments import (
     require_count,
     require_device,
     require_float32_or,
-    require_floating,
     require_length,
     require_tensor,
     shape_of,
@@ -118,6 +117,7 @@ def flash_dmattn_with_kvcache(
     if autocast_is_on(query.device):  # the cache cannot be copied
         query, key, value = (x if x is None else x.to(k_cache.dtype) for x in (query, key, value))
     check_options(softmax_scale, softcap, is_causal, return_lse, batch_invariant)
+    checks.refuse_sliding_window(window_size, "relative_bias=flash_dmattn.relative.window(capacity, left, right)")
     if window_size is not None:
         window_size = require_length("window_size", window_size)
     if max_seqlen_q is not None:
@@ -173,8 +173,8 @@ def refuse_transforms(tensors: dict[str, Tensor | None]) -> None:
 
 def check_query(query: Tensor, cu_seqlens_q: Tensor | None) -> None:
     """What the other checks read of query and of its sequences."""
-    require_floating("query", query)
     layout = "(B, Sq, H, D)" if cu_seqlens_q is None else "(total_q, H, D)"
+    checks.compiled_check("check_rows", "query", query, layout)
     dimensions = layout.count(",") + 1
     if query.ndim != dimensions:
         raise ValueError(f"query must have {dimensions} dimensions {layout}, got shape {shape_of(query)}")

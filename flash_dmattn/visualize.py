@@ -118,9 +118,9 @@ def densities(picture: Picture, lists: KeyLists | None, cells: int) -> Densities
 
 
 def picture_of(mask: object, seqlen_q: int | None, batch: int, head: int, is_causal: bool) -> Picture:
-    mask = as_mask(mask)
     if mask is None:
         raise TypeError("mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got None")
+    mask = as_mask(mask, "mask")
     source = mask.without_lists()
     if isinstance(source, BoolMask) and source.tensor.dtype != torch.bool:
         raise TypeError(f"mask must be bool, got {str(source.tensor.dtype).removeprefix('torch.')}")

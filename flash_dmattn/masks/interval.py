@@ -298,7 +298,9 @@ class KeyIntervalMask(Container, Mask):
             if len(window_size) != 2:
                 raise ValueError(f"window_size must be {accepted}, got {window_size}")
             left, right = window_size
-            left, right = require_count("window_size[0]", left), require_count("window_size[1]", right)
+            hint = ": pass seqlen_k for no limit"
+            left = require_count("window_size[0]", left, hint=hint)
+            right = require_count("window_size[1]", right, hint=hint)
         else:
             left, right = require_count("window_size", window_size, accepted) - 1, 0
         own = own_rows(seqlen_q, seqlen_k, device)
@@ -325,10 +327,14 @@ class KeyIntervalMask(Container, Mask):
             TypeError, ValueError: an invalid argument; the values of cu_seqlens are checked on the CPU only.
         """
         if (cu_seqlens is None) == (ids is None) or (cu_seqlens is None) != (seqlen is None):
-            raise ValueError("documents takes cu_seqlens and seqlen, or ids")
+            arguments = {"cu_seqlens": cu_seqlens, "seqlen": seqlen, "ids": ids}
+            given = [name for name, argument in arguments.items() if argument is not None]
+            alone = " alone" if len(given) == 1 else ""
+            got = " and ".join(given) or "none of them"
+            raise ValueError(f"documents takes cu_seqlens and seqlen, or ids, got {got}{alone}")
         if ids is None:
             seqlen = require_length("seqlen", seqlen)
-            check_cu_seqlens("cu_seqlens", cu_seqlens, total=seqlen, or_less=True)
+            check_cu_seqlens("cu_seqlens", cu_seqlens, total=(seqlen, "the given seqlen"), or_less=True)
             sequence = sequence_of_keys(cu_seqlens, seqlen)
             end = torch.cat([cu_seqlens[1:], cu_seqlens[-1:]])
             return cls(cu_seqlens[sequence][None, None], end[sequence][None, None], rows=seqlen)
@@ -394,10 +400,15 @@ class KeyIntervalMask(Container, Mask):
             ValueError: a NaN in the bias, on the CPU. On CUDA and under torch.compile a NaN fails an assertion on the
                 device, which a later call reports.
         """
-        window_size = check_topk("({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED, bias, window_size, ndims=(3, 4))
+        return cls._topk("bias", bias, window_size, seqlen_q)
+
+    @classmethod
+    def _topk(cls, name: str, bias: Tensor, window_size: int, seqlen_q: int | None = None) -> KeyIntervalMask:
+        """`topk`, whose errors call the bias by the name that it has in the user's call."""
+        window_size = check_topk(name, "({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED, bias, window_size, ndims=(3, 4))
         keys = bias.shape[-1]
         rows = keys if seqlen_q is None else require_position("seqlen_q", seqlen_q)
-        intervals = operator_for(bias)(bias, min(window_size, keys), rows, None, None, None)
+        intervals = operator_for(bias)(bias, min(window_size, keys), rows, None, None, None, name)
         return cls._of(intervals, window_size, unstructured=True, rows=rows)
 
     @classmethod
@@ -425,17 +436,31 @@ class KeyIntervalMask(Container, Mask):
         Raises:
             As `topk`.
         """
-        window_size = check_topk(VARLEN, bias, window_size, ndims=(2,))
+        return cls._topk_varlen("bias", bias, window_size, cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
+
+    @classmethod
+    def _topk_varlen(
+        cls,
+        name: str,
+        bias: Tensor,
+        window_size: int,
+        cu_seqlens_k: Tensor,
+        cu_seqlens_q: Tensor | None,
+        max_seqlen_k: int | None,
+    ) -> KeyIntervalMask:
+        """`topk_varlen`, with names as in `_topk`."""
+        window_size = check_topk(name, VARLEN, bias, window_size, ndims=(2,))
         longest = None
         if max_seqlen_k is not None:
             max_seqlen_k = require_length("max_seqlen_k", max_seqlen_k)
             longest = ("max_seqlen_k", max_seqlen_k)
-        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias, "bias", bias.shape[0], longest)
+        total = (bias.shape[0], f"the keys of {name}")
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias, name, total, longest)
         cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
-        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias, "bias")
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias, name)
         check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         window = min(window_size, bias.shape[0])
-        intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
+        intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, name)
         return cls._of(intervals, window_size, unstructured=True)
 
 

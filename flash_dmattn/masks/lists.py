@@ -34,14 +34,14 @@ from .indices import KeyIndices
 from .interval import KeyIntervalMask
 
 
-def as_mask(mask: Tensor | Mask | None) -> Mask | None:
-    """attn_mask as one object. Raises TypeError for any other type."""
+def as_mask(mask: Tensor | Mask | None, name: str = "attn_mask") -> Mask | None:
+    """A mask as one object. Raises TypeError for any other type."""
     if isinstance(mask, Tensor):
         return BoolMask(mask)
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(
-            f"attn_mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got {type(mask).__name__}"
-            f"{as_tensor_hint('attn_mask', mask)}"
+            f"{name} must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got {type(mask).__name__}"
+            f"{as_tensor_hint(name, mask)}"
         )
     return mask
 
@@ -116,7 +116,8 @@ class KeyLists(Container, Mask):
         mask = as_mask(mask)
         if cu_seqlens_q is not None:
             dims = len(mask.shape)
-            total_q, total_k = (mask.shape[0] if dims == 3 else None), (mask.shape[0] if dims == 2 else None)
+            total_q = (mask.shape[0], "the rows of mask") if dims == 3 else None
+            total_k = (mask.shape[0], "the keys of mask") if dims == 2 else None
             operands = mask.operands()
             reference = (operands.intervals if operands.mask is None else operands.mask, "mask")
             check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *reference, total_q, longest=("seqlen_q", seqlen_q))
@@ -317,7 +318,8 @@ default_collate_fn_map[KeyLists] = collate
 
 def is_varlen(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together")
+        given, missing = ("cu_seqlens_q", "cu_seqlens_k") if cu_seqlens_k is None else ("cu_seqlens_k", "cu_seqlens_q")
+        raise ValueError(f"{given} requires {missing}, got {given} alone")
     return cu_seqlens_q is not None
 
 

@@ -46,9 +46,13 @@ def topk_intervals(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_keys: int | None,
+    name: str = "bias",
 ) -> Tensor:
-    """int32 (2, ...): starts and ends of `KeyIntervalMask.topk`, or with cu_seqlens of `topk_varlen`."""
-    refuse_nan(bias)
+    """int32 (2, ...): starts and ends of `KeyIntervalMask.topk`, or with cu_seqlens of `topk_varlen`.
+
+    name: the bias's, in an error.
+    """
+    refuse_nan(bias, name=name)
     bias = bias.detach()
     if cu_seqlens_k is None:
         bias = bias.squeeze(2) if bias.ndim == 4 else bias
@@ -69,16 +73,16 @@ if ops.topk_intervals is not None:
     torch.library.impl(f"{ops.NAMESPACE}::topk_intervals", "cpu")(topk_intervals)
 
 
-def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> int:
+def check_topk(name: str, layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> int:
     """Returns window_size as an int."""
     window_size = require_count("window_size", window_size)
-    require_floating("bias", bias)
+    require_floating(name, bias)
     if bias.ndim not in ndims or (bias.ndim == 4 and bias.shape[2] != 1):
-        raise ValueError(f"bias must be {layout}, got shape {shape_of(bias)}")
+        raise ValueError(f"{name} must be {layout}, got shape {shape_of(bias)}")
     return window_size
 
 
-def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None, *, name: str = "bias") -> None:
+def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None, *, name: str) -> None:
     """Raises where a bias to select from is NaN. CUDA kernels check it themselves.
 
     seqused_k: int32 (B), for a bias (B, .., Sk): the number of each sequence's keys; those beyond may hold anything.
@@ -92,10 +96,11 @@ def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None, *, name: str = "bi
     if seqused_k is not None:
         number = torch.ones_like(is_nan, dtype=torch.int32).cumsum(dim=-1)  # unlike arange, a DTensor for DTensors
         is_nan = is_nan & (number <= seqused_k.view(-1, *(1,) * (bias.ndim - 1)))
+    message = f"{name} must not be NaN where window_size selects by it"
     if not is_readable:
-        assert_later(~is_nan, "KeyIntervalMask.topk: bias must not be NaN")
+        assert_later(~is_nan, message)
     elif is_nan.any():
-        raise ValueError(f"{name} must not be NaN: it has no order")
+        raise ValueError(message)
 
 
 def require_position(name: str, length: object) -> int:

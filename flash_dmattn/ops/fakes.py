@@ -127,7 +127,7 @@ def pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal, percent):
     return *packed, *empty_lists(mask, capacity, (batches, heads, tiles), True)
 
 
-def topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys):
+def topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys, name="bias"):
     shape = (*bias.shape[:2], bias.shape[3]) if bias.ndim == 4 else bias.shape
     return bias.new_empty((2, *shape), dtype=torch.int32)
 

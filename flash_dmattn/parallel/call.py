@@ -61,8 +61,8 @@ def check_call(call: ShardedCall) -> ShardedCall:
     if query.shape[1] != key.shape[1]:
         raise ValueError(f"a rank must have as many keys as rows, got {query.shape[1]} rows and {key.shape[1]} keys")
     if call.window_size is not None:
-        checks.check_window(mask, bias, query.shape[0], key.shape[1], call.is_causal)
-        refuse_nan(bias)
+        checks.check_window(mask, bias, query, key, call.is_causal, is_varlen)
+        refuse_nan(bias, name="attn_bias")
     if call.layout == "zigzag":
         contiguous_only = {
             "window_size": call.window_size is not None,
@@ -154,7 +154,7 @@ def check_whole(call: ShardedCall, lengths: tuple[int, ...]) -> None:
     if isinstance(call.attn_mask, KeyIntervalMask):
         call.attn_mask._require_rows("attn_mask", seqlen)
     if call.cu_seqlens is not None and is_host_readable(call.cu_seqlens):
-        check_cu_seqlens("cu_seqlens", call.cu_seqlens, total=seqlen)
+        check_cu_seqlens("cu_seqlens", call.cu_seqlens, total=(seqlen, "the rows of all ranks"))
     if call.layout == "zigzag":
         zigzag_chunk_length(seqlen, len(lengths))
         if len(set(lengths)) > 1:

@@ -186,9 +186,9 @@ def pack_mask_rule(mask, *others):
     return mask_rule([mask, *others], (SCORES, STACKED), by_axis)
 
 
-def topk_intervals_rule(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys):
+def topk_intervals_rule(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys, name="bias"):
     """int32 (2, ..)"""
-    others = (window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys)
+    others = (window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys, name)
     by_axis = {axis: [Shard(axis)] for axis in AXES if cu_seqlens_q is None and bias.shape[axis] != 1}
     return mask_rule([bias, *others], (STACKED,), by_axis)
 

@@ -234,13 +234,22 @@ ERRORS = {
     "window pair": (
         lambda: KeyIntervalMask.sliding_window(3, 4, (1, -1)),
         ValueError,
-        r"window_size\[1\] must not be negative, got -1",
+        r"window_size\[1\] must not be negative, got -1: pass seqlen_k for no limit",
     ),
-    "documents": (lambda: KeyIntervalMask.documents(CU_SEQLENS), ValueError, "takes cu_seqlens and seqlen, or ids"),
+    "documents of nothing": (
+        lambda: KeyIntervalMask.documents(),
+        ValueError,
+        "documents takes cu_seqlens and seqlen, or ids, got none of them",
+    ),
+    "documents without a length": (
+        lambda: KeyIntervalMask.documents(CU_SEQLENS),
+        ValueError,
+        "documents takes cu_seqlens and seqlen, or ids, got cu_seqlens alone",
+    ),
     "documents twice": (
         lambda: KeyIntervalMask.documents(CU_SEQLENS, 2, ids=CU_SEQLENS),
         ValueError,
-        "takes cu_seqlens and seqlen, or ids",
+        "documents takes cu_seqlens and seqlen, or ids, got cu_seqlens and seqlen and ids",
     ),
     "cu_seqlens": (
         lambda: KeyIntervalMask.documents(CU_SEQLENS.long(), 2),
@@ -250,17 +259,17 @@ ERRORS = {
     "cu_seqlens that fall": (
         lambda: KeyIntervalMask.documents(torch.tensor([0, 6, 3], dtype=torch.int32), 8),
         ValueError,
-        r"cu_seqlens must rise from 0 to at most the 8 given, got \[0, 6, 3\]",
+        r"cu_seqlens must be non-decreasing from 0 to at most 8, the given seqlen, got \[0, 6, 3\]",
     ),
     "cu_seqlens as a list": (
         lambda: KeyIntervalMask.documents([0, 6], 8),
         TypeError,
-        "cu_seqlens must be a torch.Tensor, got list",
+        r"cu_seqlens must be a torch.Tensor, got list: pass torch.as_tensor\(cu_seqlens\)",
     ),
     "topk varlen values": (
         lambda: KeyIntervalMask.topk_varlen(torch.zeros(5, 1), 2, torch.tensor([0, 9, 3], dtype=torch.int32)),
         ValueError,
-        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 9, 3\]",
+        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of bias, got \[0, 9, 3\]",
     ),
     "topk varlen bound": (
         lambda: KeyIntervalMask.topk_varlen(torch.zeros(2, 1), 2, CU_SEQLENS, max_seqlen_k=1),
@@ -326,7 +335,11 @@ ERRORS = {
         r"bias must be \(\{B\|1\}, \{H\|Hkv\|1\}, 1, Sk\) or .*, got shape \(1, 1, 3, 3\)",
     ),
     "topk window": (lambda: KeyIntervalMask.topk(torch.zeros(1, 1, 3), -1), ValueError, "window_size must not be"),
-    "topk NaN": (lambda: KeyIntervalMask.topk(torch.tensor([[[0.0, torch.nan]]]), 2), ValueError, "must not be NaN"),
+    "topk NaN": (
+        lambda: KeyIntervalMask.topk(torch.tensor([[[0.0, torch.nan]]]), 2),
+        ValueError,
+        "^bias must not be NaN",
+    ),
     "topk varlen shape": (
         lambda: KeyIntervalMask.topk_varlen(torch.zeros(1, 1, 3), 2, CU_SEQLENS),
         ValueError,

@@ -49,7 +49,7 @@ REFUSED_BY_ONE = [
     ({"key": (1, 9, 2, 8)}, {}, "ValueError", "value"),
     ({"key": (1, 9, 2, 8), "value": (1, 9, 2, 8)}, {}, "ValueError", "as many keys as rows"),
     ({"query": 3}, {}, "TypeError", "query"),
-    ({"nan": True}, WINDOW, "ValueError", "NaN"),
+    ({"nan": True}, WINDOW, "ValueError", "attn_bias must not be NaN where window_size selects by it"),
     ({"is_causal": False}, WINDOW, "ValueError", "is_causal"),
     ({"softcap": -1.0}, {}, "ValueError", "softcap"),
     ({"layout": "ring"}, {}, "ValueError", "layout"),
@@ -140,7 +140,8 @@ def test_packed_sequences_must_be_the_same_and_end_with_the_rows(two):
     for failure in two.run(attend, {0: sequences(0, 5, 16), 1: sequences(0, 6, 16)}, rows):
         assert failure.kind == "ValueError" and "cu seqlens" in failure.message
     for failure in two.run(attend, {"all": sequences(0, 5, 15)}, rows):
-        assert failure.kind == "ValueError" and "cu_seqlens" in failure.message
+        says = "cu_seqlens must be non-decreasing from 0 to 16, the rows of all ranks, got [0, 5, 15]"
+        assert failure.kind == "ValueError" and says in failure.message
 
 
 def test_lengths_that_are_given_are_not_asked_for(two):

@@ -187,7 +187,8 @@ def attention(
             (1, H, 2R + 1) of the positions that attention_mask has, or of rows that end at the last key.
         cu_seq_lens_q, cu_seq_lens_k: integers (sequences + 1): boundaries of sequences packed into B * S rows and keys.
         max_length_q, max_length_k: upper bounds of the sequence lengths, default B * S.
-        indices: integers (B, Sq, k): the keys that each row may see, from an indexer. Creates a bool mask Sq x Sk.
+        indices: integers (B, Sq, k): the keys that each row may see, from an indexer. Creates a bool mask Sq x Sk. Not
+            for packed sequences.
         deterministic: bitwise reproducible gradients; default: torch.are_deterministic_algorithms_enabled().
         kwargs: other arguments of the model, which do not affect attention. A tensor that the model's eager attention
             uses is refused. With "cache", or cu_seq_lens_k by kind of layer, those of continuous batching.
@@ -227,37 +228,39 @@ def attention(
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if position_bias is not None:
         require_position_bias(position_bias, query, key)
-    if indices is not None:
-        attention_mask = select_indices(indices, attention_mask, key.shape[1])
     if position_bias is not None and position_bias.ndim == 3:
         options["relative_bias"] = relative_bias_of(position_bias, attention_mask, query, key)
         position_bias = None
     if cu_seq_lens_q is not None:
-        if position_bias is not None:
-            raise ValueError("position_bias is for sequences that are not packed, got cu_seq_lens_q too")
+        for name, value_of_padded in (("position_bias", position_bias), ("indices", indices)):
+            if value_of_padded is not None:
+                raise ValueError(f"{name} is for sequences that are not packed, got cu_seq_lens_q too")
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         out = packed_attention(query, key, value, attention_mask, *lengths, is_causal, options)
     else:
-        mask = mask_arguments(attention_mask, position_bias, query, key, is_causal)
-        out = flash_dmattn_func(query, key, value, **mask, **options)
+        arguments = mask_arguments(attention_mask, position_bias, query, key, is_causal)
+        if indices is not None:
+            arguments["attn_mask"] = select_indices(indices, arguments["attn_mask"], query, key)
+        out = flash_dmattn_func(query, key, value, **arguments, **options)
     if options["return_lse"]:
         out = apply_sinks(*out, sinks.squeeze(-1))
     return out, None
 
 
-def select_indices(indices: Tensor, attention_mask: VisibleKeys | Tensor | None, keys: int) -> Tensor:
-    """The mask (B, 1, Sq, Sk) restricted to the keys in `indices` (B, Sq, k)."""
+def select_indices(indices: Tensor, mask: KeyIntervalMask | Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """The mask restricted to the keys in `indices` (B, Sq, k), as a bool tensor (B, {H|1}, Sq, Sk)."""
+    keys = key.shape[1]
     require_integers("indices", indices)
+    if indices.ndim != 3 or indices.shape[:2] != query.shape[:2]:
+        raise ValueError(f"indices must be (B, Sq, k), with {sizes_of(query, key)}, got shape {shape_of(indices)}")
     if is_host_readable(indices) and ((indices < 0) | (indices >= keys)).any():
         wrong = indices[(indices < 0) | (indices >= keys)][0].item()
         raise ValueError(f"indices must be from 0 to {keys - 1}, got {wrong}")
     selected = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
     selected = rearrange(selected.scatter_(-1, indices.long(), True), "b rows keys -> b 1 rows keys")
-    if attention_mask is None:
-        return selected
-    if attention_mask.dtype == torch.bool:
-        return selected & attention_mask
-    return attention_mask[..., :keys].masked_fill(~selected, -torch.inf)
+    if isinstance(mask, KeyIntervalMask):
+        mask = mask.to_dense(indices.shape[1])
+    return selected if mask is None else selected & mask
 
 
 UNSUPPORTED = {
@@ -390,12 +393,17 @@ def mask_arguments(
             mask, is_causal = attention_mask[..., :keys], False
         else:
             mask_bias, is_causal = attention_mask[..., :keys], False
-            if mask_bias.dtype != query.dtype:  # the least finite number of one dtype masks no key in another
-                mask_bias = mask_bias.to(query.dtype).masked_fill(is_masked(mask_bias), -torch.inf)
-            bias = mask_bias if bias is None else bias + mask_bias
+            bias = mask_bias if bias is None else masked_by_inf(bias) + masked_by_inf(mask_bias)
     if bias is not None:
-        bias = key_contiguous(bias if bias.shape[-1] == keys else bias[..., :keys]).to(query.dtype)
+        bias = bias if bias.shape[-1] == keys else bias[..., :keys]
+        bias = key_contiguous(bias if bias.dtype == query.dtype else masked_by_inf(bias)).to(query.dtype)
     return {"attn_mask": mask, "attn_bias": bias, "is_causal": bool(is_causal), "cache_seqlens": cache_seqlens}
+
+
+def masked_by_inf(bias: Tensor) -> Tensor:
+    """The bias with -inf in the place of its dtype's least finite number, which masks no key after an addition or in
+    another dtype."""
+    return bias.masked_fill(is_masked(bias), -torch.inf)
 
 
 _contiguous_copies = WeakTensorKeyDictionary()  # bias: (its version, its copy)

@@ -55,6 +55,14 @@ from flash_dmattn.integrations.versions import require_version  # noqa: E402
         ),
         ({"indices": torch.full((2, 9, 3), 99)}, "indices must be from 0 to 8, got 99"),
         ({"indices": torch.full((2, 9, 3), -1)}, "indices must be from 0 to 8, got -1"),
+        (
+            {"indices": torch.zeros(2, 8, 3).long()},
+            r"indices must be \(B, Sq, k\), .* Sq = 9 .*, got shape \(2, 8, 3\)",
+        ),
+        (
+            {"indices": torch.zeros(2, 9, 3).long(), "cu_seq_lens_q": torch.tensor([0, 18])},
+            "indices is for sequences that are not packed",
+        ),
         ({"s_aux": torch.zeros(5)}, r"s_aux must be \(H\) or .* with B = 2, H = 2 and Sq = 9, got shape \(5,\)"),
         ({"sinks": torch.zeros(2, 2, 8, 1)}, r"sinks must be .*, got shape \(2, 2, 8, 1\)"),
         ({"sinks": torch.zeros(2), "s_aux": torch.zeros(2)}, "s_aux and sinks are two names"),

@@ -249,8 +249,9 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
         if (has_pages) return at(table, b * table.size(1) + key / width);
         return elements.defined() ? at(elements, b) : b;
     };
-    std::map<std::pair<int64_t, int64_t>, int64_t> written;  // the sequence of a new token, by place and row there
-    std::vector<int64_t> lengths;                            // of each sequence, with the new tokens
+    using Pair = std::pair<int64_t, int64_t>;
+    std::map<Pair, Pair> written;  // the sequence and key of a new token, by place and row there
+    std::vector<int64_t> lengths;  // of each sequence, with the new tokens
     for (int64_t b = 0; b < p.batch; ++b) {
         const int64_t rows = offsets.defined() ? at(offsets, b + 1) - at(offsets, b) : p.seqlen_q;
         const int64_t length = at(seqlens, b), keys = length + (in.key ? rows : 0);
@@ -270,7 +271,7 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
         }
         lengths.push_back(keys);
         for (int64_t key = length; key < keys; ++key)
-            TORCH_CHECK_VALUE(written.emplace(std::pair(place(b, key), key % width), b).second, name,
+            TORCH_CHECK_VALUE(written.emplace(Pair(place(b, key), key % width), Pair(b, key)).second, name,
                               " must assign each new token its own slot, got two for slot ", key % width,
                               has_pages ? " of page " : " of batch element ", place(b, key));
     }
@@ -279,11 +280,12 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
         for (int64_t first = 0; first < lengths[b]; first += width) {
             const int64_t page = place(b, first), end = std::min(lengths[b] - first, width);
             const auto last = written.lower_bound({page, end});
-            for (auto it = written.lower_bound({page, 0}); it != last; ++it)
-                TORCH_CHECK_VALUE(
-                    it->second == b, name,
-                    " must not let a sequence read a slot that another sequence writes in this call, got key ",
-                    first + it->first.second, " of sequence ", b, ", which sequence ", it->second, " writes");
+            for (auto it = written.lower_bound({page, 0}); it != last; ++it) {
+                const Pair key(b, first + it->first.second);
+                TORCH_CHECK_VALUE(it->second == key, name, " must not give a key the slot of a new token, got key ",
+                                  key.second, " of sequence ", b, " in the slot of the new key ", it->second.second,
+                                  " of sequence ", it->second.first);
+            }
         }
 }
 

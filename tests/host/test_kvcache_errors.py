@@ -211,11 +211,15 @@ CASES = {
     ),
     "a page of another sequence's new tokens": (
         *(paged, {"block_table": int32([0, 1, 2, 3], [0, 5, 6, 7]), "cache_seqlens": int32(5, 20)}, ValueError),
-        "block_table must not let a sequence read a slot that another sequence writes in this call, got key 5 of",
+        "block_table must not give a key the slot of a new token, got key 5 of sequence 1 in the slot of the new key 5",
+    ),
+    "a page of the sequence's own new tokens": (
+        *(paged, {"block_table": int32([0, 0, 2, 3], [4, 5, 6, 7]), "cache_seqlens": int32(17, 20)}, ValueError),
+        "block_table must not give a key the slot of a new token, got key 1 of sequence 0 in the slot of the new key 17",
     ),
     "a batch element of another sequence's new tokens": (
         *(fixed, {"cache_batch_idx": int32(1, 1), "cache_seqlens": int32(10, 20)}, ValueError),
-        "cache_batch_idx must not let a sequence read a slot that another sequence writes in this call, got key 10 of",
+        "cache_batch_idx must not give a key the slot of a new token, got key 10 of sequence 1 in the slot of the new",
     ),
     "a batch element outside the cache": (
         *(fixed, {"cache_batch_idx": int32(0, 2)}, ValueError),

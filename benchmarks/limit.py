@@ -45,7 +45,7 @@ def least_seconds(direction: str, inputs: Inputs, mask_is_given: bool = True) ->
 def rows_that_see(inputs: Inputs) -> Tensor:
     """The number of rows that see each key, (B, H, Sk)."""
     problem, mask = inputs.problem, inputs.mask
-    if isinstance(mask, KeyIntervalMask):  # that of `window`, which hides biases of -inf too
+    if isinstance(mask, KeyIntervalMask):  # that of `window`, which masks biases of -inf too
         start, end = (rows.clamp(0, problem.seqlen_q) for rows in (mask.start, mask.end))
     elif mask is None and inputs.bias is None:
         start = torch.zeros(1, 1, problem.seqlen_k, dtype=torch.int32, device=inputs.query.device)

@@ -8,6 +8,8 @@ Each chain of points folds at random. The distances of a few pairs are given, an
 sides of a triangle bound the third, so the pairs of row i attend to each other with a bias of the pair of their ends
 (AlphaFold's triangle attention, algorithms 13 and 14 of Jumper et al., 2021). All rows share this bias.
 `triangle_attention` never expands it; plain PyTorch materializes the scores of every row.
+
+Requires the extra [bench]: pip install --no-build-isolation '.[bench]'.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 Tokens are random. Each position must name the token that stands some places before it: in a sequence `--lag` tokens
 before, in an image a row above and two columns to the left. The heads can only find it by the distance, so the bias
 grows there. `relative_bias` is read inside the kernels, and its gradient is summed there: nothing of S x S is made.
+
+Requires the extra [bench]: pip install --no-build-isolation '.[bench]'.
 """
 
 from __future__ import annotations

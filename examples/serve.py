@@ -263,7 +263,7 @@ class Step(NamedTuple):
     prompt_tokens: int
     new_tokens: int
     pages_in_use: int
-    pages_given: int
+    pages_allocated: int
     seconds: float
 
 
@@ -271,7 +271,7 @@ def serve(server: Server, requests: list[Request], config: Config) -> Iterator[S
     """Continuous batching: in each step requests arrive, start where pages are free, compute, and end."""
     coming, waiting, active, done = deque(requests), deque(), [], []
     free = deque(range(config.pages))
-    arrived, steps, prompt_tokens, new_tokens, pages_given, started = 0.0, 0, 0, 0, 0, time.perf_counter()
+    arrived, steps, prompt_tokens, new_tokens, pages_allocated, started = 0.0, 0, 0, 0, 0, time.perf_counter()
     while coming or waiting or active:
         arrived += config.arrivals
         while coming and len(requests) - len(coming) < arrived:
@@ -282,7 +282,7 @@ def serve(server: Server, requests: list[Request], config: Config) -> Iterator[S
                 break
             request = waiting.popleft()
             request.pages = [free.popleft() for _ in range(needed)]
-            pages_given += needed
+            pages_allocated += needed
             active.append(request)
 
         chunks = schedule(active, config.rows)
@@ -302,7 +302,7 @@ def serve(server: Server, requests: list[Request], config: Config) -> Iterator[S
             free.extend(request.pages)
         steps += 1
         seconds = time.perf_counter() - started
-        counts = (prompt_tokens, new_tokens, in_use, pages_given, seconds)
+        counts = (prompt_tokens, new_tokens, in_use, pages_allocated, seconds)
         yield Step(steps, len(waiting), active, done, *counts)
 
 
@@ -372,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
     console.line()
     console.print(
         f"{len(step.done)} requests: {step.prompt_tokens} prompt tokens and {step.new_tokens} new ones in "
-        f"{step.seconds:.1f} s; {step.pages_given} pages given to requests out of {config.pages}"
+        f"{step.seconds:.1f} s; {step.pages_allocated} pages allocated out of {config.pages}"
     )
     if config.skip_check:
         return 0

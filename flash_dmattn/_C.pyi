@@ -49,6 +49,9 @@ def check_relative_bias(bias: object, query: object, key: object, batch: int, /)
 def check_kernels(query: Tensor, /) -> None:
     """Refuses a query that the kernels of its device do not take."""
 
+def check_rows(name: str, rows: object, layout: str, /) -> None:
+    """Refuses a tensor of rows that does not fit."""
+
 def check_packed(name: str, packed: object, layout: str, parts: int, /) -> None:
     """Refuses a packed tensor of rows that does not fit."""
 
@@ -61,6 +64,7 @@ def check_cu_seqlens(
     reference: Tensor | None,
     whose: str,
     total: int | None,
+    counted: str,
     or_less: bool,
     longest_name: str,
     longest: int | None,

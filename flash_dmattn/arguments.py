@@ -21,9 +21,16 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def require_tensor(name: str, value: object) -> None:
+def require_given(**arguments: object) -> None:
+    """Raises for arguments without a default that come after some that have one."""
+    for name, value in arguments.items():
+        if value is None:
+            raise TypeError(f"{name} is required, got None")
+
+
+def require_tensor(name: str, value: object, accepted: str = "a torch.Tensor") -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}{as_tensor_hint(name, value)}")
+        raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}{as_tensor_hint(name, value)}")
     require_dense(name, value)
 
 
@@ -66,13 +73,35 @@ def require_device(name: str, tensor: Tensor, device: torch.device, whose: str) 
         raise RuntimeError(f"{name} must be on {whose}'s device {device}, got {tensor.device}")
 
 
-def require_count(name: str, value: object, accepted: str = "an int") -> int:
+def require_int(name: str, value: object, accepted: str = "an int") -> int:
     """The value as an int, also for integers of NumPy; lengths of a traced graph stay symbolic."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
     return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
+
+
+def require_count(name: str, value: object, accepted: str = "an int", hint: str = "") -> int:
+    """`require_int`, not negative. hint: the end of the error for a negative value."""
+    value = require_int(name, value, accepted)
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}{hint}")
+    return value
+
+
+def batch_slice(index: int, batches: int) -> slice:
+    """The slice of one batch element; a negative index counts from the end."""
+    if not -batches <= index < batches:
+        raise IndexError(f"index {index} is out of range for {batches} batch elements")
+    index = operator.index(index) % batches
+    return slice(index, index + 1)
+
+
+def require_dimension(name: str, tensor: Tensor, dim: object) -> int:
+    """dim as a dimension of the tensor, counted from 0."""
+    dim = require_int("dim", dim)
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise IndexError(f"dim must be a dimension of {name}, of shape {shape_of(tensor)}, got {dim}")
+    return dim % tensor.ndim
 
 
 def require_length(name: str, value: object) -> int:
@@ -133,23 +162,25 @@ def check_cu_seqlens(
     cu_seqlens: object,
     reference: Tensor | None = None,
     whose: str = "",
-    total: int | None = None,
+    total: tuple[int, str] | None = None,
     longest: tuple[str, object] | None = None,
     or_less: bool = False,
 ) -> None:
     """Checks the offsets of sequences, int32 (B + 1). Their values are checked on the CPU only.
 
     reference, whose: a tensor on the required device, and its name.
-    total: the number of rows or keys, where known; with `or_less` the last sequence may end before it.
+    total: the number of rows or keys, where known, and what they are, such as "the rows of query"; with `or_less` the
+        last sequence may end before it.
     longest: the name and value of a bound on the length of a sequence, if any.
     """
     longest_name, bound = ("", None) if longest is None else (longest[0], require_length(*longest))
     checker = ops.checker()
     if checker is not None:
-        checker.check_cu_seqlens(name, cu_seqlens, reference, whose, total, or_less, longest_name, bound)
+        count, counted = (None, "") if total is None else total
+        checker.check_cu_seqlens(name, cu_seqlens, reference, whose, count, counted, or_less, longest_name, bound)
 
 
-def check_same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+def check_same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, name: str = "cu_seqlens") -> None:
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         sizes = f"{cu_seqlens_q.shape[0]} and {cu_seqlens_k.shape[0]}"
-        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must both have B + 1 elements, got {sizes}")
+        raise ValueError(f"{name}_q and {name}_k must both have B + 1 elements, got {sizes}")

@@ -12,17 +12,17 @@ from torch.nn.functional import pad
 from . import checks, fallbacks, ops
 from .arguments import is_host_readable, require_tensor
 from .backends import cpu, cuda, meta, reference
-from .biases import hides
+from .biases import is_masked
 from .broadcast import expand_shared, scores_of_sequence
 from .call import Call, Varlen
 from .masks import Mask, Problem, as_mask, choice, selection
 from .masks.dense import BoolMask
+from .ops.conventions import HEAD_DIM_MULTIPLE, accumulation_dtype, padded_head_dim
 from .ops.list_sizes import is_per_key
 from .ops.schema import MaskTensors
 from .sinks import apply_sinks, scale_of
 
 COMPILED = {"cpu": cpu, "cuda": cuda, "meta": meta}
-HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
 
 
 def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
@@ -34,7 +34,7 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     apply_scale_tensor(call)
     make_lengths_contiguous(call)
     if call.cache_seqlens is not None and mask is None:
-        drop_room(call)
+        trim_to_longest(call)
     query, bias, problem = call.query, call.attn_bias, call.problem()
     if call.window_size is not None:
         as_lists = backend.SPARSE_MASKS and call.sparse != "tiles" and not call.return_attn_probs
@@ -43,10 +43,10 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
             as_lists=as_lists,
             must_mask=call.sparse == "lists",
         )
-    row_bias = hidden_rows = None
+    row_bias = masked_rows = None
     if call.varlen is None and bias is not None and bias.shape[3] == 1 and problem.seqlen_k != 1:
         checks.check_row_bias(call)
-        query, row_bias, hidden_rows, unseen = split_row_bias(bias, query, call.key.shape[2])
+        query, row_bias, masked_rows, unseen = split_row_bias(bias, query, call.key.shape[2])
         call.key, call.value, bias = call.key.masked_fill(unseen, 0), call.value.masked_fill(unseen, 0), None
     options = call.options()
     used = problem if call.keeps_max_seqlen else clamped_to_totals(query, call.key, mask, bias, problem)
@@ -67,7 +67,7 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     out, lse = backend.attention(*rows, operand, bias, **options, **sequences)
     out = without_padding(out, call.value.shape[-1])
     if row_bias is not None:
-        out, lse = add_row_bias(out, lse, row_bias, hidden_rows)
+        out, lse = add_row_bias(out, lse, row_bias, masked_rows)
     if call.sinks is not None:
         out = apply_sinks(out, lse, call.sinks)
     if call.return_attn_probs:
@@ -99,13 +99,14 @@ def make_lengths_contiguous(call: Call) -> None:
         call.varlen = call.varlen._replace(**offsets)
 
 
-def drop_room(call: Call) -> None:
-    """Removes the keys beyond the longest sequence of a cache from a call without a mask: empty room costs nothing."""
+def trim_to_longest(call: Call) -> None:
+    """Removes the keys beyond the longest sequence of a cache from a call without a mask: unused capacity then costs
+    nothing."""
     if not is_host_readable(call.cache_seqlens):
         return
-    longest, room = max(call.cache_seqlens.tolist(), default=0), call.key.shape[1]
+    longest, capacity = max(call.cache_seqlens.tolist(), default=0), call.key.shape[1]
     call.key, call.value = call.key[:, :longest], call.value[:, :longest]
-    if call.attn_bias is not None and call.attn_bias.shape[3] == room:
+    if call.attn_bias is not None and call.attn_bias.shape[3] == capacity:
         call.attn_bias = call.attn_bias[..., :longest]
 
 
@@ -150,11 +151,11 @@ def clamped_to_totals(query: Tensor, key: Tensor, mask: Mask | None, bias: Tenso
 
 
 def accumulated(relative_bias: Tensor, query: Tensor) -> Tensor:
-    """A relative bias in the type in which the kernels compute, with -inf for what hides in its own dtype."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    """A relative bias in the type in which the kernels compute, with -inf for what masks in its own dtype."""
+    dtype = accumulation_dtype(query.dtype)
     if relative_bias.dtype == dtype:
         return relative_bias
-    return relative_bias.to(dtype).masked_fill(hides(relative_bias), -torch.inf)
+    return relative_bias.to(dtype).masked_fill(is_masked(relative_bias), -torch.inf)
 
 
 def autocast_is_on(device: torch.device) -> bool:
@@ -190,7 +191,7 @@ def apply_scale_tensor(call: Call) -> None:
     query, scale = call.query, call.softmax_scale
     if isinstance(scale, Tensor):
         checks.check_scale(scale, query)
-        dtype = torch.promote_types(query.dtype, torch.float32)
+        dtype = accumulation_dtype(query.dtype)
         per_head = scale if scale.ndim == 0 else scale[:, None]
         call.query, call.softmax_scale = (query.to(dtype) * per_head.to(dtype)).to(query.dtype), 1.0
 
@@ -200,8 +201,7 @@ def kernel_rows(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     own, of_key = query.shape[-1], key.shape[-1]
     if own != of_key:  # where `ops.checker` is None, padding would hide it
         raise ValueError(f"key must have query's head dimension {own}, got {of_key}")
-    head_dim = max(own, value.shape[-1])
-    head_dim += -head_dim % HEAD_DIM_MULTIPLE
+    head_dim = padded_head_dim(own, value.shape[-1])
     if fallbacks.enabled():
         report_copies(query, key, value, head_dim)
     rows = [x if x.shape[-1] == head_dim else pad(x, (0, head_dim - x.shape[-1])) for x in (query, key, value)]
@@ -209,13 +209,9 @@ def kernel_rows(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
 
 
 def report_copies(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> None:
-    own, of_value = query.shape[-1], value.shape[-1]
-    if {own, of_value} != {head_dim}:
-        fallbacks.report(
-            "padding of the head dimension",
-            f"{own} of query and key and {of_value} of value are copied to {head_dim}: "
-            f"use one multiple of {HEAD_DIM_MULTIPLE} for all",
-        )
+    if {query.shape[-1], value.shape[-1]} != {head_dim}:
+        text = f"it differs or is not a multiple of {HEAD_DIM_MULTIPLE}: use one multiple for query, key and value"
+        fallbacks.report("padding of the head dimension", text)
     for name, rows in (("query", query), ("key", key), ("value", value)):
         if rows.shape[-1] == head_dim and rows.stride(-1) != 1:
             text = "its head dimension is not contiguous: make it the innermost dimension of the projection's output"
@@ -231,35 +227,35 @@ def split_row_bias(bias: Tensor, query: Tensor, kv_heads: int) -> tuple[Tensor, 
     """Prepares attention without a bias (.., 1), which is constant along the keys: the softmax does not depend on it.
 
     Returns:
-        query, 0 in the rows that the bias hides: NaN in them must not reach the gradients.
-        The bias ({B|1}, {H|1}, {Sq|1}, 1) and whether it hides a row, for `add_row_bias`.
+        query, 0 in the rows that the bias masks: NaN in them must not reach the gradients.
+        The bias ({B|1}, {H|1}, {Sq|1}, 1) and whether it masks a row, for `add_row_bias`.
         The keys to set to 0: `unseen_keys`.
     """
     row_bias = expand_shared(bias, query.shape[0], query.shape[2])
-    hidden_rows = hides(row_bias)
-    query = query.masked_fill(hidden_rows.transpose(1, 2), 0)
-    return query, row_bias, hidden_rows, unseen_keys(hidden_rows, kv_heads)
+    masked_rows = is_masked(row_bias)
+    query = query.masked_fill(masked_rows.transpose(1, 2), 0)
+    return query, row_bias, masked_rows, unseen_keys(masked_rows, kv_heads)
 
 
-def unseen_keys(hidden_rows: Tensor, kv_heads: int) -> Tensor:
-    """bool ({B|1}, 1, {Hkv|1}, 1): keys of which every row is hidden; they may hold NaN.
+def unseen_keys(masked_rows: Tensor, kv_heads: int) -> Tensor:
+    """bool ({B|1}, 1, {Hkv|1}, 1): keys of which every row is masked; they may hold NaN.
 
-    hidden_rows: bool ({B|1}, {H|1}, {Sq|1}, 1).
+    masked_rows: bool ({B|1}, {H|1}, {Sq|1}, 1).
     """
-    hidden = hidden_rows.all(dim=2, keepdim=True)
-    if hidden.shape[1] > 1:
-        hidden = reduce(hidden, "b (h group) 1 1 -> b h 1 1", "all", h=kv_heads)
-    return hidden.transpose(1, 2)
+    unseen = masked_rows.all(dim=2, keepdim=True)
+    if unseen.shape[1] != 1:
+        unseen = reduce(unseen, "b (h group) 1 1 -> b h 1 1", "all", h=kv_heads)
+    return unseen.transpose(1, 2)
 
 
-def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, hidden_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """A bias ({B|1}, {H|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else, or hides its whole row."""
+def add_row_bias(out: Tensor, lse: Tensor, row_bias: Tensor, masked_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """A bias ({B|1}, {H|1}, {Sq|1}, 1) shifts lse (B, H, Sq) and nothing else, or masks its whole row."""
     # A zero that depends on the bias, so that its gradient is zero, not None, where lse is not used.
     zero = row_bias[..., :0].sum()
-    row_bias, hidden = row_bias[..., 0].to(lse.dtype), hidden_rows[..., 0]
-    empty = hidden | (lse == -torch.inf)  # no gradient, whatever the gradient of lse is
-    lse = (lse + row_bias.masked_fill(empty, 0)).masked_fill(hidden, -torch.inf)
-    return out.masked_fill(hidden.transpose(1, 2)[..., None], zero), lse
+    row_bias, masked = row_bias[..., 0].to(lse.dtype), masked_rows[..., 0]
+    empty = masked | (lse == -torch.inf)  # no gradient, whatever the gradient of lse is
+    lse = (lse + row_bias.masked_fill(empty, 0)).masked_fill(masked, -torch.inf)
+    return torch.where(masked.transpose(1, 2)[..., None], zero.to(out.dtype), out), lse
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The biases that hide a key. The compiled kernels have the same rule: csrc/cpu/scores.cpp."""
+"""The biases that mask a key. The compiled kernels have the same rule: csrc/cpu/scores.cpp."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def least(dtype: torch.dtype) -> float:
-    """The largest bias that hides: the least finite number of the dtype, which additive masks consist of."""
+    """The largest bias that masks: the least finite number of the dtype, which additive masks consist of."""
     return torch.finfo(dtype).min
 
 
-def hides(bias: Tensor) -> Tensor:
-    """bool: whether a bias is -inf or the least finite number of its dtype. NaN does not hide; it propagates."""
+def is_masked(bias: Tensor) -> Tensor:
+    """bool: whether a bias is -inf or the least finite number of its dtype. NaN does not mask; it propagates."""
     return bias <= least(bias.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, TypedDict
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from .masks import Mask, Problem
 from .masks.choice import Sparse
+from .ops.conventions import default_scale
 
 
 class Options(TypedDict):
@@ -62,8 +62,8 @@ class Call:
     keeps_max_seqlen: bool = field(default=False, init=False)  # max_seqlen_* are not reduced to the total rows and keys
 
     def options(self) -> Options:
-        """Needs query of at least one dimension, and a softmax_scale that is no tensor."""
-        scale = 1.0 / math.sqrt(self.query.shape[-1]) if self.softmax_scale is None else self.softmax_scale
+        """Needs query of at least one dimension, and a softmax_scale that is not a tensor."""
+        scale = default_scale(self.query.shape[-1]) if self.softmax_scale is None else self.softmax_scale
         return {
             "softmax_scale": float(scale),
             "is_causal": bool(self.is_causal),

@@ -17,9 +17,11 @@ from .arguments import (
     names,
     require_bool,
     require_count,
+    require_dense,
     require_device,
     require_float32_or,
     require_floating,
+    require_given,
     require_length,
     require_number,
     require_tensor,
@@ -30,12 +32,11 @@ from .call import Call
 from .deprecation import deprecated
 from .masks import SPARSE, KeyIntervalMask, KeyLists, Mask
 from .ops.list_sizes import is_per_key
-from .ops.schema import MaskTensors
+from .ops.schema import NO_MASK, MaskTensors
 from .sinks import check_sinks
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 AnyMask = Union[Tensor, KeyIntervalMask, KeyLists, None]
-NO_MASK = MaskTensors()
 BIAS_DIMENSIONS = "({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1})"  # of fixed length
 # None stands for these values, as in upstream's flash-dmattn.
 NONE_MEANS = {"is_causal": False, "softcap": 0.0, "deterministic": False, "return_attn_probs": False}
@@ -51,15 +52,17 @@ def check_options(call: Call) -> None:
             raise ValueError("scale is the former name of softmax_scale, got both")
         deprecated("the argument scale of upstream's flash-dmattn", "softmax_scale")
         call.softmax_scale, call.scale = call.scale, None
-    if isinstance(call.window_size, (tuple, list)):
-        raise TypeError(
-            f"window_size must be an int, got {call.window_size}: it is top-k selection; a sliding window is "
-            "attn_mask=KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, (left, right))"
-        )
+    refuse_sliding_window(
+        call.window_size,
+        "attn_mask=KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, (left, right))"
+        if call.varlen is None
+        else "relative_bias=flash_dmattn.relative.window(max_seqlen_k, left, right)",
+    )
     if call.window_size is not None:
         call.window_size = require_count("window_size", call.window_size)
     if call.varlen is not None:
         refuse_offsets_as_mask(call.attn_mask)
+        require_given(**call.varlen._asdict())
         require_tensor("cu_seqlens_q", call.varlen.cu_seqlens_q)
         require_tensor("cu_seqlens_k", call.varlen.cu_seqlens_k)
         lengths = {name: require_length(name, getattr(call.varlen, name)) for name in ("max_seqlen_q", "max_seqlen_k")}
@@ -77,6 +80,14 @@ def check_options(call: Call) -> None:
         raise ValueError("sparse='lists' needs attn_mask or window_size, got none")
     if call.sparse == "tiles" and isinstance(call.attn_mask, Mask) and call.attn_mask.needs_lists:
         raise ValueError("sparse='tiles' needs a mask, got attn_mask of KeyLists that were made from indices")
+
+
+def refuse_sliding_window(window_size: object, instead: str) -> None:
+    """Raises for the window_size of flash-attn, (left, right). `instead`: the argument that makes such a window."""
+    if isinstance(window_size, (tuple, list)):
+        raise TypeError(
+            f"window_size must be an int, got {window_size}: it is top-k selection; a sliding window is {instead}"
+        )
 
 
 def refuse_offsets_as_mask(mask: object) -> None:
@@ -136,10 +147,12 @@ def check_call(backend: ModuleType, call: Call) -> None:
         if not backend.SPARSE_MASKS:
             raise ValueError(f"cache_seqlens is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
         if call.return_attn_probs:
-            raise ValueError("return_attn_probs is for keys that are all there, got cache_seqlens")
+            raise ValueError("return_attn_probs does not support cache_seqlens, got both")
+        # The operator checks the others; it gets neither sinks nor a bias that is constant along the keys.
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (call.sinks, call.attn_bias)):
+            raise ValueError("cache_seqlens is for inference, and has no gradients: call under torch.no_grad()")
     if call.window_size is not None:
-        batch = call.query.shape[0] if call.varlen is None else None
-        check_window(call.attn_mask, call.attn_bias, batch, call.key.shape[-3], call.is_causal)
+        check_window(call.attn_mask, call.attn_bias, call.query, call.key, call.is_causal, call.varlen is not None)
 
 
 def check_distributed(call: Call) -> None:
@@ -172,6 +185,21 @@ def check_tensors(call: Call, mask: MaskTensors, bias: Tensor | None) -> None:
         checker.check_fixed(query, key, value, mask.mask, mask.intervals, bias, call.cache_seqlens)
     else:
         checker.check_varlen(query, key, value, mask.mask, mask.intervals, bias, *call.varlen)
+
+
+def check_scores_of_qkv(qkv: Tensor, max_seqlen: int, given: dict[str, object]) -> None:
+    """The shapes of masks and biases of packed self-attention, which has one name for the lengths of rows and keys."""
+    total, _, heads, _ = qkv.shape
+    for name, scores in given.items():
+        if not isinstance(scores, Tensor) or ops.checker() is None:
+            continue
+        require_dense(name, scores)
+        shape = shape_of(scores)
+        fits = shape[:1] == (total,) and is_one_of(shape[1] if len(shape) > 1 else 0, heads, 1)
+        if not fits or shape[2:] not in ((), (max_seqlen,)):
+            accepted = "(total, {H|1}) or (total, {H|1}, max_seqlen)"
+            sizes = f"total = {total}, H = {heads} and max_seqlen = {max_seqlen}"
+            raise ValueError(f"{name} must be {accepted} with {sizes}, got shape {shape}")
 
 
 def check_row_bias(call: Call) -> None:
@@ -221,7 +249,7 @@ def check_relative_bias(call: Call) -> None:
         if call.varlen is not None:
             raise ValueError(f"grid is for fixed length, got grid={call.grid} and cu_seqlens_q")
         if call.cache_seqlens is not None:
-            raise ValueError(f"grid is for images that are all there, got grid={call.grid} and cache_seqlens")
+            raise ValueError(f"grid does not support cache_seqlens, got grid={call.grid} and cache_seqlens")
         if bias.ndim != 4 or bias.shape[2:] != (2 * height - 1, 2 * width - 1):
             raise ValueError(
                 f"relative_bias must be ({{B|1}}, {{H|Hkv|1}}, {2 * height - 1}, {2 * width - 1}) with "
@@ -247,22 +275,29 @@ def checked_grid(grid: object) -> tuple[int, int]:
     return height, width
 
 
-def check_window(mask: Mask | None, bias: Tensor | None, batch: int | None, keys: int, is_causal: bool) -> None:
-    """Checks the arguments of a call with window_size. KeyIntervalMask.topk checks window_size itself.
-
-    batch: the batch size, for fixed length.
-    """
+def check_window(
+    mask: Mask | None, bias: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, varlen: bool
+) -> None:
+    """Checks the arguments of a call with window_size. KeyIntervalMask.topk checks window_size itself."""
     if mask is not None:
         raise ValueError("window_size makes a mask of its own, got attn_mask too; combine KeyIntervalMasks with &")
     if not is_causal:
         raise ValueError("window_size needs is_causal=True: each row chooses among the keys up to its own")
     per_key = bias is not None and is_per_key(bias.shape)
+    batch, keys = query.shape[0], key.shape[-3]
     if per_key and bias.ndim == 4:
         per_key = bias.shape[3] == keys and is_one_of(bias.shape[0], batch, 1)
     if not per_key:
         got = "none" if bias is None else f"shape {shape_of(bias)}"
-        layouts = "({B|1}, {H|Hkv|1}, 1, Sk) or (total_k, {H|Hkv|1})"
-        raise ValueError(f"window_size needs attn_bias of one number per key, {layouts}, got {got}")
+        heads = one_of(query.shape[-2], key.shape[-2], 1)
+        layout = f"({keys}, {heads})" if varlen else f"({one_of(batch, 1)}, {heads}, 1, {keys})"
+        raise ValueError(f"window_size needs attn_bias of one number per key, {layout}, got {got}")
+
+
+def one_of(*sizes: int) -> str:
+    """The accepted sizes of a dimension: "{4|1}", or "1"."""
+    texts = list(dict.fromkeys(map(str, sizes)))
+    return texts[0] if len(texts) == 1 else f"{{{'|'.join(texts)}}}"
 
 
 def compiled_check(name: str, *arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""FLASH_DMATTN_LOG=1 in the environment reports where a call falls back, each kind once (docs/logging.md).
+"""FLASH_DMATTN_LOG=1 in the environment reports where a call falls back, each kind and reason once (docs/logging.md).
 
 The logger "flash_dmattn" gets them as warnings: what Python decides by `report`, what the compiled module decides
 (csrc/fallback_log.h) by `write`.
@@ -13,7 +13,7 @@ import torch
 
 logger = logging.getLogger("flash_dmattn")
 LOGS = os.environ.get("FLASH_DMATTN_LOG") == "1"
-_logged: set[str] = set()
+_logged: set[tuple[str, str]] = set()
 
 
 def enabled() -> bool:
@@ -22,9 +22,10 @@ def enabled() -> bool:
 
 
 def report(kind: str, text: str) -> None:
-    """Call it where `enabled()`. kind: what falls back; text: the reason, and what to change."""
-    if kind not in _logged:
-        _logged.add(kind)
+    """Call it where `enabled()`. kind: what falls back; text: the reason, and what to change, without sizes: each is
+    reported once."""
+    if (kind, text) not in _logged:
+        _logged.add((kind, text))
         write(kind, text)
 
 

@@ -10,10 +10,11 @@ import functools
 import inspect
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from . import backends, checks, ops
-from .arguments import check_cu_seqlens
+from .arguments import check_cu_seqlens, require_given
 from .attend import attend, autocast_is_on, kernels_for, require_device_with_kernels
 from .backends import Backend
 from .call import Call, Varlen
@@ -22,15 +23,34 @@ from .kvcache import flash_dmattn_with_kvcache as flash_dmattn_with_kvcache
 from .masks.choice import LIMITS, Sparse
 
 
+def require_arguments_of(function: Callable, args: tuple, kwargs: dict) -> None:
+    """Raises TypeError where the arguments do not fit the signature of a function."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}() {str(error).replace('too many', 'got too many')}") from None
+
+
 def continued_by(function: Callable, first: str) -> Callable[[Callable], Callable]:
-    """Puts the parameters of `function` from `first` on in place of *args and **kwargs, for help and type checkers."""
+    """Puts the parameters of `function` from `first` on in place of *args and **kwargs, for help, type checkers and
+    errors."""
 
     def decorate(packed: Callable) -> Callable:
+        @functools.wraps(packed)
+        def continued(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return packed(*args, **kwargs)
+            try:
+                return packed(*args, **kwargs)
+            except TypeError:  # that of a wrong argument names `function`
+                require_arguments_of(continued, args, kwargs)
+                raise
+
         signature = inspect.signature(packed)
         own = [p for p in signature.parameters.values() if p.name not in ("args", "kwargs")]
         names, rest = zip(*inspect.signature(function).parameters.items())
-        packed.__signature__ = signature.replace(parameters=[*own, *rest[names.index(first) :]])
-        return packed
+        continued.__signature__ = signature.replace(parameters=[*own, *rest[names.index(first) :]])
+        return continued
 
     return decorate
 
@@ -178,10 +198,10 @@ def flash_dmattn_varlen_func(
     value: Tensor,
     attn_mask: AnyMask = None,
     attn_bias: Tensor | None = None,
-    cu_seqlens_q: Tensor = None,
-    cu_seqlens_k: Tensor = None,
-    max_seqlen_q: int = None,
-    max_seqlen_k: int = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     softmax_scale: float | Tensor | None = None,
     is_causal: bool | None = False,
     softcap: float | None = 0.0,
@@ -212,7 +232,8 @@ def flash_dmattn_varlen_func(
         max_seqlen_q: required, at least the longest sequence of rows.
         max_seqlen_k: required, at least the longest sequence of keys.
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`; causality holds in each sequence.
-        return_attn_probs, return_lse, window_size, sparse, sinks, scale: as in `flash_dmattn_func`.
+        return_attn_probs, return_lse, sparse, sinks, scale: as in `flash_dmattn_func`.
+        window_size: as in `flash_dmattn_func`, in each sequence. Requires attn_bias per key, (total_k, {H|Hkv|1}).
         relative_bias: as in `flash_dmattn_func`; distances count from the sequence's own lengths. B sequences may have
             one table each.
         grid: must be None: a grid is for fixed length.
@@ -243,8 +264,8 @@ def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor,
     attn_mask: AnyMask = None,
     attn_bias: Tensor | None = None,
-    cu_seqlens: Tensor = None,
-    max_seqlen: int = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     *args,
     **kwargs,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -262,7 +283,10 @@ def flash_dmattn_varlen_qkvpacked_func(
     checks.compiled_check("check_packed", "qkv", qkv, "(total, 3, H, D)", 3)
     require_device_with_kernels("qkv", qkv)
     checks.refuse_offsets_as_mask(attn_mask)
-    check_cu_seqlens("cu_seqlens", cu_seqlens, qkv, "qkv", qkv.shape[0], ("max_seqlen", max_seqlen))
+    require_given(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+    total = (qkv.shape[0], "the rows of qkv")
+    check_cu_seqlens("cu_seqlens", cu_seqlens, qkv, "qkv", total, ("max_seqlen", max_seqlen))
+    checks.check_scores_of_qkv(qkv, max_seqlen, {"attn_mask": attn_mask, "attn_bias": attn_bias})
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_dmattn_varlen_func(*qkv.unbind(dim=1), attn_mask, attn_bias, *lengths, *args, **kwargs)
 
@@ -305,7 +329,7 @@ def flash_dmattn_func_auto(backend: Backend | None = None) -> Callable[..., Tens
             error = raised
         else:
             return attend(module, call)
-        inspect.signature(flash_dmattn_func).bind(*args, **kwargs)
+        require_arguments_of(function, args, kwargs)
         raise error
 
     return function

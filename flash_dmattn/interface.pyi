@@ -161,10 +161,10 @@ def flash_dmattn_kvpacked_func(
 @overload
 def flash_dmattn_varlen_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
-    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
+    *, return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor: ...
@@ -172,10 +172,10 @@ def flash_dmattn_varlen_func(
 @overload
 def flash_dmattn_varlen_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
-    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
+    *, return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -183,27 +183,29 @@ def flash_dmattn_varlen_func(
 @overload
 def flash_dmattn_varlen_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
-    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
-    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., *, return_attn_probs: Literal[True],
+    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 @overload
 def flash_dmattn_varlen_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
-    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
-    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *,
+    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 @overload
 def flash_dmattn_varlen_qkvpacked_func(
-    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
-    max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
+    max_seqlen: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
     *, return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
@@ -212,8 +214,8 @@ def flash_dmattn_varlen_qkvpacked_func(
 
 @overload
 def flash_dmattn_varlen_qkvpacked_func(
-    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
-    max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
+    max_seqlen: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
     *, return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
@@ -222,8 +224,8 @@ def flash_dmattn_varlen_qkvpacked_func(
 
 @overload
 def flash_dmattn_varlen_qkvpacked_func(
-    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
-    max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
+    max_seqlen: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., *, return_attn_probs: Literal[True],
     return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
@@ -232,8 +234,8 @@ def flash_dmattn_varlen_qkvpacked_func(
 
 @overload
 def flash_dmattn_varlen_qkvpacked_func(
-    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor = ...,
-    max_seqlen: int = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
+    max_seqlen: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
     softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *,
     return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
@@ -243,10 +245,10 @@ def flash_dmattn_varlen_qkvpacked_func(
 @overload
 def flash_dmattn_varlen_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
-    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
+    *, return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor: ...
@@ -254,10 +256,10 @@ def flash_dmattn_varlen_kvpacked_func(
 @overload
 def flash_dmattn_varlen_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
-    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
-    return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
+    *, return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -265,21 +267,23 @@ def flash_dmattn_varlen_kvpacked_func(
 @overload
 def flash_dmattn_varlen_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
-    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
-    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., *, return_attn_probs: Literal[True],
+    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 @overload
 def flash_dmattn_varlen_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor = ..., cu_seqlens_k: Tensor = ..., max_seqlen_q: int = ..., max_seqlen_k: int = ...,
-    softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
-    deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
-    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
+    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *,
+    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
+    scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 class FlashDmattnFunc(Protocol):

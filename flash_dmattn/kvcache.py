@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -15,12 +13,12 @@ from .arguments import (
     require_count,
     require_device,
     require_float32_or,
-    require_floating,
     require_length,
     require_tensor,
     shape_of,
 )
 from .attend import accumulated, autocast_is_on, kernels_for
+from .ops.conventions import accumulation_dtype, default_scale
 from .sinks import check_sinks
 
 INT32_MAX = 2**31 - 1
@@ -62,13 +60,15 @@ def flash_dmattn_with_kvcache(
     Args:
         query: (B, Sq, H, D), or with cu_seqlens_q (total_q, H, D); float16 or bfloat16, on the CPU float32 and float64
             too.
-        k_cache: (B, Sk, Hkv, D) in query's dtype, or with block_table (pages, page_size, Hkv, D). The last dimension is
-            contiguous; on CUDA D is a multiple of 8, and storage and other strides are aligned to 16 bytes.
+        k_cache: (B, Sk, Hkv, D) in query's dtype, with cache_batch_idx any number of elements in place of B; or with
+            block_table (pages, page_size, Hkv, D). The last dimension is contiguous; on CUDA D is a multiple of 8, and
+            storage and other strides are aligned to 16 bytes.
         v_cache: as k_cache; on the CPU with a head dimension of its own.
         key, value: of the new tokens, (B, Sq, Hkv, D), with cu_seqlens_q (total_q, Hkv, D), in query's dtype; both or
-            none.
-        bias_cache: (B, Sk, Hkv) or (pages, page_size, Hkv), float32 or in the cache's dtype: one number per key and
-            key/value head, added to the scores. -inf and the least finite number of the dtype hide the key.
+            none. value has v_cache's head dimension.
+        bias_cache: as k_cache without D, (B, Sk, Hkv) or (pages, page_size, Hkv); float32 or in the cache's dtype: one
+            number per key and key/value head, added to the scores. -inf and the least finite number of the dtype mask
+            the key.
         bias: of the new tokens, (B, Sq, Hkv) or (total_q, Hkv), in bias_cache's dtype; with key and bias_cache.
         cache_seqlens: int32 (B), or an int for all: the keys in the cache, without the new ones. On CUDA only the
             device reads the values, so that one CUDA graph serves all lengths.
@@ -99,11 +99,11 @@ def flash_dmattn_with_kvcache(
         (H, total_q) in natural logarithms, float32 (float64 for float64), -inf for a row without visible keys.
 
     Raises:
-        ValueError: an invalid shape or value; on the CPU a NaN among a sequence's biases with window_size. On CUDA
-            this NaN fails a device-side assertion, which ends the CUDA context.
+        ValueError: an invalid shape or value; a tensor that requires grad while gradients are enabled: there are none;
+            on the CPU a NaN among a sequence's biases with window_size. On CUDA this NaN fails a device-side assertion,
+            which ends the CUDA context.
         TypeError: an invalid dtype or type.
-        RuntimeError: tensors on different devices, kernels that were not built, or a tensor that requires grad while
-            gradients are enabled: there are none.
+        RuntimeError: tensors on different devices, or kernels that were not built.
     """
     kernels_for(query)
     tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
@@ -117,6 +117,7 @@ def flash_dmattn_with_kvcache(
     if autocast_is_on(query.device):  # the cache cannot be copied
         query, key, value = (x if x is None else x.to(k_cache.dtype) for x in (query, key, value))
     check_options(softmax_scale, softcap, is_causal, return_lse, batch_invariant)
+    checks.refuse_sliding_window(window_size, "relative_bias=flash_dmattn.relative.window(capacity, left, right)")
     if window_size is not None:
         window_size = require_length("window_size", window_size)
     if max_seqlen_q is not None:
@@ -133,8 +134,9 @@ def flash_dmattn_with_kvcache(
         relative_bias = accumulated(relative_bias, query)
     if sinks is not None:
         check_sinks(sinks, query)
-        sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
-    scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if softmax_scale is None else float(softmax_scale)
+        sinks = sinks.to(accumulation_dtype(query.dtype))
+    # The operator checks the head dimension.
+    scale = default_scale(max(query.shape[-1], 1)) if softmax_scale is None else float(softmax_scale)
     out, lse = ops.attention_with_kvcache(
         *(query, k_cache, v_cache, key, value, bias_cache, bias, cache_seqlens, cache_batch_idx, block_table),
         *(cu_seqlens_q, max_seqlen_q, window_size, scale, bool(is_causal), float(softcap), relative_bias, sinks),
@@ -151,7 +153,7 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
         require_tensor(name, tensor)
         require_device(name, tensor, tensors["query"].device, "query")
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
+            raise ValueError(
                 f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; "
                 "call it under torch.no_grad()"
             )
@@ -171,8 +173,8 @@ def refuse_transforms(tensors: dict[str, Tensor | None]) -> None:
 
 def check_query(query: Tensor, cu_seqlens_q: Tensor | None) -> None:
     """What the other checks read of query and of its sequences."""
-    require_floating("query", query)
     layout = "(B, Sq, H, D)" if cu_seqlens_q is None else "(total_q, H, D)"
+    checks.compiled_check("check_rows", "query", query, layout)
     dimensions = layout.count(",") + 1
     if query.ndim != dimensions:
         raise ValueError(f"query must have {dimensions} dimensions {layout}, got shape {shape_of(query)}")

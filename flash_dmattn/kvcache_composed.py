@@ -25,6 +25,7 @@ from .attend import attend, kernels_for
 from .call import Call, Varlen
 from .masks.choice import LIMITS
 from .masks.topk import refuse_nan, sequence_of_keys, topk_keys
+from .ops.conventions import accumulation_dtype
 from .ops.list_sizes import LIST_ROWS, MAX_TOPK_LIST_ROWS
 from .ops.schema import KvCacheArguments
 
@@ -57,15 +58,15 @@ class Slots:
     def __init__(self, given: KvCacheArguments):
         self.table, self.elements = given.block_table, given.cache_batch_idx
         self.batches, self.width = given.k_cache.shape[:2]  # pages of the cache and their size, or batch elements
-        self.room = self.width if self.table is None else self.table.shape[1] * self.width
+        self.capacity = self.width if self.table is None else self.table.shape[1] * self.width
 
     def find(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(page or batch element, key in it, whether it exists), each int64 and inside the cache.
 
         sequence, position: int64, broadcast to each other; any values.
         """
-        exists = (position >= 0) & (position < self.room)
-        position = position.clamp(0, self.room - 1)
+        exists = (position >= 0) & (position < self.capacity)
+        position = position.clamp(0, self.capacity - 1)
         if self.table is None:
             element = sequence if self.elements is None else self.elements[sequence].long()
         else:
@@ -94,20 +95,20 @@ class Slots:
 class Sequences:
     """The new rows and the keys of each sequence, when the new tokens are in the cache."""
 
-    def __init__(self, given: KvCacheArguments, room: int):
+    def __init__(self, given: KvCacheArguments, capacity: int):
         self.batch, device = given.cache_seqlens.shape[0], given.query.device
         self.cu_seqlens = given.cu_seqlens_q
-        self.before = before = given.cache_seqlens.long().clamp(0, room)
+        self.before = before = given.cache_seqlens.long().clamp(0, capacity)
         if self.cu_seqlens is None:
             self.max_rows = given.query.shape[1]
             self.rows = torch.full((self.batch,), self.max_rows, device=device)
         else:
             self.max_rows = given.max_seqlen_q
             self.rows = self.cu_seqlens.diff().long()
-        self.keys = before if given.key is None else (before + self.rows).clamp_(max=room)
+        self.keys = before if given.key is None else (before + self.rows).clamp_(max=capacity)
         # The length of the longest sequence; where only the device knows the lengths, a bound on it.
         values = read(self.keys)
-        self.longest = room if values is None else max(values, default=0)
+        self.longest = capacity if values is None else max(values, default=0)
 
     def of_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """int64 (rows): the sequence of each packed row, and the row's number in it."""
@@ -120,7 +121,7 @@ class Sequences:
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """int64 (total): the sequence of each packed position, and the position in it. Positions after the last sequence
-    are in none: beyond the room of the last."""
+    are in none: beyond the capacity of the last."""
     sequence = sequence_of_keys(cu_seqlens, total).clamp_(max=cu_seqlens.shape[0] - 2)
     positions = torch.arange(total, device=cu_seqlens.device)
     return sequence, torch.where(positions < cu_seqlens[-1], positions - cu_seqlens[sequence], 1 << 40)
@@ -135,9 +136,9 @@ def compose_attention_with_kvcache(*args) -> tuple[Tensor, Tensor]:
         return without_padding(given, offsets[-1])
     query, slots = given.query, Slots(given)
     with torch.autocast(query.device.type, enabled=False):
-        is_empty = slots.batches == 0 or slots.room == 0 or query.numel() == 0
+        is_empty = slots.batches == 0 or slots.capacity == 0 or query.numel() == 0
         if not is_empty:
-            sequences = Sequences(given, slots.room)
+            sequences = Sequences(given, slots.capacity)
             if given.window_size and query.device.type == "cpu":
                 refuse_nan_biases(given, slots, sequences)
             append(given, slots, sequences)
@@ -152,7 +153,7 @@ def compose_attention_with_kvcache(*args) -> tuple[Tensor, Tensor]:
 def nothing_visible(given: KvCacheArguments) -> tuple[Tensor, Tensor]:
     query = given.query
     *batch, rows, heads, _ = query.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = accumulation_dtype(query.dtype)
     out = query.new_zeros(*query.shape[:-1], given.v_cache.shape[3])
     return out, query.new_full((*batch, heads, rows), -torch.inf, dtype=dtype)
 
@@ -234,7 +235,7 @@ def attend_alone(given: KvCacheArguments, sequences: Sequences, b: int, query: T
     if query.numel() == 0:
         return nothing_visible(alone)
     slots = Slots(alone)
-    return attend_to_cache(alone, slots, Sequences(alone, slots.room))
+    return attend_to_cache(alone, slots, Sequences(alone, slots.capacity))
 
 
 def packs_rows(given: KvCacheArguments) -> bool:
@@ -243,9 +244,9 @@ def packs_rows(given: KvCacheArguments) -> bool:
 
 def attend_to_cache(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """(out, lse), when the new tokens are in the cache."""
-    room, window_size = sequences.longest, given.window_size
+    longest, window_size = sequences.longest, given.window_size
     is_packed = given.cu_seqlens_q is not None
-    selects = window_size is not None and (window_size < room or packs_rows(given))
+    selects = window_size is not None and (window_size < longest or packs_rows(given))
     # The kernels that select key lists for few rows read a contiguous cache in place. Distances of a relative bias need
     # every key at its position.
     is_in_place = slots.table is None and slots.elements is None and not is_packed
@@ -255,7 +256,7 @@ def attend_to_cache(given: KvCacheArguments, slots: Slots, sequences: Sequences)
     elif is_packed:
         keys = all_keys_packed(given, slots, sequences)
     else:
-        keys = Keys([slots.whole(cache, room) for cache in caches_of(given)], sequences.keys, room)
+        keys = Keys([slots.whole(cache, longest) for cache in caches_of(given)], sequences.keys, longest)
     if fallbacks.enabled() and given.query.device.type == "cuda":
         report(selects and given.relative_bias is not None)
     return call_packed(given, sequences, keys) if is_packed else call_fixed(given, keys)
@@ -273,18 +274,18 @@ def caches_of(given: KvCacheArguments) -> list[Tensor]:
 
 
 def all_keys_packed(given: KvCacheArguments, slots: Slots, sequences: Sequences) -> Keys:
-    sequence, position = packed(given, sequences.keys, sequences.batch * sequences.longest)
+    sequence, position = packed(sequences.keys, sequences.batch * sequences.longest)
     element, key, exists = slots.find(sequence, position)
-    tensors = hidden_where(~exists[:, None], [cache[element, key] for cache in caches_of(given)])
+    tensors = masked_where(~exists[:, None], [cache[element, key] for cache in caches_of(given)])
     return Keys(tensors, sequences.keys, sequences.longest)
 
 
-def hidden_where(hidden: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors of `Keys`, with biases -inf where hidden: a bias to select by may not be NaN."""
-    return [*tensors[:2], *(biases.masked_fill(hidden, -torch.inf) for biases in tensors[2:])]
+def masked_where(is_masked: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors of `Keys`, with biases -inf where masked: a bias to select by may not be NaN."""
+    return [*tensors[:2], *(biases.masked_fill(is_masked, -torch.inf) for biases in tensors[2:])]
 
 
-def packed(given: KvCacheArguments, counts: Tensor, max_total: int) -> tuple[Tensor, Tensor]:
+def packed(counts: Tensor, max_total: int) -> tuple[Tensor, Tensor]:
     """int64 (total): the sequence of each of the `counts` keys of the sequences, and its number there. The total is
     `max_total` where the counts cannot be read."""
     values = read(counts)
@@ -308,7 +309,7 @@ def best_and_new_keys(given: KvCacheArguments, slots: Slots, sequences: Sequence
         sequence = torch.arange(sequences.batch, device=prefix.device)[:, None].expand(-1, width)
         number = torch.arange(width, device=prefix.device).expand(sequence.shape)
     else:
-        sequence, number = packed(given, counts, sequences.batch * max_selected + given.query.shape[0])
+        sequence, number = packed(counts, sequences.batch * max_selected + given.query.shape[0])
     heads = torch.arange(given.k_cache.shape[2], device=prefix.device)
     sequence, number = sequence[..., None], number[..., None]
     behind = number - selected[sequence]  # the number of a new row's key
@@ -317,11 +318,11 @@ def best_and_new_keys(given: KvCacheArguments, slots: Slots, sequences: Sequence
     position = torch.where(behind < 0, position, prefix[sequence] + behind)
     element, key, exists = slots.find(sequence, position)
     tensors = [cache[element, key, heads] for cache in caches_of(given)]
-    return Keys(hidden_where(~exists | ((behind < 0) & (rank < 0)), tensors), counts, width)
+    return Keys(masked_where(~exists | ((behind < 0) & (rank < 0)), tensors), counts, width)
 
 
 def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best of the first `lengths` keys, of biases (B, keys, Hkv), without hidden keys.
+    """The `count` best of the first `lengths` keys, of biases (B, keys, Hkv), without masked keys.
 
     Returns:
         positions int64 (B, Hkv, count), ascending, at least one column; 0 beyond the number of keys found.
@@ -330,7 +331,7 @@ def best_keys(bias: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor
     batch, _, heads = bias.shape
     if count == 0:
         return lengths.new_zeros(batch, heads, 1), lengths.new_zeros(batch, heads)
-    # A head with too few keys gathers the first key, hidden: bits must not depend on uninitialized memory.
+    # A head with too few keys gathers the first key, masked: bits must not depend on uninitialized memory.
     positions, is_key = topk_keys(bias.transpose(1, 2), count, lengths.int())
     return positions, is_key.sum(dim=-1)
 

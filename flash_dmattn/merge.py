@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from einops import rearrange
@@ -27,9 +27,13 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     Raises:
         ValueError: no chunk, different numbers of outs and lses, or an invalid shape.
-        TypeError: an out or lse that is no floating tensor, or chunks of different dtypes.
+        TypeError: outs or lses that are not a sequence, an out or lse that is not a floating tensor, or chunks of
+            different dtypes.
         RuntimeError: chunks on different devices.
     """
+    for name, tensors in (("outs", outs), ("lses", lses)):
+        if not isinstance(tensors, Iterable):
+            raise TypeError(f"{name} must be a sequence of tensors, got {type(tensors).__name__}")
     outs, lses = tuple(outs), tuple(lses)
     check_chunks(outs, lses)
     stacked = torch.stack(lses)
@@ -37,9 +41,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     largest = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf is NaN
     weights = (stacked - largest).exp()
     total = weights.sum(dim=0)
-    hidden = total == 0
-    total = total.masked_fill(hidden, 1)
-    lse = (largest + total.log()).masked_fill(hidden, -torch.inf)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    lse = (largest + total.log()).masked_fill(empty, -torch.inf)
     dtype = torch.promote_types(outs[0].dtype, lse.dtype)
     merged = sum(
         rearrange(weight / total, "... h s -> ... s h 1").to(dtype)

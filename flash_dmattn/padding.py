@@ -24,7 +24,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
 
     Raises:
         ValueError: shapes that do not match.
-        TypeError: an argument that is no tensor, or an attention_mask that is neither bool nor integer.
+        TypeError: an argument that is not a tensor, or an attention_mask that is neither bool nor integer.
         RuntimeError: tensors on different devices.
     """
     require_tensor("hidden_states", hidden_states)
@@ -56,7 +56,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: i
 
     Raises:
         ValueError: an invalid shape; on the CPU also indices out of range.
-        TypeError: an argument that is no tensor, indices that are no integers, a size that is no int.
+        TypeError: an argument that is not a tensor, indices that are not integers, a size that is not an int.
         RuntimeError: tensors on different devices.
     """
     require_tensor("hidden_states", hidden_states)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from .arguments import require_bool, require_count, require_floating, shape_of
+from .ops.conventions import accumulation_dtype
 
 
 def distances(max_distance: int, device: torch.device | str | None = None) -> Tensor:
@@ -45,7 +46,8 @@ def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Te
 
     Raises:
         TypeError, ValueError: a table that is not floating, whose shape is another or that has too few buckets, a
-            bidirectional that is no bool, a max_distance that is no int or not above the buckets of one distance each.
+            bidirectional that is not a bool, a max_distance that is not an int or is not above the buckets of one
+            distance each.
     """
     require_parameters("table", table, 2, "(buckets, H)")
     require_bool("bidirectional", bidirectional)
@@ -80,7 +82,8 @@ def alibi(slopes: Tensor, max_distance: int) -> Tensor:
         (1, H, 2 * max_distance + 1).
 
     Raises:
-        TypeError, ValueError: slopes that are not floating or not (H), a max_distance that is no int or negative.
+        TypeError, ValueError: slopes that are not floating or not (H), a max_distance that is not an int or is
+            negative.
     """
     require_parameters("slopes", slopes, 1, "(H)")
     return (-wide(slopes)[:, None] * distances(max_distance, slopes.device).abs())[None]
@@ -95,7 +98,7 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
         device: the device of the slopes.
 
     Raises:
-        TypeError, ValueError: heads that are no int or negative.
+        TypeError, ValueError: heads that are not an int or are negative.
     """
     heads = require_count("heads", heads)
     lower = 1 << heads.bit_length() - 1 if heads else 0
@@ -119,7 +122,7 @@ def kerple(scale: Tensor, shape: Tensor, max_distance: int, kind: Literal["log",
         (1, H, 2 * max_distance + 1).
 
     Raises:
-        TypeError, ValueError: a scale or shape that is not floating or not (H), a max_distance that is no int or
+        TypeError, ValueError: a scale or shape that is not floating or not (H), a max_distance that is not an int or is
             negative, another kind.
     """
     for name, parameter in (("scale", scale), ("shape", shape)):
@@ -151,7 +154,7 @@ def sandwich(heads: int, max_distance: int, dim: int = 128, device: torch.device
         float32 (1, H, 2 * max_distance + 1).
 
     Raises:
-        TypeError, ValueError: heads, a max_distance or a dim that is no int or negative, a dim that is odd or 0.
+        TypeError, ValueError: heads, a max_distance or a dim that is not an int or is negative, a dim that is odd or 0.
     """
     heads, dim = require_count("heads", heads), require_count("dim", dim)
     if dim == 0 or dim % 2:
@@ -177,13 +180,15 @@ def window(max_distance: int, left: int, right: int = 0, device: torch.device | 
         float32 (1, 1, 2 * max_distance + 1).
 
     Raises:
-        TypeError, ValueError: an argument that is no int or negative, a max_distance that is not above left and right.
+        TypeError, ValueError: an argument that is not an int or is negative, a max_distance that is not above left and
+            right.
     """
     left, right = require_count("left", left), require_count("right", right)
     distance = distances(max_distance, device)
     if max(left, right) >= max_distance:
         raise ValueError(f"max_distance must be above left and right, got {max_distance}, {left} and {right}")
-    return torch.where((-left <= distance) & (distance <= right), 0.0, -torch.inf)[None, None]
+    masked = (distance < -left) | (distance > right)
+    return torch.zeros_like(masked, dtype=torch.float32).masked_fill(masked, -torch.inf)[None, None]
 
 
 def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -197,8 +202,8 @@ def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
         ({B|1}, {H|Hkv|1}, Sq, Sk) in the table's dtype.
 
     Raises:
-        TypeError, ValueError: a table that is not floating or whose shape is another, lengths that are no ints or not
-            those of the grid.
+        TypeError, ValueError: a table that is not floating or whose shape is another, lengths that are not ints or are
+            not those of the grid.
     """
     require_floating("relative_bias", relative_bias)
     if relative_bias.ndim not in (3, 4) or any(size % 2 == 0 for size in relative_bias.shape[2:]):
@@ -232,7 +237,7 @@ def shifted(relative_bias: Tensor, shift: int | Tensor, max_shift: int | None = 
 
 def wide(parameters: Tensor) -> Tensor:
     """In float32, or float64."""
-    return parameters.to(torch.promote_types(parameters.dtype, torch.float32))
+    return parameters.to(accumulation_dtype(parameters.dtype))
 
 
 def require_parameters(name: str, parameters: object, ndim: int, layout: str) -> None:

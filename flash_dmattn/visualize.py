@@ -66,10 +66,10 @@ class Picture(NamedTuple):
             entry("batch", self.batch, len(mask.indices)), entry("head", self.head, mask.indices.shape[1])
         ]
         seen = dense_indices(indices[rows // mask.tile_rows], self.seqlen_k)
-        if mask.shown is None:
+        if mask.interval_mask is None:
             return seen
         edges = torch.arange(int(rows[0]), int(rows[-1]) + 2, device=self.device)
-        return seen & (self._replace(mask=mask.shown, is_causal=False).counts(edges) > 0)
+        return seen & (self._replace(mask=mask.interval_mask, is_causal=False).counts(edges) > 0)
 
 
 def entry(name: str, index: int, size: int) -> int:
@@ -118,9 +118,9 @@ def densities(picture: Picture, lists: KeyLists | None, cells: int) -> Densities
 
 
 def picture_of(mask: object, seqlen_q: int | None, batch: int, head: int, is_causal: bool) -> Picture:
-    mask = as_mask(mask)
     if mask is None:
         raise TypeError("mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got None")
+    mask = as_mask(mask, "mask")
     source = mask.without_lists()
     if isinstance(source, BoolMask) and source.tensor.dtype != torch.bool:
         raise TypeError(f"mask must be bool, got {str(source.tensor.dtype).removeprefix('torch.')}")
@@ -169,7 +169,7 @@ def plot(
         mask: what `attn_mask` accepts, of fixed length. For a KeyIntervalMask of variable length, plot one `sequence`.
         seqlen_q: Sq, where the mask does not determine it; by default Sk.
         batch, head: which entry of the mask.
-        is_causal: also hides what a call with is_causal=True hides.
+        is_causal: also masks what a call with is_causal=True masks.
         cells: the maximum number of cells of the picture in each direction.
         ax: matplotlib's Axes to draw in; by default those of a new figure.
 

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <type_traits>
 
+#include "grad.h"
 #include "operators.h"
 
 namespace flash_dmattn {
@@ -25,15 +26,13 @@ OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? Opt
 Tensor or_undefined(const Tensor& tensor) { return tensor; }
 Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
 
-// Whether autograd records the call. Forward-mode tangents would be lost below, and are refused.
+// Whether autograd records the call. Forward-mode tangents are refused.
 template <typename... Tensors>
-bool needs_grad(const Tensors&... tensors) {
-    const auto has_tangent = [](const Tensor& x) { return x.defined() && x._fw_grad(/*level=*/0).defined(); };
-    const auto requires_grad = [](const Tensor& x) { return x.defined() && x.requires_grad(); };
-    TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(tensors) || ...),
+bool records(const Tensors&... tensors) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(tensors...),
                                 "flash_dmattn does not support forward-mode AD (jvp, jacfwd, dual tensors); use the "
                                 "backend 'reference' for it");
-    return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+    return needs_grad(tensors...);
 }
 
 // What a node keeps of an input.
@@ -167,8 +166,8 @@ auto make_node() {
 template <typename... Arguments>
 ForwardResult forward(Arguments... arguments) {
     const Inputs inputs{std::move(arguments)...};
-    if (!needs_grad(inputs.query, inputs.key, inputs.value, or_undefined(inputs.bias),
-                    or_undefined(inputs.relative_bias))) {
+    if (!records(inputs.query, inputs.key, inputs.value, or_undefined(inputs.bias),
+                 or_undefined(inputs.relative_bias))) {
         at::AutoDispatchBelowADInplaceOrView below;
         return call_attention_forward(inputs);
     }
@@ -208,8 +207,8 @@ BackwardResult backward(Tensor dout, OptionalTensor dlse, Tensor out, Tensor lse
     };
     const auto& [query, key, value, bias, relative_bias] =
         std::tie(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.relative_bias);
-    if (!needs_grad(dout, or_undefined(dlse), query, key, value, or_undefined(bias), or_undefined(relative_bias), out,
-                    lse)) {
+    if (!records(dout, or_undefined(dlse), query, key, value, or_undefined(bias), or_undefined(relative_bias), out,
+                 lse)) {
         return run();
     }
     const std::function<variable_list()> run_to_list = [&] {

@@ -22,9 +22,8 @@ int64_t dimensions_in(const char* layout) {
 // Sparse, mkldnn and nested tensors have no strides.
 void check_dense(const char* name, const Tensor& tensor) {
     if (tensor.layout() == at::kStrided && !tensor.is_nested()) return;
-    std::ostringstream kind;
-    tensor.is_nested() ? kind << "nested" : kind << tensor.layout();
-    TORCH_CHECK_TYPE(false, name, " must be a dense torch.Tensor, got a ", kind.str(), " one");
+    TORCH_CHECK_TYPE(false, name, " must be a dense torch.Tensor, got a ",
+                     tensor.is_nested() ? "nested" : layout_name(tensor.layout()), " one");
 }
 
 void check_ndim(const char* name, const Tensor& tensor, const char* layout) {
@@ -299,8 +298,8 @@ void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor&
     if (!is_host_readable(seqlens_k)) return;
     const Tensor lengths = read_back(seqlens_k);
     for (const int32_t length : at::ArrayRef<int32_t>(lengths.const_data_ptr<int32_t>(), lengths.numel())) {
-        TORCH_CHECK_VALUE(length >= 0 && length <= key.sym_size(1), "cache_seqlens must be from 0 to the ",
-                          key.sym_size(1), " keys given, got ", length);
+        TORCH_CHECK_VALUE(length >= 0 && length <= key.sym_size(1), "cache_seqlens must be from 0 to ", key.sym_size(1),
+                          ", the keys of key, got ", length);
     }
 }
 
@@ -322,9 +321,10 @@ void check_cu_seqlens(const CuSeqlens& given) {
     const bool ends = !given.total || at.back() == *given.total || (given.or_less && at.back() < *given.total);
     if (at[0] != 0 || !ends || shortest < 0) {
         std::ostringstream upto, values;
-        if (given.total) upto << " to " << (given.or_less ? "at most " : "") << "the " << *given.total << " given";
+        if (given.total) upto << " to " << (given.or_less ? "at most " : "") << *given.total << ", " << given.counted;
         for (size_t b = 0; b < at.size(); ++b) values << (b > 0 ? ", " : "") << at[b];
-        TORCH_CHECK_VALUE(false, given.name, " must rise from 0", upto.str(), ", got [", values.str(), "]");
+        TORCH_CHECK_VALUE(false, given.name, " must be non-decreasing from 0", upto.str(), ", got [", values.str(),
+                          "]");
     }
     TORCH_CHECK_VALUE(!given.longest || longest <= *given.longest, given.longest_name,
                       " must be at least the longest sequence ", longest, ", got ", *given.longest);
@@ -337,16 +337,17 @@ void check_same_sequences(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k
 }
 
 void check_varlen(const Varlen& varlen, const Tensor& query, const Tensor& key) {
-    const auto check = [&](const char* name, const Tensor& tensor, const Tensor& rows, const char* longest_name,
-                           int64_t longest) {
+    const auto check = [&](const char* name, const Tensor& tensor, const Tensor& rows, const char* counted,
+                           const char* longest_name, int64_t longest) {
         CuSeqlens given{name, tensor, &query, "query"};
         if (!rows.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) given.total = rows.size(0);
+        given.counted = counted;
         given.longest_name = longest_name;
         given.longest = longest;
         check_cu_seqlens(given);
     };
-    check("cu_seqlens_q", varlen.cu_seqlens_q, query, "max_seqlen_q", varlen.max_seqlen_q);
-    check("cu_seqlens_k", varlen.cu_seqlens_k, key, "max_seqlen_k", varlen.max_seqlen_k);
+    check("cu_seqlens_q", varlen.cu_seqlens_q, query, "the rows of query", "max_seqlen_q", varlen.max_seqlen_q);
+    check("cu_seqlens_k", varlen.cu_seqlens_k, key, "the keys of key", "max_seqlen_k", varlen.max_seqlen_k);
     check_same_sequences(varlen.cu_seqlens_q, varlen.cu_seqlens_k);
 }
 

@@ -47,6 +47,7 @@ struct CuSeqlens {
     const Tensor* reference = nullptr;  // a tensor on the required device
     const char* whose = "";
     std::optional<int64_t> total;  // rows or keys of all sequences, where known
+    const char* counted = "";      // what they are, such as "the rows of query"
     bool or_less = false;          // the last sequence may end before them
     const char* longest_name = "";
     std::optional<int64_t> longest;  // an optional bound on the length of a sequence

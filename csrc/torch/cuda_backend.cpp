@@ -251,6 +251,7 @@ Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
                                                   std::tuple(&cu_seqlens_k, "cu_seqlens_k", std::optional(p.keys))}) {
             CuSeqlens given{name, **tensor, &bias, "bias"};
             given.total = total;
+            given.counted = "the keys of bias";
             check_cu_seqlens(given);
             check_last_contiguous(**tensor, name);
         }

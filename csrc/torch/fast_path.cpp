@@ -11,6 +11,7 @@
 
 #include "checks.h"
 #include "cuda_backend.h"
+#include "grad.h"
 #include "kvcache.h"
 #include "lists.h"
 #include "operators.h"
@@ -22,13 +23,13 @@ namespace {
 namespace py = pybind11;
 
 // Whether `object` is an ordinary tensor of `dims` dimensions: no subclass, no wrapper of a transform, no symbolic
-// sizes, no negation that is yet to be done.
+// sizes, no negation that is yet to be done, no tangent, which `decode` would lose.
 bool is_plain(py::handle object, int64_t dims = 4) {
     if (!THPVariable_CheckExact(object.ptr())) return false;
     const Tensor& tensor = THPVariable_Unpack(object.ptr());
     return !is_stand_in(tensor) && (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided &&
-           !tensor.is_nested() && !tensor.is_neg() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
-           tensor.dim() == dims;
+           !tensor.is_nested() && !tensor.is_neg() && !has_tangent(tensor) &&
+           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == dims;
 }
 
 // Whether the kernels accept the rows without padding and without a copy: kernel_rows of flash_dmattn/attend.py.
@@ -47,10 +48,7 @@ bool is_overridden(const Tensor& query) {
            !(c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set).empty();
 }
 
-bool needs_grad(const Inputs& in) {
-    return at::GradMode::is_enabled() && (in.query.requires_grad() || in.key.requires_grad() ||
-                                          in.value.requires_grad() || (in.bias && in.bias->requires_grad()));
-}
+bool records(const Inputs& in) { return needs_grad(in.query, in.key, in.value, in.bias ? *in.bias : Tensor()); }
 
 // Reads cache_seqlens. Returns false for values that the kernels do not read where they are.
 bool read_lengths(Inputs& in, py::handle given) {
@@ -158,7 +156,7 @@ void prepare(Inputs& in, const CallMask& mask, const Limits& limits) {
         keys_per_row = mask.window_size;
         unstructured = true;
     }
-    if (in.intervals && in.query.is_cuda() && unstructured && (needs_grad(in) || keys >= limits.cuda_keys)) {
+    if (in.intervals && in.query.is_cuda() && unstructured && (records(in) || keys >= limits.cuda_keys)) {
         Tensor row_bits;
         std::tie(in.kv_indices, in.kv_indptr, row_bits) =
             build_key_lists(std::nullopt, in.intervals, rows, keys, in.is_causal, std::nullopt, std::nullopt,
@@ -170,7 +168,7 @@ void prepare(Inputs& in, const CallMask& mask, const Limits& limits) {
 // the call.
 std::optional<ForwardResult> decode(const Inputs& in, int64_t window_size) {
     const int64_t keys = in.key.size(1), kv_heads = in.key.size(2);
-    if (!in.query.is_cuda() || in.query.size(1) != 1 || needs_grad(in)) return std::nullopt;
+    if (!in.query.is_cuda() || in.query.size(1) != 1 || records(in)) return std::nullopt;
     if (in.bias->size(1) != 1 && in.bias->size(1) != kv_heads) return std::nullopt;
     KvCacheInputs cached{};
     cached.query = in.query;

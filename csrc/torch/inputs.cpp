@@ -125,16 +125,18 @@ void check_and_set_sequences(AttentionParams& p, const OptionalTensor& cu_seqlen
                              const Tensor& reference, const char* whose, std::optional<int64_t> total_q,
                              std::optional<int64_t> total_k) {
     check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
-    const auto check = [&](const char* name, const Tensor& tensor, std::optional<int64_t> total,
+    const auto check = [&](const char* name, const Tensor& tensor, std::optional<int64_t> total, const char* counted,
                            const char* longest_name, int64_t longest) {
         CuSeqlens given{name, tensor, &reference, whose};
         given.total = total;
+        given.counted = counted;
         given.longest_name = longest_name;
         given.longest = longest;
         check_cu_seqlens(given);
     };
-    check("cu_seqlens_q", *cu_seqlens_q, total_q, "seqlen_q", p.seqlen_q);
-    check("cu_seqlens_k", *cu_seqlens_k, total_k, "seqlen_k", p.seqlen_k);
+    const std::string rows = std::string("the rows of ") + whose;
+    check("cu_seqlens_q", *cu_seqlens_q, total_q, rows.c_str(), "seqlen_q", p.seqlen_q);
+    check("cu_seqlens_k", *cu_seqlens_k, total_k, "the keys of mask", "seqlen_k", p.seqlen_k);
     set_sequences(p, *cu_seqlens_q, *cu_seqlens_k);
 }
 
@@ -169,7 +171,7 @@ void check_bias_matrix(const Inputs& in, const AttentionParams& p) {
     TORCH_CHECK_VALUE(!in.is_varlen(), name, " is for fixed length on CUDA, got cu_seqlens_q");
     TORCH_CHECK_VALUE(!in.relative_bias, name, " cannot be combined with relative_bias on CUDA");
     TORCH_CHECK_VALUE((p.seqlen_q + kTile) * (p.seqlen_k + kTile) <= std::numeric_limits<int32_t>::max(), name,
-                      " must have less than 2^31 elements a head on CUDA, got shape ", shape_of(*in.bias));
+                      " must have (Sq + 256) * (Sk + 256) below 2^31 on CUDA, got shape ", shape_of(*in.bias));
 }
 
 // The CUDA kernels divide positions by w (RelativeBiasView::inverse_grid_width).
@@ -318,8 +320,8 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
                           shape_of(*mask));
         p.mask = score_view(scores);
     } else {
-        TORCH_CHECK_VALUE(varlen || scores.size(2) == seqlen_k, "intervals must be of ", seqlen_k, " keys, got shape ",
-                          shape_of(*intervals));
+        TORCH_CHECK_VALUE(varlen || scores.size(2) == seqlen_k, "mask must be of ", seqlen_k,
+                          " keys (seqlen_k), got shape ", shape_of(scores));
         p.intervals = interval_view(*intervals);
     }
     return p;
@@ -332,9 +334,9 @@ IndexListsParams index_params(const Tensor& indices, const OptionalTensor& inter
     check_lengths(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k);
     const bool varlen = cu_seqlens_q.has_value();
     check_dtype(indices, "indices", at::kInt);
-    TORCH_CHECK_VALUE(indices.dim() == 4 || (varlen && indices.dim() == 3),
-                      "indices must be ({B|1}, {H|Hkv|1}, rows, k)", varlen ? " or (total_q, {H|Hkv|1}, k)" : "",
-                      ", got shape ", shape_of(indices));
+    TORCH_CHECK_VALUE(indices.dim() == 4 || (varlen && indices.dim() == 3), "indices must be (",
+                      varlen ? "{B|1}" : "{B|B/n|1}", ", {H|Hkv|1}, rows, k)",
+                      varlen ? " or (total_q, {H|Hkv|1}, k)" : "", ", got shape ", shape_of(indices));
     TORCH_CHECK_VALUE(tile_rows >= 1 && tile_rows <= std::numeric_limits<int32_t>::max(),
                       "tile_rows must be positive and fit in 32 bits, got ", tile_rows);
     TORCH_CHECK_VALUE(indices.size(-1) <= kMaxIndices, "indices must have at most ", kMaxIndices,
@@ -367,12 +369,14 @@ IndexListsParams index_params(const Tensor& indices, const OptionalTensor& inter
     const auto divides = [](int64_t heads, int64_t all) { return heads == 0 ? all == 0 : all % heads == 0; };
     TORCH_CHECK_VALUE(p.indices.packed || fits(p.indices.batches, p.batch), "indices must be of ", p.batch,
                       " batch elements or 1, got shape ", shape_of(indices));
-    TORCH_CHECK_VALUE(
-        !intervals || (fits(p.intervals.batches, p.batch) && divides(p.indices.heads, p.heads) &&
-                       divides(p.intervals.heads, p.heads)),
-        "intervals must have the batch elements and heads of indices, a multiple of the heads or a part of "
-        "them, or 1, got shape ",
-        shape_of(*intervals), " and indices of shape ", shape_of(indices));
+    if (intervals && !(fits(p.intervals.batches, p.batch) && divides(p.indices.heads, p.heads) &&
+                       divides(p.intervals.heads, p.heads))) {
+        std::ostringstream batch;
+        if (!varlen && p.indices.batches != 1) batch << "the batch size of indices (" << p.batch << ") or 1, and ";
+        TORCH_CHECK_VALUE(false, "mask must have ", batch.str(),
+                          "a head count that divides or is a multiple of that of indices (", p.indices.heads,
+                          "), got shape ", shape_of((*intervals)[0]));
+    }
     p.kv_heads = p.heads;
     if (varlen) {
         const auto total = [](bool known, const Tensor& tensor, int64_t dim) {

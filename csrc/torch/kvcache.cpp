@@ -24,7 +24,7 @@ constexpr int64_t kInvariantRows = 384, kInvariantMinKeys = 4096;  // as in flas
 
 // The shape of a tensor beside others of its call: (first, second, heads, D), or without D.
 void check_sizes(const char* name, const Tensor& tensor, at::IntArrayRef sizes, const char* layout) {
-    TORCH_CHECK_VALUE(tensor.sizes() == sizes, name, " must be ", layout, " = ", sizes, ", got shape ",
+    TORCH_CHECK_VALUE(tensor.sizes() == sizes, name, " must be ", layout, " = ", as_tuple(sizes), ", got shape ",
                       shape_of(tensor));
 }
 
@@ -121,11 +121,14 @@ void check_integers(const char* name, const Tensor& tensor, const Tensor& query,
 }
 
 int64_t check_sequences(const KvCacheInputs& in) {
-    TORCH_CHECK_VALUE(in.cu_seqlens_q.has_value() == in.max_seqlen_q.has_value(),
-                      "cu_seqlens_q and max_seqlen_q come together");
+    TORCH_CHECK_VALUE(!in.cu_seqlens_q || in.max_seqlen_q,
+                      "cu_seqlens_q requires max_seqlen_q, got cu_seqlens_q alone");
+    TORCH_CHECK_VALUE(!in.max_seqlen_q || in.cu_seqlens_q,
+                      "max_seqlen_q requires cu_seqlens_q, got max_seqlen_q alone");
     if (in.is_packed()) {
         CuSeqlens given{"cu_seqlens_q", *in.cu_seqlens_q, &in.query, "query"};
         given.total = in.query.size(0);
+        given.counted = "the rows of query";
         given.or_less = true;  // rows after the last sequence are padding
         given.longest_name = "max_seqlen_q";
         given.longest = in.max_seqlen_q->guard_int(__FILE__, __LINE__);
@@ -246,14 +249,15 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
         if (has_pages) return at(table, b * table.size(1) + key / width);
         return elements.defined() ? at(elements, b) : b;
     };
-    std::map<std::pair<int64_t, int64_t>, int64_t> written;  // the sequence of a new token, by place and row there
-    std::vector<int64_t> lengths;                            // of each sequence, with the new tokens
+    using Pair = std::pair<int64_t, int64_t>;
+    std::map<Pair, Pair> written;  // the sequence and key of a new token, by place and row there
+    std::vector<int64_t> lengths;  // of each sequence, with the new tokens
     for (int64_t b = 0; b < p.batch; ++b) {
         const int64_t rows = offsets.defined() ? at(offsets, b + 1) - at(offsets, b) : p.seqlen_q;
         const int64_t length = at(seqlens, b), keys = length + (in.key ? rows : 0);
         TORCH_CHECK_VALUE(length >= 0, "cache_seqlens must not be negative, got ", length, " for sequence ", b);
-        TORCH_CHECK_VALUE(keys <= p.seqlen_k, "cache_seqlens must be at most the ", p.seqlen_k,
-                          " keys that a sequence has room for", in.key ? ", with its new tokens" : "", ", got ", length,
+        TORCH_CHECK_VALUE(keys <= p.seqlen_k, "cache_seqlens must be at most the capacity of ", p.seqlen_k,
+                          " keys per sequence", in.key ? ", with the new tokens" : "", ", got ", length,
                           in.key ? " and " + std::to_string(rows) + " new ones" : "", " for sequence ", b);
         for (int64_t first = 0; has_pages && first < keys; first += width) {
             const int64_t page = place(b, first);
@@ -267,8 +271,8 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
         }
         lengths.push_back(keys);
         for (int64_t key = length; key < keys; ++key)
-            TORCH_CHECK_VALUE(written.emplace(std::pair(place(b, key), key % width), b).second, name,
-                              " must give each new token a place of its own, got two for key ", key % width,
+            TORCH_CHECK_VALUE(written.emplace(Pair(place(b, key), key % width), Pair(b, key)).second, name,
+                              " must assign each new token its own slot, got two for slot ", key % width,
                               has_pages ? " of page " : " of batch element ", place(b, key));
     }
     if (written.empty()) return;
@@ -276,11 +280,12 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
         for (int64_t first = 0; first < lengths[b]; first += width) {
             const int64_t page = place(b, first), end = std::min(lengths[b] - first, width);
             const auto last = written.lower_bound({page, end});
-            for (auto it = written.lower_bound({page, 0}); it != last; ++it)
-                TORCH_CHECK_VALUE(it->second == b, name,
-                                  " must give a sequence no key that another one writes in the same call, got key ",
-                                  first + it->first.second, " of sequence ", b, ", which sequence ", it->second,
-                                  " writes");
+            for (auto it = written.lower_bound({page, 0}); it != last; ++it) {
+                const Pair key(b, first + it->first.second);
+                TORCH_CHECK_VALUE(it->second == key, name, " must not give a key the slot of a new token, got key ",
+                                  key.second, " of sequence ", b, " in the slot of the new key ", it->second.second,
+                                  " of sequence ", it->second.first);
+            }
         }
 }
 

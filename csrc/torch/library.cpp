@@ -67,7 +67,7 @@ TORCH_LIBRARY(flash_dmattn, m) {
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
     m.def(
         "topk_intervals(Tensor bias, SymInt window_size, SymInt seqlen_q, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-        "SymInt? max_keys) -> Tensor");
+        "SymInt? max_keys, str name='bias') -> Tensor");
     m.def(
         "topk_lists(Tensor bias, SymInt window_size, SymInt seqlen_q, Tensor? seqlens_k) -> (Tensor, Tensor, Tensor)");
     m.def("topk_mask(Tensor bias, Tensor candidates, SymInt window_size) -> Tensor");
@@ -92,7 +92,12 @@ TORCH_LIBRARY_IMPL(flash_dmattn, CUDA, m) {
     m.impl("index_key_lists", index_key_lists);
     m.impl("pack_mask", pack_mask);
     m.impl("pack_and_list_mask", pack_and_list_mask);
-    m.impl("topk_intervals", topk_intervals);
+    // `name`: of the argument that an error of the CPU kernel reports (flash_dmattn/masks/topk.py).
+    m.impl("topk_intervals",
+           [](const Tensor& bias, int64_t window_size, int64_t seqlen_q, const OptionalTensor& cu_seqlens_q,
+              const OptionalTensor& cu_seqlens_k, std::optional<int64_t> max_keys, c10::string_view) {
+               return topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys);
+           });
     m.impl("topk_lists", topk_lists);
 }
 

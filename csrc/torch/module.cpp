@@ -16,10 +16,11 @@ namespace {
 
 namespace py = pybind11;
 
-// Raises a TypeError that names the argument where `object` is no tensor.
+// Raises the TypeError of Python's own checks where `object` is no tensor.
 Tensor tensor_of(const char* name, py::handle object) {
-    if (THPVariable_Check(object.ptr())) return THPVariable_Unpack(object.ptr());
-    throw py::type_error(std::string(name) + " must be a torch.Tensor, got " + Py_TYPE(object.ptr())->tp_name);
+    if (!THPVariable_Check(object.ptr()))
+        py::module_::import("flash_dmattn.arguments").attr("require_tensor")(name, object);
+    return THPVariable_Unpack(object.ptr());
 }
 
 void check_scores(const Tensor& query, const Tensor& key, py::handle mask, py::handle intervals, py::handle bias,
@@ -55,6 +56,12 @@ void check_relative(py::handle bias, py::handle query, py::handle key, int64_t b
     check_relative_bias(tensor_of("relative_bias", bias), tensor_of("query", query), tensor_of("key", key), batch);
 }
 
+void check_own_rows(const char* name, py::handle rows, const char* layout) {
+    const Tensor tensor = tensor_of(name, rows);
+    check_rows_of(name, tensor, layout);
+    check_head_dim(name, tensor);
+}
+
 // `parts` tensors of rows, stacked along the third dimension from the end.
 void check_packed(const char* name, py::handle packed, const char* layout, int64_t parts) {
     const Tensor tensor = tensor_of(name, packed);
@@ -72,10 +79,11 @@ void check_kv(py::handle query_in, const Tensor& kv, const char* layout_q, bool 
 }
 
 void check_offsets(const char* name, py::handle cu_seqlens, const OptionalTensor& reference, const char* whose,
-                   std::optional<int64_t> total, bool or_less, const char* longest_name,
+                   std::optional<int64_t> total, const char* counted, bool or_less, const char* longest_name,
                    std::optional<int64_t> longest) {
     const Tensor tensor = tensor_of(name, cu_seqlens);
-    check_cu_seqlens({name, tensor, reference ? &*reference : nullptr, whose, total, or_less, longest_name, longest});
+    check_cu_seqlens(
+        {name, tensor, reference ? &*reference : nullptr, whose, total, counted, or_less, longest_name, longest});
 }
 
 Inputs plain_inputs(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& bias,
@@ -154,6 +162,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("check_varlen", &check_variable, "Refuses inputs of variable length that do not fit.");
     m.def("check_relative_bias", &check_relative, "Refuses a relative bias that does not fit.");
     m.def("check_kernels", &check_kernels, "Refuses a query that the kernels of its device do not take.");
+    m.def("check_rows", &check_own_rows, "Refuses a tensor of rows that does not fit.");
     m.def("check_packed", &check_packed, "Refuses a packed tensor of rows that does not fit.");
     m.def("check_kv", &check_kv, "Refuses packed keys and values that do not fit query.");
     m.def("check_cu_seqlens", &check_offsets, "Refuses offsets of sequences that do not fit.");

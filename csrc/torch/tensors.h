@@ -15,15 +15,16 @@ namespace flash_dmattn {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// In Python's notation: "(2, 5, 8)", "float32".
-inline std::string shape_of(const Tensor& tensor) {
+// In Python's notation: "(2, 5, 8)", "float32", "sparse_coo".
+template <typename Sizes>
+std::string as_tuple(const Sizes& sizes) {
     std::ostringstream text;
-    const auto sizes = tensor.sym_sizes();
     text << '(';
     for (size_t dim = 0; dim < sizes.size(); ++dim) text << (dim > 0 ? ", " : "") << sizes[dim];
     text << (sizes.size() == 1 ? ",)" : ")");
     return text.str();
 }
+inline std::string shape_of(const Tensor& tensor) { return as_tuple(tensor.sym_sizes()); }
 
 inline std::string dtype_name(at::ScalarType dtype) {
     switch (dtype) {
@@ -44,8 +45,21 @@ inline std::string dtype_name(at::ScalarType dtype) {
 }
 inline std::string dtype_of(const Tensor& tensor) { return dtype_name(tensor.scalar_type()); }
 
+inline std::string layout_name(at::Layout layout) {
+    switch (layout) {
+        case at::kSparse: return "sparse_coo";
+        case at::kSparseCsr: return "sparse_csr";
+        case at::kSparseCsc: return "sparse_csc";
+        case at::kSparseBsr: return "sparse_bsr";
+        case at::kSparseBsc: return "sparse_bsc";
+        case at::kMkldnn: return "mkldnn";
+        case at::kJagged: return "jagged";
+        default: return "strided";
+    }
+}
+
 inline void check_shape(const Tensor& tensor, const char* name, at::IntArrayRef shape) {
-    TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", shape_of(tensor));
+    TORCH_CHECK_VALUE(tensor.sizes() == shape, name, " must have shape ", as_tuple(shape), ", got ", shape_of(tensor));
 }
 
 inline void check_dtype(const Tensor& tensor, const char* name, at::ScalarType dtype) {

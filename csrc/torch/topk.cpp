@@ -19,7 +19,10 @@ void set_lengths(SelectParams& p, const Tensor& bias, const OptionalTensor& seql
     p.seqused_k = seqlens_k->const_data_ptr<int32_t>();
 }
 
-void check_order(bool has_order) { TORCH_CHECK_VALUE(has_order, "bias must not be NaN: it has no order"); }
+// Callers that select by another tensor than attn_bias check it before.
+void check_order(bool has_order) {
+    TORCH_CHECK_VALUE(has_order, "attn_bias must not be NaN where window_size selects by it");
+}
 
 }  // namespace
 

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from .. import ops
 from ..call import Varlen
-from ..ops.schema import Arguments, MaskTensors
+from ..ops.schema import NO_MASK, Arguments, MaskTensors
 
 FIXED = Varlen(None, None, None, None)
-NO_MASK = MaskTensors()
 
 
 def attention_on(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from ..biases import hides
+from ..biases import is_masked
 from ..masks import KeyIntervalMask
 
 NAME = "flex"
@@ -89,7 +89,7 @@ def score_mod_of(bias: Tensor | None, relative_bias: Tensor | None, softcap: flo
             score = softcap * torch.tanh(score / softcap)
         for bias_at in added:
             bias_ij = bias_at(b, h, i, j)
-            score = torch.where(hides(bias_ij), -torch.inf, score + bias_ij)
+            score = torch.where(is_masked(bias_ij), -torch.inf, score + bias_ij)
         return score
 
     return score_mod if added or softcap > 0 else None

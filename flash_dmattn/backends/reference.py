@@ -10,7 +10,7 @@ import torch
 from einops import einsum, reduce, repeat
 from torch import Tensor
 
-from ..biases import hides
+from ..biases import is_masked
 from ..broadcast import expand_shared
 from ..relative import dense
 
@@ -41,14 +41,14 @@ def visible_scores(
     is_causal: bool,
     relative_bias: Tensor | None = None,
 ) -> Tensor:
-    """bool (B, H, Sq, Sk): mask_ij and causal_ij, and no bias of the score hides it."""
+    """bool (B, H, Sq, Sk): mask_ij and causal_ij, and no bias of the score masks it."""
     batch, seqlen_q, heads, _ = query.shape
     seqlen_k = key.shape[1]
     visible = torch.ones(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
     if mask is not None:
         visible = visible & expand_shared(mask, batch, heads)
     for added in biases_of(query, key, bias, relative_bias):
-        visible = visible & ~hides(added)
+        visible = visible & ~is_masked(added)
     if is_causal:
         visible = visible.tril(seqlen_k - seqlen_q)
     return visible

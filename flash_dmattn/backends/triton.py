@@ -352,7 +352,7 @@ def _delta_kernel(out, dout, dlse, delta, call, BLOCK_M: tl.constexpr):
 
 @jit
 def _dq_kernel(inputs, of_rows, key_sums, dq, dbias, call, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """dbias is None, or contiguous (B, H, Sq, Sk) and holds zeros in tiles that causality hides."""
+    """dbias is None, or contiguous (B, H, Sq, Sk) and holds zeros in tiles that causality masks."""
     b, h, row, rows = _row_tile(call, call.IS_CAUSAL, BLOCK_M)
     kv_head = h // call.qheads_per_kv
     mask = _scores_at_head(inputs.mask, b, h, call.MASK)
@@ -543,7 +543,7 @@ class CallParams(NamedTuple):
     seqlen_k: int
     softmax_scale: float
     softcap: float
-    least_bias: float  # the largest that hides
+    least_bias: float  # the largest that masks
     IS_CAUSAL: Any  # as the following, tl.constexpr
     HAS_SOFTCAP: Any
     HEAD_DIM: Any
@@ -648,7 +648,7 @@ class _Attention(torch.autograd.Function):
         if bias_kind == "key":
             column_sums = lse.new_empty((batch, heads, seqlen_k))
         elif bias_kind == "dense":
-            # The dq kernel skips tiles that causality hides.
+            # The dq kernel skips tiles that causality masks.
             dbias = bias.new_zeros(bias.shape) if ctx.call.IS_CAUSAL.value else bias.new_empty(bias.shape)
 
         with torch.cuda.device_of(query):

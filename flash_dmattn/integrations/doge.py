@@ -145,7 +145,7 @@ def topk_arguments(bias: Tensor, window_size: int, visible: VisibleKeys | Tensor
 
 
 def dense_topk_arguments(bias: Tensor, window_size: int, candidates: Tensor, seqlen_q: int) -> dict[str, object]:
-    """The same through a bool mask (B, Hkv, Sq, Sk), for candidates that are no prefix of the keys."""
+    """The same through a bool mask (B, Hkv, Sq, Sk), for candidates that are not a prefix of the keys."""
     mask = create_mask(bias, candidates, bias.shape[0], seqlen_q, bias.shape[3], window_size, least(bias.dtype))
     return {"attn_mask": mask, "attn_bias": bias}
 

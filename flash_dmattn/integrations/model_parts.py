@@ -90,7 +90,7 @@ def split_parts(model: nn.Module) -> tuple[list[Part], list[Part]]:
 
 
 def configs_within(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """The config and its sub-configs: parts that are no PreTrainedModel read theirs, too."""
+    """The config and its sub-configs: parts that are not a PreTrainedModel read theirs, too."""
     yield config
     for name in config.sub_configs:
         if (sub_config := getattr(config, name, None)) is not None:

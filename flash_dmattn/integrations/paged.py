@@ -115,7 +115,7 @@ def attend_to_pages(
         key, value: (rows, Hkv, D).
         layer_idx: the number of the layer in the cache.
         batch: transformers' arguments of continuous batching: "cache", "cu_seq_lens_q", ...
-        bias: (rows, Hkv): one number per key, added to the scores, or None. NaN hides its key: the warm-up of
+        bias: (rows, Hkv): one number per key, added to the scores, or None. NaN masks its key: the warm-up of
             transformers attends to pages that nothing has written, whose NaN reaches the biases of the next layers.
         options: further arguments of flash_dmattn_with_kvcache.
 

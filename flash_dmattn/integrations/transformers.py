@@ -25,13 +25,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from .. import fallbacks
-from ..arguments import names, shape_of
-from ..biases import hides
+from ..arguments import (
+    check_cu_seqlens,
+    check_same_sequences,
+    is_host_readable,
+    names,
+    require_floating,
+    require_integers,
+    shape_of,
+)
+from ..biases import is_masked
 from ..broadcast import is_one_of
 from ..checks import AnyMask
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import KeyIntervalMask
 from ..masks.topk import sequence_of_keys
+from ..ops.conventions import accumulation_dtype
 from ..relative import shifted
 from ..sinks import apply_sinks
 from . import paged
@@ -178,7 +187,8 @@ def attention(
             (1, H, 2R + 1) of the positions that attention_mask has, or of rows that end at the last key.
         cu_seq_lens_q, cu_seq_lens_k: integers (sequences + 1): boundaries of sequences packed into B * S rows and keys.
         max_length_q, max_length_k: upper bounds of the sequence lengths, default B * S.
-        indices: integers (B, Sq, k): the keys that each row may see, from an indexer. Creates a bool mask Sq x Sk.
+        indices: integers (B, Sq, k): the keys that each row may see, from an indexer. Creates a bool mask Sq x Sk. Not
+            for packed sequences.
         deterministic: bitwise reproducible gradients; default: torch.are_deterministic_algorithms_enabled().
         kwargs: other arguments of the model, which do not affect attention. A tensor that the model's eager attention
             uses is refused. With "cache", or cu_seq_lens_k by kind of layer, those of continuous batching.
@@ -216,33 +226,41 @@ def attention(
         "sinks": None if sinks is None or sinks.ndim == 4 else sinks,
     }
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if indices is not None:
-        attention_mask = select_indices(indices, attention_mask, key.shape[1])
+    if position_bias is not None:
+        require_position_bias(position_bias, query, key)
     if position_bias is not None and position_bias.ndim == 3:
         options["relative_bias"] = relative_bias_of(position_bias, attention_mask, query, key)
         position_bias = None
     if cu_seq_lens_q is not None:
-        if position_bias is not None:
-            raise ValueError("position_bias is for sequences that are not packed, got cu_seq_lens_q too")
+        for name, value_of_padded in (("position_bias", position_bias), ("indices", indices)):
+            if value_of_padded is not None:
+                raise ValueError(f"{name} is for sequences that are not packed, got cu_seq_lens_q too")
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         out = packed_attention(query, key, value, attention_mask, *lengths, is_causal, options)
     else:
-        mask = mask_arguments(attention_mask, position_bias, query, key, is_causal)
-        out = flash_dmattn_func(query, key, value, **mask, **options)
+        arguments = mask_arguments(attention_mask, position_bias, query, key, is_causal)
+        if indices is not None:
+            arguments["attn_mask"] = select_indices(indices, arguments["attn_mask"], query, key)
+        out = flash_dmattn_func(query, key, value, **arguments, **options)
     if options["return_lse"]:
         out = apply_sinks(*out, sinks.squeeze(-1))
     return out, None
 
 
-def select_indices(indices: Tensor, attention_mask: VisibleKeys | Tensor | None, keys: int) -> Tensor:
-    """The mask (B, 1, Sq, Sk) restricted to the keys in `indices` (B, Sq, k)."""
+def select_indices(indices: Tensor, mask: KeyIntervalMask | Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """The mask restricted to the keys in `indices` (B, Sq, k), as a bool tensor (B, {H|1}, Sq, Sk)."""
+    keys = key.shape[1]
+    require_integers("indices", indices)
+    if indices.ndim != 3 or indices.shape[:2] != query.shape[:2]:
+        raise ValueError(f"indices must be (B, Sq, k), with {sizes_of(query, key)}, got shape {shape_of(indices)}")
+    if is_host_readable(indices) and ((indices < 0) | (indices >= keys)).any():
+        wrong = indices[(indices < 0) | (indices >= keys)][0].item()
+        raise ValueError(f"indices must be from 0 to {keys - 1}, got {wrong}")
     selected = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
     selected = rearrange(selected.scatter_(-1, indices.long(), True), "b rows keys -> b 1 rows keys")
-    if attention_mask is None:
-        return selected
-    if attention_mask.dtype == torch.bool:
-        return selected & attention_mask
-    return attention_mask[..., :keys].masked_fill(~selected, -torch.inf)
+    if isinstance(mask, KeyIntervalMask):
+        mask = mask.to_dense(indices.shape[1])
+    return selected if mask is None else selected & mask
 
 
 UNSUPPORTED = {
@@ -332,7 +350,7 @@ def require_sinks(s_aux: Tensor | None, sinks: Tensor | None, query: Tensor) -> 
     if shape != (heads,) and not (is_per_row and shape[3] == 1):
         accepted = f"(H) or ({{B|1}}, H, {{Sq|1}}, 1) with B = {batch}, H = {heads} and Sq = {rows}"
         raise ValueError(f"{name} must be {accepted}, got shape {shape}")
-    return sinks if sinks.dtype == query.dtype else sinks.to(torch.promote_types(query.dtype, torch.float32))
+    return sinks if sinks.dtype == query.dtype else sinks.to(accumulation_dtype(query.dtype))
 
 
 def relative_bias_of(
@@ -362,23 +380,30 @@ def mask_arguments(
     mask, bias, cache_seqlens = None, position_bias, None
     if isinstance(attention_mask, VisibleKeys):
         mask, is_causal = attention_mask.intervals, attention_mask.is_causal
+        if mask is not None and not is_one_of(mask.batches, key.shape[0], 1):
+            raise ValueError(f"attention_mask must have the batch size {key.shape[0]} or 1, got {mask.batches}")
         if is_causal and attention_mask.seqlen_k != keys:
             raise ValueError(f"attention_mask must be for the {keys} keys, got shape {tuple(attention_mask.shape)}")
         cache_seqlens = attention_mask.cache_seqlens
     elif attention_mask is not None:
-        require_mask(attention_mask, key.shape[0], keys)
+        require_mask(attention_mask, query, key)
         if attention_mask.ndim == 2:
             mask = KeyIntervalMask.padding(attention_mask[:, :keys])
         elif attention_mask.dtype == torch.bool:
             mask, is_causal = attention_mask[..., :keys], False
         else:
             mask_bias, is_causal = attention_mask[..., :keys], False
-            if mask_bias.dtype != query.dtype:  # the least finite number of one dtype hides no key in another
-                mask_bias = mask_bias.to(query.dtype).masked_fill(hides(mask_bias), -torch.inf)
-            bias = mask_bias if bias is None else bias + mask_bias
+            bias = mask_bias if bias is None else masked_by_inf(bias) + masked_by_inf(mask_bias)
     if bias is not None:
-        bias = key_contiguous(bias if bias.shape[-1] == keys else bias[..., :keys]).to(query.dtype)
+        bias = bias if bias.shape[-1] == keys else bias[..., :keys]
+        bias = key_contiguous(bias if bias.dtype == query.dtype else masked_by_inf(bias)).to(query.dtype)
     return {"attn_mask": mask, "attn_bias": bias, "is_causal": bool(is_causal), "cache_seqlens": cache_seqlens}
+
+
+def masked_by_inf(bias: Tensor) -> Tensor:
+    """The bias with -inf in the place of its dtype's least finite number, which masks no key after an addition or in
+    another dtype."""
+    return bias.masked_fill(is_masked(bias), -torch.inf)
 
 
 _contiguous_copies = WeakTensorKeyDictionary()  # bias: (its version, its copy)
@@ -403,10 +428,41 @@ def key_contiguous(bias: Tensor) -> Tensor:
     return copy
 
 
-def require_mask(mask: Tensor, batch: int, keys: int) -> None:
+def fits_scores(scores: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask or bias ({B|1}, {H|1}, {Sq|1}, Sk), which may have more keys, fits. Masks and biases that batch
+    elements and heads share as those of `flash_dmattn_func` fit too. A traced graph leaves it to the operators."""
+    if torch.compiler.is_compiling() or scores.ndim != 4:
+        return scores.ndim == 4
+    batch, rows, heads, _ = query.shape
+    own_batch, own_heads, own_rows, own_keys = scores.shape
+    fits_batch = own_batch == batch or (own_batch > 0 and batch % own_batch == 0)
+    fits_heads = is_one_of(own_heads, heads, key.shape[2], 1)
+    fits_keys = own_keys == 1 or own_keys >= key.shape[1]
+    return fits_batch and fits_heads and is_one_of(own_rows, rows, 1) and fits_keys
+
+
+def require_position_bias(bias: Tensor, query: Tensor, key: Tensor) -> None:
+    require_floating("position_bias", bias)
+    if bias.ndim == 3:
+        batch, heads, entries = bias.shape
+        fits = is_one_of(batch, query.shape[0], 1) and is_one_of(heads, query.shape[2], key.shape[2], 1) and entries % 2
+    else:
+        fits = fits_scores(bias, query, key)
+    if not fits:
+        accepted = "({B|1}, {H|1}, {Sq|1}, Sk), or a relative bias (1, H, 2R + 1)"
+        raise ValueError(f"position_bias must be {accepted}, with {sizes_of(query, key)}, got shape {shape_of(bias)}")
+
+
+def sizes_of(query: Tensor, key: Tensor) -> str:
+    batch, rows, heads, _ = query.shape
+    return f"B = {batch}, H = {heads}, Sq = {rows} and Sk = {key.shape[1]}"
+
+
+def require_mask(mask: Tensor, query: Tensor, key: Tensor) -> None:
     accepted = "bool or floating ({B|1}, {H|1}, {Sq|1}, Sk), or a padding mask (B, Sk), bool or integers"
-    if not (mask.ndim == 4 or (mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= keys)):
-        sizes = f"B = {batch} and Sk = {keys}"
+    is_padding = mask.ndim == 2 and mask.shape[0] == key.shape[0] and mask.shape[1] >= key.shape[1]
+    if not (is_padding or fits_scores(mask, query, key)):
+        sizes = sizes_of(query, key)
         raise ValueError(f"attention_mask must be {accepted}, with {sizes}, got shape {shape_of(mask)}")
     if mask.dtype != torch.bool and mask.is_floating_point() != (mask.ndim == 4):
         raise TypeError(f"attention_mask must be {accepted}, got {names([mask.dtype])} of shape {shape_of(mask)}")
@@ -426,8 +482,12 @@ def packed_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of sequences packed into B * S rows: out (B, S, H, D), with return_lse also lse (B, H, S)."""
     batch = query.shape[0]
+    shares_lengths = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q
+    require_integers("cu_seq_lens_q", cu_seq_lens_q)
+    if not shares_lengths:
+        require_integers("cu_seq_lens_k", cu_seq_lens_k)
     cu_seqlens_q = cu_seq_lens_q.int()
-    cu_seqlens_k = cu_seqlens_q if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q else cu_seq_lens_k.int()
+    cu_seqlens_k = cu_seqlens_q if shares_lengths else cu_seq_lens_k.int()
     query, key, value = (rearrange(x, "b s h d -> (b s) h d") for x in (query, key, value))
     mask = None
     if isinstance(attention_mask, VisibleKeys):
@@ -438,6 +498,10 @@ def packed_attention(
         )
     max_seqlen_q = query.shape[0] if max_length_q is None else int(max_length_q)
     max_seqlen_k = key.shape[0] if max_length_k is None else int(max_length_k)
+    total_q, total_k = (query.shape[0], "the rows of query"), (key.shape[0], "the keys of key")
+    check_cu_seqlens("cu_seq_lens_q", cu_seqlens_q, query, "query", total_q, ("max_length_q", max_seqlen_q))
+    check_cu_seqlens("cu_seq_lens_k", cu_seqlens_k, query, "query", total_k, ("max_length_k", max_seqlen_k))
+    check_same_sequences(cu_seqlens_q, cu_seqlens_k, "cu_seq_lens")
     out = flash_dmattn_varlen_func(
         *(query, key, value, mask, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         is_causal=bool(is_causal),

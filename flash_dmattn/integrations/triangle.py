@@ -24,7 +24,7 @@ from ..arguments import (
     shape_of,
 )
 from ..attend import autocast_is_on
-from ..checks import check_finite
+from ..checks import check_finite, compiled_check
 from ..interface import flash_dmattn_func
 
 # A mask bias of at most this value masks its key: in float32 its exp is 0 relative to ordinary scores.
@@ -45,7 +45,7 @@ def triangle_attention(
     bias's shape. No tensor of N x Q x K elements is created. A bias whose keys are not contiguous, such as a projection
     (B, Q, K, H), is copied once.
 
-    A row whose mask hides every key returns 0 and has zero gradients. cuEquivariance returns the mean of v there,
+    A row whose keys are all masked returns 0 and has zero gradients. cuEquivariance returns the mean of v there,
     because it replaces masked scores by -1e9.
 
     Args:
@@ -78,6 +78,7 @@ def triangle_attention(
                 raise ValueError(f"{name} must have 4 dimensions as q has, got shape {shape_of(tensor)}")
     elif q.ndim != 5:
         raise ValueError(f"q must be (B, N, H, Q, D) or (N, H, Q, D), got shape {shape_of(q)}")
+    compiled_check("check_rows", "q", q, "(B, N, H, Q, D)" if q.ndim == 5 else "(N, H, Q, D)")
     *batch, n, heads, rows, head_dim = q.shape
     keys = k.shape[-2] if k.ndim == q.ndim else 0
     require_shape("k", k, "(B, N, H, K, D)", (*batch, n, heads, keys, head_dim))
@@ -141,6 +142,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
     mask_bias, pair_bias = (*biases, None, None)[:2]
     if Q.ndim != 5:
         raise ValueError(f"Q must be (B, N, S, H, D), got shape {shape_of(Q)}")
+    compiled_check("check_rows", "Q", Q, "(B, N, S, H, D)")
     batch, n, rows, heads, head_dim = Q.shape
     keys = K.shape[2] if K.ndim == 5 else 0
     require_shape("K", K, "(B, N, Sk, H, D)", (batch, n, keys, heads, head_dim))

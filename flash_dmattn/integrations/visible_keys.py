@@ -198,7 +198,7 @@ class VisibleKeys:
     def to_dense(self) -> Tensor:
         """bool (B, 1, Sq, Sk), True = visible."""
         if fallbacks.enabled():
-            text = "the model computes with it, at Sq x Sk bytes: pass it to the attention as it is"
+            text = "the model computes with it, at Sq x Sk bytes: pass it to the attention unchanged"
             fallbacks.report("dense form of a VisibleKeys", text)
         intervals = self.build_intervals(self.pattern)
         if intervals is None:

@@ -23,8 +23,8 @@ SPARSE = get_args(Sparse)
 # Lists serve where they hold less than this share of the keys that tiles visit. Measured on the CPU (AVX2, float32, S
 # from 2048 to 8192, D = 64, causal top-k and random masks; forward + backward, lists relative to tiles): 0.28 to 0.36
 # of the time at a share of 0.27 to 0.33, 0.5 at 0.5, 0.75 to 0.9 at 0.8, 0.95 to 1.1 at 1 and above. Building them
-# takes 1 % of the time, for a bool mask with a head per query head 3 %; `looks_dense` avoids most builds that do not
-# pay.
+# takes 1 % of the time, for a bool mask with a head per query head 3 %; `looks_dense` avoids most builds of
+# lists that are not used.
 CPU_CROSSOVER = 0.9
 # With fewer keys lists gain nothing.
 CPU_MIN_KEYS = 512
@@ -69,9 +69,9 @@ def choose(mask: Mask, sparse: Sparse, needs_grad: bool, problem: Problem) -> Ma
     if sparse == "lists":
         return build_lists(mask, problem)
     if mask.device.type != "cpu":
-        pays = mask.unstructured and mask.keys_per_row is not None
         few_keys = statically_true(problem.seqlen_k < CUDA_MIN_KEYS)
-        return build_lists(mask, problem) if pays and (needs_grad or not few_keys) else mask
+        should_use_lists = mask.unstructured and mask.keys_per_row is not None and (needs_grad or not few_keys)
+        return build_lists(mask, problem) if should_use_lists else mask
     if statically_true(problem.seqlen_k < CPU_MIN_KEYS):
         return mask
     operands = mask.operands()

@@ -23,6 +23,7 @@ from ..arguments import (
 )
 from ..biases import least
 from ..broadcast import expand_shared, is_one_of
+from .combined import divide
 from .topk import topk_mask
 
 FLOAT_MAX = sys.float_info.max
@@ -48,20 +49,20 @@ def create_mask(
         batch_size, query_len, key_len: B, Sq and Sk.
         window_size: the number of keys that "topk" selects per row, at least 0. A row with fewer candidates keeps all.
         min_dtype: a key whose bias is not above this is never selected; nor is one with a bias of -inf or
-            torch.finfo(dtype).min, which always hides.
+            torch.finfo(dtype).min, which always masks.
         block_size: None, or at least 1. After the selection each block of this many consecutive keys (the last one may
-            be shorter) becomes visible if more than half of its keys were selected, and hidden otherwise. So a row may
-            see more or fewer than `window_size` keys. Keys that `attention_mask` or `min_dtype` excludes stay hidden.
+            be shorter) becomes visible if more than half of its keys were selected, and masked otherwise. So a row may
+            see more or fewer than `window_size` keys. Keys that `attention_mask` or `min_dtype` excludes stay masked.
         type: "topk" selects the `window_size` largest biases of a row, ties to the later key; "relu" those above 0.
 
     Returns:
-        bool ({B|B/n|1}, {H|Hkv|1}, Sq, Sk), True = visible, in the broadcast batch and head dimensions of bias and
-        mask. If their batch dimensions differ and neither is 1, the result has B.
+        bool ({B|B/n|1}, {H|Hkv|1}, Sq, Sk), True = visible, in the larger batch and head dimension of bias and mask.
+        If their batch dimensions differ and neither is 1, the result has B.
 
     Raises:
         ValueError: an invalid shape, size or type, a min_dtype that is NaN.
         TypeError: a bias that is not floating, an attention_mask that is neither bool nor a 2-dimensional integer
-            padding mask, a size that is no int, a min_dtype that is no number.
+            padding mask, a size that is not an int, a min_dtype that is not a number.
         RuntimeError: an attention_mask that is not on attention_bias's device.
     """
     if type not in ("topk", "relu"):
@@ -83,12 +84,16 @@ def create_mask(
         require_device("attention_mask", attention_mask, attention_bias.device, "attention_bias")
     visible = _visible_keys(attention_mask, batch_size, query_len, key_len)
 
-    heads = attention_bias.shape[1]
-    if visible is not None and heads != 1 and not is_one_of(visible.shape[1], 1, heads):
-        raise ValueError(f"attention_mask must have attention_bias's {heads} heads, or 1, got {visible.shape[1]}")
     bias = attention_bias.detach()
-    if visible is not None and bias.shape[0] != visible.shape[0]:
-        bias, visible = (expand_shared(x, batch_size, x.shape[1]) for x in (bias, visible))
+    if visible is not None:
+        heads = max(bias.shape[1], visible.shape[1])
+        if not divide(heads, bias.shape[1], visible.shape[1]):
+            raise ValueError(
+                "attention_bias and attention_mask must have head counts of which one divides the other, got "
+                f"{bias.shape[1]} and {visible.shape[1]}"
+            )
+        batches = bias.shape[0] if bias.shape[0] == visible.shape[0] else batch_size
+        bias, visible = (expand_shared(x, batches, heads) for x in (bias, visible))
     candidates = bias > max(min_dtype, least(bias.dtype))
     candidates = candidates if visible is None else candidates & visible
     selected = topk_mask(bias, candidates, window_size) if type == "topk" else candidates & (bias > 0)

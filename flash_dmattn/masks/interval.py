@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..arguments import (
+    batch_slice,
     check_cu_seqlens,
     check_same_sequences,
     is_host_readable,
     names,
+    require_bool,
     require_count,
     require_integers,
     require_length,
@@ -49,7 +53,7 @@ class KeyIntervalMask(Container, Mask):
         intervals: int32 (2, ...), starts and ends in one tensor.
 
     Raises:
-        TypeError: start or end is no int32 tensor, keys_per_row or rows no int.
+        TypeError: start or end is not an int32 tensor, keys_per_row or rows not an int, unstructured not a bool.
         ValueError: shapes that do not match, a negative keys_per_row or rows, rows with variable length.
         RuntimeError: start and end are on different devices.
     """
@@ -75,12 +79,13 @@ class KeyIntervalMask(Container, Mask):
             raise RuntimeError(f"end must be on start's device {start.device}, got {end.device}")
         if keys_per_row is not None:
             keys_per_row = require_count("keys_per_row", keys_per_row)
+        require_bool("unstructured", unstructured)
         if rows is not None:
             rows = require_count("rows", rows)
             if start.ndim == 2:
                 raise ValueError(f"rows is for fixed length, got {rows} with start of shape {shape_of(start)}")
         self.intervals = torch.stack((start, end))
-        self.keys_per_row, self.unstructured, self.rows = keys_per_row, unstructured, rows
+        self.keys_per_row, self.unstructured, self.rows = keys_per_row, bool(unstructured), rows
 
     @classmethod
     def _of(
@@ -92,7 +97,7 @@ class KeyIntervalMask(Container, Mask):
         mask.keys_per_row, mask.unstructured, mask.rows = keys_per_row, unstructured, rows
         return mask
 
-    def require_rows(self, name: str, seqlen_q: int) -> None:
+    def _require_rows(self, name: str, seqlen_q: int) -> None:
         """Raises ValueError where the intervals are for another number of rows."""
         if self.rows is not None and self.rows != seqlen_q:
             raise ValueError(
@@ -117,7 +122,7 @@ class KeyIntervalMask(Container, Mask):
 
     def check(self, check_tensors, call) -> None:
         super().check(check_tensors, call)
-        self.require_rows("attn_mask", call.problem().seqlen_q)
+        self._require_rows("attn_mask", call.problem().seqlen_q)
 
     # Properties
 
@@ -166,20 +171,34 @@ class KeyIntervalMask(Container, Mask):
         return f"KeyIntervalMask({known}device='{self.device}')"
 
     def __getitem__(self, index: int | slice | Tensor) -> KeyIntervalMask:
-        """The mask of some batch elements: `mask[2]` and `mask[2:4]` keep the batch dimension."""
+        """The mask of some batch elements: `mask[2]` and `mask[2:4]` keep the batch dimension.
+
+        Args:
+            index: an int, a slice, or an int64 or bool tensor (n).
+
+        Raises:
+            TypeError: an index of another type or dtype.
+            IndexError: an index out of range, or a tensor of other dimensions.
+            ValueError: a mask of variable length.
+        """
         if self.is_varlen:
             raise ValueError(f"a mask {VARLEN} has no batch elements; take sequence(first, last) of it")
-        if isinstance(index, int):
-            index = range(self.shape[0])[index]  # raises IndexError
-            index = slice(index, index + 1)
-        if not isinstance(index, (slice, Tensor)):
-            raise TypeError(f"a mask is indexed by an int, a slice or a tensor, got {type(index).__name__}")
+        if isinstance(index, (int, numbers.Integral)):
+            index = batch_slice(index, self.shape[0])
+        accepted = "an int, a slice, or an int64 or bool tensor (n)"
+        is_tensor = isinstance(index, Tensor)
+        if not isinstance(index, slice) and not (is_tensor and index.dtype in (torch.int64, torch.bool)):
+            got = f"a {names([index.dtype])} tensor" if is_tensor else type(index).__name__
+            raise TypeError(f"a mask is indexed by {accepted}, got {got}")
+        if is_tensor and index.ndim != 1:
+            raise IndexError(f"a mask is indexed by {accepted}, got shape {shape_of(index)}")
         return self._of_same_kind(self.intervals[:, index])
 
     def __and__(self, other: KeyIntervalMask | Tensor) -> KeyIntervalMask | Tensor:
         """The scores that both masks show. Batch sizes must be equal or 1; one head count must divide the other.
 
-        With a bool tensor ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) a bool tensor.
+        With a bool tensor ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) a bool tensor. Where the mask has no `rows` and the tensor
+        one row, Sq is Sk.
         """
         if isinstance(other, Tensor):
             return intersection_with_bool(self, other)
@@ -204,7 +223,7 @@ class KeyIntervalMask(Container, Mask):
 
         Raises:
             ValueError: a mask of variable length, a negative seqlen_q, one other than `rows`.
-            TypeError: a seqlen_q that is no int.
+            TypeError: a seqlen_q that is not an int.
         """
         rows = torch.arange(self._rows(seqlen_q), dtype=torch.int32, device=self.device)[:, None]
         return (self.start[:, :, None] <= rows) & (rows < self.end[:, :, None])
@@ -213,7 +232,7 @@ class KeyIntervalMask(Container, Mask):
         """float32 scalar tensor: the visible share of all scores; rows as in `to_dense`."""
         rows = self._rows(seqlen_q)
         visible = (self.end.clamp(0, rows) - self.start.clamp(0, rows)).clamp_(min=0)
-        return visible.sum() / max(rows * visible.numel(), 1)
+        return visible.sum().to(torch.float32) / max(rows * visible.numel(), 1)
 
     def sequence(self, first: int, last: int) -> KeyIntervalMask:
         """The keys first .. last - 1 of a mask of variable length, one sequence, as a mask (1, {H|Hkv|1}, Sk).
@@ -239,7 +258,7 @@ class KeyIntervalMask(Container, Mask):
         if seqlen_q is None:
             return self.keys if self.rows is None else self.rows
         seqlen_q = require_length("seqlen_q", seqlen_q)
-        self.require_rows("the mask", seqlen_q)
+        self._require_rows("the mask", seqlen_q)
         return seqlen_q
 
     # Constructors
@@ -249,7 +268,7 @@ class KeyIntervalMask(Container, Mask):
         """Row i sees the keys j <= i + (Sk - Sq): aligned to the bottom right corner. (1, 1, Sk).
 
         Raises:
-            TypeError, ValueError: a length that is no int, negative or above 2^30.
+            TypeError, ValueError: a length that is not an int, is negative or is above 2^30.
         """
         start = own_rows(seqlen_q, seqlen_k, device).clamp_(min=0)
         return cls(start, torch.full_like(start, NEVER), rows=seqlen_q)
@@ -271,15 +290,17 @@ class KeyIntervalMask(Container, Mask):
             device: the device of the mask.
 
         Raises:
-            TypeError, ValueError: a length that is no int, negative or above 2^30; a window_size that is neither an int
-                nor two, or negative.
+            TypeError, ValueError: a length that is not an int, is negative or is above 2^30; a window_size that is
+                neither an int nor two, or negative.
         """
         accepted = "an int or a tuple (left, right)"
         if isinstance(window_size, tuple):
             if len(window_size) != 2:
                 raise ValueError(f"window_size must be {accepted}, got {window_size}")
             left, right = window_size
-            left, right = require_count("window_size[0]", left), require_count("window_size[1]", right)
+            hint = ": pass seqlen_k for no limit"
+            left = require_count("window_size[0]", left, hint=hint)
+            right = require_count("window_size[1]", right, hint=hint)
         else:
             left, right = require_count("window_size", window_size, accepted) - 1, 0
         own = own_rows(seqlen_q, seqlen_k, device)
@@ -306,10 +327,14 @@ class KeyIntervalMask(Container, Mask):
             TypeError, ValueError: an invalid argument; the values of cu_seqlens are checked on the CPU only.
         """
         if (cu_seqlens is None) == (ids is None) or (cu_seqlens is None) != (seqlen is None):
-            raise ValueError("documents takes cu_seqlens and seqlen, or ids")
+            arguments = {"cu_seqlens": cu_seqlens, "seqlen": seqlen, "ids": ids}
+            given = [name for name, argument in arguments.items() if argument is not None]
+            alone = " alone" if len(given) == 1 else ""
+            got = " and ".join(given) or "none of them"
+            raise ValueError(f"documents takes cu_seqlens and seqlen, or ids, got {got}{alone}")
         if ids is None:
             seqlen = require_length("seqlen", seqlen)
-            check_cu_seqlens("cu_seqlens", cu_seqlens, total=seqlen, or_less=True)
+            check_cu_seqlens("cu_seqlens", cu_seqlens, total=(seqlen, "the given seqlen"), or_less=True)
             sequence = sequence_of_keys(cu_seqlens, seqlen)
             end = torch.cat([cu_seqlens[1:], cu_seqlens[-1:]])
             return cls(cu_seqlens[sequence][None, None], end[sequence][None, None], rows=seqlen)
@@ -336,7 +361,7 @@ class KeyIntervalMask(Container, Mask):
             seqlen_k: Sk, with lengths (B).
 
         Raises:
-            TypeError: real that is neither bool nor integers, a seqlen_k that is no int.
+            TypeError: real that is neither bool nor integers, a seqlen_k that is not an int.
             ValueError: a shape that is neither, lengths without seqlen_k; on the CPU lengths out of range.
         """
         require_integers("real", real, or_bool=True)
@@ -375,10 +400,15 @@ class KeyIntervalMask(Container, Mask):
             ValueError: a NaN in the bias, on the CPU. On CUDA and under torch.compile a NaN fails an assertion on the
                 device, which a later call reports.
         """
-        window_size = check_topk("({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED, bias, window_size, ndims=(3, 4))
+        return cls._topk("bias", bias, window_size, seqlen_q)
+
+    @classmethod
+    def _topk(cls, name: str, bias: Tensor, window_size: int, seqlen_q: int | None = None) -> KeyIntervalMask:
+        """`topk`, whose errors call the bias by the name that it has in the user's call."""
+        window_size = check_topk(name, "({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED, bias, window_size, ndims=(3, 4))
         keys = bias.shape[-1]
         rows = keys if seqlen_q is None else require_position("seqlen_q", seqlen_q)
-        intervals = operator_for(bias)(bias, min(window_size, keys), rows, None, None, None)
+        intervals = operator_for(bias)(bias, min(window_size, keys), rows, None, None, None, name)
         return cls._of(intervals, window_size, unstructured=True, rows=rows)
 
     @classmethod
@@ -397,8 +427,8 @@ class KeyIntervalMask(Container, Mask):
             window_size: w, at least 0.
             cu_seqlens_k: int32 (B + 1): sequence b has the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1] - 1.
             cu_seqlens_q: int32 (B + 1), the same for rows; by default cu_seqlens_k.
-            max_seqlen_k: an optional bound on the keys of a sequence, which makes selecting from short sequences
-                faster.
+            max_seqlen_k: at least the longest sequence of keys, optional: selecting from short sequences is then
+                faster. Checked on the CPU only.
 
         Returns:
             (total_k, {H|Hkv|1}). It carries no gradient.
@@ -406,15 +436,31 @@ class KeyIntervalMask(Container, Mask):
         Raises:
             As `topk`.
         """
-        window_size = check_topk(VARLEN, bias, window_size, ndims=(2,))
-        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias, "bias", total=bias.shape[0])
-        cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
-        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias, "bias")
-        check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+        return cls._topk_varlen("bias", bias, window_size, cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
+
+    @classmethod
+    def _topk_varlen(
+        cls,
+        name: str,
+        bias: Tensor,
+        window_size: int,
+        cu_seqlens_k: Tensor,
+        cu_seqlens_q: Tensor | None,
+        max_seqlen_k: int | None,
+    ) -> KeyIntervalMask:
+        """`topk_varlen`, with names as in `_topk`."""
+        window_size = check_topk(name, VARLEN, bias, window_size, ndims=(2,))
+        longest = None
         if max_seqlen_k is not None:
             max_seqlen_k = require_length("max_seqlen_k", max_seqlen_k)
+            longest = ("max_seqlen_k", max_seqlen_k)
+        total = (bias.shape[0], f"the keys of {name}")
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias, name, total, longest)
+        cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias, name)
+        check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         window = min(window_size, bias.shape[0])
-        intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k)
+        intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, name)
         return cls._of(intervals, window_size, unstructured=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from .. import ops
 from ..arguments import (
     as_tensor_hint,
+    batch_slice,
     check_cu_seqlens,
     check_same_sequences,
     is_host_readable,
@@ -32,14 +34,14 @@ from .indices import KeyIndices
 from .interval import KeyIntervalMask
 
 
-def as_mask(mask: Tensor | Mask | None) -> Mask | None:
-    """attn_mask as one object. Raises TypeError for any other type."""
+def as_mask(mask: Tensor | Mask | None, name: str = "attn_mask") -> Mask | None:
+    """A mask as one object. Raises TypeError for any other type."""
     if isinstance(mask, Tensor):
         return BoolMask(mask)
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(
-            f"attn_mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got {type(mask).__name__}"
-            f"{as_tensor_hint('attn_mask', mask)}"
+            f"{name} must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got {type(mask).__name__}"
+            f"{as_tensor_hint(name, mask)}"
         )
     return mask
 
@@ -60,7 +62,7 @@ class KeyLists(Container, Mask):
             where intervals show it; (0, 4) or (0, 2) for indices that whole tiles of rows share.
         mask: what the lists were built from: the bool tensor, the KeyIntervalMask, or the indices.
         seqlen_q, seqlen_k: the number of query rows and of keys; for variable length bounds on the sequences.
-        is_causal: whether the lists leave out keys that causality hides.
+        is_causal: whether the lists leave out keys that causality masks.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1), or None for fixed length.
     """
 
@@ -91,7 +93,7 @@ class KeyLists(Container, Mask):
             seqlen_q: the number of query rows; for variable length max_seqlen_q. The lists of a mask that is the same
                 for all rows serve any number of rows.
             seqlen_k: the number of keys, by default the mask's last dimension; for variable length max_seqlen_k.
-            is_causal: leaves out keys that causality hides. The lists then serve calls with is_causal=True only.
+            is_causal: leaves out keys that causality masks. The lists then serve calls with is_causal=True only.
             cu_seqlens_q, cu_seqlens_k: int32 (B + 1), for variable length. Their values are not checked on CUDA.
 
         Returns:
@@ -99,8 +101,8 @@ class KeyLists(Container, Mask):
 
         Raises:
             ValueError: an invalid shape or value, or only one of cu_seqlens_q and cu_seqlens_k.
-            TypeError: a mask that is neither bool nor a KeyIntervalMask, a length that is no int, cu_seqlens that are
-                no int32 tensors.
+            TypeError: a mask that is neither bool nor a KeyIntervalMask, a length that is not an int, cu_seqlens that
+                are not int32 tensors.
             RuntimeError: tensors on different devices.
         """
         check_buildable(mask, is_varlen(cu_seqlens_q, cu_seqlens_k))
@@ -114,14 +116,15 @@ class KeyLists(Container, Mask):
         mask = as_mask(mask)
         if cu_seqlens_q is not None:
             dims = len(mask.shape)
-            total_q, total_k = (mask.shape[0] if dims == 3 else None), (mask.shape[0] if dims == 2 else None)
+            total_q = (mask.shape[0], "the rows of mask") if dims == 3 else None
+            total_k = (mask.shape[0], "the keys of mask") if dims == 2 else None
             operands = mask.operands()
             reference = (operands.intervals if operands.mask is None else operands.mask, "mask")
             check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *reference, total_q, longest=("seqlen_q", seqlen_q))
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *reference, total_k, longest=("seqlen_k", seqlen_k))
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         elif isinstance(mask, KeyIntervalMask):
-            mask.require_rows("mask", seqlen_q)
+            mask._require_rows("mask", seqlen_q)
         mask = mask.copy() if isinstance(mask, KeyIntervalMask) else mask
         return build_lists(mask, Problem(seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k))
 
@@ -139,7 +142,7 @@ class KeyLists(Container, Mask):
     ) -> KeyLists:
         """The lists of an indexer's keys: the indices of the keys that each query row, or each tile of rows, sees.
 
-        A row sees the keys of its indices unless causality, `mask` or the bias hides them. Repeated indices count once.
+        A row sees the keys of its indices unless causality, `mask` or the bias masks them. Repeated indices count once.
         Indices have no gradient. No memory of size Sq x Sk is allocated, and nothing is read back from the device: the
         lists take up to 20 bytes per index where each row has its own indices, and 4 bytes per index that 64 rows or a
         multiple of 64 share.
@@ -155,11 +158,11 @@ class KeyLists(Container, Mask):
                 ignored; positions count from the first key of the sequence.
             seqlen_q: the number of query rows; for variable length max_seqlen_q.
             seqlen_k: the number of keys; for variable length max_seqlen_k.
-            is_causal: leaves out keys that causality hides. The lists then serve calls with is_causal=True only.
+            is_causal: leaves out keys that causality masks. The lists then serve calls with is_causal=True only.
             cu_seqlens_q, cu_seqlens_k: int32 (B + 1), for variable length. Their values are not checked on CUDA.
             tile_rows: the number of consecutive query rows, counted from the first of the sequence, that share a row of
                 indices.
-            mask: a KeyIntervalMask that hides indexed keys: documents, padding, a window.
+            mask: a KeyIntervalMask that masks indexed keys: documents, padding, a window.
 
         Returns:
             Lists of the batch elements and heads of indices and mask, for variable length of the B sequences.
@@ -167,7 +170,8 @@ class KeyLists(Container, Mask):
         Raises:
             ValueError: an invalid shape or value. An index out of range raises on the CPU, and on CUDA with
                 FLASH_DMATTN_CHECK=1 in the environment; otherwise it counts as none on CUDA.
-            TypeError: indices that are no int32 tensor, a mask that is no KeyIntervalMask, a length that is no int.
+            TypeError: indices that are not an int32 tensor, a mask that is not a KeyIntervalMask, a length that is not
+                an int.
             RuntimeError: tensors on different devices.
         """
         require_tensor("indices", indices)
@@ -176,14 +180,14 @@ class KeyLists(Container, Mask):
         tile_rows = require_length("tile_rows", tile_rows)
         if mask is not None and not isinstance(mask, KeyIntervalMask):
             got = f"a {names([mask.dtype])} tensor" if isinstance(mask, Tensor) else type(mask).__name__
-            raise TypeError(f"mask must be a KeyIntervalMask, got {got}: set the indices of hidden keys to -1")
+            raise TypeError(f"mask must be a KeyIntervalMask, got {got}: set the indices of masked keys to -1")
         has_sequences = is_varlen(cu_seqlens_q, cu_seqlens_k)
         if has_sequences:
             check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, indices, "indices", longest=("seqlen_q", seqlen_q))
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, indices, "indices", longest=("seqlen_k", seqlen_k))
         if mask is not None:
             require_device("mask", mask.intervals, indices.device, "indices")
-            mask.require_rows("mask", seqlen_q)
+            mask._require_rows("mask", seqlen_q)
             if mask.is_varlen != has_sequences or (not has_sequences and mask.keys != seqlen_k):
                 accepted = "(total_k, {H|Hkv|1})" if has_sequences else f"({{B|1}}, {{H|Hkv|1}}, {seqlen_k})"
                 raise ValueError(f"mask must be {accepted}, got shape {shape_of(mask)}")
@@ -265,7 +269,7 @@ class KeyLists(Container, Mask):
     def to_dense(self) -> Tensor:
         """The mask that the lists were built from, as bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}).
 
-        For lists built with is_causal=True (.., Sq, Sk), where keys that causality hides are False. Raises ValueError
+        For lists built with is_causal=True (.., Sq, Sk), where keys that causality masks are False. Raises ValueError
         for lists of variable length, which have no dense form.
         """
         if self.cu_seqlens_q is not None:
@@ -280,9 +284,8 @@ class KeyLists(Container, Mask):
         """The lists of some batch elements: `lists[2]` and `lists[2:4]` keep the batch dimension and copy no list."""
         if self.cu_seqlens_q is not None:
             raise ValueError("lists of variable length have no batch elements: build them of some sequences")
-        if isinstance(index, int):
-            index = range(self.batches)[index]  # raises IndexError
-            index = slice(index, index + 1)
+        if isinstance(index, (int, numbers.Integral)):
+            index = batch_slice(index, self.batches)
         if not isinstance(index, slice):
             raise TypeError(f"lists are indexed by an int or a slice, got {type(index).__name__}")
         return replace(self, spans=self.spans[:, index].contiguous(), mask=self.mask[index])
@@ -315,7 +318,8 @@ default_collate_fn_map[KeyLists] = collate
 
 def is_varlen(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together")
+        given, missing = ("cu_seqlens_q", "cu_seqlens_k") if cu_seqlens_k is None else ("cu_seqlens_k", "cu_seqlens_q")
+        raise ValueError(f"{given} requires {missing}, got {given} alone")
     return cu_seqlens_q is not None
 
 
@@ -386,21 +390,21 @@ def list_indices(source: KeyIndices, problem: Problem) -> KeyLists:
     """The lists of an indexer's keys."""
     seqlen_q, seqlen_k, *sequences = problem
     cu_seqlens_q, cu_seqlens_k = problem.cu_seqlens_q, problem.cu_seqlens_k
-    indices, tile_rows, shown = source.indices, source.tile_rows, source.shown
+    indices, tile_rows, interval_mask = source.indices, source.tile_rows, source.interval_mask
     if cu_seqlens_q is not None:
         if is_host_readable(cu_seqlens_q):
             longest_q, longest_k = map(longest_sequence, (cu_seqlens_q, cu_seqlens_k))
         else:
             longest_q = indices.shape[0] if indices.ndim == 3 else seqlen_q
-            longest_k = seqlen_k if shown is None else shown.keys
+            longest_k = seqlen_k if interval_mask is None else interval_mask.keys
         seqlen_q, seqlen_k = min(seqlen_q, longest_q), min(seqlen_k, longest_k)
     # The operator reports a wrong number of rows of indices, for the given tile_rows.
     has_tiles = indices.ndim == 4 and (cu_seqlens_q is not None or indices.shape[2] <= 1)
     if has_tiles and min(tile_rows, MAX_TILE_ROWS) >= problem.seqlen_q:
         # All rows share their indices, like whole m_blocks.
         tile_rows = min(-(-tile_rows // LIST_ROWS) * LIST_ROWS, MAX_TILE_ROWS)
-        source = KeyIndices(indices, tile_rows, shown, problem.seqlen_k)
-    intervals = None if shown is None else shown.intervals
+        source = KeyIndices(indices, tile_rows, interval_mask, problem.seqlen_k)
+    intervals = None if interval_mask is None else interval_mask.intervals
     tensors = ops.index_key_lists(indices, intervals, tile_rows, seqlen_q, seqlen_k, *sequences)
     return KeyLists(*tensors, source, *problem)
 

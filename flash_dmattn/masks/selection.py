@@ -13,6 +13,8 @@ from .base import Mask, PackedMask, Problem
 from .interval import KeyIntervalMask
 from .topk import has_list_kernels, refuse_nan
 
+NAME = "attn_bias"  # of the bias in errors
+
 
 def select(
     bias: Tensor,
@@ -33,16 +35,16 @@ def select(
     """
     seqlen_q, seqlen_k, _, cu_seqlens_q, cu_seqlens_k = problem
     if statically_true(window_size >= seqlen_k) and not must_mask:
-        refuse_nan(bias, cache_seqlens)
+        refuse_nan(bias, cache_seqlens, name=NAME)
         return None
     if cu_seqlens_k is not None:
-        return KeyIntervalMask.topk_varlen(bias, window_size, cu_seqlens_k, cu_seqlens_q, seqlen_k)
+        return KeyIntervalMask._topk_varlen(NAME, bias, window_size, cu_seqlens_k, cu_seqlens_q, seqlen_k)
     if as_lists and has_list_kernels(bias) and statically_true(seqlen_q <= MAX_TOPK_LIST_ROWS):
         keys, spans, rows = ops.topk_lists(bias, min(window_size, seqlen_k), seqlen_q, cache_seqlens)
         row_bits = rows if seqlen_q > 1 else None
         return PackedMask(MaskTensors(kv_indices=keys, kv_indptr=spans, kv_row_bits=row_bits))
     if cache_seqlens is None:
-        return KeyIntervalMask.topk(bias, window_size, seqlen_q)
+        return KeyIntervalMask._topk(NAME, bias, window_size, seqlen_q)
     return topk_of_cache(bias.squeeze(2), window_size, seqlen_q, cache_seqlens)
 
 
@@ -53,8 +55,8 @@ def topk_of_cache(bias: Tensor, window_size: int, seqlen_q: int, cache_seqlens: 
     beyond = torch.arange(bias.shape[2], device=bias.device) >= keys
     bias = bias.masked_fill(beyond, -torch.inf)
     if statically_true(seqlen_q == 1):  # the row sees the best of all keys
-        return KeyIntervalMask.topk(bias, window_size, 1)
+        return KeyIntervalMask._topk(NAME, bias, window_size, 1)
     # The ends of a square mask are key positions; shifting turns them into rows.
-    square = KeyIntervalMask.topk(bias, window_size)
+    square = KeyIntervalMask._topk(NAME, bias, window_size)
     intervals = (square.intervals - (keys - seqlen_q)).clamp_(min=0)
     return KeyIntervalMask._of(intervals, square.keys_per_row, square.unstructured, seqlen_q)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops
 from ..arguments import assert_later, is_host_readable, require_count, require_floating, require_length, shape_of
-from ..biases import hides
+from ..biases import is_masked
 from ..ops.list_sizes import list_capacity
 
 NEVER = 1 << 30  # beyond any position; the sum of two positions still fits in int32
@@ -46,9 +46,13 @@ def topk_intervals(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_keys: int | None,
+    name: str = "bias",
 ) -> Tensor:
-    """int32 (2, ...): starts and ends of `KeyIntervalMask.topk`, or with cu_seqlens of `topk_varlen`."""
-    refuse_nan(bias)
+    """int32 (2, ...): starts and ends of `KeyIntervalMask.topk`, or with cu_seqlens of `topk_varlen`.
+
+    name: the bias's, in an error.
+    """
+    refuse_nan(bias, name=name)
     bias = bias.detach()
     if cu_seqlens_k is None:
         bias = bias.squeeze(2) if bias.ndim == 4 else bias
@@ -69,16 +73,16 @@ if ops.topk_intervals is not None:
     torch.library.impl(f"{ops.NAMESPACE}::topk_intervals", "cpu")(topk_intervals)
 
 
-def check_topk(layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> int:
+def check_topk(name: str, layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> int:
     """Returns window_size as an int."""
     window_size = require_count("window_size", window_size)
-    require_floating("bias", bias)
+    require_floating(name, bias)
     if bias.ndim not in ndims or (bias.ndim == 4 and bias.shape[2] != 1):
-        raise ValueError(f"bias must be {layout}, got shape {shape_of(bias)}")
+        raise ValueError(f"{name} must be {layout}, got shape {shape_of(bias)}")
     return window_size
 
 
-def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None, *, name: str = "bias") -> None:
+def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None, *, name: str) -> None:
     """Raises where a bias to select from is NaN. CUDA kernels check it themselves.
 
     seqused_k: int32 (B), for a bias (B, .., Sk): the number of each sequence's keys; those beyond may hold anything.
@@ -92,10 +96,11 @@ def refuse_nan(bias: Tensor, seqused_k: Tensor | None = None, *, name: str = "bi
     if seqused_k is not None:
         number = torch.ones_like(is_nan, dtype=torch.int32).cumsum(dim=-1)  # unlike arange, a DTensor for DTensors
         is_nan = is_nan & (number <= seqused_k.view(-1, *(1,) * (bias.ndim - 1)))
+    message = f"{name} must not be NaN where window_size selects by it"
     if not is_readable:
-        assert_later(~is_nan, "KeyIntervalMask.topk: bias must not be NaN")
+        assert_later(~is_nan, message)
     elif is_nan.any():
-        raise ValueError(f"{name} must not be NaN: it has no order")
+        raise ValueError(message)
 
 
 def require_position(name: str, length: object) -> int:
@@ -121,7 +126,7 @@ def sequence_of_keys(cu_seqlens: Tensor, keys: int) -> Tensor:
 def topk_mask(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
     """bool (.., rows, Sk): the `window_size` largest biases among the candidates of each row, ties to the later key.
 
-    A candidate has a bias that is not NaN and does not hide it.
+    A candidate has a bias that is not NaN and does not mask it.
     """
     bias, candidates = torch.broadcast_tensors(bias, candidates)
     window_size = min(window_size, bias.shape[-1])
@@ -141,7 +146,7 @@ def topk_mask(bias: Tensor, candidates: Tensor, window_size: int) -> Tensor:
 def topk_ends(bias: Tensor, window_size: int, first: Tensor | None = None) -> Tensor:
     """int32 (heads, N): for each key the first position at which it is no longer among the `window_size` best so far.
 
-    Of equal keys the later is the better. The end of a key that is never visible, such as one that its bias hides, is
+    Of equal keys the later is the better. The end of a key that is never visible, such as one that its bias masks, is
     at most its own position; the end of a key that is never evicted is NEVER. Positions count from the first key of the
     sequence.
 
@@ -159,7 +164,7 @@ def topk_ends(bias: Tensor, window_size: int, first: Tensor | None = None) -> Te
         ends = torch.full_like(bias, NEVER, dtype=torch.int32)
     else:
         ends = eviction_positions(bias, window_size, first)
-    return torch.where(hides(bias), own, ends)
+    return torch.where(is_masked(bias), own, ends)
 
 
 def topk_ends_of_last(bias: Tensor, window_size: int, rows: int) -> Tensor:
@@ -204,7 +209,7 @@ def topk_keys(bias: Tensor, count: int, lengths: Tensor | None = None) -> tuple[
 
 
 def eviction_positions(bias: Tensor, window_size: int, first: Tensor | None) -> Tensor:
-    """`topk_ends` for 0 < window_size < N. Treats a bias that hides its key as any other."""
+    """`topk_ends` for 0 < window_size < N. Treats a bias that masks its key as any other."""
     heads, keys = bias.shape
     total = bias.numel()
     dtype = torch.int32 if total < NEVER else torch.int64

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .conventions import accumulation_dtype
 from .list_sizes import (
     LIST_ALIGN,
     LIST_ROWS,
@@ -57,7 +58,7 @@ def attention_backward(*args):
 def attention_with_kvcache(*args):
     given = KvCacheArguments(*args)
     *batch, seqlen_q, heads, _ = given.query.shape
-    lse_dtype = torch.promote_types(given.query.dtype, torch.float32)
+    lse_dtype = accumulation_dtype(given.query.dtype)
     out = given.query.new_empty((*batch, seqlen_q, heads, given.v_cache.shape[3]))
     return out, given.query.new_empty((*batch, heads, seqlen_q), dtype=lse_dtype)
 
@@ -126,7 +127,7 @@ def pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal, percent):
     return *packed, *empty_lists(mask, capacity, (batches, heads, tiles), True)
 
 
-def topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys):
+def topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys, name="bias"):
     shape = (*bias.shape[:2], bias.shape[3]) if bias.ndim == 4 else bias.shape
     return bias.new_empty((2, *shape), dtype=torch.int32)
 

@@ -1,6 +1,6 @@
 """Floating-point operations of the attention operators, for torch.utils.flop_counter.FlopCounterMode.
 
-A score counts where the mask, causality and the lengths show its key; keys that a bias hides count. Reading the values
+A score counts where the mask, causality and the lengths show its key; keys that a bias masks count. Reading the values
 of a mask waits for its device. Meta and fake tensors have no values: all scores that causality shows count.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..broadcast import scores_of_sequence
 from ..loading import NAMESPACE
+from .conventions import padded_head_dim
 from .list_sizes import LIST_ROWS, count_causal_scores
 from .schema import SEQUENCES, Arguments, BackwardArguments, KvCacheArguments, MaskTensors
 
@@ -59,16 +60,16 @@ def gemm_flops(given: Arguments) -> int:
 def with_kvcache(*args, out_val=None, **kwargs) -> int:
     """The FLOPs of attention_with_kvcache: each row sees the keys up to its own, or window_size of them."""
     given = KvCacheArguments(*args, **kwargs)
-    *_, heads, head_dim = given.query.shape
+    heads, head_dim = given.query.shape[-2], padded_head_dim(given.query.shape[-1], given.v_cache.shape[-1])
     packed = given.cu_seqlens_q is not None
     seqlen_q = given.max_seqlen_q if packed else given.query.shape[1]
     if has_values(given.cache_seqlens):
         rows = given.cu_seqlens_q.diff().tolist() if packed else [seqlen_q] * given.query.shape[0]
         before = given.cache_seqlens.tolist()
     else:
-        room = given.k_cache.shape[1] * (1 if given.block_table is None else given.block_table.shape[1])
+        capacity = given.k_cache.shape[1] * (1 if given.block_table is None else given.block_table.shape[1])
         rows = [seqlen_q] * given.cache_seqlens.shape[0]
-        before = [room if given.key is None else room - seqlen_q] * len(rows)
+        before = [capacity if given.key is None else capacity - seqlen_q] * len(rows)
     scores = 0
     for own, keys in zip(rows, before):
         keys += own if given.key is not None else 0

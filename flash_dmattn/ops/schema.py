@@ -28,13 +28,15 @@ class MaskTensors(NamedTuple):
     kv_row_bits: Optional[Tensor] = None
 
 
+NO_MASK = MaskTensors()
+
 # The arguments of attention_forward. cu_seqlens int32 (B + 1): all four of the sequences, or none. seqlens_k int32 (B):
 # cache_seqlens of the public functions. relative_bias: float32, or float64 with a float64 query; with a fourth
 # dimension of a grid.
 TENSORS = ("query", "key", "value", "bias", "relative_bias", *MaskTensors._fields)
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqlens_k")
 OPTIONS = {"softmax_scale": 1.0, "softcap": 0.0, "is_causal": False, "deterministic": False}
-DEFAULTS = (None, None, *MaskTensors(), *(None for _ in SEQUENCES), *OPTIONS.values())
+DEFAULTS = (*(None for _ in (*TENSORS[3:], *SEQUENCES)), *OPTIONS.values())  # query, key and value are required
 Arguments = namedtuple("Arguments", (*TENSORS, *SEQUENCES, *OPTIONS), defaults=DEFAULTS)
 
 # The arguments of attention_with_kvcache and compose_attention_with_kvcache, as csrc/torch/kvcache.h lists them.

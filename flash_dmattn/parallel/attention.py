@@ -58,8 +58,9 @@ def context_parallel_attention(
     rejects its arguments, all ranks raise. If a rank fails later, for example out of memory, the others wait for the
     group's timeout.
 
-    Calls with `window_size` or a KeyIntervalMask (sliding windows, documents) fetch only the keys that the rows see.
-    All other calls all-gather K and V, a few heads at a time (docs/parallel.md).
+    Calls with cu_seqlens, with `window_size` below S, or with a KeyIntervalMask (sliding windows, documents) and
+    neither a dense bias nor `relative_bias`, fetch only the keys that the rows see. All other calls all-gather K and V,
+    a few heads at a time (docs/parallel.md).
 
     Args:
         query: (B, S_r, H, D), in the dtypes of `flash_dmattn_func`. With cu_seqlens (S_r, H, D).
@@ -80,7 +81,7 @@ def context_parallel_attention(
         cu_seqlens: int32 (sequences + 1), from 0 to S: packed sequences, which may cross shard boundaries. The same on
             every rank; on the CPU the values are compared.
         layout: "contiguous": shards of any lengths in rank order; or "zigzag" (see `shard`, `unshard`, `positions`),
-            which balances causal work, for calls that all-gather K and V.
+            which balances causal work, for calls without window_size, cu_seqlens and a KeyIntervalMask.
         fixed_shapes: with window_size, whether to send a fixed number of keys instead of the exact one, at most
             (R - 1) * window_size per head. Avoids synchronization and permits CUDA graphs. None: only with two ranks,
             where the fixed number is not larger.
@@ -225,7 +226,7 @@ def attend_with_all_gather(
     """For rows that see most keys: all-gathers K and V."""
     query, bias, row_bias, unseen = call.query, call.attn_bias, None, None
     if bias_kind == "row":
-        query, row_bias, hidden_rows, unseen = split_row_bias(bias, query, call.key.shape[2])
+        query, row_bias, masked_rows, unseen = split_row_bias(bias, query, call.key.shape[2])
         bias = bias_kind = None
     zigzag, options = call.layout == "zigzag", call.options()
     relative_bias = call.relative_bias
@@ -237,4 +238,4 @@ def attend_with_all_gather(
     tables = [] if relative_bias is None else [shifted(relative_bias, r.distance_shift) for r in plan.row_ranges]
     out, lse = GatheredAttention.apply(plan, *kernel_rows(query, call.key, call.value), bias, *tables)
     out = without_padding(out, call.value.shape[-1])
-    return (out, lse) if row_bias is None else add_row_bias(out, lse, row_bias, hidden_rows)
+    return (out, lse) if row_bias is None else add_row_bias(out, lse, row_bias, masked_rows)

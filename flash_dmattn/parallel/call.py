@@ -16,8 +16,9 @@ from ..arguments import check_cu_seqlens, is_host_readable, require_bool, requir
 from ..attend import accumulated, apply_scale_tensor, autocast, kernels_for
 from ..broadcast import is_one_of
 from ..call import Call
-from ..masks import KeyIntervalMask, KeyLists, as_mask
+from ..masks import KeyIntervalMask, as_mask
 from ..masks.topk import refuse_nan
+from ..ops.schema import NO_MASK
 from ..sinks import check_sinks
 from .layout import Layout, check_layout, zigzag_chunk_length
 
@@ -45,8 +46,8 @@ def check_call(call: ShardedCall) -> ShardedCall:
     check_layout(call.layout)
     if call.fixed_shapes is not None:
         require_bool("fixed_shapes", call.fixed_shapes)
-    if isinstance(mask, KeyLists):
-        raise TypeError("attn_mask must be bool or a KeyIntervalMask, got KeyLists, which support one rank only")
+    if mask is not None and not isinstance(mask, KeyIntervalMask):
+        require_tensor("attn_mask", mask, "a bool torch.Tensor or a KeyIntervalMask")  # KeyLists serve one rank only
     # Whether a float32 bias is cast depends on its kind, which the ranks determine together.
     query, key, value, bias = autocast(call.query, call.key, call.value, call.attn_bias, keeps_float32=True)
     is_varlen = cu_seqlens is not None
@@ -60,13 +61,17 @@ def check_call(call: ShardedCall) -> ShardedCall:
     if query.shape[1] != key.shape[1]:
         raise ValueError(f"a rank must have as many keys as rows, got {query.shape[1]} rows and {key.shape[1]} keys")
     if call.window_size is not None:
-        checks.check_window(mask, bias, query.shape[0], key.shape[1], call.is_causal)
-        refuse_nan(bias)
-    if call.layout == "zigzag" and (call.window_size is not None or isinstance(mask, KeyIntervalMask) or is_varlen):
-        raise ValueError(
-            "layout='zigzag' does not support window_size, KeyIntervalMask and cu_seqlens: those are balanced with "
-            "contiguous shards"
-        )
+        checks.check_window(mask, bias, query, key, call.is_causal, is_varlen)
+        refuse_nan(bias, name="attn_bias")
+    if call.layout == "zigzag":
+        contiguous_only = {
+            "window_size": call.window_size is not None,
+            "KeyIntervalMask": isinstance(mask, KeyIntervalMask),
+            "cu_seqlens": is_varlen,
+        }
+        for name, is_given in contiguous_only.items():
+            if is_given:
+                raise ValueError(f"layout='zigzag' does not support {name}, got it: use layout='contiguous'")
     for name, x in (("attn_mask", mask), ("attn_bias", bias)):
         if is_varlen and isinstance(x, Tensor) and x.shape[3] != key.shape[1]:
             raise ValueError(f"{name} must have one value per key with cu_seqlens, got shape {shape_of(x)}")
@@ -111,13 +116,13 @@ def batched(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> None:
     """Checks all shapes but the last two dimensions of mask and bias, which depend on the other ranks' lengths."""
-    checks.check_tensors(Call(query, key, value), checks.NO_MASK, None)
+    checks.check_tensors(Call(query, key, value), NO_MASK, None)
 
     def check_beside(x: Mask, mask: Mask, bias: Tensor | None) -> None:
         keys = key
         if isinstance(x, Tensor) and x.ndim == 4 and not is_one_of(x.shape[3], 1, key.shape[1]):
             keys = key.new_empty(1).expand(key.shape[0], x.shape[3], *key.shape[2:])
-        operands = checks.NO_MASK if mask is None else as_mask(mask).operands()
+        operands = NO_MASK if mask is None else as_mask(mask).operands()
         checks.check_tensors(Call(query, keys, keys), operands, bias)
 
     if isinstance(mask, KeyIntervalMask):
@@ -147,9 +152,9 @@ def check_whole(call: ShardedCall, lengths: tuple[int, ...]) -> None:
     """Checks all that depends on the lengths of the shards. Every rank raises the same error."""
     seqlen = sum(lengths)
     if isinstance(call.attn_mask, KeyIntervalMask):
-        call.attn_mask.require_rows("attn_mask", seqlen)
+        call.attn_mask._require_rows("attn_mask", seqlen)
     if call.cu_seqlens is not None and is_host_readable(call.cu_seqlens):
-        check_cu_seqlens("cu_seqlens", call.cu_seqlens, total=seqlen)
+        check_cu_seqlens("cu_seqlens", call.cu_seqlens, total=(seqlen, "the rows of all ranks"))
     if call.layout == "zigzag":
         zigzag_chunk_length(seqlen, len(lengths))
         if len(set(lengths)) > 1:

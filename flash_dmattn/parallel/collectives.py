@@ -16,7 +16,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass
 class Traffic:
-    """Bytes that this rank sent to and received from other ranks, and the number of collectives."""
+    """What this rank exchanged with other ranks inside a `count_traffic` context.
+
+    Attributes:
+        sent: bytes sent.
+        received: bytes received.
+        collectives: the number of collectives.
+    """
 
     sent: int = 0
     received: int = 0

@@ -22,6 +22,7 @@ from ..attend import kernels_for, mask_operand
 from ..call import Options
 from ..masks import KeyIntervalMask, Problem, as_mask
 from ..masks.choice import Sparse
+from ..ops.conventions import accumulation_dtype
 from ..ops.schema import Arguments, MaskTensors
 from ..ops.transforms import savable
 from . import collectives
@@ -101,7 +102,7 @@ class GatherPlan:
         """Sums the received gradients in float32 or wider."""
         parts, length = pending.wait(), self.shards.local_length
         parts = parts.unflatten(0, (-1, length)) if length else parts[None]
-        sum_dtype = torch.promote_types(parts.dtype, torch.float32)
+        sum_dtype = accumulation_dtype(parts.dtype)
         return parts.sum(dim=0, dtype=sum_dtype).to(dtype).movedim(0, dim)
 
 
@@ -171,7 +172,7 @@ class GatheredAttention(torch.autograd.Function):
         masks_shared = all(r.mask is None or r.mask.shape[1] == 1 for r in plan.row_ranges)
         masks = []  # per head slice and row range; per row range if the heads share the masks
         out = query.new_empty(query.shape)
-        lse = query.new_empty(batch, heads, rows, dtype=torch.promote_types(query.dtype, torch.float32))
+        lse = query.new_empty(batch, heads, rows, dtype=accumulation_dtype(query.dtype))
         for kv, keys, values in all_gather_kv(plan, key, value, kv_slices):
             for i, row_range in enumerate(plan.row_ranges):
                 part = CallSlice(row_range, kv, kv_heads)
@@ -211,7 +212,7 @@ class GatheredAttention(torch.autograd.Function):
         dbias = None
         if needs_dbias:
             # Calls add to the gradient of a key bias; each call has its own part of the gradient of a dense bias.
-            dtype = torch.promote_types(bias.dtype, torch.float32) if plan.bias_is_sharded else bias.dtype
+            dtype = accumulation_dtype(bias.dtype) if plan.bias_is_sharded else bias.dtype
             dbias = torch.zeros(bias.shape, dtype=dtype, device=bias.device)
 
         def finish(kv: slice, pending: collectives.PendingCollective) -> None:

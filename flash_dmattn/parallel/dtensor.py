@@ -39,7 +39,7 @@ def replicated(arguments) -> list:
 
 
 def sharded(argument: object, dims: tuple[int, int], axis: int, shared=Replicate):
-    """Shard() along the axis, or `shared()` if the argument is broadcast along it; None if it is no tensor."""
+    """Shard() along the axis, or `shared()` if the argument is broadcast along it; None if it is not a tensor."""
     if not is_tensor(argument):
         return None
     return shared() if argument.shape[dims[axis]] == 1 else Shard(dims[axis])
@@ -62,7 +62,7 @@ def sharded_arguments(arguments: Arguments | BackwardArguments, axis: int) -> li
 
 
 def sharded_list(values: object):
-    """Shard(0); Replicate() for an empty tensor, which cannot be sharded; None if it is no tensor."""
+    """Shard(0); Replicate() for an empty tensor, which cannot be sharded; None if it is not a tensor."""
     if not is_tensor(values):
         return None
     return Shard(0) if values.shape[0] else Replicate()
@@ -186,9 +186,9 @@ def pack_mask_rule(mask, *others):
     return mask_rule([mask, *others], (SCORES, STACKED), by_axis)
 
 
-def topk_intervals_rule(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys):
+def topk_intervals_rule(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys, name="bias"):
     """int32 (2, ..)"""
-    others = (window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys)
+    others = (window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys, name)
     by_axis = {axis: [Shard(axis)] for axis in AXES if cu_seqlens_q is None and bias.shape[axis] != 1}
     return mask_rule([bias, *others], (STACKED,), by_axis)
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..masks import KeyIntervalMask
+from ..ops.conventions import accumulation_dtype
 from . import collectives
 from .shards import Shards, constants
 
@@ -211,7 +212,7 @@ def add_received_grads(plan: HaloPlan, grad: Tensor, rows: Tensor) -> None:
     flat = (batch * plan.shards.local_length + key) * plan.heads + head
     was_sent = flat.new_zeros(plan.batches * plan.shards.local_length * plan.heads)
     number = was_sent.index_fill_(0, flat, 1).cumsum(0).sub_(1)[flat]
-    total = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
+    total = rows.new_zeros(rows.shape, dtype=accumulation_dtype(rows.dtype))
     for numbers, part in zip(number.split(plan.send_counts), rows.split(plan.send_counts)):
         if len(part):
             total.index_add_(0, numbers, part.to(total.dtype))  # one rank has each key once, or repeats with zeros

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..arguments import require_count, require_tensor, shape_of
+from ..arguments import require_count, require_dimension, require_tensor, shape_of
 from ..masks import KeyIntervalMask
 from . import collectives
 from .groups import Group, exchange_on_host, resolve_group
@@ -65,7 +65,9 @@ def positions(
         int64 (S_r), ascending.
 
     Raises:
-        ValueError: an unknown layout, or a zigzag layout of a length that is no multiple of 2 R.
+        ValueError: an unknown layout; a negative seqlen; a zigzag layout of a length that is not a multiple of 2 R.
+        TypeError: a seqlen that is not an int.
+        RuntimeError: torch.distributed is not initialized.
     """
     group = resolve_group(group)
     check_layout(layout)
@@ -83,15 +85,18 @@ def shard(whole: Sharded, dim: int = 1, *, group: Group = None, layout: Layout =
     Args:
         whole: a tensor with the sequence in dimension `dim`; or a KeyIntervalMask: its keys are sharded, its starts and
             ends still count rows of the whole sequence.
-        dim: the sequence dimension.
+        dim: the sequence dimension of a tensor.
         group, layout: as in `positions`.
 
     Returns:
         The shard; with the contiguous layout a view.
 
     Raises:
-        TypeError: `whole` is neither a tensor nor a KeyIntervalMask.
-        ValueError: an unknown layout; a zigzag layout of a length that is no multiple of 2 R, or of a KeyIntervalMask.
+        TypeError: `whole` is neither a tensor nor a KeyIntervalMask; `dim` is not an int.
+        IndexError: `dim` is not a dimension of `whole`.
+        ValueError: an unknown layout; a zigzag layout of a length that is not a multiple of 2 R, or of a
+            KeyIntervalMask.
+        RuntimeError: torch.distributed is not initialized.
     """
     group = resolve_group(group)
     check_layout(layout)
@@ -100,7 +105,8 @@ def shard(whole: Sharded, dim: int = 1, *, group: Group = None, layout: Layout =
             raise ValueError(f"a KeyIntervalMask needs layout='contiguous', got layout={layout!r}")
         intervals = shard(whole.intervals, 1 if whole.is_varlen else 3, group=group)
         return whole._of_same_kind(intervals)
-    require_tensor("whole", whole)
+    require_tensor("whole", whole, "a torch.Tensor or a KeyIntervalMask")
+    dim = require_dimension("whole", whole, dim)
     if layout == "zigzag":
         index = zigzag_positions(whole.shape[dim], group.rank(), group.size(), whole.device)
         return whole.index_select(dim, index)
@@ -120,19 +126,19 @@ def unshard(part: Tensor, dim: int = 1, *, group: Group = None, layout: Layout =
         The whole tensor, on every rank.
 
     Raises:
-        TypeError: `part` is not a tensor.
-        IndexError: `dim` is not a dimension of it.
+        TypeError: `part` is not a tensor; `dim` is not an int.
+        IndexError: `dim` is not a dimension of `part`.
         ValueError: an unknown layout; zigzag shards of different lengths; shards whose dtype or other dimensions
             differ.
+        RuntimeError: torch.distributed is not initialized; its subclass RankError if another rank rejected its
+            arguments.
     """
     group = resolve_group(group)
     error = None
     try:
         check_layout(layout)
         require_tensor("part", part)
-        if not -part.ndim <= dim < part.ndim:
-            raise IndexError(f"dim must be a dimension of part, of shape {shape_of(part)}, got {dim}")
-        dim %= part.ndim
+        dim = require_dimension("part", part, dim)
         others = (*part.shape[:dim], *part.shape[dim + 1 :])
         numbers = (part.shape[dim], part.ndim, hash(others), zlib.crc32(str(part.dtype).encode()))
     except (TypeError, ValueError, IndexError) as caught:

@@ -16,7 +16,7 @@ from .shards import Shards, constants
 def plan_for_topk(
     shards: Shards, bias: Tensor, window_size: int, cu_seqlens: Tensor | None, key_heads: int, fixed_shapes: bool
 ) -> tuple[HaloPlan, KeyIntervalMask]:
-    """The halo plan of the causal top-w mask, and the mask of [fetched keys; local keys] for this rank's rows.
+    """The halo plan of the causal top-k mask, and the mask of [fetched keys; local keys] for this rank's rows.
 
     1. Later rows see at most the `window_size` best keys of a rank, its candidates. The ranks all-gather their biases.
     2. Each rank selects for its own rows among the candidates of earlier ranks and its own keys. It needs the
@@ -89,7 +89,7 @@ def candidates(shards: Shards, bias: Tensor, count: int, cu_seqlens: Tensor | No
 
 
 def select_rows(shards: Shards, bias: Tensor, window_size: int, cu_seqlens: Tensor | None) -> Tensor:
-    """The top-w mask of [candidates of earlier ranks; local keys] for the local rows.
+    """The top-k mask of [candidates of earlier ranks; local keys] for the local rows.
 
     bias: (batches, heads, n + S_r).
 

@@ -64,7 +64,7 @@ def broadcast_sizes(bias: Tensor, mask: Tensor | None) -> tuple[int, int, int]:
 
 
 def block_smooth(attention_mask: Tensor, key_len: int, block_size: int) -> Tensor:
-    """Each block of `block_size` keys becomes visible if more than half of it is, else hidden, in place."""
+    """Each block of `block_size` keys becomes visible if more than half of it is, else masked, in place."""
     if block_size <= 0:
         raise ValueError(f"block_size must be positive, got {block_size}")
     return attention_mask.copy_(masks.dynamic.smooth_blocks(attention_mask, block_size))

@@ -6,7 +6,7 @@ from generate_kernels import HEAD_DIMS
 from paths import DTYPES, HALVES, LISTS, case, cpu, cuda, triton
 
 CPU_HEAD_DIMS = [1, 8, 12, 32, 35, 40, 64, 80, 96, 128, 192, 256]
-# Those that the CUDA kernels are built for, some that they pad, and one that is no multiple of 8.
+# Those that the CUDA kernels are built for, some that they pad, and one that is not a multiple of 8.
 CUDA_HEAD_DIMS = sorted({8, 35, 80, *HEAD_DIMS, *(d + 8 for d in HEAD_DIMS[:-1])})
 TRITON_HEAD_DIMS = [8, 40, 96, 128, 192, 256] if torch.cuda.is_available() else [8, 40]  # its interpreter is slow
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from gpu_inputs import NEEDS_CUDA
 from kvcaches import check, make_call, make_sequences
 from sm90 import names_of
@@ -151,3 +152,15 @@ torch.cuda.synchronize()
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.returncode != 0 and "the bias to select by must not be NaN" in ran.stdout + ran.stderr
+
+
+def test_a_tangent_is_refused():
+    """The decoding kernel, which is called without the dispatcher, would lose it."""
+    tensors = [torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16) for n in (1, 4096, 4096)]
+    bias = torch.randn(1, 2, 1, 4096, device="cuda", dtype=torch.bfloat16)
+    refused = pytest.raises(NotImplementedError, match="does not support forward-mode AD .* 'reference'")
+    for i in range(3):
+        with torch.no_grad(), forward_ad.dual_level(), refused:
+            dual = forward_ad.make_dual(tensors[i], torch.ones_like(tensors[i]))
+            given = [*tensors[:i], dual, *tensors[i + 1 :]]
+            flash_dmattn_func(*given, None, bias, is_causal=True, window_size=64)

@@ -196,7 +196,7 @@ def test_a_backend_by_name_inside_a_graph(backend):
 def test_a_bias_of_nan_is_refused_in_a_graph():
     query, key, value, bias = tensors_of(2, 33)
     bias[0, 0, 0, 5] = torch.nan
-    with pytest.raises(ValueError, match="bias must not be NaN"):
+    with pytest.raises(ValueError, match="attn_bias must not be NaN where window_size selects by it"):
         torch.compile(windowed, fullgraph=True, backend="aot_eager")(query, key, value, bias)
 
 

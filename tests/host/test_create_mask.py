@@ -107,6 +107,14 @@ def test_no_gradient_and_no_keys():
     assert create_mask(bias, None, 1, 3, 0, 4, MIN).shape == (1, 2, 3, 0)
 
 
+def test_heads_of_query_and_of_key():
+    """Query head h uses key/value head h // (H / Hkv)."""
+    bias, mask = torch.randn(2, 2, 3, 9), torch.rand(1, 4, 3, 9) < 0.7
+    for own, others in ((bias, mask), (bias.repeat_interleave(2, dim=1), mask[:, :2])):
+        expected = create_mask(*(x.repeat_interleave(4 // x.shape[1], dim=1) for x in (own, others)), 2, 3, 9, 4, MIN)
+        assert torch.equal(create_mask(own, others, 2, 3, 9, 4, MIN), expected)
+
+
 BIAS = torch.zeros(2, 2, 3, 4)
 ERRORS = {
     "type": ({"type": "best"}, ValueError, "type must be 'topk' or 'relu', got 'best'"),
@@ -157,7 +165,7 @@ ERRORS = {
     "heads that do not go together": (
         {"attention_mask": torch.ones(2, 3, 3, 4, dtype=torch.bool)},
         ValueError,
-        "attention_mask must have attention_bias's 2 heads, or 1, got 3",
+        "attention_bias and attention_mask must have head counts of which one divides the other, got 2 and 3",
     ),
     "padding shape": ({"attention_mask": torch.ones(2, 3)}, ValueError, r"must be \(B, Sk\) = \(2, 4\), got \(2, 3\)"),
     "padding dtype": ({"attention_mask": torch.ones(2, 4)}, TypeError, "must be bool or integers, got float32"),

@@ -180,7 +180,7 @@ def test_nan_in_a_cache_is_refused_where_it_is_filled(seqlen_q, window_size):
     bias[1, 0, 0, 60] = torch.nan  # beyond the second sequence, before the end of the first
     assert flash_dmattn_func(query, key, value, None, bias, **options).isfinite().all()
     bias[1, 0, 0, 59] = torch.nan
-    with pytest.raises(ValueError, match="bias must not be NaN"):
+    with pytest.raises(ValueError, match="attn_bias must not be NaN where window_size selects by it"):
         flash_dmattn_func(query, key, value, None, bias, **options)
 
 
@@ -269,7 +269,7 @@ def test_cache_errors(device):
     def call(cache_seqlens, function=flash_dmattn_func, **options):
         return function(query, key, value, None, bias, is_causal=True, cache_seqlens=cache_seqlens, **options)
 
-    with pytest.raises(TypeError, match="cache_seqlens must be a torch.Tensor, got list"):
+    with pytest.raises(TypeError, match=r"cache_seqlens must be a torch.Tensor, got list: pass torch.as_tensor\(cache"):
         call([5, 300])
     with pytest.raises(TypeError, match="cache_seqlens must be int32, got int64"):
         call(filled.long())
@@ -279,15 +279,28 @@ def test_cache_errors(device):
         call(filled[:1])
     with pytest.raises(RuntimeError, match="cache_seqlens must be on query's device .*, got meta"):
         call(filled.to("meta"))
-    with pytest.raises(ValueError, match="return_attn_probs is for keys that are all there, got cache_seqlens"):
+    with pytest.raises(ValueError, match="return_attn_probs does not support cache_seqlens, got both"):
         call(filled, return_attn_probs=True)
     with pytest.raises(ValueError, match="cache_seqlens is for the backends .*, got the backend 'reference'"):
         call(filled, flash_dmattn_func_auto("reference"))
     if device == "cpu":
-        with pytest.raises(ValueError, match="cache_seqlens must be from 0 to the 300 keys given, got 301"):
+        with pytest.raises(ValueError, match="cache_seqlens must be from 0 to 300, the keys of key, got 301"):
             call(filled + 1)
     query.requires_grad_()
     with pytest.raises(ValueError, match="cache_seqlens is for inference"):
         call(filled)
     with torch.no_grad():
         call(filled)
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["sinks", "attn_bias"])
+def test_a_tensor_that_the_operator_does_not_get_has_no_gradient_either(device, name):
+    """attn_bias: constant along the keys."""
+    (query, key, value), _ = problem(device)
+    tensor = torch.zeros(query.shape[2] if name == "sinks" else (1, 1, query.shape[1], 1), device=device)
+    options = {name: tensor.requires_grad_(), "cache_seqlens": torch.full((2,), 7, dtype=torch.int32, device=device)}
+    with pytest.raises(ValueError, match="cache_seqlens is for inference"):
+        flash_dmattn_func(query, key, value, **options)
+    with torch.no_grad():
+        flash_dmattn_func(query, key, value, **options)

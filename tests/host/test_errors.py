@@ -133,11 +133,15 @@ FIXED = {
         TypeError,
         "query must be a dense torch.Tensor, got a sparse_coo one",
     ),
-    "sparse key": (lambda: call(key=K.to_sparse()), TypeError, "key must be a dense torch.Tensor, got a Sparse one"),
+    "sparse key": (
+        lambda: call(key=K.to_sparse()),
+        TypeError,
+        "key must be a dense torch.Tensor, got a sparse_coo one",
+    ),
     "sparse mask": (
         lambda: call(attn_mask=torch.ones(1, 1, 5, 7).bool().to_sparse()),
         TypeError,
-        "attn_mask must be a dense torch.Tensor, got a Sparse one",
+        "attn_mask must be a dense torch.Tensor, got a sparse_coo one",
     ),
     "sparse mask of lists": (
         lambda: KeyLists.build(torch.ones(1, 1, 5, 7).bool().to_sparse(), 5),
@@ -147,7 +151,7 @@ FIXED = {
     "sparse bias": (
         lambda: call(attn_bias=torch.ones(1, 1, 5, 7).to_sparse()),
         TypeError,
-        "attn_bias must be a dense torch.Tensor, got a Sparse one",
+        "attn_bias must be a dense torch.Tensor, got a sparse_coo one",
     ),
     "sparse bias of topk": (
         lambda: KeyIntervalMask.topk(torch.ones(1, 1, 7).to_sparse(), 3),
@@ -157,7 +161,7 @@ FIXED = {
     "sparse qkv": (
         lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 8).to_sparse()),
         TypeError,
-        "qkv must be a dense torch.Tensor, got a Sparse one",
+        "qkv must be a dense torch.Tensor, got a sparse_coo one",
     ),
     "nested query": (
         lambda: call(torch.nested.nested_tensor([*Q])),
@@ -199,6 +203,11 @@ FIXED = {
         lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 4, 8)),
         ValueError,
         r"qkv must have 5 dimensions \(B, S, 3, H, D\), got shape \(2, 5, 4, 8\)",
+    ),
+    "qkv is no tensor": (
+        lambda: flash_dmattn.flash_dmattn_qkvpacked_func([1.0]),
+        TypeError,
+        r"qkv must be a torch.Tensor, got list: pass torch.as_tensor\(qkv\)",
     ),
     "qkv with 2 parts": (
         lambda: flash_dmattn.flash_dmattn_qkvpacked_func(torch.zeros(2, 5, 2, 4, 8)),
@@ -340,7 +349,7 @@ FIXED = {
             cache_seqlens=torch.tensor([5, 5], dtype=torch.int32),
         ),
         ValueError,
-        r"grid is for images that are all there, got grid=\(1, 5\) and cache_seqlens",
+        r"grid does not support cache_seqlens, got grid=\(1, 5\) and cache_seqlens",
     ),
     "grid of variable length": (
         lambda: flash_dmattn_varlen_func(
@@ -400,6 +409,10 @@ FLASH_ATTN = {
         lambda: call(window_size=(-1, 0)),
         r"window_size must be an int, got \(-1, 0\): it is top-k selection; a sliding window is attn_mask=Key",
     ),
+    "sliding window of variable length": (
+        lambda: flash_dmattn_varlen_func(ROWS, ROWS, ROWS, None, None, CU, CU, 3, 3, window_size=(2, 0)),
+        r"a sliding window is relative_bias=flash_dmattn.relative.window\(max_seqlen_k, left, right\)",
+    ),
     "lengths after value": (
         lambda: flash_dmattn_varlen_func(ROWS, ROWS, ROWS, CU, CU, 3, 3),
         "attn_mask must be bool, got int32 of one dimension: attn_mask and attn_bias come before cu_seqlens",
@@ -422,9 +435,9 @@ def varlen(mask=None, bias=None, cu_q=CU, cu_k=CU, max_q=3, max_k=3, rows=ROWS):
     return flash_dmattn_varlen_func(rows, rows, rows, mask, bias, cu_q, cu_k, max_q, max_k)
 
 
-def packed(cu_seqlens=CU, max_seqlen=3):
+def packed(mask=None, bias=None, cu_seqlens=CU, max_seqlen=3, **options):
     qkv = torch.stack([ROWS] * 3, dim=1)
-    return flash_dmattn.flash_dmattn_varlen_qkvpacked_func(qkv, None, None, cu_seqlens, max_seqlen)
+    return flash_dmattn.flash_dmattn_varlen_qkvpacked_func(qkv, mask, bias, cu_seqlens, max_seqlen, **options)
 
 
 VARLEN = {
@@ -436,8 +449,12 @@ VARLEN = {
     "cu_seqlens is no tensor": (
         lambda: varlen(cu_q=[0, 5]),
         TypeError,
-        "cu_seqlens_q must be a torch.Tensor, got list",
+        r"cu_seqlens_q must be a torch.Tensor, got list: pass torch.as_tensor\(cu_seqlens_q\)",
     ),
+    "cu_seqlens are missing": (lambda: varlen(cu_q=None), TypeError, "cu_seqlens_q is required, got None"),
+    "max_seqlen is missing": (lambda: varlen(max_k=None), TypeError, "max_seqlen_k is required, got None"),
+    "packed cu_seqlens are missing": (lambda: packed(cu_seqlens=None), TypeError, "cu_seqlens is required, got None"),
+    "packed max_seqlen is missing": (lambda: packed(max_seqlen=None), TypeError, "max_seqlen is required, got None"),
     "cu_seqlens in int64": (lambda: varlen(cu_k=CU.long()), TypeError, "cu_seqlens_k must be int32, got int64"),
     "cu_seqlens of 2 dimensions": (
         lambda: varlen(cu_q=CU[None]),
@@ -452,12 +469,12 @@ VARLEN = {
     "cu_seqlens that end early": (
         lambda: varlen(cu_q=CU[:2]),
         ValueError,
-        r"cu_seqlens_q must rise from 0 to the 5 given, got \[0, 2\]",
+        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of query, got \[0, 2\]",
     ),
     "cu_seqlens that fall": (
         lambda: varlen(cu_k=torch.tensor([0, 6, 5], dtype=torch.int32)),
         ValueError,
-        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 6, 5\]",
+        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of key, got \[0, 6, 5\]",
     ),
     "batch sizes differ": (
         lambda: varlen(cu_k=torch.tensor([0, 5], dtype=torch.int32), max_k=5),
@@ -479,12 +496,39 @@ VARLEN = {
     "packed cu_seqlens that end early": (
         lambda: packed(cu_seqlens=CU[:2]),
         ValueError,
-        r"cu_seqlens must rise from 0 to the 5 given, got \[0, 2\]",
+        r"cu_seqlens must be non-decreasing from 0 to 5, the rows of qkv, got \[0, 2\]",
     ),
     "packed max_seqlen too short": (
         lambda: packed(max_seqlen=2),
         ValueError,
         "max_seqlen must be at least the longest sequence 3, got 2",
+    ),
+    "packed mask of other rows": (
+        lambda: packed(mask=torch.ones(4, 1, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must be \(total, {H\|1}\) or .* with total = 5, H = 2 and max_seqlen = 3, got shape \(4, 1\)",
+    ),
+    "packed bias of other keys": (
+        lambda: packed(bias=torch.zeros(5, 1, 4)),
+        ValueError,
+        r"attn_bias must be .* or \(total, {H\|1}, max_seqlen\) with .*, got shape \(5, 1, 4\)",
+    ),
+    "packed bias of other heads": (
+        lambda: packed(bias=torch.zeros(5, 4)),
+        ValueError,
+        r"attn_bias must be \(total, {H\|1}\) or .* with total = 5, H = 2 and .*, got shape \(5, 4\)",
+    ),
+    "sparse packed mask": (
+        lambda: packed(mask=torch.ones(5, 1, dtype=torch.bool).to_sparse()),
+        TypeError,
+        "attn_mask must be a dense torch.Tensor, got a sparse_coo one",
+    ),
+    "window with a bias per score": (
+        lambda: flash_dmattn_varlen_func(
+            *(ROWS, ROWS, ROWS, None, torch.zeros(5, 1, 3), CU, CU, 3, 3), is_causal=True, window_size=2
+        ),
+        ValueError,
+        r"window_size needs attn_bias of one number per key, \(5, {2\|1}\), got shape \(5, 1, 3\)",
     ),
     "packed kv with another head dimension": (
         lambda: flash_dmattn.flash_dmattn_varlen_kvpacked_func(ROWS, torch.zeros(5, 2, 2, 4), None, None, CU, CU, 3, 3),
@@ -627,15 +671,50 @@ def test_what_is_no_tensor_without_a_compiled_module(monkeypatch, backend, name)
 ARGUMENTS = {
     "another name": ((Q, K, V), {"varlen": None}, "got an unexpected keyword argument 'varlen'"),
     "too few": ((Q, K), {}, "missing a required argument: 'value'"),
-    "too many": ((Q, K, V, *[None] * 8), {}, "too many positional arguments"),
+    "too many": ((Q, K, V, *[None] * 8), {}, "got too many positional arguments"),
 }
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_of_a_backend_by_name(name):
     args, options, message = ARGUMENTS[name]
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=rf"^flash_dmattn_func\(\) {message}"):
         flash_dmattn_func_auto("reference")(*args, **options)
+
+
+def test_arguments_of_packed_functions():
+    """The error names the function that was called, not the one that it calls; errors of tensors stay as they are."""
+    qkv = torch.randn(1, 5, 3, 2, 8)
+    for name, args, options, message in (
+        ("flash_dmattn_qkvpacked_func", (qkv,), {"window": 3}, "got an unexpected keyword argument 'window'"),
+        ("flash_dmattn_qkvpacked_func", (), {}, "missing a required argument: 'qkv'"),
+        ("flash_dmattn_kvpacked_func", (qkv[:, :, 0], qkv[:, :, 1:]), {"key": K}, "got an unexpected .* 'key'"),
+        ("flash_dmattn_kvpacked_func", (qkv[:, :, 0], qkv[:, :, 1:], *[None] * 9), {}, "got too many positional"),
+        ("flash_dmattn_varlen_qkvpacked_func", (qkv[0],), {"cu_seqlens_q": CU}, "got an unexpected .* 'cu_seqlens_q'"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name}\(\) {message}"):
+            getattr(flash_dmattn, name)(*args, **options)
+    with pytest.raises(TypeError, match="^attn_mask must be a bool torch.Tensor"):
+        flash_dmattn.flash_dmattn_qkvpacked_func(qkv, attn_mask=3)
+
+
+@pytest.mark.parametrize("rows", [5, 40])  # topk_lists is for up to 16
+@pytest.mark.parametrize("window_size", [3, 99])
+def test_nan_names_the_bias_of_the_call(rows, window_size):
+    query, key, value = inputs(1, rows, rows, 2, 2, 8)
+    bias = torch.zeros(1, 1, 1, rows)
+    bias[..., 2] = torch.nan
+    options = {"is_causal": True, "window_size": window_size}
+    cu_seqlens = torch.tensor([0, rows], dtype=torch.int32)
+    lengths = (cu_seqlens, cu_seqlens, rows, rows)
+    for function in (
+        lambda: call(query, key, value, None, bias, **options),
+        lambda: flash_dmattn_func_auto("cpu")(query, key, value, None, bias, **options),
+        lambda: flash_dmattn_func_auto("reference")(query, key, value, None, bias, **options),
+        lambda: flash_dmattn_varlen_func(query[0], key[0], value[0], None, bias[0, :, 0].T, *lengths, **options),
+    ):
+        with pytest.raises(ValueError, match="^attn_bias must not be NaN where window_size selects by it"):
+            function()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

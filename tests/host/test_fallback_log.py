@@ -31,7 +31,8 @@ def rows(*shape):
 
 
 def padded_head_dim():
-    flash_dmattn_func(rows(1, 4, 2, 12), rows(1, 4, 2, 12), rows(1, 4, 2, 20))
+    for of_value in (20, 12):
+        flash_dmattn_func(rows(1, 4, 2, 12), rows(1, 4, 2, 12), rows(1, 4, 2, of_value))
 
 
 def strided_rows():
@@ -47,7 +48,7 @@ def strided_bias():
 
 
 CASES = [
-    (padded_head_dim, "padding of the head dimension: 12 of query and key and 20 of value are copied to 24"),
+    (padded_head_dim, "padding of the head dimension: it differs or is not a multiple of 8: use one multiple"),
     (strided_rows, "copy of key: its head dimension is not contiguous"),
     (dense_intervals, "dense form of a KeyIntervalMask: the backend 'reference' reads it as bool"),
     (strided_bias, "copy of a bias: its keys are not contiguous"),
@@ -60,6 +61,12 @@ def test_a_fallback_is_reported_once(log, call, said):
     call()
     (message,) = [record.getMessage() for record in log.records]
     assert message.startswith(f"flash_dmattn: {said}")
+
+
+def test_each_reason_of_a_kind_is_reported_once(log):
+    for text in ("x", "y", "x"):
+        fallbacks.report("a", text)
+    assert [record.getMessage() for record in log.records] == ["flash_dmattn: a: x", "flash_dmattn: a: y"]
 
 
 def test_an_ordinary_call_reports_nothing(log):

@@ -10,6 +10,7 @@ from flash_dmattn import (
     KeyLists,
     flash_dmattn_func,
     flash_dmattn_func_auto,
+    relative,
 )
 
 
@@ -52,6 +53,18 @@ def test_dense_and_density(rows, keys, seed):
         assert torch.equal(dense[:, :, i], (start <= i) & (i < end))
     assert mask.density(rows).item() == pytest.approx(dense.double().mean().item() if dense.numel() else 0)
     assert mask.to_dense().shape == (2, 3, keys, keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_default_dtype_does_not_matter(dtype):
+    """The number of visible scores of 1000 rows is not a finite float16."""
+    mask, default = KeyIntervalMask.causal(1000, 1000), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert mask.density().dtype == torch.float32 and mask.density().item() == pytest.approx(0.5005)
+        assert relative.window(7, 3).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(default)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 7), (7, 3), (1, 4), (0, 3), (3, 0)])
@@ -180,8 +193,24 @@ ERRORS = {
     ),
     "| type": (lambda: MASK | 1, TypeError, "unsupported operand"),
     "to a dtype": (lambda: MASK.to(torch.float32), TypeError, "device must be .* got torch.float32"),
-    "index": (lambda: MASK[2], IndexError, "out of range"),
+    "unstructured": (
+        lambda: KeyIntervalMask(INTERVALS, INTERVALS, unstructured="no"),
+        TypeError,
+        "unstructured must be a bool, got str",
+    ),
+    "index": (lambda: MASK[2], IndexError, "index 2 is out of range for 2 batch elements"),
+    "index below 0": (lambda: MASK[-3], IndexError, "index -3 is out of range for 2 batch elements"),
     "index type": (lambda: MASK["a"], TypeError, "got str"),
+    "index dtype": (
+        lambda: MASK[torch.zeros(2)],
+        TypeError,
+        r"an int, a slice, or an int64 or bool tensor \(n\), got a float32 tensor",
+    ),
+    "index of 0 dimensions": (
+        lambda: MASK[torch.tensor(1)],
+        IndexError,
+        r"an int, a slice, or an int64 or bool tensor \(n\), got shape \(\)",
+    ),
     "index varlen": (lambda: KeyIntervalMask(INTERVALS[0], INTERVALS[0])[0], ValueError, "no batch elements"),
     "dense varlen": (
         lambda: KeyIntervalMask(INTERVALS[0], INTERVALS[0]).to_dense(),
@@ -205,13 +234,22 @@ ERRORS = {
     "window pair": (
         lambda: KeyIntervalMask.sliding_window(3, 4, (1, -1)),
         ValueError,
-        r"window_size\[1\] must not be negative, got -1",
+        r"window_size\[1\] must not be negative, got -1: pass seqlen_k for no limit",
     ),
-    "documents": (lambda: KeyIntervalMask.documents(CU_SEQLENS), ValueError, "takes cu_seqlens and seqlen, or ids"),
+    "documents of nothing": (
+        lambda: KeyIntervalMask.documents(),
+        ValueError,
+        "documents takes cu_seqlens and seqlen, or ids, got none of them",
+    ),
+    "documents without a length": (
+        lambda: KeyIntervalMask.documents(CU_SEQLENS),
+        ValueError,
+        "documents takes cu_seqlens and seqlen, or ids, got cu_seqlens alone",
+    ),
     "documents twice": (
         lambda: KeyIntervalMask.documents(CU_SEQLENS, 2, ids=CU_SEQLENS),
         ValueError,
-        "takes cu_seqlens and seqlen, or ids",
+        "documents takes cu_seqlens and seqlen, or ids, got cu_seqlens and seqlen and ids",
     ),
     "cu_seqlens": (
         lambda: KeyIntervalMask.documents(CU_SEQLENS.long(), 2),
@@ -221,17 +259,22 @@ ERRORS = {
     "cu_seqlens that fall": (
         lambda: KeyIntervalMask.documents(torch.tensor([0, 6, 3], dtype=torch.int32), 8),
         ValueError,
-        r"cu_seqlens must rise from 0 to at most the 8 given, got \[0, 6, 3\]",
+        r"cu_seqlens must be non-decreasing from 0 to at most 8, the given seqlen, got \[0, 6, 3\]",
     ),
     "cu_seqlens as a list": (
         lambda: KeyIntervalMask.documents([0, 6], 8),
         TypeError,
-        "cu_seqlens must be a torch.Tensor, got list",
+        r"cu_seqlens must be a torch.Tensor, got list: pass torch.as_tensor\(cu_seqlens\)",
     ),
     "topk varlen values": (
         lambda: KeyIntervalMask.topk_varlen(torch.zeros(5, 1), 2, torch.tensor([0, 9, 3], dtype=torch.int32)),
         ValueError,
-        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 9, 3\]",
+        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of bias, got \[0, 9, 3\]",
+    ),
+    "topk varlen bound": (
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(2, 1), 2, CU_SEQLENS, max_seqlen_k=1),
+        ValueError,
+        "max_seqlen_k must be at least the longest sequence 2, got 1",
     ),
     "ids": (lambda: KeyIntervalMask.documents(ids=torch.zeros(3)), TypeError, "ids must be integers, got float32"),
     "ids shape": (lambda: KeyIntervalMask.documents(ids=INTERVALS), ValueError, r"ids must be \(S\) or \(B, S\), got"),
@@ -292,7 +335,11 @@ ERRORS = {
         r"bias must be \(\{B\|1\}, \{H\|Hkv\|1\}, 1, Sk\) or .*, got shape \(1, 1, 3, 3\)",
     ),
     "topk window": (lambda: KeyIntervalMask.topk(torch.zeros(1, 1, 3), -1), ValueError, "window_size must not be"),
-    "topk NaN": (lambda: KeyIntervalMask.topk(torch.tensor([[[0.0, torch.nan]]]), 2), ValueError, "must not be NaN"),
+    "topk NaN": (
+        lambda: KeyIntervalMask.topk(torch.tensor([[[0.0, torch.nan]]]), 2),
+        ValueError,
+        "^bias must not be NaN",
+    ),
     "topk varlen shape": (
         lambda: KeyIntervalMask.topk_varlen(torch.zeros(1, 1, 3), 2, CU_SEQLENS),
         ValueError,

@@ -291,7 +291,7 @@ ERRORS = {
     "indices of three dimensions": (
         lambda: made(INDICES[0]),
         ValueError,
-        r"indices must be \({B\|1}, {H\|Hkv\|1}, rows, k\), got shape \(1, 5, 3\)",
+        r"indices must be \({B\|B/n\|1}, {H\|Hkv\|1}, rows, k\), got shape \(1, 5, 3\)",
     ),
     "indices of two dimensions, of variable length": (
         lambda: made(INDICES[0, 0], 5, 5, False, CU, CU),
@@ -327,12 +327,12 @@ ERRORS = {
     "half of the sequences": (
         lambda: made(INDICES, 5, 7, False, CU),
         ValueError,
-        "cu_seqlens_q and cu_seqlens_k must be given together",
+        "cu_seqlens_q requires cu_seqlens_k, got cu_seqlens_q alone",
     ),
     "sequences that end behind the rows": (
         lambda: made(INDICES[0, 0][:, None], 50, 50, False, CU * 2, CU),
         ValueError,
-        r"cu_seqlens_q must rise from 0 to the 5 given, got \[0, 10\]",
+        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of indices, got \[0, 10\]",
     ),
     "a sequence that is too long": (
         lambda: made(INDICES, 5, 3, False, CU, CU),
@@ -342,7 +342,7 @@ ERRORS = {
     "a bool mask": (
         lambda: made(mask=torch.ones(1, 1, 5, 7, dtype=torch.bool)),
         TypeError,
-        "mask must be a KeyIntervalMask, got a bool tensor: set the indices of hidden keys to -1",
+        "mask must be a KeyIntervalMask, got a bool tensor: set the indices of masked keys to -1",
     ),
     "a mask of other keys": (
         lambda: made(mask=KeyIntervalMask.padding(torch.tensor([3]), 8)),
@@ -362,7 +362,12 @@ ERRORS = {
     "a mask of other heads": (
         lambda: made(INDICES.expand(1, 2, 5, 3), mask=rand_intervals(1, 3, 7, rows=5)),
         ValueError,
-        "intervals must have the batch elements and heads of indices",
+        r"mask must have a head count that divides or is a multiple of that of indices \(2\), got shape \(1, 3, 7\)",
+    ),
+    "a mask of other batch elements": (
+        lambda: made(INDICES.expand(2, 1, 5, 3), mask=rand_intervals(4, 1, 7, rows=5)),
+        ValueError,
+        r"mask must have the batch size of indices \(2\) or 1, and a head count .* \(1\), got shape \(4, 1, 7\)",
     ),
     "a mask on another device": (
         lambda: made(mask=rand_intervals(1, 1, 7, rows=5).to("meta")),

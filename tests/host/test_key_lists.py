@@ -270,7 +270,7 @@ ERRORS = {
     "a window with a dense bias": (
         lambda: flash_dmattn_func(Q, K, V, None, torch.zeros(1, 1, 5, 7), is_causal=True, window_size=2),
         ValueError,
-        r"window_size needs attn_bias of one number per key, .*, got shape \(1, 1, 5, 7\)",
+        r"window_size needs attn_bias of one number per key, \({2\|1}, {4\|2\|1}, 1, 7\), got shape \(1, 1, 5, 7\)",
     ),
     "lists of a float mask": (
         lambda: KeyLists.build(torch.zeros(1, 1, 5, 7), 5),
@@ -287,10 +287,15 @@ ERRORS = {
         ValueError,
         "seqlen_k must be given of variable length",
     ),
+    "lists of a mask of other keys": (
+        lambda: KeyLists.build(KeyIntervalMask.causal(4, 4), 4, 5),
+        ValueError,
+        r"mask must be of 5 keys \(seqlen_k\), got shape \(1, 1, 4\)",
+    ),
     "half of the sequences": (
         lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, CU),
         ValueError,
-        "cu_seqlens_q and cu_seqlens_k must be given together",
+        "cu_seqlens_q requires cu_seqlens_k, got cu_seqlens_q alone",
     ),
     "lists for a negative number of rows": (
         lambda: KeyLists.build(rand_mask(1, 1, 1, 7), -5),
@@ -315,12 +320,12 @@ ERRORS = {
     "lists of sequences that end behind the keys": (
         lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, CU, CU * 10_000_000),
         ValueError,
-        r"cu_seqlens_k must rise from 0 to the 5 given, got \[0, 50000000\]",
+        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of mask, got \[0, 50000000\]",
     ),
     "lists of sequences that end behind the rows": (
         lambda: KeyLists.build(rand_mask(5, 1, 5), 50_000_000, 5, False, CU * 10_000_000, CU),
         ValueError,
-        r"cu_seqlens_q must rise from 0 to the 5 given, got \[0, 50000000\]",
+        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of mask, got \[0, 50000000\]",
     ),
     "lists of sequences that are longer than the rows of a mask": (
         lambda: KeyLists.build(rand_mask(5, 1, 5), 5, None, False, CU, CU * 2),

@@ -76,7 +76,7 @@ CASES = {
     ),
     "integer query": (
         *(fixed, {"query": lambda x: x.int(), "relative_bias": torch.zeros(1, 1, 5).int()}, TypeError),
-        "query must be floating, got int32",
+        "query must be one of float16, bfloat16, float32, float64, got int32",
     ),
     "packed query of 4 dimensions": (
         *(packed, {"query": lambda x: x[None]}, ValueError),
@@ -120,11 +120,11 @@ CASES = {
     ),
     "biases of other keys": (
         *(fixed, {"bias_cache": lambda x: x[:, 1:]}, ValueError),
-        r"bias_cache must be \(B, Sk, Hkv\) = \[2, 30, 2\], got shape \(2, 29, 2\)",
+        r"bias_cache must be \(B, Sk, Hkv\) = \(2, 30, 2\), got shape \(2, 29, 2\)",
     ),
     "biases of other pages": (
         *(paged, {"bias_cache": lambda x: x[..., None]}, ValueError),
-        r"bias_cache must be \(pages, page_size, Hkv\) = \[11, 16, 2\], got shape \(11, 16, 2, 1\)",
+        r"bias_cache must be \(pages, page_size, Hkv\) = \(11, 16, 2\), got shape \(11, 16, 2, 1\)",
     ),
     "bias_cache in another dtype": (
         *(fixed, {"bias_cache": lambda x: x.half()}, TypeError),
@@ -146,15 +146,15 @@ CASES = {
     ),
     "keys of other rows": (
         *(fixed, {"key": lambda x: x[:, :2]}, ValueError),
-        r"key must be \(B, Sq, Hkv, D\) = \[2, 3, 2, 16\], got shape \(2, 2, 2, 16\)",
+        r"key must be \(B, Sq, Hkv, D\) = \(2, 3, 2, 16\), got shape \(2, 2, 2, 16\)",
     ),
     "packed values of other rows": (
         *(packed, {"value": lambda x: x[:2]}, ValueError),
-        r"value must be \(total_q, Hkv, D\) = \[5, 2, 16\], got shape \(2, 2, 16\)",
+        r"value must be \(total_q, Hkv, D\) = \(5, 2, 16\), got shape \(2, 2, 16\)",
     ),
     "biases of other rows": (
         *(fixed, {"bias": lambda x: x[:, :2]}, ValueError),
-        r"bias must be \(B, Sq, Hkv\) = \[2, 3, 2\], got shape \(2, 2, 2\)",
+        r"bias must be \(B, Sq, Hkv\) = \(2, 3, 2\), got shape \(2, 2, 2\)",
     ),
     "bias in another dtype": (
         *(fixed, {"bias": lambda x: x.double()}, TypeError),
@@ -183,15 +183,15 @@ CASES = {
     ),
     "no room for the new tokens": (
         *(fixed, {"cache_seqlens": int32(28, 0)}, ValueError),
-        "cache_seqlens must be at most the 30 keys that a sequence has room for, with its new tokens, got 28 and 3 new",
+        "cache_seqlens must be at most the capacity of 30 keys per sequence, with the new tokens, got 28 and 3 new",
     ),
     "a length beyond the cache": (
         *(fixed, {"key": None, "value": None, "bias": None, "cache_seqlens": 31}, ValueError),
-        "cache_seqlens must be at most the 30 keys that a sequence has room for, got 31 for sequence 0",
+        "cache_seqlens must be at most the capacity of 30 keys per sequence, got 31 for sequence 0",
     ),
     "a length beyond the table": (
         *(packed, {"cache_seqlens": int32(10, 61)}, ValueError),
-        "cache_seqlens must be at most the 64 keys that a sequence has room for, with its new tokens, got 61 and 4 new",
+        "cache_seqlens must be at most the capacity of 64 keys per sequence, with the new tokens, got 61 and 4 new",
     ),
     "a page outside the cache": (
         *(paged, {"block_table": int32([0, 1, 2, 3], [4, 11, 5, 6])}, ValueError),
@@ -203,19 +203,23 @@ CASES = {
     ),
     "overlapping pages": (
         *(paged, {"block_table": int32([5, 1, 2, 3], [4, 5, 6, 7]), "cache_seqlens": int32(5, 20)}, ValueError),
-        "block_table must give each new token a place of its own, got two for key 5 of page 5",
+        "block_table must assign each new token its own slot, got two for slot 5 of page 5",
     ),
     "overlapping batch elements": (
         *(fixed, {"cache_batch_idx": int32(1, 1), "cache_seqlens": int32(10, 12)}, ValueError),
-        "cache_batch_idx must give each new token a place of its own, got two for key 12 of batch element 1",
+        "cache_batch_idx must assign each new token its own slot, got two for slot 12 of batch element 1",
     ),
     "a page of another sequence's new tokens": (
         *(paged, {"block_table": int32([0, 1, 2, 3], [0, 5, 6, 7]), "cache_seqlens": int32(5, 20)}, ValueError),
-        "block_table must give a sequence no key that another one writes in the same call, got key 5 of sequence 1",
+        "block_table must not give a key the slot of a new token, got key 5 of sequence 1 in the slot of the new key 5",
+    ),
+    "a page of the sequence's own new tokens": (
+        *(paged, {"block_table": int32([0, 0, 2, 3], [4, 5, 6, 7]), "cache_seqlens": int32(17, 20)}, ValueError),
+        "block_table must not give a key the slot of a new token, got key 1 of sequence 0 in the slot of the new",
     ),
     "a batch element of another sequence's new tokens": (
         *(fixed, {"cache_batch_idx": int32(1, 1), "cache_seqlens": int32(10, 20)}, ValueError),
-        "cache_batch_idx must give a sequence no key that another one writes in the same call, got key 10 of",
+        "cache_batch_idx must not give a key the slot of a new token, got key 10 of sequence 1 in the slot of the new",
     ),
     "a batch element outside the cache": (
         *(fixed, {"cache_batch_idx": int32(0, 2)}, ValueError),
@@ -247,9 +251,12 @@ CASES = {
     ),
     "no max_seqlen_q": (
         *(packed, {"max_seqlen_q": None}, ValueError),
-        "cu_seqlens_q and max_seqlen_q come together",
+        "cu_seqlens_q requires max_seqlen_q, got cu_seqlens_q alone",
     ),
-    "max_seqlen_q alone": (fixed, {"max_seqlen_q": 3}, ValueError, "cu_seqlens_q and max_seqlen_q come together"),
+    "max_seqlen_q alone": (
+        *(fixed, {"max_seqlen_q": 3}, ValueError),
+        "max_seqlen_q requires cu_seqlens_q, got max_seqlen_q alone",
+    ),
     "small max_seqlen_q": (
         *(packed, {"max_seqlen_q": 3}, ValueError),
         "max_seqlen_q must be at least the longest sequence 4, got 3",
@@ -264,7 +271,7 @@ CASES = {
     ),
     "offsets beyond the rows": (
         *(packed, {"cu_seqlens_q": int32(0, 1, 6), "max_seqlen_q": 9}, ValueError),
-        r"cu_seqlens_q must rise from 0 to at most the 5 given, got \[0, 1, 6\]",
+        r"cu_seqlens_q must be non-decreasing from 0 to at most 5, the rows of query, got \[0, 1, 6\]",
     ),
     "expanded heads of the cache": (
         *(fixed, {"k_cache": lambda x: x[:, :, :1].expand_as(x)}, ValueError),
@@ -276,15 +283,15 @@ CASES = {
     ),
     "NaN in the biases of the cache": (
         *(fixed, {"window_size": 3, "bias_cache": with_nan}, ValueError),
-        "bias_cache must not be NaN: it has no order",
+        "bias_cache must not be NaN where window_size selects by it",
     ),
     "NaN in the biases of the pages": (
         *(paged, {"window_size": 3, "bias_cache": lambda x: with_nan(x, page=4)}, ValueError),
-        "bias_cache must not be NaN: it has no order",
+        "bias_cache must not be NaN where window_size selects by it",
     ),
     "NaN in the biases of the new tokens": (
         *(fixed, {"window_size": 3, "bias": with_nan}, ValueError),
-        "bias must not be NaN: it has no order",
+        "bias must not be NaN where window_size selects by it",
     ),
     "window without biases": (
         *(fixed, {"window_size": 3, "bias": None, "bias_cache": None}, ValueError),
@@ -295,6 +302,11 @@ CASES = {
         "window_size needs is_causal=True: each row chooses among the keys up to its own",
     ),
     "negative window": (fixed, {"window_size": -1}, ValueError, "window_size must not be negative, got -1"),
+    "sliding window of flash-attn": (
+        *(fixed, {"window_size": (3, 0)}, TypeError),
+        r"window_size must be an int, got \(3, 0\): it is top-k selection; a sliding window is "
+        r"relative_bias=flash_dmattn.relative.window\(capacity, left, right\)",
+    ),
     "window is a float": (fixed, {"window_size": 1.0}, TypeError, "window_size must be an int, got float"),
     "scale is NaN": (
         *(fixed, {"softmax_scale": float("nan")}, ValueError),
@@ -368,7 +380,7 @@ def test_one_tensor_as_both_caches_is_not_written():
 def test_gradients_are_refused(name):
     changes = {name: torch.zeros(4, requires_grad=True) if name == "sinks" else lambda x: x.requires_grad_()}
     message = f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; call it"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(ValueError, match=message):
         fixed(**changes)
     with torch.no_grad():
         fixed(**changes)

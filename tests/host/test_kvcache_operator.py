@@ -1,8 +1,11 @@
 """flash_dmattn_with_kvcache as an operator, and how its composition reads the cache."""
 
+import re
+
 import pytest
 import torch
 from kvcaches import BATCHES, check, each_layout, each_window, make_call, make_sequences
+from programs import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -44,13 +47,29 @@ def test_compiled(layout, batch):
 @pytest.mark.parametrize("window_size", [None, 8])
 @pytest.mark.parametrize("batch", ["decoding", "mixed"])
 def test_flops(layout, window_size, batch):
-    """4 D operations for each visible score of each head, hidden keys included."""
+    """4 D operations for each visible score of each head, masked keys included."""
     call = make_call(make_sequences(BATCHES[batch]), **layout)
     with FlopCounterMode(display=False) as counter:
         call(window_size=window_size)
     seen = [before + row + 1 for before, rows in BATCHES[batch] for row in range(rows)]
     visible = sum(seen) if window_size is None else sum(min(keys, window_size) for keys in seen)
     assert counter.get_total_flops() == 4 * 16 * 4 * visible
+
+
+def test_flops_of_the_padded_head_dimension():
+    """That of the wider of keys and values, rounded up to a multiple of 8: the kernels compute with it."""
+    query, k_cache, v_cache = torch.zeros(1, 1, 4, 13), torch.zeros(1, 40, 2, 13), torch.zeros(1, 40, 2, 21)
+    with FlopCounterMode(display=False) as counter:
+        flash_dmattn_with_kvcache(query, k_cache, v_cache, cache_seqlens=40)
+    assert counter.get_total_flops() == 4 * 24 * 4 * 40
+
+
+def test_the_bounds_of_batch_invariant_calls_are_those_of_the_compiled_module():
+    source = (ROOT / "csrc/torch/kvcache.cpp").read_text()
+    for name in ("INVARIANT_ROWS", "INVARIANT_MIN_KEYS"):
+        constant = "k" + name.title().replace("_", "")
+        (value,) = re.findall(rf"\b{constant} = (\d+)\b", source)
+        assert int(value) == getattr(kvcache_composed, name)
 
 
 def test_no_rows_at_all():

@@ -122,7 +122,7 @@ def test_lists_of_indices_beside_intervals_of_each_batch_element():
 
 def test_lists_are_indexed_by_batch_elements_only():
     lists = MASKS["lists of bool"]()
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="index 2 is out of range for 2 batch elements"):
         lists[2]
     with pytest.raises(TypeError, match="lists are indexed by an int or a slice, got Tensor"):
         lists[torch.tensor([0])]
@@ -151,7 +151,7 @@ def test_lists_keep_their_intervals(is_causal):
 def test_batch_elements():
     mask = rand_intervals(4, 2, 9, rows=9)
     dense = mask.to_dense(9)
-    for index in (slice(1, 3), torch.tensor([3, 0])):
+    for index in (slice(1, 3), torch.tensor([3, 0]), torch.tensor([True, False, False, True])):
         assert torch.equal(mask[index].to_dense(9), dense[index])
     assert torch.equal(mask[2].to_dense(9), dense[2:3]) and torch.equal(mask[-1].to_dense(9), dense[3:])
 

@@ -55,6 +55,8 @@ CALLS = {
         KeyIntervalMask.topk_varlen(BIAS[0, :, 0].T, n(3), CU, max_seqlen_k=n(9)),
     ),
     "to_dense": lambda n: KeyIntervalMask.topk(BIAS, 3).to_dense(n(12)),
+    "index of a mask": lambda n: intervals(KeyIntervalMask.topk(BIAS, 3)[n(0)]),
+    "index of lists": lambda n: lists(KeyLists.build(KeyIntervalMask.topk(BIAS, 3), 12)[n(0)]),
     "lists": lambda n: lists(KeyLists.build(KeyIntervalMask.topk(BIAS, 3), n(12), n(12))),
     "indices": lambda n: lists(KeyLists.from_indices(INDICES, n(12), n(12), tile_rows=n(4))),
     "create_mask": lambda n: create_mask(BIAS, None, n(1), n(12), n(12), n(3), -1e9, n(2)),

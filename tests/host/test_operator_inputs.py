@@ -83,7 +83,7 @@ FIXED = {
     "a key twice": (as_list(1, 4, 4), ValueError, UNSORTED.format(4, 2)),
     "lengths of 64 bits": ({"seqlens_k": torch.full((4,), 7)}, TypeError, "cache_seqlens must be int32"),
     "lengths of 3 batch elements": ({"seqlens_k": ints(3)}, ValueError, "cache_seqlens must have query's batch size 4"),
-    "lengths beyond the keys": ({"seqlens_k": ints(4) + 8}, ValueError, "cache_seqlens must be from 0 to the 7 keys"),
+    "lengths beyond the keys": ({"seqlens_k": ints(4) + 8}, ValueError, "cache_seqlens must be from 0 to 7, the keys"),
 }
 
 CU_Q, CU_K = ints(5) + torch.arange(5).int() * ROWS, ints(5) + torch.arange(5).int() * KEYS
@@ -99,8 +99,12 @@ VARIABLE = {
     "lists of 1 sequence": (lists(1, 1, 1), ValueError, "kv_indptr must be of 4 sequences, got 1"),
     "max_seqlen below the rows": ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q must be at least the longest"),
     "max_seqlen below 0": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be at least the longest sequence 7"),
-    "offsets beyond the keys": ({"cu_seqlens_k": CU_K + CU_K}, ValueError, "cu_seqlens_k must rise from 0 to the 28"),
-    "offsets of 3 sequences": ({"cu_seqlens_k": ints(4)}, ValueError, "cu_seqlens_k must rise from 0"),
+    "offsets beyond the keys": (
+        {"cu_seqlens_k": CU_K + CU_K},
+        ValueError,
+        "cu_seqlens_k must be non-decreasing from 0 to 28",
+    ),
+    "offsets of 3 sequences": ({"cu_seqlens_k": ints(4)}, ValueError, "cu_seqlens_k must be non-decreasing from 0"),
     "offsets of 64 bits": ({"cu_seqlens_k": CU_K.long()}, TypeError, "cu_seqlens_k must be int32"),
     "offsets with gaps": (
         {"cu_seqlens_k": torch.stack([CU_K, CU_K], dim=1)[:, 0]},

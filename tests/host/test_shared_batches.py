@@ -194,5 +194,5 @@ def test_intervals_are_for_all_or_for_each():
     start = torch.zeros(3, 1, KEYS, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"attn_mask.start must be \({B\|1}, .*dimension 0 must be 1 or 6, got"):
         flash_dmattn_func(*tensors, KeyIntervalMask(start, start + 5))
-    with pytest.raises(ValueError, match=r"window_size needs attn_bias .*\({B\|1}, .*got shape \(3, 1, 1, 83\)"):
+    with pytest.raises(ValueError, match=r"window_size needs attn_bias .*\({6\|1}, .*got shape \(3, 1, 1, 83\)"):
         flash_dmattn_func(*tensors, None, torch.randn(3, 1, 1, KEYS), is_causal=True, window_size=8)

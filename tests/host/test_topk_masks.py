@@ -183,7 +183,7 @@ def test_infinities_of_both_signs_are_no_nan():
     """Their sum is NaN, by which a window that covers all keys looks for NaN."""
     bias = torch.randn(1, 1, 1, 9)
     bias[..., :2] = torch.tensor([torch.inf, -torch.inf])
-    topk.refuse_nan(bias)
+    topk.refuse_nan(bias, name="bias")
     bias[..., 5] = torch.nan
-    with pytest.raises(ValueError, match="bias must not be NaN"):
-        topk.refuse_nan(bias)
+    with pytest.raises(ValueError, match="^bias must not be NaN where window_size selects by it"):
+        topk.refuse_nan(bias, name="bias")

@@ -170,6 +170,8 @@ def test_vmap_of_size_0():
     assert vmap(lambda *x: windowed(bias, *x))(*tensors).shape == tensors[0].shape
     with pytest.raises(RuntimeError, match="does not support vmap over dims of size 0"):
         vmap(windowed)(bias.expand(0, *bias.shape), *tensors)
+    row_bias = torch.zeros(0, 2, 1, 1, 1)
+    assert vmap(lambda bias, *x: flash_dmattn_func(*x, None, bias))(row_bias, *tensors).shape == tensors[0].shape
 
 
 def test_functionalize_is_refused():
@@ -230,6 +232,11 @@ def test_a_bias_that_the_softmax_does_not_see_gets_zeros(shape, hidden):
     query, key, value = small()
     flash_dmattn_func(query, key, value, None, bias).sum().backward()
     assert torch.equal(bias.grad, torch.zeros(shape, dtype=torch.float64))
+
+
+def test_a_bias_that_the_softmax_does_not_see_without_query_heads():
+    key, bias = torch.randn(1, 7, 2, 8), torch.randn(1, 2, 5, 1)
+    assert flash_dmattn_func(torch.randn(1, 5, 0, 8), key, key, None, bias).shape == (1, 5, 0, 8)
 
 
 MADE_IN_INFERENCE_MODE = {

@@ -103,7 +103,7 @@ def test_a_picture_beside_a_default_dtype_that_numpy_lacks():
 
 REFUSED = [
     ((torch.ones(1, 1, 4, 4),), {}, TypeError, "mask must be bool, got float32"),
-    (([1],), {}, TypeError, "must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got list"),
+    (([1],), {}, TypeError, "^mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got list"),
     ((None,), {}, TypeError, "a KeyIntervalMask or KeyLists, got None"),
     ((BOOL[0],), {}, ValueError, r"fixed length, got \(3, 300, 421\): plot one sequence"),
     ((BOOL[:, :, :0],), {}, ValueError, "mask must have rows and keys, got 0 rows and 421 keys"),

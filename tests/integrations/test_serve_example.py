@@ -41,7 +41,7 @@ def test_tokens_are_those_of_each_request_alone(example, served, options):
     last = steps[-1]
     assert last.new_tokens == sum(request.wanted for request in requests)
     assert last.prompt_tokens == sum(len(request.prompt) for request in requests)
-    assert last.pages_given == len(used) and max(step.pages_in_use for step in steps) <= TINY["pages"]
+    assert last.pages_allocated == len(used) and max(step.pages_in_use for step in steps) <= TINY["pages"]
 
 
 def test_steps_mix_prompts_and_single_tokens(example, served, monkeypatch):

@@ -177,6 +177,53 @@ def test_an_additive_mask_in_another_dtype_hides():
     assert out[0, 0].eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_least_finite_number_masks_whatever_is_added(dtype):
+    """40 more than the least float16 is another float16."""
+    layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=11)
+    tensors = [x.to(dtype) for x in tensors]
+    masked = ~rand_mask(1, 1, 9, 11)
+    masked[0, 0, 0] = True
+    mask = torch.zeros(1, 1, 9, 11, dtype=dtype).masked_fill(masked, torch.finfo(dtype).min)
+    bias = torch.full((1, 1, 9, 11), 40.0, dtype=dtype)
+    expected = attention(layer, *tensors, ~masked)[0]
+    for added in ((mask, bias), (bias, mask)):
+        torch.testing.assert_close(attention(layer, *tensors, added[0], position_bias=added[1])[0], expected)
+    narrow = torch.zeros(1, 1, 9, 11).masked_fill(masked, torch.finfo(torch.float16).min).half()
+    out = attention(layer, *tensors, None, is_causal=False, position_bias=narrow)[0]
+    torch.testing.assert_close(out, expected)
+
+
+INDEXED_MASKS = {
+    "none": lambda: None,
+    "causal": lambda: None,
+    "padding": lambda: padding("left", seqlen=13).bool(),
+    "causal padding": lambda: padding("left", seqlen=13),
+    "bool": lambda: rand_mask(BATCH, 1, 9, 14),
+    "additive": lambda: torch.randn(1, 4, 9, 14),
+    "visible keys": lambda: visible_keys_mask(BATCH, 9, 11, 2, mask_function=PATTERNS["window"]),
+}
+
+
+@pytest.mark.parametrize("kind", INDEXED_MASKS)
+def test_an_indexer_restricts_every_mask(kind):
+    layer, *tensors = one_call(batch=BATCH, seqlen_q=9, seqlen_k=11, heads=4, kv_heads=2)
+    mask, is_causal = INDEXED_MASKS[kind](), "causal" in kind
+    indices = torch.randint(11, (BATCH, 9, 5))
+    added = torch.full((BATCH, 1, 9, 11), -torch.inf).scatter_(-1, indices[:, None], 0)
+    if is_causal:
+        added = added.masked_fill(~torch.ones(9, 11, dtype=torch.bool).tril(2), -torch.inf)
+    if isinstance(mask, VisibleKeys):
+        added = added.masked_fill(~mask.to_dense(), -torch.inf)
+    elif mask is not None and mask.is_floating_point():
+        added = added + mask[..., :11]
+    elif mask is not None:
+        visible = (mask[:, None, None] if mask.ndim == 2 else mask)[..., :11].bool()
+        added = added.masked_fill(~visible, -torch.inf)
+    ours = attention(layer, *tensors, mask, is_causal=is_causal, indices=indices)[0]
+    torch.testing.assert_close(ours, by_softmax(*tensors, added).nan_to_num(0), rtol=1e-4, atol=1e-5)
+
+
 def test_a_padding_mask_of_two_dimensions():
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=11)
     real = rand_mask(2, 13)

@@ -28,11 +28,40 @@ from flash_dmattn.integrations.versions import require_version  # noqa: E402
         ({"attention_mask": torch.ones(2, 9, 9)}, r"attention_mask must be .* got shape \(2, 9, 9\)"),
         (
             {"attention_mask": torch.ones(3, 9).bool()},
-            r"attention_mask must be .* B = 2 and Sk = 9, got shape \(3, 9\)",
+            r"attention_mask must be .* B = 2, H = 2, Sq = 9 and Sk = 9, got shape \(3, 9\)",
         ),
         (
             {"attention_mask": torch.ones(2, 8).bool()},
-            r"attention_mask must be .* B = 2 and Sk = 9, got shape \(2, 8\)",
+            r"attention_mask must be .* B = 2, H = 2, Sq = 9 and Sk = 9, got shape \(2, 8\)",
+        ),
+        ({"attention_mask": torch.ones(2, 1, 8, 9)}, r"attention_mask must be .*, got shape \(2, 1, 8, 9\)"),
+        ({"attention_mask": torch.ones(2, 3, 9, 9).bool()}, r"attention_mask must be .*, got shape \(2, 3, 9, 9\)"),
+        ({"attention_mask": torch.ones(2, 1, 9, 8)}, r"attention_mask must be .*, got shape \(2, 1, 9, 8\)"),
+        ({"position_bias": torch.zeros(1, 2, 9, 8)}, r"position_bias must be .* Sk = 9, got shape \(1, 2, 9, 8\)"),
+        ({"position_bias": torch.zeros(1, 3, 9, 9)}, r"position_bias must be .* H = 2, .*, got shape \(1, 3, 9, 9\)"),
+        (
+            {"position_bias": torch.zeros(1, 2, 8)},
+            r"position_bias must be .* \(1, H, 2R \+ 1\), .*, got shape \(1, 2, 8\)",
+        ),
+        ({"position_bias": torch.zeros(9, 9)}, r"position_bias must be .*, got shape \(9, 9\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 16])}, r"cu_seq_lens_q must be .* 18, the rows of query, got \[0, 16\]"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 18]), "cu_seq_lens_k": torch.tensor([0, 9, 18])},
+            r"cu_seq_lens_q and cu_seq_lens_k must both have B \+ 1 elements, got 2 and 3",
+        ),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 18]), "max_length_q": 8},
+            "max_length_q must be at least the longest sequence 18, got 8",
+        ),
+        ({"indices": torch.full((2, 9, 3), 99)}, "indices must be from 0 to 8, got 99"),
+        ({"indices": torch.full((2, 9, 3), -1)}, "indices must be from 0 to 8, got -1"),
+        (
+            {"indices": torch.zeros(2, 8, 3).long()},
+            r"indices must be \(B, Sq, k\), .* Sq = 9 .*, got shape \(2, 8, 3\)",
+        ),
+        (
+            {"indices": torch.zeros(2, 9, 3).long(), "cu_seq_lens_q": torch.tensor([0, 18])},
+            "indices is for sequences that are not packed",
         ),
         ({"s_aux": torch.zeros(5)}, r"s_aux must be \(H\) or .* with B = 2, H = 2 and Sq = 9, got shape \(5,\)"),
         ({"sinks": torch.zeros(2, 2, 8, 1)}, r"sinks must be .*, got shape \(2, 2, 8, 1\)"),
@@ -65,6 +94,13 @@ def test_tensors_that_eager_attention_uses_are_refused(monkeypatch):
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager_attention_forward)
     with pytest.raises(ValueError, match=r"has no argument gate, got shape \(2,\)"):
         model(ids, gate=torch.zeros(2))
+
+
+def test_a_padding_mask_of_another_batch_is_refused():
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[:, 0] = 0
+    with pytest.raises(ValueError, match="attention_mask must have the batch size 2 or 1, got 3"):
+        switched(build("llama"))(tokens(batch=2, seqlen=9), mask)
 
 
 def test_a_causal_mask_for_other_keys_is_refused():

@@ -260,6 +260,16 @@ TRIANGLE = {
     ),
     "scale is infinite": ({"scale": torch.inf}, ValueError, "^scale must be finite in float32, got inf"),
     "scale is no number": ({"scale": "1"}, TypeError, "^scale must be a number, got str"),
+    "integers": (
+        {name: torch.zeros(B, N, H, KEYS if name in "kv" else ROWS, D).int() for name in "qkv"},
+        TypeError,
+        "^q must be one of float16, bfloat16, float32, float64, got int32",
+    ),
+    "head dimension of 300": (
+        {name: torch.zeros(B, N, H, KEYS if name in "kv" else ROWS, 300) for name in "qkv"},
+        ValueError,
+        "^q must have a head dimension from 1 to 256, got 300",
+    ),
     "k on another device": (
         {"k": torch.zeros(B, N, H, KEYS, D, device="meta")},
         RuntimeError,
@@ -320,7 +330,7 @@ EVOFORMER = {
         TypeError,
         r"biases\[1\] must have Q's dtype float32, got float64",
     ),
-    "mask bias that is no mask": (
+    "mask bias that is not a mask": (
         [ZEROS - 2.5, PAIRS],
         ValueError,
         r"biases\[0\] must be 0 or at most -10000 with a pair bias, got -2.5",
@@ -332,6 +342,12 @@ EVOFORMER = {
         r"biases\[0\] must not require a gradient with a pair bias: pass its detach\(\)",
     ),
 }
+
+
+def test_integers_in_evoformer():
+    integers = torch.zeros(B, N, ROWS, H, D).int()
+    with pytest.raises(TypeError, match="^Q must be one of float16, bfloat16, float32, float64, got int32"):
+        DS4Sci_EvoformerAttention(integers, integers, integers, [])
 
 
 @pytest.mark.parametrize("case", EVOFORMER)

@@ -165,4 +165,4 @@ def test_a_window_over_a_cache_of_dtensors(two, window_size):
     skip_lists(WINDOWED)
     assert max(two.results(window_over_a_cache, window_size, 7)) < 1e-6  # key 7 is beyond the filled ones
     for refused in two.run(window_over_a_cache, window_size, 3):
-        assert "bias must not be NaN" in refused.message
+        assert "attn_bias must not be NaN" in refused.message

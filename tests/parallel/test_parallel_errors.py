@@ -49,13 +49,26 @@ REFUSED_BY_ONE = [
     ({"key": (1, 9, 2, 8)}, {}, "ValueError", "value"),
     ({"key": (1, 9, 2, 8), "value": (1, 9, 2, 8)}, {}, "ValueError", "as many keys as rows"),
     ({"query": 3}, {}, "TypeError", "query"),
-    ({"nan": True}, WINDOW, "ValueError", "NaN"),
+    ({"nan": True}, WINDOW, "ValueError", "attn_bias must not be NaN where window_size selects by it"),
     ({"is_causal": False}, WINDOW, "ValueError", "is_causal"),
     ({"softcap": -1.0}, {}, "ValueError", "softcap"),
     ({"layout": "ring"}, {}, "ValueError", "layout"),
-    ({"layout": "zigzag"}, WINDOW, "ValueError", "zigzag"),
+    ({"layout": "zigzag"}, WINDOW, "ValueError", "layout='zigzag' does not support window_size, got it: use layout="),
+    (
+        {"layout": "zigzag", "attn_mask": KeyIntervalMask(*torch.zeros(2, 1, 1, 8, dtype=torch.int32))},
+        {"attn_bias": (1, 1, 8, 16)},
+        "ValueError",
+        "layout='zigzag' does not support KeyIntervalMask, got it: use layout='contiguous'",
+    ),
+    ({"layout": "zigzag"}, PACKED, "ValueError", "layout='zigzag' does not support cu_seqlens, got it"),
     ({"attn_bias": (1, 3, 1, 8)}, WINDOW, "ValueError", "attn_bias"),
-    ({"attn_mask": KeyLists.build(KeyIntervalMask.causal(8, 8), 8)}, {}, "TypeError", "KeyLists"),
+    (
+        {"attn_mask": KeyLists.build(KeyIntervalMask.causal(8, 8), 8)},
+        {},
+        "TypeError",
+        "attn_mask must be a bool torch.Tensor or a KeyIntervalMask, got KeyLists",
+    ),
+    ({"attn_mask": "x"}, {}, "TypeError", "attn_mask must be a bool torch.Tensor or a KeyIntervalMask, got str"),
     ({"attn_mask": KeyIntervalMask.causal(16, 16)}, {}, "ValueError", "shard"),
     ({"dtensor": True}, {}, "TypeError", "to_local"),
     ({"cu_seqlens": torch.tensor([0, 16])}, {}, "TypeError", "cu_seqlens"),
@@ -127,7 +140,8 @@ def test_packed_sequences_must_be_the_same_and_end_with_the_rows(two):
     for failure in two.run(attend, {0: sequences(0, 5, 16), 1: sequences(0, 6, 16)}, rows):
         assert failure.kind == "ValueError" and "cu seqlens" in failure.message
     for failure in two.run(attend, {"all": sequences(0, 5, 15)}, rows):
-        assert failure.kind == "ValueError" and "cu_seqlens" in failure.message
+        says = "cu_seqlens must be non-decreasing from 0 to 16, the rows of all ranks, got [0, 5, 15]"
+        assert failure.kind == "ValueError" and says in failure.message
 
 
 def test_lengths_that_are_given_are_not_asked_for(two):

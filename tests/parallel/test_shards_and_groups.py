@@ -47,6 +47,24 @@ def test_parts_that_do_not_fit_are_refused(two):
         assert failure.kind == "IndexError" and "dim must be a dimension of part" in failure.message
 
 
+def shard_of(kind):
+    whole, dim = {"dim": (torch.zeros(1, 4), 9), "type of dim": (torch.zeros(1, 4), "x"), "list": ([1], 0)}[kind]
+    return shard(whole, dim)
+
+
+@pytest.mark.parametrize(
+    "kind, error, message",
+    [
+        ("dim", "IndexError", "dim must be a dimension of whole, of shape (1, 4), got 9"),
+        ("type of dim", "TypeError", "dim must be an int, got str"),
+        ("list", "TypeError", "whole must be a torch.Tensor or a KeyIntervalMask, got list"),
+    ],
+)
+def test_wrong_arguments_of_shard(two, kind, error, message):
+    for failure in two.run(shard_of, kind):
+        assert failure.kind == error and message in failure.message, failure
+
+
 def shard_of_mask(layout="contiguous"):
     mask = KeyIntervalMask.sliding_window(21, 21, 5)
     part, places = shard(mask, layout=layout), positions(21)

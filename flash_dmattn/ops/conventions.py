@@ -1,0 +1,25 @@
+"""Numbers that the kernels and their callers agree on."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
+
+
+def padded_head_dim(*head_dims: int) -> int:
+    """The head dimension in which the kernels compute: that of the widest tensor, rounded up."""
+    widest = max(head_dims)
+    return widest + -widest % HEAD_DIM_MULTIPLE
+
+
+def default_scale(head_dim: int) -> float:
+    """softmax_scale, if none is given."""
+    return 1.0 / math.sqrt(head_dim)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over tensors of `dtype`, and of lse: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,5 +1,5 @@
-// Reports where a call falls back, each kind and reason once (docs/logging.md). With FLASH_DMATTN_LOG=1 Python asks for them
-// (csrc/torch/python_log.h) and writes them into its log beside its own (flash_dmattn/fallbacks.py).
+// Reports where a call falls back, each kind and reason once (docs/logging.md). With FLASH_DMATTN_LOG=1 Python asks for
+// them (csrc/torch/python_log.h) and writes them into its log beside its own (flash_dmattn/fallbacks.py).
 #pragma once
 
 #include <atomic>

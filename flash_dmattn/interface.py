@@ -325,11 +325,9 @@ def flash_dmattn_func_auto(backend: Backend | None = None) -> Callable[..., Tens
     def function(*args, **kwargs):
         try:
             call = Call(*args, **kwargs)
-        except TypeError as raised:  # its message names Call
-            error = raised
-        else:
-            return attend(module, call)
-        require_arguments_of(function, args, kwargs)
-        raise error
+        except TypeError:  # its message names Call
+            require_arguments_of(function, args, kwargs)
+            raise
+        return attend(module, call)
 
     return function

@@ -23,7 +23,6 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
-Tensor or_undefined(const Tensor& tensor) { return tensor; }
 Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
 
 // Whether autograd records the call. Forward-mode tangents are refused.
@@ -166,8 +165,7 @@ auto make_node() {
 template <typename... Arguments>
 ForwardResult forward(Arguments... arguments) {
     const Inputs inputs{std::move(arguments)...};
-    if (!records(inputs.query, inputs.key, inputs.value, or_undefined(inputs.bias),
-                 or_undefined(inputs.relative_bias))) {
+    if (!records(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.relative_bias)) {
         at::AutoDispatchBelowADInplaceOrView below;
         return call_attention_forward(inputs);
     }
@@ -207,10 +205,7 @@ BackwardResult backward(Tensor dout, OptionalTensor dlse, Tensor out, Tensor lse
     };
     const auto& [query, key, value, bias, relative_bias] =
         std::tie(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.relative_bias);
-    if (!records(dout, or_undefined(dlse), query, key, value, or_undefined(bias), or_undefined(relative_bias), out,
-                 lse)) {
-        return run();
-    }
+    if (!records(dout, dlse, query, key, value, bias, relative_bias, out, lse)) return run();
     const std::function<variable_list()> run_to_list = [&] {
         const auto [dquery, dkey, dvalue, dbias, drelative_bias] = run();
         return variable_list{dquery, dkey, dvalue, dbias, drelative_bias};

@@ -339,12 +339,9 @@ void check_same_sequences(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k
 void check_varlen(const Varlen& varlen, const Tensor& query, const Tensor& key) {
     const auto check = [&](const char* name, const Tensor& tensor, const Tensor& rows, const char* counted,
                            const char* longest_name, int64_t longest) {
-        CuSeqlens given{name, tensor, &query, "query"};
-        if (!rows.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) given.total = rows.size(0);
-        given.counted = counted;
-        given.longest_name = longest_name;
-        given.longest = longest;
-        check_cu_seqlens(given);
+        std::optional<int64_t> total;
+        if (!rows.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) total = rows.size(0);
+        check_cu_seqlens({name, tensor, &query, "query", total, counted, /*or_less=*/false, longest_name, longest});
     };
     check("cu_seqlens_q", varlen.cu_seqlens_q, query, "the rows of query", "max_seqlen_q", varlen.max_seqlen_q);
     check("cu_seqlens_k", varlen.cu_seqlens_k, key, "the keys of key", "max_seqlen_k", varlen.max_seqlen_k);

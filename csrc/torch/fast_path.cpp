@@ -48,7 +48,7 @@ bool is_overridden(const Tensor& query) {
            !(c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set).empty();
 }
 
-bool records(const Inputs& in) { return needs_grad(in.query, in.key, in.value, in.bias ? *in.bias : Tensor()); }
+bool records(const Inputs& in) { return needs_grad(in.query, in.key, in.value, in.bias); }
 
 // Reads cache_seqlens. Returns false for values that the kernels do not read where they are.
 bool read_lengths(Inputs& in, py::handle given) {

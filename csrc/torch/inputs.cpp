@@ -127,12 +127,7 @@ void check_and_set_sequences(AttentionParams& p, const OptionalTensor& cu_seqlen
     check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
     const auto check = [&](const char* name, const Tensor& tensor, std::optional<int64_t> total, const char* counted,
                            const char* longest_name, int64_t longest) {
-        CuSeqlens given{name, tensor, &reference, whose};
-        given.total = total;
-        given.counted = counted;
-        given.longest_name = longest_name;
-        given.longest = longest;
-        check_cu_seqlens(given);
+        check_cu_seqlens({name, tensor, &reference, whose, total, counted, /*or_less=*/false, longest_name, longest});
     };
     const std::string rows = std::string("the rows of ") + whose;
     check("cu_seqlens_q", *cu_seqlens_q, total_q, rows.c_str(), "seqlen_q", p.seqlen_q);
@@ -369,14 +364,14 @@ IndexListsParams index_params(const Tensor& indices, const OptionalTensor& inter
     const auto divides = [](int64_t heads, int64_t all) { return heads == 0 ? all == 0 : all % heads == 0; };
     TORCH_CHECK_VALUE(p.indices.packed || fits(p.indices.batches, p.batch), "indices must be of ", p.batch,
                       " batch elements or 1, got shape ", shape_of(indices));
-    if (intervals && !(fits(p.intervals.batches, p.batch) && divides(p.indices.heads, p.heads) &&
-                       divides(p.intervals.heads, p.heads))) {
-        std::ostringstream batch;
-        if (!varlen && p.indices.batches != 1) batch << "the batch size of indices (" << p.batch << ") or 1, and ";
-        TORCH_CHECK_VALUE(false, "mask must have ", batch.str(),
-                          "a head count that divides or is a multiple of that of indices (", p.indices.heads,
-                          "), got shape ", shape_of((*intervals)[0]));
-    }
+    const bool names_batch = !varlen && p.indices.batches != 1;
+    TORCH_CHECK_VALUE(
+        !intervals || (fits(p.intervals.batches, p.batch) && divides(p.indices.heads, p.heads) &&
+                       divides(p.intervals.heads, p.heads)),
+        "mask must have ",
+        names_batch ? "the batch size of indices (" + std::to_string(p.batch) + ") or 1, and " : std::string(),
+        "a head count that divides or is a multiple of that of indices (", p.indices.heads, "), got shape ",
+        shape_of((*intervals)[0]));
     p.kv_heads = p.heads;
     if (varlen) {
         const auto total = [](bool known, const Tensor& tensor, int64_t dim) {

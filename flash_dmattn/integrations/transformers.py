@@ -228,9 +228,9 @@ def attention(
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if position_bias is not None:
         require_position_bias(position_bias, query, key)
-    if position_bias is not None and position_bias.ndim == 3:
-        options["relative_bias"] = relative_bias_of(position_bias, attention_mask, query, key)
-        position_bias = None
+        if position_bias.ndim == 3:
+            options["relative_bias"] = relative_bias_of(position_bias, attention_mask, query, key)
+            position_bias = None
     if cu_seq_lens_q is not None:
         for name, value_of_padded in (("position_bias", position_bias), ("indices", indices)):
             if value_of_padded is not None:

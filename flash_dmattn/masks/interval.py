@@ -183,7 +183,7 @@ class KeyIntervalMask(Container, Mask):
         """
         if self.is_varlen:
             raise ValueError(f"a mask {VARLEN} has no batch elements; take sequence(first, last) of it")
-        if isinstance(index, (int, numbers.Integral)):
+        if isinstance(index, numbers.Integral):
             index = batch_slice(index, self.shape[0])
         accepted = "an int, a slice, or an int64 or bool tensor (n)"
         is_tensor = isinstance(index, Tensor)

@@ -284,7 +284,7 @@ class KeyLists(Container, Mask):
         """The lists of some batch elements: `lists[2]` and `lists[2:4]` keep the batch dimension and copy no list."""
         if self.cu_seqlens_q is not None:
             raise ValueError("lists of variable length have no batch elements: build them of some sequences")
-        if isinstance(index, (int, numbers.Integral)):
+        if isinstance(index, numbers.Integral):
             index = batch_slice(index, self.batches)
         if not isinstance(index, slice):
             raise TypeError(f"lists are indexed by an int or a slice, got {type(index).__name__}")

@@ -30,7 +30,8 @@ __device__ __forceinline__ void dq_semaphore_release(int32_t* semaphore) {
 // Arrays are locals of run(), not members: see BwdCta. `visible_keys` is a local of run() too, since the compiler keeps
 // it in local memory: in a function that run() calls it would share that memory with the mainloop's arrays and keep
 // them there.
-template <typename Traits, BiasKind kBias>
+// kAdjustsScores: the call has a softcap, a relative bias or both.
+template <typename Traits, BiasKind kBias, bool kAdjustsScores>
 class BwdKernel {
 public:
     using T = typename Traits::T;
@@ -88,11 +89,11 @@ public:
             }
 
 #pragma unroll 1
-            for (auto gradient = first_gradient(p_, needs_dx());; gradient = ScoreGradient::kDs) {
+            for (auto gradient = first_gradient<kAdjustsScores>(p_, needs_dx());; gradient = ScoreGradient::kDs) {
 #pragma unroll
                 for (int pass = 0; pass < kPasses; ++pass) compute_scores(step, pass * kPassN, gradient, dbias);
                 __syncthreads();
-                if (is_dx(p_, gradient)) add_tile_of_dx(step, dbias);
+                if (is_dx<kAdjustsScores>(p_, gradient)) add_tile_of_dx(step, dbias);
                 if (gradient == ScoreGradient::kDs) break;
                 __syncthreads();
             }
@@ -199,7 +200,8 @@ private:
         cp_async_commit();
     }
 
-    __device__ bool needs_dx() const { return p_.drelative_bias != nullptr || DbiasWriter::needs_dx(p_); }
+    __device__ bool needs_drelative_bias() const { return kAdjustsScores && p_.drelative_bias != nullptr; }
+    __device__ bool needs_dx() const { return needs_drelative_bias() || DbiasWriter::needs_dx(p_); }
 
     // Recomputes P and a gradient of the scores of one pass, the columns of this warp from fragment first_n on. Stores
     // them rounded, P only with dS.
@@ -227,15 +229,15 @@ private:
             return BlockVisibility<Traits::kRows, Traits::kKeys>(p_, sequence(), qdo, step.m_block, cta_.n_block,
                                                                  step.mask_full);
         };
-        recompute_p_ds<Traits, kBias>(scores, dprobs, p_, ScoreA(address_of(qdo.query), a_offset),
-                                      ScoreB(address_of(smem_.key), b_offset), ScoreA(address_of(qdo.dout), a_offset),
-                                      ScoreB(address_of(smem_.value), b_offset), qdo, dense_bias, adjust_scores,
-                                      make_visibility, score_row, score_key, cta_.rows_left(step.m_block));
+        recompute_p_ds<Traits, kBias, kAdjustsScores>(
+            scores, dprobs, p_, ScoreA(address_of(qdo.query), a_offset), ScoreB(address_of(smem_.key), b_offset),
+            ScoreA(address_of(qdo.dout), a_offset), ScoreB(address_of(smem_.value), b_offset), qdo, dense_bias,
+            adjust_scores, make_visibility, score_row, score_key, cta_.rows_left(step.m_block));
         if (gradient == ScoreGradient::kDs) store_accumulator<T>(scores, prob_fragments);
         store_accumulator<T>(dprobs, ScoreC(address_of(smem_.dscores), c_offset).from(0, first_n * 8));
-        if (!is_dx(p_, gradient)) return;
+        if (!is_dx<kAdjustsScores>(p_, gradient)) return;
         dbias.add_dx(step, dprobs, first_n);
-        if (p_.drelative_bias != nullptr && !is_grid()) add_relative_bias_gradient(step, dprobs, score_key);
+        if (needs_drelative_bias() && !is_grid()) add_relative_bias_gradient(step, dprobs, score_key);
     }
 
     // dV += P^T dO, or dK += dS^T Q.
@@ -275,7 +277,7 @@ private:
     // Adds to the gradients of the biases what is summed from dx in shared memory.
     __device__ __forceinline__ void add_tile_of_dx(const MBlockStep& step, DbiasWriter& dbias) const {
         dbias.add_tile(step);
-        if (p_.drelative_bias == nullptr || !is_grid()) return;
+        if (!needs_drelative_bias() || !is_grid()) return;
         const RelativeBiasGradientOf<true> gradient(p_, sequence(), step.head);
         gradient.template add_grid_tile<Traits::kThreads>(smem_.dscores, step.m_block * Traits::kRows, cta_.first_key);
     }
@@ -297,12 +299,12 @@ private:
     float key_bias_ = 0;         // of key threadIdx.x of the n_block, times log2(e)
 };
 
-template <typename Traits, BiasKind kBias>
+template <typename Traits, BiasKind kBias, bool kAdjustsScores>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     bwd_kernel(const __grid_constant__ BwdArgs p) {
     if constexpr (!Traits::kIsUsed) return;
     if (is_inactive(p)) return;
-    using Kernel = BwdKernel<Traits, kBias>;
+    using Kernel = BwdKernel<Traits, kBias, kAdjustsScores>;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory);
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);

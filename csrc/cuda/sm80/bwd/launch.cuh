@@ -42,7 +42,8 @@ void recompute_dbias(const BwdArgs& p, cudaStream_t stream) {
 template <typename Traits, BiasKind kBias>
 void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
     const int64_t num_ctas = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys) * p.kv_heads * p.batch;
-    const BwdKernelFn kernel = bwd_kernel<Traits, kBias>;
+    const BwdKernelFn kernel =
+        has_softcap_or_relative_bias(p) ? bwd_kernel<Traits, kBias, true> : bwd_kernel<Traits, kBias, false>;
     // The same size for every launch: the kernel's limit is an attribute that all threads of the process share.
     constexpr size_t kBytes =
         sizeof(BwdSharedStorage<Traits, kBias>) +

@@ -161,11 +161,11 @@ struct DxPass {
                 [&](int i) { return m_block * Traits::kRows + score_row + i * 8 + fragment_row(); },
                 [&](int n, int e) { return n_block * Traits::kKeys + key + n * 8 + fragment_col() + e; });
         };
-        recompute_p_ds<Traits, BiasKind::kDense>(scores, dprobs, p, ScoreA(address_of(stage.qdo.query), a_offset),
-                                                 ScoreB(address_of(stage.key), pass_offset),
-                                                 ScoreA(address_of(stage.qdo.dout), a_offset),
-                                                 ScoreB(address_of(stage.value), pass_offset), stage.qdo, dense_bias,
-                                                 adjust_scores, make_visibility, score_row, key, rows);
+        recompute_p_ds<Traits, BiasKind::kDense, true>(
+            scores, dprobs, p, ScoreA(address_of(stage.qdo.query), a_offset),
+            ScoreB(address_of(stage.key), pass_offset), ScoreA(address_of(stage.qdo.dout), a_offset),
+            ScoreB(address_of(stage.value), pass_offset), stage.qdo, dense_bias, adjust_scores, make_visibility,
+            score_row, key, rows);
 #pragma unroll
         for (int m = 0; m < Traits::kScoreM; ++m)
 #pragma unroll

@@ -226,7 +226,7 @@ private:
         };
         using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
         using ScoreB = FragmentsB<typename Traits::KeysTile, Major::kK>;
-        recompute_p_ds<Traits, kBias>(
+        recompute_p_ds<Traits, kBias, true>(
             scores, dprobs, p_, ScoreA(address_of(smem_.qdo.query), score_row_, 0),
             ScoreB(address_of(k_of(n_block)), first_key, 0), ScoreA(address_of(smem_.qdo.dout), score_row_, 0),
             ScoreB(address_of(v_of(n_block)), first_key, 0), row_stats, dense_bias, adjust_scores,
